@@ -44,7 +44,7 @@ venv-bench:
 # ---- run --------------------------------------------------------------------------------------
 
 .PHONY: demo
-demo: build ## Train a model through the whole mesh (MODEL=smollm2 for a real pretrained one)
+demo: build ## Train a model with every service and worker (MODEL=smollm2 for a real pretrained one)
 	@scripts/demo $(MODEL)
 
 .PHONY: bench
@@ -65,7 +65,7 @@ bench-stealing: build venv-dev ## Measure pulled work against a static split, tw
 	@PYTHONPATH=python $(PYTHON) bench/stealing.py --check $(ARGS)
 
 .PHONY: bench-scale
-bench-scale: build venv-dev ## Measure what one control plane carries, played by 10, 100 and 1,000 workers
+bench-scale: build venv-dev ## Measure one control plane with 10, 100 and 1,000 simulated workers
 	@PYTHONPATH=python:e2e $(PYTHON) bench/scale.py --check $(ARGS)
 
 .PHONY: bench-buffer
@@ -97,15 +97,15 @@ validate-schema: venv-dev ## Check that every example config fits the JSON Schem
 	@find examples e2e bench -name "*.toml" -print0 | RUST_LOG=error xargs -0 .venv/bin/taplo check --schema file://$(CURDIR)/schemas/run_config.schema.json
 
 .PHONY: breaking
-breaking: $(BUF) $(RULES) ## Check that the contracts break nobody who speaks the last ones
+breaking: $(BUF) $(RULES) ## Check that the contracts are compatible with the previous ones
 	@scripts/breaking
 
 .PHONY: drift
-drift: generate docs ## Check that what is generated is what is committed
+drift: generate docs ## Check that generated files are committed
 	@changed=$$(git status --porcelain -- $(GENERATED)); [ -z "$$changed" ] || { git --no-pager diff -- $(GENERATED); echo "generated files differ from the committed ones (make generate docs, then commit):"; echo "$$changed"; exit 1; }
 
 .PHONY: check
-check: ## Do everything that CI does
+check: ## Run everything that CI runs
 	@.ci/run
 
 .PHONY: check-full
@@ -116,11 +116,11 @@ check-race: build venv-dev ## Run the Go tests under the race detector (needs a 
 	@scripts/test --race
 
 .PHONY: check-vllm
-check-vllm: venv-dev ## Load trained weights in vLLM, in an environment of its own (6 GB), and compare what it answers
+check-vllm: venv-dev ## Load trained weights in vLLM, in a separate environment (6 GB), and compare its answers
 	@scripts/vllm
 
 .PHONY: check-oracles
-check-oracles: venv-dev ## Ask TRL and verl again what our losses are compared with, in an environment of their own
+check-oracles: venv-dev ## Compute the reference losses of TRL and verl again, in a separate environment, and compare them
 	@scripts/oracles --check
 	@cd python && $(PYTHON) -m pytest tests/algorithms/test_oracles.py tests/algorithms/test_document.py
 
@@ -131,14 +131,14 @@ learn-check: build ## Train every family of algorithms past its threshold (FAMIL
 	@$(PYTHON) bench/learn.py --model $(if $(filter smollm2,$(MODEL)),smollm2,addition) --families '$(FAMILIES)' --seeds $(SEEDS) $(if $(RESUME),--resume)
 
 .PHONY: check-compose
-check-compose: venv-dev ## Check docker-compose.yml: that it parses, and what it may publish
+check-compose: venv-dev ## Check that docker-compose.yml parses and publishes only the allowed ports
 	@$(PYTHON) scripts/check_compose.py
 
 .PHONY: servers
 servers: $(SERVERS) ## Build the real servers that check-servers starts (Consul, NATS, S3, GCS) into .tools, once
 
 .PHONY: chaos
-chaos: build venv-dev $(if $(filter servers,$(SHAPE)),$(SERVERS)) ## Hurt a running job at random (KILLS=n SEED=s SHAPE=embedded|servers TORCH=0|1 ASYNC=0|1)
+chaos: build venv-dev $(if $(filter servers,$(SHAPE)),$(SERVERS)) ## Inject random faults into a running job (KILLS=n SEED=s SHAPE=embedded|servers TORCH=0|1 ASYNC=0|1)
 	@scripts/chaos --kills $(KILLS) --seed $(SEED) --shape $(SHAPE) --torch $(TORCH) --asynchronous $(ASYNC)
 
 .PHONY: check-servers
@@ -146,7 +146,7 @@ check-servers: build venv-dev $(SERVERS) ## Run the suites that need a real serv
 	@scripts/check_servers
 
 .PHONY: check-hosts
-check-hosts: build venv-dev $(SERVERS) ## Cut off hosts (network namespaces) of a running job; needs root, else it says that it was skipped
+check-hosts: build venv-dev $(SERVERS) ## Cut off hosts (network namespaces) of a running job; needs root, otherwise it is skipped
 	@scripts/postgres && scripts/e2e e2e/test_hosts.py
 
 .PHONY: check-e2e
@@ -167,12 +167,12 @@ docs: build ## Regenerate docs/reference/ from the schema and the CLI
 	@$(PYTHON) scripts/reference.py
 
 .PHONY: oracles
-oracles: venv-dev ## Write the oracles' answers and docs/algorithms.md anew
+oracles: venv-dev ## Regenerate the reference losses and docs/algorithms.md
 	@scripts/oracles
 	@cd python/tests/algorithms && PYTHONPATH=$(CURDIR)/python $(PYTHON) -m oracle.document
 
 .PHONY: lock
-lock: venv ## Resolve python/pyproject.toml into the hashed locks anew
+lock: venv ## Resolve python/pyproject.toml into the hashed locks
 	@scripts/lock
 
 .PHONY: clean

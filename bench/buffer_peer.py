@@ -170,7 +170,8 @@ def zeromq(shape: Shape) -> None:
         while unacknowledged >= IN_FLIGHT:
             acks.recv()
             unacknowledged -= 1
-        # The token ids change with every group, so they are copied; the rest is sent from where it is.
+        # The token ids change with every group, so they are copied; the rest is sent from where it
+        # is.
         out.send_multipart([load.ids.tobytes(), load.logprobs, load.mask], copy=False)
         unacknowledged += 1
     for _ in range(unacknowledged):

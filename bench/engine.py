@@ -1,4 +1,5 @@
-"""The embedded engine against `model.generate`: tokens/s, both sides in one process, alternating, medians as ratios.
+"""The embedded engine against `model.generate`: tokens/s, both sides in one process, alternating,
+medians as ratios.
 
     python bench/engine.py [--threads 2] [--repeat 5] [--model DIR] [--cpu-time] [--check]
 
@@ -39,7 +40,8 @@ BARS = {"equal": 0.9, "mixed": 1.5}
 
 @dataclass(frozen=True)
 class Case:
-    """Prompts [n, T], how often each is sampled, and the new tokens of each sample (n * samples of them)."""
+    """Prompts [n, T], how often each is sampled, and the new tokens of each sample (n * samples of
+    them)."""
 
     name: str
     prompts: np.ndarray
@@ -104,7 +106,8 @@ def generate(model: PreTrainedModel, case: Case, batch: int) -> None:
 
 
 async def sample(engine: TransformersEngine, case: Case) -> None:
-    """The same samples by the engine; a group whose samples differ in length is sent as requests of one sample."""
+    """The same samples by the engine; a group whose samples differ in length is sent as requests of
+    one sample."""
     shared = case.samples > 1
     requests = []
     for i, prompt in enumerate(case.prompts):
@@ -127,7 +130,8 @@ def seconds(function: Callable[[], object], clock: Callable[[], float]) -> float
 
 
 def best_batch(model: PreTrainedModel, case: Case, clock: Callable[[], float]) -> int:
-    """The batch size in which ``generate`` answers this case fastest (the better of two runs each)."""
+    """The batch size in which ``generate`` answers this case fastest (the better of two runs
+    each)."""
     if len(case.batch_sizes) == 1:
         return case.batch_sizes[0]
     timed = {size: min(seconds(lambda s=size: generate(model, case, s), clock) for _ in range(2)) for size in case.batch_sizes}

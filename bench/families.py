@@ -1,4 +1,5 @@
-"""The families of algorithms that `make learn-check` trains: from where, on what, and what must come of it.
+"""The families of algorithms that `make learn-check` trains: from where, on what, and what must
+come of it.
 
 What is measured of a run:
 
@@ -62,7 +63,8 @@ class Family:
     table: str = ""
     """Lines that stand in the place of the config's `[algorithm]` table and its keys."""
     start: str = "warm"
-    """Where it begins: `warm` (about half of the sums are right), `weak` (few are), or the config's own model where empty."""
+    """Where it begins: `warm` (about half of the sums are right), `weak` (few are), or the config's
+    own model where empty."""
 
 
 def sampled(table: str, *, threshold: float = 0.08, overrides: tuple[str, ...] = ()) -> Family:
@@ -81,14 +83,15 @@ STARTS = {
     "warm": [supervised(steps, 0.4) for steps in (375, 500, 625)],
     "weak": [supervised(steps, 0.15) for steps in (150, 225, 300, 375)],
 }
-"""What others begin with: the first that reaches its threshold, as the sums come all at once, with each seed at another time.
-Distillation begins with `weak`, and its teacher is `warm`."""
+"""What others begin with: the first that reaches its threshold, as the sums come all at once, with
+each seed at another time. Distillation begins with `weak`, and its teacher is `warm`."""
 
 ADDITION = {
     "sft": supervised(500, 0.3),
     "grpo": sampled("[algorithm.grpo]"),
     "dr_grpo": sampled("[algorithm.dr_grpo]"),
-    # With the example's 4 tokens the longest right answers would be overlong: DAPO punishes what comes near the limit.
+    # With the example's 4 tokens the longest right answers would be overlong: DAPO punishes what
+    # comes near the limit.
     "dapo": sampled("[algorithm.dapo]", overrides=("sampling.max_tokens=8",)),
     "gspo": sampled("[algorithm.gspo]"),
     "cispo": sampled("[algorithm.cispo]"),
@@ -110,7 +113,8 @@ ADDITION = {
 }
 
 SMOLLM2 = {
-    # 16 prompts are held out: what is gained on them has a standard error of 0.1, and 320 samples have one of 0.02.
+    # 16 prompts are held out: what is gained on them has a standard error of 0.1, and 320 samples
+    # have one of 0.02.
     "grpo": Family(EXAMPLES / "smollm2" / "grpo.toml", ("eval.every_steps=24",), climbed, 0.4, start=""),
     "dpo": Family(EXAMPLES / "smollm2" / "dpo.toml", (), preferred, 0.8, start=""),
 }

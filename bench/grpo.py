@@ -3,13 +3,16 @@
     python bench/grpo.py [--steps 60] [--rounds 2] [--answers 8 32]
     python bench/grpo.py --alone --answers
 
-Both train the addition example's warmed-up model on the same prompts, 32 groups of 8, at most 4 new tokens, AdamW. Ours runs as a
-user's run does: seven services, embedded NATS, registry, two workers, every sample through the buffer's ledger. A round measures
-TRL (in its fastest settings that run here, see trl_peer.py), ours free, ours deterministic, one after the other; the last line of
-each pair is the ratio. Ours counts wall time between the first and the last measured step, everything included.
+Both train the addition example's warmed-up model on the same prompts, 32 groups of 8, at most 4 new
+tokens, AdamW. Ours runs as a user's run does: seven services, embedded NATS, registry, two workers,
+every sample through the buffer's ledger. A round measures TRL (in its fastest settings that run
+here, see trl_peer.py), ours free, ours deterministic, one after the other; the last line of each
+pair is the ratio. Ours counts wall time between the first and the last measured step, everything
+included.
 
-Answers of 4 tokens are the shortest job there is. After it the same step is taken apart with longer ones: the model is the
-untrained one then, which ends an answer by chance, and the reward is the share of digits.
+Answers of 4 tokens are the shortest job there is. After it the same step is taken apart with longer
+ones: the model is the untrained one then, which ends an answer by chance, and the reward is the
+share of digits.
 """
 
 from __future__ import annotations
@@ -135,12 +138,15 @@ def timed(running: Mesh, steps: int, skip: int, config: Path, *sets: str) -> dic
     seconds = (last.time.ToNanoseconds() - first.time.ToNanoseconds()) / 1e9 / steps
     parts = {name: statistics.fmean(event.metrics[name] for event in committed[skip:]) for name in first.metrics}
     samples = statistics.fmean(event.metrics["samples"] for event in committed[skip:])
-    # The engine tells of whole seconds, which begin and end anywhere in a step: seconds a sample, times a step's samples.
+    # The engine reports whole seconds, which do not align with steps: seconds a sample, times a
+    # step's samples.
     since = first.time.ToNanoseconds()
     engine = [e.metrics for e in listed.events if e.kind == "sampling" and e.time.ToNanoseconds() - since > 1e9]
     sampled = sum(metrics["samples"] for metrics in engine)
     if not sampled:
-        raise SystemExit("too few steps: the engine tells of whole seconds, and the measured steps took none; raise --steps")
+        raise SystemExit(
+            "too few steps: the engine reports whole seconds, and the measured steps took less than one; raise --steps"
+        )
     totals = {
         name: sum(metrics[name] for metrics in engine) / sampled * samples for name in ("time/engine", "time/engine_forward")
     }
@@ -148,7 +154,8 @@ def timed(running: Mesh, steps: int, skip: int, config: Path, *sets: str) -> dic
 
 
 def breakdown(ours: dict[str, Any]) -> None:
-    """What a step's wall time went into; the mesh's own share is what is left after the model's and the optimizer's."""
+    """What a step's wall time went into; the mesh's own share is what is left after the model's and
+    the optimizer's."""
     step = ours["seconds"]
     model = ours["time/engine_forward"] + sum(ours[name] for name in LEARNER)
     rows = {

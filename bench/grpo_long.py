@@ -1,10 +1,12 @@
-"""GRPO on SmolLM2-135M with prompts of 256 tokens through the mesh, against TRL's GRPOTrainer: what sharing a prompt is worth.
+"""GRPO on SmolLM2-135M with prompts of 256 tokens through the mesh, against TRL's GRPOTrainer: what
+sharing a prompt is worth.
 
     python bench/grpo_long.py [--steps 3] [--groups 2] [--length 256]
 
-Both train the same model on the same prompts, groups of 8, at most 32 new tokens, AdamW, float32, all cores. A group's prompt is
-computed once here, when it is sampled and when it is trained on; TRL computes it for each answer. TRL runs in one and in two
-micro-batches, and the faster counts. The reward (share of vowels) differs between answers, so that no group is skipped.
+Both train the same model on the same prompts, groups of 8, at most 32 new tokens, AdamW, float32,
+all cores. A group's prompt is computed once here, when it is sampled and when it is trained on; TRL
+computes it for each answer. TRL runs in one and in two micro-batches, and the faster counts. The
+reward (share of vowels) differs between answers, so that no group is skipped.
 """
 
 from __future__ import annotations

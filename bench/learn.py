@@ -1,11 +1,14 @@
-"""Does every family of algorithms learn? Each trains a small model through the mesh and must move its own target.
+"""Does every family of algorithms learn? Each trains a small model through the mesh and must move
+its own target.
 
     python bench/learn.py [--model addition|smollm2] [--families sft,grpo,...] [--seeds 0,1,2] [--resume]
 
-On sums, supervised fine-tuning begins at random weights and the others where it has about half of them right, made once a seed;
-on SmolLM2 both of its families begin with the model. A family passes where its number (families.py) reaches its threshold with
-every seed; the exit status is 1 where one does not. Each result is written to .cache/learn/results.json when it is there, and all
-are printed as a table at the end. --resume keeps what that file holds; without it those that are asked for are made anew.
+On sums, supervised fine-tuning begins at random weights and the others where it has about half of
+them right, made once a seed; on SmolLM2 both of its families begin with the model. A family passes
+where its number (families.py) reaches its threshold with every seed; the exit status is 1 where one
+does not. Each result is written to .cache/learn/results.json when it is there, and all are printed
+as a table at the end. --resume keeps what that file holds; without it all requested families are
+trained again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The most memory that the processes below one have held, while something else goes on."""
+"""The peak memory of the child processes of a process, sampled in the background."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ EVERY_SECONDS = 0.5
 
 
 class Peaks:
-    """Of each process below ``root`` the most it was seen to have resident. Linux; shared pages count in each that has them."""
+    """Of each process below ``root`` the most it was seen to have resident. Linux; shared pages
+    count in each that has them."""
 
     def __init__(self, root: int) -> None:
         self._root, self._held = root, dict[int, int]()
 
     @property
     def megabytes(self) -> float:
-        """The sum over all processes that were seen, each at its own peak: no less than was held at any moment."""
+        """The sum over all processes that were seen, each at its own peak: no less than was held at
+        any moment."""
         return sum(self._held.values()) / 1024
 
     def look(self) -> None:

@@ -1,4 +1,5 @@
-"""Keeps what a bench showed: its lines as text that can be pasted, and its figures as JSON, in `.cache/bench/`."""
+"""Keeps what a bench showed: its lines as text that can be pasted, and its figures as JSON, in
+`.cache/bench/`."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ class _Twice(io.TextIOBase):
 
 @contextlib.contextmanager
 def recorded(name: str) -> Iterator[dict[str, Any]]:
-    """What is printed inside goes to ``NAME.txt`` too, and what is put into the dict to ``NAME.json``, with the load of the
-    machine before and after, which says whether it was quiet. Both are written whatever happens."""
+    """What is printed inside goes to ``NAME.txt`` too, and what is put into the dict to
+    ``NAME.json``, with the load of the machine before and after, which says whether it was quiet.
+    Both are written whatever happens."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     figures: dict[str, Any] = {}
     began, before = time.time(), os.getloadavg()[0]
@@ -43,7 +45,7 @@ def recorded(name: str) -> Iterator[dict[str, Any]]:
             with contextlib.redirect_stdout(_Twice(sys.stdout, text)):
                 yield figures
         finally:
-            told = {
+            record = {
                 "arguments": sys.argv[1:],
                 "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began)),
                 "minutes": round((time.time() - began) / 60, 2),
@@ -51,6 +53,6 @@ def recorded(name: str) -> Iterator[dict[str, Any]]:
                 "load": [round(before, 2), round(os.getloadavg()[0], 2)],
                 **figures,
             }
-            (FOLDER / f"{name}.json").write_text(json.dumps(told, indent=1) + "\n")
+            (FOLDER / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
             where = os.path.relpath(FOLDER / name)
-            print(f"{told['minutes']} minutes, load {told['load'][0]} before; kept in {where}.txt and .json", flush=True)
+            print(f"{record['minutes']} minutes, load {record['load'][0]} before; kept in {where}.txt and .json", flush=True)

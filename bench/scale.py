@@ -1,19 +1,22 @@
-"""What one control plane carries: 10, 100 and 1,000 inference workers played against a real `rolloutd`.
+"""What one control plane carries: 10, 100 and 1,000 inference workers played against a real
+`rolloutd`.
 
     make bench-scale; or PYTHONPATH=python:e2e python bench/scale.py [--sizes 10,100,1000] [--seconds 40] [--rate 50] [--check]
 
-One `rolloutd` with all services on this machine, as a user has it: SQLite, embedded NATS and registry, fsynced segments. The
-run is an async GRPO run of groups of 8; its workers are played by one process (`cmd/internal/fleet`): each registers and
-renews, holds two NATS connections, pulls, tells of work in hand and of itself every second, takes weights after every step,
-and publishes groups whose completions have lognormal lengths (mean 1,000 tokens, sigma 0.8, at most 4,096; some 17 KB a
-sample) at 50 tokens a second in each of 16 slots; those that it finds in its slots at the start are at a random place of theirs,
-so that a size is at its pace after a minute. Workers and learner take no processor time of the control plane; what is measured is
-`rolloutd` alone, the fleet's own cores are told beside it. The three sizes take about 7 minutes.
+One `rolloutd` with all services on this machine, as a user has it: SQLite, embedded NATS and
+registry, fsynced segments. The run is an async GRPO run of groups of 8; its workers are played by
+one process (`cmd/internal/fleet`): each registers and renews, holds two NATS connections, pulls,
+reports progress and its status every second, takes weights after every step, and publishes groups
+whose completions have lognormal lengths (mean 1,000 tokens, sigma 0.8, at most 4,096; some 17 KB a
+sample) at 50 tokens a second in each of 16 slots; those that it finds in its slots at the start are
+at a random place of theirs, so that a size is at its pace after a minute. Workers and learner take
+no processor time of the control plane; what is measured is `rolloutd` alone, the fleet's cores are
+reported separately. The three sizes take about 7 minutes.
 
-Of each size is printed: samples a second, processor time a sample (user and system, of the whole process), and resident
-memory. The idle daemon's processor time falls on fewer samples in a small run; the second figure is without it. `--check`
-ends with 1 where processor time a sample, either way, is more than 1.2 times that of the smallest size. On a machine that
-others use, lower `--rate`.
+Of each size is printed: samples a second, processor time a sample (user and system, of the whole
+process), and resident memory. The idle daemon's processor time falls on fewer samples in a small
+run; the second figure is without it. `--check` ends with 1 where processor time a sample, either
+way, is more than 1.2 times that of the smallest size. On a machine that others use, lower `--rate`.
 """
 
 from __future__ import annotations
@@ -91,7 +94,7 @@ class Figures:
     samples: int
     seconds: float
     processor: float
-    idle: float  # processor seconds a second, of a daemon that nobody uses
+    idle: float  # processor seconds a second, of an idle daemon
     memory: int
     fleet: float  # processor seconds of who plays the workers
 
@@ -121,7 +124,8 @@ def resident(pid: int) -> int:
 
 
 def write_job(folder: Path, workers: int) -> Path:
-    """A config with everything that it names. A step takes two groups a worker: as many as fill its slots."""
+    """A config with everything that it names. A step takes two groups a worker: as many as fill its
+    slots."""
     folder.mkdir()
     policy.write_model(folder / "model")
     rows = (json.dumps({"prompt": f"row {n}: " + "x" * 200, "answer": str(n)}) for n in range(ROWS))
@@ -187,7 +191,7 @@ def ledger(running: Mesh, run: str) -> buffer_pb2.LedgerState:
 
 
 def insist(running: Mesh, run: str, well: bool) -> None:
-    """Say how the run stands where something is not well."""
+    """Describe the run if something is wrong."""
     if not well:
         raise AssertionError(describe(running.status(run)) + "\n" + running.log("all"))
 

@@ -1,12 +1,14 @@
-"""Work that is pulled against work that is dealt out beforehand: 16 simulated workers, of which two are half as fast.
+"""Work that is pulled against work that is dealt out beforehand: 16 simulated workers, of which two
+are half as fast.
 
     make bench-stealing; or PYTHONPATH=python python bench/stealing.py [--workers 16] [--slow 2] [--groups 256] [--check]
 
-Workers are the real ones from the stream to the stream (pulling, sharing, publishing), on a real NATS server; only the engine
-samples nothing: a sample takes as long as its tokens (lognormal, drawn from its seed) at the worker's speed. Both sides get the
-same groups, seeds and workers. In the static split each worker has a queue of its own with every n-th group in it; in the other
-all pull from one. Printed is the time from the first pull to the last sample on the stream, and the ratio. `--check` ends with 1
-where it is below 1.3.
+Workers are the real ones from the stream to the stream (pulling, sharing, publishing), on a real
+NATS server; only the engine samples nothing: a sample takes as long as its tokens (lognormal, drawn
+from its seed) at the worker's speed. Both sides get the same groups, seeds and workers. In the
+static split each worker has its own queue with every n-th group; in the other all pull from one.
+Printed is the time from the first pull to the last sample on the stream, and the ratio. `--check`
+ends with 1 where it is below 1.3.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ MEAN_SECONDS, SIGMA = 1.0, 0.6
 
 
 class Paced:
-    """An engine of so many slots that takes its time: a sample of seed s always as long, at the same speed."""
+    """An engine of so many slots that takes its time: a sample of seed s always as long, at the
+    same speed."""
 
     def __init__(self, speed: float) -> None:
         self._speed, self._slots = speed, asyncio.Semaphore(SLOTS)
@@ -136,8 +139,8 @@ class Worker:
 
 
 async def run(daemon: Daemon, queues: dict[str, list[float]], groups: int, buffer: BufferDouble) -> tuple[float, int]:
-    """Seconds that the workers of these queues (name -> speeds) need for the groups, which are dealt out to the queues in turn;
-    and how many groups moved from a worker to another."""
+    """Seconds that the workers of these queues (name -> speeds) need for the groups, which are
+    dealt out to the queues in turn; and how many groups moved from a worker to another."""
     names = list(queues)
     streams = {name: await RunStreams.open(daemon, name) for name in names}
     work: dict[str, list[PromptGroup]] = {name: [] for name in names}

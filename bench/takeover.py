@@ -1,15 +1,18 @@
-"""How long until somebody else acts: takeover of scheduler, buffer and controller, and redispatch of a dead worker's prompts.
+"""Time until another process takes over: takeover of scheduler, buffer and controller, and
+redispatch of a dead worker's prompts.
 
     make bench-takeover; or PYTHONPATH=python:e2e python bench/takeover.py [--kills 20] [--check]
 
-A run without a model goes on meanwhile, on PostgreSQL, Consul, a NATS cluster and S3, with a replica of each of the three. Its
-leader is killed (-9), or stopped (SIGSTOP) until another one leads, so many times each. Printed are the medians and maxima from
-the signal to the moment when another replica is registered as the leader, and to the next step that is made. Then an inference
-worker that has prompts in hand is killed as often: from the signal until the last of them is begun again, by whomever. `--check`
-ends with 1 where a median of takeover or redispatch is above 5 s, or a kill was not recovered from in two minutes.
+A run without a model continues in the meantime, on PostgreSQL, Consul, a NATS cluster and S3, with
+a replica of each of the three. Its leader is killed (-9), or stopped (SIGSTOP) until another one
+leads, so many times each. Printed are the medians and maxima from the signal to the moment when
+another replica is registered as the leader, and to the next step that is made. Then an inference
+worker that has prompts in hand is killed as often: from the signal until another worker has started
+the last of them again. `--check` ends with 1 where a median of takeover or redispatch is above 5 s,
+or a kill was not recovered from in two minutes.
 
-A bench that was interrupted goes on where it was: every kill is kept in `.cache/bench/takeover.jsonl`; `--fresh` begins anew.
-140 kills take about 40 minutes.
+An interrupted bench resumes: every kill is kept in `.cache/bench/takeover.jsonl`; `--fresh` starts
+over. 140 kills take about 40 minutes.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ class Bench:
         self.directory = Path(self.status().run.directory)
 
     def status(self) -> run_pb2.RunStatus:
-        """Asked until somebody answers."""
+        """Called until a replica answers."""
         while True:
             with contextlib.suppress(grpc.RpcError, OSError, ValueError):
                 return self.running.scheduler.GetRun(run_pb2.GetRunRequest(run_id=self.run), timeout=2).status
@@ -71,7 +74,8 @@ class Bench:
         return epoch, next(name for name in self.running.members() if listens(self.running, name) == port)
 
     def take_over(self, service: str, stopping: bool) -> tuple[float, float]:
-        """Seconds until another one leads, and until the learner has made a step after the signal."""
+        """Seconds until another one leads, and until the learner has made a step after the
+        signal."""
         epoch, name = self.leader(service)
         began, step = time.monotonic(), self.newest()
         if stopping:
@@ -136,7 +140,7 @@ def listens(running: Mesh, name: str) -> int:
 
 
 KEPT = ROOT / ".cache" / "bench" / "takeover.jsonl"
-"""Every kill that was measured, a line each: a bench that was interrupted goes on from there."""
+"""Every measured kill, one per line, from which an interrupted bench resumes."""
 
 MOST_FAILURES = 3
 
@@ -159,7 +163,8 @@ def rows() -> dict[str, tuple[str, bool]]:
 
 
 def measure(kills: int) -> None:
-    """Kill what has not been killed often enough, on one mesh from its start to its end, and keep every figure."""
+    """Kill what has not been killed often enough, on one mesh from its start to its end, and keep
+    every figure."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         job = Job(root / "job", steps=1_000_000, snapshot=20)
@@ -186,8 +191,8 @@ def tell(kills: int, figures: dict[str, Any]) -> list[str]:
     for name in rows():
         columns = list(zip(*kept[name][:kills], strict=True))
         what = ("its prompts begun again after",) if name == WORKER else ("another leads after", "next step after")
-        told = [f"{w} {statistics.median(c):.2f} s (max {max(c):.2f})" for w, c in zip(what, columns, strict=True)]
-        print(f"{name:29} {', '.join(told)}", flush=True)
+        medians = [f"{w} {statistics.median(c):.2f} s (max {max(c):.2f})" for w, c in zip(what, columns, strict=True)]
+        print(f"{name:29} {', '.join(medians)}", flush=True)
         median = statistics.median(columns[0])
         figures[name] = {w: {"median": statistics.median(c), "most": max(c)} for w, c in zip(what, columns, strict=True)}
         slow += [name] if median > BAR_SECONDS else []
@@ -211,7 +216,7 @@ def main() -> int:
                 measure(given.kills)
             except (AssertionError, OSError, grpc.RpcError) as error:
                 failures += 1
-                print(f"a mesh is begun anew after {type(error).__name__}: {error}", flush=True)
+                print(f"the mesh is restarted after {type(error).__name__}: {error}", flush=True)
                 if failures > MOST_FAILURES:
                     raise
         figures["failures"] = failures

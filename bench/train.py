@@ -1,14 +1,17 @@
-"""The learner against TRL on data: SFT tokens/s, DPO and reward-model pairs/s, same model, rows and batch, one after the other.
+"""The learner against TRL on data: SFT tokens/s, DPO and reward-model pairs/s, same model, rows and
+batch, one after the other.
 
     python bench/train.py [--kinds sft,dpo,reward_model] [--model DIR] [--steps 15] [--pairs 32] [--length 64]
 
-Rows are random digits, prompts as long as answers, so that what a shared prompt is worth shows. TRL runs in several settings that
-give the same result (threads, packing; reference logprobs precomputed) and the fastest counts, see train_peer.py. Ours is timed
-from batch to updated weights, without the mesh; TRL between the ends of its steps. Peak memory is the process's own.
+Rows are random digits, prompts as long as answers, so that what a shared prompt is worth shows. TRL
+runs in several settings that give the same result (threads, packing; reference logprobs
+precomputed) and the fastest counts, see train_peer.py. Ours is timed from batch to updated weights,
+without the mesh; TRL between the ends of its steps. Peak memory is the process's own.
 
-Under each ratio stands what bounds it: the least that sharing prompts leaves to compute, and where a step of ours goes. On the
-addition example's model all that counts is positions (54 words of vocabulary); SmolLM2 (49,152) also shows what it is worth to
-compute logits for trained tokens alone, and never to keep them: `--model models/SmolLM2-135M-Instruct --pairs 4 --steps 5`.
+Under each ratio stands what bounds it: the least that sharing prompts leaves to compute, and where
+a step of ours goes. On the addition example's model all that counts is positions (54 words of
+vocabulary); SmolLM2 (49,152) also shows what it is worth to compute logits for trained tokens
+alone, and never to keep them: `--model models/SmolLM2-135M-Instruct --pairs 4 --steps 5`.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=32, help="rows (pairs) a step")
     parser.add_argument("--length", type=int, default=64, help="tokens of a prompt, and of an answer")
     parser.add_argument("--model", type=Path, default=MODEL, help="folder of the model")
-    parser.add_argument("--ours", default="", help=argparse.SUPPRESS)  # a process of its own, for the peak of its memory
+    parser.add_argument("--ours", default="", help=argparse.SUPPRESS)  # a separate process, to measure its peak memory
     options = parser.parse_args()
     if options.ours:
         print(json.dumps(ours(options.ours, options)))
@@ -104,7 +107,8 @@ def write_rows(kind: str, options: argparse.Namespace) -> Path:
 
 
 def ours(kind: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Tokens a second of the learner, over prompts and completions; reference sums are computed before, as TRL's are."""
+    """Tokens a second of the learner, over prompts and completions; reference sums are computed
+    before, as TRL's are."""
     import numpy as np
     from transformers import AutoTokenizer
 

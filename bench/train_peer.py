@@ -1,10 +1,12 @@
-"""TRL's SFT, DPO and reward trainers on rows of ours, as fast as they run here: tokens/s, as JSON on the last line.
+"""TRL's SFT, DPO and reward trainers on rows of ours, as fast as they run here: tokens/s, as JSON
+on the last line.
 
     python bench/train_peer.py --kind sft --model DIR --data rows.jsonl [--pairs 32] [--steps 15] [--length 64]
 
-Same model, rows, batch, optimizer (fused AdamW) and loss; what doesn't serve speed is off: logging, saving, gradient
-checkpointing, progress bars. Every candidate is measured and the fastest counts. DPO's reference logprobs are precomputed. A step
-is timed from the end of the one before it to its own.
+Same model, rows, batch, optimizer (fused AdamW) and loss; what doesn't serve speed is off: logging,
+saving, gradient checkpointing, progress bars. Every candidate is measured and the fastest counts.
+DPO's reference logprobs are precomputed. A step is timed from the end of the one before it to its
+own.
 """
 # pyright: reportMissingImports=false, reportPrivateImportUsage=false
 

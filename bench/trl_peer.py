@@ -1,11 +1,14 @@
-"""TRL's GRPOTrainer on a task of ours, as fast as it runs here: samples/s in a steady state, as JSON on the last line.
+"""TRL's GRPOTrainer on a task of ours, as fast as it runs here: samples/s in a steady state, as
+JSON on the last line.
 
     python bench/trl_peer.py --model DIR --data train.jsonl [--groups 32] [--group-size 8] [--max-tokens 4] [--steps 20]
 
-Needs TRL beside torch and transformers (`make venv-bench`). Same model, prompts, group size, lengths, optimizer (fused AdamW) and
-loss (token-level normalisation, clip 0.2, no reference model) as our run; what doesn't serve speed is off: logging, saving,
-gradient checkpointing, progress bars. Several settings that give the same result are measured (threads, micro-batches) and the
-fastest counts. A step is timed from the end of the one before it to its own: sampling, reward and update.
+Needs TRL in addition to torch and transformers (`make venv-bench`). Same model, prompts, group
+size, lengths, optimizer (fused AdamW) and loss (token-level normalisation, clip 0.2, no reference
+model) as our run; what doesn't serve speed is off: logging, saving, gradient checkpointing,
+progress bars. Several settings that give the same result are measured (threads, micro-batches) and
+the fastest counts. A step is timed from the end of the one before it to its own: sampling, reward
+and update.
 """
 
 from __future__ import annotations
@@ -71,7 +74,8 @@ def parse() -> argparse.Namespace:
 
 
 class ModelClock:
-    """Seconds inside the model: its forward while it generates, the loss with its forward, backward and the optimizer's step."""
+    """Seconds inside the model: its forward while it generates, the loss with its forward, backward
+    and the optimizer's step."""
 
     def __init__(self, trainer: Any) -> None:
         self.seconds: list[float] = []

@@ -1,4 +1,5 @@
-"""A reward that differs between any two answers: the share of vowels. For measurements, where all must be computed."""
+"""A reward that differs between any two answers: the share of vowels. For measurements, where all
+must be computed."""
 
 from __future__ import annotations
 

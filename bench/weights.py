@@ -1,14 +1,17 @@
-"""Weights: patches against XOR + zstd, and delivery to two workers of one host against a plain copy of the file.
+"""Weights: patches against XOR + zstd, and delivery to two workers of one host against a plain copy
+of the file.
 
     python bench/weights.py [--megabytes 270] [--rounds 5] [--model models/SmolLM2-135M-Instruct]
 
-Patches: bf16 values of a model of that size, of which 1 % changed by a step of their last bit; made and applied in one thread
-each, digests off on both sides, the rival's output written over the old values as ours is. The verified time is ours with the
-digest of all tensors. The fastest of several rounds counts on both sides, taken in turn.
+Patches: bf16 values of a model of that size, of which 1 % changed by a step of their last bit; made
+and applied in one thread each, digests off on both sides, the rival's output written over the old
+values as ours is. The verified time is ours with the digest of all tensors. The fastest of several
+rounds counts on both sides, taken in turn.
 
-Delivery: a learner's process writes tensors of the model's shapes (bf16), two workers' processes bring them into a module of
-their own: staged, verified against the digest, swapped, read back. Through shared memory, and as streams over loopback, whole and
-as patches, as between hosts. A plain copy writes the same file twice, from memory to memory.
+Delivery: a learner's process writes tensors of the model's shapes (bf16), two workers' processes
+bring them into a module of their own: staged, verified against the digest, swapped, read back.
+Through shared memory, and as streams over loopback, whole and as patches, as between hosts. A plain
+copy writes the same file twice, from memory to memory.
 """
 
 from __future__ import annotations
@@ -269,7 +272,7 @@ class Worker:
 
 
 async def work(name: str, model: Path) -> None:
-    """A worker's process: one order a line, until there are none."""
+    """A worker's process: one command per line, until the end of input."""
     torch.set_num_threads(1)
     engine = CurrentWeights(_module(model))
     services = Services("", TOKEN)

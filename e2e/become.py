@@ -1,8 +1,10 @@
-"""Start a program in a network namespace, as another user or tied to its parent's life, without `preexec_fn`.
+"""Start a program in a network namespace, as another user or tied to its parent's life, without
+`preexec_fn`.
 
-Code of a child before its program needs fork(), and after that gRPC starts its threads again in the child: where its descriptors
-are closed before the program begins, such a thread aborts it. Without such code the child begins with vfork(), and this file
-does its work after that, as a program of its own.
+Code of a child before its program needs fork(), and after that gRPC starts its threads again in the
+child: where its descriptors are closed before the program begins, such a thread aborts it. Without
+such code the child begins with vfork(), and this file does its work after that, as a separate
+program.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def become(command: list[str], *, namespace: str | None = None, user: str | None = None, tied: bool = False) -> list[str]:
-    """The command line that runs `command` so: in a network namespace, as a user, and `tied`: killed when its parent ends."""
+    """The command line that runs `command` so: in a network namespace, as a user, and `tied`:
+    killed when its parent ends."""
     options = [
         *(["--namespace", namespace] if namespace else []),
         *(["--user", user] if user else []),

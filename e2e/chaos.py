@@ -1,20 +1,21 @@
 """Random faults of a running job: `make chaos KILLS=n SEED=s SHAPE=embedded|servers`.
 
-A round is one run that is disturbed a few times at random moments, in recovery too, also while an earlier fault lasts
-(``faults``). After the round `rollout audit` must pass, the weights must be those of an undisturbed run, and the ledger must
-agree with what learner and engines wrote down themselves. What was done is kept after each round, so that a harness that was
-interrupted goes on where it stopped.
+A round is one run that is disturbed a few times at random moments, in recovery too, also while an
+earlier fault lasts (``faults``). After the round `rollout audit` must pass, the weights must be
+those of an undisturbed run, and the ledger must agree with what learner and engines wrote down
+themselves. What was done is kept after each round, so that a harness that was interrupted resumes
+where it stopped.
 
     embedded   one rolloutd hosts everything
     servers    one rolloutd a service and a replica of scheduler, buffer and controller, on PostgreSQL, Consul, a NATS cluster
                and S3, every connection between them through a proxy
 
-With ASYNC=1 the run is an asynchronous one, whose weights depend on when samples came: instead of being compared with an
-undisturbed run's, the recorded batches are trained again (`rollout replay`), and each step must reach the weights that it is
-recorded with.
+With ASYNC=1 the run is an asynchronous one, whose weights depend on when samples came: instead of
+being compared with an undisturbed run's, the recorded batches are trained again (`rollout replay`),
+and each step must reach the weights that it is recorded with.
 
-With TORCH=1 the workers are the real ones, on the addition example's untrained model; they write no journals, so the ledger alone
-is asked whether each prompt was consumed once.
+With TORCH=1 the workers are the real ones, on the addition example's untrained model; they write no
+journals, so the ledger alone is asked whether each prompt was consumed once.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from rollout.run.v1 import run_pb2
 FAULTS_A_ROUND = {"embedded": 5, "servers": 10}
 STALLED_SECONDS = 400.0
 TORCH_STALLED_SECONDS = 900.0
-"""On a busy machine a worker imports torch for minutes, and begins anew when it is killed."""
+"""On a busy machine a worker imports torch for minutes, and starts over when it is killed."""
 UNTOUCHED = random.Random(0)
 
 
@@ -84,7 +85,7 @@ class Tally:
             print(f"  {count:5} {name}")
         f = self.figures
         made, sampled = f" ({f['steps_made']} made)", f" ({f['sampled']} sampled)"
-        if not f["sampled"]:  # with a real model, whose workers keep no journal of their own
+        if not f["sampled"]:  # with a real model, whose workers keep no journal
             made = sampled = ""
         print(f"  {f['steps']} steps committed{made}, {f['trained']} samples trained{sampled}")
         print(
@@ -112,7 +113,7 @@ def survive(
         with contextlib.suppress(grpc.RpcError, OSError, KeyError, ValueError):
             seen = running.scheduler.GetRun(run_pb2.GetRunRequest(run_id=run), timeout=3).status
             faults.see(seen)
-            if seen.run.state == run_pb2.RUN_STATE_INTERRUPTED and running.shape == "all":  # replicas go on by themselves
+            if seen.run.state == run_pb2.RUN_STATE_INTERRUPTED and running.shape == "all":  # replicas resume without help
                 running.scheduler.ResumeRun(run_pb2.ResumeRunRequest(run_id=run), timeout=10)
                 continue
             if seen.run.step > step:
@@ -121,9 +122,9 @@ def survive(
                 return run, faults.end()
             if seen.run.state in ENDED - {run_pb2.RUN_STATE_INTERRUPTED}:
                 raise AssertionError(describe(seen))
-        patience = TORCH_STALLED_SECONDS if isinstance(job, ModelJob) else STALLED_SECONDS
-        if now - moved > patience:
-            raise AssertionError(f"nothing moved for {patience:.0f} s: {describe(seen) if seen else 'no answer'}")
+        timeout = TORCH_STALLED_SECONDS if isinstance(job, ModelJob) else STALLED_SECONDS
+        if now - moved > timeout:
+            raise AssertionError(f"nothing moved for {timeout:.0f} s: {describe(seen) if seen else 'no answer'}")
         time.sleep(0.05)
 
 
@@ -146,7 +147,7 @@ def check(running: Mesh, run: str, job: Job | ModelJob, reference: str) -> Count
 
 
 def main() -> int:
-    """Go on until so many faults were survived."""
+    """Continue until the job has survived this many faults."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that everything is stopped
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
@@ -161,7 +162,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     tally = Tally.load(folder / "tally.json")
     if tally.kills:
-        print(f"going on after {tally.kills} faults in {tally.rounds} rounds")
+        print(f"continuing after {tally.kills} faults in {tally.rounds} rounds")
     shutil.rmtree(folder / "state", ignore_errors=True)
     if given.torch and given.asynchronous:
         parser.error("TORCH=1 and ASYNC=1 don't go together: the run with a model is synchronous")

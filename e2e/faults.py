@@ -26,8 +26,8 @@ FROZEN = 0.3
 
 
 class Faults:
-    """Hurts one run after another. Whatever was hurt gets well again: what was killed is started, by `fix`, as a supervisor of
-    services would."""
+    """Hurts one run after another. Whatever was hurt gets well again: what was killed is started,
+    by `fix`, as a supervisor of services would."""
 
     def __init__(self, production: Production) -> None:
         self.running, self.servers, self.proxy = production.running, production.servers, production.proxy
@@ -64,7 +64,8 @@ class Faults:
             log.write(f"{datetime.now(UTC):%H:%M:%S.%f} {self.run} {what}\n")
 
     def fix(self) -> None:
-        """Do what is due: let go on, start again, heal. What left by itself is started again too."""
+        """Undo the faults that are due: resume, restart, reconnect. Processes that exited by
+        themselves are restarted too."""
         now = time.monotonic()
         due = [cure for when, cure in self._cures if when <= now]
         self._cures = [(when, cure) for when, cure in self._cures if when > now]
@@ -155,7 +156,8 @@ class Faults:
 
 
 def is_worker(pid: int) -> bool:
-    """Whether a process that the control plane named is a worker still, and no other that got its number."""
+    """Whether a process that the control plane named is a worker still, and no other that got its
+    number."""
     with contextlib.suppress(OSError):
         return b"rollout" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False

@@ -1,4 +1,4 @@
-"""Hosts on this host: network namespaces on one bridge. Whoever is in one reaches the others over links that can be cut."""
+"""Simulated hosts: network namespaces on one bridge, connected by links that can be cut."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def reason() -> str:
         with Hosts("probe"):
             return ""
     except (OSError, subprocess.CalledProcessError) as error:
-        told = (error.stderr or b"").decode().strip() if isinstance(error, subprocess.CalledProcessError) else ""
-        return f"network namespaces can't be made here (root and CAP_NET_ADMIN are needed): {error} {told}"
+        detail = (error.stderr or b"").decode().strip() if isinstance(error, subprocess.CalledProcessError) else ""
+        return f"network namespaces cannot be created here (root and CAP_NET_ADMIN are needed): {error} {detail}"
 
 
 def _ip(arguments: str) -> None:

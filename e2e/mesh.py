@@ -1,4 +1,5 @@
-"""A whole control plane for a test: `rolloutd` processes in a state folder of their own, and stubs to talk to them."""
+"""A whole control plane for a test: `rolloutd` processes with a new state folder, and stubs to call
+them."""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ ENDED = {run_pb2.RUN_STATE_SUCCEEDED, run_pb2.RUN_STATE_FAILED, run_pb2.RUN_STAT
 
 @dataclass
 class Mesh:
-    """`shape` is `all` (one process hosts every target), `seven` (one process a service, and one for NATS and registry) or
-    `replicas` (one process a service on servers that run already, and `scheduler-2`, `buffer-2`, `learner-controller-2`)."""
+    """`shape` is `all` (one process hosts every target), `seven` (one process a service, and one
+    for NATS and registry) or `replicas` (one process a service on servers that run already, and
+    `scheduler-2`, `buffer-2`, `learner-controller-2`)."""
 
     state: Path
     shape: str = "all"
@@ -50,7 +52,7 @@ class Mesh:
     namespace: str | None = None
     """The network namespace of every process."""
     frozen: set[str] = field(default_factory=set)
-    """Processes that answer nobody now, and are not asked."""
+    """Processes that do not answer now and are not called."""
     _channels: dict[str, grpc.Channel] = field(default_factory=dict)
 
     def start(self) -> Mesh:
@@ -113,7 +115,8 @@ class Mesh:
         return self.state if name in ("all", "servers") else self.state / name
 
     def daemon(self, service: str = "scheduler") -> dict[str, object]:
-        """What a process that hosts the service says of itself: of replicas any that serves, for each passes calls on."""
+        """What a process that hosts the service says of itself: of replicas any that serves, for
+        each passes calls on."""
         names = ("all",) if self.shape == "all" else (service, f"{service}-2")
         serving = (name for name in names if self.alive(name) and name not in self.frozen and self.serves(name))
         return json.loads((self.folder(next(serving, names[0])) / "rolloutd.json").read_text())
@@ -150,8 +153,8 @@ class Mesh:
 
     def certificates(self) -> list[str]:
         """Files of authority, certificate and key, where the mesh speaks TLS."""
-        told = self.daemon()
-        return [str(told[name]) for name in ("ca_file", "cert_file", "key_file") if name in told]
+        outcome = self.daemon()
+        return [str(outcome[name]) for name in ("ca_file", "cert_file", "key_file") if name in outcome]
 
     def _service(self, name: str) -> grpc.Channel:
         return self.channel(str(self.daemon(name)["grpc"]))
@@ -193,7 +196,7 @@ class Mesh:
         return self.scheduler.CreateRun(run_pb2.CreateRunRequest(lock=lock, base_dir=str(config.parent))).run.run_id
 
     def watch(self, run: str) -> Iterator[run_pb2.RunStatus]:
-        """Each status until the end, also when another replica begins to lead meanwhile."""
+        """Each status until the end, even if another replica becomes leader."""
         while True:
             try:
                 for update in self.scheduler.WatchRun(run_pb2.WatchRunRequest(run_id=run), timeout=300):
@@ -261,7 +264,8 @@ def describe(status: run_pb2.RunStatus) -> str:
 
 
 def assert_consumed_once(mesh: Mesh, run: str, *, steps: int, groups_per_step: int, group_size: int) -> str:
-    """Each position is consumed by exactly the step of its window; returns the last weights digest."""
+    """Each position is consumed by exactly the step of its window; returns the last weights
+    digest."""
     groups, records, state = mesh.ledger(run)
     assert [record.step for record in records] == list(range(1, steps + 1))
     assert [group.position for group in groups] == list(range(steps * groups_per_step))
@@ -275,7 +279,8 @@ def assert_consumed_once(mesh: Mesh, run: str, *, steps: int, groups_per_step: i
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float) -> None:
-    """Waits for a condition outside this process (a file, a process's end) that no call can announce."""
+    """Waits for a condition outside this process (a file, a process's end) that no call can
+    announce."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

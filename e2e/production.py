@@ -1,4 +1,5 @@
-"""A control plane, where it has replicas on real servers with every connection through a proxy: what `make chaos` disturbs."""
+"""A control plane, where it has replicas on real servers with every connection through a proxy:
+what `make chaos` disturbs."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class Production:
         for name in self.servers.by_name:
             self.proxy.link(name, ("127.0.0.1", next(ports)), ("127.0.0.1", self.servers.direct[name]))
         for number, name in enumerate(self.running.members()):
-            # Peers are told another address of this host, with the same port: there the proxy listens.
+            # Peers get another address of this host with the same port, where the proxy listens.
             port, host = next(ports), f"127.0.1.{number + 1}"
             self.proxy.link(name, (host, port), ("127.0.0.1", port))
             self.running.own_arguments[name] = ("--listen", f"127.0.0.1:{port}", "--advertise-host", host)

@@ -1,4 +1,5 @@
-"""A TCP proxy whose connections can be dropped, delayed, held, cut in the middle of a message and half closed.
+"""A TCP proxy whose connections can be dropped, delayed, held, cut in the middle of a message and
+half closed.
 
 One thread carries every link. The methods of `Link` may be called from any other.
 """

@@ -1,5 +1,5 @@
-"""A reward that an untrained model varies in: the share of digits in the answer. Every step has a gradient, so a lost or
-repeated group, or one bit of difference, changes the weights digest."""
+"""A reward that an untrained model varies in: the share of digits in the answer. Every step has a
+gradient, so a lost or repeated group, or one bit of difference, changes the weights digest."""
 
 import time
 from collections.abc import Sequence

@@ -15,8 +15,8 @@ SLOW = 'reward.plugin="reward.py:slow_digit_share"'
 
 
 def six_steps(running: Mesh, config: Path) -> str:
-    """The small job from beginning to end: the gateway answers meanwhile, workers hold what the ledger says, and each prompt is
-    consumed once. Returns the last weights digest."""
+    """The small job from beginning to end: the gateway answers, workers have the weights of the
+    ledger, and each prompt is consumed once. Returns the last weights digest."""
     run = running.submit(config, SLOW)
     near_end = running.until_step(run, STEPS - 1)
     workers = {worker.kind: worker for worker in near_end.workers}

@@ -1,7 +1,8 @@
-"""Real servers for a control plane under test: PostgreSQL, Consul, a NATS cluster and an S3 server, each on its own folder.
+"""Real servers for a control plane under test: PostgreSQL, Consul, a NATS cluster and an S3 server,
+each on its own folder.
 
-`make servers` builds all but PostgreSQL, which comes from the system. Each can be killed, frozen and started again on the same
-folder and port.
+`make servers` builds all but PostgreSQL, which comes from the system. Each can be killed, frozen
+and started again on the same folder and port.
 """
 
 from __future__ import annotations
@@ -175,7 +176,8 @@ url = "postgres://rollout@{self.host}:{port("postgres")}/postgres?sslmode=disabl
             "max_connections=300",
             "shared_buffers=32MB",
         )
-        # A connection's process sees only in a while that the server is gone, and until then no new one starts.
+        # A connection's process sees only in a while that the server is gone, and until then no new
+        # one starts.
         command = [str(binaries / "postgres"), "-D", str(data), "-p", str(port)]
         for setting in settings:
             command += ["-c", setting]
@@ -204,7 +206,7 @@ url = "postgres://rollout@{self.host}:{port("postgres")}/postgres?sslmode=disabl
                 f'server_name: {name}\nlisten: "{self.host}:{self.direct[name]}"\nhttp: "{self.host}:{monitor}"\n'
                 f'authorization {{ token: "{"5ec2e7" * 10}" }}\n'
                 f'jetstream {{ store_dir: "{folder}", max_mem: 64MB, max_file: 100GB }}\nmax_payload: 8MB\nmax_pending: 256MB\n'
-                # Clients are not told the nodes' addresses: they know those of the proxies.
+                # Clients do not get the nodes' addresses, only those of the proxies.
                 f'cluster {{ name: test, listen: "{self.host}:{self.direct[f"{name}-cluster"]}", routes: [{routes}],'
                 " no_advertise: true }\n"
             )
@@ -215,7 +217,8 @@ url = "postgres://rollout@{self.host}:{port("postgres")}/postgres?sslmode=disabl
         (data / "rollout").mkdir(parents=True, exist_ok=True)  # a bucket
         self._add(
             "s3",
-            # rolloutd takes plain HTTP from a bucket on its own host alone; this process may be in another namespace.
+            # rolloutd takes plain HTTP from a bucket on its own host alone; this process may be in
+            # another namespace.
             [
                 str(tool("versitygw")),
                 "--port",
@@ -251,10 +254,10 @@ def postgres_binaries() -> Path:
 
 
 def free_ports() -> Iterator[int]:
-    """Ports that nobody listens on, below those that the system gives to connections: one that is given back stays free.
+    """Unused ports below the range of ephemeral ports, so that a released port stays free.
 
-    Each belongs to this process until it ends, by a lock on a file of its number: the protocol of libs/freeport, so that neither
-    its users nor another of ours get the same.
+    Each belongs to this process until it ends, by a lock on a file of its number: the protocol of
+    libs/freeport, so that neither its users nor another of ours get the same.
     """
     folder = Path(os.environ.get("TMPDIR") or "/tmp", f"rollout-ports-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -266,7 +269,7 @@ def free_ports() -> Iterator[int]:
             with socket.socket() as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(("", port))
-        except OSError:  # somebody's, or in use
+        except OSError:  # reserved or in use
             os.close(lock)
             continue
         yield port  # its lock stays open
@@ -286,7 +289,8 @@ def listens(host: str, port: int) -> bool:
 
 
 def answers_postgres(host: str, port: int) -> bool:
-    """Whether the server takes connections: one that still recovers answers a start-up message with an error."""
+    """Whether the server takes connections: one that still recovers answers a start-up message with
+    an error."""
     with socket.create_connection((host, port), timeout=2) as connection:
         body = (196608).to_bytes(4, "big") + b"user\0rollout\0database\0postgres\0\0"
         connection.sendall((len(body) + 4).to_bytes(4, "big") + body)

@@ -1,4 +1,5 @@
-"""A job without a model (`rollout_testing.sim`) for tests of everything around models: it starts in a second."""
+"""A job without a model (`rollout_testing.sim`) for tests of everything around models: it starts in
+a second."""
 
 from __future__ import annotations
 
@@ -111,7 +112,7 @@ class Job:
     """Dynamic sampling, with a reward that is the same for all answers to every third prompt."""
 
     def write(self) -> Path:
-        """The config, with everything that it names beside it."""
+        """The config, with the files that it names in the same folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         policy.write_model(self.folder / "model")
         rows = [json.dumps({"prompt": f"row {n}:", "answer": str(n)}) for n in range(ROWS)]
@@ -145,7 +146,8 @@ class Job:
 
 
 def sim_mesh(state: Path, shape: str = "all", seconds: float = 0.0, arguments: tuple[str, ...] = (), **environment: str) -> Mesh:
-    """A control plane whose workers have no model. seconds: what a sample takes at most. arguments: more of `rolloutd`."""
+    """A control plane whose workers have no model. seconds: what a sample takes at most. arguments:
+    more of `rolloutd`."""
     return Mesh(
         state,
         shape,
@@ -171,8 +173,8 @@ def submit(running: Mesh, lock: bytes, job: HasFolder) -> str:
 
 
 def audited(running: Mesh, run: str, gone: Callable[[], bool] = lambda: False) -> dict:
-    """What `rollout audit` says of a run. Fails where it finds a break. gone: whether a service was killed meanwhile, and the
-    audit can't be had."""
+    """The output of `rollout audit` for a run. Fails if it finds a break. gone: whether a service
+    was killed in the meantime, so that the audit is not available."""
     command = [str(ROOT / "bin" / "rollout"), "--format", "json", "audit", run]
     if running.namespace:
         command += ["--insecure"]
@@ -183,24 +185,24 @@ def audited(running: Mesh, run: str, gone: Callable[[], bool] = lambda: False) -
         command += ["--consul", str(daemon["consul"]), "--token-file", str(daemon["token_file"])]
         for flag, file in zip(("--ca-file", "--cert-file", "--key-file"), running.certificates(), strict=False):
             command += [flag, file]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=120)
     for _ in range(60):  # a service that has just come back is not known to everybody yet
-        if told.returncode != UNAVAILABLE or gone():
+        if outcome.returncode != UNAVAILABLE or gone():
             break
         time.sleep(0.5)
-        told = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    if told.returncode == UNAVAILABLE and gone():
+        outcome = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if outcome.returncode == UNAVAILABLE and gone():
         return {}
-    assert told.returncode == 0, f"{told.returncode}: {told.stdout[-6000:]}{told.stderr[-3000:]}"
-    return json.loads(told.stdout)
+    assert outcome.returncode == 0, f"{outcome.returncode}: {outcome.stdout[-6000:]}{outcome.stderr[-3000:]}"
+    return json.loads(outcome.stdout)
 
 
 def audited_offline(running: Mesh, run: str) -> dict:
     """The same from databases and bucket alone."""
     command = [str(ROOT / "bin" / "rollout"), "--format", "json", "audit", run, "--config", str(running.config)]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert told.returncode == 0, f"{told.returncode}: {told.stdout[-6000:]}{told.stderr[-3000:]}"
-    return json.loads(told.stdout)
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert outcome.returncode == 0, f"{outcome.returncode}: {outcome.stdout[-6000:]}{outcome.stderr[-3000:]}"
+    return json.loads(outcome.stdout)
 
 
 def replay(running: Mesh, run: str, code: int = 0) -> dict:
@@ -216,11 +218,11 @@ def replay(running: Mesh, run: str, code: int = 0) -> dict:
         worker,
         *(("--config", str(running.config)) if running.config else ("--state-dir", str(running.state))),
     ]
-    told = subprocess.run(
+    outcome = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env={"PATH": "/usr/bin:/bin", **running.environment}
     )
-    assert told.returncode == code, f"{told.returncode}: {told.stdout[-3000:]}{told.stderr[-3000:]}"
-    return json.loads(told.stdout)
+    assert outcome.returncode == code, f"{outcome.returncode}: {outcome.stdout[-3000:]}{outcome.stderr[-3000:]}"
+    return json.loads(outcome.stdout)
 
 
 def finish(running: Mesh, run: str) -> str:
@@ -234,10 +236,12 @@ def finish(running: Mesh, run: str) -> str:
 
 
 def journals_agree(running: Mesh, run: str, job: Job) -> dict[str, int]:
-    """Hold what learner and engines wrote down themselves against the ledger. The audit is not asked.
+    """Hold what learner and engines wrote down themselves against the ledger. The audit is not
+    asked.
 
-    Each committed step must be the last that the learner made of that number, from exactly the samples of the ledger's batch and
-    with the digest of the ledger; no sample may be in two steps; and each must have been sampled by the weights of its receipt.
+    Each committed step must be the last that the learner made of that number, from exactly the
+    samples of the ledger's batch and with the digest of the ledger; no sample may be in two steps;
+    and each must have been sampled by the weights of its receipt.
     """
     directory = running.status(run).run.directory
     trained = journal.read(directory, "learner")

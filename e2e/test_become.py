@@ -31,7 +31,7 @@ def test_a_tied_process_ends_with_its_parent() -> None:
     assert ended
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root becomes somebody else")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user() -> None:
-    told = subprocess.run(become.become(["id", "-un"], user="nobody"), capture_output=True, text=True)
-    assert told.stdout == "nobody\n", told.stderr
+    outcome = subprocess.run(become.become(["id", "-un"], user="nobody"), capture_output=True, text=True)
+    assert outcome.stdout == "nobody\n", outcome.stderr

@@ -1,7 +1,9 @@
-"""A walk through every named crash point: the process dies there, is started again, and the run goes on to the same weights.
+"""A walk through every named crash point: the process dies there, is restarted, and the run reaches
+the same weights.
 
-One run without a model in the shape of seven processes visits them all, one after the other. Between two points the run is
-paused, so that it does not end before the last. The points are read from the sources: one that this walk does not know fails it.
+One run without a model in the shape of seven processes visits them all, one after the other.
+Between two points the run is paused, so that it does not end before the last. The points are read
+from the sources: one that this walk does not know fails it.
 """
 
 from __future__ import annotations
@@ -86,7 +88,8 @@ class Walk:
         return self.order.with_name(self.order.name + ".done").exists()
 
     def go_on(self, job: Job, lock: bytes) -> None:
-        """Whatever the run needs to go on now. Calls may be cut off: the process that they reach may be the one to die."""
+        """Resume the run if necessary. Calls may fail, because the called process may be the one
+        that dies."""
         with contextlib.suppress(grpc.RpcError):
             if not self.run:
                 request = run_pb2.CreateRunRequest(lock=lock, base_dir=str(job.folder), idempotency_key="the walk")
@@ -128,7 +131,7 @@ def test_every_crash_point(binary: Path, tmp_path: Path) -> None:
         for number, point in enumerate(walk):
             began, last = time.monotonic(), number + 1 == len(walk)
             while not with_points.died():
-                assert time.monotonic() < began + 180, f"{point} was not reached: {told(with_points)}"
+                assert time.monotonic() < began + 180, f"{point} was not reached: {outcome(with_points)}"
                 with_points.go_on(job, lock)
                 with contextlib.suppress(AssertionError):
                     until(with_points.died, point, 1)
@@ -155,7 +158,7 @@ def test_every_crash_point(binary: Path, tmp_path: Path) -> None:
         stop(with_points.running)
 
 
-def told(walk: Walk) -> str:
+def outcome(walk: Walk) -> str:
     """What the run does, for the message."""
     try:
         status = walk.running.status(walk.run)

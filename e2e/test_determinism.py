@@ -1,4 +1,5 @@
-"""Two deterministic runs of one plan end in the same bits, undisturbed or interrupted after any step."""
+"""Two deterministic runs of one plan end in the same bits, undisturbed or interrupted after any
+step."""
 
 import threading
 from collections.abc import Iterator
@@ -40,7 +41,8 @@ def test_another_seed_gives_another_digest(reference: str, config: Path, tmp_pat
 
 @contextmanager
 def asked(running: Mesh, run: str) -> Iterator[list[str]]:
-    """Somebody talks to the policy all the time, with the settings of its own samples; the answers."""
+    """Chat with the policy all the time, with the settings of the run's samples. Returns the
+    answers."""
     client = openai.OpenAI(base_url=f"{running.daemon()['gateway']}/v1", api_key="none", max_retries=0)
     answers, over = list[str](), threading.Event()
 
@@ -74,8 +76,9 @@ def test_who_talks_to_the_policy_changes_nothing(reference: str, config: Path, t
 
 
 def interrupted(running: Mesh, config: Path, step: int) -> str:
-    """A run that was cancelled after a step; its reward takes its time, or a fast machine makes the last step before the
-    cancel is there. One that has made its last step all the same is no such run: another is begun."""
+    """A run that was cancelled after a step; its reward takes its time, or a fast machine makes the
+    last step before the cancel is there. One that has made its last step all the same is no such
+    run: another is begun."""
     for _ in range(5):
         run = running.submit(config, SLOW)
         running.until_step(run, step)

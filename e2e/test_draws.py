@@ -1,4 +1,5 @@
-"""Dynamic sampling with refill: each step trains on a full batch of groups whose rewards differ, whatever is killed meanwhile."""
+"""Dynamic sampling with refill: each step trains on a full batch of groups whose rewards differ,
+even if processes are killed."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def test_a_killed_run_draws_the_same_groups(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_and_a_fork_draw_the_same_groups(tmp_path: Path) -> None:
-    """What a step drew beyond its batch is neither in the snapshot nor in the other run's ledger: both must draw it again."""
+    """What a step drew beyond its batch is neither in the snapshot nor in the other run's ledger:
+    both must draw it again."""
     job = Job(tmp_path / "job", steps=12, snapshot=3, draws=True)
     running = sim_mesh(tmp_path / "state", seconds=0.05).start()
     try:
@@ -67,7 +69,8 @@ def test_a_resumed_run_and_a_fork_draw_the_same_groups(tmp_path: Path) -> None:
 
 
 def drawn(running: Mesh, run: str) -> list[tuple[int, list[tuple[int, int]], str]]:
-    """Of each step: where it stopped to draw, its groups by epoch and index, and the weights that it made."""
+    """Of each step: where it stopped to draw, its groups by epoch and index, and the weights that
+    it made."""
     out = []
     for step in steps_of(running, run):
         batch = running.buffer.GetBatch(buffer_pb2.GetBatchRequest(run_id=run, step=step.step)).batch
@@ -86,7 +89,7 @@ def hurt(running: Mesh, run: str) -> None:
 
 
 def again(running: Mesh, run: str) -> None:
-    """Kill everything, start it anew and let the run go on."""
+    """Kill everything, restart it, and resume the run."""
     workers = list(running.status(run).workers)
     running.kill("all")
     until(lambda: not any(alive(worker.pid) for worker in workers), "the workers to follow the daemon", 60)
@@ -113,7 +116,8 @@ def steps_of(running: Mesh, run: str) -> list[buffer_pb2.StepRecord]:
 
 
 def check(running: Mesh, run: str, job: Job) -> None:
-    """The batches are full, and each group that was left out for equal rewards is one of an indifferent prompt."""
+    """The batches are full, and each group that was left out for equal rewards is one of an
+    indifferent prompt."""
     report = audited(running, run)
     assert report["whole"] and report["steps"] == job.steps
     journals_agree(running, run, job)

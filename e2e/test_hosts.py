@@ -1,4 +1,5 @@
-"""Three hosts: control plane and servers, the learner, two inference workers. One after the other is cut off and comes back."""
+"""Three hosts: control plane and servers, the learner, two inference workers. One after the other
+is cut off and comes back."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ def start(running, servers: Servers, hosts: Hosts, folder: Path) -> None:
 
 
 def unreachable(running, run: str, kind: str) -> None:
-    """Wait until the control plane has noticed that a host is away: none of its workers is registered."""
+    """Wait until the control plane has noticed that a host is away: none of its workers is
+    registered."""
 
     def away() -> bool:
         status = running.scheduler.GetRun(run_pb2.GetRunRequest(run_id=run), timeout=10).status

@@ -1,4 +1,5 @@
-"""Kill -9 of the inference worker, then of the learner, then of `rolloutd`, in one run; nothing is lost or done twice."""
+"""Kill -9 of the inference worker, then of the learner, then of `rolloutd`, in one run; nothing is
+lost or done twice."""
 
 import os
 import signal

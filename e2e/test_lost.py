@@ -1,4 +1,5 @@
-"""The learner and every inference worker are lost at once, and with them the newest weights: they are made again."""
+"""The learner and every inference worker are lost at once, and with them the newest weights: they
+are made again."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ def test_weights_that_nobody_has_any_more_are_made_again(phase: str, way: str, t
 
 
 def hold(running: Mesh, run: str, phase: str) -> list[run_pb2.Worker]:
-    """Bring the run to a phase after the commit of a step: DELIVERING, where no inference worker has the new weights, or LEASING,
-    where all may have them. Returns its workers."""
+    """Bring the run to a phase after the commit of a step: DELIVERING, where no inference worker
+    has the new weights, or LEASING, where all may have them. Returns its workers."""
     workers = list(running.until_step(run, LOSE_AT).workers)
     learner = [worker for worker in workers if worker.kind == "learner"]
     others = [worker for worker in workers if worker.kind == "inference"]

@@ -1,4 +1,4 @@
-"""Ports for servers under test are nobody else's, of whichever language."""
+"""Ports for servers under test are unique across tests in both languages."""
 
 from __future__ import annotations
 

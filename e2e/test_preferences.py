@@ -1,5 +1,5 @@
-"""Pairs and labels through the whole mesh: rows become samples, none is sampled, each is trained once; the learner computes the
-loss of those that are held out.
+"""Pairs and labels through the whole mesh: rows become samples, none is sampled, each is trained
+once; the learner computes the loss of those that are held out.
 
 Whether they learn is asked by `make learn-check`."""
 

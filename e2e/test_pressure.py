@@ -49,8 +49,9 @@ def test_a_full_disk_pauses_and_space_resumes(small_disk: Path, tmp_path: Path) 
 
 
 def test_two_runs_share_a_control_plane(tmp_path: Path) -> None:
-    """Of two runs with the same work neither makes more than twice as many steps as the other while both make some, by the
-    order of their one log from a pause of both until the first of them ends."""
+    """Of two runs with the same work neither makes more than twice as many steps as the other while
+    both make some, by the order of their one log from a pause of both until the first of them
+    ends."""
     jobs = [Job(tmp_path / name, steps=60) for name in ("one", "other")]
     running = sim_mesh(tmp_path / "state", seconds=0.05)
     try:

@@ -1,5 +1,5 @@
-"""A learner of two processes is one learner: the same ledger and the same bits, whichever of its processes dies, and whoever
-started them."""
+"""A learner of two processes is one learner: the same ledger and the same bits, whichever of its
+processes dies, and whether started them."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def finished(running: Mesh, run: str) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The digest of two ranks that rank 0 started, and nobody hurt."""
+    """The digest of two ranks that rank 0 started, without faults."""
     with mesh(tmp_path_factory.mktemp("undisturbed")) as running:
         return finished(running, running.submit(config, *OVERRIDES))
 

@@ -1,5 +1,5 @@
-"""A gradient that the learner refuses, under each policy: the batch is kept, `step.refused` tells, and the run is paused, goes
-on, or goes back."""
+"""A gradient that the learner refuses, under each policy: the batch is kept, `step.refused` tells,
+and the run is paused, goes on, or goes back."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ max_model_len = 32
 [snapshot]
 every_steps = 2
 """
-REWARD = '''"""A reward whose gradient is out of all proportion at the rows that say so."""
+REWARD = '''"""A reward that makes the gradient explode at marked rows."""
 
 
 def spiked(samples):
@@ -63,7 +63,8 @@ def spiked(samples):
 
 
 def job(folder: Path, policy: str) -> Path:
-    """A run whose step BAD has a gradient that is refused: its rows come in the order of the file."""
+    """A run whose step BAD has a gradient that is refused: its rows come in the order of the
+    file."""
     folder.mkdir(parents=True)
     rows = [{"prompt": f"{n + 11}+{n + 23}=", "spiked": n // GROUPS == BAD - 1} for n in range(STEPS * GROUPS)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -95,9 +96,9 @@ def test_the_run_goes_on_without_the_step(policy: str, tmp_path: Path) -> None:
         running.finish(run)
         digests = {record.step: record.weights_digest for record in running.ledger(run)[1]}
         assert audited(running, run)["whole"]
-        (told,) = refusals(running, run)
-        assert (told["reason"], told["action"]) == ("EXPLODING_GRADIENT", policy)
-        assert len(np.load(told["batch"])["rewards"]) == GROUPS * SAMPLES
+        (outcome,) = refusals(running, run)
+        assert (outcome["reason"], outcome["action"]) == ("EXPLODING_GRADIENT", policy)
+        assert len(np.load(outcome["batch"])["rewards"]) == GROUPS * SAMPLES
     assert len({digests[step] for step in (1, 2, 3, 5)}) == 4, "the other steps move the weights"
     assert digests[BAD] == digests[BAD - 1 if policy == "skip" else 2], digests
 
@@ -108,19 +109,19 @@ def test_the_run_is_paused_until_somebody_resumes_it(tmp_path: Path) -> None:
         watched = rollout(running, "run", "--config", str(job(tmp_path / "job", "stop")), "--no-report")
         run = running.scheduler.ListRuns(run_pb2.ListRunsRequest()).runs[0].run_id
         until(lambda: len(refusals(running, run)) == 1, "the event of the refusal", 30)  # it may come after the pause
-        (told,) = refusals(running, run)
-        assert (told["reason"], told["action"]) == ("EXPLODING_GRADIENT", "stop")
-        groups = np.load(told["batch"])["groups"]
+        (outcome,) = refusals(running, run)
+        assert (outcome["reason"], outcome["action"]) == ("EXPLODING_GRADIENT", "stop")
+        groups = np.load(outcome["batch"])["groups"]
         assert watched.returncode == 70, watched
         closing = watched.stdout[watched.stdout.rindex(f"refused {run}") :]
-        for part in ("PAUSED after 3 of 5 steps", "EXPLODING_GRADIENT", told["batch"], f"rollout runs resume {run}"):
+        for part in ("PAUSED after 3 of 5 steps", "EXPLODING_GRADIENT", outcome["batch"], f"rollout runs resume {run}"):
             assert part in closing, watched.stdout
 
         status = running.status(run)
-        assert (status.run.state, status.run.reason, status.run.incarnation) == (run_pb2.RUN_STATE_PAUSED, told["reason"], 1)
+        assert (status.run.state, status.run.reason, status.run.incarnation) == (run_pb2.RUN_STATE_PAUSED, outcome["reason"], 1)
         assert {worker.kind: worker.healthy for worker in status.workers} == {"inference": True, "learner": True}
         shown = rollout(running, "runs", "show", run).stdout
-        assert "PAUSED" in shown and "EXPLODING_GRADIENT" in shown and told["batch"] in shown, shown
+        assert "PAUSED" in shown and "EXPLODING_GRADIENT" in shown and outcome["batch"] in shown, shown
 
         resumed = rollout(running, "runs", "resume", run)
         assert resumed.returncode == 0, resumed
@@ -128,9 +129,9 @@ def test_the_run_is_paused_until_somebody_resumes_it(tmp_path: Path) -> None:
             assert status.run.state not in ENDED, describe(status)
             if status.run.state == run_pb2.RUN_STATE_PAUSED:
                 break
-        assert (status.run.reason, status.run.incarnation, status.run.step) == (told["reason"], 2, BAD - 1)
+        assert (status.run.reason, status.run.incarnation, status.run.step) == (outcome["reason"], 2, BAD - 1)
         until(lambda: len(refusals(running, run)) == 2, "the event of the second refusal", 30)
-        assert np.load(told["batch"])["groups"].tolist() == groups.tolist()
+        assert np.load(outcome["batch"])["groups"].tolist() == groups.tolist()
 
         assert rollout(running, "runs", "cancel", run).returncode == 0
         *_, last = running.watch(run)

@@ -94,19 +94,20 @@ class Collector(grpc.GenericRpcHandler):
 
 
 def told_by_processes(running: Mesh, run: str) -> dict[str, bytes]:
-    """What anybody on the host sees of the mesh's processes, and what code in its workers sees of their environment."""
+    """What anybody on the host sees of the mesh's processes, and what code in its workers sees of
+    their environment."""
     daemon = running.processes["all"].pid
     workers = [worker.pid for worker in running.status(run).workers]
-    told = {f"/proc/{pid}/cmdline": b"" for pid in (daemon, *workers)} | {f"/proc/{pid}/environ": b"" for pid in workers}
-    for path in told:
+    outcome = {f"/proc/{pid}/cmdline": b"" for pid in (daemon, *workers)} | {f"/proc/{pid}/environ": b"" for pid in workers}
+    for path in outcome:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has left
-            told[path] = Path(path).read_bytes()
-    return told
+            outcome[path] = Path(path).read_bytes()
+    return outcome
 
 
 def test_nothing_tells_a_secret(tmp_path: Path) -> None:
-    """A run to its end, then every file of the mesh, its processes and its spans: secrets are in the files that hold them, and
-    nowhere else."""
+    """A run to its end, then every file of the mesh, its processes and its spans: secrets are in
+    the files that hold them, and nowhere else."""
     holder = tmp_path / "nats-token"
     holder.write_text("planted-nats-token-0123456789")
     holder.chmod(0o600)
@@ -129,8 +130,8 @@ def test_nothing_tells_a_secret(tmp_path: Path) -> None:
         report = [ROLLOUT, "runs", "list", "--state-dir", str(state)]
         assert subprocess.run(report, check=True, capture_output=True, env={"ROLLOUT_API_KEY": key, "HOME": str(tmp_path)}).stdout
         denied = [ROLLOUT, "runs", "cancel", run, "--state-dir", str(state)]
-        told = subprocess.run(denied, capture_output=True, text=True, env={"ROLLOUT_API_KEY": key, "HOME": str(tmp_path)})
-        assert "SCOPE_INSUFFICIENT" in told.stderr and "--scope submit" in told.stderr, told.stderr
+        outcome = subprocess.run(denied, capture_output=True, text=True, env={"ROLLOUT_API_KEY": key, "HOME": str(tmp_path)})
+        assert "SCOPE_INSUFFICIENT" in outcome.stderr and "--scope submit" in outcome.stderr, outcome.stderr
         secrets = [holder.read_bytes(), b"planted-s3-secret-0123456789", key.encode(), running.token().encode()]
         files = [path for path in tmp_path.rglob("*") if path.is_file() and path not in (holder, state / "token")]
         assert len(files) > 20
@@ -156,11 +157,11 @@ _CALLER = pathlib.Path(sys.argv[0])  # what the process that calls the reward ru
 _CALLER = _CALLER.parent.name if _CALLER.stem == "__main__" else _CALLER.stem
 pathlib.Path(__file__).with_name(f"environ-{_CALLER}").write_bytes(pathlib.Path("/proc/self/environ").read_bytes())
 """
-_EVERYBODY = {"probe", "child", "learner", "inference"}
+_PUBLIC = {"probe", "child", "learner", "inference"}
 _WORKERS = {"learner", "inference"}
 _REACHES = {
-    "PLANTED_HARMLESS": _EVERYBODY,
-    "AWS_PROFILE": _EVERYBODY,  # `worker.env` says so
+    "PLANTED_HARMLESS": _PUBLIC,
+    "AWS_PROFILE": _PUBLIC,  # set in `worker.env`
     "PLANTED_NATS": _WORKERS,
     "PLANTED_CONSUL": _WORKERS,
     "OTEL_EXPORTER_OTLP_HEADERS": _WORKERS,
@@ -173,7 +174,8 @@ _REACHES = {
 
 
 def test_who_gets_which_variable(tmp_path: Path) -> None:
-    """The environment of a run's processes by the kernel: each secret is where it is needed, and none where rewards run."""
+    """The environment of a run's processes by the kernel: each secret is where it is needed, and
+    none where rewards run."""
     planted = {name: f"planted-{name}-0123456789" for name in _REACHES}
     secrets = ("--nats-token", "env:PLANTED_NATS", "--consul-token", "env:PLANTED_CONSUL", "--blob-secret-key", "env:PLANTED_S3")
     running = sim_mesh(
@@ -191,6 +193,6 @@ def test_who_gets_which_variable(tmp_path: Path) -> None:
         seen |= {path.name.removeprefix("environ-"): path.read_bytes() for path in job.folder.glob("environ-*")}
     finally:
         stop(running)
-    assert seen.keys() == _EVERYBODY
+    assert seen.keys() == _PUBLIC
     reached = {name: {who for who, text in seen.items() if text_of.encode() in text} for name, text_of in planted.items()}
     assert reached == _REACHES

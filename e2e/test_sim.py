@@ -1,4 +1,5 @@
-"""Runs without a model: both shapes end in the same weights, and what was trained can be trained again."""
+"""Runs without a model: both shapes end in the same weights, and what was trained can be trained
+again."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def test_the_ledger_agrees_with_what_was_written_down_apart(shape: str, tmp_path
 
 
 def test_weights_over_the_network_give_the_same_run(tmp_path: Path) -> None:
-    """Streamed from worker to worker or through the storage service, as for workers on other hosts."""
+    """Streamed from worker to worker or through the storage service, as for workers on other
+    hosts."""
     digests = {}
     for way in ("auto", "stream", "store"):
         job = Job(tmp_path / way / "job", steps=6, way=way)
@@ -37,7 +39,8 @@ def test_weights_over_the_network_give_the_same_run(tmp_path: Path) -> None:
             journals_agree(running, run, job)
             logs = [path.read_text() for path in (running.state / "runs" / run / "workers").glob("inference-*.log")]
             assert len(logs) == job.workers
-            # A worker that starts late on a busy machine may find the six steps made, and is sent nothing.
+            # A worker that starts late on a busy machine may find the six steps made, and is sent
+            # nothing.
             assert any("came over the network" in log for log in logs) is (way != "auto"), way
         finally:
             stop(running)
@@ -74,5 +77,5 @@ def test_replay_names_the_step_that_differs(tmp_path: Path) -> None:
         stop(running)
     model = job.folder / "model" / "model.safetensors"
     model.write_bytes(model.read_bytes()[:-1] + b"\xff")
-    told = replay(running, run, code=65)
-    assert not told["same"] and len(told["steps"]) == 1
+    outcome = replay(running, run, code=65)
+    assert not outcome["same"] and len(outcome["steps"]) == 1

@@ -50,7 +50,7 @@ def test_a_run_teaches_another(config: Path, tmp_path: Path) -> None:
     with mesh(tmp_path / "state") as running:
         teacher = running.submit(config, SLOW, "train.steps=99", "train.learning_rate=0.01")
         running.until_step(teacher, 5)
-        running.scheduler.PauseRun(run_pb2.PauseRunRequest(run_id=teacher))  # it holds still, and its worker goes on answering
+        running.scheduler.PauseRun(run_pb2.PauseRunRequest(run_id=teacher))  # its worker continues to answer
         gateway = str(running.daemon("rollout-gateway")["gateway"])
 
         def student(protocol: str, steps: int) -> str:

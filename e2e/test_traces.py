@@ -1,4 +1,5 @@
-"""One trace through every hop: the services, NATS and the Python workers export to a collector what each did of it."""
+"""One trace through every hop: the services, NATS and the Python workers export to a collector what
+each did of it."""
 
 from __future__ import annotations
 

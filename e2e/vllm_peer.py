@@ -2,8 +2,8 @@
 
     python e2e/vllm_peer.py DIR PROMPTS.json ANSWERS.json
 
-PROMPTS is a list of texts. ANSWERS gets, for each, what the folder's tokenizer makes of it, the tokens that are most likely after
-it, and their logprobs.
+PROMPTS is a list of texts. ANSWERS gets, for each, what the folder's tokenizer makes of it, the
+tokens that are most likely after it, and their logprobs.
 """
 # pyright: reportMissingImports=false
 
@@ -17,7 +17,7 @@ from pathlib import Path
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a process of its own for the engine would import everything once more
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a separate engine process would import everything again
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }

@@ -1,8 +1,9 @@
 """Check docker-compose.yml as far as that goes without a container engine.
 
-It parses; each image has a stage in the Containerfile; the seven-container shape hosts every target exactly
-once; what starts Python runs in the image that has it; and nothing listens beyond loopback: the host's
-network with no published port. Where `docker compose` is installed its own `config` checks it too.
+It parses; each image has a stage in the Containerfile; the seven-container shape hosts every target
+exactly once; what starts Python runs in the image that has it; and nothing listens beyond loopback:
+the host's network with no published port. Where `docker compose` is installed its own `config`
+checks it too.
 """
 
 from __future__ import annotations

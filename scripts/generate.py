@@ -46,7 +46,8 @@ def generate_go(scratch: Path) -> None:
 
 
 def generate_python(scratch: Path) -> None:
-    """Write messages for every contract, stubs for those with a service, and the messages of the validation rules."""
+    """Write messages for every contract, stubs for those with a service, and the messages of the
+    validation rules."""
     out = scratch / "python"
     out.mkdir()
     contracts = sorted((PROTO / "rollout").rglob("*.proto"))
@@ -107,7 +108,8 @@ def generate_engines(scratch: Path) -> None:
 
 
 def sync(source: Path, target: Path) -> None:
-    """Make the generated files in target equal to those in source: write changed files and remove surplus ones."""
+    """Make the generated files in target equal to those in source: write changed files and remove
+    surplus ones."""
     wanted = {path.relative_to(source) for path in source.rglob("*") if path.is_file()}
     present = {path.relative_to(target) for path in target.rglob("*") if path.is_file() and is_generated(path)}
     for path in sorted(present - wanted):

@@ -1,11 +1,12 @@
-"""Checks the prose of the repository: hard phrases in all text, and the width of comments, docstrings and Markdown.
+"""Checks the prose of the repository: hard phrases in all text, and the width of comments,
+docstrings and Markdown.
 
     scripts/prose.py [PATH...]           findings of each top-level folder; what `make lint` runs
     scripts/prose.py --list [PATH...]    each finding with its line
     scripts/prose.py --wrap PATH...      wrap comments, docstrings and paragraphs that are too wide
 
-PATH is a file or a folder, every tracked file where none is given. Limits, phrases and what fails the check are in prose.yaml.
-Generated files and test data are left out.
+PATH is a file or a folder, every tracked file where none is given. Limits, phrases and what fails
+the check are in prose.yaml. Generated files and test data are left out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Write docs/reference/: config.md from the JSON Schema of the run config, cli.md from the commands of bin/rollout.
+"""Write docs/reference/: config.md from the JSON Schema of the run config, cli.md from the commands
+of bin/rollout.
 
-config.md has one section a table of the TOML file, in the order of the contract; one line a key: its type,
-its default, what it may be, what it means. cli.md has one section a command.
+config.md has one section a table of the TOML file, in the order of the contract; one line a key:
+its type, its default, what it may be, what it means. cli.md has one section a command.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def describe_table(name: str, table: Schema, definitions: Schema) -> Iterator[st
 
 
 def of_table(field: Schema) -> Schema | None:
-    """What refers to the table that a field is, or to each of the tables by name; None for a value."""
+    """What refers to the table that a field is, or to each of the tables by name; None for a
+    value."""
     if "allOf" in field:
         return field
     inner = field.get("additionalProperties")
@@ -123,7 +125,8 @@ def reference(field: Schema) -> str:
 
 
 def toml(value: object) -> str:
-    """Write a value as TOML does; JSON differs only for small floats, which Python spells as TOML does too."""
+    """Write a value as TOML does; JSON differs only for small floats, which Python spells as TOML
+    does too."""
     return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 

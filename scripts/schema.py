@@ -1,4 +1,4 @@
-"""Shape protoc-gen-jsonschema's bundle of the run config for people who write TOML in an editor.
+"""Shape protoc-gen-jsonschema's bundle of the run config for TOML editors.
 
 The bundle knows types and ranges. The descriptor of the same message knows the rest: the order in
 which the fields were written down, which are required, their defaults and examples, and which
@@ -92,7 +92,8 @@ def table_of(field: FieldDescriptor) -> Descriptor | None:
 
 
 def scalar(source: Schema) -> Schema:
-    """Of a float that may be infinite the number: JSON spells infinity as a string, TOML does not."""
+    """Of a float that may be infinite the number: JSON spells infinity as a string, TOML does
+    not."""
     return next((option for option in source.get("anyOf", []) if option["type"] == "number"), source)
 
 
@@ -113,7 +114,8 @@ def informs(key: str, value: object) -> bool:
 
 
 def text(source: Schema) -> str:
-    """The comment as one paragraph a blank line: line breaks of the source say nothing, its indent neither."""
+    """The comment as one paragraph a blank line: line breaks of the source say nothing, its indent
+    neither."""
     paragraphs = source.get("description", "").split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 

@@ -1,4 +1,5 @@
-"""Check that every example config, and nothing that is wrong, fits the JSON Schema of the run config.
+"""Check that every example config, and nothing that is wrong, fits the JSON Schema of the run
+config.
 
 Editors complete from this schema, so an example that it refuses is a bug in one of the two.
 """

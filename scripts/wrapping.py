@@ -1,8 +1,8 @@
-"""Finds and rewraps lines of prose that are too long: comments in Go and proto, comments and docstrings in Python, and
-paragraphs in Markdown.
+"""Finds and rewraps lines of prose that are too long: comments in Go and proto, comments and
+docstrings in Python, and paragraphs in Markdown.
 
-Only prose is measured. Code, trailing comments, directives, indented examples, tables, and code blocks are left as they are, and
-so are lines that a URL or a link makes long.
+Only prose is measured. Code, trailing comments, directives, indented examples, tables, and code
+blocks are left as they are, and so are lines that a URL or a link makes long.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ WIDTH = 100
 class Block:
     """Consecutive lines of prose in a file.
 
-    first: index of the first line. lines: their text without the prefixes and without ``suffix``. head: what stands before the
-    text of the first line; prefix: before each other line. suffix: what closes the last line, for example triple quotes.
+    first: index of the first line. lines: their text without the prefixes and without ``suffix``.
+    head: what stands before the text of the first line; prefix: before each other line. suffix:
+    what closes the last line, for example triple quotes.
     """
 
     first: int
@@ -220,7 +221,8 @@ def _paragraph(unit: list[str], width: int, extra: int, bullet: re.Match[str] | 
 
 
 def _words(text: str) -> list[str]:
-    """What may not be broken: words, code spans, and a word with the markup that would mean something else at a line's start."""
+    """What may not be broken: words, code spans, and a word with the markup that would mean
+    something else at a line's start."""
     words: list[str] = []
     for word in _TOKEN.findall(text):
         if words and _MARKUP.match(word):

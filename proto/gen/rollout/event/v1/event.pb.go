@@ -4,7 +4,8 @@
 // 	protoc        (unknown)
 // source: rollout/event/v1/event.proto
 
-// Package rollout.event.v1 is one structured record of what happened; logs, metrics and the live view all read events.
+// Package rollout.event.v1 is one structured record of what happened; logs, metrics and the live
+// view all read events.
 
 package eventv1
 
@@ -35,7 +36,7 @@ const (
 	Level_LEVEL_DEBUG Level = 1
 	// Normal course.
 	Level_LEVEL_INFO Level = 2
-	// Something to look at; the run goes on.
+	// A problem that does not stop the run.
 	Level_LEVEL_WARN Level = 3
 	// Something failed.
 	Level_LEVEL_ERROR Level = 4
@@ -101,8 +102,9 @@ type Event struct {
 	Service string `protobuf:"bytes,5,opt,name=service,proto3" json:"service,omitempty"`
 	// How grave it is.
 	Level Level `protobuf:"varint,6,opt,name=level,proto3,enum=rollout.event.v1.Level" json:"level,omitempty"`
-	// Machine-readable kind, dotted: `log`, `run.state`, `step.committed`, `eval.finished`, `weights.delivered`,
-	// `phase`, `worker.started`, `worker.exited`, `group.excluded`, `snapshot.created`.
+	// Machine-readable kind, dotted: `log`, `run.state`, `step.committed`, `eval.finished`,
+	// `weights.delivered`, `phase`, `worker.started`, `worker.exited`, `group.excluded`,
+	// `snapshot.created`.
 	Kind string `protobuf:"bytes,7,opt,name=kind,proto3" json:"kind,omitempty"`
 	// One line for people.
 	Message string `protobuf:"bytes,8,opt,name=message,proto3" json:"message,omitempty"`

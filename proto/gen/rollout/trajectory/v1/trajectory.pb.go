@@ -4,7 +4,8 @@
 // 	protoc        (unknown)
 // source: rollout/trajectory/v1/trajectory.proto
 
-// Package rollout.trajectory.v1 is one sample and how it travels from the worker that made it to the learner.
+// Package rollout.trajectory.v1 is one sample and how it travels from the worker that made it to
+// the learner.
 
 package trajectoryv1
 
@@ -31,13 +32,14 @@ type Outcome int32
 const (
 	// Not set.
 	Outcome_OUTCOME_UNSPECIFIED Outcome = 0
-	// It ended by itself: end of sequence, stop text, or the environment said so.
+	// It ended by itself: end of sequence, stop text, or the environment ended it.
 	Outcome_OUTCOME_COMPLETED Outcome = 1
 	// It reached the token limit.
 	Outcome_OUTCOME_TRUNCATED Outcome = 2
-	// Somebody aborted it; what there is is kept but not trained on.
+	// It was aborted; its tokens are kept but not trained on.
 	Outcome_OUTCOME_ABORTED Outcome = 3
-	// Infrastructure failed (reward, tool, engine). Never a reward of 0: retried, then excluded and counted.
+	// Infrastructure failed (reward, tool, engine). Never a reward of 0: retried, then excluded and
+	// counted.
 	Outcome_OUTCOME_INFRA_FAILED Outcome = 4
 )
 
@@ -86,7 +88,8 @@ func (Outcome) EnumDescriptor() ([]byte, []int) {
 	return file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{0}
 }
 
-// TrajectoryKey names a sample; the first accepted trajectory of a key wins, a late twin is dropped and counted.
+// TrajectoryKey names a sample; the first accepted trajectory of a key wins, later duplicates are
+// dropped and counted.
 type TrajectoryKey struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run.
@@ -186,7 +189,8 @@ type VersionSpan struct {
 	Start uint32 `protobuf:"varint,2,opt,name=start,proto3" json:"start,omitempty"`
 	// One past the last completion token of the span.
 	End uint32 `protobuf:"varint,3,opt,name=end,proto3" json:"end,omitempty"`
-	// Digest that the engine computed from the tensors which sampled the span; empty where it is not known.
+	// Digest that the engine computed from the tensors which sampled the span; empty where it is not
+	// known.
 	Digest        string `protobuf:"bytes,4,opt,name=digest,proto3" json:"digest,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -250,14 +254,16 @@ func (x *VersionSpan) GetDigest() string {
 	return ""
 }
 
-// Trajectory is one sample. Token arrays are raw little-endian bytes, so that a reader maps them without parsing.
+// Trajectory is one sample. Token arrays are raw little-endian bytes, so that a reader maps them
+// without parsing.
 type Trajectory struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Key.
 	Key *TrajectoryKey `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
 	// int32[T] little-endian: prompt, then completion.
 	TokenIds []byte `protobuf:"bytes,2,opt,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
-	// float32[T] little-endian: logprob of each token under the distribution it was sampled from; 0 for the prompt and for data.
+	// float32[T] little-endian: logprob of each token under the distribution it was sampled from; 0
+	// for the prompt and for data.
 	Logprobs []byte `protobuf:"bytes,3,opt,name=logprobs,proto3" json:"logprobs,omitempty"`
 	// float32[T] little-endian: logprob under the unmodified softmax; 0 for the prompt and for data.
 	RawLogprobs []byte `protobuf:"bytes,4,opt,name=raw_logprobs,json=rawLogprobs,proto3" json:"raw_logprobs,omitempty"`
@@ -265,7 +271,8 @@ type Trajectory struct {
 	LossMask []byte `protobuf:"bytes,5,opt,name=loss_mask,json=lossMask,proto3" json:"loss_mask,omitempty"`
 	// Tokens of the prompt, at most T.
 	PromptTokens uint32 `protobuf:"varint,6,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`
-	// Weights that sampled the completion, in order, without gaps. Empty where the tokens come from data.
+	// Weights that sampled the completion, in order, without gaps. Empty where the tokens come from
+	// data.
 	VersionSpans []*VersionSpan `protobuf:"bytes,7,rep,name=version_spans,json=versionSpans,proto3" json:"version_spans,omitempty"`
 	// Reward; meaningful for COMPLETED and TRUNCATED only.
 	Reward float64 `protobuf:"fixed64,8,opt,name=reward,proto3" json:"reward,omitempty"`
@@ -279,11 +286,11 @@ type Trajectory struct {
 	Prompt string `protobuf:"bytes,12,opt,name=prompt,proto3" json:"prompt,omitempty"`
 	// Completion as text.
 	Completion string `protobuf:"bytes,13,opt,name=completion,proto3" json:"completion,omitempty"`
-	// float32[T] little-endian: what each token is worth beside `reward`, 0 for the prompt. Empty where the reward is of the whole
-	// completion alone.
+	// float32[T] little-endian: the reward of each token in addition to `reward`, 0 for the prompt.
+	// Empty where the reward is of the whole completion alone.
 	TokenRewards []byte `protobuf:"bytes,14,opt,name=token_rewards,json=tokenRewards,proto3" json:"token_rewards,omitempty"`
-	// float32[T] little-endian: logprob of each completion token under a teacher that an endpoint serves, 0 for the prompt. Empty where
-	// there is none.
+	// float32[T] little-endian: logprob of each completion token under a teacher that an endpoint
+	// serves, 0 for the prompt. Empty where there is none.
 	TeacherLogprobs []byte `protobuf:"bytes,15,opt,name=teacher_logprobs,json=teacherLogprobs,proto3" json:"teacher_logprobs,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
@@ -441,7 +448,8 @@ type TrajectoryHeader struct {
 	MinVersion uint64 `protobuf:"varint,6,opt,name=min_version,json=minVersion,proto3" json:"min_version,omitempty"`
 	// Newest weights version of the sampled tokens.
 	MaxVersion uint64 `protobuf:"varint,7,opt,name=max_version,json=maxVersion,proto3" json:"max_version,omitempty"`
-	// What the engine said of its weights when the sample ended. Absent where the tokens come from data.
+	// What the engine said of its weights when the sample ended. Absent where the tokens come from
+	// data.
 	Receipt *v1.WeightsReceipt `protobuf:"bytes,8,opt,name=receipt,proto3" json:"receipt,omitempty"`
 	// Tokens of prompt and completion.
 	Tokens uint32 `protobuf:"varint,9,opt,name=tokens,proto3" json:"tokens,omitempty"`
@@ -451,9 +459,10 @@ type TrajectoryHeader struct {
 	WorkerId string `protobuf:"bytes,11,opt,name=worker_id,json=workerId,proto3" json:"worker_id,omitempty"`
 	// Row of the dataset that the prompt came from.
 	Row uint64 `protobuf:"varint,12,opt,name=row,proto3" json:"row,omitempty"`
-	// Whether tokens have rewards of their own, so that samples of equal reward may differ.
+	// Whether tokens have their own rewards, so that samples of equal reward may differ.
 	TokenRewards bool `protobuf:"varint,13,opt,name=token_rewards,json=tokenRewards,proto3" json:"token_rewards,omitempty"`
-	// Parts that make the sample complete: trajectories of this (index, attempt, sample), `part` 0 to `parts` - 1. 0 means 1.
+	// Parts that make the sample complete: trajectories of this (index, attempt, sample), `part` 0 to
+	// `parts` - 1. 0 means 1.
 	Parts uint32 `protobuf:"varint,14,opt,name=parts,proto3" json:"parts,omitempty"`
 	// Path of the session that this trajectory is; absent if it belongs to no session.
 	Path *TrajectoryPath `protobuf:"bytes,15,opt,name=path,proto3" json:"path,omitempty"`
@@ -731,7 +740,8 @@ type TrajectoryEnvelope struct {
 	Header *TrajectoryHeader `protobuf:"bytes,1,opt,name=header,proto3" json:"header,omitempty"`
 	// Serialized Trajectory, inline up to 256 KiB; larger ones by reference.
 	Payload []byte `protobuf:"bytes,2,opt,name=payload,proto3" json:"payload,omitempty"`
-	// Content id `blake3-<hex>` of the serialized Trajectory in the storage service, where it is not inline.
+	// Content id `blake3-<hex>` of the serialized Trajectory in the storage service, where it is not
+	// inline.
 	PayloadRef string `protobuf:"bytes,3,opt,name=payload_ref,json=payloadRef,proto3" json:"payload_ref,omitempty"`
 	// CRC-32C of the serialized Trajectory.
 	Crc32C        uint32 `protobuf:"fixed32,4,opt,name=crc32c,proto3" json:"crc32c,omitempty"`
