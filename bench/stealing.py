@@ -44,8 +44,8 @@ from rollout_workers.inference.sharing import Sharing
 from rollout_workers.inference.throughput import Throughput
 from rollout_workers.worker.bus import connect
 from rollout_workers.worker.discovery import Services
+from rollout_workers.worker.heartbeat import Heartbeat
 from rollout_workers.worker.publisher import Publisher
-from rollout_workers.worker.pulse import Pulse
 from rollout_workers.worker.spec import Identity
 from rollout_workers.worker.stream import WorkQueue
 
@@ -98,7 +98,7 @@ class Worker:
     """The parts of an inference worker between the two streams."""
 
     client: Client
-    pulse: Pulse
+    heartbeat: Heartbeat
     puller: Puller
     sampler: Sampler
     sharing: asyncio.Task[None]
@@ -107,8 +107,8 @@ class Worker:
     @classmethod
     async def start(cls, daemon: Daemon, who: Identity, speed: float) -> Worker:
         client = await connect(daemon.nats_url, daemon.token, name=who.registration)
-        pulse = Pulse(daemon.nats_url, daemon.token, name=who.registration)
-        pulse.start()
+        heartbeat = Heartbeat(daemon.nats_url, daemon.token, name=who.registration)
+        heartbeat.start()
         engine = cast(Engine, Paced(speed))
         holdings = Holdings(engine)
         holdings.current = WeightsReceipt(digest=await engine.weights_digest())
@@ -120,14 +120,14 @@ class Worker:
         sampler = Sampler(who, runner, holdings, outlet, services)
         held = capacity(SLOTS, SAMPLES)
         puller = Puller(
-            pulse, None, capacity=held, slots=SLOTS, group_size=SAMPLES, prepare=lambda items: None, begin=sampler.begin
+            heartbeat, None, capacity=held, slots=SLOTS, group_size=SAMPLES, prepare=lambda items: None, begin=sampler.begin
         )
         outlet.puller, runner.sampled = puller, puller.sampled
-        queue = WorkQueue(client, pulse, who.work_stream, puller.deliver)
+        queue = WorkQueue(client, heartbeat, who.work_stream, puller.deliver)
         await queue.start()
         puller.start(queue)
         sharing = asyncio.create_task(Sharing(client, who.idle_subject, puller, queue, SAMPLES).run())
-        return cls(client, pulse, puller, sampler, sharing, services)
+        return cls(client, heartbeat, puller, sampler, sharing, services)
 
     async def stop(self) -> None:
         self.sharing.cancel()
@@ -135,7 +135,7 @@ class Worker:
         await self.sampler.drain()
         await self.client.close()
         await self.services.close()
-        await asyncio.to_thread(self.pulse.stop)
+        await asyncio.to_thread(self.heartbeat.stop)
 
 
 async def run(daemon: Daemon, queues: dict[str, list[float]], groups: int, buffer: BufferDouble) -> tuple[float, int]:

@@ -18,8 +18,8 @@ from rollout_testing.run import write_spec
 from rollout_testing.services import passing
 from rollout_testing.waiting import until
 from rollout_workers.worker.events import Events
+from rollout_workers.worker.heartbeat import Heartbeat
 from rollout_workers.worker.lifecycle import Lifecycle
-from rollout_workers.worker.pulse import Pulse
 from rollout_workers.worker.spec import SPEC_VARIABLE, identity
 
 
@@ -31,20 +31,20 @@ class InProcess:
         self.spec, self._given = spec, given
         self.who = identity(spec)
         self.lifecycle = Lifecycle()
-        self._pulse = Pulse(spec.nats_url, spec.nats_token, name=self.who.registration, access=spec.nats)
-        self.events = Events(self.who, self._pulse)
+        self._heartbeat = Heartbeat(spec.nats_url, spec.nats_token, name=self.who.registration, access=spec.nats)
+        self.events = Events(self.who, self._heartbeat)
         self.task: asyncio.Task[None] | None = None
         self.channel: grpc.aio.Channel | None = None
 
     async def start(self) -> InProcess:
         """Return when it is registered."""
-        self._pulse.start()
+        self._heartbeat.start()
         self.events.start()
         if self.who.kind == "inference":
             from rollout_workers.inference.worker import run_inference_worker as run
         else:
             from rollout_workers.learner.worker import run_learner_worker as run
-        self.task = asyncio.create_task(run(self.spec, self.who, self.lifecycle, self._pulse, self.events, **self._given))
+        self.task = asyncio.create_task(run(self.spec, self.who, self.lifecycle, self._heartbeat, self.events, **self._given))
         entry = await until(self._entry)
         self.channel = grpc.aio.insecure_channel(f"{entry['Address']}:{entry['Port']}")
         return self
@@ -62,7 +62,7 @@ class InProcess:
         if self.channel is not None:
             await self.channel.close()
         await asyncio.to_thread(self.events.close)
-        await asyncio.to_thread(self._pulse.stop)
+        await asyncio.to_thread(self._heartbeat.stop)
         return self.lifecycle.exit_code
 
     @property

@@ -27,6 +27,7 @@ import sys
 from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout_workers.kinds import COMMANDS, WORKERS, DetachedKind, Link, LinkedKind, Process
 from rollout_workers.worker.events import EventHandler, Events
+from rollout_workers.worker.heartbeat import Heartbeat
 from rollout_workers.worker.lifecycle import (
     EXIT_CRASH,
     EXIT_REFUSED,
@@ -35,7 +36,6 @@ from rollout_workers.worker.lifecycle import (
     leave_now,
     prepare_process,
 )
-from rollout_workers.worker.pulse import Pulse
 from rollout_workers.worker.spec import Identity, SpecError, identity, load_spec
 from rollout_workers.worker.telemetry import configure, flush
 
@@ -84,13 +84,15 @@ async def _run(kind: LinkedKind | DetachedKind, spec: WorkerSpec, who: Identity)
     if isinstance(kind, DetachedKind):
         await kind.run(process)
         leave_now(lifecycle.exit_code)
-    pulse = Pulse(spec.nats_url, spec.nats_token, name=who.registration, access=spec.nats, leaving=lambda: lifecycle.leaving)
-    pulse.start()
-    events = Events(who, pulse)
+    heartbeat = Heartbeat(
+        spec.nats_url, spec.nats_token, name=who.registration, access=spec.nats, leaving=lambda: lifecycle.leaving
+    )
+    heartbeat.start()
+    events = Events(who, heartbeat)
     events.start()
     logging.getLogger().addHandler(EventHandler(events))
     try:
-        await kind.run(process, Link(pulse, events))
+        await kind.run(process, Link(heartbeat, events))
     except Exception as error:
         if getattr(error, "permanent", False):
             log.error("the %s can't begin: %s", who.service, error)
@@ -102,7 +104,7 @@ async def _run(kind: LinkedKind | DetachedKind, spec: WorkerSpec, who: Identity)
             lifecycle.exit_code = lifecycle.exit_code or EXIT_CRASH
     log.info("leaving with exit code %d%s", lifecycle.exit_code, f": {lifecycle.reason}" if lifecycle.reason else "")
     await asyncio.to_thread(events.close)
-    pulse.stop()
+    heartbeat.stop()
     await asyncio.to_thread(flush)
     sys.stdout.flush()
     leave_now(lifecycle.exit_code)

@@ -18,8 +18,8 @@ from rollout_workers.worker.spec import SPEC_VARIABLE, Identity
 
 if TYPE_CHECKING:
     from rollout_workers.worker.events import Events
+    from rollout_workers.worker.heartbeat import Heartbeat
     from rollout_workers.worker.lifecycle import Lifecycle
-    from rollout_workers.worker.pulse import Pulse
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Process:
 class Link:
     """The connections of a worker to NATS."""
 
-    pulse: Pulse
+    heartbeat: Heartbeat
     events: Events
 
 
@@ -62,7 +62,7 @@ class DetachedKind:
 async def _inference(process: Process, link: Link) -> None:
     from rollout_workers.inference.worker import run_inference_worker
 
-    await run_inference_worker(process.spec, process.who, process.lifecycle, link.pulse, link.events)
+    await run_inference_worker(process.spec, process.who, process.lifecycle, link.heartbeat, link.events)
 
 
 async def _learner(process: Process, link: Link) -> None:
@@ -71,7 +71,7 @@ async def _learner(process: Process, link: Link) -> None:
     team = Team(process.spec.plan.config, process.lifecycle.lost)  # the other ranks import torch while this process does
     from rollout_workers.learner.worker import run_learner_worker
 
-    await run_learner_worker(process.spec, process.who, process.lifecycle, link.pulse, link.events, team)
+    await run_learner_worker(process.spec, process.who, process.lifecycle, link.heartbeat, link.events, team)
 
 
 def _follow_learner(spec: WorkerSpec) -> int:

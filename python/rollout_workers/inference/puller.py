@@ -12,7 +12,7 @@ from collections.abc import Callable
 from math import ceil
 
 from rollout_workers.inference.receipt import Holdings
-from rollout_workers.worker.pulse import Pulse
+from rollout_workers.worker.heartbeat import Heartbeat
 from rollout_workers.worker.stream import WorkItem, WorkQueue, in_order
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ class Puller:
 
     def __init__(
         self,
-        pulse: Pulse,
+        heartbeat: Heartbeat,
         holdings: Holdings | None,
         *,
         capacity: int,
@@ -40,7 +40,7 @@ class Puller:
         prepare: called with each batch when it arrives, while the weights may still be on their way. begin: called when it may
         be sampled; must not block.
         """
-        self._pulse, self._holdings = pulse, holdings
+        self._heartbeat, self._holdings = heartbeat, holdings
         self._capacity, self._slots, self._group_size = capacity, slots, group_size
         self._prepare, self._begin = prepare, begin
         self._queue: WorkQueue | None = None

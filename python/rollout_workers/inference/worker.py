@@ -39,9 +39,9 @@ from rollout_workers.weights.transfer.fetch import Fetcher
 from rollout_workers.worker.bus import connect
 from rollout_workers.worker.discovery import Services
 from rollout_workers.worker.events import Events
+from rollout_workers.worker.heartbeat import Heartbeat
 from rollout_workers.worker.lifecycle import Lifecycle
 from rollout_workers.worker.publisher import Publisher
-from rollout_workers.worker.pulse import Pulse
 from rollout_workers.worker.registration import Registration
 from rollout_workers.worker.serving import Server
 from rollout_workers.worker.spec import Identity, resolve
@@ -61,7 +61,7 @@ _VERIFY_SHARE = 0.002  # most of the time that goes into verifying
 
 
 async def run_inference_worker(
-    spec: WorkerSpec, who: Identity, lifecycle: Lifecycle, pulse: Pulse, events: Events, model: Model | None = None
+    spec: WorkerSpec, who: Identity, lifecycle: Lifecycle, heartbeat: Heartbeat, events: Events, model: Model | None = None
 ) -> None:
     """Load, serve and sample until ``lifecycle`` says to leave; then drain. model: given by tests, else loaded."""
     config = spec.plan.config
@@ -96,12 +96,12 @@ async def run_inference_worker(
         rows = rows_of(config, model.text, prompts)
         if rows is not None:
             worker = RowSender(who, rows, outlet)
-            puller = Puller(pulse, None, capacity=_ROWS_IN_HAND, prepare=_nothing, begin=worker.begin)
+            puller = Puller(heartbeat, None, capacity=_ROWS_IN_HAND, prepare=_nothing, begin=worker.begin)
         else:
             runner = EpisodeRunner(model.engine, taught(config, environment, model.text, closing), model.text, params)
             worker = Sampler(who, runner, holdings, outlet, services)
             puller = Puller(
-                pulse,
+                heartbeat,
                 holdings,
                 capacity=capacity(config.engine.slots, config.sampling.group_size),
                 slots=config.engine.slots,
@@ -136,7 +136,7 @@ async def run_inference_worker(
         address = await server.start([SERVICE, delivery.SERVICE])
         registration = Registration.of(spec, who, address, lifecycle)
         await asyncio.to_thread(registration.start)
-        queue = WorkQueue(link.client, pulse, who.work_stream, puller.deliver)
+        queue = WorkQueue(link.client, heartbeat, who.work_stream, puller.deliver)
         link.queue = queue
         await queue.start()
         puller.start(queue)

@@ -27,8 +27,8 @@ from rollout_workers.weights.transfer.publish_folder import Superseded
 from rollout_workers.weights.transfer.shared_memory import SharedMemory
 from rollout_workers.worker.discovery import Services
 from rollout_workers.worker.events import Events
+from rollout_workers.worker.heartbeat import Heartbeat
 from rollout_workers.worker.lifecycle import Lifecycle
-from rollout_workers.worker.pulse import Pulse
 from rollout_workers.worker.registration import Registration
 from rollout_workers.worker.serving import Server
 from rollout_workers.worker.spec import Identity, model_directory
@@ -41,7 +41,7 @@ _GRACE_SECONDS = 30.0
 
 
 async def run_learner_worker(
-    spec: WorkerSpec, who: Identity, lifecycle: Lifecycle, pulse: Pulse, events: Events, team: Team | None = None
+    spec: WorkerSpec, who: Identity, lifecycle: Lifecycle, heartbeat: Heartbeat, events: Events, team: Team | None = None
 ) -> None:
     """Load the model, register, and serve until ``lifecycle`` ends; a running step is finished
     first.

@@ -1,4 +1,4 @@
-"""Events on their way to the event log: batched, sent by the pulse thread, never waited for."""
+"""Events on their way to the event log: batched, sent by the heartbeat thread, never waited for."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 from nats.errors import Error as NatsError
 
 from rollout.event.v1 import event_pb2 as pb
-from rollout_workers.worker.pulse import Pulse
-from rollout_workers.worker.repeat import Repeats
+from rollout_workers.worker.heartbeat import Heartbeat
+from rollout_workers.worker.repeated_logs import Repeats
 from rollout_workers.worker.spec import Identity
 
 _FLUSH_SECONDS = 0.2
@@ -39,14 +39,14 @@ def ulid(milliseconds: int) -> str:
 class Events:
     """Collects events from any thread and publishes them every 200 ms. When NATS is away the oldest go first."""
 
-    def __init__(self, who: Identity, pulse: Pulse) -> None:
-        self._who, self._pulse = who, pulse
+    def __init__(self, who: Identity, heartbeat: Heartbeat) -> None:
+        self._who, self._heartbeat = who, heartbeat
         self._held: deque[pb.Event] = deque(maxlen=_MOST_HELD)
         self._task: Any = None
         self._repeats: Repeats[pb.Event] = Repeats()
 
     def start(self) -> None:
-        self._task = self._pulse.submit(self._keep_sending())
+        self._task = self._heartbeat.submit(self._keep_sending())
 
     def emit(
         self,
@@ -86,7 +86,7 @@ class Events:
             self._task = None
         self._release(all=True)
         with contextlib.suppress(Exception):
-            self._pulse.submit(self._send_all()).result(seconds)
+            self._heartbeat.submit(self._send_all()).result(seconds)
 
     def _release(self, *, all: bool = False) -> None:
         for event, count in self._repeats.due(all=all):
@@ -100,7 +100,7 @@ class Events:
             await self._send_all()
 
     async def _send_all(self) -> None:
-        client = await self._pulse.client()
+        client = await self._heartbeat.client()
         while self._held:
             batch = [self._held.popleft() for _ in range(min(len(self._held), _MOST_IN_BATCH))]
             payload = pb.EventBatch(events=batch).SerializeToString()

@@ -11,7 +11,7 @@ from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 
-from rollout_workers.worker.deaf import Silence
+from rollout_workers.worker.reconnect import Silence
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Publisher:
         attempt = 0
         while True:
             problem, nobody = await self._try(payload, every)
-            await silence.heard(nobody)
+            await silence.record(nobody)
             if problem is None:
                 if attempt > 1:
                     log.info("%s takes messages again after %d tries", self._subject, attempt)

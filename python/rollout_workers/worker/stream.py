@@ -21,8 +21,8 @@ from nats.errors import Error as NatsError
 
 from rollout import names
 from rollout.run.v1.run_pb2 import PromptGroup
-from rollout_workers.worker.deaf import Silence
-from rollout_workers.worker.pulse import Pulse
+from rollout_workers.worker.heartbeat import Heartbeat
+from rollout_workers.worker.reconnect import Silence
 
 log = logging.getLogger(__name__)
 
@@ -95,9 +95,9 @@ class _Requests:
 class WorkQueue:
     """Pulls work items of one run. All methods belong to the worker's event loop."""
 
-    def __init__(self, client: Client, pulse: Pulse, stream: str, deliver: Callable[[list[WorkItem]], None]) -> None:
+    def __init__(self, client: Client, heartbeat: Heartbeat, stream: str, deliver: Callable[[list[WorkItem]], None]) -> None:
         """deliver: is given the items that arrived together, on the event loop; must not block."""
-        self._client, self._pulse, self._stream, self._deliver = client, pulse, stream, deliver
+        self._client, self._heartbeat, self._stream, self._deliver = client, heartbeat, stream, deliver
         self._next = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{names.WORKERS_CONSUMER}"
         self._inbox = client.new_inbox()
         self._requests = _Requests()
@@ -161,7 +161,7 @@ class WorkQueue:
 
     async def _settle(self, items: Iterable[WorkItem], verdict: bytes) -> None:
         for item in items:
-            self._pulse.release(item.reply)
+            self._heartbeat.release(item.reply)
             try:
                 await self._client.publish(item.reply, verdict)
             except NatsError as error:  # it comes again, and the buffer knows what it has
@@ -203,14 +203,14 @@ class WorkQueue:
         status = (message.headers or {}).get("Status")
         if status is not None and not message.reply:
             self._heed(message.subject, status, message.headers or {})
-            await self._silence.heard(status == "503")
+            await self._silence.record(status == "503")
             return
-        await self._silence.heard(False)
+        await self._silence.record(False)
         self._requests.received()
         item = self._read(message)
         if item is None:
             return
-        self._pulse.hold(item.reply)
+        self._heartbeat.hold(item.reply)
         self._absent = False
         if self._task is None:
             await self.give_back([item])

@@ -25,7 +25,7 @@ from rollout_testing.worker import InProcess
 from rollout_workers.data.prompts import Text
 from rollout_workers.engines.base import GroupRequest
 from rollout_workers.inference.model import Model
-from rollout_workers.worker.pulse import Pulse
+from rollout_workers.worker.heartbeat import Heartbeat
 
 
 @pytest.fixture
@@ -348,7 +348,7 @@ async def test_a_delivery_that_comes_twice_is_sampled_once(
     daemon: Daemon, example: Example, run: str, streams: RunStreams, engine: ScriptedEngine, text: Text,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(Pulse, "hold", lambda self, reply: None)  # progress is lost: the stream delivers again
+    monkeypatch.setattr(Heartbeat, "hold", lambda self, reply: None)  # progress is lost: the stream delivers again
     made = await worker(daemon, config(example), run, engine, text)
     await engine.pause()
     await streams.issue([prompt_group(0, example.rows(1)[0], run=run)])

@@ -17,7 +17,7 @@ from rollout_testing.worker import InProcess
 from rollout_workers.data.prompts import Text
 from rollout_workers.inference.model import Model
 from rollout_workers.inference.puller import Puller
-from rollout_workers.worker.pulse import Pulse
+from rollout_workers.worker.heartbeat import Heartbeat
 from rollout_workers.worker.stream import WorkItem, WorkQueue
 
 GROUP = 4
@@ -57,7 +57,7 @@ def begun() -> list[int]:
 def puller(queue: Recorder, begun: list[int]) -> Puller:
     """Two groups fill the engine; two more may be in hand."""
     made = Puller(
-        cast(Pulse, None),
+        cast(Heartbeat, None),
         None,
         capacity=4,
         slots=2 * GROUP,
@@ -133,7 +133,7 @@ async def test_without_weights_nothing_is_untouched(queue: Recorder) -> None:
         version = 3
         changed = asyncio.Event()
 
-    made = Puller(cast(Pulse, None), cast(Any, Old()), capacity=4, slots=4, prepare=lambda i: None, begin=lambda i: None)
+    made = Puller(cast(Heartbeat, None), cast(Any, Old()), capacity=4, slots=4, prepare=lambda i: None, begin=lambda i: None)
     made.start(cast(WorkQueue, queue))
     waits = WorkItem(PromptGroup(position=9, group_size=GROUP, min_version=4), "reply.9", deliveries=1)
     made.deliver([waits])

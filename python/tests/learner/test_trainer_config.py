@@ -23,8 +23,8 @@ from rollout_workers.learner.worker import run_learner_worker
 from rollout_workers.trainer import AdamWConfig, LoraConfig, NonFiniteGradient, Schedule, TrainerConfig
 from rollout_workers.trainer.refusal import Refusals
 from rollout_workers.worker.events import Events
+from rollout_workers.worker.heartbeat import Heartbeat
 from rollout_workers.worker.lifecycle import Lifecycle
-from rollout_workers.worker.pulse import Pulse
 from rollout_workers.worker.spec import Identity
 
 from .batches import batch, trajectories
@@ -98,11 +98,11 @@ async def made(plan: dict[str, Any], tmp_path: Path) -> tuple[Made, Events]:
     )  # fmt: skip
     spec.plan.format = 1
     json_format.ParseDict(plan, spec.plan.config)
-    team, pulse = Made(), Pulse("nats://127.0.0.1:1", "", name="unused")
-    events = Events(Identity("run-x", "learner-0", "learner", 0), pulse)
+    team, heartbeat = Made(), Heartbeat("nats://127.0.0.1:1", "", name="unused")
+    events = Events(Identity("run-x", "learner-0", "learner", 0), heartbeat)
     with pytest.raises(Stopped):
         await run_learner_worker(
-            spec, Identity("run-x", "learner-0", "learner", 0), Lifecycle(), pulse, events, cast("Team", team)
+            spec, Identity("run-x", "learner-0", "learner", 0), Lifecycle(), heartbeat, events, cast("Team", team)
         )
     return team, events
 

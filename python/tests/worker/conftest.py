@@ -9,7 +9,7 @@ import pytest
 
 from rollout_testing.daemon import Daemon
 from rollout_testing.run import RunStreams
-from rollout_workers.worker.pulse import Pulse
+from rollout_workers.worker.heartbeat import Heartbeat
 from rollout_workers.worker.spec import Identity
 
 _numbers = itertools.count()
@@ -35,8 +35,8 @@ async def streams(daemon: Daemon, who: Identity) -> AsyncIterator[RunStreams]:
 
 
 @pytest.fixture
-def pulse(daemon: Daemon, who: Identity) -> Iterator[Pulse]:
-    started = Pulse(daemon.nats_url, daemon.token, name=who.registration)
+def heartbeat(daemon: Daemon, who: Identity) -> Iterator[Heartbeat]:
+    started = Heartbeat(daemon.nats_url, daemon.token, name=who.registration)
     started.start()
     yield started
     started.stop()

@@ -8,7 +8,7 @@ import time
 from rollout.event.v1 import event_pb2 as pb
 from rollout_testing.run import RunStreams
 from rollout_workers.worker.events import EventHandler, Events, ulid
-from rollout_workers.worker.pulse import Pulse
+from rollout_workers.worker.heartbeat import Heartbeat
 from rollout_workers.worker.spec import Identity
 
 
@@ -22,8 +22,8 @@ async def received(streams: RunStreams, who: Identity, count: int) -> list[pb.Ev
     return events
 
 
-async def test_events_and_logs_arrive_in_order(streams: RunStreams, pulse: Pulse, who: Identity) -> None:
-    events = Events(who, pulse)
+async def test_events_and_logs_arrive_in_order(streams: RunStreams, heartbeat: Heartbeat, who: Identity) -> None:
+    events = Events(who, heartbeat)
     events.start()
     logger = logging.Logger("trainer")
     logger.addHandler(EventHandler(events))
@@ -45,8 +45,8 @@ async def test_events_and_logs_arrive_in_order(streams: RunStreams, pulse: Pulse
     events.close()
 
 
-async def test_a_flood_of_warnings_is_one_and_a_count(streams: RunStreams, pulse: Pulse, who: Identity) -> None:
-    events = Events(who, pulse)
+async def test_a_flood_of_warnings_is_one_and_a_count(streams: RunStreams, heartbeat: Heartbeat, who: Identity) -> None:
+    events = Events(who, heartbeat)
     logger = logging.Logger("harness")
     logger.addHandler(EventHandler(events))
     for number in range(50):
@@ -60,8 +60,8 @@ async def test_a_flood_of_warnings_is_one_and_a_count(streams: RunStreams, pulse
     assert sum(event.level == pb.LEVEL_INFO for event in told) == 50
 
 
-async def test_close_sends_what_is_held(streams: RunStreams, pulse: Pulse, who: Identity) -> None:
-    events = Events(who, pulse)
+async def test_close_sends_what_is_held(streams: RunStreams, heartbeat: Heartbeat, who: Identity) -> None:
+    events = Events(who, heartbeat)
     events.emit("worker.note", "the last words")
     events.close()
     [event] = await received(streams, who, 1)
@@ -69,7 +69,7 @@ async def test_close_sends_what_is_held(streams: RunStreams, pulse: Pulse, who: 
 
 
 def test_without_nats_nothing_blocks_and_the_oldest_go(who: Identity) -> None:
-    away = Pulse("nats://127.0.0.1:1", "", name="test")
+    away = Heartbeat("nats://127.0.0.1:1", "", name="test")
     away.start()
     events = Events(who, away)
     events.start()

@@ -15,7 +15,7 @@ from rollout_testing.daemon import Daemon
 from rollout_testing.proxy import Proxy
 from rollout_testing.run import RunStreams
 from rollout_testing.waiting import until
-from rollout_workers.worker import deaf
+from rollout_workers.worker import reconnect
 from rollout_workers.worker.bus import connect
 from rollout_workers.worker.publisher import Publisher
 from rollout_workers.worker.spec import Identity
@@ -78,14 +78,14 @@ class TwoServers:
 
 
 async def test_a_server_that_knows_nobody_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deaf, "_ELECTION_SECONDS", 0.2)
+    monkeypatch.setattr(reconnect, "_ELECTION_SECONDS", 0.2)
     client = TwoServers()
     await Publisher(cast(Client, client), "subject", "TRAJ", "process").publish(b"payload", {})
     assert client.moves == 1
 
 
 async def test_one_server_alone_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deaf, "_ELECTION_SECONDS", 0.0)
+    monkeypatch.setattr(reconnect, "_ELECTION_SECONDS", 0.0)
     client = TwoServers()
     client.servers = ("first",)
     publishing = asyncio.create_task(Publisher(cast(Client, client), "subject", "TRAJ", "process").publish(b"payload", {}))

@@ -16,9 +16,9 @@ from rollout_testing.daemon import Daemon
 from rollout_testing.proxy import Proxy
 from rollout_testing.run import RunStreams, prompt_group
 from rollout_testing.waiting import until
-from rollout_workers.worker import deaf
+from rollout_workers.worker import reconnect
 from rollout_workers.worker.bus import connect
-from rollout_workers.worker.pulse import Pulse
+from rollout_workers.worker.heartbeat import Heartbeat
 from rollout_workers.worker.spec import Identity
 from rollout_workers.worker.stream import WorkItem, WorkQueue, _Requests
 
@@ -37,7 +37,7 @@ class Hand:
         return sorted(item.group.position for item in self.items)
 
 
-async def queue_for(url: str, daemon: Daemon, who: Identity, pulse: Pulse) -> tuple[WorkQueue, Hand]:
+async def queue_for(url: str, daemon: Daemon, who: Identity, heartbeat: Heartbeat) -> tuple[WorkQueue, Hand]:
     queues: list[WorkQueue] = []
 
     async def reconnected() -> None:
@@ -45,7 +45,7 @@ async def queue_for(url: str, daemon: Daemon, who: Identity, pulse: Pulse) -> tu
 
     hand = Hand()
     client = await connect(url, daemon.token, name="test", reconnected=reconnected)
-    queues.append(WorkQueue(client, pulse, who.work_stream, hand.take))
+    queues.append(WorkQueue(client, heartbeat, who.work_stream, hand.take))
     await queues[0].start()
     return queues[0], hand
 
@@ -61,9 +61,9 @@ def groups(who: Identity) -> list:
 
 
 async def test_takes_no_more_than_there_is_room_for(
-    daemon: Daemon, who: Identity, pulse: Pulse, streams: RunStreams, groups: list
+    daemon: Daemon, who: Identity, heartbeat: Heartbeat, streams: RunStreams, groups: list
 ) -> None:
-    queue, hand = await queue_for(daemon.nats_url, daemon, who, pulse)
+    queue, hand = await queue_for(daemon.nats_url, daemon, who, heartbeat)
     queue.set_room(5)
     await streams.issue(groups)
     await until(lambda: len(hand.items) == 5)
@@ -81,13 +81,13 @@ async def test_takes_no_more_than_there_is_room_for(
 
 
 async def test_what_is_given_back_goes_to_another_worker_at_once(
-    daemon: Daemon, who: Identity, pulse: Pulse, streams: RunStreams, groups: list
+    daemon: Daemon, who: Identity, heartbeat: Heartbeat, streams: RunStreams, groups: list
 ) -> None:
-    first, mine = await queue_for(daemon.nats_url, daemon, who, pulse)
+    first, mine = await queue_for(daemon.nats_url, daemon, who, heartbeat)
     first.set_room(12)
     await streams.issue(groups)
     await until(lambda: len(mine.items) == 12)
-    second, theirs = await queue_for(daemon.nats_url, daemon, who, pulse)
+    second, theirs = await queue_for(daemon.nats_url, daemon, who, heartbeat)
     second.set_room(12)
     await streams.redeliver_after(600)
     await first.stop()
@@ -100,9 +100,9 @@ async def test_what_is_given_back_goes_to_another_worker_at_once(
 
 @pytest.mark.parametrize("turns", range(6))
 async def test_stops_although_it_is_woken_in_the_same_moment(
-    daemon: Daemon, who: Identity, pulse: Pulse, streams: RunStreams, turns: int
+    daemon: Daemon, who: Identity, heartbeat: Heartbeat, streams: RunStreams, turns: int
 ) -> None:
-    queue, _ = await queue_for(daemon.nats_url, daemon, who, pulse)
+    queue, _ = await queue_for(daemon.nats_url, daemon, who, heartbeat)
     for _ in range(3):
         await asyncio.sleep(0)  # it waits now
     queue.reconnected()  # wakes it
@@ -114,9 +114,9 @@ async def test_stops_although_it_is_woken_in_the_same_moment(
 
 
 async def test_a_blocked_event_loop_loses_no_item(
-    daemon: Daemon, who: Identity, pulse: Pulse, streams: RunStreams, groups: list
+    daemon: Daemon, who: Identity, heartbeat: Heartbeat, streams: RunStreams, groups: list
 ) -> None:
-    queue, hand = await queue_for(daemon.nats_url, daemon, who, pulse)
+    queue, hand = await queue_for(daemon.nats_url, daemon, who, heartbeat)
     queue.set_room(2)
     await streams.issue(groups[:2])
     await until(lambda: len(hand.items) == 2)
@@ -124,7 +124,7 @@ async def test_a_blocked_event_loop_loses_no_item(
     end = time.monotonic() + 5  # longer than the ack wait of 4 s
     while time.monotonic() < end:
         sum(range(10_000))
-    other, theirs = await queue_for(daemon.nats_url, daemon, who, pulse)
+    other, theirs = await queue_for(daemon.nats_url, daemon, who, heartbeat)
     other.set_room(2)
     await streams.issue(groups[2:3])
     await until(lambda: len(theirs.items) == 1)
@@ -134,23 +134,23 @@ async def test_a_blocked_event_loop_loses_no_item(
 
 
 async def test_an_item_that_is_not_held_any_more_is_redelivered(
-    daemon: Daemon, who: Identity, pulse: Pulse, streams: RunStreams, groups: list
+    daemon: Daemon, who: Identity, heartbeat: Heartbeat, streams: RunStreams, groups: list
 ) -> None:
-    queue, hand = await queue_for(daemon.nats_url, daemon, who, pulse)
+    queue, hand = await queue_for(daemon.nats_url, daemon, who, heartbeat)
     queue.set_room(4)
     await streams.issue(groups[:1])
     await until(lambda: len(hand.items) == 1)
-    pulse.release(hand.items[0].reply)  # as if the process were gone
+    heartbeat.release(hand.items[0].reply)  # as if the process were gone
     await until(lambda: len(hand.items) == 2)
     assert hand.items[1].deliveries == 2
     await close(queue)
 
 
 async def test_goes_on_after_the_connection_was_cut(
-    daemon: Daemon, who: Identity, pulse: Pulse, streams: RunStreams, groups: list
+    daemon: Daemon, who: Identity, heartbeat: Heartbeat, streams: RunStreams, groups: list
 ) -> None:
     proxy = await Proxy(daemon.nats_url).start()
-    queue, hand = await queue_for(proxy.url, daemon, who, pulse)
+    queue, hand = await queue_for(proxy.url, daemon, who, heartbeat)
     queue.set_room(12)
     await streams.issue(groups[:4])
     await until(lambda: len(hand.items) == 4)
@@ -162,8 +162,10 @@ async def test_goes_on_after_the_connection_was_cut(
     await proxy.stop()
 
 
-async def test_waits_for_a_stream_that_is_not_there_yet(daemon: Daemon, who: Identity, pulse: Pulse, groups: list) -> None:
-    queue, hand = await queue_for(daemon.nats_url, daemon, who, pulse)
+async def test_waits_for_a_stream_that_is_not_there_yet(
+    daemon: Daemon, who: Identity, heartbeat: Heartbeat, groups: list
+) -> None:
+    queue, hand = await queue_for(daemon.nats_url, daemon, who, heartbeat)
     queue.set_room(4)
     await until(lambda: queue._absent)
     streams = await RunStreams.open(daemon, who.run)
@@ -200,10 +202,10 @@ class TwoServers:
         self.moves += 1
 
 
-async def test_a_server_that_knows_nobody_is_left(monkeypatch: pytest.MonkeyPatch, pulse: Pulse) -> None:
-    monkeypatch.setattr(deaf, "_ELECTION_SECONDS", 0.3)
+async def test_a_server_that_knows_nobody_is_left(monkeypatch: pytest.MonkeyPatch, heartbeat: Heartbeat) -> None:
+    monkeypatch.setattr(reconnect, "_ELECTION_SECONDS", 0.3)
     client = TwoServers()
-    queue = WorkQueue(cast(Client, client), pulse, "WORK_run", lambda items: None)
+    queue = WorkQueue(cast(Client, client), heartbeat, "WORK_run", lambda items: None)
     await queue.start()
     queue.set_room(4)
     await until(lambda: client.moves == 1 and not queue._silence._since)
@@ -211,11 +213,11 @@ async def test_a_server_that_knows_nobody_is_left(monkeypatch: pytest.MonkeyPatc
     assert client.moves == 1
 
 
-async def test_no_server_is_left_for_a_stream_that_nowhere_is(monkeypatch: pytest.MonkeyPatch, pulse: Pulse) -> None:
-    monkeypatch.setattr(deaf, "_ELECTION_SECONDS", 0.3)
+async def test_no_server_is_left_for_a_stream_that_nowhere_is(monkeypatch: pytest.MonkeyPatch, heartbeat: Heartbeat) -> None:
+    monkeypatch.setattr(reconnect, "_ELECTION_SECONDS", 0.3)
     client = TwoServers()
     client.info = b'{"error": {"code": 404, "err_code": 10059, "description": "stream not found"}}'
-    queue = WorkQueue(cast(Client, client), pulse, "WORK_run", lambda items: None)
+    queue = WorkQueue(cast(Client, client), heartbeat, "WORK_run", lambda items: None)
     await queue.start()
     queue.set_room(4)
     await until(lambda: client.asked >= 2)
@@ -225,18 +227,18 @@ async def test_no_server_is_left_for_a_stream_that_nowhere_is(monkeypatch: pytes
 
 async def test_a_pause_between_two_refusals_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     client, now = TwoServers(), [100.0]
-    monkeypatch.setattr(deaf.time, "monotonic", lambda: now[0])
-    silence = deaf.Silence(cast(Client, client), "WORK_run")
+    monkeypatch.setattr(reconnect.time, "monotonic", lambda: now[0])
+    silence = reconnect.Silence(cast(Client, client), "WORK_run")
     for seconds, moves in ((0.0, 0), (60.0, 0), (9.0, 0), (0.5, 0), (1.0, 1)):
         now[0] += seconds
-        await silence.heard(True)
+        await silence.record(True)
         assert client.moves == moves
 
 
 async def test_a_message_that_is_no_work_is_dropped(
-    daemon: Daemon, who: Identity, pulse: Pulse, streams: RunStreams, groups: list
+    daemon: Daemon, who: Identity, heartbeat: Heartbeat, streams: RunStreams, groups: list
 ) -> None:
-    queue, hand = await queue_for(daemon.nats_url, daemon, who, pulse)
+    queue, hand = await queue_for(daemon.nats_url, daemon, who, heartbeat)
     queue.set_room(4)
     await streams.js.publish(f"rollout.work.{who.run}", b"\xff\xff\xff")
     await streams.issue(groups[:1])
@@ -263,9 +265,11 @@ async def _left(streams: RunStreams, items: int) -> bool:
     return await streams.work_left() == items
 
 
-async def test_two_workers_share_the_work(daemon: Daemon, who: Identity, pulse: Pulse, streams: RunStreams, groups: list) -> None:
-    first, mine = await queue_for(daemon.nats_url, daemon, who, pulse)
-    second, theirs = await queue_for(daemon.nats_url, daemon, who, pulse)
+async def test_two_workers_share_the_work(
+    daemon: Daemon, who: Identity, heartbeat: Heartbeat, streams: RunStreams, groups: list
+) -> None:
+    first, mine = await queue_for(daemon.nats_url, daemon, who, heartbeat)
+    second, theirs = await queue_for(daemon.nats_url, daemon, who, heartbeat)
     first.set_room(12)
     second.set_room(12)
     await until(lambda: _asking(streams, 2))

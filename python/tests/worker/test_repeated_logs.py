@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout_workers.worker.repeat import EVERY_SECONDS, Repeats
+from rollout_workers.worker.repeated_logs import EVERY_SECONDS, Repeats
 
 
 class Clock:

@@ -1,7 +1,7 @@
-"""The thread that keeps NATS content while the worker computes.
+"""The heartbeat of work items: a thread that extends their ack deadline while the worker computes.
 
-It has an event loop and a connection of its own, so neither a long forward pass nor a busy main loop delays it. Each second it
-tells the stream of every work item in hand that it is still being worked on; and it carries the events.
+The thread has its own event loop and NATS connection, so neither a long forward pass nor a busy main loop delays it. Once a
+second it sends a progress ack for each work item in hand. It also publishes events.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _AGAIN_SECONDS = 0.1
 _PROGRESS = b"+WPI"
 
 
-class Pulse:
+class Heartbeat:
     """A thread with an event loop and a NATS connection. ``hold`` and ``release`` may be called from any thread."""
 
     def __init__(
@@ -38,14 +38,14 @@ class Pulse:
         access: NatsAccess | None = None,
         leaving: Callable[[], bool] = lambda: False,
     ) -> None:
-        """access: credentials other than the token, and TLS. leaving: whether the worker is about to leave: then a connection
-        that ends is no news."""
+        """access: credentials other than the token, and TLS. leaving: whether the worker is shutting down; a lost connection is
+        then not logged."""
         self._url, self._token, self._name, self._access, self._leaving = url, token, name, access, leaving
         self._held: dict[str, None] = {}  # reply subjects; single operations are atomic
         self._loop = asyncio.new_event_loop()
         self._client: asyncio.Future[Client] | None = None
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
         """Start the thread; the connection is made in the background."""
@@ -53,11 +53,11 @@ class Pulse:
         self._ready.wait()
 
     def hold(self, reply: str) -> None:
-        """From now on say each second that this message (its reply subject) is in progress."""
+        """Send a progress ack each second for the message with this reply subject."""
         self._held[reply] = None
 
     def release(self, reply: str) -> None:
-        """Say it no more."""
+        """Stop sending progress acks for it."""
         self._held.pop(reply, None)
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
@@ -83,7 +83,7 @@ class Pulse:
     async def _main(self) -> None:
         self._stopping = asyncio.Event()
         connecting = asyncio.create_task(
-            connect(self._url, self._token, name=f"{self._name} pulse", access=self._access, leaving=self._leaving)
+            connect(self._url, self._token, name=f"{self._name} heartbeat", access=self._access, leaving=self._leaving)
         )
         self._client = asyncio.ensure_future(connecting)
         self._ready.set()
