@@ -29,7 +29,7 @@ func TestCommands(t *testing.T) {
 		"runs-list-bad":     {args: "runs list --state walking"},
 		"runs-show":         {args: "runs show run-01"},
 		"runs-show-failed":  {args: "runs show addition-grpo", fake: &fake{state: runv1.RunState_RUN_STATE_FAILED}},
-		"runs-show-unknown": {args: "runs show nobody"},
+		"runs-show-unknown": {args: "runs show unknown"},
 		"runs-cancel":       {args: "runs cancel addition-grpo", asked: "CancelRun " + runID + " drain true"},
 		"runs-cancel-now":   {args: "runs cancel addition-grpo --now", asked: "CancelRun " + runID + " drain false"},
 		"runs-pause":        {args: "runs pause addition-grpo", asked: "PauseRun " + runID},
@@ -41,7 +41,7 @@ func TestCommands(t *testing.T) {
 		"snapshot-unknown":  {args: "snapshot show snap-02"},
 		"snapshot-restore":  {args: "snapshot restore snap-01kapq5 --detach", asked: "RestoreSnapshot " + snapshot().GetSnapshotId()},
 		"audit":             {args: "audit addition-grpo --server here", asked: `ListSnapshots "` + runID + `"`},
-		"audit-unknown":     {args: "audit nobody --server here"},
+		"audit-unknown":     {args: "audit unknown --server here"},
 		"audit-nowhere":     {args: "audit addition-grpo --state-dir /nowhere"},
 		"status":            {args: "status", asked: "ListRuns [RUN_STATE_PENDING RUN_STATE_STARTING RUN_STATE_RUNNING RUN_STATE_PAUSED RUN_STATE_DRAINING] 0"},
 		"logs-ended":        {args: "logs tail addition-grpo", fake: &fake{state: runv1.RunState_RUN_STATE_SUCCEEDED, history: story()}},
@@ -52,7 +52,7 @@ func TestCommands(t *testing.T) {
 		"logs-bad-since":    {args: "logs tail addition-grpo --since yesterday"},
 		"chat":              {args: "chat", fake: &fake{models: served}, stdin: "hi\n\n/reset\nagain\n/quit\nnever\n", asked: "Complete addition-grpo session \"\"\nComplete addition-grpo session \"\""},
 		"chat-message":      {args: "chat 17+25= --raw --temperature 0 --max-tokens 5", fake: &fake{models: served}, asked: "Complete addition-grpo session \"\""},
-		"chat-unknown":      {args: "chat --model nobody hi", fake: &fake{models: served}},
+		"chat-unknown":      {args: "chat --model unknown hi", fake: &fake{models: served}},
 		"chat-no-policy":    {args: "chat hi"},
 		"chat-several":      {args: "chat hi", fake: &fake{models: append(served, &gatewayv1.Model{Name: "other"})}},
 		"unknown-command":   {args: "rums list"},
@@ -62,17 +62,17 @@ func TestCommands(t *testing.T) {
 		"two-sources":       {args: "run --plan a --config b"},
 		"no-source":         {args: "run"},
 		"set-without":       {args: "run --plan a --set b=c"},
-		"resume-unknown":    {args: "run --resume nobody"},
+		"resume-unknown":    {args: "run --resume unknown"},
 		"bad-format":        {args: "status --format xml"},
 	})
 }
 
-// commandCase is a command line and what it is held against.
+// commandCase is a command line with its expected calls.
 type commandCase struct {
 	args  string
 	fake  *fake
 	stdin string
-	asked string // what the plane was asked to change
+	asked string // expected calls of the control plane
 }
 
 // runCases runs each as text and as JSON.

@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-// What rolloutd is told to read is there and is whole, wherever rolloutd runs.
+// The configuration file is checked before rolloutd is started.
 func TestDaemonIsConfigured(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()

@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-// Servers that nobody serves, and a configuration that is wrong.
+// Servers that do not answer, and an invalid configuration.
 func TestDoctor(t *testing.T) {
 	t.Parallel()
 	for name, text := range map[string]string{

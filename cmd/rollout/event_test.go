@@ -25,7 +25,7 @@ func TestUnknownFiltersAreRefused(t *testing.T) {
 	}
 }
 
-// A warning that comes again is told once more with its count; that line stands among the others by its time, not at the end.
+// A repeated warning is printed again with its count, sorted by time.
 func TestEventsStandInTheOrderOfTime(t *testing.T) {
 	t.Parallel()
 	begin := story()[0].GetTime().AsTime()
@@ -40,12 +40,12 @@ func TestEventsStandInTheOrderOfTime(t *testing.T) {
 	add(3, eventv1.Level_LEVEL_WARN, "try 3 failed")
 	add(4, eventv1.Level_LEVEL_INFO, "second")
 	got := call{plane: newPlane(t, &fake{state: 7, history: history})}.run(t, "logs", "tail", "addition-grpo")
-	var told []string
+	var reported []string
 	for _, line := range strings.Split(strings.TrimSpace(got.stdout), "\n") {
 		_, text, _ := strings.Cut(line, " buffer ")
-		told = append(told, text)
+		reported = append(reported, text)
 	}
-	if want := []string{"try 1 failed", "first", "try 3 failed (2 times)", "second"}; !slices.Equal(told, want) {
-		t.Errorf("told %q\n%s", told, got.text())
+	if want := []string{"try 1 failed", "first", "try 3 failed (2 times)", "second"}; !slices.Equal(reported, want) {
+		t.Errorf("reported %q\n%s", reported, got.text())
 	}
 }

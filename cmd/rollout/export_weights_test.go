@@ -75,7 +75,7 @@ func TestExportWeightsOfAStateFolder(t *testing.T) {
 		"mutually exclusive":                  {"addition-grpo", "--to", filepath.Join(out, "none"), "--average", "--adapter"},
 		"already exists":                      {"addition-grpo", "--to", filepath.Join(out, "adapter")},
 		"snapshot snap-newest has no adapter": {"addition-grpo", "--to", filepath.Join(out, "none"), "--adapter"},
-		"nobody":                              {"nobody", "--to", filepath.Join(out, "none")},
+		"unknown":                             {"unknown", "--to", filepath.Join(out, "none")},
 		`required flag(s) "to" not set`:       {"addition-grpo"},
 	} {
 		if got := export(args...); got.code == 0 || !strings.Contains(got.stderr, text) {

@@ -426,7 +426,7 @@ func story() []*eventv1.Event {
 		step(1, 3, 0.5),
 		{Time: at(4), Service: "inference-worker/inference-0", Level: eventv1.Level_LEVEL_WARN, Kind: "log", Message: "the reward took 4.2 s of its 5 s"},
 		step(2, 5, 0.7),
-		{Time: at(5.5), Service: "scheduler", Level: eventv1.Level_LEVEL_DEBUG, Kind: "log", Message: "nobody sees this"},
+		{Time: at(5.5), Service: "scheduler", Level: eventv1.Level_LEVEL_DEBUG, Kind: "log", Message: "unknown sees this"},
 		step(3, 7, 0.9),
 		eval(3, 8, 0.934, "1", "2", "3", "4", "5", "7"),
 		{Time: at(9), Service: "snapshot", Level: eventv1.Level_LEVEL_INFO, Kind: "snapshot.created", Step: 3, Attributes: map[string]string{"snapshot": "snap-01kapq5q5m"}, Metrics: map[string]float64{"bytes": 9.6e6}},

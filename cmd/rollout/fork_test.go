@@ -43,7 +43,7 @@ func TestRunFromASnapshot(t *testing.T) {
 			t.Errorf("from %s: asked %s; %s", from, f.calls(), got.text())
 		}
 	}
-	got := call{plane: newPlane(t, &fake{})}.run(t, "run", "--config", filepath.Join(dir, "longer.toml"), "--from", "nobody")
+	got := call{plane: newPlane(t, &fake{})}.run(t, "run", "--config", filepath.Join(dir, "longer.toml"), "--from", "unknown")
 	if got.code != 66 {
 		t.Error(got.text())
 	}

@@ -28,7 +28,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
-var update = flag.Bool("update", false, "write the golden files anew")
+var update = flag.Bool("update", false, "update the golden files")
 
 // plane is a control plane in memory.
 type plane struct {

@@ -91,7 +91,7 @@ func TestInferBatchRemovesWhatAKilledCommandLeft(t *testing.T) {
 	}
 }
 
-// A reward model has weights that load, and a head for tokens that nobody trained.
+// The language-model head of a reward model is not trained.
 func TestInferBatchRefusesAModelThatScores(t *testing.T) {
 	t.Parallel()
 	dir := batchFolder(t)
@@ -156,7 +156,7 @@ func TestInferBatchRefuses(t *testing.T) {
 		{"no function", "--model m --reward reward.py" + out + data, ""},
 		{"a reward and none", "--model m --reward reward.py:f --no-reward" + out + data, ""},
 		{"no worker", "--model m" + out + data, "/no/such/worker"},
-		{"what the worker refuses", "--model m" + out + data, ending(`{"event":"error","code":65,"reason":"INPUTS_CHANGED","message":"the seed was 1, is 2","fix":"begin anew with --restart"}`, "65")},
+		{"what the worker refuses", "--model m" + out + data, ending(`{"event":"error","code":65,"reason":"INPUTS_CHANGED","message":"the seed was 1, is 2","fix":"start again with --restart"}`, "65")},
 		{"an interruption", "--model m" + out + data, ending(`{"event":"interrupted","rows":40,"of":120}`, "130")},
 		{"a crash", "--model m" + out + data, ending(`{"event":"begin","rows":120}`, "1")},
 	} {

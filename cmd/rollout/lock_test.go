@@ -16,7 +16,7 @@ import (
 	"github.com/rollout-rl/rollout/services/planner/lock"
 )
 
-// rewrite changes a plan and addresses it anew, as another version of rollout might have.
+// rewrite changes a plan and its id, as another version of rollout might.
 func rewrite(t *testing.T, data []byte, change func(*planv1.Plan)) []byte {
 	t.Helper()
 	plan := &planv1.Plan{}

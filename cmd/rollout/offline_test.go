@@ -19,7 +19,7 @@ import (
 	storagestore "github.com/rollout-rl/rollout/services/storage/sqlstore"
 )
 
-// left is the state folder of a control plane that died while a run was going on.
+// left returns the state folder of a control plane that died during a run.
 func left(t *testing.T) (state string) {
 	t.Helper()
 	state = t.TempDir()
@@ -64,7 +64,7 @@ func TestStateFolderIsBrowsed(t *testing.T) {
 			t.Errorf("%s does not say where it looked: %s", c.args, got.stderr)
 		}
 	}
-	for _, args := range []string{"runs show nobody", "snapshot show snap-none", "snapshot list nobody", "logs tail nobody"} {
+	for _, args := range []string{"runs show unknown", "snapshot show snap-none", "snapshot list unknown", "logs tail unknown"} {
 		if got := (call{}).run(t, append(strings.Fields(args), "--state-dir", state)...); got.code == 0 || !strings.Contains(got.stderr, "no") {
 			t.Errorf("%s: %s", args, got.text())
 		}

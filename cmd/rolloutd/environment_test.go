@@ -8,7 +8,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/config"
 )
 
-// Children run code of people who need neither the database nor the key of whoever started the daemon. "probe" is the planner's,
+// Child processes run user code, which must not read the credentials of the daemon. "probe" is the planner's,
 // "worker" is any worker, "linked" is one that connects to NATS.
 func TestWhoGetsWhichVariable(t *testing.T) {
 	t.Parallel()

@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// A start that fails for a secret that is wrong, or in the wrong place, says so without repeating it.
+// An error about a wrong secret does not contain the secret.
 func TestNoErrorTellsASecret(t *testing.T) {
 	t.Parallel()
 	const planted = "hunter2"

@@ -20,7 +20,7 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
-// replicas is two processes that host the same services on one PostgreSQL, beside one with NATS and the registry.
+// replicas is two processes that host the same services on one PostgreSQL, and one process with NATS and the registry.
 type replicas struct {
 	*testing.T
 	root   string
@@ -125,7 +125,7 @@ func (r *replicas) leader() (found *daemon) {
 		}
 	}
 	if found == nil {
-		r.Fatalf("nobody leads the buffer: %v\n%s", list, r.logs())
+		r.Fatalf("the buffer has no leader: %v\n%s", list, r.logs())
 	}
 	return found
 }

@@ -135,7 +135,7 @@ func repeated(text string) string {
 	return ""
 }
 
-// What a start needs and has not is told with its code and how to fix it.
+// Missing resources at the start are reported with a code and a fix.
 func TestStartsThatCanNotBe(t *testing.T) {
 	t.Parallel()
 	taken, err := net.Listen("tcp", "127.0.0.1:0") //nolint:noctx // a test
@@ -226,7 +226,7 @@ func TestAllLeavesOutServersThatAreElsewhere(t *testing.T) {
 	}
 }
 
-// A process whose NATS server is not there says so and leaves, once the first signal asks it to.
+// A signal ends a process that waits for its NATS server.
 func TestASignalEndsTheStart(t *testing.T) {
 	t.Parallel()
 	d := spawn(t, t.TempDir(), "--target", "registry,planner", "--nats-url", "nats://127.0.0.1:"+freePort(t))

@@ -19,7 +19,7 @@ import (
 
 const consulToken = "6f3c1d6e-0f53-4a86-9c0f-6d1f6a0c7a12"
 
-// production is a configuration with a server of its own for everything, and what it must not tell.
+// production is a configuration with external servers, and its secrets.
 type production struct {
 	file    string
 	root    string
@@ -143,7 +143,7 @@ func nothingTells(t *testing.T, p *production) {
 	holders := []string{"token", "nkey", "consul-token", "s3-secret"}
 	err := filepath.WalkDir(p.root, func(path string, d os.DirEntry, err error) error {
 		if err != nil || d.IsDir() || !d.Type().IsRegular() || slices.Contains(holders, filepath.Base(path)) {
-			return nil // what goes away meanwhile tells nothing
+			return nil // it was removed since
 		}
 		data, err := os.ReadFile(path)
 		for _, secret := range p.secrets {
@@ -158,7 +158,7 @@ func nothingTells(t *testing.T, p *production) {
 	}
 }
 
-// Wrong credentials are told at the start, with the key to fix and without the secret.
+// Wrong credentials are reported at the start with the key to fix and without the secret.
 func TestProductionRefusals(t *testing.T) {
 	t.Parallel()
 	p := startProduction(t)

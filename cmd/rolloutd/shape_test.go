@@ -71,7 +71,7 @@ func schedulerAsksThePlanner(t *testing.T, s shape) {
 	_, err := runv1.NewSchedulerServiceClient(s.conn(t, "scheduler")).CreateRun(deadline(t),
 		&runv1.CreateRunRequest{Lock: []byte("no plan"), BaseDir: "/"})
 	if rpcerr.Reason(err) != "PLAN_UNREADABLE" { // which only the planner can know
-		t.Errorf("a plan that is none: %v", err)
+		t.Errorf("an invalid plan: %v", err)
 	}
 }
 
@@ -137,7 +137,7 @@ func TestAKilledProcessComesBack(t *testing.T) {
 	}
 	schedulerAsksThePlanner(t, s)
 	snapshotReachesStorageByBothRoads(t, s)
-	for name, d := range s { // nobody gave up meanwhile
+	for name, d := range s { // all processes are still running
 		select {
 		case <-d.ended:
 			t.Errorf("%s left:\n%s", name, d.log)

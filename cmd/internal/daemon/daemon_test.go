@@ -32,7 +32,7 @@ func TestMain(m *testing.M) {
 		signal.Notify(stop, syscall.SIGTERM)
 		select {
 		case <-stop:
-		case <-time.After(time.Minute): // nobody knows of it who could stop it
+		case <-time.After(time.Minute): // it would never be stopped
 		}
 	case "serve":
 		serve()
@@ -214,7 +214,7 @@ func TestDaemonThatIgnoresSignalsIsStoppedHard(t *testing.T) {
 	}
 }
 
-// One that stands still takes all signals of that time as one.
+// A stopped process receives signals of one kind as one.
 func TestAFrozenDaemonIsStoppedHard(t *testing.T) {
 	t.Parallel()
 	s := starter(t, "serve", "FAKE_STUBBORN=1")
@@ -284,7 +284,7 @@ func TestStaleAndBrokenFiles(t *testing.T) {
 		t.Fatal(err)
 	}
 	if info, err := Stop(t.Context(), dir, time.Minute, false); info != nil || err != nil { // would end this process
-		t.Errorf("a folder that nobody owns any more: %v %v", info, err)
+		t.Errorf("a folder that is not locked: %v %v", info, err)
 	}
 }
 

@@ -15,18 +15,18 @@ import (
 	"github.com/rollout-rl/rollout/libs/blob"
 )
 
-// blobs writes an object twice, reads, lists and deletes it.
-func blobs(ctx context.Context, p Patient, r *report) {
+// blobs writes an object twice, and reads, lists and deletes it.
+func blobs(ctx context.Context, p Input, r *report) {
 	if err := answers(ctx, p.Config.Blob.Endpoint); err != nil {
-		r.fail("reach", err, "is blob.endpoint right, and can this host reach it? One that speaks plain HTTP has http:// there")
+		r.fail("reach", err, "check blob.endpoint and the connection to it; an endpoint without TLS begins with http://")
 		return
 	}
 	store, err := backend.Bucket(ctx, p.Config.Blob, p.Environ)
 	if err != nil {
 		r.fail("reach", err, fixOf(err, map[error]string{
-			blob.ErrNoBucket: "make the bucket, or fix blob.url and blob.region",
+			blob.ErrNoBucket: "create the bucket, or correct blob.url and blob.region",
 			blob.ErrDenied:   "check blob.access_key with its secret, or the role of this host; it needs to list, read, create and delete objects",
-		}, "is blob.endpoint right, and can this host reach it?"))
+		}, "check blob.endpoint and the connection of this host to it"))
 		return
 	}
 	if store == nil {
@@ -44,25 +44,25 @@ func blobs(ctx context.Context, p Patient, r *report) {
 	between := p.Now().Sub(began)
 	r.ok("write", "")
 	if _, err := store.Put(ctx, key, bytes.NewReader(data)); !errors.Is(err, blob.ErrExists) {
-		r.fail("create once", errors.Join(errors.New("a second write of a key was not refused"), err), "the object store must honour If-None-Match: *; use another or a newer one")
+		r.fail("create once", errors.Join(errors.New("a second write of the same key succeeded"), err), "the object store must support If-None-Match: *; use another or a newer one")
 	} else {
-		r.ok("create once", "a second write is refused")
+		r.ok("create once", "a second write is rejected")
 	}
 	if got, err := readAll(ctx, store, key); err != nil || !bytes.Equal(got, data) {
-		r.fail("read", fmt.Errorf("%d bytes of %d came back: %w", len(got), len(data), err), "allow reading objects")
+		r.fail("read", fmt.Errorf("read %d of %d bytes: %w", len(got), len(data), err), "allow reading objects")
 	} else {
 		r.ok("read", "")
 	}
 	if err := store.Delete(ctx, key); err != nil {
-		r.fail("delete", err, "allow deleting objects: payloads are trimmed")
+		r.fail("delete", err, "allow deleting objects; rolloutd deletes payloads that it no longer needs")
 	} else {
 		r.ok("delete", "")
 	}
-	r.skew(info.Modified, began, between+time.Second) // object stores tell whole seconds
+	r.skew(info.Modified, began, between+time.Second) // object stores report whole seconds
 }
 
-// answers says why nobody answers at an endpoint. The client of the bucket tries so often that the time of a check ends before it
-// gives up, and then says nothing but that.
+// answers returns why an endpoint does not answer. The bucket client retries until the check times out and
+// then only reports the timeout.
 func answers(ctx context.Context, endpoint string) error {
 	if endpoint == "" {
 		return nil

@@ -14,7 +14,7 @@ func TestABucketThatDoesNotAnswerIsExplained(t *testing.T) {
 	t.Parallel()
 	c := config.Default(t.TempDir())
 	c.Blob.URL, c.Blob.Endpoint, c.Blob.AccessKey, c.Blob.SecretKey = "s3://bucket", "http://127.0.0.1:1", "key", config.Env("SECRET")
-	for _, f := range doctor.Look(t.Context(), doctor.Patient{Config: c, Environ: []string{"SECRET=s"}, Now: time.Now}) {
+	for _, f := range doctor.Check(t.Context(), doctor.Input{Config: c, Environ: []string{"SECRET=s"}, Now: time.Now}) {
 		if f.Server == "blob" && (f.Status != doctor.Failed || !strings.Contains(f.Detail, "connection refused")) {
 			t.Errorf("%+v", f)
 		}

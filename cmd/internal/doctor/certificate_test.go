@@ -16,7 +16,7 @@ func TestCertificates(t *testing.T) {
 	certFile, keyFile := ca.Issue(t, "mesh")
 	look := func(authority string, at time.Time) Finding {
 		var r report
-		certificates(t.Context(), Patient{
+		certificates(t.Context(), Input{
 			Config: config.Config{TLS: config.TLS{CertFile: certFile, KeyFile: keyFile, CAFile: authority}}, Now: func() time.Time { return at },
 		}, &r)
 		return r.list[0]

@@ -11,17 +11,17 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 )
 
-// state looks at the folder of this host.
-func state(_ context.Context, p Patient, r *report) {
+// state checks the state folder of this host.
+func state(_ context.Context, p Input, r *report) {
 	dir := p.Config.StateDir
-	for ; dir != filepath.Dir(dir); dir = filepath.Dir(dir) { // it may not be there yet
+	for ; dir != filepath.Dir(dir); dir = filepath.Dir(dir) { // it may not exist yet
 		if _, err := os.Stat(dir); err == nil {
 			break
 		}
 	}
 	f, err := os.CreateTemp(dir, ".doctor-*")
 	if err != nil {
-		r.fail("writable", err, "give rolloutd's user the folder, or name another one with state_dir")
+		r.fail("writable", err, "make it writable for the user of rolloutd, or set state_dir to another folder")
 		return
 	}
 	_ = f.Close()
@@ -34,17 +34,17 @@ func state(_ context.Context, p Patient, r *report) {
 	}
 	free := fs.Bavail * uint64(fs.Bsize)
 	if free < diskLeast {
-		r.warn("disk", output.Bytes(free)+" free", "free some space, or name a larger disk with state_dir")
+		r.warn("disk", output.Bytes(free)+" free", "free some space, or set state_dir to a larger disk")
 		return
 	}
 	r.ok("disk", "enough is free")
 }
 
-// least judges a version "MAJOR.MINOR..".
+// least checks that a version "MAJOR.MINOR.." is at least major.minor.
 func least(r *report, product, version string, major, minor int) {
 	var gotMajor, gotMinor int
 	if _, err := fmt.Sscanf(version, "%d.%d", &gotMajor, &gotMinor); err != nil {
-		r.warn("version", "it tells none", "")
+		r.warn("version", "it is not reported", "")
 		return
 	}
 	if gotMajor < major || gotMajor == major && gotMinor < minor {

@@ -14,8 +14,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpc"
 )
 
-// consul registers a service and takes it away again.
-func consul(ctx context.Context, p Patient, r *report) {
+// consul registers and deregisters a service.
+func consul(ctx context.Context, p Input, r *report) {
 	c := p.Config.Consul
 	if c.Address == "" {
 		r.skip("reach", "the embedded registry")
@@ -39,16 +39,16 @@ func consul(ctx context.Context, p Patient, r *report) {
 	version, leader, err := client.Describe(ctx)
 	if err != nil {
 		r.fail("reach", err, fixOf(err, map[error]string{discovery.ErrDenied: "give the token of consul.token agent:read and node:read"},
-			"is the agent up, and the host and port of consul.address right? An agent at https needs https:// there"))
+			"check that the agent is running, and consul.address; for an HTTPS agent it begins with https://"))
 		return
 	}
 	r.ok("reach", "")
 	least(r, "Consul", version, 1, 10)
 	if leader == "" {
-		r.fail("leader", errors.New("the cluster has none"), "see `consul operator raft list-peers`; a majority of the servers must be up")
+		r.fail("leader", errors.New("the cluster has no leader"), "see `consul operator raft list-peers`; a majority of the servers must be running")
 		return
 	}
-	r.ok("leader", "there is one")
+	r.ok("leader", "elected")
 	registering, cancel := context.WithCancel(ctx)
 	name := "rollout-doctor"
 	id := name + "-" + rand.Text()
@@ -60,19 +60,20 @@ func consul(ctx context.Context, p Patient, r *report) {
 	}
 	reg.Wait()
 	if !gone(ctx, client, name, id) {
-		r.fail("permissions", errors.New("a service that was deregistered stays in the catalog: who looks it up finds a process that left"),
-			"give the agent a token of its own, with node:write and service:write (acl.tokens.agent; `consul acl set-agent-token agent TOKEN`)")
+		r.fail("permissions", errors.New("a deregistered service stays in the catalog, so lookups find a process that has exited"),
+			"give the agent its own token, with node:write and service:write (acl.tokens.agent; `consul acl set-agent-token agent TOKEN`)")
 		return
 	}
 	r.ok("permissions", "registers and deregisters")
 }
 
 const (
-	goneWithin = 2 * time.Second // less than a registration's TTL, after which it does not pass any more
+	goneWithin = 2 * time.Second // less than the TTL of a registration
 	gonePoll   = 50 * time.Millisecond
 )
 
-// gone reports whether an instance is not in the catalog any more: the agent takes services out with its own token, not ours.
+// gone reports whether an instance is no longer in the catalog. The agent removes services with its own
+// token.
 func gone(ctx context.Context, client *discovery.Client, name, id string) bool {
 	ctx, cancel := context.WithTimeout(ctx, goneWithin)
 	defer cancel()
@@ -90,8 +91,8 @@ func gone(ctx context.Context, client *discovery.Client, name, id string) bool {
 	}
 }
 
-// token is the mesh token, "" where there is none yet.
-func token(p Patient) (string, error) {
+// token returns the token of the control plane; "" if it does not exist yet.
+func token(p Input) (string, error) {
 	file := p.Config.TokenFile
 	if file == "" {
 		file = filepath.Join(p.Config.StateDir, "token")

@@ -27,7 +27,7 @@ func TestAnAgentThatCannotDeregister(t *testing.T) {
 		c := config.Default(t.TempDir())
 		c.Consul.Address = agent.URL
 		var found report
-		consul(t.Context(), Patient{Config: c, Now: time.Now}, &found)
+		consul(t.Context(), Input{Config: c, Now: time.Now}, &found)
 		last := found.list[len(found.list)-1]
 		if last.Check != "permissions" || (last.Status == Failed) != keeps || strings.Contains(last.Fix, "acl.tokens.agent") != keeps {
 			t.Errorf("keeps %t: %+v", keeps, found.list)

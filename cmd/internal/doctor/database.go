@@ -11,8 +11,8 @@ import (
 	_ "github.com/rollout-rl/rollout/libs/sqldb" // the driver "pgx"
 )
 
-// database looks at PostgreSQL as the user of the URL.
-func database(ctx context.Context, p Patient, r *report) {
+// database checks PostgreSQL as the user of the URL.
+func database(ctx context.Context, p Input, r *report) {
 	url, err := p.Config.Database.Postgres(p.Environ)
 	if err != nil {
 		r.fail("configuration", err, "")
@@ -24,7 +24,7 @@ func database(ctx context.Context, p Patient, r *report) {
 	}
 	db, err := sql.Open("pgx", url)
 	if err != nil {
-		r.fail("reach", errors.New("the URL can't be read"), "write postgres://user@host:5432/name")
+		r.fail("reach", errors.New("the URL is invalid"), "write postgres://user@host:5432/name")
 		return
 	}
 	defer db.Close()
@@ -36,7 +36,7 @@ func database(ctx context.Context, p Patient, r *report) {
 		has_database_privilege(current_database(), 'CREATE'), (SELECT rolcreaterole OR rolsuper FROM pg_roles WHERE rolname = current_user)`).
 		Scan(&version, &theirs, &create, &roles)
 	if err != nil {
-		r.fail("reach", err, "is the server up, the host right, and does pg_hba.conf let this user in?")
+		r.fail("reach", err, "check that the server is running, the host, and that pg_hba.conf allows this user")
 		return
 	}
 	between := p.Now().Sub(began)
@@ -47,9 +47,9 @@ func database(ctx context.Context, p Patient, r *report) {
 		r.ok("version", "PostgreSQL "+strconv.Itoa(version/10000))
 	}
 	if create && roles {
-		r.ok("permissions", "may make schemas and roles")
+		r.ok("permissions", "can create schemas and roles")
 	} else {
-		r.warn("permissions", "the user may not make schemas and roles", "GRANT CREATE ON DATABASE and ALTER ROLE .. CREATEROLE, or make the schemas and roles before; rolloutd names the statements that are missing")
+		r.warn("permissions", "the user cannot create schemas and roles", "GRANT CREATE ON DATABASE and ALTER ROLE .. CREATEROLE, or create them in advance; rolloutd prints the missing statements")
 	}
 	r.skew(theirs, began, between)
 }

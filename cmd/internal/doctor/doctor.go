@@ -1,4 +1,4 @@
-// Package doctor looks at every server that rolloutd.toml names, as rolloutd would use it, and says how to fix what is wrong.
+// Package doctor checks the servers of rolloutd.toml as rolloutd uses them, and suggests fixes.
 package doctor
 
 import (
@@ -9,10 +9,10 @@ import (
 	"github.com/rollout-rl/rollout/libs/config"
 )
 
-// Status is how a check went.
+// Status is the result of a check.
 type Status string
 
-// The states, from good to bad. Skipped: an earlier check of the same server failed, or there is no such server.
+// Skipped: an earlier check of the server failed, or the server is not configured.
 const (
 	OK      Status = "ok"
 	Skipped Status = "skipped"
@@ -20,7 +20,7 @@ const (
 	Failed  Status = "failed"
 )
 
-// Finding is one thing that was looked at.
+// Finding is the result of one check.
 type Finding struct {
 	Server string `json:"server"` // state, local, database, nats, consul, blob, tls
 	Check  string `json:"check"`
@@ -30,22 +30,22 @@ type Finding struct {
 }
 
 const (
-	// perServer bounds the look at one server.
+	// perServer is the timeout of the checks of one server.
 	perServer = 20 * time.Second
-	// skewMost is how far a server's clock may be from ours: leases live for two seconds.
+	// skewMost is the maximum clock difference to a server: leases last two seconds.
 	skewMost = time.Second
-	// diskLeast is free space below which a run soon stops.
+	// diskLeast is the minimum free space.
 	diskLeast = 2 << 30
 )
 
-// Patient is what is looked at.
-type Patient struct {
+// Input is the configuration to check.
+type Input struct {
 	Config  config.Config
 	Environ []string
 	Now     func() time.Time
 }
 
-// report gathers the findings of one server.
+// report collects the findings of one server.
 type report struct {
 	server string
 	list   []Finding
@@ -67,21 +67,21 @@ func (r *report) skip(check, why string) {
 	r.list = append(r.list, Finding{Server: r.server, Check: check, Status: Skipped, Detail: why})
 }
 
-// skew judges a server's clock; between is how long the question took.
+// skew checks the clock of a server; between is the duration of the request.
 func (r *report) skew(theirs, ours time.Time, between time.Duration) {
 	off := theirs.Sub(ours).Abs()
 	if off > skewMost+between {
-		r.warn("clock", "it differs from this host's by "+off.Round(time.Millisecond).String(), "run an NTP client (chrony, systemd-timesyncd) on both hosts")
+		r.warn("clock", "it differs from the clock of this host by "+off.Round(time.Millisecond).String(), "run an NTP client (chrony, systemd-timesyncd) on both hosts")
 		return
 	}
-	r.ok("clock", "within "+skewMost.String()+" of this host's")
+	r.ok("clock", "within "+skewMost.String()+" of the clock of this host")
 }
 
-// Look asks all servers at a time and gives the findings in a fixed order.
-func Look(ctx context.Context, p Patient) []Finding {
+// Check checks all servers concurrently and returns the findings in a fixed order.
+func Check(ctx context.Context, p Input) []Finding {
 	checks := []struct {
 		server string
-		look   func(context.Context, Patient, *report)
+		check  func(context.Context, Input, *report)
 	}{{"state", state}, {"local", local}, {"database", database}, {"nats", nats}, {"consul", consul}, {"blob", blobs}, {"tls", certificates}}
 	reports := make([]report, len(checks))
 	var wg sync.WaitGroup
@@ -90,7 +90,7 @@ func Look(ctx context.Context, p Patient) []Finding {
 		wg.Go(func() {
 			ctx, cancel := context.WithTimeout(ctx, perServer)
 			defer cancel()
-			c.look(ctx, p, &reports[i])
+			c.check(ctx, p, &reports[i])
 		})
 	}
 	wg.Wait()
@@ -101,7 +101,7 @@ func Look(ctx context.Context, p Patient) []Finding {
 	return out
 }
 
-// Worst is the worst state of some findings.
+// Worst returns the worst status of the findings.
 func Worst(findings []Finding) Status {
 	rank := map[Status]int{OK: 0, Skipped: 0, Warning: 1, Failed: 2}
 	worst := OK

@@ -18,7 +18,7 @@ import (
 const management = "6f3c1d6e-0f53-4a86-9c0f-6d1f6a0c7a13"
 
 // healthy is a configuration with a server of its own for everything.
-func healthy(t *testing.T) doctor.Patient {
+func healthy(t *testing.T) doctor.Input {
 	t.Helper()
 	dir := t.TempDir()
 	secret := func(name, text string) string {
@@ -40,7 +40,7 @@ func healthy(t *testing.T) doctor.Patient {
 	c.Blob = config.Blob{URL: "s3://rollout/mesh", Endpoint: s3.Endpoint, AccessKey: s3.AccessKey, SecretKey: config.File(secret("s3", s3.SecretKey))}
 	place := sqldbtest.Place(t)
 	c.Database.URL = place.URL
-	return doctor.Patient{Config: c, Now: time.Now}
+	return doctor.Input{Config: c, Now: time.Now}
 }
 
 func find(findings []doctor.Finding, server, check string) doctor.Finding {
@@ -55,7 +55,7 @@ func find(findings []doctor.Finding, server, check string) doctor.Finding {
 func TestEverythingIsFound(t *testing.T) {
 	t.Parallel()
 	p := healthy(t)
-	findings := doctor.Look(t.Context(), p)
+	findings := doctor.Check(t.Context(), p)
 	for _, f := range findings {
 		if f.Status != doctor.OK && f.Server != "tls" {
 			t.Errorf("of healthy servers: %+v", f)
@@ -77,7 +77,7 @@ func TestEverythingIsFound(t *testing.T) {
 	}
 	wrong.Config.NATS.Token, wrong.Config.Consul.Token, wrong.Config.Blob.URL = config.File(bad), config.File(bad), "s3://missing"
 	wrong.Now = func() time.Time { return time.Now().Add(time.Hour) }
-	findings = doctor.Look(t.Context(), wrong)
+	findings = doctor.Check(t.Context(), wrong)
 	for _, want := range []struct {
 		server, check, fix string
 		status             doctor.Status
@@ -101,7 +101,7 @@ func TestNATSWithoutRoom(t *testing.T) {
 	t.Parallel()
 	c := config.Default(t.TempDir())
 	c.NATS.URL = servertest.StartNATS(t, servertest.NATSOptions{MaxFile: "4MB"}).URL()
-	f := find(doctor.Look(t.Context(), doctor.Patient{Config: c, Now: time.Now}), "nats", "write")
+	f := find(doctor.Check(t.Context(), doctor.Input{Config: c, Now: time.Now}), "nats", "write")
 	if f.Status != doctor.Failed || !strings.Contains(f.Detail, "no room") || !strings.Contains(f.Fix, "max_file") {
 		t.Errorf("found %+v", f)
 	}

@@ -15,8 +15,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/sqldb"
 )
 
-// local looks at what an embedded control plane finds on this host, and makes nothing.
-func local(ctx context.Context, p Patient, r *report) {
+// local checks the files and addresses of an embedded control plane without changing them.
+func local(ctx context.Context, p Input, r *report) {
 	file := p.Config.TokenFile
 	if file == "" {
 		file = filepath.Join(p.Config.StateDir, "token")
@@ -33,7 +33,7 @@ func local(ctx context.Context, p Patient, r *report) {
 			case err == nil:
 				r.ok(filepath.Base(path), "")
 			case ctx.Err() != nil:
-				r.warn(filepath.Base(path), "it is too large to be read here", "`sqlite3 "+path+" 'PRAGMA quick_check'` reads it to its end")
+				r.warn(filepath.Base(path), "it is too large to be checked here", "check it with `sqlite3 "+path+" 'PRAGMA quick_check'`")
 			default:
 				r.fail(filepath.Base(path), err, rpcerr.Fix(err))
 			}
@@ -42,12 +42,12 @@ func local(ctx context.Context, p Patient, r *report) {
 	ports(ctx, p, r)
 }
 
-// wholeFile reads every page of a file, which SQLite shall take for a whole database.
+// wholeFile reads every page of a database.
 func wholeFile(ctx context.Context, path string) error {
 	db, err := sqldb.OpenReadOnly(path)
 	if err != nil {
 		if info, e := os.Stat(path + "-wal"); e == nil && info.Size() > 0 && !errors.Is(err, os.ErrPermission) {
-			return nil // rolloutd, which may write, reads it
+			return nil // rolloutd, which can write, checks it
 		}
 		return err
 	}
@@ -55,11 +55,11 @@ func wholeFile(ctx context.Context, path string) error {
 	return db.Whole(ctx)
 }
 
-// ports looks whether the addresses are free, or those of the rolloutd of this state folder.
-func ports(ctx context.Context, p Patient, r *report) {
+// ports checks that the addresses are free, or used by the rolloutd of this state folder.
+func ports(ctx context.Context, p Input, r *report) {
 	c := p.Config
 	if info, err := daemon.Find(c.StateDir); err == nil && info != nil {
-		r.skip("ports", "rolloutd runs and has them")
+		r.skip("ports", "in use by the running rolloutd")
 		return
 	}
 	for _, one := range []struct {
@@ -80,9 +80,9 @@ func ports(ctx context.Context, p Patient, r *report) {
 			r.ok(one.key, one.address)
 			continue
 		}
-		fix := "give " + one.key + " an address of this host"
+		fix := "set " + one.key + " to an address of this host"
 		if errors.Is(err, syscall.EADDRINUSE) {
-			fix = "stop what has the port, or give " + one.key + " another address; with port 0 it is a free one"
+			fix = "stop the process that uses the port, or set " + one.key + " to another address; port 0 selects a free port"
 		}
 		r.fail(one.key, err, fix)
 	}

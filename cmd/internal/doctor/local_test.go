@@ -35,7 +35,7 @@ func TestLocal(t *testing.T) {
 	}
 	look := func() []Finding {
 		var r report
-		local(t.Context(), Patient{Config: c}, &r)
+		local(t.Context(), Input{Config: c}, &r)
 		return r.list
 	}
 	for _, f := range look() {
@@ -83,7 +83,7 @@ func TestAPageOfADatabase(t *testing.T) {
 	}
 	look := func(ctx context.Context) Finding {
 		var r report
-		local(ctx, Patient{Config: c}, &r)
+		local(ctx, Input{Config: c}, &r)
 		return r.list[slices.IndexFunc(r.list, func(f Finding) bool { return f.Check == "buffer.sqlite" })]
 	}
 	if got := look(t.Context()); got.Status != OK {

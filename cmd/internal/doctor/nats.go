@@ -15,8 +15,8 @@ import (
 	"github.com/rollout-rl/rollout/proto/gen/names"
 )
 
-// nats looks at JetStream and at the streams that are there.
-func nats(ctx context.Context, p Patient, r *report) {
+// nats checks JetStream and the existing streams.
+func nats(ctx context.Context, p Input, r *report) {
 	if p.Config.NATS.URL == "" {
 		r.skip("reach", "the embedded server")
 		return
@@ -38,8 +38,8 @@ func nats(ctx context.Context, p Patient, r *report) {
 	if err != nil {
 		r.fail("reach", err, fixOf(err, map[error]string{
 			bus.ErrToken: "check nats.token, nats.user with its password, or nats.nkey against the server's users",
-			bus.ErrTLS:   "check nats.ca_file, and nats.cert_file where the server asks for certificates; tls:// in nats.url asks for TLS",
-		}, "is the server up, and the host and port of nats.url right?"))
+			bus.ErrTLS:   "check nats.ca_file, and nats.cert_file if the server requires client certificates; tls:// in nats.url requires TLS",
+		}, "check that the server is running, and nats.url"))
 		return
 	}
 	defer b.Close()
@@ -47,14 +47,14 @@ func nats(ctx context.Context, p Patient, r *report) {
 	least(r, "NATS", b.Conn().ConnectedServerVersion(), 2, 10)
 	info, err := b.JetStream().AccountInfo(ctx)
 	if err != nil {
-		r.fail("jetstream", err, "turn JetStream on in the server's configuration: jetstream { store_dir: .. }, and allow the user $JS.API.>")
+		r.fail("jetstream", err, "enable JetStream in the configuration of the server: jetstream { store_dir: .. }, and allow the user $JS.API.>")
 		return
 	}
 	r.ok("jetstream", "on")
 	if max := info.Limits.MaxStore; max > 0 && uint64(max) < info.Store+diskLeast {
-		r.warn("storage", output.Bytes(uint64(max)-info.Store)+" left of the account's limit", "raise max_file of the servers or the account's storage")
+		r.warn("storage", output.Bytes(uint64(max)-info.Store)+" of the account's limit are free", "raise max_file of the servers or the storage limit of the account")
 	} else {
-		r.ok("storage", "enough is left")
+		r.ok("storage", "enough is free")
 	}
 	if err := b.Try(ctx); err != nil {
 		fix := rpcerr.Fix(err)
@@ -63,7 +63,7 @@ func nats(ctx context.Context, p Patient, r *report) {
 		}
 		r.fail("write", err, fix)
 	} else {
-		r.ok("write", "makes a stream, stores a message and removes both")
+		r.ok("write", "a stream was created, written and deleted")
 	}
 	if got := b.Conn().MaxPayload(); got < bus.MaxPayload {
 		r.fail("max_payload", fmt.Errorf("it is %s", output.Bytes(uint64(got))), fmt.Sprintf("set max_payload: %dMB on the servers", bus.MaxPayload>>20))
@@ -73,8 +73,8 @@ func nats(ctx context.Context, p Patient, r *report) {
 	streams(ctx, b, p, r)
 }
 
-// streams compares the settings of the streams that are there with what they are made with, and the clock.
-func streams(ctx context.Context, b *bus.Bus, p Patient, r *report) {
+// streams compares the settings of existing streams with the expected ones, and checks the clock.
+func streams(ctx context.Context, b *bus.Bus, p Input, r *report) {
 	wanted, wrong, seen := b.Replicas(), []string{}, 0
 	began := p.Now()
 	var theirs time.Time
@@ -94,9 +94,9 @@ func streams(ctx context.Context, b *bus.Bus, p Patient, r *report) {
 		return
 	}
 	if len(wrong) > 0 {
-		r.warn("streams", fmt.Sprintf("not %d replicas: %s", wanted, strings.Join(wrong, ", ")), "start rolloutd, which brings the streams to their settings, or set nats.replicas")
+		r.warn("streams", fmt.Sprintf("not %d replicas: %s", wanted, strings.Join(wrong, ", ")), "start rolloutd, which updates the streams, or set nats.replicas")
 	} else {
-		r.ok("streams", fmt.Sprintf("%d there, %d replicas each", seen, wanted))
+		r.ok("streams", fmt.Sprintf("%d streams with %d replicas", seen, wanted))
 	}
 	if !theirs.IsZero() {
 		r.skew(theirs, began, p.Now().Sub(began))

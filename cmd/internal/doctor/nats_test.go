@@ -20,7 +20,7 @@ func TestNATSIsWrittenTo(t *testing.T) {
 	c := config.Default(t.TempDir())
 	c.NATS.URL = srv.URL()
 	checks := map[string]doctor.Status{}
-	for _, f := range doctor.Look(t.Context(), doctor.Patient{Config: c, Now: time.Now}) {
+	for _, f := range doctor.Check(t.Context(), doctor.Input{Config: c, Now: time.Now}) {
 		if f.Server == "nats" {
 			checks[f.Check] = f.Status
 		}

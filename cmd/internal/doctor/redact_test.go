@@ -72,7 +72,7 @@ func TestNoFindingTellsASecret(t *testing.T) {
 			c.NATS.URL = "nats://" + nowhere
 			environ := []string{"SECRET=" + set(&c)}
 			bad := 0
-			for _, f := range doctor.Look(t.Context(), doctor.Patient{Config: c, Environ: environ, Now: time.Now}) {
+			for _, f := range doctor.Check(t.Context(), doctor.Input{Config: c, Environ: environ, Now: time.Now}) {
 				if strings.Contains(fmt.Sprintf("%+v", f), planted) {
 					t.Errorf("%+v tells the secret", f)
 				}

@@ -126,9 +126,9 @@ func TestCorruptionsAreNamed(t *testing.T) {
 			}
 			c.spoil(t, folder)
 			r := check(t, folder)
-			var told []string
+			var reported []string
 			for _, b := range r.Breaks {
-				told = append(told, b.Kind+" "+b.Message)
+				reported = append(reported, b.Kind+" "+b.Message)
 				if b.Kind == c.want && b.Run == run && b.Group == c.where.Group && b.Step == c.where.Step && b.Segment == c.where.Segment {
 					if payload := b.Segment > 0 && b.Group != ""; payload && (b.Offset == nil || b.Sample == nil) {
 						t.Errorf("no offset or sample: %+v", b)
@@ -136,7 +136,7 @@ func TestCorruptionsAreNamed(t *testing.T) {
 					return
 				}
 			}
-			t.Errorf("no %s at %+v; told was\n%s", c.want, c.where, strings.Join(told, "\n"))
+			t.Errorf("no %s at %+v; reported was\n%s", c.want, c.where, strings.Join(reported, "\n"))
 		})
 	}
 }

@@ -204,7 +204,7 @@ func edit(number uint32, change func([]byte) []byte) spoil {
 	}
 }
 
-// chained writes links of their own to the steps, as somebody would who changes a step and hides it.
+// chained recomputes the chain, as someone would who hides a changed step.
 func chained(t *testing.T, folder string) {
 	t.Helper()
 	db, err := databases(folder).Open(t.Context(), "buffer", sqldb.Full)

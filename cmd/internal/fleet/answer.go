@@ -16,14 +16,14 @@ import (
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 )
 
-// weights is what all engines hold: they take a version over in no time.
+// weights is the current version of all engines, which load a version immediately.
 type weights struct {
 	mu      sync.Mutex
 	version uint64
 	changed chan struct{} // closed at the next version
 }
 
-// now is the version that is held, and a channel that closes at the next one.
+// now returns the current version, and a channel that is closed at the next one.
 func (w *weights) now() (uint64, <-chan struct{}) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -46,14 +46,14 @@ func (w *weights) load(version uint64) {
 	}
 }
 
-// digest of a version: anything, as long as everybody says the same.
+// digest returns the digest of a version, equal in all workers.
 func digest(version uint64) string { return fmt.Sprintf("blake3-%064x", version) }
 
 func receipt(version uint64) *weightsv1.WeightsReceipt {
 	return &weightsv1.WeightsReceipt{Version: version, Digest: digest(version), CacheEpoch: version}
 }
 
-// answers is what the controller asks of inference workers, one for all.
+// answers serves the calls of the controller for all inference workers.
 type answers struct {
 	inferencev1.UnimplementedInferenceWorkerServiceServer
 	weights *weights
@@ -69,7 +69,7 @@ func (a *answers) GetInferenceStatus(context.Context, *inferencev1.GetInferenceS
 	return &inferencev1.GetInferenceStatusResponse{Receipt: receipt(version)}, nil
 }
 
-// learner makes a step in a fixed time and reads nothing: payloads are read beside the control plane.
+// learner makes a step in a fixed time and reads no payloads.
 type learner struct {
 	learnerv1.UnimplementedLearnerWorkerServiceServer
 	weights *weights

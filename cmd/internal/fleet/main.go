@@ -1,10 +1,10 @@
-// Command fleet plays the workers of one run for bench/scale.py: they say to the control plane what real ones would, and sample
-// nothing.
+// Command fleet simulates the workers of one run for bench/scale.py. It sends what real workers would send
+// to the control plane, but samples nothing.
 //
-// The scheduler starts each worker as a shell script that writes its pid and the path of its spec into a fifo and waits for the end
-// of its standard input. What that process would say is said from here: registration and its renewal, pulls, progress of work in
-// hand, events and trajectories over two NATS connections a worker, and the answers to the controller. Samples take as long as their
-// lognormal lengths do at a fixed rate of tokens.
+// The scheduler starts each worker as a shell script that writes its pid and the path of its spec into a
+// fifo and waits for the end of its standard input. This process does the rest for all of them:
+// registration, pulls, progress, events and trajectories over two NATS connections per worker, and
+// responses to the controller. A sample takes as long as its lognormal length at a fixed token rate.
 package main
 
 import (
@@ -35,7 +35,7 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
-// pace is how fast samples are made.
+// pace configures the speed of sampling and training.
 type pace struct {
 	rate   float64 // tokens a second of one slot
 	mean   float64 // tokens of a completion
@@ -44,7 +44,7 @@ type pace struct {
 	train  time.Duration
 }
 
-// fleet is all workers of a run.
+// fleet holds the workers of a run.
 type fleet struct {
 	pace    pace
 	log     *slog.Logger
@@ -86,7 +86,7 @@ func run() error {
 	go func() { _ = server.Serve(listener) }()
 	defer server.Stop()
 
-	in, err := os.OpenFile(*fifo, os.O_RDWR, 0) // held for writing too: it has no end while workers come and go
+	in, err := os.OpenFile(*fifo, os.O_RDWR, 0) // opened for writing too, so that it has no end
 	if err != nil {
 		return fmt.Errorf("open the fifo: %w", err)
 	}
@@ -107,7 +107,7 @@ func run() error {
 	return ctx.Err()
 }
 
-// read is the secret that a spec refers to.
+// read returns the secret of a reference in a spec.
 func read(key, reference string) (string, error) {
 	var ref config.Ref
 	if err := ref.UnmarshalText([]byte(reference)); err != nil {
@@ -116,7 +116,7 @@ func read(key, reference string) (string, error) {
 	return ref.Read(key, os.Environ())
 }
 
-// work plays the worker of a spec until ctx ends.
+// work simulates the worker of a spec until ctx ends.
 func (f *fleet) work(ctx context.Context, pid, path string) error {
 	text, err := os.ReadFile(path)
 	if err != nil {

@@ -19,13 +19,13 @@ import (
 // longest is the most tokens of a completion.
 const longest = 4096
 
-// sampled is what an engine would have made.
+// sampled is a simulated completion.
 type sampled struct {
 	tokens  int
 	version uint64
 }
 
-// noise is what tokens and logprobs are cut from: it does not compress, as theirs do not.
+// noise is the content of tokens and logprobs; like real ones, it does not compress.
 var noise = func() []byte {
 	dice := rand.New(rand.NewPCG(1, 2))
 	out := make([]byte, 8*longest+1<<16)
@@ -65,15 +65,15 @@ func (w *worker) publish(ctx context.Context, group *runv1.PromptGroup, made []s
 		if err == nil || ctx.Err() != nil {
 			break
 		}
-		w.fleet.log.Error("publish; trying on", "error", err)
+		w.fleet.log.Error("publish; retrying", "error", err)
 	}
 	w.mu.Lock()
-	delete(w.held, reply)
+	delete(w.active, reply)
 	w.done += len(made)
 	w.tokens += tokens
 	w.mu.Unlock()
 	w.fleet.samples.Add(uint64(len(made)))
-	_ = w.work.Publish(reply, []byte("+ACK")) // lost, the work comes again
+	_ = w.work.Publish(reply, []byte("+ACK")) // if it is lost, the work is redelivered
 }
 
 func (w *worker) envelope(group *runv1.PromptGroup, n uint32, s sampled) *trajectoryv1.TrajectoryEnvelope {

@@ -63,7 +63,7 @@ func (r registration) keep(ctx context.Context) {
 			err = errors.Join(err, r.send(ctx, http.MethodPut, "/v1/agent/check/pass/"+url.PathEscape(check), nil))
 		}
 		if err != nil && ctx.Err() == nil {
-			r.log.Warn("registry; trying on", "error", err)
+			r.log.Warn("registry; retrying", "error", err)
 			registered = false // it may have been forgotten
 		}
 		select {

@@ -26,16 +26,16 @@ const (
 
 // worker is one inference worker between the two streams.
 type worker struct {
-	fleet *fleet
-	spec  *runv1.WorkerSpec
-	work  *nats.Conn
-	pulse *nats.Conn // the worker's second thread
-	inbox string
-	next  string // where pulls go
-	slots chan struct{}
+	fleet      *fleet
+	spec       *runv1.WorkerSpec
+	work       *nats.Conn
+	heartbeats *nats.Conn // the worker's second thread
+	inbox      string
+	next       string // where pulls go
+	slots      chan struct{}
 
 	mu     sync.Mutex
-	held   map[string]bool // reply subjects of work in hand
+	active map[string]bool // reply subjects of active work
 	serial int
 	owed   int // groups that were asked for and have not come
 	left   int // samples in hand that are not finished
@@ -51,20 +51,20 @@ func (w *worker) connect() (err error) {
 	if w.work, err = nats.Connect(w.spec.GetNatsUrl(), options...); err != nil {
 		return fmt.Errorf("connect to NATS: %w", err)
 	}
-	if w.pulse, err = nats.Connect(w.spec.GetNatsUrl(), options...); err != nil {
+	if w.heartbeats, err = nats.Connect(w.spec.GetNatsUrl(), options...); err != nil {
 		w.work.Close()
 		return fmt.Errorf("connect to NATS: %w", err)
 	}
 	w.inbox = nats.NewInbox()
 	w.next = "$JS.API.CONSUMER.MSG.NEXT." + names.WorkStream(w.spec.GetRunId()) + "." + names.WorkersConsumer
 	w.slots = make(chan struct{}, w.spec.GetPlan().GetConfig().GetEngine().GetSlots())
-	w.held = map[string]bool{}
+	w.active = map[string]bool{}
 	return nil
 }
 
 func (w *worker) close() {
 	w.work.Close()
-	w.pulse.Close()
+	w.heartbeats.Close()
 }
 
 // run pulls and samples until ctx ends.
@@ -117,15 +117,15 @@ func (w *worker) ask() {
 // beat says that the work in hand is worked on, and what was done lately.
 func (w *worker) beat() {
 	w.mu.Lock()
-	replies := make([]string, 0, len(w.held))
-	for reply := range w.held {
+	replies := make([]string, 0, len(w.active))
+	for reply := range w.active {
 		replies = append(replies, reply)
 	}
 	done, tokens := w.done, w.tokens
 	w.done, w.tokens = 0, 0
 	w.mu.Unlock()
 	for _, reply := range replies {
-		_ = w.pulse.Publish(reply, []byte("+WPI")) // the next beat tries again
+		_ = w.heartbeats.Publish(reply, []byte("+WPI")) // the next beat tries again
 	}
 	now := time.Now()
 	version, _ := w.fleet.weights.now()
@@ -136,7 +136,7 @@ func (w *worker) beat() {
 	}}}
 	body, err := proto.Marshal(batch)
 	if err == nil {
-		err = w.pulse.Publish(bus.EventSubject(w.spec.GetRunId()), body)
+		err = w.heartbeats.Publish(bus.EventSubject(w.spec.GetRunId()), body)
 	}
 	if err != nil {
 		w.fleet.log.Error("event", "error", err)
@@ -158,11 +158,11 @@ func (w *worker) receive(ctx context.Context, m *nats.Msg) {
 	}
 	group := &runv1.PromptGroup{}
 	if err := proto.Unmarshal(m.Data, group); err != nil {
-		w.fleet.log.Error("a message is no group", "error", err)
+		w.fleet.log.Error("decode a group", "error", err)
 		return
 	}
 	w.mu.Lock()
-	w.held[m.Reply] = true
+	w.active[m.Reply] = true
 	w.owed = max(0, w.owed-1)
 	w.left += int(group.GetGroupSize())
 	w.mu.Unlock()

@@ -21,7 +21,7 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
-var update = flag.Bool("update", false, "write the golden files anew")
+var update = flag.Bool("update", false, "update the golden files")
 
 func golden(t *testing.T, path, got string) {
 	t.Helper()
@@ -85,7 +85,7 @@ func TestEvaluationsAreAboutWhatTheyMeasure(t *testing.T) {
 			t.Errorf("%v: %s %v, want %s", metrics, name, values, want)
 		}
 		if names := evalNames(metrics); names[0] != "eval/"+want {
-			t.Errorf("%v is told as %v", metrics, names)
+			t.Errorf("%v is shown as %v", metrics, names)
 		}
 	}
 }
@@ -123,7 +123,7 @@ func TestView(t *testing.T) {
 	}
 }
 
-// A loss says little of preferences: how many pairs are told apart, and by how much, stands beside it.
+// Training on preferences shows the accuracy and margin of pairs in addition to the loss.
 func TestPreferencesShowTheirOwnNumbers(t *testing.T) {
 	t.Parallel()
 	r := &Run{}
@@ -194,7 +194,7 @@ func TestRepeatedWarningsAreJoined(t *testing.T) {
 	}
 }
 
-// What is waited for is told with the time that it takes: on the screen always, among the lines when it takes long.
+// The view always shows what the run waits for and for how long; lines show it when the wait is long.
 func TestWaitsTellHowLong(t *testing.T) {
 	t.Parallel()
 	status := statusOf(runv1.RunState_RUN_STATE_STARTING, 0)
@@ -205,10 +205,10 @@ func TestWaitsTellHowLong(t *testing.T) {
 		t.Errorf("the view\n%s", view)
 	}
 	var s stall
-	var told []string
+	var reported []string
 	for second := range 50 {
 		if line := s.line(status, noon.Add(time.Duration(second)*time.Second), output.Style{}, time.UTC); line != "" {
-			told = append(told, line)
+			reported = append(reported, line)
 		}
 	}
 	want := []string{
@@ -216,7 +216,7 @@ func TestWaitsTellHowLong(t *testing.T) {
 		"12:00:20 still waits for learner-0 to load the model (its process)  20 s so far",
 		"12:00:40 still waits for learner-0 to load the model (its process)  40 s so far",
 	}
-	if diff := cmp.Diff(want, told); diff != "" {
+	if diff := cmp.Diff(want, reported); diff != "" {
 		t.Errorf("(-want +got):\n%s", diff)
 	}
 	status.WaitingFor, status.WaitingSince = "", nil
@@ -404,7 +404,7 @@ func TestAnswersBeforeAndAfter(t *testing.T) {
 		e.Attributes = map[string]string{"samples": samples}
 		r.Add(e)
 	}
-	for _, group := range []string{"0/3", "0/7", "0/3"} { // told again after a restart
+	for _, group := range []string{"0/3", "0/7", "0/3"} { // reported again after a restart
 		r.Add(&eventv1.Event{Kind: "group.excluded", Level: eventv1.Level_LEVEL_WARN, Attributes: map[string]string{
 			"group": group, "reason": "ATTEMPTS_EXHAUSTED", "last_reason": "REWARD_RAISED"}})
 	}

@@ -42,15 +42,15 @@ The exit code is 0 if no check failed, 69 if a check failed, and 65 if the confi
 			if err != nil {
 				return exit.New(exit.Data, "see deploy/rolloutd.toml for all keys", "%w", err)
 			}
-			return show(cmd.Context(), env, doctor.Patient{Config: c, Environ: env.Environ, Now: time.Now})
+			return show(cmd.Context(), env, doctor.Input{Config: c, Environ: env.Environ, Now: time.Now})
 		},
 	}
 	cmd.Flags().StringVar(&file, "config", "", "configuration `file` of rolloutd (default: $XDG_CONFIG_HOME/rollout/rolloutd.toml)")
 	return cmd
 }
 
-func show(ctx context.Context, env *cli.Env, p doctor.Patient) error {
-	findings := doctor.Look(ctx, p)
+func show(ctx context.Context, env *cli.Env, p doctor.Input) error {
+	findings := doctor.Check(ctx, p)
 	if err := writeFindings(env.Stdout, env.JSON(), findings); err != nil {
 		return err
 	}
