@@ -47,7 +47,7 @@ func everyServiceIsFound(t *testing.T, s shape) {
 	}
 	for _, name := range serviceNames(targets) {
 		var list []discovery.Instance
-		s[name].until("register "+name, func() bool { // an elected service does so when it leads, beside what else it begins with
+		s[name].until("register "+name, func() bool { // an elected service is registered once it leads
 			list, err = client.Lookup(deadline(t), name)
 			return err != nil || len(list) > 0
 		})

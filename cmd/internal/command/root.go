@@ -37,7 +37,7 @@ Write a configuration (TOML), validate it, pin it in a plan, and run the plan:
   rollout run --plan plan.lock
 
 Commands call a control plane. Without --server they use a local daemon (rolloutd), and start it if needed. Commands that only read
-start no daemon: they read the state folder of the last one, and exit with code 69 if there is none.
+start no daemon: they read the state folder of the last one, and exit with code 69 if it does not exist.
 
 Exit codes:
 

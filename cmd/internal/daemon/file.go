@@ -44,7 +44,7 @@ func infoFile(stateDir string) string { return filepath.Join(stateDir, "rolloutd
 // lockOf returns the file that rolloutd locks while it runs.
 func lockOf(stateDir string) string { return filepath.Join(stateDir, "rolloutd.lock") }
 
-// Find returns the running daemon of a state folder, nil if there is none. A file is stale if its process
+// Find returns the running daemon of a state folder, or nil. A file is stale if its process
 // is dead, or if the folder is not locked: after a reboot, or in a copy of the folder, the process id
 // belongs to another program.
 func Find(stateDir string) (*Info, error) {

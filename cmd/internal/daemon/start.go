@@ -61,7 +61,7 @@ func (s Starter) Ensure(ctx context.Context) (info *Info, started bool, err erro
 	return info, err == nil, err
 }
 
-// Starting waits for a daemon that another process is starting; nil if there is none.
+// Starting waits for a daemon that another process is starting. It returns nil if no process is.
 func Starting(ctx context.Context, stateDir string) (*Info, error) {
 	if _, err := os.Stat(lockFile(stateDir)); err != nil { // none was ever started here; do not create the folder
 		return nil, nil

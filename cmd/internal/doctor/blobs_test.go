@@ -9,7 +9,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/config"
 )
 
-// Why nobody answers is said, and not only that the time of the check is over.
+// The finding says why the endpoint does not answer, not only that the check timed out.
 func TestABucketThatDoesNotAnswerIsExplained(t *testing.T) {
 	t.Parallel()
 	c := config.Default(t.TempDir())

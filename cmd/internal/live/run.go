@@ -53,7 +53,7 @@ type Answer struct {
 	Failed     string   `json:"failed"` // reason, for example REWARD_RAISED
 }
 
-// Verdict returns the reward as text, or why there is none.
+// Verdict returns the reward as text, or why it is missing.
 func (a Answer) Verdict() string {
 	if a.Reward == nil {
 		return strings.ToLower(strings.TrimSpace("not scored " + a.Failed))

@@ -27,7 +27,7 @@ type Reader interface {
 	Snapshots(ctx context.Context, page *snapshotv1.ListSnapshotsRequest) (*snapshotv1.ListSnapshotsResponse, error)
 	// Snapshot returns the snapshot with an id or a unique prefix of an id.
 	Snapshot(ctx context.Context, id string) (*snapshotv1.Snapshot, error)
-	// NewestSnapshot returns the newest training state of a run; nil if there is none.
+	// NewestSnapshot returns the newest training state of a run; may be nil.
 	NewestSnapshot(ctx context.Context, runID string) (*snapshotv1.Snapshot, error)
 	// Materialize writes the files of a snapshot into a new folder, verified.
 	Materialize(ctx context.Context, s *snapshotv1.Snapshot, folder string) error
@@ -74,7 +74,7 @@ func Completions(ctx context.Context, r Reader, runID string, visit func(Kept) e
 	})
 }
 
-// NewestCompletions returns the completions of the newest step with completions; none if there is none.
+// NewestCompletions returns the completions of the newest step with completions; may be empty.
 func NewestCompletions(ctx context.Context, r Reader, runID string) (Kept, error) {
 	events, err := r.Events(ctx, completions(runID), 1, true)
 	if err != nil || len(events) == 0 {

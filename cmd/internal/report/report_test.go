@@ -95,14 +95,14 @@ func TestLossOfHeldOutRowsLiesBesideThatOfTheSteps(t *testing.T) {
 	delete(dpo.Series, "eval/reward")
 	dpo.Series["eval/loss"], dpo.Series["eval/rewards/accuracy"] = Series{{0, 0.7}, {60, 0.3}}, Series{{0, 0}, {60, 0.9}}
 	if name, points := dpo.evalCurve(); name != "eval/loss" || len(points) != 2 {
-		t.Errorf("%s of %d points is beside the curve", name, len(points))
+		t.Errorf("%s of %d points does not match the curve", name, len(points))
 	}
 	if first := dpo.panels()[0]; first.Title != "loss" || !strings.Contains(first.Note, "eval/loss on held-out rows (orange)") {
 		t.Errorf("the first panel is %q, %q", first.Title, first.Note)
 	}
 	delete(dpo.Series, "eval/loss")
 	if name, _ := dpo.evalCurve(); name != "eval/rewards/accuracy" {
-		t.Errorf("%s is beside the curve", name)
+		t.Errorf("%s does not match the curve", name)
 	}
 }
 

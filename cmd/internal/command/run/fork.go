@@ -37,7 +37,7 @@ func Fork(ctx context.Context, env *cli.Env, c *client.Client, old *runv1.Run, f
 	if err != nil {
 		return nil, err
 	}
-	start := "starts from the beginning, because there is no snapshot"
+	start := "starts from the beginning, because the run has no snapshot"
 	if from != nil {
 		start = fmt.Sprintf("starts from its snapshot %s of step %s", from.GetSnapshotId(), output.Count(from.GetStep()))
 		if old.GetStep() > from.GetStep() {
