@@ -9,7 +9,7 @@ values as ours is. The verified time is ours with the digest of all tensors. The
 rounds counts on both sides, taken in turn.
 
 Delivery: a learner's process writes tensors of the model's shapes (bf16), two workers' processes
-bring them into a module of their own: staged, verified against the digest, swapped, read back.
+load them into a separate module: staged, verified against the digest, swapped, read back.
 Through shared memory, and as streams over loopback, whole and as patches, as between hosts. A plain
 copy writes the same file twice, from memory to memory.
 """

@@ -1,5 +1,5 @@
 """A gradient that the learner refuses, under each policy: the batch is kept, `step.refused` tells,
-and the run is paused, goes on, or goes back."""
+and the run is paused, continues, or is rolled back."""
 
 from __future__ import annotations
 

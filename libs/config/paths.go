@@ -19,7 +19,7 @@ func (c *Config) paths() []*string {
 }
 
 // place makes the paths of a file absolute: "~/" is the home folder, other paths are relative to
-// the file's folder, whoever reads it is in any folder.
+// the file's folder, regardless of the working directory.
 func (c *Config) place(file string, env map[string]string) error {
 	folder, err := filepath.Abs(filepath.Dir(file))
 	if err != nil {
