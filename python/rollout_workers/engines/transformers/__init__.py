@@ -1,14 +1,19 @@
 """The embedded engine: a decoding loop of our own over a Hugging Face module, on CPU or GPU.
 
-    engine.py    the asyncio face            thread.py, stream.py   one decoding thread, one wake-up per step
-    decoder.py   admit, step, settle         slots.py, sample.py    what is in flight
-    prefill.py   which prompts run together  kv.py                  dense KV cache, a row per slot
-    forward.py   lean.py (Llama, Mistral, Qwen2, Qwen3) or generic.py (the module's own forward)
-    reach.py     what layers see, and how long a sequence may be
-    order.py     which slots stand together
-    sampler.py   filters, inverse CDF        philox.py              random number = f(seed, token index)
-    text.py      stop strings, streaming     held.py                stage, load, digest
-    determinism.py  the check that deterministic mode begins with
+    engine.py           the asyncio interface
+    thread.py stream.py one decoding thread, one event-loop wake-up per step
+    decoder.py          admit, step, finish
+    slots.py sample.py  samples in flight
+    prefill.py          prompts that run together
+    kv.py               dense KV cache, one row per slot
+    forward.py          chooses llama.py (Llama, Mistral, Qwen2, Qwen3) or generic.py (the module's own forward)
+    attention.py        kinds of attention, and the longest sequence that can be decoded
+    row_order.py        the order of slots in a step
+    sampler.py          filters, inverse CDF
+    philox.py           random number = f(seed, token index)
+    text.py             stop strings, streaming
+    current_weights.py  stage, load, digest
+    determinism.py      the check at the start of deterministic mode
 
 A group's prompt runs once; its KV is copied to the slots of its samples. Free slots cost nothing: samples are moved to the
 lowest slots, and rows of similar length stand together, so that a step's attention reads each stretch up to its own longest.
@@ -22,7 +27,7 @@ AVX-512, the 0.8 M parameter model and the shapes of SmolLM2-135M, 4 to 260 rows
   differ, as do one and two threads. So a step runs whole blocks of ``block_rows`` slots, a prefill pass has the rows and the
   padded length of the prompt's own bucket, and the thread count is part of the result.
 - SDPA has the same bits for a row whatever rows it is called with, but other bits for another KV length, though the rest is
-  masked. So a row reads its own length class (order.py), which follows from its position alone. A masked NaN leaks (0 * NaN),
+  masked. So a row reads its own length class (row_order.py), which follows from its position alone. A masked NaN leaks (0 * NaN),
   so the cache starts at zero, and a slot that saw a number that is not finite is zeroed.
 - On AMD's processors (Zen 5) that holds with two threads only where MKL is told so before its first product (``MKL_CBWR=AUTO``,
   which workers set): else the bits of its small products depend on where the operands lie, which differs by thread.
