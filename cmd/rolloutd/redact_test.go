@@ -20,10 +20,10 @@ func TestNoErrorTellsASecret(t *testing.T) {
 		"a password in the NATS":    {"[nats]\nurl = \"nats://ada:" + planted + "@127.0.0.1:1\"", ""},
 		"a secret in the bucket":    {"[blob]\nurl = \"s3://id:" + planted + "@bucket\"", ""},
 		"a secret in the endpoint":  {"[blob]\nurl = \"s3://bucket\"\nendpoint = \"http://id:" + planted + "@127.0.0.1:1\"", ""},
-		"a database that is no URL": {"[database]\nurl = \"env:SECRET\"", "postgres://ada:" + planted + "@[127.0.0.1/%zz"},
+		"an invalid database URL": {"[database]\nurl = \"env:SECRET\"", "postgres://ada:" + planted + "@[127.0.0.1/%zz"},
 		"a database by words":       {"[database]\nurl = \"env:SECRET\"", "host=127.0.0.1 password=" + planted},
-		"an NKEY that is none":      {"[nats]\nurl = \"nats://127.0.0.1:1\"\nnkey = \"env:SECRET\"", "SU" + planted},
-		"credentials that are none": {"[blob]\nurl = \"gs://bucket\"\ncredentials = \"env:SECRET\"", `{"private_key": "` + planted},
+		"an invalid NKEY":      {"[nats]\nurl = \"nats://127.0.0.1:1\"\nnkey = \"env:SECRET\"", "SU" + planted},
+		"invalid credentials": {"[blob]\nurl = \"gs://bucket\"\ncredentials = \"env:SECRET\"", `{"private_key": "` + planted},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

@@ -17,7 +17,7 @@ import (
 
 const management = "6f3c1d6e-0f53-4a86-9c0f-6d1f6a0c7a13"
 
-// healthy is a configuration with a server of its own for everything.
+// healthy is a configuration with external servers.
 func healthy(t *testing.T) doctor.Input {
 	t.Helper()
 	dir := t.TempDir()

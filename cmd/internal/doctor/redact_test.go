@@ -27,7 +27,7 @@ func TestNoFindingTellsASecret(t *testing.T) {
 			c.Database.URL = "env:SECRET"
 			return "postgres://ada:" + planted + "@" + nowhere + "/rollout?sslmode=disable"
 		},
-		"database that is no URL": func(c *config.Config) string {
+		"invalid database URL": func(c *config.Config) string {
 			c.Database.URL = "env:SECRET"
 			return "postgres://ada:" + planted + "@[" + nowhere + "/%zz"
 		},
@@ -57,7 +57,7 @@ func TestNoFindingTellsASecret(t *testing.T) {
 			c.Blob = config.Blob{URL: "gs://bucket", Credentials: config.Env("SECRET")}
 			return fmt.Sprintf(`{"type": "service_account", "private_key": %q, "client_email": "a@b", "token_uri": "http://%s"}`, planted, nowhere)
 		},
-		"gcs that is no JSON": func(c *config.Config) string {
+		"gcs credentials that are not JSON": func(c *config.Config) string {
 			c.Blob = config.Blob{URL: "gs://bucket", Credentials: config.Env("SECRET")}
 			return planted
 		},

@@ -20,7 +20,7 @@ type Place struct {
 
 	bucket    blob.Store // nil: segments and artifacts are files
 	segments  string     // folder with a folder per run; a cache where there is a bucket
-	artifacts string     // folder, where there is no bucket
+	artifacts string     // folder; used without a bucket
 	spool     string     // folder for artifacts that are being read from the bucket
 }
 

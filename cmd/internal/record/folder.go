@@ -113,7 +113,7 @@ func (f *Folder) Runs(ctx context.Context, page *runv1.ListRunsRequest) (*runv1.
 	return response, nil
 }
 
-// Run implements Reader. The queues are the last stored ones; there are no workers.
+// Run implements Reader. The queues are the last stored ones; workers are empty.
 func (f *Folder) Run(ctx context.Context, name string) (*runv1.RunStatus, error) {
 	run, err := f.runs.Resolve(ctx, name)
 	if err != nil {
