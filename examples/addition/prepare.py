@@ -1,12 +1,15 @@
-"""Prepare the addition example: a decoder of 0.8 M parameters with random weights, its tokenizer, and the sums.
+"""Prepare the addition example: a decoder of 0.8 M parameters with random weights, its tokenizer,
+and the sums.
 
     python examples/addition/prepare.py [--model DIR] [--data DIR]
 
-Writes the model's folder (what ``AutoModelForCausalLM`` and ``AutoTokenizer`` load) and ``train.jsonl`` and ``eval.jsonl`` with
-rows such as ``{"prompt": "17+25=", "answer": "42"}``: all 10,000 sums of two numbers from 0 to 99, of which 500 are held
-out. ``preferences.jsonl`` and ``labels.jsonl`` hold the training sums with a right and a wrong answer each, as pairs
-(``chosen``, ``rejected``) and one by one (``completion``, ``label``); ``preferences-eval.jsonl`` holds pairs of those that are
-held out. Everything follows from a fixed seed: a second call finds what is there and changes nothing.
+Writes the model's folder (what ``AutoModelForCausalLM`` and ``AutoTokenizer`` load) and
+``train.jsonl`` and ``eval.jsonl`` with rows such as ``{"prompt": "17+25=", "answer": "42"}``: all
+10,000 sums of two numbers from 0 to 99, of which 500 are held out. ``preferences.jsonl`` and
+``labels.jsonl`` hold the training sums with a right and a wrong answer each, as pairs (``chosen``,
+``rejected``) and one by one (``completion``, ``label``); ``preferences-eval.jsonl`` holds pairs of
+those that are held out. Everything follows from a fixed seed: a second call finds what is there and
+changes nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 
 
 def main() -> None:
-    """Write what is missing and say where it lies."""
+    """Write missing files and print their paths."""
     parser = argparse.ArgumentParser(description="Prepare the addition example.")
     parser.add_argument(
         "--model",
@@ -54,8 +57,8 @@ def main() -> None:
 
 
 def write_data(folder: Path) -> None:
-    """Write ``train.jsonl`` (9,500 rows) and ``eval.jsonl`` (500 rows, none of them in train) into ``folder``, and the training
-    rows as preferences."""
+    """Write ``train.jsonl`` (9,500 rows) and ``eval.jsonl`` (500 other rows) into ``folder``, and
+    the training rows as preferences."""
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(100) for b in range(100)]
     random.Random(SEED).shuffle(rows)
     train = rows[HELD_OUT:]
@@ -74,7 +77,8 @@ def write_data(folder: Path) -> None:
 
 
 def preferences(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Each row with its answer as the chosen one, and a number at most 20 away as the rejected one."""
+    """Each row with its answer as the chosen completion, and a number at most 20 away as the
+    rejected one."""
     draw = random.Random(SEED + 1)
     pairs: list[dict[str, str]] = []
     for row in rows:
@@ -85,7 +89,7 @@ def preferences(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def write_rows(path: Path, rows: list[Any]) -> None:
-    """Write rows as ``path``, whole or not at all; what is there stays."""
+    """Write rows to ``path`` atomically; keep an existing file."""
     if path.exists():
         return
     staged = path.parent / f".{path.name}.{uuid.uuid4().hex}"
@@ -94,7 +98,7 @@ def write_rows(path: Path, rows: list[Any]) -> None:
 
 
 def write_model(folder: Path, *, layers: int = 4, hidden: int = 128, seed: int = SEED) -> None:
-    """Write a Qwen3 decoder with random weights and its tokenizer as ``folder``, whole or not at all."""
+    """Write a Qwen3 decoder with random weights and its tokenizer to ``folder``, atomically."""
     if (folder / "config.json").exists():
         return
     os.environ.setdefault("USE_TF", "0")
@@ -102,7 +106,7 @@ def write_model(folder: Path, *, layers: int = 4, hidden: int = 128, seed: int =
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # of a file of 3 MB
+    logging.disable_progress_bar()  # the file has only 3 MB
 
     tokenizer = build_tokenizer()
     config = Qwen3Config(
@@ -114,7 +118,7 @@ def write_model(folder: Path, *, layers: int = 4, hidden: int = 128, seed: int =
         num_key_value_heads=2,
         head_dim=hidden // 4,
         max_position_embeddings=512,
-        initializer_range=0.04,  # twice the usual: at this width it learns to carry a hundred steps sooner
+        initializer_range=0.04,  # twice the default: the model learns to carry about 100 steps earlier
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -133,7 +137,7 @@ def write_model(folder: Path, *, layers: int = 4, hidden: int = 128, seed: int =
 
 
 def build_tokenizer() -> Any:
-    """A tokenizer of one token a character, 54 in all; text outside them becomes ``<unk>``."""
+    """A tokenizer with one token per character, 54 in total; other text becomes ``<unk>``."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

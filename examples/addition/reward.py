@@ -1,7 +1,8 @@
 """The reward of the addition example.
 
-A reward is a function from a list of samples to as many floats. A sample has ``prompt`` and ``completion`` (text, special
-tokens left out) and ``row`` (the row of the dataset that it came from).
+A reward is a function from a list of samples to as many floats. A sample has ``prompt`` and
+``completion`` (text, special tokens left out) and ``row`` (the row of the dataset that it came
+from).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Protocol
 
 
 class Sample(Protocol):
-    """What a reward sees of a sample."""
+    """The fields of a sample that rewards use."""
 
     prompt: str
     completion: str
@@ -19,5 +20,5 @@ class Sample(Protocol):
 
 
 def exact_match(samples: Sequence[Sample]) -> list[float]:
-    """1.0 where the completion is the row's answer, character for character, else 0.0."""
+    """1.0 if the completion equals the answer of the row, else 0.0."""
     return [float(sample.completion == sample.row["answer"]) for sample in samples]

@@ -1,4 +1,4 @@
-"""Rewards of whole completions and of their parts."""
+"""Rewards of completions and of their parts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Sample(Protocol):
-    """What a reward sees of a sample."""
+    """The fields of a sample that rewards use."""
 
     prompt: str
     completion: str
@@ -15,12 +15,12 @@ class Sample(Protocol):
 
 
 def exact_match(samples: Sequence[Sample]) -> list[float]:
-    """1.0 where the completion is the row's answer, character for character, else 0.0."""
+    """1.0 if the completion equals the answer of the row, else 0.0."""
     return [float(sample.completion == sample.row["answer"]) for sample in samples]
 
 
 def digits(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """A fifth for each digit that stands where the answer has it, and 1 for the whole answer."""
+    """0.2 for each correct digit, and 1 for the correct answer."""
     return [
         {
             "reward": float(sample.completion == sample.row["answer"]),

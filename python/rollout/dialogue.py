@@ -1,6 +1,7 @@
 """Turns rows with completions as messages, as in public datasets, into a prompt and texts.
 
-``services/planner/input/dialogue.go`` is the same code for the planner; ``schemas/golden/dialogue_rows.json`` tests both.
+``services/planner/input/dialogue.go`` is the same code for the planner;
+``schemas/golden/dialogue_rows.json`` tests both.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ Turn = tuple[str, str]
 
 
 def plain_row(row: Mapping[str, Any], prompt_field: str, fields: Sequence[str]) -> Mapping[str, Any]:
-    """The row with the completions in ``fields`` as texts; the same object if they are texts already.
+    """The row with the completions in ``fields`` as texts; the same object if they are texts
+    already.
 
-    A completion may be a list of ``{"role", "content"}``. The last message, of the assistant, is the completion. The messages
-    before it are the prompt, which the row may repeat in its prompt field (as messages, or as the text of the last one);
-    there may be none. Raises ``ValueError`` if they disagree.
+    A completion may be a list of ``{"role", "content"}``. The last message, of the assistant, is
+    the completion. The messages before it are the prompt, which the row may repeat in its prompt
+    field (as messages, or as the text of the last one); there may be none. Raises ``ValueError`` if
+    they disagree.
     """
     talks: dict[str, list[Any]] = {field: row[field] for field in fields if isinstance(row.get(field), list)}
     if not talks:

@@ -10,10 +10,10 @@ from typing import ClassVar
 class Place:
     """A place in the user's files: ``reward.py:12:5``."""
 
-    file: str  # absolute where the error was found by running the file
+    file: str  # absolute if the error was raised by running the file
     line: int = 0  # from 1; 0: the file as a whole
     column: int = 0  # in characters, from 1; 0: the line as a whole
-    text: str = ""  # the line as it stands in the file, without its end
+    text: str = ""  # the line, without its end
 
     def __str__(self) -> str:
         parts = [self.file, *(str(n) for n in (self.line, self.column) if n)]

@@ -3,10 +3,11 @@
     >>> Expression("completion == row.answer ? 1.0 : 0.0")([Sample("1+1=", "2", {"answer": "2"})])
     [1.0]
 
-An expression sees ``prompt``, ``completion`` and the dataset's ``row``. It has no loops beyond the macros of CEL (``all``,
-``exists``, ``exists_one``, ``filter``, ``map``), no files, no clock. Beside CEL's own functions there are those of
-``FUNCTIONS``, each to be called as ``f(x)`` or ``x.f()``. Numbers of JSON that are written without a point are integers, which
-CEL never mixes with others: ``double(row.weight) * 2.0``.
+An expression sees ``prompt``, ``completion`` and the dataset's ``row``. It has no loops beyond the
+macros of CEL (``all``, ``exists``, ``exists_one``, ``filter``, ``map``), no files, no clock. In
+addition to the functions of CEL there are those of ``FUNCTIONS``, each to be called as ``f(x)`` or
+``x.f()``. Numbers of JSON that are written without a point are integers, which CEL never mixes with
+others: ``double(row.weight) * 2.0``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ TYPES = ("bool", "bytes", "double", "int", "list", "map", "null_type", "string",
 
 
 class ExpressionError(RewardError):
-    """The expression can't be compiled, or has an unknown name. ``place`` is the line and column in the expression."""
+    """The expression can't be compiled, or has an unknown name. ``place`` is the line and column in
+    the expression."""
 
     reason: ClassVar[str] = "REWARD_EXPRESSION"
 
@@ -44,7 +46,7 @@ class FieldUse:
     name: str
     line: int  # in the expression, from 1
     column: int  # from 1
-    guarded: bool  # whether the expression asks somewhere if the row has it
+    guarded: bool  # whether the expression checks that the row has it
 
 
 class Expression:
@@ -52,7 +54,7 @@ class Expression:
 
     def __init__(self, text: str) -> None:
         """Compile. Raises :class:`ExpressionError`."""
-        import celpy  # half a second, which only those pay who use it
+        import celpy  # importing takes half a second
 
         self.__name__ = "reward.expression"
         self._celpy: Any = celpy
@@ -91,7 +93,7 @@ class Expression:
             raise self._failed(error) from error
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise ExpressionFailed(f"the expression has no value: {error}", fix=_FIX) from error
-        if isinstance(value, (float, int)):  # a truth value is 1 or 0
+        if isinstance(value, (float, int)):  # a boolean is 1 or 0
             return float(value)
         raise RewardShapeError(
             f"the expression gave a {_kind(value)}, not a number", fix="end it with numbers: `... ? 1.0 : 0.0`"
@@ -115,7 +117,7 @@ class Expression:
             )
         if key := re.search(r"no such (?:member|key)[^\w]*(?:in mapping: )?'?\"?(\w+)", cause):
             return ExpressionFailed(f"the row has no `{key[1]}`", fix=f"check the field first: `has(row.{key[1]}) ? ... : 0.0`")
-        if "return error for overflow" in cause:  # what CEL says of a text that is no number too
+        if "return error for overflow" in cause:  # CEL's message for a text that is not a number
             return ExpressionFailed(
                 "a text in the expression is not a number", fix="write `number(text, 0.0)`, with the value to use instead"
             )

@@ -1,10 +1,12 @@
-"""Client of an OpenAI-compatible endpoint for logprobs: the teacher of on-policy distillation. Imports no torch.
+"""Client of an OpenAI-compatible endpoint for logprobs: the teacher of on-policy distillation.
+Imports no torch.
 
     teacher = TeacherEndpoint("http://127.0.0.1:8000/v1", "teacher", protocol="prompt_logprobs")
     teacher.logprobs([5, 9, 3, 7], prompt_tokens=2)      # of tokens 3 and 7
 
-The tokens travel as ids, so nothing is tokenised again; the answer's tokens are compared with them all the same: a server that
-puts a begin token before them, or has another vocabulary, would teach nonsense.
+The tokens travel as ids, so nothing is tokenised again; the answer's tokens are compared with them
+all the same: a server that puts a begin token before them, or has another vocabulary, would teach
+nonsense.
 """
 
 from __future__ import annotations
@@ -80,8 +82,8 @@ class TeacherEndpoint:
         self, base_url: str, model: str, *, api_key: str = "", protocol: str = "echo", timeout_seconds: float = 60.0,
         pieces: Pieces | None = None,
     ) -> None:  # fmt: skip
-        """base_url: of the API. api_key: the key itself. pieces: texts of a token, to compare tokens if the answer has no
-        ids."""
+        """base_url: of the API. api_key: the key itself. pieces: texts of a token, to compare
+        tokens if the answer has no ids."""
         self._url = base_url.rstrip("/") + "/completions"
         self._model, self._key, self._protocol = model, api_key, protocol
         self._timeout, self._pieces = timeout_seconds, pieces
@@ -94,8 +96,8 @@ class TeacherEndpoint:
             session.close()
 
     def logprobs(self, token_ids: Sequence[int], prompt_tokens: int) -> list[float]:
-        """The teacher's logprob of each token from ``prompt_tokens`` (at least 1) on, given the tokens before it, at
-        temperature 1. Raises :class:`TeacherError`."""
+        """The teacher's logprob of each token from ``prompt_tokens`` (at least 1) on, given the
+        tokens before it, at temperature 1. Raises :class:`TeacherError`."""
         if not 1 <= prompt_tokens <= len(token_ids):
             raise ValueError(f"prompt_tokens must be from 1 to {len(token_ids)}, it is {prompt_tokens}")
         body: dict[str, Any] = {"model": self._model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 1.0}
@@ -116,7 +118,8 @@ class TeacherEndpoint:
         return [float(cast(float, value)) for value in found]
 
     def _by_id(self, choice: dict[str, Any], ids: Sequence[int]) -> list[object]:
-        """vLLM: for each token of the prompt a mapping from ids to logprobs, which includes the token itself."""
+        """vLLM: for each token of the prompt a mapping from ids to logprobs, which includes the
+        token itself."""
         entries: list[dict[str, dict[str, Any]] | None] = choice["prompt_logprobs"]
         self._check_count(len(entries), ids, more=0)
         for place, (entry, token) in enumerate(zip(entries, ids, strict=True)):
@@ -192,8 +195,8 @@ class TeacherEndpoint:
         )
 
     def _refused(self, response: requests.Response) -> TeacherError:
-        told = " ".join(response.text.split())[:_EXCERPT]
-        message = f"the teacher at {self._url} answers {response.status_code}: {told}"
+        shown = " ".join(response.text.split())[:_EXCERPT]
+        message = f"the teacher at {self._url} answers {response.status_code}: {shown}"
         if response.status_code in (408, 429) or response.status_code >= 500:
             return TeacherUnreachable(message, fix="see its log; lower `concurrency` if it is overloaded")
         if response.status_code in (401, 403):

@@ -1,5 +1,5 @@
-// Command submit plans a configuration, runs it and follows it to its end. It lives in a module of its own and needs
-// nothing of rollout but the contracts:
+// Command submit plans a configuration, runs it, and follows it to its end. It is a separate module
+// and needs only the contracts of rollout:
 //
 //	go run . -state ~/.local/state/rollout ../../addition/grpo.toml
 package main
@@ -99,7 +99,7 @@ func follow(ctx context.Context, scheduler runv1.SchedulerServiceClient, id stri
 	return nil
 }
 
-// dial reads where the local daemon listens and the token that it asks for.
+// dial reads the address and the token of the local daemon.
 func dial(ctx context.Context, state string) (*grpc.ClientConn, context.Context, error) {
 	raw, err := os.ReadFile(filepath.Join(state, "rolloutd.json"))
 	if err != nil {

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Plans a configuration, runs it and follows it to its end with nothing but grpcurl and the server's reflection.
+# Plans a configuration, runs it, and follows it to its end, with only grpcurl and the reflection of the server.
 #
 #   examples/clients/grpcurl/submit.sh STATE_DIR CONFIG.toml [a.b=VALUE ...]
 set -eu

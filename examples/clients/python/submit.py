@@ -1,4 +1,5 @@
-"""Plan a configuration, run it and follow it to its end; only grpcio and the generated contracts are needed.
+"""Plan a configuration, run it, and follow it to its end. Needs only grpcio and the generated
+contracts.
 
 python examples/clients/python/submit.py --state ~/.local/state/rollout examples/addition/grpo.toml
 """

@@ -1,9 +1,9 @@
 """The planner's dry calls in a separate process: ``python -m rollout.probe``, JSON in, JSON out.
 
-The planner can't import a user's reward or a tokenizer, and must survive whatever such code does. So this
-process reads one request from stdin, writes one answer to the original stdout, and exits. Output of the user's code goes to
-stderr. A thread reports a call that hangs, with the line at which it hangs. Imports no
-torch, so the answer takes less than a second.
+The planner can't import a user's reward or a tokenizer, and must survive whatever such code does.
+So this process reads one request from stdin, writes one answer to the original stdout, and exits.
+Output of the user's code goes to stderr. A thread reports a call that hangs, with the line at which
+it hangs. Imports no torch, so the answer takes less than a second.
 
 Request (each part is optional)::
 
@@ -52,12 +52,12 @@ from rollout.probe.tokenizer import Json
 def main() -> None:
     """Answer the request on stdin."""
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # prints of the user's code, and of C code below it, end on stderr
+    os.dup2(2, 1)  # output of the user's code, including C code, goes to stderr
     request: Json = json.load(sys.stdin)
     once = threading.Lock()
 
     def reply(body: Json) -> None:
-        if once.acquire(blocking=False):  # the watchdog and the call may both have something to say
+        if once.acquire(blocking=False):  # both the watchdog and the call may reply
             json.dump(body, answer)
             answer.flush()
 
@@ -83,7 +83,7 @@ def main() -> None:
         body["reward"] = guarded(lambda: dry_call(request["reward"], hung, began))
     reply(body)
     sys.stdout.flush()
-    os._exit(0)  # threads that the user's code left behind keep nobody waiting
+    os._exit(0)  # do not wait for threads of the user's code
 
 
 def guarded(part: Callable[[], Json]) -> Json:

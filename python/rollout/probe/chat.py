@@ -14,8 +14,8 @@ from rollout.probe.tokenizer import BadModel, Json
 
 
 def chat_renderer(folder: Path) -> Callable[[Prompt, bool], str]:
-    """A function that renders a prompt with the folder's chat template, as transformers does. The second
-    argument adds the generation prompt of the assistant."""
+    """A function that renders a prompt with the folder's chat template, as transformers does. The
+    second argument adds the generation prompt of the assistant."""
     from jinja2.exceptions import TemplateError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 
 
 def versions(names: list[str]) -> dict[str, str | None]:
-    """The installed version of each distribution; ``None`` if it is absent. Imports none of them."""
+    """The installed version of each distribution; ``None`` if it is absent. Imports none of
+    them."""
     found: dict[str, str | None] = {}
     for name in names:
         try:
@@ -20,7 +21,8 @@ def versions(names: list[str]) -> dict[str, str | None]:
 
 
 def has_wandb_key() -> bool:
-    """Whether W&B's library finds a key: in its environment variable, or in the netrc file of ``wandb login``."""
+    """Whether W&B's library finds a key: in its environment variable, or in the netrc file of
+    ``wandb login``."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""

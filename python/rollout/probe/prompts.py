@@ -13,8 +13,8 @@ from rollout.dialogue import plain_row
 from rollout.probe.chat import chat_renderer
 from rollout.probe.tokenizer import Json, tokenizer_of
 
-EXAMPLES = 20  # rows named one by one; the others are counted
-CHUNK = 4096  # rows tokenised at a time
+EXAMPLES = 20  # rows listed in the answer; others are counted
+CHUNK = 4096  # rows tokenized at a time
 
 
 def measure(request: Json) -> Json:
@@ -26,7 +26,8 @@ def measure(request: Json) -> Json:
 
 
 def measure_file(file: Json, tokenizer: Any, render: Callable[[Prompt, bool], str] | None) -> Json:
-    """Count the tokens of each row: prompt, and with ``answer_fields`` the longest completion and the end token."""
+    """Count the tokens of each row: prompt, and with ``answer_fields`` the longest completion and
+    the end token."""
     over: list[Json] = []
     empty: list[int] = []
     strange: list[Json] = []
@@ -67,7 +68,8 @@ def measure_file(file: Json, tokenizer: Any, render: Callable[[Prompt, bool], st
 
 
 def unknown_text(text: str, encoded: Any, stand_in: int | None, field: str) -> Json | None:
-    """The first piece of a field's text that becomes the unknown token, ``{"text", "field"}``; ``None`` without one."""
+    """The first piece of a field's text that becomes the unknown token, ``{"text", "field"}``;
+    ``None`` without one."""
     if stand_in is None or stand_in not in encoded.ids:
         return None
     start, end = encoded.offsets[encoded.ids.index(stand_in)]
@@ -82,7 +84,8 @@ def unknown_token(tokenizer: Any) -> int | None:
 
 
 def text_of(prompt: Prompt, render: Callable[[Prompt, bool], str] | None, answering: bool = True) -> str:
-    """The input of the tokenizer for a prompt. answering: with the generation prompt of the assistant."""
+    """The input of the tokenizer for a prompt. answering: with the generation prompt of the
+    assistant."""
     return render(prompt, answering) if render else cast(str, prompt)
 
 

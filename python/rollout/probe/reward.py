@@ -26,7 +26,8 @@ PACKAGE = Path(__file__).parent.parent
 
 
 def dry_call(request: Json, hung: Callable[[RewardTimeout], None], began: Callable[[], None]) -> Json:
-    """Import the reward and call it once. Calls ``began`` before, and ``hung`` from another thread after a timeout."""
+    """Import the reward and call it once. Calls ``began`` before, and ``hung`` from another thread
+    after a timeout."""
     expression, base_dir = request.get("expression"), request["base_dir"]
     plugin = request.get("plugin", "")
     limit = float(request["timeout_seconds"])
@@ -89,7 +90,7 @@ def samples_of(samples: list[Json], model: str) -> list[Sample]:
     """The samples, with tokens if the tokenizer of the model can be read."""
     ids: list[list[int]] = [[] for _ in samples]
     if model and samples:
-        with contextlib.suppress(BadModel):  # which another part says
+        with contextlib.suppress(BadModel):  # another part reports it
             tokenizer = tokenizer_of(Path(model))
             texts = [sample["completion"] for sample in samples]
             ids = [encoded.ids for encoded in tokenizer.encode_batch(texts, add_special_tokens=False)]
@@ -109,7 +110,8 @@ def compiled(text: str, files: list[Json]) -> RewardFunction:
 
 
 def check_field(use: FieldUse, file: Json) -> None:
-    """Raises ``ExpressionError`` if a row lacks a field that the expression uses without a check."""
+    """Raises ``ExpressionError`` if a row lacks a field that the expression uses without a
+    check."""
     from rollout.expression import ExpressionError
 
     for number, row in enumerate(rows(file["path"]), 1):

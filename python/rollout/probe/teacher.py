@@ -11,7 +11,8 @@ from rollout.teacher import TeacherEndpoint
 
 
 def ask_teacher(request: Json) -> Json:
-    """Call a teacher's endpoint once, with the tokens of a prompt. Raises ``TeacherError``, :class:`SecretMissing`."""
+    """Call a teacher's endpoint once, with the tokens of a prompt. Raises ``TeacherError``,
+    :class:`SecretMissing`."""
     tokenizer = tokenizer_of(Path(request["model"]))
     ids: list[int] = tokenizer.encode(request["prompt"]).ids
     ids = ids if len(ids) > 1 else [*ids, 0, 0][:2]

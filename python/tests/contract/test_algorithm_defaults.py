@@ -1,4 +1,5 @@
-"""The settings of each algorithm without any key set, compared with the golden table that Go reads too."""
+"""The settings of each algorithm without any key set, compared with the golden table that Go reads
+too."""
 
 from __future__ import annotations
 

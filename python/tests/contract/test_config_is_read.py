@@ -1,9 +1,11 @@
 """No dead keys: whatever a run's configuration can say, some code of Go or Python reads.
 
-A read is an access to the field through its own table: ``train.beta1`` or ``GetTrain().GetBeta1()``, or the same through a
-variable that its file (in Go its package) makes of that table or declares as that message. The same name in another table is
-none. The settings of algorithms travel as dataclasses with the same names (``learner.settings``, held by its own test): of
-them a read is ``x.clip_low`` or ``"clip_low"`` in the algorithms or the learner, checks of the value left out.
+A read is an access to the field through its own table: ``train.beta1`` or
+``GetTrain().GetBeta1()``, or the same through a variable that its file (in Go its package) makes of
+that table or declares as that message. The same name in another table is none. The settings of
+algorithms travel as dataclasses with the same names (``learner.settings``, held by its own test):
+of them a read is ``x.clip_low`` or ``"clip_low"`` in the algorithms or the learner, checks of the
+value left out.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from rollout.config.v1.run_config_pb2 import RunConfig
 
 ROOT = Path(__file__).parents[3]
 UNREAD: dict[str, str] = {}
-"""Fields that nobody has to read, with the reason. The only good reason is a key that is kept for old plans."""
+"""Keys without a reader, with the reason."""
 SETTINGS = {str(key.full_name).split(".")[-2] for name in NAMES for key in keys_of(table_of(name))}
 
 Access = tuple[str, str]  # of what (a name, or another field), which field
 
 
 def leaves(message: Descriptor, table: str = "", seen: frozenset[str] = frozenset()) -> Iterator[tuple[str, str, str]]:
-    """(table, message, field) of every field that is no table itself."""
+    """(table, message, field) of every field except tables."""
     for field in message.fields:
         inner = _table(field)
         if inner is None:
@@ -50,7 +52,8 @@ FIELDS = sorted(set(leaves(RunConfig.DESCRIPTOR)))
 
 @functools.cache
 def go_packages() -> list[tuple[str, set[Access]]]:
-    """The text of each Go package that is neither generated nor a test, and its accesses in the contract's names."""
+    """The text of each Go package that is neither generated nor a test, and its accesses in the
+    contract's names."""
     folders: dict[Path, str] = {}
     for part in ("libs", "services", "cmd"):
         for path in sorted((ROOT / part).rglob("*.go")):
@@ -78,7 +81,8 @@ def python_files() -> list[tuple[Path, str, set[Access]]]:
 
 
 def accesses(tree: ast.AST) -> Iterator[Access]:
-    """Every ``a.b``, ``x.a.b`` and ``getattr(a, "b")``; of ``__post_init__`` those alone that set another field by it."""
+    """Every ``a.b``, ``x.a.b`` and ``getattr(a, "b")``; of ``__post_init__`` those alone that set
+    another field by it."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef) and node.name == "__post_init__":
             for inner in node.body:

@@ -1,6 +1,7 @@
-"""Every key of rolloutd.toml is read by Go code outside of the checks of its own package.
+"""Every key of rolloutd.toml is read by Go code outside of the checks in libs/config.
 
-A read of `[nats] url` is `x.NATS.URL`, or `n.URL` for a variable of the type `config.NATS` in the same package.
+A read of `[nats] url` is `x.NATS.URL`, or `n.URL` for a variable of the type `config.NATS` in the
+same package.
 """
 
 from __future__ import annotations
