@@ -24,12 +24,12 @@ import (
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 )
 
-// mesh is a ledger, a work stream, a controller and workers in one lock: each publish is sampled in
-// a random order, each full window is committed.
+// mesh is a ledger, a work stream, a controller, and workers behind one lock: each publish is
+// sampled in a random order, and each full window is committed.
 type mesh struct {
 	t          *testing.T
 	bus        *stream
-	busAway    bool // nobody answers at NATS
+	busAway    bool // no NATS server answers
 	events     *events
 	ledger     *ledger
 	controller *controller
@@ -46,8 +46,8 @@ type mesh struct {
 	ids       map[string]bool // message ids that the stream remembers
 	streams   string          // "", "there", "deleted"
 
-	twins  int // samples of what was sampled already, or of another attempt
-	config *bufferv1.LedgerConfig
+	duplicates int // samples of groups that were sampled already, or of another attempt
+	config     *bufferv1.LedgerConfig
 
 	incarnation uint32 // newest that opened the ledger
 
@@ -75,7 +75,7 @@ func newMesh(t *testing.T) *mesh {
 	return m
 }
 
-// do changes the mesh and lets workers and controller go on.
+// do changes the mesh, then lets workers and controller work.
 func (m *mesh) do(change func()) {
 	m.mu.Lock()
 	change()
@@ -105,7 +105,7 @@ func (m *mesh) sample() bool {
 			m.groups[g.GetPosition()] = r
 		}
 		if r.GetState() != bufferv1.GroupState_GROUP_STATE_OPEN || r.GetKey().GetAttempt() != g.GetAttempt() {
-			m.twins++
+			m.duplicates++
 			return true
 		}
 		r.State, r.Samples = bufferv1.GroupState_GROUP_STATE_READY, 2
@@ -122,7 +122,8 @@ func (m *mesh) sample() bool {
 	return false
 }
 
-// commit consumes the window of the next step, where a controller drives and all of it is there.
+// commit consumes the window of the next step, if the controller is active and the window is
+// complete.
 func (m *mesh) commit() bool {
 	p := m.progress
 	if p == nil || p.GetPhase() > learnerv1.Phase_PHASE_SNAPSHOTTING || m.stopping {
@@ -150,7 +151,7 @@ func (m *mesh) commit() bool {
 	return true
 }
 
-// report replaces the progress; what was handed out is never changed.
+// report replaces the progress. Messages that were returned are never changed.
 func (m *mesh) report(phase learnerv1.Phase, weights *weightsv1.WeightsManifest) {
 	m.progress = &learnerv1.Progress{
 		RunId: m.request.GetRunId(), Phase: phase, Step: m.step, TotalSteps: m.request.GetPlan().GetConfig().GetTrain().GetSteps(), Weights: weights,
@@ -174,7 +175,7 @@ func (m *mesh) read(look func()) {
 	look()
 }
 
-// until waits for what becomes so of it.
+// until waits for a condition.
 func (m *mesh) until(what string, is func() bool) {
 	m.t.Helper()
 	for so := false; !so; {
@@ -318,8 +319,8 @@ func (c *controller) WatchProgress(ctx context.Context, _ *learnerv1.WatchProgre
 	}}, nil
 }
 
-// follow is a stream that sends what next says, at once and after each change, until next says that
-// it was the last.
+// follow is a stream that sends the message of next, at once and after each change, until next
+// returns the last one.
 type follow[T any] struct {
 	grpc.ClientStream
 	ctx   context.Context

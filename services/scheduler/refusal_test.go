@@ -10,7 +10,7 @@ import (
 	"github.com/rollout-rl/rollout/services/scheduler"
 )
 
-// refused gives a world whose controller has stopped since the learner refused the gradient of
+// refused makes a world whose controller has stopped because the learner refused the gradient of
 // step 1.
 func refused(t *testing.T) (*world, string) {
 	t.Helper()
@@ -41,10 +41,10 @@ func (w *world) resume(run string) *scheduler.Run {
 	return got.GetRun()
 }
 
-// A refused gradient pauses the run for good: neither room in the buffer, nor PauseRun, nor the
-// next scheduler make it go on, and its workers stay. ResumeRun has the next incarnation try the
-// step again; what an earlier one says then counts for nothing.
-func TestARefusedGradientPausesUntilSomebodyResumes(t *testing.T) {
+// A refused gradient pauses the run: the end of backpressure, PauseRun, and the next scheduler do
+// not continue it, and its workers stay. ResumeRun tries the step again in the next incarnation;
+// reports of the earlier one are ignored.
+func TestRefusedGradientPausesUntilResumeRun(t *testing.T) {
 	t.Parallel()
 	w, run := refused(t)
 	w.mesh.do(func() { w.mesh.stalled = "DISK_FULL" })
@@ -75,7 +75,7 @@ func TestARefusedGradientPausesUntilSomebodyResumes(t *testing.T) {
 	}
 	w.mesh.read(func() {
 		if n := w.mesh.request.GetIncarnation(); n != 1 {
-			t.Errorf("the controller was told to drive incarnation %d, and nobody had resumed the run", n)
+			t.Errorf("the controller was started with incarnation %d before the run was resumed", n)
 		}
 	})
 
@@ -88,10 +88,9 @@ func TestARefusedGradientPausesUntilSomebodyResumes(t *testing.T) {
 	w.whole(4)
 }
 
-// A scheduler that does not go on with runs by itself leaves such a run as it was, whether it
-// stopped or died: PAUSED, with its reason and without workers. Somebody may look at it, resume it
-// or cancel it.
-func TestARefusedGradientOutlivesTheScheduler(t *testing.T) {
+// A scheduler without ResumeOnStart leaves such a run PAUSED, with its reason and without workers,
+// whether the earlier scheduler stopped or died. The run can be shown, resumed, or cancelled.
+func TestRefusedGradientOutlivesTheScheduler(t *testing.T) {
 	t.Parallel()
 	for name, end := range map[string]func(*world){"died": (*world).kill, "stopped": func(w *world) { w.generation.stop() }} {
 		t.Run(name, func(t *testing.T) {
@@ -124,8 +123,8 @@ func TestARefusedGradientOutlivesTheScheduler(t *testing.T) {
 	}
 }
 
-// Tried again and refused again, it is paused again.
-func TestARefusedGradientMayBeRefusedAgain(t *testing.T) {
+// The run is paused again if the gradient is refused again.
+func TestGradientMayBeRefusedAgain(t *testing.T) {
 	t.Parallel()
 	w, run := refused(t)
 	w.resume(run)
@@ -155,8 +154,8 @@ func TestCancelAfterARefusedGradient(t *testing.T) {
 	}
 }
 
-// Who asked for the end before the gradient was refused gets the end.
-func TestARefusedGradientOfARunThatIsBeingStopped(t *testing.T) {
+// A cancel before the refusal of a gradient still ends the run.
+func TestRefusedGradientDoesNotKeepARunFromStopping(t *testing.T) {
 	t.Parallel()
 	w, run := idle(t, plan(4, "sync", 0, false))
 	still := w.generation.gate.freeze("StopRun")

@@ -30,9 +30,9 @@ func (w *world) lead(store *sqlstore.Store) (*generation, *sqlstore.Store) {
 	}
 }
 
-// Two schedulers have one run: the first stood still and lost its lease, and does not know. It
-// issues nothing, records nothing, and leaves the run's ledger, streams and controller alone when
-// it finds out; the second brings the run to its end.
+// Two schedulers have one run: the first was suspended and lost its lease without notice. It issues
+// nothing, records nothing, and leaves the ledger, streams, and controller of the run alone; the
+// second one finishes the run.
 func TestTwoSchedulers(t *testing.T) {
 	t.Parallel()
 	sqldbtest.Run(t, func(t *testing.T, place func(*testing.T) sqldb.Place) {
@@ -65,8 +65,8 @@ func TestTwoSchedulers(t *testing.T) {
 	})
 }
 
-// A scheduler stands still right after its last look at the lease, while it ends a run, and wakes
-// up when another one conducts the run: nobody does what it says.
+// A scheduler is suspended right after its last check of the lease, while it ends a run, and
+// continues when another one conducts the run: its calls have no effect.
 func TestOldSchedulerWakesUp(t *testing.T) {
 	t.Parallel()
 	sqldbtest.Run(t, func(t *testing.T, place func(*testing.T) sqldb.Place) {
@@ -90,7 +90,7 @@ func TestOldSchedulerWakesUp(t *testing.T) {
 				w.wait(run, func(s *runv1.RunStatus) bool {
 					return s.GetRun().GetState() == scheduler.Running && s.GetRun().GetIncarnation() == 2 && s.GetQueues().GetInFlight() > 0
 				})
-				const groups = 3 // of the first step, all of which are published: they stand still, as nothing is sampled
+				const groups = 3 // of the first step, all of which are published; none is sampled
 				w.mesh.until("the new incarnation's groups", func() bool { return len(w.mesh.queue) == groups })
 				close(frozen.thaw)
 				old.stop()
@@ -112,8 +112,8 @@ func TestOldSchedulerWakesUp(t *testing.T) {
 	})
 }
 
-// Who recorded that a run has succeeded died before it removed the streams: the next scheduler
-// does.
+// A scheduler died after it recorded the success of a run and before it removed the streams. The
+// next one removes them.
 func TestStreamsOfAnEndedRunAreSwept(t *testing.T) {
 	t.Parallel()
 	w := setup(t)

@@ -86,8 +86,8 @@ func TestCancelWithDrain(t *testing.T) {
 	}
 }
 
-// While workers load the model there is no step in hand: who asks to stop then waits for nothing.
-func TestCancelWhileItStarts(t *testing.T) {
+// While workers load the model no step has begun, so a cancel with drain ends the run at once.
+func TestCancelWhileStarting(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
 	w.mesh.held, w.mesh.begins = true, learnerv1.Phase_PHASE_PREPARING
@@ -104,7 +104,7 @@ func TestCancelWhileItStarts(t *testing.T) {
 	}
 }
 
-func TestPauseHoldsWorkBack(t *testing.T) {
+func TestPauseStopsIssuing(t *testing.T) {
 	t.Parallel()
 	w, run := idle(t, plan(4, "sync", 0, false))
 	for range 2 {
@@ -152,7 +152,7 @@ func TestPauseHoldsWorkBack(t *testing.T) {
 	}
 }
 
-// A full disk pauses the run and its space lets it go on, unless somebody has paused it as well.
+// A full disk pauses the run until there is space again, unless it was paused by request as well.
 func TestDiskFullPausesTheRun(t *testing.T) {
 	t.Parallel()
 	for name, asked := range map[string]bool{"by itself": false, "paused by request too": true} {
@@ -187,8 +187,8 @@ func TestDiskFullPausesTheRun(t *testing.T) {
 	}
 }
 
-// The scheduler that comes after one that died on a full disk knows why the run is paused, and goes
-// on when there is room.
+// The next scheduler knows that the run is paused because of a full disk, and continues it when
+// there is space.
 func TestDiskFullOutlivesTheScheduler(t *testing.T) {
 	t.Parallel()
 	w, run := idle(t, plan(4, "sync", 0, false))
@@ -246,7 +246,7 @@ func TestRunsAreListedPageByPage(t *testing.T) {
 	_, err = w.generation.ListRuns(t.Context(), &runv1.ListRunsRequest{PageToken: "2"})
 	e, _ := rpcerr.From(err)
 	if rpcerr.Code(err) != codes.InvalidArgument || len(e.Violations()) != 1 || e.Violations()[0].Path != "page_token" {
-		t.Errorf("a token that is none: %v", err)
+		t.Errorf("an invalid token: %v", err)
 	}
 }
 
@@ -275,9 +275,9 @@ func TestChangedInputsAreRefusedOneByOne(t *testing.T) {
 	}
 }
 
-// A run whose inputs changed can't be resumed, for its ledger says what it consumed; the error
-// names the way that works.
-func TestResumeWithChangedInputsNamesTheWayOn(t *testing.T) {
+// A run whose inputs have changed cannot be resumed, because its ledger records what it consumed.
+// The error names the alternative.
+func TestResumeWithChangedInputsNamesTheAlternative(t *testing.T) {
 	t.Parallel()
 	w, run := idle(t, plan(4, "sync", 0, false))
 	if _, err := w.generation.CancelRun(t.Context(), &runv1.CancelRunRequest{RunId: run}); err != nil {
@@ -304,7 +304,7 @@ func TestDatasetThatChangedFailsTheRun(t *testing.T) {
 	}
 }
 
-// A run that starts from a snapshot goes on at its position and step.
+// A run that starts from a snapshot continues at its position and step.
 func TestRestoredRun(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
@@ -374,7 +374,7 @@ func TestRestoredRun(t *testing.T) {
 	}
 }
 
-func TestControllersFailureIsTheRuns(t *testing.T) {
+func TestFailureOfTheControllerFailsTheRun(t *testing.T) {
 	t.Parallel()
 	w, run := idle(t, plan(4, "sync", 0, false))
 	for _, end := range []*runv1.CompleteRunRequest{
@@ -395,7 +395,7 @@ func TestControllersFailureIsTheRuns(t *testing.T) {
 	}
 }
 
-// TestCrashLoopOfARealProcess has the local launcher start a script that fails like a worker.
+// The local launcher starts a script that fails like a worker.
 func TestCrashLoopOfARealProcess(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
@@ -462,9 +462,9 @@ func TestStatusAsksTheWorkers(t *testing.T) {
 	}
 }
 
-// TestWatchIsBounded lets the view change without a pause: a watcher hears of it at most five times
-// a second, of a change of state at once.
-func TestWatchIsBounded(t *testing.T) {
+// The view changes without pause: a watcher gets at most five messages a second, and a change of
+// state at once.
+func TestWatchIsRateLimited(t *testing.T) {
 	t.Parallel()
 	w, run := idle(t, plan(4, "sync", 0, false))
 	ctx, cancel := context.WithCancel(t.Context())
@@ -509,7 +509,7 @@ func (s *timer) Send(*runv1.WatchRunResponse) error {
 	return nil
 }
 
-func TestRefusedSurroundings(t *testing.T) {
+func TestNewRefusesMissingDependencies(t *testing.T) {
 	t.Parallel()
 	if _, err := scheduler.New(scheduler.Config{}, scheduler.Deps{}); err == nil {
 		t.Fatal("a scheduler of nothing was made")

@@ -42,7 +42,7 @@ func (w *world) whole(steps uint64) {
 	})
 }
 
-func TestARunGoesThrough(t *testing.T) {
+func TestRunSucceeds(t *testing.T) {
 	t.Parallel()
 	for name, p := range map[string]*planv1.Plan{
 		"sync": plan(5, "sync", 0, false), "async": plan(5, "async", 2, false), "sft": plan(5, "sync", 3, true),
@@ -60,7 +60,7 @@ func TestARunGoesThrough(t *testing.T) {
 			}
 			w.events.mu.Lock()
 			if len(w.events.late) > 0 {
-				t.Errorf("the run was told to have ended before these were stored: %v", w.events.late)
+				t.Errorf("the end of the run was reported before these events were stored: %v", w.events.late)
 			}
 			for _, e := range w.events.all {
 				if e.GetAttributes()["state"] == "DRAINING" && e.GetStep() != 5 {
@@ -137,9 +137,9 @@ func (b dyingBus) Publish(ctx context.Context, messages ...bus.Message) error {
 	return err
 }
 
-// TestDeathAtEveryPublish kills the scheduler after the cursor moved and before the publish, and
-// after the publish, at each of them; workers lose what they had pulled. The resumed run loses
-// nothing and repeats nothing.
+// The scheduler is killed after the cursor moved and before the publish, and after the publish, for
+// each publish; workers lose what they had pulled. The resumed run loses nothing and repeats
+// nothing.
 func TestDeathAtEveryPublish(t *testing.T) {
 	t.Parallel()
 	for mode, publishes := range map[string]int{"sync": 6, "async": 3} {
@@ -187,7 +187,7 @@ func TestDeathAtEveryPublish(t *testing.T) {
 	}
 }
 
-// TestInterruptAndResume stops the scheduler in good order in mid-run.
+// The scheduler stops regularly in the middle of a run.
 func TestInterruptAndResume(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
@@ -219,9 +219,9 @@ func TestInterruptAndResume(t *testing.T) {
 	w.whole(6)
 }
 
-// A state folder that was moved, or copied for a try, has its runs' folders with it: what a run
-// writes when it goes on belongs there.
-func TestAMovedStateFolderKeepsItsRuns(t *testing.T) {
+// A state folder that was moved or copied contains the folders of its runs: a resumed run writes
+// there.
+func TestMovedStateFolderKeepsItsRuns(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
 	w.mesh.held = true
@@ -240,15 +240,15 @@ func TestAMovedStateFolderKeepsItsRuns(t *testing.T) {
 	resumed := w.resume(run)
 	folder := filepath.Join(w.config.StateDir, "runs", run)
 	if resumed.GetDirectory() != folder || resumed.GetWeightsDirectory() != filepath.Join(folder, "weights", "v000001") {
-		t.Errorf("it goes on in %s, its weights in %s", resumed.GetDirectory(), resumed.GetWeightsDirectory())
+		t.Errorf("it continues in %s, its weights are in %s", resumed.GetDirectory(), resumed.GetWeightsDirectory())
 	}
 	w.mesh.do(func() { w.mesh.held = false })
 	w.waitState(run, scheduler.Succeeded)
 }
 
-// Steps that were committed while the process was being killed are in the ledger alone; a list
-// after the restart knows them.
-func TestListAfterAKillKnowsTheLedgersSteps(t *testing.T) {
+// Steps that were committed while the process was being killed are in the ledger alone. A list
+// after the restart contains them.
+func TestListAfterAKillHasTheStepsOfTheLedger(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
 	w.mesh.held = true
@@ -288,15 +288,15 @@ func TestResumeOnStart(t *testing.T) {
 	w.waitState(run, scheduler.Succeeded)
 	w.whole(2)
 	w.mesh.read(func() {
-		if w.mesh.twins != 0 {
-			t.Errorf("%d groups of the dead incarnation were sampled as well", w.mesh.twins)
+		if w.mesh.duplicates != 0 {
+			t.Errorf("%d groups of the dead incarnation were sampled as well", w.mesh.duplicates)
 		}
 	})
 }
 
-// However often a scheduler that goes on by itself dies or stops, also before it could begin or
-// while the planner is away, the next one goes on; a paused run stays paused.
-func TestTheNextSchedulerGoesOn(t *testing.T) {
+// With ResumeOnStart, each next scheduler continues the run, no matter how often one dies or stops,
+// also before it began or while the planner is unavailable. A paused run stays paused.
+func TestNextSchedulerContinuesTheRun(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
 	w.config.ResumeOnStart = true
@@ -338,9 +338,8 @@ func TestTheNextSchedulerGoesOn(t *testing.T) {
 	w.whole(2)
 }
 
-// A store that is away for a moment while a run begins, or streams that are gone, are no reason for
-// the run to fail.
-func TestARunBeginsAgain(t *testing.T) {
+// A store that is unavailable while a run starts, or missing streams, do not fail the run.
+func TestPartsAreRestarted(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
 	gone := &goneOnce{}
@@ -373,9 +372,9 @@ func (g *goneOnce) Publish(ctx context.Context, messages ...bus.Message) error {
 	return g.Bus.Publish(ctx, messages...)
 }
 
-// NATS servers without room for the work: the run says what it waits for, warns once, and goes on
-// when there is room.
-func TestServersWithoutRoom(t *testing.T) {
+// If the NATS servers have no space for the work, the run shows what it waits for, warns once, and
+// continues when there is space.
+func TestServersWithoutSpace(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
 	full := &fullBus{refused: make(chan struct{})}
@@ -385,7 +384,7 @@ func TestServersWithoutRoom(t *testing.T) {
 	w.start()
 	run := w.create(plan(2, "sync", 0, false)).GetRunId()
 	w.wait(run, func(s *runv1.RunStatus) bool {
-		return strings.Contains(s.GetWaitingFor(), "publishing prompt groups (NATS") && strings.Contains(s.GetWaitingFor(), "no room")
+		return strings.Contains(s.GetWaitingFor(), "publishing prompt groups (NATS") && strings.Contains(s.GetWaitingFor(), "are full")
 	})
 	for range 3 {
 		<-full.refused
@@ -400,7 +399,7 @@ func TestServersWithoutRoom(t *testing.T) {
 	}
 }
 
-// fullBus is a bus of servers that have no room, and keeps the scheduler's log.
+// fullBus is a bus of servers without space; it keeps the log of the scheduler.
 type fullBus struct {
 	scheduler.Bus
 	full    atomic.Bool
@@ -426,7 +425,7 @@ func (f *fullBus) Write(data []byte) (int, error) {
 	return f.text.Write(data)
 }
 
-// A group that fails twice is left out; one that goes stale three times is not.
+// A group that fails twice is excluded; a group that becomes stale three times is not.
 func TestFailedAttempts(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
@@ -459,7 +458,7 @@ func TestFailedAttempts(t *testing.T) {
 		for _, g := range w.mesh.published {
 			attempts[g.GetPosition()]++
 			if first := w.mesh.published[g.GetPosition()]; g.GetPosition() < 3 && !slices.Equal(g.GetSeeds(), first.GetSeeds()) {
-				t.Errorf("an attempt has seeds of its own: %v", g)
+				t.Errorf("another attempt has other seeds: %v", g)
 			}
 		}
 	})
@@ -505,7 +504,7 @@ func TestCrashLoopFailsTheRun(t *testing.T) {
 	w.whole(2)
 }
 
-func TestWorkersAreStartedWithWhatTheyNeed(t *testing.T) {
+func TestSpecsOfWorkers(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
 	w.mesh.outcome = func(g *runv1.PromptGroup) (string, bool) {
@@ -541,7 +540,7 @@ func TestWorkersAreStartedWithWhatTheyNeed(t *testing.T) {
 		!strings.HasPrefix(command.Log, filepath.Join(run.GetDirectory(), "workers")) {
 		t.Errorf("command %+v", command)
 	}
-	// One that is started in mid-run begins with the newest weights.
+	// A worker that starts in the middle of a run loads the newest weights.
 	newest := filepath.Join(run.GetDirectory(), "weights", "v000002")
 	if err := os.MkdirAll(newest, 0o700); err != nil {
 		t.Fatal(err)

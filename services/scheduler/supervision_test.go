@@ -11,9 +11,8 @@ import (
 	"github.com/rollout-rl/rollout/services/scheduler"
 )
 
-// Another process that registers as a worker of the run, with an old proof or none, neither counts
-// as this worker nor is verified for the controller. The process that the launcher started is
-// accepted although it registers another PID.
+// A process that registers as a worker of the run with an old proof or none is neither used nor
+// verified for the controller. The launched process is accepted although it registers another PID.
 func TestOnlyTheLaunchedProcessIsAccepted(t *testing.T) {
 	w := setup(t)
 	w.mesh.do(func() { w.mesh.held = true })
@@ -61,8 +60,8 @@ func TestOnlyTheLaunchedProcessIsAccepted(t *testing.T) {
 	}
 }
 
-// Threads that spin pay where nobody else wants the cores: a run beside another, and engine and
-// learner of an async run, sleep.
+// Spinning threads pay only if nothing else needs the cores: the threads of two parallel runs
+// sleep, and so do those of engine and learner in async mode.
 func TestOnlyARunThatIsAloneSpins(t *testing.T) {
 	t.Parallel()
 	for mode, wants := range map[string][]bool{"sync": {true, false}, "async": {false}} {
@@ -86,8 +85,8 @@ func TestOnlyARunThatIsAloneSpins(t *testing.T) {
 	}
 }
 
-// Whatever else a run waits for while NATS is away, it is told that it is.
-func TestAWaitForNATSIsTold(t *testing.T) {
+// While NATS is unavailable, the run shows that as a wait, in addition to its other waits.
+func TestWaitForNATSIsShown(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
 	w.mesh.held = true // no run ends

@@ -11,9 +11,9 @@ import (
 	"github.com/rollout-rl/rollout/services/scheduler/launch"
 )
 
-// The process that feeds the sinks may crash as often as it likes: it is started a few times, and
-// the run hears nothing of it.
-func TestSinksThatCrashDisturbNothing(t *testing.T) {
+// The process that writes to the trackers is started a few times if it crashes, and the run
+// continues.
+func TestCrashesOfTrackersDoNotAffectTheRun(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
 	w.mesh.held = true
@@ -48,7 +48,7 @@ func TestSinksThatCrashDisturbNothing(t *testing.T) {
 	}
 	for _, worker := range status.GetStatus().GetWorkers() {
 		if worker.GetKind() == "sinks" {
-			t.Errorf("the sinks count as a worker: %v", worker)
+			t.Errorf("the process of the trackers counts as a worker: %v", worker)
 		}
 	}
 	if spec := w.launcher.spec("sinks-0", 0); spec.GetKind() != "sinks" || spec.GetRunId() != run || spec.GetThreads() != 1 || spec.GetToken() != "s3cret" {
@@ -67,8 +67,8 @@ func TestSinksThatCrashDisturbNothing(t *testing.T) {
 	}
 }
 
-// The process outlives the run, which does not wait for it; where the service stops it goes too.
-func TestSinksMayHearOfTheEnd(t *testing.T) {
+// The process outlives the run, which does not wait for it. It stops with the service.
+func TestTrackersOutliveTheRun(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
 	p := plan(5, "sync", 0, false)
@@ -85,12 +85,12 @@ func TestSinksMayHearOfTheEnd(t *testing.T) {
 	}
 }
 
-func TestWithoutSinksThereIsNoProcess(t *testing.T) {
+func TestNoProcessWithoutTrackers(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
 	w.start()
 	w.waitState(w.create(plan(5, "sync", 0, false)).GetRunId(), scheduler.Succeeded)
 	if w.launcher.spec("sinks-0", 0) != nil {
-		t.Error("sinks were started")
+		t.Error("trackers were started")
 	}
 }

@@ -38,7 +38,7 @@ import (
 	"github.com/rollout-rl/rollout/services/scheduler/sqlstore"
 )
 
-// world is everything around a scheduler: services that keep their state when the scheduler dies,
+// world is the surroundings of a scheduler: services that keep their state when the scheduler dies,
 // and workers that sample what is published.
 type world struct {
 	t         *testing.T
@@ -51,7 +51,7 @@ type world struct {
 	launcher  *launcher
 	events    *events
 	config    scheduler.Config
-	// realLauncher starts real processes, where it is set.
+	// realLauncher starts real processes; nil: launcher.
 	realLauncher launch.Launcher
 	wrapBus      func(scheduler.Bus) scheduler.Bus
 	dial         func(address string) (scheduler.Conn, error)
@@ -153,7 +153,7 @@ func (w *world) start() *generation {
 	return g
 }
 
-// kill ends the scheduler as a power cut would: nothing that it does afterwards has an effect.
+// kill ends the scheduler as a power cut would: later calls of it have no effect.
 func (w *world) kill() {
 	w.generation.gate.close()
 	w.generation.stop()
@@ -191,7 +191,7 @@ func (w *world) create(p *planv1.Plan) *scheduler.Run {
 	return resp.GetRun()
 }
 
-// wait follows a run until what is true of its status.
+// wait watches a run until its status matches.
 func (w *world) wait(run string, what func(*runv1.RunStatus) bool) *runv1.RunStatus {
 	w.t.Helper()
 	ctx, cancel := context.WithTimeout(w.t.Context(), 2*time.Minute)
@@ -239,7 +239,7 @@ type planner struct {
 	plan     *planv1.Plan
 	problems []*planv1.Problem
 	asked    int
-	away     atomic.Int32 // so many calls find nobody
+	away     atomic.Int32 // this many calls fail
 }
 
 func (p *planner) set(plan *planv1.Plan) {
@@ -252,7 +252,7 @@ func (p *planner) set(plan *planv1.Plan) {
 
 func (p *planner) VerifyPlan(context.Context, *planv1.VerifyPlanRequest, ...grpc.CallOption) (*planv1.VerifyPlanResponse, error) {
 	if p.away.Add(-1) >= 0 {
-		return nil, status.Error(codes.Unavailable, "nobody there")
+		return nil, status.Error(codes.Unavailable, "unavailable")
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -275,12 +275,12 @@ func (s *snapshots) PinSnapshot(_ context.Context, in *snapshotv1.PinSnapshotReq
 }
 
 type events struct {
-	onEmit func(*eventv1.Event) // told of each event, where it is set
+	onEmit func(*eventv1.Event) // called with each event; may be nil
 	mu     sync.Mutex
 	all    []*eventv1.Event
 
 	flushed, stored int              // how many are on the bus, and in the storage
-	late            []*eventv1.Event // those that were not stored when a run was told to have succeeded
+	late            []*eventv1.Event // events that were not stored when a success was reported
 }
 
 // Flush implements scheduler.Events.
@@ -354,7 +354,7 @@ func (r *registry) change(name string, change func([]discovery.Instance) []disco
 
 // launcher starts workers that register at once and live until they are stopped or crashed.
 type launcher struct {
-	onLaunch func(*runv1.WorkerSpec) // told of each start, where it is set
+	onLaunch func(*runv1.WorkerSpec) // called at each start; may be nil
 	registry *registry
 	mu       sync.Mutex
 	commands []launch.Command
@@ -473,14 +473,14 @@ func (l *launcher) spec(worker string, nth int) *runv1.WorkerSpec {
 	return nil
 }
 
-// gate lets nothing through once it is closed.
+// gate fails all calls once it is closed.
 type gate struct {
 	closed atomic.Bool
 	away   atomic.Int32 // so many reads of a cursor fail
 	frozen atomic.Pointer[freeze]
 }
 
-// freeze is where a process stands still, until it is thawed.
+// freeze is the call at which a process is suspended until it is thawed.
 type freeze struct {
 	at            string
 	reached, thaw chan struct{}
@@ -492,7 +492,7 @@ func (g *gate) freeze(at string) *freeze {
 	return f
 }
 
-// pass is err for a call at which the process may stand still.
+// pass returns err at a call where the process may be suspended.
 func (g *gate) pass(at string) error {
 	if f := g.frozen.Load(); f != nil && f.at == at && g.frozen.CompareAndSwap(f, nil) {
 		close(f.reached)

@@ -143,7 +143,7 @@ func TestFileReadsRowsByIndex(t *testing.T) {
 	}
 }
 
-func TestFileThatIsNotThePlannedOne(t *testing.T) {
+func TestOpenRefusesAChangedFile(t *testing.T) {
 	t.Parallel()
 	path, digest := write(t, "{}\n{}\n")
 	for name, c := range map[string]struct {
@@ -161,7 +161,7 @@ func TestFileThatIsNotThePlannedOne(t *testing.T) {
 	}
 }
 
-func TestFileThatChangesWhileItIsRead(t *testing.T) {
+func TestRowRefusesAChangedFile(t *testing.T) {
 	t.Parallel()
 	path, digest := write(t, "{\"a\":1}\n{\"a\":2}\n")
 	f, err := dataset.Open(path, digest, 2)

@@ -93,7 +93,7 @@ func (m *drawModel) lease() string {
 	if take < m.w.GroupsPerStep && take+skip < most {
 		return ""
 	}
-	if take == 0 { // such a run fails; this one goes on
+	if take == 0 { // a real run fails here; the model continues
 		m.ledger.Step++
 	}
 	taken := from[:take+skip]
@@ -126,7 +126,7 @@ func TestRefill(t *testing.T) {
 				return false
 			}
 			if turns > 100_000 {
-				t.Logf("%+v stands still at %v: %d issued, %d in flight", w, m.ledger, m.issued, len(m.min))
+				t.Logf("%+v makes no progress at %v: %d issued, %d in flight", w, m.ledger, m.issued, len(m.min))
 				return false
 			}
 		}

@@ -27,7 +27,7 @@ func (m *model) outstanding() uint64 {
 	return m.issued - m.w.First - m.consumed - m.excluded - uint64(len(m.leased))
 }
 
-// turn does one random thing. It returns what is wrong, or "".
+// turn takes one random action. It returns a violated rule, or "".
 func (m *model) turn() string {
 	switch m.rng.IntN(4) {
 	case 0, 1:
@@ -129,7 +129,7 @@ func TestStalenessBound(t *testing.T) {
 				return false
 			}
 			if turns > 100_000 {
-				t.Logf("%+v stands still at step %d: %d issued, %d open, %d ready", w, m.step, m.issued, len(m.open), len(m.ready))
+				t.Logf("%+v makes no progress at step %d: %d issued, %d open, %d ready", w, m.step, m.issued, len(m.open), len(m.ready))
 				return false
 			}
 		}

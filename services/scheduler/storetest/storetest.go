@@ -1,4 +1,4 @@
-// Package storetest is the suite that every scheduler.Store passes.
+// Package storetest is the conformance suite of scheduler.Store.
 package storetest
 
 import (
@@ -16,10 +16,10 @@ import (
 	"github.com/rollout-rl/rollout/services/scheduler"
 )
 
-// Run runs the suite; open gives an empty store that is closed with the test.
+// Run runs the suite. open returns an empty store, which is closed when the test ends.
 func Run(t *testing.T, open func(t *testing.T) scheduler.Store) {
 	for name, test := range map[string]func(*testing.T, scheduler.Store){
-		"create once a key":         createOnceAKey,
+		"create is idempotent":      createIsIdempotent,
 		"update":                    update,
 		"updates follow each other": updatesFollowEachOther,
 		"cursor":                    cursor,
@@ -34,7 +34,7 @@ func Run(t *testing.T, open func(t *testing.T) scheduler.Store) {
 	}
 }
 
-// Sample is a run's record.
+// Sample makes the record of a run.
 func Sample(id, name string, state scheduler.State) *scheduler.Run {
 	return &scheduler.Run{RunId: id, Name: name, State: state, Plan: &planv1.Plan{Format: planformat.Format}, Incarnation: 1}
 }
@@ -48,7 +48,7 @@ func create(t *testing.T, s scheduler.Store, id, name string, state scheduler.St
 	return run
 }
 
-func createOnceAKey(t *testing.T, s scheduler.Store) {
+func createIsIdempotent(t *testing.T, s scheduler.Store) {
 	first, err := s.Create(t.Context(), Sample("run-1", "a", scheduler.Pending), "key", scheduler.Cursor{Position: 9, First: 9, FirstStep: 3})
 	if err != nil {
 		t.Fatal(err)
@@ -66,7 +66,7 @@ func createOnceAKey(t *testing.T, s scheduler.Store) {
 	if _, err := s.Get(t.Context(), "run-2"); !errors.Is(err, scheduler.ErrNotFound) {
 		t.Fatalf("the repeat was kept: %v", err)
 	}
-	create(t, s, "run-3", "a", scheduler.Pending) // runs without a key are no twins
+	create(t, s, "run-3", "a", scheduler.Pending) // runs without a key are not duplicates
 	create(t, s, "run-4", "a", scheduler.Pending)
 	if _, err := s.Create(t.Context(), Sample("run-3", "a", scheduler.Pending), "", scheduler.Cursor{}); err == nil {
 		t.Fatal("an id was used twice")
