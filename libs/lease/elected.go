@@ -24,7 +24,7 @@ type Elected struct {
 	candidate *Candidate
 	make      func(epoch uint64) (Service, error)
 	began     func(ctx context.Context, epoch uint64) func()
-	router      *router
+	router    *router
 	shape     *record
 }
 

@@ -1,7 +1,7 @@
 // Package lease lets one of several processes act, and refuses the others at the database.
 //
 // A lease is a row in a service's own database: who holds it, and an epoch that grows with each
-// holder. The holder renews it; who waits takes it when it was not renewed for a TTL. Clocks of
+// holder. The holder renews it; a candidate takes it if it was not renewed for a TTL. Clocks of
 // different machines are never compared: a candidate watches the row for a TTL of its own clock,
 // and the holder gives up when its own last renewal began a TTL ago.
 //
