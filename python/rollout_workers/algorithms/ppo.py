@@ -30,13 +30,15 @@ class PpoConfig(PolicyConfig):
     gae_lambda: float = 0.95
     """Between 0, the critic's word for all that comes, and 1, the sampled return."""
     value_clip: float = 0.2
-    """How far a value may move from what it was before the first update before its loss stops to fall; 0: no bound."""
+    """How far a value may move from what it was before the first update before its loss stops to
+    fall; 0: no bound."""
     value_coefficient: float = 0.1
-    """Weight of the value loss beside the policy's."""
+    """Weight of the value loss relative to the policy loss."""
     whiten_advantages: bool = True
     """Whether advantages are normalised over the tokens of the batch."""
     critic: str = "head"
-    """``head``: a scalar head on the policy's own last hidden states. ``network``: a model of its own."""
+    """``head``: a scalar head on the policy's own last hidden states. ``network``: a separate
+    model."""
     critic_learning_rate: float = 1e-5
     """Peak learning rate of a critic ``network``."""
 
@@ -46,7 +48,8 @@ class PpoConfig(PolicyConfig):
 
 
 def ppo(config: PpoConfig) -> Algorithm:
-    """PPO as an algorithm: ``surrogate.policy_loss``, advantages and returns from ``estimate``, and ``value_loss``."""
+    """PPO as an algorithm: ``surrogate.policy_loss``, advantages and returns from ``estimate``, and
+    ``value_loss``."""
     algorithm = policy_algorithm("ppo", config, estimate=partial(estimate, config=config), critic=True)
     return replace(algorithm, value_loss=partial(value_loss, config=config))
 
@@ -54,12 +57,13 @@ def ppo(config: PpoConfig) -> Algorithm:
 def estimate(batch: EstimatorBatch, *, config: PpoConfig) -> Estimate:
     """Generalised advantages and the critic's targets.
 
-    A token's reward is its token reward, if any, less ``kl_coefficient`` times its divergence where that is in the reward; the
-    sample's reward stands at its last token. Returns are ``advantage + value`` before the advantages are whitened.
+    A token's reward is its token reward, if any, less ``kl_coefficient`` times its divergence where
+    that is in the reward; the sample's reward stands at its last token. Returns are ``advantage +
+    value`` before the advantages are whitened.
 
-    float64 [S] rewards; float64 [T] token rewards, logprobs and values. Mask: the tokens are those that carry loss; a sample
-    without one loses its reward. Returns float64 [T] advantages and returns. Raises ``ValueError`` where the batch lacks
-    something.
+    float64 [S] rewards; float64 [T] token rewards, logprobs and values. Mask: the tokens are those
+    that carry loss; a sample without one loses its reward. Returns float64 [T] advantages and
+    returns. Raises ``ValueError`` where the batch lacks something.
     """
     metrics: dict[str, float] = {}
     per_token = batch.rewards.new_zeros(batch.sample.shape) if batch.token_rewards is None else batch.token_rewards
@@ -80,9 +84,10 @@ def estimate(batch: EstimatorBatch, *, config: PpoConfig) -> Estimate:
 def gae(rewards: Tensor, values: Tensor, sample: Tensor, *, gamma: float, gae_lambda: float) -> Tensor:
     """Generalised advantage estimation (Schulman et al., arXiv 1506.02438, equation 16).
 
-    ``A_t = sum over l of (gamma lambda)^l (r_{t+l} + gamma V_{t+l+1} - V_{t+l})``, within a sample; after its last token the
-    value is 0. Tokens between two trained ones (a tool's answer) are not there: the next trained token follows at once.
-    rewards, values: float64 [T]. sample: int64 [T], ascending. Returns float64 [T].
+    ``A_t = sum over l of (gamma lambda)^l (r_{t+l} + gamma V_{t+l+1} - V_{t+l})``, within a sample;
+    after its last token the value is 0. Tokens between two trained ones (a tool's answer) are not
+    there: the next trained token follows at once. rewards, values: float64 [T]. sample: int64 [T],
+    ascending. Returns float64 [T].
     """
     out = torch.empty_like(values)
     reward, value, ids = rewards.tolist(), values.tolist(), sample.tolist()
@@ -97,11 +102,12 @@ def gae(rewards: Tensor, values: Tensor, sample: Tensor, *, gamma: float, gae_la
 
 
 def value_loss(batch: ValueBatch, *, config: PpoConfig) -> LossTerms:
-    """``value_coefficient * max((V - R)^2, (clip(V, V_old +- value_clip) - R)^2) / 2``, the mean over the batch's tokens.
+    """``value_coefficient * max((V - R)^2, (clip(V, V_old +- value_clip) - R)^2) / 2``, the mean
+    over the batch's tokens.
 
-    float32 [N] each. Mask: the tokens are those that carry loss. Reduction: the sum over ``normalizer``, the tokens of the whole
-    batch. Sums: ``value/loss`` (without the coefficient), ``value/clip_fraction`` (tokens without gradient),
-    ``value/mean``, ``value/error`` (absolute).
+    float32 [N] each. Mask: the tokens are those that carry loss. Reduction: the sum over
+    ``normalizer``, the tokens of the whole batch. Sums: ``value/loss`` (without the coefficient),
+    ``value/clip_fraction`` (tokens without gradient), ``value/mean``, ``value/error`` (absolute).
     """
     error = (batch.values - batch.returns).square()
     sums = {"value/mean": batch.values.sum(), "value/error": (batch.values - batch.returns).abs().sum()}

@@ -83,7 +83,7 @@ class LayerKernels:
 
 @functools.cache
 def layer_kernels() -> LayerKernels | None:
-    """The compiled kernels; None if there are none, then torch's operations are used."""
+    """The compiled kernels; None if they are not compiled."""
     return loaded(LayerKernels, "layers")
 
 

@@ -1,4 +1,5 @@
-"""The rows of a dataset: JSON Lines or Parquet, each as the JSON text that prompts and rewards are made of."""
+"""The rows of a dataset: JSON Lines or Parquet, each as the JSON text that prompts and rewards are
+made of."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ def digest(path: str) -> str:
 
 
 def read_rows(path: str, limit: int) -> list[bytes]:
-    """The first ``limit`` rows (0: all), in order. Blank lines are no rows. Raises :class:`BadDataset`, :class:`MissingFile`,
-    :class:`LibraryMissing`."""
+    """The first ``limit`` rows (0: all), in order. Blank lines do not count. Raises
+    :class:`BadDataset`, :class:`MissingFile`, :class:`LibraryMissing`."""
     rows = _parquet(path, limit) if path.endswith(".parquet") else _lines(path, limit)
     if not rows:
         raise BadDataset(f"{path} holds no rows", fix="name another dataset with --data")
@@ -55,7 +56,7 @@ def _check(line: bytes, place: Place) -> None:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise BadDataset(
-            "the row holds half of a surrogate pair, which is no character", fix="write whole characters", place=place
+            "the row holds half of a surrogate pair, which is not a character", fix="write whole characters", place=place
         ) from error
     if not isinstance(row, dict):
         raise BadDataset(f"the row is a {type(row).__name__}, not an object", fix="write one JSON object a line", place=place)
@@ -74,7 +75,7 @@ def _parquet(path: str, limit: int) -> list[bytes]:
     except FileNotFoundError as error:
         raise MissingFile(f"can't read {path}: {error.strerror}", fix="correct the path") from error
     except (OSError, ValueError) as error:  # pyarrow.ArrowInvalid is a ValueError
-        raise BadDataset(f"{path} is no Parquet file: {error}") from error
+        raise BadDataset(f"{path} is not a Parquet file: {error}") from error
     return rows
 
 

@@ -34,7 +34,7 @@ class MissingFile(BatchError):
 
 
 class BadDataset(BatchError):
-    """The dataset holds no rows, or something that is no row."""
+    """The dataset has no rows, or a line that is not a row."""
 
     reason: ClassVar[str] = "BAD_ROW"
 

@@ -1,8 +1,9 @@
 """What is done of a batch, durable while it runs: ``OUTPUT.journal``.
 
-The first line holds the inputs that everything depends on; each further line is one row of the dataset with all its samples, in
-the order in which they were finished. Lines are only ever appended. A process that is killed leaves at most half a line at the
-end, which is cut off when the journal is opened again.
+The first line holds the inputs that everything depends on; each further line is one row of the
+dataset with all its samples, in the order in which they were finished. Lines are only ever
+appended. A process that is killed leaves at most half a line at the end, which is cut off when the
+journal is opened again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _MOST_NAMED = 8
 
 
 class Journal:
-    """An open journal, locked against other processes. ``done``: rows that need not be sampled again."""
+    """An open journal, locked against other processes. ``done``: rows that need not be sampled
+    again."""
 
     def __init__(self, path: str, descriptor: int) -> None:
         self.path = path
@@ -34,9 +36,10 @@ class Journal:
 
     @classmethod
     def open(cls, path: str, inputs: Mapping[str, Any], *, restart: bool) -> Journal:
-        """Begin a journal, or go on with the one that is there. restart: forget what is there.
+        """Start a journal, or continue an existing one. restart: discard an existing one.
 
-        Raises :class:`InputsChanged` naming what differs, :class:`JournalBusy`, :class:`JournalDamaged`, :class:`CannotWrite`.
+        Raises :class:`InputsChanged` naming what differs, :class:`JournalBusy`,
+        :class:`JournalDamaged`, :class:`CannotWrite`.
         """
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -63,8 +66,8 @@ class Journal:
         return self._at.keys() - self._failed
 
     def append(self, row: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Keep a row; what was kept of it before counts no more. It outlives a kill at once and a power cut a second later.
-        Raises :class:`CannotWrite`."""
+        """Keep a row; what was kept of it before counts no more. It outlives a kill at once and a
+        power cut a second later. Raises :class:`CannotWrite`."""
         try:
             self._at[row] = self._file.seek(0, os.SEEK_END)
             self._file.write(_line({"row": row, "samples": samples}))
@@ -133,7 +136,8 @@ class Journal:
             (self._failed.add if failed else self._failed.discard)(row)
 
     def _lines(self, start: int) -> Iterator[tuple[int, int, bool]]:
-        """(offset, row, whether a sample failed) of each line; half a line at the end is cut off."""
+        """(offset, row, whether a sample failed) of each line; half a line at the end is cut
+        off."""
         size = os.fstat(self._file.fileno()).st_size
         while line := self._file.readline():
             end = start + len(line)

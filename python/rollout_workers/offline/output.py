@@ -1,18 +1,15 @@
-"""The output: one record a sample, by row and sample, as Parquet or JSON Lines. Same records, same bytes.
+"""The output: one record a sample, by row and sample, as Parquet or JSON Lines. Same records, same
+bytes.
 
-row            place of the row in the dataset, from 0 (int64)
-sample         which of the row's samples, from 0 (int32)
-prompt         as the model read it, special tokens left out
-completion     what the model said, special tokens and stop text left out
-prompt_tokens, completion_tokens   (int32)
-finish_reason  "stop" or "length"; null where nothing was sampled
-status         COMPLETED, TRUNCATED (the token limit ended it) or INFRA_FAILED
-reason         of INFRA_FAILED, such as REWARD_TIMEOUT; else null
-score          the reward (float64); null where there is none: without [reward], and for INFRA_FAILED
-score_parts    the reward's further numbers by name (Parquet: map<string, float64>)
-seed           of the sample (int64)
-model_digest   of the weights that sampled it
-data           the dataset's row (Parquet: as JSON text)
+row            place of the row in the dataset, from 0 (int64) sample         which of the row's
+samples, from 0 (int32) prompt         as the model read it, special tokens left out completion
+what the model said, special tokens and stop text left out prompt_tokens, completion_tokens
+(int32) finish_reason  "stop" or "length"; null where nothing was sampled status         COMPLETED,
+TRUNCATED (the token limit ended it) or INFRA_FAILED reason         of INFRA_FAILED, such as
+REWARD_TIMEOUT; else null score          the reward (float64); null where there is none: without
+[reward], and for INFRA_FAILED score_parts    the reward's further numbers by name (Parquet:
+map<string, float64>) seed           of the sample (int64) model_digest   of the weights that
+sampled it data           the dataset's row (Parquet: as JSON text)
 """
 
 from __future__ import annotations
@@ -31,8 +28,8 @@ _ROW_GROUP = 8192
 
 
 def write(path: str, records: Iterable[Record], inputs: Mapping[str, Any]) -> None:
-    """Write all of it under a name of its own, then rename: there is a whole file or none. inputs: kept in a Parquet file's
-    metadata as ``rollout.inputs``. Raises :class:`CannotWrite`."""
+    """Write to a temporary name, then rename, so that the file is complete or missing. inputs: kept
+    in a Parquet file's metadata as ``rollout.inputs``. Raises :class:`CannotWrite`."""
     temporary = path + ".part"
     try:
         if path.endswith(".parquet"):

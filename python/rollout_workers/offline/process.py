@@ -1,8 +1,9 @@
-"""The process behind ``rollout infer batch``: no mesh, no services; a model, a dataset, a reward and an output.
+"""The process behind ``rollout infer batch``: without services: a model, a dataset, a reward, and
+an output.
 
-Standard output gets one JSON object a line: ``loading`` (the model), ``begin`` (what there is to do), ``progress`` (twice a
-second), and in the end one of ``end``, ``interrupted`` and ``error``. A kill at any moment loses at most the rows in flight: the
-same spec goes on from the journal.
+Standard output gets one JSON object a line: ``loading`` (the model), ``begin`` (what there is to
+do), ``progress`` (twice a second), and in the end one of ``end``, ``interrupted`` and ``error``. A
+kill at any moment loses at most the rows in flight: the same spec continues from the journal.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _SHOWN = 3
 
 
 def infer(path: str) -> int:
-    """Do what the spec at ``path`` says. Returns the exit code."""
+    """Run the batch that the spec at ``path`` describes. Returns the exit code."""
     try:
         spec = load_spec(path)
         os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
@@ -104,7 +105,7 @@ class _Batch:
             await model.engine.shutdown()
 
     async def _sample(self, model: Any, rows: list[bytes], journal: Journal) -> bool:
-        """Whether it was told to stop before it was done."""
+        """Whether it was stopped before it finished."""
         from rollout_workers.data.prompts import PromptReader
         from rollout_workers.environments.episode import EpisodeRunner
         from rollout_workers.environments.single_turn import SingleTurn
@@ -140,7 +141,8 @@ class _Batch:
         return self._stop.is_set() and len(journal.done) < len(rows)
 
     def _finish(self, journal: Journal, rows: list[bytes], digest: str, inputs: dict[str, Any]) -> None:
-        """Write the output and say what is in it; with failures that nobody allowed there is none."""
+        """Write the output and log a summary. Failures prevent the output unless they are
+        allowed."""
         spec = self._spec
         statuses, failures = Counter[str](), Counter[str]()
         tokens, scored, total = 0, 0, 0.0

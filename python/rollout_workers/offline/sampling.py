@@ -1,4 +1,4 @@
-"""Rows into samples: what is not in the journal yet is sampled, scored and kept, many rows at a time."""
+"""Samples and scores the rows that are not in the journal yet, many rows at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollout_workers.engines.base import SampleOutput
 from rollout_workers.environments.episode import Episode, EpisodeRunner, FinishedGroup, sample_seed
 from rollout_workers.offline.journal import Journal
 
-_IN_FLIGHT = 3  # parts that are worked on at a time: one decodes, one is scored, one waits
+_IN_FLIGHT = 3  # concurrent parts: one decodes, one is scored, one waits
 _TELL_SECONDS = 0.5
 
 
@@ -31,7 +31,7 @@ class Tally:
     began: float = field(default_factory=time.monotonic)
 
     def take(self, samples: Sequence[dict[str, Any]]) -> None:
-        """Count the samples of one more row."""
+        """Count the samples of a row."""
         self.rows += 1
         for sample in samples:
             self.samples += 1
@@ -63,9 +63,11 @@ async def sample(
     stop: asyncio.Event,
     tell: Callable[[Tally], None],
 ) -> Tally:
-    """Return when every row is in the journal, or soon after ``stop`` is set: what is unfinished is then given up.
+    """Return when every row is in the journal, or soon after ``stop`` is set: what is unfinished is
+    then given up.
 
-    scores: whether anything is scored. tell: called with how far it is, twice a second. Raises ``CannotWrite``.
+    scores: whether anything is scored. tell: called with how far it is, twice a second. Raises
+    ``CannotWrite``.
     """
     missing = [row for row in range(len(rows)) if row not in journal.done]
     tally = Tally(rows=len(rows) - len(missing))

@@ -23,7 +23,7 @@ Ids = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A score, or the reason why there is none."""
+    """A score, or the reason for a missing one."""
 
     score: float = 0.0
     reason: str = ""
@@ -31,7 +31,8 @@ class Scored:
 
 
 class RewardModel:
-    """Scores completions as training did: at the last token, which is the end of the sequence. Blocks; one call at a time."""
+    """Scores completions as training did: at the last token, which is the end of the sequence.
+    Blocks; one call at a time."""
 
     def __init__(
         self,
@@ -45,12 +46,13 @@ class RewardModel:
     ) -> None:
         """Load. Raises ``BadSettings`` for a folder without a trained head.
 
-        end: id of the end of a sequence, appended to a completion that lacks it. tokens: most positions of a forward pass.
-        alone: each completion by itself, so that its score does not depend on its neighbours by a bit. device: where it computes;
-        None is the first GPU, else the CPU.
+        end: id of the end of a sequence, appended to a completion that lacks it. tokens: most
+        positions of a forward pass. alone: each completion by itself, so that its score does not
+        depend on its neighbours by a bit. device: where it computes; None is the first GPU, else
+        the CPU.
         """
         if not _has_head(Path(directory)):
-            raise BadSettings(f"{os.fspath(directory)} is no reward model: no file in it has the tensor `score.weight`")
+            raise BadSettings(f"{os.fspath(directory)} is not a reward model: no file in it has the tensor `score.weight`")
         self._scorer = Scorer.load(directory, dtype=dtype, device=device)
         self._end, self._tokens, self._alone = end, tokens, alone
         config = self._scorer.model.config.get_text_config()
@@ -59,9 +61,10 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, groups: Sequence[tuple[Ids, Sequence[Ids]]], given_up: Callable[[], bool] = lambda: False) -> list[Scored]:
-        """groups: prompt int32[P] with its completions int32[N] each. One result a completion, in order.
+        """groups: prompt int32[P] with its completions int32[N] each. One result a completion, in
+        order.
 
-        given_up: asked between forward passes; once it says so nobody waits for the answer, and the rest is left undone.
+        given_up: called between forward passes; once it returns True the rest is skipped.
         """
         samples: list[TrainSample] = []
         for number, (prompt, completions) in enumerate(groups):

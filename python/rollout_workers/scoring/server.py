@@ -17,7 +17,8 @@ from rollout_workers.worker.status import RunMismatch
 
 
 class RewardServer(RewardWorkerServiceServicer):
-    """The servicer. Requests are scored one after the other in one thread, beside the event loop."""
+    """The servicer. One thread, separate from the event loop, scores requests one after the
+    other."""
 
     def __init__(self, who: Identity, model: RewardModel) -> None:
         self._who, self._model = who, model

@@ -1,4 +1,5 @@
-"""Feeds one sink in a thread of its own, so that one that hangs or fails disturbs nobody."""
+"""Feeds one tracker in its own thread, so that a tracker that hangs or fails does not affect the
+others."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds between two tries of a sink 
 
 @dataclass(slots=True)
 class Tally:
-    """What became of a sink. written: records. known: those that it had already. failures: tries that failed."""
+    """What became of a sink. written: records. known: those that it had already. failures: tries
+    that failed."""
 
     where: str = ""
     written: int = 0
@@ -35,10 +37,12 @@ class Tally:
 
 
 class Feed:
-    """Hands what a source gives to a sink, trying again what fails: the sink is opened anew then and says what it has."""
+    """Passes events from a source to a tracker. After a failure it reopens the tracker and
+    continues after the last stored step."""
 
     def __init__(self, sink: Sink, source: Source, warn: Callable[[str, str], None], *, tries: int | None = None) -> None:
-        """warn: told (sink, message), from the feed's thread, of the first failure. tries: None goes on for ever."""
+        """warn: called with (tracker, message) from the feed's thread on the first failure. tries:
+        None is unlimited."""
         self.name, self.tally = sink.name, Tally()
         self._sink, self._source, self._warn, self._tries = sink, source, warn, tries
         self._busy: float | None = None  # since when a call into the tracker's library lasts
@@ -51,7 +55,8 @@ class Feed:
         self.thread.start()
 
     def stop(self) -> None:
-        """Finish the record in hand, close the sink and end the thread. From any thread; returns at once."""
+        """Finish the record in hand, close the sink and end the thread. From any thread; returns at
+        once."""
         self._stopping = True
         if self._loop is not None and self._task is not None:
             with contextlib.suppress(RuntimeError):  # it has ended by itself

@@ -1,6 +1,7 @@
 """A run of MLflow, by its own client.
 
-It is found by the tag ``rollout.run_id``, so that a resumed run goes on with the same one; which steps it has is asked of it.
+It is found by the tag ``rollout.run_id``, so that a resumed run continues the same one; MLflow
+reports which steps it has.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ _MOST_CHARACTERS = 500  # of a parameter, which every store takes
 
 
 class Mlflow:
-    """Metrics by their names, the configuration as parameters, completions as a JSON table a step."""
+    """Metrics by their names, the configuration as parameters, completions as a JSON table a
+    step."""
 
     name = "mlflow"
 
     def __init__(self, facts: Facts, *, tracking_uri: str, experiment: str, artifacts: Path | None) -> None:
-        """artifacts: folder of the experiment's files where the store is a file of this host; else the server says."""
+        """artifacts: folder of the experiment's files where the store is a file of this host; else
+        the server says."""
         self._facts, self._uri, self._experiment, self._artifacts = facts, tracking_uri, experiment, artifacts
         self._client: Any = None
         self._run = ""
@@ -91,7 +94,7 @@ class Mlflow:
         location = self._artifacts.absolute().as_uri() if self._artifacts else None
         try:
             return self._client.create_experiment(self._experiment, artifact_location=location)
-        except Exception:  # somebody made it meanwhile
+        except Exception:  # another process created it
             found = self._client.get_experiment_by_name(self._experiment)
             if found is None:
                 raise

@@ -20,7 +20,8 @@ from rollout_workers.worker.discovery import Services, ServiceUnavailable
 log = logging.getLogger(__name__)
 
 Source = Callable[[], AsyncIterator[Event]]
-"""The events of a run that a sink may want, from the first on, and ``run.state``; each call begins anew."""
+"""The events of a run for a tracker, from the first one, and ``run.state``; each call starts
+again."""
 ENDED = ("SUCCEEDED", "FAILED", "CANCELLED", "INTERRUPTED")
 _WANTED = (*KINDS, "run.state")
 _LATE_SECONDS = 2.0  # events of the last step travel another way than the run's end
@@ -28,8 +29,8 @@ _PAUSE_SECONDS = 1.0
 
 
 def from_services(make: Callable[[], Services], run_id: str, since: float) -> Source:
-    """Follow the event log until the run ends, over any absence of the control plane. since: seconds since 1970; an end before
-    that is one from which the run was resumed."""
+    """Follow the event log until the run ends, over any absence of the control plane. since:
+    seconds since 1970; an end before that is one from which the run was resumed."""
 
     async def events() -> AsyncIterator[Event]:
         services, after = make(), 0
@@ -72,7 +73,8 @@ async def _until_the_end(stream: grpc.aio.UnaryStreamCall, since: float) -> Asyn
 
 
 def from_lines(lines: Sequence[str] | Path) -> Source:
-    """Events as JSON, one a line, of a file or given. Raises ``OSError``, ``json_format.ParseError``."""
+    """Events as JSON, one a line, of a file or given. Raises ``OSError``,
+    ``json_format.ParseError``."""
 
     async def events() -> AsyncIterator[Event]:
         given = lines.read_text().splitlines() if isinstance(lines, Path) else lines

@@ -24,7 +24,8 @@ class LibraryMissing(RolloutError):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The run. directory: its own folder. config: its configuration, with defaults, as plain values."""
+    """The run. directory: its own folder. config: its configuration, with defaults, as plain
+    values."""
 
     run_id: str
     name: str
@@ -37,8 +38,8 @@ class Facts:
 class Record:
     """What is known of a step.
 
-    kind: ``step``, ``eval`` or ``completions``. seconds: since 1970, UTC. metrics: by the field's names. rows: completions, one
-    value a column of ``COLUMNS``.
+    kind: ``step``, ``eval`` or ``completions``. seconds: since 1970, UTC. metrics: by the field's
+    names. rows: completions, one value a column of ``COLUMNS``.
     """
 
     kind: str
@@ -49,21 +50,24 @@ class Record:
 
 
 class Sink(Protocol):
-    """One tracker. Belongs to one thread; any method may raise what the tracker's library raises."""
+    """One tracker. Belongs to one thread; any method may raise what the tracker's library
+    raises."""
 
     name: str
 
     def open(self) -> str:
-        """Find the run there, or make it, and see what it holds already. Returns where it is, for people. May be called again
-        after a failure. Raises ``LibraryMissing``."""
+        """Find the run there, or make it, and see what it holds already. Returns where it is, for
+        people. May be called again after a failure. Raises ``LibraryMissing``."""
         ...
 
     def write(self, record: Record) -> bool:
-        """Write what is not there yet; False where all of it was. What it wrote survives the death of this process."""
+        """Write what is not there yet; False where all of it was. What it wrote survives the death
+        of this process."""
         ...
 
     def close(self, state: str) -> None:
-        """Say how the run ended (``SUCCEEDED``, ``FAILED``, ...; "" where it goes on) and hang up."""
+        """Record the run's final state (``SUCCEEDED``, ``FAILED``, ...; "" if it continues) and
+        disconnect."""
         ...
 
 

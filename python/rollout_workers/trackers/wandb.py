@@ -1,7 +1,8 @@
 """A run of Weights & Biases, by its own package.
 
-The run's id is ours, so that a resumed run goes on with the same one. W&B keeps rows by a step of its own that only grows: each
-record has its place there, three a step, which is how a row that is there already is known. Charts are over ``step``.
+The run's id is ours, so that a resumed run goes on with the same one. W&B keeps rows by a step of
+its own that only grows: each record has its place there, three a step, which is how a row that is
+there already is known. Charts are over ``step``.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Wandb:
             self._run = None
 
     def _written(self) -> int:
-        """The newest place in the files of this run, whichever process wrote them; -1 where there is none."""
+        """The newest position in the files of this run by any process; -1 if there are none."""
         found = -1
         run = self._facts.run_id
         for path in self._folder.glob(f"wandb/*run-*-{run}*/run-{run}.wandb"):  # W&B numbers those of one second
@@ -90,7 +91,8 @@ class Wandb:
 
 
 def history(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a ``.wandb`` file, as far as it is whole: a log of blocks of 32 KiB, as LevelDB writes it, of W&B's records."""
+    """The rows of a ``.wandb`` file, as far as it is whole: a log of blocks of 32 KiB, as LevelDB
+    writes it, of W&B's records."""
     from wandb.proto.wandb_internal_pb2 import Record as WandbRecord  # pyright: ignore[reportAttributeAccessIssue]
 
     for body in _bodies(path.read_bytes()):

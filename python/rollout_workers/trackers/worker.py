@@ -1,4 +1,4 @@
-"""The process that feeds a run's sinks while it goes on, and the one that does so afterwards."""
+"""The processes that feed a run's trackers, during the run and after it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rollout_workers.worker.tls import of_agent, of_mesh
 
 log = logging.getLogger(__name__)
 
-STUCK_SECONDS = 180.0  # a store that is made anew takes a while
+STUCK_SECONDS = 180.0  # creating a new store takes a while
 _CLOSE_SECONDS = 8.0
 EXIT_DATA = 65
 
@@ -57,12 +57,12 @@ async def run_sinks_worker(spec: WorkerSpec, who: Identity, lifecycle: Lifecycle
     for feed in feeds:
         feed.start()
     leaving = asyncio.create_task(lifecycle.wait())
-    told: set[str] = set()
+    reported: set[str] = set()
     while any(feed.thread.is_alive() for feed in feeds) and not lifecycle.leaving:
         await asyncio.wait({leaving}, timeout=0.2)
         for feed in feeds:
-            if feed.stuck(stuck_seconds) and feed.name not in told:
-                told.add(feed.name)
+            if feed.stuck(stuck_seconds) and feed.name not in reported:
+                reported.add(feed.name)
                 await events.failed(feed.name, f"it hangs for more than {stuck_seconds:g} s")
     leaving.cancel()
     for feed in feeds:
@@ -118,15 +118,15 @@ class Voice:
                 tries=3,
             )
         except Exception as error:
-            log.info("the event log can't be told: %s", error)
+            log.info("cannot write to the event log: %s", error)
 
     async def close(self) -> None:
         await self._services.close()
 
 
 def export(path: str) -> int:
-    """Write the events of a file to sinks: its first line is what the run is, each other line an event. Prints a line of JSON a
-    sink. Returns the exit code."""
+    """Write the events of a file to sinks: its first line is what the run is, each other line an
+    event. Prints a line of JSON a sink. Returns the exit code."""
     quiet()
     lines = Path(path).read_text().splitlines()
     head: dict[str, Any] = json.loads(lines[0])

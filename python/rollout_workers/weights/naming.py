@@ -55,7 +55,7 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 class LiveWeights:
     """``named_weights`` of one module, again and again: parameters are found once, since the walk
     over a small model's modules takes longer than the copy of its tensors. Where some are buffers,
-    which a move replaces, every use walks anew.
+    which a move replaces, every use walks the modules again.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -30,19 +30,19 @@ def load_whole(auto: Any, directory: str | os.PathLike[str], *, new: Sequence[st
     """The model that ``auto.from_pretrained(directory, **options)`` gives, without network. new:
     tensors that the folder may lack. Raises :class:`WeightsIncomplete`, :class:`ModelUnknown`."""
     try:
-        model, told = auto.from_pretrained(
+        model, info = auto.from_pretrained(
             directory, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     except ValueError as error:
         first = str(error).partition("\n")[0]
         raise ModelUnknown(f"{os.fspath(directory)} can't be loaded by {auto.__name__}: {first}") from error
     fix = "save the model again with `save_pretrained`, weights and config.json together"
-    if wrong := sorted(told["mismatched_keys"], key=str):
+    if wrong := sorted(info["mismatched_keys"], key=str):
         name, has, wants = (tuple(item) if isinstance(item, (list, tuple)) else item for item in wrong[0])
         raise WeightsIncomplete(
             f"{name} of {directory} has the shape {_shape(has)}, and config.json wants {_shape(wants)}{_more(wrong)}", fix=fix
         )
-    if missing := sorted(set(told["missing_keys"]) - set(new)):
+    if missing := sorted(set(info["missing_keys"]) - set(new)):
         raise WeightsIncomplete(f"{directory} has no tensor {missing[0]}{_more(missing)}", fix=fix)
     model.config.return_dict = True  # outputs are read by name
     return model

@@ -35,8 +35,8 @@ SHARD_INDEX_FILE = "model.safetensors.index.json"
 MANIFEST_FILE = "rollout_weights.json"
 _TOGETHER_BYTES = 16 << 20  # of less a thread would cost more than it saves
 
-# What from_pretrained reads beside the tensors. Everything else in a model's folder (its own
-# weights above all) stays.
+# The files that from_pretrained reads in addition to the tensors. Everything else in a model's
+# folder (its own weights above all) stays.
 _COMPANIONS = (
     "config.json",
     "generation_config.json",

@@ -73,7 +73,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise ValueError(f"no safetensors file: {len(pages)} bytes, of which the header should take {size}")
     layout, end = _layout(pages[8 : 8 + size])
     if 8 + size + end != len(pages):
-        raise ValueError(f"{len(pages)} bytes; the header tells of {8 + size + end}")
+        raise ValueError(f"{len(pages)} bytes, but the header describes {8 + size + end}")
     return {
         name: torch.frombuffer(pages, dtype=dtype, count=count, offset=8 + size + start).view(shape)
         if count
@@ -104,7 +104,7 @@ def _layout(header: bytes) -> tuple[tuple[tuple[str, torch.dtype, tuple[int, ...
             entries.append((name, dtype, shape, count, start))
             end = max(end, stop)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"the header is no safetensors header: {error!r}") from error
+        raise ValueError(f"the header is not a safetensors header: {error!r}") from error
     return tuple(entries), end
 
 

@@ -130,5 +130,5 @@ def test_the_slow_way_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "rollout_workers"):
         assert not Policy(CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.9))).linear_head
     assert [record.message for record in caplog.records] == [
-        "CohereForCausalLM makes its logits itself: they are held whole, tokens x vocabulary"
+        "CohereForCausalLM computes its own logits: all of them are in memory, tokens x vocabulary"
     ]
