@@ -1,1 +1,2 @@
-"""``rollout infer batch``: completions and scores for the rows of a dataset, in a file; resumable. See ``batch.process``."""
+"""``rollout infer batch``: writes completions and scores for the rows of a dataset to a file. An
+interrupted run can be resumed. See ``offline.process``."""

@@ -1,5 +1,5 @@
-"""The rows of a dataset: JSON Lines or Parquet, each as the JSON text that prompts and rewards are
-made of."""
+"""Reads the rows of a dataset, JSON Lines or Parquet. Each row becomes JSON text, from which
+prompts and rewards are built."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_rows(path: str, limit: int) -> list[bytes]:
     :class:`BadDataset`, :class:`MissingFile`, :class:`LibraryMissing`."""
     rows = _parquet(path, limit) if path.endswith(".parquet") else _lines(path, limit)
     if not rows:
-        raise BadDataset(f"{path} holds no rows", fix="name another dataset with --data")
+        raise BadDataset(f"{path} has no rows", fix="name another dataset with --data")
     return rows
 
 
@@ -56,10 +56,10 @@ def _check(line: bytes, place: Place) -> None:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise BadDataset(
-            "the row holds half of a surrogate pair, which is not a character", fix="write whole characters", place=place
+            "the row contains a lone surrogate, which is not a character", fix="escape whole characters", place=place
         ) from error
     if not isinstance(row, dict):
-        raise BadDataset(f"the row is a {type(row).__name__}, not an object", fix="write one JSON object a line", place=place)
+        raise BadDataset(f"the row is a {type(row).__name__}, not an object", fix="write one JSON object per line", place=place)
 
 
 def _parquet(path: str, limit: int) -> list[bytes]:
@@ -84,7 +84,7 @@ def _row(row: dict[str, Any], path: str, number: int) -> bytes:
         return json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         raise BadDataset(
-            f"row {number} of {path} holds what JSON can't: {error}", fix="keep text, numbers, lists and mappings"
+            f"row {number} of {path} has a value that JSON can't represent: {error}", fix="use text, numbers, lists, mappings"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""What can be wrong with a batch before or while it runs. Imports no torch."""
+"""The errors of a batch. Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class BatchError(RolloutError):
 
 
 class SpecInvalid(BatchError):
-    """The file that says what to do is missing or can't be read."""
+    """The spec file is missing or can't be read."""
 
     reason: ClassVar[str] = "BATCH_SPEC_INVALID"
     code: ClassVar[int] = EXIT_NO_INPUT
 
 
 class MissingFile(BatchError):
-    """The dataset or the model is not there."""
+    """The dataset or the model does not exist."""
 
     reason: ClassVar[str] = "MISSING_FILE"
     code: ClassVar[int] = EXIT_NO_INPUT
@@ -40,25 +40,25 @@ class BadDataset(BatchError):
 
 
 class BadPrompt(BatchError):
-    """Rows that no prompt can be made of, or none that fits."""
+    """Some rows don't give a prompt, or give one that is too long."""
 
     reason: ClassVar[str] = "PROMPT_INVALID"
 
 
 class BadModel(BatchError):
-    """The folder holds no model that can be loaded."""
+    """The model's folder can't be loaded."""
 
     reason: ClassVar[str] = "BAD_MODEL"
 
 
 class WeightsDiffer(BatchError):
-    """The weights that were loaded are not those that the snapshot names."""
+    """The loaded weights are not the weights that the snapshot names."""
 
     reason: ClassVar[str] = "WEIGHTS_MISMATCH"
 
 
 class InputsChanged(BatchError):
-    """The journal was begun with other inputs."""
+    """The journal was started with other inputs."""
 
     reason: ClassVar[str] = "INPUTS_CHANGED"
 

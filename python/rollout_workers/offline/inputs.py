@@ -1,4 +1,5 @@
-"""Everything that the bytes of an output depend on, as nested names and values: what a journal is pinned to."""
+"""Collects everything that the bytes of an output depend on, as nested names and values. A journal
+is only continued with the same inputs."""
 
 from __future__ import annotations
 
@@ -13,12 +14,13 @@ from rollout.plugin import split_plugin
 from rollout_workers.offline.dataset import digest
 from rollout_workers.offline.spec import BatchSpec
 
-_BESIDE_WEIGHTS = (".json", ".jinja", ".model", ".txt")
+_MODEL_FILES = (".json", ".jinja", ".model", ".txt")
 _WEIGHTS = (".safetensors", ".bin")
 
 
 def inputs_of(spec: BatchSpec, weights_digest: str, rows: int) -> dict[str, Any]:
-    """weights_digest: of the tensors that the engine holds. Raises ``MissingFile`` where a file of the reward is gone."""
+    """weights_digest: of the tensors in the engine. Raises ``MissingFile`` if a file of the reward
+    is missing."""
     config = spec.config
     sampling = json_format.MessageToDict(config.sampling, preserving_proto_field_name=True)
     sampling["samples"] = sampling.pop("group_size", 1)
@@ -31,7 +33,7 @@ def inputs_of(spec: BatchSpec, weights_digest: str, rows: int) -> dict[str, Any]
         "model": {
             "weights": weights_digest,
             "dtype": config.model.dtype,
-            "files": {p.name: digest(str(p)) for p in _files(spec.model, _BESIDE_WEIGHTS)},
+            "files": {p.name: digest(str(p)) for p in _files(spec.model, _MODEL_FILES)},
         },
         "engine": {
             "slots": config.engine.slots,
@@ -43,14 +45,15 @@ def inputs_of(spec: BatchSpec, weights_digest: str, rows: int) -> dict[str, Any]
 
 
 def _reward(reward: RewardConfig | RewardPartConfig, base_dir: str) -> dict[str, Any]:
-    """The settings of a reward, and the digests of what it is made of: a plugin's file, a reward model's."""
+    """The settings of a reward, and the digests of its files: a plugin's source or a reward
+    model."""
     given = json_format.MessageToDict(reward, preserving_proto_field_name=True)
     if reward.HasField("plugin"):
         file, _ = split_plugin(reward.plugin)
         given["source"] = digest(os.path.join(base_dir, file))
     if reward.HasField("model"):
         folder = os.path.join(base_dir, reward.model.path)
-        given["model_files"] = {p.name: digest(str(p)) for p in _files(folder, _BESIDE_WEIGHTS + _WEIGHTS)}
+        given["model_files"] = {p.name: digest(str(p)) for p in _files(folder, _MODEL_FILES + _WEIGHTS)}
     if isinstance(reward, RewardConfig) and reward.composite:
         given["composite"] = {name: _reward(part, base_dir) for name, part in sorted(reward.composite.items())}
     return given

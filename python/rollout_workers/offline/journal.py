@@ -1,9 +1,8 @@
-"""What is done of a batch, durable while it runs: ``OUTPUT.journal``.
+"""The durable progress of a batch: ``OUTPUT.journal``.
 
-The first line holds the inputs that everything depends on; each further line is one row of the
-dataset with all its samples, in the order in which they were finished. Lines are only ever
-appended. A process that is killed leaves at most half a line at the end, which is cut off when the
-journal is opened again.
+The first line has the inputs (see ``inputs``). Each further line is one row of the dataset with all
+its samples, in the order in which rows finished. Lines are only appended. A killed process leaves
+at most one partial line at the end, which is truncated when the journal is opened again.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Journal:
     def __init__(self, path: str, descriptor: int) -> None:
         self.path = path
         self._file = os.fdopen(descriptor, "r+b")
-        self._at: dict[int, int] = {}  # row -> where its newest line begins
+        self._at: dict[int, int] = {}  # row -> offset of its newest line
         self._failed: set[int] = set()
         self._synced = time.monotonic()
 
@@ -38,7 +37,7 @@ class Journal:
     def open(cls, path: str, inputs: Mapping[str, Any], *, restart: bool) -> Journal:
         """Start a journal, or continue an existing one. restart: discard an existing one.
 
-        Raises :class:`InputsChanged` naming what differs, :class:`JournalBusy`,
+        Raises :class:`InputsChanged`, which names the differences, :class:`JournalBusy`,
         :class:`JournalDamaged`, :class:`CannotWrite`.
         """
         try:
@@ -66,8 +65,8 @@ class Journal:
         return self._at.keys() - self._failed
 
     def append(self, row: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Keep a row; what was kept of it before counts no more. It outlives a kill at once and a
-        power cut a second later. Raises :class:`CannotWrite`."""
+        """Store a row, replacing any earlier line of the row. The row survives a kill of the
+        process at once and a power failure after one second. Raises :class:`CannotWrite`."""
         try:
             self._at[row] = self._file.seek(0, os.SEEK_END)
             self._file.write(_line({"row": row, "samples": samples}))
@@ -76,37 +75,37 @@ class Journal:
                 self.sync()
         except OSError as error:
             raise CannotWrite(
-                f"can't write {self.path}: {error.strerror}", fix="make space and run the same command again"
+                f"can't write {self.path}: {error.strerror}", fix="free disk space and run the same command again"
             ) from error
         self._failed.discard(row)
         if _has_failed(samples):
             self._failed.add(row)
 
     def sync(self) -> None:
-        """Make durable what was appended."""
+        """Flush appended lines to the disk."""
         os.fsync(self._file.fileno())
         self._synced = time.monotonic()
 
     def samples(self, row: int) -> list[dict[str, Any]]:
-        """What was kept of a row. Raises ``KeyError``."""
+        """The stored samples of a row. Raises ``KeyError``."""
         self._file.seek(self._at[row])
         return json.loads(self._file.readline())["samples"]
 
     def close(self) -> None:
-        """Release it; idempotent. One without a row is deleted."""
+        """Unlock and close the journal; idempotent. A journal without rows is deleted."""
         if not self._file.closed and not self._at:
             with suppress(FileNotFoundError):
                 os.unlink(self.path)
         self._file.close()
 
     def remove(self) -> None:
-        """Delete it: the output has everything."""
+        """Delete the journal, once the output is complete."""
         self._at.clear()
         self.close()
 
     def _begin(self, inputs: dict[str, Any]) -> None:
         head = self._file.readline()
-        if not head.endswith(b"\n"):  # new, or its first line never got there
+        if not head.endswith(b"\n"):  # new, or its first line is incomplete
             self._file.seek(0)
             self._file.truncate()
             self._file.write(_line({"rollout_batch": FORMAT, "inputs": inputs}))
@@ -119,37 +118,36 @@ class Journal:
         except (ValueError, KeyError, TypeError):
             known = None
         if known is None:
-            raise JournalDamaged(f"{self.path} is no journal of this version", fix="begin anew with --restart, or remove it")
+            raise JournalDamaged(f"{self.path} is not a journal of this version", fix="remove it or pass --restart")
         changes = differences(known, inputs)
-        if changes and os.fstat(self._file.fileno()).st_size == len(head):  # nothing was done with those
+        if changes and os.fstat(self._file.fileno()).st_size == len(head):  # no rows were stored with those inputs
             self._file.truncate(0)
             self._file.seek(0)
             self._begin(inputs)
             return
         if changes:
             raise InputsChanged(
-                f"{self.path} was begun with other inputs: {'; '.join(changes)}",
-                fix="give it the same inputs, name another output, or begin anew with --restart",
+                f"{self.path} was started with other inputs: {'; '.join(changes)}",
+                fix="use the same inputs, name another output, or start again with --restart",
             )
         for start, row, failed in self._lines(len(head)):
             self._at[row] = start
             (self._failed.add if failed else self._failed.discard)(row)
 
     def _lines(self, start: int) -> Iterator[tuple[int, int, bool]]:
-        """(offset, row, whether a sample failed) of each line; half a line at the end is cut
-        off."""
+        """(offset, row, whether a sample failed) of each line. A partial last line is truncated."""
         size = os.fstat(self._file.fileno()).st_size
         while line := self._file.readline():
             end = start + len(line)
             try:
                 if not line.endswith(b"\n"):
-                    raise ValueError("it has no end")
+                    raise ValueError("the line has no newline at its end")
                 kept = json.loads(line)
                 yield start, int(kept["row"]), _has_failed(kept["samples"])
             except (ValueError, KeyError, TypeError) as error:
                 if end < size:
                     raise JournalDamaged(
-                        f"{self.path} is damaged at byte {start}: {error}", fix="begin anew with --restart"
+                        f"{self.path} is damaged at byte {start}: {error}", fix="start again with --restart"
                     ) from error
                 self._file.truncate(start)
                 return
@@ -157,7 +155,7 @@ class Journal:
 
 
 def differences(known: Mapping[str, Any], now: Mapping[str, Any], at: str = "") -> list[str]:
-    """What differs between two nested mappings, in words, at most eight of them."""
+    """Describes the differences between two nested mappings, at most eight."""
     found: list[str] = []
     for key in sorted({*known, *now}):
         name, before, after = f"{at}{key}", known.get(key), now.get(key)

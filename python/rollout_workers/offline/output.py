@@ -1,15 +1,19 @@
-"""The output: one record a sample, by row and sample, as Parquet or JSON Lines. Same records, same
-bytes.
+"""The output: one record per sample, ordered by row and sample, as Parquet or JSON Lines. Equal
+records give equal bytes.
 
-row            place of the row in the dataset, from 0 (int64) sample         which of the row's
-samples, from 0 (int32) prompt         as the model read it, special tokens left out completion
-what the model said, special tokens and stop text left out prompt_tokens, completion_tokens
-(int32) finish_reason  "stop" or "length"; null where nothing was sampled status         COMPLETED,
-TRUNCATED (the token limit ended it) or INFRA_FAILED reason         of INFRA_FAILED, such as
-REWARD_TIMEOUT; else null score          the reward (float64); null where there is none: without
-[reward], and for INFRA_FAILED score_parts    the reward's further numbers by name (Parquet:
-map<string, float64>) seed           of the sample (int64) model_digest   of the weights that
-sampled it data           the dataset's row (Parquet: as JSON text)
+- ``row``: index of the row in the dataset, from 0 (int64)
+- ``sample``: index of the sample within the row, from 0 (int32)
+- ``prompt``: the prompt without special tokens
+- ``completion``: the completion without special tokens and stop text
+- ``prompt_tokens``, ``completion_tokens``: counts of tokens (int32)
+- ``finish_reason``: "stop" or "length"; null if nothing was sampled
+- ``status``: COMPLETED, TRUNCATED (reached the token limit), or INFRA_FAILED
+- ``reason``: reason of INFRA_FAILED, such as REWARD_TIMEOUT; otherwise null
+- ``score``: the reward (float64); null without ``[reward]`` and for INFRA_FAILED
+- ``score_parts``: additional numbers of the reward by name (Parquet: map<string, float64>)
+- ``seed``: seed of the sample (int64)
+- ``model_digest``: digest of the weights that sampled the completion
+- ``data``: the dataset's row (Parquet: as JSON text)
 """
 
 from __future__ import annotations
@@ -28,8 +32,9 @@ _ROW_GROUP = 8192
 
 
 def write(path: str, records: Iterable[Record], inputs: Mapping[str, Any]) -> None:
-    """Write to a temporary name, then rename, so that the file is complete or missing. inputs: kept
-    in a Parquet file's metadata as ``rollout.inputs``. Raises :class:`CannotWrite`."""
+    """Write to a temporary name, then rename, so that the file is either complete or absent.
+    inputs: stored in a Parquet file's metadata as ``rollout.inputs``. Raises
+    :class:`CannotWrite`."""
     temporary = path + ".part"
     try:
         if path.endswith(".parquet"):
@@ -44,7 +49,7 @@ def write(path: str, records: Iterable[Record], inputs: Mapping[str, Any]) -> No
             os.unlink(temporary)
         raise CannotWrite(
             f"can't write {path}: {error.strerror or error}",
-            fix="make space and run the same command again: what is done is kept",
+            fix="free disk space and run the same command again; finished rows are kept",
         ) from error
 
 

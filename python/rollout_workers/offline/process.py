@@ -1,9 +1,9 @@
-"""The process behind ``rollout infer batch``: without services: a model, a dataset, a reward, and
-an output.
+"""The process behind ``rollout infer batch``. It needs no services: it loads a model, samples and
+scores the rows of a dataset, and writes the output.
 
-Standard output gets one JSON object a line: ``loading`` (the model), ``begin`` (what there is to
-do), ``progress`` (twice a second), and in the end one of ``end``, ``interrupted`` and ``error``. A
-kill at any moment loses at most the rows in flight: the same spec continues from the journal.
+Standard output gets one JSON object per line: ``loading`` (the model), ``begin`` (how much there is
+to do), ``progress`` (twice a second), and finally ``end``, ``interrupted``, or ``error``. A killed
+process loses at most the rows in flight; a process with the same spec continues from the journal.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ def infer(path: str) -> int:
         return _failed(error, EXIT_DATA)
     except Exception as error:
         log.exception("the batch failed")
-        _tell("error", code=EXIT_SOFTWARE, reason="INTERNAL", message=repr(error), fix="its log says more")
+        _report("error", code=EXIT_SOFTWARE, reason="INTERNAL", message=repr(error), fix="see the log for the stack trace")
         return EXIT_SOFTWARE
 
 
 def _failed(error: RolloutError, code: int) -> int:
     message = f"{error.place}: {error.message}" if error.place else error.message
-    _tell("error", code=code, reason=error.reason, message=message, fix=error.fix)
+    _report("error", code=code, reason=error.reason, message=message, fix=error.fix)
     return code
 
 
-def _tell(event: str, **facts: Any) -> None:
+def _report(event: str, **facts: Any) -> None:
     print(json.dumps({"event": event, **facts}, ensure_ascii=False), flush=True)
 
 
@@ -81,21 +81,21 @@ class _Batch:
         if spec.parquet:
             library()
         rows = await asyncio.to_thread(read_rows, spec.data, spec.limit)
-        _tell("loading", model=spec.model, rows=len(rows))
+        _report("loading", model=spec.model, rows=len(rows))
         model = await asyncio.to_thread(_load, spec)
         journal: Journal | None = None
         try:
             digest = await model.engine.weights_digest()
             if spec.weights_digest not in ("", digest):
-                raise WeightsDiffer(f"the weights that were loaded have {digest}, the snapshot names {spec.weights_digest}")
+                raise WeightsDiffer(f"the loaded weights have the digest {digest}, but the snapshot names {spec.weights_digest}")
             inputs = await asyncio.to_thread(inputs_of, spec, digest, len(rows))
             journal = Journal.open(spec.journal, inputs, restart=spec.restart)
-            _tell(
+            _report(
                 "begin", rows=len(rows), samples=spec.samples, kept=len(journal.done), model_digest=digest, journal=spec.journal
             )
             interrupted = await self._sample(model, rows, journal)
             if interrupted:
-                _tell("interrupted", rows=len(journal.done), of=len(rows), journal=spec.journal)
+                _report("interrupted", rows=len(journal.done), of=len(rows), journal=spec.journal)
                 return EXIT_INTERRUPTED
             await asyncio.to_thread(self._finish, journal, rows, digest, inputs)
             return 0
@@ -105,7 +105,7 @@ class _Batch:
             await model.engine.shutdown()
 
     async def _sample(self, model: Any, rows: list[bytes], journal: Journal) -> bool:
-        """Whether it was stopped before it finished."""
+        """Returns whether the batch was stopped before it finished."""
         from rollout_workers.data.prompts import PromptReader
         from rollout_workers.environments.episode import EpisodeRunner
         from rollout_workers.environments.single_turn import SingleTurn
@@ -124,8 +124,8 @@ class _Batch:
                 await rewards.start()
             runner = EpisodeRunner(model.engine, SingleTurn(prompts, rewards, model.text), model.text, of_run(config.sampling))
 
-            def tell(tally: Tally) -> None:
-                _tell(
+            def report(tally: Tally) -> None:
+                _report(
                     "progress", rows=tally.rows, of=len(rows), samples=tally.samples, tokens=tally.tokens,
                     seconds=round(tally.seconds, 3), mean_score=tally.mean, failures=dict(tally.failures),
                     retries=rewards.retries if rewards is not None else 0,
@@ -133,7 +133,7 @@ class _Batch:
 
             await sample(
                 runner, rows, journal, seed=config.seed, samples=spec.samples, slots=config.engine.slots,
-                scores=rewards is not None, stop=self._stop, tell=tell,
+                scores=rewards is not None, stop=self._stop, report=report,
             )  # fmt: skip
         finally:
             if rewards is not None:
@@ -158,11 +158,11 @@ class _Batch:
             counted = ", ".join(f"{reason} {count}" for reason, count in sorted(failures.items()))
             raise SamplesFailed(
                 f"{failures.total()} of {statuses.total()} samples are INFRA_FAILED ({counted}): {spec.output} was not written",
-                fix="run the same command again, which tries their rows alone; --allow-failures writes them without a score",
+                fix="run the same command again, which retries failed rows; --allow-failures writes them without a score",
             )
         output.write(spec.output, _records(journal, rows, digest), inputs)
         journal.remove()
-        _tell(
+        _report(
             "end", output=spec.output, rows=len(rows), samples=statuses.total(), tokens=tokens, statuses=dict(statuses),
             failures=dict(failures), mean_score=total / scored if scored else None, model_digest=digest,
         )  # fmt: skip
@@ -184,9 +184,9 @@ def _load(spec: BatchSpec) -> Any:
     try:
         return load(worker)
     except FileNotFoundError as error:
-        raise MissingFile(str(error), fix="name a model's folder") from error
+        raise MissingFile(str(error), fix="pass the folder of a model") from error
     except Exception as error:
-        raise BadModel(f"can't load {spec.model}: {error}", fix="name a folder in the Hugging Face layout") from error
+        raise BadModel(f"can't load {spec.model}: {error}", fix="pass a folder in the Hugging Face layout") from error
 
 
 def _check_prompts(prompts: Any, rows: list[bytes], longest: int) -> None:
@@ -211,7 +211,7 @@ def _check_prompts(prompts: Any, rows: list[bytes], longest: int) -> None:
 
 
 def _rewards(spec: BatchSpec, end: int | None) -> Any:
-    """What scores completions; None without ``[reward]``."""
+    """The scorer of completions; None without ``[reward]``."""
     from rollout_workers.offline.scored_here import RewardModelHere
     from rollout_workers.rewards.config import models_of, scorer_of
 

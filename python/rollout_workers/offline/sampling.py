@@ -14,13 +14,14 @@ from rollout_workers.engines.base import SampleOutput
 from rollout_workers.environments.episode import Episode, EpisodeRunner, FinishedGroup, sample_seed
 from rollout_workers.offline.journal import Journal
 
-_IN_FLIGHT = 3  # concurrent parts: one decodes, one is scored, one waits
-_TELL_SECONDS = 0.5
+_IN_FLIGHT = 3  # concurrent parts: one decoding, one being scored, one waiting
+_REPORT_SECONDS = 0.5
 
 
 @dataclass(slots=True)
 class Tally:
-    """What was done by this process; rows: kept in the journal, those of earlier processes too."""
+    """Counts of the samples of this process. rows: all rows in the journal, including those of
+    earlier processes."""
 
     rows: int = 0
     samples: int = 0
@@ -61,12 +62,12 @@ async def sample(
     slots: int,
     scores: bool,
     stop: asyncio.Event,
-    tell: Callable[[Tally], None],
+    report: Callable[[Tally], None],
 ) -> Tally:
-    """Return when every row is in the journal, or soon after ``stop`` is set: what is unfinished is
-    then given up.
+    """Return when every row is in the journal, or soon after ``stop`` is set, which drops
+    unfinished rows.
 
-    scores: whether anything is scored. tell: called with how far it is, twice a second. Raises
+    scores: whether completions are scored. report: called twice a second with the progress. Raises
     ``CannotWrite``.
     """
     missing = [row for row in range(len(rows)) if row not in journal.done]
@@ -88,11 +89,11 @@ async def sample(
     try:
         left: set[asyncio.Task[None]] = set(working)
         while left and not stop.is_set():
-            finished, _ = await asyncio.wait({*left, stopping}, timeout=_TELL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            finished, _ = await asyncio.wait({*left, stopping}, timeout=_REPORT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             for task in finished & left:
                 task.result()
             left -= finished
-            tell(tally)
+            report(tally)
     finally:
         for task in (*working, stopping):
             task.cancel()

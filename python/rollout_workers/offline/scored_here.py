@@ -1,4 +1,4 @@
-"""A reward model in this process, where no worker serves one."""
+"""Scores completions with a reward model that is loaded into this process."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from rollout_workers.rewards.rewards import RewardGroup
 
 
 class RewardModelHere:
-    """A :class:`~rollout_workers.rewards.rewards.RewardSource`: each completion is scored alone, one call at a time."""
+    """A :class:`~rollout_workers.rewards.rewards.RewardSource` that scores each completion on
+    its own, one call at a time."""
 
     def __init__(self, config: ScoringModelConfig, base_dir: str, end: int | None) -> None:
-        """end: id of the end of a sequence."""
+        """end: token ID that ends a sequence."""
         self._config, self._folder, self._end = config, os.path.join(base_dir, config.path), end
         self._model: Any = None
         self._turn = asyncio.Lock()
 
     async def start(self) -> None:
-        """Load it. Raises :class:`RewardImportError`."""
+        """Load the model. Raises :class:`RewardImportError`."""
         try:
             self._model = await asyncio.to_thread(self._load)
         except Exception as error:
             raise RewardImportError(
-                f"can't load the reward model {self._folder}: {error}", fix="see `reward.model.path`"
+                f"can't load the reward model {self._folder}: {error}", fix="check `reward.model.path`"
             ) from error
 
     async def call(self, groups: Sequence[RewardGroup], timeout: float) -> list[Score]:
-        """Scores of all samples. Raises :class:`RewardFailed`, :class:`RewardTimeout`."""
+        """The scores of all samples. Raises :class:`RewardFailed`, :class:`RewardTimeout`."""
         asked = [
             (_ids(group.samples[0].prompt_ids if group.samples else b""), [_ids(s.token_ids) for s in group.samples])
             for group in groups
@@ -50,7 +51,7 @@ class RewardModelHere:
         return [Score(result.score) for result in results]
 
     async def close(self) -> None:
-        """Nothing of it outlives the process."""
+        """Does nothing: the model is freed with the process."""
 
     def _load(self) -> Any:
         import torch

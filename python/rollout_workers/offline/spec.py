@@ -1,10 +1,11 @@
-"""What a batch is started with: one JSON object in a file.
+"""The spec of a batch: one JSON object in a file.
 
     {"config": RunConfig, "base_dir": "/jobs", "model": "/models/tiny", "weights_digest": "", "data": "/data/test.jsonl",
      "output": "/out/test.parquet", "limit": 0, "threads": 2, "restart": false, "allow_failures": false}
 
-``config`` gives prompt field, template, sampling (``sampling.group_size`` completions a row), seed, reward and engine; its paths
-start at ``base_dir``. ``weights_digest``: what the loaded weights must have, "" where nothing is known of them.
+``config`` has the prompt field, template, sampling (``sampling.group_size`` completions per row),
+seed, reward, and engine. Relative paths in it start at ``base_dir``. ``weights_digest``: the
+required digest of the loaded weights; "" accepts any.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from rollout_workers.offline.errors import SpecInvalid
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:
-    """Paths are absolute. limit: rows from the start of the dataset, 0 is all. threads: of torch, part of what makes the bits."""
+    """Paths are absolute. limit: number of rows from the start of the dataset, 0 for all.
+    threads: number of torch threads, which can change the low bits of results."""
 
     config: RunConfig
     base_dir: str
@@ -53,7 +55,7 @@ def load_spec(path: str) -> BatchSpec:
     try:
         given = json.loads(Path(path).read_bytes())
         config = json_format.ParseDict(given["config"], RunConfig(), ignore_unknown_fields=True)
-        config.mode, config.deterministic = "sync", True  # a completion depends on no neighbour: resumed is uninterrupted
+        config.mode, config.deterministic = "sync", True  # completions do not depend on the rest of their batch
         config.model.path = given["model"]
         config.ClearField("lora")  # the folder has whole weights
         return BatchSpec(

@@ -1,5 +1,7 @@
-"""Hands a run's metrics, evaluations and completions to trackers: TensorBoard, Weights & Biases, MLflow.
+"""Sends a run's metrics, evaluations, and completions to trackers: TensorBoard, Weights & Biases,
+MLflow.
 
-A process of its own reads the public event log and writes with each tracker's own library. What was written is read back from the
-tracker itself when the process starts, so that one that was killed goes on without a step doubled or skipped. Imports no torch.
+A separate process reads the public event log and writes with each tracker's library. When it
+starts, it reads from the tracker which steps are stored, so a restarted process neither repeats nor
+skips a step. Does not import torch.
 """

@@ -1,4 +1,4 @@
-"""Sinks from a run's configuration."""
+"""Builds the sinks of a run from its configuration."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rollout_workers.trackers.wandb import Wandb
 
 
 def facts_of(config: RunConfig, run_id: str, directory: str, base_dir: str) -> Facts:
-    """The run as its tracker is to show it."""
+    """The description of the run that trackers show."""
     plain = json_format.MessageToDict(config, preserving_proto_field_name=True)
     plain.pop("sinks", None)
     return Facts(run_id, config.name, directory, base_dir, plain)
 
 
 def sinks_of(config: SinksConfig, facts: Facts) -> list[Sink]:
-    """One sink a table that is there. Nothing is opened yet."""
+    """One sink for each configured table. Does not open them."""
     own = Path(facts.directory) / "sinks"
 
     def place(named: str) -> Path:
@@ -43,7 +43,8 @@ def sinks_of(config: SinksConfig, facts: Facts) -> list[Sink]:
 
 
 def tracking(uri: str, base_dir: str, own: Path) -> tuple[str, Path | None]:
-    """The URI with its paths from the configuration's folder, and where files of a store on this host go."""
+    """The URI with paths resolved from ``base_dir``, and the folder for artifacts if the store is
+    local."""
     if not uri:
         return f"sqlite:///{own / 'mlflow.db'}", own / "mlflow"
     if uri.startswith("sqlite:///"):

@@ -18,22 +18,22 @@ from rollout_workers.trackers.types import LibraryMissing, Sink, record_of
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds between two tries of a sink that fails
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds between retries of a failing sink
 
 
 @dataclass(slots=True)
 class Tally:
-    """What became of a sink. written: records. known: those that it had already. failures: tries
-    that failed."""
+    """Counts of one sink. written: records written. known: records that the tracker already had.
+    failures: failed tries."""
 
     where: str = ""
     written: int = 0
     known: int = 0
     failures: int = 0
     error: str = ""
-    """The last failure; "" after a try that went well."""
+    """The last failure; "" after a successful try."""
     done: bool = False
-    """Whether everything up to the end was handed over."""
+    """Whether all records up to the end of the run were written."""
 
 
 class Feed:
@@ -45,7 +45,7 @@ class Feed:
         None is unlimited."""
         self.name, self.tally = sink.name, Tally()
         self._sink, self._source, self._warn, self._tries = sink, source, warn, tries
-        self._busy: float | None = None  # since when a call into the tracker's library lasts
+        self._busy: float | None = None  # start of the current call into the tracker's library
         self._state, self._stopping = "", False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
@@ -55,15 +55,16 @@ class Feed:
         self.thread.start()
 
     def stop(self) -> None:
-        """Finish the record in hand, close the sink and end the thread. From any thread; returns at
-        once."""
+        """Finish the current record, close the sink, and end the thread. Returns at once; may be
+        called from any thread."""
         self._stopping = True
         if self._loop is not None and self._task is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended by itself
+            with contextlib.suppress(RuntimeError):  # the loop has already ended
                 self._loop.call_soon_threadsafe(self._task.cancel)
 
     def stuck(self, seconds: float) -> bool:
-        """Whether a call into the tracker's library lasts longer than that."""
+        """Whether the current call into the tracker's library has lasted longer than
+        ``seconds``."""
         busy = self._busy
         return busy is not None and time.monotonic() - busy > seconds
 
@@ -91,7 +92,7 @@ class Feed:
 
     async def _once(self) -> None:
         tally = self.tally
-        tally.known = 0  # it is read from the beginning
+        tally.known = 0  # the source starts from the first event again
         self._state = ""
         tally.where = self._call(self._sink.open)
         try:

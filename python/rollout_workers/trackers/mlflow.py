@@ -1,7 +1,7 @@
-"""A run of MLflow, by its own client.
+"""Writes a run to MLflow with the MLflow client.
 
-It is found by the tag ``rollout.run_id``, so that a resumed run continues the same one; MLflow
-reports which steps it has.
+The MLflow run has the tag ``rollout.run_id``, so a resumed run continues it. MLflow reports which
+steps it already has.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from rollout_workers.trackers.types import COLUMNS, Facts, LibraryMissing, Recor
 TAG = "rollout.run_id"
 _STATES = {"SUCCEEDED": "FINISHED", "FAILED": "FAILED", "CANCELLED": "KILLED", "INTERRUPTED": "KILLED"}
 _MOST_PARAMETERS = 100  # of one call
-_MOST_CHARACTERS = 500  # of a parameter, which every store takes
+_MOST_CHARACTERS = 500  # of a parameter; every store accepts this length
 
 
 class Mlflow:
-    """Metrics by their names, the configuration as parameters, completions as a JSON table a
-    step."""
+    """Writes metrics under their names, the configuration as parameters, and completions as one
+    JSON table per step."""
 
     name = "mlflow"
 
     def __init__(self, facts: Facts, *, tracking_uri: str, experiment: str, artifacts: Path | None) -> None:
-        """artifacts: folder of the experiment's files where the store is a file of this host; else
-        the server says."""
+        """artifacts: folder for the experiment's files if the store is a local file; None lets the
+        server choose."""
         self._facts, self._uri, self._experiment, self._artifacts = facts, tracking_uri, experiment, artifacts
         self._client: Any = None
         self._run = ""
@@ -102,7 +102,7 @@ class Mlflow:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(``train.steps``, "40") of each setting."""
+    """Each setting as a pair such as (``train.steps``, "40")."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")

@@ -1,4 +1,4 @@
-"""Where the events of a run come from: the event log of the control plane, or a file."""
+"""Reads the events of a run from the event log of the control plane or from a file."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ from rollout_workers.worker.discovery import Services, ServiceUnavailable
 log = logging.getLogger(__name__)
 
 Source = Callable[[], AsyncIterator[Event]]
-"""The events of a run for a tracker, from the first one, and ``run.state``; each call starts
-again."""
+"""Each call returns the events for a tracker, and ``run.state`` events, from the first event on."""
 ENDED = ("SUCCEEDED", "FAILED", "CANCELLED", "INTERRUPTED")
 _WANTED = (*KINDS, "run.state")
-_LATE_SECONDS = 2.0  # events of the last step travel another way than the run's end
+_LATE_SECONDS = 2.0  # events of the last step can arrive after the run's final state
 _PAUSE_SECONDS = 1.0
 
 
 def from_services(make: Callable[[], Services], run_id: str, since: float) -> Source:
-    """Follow the event log until the run ends, over any absence of the control plane. since:
-    seconds since 1970; an end before that is one from which the run was resumed."""
+    """Follow the event log until the run ends; reconnects if the control plane is unavailable.
+    since: Unix time in seconds; final states before it are ignored, because the run was resumed."""
 
     async def events() -> AsyncIterator[Event]:
         services, after = make(), 0
@@ -45,7 +44,7 @@ def from_services(make: Callable[[], Services], run_id: str, since: float) -> So
                         yield event
                     return
                 except (ServiceUnavailable, grpc.aio.AioRpcError) as error:
-                    log.info("the event log can't be followed at the moment: %s", error)
+                    log.info("cannot follow the event log, retrying: %s", error)
                     services.forget(names.STORAGE_SERVICE)
                     await asyncio.sleep(_PAUSE_SECONDS)
         finally:
@@ -73,7 +72,7 @@ async def _until_the_end(stream: grpc.aio.UnaryStreamCall, since: float) -> Asyn
 
 
 def from_lines(lines: Sequence[str] | Path) -> Source:
-    """Events as JSON, one a line, of a file or given. Raises ``OSError``,
+    """Read events from a file or a list, one JSON object per line. Raises ``OSError``,
     ``json_format.ParseError``."""
 
     async def events() -> AsyncIterator[Event]:

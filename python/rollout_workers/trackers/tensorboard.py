@@ -1,7 +1,7 @@
-"""Event files for TensorBoard, written and read back with its own package; needs no TensorFlow."""
+"""Writes event files for TensorBoard with the tensorboard package. Does not need TensorFlow."""
 
 # pyright: reportAttributeAccessIssue=false
-# The messages of its protocol have no types.
+# The protobuf classes of tensorboard have no type information.
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rollout_workers.trackers.types import COLUMNS, Facts, LibraryMissing, Recor
 
 
 class TensorBoard:
-    """Scalars by the metrics' names, and the texts ``completions`` and ``config``."""
+    """Writes metrics as scalars under their names, and ``completions`` and ``config`` as text."""
 
     name = "tensorboard"
 
     def __init__(self, facts: Facts, folder: Path) -> None:
-        """folder: of the event files, the run's own."""
+        """folder: the run's folder for event files."""
         self._facts, self._folder = facts, folder
         self._writer: Any = None
-        self._last: dict[str, int] = {}  # tag -> newest step that is written
+        self._last: dict[str, int] = {}  # tag -> newest written step
 
     def open(self) -> str:
         try:
@@ -33,7 +33,7 @@ class TensorBoard:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._last = {}
         for path in sorted(self._folder.glob("events.out.tfevents.*")):
-            for event in EventFileLoader(str(path)).Load():  # a file whose end is torn gives what is whole
+            for event in EventFileLoader(str(path)).Load():  # a truncated file yields its complete events
                 for value in event.summary.value:
                     self._last[value.tag] = max(event.step, self._last.get(value.tag, -1))
         self._writer = EventFileWriter(str(self._folder), max_queue_size=64, flush_secs=5)

@@ -1,4 +1,4 @@
-"""What goes to a sink, and what a sink is."""
+"""The sink protocol and the records that sinks receive."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rollout.errors import RolloutError
 from rollout.event.v1.event_pb2 import Event
 
 KINDS = {"completions": "completions", "step.committed": "step", "eval.finished": "eval"}
-"""Kind of an event -> kind of its record, in the order in which those of a step come."""
+"""Kind of an event -> kind of its record, in the order of a step's records."""
 COLUMNS = ("step", "epoch", "index", "sample", "prompt", "completion", "reward", "advantage", "tokens", "truncated")
-"""Of the table of completions."""
+"""Columns of the table of completions."""
 
 
 class LibraryMissing(RolloutError):
@@ -24,8 +24,8 @@ class LibraryMissing(RolloutError):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The run. directory: its own folder. config: its configuration, with defaults, as plain
-    values."""
+    """Describes the run. directory: the run's folder. config: the configuration, including
+    defaults, as plain values."""
 
     run_id: str
     name: str
@@ -36,7 +36,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What is known of a step.
+    """Data of one step for a tracker.
 
     kind: ``step``, ``eval`` or ``completions``. seconds: since 1970, UTC. metrics: by the field's
     names. rows: completions, one value a column of ``COLUMNS``.
@@ -50,19 +50,19 @@ class Record:
 
 
 class Sink(Protocol):
-    """One tracker. Belongs to one thread; any method may raise what the tracker's library
-    raises."""
+    """A connection to one tracker, used by one thread. Any method may raise an exception of the
+    tracker's library."""
 
     name: str
 
     def open(self) -> str:
-        """Find the run there, or make it, and see what it holds already. Returns where it is, for
-        people. May be called again after a failure. Raises ``LibraryMissing``."""
+        """Find or create the run in the tracker, and read which steps are stored. Returns a
+        human-readable location. May be called again after a failure. Raises ``LibraryMissing``."""
         ...
 
     def write(self, record: Record) -> bool:
-        """Write what is not there yet; False where all of it was. What it wrote survives the death
-        of this process."""
+        """Write the parts of the record that the tracker lacks; False if it lacks none. Written
+        data survives a kill of this process."""
         ...
 
     def close(self, state: str) -> None:
@@ -72,7 +72,7 @@ class Sink(Protocol):
 
 
 def record_of(event: Event) -> Record | None:
-    """What an event says to sinks; None where it says nothing."""
+    """The record of an event; None if the event is not for trackers."""
     kind = KINDS.get(event.kind)
     if kind is None:
         return None

@@ -1,8 +1,8 @@
-"""A run of Weights & Biases, by its own package.
+"""Writes a run to Weights & Biases with the wandb package.
 
-The run's id is ours, so that a resumed run goes on with the same one. W&B keeps rows by a step of
-its own that only grows: each record has its place there, three a step, which is how a row that is
-there already is known. Charts are over ``step``.
+The W&B run has the ID of our run, so a resumed run continues it. W&B numbers rows with a counter
+that only grows. Each step has three fixed row numbers, one per kind of record, so rows that are
+already stored can be skipped. Charts use ``step`` as their x axis.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ _BLOCK = 32768
 
 
 class Wandb:
-    """Metrics by their names, and the table ``completions``."""
+    """Writes metrics under their names, and the table ``completions``."""
 
     name = "wandb"
 
     def __init__(self, facts: Facts, folder: Path, *, project: str, entity: str, mode: str) -> None:
-        """folder: where the package makes its folder ``wandb``. mode: ``offline`` or ``online``."""
+        """folder: parent of the folder ``wandb`` that the package creates. mode: ``offline`` or
+        ``online``."""
         self._facts, self._folder = facts, folder
         self._project, self._entity, self._mode = project, entity, mode
         self._run: Any = None
-        self._last = -1  # newest place that is written
+        self._last = -1  # newest written row number
 
     def open(self) -> str:
         try:
@@ -57,7 +58,7 @@ class Wandb:
         if self._mode == "online":
             self._last = max(self._last, self._run.step - 1)
             return str(self._run.url)
-        return f"{self._run.settings.sync_dir}; `wandb sync` sends it"
+        return f"{self._run.settings.sync_dir}; upload it with `wandb sync`"
 
     def write(self, record: Record) -> bool:
         import wandb
@@ -77,22 +78,23 @@ class Wandb:
             import wandb
 
             self._run.finish(exit_code=1 if state == "FAILED" else 0)
-            wandb.teardown()  # its process writes out what it holds, and ends
+            wandb.teardown()  # flushes and ends the process of wandb
             self._run = None
 
     def _written(self) -> int:
-        """The newest position in the files of this run by any process; -1 if there are none."""
+        """The newest row number in the files of this run; -1 without files. Includes files that
+        earlier processes wrote."""
         found = -1
         run = self._facts.run_id
-        for path in self._folder.glob(f"wandb/*run-*-{run}*/run-{run}.wandb"):  # W&B numbers those of one second
+        for path in self._folder.glob(f"wandb/*run-*-{run}*/run-{run}.wandb"):  # W&B adds a number if two start in one second
             for row in history(path):
                 found = max(found, int(row.get("_step", -1)))
         return found
 
 
 def history(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a ``.wandb`` file, as far as it is whole: a log of blocks of 32 KiB, as LevelDB
-    writes it, of W&B's records."""
+    """The complete rows of a ``.wandb`` file: W&B records in a LevelDB log with blocks of 32
+    KiB."""
     from wandb.proto.wandb_internal_pb2 import Record as WandbRecord  # pyright: ignore[reportAttributeAccessIssue]
 
     for body in _bodies(path.read_bytes()):
@@ -102,10 +104,10 @@ def history(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _bodies(data: bytes) -> Iterator[bytes]:
-    at, parts = 7, b""  # after the file's own header
+    at, parts = 7, b""  # after the header of the file
     while at + 7 <= len(data):
         left = _BLOCK - at % _BLOCK
-        if left < 7:  # no header fits: the block is padded
+        if left < 7:  # too short for a header: padding
             at += left
             continue
         _, length, kind = struct.unpack_from("<IHB", data, at)

@@ -1,4 +1,5 @@
-"""The processes that feed a run's trackers, during the run and after it."""
+"""The processes that write to a run's trackers: a worker during the run, and the export after
+it."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ EXIT_DATA = 65
 
 
 async def run_sinks_worker(spec: WorkerSpec, who: Identity, lifecycle: Lifecycle, stuck_seconds: float = STUCK_SECONDS) -> None:
-    """Feed every sink of the plan until the run has ended or ``lifecycle`` says to leave."""
+    """Feed every sink of the plan until the run ends or ``lifecycle`` requests a shutdown."""
     quiet()
 
     def services() -> Services:
@@ -45,7 +46,7 @@ async def run_sinks_worker(spec: WorkerSpec, who: Identity, lifecycle: Lifecycle
             spec.consul_address, spec.token, consul_token=spec.consul_token, agent_files=of_agent(spec), tls=of_mesh(spec)
         )
 
-    events = Voice(who, services())
+    events = SinkEvents(who, services())
     loop = asyncio.get_running_loop()
 
     def warn(sink: str, error: str) -> None:
@@ -63,7 +64,7 @@ async def run_sinks_worker(spec: WorkerSpec, who: Identity, lifecycle: Lifecycle
         for feed in feeds:
             if feed.stuck(stuck_seconds) and feed.name not in reported:
                 reported.add(feed.name)
-                await events.failed(feed.name, f"it hangs for more than {stuck_seconds:g} s")
+                await events.failed(feed.name, f"a call has not returned for more than {stuck_seconds:g} s")
     leaving.cancel()
     for feed in feeds:
         feed.stop()
@@ -74,18 +75,18 @@ async def run_sinks_worker(spec: WorkerSpec, who: Identity, lifecycle: Lifecycle
     await events.close()
 
 
-class Voice:
-    """Events of this process, by the storage service: it has no link to NATS."""
+class SinkEvents:
+    """Sends events to the storage service, because this process has no NATS connection."""
 
     def __init__(self, who: Identity, services: Services) -> None:
         self._who, self._services = who, services
 
     async def failed(self, sink: str, error: str) -> None:
-        """Said once of a sink."""
+        """Report a failing sink. Called once per sink."""
         await self.emit(
             "sink.failed",
-            f"the sink {sink} gets nothing at the moment: {error}. The run goes on; what is missing is written when the sink "
-            f"works again, or by `rollout export metrics {self._who.run} --to {sink}`",
+            f"cannot write to the sink {sink}: {error}. The run continues. Missing records are written when the sink works "
+            f"again; to write them later, run `rollout export metrics {self._who.run} --to {sink}`",
             level=pb.LEVEL_WARN,
             attributes={"sink": sink, "error": error},
         )
@@ -94,7 +95,7 @@ class Voice:
         tally = feed.tally
         await self.emit(
             "sink.finished",
-            f"the sink {feed.name} got {tally.written} records; {tally.where}",
+            f"wrote {tally.written} records to the sink {feed.name}; {tally.where}",
             level=pb.LEVEL_INFO,
             attributes={"sink": feed.name, "where": tally.where, "complete": str(tally.done).lower(), "error": tally.error},
             metrics={"written": tally.written, "known": tally.known, "failures": tally.failures},
@@ -102,7 +103,7 @@ class Voice:
 
     async def emit(self, kind: str, message: str, *, level: pb.Level.ValueType, attributes: dict[str, str],
                    metrics: dict[str, float] | None = None) -> None:  # fmt: skip
-        """Say what happened; where the event log is away, the process's own log has it."""
+        """Log the event and append it to the event log. A failed append is only logged."""
         log.log(logging.WARNING if level == pb.LEVEL_WARN else logging.INFO, "%s", message)
         now = time.time_ns()
         event = pb.Event(event_id=ulid(now // 1_000_000), run_id=self._who.run, service=self._who.speaker, level=level, kind=kind,
@@ -125,8 +126,8 @@ class Voice:
 
 
 def export(path: str) -> int:
-    """Write the events of a file to sinks: its first line is what the run is, each other line an
-    event. Prints a line of JSON a sink. Returns the exit code."""
+    """Write the events of a file to sinks. The first line of the file describes the run; each other
+    line is an event. Prints one JSON object per sink. Returns the exit code."""
     quiet()
     lines = Path(path).read_text().splitlines()
     head: dict[str, Any] = json.loads(lines[0])
@@ -143,7 +144,7 @@ def export(path: str) -> int:
 
 
 def quiet() -> None:
-    """No tracker's library tells its makers of us."""
+    """Turn off the telemetry of tracker libraries."""
     for name in ("MLFLOW_DISABLE_TELEMETRY", "DO_NOT_TRACK"):
         os.environ.setdefault(name, "true")
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")

@@ -213,7 +213,7 @@ def test_engine_logprobs_are_needed_off_policy_alone(settings: dict[str, Any], n
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "told"),
+    ("name", "settings", "message"),
     [
         ("grpo", {"reduction": "sample"}, "reduction 'sample' is unknown; take one of token, sequence, constant"),
         ("grpo", {"normalization": "all"}, "normalization 'all' is unknown"),
@@ -233,8 +233,8 @@ def test_engine_logprobs_are_needed_off_policy_alone(settings: dict[str, Any], n
         ("online_dpo", {"beta": 0.0}, "beta 0.0 must be above 0"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(name: str, settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_settings_that_mean_nothing_are_refused(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         build(name, **settings)
 
 

@@ -121,12 +121,12 @@ def test_both_codecs_accept_the_same_damaged_bodies_and_write_inside(compiled_se
         for at in rng.integers(0, len(spoiled), rng.integers(1, 3)):
             spoiled[at] = rng.integers(0, 256)
         starts, end = compiled_segments.check(spoiled, 0, Span(MARGIN, width, count))
-        told = NumpySegments().check(spoiled, 0, Span(MARGIN, width, count))
-        assert end == told[1]
+        expected = NumpySegments().check(spoiled, 0, Span(MARGIN, width, count))
+        assert end == expected[1]
         if end < 0:
             refused += 1
             continue
-        assert starts.tolist() == told[0].tolist()
+        assert starts.tolist() == expected[0].tolist()
         guarded = [np.full(2 * MARGIN + count * width, 0xA5, np.uint8) for _ in range(2)]
         compiled_segments.write(guarded[0], spoiled, starts, Span(MARGIN, width, count))
         NumpySegments().write(guarded[1], spoiled, starts, Span(MARGIN, width, count))

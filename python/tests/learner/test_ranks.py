@@ -26,10 +26,10 @@ def test_a_place_is_what_torchrun_says() -> None:
 
 
 def test_a_rank_that_leaves_is_told_and_one_that_is_ended_is_not() -> None:
-    told: Queue[str] = Queue()
-    team = Team(config(3), told.put)
+    reports: Queue[str] = Queue()
+    team = Team(config(3), reports.put)
     first, second = team._processes
     os.kill(first.pid, signal.SIGKILL)
-    assert told.get(timeout=60) == "rank 1 of the learner was killed by SIGKILL; the learner restarts from its last state"
+    assert reports.get(timeout=60) == "rank 1 of the learner was killed by SIGKILL; the learner restarts from its last state"
     team.close()
-    assert second.returncode == -signal.SIGKILL and told.empty()
+    assert second.returncode == -signal.SIGKILL and reports.empty()

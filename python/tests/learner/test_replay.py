@@ -72,7 +72,7 @@ def test_a_refused_gradient_is_met_as_in_the_run(
     spec.write_text("".join(json.dumps(line) + "\n" for line in (head, *lines)))
     capsys.readouterr()
     assert replay(str(spec)) == (EXIT_DATA if action == "stop" else 0)
-    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["replayed"] for line in told] == (made if action != "stop" else made[:1])
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["replayed"] for line in printed] == (made if action != "stop" else made[:1])
     if action != "stop":
         assert made[REFUSED] == made[2 if action == "restore" else REFUSED - 1] != made[STEPS]

@@ -182,10 +182,10 @@ def test_a_learner_that_was_superseded_leaves() -> None:
     """And says so in a way after which the controller looks for the other one."""
     reasons: list[str] = []
     server = LearnerServer(None, None, None, SimpleNamespace(fence=reasons.append))  # type: ignore[arg-type]
-    with pytest.raises(Superseded) as told, server._leaving_superseded():
+    with pytest.raises(Superseded) as raised, server._leaving_superseded():
         raise Superseded("another learner publishes")
     assert reasons == ["another learner publishes"]
-    assert status_of(told.value).code == code_pb2.UNAVAILABLE
+    assert status_of(raised.value).code == code_pb2.UNAVAILABLE
 
 
 @pytest.mark.parametrize("supported", [True, False], ids=["exchanged", "stepped aside"])

@@ -1,4 +1,4 @@
-"""A small model of the addition example, and batches over its rows."""
+"""Fixtures: a small model of the addition example, and batches over its rows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from google.protobuf import json_format
 from rollout_testing.run import Example, config
 from rollout_workers.offline.process import infer
 
-# As much as the completion is long. A row may name a signal that its worker gets (unless that was forbidden), or be unable to be
-# scored.
+# The reward is the length of the completion. A row can name a signal to send to the worker (unless
+# NO_SIGNALS is set), or make the reward fail.
 REWARD = """
 import os, threading
 
@@ -37,8 +37,8 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
 
 
 @dataclass(slots=True)
-class Told:
-    """What became of a batch: exit code and what it said, the last of it also by itself."""
+class Outcome:
+    """The exit code of a batch and the events that it printed."""
 
     code: int
     events: list[dict[str, Any]]
@@ -56,7 +56,8 @@ class Bench:
     example: Example
 
     def data(self, rows: int, *, fails: int | None = None, signal: tuple[int, int] | None = None) -> Path:
-        """fails: the row whose reward does. signal: the row whose reward sends it to the worker, and its number."""
+        """fails: the row whose reward fails. signal: the row whose reward sends a signal to the
+        worker, and the number of the signal."""
         path = self.folder / "data.jsonl"
         lines: list[dict[str, Any]] = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "number": n} for n in range(rows)]
         if fails is not None:
@@ -67,7 +68,7 @@ class Bench:
         return path
 
     def spec(self, data: Path, output: str = "out.jsonl", *, tables: dict[str, Any] | None = None, **keys: Any) -> Path:
-        """tables: of the config. keys: of the spec."""
+        """tables: changes to the config. keys: changes to the spec."""
         (self.folder / "reward.py").write_text(REWARD)
         changes = {
             "sampling": {"group_size": 2},
@@ -101,10 +102,10 @@ def bench(tmp_path: Path, example: Example) -> Bench:
 
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str]):
-    def go(spec: Path) -> Told:
+    def go(spec: Path) -> Outcome:
         capfd.readouterr()
         code = infer(str(spec))
         lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
-        return Told(code, [json.loads(line) for line in lines])
+        return Outcome(code, [json.loads(line) for line in lines])
 
     return go

@@ -1,4 +1,5 @@
-"""Whole batches with a small model: same bytes each time, and after a kill; failures are never a score of 0."""
+"""Whole batches with a small model. The output has the same bytes each time and after a kill. A
+failed sample is never given a score of 0."""
 
 from __future__ import annotations
 
@@ -12,16 +13,16 @@ from pathlib import Path
 import pyarrow.parquet as parquet
 import pytest
 
-from tests.offline.conftest import Bench, Told
+from tests.offline.conftest import Bench, Outcome
 
-Run = Callable[[Path], Told]
+Run = Callable[[Path], Outcome]
 
 
-def test_the_same_command_gives_the_same_bytes_as_parquet_and_as_lines(bench: Bench, run: Run) -> None:
+def test_the_same_command_gives_the_same_bytes_as_parquet_and_as_json_lines(bench: Bench, run: Run) -> None:
     data = bench.data(40)
     for output in ("a.jsonl", "b.jsonl", "a.parquet", "b.parquet"):
-        told = run(bench.spec(data, output))
-        assert (told.code, told.last["event"], told.last["samples"]) == (0, "end", 80), told
+        outcome = run(bench.spec(data, output))
+        assert (outcome.code, outcome.last["event"], outcome.last["samples"]) == (0, "end", 80), outcome
         assert not (bench.folder / f"{output}.journal").exists()
     assert (bench.folder / "a.jsonl").read_bytes() == (bench.folder / "b.jsonl").read_bytes()
     assert (bench.folder / "a.parquet").read_bytes() == (bench.folder / "b.parquet").read_bytes()
@@ -38,15 +39,16 @@ def test_the_same_command_gives_the_same_bytes_as_parquet_and_as_lines(bench: Be
 
 
 def test_a_completion_depends_on_its_row_alone(bench: Bench, run: Run) -> None:
-    """Fewer rows, other neighbours: the same records for the rows that both have."""
+    """A batch over fewer rows gives the same records for the rows that both batches have."""
     assert run(bench.spec(bench.data(40), "all.jsonl")).code == 0
     assert run(bench.spec(bench.data(40), "some.jsonl", limit=7)).code == 0
     assert bench.records("some.jsonl") == bench.records("all.jsonl")[:14]
 
 
 @pytest.mark.timeout(300)
-def test_killed_in_the_middle_and_resumed_equals_uninterrupted(bench: Bench, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reward of row 100 kills the worker: some rows are kept by then, some are in flight, some not begun."""
+def test_a_killed_and_resumed_batch_equals_an_uninterrupted_one(bench: Bench, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reward of row 100 kills the worker. By then some rows are stored, some are in flight, and
+    some have not started."""
     data = bench.data(160, signal=(100, signal.SIGKILL))
     spec = bench.spec(data, "killed.jsonl")
     command = [sys.executable, "-m", "rollout_workers", "infer", "--spec", str(spec)]
@@ -56,7 +58,7 @@ def test_killed_in_the_middle_and_resumed_equals_uninterrupted(bench: Bench, run
     journal = bench.folder / "killed.jsonl.journal"
     assert 24 <= len(journal.read_text().splitlines()) - 1 < 160
     with journal.open("ab") as file:
-        file.write(b'{"row":3,"samples":[{"sam')  # what a kill in the middle of a write leaves
+        file.write(b'{"row":3,"samples":[{"sam')  # a partial line, as a kill during a write leaves
     monkeypatch.setenv("NO_SIGNALS", "1")
     assert run(spec).last["samples"] == 320
     assert run(bench.spec(data, "whole.jsonl")).code == 0
@@ -64,36 +66,36 @@ def test_killed_in_the_middle_and_resumed_equals_uninterrupted(bench: Bench, run
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_leaves_what_is_done(number: signal.Signals, bench: Bench, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_keeps_finished_rows(number: signal.Signals, bench: Bench, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = bench.spec(bench.data(80, signal=(50, number)))
-    told = run(spec)
-    assert (told.code, told.last["event"], told.last["of"]) == (130, "interrupted", 80)
-    kept = told.last["rows"]
+    outcome = run(spec)
+    assert (outcome.code, outcome.last["event"], outcome.last["of"]) == (130, "interrupted", 80)
+    kept = outcome.last["rows"]
     assert 24 <= kept < 80 and not (bench.folder / "out.jsonl").exists()
     monkeypatch.setenv("NO_SIGNALS", "1")
     assert run(spec).code == 0
     assert len(bench.records()) == 160
 
 
-def test_a_failed_reward_is_no_score(bench: Bench, run: Run) -> None:
+def test_a_failed_reward_gives_no_score(bench: Bench, run: Run) -> None:
     data = bench.data(20, fails=3)
-    told = run(bench.spec(data))
-    assert (told.code, told.last["reason"]) == (65, "SAMPLES_FAILED") and "REWARD_BAD_RESULT 2" in told.last["message"]
-    kinds = [event["event"] for event in told.events]
+    outcome = run(bench.spec(data))
+    assert (outcome.code, outcome.last["reason"]) == (65, "SAMPLES_FAILED") and "REWARD_BAD_RESULT 2" in outcome.last["message"]
+    kinds = [event["event"] for event in outcome.events]
     assert kinds[:2] == ["loading", "begin"] and set(kinds[2:-1]) == {"progress"}
-    assert (told.events[0]["rows"], told.events[0]["model"]) == (20, str(bench.example.model))
-    assert told.events[2]["retries"] <= told.events[-2]["retries"] and told.events[-2]["retries"] > 0
+    assert (outcome.events[0]["rows"], outcome.events[0]["model"]) == (20, str(bench.example.model))
+    assert outcome.events[2]["retries"] <= outcome.events[-2]["retries"] and outcome.events[-2]["retries"] > 0
     assert not (bench.folder / "out.jsonl").exists()
-    told = run(bench.spec(data))  # tried again, and them alone
-    assert told.last["reason"] == "SAMPLES_FAILED"
-    told = run(bench.spec(data, allow_failures=True))
-    assert told.code == 0 and told.last["failures"] == {"REWARD_BAD_RESULT": 2}
+    outcome = run(bench.spec(data))  # retries only the failed rows
+    assert outcome.last["reason"] == "SAMPLES_FAILED"
+    outcome = run(bench.spec(data, allow_failures=True))
+    assert outcome.code == 0 and outcome.last["failures"] == {"REWARD_BAD_RESULT": 2}
     records = bench.records()
     assert len(records) == 40
     failed = [r for r in records if r["status"] == "INFRA_FAILED"]
     assert [(r["row"], r["score"], r["reason"]) for r in failed] == [(3, None, "REWARD_BAD_RESULT")] * 2
     scores = [r["score"] for r in records if r["row"] != 3]
-    assert told.last["mean_score"] == pytest.approx(sum(scores) / len(scores))
+    assert outcome.last["mean_score"] == pytest.approx(sum(scores) / len(scores))
 
 
 def test_without_a_reward_there_is_no_score(bench: Bench, run: Run) -> None:
@@ -101,13 +103,13 @@ def test_without_a_reward_there_is_no_score(bench: Bench, run: Run) -> None:
     given = json.loads(spec.read_text())
     del given["config"]["reward"]
     spec.write_text(json.dumps(given))
-    told = run(spec)
-    assert told.code == 0 and told.last["mean_score"] is None
+    outcome = run(spec)
+    assert outcome.code == 0 and outcome.last["mean_score"] is None
     assert {r["score"] for r in bench.records()} == {None}
     assert {r["status"] for r in bench.records()} <= {"COMPLETED", "TRUNCATED"}
 
 
-def test_a_parquet_dataset_gives_what_its_lines_give(bench: Bench, run: Run) -> None:
+def test_a_parquet_dataset_gives_the_same_output_as_json_lines(bench: Bench, run: Run) -> None:
     import pyarrow as pa
 
     data = bench.data(6)
@@ -119,7 +121,7 @@ def test_a_parquet_dataset_gives_what_its_lines_give(bench: Bench, run: Run) -> 
 
 
 def test_a_reward_model_is_loaded_by_the_worker(bench: Bench, run: Run) -> None:
-    """Completions are scored as training scored them, each alone."""
+    """Each completion is scored on its own."""
     from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
     config = Qwen3Config.from_pretrained(bench.example.model, num_labels=1, pad_token_id=0)
@@ -128,7 +130,7 @@ def test_a_reward_model_is_loaded_by_the_worker(bench: Bench, run: Run) -> None:
     given = json.loads(spec.read_text())
     given["config"]["reward"] = {"model": {"path": "reward"}, "timeout_seconds": 60, "retries": 0}
     spec.write_text(json.dumps(given))
-    told = run(spec)
-    assert told.code == 0, told
+    outcome = run(spec)
+    assert outcome.code == 0, outcome
     scores = [record["score"] for record in bench.records()]
     assert len(set(scores)) > 1 and all(isinstance(score, float) for score in scores)

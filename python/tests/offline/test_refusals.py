@@ -1,4 +1,4 @@
-"""What a batch refuses: each with its exit code, a reason for machines and words for people."""
+"""Errors of a batch: each has an exit code, a reason, and a message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollout_workers.offline.journal import Journal
-from tests.offline.conftest import Bench, Told
+from tests.offline.conftest import Bench, Outcome
 
 Case = tuple[int, str, str, Callable[[Bench], Path]]
 
@@ -56,12 +56,12 @@ def _reward(bench: Bench, **reward: Any) -> Path:
 
 CASES: dict[str, Case] = {
     "no dataset": (66, "MISSING_FILE", "none.jsonl", lambda b: b.spec(b.folder / "none.jsonl")),
-    "an empty one": (65, "BAD_ROW", "holds no rows", lambda b: _written(b, "\n\n")),
+    "an empty dataset": (65, "BAD_ROW", "has no rows", lambda b: _written(b, "\n\n")),
     "no JSON": (65, "BAD_ROW", "bad.jsonl:2: the row is not JSON", lambda b: _written(b, '{"prompt": "1"}\n{"prompt"\n')),
     "half a character": (
         65,
         "BAD_ROW",
-        "bad.jsonl:2: the row holds half of a surrogate pair",
+        "bad.jsonl:2: the row contains a lone surrogate",
         lambda b: _written(b, '{"prompt": "1"}\n{"prompt": "\\ud800"}\n'),
     ),
     "no object": (65, "BAD_ROW", "the row is a list", lambda b: _written(b, "[1]\n")),
@@ -73,59 +73,59 @@ CASES: dict[str, Case] = {
     "other weights": (65, "WEIGHTS_MISMATCH", "blake3-00", lambda b: b.spec(b.data(2), weights_digest="blake3-00")),
     "no reward": (66, "MISSING_FILE", "none.py", lambda b: _reward(b, plugin="none.py:f")),
     "no such function": (65, "REWARD_IMPORT", "no function `f`", lambda b: _reward(b, plugin="reward.py:f")),
-    "no journal": (65, "JOURNAL_DAMAGED", "is no journal", lambda b: _journal(b, "hello\n")),
+    "no journal": (65, "JOURNAL_DAMAGED", "is not a journal", lambda b: _journal(b, "hello\n")),
     "nowhere to write": (73, "CANNOT_WRITE", "/gone/out.jsonl.journal", _nowhere),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_refused(name: str, bench: Bench, run: Callable[[Path], Told]) -> None:
+def test_bad_input_is_refused(name: str, bench: Bench, run: Callable[[Path], Outcome]) -> None:
     code, reason, words, make = CASES[name]
-    told = run(make(bench))
-    assert (told.code, told.last["event"], told.last["reason"]) == (code, "error", reason), told.last
-    assert words in told.last["message"], told.last
-    assert told.last["fix"] or reason in ("WEIGHTS_MISMATCH", "BAD_ROW", "REWARD_IMPORT"), told.last
+    outcome = run(make(bench))
+    assert (outcome.code, outcome.last["event"], outcome.last["reason"]) == (code, "error", reason), outcome.last
+    assert words in outcome.last["message"], outcome.last
+    assert outcome.last["fix"] or reason in ("WEIGHTS_MISMATCH", "BAD_ROW", "REWARD_IMPORT"), outcome.last
     left = {path.name for path in bench.folder.glob("out.jsonl*")} - {"out.jsonl.spec"}
-    assert left == ({"out.jsonl.journal"} if name == "no journal" else set())  # nothing was done: nothing is left
+    assert left == ({"out.jsonl.journal"} if name == "no journal" else set())  # no files are left behind
 
 
-def test_a_spec_that_is_none(bench: Bench, run: Callable[[Path], Told]) -> None:
+def test_a_missing_spec_is_refused(bench: Bench, run: Callable[[Path], Outcome]) -> None:
     assert run(bench.folder / "none").last["reason"] == "BATCH_SPEC_INVALID"
 
 
-def test_changed_inputs_are_named(bench: Bench, run: Callable[[Path], Told]) -> None:
+def test_changed_inputs_are_named(bench: Bench, run: Callable[[Path], Outcome]) -> None:
     data = bench.data(6, fails=3)
     assert run(bench.spec(data)).last["reason"] == "SAMPLES_FAILED"  # which leaves a journal
     bench.data(6)
     spec = bench.spec(data, tables={"sampling": {"temperature": 0.5}, "data": {"prompt_field": "answer"}}, threads=2)
-    told = run(spec)
-    assert (told.code, told.last["reason"]) == (65, "INPUTS_CHANGED")
+    outcome = run(spec)
+    assert (outcome.code, outcome.last["reason"]) == (65, "INPUTS_CHANGED")
     for words in (
         "`data` was",
         "`engine.threads` was 1, is 2",
         '"prompt", is "answer"',
         "`sampling.temperature` was 1.0, is 0.5",
     ):
-        assert words in told.last["message"], told.last["message"]
+        assert words in outcome.last["message"], outcome.last["message"]
     given = json.loads(spec.read_text())
     spec.write_text(json.dumps({**given, "restart": True}))
     assert run(spec).code == 0
 
 
-def test_two_do_not_write_one_journal(bench: Bench, run: Callable[[Path], Told]) -> None:
+def test_two_processes_cannot_write_one_journal(bench: Bench, run: Callable[[Path], Outcome]) -> None:
     with (bench.folder / "out.jsonl.journal").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        told = run(bench.spec(bench.data(2)))
-    assert (told.code, told.last["reason"]) == (73, "JOURNAL_BUSY")
+        outcome = run(bench.spec(bench.data(2)))
+    assert (outcome.code, outcome.last["reason"]) == (73, "JOURNAL_BUSY")
 
 
-def test_parquet_without_its_library(bench: Bench, run: Callable[[Path], Told], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_its_library(bench: Bench, run: Callable[[Path], Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    told = run(bench.spec(bench.data(2), "out.parquet"))
-    assert (told.code, told.last["reason"]) == (66, "LIBRARY_MISSING") and "-m pip install pyarrow`" in told.last["fix"]
+    outcome = run(bench.spec(bench.data(2), "out.parquet"))
+    assert (outcome.code, outcome.last["reason"]) == (66, "LIBRARY_MISSING") and "-m pip install pyarrow`" in outcome.last["fix"]
 
 
-def test_a_journal_damaged_inside_is_refused_and_half_a_line_at_its_end_is_not(tmp_path: Path) -> None:
+def test_a_damaged_journal_is_refused_but_a_partial_last_line_is_truncated(tmp_path: Path) -> None:
     path = str(tmp_path / "j")
     journal = Journal.open(path, {"a": 1}, restart=False)
     for row in range(3):

@@ -1,4 +1,5 @@
-"""What trackers hold afterwards, read back with their own readers: each step once, whatever happened in between."""
+"""Trackers store each step once, even after failures and restarts. The tests read the data back
+with each tracker's reader."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from rollout_workers.trackers.types import Facts, LibraryMissing, Record, Sink
 from rollout_workers.trackers.worker import quiet
 
 quiet()
-pytestmark = pytest.mark.timeout(600)  # a store of MLflow takes its time on a busy host
+pytestmark = pytest.mark.timeout(600)  # creating an MLflow store is slow on a busy host
 RUN = "run-01kapq3n8jz3gq5p1cs0e8q0vd"
 
 
@@ -41,7 +42,8 @@ def event(kind: str, step: int, metrics: dict[str, float] | None = None, **attri
 
 
 def story(steps: int) -> list[Event]:
-    """A run with completions each step and an evaluation every third; a recovery commits step 2 again."""
+    """A run with completions in each step and an evaluation every third step. A recovery commits
+    step 2 again."""
     events = [event("run.state", 0, state="STARTING"), event("eval.finished", 0, {"eval/reward": 0.1})]
     for step in range(1, steps + 1):
         rows = [{"epoch": 0, "index": step, "sample": 0, "prompt": "1|1=", "completion": "<2>\n", "reward": 1, "advantage": None}]
@@ -60,7 +62,7 @@ def lines(events: list[Event]) -> list[str]:
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty store of MLflow: to make one takes seconds."""
+    """An empty MLflow store, shared because creating one takes seconds."""
     from mlflow import MlflowClient
 
     path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
@@ -93,11 +95,12 @@ def feed(made: Sink, events: list[Event], warn: Callable[[str, str], None] = lam
     return fed
 
 
-# What a tracker holds: (metric, step) -> values, in the order written; and the steps that have a table.
-Held = tuple[dict[tuple[str, int], list[float]], list[int]]
+# Content of a tracker: (metric, step) -> values in the order of writing, and the steps with a
+# table.
+Content = tuple[dict[tuple[str, int], list[float]], list[int]]
 
 
-def held_by_tensorboard(facts: Facts) -> Held:
+def read_tensorboard(facts: Facts) -> Content:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     reader = EventAccumulator(facts.directory + "/sinks/tensorboard", size_guidance={"scalars": 0, "tensors": 0})
@@ -108,10 +111,10 @@ def held_by_tensorboard(facts: Facts) -> Held:
             scalars.setdefault((tag, point.step), []).append(point.value)
     tables = reader.Tensors("completions")
     assert b"1\\|1=" in tables[0].tensor_proto.string_val[0] and b"&lt;2>" in tables[0].tensor_proto.string_val[0]
-    return scalars, sorted(point.step for point in tables)  # two files of one second are read in the order of their names
+    return scalars, sorted(point.step for point in tables)  # files of the same second are read in name order
 
 
-def held_by_wandb(facts: Facts) -> Held:
+def read_wandb(facts: Facts) -> Content:
     from rollout_workers.trackers.wandb import history
 
     scalars: dict[tuple[str, int], list[float]] = {}
@@ -129,7 +132,7 @@ def held_by_wandb(facts: Facts) -> Held:
     return scalars, tables
 
 
-def held_by_mlflow(facts: Facts) -> Held:
+def read_mlflow(facts: Facts) -> Content:
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri=f"sqlite:///{facts.directory}/sinks/mlflow.db")
@@ -145,15 +148,15 @@ def held_by_mlflow(facts: Facts) -> Held:
     return scalars, [int(path[-13:-5]) for path in files]
 
 
-READERS: dict[str, Callable[[Facts], Held]] = {
-    "tensorboard": held_by_tensorboard,
-    "wandb": held_by_wandb,
-    "mlflow": held_by_mlflow,
+READERS: dict[str, Callable[[Facts], Content]] = {
+    "tensorboard": read_tensorboard,
+    "wandb": read_wandb,
+    "mlflow": read_mlflow,
 }
 
 
-def whole(held: Held, steps: int) -> None:
-    scalars, tables = held
+def whole(content: Content, steps: int) -> None:
+    scalars, tables = content
     names = [("loss", s) for s in range(1, steps + 1)] + [("reward/mean", s) for s in range(1, steps + 1)]
     names += [("eval/reward", s) for s in range(0, steps + 1, 3)]
     assert Counter({key: len(values) for key, values in scalars.items()}) == Counter(names)
@@ -162,8 +165,8 @@ def whole(held: Held, steps: int) -> None:
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_a_run_that_is_taken_up_again_has_each_step_once(kind: str, facts: Facts) -> None:
-    first = feed(sink(kind, facts), story(4)[:-3])  # it dies before the last of the fourth step
+def test_a_resumed_run_has_each_step_once(kind: str, facts: Facts) -> None:
+    first = feed(sink(kind, facts), story(4)[:-3])  # stops before the last record of step 4
     assert first.tally.done and first.tally.failures == 0, first.tally
     again = feed(sink(kind, facts), story(6))
     assert again.tally.done and again.tally.written > 0 and again.tally.known >= first.tally.written, again.tally
@@ -190,22 +193,22 @@ threading.Event().wait()
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_a_process_that_was_killed_loses_and_doubles_nothing(kind: str, facts: Facts) -> None:
+def test_a_killed_process_neither_loses_nor_repeats_records(kind: str, facts: Facts) -> None:
     code = KILLED.format(here=str(Path(__file__).parent), kind=kind, directory=facts.directory)
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
     assert "written\n" in iter(process.stdout.readline, "")
-    os.killpg(process.pid, signal.SIGKILL)  # as the launcher does: W&B's own process goes too
+    os.killpg(process.pid, signal.SIGKILL)  # the launcher also kills the process group, which includes the process of wandb
     process.wait()
-    if kind == "tensorboard":  # the record in hand is torn
+    if kind == "tensorboard":  # the last record is truncated
         [path] = Path(facts.directory).glob("sinks/tensorboard/events.*")
         path.write_bytes(path.read_bytes()[:-5])
     assert feed(sink(kind, facts), story(6)).tally.done
     whole(READERS[kind](facts), 6)
 
 
-def test_what_a_process_of_the_same_second_wrote_is_known(facts: Facts) -> None:
-    for ahead in range(60):  # whenever it begins
+def test_files_of_a_process_started_in_the_same_second_are_read(facts: Facts) -> None:
+    for ahead in range(60):  # whichever second the test runs in
         second = time.strftime("%Y%m%d_%H%M%S", time.localtime(time.time() + ahead))
         Path(facts.directory, "sinks", "wandb", f"offline-run-{second}-{facts.run_id}").mkdir(parents=True)
     first = feed(sink("wandb", facts), story(6))
@@ -215,7 +218,7 @@ def test_what_a_process_of_the_same_second_wrote_is_known(facts: Facts) -> None:
 
 
 class Broken:
-    """A sink that fails as often as it is told to."""
+    """A sink that fails the given number of times."""
 
     name = "broken"
 
@@ -239,17 +242,17 @@ class Broken:
         self.closed = state
 
 
-def test_a_sink_that_fails_is_tried_again_and_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_sink_is_retried_and_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollout_workers.trackers.feed._FIRST_PAUSE", 0.0)
-    told: list[tuple[str, str]] = []
+    reports: list[tuple[str, str]] = []
     made = Broken(2, OSError("no space"))
-    fed = feed(made, story(3), lambda *what: told.append(what))
+    fed = feed(made, story(3), lambda *report: reports.append(report))
     assert fed.tally.done and fed.tally.failures == 2 and not fed.tally.error
-    assert told == [("broken", "OSError: no space")]
+    assert reports == [("broken", "OSError: no space")]
     assert len(made.wrote) == len(set(made.wrote)) == 8 and made.closed == "SUCCEEDED"
 
 
-def test_a_sink_that_fails_for_good_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch, facts: Facts) -> None:
+def test_a_sink_that_always_fails_does_not_affect_others(monkeypatch: pytest.MonkeyPatch, facts: Facts) -> None:
     monkeypatch.setattr("rollout_workers.trackers.feed._FIRST_PAUSE", 0.0)
     broken, other = Broken(99, OSError("no space")), sink("tensorboard", facts)
     feeds = [Feed(made, from_lines(lines(story(6))), lambda *_: None, tries=2) for made in (broken, other)]
@@ -258,10 +261,10 @@ def test_a_sink_that_fails_for_good_leaves_the_others_alone(monkeypatch: pytest.
     for fed in feeds:
         fed.thread.join()
     assert not feeds[0].tally.done and feeds[0].tally.error == "OSError: no space"
-    whole(held_by_tensorboard(facts), 6)
+    whole(read_tensorboard(facts), 6)
 
 
-def test_a_call_that_hangs_is_seen_from_outside() -> None:
+def test_a_hanging_call_is_detected() -> None:
     entered, release = threading.Event(), threading.Event()
 
     class Hangs(Broken):
@@ -276,10 +279,10 @@ def test_a_call_that_hangs_is_seen_from_outside() -> None:
     release.set()
     fed.thread.join()
     assert not fed.stuck(0.0) and fed.tally.done
-    fed.stop()  # one that has ended is none that fails
+    fed.stop()  # does nothing after the end
 
 
-def test_a_missing_library_is_not_tried_again(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_not_retried(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     fed = feed(sink("wandb", facts), story(1))
     assert fed.tally.failures == 1 and "rollout-rl[wandb]" in fed.tally.error and not fed.tally.done
@@ -297,6 +300,6 @@ def test_a_missing_library_is_not_tried_again(facts: Facts, monkeypatch: pytest.
         ("http://127.0.0.1:5000", ("http://127.0.0.1:5000", None)),
     ],
 )
-def test_paths_of_stores_start_at_the_configuration(uri: str, want: tuple[str, Any]) -> None:
+def test_store_paths_are_relative_to_the_configuration(uri: str, want: tuple[str, Any]) -> None:
     made, artifacts = tracking(uri, "/base", Path("/own"))
     assert (made, str(artifacts) if artifacts else None) == want

@@ -27,7 +27,7 @@ _context.set_forkserver_preload(["rollout_workers.trainer.leader", "trainer.addi
 class Failure:
     """What a rank ended with instead of a result."""
 
-    told: str
+    message: str
 
 
 def together(
@@ -67,7 +67,7 @@ def together(
     for process in processes:
         process.kill()
         process.join()
-    failures = [f"rank {rank}: {result.told}" for rank, result in enumerate(results) if isinstance(result, Failure)]
+    failures = [f"rank {rank}: {result.message}" for rank, result in enumerate(results) if isinstance(result, Failure)]
     if failures and not may_fail:
         raise AssertionError("\n".join(failures))
     return results

@@ -39,9 +39,9 @@ def test_what_a_step_would_tell(model_dir: Path, algorithm: str, lora: bool) -> 
     for step in (1, 2):
         samples = DATA[algorithm](step)
         found = learner.evaluate(list(reversed(samples)))
-        told = learner.train_step(samples, step).metrics
-        assert found == {name: told[name] for name in found} and found["loss"] > 0
-        assert blind.train_step(samples, step).metrics["loss"] == told["loss"]
+        metrics = learner.train_step(samples, step).metrics
+        assert found == {name: metrics[name] for name in found} and found["loss"] > 0
+        assert blind.train_step(samples, step).metrics["loss"] == metrics["loss"]
     assert learner.weights_digest() == blind.weights_digest()
     assert len(learner.models.cache) == len(blind.models.cache), "held-out pairs are no part of the state"
 

@@ -197,8 +197,8 @@ def led(ranks: Group, model_dir: Path, config: TrainerConfig, folder: str, fault
         Trainer.train_step = train_step  # type: ignore[method-assign, assignment]
         follow(ranks)
         return "followed"
-    told: list[str] = []
-    learner = LeadingTrainer(model_dir, config, ranks, lost=told.append)
+    reported: list[str] = []
+    learner = LeadingTrainer(model_dir, config, ranks, lost=reported.append)
     try:
         for step in (1, 2):
             if step == 2 and fault == "frozen":
@@ -207,7 +207,7 @@ def led(ranks: Group, model_dir: Path, config: TrainerConfig, folder: str, fault
     except RankLost as error:
         with pytest.raises(RankLost):
             learner.save_state(folder)
-        return learner.step, str(error), told
+        return learner.step, str(error), reported
     files = learner.save_state(folder)
     with pytest.raises(StepOutOfTurn):
         learner.train_step(batch(config, 7), 7)
@@ -228,6 +228,6 @@ def test_a_rank_that_is_lost_is_told_and_ends_the_learner(model_dir: Path, tmp_p
         2, tmp_path, led, model_dir, case("sft"), str(tmp_path / "state"), fault, seconds=20.0, may_fail=True
     )
     assert isinstance(follower, Failure)
-    step, raised, told = leader
+    step, raised, reported = leader
     call = "load_state" if fault == "frozen" else "train_step"
-    assert step == 1 and f"`{call}` at step 1 failed between the ranks" in raised and told == [raised]
+    assert step == 1 and f"`{call}` at step 1 failed between the ranks" in raised and reported == [raised]

@@ -31,8 +31,8 @@ def poisoned(learner: Trainer, step: int) -> None:
 
 @pytest.mark.parametrize("action", ["stop", "skip", "restore"])
 def test_each_policy_keeps_the_batch_and_tells(model_dir: Path, tmp_path: Path, action: str) -> None:
-    told: list[Refused] = []
-    learner = Trainer(model_dir, dataclasses.replace(CONFIG, refusals=Refusals(action, tmp_path / "refused", told.append)))
+    reported: list[Refused] = []
+    learner = Trainer(model_dir, dataclasses.replace(CONFIG, refusals=Refusals(action, tmp_path / "refused", reported.append)))
     poisoned(learner, 3)
     learner.train_step(sampled_batch(1), 1)
     saved = learner.weights_digest().root
@@ -47,8 +47,8 @@ def test_each_policy_keeps_the_batch_and_tells(model_dir: Path, tmp_path: Path, 
         metrics = learner.train_step(sampled_batch(3), 3).metrics
         assert metrics["refused"] == 1 and metrics["samples"] == 24 and metrics["time/step"] > 0 and learner.step == 3
     assert learner.weights_digest().root == (saved if action == "restore" else before)
-    assert [(r.step, r.reason, r.action) for r in told] == [(3, "NON_FINITE_GRADIENT", action)]
-    with np.load(told[0].batch) as kept:
+    assert [(r.step, r.reason, r.action) for r in reported] == [(3, "NON_FINITE_GRADIENT", action)]
+    with np.load(reported[0].batch) as kept:
         samples = sampled_batch(3)
         assert kept["token_ids"].tolist() == np.concatenate([s.token_ids for s in samples]).tolist()
         assert kept["lengths"].sum() == len(kept["loss_mask"]) and len(kept["rewards"]) == len(samples)

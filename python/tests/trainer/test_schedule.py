@@ -61,14 +61,14 @@ def test_the_rate_reaches_every_update(
 ) -> None:
     config = TrainerConfig(algorithm="sft", schedule=Schedule(PEAK, shape, 2, 6), threads=1)
     given = caught(monkeypatch)
-    learner, told = Trainer(model_dir, config), []
+    learner, reported = Trainer(model_dir, config), []
     for step in range(1, 7):
-        told.append(learner.train_step(demonstrations(step, rows=2), step).metrics["learning_rate"])
+        reported.append(learner.train_step(demonstrations(step, rows=2), step).metrics["learning_rate"])
         if resumed and step in (1, 4):  # within the warm-up, and after it
             learner.save_state(tmp_path / str(step))
             learner = Trainer(model_dir, config)
             learner.load_state(tmp_path / str(step))
-    assert given == told == pytest.approx(wanted(shape, 2, 6))
+    assert given == reported == pytest.approx(wanted(shape, 2, 6))
 
 
 def test_all_updates_of_a_step_have_its_rate(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,13 +87,13 @@ class Streams(service.WeightsServer):
 
 
 class _Refused(grpc.aio.AioRpcError):
-    def __init__(self, code: grpc.StatusCode, told: str) -> None:
-        super().__init__(code, grpc.aio.Metadata(), grpc.aio.Metadata(), told)
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(code, grpc.aio.Metadata(), grpc.aio.Metadata(), message)
 
 
 class _Context:
-    async def abort(self, code: grpc.StatusCode, told: str) -> None:
-        raise _Refused(code, told)
+    async def abort(self, code: grpc.StatusCode, message: str) -> None:
+        raise _Refused(code, message)
 
 
 class _Direct:

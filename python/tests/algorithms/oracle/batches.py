@@ -1,4 +1,5 @@
-"""Batches on which our losses and those of other projects are compared: from seeds, so both sides make the same.
+"""Batches on which our losses and those of other projects are compared: from seeds, so both sides
+make the same.
 
 Shapes: S = 8 samples (4 pairs) of T = 7 places, padded, float32. Needs torch alone.
 """
@@ -59,7 +60,8 @@ CASES: dict[str, Case] = {
 
 
 def batch(case: str) -> Batch:
-    """A case as named tensors; logprobs outside the mask are numbers like any other, so what reads them shows."""
+    """A case as named tensors; logprobs outside the mask are numbers like any other, so what reads
+    them shows."""
     generator = torch.Generator().manual_seed(1000 + list(CASES).index(case))
     of = CASES[case]
     mask, scale, bound, far = of.mask(), of.scale, of.bound, of.far

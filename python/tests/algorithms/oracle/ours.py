@@ -64,7 +64,8 @@ def sft(batch: Batch) -> Result:
 
 
 def distillation(batch: Batch) -> Result:
-    """On policy: the loss of ours is the policy gradient's up to a constant, the gradient is the same."""
+    """On policy: the loss of ours is the policy gradient's up to a constant, the gradient is the
+    same."""
     return tokens({**batch, "old": batch["logprobs"]}, "distillation")
 
 

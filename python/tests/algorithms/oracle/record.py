@@ -1,7 +1,8 @@
-"""Ask the oracles: ``python -m oracle.record [--check]``, in the environment that ``make check-oracles`` builds.
+"""Ask the oracles: ``python -m oracle.record [--check]``, in the environment that
+``make check-oracles`` builds.
 
-Writes what they answer to ``golden.safetensors``, from which ``make test`` compares without them; with ``--check`` says where
-they answer something else than is written there.
+Writes what they answer to ``golden.safetensors``, from which ``make test`` compares without them;
+with ``--check`` says where they answer something else than is written there.
 """
 
 from __future__ import annotations

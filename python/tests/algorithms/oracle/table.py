@@ -1,4 +1,4 @@
-"""Where we differ from an oracle on purpose, and how far apart two answers are."""
+"""Deliberate differences from the oracles, and the distance between two results."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from .batches import CASES
 GOLDEN = Path(__file__).parent / "golden.safetensors"
 
 _EMPTY_RLOO = (
-    "TRL counts -A for a completion without tokens, a constant without gradient; such a completion has no term here. The "
-    "gradients agree."
+    "TRL adds the constant -A, which has no gradient, for a completion without tokens. Ours adds nothing. The gradients agree."
 )
 _PRODUCT = (
-    "TRL lets the ratio of a whole completion grow without bound; ours is held at exp(20), beyond which float32 soon "
-    "overflows and a step would be refused."
+    "TRL does not bound the ratio of a whole completion. Ours is clamped to exp(20), because float32 overflows soon after that "
+    "and the step would be refused."
 )
 _EMPTY_GSPO = (
-    "verl divides by the completions that have tokens; ours by all that were sampled, as TRL does, so that a batch's parts "
-    "add up."
+    "verl divides by the number of completions with tokens. Ours divides by all sampled completions, like TRL, so that the parts "
+    "of a batch add up."
 )
 _BOUND = (
-    "The ratio of a token is held within exp(±20), as verl's is, and k3 goes on along its tangent from exp(20); TRL's have no "
-    "bound, and its gradient of a completion's ratio is no number where float32 overflows."
+    "The ratio of a token is clamped to exp(±20), like verl's, and k3 is linear beyond exp(20). TRL has no bounds, and its "
+    "gradient of a completion's ratio is NaN where float32 overflows."
 )
 _K3 = (
-    "verl holds k3 at 10, where its gradient vanishes: it lets go of a policy that is far from the reference. Ours goes on "
-    "pulling."
+    "verl clamps k3 to 10, where the gradient becomes 0, so a policy far from the reference is no longer pulled back. Ours keeps "
+    "a gradient."
 )
-_DISTILLATION = "verl's loss is -A log p; ours is -A p / p_old, whose value is the divergence itself. The gradients agree."
+_DISTILLATION = "verl's loss is -A log p; ours is -A p / p_old, whose value equals the divergence. The gradients agree."
 
 _UNBOUNDED = ["grpo/token", "grpo/token kl", "grpo/token entropy", "grpo/sequence", "grpo/sequence kl", "dapo", "dr_grpo"]
 PARTS = ("loss", "gradient")
@@ -51,8 +50,9 @@ DIFFERENCES: dict[tuple[str, str, str], str] = {
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
-    """Largest difference of an element, relative to the wanted element where that is above 1; infinite where one of either is
-    not a number. An element beside a huge one is held to the same bar."""
+    """Largest difference of an element, relative if the wanted element is above 1; infinite if any
+    element of either tensor is not finite. Each element is compared on its own, so large elements
+    do not hide small ones."""
     if found.shape != wanted.shape or not bool(found.isfinite().all() and wanted.isfinite().all()):
         return torch.inf
     if not wanted.numel():

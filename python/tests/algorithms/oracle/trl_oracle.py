@@ -1,4 +1,5 @@
-"""What TRL 1.16 makes of a batch: its trainers' own loss functions, called as they are on logprobs in place of a model's."""
+"""What TRL 1.16 makes of a batch: its trainers' own loss functions, called as they are on logprobs
+in place of a model's."""
 
 from __future__ import annotations
 
@@ -152,7 +153,8 @@ def reward_model(batch: Batch, *, margin: bool = False, centering: float | None 
 
 
 def sft(batch: Batch) -> Result:
-    """The loss of the models that TRL's SFTTrainer trains, with the tokens of the whole batch as its divisor."""
+    """The loss of the models that TRL's SFTTrainer trains, with the tokens of the whole batch as
+    its divisor."""
     logits = batch["logits"].clone().requires_grad_()
     labels = batch["labels"].masked_fill(batch["mask"] == 0, -100)
     shifted = torch.cat((torch.full((len(labels), 1), -100), labels), 1)

@@ -1,4 +1,5 @@
-"""What verl 0.9.1 makes of a batch: the functions of its ``core_algos`` and ``rollout_corr_helper``, called as they are."""
+"""What verl 0.9.1 makes of a batch: the functions of its ``core_algos`` and
+``rollout_corr_helper``, called as they are."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ LOSSES: dict[str, Callable[[Batch], Result]] = {
 
 
 def _distillation(batch: Batch) -> Result:
-    """A policy gradient whose advantage is the log-ratio of teacher (here the reference) and student."""
+    """A policy gradient whose advantage is the log-ratio of teacher (here the reference) and
+    student."""
     logprobs = batch["logprobs"].clone().requires_grad_()
     advantages = batch["reference"] - batch["logprobs"]
     config = SimpleNamespace(global_batch_info={})
@@ -81,7 +83,8 @@ def _distillation(batch: Batch) -> Result:
 
 
 def estimates(batch: Batch) -> dict[str, Tensor]:
-    """Advantages (and returns) in the shape of the batch, 0 outside the mask; float64, as ours are."""
+    """Advantages (and returns) in the shape of the batch, 0 outside the mask; float64, as ours
+    are."""
     mask = batch["mask"].double()
     last = _last(mask)
     rewards = last * batch["rewards"].double()[:, None]
