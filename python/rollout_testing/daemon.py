@@ -34,9 +34,9 @@ class Daemon:
         self.state.mkdir(parents=True, exist_ok=True)
         with open(self.state / "rolloutd.log", "ab") as log:
             self._process = subprocess.Popen([binary(), *self._flags], stdout=log, stderr=log)
-        told = self._wait_for_file()
-        self.nats_url, self.consul = told["nats"], told["consul"]
-        self.token = Path(told["token_file"]).read_text().strip()
+        published = self._wait_for_file()
+        self.nats_url, self.consul = published["nats"], published["consul"]
+        self.token = Path(published["token_file"]).read_text().strip()
         return self
 
     def stop(self, number: int = signal.SIGTERM) -> None:

@@ -44,7 +44,7 @@ class Harness(Protocol):
 
     def start(self, *, deterministic: bool = False) -> AbstractAsyncContextManager[Engine]:
         """An engine with ``SLOTS`` slots and the weights of version 0, shut down on exit. A sample of 64 tokens takes long enough
-        for another call to reach the engine meanwhile."""
+        for another call to reach the engine before it ends."""
         ...
 
     def weights(self, version: int) -> tuple[WeightsSource, str]:

@@ -176,7 +176,7 @@ class RunStreams:
         return envelopes
 
     async def work_left(self) -> int:
-        """Work items that nobody has acknowledged."""
+        """The number of work items that are not acknowledged."""
         return (await self.js.stream_info(names.work_stream(self.run))).state.messages
 
     async def redeliver_after(self, seconds: float) -> None:
@@ -218,14 +218,14 @@ def trajectory(envelope: TrajectoryEnvelope) -> Trajectory:
 
 
 def write_spec(path: Path, made: WorkerSpec) -> Path:
-    """The spec as the scheduler writes it: secrets in files beside it."""
+    """Write the spec as the scheduler does: secrets in files next to it."""
     written = WorkerSpec.FromString(made.SerializeToString())
     for message, name in secrets_of(written):
         if secret := getattr(message, name):
-            beside = path.with_suffix(f".{name}")
-            beside.write_text(secret)
-            beside.chmod(0o600)
-            setattr(message, name, f"file:{beside}")
+            secret_file = path.with_suffix(f".{name}")
+            secret_file.write_text(secret)
+            secret_file.chmod(0o600)
+            setattr(message, name, f"file:{secret_file}")
     path.write_text(json.dumps(json_format.MessageToDict(written, preserving_proto_field_name=True)))
     path.chmod(0o600)
     return path

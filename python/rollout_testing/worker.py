@@ -1,4 +1,4 @@
-"""Workers in the test's own process, or as processes of their own."""
+"""Workers in the test's process, or as separate processes."""
 
 from __future__ import annotations
 

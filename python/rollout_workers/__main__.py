@@ -55,7 +55,7 @@ def main() -> None:
     sys.setswitchinterval(0.0003)  # seconds: what dispatches tensor operations must not wait 5 ms for the event loop's thread
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of what it could do faster, which nobody uses here
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about faster settings that we do not use
     if command := COMMANDS.get(arguments.kind):
         command(arguments.spec or "")
     try:
@@ -78,7 +78,7 @@ def main() -> None:
 
 async def _run(kind: LinkedKind | DetachedKind, spec: WorkerSpec, who: Identity) -> None:
     """Exits the process without waiting for threads that load a model or compute."""
-    lifecycle = Lifecycle(patience=LEAVE_SECONDS)
+    lifecycle = Lifecycle(exit_after=LEAVE_SECONDS)
     lifecycle.watch()
     process = Process(spec, who, lifecycle)
     if isinstance(kind, DetachedKind):

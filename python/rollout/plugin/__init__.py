@@ -6,13 +6,13 @@ A reward is a function in a file of the user's, named in the configuration as ``
         return [float(sample.completion == sample.row["answer"]) for sample in samples]
 
 It takes a list of :class:`Sample` and returns one item for each, in order: a number, or a mapping with the number
-``reward`` and further named numbers (metrics). A mapping may reward parts of a completion too, beside ``reward`` or
-instead: with ``token_rewards``, one number for each of ``sample.token_ids``, or with ``step_rewards``, mappings of
+``reward`` and further named numbers (metrics). A mapping may also reward parts of a completion, with or without
+``reward``: with ``token_rewards``, one number for each of ``sample.token_ids``, or with ``step_rewards``, mappings of
 ``start``, ``end`` (characters of the completion) and ``reward``, which counts at the last token of its step::
 
     return [{"reward": 1.0, "step_rewards": [{"start": 0, "end": 17, "reward": 0.5}]} for _ in samples]
 
-A function may be ``async def``. Whatever goes wrong has a type of its own and is never a reward of 0:
+A function may be ``async def``. A failure is never a reward of 0; each kind has its own exception:
 :class:`RewardImportError`, :class:`RewardFailed`, :class:`RewardShapeError` and :class:`RewardTimeout`.
 
     >>> function = load_reward("reward.py:exact_match", base_dir="/home/me/run")

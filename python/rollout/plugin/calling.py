@@ -18,8 +18,8 @@ from rollout.plugin.score import RewardError, RewardFailed, RewardFunction, Rewa
 def call_reward(function: RewardFunction, samples: Sequence[Sample]) -> list[Score]:
     """Score ``samples`` (at least one), blocking; one :class:`Score` each, in order.
 
-    An ``async def`` runs in an event loop of its own: call this from a thread that has none, else
-    :func:`call_reward_async`. Raises :class:`RewardFailed` and :class:`RewardShapeError`.
+    An ``async def`` runs in a new event loop: call this from a thread without a running loop, else
+    use :func:`call_reward_async`. Raises :class:`RewardFailed` and :class:`RewardShapeError`.
     """
     with _raised(function):
         result = function(list(samples))
@@ -36,8 +36,8 @@ async def call_reward_async(
     executor: concurrent.futures.Executor | None = None,
 ) -> list[Score]:
     """Like :func:`call_reward` without blocking the loop: ``async def`` runs on it, anything else in a thread of
-    ``executor``. Raises :class:`RewardTimeout` too. Python can't kill a thread: one that never returns stays behind in
-    the executor, so count timeouts and start anew when they repeat.
+    ``executor``. Raises :class:`RewardTimeout` too. Python can't kill a thread: one that never returns keeps its place in
+    the executor, so count timeouts and replace the executor when they repeat.
     """
     batch = list(samples)
     try:

@@ -30,7 +30,7 @@ def split_plugin(plugin: str) -> tuple[str, str]:
 def load_reward(plugin: str, base_dir: str | os.PathLike[str] = ".") -> RewardFunction:
     """Import ``file.py:function`` relative to ``base_dir`` and return the function. Raises :class:`RewardImportError`.
 
-    The module gets a name of its own, drawn from its path and content, so a changed file is a new module. Its folder
+    The module's name is a hash of its path and content, so a changed file is a new module. Its folder
     comes first in ``sys.path`` while it is imported and last afterwards, so that it can import its neighbours without
     hiding installed packages from anybody else.
     """
@@ -61,7 +61,7 @@ def _load(plugin: str, base_dir: str | os.PathLike[str]) -> tuple[Any, str]:
     known = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
     if function is None:
         fix = f"it has {', '.join(f'`{n}`' for n in known)}" if known else f"define `def {name}(samples)` in it"
-        raise RewardImportError(f"there is no function `{name}` in {file}", fix=fix, place=Place(str(path)))
+        raise RewardImportError(f"no function `{name}` is defined in {file}", fix=fix, place=Place(str(path)))
     if not callable(function):
         kind = type(function).__name__
         fix = (
@@ -85,7 +85,7 @@ def _import(path: Path, file: str) -> ModuleType:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise RewardImportError(f"{file} is no Python file", fix="name a file that ends with .py", place=Place(str(path)))
+        raise RewardImportError(f"{file} is not a Python file", fix="name a file that ends with .py", place=Place(str(path)))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -115,9 +115,9 @@ def _missing(name: str, path: Path, file: str) -> str:
     here = sorted({entry.stem for entry in path.parent.iterdir() if entry.suffix == ".py" or (entry / "__init__.py").exists()})
     near = difflib.get_close_matches(top, [stem for stem in here if stem != path.stem], n=1)
     if near:
-        return f"did you mean `{near[0]}`, which lies beside {file}?"
+        return f"did you mean `{near[0]}`, which is next to {file}?"
     return (
-        f"correct the name: there is no {top}.py beside {file} and no package `{top}` in the workers' Python ({sys.executable});"
+        f"correct the name: there is no {top}.py next to {file} and no package `{top}` in the workers' Python ({sys.executable});"
         " if it is a package, install it there"
     )
 

@@ -1,4 +1,4 @@
-"""What a reward returned, held against what it may return."""
+"""Validates what a reward function returned."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def _score(item: Any, sample: Sample, index: int, bad: Bad) -> Score:
     if tokens is None and steps is None and "reward" not in entries:
         raise bad(f"a mapping without `reward` as item {index}", 'add the key: {"reward": 1.0, ...}')
     if taken := OWN.intersection(map(str, entries)):
-        told = f"the metric `{min(taken)}` in item {index}, which the run has of its own as `reward/{min(taken)}`"
-        raise bad(told, "give it another name")
+        problem = f"the metric `{min(taken)}` in item {index}, a name that the run uses itself for `reward/{min(taken)}`"
+        raise bad(problem, "give it another name")
     numbers = {str(key): _number(value, f"`{key}` of item {index}", bad) for key, value in entries.items()}
     return Score(
         numbers.pop("reward", 0.0),
@@ -53,8 +53,8 @@ def _score(item: Any, sample: Sample, index: int, bad: Bad) -> Score:
 def _token_rewards(value: Any, sample: Sample, where: str, bad: Bad) -> tuple[float, ...]:
     items = _list(value, where, bad)
     if len(items) != len(sample.token_ids):
-        told = f"{len(items)} `token_rewards` for the {len(sample.token_ids)} tokens of a completion"
-        raise bad(told, "return one number for each of `sample.token_ids`, or `step_rewards` with characters")
+        problem = f"{len(items)} `token_rewards` for the {len(sample.token_ids)} tokens of a completion"
+        raise bad(problem, "return one number for each of `sample.token_ids`, or `step_rewards` with characters")
     return tuple(_number(item, f"an item of {where}", bad) for item in items)
 
 
@@ -68,8 +68,8 @@ def _steps(value: Any, sample: Sample, where: str, bad: Bad) -> tuple[Step, ...]
         start, end = entries["start"], entries["end"]
         before = found[-1].end if found else 0
         if not isinstance(start, int) or not isinstance(end, int) or not before <= start < end <= len(sample.completion):
-            told = f"the step {start!r} to {end!r} in {where}, of a completion with {len(sample.completion)} characters"
-            raise bad(told + (f" and a step before it that ends at {before}" if found else ""), fix)
+            problem = f"the step {start!r} to {end!r} in {where}, of a completion with {len(sample.completion)} characters"
+            raise bad(problem + (f" and a step before it that ends at {before}" if found else ""), fix)
         found.append(Step(start, end, _number(entries["reward"], f"the reward of a step in {where}", bad)))
     return tuple(found)
 

@@ -6,6 +6,6 @@ Sampling and training are hashes, so a worker starts in a second, a step takes m
 sample changes every weights digest after it. Nothing of a worker's shell is replaced: pulling, publishing, receipts, payloads,
 weights folders and states are those of production. Only the modules that import torch are (``install``).
 
-Each process writes down what it did, apart from the mesh (``journal``), for a harness to hold against the ledger. Nobody reaches
-this by a run's config: the program itself must be named as the worker command, and it refuses a model that is not its own.
+Each process writes down what it did, apart from the mesh (``journal``), for a harness to compare with the ledger. A run's
+config can't select it: the program itself must be named as the worker command, and it refuses a model that is not its own.
 """

@@ -26,17 +26,17 @@ POINTS = {
         "inference/published",  # on the stream, the work not acknowledged
         "inference/acknowledged",  # work acknowledged
         "inference/staged",  # new weights read, the old ones in use
-        "inference/swapped",  # new weights in use, nobody told
+        "inference/swapped",  # new weights in use, not yet reported
     ),
     "learner": (
         "learner/registered",
-        "learner/initialized",  # stands at a state, the controller not told
+        "learner/initialized",  # at a state, not yet reported to the controller
         "learner/read",  # the batch read, nothing trained
         "learner/trained",  # the step made, in memory alone
         "learner/staged",  # weights written, not renamed into place
-        "learner/written",  # weights in place, the controller not told
+        "learner/written",  # weights in place, not yet reported to the controller
         "learner/saving",  # weights of a state written, the state not valid
-        "learner/saved",  # a whole state, the controller not told
+        "learner/saved",  # a complete state, not yet reported to the controller
     ),
 }
 

@@ -26,12 +26,14 @@ from rollout_workers.engines.errors import DuplicateRequest, EngineClosed, Nothi
 from rollout_workers.engines.registry import Capabilities
 
 CAPABILITIES = Capabilities(prompt_logprobs=True, greedy=False, deterministic=True)
-"""Temperature and filters are ignored, a sample is drawn at once, and one logprob per token is reported."""
+"""Temperature and filters are ignored, a sample is drawn at once, and one logprob per token is
+reported."""
 
 
 class SimEngine:
-    """Implements ``Engine``. seconds: what a sample takes at most; part of it, by its seed, so that groups end apart. began: is
-    told when a group begins (``time.time`` seconds)."""
+    """Implements ``Engine``. seconds: the longest duration of a sample; the seed picks a part of
+    it, so that groups end at different times. began: called with the start of a group
+    (``time.time`` seconds)."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ class _Unused:
 
 
 class _NoTorch(MetaPathFinder):
-    """A worker without a model that imports torch would pay ten seconds for nothing: the import says so instead."""
+    """Raises when a worker without a model imports torch, which would take ten seconds and serve no purpose."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         if fullname == "torch":

@@ -1,4 +1,4 @@
-"""What a process did, in a file of its own beside the mesh: one JSON object a line, appended with one write."""
+"""A journal of what a process did, in a file per process: one JSON object a line, appended with one write."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def read(run_directory: str | os.PathLike[str], kind: str) -> list[dict[str, Any
                 if line.strip() and line.endswith(b"\n"):
                     records.append(json.loads(line))
             except ValueError:
-                continue  # cut off, and the next process went on behind it
+                continue  # a line cut off by a crash; the next process appended to it
     return records

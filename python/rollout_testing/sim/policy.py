@@ -138,7 +138,7 @@ def write(folder: Path, words: Words, version: int, source: Path, fsync: bool) -
 
 
 def stage_folder(parent: Path, config_source_dir: Path, reserve: int = 0) -> Path:
-    """As ``rollout_workers.weights.stage_folder``, where there is no room: weights this small need none ahead of time."""
+    """Replaces ``rollout_workers.weights.stage_folder``; always fails, as weights this small need no reserved space."""
     raise OSError(f"{parent} takes nothing")
 
 

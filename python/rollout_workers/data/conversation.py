@@ -14,7 +14,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 def conversation_in(row_json: bytes, prompt_field: str, answer_field: str) -> Messages | None:
-    """The messages of a row that has no answer beside them and ends with the assistant's; None for every other row."""
+    """The messages of a row without an answer field whose last message is the assistant's; None for every other row."""
     try:
         row = parse_row(row_json)
     except PromptInvalid:

@@ -62,7 +62,7 @@ class Pairs:
             return error
         if isinstance(value, (int, float)) and not isinstance(value, bool) and np.isfinite(value):
             return float(value)
-        return PromptInvalid(f"field `{self._margin}` is no number", fix="see `data.margin_field`")
+        return PromptInvalid(f"field `{self._margin}` is not a number", fix="see `data.margin_field`")
 
 
 class Labelled:

@@ -77,7 +77,7 @@ class Text:
         return [np.array(ids, np.int32) for ids in self.tokenizer(list(texts), add_special_tokens=special)["input_ids"]]
 
     def following(self, texts: Sequence[str], before: Sequence[Prompt | Ids | PromptInvalid]) -> list[Ids]:
-        """Token ids of each text where it goes on after the tokens beside it, as a model writes them.
+        """Token ids of each text as a continuation of the tokens in ``before``, as a model writes them.
 
         A tokenizer of SentencePiece's kind puts a space before what begins a text, and some after special tokens.
         """
@@ -94,7 +94,7 @@ class Text:
 
     @cached_property
     def _leads(self) -> bool:
-        """Whether a text that begins has other tokens than one that goes on."""
+        """Whether a text has other tokens at the start than as a continuation."""
         alone, joint, begun = self.encode([_LINE, _LINE + "a", "a"], special=False)
         return not np.array_equal(joint[len(alone) :], begun)
 
@@ -175,7 +175,7 @@ class PromptReader:
             if isinstance(value, list):
                 return self._text.render(value), True
             if not isinstance(value, str):
-                raise PromptInvalid(f"field `{self.field}` is no text and no list of messages", fix="see `data.prompt_field`")
+                raise PromptInvalid(f"field `{self.field}` is neither text nor a list of messages", fix="see `data.prompt_field`")
             if self._chat:
                 return self._text.render([{"role": "user", "content": value}]), True
             return value, False
@@ -188,7 +188,7 @@ def parse_row(row_json: bytes) -> dict[str, Any]:
     try:
         row = json.loads(row_json)
     except ValueError as error:
-        raise PromptInvalid(f"the row is no JSON: {error}") from error
+        raise PromptInvalid(f"the row is not JSON: {error}") from error
     if not isinstance(row, dict):
-        raise PromptInvalid("the row is no JSON object")
+        raise PromptInvalid("the row is not a JSON object")
     return row

@@ -90,7 +90,7 @@ def text_field(row_json: bytes, field: str, key: str) -> str | PromptInvalid:
         return error
     if isinstance(value, str):
         return value
-    return PromptInvalid(f"field `{field}` is no text", fix=f"see `{key}`")
+    return PromptInvalid(f"field `{field}` is not text", fix=f"see `{key}`")
 
 
 def example_of(prompt: Prompt, text: str, ids: Ids, end: Ids, limit: int, *, train_on_prompt: bool = False) -> Example | Refusal:

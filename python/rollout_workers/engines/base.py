@@ -36,7 +36,7 @@ class SamplingParams:
     temperature: 0 is greedy (the first of equal maxima). top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
     max_tokens: at most this many new tokens; the engine's context length may end a sample sooner.
     stop: strings that end a sample; the text is cut before the first one, the token ids are not.
-    stop_token_ids: end a sample beside the model's own end tokens, which ``ignore_eos`` switches off.
+    stop_token_ids: end a sample, in addition to the model's end tokens, which ``ignore_eos`` switches off.
     Raises ``ValueError`` for a value outside its range.
     """
 
@@ -136,7 +136,7 @@ class EngineStats:
     """A reading of the engine. Samples, tokens since the start, tokens/s over the last steps.
 
     cache_epoch: grows with every weight swap; KV of an older epoch serves only samples that were in flight then.
-    busy_seconds: spent admitting and decoding, all told (model, sampling and bookkeeping; not waiting).
+    busy_seconds: total spent admitting and decoding (model, sampling and bookkeeping; not waiting).
     forward_seconds: the part of it inside the model's passes (on a GPU: until they were queued).
     """
 
@@ -185,7 +185,7 @@ class Engine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Go on where ``pause`` stopped."""
+        """Continue where ``pause`` stopped."""
         ...
 
     async def offload(self) -> None:
@@ -197,7 +197,7 @@ class Engine(Protocol):
         ...
 
     async def stage_weights(self, source: WeightsSource, expected: str | None = None) -> str:
-        """Read and verify weights beside the decoding. Returns their digest's root (``blake3-<hex>``).
+        """Read and verify weights while decoding continues. Returns their digest's root (``blake3-<hex>``).
 
         source: a weights folder, or tensors by Hugging Face name (tied ones once). expected: the root that they should have;
         where it is another or not given, a folder is compared with its manifest.
@@ -206,7 +206,7 @@ class Engine(Protocol):
         ...
 
     async def swap_weights(self, version: int) -> None:
-        """Load the staged weights between two tokens, as ``version``. Samples in flight go on in a new version span.
+        """Load the staged weights between two tokens, as ``version``. Samples in flight continue in a new version span.
 
         Raises ``NothingStaged`` unless ``version`` is the current one, which makes the call a no-op.
         """

@@ -41,7 +41,7 @@ class TokenizerMissing(EngineError):
 
 
 class NonFiniteLogits(EngineError):
-    """The model answered NaN or infinity. Arrives as the ``error`` of the sample; its neighbours go on."""
+    """The model's logits are NaN or infinite. Returned as the ``error`` of the sample; other samples continue."""
 
     reason = "NON_FINITE_LOGITS"
 

@@ -83,7 +83,7 @@ class EpisodeRunner:
     def __init__(self, engine: Engine, environment: Environment, text: Text, params: SamplingParams) -> None:
         self._engine, self._environment, self._text, self._params = engine, environment, text, params
         self.sampled: Callable[[str], None] = lambda key: None
-        """Told the key of a task whenever the engine has finished the first turn of one of its samples."""
+        """Called with the key of a task when the engine has finished the first turn of one of its samples."""
 
     async def run(self, tasks: Sequence[Task]) -> AsyncGenerator[list[FinishedGroup], None]:
         """Yield groups as they end, those that ended together at once. Closing the iterator aborts the rest."""

@@ -1,4 +1,4 @@
-"""The log-probabilities of a teacher that an endpoint serves, beside each sample."""
+"""Adds a teacher's log-probabilities, from an endpoint, to each sample."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Taught:
     async def step(self, turns: Sequence[Turn]) -> list[Observation | Result]:
         """As the inner environment; where a turn ends its episode, with the teacher's log-probabilities."""
         answers, taught = await asyncio.gather(self._inner.step(turns), asyncio.gather(*(self._ask(turn) for turn in turns)))
-        return [self._with(answer, told) for answer, told in zip(answers, taught, strict=True)]
+        return [self._with(answer, logprobs) for answer, logprobs in zip(answers, taught, strict=True)]
 
     async def close(self, episodes: Sequence[tuple[str, int]]) -> None:
         """As the inner environment."""
@@ -57,10 +57,10 @@ class Taught:
         self._teacher.close()
 
     @staticmethod
-    def _with(answer: Observation | Result, told: tuple[float, ...] | TeacherError) -> Observation | Result:
+    def _with(answer: Observation | Result, logprobs: tuple[float, ...] | TeacherError) -> Observation | Result:
         if not isinstance(answer, Result) or answer.outcome not in ("completed", "truncated"):
             return answer
-        return failed(told.reason) if isinstance(told, TeacherError) else replace(answer, teacher_logprobs=told)
+        return failed(logprobs.reason) if isinstance(logprobs, TeacherError) else replace(answer, teacher_logprobs=logprobs)
 
     async def _ask(self, turn: Turn) -> tuple[float, ...] | TeacherError:
         ids = np.concatenate((turn.prompt_ids, turn.token_ids)).tolist()

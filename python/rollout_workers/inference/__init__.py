@@ -1,1 +1,1 @@
-"""The inference worker: pulls prompt groups, samples and scores them, streams trajectories; serves the policy meanwhile."""
+"""The inference worker: pulls prompt groups, samples and scores them, streams trajectories, and serves the policy."""

@@ -176,7 +176,7 @@ def in_messages(envelopes: Iterable[pb.TrajectoryEnvelope], most_bytes: int) -> 
 
 
 def _by_token(values: Sequence[float], prompt: int, completion: int) -> bytes:
-    """float32[prompt + completion], 0 over the prompt; empty where there are none."""
+    """float32[prompt + completion], 0 over the prompt; empty if ``values`` is."""
     if not values:
         return b""
     found = np.zeros(prompt + completion, np.float32)

@@ -19,7 +19,7 @@ from rollout_workers.environments.episode import sample_seed
 from rollout_workers.inference.params import of_request
 from rollout_workers.worker.status import EdgeError
 
-_LONG_BYTES = 16 << 10  # of prompts that are tokenised beside the event loop: some 0.02 s
+_LONG_BYTES = 16 << 10  # longer prompts are tokenized outside of the event loop; this takes some 0.02 s
 _MOST_ID = np.iinfo(np.int32).max
 _FINISH = {"stop": "stop", "length": "length", "aborted": "abort"}
 
@@ -51,7 +51,7 @@ class Generation:
         self._running: dict[str, list[str]] = {}  # request id -> the engine's ids
 
     async def tokenized(self, prompts: Sequence[pb.Prompt], *, bounded: bool = False) -> list[NDArray[np.int32]]:
-        """Token ids of each prompt. Long ones take seconds, and what else the worker does goes on meanwhile. Raises
+        """Token ids of each prompt. Long ones take seconds, without blocking the event loop. Raises
         ``PromptInvalid`` for a chat that the template refuses, ``InvalidPrompt`` for an id that no vocabulary has; bounded:
         ``ContextOverflow`` for a text that can't fit, before it is tokenised."""
         if sum(prompt.ByteSize() for prompt in prompts) > _LONG_BYTES:
@@ -79,8 +79,10 @@ class Generation:
                 texts.append((at, prompt.text, True))
         for at, text, _ in texts:
             if bounded and len(text) > _LONG_BYTES and len(text) > self._limit * self._text.longest:
-                told = f"the text of prompt {at} has {len(text)} characters, which the context of {self._limit} tokens can't hold"
-                raise ContextOverflow(told, fix="shorten the prompt", violations=[(f"prompts[{at}]", told)])
+                problem = (
+                    f"the text of prompt {at} has {len(text)} characters, which the context of {self._limit} tokens can't hold"
+                )
+                raise ContextOverflow(problem, fix="shorten the prompt", violations=[(f"prompts[{at}]", problem)])
         for special in (False, True):
             chosen = [(at, text) for at, text, s in texts if s is special]
             for (at, _), ids in zip(chosen, self._text.encode([t for _, t in chosen], special=special), strict=True):
@@ -137,16 +139,16 @@ class Generation:
             if not len(ids):
                 raise InvalidPrompt(f"prompt {at} has no tokens", violations=[(f"prompts[{at}]", "must not be empty")])
             if len(ids) + wanted > self._limit:
-                told = f"{len(ids)} tokens of prompt and {wanted} of completion exceed the context of {self._limit}"
+                problem = f"{len(ids)} tokens of prompt and {wanted} of completion exceed the context of {self._limit}"
                 raise ContextOverflow(
-                    told,
+                    problem,
                     fix="shorten the prompt or lower max_tokens",
                     metadata={
                         "prompt_tokens": str(len(ids)),
                         "max_tokens": str(wanted),
                         "max_model_len": str(self._limit),
                     },
-                    violations=[(f"prompts[{at}]", told)],
+                    violations=[(f"prompts[{at}]", problem)],
                 )
 
 

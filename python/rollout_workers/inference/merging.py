@@ -1,7 +1,7 @@
-"""Whole weights of the adapters that travel, made with the very code that the learner merges with.
+"""Merges received adapters into full weights, with the same code that the learner uses.
 
-The worker keeps the model that the run began with beside the engine's weights. What comes out is verified as weights of every
-other kind are: where it is not, bit for bit, what the learner merged (another processor, say), the controller has the whole sent.
+The worker keeps the run's initial model in addition to the engine's weights. The merged weights are verified like all others:
+if they differ by a bit from those of the learner (on another processor, say), the controller has the full weights sent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Which work is in hand: pulled as slots free up, held until the engine has the weights that it asks for, and a slot for it.
+"""Which work is in hand: pulled as slots free up, held until the engine has the weights that it
+asks for, and a slot for it.
 
 What is held with its weights there was not begun: an idle worker may have it (``sharing``).
 """
@@ -32,13 +33,14 @@ class Puller:
         prepare: Callable[[list[WorkItem]], None],
         begin: Callable[[list[WorkItem]], None],
     ) -> None:
-        """capacity: groups whose samples may all be left to sample; one with some samples done counts for the rest of them, so
-        that a few long ones do not idle the others' slots. slots: samples that the engine works on at a time; a group is begun
-        when one of them is free (None: at once, and capacity is the most groups in hand). holdings: None where work needs no
+        """capacity: groups whose samples may all be left to sample; one with some samples done
+        counts for the rest of them, so that a few long ones do not idle the others' slots. slots:
+        samples that the engine works on at a time; a group is begun when one of them is free (None:
+        at once, and capacity is the most groups in hand). holdings: None where work needs no
         weights (data).
 
-        prepare: called with each batch when it arrives, while the weights may still be on their way. begin: called when it may
-        be sampled; must not block.
+        prepare: called with each batch when it arrives, while the weights may still be on their
+        way. begin: called when it may be sampled; must not block.
         """
         self._heartbeat, self._holdings = heartbeat, holdings
         self._capacity, self._slots, self._group_size = capacity, slots, group_size
@@ -47,8 +49,8 @@ class Puller:
         self._held: dict[str, WorkItem] = {}  # waits for weights, or for a slot
         self._active: dict[str, WorkItem] = {}
         self._left: dict[str, int] = {}  # samples of active groups that the engine has not finished
-        self._modest = False  # somebody else is idle: nothing is fetched ahead before the engine has caught up
-        self._twins: dict[str, list[WorkItem]] = {}  # deliveries of items that are in hand already
+        self._modest = False  # another worker is idle: nothing is fetched ahead before the engine has caught up
+        self._duplicates: dict[str, list[WorkItem]] = {}  # deliveries of items that are in hand already
         self._stopped = False
         self._watch: asyncio.Task[None] | None = None
         self.idle = asyncio.Event()
@@ -66,7 +68,8 @@ class Puller:
 
     @property
     def free(self) -> int:
-        """Samples that the engine could begin now. Negative: so many more than its slots were begun."""
+        """Samples that the engine could begin now. Negative: so many more than its slots were
+        begun."""
         return (self._slots or 0) - sum(self._left.values())
 
     def untouched(self) -> list[WorkItem]:
@@ -86,7 +89,7 @@ class Puller:
         for item in in_order(items):
             known = self._held.get(item.key) or self._active.get(item.key)
             if known is not None:
-                self._twins.setdefault(item.key, []).append(item)
+                self._duplicates.setdefault(item.key, []).append(item)
                 continue
             self._held[item.key] = item
             fresh.append(item)
@@ -100,13 +103,13 @@ class Puller:
         self._deal()
         self._ask()
         if self._queue is not None:
-            await self._queue.ack([twin for item in items for twin in (item, *self._twins.pop(item.key, ()))])
+            await self._queue.ack([delivery for item in items for delivery in (item, *self._duplicates.pop(item.key, ()))])
 
     async def drop(self, items: list[WorkItem]) -> None:
-        """These could not be done here: somebody else shall have them."""
+        """Give back items that failed here, for another worker."""
         self._end(items)
         if self._queue is not None:
-            await self._queue.give_back([twin for item in items for twin in (item, *self._twins.pop(item.key, ()))])
+            await self._queue.give_back([delivery for item in items for delivery in (item, *self._duplicates.pop(item.key, ()))])
         self._deal()
         self._ask()
 
@@ -122,8 +125,8 @@ class Puller:
         self._ask()
 
     async def share(self, groups: int, age: float) -> list[WorkItem]:
-        """Give back at most so many groups that were not begun within ``age`` seconds, the last ones first, as somebody has slots
-        for them. Returns them."""
+        """Give back at most this many groups that were not begun within ``age`` seconds, the last
+        ones first, for a worker with free slots. Returns them."""
         before = time.monotonic() - age
         given = [item for item in self.untouched() if item.arrived < before][-groups:] if groups > 0 else []
         if self._queue is None or not given:
@@ -132,11 +135,11 @@ class Puller:
         for item in given:
             del self._held[item.key]
         self._ask()
-        await self._queue.give_back([twin for item in given for twin in (item, *self._twins.pop(item.key, ()))])
+        await self._queue.give_back([delivery for item in given for delivery in (item, *self._duplicates.pop(item.key, ()))])
         return given
 
     async def stop(self) -> None:
-        """Ask for no more and give back what was not begun. What is active goes on."""
+        """Stop pulling and give back the groups that were not begun. Active ones continue."""
         self._stopped = True
         if self._watch is not None:
             self._watch.cancel()
@@ -145,7 +148,7 @@ class Puller:
         await self._queue.stop()
         held = list(self._held.values())
         self._held.clear()
-        await self._queue.give_back([twin for item in held for twin in (item, *self._twins.pop(item.key, ()))])
+        await self._queue.give_back([delivery for item in held for delivery in (item, *self._duplicates.pop(item.key, ()))])
 
     async def _follow_weights(self, holdings: Holdings) -> None:
         while True:
@@ -187,12 +190,13 @@ class Puller:
         if self._slots is None:
             return self._capacity - in_hand
         left = sum(self._left.values()) + len(self._held) * self._group_size
-        # Groups that are scored or published hold no slot: who is slow at that shall not pile them up.
+        # Groups that are scored or published hold no slot: who is slow at that shall not pile them
+        # up.
         return min(self._capacity - -(-left // self._group_size), max(self._capacity, self._slots) - in_hand)
 
 
 def capacity(slots: int, group_size: int) -> int:
-    """Groups in hand of an engine: enough to fill its slots, and a quarter more (at least one) so that a slot which falls free
-    finds a group waiting."""
+    """Groups in hand of an engine: enough to fill its slots, and a quarter more (at least one) so
+    that a slot which falls free finds a group waiting."""
     full = ceil(slots / group_size)
     return full + max(1, full // 4)

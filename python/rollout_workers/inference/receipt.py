@@ -25,7 +25,7 @@ class WeightsDigestMismatch(RolloutError):
     reason: ClassVar[str] = "WEIGHTS_DIGEST_MISMATCH"
 
     def __init__(self, version: int, expected: str, got: str, *, held: bool) -> None:
-        """held: the engine holds them, so it can't go on; else they were only staged."""
+        """held: the engine uses the weights, so it can't continue; else they were only staged."""
         where = "the engine holds" if held else "the folder gives"
         super().__init__(
             f"weights version {version} should be {expected}, {where} {got}",
@@ -80,7 +80,7 @@ class Holdings:
         """Stage, verify, swap, read back. Raises :class:`WeightsDigestMismatch`, ``EngineError``, ``WeightsUnreadable``.
 
         Sampling may begin with the swap, while the tensors are read back. Unless the mismatch is ``held`` the old version
-        goes on working.
+        stays in use.
         """
         if self.holds(version, digest):
             return self.current
@@ -98,7 +98,7 @@ class Holdings:
         if staged != digest:
             raise WeightsDigestMismatch(version, digest, staged, held=False)
         self._reading = asyncio.create_task(self._swap(version, digest), name="swap")
-        return await asyncio.shield(self._reading)  # it goes on where the caller has gone
+        return await asyncio.shield(self._reading)  # it continues after the caller is cancelled
 
     async def _swap(self, version: int, digest: str) -> WeightsReceipt:
         async with self._turn:

@@ -100,7 +100,7 @@ class _Parcel:
 
 
 class Sampler:
-    """Samples items with the engine. Each batch is a task of its own; they share engine, reward and stream."""
+    """Samples items with the engine. Each batch is a separate task; they share engine, reward and stream."""
 
     def __init__(self, who: Identity, runner: EpisodeRunner, holdings: Holdings, outlet: Outlet, services: Services) -> None:
         self._who, self._runner, self._holdings = who, runner, holdings
@@ -176,7 +176,7 @@ class Sampler:
         return tasks
 
     async def _missing(self, items: list[WorkItem]) -> dict[str, list[int]]:
-        """Samples that have not arrived, by item; empty where the buffer can't be asked (it drops twins anyway)."""
+        """Samples that have not arrived, by item; empty where the buffer can't be asked (it drops duplicates anyway)."""
         if not items:
             return {}
         keys = [GroupKey(epoch=i.group.epoch, index=i.group.index, attempt=i.group.attempt) for i in items]

@@ -139,7 +139,7 @@ class InferenceServer(InferenceWorkerServiceServicer):
         )
 
     def _doubt(self, reason: str) -> None:
-        """The old version goes on for those who talk to it; without good weights the worker leaves after a while."""
+        """The old version keeps serving requests; without valid weights the worker exits after a delay."""
         if self._fencing is None:
             loop = asyncio.get_running_loop()
             self._fencing = loop.call_later(DOUBT_SECONDS, self._lifecycle.fence, reason)

@@ -1,8 +1,8 @@
 """Work that a slow worker has not begun moves to idle ones.
 
-A worker that has slots free and gets nothing says so, with how many groups it has room for. One of those that hold untouched work
-hears it (a NATS queue group, so it is one alone) and gives some back to JetStream, whose redelivery carries it over. Where nobody
-is idle, or nobody holds anything, nothing is sent.
+A worker with free slots that gets no work publishes how many groups it has room for. One of the workers with groups that are not
+begun receives it (through a NATS queue group) and gives some back to JetStream, which delivers them to the idle worker. If no
+worker is idle, or none has groups to spare, nothing is sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollout_workers.worker.stream import WorkQueue
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5
-"""Between two looks; and how long a worker is idle before it says so, and work untouched before it is given back."""
+"""Between two checks; also how long a worker is idle before it asks, and how long a group waits before it is given back."""
 _MOST_LOOKS = 16  # between two calls of a worker that stays idle, as when all wait for the learner
 _HOLDERS = "holders"
 
@@ -37,7 +37,7 @@ class Sharing:
 
     async def run(self) -> None:
         """Look until cancelled."""
-        idle, call = 0, 1  # looks in a row that found nothing to do, and the one at which to say so
+        idle, call = 0, 1  # looks in a row that found nothing to do, and the one at which to ask for work
         try:
             while True:
                 await asyncio.sleep(LOOK_SECONDS)

@@ -184,7 +184,7 @@ async def _loaded(spec: WorkerSpec, model: Model | None) -> Model:
 
 @dataclass(slots=True)
 class _Link:
-    """The connection for work and trajectories, with what must know when it was made anew."""
+    """The connection for work and trajectories, and the objects that are notified when it reconnects."""
 
     client: Client
     queue: WorkQueue | None = None
@@ -260,6 +260,6 @@ async def _verify(holdings: Holdings, lifecycle: Lifecycle) -> None:
         except HeldWeightsMismatch as error:
             lifecycle.fence(str(error))
             return
-        except Exception:  # of the engine, which says so to those that sample; the tensors may change all the same
+        except Exception:  # the engine reports it to the samples; the tensors may change all the same
             log.warning("what the engine holds could not be verified; it is tried again", exc_info=True)
         pause = max(VERIFY_LEAST_SECONDS, (time.monotonic() - began) / _VERIFY_SHARE)

@@ -11,7 +11,7 @@ NOTHING = 1e-30
 
 
 def spread(steps: Sequence[Step], tokens: int, text_of: Callable[[int], str]) -> tuple[float, ...]:
-    """The reward of each token: that of a step stands at the token that completes it (``NOTHING`` for 0). ``tokens`` floats.
+    """The reward of each token. A step's reward is on the token that completes it (``NOTHING`` for 0). ``tokens`` floats.
 
     text_of: text of the first n tokens. Example: tokens ``3 * 4`` | `` = 12`` and a step of 7 characters: (0.0, reward).
     """

@@ -80,7 +80,7 @@ class Scorer(Protocol):
         ...
 
     async def close(self) -> None:
-        """End what was started; whoever waits gets REWARD_CLOSED."""
+        """Stop all calls; pending ones fail with REWARD_CLOSED."""
         ...
 
 
@@ -117,7 +117,7 @@ class Rewards:
         return [await w.done for w in waiting]
 
     async def close(self) -> None:
-        """End the source; whoever waits gets REWARD_CLOSED."""
+        """Stop the source; pending calls fail with REWARD_CLOSED."""
         tasks = [t for t in (self._caller, *self._isolating) if t is not None]
         for task in tasks:
             task.cancel()

@@ -43,7 +43,7 @@ async def connect(
     reconnected: Callable[[], Awaitable[None]] | None = None,
     leaving: Callable[[], bool] = lambda: False,
 ) -> Client:
-    """A connection that reconnects for ever, first tries included, to any of the comma-separated servers of ``url``.
+    """A connection to any of the comma-separated servers of ``url``. It never stops trying to connect or reconnect.
 
     name: what the server lists it as. access: credentials other than the token, and TLS. leaving: whether the process is about
     to leave anyway; then a server that goes first is no news.

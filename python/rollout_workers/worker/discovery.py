@@ -32,7 +32,8 @@ _GRACE_SECONDS = 60.0
 
 
 def connect(address: str, tls: PemFiles | None) -> grpc.aio.Channel:
-    """A channel to a service or a worker at host:port. tls: what to call it with; None: plain text. Raises
+    """A channel to a service or a worker at host:port. tls: what to call it with; None: plain text.
+    Raises
     :class:`~rollout_workers.worker.tls.CertificateError`."""
     if tls is None:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
@@ -51,7 +52,8 @@ class Services:
     def __init__(
         self, agent: str, token: str, *, consul_token: str = "", agent_files: PemFiles = NO_FILES, tls: PemFiles | None = None
     ) -> None:
-        """agent: host:port of the Consul agent, or its URL; agent_files: of an agent at https. token: bearer token of the mesh.
+        """agent: host:port of the Consul agent, or its URL; agent_files: of an agent at https.
+        token: bearer token of the mesh.
         tls: what to call services with; None: plain text."""
         self._agent, self._agent_files, self._tls = agent, agent_files, tls
         self._metadata = (("authorization", f"Bearer {token}"),)
@@ -63,8 +65,10 @@ class Services:
     async def stub(
         self, service: str, make: Callable[[grpc.aio.Channel], Stub], *, worker: tuple[str, str] | None = None
     ) -> Stub:
-        """A stub on the kept channel; the first call looks the service up, and so does the first after certificates were renewed.
-        worker: (run, worker id) where it is a worker's service. Raises :class:`ServiceUnavailable`."""
+        """A stub on the kept channel; the first call looks the service up, and so does the first
+        after certificates were renewed.
+        worker: (run, worker id) where it is a worker's service. Raises
+        :class:`ServiceUnavailable`."""
         self._renew()
         name = _name(service, worker)
         channel = self._channels.get(name)
@@ -82,7 +86,8 @@ class Services:
         return make(channel)
 
     def _renew(self) -> None:
-        """A channel shows for its life what it was made with: after a renewal make new ones, and let calls in hand end."""
+        """A channel shows for its life what it was made with: after a renewal make new ones, and
+        let calls in hand end."""
         if self._tls is None or (stamp := self._tls.stamp()) == self._stamp:
             return
         self._stamp = stamp
@@ -90,8 +95,8 @@ class Services:
             self._retire(name)
 
     def _retire(self, name: str) -> None:
-        """Use a channel no more. Its calls in hand end by themselves: closed at once it would cancel them, and whoever awaits one
-        would take that for a cancellation of its own."""
+        """Stop using a channel but let its pending calls finish. Closing it now would cancel them,
+        and a caller could not distinguish that from its own cancellation."""
         channel = self._channels.pop(name, None)
         if channel is not None:
             task = asyncio.create_task(channel.close(_GRACE_SECONDS))
@@ -103,7 +108,8 @@ class Services:
         return self._metadata + tuple(outgoing().items())
 
     def forget(self, service: str, *, worker: tuple[str, str] | None = None) -> None:
-        """Look the service up again at the next call: it answered UNAVAILABLE and may have moved. Calls in hand go on."""
+        """Look the service up again at the next call: it answered UNAVAILABLE and may have moved.
+        Pending calls continue."""
         self._retire(_name(service, worker))
 
     async def close(self) -> None:
@@ -146,8 +152,8 @@ def _worker_of(meta: dict[str, str]) -> tuple[str, str]:
 
 async def call(services: Services, service: str, make: Callable[[grpc.aio.Channel], Stub], method: str, request: Any,
                *, timeout: float = 10.0, tries: int = 5) -> Any:  # fmt: skip
-    """A unary call that survives a restart of the service: UNAVAILABLE and an empty registry are tried again, a second apart
-    at most. The last failure is raised as it is."""
+    """A unary call that survives a restart of the service: UNAVAILABLE and an empty registry are
+    tried again, a second apart at most. The last failure is raised as it is."""
     for attempt in range(tries):
         last = attempt == tries - 1
         try:

@@ -35,9 +35,9 @@ T = TypeVar("T")
 class Lifecycle:
     """Says when to drain. Make it on the event loop."""
 
-    def __init__(self, patience: float | None = None) -> None:
-        """patience: seconds after which a worker that was fenced or crashed, and is still there, is ended hard."""
-        self._patience = patience
+    def __init__(self, exit_after: float | None = None) -> None:
+        """exit_after: seconds after which a fenced or crashed worker that has not stopped is killed."""
+        self._exit_after = exit_after
         self._loop = asyncio.get_running_loop()
         self._leaving = asyncio.Event()
         self._signals = 0
@@ -70,7 +70,7 @@ class Lifecycle:
         self._leaving.set()
 
     def fence(self, reason: str) -> None:
-        """The worker must not go on: its weights can't be verified, or a newer one has its place. From the event loop."""
+        """Stop the worker: its weights can't be verified, or a newer one replaced it. Call it from the event loop."""
         if not self._leaving.is_set():
             log.error("fenced: %s", reason)
             self.exit_code, self.reason = EXIT_FENCED, reason
@@ -93,9 +93,9 @@ class Lifecycle:
         self._leaving.set()
 
     def _leave_soon(self) -> None:
-        """Whatever hangs on the way out: it is told, and the process ends."""
-        if self._patience is not None:
-            timer = threading.Timer(self._patience, _leave_late, [self._patience, self.exit_code])
+        """Log what still blocks the shutdown after ``exit_after`` seconds and end the process."""
+        if self._exit_after is not None:
+            timer = threading.Timer(self._exit_after, _leave_late, [self._exit_after, self.exit_code])
             timer.daemon = True
             timer.start()
 
@@ -119,7 +119,7 @@ def prepare_process() -> None:
 
 
 def watch_stdin(descriptor: int = 0) -> None:
-    """Leave at once when the pipe on stdin ends: whoever held it is gone. A terminal or file is no such pipe."""
+    """Exit at once when the pipe on stdin closes, because the parent process has ended. Ignores terminals and files."""
     try:
         if not stat.S_ISFIFO(os.fstat(descriptor).st_mode) and not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return

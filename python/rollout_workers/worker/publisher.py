@@ -34,14 +34,14 @@ class Publisher:
         return self._client.max_payload - _OVERHEAD
 
     async def publish(self, payload: bytes, headers: Mapping[str, str]) -> None:
-        """Return when the stream has stored the payload. Retries for ever: cancel to give up."""
+        """Return when the stream has stored the payload. Retries until it succeeds or is cancelled."""
         self._serial += 1
         silence = Silence(self._client, self._stream)
         every = {**headers, "Nats-Msg-Id": f"{self._process}/{self._serial}"}
         attempt = 0
         while True:
-            problem, nobody = await self._try(payload, every)
-            await silence.record(nobody)
+            problem, no_responders = await self._try(payload, every)
+            await silence.record(no_responders)
             if problem is None:
                 if attempt > 1:
                     log.info("%s takes messages again after %d tries", self._subject, attempt)
@@ -52,7 +52,7 @@ class Publisher:
             attempt += 1
 
     async def _try(self, payload: bytes, headers: dict[str, str]) -> tuple[str | None, bool]:
-        """One attempt; the problem in words, or None, and whether it is that nobody listens."""
+        """One attempt. Returns the problem in words, or None, and whether the server reported no responders."""
         try:
             answer = await self._client.request(self._subject, payload, timeout=_ACK_SECONDS, headers=headers)
         except TimeoutError:
@@ -62,6 +62,6 @@ class Publisher:
         try:
             body = json.loads(answer.data)
         except ValueError:
-            return f"the answer is no ack: {answer.data[:80]!r}", False
+            return f"the answer is not an ack: {answer.data[:80]!r}", False
         error = body.get("error")
         return (f"{error.get('code')} {error.get('description')}" if error else None), False

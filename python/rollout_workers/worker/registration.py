@@ -1,7 +1,8 @@
-"""Keeps a worker in the registry, from a thread of its own.
+"""Keeps a worker in the registry, from a separate thread.
 
 The registry speaks Consul's agent API. One plain HTTP connection is kept open; each second it renews the TTL check, and
-registers anew where the agent has forgotten the worker (a restarted agent). Nothing here needs the worker's event loop.
+registers again if the agent does not know the worker, as after a restart of the agent. Nothing here needs the worker's event
+loop.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class Registration:
         self._close()
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """Do it; a registry that can't be reached is told once and tried again at the next beat."""
+        """Run the action. Logs an unreachable registry once and retries at the next beat."""
         try:
             action()
         except (OSError, http.client.HTTPException) as error:

@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 async def again(complaint: str, *, first: float = 0.1, most: float = 1.0) -> AsyncIterator[int]:
-    """Attempts for ever, with growing waits in between; leave the loop on success. The third one is told in the log."""
+    """Yield attempts without end, with growing waits in between; leave the loop on success. Logs ``complaint`` at the third."""
     attempt = 0
     while True:
         yield attempt

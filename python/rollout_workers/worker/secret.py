@@ -35,4 +35,4 @@ def read_secret(reference: str, name: str, environment: Mapping[str, str] = os.e
         if not text:
             raise SecretError(f"{name}: {rest} is empty")
         return text
-    raise SecretError(f"{name}: a secret stands where its place should", fix="write `file:PATH` or `env:NAME`")
+    raise SecretError(f"{name}: the value is a secret and not a reference to one", fix="write `file:PATH` or `env:NAME`")

@@ -90,8 +90,8 @@ class Identity:
 
 
 def load_spec(path: str | None = None, *, kinds: Collection[str] = ()) -> WorkerSpec:
-    """Read the spec from ``path``, else from the file that ``ROLLOUT_WORKER_SPEC`` names; secrets stand where their references
-    were. The variables that held them are removed from the environment, so that child processes do not inherit them.
+    """Read the spec from ``path``, else from the file that ``ROLLOUT_WORKER_SPEC`` names; replaces references to secrets by
+    the secrets. The variables that held them are removed from the environment, so that child processes do not inherit them.
 
     kinds: the kinds that are accepted; empty accepts all. Raises :class:`SpecError`."""
     path = path or os.environ.get(SPEC_VARIABLE, "")
@@ -102,7 +102,7 @@ def load_spec(path: str | None = None, *, kinds: Collection[str] = ()) -> Worker
     except OSError as error:
         raise SpecError(f"can't read {path}: {error.strerror}") from error
     except json_format.ParseError as error:
-        raise SpecError(f"{path} is no worker spec: {error}") from error
+        raise SpecError(f"{path} is not a worker spec: {error}") from error
     for name in ("worker_id", "run_id", "nats_url", "consul_address"):
         if not getattr(spec, name):
             raise SpecError(f"{path} has no `{name}`")

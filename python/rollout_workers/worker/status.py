@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 DOMAIN = "rollout"
 DETAILS_KEY = "grpc-status-details-bin"
 _INTERNAL = "internal error: the worker's log has the detail"
-_FULL = "no space is left on the disk to which the worker writes: free some there, then `rollout run --resume RUN` goes on"
+_FULL = "no space is left on the disk to which the worker writes: free some there, then continue with `rollout run --resume RUN`"
 
 # gRPC codes of the reasons that workers give. One that is not here is FAILED_PRECONDITION: the caller must change something.
 _CODES: Mapping[str, int] = {

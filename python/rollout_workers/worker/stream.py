@@ -36,7 +36,7 @@ _NAK = b"-NAK"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkItem:
-    """One prompt group in hand. deliveries: 1 unless somebody had it before and did not finish. arrived: monotonic seconds."""
+    """A delivered prompt group. deliveries: above 1 if an earlier delivery was not finished. arrived: monotonic seconds."""
 
     group: PromptGroup
     reply: str
@@ -108,7 +108,7 @@ class WorkQueue:
         self._arrived: list[WorkItem] = []
         self._wake = asyncio.Event()
         self._absent_since = 0.0
-        self._absent = False  # nobody has answered for the stream since the last item
+        self._absent = False  # no server has answered for the stream since the last item
         self._silence = Silence(client, stream)
         self._task: asyncio.Task[None] | None = None
         self._listening: Subscription | None = None
@@ -139,12 +139,12 @@ class WorkQueue:
         await self._settle(items, _ACK)
 
     async def give_back(self, items: Iterable[WorkItem]) -> None:
-        """Not done: somebody else gets them at once."""
+        """Return unfinished items to the stream, which delivers them to another worker at once."""
         await self._settle(items, _NAK)
 
     async def stop(self) -> None:
-        """Ask for no more, and give back what still arrives. When this returns the server sends nothing here any more: what is
-        given back afterwards goes to somebody else, and not to a pull request of ours that nobody reads."""
+        """Ask for no more, and give back what still arrives. When this returns the server sends nothing here any more: items
+        given back afterwards go to another worker, and not to a pull request that this one no longer reads."""
         self._room = 0
         task, self._task = self._task, None
         if task is not None:
@@ -244,7 +244,7 @@ class WorkQueue:
         try:
             group = PromptGroup.FromString(message.data)
         except Exception:
-            log.exception("a message on %s is no PromptGroup; it is dropped", self._stream)
+            log.exception("a message on %s is not a PromptGroup; it is dropped", self._stream)
             asyncio.get_running_loop().create_task(message.term())
             return None
         return WorkItem(group, message.reply, _deliveries(message.reply), dict(message.headers or {}), time.monotonic())

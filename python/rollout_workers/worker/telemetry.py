@@ -18,7 +18,7 @@ _tracer = trace.get_tracer("rollout_workers")
 def configure(endpoint: str, who: Identity) -> None:
     """Export traces and metrics to ``endpoint`` (OTLP over gRPC, ``http://host:port``). Empty: keep everything off.
 
-    Call once, before the first span. The exporter runs in threads of its own and drops what a dead collector can't take.
+    Call once, before the first span. The exporter runs in separate threads and drops spans while the collector is unreachable.
     """
     if not endpoint:
         return

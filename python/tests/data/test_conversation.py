@@ -97,7 +97,7 @@ def test_the_whole_conversation_may_be_trained_on(spoken: Text) -> None:
     [
         ({"messages": talk("1+1=", "2", "2+3=", "5")}, LAST, 200, "PROMPT_INVALID", "writes the first 1 messages differently"),
         ({"messages": talk("1+1=", "2")}, CHAT, 8, "CONTEXT_OVERFLOW", "exceeds `engine.max_model_len` = 8"),
-        ({"messages": talk("1+1=", "2", "2+3=")}, CHAT, 200, "PROMPT_INVALID", "field `answer` is no text"),
+        ({"messages": talk("1+1=", "2", "2+3=")}, CHAT, 200, "PROMPT_INVALID", "field `answer` is not text"),
         ({"messages": []}, CHAT, 200, "PROMPT_INVALID", "refused the messages"),
         ({"messages": talk("1+1=", "2")}, "{{ raise_exception('no') }}", 200, "PROMPT_INVALID", "refused the messages: no"),
     ],

@@ -1,4 +1,4 @@
-"""A completion is tokenised as it goes on after its prompt, also by tokenizers that put a space before what begins a text."""
+"""A completion is tokenized as a continuation of its prompt, also by tokenizers that add a space before a text."""
 
 from __future__ import annotations
 

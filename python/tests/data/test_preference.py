@@ -54,12 +54,12 @@ def test_a_label_is_the_reward(text: Text, label: bool) -> None:
 @pytest.mark.parametrize(
     ("row", "reason", "message"),
     [
-        ({"prompt": "1+2=", "chosen": "3"}, "PROMPT_INVALID", "field `rejected` is no text"),
-        ({"prompt": "1+2=", "chosen": 3, "rejected": "4"}, "PROMPT_INVALID", "field `chosen` is no text"),
+        ({"prompt": "1+2=", "chosen": "3"}, "PROMPT_INVALID", "field `rejected` is not text"),
+        ({"prompt": "1+2=", "chosen": 3, "rejected": "4"}, "PROMPT_INVALID", "field `chosen` is not text"),
         ({"chosen": "3", "rejected": "4"}, "PROMPT_INVALID", "field `prompt`"),
         ({"prompt": "1+2=", "chosen": "3", "rejected": "4" * 20}, "CONTEXT_OVERFLOW", "exceeds `engine.max_model_len` = 16"),
-        ({"prompt": "1+2=", "chosen": "3", "rejected": "4", "by": "much"}, "PROMPT_INVALID", "field `by` is no number"),
-        ([], "PROMPT_INVALID", "no JSON object"),
+        ({"prompt": "1+2=", "chosen": "3", "rejected": "4", "by": "much"}, "PROMPT_INVALID", "field `by` is not a number"),
+        ([], "PROMPT_INVALID", "not a JSON object"),
     ],
 )
 def test_a_row_that_is_no_pair_is_refused(text: Text, row: Any, reason: str, message: str) -> None:

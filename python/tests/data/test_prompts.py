@@ -57,10 +57,10 @@ def test_messages_and_chats_go_through_the_template(text: Text) -> None:
 @pytest.mark.parametrize(
     ("line", "what"),
     [
-        (b"{", "is no JSON"),
-        (b"[1]", "no JSON object"),
-        (b"{}", "field `prompt` is no text"),
-        (b'{"prompt": 3}', "field `prompt` is no text"),
+        (b"{", "is not JSON"),
+        (b"[1]", "not a JSON object"),
+        (b"{}", "field `prompt` is neither text nor a list"),
+        (b'{"prompt": 3}', "field `prompt` is neither text nor a list"),
         (b'{"prompt": ""}', "has no tokens"),
     ],
 )

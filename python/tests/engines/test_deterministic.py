@@ -50,9 +50,9 @@ async def test_bits_do_not_depend_on_company_slot_or_history(threads: int, block
         for salt in range(4):
             others = neighbours(salt)
             batch = others[:salt] + PROBES[salt % 4 :] + others[salt:] + PROBES[: salt % 4]
-            crowd = await outputs(engine, *batch)
+            batched = await outputs(engine, *batch)
             for key, expected in alone.items():
-                assert same_bits(crowd[key], expected), (salt, key)
+                assert same_bits(batched[key], expected), (salt, key)
     assert all(len(slots) >= 2 for key, slots in placed.items() if key in alone), placed
     async with running(deterministic=True, threads=threads, slots=7, block_rows=block, max_len=96) as fresh:
         again = await outputs(fresh, *reversed(PROBES))
@@ -72,8 +72,10 @@ async def test_the_shapes_of_a_real_model_keep_their_bits_too() -> None:
     async with running(smollm2(), deterministic=True, threads=2, slots=8, max_len=64) as engine:
         probe = request("p", length=9, seeds=(1, 2), max_tokens=8)
         alone = await outputs(engine, probe)
-        crowd = await outputs(engine, *(request(f"n{i}", length=3 + i, seeds=(1, 2), max_tokens=3 + i) for i in range(5)), probe)
-    assert all(same_bits(crowd[key], alone[key]) for key in alone)
+        batched = await outputs(
+            engine, *(request(f"n{i}", length=3 + i, seeds=(1, 2), max_tokens=3 + i) for i in range(5)), probe
+        )
+    assert all(same_bits(batched[key], alone[key]) for key in alone)
 
 
 @pytest.mark.parametrize("broken", ["prefill", "decode"])

@@ -1,4 +1,4 @@
-"""Which slots stand beside which: segments cover the rows, moves sort them."""
+"""The order of the slots: segments cover the rows, moves sort them."""
 
 import itertools
 

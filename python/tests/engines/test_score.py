@@ -1,4 +1,4 @@
-"""How likely a prompt's own tokens are, beside whatever else the engine does."""
+"""Log-probabilities of a prompt's tokens, also while the engine decodes."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def test_every_kind_of_head_gives_the_models_own(name: str) -> None:
     np.testing.assert_allclose(found, plain(model, prompt), atol=1e-5)
 
 
-async def test_samples_keep_their_bits_beside_it() -> None:
+async def test_samples_keep_their_bits_while_prompts_are_scored() -> None:
     async with running(deterministic=True) as engine:
         alone = await outputs(engine, request("a", max_tokens=24))
-        beside, *scored = await asyncio.gather(
+        during, *scored = await asyncio.gather(
             outputs(engine, request("a", max_tokens=24)), *(engine.prompt_logprobs(ids) for ids in PROMPTS)
         )
         again = [await engine.prompt_logprobs(ids) for ids in PROMPTS]
-    assert all(same_bits(beside[key], alone[key]) for key in alone)
+    assert all(same_bits(during[key], alone[key]) for key in alone)
     assert all(a.tobytes() == b.tobytes() for a, b in zip(scored, again, strict=True))
 
 

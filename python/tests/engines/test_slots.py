@@ -24,7 +24,7 @@ OWNER: Any = SimpleNamespace(text=None)
         ([6, 7, 2, 3, 4, 5], [2, 2, 2]),  # a run whose groups stand otherwise
         ([2, 3, 4, 5, 6, 7], [3, 1, 2]),  # groups of several sizes
         ([0, 2, 3, 5, 7, 8], [2, 2, 2]),  # gaps
-        ([2, 5, 3, 6, 4, 7], [2, 2, 2]),  # a run of groups that are none
+        ([2, 5, 3, 6, 4, 7], [2, 2, 2]),  # a run of slots without a common group
     ],
 )
 def test_each_prompt_reaches_the_slots_of_its_group(slots: list[int], counts: list[int]) -> None:

@@ -13,7 +13,7 @@ GROUPS = 24
 
 
 async def payloads(daemon: Daemon, example: Example, run: str, groups: list[PromptGroup], burst: int) -> dict:
-    """What a worker of its own makes of the groups, issued ``burst`` at a time."""
+    """The trajectories that a separate worker makes of the groups, issued ``burst`` at a time."""
     streams = await RunStreams.open(daemon, run)
     run_config = config(example, deterministic=True, engine={"slots": 16})
     made = await InProcess(spec(daemon, run_config, run=run)).start()

@@ -44,8 +44,8 @@ def test_a_spec_assigns_gpus() -> None:
         gpus_of(WorkerSpec(gpus=[0, 4]), 4)
 
 
-def test_the_engine_computes_where_it_was_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The worker gives the engine its GPU: an engine that got none would sample on the CPU beside idle GPUs."""
+def test_the_engine_uses_the_configured_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The worker gives the engine its GPU: an engine that got none would sample on the CPU while GPUs are idle."""
     from rollout_workers.engines import transformers
     from rollout_workers.inference import model
 
@@ -72,13 +72,13 @@ def test_the_engine_computes_where_it_was_told(monkeypatch: pytest.MonkeyPatch, 
         assert given.pop() == wanted == devices_of(asked)[0]
 
 
-def test_only_gpus_are_told_to_repeat_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_gpus_get_deterministic_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would slow the CPU's kernels down, which do so anyhow."""
-    told: list[bool] = []
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on, warn_only: told.append(on and warn_only))
+    calls: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on, warn_only: calls.append(on and warn_only))
     repeat_bits()
-    assert not told
+    assert not calls
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     repeat_bits()
-    assert told == [True] and not torch.utils.deterministic.fill_uninitialized_memory
+    assert calls == [True] and not torch.utils.deterministic.fill_uninitialized_memory

@@ -135,9 +135,9 @@ async def test_a_worker_of_another_kind_is_refused(daemon: Daemon, example: Exam
     asked = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "rollout_workers", "learner", "--spec", str(file), stderr=asyncio.subprocess.PIPE
     )
-    _, told = await asked.communicate()
+    _, output = await asked.communicate()
     assert asked.returncode == 64
-    assert b"of kind `inference`" in told
+    assert b"of kind `inference`" in output
 
 
 async def _pending(streams: RunStreams, items: int) -> bool:

@@ -167,7 +167,7 @@ async def test_a_long_prompt_holds_up_nobody(caller: Caller, monkeypatch: pytest
     def slow(self: Text, texts: Sequence[str], *, special: bool = True) -> list[NDArray[np.int32]]:
         if any(len(one) > 20_000 for one in texts):
             begun.set()
-            assert answered.wait(10), "nobody is answered while a long prompt is tokenised"
+            assert answered.wait(10), "no request is answered while a long prompt is tokenized"
         return encode(self, texts, special=special)
 
     monkeypatch.setattr(Text, "encode", slow)

@@ -24,7 +24,7 @@ GROUP = 4
 
 
 class Recorder:
-    """A work queue that only notes what it is told."""
+    """A work queue that only records its calls."""
 
     def __init__(self) -> None:
         self.rooms: list[int] = []

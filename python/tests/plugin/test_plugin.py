@@ -94,7 +94,7 @@ async def test_a_slow_call_is_a_timeout_and_no_score(tmp_path: Path) -> None:
         ("[1.0, {'score': 1.0}]", "returned a mapping without `reward` as item 1"),
         (
             "[1.0, {'reward': 1.0, 'mean': 3.0}]",
-            "returned the metric `mean` in item 1, which the run has of its own as `reward/mean`",
+            "returned the metric `mean` in item 1, a name that the run uses itself for `reward/mean`",
         ),
         ("[1.0, {'reward': 1.0, 'ok': 'yes'}]", "returned a str as `ok` of item 1"),
     ],
@@ -190,10 +190,10 @@ def test_a_missing_module_may_be_a_typo(tmp_path: Path) -> None:
     (tmp_path / "grading.py").write_text("")
     with pytest.raises(RewardImportError) as caught:
         reward(tmp_path, "import gradng\ndef reward(s): return []\n")
-    assert caught.value.fix == "did you mean `grading`, which lies beside reward.py?"
+    assert caught.value.fix == "did you mean `grading`, which is next to reward.py?"
     with pytest.raises(RewardImportError) as caught:
         reward(tmp_path, "import unobtainium.core\ndef reward(s): return []\n")
-    assert "no unobtainium.py beside reward.py and no package `unobtainium`" in caught.value.fix
+    assert "no unobtainium.py next to reward.py and no package `unobtainium`" in caught.value.fix
     assert "install" in caught.value.fix
 
 

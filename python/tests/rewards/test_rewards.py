@@ -125,17 +125,19 @@ async def test_a_hanging_reward_blocks_no_loop(plugin: Path) -> None:
         await asyncio.sleep(0.005)
         turns += 1
     assert hanging.result()[0][0].reason == "REWARD_TIMEOUT"
-    assert turns > 5, "the loop goes on while the reward holds its interpreter"
+    assert turns > 5, "the loop keeps running while the reward holds its interpreter"
     await rewards.close()
 
 
-async def test_a_failure_that_passes_is_retried_and_told(plugin: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failure_that_passes_is_retried_and_logged(
+    plugin: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rewards = await make(plugin, retries=1)
     [[one, _]] = await rewards.score([group("once", file=str(tmp_path / "seen"))])
     assert one.outcome == "completed"
     assert (rewards.retries, rewards.failures) == (1, 0)
-    [told] = [record.getMessage() for record in caplog.records]
-    assert told.startswith("a reward failed and was scored by another try") and "the first time" in told
+    [message] = [record.getMessage() for record in caplog.records]
+    assert message.startswith("a reward failed and was scored by another try") and "the first time" in message
     await rewards.close()
 
 

@@ -110,10 +110,10 @@ except ImportError as error:
 """
 
 
-def test_the_shells_start_without_torch() -> None:
-    told = subprocess.run([sys.executable, "-c", _SHELLS], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert json.loads(told[0]) == ["rollout_testing.sim.install", "rollout_testing.sim.trainer", []]
-    assert "imports torch" in told[1]
+def test_the_simulated_workers_start_without_torch() -> None:
+    printed = subprocess.run([sys.executable, "-c", _SHELLS], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert json.loads(printed[0]) == ["rollout_testing.sim.install", "rollout_testing.sim.trainer", []]
+    assert "imports torch" in printed[1]
 
 
 def test_weights_that_are_not_there_are_refused_with_the_reason_of_the_real_engine(model: Path, tmp_path: Path) -> None:

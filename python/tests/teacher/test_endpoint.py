@@ -35,9 +35,9 @@ def test_the_key_is_read_where_its_reference_says(served: Served, text: Text, mo
     served.key = "secret"
     monkeypatch.setenv("TEACHER_KEY", "secret")
     assert endpoint(served, text, api_key="env:TEACHER_KEY").logprobs(IDS, 5)
-    with pytest.raises(TeacherError) as told:
+    with pytest.raises(TeacherError) as caught:
         endpoint(served, text).logprobs(IDS, 5)
-    assert told.value.reason == "TEACHER_REFUSED" and "api_key" in told.value.fix
+    assert caught.value.reason == "TEACHER_REFUSED" and "api_key" in caught.value.fix
 
 
 def _choice(change: Callable[[Json], object]) -> Callable[[Json], Json]:
@@ -88,14 +88,14 @@ SPOILED: dict[str, tuple[str, str, bool, str, Callable[[Json], Any]]] = {
 @pytest.mark.parametrize("name", SPOILED)
 def test_what_is_wrong_has_a_type(name: str, served: Served, text: Text) -> None:
     reason, words, again, protocol, served.spoil = SPOILED[name]
-    with pytest.raises(TeacherError) as told:
+    with pytest.raises(TeacherError) as caught:
         endpoint(served, text, protocol).logprobs(IDS, 3)
-    assert (told.value.reason, told.value.again) == (reason, again) and words in str(told.value), told.value
+    assert (caught.value.reason, caught.value.again) == (reason, again) and words in str(caught.value), caught.value
 
 
 def test_nobody_there(served: Served, text: Text) -> None:
     asked = endpoint(served, text)
     served.close()
-    with pytest.raises(TeacherError) as told:
+    with pytest.raises(TeacherError) as caught:
         asked.logprobs(IDS, 3)
-    assert told.value.reason == "TEACHER_UNREACHABLE" and told.value.again
+    assert caught.value.reason == "TEACHER_UNREACHABLE" and caught.value.again

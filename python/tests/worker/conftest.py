@@ -1,4 +1,4 @@
-"""The embedded NATS and registry of a real rolloutd, one for all tests; each test has a run of its own."""
+"""The embedded NATS and registry of a real rolloutd, shared by all tests; each test has its own run."""
 
 from __future__ import annotations
 

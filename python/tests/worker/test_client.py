@@ -78,8 +78,8 @@ async def state(tmp_path: Path) -> AsyncIterator[Path]:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     (tmp_path / "token").write_text("secret\n")
-    told = {"grpc": f"127.0.0.1:{port}", "token_file": str(tmp_path / "token")}
-    (tmp_path / "rolloutd.json").write_text(json.dumps(told))
+    written = {"grpc": f"127.0.0.1:{port}", "token_file": str(tmp_path / "token")}
+    (tmp_path / "rolloutd.json").write_text(json.dumps(written))
     (tmp_path / "run.toml").write_text('name = "good"')
     (tmp_path / "bad.toml").write_text("bad = 1")
     yield tmp_path

@@ -1,4 +1,4 @@
-"""Calls to a service that goes and comes back, beside each other."""
+"""Concurrent calls to a service that stops and comes back."""
 
 from __future__ import annotations
 
@@ -94,18 +94,18 @@ async def test_a_call_to_a_host_that_is_gone_without_a_word_ends(monkeypatch: py
     waiting = asyncio.ensure_future(BufferServiceStub(channel).GetMissing(GetMissingRequest(run_id="slow")))
     await buffer.held.wait()
     gone.set()
-    with pytest.raises(grpc.aio.AioRpcError) as told:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
         async with asyncio.timeout(60):
             await waiting
-    assert told.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
     buffer.release.set()
     await channel.close()
     proxy.close()
     await server.stop(None)
 
 
-async def test_a_server_of_ours_lets_callers_ask_whether_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gRPC's own cuts off who asks more than twice in five minutes of a long call."""
+async def test_servers_accept_frequent_keepalive_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC's default closes connections that ping more than twice in five minutes of a long call."""
     monkeypatch.setattr(discovery, "CHANNEL_OPTIONS", quicker(discovery.CHANNEL_OPTIONS))
     server, buffer = grpc.aio.server(options=quicker(SERVER_OPTIONS)), cast(Any, Restarting)()
     add_BufferServiceServicer_to_server(buffer, server)

@@ -53,11 +53,11 @@ async def test_a_flood_of_warnings_is_one_and_a_count(streams: RunStreams, heart
         logger.warning("the reward of %d samples took longer than 5 s", number)
         logger.info("step %d", number)
     events.close()
-    told = await received(streams, who, 52)
-    first, last = [event for event in told if event.level == pb.LEVEL_WARN]
+    events_received = await received(streams, who, 52)
+    first, last = [event for event in events_received if event.level == pb.LEVEL_WARN]
     assert "repeated" not in first.attributes
     assert (last.attributes["repeated"], last.message) == ("49", "the reward of 49 samples took longer than 5 s")
-    assert sum(event.level == pb.LEVEL_INFO for event in told) == 50
+    assert sum(event.level == pb.LEVEL_INFO for event in events_received) == 50
 
 
 async def test_close_sends_what_is_held(streams: RunStreams, heartbeat: Heartbeat, who: Identity) -> None:

@@ -85,17 +85,17 @@ async def test_an_agent_that_is_away_is_no_error(who: Identity) -> None:
     registration.stop()
 
 
-async def test_says_when_a_newer_incarnation_has_a_learner(daemon: Daemon, who: Identity) -> None:
-    told: list[int] = []
+async def test_reports_a_newer_incarnation_of_the_learner(daemon: Daemon, who: Identity) -> None:
+    superseded_by: list[int] = []
     registration = Registration(
-        who, agent=daemon.consul, consul_token=daemon.token, address="127.0.0.1:1", superseded=told.append
+        who, agent=daemon.consul, consul_token=daemon.token, address="127.0.0.1:1", superseded=superseded_by.append
     )
     registration.start()
     newer = Registration(
         Identity(who.run, "learner-0", "learner", 2), agent=daemon.consul, consul_token=daemon.token, address="127.0.0.1:2"
     )
     newer.start()
-    await until(lambda: told)
-    assert told == [2]
+    await until(lambda: superseded_by)
+    assert superseded_by == [2]
     newer.stop()
     registration.stop()

@@ -15,11 +15,11 @@ class Clock:
 def test_the_first_goes_out_and_those_like_it_are_counted() -> None:
     clock = Clock()
     repeats: Repeats[int] = Repeats(clock)
-    told = [
+    admitted = [
         repeats.admit("log", f"`score` raised ValueError: can't read '{word}' of sample {number}", number)
         for number, word in enumerate(("a", "b1", "c d", "d"))
     ]
-    assert told == [True, False, False, False]
+    assert admitted == [True, False, False, False]
     assert repeats.admit("log", "the disk is full", 9)
     assert repeats.admit("another", "`score` raised ValueError: can't read 'x' of sample 1", 8)
     assert list(repeats.due()) == []

@@ -1,4 +1,4 @@
-"""Who may call, what a bad request is told, and what becomes of errors and traces."""
+"""Authorization, validation errors, status codes, and traces of a worker's gRPC server."""
 
 from __future__ import annotations
 

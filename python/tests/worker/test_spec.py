@@ -68,9 +68,9 @@ def test_names_follow_from_the_spec() -> None:
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("{", "is no worker spec"),
+        ("{", "is not a worker spec"),
         ("{}", "has no `worker_id`"),
-        ('{"worker_id": 1.5}', "is no worker spec"),
+        ('{"worker_id": 1.5}', "is not a worker spec"),
         (
             '{"worker_id": "a", "run_id": "b", "nats_url": "c", "consul_address": "d", "kind": "chef"}',
             "has kind `chef`",

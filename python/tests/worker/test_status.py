@@ -1,4 +1,4 @@
-"""What an exception is for whoever called."""
+"""The status that a caller gets for an exception."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ async def test_waits_for_a_stream_that_is_not_there_yet(
 
 
 class TwoServers:
-    """A connection to the first of two servers, which knows nobody who answers pull requests; the second one's stream does."""
+    """A connection to the first of two servers, where pull requests have no responders; the second one's stream answers."""
 
     servers = ("first", "second")
     moves = 0

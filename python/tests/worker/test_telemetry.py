@@ -65,11 +65,11 @@ async def collector() -> AsyncIterator[tuple[Collector, str]]:
 
 
 async def run(endpoint: str) -> str:
-    """The header that goes out of the span, in a process of its own: providers are set once a process."""
+    """The header that a span sends. Runs in a separate process because providers are set once per process."""
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", WORKER, endpoint, stdout=asyncio.subprocess.PIPE)
-    told, _ = await process.communicate()
+    printed, _ = await process.communicate()
     assert process.returncode == 0
-    return told.decode().strip()
+    return printed.decode().strip()
 
 
 async def test_spans_and_metrics_reach_the_collector(collector: tuple[Collector, str]) -> None:

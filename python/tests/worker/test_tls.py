@@ -42,7 +42,7 @@ def files(folder: Path, name: str, ca: Path | None = None) -> PemFiles:
 
 
 async def check(address: str, tls: PemFiles | None) -> str:
-    """What a health check says, or why there is no connection."""
+    """The answer to a health check, or the code of the connection error."""
     async with connect(address, tls) as channel:
         try:
             answer = await health_pb2_grpc.HealthStub(channel).Check(HEALTH, timeout=10)
@@ -72,7 +72,7 @@ async def test_a_server_takes_renewed_files(folder: Path, tmp_path: Path) -> Non
     try:
         first = mine.stamp()
         assert await check(address, files(folder, "service-s")) == "SERVING"
-        # Another authority altogether, as after a change of it: who has the old one's certificate is a stranger then.
+        # A new certificate authority: peers with certificates of the old one are rejected.
         for name in ("worker-w.pem", "worker-w-key.pem"):
             target = mine.cert if name == "worker-w.pem" else mine.key
             shutil.copy(folder / "other" / name, tmp_path / name)
@@ -82,8 +82,8 @@ async def test_a_server_takes_renewed_files(folder: Path, tmp_path: Path) -> Non
         (tmp_path / "both.pem").write_text(both)
         assert mine.stamp() != first
         assert await check(address, files(folder, "service-s")) == "UNAVAILABLE", "it shows the old certificate"
-        stranger = PemFiles(trusting.ca, str(folder / "service-s.pem"), str(folder / "service-s-key.pem"))
-        assert await check(address, stranger) == "SERVING"
+        untrusted = PemFiles(trusting.ca, str(folder / "service-s.pem"), str(folder / "service-s-key.pem"))
+        assert await check(address, untrusted) == "SERVING"
     finally:
         await server.stop(0)
 

@@ -1,4 +1,4 @@
-"""The embedded engine: a decoding loop of our own over a Hugging Face module, on CPU or GPU.
+"""The embedded engine: a decoding loop over a Hugging Face module, on CPU or GPU.
 
     engine.py           the asyncio interface
     thread.py stream.py one decoding thread, one event-loop wake-up per step
@@ -22,21 +22,21 @@ Deterministic mode promises that a request and a seed give the same tokens and l
 engine, whichever slot it lands in, whatever was there before. What that takes, as measured with torch 2.15 on CPU (MKL 2024.2,
 AVX-512, the 0.8 M parameter model and the shapes of SmolLM2-135M, 4 to 260 rows, one and two threads):
 
-- A GEMM's row has the same bits in every row position and beside any neighbours, also at odd row counts. But it has other bits
-  at another number of rows: 1 to 4 rows differ from 8 and more, and with a long inner dimension (1536) 8, 16, 32 and 128 all
+- A row of a GEMM has the same bits in every position and with any other rows, also at odd row counts. But its bits differ
+  with the number of rows: 1 to 4 rows differ from 8 and more, and with a long inner dimension (1536) 8, 16, 32 and 128 all
   differ, as do one and two threads. So a step runs whole blocks of ``block_rows`` slots, a prefill pass has the rows and the
   padded length of the prompt's own bucket, and the thread count is part of the result.
 - SDPA has the same bits for a row whatever rows it is called with, but other bits for another KV length, though the rest is
   masked. So a row reads its own length class (row_order.py), which follows from its position alone. A masked NaN leaks (0 * NaN),
   so the cache starts at zero, and a slot that saw a number that is not finite is zeroed.
-- On AMD's processors (Zen 5) that holds with two threads only where MKL is told so before its first product (``MKL_CBWR=AUTO``,
-  which workers set): else the bits of its small products depend on where the operands lie, which differs by thread.
+- On AMD processors (Zen 5) with two threads this needs ``MKL_CBWR=AUTO`` in the environment before MKL's first product
+  (workers set it): else the bits of its small products depend on where the operands lie, which differs by thread.
 - softmax, log_softmax, cumsum and sort work row by row. A row that no filter and no temperature touches must take its raw
   logprobs, not a second log_softmax of them. Element-wise exp-like kernels (SiLU) treat the last numel % 32 elements
   differently: harmless where the inner size is a multiple of 32.
 
-None of this is guaranteed on another machine, so a deterministic engine first runs one probe in every row of a block, beside
-copies of itself and beside random rows, and refuses to start (``ModelUnsupported``) where a bit differs.
+None of this is guaranteed on another machine, so a deterministic engine first runs one probe in every row of a block, next
+to copies of itself and next to random rows, and refuses to start (``ModelUnsupported``) if a bit differs.
 """
 
 from rollout_workers.engines.transformers.config import EngineConfig

@@ -40,7 +40,9 @@ def longest(config: Any) -> tuple[int, str]:
     if CHUNKED in kinds(config):
         found.append((config.attention_chunk_size, f"attends within chunks of {config.attention_chunk_size} tokens"))
     if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo
-        found.append((config.window_size, f"has layers that look back {config.window_size} tokens, in a way of its own"))
+        found.append(
+            (config.window_size, f"has layers that look back {config.window_size} tokens, by a method that is not supported")
+        )
     return min(found, default=(0, ""))
 
 

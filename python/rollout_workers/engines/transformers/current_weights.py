@@ -1,4 +1,4 @@
-"""The weights that the module holds: staged beside the decoding, copied in between tokens, read back for a digest."""
+"""The module's weights: staged while decoding continues, loaded between tokens, read back for a digest."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _ALONE_BYTES = 4 << 20  # of more, several threads copy faster than one
 
 
 class CurrentWeights:
-    """``stage`` and ``digest`` may run in any thread, beside forward passes; ``load`` only between them."""
+    """``stage`` and ``digest`` may run in any thread, during forward passes; ``load`` only between them."""
 
     def __init__(self, module: nn.Module) -> None:
         self._tensors = LiveWeights(module)
         self._kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in self._tensors}
         self._staged: Mapping[str, Tensor] | None = None
         self.still = threading.Lock()
-        """Held while tensors are digested, changed or moved: a digest reads their memory in a thread of its own."""
+        """Held while tensors are digested, changed or moved: a digest reads their memory from another thread."""
         self._transport = {name: tensor.dtype for name, tensor in named_weights(module)}
 
     @property

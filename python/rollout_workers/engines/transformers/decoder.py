@@ -111,7 +111,7 @@ class Decoder:
 
     def fail(self, cause: Exception) -> None:
         """A turn raised: end everything in flight with ``EngineFailed`` and start afresh."""
-        error = EngineFailed(f"decoding failed: {cause!r}; every sample in flight was ended, the engine goes on")
+        error = EngineFailed(f"decoding failed: {cause!r}; every sample in flight was ended, the engine continues")
         error.__cause__ = cause
         self.abort(tuple(self.groups), "error", error)
         self.queue.clear()
@@ -264,7 +264,7 @@ class Decoder:
         self.table.occupy(slots, owners, prompts, seeds, request.params, limits, placed[0][0].stop_ids)
 
     def _recompute(self, slots: Slots) -> None:
-        """Fill the KV of these slots anew from their tokens."""
+        """Recompute the KV of these slots from their tokens."""
         sequences = [
             np.concatenate(
                 (self.table.owner[s].group.prompt, self.table.out_tokens[s, : self.table.generated[s] - 1].astype(np.int64))

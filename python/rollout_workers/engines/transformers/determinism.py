@@ -15,7 +15,7 @@ from rollout_workers.engines.transformers.row_order import segments
 
 
 def verify(forward: Forward, cache: KvCache, config: EngineConfig, vocabulary: int) -> None:
-    """Run a probe in every row of both passes: beside copies of itself, then beside other rows; compare bits.
+    """Run a probe in every row of both passes: next to copies of itself, then next to other rows; compare bits.
 
     Raises ``ModelUnsupported`` naming the pass in which a row's place or neighbours matter.
     """

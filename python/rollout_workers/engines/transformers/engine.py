@@ -148,7 +148,7 @@ class TransformersEngine:
         future.add_done_callback(lambda done: done.exception())
 
     def _move(self, function: Callable[[], None]) -> None:
-        """Move weights to another device, while nobody digests them."""
+        """Move weights to another device, while no digest reads them."""
         with self._weights.still:
             function()
 

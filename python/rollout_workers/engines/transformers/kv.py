@@ -45,7 +45,7 @@ class KvCache:
         return cls(torch.frombuffer(pages, dtype=shape.dtype).view(size))
 
     def block(self, start: int, stop: int) -> KvCache:
-        """The slots [start, stop) as a cache of their own, on the same memory."""
+        """The slots [start, stop) as a separate cache on the same memory."""
         return KvCache(self.data[:, start:stop])
 
     def write(self, slots: Tensor, prompt: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Which slots stand beside which: samples of similar length in one run, free slots last.
+"""The order of the slots: samples of similar length in one run, free slots last.
 
 A step's attention costs what its longest row costs, so rows are read in segments of one length class: the next power of two
 from 16 on. A sample's class depends on its own position alone, which deterministic mode needs.

@@ -1,4 +1,4 @@
-"""How likely the tokens of a prompt are: one plain pass over the model, beside the decoding loop."""
+"""The log-probabilities of a prompt's tokens: one plain pass over the model, outside of the decoding loop."""
 
 from __future__ import annotations
 

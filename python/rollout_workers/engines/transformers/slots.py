@@ -27,7 +27,7 @@ class SlotTable:
     """
 
     def __init__(self, slots: int, rows: int, max_len: int, vocabulary: int) -> None:
-        """``rows`` >= slots: rows of the model's passes; those past the slots stay free for ever."""
+        """``rows`` >= slots: rows of the model's passes; those past the slots are always free."""
         self.slots = slots
         self.vocabulary = vocabulary
         self.owner: list[Sample | None] = [None] * slots
@@ -107,7 +107,7 @@ class SlotTable:
         self._controls = None
 
     def move(self, source: Slots, target: Slots) -> None:
-        """Move samples, all at once; each target is free or a source. Sources that are no target become free."""
+        """Move samples, all at once; each target is free or a source. Sources that are not targets become free."""
         owners = [self.owner[slot] for slot in source.tolist()]
         for slot, owner in zip(target.tolist(), owners, strict=True):
             self.owner[slot] = owner

@@ -73,7 +73,7 @@ class DecodingThread:
                     self._flush()
 
     def _answer_calls(self, wait: bool) -> bool:
-        """Run the calls that are there, or wait for one. Answers whether to go on."""
+        """Run the pending calls, or wait for one. Returns whether to continue."""
         try:
             while (call := self._calls.get(block=wait)) is not None:
                 future, function = call
