@@ -1,4 +1,5 @@
-"""What a test of a worker runs against: the embedded NATS and registry of a real ``rolloutd``, streams, plans, work.
+"""What a test of a worker runs against: the embedded NATS and registry of a real ``rolloutd``,
+streams, plans, work.
 
 Used by the tests of this project, and by those of engines and harnesses that live elsewhere.
 """

@@ -17,7 +17,8 @@ _START_SECONDS = 60.0
 
 
 class Daemon:
-    """A child process with its own state folder. ``stop`` and ``start`` again: the same folder, other ports."""
+    """A child process with its own state folder. ``stop`` and ``start`` again: the same folder,
+    other ports."""
 
     def __init__(self, state: Path, *, targets: str = "nats,registry", options: Sequence[str] = ()) -> None:
         """targets: what it hosts. options: further flags."""

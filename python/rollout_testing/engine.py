@@ -23,9 +23,11 @@ Answer = Callable[[GroupRequest, int], Sequence[int]]
 
 
 class ScriptedEngine:
-    """Implements ``Engine``: answers at once with what ``answer`` says, under whatever version was swapped in.
+    """Implements ``Engine``: answers at once with what ``answer`` says, under whatever version was
+    swapped in.
 
-    ``gate``: nothing is answered while it is cleared. ``digests``: what a staged folder hashes to, by its path.
+    ``gate``: nothing is answered while it is cleared. ``digests``: what a staged folder hashes to,
+    by its path.
     ``held``: what the read-back gives; ``swap_weights`` sets it, a test may spoil it.
     """
 

@@ -6,8 +6,9 @@
     async def test_engine(case: str) -> None:
         await run(case, HARNESS)
 
-A case names the capabilities that it needs; ``applicable`` leaves out those that an engine does not declare. ``raw_logprobs`` and
-``prompt_logprobs`` are checked in both directions: an engine must not report what it does not declare.
+A case names the capabilities that it needs; ``applicable`` leaves out those that an engine does not
+declare. ``raw_logprobs`` and ``prompt_logprobs`` are checked in both directions: an engine must not
+report what it does not declare.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ PROMPT = (65, 66, 67, 68)
 
 
 class Harness(Protocol):
-    """An engine under test. Its token ids are below 256 and its context holds at least 128 tokens."""
+    """An engine under test. Its token ids are below 256 and its context holds at least 128
+    tokens."""
 
     capabilities: Capabilities
 
     def start(self, *, deterministic: bool = False) -> AbstractAsyncContextManager[Engine]:
-        """An engine with ``SLOTS`` slots and the weights of version 0, shut down on exit. A sample of 64 tokens takes long enough
-        for another call to reach the engine before it ends."""
+        """An engine with ``SLOTS`` slots and the weights of version 0, shut down on exit. A sample
+        of 64 tokens takes long enough for another call to reach the engine before it ends."""
         ...
 
     def weights(self, version: int) -> tuple[WeightsSource, str]:
@@ -52,7 +54,8 @@ class Harness(Protocol):
         ...
 
     def expected(self, request: GroupRequest, output: SampleOutput, version: int) -> Logprobs:
-        """What a plain forward pass of weights ``version`` gives for the output's tokens: f32[T], of the model's own softmax."""
+        """What a plain forward pass of weights ``version`` gives for the output's tokens: f32[T],
+        of the model's own softmax."""
         ...
 
     def greedy(self, prompt: Sequence[int], tokens: int) -> list[int]:
@@ -127,7 +130,8 @@ def check_shape(output: SampleOutput, capabilities: Capabilities) -> None:
 
 
 def model_logprobs(output: SampleOutput) -> Logprobs:
-    """Logprobs under the model's softmax; at temperature 1 without filters both modes report them."""
+    """Logprobs under the model's softmax; at temperature 1 without filters both modes report
+    them."""
     return output.logprobs if output.raw_logprobs is None else output.raw_logprobs
 
 
@@ -250,7 +254,8 @@ async def a_swap_changes_version_and_digest(harness: Harness) -> None:
 
 @case()
 async def nothing_of_old_weights_is_reused(harness: Harness) -> None:
-    """The same prompt again after a swap, and in a group that the swap divides: no prefix of old weights serves new samples."""
+    """The same prompt again after a swap, and in a group that the swap divides: no prefix of old
+    weights serves new samples."""
     asked = request("a", seeds=(1, 2))
     async with harness.start() as engine:
         epoch = engine.stats().cache_epoch

@@ -137,7 +137,8 @@ async def episodes_end_with_a_result(harness: Harness) -> None:
 
 @case
 async def resets_and_results_follow_from_task_and_turns(harness: Harness) -> None:
-    """The same tasks and answers give the same observations and rewards, in any order and number per call."""
+    """The same tasks and answers give the same observations and rewards, in any order and number
+    per call."""
     tasks = [task(harness, number) for number in range(3)]
     async with harness.start() as environment:
         together = await play(environment, harness, tasks)

@@ -1,4 +1,5 @@
-"""The conformance suite of the three ways to run a plugin: each gives the same scores, typed errors, and deadlines.
+"""The conformance suite of the three ways to run a plugin: each gives the same scores, typed
+errors, and deadlines.
 
 @pytest.mark.parametrize("case", CASES)
 async def test_child(case: str, tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from urllib.parse import urlparse
 
 
 class Proxy:
-    """Forwards TCP to a target. ``cut`` drops every connection and refuses new ones until ``fix``."""
+    """Forwards TCP to a target. ``cut`` drops every connection and refuses new ones until
+    ``fix``."""
 
     def __init__(self, target: str) -> None:
         """target: ``nats://host:port``."""

@@ -30,7 +30,8 @@ EXAMPLE = REPOSITORY / "examples" / "addition"
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """The addition example, prepared in a folder: a small model with random weights and the sums."""
+    """The addition example, prepared in a folder: a small model with random weights and the
+    sums."""
 
     model: Path
     data: Path
@@ -50,7 +51,8 @@ class Example:
 
 
 def config(example: Example, algorithm: str = "grpo", **changes: Any) -> RunConfig:
-    """The addition example with every default written out. changes: top-level tables that replace or extend these."""
+    """The addition example with every default written out. changes: top-level tables that replace
+    or extend these."""
     tables: dict[str, Any] = {
         "name": "addition-test",
         "seed": 1,
@@ -142,7 +144,8 @@ def prompt_group(position: int, row_json: bytes, *, group_size: int = 4, seed: i
 
 
 class RunStreams:
-    """The streams of a run, with the settings of docs/wire.md, seen from the scheduler and the buffer."""
+    """The streams of a run, with the settings of docs/wire.md, seen from the scheduler and the
+    buffer."""
 
     def __init__(self, client: Client, run: str = RUN) -> None:
         self.client, self.run = client, run
@@ -180,7 +183,8 @@ class RunStreams:
         return (await self.js.stream_info(names.work_stream(self.run))).state.messages
 
     async def redeliver_after(self, seconds: float) -> None:
-        """From now on work that a worker falls silent on stays with it for so long; what is given back goes to others at once."""
+        """From now on work that a worker falls silent on stays with it for so long; what is given
+        back goes to others at once."""
         info = await self.js.consumer_info(names.work_stream(self.run), names.WORKERS_CONSUMER)
         await self.js.add_consumer(names.work_stream(self.run), replace(info.config, ack_wait=seconds))
 

@@ -28,8 +28,8 @@ class Agent(Protocol):
 
 
 class BufferDouble(BufferServiceServicer):
-    """Answers GetMissing from ``missing`` (key (epoch, index) -> samples; others lack everything) and ReadPayloads from
-    ``payloads`` (step -> payloads)."""
+    """Answers GetMissing from ``missing`` (key (epoch, index) -> samples; others lack everything)
+    and ReadPayloads from ``payloads`` (step -> payloads)."""
 
     def __init__(self, group_size: int = 4) -> None:
         self.group_size = group_size

@@ -78,7 +78,8 @@ class InProcess:
 
 
 class Process:
-    """A worker as the scheduler starts it: ``rollout-worker KIND``, a spec in a file, a pipe on stdin."""
+    """A worker as the scheduler starts it: ``rollout-worker KIND``, a spec in a file, a pipe on
+    stdin."""
 
     def __init__(self, spec: WorkerSpec, folder: Path) -> None:
         self.spec = spec

@@ -1,4 +1,5 @@
-"""``rollout-worker inference|learner|reward|sinks``: one worker of one run, started by the scheduler (docs/wire.md).
+"""``rollout-worker inference|learner|reward|sinks``: one worker of one run, started by the
+scheduler (docs/wire.md).
 
 ``rollout-worker replay``: train a run's recorded batches again, for ``rollout replay``.
 ``rollout-worker export``: write a run's metrics to trackers, for ``rollout export metrics``.
@@ -10,8 +11,8 @@ import os
 
 # Before torch: spinning OpenMP threads of two processes starve each other.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Before MKL's first product, whose bits otherwise depend on where its operands lie: on AMD's processors a row of an attention had
-# others in other company where two threads computed it.
+# Before MKL's first product, whose bits otherwise depend on where its operands lie: on AMD's
+# processors a row of an attention had others in other company where two threads computed it.
 os.environ.setdefault("MKL_CBWR", "AUTO")
 # Before cuBLAS: its products then have the same bits each time.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

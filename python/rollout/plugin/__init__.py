@@ -5,10 +5,11 @@ A reward is a function in a file of the user's, named in the configuration as ``
     def exact_match(samples):
         return [float(sample.completion == sample.row["answer"]) for sample in samples]
 
-It takes a list of :class:`Sample` and returns one item for each, in order: a number, or a mapping with the number
-``reward`` and further named numbers (metrics). A mapping may also reward parts of a completion, with or without
-``reward``: with ``token_rewards``, one number for each of ``sample.token_ids``, or with ``step_rewards``, mappings of
-``start``, ``end`` (characters of the completion) and ``reward``, which counts at the last token of its step::
+It takes a list of :class:`Sample` and returns one item for each, in order: a number, or a mapping
+with the number ``reward`` and further named numbers (metrics). A mapping may also reward parts of a
+completion, with or without ``reward``: with ``token_rewards``, one number for each of
+``sample.token_ids``, or with ``step_rewards``, mappings of ``start``, ``end`` (characters of the
+completion) and ``reward``, which counts at the last token of its step::
 
     return [{"reward": 1.0, "step_rewards": [{"start": 0, "end": 17, "reward": 0.5}]} for _ in samples]
 

@@ -35,9 +35,10 @@ async def call_reward_async(
     timeout_seconds: float,
     executor: concurrent.futures.Executor | None = None,
 ) -> list[Score]:
-    """Like :func:`call_reward` without blocking the loop: ``async def`` runs on it, anything else in a thread of
-    ``executor``. Raises :class:`RewardTimeout` too. Python can't kill a thread: one that never returns keeps its place in
-    the executor, so count timeouts and replace the executor when they repeat.
+    """Like :func:`call_reward` without blocking the loop: ``async def`` runs on it, anything else
+    in a thread of ``executor``. Raises :class:`RewardTimeout` too. Python can't kill a thread: one
+    that never returns keeps its place in the executor, so count timeouts and replace the executor
+    when they repeat.
     """
     batch = list(samples)
     try:
@@ -60,7 +61,8 @@ async def call_reward_async(
 
 
 def _call(function: RewardFunction, batch: list[Sample]) -> Any:
-    """Run in a thread, where a ``SystemExit`` or ``StopIteration`` would end or confuse more than the call."""
+    """Run in a thread, where a ``SystemExit`` or ``StopIteration`` would end or confuse more than
+    the call."""
     with _raised(function):
         return function(batch)
 
@@ -71,7 +73,8 @@ async def _wait(awaitable: Any) -> Any:
 
 @contextmanager
 def _raised(function: RewardFunction) -> Generator[None]:
-    """Turn what a reward raises into :class:`RewardFailed`, placed at the last line of the user's own files."""
+    """Turn what a reward raises into :class:`RewardFailed`, placed at the last line of the user's
+    own files."""
     try:
         yield
     except (KeyboardInterrupt, GeneratorExit, asyncio.CancelledError, RewardError):

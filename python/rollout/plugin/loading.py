@@ -28,11 +28,12 @@ def split_plugin(plugin: str) -> tuple[str, str]:
 
 
 def load_reward(plugin: str, base_dir: str | os.PathLike[str] = ".") -> RewardFunction:
-    """Import ``file.py:function`` relative to ``base_dir`` and return the function. Raises :class:`RewardImportError`.
+    """Import ``file.py:function`` relative to ``base_dir`` and return the function. Raises
+    :class:`RewardImportError`.
 
-    The module's name is a hash of its path and content, so a changed file is a new module. Its folder
-    comes first in ``sys.path`` while it is imported and last afterwards, so that it can import its neighbours without
-    hiding installed packages from anybody else.
+    The module's name is a hash of its path and content, so a changed file is a new module. Its
+    folder comes first in ``sys.path`` while it is imported and last afterwards, so that it can
+    import its neighbours without hiding installed packages from anybody else.
     """
     function, name = _load(plugin, base_dir)
     try:
@@ -49,7 +50,8 @@ def load_reward(plugin: str, base_dir: str | os.PathLike[str] = ".") -> RewardFu
 
 
 def load_object(plugin: str, base_dir: str | os.PathLike[str] = ".") -> Any:
-    """Import ``file.py:name`` like :func:`load_reward`, without checking what it takes: a tool or an environment."""
+    """Import ``file.py:name`` like :func:`load_reward`, without checking what it takes: a tool or
+    an environment."""
     return _load(plugin, base_dir)[0]
 
 
@@ -90,7 +92,8 @@ def _import(path: Path, file: str) -> ModuleType:
     sys.modules[name] = module
     try:
         with _neighbours(path.parent):
-            # Not exec_module: its bytecode cache knows a file by size and second, so it may run what stood there before.
+            # Not exec_module: its bytecode cache knows a file by size and second, so it may run
+            # what stood there before.
             exec(compile(source, path, "exec"), module.__dict__)
     except (KeyboardInterrupt, GeneratorExit):
         sys.modules.pop(name, None)
@@ -110,7 +113,8 @@ def _import(path: Path, file: str) -> ModuleType:
 
 
 def _missing(name: str, path: Path, file: str) -> str:
-    """What to do about a module that is not there: a typo of a file of the user's is likelier than a package to install."""
+    """What to do about a module that is not there: a typo of a file of the user's is likelier than
+    a package to install."""
     top = name.partition(".")[0]
     here = sorted({entry.stem for entry in path.parent.iterdir() if entry.suffix == ".py" or (entry / "__init__.py").exists()})
     near = difflib.get_close_matches(top, [stem for stem in here if stem != path.stem], n=1)

@@ -10,7 +10,8 @@ from rollout.plugin.place import definition, name_of
 from rollout.plugin.score import RewardFunction, RewardShapeError, Sample, Score, Step
 
 OWN = frozenset({"mean", "std", "retries"})
-"""Names under ``reward/`` that a step's metrics have already: another number of that name would be lost."""
+"""Names under ``reward/`` that a step's metrics have already: another number of that name would be
+lost."""
 
 
 def scores(function: RewardFunction, result: Any, samples: Sequence[Sample]) -> list[Score]:

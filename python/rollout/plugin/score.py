@@ -21,7 +21,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a part of a completion is worth: its characters ``start`` to ``end``, the latter left out."""
+    """What a part of a completion is worth: its characters ``start`` to ``end``, the latter left
+    out."""
 
     start: int
     end: int

@@ -1,7 +1,8 @@
 """Named points between two durable effects of a worker at which it dies, where a test asks for it.
 
-As in Go (``libs/crashpoint``): a process dies where the file that ``ROLLOUT_CRASH_FILE`` names holds just the point's name; the
-file is renamed first, so that each order is carried out once. Known to workers without a model alone.
+As in Go (``libs/crashpoint``): a process dies where the file that ``ROLLOUT_CRASH_FILE`` names
+holds just the point's name; the file is renamed first, so that each order is carried out once.
+Known to workers without a model alone.
 """
 
 from __future__ import annotations

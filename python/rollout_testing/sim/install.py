@@ -32,7 +32,8 @@ class _Unused:
 
 
 class _NoTorch(MetaPathFinder):
-    """Raises when a worker without a model imports torch, which would take ten seconds and serve no purpose."""
+    """Raises when a worker without a model imports torch, which would take ten seconds and serve no
+    purpose."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         if fullname == "torch":
@@ -40,7 +41,8 @@ class _NoTorch(MetaPathFinder):
 
 
 def install() -> None:
-    """Before the shells are imported: stand in for the modules that import torch. Afterwards: give them a model."""
+    """Before the shells are imported: stand in for the modules that import torch. Afterwards: give
+    them a model."""
     sys.meta_path.insert(0, _NoTorch())
     weights = _package("rollout_workers.weights")
     from rollout_testing.sim import policy  # imports rollout_workers.weights.transfer, so after the stand-in for its parent
@@ -98,7 +100,8 @@ def load(spec: WorkerSpec, *_: Any) -> Any:
 
 
 def _watching(load_spec: Callable[..., WorkerSpec]) -> Callable[..., WorkerSpec]:
-    """The spec is the first that a process knows of its run: the journal and the crash points begin with it."""
+    """The spec is the first that a process knows of its run: the journal and the crash points begin
+    with it."""
 
     def watched(path: str | None = None, **given: Any) -> WorkerSpec:
         from rollout_testing.sim import crash
@@ -115,7 +118,8 @@ def _watching(load_spec: Callable[..., WorkerSpec]) -> Callable[..., WorkerSpec]
 
 
 def _package(name: str) -> ModuleType:
-    """A package without what its ``__init__`` imports; its modules are still found in its folder."""
+    """A package without what its ``__init__`` imports; its modules are still found in its
+    folder."""
     found = importlib.util.find_spec(name)
     assert found is not None and found.submodule_search_locations is not None
     package = ModuleType(name)

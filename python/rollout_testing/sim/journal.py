@@ -1,4 +1,5 @@
-"""A journal of what a process did, in a file per process: one JSON object a line, appended with one write."""
+"""A journal of what a process did, in a file per process: one JSON object a line, appended with one
+write."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any
 
 
 class Journal:
-    """``<run directory>/journal/<name>.jsonl``. A line that a kill cut off has no end and counts for nothing."""
+    """``<run directory>/journal/<name>.jsonl``. A line that a kill cut off has no end and counts
+    for nothing."""
 
     def __init__(self, run_directory: str, name: str) -> None:
         folder = Path(run_directory) / "journal"

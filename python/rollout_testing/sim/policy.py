@@ -67,7 +67,8 @@ class WeightsManifest:
 
 
 def write_model(folder: Path, seed: int = 0) -> None:
-    """A model of this kind, in the layout that the planner asks for: its tokenizer knows the bytes."""
+    """A model of this kind, in the layout that the planner asks for: its tokenizer knows the
+    bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": MODEL_TYPE, "max_position_embeddings": 4096}))
     vocabulary = {chr(code): code for code in range(32, 127)}
@@ -85,7 +86,8 @@ def write_model(folder: Path, seed: int = 0) -> None:
 
 
 def read(folder: str | os.PathLike[str]) -> Words:
-    """The weights of a model's or a version's folder. Raises ``ValueError`` for one of another kind, ``OSError``,
+    """The weights of a model's or a version's folder. Raises ``ValueError`` for one of another
+    kind, ``OSError``,
     :class:`WeightsUnreadable`."""
     path = Path(folder)
     kind = json.loads((path / "config.json").read_text()).get("model_type")
@@ -95,7 +97,8 @@ def read(folder: str | os.PathLike[str]) -> Words:
 
 
 def read_version(folder: str | os.PathLike[str]) -> Words:
-    """The weights of a version's folder, which need hold nothing else. Raises :class:`WeightsUnreadable`."""
+    """The weights of a version's folder, which need hold nothing else. Raises
+    :class:`WeightsUnreadable`."""
     path = Path(folder) / _TENSOR_FILE
     try:
         data = path.read_bytes()
@@ -138,7 +141,8 @@ def write(folder: Path, words: Words, version: int, source: Path, fsync: bool) -
 
 
 def stage_folder(parent: Path, config_source_dir: Path, reserve: int = 0) -> Path:
-    """Replaces ``rollout_workers.weights.stage_folder``; always fails, as weights this small need no reserved space."""
+    """Replaces ``rollout_workers.weights.stage_folder``; always fails, as weights this small need
+    no reserved space."""
     raise OSError(f"{parent} takes nothing")
 
 
@@ -152,7 +156,8 @@ def sync(path: Path) -> None:
 
 
 def sample(words: Words, prompt: Sequence[int], seed: int, most: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """The tokens of a completion (printable characters, then the end) and their logprobs: a function of its arguments alone."""
+    """The tokens of a completion (printable characters, then the end) and their logprobs: a
+    function of its arguments alone."""
     key = words.astype("<u8").tobytes() + np.asarray(prompt, "<i4").tobytes() + seed.to_bytes(8, "little")
     stream = blake3(b"rollout.sim.sample.v1" + key).digest(4 + 8 * most)
     length = 1 + int.from_bytes(stream[:4], "little") % most

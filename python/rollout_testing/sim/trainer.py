@@ -89,7 +89,8 @@ class SimTrainer:
 
 
 def _bytes(sample: TrainSample, off_policy: bool) -> bytes:
-    """What a step learns of a sample. As in the real learner engine logprobs count off policy alone."""
+    """What a step learns of a sample. As in the real learner engine logprobs count off policy
+    alone."""
     parts = [
         sample.group_key.encode(),
         sample.sample.to_bytes(8, "little"),

@@ -1,1 +1,2 @@
-"""Rows: prompts, tokenization, conversations, preference pairs and supervised examples. Imports no torch."""
+"""Rows: prompts, tokenization, conversations, preference pairs and supervised examples. Imports no
+torch."""

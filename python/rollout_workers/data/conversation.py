@@ -1,4 +1,5 @@
-"""Whole conversations as training samples: every turn of the assistant is trained on, as the model would have written it."""
+"""Whole conversations as training samples: every turn of the assistant is trained on, as the model
+would have written it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 def conversation_in(row_json: bytes, prompt_field: str, answer_field: str) -> Messages | None:
-    """The messages of a row without an answer field whose last message is the assistant's; None for every other row."""
+    """The messages of a row without an answer field whose last message is the assistant's; None for
+    every other row."""
     try:
         row = parse_row(row_json)
     except PromptInvalid:
@@ -27,12 +29,15 @@ def conversation_in(row_json: bytes, prompt_field: str, answer_field: str) -> Me
 
 
 def turns_of(text: Text, messages: Messages, end: Ids) -> tuple[Ids, NDArray[np.uint8], int]:
-    """token_ids int32[T] of a conversation, its loss_mask uint8[T], and how many tokens precede the first turn of the assistant.
+    """token_ids int32[T] of a conversation, its loss_mask uint8[T], and how many tokens precede the
+    first turn of the assistant.
 
-    A turn begins where the chat template would have the model begin to write, is tokenised from there on, as it is when it is
-    sampled, and ends with the end of sequence; where the template writes none, with the message, and the last one with ``end``
-    (int32[1]). Nothing after the last turn is kept. Raises :class:`PromptInvalid` where the template refuses the messages, or
-    writes earlier ones differently once others follow, so that no sampled conversation would look like this one.
+    A turn begins where the chat template would have the model begin to write, is tokenised from
+    there on, as it is when it is sampled, and ends with the end of sequence; where the template
+    writes none, with the message, and the last one with ``end`` (int32[1]). Nothing after the last
+    turn is kept. Raises :class:`PromptInvalid` where the template refuses the messages, or writes
+    earlier ones differently once others follow, so that no sampled conversation would look like
+    this one.
     """
     whole = text.render(messages, answering=False)
     turns = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]

@@ -1,4 +1,5 @@
-"""Rows of preferences as training samples: pairs of completions, or single ones with a label. Nothing is sampled."""
+"""Rows of preferences as training samples: pairs of completions, or single ones with a label.
+Nothing is sampled."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from rollout_workers.data.supervised import Example, end_of, example_of, text_fi
 
 
 class Pairs:
-    """Rows ``{"prompt": ..., "chosen": ..., "rejected": ...}``, and a number by how much where ``margin_field`` names one."""
+    """Rows ``{"prompt": ..., "chosen": ..., "rejected": ...}``, and a number by how much where
+    ``margin_field`` names one."""
 
     def __init__(
         self,
@@ -26,14 +28,15 @@ class Pairs:
         max_tokens: int,
         margin: float = 0.0,
     ) -> None:
-        """max_tokens: longest example; a longer row is refused as CONTEXT_OVERFLOW, never cut. margin: of all rows, where no
-        ``margin_field`` names one. Raises :class:`PromptInvalid`."""
+        """max_tokens: longest example; a longer row is refused as CONTEXT_OVERFLOW, never cut.
+        margin: of all rows, where no ``margin_field`` names one. Raises :class:`PromptInvalid`."""
         self._text, self._prompts, self._end = text, prompts, end_of(text)
         self._fields, self._margin, self._max_tokens = (chosen_field, rejected_field), margin_field, max_tokens
         self._usual = margin
 
     def examples(self, rows: Sequence[bytes]) -> list[list[Example] | Refusal]:
-        """The chosen one, whose reward is the margin, and the rejected one of each row (JSON), in order."""
+        """The chosen one, whose reward is the margin, and the rejected one of each row (JSON), in
+        order."""
         prompts = self._prompts.read(rows)
         texts = [[text_field(row, field, "data.chosen_field, data.rejected_field") for field in self._fields] for row in rows]
         flat = [text if isinstance(text, str) else "" for pair in texts for text in pair]
@@ -66,7 +69,8 @@ class Pairs:
 
 
 class Labelled:
-    """Rows ``{"prompt": ..., "completion": ..., "label": true}``; the reward says the label, 1 or 0."""
+    """Rows ``{"prompt": ..., "completion": ..., "label": true}``; the reward says the label, 1 or
+    0."""
 
     def __init__(self, text: Text, prompts: PromptReader, *, completion_field: str, label_field: str, max_tokens: int) -> None:
         """See :class:`Pairs`."""

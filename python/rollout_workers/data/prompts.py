@@ -37,7 +37,8 @@ class Text:
     """A Hugging Face tokenizer, used in batches and past its per-call overhead."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """tokenizer: what ``AutoTokenizer.from_pretrained`` returns. Its truncation and padding are switched off."""
+        """tokenizer: what ``AutoTokenizer.from_pretrained`` returns. Its truncation and padding are
+        switched off."""
         self.tokenizer = tokenizer
         self._fast = getattr(tokenizer, "backend_tokenizer", None)
         self._cleans = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
@@ -53,7 +54,8 @@ class Text:
         return cls(AutoTokenizer.from_pretrained(directory))
 
     def warm(self) -> None:
-        """Do once what the first request would wait for: compile the chat template, make the tokenizer's caches. Blocks."""
+        """Do once what the first request would wait for: compile the chat template, make the
+        tokenizer's caches. Blocks."""
         rendered = ""
         if self.tokenizer.chat_template:
             with contextlib.suppress(PromptInvalid):  # a template may want more than one message
@@ -71,15 +73,18 @@ class Text:
         return max(map(len, self.tokenizer.get_vocab()))
 
     def encode(self, texts: Sequence[str], *, special: bool = True) -> list[Ids]:
-        """Token ids of each text. special: with what the tokenizer puts around a sequence (such as a begin token)."""
+        """Token ids of each text. special: with what the tokenizer puts around a sequence (such as
+        a begin token)."""
         if self._fast is not None:
             return [np.array(e.ids, np.int32) for e in self._fast.encode_batch(list(texts), add_special_tokens=special)]
         return [np.array(ids, np.int32) for ids in self.tokenizer(list(texts), add_special_tokens=special)["input_ids"]]
 
     def following(self, texts: Sequence[str], before: Sequence[Prompt | Ids | PromptInvalid]) -> list[Ids]:
-        """Token ids of each text as a continuation of the tokens in ``before``, as a model writes them.
+        """Token ids of each text as a continuation of the tokens in ``before``, as a model writes
+        them.
 
-        A tokenizer of SentencePiece's kind puts a space before what begins a text, and some after special tokens.
+        A tokenizer of SentencePiece's kind puts a space before what begins a text, and some after
+        special tokens.
         """
         plain = self.encode(texts, special=False)
         if not self._leads:
@@ -99,8 +104,8 @@ class Text:
         return not np.array_equal(joint[len(alone) :], begun)
 
     def _lead(self, before: Ids | PromptInvalid) -> str:
-        """A text after which others are tokenised as after these ids: their last token where it is a special one, else a line's
-        end, which joins no other character."""
+        """A text after which others are tokenised as after these ids: their last token where it is
+        a special one, else a line's end, which joins no other character."""
         if isinstance(before, PromptInvalid) or not len(before):
             return _LINE
         token = self.tokenizer.added_tokens_decoder.get(int(before[-1]))
@@ -120,7 +125,8 @@ class Text:
         return self.tokenizer.batch_decode([[token] for token in ids.tolist()], skip_special_tokens=False)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, answering: bool = True) -> str:
-        """A chat through the tokenizer's template; answering: up to where the assistant speaks. Raises :class:`PromptInvalid`."""
+        """A chat through the tokenizer's template; answering: up to where the assistant speaks.
+        Raises :class:`PromptInvalid`."""
         if not self.tokenizer.chat_template:
             raise PromptInvalid(
                 "the model's tokenizer has no chat template", fix="set `model.chat_template = false` and send plain text"

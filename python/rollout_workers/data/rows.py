@@ -23,7 +23,8 @@ class Rows:
         self._made_by, self._prompt_field, self._fields = made_by, prompt_field, fields
 
     def examples(self, rows: Sequence[bytes]) -> list[Example | list[Example] | Refusal]:
-        """The examples of each row (JSON), in order: one, the two of a pair, or the reason why the row is refused."""
+        """The examples of each row (JSON), in order: one, the two of a pair, or the reason why the
+        row is refused."""
         read = [self._plain(row) for row in rows]
         made = iter(self._made_by.examples([row for row in read if isinstance(row, bytes)]))
         return [next(made) if isinstance(row, bytes) else row for row in read]

@@ -15,8 +15,8 @@ from rollout_workers.data.prompts import Ids, Prompt, PromptInvalid, PromptReade
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Example:
-    """token_ids int32[T]: prompt, answer, end of sequence. loss_mask uint8[T]: 1 over answer and end; of a conversation over each
-    turn of the assistant.
+    """token_ids int32[T]: prompt, answer, end of sequence. loss_mask uint8[T]: 1 over answer and
+    end; of a conversation over each turn of the assistant.
 
     Example: ``17+25=`` with ``42``: 9 tokens, prompt_tokens 6, loss_mask 0 0 0 0 0 0 1 1 1.
     """
@@ -43,7 +43,8 @@ class Supervised:
         self._end = end_of(text)
 
     def examples(self, rows: Sequence[bytes]) -> list[Example | Refusal]:
-        """One a row (JSON), in order. A row without an answer whose messages end with the assistant's is a conversation."""
+        """One a row (JSON), in order. A row without an answer whose messages end with the
+        assistant's is a conversation."""
         talks = [conversation_in(row, self._prompts.field, self._field) for row in rows]
         answered = iter(self._answered([row for row, talk in zip(rows, talks, strict=True) if talk is None]))
         return [next(answered) if talk is None else self._conversation(talk) for talk in talks]
@@ -76,7 +77,8 @@ class Supervised:
 
 
 def end_of(text: Text) -> Ids:
-    """int32[1]: the end of a sequence. Raises :class:`PromptInvalid` where the tokenizer has none."""
+    """int32[1]: the end of a sequence. Raises :class:`PromptInvalid` where the tokenizer has
+    none."""
     if text.eos_id is None:
         raise PromptInvalid("the model's tokenizer has no end-of-sequence token", fix="set `eos_token` in it")
     return np.array([text.eos_id], np.int32)
@@ -94,7 +96,8 @@ def text_field(row_json: bytes, field: str, key: str) -> str | PromptInvalid:
 
 
 def example_of(prompt: Prompt, text: str, ids: Ids, end: Ids, limit: int, *, train_on_prompt: bool = False) -> Example | Refusal:
-    """A prompt with a completion of tokens ``ids`` int32[N]; refused where prompt, completion and end exceed ``limit`` tokens."""
+    """A prompt with a completion of tokens ``ids`` int32[N]; refused where prompt, completion and
+    end exceed ``limit`` tokens."""
     tokens = np.concatenate((prompt.token_ids, ids, end))
     if problem := too_long(len(tokens), limit):
         return problem

@@ -1,1 +1,2 @@
-"""Engines turn prompts into sampled tokens. ``base`` is the contract; each engine is a package in this folder."""
+"""Engines turn prompts into sampled tokens. ``base`` is the contract; each engine is a package in
+this folder."""

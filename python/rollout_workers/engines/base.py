@@ -1,6 +1,8 @@
-"""The contract of an inference engine: requests, outputs and the ``Engine`` protocol (errors: ``errors.py``). Imports no torch.
+"""The contract of an inference engine: requests, outputs and the ``Engine`` protocol (errors:
+``errors.py``). Imports no torch.
 
-One request is one prompt sampled ``len(seeds)`` times, so that an engine can run the prompt once for the whole group.
+One request is one prompt sampled ``len(seeds)`` times, so that an engine can run the prompt once
+for the whole group.
 
     engine = TransformersEngine.load("/models/tiny", EngineConfig(slots=256, max_len=64))
     request = GroupRequest("epoch0/17", prompt_ids=(5, 9, 3), seeds=(1, 2, 3, 4), params=SamplingParams(max_tokens=8))
@@ -31,13 +33,15 @@ WeightsSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Tensor]"
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample. Filters apply in the order temperature, top_k, top_p, min_p, as in Hugging Face's warpers.
+    """How to sample. Filters apply in the order temperature, top_k, top_p, min_p, as in Hugging
+    Face's warpers.
 
-    temperature: 0 is greedy (the first of equal maxima). top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
+    temperature: 0 is greedy (the first of equal maxima). top_k: 0 is off. top_p: 1 is off. min_p: 0
+    is off.
     max_tokens: at most this many new tokens; the engine's context length may end a sample sooner.
     stop: strings that end a sample; the text is cut before the first one, the token ids are not.
-    stop_token_ids: end a sample, in addition to the model's end tokens, which ``ignore_eos`` switches off.
-    Raises ``ValueError`` for a value outside its range.
+    stop_token_ids: end a sample, in addition to the model's end tokens, which ``ignore_eos``
+    switches off. Raises ``ValueError`` for a value outside its range.
     """
 
     max_tokens: int
@@ -66,8 +70,10 @@ class SamplingParams:
 class GroupRequest:
     """One prompt to sample ``len(seeds)`` times.
 
-    request_id: unique among the requests in flight. prompt_ids: at least one id (a tuple or an int array [T]).
-    seeds: one per sample, 64 bits used; the random number of a token depends on its seed and its index and on nothing else.
+    request_id: unique among the requests in flight. prompt_ids: at least one id (a tuple or an int
+    array [T]).
+    seeds: one per sample, 64 bits used; the random number of a token depends on its seed and its
+    index and on nothing else.
     stream: also yield a ``SampleDelta`` per decoding step.
     """
 
@@ -91,9 +97,10 @@ class VersionSpan:
 class SampleDelta:
     """New tokens of a streaming sample.
 
-    start: index in the sample of the first of these tokens. text: what became certain; never half a character, and never the
-    beginning of what may become a stop string, so it may lag behind the tokens. Texts concatenate to the output's text,
-    ids to its ids. version: weights that sampled the newest token so far.
+    start: index in the sample of the first of these tokens. text: what became certain; never half a
+    character, and never the beginning of what may become a stop string, so it may lag behind the
+    tokens. Texts concatenate to the output's text, ids to its ids. version: weights that sampled
+    the newest token so far.
     """
 
     request_id: str
@@ -110,13 +117,14 @@ class SampleDelta:
 class SampleOutput:
     """One finished sample of T tokens.
 
-    token_ids int32[T]: as sampled, with the end token if there was one.
-    logprobs f32[T]: one per token, of the distribution that ``Capabilities.logprobs_mode`` names: the one
-    that was sampled from (after temperature and filters; 0 for greedy), or the model's softmax.
-    raw_logprobs f32[T]: log-softmax of the model's logits; None if the engine reports one logprob per token.
-    version_spans: cover [0, T) without gaps, in order. finish_reason: ``length`` is max_tokens or the context's end.
-    error: set exactly when finish_reason is ``error``. text: None unless stop strings or streaming asked for it; without the
-    stop string or end token. stop_string: the one that matched.
+    token_ids int32[T]: as sampled, with the end token if there was one. logprobs f32[T]: one per
+    token, of the distribution that ``Capabilities.logprobs_mode`` names: the one that was sampled
+    from (after temperature and filters; 0 for greedy), or the model's softmax. raw_logprobs f32[T]:
+    log-softmax of the model's logits; None if the engine reports one logprob per token.
+    version_spans: cover [0, T) without gaps, in order. finish_reason: ``length`` is max_tokens or
+    the context's end.
+    error: set exactly when finish_reason is ``error``. text: None unless stop strings or streaming
+    asked for it; without the stop string or end token. stop_string: the one that matched.
     """
 
     request_id: str
@@ -135,7 +143,8 @@ class SampleOutput:
 class EngineStats:
     """A reading of the engine. Samples, tokens since the start, tokens/s over the last steps.
 
-    cache_epoch: grows with every weight swap; KV of an older epoch serves only samples that were in flight then.
+    cache_epoch: grows with every weight swap; KV of an older epoch serves only samples that were in
+    flight then.
     busy_seconds: total spent admitting and decoding (model, sampling and bookkeeping; not waiting).
     forward_seconds: the part of it inside the model's passes (on a GPU: until they were queued).
     """
@@ -155,21 +164,26 @@ class EngineStats:
 
 
 class Engine(Protocol):
-    """What a worker needs of an engine. Every call may be repeated; methods may be called while ``generate`` runs."""
+    """What a worker needs of an engine. Every call may be repeated; methods may be called while
+    ``generate`` runs."""
 
     def generate(self, batch: Sequence[GroupRequest]) -> AsyncIterator[SampleDelta | SampleOutput]:
-        """Sample every request; yield outputs as they finish, in no set order, exactly one per sample.
+        """Sample every request; yield outputs as they finish, in no set order, exactly one per
+        sample.
 
-        A bad request yields outputs with an error and leaves the others alone. Closing the iterator aborts what is left.
-        Raises ``DuplicateRequest``, ``TokenizerMissing``, ``EngineClosed`` before anything starts.
+        A bad request yields outputs with an error and leaves the others alone. Closing the iterator
+        aborts what is left. Raises ``DuplicateRequest``, ``TokenizerMissing``, ``EngineClosed``
+        before anything starts.
         """
         ...
 
     async def prompt_logprobs(self, prompt_ids: Ids) -> Logprobs:
-        """f32[T]: log-softmax of the model's own logits for each token of ``prompt_ids`` (int32[T]), given those before it; 0 for
-        the first. Between two decoding steps, by the weights of that moment; waits while the engine is paused.
+        """f32[T]: log-softmax of the model's own logits for each token of ``prompt_ids``
+        (int32[T]), given those before it; 0 for the first. Between two decoding steps, by the
+        weights of that moment; waits while the engine is paused.
 
-        Raises ``InvalidPrompt``, ``ContextOverflow`` (a prompt may fill the context), ``EngineClosed``, ``EngineFailed``.
+        Raises ``InvalidPrompt``, ``ContextOverflow`` (a prompt may fill the context),
+        ``EngineClosed``, ``EngineFailed``.
         """
         ...
 
@@ -181,7 +195,8 @@ class Engine(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Return when no forward pass is running and none will start until ``resume``. Slots keep their state."""
+        """Return when no forward pass is running and none will start until ``resume``. Slots keep
+        their state."""
         ...
 
     async def resume(self) -> None:
@@ -189,7 +204,8 @@ class Engine(Protocol):
         ...
 
     async def offload(self) -> None:
-        """Free the accelerator's memory: weights and KV move to the host. Nothing is decoded until ``onload``."""
+        """Free the accelerator's memory: weights and KV move to the host. Nothing is decoded until
+        ``onload``."""
         ...
 
     async def onload(self) -> None:
@@ -197,23 +213,27 @@ class Engine(Protocol):
         ...
 
     async def stage_weights(self, source: WeightsSource, expected: str | None = None) -> str:
-        """Read and verify weights while decoding continues. Returns their digest's root (``blake3-<hex>``).
+        """Read and verify weights while decoding continues. Returns their digest's root
+        (``blake3-<hex>``).
 
-        source: a weights folder, or tensors by Hugging Face name (tied ones once). expected: the root that they should have;
-        where it is another or not given, a folder is compared with its manifest.
-        Raises ``WeightsMismatch`` naming the first tensor that differs.
+        source: a weights folder, or tensors by Hugging Face name (tied ones once). expected: the
+        root that they should have; where it is another or not given, a folder is compared with its
+        manifest. Raises ``WeightsMismatch`` naming the first tensor that differs.
         """
         ...
 
     async def swap_weights(self, version: int) -> None:
-        """Load the staged weights between two tokens, as ``version``. Samples in flight continue in a new version span.
+        """Load the staged weights between two tokens, as ``version``. Samples in flight continue in
+        a new version span.
 
-        Raises ``NothingStaged`` unless ``version`` is the current one, which makes the call a no-op.
+        Raises ``NothingStaged`` unless ``version`` is the current one, which makes the call a
+        no-op.
         """
         ...
 
     async def weights_digest(self) -> str:
-        """The root over the tensors that the model holds now, read back while no weights are swapped."""
+        """The root over the tensors that the model holds now, read back while no weights are
+        swapped."""
         ...
 
     def stats(self) -> EngineStats: ...

@@ -10,7 +10,8 @@ class EngineError(Exception):
 
 
 class ContextOverflow(EngineError):
-    """The prompt leaves no room for a token. Arrives as the ``error`` of each sample of that request."""
+    """The prompt leaves no room for a token. Arrives as the ``error`` of each sample of that
+    request."""
 
     reason = "CONTEXT_OVERFLOW"
 
@@ -23,7 +24,8 @@ class ContextOverflow(EngineError):
 
 
 class InvalidPrompt(EngineError):
-    """The prompt is empty or holds ids outside the vocabulary. Arrives as the ``error`` of each sample of that request."""
+    """The prompt is empty or holds ids outside the vocabulary. Arrives as the ``error`` of each
+    sample of that request."""
 
     reason = "INVALID_PROMPT"
 
@@ -35,19 +37,22 @@ class DuplicateRequest(EngineError):
 
 
 class TokenizerMissing(EngineError):
-    """Stop strings or streaming were asked of an engine without a tokenizer; nothing of that batch was started."""
+    """Stop strings or streaming were asked of an engine without a tokenizer; nothing of that batch
+    was started."""
 
     reason = "TOKENIZER_MISSING"
 
 
 class NonFiniteLogits(EngineError):
-    """The model's logits are NaN or infinite. Returned as the ``error`` of the sample; other samples continue."""
+    """The model's logits are NaN or infinite. Returned as the ``error`` of the sample; other
+    samples continue."""
 
     reason = "NON_FINITE_LOGITS"
 
 
 class EngineFailed(EngineError):
-    """A forward pass raised. Arrives as the ``error`` of every sample in flight; the cause is chained."""
+    """A forward pass raised. Arrives as the ``error`` of every sample in flight; the cause is
+    chained."""
 
     reason = "ENGINE_FAILED"
 
@@ -59,7 +64,8 @@ class EngineClosed(EngineError):
 
 
 class NothingStaged(EngineError):
-    """``swap_weights`` was called for a version that is not current while no weights were staged."""
+    """``swap_weights`` was called for a version that is not current while no weights were
+    staged."""
 
     reason = "NOTHING_STAGED"
 
@@ -75,7 +81,8 @@ class ModelUnsupported(EngineError):
 class WeightsMismatch(EngineError):
     """Weights that are not what they should be; nothing was loaded.
 
-    tensor: the first one that differs, or "" where only the roots do. expected, got: digests, shapes or dtypes as text.
+    tensor: the first one that differs, or "" where only the roots do. expected, got: digests,
+    shapes or dtypes as text.
     """
 
     reason = "WEIGHTS_MISMATCH"

@@ -1,9 +1,11 @@
-"""The engines: what each can do and how it is loaded. Importing this module imports neither torch nor an engine.
+"""The engines: what each can do and how it is loaded. Importing this module imports neither torch
+nor an engine.
 
     python -m rollout_workers.engines.registry      # the table as JSON: the planner checks a config against it
 
-To add an engine, write a package with ``load(request: LoadRequest) -> Engine``, add a row to ``ENGINES`` and its name to
-``EngineConfig.kind`` in ``run_config.proto``, and run ``rollout_testing.enginetest`` on it.
+To add an engine, write a package with ``load(request: LoadRequest) -> Engine``, add a row to
+``ENGINES`` and its name to ``EngineConfig.kind`` in ``run_config.proto``, and run
+``rollout_testing.enginetest`` on it.
 """
 
 from __future__ import annotations
@@ -22,13 +24,19 @@ class Capabilities:
     """What an engine can do. The defaults are those of an engine that only samples.
 
     attention: kinds of layers, as in ``layer_types`` of a model's config; empty: any.
-    long_rope: decodes past the length from which positions depend on the sequence's length (``longrope``, ``dynamic``).
-    beyond_chunk: decodes past ``attention_chunk_size``. local_attention: decodes past GPT-Neo's ``window_size``.
-    logprobs_mode: ``sampled``: of the distribution after temperature and filters; ``model``: of the unmodified softmax.
+    long_rope: decodes past the length from which positions depend on the sequence's length
+    (``longrope``, ``dynamic``).
+    beyond_chunk: decodes past ``attention_chunk_size``. local_attention: decodes past GPT-Neo's
+    ``window_size``.
+    logprobs_mode: ``sampled``: of the distribution after temperature and filters; ``model``: of the
+    unmodified softmax.
     raw_logprobs: also reports the unmodified softmax (``SampleOutput.raw_logprobs``).
-    top_logprobs: most alternatives reported per token. prompt_logprobs: scores the tokens of a prompt.
-    constraints: of ``json_schema``, ``regex``, ``grammar``. images, adapters, priorities, sessions: of a request.
-    greedy: temperature 0 takes the most likely token. deterministic: can promise bits, whatever else runs.
+    top_logprobs: most alternatives reported per token. prompt_logprobs: scores the tokens of a
+    prompt.
+    constraints: of ``json_schema``, ``regex``, ``grammar``. images, adapters, priorities, sessions:
+    of a request.
+    greedy: temperature 0 takes the most likely token. deterministic: can promise bits, whatever
+    else runs.
     swaps_in_flight: new weights apply to samples in flight, which then have several version spans.
     devices: where it computes. most_gpus: GPUs of one engine.
     """
@@ -57,9 +65,11 @@ class Capabilities:
 class LoadRequest:
     """What an engine is loaded from.
 
-    folder: model in the Hugging Face layout, of weights ``version``. dtype: e.g. ``float32``. slots: samples decoded at once.
-    max_len: tokens of prompt and completion. threads: CPU threads, 0: the library's default. devices: ``cpu``, or the worker's
-    GPUs, ``cuda:N`` each; an engine that takes one GPU takes the first.
+    folder: model in the Hugging Face layout, of weights ``version``. dtype: e.g. ``float32``.
+    slots: samples decoded at once.
+    max_len: tokens of prompt and completion. threads: CPU threads, 0: the library's default.
+    devices: ``cpu``, or the worker's GPUs, ``cuda:N`` each; an engine that takes one GPU takes the
+    first.
     """
 
     folder: str
@@ -77,7 +87,8 @@ Loader = Callable[[LoadRequest], Engine]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One engine. loader: ``module:function``, imported when the engine is loaded; the function blocks."""
+    """One engine. loader: ``module:function``, imported when the engine is loaded; the function
+    blocks."""
 
     loader: str
     capabilities: Capabilities

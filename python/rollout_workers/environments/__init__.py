@@ -1,1 +1,2 @@
-"""Environments: the protocol, the episodes that drive them, and the built-in ones. Imports no torch."""
+"""Environments: the protocol, the episodes that drive them, and the built-in ones. Imports no
+torch."""

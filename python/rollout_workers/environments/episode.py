@@ -1,6 +1,7 @@
 """Episodes: the engine's samples and the environment's answers, tied together turn by turn.
 
-Groups do not wait for each other: while some decode, others are scored. What finishes together is stepped together.
+Groups do not wait for each other: while some decode, others are scored. What finishes together is
+stepped together.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ log = logging.getLogger(__name__)
 class Episode:
     """One sample of a task, growing until it has a result.
 
-    prompt: the first observation. parts: after the prompt, in order: what was sampled, and observations (no logprobs).
+    prompt: the first observation. parts: after the prompt, in order: what was sampled, and
+    observations (no logprobs).
     last_version: weights of the last sampled token, None where none was sampled.
     """
 
@@ -47,7 +49,8 @@ class Episode:
         return sum(isinstance(part, SampleOutput) for part in self.parts)
 
     def spans(self) -> list[VersionSpan]:
-        """Weights of the completion, without gaps: observations between two turns count to the turn after them."""
+        """Weights of the completion, without gaps: observations between two turns count to the turn
+        after them."""
         if len(self.parts) == 1 and isinstance(self.parts[0], SampleOutput):
             return list(self.parts[0].version_spans)
         spans: list[VersionSpan] = []
@@ -78,15 +81,18 @@ class FinishedGroup:
 
 
 class EpisodeRunner:
-    """Runs tasks to their end. Several ``run`` calls may be open at a time; the engine and the reward batch across them."""
+    """Runs tasks to their end. Several ``run`` calls may be open at a time; the engine and the
+    reward batch across them."""
 
     def __init__(self, engine: Engine, environment: Environment, text: Text, params: SamplingParams) -> None:
         self._engine, self._environment, self._text, self._params = engine, environment, text, params
         self.sampled: Callable[[str], None] = lambda key: None
-        """Called with the key of a task when the engine has finished the first turn of one of its samples."""
+        """Called with the key of a task when the engine has finished the first turn of one of its
+        samples."""
 
     async def run(self, tasks: Sequence[Task]) -> AsyncGenerator[list[FinishedGroup], None]:
-        """Yield groups as they end, those that ended together at once. Closing the iterator aborts the rest."""
+        """Yield groups as they end, those that ended together at once. Closing the iterator aborts
+        the rest."""
         run = _Run(self._engine, self._environment, self._text, self._params, self.sampled)
         try:
             await run.begin(tasks)
@@ -222,7 +228,8 @@ class _Run:
         self._go_on(answered, turns, answers)
 
     def _texts(self, episodes: list[Episode]) -> list[tuple[Episode, SampleOutput, str]]:
-        """The last output of each episode with its text; those that the engine has not made text of are decoded at once."""
+        """The last output of each episode with its text; those that the engine has not made text of
+        are decoded at once."""
         outputs = [episode.parts[-1] for episode in episodes]
         bare = [i for i, o in enumerate(outputs) if isinstance(o, SampleOutput) and o.text is None]
         texts = [o.text if isinstance(o, SampleOutput) and o.text is not None else "" for o in outputs]
@@ -273,7 +280,8 @@ class _Run:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """The seed of a later turn of a sample: the first 8 bytes, top bit cleared, of blake3 over label, seed and turn."""
+    """The seed of a later turn of a sample: the first 8 bytes, top bit cleared, of blake3 over
+    label, seed and turn."""
     digest = blake3(b"rollout.turn.v1" + struct.pack("<QQ", seed, turn)).digest()
     return int.from_bytes(digest[:8], "little") & (1 << 63) - 1
 

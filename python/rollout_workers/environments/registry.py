@@ -1,7 +1,8 @@
 """The environments by the name in ``environment.kind``. Imports neither torch nor an environment.
 
-To add one, write a constructor ``build(context: Context) -> Environment``, add a row to ``ENVIRONMENTS`` and its name to
-``EnvironmentConfig.kind`` in ``run_config.proto``, and run ``rollout_testing.envtest`` on it.
+To add one, write a constructor ``build(context: Context) -> Environment``, add a row to
+``ENVIRONMENTS`` and its name to ``EnvironmentConfig.kind`` in ``run_config.proto``, and run
+``rollout_testing.envtest`` on it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from rollout_workers.rewards.rewards import Scorer
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What an environment is built from. rewards: None if the plan has no reward. text: tokens to text and back."""
+    """What an environment is built from. rewards: None if the plan has no reward. text: tokens to
+    text and back."""
 
     config: RunConfig
     prompts: PromptReader

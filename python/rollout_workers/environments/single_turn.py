@@ -23,13 +23,15 @@ def build(context: Context) -> SingleTurn:
 
 
 class SingleTurn:
-    """The environment that ends every episode after its first turn. It keeps no state of episodes."""
+    """The environment that ends every episode after its first turn. It keeps no state of
+    episodes."""
 
     def __init__(self, prompts: PromptReader, rewards: Scorer | None, text: Text, *, takes_token_rewards: bool = True) -> None:
         """rewards: None if nothing is scored (distillation); every reward is then 0.
 
-        takes_token_rewards: whether the run's algorithm can use rewards of parts of a completion. If it can't, a sample with
-        such rewards is INFRA_FAILED as REWARD_BAD_RESULT, because a part of its reward would be lost.
+        takes_token_rewards: whether the run's algorithm can use rewards of parts of a completion.
+        If it can't, a sample with such rewards is INFRA_FAILED as REWARD_BAD_RESULT, because a part
+        of its reward would be lost.
         """
         self._prompts, self._rewards, self._text, self._takes = prompts, rewards, text, takes_token_rewards
         self._warned = False

@@ -25,10 +25,11 @@ _PAUSE_SECONDS = 0.25  # before the first further try; each pause is twice the o
 
 
 class Taught:
-    """An environment whose completed turns are shown to a teacher. It belongs to one event loop; calls are made in threads, which
-    are there until ``shutdown``.
+    """An environment whose completed turns are shown to a teacher. It belongs to one event loop;
+    calls are made in threads, which are there until ``shutdown``.
 
-    A turn that the teacher can't be asked about, after ``retries`` further tries, is INFRA_FAILED with the teacher's reason.
+    A turn that the teacher can't be asked about, after ``retries`` further tries, is INFRA_FAILED
+    with the teacher's reason.
     """
 
     def __init__(self, inner: Environment, teacher: TeacherEndpoint, *, retries: int, concurrency: int) -> None:
@@ -42,7 +43,8 @@ class Taught:
         return await self._inner.reset(tasks)
 
     async def step(self, turns: Sequence[Turn]) -> list[Observation | Result]:
-        """As the inner environment; where a turn ends its episode, with the teacher's log-probabilities."""
+        """As the inner environment; where a turn ends its episode, with the teacher's
+        log-probabilities."""
         answers, taught = await asyncio.gather(self._inner.step(turns), asyncio.gather(*(self._ask(turn) for turn in turns)))
         return [self._with(answer, logprobs) for answer, logprobs in zip(answers, taught, strict=True)]
 
@@ -51,8 +53,8 @@ class Taught:
         await self._inner.close(episodes)
 
     def shutdown(self) -> None:
-        """Let the threads and their connections go; calls that wait for a thread are cancelled. Idempotent. Does not wait: a call
-        that is open ends by the teacher's time limit."""
+        """Let the threads and their connections go; calls that wait for a thread are cancelled.
+        Idempotent. Does not wait: a call that is open ends by the teacher's time limit."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._teacher.close()
 
@@ -84,8 +86,8 @@ class Taught:
 
 
 def taught(config: RunConfig, inner: Environment, text: Text, closing: ExitStack) -> Environment:
-    """The environment, with the teacher's answers where the run's config names an endpoint. closing: given what must be shut down
-    with the worker. Raises ``SecretError``."""
+    """The environment, with the teacher's answers where the run's config names an endpoint.
+    closing: given what must be shut down with the worker. Raises ``SecretError``."""
     if not config.algorithm.HasField("distillation") or not config.algorithm.distillation.HasField("endpoint"):
         return inner
     endpoint = config.algorithm.distillation.endpoint

@@ -1,1 +1,2 @@
-"""The inference worker: pulls prompt groups, samples and scores them, streams trajectories, and serves the policy."""
+"""The inference worker: pulls prompt groups, samples and scores them, streams trajectories, and
+serves the policy."""

@@ -17,7 +17,8 @@ _CHUNK = 1 << 20
 
 
 async def move_out(envelope: TrajectoryEnvelope, services: Services) -> None:
-    """Store the payload and put its content id in its place. Retries until the storage service takes it."""
+    """Store the payload and put its content id in its place. Retries until the storage service
+    takes it."""
     payload = envelope.payload
 
     async def chunks() -> AsyncIterator[PutArtifactRequest]:

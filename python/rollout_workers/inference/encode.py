@@ -1,4 +1,5 @@
-"""Finished samples as trajectory envelopes: raw little-endian arrays, the same bytes for the same sample."""
+"""Finished samples as trajectory envelopes: raw little-endian arrays, the same bytes for the same
+sample."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ def encode_group(group: PromptGroup, finished: FinishedGroup, holdings: Holdings
 
 
 class _Head:
-    """What the samples of a group share. The messages are filled in for one sample after the other: to make new ones, with their
-    parts copied in, took most of the time of a short sample."""
+    """What the samples of a group share. The messages are filled in for one sample after the other:
+    to make new ones, with their parts copied in, took most of the time of a short sample."""
 
     def __init__(self, group: PromptGroup, prompt: Observation, worker: str) -> None:
         self.tokens = len(prompt.token_ids)
@@ -114,7 +115,8 @@ def _all_raw(episode: Episode) -> bool:
 
 
 def encode_row(group: PromptGroup, made: Sequence[Example] | Example | Refusal, worker: str) -> list[pb.TrajectoryEnvelope]:
-    """A row of data, one envelope an example; a row that was refused is so in all that its group wants."""
+    """A row of data, one envelope an example; a row that was refused is so in all that its group
+    wants."""
     if isinstance(made, Refusal):
         return [encode_example(group, made, worker, sample) for sample in range(group.group_size)]
     examples = [made] if isinstance(made, Example) else made
@@ -122,7 +124,8 @@ def encode_row(group: PromptGroup, made: Sequence[Example] | Example | Refusal, 
 
 
 def encode_example(group: PromptGroup, example: Example | Refusal, worker: str, sample: int = 0) -> pb.TrajectoryEnvelope:
-    """An example: no logprobs, no versions, no receipt. A refusal is INFRA_FAILED with its reason."""
+    """An example: no logprobs, no versions, no receipt. A refusal is INFRA_FAILED with its
+    reason."""
     key = _key(group, sample)
     if isinstance(example, Refusal):
         trajectory = pb.Trajectory(key=key, outcome=pb.OUTCOME_INFRA_FAILED, reason=example.reason)

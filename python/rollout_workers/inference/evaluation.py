@@ -103,7 +103,8 @@ class Evaluation:
 
 
 def take_chunk(scored: dict[int, pb.EvalSample], sent: int, total: int) -> list[pb.EvalSample]:
-    """Removes and returns the next rows from ``sent`` on, once every one of them is scored; else nothing."""
+    """Removes and returns the next rows from ``sent`` on, once every one of them is scored; else
+    nothing."""
     rows = range(sent, min(sent + _CHUNK, total))
     return [scored.pop(row) for row in rows] if all(row in scored for row in rows) else []
 

@@ -52,8 +52,9 @@ class Generation:
 
     async def tokenized(self, prompts: Sequence[pb.Prompt], *, bounded: bool = False) -> list[NDArray[np.int32]]:
         """Token ids of each prompt. Long ones take seconds, without blocking the event loop. Raises
-        ``PromptInvalid`` for a chat that the template refuses, ``InvalidPrompt`` for an id that no vocabulary has; bounded:
-        ``ContextOverflow`` for a text that can't fit, before it is tokenised."""
+        ``PromptInvalid`` for a chat that the template refuses, ``InvalidPrompt`` for an id that no
+        vocabulary has; bounded: ``ContextOverflow`` for a text that can't fit, before it is
+        tokenised."""
         if sum(prompt.ByteSize() for prompt in prompts) > _LONG_BYTES:
             return await asyncio.to_thread(self._tokenize, prompts, bounded)
         return self._tokenize(prompts, bounded)
@@ -165,7 +166,8 @@ def _piece(delta: SampleDelta, prompt: int) -> pb.GenerateResponse:
 
 
 def _last(output: SampleOutput, prompt: int, ids: NDArray[np.int32], *, whole: bool) -> pb.GenerateResponse:
-    """The piece that ends a completion; the whole of it where none went before. Raises the sample's error."""
+    """The piece that ends a completion; the whole of it where none went before. Raises the sample's
+    error."""
     if output.error is not None:
         raise output.error
     response = pb.GenerateResponse(

@@ -1,7 +1,8 @@
 """Merges received adapters into full weights, with the same code that the learner uses.
 
-The worker keeps the run's initial model in addition to the engine's weights. The merged weights are verified like all others:
-if they differ by a bit from those of the learner (on another processor, say), the controller has the full weights sent.
+The worker keeps the run's initial model in addition to the engine's weights. The merged weights are
+verified like all others: if they differ by a bit from those of the learner (on another processor,
+say), the controller has the full weights sent.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ class Merging:
     """Calls take turns: each leaves its adapters in the model."""
 
     def __init__(self, model_directory: str, dtype: torch.dtype, lora: LoraConfig, device: str | None = None) -> None:
-        """Load the model that the adapters belong to. device: as for ``Policy.load_model``. Raises ``BadSettings``,
-        ``OSError``."""
+        """Load the model that the adapters belong to. device: as for ``Policy.load_model``. Raises
+        ``BadSettings``, ``OSError``."""
         self._adapter = Adapter(Policy.load_model(model_directory, dtype=dtype, device=device), lora)
 
     @torch.no_grad()
     def __call__(self, folder: Path) -> dict[str, Tensor]:
-        """The tensors of a version by their Hugging Face names; what has no adapter is the model's own. Raises
-        ``WeightsUnreadable``."""
+        """The tensors of a version by their Hugging Face names; what has no adapter is the model's
+        own. Raises ``WeightsUnreadable``."""
         path = folder / ADAPTER_FILE
         try:
             sent = read_tensors(path)

@@ -20,7 +20,8 @@ def of_run(sampling: SamplingConfig) -> SamplingParams:
 
 
 def of_request(given: pb.SamplingParams, run: SamplingParams, room: int) -> SamplingParams:
-    """What a request is sampled with. room: tokens that the context has left; it bounds an absent max_tokens."""
+    """What a request is sampled with. room: tokens that the context has left; it bounds an absent
+    max_tokens."""
     return SamplingParams(
         max_tokens=given.max_tokens if given.HasField("max_tokens") else max(1, min(run.max_tokens, room)),
         temperature=given.temperature if given.HasField("temperature") else run.temperature,

@@ -38,7 +38,8 @@ class Holdings:
     """Receipts by version: of the weights that are held now, and of the last ones before."""
 
     def __init__(self, engine: Engine, merge: Callable[[Path], Mapping[str, Tensor]] | None = None) -> None:
-        """merge: makes whole weights of a folder that holds adapters alone; None where the run trains none."""
+        """merge: makes whole weights of a folder that holds adapters alone; None where the run
+        trains none."""
         self._engine, self._merge = engine, merge
         self._receipts: dict[int, WeightsReceipt] = {}
         self._reading: asyncio.Task[WeightsReceipt] | None = None
@@ -50,7 +51,8 @@ class Holdings:
         """Set whenever the engine has taken over a version."""
 
     def of(self, version: int | None) -> WeightsReceipt:
-        """The receipt of the weights that sampled a token; of the current ones where nothing is known."""
+        """The receipt of the weights that sampled a token; of the current ones where nothing is
+        known."""
         return self.current if version is None else self._receipts.get(version, self.current)
 
     def holds(self, version: int, digest: str) -> bool:
@@ -58,8 +60,9 @@ class Holdings:
         return self.current.version == version and self.current.digest == digest
 
     async def settled(self) -> None:
-        """Return when what the engine samples with has its receipt. Raises :class:`HeldWeightsMismatch` where it holds other
-        tensors than it was sent: nothing that they sampled may leave."""
+        """Return when what the engine samples with has its receipt. Raises
+        :class:`HeldWeightsMismatch` where it holds other tensors than it was sent: nothing that
+        they sampled may leave."""
         if self._reading is not None:
             await asyncio.shield(self._reading)
 
@@ -77,16 +80,18 @@ class Holdings:
         return self.current
 
     async def take_over(self, version: int, digest: str, directory: str) -> WeightsReceipt:
-        """Stage, verify, swap, read back. Raises :class:`WeightsDigestMismatch`, ``EngineError``, ``WeightsUnreadable``.
+        """Stage, verify, swap, read back. Raises :class:`WeightsDigestMismatch`, ``EngineError``,
+        ``WeightsUnreadable``.
 
-        Sampling may begin with the swap, while the tensors are read back. Unless the mismatch is ``held`` the old version
-        stays in use.
+        Sampling may begin with the swap, while the tensors are read back. Unless the mismatch is
+        ``held`` the old version stays in use.
         """
         if self.holds(version, digest):
             return self.current
         stats = self._engine.stats()
         if self.version == version and (stats.active or stats.queued):
-            # A step was made twice, not to the same bits. A sample in flight would mix the two under one receipt.
+            # A step was made twice, not to the same bits. A sample in flight would mix the two
+            # under one receipt.
             raise HeldWeightsMismatch(version, digest, self.current.digest)
         try:
             source: WeightsSource = directory
@@ -111,7 +116,8 @@ class Holdings:
         return receipt
 
     async def verify(self) -> None:
-        """Digest what the engine holds and compare it with the receipt. Raises :class:`HeldWeightsMismatch`."""
+        """Digest what the engine holds and compare it with the receipt. Raises
+        :class:`HeldWeightsMismatch`."""
         async with self._turn:
             expected = self.current
             got = await self._engine.weights_digest()

@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 
 class Outlet:
-    """Publishes envelopes and then acknowledges the items that they finish. What comes while a message is on its way goes
-    with the next one, so the stream's fsync is shared."""
+    """Publishes envelopes and then acknowledges the items that they finish. What comes while a
+    message is on its way goes with the next one, so the stream's fsync is shared."""
 
     def __init__(self, publisher: Publisher, services: Services, throughput: Throughput) -> None:
         self._publisher, self._services, self._throughput = publisher, services, throughput
@@ -44,8 +44,8 @@ class Outlet:
         self.puller: Puller | None = None  # set once both exist
 
     def send(self, items: Sequence[WorkItem], envelopes: Sequence[TrajectoryEnvelope]) -> None:
-        """Publish from now on. Items whose envelopes can't be published (the storage service refuses a payload) go back to the
-        queue."""
+        """Publish from now on. Items whose envelopes can't be published (the storage service
+        refuses a payload) go back to the queue."""
         self._waiting.append(_Parcel(items, envelopes, outgoing()))
         if self._task is None:
             self._task = asyncio.create_task(self._send_all(), name="publish")
@@ -100,7 +100,8 @@ class _Parcel:
 
 
 class Sampler:
-    """Samples items with the engine. Each batch is a separate task; they share engine, reward and stream."""
+    """Samples items with the engine. Each batch is a separate task; they share engine, reward and
+    stream."""
 
     def __init__(self, who: Identity, runner: EpisodeRunner, holdings: Holdings, outlet: Outlet, services: Services) -> None:
         self._who, self._runner, self._holdings = who, runner, holdings
@@ -151,7 +152,8 @@ class Sampler:
         )
 
     async def _tasks_of(self, items: list[WorkItem], left: dict[str, WorkItem]) -> list[Task]:
-        """The items as tasks. Of redelivered ones only the samples that the buffer misses; complete ones are acknowledged."""
+        """The items as tasks. Of redelivered ones only the samples that the buffer misses; complete
+        ones are acknowledged."""
         missing = await self._missing([item for item in items if item.deliveries > 1])
         tasks: list[Task] = []
         complete: list[WorkItem] = []
@@ -176,7 +178,8 @@ class Sampler:
         return tasks
 
     async def _missing(self, items: list[WorkItem]) -> dict[str, list[int]]:
-        """Samples that have not arrived, by item; empty where the buffer can't be asked (it drops duplicates anyway)."""
+        """Samples that have not arrived, by item; empty where the buffer can't be asked (it drops
+        duplicates anyway)."""
         if not items:
             return {}
         keys = [GroupKey(epoch=i.group.epoch, index=i.group.index, attempt=i.group.attempt) for i in items]

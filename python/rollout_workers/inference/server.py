@@ -27,11 +27,13 @@ from rollout_workers.worker.status import RunMismatch
 log = logging.getLogger(__name__)
 
 DOUBT_SECONDS = 5.0
-"""How long a worker that was sent weights it can't verify waits for good ones before it leaves as fenced."""
+"""How long a worker that was sent weights it can't verify waits for good ones before it leaves as
+fenced."""
 
 
 class InferenceServer(InferenceWorkerServiceServicer):
-    """The servicer. Authentication, validation and error mapping happen before and around it (``mesh.serving``)."""
+    """The servicer. Authentication, validation and error mapping happen before and around it
+    (``mesh.serving``)."""
 
     def __init__(
         self,
@@ -48,7 +50,8 @@ class InferenceServer(InferenceWorkerServiceServicer):
         rewards: Scorer | None = None,
         weights_cache: WeightsCache | None = None,
     ) -> None:
-        """model: name of the policy for the gateway. evaluation, rewards: None where the plan has none.
+        """model: name of the policy for the gateway. evaluation, rewards: None where the plan has
+        none.
         weights_cache: None if weights only come from folders of this host."""
         self._who, self._model, self._engine, self._holdings = who, model, engine, holdings
         self._generation, self._evaluation = generation, evaluation
@@ -139,7 +142,8 @@ class InferenceServer(InferenceWorkerServiceServicer):
         )
 
     def _doubt(self, reason: str) -> None:
-        """The old version keeps serving requests; without valid weights the worker exits after a delay."""
+        """The old version keeps serving requests; without valid weights the worker exits after a
+        delay."""
         if self._fencing is None:
             loop = asyncio.get_running_loop()
             self._fencing = loop.call_later(DOUBT_SECONDS, self._lifecycle.fence, reason)

@@ -1,8 +1,9 @@
 """Work that a slow worker has not begun moves to idle ones.
 
-A worker with free slots that gets no work publishes how many groups it has room for. One of the workers with groups that are not
-begun receives it (through a NATS queue group) and gives some back to JetStream, which delivers them to the idle worker. If no
-worker is idle, or none has groups to spare, nothing is sent.
+A worker with free slots that gets no work publishes how many groups it has room for. One of the
+workers with groups that are not begun receives it (through a NATS queue group) and gives some back
+to JetStream, which delivers them to the idle worker. If no worker is idle, or none has groups to
+spare, nothing is sent.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from rollout_workers.worker.stream import WorkQueue
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5
-"""Between two checks; also how long a worker is idle before it asks, and how long a group waits before it is given back."""
+"""Between two checks; also how long a worker is idle before it asks, and how long a group waits
+before it is given back."""
 _MOST_LOOKS = 16  # between two calls of a worker that stays idle, as when all wait for the learner
 _HOLDERS = "holders"
 
@@ -30,7 +32,8 @@ class Sharing:
     """Belongs to the worker's event loop."""
 
     def __init__(self, client: Client, subject: str, puller: Puller, queue: WorkQueue, group_slots: int) -> None:
-        """subject: of the run's idle workers. group_slots: slots that must be free for a worker to want a group."""
+        """subject: of the run's idle workers. group_slots: slots that must be free for a worker to
+        want a group."""
         self._client, self._subject, self._puller, self._queue = client, subject, puller, queue
         self._group_slots = group_slots
         self._listening: Subscription | None = None

@@ -44,7 +44,8 @@ class Throughput:
         return Reading(self._clock(), self.samples, self.tokens, stats.busy_seconds, stats.forward_seconds)
 
     def tick(self) -> Reading:
-        """Remember a reading; call about once a second. Returns what was done since the last one."""
+        """Remember a reading; call about once a second. Returns what was done since the last
+        one."""
         now, last = self.read(), self._readings[-1]
         self._readings.append(now)
         while now.time - self._readings[0].time > _WINDOW_SECONDS and len(self._readings) > 2:

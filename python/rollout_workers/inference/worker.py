@@ -53,7 +53,8 @@ log = logging.getLogger(__name__)
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceWorkerService"].full_name
 _ROWS_IN_HAND = 1024
 _GRACE_SECONDS = 10.0
-"""For requests in hand, from the beginning of a drain; ``drainGrace`` of services/scheduler/workers.go is a little more."""
+"""For requests in hand, from the beginning of a drain; ``drainGrace`` of
+services/scheduler/workers.go is a little more."""
 _GROUPS_SECONDS = 2.0
 """For groups in hand, which others sample again."""
 VERIFY_LEAST_SECONDS = 10.0
@@ -63,7 +64,8 @@ _VERIFY_SHARE = 0.002  # most of the time that goes into verifying
 async def run_inference_worker(
     spec: WorkerSpec, who: Identity, lifecycle: Lifecycle, heartbeat: Heartbeat, events: Events, model: Model | None = None
 ) -> None:
-    """Load, serve and sample until ``lifecycle`` says to leave; then drain. model: given by tests, else loaded."""
+    """Load, serve and sample until ``lifecycle`` says to leave; then drain. model: given by tests,
+    else loaded."""
     config = spec.plan.config
     connecting = asyncio.create_task(_connect(spec, who, lifecycle))
     services = Services(
@@ -184,7 +186,8 @@ async def _loaded(spec: WorkerSpec, model: Model | None) -> Model:
 
 @dataclass(slots=True)
 class _Link:
-    """The connection for work and trajectories, and the objects that are notified when it reconnects."""
+    """The connection for work and trajectories, and the objects that are notified when it
+    reconnects."""
 
     client: Client
     queue: WorkQueue | None = None
@@ -250,7 +253,8 @@ async def _tell(throughput: Throughput, events: Events, holdings: Holdings) -> N
 
 
 async def _verify(holdings: Holdings, lifecycle: Lifecycle) -> None:
-    """Now and then digest what the engine holds; tensors that have changed by themselves fence the worker."""
+    """Now and then digest what the engine holds; tensors that have changed by themselves fence the
+    worker."""
     pause = VERIFY_LEAST_SECONDS
     while True:
         await asyncio.sleep(pause)

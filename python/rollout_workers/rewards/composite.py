@@ -23,8 +23,9 @@ class Part:
 class Composite:
     """A :class:`Scorer` over others, which are asked at the same time.
 
-    The metrics of a sample are ``reward/NAME``, what each part gave without its weight, and the parts' own as ``NAME/METRIC``.
-    Where a part fails the sample fails for the first such part's reason: a sum without it would mean something else.
+    The metrics of a sample are ``reward/NAME``, what each part gave without its weight, and the
+    parts' own as ``NAME/METRIC``. Where a part fails the sample fails for the first such part's
+    reason: a sum without it would mean something else.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -39,7 +40,8 @@ class Composite:
         return sum(part.scorer.retries for part in self._parts)
 
     async def start(self) -> None:
-        """Start all. Raises the first ``RewardError``; those that did start are ended by ``close``."""
+        """Start all. Raises the first ``RewardError``; those that did start are ended by
+        ``close``."""
         await asyncio.gather(*(part.scorer.start() for part in self._parts))
 
     async def score(self, groups: Sequence[RewardGroup]) -> list[list[Result]]:

@@ -13,7 +13,8 @@ Worker = Callable[[int], RewardSource]
 
 
 def scorer_of(config: RewardConfig, base_dir: str, worker: Worker) -> Scorer:
-    """base_dir: folder that the paths of plugins start at. worker: the source of the N-th reward model, `reward-N`."""
+    """base_dir: folder that the paths of plugins start at. worker: the source of the N-th reward
+    model, `reward-N`."""
     if not config.composite:
         return Rewards(_source(config, base_dir, worker, 0), timeout_seconds=config.timeout_seconds, retries=config.retries)
     parts: list[Part] = []

@@ -1,7 +1,8 @@
 """Rewards that plugins compute.
 
-A reward is user code: it may hang, crash, print, or hold the interpreter for seconds. In a child process none of that reaches the
-sampling loop, and a call that takes too long is killed. Expressions run there too, so a slow one delays nothing else.
+A reward is user code: it may hang, crash, print, or hold the interpreter for seconds. In a child
+process none of that reaches the sampling loop, and a call that takes too long is killed.
+Expressions run there too, so a slow one delays nothing else.
 """
 
 from __future__ import annotations

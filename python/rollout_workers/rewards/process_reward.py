@@ -7,13 +7,16 @@ from collections.abc import Callable, Sequence
 from rollout.plugin import Step
 
 NOTHING = 1e-30
-"""What stands for the reward of a step that earned 0: too little to count in a sum, and not the 0 of tokens that end none."""
+"""What stands for the reward of a step that earned 0: too little to count in a sum, and not the 0
+of tokens that end none."""
 
 
 def spread(steps: Sequence[Step], tokens: int, text_of: Callable[[int], str]) -> tuple[float, ...]:
-    """The reward of each token. A step's reward is on the token that completes it (``NOTHING`` for 0). ``tokens`` floats.
+    """The reward of each token. A step's reward is on the token that completes it (``NOTHING`` for
+    0). ``tokens`` floats.
 
-    text_of: text of the first n tokens. Example: tokens ``3 * 4`` | `` = 12`` and a step of 7 characters: (0.0, reward).
+    text_of: text of the first n tokens. Example: tokens ``3 * 4`` | `` = 12`` and a step of 7
+    characters: (0.0, reward).
     """
     rewards = [0.0] * tokens
     for step in steps:

@@ -1,11 +1,11 @@
 """Rewards, asked for in batches, with a time limit and retries.
 
 What scores is a :class:`RewardSource`: a process with the user's code (``pool``) or a reward worker
-(``reward_worker_client``). Whatever goes wrong with it makes the samples INFRA_FAILED with a reason; it never makes a reward
-of 0.
+(``reward_worker_client``). Whatever goes wrong with it makes the samples INFRA_FAILED with a
+reason; it never makes a reward of 0.
 
-Groups that finish while a call runs are scored together by the next call. When a call for several groups fails, each group is
-called alone, so a bad sample costs its own group only.
+Groups that finish while a call runs are scored together by the next call. When a call for several
+groups fails, each group is called alone, so a bad sample costs its own group only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _MOST_GROUPS = 4096
 
 
 class Scorable(NamedTuple):
-    """One completion to be scored. prompt_ids, token_ids: int32, little-endian, of prompt and completion."""
+    """One completion to be scored. prompt_ids, token_ids: int32, little-endian, of prompt and
+    completion."""
 
     prompt: str
     completion: str
@@ -51,7 +52,8 @@ class RewardSource(Protocol):
         ...
 
     async def call(self, groups: Sequence[RewardGroup], timeout: float) -> list[Score]:
-        """Scores of all samples of all groups, in order. Raises ``RewardError``, after ``timeout`` seconds at the latest."""
+        """Scores of all samples of all groups, in order. Raises ``RewardError``, after ``timeout``
+        seconds at the latest."""
         ...
 
     async def close(self) -> None:
@@ -60,7 +62,8 @@ class RewardSource(Protocol):
 
 
 class Scorer(Protocol):
-    """What an environment scores completions with: one reward or several. Belongs to one event loop.
+    """What an environment scores completions with: one reward or several. Belongs to one event
+    loop.
 
     failures: samples that no try could score. retries: calls that were repeated after a failure.
     """
@@ -147,7 +150,8 @@ class Rewards:
             self._caller = None
 
     def _split(self, batch: list[_Waiting], error: RewardError) -> None:
-        """Call each group of a failed batch alone; the first try counts where it was alone already."""
+        """Call each group of a failed batch alone; the first try counts where it was alone
+        already."""
         if error.reason == "REWARD_TIMEOUT" and len(batch) > 1:
             self._most_groups = max(1, len(batch) // 2)  # it may just be slow
         used = 1 if len(batch) == 1 else 0

@@ -26,7 +26,8 @@ class RewardUnavailable(RewardError):
 
 
 class RewardWorker:
-    """A :class:`RewardSource`: one reward worker. A call waits within its time limit for one that is being started again."""
+    """A :class:`RewardSource`: one reward worker. A call waits within its time limit for one that
+    is being started again."""
 
     def __init__(self, services: Services, run: str, worker: str, *, start_seconds: float) -> None:
         """worker: its id, `reward-0`. start_seconds: how long it may take to load its model."""

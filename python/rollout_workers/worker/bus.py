@@ -19,7 +19,8 @@ log = logging.getLogger(__name__)
 
 
 def tls_of(access: NatsAccess, url: str) -> ssl.SSLContext | None:
-    """The TLS that a connection needs; None: plain text. Raises OSError where a file can't be read."""
+    """The TLS that a connection needs; None: plain text. Raises OSError where a file can't be
+    read."""
     if not (access.ca_file or access.cert_file or url.startswith(("tls://", "wss://"))):
         return None
     return of_nats(access).context()
@@ -43,10 +44,11 @@ async def connect(
     reconnected: Callable[[], Awaitable[None]] | None = None,
     leaving: Callable[[], bool] = lambda: False,
 ) -> Client:
-    """A connection to any of the comma-separated servers of ``url``. It never stops trying to connect or reconnect.
+    """A connection to any of the comma-separated servers of ``url``. It never stops trying to
+    connect or reconnect.
 
-    name: what the server lists it as. access: credentials other than the token, and TLS. leaving: whether the process is about
-    to leave anyway; then a server that goes first is no news.
+    name: what the server lists it as. access: credentials other than the token, and TLS. leaving:
+    whether the process is about to leave anyway; then a server that goes first is no news.
     """
     access = access or NatsAccess()
     context = tls_of(access, url)

@@ -37,7 +37,8 @@ def ulid(milliseconds: int) -> str:
 
 
 class Events:
-    """Collects events from any thread and publishes them every 200 ms. When NATS is away the oldest go first."""
+    """Collects events from any thread and publishes them every 200 ms. When NATS is away the oldest
+    go first."""
 
     def __init__(self, who: Identity, heartbeat: Heartbeat) -> None:
         self._who, self._heartbeat = who, heartbeat
@@ -60,8 +61,8 @@ class Events:
     ) -> None:
         """Say what happened. Returns at once.
 
-        Of warnings that say the same, numbers and quoted texts aside, one in ten seconds is sent, with ``repeated`` among its
-        attributes: how many it stands for.
+        Of warnings that say the same, numbers and quoted texts aside, one in ten seconds is sent,
+        with ``repeated`` among its attributes: how many it stands for.
         """
         now = time.time_ns()
         event = pb.Event(

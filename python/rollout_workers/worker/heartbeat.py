@@ -1,7 +1,8 @@
 """The heartbeat of work items: a thread that extends their ack deadline while the worker computes.
 
-The thread has its own event loop and NATS connection, so neither a long forward pass nor a busy main loop delays it. Once a
-second it sends a progress ack for each work item in hand. It also publishes events.
+The thread has its own event loop and NATS connection, so neither a long forward pass nor a busy
+main loop delays it. Once a second it sends a progress ack for each work item in hand. It also
+publishes events.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _PROGRESS = b"+WPI"
 
 
 class Heartbeat:
-    """A thread with an event loop and a NATS connection. ``hold`` and ``release`` may be called from any thread."""
+    """A thread with an event loop and a NATS connection. ``hold`` and ``release`` may be called
+    from any thread."""
 
     def __init__(
         self,
@@ -38,8 +40,8 @@ class Heartbeat:
         access: NatsAccess | None = None,
         leaving: Callable[[], bool] = lambda: False,
     ) -> None:
-        """access: credentials other than the token, and TLS. leaving: whether the worker is shutting down; a lost connection is
-        then not logged."""
+        """access: credentials other than the token, and TLS. leaving: whether the worker is
+        shutting down; a lost connection is then not logged."""
         self._url, self._token, self._name, self._access, self._leaving = url, token, name, access, leaving
         self._held: dict[str, None] = {}  # reply subjects; single operations are atomic
         self._loop = asyncio.new_event_loop()

@@ -36,7 +36,8 @@ class Lifecycle:
     """Says when to drain. Make it on the event loop."""
 
     def __init__(self, exit_after: float | None = None) -> None:
-        """exit_after: seconds after which a fenced or crashed worker that has not stopped is killed."""
+        """exit_after: seconds after which a fenced or crashed worker that has not stopped is
+        killed."""
         self._exit_after = exit_after
         self._loop = asyncio.get_running_loop()
         self._leaving = asyncio.Event()
@@ -70,7 +71,8 @@ class Lifecycle:
         self._leaving.set()
 
     def fence(self, reason: str) -> None:
-        """Stop the worker: its weights can't be verified, or a newer one replaced it. Call it from the event loop."""
+        """Stop the worker: its weights can't be verified, or a newer one replaced it. Call it from
+        the event loop."""
         if not self._leaving.is_set():
             log.error("fenced: %s", reason)
             self.exit_code, self.reason = EXIT_FENCED, reason
@@ -119,7 +121,8 @@ def prepare_process() -> None:
 
 
 def watch_stdin(descriptor: int = 0) -> None:
-    """Exit at once when the pipe on stdin closes, because the parent process has ended. Ignores terminals and files."""
+    """Exit at once when the pipe on stdin closes, because the parent process has ended. Ignores
+    terminals and files."""
     try:
         if not stat.S_ISFIFO(os.fstat(descriptor).st_mode) and not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return

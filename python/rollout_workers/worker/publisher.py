@@ -24,7 +24,8 @@ class Publisher:
     """Publishes to one subject and waits for acks. Belongs to the worker's event loop."""
 
     def __init__(self, client: Client, subject: str, stream: str, process: str) -> None:
-        """stream: which keeps the subject. process: makes message ids unique, so that what was sent twice is stored once."""
+        """stream: which keeps the subject. process: makes message ids unique, so that what was sent
+        twice is stored once."""
         self._client, self._subject, self._stream, self._process = client, subject, stream, process
         self._serial = 0
 
@@ -34,7 +35,8 @@ class Publisher:
         return self._client.max_payload - _OVERHEAD
 
     async def publish(self, payload: bytes, headers: Mapping[str, str]) -> None:
-        """Return when the stream has stored the payload. Retries until it succeeds or is cancelled."""
+        """Return when the stream has stored the payload. Retries until it succeeds or is
+        cancelled."""
         self._serial += 1
         silence = Silence(self._client, self._stream)
         every = {**headers, "Nats-Msg-Id": f"{self._process}/{self._serial}"}
@@ -52,7 +54,8 @@ class Publisher:
             attempt += 1
 
     async def _try(self, payload: bytes, headers: dict[str, str]) -> tuple[str | None, bool]:
-        """One attempt. Returns the problem in words, or None, and whether the server reported no responders."""
+        """One attempt. Returns the problem in words, or None, and whether the server reported no
+        responders."""
         try:
             answer = await self._client.request(self._subject, payload, timeout=_ACK_SECONDS, headers=headers)
         except TimeoutError:

@@ -20,8 +20,9 @@ _NO_STREAM = 10059  # error code of the server
 class Silence:
     """How long a stream has had no responder.
 
-    A server of a cluster whose routes were cut may never learn that a stream has a leader, although its neighbors know. If there
-    is no responder for longer than an election takes and the stream exists, the connection moves to another server.
+    A server of a cluster whose routes were cut may never learn that a stream has a leader, although
+    its neighbors know. If there is no responder for longer than an election takes and the stream
+    exists, the connection moves to another server.
     """
 
     def __init__(self, client: Client, stream: str) -> None:
@@ -29,7 +30,8 @@ class Silence:
         self._since = self._last = 0.0  # monotonic seconds; 0: there was an answer
 
     async def record(self, unanswered: bool) -> None:
-        """Record whether a request had no responder; after a long silence, reconnect to another server if there is one."""
+        """Record whether a request had no responder; after a long silence, reconnect to another
+        server if there is one."""
         now = time.monotonic()
         if not unanswered:
             self._since = 0.0

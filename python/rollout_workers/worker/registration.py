@@ -1,8 +1,8 @@
 """Keeps a worker in the registry, from a separate thread.
 
-The registry speaks Consul's agent API. One plain HTTP connection is kept open; each second it renews the TTL check, and
-registers again if the agent does not know the worker, as after a restart of the agent. Nothing here needs the worker's event
-loop.
+The registry speaks Consul's agent API. One plain HTTP connection is kept open; each second it
+renews the TTL check, and registers again if the agent does not know the worker, as after a restart
+of the agent. Nothing here needs the worker's event loop.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _HTTP_TIMEOUT = 2.0
 
 
 class Registration:
-    """A worker's entry in the registry. ``start`` returns when the entry is there and passing, or was tried once."""
+    """A worker's entry in the registry. ``start`` returns when the entry is there and passing, or
+    was tried once."""
 
     def __init__(
         self,
@@ -48,7 +49,8 @@ class Registration:
 
         address: host:port where the worker's gRPC server answers.
 
-        superseded: called once, in this thread, with the newer incarnation of the run that other workers register for.
+        superseded: called once, in this thread, with the newer incarnation of the run that other
+        workers register for.
         """
         self._identity = identity
         self._agent, self._files = agent, files
@@ -154,7 +156,8 @@ class Registration:
             self._register()
 
     def _look_for_successors(self) -> None:
-        """Each incarnation has one learner. To look among all inference workers would cost the registry their square."""
+        """Each incarnation has one learner. To look among all inference workers would cost the
+        registry their square."""
         status, answer = self._send("GET", f"/v1/health/service/{names.worker_service('learner')}?passing=true")
         if status != 200 or self._superseded is None:
             return

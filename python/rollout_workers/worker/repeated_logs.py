@@ -1,4 +1,5 @@
-"""Warnings that come again and again: the first goes out at once, those like it together, with how many they are."""
+"""Warnings that come again and again: the first goes out at once, those like it together, with how
+many they are."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ T = TypeVar("T")
 
 EVERY_SECONDS = 10.0
 _MOST_KINDS = 1_000
-# What varies from case to case: numbers, and what stands in quotes (an apostrophe inside a word is none).
+# What varies from case to case: numbers, and what stands in quotes (an apostrophe inside a word is
+# none).
 _VARIES = re.compile(r"\B'[^']*'|\"[^\"]*\"|[0-9]+")
 
 
@@ -33,7 +35,8 @@ class Repeats(Generic[T]):
         self._lock = threading.Lock()
 
     def admit(self, source: str, message: str, item: T) -> bool:
-        """Whether the item goes out now; else it is counted, and the newest of its kind comes back from ``due``."""
+        """Whether the item goes out now; else it is counted, and the newest of its kind comes back
+        from ``due``."""
         key = f"{source}\0{_VARIES.sub('#', message.partition(chr(10))[0])}"
         with self._lock:
             kind = self._kinds.get(key)
@@ -47,8 +50,9 @@ class Repeats(Generic[T]):
             return False
 
     def due(self, *, all: bool = False) -> Iterator[tuple[T, int]]:
-        """Items that stand for all of their kind that were held back, ten seconds after one went out; with ``all`` at once.
-        A kind that stayed quiet as long is forgotten, so that its next item goes out at once."""
+        """Items that stand for all of their kind that were held back, ten seconds after one went
+        out; with ``all`` at once. A kind that stayed quiet as long is forgotten, so that its next
+        item goes out at once."""
         with self._lock:
             now = self._clock()
             out: list[tuple[T, int]] = []

@@ -10,7 +10,8 @@ log = logging.getLogger(__name__)
 
 
 async def again(complaint: str, *, first: float = 0.1, most: float = 1.0) -> AsyncIterator[int]:
-    """Yield attempts without end, with growing waits in between; leave the loop on success. Logs ``complaint`` at the third."""
+    """Yield attempts without end, with growing waits in between; leave the loop on success. Logs
+    ``complaint`` at the third."""
     attempt = 0
     while True:
         yield attempt

@@ -1,4 +1,5 @@
-"""Secrets by reference: what a worker is started with says where they are, and never what they are."""
+"""Secrets by reference: what a worker is started with says where they are, and never what they
+are."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ class SecretError(RolloutError):
 
 
 def read_secret(reference: str, name: str, environment: Mapping[str, str] = os.environ) -> str:
-    """What ``file:PATH`` or ``env:NAME`` holds; an empty reference is an empty secret. name: for errors, which never repeat a
-    literal. Raises :class:`SecretError`."""
+    """What ``file:PATH`` or ``env:NAME`` holds; an empty reference is an empty secret. name: for
+    errors, which never repeat a literal. Raises :class:`SecretError`."""
     kind, _, rest = reference.partition(":")
     if not reference:
         return ""

@@ -1,4 +1,5 @@
-"""The worker's gRPC server: a bearer token on every call but health, TLS, typed errors, traces, validated requests."""
+"""The worker's gRPC server: a bearer token on every call but health, TLS, typed errors, traces,
+validated requests."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ _REFLECTION = "/grpc.reflection."
 
 
 HOST_VARIABLE = "ROLLOUT_WORKER_HOST"
-"""Address of this host on which a worker serves and under which others reach it; without it only this host does."""
+"""Address of this host on which a worker serves and under which others reach it; without it only
+this host does."""
 INSECURE_VARIABLE = "ROLLOUT_WORKER_INSECURE_LISTEN"
 """`true` allows a host that is not loopback in plain text: only on a private network."""
 
@@ -56,8 +58,8 @@ class Server:
     """A server on a free port of the host that ``ROLLOUT_WORKER_HOST`` names."""
 
     def __init__(self, token: str, tls: PemFiles | None = None) -> None:
-        """tls: what to serve with, asking callers for a certificate of the same authority; None: plain text.
-        Raises ``PlainText``."""
+        """tls: what to serve with, asking callers for a certificate of the same authority; None:
+        plain text. Raises ``PlainText``."""
         self._host, self._tls = host_of(os.environ, tls is not None), tls
         self._server = grpc.aio.server(interceptors=[_Edge(token)], options=SERVER_OPTIONS)
         self._health = HealthServicer()

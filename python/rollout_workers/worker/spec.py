@@ -34,7 +34,8 @@ class Identity:
 
     rank: of this process within the worker; rank 0 serves and registers.
 
-    nonce: secret of this launch, from the spec. It is never logged or registered; registrations carry :meth:`proof`.
+    nonce: secret of this launch, from the spec. It is never logged or registered; registrations
+    carry :meth:`proof`.
 
     process: drawn at start, 16 hex digits; tells a restarted worker from the one before it.
     """
@@ -48,7 +49,8 @@ class Identity:
     nonce: str = field(default="", repr=False)
 
     def proof(self, address: str) -> str:
-        """Keyed hash that shows that the process at an address (host:port) was launched with the nonce (docs/wire.md)."""
+        """Keyed hash that shows that the process at an address (host:port) was launched with the
+        nonce (docs/wire.md)."""
         message = f"rollout.worker.v1\n{self.worker}\n{self.rank}\n{address}"
         return hmac.new(self.nonce.encode(), message.encode(), hashlib.sha256).hexdigest()
 
@@ -81,7 +83,8 @@ class Identity:
 
     @property
     def idle_subject(self) -> str:
-        """The subject on which idle workers ask for work (``rollout_workers.inference.sharing``)."""
+        """The subject on which idle workers ask for work
+        (``rollout_workers.inference.sharing``)."""
         return names.idle_subject(self.run)
 
     @property
@@ -90,8 +93,9 @@ class Identity:
 
 
 def load_spec(path: str | None = None, *, kinds: Collection[str] = ()) -> WorkerSpec:
-    """Read the spec from ``path``, else from the file that ``ROLLOUT_WORKER_SPEC`` names; replaces references to secrets by
-    the secrets. The variables that held them are removed from the environment, so that child processes do not inherit them.
+    """Read the spec from ``path``, else from the file that ``ROLLOUT_WORKER_SPEC`` names; replaces
+    references to secrets by the secrets. The variables that held them are removed from the
+    environment, so that child processes do not inherit them.
 
     kinds: the kinds that are accepted; empty accepts all. Raises :class:`SpecError`."""
     path = path or os.environ.get(SPEC_VARIABLE, "")

@@ -1,4 +1,5 @@
-"""Errors at the edge: an exception with a ``reason`` becomes a google.rpc.Status with an ErrorInfo of domain ``rollout``.
+"""Errors at the edge: an exception with a ``reason`` becomes a google.rpc.Status with an ErrorInfo
+of domain ``rollout``.
 
 Any other exception becomes INTERNAL with a fixed message; its detail goes to the log alone.
 """
@@ -25,7 +26,8 @@ DETAILS_KEY = "grpc-status-details-bin"
 _INTERNAL = "internal error: the worker's log has the detail"
 _FULL = "no space is left on the disk to which the worker writes: free some there, then continue with `rollout run --resume RUN`"
 
-# gRPC codes of the reasons that workers give. One that is not here is FAILED_PRECONDITION: the caller must change something.
+# gRPC codes of the reasons that workers give. One that is not here is FAILED_PRECONDITION: the
+# caller must change something.
 _CODES: Mapping[str, int] = {
     "INTERNAL": code_pb2.INTERNAL,
     "INVALID_REQUEST": code_pb2.INVALID_ARGUMENT,
@@ -54,7 +56,8 @@ _CODES: Mapping[str, int] = {
 
 
 class EdgeError(RolloutError):
-    """An error with everything that a caller may need: metadata, violations by field path, and whether a retry can help."""
+    """An error with everything that a caller may need: metadata, violations by field path, and
+    whether a retry can help."""
 
     reason: ClassVar[str] = "INTERNAL"
 

@@ -1,7 +1,9 @@
-"""Work items from JetStream: pulled as capacity frees up, held with progress acks, acknowledged when done.
+"""Work items from JetStream: pulled as capacity frees up, held with progress acks, acknowledged
+when done.
 
-A pull request is always outstanding for as many items as there is room for, so an item that is published is on its way to a
-worker at once; JetStream deals the items out among the requests of all workers.
+A pull request is always outstanding for as many items as there is room for, so an item that is
+published is on its way to a worker at once; JetStream deals the items out among the requests of all
+workers.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ _NAK = b"-NAK"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkItem:
-    """A delivered prompt group. deliveries: above 1 if an earlier delivery was not finished. arrived: monotonic seconds."""
+    """A delivered prompt group. deliveries: above 1 if an earlier delivery was not finished.
+    arrived: monotonic seconds."""
 
     group: PromptGroup
     reply: str
@@ -53,8 +56,8 @@ class WorkItem:
 class _Requests:
     """How many items the server still owes us.
 
-    An item does not say which pull request it answers, so it is booked on the oldest one; a request that ends says how many
-    items it did not get, which corrects the books: the sum is always right.
+    An item does not say which pull request it answers, so it is booked on the oldest one; a request
+    that ends says how many items it did not get, which corrects the books: the sum is always right.
     """
 
     def __init__(self) -> None:
@@ -124,7 +127,8 @@ class WorkQueue:
         self._task = asyncio.create_task(self._keep_asking(), name="work-queue")
 
     def set_room(self, items: int) -> None:
-        """How many more items there is room for now. More are asked for at once; what was asked for already may still come."""
+        """How many more items there is room for now. More are asked for at once; what was asked for
+        already may still come."""
         self._room = items
         if items > self.outstanding:
             self._wake.set()
@@ -143,8 +147,9 @@ class WorkQueue:
         await self._settle(items, _NAK)
 
     async def stop(self) -> None:
-        """Ask for no more, and give back what still arrives. When this returns the server sends nothing here any more: items
-        given back afterwards go to another worker, and not to a pull request that this one no longer reads."""
+        """Ask for no more, and give back what still arrives. When this returns the server sends
+        nothing here any more: items given back afterwards go to another worker, and not to a pull
+        request that this one no longer reads."""
         self._room = 0
         task, self._task = self._task, None
         if task is not None:

@@ -1,4 +1,5 @@
-"""Traces and metrics through every hop. Without an OTLP endpoint nothing is recorded, and a caller's trace still travels on."""
+"""Traces and metrics through every hop. Without an OTLP endpoint nothing is recorded, and a
+caller's trace still travels on."""
 
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ _tracer = trace.get_tracer("rollout_workers")
 
 
 def configure(endpoint: str, who: Identity) -> None:
-    """Export traces and metrics to ``endpoint`` (OTLP over gRPC, ``http://host:port``). Empty: keep everything off.
+    """Export traces and metrics to ``endpoint`` (OTLP over gRPC, ``http://host:port``). Empty: keep
+    everything off.
 
-    Call once, before the first span. The exporter runs in separate threads and drops spans while the collector is unreachable.
+    Call once, before the first span. The exporter runs in separate threads and drops spans while
+    the collector is unreachable.
     """
     if not endpoint:
         return
@@ -62,7 +65,8 @@ def incoming(headers: Mapping[str, str] | None) -> Context:
 
 
 def outgoing(context: Context | None = None) -> dict[str, str]:
-    """The ``traceparent`` header of the context (the current one where none is given); empty outside a trace."""
+    """The ``traceparent`` header of the context (the current one where none is given); empty
+    outside a trace."""
     headers: dict[str, str] = {}
     _propagator.inject(headers, context)
     return headers
@@ -70,7 +74,8 @@ def outgoing(context: Context | None = None) -> dict[str, str]:
 
 @contextmanager
 def span(name: str, parents: Iterable[Context] = (), **attributes: str | int) -> Iterator[trace.Span]:
-    """A span that is current inside ``with``. Of several parents the first is the parent and the others are links."""
+    """A span that is current inside ``with``. Of several parents the first is the parent and the
+    others are links."""
     contexts = list(parents)
     links = [trace.Link(trace.get_current_span(context).get_span_context()) for context in contexts[1:]]
     started = _tracer.start_span(name, contexts[0] if contexts else None, links=links, attributes=attributes)

@@ -1,4 +1,5 @@
-"""What a worker shows to others and whom it trusts: PEM files, read again when they were renewed."""
+"""What a worker shows to others and whom it trusts: PEM files, read again when they were
+renewed."""
 
 from __future__ import annotations
 
@@ -24,14 +25,16 @@ class CertificateError(RolloutError):
 
 @dataclass(frozen=True, slots=True)
 class PemFiles:
-    """Paths; an empty ``ca``: the system's authorities, an empty ``cert``: nothing to show. ``key`` belongs to ``cert``."""
+    """Paths; an empty ``ca``: the system's authorities, an empty ``cert``: nothing to show. ``key``
+    belongs to ``cert``."""
 
     ca: str = ""
     cert: str = ""
     key: str = ""
 
     def stamp(self) -> Stamp:
-        """Changes when a file was written again. Files that are not there (between two writes) count as zero."""
+        """Changes when a file was written again. Files that are not there (between two writes)
+        count as zero."""
         stamps: list[tuple[int, int]] = []
         for path in (self.ca, self.cert, self.key):
             try:
@@ -55,13 +58,15 @@ class PemFiles:
             context.load_verify_locations(self.ca)
 
     def channel(self) -> grpc.ChannelCredentials:
-        """For one channel; its later connections use what was read now. Raises :class:`CertificateError`."""
+        """For one channel; its later connections use what was read now. Raises
+        :class:`CertificateError`."""
         ca, cert, key = self._read()
         return grpc.ssl_channel_credentials(ca, key, cert)
 
     def server(self) -> grpc.ServerCredentials:
-        """For a server that asks its clients for a certificate of the authority. Each handshake takes the files of its time;
-        where they can't be read then, those of before. Raises :class:`CertificateError`."""
+        """For a server that asks its clients for a certificate of the authority. Each handshake
+        takes the files of its time; where they can't be read then, those of before. Raises
+        :class:`CertificateError`."""
         last = self.stamp()
 
         def renewed() -> grpc.ServerCertificateConfiguration | None:

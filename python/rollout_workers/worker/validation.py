@@ -1,7 +1,9 @@
-"""Checks a request against the ``buf.validate`` rules in its contract, and names every field that breaks one.
+"""Checks a request against the ``buf.validate`` rules in its contract, and names every field that
+breaks one.
 
-Understands the rules that the contracts use on requests of workers: required, oneof required, string min_len, max_len, in and
-pattern, bytes and repeated sizes, numeric bounds, enum defined_only and not_in, and the rules of messages inside.
+Understands the rules that the contracts use on requests of workers: required, oneof required,
+string min_len, max_len, in and pattern, bytes and repeated sizes, numeric bounds, enum defined_only
+and not_in, and the rules of messages inside.
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ def validate(request: Message) -> None:
 
 @cache
 def _sound(descriptor: Descriptor) -> Callable[[Message], bool]:
-    """A fast check that a message of this type keeps its rules. It accepts most valid requests in a tenth of the time of the
-    visitors, which name the fields and take a millisecond for 256 samples. They decide about every other request."""
+    """A fast check that a message of this type keeps its rules. It accepts most valid requests in a
+    tenth of the time of the visitors, which name the fields and take a millisecond for 256 samples.
+    They decide about every other request."""
     tests: list[Callable[[Message], bool]] = []
     for oneof in descriptor.oneofs:
         if _oneof_required(oneof):
@@ -75,7 +78,8 @@ def _message(message: Message, path: str) -> Iterator[Violation]:
 
 @cache
 def _ruled(descriptor: Descriptor) -> bool:
-    """Whether a rule stands on a message type or on any that it holds. Those without are not walked: a batch has thousands."""
+    """Whether a rule stands on a message type or on any that it holds. Those without are not
+    walked: a batch has thousands."""
     seen: set[str] = set()
     waiting = [descriptor]
     while waiting:

@@ -1,4 +1,5 @@
-"""A completion is tokenized as a continuation of its prompt, also by tokenizers that add a space before a text."""
+"""A completion is tokenized as a continuation of its prompt, also by tokenizers that add a space
+before a text."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ TALK = [{"role": "user", "content": "Yo"}, {"role": "assistant", "content": "Hi"
 
 
 def text_of(kind: str, template: str = SPACED) -> Text:
-    """A tokenizer of SentencePiece's kind: of Llama 2 ("legacy"), where each stretch between special tokens begins with a space,
-    or where the whole text alone does ("first")."""
+    """A tokenizer of SentencePiece's kind: of Llama 2 ("legacy"), where each stretch between
+    special tokens begins with a space, or where the whole text alone does ("first")."""
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), SPACE, *map(chr, range(33, 127))]
     merges = [(SPACE, SPACE), (SPACE, "H"), (SPACE, "4"), ("4", "2"), (SPACE, "42")]
     vocabulary = {name: i for i, name in enumerate([*names, *(a + b for a, b in merges)])}

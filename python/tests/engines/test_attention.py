@@ -1,4 +1,5 @@
-"""Models whose layers do not see, or do not place, all tokens alike: decoded right at every length, or refused."""
+"""Models whose layers do not see, or do not place, all tokens alike: decoded right at every length,
+or refused."""
 
 from __future__ import annotations
 

@@ -179,7 +179,8 @@ async def test_a_swap_in_flight_starts_a_span_under_the_new_weights(policy: str)
 
 @torch.no_grad()
 def continued_logprobs(old, new, prompt, tokens, cut: int) -> np.ndarray:
-    """Logprobs of tokens[cut:] by ``new`` over the keys and values that ``old`` left for what came before."""
+    """Logprobs of tokens[cut:] by ``new`` over the keys and values that ``old`` left for what came
+    before."""
     ids = torch.tensor([[*prompt, *(int(t) for t in tokens)]])
     known = len(prompt) + cut - 1  # the last token before the cut has no KV yet
     past = old(input_ids=ids[:, :known], use_cache=True).past_key_values

@@ -1,4 +1,5 @@
-"""Sampling against Hugging Face's warpers, the distribution itself, and the random numbers' published vectors."""
+"""Sampling against Hugging Face's warpers, the distribution itself, and the random numbers'
+published vectors."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +64,8 @@ def test_mixed_rows_follow_the_reference_distribution() -> None:
         tokens = picked.tokens[i * draws : (i + 1) * draws]
         torch.testing.assert_close(picked.logprobs[i * draws : (i + 1) * draws], expected[tokens], atol=1e-5, rtol=0)
         torch.testing.assert_close(picked.raw_logprobs[i * draws : (i + 1) * draws], raw[i][tokens], atol=1e-5, rtol=0)
-        # an even grid of uniforms hits each token as often as its probability says, to one draw at either end
+        # an even grid of uniforms hits each token as often as its probability says, to one draw at
+        # either end
         counts = torch.bincount(tokens, minlength=vocabulary)
         assert ((counts - expected.exp() * draws).abs() <= 1.01).all(), params
 

@@ -1,4 +1,5 @@
-"""A tiny model, a byte tokenizer and the plain forward that engines are compared with. Nothing is downloaded."""
+"""A tiny model, a byte tokenizer and the plain forward that engines are compared with. Nothing is
+downloaded."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ VOCABULARY = 257
 
 
 def tiny_model(seed: int = 0, scale: float = 0.2) -> Qwen3ForCausalLM:
-    """A random Qwen3 over bytes. ``scale`` is the weights' spread: larger makes sharper distributions."""
+    """A random Qwen3 over bytes. ``scale`` is the weights' spread: larger makes sharper
+    distributions."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -40,7 +42,8 @@ def tiny_model(seed: int = 0, scale: float = 0.2) -> Qwen3ForCausalLM:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, so that a character beyond ASCII spans tokens; id = place in the byte alphabet."""
+    """One token per byte, so that a character beyond ASCII spans tokens; id = place in the byte
+    alphabet."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: i for i, symbol in enumerate(alphabet)} | {"<end>": END}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))

@@ -66,7 +66,8 @@ class Harness:
 
 
 class Countdown:
-    """Episodes of several turns with a state: each observation is the number of turns that are left."""
+    """Episodes of several turns with a state: each observation is the number of turns that are
+    left."""
 
     def __init__(self) -> None:
         self.left: dict[str, int] = {}

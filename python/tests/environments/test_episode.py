@@ -17,7 +17,8 @@ PARAMS = SamplingParams(max_tokens=8)
 
 
 class Counting:
-    """An environment of ``turns`` turns: each answer but the last is followed by the observation ``;``."""
+    """An environment of ``turns`` turns: each answer but the last is followed by the observation
+    ``;``."""
 
     def __init__(self, text: Text, turns: int) -> None:
         self._text, self._turns = text, turns
@@ -146,7 +147,8 @@ async def test_leaving_early_closes_the_environment(text: Text) -> None:
 
 
 def test_seeds_are_those_of_the_contract() -> None:
-    """The scheduler's seeds: label, seed, epoch, index, sample as 8 little-endian bytes each, top bit cleared."""
+    """The scheduler's seeds: label, seed, epoch, index, sample as 8 little-endian bytes each, top
+    bit cleared."""
     words = b"".join(number.to_bytes(8, "little") for number in (7, 1, 2, 3))
     whole = int.from_bytes(blake3(b"rollout.seed.v1" + words).digest()[:8], "little")
     assert sample_seed(7, 1, 2, 3) == whole % 2**63

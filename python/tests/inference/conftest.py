@@ -1,4 +1,5 @@
-"""A real rolloutd's NATS and registry, a small model of the addition example, and a run for each test."""
+"""A real rolloutd's NATS and registry, a small model of the addition example, and a run for each
+test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Weights that come over the network: a worker takes them over as it takes a folder, and what it samples has their receipt."""
+"""Weights that come over the network: a worker takes them over as it takes a folder, and what it
+samples has their receipt."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from .test_weights import Loader
 
 
 class Publisher:
-    """A learner as far as workers see it: a catalog behind a server. Its folders are out of their reach."""
+    """A learner as far as workers see it: a catalog behind a server. Its folders are out of their
+    reach."""
 
     def __init__(self, example: Example, folder: Path, run: str, token: str) -> None:
         self._example, self._folder, self._run = example, folder, run

@@ -1,4 +1,5 @@
-"""Which GPU a worker takes. No machine of the tests has one: what is asked is the arithmetic, and what the CPU is for."""
+"""Which GPU a worker takes. No machine of the tests has one: what is asked is the arithmetic, and
+what the CPU is for."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def test_a_spec_assigns_gpus() -> None:
 
 
 def test_the_engine_uses_the_configured_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The worker gives the engine its GPU: an engine that got none would sample on the CPU while GPUs are idle."""
+    """The worker gives the engine its GPU: an engine that got none would sample on the CPU while
+    GPUs are idle."""
     from rollout_workers.engines import transformers
     from rollout_workers.inference import model
 

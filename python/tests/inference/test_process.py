@@ -1,4 +1,5 @@
-"""The worker as a process: how it starts, how it leaves, and what becomes of its work when it is killed."""
+"""The worker as a process: how it starts, how it leaves, and what becomes of its work when it is
+killed."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ async def processes() -> AsyncIterator[list[Process]]:
 async def test_kill_9_in_the_middle_costs_nothing(
     daemon: Daemon, example: Example, run: str, streams: RunStreams, tmp_path: Path, processes: list[Process]
 ) -> None:
-    """The first worker has sampled and waits for its reward; the second one has everything after the ack wait."""
+    """The first worker has sampled and waits for its reward; the second one has everything after
+    the ack wait."""
     (tmp_path / "hangs.py").write_text(HANGS)
     hanging = config(example, reward={"plugin": f"{tmp_path / 'hangs.py'}:score", "timeout_seconds": 600.0})
     first = Process(spec(daemon, hanging, run=run), tmp_path)

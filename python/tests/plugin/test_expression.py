@@ -1,4 +1,5 @@
-"""Rewards as CEL expressions: what they see, what they may be, and where a mistake is said to be."""
+"""Rewards as CEL expressions: what they see, what they may be, and where a mistake is said to
+be."""
 
 from __future__ import annotations
 

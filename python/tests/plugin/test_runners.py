@@ -1,4 +1,5 @@
-"""The three ways to run a plugin pass ``plugintest``, and give the same rewards through the scorer of a run."""
+"""The three ways to run a plugin pass ``plugintest``, and give the same rewards through the scorer
+of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A reward may raise, hang, crash or answer nonsense: its own groups fail with a reason, and nothing else does."""
+"""A reward may raise, hang, crash or answer nonsense: its own groups fail with a reason, and
+nothing else does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""An OpenAI-shaped completions server over a real model, for tests, and what such servers do wrong."""
+"""An OpenAI-shaped completions server over a real model, for tests, and what such servers do
+wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ Json = dict[str, Any]
 
 
 class Served:
-    """Serves until ``close``. ``spoil``: changes an answer, or is the status and body to answer with instead."""
+    """Serves until ``close``. ``spoil``: changes an answer, or is the status and body to answer
+    with instead."""
 
     def __init__(self, model: Any, tokenizer: Any, key: str = "") -> None:
         self.model, self.tokenizer, self.key = model, tokenizer, key

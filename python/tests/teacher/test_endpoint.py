@@ -1,4 +1,5 @@
-"""The client of a teacher's endpoint: the log-probabilities of a plain call of the model, and a type for all that goes wrong."""
+"""The client of a teacher's endpoint: the log-probabilities of a plain call of the model, and a
+type for all that goes wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""From samples to a step: the teacher's answers travel in trajectories, failures are never a 0, and the student learns."""
+"""From samples to a step: the teacher's answers travel in trajectories, failures are never a 0, and
+the student learns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The embedded NATS and registry of a real rolloutd, shared by all tests; each test has its own run."""
+"""The embedded NATS and registry of a real rolloutd, shared by all tests; each test has its own
+run."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ from rollout_workers.worker.discovery import Services, call, connect
 
 
 class Restarting(BufferServiceServicer):
-    """Is about to answer `slow`, and refuses the first call of anybody else as a server that is going away."""
+    """Is about to answer `slow`, and refuses the first call of anybody else as a server that is
+    going away."""
 
     def __init__(self) -> None:
         self.held, self.refused, self.release = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -105,7 +106,8 @@ async def test_a_call_to_a_host_that_is_gone_without_a_word_ends(monkeypatch: py
 
 
 async def test_servers_accept_frequent_keepalive_pings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gRPC's default closes connections that ping more than twice in five minutes of a long call."""
+    """gRPC's default closes connections that ping more than twice in five minutes of a long
+    call."""
     monkeypatch.setattr(discovery, "CHANNEL_OPTIONS", quicker(discovery.CHANNEL_OPTIONS))
     server, buffer = grpc.aio.server(options=quicker(SERVER_OPTIONS)), cast(Any, Restarting)()
     add_BufferServiceServicer_to_server(buffer, server)

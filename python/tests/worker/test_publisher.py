@@ -63,7 +63,8 @@ async def test_a_cut_connection_stores_once(daemon: Daemon, who: Identity, strea
 
 
 class TwoServers:
-    """A connection to the first of two servers, where a publish has no responders; the second one's stream answers."""
+    """A connection to the first of two servers, where a publish has no responders; the second one's
+    stream answers."""
 
     servers: tuple[str, ...] = ("first", "second")
     moves = 0

@@ -1,4 +1,5 @@
-"""A flood of warnings becomes one at a time, with a count; nothing is lost of it but the repetition."""
+"""A flood of warnings becomes one at a time, with a count; nothing is lost of it but the
+repetition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Work items: pulled within the room there is, held while they are worked on, given back, dealt out again."""
+"""Work items: pulled within the room there is, held while they are worked on, given back, dealt out
+again."""
 
 from __future__ import annotations
 
@@ -176,7 +177,8 @@ async def test_waits_for_a_stream_that_is_not_there_yet(
 
 
 class TwoServers:
-    """A connection to the first of two servers, where pull requests have no responders; the second one's stream answers."""
+    """A connection to the first of two servers, where pull requests have no responders; the second
+    one's stream answers."""
 
     servers = ("first", "second")
     moves = 0

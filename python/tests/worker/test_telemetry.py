@@ -1,4 +1,5 @@
-"""With an endpoint spans and metrics are exported, under the caller's trace; without one nothing is recorded."""
+"""With an endpoint spans and metrics are exported, under the caller's trace; without one nothing is
+recorded."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ async def collector() -> AsyncIterator[tuple[Collector, str]]:
 
 
 async def run(endpoint: str) -> str:
-    """The header that a span sends. Runs in a separate process because providers are set once per process."""
+    """The header that a span sends. Runs in a separate process because providers are set once per
+    process."""
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", WORKER, endpoint, stdout=asyncio.subprocess.PIPE)
     printed, _ = await process.communicate()
     assert process.returncode == 0

@@ -1,4 +1,5 @@
-"""Mutual TLS of a worker: who gets in, who is refused, and that renewed files are taken without a restart."""
+"""Mutual TLS of a worker: who gets in, who is refused, and that renewed files are taken without a
+restart."""
 
 from __future__ import annotations
 

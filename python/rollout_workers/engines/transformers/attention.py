@@ -1,4 +1,5 @@
-"""What the layers of a model see of the tokens before one, and how long a sequence may be so that engines decode it right."""
+"""What the layers of a model see of the tokens before one, and how long a sequence may be so that
+engines decode it right."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ Masks = Tensor | dict[str, Tensor]
 
 
 def check_attention(config: Any, max_len: int) -> None:
-    """Raises ``ModelUnsupported`` where a sequence of ``max_len`` tokens can't be decoded as the model's plain forward would.
+    """Raises ``ModelUnsupported`` where a sequence of ``max_len`` tokens can't be decoded as the
+    model's plain forward would.
 
-    A probe of a few tokens does not show it: what changes with length is read from the config of the text model.
+    A probe of a few tokens does not show it: what changes with length is read from the config of
+    the text model.
     """
     strange = sorted(kinds(config) - {FULL, SLIDING, CHUNKED})
     if strange:
@@ -28,7 +31,8 @@ def check_attention(config: Any, max_len: int) -> None:
 
 
 def longest(config: Any) -> tuple[int, str]:
-    """The most tokens that can be decoded, and why no more; 0: nothing in the config limits them."""
+    """The most tokens that can be decoded, and why no more; 0: nothing in the config limits
+    them."""
     found: list[tuple[int, str]] = []
     rope = getattr(config, "rope_parameters", None) or {}
     for part in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
@@ -62,7 +66,8 @@ class Windows:
     def masks(self, mask: Tensor, positions: Tensor) -> Masks:
         """What a module takes as its attention mask: one for all layers, or one for each kind.
 
-        mask: additive [B, 1, Q, K], of layers that see all. positions: int64 [B, Q] of the queries; key k is at position k.
+        mask: additive [B, 1, Q, K], of layers that see all. positions: int64 [B, Q] of the queries;
+        key k is at position k.
         """
         if self._size is None:
             return mask

@@ -12,14 +12,17 @@ class EngineConfig:
 
     slots: samples decoded at once. max_len: tokens of prompt and answer together; KV memory is
     slots * max_len * layers * 2 * kv_heads * head_dim elements.
-    deterministic: the same request and seed give the same bits, whatever else runs (see the package's doc). A step then runs
-    whole blocks of ``block_rows`` slots.
-    threads: of torch in the decoding thread; None leaves torch's own number. In deterministic mode it is part of the result.
+    deterministic: the same request and seed give the same bits, whatever else runs (see the
+    package's doc). A step then runs whole blocks of ``block_rows`` slots.
+    threads: of torch in the decoding thread; None leaves torch's own number. In deterministic mode
+    it is part of the result.
     device: where weights and KV live, None is where the module is.
-    kv_on_swap: what samples in flight do with the KV of older weights: "keep" it, or "recompute" it under the new ones.
-    prefill_tokens: a prefill pass takes prompts up to about this many tokens, padding included (not in deterministic mode).
-    block_rows: rows of a deterministic step's forward pass; part of the result. At most ``slots`` are used.
-    Raises ``ValueError`` for a value outside its range.
+    kv_on_swap: what samples in flight do with the KV of older weights: "keep" it, or "recompute" it
+    under the new ones.
+    prefill_tokens: a prefill pass takes prompts up to about this many tokens, padding included (not
+    in deterministic mode).
+    block_rows: rows of a deterministic step's forward pass; part of the result. At most ``slots``
+    are used. Raises ``ValueError`` for a value outside its range.
     """
 
     slots: int = 64

@@ -1,4 +1,5 @@
-"""The module's weights: staged while decoding continues, loaded between tokens, read back for a digest."""
+"""The module's weights: staged while decoding continues, loaded between tokens, read back for a
+digest."""
 
 from __future__ import annotations
 
@@ -21,14 +22,16 @@ _ALONE_BYTES = 4 << 20  # of more, several threads copy faster than one
 
 
 class CurrentWeights:
-    """``stage`` and ``digest`` may run in any thread, during forward passes; ``load`` only between them."""
+    """``stage`` and ``digest`` may run in any thread, during forward passes; ``load`` only between
+    them."""
 
     def __init__(self, module: nn.Module) -> None:
         self._tensors = LiveWeights(module)
         self._kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in self._tensors}
         self._staged: Mapping[str, Tensor] | None = None
         self.still = threading.Lock()
-        """Held while tensors are digested, changed or moved: a digest reads their memory from another thread."""
+        """Held while tensors are digested, changed or moved: a digest reads their memory from
+        another thread."""
         self._transport = {name: tensor.dtype for name, tensor in named_weights(module)}
 
     @property
@@ -37,8 +40,9 @@ class CurrentWeights:
         return self._staged is not None
 
     def stage(self, source: WeightsSource, expected: str | None = None) -> str:
-        """Keep tensors for the next ``load`` and return their root. Where that is not ``expected``, the folder's manifest is
-        asked which tensor differs. Raises ``WeightsMismatch``, ``WeightsUnreadable``."""
+        """Keep tensors for the next ``load`` and return their root. Where that is not ``expected``,
+        the folder's manifest is asked which tensor differs. Raises ``WeightsMismatch``,
+        ``WeightsUnreadable``."""
         tensors = read_weights(source) if isinstance(source, str | os.PathLike) else dict(source)
         self._check_fit(tensors)
         digest = weights_digest(tensors.items())
@@ -83,8 +87,8 @@ class CurrentWeights:
 
 
 def _copy(to: Tensor, source: Tensor) -> None:
-    """``to.copy_(source)``. torch shares out what has more than 32,768 elements and then waits for its threads, in all for tens
-    of milliseconds where other processes hold the cores."""
+    """``to.copy_(source)``. torch shares out what has more than 32,768 elements and then waits for
+    its threads, in all for tens of milliseconds where other processes hold the cores."""
     plain = to.is_cpu and source.is_cpu and to.is_contiguous() and source.is_contiguous()
     if plain and to.dtype == source.dtype and to.nbytes < _ALONE_BYTES:
         ctypes.memmove(to.data_ptr(), source.data_ptr(), to.nbytes)

@@ -1,4 +1,5 @@
-"""The decoding loop without threads: admit, step, settle. Everything here runs in one thread, under inference mode."""
+"""The decoding loop without threads: admit, step, settle. Everything here runs in one thread, under
+inference mode."""
 
 from __future__ import annotations
 
@@ -45,14 +46,16 @@ class Counters:
 
 @dataclass(slots=True)
 class Parked:
-    """What ``offload`` took off the device. kv [layers, n, L, 2, heads, dim] of ``slots``, or None: recompute it."""
+    """What ``offload`` took off the device. kv [layers, n, L, 2, heads, dim] of ``slots``, or None:
+    recompute it."""
 
     slots: Slots
     kv: Tensor | None
 
 
 class Decoder:
-    """Requests in, outputs to their sinks. ``turn`` does one round of work; the rest may be called between turns."""
+    """Requests in, outputs to their sinks. ``turn`` does one round of work; the rest may be called
+    between turns."""
 
     def __init__(
         self, module: PreTrainedModel, config: EngineConfig, tokenizer: Tokenizer | None, end_ids: tuple[int, ...], version: int
@@ -118,7 +121,8 @@ class Decoder:
         self.cache.data.zero_()
 
     def score(self, prompt: NDArray[np.int64], answer: Future[Logprobs]) -> None:
-        """Queue a prompt whose own tokens are to be scored. Raises ``InvalidPrompt``, ``ContextOverflow``."""
+        """Queue a prompt whose own tokens are to be scored. Raises ``InvalidPrompt``,
+        ``ContextOverflow``."""
         self.scoring.add(prompt, answer)
 
     def end(self, why: str) -> None:
@@ -127,7 +131,8 @@ class Decoder:
         self.scoring.end(EngineClosed(why))
 
     def turn(self) -> None:
-        """Score a prompt where some wait, admit what fits, then decode one token for every slot in use."""
+        """Score a prompt where some wait, admit what fits, then decode one token for every slot in
+        use."""
         started, before = time.perf_counter(), self.counters.generated_tokens
         if self.scoring:
             self.scoring.one()
@@ -138,7 +143,8 @@ class Decoder:
         self._recent.append((time.monotonic(), self.counters.generated_tokens - before))
 
     def new_weights(self, version: int) -> None:
-        """Note that the module now holds other weights: close spans, forget prompts, recompute KV where that is the policy."""
+        """Note that the module now holds other weights: close spans, forget prompts, recompute KV
+        where that is the policy."""
         used = self.table.used()
         for slot in used.tolist():
             self.table.owner[slot].close_span(self.version, int(self.table.generated[slot]))
@@ -152,7 +158,8 @@ class Decoder:
                 self._parked.kv = None
 
     def offload(self) -> None:
-        """Move weights and KV of samples in flight to the host and free the rest. Nothing turns until ``onload``."""
+        """Move weights and KV of samples in flight to the host and free the rest. Nothing turns
+        until ``onload``."""
         if self._parked is not None:
             return
         used = self.table.used()
@@ -222,11 +229,13 @@ class Decoder:
             self.queue.popleft()
 
     def _worth_admitting(self) -> int:
-        """Free slots below which a prefill pass waits: a pass for one prompt costs nearly what one for several does."""
+        """Free slots below which a prefill pass waits: a pass for one prompt costs nearly what one
+        for several does."""
         return max(1, self.config.slots // 16)
 
     def _prefill(self, sequences: list[NDArray[np.int64]]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-        """Run sequences; per batch: their indices (one per row), last logits [rows, V], KV [layers, rows, T, 2, heads, dim]."""
+        """Run sequences; per batch: their indices (one per row), last logits [rows, V], KV [layers,
+        rows, T, 2, heads, dim]."""
         config = self.config
         batches = by_bucket(sequences, config.max_len) if config.deterministic else by_size(sequences, config.prefill_tokens)
         for members, ids, lengths in batches:
@@ -236,7 +245,8 @@ class Decoder:
             yield members, logits, kv
 
     def _start(self, placed: list[tuple[Group, Slots]], logits: Tensor, kv: Tensor) -> None:
-        """Give samples their slots, their prompt's KV and their first token. Row i of logits and kv is placed[i]'s prompt."""
+        """Give samples their slots, their prompt's KV and their first token. Row i of logits and kv
+        is placed[i]'s prompt."""
         for _, alike in groupby(placed, lambda item: (item[0].request.params, item[0].stop_ids)):
             self._occupy(list(alike))
         for row, (group, _) in enumerate(placed):
@@ -324,7 +334,8 @@ class Decoder:
         self.counters.forward_seconds += time.perf_counter() - started
 
     def _sample(self, slots: Slots, logits: Tensor, controls: Controls) -> None:
-        """Draw the next token of these slots from logits [len(slots), V] and settle who has ended."""
+        """Draw the next token of these slots from logits [len(slots), V] and settle who has
+        ended."""
         table = self.table
         picked = sample(logits, self._tensor(table.uniform(slots)), controls)
         table.record(slots, picked)
@@ -341,7 +352,8 @@ class Decoder:
         self._finish(full, "length")
 
     def _read(self, watched: Slots, bad: Slots, stopped: Slots, full: Slots) -> tuple[Slots, Slots]:
-        """Decode the new tokens of samples whose text is read, send deltas, and move those at a stop string to ``stopped``."""
+        """Decode the new tokens of samples whose text is read, send deltas, and move those at a
+        stop string to ``stopped``."""
         table, tokenizer = self.table, self.tokenizer
         assert tokenizer is not None, "generate refuses text without a tokenizer"
         failed = set(bad.tolist())
@@ -376,7 +388,8 @@ class Decoder:
         )
 
     def _finish(self, slots: Slots, reason: FinishReason, error: EngineError | None = None) -> None:
-        """Deliver these samples and free their slots. A token of a sample that ends with ``NonFiniteLogits`` is dropped."""
+        """Deliver these samples and free their slots. A token of a sample that ends with
+        ``NonFiniteLogits`` is dropped."""
         if not len(slots):
             return
         table = self.table

@@ -1,4 +1,5 @@
-"""The check that deterministic mode begins with: does this machine give a row the same bits in every slot?"""
+"""The check that deterministic mode begins with: does this machine give a row the same bits in
+every slot?"""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from rollout_workers.engines.transformers.row_order import segments
 
 
 def verify(forward: Forward, cache: KvCache, config: EngineConfig, vocabulary: int) -> None:
-    """Run a probe in every row of both passes: next to copies of itself, then next to other rows; compare bits.
+    """Run a probe in every row of both passes: next to copies of itself, then next to other rows;
+    compare bits.
 
     Raises ``ModelUnsupported`` naming the pass in which a row's place or neighbours matter.
     """
@@ -46,7 +48,8 @@ class _Probe:
         self.kv = torch.randn(cache.data[:, 0, : self.length].shape, generator=self.random).to(cache.data)
 
     def prefill(self, chosen: Tensor) -> tuple[Tensor, ...]:
-        """Last logits [rows, V] and KV [rows, ...] where the ``chosen`` rows hold the probe and others a random prompt."""
+        """Last logits [rows, V] and KV [rows, ...] where the ``chosen`` rows hold the probe and
+        others a random prompt."""
         rows, width = bucket_shape(self.length, self.config.max_len)
         ids, lengths = self._integers(rows, width, below=self.vocabulary), 1 + self._integers(rows, below=width)
         ids[chosen, : self.length], lengths[chosen] = self.ids[: self.length], self.length

@@ -30,15 +30,16 @@ T = TypeVar("T")
 
 
 class TransformersEngine:
-    """Implements ``Engine`` over a Hugging Face causal LM. The module belongs to the engine from then on."""
+    """Implements ``Engine`` over a Hugging Face causal LM. The module belongs to the engine from
+    then on."""
 
     def __init__(
         self, module: PreTrainedModel, config: EngineConfig, *, tokenizer: Tokenizer | None = None, version: int = 0
     ) -> None:
         """Move the module to its device, check that it can be decoded, start the decoding thread.
 
-        tokenizer: needed for stop strings and streaming. version: of the weights that the module holds.
-        Raises ``ModelUnsupported``.
+        tokenizer: needed for stop strings and streaming. version: of the weights that the module
+        holds. Raises ``ModelUnsupported``.
         """
         device = torch.device(config.device) if config.device else next(module.parameters()).device
         nn.Module.to(module.eval(), device)
@@ -63,8 +64,8 @@ class TransformersEngine:
         dtype: torch.dtype | None = None,
         version: int = 0,
     ) -> TransformersEngine:
-        """An engine over a model's folder with its tokenizer; no network. ``dtype`` None is the checkpoint's own.
-        Raises ``WeightsIncomplete``."""
+        """An engine over a model's folder with its tokenizer; no network. ``dtype`` None is the
+        checkpoint's own. Raises ``WeightsIncomplete``."""
         module = load_whole(AutoModelForCausalLM, model_dir, dtype=dtype or "auto")
         tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         return cls(module, config, tokenizer=tokenizer, version=version)
@@ -180,7 +181,8 @@ def load(request: LoadRequest) -> TransformersEngine:
 
 
 def end_ids(module: PreTrainedModel, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The ids that end a sample: the generation config's, the model config's and the tokenizer's."""
+    """The ids that end a sample: the generation config's, the model config's and the
+    tokenizer's."""
     found: list[int] = []
     for source in (getattr(module, "generation_config", None), module.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)

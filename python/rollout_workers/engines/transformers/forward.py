@@ -30,11 +30,13 @@ class Forward(Protocol):
         ...
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """ids int64[P, T] padded on the right, lengths int64[P] -> last logits [P, V], KV [layers, P, T, 2, heads, dim]."""
+        """ids int64[P, T] padded on the right, lengths int64[P] -> last logits [P, V], KV [layers,
+        P, T, 2, heads, dim]."""
         ...
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: KvCache, segments: Sequence[Segment]) -> Tensor:
-        """Rows 0..B of the cache take tokens int64[B] at positions int64[B]; segments cover the rows in order.
+        """Rows 0..B of the cache take tokens int64[B] at positions int64[B]; segments cover the
+        rows in order.
 
         Returns logits [B, V]. A step has one segment unless the forward ``splits``.
         """
@@ -42,9 +44,11 @@ class Forward(Protocol):
 
 
 def choose_forward(module: PreTrainedModel, max_len: int) -> Forward:
-    """The Llama forward where it knows the architecture and agrees with the module, else the module's own.
+    """The Llama forward where it knows the architecture and agrees with the module, else the
+    module's own.
 
-    Raises ``ModelUnsupported`` where that does not agree with the module's plain forward either, or would not at ``max_len``.
+    Raises ``ModelUnsupported`` where that does not agree with the module's plain forward either, or
+    would not at ``max_len``.
     """
     check_attention(module.config.get_text_config(), max_len)
     reason = LlamaForward.refusal(module, max_len)
@@ -72,7 +76,8 @@ def choose_forward(module: PreTrainedModel, max_len: int) -> Forward:
 
 @torch.inference_mode()
 def disagreement(forward: Forward, module: PreTrainedModel) -> float | None:
-    """How far prefill and three decoding steps are from the module's plain forward, or None within rounding.
+    """How far prefill and three decoding steps are from the module's plain forward, or None within
+    rounding.
 
     The measure is the largest difference of logits over the largest logit.
     """

@@ -1,4 +1,5 @@
-"""Decoding through the HF module's own forward, for every architecture that takes a 4-D mask and a cache object."""
+"""Decoding through the HF module's own forward, for every architecture that takes a 4-D mask and a
+cache object."""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ class _Prompt(CacheLayerMixin):
 
 
 class _Slots(CacheLayerMixin):
-    """A layer of the engine's cache for one decoding step: writes a position per row, answers the first ``length``."""
+    """A layer of the engine's cache for one decoding step: writes a position per row, answers the
+    first ``length``."""
 
     def __init__(self, kv: Tensor, flat: Tensor, segment: Segment) -> None:
         super().__init__()

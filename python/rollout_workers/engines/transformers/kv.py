@@ -24,10 +24,12 @@ class KvShape:
 
 
 class KvCache:
-    """``data`` [layers, slots, max_len, 2, heads, dim]: position p of slot s holds the key and value of token p.
+    """``data`` [layers, slots, max_len, 2, heads, dim]: position p of slot s holds the key and
+    value of token p.
 
-    A token's keys and values lie together, so that a decoding step writes one contiguous row per slot and layer. Positions that
-    were never written are zero: attention multiplies them by 0, which only a finite number survives.
+    A token's keys and values lie together, so that a decoding step writes one contiguous row per
+    slot and layer. Positions that were never written are zero: attention multiplies them by 0,
+    which only a finite number survives.
     """
 
     def __init__(self, data: Tensor) -> None:
@@ -35,7 +37,8 @@ class KvCache:
 
     @classmethod
     def empty(cls, shape: KvShape, slots: int, max_len: int, device: torch.device) -> KvCache:
-        """A cache of zeros. On the CPU a page of memory is taken when it is first touched: unused context costs nothing."""
+        """A cache of zeros. On the CPU a page of memory is taken when it is first touched: unused
+        context costs nothing."""
         size = (shape.layers, slots, max_len, 2, shape.heads, shape.dim)
         if device.type != "cpu":
             return cls(torch.zeros(size, dtype=shape.dtype, device=device))
@@ -53,9 +56,11 @@ class KvCache:
         self.data[:, slots, : prompt.shape[2]] = prompt
 
     def spread(self, slots: NDArray[np.int64], counts: Sequence[int], prompts: Tensor) -> None:
-        """Put each of ``prompts`` [layers, G, T, 2, heads, dim] at the start of ``counts[g]`` of ``slots`` int64[n].
+        """Put each of ``prompts`` [layers, G, T, 2, heads, dim] at the start of ``counts[g]`` of
+        ``slots`` int64[n].
 
-        The slots stand group by group. Where groups of one size, each a run, fill one run together, it is one copy.
+        The slots stand group by group. Where groups of one size, each a run, fill one run together,
+        it is one copy.
         """
         length, count = prompts.shape[2], counts[0]
         begins = slots[np.cumsum(counts, dtype=np.int64) - np.array(counts, np.int64)]
@@ -70,7 +75,8 @@ class KvCache:
         self.write(torch.from_numpy(slots).to(prompts.device), prompts[:, rows])
 
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Copy the first ``length`` positions of the slots ``source`` int64[n] to ``target`` int64[n], all at once."""
+        """Copy the first ``length`` positions of the slots ``source`` int64[n] to ``target``
+        int64[n], all at once."""
         self.data[:, target, :length] = self.data[:, source, :length]
 
     def clear(self, slots: Tensor) -> None:
@@ -79,7 +85,8 @@ class KvCache:
 
 
 class Segment(NamedTuple):
-    """Neighbouring rows [start, stop) of a step that attend to their slots' first ``length`` positions."""
+    """Neighbouring rows [start, stop) of a step that attend to their slots' first ``length``
+    positions."""
 
     start: int
     stop: int
@@ -89,8 +96,9 @@ class Segment(NamedTuple):
 class StepIndex(NamedTuple):
     """Where a decoding step of B rows writes and reads: shared by all layers.
 
-    flat int64[B]: row * max_len + position. reads: per segment its additive mask [rows, 1, 1, length] in the model's dtype: 0 up
-    to and including a row's position, after it the dtype's lowest number, whose probability underflows to exactly 0.
+    flat int64[B]: row * max_len + position. reads: per segment its additive mask [rows, 1, 1,
+    length] in the model's dtype: 0 up to and including a row's position, after it the dtype's
+    lowest number, whose probability underflows to exactly 0.
     """
 
     flat: Tensor

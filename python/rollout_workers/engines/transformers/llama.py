@@ -1,8 +1,9 @@
-"""A hand-written forward for Llama-like decoders (Llama, Mistral, Qwen2, Qwen3) over the HF module's own weights.
+"""A hand-written forward for Llama-like decoders (Llama, Mistral, Qwen2, Qwen3) over the HF
+module's own weights.
 
-On small models most of a step is Python inside the HF module; here a layer is a dozen kernels. Weights are not copied: the
-q, k, v (and gate, up) parameters of the module become views of one fused tensor, so a kernel, ``state_dict`` and a digest
-all read the same bytes.
+On small models most of a step is Python inside the HF module; here a layer is a dozen kernels.
+Weights are not copied: the q, k, v (and gate, up) parameters of the module become views of one
+fused tensor, so a kernel, ``state_dict`` and a digest all read the same bytes.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ _ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 class LlamaForward:
-    """Implements ``Forward``, also over several segments. Build it after the module is on its device."""
+    """Implements ``Forward``, also over several segments. Build it after the module is on its
+    device."""
 
     splits = True
 
     @staticmethod
     def refusal(module: PreTrainedModel, max_len: int) -> str | None:
-        """Why this forward can't run the module, or None. What it can't see, ``choose_forward`` finds by comparing logits."""
+        """Why this forward can't run the module, or None. What it can't see, ``choose_forward``
+        finds by comparing logits."""
         config = module.config
         if config.model_type not in _ARCHITECTURES:
             return f"the Llama forward does not know {config.model_type}"
@@ -109,7 +112,8 @@ class _Layer:
             self.norm_of_head = torch.tensor(kinds).to(self.head_norms.device)
 
     def prefill(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, eps: float) -> Tensor:
-        """Fills kv [P, T, 2, kv_heads, dim]; every token sees itself and the ones before it in its row."""
+        """Fills kv [P, T, 2, kv_heads, dim]; every token sees itself and the ones before it in its
+        row."""
         rows, width = kv.shape[:2]
         q = self._project(x, cos, sin, kv.view(rows * width, 2, self.kv_heads, self.dim), eps)
         q = q.unflatten(0, (rows, width)).transpose(1, 2)
@@ -118,9 +122,11 @@ class _Layer:
         return self._finish(x, attended.transpose(1, 2).reshape(rows * width, -1), eps)
 
     def decode(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, index: StepIndex, eps: float) -> Tensor:
-        """Writes one position of each row of kv [slots, max_len, 2, kv_heads, dim], then attends, a segment at a time.
+        """Writes one position of each row of kv [slots, max_len, 2, kv_heads, dim], then attends, a
+        segment at a time.
 
-        The queries of a group of heads that share keys stand as the rows of one attention: nothing is repeated.
+        The queries of a group of heads that share keys stand as the rows of one attention: nothing
+        is repeated.
         """
         new = torch.empty((x.shape[0], 2, self.kv_heads, self.dim), dtype=x.dtype, device=x.device)
         q = self._project(x, cos, sin, new, eps).unflatten(1, (self.kv_heads, -1))
@@ -133,7 +139,8 @@ class _Layer:
         return self._finish(x, attended.reshape(x.shape[0], -1), eps)
 
     def _project(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, eps: float) -> Tensor:
-        """Queries [N, heads, dim], rotated; keys (rotated) and values go to kv [N, 2, kv_heads, dim]."""
+        """Queries [N, heads, dim], rotated; keys (rotated) and values go to kv [N, 2, kv_heads,
+        dim]."""
         h = F.rms_norm(x, (x.shape[-1],), self.before_attention, eps)
         qkv = F.linear(h, self.qkv, self.qkv_bias).view(x.shape[0], -1, self.dim)
         qk = qkv[:, : self.heads + self.kv_heads]
@@ -153,7 +160,8 @@ class _Layer:
 
 @torch.no_grad()
 def fuse(parameters: list[nn.Parameter]) -> Tensor:
-    """One tensor of the parameters' rows, whose views they become. Writing to either writes to both."""
+    """One tensor of the parameters' rows, whose views they become. Writing to either writes to
+    both."""
     fused = torch.cat([p.data for p in parameters])
     start = 0
     for parameter in parameters:

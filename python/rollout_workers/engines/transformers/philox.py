@@ -1,7 +1,8 @@
 """Random numbers that depend on a seed and a token's index alone: Philox4x32-10.
 
-Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). The 64-bit seed is the key, the pair
-number is the counter; each block of 128 bits serves two consecutive tokens with 53 bits each.
+Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). The 64-bit seed
+is the key, the pair number is the counter; each block of 128 bits serves two consecutive tokens
+with 53 bits each.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ _ROUNDS = 10
 
 
 def philox4x32(key: NDArray[np.uint64], counter: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], ...]:
-    """Four words of 32 bits (in uint64 arrays) per element. key: 64 bits. counter: the low 64 of 128 bits."""
+    """Four words of 32 bits (in uint64 arrays) per element. key: 64 bits. counter: the low 64 of
+    128 bits."""
     zero = np.zeros(np.broadcast_shapes(key.shape, counter.shape), np.uint64)
     k0, k1 = key & _LOW, key >> _HALF
     c0, c1, c2, c3 = (counter & _LOW) + zero, (counter >> _HALF) + zero, zero, zero
@@ -29,7 +31,8 @@ def philox4x32(key: NDArray[np.uint64], counter: NDArray[np.uint64]) -> tuple[ND
 
 
 def uniforms(seeds: NDArray[np.uint64], start: NDArray[np.int64], count: int) -> NDArray[np.float64]:
-    """The numbers in [0, 1) of tokens start[i] .. start[i] + count of each seed, f64[n, count]. start, count: even."""
+    """The numbers in [0, 1) of tokens start[i] .. start[i] + count of each seed, f64[n, count].
+    start, count: even."""
     pairs = (start[:, None] // 2 + np.arange(count // 2)[None, :]).astype(np.uint64)
     words = philox4x32(seeds[:, None], pairs)
     out = np.empty((len(seeds), count))

@@ -13,7 +13,8 @@ _BUCKETED_TOKENS = 256
 
 
 class PrefillBatch(NamedTuple):
-    """members: indices into the sequences, one per row; further rows are empty. ids int64[rows, T], lengths int64[rows]."""
+    """members: indices into the sequences, one per row; further rows are empty. ids int64[rows, T],
+    lengths int64[rows]."""
 
     members: list[int]
     ids: NDArray[np.int64]
@@ -21,7 +22,8 @@ class PrefillBatch(NamedTuple):
 
 
 def by_size(sequences: Sequence[NDArray[np.int64]], max_tokens: int) -> Iterator[PrefillBatch]:
-    """Batches of near lengths, of at most ``max_tokens`` with padding (a longer sequence runs alone)."""
+    """Batches of near lengths, of at most ``max_tokens`` with padding (a longer sequence runs
+    alone)."""
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
     start = 0
     for end in range(1, len(order) + 1):
@@ -45,7 +47,8 @@ def by_bucket(sequences: Sequence[NDArray[np.int64]], max_len: int) -> Iterator[
 
 
 def bucket_shape(length: int, max_len: int) -> tuple[int, int]:
-    """Rows and padded length of the pass that runs a sequence of this length: 256 tokens together, or one row.
+    """Rows and padded length of the pass that runs a sequence of this length: 256 tokens together,
+    or one row.
 
     The padded length is the next power of two from 8 on, at most ``max_len``.
     """

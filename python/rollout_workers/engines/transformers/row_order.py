@@ -1,7 +1,8 @@
 """The order of the slots: samples of similar length in one run, free slots last.
 
-A step's attention costs what its longest row costs, so rows are read in segments of one length class: the next power of two
-from 16 on. A sample's class depends on its own position alone, which deterministic mode needs.
+A step's attention costs what its longest row costs, so rows are read in segments of one length
+class: the next power of two from 16 on. A sample's class depends on its own position alone, which
+deterministic mode needs.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ def segments(positions: Ints, active: NDArray[np.bool_], max_len: int) -> list[S
 
 
 def loose_segments(positions: Ints, max_len: int) -> list[Segment]:
-    """Few segments, each as long as its longest row: stretches of 32 rows, joined where their classes agree.
+    """Few segments, each as long as its longest row: stretches of 32 rows, joined where their
+    classes agree.
 
-    For the fast mode, where a row may be read beyond its class: rows out of order cost reads, not more segments.
+    For the fast mode, where a row may be read beyond its class: rows out of order cost reads, not
+    more segments.
     """
     starts = np.arange(0, len(positions), _STRETCH)
     lengths = np.maximum.reduceat(positions, starts) + 1
@@ -56,7 +59,8 @@ def is_scattered(runs: list[Segment]) -> bool:
 
 
 def moves(positions: Ints, active: NDArray[np.bool_], max_len: int) -> tuple[Ints, Ints]:
-    """(source, target): the fewest moves, done all at once, that bring active rows to the lowest places, longest class first."""
+    """(source, target): the fewest moves, done all at once, that bring active rows to the lowest
+    places, longest class first."""
     rows = np.flatnonzero(active)
     classes = np.where(active, length_class(positions, max_len), -1)
     wanted = np.sort(classes[rows])[::-1]

@@ -31,7 +31,8 @@ class Prefix:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """A request in the engine. ``pending``: samples without a slot yet. ``left``: samples not delivered yet."""
+    """A request in the engine. ``pending``: samples without a slot yet. ``left``: samples not
+    delivered yet."""
 
     request: GroupRequest
     prompt: NDArray[np.int64]

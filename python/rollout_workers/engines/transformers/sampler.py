@@ -1,7 +1,7 @@
 """Sampling, vectorised over rows: logits in, tokens and both logprobs out.
 
-Every kernel used here works row by row along the vocabulary, and which one a row goes through depends on that row alone, so its
-bits do not depend on the other rows.
+Every kernel used here works row by row along the vocabulary, and which one a row goes through
+depends on that row alone, so its bits do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor
 
 
 class Picked(NamedTuple):
-    """tokens int64[B], logprobs f32[B] under the sampling distribution, raw_logprobs f32[B] under the logits' softmax."""
+    """tokens int64[B], logprobs f32[B] under the sampling distribution, raw_logprobs f32[B] under
+    the logits' softmax."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -22,7 +23,8 @@ class Picked(NamedTuple):
 
 
 class Filters(NamedTuple):
-    """Filters of F rows. rows int64[F], top_k int64[F, 1] (>= 1), top_p f32[F, 1], log_min_p f32[F, 1] (-inf is off)."""
+    """Filters of F rows. rows int64[F], top_k int64[F, 1] (>= 1), top_p f32[F, 1], log_min_p f32[F,
+    1] (-inf is off)."""
 
     rows: Tensor
     top_k: Tensor
@@ -34,8 +36,9 @@ class Filters(NamedTuple):
 class Controls:
     """The sampling parameters of B rows. A None switches its work off for all of them.
 
-    temperature f32[B, 1]: above 0 (1 in greedy rows). greedy bool[B]. shaped bool[B]: the rows that a temperature or a filter
-    changes, set where there is one; the others keep their raw logprobs to the bit. filters: of the rows that have one.
+    temperature f32[B, 1]: above 0 (1 in greedy rows). greedy bool[B]. shaped bool[B]: the rows that
+    a temperature or a filter changes, set where there is one; the others keep their raw logprobs to
+    the bit. filters: of the rows that have one.
     """
 
     temperature: Tensor | None = None
@@ -45,7 +48,8 @@ class Controls:
 
 
 def sample(logits: Tensor, uniform: Tensor, controls: Controls) -> Picked:
-    """Draw one token per row by inverting the distribution function. logits [B, V] float, uniform f64[B] in [0, 1)."""
+    """Draw one token per row by inverting the distribution function. logits [B, V] float, uniform
+    f64[B] in [0, 1)."""
     raw = torch.log_softmax(logits.float(), dim=-1)
     scores = raw if controls.temperature is None else raw / controls.temperature
     if controls.filters is not None:
@@ -66,14 +70,17 @@ def sample(logits: Tensor, uniform: Tensor, controls: Controls) -> Picked:
 _BLOCK = 64
 """Tokens per block of the two-level search."""
 _LARGE = 4096
-"""Vocabularies from this size on are searched by blocks: a float64 sum over each token costs more memory than it saves time."""
+"""Vocabularies from this size on are searched by blocks: a float64 sum over each token costs more
+memory than it saves time."""
 
 
 def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """The first token whose cumulated probability exceeds uniform * total: never one of probability 0.
+    """The first token whose cumulated probability exceeds uniform * total: never one of
+    probability 0.
 
-    probabilities f32[B, V], uniform f64[B]; returns int64[B]. Sums are in float64. A large vocabulary is searched in two levels,
-    the block first and then the token in it, which reads each probability once.
+    probabilities f32[B, V], uniform f64[B]; returns int64[B]. Sums are in float64. A large
+    vocabulary is searched in two levels, the block first and then the token in it, which reads each
+    probability once.
     """
     vocabulary = probabilities.shape[-1]
     if vocabulary < _LARGE:
@@ -91,7 +98,8 @@ def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _search(weights: Tensor, fraction: Tensor) -> Tensor:
-    """The first index of each row whose cumulated weight exceeds fraction * total. weights [B, N], fraction f64[B, 1]."""
+    """The first index of each row whose cumulated weight exceeds fraction * total. weights [B, N],
+    fraction f64[B, 1]."""
     cumulated = weights.cumsum(dim=-1, dtype=torch.float64)
     total = cumulated[:, -1:]
     below = torch.minimum(fraction * total, total * (1 - 2.0**-50))
@@ -99,7 +107,8 @@ def _search(weights: Tensor, fraction: Tensor) -> Tensor:
 
 
 def _filter(scores: Tensor, filters: Filters) -> Tensor:
-    """Scores [B, V] with -inf where a row's top_k, top_p or min_p drops a token. Tokens that tie with the last kept stay."""
+    """Scores [B, V] with -inf where a row's top_k, top_p or min_p drops a token. Tokens that tie
+    with the last kept stay."""
     every = len(filters.rows) == len(scores)
     rows = scores if every else scores[filters.rows]
     ordered = rows.sort(dim=-1, descending=True).values

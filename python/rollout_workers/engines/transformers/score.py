@@ -1,4 +1,5 @@
-"""The log-probabilities of a prompt's tokens: one plain pass over the model, outside of the decoding loop."""
+"""The log-probabilities of a prompt's tokens: one plain pass over the model, outside of the
+decoding loop."""
 
 from __future__ import annotations
 
@@ -25,10 +26,12 @@ HELD = 1 << 24
 
 
 class Scoring:
-    """Prompts that wait to be scored. Used by the decoding thread alone; answers may be cancelled from anywhere.
+    """Prompts that wait to be scored. Used by the decoding thread alone; answers may be cancelled
+    from anywhere.
 
-    Each prompt runs alone and unpadded, so that no neighbour changes its bits. Its logits are made a few rows at a time from its
-    last hidden states [T, H]; of a model whose head is not linear, which makes them itself, all [T, V] are held at once.
+    Each prompt runs alone and unpadded, so that no neighbour changes its bits. Its logits are made
+    a few rows at a time from its last hidden states [T, H]; of a model whose head is not linear,
+    which makes them itself, all [T, V] are held at once.
     """
 
     def __init__(self, module: PreTrainedModel, max_len: int, vocabulary: int) -> None:
@@ -52,7 +55,8 @@ class Scoring:
         self._waiting.append((prompt, answer))
 
     def one(self) -> None:
-        """Score the prompt that has waited longest. Where that raises, so does its answer, and nothing else."""
+        """Score the prompt that has waited longest. Where that raises, so does its answer, and
+        nothing else."""
         prompt, answer = self._waiting.popleft()
         if not answer.set_running_or_notify_cancel():  # who asked has gone
             return
@@ -71,7 +75,8 @@ class Scoring:
 
 @torch.inference_mode()
 def logprobs_of(module: PreTrainedModel, prompt: NDArray[np.int64], *, linear: bool, held: int = HELD) -> Logprobs:
-    """f32[T]: the logprob of each token of int64[T] given those before it; 0 for the first. linear: see :func:`linear_head`."""
+    """f32[T]: the logprob of each token of int64[T] given those before it; 0 for the first. linear:
+    see :func:`linear_head`."""
     ids = torch.from_numpy(prompt).to(next(module.parameters()).device)
     rows, head = _rows_of(module, ids[None], linear)
     step = max(1, held // module.config.get_text_config().vocab_size)
@@ -84,7 +89,8 @@ def logprobs_of(module: PreTrainedModel, prompt: NDArray[np.int64], *, linear: b
 
 
 def _rows_of(module: PreTrainedModel, ids: Tensor, linear: bool) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """ids int64[1, T] -> [1, T, H] and what makes logits of rows of it; without a linear head logits [1, T, V] and nothing."""
+    """ids int64[1, T] -> [1, T, H] and what makes logits of rows of it; without a linear head
+    logits [1, T, V] and nothing."""
     if not linear:
         return module(input_ids=ids, use_cache=False).logits, lambda logits: logits
     head: Any = module.get_output_embeddings()
@@ -93,8 +99,8 @@ def _rows_of(module: PreTrainedModel, ids: Tensor, linear: bool) -> tuple[Tensor
 
 @torch.inference_mode()
 def linear_head(module: PreTrainedModel) -> bool:
-    """Whether the output embedding makes the model's logits of its last hidden states (``plain_head``), also when these are
-    computed alone, tried on eight tokens."""
+    """Whether the output embedding makes the model's logits of its last hidden states
+    (``plain_head``), also when these are computed alone, tried on eight tokens."""
     if not plain_head(module):
         return False
     vocabulary = module.config.get_text_config().vocab_size

@@ -1,4 +1,5 @@
-"""The slots: the host's record of every sample that is being decoded, in arrays, so that a step's bookkeeping is vectorised."""
+"""The slots: the host's record of every sample that is being decoded, in arrays, so that a step's
+bookkeeping is vectorised."""
 
 from __future__ import annotations
 
@@ -20,9 +21,11 @@ _RANDOM_BLOCK = 16
 
 
 class SlotTable:
-    """Arrays over slots. A slot is free or holds one sample; a free one keeps position 0 and token 0.
+    """Arrays over slots. A slot is free or holds one sample; a free one keeps position 0 and
+    token 0.
 
-    tokens: last token, the next step's input. positions: where that token's KV will be written. generated: tokens so far.
+    tokens: last token, the next step's input. positions: where that token's KV will be written.
+    generated: tokens so far.
     limit: tokens at most. out_*: what was sampled, first ``generated`` columns.
     """
 
@@ -73,7 +76,8 @@ class SlotTable:
         limit: int | NDArray[np.int64],
         stop_ids: tuple[int, ...],
     ) -> None:
-        """Give free slots to samples that share parameters and end tokens. prompt_tokens, limit: of all, or of each [n].
+        """Give free slots to samples that share parameters and end tokens. prompt_tokens, limit: of
+        all, or of each [n].
 
         Their next token is the first one, from the prompt's last logits.
         """
@@ -107,7 +111,8 @@ class SlotTable:
         self._controls = None
 
     def move(self, source: Slots, target: Slots) -> None:
-        """Move samples, all at once; each target is free or a source. Sources that are not targets become free."""
+        """Move samples, all at once; each target is free or a source. Sources that are not targets
+        become free."""
         owners = [self.owner[slot] for slot in source.tolist()]
         for slot, owner in zip(target.tolist(), owners, strict=True):
             self.owner[slot] = owner
@@ -121,7 +126,8 @@ class SlotTable:
         self._controls = None
 
     def uniform(self, slots: Slots) -> NDArray[np.float64]:
-        """The random number of each slot's next token, f64[n]. Drawn ahead in blocks, aligned to the token's index."""
+        """The random number of each slot's next token, f64[n]. Drawn ahead in blocks, aligned to
+        the token's index."""
         generated = self.generated[slots]
         column = generated % _RANDOM_BLOCK
         due = slots[(column == 0) & self.active[slots]]
@@ -146,7 +152,8 @@ class SlotTable:
         self.generated[slots] = at + 1
 
     def finished(self, slots: Slots) -> tuple[Slots, Slots, Slots]:
-        """Of active slots that just got a token: those with a bad one, those at a stop token, those at their limit."""
+        """Of active slots that just got a token: those with a bad one, those at a stop token, those
+        at their limit."""
         tokens = self.tokens[slots]
         raw = self.out_raw_logprobs[slots, self.generated[slots] - 1]
         bad = ~np.isfinite(raw)
@@ -155,7 +162,8 @@ class SlotTable:
         return slots[bad], slots[stopped], slots[full]
 
     def sampled(self, slots: Slots, ends: Sequence[int]) -> Iterator[tuple[NDArray[Any], ...]]:
-        """Of each slot copies of its first tokens int32, logprobs and raw logprobs float32, as many as its end says.
+        """Of each slot copies of its first tokens int32, logprobs and raw logprobs float32, as many
+        as its end says.
 
         Slots of about one length share memory, which is there until the last of them goes.
         """

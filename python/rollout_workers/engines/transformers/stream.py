@@ -1,4 +1,5 @@
-"""From the decoding thread to asyncio: one wake-up per decoding step, however many samples it ended."""
+"""From the decoding thread to asyncio: one wake-up per decoding step, however many samples it
+ended."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ Item = SampleDelta | SampleOutput
 
 
 class Stream:
-    """The outputs of one ``generate`` call. ``put`` in the decoding thread, everything else in the event loop."""
+    """The outputs of one ``generate`` call. ``put`` in the decoding thread, everything else in the
+    event loop."""
 
     def __init__(self, outbox: Outbox, samples: int) -> None:
         self._loop = asyncio.get_running_loop()
@@ -54,7 +56,8 @@ class Outbox:
         self._posts.setdefault(loop, []).append((stream, item))
 
     def flush(self) -> None:
-        """Hand everything to its event loop, one call each. What belongs to a closed loop is dropped."""
+        """Hand everything to its event loop, one call each. What belongs to a closed loop is
+        dropped."""
         posts, self._posts = self._posts, {}
         for loop, items in posts.items():
             try:

@@ -1,4 +1,5 @@
-"""Token ids to text, a token at a time: whole characters only, and stop strings across token borders."""
+"""Token ids to text, a token at a time: whole characters only, and stop strings across token
+borders."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ class Tokenizer(Protocol):
 class SampleText:
     """The text of one sample as it grows.
 
-    Decoding a token alone is wrong (a character may span tokens, a leading space may be dropped), so a window is decoded:
-    the tokens since ``_prefix``, of which those up to ``_read`` are already in the text. What ends in U+FFFD may still become
-    a character and waits.
+    Decoding a token alone is wrong (a character may span tokens, a leading space may be dropped),
+    so a window is decoded: the tokens since ``_prefix``, of which those up to ``_read`` are already
+    in the text. What ends in U+FFFD may still become a character and waits.
     """
 
     def __init__(self, stop: tuple[str, ...]) -> None:
@@ -42,7 +43,8 @@ class SampleText:
         self._ids.append(token)
 
     def certain(self) -> str:
-        """What became certain since the last call: all but what may be the beginning of a stop string."""
+        """What became certain since the last call: all but what may be the beginning of a stop
+        string."""
         end = len(self.text) if self.matched else len(self.text) - self._held_back()
         piece, self.sent = self.text[self.sent : end], max(self.sent, end)
         return piece
@@ -76,7 +78,8 @@ class SampleText:
 
 
 def advance(texts: Sequence[SampleText], tokenizer: Tokenizer, final: bool = False) -> None:
-    """Decode what was pushed to all ``texts`` in one call. ``final`` also takes a character that stayed incomplete."""
+    """Decode what was pushed to all ``texts`` in one call. ``final`` also takes a character that
+    stayed incomplete."""
     windows = [window for text in texts for window in text._windows()]
     decoded = tokenizer.batch_decode(windows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     for i, text in enumerate(texts):

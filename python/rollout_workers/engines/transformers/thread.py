@@ -1,4 +1,5 @@
-"""The thread that owns a decoder: it turns while there is work and runs what others ask of it between two turns."""
+"""The thread that owns a decoder: it turns while there is work and runs what others ask of it
+between two turns."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ T = TypeVar("T")
 
 
 class DecodingThread:
-    """Everything that touches the decoder goes through ``call``. ``flush`` runs after every turn and call."""
+    """Everything that touches the decoder goes through ``call``. ``flush`` runs after every turn
+    and call."""
 
     def __init__(self, build: Callable[[], Decoder], flush: Callable[[], None], threads: int | None) -> None:
         """Start the thread, build the decoder in it and wait. Raises what ``build`` raises."""
@@ -46,7 +48,8 @@ class DecodingThread:
             raise EngineClosed("the engine was shut down")
 
     def close(self) -> None:
-        """Run the calls made so far, then end the thread and wait for it. Decoding stops at once."""
+        """Run the calls made so far, then end the thread and wait for it. Decoding stops at
+        once."""
         with self._gate:
             if not self._closed:
                 self._closed = True
