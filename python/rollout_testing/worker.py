@@ -55,7 +55,7 @@ class InProcess:
         return await self.ended()
 
     async def ended(self) -> int:
-        """Return when it has left by itself."""
+        """Return when the worker has exited on its own."""
         assert self.task is not None
         async with asyncio.timeout(60):
             await self.task

@@ -1,4 +1,4 @@
-"""What a reward is given, what it answers, and how it fails."""
+"""The inputs, results, and errors of a reward function."""
 
 from __future__ import annotations
 

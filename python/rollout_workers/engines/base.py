@@ -239,5 +239,5 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
     async def shutdown(self) -> None:
-        """Abort what is in flight, deliver it and free everything."""
+        """Abort all samples in flight, deliver them, and free all resources."""
         ...

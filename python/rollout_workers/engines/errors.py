@@ -79,7 +79,7 @@ class ModelUnsupported(EngineError):
 
 
 class WeightsMismatch(EngineError):
-    """Weights that are not what they should be; nothing was loaded.
+    """The weights don't match the expected names, shapes, or digest; nothing was loaded.
 
     tensor: the first one that differs, or "" where only the roots do. expected, got: digests,
     shapes or dtypes as text.

@@ -20,7 +20,7 @@ _REMEMBERED = 128
 
 
 class WeightsDigestMismatch(RolloutError):
-    """Weights whose tensors do not hash to what they are said to be."""
+    """The digest of the weights' tensors differs from the expected one."""
 
     reason: ClassVar[str] = "WEIGHTS_DIGEST_MISMATCH"
 

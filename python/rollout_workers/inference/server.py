@@ -1,4 +1,4 @@
-"""InferenceWorkerService: what the mesh asks of an inference worker."""
+"""The gRPC service of an inference worker (InferenceWorkerService)."""
 
 from __future__ import annotations
 

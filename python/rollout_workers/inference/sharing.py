@@ -56,7 +56,7 @@ class Sharing:
             await self._listen(False)
 
     def _wanted(self) -> int:
-        """Groups that there are slots for and that were asked for in vain."""
+        """The number of groups that were requested for free slots and did not arrive."""
         if self._puller.waiting:
             return 0
         return max(0, min(self._puller.free // self._group_slots, self._queue.outstanding))

@@ -81,7 +81,7 @@ class Events:
             self._held.append(event)
 
     def close(self, seconds: float = 2.0) -> None:
-        """Send what is held, for at most ``seconds``."""
+        """Send the buffered events, for at most ``seconds``."""
         if self._task is not None:
             self._task.cancel()
             self._task = None

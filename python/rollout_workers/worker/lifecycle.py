@@ -67,7 +67,7 @@ class Lifecycle:
         return None
 
     def drain(self) -> None:
-        """Finish what was begun, then leave."""
+        """Finish work in progress, then exit."""
         self._leaving.set()
 
     def fence(self, reason: str) -> None:

@@ -113,7 +113,7 @@ class Decoder:
         return found
 
     def fail(self, cause: Exception) -> None:
-        """A turn raised: end everything in flight with ``EngineFailed`` and start afresh."""
+        """A turn raised: end everything in flight with ``EngineFailed`` and reset."""
         error = EngineFailed(f"decoding failed: {cause!r}; every sample in flight was ended, the engine continues")
         error.__cause__ = cause
         self.abort(tuple(self.groups), "error", error)
