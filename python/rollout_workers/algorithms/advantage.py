@@ -1,5 +1,4 @@
-"""Advantage estimators: from the rewards of a batch's samples to how much better than expected each
-was."""
+"""Advantage estimators: turn the rewards of a batch into advantages of samples or tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ def group_relative(
     normalization: str | None = None,
     epsilon: float = 1e-4,
 ) -> Tensor:
-    """Advantage of each sample over the samples of its own group: ``(r - mean) / (std + epsilon)``.
+    """Advantage of each sample over the samples of its group: ``(r - mean) / (std + epsilon)``.
 
     DeepSeekMath (arXiv 2402.03300, section 4.1). ``std`` is the sample standard deviation (n - 1),
     of the group or, with normalization ``batch``, of all rewards (Lite PPO, arXiv 2508.08221); with

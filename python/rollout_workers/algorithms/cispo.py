@@ -12,7 +12,8 @@ from rollout_workers.algorithms.types import Algorithm
 class CispoConfig(GrpoConfig):
     """GRPO's settings with the defaults of CISPO.
 
-    The paper sets no lower clip and doesn't name the upper one; 5 in all is what ScaleRL (arXiv 2510.13786) found to do well.
+    The paper sets no lower clip and doesn't name the upper one; 5 in all is what ScaleRL (arXiv
+    2510.13786) found to do well.
     """
 
     clip_low: float = 1.0
@@ -22,7 +23,7 @@ class CispoConfig(GrpoConfig):
 def cispo(config: CispoConfig) -> Algorithm:
     """CISPO as an algorithm.
 
-    Per token ``-constant(clip(r)) A log(p)`` (equation 4): the clip bounds the weight of a token's gradient and never its
-    presence, so rare tokens that decide a chain of thought keep theirs.
+    Per token ``-constant(clip(r)) A log(p)`` (equation 4): the clip bounds the weight of a token's
+    gradient and never its presence, so rare tokens that decide a chain of thought keep theirs.
     """
     return compare("cispo", config, detach_ratio=True)

@@ -10,7 +10,7 @@ from rollout_workers.algorithms.types import Algorithm
 
 @dataclass(frozen=True, slots=True)
 class DapoConfig(GrpoConfig):
-    """GRPO's settings with the defaults of DAPO; each part can be switched off by its own setting."""
+    """GRPO's settings with the defaults of DAPO; each part has a setting that turns it off."""
 
     clip_high: float = 0.28
     dynamic_sampling: bool = True
@@ -21,9 +21,10 @@ class DapoConfig(GrpoConfig):
 def dapo(config: DapoConfig) -> Algorithm:
     """DAPO as an algorithm.
 
-    Its four parts: ``clip_high`` above ``clip_low``; ``dynamic_sampling``, by which groups of equal rewards are left out
-    and others are sampled in their place (by the buffer's ledger, before a batch gets here; what is equal only after the overlong
-    penalty is left out of the mean here); ``reduction = "token"``; and the soft overlong punishment (``overlong_share``,
+    Its four parts: ``clip_high`` above ``clip_low``; ``dynamic_sampling``, which replaces groups of
+    equal rewards by other groups (done by the buffer's ledger before a batch is built; groups that
+    become equal through the overlong penalty are excluded from the mean here);
+    ``reduction = "token"``; and the soft overlong punishment (``overlong_share``,
     ``overlong_penalty``).
     """
     return compare("dapo", config)

@@ -1,7 +1,8 @@
-"""On-policy distillation: the student samples, the teacher says how likely each token was.
+"""On-policy distillation: the student samples, and the teacher scores each sampled token.
 
-Agarwal et al., arXiv 2306.13649 (student's own samples); Gu et al., arXiv 2306.08543 (reverse KL by policy gradient); Lu and
-Thinking Machines Lab, "On-Policy Distillation" (2025: on the sampled tokens alone).
+Agarwal et al., arXiv 2306.13649 (student's own samples); Gu et al., arXiv 2306.08543 (reverse KL by
+policy gradient); Lu and Thinking Machines Lab, "On-Policy Distillation" (2025: on the sampled
+tokens alone).
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ class DistillationConfig:
     epochs: int = 1
     minibatches: int = 1
     off_policy: bool = False
-    """Whether samples may come from older weights; off, the engine's logprobs stay out of the loss."""
+    """Whether samples may come from older weights. If false, the loss does not use the engine's
+    logprobs."""
     importance_cap: float = 2.0
-    """Cap of the importance weight against the engine's logprobs; used where ``off_policy``."""
+    """Cap of the importance weight against the engine's logprobs; used with ``off_policy``."""
     max_tokens: int = 0
-    """Longest completion that may be sampled; ``constant`` needs it."""
+    """Maximum length of a completion; required by ``constant``."""
     teacher: str = ""
-    """Folder of the teacher's model, for the learner. Empty where samples carry the logprobs of a teacher elsewhere."""
+    """Folder of the teacher's model, for the learner. Empty if samples carry the logprobs of a
+    remote teacher."""
 
     def __post_init__(self) -> None:
         one_of("reduction", self.reduction, REDUCTIONS)
@@ -49,14 +52,16 @@ def distillation(config: DistillationConfig) -> Algorithm:
 
 
 def reverse_kl(tokens: TokenBatch, *, config: DistillationConfig) -> LossTerms:
-    """``-(p / p_old) constant(log p_teacher - log p)`` of each sampled token, reduced over the batch.
+    """``-(p / p_old) constant(log p_teacher - log p)`` of each sampled token, reduced over the
+    batch.
 
-    The expectation over the student's own samples of its gradient is that of KL(student || teacher) at each position; what a
-    token does to later ones is left out (a discount of 0). Off policy a truncated importance weight of the learner over the
-    engine is put on each token.
+    The expectation over the student's own samples of its gradient is that of KL(student || teacher)
+    at each position; what a token does to later ones is left out (a discount of 0). Off policy a
+    truncated importance weight of the learner over the engine is put on each token.
 
-    float32 [N] each. Mask: the tokens are those that carry loss. Reduction: ``config.reduction``, over ``normalizer`` tokens or
-    ``samples`` (``reduce_tokens``). Sums: ``kl/teacher`` (k1). Raises ``ValueError`` where the batch lacks something.
+    float32 [N] each. Mask: the tokens are those that carry loss. Reduction: ``config.reduction``,
+    over ``normalizer`` tokens or ``samples`` (``reduce_tokens``). Sums: ``kl/teacher`` (k1). Raises
+    ``ValueError`` where the batch lacks something.
     """
     teacher = present(tokens.teacher_logprobs, "the teacher's logprobs")
     student = tokens.logprobs.detach()

@@ -16,9 +16,9 @@ class DpoConfig:
     """Settings of DPO, by the names of the run config."""
 
     beta: float = 0.1
-    """How strongly the policy is held to the initial model."""
+    """Strength of the pull toward the initial model."""
     label_smoothing: float = 0.0
-    """Share of pairs whose labels are taken to be wrong (conservative DPO), in [0, 0.5)."""
+    """Assumed fraction of pairs with wrong labels (conservative DPO), in [0, 0.5)."""
 
     def __post_init__(self) -> None:
         if self.beta <= 0:
@@ -33,13 +33,14 @@ def dpo(config: DpoConfig) -> Algorithm:
 
 
 def dpo_loss(batch: PairBatch, *, config: DpoConfig) -> LossTerms:
-    """``-(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m)``, the mean over pairs (equation 7; with smoothing e: Mitchell
-    2023).
+    """``-(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m)``, the mean over pairs (equation 7;
+    with smoothing e: Mitchell 2023).
 
-    ``m`` is the margin of the log-ratios to the initial model, chosen less rejected, summed over tokens.
+    ``m`` is the margin of the log-ratios to the initial model, chosen less rejected, summed over
+    tokens.
 
-    float32 [P] each. Mask: the sums are over tokens that carry loss. Reduction: the sum over ``pairs``, those of the whole
-    batch. Sums: see ``margin_sums``.
+    float32 [P] each. Mask: the sums are over tokens that carry loss. Reduction: the sum over
+    ``pairs``, those of the whole batch. Sums: see ``margin_sums``.
     """
     chosen = batch.chosen - batch.reference_chosen
     rejected = batch.rejected - batch.reference_rejected
@@ -49,15 +50,16 @@ def dpo_loss(batch: PairBatch, *, config: DpoConfig) -> LossTerms:
     return LossTerms(loss=per_pair.sum() / batch.pairs, sums=margin_sums(batch, config.beta))
 
 
-_ROUNDING = 2e-6  # of a token's logprob, and as a share of their sum; what is below it says nothing
+_ROUNDING = 2e-6  # per token, and relative to the sum of logprobs; smaller margins are rounding errors
 
 
 def margin_sums(batch: PairBatch, beta: float) -> dict[str, Tensor]:
-    """Sums over pairs of the implicit rewards: ``rewards/chosen``, ``rewards/rejected``, ``rewards/margin``, and
-    ``rewards/accuracy`` (pairs whose chosen one is above by more than rounding: a policy that is still its reference prefers
-    nothing).
+    """Sums over pairs of the implicit rewards: ``rewards/chosen``, ``rewards/rejected``,
+    ``rewards/margin``, and ``rewards/accuracy`` (pairs whose chosen reward is higher by more than
+    the rounding error, so a policy equal to its reference has accuracy 0).
 
-    float32 [P] each -> float32 scalar each, without gradient. Mask: as the loss's. Reduction: sums over the pairs given.
+    float32 [P] each -> float32 scalar each, without gradient. Mask: as the loss's. Reduction: sums
+    over the pairs given.
     """
     ratios = (batch.chosen - batch.reference_chosen).detach(), (batch.rejected - batch.reference_rejected).detach()
     sums, tokens = batch.reference_chosen.abs() + batch.reference_rejected.abs(), batch.chosen_lengths + batch.rejected_lengths

@@ -1,4 +1,5 @@
-"""Dr. GRPO: GRPO without its two biases (Liu et al., "Understanding R1-Zero-Like Training", arXiv 2503.20783)."""
+"""Dr. GRPO: GRPO without its two biases (Liu et al., "Understanding R1-Zero-Like Training", arXiv
+2503.20783)."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ class DrGrpoConfig(GrpoConfig):
 def dr_grpo(config: DrGrpoConfig) -> Algorithm:
     """Dr. GRPO as an algorithm.
 
-    Advantages are ``r - mean`` (dividing by the standard deviation favours questions that are too easy or too hard), and the
-    loss is summed over tokens and divided by ``samples * max_tokens`` (dividing by a sample's own length favours long wrong
-    answers).
+    Advantages are ``r - mean`` (dividing by the standard deviation favours questions that are too
+    easy or too hard), and the loss is summed over tokens and divided by ``samples * max_tokens``
+    (dividing by a sample's own length favours long wrong answers).
     """
     return compare("dr_grpo", config)

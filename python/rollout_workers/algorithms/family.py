@@ -1,4 +1,5 @@
-"""What PPO and the GRPO family have in common around the loss: rewards, what is needed, the KL controller."""
+"""What PPO and the GRPO family have in common around the loss: rewards, what is needed, the KL
+controller."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def group_algorithm(
     ratio: str = "token",
     detach_ratio: bool = False,
 ) -> Algorithm:
-    """An algorithm that compares the samples of a group. See ``surrogate.policy_loss`` for ``ratio`` and ``detach_ratio``."""
+    """An algorithm that compares the samples of a group. See ``surrogate.policy_loss`` for
+    ``ratio`` and ``detach_ratio``."""
     return policy_algorithm(
         name,
         config,
@@ -81,12 +83,14 @@ def policy_algorithm(
 def estimate_by_group(batch: EstimatorBatch, *, config: PolicyConfig, advantages: Advantages, normalize_std: bool) -> Estimate:
     """Advantages relative to the group, of every token.
 
-    With the divergence in the reward, a sample's reward is first lowered by ``kl_coefficient`` times its sum over the sample.
-    With ``token_rewards`` the estimate is that of process supervision, ``advantage.process_relative``, whatever
-    ``advantages`` is, and each process reward is lowered by the sum over its part of the sample.
+    With the divergence in the reward, a sample's reward is first lowered by ``kl_coefficient``
+    times its sum over the sample. With ``token_rewards`` the estimate is that of process
+    supervision, ``advantage.process_relative``, whatever ``advantages`` is, and each process reward
+    is lowered by the sum over its part of the sample.
 
-    float64 [S] rewards and float64 [T] logprobs; ``advantages``: float64 [S], int64 [S] -> float64 [S]. Mask: the tokens are
-    those that carry loss; a sample without one counts in its group. Returns float64 [T] advantages.
+    float64 [S] rewards and float64 [T] logprobs; ``advantages``: float64 [S], int64 [S] -> float64
+    [S]. Mask: the tokens are those that carry loss; a sample without one counts in its group.
+    Returns float64 [T] advantages.
     """
     metrics: dict[str, float] = {}
     rewards, token_rewards = batch.rewards, batch.token_rewards
@@ -102,8 +106,8 @@ def estimate_by_group(batch: EstimatorBatch, *, config: PolicyConfig, advantages
 def penalties(batch: EstimatorBatch, config: PolicyConfig, metrics: dict[str, float]) -> Tensor:
     """``kl_coefficient`` times the divergence of each token; notes its mean in ``metrics``.
 
-    ``logprobs`` and ``reference_logprobs`` float64 [T]. Mask: the tokens are those that carry loss. Returns float64 [T]. Raises
-    ``ValueError`` where the batch lacks one.
+    ``logprobs`` and ``reference_logprobs`` float64 [T]. Mask: the tokens are those that carry loss.
+    Returns float64 [T]. Raises ``ValueError`` where the batch lacks one.
     """
     old = present(batch.logprobs, "logprobs of the policy before the first update")
     reference = present(batch.reference_logprobs, "logprobs of the reference model")
@@ -116,9 +120,11 @@ def penalties(batch: EstimatorBatch, config: PolicyConfig, metrics: dict[str, fl
 def overlong(rewards: Tensor, lengths: Tensor, truncated: Tensor, *, config: PolicyConfig) -> Tensor:
     """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
 
-    With L the longest completion and C = overlong_share * L: nothing is taken up to L - C tokens, then ``overlong_penalty`` times
-    ``(length - (L - C)) / C``, all of it at L and from completions that were cut off.
-    rewards: float64 [S]. lengths: int64 [S], sampled tokens. truncated: bool [S]. Returns float64 [S].
+    With L the longest completion and C = overlong_share * L: nothing is taken up to L - C tokens,
+    then ``overlong_penalty`` times ``(length - (L - C)) / C``, all of it at L and from completions
+    that were cut off.
+    rewards: float64 [S]. lengths: int64 [S], sampled tokens. truncated: bool [S]. Returns float64
+    [S].
     """
     room = config.overlong_share * config.max_tokens
     over = ((lengths.to(rewards.dtype) - (config.max_tokens - room)) / room).clamp(0, 1)

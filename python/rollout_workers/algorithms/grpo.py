@@ -13,16 +13,19 @@ from rollout_workers.algorithms.types import Algorithm
 
 @dataclass(frozen=True, slots=True)
 class GrpoConfig(PolicyConfig):
-    """Settings of GRPO, by the names of the run config; the losses that follow from it take them with other defaults."""
+    """Settings of GRPO, by the names of the run config; losses based on GRPO use other defaults."""
 
     normalization: str = "group"
-    """What advantages are divided by the standard deviation of: the rewards of the ``group``, of the ``batch``, or ``none``."""
+    """Advantages are divided by the standard deviation of the rewards of the ``group`` or the
+    ``batch``, or by ``none``."""
     baseline: str = "group"
-    """What a reward is compared with: the mean of its ``group``, or of the other samples of it (``leave_one_out``)."""
+    """Mean reward to subtract: of the whole ``group``, or of the other samples of the group
+    (``leave_one_out``)."""
     normalize_std: bool = True
-    """Off: ``normalization`` is ``none``."""
+    """False sets ``normalization`` to ``none``."""
     dynamic_sampling: bool = False
-    """Whether groups of equal rewards are left out of the batch, so that they don't dilute its mean."""
+    """Whether groups with equal rewards are excluded from the batch. They would only dilute its
+    mean."""
 
     def __post_init__(self) -> None:
         PolicyConfig.__post_init__(self)
@@ -35,14 +38,16 @@ class GrpoConfig(PolicyConfig):
 def grpo(config: GrpoConfig) -> Algorithm:
     """GRPO as an algorithm.
 
-    The loss is ``surrogate.policy_loss``, by default with token-level normalisation over the global batch (DAPO, arXiv
-    2503.14476, equation 8), which doesn't favour short right answers as the paper's own (``reduction = "sequence"``) does.
+    The loss is ``surrogate.policy_loss``, by default with token-level normalisation over the global
+    batch (DAPO, arXiv 2503.14476, equation 8), which doesn't favour short right answers as the
+    paper's own (``reduction = "sequence"``) does.
     """
     return compare("grpo", config)
 
 
 def compare(name: str, config: GrpoConfig, *, ratio: str = "token", detach_ratio: bool = False) -> Algorithm:
-    """An algorithm of GRPO's family: its estimator by ``baseline`` and ``normalization``, and ``surrogate.policy_loss``."""
+    """An algorithm of GRPO's family: its estimator by ``baseline`` and ``normalization``, and
+    ``surrogate.policy_loss``."""
     estimator = leave_one_out if config.baseline == "leave_one_out" else group_relative
     algorithm = group_algorithm(
         name,

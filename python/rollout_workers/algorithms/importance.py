@@ -1,9 +1,10 @@
-"""Correction for tokens that were sampled by another policy than the one that is trained.
+"""Importance weights for tokens that were sampled by a policy other than the trained one.
 
-Three policies: the *behaviour* policy, whose logprobs the engine reported; the *proximal* one, the learner's before the batch's
-first update; and the one that is trained. The loss bounds the step from proximal to trained; what lies between behaviour and
-proximal, older weights and the engine's other arithmetic, is a weight on each token (the decoupled objective: Hilton et al.,
-arXiv 2110.00641, equation 2; in asynchronous training AReaL, arXiv 2505.24298).
+Three policies: the *behaviour* policy, whose logprobs the engine reported; the *proximal* one, the
+learner's before the batch's first update; and the one that is trained. The loss bounds the step
+from proximal to trained; what lies between behaviour and proximal, older weights and the engine's
+other arithmetic, is a weight on each token (the decoupled objective: Hilton et al., arXiv
+2110.00641, equation 2; in asynchronous training AReaL, arXiv 2505.24298).
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ CORRECTIONS = ("truncate", "mask", "none")
 LEVELS = ("token", "sequence", "geometric")
 
 LOG_RATIO_LIMIT = 20.0
-"""Ratios of probabilities are held between exp(-20) and exp(20): past that float32 overflows, and the data says nothing more."""
+"""Log-ratios are clamped to ±20, because ``exp`` of much larger values overflows float32."""
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """``exp`` of a log-ratio held within ``LOG_RATIO_LIMIT``, without gradient beyond it. float [N] -> float [N]."""
+    """``exp`` of a log-ratio clamped to ``LOG_RATIO_LIMIT``, with gradient 0 beyond it. float
+    [N] -> float [N]."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
@@ -38,16 +40,19 @@ def importance_weights(
     cap: float,
     floor: float,
 ) -> Tensor:
-    """The weight of each token, a constant for the gradient. float [N], [N], int64 [N] -> float [N].
+    """The weight of each token, a constant for the gradient. float [N], [N], int64 [N] -> float
+    [N].
 
-    ``level``: the ratio of the token (``token``), of its whole sample (``sequence``, the product), or the geometric mean over its
-    sample (``geometric``, comparable between lengths: GSPO, arXiv 2507.18071). ``sample`` may be absent at level ``token``.
+    ``level``: the ratio of the token (``token``), of its whole sample (``sequence``, the product),
+    or the geometric mean over its sample (``geometric``, comparable between lengths: GSPO, arXiv
+    2507.18071). ``sample`` may be absent at level ``token``.
     ``correction``:
 
-    - ``truncate`` at ``cap``, which bounds the variance and biases towards the behaviour policy (Ionides 2008; per token as in
-      IMPALA's rho, arXiv 1802.01561);
-    - ``mask``, 0 outside ``floor`` .. ``cap``: where the two policies disagree nothing is taught, rather than a little (IcePop,
-      Ling Team, "Every Step Evolves", arXiv 2510.18855, with 0.5 and 5);
+    - ``truncate`` at ``cap``, which bounds the variance and biases towards the behaviour policy
+      (Ionides 2008; per token as in IMPALA's rho, arXiv 1802.01561);
+    - ``mask``, 0 outside ``floor`` .. ``cap``: where the two policies disagree nothing is taught,
+      rather than a little (IcePop, Ling Team, "Every Step Evolves", arXiv 2510.18855, with 0.5 and
+      5);
     - ``none``: ones.
 
     Raises ``ValueError``.
@@ -64,9 +69,11 @@ def importance_weights(
 
 
 def staleness_histogram(steps_behind: Sequence[int]) -> dict[str, float]:
-    """Shares of samples by the optimizer steps between the weights that sampled them and those that are trained.
+    """Shares of samples by the optimizer steps between the weights that sampled them and those that
+    are trained.
 
-    Buckets 0, 1, 2, 3 to 4, 5 to 8, 9 and more, each ``staleness/share_<from>``. Empty for no sample.
+    Buckets 0, 1, 2, 3 to 4, 5 to 8, 9 and more, each ``staleness/share_<from>``. Empty for no
+    sample.
 
     >>> staleness_histogram([0, 0, 1, 12])["staleness/share_0"]
     0.5

@@ -14,9 +14,10 @@ class IpoConfig:
     """Settings of IPO, by the names of the run config."""
 
     beta: float = 0.1
-    """The paper's tau: the margin is drawn to ``1 / (2 beta)``."""
+    """The paper's tau: the target margin is ``1 / (2 beta)``."""
     length_normalize: bool = True
-    """Whether log-ratios are means over the completion's tokens, as the paper's authors run it; off, sums."""
+    """Whether log-ratios are means over the completion's tokens, as in the authors' experiments, or
+    sums."""
 
     def __post_init__(self) -> None:
         if self.beta <= 0:
@@ -29,10 +30,12 @@ def ipo(config: IpoConfig) -> Algorithm:
 
 
 def ipo_loss(batch: PairBatch, *, config: IpoConfig) -> LossTerms:
-    """``(m - 1 / (2 beta))^2``, the mean over pairs (equation 17), with m the margin of log-ratios to the initial model.
+    """``(m - 1 / (2 beta))^2``, the mean over pairs (equation 17), with m the margin of log-ratios
+    to the initial model.
 
-    float32 [P] each; lengths int64 [P], an empty completion counting as one token. Mask: sums and lengths are of tokens that
-    carry loss. Reduction: the sum over ``pairs``, those of the whole batch. Sums: see ``dpo.margin_sums``.
+    float32 [P] each; lengths int64 [P], an empty completion counting as one token. Mask: sums and
+    lengths are of tokens that carry loss. Reduction: the sum over ``pairs``, those of the whole
+    batch. Sums: see ``dpo.margin_sums``.
     """
     chosen = batch.chosen - batch.reference_chosen
     rejected = batch.rejected - batch.reference_rejected

@@ -1,4 +1,5 @@
-"""Kahneman-Tversky Optimization (Ethayarajh et al., arXiv 2402.01306): completions with a label each, no pairs needed."""
+"""Kahneman-Tversky Optimization (Ethayarajh et al., arXiv 2402.01306): each completion has a label;
+no pairs are needed."""
 
 from __future__ import annotations
 
@@ -17,15 +18,18 @@ class KtoConfig:
     """Settings of KTO, by the names of the run config."""
 
     beta: float = 0.1
-    """How strongly the policy is held to the initial model."""
+    """Strength of the pull toward the initial model."""
     desirable_weight: float = 1.0
     """Weight of desirable completions."""
     undesirable_weight: float = 1.0
-    """Weight of undesirable ones. The paper wants ``desirable_weight * desirable`` within 1 to 4/3 of its counterpart."""
+    """Weight of undesirable completions. The paper recommends ``desirable_weight * desirable``
+    within 1 to 4/3 of its counterpart."""
     reference_point: bool = True
-    """Whether gains count from the divergence of the policy; off, from 0, which needs no second forward (APO-zero, unpaired)."""
+    """Whether gains are relative to the divergence of the policy. If false, they are relative to 0,
+    which saves a forward pass (APO-zero, unpaired)."""
     paired: bool = False
-    """Whether rows were pairs. It changes nothing here: each is a desirable and an undesirable completion."""
+    """Whether the rows are pairs. The loss ignores it: a pair is one desirable and one undesirable
+    completion."""
 
     def __post_init__(self) -> None:
         if self.beta <= 0:
@@ -41,12 +45,13 @@ def kto(config: KtoConfig) -> Algorithm:
 
 
 def kto_loss(batch: UnpairedBatch, *, config: KtoConfig) -> LossTerms:
-    """``w (1 - sigmoid(beta (m - z)))`` for a desirable completion, ``w (1 - sigmoid(beta (z - m)))`` for another; the mean over
-    samples (equation 8).
+    """``w (1 - sigmoid(beta (m - z)))`` for a desirable completion,
+    ``w (1 - sigmoid(beta (z - m)))`` for another; the mean over samples (equation 8).
 
-    ``m`` is the log-ratio to the initial model summed over tokens, ``z`` the reference point, a constant for the gradient.
-    float32 [S], bool [S]. Mask: the sums are over tokens that carry loss. Reduction: the sum over ``samples``, those of the whole
-    batch. Sums: ``rewards/chosen``, ``rewards/rejected`` (0 for the other kind), ``desirable`` (their number),
+    ``m`` is the log-ratio to the initial model summed over tokens, ``z`` the reference point, a
+    constant for the gradient. float32 [S], bool [S]. Mask: the sums are over tokens that carry
+    loss. Reduction: the sum over ``samples``, those of the whole batch. Sums: ``rewards/chosen``,
+    ``rewards/rejected`` (0 for the other kind), ``desirable`` (their number),
     ``kl/reference_point``.
     """
     log_ratio = batch.logprobs - batch.reference_logprobs
@@ -67,8 +72,8 @@ def kto_loss(batch: UnpairedBatch, *, config: KtoConfig) -> LossTerms:
 
 
 def mismatch(prompts: Sequence[object]) -> list[int]:
-    """For each sample of a batch, which sample's completion to put after its prompt: the nearest before it, around the end, that
-    has another prompt; where all have the same, the one before it.
+    """For each sample of a batch, which sample's completion to put after its prompt: the nearest
+    before it, around the end, that has another prompt; where all have the same, the one before it.
 
     >>> mismatch(["a", "b", "b", "c"])
     [3, 0, 0, 2]
@@ -82,9 +87,11 @@ def mismatch(prompts: Sequence[object]) -> list[int]:
 
 
 def reference_point(logprobs: Tensor, reference_logprobs: Tensor) -> float:
-    """z0: the mean over the global batch of the log-ratio of mismatched completions, at least 0 (section 4.1).
+    """z0: the mean over the global batch of the log-ratio of mismatched completions, at least 0
+    (section 4.1).
 
-    logprobs, reference_logprobs: float32 [S], sums over tokens, under the policy and the initial model. 0 for no sample.
+    logprobs, reference_logprobs: float32 [S], sums over tokens, under the policy and the initial
+    model. 0 for no sample.
     """
     if not logprobs.numel():
         return 0.0

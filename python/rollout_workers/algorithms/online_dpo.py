@@ -16,11 +16,11 @@ class OnlineDpoConfig:
     """Settings of online DPO, by the names of the run config."""
 
     beta: float = 0.1
-    """How strongly the policy is held to the initial model."""
+    """Strength of the pull toward the initial model."""
     loss: str = "sigmoid"
     """``sigmoid``: DPO's; ``ipo``: IPO's (arXiv 2310.12036), on sums over tokens."""
     dynamic_sampling: bool = False
-    """Whether others were sampled in place of groups without a pair, before the batch got here. It changes nothing here."""
+    """Whether the buffer replaced groups without a pair by others. The loss ignores it."""
 
     def __post_init__(self) -> None:
         one_of("loss", self.loss, ("sigmoid", "ipo"))
@@ -29,9 +29,11 @@ class OnlineDpoConfig:
 
 
 def online_dpo(config: OnlineDpoConfig) -> Algorithm:
-    """Online DPO as an algorithm: the loss of DPO (or IPO) on the best and the worst sample of each group, by reward.
+    """Online DPO as an algorithm: the loss of DPO (or IPO) on the best and the worst sample of each
+    group, by reward.
 
-    The pairs are drawn by the learner (``objective.ranked``); a group whose rewards are all equal has none.
+    The pairs are drawn by the learner (``objective.ranked``); a group whose rewards are all equal
+    has none.
     """
     loss = partial(dpo_loss, config=DpoConfig(beta=config.beta))
     if config.loss == "ipo":

@@ -26,12 +26,12 @@ class PpoConfig(PolicyConfig):
     kl_in: str = "reward"
     epochs: int = 4
     gamma: float = 1.0
-    """Discount of later rewards, a token."""
+    """Discount of later rewards per token."""
     gae_lambda: float = 0.95
-    """Between 0, the critic's word for all that comes, and 1, the sampled return."""
+    """GAE's lambda: 0 uses only the critic's values for later rewards, 1 only the sampled
+    return."""
     value_clip: float = 0.2
-    """How far a value may move from what it was before the first update before its loss stops to
-    fall; 0: no bound."""
+    """Clip range of a value around its estimate before the first update; 0 disables clipping."""
     value_coefficient: float = 0.1
     """Weight of the value loss relative to the policy loss."""
     whiten_advantages: bool = True

@@ -1,4 +1,4 @@
-"""From per-token losses to one number, over the whole global batch whatever it is cut into."""
+"""Reduces per-token losses to one number over the global batch, however it is split."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ REDUCTIONS = ("token", "sequence", "constant")
 
 
 def reduce_tokens(per_token: Tensor, tokens: TokenBatch, *, how: str = "token", length: int = 0) -> Tensor:
-    """A micro-batch's part of the loss. float32 [N] -> float32 scalar. Mask: the tokens are those that carry loss.
+    """A micro-batch's part of the loss. float32 [N] -> float32 scalar. Mask: the tokens are those
+    that carry loss.
 
-    ``token``: the mean over all tokens of the batch, ``sum / normalizer`` (DAPO, arXiv 2503.14476, equation 8): long samples
-    weigh more. ``sequence``: the mean over samples of each one's mean over its tokens (GRPO, arXiv 2402.03300, equation 3); a
-    sample without tokens counts with 0. ``constant``: the sum over ``samples * length`` (Dr. GRPO, arXiv 2503.20783, listing
-    1), with ``length`` the longest completion that may be sampled.
+    ``token``: the mean over all tokens of the batch, ``sum / normalizer`` (DAPO, arXiv 2503.14476,
+    equation 8): long samples weigh more. ``sequence``: the mean over samples of each one's mean
+    over its tokens (GRPO, arXiv 2402.03300, equation 3); a sample without tokens counts with 0.
+    ``constant``: the sum over ``samples * length`` (Dr. GRPO, arXiv 2503.20783, listing 1), with
+    ``length`` the longest completion that may be sampled.
 
-    Raises ``ValueError`` where the batch lacks ``sample`` or ``samples`` and the reduction takes them.
+    Raises ``ValueError`` where the batch lacks ``sample`` or ``samples`` and the reduction takes
+    them.
     """
     if how == "token":
         return per_token.sum() / tokens.normalizer
@@ -34,10 +37,10 @@ def reduce_tokens(per_token: Tensor, tokens: TokenBatch, *, how: str = "token", 
 
 
 def samples_of(tokens: TokenBatch) -> Tensor:
-    """Which sample each token is of. Mask: the tokens are those that carry loss. Returns int64 [N]. Raises ``ValueError`` where
-    the batch doesn't say."""
+    """Which sample each token is of. Mask: the tokens are those that carry loss. Returns int64 [N].
+    Raises ``ValueError`` if the batch has no sample index."""
     if tokens.sample is None:
-        raise ValueError("these settings look at whole samples: give the batch the sample of each token")
+        raise ValueError("these settings are computed per sample, but the batch has no sample index for its tokens")
     return tokens.sample
 
 
@@ -47,12 +50,14 @@ def lengths_of(sample: Tensor) -> Tensor:
 
 
 def sum_over_sample(per_token: Tensor, sample: Tensor) -> Tensor:
-    """The sum over each token's sample, at every token. float [N], int64 [N] -> float [N], with gradient."""
+    """The sum over each token's sample, at every token. float [N], int64 [N] -> float [N], with
+    gradient."""
     if not per_token.numel():
         return per_token
     return per_token.new_zeros(int(sample.max()) + 1).index_add(0, sample, per_token)[sample]
 
 
 def mean_over_sample(per_token: Tensor, sample: Tensor) -> Tensor:
-    """The mean over each token's sample, at every token. float [N], int64 [N] -> float [N], with gradient."""
+    """The mean over each token's sample, at every token. float [N], int64 [N] -> float [N], with
+    gradient."""
     return sum_over_sample(per_token, sample) / lengths_of(sample).to(per_token.dtype)

@@ -1,4 +1,4 @@
-"""Algorithms by the name of their table in the run config."""
+"""Finds an algorithm by the name of its table in the run config."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BUILDERS: dict[str, tuple[type[Any], Callable[[Any], Algorithm]]] = {
 
 
 class UnknownAlgorithm(ValueError):
-    """No algorithm has that name. The message lists those that exist."""
+    """No algorithm has that name. The message lists the known names."""
 
     reason = "UNKNOWN_ALGORITHM"
 

@@ -1,4 +1,5 @@
-"""REINFORCE++: token-level returns, normalised over the whole batch (Hu et al., arXiv 2501.03262)."""
+"""REINFORCE++: token-level returns, normalised over the whole batch (Hu et al., arXiv
+2501.03262)."""
 
 from __future__ import annotations
 
@@ -19,9 +20,10 @@ class ReinforcePpConfig(PolicyConfig):
     kl_estimator: str = "k1"
     kl_in: str = "reward"
     gamma: float = 1.0
-    """Discount of later rewards, a token."""
+    """Discount of later rewards per token."""
     group_baseline: bool = False
-    """REINFORCE++-Baseline: the mean of a group's rewards is taken from each before the batch is normalised."""
+    """REINFORCE++-Baseline: subtracts the mean reward of the group before the batch is
+    normalized."""
 
 
 def reinforce_pp(config: ReinforcePpConfig) -> Algorithm:
@@ -34,12 +36,13 @@ def reinforce_pp(config: ReinforcePpConfig) -> Algorithm:
 def estimate(batch: EstimatorBatch, *, config: ReinforcePpConfig) -> Estimate:
     """Return to go of each token, whitened over all tokens of the batch (section 3.1).
 
-    A token's reward is its token reward, if any, less ``kl_coefficient`` times its divergence where that is in the reward; the
-    sample's reward stands at its last token. With ``group_baseline`` the sample's reward is relative to its group's mean; with
-    ``gamma`` 1 all its tokens have it alike.
+    A token's reward is its token reward, if any, less ``kl_coefficient`` times its divergence where
+    that is in the reward; the sample's reward stands at its last token. With ``group_baseline`` the
+    sample's reward is relative to its group's mean; with ``gamma`` 1 all its tokens have it alike.
 
-    float64 [S] rewards; float64 [T] token rewards and logprobs. Mask: the tokens are those that carry loss; a sample without one
-    loses its reward, but for its part in the mean of its group. Returns float64 [T] advantages.
+    float64 [S] rewards; float64 [T] token rewards and logprobs. Mask: the tokens are those that
+    carry loss; a sample without one loses its reward, but for its part in the mean of its group.
+    Returns float64 [T] advantages.
     """
     metrics: dict[str, float] = {}
     per_token = batch.rewards.new_zeros(batch.sample.shape) if batch.token_rewards is None else batch.token_rewards

@@ -15,7 +15,8 @@ class RewardModelConfig:
     """Settings of a reward model, by the names of the run config."""
 
     centering_coefficient: float = 0.0
-    """Weight of the pull of scores towards 0 (Eisenstein et al., arXiv 2312.09244, with 0.01); 0: they may drift together."""
+    """Weight of the pull of scores towards 0 (Eisenstein et al., arXiv 2312.09244, with 0.01); 0:
+    they may drift together."""
 
 
 def reward_model(config: RewardModelConfig) -> Algorithm:
@@ -26,11 +27,13 @@ def reward_model(config: RewardModelConfig) -> Algorithm:
 
 
 def preference_loss(batch: ScoreBatch, *, config: RewardModelConfig) -> LossTerms:
-    """``-log sigmoid(chosen - rejected - margin) + centering_coefficient (chosen + rejected)^2``, the mean over pairs.
+    """``-log sigmoid(chosen - rejected - margin) + centering_coefficient (chosen + rejected)^2``,
+    the mean over pairs.
 
     The margin, where the data has one, is Llama 2's (arXiv 2307.09288, equation 2).
 
-    float32 [P] each. Mask: none; a score is read at the last token. Reduction: the sum over ``pairs``, those of the whole batch.
+    float32 [P] each. Mask: none; a score is read at the last token. Reduction: the sum over
+    ``pairs``, those of the whole batch.
     Sums: ``rewards/chosen``, ``rewards/rejected``, ``rewards/margin``, ``rewards/accuracy``.
     """
     difference = batch.chosen - batch.rejected

@@ -10,7 +10,8 @@ from rollout_workers.algorithms.types import Algorithm
 
 @dataclass(frozen=True, slots=True)
 class RlooConfig(GrpoConfig):
-    """GRPO's settings with the defaults of RLOO. ``kl_coefficient`` is the paper's for TL;DR summarisation."""
+    """GRPO's settings with the defaults of RLOO. ``kl_coefficient`` is the paper's for TL;DR
+    summarisation."""
 
     baseline: str = "leave_one_out"
     normalization: str = "none"
@@ -23,8 +24,8 @@ class RlooConfig(GrpoConfig):
 def rloo(config: RlooConfig) -> Algorithm:
     """RLOO as an algorithm.
 
-    A whole completion is one action: the ratio is that of the sample, the product over its tokens, and the loss the mean over
-    samples. On policy the gradient is ``A grad(log p(completion))``, REINFORCE with the mean of the other samples as its
-    baseline.
+    A whole completion is one action: the ratio is that of the sample, the product over its tokens,
+    and the loss the mean over samples. On policy the gradient is ``A grad(log p(completion))``,
+    REINFORCE with the mean of the other samples as its baseline.
     """
     return compare("rloo", config, ratio="product")

@@ -1,4 +1,5 @@
-"""The policy-gradient loss that PPO and the GRPO family share; each has its own settings and estimator."""
+"""The policy-gradient loss that PPO and the GRPO family share; each has its own settings and
+estimator."""
 
 from __future__ import annotations
 
@@ -22,13 +23,15 @@ class PolicyConfig:
     clip_high: float = 0.2
     """... and above at ``1 + clip_high``."""
     dual_clip: float = 0.0
-    """With a negative advantage no token's loss exceeds this times the advantage (arXiv 1912.09729, with 3); 0: no bound."""
+    """With a negative advantage no token's loss exceeds this times the advantage (arXiv 1912.09729,
+    with 3); 0: no bound."""
     kl_coefficient: float = 0.0
     """Weight of the divergence from the initial model; 0 needs no reference model."""
     kl_estimator: str = "k3"
     """``k1``, ``k2`` or ``k3``."""
     kl_in: str = "loss"
-    """``loss``: a term of the loss. ``reward``: taken from the rewards before advantages are estimated."""
+    """``loss``: a term of the loss. ``reward``: taken from the rewards before advantages are
+    estimated."""
     kl_target: float = 0.0
     """Divergence in nats a token that the coefficient is adapted towards; 0: it stays."""
     kl_horizon: float = 10_000.0
@@ -42,18 +45,22 @@ class PolicyConfig:
     minibatches: int = 1
     """Updates a pass."""
     overlong_share: float = 0.0
-    """Last share of the longest completion over which the reward falls linearly (DAPO, arXiv 2503.14476, equation 13)."""
+    """Last share of the longest completion over which the reward falls linearly (DAPO, arXiv
+    2503.14476, equation 13)."""
     overlong_penalty: float = 1.0
     """What is taken from the reward at the longest completion."""
     mask_truncated: bool = False
     """Whether completions that were cut off are left out of the loss."""
     off_policy: bool = False
-    """Whether samples may come from older weights; off, the engine's logprobs stay out of the loss."""
+    """Whether samples may come from older weights; off, the engine's logprobs stay out of the
+    loss."""
     old_policy: str = "proximal"
-    """What the ratio is against where ``off_policy``: ``proximal``, the learner before the batch's first update, with an
-    importance weight beside it; or ``engine``, the behaviour policy itself, whose distance the clip then bounds."""
+    """What the ratio is against where ``off_policy``: ``proximal``, the learner before the batch's
+    first update, with an separate importance weight; or ``engine``, the behavior policy itself, so
+    that the clip bounds the distance to it."""
     importance_correction: str = "truncate"
-    """``truncate``, ``mask`` or ``none``; see ``importance.importance_weights``. Used where ``off_policy``."""
+    """``truncate``, ``mask`` or ``none``; see ``importance.importance_weights``. Used where
+    ``off_policy``."""
     importance_level: str = "token"
     """``token``, ``sequence`` or ``geometric``."""
     importance_cap: float = 2.0
@@ -92,17 +99,19 @@ def policy_loss(tokens: TokenBatch, *, config: PolicyConfig, ratio: str = "token
 
         -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) * w + kl_coefficient * KL - entropy_coefficient * H
 
-    reduced over the batch as ``config.reduction`` says. ``ratio``: of the ``token``, the geometric mean over its sample
-    (``mean``, GSPO), or of the whole sample (``product``, RLOO). With ``detach_ratio`` the first term is ``-constant(clip(r))
-    A log(p)`` (CISPO). With one update a batch ``p_old`` is ``p`` itself: r is 1 in value and carries the gradient ``A
-    grad(log p)``. ``w`` is 1, or, off policy, the importance weight of the proximal over the behaviour policy.
+    reduced over the batch as ``config.reduction`` says. ``ratio``: of the ``token``, the geometric
+    mean over its sample (``mean``, GSPO), or of the whole sample (``product``, RLOO). With
+    ``detach_ratio`` the first term is ``-constant(clip(r)) A log(p)`` (CISPO). With one update a
+    batch ``p_old`` is ``p`` itself: r is 1 in value and carries the gradient ``A grad(log p)``.
+    ``w`` is 1, or, off policy, the importance weight of the proximal over the behaviour policy.
 
-    float32 [N] each, and the tokens' samples int64 [N]. Mask: the tokens are those that carry loss. Reduction:
-    ``config.reduction``, over ``normalizer`` tokens or ``samples`` (``reduce_tokens``), also of KL and entropy.
+    float32 [N] each, and the tokens' samples int64 [N]. Mask: the tokens are those that carry loss.
+    Reduction: ``config.reduction``, over ``normalizer`` tokens or ``samples`` (``reduce_tokens``),
+    also of KL and entropy.
 
-    Sums, over tokens: ``clip_fraction`` (whose gradient the clip cuts off), ``kl/reference``, ``importance/weight`` and
-    ``importance/bounded`` (those that the correction changed) where they apply. Raises ``ValueError`` where the batch lacks
-    what ``needs`` declared.
+    Sums, over tokens: ``clip_fraction`` (whose gradient the clip cuts off), ``kl/reference``,
+    ``importance/weight`` and ``importance/bounded`` (those that the correction changed) where they
+    apply. Raises ``ValueError`` where the batch lacks what ``needs`` declared.
     """
     advantages = present(tokens.advantages, "advantages: the advantage of each token or of its sample")
     old = _old(tokens, config)
@@ -139,7 +148,8 @@ def policy_loss(tokens: TokenBatch, *, config: PolicyConfig, ratio: str = "token
 
 
 def present(tensor: Tensor | None, what: str) -> Tensor:
-    """The tensor, or ``ValueError`` that names what is missing. float [N] -> float [N], or any other."""
+    """The tensor, or ``ValueError`` that names what is missing. float [N] -> float [N], or any
+    other."""
     if tensor is None:
         raise ValueError(f"these settings need {what}; the batch has none")
     return tensor

@@ -4,8 +4,8 @@ without this package.
     python build.py [FOLDER]
 
 Compiles every kernel that FOLDER (default: this folder) does not have yet. ``CC`` names the
-compiler. Exits with code 0 also where a kernel cannot be compiled, after a warning of one line: its
-fallback is slower, not different.
+compiler. If a kernel cannot be compiled, it prints a one-line warning and exits with code 0,
+because the fallback in torch or numpy gives the same results, only slower.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def compile_kernels(folder: Path = HERE) -> tuple[list[Path], str]:
     wanted = {name: library(name, folder) for name in _KERNELS}
     missing = [name for name, path in wanted.items() if not path.exists()]
     if missing and not (compiler and shutil.which(compiler[0])):
-        reason = f"there is no C compiler {' '.join(compiler)!r}"
+        reason = f"the C compiler {' '.join(compiler)!r} was not found"
     else:
         missing = [name for name in missing if not _compile(compiler, name, wanted[name])]
         reason = f"{' '.join(compiler)!r} failed"

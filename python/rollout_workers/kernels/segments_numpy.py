@@ -82,7 +82,7 @@ def _read(body: Bytes, at: int, width: int) -> tuple[Marks, NDArray[Any]]:
 
 
 def _elements(data: Bytes, piece: Span, width: int = 0) -> NDArray[Any]:
-    """A segment as unsigned integers of its own width, or of ``width`` bytes."""
+    """A segment as unsigned integers of its element width, or of ``width`` bytes."""
     return data[piece.start : piece.start + piece.count * piece.width].view(f"<u{width or piece.width}")
 
 

@@ -5,7 +5,8 @@ The spec is a file of lines of JSON: first what to load, then one step a line, i
     {"plan": Plan, "base_dir": "/jobs/sums", "threads": 2, "state_directory": "", "step": 0, "digest": "blake3-.."}
     {"batch": Batch, "digest": "blake3-.."}
 
-``batch.samples`` name the files that hold the payloads. Standard output gets one line a step, as soon as it is made::
+``batch.samples`` name the files that hold the payloads. Standard output gets one line a step, as
+soon as it is made::
 
     {"step": 1, "recorded": "blake3-..", "replayed": "blake3-..", "samples": 24}
 

@@ -27,7 +27,8 @@ _GRACE_SECONDS = 10.0
 
 
 async def run_reward_worker(spec: WorkerSpec, who: Identity, lifecycle: Lifecycle) -> None:
-    """Load the model that this worker's number stands for, register and serve until ``lifecycle`` says to leave."""
+    """Load the model that this worker's number stands for, register and serve until ``lifecycle``
+    says to leave."""
     model = await lifecycle.unless_leaving(asyncio.create_task(asyncio.to_thread(load, spec)))
     if model is None or lifecycle.leaving:
         return
@@ -45,7 +46,8 @@ async def run_reward_worker(spec: WorkerSpec, who: Identity, lifecycle: Lifecycl
 
 
 def load(spec: WorkerSpec) -> RewardModel:
-    """The worker's model. Blocks. Raises :class:`SpecError` where the plan has no such reward model, ``BadSettings``."""
+    """The worker's model. Blocks. Raises :class:`SpecError` where the plan has no such reward
+    model, ``BadSettings``."""
     import torch
 
     models = models_of(spec.plan.config.reward)

@@ -1,7 +1,7 @@
 """The weights digest: a Merkle root over fixed row blocks of the tensors.
 
 One policy, one root. The learner computes it from what it wrote, an engine from what it holds, and
-a tensor-parallel rank can check the leaves of its own rows. With ``H`` = blake3 (32 bytes),
+a tensor-parallel rank can check the leaves of its rows. With ``H`` = blake3 (32 bytes),
 integers little-endian and ``str(s)`` = u32 length in bytes followed by UTF-8:
 
     leaf   = H(00 || bytes of one block)
@@ -46,11 +46,11 @@ _PARALLEL_BYTES = 16 << 20  # below this a thread pool costs more than it saves
 
 @dataclass(frozen=True, slots=True)
 class WeightsDigest:
-    """What a set of tensors hashes to.
+    """The digest of a set of tensors.
 
-    root: ``blake3-<64 hex>`` over all tensors; equal exactly when names, dtypes, shapes and bytes
-    are. tensors: the node of each tensor by name, same spelling; says which tensor differs when
-    roots do.
+    root: ``blake3-<64 hex>`` over all tensors; two roots are equal only if names, dtypes, shapes,
+    and bytes are equal. tensors: the node of each tensor by name, in the same format, to find which
+    tensor differs.
     """
 
     root: str
@@ -60,14 +60,14 @@ class WeightsDigest:
 def weights_digest(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightsDigest:
     """Digest tensors (any shape, device and layout) under their Hugging Face names, in any order.
 
-    Contiguous CPU tensors are hashed where they lie; others are copied one at a time. The call
-    blocks for about 0.3 s per GB and core and holds no lock while it hashes: run it in a thread
-    beside an event loop. Tensors must not change meanwhile. Raises ``ValueError`` for a name given
-    twice or a dtype that can't travel.
+    Contiguous CPU tensors are hashed in place; others are copied one at a time. The call blocks for
+    about 0.3 s per GB and core and releases the GIL while it hashes, so run it in a thread if there
+    is an event loop. Tensors must not change during the call. Raises ``ValueError`` for a duplicate
+    name or an unsupported dtype.
     """
     tensors = list(named_tensors)
     if len({name for name, _ in tensors}) != len(tensors):
-        raise ValueError("a tensor name was given twice: tied tensors are digested once, under their first name")
+        raise ValueError("two tensors have the same name; pass tied tensors once, under their first name")
     if sum(tensor.nbytes for _, tensor in tensors) < _PARALLEL_BYTES:
         nodes = {name: tensor_node(name, tensor) for name, tensor in tensors}
     else:
@@ -91,8 +91,8 @@ def tensor_leaves(tensor: torch.Tensor, pool: ThreadPoolExecutor | None = None) 
 
 
 def node_of_leaves(name: str, dtype: str, shape: tuple[int, ...], leaves: list[bytes]) -> bytes:
-    """The node (32 bytes) of a tensor whose leaves are known, for instance gathered from several
-    ranks."""
+    """The node (32 bytes) of a tensor from its leaves, for example after gathering them from
+    several ranks."""
     return _node(_described(name, dtype, shape), leaves)
 
 
@@ -103,7 +103,7 @@ def root_node(nodes: Mapping[str, bytes]) -> bytes:
 
 
 def _leaves(data: memoryview, size: int, pool: ThreadPoolExecutor | None) -> list[bytes]:
-    """The leaves of a tensor's bytes, of which a full block holds ``size``."""
+    """The leaves of a tensor's bytes in blocks of ``size`` bytes."""
     if 0 < len(data) <= size:
         return [_leaf(data)]
     blocks = [data[start : start + size] for start in range(0, len(data), size)] if size else []
@@ -114,25 +114,25 @@ def _node(head: bytes, leaves: list[bytes]) -> bytes:
     return blake3(head + struct.pack("<Q", len(leaves)) + b"".join(leaves)).digest()
 
 
-# A model's tensors are digested again and again; of a small one, what follows from names and shapes
-# took as long as the hashing.
+# The functions below cache values that depend only on names and shapes. For a small model,
+# recomputing them took as long as hashing.
 
 
 @lru_cache(maxsize=4096)
 def _frame(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, int]:
-    """What a tensor's node begins with, and the bytes of a full block."""
+    """The header of a tensor's node, and the size of a full block in bytes."""
     return _described(name, dtype_name(dtype), shape), _block_bytes(shape, dtype.itemsize)
 
 
 @lru_cache(maxsize=16)
 def _ordered(names: tuple[str, ...]) -> tuple[tuple[str, bytes], ...]:
-    """Names in the order of the root, each with its string."""
+    """Names in the order of the root, each with its encoded form."""
     return tuple((name, _string(name)) for name in sorted(names, key=str.encode))
 
 
 @lru_cache(maxsize=4096)
 def _bytes_type(size: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
-    """So many bytes; ctypes forgets an array's type with its last use and makes it anew in 3 us."""
+    """The ctypes array type of ``size`` bytes, cached because ctypes takes 3 us to create it."""
     return ctypes.c_ubyte * size
 
 
@@ -145,20 +145,20 @@ def _leaf(block: memoryview) -> bytes:
 
 
 def _block_bytes(shape: tuple[int, ...], element: int) -> int:
-    """Bytes in a full block of a tensor, whose elements have so many."""
+    """Size in bytes of a full block. element: size of an element in bytes."""
     if len(shape) < 2:
         return BLOCK_ELEMENTS * element
     return BLOCK_ROWS * math.prod(shape[1:]) * element
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The tensor's row-major little-endian bytes: a view where it is contiguous on the CPU, else of
-    a copy. The view is good for as long as the tensor is."""
+    """The tensor's row-major little-endian bytes: a view if it is contiguous on the CPU, otherwise
+    a copy. The view is valid as long as the tensor."""
     size = tensor.nbytes
     if size == 0:
         return memoryview(b"")
     if tensor.is_cpu and _LITTLE and tensor.is_contiguous():
-        # Six calls of torch would do it too; for a small model they took as long as the hashing.
+        # The same with torch needs six calls, which took as long as hashing for a small model.
         return memoryview(_bytes_type(size).from_address(tensor.data_ptr())).cast("B")
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     array = flat.view(torch.uint8).numpy()

@@ -1,4 +1,4 @@
-"""How a causal model makes its logits: by its head alone, or by more."""
+"""Detects whether a causal model's logits are only the output of its head."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ PROBE = 8  # tokens
 
 @torch.no_grad()
 def plain_head(model: PreTrainedModel) -> bool:
-    """Whether the model's logits are what its output embedding, a linear layer, makes of
-    ``base_model``'s last hidden states.
+    """Whether the model's logits are exactly its output embedding, a linear layer, applied to the
+    last hidden states of ``base_model``.
 
-    Scales and caps go by a dozen names in configs, and may not show in the logits of the weights at
-    hand: under a cap of 30 small logits stay what they are, to the rounding of bfloat16. So in one
-    call of the model its head's output is exchanged for powers of two, which must come out as they
-    are; and what went into the head must be the hidden states, bit for bit. Those come of
-    ``base_model`` in the same call, or from calling it alone where the model calls what is inside
-    it (OPT, BART).
+    Some models scale or cap logits, under many different config names. A cap may not change the
+    small logits of a given model. So one call of the model replaces the head's output by powers of
+    two, which must come out unchanged, and the head's input must equal the hidden states bit for
+    bit. The hidden states come from ``base_model`` in the same call, or from a separate call if the
+    model bypasses ``base_model`` and calls its submodules (OPT, BART).
 
-    Raises ``torch.OutOfMemoryError``: a full GPU says nothing of the model.
+    Raises ``torch.OutOfMemoryError``, because a full GPU does not answer the question.
     """
     head: Any = model.get_output_embeddings()
     trunk: Any = model.base_model

@@ -28,8 +28,8 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The transport name of a dtype, such as ``float32``. Raises ``ValueError`` for one that has
-    none."""
+    """The transport name of a dtype, such as ``float32``. Raises ``ValueError`` for an
+    unsupported dtype."""
     name = DTYPE_NAMES.get(dtype)
     if name is None:
         raise ValueError(f"{dtype} has no transport name; cast the tensor to one of {sorted(DTYPE_NAMES.values())}")
@@ -53,9 +53,9 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class LiveWeights:
-    """``named_weights`` of one module, again and again: parameters are found once, since the walk
-    over a small model's modules takes longer than the copy of its tensors. Where some are buffers,
-    which a move replaces, every use walks the modules again.
+    """``named_weights`` of one module for repeated use. Parameters are looked up once, because
+    walking the modules of a small model takes longer than copying its tensors. A module with
+    buffers is walked each time, because moving it to another device replaces them.
     """
 
     def __init__(self, module: nn.Module) -> None:

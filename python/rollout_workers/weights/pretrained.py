@@ -1,5 +1,5 @@
-"""Whole models from folders in the Hugging Face layout: transformers fills with random numbers what
-a folder lacks."""
+"""Loads complete models from folders in the Hugging Face layout. transformers alone would fill
+missing tensors with random numbers."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from rollout.errors import RolloutError
 
 
 class WeightsIncomplete(RolloutError):
-    """A folder whose weights are not those of the model that its config.json describes."""
+    """The weights in a folder do not match the model that its config.json describes."""
 
     reason: ClassVar[str] = "WEIGHTS_INCOMPLETE"
     permanent: ClassVar[bool] = True
-    """To start again would meet the same."""
+    """A restart would fail in the same way."""
 
 
 class ModelUnknown(RolloutError, ValueError):
-    """A folder of a model that transformers, as it is installed here, does not know as one of the
-    kind that is wanted."""
+    """The installed transformers cannot load the folder as the requested kind of model."""
 
     reason: ClassVar[str] = "MODEL_UNKNOWN"
     permanent: ClassVar[bool] = True
 
 
 def load_whole(auto: Any, directory: str | os.PathLike[str], *, new: Sequence[str] = (), **options: Any) -> Any:
-    """The model that ``auto.from_pretrained(directory, **options)`` gives, without network. new:
-    tensors that the folder may lack. Raises :class:`WeightsIncomplete`, :class:`ModelUnknown`."""
+    """Load ``auto.from_pretrained(directory, **options)`` without network access. new: tensors that
+    may be missing in the folder. Raises :class:`WeightsIncomplete`, :class:`ModelUnknown`."""
     try:
         model, info = auto.from_pretrained(
             directory, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True, **options

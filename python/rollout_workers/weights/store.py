@@ -33,10 +33,10 @@ TENSOR_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
 SHARD_INDEX_FILE = "model.safetensors.index.json"
 MANIFEST_FILE = "rollout_weights.json"
-_TOGETHER_BYTES = 16 << 20  # of less a thread would cost more than it saves
+_TOGETHER_BYTES = 16 << 20  # a thread only pays off above this size
 
-# The files that from_pretrained reads in addition to the tensors. Everything else in a model's
-# folder (its own weights above all) stays.
+# The files that from_pretrained reads in addition to the tensors. Other files of a model's folder,
+# such as its weights, are not copied.
 _COMPANIONS = (
     "config.json",
     "generation_config.json",
@@ -53,8 +53,8 @@ _COMPANIONS = (
 
 
 class WeightsUnreadable(Exception):
-    """A weights folder that is missing, cut short or not one of ours. The message names the folder
-    and what is wrong."""
+    """A weights folder is missing, incomplete, or was not written by this module. The message names
+    the folder and the problem."""
 
     reason = "WEIGHTS_UNREADABLE"
 
@@ -100,16 +100,17 @@ def write_weights(
 ) -> WeightsManifest:
     """Write ``weights`` as ``directory`` and return its manifest.
 
-    The folder appears whole, by a rename; one that was there is replaced (a step that is trained
-    again after a crash writes the same version). With ``fsync`` files and both folders are durable
-    when the call returns. ``dtype`` is the transport dtype of floating-point tensors; without it
-    each keeps its own. ``staging``: from ``stage_folder``, in the same folder as ``directory``;
-    used up, whatever happens. Raises ``FileNotFoundError`` where ``config_source_dir`` has no
-    config.json, ``ValueError`` as ``weights_digest`` does, ``OSError`` for the disk.
+    The folder is renamed into place once it is complete, and replaces an existing one, because a
+    step that is repeated after a crash writes the same version. With ``fsync`` files and both
+    folders are durable when the call returns. ``dtype`` is the transport dtype of floating-point
+    tensors; without it each tensor keeps its dtype. ``staging``: from ``stage_folder``, in the same
+    folder as ``directory``; always consumed, even on failure. Raises ``FileNotFoundError`` if
+    ``config_source_dir`` has no config.json, ``ValueError`` as ``weights_digest`` does, ``OSError``
+    for the disk.
     """
     target, source = Path(directory), Path(config_source_dir)
     if not (source / "config.json").is_file():
-        raise FileNotFoundError(f"{source} holds no config.json: config_source_dir must be a model's folder")
+        raise FileNotFoundError(f"{source} has no config.json; config_source_dir must be a model's folder")
     pairs = named_weights(weights) if isinstance(weights, nn.Module) else weights
     tensors = {name: _in_transport(tensor, dtype) for name, tensor in pairs}
 
@@ -139,13 +140,13 @@ def write_adapter(
     config_source_dir: str | os.PathLike[str],
     version: int,
 ) -> WeightsManifest:
-    """Write adapters alone as ``directory``, not synced; otherwise as ``write_weights``. settings:
-    writes what PEFT wants beside them into a folder. merged: the tensors that they make of the
-    model, for the manifest."""
+    """Write only adapters to ``directory``, without fsync; otherwise like ``write_weights``.
+    settings: writes the configuration files of PEFT into a folder. merged: the tensors of the model
+    with merged adapters, for the manifest."""
     target = Path(directory)
     staging = stage_folder(target.parent, config_source_dir)
     try:
-        (staging / "config.json").unlink()  # with it from_pretrained takes the folder for a whole model
+        (staging / "config.json").unlink()  # otherwise from_pretrained treats the folder as a whole model
         settings(staging)
         write_tensors(staging / ADAPTER_FILE, {name: _in_transport(tensor, None) for name, tensor in adapters.items()})
         tensors = dict(merged)
@@ -159,9 +160,9 @@ def write_adapter(
 
 
 def stage_folder(parent: str | os.PathLike[str], config_source_dir: str | os.PathLike[str], reserve: int = 0) -> Path:
-    """A folder in ``parent`` with all but the tensors, for ``write_weights``. reserve: bytes that
-    the file of the tensors gets at once; fresh pages of shared memory take longer than what is
-    written to them. Raises ``OSError``."""
+    """Create a folder in ``parent`` with everything except the tensors, for ``write_weights``.
+    reserve: bytes to allocate for the file of tensors, because allocating shared memory takes
+    longer than writing to it. Raises ``OSError``."""
     staging, source = Path(parent) / f".{uuid.uuid4().hex}.tmp", Path(config_source_dir)
     staging.mkdir(parents=True)
     try:
@@ -178,12 +179,11 @@ def stage_folder(parent: str | os.PathLike[str], config_source_dir: str | os.Pat
 
 
 def read_weights(directory: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """The tensors of a weights folder by name, mapped from the file: pages are read when they are
-    touched.
+    """The tensors of a weights folder by name, memory-mapped: pages are read on first access.
 
-    Works on any model's folder with safetensors, ours or not, in one file or in shards. The tensors
-    share the file's pages copy-on-write; they stay valid after the folder is deleted. Nothing is
-    verified here: compare ``weights_digest`` with the manifest. Raises ``WeightsUnreadable``.
+    Works for any model folder with safetensors, in one file or in shards. The tensors
+    share the file's pages copy-on-write; they stay valid after the folder is deleted. Digests are
+    not verified: compare ``weights_digest`` with the manifest. Raises ``WeightsUnreadable``.
     """
     tensors: dict[str, torch.Tensor] = {}
     for path in _tensor_files(Path(directory)):
@@ -220,8 +220,8 @@ def _tensor_files(folder: Path) -> list[Path]:
 
 
 def _write_and_digest(path: Path, tensors: Mapping[str, torch.Tensor]) -> WeightsDigest:
-    """Both at a time where there is much to write: each only reads the tensors (430 MB on 2 cores:
-    0.37 s becomes 0.26 s)."""
+    """Write and hash at the same time if the tensors are large; both only read them (430 MB on 2
+    cores: 0.26 s instead of 0.37 s)."""
     if sum(tensor.nbytes for tensor in tensors.values()) < _TOGETHER_BYTES:
         write_tensors(path, tensors)
         return weights_digest(tensors.items())
@@ -259,8 +259,8 @@ def _files(folder: Path) -> tuple[FileEntry, ...]:
 
 
 def _as_json(manifest: WeightsManifest) -> str:
-    # On one line, and with what is the same in every version kept: for a small model this is part
-    # of each step's wait.
+    # One line, with the unchanging parts cached, because every step of a small model waits for
+    # this.
     tensors = ", ".join([f'{_described(t.name, t.dtype, t.shape)}, "digest": "{t.digest}"}}' for t in manifest.tensors])
     files = [{"path": f.path, "bytes": f.bytes} for f in manifest.files]
     whole = json.dumps({"version": manifest.version, "digest": manifest.digest, "files": files})

@@ -41,9 +41,9 @@ _Layout = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write contiguous CPU tensors (any shape) as ``path``, not synced. A file that is there is
-    written over where it lies, in the memory that was reserved for it. Raises ``ValueError`` for a
-    dtype that can't travel, ``OSError`` for the disk."""
+    """Write contiguous CPU tensors (any shape) as ``path``, not synced. An existing file is
+    overwritten in place, to use memory reserved for it. Raises ``ValueError`` for an unsupported
+    dtype, ``OSError`` for a failed write."""
     header, order = _header(tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()))
     pieces = [memoryview(header), *(piece for name in order if (piece := raw_bytes(tensors[name])))]
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -61,8 +61,8 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file by name, views of its pages, copied on write; good after the file is
-    deleted. Raises ``OSError``, and ``ValueError`` for what is no such file or is cut short."""
+    """The tensors of a file by name, as copy-on-write views of its pages, valid even after the file
+    is deleted. Raises ``OSError``, and ``ValueError`` if it is not a complete safetensors file."""
     with open(path, "rb") as file:
         try:
             pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -70,10 +70,10 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
             raise ValueError("the file is empty") from None
     size = struct.unpack_from("<Q", pages)[0] if len(pages) >= 8 else 0
     if not 2 <= size <= min(len(pages) - 8, _LARGEST_HEADER):
-        raise ValueError(f"no safetensors file: {len(pages)} bytes, of which the header should take {size}")
+        raise ValueError(f"not a safetensors file: it has {len(pages)} bytes, and its header claims to have {size}")
     layout, end = _layout(pages[8 : 8 + size])
     if 8 + size + end != len(pages):
-        raise ValueError(f"{len(pages)} bytes, but the header describes {8 + size + end}")
+        raise ValueError(f"the file has {len(pages)} bytes, but the header describes {8 + size + end}")
     return {
         name: torch.frombuffer(pages, dtype=dtype, count=count, offset=8 + size + start).view(shape)
         if count
@@ -83,14 +83,14 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 _MOST_PIECES = 1024
-_LARGEST_HEADER = 100 << 20  # the library's own bound
+_LARGEST_HEADER = 100 << 20  # the limit of the safetensors library
 _BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 @lru_cache(maxsize=4)  # each version of a run's weights has the same header
 def _layout(header: bytes) -> tuple[tuple[tuple[str, torch.dtype, tuple[int, ...], int, int], ...], int]:
-    """Of each tensor name, dtype, shape, elements and first byte; and where the last one ends.
-    Raises ``ValueError``."""
+    """Name, dtype, shape, element count, and first byte of each tensor, and the end of the last
+    one. Raises ``ValueError``."""
     entries = []
     end = 0
     try:
@@ -100,7 +100,9 @@ def _layout(header: bytes) -> tuple[tuple[tuple[str, torch.dtype, tuple[int, ...
             dtype, shape, (start, stop) = _BY_NAME[entry["dtype"]], tuple(map(int, entry["shape"])), entry["data_offsets"]
             count = math.prod(shape)
             if min(shape, default=0) < 0 or start < 0 or stop - start != count * dtype.itemsize:
-                raise ValueError(f"tensor {name}: {start} to {stop} is no place for {entry['dtype']} {list(shape)}")
+                raise ValueError(
+                    f"tensor {name}: bytes {start} to {stop} do not fit dtype {entry['dtype']} and shape {list(shape)}"
+                )
             entries.append((name, dtype, shape, count, start))
             end = max(end, stop)
     except (KeyError, TypeError, AttributeError) as error:
@@ -110,14 +112,13 @@ def _layout(header: bytes) -> tuple[tuple[tuple[str, torch.dtype, tuple[int, ...
 
 @lru_cache(maxsize=4)
 def _header(layout: _Layout) -> tuple[bytes, tuple[str, ...]]:
-    """What stands before the tensors, and the order of their bytes: wide elements first, so that
-    each lies aligned."""
+    """The header, and the order of the tensors: widest elements first, so that all are aligned."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     ordered = sorted(layout, key=lambda entry: (-entry[1].itemsize, entry[0]))
     for name, dtype, shape in ordered:
         if dtype not in _DTYPES:
-            raise ValueError(f"tensor {name}: dtype {dtype} can't travel; there are {', '.join(_DTYPES.values())}")
+            raise ValueError(f"tensor {name}: dtype {dtype} is not supported; use one of {', '.join(_DTYPES.values())}")
         end = at + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": (at, end)}
         at = end

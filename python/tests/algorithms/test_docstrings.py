@@ -1,9 +1,11 @@
-"""Every public function over tensors tells their types and shapes, what is masked, and how a loss is reduced.
+"""Every public function over tensors tells their types and shapes, what is masked, and how a loss
+is reduced.
 
 Read from the source, so that a new function, or a new parameter of an old one, can't come without:
 
-- a parameter ``x: Tensor`` needs ``x: float32 [N]``, or a place in ``float32 [N], int64 [N] -> float32 [N]``, which must have as
-  many as there are; a dtype once told holds for those that follow;
+- a parameter ``x: Tensor`` needs ``x: float32 [N]``, or a place in
+  ``float32 [N], int64 [N] -> float32 [N]``, which must have as many as there are; a dtype once told
+  holds for those that follow;
 - a tensor that is returned needs ``-> float32 [N]`` or ``Returns float32 [N]``;
 - who takes a record of ``types.py`` says a dtype, a shape, and ``Mask:``;
 - who returns ``LossTerms`` says ``Reduction:`` with the record's own normaliser.

@@ -33,7 +33,8 @@ SAMPLED = [name for name in BUILDERS if hasattr(config_type(name)(), "clip_high"
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_a_formula_is_that_of_the_defaults(name: str) -> None:
-    """Of the policy losses, whose formula has names for values of settings; those of the others have none."""
+    """Of the policy losses, whose formula has names for values of settings; those of the others
+    have none."""
     settings, (policy, *rest) = config_type(name)(), FORMULAS[name].split("; ")
     if hasattr(settings, "reduction"):
         assert policy.split(" with ")[0].endswith(REDUCED[settings.reduction])

@@ -77,7 +77,8 @@ def test_whitening_one_token_or_equal_ones_gives_zero() -> None:
 
 
 def test_process_rewards_are_relative_to_those_of_the_group_and_summed_from_the_token_on() -> None:
-    """Rewards of steps: 1 and 3 of the first sample (at its places 0 and 2), 5 of the third (at its end)."""
+    """Rewards of steps: 1 and 3 of the first sample (at its places 0 and 2), 5 of the third (at its
+    end)."""
     algorithm = build("grpo")
     found = algorithm.estimate(batch(rewards=of(0, 0, 0), token_rewards=of(1, 0, 3, 0, 5)))
     step = 2 / (2 + 1e-4)  # the steps' mean is 3, their deviation 2
@@ -113,7 +114,8 @@ def test_a_step_that_earned_nothing_is_one_of_the_groups() -> None:
 
 
 def test_a_divergence_in_the_reward_lowers_the_process_reward_that_follows() -> None:
-    """Rewards of 1 and 3 at the places 1 and 2, of 5 at 3; what the token at 4 costs is taken from the last before it."""
+    """Rewards of 1 and 3 at the places 1 and 2, of 5 at 3; what the token at 4 costs is taken from
+    the last before it."""
     given = {"rewards": of(0, 0, 0), "logprobs": of(-1, -1, -1, -2, -2), "reference_logprobs": of(-2, -2, -1, -2, -1)}
     lowered = build("grpo", kl_coefficient=0.5, kl_in="reward", kl_estimator="k1")
     found = lowered.estimate(batch(token_rewards=of(0, 1, 3, 5, 0), **given))  # k1: 1, 1, 0 and 0, -1
@@ -150,7 +152,8 @@ def test_the_overlong_penalty_falls_linearly_over_the_last_share() -> None:
 
 @pytest.mark.parametrize("distance", [0.0, 1.0, 19.0, 21.0, 60.0])
 def test_k3_goes_on_pulling_a_policy_that_is_far_off(distance: float) -> None:
-    """Towards the reference, and no harder beyond e^20; also far below it, where the policy has what the reference lacks."""
+    """Towards the reference, and no harder beyond e^20; also far below it, where the policy has
+    what the reference lacks."""
     for away, slope in ((distance, -math.expm1(min(distance, 20.0))), (-distance, -math.expm1(-distance))):
         logprobs = torch.tensor([-1.0 - away]).requires_grad_()
         value = k3(logprobs, torch.tensor([-1.0]))

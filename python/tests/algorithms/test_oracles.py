@@ -1,4 +1,5 @@
-"""Every loss, its gradient, and every estimator against what TRL and verl answered (``oracle/record.py``), to 1e-5 in float32."""
+"""Every loss, its gradient, and every estimator against what TRL and verl answered
+(``oracle/record.py``), to 1e-5 in float32."""
 
 from __future__ import annotations
 

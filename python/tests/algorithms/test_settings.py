@@ -42,7 +42,8 @@ def test_ppos_advantages_stay_as_they_are_without_whitening() -> None:
 
 @pytest.mark.parametrize(("clip", "errors", "slopes"), [(0.0, (2.0, 1.0), (1.0, -0.5)), (0.25, (2.0, 1.75), (1.0, 0.0))])
 def test_a_value_clip_of_zero_is_no_bound(clip: float, errors: tuple[float, float], slopes: tuple[float, float]) -> None:
-    """The second value went from 0 to 1, towards its return 2: bounded at 0.25 its error is 1.75 and has no slope."""
+    """The second value went from 0 to 1, towards its return 2: bounded at 0.25 its error is 1.75
+    and has no slope."""
     algorithm = build_algorithm("ppo", PpoConfig(value_clip=clip, value_coefficient=1.0))
     assert algorithm.value_loss is not None
     values = of(3, 1).requires_grad_()
@@ -63,7 +64,8 @@ def test_reinforce_pp_discounts_each_token() -> None:
 
 
 def test_leave_one_out_within_a_group_divides_by_the_deviation_of_all_its_rewards() -> None:
-    """Of 1, 2, 6 the others' means are 4, 3.5, 1.5; of 0, 2 they are 2, 0. Groups interleave, and differ in size."""
+    """Of 1, 2, 6 the others' means are 4, 3.5, 1.5; of 0, 2 they are 2, 0. Groups interleave, and
+    differ in size."""
     found = leave_one_out(of(1, 0, 2, 2, 6), torch.tensor([0, 1, 0, 1, 0]), normalization="group", epsilon=0.0)
     three, two = math.sqrt((4 + 1 + 9) / 2), math.sqrt(2)
     assert found.tolist() == pytest.approx([-3 / three, -2 / two, -1.5 / three, 2 / two, 4.5 / three])
@@ -71,8 +73,9 @@ def test_leave_one_out_within_a_group_divides_by_the_deviation_of_all_its_reward
 
 
 def test_distillation_weighs_by_the_engine_before_the_first_update_and_by_the_ratio_since() -> None:
-    """Three tokens: the policy left its old self by +0.5, 0, -0.5; the old self was 1.5, 5 (held at 2) and 0.5 times as likely as
-    the engine's. The teacher's gains are 1, -2 and 3, measured against the policy as it stands."""
+    """Three tokens: the policy left its old self by +0.5, 0, -0.5; the old self was 1.5, 5 (held
+    at 2) and 0.5 times as likely as the engine's. The teacher's gains are 1, -2 and 3, measured
+    against the policy as it stands."""
     algorithm = build_algorithm("distillation", DistillationConfig(off_policy=True, epochs=2, minibatches=3))
     assert algorithm.needs.engine_logprobs and algorithm.needs.old_logprobs and algorithm.updates.count == 6
     moves, weights, gains = (0.5, 0.0, -0.5), (1.5, 2.0, 0.5), (1.0, -2.0, 3.0)

@@ -1,8 +1,10 @@
-"""A device that is not the CPU, for machines without a GPU, and a pytest plugin (``-p far_device``) that puts models there.
+"""A device that is not the CPU, for machines without a GPU, and a pytest plugin (``-p far_device``)
+that puts models there.
 
-Its tensors lie in memory that only operations reach: ``numpy()`` and ``data_ptr()`` of one fail, as do operations on tensors of
-both devices, exactly where CUDA's would. Operations run on the CPU underneath, so that answers can be held against the CPU's. It
-goes by the name ``lazy``, a device type of torch's that has no kernels here and whose backward passes need no streams.
+Its tensors lie in memory that only operations reach: ``numpy()`` and ``data_ptr()`` of one fail, as
+do operations on tensors of both devices, exactly where CUDA's would. Operations run on the CPU
+underneath, so that answers can be held against the CPU's. It goes by the name ``lazy``, a device
+type of torch's that has no kernels here and whose backward passes need no streams.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Engine and learner on a device that is not the CPU, as on a GPU: their own suites, in a process with such a device.
+"""Engine and learner on a device that is not the CPU, as on a GPU: their own suites, in a process
+with such a device.
 
-What is left out compares bits of the CPU's kernels, or has Hugging Face's own code make tensors in a way that only a real device
-knows.
+What is left out compares bits of the CPU's kernels, or has Hugging Face's own code make tensors in
+a way that only a real device knows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A real rolloutd's registry, a small model, and batches in segment files as the buffer writes them."""
+"""A real rolloutd's registry, a small model, and batches in segment files as the buffer writes
+them."""
 
 from __future__ import annotations
 

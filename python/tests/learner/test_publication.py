@@ -1,4 +1,5 @@
-"""Where weights lie: in memory while they are passed on, in the run's folder where they must last."""
+"""Where weights lie: in memory while they are passed on, in the run's folder where they must
+last."""
 
 from __future__ import annotations
 

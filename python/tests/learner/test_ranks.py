@@ -1,4 +1,4 @@
-"""Which rank a process is, and that the first one sees the others leave."""
+"""The rank of a process, and how rank 0 detects that other ranks exit."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rollout_workers.learner.ranks import Place, RanksMismatch, Team, place
 
 
 def config(ranks: int) -> RunConfig:
-    """A plan's, with so many ranks."""
+    """The config of a plan with the given number of ranks."""
     return RunConfig(train=TrainConfig(ranks=ranks), limits=LimitsConfig(rank_timeout_seconds=30))
 
 
-def test_a_place_is_what_torchrun_says() -> None:
+def test_the_rank_comes_from_torchrun() -> None:
     assert place(RunConfig(), {}) == Place(0, 1, "", 600.0)
     assert place(config(2), {}) == Place(0, 2, "", 30.0)
     assert place(config(2), {"RANK": "1", "WORLD_SIZE": "2"}) == Place(1, 2, "env://", 30.0)
@@ -25,7 +25,7 @@ def test_a_place_is_what_torchrun_says() -> None:
         place(config(2), {"RANK": "0", "WORLD_SIZE": "4"})
 
 
-def test_a_rank_that_leaves_is_told_and_one_that_is_ended_is_not() -> None:
+def test_an_unexpected_exit_of_a_rank_is_reported_but_not_a_requested_one() -> None:
     reports: Queue[str] = Queue()
     team = Team(config(3), reports.put)
     first, second = team._processes

@@ -1,4 +1,4 @@
-"""Recorded batches are trained again as the run trained them, refused gradients included."""
+"""A replay of recorded batches repeats the run's steps, including refused gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS, REFUSED = 5, 4
 
 
 def batches(folder: Path) -> list[Batch]:
-    """Of each step; that of step ``REFUSED`` has log-probabilities that are no numbers."""
+    """The batch of each step. The batch of step ``REFUSED`` has NaN log-probabilities."""
     made = []
     for step in range(1, STEPS + 1):
         payloads = trajectories("run-replay", step, version=step - 1)
@@ -41,7 +41,8 @@ def batches(folder: Path) -> list[Batch]:
 
 
 def digests(settings: RunConfig, given: list[Batch], folder: Path) -> list[str]:
-    """Of the model and of each step, from a run that saves its state after steps 2 and 5."""
+    """The digests of the model and of each step, from a run that saves its state after steps 2 and
+    5."""
     refusals = Refusals(settings.train.on_refused_gradient)
     trainer = Trainer(settings.model.path, dataclasses.replace(trainer_config(settings, 1), refusals=refusals))
     found = [trainer.weights_digest().root]
@@ -54,7 +55,7 @@ def digests(settings: RunConfig, given: list[Batch], folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("action", ["skip", "restore", "stop"])
-def test_a_refused_gradient_is_met_as_in_the_run(
+def test_a_refused_gradient_is_handled_as_in_the_run(
     example: Example, tmp_path: Path, action: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train = {"on_refused_gradient": action, "steps": STEPS}

@@ -1,4 +1,4 @@
-"""What a learner worker answers: every call may be repeated, no step is made twice, none is skipped."""
+"""The learner worker's service: calls can be repeated, and no step is made twice or skipped."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def learner(daemon: Daemon, example: Example, run: str, tmp_path: Path) ->
     assert await made.made.stop() == 0
 
 
-async def test_a_step_with_everything_that_is_known_of_it(learner: Learner, example: Example) -> None:
+async def test_a_step_returns_all_its_fields(learner: Learner, example: Example) -> None:
     started = await learner.initialize()
     assert started.weights_digest == weights_digest(read_weights(example.model).items()).root
     result = await learner.train(1)
@@ -121,7 +121,7 @@ async def test_two_callers_of_one_step_make_it_once(learner: Learner) -> None:
     assert (await learner.status()).step == 1
 
 
-async def test_a_caller_that_leaves_loses_no_step(learner: Learner) -> None:
+async def test_a_step_survives_the_disconnect_of_its_caller(learner: Learner) -> None:
     await learner.initialize()
     assert learner.made.channel is not None
     stub = LearnerWorkerServiceStub(learner.made.channel)
@@ -150,7 +150,7 @@ async def test_a_step_out_of_turn_is_refused(learner: Learner) -> None:
     await learner.train(2)
 
 
-async def test_a_batch_that_cannot_be_trained_on_leaves_the_step(learner: Learner) -> None:
+async def test_an_unusable_batch_does_not_change_the_step(learner: Learner) -> None:
     await learner.initialize()
     empty = learner.batch(1)
     del empty.samples[:]
@@ -169,7 +169,7 @@ async def test_the_last_two_versions_stay(learner: Learner) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_restarted_learner_goes_on_bit_for_bit(
+async def test_a_restarted_learner_resumes_bit_for_bit(
     learner: Learner, daemon: Daemon, example: Example, run: str, tmp_path: Path
 ) -> None:
     await learner.initialize()

@@ -1,4 +1,4 @@
-"""The trainer's settings against the contract."""
+"""The trainer's settings agree with the config contract."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from rollout_workers.algorithms import build_algorithm
 from rollout_workers.algorithms.registry import BUILDERS
 from rollout_workers.learner.settings import algorithm_settings
 
-# What a dataclass has beside the keys of its table: from elsewhere in the run config, or set by another key.
+# Fields of dataclasses that are not keys of their table: they come from another table or another
+# key.
 OF_THE_RUN = {"off_policy", "max_tokens"}
-NOT_EVERYWHERE = {"normalize_std"}  # not every table offers it
-# What has no default: the config must say it.
+NOT_EVERYWHERE = {"normalize_std"}  # not in every table
+# Required keys, which have no default.
 REQUIRED = {"teacher"}
-OF_THE_WORKERS = {"endpoint"}  # keys that the learner has no use for
+OF_THE_WORKERS = {"endpoint"}  # keys that the learner does not use
 
 
 def keys_of(name: str) -> list[FieldDescriptor]:
-    """The keys of an algorithm's table that are the learner's."""
+    """The keys of an algorithm's table that the learner uses."""
     return [field for field in keys_of_table(table_of(name)) if field.name not in OF_THE_WORKERS]
 
 
 def table(name: str) -> dict[str, Any]:
-    """Those keys with the defaults of the contract."""
+    """The learner's keys with the defaults of the contract."""
     return {field.name: default_of(name, field) for field in keys_of(name)}
 
 
@@ -45,7 +46,7 @@ def default_of(name: str, field: FieldDescriptor) -> Any:
 
 
 def run_config(mode: str, name: str, given: dict[str, Any], **tables: Any) -> RunConfig:
-    """A config with keys of an algorithm's table, each in the message that has it."""
+    """A config with keys of an algorithm's table, each in the message that declares it."""
     fields = table_of(name).fields
     holder = {inner.name: field.name for field in fields if field.message_type for inner in field.message_type.fields}
     nested: dict[str, Any] = {}
@@ -55,7 +56,7 @@ def run_config(mode: str, name: str, given: dict[str, Any], **tables: Any) -> Ru
 
 
 def other_value(name: str, field: FieldDescriptor) -> Any:
-    """Not the default, within the contract's rules, and of numbers another one for each key of a table."""
+    """A valid value that is not the default. Numbers are different for each key of a table."""
     default = default_of(name, field)
     if field.type == FieldDescriptor.TYPE_BOOL:
         return not default
@@ -83,8 +84,8 @@ def test_every_key_has_a_setting_with_the_same_default(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_what_the_plan_sets_reaches_the_algorithm(name: str) -> None:
-    """One key after the other, each with a value of its own that is not the default, beside a whole table of defaults."""
+def test_values_of_the_plan_reach_the_algorithm(name: str) -> None:
+    """Sets one key at a time to a value that is not the default, in a table of defaults."""
     kind, run = BUILDERS[name][0], {"off_policy": True, "max_tokens": 77}
     of_the_run = {key: value for key, value in run.items() if key in {field.name for field in fields(kind)}}
     for field in keys_of(name):
@@ -99,7 +100,7 @@ def test_what_the_plan_sets_reaches_the_algorithm(name: str) -> None:
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_every_key_can_be_set_alone(name: str) -> None:
-    """As a plan of the time before the other keys has it."""
+    """As in a plan that was made before the other keys existed."""
     kind = BUILDERS[name][0]
     for field in keys_of(name):
         given = {field.name: other_value(name, field)}
@@ -108,13 +109,13 @@ def test_every_key_can_be_set_alone(name: str) -> None:
         assert algorithm_settings(config) == kind(**given, **({"max_tokens": 77} if needed else {})), field.name
 
 
-def test_the_teacher_is_looked_for_beside_the_config() -> None:
+def test_the_teachers_path_is_relative_to_the_config() -> None:
     given = {"mode": "sync", "algorithm": {"distillation": {"teacher": "models/big"}}}
     config = json_format.ParseDict(given, RunConfig())
     assert algorithm_settings(config, "/runs").teacher == "/runs/models/big"
 
 
-def test_a_teacher_behind_an_endpoint_is_not_the_learners() -> None:
+def test_the_learner_does_not_load_a_teacher_behind_an_endpoint() -> None:
     given = {"mode": "sync", "algorithm": {"distillation": {"endpoint": {"base_url": "http://h/v1", "model": "t"}}}}
     assert algorithm_settings(json_format.ParseDict(given, RunConfig()), "/runs").teacher == ""
 

@@ -1,4 +1,4 @@
-"""A learner that stood still in the middle of publishing, and wakes up when its successor has published."""
+"""A learner that was paused while it published, and continues after its successor has published."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ STEP = 5
 SUPERSEDED, PUBLISHED, OTHER = 3, 4, 5
 
 
-def stand_still() -> None:
+def pause() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def after(call: Callable[..., object]) -> Callable[..., object]:
-    """The call, and then nothing more before somebody says go on."""
+    """Makes the call, then pauses the process until it gets SIGCONT."""
 
     def stopping(*arguments: object, **more: object) -> object:
         made = call(*arguments, **more)
-        stand_still()
+        pause()
         return made
 
     return stopping
 
 
 def started(body: Callable[[], int]) -> int:
-    """A process that comes to stand still, and leaves with what the body says."""
+    """Starts a process that pauses inside ``body`` and exits with the code that ``body``
+    returns."""
     pid = os.fork()
     if pid:
         assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
@@ -52,8 +53,9 @@ def started(body: Callable[[], int]) -> int:
 
 
 def frozen(tmp_path: Path, where: str, *lasting: int) -> int:
-    """A process that stands still in the middle of publishing other weights of a step than its successor will make: when they are
-    laid out (``staged``), or one moment before the rename (``checked``). It leaves with what came of it."""
+    """A process that pauses while it publishes a step, with other weights than its successor: after
+    writing the staging folder (``staged``), or just before the rename (``checked``). Its exit code
+    is the outcome."""
 
     def body() -> int:
         made, trainer = publication(tmp_path, *lasting)
@@ -62,7 +64,7 @@ def frozen(tmp_path: Path, where: str, *lasting: int) -> int:
             trainer.write_weights = after(trainer.write_weights)  # type: ignore[method-assign, assignment]
         else:
             check = made._place.check
-            calls = iter((check, after(check)))  # before anything is made, and before the rename
+            calls = iter((check, after(check)))  # the first check is before writing, the second before the rename
             made._place.check = lambda: next(calls, check)()  # type: ignore[method-assign, return-value]
         try:
             made.publish(trainer)  # type: ignore[arg-type]
@@ -75,8 +77,9 @@ def frozen(tmp_path: Path, where: str, *lasting: int) -> int:
 
 
 def removing(tmp_path: Path, where: str, *lasting: int) -> int:
-    """A process that stands still when it is about to remove the versions before its newest but one: when it has looked whose the
-    folder is (``looked``), has seen what there is (``listed``), or has laid out what it puts in a version's place (``laid``)."""
+    """A process that pauses while it removes old versions: after checking the owner of the folder
+    (``looked``), after listing the versions (``listed``), or after creating the folder that
+    replaces a version (``laid``)."""
 
     def body() -> int:
         made, trainer = publication(tmp_path, *lasting)
@@ -101,7 +104,9 @@ def removing(tmp_path: Path, where: str, *lasting: int) -> int:
 @pytest.mark.parametrize("lasting", [(), (STEP,)], ids=["memory", "folder"])
 @pytest.mark.parametrize("again", [(), (STEP,)], ids=["into memory", "into the folder"])
 @pytest.mark.parametrize("where", ["staged", "checked"])
-def test_it_changes_nothing(where: str, again: tuple[int, ...], lasting: tuple[int, ...], tmp_path: Path) -> None:
+def test_a_superseded_publish_changes_nothing(
+    where: str, again: tuple[int, ...], lasting: tuple[int, ...], tmp_path: Path
+) -> None:
     pid = frozen(tmp_path, where, *lasting)
     try:
         successor, trainer = publication(tmp_path, *again)
@@ -121,8 +126,10 @@ def test_it_changes_nothing(where: str, again: tuple[int, ...], lasting: tuple[i
 @pytest.mark.parametrize("lasting", [(), (1, 2)], ids=["memory", "folder"])
 @pytest.mark.parametrize("again", [(), (1, 2)], ids=["into memory", "into the folder"])
 @pytest.mark.parametrize("where", ["looked", "listed", "laid"])
-def test_it_removes_nothing(where: str, again: tuple[int, ...], lasting: tuple[int, ...], tmp_path: Path) -> None:
-    """Its successor has gone back behind the versions that it was about to remove, and has made them again."""
+def test_a_superseded_cleanup_removes_nothing(
+    where: str, again: tuple[int, ...], lasting: tuple[int, ...], tmp_path: Path
+) -> None:
+    """The successor restarted from an earlier step and published the same versions again."""
     pid = removing(tmp_path, where, *lasting)
     try:
         successor, trainer = publication(tmp_path, *again)
@@ -142,11 +149,12 @@ def test_it_removes_nothing(where: str, again: tuple[int, ...], lasting: tuple[i
 def test_a_version_that_a_successor_made_in_the_middle_stays(
     supported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of a removal a version's name belongs to an empty folder, for which a successor may put its own."""
+    """During a removal, an empty folder has the version's name, and a successor may replace that
+    folder."""
     if not supported:
         monkeypatch.setattr(
             "rollout_workers.weights.transfer.publish_folder._EXCHANGE", 1 << 30
-        )  # EINVAL, as of a file system that can't
+        )  # EINVAL, as on a file system without support
     place, target = PublishFolder(tmp_path, 1), tmp_path / "v000001"
     fresh = tmp_path / "fresh"
     for folder, text in ((target, "old"), (fresh, "new")):
@@ -164,7 +172,7 @@ def test_a_version_that_a_successor_made_in_the_middle_stays(
     place.discard(target.name)
     assert (target / "file").read_text() == "new"
     place.discard(target.name)
-    place.discard(target.name)  # of which nothing is there
+    place.discard(target.name)  # does not exist any more
     assert [path.name for path in tmp_path.iterdir()] == [".owner-1-1"]
 
 
@@ -178,8 +186,8 @@ def test_an_older_incarnation_claims_nothing(tmp_path: Path) -> None:
         newer.check()
 
 
-def test_a_learner_that_was_superseded_leaves() -> None:
-    """And says so in a way after which the controller looks for the other one."""
+def test_a_superseded_learner_shuts_down() -> None:
+    """It returns UNAVAILABLE, so that the controller looks up the other learner."""
     reasons: list[str] = []
     server = LearnerServer(None, None, None, SimpleNamespace(fence=reasons.append))  # type: ignore[arg-type]
     with pytest.raises(Superseded) as raised, server._leaving_superseded():
@@ -193,7 +201,7 @@ def test_a_rename_without_its_source_leaves_the_target(supported: bool, tmp_path
     if not supported:
         monkeypatch.setattr(
             "rollout_workers.weights.transfer.publish_folder._EXCHANGE", 1 << 30
-        )  # EINVAL, as of a file system that can't
+        )  # EINVAL, as on a file system without support
     target, link = tmp_path / "v1", tmp_path / "v2"
     target.mkdir()
     (target / "file").write_text("here")

@@ -1,4 +1,4 @@
-"""Every key of a plan that is the learner's reaches its trainer, from the worker's spec on."""
+"""Every key of a plan that the learner uses reaches its trainer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ REACHES: dict[str, tuple[Any, str, Any]] = {
     "lora.targets": (["q_proj", "v_proj"], "lora.targets", ("q_proj", "v_proj")),
     "lora.dora": (True, "lora.dora", True),
 }
-# Keys of the tables `train` and `lora` that others act on, and what of a trainer's config comes from elsewhere.
+# Keys of the tables `train` and `lora` that others act on, and what of a trainer's config comes
+# from elsewhere.
 OTHERS = {
     "train.groups_per_step": "scheduler and buffer",
     "train.threads": "the scheduler, which gives the worker its share: `WorkerSpec.threads`",
@@ -73,11 +74,11 @@ NESTED = {"schedule": Schedule, "optimizer": AdamWConfig, "lora": LoraConfig, "r
 
 
 class Stopped(Exception):
-    """The worker got as far as making the trainer."""
+    """Raised when the worker creates the trainer."""
 
 
 class Made:
-    """In place of a learner's ranks: keeps what the trainer would be made of."""
+    """Replaces a learner's ranks, and records the arguments of the trainer."""
 
     model_dir: str
     settings: TrainerConfig
@@ -157,7 +158,7 @@ async def test_without_the_table_there_are_no_adapters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("action", ["stop", "skip", "restore"])
-async def test_a_refused_gradient_is_met_as_the_plan_says(action: str, tmp_path: Path) -> None:
+async def test_a_refused_gradient_is_handled_as_planned(action: str, tmp_path: Path) -> None:
     team, events = await made(plan(train={"on_refused_gradient": action}), tmp_path)
     samples = read_segments(batch("run-x", 4, trajectories("run-x", 4, version=3), tmp_path))
     refused = team.settings.refusals.record(4, samples, NonFiniteGradient("a gradient of inf"))
@@ -171,7 +172,8 @@ async def test_a_refused_gradient_is_met_as_the_plan_says(action: str, tmp_path:
 
 
 def test_the_table_has_every_key_and_every_setting() -> None:
-    """A new key of `train` or `lora` belongs into ``REACHES``, or into ``OTHERS`` with who acts on it."""
+    """A new key of `train` or `lora` must be added to ``REACHES``, or to ``OTHERS`` with the
+    component that uses it."""
     keys = {f"{table}.{name}" for table in ("train", "lora") for name in fields_of(table)}
     known = {key for key in REACHES if key.startswith(("train.", "lora."))}
     assert keys == known | OTHERS.keys() and not known & OTHERS.keys()
@@ -180,7 +182,8 @@ def test_the_table_has_every_key_and_every_setting() -> None:
 
 @pytest.mark.parametrize("key", REACHES)
 def test_the_table_takes_no_default(key: str) -> None:
-    """Neither the contract's nor the dataclass's: a key that is dropped on the way would not be seen."""
+    """No value equals the default of the contract or the dataclass, because a dropped key would
+    then go unnoticed."""
     value, path, wanted = REACHES[key]
     default = fields_of(key.rpartition(".")[0])[key.rpartition(".")[2]].GetOptions().Extensions[options_pb2.meta].default
     assert not default or tomllib.loads(f"v = {default}")["v"] != value

@@ -1,4 +1,5 @@
-"""A trained reward model as a reward: the scores of training, over the wire, and a type for what goes wrong."""
+"""A trained reward model as a reward: the scores of training, over the wire, and a type for what
+goes wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the learner's tests share: a model of 30,000 parameters."""
+"""Shared fixture of the trainer's tests: a model of 30,000 parameters."""
 
 from __future__ import annotations
 

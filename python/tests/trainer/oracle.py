@@ -1,4 +1,5 @@
-"""The learner's gradient a second time: one sample at a time, plain calls of the model, no packing, no skipping."""
+"""An independent computation of the gradient: one sample at a time with direct calls of the model,
+without packing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of one learner as processes on this machine, which are forked from one that has torch imported."""
+"""The ranks of one learner as local processes, forked from a process that has imported torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollout_workers.trainer.distributed.ranks import Ranks
 
 TESTS = str(Path(__file__).parents[1])
 if TESTS not in sys.path:
-    sys.path.append(TESTS)  # the processes find the tests' own modules by it
+    sys.path.append(TESTS)  # lets the processes import the tests' modules
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["rollout_workers.trainer.leader", "trainer.addition"])
@@ -25,7 +25,7 @@ _context.set_forkserver_preload(["rollout_workers.trainer.leader", "trainer.addi
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank ended with instead of a result."""
+    """How a rank failed."""
 
     message: str
 
@@ -41,8 +41,9 @@ def together(
 ) -> list[Any]:
     """``work(ranks, *arguments)`` on each of ``size`` ranks; their results in order.
 
-    seconds: the group's time limit. patience: until ranks that are still at work are ended. may_fail: rank 0's result ends
-    it, and a rank without one gives a ``Failure``; else that fails the test.
+    seconds: the group's time limit. patience: until ranks that are still at work are ended.
+    may_fail: rank 0's result ends it, and a rank without one gives a ``Failure``; else that fails
+    the test.
     """
     rendezvous = f"file://{folder}/rendezvous-{size}-{time.monotonic_ns()}"
     ends, processes = [], []

@@ -1,4 +1,5 @@
-"""Adapters are the only thing that moves; merged or loaded by PEFT they give the same model."""
+"""Training changes only the adapters. Merged adapters and adapters loaded by PEFT give the same
+model."""
 
 from __future__ import annotations
 
@@ -93,16 +94,16 @@ def test_the_reference_is_the_model_without_adapters(model_dir: Path) -> None:
     assert learner.train_step(sampled_batch(4), 4).metrics["kl/reference"] > 1e-6
 
 
-def test_a_restored_state_goes_on_bit_for_bit(model_dir: Path, tmp_path: Path) -> None:
+def test_a_restored_state_resumes_bit_for_bit(model_dir: Path, tmp_path: Path) -> None:
     learner = trained(model_dir, CONFIG)
     learner.save_state(tmp_path)
-    twin = Trainer(model_dir, dataclasses.replace(CONFIG, seed=7))  # other adapters to begin with
-    twin.load_state(tmp_path)
-    assert twin.weights_digest().root == learner.weights_digest().root
+    restored = Trainer(model_dir, dataclasses.replace(CONFIG, seed=7))  # starts with other adapters
+    restored.load_state(tmp_path)
+    assert restored.weights_digest().root == learner.weights_digest().root
     for step in (4, 5):
         learner.train_step(sampled_batch(step), step)
-        twin.train_step(sampled_batch(step), step)
-    assert twin.weights_digest().root == learner.weights_digest().root
+        restored.train_step(sampled_batch(step), step)
+    assert restored.weights_digest().root == learner.weights_digest().root
 
 
 def test_a_state_of_the_other_kind_is_refused(model_dir: Path, tmp_path: Path) -> None:
@@ -122,7 +123,7 @@ def test_a_state_of_the_other_kind_is_refused(model_dir: Path, tmp_path: Path) -
         (LoraConfig(rank=4, alpha=8, targets=("q_proj",)), r"has .*down_proj.*`lora.targets`"),
     ],
 )
-def test_adapters_that_would_be_others_are_refused(lora: LoraConfig, message: str, model_dir: Path, tmp_path: Path) -> None:
+def test_adapters_with_other_settings_are_refused(lora: LoraConfig, message: str, model_dir: Path, tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, lora=LoraConfig(rank=4, alpha=8))
     trained(model_dir, config, 1).save_state(tmp_path)
     with pytest.raises(StateUnreadable, match=message):
@@ -137,12 +138,12 @@ def test_adapters_of_another_model_are_refused(model_dir: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "q_prj"])
-def test_a_target_that_is_no_linear_layer_is_refused(model_dir: Path, target: str) -> None:
+def test_a_target_that_is_not_a_linear_layer_is_refused(model_dir: Path, target: str) -> None:
     with pytest.raises(BadSettings, match=rf"{target}.*it has .*q_proj"):
         Trainer(model_dir, dataclasses.replace(CONFIG, lora=LoraConfig(targets=(target,))))
 
 
-def test_the_head_of_a_reward_model_is_trained_whole_beside_adapters(model_dir: Path, tmp_path: Path) -> None:
+def test_the_head_of_a_reward_model_is_trained_in_full_with_adapters(model_dir: Path, tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, algorithm="reward_model", settings=None)
     learner, samples = Trainer(model_dir, config), pairs(2)
     begin = {name: tensor.clone() for name, tensor in learner.named_weights()}
@@ -168,7 +169,8 @@ def test_the_head_of_a_reward_model_is_trained_whole_beside_adapters(model_dir: 
 
 
 def experts(folder: Path) -> Path:
-    """The folder of a mixture of experts, which are parameters of one module and no linear layers."""
+    """The folder of a mixture of experts, whose experts are parameters of one module instead of
+    linear layers."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -198,6 +200,6 @@ def test_experts_are_merged_under_their_own_names(tmp_path: Path) -> None:
             torch.testing.assert_close(sample_logprobs(found, sample), wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_adapters_that_experts_can_not_have_are_refused(tmp_path: Path) -> None:
+def test_adapters_that_experts_do_not_support_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadSettings, match=r"`\[lora\]` does not fit Qwen3MoeForCausalLM: .*use_dora"):
         Trainer(experts(tmp_path), dataclasses.replace(CONFIG, lora=LoraConfig(rank=4, dora=True)))

@@ -1,4 +1,4 @@
-"""Conversations: what the assistant did not write is context, wherever it stands, and is not trained on."""
+"""Conversations: only the assistant's turns are trained on; all other text is context."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from .test_trainer import gradient, oracle_gradient
 
 
 def conversations() -> list[TrainSample]:
-    """Two questions with an answer each in one sample, and again with another second question: a shared beginning."""
+    """Two questions with an answer each in one sample, and again with another second question: a
+    shared beginning."""
     first, second, third = (answer(n, 0, prompt, text, 0.0, logprob=0.0) for n, (prompt, text) in enumerate(TURNS))
     return [joined(first, second), joined(first, third), third]
 

@@ -1,4 +1,4 @@
-"""Distillation from a model beside the policy, and groups that are left out."""
+"""Distillation from a teacher model, and groups that are excluded from the batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIG = TrainerConfig(algorithm="distillation", schedule=Schedule(peak=1e-3), t
 
 
 def taught(model_dir: Path, folder: Path) -> TrainerConfig:
-    """A teacher that is the model with other numbers in it."""
+    """A teacher: the same model with different weights."""
     teacher = AutoModelForCausalLM.from_pretrained(model_dir)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -69,7 +69,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(model_dir: Path, tmp_path: P
         Trainer(model_dir, config)
 
 
-def test_groups_of_equal_rewards_dilute_the_mean_unless_they_are_left_out(model_dir: Path) -> None:
+def test_groups_of_equal_rewards_dilute_the_mean_unless_excluded(model_dir: Path) -> None:
     samples = sampled_batch(3)
     samples = [dataclasses.replace(s, reward=1.0) if s.group_key == samples[0].group_key else s for s in samples]
     seen: dict[str, set[float]] = {}

@@ -1,4 +1,4 @@
-"""Moments in 8 bits: they are, they learn, and they go on bit for bit."""
+"""8-bit moments: they use less memory, training works, and a restored run has the same bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollout_workers.trainer.optim.moments import EightBitMoments
 
 from .addition import demonstrations, sampled_batch
 
-pytestmark = pytest.mark.timeout(400)  # ranks are processes, on a machine that may be busy
+pytestmark = pytest.mark.timeout(400)  # ranks are processes, and the machine may be busy
 CONFIG = TrainerConfig(
     algorithm="sft", schedule=Schedule(peak=3e-3), optimizer=AdamWConfig(weight_decay=0.01, kind="adamw_8bit"), threads=1
 )
@@ -66,7 +66,7 @@ def test_a_state_holds_the_codes(model_dir: Path, tmp_path: Path) -> None:
 
 
 @installed
-def test_two_ranks_go_on_bit_for_bit_and_one_goes_on_from_them(model_dir: Path, tmp_path: Path) -> None:
+def test_two_ranks_resume_bit_for_bit_and_one_rank_resumes_their_state(model_dir: Path, tmp_path: Path) -> None:
     from .team import together
     from .test_ranks import trained
 

@@ -1,4 +1,5 @@
-"""An evaluation tells what a step on the same samples would, and leaves no trace."""
+"""An evaluation gives the metrics of a step on the same samples, and does not change the
+trainer."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def of(algorithm: str, lora: bool = False) -> TrainerConfig:
 
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("algorithm", DATA)
-def test_what_a_step_would_tell(model_dir: Path, algorithm: str, lora: bool) -> None:
+def test_metrics_equal_those_of_a_step(model_dir: Path, algorithm: str, lora: bool) -> None:
     learner, blind = Trainer(model_dir, of(algorithm, lora)), Trainer(model_dir, of(algorithm, lora))
     for step in (1, 2):
         samples = DATA[algorithm](step)
@@ -43,7 +44,7 @@ def test_what_a_step_would_tell(model_dir: Path, algorithm: str, lora: bool) -> 
         assert found == {name: metrics[name] for name in found} and found["loss"] > 0
         assert blind.train_step(samples, step).metrics["loss"] == metrics["loss"]
     assert learner.weights_digest() == blind.weights_digest()
-    assert len(learner.models.cache) == len(blind.models.cache), "held-out pairs are no part of the state"
+    assert len(learner.models.cache) == len(blind.models.cache), "held-out pairs must not be cached"
 
 
 def test_the_loss_of_held_out_answers_is_their_cross_entropy(model_dir: Path) -> None:
@@ -56,7 +57,7 @@ def test_the_loss_of_held_out_answers_is_their_cross_entropy(model_dir: Path) ->
 
 
 @pytest.mark.parametrize("algorithm", ["dpo", "ipo"])
-def test_a_policy_that_is_its_reference_prefers_nothing(model_dir: Path, algorithm: str) -> None:
+def test_a_policy_equal_to_its_reference_has_no_preference(model_dir: Path, algorithm: str) -> None:
     learner = Trainer(model_dir, of(algorithm))
     samples = [sample for seed in range(8) for sample in again(pairs(seed), seed)]
     assert learner.evaluate(samples)["rewards/accuracy"] == 0
@@ -65,11 +66,11 @@ def test_a_policy_that_is_its_reference_prefers_nothing(model_dir: Path, algorit
 
 
 def again(samples: list[TrainSample], number: int) -> list[TrainSample]:
-    """The same as groups of their own."""
+    """The same samples with other group keys."""
     return [dataclasses.replace(sample, group_key=f"{number}/{sample.group_key}") for sample in samples]
 
 
-def test_held_out_pairs_stay_out_of_the_state(model_dir: Path, tmp_path: Path) -> None:
+def test_held_out_pairs_are_not_saved_in_the_state(model_dir: Path, tmp_path: Path) -> None:
     learner = Trainer(model_dir, of("dpo"))
     learner.train_step(pairs(1), 1)
     known = len(learner.models.cache)
@@ -80,7 +81,7 @@ def test_held_out_pairs_stay_out_of_the_state(model_dir: Path, tmp_path: Path) -
     assert len(learner.models.cache) == len(resumed.models.cache) == known
 
 
-def test_a_sample_without_anything_trained_is_refused(model_dir: Path) -> None:
+def test_a_sample_without_trained_tokens_is_refused(model_dir: Path) -> None:
     chosen, rejected = pairs(1)[:2]
     empty = dataclasses.replace(rejected, loss_mask=rejected.loss_mask * 0)
     with pytest.raises(BadBatch, match="no token to train on"):
@@ -88,14 +89,14 @@ def test_a_sample_without_anything_trained_is_refused(model_dir: Path) -> None:
 
 
 def evaluated(ranks: Ranks, model_dir: Path, algorithm: str) -> dict[str, float]:
-    """On a rank of several, with micro-batches that don't come out even."""
+    """Runs on each rank, with micro-batches of unequal sizes."""
     config = dataclasses.replace(of(algorithm), tokens_per_microbatch=48)
     return Trainer(model_dir, config, ranks).evaluate(DATA[algorithm](1))
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("algorithm", ["sft", "dpo", "reward_model"])
-def test_ranks_find_what_one_finds(model_dir: Path, tmp_path: Path, algorithm: str) -> None:
+def test_several_ranks_give_the_metrics_of_one(model_dir: Path, tmp_path: Path, algorithm: str) -> None:
     wanted = Trainer(model_dir, of(algorithm)).evaluate(DATA[algorithm](1))
     one, other = together(2, tmp_path, evaluated, model_dir, algorithm)
     assert one == other

@@ -1,4 +1,5 @@
-"""Each family's gradient is the oracle's, however the batch is cut, and a resumed run has the same bits."""
+"""The gradient of each family of losses equals the oracle's, however the batch is split, and a
+resumed run has the same bits."""
 
 from __future__ import annotations
 
@@ -50,13 +51,13 @@ def labelled(seed: int) -> list[TrainSample]:
 
 
 def totals(model: torch.nn.Module, samples: list[TrainSample], temperature: float = 1.0) -> torch.Tensor:
-    """Sums of trained logprobs, one plain call a sample."""
+    """Sums of trained logprobs, from one call of the model per sample."""
     parts = [sample_logprobs(model, s, temperature)[torch.from_numpy(s.loss_mask[1:]).bool()].sum() for s in samples]  # pyright: ignore
     return torch.stack(parts)
 
 
 def moved(model_dir: Path, config: TrainerConfig, batch: Callable[[int], list[TrainSample]]) -> Trainer:
-    """A trainer whose policy has left its reference."""
+    """A trainer whose policy differs from its reference."""
     learner = Trainer(model_dir, config)
     learner.train_step(batch(1), 1)
     return learner
@@ -75,7 +76,7 @@ def test_dpo_agrees_with_the_oracle(model_dir: Path) -> None:
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_ipo_agrees_with_the_oracle(model_dir: Path, normalize: bool) -> None:
-    """Of pairs whose two completions differ in length: each log-ratio is the mean over its own."""
+    """The completions of a pair differ in length; each log-ratio is a mean over its completion."""
     config = dataclasses.replace(CONFIG, algorithm="ipo", settings=IpoConfig(beta=0.5, length_normalize=normalize))
     learner, samples = moved(model_dir, config, pairs), pairs(2)
     lengths = torch.tensor([float(s.loss_mask.sum()) for s in samples])
@@ -108,20 +109,21 @@ def test_online_dpo_agrees_with_the_oracle(model_dir: Path, loss: str) -> None:
     assert (metrics["pairs"], metrics["groups/equal_rewards"]) == (len(unequal), len(groups) - len(unequal))
 
 
-def test_online_dpo_learns_nothing_of_ties(model_dir: Path) -> None:
+def test_online_dpo_ignores_groups_with_equal_rewards(model_dir: Path) -> None:
     learner = Trainer(model_dir, dataclasses.replace(CONFIG, algorithm="online_dpo"))
     tied = [dataclasses.replace(sample, reward=0.5) for sample in sampled_batch(1)]
     before = learner.weights_digest().root
     metrics = learner.train_step(tied, 1).metrics
     assert (metrics["pairs"], metrics["loss"], metrics["grad_norm"], metrics["groups/equal_rewards"]) == (0, 0, 0, 6)
-    assert "kl/coefficient" not in metrics, "beta is no coefficient of a term"
+    assert "kl/coefficient" not in metrics, "beta is not the coefficient of a KL term"
     assert learner.weights_digest().root == before
     with pytest.raises(BadBatch, match="infinite or NaN"):
         learner.train_step([dataclasses.replace(tied[0], reward=float("nan")), *tied[1:]], 2)
 
 
 def test_sums_over_long_samples_are_as_exact_as_their_type() -> None:
-    """What is trained on is a small difference of them, and the reference's are added up in float64."""
+    """The loss uses small differences of these sums. The reference's sums are computed in
+    float64."""
     logprobs = -2 * torch.rand(20_000, generator=torch.Generator().manual_seed(0))
     long = TrainSample("0", 0, np.zeros(20_001, np.int32), 1, np.ones(20_001, np.uint8), np.zeros(20_001, np.float32))
     (micro,) = pack([long], [0], tokens=1 << 20)
@@ -199,7 +201,7 @@ def test_one_two_and_many_micro_batches_give_the_same_gradient(model_dir: Path, 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_restored_state_goes_on_bit_for_bit(model_dir: Path, tmp_path: Path, name: str) -> None:
+def test_a_restored_state_resumes_bit_for_bit(model_dir: Path, tmp_path: Path, name: str) -> None:
     config, batch = CASES[name]
     learner = Trainer(model_dir, config)
     for step in (1, 2):
@@ -208,7 +210,7 @@ def test_a_restored_state_goes_on_bit_for_bit(model_dir: Path, tmp_path: Path, n
     duplicate = Trainer(model_dir, config)
     duplicate.load_state(tmp_path)
     for step in (3, 4):
-        seed = step - 2 if "ppo" not in name else step  # data comes back
+        seed = step - 2 if "ppo" not in name else step  # the same data again
         learner.train_step(batch(seed), step)
         duplicate.train_step(batch(seed), step)
     assert duplicate.weights_digest().root == learner.weights_digest().root
@@ -217,8 +219,9 @@ def test_a_restored_state_goes_on_bit_for_bit(model_dir: Path, tmp_path: Path, n
         assert torch.equal(one, other)
 
 
-def test_state_that_is_not_restored_is_missed(model_dir: Path, tmp_path: Path) -> None:
-    """The test above would see a KL coefficient, a critic or moments that stay behind."""
+def test_state_that_is_not_restored_changes_the_result(model_dir: Path, tmp_path: Path) -> None:
+    """Checks that the test above would detect a KL coefficient, critic, or moments that were not
+    restored."""
     learner = moved(model_dir, CRITIC, sampled_batch)
     assert learner.models.kl_coefficient != CRITIC.settings.kl_coefficient
     assert learner.models.critic is not None and learner.critic_optimizer is not None
@@ -232,7 +235,7 @@ def test_state_that_is_not_restored_is_missed(model_dir: Path, tmp_path: Path) -
     assert fresh.critic_optimizer is not None and fresh.critic_optimizer.steps == learner.critic_optimizer.steps == 1
 
 
-def test_the_reference_is_asked_once_for_each_row(model_dir: Path) -> None:
+def test_the_reference_is_evaluated_once_for_each_row(model_dir: Path) -> None:
     learner = Trainer(model_dir, CONFIG)
     assert learner.models.reference is not None
     asked = []

@@ -1,4 +1,4 @@
-"""Frozen weights stay as they are, and activations that are computed again give the same gradient."""
+"""Frozen weights do not change, and recomputed activations give the same gradient."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def test_frozen_tensors_stay(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(("pattern", "message"), [("model.layer.0.*", "matches no tensor"), ("*", "nothing is left to train")])
-def test_patterns_that_make_no_sense_are_refused(model_dir: Path, pattern: str, message: str) -> None:
+def test_invalid_patterns_are_refused(model_dir: Path, pattern: str, message: str) -> None:
     with pytest.raises(BadSettings, match=message):
         Trainer(model_dir, dataclasses.replace(CONFIG, freeze=(pattern,)))
 
 
-def test_checkpointing_is_the_critics_too(model_dir: Path) -> None:
+def test_checkpointing_applies_to_the_critic_too(model_dir: Path) -> None:
     digests = []
     for checkpointing in (False, True):
         settings = PpoConfig(critic="network")

@@ -36,7 +36,7 @@ def drawn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 
 
 def same(found: Tensor, wanted: Tensor, leaves: tuple[Tensor, ...]) -> None:
-    """Both values, and what comes to the leaves from both."""
+    """Compares both values, and the gradients that both give to the leaves."""
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
     weights = drawn(*wanted.shape, seed=9).detach()
     gradients = (torch.autograd.grad(value, leaves, weights, retain_graph=True) for value in (found, wanted))
@@ -61,8 +61,8 @@ def test_gates(kernels: LayerKernels, size: int) -> None:
     same(fused.FusedSwiGlu.apply(gate, up, kernels), nn.functional.silu(gate) * up, (gate, up))  # pyright: ignore[reportArgumentType]
 
 
-def test_what_is_not_a_number_stays_so(kernels: LayerKernels) -> None:
-    """A step is refused by it."""
+def test_nan_is_kept(kernels: LayerKernels) -> None:
+    """NaN makes the trainer refuse the step."""
     x = torch.tensor([[torch.nan, 1.0], [torch.inf, 1.0], [1.0, 1.0]])
     ones = torch.ones_like(x)
     assert kernels.swiglu(x, ones).isnan().tolist() == [[True, False], [False, False], [False, False]]
@@ -78,7 +78,7 @@ def test_rotations(kernels: LayerKernels, rows: int, width: int, heads: int, siz
     q, k = drawn(rows, width, heads, size), drawn(rows, width, 1, size, seed=1)
     angles = drawn(1 if shared else rows, width, size, seed=2, scale=3).detach()
     cos, sin = angles.cos(), (angles * 1.5).sin()
-    rotation = fused.Rotation(None, kernels)  # its own is never called
+    rotation = fused.Rotation(None, kernels)  # the wrapped module is never called
     found, wanted = (f(q.transpose(1, 2), k.transpose(1, 2), cos, sin) for f in (rotation, apply_rotary_pos_emb))
     for mine, own, leaf in zip(found, wanted, (q, k), strict=True):
         same(mine, own, (leaf,))
@@ -124,7 +124,7 @@ def changed(of: nn.Module) -> set[str]:
     return {type(module).__name__ for module in of.modules() if "forward" in vars(module)}
 
 
-def test_a_whole_model_is_what_it_was() -> None:
+def test_a_whole_model_gives_the_same_results() -> None:
     own, ours = model(), model()
     fused.install(ours)
     assert changed(ours) == {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention"}
@@ -148,14 +148,14 @@ class ClampedMLP(LlamaMLP):
 
 
 def empty(layers: LlamaForCausalLM) -> LlamaForCausalLM:
-    """Layers that give zeros, whatever stands in them."""
+    """Layers that return zeros for any input."""
     for each in layers.modules():
         if isinstance(each, LlamaMLP):
             nn.init.zeros_(each.down_proj.weight)
     return layers
 
 
-def test_what_computes_something_else_is_left_alone(kernels: LayerKernels) -> None:
+def test_layers_with_other_formulas_are_not_replaced(kernels: LayerKernels) -> None:
     others = (
         model(hidden_act="gelu"),
         empty(model(hidden_act="gelu")),
@@ -181,8 +181,9 @@ def test_a_copy_of_a_model_computes_with_its_own_weights() -> None:
     assert not torch.equal(copied(input_ids=token_ids).logits, before)
 
 
-def test_other_types_get_what_they_got(kernels: LayerKernels) -> None:
-    """What was changed in float32 and then moved: every loop asks what it is given."""
+def test_other_dtypes_give_the_same_results(kernels: LayerKernels) -> None:
+    """A model that was replaced in float32 and then cast: each layer checks the dtype of its
+    input."""
     own, ours = model(), model()
     fused.install(ours)
     token_ids = torch.arange(12).view(1, 12)
@@ -236,13 +237,13 @@ def test_value_and_gradient_are_those_of_the_models_own() -> None:
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
-def test_a_norm_that_is_another_is_left_alone() -> None:
+def test_a_norm_with_another_formula_is_not_replaced() -> None:
     norm = norm_of(CentredRMSNorm)
     fused.install_rms_norm(nn.Sequential(norm), None)
     assert "forward" not in vars(norm)
 
 
-def test_other_types_are_left_alone() -> None:
+def test_other_dtypes_are_not_replaced() -> None:
     norm = norm_of(Qwen3RMSNorm).to(torch.bfloat16)
     fused.install_rms_norm(nn.Sequential(norm), None)
     assert "forward" not in vars(norm)

@@ -1,4 +1,5 @@
-"""Logprobs and their gradient, in chunks, from hidden states and from logits, against torch's own."""
+"""Logprobs and their gradient, in chunks, from hidden states and from logits, against torch's
+own."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ def test_a_frozen_head_gets_no_gradient() -> None:
 
 @pytest.mark.parametrize("limit", [None, 40, 1], ids=["one chunk", "two rows a chunk", "one row a chunk"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logits_that_are_there_agree_with_log_softmax(limit: int | None, temperature: float) -> None:
+def test_given_logits_agree_with_log_softmax(limit: int | None, temperature: float) -> None:
     generator = torch.Generator().manual_seed(0)
     given = torch.randn(12, 20, generator=generator)
     predictors = torch.tensor([0, 1, 2, 4, 5, 7, 8, 10, 11])
@@ -94,7 +95,8 @@ def test_logits_that_are_there_agree_with_log_softmax(limit: int | None, tempera
 
 
 class Largest(TorchDispatchMode):
-    """Sees every tensor that is made: the most rows of float32 over the vocabulary that one has."""
+    """Observes every new tensor, and records the largest number of float32 rows over the
+    vocabulary."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
@@ -119,8 +121,9 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_no_more_rows_of_logits_are_made_at_a_time_than_the_limit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward. The model is in bfloat16, so that all in float32 over the vocabulary is ours."""
+def test_at_most_the_limit_of_logit_rows_exists_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks forward and backward. The model is in bfloat16, so only our code creates float32
+    logits."""
     torch.manual_seed(0)
     model = MODELS[name]()
     torch.nn.init.normal_(model.get_parameter("model.embed_tokens.weight"), std=0.5)

@@ -1,4 +1,5 @@
-"""Prefix trees: every token sees exactly its own past, nothing is lost, budgets hold."""
+"""Prefix trees: every token attends to exactly its past, no token is lost, and rows stay within the
+limit."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def random_samples(seed: int, *, longest: int = 40) -> list[TrainSample]:
 
 
 def seen_from(batch: MicroBatch, row: int, place: int) -> list[int]:
-    """The tokens that a position sees, in the order of the row, by the definition of ``subtree_end``."""
+    """The tokens that a position sees, in the order of the row, by the definition of
+    ``subtree_end``."""
     if batch.subtree_end is None:
         return batch.token_ids[row, : place + 1].tolist()
     return [int(batch.token_ids[row, j]) for j in range(place + 1) if place < batch.subtree_end[row, j]]
@@ -72,7 +74,7 @@ def test_each_position_appears_once_in_a_row(seed: int) -> None:
             assert len(set(real)) == len(real)
 
 
-def test_padding_sees_itself_alone_and_nobody_sees_it() -> None:
+def test_padding_attends_only_to_itself_and_no_token_attends_to_it() -> None:
     samples = [sample_of(0, [1, 2, 3], [2]), sample_of(1, [2] * 200, [199]), sample_of(2, [1, 1, 3], [2])]
     (batch,) = pack(samples, range(3), tokens=10_000)
     short = int(np.argmin((batch.token_ids != 0).sum(1)))

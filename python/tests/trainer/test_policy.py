@@ -47,7 +47,8 @@ def gemma() -> PreTrainedModel:
 
 
 def local() -> PreTrainedModel:
-    """GPT-Neo counts its window in places of the row; this one is wider than the probe of prefix trees."""
+    """GPT-Neo counts its window in places of the row; this one is wider than the probe of prefix
+    trees."""
     kinds = [[["global", "local"], 1]]
     return GPTNeoForCausalLM(
         GPTNeoConfig(vocab_size=60, hidden_size=32, num_layers=2, num_heads=4, attention_types=kinds, window_size=200)
@@ -105,7 +106,7 @@ def test_a_model_without_attention_loads(tmp_path: Path) -> None:
 
 
 def test_neighbours_do_not_change_a_sample(model_dir: Path) -> None:
-    """The logprobs of a sample are its own, whoever shares its row."""
+    """The logprobs of a sample do not depend on other samples in its row."""
     policy = Policy.load(model_dir)
     samples = sampled_batch(2)
     (together,) = pack(samples, range(len(samples)), tokens=1 << 16)

@@ -1,4 +1,5 @@
-"""What the settings of the GRPO family do to a step's gradient, against plain forwards: entropy, length, truncation."""
+"""What the settings of the GRPO family do to a step's gradient, against plain forwards: entropy,
+length, truncation."""
 
 from __future__ import annotations
 
@@ -82,8 +83,9 @@ def test_what_was_cut_off_counts_for_its_group_and_not_in_the_loss(model_dir: Pa
     assert learner.train_step(samples, 1).metrics["tokens/trained"] == trained
 
 
-def test_a_reward_of_0_counts_beside_samples_whose_parts_are_rewarded(model_dir: Path) -> None:
-    """Of another group, or of its own: its number is then the reward of its last token."""
+def test_a_reward_of_0_counts_among_samples_with_process_rewards(model_dir: Path) -> None:
+    """Both in another group and in the same group. The reward is then the reward of the last
+    token."""
     learner, samples = trainer(model_dir), sampled_batch(0)
     plain = trainer(model_dir).train_step(sampled_batch(0), 1).advantages
     for sample in samples[:2]:  # of the first group

@@ -1,4 +1,5 @@
-"""PPO in the trainer: what its critic, its rewards and its estimates do to the gradient, against plain forwards."""
+"""PPO in the trainer: what its critic, its rewards and its estimates do to the gradient, against
+plain forwards."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ TEMPERATURE = 0.7
 
 
 def trainer(model_dir: Path, settings: PpoConfig, **changes: object) -> Trainer:
-    """A trainer whose policy has left its reference and whose critic says something else of each token."""
+    """A trainer whose policy has left its reference and whose critic says something else of each
+    token."""
     config = TrainerConfig("ppo", settings, schedule=Schedule(peak=1e-3), temperature=TEMPERATURE, threads=1)
     learner = Trainer(model_dir, dataclasses.replace(config, **changes))
     critic, draw = learner.models.critic, torch.Generator().manual_seed(3)
@@ -38,7 +40,8 @@ def trainer(model_dir: Path, settings: PpoConfig, **changes: object) -> Trainer:
 
 
 def batch(seed: int, *, by_token: bool = False) -> list[TrainSample]:
-    """Samples of several lengths; in every third a tool answered between two trained tokens. by_token: with token rewards."""
+    """Samples of several lengths; in every third a tool answered between two trained tokens.
+    by_token: with token rewards."""
     draw, samples = np.random.default_rng(seed), sampled_batch(seed)
     for number, sample in enumerate(samples):
         if number % 3 == 0:
@@ -102,7 +105,8 @@ def test_ppo_agrees_with_the_oracle(model_dir: Path, critic: str, whiten: bool, 
 
 @pytest.mark.parametrize("critic", ["head", "network"])
 def test_however_a_batch_is_cut_the_gradient_is_that_of_the_whole(model_dir: Path, critic: str) -> None:
-    """Into micro-batches, and into the minibatches of an epoch before any of them moved a weight."""
+    """Into micro-batches, and into the minibatches of an epoch before any of them moved a
+    weight."""
     settings = dataclasses.replace(SETTINGS, critic=critic)
     texts = [["7", "19", "105"], ["42", "168", "3"], ["12", "9", "150"]]  # as many tokens in each group
     samples = [answer(g, n, f"{g}+7=", text, n - g / 2) for g, of_one in enumerate(texts) for n, text in enumerate(of_one)]
@@ -116,7 +120,8 @@ def test_however_a_batch_is_cut_the_gradient_is_that_of_the_whole(model_dir: Pat
 
 
 def test_a_critic_of_its_own_has_its_own_learning_rate_on_the_policys_schedule(model_dir: Path) -> None:
-    """Of the third of four steps, where half of each peak is left. Adam's first update is the rate, whatever the gradient."""
+    """Of the third of four steps, where half of each peak is left. Adam's first update is the rate,
+    whatever the gradient."""
     settings = dataclasses.replace(SETTINGS, critic="network", critic_learning_rate=0.02)
     schedule = Schedule(peak=0.001, shape="linear", steps=4)
     learner = trainer(model_dir, settings, schedule=schedule, optimizer=AdamWConfig(weight_decay=0.0, max_grad_norm=0.0))

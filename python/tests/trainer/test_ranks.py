@@ -1,4 +1,5 @@
-"""Several ranks are one learner: the same weights as one rank alone, from any number of them to any other."""
+"""Several ranks are one learner: the same weights as one rank alone, from any number of them to any
+other."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ def batch(config: TrainerConfig, step: int) -> list[TrainSample]:
 def trained(
     ranks: Ranks, model_dir: Path, config: TrainerConfig, first: int, last: int, state: str = "", save: str = ""
 ) -> tuple[str, dict[str, np.ndarray], list[dict[str, float]]]:
-    """Digest, weights and each step's metrics after the steps from ``first`` to ``last``; step 3 is saved."""
+    """Digest, weights and each step's metrics after the steps from ``first`` to ``last``; step 3 is
+    saved."""
     learner = Trainer(model_dir, config, ranks)
     if state:
         learner.load_state(state)
@@ -139,7 +141,8 @@ def test_bfloat16_keeps_its_master_copies_from_one_rank_to_two_and_back(model_di
 
 
 def refused(ranks: Ranks, model_dir: Path, config: TrainerConfig) -> tuple[int, str, str, str]:
-    """Step 2 is poisoned where the second rank works alone: step, what it raised, the digests before and after."""
+    """Step 2 is poisoned where the second rank works alone: step, what it raised, the digests
+    before and after."""
     learner = Trainer(model_dir, config, ranks)
     learner.train_step(batch(config, 1), 1)
     before, healthy = learner.weights_digest().root, learner.algorithm
@@ -164,25 +167,25 @@ def test_a_gradient_that_one_rank_refuses_is_refused_by_all(model_dir: Path, tmp
     assert len({digest for _, _, before, after in results for digest in (before, after)}) == 1
 
 
-def test_micro_batches_are_as_many_for_each_rank() -> None:
+def test_each_rank_gets_the_same_number_of_micro_batches() -> None:
     samples = sampled_batch(3, groups=12, size=8)
     whole = pack(samples, range(len(samples)), tokens=1 << 20)
     assert len(whole) == 1
     for ranks in (2, 3, 4):
         parts = pack(samples, range(len(samples)), tokens=1 << 20, ranks=ranks)
-        assert 1 < len(parts) <= ranks  # two rows for each of two are no slower than for three
+        assert 1 < len(parts) <= ranks  # two ranks may get two rows each instead of three
         assert max(part.computed for part in parts) <= 1.5 * sum(part.computed for part in parts) / len(parts)
         trained = sorted((int(s), int(p)) for part in parts for s, p in zip(part.sample, part.place, strict=True))
         assert trained == sorted((int(s), int(p)) for s, p in zip(whole[0].sample, whole[0].place, strict=True))
     chosen = pairs(1)
     units = pack(chosen, range(len(chosen)), tokens=1 << 20, whole=[n // 2 for n in range(len(chosen))], ranks=2)
     assert len(units) == 2
-    assert not {int(n) // 2 for n in units[0].sample} & {int(n) // 2 for n in units[1].sample}  # no pair is cut in two
+    assert not {int(n) // 2 for n in units[0].sample} & {int(n) // 2 for n in units[1].sample}  # pairs are not split
 
 
 def led(ranks: Group, model_dir: Path, config: TrainerConfig, folder: str, fault: str) -> Any:
-    """Rank 0 leads through two steps and a save; where ``fault`` says so rank 1 dies or hangs before the second, or is frozen
-    where it would hear of it."""
+    """Rank 0 leads two steps and a save. fault: rank 1 exits (``dies``) or blocks (``hangs``)
+    before the second step, or is stopped after the first one (``frozen``)."""
     if ranks.rank:
         healthy = Trainer.train_step
 
@@ -202,7 +205,7 @@ def led(ranks: Group, model_dir: Path, config: TrainerConfig, folder: str, fault
     try:
         for step in (1, 2):
             if step == 2 and fault == "frozen":
-                learner.load_state("x" * (64 << 20))  # an order that no socket holds
+                learner.load_state("x" * (64 << 20))  # a command larger than a socket buffer
             learner.train_step(batch(config, step), step)
     except RankLost as error:
         with pytest.raises(RankLost):
@@ -223,7 +226,7 @@ def test_rank_0_leads_the_others(model_dir: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["dies", "hangs", "frozen"])
-def test_a_rank_that_is_lost_is_told_and_ends_the_learner(model_dir: Path, tmp_path: Path, fault: str) -> None:
+def test_a_lost_rank_is_reported_and_ends_the_learner(model_dir: Path, tmp_path: Path, fault: str) -> None:
     leader, follower = together(
         2, tmp_path, led, model_dir, case("sft"), str(tmp_path / "state"), fault, seconds=20.0, may_fail=True
     )

@@ -1,4 +1,5 @@
-"""A gradient that is refused: the batch is kept, and the run stops, goes on, or goes back."""
+"""A refused gradient: the batch is stored, and the run stops, skips the step, or restores an
+earlier state."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ CONFIG = TrainerConfig(schedule=Schedule(peak=1e-3), threads=1)
 
 
 def poisoned(learner: Trainer, step: int) -> None:
-    """The loss of this step is not a number."""
+    """Makes the loss of this step NaN."""
     healthy = learner.algorithm
 
     def loss(tokens):  # type: ignore[no-untyped-def]
@@ -30,7 +31,7 @@ def poisoned(learner: Trainer, step: int) -> None:
 
 
 @pytest.mark.parametrize("action", ["stop", "skip", "restore"])
-def test_each_policy_keeps_the_batch_and_tells(model_dir: Path, tmp_path: Path, action: str) -> None:
+def test_each_policy_stores_the_batch_and_reports_it(model_dir: Path, tmp_path: Path, action: str) -> None:
     reported: list[Refused] = []
     learner = Trainer(model_dir, dataclasses.replace(CONFIG, refusals=Refusals(action, tmp_path / "refused", reported.append)))
     poisoned(learner, 3)
@@ -58,8 +59,9 @@ def test_each_policy_keeps_the_batch_and_tells(model_dir: Path, tmp_path: Path, 
         assert learner.weights_digest().root not in (saved, before)
 
 
-def test_what_was_restored_goes_on_as_from_the_state(model_dir: Path, tmp_path: Path) -> None:
-    """After a refusal at step 3 the weights are those of a run that loads the state and makes step 4 next."""
+def test_training_after_a_restore_equals_loading_the_state(model_dir: Path, tmp_path: Path) -> None:
+    """After a refusal at step 3 the weights are those of a run that loads the state and makes step
+    4 next."""
     learner = Trainer(model_dir, dataclasses.replace(CONFIG, refusals=Refusals("restore")))
     poisoned(learner, 3)
     learner.train_step(sampled_batch(1), 1)
@@ -73,7 +75,7 @@ def test_what_was_restored_goes_on_as_from_the_state(model_dir: Path, tmp_path: 
     assert learner.weights_digest().root == twin.weights_digest().root
 
 
-def test_rewards_of_tokens_are_kept_too(tmp_path: Path) -> None:
+def test_token_rewards_are_stored_too(tmp_path: Path) -> None:
     first, second, *_ = sampled_batch(1)
     rewarded = dataclasses.replace(second, token_rewards=np.arange(len(second.token_ids), dtype=np.float32))
     with np.load(save_batch(tmp_path / "kept" / "batch.npz", [first, rewarded], NonFiniteGradient("no"))) as kept:

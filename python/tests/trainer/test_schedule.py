@@ -21,7 +21,7 @@ THEIRS = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cos
 
 
 def theirs(shape: str, warmup: int, steps: int) -> list[float]:
-    """Factors of transformers' schedule, which begins at 0: those of its steps 0 to ``steps``."""
+    """The factors of transformers' schedule for its steps 0 to ``steps``."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     made = get_scheduler(THEIRS[shape], optimizer, num_warmup_steps=warmup, num_training_steps=steps)
     found = []
@@ -33,8 +33,8 @@ def theirs(shape: str, warmup: int, steps: int) -> list[float]:
 
 
 def wanted(shape: str, warmup: int, steps: int) -> list[float]:
-    """Rates of our steps. A step is warmed up with the factor that transformers reaches after it, since one at a rate of 0 would
-    train nothing; from the peak on it is theirs."""
+    """The expected rates of our steps. During the warm-up our factor is one step ahead of
+    transformers, whose first factor is 0. After the peak both are the same."""
     up, factors = theirs("constant", warmup, steps), theirs(shape, warmup, steps)
     return [PEAK * (up[step] if step <= warmup else factors[step - 1]) for step in range(1, steps + 1)]
 
@@ -72,7 +72,7 @@ def test_the_rate_reaches_every_update(
 
 
 def test_all_updates_of_a_step_have_its_rate(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a critic of its own the same share of its own peak."""
+    """A separate critic uses the same factor with its own peak."""
     settings = PpoConfig(epochs=2, minibatches=2, critic="network", critic_learning_rate=4 * PEAK)
     config = TrainerConfig("ppo", settings, schedule=Schedule(PEAK, "linear", 1, 3), threads=1)
     given = caught(monkeypatch)
@@ -83,7 +83,7 @@ def test_all_updates_of_a_step_have_its_rate(model_dir: Path, monkeypatch: pytes
 
 
 def caught(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The rate of each update that an optimizer makes from now on."""
+    """Records the rate of each later update of an optimizer."""
     rates: list[float] = []
     step = FlatAdamW.step
 

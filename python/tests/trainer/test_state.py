@@ -104,7 +104,7 @@ def test_the_average_goes_on_bit_for_bit(model_dir: Path, tmp_path: Path, dtype:
         )
 
 
-def test_an_average_that_was_not_kept_begins_at_the_weights(model_dir: Path, tmp_path: Path) -> None:
+def test_an_average_missing_in_the_state_starts_at_the_weights(model_dir: Path, tmp_path: Path) -> None:
     trained(model_dir, 1).save_state(tmp_path)
     learner = Trainer(model_dir, replace(CONFIG, optimizer=replace(CONFIG.optimizer, ema_decay=0.9)))
     learner.load_state(tmp_path)
@@ -114,7 +114,8 @@ def test_an_average_that_was_not_kept_begins_at_the_weights(model_dir: Path, tmp
 
 
 def test_a_state_of_other_settings_leaves_the_coefficient_to_the_config(model_dir: Path, tmp_path: Path) -> None:
-    """As in a run that goes on from another's snapshot; what a controller has reached goes on with it."""
+    """A run that starts from another run's snapshot uses the coefficient of its config, unless an
+    adaptive controller set it."""
     trained(model_dir, 1).save_state(tmp_path)
     stronger = Trainer(model_dir, replace(CONFIG, settings=GrpoConfig(kl_coefficient=0.5)))
     stronger.load_state(tmp_path)
@@ -132,7 +133,7 @@ def test_a_state_of_other_settings_leaves_the_coefficient_to_the_config(model_di
     assert begun.models.kl_coefficient == learner.models.kl_coefficient < 0.2
 
 
-def test_sums_of_the_reference_that_a_state_lacks_are_forgotten(model_dir: Path, tmp_path: Path) -> None:
+def test_cached_reference_sums_that_a_state_lacks_are_dropped(model_dir: Path, tmp_path: Path) -> None:
     learner = Trainer(model_dir, TrainerConfig(algorithm="dpo", schedule=Schedule(peak=1e-3), threads=1))
     learner.save_state(tmp_path)
     learner.train_step([answer(0, 0, "1+1=", "2", 0.0), answer(0, 1, "1+1=", "3", 0.0)], 1)
@@ -141,8 +142,9 @@ def test_sums_of_the_reference_that_a_state_lacks_are_forgotten(model_dir: Path,
     assert len(learner.models.cache) == 0
 
 
-def test_sums_of_another_reference_are_forgotten(model_dir: Path, tmp_path: Path) -> None:
-    """As in a run that goes on from another's snapshot with a model of its own; a copy of the model is the same one."""
+def test_cached_sums_of_another_reference_are_dropped(model_dir: Path, tmp_path: Path) -> None:
+    """A run that starts from another run's snapshot but with another model drops the cached sums. A
+    copy of the model counts as the same model."""
     config = TrainerConfig(algorithm="dpo", schedule=Schedule(peak=1e-3), threads=1)
     learner = Trainer(model_dir, config)
     learner.train_step([answer(0, 0, "1+1=", "2", 0.0), answer(0, 1, "1+1=", "3", 0.0)], 1)
@@ -153,7 +155,7 @@ def test_sums_of_another_reference_are_forgotten(model_dir: Path, tmp_path: Path
         assert len(other.models.cache) == kept, folder
 
 
-def test_random_numbers_go_on_where_they_were(model_dir: Path, tmp_path: Path) -> None:
+def test_the_random_state_is_restored(model_dir: Path, tmp_path: Path) -> None:
     learner = trained(model_dir, 1)
     _seed(1)
     _draw()

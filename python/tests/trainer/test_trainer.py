@@ -1,4 +1,5 @@
-"""A step is the gradient of the whole batch, however it is cut, ordered or skipped; and it is made whole or not at all."""
+"""A step is the gradient of the whole batch, however it is cut, ordered or skipped; and it is made
+whole or not at all."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ def trainer(model_dir: Path, **changes: object) -> Trainer:
 def gradients(
     learner: Trainer, samples: list[TrainSample], on_progress: Callable[[int, int], None] | None = None
 ) -> list[torch.Tensor]:
-    """The flat gradient of each update of a step, caught instead of applied, in the order of the parameters; those of a critic
-    with an optimizer of its own stand last."""
+    """The flat gradient of each update of a step, in the order of the parameters, recorded instead
+    of applied. The gradients of a critic with a separate optimizer come last."""
     caught: list[list[torch.Tensor]] = []
 
     def catch(optimizer: FlatAdamW) -> Callable[[float, float], None]:
@@ -258,7 +259,8 @@ def test_the_reference_holds_still_while_the_policy_moves(model_dir: Path) -> No
 
 
 def test_off_policy_weighs_by_the_engine(model_dir: Path) -> None:
-    """Tokens that the engine found e times less likely than the learner count e times as much, up to the cap."""
+    """Tokens that the engine found e times less likely than the learner count e times as much, up
+    to the cap."""
     learner = trainer(model_dir, settings=GrpoConfig(off_policy=True, importance_cap=2.0))
     on_policy = gradient(trainer(model_dir), sampled_batch(0))
     for shift, factor in ((-0.5, np.exp(-0.5)), (5.0, 2.0)):

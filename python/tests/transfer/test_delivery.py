@@ -1,4 +1,5 @@
-"""Weights arrive whole and right, by each way and in each form, or the old ones go on working."""
+"""Weights arrive complete and correct over each transport and in each form; after a failure the old
+weights stay in use."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ FORMS = [pb.WEIGHTS_FORM_WHOLE, pb.WEIGHTS_FORM_PATCH]
 @pytest.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr(service, "CHUNK", 96)
-    monkeypatch.setattr(catalog, "_SHARE", 4)  # a patch of so small a file is larger than the file
+    monkeypatch.setattr(catalog, "_SHARE", 4)  # a patch of such a small file is larger than the file
     monkeypatch.setattr(fetch, "_PAUSE_SECONDS", 0.0)
     torch.manual_seed(0)
     made = await World(tmp_path).start()
@@ -35,7 +36,7 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 def grow(tensors: dict[str, torch.Tensor]) -> None:
-    """One value of one tensor."""
+    """Change one value of one tensor."""
     tensors["0.weight"][1, 2] += 1
 
 
@@ -56,14 +57,15 @@ async def test_whole_then_patches(world: World, way: str) -> None:
         assert bool(offer.content_id) == (way == "store")
         held = await world.take([offer])
         assert held == wanted
-    assert len([path for path in world.root.rglob("v00*") if path.is_dir()]) == 2  # what the worker keeps
+    assert len([path for path in world.root.rglob("v00*") if path.is_dir()]) == 2  # the versions that the worker keeps
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("harm", ["cut", "flip"])
 async def test_harm_at_any_byte_is_fixed(world: World, way: str, form: int, harm: str) -> None:
-    """The first try is cut or changed at each byte in turn; what follows goes on and gives the right tensors."""
+    """The first transfer is cut or changed at each byte in turn. The next one resumes and gives the
+    right tensors."""
     world.connect_directly()
     held = await follow(world, way)
     wanted = world.publish(2, grow)
@@ -77,7 +79,7 @@ async def test_harm_at_any_byte_is_fixed(world: World, way: str, form: int, harm
         world.spoil = spoiler
         try:
             got = await world.take(offers)
-        except Exception as error:  # seen by the digest or the checksum of the patch alone: the next delivery is whole
+        except Exception as error:  # only the digest or the patch's checksum detects it; the next delivery is a whole file
             assert harm == "flip" and way == "store", (at, error)
             assert world.holds == held
             got = await world.take(await world.offers(wanted, store=True, whole=True))
@@ -87,7 +89,7 @@ async def test_harm_at_any_byte_is_fixed(world: World, way: str, form: int, harm
 
 @pytest.mark.parametrize("harm", ["cut", "flip"])
 async def test_harm_at_any_byte_of_a_folder_is_refused(world: World, harm: str) -> None:
-    """The learner's own folder, in shared memory: what is read there is another version, or no file, or the very same tensors."""
+    """The learner's folder in shared memory. A read gives an error, or the same tensors."""
     before = world.holds
     wanted = world.publish(1, grow)
     file = world.folders[wanted] / "model.safetensors"
@@ -128,7 +130,7 @@ class Spoiler:
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_who_gives_up_goes_on_where_it_stopped(world: World, way: str) -> None:
+async def test_an_aborted_transfer_resumes_where_it_stopped(world: World, way: str) -> None:
     held = await follow(world, way)
     wanted = world.publish(2, grow)
     offers = await world.offers(wanted, store=way == "store")
@@ -160,8 +162,9 @@ async def test_who_gives_up_goes_on_where_it_stopped(world: World, way: str) -> 
     assert sum(sent) == offers[0].bytes - before
 
 
-async def test_a_worker_streams_what_it_has(world: World) -> None:
-    """The learner is gone; another worker that holds the version serves it, and goes on where the learner was cut off."""
+async def test_a_worker_serves_its_weights(world: World) -> None:
+    """The learner is gone. Another worker that has the version serves it, and resumes where the
+    learner stopped."""
     held = await follow(world, "stream")
     peer = await world.serve(world.cache)
     late = World(make(world.root / "late"))
@@ -180,7 +183,7 @@ async def test_a_worker_streams_what_it_has(world: World) -> None:
     await late.stop()
 
 
-async def test_who_comes_late_gets_a_chain(world: World) -> None:
+async def test_a_late_worker_gets_a_chain_of_patches(world: World) -> None:
     base = await follow(world, "stream")
     second = world.publish(2, grow)
     assert await world.take(await world.offers(second, base)) == second  # from now on each version's patch is made at once
@@ -190,7 +193,7 @@ async def test_who_comes_late_gets_a_chain(world: World) -> None:
     assert await world.take(offers) == digests[-1]
 
 
-async def test_a_patch_upon_what_is_not_here(world: World) -> None:
+async def test_a_patch_for_a_missing_base(world: World) -> None:
     first = world.publish(1, grow)
     second = world.publish(2, grow)
     before = world.holds
@@ -220,8 +223,9 @@ async def test_large_changes_and_old_versions_come_whole(world: World, monkeypat
         await world.offers(second)
 
 
-async def test_a_version_that_is_another_is_refused(world: World) -> None:
-    """A source that has other tensors under a digest: the old ones stay, and what came is not built upon."""
+async def test_wrong_tensors_under_a_digest_are_refused(world: World) -> None:
+    """A source has other tensors under the digest. The old weights stay, and the received bytes are
+    not used as a base."""
     held = await follow(world, "stream")
     lie = world.publish(2, grow)
     [offer] = await world.offers(lie)

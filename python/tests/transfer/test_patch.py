@@ -1,4 +1,4 @@
-"""A patch gives the very bytes of the other version, or nothing."""
+"""A patch gives exactly the bytes of the other version, or fails without changes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def test_every_width_and_density(share: float, sizes: tuple[int, int, int]) -> N
 
 
 def test_distances_of_every_kind() -> None:
-    """Around what a mark of one byte or two can say, and over segments without a change."""
+    """Distances near the limits of one-byte and two-byte marks, and across segments without a
+    change."""
     places = np.cumsum([0, 1, 254, 255, 256, 510, 511, 65_534, 65_535, 65_536, 131_071, 3 * patch.SEGMENT])
     old = np.zeros(int(places[-1]) + 3, np.uint16)
     new = old.copy()
@@ -73,8 +74,8 @@ def test_distances_of_every_kind() -> None:
     assert patched(base, encoded(base, wanted)) == wanted
 
 
-def test_what_looks_equal_and_is_not() -> None:
-    """Elements are compared by their bytes: zeros of two signs, and numbers that are none."""
+def test_equal_values_with_different_bytes() -> None:
+    """Elements are compared by their bytes: zeros of both signs, and NaN."""
     old = np.array([0.0, np.nan, 1.0], np.float32)
     new = np.array([-0.0, np.nan, 1.0], np.float32)
     new.view(np.uint32)[1] ^= 1
@@ -133,8 +134,8 @@ def test_a_patch_for_another_file_changes_nothing() -> None:
         assert file == other
 
 
-def test_a_patch_that_lies_about_itself_is_refused() -> None:
-    """The checksum is right, the content is not: as an encoder with a bug would make it."""
+def test_a_patch_with_inconsistent_content_is_refused() -> None:
+    """The checksum is right but the content is not, as from an encoder with a bug."""
     base, wanted = safetensors({"w": np.zeros(8, np.uint16)}), safetensors({"w": np.ones(8, np.uint16)})
     made = encoded(base, wanted)[:-4]
     segment = made.index(struct.pack("<IIII", 8, 8, 1, 0))
@@ -148,7 +149,7 @@ def test_a_patch_that_lies_about_itself_is_refused() -> None:
         assert file == base
 
 
-def test_nothing_is_written_where_a_late_segment_lies() -> None:
+def test_nothing_is_written_if_a_late_segment_is_corrupt() -> None:
     old = np.zeros(20 * patch.SEGMENT, np.uint16)
     base, wanted = safetensors({"w": old}), safetensors({"w": old + 1})
     made = bytearray(encoded(base, wanted)[:-4])

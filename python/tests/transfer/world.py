@@ -1,4 +1,5 @@
-"""A learner's catalog, a storage service and a worker's engine, with a network between them that a test can spoil."""
+"""A learner's catalog, a storage service, and a worker's engine, with a simulated network whose
+transfers a test can corrupt."""
 
 from __future__ import annotations
 
@@ -116,7 +117,8 @@ class _Direct:
 
 
 class World:
-    """One learner at address ``learner``, one storage service, one worker. ``spoil`` stands in each transfer's way."""
+    """One learner at address ``learner``, one storage service, one worker. ``spoil`` may change
+    each transfer."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.root = tmp_path
@@ -170,7 +172,8 @@ class World:
             raise
 
     def publish(self, version: int, change: Callable[[dict[str, torch.Tensor]], None]) -> str:
-        """Make a version of what the module holds or the last one published; returns its digest."""
+        """Publish the current weights of the module, or the last version again; returns its
+        digest."""
         if not self.folders:
             self.tensors = {name: tensor.clone() for name, tensor in named_weights(self.module)}
         change(self.tensors)
@@ -181,7 +184,7 @@ class World:
         return digest
 
     async def offers(self, digest: str, base: str = "", *, store: bool = False, whole: bool = False) -> list[pb.WeightsOffer]:
-        """As the controller completes them."""
+        """The offers as the controller completes them."""
         made = await self.catalog.offers(digest, base, whole=whole, store=store)
         for offer in made:
             if not store:
@@ -189,7 +192,7 @@ class World:
         return made
 
     async def take(self, offers: list[pb.WeightsOffer]) -> str:
-        """As the worker takes weights over; returns the digest read back."""
+        """Load the weights as the worker does; returns their digest."""
         wanted = offers[-1].digest
         folder = await self.cache.bring(offers)
         try:
@@ -203,7 +206,8 @@ class World:
         return self.holds
 
     def connect_directly(self) -> None:
-        """No gRPC from here on, for tests of thousands of transfers: the services are called where they are."""
+        """Call the services directly instead of through gRPC, for tests with thousands of
+        transfers."""
         stub = _Direct(Streams(self, self.catalog), self.storage)
         self.services.peer = lambda address, make: stub  # type: ignore[method-assign, assignment]
 
@@ -213,7 +217,7 @@ class World:
         self.services.stub = found  # type: ignore[method-assign, assignment]
 
     def go_back(self, held: str, wanted: str) -> None:
-        """As if ``wanted`` had not come yet."""
+        """Make the worker forget ``wanted``."""
         path = self.cache._files.pop(wanted, None)
         if path is not None:
             shutil.rmtree(path.parent)

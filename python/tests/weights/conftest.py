@@ -1,4 +1,4 @@
-"""What the tests of the weights share."""
+"""Shared fixtures of the weights tests."""
 
 from __future__ import annotations
 

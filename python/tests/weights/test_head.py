@@ -1,4 +1,5 @@
-"""Which models make their logits by their head alone: found whatever the weights, the type and the name of what they add."""
+"""Detects models whose logits are only the output of their head, for any weights, dtype, and extra
+operation."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ CASES: dict[str, tuple[Callable[[], PreTrainedModel], bool]] = {
 
 
 class Shifted(LlamaForCausalLM):
-    """Something of nobody's name, before the head or after it."""
+    """A model with an unknown extra operation before or after the head."""
 
     where = "after"
 
@@ -78,11 +79,11 @@ class Shifted(LlamaForCausalLM):
 
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-HIDDEN = ("a cap far off", torch.float16)  # no number of that type is as large that it would show
+HIDDEN = ("a cap far off", torch.float16)  # values of this dtype are too small to reach the cap
 
 
 @pytest.mark.parametrize(("name", "dtype"), sorted(set(product(CASES, TYPES)) - {HIDDEN}, key=str), ids=str)
-def test_what_comes_after_the_head_is_found_in_logits_as_small_as_can_be(name: str, dtype: torch.dtype) -> None:
+def test_an_operation_after_the_head_is_found_even_for_tiny_logits(name: str, dtype: torch.dtype) -> None:
     build, plain = CASES[name]
     model = build().eval().to(dtype)
     torch.nn.init.zeros_(model.get_output_embeddings().weight)
@@ -91,7 +92,7 @@ def test_what_comes_after_the_head_is_found_in_logits_as_small_as_can_be(name: s
 
 
 @pytest.mark.parametrize("where", ["before", "after", "shape"])
-def test_what_has_no_name_is_found(where: str) -> None:
+def test_an_unknown_operation_is_found(where: str) -> None:
     model = Shifted(LlamaConfig(**SMALL)).eval()
     model.where = where
     assert not plain_head(model)
@@ -104,19 +105,19 @@ def test_a_model_that_calls_its_decoder_keeps_the_shortcut_where_it_is_used(tmp_
     assert policy.linear_head and linear_head(policy.model)
 
 
-class Beside(OPTForCausalLM):
-    """Gives its head something else than what its base model makes."""
+class OtherInput(OPTForCausalLM):
+    """Calls its head with another input than the hidden states of its base model."""
 
     def forward(self, input_ids: Any = None, **_options: Any) -> Any:
         states = self.model.decoder(input_ids=input_ids, use_cache=False).last_hidden_state
         return SimpleNamespace(logits=self.lm_head(states * 1.01))
 
 
-def test_a_decoder_whose_states_are_changed_is_found() -> None:
-    assert not plain_head(Beside(OPT).eval())
+def test_changed_hidden_states_are_found() -> None:
+    assert not plain_head(OtherInput(OPT).eval())
 
 
-def test_a_full_gpu_is_not_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_gpu_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_given: Any, **_options: Any) -> Any:
         raise torch.OutOfMemoryError
 
@@ -126,7 +127,7 @@ def test_a_full_gpu_is_not_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         plain_head(model)
 
 
-def test_the_slow_way_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_slow_path_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "rollout_workers"):
         assert not Policy(CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.9))).linear_head
     assert [record.message for record in caplog.records] == [

@@ -1,4 +1,5 @@
-"""A folder without all of a model's weights is refused, and not filled up with random numbers."""
+"""A folder that lacks weights of the model is refused instead of being filled with random
+numbers."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def test_resized_embeddings_are_refused(folder: Path) -> None:
         load_whole(AutoModelForCausalLM, folder)
 
 
-def test_a_model_that_is_not_known_is_refused_for_good(folder: Path) -> None:
+def test_an_unknown_model_is_refused_permanently(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen99"}))
     with pytest.raises(ModelUnknown, match=r"can't be loaded by AutoModelForCausalLM: .*qwen99") as refused:

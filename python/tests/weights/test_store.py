@@ -119,7 +119,7 @@ def test_shards_are_read(tmp_path: Path) -> None:
 
 
 def test_a_source_without_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         write_weights(tmp_path / "v", [], config_source_dir=tmp_path, version=1)
 
 

@@ -69,7 +69,7 @@ def test_a_rank_can_check_its_rows() -> None:
 
 
 def test_a_name_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match="given twice"):
+    with pytest.raises(ValueError, match="have the same name"):
         weights_digest([("w", torch.ones(1)), ("w", torch.ones(1))])
 
 

@@ -1,4 +1,5 @@
-"""The vectors of ``schemas/golden/weights_digest.json``. Run as a script to write them anew from the reference.
+"""The vectors of ``schemas/golden/weights_digest.json``. Run as a script to regenerate them from
+the reference.
 
 python python/tests/weights/weights_golden.py > schemas/golden/weights_digest.json
 """

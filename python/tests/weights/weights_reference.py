@@ -1,4 +1,5 @@
-"""The weights digest a second time, from the definition: bytes and shapes only, no torch, no views, no threads."""
+"""The weights digest a second time, from the definition: bytes and shapes only, no torch, no views,
+no threads."""
 
 from __future__ import annotations
 
