@@ -11,7 +11,7 @@ from rollout_workers.algorithms.advantage import group_relative
 
 
 def by_loop(rewards: list[float], groups: list[int], normalize_std: bool) -> list[float]:
-    """The same by the book, one sample at a time."""
+    """The definition, applied to one sample at a time."""
     advantages = []
     for reward, group in zip(rewards, groups, strict=True):
         mates = [r for r, g in zip(rewards, groups, strict=True) if g == group]

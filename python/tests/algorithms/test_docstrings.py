@@ -1,14 +1,14 @@
-"""Every public function over tensors tells their types and shapes, what is masked, and how a loss
-is reduced.
+"""Every public function over tensors documents their types and shapes, the mask, and how a loss is
+reduced.
 
-Read from the source, so that a new function, or a new parameter of an old one, can't come without:
+The test reads the source, so that new functions and parameters are checked too:
 
 - a parameter ``x: Tensor`` needs ``x: float32 [N]``, or a place in
-  ``float32 [N], int64 [N] -> float32 [N]``, which must have as many as there are; a dtype once told
-  holds for those that follow;
-- a tensor that is returned needs ``-> float32 [N]`` or ``Returns float32 [N]``;
-- who takes a record of ``types.py`` says a dtype, a shape, and ``Mask:``;
-- who returns ``LossTerms`` says ``Reduction:`` with the record's own normaliser.
+  ``float32 [N], int64 [N] -> float32 [N]``, which must list all parameters; a dtype applies to the
+  tensors after it until the next dtype;
+- a returned tensor needs ``-> float32 [N]`` or ``Returns float32 [N]``;
+- a function that takes a record of ``types.py`` states a dtype, a shape, and ``Mask:``;
+- a function that returns ``LossTerms`` states ``Reduction:`` with the normalizer of the record.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NORMALIZERS = {
 
 
 def lacks(function: ast.FunctionDef) -> list[str]:
-    """What the docstring of a function doesn't say."""
+    """The required parts that the docstring of a function lacks."""
     text = " ".join((ast.get_docstring(function) or "").split())
     given = {
         argument.arg: ast.unparse(argument.annotation).removesuffix(" | None")
@@ -73,7 +73,7 @@ def public(path: Path) -> Iterator[ast.FunctionDef]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_a_docstring_tells_what_its_tensors_are(path: Path) -> None:
+def test_docstrings_document_tensors(path: Path) -> None:
     wrong = [
         f"{path.name}:{function.lineno} {function.name} lacks {', '.join(lacks(function))}"
         for function in public(path)

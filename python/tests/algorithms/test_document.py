@@ -1,4 +1,4 @@
-"""docs/algorithms.md against the code and the oracles' answers."""
+"""docs/algorithms.md agrees with the code and the recorded results of the oracles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .oracle.document import FORMULAS, TARGET, read, render, rows
 from .oracle.table import DIFFERENCES, GOLDEN
 
 
-def test_the_page_is_what_the_code_says() -> None:
+def test_the_page_is_up_to_date() -> None:
     text = TARGET.read_text()
     assert render(read(text)) == text, "make oracles"
 
@@ -32,7 +32,7 @@ SAMPLED = [name for name in BUILDERS if hasattr(config_type(name)(), "clip_high"
 
 
 @pytest.mark.parametrize("name", SAMPLED)
-def test_a_formula_is_that_of_the_defaults(name: str) -> None:
+def test_formulas_show_the_default_settings(name: str) -> None:
     """Of the policy losses, whose formula has names for values of settings; those of the others
     have none."""
     settings, (policy, *rest) = config_type(name)(), FORMULAS[name].split("; ")
@@ -47,7 +47,7 @@ def test_a_formula_is_that_of_the_defaults(name: str) -> None:
         assert settings.dual_clip == settings.entropy_coefficient == 0
 
 
-def test_numbers_in_the_prose_are_those_of_the_code() -> None:
+def test_numbers_in_the_prose_match_the_code() -> None:
     for estimator in (group_relative, leave_one_out):
         assert inspect.signature(estimator).parameters["epsilon"].default == 1e-4
     assert all(f"exp({sign}{LOG_RATIO_LIMIT:.0f})" in " ".join(DIFFERENCES.values()) for sign in ("", "±"))
@@ -57,7 +57,7 @@ def test_numbers_in_the_prose_are_those_of_the_code() -> None:
     assert kto.reference_point and "mismatched" in FORMULAS["kto"]
 
 
-def test_no_difference_is_larger_than_the_page_says() -> None:
+def test_no_difference_exceeds_the_one_on_the_page() -> None:
     stated = read(TARGET.read_text())
     assert set(stated) == set(BUILDERS)
     for name, row in rows(load_file(GOLDEN)).items():

@@ -1,4 +1,4 @@
-"""Advantages, penalties and coefficients against numbers worked out by hand."""
+"""Advantages, penalties, and coefficients equal values computed by hand."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_process_rewards_are_relative_to_those_of_the_group_and_summed_from_the_
     assert found.advantages.tolist() == pytest.approx([-step, 0, 0, step, step])
 
 
-def test_a_reward_of_the_outcome_is_one_more_process_reward() -> None:
+def test_the_outcome_reward_counts_as_a_process_reward() -> None:
     with_outcome = build("grpo").estimate(batch(rewards=of(3, 0, 5), token_rewards=of(1, 0, 0, 0, 0))).advantages
     assert (
         with_outcome.tolist()
@@ -93,7 +93,7 @@ def test_a_reward_of_the_outcome_is_one_more_process_reward() -> None:
     )
 
 
-def test_an_outcome_of_0_is_one_more_where_another_of_the_group_is_not() -> None:
+def test_an_outcome_of_0_counts_if_the_group_has_another_outcome() -> None:
     """Both samples made the same step, worth 1; the first answer is right, the second wrong."""
     given = {"groups": torch.tensor([0, 0]), "sample": torch.tensor([0, 0, 1, 1]), "token_rewards": of(1, 0, 1, 0)}
     found = build("grpo").estimate(batch(rewards=of(1, 0), **given)).advantages
@@ -102,8 +102,9 @@ def test_an_outcome_of_0_is_one_more_where_another_of_the_group_is_not() -> None
     assert build("grpo").estimate(batch(rewards=of(0, 0), **given)).advantages.tolist() == [0, 0, 0, 0]
 
 
-def test_a_step_that_earned_nothing_is_one_of_the_groups() -> None:
-    """Steps of 1 and 1 beside steps of 0 and 0: as far above their mean as these are below it."""
+def test_a_step_with_reward_0_counts_in_its_group() -> None:
+    """Two samples with steps of 1 and 1, and of 0 and 0: their advantages have opposite signs and
+    the same size."""
     right, wrong = ([Step(n, n + 1, reward) for n in range(2)] for reward in (1.0, 0.0))
     token_rewards = of(*(r for steps in (right, wrong) for r in spread(steps, 2, lambda tokens: "x" * tokens)))
     found = build("grpo").estimate(
@@ -151,7 +152,7 @@ def test_the_overlong_penalty_falls_linearly_over_the_last_share() -> None:
 
 
 @pytest.mark.parametrize("distance", [0.0, 1.0, 19.0, 21.0, 60.0])
-def test_k3_goes_on_pulling_a_policy_that_is_far_off(distance: float) -> None:
+def test_k3_keeps_a_gradient_for_a_distant_policy(distance: float) -> None:
     """Towards the reference, and no harder beyond e^20; also far below it, where the policy has
     what the reference lacks."""
     for away, slope in ((distance, -math.expm1(min(distance, 20.0))), (-distance, -math.expm1(-distance))):
@@ -236,7 +237,7 @@ def test_engine_logprobs_are_needed_off_policy_alone(settings: dict[str, Any], n
         ("online_dpo", {"beta": 0.0}, "beta 0.0 must be above 0"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(name: str, settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(name: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(name, **settings)
 

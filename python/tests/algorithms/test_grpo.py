@@ -1,4 +1,4 @@
-"""GRPO's loss against an implementation that was written from the paper, one token at a time."""
+"""GRPO's loss agrees with a token-by-token implementation written from the paper."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_agrees_with_the_loop(config: GrpoConfig, on_policy: bool) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=repr)
 def test_gradient_is_that_of_the_loop(config: GrpoConfig) -> None:
-    """Central differences of the loop, where the old policy stays put."""
+    """Central differences of the loop, with a fixed old policy."""
     batch = random_batch(1)
     leaf = batch["logprobs"].clone().requires_grad_()
     clipped_surrogate(TokenBatch(normalizer=97.0, **{**batch, "logprobs": leaf}), config=config).loss.backward()

@@ -51,13 +51,13 @@ def test_levels(level: str, correction: str, wanted: list[float]) -> None:
     assert found.tolist() == pytest.approx(wanted)
 
 
-def test_a_level_above_the_token_needs_to_know_the_samples() -> None:
+def test_levels_above_the_token_need_the_sample_index() -> None:
     with pytest.raises(ValueError, match="level 'sequence' need the sample of each token"):
         importance_weights(PROXIMAL, BEHAVIOUR, None, correction="truncate", level="sequence", **CAPS)
 
 
-def test_against_the_engine_the_clip_bounds_the_whole_step() -> None:
-    """No weight beside it: the ratio itself is that to the behaviour policy."""
+def test_with_the_engine_as_old_policy_the_clip_bounds_the_whole_step() -> None:
+    """There is no separate weight: the ratio is relative to the behavior policy."""
     tokens = TokenBatch(
         logprobs=PROXIMAL, normalizer=3.0, advantages=torch.ones(3), old_logprobs=torch.zeros(3), engine_logprobs=BEHAVIOUR
     )

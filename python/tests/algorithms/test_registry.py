@@ -1,4 +1,4 @@
-"""Algorithms by name."""
+"""Lookup of algorithms by name."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_leave_one_out_within_a_group_divides_by_the_deviation_of_all_its_reward
     assert leave_one_out(of(3, 3, 5), torch.tensor([0, 0, 1]), normalization="group").tolist() == [0, 0, 0]
 
 
-def test_distillation_weighs_by_the_engine_before_the_first_update_and_by_the_ratio_since() -> None:
+def test_distillation_uses_the_engine_weight_and_the_ratio_since_the_first_update() -> None:
     """Three tokens: the policy left its old self by +0.5, 0, -0.5; the old self was 1.5, 5 (held
     at 2) and 0.5 times as likely as the engine's. The teacher's gains are 1, -2 and 3, measured
     against the policy as it stands."""

@@ -59,7 +59,7 @@ def test_a_run_is_paused_resumed_and_cancelled(scheduler: tuple[Scheduler, str])
     assert states(runs) == STATES
 
 
-async def test_the_same_with_asyncio(scheduler: tuple[Scheduler, str]) -> None:
+async def test_a_run_is_controlled_with_asyncio(scheduler: tuple[Scheduler, str]) -> None:
     servicer, address = scheduler
     async with connect_async(address) as client:
         runs = [await client.pause("sums"), await client.resume("sums"), await client.cancel("sums")]

@@ -40,7 +40,7 @@ ABOUTS = (
 
 
 class Buffer(grpc.GenericRpcHandler):
-    """Answers a put when it is allowed to."""
+    """Answers puts only after the test allows it."""
 
     def __init__(self) -> None:
         self.received: SimpleQueue[pb.PutTrajectoriesRequest] = SimpleQueue()

@@ -1,4 +1,4 @@
-"""Samples as bytes and back."""
+"""Serialization of samples."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_round_trip(tokens: int) -> None:
     assert (back.about.reward, back.about.completion, back.about.key.index) == (0.5, "so it ends", 7)
     assert back.about.version_spans == sample.about.version_spans and back.about.metrics == sample.about.metrics
     again = encode(back, KEY)
-    assert len(again) == len(data)  # a sample that was read can be put again
+    assert len(again) == len(data)  # a deserialized sample can be sent again
 
 
 def test_strided_arrays_are_made_contiguous() -> None:

@@ -1,10 +1,10 @@
 """A device that is not the CPU, for machines without a GPU, and a pytest plugin (``-p far_device``)
 that puts models there.
 
-Its tensors lie in memory that only operations reach: ``numpy()`` and ``data_ptr()`` of one fail, as
-do operations on tensors of both devices, exactly where CUDA's would. Operations run on the CPU
-underneath, so that answers can be held against the CPU's. It goes by the name ``lazy``, a device
-type of torch's that has no kernels here and whose backward passes need no streams.
+Only operations can read its tensors: ``numpy()`` and ``data_ptr()`` fail, as do operations that mix
+tensors of the device and the CPU, in the same cases as for CUDA. Operations run on the CPU, so
+results can be compared with those of the CPU. The device has torch's device type ``lazy``, which
+has no kernels here and needs no streams in backward passes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 FAR = torch.device("lazy", 0)
 aten = torch.ops.aten
 MIXED = {aten._to_copy.default, aten.index.Tensor, aten.index_put.default, aten._index_put_impl_.default}
-"""Operations that CUDA allows tensors of both devices: copies, and places on the CPU."""
+"""Operations for which CUDA accepts tensors of both devices: copies, and indices on the CPU."""
 
 
 class Far(Tensor):
@@ -68,7 +68,7 @@ class Far(Tensor):
 
 
 class Mode(TorchDispatchMode):
-    """Makes tensors of the device where one is asked for."""
+    """Creates tensors on the device if a call requests it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(func, args, kwargs or {})

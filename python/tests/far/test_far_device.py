@@ -21,7 +21,7 @@ LEFT_OUT = [
     "same_bits",
     "keep_their_bits",
     "bits_do_not_depend",
-    "caller_that_has_gone",  # a deterministic engine, as those before
+    "caller_that_has_gone",  # needs a deterministic engine, like the tests above
     "gpt2",
     "decodes_differently",
 ]
@@ -40,13 +40,13 @@ def pytest_of(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(600)  # whole suites
 @pytest.mark.parametrize("suite", SUITES)
-def test_it_computes_there(suite: str) -> None:
+def test_suite_passes_on_the_device(suite: str) -> None:
     done = pytest_of("-k", "not " + " and not ".join(LEFT_OUT), *(str(TESTS / name) for name in SUITES[suite]))
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-def test_what_a_gpu_refuses_is_refused(tmp_path: Path) -> None:
-    """The device is one: what would fail beside a GPU fails here."""
+def test_operations_that_fail_on_a_gpu_fail(tmp_path: Path) -> None:
+    """The simulated device is strict: code that fails on a GPU fails here too."""
     wrong = tmp_path / "test_wrong.py"
     wrong.write_text(
         "import pytest, torch\n"

@@ -1,4 +1,4 @@
-"""Which samples of a step are kept, and with what."""
+"""Which samples of a step are stored for inspection, and their fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held-out rows as the learner takes them, and the call that asks for their loss."""
+"""The learner's held-out rows, and the call that computes their loss."""
 
 from __future__ import annotations
 
@@ -48,14 +48,12 @@ def test_rows_of_pairs_keep_their_order_and_their_partner(daemon: Daemon, exampl
 
 
 @pytest.mark.parametrize(("algorithm", "every", "reward"), [("sft", 0, False), ("sft", 1, True), ("grpo", 1, False)])
-def test_rows_that_nobody_computes_the_loss_of(
-    daemon: Daemon, example: Example, algorithm: str, every: int, reward: bool
-) -> None:
+def test_runs_without_a_loss_on_held_out_rows(daemon: Daemon, example: Example, algorithm: str, every: int, reward: bool) -> None:
     asked = of(example, algorithm, example.data / "eval.jsonl", every=every, reward=reward)
     assert held_out_of(spec(daemon, asked)) is None
 
 
-async def test_a_learner_tells_the_loss_of_the_step_it_stands_at(
+async def test_a_learner_computes_the_loss_of_its_current_step(
     daemon: Daemon, example: Example, run: str, tmp_path: Path
 ) -> None:
     learner = Learner(daemon, example, run, tmp_path, "sft")
@@ -80,7 +78,7 @@ async def test_a_learner_tells_the_loss_of_the_step_it_stands_at(
         assert await learner.made.stop() == 0
 
 
-async def test_a_plan_that_holds_nothing_out_is_told(daemon: Daemon, example: Example, run: str, tmp_path: Path) -> None:
+async def test_a_plan_without_held_out_rows_is_an_error(daemon: Daemon, example: Example, run: str, tmp_path: Path) -> None:
     learner = await Learner(daemon, example, run, tmp_path).start()
     try:
         await learner.initialize()

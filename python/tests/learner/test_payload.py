@@ -25,7 +25,7 @@ from .batches import batch, trajectories, trajectory
 
 @pytest.fixture
 def nowhere() -> Services:
-    """A mesh without services: whatever is read comes from files."""
+    """Service discovery without services, so that payloads can only come from files."""
     return Services("127.0.0.1:1", "token")
 
 
@@ -61,7 +61,9 @@ async def test_a_sample_of_two_versions_is_as_stale_as_its_oldest(nowhere: Servi
     assert shares == {"staleness/max": 3, "staleness/share_0": 0.5, "staleness/share_1": 0.25, "staleness/share_3": 0.25}
 
 
-async def test_a_buffer_that_is_taken_over_is_asked_again(daemon: Daemon, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reads_are_retried_while_another_process_takes_the_buffer_over(
+    daemon: Daemon, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     payloads, asked = trajectories(run, 1), list[int]()
 
     class Leaving(BufferDouble):
@@ -126,7 +128,7 @@ async def test_a_damaged_segment_is_read_through_the_buffer(daemon: Daemon, run:
     await host.stop()
 
 
-async def test_only_what_was_cut_off_is_truncated(nowhere: Services, run: str, tmp_path: Path) -> None:
+async def test_only_samples_at_the_token_limit_are_truncated(nowhere: Services, run: str, tmp_path: Path) -> None:
     cut = Trajectory.FromString(trajectory(run, 1, 1, "1+2=", "3", 1.0, 2))
     cut.outcome = OUTCOME_TRUNCATED
     payloads = [trajectory(run, 1, 0, "1+2=", "3", 1.0, 2), cut.SerializeToString(), trajectory(run, 1, 2, "1+2=", "3", 1.0, 2)]

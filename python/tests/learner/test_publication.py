@@ -50,7 +50,7 @@ def versions(tmp_path: Path) -> dict[str, bool]:
     return {path.name: path.is_symlink() for path in sorted((tmp_path / "run" / "weights").glob("v*"))}
 
 
-def test_versions_pass_through_memory_and_those_that_last_do_not(tmp_path: Path) -> None:
+def test_only_lasting_versions_are_written_to_disk(tmp_path: Path) -> None:
     made, trainer = publication(tmp_path, 2)
     for trainer.step in (1, 2, 3):
         manifest = made.publish(trainer)  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ def test_versions_pass_through_memory_and_those_that_last_do_not(tmp_path: Path)
         made.prepare(trainer)  # type: ignore[arg-type]
     assert versions(tmp_path) == {"v000002": False, "v000003": True}
     [folder] = (tmp_path / "memory").glob("rollout-*/run-*")
-    assert sorted(path.name for path in folder.glob("v*")) == ["v000003"]  # what was pruned gave its memory back
+    assert sorted(path.name for path in folder.glob("v*")) == ["v000003"]  # the memory of removed versions is free again
 
 
 def test_a_step_that_is_made_again_replaces_its_weights(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_the_newest_outlives_the_process(tmp_path: Path) -> None:
     assert list((tmp_path / "memory").glob("rollout-*/run-*")) == []
 
 
-def test_one_that_was_replaced_leaves_what_its_successor_published(tmp_path: Path) -> None:
+def test_a_replaced_learner_keeps_the_versions_of_its_successor(tmp_path: Path) -> None:
     old, trainer = publication(tmp_path)
     for trainer.step in (1, 2):
         old.publish(trainer)  # type: ignore[arg-type]
@@ -93,11 +93,11 @@ def test_one_that_was_replaced_leaves_what_its_successor_published(tmp_path: Pat
     assert versions(tmp_path) == {"v000003": False} and held(manifest.directory) == 3
 
 
-def test_what_a_dead_process_left_serves_its_run_and_is_then_removed(tmp_path: Path) -> None:
+def test_versions_of_a_dead_process_are_used_and_then_removed(tmp_path: Path) -> None:
     dead, trainer = publication(tmp_path)
     trainer.step = 1
     manifest = dead.publish(trainer)  # type: ignore[arg-type]
-    dead._memory._release()  # a process that dies lets go of its lock and of nothing else
+    dead._memory._release()  # a killed process only releases its lock
     again, trainer = publication(tmp_path)
     assert held(manifest.directory) == 1
     trainer.step = 2
@@ -113,7 +113,7 @@ def test_what_a_dead_process_left_serves_its_run_and_is_then_removed(tmp_path: P
     assert not Path(manifest.directory).exists()
 
 
-def test_without_memory_the_folder_serves(tmp_path: Path) -> None:
+def test_without_shared_memory_the_folder_is_used(tmp_path: Path) -> None:
     made, trainer = publication(tmp_path)
     made._memory.close()
     trainer.step = 1
@@ -122,7 +122,7 @@ def test_without_memory_the_folder_serves(tmp_path: Path) -> None:
     made.close()
 
 
-def test_memory_that_fills_up_between_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_memory_falls_back_to_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, trainer = publication(tmp_path)
     write = trainer.write_weights
 

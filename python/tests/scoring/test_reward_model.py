@@ -45,7 +45,7 @@ def load(folder: Path, alone: bool = False) -> RewardModel:
 
 @torch.no_grad()
 def wanted(folder: Path) -> list[float]:
-    """One plain call a completion, each with its end."""
+    """Scores from one direct call of the model per completion, including the end token."""
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     out = []
     for ids in COMPLETIONS:
@@ -55,25 +55,25 @@ def wanted(folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_scores_are_those_of_a_plain_call(folder: Path, alone: bool) -> None:
+def test_scores_equal_those_of_a_direct_call(folder: Path, alone: bool) -> None:
     scored = load(folder, alone).score([(PROMPT, COMPLETIONS[:2]), (PROMPT, COMPLETIONS[2:])])
     np.testing.assert_allclose([s.score for s in scored], wanted(folder), atol=1e-5)
 
 
-def test_alone_a_score_does_not_depend_on_its_neighbours_by_a_bit(folder: Path) -> None:
+def test_scores_alone_do_not_depend_on_neighbors(folder: Path) -> None:
     model = load(folder, alone=True)
     together = model.score([(PROMPT, COMPLETIONS)])
     assert together == [model.score([(PROMPT, [ids])])[0] for ids in COMPLETIONS]
 
 
-def test_what_can_not_be_scored_says_why_and_hurts_no_other(folder: Path) -> None:
+def test_a_completion_that_cannot_be_scored_fails_alone(folder: Path) -> None:
     long, foreign = np.full(20, 8, np.int32), np.array([40], np.int32)
     scored = load(folder).score([(PROMPT, [long, COMPLETIONS[0], foreign])])
     assert [s.reason for s in scored] == ["CONTEXT_OVERFLOW", "", "VOCABULARY_MISMATCH"]
     np.testing.assert_allclose(scored[1].score, wanted(folder)[0], atol=1e-5)
 
 
-def test_what_nobody_waits_for_is_left_undone(folder: Path) -> None:
+def test_abandoned_requests_are_not_scored(folder: Path) -> None:
     asked: list[int] = []
 
     def given_up() -> bool:
@@ -91,7 +91,7 @@ def test_a_model_without_a_trained_head_is_refused(tmp_path: Path) -> None:
 
 
 class Registry(Services):
-    """A mesh with one reward worker, or none as long as ``address`` is empty."""
+    """Service discovery with one reward worker, or none while ``address`` is empty."""
 
     def __init__(self) -> None:
         super().__init__("127.0.0.1:1", "token")
@@ -141,7 +141,7 @@ async def test_over_the_wire_and_across_a_restart(folder: Path) -> None:
     await again.stop(0)
 
 
-async def test_a_worker_that_is_not_there_is_a_typed_failure() -> None:
+async def test_a_missing_worker_is_a_typed_failure() -> None:
     services = Registry()
     source = RewardWorker(services, "run-1", "reward-0", start_seconds=0.01)
     with pytest.raises(RewardUnavailable, match="reward-0 has not registered"):

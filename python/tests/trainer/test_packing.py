@@ -70,7 +70,7 @@ def test_each_position_appears_once_in_a_row(seed: int) -> None:
     for batch in pack(samples, range(len(samples)), tokens=10_000):
         for row in range(len(batch.token_ids)):
             pasts = [tuple(seen_from(batch, row, place)) for place in range(batch.token_ids.shape[1])]
-            real = [past for past in pasts if past != (0,)]  # padding sees itself alone, a token 0
+            real = [past for past in pasts if past != (0,)]  # padding is token 0 and attends only to itself
             assert len(set(real)) == len(real)
 
 
@@ -123,7 +123,7 @@ def test_equal_answers_are_one_branch_unless_prefixes_are_not_shared() -> None:
     assert apart.sizes.tolist() == [2, 2, 3, 3]
 
 
-def test_nothing_trained_gives_nothing() -> None:
+def test_samples_without_trained_tokens_give_no_rows() -> None:
     assert pack([sample_of(0, [1, 2, 3], []), sample_of(1, [1], [0])], [0, 1], tokens=100) == []
 
 

@@ -1,4 +1,4 @@
-"""The shortcuts of a policy are used where they hold and nowhere else."""
+"""A policy uses its shortcuts only for models that support them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def test_every_kind_of_model_gives_the_logprobs_of_plain_calls(name: str) -> Non
 
 @pytest.mark.parametrize("name", ["capped", "scaled"])
 def test_small_logits_of_bfloat16_hide_neither_cap_nor_scale(name: str) -> None:
-    """At load they show in no logprob; trained weights give larger ones, and then they would."""
+    """They do not change the small logits of fresh weights, but would change the larger logits of
+    trained weights."""
     torch.manual_seed(0)
     config = Gemma2Config(**SMALL, head_dim=8) if name == "capped" else CohereConfig(**SMALL, logit_scale=0.25)
     model = (Gemma2ForCausalLM(config) if name == "capped" else CohereForCausalLM(config)).bfloat16()

@@ -22,7 +22,7 @@ from .test_trainer import gradient, oracle_gradient, trainer
 
 
 def entropy(learner: Trainer, samples: Sequence[TrainSample], temperature: float) -> Tensor:
-    """The mean over trained tokens of the entropy of what each was drawn from."""
+    """The mean over trained tokens of the entropy of their distributions."""
     found = []
     for sample in samples:
         token_ids = torch.from_numpy(sample.token_ids).long()
@@ -34,7 +34,7 @@ def entropy(learner: Trainer, samples: Sequence[TrainSample], temperature: float
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_entropy_bonus_agrees_with_the_oracle(model_dir: Path, temperature: float) -> None:
-    """Also of groups of equal rewards, which have no other gradient."""
+    """Includes groups with equal rewards, whose only gradient is that of the entropy."""
     settings = GrpoConfig(entropy_coefficient=3.0)
     learner, samples = trainer(model_dir, settings=settings, temperature=temperature), sampled_batch(0)
     bonus = oracle_gradient(learner, -3.0 * entropy(learner, samples, temperature))
@@ -44,12 +44,12 @@ def test_the_entropy_bonus_agrees_with_the_oracle(model_dir: Path, temperature: 
 
 
 def with_cut_off(seed: int) -> list[TrainSample]:
-    """Every fifth sample was cut off: none of its answer's length tells so."""
+    """Marks every fifth sample as truncated, independent of its length."""
     return [dataclasses.replace(s, truncated=number % 5 == 0) for number, s in enumerate(sampled_batch(seed))]
 
 
 def loss_of(learner: Trainer, samples: Sequence[TrainSample], rewards: Sequence[float], left_out: Sequence[bool]) -> Tensor:
-    """On-policy GRPO over shaped rewards, without the samples that are left out."""
+    """On-policy GRPO with shaped rewards, without the excluded samples."""
     keys = sorted({sample.group_key for sample in samples})
     groups = torch.tensor([keys.index(sample.group_key) for sample in samples])
     advantages = group_relative(torch.tensor(rewards, dtype=torch.float64), groups).tolist()
@@ -62,7 +62,7 @@ def loss_of(learner: Trainer, samples: Sequence[TrainSample], rewards: Sequence[
     return total / count
 
 
-def test_dapo_takes_its_penalty_from_long_answers_and_all_of_it_from_those_cut_off(model_dir: Path) -> None:
+def test_dapo_penalizes_long_answers_and_fully_penalizes_truncated_ones(model_dir: Path) -> None:
     settings = DapoConfig(max_tokens=5, overlong_share=0.4, overlong_penalty=0.6, dynamic_sampling=False)
     learner, samples = trainer(model_dir, algorithm="dapo", settings=settings), with_cut_off(0)
     lengths = [len(sample.token_ids) - sample.prompt_length for sample in samples]
@@ -73,7 +73,7 @@ def test_dapo_takes_its_penalty_from_long_answers_and_all_of_it_from_those_cut_o
     torch.testing.assert_close(gradient(learner, samples), wanted, atol=2e-6, rtol=2e-4)
 
 
-def test_what_was_cut_off_counts_for_its_group_and_not_in_the_loss(model_dir: Path) -> None:
+def test_a_truncated_sample_counts_in_its_group_but_not_in_the_loss(model_dir: Path) -> None:
     learner, samples = trainer(model_dir, settings=GrpoConfig(mask_truncated=True)), with_cut_off(0)
     left_out = [sample.truncated for sample in samples]
     wanted = oracle_gradient(learner, loss_of(learner, samples, [sample.reward for sample in samples], left_out))

@@ -52,7 +52,7 @@ def batch(seed: int, *, by_token: bool = False) -> list[TrainSample]:
 
 
 def values(learner: Trainer, sample: TrainSample) -> Tensor:
-    """The critic's word before every token but the first, [T - 1]."""
+    """The critic's values before every token but the first, [T - 1]."""
     critic = learner.models.critic
     assert critic is not None
     trunk = critic.trunk or learner.policy.model.model  # pyright: ignore
@@ -104,7 +104,7 @@ def test_ppo_agrees_with_the_oracle(model_dir: Path, critic: str, whiten: bool, 
 
 
 @pytest.mark.parametrize("critic", ["head", "network"])
-def test_however_a_batch_is_cut_the_gradient_is_that_of_the_whole(model_dir: Path, critic: str) -> None:
+def test_the_gradient_does_not_depend_on_how_a_batch_is_split(model_dir: Path, critic: str) -> None:
     """Into micro-batches, and into the minibatches of an epoch before any of them moved a
     weight."""
     settings = dataclasses.replace(SETTINGS, critic=critic)
@@ -119,7 +119,7 @@ def test_however_a_batch_is_cut_the_gradient_is_that_of_the_whole(model_dir: Pat
     torch.testing.assert_close(torch.stack(parts).mean(0), whole, atol=2e-6, rtol=1e-4)
 
 
-def test_a_critic_of_its_own_has_its_own_learning_rate_on_the_policys_schedule(model_dir: Path) -> None:
+def test_a_separate_critic_has_its_own_rate_on_the_policys_schedule(model_dir: Path) -> None:
     """Of the third of four steps, where half of each peak is left. Adam's first update is the rate,
     whatever the gradient."""
     settings = dataclasses.replace(SETTINGS, critic="network", critic_learning_rate=0.02)

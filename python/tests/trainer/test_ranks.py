@@ -37,7 +37,7 @@ from .addition import demonstrations, sampled_batch
 from .team import Failure, together
 from .test_families import labelled, pairs
 
-pytestmark = pytest.mark.timeout(400)  # up to four processes, on a machine that may be busy
+pytestmark = pytest.mark.timeout(400)  # up to four processes, and the machine may be busy
 
 BASE = TrainerConfig(
     schedule=Schedule(peak=1e-3, shape="cosine", warmup_steps=2, steps=10),
@@ -66,7 +66,7 @@ def case(name: str, **changes: Any) -> TrainerConfig:
 
 
 def batch(config: TrainerConfig, step: int) -> list[TrainSample]:
-    """What a step trains on."""
+    """The samples of a step."""
     return DATA.get(config.algorithm, sampled_batch)(step)
 
 
@@ -96,7 +96,7 @@ def apart(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
 
 
 @pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in CASES), ("sft", 4), ("grpo", 4), ("ppo", 4)])
-def test_ranks_train_what_one_trains(model_dir: Path, tmp_path: Path, name: str, size: int) -> None:
+def test_several_ranks_train_the_weights_of_one(model_dir: Path, tmp_path: Path, name: str, size: int) -> None:
     config, steps = case(name), 10 if name in ("sft", "grpo", "ppo") else 4
     _, wanted, alone = trained(ALONE, model_dir, config, 1, steps)
     results = together(size, tmp_path, trained, model_dir, config, 1, steps)
@@ -112,7 +112,7 @@ def test_ranks_train_what_one_trains(model_dir: Path, tmp_path: Path, name: str,
 
 
 @pytest.mark.parametrize("name", ["sft", "critic", "lora"])
-def test_a_state_of_two_ranks_goes_on_on_one_two_and_four(model_dir: Path, tmp_path: Path, name: str) -> None:
+def test_a_state_of_two_ranks_resumes_on_one_two_and_four(model_dir: Path, tmp_path: Path, name: str) -> None:
     config = case(name)
     state = tmp_path / "state"
     (digest, wanted, _), _ = together(2, tmp_path, trained, model_dir, config, 1, 5, "", str(state))

@@ -1,4 +1,4 @@
-"""Six steps are three steps, a save, a new process, and three more: bit for bit."""
+"""Three steps, a save, a new process, and three more steps give the same bits as six steps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def trained(model_dir: Path, steps: int) -> Trainer:
     return learner
 
 
-@pytest.mark.timeout(300)  # a cold import of torch, on a models that may be busy
+@pytest.mark.timeout(300)  # imports torch in a new process, and the machine may be busy
 def test_a_new_process_continues_bit_for_bit(model_dir: Path, tmp_path: Path) -> None:
     learner = trained(model_dir, 3)
     learner.save_state(tmp_path / "state")
@@ -77,7 +77,7 @@ def test_a_bfloat16_trainer_continues_bit_for_bit(model_dir: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_average_goes_on_bit_for_bit(model_dir: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_the_average_resumes_bit_for_bit(model_dir: Path, tmp_path: Path, dtype: torch.dtype) -> None:
     kept = TrainerConfig(schedule=Schedule(peak=1e-3), threads=1, dtype=dtype, optimizer=AdamWConfig(ema_decay=0.75))
     learner, other = Trainer(model_dir, kept), Trainer(model_dir, kept)
     masters = learner.optimizer.moments()
@@ -85,7 +85,7 @@ def test_the_average_goes_on_bit_for_bit(model_dir: Path, tmp_path: Path, dtype:
     for step in (1, 2, 3):
         learner.train_step(sampled_batch(step), step)
         for name, parameter in learner.policy.model.named_parameters():
-            weight = masters.get(f"master/{name}", parameter).detach()  # what is trained, and not what it is rounded to
+            weight = masters.get(f"master/{name}", parameter).detach()  # the trained weight, not its rounded copy
             wanted[name] = 0.75 * wanted[name] + 0.25 * weight
         if step == 2:
             learner.save_state(tmp_path)
@@ -173,7 +173,7 @@ def _seed(seed: int) -> None:
 
 
 def _draw() -> tuple[float, float, float]:
-    """One normal number of each generator; Python and numpy keep a second one back."""
+    """One normal number from each generator. Python and numpy cache a second one."""
     return random.gauss(0, 1), float(np.random.randn()), float(torch.randn(()))
 
 

@@ -59,12 +59,12 @@ def gradients(
 
 
 def gradient(learner: Trainer, samples: list[TrainSample], on_progress: Callable[[int, int], None] | None = None) -> torch.Tensor:
-    """That of a step's first update."""
+    """The gradient of a step's first update."""
     return gradients(learner, samples, on_progress)[0]
 
 
 def oracle_gradient(learner: Trainer, loss: torch.Tensor) -> torch.Tensor:
-    """The same from a plain loss."""
+    """The gradient of a loss, by autograd."""
     return torch.cat([part.flatten() for part in torch.autograd.grad(loss, learner.optimizers.parameters)])
 
 
@@ -137,7 +137,7 @@ def test_same_batches_give_the_same_bits_in_any_order(model_dir: Path) -> None:
     assert len(digests) == 1
 
 
-def test_a_batch_without_any_advantage_still_is_a_step(model_dir: Path) -> None:
+def test_a_batch_without_any_advantage_is_still_a_step(model_dir: Path) -> None:
     learner = trainer(model_dir)
     before = learner.weights_digest().root
     samples = [dataclasses.replace(sample, reward=1.0) for sample in sampled_batch(0)]
@@ -229,8 +229,8 @@ def test_metrics_of_a_step(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("minibatches", [1, 3])
-def test_engine_and_learner_diverge_by_nothing_when_the_engine_is_right(model_dir: Path, minibatches: int) -> None:
-    """However far the updates of the step lead from what sampled."""
+def test_the_divergence_is_0_if_engine_and_learner_agree(model_dir: Path, minibatches: int) -> None:
+    """It does not depend on the updates of the step."""
     learner, samples = trainer(model_dir, settings=GrpoConfig(minibatches=minibatches)), sampled_batch(0)
     exact = []
     with torch.no_grad():
@@ -241,8 +241,9 @@ def test_engine_and_learner_diverge_by_nothing_when_the_engine_is_right(model_di
     assert learner.train_step(exact, 1).metrics["kl/engine_learner"] == pytest.approx(0, abs=1e-9)
 
 
-def test_what_an_environment_said_is_not_overlong(model_dir: Path) -> None:
-    """Six tokens of two turns, and three between them, where eight may be sampled."""
+def test_tokens_of_the_environment_do_not_count_as_length(model_dir: Path) -> None:
+    """Two turns with six sampled tokens and three tokens of the environment between them; the limit
+    is eight."""
     settings = DapoConfig(max_tokens=8, overlong_share=0.5, dynamic_sampling=False)
     learner = trainer(model_dir, algorithm="dapo", settings=settings)
     samples = [answer(0, 0, "1+2=", "12345678", 1.0), answer(0, 1, "1+2=", "12345", 1.0), answer(0, 2, "1+2=", "1", 0.0)]
@@ -251,14 +252,14 @@ def test_what_an_environment_said_is_not_overlong(model_dir: Path) -> None:
     assert found["0/000000", 0] == found["0/000000", 1] > found["0/000000", 2]
 
 
-def test_the_reference_holds_still_while_the_policy_moves(model_dir: Path) -> None:
+def test_the_reference_does_not_change(model_dir: Path) -> None:
     learner = trainer(model_dir, settings=GrpoConfig(kl_coefficient=0.1))
     divergences = [learner.train_step(sampled_batch(s), s).metrics["kl/reference"] for s in (1, 2, 3)]
     assert divergences[0] == pytest.approx(0, abs=1e-7)
     assert divergences[2] > divergences[1] > 1e-6
 
 
-def test_off_policy_weighs_by_the_engine(model_dir: Path) -> None:
+def test_off_policy_uses_importance_weights(model_dir: Path) -> None:
     """Tokens that the engine found e times less likely than the learner count e times as much, up
     to the cap."""
     learner = trainer(model_dir, settings=GrpoConfig(off_policy=True, importance_cap=2.0))

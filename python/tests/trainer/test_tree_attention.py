@@ -1,4 +1,4 @@
-"""Attention piece by piece gives what a mask over whole rows gives, forward and backward."""
+"""Attention in pieces gives the same result as a mask over whole rows, forward and backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def batch_of(groups: Sequence[tuple[int, Sequence[int]]]) -> MicroBatch:
-    """Groups of a prompt's length and those of its answers, in one micro-batch."""
+    """Groups, each with the lengths of its prompt and answers, in one micro-batch."""
     draw = np.random.default_rng(1)
     samples = []
     for group, (prompt, answers) in enumerate(groups):
@@ -97,7 +97,7 @@ def test_short_pieces_are_left_to_a_mask() -> None:
     assert layout_of(batch_of([(5, [3] * 8)] * 8)) is None
 
 
-def test_a_model_that_does_not_agree_keeps_its_attention() -> None:
+def test_a_model_with_other_results_keeps_its_attention() -> None:
     chosen = ["sdpa"]
     model = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa"), set_attn_implementation=chosen.append)
     assert not tree_attention.install(model, lambda: False)  # type: ignore[arg-type]

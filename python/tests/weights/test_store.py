@@ -1,4 +1,4 @@
-"""Weights folders: whole or not at all, read as they were written, loadable by transformers."""
+"""Weights folders are complete or absent, read back unchanged, and loadable by transformers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Pa
 
 
 @pytest.mark.parametrize("least", [0, 1 << 30], ids=["hashed while written", "hashed after"])
-def test_what_is_read_is_what_was_written(
+def test_tensors_are_read_back_unchanged(
     model: tuple[PreTrainedModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int
 ) -> None:
     monkeypatch.setattr(store, "_TOGETHER_BYTES", least)
@@ -90,7 +90,7 @@ def test_a_failed_write_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_fills_up_while_tensors_are_hashed_is_told(
+def test_a_full_disk_during_hashing_raises_an_error(
     model: tuple[PreTrainedModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -134,7 +134,7 @@ def test_damage_is_named(model: tuple[PreTrainedModel, Path], tmp_path: Path) ->
         read_manifest(folder)
 
 
-def test_the_tokenizer_travels_along(addition_model: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_is_copied(addition_model: Path, tmp_path: Path) -> None:
     manifest = write_weights(tmp_path / "v", read_weights(addition_model).items(), config_source_dir=addition_model, version=1)
     assert AutoTokenizer.from_pretrained(tmp_path / "v").decode([4, 10, 13]) == "17+"
     assert {"tokenizer.json", "chat_template.jinja"} <= {entry.path for entry in manifest.files}
@@ -144,7 +144,7 @@ def test_the_manifest_is_json_whatever_tensors_are_called(model: tuple[PreTraine
     _, source = model
     names = ['a "quoted" one', "back\\slash", "größer", "plain.weight"]
     tensors = [(name, torch.full((2, 3), float(at))) for at, name in enumerate(names)]
-    for version in (1, 2):  # the second time from what was kept of the first
+    for version in (1, 2):  # the second time from cached JSON
         manifest = write_weights(tmp_path / "v", tensors, config_source_dir=source, version=version)
         raw = json.loads((tmp_path / "v" / "rollout_weights.json").read_text())
         assert sorted(raw) == ["digest", "files", "tensors", "version"]

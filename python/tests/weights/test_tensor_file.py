@@ -1,4 +1,4 @@
-"""What is written by hand, the library reads."""
+"""Our files and those of the safetensors library are interchangeable."""
 
 from __future__ import annotations
 
@@ -76,6 +76,6 @@ def test_a_file_that_is_cut_or_flipped_is_refused(tmp_path: Path) -> None:
     assert quiet < frame // 2
 
 
-def test_refuses_what_the_format_has_not(tmp_path: Path) -> None:
+def test_refuses_dtypes_that_the_format_lacks(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tensor z: dtype torch\.complex64 is not supported; use one of F64"):
         write_tensors(tmp_path / "a", {"z": torch.zeros(1, dtype=torch.complex64)})

@@ -1,4 +1,4 @@
-"""The digest agrees with the golden vectors, and changes with everything that it should notice."""
+"""The digest agrees with the golden vectors, and changes with names, dtypes, shapes, and bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tensor_of(dtype: str, shape: list[int]) -> torch.Tensor:
     return flat.view(DTYPES[dtype]).reshape(shape)
 
 
-def test_golden_file_is_what_the_reference_says() -> None:
+def test_golden_file_agrees_with_the_reference() -> None:
     assert json.loads(GOLDEN.read_text()) == vectors()
 
 
@@ -68,11 +68,11 @@ def test_a_rank_can_check_its_rows() -> None:
     assert "blake3-" + node.hex() == weights_digest([("w", whole)]).tensors["w"]
 
 
-def test_a_name_twice_is_refused() -> None:
+def test_a_duplicate_name_is_refused() -> None:
     with pytest.raises(ValueError, match="have the same name"):
         weights_digest([("w", torch.ones(1)), ("w", torch.ones(1))])
 
 
-def test_a_dtype_that_cannot_travel_is_refused() -> None:
+def test_an_unsupported_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match="complex64 has no transport name"):
         weights_digest([("w", torch.ones(1, dtype=torch.complex64))])
