@@ -33,8 +33,7 @@ SAMPLED = [name for name in BUILDERS if hasattr(config_type(name)(), "clip_high"
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_formulas_show_the_default_settings(name: str) -> None:
-    """Of the policy losses, whose formula has names for values of settings; those of the others
-    have none."""
+    """Checks the policy losses. Only their formulas depend on the values of settings."""
     settings, (policy, *rest) = config_type(name)(), FORMULAS[name].split("; ")
     if hasattr(settings, "reduction"):
         assert policy.split(" with ")[0].endswith(REDUCED[settings.reduction])

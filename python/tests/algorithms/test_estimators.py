@@ -153,8 +153,8 @@ def test_the_overlong_penalty_falls_linearly_over_the_last_share() -> None:
 
 @pytest.mark.parametrize("distance", [0.0, 1.0, 19.0, 21.0, 60.0])
 def test_k3_keeps_a_gradient_for_a_distant_policy(distance: float) -> None:
-    """Towards the reference, and no harder beyond e^20; also far below it, where the policy has
-    what the reference lacks."""
+    """The gradient points to the reference and is constant beyond e^20. This also holds for tokens
+    that only the policy samples."""
     for away, slope in ((distance, -math.expm1(min(distance, 20.0))), (-distance, -math.expm1(-distance))):
         logprobs = torch.tensor([-1.0 - away]).requires_grad_()
         value = k3(logprobs, torch.tensor([-1.0]))

@@ -42,8 +42,8 @@ def test_ppos_advantages_stay_as_they_are_without_whitening() -> None:
 
 @pytest.mark.parametrize(("clip", "errors", "slopes"), [(0.0, (2.0, 1.0), (1.0, -0.5)), (0.25, (2.0, 1.75), (1.0, 0.0))])
 def test_a_value_clip_of_zero_is_no_bound(clip: float, errors: tuple[float, float], slopes: tuple[float, float]) -> None:
-    """The second value went from 0 to 1, towards its return 2: bounded at 0.25 its error is 1.75
-    and has no slope."""
+    """The second value went from 0 to 1, and its return is 2. Clipped at 0.25 its error is 1.75 and
+    its gradient 0."""
     algorithm = build_algorithm("ppo", PpoConfig(value_clip=clip, value_coefficient=1.0))
     assert algorithm.value_loss is not None
     values = of(3, 1).requires_grad_()

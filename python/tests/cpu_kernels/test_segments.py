@@ -1,5 +1,5 @@
-"""The compiled segment codec against that in numpy: the same bytes, the same refusals, no write
-outside."""
+"""The compiled segment codec agrees with the numpy codec: the same bytes, the same errors, and no
+write out of bounds."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_segments_that_write_outside_are_refused(
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_both_codecs_accept_the_same_damaged_bodies_and_write_inside(compiled_segments: CompiledSegments, width: int) -> None:
-    """With random damage both refuse the same bodies, and write between the margins from those that
-    they accept."""
+    """Both codecs refuse the same damaged bodies. From the bodies that they accept, they only write
+    between the margins."""
     rng = np.random.default_rng(width)
     count = SEGMENT + 300
     old = rng.integers(0, 256, count * width, np.uint8)

@@ -1,5 +1,5 @@
-"""The wheel contains the compiled kernels if there is a C compiler, and works without them if there
-is none."""
+"""The wheel contains the compiled kernels if there is a C compiler, and works without them
+otherwise."""
 
 from __future__ import annotations
 

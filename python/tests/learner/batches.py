@@ -52,8 +52,8 @@ def trajectory(run: str, index: int, sample: int, prompt: str, completion: str, 
 
 
 def batch(run: str, step: int, payloads: Sequence[bytes], segments: Path | None) -> Batch:
-    """The batch, with its payloads in a segment file; None: in a place that can't be opened
-    here."""
+    """The batch, with its payloads in a segment file; None: in a file that does not exist on this
+    host."""
     refs: list[SampleRef] = []
     body = bytearray(b"RSEG0001")
     path = (segments or Path("/not/here")) / f"{step}.seg"

@@ -46,8 +46,7 @@ async def test_from_segments(nowhere: Services, run: str, tmp_path: Path) -> Non
 
 
 async def test_a_sample_of_two_versions_is_as_stale_as_its_oldest(nowhere: Services, run: str, tmp_path: Path) -> None:
-    """Of a swap in the middle of a sample the weights that began it count, whatever order the spans
-    come in."""
+    """If weights change within a sample, its oldest version counts, in any order of spans."""
     payloads = trajectories(run, 9, groups=1, version=8)
     for number, spans in ((1, ((5, 0, 1), (8, 1, 2))), (2, ((8, 1, 2), (7, 0, 1)))):
         changed = Trajectory.FromString(payloads[number])

@@ -1,5 +1,5 @@
-"""Where weights lie: in memory while they are passed on, in the run's folder where they must
-last."""
+"""Where weights are stored: in shared memory, or in the run's folder if they must outlive the
+process."""
 
 from __future__ import annotations
 

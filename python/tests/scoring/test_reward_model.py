@@ -1,5 +1,5 @@
-"""A trained reward model as a reward: the scores of training, over the wire, and a type for what
-goes wrong."""
+"""A trained reward model as a reward: its scores equal those of training, also over gRPC, and
+failures are typed."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ def random_samples(seed: int, *, longest: int = 40) -> list[TrainSample]:
 
 
 def seen_from(batch: MicroBatch, row: int, place: int) -> list[int]:
-    """The tokens that a position sees, in the order of the row, by the definition of
-    ``subtree_end``."""
+    """The tokens that a position attends to, in row order, by the definition of ``subtree_end``."""
     if batch.subtree_end is None:
         return batch.token_ids[row, : place + 1].tolist()
     return [int(batch.token_ids[row, j]) for j in range(place + 1) if place < batch.subtree_end[row, j]]

@@ -1,5 +1,5 @@
-"""What the settings of the GRPO family do to a step's gradient, against plain forwards: entropy,
-length, truncation."""
+"""How settings of the GRPO family change a step's gradient: entropy, length, truncation. Compared
+with direct forward passes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""PPO in the trainer: what its critic, its rewards and its estimates do to the gradient, against
-plain forwards."""
+"""PPO in the trainer: its gradient agrees with direct forward passes, for each critic and kind of
+reward."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ TEMPERATURE = 0.7
 
 
 def trainer(model_dir: Path, settings: PpoConfig, **changes: object) -> Trainer:
-    """A trainer whose policy has left its reference and whose critic says something else of each
-    token."""
+    """A trainer whose policy differs from its reference and whose critic has different values for
+    each token."""
     config = TrainerConfig("ppo", settings, schedule=Schedule(peak=1e-3), temperature=TEMPERATURE, threads=1)
     learner = Trainer(model_dir, dataclasses.replace(config, **changes))
     critic, draw = learner.models.critic, torch.Generator().manual_seed(3)
@@ -105,8 +105,7 @@ def test_ppo_agrees_with_the_oracle(model_dir: Path, critic: str, whiten: bool, 
 
 @pytest.mark.parametrize("critic", ["head", "network"])
 def test_the_gradient_does_not_depend_on_how_a_batch_is_split(model_dir: Path, critic: str) -> None:
-    """Into micro-batches, and into the minibatches of an epoch before any of them moved a
-    weight."""
+    """Splits into micro-batches, and into the minibatches of an epoch before any update."""
     settings = dataclasses.replace(SETTINGS, critic=critic)
     texts = [["7", "19", "105"], ["42", "168", "3"], ["12", "9", "150"]]  # as many tokens in each group
     samples = [answer(g, n, f"{g}+7=", text, n - g / 2) for g, of_one in enumerate(texts) for n, text in enumerate(of_one)]
@@ -120,8 +119,8 @@ def test_the_gradient_does_not_depend_on_how_a_batch_is_split(model_dir: Path, c
 
 
 def test_a_separate_critic_has_its_own_rate_on_the_policys_schedule(model_dir: Path) -> None:
-    """Of the third of four steps, where half of each peak is left. Adam's first update is the rate,
-    whatever the gradient."""
+    """Checks step 3 of 4, where both rates are half of their peak. The size of Adam's first update
+    equals the rate."""
     settings = dataclasses.replace(SETTINGS, critic="network", critic_learning_rate=0.02)
     schedule = Schedule(peak=0.001, shape="linear", steps=4)
     learner = trainer(model_dir, settings, schedule=schedule, optimizer=AdamWConfig(weight_decay=0.0, max_grad_norm=0.0))

@@ -1,5 +1,5 @@
-"""Several ranks are one learner: the same weights as one rank alone, from any number of them to any
-other."""
+"""Several ranks train the same weights as one rank, also after a restart with another number of
+ranks."""
 
 from __future__ import annotations
 
@@ -141,8 +141,8 @@ def test_bfloat16_keeps_its_master_copies_from_one_rank_to_two_and_back(model_di
 
 
 def refused(ranks: Ranks, model_dir: Path, config: TrainerConfig) -> tuple[int, str, str, str]:
-    """Step 2 is poisoned where the second rank works alone: step, what it raised, the digests
-    before and after."""
+    """Step 2 has NaN in the part of the second rank. Returns step, error, and the digests before
+    and after."""
     learner = Trainer(model_dir, config, ranks)
     learner.train_step(batch(config, 1), 1)
     before, healthy = learner.weights_digest().root, learner.algorithm

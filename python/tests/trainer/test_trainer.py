@@ -1,5 +1,5 @@
-"""A step is the gradient of the whole batch, however it is cut, ordered or skipped; and it is made
-whole or not at all."""
+"""A step uses the gradient of the whole batch, however it is split or ordered. A refused step
+changes nothing."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_the_reference_does_not_change(model_dir: Path) -> None:
 
 
 def test_off_policy_uses_importance_weights(model_dir: Path) -> None:
-    """Tokens that the engine found e times less likely than the learner count e times as much, up
+    """A token whose probability in the engine is e times lower than in the learner has weight e, up
     to the cap."""
     learner = trainer(model_dir, settings=GrpoConfig(off_policy=True, importance_cap=2.0))
     on_policy = gradient(trainer(model_dir), sampled_batch(0))
