@@ -113,19 +113,14 @@ class Worker:
         holdings = Holdings(engine)
         holdings.current = WeightsReceipt(digest=await engine.weights_digest())
         services = Services(daemon.consul, daemon.token, consul_token=daemon.token)
-        outlet = Outlet(
-            Publisher(client, who.trajectory_subject, who.trajectory_stream, who.process), services, Throughput(engine.stats)
-        )
-        runner = EpisodeRunner(engine, cast(Any, Unscored()), SimText(), SamplingParams(max_tokens=64))
-        sampler = Sampler(who, runner, holdings, outlet, services)
-        held = capacity(SLOTS, SAMPLES)
-        puller = Puller(
-            heartbeat, None, capacity=held, slots=SLOTS, group_size=SAMPLES, prepare=lambda items: None, begin=sampler.begin
-        )
-        outlet.puller, runner.sampled = puller, puller.sampled
+        puller = Puller(None, capacity=capacity(SLOTS, SAMPLES), slots=SLOTS, group_size=SAMPLES, prepare=lambda items: None)
+        publisher = Publisher(client, who.trajectory_subject, who.trajectory_stream, who.process)
+        outlet = Outlet(publisher, services, Throughput(engine.stats), puller)
+        runner = EpisodeRunner(engine, cast(Any, Unscored()), SimText(), SamplingParams(max_tokens=64), puller.sampled)
+        sampler = Sampler(who, runner, holdings, outlet, services, puller)
         queue = WorkQueue(client, heartbeat, who.work_stream, puller.deliver)
         await queue.start()
-        puller.start(queue)
+        puller.start(queue, sampler.begin)
         sharing = asyncio.create_task(Sharing(client, who.idle_subject, puller, queue, SAMPLES).run())
         return cls(client, heartbeat, puller, sampler, sharing, services)
 

@@ -84,16 +84,23 @@ class EpisodeRunner:
     """Runs tasks to their end. Several ``run`` calls may be open at a time; the engine and the
     reward batch across them."""
 
-    def __init__(self, engine: Engine, environment: Environment, text: Text, params: SamplingParams) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        environment: Environment,
+        text: Text,
+        params: SamplingParams,
+        sampled: Callable[[str], None] = lambda key: None,
+    ) -> None:
+        """sampled: called with the key of a task when the engine has finished the first turn of one
+        of its samples."""
         self._engine, self._environment, self._text, self._params = engine, environment, text, params
-        self.sampled: Callable[[str], None] = lambda key: None
-        """Called with the key of a task when the engine has finished the first turn of one of its
-        samples."""
+        self._sampled = sampled
 
     async def run(self, tasks: Sequence[Task]) -> AsyncGenerator[list[FinishedGroup], None]:
         """Yield groups as they end, those that ended together at once. Closing the iterator aborts
         the rest."""
-        run = _Run(self._engine, self._environment, self._text, self._params, self.sampled)
+        run = _Run(self._engine, self._environment, self._text, self._params, self._sampled)
         try:
             await run.begin(tasks)
             while run.open:

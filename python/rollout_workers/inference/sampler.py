@@ -36,12 +36,11 @@ class Outlet:
     """Publishes envelopes and then acknowledges the items that they finish. What comes while a
     message is on its way goes with the next one, so the stream's fsync is shared."""
 
-    def __init__(self, publisher: Publisher, services: Services, throughput: Throughput) -> None:
-        self._publisher, self._services, self._throughput = publisher, services, throughput
+    def __init__(self, publisher: Publisher, services: Services, throughput: Throughput, puller: Puller) -> None:
+        self._publisher, self._services, self._throughput, self._puller = publisher, services, throughput, puller
         self._meters = Meters()
         self._waiting: list[_Parcel] = []
         self._task: asyncio.Task[None] | None = None
-        self.puller: Puller | None = None  # set once both exist
 
     def send(self, items: Sequence[WorkItem], envelopes: Sequence[TrajectoryEnvelope]) -> None:
         """Publish from now on. Items whose envelopes can't be published (the storage service
@@ -71,7 +70,6 @@ class Outlet:
             self._task = None
 
     async def _publish(self, parcels: list[_Parcel]) -> None:
-        assert self.puller is not None
         items = [item for parcel in parcels for item in parcel.items]
         envelopes = [envelope for parcel in parcels for envelope in parcel.envelopes]
         began = time.monotonic()
@@ -82,9 +80,9 @@ class Outlet:
                 await self._publisher.publish(batch.SerializeToString(), parcels[0].headers)
         except Exception:
             log.exception("%d groups could not be published; they go back to the queue", len(items))
-            await self.puller.drop(items)
+            await self._puller.drop(items)
             return
-        await self.puller.done(items)
+        await self._puller.done(items)
         tokens = sum(envelope.header.completion_tokens for envelope in envelopes)
         self._throughput.add(len(envelopes), tokens)
         self._meters.publish_seconds.record(time.monotonic() - began)
@@ -103,9 +101,11 @@ class Sampler:
     """Samples items with the engine. Each batch is a separate task; they share engine, reward and
     stream."""
 
-    def __init__(self, who: Identity, runner: EpisodeRunner, holdings: Holdings, outlet: Outlet, services: Services) -> None:
+    def __init__(
+        self, who: Identity, runner: EpisodeRunner, holdings: Holdings, outlet: Outlet, services: Services, puller: Puller
+    ) -> None:
         self._who, self._runner, self._holdings = who, runner, holdings
-        self._outlet, self._services = outlet, services
+        self._outlet, self._services, self._puller = outlet, services, puller
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, items: list[WorkItem]) -> None:
@@ -138,8 +138,7 @@ class Sampler:
                         self._send([left.pop(group.task.key) for group in groups], groups)
             except Exception:
                 log.exception("%d groups could not be sampled; they go back to the queue", len(left))
-                assert self._outlet.puller is not None
-                await self._outlet.puller.drop(list(left.values()))
+                await self._puller.drop(list(left.values()))
 
     def _send(self, items: list[WorkItem], groups: list[FinishedGroup]) -> None:
         self._outlet.send(
@@ -173,13 +172,12 @@ class Sampler:
                 )
             )
         if complete:
-            assert self._outlet.puller is not None
-            await self._outlet.puller.done(complete)
+            await self._puller.done(complete)
         return tasks
 
     async def _missing(self, items: list[WorkItem]) -> dict[str, list[int]]:
         """Samples that have not arrived, by item; empty where the buffer can't be asked (it drops
-        duplicates anyway)."""
+        duplicates)."""
         if not items:
             return {}
         keys = [GroupKey(epoch=i.group.epoch, index=i.group.index, attempt=i.group.attempt) for i in items]

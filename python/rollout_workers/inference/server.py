@@ -12,16 +12,14 @@ import grpc
 from rollout.inference.v1 import inference_pb2 as pb
 from rollout.inference.v1.inference_pb2_grpc import InferenceWorkerServiceServicer
 from rollout.weights.v1.weights_pb2 import EngineReceipt, WeightsReceipt
-from rollout_workers.engines.base import Engine
 from rollout_workers.inference.evaluation import Evaluation, NoEvaluation
 from rollout_workers.inference.generation import Generation
+from rollout_workers.inference.pipeline import SamplingContext
 from rollout_workers.inference.puller import Puller
-from rollout_workers.inference.receipt import HeldWeightsMismatch, Holdings, WeightsDigestMismatch
-from rollout_workers.inference.throughput import Throughput
+from rollout_workers.inference.receipt import HeldWeightsMismatch, WeightsDigestMismatch
 from rollout_workers.rewards.rewards import Scorer
 from rollout_workers.weights.transfer.cache import WeightsCache, described
 from rollout_workers.worker.lifecycle import Lifecycle
-from rollout_workers.worker.spec import Identity
 from rollout_workers.worker.status import RunMismatch
 
 log = logging.getLogger(__name__)
@@ -33,30 +31,24 @@ fenced."""
 
 class InferenceServer(InferenceWorkerServiceServicer):
     """The servicer. Authentication, validation and error mapping happen before and around it
-    (``mesh.serving``)."""
+    (``worker.serving``)."""
 
     def __init__(
         self,
-        who: Identity,
-        model: str,
-        engine: Engine,
-        holdings: Holdings,
+        context: SamplingContext,
         generation: Generation,
         evaluation: Evaluation | None,
         puller: Puller,
-        throughput: Throughput,
         lifecycle: Lifecycle,
-        max_model_len: int,
-        rewards: Scorer | None = None,
-        weights_cache: WeightsCache | None = None,
+        rewards: Scorer | None,
+        weights_cache: WeightsCache,
     ) -> None:
-        """model: name of the policy for the gateway. evaluation, rewards: None where the plan has
-        none.
-        weights_cache: None if weights only come from folders of this host."""
-        self._who, self._model, self._engine, self._holdings = who, model, engine, holdings
+        """evaluation, rewards: None if the plan has none."""
+        self._who, self._engine, self._holdings = context.who, context.model.engine, context.holdings
+        self._model, self._max_model_len = context.config.name, context.config.engine.max_model_len
         self._generation, self._evaluation = generation, evaluation
-        self._puller, self._throughput, self._lifecycle = puller, throughput, lifecycle
-        self._max_model_len, self._rewards, self._weights_cache = max_model_len, rewards, weights_cache
+        self._puller, self._throughput, self._lifecycle = puller, context.throughput, lifecycle
+        self._rewards, self._weights_cache = rewards, weights_cache
         self._loading = asyncio.Lock()
         self._fencing: asyncio.TimerHandle | None = None
 
@@ -65,7 +57,7 @@ class InferenceServer(InferenceWorkerServiceServicer):
         self._check_run(weights.run_id)
         async with self._loading:
             folder = weights.directory
-            if request.offers and self._weights_cache is not None and not self._holdings.holds(weights.version, weights.digest):
+            if request.offers and not self._holdings.holds(weights.version, weights.digest):
                 self._clear_doubt()  # while the right ones may be on their way
                 folder = await self._weights_cache.bring(request.offers)
                 log.info("weights version %d came over the network: %s", weights.version, described(request.offers))
@@ -75,13 +67,11 @@ class InferenceServer(InferenceWorkerServiceServicer):
                 self._lifecycle.fence(str(error))
                 raise
             except WeightsDigestMismatch as error:
-                if self._weights_cache is not None:
-                    await self._weights_cache.discard(weights.digest)
+                await self._weights_cache.discard(weights.digest)
                 self._doubt(str(error))
                 raise
             self._clear_doubt()
-            if self._weights_cache is not None:
-                self._weights_cache.note(weights.digest, folder)
+            self._weights_cache.note(weights.digest, folder)
         return pb.LoadWeightsResponse(receipt=receipt, engines=[_engine_receipt(receipt)])
 
     async def Generate(

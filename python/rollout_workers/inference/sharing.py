@@ -25,7 +25,7 @@ LOOK_SECONDS = 0.5
 """Between two checks; also how long a worker is idle before it asks, and how long a group waits
 before it is given back."""
 _MOST_LOOKS = 16  # between two calls of a worker that stays idle, as when all wait for the learner
-_HOLDERS = "holders"
+_QUEUE_GROUP = "holders"
 
 
 class Sharing:
@@ -36,7 +36,7 @@ class Sharing:
         want a group."""
         self._client, self._subject, self._puller, self._queue = client, subject, puller, queue
         self._group_slots = group_slots
-        self._listening: Subscription | None = None
+        self._subscription: Subscription | None = None
 
     async def run(self) -> None:
         """Look until cancelled."""
@@ -44,13 +44,13 @@ class Sharing:
         try:
             while True:
                 await asyncio.sleep(LOOK_SECONDS)
-                await self._listen(bool(self._puller.untouched()))
+                await self._listen(bool(self._puller.ready()))
                 wanted = self._wanted()
                 idle = idle + 1 if wanted else 0
                 if not idle:
                     call = 1
                 elif idle >= call:
-                    await self._say(wanted)
+                    await self._announce(wanted)
                     call = idle + min(_MOST_LOOKS, 2 * call)
         finally:
             await self._listen(False)
@@ -61,7 +61,7 @@ class Sharing:
             return 0
         return max(0, min(self._puller.free // self._group_slots, self._queue.outstanding))
 
-    async def _say(self, groups: int) -> None:
+    async def _announce(self, groups: int) -> None:
         try:
             await self._client.publish(self._subject, str(groups).encode())
         except NatsError as error:
@@ -69,15 +69,15 @@ class Sharing:
 
     async def _listen(self, wanted: bool) -> None:
         try:
-            if wanted and self._listening is None:
-                self._listening = await self._client.subscribe(self._subject, queue=_HOLDERS, cb=self._heard)
-            elif not wanted and self._listening is not None:
-                listening, self._listening = self._listening, None
-                await listening.unsubscribe()
+            if wanted and self._subscription is None:
+                self._subscription = await self._client.subscribe(self._subject, queue=_QUEUE_GROUP, cb=self._share)
+            elif not wanted and self._subscription is not None:
+                subscription, self._subscription = self._subscription, None
+                await subscription.unsubscribe()
         except NatsError as error:
             log.debug("listen to idle workers: %r", error)
 
-    async def _heard(self, message: Msg) -> None:
+    async def _share(self, message: Msg) -> None:
         given = await self._puller.share(int(message.data), LOOK_SECONDS)
         if given:
             log.info("gave %d groups that were not begun to an idle worker", len(given))

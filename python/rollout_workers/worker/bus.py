@@ -35,6 +35,20 @@ def credentials(access: NatsAccess, token: str) -> dict[str, Any]:
     return {"token": token or None}
 
 
+class Reconnects:
+    """Notifies subscribers after a connection was lost and restored. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._subscribers: list[Callable[[], None]] = []
+
+    def subscribe(self, subscriber: Callable[[], None]) -> None:
+        self._subscribers.append(subscriber)
+
+    async def notify(self) -> None:
+        for subscriber in self._subscribers:
+            subscriber()
+
+
 async def connect(
     url: str,
     token: str,

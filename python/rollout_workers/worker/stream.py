@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 EXPIRES_SECONDS = 20.0
 HEARTBEAT_SECONDS = 2.0
-_ABSENT_RETRY_SECONDS = 0.25
+_MISSING_RETRY_SECONDS = 0.25
 _DRAIN_SECONDS = 2.0
 _ACK = b"+ACK"
 _NAK = b"-NAK"
@@ -104,17 +104,17 @@ class WorkQueue:
         self._next = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{names.WORKERS_CONSUMER}"
         self._inbox = client.new_inbox()
         self._requests = _Requests()
-        self._asked: dict[str, int] = {}  # of the last requests
-        self._heard = 0.0  # monotonic seconds
+        self._requested: dict[str, int] = {}  # of the last requests
+        self._last_received = 0.0  # monotonic seconds
         self._room = 0
         self._serial = 0
         self._arrived: list[WorkItem] = []
         self._wake = asyncio.Event()
-        self._absent_since = 0.0
-        self._absent = False  # no server has answered for the stream since the last item
+        self._missing_since = 0.0
+        self._missing = False  # no server has answered for the stream since the last item
         self._silence = Silence(client, stream)
         self._task: asyncio.Task[None] | None = None
-        self._listening: Subscription | None = None
+        self._subscription: Subscription | None = None
 
     @property
     def outstanding(self) -> int:
@@ -123,8 +123,8 @@ class WorkQueue:
 
     async def start(self) -> None:
         """Begin to listen; nothing is asked for before ``set_room``."""
-        self._listening = await self._client.subscribe(f"{self._inbox}.*", cb=self._receive, pending_msgs_limit=1 << 16)
-        self._task = asyncio.create_task(self._keep_asking(), name="work-queue")
+        self._subscription = await self._client.subscribe(f"{self._inbox}.*", cb=self._receive, pending_msgs_limit=1 << 16)
+        self._task = asyncio.create_task(self._keep_requesting(), name="work-queue")
 
     def set_room(self, items: int) -> None:
         """How many more items there is room for now. More are asked for at once; what was asked for
@@ -156,11 +156,11 @@ class WorkQueue:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         self._requests.clear()
-        listening, self._listening = self._listening, None
-        if listening is not None:
+        subscription, self._subscription = self._subscription, None
+        if subscription is not None:
             try:
                 async with asyncio.timeout(_DRAIN_SECONDS):
-                    await listening.drain()
+                    await subscription.drain()
             except (NatsError, TimeoutError) as error:  # no server: nothing comes from it either
                 log.debug("stop listening to %s: %r", self._stream, error)
 
@@ -172,21 +172,21 @@ class WorkQueue:
             except NatsError as error:  # it comes again, and the buffer knows what it has
                 log.debug("settle %s: %r", item.key, error)
 
-    async def _keep_asking(self) -> None:
+    async def _keep_requesting(self) -> None:
         while True:
             now = time.monotonic()
-            if self.outstanding and now > self._heard + 3 * HEARTBEAT_SECONDS:  # no heartbeat: the server has lost them
+            if self.outstanding and now > self._last_received + 3 * HEARTBEAT_SECONDS:  # no heartbeat: the server has lost them
                 self._requests.clear()
-            waiting = max(0.0, self._absent_since + _ABSENT_RETRY_SECONDS - now)
+            waiting = max(0.0, self._missing_since + _MISSING_RETRY_SECONDS - now)
             wanted = self._room - self.outstanding
             if wanted > 0 and not waiting and (wanted >= self._room // 4 or not self.outstanding):
-                await self._ask(wanted)
+                await self._request(wanted)
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(waiting or HEARTBEAT_SECONDS):
                     await self._wake.wait()
 
-    async def _ask(self, items: int) -> None:
+    async def _request(self, items: int) -> None:
         self._serial += 1
         name = f"{self._inbox}.{self._serial}"
         body = {
@@ -195,8 +195,8 @@ class WorkQueue:
             "idle_heartbeat": int(HEARTBEAT_SECONDS * 1e9),
         }
         self._requests.open(name, items)
-        self._asked = {name: items, **dict(list(self._asked.items())[:64])}
-        self._heard = time.monotonic()
+        self._requested = {name: items, **dict(list(self._requested.items())[:64])}
+        self._last_received = time.monotonic()
         try:
             await self._client.publish(self._next, json.dumps(body).encode(), reply=name)
         except NatsError as error:
@@ -204,10 +204,10 @@ class WorkQueue:
             self._requests.ended(name, items)
 
     async def _receive(self, message: Msg) -> None:
-        self._heard = time.monotonic()
+        self._last_received = time.monotonic()
         status = (message.headers or {}).get("Status")
         if status is not None and not message.reply:
-            self._heed(message.subject, status, message.headers or {})
+            self._handle_status(message.subject, status, message.headers or {})
             await self._silence.record(status == "503")
             return
         await self._silence.record(False)
@@ -216,7 +216,7 @@ class WorkQueue:
         if item is None:
             return
         self._heartbeat.hold(item.reply)
-        self._absent = False
+        self._missing = False
         if self._task is None:
             await self.give_back([item])
             return
@@ -229,20 +229,20 @@ class WorkQueue:
         if items:
             self._deliver(items)
 
-    def _heed(self, name: str, status: str, headers: Mapping[str, str]) -> None:
+    def _handle_status(self, name: str, status: str, headers: Mapping[str, str]) -> None:
         """A status of the server about one request."""
         if status == "100":  # heartbeat
             return
         description = headers.get("Description", "")
-        self._requests.ended(name, int(headers.get("Nats-Pending-Messages", self._asked.pop(name, 0))))
+        self._requests.ended(name, int(headers.get("Nats-Pending-Messages", self._requested.pop(name, 0))))
         if status == "503" or (status == "409" and "Deleted" in description):
-            self._absent_since = time.monotonic()
-            if not self._absent:
+            self._missing_since = time.monotonic()
+            if not self._missing:
                 log.info("waiting for the work stream %s (scheduler)", self._stream)
-                self._absent = True
+                self._missing = True
         elif status not in ("404", "408"):
             log.warning("pull from %s: %s %s", self._stream, status, description)
-            self._absent_since = time.monotonic()
+            self._missing_since = time.monotonic()
         self._wake.set()
 
     def _read(self, message: Msg) -> WorkItem | None:

@@ -17,7 +17,6 @@ from rollout_testing.worker import InProcess
 from rollout_workers.data.prompts import Text
 from rollout_workers.inference.model import Model
 from rollout_workers.inference.puller import Puller
-from rollout_workers.worker.heartbeat import Heartbeat
 from rollout_workers.worker.stream import WorkItem, WorkQueue
 
 GROUP = 4
@@ -57,15 +56,13 @@ def begun() -> list[int]:
 def puller(queue: Recorder, begun: list[int]) -> Puller:
     """Two groups fill the engine; two more may be in hand."""
     made = Puller(
-        cast(Heartbeat, None),
         None,
         capacity=4,
         slots=2 * GROUP,
         group_size=GROUP,
         prepare=lambda items: None,
-        begin=lambda items: begun.extend(item.group.position for item in items),
     )
-    made.start(cast(WorkQueue, queue))
+    made.start(cast(WorkQueue, queue), lambda items: begun.extend(item.group.position for item in items))
     return made
 
 
@@ -133,11 +130,11 @@ async def test_without_weights_nothing_is_untouched(queue: Recorder) -> None:
         version = 3
         changed = asyncio.Event()
 
-    made = Puller(cast(Heartbeat, None), cast(Any, Old()), capacity=4, slots=4, prepare=lambda i: None, begin=lambda i: None)
-    made.start(cast(WorkQueue, queue))
+    made = Puller(cast(Any, Old()), capacity=4, slots=4, prepare=lambda i: None)
+    made.start(cast(WorkQueue, queue), lambda i: None)
     waits = WorkItem(PromptGroup(position=9, group_size=GROUP, min_version=4), "reply.9", deliveries=1)
     made.deliver([waits])
-    assert made.waiting == 1 and made.untouched() == [] and await made.share(1, age=0.5) == []
+    assert made.waiting == 1 and made.ready() == [] and await made.share(1, age=0.5) == []
     await made.stop()
 
 

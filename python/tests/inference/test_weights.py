@@ -17,7 +17,7 @@ from rollout_testing.run import Example, config, spec
 from rollout_testing.worker import InProcess
 from rollout_workers.engines.errors import EngineFailed
 from rollout_workers.engines.transformers import TransformersEngine
-from rollout_workers.inference import server, worker
+from rollout_workers.inference import monitor, server
 from rollout_workers.inference.model import Model, load
 from rollout_workers.weights import read_weights, weights_digest, write_weights
 
@@ -135,7 +135,7 @@ async def test_a_flipped_byte_after_the_swap_fences_the_worker(
 async def test_a_byte_that_flips_by_itself_is_found(
     daemon: Daemon, example: Example, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "VERIFY_LEAST_SECONDS", 0.05)
+    monkeypatch.setattr(monitor, "VERIFY_LEAST_SECONDS", 0.05)
     loader = await Loader(daemon, example, run).start()
     flip(loader.model)
     assert await loader.made.ended() == 3
@@ -145,7 +145,7 @@ async def test_a_byte_that_flips_by_itself_is_found(
 async def test_a_verification_that_fails_is_tried_again(
     daemon: Daemon, example: Example, run: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(worker, "VERIFY_LEAST_SECONDS", 0.05)
+    monkeypatch.setattr(monitor, "VERIFY_LEAST_SECONDS", 0.05)
     loader = await Loader(daemon, example, run).start()
     digest = TransformersEngine.weights_digest
     failures = iter([EngineFailed("out of memory")])
@@ -159,13 +159,13 @@ async def test_a_verification_that_fails_is_tried_again(
     monkeypatch.setattr(TransformersEngine, "weights_digest", failing)
     assert await loader.made.ended() == 3
     assert "the engine holds" in loader.made.lifecycle.reason
-    assert "could not be verified" in caplog.text
+    assert "could not verify" in caplog.text
 
 
 def flip(model: Model) -> None:
     """One bit of one tensor that the engine holds."""
     engine = model.engine
     assert isinstance(engine, TransformersEngine)
-    _, weight = next(iter(engine._held._tensors))
+    _, weight = next(iter(engine._weights._tensors))
     with torch.inference_mode():
         weight.view(torch.int32)[0, 0] ^= 1

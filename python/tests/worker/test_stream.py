@@ -168,7 +168,7 @@ async def test_waits_for_a_stream_that_is_not_there_yet(
 ) -> None:
     queue, hand = await queue_for(daemon.nats_url, daemon, who, heartbeat)
     queue.set_room(4)
-    await until(lambda: queue._absent)
+    await until(lambda: queue._missing)
     streams = await RunStreams.open(daemon, who.run)
     await streams.issue(groups[:4])
     await until(lambda: len(hand.items) == 4)

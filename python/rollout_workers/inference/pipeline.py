@@ -1,0 +1,101 @@
+"""The path of work items through an inference worker: pulled, sampled, published."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from rollout.config.v1.run_config_pb2 import RunConfig
+from rollout.environment import Environment
+from rollout_workers.data.prompts import PromptReader
+from rollout_workers.data.rows import rows_of
+from rollout_workers.engines.base import SamplingParams
+from rollout_workers.environments import registry as environments
+from rollout_workers.environments.episode import EpisodeRunner
+from rollout_workers.environments.teacher import taught
+from rollout_workers.inference.model import Model
+from rollout_workers.inference.params import of_run
+from rollout_workers.inference.puller import Puller, capacity
+from rollout_workers.inference.receipt import Holdings
+from rollout_workers.inference.sampler import Outlet, RowSender, Sampler
+from rollout_workers.inference.throughput import Throughput
+from rollout_workers.rewards.rewards import Scorer
+from rollout_workers.worker.discovery import Services
+from rollout_workers.worker.lifecycle import Lifecycle
+from rollout_workers.worker.publisher import Publisher
+from rollout_workers.worker.spec import Identity
+from rollout_workers.worker.stream import WorkItem
+
+_ACTIVE_ROWS = 1024
+_DRAIN_SECONDS = 2.0
+"""For active groups; another worker samples the rest again."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingContext:
+    """The parts that sampling, generation, and evaluation share."""
+
+    who: Identity
+    config: RunConfig
+    model: Model
+    holdings: Holdings
+    prompts: PromptReader
+    environment: Environment
+    params: SamplingParams
+    throughput: Throughput
+
+    @classmethod
+    def build(cls, who: Identity, config: RunConfig, model: Model, holdings: Holdings, rewards: Scorer | None) -> SamplingContext:
+        prompts = PromptReader(model.text, prompt_field=config.data.prompt_field, chat_template=config.model.chat_template)
+        environment = environments.build(environments.Context(config, prompts, rewards, model.text))
+        throughput = Throughput(model.engine.stats)
+        return cls(who, config, model, holdings, prompts, environment, of_run(config.sampling), throughput)
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The puller and the consumer of its work items."""
+
+    puller: Puller
+    consumer: Sampler | RowSender
+
+    @classmethod
+    def build(cls, context: SamplingContext, publisher: Publisher, services: Services, cleanup: ExitStack) -> Pipeline:
+        """cleanup: receives the shutdown of the teacher's client. Raises ``SecretError``."""
+        config, text = context.config, context.model.text
+        rows = rows_of(config, text, context.prompts)
+        if rows is not None:
+            puller = Puller(None, capacity=_ACTIVE_ROWS, prepare=_no_preparation)
+            return cls(puller, RowSender(context.who, rows, Outlet(publisher, services, context.throughput, puller)))
+
+        def tokenize(items: list[WorkItem]) -> None:
+            context.prompts.read([item.group.row_json for item in items])  # the reader caches them
+
+        puller = Puller(
+            context.holdings,
+            capacity=capacity(config.engine.slots, config.sampling.group_size),
+            slots=config.engine.slots,
+            group_size=config.sampling.group_size,
+            prepare=tokenize,
+        )
+        environment = taught(config, context.environment, text, cleanup)
+        runner = EpisodeRunner(context.model.engine, environment, text, context.params, puller.sampled)
+        outlet = Outlet(publisher, services, context.throughput, puller)
+        return cls(puller, Sampler(context.who, runner, context.holdings, outlet, services, puller))
+
+    async def drain(self, lifecycle: Lifecycle) -> None:
+        """Return unstarted work and finish active groups for up to two seconds; abort the rest. A
+        worker with a nonzero exit code aborts at once."""
+        await self.puller.stop()
+        if lifecycle.exit_code:
+            await self.consumer.stop()
+        finishing = asyncio.create_task(self.consumer.drain(), name="drain")
+        await asyncio.wait({finishing}, timeout=_DRAIN_SECONDS)
+        if not finishing.done():
+            await self.consumer.stop()
+        await finishing
+
+
+def _no_preparation(items: list[WorkItem]) -> None:
+    pass
