@@ -57,7 +57,7 @@ def test_levels_above_the_token_need_the_sample_index() -> None:
 
 
 def test_with_the_engine_as_old_policy_the_clip_bounds_the_whole_step() -> None:
-    """There is no separate weight: the ratio is relative to the behavior policy."""
+    """No importance weight is used: the ratio is relative to the behavior policy."""
     tokens = TokenBatch(
         logprobs=PROXIMAL, normalizer=3.0, advantages=torch.ones(3), old_logprobs=torch.zeros(3), engine_logprobs=BEHAVIOUR
     )
