@@ -45,7 +45,8 @@ def shape_message(message: Descriptor, sources: Schema) -> Schema:
     defaults = message.GetOptions().Extensions[options_pb2.algorithm].defaults
     properties = {}
     for field in keys_of(message):  # of the message, or of a message that it inlines
-        source = source_of(field.containing_type, sources)["properties"][field.name]
+        owner = field.containing_type or message
+        source = source_of(owner, sources)["properties"][field.name]
         properties[field.name] = shape_field(field, source, defaults.get(field.name, ""))
     shaped: Schema = {"description": text(source_of(message, sources)), "type": "object", "properties": properties}
     if required := [field.name for field in message.fields if is_required(field)]:

@@ -26,7 +26,7 @@ LEFT_OUT = [
     "decodes_differently",
 ]
 SUITES = {
-    "engine": ["engines/test_control.py", "engines/test_generate.py", "engines/test_score.py", "engines/test_held.py"],
+    "engine": ["engines/test_control.py", "engines/test_generate.py", "engines/test_score.py", "engines/test_current_weights.py"],
     "learner": ["trainer/test_families.py", "trainer/test_trainer.py", "learner/test_learner.py", "inference/test_merging.py"],
     "reward model": ["scoring"],
 }

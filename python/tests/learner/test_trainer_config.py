@@ -68,7 +68,7 @@ ELSEWHERE = {
     "settings",
     "threads",
     "refusals.folder",
-    "refusals.tell",
+    "refusals.notify",
 }  # each with a test below, or test_settings.py
 NESTED = {"schedule": Schedule, "optimizer": AdamWConfig, "lora": LoraConfig, "refusals": Refusals}
 

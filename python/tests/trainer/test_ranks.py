@@ -233,4 +233,4 @@ def test_a_lost_rank_is_reported_and_ends_the_learner(model_dir: Path, tmp_path:
     assert isinstance(follower, Failure)
     step, raised, reported = leader
     call = "load_state" if fault == "frozen" else "train_step"
-    assert step == 1 and f"`{call}` at step 1 failed between the ranks" in raised and reported == [raised]
+    assert step == 1 and f"`{call}` at step 1 failed on some ranks" in raised and reported == [raised]
