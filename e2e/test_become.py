@@ -33,5 +33,6 @@ def test_a_tied_process_ends_with_its_parent() -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user() -> None:
-    outcome = subprocess.run(become.become(["id", "-un"], user="nobody"), capture_output=True, text=True)
-    assert outcome.stdout == "nobody\n", outcome.stderr
+    account = "nobody"
+    outcome = subprocess.run(become.become(["id", "-un"], user=account), capture_output=True, text=True)
+    assert outcome.stdout == f"{account}\n", outcome.stderr

@@ -19,8 +19,8 @@ import (
 	_ "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 )
 
-// TestGolden checks that the JSON and the wire form of each vector are the same message; python/tests/contract/test_golden.py
-// checks the same.
+// TestGolden checks that the JSON and the wire form of each vector are the same message;
+// python/tests/contract/test_golden.py checks the same.
 func TestGolden(t *testing.T) {
 	t.Parallel()
 	data, err := os.ReadFile("../schemas/golden/contracts.json")

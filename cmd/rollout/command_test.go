@@ -179,7 +179,8 @@ func TestLooksStartNoDaemon(t *testing.T) {
 	}
 }
 
-// One message that can't be answered ends what a script says, not what a person does, and leaves nothing in the talk.
+// One message that can't be answered ends what a script says, not what a person does, and leaves
+// nothing in the talk.
 func TestTalkGoesOnAfterARefusal(t *testing.T) {
 	t.Parallel()
 	for typed, asked := range map[bool]int{true: 2, false: 1} {

@@ -35,7 +35,8 @@ func at(seconds float64) *timestamppb.Timestamp {
 	return timestamppb.New(noon.Add(time.Duration(seconds * float64(time.Second))))
 }
 
-// fake is a control plane whose answers are set by the test. What it is asked to change is written down.
+// fake is a control plane whose answers are set by the test. What it is asked to change is written
+// down.
 type fake struct {
 	planv1.UnimplementedPlannerServiceServer
 	runv1.UnimplementedSchedulerServiceServer

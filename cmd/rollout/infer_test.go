@@ -73,7 +73,8 @@ func TestInferBatchAsksForWhatTheFlagsSay(t *testing.T) {
 	}
 }
 
-// A command that was killed could not remove its folder, which may hold the weights of a snapshot: the next one does.
+// A command that was killed could not remove its folder, which may hold the weights of a snapshot:
+// the next one does.
 func TestInferBatchRemovesWhatAKilledCommandLeft(t *testing.T) {
 	t.Parallel()
 	dir := batchFolder(t)

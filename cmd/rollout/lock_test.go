@@ -39,7 +39,8 @@ func replace(t *testing.T, data []byte, before, after string) []byte {
 	return bytes.Replace(data, []byte(before), []byte(after), 1)
 }
 
-// TestPlanProblems holds what `run --plan` prints about plans that are damaged or whose inputs changed against golden files.
+// TestPlanProblems holds what `run --plan` prints about plans that are damaged or whose inputs
+// changed against golden files.
 func TestPlanProblems(t *testing.T) {
 	t.Parallel()
 	plane := realPlanner(t)
@@ -100,7 +101,8 @@ func TestPlanProblems(t *testing.T) {
 	}
 }
 
-// TestPlanIsCanonical plans twice, from two folders: the bytes are the same, sorted, and end with one newline.
+// TestPlanIsCanonical plans twice, from two folders: the bytes are the same, sorted, and end with
+// one newline.
 func TestPlanIsCanonical(t *testing.T) {
 	t.Parallel()
 	plane := realPlanner(t)

@@ -37,7 +37,8 @@ func left(t *testing.T) (state string) {
 	return state
 }
 
-// Commands that look around read the state folder where no control plane runs; what a dead one left active is interrupted.
+// Commands that look around read the state folder where no control plane runs; what a dead one left
+// active is interrupted.
 func TestStateFolderIsBrowsed(t *testing.T) {
 	t.Parallel()
 	state := left(t)
@@ -71,7 +72,8 @@ func TestStateFolderIsBrowsed(t *testing.T) {
 	}
 }
 
-// The ledger of a control plane that was killed knows steps that the record lacks: all commands show those, and the same state.
+// The ledger of a control plane that was killed knows steps that the record lacks: all commands
+// show those, and the same state.
 func TestStateFolderShowsWhatTheLedgerHas(t *testing.T) {
 	t.Parallel()
 	state := left(t)

@@ -73,8 +73,8 @@ func read(t *testing.T, path string) string {
 	return string(data)
 }
 
-// overlay lays a case over the project: files replace files; each line `old => new` of the file `edit` is replaced in run.toml;
-// each line of the file `remove` names a file to be taken away.
+// overlay lays a case over the project: files replace files; each line `old => new` of the file
+// `edit` is replaced in run.toml; each line of the file `remove` names a file to be taken away.
 func overlay(t *testing.T, dir, fixture string) {
 	t.Helper()
 	if err := filepath.WalkDir(fixture, func(path string, entry os.DirEntry, err error) error {
@@ -119,8 +119,9 @@ func anonymous(text, dir string) string {
 	return text
 }
 
-// TestProblems holds what is printed about each broken configuration, dataset, reward and model against a golden file. Cases
-// that begin with `config` are validated only; the others are planned, which loads them.
+// TestProblems holds what is printed about each broken configuration, dataset, reward and model
+// against a golden file. Cases that begin with `config` are validated only; the others are planned,
+// which loads them.
 func TestProblems(t *testing.T) {
 	t.Parallel()
 	cases, err := filepath.Glob("testdata/problem/[a-z]*")

@@ -45,7 +45,8 @@ func TestRunFollowsToTheEnd(t *testing.T) {
 	}
 }
 
-// sortStatus puts the lines of JSON of both streams, which are in no order to each other, into one: status first.
+// sortStatus puts the lines of JSON of both streams, which are in no order to each other, into one:
+// status first.
 func sortStatus(text string) string {
 	var status, other []string
 	for line := range strings.Lines(text) {

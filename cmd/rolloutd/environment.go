@@ -7,13 +7,13 @@ import (
 	"github.com/rollout-rl/rollout/libs/config"
 )
 
-// Child processes (workers, and the planner's probe) run user code, such as rewards, which must not read
-// the credentials of this process. A child gets only the credentials with which it connects itself, and
-// a worker removes them from its environment before it starts another process
+// Child processes (workers, and the planner's probe) run user code, such as rewards, which must not
+// read the credentials of this process. A child gets only the credentials with which it connects
+// itself, and a worker removes them from its environment before it starts another process
 // (rollout_workers.worker.spec).
 
-// ownCredentials are variables from which client libraries in this process read credentials, and the API
-// key of the user who started it.
+// ownCredentials are variables from which client libraries in this process read credentials, and
+// the API key of the user who started it.
 var ownCredentials = []string{
 	"ROLLOUT_API_KEY", "GOOGLE_APPLICATION_CREDENTIALS", "PGPASSWORD", "PGPASSFILE", "PGSERVICEFILE", "PGSSLPASSWORD",
 }
@@ -21,8 +21,8 @@ var ownCredentials = []string{
 // ownPrefixes are prefixes of the names of settings and credentials.
 var ownPrefixes = []string{"ROLLOUTD_", "AWS_", "CONSUL_"}
 
-// childEnv returns the environment of child processes: that of this process without its credentials,
-// except those that `worker.env` passes on.
+// childEnv returns the environment of child processes: that of this process without its
+// credentials, except those that `worker.env` passes on.
 func childEnv(cfg config.Config, environ []string) []string {
 	own := variables(secretRefs(cfg)...)
 	return slices.DeleteFunc(slices.Clone(environ), func(e string) bool {
@@ -37,8 +37,8 @@ func childEnv(cfg config.Config, environ []string) []string {
 	})
 }
 
-// workerEnv returns the environment of workers: childEnv, the headers for exporting spans and metrics, and
-// the registry token if it is in a variable.
+// workerEnv returns the environment of workers: childEnv, the headers for exporting spans and
+// metrics, and the registry token if it is in a variable.
 func workerEnv(cfg config.Config, e endpoints, environ []string) []string {
 	token := variables(e.consulRef)
 	return append(childEnv(cfg, environ), only(environ, func(name string) bool { return exporterHeaders(name) || slices.Contains(token, name) })...)
@@ -50,7 +50,8 @@ func busEnv(cfg config.Config, e endpoints, environ []string) []string {
 	return only(environ, func(name string) bool { return slices.Contains(own, name) })
 }
 
-// exporterHeaders reports whether a variable has headers for an OTLP collector, which may contain its key.
+// exporterHeaders reports whether a variable has headers for an OTLP collector, which may contain
+// its key.
 func exporterHeaders(name string) bool {
 	return strings.HasPrefix(name, "OTEL_EXPORTER_OTLP_") && strings.HasSuffix(name, "HEADERS")
 }

@@ -8,8 +8,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/config"
 )
 
-// Child processes run user code, which must not read the credentials of the daemon. "probe" is the planner's,
-// "worker" is any worker, "linked" is one that connects to NATS.
+// Child processes run user code, which must not read the credentials of the daemon. "probe" is the
+// planner's, "worker" is any worker, "linked" is one that connects to NATS.
 func TestWhoGetsWhichVariable(t *testing.T) {
 	t.Parallel()
 	cfg := config.Default(t.TempDir())

@@ -17,8 +17,8 @@ import (
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 )
 
-// elected reports whether replicas of a target elect a leader. With SQLite they do not: the lock of the
-// state folder allows one process only.
+// elected reports whether replicas of a target elect a leader. With SQLite they do not: the lock of
+// the state folder allows one process only.
 func (m *mesh) elected(target string) bool {
 	if !m.replicated() {
 		return false
@@ -42,8 +42,8 @@ type leasable[S any] interface {
 	Close() error
 }
 
-// elect hosts a service that make builds on a store. Where replicas are possible, it builds an instance
-// for each term in which this process leads.
+// elect hosts a service that make builds on a store. Where replicas are possible, it builds an
+// instance for each term in which this process leads.
 func elect[S leasable[S], T lease.Service](m *mesh, name string, store S, shape func(grpc.ServiceRegistrar), make func(S) (T, error)) (hosted, error) {
 	if !m.elected(name) {
 		s, err := make(store)

@@ -1,12 +1,12 @@
-// Command rolloutd is the control plane. It hosts any subset of the seven services, and embedded NATS and
-// registry servers unless others are configured.
+// Command rolloutd is the control plane. It hosts any subset of the seven services, and embedded
+// NATS and registry servers unless others are configured.
 //
 //	rolloutd                                            all targets in one process
 //	rolloutd --target nats,registry                     only the embedded servers
 //	rolloutd --state-dir D/buffer --target buffer --join D   one service, with the servers of the rolloutd in D
 //
-// SIGTERM or SIGINT drains: active calls finish, workers stop, runs are interrupted and can be resumed. A
-// second signal stops immediately. SIGHUP is ignored.
+// SIGTERM or SIGINT drains: active calls finish, workers stop, runs are interrupted and can be
+// resumed. A second signal stops immediately. SIGHUP is ignored.
 package main
 
 import (
@@ -38,9 +38,9 @@ import (
 // version is set by the linker.
 var version = "unknown"
 
-// slackBytes is the size of an allocation that is never touched, so it uses no memory. It raises the heap
-// size at which the garbage collector runs: with a small heap it would run every few hundred puts. A
-// GOMEMLIMIT must be 64 MB larger because of it.
+// slackBytes is the size of an allocation that is never touched, so it uses no memory. It raises
+// the heap size at which the garbage collector runs: with a small heap it would run every few
+// hundred puts. A GOMEMLIMIT must be 64 MB larger because of it.
 const slackBytes = 64 << 20
 
 func main() {

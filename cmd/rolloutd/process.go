@@ -41,8 +41,8 @@ type mesh struct {
 	meta      map[string]string // of this process, in discovery
 }
 
-// serve builds the process from its configuration and runs it until drain ends. Components start in the
-// order in which they are added and stop in reverse.
+// serve builds the process from its configuration and runs it until drain ends. Components start in
+// the order in which they are added and stop in reverse.
 func serve(drain, hard context.Context, cfg config.Config, targets []target, environ []string, handler slog.Handler) (err error) {
 	began := time.Now()
 	log := slog.New(handler)
@@ -154,7 +154,8 @@ func (m *mesh) buildEdge(ctx context.Context, targets []target, group *lifecycle
 	return nil
 }
 
-// localServices returns the hosted services that are not elected: this process always answers for them.
+// localServices returns the hosted services that are not elected: this process always answers for
+// them.
 func (m *mesh) localServices(targets []target) []string {
 	return slices.DeleteFunc(serviceNames(targets), m.elected)
 }

@@ -16,8 +16,8 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
-// A Python worker reaches the NATS cluster with its NKEY over mutual TLS, and registers in Consul with the token, from the spec that
-// the scheduler writes.
+// A Python worker reaches the NATS cluster with its NKEY over mutual TLS, and registers in Consul
+// with the token, from the spec that the scheduler writes.
 func TestPythonReachesTheSameServers(t *testing.T) {
 	t.Parallel()
 	p := startProduction(t)

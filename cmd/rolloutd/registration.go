@@ -87,8 +87,8 @@ var errOtherMesh = rpcerr.New(codes.FailedPrecondition, "ROLLOUTD_OTHER_MESH", "
 // metaMesh is the metadata key of meshID.
 const metaMesh = "mesh"
 
-// meshID identifies the control plane by its token, which all its processes share. It is 16 bits of a
-// hash: enough to notice a shared Consul, and too few to guess the token from.
+// meshID identifies the control plane by its token, which all its processes share. It is 16 bits of
+// a hash: enough to notice a shared Consul, and too few to guess the token from.
 func meshID(token string) string {
 	digest := id.Content([]byte("rollout mesh\x00" + token))
 	return digest[strings.LastIndex(digest, "-")+1:][:4]

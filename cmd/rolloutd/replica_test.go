@@ -20,7 +20,8 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
-// replicas is two processes that host the same services on one PostgreSQL, and one process with NATS and the registry.
+// replicas is two processes that host the same services on one PostgreSQL, and one process with
+// NATS and the registry.
 type replicas struct {
 	*testing.T
 	root   string
@@ -111,7 +112,8 @@ func (r *replicas) logs() string {
 	return b.String()
 }
 
-// leader is the process that leads the buffer: of the registered ones that of the highest epoch, for a dead one's stays for a while.
+// leader is the process that leads the buffer: of the registered ones that of the highest epoch,
+// for a dead one's stays for a while.
 func (r *replicas) leader() (found *daemon) {
 	r.Helper()
 	list, err := r.lookup.Lookup(r.Context(), "buffer")
@@ -138,7 +140,8 @@ func (r *replicas) forget(d *daemon) {
 	}
 }
 
-// Of two replicas one acts. Killed, or stopped, the other takes over; one that wakes up stops leading and passes calls on.
+// Of two replicas one acts. Killed, or stopped, the other takes over; one that wakes up stops
+// leading and passes calls on.
 func TestReplicas(t *testing.T) {
 	t.Parallel()
 	r := newReplicas(t)

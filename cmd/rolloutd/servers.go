@@ -45,8 +45,8 @@ type endpoints struct {
 	consulRef   config.Ref // where that token is
 }
 
-// startServers starts the embedded servers that this process hosts and finds the others. stop, which is
-// never nil, stops what was started.
+// startServers starts the embedded servers that this process hosts and finds the others. stop,
+// which is never nil, stops what was started.
 func (m *mesh) startServers(ctx context.Context, targets []target, group *lifecycle.Group, log *slog.Logger) (stop func(), err error) {
 	var stops []func()
 	stop = func() {
@@ -149,8 +149,8 @@ func first(a, b string) string {
 	return b
 }
 
-// awaitJoined waits until the joined process serves, and returns its runtime file. Both may have been
-// started together, and the file of a killed process names ports without a server.
+// awaitJoined waits until the joined process serves, and returns its runtime file. Both may have
+// been started together, and the file of a killed process names ports without a server.
 func awaitJoined(ctx context.Context, dir string, nats, consul bool) (config.Runtime, error) {
 	ctx, cancel := context.WithTimeout(ctx, connectTimeout)
 	defer cancel()
@@ -205,8 +205,8 @@ func anyListens(ctx context.Context, urls []string) (err error) {
 }
 
 func startNATS(ctx context.Context, cfg config.Config, o bus.EmbeddedOptions) (*bus.Embedded, error) {
-	// Listen briefly to find a free port, preferably the last one, with which workers and other processes
-	// find the server again after a restart.
+	// Listen briefly to find a free port, preferably the last one, with which workers and other
+	// processes find the server again after a restart.
 	lis, err := listen(ctx, "nats.listen", cfg.NATS.Listen, lastPort(cfg.StateDir, "nats"), listenTCP)
 	if err != nil {
 		return nil, fmt.Errorf("listen for NATS: %w", err)
@@ -219,8 +219,8 @@ func startNATS(ctx context.Context, cfg config.Config, o bus.EmbeddedOptions) (*
 
 var errListen = rpcerr.New(codes.Unavailable, "ROLLOUTD_ADDRESS", "cannot listen on an address")
 
-// listen listens on the address of a configuration key. For port 0 it tries the last port first. The
-// error is errListen.
+// listen listens on the address of a configuration key. For port 0 it tries the last port first.
+// The error is errListen.
 func listen[L any](ctx context.Context, key, address string, last int, take func(context.Context, string) (L, error)) (L, error) {
 	host, port, err := net.SplitHostPort(address)
 	if err == nil && port == "0" && last > 0 {

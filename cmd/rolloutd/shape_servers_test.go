@@ -84,7 +84,8 @@ schema_prefix = %q
 	return p
 }
 
-// Seven processes on PostgreSQL, Consul with access control, a NATS cluster with NKEYs and mutual TLS, and S3.
+// Seven processes on PostgreSQL, Consul with access control, a NATS cluster with NKEYs and mutual
+// TLS, and S3.
 func TestProductionShape(t *testing.T) {
 	t.Parallel()
 	p := startProduction(t)

@@ -19,7 +19,8 @@ import (
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
 
-// The same scenario in both shapes; calls between services cross processes in one and memory in the other.
+// The same scenario in both shapes; calls between services cross processes in one and memory in the
+// other.
 func TestShapes(t *testing.T) {
 	t.Parallel()
 	for name, build := range map[string]func(*testing.T) shape{"all": allShape, "seven": sevenShape, "mutual TLS": mutualShape, "postgres": postgresShape} {

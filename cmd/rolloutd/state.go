@@ -68,7 +68,8 @@ func lockState(dir string) (unlock func(), err error) {
 	return func() { f.Close() }, nil
 }
 
-// lastPort returns the port that the previous rolloutd of this folder used for a listener; 0 if none.
+// lastPort returns the port that the previous rolloutd of this folder used for a listener; 0 if
+// none.
 func lastPort(state, name string) int {
 	data, err := os.ReadFile(portsFile(state))
 	if err != nil {

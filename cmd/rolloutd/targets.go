@@ -28,8 +28,8 @@ type hosted struct {
 	url   string       // of its HTTP endpoint; may be empty
 }
 
-// targets is the table of targets. Services start in this order and stop in reverse, so that a service
-// stops before those that it calls.
+// targets is the table of targets. Services start in this order and stop in reverse, so that a
+// service stops before those that it calls.
 var targets = []target{
 	{natsTarget, nil},
 	{registryTarget, nil},
@@ -42,8 +42,8 @@ var targets = []target{
 	{names.SchedulerService, newScheduler},
 }
 
-// resolveTargets returns the configured targets in the order of the table. "all" stands for all services,
-// and for the servers that are not configured to run elsewhere.
+// resolveTargets returns the configured targets in the order of the table. "all" stands for all
+// services, and for the servers that are not configured to run elsewhere.
 func resolveTargets(cfg config.Config) ([]target, error) {
 	wanted := cfg.Target
 	if slices.Contains(wanted, "all") {

@@ -12,8 +12,8 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
-// openCertificates opens the certificate and the authority of this process; nil if neither is configured.
-// An expired certificate is an error.
+// openCertificates opens the certificate and the authority of this process; nil if neither is
+// configured. An expired certificate is an error.
 func openCertificates(c config.TLS, log *slog.Logger) (*cert.Source, error) {
 	if c.CertFile == "" && c.CAFile == "" {
 		return nil, nil
@@ -34,7 +34,8 @@ func serves(s *cert.Source) *cert.Source {
 	return s
 }
 
-// mutual returns the certificates for the embedded servers and their clients, which use mutual TLS or none.
+// mutual returns the certificates for the embedded servers and their clients, which use mutual TLS
+// or none.
 func mutual(s *cert.Source) *cert.Source {
 	if serves(s) == nil || !s.Mutual() {
 		return nil
@@ -65,8 +66,8 @@ func workerTLS(c config.TLS) *runv1.WorkerTls {
 	return &runv1.WorkerTls{CaFile: c.CAFile, CertFile: certFile, KeyFile: keyFile}
 }
 
-// gatewayTLS returns the certificates of the gateway. On loopback it uses plain text, which OpenAI clients
-// use without configuration.
+// gatewayTLS returns the certificates of the gateway. On loopback it uses plain text, which OpenAI
+// clients use without configuration.
 func gatewayTLS(address string, s *cert.Source) *cert.Source {
 	if config.Loopback(address) {
 		return nil

@@ -14,8 +14,8 @@ import (
 
 const workerProgram = "rollout-worker"
 
-// workerCommand returns the configured command, else rollout-worker in the folder of this executable,
-// else on PATH.
+// workerCommand returns the configured command, else rollout-worker in the folder of this
+// executable, else on PATH.
 func workerCommand(w config.Worker) []string {
 	if len(w.Command) > 0 {
 		return w.Command
@@ -31,8 +31,8 @@ func workerCommand(w config.Worker) []string {
 	return []string{workerProgram} // the launch reports that it does not exist
 }
 
-// pythonOf returns the configured interpreter, else the one in the folder of the worker program (both are
-// in one environment), else python3.
+// pythonOf returns the configured interpreter, else the one in the folder of the worker program
+// (both are in one environment), else python3.
 func pythonOf(w config.Worker) string {
 	if w.Python != "" {
 		return w.Python

@@ -13,8 +13,9 @@ import (
 // it to and fro.
 const forwardedKey = "rollout-forwarded"
 
-// router is registered with the gRPC server, which needs its services before it serves, and forwards
-// each call to the implementation of the current term, or to the leader if another process leads.
+// router is registered with the gRPC server, which needs its services before it serves, and
+// forwards each call to the implementation of the current term, or to the leader if another process
+// leads.
 type router struct {
 	forward func() (grpc.ClientConnInterface, error) // to the leader; nil: calls are refused
 	leader  func() Lease

@@ -4,9 +4,10 @@
     step(turns)  -> per turn, an Observation (the episode continues) or a Result (it has ended)
     close(..)    -> these episodes are over or abandoned
 
-A *task* is one prompt group: its samples share the first observation, so an engine runs the prompt once. From the second turn
-on, every sample is an episode of its own. A single-turn environment answers the first ``step`` with Results; one with tools
-answers with Observations that hold the tool's output. ``rollout_testing.envtest`` checks an implementation.
+A *task* is one prompt group: its samples share the first observation, so an engine runs the prompt
+once. From the second turn on, every sample is an episode of its own. A single-turn environment
+answers the first ``step`` with Results; one with tools answers with Observations that hold the
+tool's output. ``rollout_testing.envtest`` checks an implementation.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ Outcome = Literal["completed", "truncated", "aborted", "infra_failed"]
 class Task:
     """One prompt group, or the part of it that is still missing.
 
-    key: unique among the open tasks. row_json: the dataset's row. samples: the samples of the group that are wanted, with the
-    seed of each.
+    key: unique among the open tasks. row_json: the dataset's row. samples: the samples of the group
+    that are wanted, with the seed of each.
     """
 
     key: str
@@ -40,7 +41,8 @@ class Task:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Observation:
-    """Tokens (int32[N]) that are appended to the episode's context; not trained on. text: the same for people and rewards."""
+    """Tokens (int32[N]) that are appended to the episode's context; not trained on. text: the same
+    for people and rewards."""
 
     token_ids: NDArray[np.int32]
     text: str = ""
@@ -48,9 +50,11 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """One answer of the policy. sample: of the task. number: from 0. text: without special tokens and stop text.
+    """One answer of the policy. sample: of the task. number: from 0. text: without special tokens
+    and stop text.
 
-    prompt, prompt_ids: text and tokens (int32[N]) of the first observation. truncated: the answer ended at the token limit.
+    prompt, prompt_ids: text and tokens (int32[N]) of the first observation. truncated: the answer
+    ended at the token limit.
     """
 
     task: Task
@@ -65,10 +69,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How an episode ended. reward, metrics: meaningful for completed and truncated episodes. reason: of the other outcomes.
+    """How an episode ended. reward, metrics: meaningful for completed and truncated episodes.
+    reason: of the other outcomes.
 
-    token_rewards, teacher_logprobs: one per token of the completion, or empty. steps: rewards of parts of the completion, which
-    become ``token_rewards`` before an environment returns the result (``process_reward.spread``).
+    token_rewards, teacher_logprobs: one per token of the completion, or empty. steps: rewards of
+    parts of the completion, which become ``token_rewards`` before an environment returns the result
+    (``process_reward.spread``).
     """
 
     reward: float = 0.0
@@ -82,14 +88,16 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A task that can't begin because its row is invalid. All of its samples end as INFRA_FAILED with this reason."""
+    """A task that can't begin because its row is invalid. All of its samples end as INFRA_FAILED
+    with this reason."""
 
     reason: str
     message: str
 
 
 class Environment(Protocol):
-    """Where episodes take place. Calls may overlap; an exception fails the turns or tasks of that call only."""
+    """Where episodes take place. Calls may overlap; an exception fails the turns or tasks of that
+    call only."""
 
     async def reset(self, tasks: Sequence[Task]) -> Sequence[Observation | Refusal]:
         """The first observation of each task, in order."""

@@ -1,7 +1,8 @@
 """The GPUs of a worker.
 
-The ranks of a learner take the first GPUs that they see, one each (``trainer/sharding.py``). ``CUDA_VISIBLE_DEVICES`` selects and
-orders the GPUs that a process sees; if it is empty, everything runs on the CPU.
+The ranks of a learner take the first GPUs that they see, one each (``trainer/sharding.py``).
+``CUDA_VISIBLE_DEVICES`` selects and orders the GPUs that a process sees; if it is empty, everything
+runs on the CPU.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ def devices_of(spec: WorkerSpec) -> tuple[str, ...]:
 
 
 def gpus_of(spec: WorkerSpec, count: int) -> tuple[int, ...]:
-    """The numbers of a worker's GPUs, of the ``count`` that it sees: those of the spec, or one that follows from its number.
+    """The numbers of a worker's GPUs, of the ``count`` that it sees: those of the spec, or one that
+    follows from its number.
 
-    Without ``spec.gpus``, inference workers and then reward workers take the GPUs that the learner's ranks leave, in turn. If the
-    ranks leave none, they share all of them. A process without a run (``rollout infer batch``) takes the first.
-    Raises ``ValueError`` if the spec names a GPU that the worker does not see.
+    Without ``spec.gpus``, inference workers and then reward workers take the GPUs that the
+    learner's ranks leave, in turn. If the ranks leave none, they share all of them. A process
+    without a run (``rollout infer batch``) takes the first. Raises ``ValueError`` if the spec names
+    a GPU that the worker does not see.
     """
     if missing := [gpu for gpu in spec.gpus if gpu >= count]:
         raise ValueError(f"the spec assigns GPU {missing[0]}, and this process sees {count}: check CUDA_VISIBLE_DEVICES")
@@ -47,7 +50,8 @@ def gpus_of(spec: WorkerSpec, count: int) -> tuple[int, ...]:
 
 
 def repeat_bits() -> None:
-    """Select deterministic GPU kernels; one without such a form warns. ``__main__`` does the same for CPUs."""
+    """Select deterministic GPU kernels; one without such a form warns. ``__main__`` does the same
+    for CPUs."""
     import torch
 
     if torch.cuda.is_available():

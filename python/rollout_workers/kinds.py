@@ -1,7 +1,8 @@
 """The kinds of worker processes, and the commands that ``rollout-worker`` runs once.
 
-A new kind is one entry in :data:`WORKERS` and one in the table of Go (``libs/worker/kind.go``); a test compares both with
-``schemas/golden/worker_kinds.json``. Each recipe imports what it runs, so that a process loads the modules of its kind alone.
+A new kind is one entry in :data:`WORKERS` and one in the table of Go (``libs/worker/kind.go``); a
+test compares both with ``schemas/golden/worker_kinds.json``. Each recipe imports what it runs, so
+that a process loads the modules of its kind alone.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class LinkedKind:
 
     run: serves until the lifecycle ends.
 
-    follow: runs a rank other than 0 in a process that ``torchrun`` started, and returns its exit code.
+    follow: runs a rank other than 0 in a process that ``torchrun`` started, and returns its exit
+    code.
     """
 
     run: Callable[[Process, Link], Awaitable[None]]

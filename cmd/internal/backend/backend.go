@@ -19,8 +19,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/sqldb"
 )
 
-// NATS returns options with the configured credentials, else with the token of the control plane. The
-// caller sets URL and Log.
+// NATS returns options with the configured credentials, else with the token of the control plane.
+// The caller sets URL and Log.
 func NATS(c config.NATS, meshToken string, environ []string) (o bus.Options, err error) {
 	o.User, o.Replicas = c.User, c.Replicas
 	if o.Token, err = c.Token.Read("nats.token", environ); err != nil {
@@ -39,8 +39,8 @@ func NATS(c config.NATS, meshToken string, environ []string) (o bus.Options, err
 	return o, err
 }
 
-// TLS returns the authority and the client certificate for the server of a configuration table; nil if
-// neither is set. Renewed files are reloaded.
+// TLS returns the authority and the client certificate for the server of a configuration table; nil
+// if neither is set. Renewed files are reloaded.
 func TLS(table, ca, certificate, key string, log *slog.Logger) (*cert.Source, error) {
 	if ca == "" && certificate == "" {
 		return nil, nil
@@ -67,8 +67,8 @@ func Databases(cfg config.Config, environ []string) (sqldb.Place, error) {
 	}, nil
 }
 
-// Bucket opens the configured bucket; nil if blobs are files. It requests a blob that does not exist, so
-// that a missing bucket or denied access is an error here.
+// Bucket opens the configured bucket; nil if blobs are files. It requests a blob that does not
+// exist, so that a missing bucket or denied access is an error here.
 func Bucket(ctx context.Context, c config.Blob, environ []string) (blob.Store, error) {
 	bucket := c.Bucket()
 	var store blob.Store

@@ -170,8 +170,8 @@ func (p *Plane) with(cmd *cobra.Command, start bool, f func(ctx context.Context,
 	return f(ctx, c)
 }
 
-// AskOrRead calls ask with the control plane that is named or that runs here. Where neither exists it
-// calls read with the state folder. It starts no daemon.
+// AskOrRead calls ask with the control plane that is named or that runs here. Where neither exists
+// it calls read with the state folder. It starts no daemon.
 func (p *Plane) AskOrRead(cmd *cobra.Command, ask func(context.Context, *client.Client) error, read func(ctx context.Context, state string) error) error {
 	if p.local() {
 		state, err := p.StateDir()

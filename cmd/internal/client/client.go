@@ -1,7 +1,9 @@
-// Package client connects to the control plane, with a stub for each public service. It uses only grpc:
-// the options of libs/rpc link protovalidate, whose initialization takes as long as `rollout --help`.
+// Package client connects to the control plane, with a stub for each public service. It uses only
+// grpc: the options of libs/rpc link protovalidate, whose initialization takes as long as
+// `rollout --help`.
 //
-// A service that the process at Options.Address does not host is looked up in Consul at its first call.
+// A service that the process at Options.Address does not host is looked up in Consul at its first
+// call.
 package client
 
 import (

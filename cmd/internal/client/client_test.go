@@ -140,7 +140,8 @@ func TestServicesApartAreLookedUp(t *testing.T) {
 	}
 }
 
-// Consul's own ACL knows nothing of the mesh token, and the embedded registry nothing of a token that was exported for Consul.
+// Consul's own ACL knows nothing of the mesh token, and the embedded registry nothing of a token
+// that was exported for Consul.
 func TestConsulHasATokenOfItsOwn(t *testing.T) {
 	t.Parallel()
 	var wanted atomic.Value

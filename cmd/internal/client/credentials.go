@@ -15,8 +15,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/exit"
 )
 
-// TLSFor returns the TLS configuration for an address; nil is plain text. It uses the given files, else
-// plain text on loopback or if private is true, else the system's certificate authorities.
+// TLSFor returns the TLS configuration for an address; nil is plain text. It uses the given files,
+// else plain text on loopback or if private is true, else the system's certificate authorities.
 func TLSFor(address string, files cert.Files, private bool) (*tls.Config, error) {
 	if files.CA == "" && files.Cert == "" && (private || loopback(address)) {
 		return nil, nil

@@ -78,8 +78,9 @@ func (r route) find(ctx context.Context) (*grpc.ClientConn, error) {
 	return conn, nil
 }
 
-// lookup asks a Consul agent, or the embedded registry, for a passing instance. Of several it returns the
-// one with the highest epoch, which is the leader: a killed one passes until its TTL ends.
+// lookup asks a Consul agent, or the embedded registry, for a passing instance. Of several it
+// returns the one with the highest epoch, which is the leader: a killed one passes until its TTL
+// ends.
 // API: https://developer.hashicorp.com/consul/api-docs/health#list-service-instances-for-service
 func lookup(ctx context.Context, o Options, token, service string) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, reachable)

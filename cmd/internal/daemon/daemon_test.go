@@ -269,7 +269,8 @@ func TestStaleAndBrokenFiles(t *testing.T) {
 	if err := os.WriteFile(infoFile(dir), fmt.Appendf(nil, `{"pid": %d, "grpc": "127.0.0.1:1"}`, os.Getpid()), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	// a process lives that has the number of the one that wrote the file: after a reboot, or in a copy of the folder
+	// a process lives that has the number of the one that wrote the file: after a reboot, or in a copy
+	// of the folder
 	if info, err := Find(dir); info != nil || err != nil {
 		t.Errorf("a folder that was never owned: %v %v", info, err)
 	}

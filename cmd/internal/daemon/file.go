@@ -1,7 +1,8 @@
 // Package daemon finds, starts and stops the local rolloutd.
 //
-// The daemon writes its addresses to `<state>/rolloutd.json` when all its targets serve. A lock file ensures
-// that of two processes that start a daemon at the same time, one starts it and the other waits.
+// The daemon writes its addresses to `<state>/rolloutd.json` when all its targets serve. A lock
+// file ensures that of two processes that start a daemon at the same time, one starts it and the
+// other waits.
 package daemon
 
 import (
@@ -44,8 +45,8 @@ func infoFile(stateDir string) string { return filepath.Join(stateDir, "rolloutd
 // lockOf returns the file that rolloutd locks while it runs.
 func lockOf(stateDir string) string { return filepath.Join(stateDir, "rolloutd.lock") }
 
-// Find returns the running daemon of a state folder, or nil. A file is stale if its process
-// is dead, or if the folder is not locked: after a reboot, or in a copy of the folder, the process id
+// Find returns the running daemon of a state folder, or nil. A file is stale if its process is
+// dead, or if the folder is not locked: after a reboot, or in a copy of the folder, the process id
 // belongs to another program.
 func Find(stateDir string) (*Info, error) {
 	data, err := os.ReadFile(infoFile(stateDir))

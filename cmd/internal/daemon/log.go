@@ -17,8 +17,8 @@ const (
 // LogFile returns the log of the daemon.
 func LogFile(stateDir string) string { return filepath.Join(stateDir, "logs", "rolloutd.log") }
 
-// BoundLog rotates the log of a state folder if out is that file; any other out is returned unchanged. The
-// writer is safe for concurrent use.
+// BoundLog rotates the log of a state folder if out is that file; any other out is returned
+// unchanged. The writer is safe for concurrent use.
 func BoundLog(out io.Writer, stateDir string) io.Writer {
 	file, ok := out.(*os.File)
 	if !ok {
@@ -55,8 +55,9 @@ func (b *rotatingLog) Write(p []byte) (int, error) {
 	return n, err
 }
 
-// rotate renames path.1 to path.2 and so on, copies the log to path.1, and truncates it. The log stays the
-// same file, because the Go runtime writes a crash to it. If rotate fails, nothing of the log is lost.
+// rotate renames path.1 to path.2 and so on, copies the log to path.1, and truncates it. The log
+// stays the same file, because the Go runtime writes a crash to it. If rotate fails, nothing of the
+// log is lost.
 func rotate(log *os.File, path string) error {
 	older := func(n int) string { return fmt.Sprintf("%s.%d", path, n) }
 	copied := path + ".new"

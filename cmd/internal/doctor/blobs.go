@@ -61,8 +61,8 @@ func blobs(ctx context.Context, p Input, r *report) {
 	r.skew(info.Modified, began, between+time.Second) // object stores report whole seconds
 }
 
-// answers returns why an endpoint does not answer. The bucket client retries until the check times out and
-// then only reports the timeout.
+// answers returns why an endpoint does not answer. The bucket client retries until the check times
+// out and then only reports the timeout.
 func answers(ctx context.Context, endpoint string) error {
 	if endpoint == "" {
 		return nil

@@ -8,7 +8,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
-// certificates checks the expiry of certificates, their chain to the authority, and the permissions of keys.
+// certificates checks the expiry of certificates, their chain to the authority, and the permissions
+// of keys.
 func certificates(_ context.Context, p Input, r *report) {
 	t, n, c := p.Config.TLS, p.Config.NATS, p.Config.Consul
 	seen := false

@@ -72,8 +72,8 @@ const (
 	gonePoll   = 50 * time.Millisecond
 )
 
-// gone reports whether an instance is no longer in the catalog. The agent removes services with its own
-// token.
+// gone reports whether an instance is no longer in the catalog. The agent removes services with its
+// own token.
 func gone(ctx context.Context, client *discovery.Client, name, id string) bool {
 	ctx, cancel := context.WithTimeout(ctx, goneWithin)
 	defer cancel()

@@ -11,7 +11,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/discovery/registry"
 )
 
-// An agent with ACLs and without its own token says that it deregisters, and the catalog keeps the service.
+// An agent with ACLs and without its own token says that it deregisters, and the catalog keeps the
+// service.
 func TestAnAgentThatCannotDeregister(t *testing.T) {
 	t.Parallel()
 	for _, keeps := range []bool{false, true} {

@@ -13,7 +13,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/sqldb"
 )
 
-// What stops an embedded rolloutd is found before: a database that is cut off, a token that others read, a port that is taken.
+// What stops an embedded rolloutd is found before: a database that is cut off, a token that others
+// read, a port that is taken.
 func TestLocal(t *testing.T) {
 	t.Parallel()
 	taken, err := net.Listen("tcp", "127.0.0.1:0") //nolint:noctx // a test
@@ -61,8 +62,8 @@ func TestLocal(t *testing.T) {
 	}
 }
 
-// A page in the middle that a disk has spoilt is found too, where the schema can still be read, and a database that can't be read in time
-// is no damaged one.
+// A page in the middle that a disk has spoilt is found too, where the schema can still be read, and
+// a database that can't be read in time is no damaged one.
 func TestAPageOfADatabase(t *testing.T) {
 	t.Parallel()
 	c := config.Default(t.TempDir())

@@ -1,5 +1,5 @@
-// Package evidence reads what an audit needs from the databases, segments and artifacts of a control
-// plane, without its services.
+// Package evidence reads what an audit needs from the databases, segments and artifacts of a
+// control plane, without its services.
 package evidence
 
 import (
@@ -80,7 +80,8 @@ func readArtifact(ctx context.Context, artifacts *blob.CAS, content string, whol
 	return uint64(n), err
 }
 
-// readSnapshots returns the snapshots of a run, and the one that it started from if that still exists.
+// readSnapshots returns the snapshots of a run, and the one that it started from if that still
+// exists.
 func readSnapshots(ctx context.Context, place sqldb.Place, run *runv1.Run) (_ []*snapshotv1.Snapshot, err error) {
 	store, err := snapshotstore.Open(ctx, place)
 	if err != nil {

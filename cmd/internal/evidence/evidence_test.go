@@ -141,7 +141,8 @@ func TestCorruptionsAreNamed(t *testing.T) {
 	}
 }
 
-// A prompt that two rows claim can't be written to either database; an export that holds it is refused all the same.
+// A prompt that two rows claim can't be written to either database; an export that holds it is
+// refused all the same.
 func TestAPromptConsumedTwice(t *testing.T) {
 	t.Parallel()
 	evidence, err := evidence.Read(t.Context(), evidence.Folder(state(t)), run, true)
@@ -156,7 +157,8 @@ func TestAPromptConsumedTwice(t *testing.T) {
 	t.Errorf("%+v", r.Breaks)
 }
 
-// Of rows with a preferred and a rejected completion a group is a pair, whatever would be sampled of a prompt.
+// Of rows with a preferred and a rejected completion a group is a pair, whatever would be sampled
+// of a prompt.
 func TestTheLedgerIsOfThePlan(t *testing.T) {
 	t.Parallel()
 	evidence, err := evidence.Read(t.Context(), evidence.Folder(state(t)), run, true)

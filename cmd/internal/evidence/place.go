@@ -31,8 +31,8 @@ func Folder(state string) Place {
 	}
 }
 
-// Configured returns the place that a rolloutd.toml names. Content of a bucket is cached in scratch,
-// an empty folder.
+// Configured returns the place that a rolloutd.toml names. Content of a bucket is cached in
+// scratch, an empty folder.
 func Configured(ctx context.Context, file, scratch string, environ []string) (Place, error) {
 	cfg, err := config.Load([]string{"--config", file}, environ, os.Stderr)
 	if err != nil {

@@ -58,8 +58,9 @@ func plan() *planv1.Plan {
 	}
 }
 
-// state makes the folder of a run in the middle: three steps are committed, a snapshot covers the first, the prompt at position 3
-// is excluded, that at 6 is ready and that at 7 in flight. Segment 1 holds step 1, 2 step 2, 3 step 3 and position 6.
+// state makes the folder of a run in the middle: three steps are committed, a snapshot covers the
+// first, the prompt at position 3 is excluded, that at 6 is ready and that at 7 in flight. Segment
+// 1 holds step 1, 2 step 2, 3 step 3 and position 6.
 func state(t *testing.T) string {
 	t.Helper()
 	folder := t.TempDir()

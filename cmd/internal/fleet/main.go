@@ -1,10 +1,11 @@
-// Command fleet simulates the workers of one run for bench/scale.py. It sends what real workers would send
-// to the control plane, but samples nothing.
+// Command fleet simulates the workers of one run for bench/scale.py. It sends what real workers
+// would send to the control plane, but samples nothing.
 //
-// The scheduler starts each worker as a shell script that writes its pid and the path of its spec into a
-// fifo and waits for the end of its standard input. This process does the rest for all of them:
-// registration, pulls, progress, events and trajectories over two NATS connections per worker, and
-// responses to the controller. A sample takes as long as its lognormal length at a fixed token rate.
+// The scheduler starts each worker as a shell script that writes its pid and the path of its spec
+// into a fifo and waits for the end of its standard input. This process does the rest for all of
+// them: registration, pulls, progress, events and trajectories over two NATS connections per
+// worker, and responses to the controller. A sample takes as long as its lognormal length at a
+// fixed token rate.
 package main
 
 import (

@@ -22,7 +22,8 @@ const (
 	lookEvery  = 5 // renewals between two looks for a newer incarnation
 )
 
-// registration is a worker's entry in the registry, as rollout_workers/worker/registration.py keeps it.
+// registration is a worker's entry in the registry, as rollout_workers/worker/registration.py keeps
+// it.
 type registration struct {
 	spec    *runv1.WorkerSpec
 	pid     string

@@ -169,8 +169,8 @@ func (w *worker) receive(ctx context.Context, m *nats.Msg) {
 	go w.sample(ctx, group, m.Reply)
 }
 
-// rest is the part of a sample that is still to be made: of those that fill the slots first a random one, as if the worker had been there
-// before, of all others the whole.
+// rest is the part of a sample that is still to be made: of those that fill the slots first a
+// random one, as if the worker had been there before, of all others the whole.
 func (w *worker) rest() float64 {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -181,7 +181,8 @@ func (w *worker) rest() float64 {
 	return rand.Float64()
 }
 
-// sample waits for the group's weights, then for each sample for a slot and its time, and publishes the group.
+// sample waits for the group's weights, then for each sample for a slot and its time, and publishes
+// the group.
 func (w *worker) sample(ctx context.Context, group *runv1.PromptGroup, reply string) {
 	version, changed := w.fleet.weights.now()
 	for version < group.GetMinVersion() {

@@ -20,11 +20,13 @@ import (
 const (
 	// lateEvents is how long to wait for events after the final status: they arrive on another stream.
 	lateEvents = 3 * time.Second
-	// tries is the number of health checks after a broken stream; each takes at most tryTimeout + retryDelay.
+	// tries is the number of health checks after a broken stream; each takes at most tryTimeout +
+	// retryDelay.
 	tries      = 5
 	tryTimeout = time.Second
 	retryDelay = 200 * time.Millisecond
-	// takeover is the minimum time to wait for a replica to take over: a lease expires, the replica registers.
+	// takeover is the minimum time to wait for a replica to take over: a lease expires, the replica
+	// registers.
 	takeover   = 20 * time.Second
 	historyMax = 100000
 )
@@ -38,8 +40,8 @@ type Update struct {
 	Done    bool             // the last update, when the run is over
 }
 
-// Follow streams a run until it is over or ctx ends. Stored events are sent first, as History. The channel
-// is closed after the last update.
+// Follow streams a run until it is over or ctx ends. Stored events are sent first, as History. The
+// channel is closed after the last update.
 func Follow(ctx context.Context, c *client.Client, runID string) <-chan Update {
 	out := make(chan Update)
 	go func() {
@@ -166,7 +168,8 @@ func (f *follower) status(ctx context.Context, sent func()) error {
 	})
 }
 
-// events follows the events until ctx ends; settled is closed when the event of the run's end has arrived.
+// events follows the events until ctx ends; settled is closed when the event of the run's end has
+// arrived.
 func (f *follower) events(ctx context.Context, settled chan struct{}) error {
 	return f.retry(ctx, func(progress func()) error {
 		stream, err := f.client.Events.TailEvents(ctx, &storagev1.TailEventsRequest{

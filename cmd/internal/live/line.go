@@ -12,8 +12,8 @@ import (
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 )
 
-// Line formats an event, which must have been added, as lines of a log; "" if it is not shown. Repeated
-// warnings are joined.
+// Line formats an event, which must have been added, as lines of a log; "" if it is not shown.
+// Repeated warnings are joined.
 func (r *Run) Line(e *eventv1.Event, s output.Style, zone *time.Location) string {
 	lines := warnings(r.repeats.Due(e.GetTime().AsTime()))(s, zone)
 	if e.GetLevel() < eventv1.Level_LEVEL_WARN {
@@ -98,8 +98,8 @@ func (r *Run) stepLine(e *eventv1.Event, s output.Style) string {
 	return strings.Join(parts, "  ")
 }
 
-// preference formats a metric, with rounding errors shown as 0: at the first step the policy equals its
-// reference.
+// preference formats a metric, with rounding errors shown as 0: at the first step the policy equals
+// its reference.
 func preference(v float64) string {
 	if math.Abs(v) < 1e-6 {
 		v = 0

@@ -67,7 +67,8 @@ func eval(n uint64, reward float64) *eventv1.Event {
 }
 
 // busy is a run in its twelfth step.
-// TestEvaluationsAreAboutWhatTheyMeasure: answers that were scored, or else how the rows themselves are known.
+// TestEvaluationsAreAboutWhatTheyMeasure: answers that were scored, or else how the rows themselves
+// are known.
 func TestEvaluationsAreAboutWhatTheyMeasure(t *testing.T) {
 	t.Parallel()
 	for want, metrics := range map[string]map[string]float64{
@@ -158,8 +159,8 @@ func warned(seconds float64, format string, args ...any) *eventv1.Event {
 	}
 }
 
-// A warning that comes again and again, with other numbers and quotes, is one: with a count on the screen, and every ten seconds
-// and at the end among the lines.
+// A warning that comes again and again, with other numbers and quotes, is one: with a count on the
+// screen, and every ten seconds and at the end among the lines.
 func TestRepeatedWarningsAreJoined(t *testing.T) {
 	t.Parallel()
 	r := &Run{}
@@ -194,7 +195,8 @@ func TestRepeatedWarningsAreJoined(t *testing.T) {
 	}
 }
 
-// The view always shows what the run waits for and for how long; lines show it when the wait is long.
+// The view always shows what the run waits for and for how long; lines show it when the wait is
+// long.
 func TestWaitsTellHowLong(t *testing.T) {
 	t.Parallel()
 	status := statusOf(runv1.RunState_RUN_STATE_STARTING, 0)

@@ -12,8 +12,8 @@ import (
 // repeatEvery is the minimum time between two prints of a repeated warning.
 const repeatEvery = 10 * time.Second
 
-// Warning is a warning or error with its number of repetitions. Messages that differ only in numbers and
-// quoted text are the same.
+// Warning is a warning or error with its number of repetitions. Messages that differ only in
+// numbers and quoted text are the same.
 type Warning struct {
 	*eventv1.Event        // the newest
 	Count          uint64 // number of events
@@ -62,8 +62,8 @@ func (r *Repeats) Add(e *eventv1.Event) *Warning {
 	return w
 }
 
-// Due returns the warnings to print at the time of an event, and how many events each stands for. They
-// count as printed.
+// Due returns the warnings to print at the time of an event, and how many events each stands for.
+// They count as printed.
 func (r *Repeats) Due(now time.Time) (due []*Warning, counts []uint64) {
 	for _, w := range r.order {
 		if w.pending > 0 && (w.printed.IsZero() || now.Sub(w.printed) >= repeatEvery) {

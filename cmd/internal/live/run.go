@@ -1,5 +1,5 @@
-// Package live follows a run and shows it: as a view that is redrawn on a terminal, else as lines, and as a
-// summary at the end. Its sources are two streams: the status of the run and its events.
+// Package live follows a run and shows it: as a view that is redrawn on a terminal, else as lines,
+// and as a summary at the end. Its sources are two streams: the status of the run and its events.
 package live
 
 import (
@@ -156,8 +156,8 @@ func (r *Run) Accuracy() (values []float64, name string) {
 	return nil, "reward"
 }
 
-// Remaining estimates the remaining time from the last steps since the run was started or resumed; false if
-// that is not possible or the run is not active.
+// Remaining estimates the remaining time from the last steps since the run was started or resumed;
+// false if that is not possible or the run is not active.
 func (r *Run) Remaining() (time.Duration, bool) {
 	if r.Status.GetRun().GetState() != runv1.RunState_RUN_STATE_RUNNING {
 		return 0, false
@@ -174,7 +174,8 @@ func (r *Run) Remaining() (time.Duration, bool) {
 // CommittedSteps returns the number of committed steps, from the stream that is ahead.
 func (r *Run) CommittedSteps() uint64 { return max(r.Status.GetRun().GetStep(), r.lastStep) }
 
-// Speed returns samples and tokens per second: of the last step, else the current ones of the workers.
+// Speed returns samples and tokens per second: of the last step, else the current ones of the
+// workers.
 func (r *Run) Speed() (samples, tokens float64) {
 	samples, tokens = r.Step["samples_per_second"], r.Step["tokens_per_second"]
 	if samples > 0 || tokens > 0 {

@@ -137,8 +137,8 @@ func (m *Screen) View() tea.View {
 	return view
 }
 
-// pad fills the view up to the tallest one so far: when a view shrinks, the renderer misplaces the cursor
-// and leaves its first lines on the screen.
+// pad fills the view up to the tallest one so far: when a view shrinks, the renderer misplaces the
+// cursor and leaves its first lines on the screen.
 func (m *Screen) pad(text string) string {
 	lines := strings.Count(text, "\n") + 1
 	m.tallest = max(m.tallest, lines)

@@ -7,8 +7,8 @@ import (
 
 var blocks = []rune("▁▂▃▄▅▆▇█")
 
-// Spark draws values as at most width blocks; if there are more values, a block is the mean of neighbors. A
-// constant is drawn at half height.
+// Spark draws values as at most width blocks; if there are more values, a block is the mean of
+// neighbors. A constant is drawn at half height.
 func Spark(values []float64, width int) string {
 	if len(values) == 0 || width <= 0 {
 		return ""

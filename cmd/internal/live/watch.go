@@ -36,8 +36,9 @@ type Outcome struct {
 	Stopped  bool // the user asked the run to stop
 }
 
-// Watch shows the run until it is over, the user detaches, or the server is lost. The first interrupt stops
-// the run after the current step, the second stops it immediately, the third detaches.
+// Watch shows the run until it is over, the user detaches, or the server is lost. The first
+// interrupt stops the run after the current step, the second stops it immediately, the third
+// detaches.
 func (w *Watcher) Watch(ctx context.Context) (*Outcome, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()

@@ -7,7 +7,8 @@ import (
 	"path/filepath"
 )
 
-// Find looks for a program in the folder of this executable, whose symlinks are followed, then on PATH.
+// Find looks for a program in the folder of this executable, whose symlinks are followed, then on
+// PATH.
 func Find(name string) (string, error) {
 	if self, err := os.Executable(); err == nil {
 		if real, err := filepath.EvalSymlinks(self); err == nil {

@@ -126,8 +126,9 @@ func (f *Folder) Run(ctx context.Context, name string) (*runv1.RunStatus, error)
 	return &runv1.RunStatus{Run: run, Queues: queues}, err
 }
 
-// interrupt changes a run that a dead control plane left active to the state and steps that the scheduler
-// will store when it starts: interrupted, with the steps of the ledger, which is ahead of the run's record.
+// interrupt changes a run that a dead control plane left active to the state and steps that the
+// scheduler will store when it starts: interrupted, with the steps of the ledger, which is ahead of
+// the run's record.
 func (f *Folder) interrupt(ctx context.Context, run *runv1.Run) error {
 	if live.Over(run) {
 		return nil

@@ -1,5 +1,5 @@
-// Package record reads stored runs, events and snapshots: from running services, or from the state folder
-// of a control plane that is not running. It changes nothing.
+// Package record reads stored runs, events and snapshots: from running services, or from the state
+// folder of a control plane that is not running. It changes nothing.
 package record
 
 import (
@@ -61,8 +61,8 @@ type Kept struct {
 	Completions []completion.Completion
 }
 
-// Completions calls visit with the stored completions of each step, in order. A step that a recovery
-// committed again is visited once.
+// Completions calls visit with the stored completions of each step, in order. A step that a
+// recovery committed again is visited once.
 func Completions(ctx context.Context, r Reader, runID string, visit func(Kept) error) error {
 	last := uint64(0)
 	return Each(ctx, r, completions(runID), func(e *eventv1.Event) error {

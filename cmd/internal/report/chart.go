@@ -77,8 +77,8 @@ func chart(lines ...line) template.HTML {
 	return template.HTML(b.String()) //nolint:gosec // numbers and our own class names
 }
 
-// span is the axis of values between low and high. One value alone gets an axis that begins at 0, so that a flat line shows how
-// large it is; differences that only rounding makes are none.
+// span is the axis of values between low and high. One value alone gets an axis that begins at 0,
+// so that a flat line shows how large it is; differences that only rounding makes are none.
 func span(low, high float64) (float64, float64) {
 	if high-low > 1e-9*max(math.Abs(high), math.Abs(low)) {
 		return low, high

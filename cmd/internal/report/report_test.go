@@ -124,7 +124,8 @@ func TestChart(t *testing.T) {
 	}
 }
 
-// A line that does not change is drawn on an axis that begins at 0, not in the middle of half a unit to each side.
+// A line that does not change is drawn on an axis that begins at 0, not in the middle of half a
+// unit to each side.
 func TestFlatLinesHaveAnHonestAxis(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct{ low, high, wantLow, wantHigh float64 }{

@@ -1,8 +1,8 @@
 // Package tempdir makes temporary folders, and removes those that killed processes left behind.
 //
-// Each folder has a file `lock`, which its process and the child processes that inherit it have locked; the
-// kernel releases the lock when the last of them dies. The file contains the host name: some shared file
-// systems do not share locks, so folders of other hosts are not removed.
+// Each folder has a file `lock`, which its process and the child processes that inherit it have
+// locked; the kernel releases the lock when the last of them dies. The file contains the host name:
+// some shared file systems do not share locks, so folders of other hosts are not removed.
 package tempdir
 
 import (
@@ -19,8 +19,8 @@ type Folder struct {
 	lock *os.File
 }
 
-// Make makes a folder in parent whose name begins with prefix. It first removes such folders that are
-// not locked.
+// Make makes a folder in parent whose name begins with prefix. It first removes such folders that
+// are not locked.
 func Make(parent, prefix string) (*Folder, error) {
 	sweep(parent, prefix)
 	path, err := os.MkdirTemp(parent, prefix)

@@ -29,7 +29,8 @@ def connect(server: str | None = None, *, token: str | None = None, state: str |
 
 
 class Client:
-    """The calls that scripts need. Calls raise ``RemoteError``, and ``ValueError`` after ``close``."""
+    """The calls that scripts need. Calls raise ``RemoteError``, and ``ValueError`` after
+    ``close``."""
 
     def __init__(self, server: Server) -> None:
         self.server = server

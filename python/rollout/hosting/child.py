@@ -1,9 +1,10 @@
-"""Plugins in a child process: ``ChildProcess`` is the parent's end, ``python -m rollout.hosting.child`` the child.
+"""Plugins in a child process: ``ChildProcess`` is the parent's end,
+``python -m rollout.hosting.child`` the child.
 
-The child's stdin is a socket to the parent. A frame is eight bytes of length and a body: of a request the method's name, a
-zero byte, and the message; of an answer one byte (0: a message, 1: a ``google.rpc.Status``) and that. The first request is
-``Load``, with the sources as JSON. What a plugin prints goes to the parent's log. The child ends when the socket does, even
-inside a call.
+The child's stdin is a socket to the parent. A frame is eight bytes of length and a body: of a
+request the method's name, a zero byte, and the message; of an answer one byte (0: a message, 1: a
+``google.rpc.Status``) and that. The first request is ``Load``, with the sources as JSON. What a
+plugin prints goes to the parent's log. The child ends when the socket does, even inside a call.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _OWN = {"ROLLOUT_WORKER_SPEC", "ROLLOUT_API_KEY"}
 
 
 def environment() -> dict[str, str]:
-    """This process's variables without its secrets: the worker's spec, the API key, and the headers of its OTLP exporter."""
+    """This process's variables without its secrets: the worker's spec, the API key, and the headers
+    of its OTLP exporter."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -44,10 +46,11 @@ def environment() -> dict[str, str]:
 
 
 class ChildProcess:
-    """A :class:`~rollout.hosting.runner.Runner` with a process of its own: it may hang, crash, print, or hold its interpreter.
+    """A :class:`~rollout.hosting.runner.Runner` with a process of its own: it may hang, crash,
+    print, or hold its interpreter.
 
-    The process answers one call at a time; others wait. After a timeout or a crash it is killed and ``broken``; the next call
-    starts another.
+    The process answers one call at a time; others wait. After a timeout or a crash it is killed and
+    ``broken``; the next call starts another.
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:

@@ -19,8 +19,9 @@ from rollout.plugin.score import RewardFunction
 from rollout.plugin.v1 import plugin_pb2 as pb
 
 Source = Mapping[str, str]
-"""``{"kind": "reward", "plugin": "file.py:name", "base_dir": "/..."}`` or ``{"expression": "..."}``. kind: also ``environment``,
-``tool``, ``evaluation``; a reward if it is missing."""
+"""``{"kind": "reward", "plugin": "file.py:name", "base_dir": "/..."}`` or
+``{"expression": "..."}``. kind: also ``environment``, ``tool``, ``evaluation``; a reward if it is
+missing."""
 NO_DEADLINE = 1e9
 _KINDS = {
     "reward": pb.PLUGIN_KIND_REWARD,
@@ -51,7 +52,8 @@ class Host:
     """Plugins by kind and name. Methods take and return messages; they raise ``RolloutError``."""
 
     def __init__(self, plugins: Mapping[tuple[str, str], Any], executor: Executor | None = None) -> None:
-        """plugins: (kind, name) -> function, or environment. executor: runs blocking functions; None: the caller's thread."""
+        """plugins: (kind, name) -> function, or environment. executor: runs blocking functions;
+        None: the caller's thread."""
         self._plugins, self._executor = dict(plugins), executor
 
     @classmethod

@@ -1,4 +1,5 @@
-"""The port to a plugin, and its simplest implementation. ``child.py`` and ``sidecar.py`` hold the other two ways to run one."""
+"""The port to a plugin, and its simplest implementation. ``child.py`` and ``sidecar.py`` hold the
+other two ways to run one."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class Runner(Protocol):
         ...
 
     async def call(self, method: str, request: Any, timeout: float) -> Any:
-        """Call a method of PluginService. Raises ``RolloutError``: the plugin's own, or a timeout after ``timeout`` seconds."""
+        """Call a method of PluginService. Raises ``RolloutError``: the plugin's own, or a timeout
+        after ``timeout`` seconds."""
         ...
 
     async def close(self) -> None:
@@ -29,8 +31,8 @@ class Runner(Protocol):
 
 
 class InProcess:
-    """Plugins in this process; blocking functions run in a thread. Python can't stop a thread: a function that never returns
-    keeps its thread, so use this way for code that is trusted."""
+    """Plugins in this process; blocking functions run in a thread. Python can't stop a thread: a
+    function that never returns keeps its thread, so use this way for code that is trusted."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = list(sources)

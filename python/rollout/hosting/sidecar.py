@@ -32,7 +32,8 @@ _START_SECONDS = 120.0
 
 
 class Sidecar:
-    """A :class:`~rollout.hosting.runner.Runner` over a service at ``unix:/path`` or ``host:port``. It starts no process."""
+    """A :class:`~rollout.hosting.runner.Runner` over a service at ``unix:/path`` or ``host:port``.
+    It starts no process."""
 
     def __init__(self, address: str) -> None:
         self._address = address

@@ -1,5 +1,6 @@
 # pyright: basic
-"""Plugin calls as messages of ``rollout.plugin.v1``: samples, scores, environments, and failures."""
+"""Plugin calls as messages of ``rollout.plugin.v1``: samples, scores, environments, and
+failures."""
 
 from __future__ import annotations
 
@@ -178,7 +179,8 @@ def _score_to(reward: float, metrics: Any, token_rewards: Sequence[float], steps
 
 
 def scores_from(messages: Iterable[pb.RewardScore]) -> list[Score]:
-    """Scores from messages; plain ones of the same number are one object, as they are for the caller."""
+    """Scores from messages; plain ones of the same number are one object, as they are for the
+    caller."""
     known: dict[str, Score] = {}
     found: list[Score] = []
     for m in messages:

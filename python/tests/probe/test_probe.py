@@ -1,4 +1,5 @@
-"""The planner's dry calls: what the process answers, and that a user's code can't spoil the answer."""
+"""The planner's dry calls: what the process answers, and that a user's code can't spoil the
+answer."""
 
 from __future__ import annotations
 

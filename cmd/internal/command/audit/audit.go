@@ -73,9 +73,9 @@ func show(env *cli.Env, evidence *audit.Evidence) (err error) {
 	return err
 }
 
-// Gather calls use with the evidence of a run, and the files outside of segments. It asks the control
-// plane that is named or that runs here, else it reads the state folder. With configured it reads what
-// that rolloutd.toml names. readFiles makes it read the files of snapshots.
+// Gather calls use with the evidence of a run, and the files outside of segments. It asks the
+// control plane that is named or that runs here, else it reads the state folder. With configured it
+// reads what that rolloutd.toml names. readFiles makes it read the files of snapshots.
 func Gather(env *cli.Env, cmd *cobra.Command, run, configured string, readFiles bool, use func(*audit.Evidence, replay.Files) error) error {
 	if configured != "" {
 		return gatherConfigured(env, cmd, run, configured, readFiles, use)

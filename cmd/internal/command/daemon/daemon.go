@@ -61,8 +61,8 @@ ones are kept as rolloutd.log.1 (the newest) to rolloutd.log.3.`,
 	return cmd
 }
 
-// configured returns the arguments that make rolloutd read a configuration file, which is checked first.
-// The path is absolute because rolloutd runs in its state folder.
+// configured returns the arguments that make rolloutd read a configuration file, which is checked
+// first. The path is absolute because rolloutd runs in its state folder.
 func configured(file, stateDir string, environ []string) ([]string, error) {
 	file, err := filepath.Abs(file)
 	if err != nil {

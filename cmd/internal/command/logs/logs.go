@@ -221,8 +221,8 @@ type logLine struct {
 	text string
 }
 
-// print prints events. Equal warnings are joined. With last no more events follow: all lines are then
-// sorted by time, a joined warning by the time of its newest event.
+// print prints events. Equal warnings are joined. With last no more events follow: all lines are
+// then sorted by time, a joined warning by the time of its newest event.
 func (t *tail) print(events []*eventv1.Event, last bool) error {
 	if t.env.JSON() {
 		for _, e := range events {

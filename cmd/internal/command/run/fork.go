@@ -22,8 +22,9 @@ import (
 // InputsChanged reports whether the control plane refused a plan because its inputs have changed.
 func InputsChanged(err error) bool { return rpcerr.Reason(err) == "PLAN_INPUTS_CHANGED" }
 
-// Fork starts a new run with the configuration of an old one and the current inputs, from a snapshot or,
-// if that is nil, from the beginning. The old run is not changed: its ledger belongs to its plan.
+// Fork starts a new run with the configuration of an old one and the current inputs, from a
+// snapshot or, if that is nil, from the beginning. The old run is not changed: its ledger belongs
+// to its plan.
 func Fork(ctx context.Context, env *cli.Env, c *client.Client, old *runv1.Run, from *snapshotv1.Snapshot) (*runv1.Run, error) {
 	renewed, err := c.Planner.RenewPlan(ctx, &planv1.RenewPlanRequest{Plan: old.GetPlan(), BaseDir: old.GetBaseDir()})
 	if err != nil {
@@ -82,8 +83,8 @@ func differences(before, after *planv1.Plan) []string {
 	return out
 }
 
-// newest returns the newest snapshot that a run can be restored from, else the one that the run started
-// from; nil if there is neither.
+// newest returns the newest snapshot that a run can be restored from, else the one that the run
+// started from; nil if there is neither.
 func newest(ctx context.Context, c *client.Client, run *runv1.Run) (*snapshotv1.Snapshot, error) {
 	response, err := c.Snapshot.ListSnapshots(ctx, &snapshotv1.ListSnapshotsRequest{
 		RunId: run.GetRunId(), Kind: snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE, PageSize: 1,
@@ -101,7 +102,8 @@ func newest(ctx context.Context, c *client.Client, run *runv1.Run) (*snapshotv1.
 	return got.GetSnapshot(), err
 }
 
-// startingPoint returns the id of the snapshot that --from names, by its id or by its run; "" without a name.
+// startingPoint returns the id of the snapshot that --from names, by its id or by its run; ""
+// without a name.
 func startingPoint(ctx context.Context, c *client.Client, name string) (string, error) {
 	if name == "" {
 		return "", nil

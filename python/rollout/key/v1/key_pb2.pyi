@@ -19,7 +19,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class ApiKey(_message.Message):
-    """ApiKey is one record of the file of API keys, which is a JSON list of them. The key itself is not stored."""
+    """ApiKey is one record of the file of API keys, which is a JSON list of them. The key itself is not
+    stored.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

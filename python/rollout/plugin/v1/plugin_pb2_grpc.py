@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class PluginServiceStub:
-    """PluginService is a set of plugins. `plugin` in each request names one of them; it may be empty if the service has
-    one plugin of that kind. NOT_FOUND, reason PLUGIN_UNKNOWN.
+    """PluginService is a set of plugins. `plugin` in each request names one of them; it may be empty if
+    the service has one plugin of that kind. NOT_FOUND, reason PLUGIN_UNKNOWN.
     """
 
     def __init__(self, channel):
@@ -84,13 +84,14 @@ class PluginServiceStub:
 
 
 class PluginServiceServicer:
-    """PluginService is a set of plugins. `plugin` in each request names one of them; it may be empty if the service has
-    one plugin of that kind. NOT_FOUND, reason PLUGIN_UNKNOWN.
+    """PluginService is a set of plugins. `plugin` in each request names one of them; it may be empty if
+    the service has one plugin of that kind. NOT_FOUND, reason PLUGIN_UNKNOWN.
     """
 
     def Handshake(self, request, context):
-        """Handshake returns the schema version and the plugins of the service. Callers make it once per connection.
-        FAILED_PRECONDITION, reason PLUGIN_SCHEMA, if the service can't speak the caller's version.
+        """Handshake returns the schema version and the plugins of the service. Callers make it once per
+        connection. FAILED_PRECONDITION, reason PLUGIN_SCHEMA, if the service can't speak the caller's
+        version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,14 +126,16 @@ class PluginServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SaveEnvironment(self, request, context):
-        """SaveEnvironment returns the state of open episodes. UNIMPLEMENTED if the environment can't be saved.
+        """SaveEnvironment returns the state of open episodes. UNIMPLEMENTED if the environment can't be
+        saved.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadEnvironment(self, request, context):
-        """LoadEnvironment replaces the open episodes by saved ones. UNIMPLEMENTED if the environment can't be saved.
+        """LoadEnvironment replaces the open episodes by saved ones. UNIMPLEMENTED if the environment
+        can't be saved.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -209,8 +212,8 @@ def add_PluginServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PluginService:
-    """PluginService is a set of plugins. `plugin` in each request names one of them; it may be empty if the service has
-    one plugin of that kind. NOT_FOUND, reason PLUGIN_UNKNOWN.
+    """PluginService is a set of plugins. `plugin` in each request names one of them; it may be empty if
+    the service has one plugin of that kind. NOT_FOUND, reason PLUGIN_UNKNOWN.
     """
 
     @staticmethod

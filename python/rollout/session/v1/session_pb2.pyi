@@ -3,9 +3,9 @@
 isort:skip_file
 Package rollout.session.v1 is a conversation with the policy: a tree of token segments.
 
-A turn appends a segment to its parent. A history that does not extend a known path starts a branch, and the branch
-records why. A trajectory is one path from the root to a leaf (rollout.trajectory.v1.TrajectoryPath), so a shared
-prefix is stored once:
+A turn appends a segment to its parent. A history that does not extend a known path starts a
+branch, and the branch records why. A trajectory is one path from the root to a leaf
+(rollout.trajectory.v1.TrajectoryPath), so a shared prefix is stored once:
 
   s0 system+user ── s1 assistant ── s2 tool ── s3 assistant       path of part 0: s0 s1 s2 s3
                                 └── s4 user ── s5 assistant       path of part 1: s0 s1 s4 s5
@@ -98,7 +98,9 @@ Global___ForkReason: _TypeAlias = ForkReason  # noqa: Y015
 
 @_typing.final
 class Segment(_message.Message):
-    """Segment is one node of a session: consecutive tokens of one role. Its tokens travel inline or by reference."""
+    """Segment is one node of a session: consecutive tokens of one role. Its tokens travel inline or by
+    reference.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -125,12 +127,16 @@ class Segment(_message.Message):
     tokens: _builtins.int
     """Number of tokens."""
     tokens_ref: _builtins.str
-    """Content id `blake3-<hex>` of the serialized SegmentTokens in the storage service; empty if they are inline."""
+    """Content id `blake3-<hex>` of the serialized SegmentTokens in the storage service; empty if they
+    are inline.
+    """
     crc32c: _builtins.int
     """CRC-32C of the serialized SegmentTokens."""
     @_builtins.property
     def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.VersionSpan]:
-        """Weights that sampled the tokens, in order, without gaps; ROLE_ASSISTANT only. Positions count within the segment."""
+        """Weights that sampled the tokens, in order, without gaps; ROLE_ASSISTANT only. Positions count
+        within the segment.
+        """
 
     @_builtins.property
     def inline(self) -> Global___SegmentTokens:
@@ -160,7 +166,9 @@ Global___Segment: _TypeAlias = Segment  # noqa: Y015
 
 @_typing.final
 class SegmentTokens(_message.Message):
-    """SegmentTokens is the arrays of a segment of N tokens, as raw little-endian bytes, so that a reader maps them."""
+    """SegmentTokens is the arrays of a segment of N tokens, as raw little-endian bytes, so that a
+    reader maps them.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -171,9 +179,13 @@ class SegmentTokens(_message.Message):
     token_ids: _builtins.bytes
     """int32[N]: token ids, as sampled or as the tokenizer gave them. Never reconstructed from text."""
     logprobs: _builtins.bytes
-    """float32[N]: logprob of each token under the distribution it was sampled from. Empty unless ROLE_ASSISTANT."""
+    """float32[N]: logprob of each token under the distribution it was sampled from. Empty unless
+    ROLE_ASSISTANT.
+    """
     raw_logprobs: _builtins.bytes
-    """float32[N]: logprob under the unmodified softmax. Empty if the engine reports one logprob per token."""
+    """float32[N]: logprob under the unmodified softmax. Empty if the engine reports one logprob per
+    token.
+    """
     loss_mask: _builtins.bytes
     """uint8[N]: 1 where the token is trained on."""
     def __init__(

@@ -4,7 +4,8 @@
 // 	protoc        (unknown)
 // source: rollout/fence/v1/fence.proto
 
-// Package rollout.fence.v1 identifies who decided a change, so that the owner of the data can reject a former leader.
+// Package rollout.fence.v1 identifies who decided a change, so that the owner of the data can
+// reject a former leader.
 
 package fencev1
 
@@ -24,8 +25,9 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Fence travels with every request that changes or deletes data. The owner of the data remembers the highest
-// (incarnation, leader_epoch) of each role and rejects lower ones with FAILED_PRECONDITION, reason FENCED.
+// Fence travels with every request that changes or deletes data. The owner of the data remembers
+// the highest (incarnation, leader_epoch) of each role and rejects lower ones with
+// FAILED_PRECONDITION, reason FENCED.
 type Fence struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Times the run was started, from 1. 0 if the change belongs to no run.

@@ -25,7 +25,8 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// ApiKey is one record of the file of API keys, which is a JSON list of them. The key itself is not stored.
+// ApiKey is one record of the file of API keys, which is a JSON list of them. The key itself is not
+// stored.
 type ApiKey struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Name of the key's owner, unique in the file.

@@ -4,13 +4,14 @@
 // 	protoc        (unknown)
 // source: rollout/plugin/v1/plugin.proto
 
-// Package rollout.plugin.v1 is how workers call user code: rewards, environments, tools, and evaluations. The same
-// messages are used in process, in a child process, and to a sidecar, which serves PluginService in any language.
+// Package rollout.plugin.v1 is how workers call user code: rewards, environments, tools, and
+// evaluations. The same messages are used in process, in a child process, and to a sidecar, which
+// serves PluginService in any language.
 //
-// Calls are batched. Each has a gRPC deadline. A call that fails has a status with google.rpc.ErrorInfo: `reason`
-// (e.g. REWARD_RAISED), domain `rollout`, and metadata `fix`, `file`, `line`, `column`, `text` if they are known. A failure
-// is never reported as a reward of 0. A sidecar also serves grpc.health.v1.Health, and workers call it only while it is
-// SERVING.
+// Calls are batched. Each has a gRPC deadline. A call that fails has a status with
+// google.rpc.ErrorInfo: `reason` (e.g. REWARD_RAISED), domain `rollout`, and metadata `fix`,
+// `file`, `line`, `column`, `text` if they are known. A failure is never reported as a reward of 0.
+// A sidecar also serves grpc.health.v1.Health, and workers call it only while it is SERVING.
 
 package pluginv1
 
@@ -1897,7 +1898,8 @@ type ToolResult struct {
 	Content string `protobuf:"bytes,2,opt,name=content,proto3" json:"content,omitempty"`
 	// Machine-readable reason of a failed call, e.g. TOOL_TIMEOUT; empty if it succeeded.
 	Reason string `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`
-	// Whether the infrastructure failed, rather than the policy's call: the episode then ends as INFRA_FAILED.
+	// Whether the infrastructure failed, rather than the policy's call: the episode then ends as
+	// INFRA_FAILED.
 	Infrastructure bool `protobuf:"varint,4,opt,name=infrastructure,proto3" json:"infrastructure,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
@@ -2016,7 +2018,8 @@ func (x *EvaluateRequest) GetGroups() []*RewardGroup {
 	return nil
 }
 
-// EvaluateResponse holds one score per sample, in the order of the request, and numbers of the whole batch.
+// EvaluateResponse holds one score per sample, in the order of the request, and numbers of the
+// whole batch.
 type EvaluateResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The scores.

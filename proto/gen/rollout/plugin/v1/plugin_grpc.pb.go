@@ -4,13 +4,14 @@
 // - protoc             (unknown)
 // source: rollout/plugin/v1/plugin.proto
 
-// Package rollout.plugin.v1 is how workers call user code: rewards, environments, tools, and evaluations. The same
-// messages are used in process, in a child process, and to a sidecar, which serves PluginService in any language.
+// Package rollout.plugin.v1 is how workers call user code: rewards, environments, tools, and
+// evaluations. The same messages are used in process, in a child process, and to a sidecar, which
+// serves PluginService in any language.
 //
-// Calls are batched. Each has a gRPC deadline. A call that fails has a status with google.rpc.ErrorInfo: `reason`
-// (e.g. REWARD_RAISED), domain `rollout`, and metadata `fix`, `file`, `line`, `column`, `text` if they are known. A failure
-// is never reported as a reward of 0. A sidecar also serves grpc.health.v1.Health, and workers call it only while it is
-// SERVING.
+// Calls are batched. Each has a gRPC deadline. A call that fails has a status with
+// google.rpc.ErrorInfo: `reason` (e.g. REWARD_RAISED), domain `rollout`, and metadata `fix`,
+// `file`, `line`, `column`, `text` if they are known. A failure is never reported as a reward of 0.
+// A sidecar also serves grpc.health.v1.Health, and workers call it only while it is SERVING.
 
 package pluginv1
 
@@ -42,11 +43,12 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// PluginService is a set of plugins. `plugin` in each request names one of them; it may be empty if the service has
-// one plugin of that kind. NOT_FOUND, reason PLUGIN_UNKNOWN.
+// PluginService is a set of plugins. `plugin` in each request names one of them; it may be empty if
+// the service has one plugin of that kind. NOT_FOUND, reason PLUGIN_UNKNOWN.
 type PluginServiceClient interface {
-	// Handshake returns the schema version and the plugins of the service. Callers make it once per connection.
-	// FAILED_PRECONDITION, reason PLUGIN_SCHEMA, if the service can't speak the caller's version.
+	// Handshake returns the schema version and the plugins of the service. Callers make it once per
+	// connection. FAILED_PRECONDITION, reason PLUGIN_SCHEMA, if the service can't speak the caller's
+	// version.
 	Handshake(ctx context.Context, in *HandshakeRequest, opts ...grpc.CallOption) (*HandshakeResponse, error)
 	// Reward scores completions.
 	Reward(ctx context.Context, in *RewardRequest, opts ...grpc.CallOption) (*RewardResponse, error)
@@ -56,9 +58,11 @@ type PluginServiceClient interface {
 	StepEnvironment(ctx context.Context, in *StepEnvironmentRequest, opts ...grpc.CallOption) (*StepEnvironmentResponse, error)
 	// CloseEnvironment releases episodes. Idempotent; unknown episodes are ignored.
 	CloseEnvironment(ctx context.Context, in *CloseEnvironmentRequest, opts ...grpc.CallOption) (*CloseEnvironmentResponse, error)
-	// SaveEnvironment returns the state of open episodes. UNIMPLEMENTED if the environment can't be saved.
+	// SaveEnvironment returns the state of open episodes. UNIMPLEMENTED if the environment can't be
+	// saved.
 	SaveEnvironment(ctx context.Context, in *SaveEnvironmentRequest, opts ...grpc.CallOption) (*SaveEnvironmentResponse, error)
-	// LoadEnvironment replaces the open episodes by saved ones. UNIMPLEMENTED if the environment can't be saved.
+	// LoadEnvironment replaces the open episodes by saved ones. UNIMPLEMENTED if the environment
+	// can't be saved.
 	LoadEnvironment(ctx context.Context, in *LoadEnvironmentRequest, opts ...grpc.CallOption) (*LoadEnvironmentResponse, error)
 	// CallTool runs tool calls.
 	CallTool(ctx context.Context, in *CallToolRequest, opts ...grpc.CallOption) (*CallToolResponse, error)
@@ -168,11 +172,12 @@ func (c *pluginServiceClient) Evaluate(ctx context.Context, in *EvaluateRequest,
 // All implementations must embed UnimplementedPluginServiceServer
 // for forward compatibility.
 //
-// PluginService is a set of plugins. `plugin` in each request names one of them; it may be empty if the service has
-// one plugin of that kind. NOT_FOUND, reason PLUGIN_UNKNOWN.
+// PluginService is a set of plugins. `plugin` in each request names one of them; it may be empty if
+// the service has one plugin of that kind. NOT_FOUND, reason PLUGIN_UNKNOWN.
 type PluginServiceServer interface {
-	// Handshake returns the schema version and the plugins of the service. Callers make it once per connection.
-	// FAILED_PRECONDITION, reason PLUGIN_SCHEMA, if the service can't speak the caller's version.
+	// Handshake returns the schema version and the plugins of the service. Callers make it once per
+	// connection. FAILED_PRECONDITION, reason PLUGIN_SCHEMA, if the service can't speak the caller's
+	// version.
 	Handshake(context.Context, *HandshakeRequest) (*HandshakeResponse, error)
 	// Reward scores completions.
 	Reward(context.Context, *RewardRequest) (*RewardResponse, error)
@@ -182,9 +187,11 @@ type PluginServiceServer interface {
 	StepEnvironment(context.Context, *StepEnvironmentRequest) (*StepEnvironmentResponse, error)
 	// CloseEnvironment releases episodes. Idempotent; unknown episodes are ignored.
 	CloseEnvironment(context.Context, *CloseEnvironmentRequest) (*CloseEnvironmentResponse, error)
-	// SaveEnvironment returns the state of open episodes. UNIMPLEMENTED if the environment can't be saved.
+	// SaveEnvironment returns the state of open episodes. UNIMPLEMENTED if the environment can't be
+	// saved.
 	SaveEnvironment(context.Context, *SaveEnvironmentRequest) (*SaveEnvironmentResponse, error)
-	// LoadEnvironment replaces the open episodes by saved ones. UNIMPLEMENTED if the environment can't be saved.
+	// LoadEnvironment replaces the open episodes by saved ones. UNIMPLEMENTED if the environment
+	// can't be saved.
 	LoadEnvironment(context.Context, *LoadEnvironmentRequest) (*LoadEnvironmentResponse, error)
 	// CallTool runs tool calls.
 	CallTool(context.Context, *CallToolRequest) (*CallToolResponse, error)

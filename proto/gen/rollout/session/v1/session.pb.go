@@ -6,9 +6,9 @@
 
 // Package rollout.session.v1 is a conversation with the policy: a tree of token segments.
 //
-// A turn appends a segment to its parent. A history that does not extend a known path starts a branch, and the branch
-// records why. A trajectory is one path from the root to a leaf (rollout.trajectory.v1.TrajectoryPath), so a shared
-// prefix is stored once:
+// A turn appends a segment to its parent. A history that does not extend a known path starts a
+// branch, and the branch records why. A trajectory is one path from the root to a leaf
+// (rollout.trajectory.v1.TrajectoryPath), so a shared prefix is stored once:
 //
 //   s0 system+user ── s1 assistant ── s2 tool ── s3 assistant       path of part 0: s0 s1 s2 s3
 //                                 └── s4 user ── s5 assistant       path of part 1: s0 s1 s4 s5
@@ -158,7 +158,8 @@ func (ForkReason) EnumDescriptor() ([]byte, []int) {
 	return file_rollout_session_v1_session_proto_rawDescGZIP(), []int{1}
 }
 
-// Segment is one node of a session: consecutive tokens of one role. Its tokens travel inline or by reference.
+// Segment is one node of a session: consecutive tokens of one role. Its tokens travel inline or by
+// reference.
 type Segment struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Unique in the session.
@@ -173,11 +174,13 @@ type Segment struct {
 	Role Role `protobuf:"varint,5,opt,name=role,proto3,enum=rollout.session.v1.Role" json:"role,omitempty"`
 	// Number of tokens.
 	Tokens uint32 `protobuf:"varint,6,opt,name=tokens,proto3" json:"tokens,omitempty"`
-	// Weights that sampled the tokens, in order, without gaps; ROLE_ASSISTANT only. Positions count within the segment.
+	// Weights that sampled the tokens, in order, without gaps; ROLE_ASSISTANT only. Positions count
+	// within the segment.
 	VersionSpans []*v1.VersionSpan `protobuf:"bytes,7,rep,name=version_spans,json=versionSpans,proto3" json:"version_spans,omitempty"`
 	// The arrays; absent if they are referenced.
 	Inline *SegmentTokens `protobuf:"bytes,8,opt,name=inline,proto3" json:"inline,omitempty"`
-	// Content id `blake3-<hex>` of the serialized SegmentTokens in the storage service; empty if they are inline.
+	// Content id `blake3-<hex>` of the serialized SegmentTokens in the storage service; empty if they
+	// are inline.
 	TokensRef string `protobuf:"bytes,9,opt,name=tokens_ref,json=tokensRef,proto3" json:"tokens_ref,omitempty"`
 	// CRC-32C of the serialized SegmentTokens.
 	Crc32C        uint32 `protobuf:"fixed32,10,opt,name=crc32c,proto3" json:"crc32c,omitempty"`
@@ -285,14 +288,17 @@ func (x *Segment) GetCrc32C() uint32 {
 	return 0
 }
 
-// SegmentTokens is the arrays of a segment of N tokens, as raw little-endian bytes, so that a reader maps them.
+// SegmentTokens is the arrays of a segment of N tokens, as raw little-endian bytes, so that a
+// reader maps them.
 type SegmentTokens struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// int32[N]: token ids, as sampled or as the tokenizer gave them. Never reconstructed from text.
 	TokenIds []byte `protobuf:"bytes,1,opt,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
-	// float32[N]: logprob of each token under the distribution it was sampled from. Empty unless ROLE_ASSISTANT.
+	// float32[N]: logprob of each token under the distribution it was sampled from. Empty unless
+	// ROLE_ASSISTANT.
 	Logprobs []byte `protobuf:"bytes,2,opt,name=logprobs,proto3" json:"logprobs,omitempty"`
-	// float32[N]: logprob under the unmodified softmax. Empty if the engine reports one logprob per token.
+	// float32[N]: logprob under the unmodified softmax. Empty if the engine reports one logprob per
+	// token.
 	RawLogprobs []byte `protobuf:"bytes,3,opt,name=raw_logprobs,json=rawLogprobs,proto3" json:"raw_logprobs,omitempty"`
 	// uint8[N]: 1 where the token is trained on.
 	LossMask      []byte `protobuf:"bytes,4,opt,name=loss_mask,json=lossMask,proto3" json:"loss_mask,omitempty"`

@@ -4,7 +4,8 @@
 // 	protoc        (unknown)
 // source: rollout/tensor/v1/tensor.proto
 
-// Package rollout.tensor.v1 is an array of numbers inside a message, for observations, actions, and images.
+// Package rollout.tensor.v1 is an array of numbers inside a message, for observations, actions, and
+// images.
 
 package tensorv1
 
