@@ -58,7 +58,7 @@ bench-train: build venv-bench ## Measure training against TRL: SFT, DPO, reward 
 
 .PHONY: bench-takeover
 bench-takeover: build venv-dev $(SERVERS) ## Measure takeover of scheduler, buffer and controller, and redispatch, medians of 20 kills
-	@scripts/postgres && PYTHONPATH=python:e2e $(PYTHON) bench/takeover.py --check $(ARGS)
+	@scripts/postgres && PYTHONPATH=python:e2e:e2e/support $(PYTHON) bench/takeover.py --check $(ARGS)
 
 .PHONY: bench-stealing
 bench-stealing: build venv-dev ## Measure pulled work against a static split, two of 16 workers at half speed
@@ -66,7 +66,7 @@ bench-stealing: build venv-dev ## Measure pulled work against a static split, tw
 
 .PHONY: bench-scale
 bench-scale: build venv-dev ## Measure one control plane with 10, 100 and 1,000 simulated workers
-	@PYTHONPATH=python:e2e $(PYTHON) bench/scale.py --check $(ARGS)
+	@PYTHONPATH=python:e2e:e2e/support $(PYTHON) bench/scale.py --check $(ARGS)
 
 .PHONY: bench-buffer
 bench-buffer: build venv-dev ## Measure the path from worker to learner next to TransferQueue, Ray, and ZeroMQ

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "e2e"), str(ROOT / "python")]
+sys.path[:0] = [str(ROOT / "e2e" / "support"), str(ROOT / "python")]
 
 from mesh import Mesh, mesh  # noqa: E402
 

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "e2e"), str(ROOT / "python")]
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "e2e" / "support"), str(ROOT / "python")]
 
 from grpo import CACHE, breakdown, timed, trl  # noqa: E402
 from memory import peaks  # noqa: E402

@@ -27,7 +27,7 @@ from typing import Any
 import grpc
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "e2e"), str(ROOT / "python")]
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "e2e" / "support"), str(ROOT / "python")]
 
 from families import EXAMPLES, MODELS, STARTS, Family  # noqa: E402
 from mesh import Mesh, mesh  # noqa: E402

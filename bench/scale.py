@@ -1,7 +1,7 @@
 """What one control plane carries: 10, 100 and 1,000 inference workers played against a real
 `rolloutd`.
 
-    make bench-scale; or PYTHONPATH=python:e2e python bench/scale.py [--sizes 10,100,1000] [--seconds 40] [--rate 50] [--check]
+    make bench-scale ARGS="[--sizes 10,100,1000] [--seconds 40] [--rate 50] [--check]"
 
 One `rolloutd` with all services on this machine, as a user has it: SQLite, embedded NATS and
 registry, fsynced segments. The run is an async GRPO run of groups of 8; its workers are played by

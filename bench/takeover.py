@@ -1,7 +1,7 @@
 """Time until another process takes over: takeover of scheduler, buffer and controller, and
 redispatch of a dead worker's prompts.
 
-    make bench-takeover; or PYTHONPATH=python:e2e python bench/takeover.py [--kills 20] [--check]
+    make bench-takeover ARGS="[--kills 20] [--check]"
 
 A run without a model continues in the meantime, on PostgreSQL, Consul, a NATS cluster and S3, with
 a replica of each of the three. Its leader is killed (-9), or stopped (SIGSTOP) until another one

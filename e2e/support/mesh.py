@@ -25,7 +25,7 @@ from rollout.run.v1 import run_pb2, run_pb2_grpc
 from rollout.snapshot.v1 import snapshot_pb2_grpc
 from rollout.storage.v1 import storage_pb2_grpc
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("planner", "scheduler", "rollout-gateway", "learner-controller", "buffer", "snapshot", "storage")
 REPLICATED = ("scheduler", "buffer", "learner-controller")
 ENDED = {run_pb2.RUN_STATE_SUCCEEDED, run_pb2.RUN_STATE_FAILED, run_pb2.RUN_STATE_CANCELLED, run_pb2.RUN_STATE_INTERRUPTED}
