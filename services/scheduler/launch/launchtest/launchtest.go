@@ -12,8 +12,8 @@ import (
 	"github.com/rollout-rl/rollout/services/scheduler/launch"
 )
 
-// patience bounds each wait of the suite.
-const patience = 2 * time.Minute
+// timeout bounds each wait of the suite.
+const timeout = 2 * time.Minute
 
 // Run checks a launcher that starts processes on this host or on one that shares its files.
 //
@@ -80,9 +80,14 @@ func read(file string) string {
 
 func until(t *testing.T, reached func() bool) {
 	t.Helper()
-	for end := time.Now().Add(patience); !reached(); time.Sleep(5 * time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("not reached after %v", patience)
+	ticker := time.NewTicker(5 * time.Millisecond)
+	defer ticker.Stop()
+	deadline := time.After(timeout)
+	for !reached() {
+		select {
+		case <-ticker.C:
+		case <-deadline:
+			t.Fatalf("not reached after %v", timeout)
 		}
 	}
 }
@@ -99,7 +104,7 @@ func exitCode(t *testing.T, launcher launch.Launcher) {
 	p := start(t, launcher, command(t, "exit 3"))
 	select {
 	case <-p.Done():
-	case <-time.After(patience):
+	case <-time.After(timeout):
 		t.Fatal("Done was not closed")
 	}
 	if e := p.Exit(); e.Code != launch.FencedCode || e.Signal != "" {
@@ -127,7 +132,7 @@ func lastLines(t *testing.T, launcher launch.Launcher) {
 
 func stopAsks(t *testing.T, launcher launch.Launcher) {
 	p := ready(t, launcher, `trap 'echo draining; exit 0' TERM; echo up; while :; do sleep 0.01; done`)
-	p.Stop(patience)
+	p.Stop(timeout)
 	if e := p.Exit(); e.Code != 0 || !slices.Equal(e.LastLines, []string{"up", "draining"}) {
 		t.Errorf("exit %+v", e)
 	}
@@ -145,7 +150,7 @@ func stopTwice(t *testing.T, launcher launch.Launcher) {
 	p := ready(t, launcher, `trap 'exit 4' TERM; echo up; while :; do sleep 0.01; done`)
 	both := make(chan struct{}, 2)
 	for range 2 {
-		go func() { p.Stop(patience); both <- struct{}{} }()
+		go func() { p.Stop(timeout); both <- struct{}{} }()
 	}
 	<-both
 	<-both
@@ -182,7 +187,7 @@ func ids(t *testing.T, launcher launch.Launcher) {
 func stdinOpen(t *testing.T, launcher launch.Launcher) {
 	p := ready(t, launcher, `trap 'echo open; exit 0' TERM; exec 4<&0; (cat >/dev/null; echo closed) <&4 & sleep 0.05; echo up
 		while :; do sleep 0.01; done`)
-	p.Stop(patience)
+	p.Stop(timeout)
 	if got := p.Exit().LastLines; len(got) < 2 || !slices.Equal(got[:2], []string{"up", "open"}) {
 		t.Errorf("output %q", got)
 	}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
 	"syscall"
 	"testing"
@@ -28,7 +29,9 @@ func TestMain(m *testing.M) {
 			_, err = local.Launcher{}.Launch(c)
 		}
 		fmt.Println(err)
-		time.Sleep(time.Hour)
+		interrupt := make(chan os.Signal, 1)
+		signal.Notify(interrupt, os.Interrupt)
+		<-interrupt
 	}
 	os.Exit(m.Run())
 }
