@@ -74,7 +74,7 @@ func TestPostgresOrdinaryUser(t *testing.T) {
 	if !errors.Is(err, sqldb.ErrRole) {
 		t.Fatalf("got %v", err)
 	}
-	_, statements, found := strings.Cut(err.Error(), "has to run: ")
+	_, statements, found := strings.Cut(err.Error(), "run as an administrator: ")
 	if !found {
 		t.Fatalf("no statements in %q", err)
 	}
