@@ -102,7 +102,7 @@ func TestNATSWithoutRoom(t *testing.T) {
 	c := config.Default(t.TempDir())
 	c.NATS.URL = servertest.StartNATS(t, servertest.NATSOptions{MaxFile: "4MB"}).URL()
 	f := find(doctor.Check(t.Context(), doctor.Input{Config: c, Now: time.Now}), "nats", "write")
-	if f.Status != doctor.Failed || !strings.Contains(f.Detail, "no room") || !strings.Contains(f.Fix, "max_file") {
+	if f.Status != doctor.Failed || !strings.Contains(f.Detail, "servers are full") || !strings.Contains(f.Fix, "max_file") {
 		t.Errorf("found %+v", f)
 	}
 }
