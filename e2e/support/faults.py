@@ -35,6 +35,7 @@ class Faults:
         self.done: Counter[str] = Counter()
         self.run = ""
         self.workers: list[tuple[str, int]] = []
+        self._killed_worker = False
         self._cures: list[tuple[float, Callable[[], None]]] = []
         self._returning: set[str] = set()  # processes of the control plane that a cure starts
 
@@ -58,7 +59,9 @@ class Faults:
             kinds += [self._hurt_server, self._hurt_link]
         if not kinds:
             return  # all are away already
-        what = self.dice.choice(kinds)()
+        # The first fault that finds a worker kills one, so that few faults on many processes include it.
+        first = self.workers and not self._killed_worker
+        what = self._kill_worker(*self.dice.choice(self.workers)) if first else self.dice.choice(kinds)()
         self.done[what] += 1
         with (self.running.state.parent / "faults.log").open("a") as log:
             log.write(f"{datetime.now(UTC):%H:%M:%S.%f} {self.run} {what}\n")
@@ -110,7 +113,11 @@ class Faults:
         if self.dice.random() < FROZEN:
             self._stop(lambda number: _send(pid, number))
             return f"SIGSTOP {name}"
+        return self._kill_worker(name, pid)
+
+    def _kill_worker(self, name: str, pid: int) -> str:
         _send(pid, signal.SIGKILL)
+        self._killed_worker = True
         return f"kill -9 {name}"
 
     def _hurt_server(self) -> str:
