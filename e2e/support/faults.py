@@ -59,7 +59,8 @@ class Faults:
             kinds += [self._hurt_server, self._hurt_link]
         if not kinds:
             return  # all are away already
-        # The first fault that finds a worker kills one, so that few faults on many processes include it.
+        # The first fault that finds a worker kills one, so that few faults on many processes
+        # include it.
         first = self.workers and not self._killed_worker
         what = self._kill_worker(*self.dice.choice(self.workers)) if first else self.dice.choice(kinds)()
         self.done[what] += 1
