@@ -111,10 +111,6 @@ func newPlanner(_ context.Context, m *mesh) (hosted, error) {
 }
 
 func newGateway(ctx context.Context, m *mesh) (hosted, error) {
-	var keys *apikey.Ring
-	if m.cfg.Gateway.AsksForKeys() {
-		keys = apikey.Open(m.endpoints.keysFile)
-	}
 	address, err := freeAddress(ctx, m.cfg.Gateway.Listen, lastPort(m.cfg.StateDir, "gateway"))
 	if err != nil {
 		return hosted{}, err
@@ -123,7 +119,9 @@ func newGateway(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
-	s, err := gateway.New(gateway.Config{Address: address, Keys: keys, TLS: gatewayTLS(m.cfg.Gateway.Listen, m.certs)}, gateway.Deps{
+	s, err := gateway.New(gateway.Config{
+		Address: address, Keys: apikey.Open(m.endpoints.keysFile), TrustOwner: m.cfg.Gateway.TrustsOwner(), TLS: gatewayTLS(m.cfg.Gateway.Listen, m.certs),
+	}, gateway.Deps{
 		Store: store, Registry: m.discovery, Dial: dialer[gateway.Conn](m), Log: m.logger(names.GatewayService),
 	})
 	if err != nil {

@@ -34,14 +34,15 @@ type Config struct {
 	Worker    Worker        `toml:"worker"`
 }
 
-// Gateway is the OpenAI-compatible HTTP endpoint. Beyond loopback it always asks for an API key.
+// Gateway is the OpenAI-compatible HTTP endpoint. It asks for an API key, except from the user of
+// rolloutd and from root on loopback.
 type Gateway struct {
 	Listen     string `toml:"listen"`
 	RequireKey bool   `toml:"require_key"`
 }
 
-// AsksForKeys reports whether callers need an API key.
-func (g Gateway) AsksForKeys() bool { return g.RequireKey || !Loopback(g.Listen) }
+// TrustsOwner reports whether the user of rolloutd and root need no API key.
+func (g Gateway) TrustsOwner() bool { return !g.RequireKey && Loopback(g.Listen) }
 
 // NATS is the bus: the servers at URL, that of the joined process, or the target "nats" of this
 // one. A token, a user with a password and an NKEY are alternatives.

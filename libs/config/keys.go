@@ -27,7 +27,7 @@ var keys = []key{
 	{"insecure_listen", "allow addresses that are not loopback in plain text: only on a private network", func(c *Config) any { return &c.Insecure }},
 	{"drain", "time that calls and workers get at the end", func(c *Config) any { return &c.Drain }},
 	{"gateway.listen", "HTTP address of the OpenAI-compatible endpoint", func(c *Config) any { return &c.Gateway.Listen }},
-	{"gateway.require_key", "ask for an API key on loopback too; beyond it the endpoint always does", func(c *Config) any { return &c.Gateway.RequireKey }},
+	{"gateway.require_key", "ask the user of rolloutd and root for an API key too, who need none on loopback (Linux); everyone else always needs one", func(c *Config) any { return &c.Gateway.RequireKey }},
 	{"nats.url", "NATS server, or the nodes of a cluster separated by commas; tls:// asks for TLS; empty: the embedded one", func(c *Config) any { return &c.NATS.URL }},
 	{"nats.token", "env:NAME or file:PATH (0600) of the NATS token; with no other credentials: the mesh token", func(c *Config) any { return &c.NATS.Token }},
 	{"nats.user", "NATS user, with a password", func(c *Config) any { return &c.NATS.User }},

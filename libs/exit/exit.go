@@ -20,6 +20,7 @@ const (
 	Unavailable = 69  // the server can't be reached
 	Software    = 70  // the run failed, or rollout itself did
 	CannotMake  = 73  // a file can't be written
+	NoPerm      = 77  // a file belongs to another user
 	Interrupted = 130 // the user stopped it
 )
 

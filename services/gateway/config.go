@@ -20,8 +20,10 @@ type Config struct {
 	Address string
 	// TLS is the certificate of the HTTP listener; nil: plain text.
 	TLS *cert.Source
-	// Keys are required as bearer tokens. Nil: no key is needed; meant for loopback.
+	// Keys are required as bearer tokens. Nil: no key is needed.
 	Keys *apikey.Ring
+	// TrustOwner exempts connections of the user of this process, and of root, over loopback.
+	TrustOwner bool
 }
 
 // Registry lists the workers.

@@ -33,7 +33,13 @@ func do(t *testing.T, s *gateway.Server, method, path, body, key string) (*http.
 	if key != "" {
 		req.Header.Set("Authorization", "Bearer "+key)
 	}
-	resp, err := http.DefaultClient.Do(req)
+	return send(t, http.DefaultClient, req)
+}
+
+// send sends a request and reads the whole response.
+func send(t *testing.T, client *http.Client, req *http.Request) (*http.Response, string) {
+	t.Helper()
+	resp, err := client.Do(req)
 	if err != nil {
 		t.Fatal(err)
 	}

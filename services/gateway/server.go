@@ -39,10 +39,12 @@ func New(cfg Config, deps Deps) (*Server, error) {
 		return nil, fmt.Errorf("gateway: %w", err)
 	}
 	svc := &service{Deps: deps, workers: newDirectory(deps)}
-	handler := openai.Handler(openai.Options{Backend: svc, Keys: cfg.Keys, Log: deps.Log, Now: deps.Now})
+	handler := openai.Handler(openai.Options{Backend: svc, Keys: cfg.Keys, TrustOwner: cfg.TrustOwner, Log: deps.Log, Now: deps.Now})
 	s := &Server{
 		svc: svc, listener: listener, secure: cfg.TLS != nil,
-		http: &http.Server{Handler: handler, ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute},
+		http: &http.Server{
+			Handler: handler, ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, ConnContext: openai.WithPeer,
+		},
 	}
 	if s.secure {
 		s.http.TLSConfig = cfg.TLS.Public("h2", "http/1.1") // clients of the OpenAI API have a key and no client certificate

@@ -10,10 +10,12 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"os/user"
 	"path/filepath"
 	"syscall"
 
 	"github.com/rollout-rl/rollout/libs/config"
+	"github.com/rollout-rl/rollout/libs/exit"
 )
 
 // Info is the content of rolloutd.json.
@@ -54,7 +56,7 @@ func Find(stateDir string) (*Info, error) {
 		return nil, nil
 	}
 	if err != nil {
-		return nil, fmt.Errorf("read the runtime file of the daemon: %w", err)
+		return nil, refused(stateDir, fmt.Errorf("read the runtime file of the daemon: %w", err))
 	}
 	var info Info
 	if err := json.Unmarshal(data, &info); err != nil || info.PID <= 0 || info.GRPC == "" {
@@ -64,6 +66,33 @@ func Find(stateDir string) (*Info, error) {
 		return nil, nil
 	}
 	return &info, nil
+}
+
+// refused explains err if it is a missing permission for a state folder: whose folder it is, and what
+// to do. Other errors are returned as they are.
+func refused(stateDir string, err error) error {
+	if !errors.Is(err, os.ErrPermission) {
+		return err
+	}
+	info, statErr := os.Stat(stateDir)
+	if errors.Is(statErr, os.ErrNotExist) {
+		return err
+	}
+	whose := "another user" // a folder above it cannot be read
+	if statErr == nil {
+		if st, ok := info.Sys().(*syscall.Stat_t); ok {
+			if int(st.Uid) == os.Geteuid() {
+				return exit.New(exit.NoPerm, "make the folder and its files readable and writable for yourself", "cannot use the state folder %s: %w", stateDir, err)
+			}
+			whose = fmt.Sprintf("uid %d", st.Uid)
+			if owner, err := user.LookupId(fmt.Sprint(st.Uid)); err == nil {
+				whose = "the user " + owner.Username
+			}
+		}
+	}
+	return exit.New(exit.NoPerm,
+		"choose your own folder with --state-dir or ROLLOUT_STATE_DIR, or ask its owner for an API key (`rollout keys create`) and name the server with --server",
+		"the state folder %s belongs to %s: %w", stateDir, whose, err)
 }
 
 // locked reports whether a rolloutd has locked the state folder; true if that is not known.

@@ -47,7 +47,7 @@ func (s Starter) Ensure(ctx context.Context) (info *Info, started bool, err erro
 		return info, false, err
 	}
 	if err := os.MkdirAll(filepath.Join(s.StateDir, "logs"), 0o700); err != nil {
-		return nil, false, exit.New(exit.CannotMake, "choose another folder with --state-dir", "cannot create the state folder: %w", err)
+		return nil, false, cannotMake(s.StateDir, "create the state folder", err)
 	}
 	unlock, err := s.lock(ctx)
 	if err != nil {
@@ -80,7 +80,7 @@ func lockFile(stateDir string) string { return filepath.Join(stateDir, "rolloutd
 func (s Starter) lock(ctx context.Context) (func(), error) {
 	f, err := os.OpenFile(lockFile(s.StateDir), os.O_CREATE|os.O_RDWR|syscall.O_CLOEXEC, 0o600)
 	if err != nil {
-		return nil, exit.New(exit.CannotMake, "choose another folder with --state-dir", "cannot create the lock file: %w", err)
+		return nil, cannotMake(s.StateDir, "create the lock file", err)
 	}
 	for {
 		err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
@@ -102,7 +102,7 @@ func (s Starter) lock(ctx context.Context) (func(), error) {
 func (s Starter) start(ctx context.Context) (*Info, error) {
 	log, err := os.OpenFile(LogFile(s.StateDir), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
 	if err != nil {
-		return nil, exit.New(exit.CannotMake, "choose another folder with --state-dir", "cannot write the log of the daemon: %w", err)
+		return nil, cannotMake(s.StateDir, "write the log of the daemon", err)
 	}
 	defer log.Close()
 	at, _ := log.Seek(0, io.SeekEnd)
@@ -143,6 +143,15 @@ func (s Starter) start(ctx context.Context) (*Info, error) {
 			return nil, ctx.Err()
 		}
 	}
+}
+
+// cannotMake returns the error of a state folder that cannot be written.
+func cannotMake(stateDir, what string, err error) error {
+	var explained *exit.Error
+	if errors.As(refused(stateDir, err), &explained) {
+		return explained
+	}
+	return exit.New(exit.CannotMake, "choose another folder with --state-dir", "cannot %s: %w", what, err)
 }
 
 // failed returns an error with the end of the log of the daemon.
