@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 
 def build(context: Context) -> SingleTurn:
     """The registry's constructor."""
-    takes = traits(name_of(context.config)).token_rewards
+    trains = context.config.algorithm.WhichOneof("kind") is not None
+    takes = not trains or traits(name_of(context.config)).token_rewards
     return SingleTurn(context.prompts, context.rewards, context.text, takes_token_rewards=takes)
 
 

@@ -10,8 +10,7 @@ from rollout import names
 from rollout.storage.v1.storage_pb2 import PutArtifactRequest
 from rollout.storage.v1.storage_pb2_grpc import ArtifactServiceStub
 from rollout.trajectory.v1.trajectory_pb2 import TrajectoryEnvelope
-from rollout_workers.worker.discovery import Services, ServiceUnavailable
-from rollout_workers.worker.retry import again
+from rollout_workers.worker.discovery import Services, ServiceUnavailable, attempts
 
 _CHUNK = 1 << 20
 
@@ -25,7 +24,7 @@ async def move_out(envelope: TrajectoryEnvelope, services: Services) -> None:
         for start in range(0, len(payload), _CHUNK):
             yield PutArtifactRequest(chunk=payload[start : start + _CHUNK])
 
-    async for _ in again("a payload can't be stored (storage)"):
+    async for _ in attempts("the storage service does not accept a payload"):
         try:
             stub = await services.stub(names.STORAGE_SERVICE, ArtifactServiceStub)
             answer = await stub.PutArtifact(chunks(), timeout=30, metadata=services.metadata())

@@ -1,20 +1,30 @@
-"""The held-out rows of a run that trains on data, as samples for the loss of evaluations."""
+"""The loss on the held-out rows of a run that trains on data."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
 from rollout.environment import Refusal
+from rollout.learner.v1 import learner_pb2 as pb
 from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout_workers.data.prompts import PromptReader, Text
 from rollout_workers.data.rows import Rows, rows_of
 from rollout_workers.data.supervised import Example
+from rollout_workers.trainer import Trainer
 from rollout_workers.trainer.types import TrainSample
 from rollout_workers.worker.spec import model_directory, resolve
+from rollout_workers.worker.status import EdgeError
+
+
+class NoHeldOut(EdgeError):
+    """The plan has no held-out rows whose loss can be computed."""
+
+    reason: ClassVar[str] = "NO_EVALUATION"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +36,25 @@ class HeldOut:
     rows: int
     refused: int
     """The number of rows that cannot be used, such as too long ones."""
+
+
+class HeldOutLoss:
+    """Computes the loss on the held-out rows, which it reads on first use."""
+
+    def __init__(self, read: Callable[[], HeldOut | None]) -> None:
+        """read: reads the rows; None: the plan has none."""
+        self._read = read
+        self._rows: HeldOut | None = None
+
+    def of(self, trainer: Trainer) -> pb.EvaluateLossResponse:
+        """The loss of the trainer's current weights; blocks. Raises :class:`NoHeldOut`,
+        ``BadBatch``, and the errors of reading the rows."""
+        if self._rows is None:
+            self._rows = self._read()
+        if self._rows is None:
+            raise NoHeldOut("the plan has no held-out rows to compute the loss of", fix="set `data.eval` and `eval.every_steps`")
+        metrics = trainer.evaluate(self._rows.samples) if self._rows.samples else {}
+        return pb.EvaluateLossResponse(metrics=metrics, rows=self._rows.rows, refused=self._rows.refused)
 
 
 def held_out_of(spec: WorkerSpec) -> HeldOut | None:

@@ -20,8 +20,7 @@ from rollout.buffer.v1.buffer_pb2_grpc import BufferServiceStub
 from rollout.errors import RolloutError
 from rollout.trajectory.v1.trajectory_pb2 import OUTCOME_TRUNCATED, Trajectory, TrajectoryKey
 from rollout_workers.trainer.types import TrainSample
-from rollout_workers.worker.discovery import Services, ServiceUnavailable
-from rollout_workers.worker.retry import again
+from rollout_workers.worker.discovery import Services, ServiceUnavailable, attempts
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ async def _through_buffer(batch: Batch, services: Services) -> list[bytes]:
     loop = asyncio.get_running_loop()
     until = loop.time() + RETRY_SECONDS
     request = ReadPayloadsRequest(run_id=batch.run_id, step=batch.step)
-    async for _ in again(f"step {batch.step}: the buffer does not give the payloads"):
+    async for _ in attempts(f"step {batch.step}: the buffer does not send the payloads"):
         try:
             stub = await services.stub(names.BUFFER_SERVICE, BufferServiceStub)
             chunks = stub.ReadPayloads(request, metadata=services.metadata())

@@ -35,8 +35,8 @@ class LearnerServer(LearnerWorkerServiceServicer):
     async def Initialize(self, request: pb.InitializeRequest, context: grpc.aio.ServicerContext) -> pb.InitializeResponse:
         self._check_run(request.run_id)
         await self._learner.initialize(request.state_directory, request.step)
-        log.info("at step %d, %s", self._learner.step, self._learner.digest)
-        return pb.InitializeResponse(step=self._learner.step, weights_digest=self._learner.digest, process_id=self._who.process)
+        log.info("at step %d, %s", self._learner.step, self._learner.weights.digest)
+        return pb.InitializeResponse(step=self._learner.step, weights_digest=self._learner.weights.digest, process_id=self._who.process)
 
     async def Train(self, request: pb.TrainRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.TrainResponse]:
         self._check_run(request.run_id)
@@ -70,11 +70,11 @@ class LearnerServer(LearnerWorkerServiceServicer):
     ) -> pb.PublishWeightsResponse:
         self._check_run(request.run_id)
         with self._leaving_superseded():
-            return pb.PublishWeightsResponse(weights=await self._learner.publish())
+            return pb.PublishWeightsResponse(weights=await self._learner.weights.publish())
 
     async def OfferWeights(self, request: pb.OfferWeightsRequest, context: grpc.aio.ServicerContext) -> pb.OfferWeightsResponse:
         self._check_run(request.run_id)
-        offers = await self._learner.offers(request.digest, request.base_digest, whole=request.whole, store=request.store)
+        offers = await self._learner.weights.offers(request.digest, request.base_digest, whole=request.whole, store=request.store)
         return pb.OfferWeightsResponse(offers=offers)
 
     async def EvaluateLoss(self, request: pb.EvaluateLossRequest, context: grpc.aio.ServicerContext) -> pb.EvaluateLossResponse:
@@ -94,7 +94,7 @@ class LearnerServer(LearnerWorkerServiceServicer):
             initialized=self._learner.initialized,
             activity=self._learner.activity,
             process_id=self._who.process,
-            weights_digest=self._learner.digest,
+            weights_digest=self._learner.weights.digest,
         )
 
     @contextmanager

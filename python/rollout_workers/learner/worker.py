@@ -20,6 +20,7 @@ from rollout_workers.learner.publication import Publication
 from rollout_workers.learner.ranks import Team
 from rollout_workers.learner.server import LearnerServer
 from rollout_workers.learner.settings import lasting, refusals, trainer_config
+from rollout_workers.learner.trainer_thread import TrainerThread
 from rollout_workers.weights.transfer import service as delivery
 from rollout_workers.weights.transfer.artifacts import StoredWeights
 from rollout_workers.weights.transfer.catalog import Catalog
@@ -68,20 +69,21 @@ async def run_learner_worker(
         await services.close()
         return
     team = team or Team(spec.plan.config, lifecycle.lost)
-    learner = Learner(publication, keep_of(spec.plan.config), lambda: held_out_of(spec))
+    thread: TrainerThread | None = None
     try:
         began = time.monotonic()
         settings = replace(
             trainer_config(spec.plan.config, spec.threads, spec.base_dir),
             refusals=refusals(spec.plan.config, spec.run_directory, events),
         )
-        loading = asyncio.create_task(learner.load(lambda: team.trainer(model_directory(spec), settings)))
-        await lifecycle.unless_leaving(loading)
-        if lifecycle.leaving:
+        loading = asyncio.create_task(TrainerThread.start(lambda: team.trainer(model_directory(spec), settings)))
+        thread = await lifecycle.unless_leaving(loading)
+        if thread is None or lifecycle.leaving:
             return
         log.info("loaded %s in %.1f s", model_directory(spec), time.monotonic() - began)
         gc.collect()
         gc.freeze()  # a full collection over the imported libraries would take 100 ms, in the middle of a step
+        learner = Learner(thread, publication, keep_of(spec.plan.config), lambda: held_out_of(spec))
         server = Server(spec.token, tls=of_mesh(spec))
         add_LearnerWorkerServiceServicer_to_server(LearnerServer(who, learner, services, lifecycle), server.grpc)
         add_WeightsServiceServicer_to_server(delivery.WeightsServer(who, catalog), server.grpc)
@@ -95,7 +97,8 @@ async def run_learner_worker(
         await asyncio.to_thread(registration.stop)
         await server.stop(_GRACE_SECONDS)
     finally:
-        learner.close()
+        if thread is not None:
+            thread.close()
         await catalog.close(keep=not publication.mine)
         await asyncio.to_thread(team.close)
         await asyncio.to_thread(publication.close)

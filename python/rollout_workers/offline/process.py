@@ -107,8 +107,8 @@ class _Batch:
     async def _sample(self, model: Any, rows: list[bytes], journal: Journal) -> bool:
         """Returns whether the batch was stopped before it finished."""
         from rollout_workers.data.prompts import PromptReader
+        from rollout_workers.environments import registry
         from rollout_workers.environments.episode import EpisodeRunner
-        from rollout_workers.environments.single_turn import SingleTurn
         from rollout_workers.inference.params import of_run
         from rollout_workers.offline.sampling import Tally, sample
 
@@ -122,7 +122,8 @@ class _Batch:
         try:
             if rewards is not None:
                 await rewards.start()
-            runner = EpisodeRunner(model.engine, SingleTurn(prompts, rewards, model.text), model.text, of_run(config.sampling))
+            environment = registry.build(registry.Context(config, prompts, rewards, model.text))
+            runner = EpisodeRunner(model.engine, environment, model.text, of_run(config.sampling))
 
             def report(tally: Tally) -> None:
                 _report(

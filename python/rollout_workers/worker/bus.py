@@ -1,15 +1,18 @@
-"""Connections to NATS."""
+"""Connections to NATS, and when to leave a server."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import ssl
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from nats.aio.client import Client
+from nats.errors import Error as NatsError
 from nats.errors import NoServersError
 
 from rollout.run.v1.run_pb2 import NatsAccess
@@ -17,9 +20,14 @@ from rollout_workers.worker.tls import of_nats
 
 log = logging.getLogger(__name__)
 
+_ELECTION_SECONDS = 10.0  # longer than a leader election takes
+_IDLE_SECONDS = 30.0  # after this long without a request, the measurement starts again
+_ANSWER_SECONDS = 5.0
+_NO_STREAM = 10059  # error code of the server
+
 
 def tls_of(access: NatsAccess, url: str) -> ssl.SSLContext | None:
-    """The TLS that a connection needs; None: plain text. Raises OSError where a file can't be
+    """The TLS context of a connection; None: plain text. Raises ``OSError`` if a file can't be
     read."""
     if not (access.ca_file or access.cert_file or url.startswith(("tls://", "wss://"))):
         return None
@@ -27,7 +35,7 @@ def tls_of(access: NatsAccess, url: str) -> ssl.SSLContext | None:
 
 
 def credentials(access: NatsAccess, token: str) -> dict[str, Any]:
-    """Arguments of nats-py's ``connect`` that say who we are: an NKEY, a user, else the token."""
+    """The credentials as arguments of nats-py's ``connect``: an NKEY, a user, else the token."""
     if access.nkey_seed:
         return {"nkeys_seed_str": access.nkey_seed}
     if access.user:
@@ -58,11 +66,12 @@ async def connect(
     reconnected: Callable[[], Awaitable[None]] | None = None,
     leaving: Callable[[], bool] = lambda: False,
 ) -> Client:
-    """A connection to any of the comma-separated servers of ``url``. It never stops trying to
-    connect or reconnect.
+    """Connect to one of the comma-separated servers of ``url``. Retries forever, now and when the
+    connection is lost.
 
-    name: what the server lists it as. access: credentials other than the token, and TLS. leaving:
-    whether the process is about to leave anyway; then a server that goes first is no news.
+    name: the name of the connection in the server's lists. access: credentials other than the
+    token, and TLS. leaving: whether the process is shutting down; a lost connection is then not a
+    warning.
     """
     access = access or NatsAccess()
     context = tls_of(access, url)
@@ -78,7 +87,7 @@ async def connect(
             return
         log.warning("lost the connection to NATS (%s); reconnecting", name)
         if context is not None:
-            with contextlib.suppress(OSError):  # half of a renewal; what was read before is shown again
+            with contextlib.suppress(OSError):  # the files are being replaced; keep the certificates read before
                 of_nats(access).reload(context)
 
     async def on_reconnect() -> None:
@@ -105,5 +114,42 @@ async def connect(
             )
             return client
         except (TimeoutError, OSError, NoServersError) as error:
-            log.warning("NATS at %s can't be reached (%r); trying on", url, error)
+            log.warning("can't connect to NATS at %s (%r); retrying", url, error)
             await asyncio.sleep(0.5)
+
+
+class ResponderWatch:
+    """Moves a connection to another server if the stream has had no responder for too long.
+
+    A server of a cluster whose routes were cut may never learn that a stream has a leader, although
+    its neighbors know. The connection moves if there is no responder for longer than an election
+    takes and the stream exists.
+    """
+
+    def __init__(self, client: Client, stream: str) -> None:
+        self._client, self._stream = client, stream
+        self._since = self._last = 0.0  # monotonic seconds; 0: the last request had a responder
+
+    async def record(self, unanswered: bool) -> None:
+        """Record whether a request had no responder. If it has been so for too long, reconnect to
+        another server of the cluster, if there is one."""
+        now = time.monotonic()
+        if not unanswered:
+            self._since = 0.0
+            return
+        if not self._since or now - self._last > _IDLE_SECONDS:
+            self._since = now
+        self._last = now
+        if now - self._since > _ELECTION_SECONDS and len(self._client.servers) > 1:
+            self._since = 0.0
+            if await self._stream_exists():
+                log.warning("the NATS server has no responder for %s; reconnecting to another server", self._stream)
+                await self._client.force_reconnect()
+
+    async def _stream_exists(self) -> bool:
+        """False only if the server reports that the stream does not exist."""
+        try:
+            answer = await self._client.request(f"$JS.API.STREAM.INFO.{self._stream}", b"", timeout=_ANSWER_SECONDS)
+            return json.loads(answer.data).get("error", {}).get("err_code") != _NO_STREAM
+        except (NatsError, TimeoutError, ValueError):
+            return True

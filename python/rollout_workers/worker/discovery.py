@@ -1,4 +1,4 @@
-"""Finds the services of the mesh and keeps a channel to each."""
+"""Finds the services of the mesh in the registry, keeps a channel to each, and retries calls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import http.client
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote
 
@@ -14,7 +14,6 @@ import grpc
 
 from rollout.channel import OPTIONS
 from rollout.errors import RolloutError
-from rollout_workers.worker.agent import agent
 from rollout_workers.worker.telemetry import outgoing
 from rollout_workers.worker.tls import NO_FILES, PemFiles
 
@@ -26,15 +25,29 @@ CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
-
-
 _GRACE_SECONDS = 60.0
 
 
+def agent_connection(address: str, *, timeout: float, files: PemFiles) -> http.client.HTTPConnection:
+    """A connection to a Consul agent or to the embedded registry; it opens at the first request.
+
+    address: ``host:port``, optionally after ``http://`` or ``https://``. files: the TLS files for
+    https.
+    """
+    scheme, found, host = address.partition("://")
+    if not found:
+        scheme, host = "http", address
+    host = host.rstrip("/")
+    if scheme == "https":
+        return http.client.HTTPSConnection(host, timeout=timeout, context=files.context())
+    return http.client.HTTPConnection(host, timeout=timeout)
+
+
 def connect(address: str, tls: PemFiles | None) -> grpc.aio.Channel:
-    """A channel to a service or a worker at host:port. tls: what to call it with; None: plain text.
-    Raises
-    :class:`~rollout_workers.worker.tls.CertificateError`."""
+    """A channel to a service or a worker at host:port. tls: the client's files; None: plain text.
+
+    Raises :class:`~rollout_workers.worker.tls.CertificateError`.
+    """
     if tls is None:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     return grpc.aio.secure_channel(address, tls.channel(), options=CHANNEL_OPTIONS)
@@ -52,9 +65,9 @@ class Services:
     def __init__(
         self, agent: str, token: str, *, consul_token: str = "", agent_files: PemFiles = NO_FILES, tls: PemFiles | None = None
     ) -> None:
-        """agent: host:port of the Consul agent, or its URL; agent_files: of an agent at https.
-        token: bearer token of the mesh.
-        tls: what to call services with; None: plain text."""
+        """agent: host:port of the Consul agent, or its URL. token: bearer token of the mesh.
+        agent_files: the TLS files for an agent at https. tls: the client's files for services;
+        None: plain text."""
         self._agent, self._agent_files, self._tls = agent, agent_files, tls
         self._metadata = (("authorization", f"Bearer {token}"),)
         self._headers = {"X-Consul-Token": consul_token} if consul_token else {}
@@ -65,10 +78,12 @@ class Services:
     async def stub(
         self, service: str, make: Callable[[grpc.aio.Channel], Stub], *, worker: tuple[str, str] | None = None
     ) -> Stub:
-        """A stub on the kept channel; the first call looks the service up, and so does the first
-        after certificates were renewed.
-        worker: (run, worker id) where it is a worker's service. Raises
-        :class:`ServiceUnavailable`."""
+        """A stub of the service. The first call, and the first after the certificates changed,
+        looks up the address and opens a channel; later calls share the channel.
+
+        worker: (run, worker id) if the service belongs to a worker. Raises
+        :class:`ServiceUnavailable`.
+        """
         self._renew()
         name = _name(service, worker)
         channel = self._channels.get(name)
@@ -78,7 +93,7 @@ class Services:
         return make(channel)
 
     def peer(self, address: str, make: Callable[[grpc.aio.Channel], Stub]) -> Stub:
-        """A stub of another worker at host:port, on a kept channel."""
+        """A stub of another worker at host:port. Calls to one address share a channel."""
         self._renew()
         channel = self._channels.get(address)
         if channel is None:
@@ -86,8 +101,8 @@ class Services:
         return make(channel)
 
     def _renew(self) -> None:
-        """A channel shows for its life what it was made with: after a renewal make new ones, and
-        let calls in hand end."""
+        """Replace all channels if the certificates changed, because a channel keeps the
+        certificates that it was opened with. Pending calls finish."""
         if self._tls is None or (stamp := self._tls.stamp()) == self._stamp:
             return
         self._stamp = stamp
@@ -104,12 +119,12 @@ class Services:
             task.add_done_callback(self._closing.discard)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What to send with each call: the token and the trace."""
+        """The metadata of each call: the token and the trace context."""
         return self._metadata + tuple(outgoing().items())
 
     def forget(self, service: str, *, worker: tuple[str, str] | None = None) -> None:
-        """Look the service up again at the next call: it answered UNAVAILABLE and may have moved.
-        Pending calls continue."""
+        """Look up the service again at the next call, because it answered UNAVAILABLE and may have
+        moved. Pending calls continue."""
         self._retire(_name(service, worker))
 
     async def close(self) -> None:
@@ -119,7 +134,7 @@ class Services:
             task.cancel()
 
     def _look_up(self, service: str, worker: tuple[str, str] | None) -> str:
-        connection = agent(self._agent, timeout=5, files=self._agent_files)
+        connection = agent_connection(self._agent, timeout=5, files=self._agent_files)
         try:
             connection.request("GET", f"/v1/health/service/{quote(service)}?passing=true", headers=self._headers)
             response = connection.getresponse()
@@ -134,7 +149,7 @@ class Services:
         if worker is not None:
             entries = [e for e in entries if _worker_of(e["Service"].get("Meta") or {}) == worker]
             if not entries:
-                raise ServiceUnavailable(f"{worker[1]} of run {worker[0]} is not in the registry", fix="see its log")
+                raise ServiceUnavailable(f"worker {worker[1]} of run {worker[0]} is not in the registry", fix="see the worker's log")
         if not entries:
             raise ServiceUnavailable(f"no instance of `{service}` is healthy", fix=f"start rolloutd with `{service}`")
         entry = entries[0]
@@ -152,8 +167,11 @@ def _worker_of(meta: dict[str, str]) -> tuple[str, str]:
 
 async def call(services: Services, service: str, make: Callable[[grpc.aio.Channel], Stub], method: str, request: Any,
                *, timeout: float = 10.0, tries: int = 5) -> Any:  # fmt: skip
-    """A unary call that survives a restart of the service: UNAVAILABLE and an empty registry are
-    tried again, a second apart at most. The last failure is raised as it is."""
+    """Make a unary call that survives a restart of the service.
+
+    Retries up to ``tries`` times, at most a second apart, while the service answers UNAVAILABLE or
+    the registry has no instance of it. Raises the last error.
+    """
     for attempt in range(tries):
         last = attempt == tries - 1
         try:
@@ -168,3 +186,16 @@ async def call(services: Services, service: str, make: Callable[[grpc.aio.Channe
             services.forget(service)
         await asyncio.sleep(min(1.0, 0.1 * 2**attempt))
     raise AssertionError("unreachable")
+
+
+async def attempts(problem: str, *, first: float = 0.1, most: float = 1.0) -> AsyncIterator[int]:
+    """Yield attempt numbers from 0 without end, and wait longer after each, from ``first`` to at
+    most ``most`` seconds. The caller leaves the loop on success. ``problem`` is logged after the
+    third attempt."""
+    attempt = 0
+    while True:
+        yield attempt
+        attempt += 1
+        if attempt == 3:
+            log.warning("%s; retrying", problem)
+        await asyncio.sleep(min(most, first * 2**attempt))

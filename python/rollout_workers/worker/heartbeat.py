@@ -1,7 +1,7 @@
-"""The heartbeat of work items: a thread that extends their ack deadline while the worker computes.
+"""A thread that extends the ack deadline of work items while the worker computes.
 
 The thread has its own event loop and NATS connection, so neither a long forward pass nor a busy
-main loop delays it. Once a second it sends a progress ack for each work item in hand. It also
+main loop delays it. Once a second it sends a progress ack for each unfinished work item. It also
 publishes events.
 """
 
@@ -23,7 +23,7 @@ from rollout_workers.worker.bus import connect
 log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
-_AGAIN_SECONDS = 0.1
+_CANCEL_AGAIN_SECONDS = 0.1
 _PROGRESS = b"+WPI"
 
 
@@ -43,7 +43,7 @@ class Heartbeat:
         """access: credentials other than the token, and TLS. leaving: whether the worker is
         shutting down; a lost connection is then not logged."""
         self._url, self._token, self._name, self._access, self._leaving = url, token, name, access, leaving
-        self._held: dict[str, None] = {}  # reply subjects; single operations are atomic
+        self._unfinished: dict[str, None] = {}  # an ordered set of reply subjects; its operations are atomic
         self._loop = asyncio.new_event_loop()
         self._client: asyncio.Future[Client] | None = None
         self._ready = threading.Event()
@@ -55,19 +55,19 @@ class Heartbeat:
         self._ready.wait()
 
     def hold(self, reply: str) -> None:
-        """Send a progress ack each second for the message with this reply subject."""
-        self._held[reply] = None
+        """Start to send a progress ack each second for the message with this reply subject."""
+        self._unfinished[reply] = None
 
     def release(self, reply: str) -> None:
-        """Stop sending progress acks for it."""
-        self._held.pop(reply, None)
+        """Stop sending progress acks for the message."""
+        self._unfinished.pop(reply, None)
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Run a coroutine on this thread's loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def client(self) -> Client:
-        """The connection; waits until there is one. Only on this thread's loop."""
+        """The connection, once it is established. Call it on this thread's loop."""
         assert self._client is not None
         return await asyncio.shield(self._client)
 
@@ -97,17 +97,17 @@ class Heartbeat:
                 async with asyncio.timeout(2):
                     await connecting.result().close()
         while rest := asyncio.all_tasks() - {asyncio.current_task()}:
-            for task in rest:  # more than once: a task in one of nats-py's `wait_for` may lose a cancellation on Python 3.11
+            for task in rest:  # repeated, because `wait_for` in nats-py can swallow a cancellation on Python 3.11
                 task.cancel()
-            await asyncio.wait(rest, timeout=_AGAIN_SECONDS)
+            await asyncio.wait(rest, timeout=_CANCEL_AGAIN_SECONDS)
 
     async def _beat(self) -> None:
         client = await self.client()
         while True:
             await asyncio.sleep(BEAT_SECONDS)
-            for reply in list(self._held):
+            for reply in list(self._unfinished):
                 try:
                     await client.publish(reply, _PROGRESS)
-                except Exception as error:  # while reconnecting; the next beat tries again
-                    log.debug("progress: %r", error)
+                except Exception as error:  # reconnecting; retried a second later
+                    log.debug("can't send a progress ack: %r", error)
                     break

@@ -1,8 +1,8 @@
-"""The life of a worker process.
+"""The states of a worker process.
 
-starting -> serving -SIGTERM, SIGINT-> draining -> left (exit code 0)
-                    -fence()--------> left (exit code 3)
-any -end of file on stdin-> gone at once      any -second signal-> gone at once (exit code 130)
+starting -> serving -SIGTERM, SIGINT-> draining -> exited (exit code 0)
+                    -fence()--------> exited (exit code 3)
+any -end of file on stdin-> exited at once    any -second signal-> exited at once (exit code 130)
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ EXIT_DONE = 0
 EXIT_CRASH = 1
 EXIT_FENCED = 3
 EXIT_REFUSED = 78
-"""What the worker was given can't work (EX_CONFIG of sysexits): it is not started again."""
+"""The configuration can't work (EX_CONFIG of sysexits), so the worker is not restarted."""
 EXIT_HARD = 130
 LEAVE_SECONDS = 10.0
-"""How long a worker that was fenced, or crashed, may take to leave in good order."""
+"""How long a fenced or crashed worker may take to shut down."""
 
 T = TypeVar("T")
 
 
 class Lifecycle:
-    """Says when to drain. Make it on the event loop."""
+    """Decides when the worker shuts down, and with which exit code. Create it on the event
+    loop."""
 
     def __init__(self, exit_after: float | None = None) -> None:
         """exit_after: seconds after which a fenced or crashed worker that has not stopped is
@@ -53,11 +54,11 @@ class Lifecycle:
 
     @property
     def leaving(self) -> bool:
-        """Whether the worker drains or was fenced."""
+        """Whether the worker is shutting down."""
         return self._leaving.is_set()
 
     async def unless_leaving(self, task: asyncio.Task[T]) -> T | None:
-        """The task's result, or None where the worker is to leave first."""
+        """The task's result. Cancels the task and returns None if the worker shuts down first."""
         leaving = asyncio.create_task(self.wait())
         await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
         leaving.cancel()
@@ -80,15 +81,15 @@ class Lifecycle:
             self._leave_soon()
 
     def superseded(self, incarnation: int) -> None:
-        """A newer incarnation of the run has its workers. From any thread."""
+        """Fence the worker because a newer incarnation of the run has started. Thread-safe."""
         self._loop.call_soon_threadsafe(self.fence, f"incarnation {incarnation} of the run exists")
 
     def lost(self, reason: str) -> None:
-        """``crash``, from any thread."""
+        """``crash`` for other threads."""
         self._loop.call_soon_threadsafe(self.crash, reason)
 
     def crash(self, reason: str) -> None:
-        """A part of the worker failed for good. From the event loop."""
+        """Stop the worker because a part of it failed permanently. Call it from the event loop."""
         if not self._leaving.is_set():
             self.exit_code, self.reason = EXIT_CRASH, reason
             self._leave_soon()
@@ -102,19 +103,19 @@ class Lifecycle:
             timer.start()
 
     async def wait(self) -> None:
-        """Return when the worker should leave."""
+        """Return when the worker starts to shut down."""
         await self._leaving.wait()
 
     def _on_signal(self, number: int) -> None:
         self._signals += 1
         if self._signals > 1:
             leave_now(EXIT_HARD)
-        log.info("%s: draining; once more to stop at once", signal.Signals(number).name)
+        log.info("%s: finishing work in progress; send the signal again to stop at once", signal.Signals(number).name)
         self.drain()
 
 
 def prepare_process() -> None:
-    """Make crashes speak: tracebacks of all threads on a fatal signal, and on SIGUSR1."""
+    """Print the tracebacks of all threads on a fatal signal and on SIGUSR1."""
     faulthandler.enable()
     with contextlib.suppress(AttributeError, ValueError, OSError):
         faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -139,13 +140,13 @@ def _wait_for_end(descriptor: int) -> None:
 
 
 def _leave_late(seconds: float, code: int) -> None:
-    log.error("still here %g s after it should have left; the stacks of all threads follow", seconds)
+    log.error("the worker did not shut down within %g s; the stacks of all threads follow", seconds)
     faulthandler.dump_traceback(all_threads=True)
     leave_now(code)
 
 
 def leave_now(code: int) -> NoReturn:
-    """End the process without clean-up; nothing of it needs any."""
+    """Exit without running cleanup handlers. No part of the worker needs them."""
     with contextlib.suppress(Exception):
         sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Trajectories onto JetStream: sent until the stream says that it has them."""
+"""Publishes trajectories to JetStream and retries until the stream acknowledges them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 
-from rollout_workers.worker.reconnect import Silence
+from rollout_workers.worker.bus import ResponderWatch
 
 log = logging.getLogger(__name__)
 
@@ -24,38 +24,38 @@ class Publisher:
     """Publishes to one subject and waits for acks. Belongs to the worker's event loop."""
 
     def __init__(self, client: Client, subject: str, stream: str, process: str) -> None:
-        """stream: which keeps the subject. process: makes message ids unique, so that what was sent
-        twice is stored once."""
+        """stream: the stream of the subject. process: a part of the message ids, by which the
+        stream drops duplicates."""
         self._client, self._subject, self._stream, self._process = client, subject, stream, process
         self._serial = 0
 
     @property
     def most_bytes(self) -> int:
-        """Largest payload that the server takes."""
+        """The largest payload that the server accepts."""
         return self._client.max_payload - _OVERHEAD
 
     async def publish(self, payload: bytes, headers: Mapping[str, str]) -> None:
         """Return when the stream has stored the payload. Retries until it succeeds or is
         cancelled."""
         self._serial += 1
-        silence = Silence(self._client, self._stream)
+        responders = ResponderWatch(self._client, self._stream)
         every = {**headers, "Nats-Msg-Id": f"{self._process}/{self._serial}"}
         attempt = 0
         while True:
             problem, no_responders = await self._try(payload, every)
-            await silence.record(no_responders)
+            await responders.record(no_responders)
             if problem is None:
                 if attempt > 1:
-                    log.info("%s takes messages again after %d tries", self._subject, attempt)
+                    log.info("published to %s after %d failed attempts", self._subject, attempt)
                 return
             if attempt == 1:
-                log.warning("publish to %s: %s; trying on", self._subject, problem)
+                log.warning("can't publish to %s: %s; retrying", self._subject, problem)
             await asyncio.sleep(_RETRY_SECONDS[min(attempt, len(_RETRY_SECONDS) - 1)])
             attempt += 1
 
     async def _try(self, payload: bytes, headers: dict[str, str]) -> tuple[str | None, bool]:
-        """One attempt. Returns the problem in words, or None, and whether the server reported no
-        responders."""
+        """Make one attempt. Returns the problem as text (None: success), and whether the server
+        reported that the subject has no responders."""
         try:
             answer = await self._client.request(self._subject, payload, timeout=_ACK_SECONDS, headers=headers)
         except TimeoutError:

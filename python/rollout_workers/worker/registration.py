@@ -1,8 +1,8 @@
 """Keeps a worker in the registry, from a separate thread.
 
-The registry speaks Consul's agent API. One plain HTTP connection is kept open; each second it
-renews the TTL check, and registers again if the agent does not know the worker, as after a restart
-of the agent. Nothing here needs the worker's event loop.
+The registry has Consul's agent API. The thread renews the TTL check each second over one HTTP
+connection. It registers the worker again if the agent does not know it, for example after a restart
+of the agent. It does not use the worker's event loop.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from rollout import names
 from rollout.run.v1.run_pb2 import WorkerSpec
-from rollout_workers.worker.agent import agent as connection_to
+from rollout_workers.worker.discovery import agent_connection
 from rollout_workers.worker.lifecycle import Lifecycle
 from rollout_workers.worker.spec import Identity
 from rollout_workers.worker.tls import NO_FILES, PemFiles, of_agent
@@ -26,14 +26,13 @@ log = logging.getLogger(__name__)
 
 TTL_SECONDS = 3
 RENEW_SECONDS = 1.0
-_LOOK_EVERY = 5  # renewals between two looks for a newer incarnation
+_LOOK_EVERY = 5  # renewals between two searches for a newer incarnation
 DEREGISTER_AFTER = "30s"
 _HTTP_TIMEOUT = 2.0
 
 
 class Registration:
-    """A worker's entry in the registry. ``start`` returns when the entry is there and passing, or
-    was tried once."""
+    """A worker's entry in the registry. ``start`` returns after the first attempt to register."""
 
     def __init__(
         self,
@@ -45,12 +44,12 @@ class Registration:
         files: PemFiles = NO_FILES,
         superseded: Callable[[int], None] | None = None,
     ) -> None:
-        """agent: host:port of the agent, or its URL. files: of one at https.
+        """agent: host:port of the agent, or its URL. files: the TLS files for an agent at https.
 
-        address: host:port where the worker's gRPC server answers.
+        address: host:port of the worker's gRPC server.
 
-        superseded: called once, in this thread, with the newer incarnation of the run that other
-        workers register for.
+        superseded: called once, in this thread, when workers of a newer incarnation of the run have
+        registered; its argument is that incarnation.
         """
         self._identity = identity
         self._agent, self._files = agent, files
@@ -67,7 +66,8 @@ class Registration:
 
     @classmethod
     def of(cls, spec: WorkerSpec, who: Identity, address: str, lifecycle: Lifecycle) -> Registration:
-        """The entry of the worker of a spec, which leaves when a newer one has its place."""
+        """The entry of the worker that a spec describes. ``lifecycle`` stops the worker if a newer
+        incarnation of the run has registered."""
         return cls(
             who,
             agent=spec.consul_address,
@@ -82,7 +82,7 @@ class Registration:
         return f"service:{self._identity.registration}"
 
     def start(self) -> None:
-        """Register and begin to renew. Blocks for one request."""
+        """Register and start to renew the entry. Blocks for one request."""
         self._thread.start()
         self._settled.wait(2 * _HTTP_TIMEOUT)
 
@@ -105,17 +105,17 @@ class Registration:
         self._close()
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """Run the action. Logs an unreachable registry once and retries at the next beat."""
+        """Run the action. Logs once if the registry is unreachable; a later renewal tries again."""
         try:
             action()
         except (OSError, http.client.HTTPException) as error:
             self._close()
             if self._reachable:
-                log.warning("the registry at %s can't be reached (%s); trying on each second", self._agent, error)
+                log.warning("can't reach the registry at %s (%s); retrying each second", self._agent, error)
             self._reachable = False
         else:
             if not self._reachable:
-                log.info("the registry at %s is back", self._agent)
+                log.info("the registry at %s is reachable again", self._agent)
             self._reachable = True
 
     def _register(self) -> None:
@@ -152,12 +152,12 @@ class Registration:
             return
         status, answer = self._put(f"/v1/agent/check/pass/{quote(self.check_id, safe='')}")
         if status == 404 or (status >= 500 and "heck" in answer):  # Consul says: Unknown check ID, CheckID does not have ..
-            log.warning("the registry has forgotten this worker; registering again")
+            log.warning("the registry does not know this worker any more; registering again")
             self._register()
 
     def _look_for_successors(self) -> None:
-        """Each incarnation has one learner. To look among all inference workers would cost the
-        registry their square."""
+        """Search for learners of a newer incarnation of the run. Each incarnation has one learner,
+        so this request stays small, unlike one for all inference workers."""
         status, answer = self._send("GET", f"/v1/health/service/{names.worker_service('learner')}?passing=true")
         if status != 200 or self._superseded is None:
             return
@@ -175,7 +175,7 @@ class Registration:
 
     def _send(self, method: str, path: str, body: object = None) -> tuple[int, str]:
         if self._connection is None:
-            self._connection = connection_to(self._agent, timeout=_HTTP_TIMEOUT, files=self._files)
+            self._connection = agent_connection(self._agent, timeout=_HTTP_TIMEOUT, files=self._files)
         payload = json.dumps(body).encode() if body is not None else b""
         self._connection.request(method, path, payload, self._headers)
         response = self._connection.getresponse()

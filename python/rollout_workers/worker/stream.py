@@ -1,9 +1,8 @@
-"""Work items from JetStream: pulled as capacity frees up, held with progress acks, acknowledged
-when done.
+"""Pulls work items from JetStream as capacity frees up, extends their ack deadline with progress
+acks, and acknowledges them when they are done.
 
-A pull request is always outstanding for as many items as there is room for, so an item that is
-published is on its way to a worker at once; JetStream deals the items out among the requests of all
-workers.
+A worker always has pull requests open for as many items as it has room for, so JetStream delivers
+a published item at once. It distributes the items among the open requests of all workers.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from nats.errors import Error as NatsError
 
 from rollout import names
 from rollout.run.v1.run_pb2 import PromptGroup
+from rollout_workers.worker.bus import ResponderWatch
 from rollout_workers.worker.heartbeat import Heartbeat
-from rollout_workers.worker.reconnect import Silence
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +53,11 @@ class WorkItem:
 
 
 class _Requests:
-    """How many items the server still owes us.
+    """Counts the requested items that have not arrived yet.
 
-    An item does not say which pull request it answers, so it is booked on the oldest one; a request
-    that ends says how many items it did not get, which corrects the books: the sum is always right.
+    An item does not name the pull request that it answers, so it is counted for the oldest request.
+    When a request ends, the server reports how many items it did not send, which corrects the
+    counts. The total is always right.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class _Requests:
         self._take(1)
 
     def ended(self, name: str, missing: int) -> None:
-        """The server has closed a request, ``missing`` items short."""
+        """Record that the server closed a request without sending ``missing`` of its items."""
         booked = self._left.pop(name, 0)
         if booked < missing:
             self._take(missing - booked)
@@ -99,47 +99,49 @@ class WorkQueue:
     """Pulls work items of one run. All methods belong to the worker's event loop."""
 
     def __init__(self, client: Client, heartbeat: Heartbeat, stream: str, deliver: Callable[[list[WorkItem]], None]) -> None:
-        """deliver: is given the items that arrived together, on the event loop; must not block."""
+        """deliver: called on the event loop with the items that arrived together; must not
+        block."""
         self._client, self._heartbeat, self._stream, self._deliver = client, heartbeat, stream, deliver
         self._next = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{names.WORKERS_CONSUMER}"
         self._inbox = client.new_inbox()
         self._requests = _Requests()
-        self._requested: dict[str, int] = {}  # of the last requests
+        self._requested: dict[str, int] = {}  # items by request, for recent requests
         self._last_received = 0.0  # monotonic seconds
         self._room = 0
         self._serial = 0
         self._arrived: list[WorkItem] = []
         self._wake = asyncio.Event()
         self._missing_since = 0.0
-        self._missing = False  # no server has answered for the stream since the last item
-        self._silence = Silence(client, stream)
+        self._missing = False  # no server found the stream since the last item arrived
+        self._responders = ResponderWatch(client, stream)
         self._task: asyncio.Task[None] | None = None
         self._subscription: Subscription | None = None
 
     @property
     def outstanding(self) -> int:
-        """Items asked for that have not come."""
+        """The number of requested items that have not arrived."""
         return self._requests.items
 
     async def start(self) -> None:
-        """Begin to listen; nothing is asked for before ``set_room``."""
+        """Subscribe to the inbox. Items are requested after ``set_room``."""
         self._subscription = await self._client.subscribe(f"{self._inbox}.*", cb=self._receive, pending_msgs_limit=1 << 16)
         self._task = asyncio.create_task(self._keep_requesting(), name="work-queue")
 
     def set_room(self, items: int) -> None:
-        """How many more items there is room for now. More are asked for at once; what was asked for
-        already may still come."""
+        """Set how many more items there is room for, and request that many. Items that were
+        requested before may still arrive if there is less room now."""
         self._room = items
         if items > self.outstanding:
             self._wake.set()
 
     def reconnected(self) -> None:
-        """Requests of a lost connection are void: ask again."""
+        """Request the items again, because the server dropped the requests of the lost
+        connection."""
         self._requests.clear()
         self._wake.set()
 
     async def ack(self, items: Iterable[WorkItem]) -> None:
-        """Done: the items will not be delivered again."""
+        """Mark items as done, so that they are not delivered again."""
         await self._settle(items, _ACK)
 
     async def give_back(self, items: Iterable[WorkItem]) -> None:
@@ -147,9 +149,8 @@ class WorkQueue:
         await self._settle(items, _NAK)
 
     async def stop(self) -> None:
-        """Ask for no more, and give back what still arrives. When this returns the server sends
-        nothing here any more: items given back afterwards go to another worker, and not to a pull
-        request that this one no longer reads."""
+        """Request no more items, and give back those that still arrive. After this returns, the
+        server delivers items that are given back to other workers only."""
         self._room = 0
         task, self._task = self._task, None
         if task is not None:
@@ -161,7 +162,7 @@ class WorkQueue:
             try:
                 async with asyncio.timeout(_DRAIN_SECONDS):
                     await subscription.drain()
-            except (NatsError, TimeoutError) as error:  # no server: nothing comes from it either
+            except (NatsError, TimeoutError) as error:  # not connected, so nothing arrives either
                 log.debug("stop listening to %s: %r", self._stream, error)
 
     async def _settle(self, items: Iterable[WorkItem], verdict: bytes) -> None:
@@ -169,13 +170,13 @@ class WorkQueue:
             self._heartbeat.release(item.reply)
             try:
                 await self._client.publish(item.reply, verdict)
-            except NatsError as error:  # it comes again, and the buffer knows what it has
+            except NatsError as error:  # the item is delivered again, and the buffer drops duplicates
                 log.debug("settle %s: %r", item.key, error)
 
     async def _keep_requesting(self) -> None:
         while True:
             now = time.monotonic()
-            if self.outstanding and now > self._last_received + 3 * HEARTBEAT_SECONDS:  # no heartbeat: the server has lost them
+            if self.outstanding and now > self._last_received + 3 * HEARTBEAT_SECONDS:  # no heartbeat: the server dropped the requests
                 self._requests.clear()
             waiting = max(0.0, self._missing_since + _MISSING_RETRY_SECONDS - now)
             wanted = self._room - self.outstanding
@@ -208,9 +209,9 @@ class WorkQueue:
         status = (message.headers or {}).get("Status")
         if status is not None and not message.reply:
             self._handle_status(message.subject, status, message.headers or {})
-            await self._silence.record(status == "503")
+            await self._responders.record(status == "503")
             return
-        await self._silence.record(False)
+        await self._responders.record(False)
         self._requests.received()
         item = self._read(message)
         if item is None:
@@ -221,16 +222,16 @@ class WorkQueue:
             await self.give_back([item])
             return
         self._arrived.append(item)
-        if len(self._arrived) == 1:  # the rest of what the socket holds comes before this is run
-            asyncio.get_running_loop().call_soon(self._hand_over)
+        if len(self._arrived) == 1:  # runs after the messages that are already in the socket
+            asyncio.get_running_loop().call_soon(self._deliver_arrived)
 
-    def _hand_over(self) -> None:
+    def _deliver_arrived(self) -> None:
         items, self._arrived = self._arrived, []
         if items:
             self._deliver(items)
 
     def _handle_status(self, name: str, status: str, headers: Mapping[str, str]) -> None:
-        """A status of the server about one request."""
+        """Handle a status message of the server about one request."""
         if status == "100":  # heartbeat
             return
         description = headers.get("Description", "")
@@ -256,11 +257,11 @@ class WorkQueue:
 
 
 def _deliveries(reply: str) -> int:
-    """How often JetStream has delivered a message, from its reply subject ``$JS.ACK...``."""
+    """The number of deliveries of a message, from its reply subject ``$JS.ACK...``."""
     tokens = reply.split(".")
     return int(tokens[4] if len(tokens) == 9 else tokens[6])
 
 
 def in_order(items: Sequence[WorkItem]) -> list[WorkItem]:
-    """Items by position, then attempt."""
+    """Items sorted by position, then attempt."""
     return sorted(items, key=lambda item: (item.group.position, item.group.attempt))

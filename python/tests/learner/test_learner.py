@@ -1,4 +1,4 @@
-"""Calls that overlap take turns at the trainer."""
+"""Concurrent calls of the learner run one after the other."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any, cast
 
 from rollout.buffer.v1.buffer_pb2 import Batch
 from rollout_workers.learner.learner import Learner
+from rollout_workers.learner.trainer_thread import TrainerThread
 from rollout_workers.trainer import StepResult, TrainSample
 
 
-class SlowToSave:
-    """A trainer whose state takes until ``go`` to be written."""
+class SlowTrainer:
+    """A trainer whose saves and steps wait until ``go`` and ``train`` are set."""
 
     def __init__(self) -> None:
-        self.step, self.saving, self.go = 0, threading.Event(), threading.Event()
+        self.step, self.saving, self.go, self.train = 0, threading.Event(), threading.Event(), threading.Event()
 
     def save_state(self, directory: Path) -> list[Path]:
         self.saving.set()
@@ -26,6 +27,7 @@ class SlowToSave:
         return []
 
     def train_step(self, samples: Sequence[TrainSample], step: int, on_progress: object = None) -> StepResult:
+        assert self.train.wait(60)
         self.step = step
         return StepResult(step, {})
 
@@ -33,10 +35,11 @@ class SlowToSave:
         return SimpleNamespace(root=f"of step {self.step}")
 
 
-async def test_a_state_has_the_digest_of_its_own_weights(tmp_path: Path) -> None:
-    """A step that is asked for while the state is written comes after the digest."""
-    trainer, learner = SlowToSave(), Learner(cast(Any, None))
-    await learner.load(lambda: cast(Any, trainer))
+async def test_a_saved_state_has_the_digest_of_its_weights(tmp_path: Path) -> None:
+    """A step that is requested during a save is made after the digest was computed."""
+    trainer = SlowTrainer()
+    thread = await TrainerThread.start(lambda: cast(Any, trainer))
+    learner = Learner(thread, cast(Any, None))
     await learner.initialize("", 0)
     saved = asyncio.create_task(learner.save(0, str(tmp_path)))
     assert await asyncio.to_thread(trainer.saving.wait, 60)
@@ -51,5 +54,7 @@ async def test_a_state_has_the_digest_of_its_own_weights(tmp_path: Path) -> None
             await asyncio.sleep(0)
     trainer.go.set()
     assert (await saved)[1] == "of step 0"
+    assert learner.activity.startswith("training step 1"), "the end of a save hides a running step"
+    trainer.train.set()
     assert (await trained).weights_digest == "of step 1"
-    learner.close()
+    thread.close()

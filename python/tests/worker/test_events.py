@@ -1,4 +1,5 @@
-"""Events and log records reach the stream in batches, and never hold anybody up."""
+"""Events and log records reach the stream in batches, and callers never wait for NATS. Repeated
+warnings are sent once with a count."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import time
 
 from rollout.event.v1 import event_pb2 as pb
 from rollout_testing.run import RunStreams
-from rollout_workers.worker.events import EventHandler, Events, ulid
+from rollout_workers.worker.events import REPEAT_SECONDS, EventHandler, Events, Repeats, ulid
 from rollout_workers.worker.heartbeat import Heartbeat
 from rollout_workers.worker.spec import Identity
 
@@ -45,9 +46,9 @@ async def test_events_and_logs_arrive_in_order(streams: RunStreams, heartbeat: H
     events.close()
 
 
-async def test_a_flood_of_warnings_is_one_and_a_count(streams: RunStreams, heartbeat: Heartbeat, who: Identity) -> None:
+async def test_repeated_warnings_are_sent_once_with_a_count(streams: RunStreams, heartbeat: Heartbeat, who: Identity) -> None:
     events = Events(who, heartbeat)
-    logger = logging.Logger("harness")
+    logger = logging.Logger("rewards")
     logger.addHandler(EventHandler(events))
     for number in range(50):
         logger.warning("the reward of %d samples took longer than 5 s", number)
@@ -60,7 +61,7 @@ async def test_a_flood_of_warnings_is_one_and_a_count(streams: RunStreams, heart
     assert sum(event.level == pb.LEVEL_INFO for event in events_received) == 50
 
 
-async def test_close_sends_what_is_held(streams: RunStreams, heartbeat: Heartbeat, who: Identity) -> None:
+async def test_close_sends_buffered_events(streams: RunStreams, heartbeat: Heartbeat, who: Identity) -> None:
     events = Events(who, heartbeat)
     events.emit("worker.note", "the last words")
     events.close()
@@ -68,15 +69,15 @@ async def test_close_sends_what_is_held(streams: RunStreams, heartbeat: Heartbea
     assert event.message == "the last words"
 
 
-def test_without_nats_nothing_blocks_and_the_oldest_go(who: Identity) -> None:
+def test_without_nats_emit_does_not_block_and_the_oldest_events_are_dropped(who: Identity) -> None:
     away = Heartbeat("nats://127.0.0.1:1", "", name="test")
     away.start()
     events = Events(who, away)
     events.start()
     for number in range(20_000):
         events.emit("log", str(number))
-    assert len(events._held) == 10_000
-    assert events._held[0].message == "10000"
+    assert len(events._buffered) == 10_000
+    assert events._buffered[0].message == "10000"
     events.close(0.1)
     away.stop()
 
@@ -85,4 +86,44 @@ def test_ulids_sort_by_time() -> None:
     assert ulid(1) < ulid(2) < ulid(1 << 40)
     drawn = ulid(time.time_ns() // 1_000_000)
     assert len(drawn) == 26
-    assert drawn == drawn.lower(), "the control plane's ids are lowercase"
+    assert drawn == drawn.lower(), "ids of the control plane are in lower case"
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_sends_the_first_of_equal_warnings_and_counts_the_others() -> None:
+    clock = Clock()
+    repeats: Repeats[int] = Repeats(clock)
+    admitted = [
+        repeats.admit("log", f"`score` raised ValueError: can't read '{word}' of sample {number}", number)
+        for number, word in enumerate(("a", "b1", "c d", "d"))
+    ]
+    assert admitted == [True, False, False, False]
+    assert repeats.admit("log", "the disk is full", 9)
+    assert repeats.admit("another", "`score` raised ValueError: can't read 'x' of sample 1", 8)
+    assert list(repeats.due()) == []
+    clock.now = REPEAT_SECONDS
+    assert list(repeats.due()) == [(3, 3)]
+    assert list(repeats.due()) == []
+
+
+def test_sends_at_once_after_a_pause() -> None:
+    clock = Clock()
+    repeats: Repeats[int] = Repeats(clock)
+    assert repeats.admit("log", "slow", 1)
+    clock.now = REPEAT_SECONDS
+    assert list(repeats.due()) == []
+    assert repeats.admit("log", "slow", 2)
+
+
+def test_sends_counted_warnings_at_the_end() -> None:
+    repeats: Repeats[int] = Repeats(Clock())
+    assert repeats.admit("log", "slow", 1)
+    assert not repeats.admit("log", "slow", 2)
+    assert list(repeats.due(all=True)) == [(2, 1)]
+    assert list(repeats.due(all=True)) == []

@@ -1,4 +1,4 @@
-"""What is published is stored exactly once, whatever the connection does."""
+"""A published payload is stored exactly once, even if the connection is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollout_testing.daemon import Daemon
 from rollout_testing.proxy import Proxy
 from rollout_testing.run import RunStreams
 from rollout_testing.waiting import until
-from rollout_workers.worker import reconnect
+from rollout_workers.worker import bus
 from rollout_workers.worker.bus import connect
 from rollout_workers.worker.publisher import Publisher
 from rollout_workers.worker.spec import Identity
@@ -37,7 +37,7 @@ async def test_waits_for_the_stream(daemon: Daemon, who: Identity) -> None:
     publisher = Publisher(client, who.trajectory_subject, who.trajectory_stream, who.process)
     publishing = asyncio.create_task(publisher.publish(b"payload", {}))
     js = client.jetstream()
-    await js.account_info()  # a round trip: the first try has failed
+    await js.account_info()  # a round trip, after which the first attempt has failed
     assert not publishing.done()
     await js.add_stream(
         StreamConfig(name=f"TRAJ_{who.run}", subjects=[who.trajectory_subject], retention=RetentionPolicy.WORK_QUEUE)
@@ -63,8 +63,7 @@ async def test_a_cut_connection_stores_once(daemon: Daemon, who: Identity, strea
 
 
 class TwoServers:
-    """A connection to the first of two servers, where a publish has no responders; the second one's
-    stream answers."""
+    """A connection to two servers. The first reports no responders; the second stores messages."""
 
     servers: tuple[str, ...] = ("first", "second")
     moves = 0
@@ -78,15 +77,15 @@ class TwoServers:
         self.moves += 1
 
 
-async def test_a_server_that_knows_nobody_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reconnect, "_ELECTION_SECONDS", 0.2)
+async def test_moves_to_another_server_if_the_first_has_no_responders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bus, "_ELECTION_SECONDS", 0.2)
     client = TwoServers()
     await Publisher(cast(Client, client), "subject", "TRAJ", "process").publish(b"payload", {})
     assert client.moves == 1
 
 
-async def test_one_server_alone_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reconnect, "_ELECTION_SECONDS", 0.0)
+async def test_keeps_the_connection_if_there_is_no_other_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bus, "_ELECTION_SECONDS", 0.0)
     client = TwoServers()
     client.servers = ("first",)
     publishing = asyncio.create_task(Publisher(cast(Client, client), "subject", "TRAJ", "process").publish(b"payload", {}))
@@ -96,7 +95,7 @@ async def test_one_server_alone_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
     publishing.cancel()
 
 
-async def test_a_server_that_goes_first_is_news_only_for_who_stays(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_lost_connection_is_a_warning_unless_the_process_is_shutting_down(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
     proxy = await Proxy(daemon.nats_url).start()
     stays = await connect(proxy.url, daemon.token, name="stays")
     leaves = await connect(proxy.url, daemon.token, name="leaves", leaving=lambda: True)
