@@ -38,7 +38,7 @@ from rollout_testing.sim.engine import SimText
 from rollout_workers.engines.base import Engine, EngineStats, GroupRequest, SampleOutput, SamplingParams, VersionSpan
 from rollout_workers.environments.episode import EpisodeRunner
 from rollout_workers.inference.puller import Puller, capacity
-from rollout_workers.inference.receipt import Holdings
+from rollout_workers.inference.receipt import EngineReceipts
 from rollout_workers.inference.sampler import Outlet, Sampler
 from rollout_workers.inference.sharing import Sharing
 from rollout_workers.inference.throughput import Throughput
@@ -110,14 +110,14 @@ class Worker:
         heartbeat = Heartbeat(daemon.nats_url, daemon.token, name=who.registration)
         heartbeat.start()
         engine = cast(Engine, Paced(speed))
-        holdings = Holdings(engine)
-        holdings.current = WeightsReceipt(digest=await engine.weights_digest())
+        receipts = EngineReceipts(engine)
+        receipts.current = WeightsReceipt(digest=await engine.weights_digest())
         services = Services(daemon.consul, daemon.token, consul_token=daemon.token)
         puller = Puller(None, capacity=capacity(SLOTS, SAMPLES), slots=SLOTS, group_size=SAMPLES, prepare=lambda items: None)
         publisher = Publisher(client, who.trajectory_subject, who.trajectory_stream, who.process)
         outlet = Outlet(publisher, services, Throughput(engine.stats), puller)
         runner = EpisodeRunner(engine, cast(Any, Unscored()), SimText(), SamplingParams(max_tokens=64), puller.sampled)
-        sampler = Sampler(who, runner, holdings, outlet, services, puller)
+        sampler = Sampler(who, runner, receipts, outlet, services, puller)
         queue = WorkQueue(client, heartbeat, who.work_stream, puller.deliver)
         await queue.start()
         puller.start(queue, sampler.begin)

@@ -1,2 +1,2 @@
-"""The inference worker: pulls prompt groups, samples and scores them, streams trajectories, and
-serves the policy."""
+"""The inference worker: pulls prompt groups, samples and scores completions, publishes
+trajectories, and answers requests for generation and evaluation."""

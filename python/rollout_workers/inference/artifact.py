@@ -1,4 +1,4 @@
-"""Payloads that are too large for a message: into the storage service, and a reference instead."""
+"""Stores payloads that are too large for a message in the storage service."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _CHUNK = 1 << 20
 
 
 async def move_out(envelope: TrajectoryEnvelope, services: Services) -> None:
-    """Store the payload and put its content id in its place. Retries until the storage service
-    takes it."""
+    """Store the payload and replace it by its content id. Retries until the storage service accepts
+    it."""
     payload = envelope.payload
 
     async def chunks() -> AsyncIterator[PutArtifactRequest]:

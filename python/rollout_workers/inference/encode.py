@@ -1,5 +1,5 @@
-"""Finished samples as trajectory envelopes: raw little-endian arrays, the same bytes for the same
-sample."""
+"""Encodes finished samples as trajectory envelopes. Arrays are raw and little-endian, so that equal
+samples have equal bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollout.trajectory.v1 import trajectory_pb2 as pb
 from rollout_workers.data.supervised import Example
 from rollout_workers.engines.base import SampleOutput
 from rollout_workers.environments.episode import Episode, FinishedGroup
-from rollout_workers.inference.receipt import Holdings
+from rollout_workers.inference.receipt import EngineReceipts
 
 INLINE_BYTES = 256 << 10
 _OUTCOMES: dict[str, pb.Outcome.ValueType] = {
@@ -25,20 +25,20 @@ _OUTCOMES: dict[str, pb.Outcome.ValueType] = {
     "infra_failed": pb.OUTCOME_INFRA_FAILED,
 }
 if sys.byteorder != "little":
-    raise ImportError("trajectories are little-endian, and so must the worker's machine be")
+    raise ImportError("trajectories are little-endian; big-endian machines are not supported")
 
 
-def encode_group(group: PromptGroup, finished: FinishedGroup, holdings: Holdings, worker: str) -> list[pb.TrajectoryEnvelope]:
-    """One envelope an episode. worker: the worker's id, which stands in the header alone."""
+def encode_group(group: PromptGroup, finished: FinishedGroup, receipts: EngineReceipts, worker: str) -> list[pb.TrajectoryEnvelope]:
+    """One envelope per episode. worker: the worker's id, which only the header contains."""
     if not finished.episodes:
         return []
     head = _Head(group, finished.episodes[0].prompt, worker)
-    return [_encode_episode(episode, head, holdings) for episode in finished.episodes]
+    return [_encode_episode(episode, head, receipts) for episode in finished.episodes]
 
 
 class _Head:
-    """What the samples of a group share. The messages are filled in for one sample after the other:
-    to make new ones, with their parts copied in, took most of the time of a short sample."""
+    """The fields that the samples of a group share. The messages are reused for one sample after
+    another, because creating new ones took most of the time of a short sample."""
 
     def __init__(self, group: PromptGroup, prompt: Observation, worker: str) -> None:
         self.tokens = len(prompt.token_ids)
@@ -50,7 +50,7 @@ class _Head:
         self.header = pb.TrajectoryHeader(key=key, group_size=group.group_size, worker_id=worker, row=group.row, parts=1)
 
 
-def _encode_episode(episode: Episode, head: _Head, holdings: Holdings) -> pb.TrajectoryEnvelope:
+def _encode_episode(episode: Episode, head: _Head, receipts: EngineReceipts) -> pb.TrajectoryEnvelope:
     result = episode.result
     assert result is not None
     trained = result.outcome in ("completed", "truncated")
@@ -78,7 +78,7 @@ def _encode_episode(episode: Episode, head: _Head, holdings: Holdings) -> pb.Tra
     trajectory.loss_mask = b"".join(mask)
     del trajectory.version_spans[:]
     for span in spans:
-        digest = _digest(holdings, span.version)
+        digest = _digest(receipts, span.version)
         trajectory.version_spans.add(version=span.version, start=span.start, end=span.end, digest=digest)
     trajectory.reward = result.reward
     trajectory.metrics.clear()
@@ -91,7 +91,7 @@ def _encode_episode(episode: Episode, head: _Head, holdings: Holdings) -> pb.Tra
     trajectory.teacher_logprobs = _by_token(result.teacher_logprobs, head.tokens, completion)
     payload = trajectory.SerializeToString(deterministic=True)
 
-    receipt = holdings.of(spans[-1].version if spans else None)
+    receipt = receipts.of(spans[-1].version if spans else None)
     versions = [span.version for span in spans] or [receipt.version]
     envelope = pb.TrajectoryEnvelope(payload=payload, crc32c=crc32c.crc32c(payload))
     header = envelope.header
@@ -115,8 +115,8 @@ def _all_raw(episode: Episode) -> bool:
 
 
 def encode_row(group: PromptGroup, made: Sequence[Example] | Example | Refusal, worker: str) -> list[pb.TrajectoryEnvelope]:
-    """A row of data, one envelope an example; a row that was refused is so in all that its group
-    wants."""
+    """One envelope per example of a row. If the row was refused, all samples of its group get the
+    refusal."""
     if isinstance(made, Refusal):
         return [encode_example(group, made, worker, sample) for sample in range(group.group_size)]
     examples = [made] if isinstance(made, Example) else made
@@ -124,8 +124,8 @@ def encode_row(group: PromptGroup, made: Sequence[Example] | Example | Refusal, 
 
 
 def encode_example(group: PromptGroup, example: Example | Refusal, worker: str, sample: int = 0) -> pb.TrajectoryEnvelope:
-    """An example: no logprobs, no versions, no receipt. A refusal is INFRA_FAILED with its
-    reason."""
+    """The envelope of an example, without logprobs, versions, and receipt. A refusal becomes
+    INFRA_FAILED with its reason."""
     key = _key(group, sample)
     if isinstance(example, Refusal):
         trajectory = pb.Trajectory(key=key, outcome=pb.OUTCOME_INFRA_FAILED, reason=example.reason)
@@ -162,7 +162,7 @@ def encode_example(group: PromptGroup, example: Example | Refusal, worker: str, 
 
 
 def in_messages(envelopes: Iterable[pb.TrajectoryEnvelope], most_bytes: int) -> list[pb.TrajectoryBatch]:
-    """Envelopes as messages of at most ``most_bytes``. Each envelope must fit by itself."""
+    """Pack envelopes into messages of at most ``most_bytes``. Each envelope must fit by itself."""
     batches: list[pb.TrajectoryBatch] = []
     held: list[pb.TrajectoryEnvelope] = []
     size = 0
@@ -179,7 +179,8 @@ def in_messages(envelopes: Iterable[pb.TrajectoryEnvelope], most_bytes: int) -> 
 
 
 def _by_token(values: Sequence[float], prompt: int, completion: int) -> bytes:
-    """float32[prompt + completion], 0 over the prompt; empty if ``values`` is."""
+    """``values`` as float32[prompt + completion], with 0 for the prompt; empty if ``values`` is
+    empty."""
     if not values:
         return b""
     found = np.zeros(prompt + completion, np.float32)
@@ -187,9 +188,10 @@ def _by_token(values: Sequence[float], prompt: int, completion: int) -> bytes:
     return found.tobytes()
 
 
-def _digest(holdings: Holdings, version: int) -> str:
-    """What the engine computed from the weights of a version; empty where that is forgotten."""
-    receipt = holdings.of(version)
+def _digest(receipts: EngineReceipts, version: int) -> str:
+    """The digest that the engine computed for a version of the weights; empty if the version's
+    receipt is gone."""
+    receipt = receipts.of(version)
     return receipt.digest if receipt.version == version else ""
 
 
@@ -198,5 +200,5 @@ def _key(group: PromptGroup, sample: int) -> pb.TrajectoryKey:
 
 
 def large(envelopes: Sequence[pb.TrajectoryEnvelope]) -> list[pb.TrajectoryEnvelope]:
-    """Those whose payload must travel by reference."""
+    """The envelopes whose payload must be stored separately."""
     return [envelope for envelope in envelopes if len(envelope.payload) > INLINE_BYTES]

@@ -1,4 +1,4 @@
-"""Held-out rows, answered with one version of the weights and scored."""
+"""Samples and scores completions of held-out rows with one version of the weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollout.trajectory.v1 import trajectory_pb2
 from rollout_workers.data.prompts import Text
 from rollout_workers.engines.base import Engine, SamplingParams
 from rollout_workers.environments.episode import Episode, EpisodeRunner, sample_seed
-from rollout_workers.inference.receipt import Holdings
+from rollout_workers.inference.receipt import EngineReceipts
 from rollout_workers.worker.status import EdgeError
 
 _CHUNK = 128
@@ -28,8 +28,8 @@ _OUTCOMES = {
 }
 
 
-class VersionNotHeld(EdgeError):
-    """The engine holds other weights than those that must answer."""
+class WeightsVersionMismatch(EdgeError):
+    """The engine uses another version of the weights than the requested one."""
 
     reason: ClassVar[str] = "WEIGHTS_VERSION_MISMATCH"
 
@@ -49,17 +49,17 @@ class Evaluation:
         environment: Environment,
         text: Text,
         params: SamplingParams,
-        holdings: Holdings,
+        receipts: EngineReceipts,
         rows_file: str,
     ) -> None:
-        """params: the run's; an evaluation sets the temperature alone. rows_file: JSON Lines."""
+        """params: of the run; an evaluation only sets the temperature. rows_file: JSON Lines."""
         self._engine, self._environment, self._text, self._params = engine, environment, text, params
-        self._holdings, self._file = holdings, rows_file
+        self._receipts, self._file = receipts, rows_file
         self._rows: list[bytes] | None = None
         self._serial = itertools.count()
 
     async def evaluate(self, request: pb.EvaluateRequest) -> AsyncGenerator[pb.EvaluateResponse, None]:
-        """Scored samples by row, sent on as soon as all rows before them are scored."""
+        """Scored samples in the order of the rows, sent as soon as all earlier rows are scored."""
         self._check_version(request.version)
         rows = await self._read()
         wanted = rows[: request.max_prompts] if request.max_prompts else rows
@@ -84,15 +84,15 @@ class Evaluation:
                     yield pb.EvaluateResponse(samples=chunk)
 
     def _check_version(self, version: int) -> None:
-        if self._holdings.version != version:
+        if self._receipts.version != version:
             raise self._wrong_version(version)
 
-    def _wrong_version(self, version: int) -> VersionNotHeld:
-        held = self._holdings.version
-        return VersionNotHeld(
-            f"version {version} must answer, the engine holds {held}",
-            fix="deliver the version first",
-            metadata={"version": str(version), "held": str(held)},
+    def _wrong_version(self, version: int) -> WeightsVersionMismatch:
+        current = self._receipts.version
+        return WeightsVersionMismatch(
+            f"the evaluation is for weights version {version}, but the engine uses {current}",
+            fix="load this version first",
+            metadata={"version": str(version), "current": str(current)},
         )
 
     async def _read(self) -> list[bytes]:
@@ -103,8 +103,8 @@ class Evaluation:
 
 
 def take_chunk(scored: dict[int, pb.EvalSample], sent: int, total: int) -> list[pb.EvalSample]:
-    """Removes and returns the next rows from ``sent`` on, once every one of them is scored; else
-    nothing."""
+    """Remove and return the next chunk of rows from ``sent`` on if all of them are scored; else
+    return nothing."""
     rows = range(sent, min(sent + _CHUNK, total))
     return [scored.pop(row) for row in rows] if all(row in scored for row in rows) else []
 

@@ -1,4 +1,4 @@
-"""Requests of people and the gateway: prompts in, pieces of completions out."""
+"""Answers generation requests, for example those of the gateway, with pieces of completions."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from rollout_workers.environments.episode import sample_seed
 from rollout_workers.inference.params import of_request
 from rollout_workers.worker.status import EdgeError
 
-_LONG_BYTES = 16 << 10  # longer prompts are tokenized outside of the event loop; this takes some 0.02 s
+_LONG_BYTES = 16 << 10  # longer prompts are tokenized in a thread; this many characters take about 0.02 s
 _MOST_ID = np.iinfo(np.int32).max
 _FINISH = {"stop": "stop", "length": "length", "aborted": "abort"}
 
 
 class ContextOverflow(EdgeError):
-    """Prompt and wanted tokens exceed the context."""
+    """The prompt and the requested tokens exceed the context."""
 
     reason: ClassVar[str] = "CONTEXT_OVERFLOW"
 
 
 class DuplicateRequest(EdgeError):
-    """The request id is in flight already."""
+    """A request with this id is still being answered."""
 
     reason: ClassVar[str] = "DUPLICATE_REQUEST"
 
 
 class InvalidPrompt(EdgeError):
-    """A prompt without tokens, or with ids that the model has not."""
+    """The prompt has no tokens, or token ids outside of the vocabulary."""
 
     reason: ClassVar[str] = "INVALID_PROMPT"
 
@@ -46,15 +46,17 @@ class Generation:
     """Answers Generate requests. Belongs to the worker's event loop."""
 
     def __init__(self, engine: Engine, text: Text, params: SamplingParams, max_model_len: int) -> None:
-        """params: the run's, for what a request leaves out."""
+        """params: of the run, for fields that a request does not set."""
         self._engine, self._text, self._params, self._limit = engine, text, params, max_model_len
-        self._running: dict[str, list[str]] = {}  # request id -> the engine's ids
+        self._running: dict[str, list[str]] = {}  # request id -> ids of the engine's samples
 
     async def tokenized(self, prompts: Sequence[pb.Prompt], *, bounded: bool = False) -> list[NDArray[np.int32]]:
-        """Token ids of each prompt. Long ones take seconds, without blocking the event loop. Raises
-        ``PromptInvalid`` for a chat that the template refuses, ``InvalidPrompt`` for an id that no
-        vocabulary has; bounded: ``ContextOverflow`` for a text that can't fit, before it is
-        tokenised."""
+        """The token ids of each prompt. Long prompts are tokenized in a thread.
+
+        Raises ``PromptInvalid`` for a chat that the template rejects, ``InvalidPrompt`` for an id
+        outside of the vocabulary, and, if ``bounded``, ``ContextOverflow`` for a text that can't
+        fit, before it is tokenized.
+        """
         if sum(prompt.ByteSize() for prompt in prompts) > _LONG_BYTES:
             return await asyncio.to_thread(self._tokenize, prompts, bounded)
         return self._tokenize(prompts, bounded)
@@ -81,7 +83,7 @@ class Generation:
         for at, text, _ in texts:
             if bounded and len(text) > _LONG_BYTES and len(text) > self._limit * self._text.longest:
                 problem = (
-                    f"the text of prompt {at} has {len(text)} characters, which the context of {self._limit} tokens can't hold"
+                    f"the text of prompt {at} has {len(text)} characters, too many for a context of {self._limit} tokens"
                 )
                 raise ContextOverflow(problem, fix="shorten the prompt", violations=[(f"prompts[{at}]", problem)])
         for special in (False, True):
@@ -91,20 +93,21 @@ class Generation:
         return out
 
     async def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """Pieces as they are sampled where the request streams, else one message a completion."""
+        """Pieces of completions as they are sampled if the request streams; else one message per
+        completion."""
         prompts = await self.tokenized(request.prompts, bounded=True)
         self._check(prompts, request.params)
         seed = request.params.seed if request.params.HasField("seed") else secrets.randbits(63)
         name = request.request_id
         if name in self._running:
-            raise DuplicateRequest(f"request {name} is in flight already", fix="use another id")
+            raise DuplicateRequest(f"request {name} is still being answered", fix="use another id")
         groups = [
             GroupRequest(
                 f"request/{name}/{at}",
                 ids,
                 tuple(sample_seed(seed, 0, at, sample) for sample in range(request.n)),
                 of_request(request.params, self._params, self._limit - len(ids)),
-                stream=True,  # its texts leave out end token and stop text
+                stream=True,  # texts without the end token and the stop text
             )
             for at, ids in enumerate(prompts)
         ]
@@ -127,11 +130,11 @@ class Generation:
             self._running.pop(name, None)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests; unknown ones are ignored."""
+        """End these requests. Ignores unknown ids."""
         await self._engine.abort([i for name in request_ids for i in self._running.get(name, ())])
 
     async def _scored(self, prompts: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        """The logprobs of each prompt's own tokens. Raises ``EngineError``."""
+        """The logprobs of the tokens of each prompt. Raises ``EngineError``."""
         return await asyncio.gather(*(self._engine.prompt_logprobs(ids) for ids in prompts))
 
     def _check(self, prompts: Sequence[NDArray[np.int32]], params: pb.SamplingParams) -> None:
@@ -140,7 +143,7 @@ class Generation:
             if not len(ids):
                 raise InvalidPrompt(f"prompt {at} has no tokens", violations=[(f"prompts[{at}]", "must not be empty")])
             if len(ids) + wanted > self._limit:
-                problem = f"{len(ids)} tokens of prompt and {wanted} of completion exceed the context of {self._limit}"
+                problem = f"a prompt of {len(ids)} tokens and a completion of {wanted} tokens exceed the context of {self._limit} tokens"
                 raise ContextOverflow(
                     problem,
                     fix="shorten the prompt or lower max_tokens",
@@ -166,8 +169,8 @@ def _piece(delta: SampleDelta, prompt: int) -> pb.GenerateResponse:
 
 
 def _last(output: SampleOutput, prompt: int, ids: NDArray[np.int32], *, whole: bool) -> pb.GenerateResponse:
-    """The piece that ends a completion; the whole of it where none went before. Raises the sample's
-    error."""
+    """The last piece of a completion, or the whole completion if no piece was sent. Raises the
+    sample's error."""
     if output.error is not None:
         raise output.error
     response = pb.GenerateResponse(

@@ -1,8 +1,8 @@
 """Merges received adapters into full weights, with the same code that the learner uses.
 
 The worker keeps the run's initial model in addition to the engine's weights. The merged weights are
-verified like all others: if they differ by a bit from those of the learner (on another processor,
-say), the controller has the full weights sent.
+verified like all others. If they differ from the learner's by a bit, for example on another
+processor, the controller requests the full weights.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from rollout_workers.weights.tensor_file import read_tensors
 
 
 class Merging:
-    """Calls take turns: each leaves its adapters in the model."""
+    """Merges adapters into the initial model. Calls run one after the other, because each changes
+    the model."""
 
     def __init__(self, model_directory: str, dtype: torch.dtype, lora: LoraConfig, device: str | None = None) -> None:
-        """Load the model that the adapters belong to. device: as for ``Policy.load_model``. Raises
-        ``BadSettings``, ``OSError``."""
+        """Load the initial model. device: as for ``Policy.load_model``. Raises ``BadSettings``,
+        ``OSError``."""
         self._adapter = Adapter(Policy.load_model(model_directory, dtype=dtype, device=device), lora)
 
     @torch.no_grad()
     def __call__(self, folder: Path) -> dict[str, Tensor]:
-        """The tensors of a version by their Hugging Face names; what has no adapter is the model's
-        own. Raises ``WeightsUnreadable``."""
+        """All tensors of a version by their Hugging Face names; tensors without adapters are those
+        of the initial model. Raises ``WeightsUnreadable``."""
         path = folder / ADAPTER_FILE
         try:
             sent = read_tensors(path)
@@ -37,7 +38,7 @@ class Merging:
             raise WeightsUnreadable(f"{path}: {error}") from error
         live = self._adapter.tensors()
         if {name: (t.shape, t.dtype) for name, t in live.items()} != {name: (t.shape, t.dtype) for name, t in sent.items()}:
-            raise WeightsUnreadable(f"{path} holds other adapters than the plan's `lora` table makes")
+            raise WeightsUnreadable(f"{path} has other adapters than the plan's `lora` table describes")
         for name, tensor in live.items():
             tensor.copy_(sent[name])
         return dict(self._adapter.merged())

@@ -1,4 +1,4 @@
-"""The model of an inference worker, loaded before anything serves."""
+"""Loads the engine and the tokenizer of an inference worker."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Model:
-    """What was loaded before anything serves."""
+    """The engine and the tokenizer of a worker."""
 
     engine: Engine
     text: Text
     merge: Callable[[Path], Mapping[str, Any]] | None = None
-    """Makes whole weights of adapters, where the run trains some."""
+    """Merges a folder of adapters into full weights; None if the run does not train adapters."""
 
 
 def load(spec: WorkerSpec) -> Model:
-    """Load engine and tokenizer. Blocks for as long as the model is large."""
+    """Load the engine and the tokenizer. Blocks, for large models for minutes."""
     folder, version = spec.initial_weights or model_directory(spec), spec.initial_version
-    if (Path(folder) / ADAPTER_FILE).is_file():  # its version comes when the worker serves
+    if (Path(folder) / ADAPTER_FILE).is_file():  # adapters are loaded later, once the worker serves
         folder, version = model_directory(spec), 0
     if not (Path(folder) / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} holds no config.json: it must be a model's folder")
+        raise FileNotFoundError(f"{folder} has no config.json: pass the folder of a Hugging Face model")
     config = spec.plan.config
     deterministic = is_deterministic(config)
     if deterministic:

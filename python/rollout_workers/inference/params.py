@@ -1,4 +1,5 @@
-"""Sampling parameters: of the run, and of requests, whose absent fields take the run's values."""
+"""The sampling parameters of runs and requests. Fields that a request does not set have the values
+of the run."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from rollout_workers.engines.base import SamplingParams
 
 
 def of_run(sampling: SamplingConfig) -> SamplingParams:
-    """What the groups of a run are sampled with."""
+    """The sampling parameters for the groups of a run."""
     return SamplingParams(
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
@@ -20,8 +21,8 @@ def of_run(sampling: SamplingConfig) -> SamplingParams:
 
 
 def of_request(given: pb.SamplingParams, run: SamplingParams, room: int) -> SamplingParams:
-    """What a request is sampled with. room: tokens that the context has left; it bounds an absent
-    max_tokens."""
+    """The sampling parameters of a request. room: number of tokens left in the context, the default
+    of ``max_tokens``."""
     return SamplingParams(
         max_tokens=given.max_tokens if given.HasField("max_tokens") else max(1, min(run.max_tokens, room)),
         temperature=given.temperature if given.HasField("temperature") else run.temperature,

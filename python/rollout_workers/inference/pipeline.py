@@ -1,4 +1,5 @@
-"""The path of work items through an inference worker: pulled, sampled, published."""
+"""The parts through which work items pass in an inference worker: a puller and a sampler or row
+sender."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from rollout_workers.environments.teacher import taught
 from rollout_workers.inference.model import Model
 from rollout_workers.inference.params import of_run
 from rollout_workers.inference.puller import Puller, capacity
-from rollout_workers.inference.receipt import Holdings
+from rollout_workers.inference.receipt import EngineReceipts
 from rollout_workers.inference.sampler import Outlet, RowSender, Sampler
 from rollout_workers.inference.throughput import Throughput
 from rollout_workers.rewards.rewards import Scorer
@@ -29,7 +30,7 @@ from rollout_workers.worker.stream import WorkItem
 
 _ACTIVE_ROWS = 1024
 _DRAIN_SECONDS = 2.0
-"""For active groups; another worker samples the rest again."""
+"""How long a drain waits for active groups. Another worker samples the others again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +40,18 @@ class SamplingContext:
     who: Identity
     config: RunConfig
     model: Model
-    holdings: Holdings
+    receipts: EngineReceipts
     prompts: PromptReader
     environment: Environment
     params: SamplingParams
     throughput: Throughput
 
     @classmethod
-    def build(cls, who: Identity, config: RunConfig, model: Model, holdings: Holdings, rewards: Scorer | None) -> SamplingContext:
+    def build(cls, who: Identity, config: RunConfig, model: Model, receipts: EngineReceipts, rewards: Scorer | None) -> SamplingContext:
         prompts = PromptReader(model.text, prompt_field=config.data.prompt_field, chat_template=config.model.chat_template)
         environment = environments.build(environments.Context(config, prompts, rewards, model.text))
         throughput = Throughput(model.engine.stats)
-        return cls(who, config, model, holdings, prompts, environment, of_run(config.sampling), throughput)
+        return cls(who, config, model, receipts, prompts, environment, of_run(config.sampling), throughput)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Pipeline:
             context.prompts.read([item.group.row_json for item in items])  # the reader caches them
 
         puller = Puller(
-            context.holdings,
+            context.receipts,
             capacity=capacity(config.engine.slots, config.sampling.group_size),
             slots=config.engine.slots,
             group_size=config.sampling.group_size,
@@ -82,11 +83,11 @@ class Pipeline:
         environment = taught(config, context.environment, text, cleanup)
         runner = EpisodeRunner(context.model.engine, environment, text, context.params, puller.sampled)
         outlet = Outlet(publisher, services, context.throughput, puller)
-        return cls(puller, Sampler(context.who, runner, context.holdings, outlet, services, puller))
+        return cls(puller, Sampler(context.who, runner, context.receipts, outlet, services, puller))
 
     async def drain(self, lifecycle: Lifecycle) -> None:
-        """Return unstarted work and finish active groups for up to two seconds; abort the rest. A
-        worker with a nonzero exit code aborts at once."""
+        """Give back groups that were not started, finish active groups for up to two seconds, and
+        stop the others. A worker with a nonzero exit code stops all at once."""
         await self.puller.stop()
         if lifecycle.exit_code:
             await self.consumer.stop()

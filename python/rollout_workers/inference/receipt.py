@@ -1,4 +1,5 @@
-"""What the engine says of the weights that it holds."""
+"""Swaps the engine's weights and keeps receipts: digests that were computed from the tensors in the
+engine."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from rollout_workers.weights.transfer.cache import ADAPTER_FILE
 if TYPE_CHECKING:
     from torch import Tensor
 
-_REMEMBERED = 128
+_MOST_RECEIPTS = 128
 
 
 class WeightsDigestMismatch(RolloutError):
@@ -24,109 +25,111 @@ class WeightsDigestMismatch(RolloutError):
 
     reason: ClassVar[str] = "WEIGHTS_DIGEST_MISMATCH"
 
-    def __init__(self, version: int, expected: str, got: str, *, held: bool) -> None:
-        """held: the engine uses the weights, so it can't continue; else they were only staged."""
-        where = "the engine holds" if held else "the folder gives"
+    def __init__(self, version: int, expected: str, got: str, *, current: bool) -> None:
+        """current: the engine uses the wrong weights, so the worker can't continue; else they were
+        only staged, and the old version stays in use."""
+        where = "the engine has" if current else "the folder contains"
         super().__init__(
-            f"weights version {version} should be {expected}, {where} {got}",
-            fix="the worker leaves and is started again" if held else "the old version stays; deliver this version again",
+            f"weights version {version} must have the digest {expected}, but {where} {got}",
+            fix="the worker exits and is restarted" if current else "the old version stays in use; load this version again",
         )
-        self.metadata = {"version": str(version), "expected": expected, "got": got, "held": str(held).lower()}
+        self.metadata = {"version": str(version), "expected": expected, "got": got, "current": str(current).lower()}
 
 
-class Holdings:
-    """Receipts by version: of the weights that are held now, and of the last ones before."""
+class EngineReceipts:
+    """The receipts of the current version of the weights and of earlier ones."""
 
     def __init__(self, engine: Engine, merge: Callable[[Path], Mapping[str, Tensor]] | None = None) -> None:
-        """merge: makes whole weights of a folder that holds adapters alone; None where the run
-        trains none."""
+        """merge: merges a folder of adapters into full weights; None if the run does not train
+        adapters."""
         self._engine, self._merge = engine, merge
         self._receipts: dict[int, WeightsReceipt] = {}
         self._reading: asyncio.Task[WeightsReceipt] | None = None
-        self._turn = asyncio.Lock()  # swap and read back, or verify
+        self._swapping = asyncio.Lock()  # taken by swaps and verifications
         self.current = WeightsReceipt()
         self.version = 0
-        """Version that the engine samples with; its receipt follows (``settled``)."""
+        """The version that the engine samples with. Its receipt may not be computed yet
+        (``settled``)."""
         self.changed = asyncio.Event()
-        """Set whenever the engine has taken over a version."""
+        """Set when the engine uses a new version."""
 
     def of(self, version: int | None) -> WeightsReceipt:
-        """The receipt of the weights that sampled a token; of the current ones where nothing is
-        known."""
+        """The receipt of a version; of the current one if ``version`` is None or its receipt is
+        gone."""
         return self.current if version is None else self._receipts.get(version, self.current)
 
-    def holds(self, version: int, digest: str) -> bool:
-        """Whether the engine holds a version, by what was read back."""
+    def has(self, version: int, digest: str) -> bool:
+        """Whether the engine uses this version with this digest, according to its receipt."""
         return self.current.version == version and self.current.digest == digest
 
     async def settled(self) -> None:
-        """Return when what the engine samples with has its receipt. Raises
-        :class:`HeldWeightsMismatch` where it holds other tensors than it was sent: nothing that
-        they sampled may leave."""
+        """Wait for the receipt of the weights that the engine samples with. Raises
+        :class:`CurrentWeightsMismatch` if they differ from the requested weights; their samples
+        must not be published."""
         if self._reading is not None:
             await asyncio.shield(self._reading)
 
     async def read_back(self) -> WeightsReceipt:
-        """Digest what the engine holds now and remember it."""
+        """Compute the digest of the engine's current weights and store the receipt."""
         digest = await self._engine.weights_digest()
         stats = self._engine.stats()
         self.current = WeightsReceipt(version=stats.version, digest=digest, cache_epoch=stats.cache_epoch)
         self._receipts.pop(stats.version, None)
         self._receipts[stats.version] = self.current
-        while len(self._receipts) > _REMEMBERED:
+        while len(self._receipts) > _MOST_RECEIPTS:
             del self._receipts[next(iter(self._receipts))]
         self.version = stats.version
         self.changed.set()
         return self.current
 
-    async def take_over(self, version: int, digest: str, directory: str) -> WeightsReceipt:
-        """Stage, verify, swap, read back. Raises :class:`WeightsDigestMismatch`, ``EngineError``,
-        ``WeightsUnreadable``.
+    async def load(self, version: int, digest: str, directory: str) -> WeightsReceipt:
+        """Stage the weights, verify them, swap them in, and compute their receipt.
 
-        Sampling may begin with the swap, while the tensors are read back. Unless the mismatch is
-        ``held`` the old version stays in use.
+        Sampling may start with the swap, before the receipt is computed. Raises ``EngineError``,
+        ``WeightsUnreadable``, and :class:`WeightsDigestMismatch`; unless that is a
+        :class:`CurrentWeightsMismatch`, the old version stays in use.
         """
-        if self.holds(version, digest):
+        if self.has(version, digest):
             return self.current
         stats = self._engine.stats()
         if self.version == version and (stats.active or stats.queued):
-            # A step was made twice, not to the same bits. A sample in flight would mix the two
-            # under one receipt.
-            raise HeldWeightsMismatch(version, digest, self.current.digest)
+            # The learner made a step twice with different results. Samples in progress would mix
+            # both under one receipt.
+            raise CurrentWeightsMismatch(version, digest, self.current.digest)
         try:
             source: WeightsSource = directory
             if self._merge is not None and (Path(directory) / ADAPTER_FILE).is_file():
                 source = await asyncio.to_thread(self._merge, Path(directory))
             staged = await self._engine.stage_weights(source, digest)
         except WeightsMismatch as error:
-            raise WeightsDigestMismatch(version, f"{digest} ({error.tensor}: {error.expected})", error.got, held=False) from error
+            raise WeightsDigestMismatch(version, f"{digest} ({error.tensor}: {error.expected})", error.got, current=False) from error
         if staged != digest:
-            raise WeightsDigestMismatch(version, digest, staged, held=False)
+            raise WeightsDigestMismatch(version, digest, staged, current=False)
         self._reading = asyncio.create_task(self._swap(version, digest), name="swap")
-        return await asyncio.shield(self._reading)  # it continues after the caller is cancelled
+        return await asyncio.shield(self._reading)  # the swap continues if the caller is cancelled
 
     async def _swap(self, version: int, digest: str) -> WeightsReceipt:
-        async with self._turn:
+        async with self._swapping:
             await self._engine.swap_weights(version)
             self.version = version
             self.changed.set()
             receipt = await self.read_back()
         if receipt.digest != digest:
-            raise HeldWeightsMismatch(version, digest, receipt.digest)
+            raise CurrentWeightsMismatch(version, digest, receipt.digest)
         return receipt
 
     async def verify(self) -> None:
-        """Digest what the engine holds and compare it with the receipt. Raises
-        :class:`HeldWeightsMismatch`."""
-        async with self._turn:
+        """Compute the digest of the engine's weights and compare it with the receipt. Raises
+        :class:`CurrentWeightsMismatch`."""
+        async with self._swapping:
             expected = self.current
             got = await self._engine.weights_digest()
         if got != expected.digest:
-            raise HeldWeightsMismatch(expected.version, expected.digest, got)
+            raise CurrentWeightsMismatch(expected.version, expected.digest, got)
 
 
-class HeldWeightsMismatch(WeightsDigestMismatch):
-    """The engine holds tensors that are not what its receipt says. The worker must be fenced."""
+class CurrentWeightsMismatch(WeightsDigestMismatch):
+    """The engine uses weights that differ from its receipt. The worker must be fenced."""
 
     def __init__(self, version: int, expected: str, got: str) -> None:
-        super().__init__(version, expected, got, held=True)
+        super().__init__(version, expected, got, current=True)

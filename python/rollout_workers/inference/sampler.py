@@ -1,4 +1,4 @@
-"""From work items to trajectories on the stream, group by group, batch by batch."""
+"""Samples work items and publishes the trajectories to the stream."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rollout_workers.environments.episode import EpisodeRunner, FinishedGroup
 from rollout_workers.inference.artifact import move_out
 from rollout_workers.inference.encode import encode_group, encode_row, in_messages, large
 from rollout_workers.inference.puller import Puller
-from rollout_workers.inference.receipt import Holdings
+from rollout_workers.inference.receipt import EngineReceipts
 from rollout_workers.inference.throughput import Throughput
 from rollout_workers.worker.discovery import Services, call
 from rollout_workers.worker.publisher import Publisher
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 
 class Outlet:
-    """Publishes envelopes and then acknowledges the items that they finish. What comes while a
-    message is on its way goes with the next one, so the stream's fsync is shared."""
+    """Publishes envelopes, then acknowledges the items that they complete. Envelopes that arrive
+    during a publish are sent together afterwards, so they share the stream's fsync."""
 
     def __init__(self, publisher: Publisher, services: Services, throughput: Throughput, puller: Puller) -> None:
         self._publisher, self._services, self._throughput, self._puller = publisher, services, throughput, puller
@@ -43,19 +43,19 @@ class Outlet:
         self._task: asyncio.Task[None] | None = None
 
     def send(self, items: Sequence[WorkItem], envelopes: Sequence[TrajectoryEnvelope]) -> None:
-        """Publish from now on. Items whose envelopes can't be published (the storage service
-        refuses a payload) go back to the queue."""
+        """Publish in the background. Items whose envelopes can't be published, for example because
+        the storage service rejects a payload, go back to the queue."""
         self._waiting.append(_Parcel(items, envelopes, outgoing()))
         if self._task is None:
             self._task = asyncio.create_task(self._send_all(), name="publish")
 
     async def drain(self) -> None:
-        """Return when everything that was sent is on the stream and acknowledged."""
+        """Return when everything that was sent is published and acknowledged."""
         while self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def stop(self) -> None:
-        """Give up; the items are redelivered."""
+        """Cancel publishing. The items are delivered again."""
         self._waiting.clear()
         if self._task is not None:
             self._task.cancel()
@@ -79,7 +79,7 @@ class Outlet:
             for batch in in_messages(envelopes, self._publisher.most_bytes):
                 await self._publisher.publish(batch.SerializeToString(), parcels[0].headers)
         except Exception:
-            log.exception("%d groups could not be published; they go back to the queue", len(items))
+            log.exception("%d groups could not be published; returning them to the queue", len(items))
             await self._puller.drop(items)
             return
         await self._puller.done(items)
@@ -98,30 +98,29 @@ class _Parcel:
 
 
 class Sampler:
-    """Samples items with the engine. Each batch is a separate task; they share engine, reward and
-    stream."""
+    """Samples items with the engine. Each batch is a separate task."""
 
     def __init__(
-        self, who: Identity, runner: EpisodeRunner, holdings: Holdings, outlet: Outlet, services: Services, puller: Puller
+        self, who: Identity, runner: EpisodeRunner, receipts: EngineReceipts, outlet: Outlet, services: Services, puller: Puller
     ) -> None:
-        self._who, self._runner, self._holdings = who, runner, holdings
+        self._who, self._runner, self._receipts = who, runner, receipts
         self._outlet, self._services, self._puller = outlet, services, puller
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, items: list[WorkItem]) -> None:
-        """Sample these from now on."""
+        """Sample these items in the background."""
         task = asyncio.create_task(self._work(items), name="sample")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def drain(self) -> None:
-        """Return when everything that was begun is on the stream."""
+        """Return when all items are sampled, published, and acknowledged."""
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._outlet.drain()
 
     async def stop(self) -> None:
-        """Give up what runs; its items are redelivered."""
+        """Cancel all tasks. Their items are delivered again."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -134,10 +133,10 @@ class Sampler:
                 tasks = await self._tasks_of(items, left)
                 async with aclosing(self._runner.run(tasks)) as finished:
                     async for groups in finished:
-                        await self._holdings.settled()
+                        await self._receipts.settled()
                         self._send([left.pop(group.task.key) for group in groups], groups)
             except Exception:
-                log.exception("%d groups could not be sampled; they go back to the queue", len(left))
+                log.exception("%d groups could not be sampled; returning them to the queue", len(left))
                 await self._puller.drop(list(left.values()))
 
     def _send(self, items: list[WorkItem], groups: list[FinishedGroup]) -> None:
@@ -146,13 +145,13 @@ class Sampler:
             [
                 envelope
                 for item, group in zip(items, groups, strict=True)
-                for envelope in encode_group(item.group, group, self._holdings, self._who.worker)
+                for envelope in encode_group(item.group, group, self._receipts, self._who.worker)
             ],
         )
 
     async def _tasks_of(self, items: list[WorkItem], left: dict[str, WorkItem]) -> list[Task]:
-        """The items as tasks. Of redelivered ones only the samples that the buffer misses; complete
-        ones are acknowledged."""
+        """The items as tasks. For a redelivered item the task has only the samples that the buffer
+        does not have; an item without missing samples is acknowledged."""
         missing = await self._missing([item for item in items if item.deliveries > 1])
         tasks: list[Task] = []
         complete: list[WorkItem] = []
@@ -176,8 +175,8 @@ class Sampler:
         return tasks
 
     async def _missing(self, items: list[WorkItem]) -> dict[str, list[int]]:
-        """Samples that have not arrived, by item; empty where the buffer can't be asked (it drops
-        duplicates)."""
+        """The samples that the buffer does not have, by item; empty if the buffer can't be reached,
+        because it drops duplicates."""
         if not items:
             return {}
         keys = [GroupKey(epoch=i.group.epoch, index=i.group.index, attempt=i.group.attempt) for i in items]
@@ -185,33 +184,33 @@ class Sampler:
         try:
             answer = await call(self._services, names.BUFFER_SERVICE, BufferServiceStub, "GetMissing", request, tries=3)
         except Exception as error:
-            log.warning("the buffer can't say what %d redelivered groups lack (%s); sampling all of it", len(items), error)
+            log.warning("can't get the missing samples of %d redelivered groups from the buffer (%s); sampling all", len(items), error)
             return {}
         return {item.key: list(group.samples) for item, group in zip(items, answer.groups, strict=True)}
 
 
 def _callers(items: Sequence[WorkItem]) -> Iterator[Context]:
-    """The traces that the items came with, each once."""
+    """The distinct trace contexts of the items."""
     return map(incoming, {item.headers.get("traceparent"): item.headers for item in items}.values())
 
 
 class RowSender:
-    """The same where rows themselves are trained on: they become examples, nothing is sampled."""
+    """Sends rows as examples, for algorithms that train on data. Nothing is sampled."""
 
     def __init__(self, who: Identity, rows: Rows, outlet: Outlet) -> None:
         self._who, self._rows, self._outlet = who, rows, outlet
 
     def begin(self, items: list[WorkItem]) -> None:
-        """Send these."""
+        """Send the rows of these items."""
         with span("send rows", _callers(items), groups=len(items)):
             made = self._rows.examples([item.group.row_json for item in items])
             envelopes = [encode_row(item.group, row, self._who.worker) for item, row in zip(items, made, strict=True)]
             self._outlet.send(items, [envelope for row in envelopes for envelope in row])
 
     async def drain(self) -> None:
-        """Return when everything that was begun is on the stream."""
+        """Return when all rows are published and acknowledged."""
         await self._outlet.drain()
 
     async def stop(self) -> None:
-        """Give up what runs."""
+        """Cancel publishing. The items are delivered again."""
         await self._outlet.stop()

@@ -16,7 +16,7 @@ from rollout_workers.inference.evaluation import Evaluation, NoEvaluation
 from rollout_workers.inference.generation import Generation
 from rollout_workers.inference.pipeline import SamplingContext
 from rollout_workers.inference.puller import Puller
-from rollout_workers.inference.receipt import HeldWeightsMismatch, WeightsDigestMismatch
+from rollout_workers.inference.receipt import CurrentWeightsMismatch, WeightsDigestMismatch
 from rollout_workers.rewards.rewards import Scorer
 from rollout_workers.weights.transfer.cache import WeightsCache, described
 from rollout_workers.worker.lifecycle import Lifecycle
@@ -24,14 +24,13 @@ from rollout_workers.worker.status import RunMismatch
 
 log = logging.getLogger(__name__)
 
-DOUBT_SECONDS = 5.0
-"""How long a worker that was sent weights it can't verify waits for good ones before it leaves as
-fenced."""
+INVALID_WEIGHTS_SECONDS = 5.0
+"""How long a worker waits for valid weights after it received invalid ones. Then it is fenced."""
 
 
 class InferenceServer(InferenceWorkerServiceServicer):
-    """The servicer. Authentication, validation and error mapping happen before and around it
-    (``worker.serving``)."""
+    """The servicer. ``worker.serving`` authenticates and validates requests before, and maps errors
+    after."""
 
     def __init__(
         self,
@@ -44,7 +43,7 @@ class InferenceServer(InferenceWorkerServiceServicer):
         weights_cache: WeightsCache,
     ) -> None:
         """evaluation, rewards: None if the plan has none."""
-        self._who, self._engine, self._holdings = context.who, context.model.engine, context.holdings
+        self._who, self._engine, self._receipts = context.who, context.model.engine, context.receipts
         self._model, self._max_model_len = context.config.name, context.config.engine.max_model_len
         self._generation, self._evaluation = generation, evaluation
         self._puller, self._throughput, self._lifecycle = puller, context.throughput, lifecycle
@@ -57,20 +56,20 @@ class InferenceServer(InferenceWorkerServiceServicer):
         self._check_run(weights.run_id)
         async with self._loading:
             folder = weights.directory
-            if request.offers and not self._holdings.holds(weights.version, weights.digest):
-                self._clear_doubt()  # while the right ones may be on their way
+            if request.offers and not self._receipts.has(weights.version, weights.digest):
+                self._cancel_fence()  # the weights that are being fetched may be valid
                 folder = await self._weights_cache.bring(request.offers)
-                log.info("weights version %d came over the network: %s", weights.version, described(request.offers))
+                log.info("received weights version %d over the network: %s", weights.version, described(request.offers))
             try:
-                receipt = await self._holdings.take_over(weights.version, weights.digest, folder)
-            except HeldWeightsMismatch as error:
+                receipt = await self._receipts.load(weights.version, weights.digest, folder)
+            except CurrentWeightsMismatch as error:
                 self._lifecycle.fence(str(error))
                 raise
             except WeightsDigestMismatch as error:
                 await self._weights_cache.discard(weights.digest)
-                self._doubt(str(error))
+                self._fence_later(str(error))
                 raise
-            self._clear_doubt()
+            self._cancel_fence()
             self._weights_cache.note(weights.digest, folder)
         return pb.LoadWeightsResponse(receipt=receipt, engines=[_engine_receipt(receipt)])
 
@@ -115,7 +114,7 @@ class InferenceServer(InferenceWorkerServiceServicer):
         stats = self._engine.stats()
         samples, tokens = self._throughput.rates()
         return pb.GetInferenceStatusResponse(
-            receipt=self._holdings.current,
+            receipt=self._receipts.current,
             active=stats.active,
             slots=stats.slots,
             queued=stats.queued,
@@ -128,17 +127,17 @@ class InferenceServer(InferenceWorkerServiceServicer):
             model=self._model,
             max_model_len=self._max_model_len,
             reward_retries=self._rewards.retries if self._rewards else 0,
-            engines=[_engine_receipt(self._holdings.current)],
+            engines=[_engine_receipt(self._receipts.current)],
         )
 
-    def _doubt(self, reason: str) -> None:
-        """The old version keeps serving requests; without valid weights the worker exits after a
-        delay."""
+    def _fence_later(self, reason: str) -> None:
+        """Fence the worker after ``INVALID_WEIGHTS_SECONDS`` unless valid weights arrive. Until then the old
+        version serves requests."""
         if self._fencing is None:
             loop = asyncio.get_running_loop()
-            self._fencing = loop.call_later(DOUBT_SECONDS, self._lifecycle.fence, reason)
+            self._fencing = loop.call_later(INVALID_WEIGHTS_SECONDS, self._lifecycle.fence, reason)
 
-    def _clear_doubt(self) -> None:
+    def _cancel_fence(self) -> None:
         if self._fencing is not None:
             self._fencing.cancel()
             self._fencing = None
@@ -160,5 +159,5 @@ class InferenceServer(InferenceWorkerServiceServicer):
 
 
 def _engine_receipt(receipt: WeightsReceipt) -> EngineReceipt:
-    """The receipt of the worker's one engine."""
+    """The receipt of the engine, for the list of the worker's engines."""
     return EngineReceipt(engine="engine-0", version=receipt.version, digest=receipt.digest)

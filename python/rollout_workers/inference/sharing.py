@@ -1,8 +1,8 @@
-"""Work that a slow worker has not begun moves to idle ones.
+"""Moves work from slow workers to idle ones.
 
-A worker with free slots that gets no work publishes how many groups it has room for. One of the
-workers with groups that are not begun receives it (through a NATS queue group) and gives some back
-to JetStream, which delivers them to the idle worker. If no worker is idle, or none has groups to
+A worker with free slots and no work publishes how many groups it has room for. One of the workers
+with waiting groups receives the message (through a NATS queue group) and gives some of them back to
+JetStream, which delivers them to the idle worker. If no worker is idle, or no worker has groups to
 spare, nothing is sent.
 """
 
@@ -22,25 +22,25 @@ from rollout_workers.worker.stream import WorkQueue
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5
-"""Between two checks; also how long a worker is idle before it asks, and how long a group waits
-before it is given back."""
-_MOST_LOOKS = 16  # between two calls of a worker that stays idle, as when all wait for the learner
-_QUEUE_GROUP = "holders"
+"""Seconds between two checks. An idle worker waits this long before it requests groups, and a group
+must wait this long before it is given back."""
+_MOST_LOOKS = 16  # between two requests of a worker that stays idle, for example because all workers wait for the learner
+_QUEUE_GROUP = "waiting-groups"
 
 
 class Sharing:
-    """Belongs to the worker's event loop."""
+    """Requests and gives back groups. Belongs to the worker's event loop."""
 
     def __init__(self, client: Client, subject: str, puller: Puller, queue: WorkQueue, group_slots: int) -> None:
-        """subject: of the run's idle workers. group_slots: slots that must be free for a worker to
-        want a group."""
+        """subject: the subject of the run's idle workers. group_slots: number of free slots for
+        which a worker requests a group."""
         self._client, self._subject, self._puller, self._queue = client, subject, puller, queue
         self._group_slots = group_slots
         self._subscription: Subscription | None = None
 
     async def run(self) -> None:
-        """Look until cancelled."""
-        idle, call = 0, 1  # looks in a row that found nothing to do, and the one at which to ask for work
+        """Check until cancelled."""
+        idle, call = 0, 1  # consecutive checks without work, and the one at which to request work
         try:
             while True:
                 await asyncio.sleep(LOOK_SECONDS)
@@ -56,7 +56,7 @@ class Sharing:
             await self._listen(False)
 
     def _wanted(self) -> int:
-        """The number of groups that were requested for free slots and did not arrive."""
+        """The number of groups that were requested for free slots but did not arrive."""
         if self._puller.waiting:
             return 0
         return max(0, min(self._puller.free // self._group_slots, self._queue.outstanding))
@@ -75,9 +75,9 @@ class Sharing:
                 subscription, self._subscription = self._subscription, None
                 await subscription.unsubscribe()
         except NatsError as error:
-            log.debug("listen to idle workers: %r", error)
+            log.debug("can't subscribe to idle workers: %r", error)
 
     async def _share(self, message: Msg) -> None:
         given = await self._puller.share(int(message.data), LOOK_SECONDS)
         if given:
-            log.info("gave %d groups that were not begun to an idle worker", len(given))
+            log.info("gave %d waiting groups to an idle worker", len(given))

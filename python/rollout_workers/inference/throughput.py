@@ -1,4 +1,4 @@
-"""How much a worker has done, in all and lately."""
+"""Counts what a worker has done, in total and recently."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _WINDOW_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Totals at a moment, or what was done between two.
+    """Counters at one time, or the differences between two readings.
 
-    busy: seconds in which the engine worked. forward: those inside the model.
+    busy: seconds in which the engine computed. forward: the part of them inside the model.
     """
 
     time: float
@@ -44,7 +44,7 @@ class Throughput:
         return Reading(self._clock(), self.samples, self.tokens, stats.busy_seconds, stats.forward_seconds)
 
     def tick(self) -> Reading:
-        """Remember a reading; call about once a second. Returns what was done since the last
+        """Store a reading; call about once a second. Returns the differences to the previous
         one."""
         now, last = self.read(), self._readings[-1]
         self._readings.append(now)
@@ -59,7 +59,7 @@ class Throughput:
         )
 
     def rates(self) -> tuple[float, float]:
-        """Samples and tokens a second over the last seconds."""
+        """Samples and tokens per second over the last seconds."""
         now, first = self.read(), self._readings[0]
         seconds = max(1e-9, now.time - first.time)
         return (now.samples - first.samples) / seconds, (now.tokens - first.tokens) / seconds

@@ -1,4 +1,4 @@
-"""The process of an inference worker: start, serve, drain."""
+"""The process of an inference worker: starts its parts, serves, and drains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollout_workers.inference.generation import Generation
 from rollout_workers.inference.model import Model, load
 from rollout_workers.inference.monitor import report_throughput, verify_weights
 from rollout_workers.inference.pipeline import Pipeline, SamplingContext
-from rollout_workers.inference.receipt import Holdings
+from rollout_workers.inference.receipt import EngineReceipts
 from rollout_workers.inference.server import InferenceServer
 from rollout_workers.inference.sharing import Sharing
 from rollout_workers.rewards.config import scorer_of
@@ -44,15 +44,15 @@ log = logging.getLogger(__name__)
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceWorkerService"].full_name
 _GRACE_SECONDS = 10.0
-"""For open requests, from the start of a drain; ``drainGrace`` of services/scheduler/workers.go is
-a little more."""
+"""How long open requests may continue during a drain. ``drainGrace`` in
+services/scheduler/workers.go is slightly longer."""
 
 
 async def run_inference_worker(
     spec: WorkerSpec, who: Identity, lifecycle: Lifecycle, heartbeat: Heartbeat, events: Events, model: Model | None = None
 ) -> None:
-    """Load, serve, and sample until ``lifecycle`` ends; then drain. model: tests pass one; None:
-    load it."""
+    """Load the model, serve, and sample until ``lifecycle`` ends; then drain. model: for tests;
+    None: load it."""
     async with AsyncExitStack() as cleanup:
         reconnects = Reconnects()
         connecting = asyncio.create_task(_connect(spec, who, lifecycle, reconnects))
@@ -74,8 +74,8 @@ async def run_inference_worker(
         client = await lifecycle.unless_leaving(connecting)
         if model is None or client is None or lifecycle.leaving:
             return
-        holdings = await _read_weights(model)
-        context = SamplingContext.build(who, spec.plan.config, model, holdings, rewards)
+        receipts = await _read_weights(model)
+        context = SamplingContext.build(who, spec.plan.config, model, receipts, rewards)
         publisher = Publisher(client, who.trajectory_subject, who.trajectory_stream, who.process)
         pipeline = Pipeline.build(context, publisher, services, clients)
 
@@ -86,8 +86,8 @@ async def run_inference_worker(
         queue = await _start_queue(client, heartbeat, who, pipeline, reconnects)
         background = [
             asyncio.create_task(_sharing(context, client, pipeline, queue).run(), name="sharing"),
-            asyncio.create_task(report_throughput(context.throughput, events, holdings), name="throughput"),
-            asyncio.create_task(verify_weights(holdings, lifecycle), name="verify"),
+            asyncio.create_task(report_throughput(context.throughput, events, receipts), name="throughput"),
+            asyncio.create_task(verify_weights(receipts, lifecycle), name="verify"),
         ]
 
         await lifecycle.wait()
@@ -122,13 +122,13 @@ async def _load(spec: WorkerSpec, model: Model | None, cleanup: AsyncExitStack) 
     return model
 
 
-async def _read_weights(model: Model) -> Holdings:
-    holdings = Holdings(model.engine, model.merge)
-    receipt = await holdings.read_back()
+async def _read_weights(model: Model) -> EngineReceipts:
+    receipts = EngineReceipts(model.engine, model.merge)
+    receipt = await receipts.read_back()
     log.info("loaded weights version %d, %s", receipt.version, receipt.digest)
     gc.collect()
     gc.freeze()  # a full collection over the imported libraries would take 100 ms in the middle of a step
-    return holdings
+    return receipts
 
 
 def _rewards(spec: WorkerSpec, services: Services) -> Scorer | None:
@@ -154,7 +154,7 @@ def _servicer(
     evaluation = None
     if rewards is not None and config.data.eval:
         rows = resolve(spec, config.data.eval)
-        evaluation = Evaluation(engine, context.environment, text, context.params, context.holdings, rows)
+        evaluation = Evaluation(engine, context.environment, text, context.params, context.receipts, rows)
     generation = Generation(engine, text, context.params, config.engine.max_model_len)
     return InferenceServer(context, generation, evaluation, pipeline.puller, lifecycle, rewards, weights_cache)
 

@@ -108,7 +108,7 @@ async def test_a_missing_folder_is_no_mismatch(daemon: Daemon, example: Example,
 async def test_without_good_weights_the_worker_is_fenced(
     daemon: Daemon, example: Example, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "DOUBT_SECONDS", 0.05)
+    monkeypatch.setattr(server, "INVALID_WEIGHTS_SECONDS", 0.05)
     loader = await Loader(daemon, example, run).start()
     good = version(example, tmp_path, 1, run)
     lying = WeightsManifest(run_id=run, version=1, digest="blake3-" + "0" * 64, directory=good.directory)
