@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 
-# Before torch: spinning OpenMP threads of two processes starve each other.
+# Set before torch is imported: spinning OpenMP threads of two processes would starve each other.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Before MKL's first product, whose bits otherwise depend on where its operands lie: on AMD's
-# processors a row of an attention had others in other company where two threads computed it.
+# Set before MKL's first product, because its bits otherwise depend on the alignment of its
+# operands: on AMD processors the same row of an attention differed between batches with two
+# threads.
 os.environ.setdefault("MKL_CBWR", "AUTO")
-# Before cuBLAS: its products then have the same bits each time.
+# Set before cuBLAS is used, so that its products have the same bits each time.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -47,16 +48,18 @@ EXIT_NO_INPUT = 66
 
 
 def main() -> None:
-    """Run one worker until it exits, or one command."""
+    """Run one worker, or one command, until it ends."""
     parser = argparse.ArgumentParser(prog="rollout-worker", description=__doc__)
     parser.add_argument("kind", choices=(*WORKERS, *COMMANDS))
     parser.add_argument("--spec", help="the worker's spec (default: $ROLLOUT_WORKER_SPEC)")
     arguments = parser.parse_args()
     prepare_process()
-    sys.setswitchinterval(0.0003)  # seconds: what dispatches tensor operations must not wait 5 ms for the event loop's thread
+    # seconds: the thread that dispatches tensor operations must not wait 5 ms for the event loop's
+    # thread
+    sys.setswitchinterval(0.0003)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about faster settings that we do not use
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # torch warns about faster settings that we do not use
     if command := COMMANDS.get(arguments.kind):
         command(arguments.spec or "")
     try:
@@ -65,7 +68,7 @@ def main() -> None:
         print(f"rollout-worker: {error}", file=sys.stderr)
         sys.exit(EXIT_NO_INPUT)
     if spec.kind != arguments.kind:
-        print(f"rollout-worker: the spec is of kind `{spec.kind}`, not `{arguments.kind}`", file=sys.stderr)
+        print(f"rollout-worker: the spec has the kind `{spec.kind}`, not `{arguments.kind}`", file=sys.stderr)
         sys.exit(EXIT_USAGE)
     if spec.threads:
         os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
@@ -78,7 +81,7 @@ def main() -> None:
 
 
 async def _run(kind: LinkedKind | DetachedKind, spec: WorkerSpec, who: Identity) -> None:
-    """Exits the process without waiting for threads that load a model or compute."""
+    """Run the worker, and exit without waiting for threads that load a model or compute."""
     lifecycle = Lifecycle(exit_after=LEAVE_SECONDS)
     lifecycle.watch()
     process = Process(spec, who, lifecycle)
@@ -96,14 +99,14 @@ async def _run(kind: LinkedKind | DetachedKind, spec: WorkerSpec, who: Identity)
         await kind.run(process, Link(heartbeat, events))
     except Exception as error:
         if getattr(error, "permanent", False):
-            log.error("the %s can't begin: %s", who.service, error)
+            log.error("the %s can't start: %s", who.service, error)
             lifecycle.crash(str(error))
             lifecycle.exit_code = EXIT_REFUSED
         else:
             log.exception("the %s failed", who.service)
-            lifecycle.crash("an error that the log names")
+            lifecycle.crash("the error above")
             lifecycle.exit_code = lifecycle.exit_code or EXIT_CRASH
-    log.info("leaving with exit code %d%s", lifecycle.exit_code, f": {lifecycle.reason}" if lifecycle.reason else "")
+    log.info("exiting with code %d%s", lifecycle.exit_code, f": {lifecycle.reason}" if lifecycle.reason else "")
     await asyncio.to_thread(events.close)
     heartbeat.stop()
     await asyncio.to_thread(flush)

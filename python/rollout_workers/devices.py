@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def devices_of(spec: WorkerSpec) -> tuple[str, ...]:
-    """The worker's GPUs, ``cuda:N`` each, or ``("cpu",)`` on a host without GPUs."""
+    """The worker's GPUs as ``cuda:N``, or ``("cpu",)`` on a host without GPUs."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -27,16 +27,16 @@ def devices_of(spec: WorkerSpec) -> tuple[str, ...]:
 
 
 def gpus_of(spec: WorkerSpec, count: int) -> tuple[int, ...]:
-    """The numbers of a worker's GPUs, of the ``count`` that it sees: those of the spec, or one that
-    follows from its number.
+    """The numbers of a worker's GPUs among the ``count`` GPUs that it sees: those of the spec, or
+    one that follows from the worker's number.
 
     Without ``spec.gpus``, inference workers and then reward workers take the GPUs that the
-    learner's ranks leave, in turn. If the ranks leave none, they share all of them. A process
+    learner's ranks do not use, in turn. If the learner uses all of them, they share all. A process
     without a run (``rollout infer batch``) takes the first. Raises ``ValueError`` if the spec names
     a GPU that the worker does not see.
     """
     if missing := [gpu for gpu in spec.gpus if gpu >= count]:
-        raise ValueError(f"the spec assigns GPU {missing[0]}, and this process sees {count}: check CUDA_VISIBLE_DEVICES")
+        raise ValueError(f"the spec assigns GPU {missing[0]}, but this process sees {count} GPUs: check CUDA_VISIBLE_DEVICES")
     if spec.gpus:
         return tuple(spec.gpus)
     if spec.kind not in ("inference", "reward"):
@@ -50,8 +50,8 @@ def gpus_of(spec: WorkerSpec, count: int) -> tuple[int, ...]:
 
 
 def repeat_bits() -> None:
-    """Select deterministic GPU kernels; one without such a form warns. ``__main__`` does the same
-    for CPUs."""
+    """Select deterministic GPU kernels; torch warns about operations without one. ``__main__`` does
+    the same for CPUs."""
     import torch
 
     if torch.cuda.is_available():

@@ -1,8 +1,8 @@
-"""The kinds of worker processes, and the commands that ``rollout-worker`` runs once.
+"""The kinds of worker processes, and the commands of ``rollout-worker`` that run once.
 
-A new kind is one entry in :data:`WORKERS` and one in the table of Go (``libs/worker/kind.go``); a
-test compares both with ``schemas/golden/worker_kinds.json``. Each recipe imports what it runs, so
-that a process loads the modules of its kind alone.
+A new kind is one entry in :data:`WORKERS` and one in the Go table (``libs/worker/kind.go``); a test
+compares both with ``schemas/golden/worker_kinds.json``. Each recipe imports its modules itself, so
+that a process does not load the modules of other kinds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """What a worker process has before its recipe runs."""
+    """The parts of a worker process that every recipe needs."""
 
     spec: WorkerSpec
     who: Identity
@@ -70,7 +70,7 @@ async def _inference(process: Process, link: Link) -> None:
 async def _learner(process: Process, link: Link) -> None:
     from rollout_workers.learner.ranks import Team
 
-    team = Team(process.spec.plan.config, process.lifecycle.lost)  # the other ranks import torch while this process does
+    team = Team(process.spec.plan.config, process.lifecycle.lost)  # the other ranks import torch at the same time
     from rollout_workers.learner.worker import run_learner_worker
 
     await run_learner_worker(process.spec, process.who, process.lifecycle, link.heartbeat, link.events, team)
@@ -125,4 +125,4 @@ WORKERS: Mapping[str, LinkedKind | DetachedKind] = MappingProxyType(
 """Workers of a run, which the scheduler starts with a spec."""
 
 COMMANDS: Mapping[str, Callable[[str], NoReturn]] = MappingProxyType({"replay": _replay, "export": _export, "infer": _infer})
-"""Commands that the CLI starts. Each gets the value of ``--spec`` and exits the process."""
+"""Commands that the CLI starts. Each one gets the value of ``--spec`` and exits the process."""

@@ -1,7 +1,7 @@
-"""Episodes: the engine's samples and the environment's answers, tied together turn by turn.
+"""Runs episodes: alternates between samples of the engine and steps of the environment.
 
-Groups do not wait for each other: while some decode, others are scored. What finishes together is
-stepped together.
+Groups do not wait for each other: while some are decoded, others are scored. Turns that are sampled
+at the same time are passed to the environment in one step.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Episode:
-    """One sample of a task, growing until it has a result.
+    """One sample of a task, which grows until it has a result.
 
-    prompt: the first observation. parts: after the prompt, in order: what was sampled, and
-    observations (no logprobs).
-    last_version: weights of the last sampled token, None where none was sampled.
+    prompt: the first observation. parts: the sampled outputs and further observations (without
+    logprobs), in order. last_version: the weights of the last sampled token; None if nothing was
+    sampled.
     """
 
     task: Task
-    place: int  # in task.samples
+    place: int  # index into task.samples
     prompt: Observation
     parts: list[SampleOutput | Observation] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -49,8 +49,8 @@ class Episode:
         return sum(isinstance(part, SampleOutput) for part in self.parts)
 
     def spans(self) -> list[VersionSpan]:
-        """Weights of the completion, without gaps: observations between two turns count to the turn
-        after them."""
+        """The versions of the weights over the completion, without gaps: an observation between two
+        turns belongs to the turn after it."""
         if len(self.parts) == 1 and isinstance(self.parts[0], SampleOutput):
             return list(self.parts[0].version_spans)
         spans: list[VersionSpan] = []
@@ -68,21 +68,20 @@ class Episode:
         return spans
 
     def context(self) -> NDArray[np.int32]:
-        """All tokens so far."""
+        """All tokens of the episode."""
         return np.concatenate([self.prompt.token_ids, *(part.token_ids for part in self.parts)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FinishedGroup:
-    """A task whose wanted samples have all ended, in the order of ``task.samples``."""
+    """A task whose samples are all finished, in the order of ``task.samples``."""
 
     task: Task
     episodes: tuple[Episode, ...]
 
 
 class EpisodeRunner:
-    """Runs tasks to their end. Several ``run`` calls may be open at a time; the engine and the
-    reward batch across them."""
+    """Runs tasks. Concurrent ``run`` calls share the batches of the engine and the reward."""
 
     def __init__(
         self,
@@ -98,8 +97,8 @@ class EpisodeRunner:
         self._sampled = sampled
 
     async def run(self, tasks: Sequence[Task]) -> AsyncGenerator[list[FinishedGroup], None]:
-        """Yield groups as they end, those that ended together at once. Closing the iterator aborts
-        the rest."""
+        """Yield groups when they finish; each list has the groups that finished together. Closing
+        the iterator aborts the others."""
         run = _Run(self._engine, self._environment, self._text, self._params, self._sampled)
         try:
             await run.begin(tasks)
@@ -117,9 +116,9 @@ class _Run:
         self._sampled = sampled
         self._tasks: set[asyncio.Task[None]] = set()
         self._groups: dict[str, list[Episode]] = {}
-        self._left: dict[str, int] = {}  # episodes without a result, by task
-        self._requests: dict[str, tuple[list[Episode], int]] = {}  # request -> its episodes, outputs that are missing
-        self._ready: list[Episode] = []  # whose turn has just been sampled
+        self._left: dict[str, int] = {}  # number of unfinished episodes by task
+        self._requests: dict[str, tuple[list[Episode], int]] = {}  # request -> its episodes, and the number of missing outputs
+        self._ready: list[Episode] = []  # episodes whose turn was just sampled
         self._done: list[FinishedGroup] = []
         self._wake = asyncio.Event()
         self._step_planned = False
@@ -143,7 +142,7 @@ class _Run:
             episodes = [Episode(task, place, prompt) for place in range(len(task.samples))]
             self._groups[task.key] = episodes
             if refused:
-                log.warning("task %s can't begin: %s", task.key, observation.message)
+                log.warning("task %s can't start: %s", task.key, observation.message)
                 self._end(episodes, [failed(observation.reason)] * len(episodes))
             else:
                 requests.append(self._request(task.key, episodes, prompt.token_ids, task.seeds))
@@ -199,7 +198,7 @@ class _Run:
             return
         del self._requests[output.request_id]
         self._ready.extend(episodes)
-        if not self._step_planned:  # everything that the engine has handed over by now is stepped together
+        if not self._step_planned:  # step all outputs that the engine has delivered by now
             self._step_planned = True
             asyncio.get_running_loop().call_soon(self._plan_step)
 
@@ -232,11 +231,11 @@ class _Run:
         except Exception as error:
             log.exception("the environment failed %d turns", len(turns))
             answers = [failed(reason_of(error, "ENVIRONMENT_FAILED"))] * len(turns)
-        self._go_on(answered, turns, answers)
+        self._continue(answered, turns, answers)
 
     def _texts(self, episodes: list[Episode]) -> list[tuple[Episode, SampleOutput, str]]:
-        """The last output of each episode with its text; those that the engine has not made text of
-        are decoded at once."""
+        """The last output of each episode with its text. Outputs without a text are decoded
+        together."""
         outputs = [episode.parts[-1] for episode in episodes]
         bare = [i for i, o in enumerate(outputs) if isinstance(o, SampleOutput) and o.text is None]
         texts = [o.text if isinstance(o, SampleOutput) and o.text is not None else "" for o in outputs]
@@ -256,7 +255,7 @@ class _Run:
             prompt_ids=episode.prompt.token_ids,
         )
 
-    def _go_on(self, episodes: list[Episode], turns: list[Turn], answers: Sequence[Observation | Result]) -> None:
+    def _continue(self, episodes: list[Episode], turns: list[Turn], answers: Sequence[Observation | Result]) -> None:
         requests: list[GroupRequest] = []
         ended: list[Episode] = []
         results: list[Result] = []
@@ -287,8 +286,8 @@ class _Run:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """The seed of a later turn of a sample: the first 8 bytes, top bit cleared, of blake3 over
-    label, seed and turn."""
+    """The seed of a later turn of a sample: the first 8 bytes of the blake3 digest of label, seed,
+    and turn, with the top bit cleared."""
     digest = blake3(b"rollout.turn.v1" + struct.pack("<QQ", seed, turn)).digest()
     return int.from_bytes(digest[:8], "little") & (1 << 63) - 1
 

@@ -1,4 +1,5 @@
-"""The environments by the name in ``environment.kind``. Imports neither torch nor an environment.
+"""The environments by their names in ``environment.kind``. Imports neither torch nor an
+environment.
 
 To add one, write a constructor ``build(context: Context) -> Environment``, add a row to
 ``ENVIRONMENTS`` and its name to ``EnvironmentConfig.kind`` in ``run_config.proto``, and run
@@ -20,8 +21,8 @@ from rollout_workers.rewards.rewards import Scorer
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What an environment is built from. rewards: None if the plan has no reward. text: tokens to
-    text and back."""
+    """The parts from which an environment is built. rewards: None if the plan has no reward. text:
+    the tokenizer."""
 
     config: RunConfig
     prompts: PromptReader
@@ -34,7 +35,8 @@ Constructor = Callable[[Context], Environment]
 ENVIRONMENTS: dict[str, str] = {
     "single_turn": "rollout_workers.environments.single_turn:build",
 }
-"""Name -> ``module:function`` of the constructor, imported when it is built."""
+"""Name -> ``module:function`` of the constructor. The module is imported when the environment is
+built."""
 DEFAULT = "single_turn"
 
 

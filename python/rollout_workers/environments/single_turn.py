@@ -1,4 +1,4 @@
-"""One prompt, one completion, one reward."""
+"""The environment for one prompt, one completion, and one reward."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ log = logging.getLogger(__name__)
 
 
 def build(context: Context) -> SingleTurn:
-    """The registry's constructor."""
+    """Build the environment for the registry."""
     trains = context.config.algorithm.WhichOneof("kind") is not None
     takes = not trains or traits(name_of(context.config)).token_rewards
     return SingleTurn(context.prompts, context.rewards, context.text, takes_token_rewards=takes)
 
 
 class SingleTurn:
-    """The environment that ends every episode after its first turn. It keeps no state of
-    episodes."""
+    """Ends every episode after its first turn. It keeps no state of episodes."""
 
     def __init__(self, prompts: PromptReader, rewards: Scorer | None, text: Text, *, takes_token_rewards: bool = True) -> None:
         """rewards: None if nothing is scored (distillation); every reward is then 0.
 
-        takes_token_rewards: whether the run's algorithm can use rewards of parts of a completion.
-        If it can't, a sample with such rewards is INFRA_FAILED as REWARD_BAD_RESULT, because a part
-        of its reward would be lost.
+        takes_token_rewards: whether the algorithm can use rewards of parts of a completion. If it
+        can't, a sample with such rewards is INFRA_FAILED with REWARD_BAD_RESULT, because a part of
+        its reward would be lost.
         """
         self._prompts, self._rewards, self._text, self._takes = prompts, rewards, text, takes_token_rewards
         self._warned = False
@@ -43,7 +42,7 @@ class SingleTurn:
         return [Refusal(p.reason, str(p)) if isinstance(p, PromptInvalid) else Observation(p.token_ids, p.text) for p in read]
 
     async def step(self, turns: Sequence[Turn]) -> list[Observation | Result]:
-        """The reward of each turn; turns of one task that come together are scored in one group."""
+        """The reward of each turn. Turns of one task in the same call are scored in one group."""
         places: dict[str, list[int]] = {}
         for place, turn in enumerate(turns):
             places.setdefault(turn.task.key, []).append(place)
@@ -57,7 +56,7 @@ class SingleTurn:
         return results
 
     async def close(self, episodes: Sequence[tuple[str, int]]) -> None:
-        """Episodes have no state."""
+        """Do nothing, because episodes have no state."""
 
     def _group(self, turns: Sequence[Turn]) -> RewardGroup:
         prompt = turns[0].prompt_ids.tobytes()
@@ -71,7 +70,7 @@ class SingleTurn:
             return result
         if not self._takes:
             if not self._warned:
-                log.warning("this algorithm can't use rewards of parts of a completion: samples that have some are INFRA_FAILED")
+                log.warning("this algorithm can't use rewards of parts of a completion: samples with such rewards are INFRA_FAILED")
             self._warned = True
             return failed("REWARD_BAD_RESULT")
         rewards = spread(result.steps, len(turn.token_ids), lambda n: self._text.decode([turn.token_ids[:n]])[0])

@@ -1,4 +1,4 @@
-"""Adds a teacher's log-probabilities, from an endpoint, to each sample."""
+"""Adds the log-probabilities of a teacher endpoint to each sample."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ from rollout_workers.worker.secret import read_secret
 
 log = logging.getLogger(__name__)
 
-_PAUSE_SECONDS = 0.25  # before the first further try; each pause is twice the one before
+_PAUSE_SECONDS = 0.25  # before the first retry; doubles with each further one
 
 
-class Taught:
-    """An environment whose completed turns are shown to a teacher. It belongs to one event loop;
-    calls are made in threads, which are there until ``shutdown``.
+class TeacherEnvironment:
+    """Wraps an environment and adds the teacher's log-probabilities to finished episodes. Belongs
+    to one event loop. Calls of the teacher run in threads, which live until ``shutdown``.
 
-    A turn that the teacher can't be asked about, after ``retries`` further tries, is INFRA_FAILED
-    with the teacher's reason.
+    If the teacher fails after ``retries`` retries, the sample is INFRA_FAILED with the teacher's
+    reason.
     """
 
     def __init__(self, inner: Environment, teacher: TeacherEndpoint, *, retries: int, concurrency: int) -> None:
-        """concurrency: calls that are open at a time."""
+        """concurrency: number of concurrent calls."""
         self._inner, self._teacher, self._retries = inner, teacher, retries
         self._threads = ThreadPoolExecutor(concurrency, "teacher")
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     async def reset(self, tasks: Sequence[Task]) -> Sequence[Observation | Refusal]:
-        """As the inner environment."""
+        """Reset the inner environment."""
         return await self._inner.reset(tasks)
 
     async def step(self, turns: Sequence[Turn]) -> list[Observation | Result]:
-        """As the inner environment; where a turn ends its episode, with the teacher's
+        """Step the inner environment. Results of finished episodes have the teacher's
         log-probabilities."""
-        answers, taught = await asyncio.gather(self._inner.step(turns), asyncio.gather(*(self._ask(turn) for turn in turns)))
-        return [self._with(answer, logprobs) for answer, logprobs in zip(answers, taught, strict=True)]
+        answers, with_teacher = await asyncio.gather(self._inner.step(turns), asyncio.gather(*(self._ask(turn) for turn in turns)))
+        return [self._with(answer, logprobs) for answer, logprobs in zip(answers, with_teacher, strict=True)]
 
     async def close(self, episodes: Sequence[tuple[str, int]]) -> None:
-        """As the inner environment."""
+        """Close the episodes of the inner environment."""
         await self._inner.close(episodes)
 
     def shutdown(self) -> None:
-        """Let the threads and their connections go; calls that wait for a thread are cancelled.
-        Idempotent. Does not wait: a call that is open ends by the teacher's time limit."""
+        """Stop the threads and cancel the calls that wait for one. Idempotent. Does not wait for
+        running calls, which end at the teacher's time limit."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._teacher.close()
 
@@ -73,31 +73,31 @@ class Taught:
                 return tuple(await loop.run_in_executor(self._threads, self._teacher.logprobs, ids, len(turn.prompt_ids)))
             except TeacherError as error:
                 if not left or not error.again:
-                    self._tell(error)
+                    self._log_once(error)
                     return error
             await asyncio.sleep(pause)
             pause *= 2
         raise AssertionError("unreachable")
 
-    def _tell(self, error: TeacherError) -> None:
-        if error.reason not in self._told:  # once a kind: the samples are counted by reason
-            self._told.add(error.reason)
-            log.warning("the teacher failed, its samples are INFRA_FAILED: %s", error)
+    def _log_once(self, error: TeacherError) -> None:
+        if error.reason not in self._logged:  # once per reason; the samples are counted by reason
+            self._logged.add(error.reason)
+            log.warning("the teacher failed; samples without its log-probabilities are INFRA_FAILED: %s", error)
 
 
-def taught(config: RunConfig, inner: Environment, text: Text, closing: ExitStack) -> Environment:
-    """The environment, with the teacher's answers where the run's config names an endpoint.
-    closing: given what must be shut down with the worker. Raises ``SecretError``."""
+def with_teacher(config: RunConfig, inner: Environment, text: Text, closing: ExitStack) -> Environment:
+    """The environment with the teacher of the run's config, or ``inner`` if the config has no
+    teacher endpoint. closing: receives the shutdown of the teacher. Raises ``SecretError``."""
     if not config.algorithm.HasField("distillation") or not config.algorithm.distillation.HasField("endpoint"):
         return inner
     endpoint = config.algorithm.distillation.endpoint
-    made = Taught(inner, client(endpoint, text), retries=endpoint.retries, concurrency=endpoint.concurrency or 8)
+    made = TeacherEnvironment(inner, client(endpoint, text), retries=endpoint.retries, concurrency=endpoint.concurrency or 8)
     closing.callback(made.shutdown)
     return made
 
 
 def client(endpoint: TeacherEndpointConfig, text: Text) -> TeacherEndpoint:
-    """Raises ``SecretError``."""
+    """A client for the teacher endpoint. Raises ``SecretError``."""
     tokenizer = text.tokenizer
 
     def pieces(token: int) -> list[str]:

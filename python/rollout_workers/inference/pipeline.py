@@ -14,7 +14,7 @@ from rollout_workers.data.rows import rows_of
 from rollout_workers.engines.base import SamplingParams
 from rollout_workers.environments import registry as environments
 from rollout_workers.environments.episode import EpisodeRunner
-from rollout_workers.environments.teacher import taught
+from rollout_workers.environments.teacher import with_teacher
 from rollout_workers.inference.model import Model
 from rollout_workers.inference.params import of_run
 from rollout_workers.inference.puller import Puller, capacity
@@ -80,7 +80,7 @@ class Pipeline:
             group_size=config.sampling.group_size,
             prepare=tokenize,
         )
-        environment = taught(config, context.environment, text, cleanup)
+        environment = with_teacher(config, context.environment, text, cleanup)
         runner = EpisodeRunner(context.model.engine, environment, text, context.params, puller.sampled)
         outlet = Outlet(publisher, services, context.throughput, puller)
         return cls(puller, Sampler(context.who, runner, context.receipts, outlet, services, puller))

@@ -1,2 +1,2 @@
-"""Rewards: batched calls with deadlines and retries, in a child process or from a reward worker.
+"""Rewards: batched calls with time limits and retries, in a child process or on a reward worker.
 Imports no torch."""

@@ -1,4 +1,4 @@
-"""Several rewards as one: their sum by weight."""
+"""Combines several rewards into one by a weighted sum."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Part:
 
 
 class Composite:
-    """A :class:`Scorer` over others, which are asked at the same time.
+    """A :class:`Scorer` that adds the weighted rewards of others, which it calls concurrently.
 
-    The metrics of a sample are ``reward/NAME``, what each part gave without its weight, and the
-    parts' own as ``NAME/METRIC``. Where a part fails the sample fails for the first such part's
-    reason: a sum without it would mean something else.
+    The metrics of a sample are ``reward/NAME`` (the unweighted reward of each part) and
+    ``NAME/METRIC`` (the metrics of the parts). If a part fails, the sample fails with the reason of
+    the first failed part, because the sum would not be comparable without it.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -40,19 +40,19 @@ class Composite:
         return sum(part.scorer.retries for part in self._parts)
 
     async def start(self) -> None:
-        """Start all. Raises the first ``RewardError``; those that did start are ended by
-        ``close``."""
+        """Start all parts. Raises the first ``RewardError``; call ``close`` to stop the parts that
+        did start."""
         await asyncio.gather(*(part.scorer.start() for part in self._parts))
 
     async def score(self, groups: Sequence[RewardGroup]) -> list[list[Result]]:
-        """One list of results a group, in order."""
+        """One list of results per group, in order."""
         found = await asyncio.gather(*(part.scorer.score(groups) for part in self._parts))
         return [
             [self._sum([scored[g][s] for scored in found]) for s in range(len(group.samples))] for g, group in enumerate(groups)
         ]
 
     async def close(self) -> None:
-        """Close all."""
+        """Close all parts."""
         await asyncio.gather(*(part.scorer.close() for part in self._parts))
 
     def _sum(self, results: Sequence[Result]) -> Result:
@@ -79,5 +79,5 @@ def _named(name: str, metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _weighted(parts: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Token by token; a part without token rewards adds none."""
+    """The weighted sum for each token. A part without token rewards adds nothing."""
     return tuple(sum(values) for values in zip_longest(*parts, fillvalue=0.0))

@@ -1,4 +1,4 @@
-"""The scorer that a run's config asks for."""
+"""Builds the scorer of a run from its config."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Worker = Callable[[int], RewardSource]
 
 
 def scorer_of(config: RewardConfig, base_dir: str, worker: Worker) -> Scorer:
-    """base_dir: folder that the paths of plugins start at. worker: the source of the N-th reward
-    model, `reward-N`."""
+    """base_dir: folder to which the paths of plugins are relative. worker: returns the source for
+    the N-th reward model, ``reward-N``."""
     if not config.composite:
         return Rewards(_source(config, base_dir, worker, 0), timeout_seconds=config.timeout_seconds, retries=config.retries)
     parts: list[Part] = []
@@ -33,7 +33,7 @@ def models_of(config: RewardConfig) -> list[ScoringModelConfig]:
 
 
 def part_names(config: RewardConfig) -> Sequence[str]:
-    """Names of the parts of a composite reward, in the order in which they are summed."""
+    """The names of a composite reward's parts in the order of the sum."""
     return sorted(config.composite)
 
 

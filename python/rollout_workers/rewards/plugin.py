@@ -1,8 +1,8 @@
 """Rewards that plugins compute.
 
-A reward is user code: it may hang, crash, print, or hold the interpreter for seconds. In a child
-process none of that reaches the sampling loop, and a call that takes too long is killed.
-Expressions run there too, so a slow one delays nothing else.
+A reward is user code: it may hang, crash, print, or block the interpreter for seconds. In a child
+process it can't disturb sampling, and a call that takes too long is killed. Expressions also run
+there, so a slow one delays nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _PROCESSES = 4
 
 
 class PluginRewards:
-    """A :class:`RewardSource` over one runner: in process, a child, or a sidecar."""
+    """A :class:`RewardSource` for one plugin, which runs in this process, in a child process, or in
+    a sidecar."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -36,7 +37,7 @@ class PluginRewards:
             raise wire.reward_error(error) from error
 
     async def call(self, groups: Sequence[RewardGroup], timeout: float) -> list[Score]:
-        """One call of the plugin over all samples. Raises ``RewardError``."""
+        """Call the plugin once for all samples. Raises ``RewardError``."""
         request = pb.RewardRequest(
             groups=[
                 pb.RewardGroup(
@@ -60,7 +61,8 @@ class PluginRewards:
 
 
 class RewardPool:
-    """A :class:`RewardSource` of child processes: as many as calls overlap, at most four."""
+    """A :class:`RewardSource` of up to four child processes. It starts one more when calls
+    overlap."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -72,7 +74,7 @@ class RewardPool:
         self._idle.append(await self._begin())
 
     async def call(self, groups: Sequence[RewardGroup], timeout: float) -> list[Score]:
-        """One call of the function over all samples. Raises ``RewardError``."""
+        """Call the function once for all samples. Raises ``RewardError``."""
         async with self._slots:
             process = self._idle.pop() if self._idle else await self._begin()
             try:

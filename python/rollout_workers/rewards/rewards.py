@@ -1,11 +1,11 @@
-"""Rewards, asked for in batches, with a time limit and retries.
+"""Scores completions in batches, with a time limit and retries.
 
-What scores is a :class:`RewardSource`: a process with the user's code (``pool``) or a reward worker
-(``reward_worker_client``). Whatever goes wrong with it makes the samples INFRA_FAILED with a
-reason; it never makes a reward of 0.
+The score comes from a :class:`RewardSource`: child processes with the user's code (``plugin``) or a
+reward worker (``worker_client``). If the source fails, the samples are INFRA_FAILED with a reason;
+a failure never becomes a reward of 0.
 
-Groups that finish while a call runs are scored together by the next call. When a call for several
-groups fails, each group is called alone, so a bad sample costs its own group only.
+Groups that finish during a call are scored together by the next call. If a call for several groups
+fails, each group is scored by a separate call, so a bad sample affects its own group only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST_GROUPS = 4096
 
 
 class Scorable(NamedTuple):
-    """One completion to be scored. prompt_ids, token_ids: int32, little-endian, of prompt and
+    """A completion to score. prompt_ids, token_ids: int32, little-endian, of the prompt and the
     completion."""
 
     prompt: str
@@ -38,34 +38,35 @@ class Scorable(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RewardGroup:
-    """Samples of one row."""
+    """The samples of one row."""
 
     row_json: bytes
     samples: tuple[Scorable, ...]
 
 
 class RewardSource(Protocol):
-    """What scores samples. Calls may overlap."""
+    """Computes scores. Calls may overlap."""
 
     async def start(self) -> None:
-        """Make ready. Raises ``RewardError``."""
+        """Start the source. Raises ``RewardError``."""
         ...
 
     async def call(self, groups: Sequence[RewardGroup], timeout: float) -> list[Score]:
-        """Scores of all samples of all groups, in order. Raises ``RewardError``, after ``timeout``
-        seconds at the latest."""
+        """The scores of all samples of all groups, in order. Raises ``RewardError``, at the latest
+        after ``timeout`` seconds."""
         ...
 
     async def close(self) -> None:
-        """End what was started; idempotent."""
+        """Stop the source; idempotent."""
         ...
 
 
 class Scorer(Protocol):
-    """What an environment scores completions with: one reward or several. Belongs to one event
+    """Scores the completions of an environment with one or several rewards. Belongs to one event
     loop.
 
-    failures: samples that no try could score. retries: calls that were repeated after a failure.
+    failures: number of samples that no attempt could score. retries: number of calls that were
+    repeated after a failure.
     """
 
     @property
@@ -75,15 +76,16 @@ class Scorer(Protocol):
     def retries(self) -> int: ...
 
     async def start(self) -> None:
-        """Make ready. Raises ``RewardError``."""
+        """Start the sources. Raises ``RewardError``."""
         ...
 
     async def score(self, groups: Sequence[RewardGroup]) -> list[list[Result]]:
-        """One list of results a group, in order. Never raises for what a reward does."""
+        """One list of results per group, in order. A failure of a reward is a result, not an
+        exception."""
         ...
 
     async def close(self) -> None:
-        """Stop all calls; pending ones fail with REWARD_CLOSED."""
+        """Cancel all calls. Pending ones fail with REWARD_CLOSED."""
         ...
 
 
@@ -94,17 +96,17 @@ class _Waiting:
 
 
 class Rewards:
-    """Scores groups with one source: the :class:`Scorer` of a single reward."""
+    """A :class:`Scorer` with a single source."""
 
     def __init__(self, source: RewardSource, *, timeout_seconds: float, retries: int) -> None:
-        """timeout_seconds: of one call. retries: further tries of a failed call."""
+        """timeout_seconds: of one call. retries: how often a failed call is repeated."""
         self._source = source
         self._timeout, self._retries = timeout_seconds, retries
         self._waiting: deque[_Waiting] = deque()
         self._most_groups = _MOST_GROUPS
         self._caller: asyncio.Task[None] | None = None
         self._isolating: set[asyncio.Task[None]] = set()
-        self.failures = 0  # samples that no try could score
+        self.failures = 0  # samples that no attempt could score
         self.retries = 0  # calls that were repeated after a failure
 
     async def start(self) -> None:
@@ -112,7 +114,7 @@ class Rewards:
         await self._source.start()
 
     async def score(self, groups: Sequence[RewardGroup]) -> list[list[Result]]:
-        """One list of results a group, in order."""
+        """One list of results per group, in order."""
         waiting = [_Waiting(group) for group in groups]
         self._waiting.extend(waiting)
         if self._caller is None:
@@ -131,7 +133,7 @@ class Rewards:
         await self._source.close()
 
     async def _call_all(self) -> None:
-        """Score what waits, a batch a call, until nothing does."""
+        """Score the waiting groups, one batch per call, until none waits."""
         try:
             while self._waiting:
                 batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._most_groups))]
@@ -150,10 +152,10 @@ class Rewards:
             self._caller = None
 
     def _split(self, batch: list[_Waiting], error: RewardError) -> None:
-        """Call each group of a failed batch alone; the first try counts where it was alone
-        already."""
+        """Score each group of a failed batch by a separate call. If the batch was a single group,
+        the failed call counts as its first attempt."""
         if error.reason == "REWARD_TIMEOUT" and len(batch) > 1:
-            self._most_groups = max(1, len(batch) // 2)  # it may just be slow
+            self._most_groups = max(1, len(batch) // 2)  # the batch may only have been too large for the time limit
         used = 1 if len(batch) == 1 else 0
         for w in batch:
             task = asyncio.create_task(self._isolate(w, error, used), name="reward retry")
@@ -171,17 +173,17 @@ class Rewards:
                     error = again
                 else:
                     _settle(waiting, results)
-                    log.warning("a reward failed and was scored by another try: %s", first)
+                    log.warning("a reward failed, but a retry succeeded: %s", first)
                     return
             self.failures += len(waiting.group.samples)
-            log.warning("a reward failed, its samples are INFRA_FAILED: %s", error)
+            log.warning("a reward failed; its samples are INFRA_FAILED: %s", error)
         finally:
             _settle(waiting, [failed(reason_of(error, "REWARD_RAISED"))] * len(waiting.group.samples))
 
     async def _call(self, groups: list[RewardGroup]) -> list[list[Result]]:
-        """One call over all samples. Raises ``RewardError``."""
+        """Call the source once for all samples. Raises ``RewardError``."""
         scores = await self._source.call(groups, self._timeout)
-        made = {id(score): score for score in scores}  # several samples may share one
+        made = {id(score): score for score in scores}  # samples may share an object
         results = {at: _result(score) for at, score in made.items()}
         each = iter(scores)
         return [[results[id(next(each))] for _ in group.samples] for group in groups]

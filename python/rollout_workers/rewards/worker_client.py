@@ -1,4 +1,4 @@
-"""Rewards of a trained model, which a worker of the same run serves."""
+"""Rewards from a reward worker, which serves a trained model."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class RewardUnavailable(RewardError):
 
 
 class RewardWorker:
-    """A :class:`RewardSource`: one reward worker. A call waits within its time limit for one that
-    is being started again."""
+    """A :class:`RewardSource` for one reward worker. A call waits within its time limit for a
+    worker that is being restarted."""
 
     def __init__(self, services: Services, run: str, worker: str, *, start_seconds: float) -> None:
-        """worker: its id, `reward-0`. start_seconds: how long it may take to load its model."""
+        """worker: its id, `reward-0`. start_seconds: time limit for loading its model."""
         self._services, self._run, self._worker = services, run, worker
         self._start_seconds = start_seconds
 
@@ -41,11 +41,11 @@ class RewardWorker:
                 await self._stub()
         except TimeoutError:
             raise RewardUnavailable(
-                f"{self._worker} has not registered after {self._start_seconds:g} s", fix="see its log in the run's folder"
+                f"{self._worker} has not registered after {self._start_seconds:g} s", fix="see the worker's log in the run's folder"
             ) from None
 
     async def call(self, groups: Sequence[RewardGroup], timeout: float) -> list[Score]:
-        """Scores of all samples. Raises ``RewardError``."""
+        """The scores of all samples. Raises ``RewardError``."""
         request = ScoreRequest(run_id=self._run)
         for group in groups:
             ids = [sample.token_ids for sample in group.samples]
@@ -57,27 +57,27 @@ class RewardWorker:
         except TimeoutError:
             raise RewardTimeout(
                 f"{self._worker} did not score {samples} samples within {timeout:g} s",
-                fix="raise `reward.timeout_seconds`, or see whether the worker is being started again",
+                fix="raise `reward.timeout_seconds`, or check whether the worker is restarting",
             ) from None
         if len(response.results) != samples:
-            raise RewardFailed(f"{self._worker} gave {len(response.results)} scores for {samples} samples")
+            raise RewardFailed(f"{self._worker} returned {len(response.results)} scores for {samples} samples")
         for result in response.results:
             if result.reason:
                 raise RewardFailed(f"{self._worker}: {result.reason}: {result.message}")
         return [Score(result.score) for result in response.results]
 
     async def close(self) -> None:
-        """The worker ends with its run."""
+        """Do nothing. The worker ends with its run."""
 
     async def _ask(self, request: ScoreRequest) -> ScoreResponse:
-        """Ask until the worker answers, or the caller's time is up."""
+        """Retry the call until the worker answers or the time limit is reached."""
         while True:
             stub = await self._stub()
             try:
                 return await stub.Score(request, metadata=self._services.metadata())
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    raise RewardFailed(f"{self._worker} refused: {error.details()}", fix="see its log") from error
+                    raise RewardFailed(f"{self._worker} refused: {error.details()}", fix="see the worker's log") from error
                 self._services.forget(SERVICE, worker=(self._run, self._worker))
             await asyncio.sleep(_AGAIN_SECONDS)
 

@@ -1,7 +1,7 @@
-"""The worker's side of the mesh: registration, streams, events, serving and the life of the
-process. Imports no torch.
+"""The parts that every worker has: registration, streams, events, the gRPC server, and the
+lifecycle of the process. Imports no torch.
 
-Two threads live here that a busy model can't hold up: one renews the registration, one
-(``heartbeat``) tells NATS that work items are still being worked on and sends events. Everything
-else runs on the worker's one event loop.
+Two threads run independently of the worker's event loop, so a busy model does not delay them: one
+renews the registration, the other (``heartbeat``) extends the ack deadline of work items and sends
+events.
 """

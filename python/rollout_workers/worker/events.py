@@ -129,7 +129,7 @@ class Events:
         event = pb.Event(
             event_id=ulid(now // 1_000_000),
             run_id=self._who.run,
-            service=self._who.speaker,
+            service=self._who.event_source,
             level=level,
             kind=kind,
             message=message[:_MOST_MESSAGE],

@@ -1,5 +1,5 @@
-"""Secrets by reference: what a worker is started with says where they are, and never what they
-are."""
+"""Reads secrets from files and environment variables, so that a worker's spec contains only
+references to them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from rollout.errors import RolloutError
 
 
 class SecretError(RolloutError):
-    """A reference names no secret, or is none."""
+    """A reference to a secret is invalid, or the secret is missing."""
 
     reason: ClassVar[str] = "SECRET_REFERENCE"
 
 
 def read_secret(reference: str, name: str, environment: Mapping[str, str] = os.environ) -> str:
-    """What ``file:PATH`` or ``env:NAME`` holds; an empty reference is an empty secret. name: for
-    errors, which never repeat a literal. Raises :class:`SecretError`."""
+    """The secret that ``file:PATH`` or ``env:NAME`` refers to; an empty reference is an empty
+    secret. name: the field's name for errors, which never contain the value. Raises
+    :class:`SecretError`."""
     kind, _, rest = reference.partition(":")
     if not reference:
         return ""
     if kind == "env" and rest:
         text = environment.get(rest, "").strip()
         if not text:
-            raise SecretError(f"{name}: the variable {rest} is not set or empty")
+            raise SecretError(f"{name}: the environment variable {rest} is empty or not set")
         return text
     if kind == "file" and rest:
         try:
@@ -34,6 +35,6 @@ def read_secret(reference: str, name: str, environment: Mapping[str, str] = os.e
         except OSError as error:
             raise SecretError(f"{name}: can't read {rest}: {error.strerror}") from error
         if not text:
-            raise SecretError(f"{name}: {rest} is empty")
+            raise SecretError(f"{name}: the file {rest} is empty")
         return text
-    raise SecretError(f"{name}: the value is a secret and not a reference to one", fix="write `file:PATH` or `env:NAME`")
+    raise SecretError(f"{name}: the value must be a reference to a secret, not the secret", fix="write `file:PATH` or `env:NAME`")

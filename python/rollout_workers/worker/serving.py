@@ -1,5 +1,5 @@
-"""The worker's gRPC server: a bearer token on every call but health, TLS, typed errors, traces,
-validated requests."""
+"""The worker's gRPC server. It authenticates all calls except health checks by a bearer token, and
+adds TLS, typed errors, traces, and the validation of requests."""
 
 from __future__ import annotations
 
@@ -29,27 +29,28 @@ _REFLECTION = "/grpc.reflection."
 
 
 HOST_VARIABLE = "ROLLOUT_WORKER_HOST"
-"""Address of this host on which a worker serves and under which others reach it; without it only
-this host does."""
+"""The address of this host on which a worker serves and registers. If it is not set, the worker
+serves on the loopback interface only."""
 INSECURE_VARIABLE = "ROLLOUT_WORKER_INSECURE_LISTEN"
-"""`true` allows a host that is not loopback in plain text: only on a private network."""
+"""``true`` allows plain text on an address that is not loopback. Use it only on a private
+network."""
 
 
 class PlainText(Exception):
-    """Tokens would cross a network in plain text."""
+    """The server would accept tokens in plain text from a network."""
 
     reason = "PLAIN_TEXT_LISTENER"
 
 
 def host_of(environment: Mapping[str, str], secure: bool = False) -> str:
-    """Where this process serves. secure: over TLS. Raises ``PlainText``."""
+    """The host on which this process serves. secure: with TLS. Raises ``PlainText``."""
     host = environment.get(HOST_VARIABLE, "") or "127.0.0.1"
     try:
         loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
         loopback = host == "localhost"
     if not secure and not loopback and environment.get(INSECURE_VARIABLE) != "true":
-        fix = f"set ca_file in [tls] of rolloutd.toml, or {INSECURE_VARIABLE}=true where the network is private"
+        fix = f"set ca_file in [tls] of rolloutd.toml, or {INSECURE_VARIABLE}=true if the network is private"
         raise PlainText(f"{HOST_VARIABLE}={host} is not loopback: {fix}")
     return host
 
@@ -58,7 +59,7 @@ class Server:
     """A server on a free port of the host that ``ROLLOUT_WORKER_HOST`` names."""
 
     def __init__(self, token: str, tls: PemFiles | None = None) -> None:
-        """tls: what to serve with, asking callers for a certificate of the same authority; None:
+        """tls: the server's files; callers then need a certificate of the same authority. None:
         plain text. Raises ``PlainText``."""
         self._host, self._tls = host_of(os.environ, tls is not None), tls
         self._server = grpc.aio.server(interceptors=[_Edge(token)], options=SERVER_OPTIONS)
@@ -69,11 +70,11 @@ class Server:
 
     @property
     def grpc(self) -> grpc.aio.Server:
-        """What a generated ``add_..Servicer_to_server`` takes."""
+        """The server, for the generated ``add_..Servicer_to_server`` functions."""
         return self._server
 
     async def start(self, services: Sequence[str]) -> str:
-        """Serve; returns host:port. services: full names, for reflection and health."""
+        """Start to serve; returns host:port. services: full names, for reflection and health."""
         self._names = [*services]
         reflection.enable_server_reflection((*services, SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         free = f"{self._host}:0"
@@ -85,13 +86,13 @@ class Server:
         return self.address
 
     async def stop(self, grace_seconds: float) -> None:
-        """Refuse new calls, let running ones end for at most ``grace_seconds``."""
+        """Reject new calls, and let running ones finish for at most ``grace_seconds``."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_seconds)
 
 
 class _Edge(grpc.aio.ServerInterceptor):
-    """Everything that holds for each call, in one place."""
+    """Authenticates, traces, and validates each call, and maps its errors."""
 
     def __init__(self, token: str) -> None:
         self._expected = f"Bearer {token}".encode()
@@ -155,7 +156,7 @@ def _stream(behavior: Callable[..., AsyncIterator[Any]], method: str, metadata: 
 def _refuse_stream(handler: Any) -> Any:
     async def handle(requests: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         await abort(context, _no_token())
-        yield  # makes this a stream
+        yield  # makes this function a generator
 
     return grpc.stream_stream_rpc_method_handler(handle, handler.request_deserializer, handler.response_serializer)
 
@@ -167,4 +168,4 @@ def _admit(request: Any, allowed: bool) -> None:
 
 
 def _no_token() -> Unauthenticated:
-    return Unauthenticated("the call has no valid token", fix="send metadata `authorization: Bearer <token>`")
+    return Unauthenticated("the call has no token or a wrong one", fix="send metadata `authorization: Bearer <token>`")

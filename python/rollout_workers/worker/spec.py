@@ -1,4 +1,4 @@
-"""What a worker process is started with."""
+"""The spec and the identity of a worker process."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ SPEC_VARIABLE = "ROLLOUT_WORKER_SPEC"
 
 
 class SpecError(RolloutError):
-    """The file that the worker was started with is missing or can't be read."""
+    """The spec file is missing or invalid."""
 
     reason: ClassVar[str] = "WORKER_SPEC_INVALID"
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this worker is, and the names that follow from it.
+    """The identity of a worker process, and the names that derive from it.
 
     rank: of this process within the worker; rank 0 serves and registers.
 
     nonce: secret of this launch, from the spec. It is never logged or registered; registrations
     carry :meth:`proof`.
 
-    process: drawn at start, 16 hex digits; tells a restarted worker from the one before it.
+    process: 16 random hex digits, which distinguish a restarted worker from its predecessor.
     """
 
     run: str
@@ -56,17 +56,17 @@ class Identity:
 
     @property
     def service(self) -> str:
-        """The name that it registers under: ``inference-worker``."""
+        """The worker's service name in the registry: ``inference-worker``."""
         return names.worker_service(self.kind)
 
     @property
-    def speaker(self) -> str:
-        """How events name it: ``inference-worker/inference-0``."""
+    def event_source(self) -> str:
+        """The worker's name in events: ``inference-worker/inference-0``."""
         return f"{self.service}/{self.worker}"
 
     @property
     def registration(self) -> str:
-        """Its service id: ``<run>/<worker>``."""
+        """The worker's service id in the registry: ``<run>/<worker>``."""
         return f"{self.run}/{self.worker}"
 
     @property
@@ -83,7 +83,7 @@ class Identity:
 
     @property
     def idle_subject(self) -> str:
-        """The subject on which idle workers ask for work
+        """The subject on which idle workers request work
         (``rollout_workers.inference.sharing``)."""
         return names.idle_subject(self.run)
 
@@ -93,11 +93,12 @@ class Identity:
 
 
 def load_spec(path: str | None = None, *, kinds: Collection[str] = ()) -> WorkerSpec:
-    """Read the spec from ``path``, else from the file that ``ROLLOUT_WORKER_SPEC`` names; replaces
-    references to secrets by the secrets. The variables that held them are removed from the
-    environment, so that child processes do not inherit them.
+    """Read the spec from ``path``, or else from the file that ``ROLLOUT_WORKER_SPEC`` names, and
+    replace references to secrets by the secrets. The environment variables of the secrets are
+    removed, so that child processes do not inherit them.
 
-    kinds: the kinds that are accepted; empty accepts all. Raises :class:`SpecError`."""
+    kinds: the accepted kinds; empty: all. Raises :class:`SpecError`.
+    """
     path = path or os.environ.get(SPEC_VARIABLE, "")
     if not path:
         raise SpecError(f"{SPEC_VARIABLE} is not set", fix="workers are started by the scheduler; see docs/wire.md")
@@ -111,7 +112,7 @@ def load_spec(path: str | None = None, *, kinds: Collection[str] = ()) -> Worker
         if not getattr(spec, name):
             raise SpecError(f"{path} has no `{name}`")
     if kinds and spec.kind not in kinds:
-        raise SpecError(f"{path} has kind `{spec.kind}`", fix=f"the kinds are {', '.join(kinds)}")
+        raise SpecError(f"{path} has the unknown kind `{spec.kind}`", fix=f"the kinds are {', '.join(kinds)}")
     try:
         _resolve_secrets(spec)
     except SecretError as error:
@@ -132,7 +133,7 @@ def _resolve_secrets(spec: WorkerSpec) -> None:
 
 
 def secrets_of(spec: WorkerSpec) -> list[tuple[WorkerSpec | NatsAccess, str]]:
-    """The fields that hold a secret, or in a file its reference: message and name."""
+    """The fields that contain secrets or references to secrets: message and field name."""
     fields: list[tuple[WorkerSpec | NatsAccess, str]] = [(spec, "nats_token"), (spec, "consul_token"), (spec, "token")]
     if spec.HasField("nats"):
         fields += [(spec.nats, "password"), (spec.nats, "nkey_seed")]
@@ -140,22 +141,22 @@ def secrets_of(spec: WorkerSpec) -> list[tuple[WorkerSpec | NatsAccess, str]]:
 
 
 def identity(spec: WorkerSpec) -> Identity:
-    """A fresh identity: each call draws another process number."""
+    """The identity of this process. Each call draws another ``process``."""
     return Identity(spec.run_id, spec.worker_id, spec.kind, spec.incarnation, nonce=spec.nonce)
 
 
 def resolve(spec: WorkerSpec, path: str) -> str:
-    """A path of the plan as an absolute one."""
+    """The absolute form of a path in the plan."""
     return os.path.abspath(os.path.join(spec.base_dir, path))
 
 
 def model_directory(spec: WorkerSpec) -> str:
-    """Folder of the plan's model."""
+    """The folder of the plan's model."""
     return resolve(spec, spec.plan.config.model.path)
 
 
 def is_deterministic(config: RunConfig) -> bool:
-    """Whether the run promises the same bits: as said, else true in sync mode only."""
+    """Whether equal inputs must give equal bits: as configured, by default only in sync mode."""
     if config.HasField("deterministic"):
         return config.deterministic
     return config.mode != "async"

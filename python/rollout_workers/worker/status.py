@@ -1,7 +1,7 @@
-"""Errors at the edge: an exception with a ``reason`` becomes a google.rpc.Status with an ErrorInfo
-of domain ``rollout``.
+"""Converts exceptions to gRPC errors. An exception with a ``reason`` becomes a google.rpc.Status
+with an ErrorInfo of domain ``rollout``.
 
-Any other exception becomes INTERNAL with a fixed message; its detail goes to the log alone.
+Any other exception becomes INTERNAL with a fixed message; its details are only logged.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 
 DOMAIN = "rollout"
 DETAILS_KEY = "grpc-status-details-bin"
-_INTERNAL = "internal error: the worker's log has the detail"
-_FULL = "no space is left on the disk to which the worker writes: free some there, then continue with `rollout run --resume RUN`"
+_INTERNAL = "internal error: see the worker's log"
+_FULL = "the worker's disk is full: free space on it, then continue with `rollout run --resume RUN`"
 
-# gRPC codes of the reasons that workers give. One that is not here is FAILED_PRECONDITION: the
-# caller must change something.
+# gRPC codes of the reasons that workers return. Other reasons are FAILED_PRECONDITION: the caller
+# must change something.
 _CODES: Mapping[str, int] = {
     "INTERNAL": code_pb2.INTERNAL,
     "INVALID_REQUEST": code_pb2.INVALID_ARGUMENT,
@@ -51,13 +51,13 @@ _CODES: Mapping[str, int] = {
     "SERVICE_UNAVAILABLE": code_pb2.UNAVAILABLE,
     "STEP_IN_PROGRESS": code_pb2.ABORTED,
     "RANK_LOST": code_pb2.UNAVAILABLE,
-    "LEARNER_SUPERSEDED": code_pb2.UNAVAILABLE,  # of this one: there is another
+    "LEARNER_SUPERSEDED": code_pb2.UNAVAILABLE,  # a newer learner has replaced this one
 }
 
 
 class EdgeError(RolloutError):
-    """An error with everything that a caller may need: metadata, violations by field path, and
-    whether a retry can help."""
+    """An error with details for the caller: metadata, violations by field path, and the delay of a
+    retry."""
 
     reason: ClassVar[str] = "INTERNAL"
 
@@ -77,31 +77,32 @@ class EdgeError(RolloutError):
 
 
 class InvalidRequest(EdgeError):
-    """A request that breaks the contract; every violation is in it."""
+    """A request violates its contract. ``violations`` lists every violation."""
 
     reason = "INVALID_REQUEST"
 
 
 class Unauthenticated(EdgeError):
-    """The bearer token is missing or another one."""
+    """The bearer token is missing or wrong."""
 
     reason = "UNAUTHENTICATED"
 
 
 class Draining(EdgeError):
-    """The worker is about to leave."""
+    """The worker is shutting down."""
 
     reason = "DRAINING"
 
 
 class RunMismatch(EdgeError):
-    """The request is about another run than the worker's."""
+    """The request is for another run than the worker's."""
 
     reason = "RUN_MISMATCH"
 
 
 def status_of(error: BaseException) -> status_pb2.Status:
-    """What ``error`` is at the edge. Unknown errors are logged here, with their traceback."""
+    """The gRPC status for ``error``. Errors without a reason are logged here with their
+    traceback."""
     reason = getattr(error, "reason", None)
     if isinstance(error, asyncio.CancelledError):
         return _status(code_pb2.CANCELLED, "the call was canceled", "CANCELED")
@@ -124,12 +125,13 @@ def status_of(error: BaseException) -> status_pb2.Status:
 
 
 def _disk_full(error: BaseException) -> bool:
-    """Whether a write had no room. The library of safetensors tells in words alone."""
+    """Whether a write failed because the disk is full. safetensors reports that only in its
+    message."""
     return (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)) or "No space left on device" in str(error)
 
 
 async def abort(context: grpc.aio.ServicerContext, error: BaseException) -> None:
-    """End the call with ``error``."""
+    """End the call with the status of ``error``."""
     status = status_of(error)
     await context.abort(_GRPC[status.code], status.message, trailing_metadata=((DETAILS_KEY, status.SerializeToString()),))
 

@@ -1,5 +1,5 @@
-"""Traces and metrics through every hop. Without an OTLP endpoint nothing is recorded, and a
-caller's trace still travels on."""
+"""Exports traces and metrics, and passes trace contexts on. Without an OTLP endpoint nothing is
+recorded, but the contexts of callers are still passed on."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _tracer = trace.get_tracer("rollout_workers")
 
 
 def configure(endpoint: str, who: Identity) -> None:
-    """Export traces and metrics to ``endpoint`` (OTLP over gRPC, ``http://host:port``). Empty: keep
-    everything off.
+    """Export traces and metrics to ``endpoint`` (OTLP over gRPC, ``http://host:port``). Empty:
+    record nothing.
 
     Call once, before the first span. The exporter runs in separate threads and drops spans while
     the collector is unreachable.
@@ -52,7 +52,7 @@ def configure(endpoint: str, who: Identity) -> None:
 
 
 def flush() -> None:
-    """Send what is still held, before the process ends. At most a second."""
+    """Send buffered spans before the process ends. Takes at most a second."""
     for provider in (trace.get_tracer_provider(), metrics.get_meter_provider()):
         force = getattr(provider, "force_flush", None)
         if force is not None:
@@ -60,13 +60,12 @@ def flush() -> None:
 
 
 def incoming(headers: Mapping[str, str] | None) -> Context:
-    """The context that ``traceparent`` in NATS headers or gRPC metadata names."""
+    """The trace context in the ``traceparent`` of NATS headers or gRPC metadata."""
     return _propagator.extract(dict(headers or {}))
 
 
 def outgoing(context: Context | None = None) -> dict[str, str]:
-    """The ``traceparent`` header of the context (the current one where none is given); empty
-    outside a trace."""
+    """The ``traceparent`` header of the current span; empty outside of a trace."""
     headers: dict[str, str] = {}
     _propagator.inject(headers, context)
     return headers
@@ -74,8 +73,8 @@ def outgoing(context: Context | None = None) -> dict[str, str]:
 
 @contextmanager
 def span(name: str, parents: Iterable[Context] = (), **attributes: str | int) -> Iterator[trace.Span]:
-    """A span that is current inside ``with``. Of several parents the first is the parent and the
-    others are links."""
+    """A span that is current inside ``with``. The first context is its parent, the others are
+    links."""
     contexts = list(parents)
     links = [trace.Link(trace.get_current_span(context).get_span_context()) for context in contexts[1:]]
     started = _tracer.start_span(name, contexts[0] if contexts else None, links=links, attributes=attributes)
@@ -84,7 +83,7 @@ def span(name: str, parents: Iterable[Context] = (), **attributes: str | int) ->
 
 
 class Meters:
-    """The worker's own instruments."""
+    """The worker's metrics."""
 
     def __init__(self) -> None:
         meter = metrics.get_meter("rollout_workers")

@@ -1,5 +1,5 @@
-"""What a worker shows to others and whom it trusts: PEM files, read again when they were
-renewed."""
+"""The certificates of a worker and the authorities that it trusts: PEM files, which are read again
+when they change."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ Stamp = tuple[tuple[int, int], ...]
 
 
 class CertificateError(RolloutError):
-    """A certificate, key or authority can't be read."""
+    """A certificate, key, or authority can't be read."""
 
     reason: ClassVar[str] = "CERT_FILE"
 
 
 @dataclass(frozen=True, slots=True)
 class PemFiles:
-    """Paths; an empty ``ca``: the system's authorities, an empty ``cert``: nothing to show. ``key``
-    belongs to ``cert``."""
+    """Paths. An empty ``ca`` means the system's authorities, an empty ``cert`` no certificate.
+    ``key`` is the key of ``cert``."""
 
     ca: str = ""
     cert: str = ""
     key: str = ""
 
     def stamp(self) -> Stamp:
-        """Changes when a file was written again. Files that are not there (between two writes)
-        count as zero."""
+        """A value that changes when a file changes. Missing files (between two writes) count as
+        zero."""
         stamps: list[tuple[int, int]] = []
         for path in (self.ca, self.cert, self.key):
             try:
@@ -45,27 +45,27 @@ class PemFiles:
         return tuple(stamps)
 
     def context(self) -> ssl.SSLContext:
-        """For a client of HTTP or NATS. Raises OSError where a file can't be read."""
+        """The context for HTTP and NATS clients. Raises ``OSError`` if a file can't be read."""
         context = ssl.create_default_context(cafile=self.ca or None)
         self.reload(context)
         return context
 
     def reload(self, context: ssl.SSLContext) -> None:
-        """Connections that are made from now on show the certificate of now."""
+        """Load the files into a context again. New connections use them."""
         if self.cert:
             context.load_cert_chain(self.cert, self.key)
         if self.ca:
             context.load_verify_locations(self.ca)
 
     def channel(self) -> grpc.ChannelCredentials:
-        """For one channel; its later connections use what was read now. Raises
-        :class:`CertificateError`."""
+        """The credentials of a channel. All connections of the channel use the files as they are
+        now. Raises :class:`CertificateError`."""
         ca, cert, key = self._read()
         return grpc.ssl_channel_credentials(ca, key, cert)
 
     def server(self) -> grpc.ServerCredentials:
-        """For a server that asks its clients for a certificate of the authority. Each handshake
-        takes the files of its time; where they can't be read then, those of before. Raises
+        """The credentials of a server that requires client certificates. Each handshake reads the
+        files if they changed, and keeps the previous ones if they can't be read. Raises
         :class:`CertificateError`."""
         last = self.stamp()
 
@@ -77,7 +77,7 @@ class PemFiles:
             try:
                 configuration = self._configuration()
             except CertificateError:
-                return None  # half of a renewal; the next handshake looks again
+                return None  # the files are being replaced; the next handshake tries again
             last = stamp
             return configuration
 
@@ -89,7 +89,8 @@ class PemFiles:
 
     def _read(self) -> tuple[bytes, bytes, bytes]:
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(self.cert, self.key)  # they belong together
+            # check that certificate and key belong together
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(self.cert, self.key)
             return Path(self.ca).read_bytes(), Path(self.cert).read_bytes(), Path(self.key).read_bytes()
         except (OSError, ssl.SSLError) as error:
             text = f"{self.cert} with {self.key} and {self.ca}: {error}"
@@ -97,19 +98,19 @@ class PemFiles:
 
 
 NO_FILES = PemFiles()
-"""The system's authorities, and nothing to show."""
+"""The system's authorities, and no certificate."""
 
 
 def of_mesh(spec: WorkerSpec) -> PemFiles | None:
-    """For services and workers; None: plain text."""
+    """The files for services and workers; None: plain text."""
     return PemFiles(spec.tls.ca_file, spec.tls.cert_file, spec.tls.key_file) if spec.HasField("tls") else None
 
 
 def of_agent(spec: WorkerSpec) -> PemFiles:
-    """For the Consul agent or the registry, where that is at https."""
+    """The files for a Consul agent or registry with https."""
     return PemFiles(spec.consul_ca_file, spec.consul_cert_file, spec.consul_key_file)
 
 
 def of_nats(access: NatsAccess) -> PemFiles:
-    """For NATS, where that asks for TLS."""
+    """The files for a NATS server with TLS."""
     return PemFiles(access.ca_file, access.cert_file, access.key_file)

@@ -26,7 +26,7 @@ from rollout_workers.engines.base import SamplingParams
 from rollout_workers.engines.transformers import EngineConfig, TransformersEngine
 from rollout_workers.environments.episode import EpisodeRunner, sample_seed
 from rollout_workers.environments.single_turn import SingleTurn
-from rollout_workers.environments.teacher import taught
+from rollout_workers.environments.teacher import with_teacher
 from rollout_workers.inference.encode import encode_group
 from rollout_workers.learner.payload import read_segments
 from rollout_workers.trainer import Schedule, Trainer, TrainerConfig
@@ -49,7 +49,7 @@ def runner(
     endpoint = run.algorithm.distillation.endpoint
     endpoint.base_url, endpoint.model, endpoint.retries, endpoint.concurrency = served.url, "teacher", retries, 4
     prompts = PromptReader(text, prompt_field="prompt", chat_template=False)
-    environment = taught(run, SingleTurn(prompts, None, text), text, closing)
+    environment = with_teacher(run, SingleTurn(prompts, None, text), text, closing)
     return EpisodeRunner(engine, environment, text, SamplingParams(max_tokens=6))
 
 

@@ -60,7 +60,7 @@ def test_what_is_no_reference_is_refused(tmp_path: Path, reference: str) -> None
 def test_names_follow_from_the_spec() -> None:
     who, again = identity(made()), identity(made())
     assert who.registration == "run-01/inference-3"
-    assert who.speaker == "inference-worker/inference-3"
+    assert who.event_source == "inference-worker/inference-3"
     assert (who.work_stream, who.trajectory_subject) == ("WORK_run-01", "rollout.traj.run-01")
     assert who.process != again.process
 
