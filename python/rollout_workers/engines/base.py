@@ -33,15 +33,16 @@ WeightsSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Tensor]"
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample. Filters apply in the order temperature, top_k, top_p, min_p, as in Hugging
-    Face's warpers.
+    """Sampling parameters. Filters apply in the order temperature, top_k, top_p, min_p, like the
+    warpers of Hugging Face.
 
     temperature: 0 is greedy (the first of equal maxima). top_k: 0 is off. top_p: 1 is off. min_p: 0
-    is off.
-    max_tokens: at most this many new tokens; the engine's context length may end a sample sooner.
-    stop: strings that end a sample; the text is cut before the first one, the token ids are not.
-    stop_token_ids: end a sample, in addition to the model's end tokens, which ``ignore_eos``
-    switches off. Raises ``ValueError`` for a value outside its range.
+    is off. max_tokens: the maximum number of new tokens; the engine's context length may end a
+    sample earlier. stop: strings that end a sample; the text ends before the first one, the token
+    ids are not cut. stop_token_ids: end a sample, in addition to the model's end tokens, which
+    ``ignore_eos`` switches off.
+
+    Raises ``ValueError`` for a value outside its range.
     """
 
     max_tokens: int
@@ -63,18 +64,16 @@ class SamplingParams:
             ("stop", all(self.stop), "without empty strings"),
         ):
             if not holds:
-                raise ValueError(f"{name} must be {rule}, it is {getattr(self, name)!r}")
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupRequest:
     """One prompt to sample ``len(seeds)`` times.
 
-    request_id: unique among the requests in flight. prompt_ids: at least one id (a tuple or an int
-    array [T]).
-    seeds: one per sample, 64 bits used; the random number of a token depends on its seed and its
-    index and on nothing else.
-    stream: also yield a ``SampleDelta`` per decoding step.
+    request_id: unique among unfinished requests. prompt_ids: at least one id (a tuple or an int
+    array [T]). seeds: one per sample, 64 bits used; the random number of a token depends only on
+    the seed and the token's index. stream: also yield a ``SampleDelta`` per decoding step.
     """
 
     request_id: str
@@ -97,10 +96,10 @@ class VersionSpan:
 class SampleDelta:
     """New tokens of a streaming sample.
 
-    start: index in the sample of the first of these tokens. text: what became certain; never half a
-    character, and never the beginning of what may become a stop string, so it may lag behind the
-    tokens. Texts concatenate to the output's text, ids to its ids. version: weights that sampled
-    the newest token so far.
+    start: index of the first of these tokens in the sample. text: the text that later tokens can't
+    change. It never ends with a part of a character or with the beginning of a possible stop
+    string, so it may lag behind the tokens. The texts concatenate to the output's text, the ids to
+    its ids. version: the weights that sampled the newest token so far.
     """
 
     request_id: str
@@ -118,13 +117,13 @@ class SampleOutput:
     """One finished sample of T tokens.
 
     token_ids int32[T]: as sampled, with the end token if there was one. logprobs f32[T]: one per
-    token, of the distribution that ``Capabilities.logprobs_mode`` names: the one that was sampled
-    from (after temperature and filters; 0 for greedy), or the model's softmax. raw_logprobs f32[T]:
+    token, of the distribution that ``Capabilities.logprobs_mode`` names: the sampling distribution
+    (after temperature and filters; 0 for greedy), or the model's softmax. raw_logprobs f32[T]:
     log-softmax of the model's logits; None if the engine reports one logprob per token.
-    version_spans: cover [0, T) without gaps, in order. finish_reason: ``length`` is max_tokens or
-    the context's end.
-    error: set exactly when finish_reason is ``error``. text: None unless stop strings or streaming
-    asked for it; without the stop string or end token. stop_string: the one that matched.
+    version_spans: cover [0, T) without gaps, in order. finish_reason: ``length`` if max_tokens or
+    the end of the context was reached. error: set only if finish_reason is ``error``. text: without
+    the stop string or end token; None unless the request has stop strings or streams. stop_string:
+    the stop string that ended the sample.
     """
 
     request_id: str
@@ -141,12 +140,13 @@ class SampleOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A reading of the engine. Samples, tokens since the start, tokens/s over the last steps.
+    """Counters and speeds of the engine. samples and tokens count from the start; tokens/s is over
+    the last steps.
 
-    cache_epoch: grows with every weight swap; KV of an older epoch serves only samples that were in
-    flight then.
-    busy_seconds: total spent admitting and decoding (model, sampling and bookkeeping; not waiting).
-    forward_seconds: the part of it inside the model's passes (on a GPU: until they were queued).
+    cache_epoch: grows with every weight swap; KV from before a swap is only used by samples that
+    were in progress then. busy_seconds: total time of admitting and decoding (model, sampling, and
+    bookkeeping, without waiting). forward_seconds: the part of it in the model's passes (on a GPU:
+    until they were queued).
     """
 
     slots: int
@@ -164,23 +164,23 @@ class EngineStats:
 
 
 class Engine(Protocol):
-    """What a worker needs of an engine. Every call may be repeated; methods may be called while
-    ``generate`` runs."""
+    """The interface of an engine for a worker. Every call may be repeated. Methods may be called
+    while ``generate`` runs."""
 
     def generate(self, batch: Sequence[GroupRequest]) -> AsyncIterator[SampleDelta | SampleOutput]:
-        """Sample every request; yield outputs as they finish, in no set order, exactly one per
-        sample.
+        """Sample every request. Yields exactly one output per sample when it finishes, in any
+        order.
 
-        A bad request yields outputs with an error and leaves the others alone. Closing the iterator
-        aborts what is left. Raises ``DuplicateRequest``, ``TokenizerMissing``, ``EngineClosed``
-        before anything starts.
+        An invalid request yields outputs with an error and does not affect the others. Closing the
+        iterator aborts the unfinished samples. Raises ``DuplicateRequest``, ``TokenizerMissing``,
+        ``EngineClosed`` before anything starts.
         """
         ...
 
     async def prompt_logprobs(self, prompt_ids: Ids) -> Logprobs:
-        """f32[T]: log-softmax of the model's own logits for each token of ``prompt_ids``
-        (int32[T]), given those before it; 0 for the first. Between two decoding steps, by the
-        weights of that moment; waits while the engine is paused.
+        """f32[T]: log-softmax of the model's logits for each token of ``prompt_ids`` (int32[T]),
+        given the tokens before it; 0 for the first. Computed between two decoding steps with the
+        current weights. Waits while the engine is paused.
 
         Raises ``InvalidPrompt``, ``ContextOverflow`` (a prompt may fill the context),
         ``EngineClosed``, ``EngineFailed``.
@@ -188,9 +188,9 @@ class Engine(Protocol):
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> tuple[str, ...]:
-        """End these requests; their samples are delivered as far as they got, as ``aborted``.
+        """End these requests. Their samples are delivered with the tokens so far, as ``aborted``.
 
-        Returns the ids that were in flight; unknown and finished ones are left out.
+        Returns the ids of the requests that were unfinished.
         """
         ...
 
@@ -204,40 +204,39 @@ class Engine(Protocol):
         ...
 
     async def offload(self) -> None:
-        """Free the accelerator's memory: weights and KV move to the host. Nothing is decoded until
-        ``onload``."""
+        """Move weights and KV to the host to free the accelerator's memory. Nothing is decoded
+        until ``onload``."""
         ...
 
     async def onload(self) -> None:
-        """Undo ``offload``, bit for bit."""
+        """Undo ``offload``. The restored bits are the same."""
         ...
 
     async def stage_weights(self, source: WeightsSource, expected: str | None = None) -> str:
-        """Read and verify weights while decoding continues. Returns their digest's root
+        """Read and verify weights while decoding continues. Returns the root of their digest
         (``blake3-<hex>``).
 
-        source: a weights folder, or tensors by Hugging Face name (tied ones once). expected: the
-        root that they should have; where it is another or not given, a folder is compared with its
-        manifest. Raises ``WeightsMismatch`` naming the first tensor that differs.
+        source: a weights folder, or tensors by Hugging Face name (tied tensors once). expected: the
+        required root. If the root differs or ``expected`` is missing, a folder is compared with its
+        manifest. Raises ``WeightsMismatch``, which names the first tensor that differs.
         """
         ...
 
     async def swap_weights(self, version: int) -> None:
-        """Load the staged weights between two tokens, as ``version``. Samples in flight continue in
-        a new version span.
+        """Load the staged weights between two tokens, as ``version``. Samples in progress continue
+        in a new version span.
 
-        Raises ``NothingStaged`` unless ``version`` is the current one, which makes the call a
-        no-op.
+        If nothing is staged, the call does nothing for the current ``version`` and raises
+        ``NothingStaged`` for any other.
         """
         ...
 
     async def weights_digest(self) -> str:
-        """The root over the tensors that the model holds now, read back while no weights are
-        swapped."""
+        """The digest's root over the tensors in the model. It is never computed during a swap."""
         ...
 
     def stats(self) -> EngineStats: ...
 
     async def shutdown(self) -> None:
-        """Abort all samples in flight, deliver them, and free all resources."""
+        """Abort and deliver all unfinished samples, and free all resources."""
         ...

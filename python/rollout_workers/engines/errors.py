@@ -1,17 +1,18 @@
-"""How an engine fails."""
+"""The errors of engines."""
 
 from __future__ import annotations
 
 
 class EngineError(Exception):
-    """An engine's failure. ``reason`` is stable for machines, the message says what to do."""
+    """An error of an engine. ``reason`` is a stable identifier for programs; the message says how
+    to fix it."""
 
     reason = "ENGINE_ERROR"
 
 
 class ContextOverflow(EngineError):
-    """The prompt leaves no room for a token. Arrives as the ``error`` of each sample of that
-    request."""
+    """The prompt leaves no room for a token in the context. Returned as the ``error`` of each
+    sample of the request."""
 
     reason = "CONTEXT_OVERFLOW"
 
@@ -24,21 +25,22 @@ class ContextOverflow(EngineError):
 
 
 class InvalidPrompt(EngineError):
-    """The prompt is empty or holds ids outside the vocabulary. Arrives as the ``error`` of each
-    sample of that request."""
+    """The prompt is empty or has ids outside of the vocabulary. Returned as the ``error`` of each
+    sample of the request."""
 
     reason = "INVALID_PROMPT"
 
 
 class DuplicateRequest(EngineError):
-    """``generate`` was given the id of a request in flight; nothing of that batch was started."""
+    """The id of a request in ``generate`` belongs to an unfinished request. No request of the call
+    was started."""
 
     reason = "DUPLICATE_REQUEST"
 
 
 class TokenizerMissing(EngineError):
-    """Stop strings or streaming were asked of an engine without a tokenizer; nothing of that batch
-    was started."""
+    """A request has stop strings or streams, but the engine has no tokenizer. No request of the
+    call was started."""
 
     reason = "TOKENIZER_MISSING"
 
@@ -51,8 +53,8 @@ class NonFiniteLogits(EngineError):
 
 
 class EngineFailed(EngineError):
-    """A forward pass raised. Arrives as the ``error`` of every sample in flight; the cause is
-    chained."""
+    """A forward pass raised an exception, which is chained. Returned as the ``error`` of every
+    unfinished sample."""
 
     reason = "ENGINE_FAILED"
 
@@ -71,23 +73,23 @@ class NothingStaged(EngineError):
 
 
 class ModelUnsupported(EngineError):
-    """The module can't be decoded by this engine, or not in the mode that was asked for."""
+    """The engine can't decode the model, or not in the requested mode."""
 
     reason = "MODEL_UNSUPPORTED"
     permanent = True
-    """To start again would meet the same."""
+    """Restarting the worker does not help."""
 
 
 class WeightsMismatch(EngineError):
-    """The weights don't match the expected names, shapes, or digest; nothing was loaded.
+    """The weights differ from the expected names, shapes, or digest. Nothing was loaded.
 
-    tensor: the first one that differs, or "" where only the roots do. expected, got: digests,
-    shapes or dtypes as text.
+    tensor: the first one that differs, or "" if only the roots were compared. expected, got:
+    digests, shapes, or dtypes as text.
     """
 
     reason = "WEIGHTS_MISMATCH"
 
     def __init__(self, tensor: str, expected: str, got: str) -> None:
         where = f"tensor {tensor}" if tensor else "weights"
-        super().__init__(f"{where}: expected {expected}, got {got}; nothing was loaded, deliver this version again")
+        super().__init__(f"{where}: expected {expected}, got {got}; nothing was loaded; load this version again")
         self.tensor, self.expected, self.got = tensor, expected, got

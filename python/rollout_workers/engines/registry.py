@@ -21,24 +21,20 @@ from rollout_workers.engines.base import Engine
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine can do. The defaults are those of an engine that only samples.
+    """The capabilities of an engine. The defaults are those of an engine that only samples.
 
-    attention: kinds of layers, as in ``layer_types`` of a model's config; empty: any.
-    long_rope: decodes past the length from which positions depend on the sequence's length
-    (``longrope``, ``dynamic``).
-    beyond_chunk: decodes past ``attention_chunk_size``. local_attention: decodes past GPT-Neo's
-    ``window_size``.
-    logprobs_mode: ``sampled``: of the distribution after temperature and filters; ``model``: of the
-    unmodified softmax.
-    raw_logprobs: also reports the unmodified softmax (``SampleOutput.raw_logprobs``).
-    top_logprobs: most alternatives reported per token. prompt_logprobs: scores the tokens of a
-    prompt.
-    constraints: of ``json_schema``, ``regex``, ``grammar``. images, adapters, priorities, sessions:
-    of a request.
-    greedy: temperature 0 takes the most likely token. deterministic: can promise bits, whatever
-    else runs.
-    swaps_in_flight: new weights apply to samples in flight, which then have several version spans.
-    devices: where it computes. most_gpus: GPUs of one engine.
+    attention: supported kinds of layers, as in ``layer_types`` of a model's config; empty: all.
+    long_rope: decodes beyond the length from which position embeddings depend on the sequence's
+    length (``longrope``, ``dynamic``). beyond_chunk: decodes beyond ``attention_chunk_size``.
+    local_attention: decodes beyond GPT-Neo's ``window_size``. logprobs_mode: ``sampled``: of the
+    distribution after temperature and filters; ``model``: of the unmodified softmax. raw_logprobs:
+    also reports the unmodified softmax (``SampleOutput.raw_logprobs``). top_logprobs: maximum
+    number of alternatives reported per token. prompt_logprobs: scores the tokens of a prompt.
+    constraints: supported among ``json_schema``, ``regex``, ``grammar``. images, adapters,
+    priorities, sessions: supported in a request. greedy: temperature 0 takes the most likely token.
+    deterministic: can give equal bits for equal requests, independent of other requests.
+    swaps_in_flight: new weights apply to samples in progress, which then have several version
+    spans. devices: supported kinds. most_gpus: maximum number of GPUs of one engine.
     """
 
     attention: tuple[str, ...] = ()
@@ -63,13 +59,12 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What an engine is loaded from.
+    """The arguments for loading an engine.
 
-    folder: model in the Hugging Face layout, of weights ``version``. dtype: e.g. ``float32``.
-    slots: samples decoded at once.
-    max_len: tokens of prompt and completion. threads: CPU threads, 0: the library's default.
-    devices: ``cpu``, or the worker's GPUs, ``cuda:N`` each; an engine that takes one GPU takes the
-    first.
+    folder: model in the Hugging Face layout, with weights ``version``. dtype: e.g. ``float32``.
+    slots: number of samples that are decoded concurrently. max_len: tokens of prompt and
+    completion. threads: CPU threads; 0: the library's default. devices: ``cpu``, or the worker's
+    GPUs as ``cuda:N``; an engine that needs one GPU uses the first.
     """
 
     folder: str
@@ -118,7 +113,7 @@ class UnknownEngine(ValueError):
 
 
 def entry(kind: str) -> Entry:
-    """The engine of this name; empty: the default. Raises :class:`UnknownEngine`."""
+    """The engine with this name; empty: the default. Raises :class:`UnknownEngine`."""
     found = ENGINES.get(kind or DEFAULT)
     if found is None:
         raise UnknownEngine(
@@ -128,7 +123,7 @@ def entry(kind: str) -> Entry:
 
 
 def load(kind: str, request: LoadRequest) -> Engine:
-    """Load an engine; blocks. Raises :class:`UnknownEngine`, and what its loader raises."""
+    """Load an engine; blocks. Raises :class:`UnknownEngine` and the errors of its loader."""
     module, _, function = entry(kind).loader.partition(":")
     return cast(Loader, getattr(importlib.import_module(module), function))(request)
 

@@ -21,21 +21,21 @@ class SegmentCodec(Protocol):
     patches."""
 
     def encode(self, old: Bytes, new: Bytes, piece: Span) -> tuple[bytes, int]:
-        """The segments that turn a piece of ``old`` into that of ``new``, and the number of values
-        in them."""
+        """Encode the segments that turn a piece of ``old`` into the same piece of ``new``. Returns
+        them with the number of their values."""
         ...
 
     def check(self, body: Bytes, at: int, span: Span) -> tuple[NDArray[np.uint64], int]:
-        """Validate the segments of a span, of which the first begins at byte ``at`` of ``body``.
+        """Validate the segments of a span. The first one starts at byte ``at`` of ``body``.
 
-        Returns where each begins, and where the last ends: -1 - n if segment n is truncated,
-        malformed, or writes outside of its elements.
+        Returns the start of each segment and the end of the last one. A negative end -1 - n means
+        that segment n is truncated, malformed, or writes outside of its elements.
         """
         ...
 
     def write(self, target: Bytes, body: Bytes, places: NDArray[np.uint64], piece: Span) -> None:
-        """Write the values of segments into a piece of ``target``. ``places`` are their beginnings
-        from ``check``."""
+        """Write the values of segments into a piece of ``target``. ``places``: the starts of the
+        segments from ``check``."""
         ...
 
 
@@ -56,9 +56,9 @@ class CompiledSegments:
         self._write.restype = None
 
     def encode(self, old: Bytes, new: Bytes, piece: Span) -> tuple[bytes, int]:
-        scratch = np.empty(SEGMENT * (4 + piece.width), np.uint8)  # the places and the values of one segment
-        # The upper bound is a mark of one byte per element: marks of two bytes are used only where
-        # few values changed.
+        scratch = np.empty(SEGMENT * (4 + piece.width), np.uint8)  # the marks and the values of one segment
+        # An upper bound: one byte per mark and element. Marks of two bytes are used only if few
+        # values changed.
         room = (HEAD.size + 16) * _segments(piece) + padded(piece.count) + padded(piece.count * piece.width)
         out = np.empty(room, np.uint8)
         changed = ctypes.c_uint64()
@@ -79,7 +79,7 @@ class CompiledSegments:
 
 @functools.cache
 def segment_codec() -> SegmentCodec:
-    """The compiled codec if there is one, else that in numpy. Both produce the same bytes."""
+    """The compiled codec if it is available, else the one in numpy. Both produce the same bytes."""
     compiled = loaded(CompiledSegments, "segments") if sys.byteorder == "little" else None
     return compiled or NumpySegments()
 
@@ -89,7 +89,8 @@ def _segments(piece: Span) -> int:
 
 
 def _address(data: Bytes, piece: Span) -> int:
-    """The address of a piece of a buffer. Raises ``ValueError`` if it does not lie inside."""
+    """The address of a piece of a buffer. Raises ``ValueError`` if the piece is not inside of the
+    buffer."""
     if piece.start + piece.count * piece.width > len(data):
         raise ValueError(f"{piece} in {len(data)} bytes")
     return data.ctypes.data + piece.start

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 SEGMENT = 1 << 18  # elements
 HEAD = struct.Struct("<IIII")  # marks, values, bytes per mark, 0
-_DENSE = 160  # elements per change up to which marks of one byte take less room than marks of two
+_DENSE = 160  # elements per change up to which one-byte marks take less space than two-byte marks
 
 Bytes = NDArray[np.uint8]
 Marks = NDArray[np.unsignedinteger[Any]]
@@ -20,7 +20,7 @@ Marks = NDArray[np.unsignedinteger[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Adjacent elements of one width."""
+    """Adjacent elements of equal width."""
 
     start: int
     """The first byte in the file."""
@@ -63,7 +63,7 @@ class NumpySegments:
 
 
 def segments(span: Span) -> Iterator[Span]:
-    """A span as segments of at most ``SEGMENT`` elements."""
+    """Divide a span into segments of at most ``SEGMENT`` elements."""
     for first in range(0, span.count, SEGMENT):
         yield Span(span.start + first * span.width, span.width, min(SEGMENT, span.count - first))
 
@@ -117,11 +117,12 @@ def _encode_segment(old: Bytes, new: Bytes, piece: Span) -> tuple[bytes, int]:
 
 
 def _marks(places: NDArray[np.int64], width: int) -> Marks:
-    """The distances between changed elements as marks. Marks of the highest value precede one that
-    does not fit."""
+    """The distances between changed elements as marks. A distance that does not fit is preceded by
+    marks of the highest value."""
     highest = (1 << 8 * width) - 1
     distances = np.diff(places, prepend=0)
-    long = np.flatnonzero(distances >= highest)  # few, and dividing every distance would take longer than all other lines
+    # few elements; dividing every distance would take longer than everything else here
+    long = np.flatnonzero(distances >= highest)
     if not len(long):
         return distances.astype(f"<u{width}")
     skips = distances.take(long) // highest

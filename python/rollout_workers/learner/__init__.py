@@ -1,2 +1,1 @@
-"""The learner worker: reads batches, makes steps with the trainer, publishes weights, saves its
-state."""
+"""The learner worker: reads batches, trains steps, publishes weights, and saves its state."""

@@ -1,5 +1,5 @@
-"""Reads the payloads of a batch from the buffer's segment files, or from the buffer if they are on
-another host."""
+"""Reads the payloads of a batch from the buffer's segment files, or through the buffer service if
+it is on another host."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from rollout_workers.worker.discovery import Services, ServiceUnavailable, attem
 
 log = logging.getLogger(__name__)
 
-PARTS = 1 << 12  # parts of one sample, for the order
+PARTS = 1 << 12  # spacing of sample numbers, so that the parts of a sample follow each other
 RETRY_SECONDS = 30.0
-"""How long an unavailable buffer is called again before the step fails. The controller then retries
-the step."""
+"""How long to retry an unavailable buffer before the step fails. The controller then retries the
+step."""
 
 
 class PayloadCorrupt(RolloutError):
-    """A payload has another checksum than was recorded, or arrays of different lengths."""
+    """The checksum of a payload differs from the recorded one, or its arrays differ in length."""
 
     reason: ClassVar[str] = "PAYLOAD_CORRUPT"
 
@@ -101,7 +101,7 @@ def _samples(refs: Sequence[SampleRef], payloads: Sequence[bytes]) -> list[Train
     """The samples of payloads whose checksums match."""
     for ref, payload in zip(refs, payloads, strict=True):
         if crc32c.crc32c(payload) != ref.crc32c:
-            raise PayloadCorrupt(f"the payload of {_name(ref.key)} has another checksum than was recorded")
+            raise PayloadCorrupt(f"the payload of {_name(ref.key)} does not match its recorded checksum")
     return [parsed(payload) for payload in payloads]
 
 

@@ -23,11 +23,11 @@ _FOLDER = re.compile(r"v(\d+)")
 
 
 class Publication:
-    """The folder ``<run>/weights``: one folder per version, of which the last two remain.
+    """The folder ``<run>/weights`` with one folder for each of the last two versions.
 
-    A version is in shared memory, and its folder is a link to it, unless ``lasting`` selects it or
-    the run ends with it: those are written to disk. The folder belongs to the learner that started
-    last; an older learner cannot change it any more.
+    A version is in shared memory, and its folder is a link to it. Versions that ``lasting``
+    selects, and the last version of the run, are on disk. The folder belongs to the learner that
+    started last; an older learner can't change it any more.
     """
 
     def __init__(
@@ -116,10 +116,10 @@ class Publication:
                 self._staging = stage_folder(memory, trainer.config_folder, self._bytes)
 
     def make_whole(self, trainer: Trainer) -> None:
-        """From now on publish whole weights instead of adapters, including the newest version if
-        the trainer is still at it.
+        """Publish whole weights instead of adapters from now on. Publishes the newest version again
+        if the trainer is still at it.
 
-        A worker calls for it when adapters did not give it the expected digest.
+        Called if a worker computed another digest from the adapters.
         """
         if self._adapters(trainer):
             self._whole = True
@@ -143,7 +143,7 @@ class Publication:
                 if source.is_dir():
                     shutil.copytree(source, staging)
                     self._place.put(staging, newest.name)
-            self._discard(self._mine)  # before the memory that they link to is freed
+            self._discard(self._mine)  # before freeing the memory to which they link
             self._place.check()
         except (Superseded, FileNotFoundError) as error:
             log.warning("%s keeps the published versions: %s", self._root, error)

@@ -1,11 +1,10 @@
-"""The ranks of a learner as processes: rank 0 is the worker, and starts the others unless torchrun
+"""The ranks of a learner as processes. Rank 0 is the worker. It starts the others unless torchrun
 started all of them.
 
 Rank 0 sends the others everything except their rank. The ranks that it starts rendezvous at a file,
-communicate over the loopback
-interface, and exit when the pipe on their standard input closes, like rank 0 itself::
-
-    python -m rollout_workers.learner.ranks RANK SIZE RENDEZVOUS TIMEOUT_SECONDS
+communicate over the loopback interface, and exit when the pipe on their standard input closes, like
+rank 0 itself. The command is ``python -m rollout_workers.learner.ranks RANK SIZE RENDEZVOUS
+TIMEOUT_SECONDS``.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _TORCHRUN = "env://"
 
 
 class RanksMismatch(RolloutError):
-    """torchrun started another number of ranks than the plan has."""
+    """torchrun started another number of ranks than the plan requires."""
 
     reason: ClassVar[str] = "RANKS_MISMATCH"
 
@@ -51,7 +50,7 @@ class Place:
     """The ``init_method`` of ``torch.distributed``; empty if the other ranks have not been
     started."""
     timeout_seconds: float
-    """How long the ranks wait for one of them."""
+    """How long the ranks wait for each other."""
 
 
 def place(config: RunConfig, environment: Mapping[str, str] = os.environ) -> Place:
@@ -63,7 +62,7 @@ def place(config: RunConfig, environment: Mapping[str, str] = os.environ) -> Pla
     started = int(environment.get("WORLD_SIZE", "1"))
     if started != size:
         raise RanksMismatch(
-            f"{started} ranks were started, the plan has `train.ranks` = {size}", fix=f"start {size}, or change the plan"
+            f"torchrun started {started} ranks, but the plan has `train.ranks` = {size}", fix=f"start {size} ranks, or change the plan"
         )
     return Place(int(environment["RANK"]), size, _TORCHRUN, timeout)
 
@@ -95,7 +94,7 @@ class Team:
         return LeadingTrainer(model_dir, settings, group, lost=self._lost)
 
     def close(self) -> None:
-        """Kill the ranks that this one started, and wait for them."""
+        """Kill the ranks that this rank started, and wait for them."""
         self._closed = True
         for process in self._processes:
             process.kill()
@@ -129,7 +128,7 @@ class Team:
 def follow_leader(here: Place) -> int:
     """Run a rank other than 0 until rank 0 exits. Returns the exit code."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 needs this one to finish its step
+        signal.signal(number, signal.SIG_IGN)  # rank 0 needs this rank to finish its step
     watch_stdin()
     from rollout_workers.trainer.distributed.fsdp import Group
     from rollout_workers.trainer.leader import follow

@@ -1,19 +1,20 @@
-"""Trains the recorded batches of a run again, from files alone: no mesh, no services.
+"""Trains the recorded batches of a run again, from files alone. It needs no services.
 
-The spec is a file of lines of JSON: first what to load, then one step a line, in order::
+The spec is a file with one JSON object per line: first the plan and the initial state, then the
+steps in order::
 
     {"plan": Plan, "base_dir": "/jobs/sums", "threads": 2, "state_directory": "", "step": 0, "digest": "blake3-.."}
     {"batch": Batch, "digest": "blake3-.."}
 
-``batch.samples`` name the files that hold the payloads. Standard output gets one line a step, as
-soon as it is made::
+``batch.samples`` name the files with the payloads. Standard output gets one line per step when the
+step is made; the first line is for the initial state::
 
     {"step": 1, "recorded": "blake3-..", "replayed": "blake3-..", "samples": 24}
 
-The first of them is of the state that it began with. The exit code is 0 when every digest is the
-recorded one, 65 when one is not (the rest is not trained then), when a payload is damaged or when
-the learner refuses a batch. With ``on_refused_gradient`` ``restore`` a refusal goes back to the
-last of the snapshots that the plan asks for; one that a stop took is not known.
+The exit code is 0 if every digest equals the recorded one. It is 65 if a digest differs (later
+steps are not trained then), if a payload is damaged, or if the learner refuses a batch. With
+``on_refused_gradient`` ``restore`` a refusal restores the last of the snapshots that the plan
+schedules; a snapshot that was taken when the run was stopped is not known here.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ EXIT_NO_INPUT = 66
 
 
 class ReplaySpecError(RolloutError):
-    """The file that says what to train is missing or can't be read."""
+    """The spec is missing or invalid."""
 
     reason: ClassVar[str] = "REPLAY_SPEC_INVALID"
 
 
 def replay(path: str) -> int:
-    """Train what the spec at ``path`` says. Returns the exit code."""
+    """Train the steps that the spec at ``path`` lists. Returns the exit code."""
     team: Team | None = None
     try:
         lines = _lines(path)
@@ -59,16 +60,16 @@ def replay(path: str) -> int:
         plan = json_format.ParseDict(head["plan"], Plan(), ignore_unknown_fields=True)
         team = Team(plan.config, lambda _: None)
         trainer = _trainer(head, plan, team)
-        if not _tell(trainer, trainer.step, head["digest"], 0):
+        if not _compare(trainer, trainer.step, head["digest"], 0):
             return EXIT_DATA
         for line in lines:
             batch = json_format.ParseDict(line["batch"], Batch())
             samples = read_segments(batch)
             trainer.train_step(samples, batch.step)
-            if not _tell(trainer, batch.step, line["digest"], len(samples)):
+            if not _compare(trainer, batch.step, line["digest"], len(samples)):
                 return EXIT_DATA
             if trainer.config.refusals.action == "restore" and lasting(plan.config, batch.step):
-                trainer.restore_point()  # the run saved its state here
+                trainer.restore_point()  # the run saved its state at this step
     except ReplaySpecError as error:
         log.error("%s", error)
         return EXIT_NO_INPUT
@@ -82,22 +83,22 @@ def replay(path: str) -> int:
 
 
 def _trainer(head: dict[str, Any], plan: Plan, team: Team) -> Trainer:
-    """As many ranks as the run had: their number is part of what makes its bits, as is what it did
-    with refused gradients."""
+    """The trainer with as many ranks and the same handling of refused gradients as in the run,
+    because both affect the bits."""
     spec = WorkerSpec(plan=plan, base_dir=head["base_dir"])
     settings = replace(
         trainer_config(plan.config, int(head["threads"]), spec.base_dir),
-        refusals=Refusals(plan.config.train.on_refused_gradient or "stop"),  # the batch was saved before
+        refusals=Refusals(plan.config.train.on_refused_gradient or "stop"),  # the run has saved the batch
     )
     trainer = team.trainer(model_directory(spec), settings)
     if head["state_directory"]:
         trainer.load_state(head["state_directory"])
     if trainer.step != int(head["step"]):
-        raise ValueError(f"the state is of step {trainer.step}, not {head['step']}")
+        raise ValueError(f"the state has step {trainer.step}, but the spec requires {head['step']}")
     return trainer
 
 
-def _tell(trainer: Trainer, step: int, recorded: str, samples: int) -> bool:
+def _compare(trainer: Trainer, step: int, recorded: str, samples: int) -> bool:
     made = trainer.weights_digest().root
     print(json.dumps({"step": step, "recorded": recorded, "replayed": made, "samples": samples}), flush=True)
     return made == recorded
@@ -113,4 +114,4 @@ def _lines(path: str) -> Iterator[dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise ReplaySpecError(f"can't read {path or 'the spec'}: {error}") from error
     if empty:
-        raise ReplaySpecError(f"{path} holds nothing to train")
+        raise ReplaySpecError(f"{path} has no lines")

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 
 class LearnerServer(LearnerWorkerServiceServicer):
-    """The servicer. Authentication, validation and error mapping happen before and around it
-    (``worker.serving``)."""
+    """The servicer. ``worker.serving`` authenticates and validates requests before, and maps errors
+    after."""
 
     def __init__(self, who: Identity, learner: Learner, services: Services, lifecycle: Lifecycle) -> None:
         self._who, self._learner, self._services, self._lifecycle = who, learner, services, lifecycle
@@ -41,7 +41,7 @@ class LearnerServer(LearnerWorkerServiceServicer):
     async def Train(self, request: pb.TrainRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.TrainResponse]:
         self._check_run(request.run_id)
         if request.batch.step != request.step:
-            mismatch = f"the batch is of step {request.batch.step}, the request of step {request.step}"
+            mismatch = f"the batch has step {request.batch.step}, but the request has step {request.step}"
             raise InvalidRequest(mismatch, violations=[("batch.step", mismatch)])
         if self._lifecycle.leaving:
             raise Draining("the worker is shutting down", retry_seconds=1.0)

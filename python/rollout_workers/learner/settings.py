@@ -25,8 +25,8 @@ ACTIONS = {
 
 
 def trainer_config(config: RunConfig, threads: int, base_dir: str = "") -> TrainerConfig:
-    """Every field of ``train`` and ``algorithm``. threads: of the worker's spec; 0: all cores.
-    base_dir: the base of the plan's relative paths."""
+    """The trainer's settings from ``train`` and ``algorithm``. threads: number of CPU threads; 0:
+    all cores. base_dir: the base of the plan's relative paths."""
     train = config.train
     return TrainerConfig(
         algorithm=name_of(config),
@@ -69,8 +69,8 @@ def refusals(config: RunConfig, run_directory: str, events: Events) -> Refusals:
 
 
 def lasting(config: RunConfig, step: int) -> bool:
-    """Whether the weights of a step must outlive the learner: those of a snapshot, and the last
-    ones."""
+    """Whether the weights of a step must outlive the learner. True for snapshots and the last
+    step."""
     every = config.snapshot.every_steps
     return step >= config.train.steps or bool(every and step % every == 0)
 
@@ -83,10 +83,9 @@ def _lora(config: RunConfig) -> LoraConfig | None:
 
 
 def algorithm_settings(config: RunConfig, base_dir: str = "") -> Any:
-    """The settings' dataclass of the chosen algorithm, each field that the table sets by its own
-    name.
+    """The settings of the chosen algorithm as its dataclass, with the names of the config's table.
 
-    A field that neither table nor plan has keeps the dataclass's default. ``off_policy`` and
+    A field without a value in the table or the plan keeps its default. ``off_policy`` and
     ``max_tokens`` come from the run.
     """
     name = name_of(config)

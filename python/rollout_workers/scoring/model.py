@@ -1,4 +1,4 @@
-"""A trained reward model: tokens in, one score a completion out."""
+"""A trained reward model: computes one score per completion from tokens."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Scored:
 
 
 class RewardModel:
-    """Scores completions as training did: at the last token, which is the end of the sequence.
-    Blocks; one call at a time."""
+    """Scores completions at the last token, the end of the sequence, like in training. Blocks; one
+    call at a time."""
 
     def __init__(
         self,
@@ -44,12 +44,11 @@ class RewardModel:
         alone: bool,
         device: str | None = None,
     ) -> None:
-        """Load. Raises ``BadSettings`` for a folder without a trained head.
+        """Load the model. Raises ``BadSettings`` for a folder without a trained head.
 
-        end: id of the end of a sequence, appended to a completion that lacks it. tokens: most
-        positions of a forward pass. alone: each completion by itself, so that its score does not
-        depend on its neighbours by a bit. device: where it computes; None is the first GPU, else
-        the CPU.
+        end: id of the end-of-sequence token, which is appended to completions without it. tokens:
+        maximum number of positions of a forward pass. alone: score each completion in a separate
+        pass, so that its bits do not depend on others. device: None: the first GPU, else the CPU.
         """
         if not _has_head(Path(directory)):
             raise BadSettings(f"{os.fspath(directory)} is not a reward model: no file in it has the tensor `score.weight`")
@@ -61,10 +60,11 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, groups: Sequence[tuple[Ids, Sequence[Ids]]], given_up: Callable[[], bool] = lambda: False) -> list[Scored]:
-        """groups: prompt int32[P] with its completions int32[N] each. One result a completion, in
-        order.
+        """Score prompts int32[P] with their completions int32[N]. Returns one result per
+        completion, in order.
 
-        given_up: called between forward passes; once it returns True the rest is skipped.
+        given_up: called between forward passes; after it returns True, the other completions are
+        skipped.
         """
         samples: list[TrainSample] = []
         for number, (prompt, completions) in enumerate(groups):
@@ -92,11 +92,11 @@ class RewardModel:
     def _problem(self, sample: TrainSample) -> Scored | None:
         size = len(sample.token_ids)
         if not size:
-            return Scored(reason="PROMPT_INVALID", message="neither prompt nor completion has a token")
+            return Scored(reason="PROMPT_INVALID", message="the prompt and the completion are empty")
         if self._longest and size > self._longest:
-            return Scored(reason="CONTEXT_OVERFLOW", message=f"{size} tokens, but the model has {self._longest} positions")
+            return Scored(reason="CONTEXT_OVERFLOW", message=f"prompt and completion have {size} tokens, but the model has {self._longest} positions")
         if int(sample.token_ids.max()) >= self._vocabulary:
-            return Scored(reason="VOCABULARY_MISMATCH", message=f"a token beyond the model's {self._vocabulary}")
+            return Scored(reason="VOCABULARY_MISMATCH", message=f"a token id is outside of the model's vocabulary of {self._vocabulary}")
         return None
 
 

@@ -1,4 +1,4 @@
-"""RewardWorkerService: what inference workers ask of a reward worker."""
+"""RewardWorkerService: the calls of inference workers to a reward worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollout_workers.worker.status import RunMismatch
 
 
 class RewardServer(RewardWorkerServiceServicer):
-    """The servicer. One thread, separate from the event loop, scores requests one after the
+    """The servicer. One thread, separate from the event loop, scores one request after the
     other."""
 
     def __init__(self, who: Identity, model: RewardModel) -> None:
@@ -28,7 +28,7 @@ class RewardServer(RewardWorkerServiceServicer):
         if request.run_id != self._who.run:
             raise RunMismatch(f"this worker scores for {self._who.run}, not {request.run_id}", metadata={"run": self._who.run})
         groups = [(_ids(group.prompt_ids), [_ids(ids) for ids in group.completions]) for group in request.groups]
-        given_up = threading.Event()  # a caller whose time is up asks again: what it asked before must not keep that waiting
+        given_up = threading.Event()  # stop when the caller's time limit has passed, because its next call waits for this one
         try:
             scored = await asyncio.get_running_loop().run_in_executor(self._thread, self._model.score, groups, given_up.is_set)
         finally:
@@ -36,7 +36,7 @@ class RewardServer(RewardWorkerServiceServicer):
         return pb.ScoreResponse(results=[pb.ScoreResult(score=s.score, reason=s.reason, message=s.message) for s in scored])
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Accept no more requests."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 

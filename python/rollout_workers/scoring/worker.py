@@ -1,4 +1,4 @@
-"""The process of a reward worker: everything is made, started and stopped here."""
+"""The process of a reward worker: creates, starts, and stops its parts."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ _GRACE_SECONDS = 10.0
 
 
 async def run_reward_worker(spec: WorkerSpec, who: Identity, lifecycle: Lifecycle) -> None:
-    """Load the model that this worker's number stands for, register and serve until ``lifecycle``
-    says to leave."""
+    """Load the model for this worker's number, register, and serve until ``lifecycle`` ends."""
     model = await lifecycle.unless_leaving(asyncio.create_task(asyncio.to_thread(load, spec)))
     if model is None or lifecycle.leaving:
         return
@@ -46,14 +45,14 @@ async def run_reward_worker(spec: WorkerSpec, who: Identity, lifecycle: Lifecycl
 
 
 def load(spec: WorkerSpec) -> RewardModel:
-    """The worker's model. Blocks. Raises :class:`SpecError` where the plan has no such reward
-    model, ``BadSettings``."""
+    """The worker's model. Blocks. Raises ``BadSettings``, and :class:`SpecError` if the plan has no
+    reward model with the worker's number."""
     import torch
 
     models = models_of(spec.plan.config.reward)
     number = int(spec.worker_id.rpartition("-")[2])
     if number >= len(models):
-        raise SpecError(f"the plan has {len(models)} reward models, none for {spec.worker_id}")
+        raise SpecError(f"the plan has {len(models)} reward models, but none for worker {spec.worker_id}")
     model = models[number]
     if threads := model.threads or spec.threads:
         torch.set_num_threads(threads)

@@ -24,14 +24,14 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds between retries of a failing
 @dataclass(slots=True)
 class Tally:
     """Counts of one sink. written: records written. known: records that the tracker already had.
-    failures: failed tries."""
+    failures: failed attempts."""
 
     where: str = ""
     written: int = 0
     known: int = 0
     failures: int = 0
     error: str = ""
-    """The last failure; "" after a successful try."""
+    """The last failure; empty after a success."""
     done: bool = False
     """Whether all records up to the end of the run were written."""
 
@@ -42,7 +42,7 @@ class Feed:
 
     def __init__(self, sink: Sink, source: Source, warn: Callable[[str, str], None], *, tries: int | None = None) -> None:
         """warn: called with (tracker, message) from the feed's thread on the first failure. tries:
-        None is unlimited."""
+        maximum number of attempts; None: unlimited."""
         self.name, self.tally = sink.name, Tally()
         self._sink, self._source, self._warn, self._tries = sink, source, warn, tries
         self._busy: float | None = None  # start of the current call into the tracker's library

@@ -20,7 +20,8 @@ from rollout_workers.worker.discovery import Services, ServiceUnavailable
 log = logging.getLogger(__name__)
 
 Source = Callable[[], AsyncIterator[Event]]
-"""Each call returns the events for a tracker, and ``run.state`` events, from the first event on."""
+"""Each call returns the events for a tracker and the ``run.state`` events, starting at the first
+event."""
 ENDED = ("SUCCEEDED", "FAILED", "CANCELLED", "INTERRUPTED")
 _WANTED = (*KINDS, "run.state")
 _LATE_SECONDS = 2.0  # events of the last step can arrive after the run's final state

@@ -38,8 +38,8 @@ class Facts:
 class Record:
     """Data of one step for a tracker.
 
-    kind: ``step``, ``eval`` or ``completions``. seconds: since 1970, UTC. metrics: by the field's
-    names. rows: completions, one value a column of ``COLUMNS``.
+    kind: ``step``, ``eval``, or ``completions``. seconds: since 1970, UTC. metrics: by name. rows:
+    completions, with one value per column of ``COLUMNS``.
     """
 
     kind: str
@@ -61,8 +61,8 @@ class Sink(Protocol):
         ...
 
     def write(self, record: Record) -> bool:
-        """Write the parts of the record that the tracker lacks; False if it lacks none. Written
-        data survives a kill of this process."""
+        """Write the parts of the record that the tracker does not have. Returns False if it has all
+        of them. Written data survives a kill of this process."""
         ...
 
     def close(self, state: str) -> None:

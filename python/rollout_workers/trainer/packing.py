@@ -1,15 +1,14 @@
-"""From samples to micro-batches: shared prefixes are computed once.
+"""Packs samples into micro-batches, so that shared prefixes are computed once.
 
 The samples of a group share their prompt, and often the beginning of their answers. The sequences
 of a batch are sorted by their tokens and packed into rows as prefix trees: a token that two
 sequences share, after the same tokens, is one position of the row. Positions are in depth-first
-order, so the subtree of position j is an interval ``[j, end_j)``, and
+order, so the subtree of position j is an interval ``[j, end_j)``. Position i attends to position j
+exactly if ``j <= i < end_j``, which is causal attention along each sequence's path; no sequence
+attends to another's tokens.
 
-    position i attends to position j  exactly if  j <= i < end_j
-
-which is causal attention along each sequence's path; no sequence attends to another's tokens. On
-the addition example (32 prompts, 8 samples each of about 9 tokens) it computes 700 positions
-instead of 2,300, and a step takes 0.4 of the time of padded rows. A row of one sequence is plain
+On the addition example (32 prompts, 8 samples each of about 9 tokens) 700 positions are computed
+instead of 2,300, and a step takes 0.4 of the time of padded rows. A row with one sequence is plain
 causal attention and needs no mask; models without tree attention get only such rows.
 
 Only the positions that the loss needs are computed: a sequence ends before its last trained token.
@@ -139,7 +138,7 @@ class _Flat:
         number = np.repeat(np.arange(len(ordered)), lengths)[trained]
         counts = np.bincount(number, minlength=len(ordered))
         stops = np.cumsum(counts)
-        ends = np.zeros(len(ordered), np.int64)  # the last trained token of a sample is predicted and predicts none
+        ends = np.zeros(len(ordered), np.int64)  # the last trained token of a sample is predicted but does not predict
         ends[counts > 0] = trained[stops[counts > 0] - 1]
         keys = self.token_ids.astype(">u4").tobytes()
         cuts = zip(starts.tolist(), ends.tolist(), strict=True)
@@ -179,7 +178,7 @@ def _joined(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[
 
 @dataclass(slots=True)
 class _Branch:
-    """Samples that have all computed tokens in common, and their place in a row."""
+    """Samples with equal computed tokens, and their place in a row."""
 
     key: bytes
     begin: int  # index of the first token

@@ -1,4 +1,4 @@
-"""What happens to a batch whose gradient is refused."""
+"""The handling of batches whose gradient is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer: batches in, weights forward by one step each."""
+"""The trainer: makes one step per batch."""
 
 from __future__ import annotations
 

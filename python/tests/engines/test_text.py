@@ -24,7 +24,7 @@ def feed(content: str | bytes, stop: tuple[str, ...] = ()) -> tuple[list[str], S
     for byte in content.encode() if isinstance(content, str) else content:
         text.push(symbols[byte])
         advance([text], TOKENIZER)
-        pieces.append(text.certain())
+        pieces.append(text.settled_text())
         if text.matched:
             break
     return pieces, text
@@ -53,13 +53,13 @@ def test_an_incomplete_character_is_taken_at_the_end() -> None:
     pieces, text = feed(b"ab\xe2\x82")
     assert "".join(pieces) == "ab"
     advance([text], TOKENIZER, final=True)
-    assert text.rest() == "\ufffd" and text.text == "ab\ufffd"
+    assert text.remaining_text() == "\ufffd" and text.text == "ab\ufffd"
 
 
 def test_a_stop_string_is_found_across_tokens_and_never_shown() -> None:
     pieces, text = feed("one. <stoop>Two</stop>three", stop=("</stop>", "<stop>"))
     assert text.matched == "</stop>" and text.text == "one. <stoop>Two"
-    assert "".join(pieces) + text.rest() == text.text
+    assert "".join(pieces) + text.remaining_text() == text.text
     shown = ""
     for piece in pieces:
         shown += piece

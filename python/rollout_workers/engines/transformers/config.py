@@ -1,4 +1,4 @@
-"""What an engine is built with."""
+"""The configuration of an engine."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Sizes and modes; nothing here changes while the engine lives.
+    """Sizes and modes, which are fixed for the lifetime of the engine.
 
-    slots: samples decoded at once. max_len: tokens of prompt and answer together; KV memory is
-    slots * max_len * layers * 2 * kv_heads * head_dim elements.
-    deterministic: the same request and seed give the same bits, whatever else runs (see the
-    package's doc). A step then runs whole blocks of ``block_rows`` slots.
-    threads: of torch in the decoding thread; None leaves torch's own number. In deterministic mode
-    it is part of the result.
-    device: where weights and KV live, None is where the module is.
-    kv_on_swap: what samples in flight do with the KV of older weights: "keep" it, or "recompute" it
-    under the new ones.
-    prefill_tokens: a prefill pass takes prompts up to about this many tokens, padding included (not
-    in deterministic mode).
-    block_rows: rows of a deterministic step's forward pass; part of the result. At most ``slots``
-    are used. Raises ``ValueError`` for a value outside its range.
+    slots: number of samples that are decoded concurrently. max_len: tokens of prompt and completion
+    together; KV memory is slots * max_len * layers * 2 * kv_heads * head_dim elements.
+    deterministic: the same request and seed give the same bits, independent of other requests (see
+    the package's documentation). A step then computes whole blocks of ``block_rows`` slots.
+    threads: torch threads of the decoding thread; None: torch's default. In deterministic mode the
+    result depends on it. device: where weights and KV are stored; None: the module's device.
+    kv_on_swap: what samples in progress do with KV of older weights: "keep" or "recompute" it.
+    prefill_tokens: about how many tokens of prompts one prefill pass computes, padding included
+    (not in deterministic mode). block_rows: rows of a deterministic step's forward pass, on which
+    the result depends; limited to ``slots``.
+
+    Raises ``ValueError`` for a value outside its range.
     """
 
     slots: int = 64
@@ -38,13 +37,13 @@ class EngineConfig:
         for name, least in (("slots", 1), ("max_len", 2), ("prefill_tokens", 1), ("block_rows", 1), ("threads", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, it is {value}")
+                raise ValueError(f"{name} is {value}; it must be at least {least}")
         if self.kv_on_swap not in ("keep", "recompute"):
-            raise ValueError(f"kv_on_swap must be 'keep' or 'recompute', it is {self.kv_on_swap!r}")
+            raise ValueError(f"kv_on_swap is {self.kv_on_swap!r}; it must be 'keep' or 'recompute'")
 
     @property
     def rows(self) -> int:
-        """Rows of the KV cache: the slots, filled up to whole blocks in deterministic mode."""
+        """Rows of the KV cache: the slots, rounded up to whole blocks in deterministic mode."""
         block = self.block
         return -(-self.slots // block) * block if self.deterministic else self.slots
 

@@ -1,5 +1,5 @@
-"""The module's weights: staged while decoding continues, loaded between tokens, read back for a
-digest."""
+"""The module's weights: stages new ones while decoding continues, loads them between tokens, and
+computes digests."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from rollout_workers.weights import LiveWeights, WeightsDigest, named_weights, r
 from rollout_workers.weights.naming import dtype_name
 from rollout_workers.weights.store import MANIFEST_FILE
 
-_ALONE_BYTES = 4 << 20  # of more, several threads copy faster than one
+_ALONE_BYTES = 4 << 20  # elements; larger tensors are copied faster by several threads
 
 
 class CurrentWeights:
-    """``stage`` and ``digest`` may run in any thread, during forward passes; ``load`` only between
-    them."""
+    """Manages the weights of a module. ``stage`` and ``digest`` may run in any thread, also during
+    forward passes; ``load`` only between them."""
 
     def __init__(self, module: nn.Module) -> None:
         self._tensors = LiveWeights(module)
         self._kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in self._tensors}
         self._staged: Mapping[str, Tensor] | None = None
         self.still = threading.Lock()
-        """Held while tensors are digested, changed or moved: a digest reads their memory from
-        another thread."""
+        """Held while tensors are digested, changed, or moved, because a digest reads their memory
+        in another thread."""
         self._transport = {name: tensor.dtype for name, tensor in named_weights(module)}
 
     @property
     def staged(self) -> bool:
-        """Whether weights wait for ``load``."""
+        """Whether staged weights wait for ``load``."""
         return self._staged is not None
 
     def stage(self, source: WeightsSource, expected: str | None = None) -> str:
-        """Keep tensors for the next ``load`` and return their root. Where that is not ``expected``,
-        the folder's manifest is asked which tensor differs. Raises ``WeightsMismatch``,
+        """Keep tensors for the next ``load`` and return the root of their digest. If it is not
+        ``expected``, the folder's manifest shows which tensor differs. Raises ``WeightsMismatch``,
         ``WeightsUnreadable``."""
         tensors = read_weights(source) if isinstance(source, str | os.PathLike) else dict(source)
         self._check_fit(tensors)
@@ -56,7 +56,7 @@ class CurrentWeights:
     def load(self) -> None:
         """Copy the staged tensors into the module. Raises ``NothingStaged``."""
         if self._staged is None:
-            raise NothingStaged("swap_weights needs stage_weights first")
+            raise NothingStaged("no weights are staged: call stage_weights before swap_weights")
         staged, self._staged = self._staged, None
         with self.still:
             for name, tensor in self._tensors:
@@ -64,13 +64,13 @@ class CurrentWeights:
             self._transport = {name: tensor.dtype for name, tensor in staged.items()}
 
     def digest(self) -> WeightsDigest:
-        """The digest of what the module holds, in the dtypes in which its weights travelled."""
+        """The digest of the module's tensors, in the dtypes of their source."""
         with self.still:
             return weights_digest((name, tensor.to(self._transport[name])) for name, tensor in self._tensors)
 
     def _check_fit(self, tensors: Mapping[str, Tensor]) -> None:
         if {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()} == self._kinds:
-            return  # as nearly always
+            return  # usually the case
         held = dict(self._tensors)
         for name in sorted(held.keys() | tensors.keys()):
             if name not in tensors:
@@ -82,13 +82,13 @@ class CurrentWeights:
                 raise WeightsMismatch(name, f"shape {tuple(expected.shape)}", f"shape {tuple(got.shape)}")
             if torch.promote_types(expected.dtype, got.dtype) != expected.dtype:
                 raise WeightsMismatch(
-                    name, f"a dtype that {dtype_name(expected.dtype)} holds without loss", dtype_name(got.dtype)
+                    name, f"a dtype that converts to {dtype_name(expected.dtype)} without loss", dtype_name(got.dtype)
                 )
 
 
 def _copy(to: Tensor, source: Tensor) -> None:
-    """``to.copy_(source)``. torch shares out what has more than 32,768 elements and then waits for
-    its threads, in all for tens of milliseconds where other processes hold the cores."""
+    """``to.copy_(source)`` in one thread. torch uses several threads for more than 32,768 elements,
+    and waiting for them takes tens of milliseconds if other processes use the cores."""
     plain = to.is_cpu and source.is_cpu and to.is_contiguous() and source.is_contiguous()
     if plain and to.dtype == source.dtype and to.nbytes < _ALONE_BYTES:
         ctypes.memmove(to.data_ptr(), source.data_ptr(), to.nbytes)

@@ -1,5 +1,5 @@
-"""The decoding loop without threads: admit, step, settle. Everything here runs in one thread, under
-inference mode."""
+"""The decoding loop: admits requests, computes steps, and finishes samples. Everything here runs in
+one thread in inference mode."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from rollout_workers.engines.transformers.score import Scoring
 from rollout_workers.engines.transformers.slots import Slots, SlotTable
 from rollout_workers.engines.transformers.text import SampleText, Tokenizer, advance
 
-_SORT_EVERY = 16  # steps between two sorts of the fast mode, which only saves reads
+_SORT_EVERY = 16  # steps between two sorts in the fast mode, where sorting only saves reads
 
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start."""
+    """Totals since the engine was started."""
 
     generated_tokens: int = 0
     prompt_tokens: int = 0
@@ -46,16 +46,16 @@ class Counters:
 
 @dataclass(slots=True)
 class Parked:
-    """What ``offload`` took off the device. kv [layers, n, L, 2, heads, dim] of ``slots``, or None:
-    recompute it."""
+    """The tensors that ``offload`` moved to the host. kv [layers, n, L, 2, heads, dim] of
+    ``slots``; None: recompute it."""
 
     slots: Slots
     kv: Tensor | None
 
 
 class Decoder:
-    """Requests in, outputs to their sinks. ``turn`` does one round of work; the rest may be called
-    between turns."""
+    """Decodes requests and delivers outputs to their sinks. ``turn`` does one round of work; other
+    methods may be called between turns."""
 
     def __init__(
         self, module: PreTrainedModel, config: EngineConfig, tokenizer: Tokenizer | None, end_ids: tuple[int, ...], version: int
@@ -77,11 +77,11 @@ class Decoder:
         self.cache = KvCache.empty(self.forward.shape, config.rows, config.max_len, self.device)
 
     def has_work(self) -> bool:
-        """Whether ``turn`` would do something."""
+        """Whether ``turn`` has anything to do."""
         return not self.paused and self._parked is None and bool(self.scoring or self.queue or self.table.active.any())
 
     def submit(self, requests: Sequence[GroupRequest], sink: Sink) -> None:
-        """Queue requests; what can't be decoded is delivered at once, with its error."""
+        """Queue requests. A request that can't be decoded is delivered at once with its error."""
         for request in requests:
             prompt = np.asarray(request.prompt_ids, dtype=np.int64)
             params = request.params
@@ -99,7 +99,8 @@ class Decoder:
     def abort(
         self, request_ids: Iterable[str], reason: FinishReason = "aborted", error: EngineError | None = None
     ) -> tuple[str, ...]:
-        """End these requests with what they have. Returns the ones that were in flight."""
+        """End these requests and deliver the tokens so far. Returns the ids of the requests that
+        were unfinished."""
         found = tuple(dict.fromkeys(i for i in request_ids if i in self.groups))
         doomed = {id(self.groups[i]) for i in found}
         slots = [s for s in self.table.used().tolist() if id(self.table.owner[s].group) in doomed]
@@ -113,26 +114,26 @@ class Decoder:
         return found
 
     def fail(self, cause: Exception) -> None:
-        """A turn raised: end everything in flight with ``EngineFailed`` and reset."""
-        error = EngineFailed(f"decoding failed: {cause!r}; every sample in flight was ended, the engine continues")
+        """End all unfinished requests with ``EngineFailed`` because a turn raised, and reset."""
+        error = EngineFailed(f"decoding failed: {cause!r}; all samples in progress failed; the engine continues")
         error.__cause__ = cause
         self.abort(tuple(self.groups), "error", error)
         self.queue.clear()
         self.cache.data.zero_()
 
     def score(self, prompt: NDArray[np.int64], answer: Future[Logprobs]) -> None:
-        """Queue a prompt whose own tokens are to be scored. Raises ``InvalidPrompt``,
+        """Queue a prompt whose tokens are to be scored. Raises ``InvalidPrompt``,
         ``ContextOverflow``."""
         self.scoring.add(prompt, answer)
 
     def end(self, why: str) -> None:
-        """End everything that is in flight or waits."""
+        """End all requests that are in progress or wait."""
         self.abort(tuple(self.groups))
         self.scoring.end(EngineClosed(why))
 
     def turn(self) -> None:
-        """Score a prompt where some wait, admit what fits, then decode one token for every slot in
-        use."""
+        """Score a waiting prompt, admit the samples that fit, then decode one token for every slot
+        in use."""
         started, before = time.perf_counter(), self.counters.generated_tokens
         if self.scoring:
             self.scoring.one()
@@ -143,8 +144,8 @@ class Decoder:
         self._recent.append((time.monotonic(), self.counters.generated_tokens - before))
 
     def new_weights(self, version: int) -> None:
-        """Note that the module now holds other weights: close spans, forget prompts, recompute KV
-        where that is the policy."""
+        """Record that the module has new weights: close version spans, drop cached prompts, and
+        recompute KV if the config says so."""
         used = self.table.used()
         for slot in used.tolist():
             self.table.owner[slot].close_span(self.version, int(self.table.generated[slot]))
@@ -158,8 +159,8 @@ class Decoder:
                 self._parked.kv = None
 
     def offload(self) -> None:
-        """Move weights and KV of samples in flight to the host and free the rest. Nothing turns
-        until ``onload``."""
+        """Move weights and the KV of samples in progress to the host and free the rest. No turn
+        runs until ``onload``."""
         if self._parked is not None:
             return
         used = self.table.used()
@@ -178,7 +179,7 @@ class Decoder:
         parked, self._parked = self._parked, None
         with torch.inference_mode(False):
             nn.Module.to(self.module, self.device)
-            self.forward = self.forward.again()
+            self.forward = self.forward.rebuilt()
         self.cache = KvCache.empty(self.forward.shape, self.config.rows, self.config.max_len, self.device)
         if parked.kv is None:
             self._recompute(self.table.used())
@@ -186,7 +187,8 @@ class Decoder:
             self.cache.write(self._tensor(parked.slots), parked.kv.to(self.device))
 
     def stats(self) -> EngineStats:
-        """A reading; from other threads each number is right, though not all of the same moment."""
+        """A reading of the counters. In other threads each number is right, but they may be from
+        different moments."""
         recent = tuple(self._recent)
         elapsed = time.monotonic() - recent[0][0]
         counters = self.counters
@@ -229,13 +231,13 @@ class Decoder:
             self.queue.popleft()
 
     def _worth_admitting(self) -> int:
-        """Free slots below which a prefill pass waits: a pass for one prompt costs nearly what one
-        for several does."""
+        """The number of free slots for which a prefill pass is worthwhile, because a pass for one
+        prompt takes nearly as long as one for several."""
         return max(1, self.config.slots // 16)
 
     def _prefill(self, sequences: list[NDArray[np.int64]]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-        """Run sequences; per batch: their indices (one per row), last logits [rows, V], KV [layers,
-        rows, T, 2, heads, dim]."""
+        """Run sequences. Yields for each batch the indices of its sequences (one per row), last
+        logits [rows, V], and KV [layers, rows, T, 2, heads, dim]."""
         config = self.config
         batches = by_bucket(sequences, config.max_len) if config.deterministic else by_size(sequences, config.prefill_tokens)
         for members, ids, lengths in batches:
@@ -245,8 +247,8 @@ class Decoder:
             yield members, logits, kv
 
     def _start(self, placed: list[tuple[Group, Slots]], logits: Tensor, kv: Tensor) -> None:
-        """Give samples their slots, their prompt's KV and their first token. Row i of logits and kv
-        is placed[i]'s prompt."""
+        """Give samples their slots, the KV of their prompt, and their first token. Row i of logits
+        and kv is the prompt of placed[i]."""
         for _, alike in groupby(placed, lambda item: (item[0].request.params, item[0].stop_ids)):
             self._occupy(list(alike))
         for row, (group, _) in enumerate(placed):
@@ -259,7 +261,7 @@ class Decoder:
         self._sample(slots, logits[rows], self.table.controls(slots, self.device))
 
     def _occupy(self, placed: list[tuple[Group, Slots]]) -> None:
-        """Give samples of groups with the same parameters and end tokens their slots."""
+        """Give slots to samples of groups with the same parameters and end tokens."""
         request = placed[0][0].request
         owners: list[Sample] = []
         seeds: list[int] = []
@@ -287,7 +289,7 @@ class Decoder:
     # Steps
 
     def _arrange(self) -> None:
-        """Sort samples by length and bring them to the lowest slots, where that is worth a copy."""
+        """Sort samples by length and move them to the lowest slots if that is worth the copies."""
         table, config = self.table, self.config
         extent = table.extent()
         if not extent:
@@ -314,7 +316,7 @@ class Decoder:
         self._sample(table.rows(extent), logits, table.step_controls(extent, self.device))
 
     def _decode(self, start: int, stop: int) -> Tensor:
-        """Logits [stop - start, V] of the next token of the slots [start, stop)."""
+        """Logits [stop - start, V] for the next tokens of the slots [start, stop)."""
         table, config = self.table, self.config
         tokens, positions = table.tokens[start:stop], table.positions[start:stop]
         if not self.forward.splits:
@@ -334,8 +336,8 @@ class Decoder:
         self.counters.forward_seconds += time.perf_counter() - started
 
     def _sample(self, slots: Slots, logits: Tensor, controls: Controls) -> None:
-        """Draw the next token of these slots from logits [len(slots), V] and settle who has
-        ended."""
+        """Draw the next token of these slots from logits [len(slots), V], and finish the samples
+        that ended."""
         table = self.table
         picked = sample(logits, self._tensor(table.uniform(slots)), controls)
         table.record(slots, picked)
@@ -352,12 +354,12 @@ class Decoder:
         self._finish(full, "length")
 
     def _read(self, watched: Slots, bad: Slots, stopped: Slots, full: Slots) -> tuple[Slots, Slots]:
-        """Decode the new tokens of samples whose text is read, send deltas, and move those at a
-        stop string to ``stopped``."""
+        """Decode the new tokens of samples that need text, send deltas, and move samples at a stop
+        string to ``stopped``."""
         table, tokenizer = self.table, self.tokenizer
-        assert tokenizer is not None, "generate refuses text without a tokenizer"
+        assert tokenizer is not None, "the engine has no tokenizer, and generate rejects such requests"
         failed = set(bad.tolist())
-        silent = failed | set(stopped.tolist())  # an end token has no text
+        silent = failed | set(stopped.tolist())  # the end token has no text
         ending = silent | set(full.tolist())
         owners = {slot: table.owner[slot] for slot in watched.tolist()}
         for slot, owner in owners.items():
@@ -371,7 +373,7 @@ class Decoder:
         for slot, owner in owners.items():
             if owner.group.request.stream and slot not in failed:
                 end = int(table.generated[slot])
-                owner.group.sink.put(self._delta(slot, owner, end - 1, end, owner.text.certain()))
+                owner.group.sink.put(self._delta(slot, owner, end - 1, end, owner.text.settled_text()))
         return np.concatenate((stopped, matched)), np.setdiff1d(full, matched)
 
     def _delta(self, slot: int, owner: Sample, start: int, end: int, text: str) -> SampleDelta:
@@ -388,7 +390,7 @@ class Decoder:
         )
 
     def _finish(self, slots: Slots, reason: FinishReason, error: EngineError | None = None) -> None:
-        """Deliver these samples and free their slots. A token of a sample that ends with
+        """Deliver these samples and free their slots. The last token of a sample that ends with
         ``NonFiniteLogits`` is dropped."""
         if not len(slots):
             return
@@ -399,7 +401,7 @@ class Decoder:
             owner = table.owner[slot]
             owner.close_span(self.version, end)
             group = owner.group
-            if group.request.stream and (rest := owner.text.rest()):
+            if group.request.stream and (rest := owner.text.remaining_text()):
                 group.sink.put(self._delta(slot, owner, end, end, rest))
             group.deliver(
                 SampleOutput(

@@ -1,5 +1,5 @@
-"""The check that deterministic mode begins with: does this machine give a row the same bits in
-every slot?"""
+"""The check at the start of deterministic mode: whether this machine computes the same bits for a
+row in every slot."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from rollout_workers.engines.transformers.row_order import segments
 
 
 def verify(forward: Forward, cache: KvCache, config: EngineConfig, vocabulary: int) -> None:
-    """Run a probe in every row of both passes: next to copies of itself, then next to other rows;
-    compare bits.
+    """Run a probe in every row of both passes, next to copies of itself and then next to other
+    rows, and compare the bits.
 
-    Raises ``ModelUnsupported`` naming the pass in which a row's place or neighbours matter.
+    Raises ``ModelUnsupported`` with the name of the pass in which the bits depend on a row's place
+    or neighbors.
     """
     probe = _Probe(forward, cache, config, vocabulary)
     rows_of_prefill, _ = bucket_shape(probe.length, config.max_len)
@@ -30,13 +31,13 @@ def verify(forward: Forward, cache: KvCache, config: EngineConfig, vocabulary: i
             mixed = run(chosen)
             if not all(torch.equal(m[chosen], a[:1].expand_as(a)[chosen]) for m, a in zip(mixed, alike, strict=True)):
                 raise ModelUnsupported(
-                    f"deterministic mode: a {name} pass of {rows} rows gives a row other bits in other company on this "
+                    f"deterministic mode: in a {name} pass of {rows} rows the bits of a row depend on other rows on this "
                     "machine; try a number of rows that is a multiple of 16, or one thread"
                 )
 
 
 class _Probe:
-    """One prompt of half a bucket, and what the passes answer for the rows that hold it."""
+    """One prompt of half a bucket, and the results of the passes for the rows that contain it."""
 
     def __init__(self, forward: Forward, cache: KvCache, config: EngineConfig, vocabulary: int) -> None:
         few = min(config.max_len, 32) if forward.splits else config.max_len
@@ -48,7 +49,7 @@ class _Probe:
         self.kv = torch.randn(cache.data[:, 0, : self.length].shape, generator=self.random).to(cache.data)
 
     def prefill(self, chosen: Tensor) -> tuple[Tensor, ...]:
-        """Last logits [rows, V] and KV [rows, ...] where the ``chosen`` rows hold the probe and
+        """Last logits [rows, V] and KV [rows, ...]. The ``chosen`` rows contain the probe, the
         others a random prompt."""
         rows, width = bucket_shape(self.length, self.config.max_len)
         ids, lengths = self._integers(rows, width, below=self.vocabulary), 1 + self._integers(rows, below=width)
@@ -57,7 +58,7 @@ class _Probe:
         return logits, kv[:, :, : self.length].transpose(0, 1)
 
     def decode(self, chosen: Tensor) -> tuple[Tensor, ...]:
-        """Logits [rows, V] and KV [rows, ...] of the probe's positions, as above."""
+        """Logits [rows, V] and KV [rows, ...] of the probe's positions, with the same rows."""
         rows, data = len(chosen), self.cache.data
         data.copy_(torch.randn(data.shape, generator=self.random))
         data[:, chosen, : self.length] = self.kv.unsqueeze(1)

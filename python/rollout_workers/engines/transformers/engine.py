@@ -1,4 +1,4 @@
-"""The engine: the asyncio face of the decoding thread."""
+"""The asyncio interface of the decoding thread."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ T = TypeVar("T")
 
 
 class TransformersEngine:
-    """Implements ``Engine`` over a Hugging Face causal LM. The module belongs to the engine from
-    then on."""
+    """Implements ``Engine`` for a causal language model of Hugging Face. The engine owns the
+    module."""
 
     def __init__(
         self, module: PreTrainedModel, config: EngineConfig, *, tokenizer: Tokenizer | None = None, version: int = 0
     ) -> None:
-        """Move the module to its device, check that it can be decoded, start the decoding thread.
+        """Move the module to its device, check that it can be decoded, and start the decoding
+        thread.
 
-        tokenizer: needed for stop strings and streaming. version: of the weights that the module
-        holds. Raises ``ModelUnsupported``.
+        tokenizer: needed for stop strings and streaming. version: of the module's weights. Raises
+        ``ModelUnsupported``.
         """
         device = torch.device(config.device) if config.device else next(module.parameters()).device
         nn.Module.to(module.eval(), device)
@@ -64,8 +65,8 @@ class TransformersEngine:
         dtype: torch.dtype | None = None,
         version: int = 0,
     ) -> TransformersEngine:
-        """An engine over a model's folder with its tokenizer; no network. ``dtype`` None is the
-        checkpoint's own. Raises ``WeightsIncomplete``."""
+        """An engine for the model and the tokenizer in a folder; uses no network. ``dtype`` None:
+        the dtype of the checkpoint. Raises ``WeightsIncomplete``."""
         module = load_whole(AutoModelForCausalLM, model_dir, dtype=dtype or "auto")
         tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         return cls(module, config, tokenizer=tokenizer, version=version)
@@ -76,7 +77,7 @@ class TransformersEngine:
         stream = Stream(self._outbox, sum(len(request.seeds) for request in batch))
         try:
             await self._ask(lambda: self._submit(batch, stream))
-        except asyncio.CancelledError:  # the decoding thread may have it already
+        except asyncio.CancelledError:  # the decoding thread may have received it already
             self._forget([request.request_id for request in batch])
             raise
         try:
@@ -136,12 +137,12 @@ class TransformersEngine:
         seen = set(self._decoder.groups)
         for request in batch:
             if request.request_id in seen:
-                raise DuplicateRequest(f"request {request.request_id} is in flight already; abort it or use another id")
+                raise DuplicateRequest(f"request {request.request_id} is still being sampled; abort it or use another id")
             seen.add(request.request_id)
         self._decoder.submit(batch, stream)
 
     def _forget(self, request_ids: list[str]) -> None:
-        """Abort without waiting: the caller of ``generate`` has gone."""
+        """Abort without waiting, because the caller of ``generate`` has stopped iterating."""
         try:
             future: Future[tuple[str, ...]] = self._thread.call(lambda: self._decoder.abort(request_ids))
         except EngineClosed:
@@ -149,7 +150,7 @@ class TransformersEngine:
         future.add_done_callback(lambda done: done.exception())
 
     def _move(self, function: Callable[[], None]) -> None:
-        """Move weights to another device, while no digest reads them."""
+        """Move weights to another device. Waits for a running digest."""
         with self._weights.still:
             function()
 
@@ -169,7 +170,7 @@ class TransformersEngine:
 
 
 def load(request: LoadRequest) -> TransformersEngine:
-    """The registry's loader. Raises ``ModelUnsupported``, ``WeightsIncomplete``."""
+    """Load the engine for the registry. Raises ``ModelUnsupported``, ``WeightsIncomplete``."""
     config = EngineConfig(
         slots=request.slots,
         max_len=request.max_len,
@@ -181,8 +182,8 @@ def load(request: LoadRequest) -> TransformersEngine:
 
 
 def end_ids(module: PreTrainedModel, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The ids that end a sample: the generation config's, the model config's and the
-    tokenizer's."""
+    """The ids that end a sample: those of the generation config, the model config, and the
+    tokenizer."""
     found: list[int] = []
     for source in (getattr(module, "generation_config", None), module.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)

@@ -1,4 +1,4 @@
-"""The two passes that decoding needs, and the choice of who runs them."""
+"""The two passes that decoding needs, and the choice of their implementation."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ log = logging.getLogger(__name__)
 
 
 class Forward(Protocol):
-    """A model as the decoding loop sees it. Both passes run under inference mode, in one thread."""
+    """The interface between a model and the decoding loop. Both passes run in inference mode, in
+    one thread."""
 
     shape: KvShape
     splits: bool
 
-    def again(self) -> Forward:
-        """The same forward, after the module moved to another device."""
+    def rebuilt(self) -> Forward:
+        """The same implementation, rebuilt after the module moved to another device."""
         ...
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,8 +36,8 @@ class Forward(Protocol):
         ...
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: KvCache, segments: Sequence[Segment]) -> Tensor:
-        """Rows 0..B of the cache take tokens int64[B] at positions int64[B]; segments cover the
-        rows in order.
+        """Rows 0..B of the cache get tokens int64[B] at positions int64[B]; segments cover the rows
+        in order.
 
         Returns logits [B, V]. A step has one segment unless the forward ``splits``.
         """
@@ -44,11 +45,11 @@ class Forward(Protocol):
 
 
 def choose_forward(module: PreTrainedModel, max_len: int) -> Forward:
-    """The Llama forward where it knows the architecture and agrees with the module, else the
+    """The Llama forward if it supports the architecture and agrees with the module, else the
     module's own.
 
-    Raises ``ModelUnsupported`` where that does not agree with the module's plain forward either, or
-    would not at ``max_len``.
+    Raises ``ModelUnsupported`` if decoding with the module's own forward differs from its plain
+    forward, or would differ at ``max_len``.
     """
     check_attention(module.config.get_text_config(), max_len)
     reason = LlamaForward.refusal(module, max_len)
@@ -58,7 +59,7 @@ def choose_forward(module: PreTrainedModel, max_len: int) -> Forward:
         if error is None:
             return llama
         reason = f"its logits are off by {error:.2e}"
-    log.info("decoding %s through its own forward: %s", type(module).__name__, reason)
+    log.info("decoding %s with its own forward instead of the fast one: %s", type(module).__name__, reason)
     try:
         generic = GenericForward(module, max_len)
         error = disagreement(generic, module)
@@ -76,10 +77,10 @@ def choose_forward(module: PreTrainedModel, max_len: int) -> Forward:
 
 @torch.inference_mode()
 def disagreement(forward: Forward, module: PreTrainedModel) -> float | None:
-    """How far prefill and three decoding steps are from the module's plain forward, or None within
-    rounding.
+    """The difference between decoding (prefill and three steps) and the module's plain forward;
+    None if it is within rounding.
 
-    The measure is the largest difference of logits over the largest logit.
+    The measure is the largest difference of logits divided by the largest logit.
     """
     device = next(module.parameters()).device
     vocabulary = module.config.get_text_config().vocab_size

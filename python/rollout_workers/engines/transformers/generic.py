@@ -1,5 +1,5 @@
-"""Decoding through the HF module's own forward, for every architecture that takes a 4-D mask and a
-cache object."""
+"""Decodes with the module's own forward, for every architecture that accepts a 4-D mask and a cache
+object."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollout_workers.engines.transformers.kv import KvCache, KvShape, Segment, s
 
 
 class GenericForward:
-    """Implements ``Forward``; every step is one segment."""
+    """Implements ``Forward``. Every step is one segment."""
 
     splits = False
 
@@ -25,7 +25,7 @@ class GenericForward:
         self.windows = Windows(module.config.get_text_config(), max_len)
         self.shape = self._measure()
 
-    def again(self) -> GenericForward:
+    def rebuilt(self) -> GenericForward:
         return self
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ class GenericForward:
 
     @torch.inference_mode()
     def _measure(self) -> KvShape:
-        """What a token leaves in the module's cache, found by running one."""
+        """The shape of a token's keys and values, found by running one token."""
         device = next(self.module.parameters()).device
         cache = self.module(
             input_ids=torch.zeros((1, 1), dtype=torch.int64, device=device),
@@ -74,7 +74,7 @@ class GenericForward:
 
 
 class _Prompt(CacheLayerMixin):
-    """Keeps what a prefill computes: ``kept`` [2, P, heads, T, dim]."""
+    """Stores the KV of a prefill: ``kept`` [2, P, heads, T, dim]."""
 
     kept: Tensor
 
@@ -96,8 +96,8 @@ class _Prompt(CacheLayerMixin):
 
 
 class _Slots(CacheLayerMixin):
-    """A layer of the engine's cache for one decoding step: writes a position per row, answers the
-    first ``length``."""
+    """A layer of the engine's cache for one decoding step. Writes one position per row and returns
+    the first ``length``."""
 
     def __init__(self, kv: Tensor, flat: Tensor, segment: Segment) -> None:
         super().__init__()

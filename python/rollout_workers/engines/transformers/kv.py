@@ -1,4 +1,4 @@
-"""The KV cache: one dense tensor, a row of positions per slot."""
+"""The KV cache: one dense tensor with a row of positions per slot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What one token leaves behind: layers of a key and a value of heads * dim elements each."""
+    """The shape of one token's KV: layers of a key and a value of heads * dim elements each."""
 
     layers: int
     heads: int
@@ -24,12 +24,12 @@ class KvShape:
 
 
 class KvCache:
-    """``data`` [layers, slots, max_len, 2, heads, dim]: position p of slot s holds the key and
+    """``data`` [layers, slots, max_len, 2, heads, dim]: position p of slot s has the key and the
     value of token p.
 
-    A token's keys and values lie together, so that a decoding step writes one contiguous row per
-    slot and layer. Positions that were never written are zero: attention multiplies them by 0,
-    which only a finite number survives.
+    The keys and values of a token are adjacent, so a decoding step writes one contiguous row per
+    slot and layer. Positions that were never written are zero, because attention multiplies them by
+    0, and 0 * NaN is NaN.
     """
 
     def __init__(self, data: Tensor) -> None:
@@ -37,14 +37,14 @@ class KvCache:
 
     @classmethod
     def empty(cls, shape: KvShape, slots: int, max_len: int, device: torch.device) -> KvCache:
-        """A cache of zeros. On the CPU a page of memory is taken when it is first touched: unused
-        context costs nothing."""
+        """A cache of zeros. On the CPU the system allocates a page of memory when it is first used,
+        so unused context costs nothing."""
         size = (shape.layers, slots, max_len, 2, shape.heads, shape.dim)
         if device.type != "cpu":
             return cls(torch.zeros(size, dtype=shape.dtype, device=device))
         pages = mmap.mmap(-1, int(np.prod(size)) * shape.dtype.itemsize)
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
-            pages.madvise(mmap.MADV_NOHUGEPAGE)  # else a slot's first token takes, and zeroes, 2 MB a layer
+            pages.madvise(mmap.MADV_NOHUGEPAGE)  # otherwise the first token of a slot would allocate and zero 2 MB per layer
         return cls(torch.frombuffer(pages, dtype=shape.dtype).view(size))
 
     def block(self, start: int, stop: int) -> KvCache:
@@ -52,15 +52,15 @@ class KvCache:
         return KvCache(self.data[:, start:stop])
 
     def write(self, slots: Tensor, prompt: Tensor) -> None:
-        """Put ``prompt`` [layers, n, T, 2, heads, dim] at the start of ``slots`` int64[n]."""
+        """Copy ``prompt`` [layers, n, T, 2, heads, dim] to the start of ``slots`` int64[n]."""
         self.data[:, slots, : prompt.shape[2]] = prompt
 
     def spread(self, slots: NDArray[np.int64], counts: Sequence[int], prompts: Tensor) -> None:
-        """Put each of ``prompts`` [layers, G, T, 2, heads, dim] at the start of ``counts[g]`` of
+        """Copy each of ``prompts`` [layers, G, T, 2, heads, dim] to the start of ``counts[g]`` of
         ``slots`` int64[n].
 
-        The slots stand group by group. Where groups of one size, each a run, fill one run together,
-        it is one copy.
+        The slots are ordered by group. Adjacent slots of groups with the same size are filled by
+        one copy.
         """
         length, count = prompts.shape[2], counts[0]
         begins = slots[np.cumsum(counts, dtype=np.int64) - np.array(counts, np.int64)]
@@ -76,7 +76,7 @@ class KvCache:
 
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first ``length`` positions of the slots ``source`` int64[n] to ``target``
-        int64[n], all at once."""
+        int64[n]. Sources and targets may overlap."""
         self.data[:, target, :length] = self.data[:, source, :length]
 
     def clear(self, slots: Tensor) -> None:
@@ -85,8 +85,8 @@ class KvCache:
 
 
 class Segment(NamedTuple):
-    """Neighbouring rows [start, stop) of a step that attend to their slots' first ``length``
-    positions."""
+    """Neighboring rows [start, stop) of a step that attend to the first ``length`` positions of
+    their slots."""
 
     start: int
     stop: int
@@ -94,7 +94,7 @@ class Segment(NamedTuple):
 
 
 class StepIndex(NamedTuple):
-    """Where a decoding step of B rows writes and reads: shared by all layers.
+    """The places that a decoding step of B rows writes and reads, for all layers.
 
     flat int64[B]: row * max_len + position. reads: per segment its additive mask [rows, 1, 1,
     length] in the model's dtype: 0 up to and including a row's position, after it the dtype's
@@ -106,7 +106,7 @@ class StepIndex(NamedTuple):
 
 
 def step_index(positions: Tensor, segments: Sequence[Segment], cache: KvCache) -> StepIndex:
-    """The index of a step whose row r writes position positions[r] int64[B]."""
+    """The index of a step whose row r writes position positions[r], int64[B]."""
     rows, max_len, device = positions.shape[0], cache.data.shape[2], positions.device
     flat = torch.arange(0, rows * max_len, max_len, device=device) + positions
     longest = max(segment.length for segment in segments)

@@ -1,9 +1,9 @@
-"""A hand-written forward for Llama-like decoders (Llama, Mistral, Qwen2, Qwen3) over the HF
-module's own weights.
+"""A hand-written forward for Llama-like decoders (Llama, Mistral, Qwen2, Qwen3) that uses the
+weights of the Hugging Face module.
 
-On small models most of a step is Python inside the HF module; here a layer is a dozen kernels.
-Weights are not copied: the q, k, v (and gate, up) parameters of the module become views of one
-fused tensor, so a kernel, ``state_dict`` and a digest all read the same bytes.
+For small models most of a step is Python code in the Hugging Face module; here a layer is a dozen
+kernels. Weights are not copied: the q, k, v (and gate, up) parameters of the module become views of
+one fused tensor, so kernels, ``state_dict``, and digests read the same memory.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 class LlamaForward:
-    """Implements ``Forward``, also over several segments. Build it after the module is on its
-    device."""
+    """Implements ``Forward``, also for several segments. Create it after the module was moved to
+    its device."""
 
     splits = True
 
     @staticmethod
     def refusal(module: PreTrainedModel, max_len: int) -> str | None:
-        """Why this forward can't run the module, or None. What it can't see, ``choose_forward``
-        finds by comparing logits."""
+        """The reason why this forward can't run the module, or None. ``choose_forward`` finds other
+        differences by comparing logits."""
         config = module.config
         if config.model_type not in _ARCHITECTURES:
-            return f"the Llama forward does not know {config.model_type}"
+            return f"the Llama forward does not support {config.model_type}"
         if (getattr(config, "sliding_window", None) or max_len) < max_len:
-            return "its attention looks back less than max_len"
+            return "its attention window is shorter than max_len"
         if any(type(m) is not nn.Linear for m in module.modules() if isinstance(m, nn.Linear)):
-            return "its linear layers are not plain"
+            return "it has modified linear layers"
         return None
 
     def __init__(self, module: PreTrainedModel, max_len: int) -> None:
@@ -60,7 +60,7 @@ class LlamaForward:
         self.cos = cos[0].detach().contiguous()
         self.sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1).detach().contiguous()
 
-    def again(self) -> LlamaForward:
+    def rebuilt(self) -> LlamaForward:
         return LlamaForward(self.module, len(self.cos))
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,8 +112,8 @@ class _Layer:
             self.norm_of_head = torch.tensor(kinds).to(self.head_norms.device)
 
     def prefill(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, eps: float) -> Tensor:
-        """Fills kv [P, T, 2, kv_heads, dim]; every token sees itself and the ones before it in its
-        row."""
+        """Fill kv [P, T, 2, kv_heads, dim]. Every token attends to itself and the tokens before it
+        in its row."""
         rows, width = kv.shape[:2]
         q = self._project(x, cos, sin, kv.view(rows * width, 2, self.kv_heads, self.dim), eps)
         q = q.unflatten(0, (rows, width)).transpose(1, 2)
@@ -122,11 +122,10 @@ class _Layer:
         return self._finish(x, attended.transpose(1, 2).reshape(rows * width, -1), eps)
 
     def decode(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, index: StepIndex, eps: float) -> Tensor:
-        """Writes one position of each row of kv [slots, max_len, 2, kv_heads, dim], then attends, a
+        """Write one position of each row of kv [slots, max_len, 2, kv_heads, dim], then attend, one
         segment at a time.
 
-        The queries of a group of heads that share keys stand as the rows of one attention: nothing
-        is repeated.
+        The queries of heads that share keys become rows of one attention, so no key is repeated.
         """
         new = torch.empty((x.shape[0], 2, self.kv_heads, self.dim), dtype=x.dtype, device=x.device)
         q = self._project(x, cos, sin, new, eps).unflatten(1, (self.kv_heads, -1))
@@ -160,8 +159,7 @@ class _Layer:
 
 @torch.no_grad()
 def fuse(parameters: list[nn.Parameter]) -> Tensor:
-    """One tensor of the parameters' rows, whose views they become. Writing to either writes to
-    both."""
+    """Concatenate the parameters' rows in one tensor, of which the parameters become views."""
     fused = torch.cat([p.data for p in parameters])
     start = 0
     for parameter in parameters:

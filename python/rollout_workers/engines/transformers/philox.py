@@ -1,8 +1,8 @@
-"""Random numbers that depend on a seed and a token's index alone: Philox4x32-10.
+"""Random numbers that depend only on a seed and a token's index: Philox4x32-10.
 
 Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). The 64-bit seed
-is the key, the pair number is the counter; each block of 128 bits serves two consecutive tokens
-with 53 bits each.
+is the key, and the number of the pair of tokens is the counter. Each block of 128 bits serves two
+consecutive tokens with 53 bits each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which prompts run through the model together."""
+"""Groups prompts that run through the model together."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class PrefillBatch(NamedTuple):
 
 
 def by_size(sequences: Sequence[NDArray[np.int64]], max_tokens: int) -> Iterator[PrefillBatch]:
-    """Batches of near lengths, of at most ``max_tokens`` with padding (a longer sequence runs
-    alone)."""
+    """Batches of similar lengths, of at most ``max_tokens`` with padding. A longer sequence gets
+    its own batch."""
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
     start = 0
     for end in range(1, len(order) + 1):
@@ -37,7 +37,7 @@ def by_size(sequences: Sequence[NDArray[np.int64]], max_tokens: int) -> Iterator
 
 
 def by_bucket(sequences: Sequence[NDArray[np.int64]], max_len: int) -> Iterator[PrefillBatch]:
-    """Batches whose shape is a function of each member alone: ``bucket_shape`` of its length."""
+    """Batches whose shape depends only on the length of each member: ``bucket_shape``."""
     buckets: dict[tuple[int, int], list[int]] = {}
     for i, sequence in enumerate(sequences):
         buckets.setdefault(bucket_shape(len(sequence), max_len), []).append(i)
@@ -47,8 +47,8 @@ def by_bucket(sequences: Sequence[NDArray[np.int64]], max_len: int) -> Iterator[
 
 
 def bucket_shape(length: int, max_len: int) -> tuple[int, int]:
-    """Rows and padded length of the pass that runs a sequence of this length: 256 tokens together,
-    or one row.
+    """Rows and padded length of the pass for a sequence of this length: 256 tokens together, or one
+    row.
 
     The padded length is the next power of two from 8 on, at most ``max_len``.
     """

@@ -1,8 +1,8 @@
-"""The order of the slots: samples of similar length in one run, free slots last.
+"""The order of the slots: samples of similar length next to each other, free slots last.
 
-A step's attention costs what its longest row costs, so rows are read in segments of one length
-class: the next power of two from 16 on. A sample's class depends on its own position alone, which
-deterministic mode needs.
+A step's attention costs as much as its longest row. So rows are read in segments of one length
+class: the next power of two, from 16 on. The class of a sample depends only on its own position, as
+deterministic mode requires.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from rollout_workers.engines.transformers.kv import Segment
 
 _SMALLEST_CLASS = 16
 _STRETCH = 32
-_SPARE_RUNS = 3  # a run more costs a kernel call per layer, a move costs a copy
+_SPARE_RUNS = 3  # an additional segment costs a kernel call per layer, a move costs a copy
 
 Ints = NDArray[np.int64]
 
 
 def length_class(positions: Ints, max_len: int) -> Ints:
-    """Positions to read for rows that write ``positions``: the class of position + 1."""
+    """The number of positions to read for rows that write ``positions``: the class of position +
+    1."""
     exponents = np.ceil(np.log2(np.maximum(positions + 1, _SMALLEST_CLASS))).astype(np.int64)
     return np.minimum(1 << exponents, max_len)
 
 
 def segments(positions: Ints, active: NDArray[np.bool_], max_len: int) -> list[Segment]:
-    """Runs of one class over all rows; a free row (position 0) joins the active row before it."""
+    """Segments of one class over all rows. A free row (position 0) joins the active row before
+    it."""
     classes = length_class(positions, max_len)
     last = np.maximum.accumulate(np.where(active, np.arange(len(active)), -1))
     first = int(active.argmax())
@@ -38,11 +40,11 @@ def segments(positions: Ints, active: NDArray[np.bool_], max_len: int) -> list[S
 
 
 def loose_segments(positions: Ints, max_len: int) -> list[Segment]:
-    """Few segments, each as long as its longest row: stretches of 32 rows, joined where their
-    classes agree.
+    """Few segments, each as long as its longest row: blocks of 32 rows, joined if their classes are
+    equal.
 
-    For the fast mode, where a row may be read beyond its class: rows out of order cost reads, not
-    more segments.
+    For the fast mode, where a row may read beyond its class: unsorted rows cost additional reads
+    instead of additional segments.
     """
     starts = np.arange(0, len(positions), _STRETCH)
     lengths = np.maximum.reduceat(positions, starts) + 1
@@ -54,13 +56,13 @@ def loose_segments(positions: Ints, max_len: int) -> list[Segment]:
 
 
 def is_scattered(runs: list[Segment]) -> bool:
-    """Whether classes are so mixed that sorting them pays."""
+    """Whether the classes are so mixed that sorting is worthwhile."""
     return len(runs) > len({run.length for run in runs}) + _SPARE_RUNS
 
 
 def moves(positions: Ints, active: NDArray[np.bool_], max_len: int) -> tuple[Ints, Ints]:
-    """(source, target): the fewest moves, done all at once, that bring active rows to the lowest
-    places, longest class first."""
+    """(source, target) of the fewest simultaneous moves that bring active rows to the lowest slots,
+    longest class first."""
     rows = np.flatnonzero(active)
     classes = np.where(active, length_class(positions, max_len), -1)
     wanted = np.sort(classes[rows])[::-1]

@@ -1,4 +1,4 @@
-"""A group and its samples on their way through the engine."""
+"""A group and its samples inside the engine."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rollout_workers.engines.transformers.text import SampleText
 
 
 class Sink(Protocol):
-    """Where a caller's outputs go. Called in the decoding thread."""
+    """Receives a caller's outputs. Called in the decoding thread."""
 
     def put(self, item: SampleDelta | SampleOutput) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A prompt that has run: last logits [V] and KV [layers, T, 2, heads, dim]."""
+    """A computed prompt: last logits [V] and KV [layers, T, 2, heads, dim]."""
 
     logits: Tensor
     kv: Tensor
@@ -31,8 +31,8 @@ class Prefix:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """A request in the engine. ``pending``: samples without a slot yet. ``left``: samples not
-    delivered yet."""
+    """A request in the engine. ``pending``: samples without a slot. ``left``: samples that were not
+    delivered."""
 
     request: GroupRequest
     prompt: NDArray[np.int64]
@@ -54,13 +54,13 @@ class Group:
 
     @property
     def watched(self) -> bool:
-        """Whether someone reads the text of its samples as they grow."""
+        """Whether the texts of its samples are streamed."""
         return self.request.stream or bool(self.request.params.stop)
 
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """One sample in a slot. ``span_start``: its first token under the current weights."""
+    """A sample in a slot. ``span_start``: its first token with the current weights."""
 
     group: Group
     index: int
@@ -69,16 +69,16 @@ class Sample:
     span_start: int = 0
 
     def close_span(self, version: int, end: int) -> None:
-        """Note that the tokens since the last call came from ``version``."""
+        """Record that ``version`` sampled the tokens since the last call."""
         if end > self.span_start:
             self.spans.append(VersionSpan(version, self.span_start, end))
             self.span_start = end
 
 
 def prompt_error(request: GroupRequest, prompt: NDArray[np.int64], max_len: int, vocabulary: int) -> EngineError | None:
-    """Why this prompt can't be decoded, or None."""
+    """The error of a prompt that can't be decoded, or None."""
     if prompt.ndim != 1 or not len(prompt):
-        return InvalidPrompt(f"request {request.request_id}: a prompt needs at least one token id in one dimension")
+        return InvalidPrompt(f"request {request.request_id}: the prompt must be one-dimensional with at least one token id")
     if len(prompt) >= max_len:
         return ContextOverflow(request.request_id, len(prompt), max_len)
     if prompt.min() < 0 or prompt.max() >= vocabulary:

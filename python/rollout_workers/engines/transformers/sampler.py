@@ -1,7 +1,7 @@
-"""Sampling, vectorised over rows: logits in, tokens and both logprobs out.
+"""Vectorized sampling: draws tokens from logits, with both kinds of logprobs.
 
-Every kernel used here works row by row along the vocabulary, and which one a row goes through
-depends on that row alone, so its bits do not depend on the other rows.
+Every kernel here works row by row along the vocabulary, and a row alone determines which kernels
+process it. So the bits of a row do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 
 class Picked(NamedTuple):
-    """tokens int64[B], logprobs f32[B] under the sampling distribution, raw_logprobs f32[B] under
-    the logits' softmax."""
+    """tokens int64[B], logprobs f32[B] of the sampling distribution, raw_logprobs f32[B] of the
+    logits' softmax."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -34,11 +34,11 @@ class Filters(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """The sampling parameters of B rows. A None switches its work off for all of them.
+    """The sampling parameters of B rows. None disables a parameter for all of them.
 
     temperature f32[B, 1]: above 0 (1 in greedy rows). greedy bool[B]. shaped bool[B]: the rows that
-    a temperature or a filter changes, set where there is one; the others keep their raw logprobs to
-    the bit. filters: of the rows that have one.
+    a temperature or a filter changes, if there are any; the logprobs of other rows equal their raw
+    logprobs bit for bit. filters: of the rows that have one.
     """
 
     temperature: Tensor | None = None
@@ -70,16 +70,16 @@ def sample(logits: Tensor, uniform: Tensor, controls: Controls) -> Picked:
 _BLOCK = 64
 """Tokens per block of the two-level search."""
 _LARGE = 4096
-"""Vocabularies from this size on are searched by blocks: a float64 sum over each token costs more
-memory than it saves time."""
+"""Vocabularies from this size on are searched in blocks, because a float64 sum for each token uses
+more memory than it saves time."""
 
 
 def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """The first token whose cumulated probability exceeds uniform * total: never one of
+    """The first token whose cumulative probability exceeds uniform * total; never a token with
     probability 0.
 
     probabilities f32[B, V], uniform f64[B]; returns int64[B]. Sums are in float64. A large
-    vocabulary is searched in two levels, the block first and then the token in it, which reads each
+    vocabulary is searched in two levels, first the block and then the token in it, which reads each
     probability once.
     """
     vocabulary = probabilities.shape[-1]
@@ -98,7 +98,7 @@ def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _search(weights: Tensor, fraction: Tensor) -> Tensor:
-    """The first index of each row whose cumulated weight exceeds fraction * total. weights [B, N],
+    """The first index of each row whose cumulative weight exceeds fraction * total. weights [B, N],
     fraction f64[B, 1]."""
     cumulated = weights.cumsum(dim=-1, dtype=torch.float64)
     total = cumulated[:, -1:]
@@ -107,8 +107,8 @@ def _search(weights: Tensor, fraction: Tensor) -> Tensor:
 
 
 def _filter(scores: Tensor, filters: Filters) -> Tensor:
-    """Scores [B, V] with -inf where a row's top_k, top_p or min_p drops a token. Tokens that tie
-    with the last kept stay."""
+    """Scores [B, V] with -inf for tokens that a row's top_k, top_p, or min_p drops. Tokens that tie
+    with the last kept token stay."""
     every = len(filters.rows) == len(scores)
     rows = scores if every else scores[filters.rows]
     ordered = rows.sort(dim=-1, descending=True).values

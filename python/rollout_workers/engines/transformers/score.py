@@ -1,4 +1,4 @@
-"""The log-probabilities of a prompt's tokens: one plain pass over the model, outside of the
+"""The log-probabilities of a prompt's tokens: one plain pass through the model, outside of the
 decoding loop."""
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from rollout_workers.weights.head import plain_head
 log = logging.getLogger(__name__)
 
 HELD = 1 << 24
-"""Logits that are held at a time, in elements; f32, and as many log-probabilities: 128 MB."""
+"""The maximum number of logits in memory, in elements. With as many log-probabilities, in f32, that
+is 128 MB."""
 
 
 class Scoring:
-    """Prompts that wait to be scored. Used by the decoding thread alone; answers may be cancelled
-    from anywhere.
+    """Prompts that wait to be scored. Only the decoding thread uses it; answers may be cancelled in
+    any thread.
 
-    Each prompt runs alone and unpadded, so that no neighbour changes its bits. Its logits are made
-    a few rows at a time from its last hidden states [T, H]; of a model whose head is not linear,
-    which makes them itself, all [T, V] are held at once.
+    Each prompt runs alone and without padding, so that its bits do not depend on others. Logits are
+    computed for a few rows of the last hidden states [T, H] at a time. If the head of the model is
+    not linear, all logits [T, V] are in memory at once.
     """
 
     def __init__(self, module: PreTrainedModel, max_len: int, vocabulary: int) -> None:
         self._module, self._max_len, self._vocabulary = module, max_len, vocabulary
         self._linear = linear_head(module)
         if not self._linear:
-            log.info("%s makes its logits itself: those of a prompt to score are held whole", type(module).__name__)
+            log.info("%s computes its own logits, so all logits of a scored prompt are in memory at once", type(module).__name__)
         self._waiting: deque[tuple[NDArray[np.int64], Future[Logprobs]]] = deque()
 
     def __bool__(self) -> bool:
@@ -47,18 +48,18 @@ class Scoring:
     def add(self, prompt: NDArray[np.int64], answer: Future[Logprobs]) -> None:
         """Queue a prompt [T]. Raises ``InvalidPrompt``, ``ContextOverflow``."""
         if prompt.ndim != 1 or not len(prompt):
-            raise InvalidPrompt("a prompt to score needs at least one token id in one dimension")
+            raise InvalidPrompt("the prompt to score must be one-dimensional with at least one token id")
         if len(prompt) > self._max_len:
             raise ContextOverflow("of a prompt to score", len(prompt), self._max_len)
         if prompt.min() < 0 or prompt.max() >= self._vocabulary:
-            raise InvalidPrompt(f"a prompt to score holds token ids outside the vocabulary of {self._vocabulary}")
+            raise InvalidPrompt(f"the prompt to score has token ids outside the vocabulary of {self._vocabulary}")
         self._waiting.append((prompt, answer))
 
     def one(self) -> None:
-        """Score the prompt that has waited longest. Where that raises, so does its answer, and
-        nothing else."""
+        """Score the prompt that has waited longest. An exception becomes the answer of this prompt
+        only."""
         prompt, answer = self._waiting.popleft()
-        if not answer.set_running_or_notify_cancel():  # who asked has gone
+        if not answer.set_running_or_notify_cancel():  # the caller has cancelled
             return
         try:
             answer.set_result(logprobs_of(self._module, prompt, linear=self._linear))
@@ -66,7 +67,7 @@ class Scoring:
             answer.set_exception(error)
 
     def end(self, error: EngineError) -> None:
-        """Answer all that wait with an error."""
+        """Answer all waiting prompts with an error."""
         while self._waiting:
             _, answer = self._waiting.popleft()
             if answer.set_running_or_notify_cancel():
@@ -75,8 +76,8 @@ class Scoring:
 
 @torch.inference_mode()
 def logprobs_of(module: PreTrainedModel, prompt: NDArray[np.int64], *, linear: bool, held: int = HELD) -> Logprobs:
-    """f32[T]: the logprob of each token of int64[T] given those before it; 0 for the first. linear:
-    see :func:`linear_head`."""
+    """f32[T]: the logprob of each token of int64[T] given the tokens before it; 0 for the first.
+    linear: see :func:`linear_head`."""
     ids = torch.from_numpy(prompt).to(next(module.parameters()).device)
     rows, head = _rows_of(module, ids[None], linear)
     step = max(1, held // module.config.get_text_config().vocab_size)
@@ -89,8 +90,8 @@ def logprobs_of(module: PreTrainedModel, prompt: NDArray[np.int64], *, linear: b
 
 
 def _rows_of(module: PreTrainedModel, ids: Tensor, linear: bool) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """ids int64[1, T] -> [1, T, H] and what makes logits of rows of it; without a linear head
-    logits [1, T, V] and nothing."""
+    """ids int64[1, T] -> [1, T, H] and the function that computes logits of its rows; without a
+    linear head, logits [1, T, V] and None."""
     if not linear:
         return module(input_ids=ids, use_cache=False).logits, lambda logits: logits
     head: Any = module.get_output_embeddings()
@@ -99,8 +100,8 @@ def _rows_of(module: PreTrainedModel, ids: Tensor, linear: bool) -> tuple[Tensor
 
 @torch.inference_mode()
 def linear_head(module: PreTrainedModel) -> bool:
-    """Whether the output embedding makes the model's logits of its last hidden states
-    (``plain_head``), also when these are computed alone, tried on eight tokens."""
+    """Whether the model's logits are the output embedding applied to its last hidden states
+    (``plain_head``), also if these are computed separately. Tested with eight tokens."""
     if not plain_head(module):
         return False
     vocabulary = module.config.get_text_config().vocab_size

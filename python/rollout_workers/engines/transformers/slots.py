@@ -1,5 +1,5 @@
-"""The slots: the host's record of every sample that is being decoded, in arrays, so that a step's
-bookkeeping is vectorised."""
+"""The slots: arrays with the state of every sample that is being decoded, so that a step's
+bookkeeping is vectorized."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _RANDOM_BLOCK = 16
 
 
 class SlotTable:
-    """Arrays over slots. A slot is free or holds one sample; a free one keeps position 0 and
-    token 0.
+    """Arrays over slots. A slot is free or has one sample; a free slot has position 0 and token 0.
 
-    tokens: last token, the next step's input. positions: where that token's KV will be written.
-    generated: tokens so far.
-    limit: tokens at most. out_*: what was sampled, first ``generated`` columns.
+    tokens: the last token, which is the next step's input. positions: where the KV of that token is
+    written. generated: number of tokens so far. limit: maximum number of tokens. out_*: the sampled
+    tokens, in the first ``generated`` columns.
     """
 
     def __init__(self, slots: int, rows: int, max_len: int, vocabulary: int) -> None:
-        """``rows`` >= slots: rows of the model's passes; those past the slots are always free."""
+        """``rows`` >= slots: rows of the model's passes. The rows after the slots are always
+        free."""
         self.slots = slots
         self.vocabulary = vocabulary
         self.owner: list[Sample | None] = [None] * slots
@@ -58,7 +58,7 @@ class SlotTable:
         return np.flatnonzero(~self.active[: self.slots])
 
     def used(self) -> Slots:
-        """The slots that hold a sample, lowest first."""
+        """The slots that have a sample, lowest first."""
         return np.flatnonzero(self.active)
 
     def extent(self) -> int:
@@ -79,7 +79,7 @@ class SlotTable:
         """Give free slots to samples that share parameters and end tokens. prompt_tokens, limit: of
         all, or of each [n].
 
-        Their next token is the first one, from the prompt's last logits.
+        Their next token is the first one, which is sampled from the prompt's last logits.
         """
         for slot, owner in zip(slots.tolist(), owners, strict=True):
             self.owner[slot] = owner
@@ -111,8 +111,8 @@ class SlotTable:
         self._controls = None
 
     def move(self, source: Slots, target: Slots) -> None:
-        """Move samples, all at once; each target is free or a source. Sources that are not targets
-        become free."""
+        """Move samples simultaneously. Each target is free or a source. Sources that are not
+        targets become free."""
         owners = [self.owner[slot] for slot in source.tolist()]
         for slot, owner in zip(target.tolist(), owners, strict=True):
             self.owner[slot] = owner
@@ -126,8 +126,8 @@ class SlotTable:
         self._controls = None
 
     def uniform(self, slots: Slots) -> NDArray[np.float64]:
-        """The random number of each slot's next token, f64[n]. Drawn ahead in blocks, aligned to
-        the token's index."""
+        """The random number for each slot's next token, f64[n]. Numbers are drawn in advance in
+        blocks that are aligned to the token's index."""
         generated = self.generated[slots]
         column = generated % _RANDOM_BLOCK
         due = slots[(column == 0) & self.active[slots]]
@@ -138,7 +138,7 @@ class SlotTable:
         return self.random[slots, column]
 
     def record(self, slots: Slots, picked: Picked) -> None:
-        """Append a sampled token to each slot of ``slots``; free ones are left as they are."""
+        """Append a sampled token to each slot of ``slots``. Free slots do not change."""
         tokens, logprobs, raw = (t.cpu().numpy() for t in picked)
         if len(slots) != int(self.active[slots].sum()):
             held = self.active[slots]
@@ -152,8 +152,8 @@ class SlotTable:
         self.generated[slots] = at + 1
 
     def finished(self, slots: Slots) -> tuple[Slots, Slots, Slots]:
-        """Of active slots that just got a token: those with a bad one, those at a stop token, those
-        at their limit."""
+        """Of active slots that just got a token: those with an invalid token, those at a stop
+        token, those at their limit."""
         tokens = self.tokens[slots]
         raw = self.out_raw_logprobs[slots, self.generated[slots] - 1]
         bad = ~np.isfinite(raw)
@@ -162,10 +162,10 @@ class SlotTable:
         return slots[bad], slots[stopped], slots[full]
 
     def sampled(self, slots: Slots, ends: Sequence[int]) -> Iterator[tuple[NDArray[Any], ...]]:
-        """Of each slot copies of its first tokens int32, logprobs and raw logprobs float32, as many
-        as its end says.
+        """For each slot copies of its first ``ends`` tokens int32, logprobs, and raw logprobs
+        float32.
 
-        Slots of about one length share memory, which is there until the last of them goes.
+        Slots of similar length share memory, which is freed with the last of them.
         """
         outputs, most = (self.out_tokens, self.out_logprobs, self.out_raw_logprobs), max(ends)
         if len(ends) * most > 2 * sum(ends):
@@ -201,7 +201,7 @@ class SlotTable:
         return replace(controls, filters=Filters(*map(tensor, arrays)))
 
     def step_controls(self, rows: int, device: torch.device) -> Controls:
-        """``controls`` of slots 0..rows, kept until the slots' samples change."""
+        """``controls`` of slots 0..rows, cached until the slots' samples change."""
         if self._controls is None or self._controls[0] != rows:
             self._controls = (rows, self.controls(self.rows(rows), device))
         return self._controls[1]

@@ -1,5 +1,4 @@
-"""From the decoding thread to asyncio: one wake-up per decoding step, however many samples it
-ended."""
+"""Passes outputs from the decoding thread to asyncio with one wake-up per decoding step."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ Item = SampleDelta | SampleOutput
 
 
 class Stream:
-    """The outputs of one ``generate`` call. ``put`` in the decoding thread, everything else in the
-    event loop."""
+    """The outputs of one ``generate`` call. ``put`` runs in the decoding thread, everything else in
+    the event loop."""
 
     def __init__(self, outbox: Outbox, samples: int) -> None:
         self._loop = asyncio.get_running_loop()
@@ -31,7 +30,7 @@ class Stream:
         self._arrived.set()
 
     async def items(self) -> AsyncIterator[Item]:
-        """Every item, until each sample had its output."""
+        """Yield every item until each sample has its output."""
         while self._left:
             await self._arrived.wait()
             self._arrived.clear()
@@ -42,12 +41,13 @@ class Stream:
 
     @property
     def drained(self) -> bool:
-        """Whether every sample had its output."""
+        """Whether each sample had its output."""
         return not self._left
 
 
 class Outbox:
-    """What a turn produced, until ``flush`` posts it. Lives in the decoding thread."""
+    """Collects the outputs of a turn until ``flush`` delivers them. Used by the decoding thread
+    only."""
 
     def __init__(self) -> None:
         self._posts: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Item]]] = {}
@@ -56,8 +56,7 @@ class Outbox:
         self._posts.setdefault(loop, []).append((stream, item))
 
     def flush(self) -> None:
-        """Hand everything to its event loop, one call each. What belongs to a closed loop is
-        dropped."""
+        """Deliver everything, with one call per event loop. Drops the outputs for closed loops."""
         posts, self._posts = self._posts, {}
         for loop, items in posts.items():
             try:

@@ -1,5 +1,5 @@
-"""Token ids to text, a token at a time: whole characters only, and stop strings across token
-borders."""
+"""Converts token ids to text, one token at a time. It returns whole characters only and finds stop
+strings across token borders."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 _BROKEN = "\ufffd"
-_WINDOW = 64  # past so many undecodable tokens they are taken as they are
+_WINDOW = 64  # after so many undecodable tokens, they become text as they are
 
 
 class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that an engine uses."""
+    """The methods of a Hugging Face tokenizer that an engine uses."""
 
     def batch_decode(
         self,
@@ -22,11 +22,12 @@ class Tokenizer(Protocol):
 
 
 class SampleText:
-    """The text of one sample as it grows.
+    """The growing text of one sample.
 
-    Decoding a token alone is wrong (a character may span tokens, a leading space may be dropped),
-    so a window is decoded: the tokens since ``_prefix``, of which those up to ``_read`` are already
-    in the text. What ends in U+FFFD may still become a character and waits.
+    A token can't be decoded alone, because a character may span tokens and a leading space may be
+    dropped. So a window is decoded: the tokens since ``_prefix``, of which those up to ``_read``
+    are already in the text. A text that ends with U+FFFD may still become a character, so its last
+    tokens wait.
     """
 
     def __init__(self, stop: tuple[str, ...]) -> None:
@@ -42,15 +43,15 @@ class SampleText:
         """Add a sampled token; ``advance`` then decodes it."""
         self._ids.append(token)
 
-    def certain(self) -> str:
-        """What became certain since the last call: all but what may be the beginning of a stop
+    def settled_text(self) -> str:
+        """The new text since the last call, except an end that may be the beginning of a stop
         string."""
         end = len(self.text) if self.matched else len(self.text) - self._held_back()
         piece, self.sent = self.text[self.sent : end], max(self.sent, end)
         return piece
 
-    def rest(self) -> str:
-        """What ``certain`` held back: call it once, when the sample has ended."""
+    def remaining_text(self) -> str:
+        """The text that ``settled_text`` did not return. Call it once, when the sample has ended."""
         piece, self.sent = self.text[self.sent :], len(self.text)
         return piece
 
@@ -78,8 +79,8 @@ class SampleText:
 
 
 def advance(texts: Sequence[SampleText], tokenizer: Tokenizer, final: bool = False) -> None:
-    """Decode what was pushed to all ``texts`` in one call. ``final`` also takes a character that
-    stayed incomplete."""
+    """Decode the pushed tokens of all ``texts`` in one call. ``final`` also accepts an incomplete
+    character."""
     windows = [window for text in texts for window in text._windows()]
     decoded = tokenizer.batch_decode(windows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     for i, text in enumerate(texts):

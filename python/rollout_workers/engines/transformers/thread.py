@@ -1,4 +1,4 @@
-"""The thread that owns a decoder: it turns while there is work and runs what others ask of it
+"""The thread that owns a decoder. It runs turns while there is work, and calls from other threads
 between two turns."""
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ T = TypeVar("T")
 
 
 class DecodingThread:
-    """Everything that touches the decoder goes through ``call``. ``flush`` runs after every turn
-    and call."""
+    """Runs a decoder. All access to the decoder goes through ``call``. ``flush`` runs after every
+    turn and call."""
 
     def __init__(self, build: Callable[[], Decoder], flush: Callable[[], None], threads: int | None) -> None:
-        """Start the thread, build the decoder in it and wait. Raises what ``build`` raises."""
+        """Start the thread, build the decoder in it, and wait for that. Raises the exception of
+        ``build``."""
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._gate = threading.Lock()
         self._closed = False
@@ -35,7 +36,7 @@ class DecodingThread:
         self.decoder = built.result()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run ``function`` in the thread, between two turns. Raises ``EngineClosed``."""
+        """Run ``function`` in the thread between two turns. Raises ``EngineClosed``."""
         future: Future[T] = Future()
         with self._gate:
             self.check_open()
@@ -43,13 +44,12 @@ class DecodingThread:
         return future
 
     def check_open(self) -> None:
-        """Raises ``EngineClosed``."""
+        """Raise ``EngineClosed`` if the thread was closed."""
         if self._closed:
             raise EngineClosed("the engine was shut down")
 
     def close(self) -> None:
-        """Run the calls made so far, then end the thread and wait for it. Decoding stops at
-        once."""
+        """Run the pending calls, then end the thread and wait for it. Decoding stops at once."""
         with self._gate:
             if not self._closed:
                 self._closed = True
@@ -81,7 +81,7 @@ class DecodingThread:
             while (call := self._calls.get(block=wait)) is not None:
                 future, function = call
                 wait = False
-                if not future.set_running_or_notify_cancel():  # who asked has gone
+                if not future.set_running_or_notify_cancel():  # the caller has cancelled
                     continue
                 try:
                     result = function()

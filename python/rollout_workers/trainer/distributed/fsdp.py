@@ -1,5 +1,5 @@
-"""Several ranks with FSDP2: each holds some rows of every tensor; a block's tensors are gathered
-while it computes."""
+"""Several ranks with FSDP2. Each rank stores some rows of every tensor. The tensors of a block are
+gathered while it computes."""
 
 from __future__ import annotations
 

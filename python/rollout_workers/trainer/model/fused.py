@@ -19,7 +19,7 @@ from torch.nn import functional
 from rollout_workers.kernels.layers import LayerKernels, layer_kernels, supports
 
 TOLERANCE = 1e-5
-"""The largest difference from a model's own result, as a share of the largest value."""
+"""The largest accepted difference from a model's own result, as a share of the largest value."""
 _ROTARY = "apply_rotary_pos_emb"  # what the attention of transformers' models calls
 
 
@@ -134,7 +134,7 @@ def install_swiglu(model: nn.Module, kernels: LayerKernels) -> None:
 
 
 def install_rotary(model: nn.Module, kernels: LayerKernels) -> None:
-    """Have attention layers call :class:`Rotation` where the function they call computes the
+    """Make attention layers call :class:`Rotation` if the function that they call computes the
     same."""
     same: dict[Any, bool] = {}
     for module in model.modules():
@@ -169,8 +169,8 @@ class NormForward:
 
 
 class _GatedForward:
-    """Replaces a gated layer's ``forward``. Calls the module's projections, whatever has replaced
-    them since."""
+    """Replaces a gated layer's ``forward``. Calls the module's current projections, even if they
+    were replaced later."""
 
     def __init__(self, module: Any, kernels: LayerKernels) -> None:
         self._module, self._kernels = module, kernels

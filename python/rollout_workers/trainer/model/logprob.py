@@ -70,7 +70,7 @@ class TokenLogprob(torch.autograd.Function):
 
 
 class LogitLogprob(torch.autograd.Function):
-    """As ``TokenLogprob``, for models whose logits are not just a product with the head.
+    """Like ``TokenLogprob``, for models whose logits are not just a product with the head.
 
     logits: [P, V], of any float dtype. predictors: int64 [M], the predicting rows without
     duplicates.

@@ -1,4 +1,4 @@
-"""The protocol of objectives, and what they share."""
+"""The protocol of objectives, and the code that they share."""
 
 from __future__ import annotations
 
