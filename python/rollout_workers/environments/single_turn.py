@@ -70,7 +70,9 @@ class SingleTurn:
             return result
         if not self._takes:
             if not self._warned:
-                log.warning("this algorithm can't use rewards of parts of a completion: samples with such rewards are INFRA_FAILED")
+                log.warning(
+                    "this algorithm can't use rewards of parts of a completion: samples with such rewards are INFRA_FAILED"
+                )
             self._warned = True
             return failed("REWARD_BAD_RESULT")
         rewards = spread(result.steps, len(turn.token_ids), lambda n: self._text.decode([turn.token_ids[:n]])[0])

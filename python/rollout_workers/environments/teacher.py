@@ -45,7 +45,9 @@ class TeacherEnvironment:
     async def step(self, turns: Sequence[Turn]) -> list[Observation | Result]:
         """Step the inner environment. Results of finished episodes have the teacher's
         log-probabilities."""
-        answers, with_teacher = await asyncio.gather(self._inner.step(turns), asyncio.gather(*(self._ask(turn) for turn in turns)))
+        answers, with_teacher = await asyncio.gather(
+            self._inner.step(turns), asyncio.gather(*(self._ask(turn) for turn in turns))
+        )
         return [self._with(answer, logprobs) for answer, logprobs in zip(answers, with_teacher, strict=True)]
 
     async def close(self, episodes: Sequence[tuple[str, int]]) -> None:

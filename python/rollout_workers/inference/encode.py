@@ -28,7 +28,9 @@ if sys.byteorder != "little":
     raise ImportError("trajectories are little-endian; big-endian machines are not supported")
 
 
-def encode_group(group: PromptGroup, finished: FinishedGroup, receipts: EngineReceipts, worker: str) -> list[pb.TrajectoryEnvelope]:
+def encode_group(
+    group: PromptGroup, finished: FinishedGroup, receipts: EngineReceipts, worker: str
+) -> list[pb.TrajectoryEnvelope]:
     """One envelope per episode. worker: the worker's id, which only the header contains."""
     if not finished.episodes:
         return []

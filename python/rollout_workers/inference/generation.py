@@ -82,9 +82,7 @@ class Generation:
                 texts.append((at, prompt.text, True))
         for at, text, _ in texts:
             if bounded and len(text) > _LONG_BYTES and len(text) > self._limit * self._text.longest:
-                problem = (
-                    f"the text of prompt {at} has {len(text)} characters, too many for a context of {self._limit} tokens"
-                )
+                problem = f"the text of prompt {at} has {len(text)} characters, too many for a context of {self._limit} tokens"
                 raise ContextOverflow(problem, fix="shorten the prompt", violations=[(f"prompts[{at}]", problem)])
         for special in (False, True):
             chosen = [(at, text) for at, text, s in texts if s is special]

@@ -47,7 +47,9 @@ class SamplingContext:
     throughput: Throughput
 
     @classmethod
-    def build(cls, who: Identity, config: RunConfig, model: Model, receipts: EngineReceipts, rewards: Scorer | None) -> SamplingContext:
+    def build(
+        cls, who: Identity, config: RunConfig, model: Model, receipts: EngineReceipts, rewards: Scorer | None
+    ) -> SamplingContext:
         prompts = PromptReader(model.text, prompt_field=config.data.prompt_field, chat_template=config.model.chat_template)
         environment = environments.build(environments.Context(config, prompts, rewards, model.text))
         throughput = Throughput(model.engine.stats)

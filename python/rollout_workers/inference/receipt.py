@@ -102,7 +102,9 @@ class EngineReceipts:
                 source = await asyncio.to_thread(self._merge, Path(directory))
             staged = await self._engine.stage_weights(source, digest)
         except WeightsMismatch as error:
-            raise WeightsDigestMismatch(version, f"{digest} ({error.tensor}: {error.expected})", error.got, current=False) from error
+            raise WeightsDigestMismatch(
+                version, f"{digest} ({error.tensor}: {error.expected})", error.got, current=False
+            ) from error
         if staged != digest:
             raise WeightsDigestMismatch(version, digest, staged, current=False)
         self._reading = asyncio.create_task(self._swap(version, digest), name="swap")

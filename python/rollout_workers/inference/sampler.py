@@ -184,7 +184,9 @@ class Sampler:
         try:
             answer = await call(self._services, names.BUFFER_SERVICE, BufferServiceStub, "GetMissing", request, tries=3)
         except Exception as error:
-            log.warning("can't get the missing samples of %d redelivered groups from the buffer (%s); sampling all", len(items), error)
+            log.warning(
+                "can't get the missing samples of %d redelivered groups from the buffer (%s); sampling all", len(items), error
+            )
             return {}
         return {item.key: list(group.samples) for item, group in zip(items, answer.groups, strict=True)}
 

@@ -131,8 +131,8 @@ class InferenceServer(InferenceWorkerServiceServicer):
         )
 
     def _fence_later(self, reason: str) -> None:
-        """Fence the worker after ``INVALID_WEIGHTS_SECONDS`` unless valid weights arrive. Until then the old
-        version serves requests."""
+        """Fence the worker after ``INVALID_WEIGHTS_SECONDS`` unless valid weights arrive. Until
+        then the old version serves requests."""
         if self._fencing is None:
             loop = asyncio.get_running_loop()
             self._fencing = loop.call_later(INVALID_WEIGHTS_SECONDS, self._lifecycle.fence, reason)

@@ -62,7 +62,8 @@ def place(config: RunConfig, environment: Mapping[str, str] = os.environ) -> Pla
     started = int(environment.get("WORLD_SIZE", "1"))
     if started != size:
         raise RanksMismatch(
-            f"torchrun started {started} ranks, but the plan has `train.ranks` = {size}", fix=f"start {size} ranks, or change the plan"
+            f"torchrun started {started} ranks, but the plan has `train.ranks` = {size}",
+            fix=f"start {size} ranks, or change the plan",
         )
     return Place(int(environment["RANK"]), size, _TORCHRUN, timeout)
 

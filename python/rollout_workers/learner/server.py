@@ -36,7 +36,9 @@ class LearnerServer(LearnerWorkerServiceServicer):
         self._check_run(request.run_id)
         await self._learner.initialize(request.state_directory, request.step)
         log.info("at step %d, %s", self._learner.step, self._learner.weights.digest)
-        return pb.InitializeResponse(step=self._learner.step, weights_digest=self._learner.weights.digest, process_id=self._who.process)
+        return pb.InitializeResponse(
+            step=self._learner.step, weights_digest=self._learner.weights.digest, process_id=self._who.process
+        )
 
     async def Train(self, request: pb.TrainRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.TrainResponse]:
         self._check_run(request.run_id)

@@ -41,7 +41,8 @@ class RewardWorker:
                 await self._stub()
         except TimeoutError:
             raise RewardUnavailable(
-                f"{self._worker} has not registered after {self._start_seconds:g} s", fix="see the worker's log in the run's folder"
+                f"{self._worker} has not registered after {self._start_seconds:g} s",
+                fix="see the worker's log in the run's folder",
             ) from None
 
     async def call(self, groups: Sequence[RewardGroup], timeout: float) -> list[Score]:

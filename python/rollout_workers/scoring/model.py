@@ -94,9 +94,14 @@ class RewardModel:
         if not size:
             return Scored(reason="PROMPT_INVALID", message="the prompt and the completion are empty")
         if self._longest and size > self._longest:
-            return Scored(reason="CONTEXT_OVERFLOW", message=f"prompt and completion have {size} tokens, but the model has {self._longest} positions")
+            return Scored(
+                reason="CONTEXT_OVERFLOW",
+                message=f"prompt and completion have {size} tokens, but the model has {self._longest} positions",
+            )
         if int(sample.token_ids.max()) >= self._vocabulary:
-            return Scored(reason="VOCABULARY_MISMATCH", message=f"a token id is outside of the model's vocabulary of {self._vocabulary}")
+            return Scored(
+                reason="VOCABULARY_MISMATCH", message=f"a token id is outside of the model's vocabulary of {self._vocabulary}"
+            )
         return None
 
 

@@ -149,7 +149,9 @@ class Services:
         if worker is not None:
             entries = [e for e in entries if _worker_of(e["Service"].get("Meta") or {}) == worker]
             if not entries:
-                raise ServiceUnavailable(f"worker {worker[1]} of run {worker[0]} is not in the registry", fix="see the worker's log")
+                raise ServiceUnavailable(
+                    f"worker {worker[1]} of run {worker[0]} is not in the registry", fix="see the worker's log"
+                )
         if not entries:
             raise ServiceUnavailable(f"no instance of `{service}` is healthy", fix=f"start rolloutd with `{service}`")
         entry = entries[0]

@@ -80,8 +80,8 @@ class Repeats(Generic[T]):
     def due(self, *, all: bool = False) -> Iterator[tuple[T, int]]:
         """The newest unsent item of each kind and the number of items that it stands for.
 
-        An item is due ``REPEAT_SECONDS`` after the last one of its kind was sent; with ``all``, now.
-        After that time without items a kind is forgotten, and its next item is sent at once.
+        An item is due ``REPEAT_SECONDS`` after the last one of its kind was sent; with ``all``,
+        now. After that time without items a kind is forgotten, and its next item is sent at once.
         """
         with self._lock:
             now = self._clock()

@@ -176,7 +176,9 @@ class WorkQueue:
     async def _keep_requesting(self) -> None:
         while True:
             now = time.monotonic()
-            if self.outstanding and now > self._last_received + 3 * HEARTBEAT_SECONDS:  # no heartbeat: the server dropped the requests
+            if (
+                self.outstanding and now > self._last_received + 3 * HEARTBEAT_SECONDS
+            ):  # no heartbeat: the server dropped the requests
                 self._requests.clear()
             waiting = max(0.0, self._missing_since + _MISSING_RETRY_SECONDS - now)
             wanted = self._room - self.outstanding

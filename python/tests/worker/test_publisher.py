@@ -95,7 +95,9 @@ async def test_keeps_the_connection_if_there_is_no_other_server(monkeypatch: pyt
     publishing.cancel()
 
 
-async def test_a_lost_connection_is_a_warning_unless_the_process_is_shutting_down(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_lost_connection_is_a_warning_unless_the_process_is_shutting_down(
+    daemon: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
     proxy = await Proxy(daemon.nats_url).start()
     stays = await connect(proxy.url, daemon.token, name="stays")
     leaves = await connect(proxy.url, daemon.token, name="leaves", leaving=lambda: True)

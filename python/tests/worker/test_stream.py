@@ -203,7 +203,9 @@ class TwoServers:
         self.moves += 1
 
 
-async def test_moves_to_another_server_if_the_first_has_no_responders(monkeypatch: pytest.MonkeyPatch, heartbeat: Heartbeat) -> None:
+async def test_moves_to_another_server_if_the_first_has_no_responders(
+    monkeypatch: pytest.MonkeyPatch, heartbeat: Heartbeat
+) -> None:
     monkeypatch.setattr(bus, "_ELECTION_SECONDS", 0.3)
     client = TwoServers()
     queue = WorkQueue(cast(Client, client), heartbeat, "WORK_run", lambda items: None)

@@ -51,7 +51,8 @@ class SampleText:
         return piece
 
     def remaining_text(self) -> str:
-        """The text that ``settled_text`` did not return. Call it once, when the sample has ended."""
+        """The text that ``settled_text`` did not return. Call it once, when the sample has
+        ended."""
         piece, self.sent = self.text[self.sent :], len(self.text)
         return piece
 
