@@ -1,6 +1,6 @@
-"""rollout: contracts, reward plugins and the client side of the mesh. Imports no torch.
+"""rollout: the contracts, plugins for rewards and environments, and clients of the services.
+Imports no torch.
 
-Generated messages are in ``rollout.run.v1.run_pb2`` and similar modules; :mod:`rollout.plugin` is
-what a reward is written with, :mod:`rollout.errors` has the errors with reasons that Go and Python
-share.
+Generated messages are in ``rollout.run.v1.run_pb2`` and similar modules. :mod:`rollout.plugin` is
+for writing rewards. :mod:`rollout.errors` has the errors with reasons that Go and Python share.
 """

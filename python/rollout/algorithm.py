@@ -1,5 +1,5 @@
-"""What the algorithm of a run needs from workers: the traits in the contract
-(``option (algorithm)`` in algorithm.proto)."""
+"""The traits of algorithms, which say what an algorithm needs from the workers. They are options in
+the contract (``option (algorithm)`` in algorithm.proto)."""
 
 from __future__ import annotations
 

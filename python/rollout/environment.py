@@ -26,10 +26,10 @@ Outcome = Literal["completed", "truncated", "aborted", "infra_failed"]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One prompt group, or the part of it that is still missing.
+    """One prompt group, or the missing part of it.
 
-    key: unique among the open tasks. row_json: the dataset's row. samples: the samples of the group
-    that are wanted, with the seed of each.
+    key: unique among the open tasks. row_json: the dataset's row. samples: numbers of the requested
+    samples of the group, with the seed of each.
     """
 
     key: str
@@ -41,8 +41,8 @@ class Task:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Observation:
-    """Tokens (int32[N]) that are appended to the episode's context; not trained on. text: the same
-    for people and rewards."""
+    """Tokens (int32[N]) that are appended to the episode's context and not trained on. text: the
+    same as text, for people and rewards."""
 
     token_ids: NDArray[np.int32]
     text: str = ""
@@ -50,11 +50,11 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """One answer of the policy. sample: of the task. number: from 0. text: without special tokens
-    and stop text.
+    """One answer of the policy. sample: number in the task. number: of the turn, from 0. text:
+    without special tokens and stop text.
 
-    prompt, prompt_ids: text and tokens (int32[N]) of the first observation. truncated: the answer
-    ended at the token limit.
+    prompt, prompt_ids: text and tokens (int32[N]) of the first observation. truncated: whether the
+    answer ended at the token limit.
     """
 
     task: Task
@@ -69,8 +69,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How an episode ended. reward, metrics: meaningful for completed and truncated episodes.
-    reason: of the other outcomes.
+    """The end of an episode. reward, metrics: only for completed and truncated episodes. reason:
+    for the other outcomes.
 
     token_rewards, teacher_logprobs: one per token of the completion, or empty. steps: rewards of
     parts of the completion, which become ``token_rewards`` before an environment returns the result
@@ -88,7 +88,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A task that can't begin because its row is invalid. All of its samples end as INFRA_FAILED
+    """A task that can't start because its row is invalid. All of its samples end as INFRA_FAILED
     with this reason."""
 
     reason: str
@@ -96,15 +96,15 @@ class Refusal:
 
 
 class Environment(Protocol):
-    """Where episodes take place. Calls may overlap; an exception fails the turns or tasks of that
-    call only."""
+    """Runs the episodes of tasks. Calls may overlap. An exception fails only the turns or tasks of
+    that call."""
 
     async def reset(self, tasks: Sequence[Task]) -> Sequence[Observation | Refusal]:
         """The first observation of each task, in order."""
         ...
 
     async def step(self, turns: Sequence[Turn]) -> Sequence[Observation | Result]:
-        """What follows each turn, in order."""
+        """The observation or the result after each turn, in order."""
         ...
 
     async def close(self, episodes: Sequence[tuple[str, int]]) -> None:
@@ -117,7 +117,7 @@ class StatefulEnvironment(Protocol):
     """An environment whose open episodes can be saved and restored."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The open episodes, as plain data. Called between two calls of the environment."""
+        """The open episodes as plain data. Not called during other calls of the environment."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

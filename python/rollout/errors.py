@@ -11,8 +11,8 @@ class Place:
     """A place in the user's files: ``reward.py:12:5``."""
 
     file: str  # absolute if the error was raised by running the file
-    line: int = 0  # from 1; 0: the file as a whole
-    column: int = 0  # in characters, from 1; 0: the line as a whole
+    line: int = 0  # from 1; 0: the whole file
+    column: int = 0  # in characters, from 1; 0: the whole line
     text: str = ""  # the line, without its end
 
     def __str__(self) -> str:

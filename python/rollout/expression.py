@@ -1,13 +1,12 @@
 """Rewards as CEL expressions (https://cel.dev) over a sample.
 
-    >>> Expression("completion == row.answer ? 1.0 : 0.0")([Sample("1+1=", "2", {"answer": "2"})])
-    [1.0]
+Example: ``completion == row.answer ? 1.0 : 0.0``.
 
-An expression sees ``prompt``, ``completion`` and the dataset's ``row``. It has no loops beyond the
-macros of CEL (``all``, ``exists``, ``exists_one``, ``filter``, ``map``), no files, no clock. In
-addition to the functions of CEL there are those of ``FUNCTIONS``, each to be called as ``f(x)`` or
-``x.f()``. Numbers of JSON that are written without a point are integers, which CEL never mixes with
-others: ``double(row.weight) * 2.0``.
+An expression can use ``prompt``, ``completion``, and the dataset's ``row``. It has no loops except
+the macros of CEL (``all``, ``exists``, ``exists_one``, ``filter``, ``map``), no files, and no
+clock. In addition to the functions of CEL it can call those of ``FUNCTIONS``, as ``f(x)`` or
+``x.f()``. JSON numbers without a decimal point are integers, which CEL does not mix with other
+numbers: write ``double(row.weight) * 2.0``.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ TYPES = ("bool", "bytes", "double", "int", "list", "map", "null_type", "string",
 
 
 class ExpressionError(RewardError):
-    """The expression can't be compiled, or has an unknown name. ``place`` is the line and column in
-    the expression."""
+    """The expression can't be compiled, or uses an unknown name. ``place`` is the line and column
+    in the expression."""
 
     reason: ClassVar[str] = "REWARD_EXPRESSION"
 
@@ -96,7 +95,7 @@ class Expression:
         if isinstance(value, (float, int)):  # a boolean is 1 or 0
             return float(value)
         raise RewardShapeError(
-            f"the expression gave a {_kind(value)}, not a number", fix="end it with numbers: `... ? 1.0 : 0.0`"
+            f"the result of the expression is a {_kind(value)}, not a number", fix="end it with numbers: `... ? 1.0 : 0.0`"
         )
 
     def _unreadable(self, error: Any) -> ExpressionError:
@@ -138,7 +137,7 @@ class Expression:
         near: list[str] = difflib.get_close_matches(str(token.value), known, n=1)
         fix = f"did you mean `{near[0]}`?" if near else otherwise
         return ExpressionError(
-            f"the expression names `{token.value}`, and there is no such {what}",
+            f"the expression uses `{token.value}`, but there is no such {what}",
             fix=fix,
             place=Place(self.__name__, token.line, token.column),
         )
@@ -163,7 +162,7 @@ class Expression:
                 yield from [token.value] if token is not None else []
 
 
-_FIX = "an expression must have a value for any completion, an empty one too"
+_FIX = "an expression must have a value for every completion, including an empty one"
 
 
 def _any(_: Any) -> bool:

@@ -1,12 +1,13 @@
 """Client of an OpenAI-compatible endpoint for logprobs: the teacher of on-policy distillation.
 Imports no torch.
 
-    teacher = TeacherEndpoint("http://127.0.0.1:8000/v1", "teacher", protocol="prompt_logprobs")
-    teacher.logprobs([5, 9, 3, 7], prompt_tokens=2)      # of tokens 3 and 7
+Usage: ``TeacherEndpoint("http://127.0.0.1:8000/v1", "teacher",
+protocol="prompt_logprobs").logprobs([5, 9, 3, 7], prompt_tokens=2)`` returns the logprobs of the
+tokens 3 and 7.
 
-The tokens travel as ids, so nothing is tokenised again; the answer's tokens are compared with them
-all the same: a server that puts a begin token before them, or has another vocabulary, would teach
-nonsense.
+The request contains token ids, so the server tokenizes nothing. The tokens of the answer are
+compared with the request, because a server that adds a beginning-of-sequence token, or has another
+vocabulary, would return wrong logprobs.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ class TeacherTimeout(TeacherError):
 
 
 class TeacherRefused(TeacherError):
-    """The server refused the request: a wrong key or model, or an unsupported request."""
+    """The server rejected the request: a wrong key or model, or an unsupported request."""
 
     reason = "TEACHER_REFUSED"
 
 
 class TeacherBadAnswer(TeacherError):
-    """The answer lacks the logprobs."""
+    """The answer has no logprobs."""
 
     reason = "TEACHER_BAD_ANSWER"
 
@@ -82,8 +83,8 @@ class TeacherEndpoint:
         self, base_url: str, model: str, *, api_key: str = "", protocol: str = "echo", timeout_seconds: float = 60.0,
         pieces: Pieces | None = None,
     ) -> None:  # fmt: skip
-        """base_url: of the API. api_key: the key itself. pieces: texts of a token, to compare
-        tokens if the answer has no ids."""
+        """base_url: of the API. api_key: the key. pieces: the texts of a token, to compare tokens
+        if the answer has no ids."""
         self._url = base_url.rstrip("/") + "/completions"
         self._model, self._key, self._protocol = model, api_key, protocol
         self._timeout, self._pieces = timeout_seconds, pieces
@@ -99,7 +100,7 @@ class TeacherEndpoint:
         """The teacher's logprob of each token from ``prompt_tokens`` (at least 1) on, given the
         tokens before it, at temperature 1. Raises :class:`TeacherError`."""
         if not 1 <= prompt_tokens <= len(token_ids):
-            raise ValueError(f"prompt_tokens must be from 1 to {len(token_ids)}, it is {prompt_tokens}")
+            raise ValueError(f"prompt_tokens is {prompt_tokens}, but must be from 1 to {len(token_ids)}")
         body: dict[str, Any] = {"model": self._model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 1.0}
         body |= {"prompt_logprobs": 1} if self._protocol == "prompt_logprobs" else {"echo": True, "logprobs": 1}
         answer = self._post(body)
@@ -118,8 +119,8 @@ class TeacherEndpoint:
         return [float(cast(float, value)) for value in found]
 
     def _by_id(self, choice: dict[str, Any], ids: Sequence[int]) -> list[object]:
-        """vLLM: for each token of the prompt a mapping from ids to logprobs, which includes the
-        token itself."""
+        """The format of vLLM: for each token of the prompt a mapping from ids to logprobs, which
+        includes the token."""
         entries: list[dict[str, dict[str, Any]] | None] = choice["prompt_logprobs"]
         self._check_count(len(entries), ids, more=0)
         for place, (entry, token) in enumerate(zip(entries, ids, strict=True)):
@@ -128,7 +129,8 @@ class TeacherEndpoint:
         return [None if entry is None else entry[str(token)]["logprob"] for entry, token in zip(entries, ids, strict=True)]
 
     def _by_text(self, choice: dict[str, Any], ids: Sequence[int]) -> list[object]:
-        """OpenAI: tokens as texts: those of the prompt, then the sampled one."""
+        """The format of OpenAI: tokens as texts, first those of the prompt, then the sampled
+        one."""
         texts: list[str] = choice["logprobs"]["tokens"]
         values: list[object] = choice["logprobs"]["token_logprobs"]
         self._check_count(len(texts), ids, more=1)
@@ -142,8 +144,8 @@ class TeacherEndpoint:
     def _check_count(self, count: int, ids: Sequence[int], more: int) -> None:
         if not len(ids) <= count <= len(ids) + more:
             raise TeacherTokensDiffer(
-                f"{len(ids)} tokens were sent and the answer of {self._url} has {count}",
-                fix="configure the server to add no begin token to the prompt",
+                f"the request had {len(ids)} tokens, but the answer of {self._url} has {count}",
+                fix="configure the server not to add a beginning-of-sequence token to the prompt",
             )
 
     def _same(self, text: str, token: int) -> bool:
@@ -157,7 +159,8 @@ class TeacherEndpoint:
     def _differ(self, place: int, token: int, theirs: str) -> TeacherTokensDiffer:
         ours = f" ({', '.join(sorted({repr(name) for name in self._pieces(token)}))})" if self._pieces else ""
         return TeacherTokensDiffer(
-            f"token {place} was sent as {token}{ours} and returned as {theirs}", fix="use a teacher with the same tokenizer"
+            f"token {place} of the request is {token}{ours}, but the answer has {theirs}",
+            fix="use a teacher with the same tokenizer",
         )
 
     def _post(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -198,12 +201,12 @@ class TeacherEndpoint:
         shown = " ".join(response.text.split())[:_EXCERPT]
         message = f"the teacher at {self._url} answers {response.status_code}: {shown}"
         if response.status_code in (408, 429) or response.status_code >= 500:
-            return TeacherUnreachable(message, fix="see its log; lower `concurrency` if it is overloaded")
+            return TeacherUnreachable(message, fix="see the server's log; lower `concurrency` if it is overloaded")
         if response.status_code in (401, 403):
             return TeacherRefused(message, fix="set `api_key` to a reference to its key")
         return TeacherRefused(message, fix="correct `base_url`, `model` or `protocol`")
 
 
 def _plain(text: str) -> str:
-    """A piece without marks of white space, which differ between servers."""
+    """A token's text without marks for white space, which differ between servers."""
     return text.replace("▁", " ").replace("Ġ", " ").replace("Ċ", "\n").strip()

@@ -54,8 +54,8 @@ class Harness(Protocol):
         ...
 
     def expected(self, request: GroupRequest, output: SampleOutput, version: int) -> Logprobs:
-        """What a plain forward pass of weights ``version`` gives for the output's tokens: f32[T],
-        of the model's own softmax."""
+        """f32[T]: the logprobs of the output's tokens by the model's softmax, from a plain forward
+        pass with weights ``version``."""
         ...
 
     def greedy(self, prompt: Sequence[int], tokens: int) -> list[int]:
@@ -98,12 +98,12 @@ async def run(name: str, harness: Harness) -> None:
 
 def request(name: str, *, seeds: Sequence[int] = (1,), tokens: int = 8, prompt: Sequence[int] = PROMPT, temperature: float = 1.0,
             ) -> GroupRequest:  # fmt: skip
-    """A group of the suite."""
+    """A request of the suite."""
     return GroupRequest(name, tuple(prompt), tuple(seeds), SamplingParams(tokens, temperature, ignore_eos=True))
 
 
 async def collect(engine: Engine, *batch: GroupRequest) -> dict[tuple[str, int], SampleOutput]:
-    """Every output by request and sample; fails where one is delivered twice."""
+    """Every output by request and sample. Fails if one is delivered twice."""
     found: dict[tuple[str, int], SampleOutput] = {}
     async for item in engine.generate(batch):
         if isinstance(item, SampleOutput):
@@ -120,7 +120,7 @@ def same(a: SampleOutput, b: SampleOutput) -> bool:
 
 
 def check_shape(output: SampleOutput, capabilities: Capabilities) -> None:
-    """Arrays of one length, spans without gaps, raw logprobs as declared."""
+    """Check the lengths of arrays, the gaps between spans, and raw logprobs as declared."""
     count = len(output.token_ids)
     assert output.token_ids.dtype == np.int32 and output.logprobs.dtype == np.float32 and len(output.logprobs) == count
     assert (output.raw_logprobs is not None) == capabilities.raw_logprobs
@@ -130,19 +130,18 @@ def check_shape(output: SampleOutput, capabilities: Capabilities) -> None:
 
 
 def model_logprobs(output: SampleOutput) -> Logprobs:
-    """Logprobs under the model's softmax; at temperature 1 without filters both modes report
-    them."""
+    """Logprobs by the model's softmax. At temperature 1 without filters both modes report them."""
     return output.logprobs if output.raw_logprobs is None else output.raw_logprobs
 
 
 async def idle(engine: Engine) -> None:
-    """Wait until the engine has freed every slot."""
+    """Wait until all slots of the engine are free."""
     while (stats := engine.stats()).active or stats.queued:
         await asyncio.sleep(0.005)
 
 
 async def swap(engine: Engine, harness: Harness, version: int) -> str:
-    """Stage and swap; returns the digest of the weights."""
+    """Stage and swap weights. Returns their digest."""
     source, digest = harness.weights(version)
     assert await engine.stage_weights(source, digest) == digest
     await engine.swap_weights(version)
@@ -188,7 +187,7 @@ async def deterministic_bits_do_not_depend_on_other_requests(harness: Harness) -
 
 @case()
 async def an_aborted_request_delivers_each_sample_once(harness: Harness) -> None:
-    """In each phase: waiting for a slot, decoding, finished."""
+    """Aborts in each phase: waiting for a slot, decoding, finished."""
     async with harness.start() as engine:
         await engine.pause()
         running = asyncio.create_task(collect(engine, *(request(f"queued-{n}", seeds=(1, 2, 3), tokens=64) for n in range(4))))
@@ -254,8 +253,8 @@ async def a_swap_changes_version_and_digest(harness: Harness) -> None:
 
 @case()
 async def nothing_of_old_weights_is_reused(harness: Harness) -> None:
-    """The same prompt again after a swap, and in a group that the swap divides: no prefix of old
-    weights serves new samples."""
+    """Samples a prompt again after a swap, and in a group during a swap. New samples must not use
+    the KV of old weights."""
     asked = request("a", seeds=(1, 2))
     async with harness.start() as engine:
         epoch = engine.stats().cache_epoch
@@ -281,7 +280,7 @@ async def nothing_of_old_weights_is_reused(harness: Harness) -> None:
 
 
 def asked_for(output: SampleOutput, asked: GroupRequest) -> GroupRequest:
-    """The request of an output of the suite, which all share one prompt."""
+    """The request of an output of the suite. All requests have the same prompt."""
     seeds = asked.seeds if output.request_id == asked.request_id else tuple(range(3 * SLOTS))
     return GroupRequest(output.request_id, asked.prompt_ids, seeds, asked.params)
 

@@ -35,10 +35,10 @@ class Harness(Protocol):
     """Whether the environment implements ``StatefulEnvironment``."""
 
     bad_row: bytes
-    """A row that no episode can begin with."""
+    """A row with which no episode can start."""
 
     def answer(self, observation: Observation, turn: int) -> str:
-        """What the policy says; an episode must end within ``MOST_TURNS`` of them."""
+        """An answer of the policy. An episode must end within ``MOST_TURNS`` of them."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -73,13 +73,13 @@ def task(harness: Harness, number: int, samples: tuple[int, ...] = (0, 1)) -> Ta
 
 
 def turn(harness: Harness, of: Task, sample: int, number: int, first: Observation, last: Observation) -> Turn:
-    """The policy's answer to an observation."""
+    """Answer an observation like the policy."""
     text = harness.answer(last, number)
     return Turn(of, sample, number, first.text, np.array(harness.encode(text), np.int32), text, False, first.token_ids)
 
 
 async def begin(environment: Environment, tasks: list[Task]) -> list[Observation]:
-    """Reset; every task must begin."""
+    """Reset. Every task must start."""
     starts = await environment.reset(tasks)
     assert len(starts) == len(tasks), "one start per task"
     found: list[Observation] = []
@@ -91,7 +91,7 @@ async def begin(environment: Environment, tasks: list[Task]) -> list[Observation
 
 
 async def play(environment: Environment, harness: Harness, tasks: list[Task]) -> dict[tuple[str, int], Result]:
-    """Run every sample of the tasks to its end, all turns of a round in one call."""
+    """Run every sample of the tasks until it ends. All turns of a round are passed in one call."""
     starts = await begin(environment, tasks)
     open_ = [(t, s, start, start) for t, start in zip(tasks, starts, strict=True) for s in t.samples]
     results: dict[tuple[str, int], Result] = {}
@@ -120,7 +120,7 @@ def check_observation(observation: Observation) -> None:
 
 
 def check_result(result: Result) -> None:
-    """Finite numbers; a reason exactly where the episode failed."""
+    """Check that numbers are finite, and that exactly the failed episodes have a reason."""
     assert isinstance(result, Result) and result.outcome in get_args(Outcome)
     assert np.isfinite([result.reward, *result.metrics.values(), *result.token_rewards]).all(), "finite numbers"
     assert bool(result.reason) == (result.outcome in ("aborted", "infra_failed")), "a reason of each failure, and of nothing else"
@@ -137,8 +137,8 @@ async def episodes_end_with_a_result(harness: Harness) -> None:
 
 @case
 async def resets_and_results_follow_from_task_and_turns(harness: Harness) -> None:
-    """The same tasks and answers give the same observations and rewards, in any order and number
-    per call."""
+    """Equal tasks and answers give equal observations and rewards, in any order and any number per
+    call."""
     tasks = [task(harness, number) for number in range(3)]
     async with harness.start() as environment:
         together = await play(environment, harness, tasks)
@@ -175,7 +175,7 @@ async def closing_is_idempotent(harness: Harness) -> None:
 
 @case
 async def saved_episodes_continue(harness: Harness) -> None:
-    """A restored copy answers as the original does. Applies to environments with ``state_dict``."""
+    """A restored copy answers like the original. For environments with ``state_dict``."""
     wanted = task(harness, 0)
     async with harness.start() as environment, harness.start() as copy:
         [start] = await begin(environment, [wanted])

@@ -1,4 +1,4 @@
-"""A run as workers see it: spec, streams, work, trajectories."""
+"""Creates the parts of a run that workers use: spec, streams, work items, and trajectories."""
 
 from __future__ import annotations
 
@@ -30,15 +30,14 @@ EXAMPLE = REPOSITORY / "examples" / "addition"
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """The addition example, prepared in a folder: a small model with random weights and the
-    sums."""
+    """The addition example in a folder: a small model with random weights, and the sums."""
 
     model: Path
     data: Path
 
     @classmethod
     def prepare(cls, folder: Path, *, layers: int = 1, hidden: int = 32) -> Example:
-        """Write it; imports torch."""
+        """Write the folder; imports torch."""
         names = runpy.run_path(str(EXAMPLE / "prepare.py"))
         names["write_model"](folder / "model", layers=layers, hidden=hidden)
         names["write_data"](folder / "data")
@@ -128,7 +127,7 @@ def spec(daemon: Daemon, run_config: RunConfig, *, kind: str = "inference", numb
 
 def prompt_group(position: int, row_json: bytes, *, group_size: int = 4, seed: int = 1, min_version: int = 0,
                  attempt: int = 0, run: str = RUN) -> PromptGroup:  # fmt: skip
-    """A group of the first epoch, seeded as the scheduler does."""
+    """A group of the first epoch, with the seeds of the scheduler."""
     return PromptGroup(
         run_id=run,
         epoch=0,
@@ -144,8 +143,8 @@ def prompt_group(position: int, row_json: bytes, *, group_size: int = 4, seed: i
 
 
 class RunStreams:
-    """The streams of a run, with the settings of docs/wire.md, seen from the scheduler and the
-    buffer."""
+    """The streams of a run, with the settings of docs/wire.md, and the calls of the scheduler and
+    the buffer."""
 
     def __init__(self, client: Client, run: str = RUN) -> None:
         self.client, self.run = client, run
@@ -153,7 +152,7 @@ class RunStreams:
 
     @classmethod
     async def open(cls, daemon: Daemon, run: str = RUN) -> RunStreams:
-        """Connect, and make what is missing."""
+        """Connect, and create the missing streams."""
         self = cls(await nats.connect(daemon.nats_url, token=daemon.token), run)
         await self._ensure(names.work_stream(run), names.work_subject(run), names.WORKERS_CONSUMER, 4.0)
         await self._ensure(names.traj_stream(run), names.traj_subject(run), names.BUFFER_CONSUMER, 30.0)
@@ -161,14 +160,14 @@ class RunStreams:
         return self
 
     async def issue(self, groups: Sequence[PromptGroup], headers: dict[str, str] | None = None) -> None:
-        """Publish work as the scheduler does."""
+        """Publish work like the scheduler."""
         for group in groups:
             name = f"{group.run_id}/{group.epoch}/{group.index}/{group.attempt}/1"
             given = {**(headers or {}), "Nats-Msg-Id": name}
             await self.js.publish(names.work_subject(self.run), group.SerializeToString(), headers=given)
 
     async def collect(self, samples: int, timeout: float = 60.0) -> list[TrajectoryEnvelope]:
-        """The next ``samples`` trajectories, acknowledged as the buffer does."""
+        """The next ``samples`` trajectories, which are acknowledged like by the buffer."""
         puller = await self.js.pull_subscribe_bind(names.BUFFER_CONSUMER, stream=names.traj_stream(self.run))
         envelopes: list[TrajectoryEnvelope] = []
         while len(envelopes) < samples:
@@ -183,8 +182,8 @@ class RunStreams:
         return (await self.js.stream_info(names.work_stream(self.run))).state.messages
 
     async def redeliver_after(self, seconds: float) -> None:
-        """From now on work that a worker falls silent on stays with it for so long; what is given
-        back goes to others at once."""
+        """Set how long a work item stays with a worker that stopped sending progress acks. Items
+        that are given back go to another worker at once."""
         info = await self.js.consumer_info(names.work_stream(self.run), names.WORKERS_CONSUMER)
         await self.js.add_consumer(names.work_stream(self.run), replace(info.config, ack_wait=seconds))
 
@@ -222,7 +221,7 @@ def trajectory(envelope: TrajectoryEnvelope) -> Trajectory:
 
 
 def write_spec(path: Path, made: WorkerSpec) -> Path:
-    """Write the spec as the scheduler does: secrets in files next to it."""
+    """Write the spec like the scheduler, with secrets in files next to it."""
     written = WorkerSpec.FromString(made.SerializeToString())
     for message, name in secrets_of(written):
         if secret := getattr(message, name):

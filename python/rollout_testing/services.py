@@ -1,4 +1,4 @@
-"""Doubles of the services that workers call, registered as the real ones are."""
+"""Fakes of the services that workers call, registered like real ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollout.storage.v1.storage_pb2_grpc import ArtifactServiceServicer, add_Art
 
 
 class Agent(Protocol):
-    """Where the registry is, and its token."""
+    """The address of the registry, and its token."""
 
     @property
     def consul(self) -> str: ...
@@ -28,8 +28,8 @@ class Agent(Protocol):
 
 
 class BufferDouble(BufferServiceServicer):
-    """Answers GetMissing from ``missing`` (key (epoch, index) -> samples; others lack everything)
-    and ReadPayloads from ``payloads`` (step -> payloads)."""
+    """Answers GetMissing from ``missing`` (key (epoch, index) -> samples; other groups have no
+    samples) and ReadPayloads from ``payloads`` (step -> payloads)."""
 
     def __init__(self, group_size: int = 4) -> None:
         self.group_size = group_size
@@ -51,7 +51,7 @@ class BufferDouble(BufferServiceServicer):
 
 
 class StorageDouble(ArtifactServiceServicer):
-    """Keeps artifacts in memory."""
+    """Stores artifacts in memory."""
 
     def __init__(self) -> None:
         self.artifacts: dict[str, bytes] = {}
@@ -66,17 +66,17 @@ class StorageDouble(ArtifactServiceServicer):
 
 
 def buffer_double() -> BufferDouble:
-    """A buffer; the methods that workers never call are left out."""
+    """A fake buffer without the methods that workers never call."""
     return cast(Any, BufferDouble)()
 
 
 def storage_double() -> StorageDouble:
-    """An artifact service; the methods that workers never call are left out."""
+    """A fake artifact service without the methods that workers never call."""
     return cast(Any, StorageDouble)()
 
 
 class Host:
-    """Serves doubles on loopback and registers them for good."""
+    """Serves fakes on the loopback interface and registers them without an expiry."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -106,7 +106,7 @@ class Host:
 
 
 def put(agent: Agent, path: str, body: Any = None) -> None:
-    """PUT to the agent."""
+    """Send a PUT request to the agent."""
     data = json.dumps(body).encode() if body is not None else b""
     _open(agent, path, data, "PUT")
 

@@ -1,4 +1,4 @@
-"""Waiting for what must come, without sleeping for longer than it takes."""
+"""Waits for conditions without fixed sleeps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 
 async def until(what: Callable[[], Any | Awaitable[Any]], seconds: float = 60.0) -> Any:
-    """The first true value of ``what``. Raises ``TimeoutError``; a busy machine may need long."""
+    """The first true value of ``what``. Raises ``TimeoutError`` after a limit that is long enough
+    for a busy machine."""
     deadline = time.monotonic() + seconds
     while True:
         value = what()

@@ -1,4 +1,4 @@
-"""Workers in the test's process, or as separate processes."""
+"""Runs workers in the test's process or as separate processes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from rollout_workers.worker.spec import SPEC_VARIABLE, identity
 
 
 class InProcess:
-    """A worker on the test's event loop: everything but the process around it."""
+    """A worker on the test's event loop, without a separate process."""
 
     def __init__(self, spec: WorkerSpec, **given: Any) -> None:
-        """given: passed on to the worker's ``run_.._worker``."""
+        """given: arguments for the worker's ``run_.._worker``."""
         self.spec, self._given = spec, given
         self.who = identity(spec)
         self.lifecycle = Lifecycle()
@@ -37,7 +37,7 @@ class InProcess:
         self.channel: grpc.aio.Channel | None = None
 
     async def start(self) -> InProcess:
-        """Return when it is registered."""
+        """Wait until the worker is registered."""
         self._heartbeat.start()
         self.events.start()
         if self.who.kind == "inference":
@@ -50,7 +50,7 @@ class InProcess:
         return self
 
     async def stop(self) -> int:
-        """Drain; returns the exit code that its process would have."""
+        """Drain the worker. Returns the exit code that its process would have."""
         self.lifecycle.drain()
         return await self.ended()
 
@@ -67,19 +67,19 @@ class InProcess:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The token, for calls."""
+        """The metadata of calls, with the token."""
         return (("authorization", f"Bearer {self.spec.token}"),)
 
     def _entry(self) -> dict[str, Any] | None:
         if self.task is not None and self.task.done():
             self.task.result()
-            raise RuntimeError("the worker left")
+            raise RuntimeError("the worker exited")
         return registered(self.spec, self.who.process)
 
 
 class Process:
-    """A worker as the scheduler starts it: ``rollout-worker KIND``, a spec in a file, a pipe on
-    stdin."""
+    """A worker that is started like by the scheduler: ``rollout-worker KIND``, a spec file, and a
+    pipe on stdin."""
 
     def __init__(self, spec: WorkerSpec, folder: Path) -> None:
         self.spec = spec
@@ -95,7 +95,7 @@ class Process:
             )
 
     async def registered(self, seconds: float = 90) -> dict[str, Any]:
-        """Its entry in the registry, once it is there."""
+        """The worker's entry in the registry, once it has registered."""
         return await until(self._entry, seconds)
 
     async def wait(self, seconds: float = 60) -> int:
@@ -103,7 +103,7 @@ class Process:
         return await asyncio.to_thread(self.process.wait, seconds)
 
     def end(self) -> None:
-        """Kill what is left of it."""
+        """Kill the process if it still runs."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(60)
@@ -112,7 +112,7 @@ class Process:
 
     def _entry(self) -> dict[str, Any] | None:
         if self.process.poll() is not None:
-            raise RuntimeError(f"the worker left with {self.process.returncode}: {self.log.read_text()[-3000:]}")
+            raise RuntimeError(f"the worker exited with code {self.process.returncode}: {self.log.read_text()[-3000:]}")
         entry = registered(self.spec)
         return entry if entry and entry["Meta"]["pid"] == str(self.process.pid) else None
 

@@ -85,8 +85,8 @@ class AsyncClient:
             return (await self._scheduler.CancelRun(request, metadata=self.server.metadata)).run
 
     async def pause(self, run_id: str) -> run_pb2.Run:
-        """Issue no more work. Steps whose work was issued are finished, and the workers stay.
-        ``resume`` continues."""
+        """Issue no more work. Steps whose work was issued are finished, and the workers keep
+        running. ``resume`` continues."""
         with remote_errors():
             request = run_pb2.PauseRunRequest(run_id=run_id)
             return (await self._scheduler.PauseRun(request, metadata=self.server.metadata)).run
@@ -140,5 +140,5 @@ class AsyncClient:
             return points(await self._events.QueryMetrics(request, metadata=self.server.metadata))
 
     async def _id(self, run_id: str) -> str:
-        """The complete id of a run: events have no run names."""
+        """The complete id of a run, because events contain no run names."""
         return (await self.run(run_id)).run.run_id if run_id else ""

@@ -58,7 +58,7 @@ def state_directory(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def local_server(state: str | os.PathLike[str] | None = None) -> Server:
-    """The ``rolloutd`` of a state folder; default: the usual one. Raises :class:`NoDaemon`."""
+    """The ``rolloutd`` of a state folder; default: the usual folder. Raises :class:`NoDaemon`."""
     folder = Path(state) if state is not None else state_directory()
     path = folder / "rolloutd.json"
     try:

@@ -82,8 +82,8 @@ class Client:
             return (self._scheduler.CancelRun(request, metadata=self.server.metadata)).run
 
     def pause(self, run_id: str) -> run_pb2.Run:
-        """Issue no more work. Steps whose work was issued are finished, and the workers stay.
-        ``resume`` continues."""
+        """Issue no more work. Steps whose work was issued are finished, and the workers keep
+        running. ``resume`` continues."""
         with remote_errors():
             request = run_pb2.PauseRunRequest(run_id=run_id)
             return (self._scheduler.PauseRun(request, metadata=self.server.metadata)).run
@@ -136,5 +136,5 @@ class Client:
             return points(self._events.QueryMetrics(request, metadata=self.server.metadata))
 
     def _id(self, run_id: str) -> str:
-        """The complete id of a run: events have no run names."""
+        """The complete id of a run, because events contain no run names."""
         return self.run(run_id).run.run_id if run_id else ""

@@ -1,2 +1,2 @@
-"""Runs plugins: ``host`` calls the user's code, ``runner``, ``child``, and ``sidecar`` are the
-three ways to reach it."""
+"""Runs plugins. ``host`` calls the user's code; ``runner``, ``child``, and ``sidecar`` are the
+three ways to run it."""

@@ -1,10 +1,11 @@
-"""Plugins in a child process: ``ChildProcess`` is the parent's end,
-``python -m rollout.hosting.child`` the child.
+"""Runs plugins in a child process. The parent uses ``ChildProcess``; the child runs ``python -m
+rollout.hosting.child``.
 
-The child's stdin is a socket to the parent. A frame is eight bytes of length and a body: of a
-request the method's name, a zero byte, and the message; of an answer one byte (0: a message, 1: a
-``google.rpc.Status``) and that. The first request is ``Load``, with the sources as JSON. What a
-plugin prints goes to the parent's log. The child ends when the socket does, even inside a call.
+The child's stdin is a socket to the parent. A frame has eight bytes with the length, and a body.
+The body of a request is the method's name, a zero byte, and the message. The body of an answer is
+one byte (0: a message, 1: a ``google.rpc.Status``) and the message. The first request is ``Load``,
+with the sources as JSON. The output of a plugin goes to the parent's log. The child exits when the
+socket closes, even during a call.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ _OWN = {"ROLLOUT_WORKER_SPEC", "ROLLOUT_API_KEY"}
 
 
 def environment() -> dict[str, str]:
-    """This process's variables without its secrets: the worker's spec, the API key, and the headers
-    of its OTLP exporter."""
+    """This process's environment without secrets: the worker's spec, the API key, and the headers
+    of the OTLP exporter."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -46,11 +47,11 @@ def environment() -> dict[str, str]:
 
 
 class ChildProcess:
-    """A :class:`~rollout.hosting.runner.Runner` with a process of its own: it may hang, crash,
-    print, or hold its interpreter.
+    """A :class:`~rollout.hosting.runner.Runner` with a separate process, which may hang, crash,
+    print, or block its interpreter.
 
-    The process answers one call at a time; others wait. After a timeout or a crash it is killed and
-    ``broken``; the next call starts another.
+    The process answers one call at a time; others wait. After a timeout or a crash the process is
+    killed and ``broken``, and the next call starts another.
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
@@ -62,7 +63,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Process id, after ``start``."""
+        """The process id; valid after ``start``."""
         assert self._process is not None
         return self._process.pid
 
@@ -72,7 +73,7 @@ class ChildProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "rollout.hosting.child"],
                 stdin=theirs.fileno(),
-                start_new_session=True,  # so that what the plugin starts ends with it
+                start_new_session=True,  # so that processes that the plugin starts end with it
                 env={**environment(), "PYTHONUNBUFFERED": "1"},
             )
         ours.setblocking(False)
@@ -99,7 +100,7 @@ class ChildProcess:
         self.kill()
 
     def kill(self) -> None:
-        """End the process and everything that it started."""
+        """End the process and all processes that it started."""
         self.broken = True
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -109,7 +110,7 @@ class ChildProcess:
             self._streams[1].transport.abort()
 
     async def _exchange(self, method: str, message: bytes, timeout: float, what: str) -> bytes:
-        """One request and its answer. Raises ``RolloutError``."""
+        """Send a request and return its answer. Raises ``RolloutError``."""
         self.broken = True  # until the answer is read in full
         try:
             async with asyncio.timeout(timeout):
@@ -142,12 +143,12 @@ class ChildProcess:
         try:
             code = await asyncio.to_thread(self._process.wait, 1)
         except subprocess.TimeoutExpired:
-            return "it closed its end"
+            return "it closed the connection"
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def main() -> None:
-    """Answer requests until the socket ends."""
+    """Answer requests until the socket closes."""
     requests = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(0), "wb")
     with open(os.devnull, "rb") as nothing:
@@ -174,7 +175,7 @@ def main() -> None:
 
 
 def _read(pipe: BinaryIO, arrived: queue.SimpleQueue[bytes]) -> None:
-    """Take requests until the socket ends, be it inside one, and end the process then."""
+    """Read requests until the socket closes, then exit the process, even during a request."""
     try:
         while len(head := pipe.read(_LENGTH.size)) == _LENGTH.size:
             (size,) = _LENGTH.unpack(head)

@@ -1,4 +1,5 @@
-"""The user's code behind ``rollout.plugin.v1``. All three ways to run a plugin call a ``Host``."""
+"""Serves the user's code through the methods of ``rollout.plugin.v1``. All three ways to run a
+plugin call a ``Host``."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ RESPONSES: dict[str, type[Message]] = {
     "CallTool": pb.CallToolResponse,
     "Evaluate": pb.EvaluateResponse,
 }
-"""Methods of PluginService and their responses; requests are named alike (``request_type``)."""
+"""The methods of PluginService and their responses. The request types are derived from the names
+(``request_type``)."""
 
 
 def request_type(method: str) -> type[Message]:
@@ -82,13 +84,13 @@ class Host:
         found = [plugin for (k, n), plugin in self._plugins.items() if k == kind and name in (n, "")]
         if len(found) != 1:
             names = ", ".join(n for k, n in self._plugins if k == kind) or "none"
-            raise PluginUnknown(f"there is no {kind} {name!r}", fix=f"name one of: {names}")
+            raise PluginUnknown(f"there is no {kind} named {name!r}", fix=f"name one of: {names}")
         return found[0]
 
     def _handshake(self, request: pb.HandshakeRequest) -> pb.HandshakeResponse:
         if request.schema_version != wire.SCHEMA_VERSION:
-            text = f"the caller speaks version {request.schema_version} of rollout.plugin.v1, this service {wire.SCHEMA_VERSION}"
-            raise PluginSchema(text, fix="update the older of the two")
+            text = f"the caller uses version {request.schema_version} of rollout.plugin.v1, but this service uses version {wire.SCHEMA_VERSION}"
+            raise PluginSchema(text, fix="update the one with the older version")
         infos = [
             pb.PluginInfo(
                 kind=_KINDS[kind],
@@ -113,7 +115,7 @@ class Host:
             result = function(**json.loads(call.arguments_json or "{}"))
             if inspect.isawaitable(result):
                 result = await result
-        except Exception as error:  # of the policy's call, unless the tool says otherwise
+        except Exception as error:  # of the policy's call, unless the tool sets another
             reason = getattr(error, "reason", "TOOL_RAISED")
             return pb.ToolResult(
                 call_id=call.call_id, content=f"{type(error).__name__}: {error}", reason=reason,

@@ -1,5 +1,5 @@
-"""The port to a plugin, and its simplest implementation. ``child.py`` and ``sidecar.py`` hold the
-other two ways to run one."""
+"""The interface for running plugins, and its simplest implementation. ``child.py`` and
+``sidecar.py`` have the other two."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollout.plugin.v1 import plugin_pb2 as pb
 
 
 class Runner(Protocol):
-    """Plugins that run somewhere. Belongs to one event loop; calls may overlap."""
+    """Runs plugins. Belongs to one event loop; calls may overlap."""
 
     async def start(self) -> pb.HandshakeResponse:
         """Load the plugins, or connect to them. Raises ``RolloutError``."""
@@ -31,8 +31,8 @@ class Runner(Protocol):
 
 
 class InProcess:
-    """Plugins in this process; blocking functions run in a thread. Python can't stop a thread: a
-    function that never returns keeps its thread, so use this way for code that is trusted."""
+    """Runs plugins in this process, blocking functions in threads. Python can't stop a thread, so a
+    function that never returns occupies its thread. Use it for trusted code only."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = list(sources)

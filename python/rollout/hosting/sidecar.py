@@ -1,9 +1,8 @@
 # pyright: basic
 """Plugins in a sidecar: a process that serves ``rollout.plugin.v1`` over gRPC, in any language.
 
-    python -m rollout.hosting.sidecar reward.py:exact_match --address unix:/tmp/reward.sock
-
-``Sidecar`` is the caller's end.
+``python -m rollout.hosting.sidecar reward.py:exact_match --address unix:/tmp/reward.sock`` starts
+one for Python. ``Sidecar`` is the client.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ class Sidecar:
         except grpc.aio.AioRpcError as error:
             await self.close()
             text = f"the sidecar at {self._address} does not answer: {error.details()}"
-            raise wire.PluginUnavailable(text, fix="start it, or correct its address") from error
+            raise wire.PluginUnavailable(text, fix="start the sidecar, or correct its address") from error
         if answer.status != health_pb2.HealthCheckResponse.SERVING:
             await self.close()
-            raise wire.PluginUnavailable(f"the sidecar at {self._address} is not serving", fix="see its log")
+            raise wire.PluginUnavailable(f"the sidecar at {self._address} is not serving", fix="see the sidecar's log")
         return await self.call("Handshake", pb.HandshakeRequest(schema_version=wire.SCHEMA_VERSION), 10.0)
 
     async def call(self, method: str, request: Any, timeout: float) -> Any:
@@ -74,11 +73,13 @@ class Sidecar:
         what = wire.describe(method, request)
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             return wire.timeout_error(method, timeout, what)
-        return wire.ended_error(method, f"{what}: the sidecar at {self._address} failed: {error.details()}", "see its log")
+        return wire.ended_error(
+            method, f"{what}: the sidecar at {self._address} failed: {error.details()}", "see the sidecar's log"
+        )
 
 
 async def serve(host: Host, address: str) -> grpc.aio.Server:
-    """Serve a host until the server is stopped."""
+    """Serve a host until the server stops."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
     handlers = {
         method: grpc.unary_unary_rpc_method_handler(
@@ -118,7 +119,7 @@ async def _run(arguments: argparse.Namespace) -> None:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """Serve Python plugins until the process is stopped."""
+    """Serve Python plugins until the process stops."""
     parser = argparse.ArgumentParser(
         prog="python -m rollout.hosting.sidecar", description="Serve plugins over rollout.plugin.v1."
     )

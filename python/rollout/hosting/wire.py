@@ -1,5 +1,5 @@
 # pyright: basic
-"""Plugin calls as messages of ``rollout.plugin.v1``: samples, scores, environments, and
+"""Encodes plugin calls as messages of ``rollout.plugin.v1``: samples, scores, environments, and
 failures."""
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _CODES = {"PLUGIN_UNKNOWN": code_pb2.NOT_FOUND, "PLUGIN_UNSUPPORTED": code_pb2.U
 
 
 class PluginError(RolloutError):
-    """A failure of a plugin call. ``reason`` is the plugin's own, if it gave one."""
+    """A failure of a plugin call. ``reason`` comes from the plugin if it has one."""
 
     reason = "PLUGIN_FAILED"
 
 
 class PluginUnknown(PluginError):
-    """The service has no plugin of that kind and name."""
+    """The service has no plugin with this kind and name."""
 
     reason = "PLUGIN_UNKNOWN"
 
@@ -59,7 +59,7 @@ class PluginUnsupported(PluginError):
 
 
 class PluginSchema(PluginError):
-    """The service speaks another version of the contract."""
+    """The service uses another version of the contract."""
 
     reason = "PLUGIN_SCHEMA"
 
@@ -71,7 +71,7 @@ class PluginTimeout(PluginError):
 
 
 class PluginUnavailable(PluginError):
-    """The plugin's process has ended or can't be reached."""
+    """The plugin's process has exited or can't be reached."""
 
     reason = "PLUGIN_UNAVAILABLE"
 
@@ -93,7 +93,7 @@ _ERRORS: dict[str, type[RolloutError]] = {
 
 
 def timeout_error(method: str, seconds: float, what: str) -> RolloutError:
-    """What a call that missed its deadline raises."""
+    """The error of a call that missed its deadline."""
     text = f"{what} took longer than {seconds:g} s"
     if method in ("Reward", "Load"):
         return RewardTimeout(text, fix="make it faster or raise `reward.timeout_seconds`")
@@ -101,12 +101,12 @@ def timeout_error(method: str, seconds: float, what: str) -> RolloutError:
 
 
 def ended_error(method: str, text: str, fix: str) -> RolloutError:
-    """What a call raises whose process has ended."""
+    """The error of a call whose process has exited."""
     return RewardFailed(text, fix=fix) if method in ("Reward", "Load") else PluginUnavailable(text, fix=fix)
 
 
 def describe(method: str, request: Any) -> str:
-    """A call in words, for errors."""
+    """A description of a call, for errors."""
     if method == "Reward":
         return f"the reward of {sum(len(group.samples) for group in request.groups)} samples"
     return "importing the plugin" if method == "Load" else f"the plugin's {method}"
@@ -129,7 +129,7 @@ def status_of(error: BaseException) -> status_pb2.Status:
 
 
 def error_of(status: status_pb2.Status) -> RolloutError:
-    """The exception that a status stands for."""
+    """The exception for a status."""
     info = error_details_pb2.ErrorInfo()
     for detail in status.details:
         if detail.type_url.endswith("/google.rpc.ErrorInfo"):
@@ -149,12 +149,12 @@ def error_of(status: status_pb2.Status) -> RolloutError:
 
 
 def reward_error(error: RolloutError) -> RewardError:
-    """The same error as one of a reward."""
+    """The same error as a ``RewardError``."""
     return error if isinstance(error, RewardError) else RewardFailed(error.message, fix=error.fix, place=error.place)
 
 
 def samples_of(groups: Iterable[pb.RewardGroup]) -> list[Sample]:
-    """Samples of a request, in order."""
+    """The samples of a request, in order."""
     found: list[Sample] = []
     for group in groups:
         row = json.loads(group.row_json)
@@ -179,8 +179,7 @@ def _score_to(reward: float, metrics: Any, token_rewards: Sequence[float], steps
 
 
 def scores_from(messages: Iterable[pb.RewardScore]) -> list[Score]:
-    """Scores from messages; plain ones of the same number are one object, as they are for the
-    caller."""
+    """Scores from messages. Scores with equal numbers and nothing else share one object."""
     known: dict[str, Score] = {}
     found: list[Score] = []
     for m in messages:

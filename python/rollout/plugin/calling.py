@@ -1,4 +1,4 @@
-"""Calling a reward, whatever it raises."""
+"""Calls a reward function and converts what it raises."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rollout.plugin.score import RewardError, RewardFailed, RewardFunction, Rewa
 
 
 def call_reward(function: RewardFunction, samples: Sequence[Sample]) -> list[Score]:
-    """Score ``samples`` (at least one), blocking; one :class:`Score` each, in order.
+    """Score ``samples`` (at least one); blocks. Returns one :class:`Score` for each, in order.
 
-    An ``async def`` runs in a new event loop: call this from a thread without a running loop, else
-    use :func:`call_reward_async`. Raises :class:`RewardFailed` and :class:`RewardShapeError`.
+    An ``async def`` runs in a new event loop. If the thread already runs a loop, use
+    :func:`call_reward_async`. Raises :class:`RewardFailed` and :class:`RewardShapeError`.
     """
     with _raised(function):
         result = function(list(samples))
@@ -35,11 +35,10 @@ async def call_reward_async(
     timeout_seconds: float,
     executor: concurrent.futures.Executor | None = None,
 ) -> list[Score]:
-    """Like :func:`call_reward` without blocking the loop: ``async def`` runs on it, anything else
-    in a thread of ``executor``. Raises :class:`RewardTimeout` too. Python can't kill a thread: one
-    that never returns keeps its place in the executor, so count timeouts and replace the executor
-    when they repeat.
-    """
+    """Like :func:`call_reward`, without blocking the loop: ``async def`` runs on the loop, other
+    functions in a thread of ``executor``. Also raises :class:`RewardTimeout`. Python can't stop a
+    thread, so a function that never returns occupies its thread forever; count timeouts and replace
+    the executor when they repeat."""
     batch = list(samples)
     try:
         async with asyncio.timeout(timeout_seconds):
@@ -61,8 +60,7 @@ async def call_reward_async(
 
 
 def _call(function: RewardFunction, batch: list[Sample]) -> Any:
-    """Run in a thread, where a ``SystemExit`` or ``StopIteration`` would end or confuse more than
-    the call."""
+    """Run in a thread, because a ``SystemExit`` or ``StopIteration`` would affect the caller."""
     with _raised(function):
         return function(batch)
 
@@ -73,8 +71,8 @@ async def _wait(awaitable: Any) -> Any:
 
 @contextmanager
 def _raised(function: RewardFunction) -> Generator[None]:
-    """Turn what a reward raises into :class:`RewardFailed`, placed at the last line of the user's
-    own files."""
+    """Convert an exception of the reward to :class:`RewardFailed`. Its place is the last line in
+    the user's own files."""
     try:
         yield
     except (KeyboardInterrupt, GeneratorExit, asyncio.CancelledError, RewardError):
@@ -83,7 +81,7 @@ def _raised(function: RewardFunction) -> Generator[None]:
         what = "called sys.exit" if isinstance(error, SystemExit) else f"raised {one_line(error)}"
         raise RewardFailed(
             f"`{name_of(function)}` {what}",
-            fix="correct the function: it must score any completion, an empty one too"
-            " (while a run trains, a group whose reward raises is tried again, then left out)",
+            fix="correct the function: it must score every completion, including an empty one"
+            " (during training a group whose reward raises is retried, then excluded)",
             place=last_frame(error, folder_of(function)) or definition(function),
         ) from error

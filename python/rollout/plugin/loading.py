@@ -1,4 +1,4 @@
-"""Importing a reward from a file of the user's."""
+"""Imports a reward from a user's file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def split_plugin(plugin: str) -> tuple[str, str]:
     """Split ``file.py:function``. Raises :class:`RewardImportError`."""
     file, colon, name = plugin.rpartition(":")
     if not colon or not file or not name.isidentifier():
-        raise RewardImportError(f"`{plugin}` names no function", fix="write it as `file.py:function`")
+        raise RewardImportError(f"`{plugin}` has no function name", fix="write it as `file.py:function`")
     return file, name
 
 
@@ -32,8 +32,8 @@ def load_reward(plugin: str, base_dir: str | os.PathLike[str] = ".") -> RewardFu
     :class:`RewardImportError`.
 
     The module's name is a hash of its path and content, so a changed file is a new module. Its
-    folder comes first in ``sys.path`` while it is imported and last afterwards, so that it can
-    import its neighbours without hiding installed packages from anybody else.
+    folder is first in ``sys.path`` during the import and last afterwards. So the module can import
+    files next to it, and does not hide installed packages from other modules.
     """
     function, name = _load(plugin, base_dir)
     try:
@@ -44,14 +44,14 @@ def load_reward(plugin: str, base_dir: str | os.PathLike[str] = ".") -> RewardFu
             fix=f"write `def {name}(samples)`, where each sample has `prompt`, `completion` and the dataset's `row`",
             place=definition(function),
         ) from None
-    except ValueError:  # of a builtin, which does not say
+    except ValueError:  # a builtin has no signature
         pass
     return cast(RewardFunction, function)
 
 
 def load_object(plugin: str, base_dir: str | os.PathLike[str] = ".") -> Any:
-    """Import ``file.py:name`` like :func:`load_reward`, without checking what it takes: a tool or
-    an environment."""
+    """Import ``file.py:name`` like :func:`load_reward`, for a tool or an environment, whose
+    arguments are not checked."""
     return _load(plugin, base_dir)[0]
 
 
@@ -62,7 +62,7 @@ def _load(plugin: str, base_dir: str | os.PathLike[str]) -> tuple[Any, str]:
     function = getattr(module, name, None)
     known = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
     if function is None:
-        fix = f"it has {', '.join(f'`{n}`' for n in known)}" if known else f"define `def {name}(samples)` in it"
+        fix = f"it has {', '.join(f'`{n}`' for n in known)}" if known else f"define `def {name}(samples)` in the file"
         raise RewardImportError(f"no function `{name}` is defined in {file}", fix=fix, place=Place(str(path)))
     if not callable(function):
         kind = type(function).__name__
@@ -92,8 +92,8 @@ def _import(path: Path, file: str) -> ModuleType:
     sys.modules[name] = module
     try:
         with _neighbours(path.parent):
-            # Not exec_module: its bytecode cache knows a file by size and second, so it may run
-            # what stood there before.
+            # Not exec_module, because its bytecode cache identifies a file by size and second, and
+            # could return an older version.
             exec(compile(source, path, "exec"), module.__dict__)
     except (KeyboardInterrupt, GeneratorExit):
         sys.modules.pop(name, None)
@@ -104,7 +104,7 @@ def _import(path: Path, file: str) -> ModuleType:
     except BaseException as error:
         sys.modules.pop(name, None)
         what = "calls sys.exit" if isinstance(error, SystemExit) else f"raises {one_line(error)}"
-        fix = "run `python " + file + "` to see it alone"
+        fix = "run `python " + file + "` to reproduce it"
         if isinstance(error, ModuleNotFoundError) and error.name:
             fix = _missing(error.name, path, file)
         place = last_frame(error, path.parent) or Place(str(path))
@@ -113,8 +113,8 @@ def _import(path: Path, file: str) -> ModuleType:
 
 
 def _missing(name: str, path: Path, file: str) -> str:
-    """What to do about a module that is not there: a typo of a file of the user's is likelier than
-    a package to install."""
+    """The fix for a missing module. A typo in the name of a user's file is more likely than a
+    missing package."""
     top = name.partition(".")[0]
     here = sorted({entry.stem for entry in path.parent.iterdir() if entry.suffix == ".py" or (entry / "__init__.py").exists()})
     near = difflib.get_close_matches(top, [stem for stem in here if stem != path.stem], n=1)

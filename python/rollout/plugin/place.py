@@ -1,4 +1,4 @@
-"""Where in the user's own code something is, or went wrong."""
+"""Finds the lines of the user's code to which errors refer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollout.plugin.score import RewardFunction
 
 
 def last_frame(error: BaseException, folder: Path | None) -> Place | None:
-    """The innermost line of a traceback that lies in ``folder``."""
+    """The innermost line of a traceback that is in a file of ``folder``."""
     if folder is None:
         return None
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

@@ -10,8 +10,8 @@ from rollout.plugin.place import definition, name_of
 from rollout.plugin.score import RewardFunction, RewardShapeError, Sample, Score, Step
 
 OWN = frozenset({"mean", "std", "retries"})
-"""Names under ``reward/`` that a step's metrics have already: another number of that name would be
-lost."""
+"""Names that a step's metrics already use under ``reward/``. A metric of a reward with such a name
+would be lost."""
 
 
 def scores(function: RewardFunction, result: Any, samples: Sequence[Sample]) -> list[Score]:
@@ -40,7 +40,7 @@ def _score(item: Any, sample: Sample, index: int, bad: Bad) -> Score:
     if tokens is None and steps is None and "reward" not in entries:
         raise bad(f"a mapping without `reward` as item {index}", 'add the key: {"reward": 1.0, ...}')
     if taken := OWN.intersection(map(str, entries)):
-        problem = f"the metric `{min(taken)}` in item {index}, a name that the run uses itself for `reward/{min(taken)}`"
+        problem = f"the metric `{min(taken)}` in item {index}, whose name the run already uses for `reward/{min(taken)}`"
         raise bad(problem, "give it another name")
     numbers = {str(key): _number(value, f"`{key}` of item {index}", bad) for key, value in entries.items()}
     return Score(
@@ -60,7 +60,7 @@ def _token_rewards(value: Any, sample: Sample, where: str, bad: Bad) -> tuple[fl
 
 
 def _steps(value: Any, sample: Sample, where: str, bad: Bad) -> tuple[Step, ...]:
-    fix = 'write {"start": 0, "end": 17, "reward": 0.5}: characters of the completion, ascending, none over another'
+    fix = 'write {"start": 0, "end": 17, "reward": 0.5}: characters of the completion, in ascending order, without overlap'
     found: list[Step] = []
     for item in _list(value, where, bad):
         if not isinstance(item, Mapping) or set(cast(Mapping[Any, Any], item)) != {"start", "end", "reward"}:
@@ -85,7 +85,7 @@ def _list(value: Any, where: str, bad: Bad) -> Sequence[Any]:
 
 def _number(value: Any, where: str, bad: Bad) -> float:
     fix = "return one finite number for each sample"
-    try:  # a protocol is asked last: that takes as long as all the rest of a sample
+    try:  # isinstance of a protocol is the last test, because it takes as long as everything else for a sample
         number = float(value) if isinstance(value, (float, int, SupportsFloat)) else None
     except (TypeError, ValueError, RuntimeError, OverflowError):
         number = None

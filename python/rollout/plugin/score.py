@@ -11,18 +11,18 @@ from rollout.errors import RolloutError
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One completion to be scored."""
+    """One completion to score."""
 
-    prompt: str  # as the model read it, special tokens left out
-    completion: str  # what the model said, special tokens and stop text left out
-    row: Mapping[str, Any] = field(default_factory=lambda: {})  # the dataset's row that the prompt came from
-    token_ids: Sequence[int] = ()  # tokens of the completion, its end among them
+    prompt: str  # as the model read it, without special tokens
+    completion: str  # as the model wrote it, without special tokens and stop text
+    row: Mapping[str, Any] = field(default_factory=lambda: {})  # the dataset's row of the prompt
+    token_ids: Sequence[int] = ()  # token ids of the completion, including the end token
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a part of a completion is worth: its characters ``start`` to ``end``, the latter left
-    out."""
+    """The reward of a part of a completion: the characters from ``start`` up to but not including
+    ``end``."""
 
     start: int
     end: int
@@ -31,19 +31,19 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a sample is worth; every number is finite."""
+    """The rewards of a sample. Every number is finite."""
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=lambda: {})
-    token_rewards: Sequence[float] = ()  # one a token of the completion, or none
-    steps: Sequence[Step] = ()  # ascending, none over another
+    token_rewards: Sequence[float] = ()  # one per token of the completion, or none
+    steps: Sequence[Step] = ()  # in ascending order, without overlap
 
 
 RewardFunction = Callable[[Sequence[Sample]], Any]
 
 
 class RewardError(RolloutError):
-    """Base of everything that can go wrong with a reward."""
+    """Base class of the errors of rewards."""
 
 
 class RewardImportError(RewardError):
@@ -53,13 +53,13 @@ class RewardImportError(RewardError):
 
 
 class RewardFailed(RewardError):
-    """The function raised; ``__cause__`` is what it raised."""
+    """The function raised an exception, which is ``__cause__``."""
 
     reason = "REWARD_RAISED"
 
 
 class RewardShapeError(RewardError):
-    """The function returned something that is not one finite number a sample."""
+    """The function did not return one finite number for each sample."""
 
     reason = "REWARD_BAD_RESULT"
 

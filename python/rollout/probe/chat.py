@@ -39,7 +39,7 @@ def chat_renderer(folder: Path) -> Callable[[Prompt, bool], str]:
         try:
             return compiled.render(messages=messages, add_generation_prompt=answering, **tokens)
         except TemplateError as error:
-            raise BadModel(f"the chat template refuses a prompt: {error}", place=Place(str(source))) from error
+            raise BadModel(f"the chat template rejects a prompt: {error}", place=Place(str(source))) from error
 
     return render
 
@@ -56,7 +56,7 @@ def chat_template(folder: Path) -> tuple[str, Path]:
         return file.read_text(encoding="utf-8"), file
     file = folder / "tokenizer_config.json"
     template = json.loads(file.read_text(encoding="utf-8")).get("chat_template") if file.exists() else None
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # several templates, by name
         named = {entry["name"]: entry["template"] for entry in cast(list[dict[str, str]], template)}
         template = named.get("default")
     if not isinstance(template, str):

@@ -1,14 +1,15 @@
-"""Workers without a model: a deterministic engine and learner behind the real shells, for tests of
-everything around them.
+"""Workers without a model: a deterministic engine and a deterministic trainer inside the real
+workers, for tests of everything else.
 
-    rolloutd --worker-command "python -m rollout_testing.sim"      # or [worker] command in its file
+Start the services with ``rolloutd --worker-command "python -m rollout_testing.sim"``, or set
+[worker] command in the config file.
 
 Sampling and training are hashes, so a worker starts in a second, a step takes milliseconds, and a
-lost, repeated or swapped sample changes every weights digest after it. Nothing of a worker's shell
-is replaced: pulling, publishing, receipts, payloads, weights folders and states are those of
-production. Only the modules that import torch are (``install``).
+lost, repeated, or swapped sample changes every later weights digest. Everything else is the code of
+production: pulling, publishing, receipts, payloads, weights folders, and states. Only the modules
+that import torch are replaced (``install``).
 
-Each process writes down what it did, apart from the mesh (``journal``), for a harness to compare
-with the ledger. A run's config can't select it: the program itself must be named as the worker
-command, and it refuses a model that is not its own.
+Each process writes a journal of its work (``journal``), which tests compare with the ledger. A
+run's config can't select these workers: they must be the worker command, and they reject models of
+another type.
 """

@@ -1,8 +1,8 @@
-"""Named points between two durable effects of a worker at which it dies, where a test asks for it.
+"""Named points between two durable effects at which a test can make a worker exit.
 
-As in Go (``libs/crashpoint``): a process dies where the file that ``ROLLOUT_CRASH_FILE`` names
-holds just the point's name; the file is renamed first, so that each order is carried out once.
-Known to workers without a model alone.
+Like in Go (``libs/crashpoint``), a process exits at a point if the file that ``ROLLOUT_CRASH_FILE``
+names contains exactly the point's name. It first renames the file, so that only one process exits.
+Only workers without a model have these points.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ FILE_VARIABLE = "ROLLOUT_CRASH_FILE"
 
 POINTS = {
     "inference": (
-        "inference/registered",  # in the registry, nothing asked for
-        "inference/pulled",  # work in hand, nothing sampled
-        "inference/sampled",  # samples in memory alone
-        "inference/published",  # on the stream, the work not acknowledged
-        "inference/acknowledged",  # work acknowledged
+        "inference/registered",  # registered, no work requested
+        "inference/pulled",  # work items pulled, nothing sampled
+        "inference/sampled",  # samples only in memory
+        "inference/published",  # samples in the stream, work items not acknowledged
+        "inference/acknowledged",  # work items acknowledged
         "inference/staged",  # new weights read, the old ones in use
         "inference/swapped",  # new weights in use, not yet reported
     ),
     "learner": (
         "learner/registered",
-        "learner/initialized",  # at a state, not yet reported to the controller
-        "learner/read",  # the batch read, nothing trained
-        "learner/trained",  # the step made, in memory alone
-        "learner/staged",  # weights written, not renamed into place
-        "learner/written",  # weights in place, not yet reported to the controller
-        "learner/saving",  # weights of a state written, the state not valid
-        "learner/saved",  # a complete state, not yet reported to the controller
+        "learner/initialized",  # initialized, not reported to the controller
+        "learner/read",  # batch read, nothing trained
+        "learner/trained",  # step made, only in memory
+        "learner/staged",  # weights written, not renamed to their final name
+        "learner/written",  # weights published, not reported to the controller
+        "learner/saving",  # weights of a state written, state not valid
+        "learner/saved",  # state complete, not reported to the controller
     ),
 }
 
 
 def reached(point: str) -> None:
-    """Die here where that was asked for."""
+    """Exit here if the file names this point."""
     order = Path(os.environ[FILE_VARIABLE])
     try:
         if order.read_text().strip() != point:
             return
         os.rename(order, order.with_name(order.name + ".done"))
     except FileNotFoundError:
-        return  # nothing is asked for, or another process was first
+        return  # no exit was requested, or another process took the request
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def arm(spec: WorkerSpec) -> None:
-    """Put the points around what the shells call; nothing where no file is named."""
+    """Wrap the methods at the points. Does nothing if no file is named."""
     if FILE_VARIABLE not in os.environ:
         return
     (_arm_inference if spec.kind == "inference" else _arm_learner)()

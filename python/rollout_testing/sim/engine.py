@@ -1,4 +1,4 @@
-"""An engine without a model: what it samples is a hash of weights, prompt and seed."""
+"""An engine without a model. Its samples are hashes of weights, prompt, and seed."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ reported."""
 
 
 class SimEngine:
-    """Implements ``Engine``. seconds: the longest duration of a sample; the seed picks a part of
-    it, so that groups end at different times. began: called with the start of a group
+    """Implements ``Engine``. seconds: the longest duration of a sample; the seed determines the
+    duration of each, so that groups end at different times. began: called with the start of a group
     (``time.time`` seconds)."""
 
     def __init__(
@@ -58,7 +58,7 @@ class SimEngine:
         if self._closed:
             raise EngineClosed("the engine was shut down")
         if any(request.request_id in self._running for request in batch):
-            raise DuplicateRequest("a request is in flight already")
+            raise DuplicateRequest("a request with this id is still being sampled")
         self._running |= {request.request_id: False for request in batch}
         try:
             for request in batch:
@@ -94,7 +94,7 @@ class SimEngine:
         )
 
     async def prompt_logprobs(self, prompt_ids: Ids) -> Logprobs:
-        """A number that follows from the token alone."""
+        """A number that depends only on the token."""
         await self._gate.wait()
         found = -1 - (np.asarray(prompt_ids) % 7).astype(np.float32)
         found[:1] = 0
@@ -155,7 +155,7 @@ class SimEngine:
 
 
 class SimText(Text):
-    """Characters are tokens."""
+    """The tokenizer: each character is a token."""
 
     def __init__(self) -> None:
         self.tokenizer: Any = None

@@ -1,4 +1,4 @@
-"""Puts the engine and the learner without a model where the shells look for those with one."""
+"""Replaces the engine and the trainer of workers by those without a model."""
 
 from __future__ import annotations
 
@@ -16,36 +16,35 @@ from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.run.v1.run_pb2 import WorkerSpec
 
 PACE_VARIABLE = "ROLLOUT_SIM_SECONDS"
-"""Most seconds that a sample takes; 0 where it is not set."""
+"""The longest duration of a sample in seconds; 0 if it is not set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the learner without a model takes from a run's config."""
+    """The settings of the trainer without a model."""
 
     off_policy: bool
-    refusals: Any = None  # what meets a refused gradient; here is none
+    refusals: Any = None  # the policy for refused gradients, which never occur here
 
 
 class _Unused:
-    """Stands for what the shells name and never call here."""
+    """Replaces names that workers import but never call here."""
 
 
 class _NoTorch(MetaPathFinder):
-    """Raises when a worker without a model imports torch, which would take ten seconds and serve no
-    purpose."""
+    """Raises an error if a worker without a model imports torch, which would take ten seconds."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         if fullname == "torch":
-            raise ImportError("a worker without a model imports torch: rollout_testing.sim.install must stand in for that module")
+            raise ImportError("a worker without a model imports torch: replace that module in rollout_testing.sim.install")
 
 
 def install() -> None:
-    """Before the shells are imported: stand in for the modules that import torch. Afterwards: give
-    them a model."""
+    """Replace the modules that import torch. Call it before the workers' modules are imported."""
     sys.meta_path.insert(0, _NoTorch())
     weights = _package("rollout_workers.weights")
-    from rollout_testing.sim import policy  # imports rollout_workers.weights.transfer, so after the stand-in for its parent
+    # imports rollout_workers.weights.transfer, so it comes after the replacement of its parent
+    from rollout_testing.sim import policy
 
     _fill(weights, WeightsDigest=policy.WeightsDigest, WeightsManifest=policy.WeightsManifest, stage_folder=policy.stage_folder)
     learner = _package("rollout_workers.trainer")
@@ -76,18 +75,18 @@ _LEARNER_TYPES = (
 
 
 def trainer_config(config: RunConfig, threads: int, *_: Any) -> Settings:
-    """As ``rollout_workers.learner.settings.trainer_config``."""
+    """Replaces ``rollout_workers.learner.settings.trainer_config``."""
     return Settings(off_policy=config.mode == "async")
 
 
 def lasting(config: RunConfig, step: int) -> bool:
-    """As ``rollout_workers.learner.settings.lasting``."""
+    """Replaces ``rollout_workers.learner.settings.lasting``."""
     every = config.snapshot.every_steps
     return step >= config.train.steps or bool(every and step % every == 0)
 
 
 def load(spec: WorkerSpec, *_: Any) -> Any:
-    """As ``rollout_workers.inference.model.load``."""
+    """Replaces ``rollout_workers.inference.model.load``."""
     from rollout_testing.sim.engine import SimEngine, SimText
     from rollout_testing.sim.journal import Journal
     from rollout_workers.inference.model import Model
@@ -100,8 +99,7 @@ def load(spec: WorkerSpec, *_: Any) -> Any:
 
 
 def _watching(load_spec: Callable[..., WorkerSpec]) -> Callable[..., WorkerSpec]:
-    """The spec is the first that a process knows of its run: the journal and the crash points begin
-    with it."""
+    """Start the journal and the crash points when the spec is read, because it has the run's id."""
 
     def watched(path: str | None = None, **given: Any) -> WorkerSpec:
         from rollout_testing.sim import crash
@@ -118,7 +116,7 @@ def _watching(load_spec: Callable[..., WorkerSpec]) -> Callable[..., WorkerSpec]
 
 
 def _package(name: str) -> ModuleType:
-    """A package without what its ``__init__`` imports; its modules are still found in its
+    """A package without the imports of its ``__init__``; its modules are still found in its
     folder."""
     found = importlib.util.find_spec(name)
     assert found is not None and found.submodule_search_locations is not None

@@ -1,4 +1,4 @@
-"""The weights: a vector of 64-bit words, and what is computed from them."""
+"""The weights, a vector of 64-bit words, and the functions of them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Words = NDArray[np.uint64]
 
 
 class WeightsUnreadable(ValueError):
-    """As ``rollout_workers.weights.store.WeightsUnreadable``."""
+    """Replaces ``rollout_workers.weights.store.WeightsUnreadable``."""
 
     reason = "WEIGHTS_UNREADABLE"
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsDigest:
-    """As ``rollout_workers.weights.WeightsDigest``."""
+    """Replaces ``rollout_workers.weights.WeightsDigest``."""
 
     root: str
     tensors: dict[str, str]
@@ -40,7 +40,7 @@ class WeightsDigest:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """As ``rollout_workers.weights.store.TensorEntry``."""
+    """Replaces ``rollout_workers.weights.store.TensorEntry``."""
 
     name: str
     dtype: str
@@ -50,7 +50,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """As ``rollout_workers.weights.store.FileEntry``."""
+    """Replaces ``rollout_workers.weights.store.FileEntry``."""
 
     path: str
     bytes: int
@@ -58,7 +58,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class WeightsManifest:
-    """As ``rollout_workers.weights.WeightsManifest``."""
+    """Replaces ``rollout_workers.weights.WeightsManifest``."""
 
     version: int
     digest: str
@@ -67,8 +67,8 @@ class WeightsManifest:
 
 
 def write_model(folder: Path, seed: int = 0) -> None:
-    """A model of this kind, in the layout that the planner asks for: its tokenizer knows the
-    bytes."""
+    """Write a model of this type in the layout that the planner expects. The tokenizer's vocabulary
+    is the bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": MODEL_TYPE, "max_position_embeddings": 4096}))
     vocabulary = {chr(code): code for code in range(32, 127)}
@@ -86,37 +86,35 @@ def write_model(folder: Path, seed: int = 0) -> None:
 
 
 def read(folder: str | os.PathLike[str]) -> Words:
-    """The weights of a model's or a version's folder. Raises ``ValueError`` for one of another
-    kind, ``OSError``,
-    :class:`WeightsUnreadable`."""
+    """The weights in a folder of a model or a version. Raises ``ValueError`` for a model of another
+    type, ``OSError``, :class:`WeightsUnreadable`."""
     path = Path(folder)
     kind = json.loads((path / "config.json").read_text()).get("model_type")
     if kind != MODEL_TYPE:
-        raise ValueError(f"{path} is a model of type {kind!r}: a worker without a model takes its own kind alone ({MODEL_TYPE})")
+        raise ValueError(f"{path} has a model of type {kind!r}, but workers without a model need the type {MODEL_TYPE}")
     return read_version(path)
 
 
 def read_version(folder: str | os.PathLike[str]) -> Words:
-    """The weights of a version's folder, which need hold nothing else. Raises
-    :class:`WeightsUnreadable`."""
+    """The weights in a version's folder. Raises :class:`WeightsUnreadable`."""
     path = Path(folder) / _TENSOR_FILE
     try:
         data = path.read_bytes()
     except OSError as error:
         raise WeightsUnreadable(f"{path}: {error}") from error
     if len(data) < 8 * WORDS:
-        raise WeightsUnreadable(f"{path} is cut off")
+        raise WeightsUnreadable(f"{path} is truncated")
     return np.frombuffer(data[-8 * WORDS :], "<u8").copy()
 
 
 def digest(words: Words) -> WeightsDigest:
-    """What the weights hash to."""
+    """The digest of the weights."""
     root = "blake3-" + blake3(b"rollout.sim.weights.v1" + words.astype("<u8").tobytes()).hexdigest()
     return WeightsDigest(root, {"words": root})
 
 
 def write(folder: Path, words: Words, version: int, source: Path, fsync: bool) -> WeightsManifest:
-    """A version's folder, renamed into place as the real one is."""
+    """Write a version's folder and rename it to its final name, like the real function."""
     staging = folder.parent / f".{folder.name}.{uuid.uuid4().hex}.tmp"
     staging.mkdir(parents=True)
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -147,7 +145,7 @@ def stage_folder(parent: Path, config_source_dir: Path, reserve: int = 0) -> Pat
 
 
 def sync(path: Path) -> None:
-    """Make a file or a folder durable."""
+    """Sync a file or a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -156,8 +154,8 @@ def sync(path: Path) -> None:
 
 
 def sample(words: Words, prompt: Sequence[int], seed: int, most: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """The tokens of a completion (printable characters, then the end) and their logprobs: a
-    function of its arguments alone."""
+    """The tokens of a completion (printable characters, then the end) and their logprobs, a
+    function of the arguments only."""
     key = words.astype("<u8").tobytes() + np.asarray(prompt, "<i4").tobytes() + seed.to_bytes(8, "little")
     stream = blake3(b"rollout.sim.sample.v1" + key).digest(4 + 8 * most)
     length = 1 + int.from_bytes(stream[:4], "little") % most
@@ -169,7 +167,8 @@ def sample(words: Words, prompt: Sequence[int], seed: int, most: int) -> tuple[N
 
 
 def learn(words: Words, batch: Sequence[bytes], step: int) -> Words:
-    """The weights after a step on a batch, in its order. Every byte of every sample counts."""
+    """The weights after a step on a batch, in its order. They depend on every byte of every
+    sample."""
     state = blake3(b"rollout.sim.step.v1" + step.to_bytes(8, "little") + words.astype("<u8").tobytes())
     for each in batch:
         state.update(len(each).to_bytes(8, "little") + each)

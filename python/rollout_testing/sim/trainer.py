@@ -1,4 +1,4 @@
-"""A trainer without a model: a step folds every byte of its samples into the weights."""
+"""A trainer without a model. A step hashes every byte of its samples into the weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STATE = "state.json"
 
 
 class SimTrainer:
-    """Has what the learner's shell asks of ``Trainer``. The config is ``Settings``."""
+    """The part of ``Trainer`` that the learner calls. The config is ``Settings``."""
 
     journal: Journal | None = None  # of the process
     adapts = False
@@ -34,9 +34,9 @@ class SimTrainer:
         self, samples: Sequence[TrainSample], step: int, on_progress: Callable[[int, int], None] | None = None
     ) -> StepResult:
         if step != self.step + 1:
-            raise StepOutOfTurn(f"step {step} was asked for, but the learner stands at step {self.step}")
+            raise StepOutOfTurn(f"step {step} was requested, but the learner is at step {self.step}")
         if not samples:
-            raise BadBatch("the batch holds no sample")
+            raise BadBatch("the batch has no samples")
         began = time.perf_counter()
         ordered = sorted(samples, key=lambda sample: (sample.group_key, sample.sample))
         self.words = policy.learn(self.words, [_bytes(sample, self.config.off_policy) for sample in ordered], step)
@@ -84,13 +84,13 @@ class SimTrainer:
         except (OSError, ValueError) as error:
             raise StateUnreadable(f"{root}: {error}") from error
         if policy.digest(words).root != state["weights_digest"]:
-            raise StateUnreadable(f"{root} holds other weights than its state names")
+            raise StateUnreadable(f"{root} has weights with another digest than its state records")
         self.words, self.step = words, int(state["step"])
 
 
 def _bytes(sample: TrainSample, off_policy: bool) -> bytes:
-    """What a step learns of a sample. As in the real learner engine logprobs count off policy
-    alone."""
+    """The bytes of a sample that affect a step. Logprobs of the engine only count off policy, like
+    in the real trainer."""
     parts = [
         sample.group_key.encode(),
         sample.sample.to_bytes(8, "little"),

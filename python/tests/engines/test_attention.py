@@ -1,5 +1,5 @@
-"""Models whose layers do not see, or do not place, all tokens alike: decoded right at every length,
-or refused."""
+"""Models with other attention or other position embeddings in some layers are decoded correctly at
+every length, or rejected."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embed
 
 
 def gemma() -> PreTrainedModel:
-    """Every other layer has a window, and it caps attention and logits."""
+    """A model with a window in every other layer, and caps on attention scores and logits."""
     return Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=12, sliding_window=8, final_logit_softcapping=3.0))
 
 
@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str, int]] = {
 
 
 async def agree(engine: TransformersEngine, model: PreTrainedModel) -> None:
-    """Hold the logprobs of prompts within and beyond the windows against plain calls."""
+    """Compare the logprobs of prompts within and beyond the windows with plain calls."""
     batch = [request(f"r{length}", length=length, seeds=(1, 2), max_tokens=20) for length in (3, 7, 12, 40)]
     found = await outputs(engine, *batch)
     for r in batch:
@@ -115,7 +115,7 @@ async def agree(engine: TransformersEngine, model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", WINDOWS)
-async def test_windows_slide(name: str, deterministic: bool) -> None:
+async def test_windows_are_decoded_correctly(name: str, deterministic: bool) -> None:
     torch.manual_seed(1)
     model = WINDOWS[name]().eval()
     async with running(model, deterministic=deterministic) as engine:
@@ -135,7 +135,7 @@ async def test_a_model_without_sdpa_is_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_be_decoded_wrong_is_refused(name: str) -> None:
+def test_models_that_would_be_decoded_incorrectly_are_rejected(name: str) -> None:
     build, message, fits = REFUSED[name]
     torch.manual_seed(1)
     model = build().eval()

@@ -27,7 +27,7 @@ from .tiny import plain_logprobs, tiny_model
 
 
 class TransformersHarness:
-    """A tiny model; version n is the model of seed n."""
+    """A tiny model. Version n has the random weights of seed n."""
 
     capabilities = registry.ENGINES["transformers"].capabilities
 
@@ -59,7 +59,7 @@ class TransformersHarness:
 
 
 class SimulatedHarness:
-    """The engine without a model; version n is a vector of words."""
+    """The engine without a model. Version n is a vector of words."""
 
     capabilities = SIMULATED
     engine = SimEngine
@@ -96,12 +96,12 @@ def transformers() -> TransformersHarness:
 
 
 @pytest.mark.parametrize("case", enginetest.applicable(TransformersHarness.capabilities))
-async def test_transformers(case: str, transformers: TransformersHarness) -> None:
+async def test_transformers_conforms(case: str, transformers: TransformersHarness) -> None:
     await enginetest.run(case, transformers)
 
 
 @pytest.mark.parametrize("case", enginetest.applicable(SIMULATED))
-async def test_simulated(case: str, tmp_path: Any) -> None:
+async def test_the_simulated_engine_conforms(case: str, tmp_path: Any) -> None:
     await enginetest.run(case, SimulatedHarness(tmp_path))
 
 
@@ -156,6 +156,6 @@ def test_the_table_is_json_without_torch() -> None:
     assert json.loads(done.stdout)["transformers"]["attention"] == ["full_attention", "sliding_attention", "chunked_attention"]
 
 
-def test_an_unknown_engine_is_refused() -> None:
+def test_an_unknown_engine_is_rejected() -> None:
     with pytest.raises(registry.UnknownEngine, match="engine 'another' is unknown"):
         registry.load("another", registry.LoadRequest("", 0, "float32", slots=1, max_len=8))

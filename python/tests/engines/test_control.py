@@ -1,4 +1,4 @@
-"""Abort, pause, offload, and new weights while samples are in flight."""
+"""Abort, pause, offload, and new weights during sampling."""
 
 import asyncio
 import threading
@@ -16,7 +16,7 @@ from .tiny import outputs, plain_logprobs, request, running, same_bits, tiny_mod
 
 
 class Collector:
-    """Consumes ``generate`` in a task; ``until`` waits for a number of tokens of a sample."""
+    """Consumes ``generate`` in a task. ``until`` waits for a number of tokens of a sample."""
 
     def __init__(self, engine: TransformersEngine, *batch) -> None:
         self.outputs: dict[tuple[str, int], SampleOutput] = {}
@@ -40,7 +40,7 @@ class Collector:
 
 
 def long_request(name: str, **more):
-    """One that surely runs while a test does something to it: the loop is paused before it ends."""
+    """A sample that still runs when the test acts on it, because the loop pauses before it ends."""
     return request(name, stream=True, max_tokens=200, **more)
 
 
@@ -71,11 +71,11 @@ async def test_closing_the_iterator_aborts_its_requests() -> None:
         stream = engine.generate([long_request("a")])
         await anext(stream)
         await stream.aclose()
-        await engine.resume()  # a round trip through the decoding thread, behind the abort
+        await engine.resume()  # a round trip through the decoding thread, after the abort
         assert engine.stats().active == 0
 
 
-async def test_a_caller_that_has_gone_leaves_the_engine_working() -> None:
+async def test_a_disconnected_caller_does_not_affect_the_engine() -> None:
     async with running(deterministic=True, **LONG) as engine:
         hold, held = threading.Event(), threading.Event()
 
@@ -95,7 +95,7 @@ async def test_a_caller_that_has_gone_leaves_the_engine_working() -> None:
         assert await outputs(engine, request("a"))
 
 
-async def test_a_caller_that_goes_while_it_submits_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_caller_that_disconnects_while_submitting_leaves_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(**LONG) as engine:
         submitted, hold = threading.Event(), threading.Event()
         submit = engine._submit
@@ -111,11 +111,11 @@ async def test_a_caller_that_goes_while_it_submits_leaves_nothing_behind(monkeyp
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
         hold.set()
-        await engine.resume()  # a round trip through the decoding thread, behind the abort
+        await engine.resume()  # a round trip through the decoding thread, after the abort
         assert (engine.stats().active, engine.stats().queued) == (0, 0)
 
 
-async def test_pause_stops_decoding_and_resume_goes_on_with_the_same_bits() -> None:
+async def test_resume_continues_with_the_same_bits_after_pause() -> None:
     async with running(deterministic=True, **LONG) as engine:
         alone = (await outputs(engine, long_request("a")))["a", 0]
         run = Collector(engine, long_request("a"))
@@ -124,7 +124,7 @@ async def test_pause_stops_decoding_and_resume_goes_on_with_the_same_bits() -> N
         await engine.pause()
         steps = engine.stats().steps
         queued = Collector(engine, request("q"))
-        assert (await engine.weights_digest()).startswith("blake3-")  # a call is served, a step is not
+        assert (await engine.weights_digest()).startswith("blake3-")  # calls are answered, but no step is made
         assert engine.stats().steps == steps and engine.stats().paused and not queued.outputs
         await engine.resume()
         await asyncio.gather(run.task, queued.task)
@@ -172,15 +172,15 @@ async def test_a_swap_in_flight_starts_a_span_under_the_new_weights(policy: str)
         else:
             after = continued_logprobs(old, new, batch.prompt_ids, out.token_ids, cut)
         np.testing.assert_allclose(out.raw_logprobs, np.concatenate((before, after)), atol=2e-4)
-    waited = run.outputs["a", 2]  # was queued behind the two slots: its prompt runs under the new weights
+    waited = run.outputs["a", 2]  # waited for the two slots, so its prompt runs with the new weights
     assert [span.version for span in waited.version_spans] == [8]
     np.testing.assert_allclose(waited.raw_logprobs, plain_logprobs(new, batch.prompt_ids, waited.token_ids), atol=2e-4)
 
 
 @torch.no_grad()
 def continued_logprobs(old, new, prompt, tokens, cut: int) -> np.ndarray:
-    """Logprobs of tokens[cut:] by ``new`` over the keys and values that ``old`` left for what came
-    before."""
+    """Logprobs of tokens[cut:] with ``new`` weights, over the keys and values that ``old`` weights
+    computed for the tokens before."""
     ids = torch.tensor([[*prompt, *(int(t) for t in tokens)]])
     known = len(prompt) + cut - 1  # the last token before the cut has no KV yet
     past = old(input_ids=ids[:, :known], use_cache=True).past_key_values
@@ -203,7 +203,7 @@ async def test_a_flipped_byte_changes_the_digest() -> None:
         assert await engine.weights_digest() == before
 
 
-async def test_weights_come_from_a_folder_and_are_what_decodes(tmp_path) -> None:
+async def test_decoding_uses_the_weights_of_the_folder(tmp_path) -> None:
     new = tiny_model(5)
     tiny_model().config.save_pretrained(tmp_path / "base")
     manifest = write_weights(tmp_path / "v1", new, config_source_dir=tmp_path / "base", version=1, fsync=False)
@@ -211,7 +211,7 @@ async def test_weights_come_from_a_folder_and_are_what_decodes(tmp_path) -> None
         assert await engine.stage_weights(tmp_path / "v1") == manifest.digest
         assert await engine.stage_weights(str(tmp_path / "v1")) == manifest.digest
         await engine.swap_weights(1)
-        await engine.swap_weights(1)  # nothing staged, version current: a no-op
+        await engine.swap_weights(1)  # nothing is staged and the version is current, so nothing happens
         assert await engine.weights_digest() == manifest.digest
         out = (await outputs(engine, request("a")))["a", 0]
         with pytest.raises(NothingStaged):
@@ -220,7 +220,7 @@ async def test_weights_come_from_a_folder_and_are_what_decodes(tmp_path) -> None
     assert out.version_spans[0].version == 1
 
 
-async def test_weights_that_travel_in_half_precision_keep_their_digest(tmp_path) -> None:
+async def test_weights_that_are_published_in_half_precision_keep_their_digest(tmp_path) -> None:
     tiny_model().config.save_pretrained(tmp_path / "base")
     manifest = write_weights(
         tmp_path / "v1", tiny_model(5), config_source_dir=tmp_path / "base", version=1, dtype=torch.bfloat16, fsync=False
@@ -231,7 +231,7 @@ async def test_weights_that_travel_in_half_precision_keep_their_digest(tmp_path)
         assert await engine.weights_digest() == manifest.digest
 
 
-async def test_weights_that_do_not_fit_name_the_tensor(tmp_path) -> None:
+async def test_the_error_for_weights_of_another_shape_names_the_tensor(tmp_path) -> None:
     tiny_model().config.save_pretrained(tmp_path / "base")
     write_weights(tmp_path / "v1", tiny_model(5), config_source_dir=tmp_path / "base", version=1, fsync=False)
     file = tmp_path / "v1" / "model.safetensors"
@@ -255,7 +255,7 @@ async def test_weights_that_do_not_fit_name_the_tensor(tmp_path) -> None:
         assert await engine.weights_digest() == before
 
 
-async def test_a_failing_forward_ends_what_is_in_flight_and_the_engine_goes_on(monkeypatch) -> None:
+async def test_a_failed_forward_pass_ends_the_samples_but_not_the_engine(monkeypatch) -> None:
     async with running(slots=2) as engine:
         clean = await outputs(engine, request("good"))
         forward = engine._thread.decoder.forward
@@ -280,7 +280,7 @@ async def engine_has_work(engine: TransformersEngine) -> None:
         await engine.resume()
 
 
-async def test_stats_count() -> None:
+async def test_stats_count_samples_and_tokens() -> None:
     async with running() as engine:
         await outputs(engine, request("a", length=6, seeds=range(10), max_tokens=5))
         stats = engine.stats()

@@ -1,4 +1,4 @@
-"""What is staged is what the module holds, however it is copied."""
+"""Staged weights arrive in the module unchanged, however they are copied."""
 
 from __future__ import annotations
 

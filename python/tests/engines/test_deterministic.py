@@ -1,4 +1,5 @@
-"""Deterministic mode: a request and a seed give the same bits in any company, slot and history."""
+"""Deterministic mode: the bits of a request and a seed do not depend on other requests, slots, or
+earlier work."""
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ PROBES = [
 
 
 def neighbours(salt: int):
-    """Requests of other shapes and parameters."""
+    """Requests with other shapes and parameters."""
     return [
         request(
             f"n{salt}-{i}",
@@ -33,7 +34,7 @@ def neighbours(salt: int):
 
 
 @pytest.mark.parametrize(("threads", "block"), [(1, 7), (2, 7), (2, 4)])
-async def test_bits_do_not_depend_on_company_slot_or_history(threads: int, block: int, monkeypatch) -> None:
+async def test_bits_do_not_depend_on_other_requests_slots_or_history(threads: int, block: int, monkeypatch) -> None:
     placed: dict[tuple[str, int], set[int]] = {}
     occupy = SlotTable.occupy
 
@@ -59,7 +60,7 @@ async def test_bits_do_not_depend_on_company_slot_or_history(threads: int, block
     assert all(same_bits(again[key], expected) for key, expected in alone.items())
 
 
-async def test_the_shapes_of_a_real_model_keep_their_bits_too() -> None:
+async def test_bits_do_not_depend_on_other_rows_with_the_shapes_of_a_real_model() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     def smollm2(layers: int = 2):
@@ -85,7 +86,7 @@ async def test_an_engine_whose_rows_depend_on_each_other_does_not_start(broken: 
     def leaking(self, ids, *rest):
         answer = plain(self, ids, *rest)
         logits = answer[0] if broken == "prefill" else answer
-        logits[1:] += ids.float().mean() * 1e-6  # a breath of the neighbours
+        logits[1:] += ids.float().mean() * 1e-6  # a tiny influence of the other rows
         return answer
 
     monkeypatch.setattr("rollout_workers.engines.transformers.forward.disagreement", lambda *_: None)

@@ -1,4 +1,4 @@
-"""What the engine samples, against the module's own forward and ``model.generate``."""
+"""Compares the engine's samples with the module's own forward and ``model.generate``."""
 
 from typing import Any, cast
 
@@ -65,7 +65,7 @@ async def test_logprobs_are_those_of_a_plain_forward(name: str) -> None:
     batch = [
         request(f"r{i}", length=1 + 5 * i, seeds=(i, 10 + i, 20 + i), temperature=0.8, max_tokens=3 + 4 * i) for i in range(6)
     ]
-    async with running(model, slots=4) as engine:  # 18 samples through 4 slots: queue, partial groups, compaction
+    async with running(model, slots=4) as engine:  # 18 samples in 4 slots, with a queue, partial groups, and compaction
         found = await outputs(engine, *batch)
     assert len(found) == 18
     for r in batch:
@@ -114,7 +114,7 @@ async def test_a_sample_ends_at_an_end_token_and_keeps_it() -> None:
 async def test_the_models_own_end_token_ends_a_sample_unless_ignored() -> None:
     model = tiny_model()
     with torch.no_grad():
-        model.model.embed_tokens.weight[END] *= 4  # tied: makes the end token likely
+        model.model.embed_tokens.weight[END] *= 4  # the tied weights make the end token likely
     batch = [request("stops", seeds=range(16), ignore_eos=False, max_tokens=40), request("goes", seeds=range(16), max_tokens=40)]
     async with running(model) as engine:
         found = await outputs(engine, *batch)
@@ -129,7 +129,7 @@ async def test_the_context_ends_a_sample() -> None:
     assert len(out.token_ids) == 6 and out.finish_reason == "length"
 
 
-async def test_bad_prompts_fail_alone() -> None:
+async def test_invalid_prompts_do_not_fail_others() -> None:
     async with running(max_len=16) as engine:
         found = await outputs(
             engine,
@@ -145,7 +145,7 @@ async def test_bad_prompts_fail_alone() -> None:
     assert found["good", 0].finish_reason == "length" and found["good", 0].error is None
 
 
-async def test_logits_that_are_not_finite_end_a_sample_and_leave_no_trace() -> None:
+async def test_non_finite_logits_end_a_sample_and_do_not_affect_later_ones() -> None:
     model = tiny_model()
     async with running(model, slots=2, deterministic=True) as engine:
         clean = (await outputs(engine, request("good")))["good", 0]
@@ -161,7 +161,7 @@ async def test_logits_that_are_not_finite_end_a_sample_and_leave_no_trace() -> N
         assert same_bits((await outputs(engine, request("good")))["good", 0], clean)
 
 
-async def test_a_request_id_in_flight_is_refused_and_a_closed_engine_says_so() -> None:
+async def test_duplicate_request_ids_and_a_closed_engine_raise_errors() -> None:
     async with running() as engine:
         with pytest.raises(DuplicateRequest, match="twice"):
             await outputs(engine, request("twice"), request("twice"))
@@ -172,7 +172,7 @@ async def test_a_request_id_in_flight_is_refused_and_a_closed_engine_says_so() -
             await outputs(engine, request("late"))
 
 
-async def test_a_module_that_decodes_differently_is_refused(monkeypatch) -> None:
+async def test_a_module_that_decodes_differently_is_rejected(monkeypatch) -> None:
     model = tiny_model()
     plain = model.forward
     model.forward = lambda *args, **kw: plain(*args, **(kw | {"position_ids": None}))

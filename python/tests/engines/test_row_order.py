@@ -7,7 +7,7 @@ import numpy as np
 from rollout_workers.engines.transformers.row_order import is_scattered, length_class, loose_segments, moves, segments
 
 
-def test_a_class_holds_the_position_that_is_written_and_depends_on_nothing_else() -> None:
+def test_a_length_class_depends_only_on_the_position_and_includes_it() -> None:
     positions = np.arange(100)
     classes = length_class(positions, 80)
     assert (classes >= np.minimum(positions + 1, 80)).all()

@@ -1,4 +1,4 @@
-"""Sampling against Hugging Face's warpers, the distribution itself, and the random numbers'
+"""Compares sampling with Hugging Face's warpers and the exact distribution, and random numbers with
 published vectors."""
 
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ CASES = [
 
 
 OWNER: Any = SimpleNamespace(text=None)
-UNUSED: Any = None  # the warpers' input ids
+UNUSED: Any = None  # the input ids of the warpers
 
 
 def controls_of(params: list[SamplingParams], vocabulary: int) -> Controls:
@@ -39,7 +39,7 @@ def controls_of(params: list[SamplingParams], vocabulary: int) -> Controls:
 
 
 def reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Log-probabilities by Hugging Face's warpers."""
+    """The log-probabilities of Hugging Face's warpers."""
     scores = TemperatureLogitsWarper(params.temperature)(UNUSED, logits) if params.temperature != 1 else logits
     if params.top_k:
         scores = TopKLogitsWarper(min(params.top_k, logits.shape[-1]))(UNUSED, scores)
@@ -64,13 +64,13 @@ def test_mixed_rows_follow_the_reference_distribution() -> None:
         tokens = picked.tokens[i * draws : (i + 1) * draws]
         torch.testing.assert_close(picked.logprobs[i * draws : (i + 1) * draws], expected[tokens], atol=1e-5, rtol=0)
         torch.testing.assert_close(picked.raw_logprobs[i * draws : (i + 1) * draws], raw[i][tokens], atol=1e-5, rtol=0)
-        # an even grid of uniforms hits each token as often as its probability says, to one draw at
-        # either end
+        # An even grid of uniforms must draw each token as often as its probability requires, plus
+        # or minus one draw at either end.
         counts = torch.bincount(tokens, minlength=vocabulary)
         assert ((counts - expected.exp() * draws).abs() <= 1.01).all(), params
 
 
-def test_greedy_rows_take_the_maximum_beside_sampled_ones() -> None:
+def test_greedy_rows_take_the_maximum_next_to_sampled_rows() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, 3.0, 1.0]])
     picked = sample(
         logits, torch.tensor([0.999, 0.999]).double(), controls_of([SamplingParams(8, temperature=0), SamplingParams(8)], 3)
@@ -81,7 +81,7 @@ def test_greedy_rows_take_the_maximum_beside_sampled_ones() -> None:
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-53])
-def test_the_ends_of_the_unit_interval_hit_possible_tokens(uniform: float) -> None:
+def test_uniforms_at_the_ends_of_the_interval_draw_possible_tokens(uniform: float) -> None:
     logits = torch.full((1, 64), -torch.inf)
     logits[0, 7], logits[0, 9] = 0.0, -30.0
     picked = sample(logits, torch.tensor([uniform], dtype=torch.float64), Controls())
@@ -90,7 +90,7 @@ def test_the_ends_of_the_unit_interval_hit_possible_tokens(uniform: float) -> No
 
 
 @pytest.mark.parametrize("vocabulary", [54, 3001])
-def test_a_row_has_the_same_bits_in_any_company(vocabulary: int) -> None:
+def test_the_bits_of_a_row_do_not_depend_on_other_rows(vocabulary: int) -> None:
     params = [*CASES, SamplingParams(8, temperature=0), SamplingParams(8, temperature=3.0)] * 8
     logits = torch.randn(len(params), vocabulary, generator=torch.Generator().manual_seed(1)) * 3
     uniform = torch.rand(len(params), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -102,7 +102,7 @@ def test_a_row_has_the_same_bits_in_any_company(vocabulary: int) -> None:
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
-def test_logits_that_are_no_numbers_show_in_their_row_alone(wrong: float) -> None:
+def test_non_finite_logits_only_affect_their_row(wrong: float) -> None:
     logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(3))
     logits[1, 70], logits[2] = wrong, -torch.inf
     params = [SamplingParams(8), SamplingParams(8), SamplingParams(8, temperature=2.0), SamplingParams(8)]
@@ -113,7 +113,7 @@ def test_logits_that_are_no_numbers_show_in_their_row_alone(wrong: float) -> Non
 
 
 def test_philox_gives_the_published_words() -> None:
-    # Random123 1.09, kat_vectors: philox4x32 10
+    # from Random123 1.09, kat_vectors: philox4x32 10
     zero = np.zeros(1, np.uint64)
     assert [int(w[0]) for w in philox4x32(zero, zero)] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
@@ -139,7 +139,7 @@ def test_uniforms_depend_on_seed_and_index_alone() -> None:
         {"max_tokens": 0},
     ],
 )
-def test_parameters_out_of_range_name_themselves(wrong: dict[str, Any]) -> None:
+def test_the_error_names_the_parameter_that_is_out_of_range(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         SamplingParams(**{"max_tokens": 4, **wrong})
 
@@ -150,7 +150,7 @@ def test_a_large_vocabulary_is_searched_by_blocks_with_the_same_result(vocabular
     logits = torch.randn(16, vocabulary) * 4
     logits[:, : vocabulary // 2 : 3] = -torch.inf
     logits[1] = -torch.inf
-    logits[1, vocabulary - 1] = 0.0  # the last token alone
+    logits[1, vocabulary - 1] = 0.0  # only the last token
     edges = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
     uniform = torch.cat([edges, edges, torch.rand(12, dtype=torch.float64)])
     picked = sample(logits, uniform, Controls())

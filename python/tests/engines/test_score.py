@@ -33,7 +33,7 @@ def plain(model, ids: np.ndarray) -> np.ndarray:
     return np.array([0.0] + [float(logprobs[at - 1, int(ids[at])]) for at in range(1, len(ids))], np.float32)
 
 
-async def test_scores_are_the_models_own() -> None:
+async def test_scores_equal_a_plain_forward() -> None:
     async with running() as engine:
         found = await asyncio.gather(*(engine.prompt_logprobs(ids) for ids in PROMPTS))
     for ids, scored in zip(PROMPTS, found, strict=True):
@@ -53,8 +53,8 @@ HEADS = {
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_every_kind_of_head_gives_the_models_own(name: str) -> None:
-    """Three rows at a time, where the head is linear; it then never sees more."""
+def test_scores_equal_a_plain_forward_for_every_kind_of_head(name: str) -> None:
+    """Three rows at a time if the head is linear. More logits are never in memory then."""
     build, linear = HEADS[name]
     torch.manual_seed(0)
     model = build().eval()
@@ -83,14 +83,14 @@ async def test_samples_keep_their_bits_while_prompts_are_scored() -> None:
 @pytest.mark.parametrize(
     ("ids", "error"), [([], InvalidPrompt), ([257], InvalidPrompt), ([-1], InvalidPrompt), ([1] * 65, ContextOverflow)]
 )
-async def test_a_bad_prompt_is_refused_alone(ids: list[int], error: type[Exception]) -> None:
+async def test_an_invalid_prompt_does_not_fail_others(ids: list[int], error: type[Exception]) -> None:
     async with running() as engine:
         with pytest.raises(error):
             await engine.prompt_logprobs(np.array(ids, np.int32))
         assert len(await engine.prompt_logprobs(PROMPTS[1])) == 2
 
 
-async def test_new_weights_score_otherwise_and_a_paused_engine_waits() -> None:
+async def test_scores_use_new_weights_and_wait_while_paused() -> None:
     async with running() as engine:
         before = await engine.prompt_logprobs(PROMPTS[3])
         await engine.pause()
@@ -106,12 +106,12 @@ async def test_new_weights_score_otherwise_and_a_paused_engine_waits() -> None:
     assert np.abs(after - before).max() > 0.1
 
 
-async def test_who_waits_when_it_ends_is_told() -> None:
+async def test_shutdown_fails_waiting_prompts() -> None:
     async with running() as engine:
         await engine.pause()
         waiting = asyncio.create_task(engine.prompt_logprobs(PROMPTS[0]))
         with pytest.raises(NothingStaged):
-            await engine.swap_weights(7)  # after the task's own call
+            await engine.swap_weights(7)  # after the call of the task
         await engine.shutdown()
         with pytest.raises(EngineClosed):
             await waiting

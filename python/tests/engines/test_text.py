@@ -1,4 +1,4 @@
-"""Stop strings across token borders, and streams that add up."""
+"""Stop strings across token borders, and streams whose pieces add up to the text."""
 
 import pytest
 from tokenizers.pre_tokenizers import ByteLevel
@@ -17,7 +17,7 @@ def decode(ids) -> str:
 
 
 def feed(content: str | bytes, stop: tuple[str, ...] = ()) -> tuple[list[str], SampleText]:
-    """What becomes certain with each byte of the content."""
+    """The new settled text after each byte of the content."""
     text, pieces = SampleText(stop), []
     alphabet = sorted(ByteLevel.alphabet())
     symbols = {byte: alphabet.index(symbol) for byte, symbol in _bytes_to_symbols().items()}
@@ -31,25 +31,25 @@ def feed(content: str | bytes, stop: tuple[str, ...] = ()) -> tuple[list[str], S
 
 
 def _bytes_to_symbols() -> dict[int, str]:
-    """GPT-2's byte alphabet."""
+    """The byte alphabet of GPT-2."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in plain]
     return {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
-def test_a_character_arrives_whole() -> None:
+def test_a_character_is_returned_whole() -> None:
     pieces, text = feed("aé€𝄞!")
     assert pieces == ["a", "", "é", "", "", "€", "", "", "", "𝄞", "!"]
     assert text.text == "aé€𝄞!"
 
 
-def test_broken_bytes_come_out_once_they_are_certain() -> None:
+def test_invalid_bytes_are_returned_once_they_cannot_become_a_character() -> None:
     _, text = feed(b"a\xff\xfe\xe2\x82b")
     advance([text], TOKENIZER, final=True)
     assert text.text == b"a\xff\xfe\xe2\x82b".decode(errors="replace")
 
 
-def test_an_incomplete_character_is_taken_at_the_end() -> None:
+def test_an_incomplete_character_is_returned_at_the_end() -> None:
     pieces, text = feed(b"ab\xe2\x82")
     assert "".join(pieces) == "ab"
     advance([text], TOKENIZER, final=True)
@@ -114,7 +114,7 @@ async def test_an_end_token_leaves_no_text() -> None:
     assert out.finish_reason == "stop" and out.text == decode(free.token_ids[:cut])
 
 
-async def test_text_without_a_tokenizer_is_refused() -> None:
+async def test_text_without_a_tokenizer_is_an_error() -> None:
     async with running() as engine:
         for wrong in (request("a", stream=True), request("b", stop=("x",))):
             with pytest.raises(TokenizerMissing, match=wrong.request_id):
@@ -122,7 +122,7 @@ async def test_text_without_a_tokenizer_is_refused() -> None:
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["streamed first", "streamed last"])
-async def test_a_streamed_group_is_read_beside_others_of_the_same_parameters(first: bool) -> None:
+async def test_a_streamed_group_runs_next_to_others_with_the_same_parameters(first: bool) -> None:
     async with running(text=True, max_len=64, slots=8, deterministic=True) as engine:
         batch = [
             request("a", seeds=range(2), max_tokens=20, stream=first),

@@ -1,4 +1,4 @@
-"""A tiny model, a byte tokenizer and the plain forward that engines are compared with. Nothing is
+"""A tiny model, a byte tokenizer, and the plain forward with which engines are compared. Nothing is
 downloaded."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VOCABULARY = 257
 
 
 def tiny_model(seed: int = 0, scale: float = 0.2) -> Qwen3ForCausalLM:
-    """A random Qwen3 over bytes. ``scale`` is the weights' spread: larger makes sharper
+    """A random Qwen3 over bytes. ``scale``: the spread of the weights; larger values give sharper
     distributions."""
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -42,8 +42,8 @@ def tiny_model(seed: int = 0, scale: float = 0.2) -> Qwen3ForCausalLM:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, so that a character beyond ASCII spans tokens; id = place in the byte
-    alphabet."""
+    """A tokenizer with one token per byte, so that a non-ASCII character spans tokens. id: index in
+    the byte alphabet."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: i for i, symbol in enumerate(alphabet)} | {"<end>": END}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
@@ -56,7 +56,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 async def running(
     model: PreTrainedModel | None = None, *, text: bool = False, version: int = 0, **config: Any
 ) -> AsyncIterator[TransformersEngine]:
-    """An engine that is shut down afterwards."""
+    """An engine that is shut down after the test."""
     sizes: dict[str, Any] = {"slots": 8, "max_len": 64, "threads": 1} | config
     engine = TransformersEngine(
         model or tiny_model(), EngineConfig(**sizes), tokenizer=byte_tokenizer() if text else None, version=version
@@ -75,7 +75,7 @@ def request(
     stream: bool = False,
     **params: Any,
 ) -> GroupRequest:
-    """A request for a random prompt of ``length`` ids, the same for the same name."""
+    """A request with a random prompt of ``length`` ids, which depends only on the name."""
     ids = np.random.default_rng(list(name.encode())).integers(0, 256, length) if prompt is None else prompt
     chosen: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True} | params
     return GroupRequest(name, tuple(int(i) for i in ids), tuple(seeds), SamplingParams(**chosen), stream)
@@ -93,7 +93,7 @@ async def outputs(engine: TransformersEngine, *batch: GroupRequest) -> dict[tupl
 
 @torch.no_grad()
 def plain_logits(model: torch.nn.Module, prompt: Sequence[int] | np.ndarray, tokens: Sequence[int] | np.ndarray) -> torch.Tensor:
-    """Logits [T, V] that the module's own forward gives for each of ``tokens``."""
+    """Logits [T, V] of the module's own forward for each of ``tokens``."""
     ids = torch.tensor([[*prompt, *(int(t) for t in tokens)]]).to(model.device)
     return model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float().cpu()
 
@@ -105,5 +105,5 @@ def plain_logprobs(model: torch.nn.Module, prompt: Sequence[int] | np.ndarray, t
 
 
 def same_bits(a: SampleOutput, b: SampleOutput) -> bool:
-    """Whether two outputs hold the same tokens and logprobs, bit for bit."""
+    """Whether two outputs have the same tokens and logprobs, bit for bit."""
     return all(getattr(a, name).tobytes() == getattr(b, name).tobytes() for name in ("token_ids", "logprobs", "raw_logprobs"))

@@ -39,7 +39,7 @@ class Lengths:
 
 
 class Harness:
-    """Rows of the addition example; answers are digits."""
+    """The rows of the addition example. Answers are digits."""
 
     stateful = False
     bad_row = b"[]"
@@ -66,8 +66,8 @@ class Harness:
 
 
 class Countdown:
-    """Episodes of several turns with a state: each observation is the number of turns that are
-    left."""
+    """Episodes with several turns and a state. Each observation is the number of remaining
+    turns."""
 
     def __init__(self) -> None:
         self.left: dict[str, int] = {}
@@ -114,7 +114,7 @@ async def test_single_turn(case: str, text: Text) -> None:
 
 
 @pytest.mark.parametrize("case", envtest.applicable(Stateful))  # type: ignore[arg-type]
-async def test_several_turns_with_a_state(case: str, text: Text) -> None:
+async def test_an_environment_with_turns_and_state(case: str, text: Text) -> None:
     await envtest.run(case, Stateful(text, Countdown))
 
 
@@ -131,21 +131,21 @@ class Silent(Countdown):
 
 
 class Short(Countdown):
-    """Leaves the last answer out."""
+    """Omits the last answer."""
 
     async def step(self, turns: Sequence[Turn]) -> list[Observation | Result]:
         return (await super().step(turns))[:-1]
 
 
 class Lenient(Countdown):
-    """Begins with any row."""
+    """Accepts any row."""
 
     def _begin(self, task: Task) -> Observation | Refusal:
         return Observation(np.array([1], np.int32), "start")
 
 
 class Ordered(Countdown):
-    """Rewards depend on the calls before."""
+    """Its rewards depend on earlier calls."""
 
     calls = 0
 
@@ -160,7 +160,7 @@ class Forgetful(Countdown):
 
 
 class Strict(Countdown):
-    """Refuses to close twice."""
+    """Rejects a second close."""
 
     async def close(self, episodes: Sequence[tuple[str, int]]) -> None:
         for key, sample in episodes:
@@ -184,7 +184,7 @@ async def test_a_broken_environment_fails(broken: type[Countdown], case: str, te
         await envtest.run(case, Stateful(text, broken))
 
 
-def test_the_config_names_the_environment(text: Text) -> None:
+def test_the_config_selects_the_environment(text: Text) -> None:
     prompts = PromptReader(text, prompt_field="prompt", chat_template=False)
     assert isinstance(registry.build(registry.Context(grpo(), prompts, None, text)), SingleTurn)
     unknown = grpo()

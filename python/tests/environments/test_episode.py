@@ -1,4 +1,4 @@
-"""Episodes of one turn and of several, and what happens when an environment or the engine fails."""
+"""Episodes with one and several turns, and failures of environments and engines."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PARAMS = SamplingParams(max_tokens=8)
 
 
 class Counting:
-    """An environment of ``turns`` turns: each answer but the last is followed by the observation
-    ``;``."""
+    """An environment with ``turns`` turns. Each answer except the last is followed by the
+    observation ``;``."""
 
     def __init__(self, text: Text, turns: int) -> None:
         self._text, self._turns = text, turns
@@ -57,7 +57,7 @@ async def run(engine: ScriptedEngine, environment: Counting, text: Text, tasks: 
 
 
 def answering(text: Text, answers: dict[str, str]) -> ScriptedEngine:
-    """Answers by the text of the context."""
+    """An engine whose answers depend on the text of the context."""
 
     def answer(request: GroupRequest, sample: int) -> list[int]:
         [context] = text.decode([np.array(request.prompt_ids)])
@@ -66,7 +66,7 @@ def answering(text: Text, answers: dict[str, str]) -> ScriptedEngine:
     return ScriptedEngine(answer)
 
 
-async def test_one_turn(text: Text) -> None:
+async def test_an_episode_of_one_turn(text: Text) -> None:
     environment = Counting(text, 1)
     engine = answering(text, {"1+1=": "2"})
     finished = await run(engine, environment, text, [task("a", "1+1="), task("b", "2+2=", (1, 3))])
@@ -78,7 +78,7 @@ async def test_one_turn(text: Text) -> None:
     assert environment.closed == []
 
 
-async def test_several_turns_grow_one_context(text: Text) -> None:
+async def test_several_turns_extend_one_context(text: Text) -> None:
     environment = Counting(text, 3)
     engine = answering(text, {"1+1=": "2", "1+1=2;": "33", "1+1=2;33;": "4"})
     finished = await run(engine, environment, text, [task("a", "1+1=", (0, 5))])
@@ -91,7 +91,7 @@ async def test_several_turns_grow_one_context(text: Text) -> None:
     assert episode.spans() == [VersionSpan(0, 0, 6)]
 
 
-def test_spans_leave_no_gap_at_observations() -> None:
+def test_version_spans_cover_observations() -> None:
     def sampled(*spans: tuple[int, int, int]) -> SampleOutput:
         count = spans[-1][2]
         zeros = np.zeros(count, np.float32)
@@ -118,7 +118,7 @@ async def test_an_environment_that_raises_fails_its_turns(text: Text) -> None:
     assert {e.result.reason for e in finished["a"].episodes if e.result} == {"ENVIRONMENT_FAILED"}
 
 
-async def test_aborted_samples_keep_what_they_have_and_see_no_reward(text: Text) -> None:
+async def test_aborted_samples_keep_their_tokens_and_are_not_scored(text: Text) -> None:
     engine, environment = answering(text, {}), Counting(text, 1)
     await engine.abort(["a"])
     finished = await run(engine, environment, text, [task("a", "1")])
@@ -127,7 +127,7 @@ async def test_aborted_samples_keep_what_they_have_and_see_no_reward(text: Text)
     assert environment.steps == []
 
 
-async def test_an_engine_that_fails_fails_the_samples(text: Text) -> None:
+async def test_samples_fail_if_the_engine_fails(text: Text) -> None:
     def broken(request: GroupRequest, sample: int) -> list[int]:
         raise MemoryError
 
@@ -135,7 +135,7 @@ async def test_an_engine_that_fails_fails_the_samples(text: Text) -> None:
     assert {e.result.reason for e in finished["a"].episodes if e.result} == {"ENGINE_FAILED"}
 
 
-async def test_leaving_early_closes_the_environment(text: Text) -> None:
+async def test_closing_the_iterator_closes_the_episodes(text: Text) -> None:
     environment = Counting(text, 1)
     engine = answering(text, {})
     await engine.pause()
@@ -146,9 +146,9 @@ async def test_leaving_early_closes_the_environment(text: Text) -> None:
     assert environment.closed == [("a", 0), ("a", 1)]
 
 
-def test_seeds_are_those_of_the_contract() -> None:
-    """The scheduler's seeds: label, seed, epoch, index, sample as 8 little-endian bytes each, top
-    bit cleared."""
+def test_seeds_follow_the_contract() -> None:
+    """The seeds of the scheduler: label, seed, epoch, index, and sample as 8 little-endian bytes
+    each, with the top bit cleared."""
     words = b"".join(number.to_bytes(8, "little") for number in (7, 1, 2, 3))
     whole = int.from_bytes(blake3(b"rollout.seed.v1" + words).digest()[:8], "little")
     assert sample_seed(7, 1, 2, 3) == whole % 2**63

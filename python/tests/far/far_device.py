@@ -28,25 +28,25 @@ MIXED = {aten._to_copy.default, aten.index.Tensor, aten.index_put.default, aten.
 
 
 class Far(Tensor):
-    """A tensor of the device; ``held`` is what the CPU computes with."""
+    """A tensor of the device. ``content``: the CPU tensor with its content."""
 
-    held: Tensor
+    content: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, held: Tensor) -> Far:
+    def __new__(cls, content: Tensor) -> Far:
         return Tensor._make_wrapper_subclass(
             cls,
-            held.shape,
-            strides=held.stride(),
-            storage_offset=held.storage_offset(),
-            dtype=held.dtype,
-            layout=held.layout,
+            content.shape,
+            strides=content.stride(),
+            storage_offset=content.storage_offset(),
+            dtype=content.dtype,
+            layout=content.layout,
             device=FAR,
         )
 
-    def __init__(self, held: Tensor) -> None:
-        self.held = held
+    def __init__(self, content: Tensor) -> None:
+        self.content = content
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,17 +54,17 @@ class Far(Tensor):
 
     @property
     def data(self) -> Far:
-        return Far(self.held)
+        return Far(self.content)
 
     @data.setter
     def data(self, value: Far) -> None:
-        self.held = value.held
+        self.content = value.content
 
     def data_ptr(self) -> int:
-        raise RuntimeError("this memory is not the CPU's")  # CUDA gives an address that compiled code would die of
+        raise RuntimeError("this memory is not the CPU's")  # on CUDA the address would crash compiled code
 
     def tolist(self) -> Any:
-        return self.held.tolist()
+        return self.content.tolist()
 
 
 class Mode(TorchDispatchMode):
@@ -75,7 +75,7 @@ class Mode(TorchDispatchMode):
 
 
 def near(value: Any) -> Any:
-    return value.held if isinstance(value, Far) else value
+    return value.content if isinstance(value, Far) else value
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
@@ -96,22 +96,23 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         return args[0]
     if func is aten._fused_sdp_choice.default:
         return 0  # attention by plain operations
-    strangers = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Far) and leaf.dim()]
-    if far and strangers and func not in MIXED:
+    cpu_tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Far) and leaf.dim()]
+    if far and cpu_tensors and func not in MIXED:
         raise RuntimeError(f"{func}: operands on two devices")
     if device is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     out = func(*tree_map(near, args), **tree_map(near, kwargs))
     if not lands_far or func is aten._local_scalar_dense.default:
         return out
-    same = {id(leaf.held): leaf for leaf in far}  # of operations in place
+    same = {id(leaf.content): leaf for leaf in far}  # of operations in place
     return tree_map(lambda leaf: same.get(id(leaf), Far(leaf)) if isinstance(leaf, Tensor) else leaf, out)
 
 
 def install() -> None:
-    """Let the engine and the learner load onto the device, in all threads."""
-    torch.inference_mode = lambda mode=True: torch.no_grad() if mode else contextlib.nullcontext()  # its tensors can't be wrapped
-    torch.__future__.set_swap_module_params_on_conversion(True)  # keeps tied weights tied
+    """Let the engine and the learner load models onto the device, in all threads."""
+    # tensors inside of it can't be wrapped
+    torch.inference_mode = lambda mode=True: torch.no_grad() if mode else contextlib.nullcontext()
+    torch.__future__.set_swap_module_params_on_conversion(True)  # keep tied weights tied
     begin = threading.Thread._bootstrap_inner
 
     def begin_far(thread: threading.Thread) -> None:

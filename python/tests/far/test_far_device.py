@@ -1,8 +1,8 @@
-"""Engine and learner on a device that is not the CPU, as on a GPU: their own suites, in a process
-with such a device.
+"""Runs the suites of the engine and the learner on a device that is not the CPU, like on a GPU, in
+a separate process.
 
-What is left out compares bits of the CPU's kernels, or has Hugging Face's own code make tensors in
-a way that only a real device knows.
+Excluded are tests that compare bits of the CPU's kernels, and tests in which code of Hugging Face
+creates tensors in a way that only a real device supports.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A real rolloutd's NATS and registry, a small model of the addition example, and a run for each
-test."""
+"""The NATS and registry of a real rolloutd, a small model of the addition example, and a run for
+each test."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Weights that come over the network: a worker takes them over as it takes a folder, and what it
-samples has their receipt."""
+"""Weights that arrive over the network are loaded like those of a folder, and samples have their
+receipt."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from .test_weights import Loader
 
 
 class Publisher:
-    """A learner as far as workers see it: a catalog behind a server. Its folders are out of their
-    reach."""
+    """A learner as seen by workers: a catalog behind a server. Workers have no access to its
+    folders."""
 
     def __init__(self, example: Example, folder: Path, run: str, token: str) -> None:
         self._example, self._folder, self._run = example, folder, run
@@ -41,7 +41,7 @@ class Publisher:
         return self
 
     def publish(self, version: int) -> weights_pb2.WeightsManifest:
-        """The model with a few values changed."""
+        """The model with a few changed values."""
         next(iter(self._tensors.values()))[0, :3] += 0.5
         folder = self._folder / f"v{version}"
         write_weights(folder, self._tensors.items(), config_source_dir=self._example.model, version=version)
@@ -64,7 +64,7 @@ async def publisher(daemon: Daemon, example: Example, run: str, tmp_path: Path) 
     await made.catalog.close()
 
 
-async def test_a_worker_elsewhere(
+async def test_a_worker_on_another_host_receives_weights(
     daemon: Daemon, example: Example, run: str, publisher: Publisher, streams: RunStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loader = await Loader(daemon, example, run).start()
@@ -92,7 +92,7 @@ async def test_a_worker_elsewhere(
     assert await loader.made.stop() == 0
 
 
-async def test_what_can_not_be_taken_over_leaves_the_old_ones(
+async def test_weights_that_cannot_be_loaded_leave_the_old_ones_in_use(
     daemon: Daemon, example: Example, run: str, publisher: Publisher
 ) -> None:
     loader = await Loader(daemon, example, run).start()
@@ -120,6 +120,6 @@ async def test_what_can_not_be_taken_over_leaves_the_old_ones(
     assert await loader.made.stop() == 0
 
 
-def test_patches_of_small_models_pay(example: Example) -> None:
-    """What the tests above rely on."""
+def test_patches_of_small_models_are_smaller_than_the_weights(example: Example) -> None:
+    """The tests above assume this."""
     assert catalog._SHARE * (example.model / "model.safetensors").stat().st_size > 1000

@@ -1,4 +1,4 @@
-"""The same groups give the same bytes, whatever the worker and the order in which they come."""
+"""The same groups give the same bytes on every worker and in every order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ GROUPS = 24
 
 
 async def payloads(daemon: Daemon, example: Example, run: str, groups: list[PromptGroup], burst: int) -> dict:
-    """The trajectories that a separate worker makes of the groups, issued ``burst`` at a time."""
+    """The trajectories of a separate worker for the groups, which are published ``burst`` at a
+    time."""
     streams = await RunStreams.open(daemon, run)
     run_config = config(example, deterministic=True, engine={"slots": 16})
     made = await InProcess(spec(daemon, run_config, run=run)).start()
@@ -26,7 +27,7 @@ async def payloads(daemon: Daemon, example: Example, run: str, groups: list[Prom
     return by_key(envelopes)
 
 
-async def test_two_workers_in_different_order(daemon: Daemon, example: Example, run: str) -> None:
+async def test_two_workers_with_different_orders_give_equal_bytes(daemon: Daemon, example: Example, run: str) -> None:
     rows = example.rows(GROUPS)
     groups = [prompt_group(i, rows[i], run=run) for i in range(GROUPS)]
     mixed = random.Random(0).sample(groups, GROUPS)
@@ -42,7 +43,7 @@ async def test_two_workers_in_different_order(daemon: Daemon, example: Example, 
 
 
 def _renamed(groups: list[PromptGroup], run: str) -> list[PromptGroup]:
-    """The same work in another run, so that nothing is shared but the work."""
+    """The same work in another run, so that the runs share nothing else."""
     copies = [PromptGroup.FromString(group.SerializeToString()) for group in groups]
     for copy in copies:
         copy.run_id = run

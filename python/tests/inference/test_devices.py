@@ -1,5 +1,5 @@
-"""Which GPU a worker takes. No machine of the tests has one: what is asked is the arithmetic, and
-what the CPU is for."""
+"""Which GPU a worker uses. The machines that run the tests have none, so only the assignment is
+tested."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ def spec(worker_id: str, *, ranks: int = 0, workers: int = 0) -> WorkerSpec:
 @pytest.mark.parametrize(
     ("there", "ranks", "workers", "inference", "reward"),
     [
-        (1, 0, 1, [0], 0),  # all share the only one
+        (1, 0, 1, [0], 0),  # all share the only GPU
         (2, 1, 1, [1], 1),
         (4, 1, 2, [1, 2], 3),
-        (4, 2, 3, [2, 3, 2], 3),  # more workers than the learner leaves
-        (2, 2, 2, [0, 1], 0),  # it leaves none
+        (4, 2, 3, [2, 3, 2], 3),  # more workers than GPUs without a rank of the learner
+        (2, 2, 2, [0, 1], 0),  # the learner uses all GPUs
         (8, 4, 4, [4, 5, 6, 7], 4),
     ],
 )
-def test_workers_take_what_the_learner_leaves(there: int, ranks: int, workers: int, inference: list[int], reward: int) -> None:
+def test_workers_use_gpus_without_a_rank_of_the_learner(
+    there: int, ranks: int, workers: int, inference: list[int], reward: int
+) -> None:
     found = [gpus_of(spec(f"inference-{n}", ranks=ranks, workers=workers), there)[0] for n in range(workers)]
     assert (found, gpus_of(spec("reward-0", ranks=ranks, workers=workers), there)) == (inference, (reward,))
 
 
-def test_who_works_alone_takes_the_first() -> None:
+def test_a_process_without_a_run_uses_the_first_gpu() -> None:
     assert gpus_of(WorkerSpec(), 4) == (0,)
 
 
@@ -46,8 +48,7 @@ def test_a_spec_assigns_gpus() -> None:
 
 
 def test_the_engine_uses_the_configured_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The worker gives the engine its GPU: an engine that got none would sample on the CPU while
-    GPUs are idle."""
+    """The worker passes its GPU to the engine. Otherwise the engine would sample on the CPU."""
     from rollout_workers.engines import transformers
     from rollout_workers.inference import model
 
@@ -75,7 +76,7 @@ def test_the_engine_uses_the_configured_device(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_only_gpus_get_deterministic_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would slow the CPU's kernels down, which do so anyhow."""
+    """They would slow down the CPU's kernels, which are deterministic without them."""
     calls: list[bool] = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on, warn_only: calls.append(on and warn_only))
     repeat_bits()

@@ -1,4 +1,4 @@
-"""Held-out rows leave in order and complete, whatever order they are scored in."""
+"""Evaluations return all held-out rows in order, in whatever order they are scored."""
 
 import random
 
@@ -6,7 +6,7 @@ from rollout.inference.v1 import inference_pb2 as pb
 from rollout_workers.inference.evaluation import take_chunk
 
 
-def test_every_row_leaves_once_and_in_order() -> None:
+def test_every_row_is_returned_once_and_in_order() -> None:
     rows = list(range(500))
     random.Random(3).shuffle(rows)
     scored: dict[int, pb.EvalSample] = {}

@@ -1,4 +1,5 @@
-"""Adapters alone travel, and the engine holds what the learner has merged, bit for bit."""
+"""Workers receive only adapters, and the engine has the same merged weights as the learner, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ KINDS = {
 
 
 class Run:
-    """A learner that publishes, and a worker's engine that takes over."""
+    """A learner that publishes, and the engine of a worker that loads the weights."""
 
     def __init__(self, example: Example, tmp_path: Path, config: TrainerConfig) -> None:
         assert config.lora is not None
@@ -42,7 +43,7 @@ class Run:
         self.merge = Merging(str(example.model), config.dtype, config.lora)
 
     def step(self) -> pb.WeightsManifest:
-        """Move the adapters, as a step does."""
+        """Change the adapters, like a training step."""
         assert self.trainer.policy.adapter is not None
         with torch.no_grad():
             for number, tensor in enumerate(self.trainer.policy.adapter.tensors().values()):
@@ -52,7 +53,7 @@ class Run:
         return self.publication.publish(self.trainer)
 
     def policy(self, ids: torch.Tensor) -> torch.Tensor:
-        """The learner's logits of token ids, wherever it computes."""
+        """The learner's logits for token ids."""
         model = self.trainer.policy.model
         return model(ids.to(model.device), use_cache=False).logits.cpu()
 
@@ -63,7 +64,7 @@ class Run:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_engine_holds_what_the_learner_merged(kind: str, example: Example, tmp_path: Path) -> None:
+def test_the_engine_has_the_weights_that_the_learner_merged(kind: str, example: Example, tmp_path: Path) -> None:
     run = Run(example, tmp_path, KINDS[kind])
     ids = torch.arange(3, 15)[None] % 11
     for _ in range(3):
@@ -98,7 +99,7 @@ def test_the_digest_covers_base_and_adapters(example: Example, tmp_path: Path) -
         run.merge(Path(manifest.directory))
 
 
-def test_adapters_of_another_shape_are_refused(example: Example, tmp_path: Path) -> None:
+def test_adapters_of_another_shape_are_rejected(example: Example, tmp_path: Path) -> None:
     run = Run(example, tmp_path, KINDS["lora"])
     manifest = run.step()
     other = Merging(str(example.model), torch.float32, LoraConfig(rank=8, alpha=8.0))
@@ -106,19 +107,19 @@ def test_adapters_of_another_shape_are_refused(example: Example, tmp_path: Path)
         other(Path(manifest.directory))
 
 
-def test_versions_that_last_are_whole(example: Example, tmp_path: Path) -> None:
+def test_lasting_versions_are_whole(example: Example, tmp_path: Path) -> None:
     run = Run(example, tmp_path, KINDS["lora"])
     run.trainer.step = 8
     assert run.step().form == pb.WEIGHTS_FORM_WHOLE
     manifest = run.step()
     assert manifest.form == pb.WEIGHTS_FORM_ADAPTER
-    loaded = AutoModelForCausalLM.from_pretrained(manifest.directory)  # PEFT finds the model by the adapters' settings
+    loaded = AutoModelForCausalLM.from_pretrained(manifest.directory)  # PEFT reads the model's path from the adapters' settings
     ids = torch.arange(3, 15)[None] % 11
     with torch.no_grad():
         assert torch.allclose(loaded(ids).logits, run.policy(ids), atol=1e-5)
 
 
-async def test_who_gets_something_else_of_them_is_sent_the_whole(example: Example, tmp_path: Path) -> None:
+async def test_a_worker_with_another_digest_gets_whole_weights(example: Example, tmp_path: Path) -> None:
     run = Run(example, tmp_path, KINDS["lora"])
     manifest = run.step()
     catalog = run.publication.catalog

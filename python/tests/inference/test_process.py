@@ -1,5 +1,4 @@
-"""The worker as a process: how it starts, how it leaves, and what becomes of its work when it is
-killed."""
+"""The worker as a process: its start, its exit, and its work after a kill."""
 
 from __future__ import annotations
 
@@ -37,11 +36,11 @@ async def processes() -> AsyncIterator[list[Process]]:
         process.end()
 
 
-async def test_kill_9_in_the_middle_costs_nothing(
+async def test_work_of_a_killed_worker_is_done_by_another(
     daemon: Daemon, example: Example, run: str, streams: RunStreams, tmp_path: Path, processes: list[Process]
 ) -> None:
-    """The first worker has sampled and waits for its reward; the second one has everything after
-    the ack wait."""
+    """The first worker has sampled and waits for its reward. The second one gets the work after the
+    ack wait."""
     (tmp_path / "hangs.py").write_text(HANGS)
     hanging = config(example, reward={"plugin": f"{tmp_path / 'hangs.py'}:score", "timeout_seconds": 600.0})
     first = Process(spec(daemon, hanging, run=run), tmp_path)
@@ -75,7 +74,7 @@ async def test_sigterm_drains_and_deregisters(
     assert "draining" in process.log.read_text()
 
 
-async def test_the_end_of_stdin_ends_it_at_once(
+async def test_the_worker_exits_when_stdin_closes(
     daemon: Daemon, example: Example, run: str, tmp_path: Path, processes: list[Process]
 ) -> None:
     process = Process(spec(daemon, config(example), run=run), tmp_path)
@@ -86,7 +85,7 @@ async def test_the_end_of_stdin_ends_it_at_once(
     assert await process.wait() == 0
 
 
-async def test_a_second_sigterm_stops_hard(
+async def test_a_second_sigterm_exits_at_once(
     daemon: Daemon, example: Example, run: str, streams: RunStreams, tmp_path: Path, processes: list[Process]
 ) -> None:
     (tmp_path / "hangs.py").write_text(HANGS)
@@ -117,7 +116,7 @@ async def test_a_newer_incarnation_fences_the_older(
     await asyncio.to_thread(new.stop)
 
 
-async def test_what_cannot_start_says_why(
+async def test_a_worker_that_cannot_start_logs_the_reason(
     daemon: Daemon, example: Example, run: str, tmp_path: Path, processes: list[Process]
 ) -> None:
     missing = config(example, model={"path": "/no/such/model"})
@@ -130,7 +129,7 @@ async def test_what_cannot_start_says_why(
     assert "can't read" in processes[1].log.read_text()
 
 
-async def test_a_worker_of_another_kind_is_refused(daemon: Daemon, example: Example, run: str, tmp_path: Path) -> None:
+async def test_a_spec_of_another_kind_is_rejected(daemon: Daemon, example: Example, run: str, tmp_path: Path) -> None:
     import sys
 
     file = write_spec(tmp_path / "spec.json", spec(daemon, config(example), run=run))
@@ -147,7 +146,7 @@ async def _pending(streams: RunStreams, items: int) -> bool:
     return info.num_ack_pending == items
 
 
-def test_an_engine_that_is_not_here_is_refused_by_name(example: Example) -> None:
+def test_the_error_for_an_unknown_engine_names_it(example: Example) -> None:
     newer = config(example)
     newer.engine.kind = "another"
     with pytest.raises(UnknownEngine, match="engine 'another' is unknown"):

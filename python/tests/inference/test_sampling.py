@@ -30,7 +30,8 @@ from rollout_workers.worker.heartbeat import Heartbeat
 
 @pytest.fixture
 def engine(text: Text) -> ScriptedEngine:
-    """Answers every prompt with the right sum in sample 0, else with the number of the sample."""
+    """Answers every prompt with the right sum in sample 0, and with the sample's number
+    otherwise."""
 
     def answer(request: GroupRequest, sample: int) -> list[int]:
         [prompt] = text.decode([np.array(request.prompt_ids)])
@@ -42,7 +43,7 @@ def engine(text: Text) -> ScriptedEngine:
 
 @pytest.fixture
 async def host(daemon: Daemon) -> AsyncIterator[tuple[BufferDouble, StorageDouble]]:
-    """Buffer and storage."""
+    """The buffer and the storage service."""
     hosted, buffer, storage = Host(daemon), buffer_double(), storage_double()
     hosted.buffer(buffer)
     hosted.storage(storage)
@@ -89,7 +90,7 @@ async def test_a_group_becomes_trajectories(
     assert await made.stop() == 0
 
 
-async def test_newer_weights_are_waited_for(
+async def test_a_group_waits_for_the_weights_that_it_requires(
     daemon: Daemon, example: Example, run: str, streams: RunStreams, engine: ScriptedEngine, text: Text
 ) -> None:
     made = await worker(daemon, config(example), run, engine, text)
@@ -114,7 +115,7 @@ async def test_newer_weights_are_waited_for(
     await made.stop()
 
 
-async def test_of_a_redelivered_group_only_what_is_missing(
+async def test_only_missing_samples_of_a_redelivered_group_are_sampled(
     daemon: Daemon, example: Example, run: str, streams: RunStreams, engine: ScriptedEngine, text: Text,
     host: tuple[BufferDouble, StorageDouble],
 ) -> None:  # fmt: skip
@@ -140,7 +141,7 @@ async def test_of_a_redelivered_group_only_what_is_missing(
     await made.stop()
 
 
-async def test_without_a_buffer_all_of_it_is_sampled(
+async def test_without_a_buffer_a_redelivered_group_is_sampled_completely(
     daemon: Daemon, example: Example, run: str, streams: RunStreams, engine: ScriptedEngine, text: Text
 ) -> None:
     await streams.issue([prompt_group(0, example.rows(1)[0], run=run)])
@@ -153,7 +154,7 @@ async def test_without_a_buffer_all_of_it_is_sampled(
     await made.stop()
 
 
-async def test_a_large_payload_goes_by_reference(
+async def test_a_large_payload_is_stored_and_referenced(
     daemon: Daemon, example: Example, run: str, streams: RunStreams, text: Text,
     host: tuple[BufferDouble, StorageDouble],
 ) -> None:  # fmt: skip
@@ -168,10 +169,10 @@ async def test_a_large_payload_goes_by_reference(
     await made.stop()
 
 
-async def test_messages_stay_below_the_limit_of_the_server(
+async def test_messages_are_not_larger_than_the_server_accepts(
     daemon: Daemon, example: Example, run: str, streams: RunStreams, text: Text
 ) -> None:
-    engine = ScriptedEngine(lambda request, sample: [5] * 15_000)  # 195 kB each, 48 of them: more than one message
+    engine = ScriptedEngine(lambda request, sample: [5] * 15_000)  # 195 kB each and 48 of them, which is more than one message
     made = await worker(daemon, config(example), run, engine, text)
     rows = example.rows(12)
     await streams.issue([prompt_group(i, rows[i], run=run) for i in range(12)])
@@ -189,7 +190,7 @@ async def test_messages_stay_below_the_limit_of_the_server(
         ("import os; os._exit(9)", "REWARD_RAISED", 60.0),
     ],
 )
-async def test_a_reward_that_fails_is_no_reward_of_zero(
+async def test_a_failed_reward_is_not_a_reward_of_zero(
     daemon: Daemon, example: Example, run: str, streams: RunStreams, engine: ScriptedEngine, text: Text,
     tmp_path: Path, body: str, reason: str, seconds: float,
 ) -> None:  # fmt: skip
@@ -220,7 +221,7 @@ async def test_a_broken_row_fails_with_its_reason(
     await made.stop()
 
 
-async def test_draining_finishes_what_was_begun_and_gives_back_the_rest(
+async def test_draining_finishes_active_groups_and_gives_back_the_others(
     daemon: Daemon, example: Example, run: str, streams: RunStreams, engine: ScriptedEngine, text: Text
 ) -> None:
     made = await worker(daemon, config(example), run, engine, text)
@@ -236,11 +237,11 @@ async def test_draining_finishes_what_was_begun_and_gives_back_the_rest(
     assert {key[1] for key in by_key(await streams.collect(8))} == {0, 1}
     assert await streams.work_left() == 2
     puller = await streams.js.pull_subscribe_bind("workers", stream=f"WORK_{run}")
-    again = [message for _ in range(2) for message in await puller.fetch(1, timeout=60)]  # at once, not after the ack wait
+    again = [message for _ in range(2) for message in await puller.fetch(1, timeout=60)]  # at once instead of after the ack wait
     assert len(again) == 2
 
 
-async def test_draining_waits_for_requests_in_hand_longer_than_for_groups(
+async def test_draining_waits_longer_for_requests_than_for_groups(
     daemon: Daemon, example: Example, run: str, streams: RunStreams, engine: ScriptedEngine, text: Text
 ) -> None:
     made = await worker(daemon, config(example), run, engine, text)
@@ -253,14 +254,16 @@ async def test_draining_waits_for_requests_in_hand_longer_than_for_groups(
     answer = asyncio.create_task(asking.read())
     await until(lambda: len(engine.requests) == 2)
     made.lifecycle.drain()
-    await asyncio.sleep(3)  # groups get 2 s
+    await asyncio.sleep(3)  # groups have 2 s
     await engine.resume()
     assert (await answer).finish_reason == "stop"
     assert await made.stop() == 0
     assert await streams.work_left() == 1
 
 
-async def test_rows_for_supervised_training(daemon: Daemon, example: Example, run: str, streams: RunStreams, text: Text) -> None:
+async def test_rows_become_samples_for_supervised_training(
+    daemon: Daemon, example: Example, run: str, streams: RunStreams, text: Text
+) -> None:
     engine = ScriptedEngine(lambda request, sample: [])
     made = await worker(daemon, config(example, "sft"), run, engine, text)
     rows = example.rows(64)
@@ -299,7 +302,7 @@ async def test_rows_for_supervised_training(daemon: Daemon, example: Example, ru
         ),
     ],
 )
-async def test_rows_of_preferences(
+async def test_rows_become_preference_pairs(
     daemon: Daemon, example: Example, run: str, streams: RunStreams, text: Text,
     algorithm: str, fields: dict[str, str], row: dict[str, object], wanted: list[tuple[str, float]],
 ) -> None:  # fmt: skip
@@ -321,7 +324,7 @@ async def test_rows_of_preferences(
     await made.stop()
 
 
-async def test_sampling_is_told_once_a_second(
+async def test_throughput_is_reported_once_a_second(
     daemon: Daemon, example: Example, run: str, streams: RunStreams, engine: ScriptedEngine, text: Text
 ) -> None:
     from rollout.event.v1 import event_pb2
@@ -344,11 +347,11 @@ async def test_sampling_is_told_once_a_second(
     await made.stop()
 
 
-async def test_a_delivery_that_comes_twice_is_sampled_once(
+async def test_a_group_that_is_delivered_twice_is_sampled_once(
     daemon: Daemon, example: Example, run: str, streams: RunStreams, engine: ScriptedEngine, text: Text,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(Heartbeat, "hold", lambda self, reply: None)  # progress is lost: the stream delivers again
+    monkeypatch.setattr(Heartbeat, "hold", lambda self, reply: None)  # progress acks are lost, so the stream delivers again
     made = await worker(daemon, config(example), run, engine, text)
     await engine.pause()
     await streams.issue([prompt_group(0, example.rows(1)[0], run=run)])

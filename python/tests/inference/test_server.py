@@ -1,4 +1,4 @@
-"""What an inference worker answers, with a real engine over a small model."""
+"""The calls of an inference worker, with a real engine and a small model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMIT = 32
 
 
 class Caller:
-    """The worker's stub with the token."""
+    """A client of the worker, with the token."""
 
     def __init__(self, made: InProcess) -> None:
         self.made = made
@@ -65,7 +65,7 @@ def reason_of(error: grpc.aio.AioRpcError) -> tuple[grpc.StatusCode, str]:
     return error.code(), info.reason
 
 
-async def test_a_prompts_own_logprobs_are_told_where_asked_for(caller: Caller) -> None:
+async def test_prompt_logprobs_are_returned_on_request(caller: Caller) -> None:
     request = pb.GenerateRequest(
         request_id="p", prompts=[text("1+1="), text("22+2=")], n=2, prompt_logprobs=True, params=pb.SamplingParams(max_tokens=1)
     )
@@ -79,7 +79,7 @@ async def test_a_prompts_own_logprobs_are_told_where_asked_for(caller: Caller) -
     assert not silent.prompt_logprobs and not silent.prompt_texts
 
 
-async def test_tokenize_takes_text_chat_and_tokens(caller: Caller) -> None:
+async def test_tokenize_accepts_text_chat_and_tokens(caller: Caller) -> None:
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="1+1")])
     tokens = pb.TokenIds(ids=[5, 6])
     request = pb.TokenizeRequest(prompts=[text("1+1="), pb.Prompt(chat=chat), pb.Prompt(tokens=tokens)])
@@ -89,7 +89,7 @@ async def test_tokenize_takes_text_chat_and_tokens(caller: Caller) -> None:
     assert answer.max_model_len == LIMIT
 
 
-async def test_one_message_a_completion(caller: Caller) -> None:
+async def test_a_request_without_streaming_returns_one_message_per_completion(caller: Caller) -> None:
     pieces = await caller.generate(text("1+1="), text("22+2="), n=3, max_tokens=4, seed=1)
     assert sorted((piece.prompt, piece.sample) for piece in pieces) == [(p, s) for p in (0, 1) for s in (0, 1, 2)]
     for piece in pieces:
@@ -101,7 +101,7 @@ async def test_one_message_a_completion(caller: Caller) -> None:
         assert [(s.version, s.start, s.end) for s in piece.version_spans] == [(0, 0, count)]
 
 
-async def test_pieces_of_a_stream_add_up_to_the_whole(caller: Caller) -> None:
+async def test_the_pieces_of_a_stream_add_up_to_the_completion(caller: Caller) -> None:
     [whole] = await caller.generate(text("1+1="), max_tokens=12, seed=7)
     pieces = await caller.generate(text("1+1="), max_tokens=12, seed=7, stream=True)
     assert len(pieces) > 2
@@ -114,7 +114,7 @@ async def test_pieces_of_a_stream_add_up_to_the_whole(caller: Caller) -> None:
     assert all(piece.HasField("weights_version") for piece in pieces[:-1])
 
 
-async def test_a_seed_repeats_and_its_absence_does_not(caller: Caller) -> None:
+async def test_a_seed_repeats_the_completion(caller: Caller) -> None:
     async def tokens(**params: Any) -> list[list[int]]:
         pieces = await caller.generate(text("1+1="), n=4, max_tokens=8, **params)
         return [list(piece.token_ids) for piece in sorted(pieces, key=lambda piece: piece.sample)]
@@ -125,7 +125,7 @@ async def test_a_seed_repeats_and_its_absence_does_not(caller: Caller) -> None:
     assert await tokens() != await tokens()
 
 
-async def test_stop_text_ends_and_is_left_out(caller: Caller) -> None:
+async def test_a_stop_text_ends_the_completion_and_is_not_returned(caller: Caller) -> None:
     [whole] = await caller.generate(text("1+1="), max_tokens=12, seed=7)
     stop = whole.text[3]
     [piece] = await caller.generate(text("1+1="), max_tokens=12, seed=7, stop=[stop])
@@ -133,7 +133,7 @@ async def test_stop_text_ends_and_is_left_out(caller: Caller) -> None:
     assert piece.finish_reason == "stop"
 
 
-async def test_absent_parameters_are_those_of_the_run(caller: Caller) -> None:
+async def test_missing_parameters_have_the_values_of_the_run(caller: Caller) -> None:
     [piece] = await caller.generate(text("1+1="), seed=5)
     assert len(piece.token_ids) <= 8  # the run's max_tokens
     [piece] = await caller.generate(text("1" * 28), seed=5)
@@ -152,7 +152,7 @@ async def test_absent_parameters_are_those_of_the_run(caller: Caller) -> None:
         (text("1" * 1_000_000), {}, "CONTEXT_OVERFLOW"),
     ],
 )
-async def test_a_bad_request_is_told_before_anything_runs(
+async def test_an_invalid_request_is_rejected_before_sampling(
     caller: Caller, prompt: pb.Prompt, params: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -160,7 +160,7 @@ async def test_a_bad_request_is_told_before_anything_runs(
     assert reason_of(caught.value) == (grpc.StatusCode.INVALID_ARGUMENT, reason)
 
 
-async def test_a_long_prompt_holds_up_nobody(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_prompt_does_not_delay_other_requests(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, answered = threading.Event(), threading.Event()
     encode = Text.encode
 
@@ -193,7 +193,7 @@ async def test_pause_abort_resume(caller: Caller) -> None:
     assert len(await caller.generate(text("1+1="), name="long")) == 1
 
 
-async def test_a_client_that_leaves_frees_its_slots(caller: Caller) -> None:
+async def test_a_disconnect_frees_the_slots_of_the_request(caller: Caller) -> None:
     assert caller.made.channel is not None
     stub = InferenceWorkerServiceStub(caller.made.channel)
     await caller.call("PauseEngine", pb.PauseEngineRequest())
@@ -218,7 +218,7 @@ async def test_evaluate_scores_rows_in_order(caller: Caller, example: Example, r
     assert await caller.stream("Evaluate", request) == chunks
 
 
-async def test_evaluate_only_with_the_version_that_is_held(caller: Caller, run: str) -> None:
+async def test_an_evaluation_needs_the_current_version(caller: Caller, run: str) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await caller.stream("Evaluate", pb.EvaluateRequest(run_id=run, version=3))
     assert reason_of(caught.value) == (grpc.StatusCode.FAILED_PRECONDITION, "WEIGHTS_VERSION_MISMATCH")
@@ -227,7 +227,7 @@ async def test_evaluate_only_with_the_version_that_is_held(caller: Caller, run: 
     assert reason_of(caught.value) == (grpc.StatusCode.INVALID_ARGUMENT, "RUN_MISMATCH")
 
 
-async def test_status(caller: Caller) -> None:
+async def test_the_status_has_version_and_activity(caller: Caller) -> None:
     status = await _status(caller, lambda _: True)
     assert status.receipt.digest.startswith("blake3-")
     assert (status.slots, status.max_model_len, status.model) == (16, LIMIT, "addition-test")
@@ -240,6 +240,6 @@ async def _status(caller: Caller, wanted: Any) -> Any:
     return status if wanted(status) else None
 
 
-def test_the_fast_path_decodes_as_the_tokenizer_does(text: Text) -> None:
+def test_the_fast_path_decodes_like_the_tokenizer(text: Text) -> None:
     ids = np.arange(len(text.tokenizer), dtype=np.int32)
     assert text.decode([ids, ids[:0]]) == [text.tokenizer.decode(ids.tolist(), skip_special_tokens=True), ""]

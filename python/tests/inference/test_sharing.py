@@ -1,4 +1,4 @@
-"""Work that was not begun: held back while the engine has no slot, given to workers that have."""
+"""Groups that were not started wait for a free slot, or move to an idle worker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROUP = 4
 
 
 class Recorder:
-    """A work queue that only records its calls."""
+    """A work queue that only records calls."""
 
     def __init__(self) -> None:
         self.rooms: list[int] = []
@@ -54,7 +54,7 @@ def begun() -> list[int]:
 
 @pytest.fixture
 def puller(queue: Recorder, begun: list[int]) -> Puller:
-    """Two groups fill the engine; two more may be in hand."""
+    """A puller for which two groups fill the engine, and two more may wait."""
     made = Puller(
         None,
         capacity=4,
@@ -73,7 +73,7 @@ def items(*positions: int, arrived: float = 0.0) -> list[WorkItem]:
     ]
 
 
-async def test_a_group_is_begun_when_a_slot_is_free(puller: Puller, begun: list[int], queue: Recorder) -> None:
+async def test_a_group_starts_when_a_slot_is_free(puller: Puller, begun: list[int], queue: Recorder) -> None:
     puller.deliver(items(3, 1, 0, 2))
     assert begun == [0, 1] and puller.waiting == 2 and queue.rooms[-1] == 0
     puller.sampled("0/0/0")
@@ -87,7 +87,7 @@ async def test_a_group_is_begun_when_a_slot_is_free(puller: Puller, begun: list[
     assert queue.rooms[-1] == 1
 
 
-async def test_groups_with_a_few_samples_left_do_not_hold_up_others(puller: Puller, begun: list[int], queue: Recorder) -> None:
+async def test_almost_finished_groups_do_not_delay_others(puller: Puller, begun: list[int], queue: Recorder) -> None:
     puller.deliver(items(0, 1, 2, 3))
     for group in range(2):
         for _ in range(GROUP - 1):
@@ -98,7 +98,7 @@ async def test_groups_with_a_few_samples_left_do_not_hold_up_others(puller: Pull
     assert begun[-1] != 4 and puller.waiting == 1
 
 
-async def test_groups_that_wait_for_their_reward_are_bounded(puller: Puller, queue: Recorder) -> None:
+async def test_the_number_of_groups_that_wait_for_a_reward_is_limited(puller: Puller, queue: Recorder) -> None:
     for group in range(2 * GROUP):
         puller.deliver(items(group))
         for _ in range(GROUP):
@@ -112,7 +112,7 @@ async def test_a_group_that_fails_frees_its_slots(puller: Puller, begun: list[in
     assert begun == [0, 1, 2] and puller.free == 0
 
 
-async def test_what_was_not_begun_is_shared_last_first(puller: Puller, begun: list[int], queue: Recorder) -> None:
+async def test_waiting_groups_are_shared_last_first(puller: Puller, begun: list[int], queue: Recorder) -> None:
     puller.deliver(items(0, 1, 2, 3))
     assert [item.group.position for item in await puller.share(1, age=0.5)] == [3]
     assert [item.group.position for item in queue.back] == [3]
@@ -125,7 +125,7 @@ async def test_what_was_not_begun_is_shared_last_first(puller: Puller, begun: li
     assert begun == [0, 1]
 
 
-async def test_without_weights_nothing_is_untouched(queue: Recorder) -> None:
+async def test_groups_that_wait_for_weights_are_not_shared(queue: Recorder) -> None:
     class Old:
         version = 3
         changed = asyncio.Event()
@@ -138,7 +138,7 @@ async def test_without_weights_nothing_is_untouched(queue: Recorder) -> None:
     await made.stop()
 
 
-async def test_an_idle_worker_gets_what_a_slow_one_has_not_begun(
+async def test_an_idle_worker_gets_waiting_groups_of_a_slow_one(
     daemon: Daemon, example: Example, run: str, streams: RunStreams, text: Text
 ) -> None:
     buffer = buffer_double()
@@ -151,7 +151,7 @@ async def test_an_idle_worker_gets_what_a_slow_one_has_not_begun(
     first = await InProcess(spec(daemon, few, run=run), model=Model(slow, text)).start()
     rows = example.rows(2)
     await streams.issue([prompt_group(n, rows[n], run=run) for n in range(2)])
-    await until(lambda: _in_hand(streams, 2))
+    await until(lambda: _unacknowledged(streams, 2))
     second = await InProcess(spec(daemon, few, run=run, number=1), model=Model(idle, text)).start()
     shared = await streams.collect(GROUP)
     assert {(e.header.key.index, e.header.worker_id) for e in shared} == {(1, "inference-1")}
@@ -166,7 +166,7 @@ async def test_an_idle_worker_gets_what_a_slow_one_has_not_begun(
     await host.stop()
 
 
-async def _in_hand(streams: RunStreams, groups: int) -> bool:
+async def _unacknowledged(streams: RunStreams, groups: int) -> bool:
     return (await streams.js.consumer_info(f"WORK_{streams.run}", "workers")).num_ack_pending == groups
 
 

@@ -1,4 +1,5 @@
-"""New weights are taken over whole or not at all, and what the engine holds is what it says."""
+"""New weights are loaded completely or not at all, and the receipt has the digest of the engine's
+weights."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from .test_server import reason_of
 
 
 def version(example: Example, folder: Path, number: int, run: str) -> WeightsManifest:
-    """The model's weights, each grown by ``number`` / 100, as the learner publishes them."""
+    """The model's weights, each increased by ``number`` / 100, in the form that the learner
+    publishes."""
     tensors = {name: tensor + number / 100 for name, tensor in read_weights(example.model).items()}
     write_weights(folder / f"v{number}", tensors.items(), config_source_dir=example.model, version=number)
     digest = weights_digest(tensors.items()).root
@@ -33,7 +35,7 @@ def version(example: Example, folder: Path, number: int, run: str) -> WeightsMan
 
 
 class Loader:
-    """A worker and its LoadWeights."""
+    """A worker and a client for its LoadWeights."""
 
     def __init__(self, daemon: Daemon, example: Example, run: str) -> None:
         self._spec = spec(daemon, config(example), run=run)
@@ -62,7 +64,7 @@ class Loader:
         return InferenceWorkerServiceStub(self.made.channel)
 
 
-async def test_takes_over_and_says_what_it_holds(daemon: Daemon, example: Example, run: str, tmp_path: Path) -> None:
+async def test_loads_weights_and_returns_their_digest(daemon: Daemon, example: Example, run: str, tmp_path: Path) -> None:
     loader = await Loader(daemon, example, run).start()
     before = (await loader.status()).receipt
     assert before.digest == weights_digest(read_weights(example.model).items()).root
@@ -70,14 +72,14 @@ async def test_takes_over_and_says_what_it_holds(daemon: Daemon, example: Exampl
     receipt = await loader.load(manifest)
     assert (receipt.version, receipt.digest) == (3, manifest.digest)
     assert receipt.cache_epoch > before.cache_epoch
-    assert await loader.load(manifest) == receipt  # idempotent
+    assert await loader.load(manifest) == receipt  # loading is idempotent
     assert (await loader.status()).receipt == receipt
     older = version(example, tmp_path, 1, run)
-    assert (await loader.load(older)).version == 1  # a restored run goes back
+    assert (await loader.load(older)).version == 1  # a restored run returns to an older version
     assert await loader.made.stop() == 0
 
 
-async def test_weights_that_do_not_hash_to_their_digest_leave_the_old_ones(
+async def test_weights_with_another_digest_leave_the_old_ones_in_use(
     daemon: Daemon, example: Example, run: str, tmp_path: Path
 ) -> None:
     loader = await Loader(daemon, example, run).start()
@@ -95,7 +97,7 @@ async def test_weights_that_do_not_hash_to_their_digest_leave_the_old_ones(
     assert await loader.made.stop() == 0
 
 
-async def test_a_missing_folder_is_no_mismatch(daemon: Daemon, example: Example, run: str, tmp_path: Path) -> None:
+async def test_a_missing_folder_is_not_a_mismatch(daemon: Daemon, example: Example, run: str, tmp_path: Path) -> None:
     loader = await Loader(daemon, example, run).start()
     good = version(example, tmp_path, 1, run)
     gone = WeightsManifest(run_id=run, version=2, digest=good.digest, directory=str(tmp_path / "v2"))
@@ -105,7 +107,7 @@ async def test_a_missing_folder_is_no_mismatch(daemon: Daemon, example: Example,
     assert await loader.made.stop() == 0
 
 
-async def test_without_good_weights_the_worker_is_fenced(
+async def test_a_worker_without_valid_weights_is_fenced(
     daemon: Daemon, example: Example, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "INVALID_WEIGHTS_SECONDS", 0.05)
@@ -132,7 +134,7 @@ async def test_a_flipped_byte_after_the_swap_fences_the_worker(
     assert await loader.made.ended() == 3
 
 
-async def test_a_byte_that_flips_by_itself_is_found(
+async def test_verification_detects_a_flipped_byte(
     daemon: Daemon, example: Example, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(monitor, "VERIFY_LEAST_SECONDS", 0.05)
@@ -142,7 +144,7 @@ async def test_a_byte_that_flips_by_itself_is_found(
     assert "the engine holds" in loader.made.lifecycle.reason
 
 
-async def test_a_verification_that_fails_is_tried_again(
+async def test_a_failed_verification_is_retried(
     daemon: Daemon, example: Example, run: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(monitor, "VERIFY_LEAST_SECONDS", 0.05)
@@ -163,7 +165,7 @@ async def test_a_verification_that_fails_is_tried_again(
 
 
 def flip(model: Model) -> None:
-    """One bit of one tensor that the engine holds."""
+    """Flip one bit of one tensor in the engine."""
     engine = model.engine
     assert isinstance(engine, TransformersEngine)
     _, weight = next(iter(engine._weights._tensors))

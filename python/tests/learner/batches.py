@@ -1,4 +1,4 @@
-"""Batches of the addition example, written as the buffer does."""
+"""Batches of the addition example in the format of the buffer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ END = 1
 
 
 def trajectories(run: str, step: int, *, groups: int = 8, size: int = 4, version: int | None = None) -> list[bytes]:
-    """Serialized samples of a step, group by group; their rewards differ within most groups."""
+    """Serialized samples of a step by group. The rewards differ within most groups."""
     draw = random.Random(step)
     out: list[bytes] = []
     for group in range(groups):

@@ -1,5 +1,5 @@
-"""A real rolloutd's registry, a small model, and batches in segment files as the buffer writes
-them."""
+"""The registry of a real rolloutd, a small model, and batches in segment files in the format of the
+buffer."""
 
 from __future__ import annotations
 

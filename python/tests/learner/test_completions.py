@@ -28,7 +28,7 @@ def sample(index: int, place: int, *, prompt: str = "1+1=", completion: str = "2
     )
 
 
-def test_the_first_prompts_completions_with_their_advantages() -> None:
+def test_stores_the_completions_of_the_first_prompts_with_their_advantages() -> None:
     samples = [sample(7, 1, reward=0.5), sample(9, 0), sample(7, 0)]
     advantages = {(samples[0].group_key, samples[0].sample): -0.25}
     kept = Keep(per_step=2, every_steps=1).of(3, samples, advantages)
@@ -36,14 +36,14 @@ def test_the_first_prompts_completions_with_their_advantages() -> None:
     assert not kept[0].HasField("advantage") and kept[1].advantage == -0.25
 
 
-def test_steps_and_texts_are_bounded() -> None:
+def test_the_number_of_steps_and_the_length_of_texts_are_limited() -> None:
     keep = Keep(per_step=64, every_steps=10)
     assert [step for step in range(1, 31) if keep.of(step, [sample(0, 0)], {})] == [1, 11, 21]
     assert Keep(per_step=0, every_steps=1).of(1, [sample(0, 0)], {}) == []
     long = [sample(i, 0, prompt="ä" * 20_000 + "?", completion="b" * 20_000) for i in range(80)]
     kept = keep.of(1, long, {})
     assert len(kept) == 64 and kept[0].prompt.endswith("ä?") and kept[0].completion.endswith("…")
-    assert len(json.dumps([[c.prompt, c.completion] for c in kept], ensure_ascii=False)) < 110_000  # one event of the bus
+    assert len(json.dumps([[c.prompt, c.completion] for c in kept], ensure_ascii=False)) < 110_000  # the maximum size of an event
     [one] = Keep(per_step=1, every_steps=1).of(1, long, {})
     assert len(one.completion) == MOST_CHARACTERS
 
@@ -51,7 +51,7 @@ def test_steps_and_texts_are_bounded() -> None:
 @pytest.mark.parametrize(
     ("kind", "kept"), [("grpo", True), ("ppo", True), ("distillation", True), ("sft", False), ("dpo", False)]
 )
-def test_only_what_is_sampled_is_kept(kind: str, kept: bool) -> None:
+def test_runs_that_train_on_data_store_no_completions(kind: str, kept: bool) -> None:
     config = RunConfig()
     getattr(config.algorithm, kind).SetInParent()
     config.completions.per_step = 4

@@ -1,4 +1,5 @@
-"""Payloads are read from segments or through the buffer, checked, and kept in the batch's order."""
+"""Payloads are read from segment files or through the buffer, verified, and returned in the batch's
+order."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def same(one: TrainSample, other: TrainSample) -> bool:
     return one.group_key == other.group_key and one.sample == other.sample and np.array_equal(one.token_ids, other.token_ids)
 
 
-async def test_from_segments(nowhere: Services, run: str, tmp_path: Path) -> None:
+async def test_reads_payloads_from_segments(nowhere: Services, run: str, tmp_path: Path) -> None:
     payloads = trajectories(run, 3, version=2)
     samples = await read_batch(batch(run, 3, payloads, tmp_path), nowhere)
     assert len(samples) == 32
@@ -45,7 +46,7 @@ async def test_from_segments(nowhere: Services, run: str, tmp_path: Path) -> Non
     assert sorted(samples, key=lambda s: (s.group_key, s.sample)) == samples
 
 
-async def test_a_sample_of_two_versions_is_as_stale_as_its_oldest(nowhere: Services, run: str, tmp_path: Path) -> None:
+async def test_the_version_of_a_sample_is_its_oldest(nowhere: Services, run: str, tmp_path: Path) -> None:
     """If weights change within a sample, its oldest version counts, in any order of spans."""
     payloads = trajectories(run, 9, groups=1, version=8)
     for number, spans in ((1, ((5, 0, 1), (8, 1, 2))), (2, ((8, 1, 2), (7, 0, 1)))):
@@ -65,7 +66,7 @@ async def test_reads_are_retried_while_another_process_takes_the_buffer_over(
 ) -> None:
     payloads, asked = trajectories(run, 1), list[int]()
 
-    class Leaving(BufferDouble):
+    class Restarting(BufferDouble):
         async def ReadPayloads(self, request: Any, context: Any) -> AsyncIterator[ReadPayloadsResponse]:
             asked.append(request.step)
             yield ReadPayloadsResponse(payloads=payloads[:3])
@@ -74,7 +75,7 @@ async def test_reads_are_retried_while_another_process_takes_the_buffer_over(
             yield ReadPayloadsResponse(payloads=payloads[3:])
 
     host = Host(daemon)
-    host.buffer(Leaving())  # pyright: ignore[reportAbstractUsage]
+    host.buffer(Restarting())  # pyright: ignore[reportAbstractUsage]
     await host.start()
     services = Services(daemon.consul, daemon.token, consul_token=daemon.token)
     assert len(await read_batch(batch(run, 1, payloads, None), services)) == 32 and len(asked) == 3
@@ -86,7 +87,7 @@ async def test_reads_are_retried_while_another_process_takes_the_buffer_over(
     await host.stop()
 
 
-async def test_through_the_buffer_where_segments_are_elsewhere(daemon: Daemon, run: str, tmp_path: Path) -> None:
+async def test_reads_through_the_buffer_if_the_segments_are_on_another_host(daemon: Daemon, run: str, tmp_path: Path) -> None:
     payloads = trajectories(run, 1)
     host, double = Host(daemon), buffer_double()
     double.payloads = {1: payloads}
@@ -146,7 +147,7 @@ async def test_only_samples_at_the_token_limit_are_truncated(nowhere: Services, 
         Trajectory(teacher_logprobs=b"\0" * 16),
     ],
 )
-def test_arrays_of_different_lengths_are_refused(change: Trajectory) -> None:
+def test_arrays_of_different_lengths_are_rejected(change: Trajectory) -> None:
     payload = Trajectory(
         token_ids=b"\0" * 12, logprobs=b"\0" * 12, loss_mask=b"\0" * 3, prompt_tokens=3, teacher_logprobs=b"\0" * 12
     )

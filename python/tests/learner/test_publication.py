@@ -21,7 +21,7 @@ class Trainer:
 
     def __init__(self, model: Path) -> None:
         self.step, self.config_folder = 0, model
-        self.value: float | None = None  # of every weight; absent: the step
+        self.value: float | None = None  # the value of every weight; None: the step
 
     def named_weights(self) -> list[tuple[str, torch.Tensor]]:
         return [("w", torch.full((4, 4), float(self.step) if self.value is None else self.value))]
@@ -70,7 +70,7 @@ def test_a_step_that_is_made_again_replaces_its_weights(tmp_path: Path) -> None:
     assert first.directory == str(tmp_path / "run" / "weights" / "v000001")
 
 
-def test_the_newest_outlives_the_process(tmp_path: Path) -> None:
+def test_the_newest_version_is_copied_to_disk_at_the_end(tmp_path: Path) -> None:
     made, trainer = publication(tmp_path)
     for trainer.step in (1, 2):
         manifest = made.publish(trainer)  # type: ignore[arg-type]
@@ -109,7 +109,7 @@ def test_versions_of_a_dead_process_are_used_and_then_removed(tmp_path: Path) ->
     trainer.step = 3
     manifest = other.publish(trainer)  # type: ignore[arg-type]
     other._memory._release()
-    SharedMemory("run-2", tmp_path / "memory").close()  # another run tidies up
+    SharedMemory("run-2", tmp_path / "memory").close()  # the next start of another run removes them
     assert not Path(manifest.directory).exists()
 
 

@@ -101,7 +101,7 @@ async def test_a_step_returns_all_its_fields(learner: Learner, example: Example)
     assert (status.step, status.initialized, status.weights_digest) == (1, True, result.weights_digest)
 
 
-async def test_the_same_batch_gives_the_same_answer(learner: Learner) -> None:
+async def test_repeated_calls_with_a_batch_return_the_same_result(learner: Learner) -> None:
     await learner.initialize()
     first = await learner.train(1, publish=False)
     assert not first.HasField("weights")
@@ -132,7 +132,7 @@ async def test_a_step_survives_the_disconnect_of_its_caller(learner: Learner) ->
     assert result.step == 1 and (await learner.status()).step == 1
 
 
-async def test_a_step_out_of_turn_is_refused(learner: Learner) -> None:
+async def test_a_step_out_of_turn_is_rejected(learner: Learner) -> None:
     assert await learner.refused(learner.train(1)) == (
         grpc.StatusCode.FAILED_PRECONDITION,
         "LEARNER_NOT_INITIALIZED",
@@ -158,7 +158,7 @@ async def test_an_unusable_batch_does_not_change_the_step(learner: Learner) -> N
     assert (await learner.train(1)).step == 1
 
 
-async def test_the_last_two_versions_stay(learner: Learner) -> None:
+async def test_only_the_last_two_versions_are_kept(learner: Learner) -> None:
     await learner.initialize()
     await learner.call("PublishWeights", pb.PublishWeightsRequest(run_id=learner.run))
     for step in range(1, 4):
@@ -196,7 +196,7 @@ async def test_a_restarted_learner_resumes_bit_for_bit(
     await other.made.stop()
 
 
-async def test_a_state_of_another_step_is_refused(learner: Learner, tmp_path: Path) -> None:
+async def test_a_state_of_another_step_is_rejected(learner: Learner, tmp_path: Path) -> None:
     await learner.initialize()
     request = pb.SaveStateRequest(run_id=learner.run, step=3, directory=str(tmp_path / "state"))
     refused = await learner.refused(learner.call("SaveState", request))
@@ -207,7 +207,7 @@ async def test_a_state_of_another_step_is_refused(learner: Learner, tmp_path: Pa
     assert (await learner.status()).step == 0
 
 
-async def test_another_run_is_refused(learner: Learner) -> None:
+async def test_calls_for_another_run_are_rejected(learner: Learner) -> None:
     refused = await learner.refused(learner.call("PublishWeights", pb.PublishWeightsRequest(run_id="another")))
     assert refused == (grpc.StatusCode.INVALID_ARGUMENT, "RUN_MISMATCH")
 

@@ -84,8 +84,8 @@ def test_every_key_has_a_setting_with_the_same_default(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_values_of_the_plan_reach_the_algorithm(name: str) -> None:
-    """Sets one key at a time to a value that is not the default, in a table of defaults."""
+def test_every_value_of_the_plan_reaches_the_algorithm(name: str) -> None:
+    """Sets one key at a time to a value that is not the default, in a table with defaults."""
     kind, run = BUILDERS[name][0], {"off_policy": True, "max_tokens": 77}
     of_the_run = {key: value for key, value in run.items() if key in {field.name for field in fields(kind)}}
     for field in keys_of(name):
@@ -100,7 +100,7 @@ def test_values_of_the_plan_reach_the_algorithm(name: str) -> None:
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_every_key_can_be_set_alone(name: str) -> None:
-    """As in a plan that was made before the other keys existed."""
+    """Like a plan that was made before the other keys existed."""
     kind = BUILDERS[name][0]
     for field in keys_of(name):
         given = {field.name: other_value(name, field)}

@@ -28,7 +28,7 @@ def pause() -> None:
 
 
 def after(call: Callable[..., object]) -> Callable[..., object]:
-    """Makes the call, then pauses the process until it gets SIGCONT."""
+    """Make the call, then pause the process until it gets SIGCONT."""
 
     def stopping(*arguments: object, **more: object) -> object:
         made = call(*arguments, **more)
@@ -39,8 +39,7 @@ def after(call: Callable[..., object]) -> Callable[..., object]:
 
 
 def started(body: Callable[[], int]) -> int:
-    """Starts a process that pauses inside ``body`` and exits with the code that ``body``
-    returns."""
+    """Start a process that pauses inside ``body`` and exits with the code that ``body`` returns."""
     pid = os.fork()
     if pid:
         assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
@@ -104,7 +103,7 @@ def removing(tmp_path: Path, where: str, *lasting: int) -> int:
 @pytest.mark.parametrize("lasting", [(), (STEP,)], ids=["memory", "folder"])
 @pytest.mark.parametrize("again", [(), (STEP,)], ids=["into memory", "into the folder"])
 @pytest.mark.parametrize("where", ["staged", "checked"])
-def test_a_superseded_publish_changes_nothing(
+def test_a_replaced_learner_publishes_nothing(
     where: str, again: tuple[int, ...], lasting: tuple[int, ...], tmp_path: Path
 ) -> None:
     pid = frozen(tmp_path, where, *lasting)
@@ -126,7 +125,7 @@ def test_a_superseded_publish_changes_nothing(
 @pytest.mark.parametrize("lasting", [(), (1, 2)], ids=["memory", "folder"])
 @pytest.mark.parametrize("again", [(), (1, 2)], ids=["into memory", "into the folder"])
 @pytest.mark.parametrize("where", ["looked", "listed", "laid"])
-def test_a_superseded_cleanup_removes_nothing(
+def test_the_cleanup_of_a_replaced_learner_removes_nothing(
     where: str, again: tuple[int, ...], lasting: tuple[int, ...], tmp_path: Path
 ) -> None:
     """The successor restarted from an earlier step and published the same versions again."""
@@ -146,7 +145,7 @@ def test_a_superseded_cleanup_removes_nothing(
 
 
 @pytest.mark.parametrize("supported", [True, False], ids=["exchanged", "stepped aside"])
-def test_a_version_that_a_successor_made_in_the_middle_stays(
+def test_a_version_that_a_successor_published_during_a_removal_stays(
     supported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """During a removal, an empty folder has the version's name, and a successor may replace that
@@ -176,7 +175,7 @@ def test_a_version_that_a_successor_made_in_the_middle_stays(
     assert [path.name for path in tmp_path.iterdir()] == [".owner-1-1"]
 
 
-def test_an_older_incarnation_claims_nothing(tmp_path: Path) -> None:
+def test_an_older_incarnation_cannot_claim_the_folder(tmp_path: Path) -> None:
     newer = PublishFolder(tmp_path / "weights", 3)
     with pytest.raises(Superseded, match="incarnation 3"):
         Publication("run-1", str(tmp_path), lasting=lambda _: False, memory=None, incarnation=2)  # type: ignore[arg-type]
@@ -186,8 +185,8 @@ def test_an_older_incarnation_claims_nothing(tmp_path: Path) -> None:
         newer.check()
 
 
-def test_a_superseded_learner_shuts_down() -> None:
-    """It returns UNAVAILABLE, so that the controller looks up the other learner."""
+def test_a_replaced_learner_shuts_down() -> None:
+    """The call fails with UNAVAILABLE, so that the controller looks up the new learner."""
     reasons: list[str] = []
     server = LearnerServer(None, None, None, SimpleNamespace(fence=reasons.append))  # type: ignore[arg-type]
     with pytest.raises(Superseded) as raised, server._leaving_superseded():

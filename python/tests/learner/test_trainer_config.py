@@ -29,7 +29,8 @@ from rollout_workers.worker.spec import Identity
 
 from .batches import batch, trajectories
 
-# key of the plan: (a value that is not its default, where the trainer's config has it, as what).
+# key of the plan: (a value that is not its default, its path in the trainer's config, the expected
+# value there).
 REACHES: dict[str, tuple[Any, str, Any]] = {
     "seed": (7, "seed", 7),
     "model.dtype": ("bfloat16", "dtype", torch.bfloat16),
@@ -55,8 +56,8 @@ REACHES: dict[str, tuple[Any, str, Any]] = {
     "lora.targets": (["q_proj", "v_proj"], "lora.targets", ("q_proj", "v_proj")),
     "lora.dora": (True, "lora.dora", True),
 }
-# Keys of the tables `train` and `lora` that others act on, and what of a trainer's config comes
-# from elsewhere.
+# Keys of the tables `train` and `lora` that other components use, and the fields of the trainer's
+# config that have other sources.
 OTHERS = {
     "train.groups_per_step": "scheduler and buffer",
     "train.threads": "the scheduler, which gives the worker its share: `WorkerSpec.threads`",
@@ -77,7 +78,7 @@ class Stopped(Exception):
     """Raised when the worker creates the trainer."""
 
 
-class Made:
+class FakeTeam:
     """Replaces a learner's ranks, and records the arguments of the trainer."""
 
     model_dir: str
@@ -91,15 +92,15 @@ class Made:
         pass
 
 
-async def made(plan: dict[str, Any], tmp_path: Path) -> tuple[Made, Events]:
-    """What the worker makes a trainer of, and its events, which are never sent."""
+async def made(plan: dict[str, Any], tmp_path: Path) -> tuple[FakeTeam, Events]:
+    """The trainer's config that the worker creates, and its events, which are not sent."""
     spec = WorkerSpec(
         worker_id="learner-0", kind="learner", run_id="run-x", base_dir=str(tmp_path), run_directory=str(tmp_path / "run"),
         consul_address="127.0.0.1:1", threads=3,
     )  # fmt: skip
     spec.plan.format = 1
     json_format.ParseDict(plan, spec.plan.config)
-    team, heartbeat = Made(), Heartbeat("nats://127.0.0.1:1", "", name="unused")
+    team, heartbeat = FakeTeam(), Heartbeat("nats://127.0.0.1:1", "", name="unused")
     events = Events(Identity("run-x", "learner-0", "learner", 0), heartbeat)
     with pytest.raises(Stopped):
         await run_learner_worker(
@@ -119,7 +120,7 @@ def plan(**changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def fields_of(table: str) -> dict[str, FieldDescriptor]:
-    """The contract's fields of a table by name; of the plan itself for the empty name."""
+    """The contract's fields of a table by name; for the empty name those of the plan."""
     message = RunConfig.DESCRIPTOR.fields_by_name[table].message_type if table else RunConfig.DESCRIPTOR
     assert message is not None
     return dict(message.fields_by_name)
@@ -134,7 +135,7 @@ def at(settings: TrainerConfig, path: str) -> Any:
 
 
 def paths() -> Iterator[str]:
-    """All that a trainer's config has."""
+    """All fields of a trainer's config."""
     for field in dataclasses.fields(TrainerConfig):
         if field.name in NESTED:
             yield from (f"{field.name}.{inner.name}" for inner in dataclasses.fields(NESTED[field.name]))
@@ -151,7 +152,7 @@ async def test_every_key_reaches_the_trainer(tmp_path: Path) -> None:
     assert team.model_dir == str(tmp_path / "models/tiny")
 
 
-async def test_without_the_table_there_are_no_adapters(tmp_path: Path) -> None:
+async def test_without_the_table_no_adapters_are_trained(tmp_path: Path) -> None:
     given = plan()
     del given["lora"]
     assert (await made(given, tmp_path))[0].settings.lora is None
@@ -165,7 +166,7 @@ async def test_a_refused_gradient_is_handled_as_planned(action: str, tmp_path: P
     assert refused.action == action
     assert Path(refused.batch).parent == tmp_path / "run" / "refused" and Path(refused.batch).exists()
     events._release(all=True)
-    [event] = [event for event in events._held if event.kind == "step.refused"]
+    [event] = [event for event in events._buffered if event.kind == "step.refused"]
     assert event.level == (LEVEL_ERROR if action == "stop" else LEVEL_WARN)
     assert dict(event.attributes) == {"reason": "NON_FINITE_GRADIENT", "action": action, "batch": refused.batch}
     assert event.step == 4 and "a gradient of inf" in event.message
@@ -181,7 +182,7 @@ def test_the_table_has_every_key_and_every_setting() -> None:
 
 
 @pytest.mark.parametrize("key", REACHES)
-def test_the_table_takes_no_default(key: str) -> None:
+def test_no_value_in_the_table_is_a_default(key: str) -> None:
     """No value equals the default of the contract or the dataclass, because a dropped key would
     then go unnoticed."""
     value, path, wanted = REACHES[key]

@@ -57,7 +57,7 @@ class Bench:
 
     def data(self, rows: int, *, fails: int | None = None, signal: tuple[int, int] | None = None) -> Path:
         """fails: the row whose reward fails. signal: the row whose reward sends a signal to the
-        worker, and the number of the signal."""
+        worker, and the signal's number."""
         path = self.folder / "data.jsonl"
         lines: list[dict[str, Any]] = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "number": n} for n in range(rows)]
         if fails is not None:

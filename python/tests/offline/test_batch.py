@@ -18,7 +18,7 @@ from tests.offline.conftest import Bench, Outcome
 Run = Callable[[Path], Outcome]
 
 
-def test_the_same_command_gives_the_same_bytes_as_parquet_and_as_json_lines(bench: Bench, run: Run) -> None:
+def test_repeated_batches_have_equal_bytes_as_parquet_and_as_json_lines(bench: Bench, run: Run) -> None:
     data = bench.data(40)
     for output in ("a.jsonl", "b.jsonl", "a.parquet", "b.parquet"):
         outcome = run(bench.spec(data, output))
@@ -38,7 +38,7 @@ def test_the_same_command_gives_the_same_bytes_as_parquet_and_as_json_lines(benc
     assert [{**r, "score_parts": dict(r["score_parts"]), "data": json.loads(r["data"])} for r in table] == records
 
 
-def test_a_completion_depends_on_its_row_alone(bench: Bench, run: Run) -> None:
+def test_a_completion_depends_only_on_its_row(bench: Bench, run: Run) -> None:
     """A batch over fewer rows gives the same records for the rows that both batches have."""
     assert run(bench.spec(bench.data(40), "all.jsonl")).code == 0
     assert run(bench.spec(bench.data(40), "some.jsonl", limit=7)).code == 0
@@ -58,7 +58,7 @@ def test_a_killed_and_resumed_batch_equals_an_uninterrupted_one(bench: Bench, ru
     journal = bench.folder / "killed.jsonl.journal"
     assert 24 <= len(journal.read_text().splitlines()) - 1 < 160
     with journal.open("ab") as file:
-        file.write(b'{"row":3,"samples":[{"sam')  # a partial line, as a kill during a write leaves
+        file.write(b'{"row":3,"samples":[{"sam')  # a partial line, like after a kill during a write
     monkeypatch.setenv("NO_SIGNALS", "1")
     assert run(spec).last["samples"] == 320
     assert run(bench.spec(data, "whole.jsonl")).code == 0
@@ -121,7 +121,7 @@ def test_a_parquet_dataset_gives_the_same_output_as_json_lines(bench: Bench, run
 
 
 def test_a_reward_model_is_loaded_by_the_worker(bench: Bench, run: Run) -> None:
-    """Each completion is scored on its own."""
+    """Each completion is scored in a separate pass."""
     from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
     config = Qwen3Config.from_pretrained(bench.example.model, num_labels=1, pad_token_id=0)

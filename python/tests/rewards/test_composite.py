@@ -1,4 +1,4 @@
-"""Several rewards as one, and rewards of parts of a completion."""
+"""Composite rewards, and rewards of parts of a completion."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GROUP = RewardGroup(json.dumps({"answer": "42"}).encode(), (Scorable("17+25=", "
 
 
 class Fixed:
-    """A source with the same score for every sample, or that fails for completions of one text."""
+    """A source with one score for every sample, which fails for completions with a certain text."""
 
     def __init__(self, score: Score, fails_for: str | None = None) -> None:
         self.score, self.fails_for, self.calls = score, fails_for, 0
@@ -46,22 +46,22 @@ def part(name: str, weight: float, score: Score, fails_for: str | None = None) -
     return Part(name, weight, Rewards(Fixed(score, fails_for), timeout_seconds=1, retries=1))
 
 
-async def test_a_sum_by_weight_with_each_part_as_a_metric() -> None:
+async def test_the_reward_is_a_weighted_sum_and_each_part_is_a_metric() -> None:
     composite = Composite([part("format", 0.5, Score(1.0, {"length": 2.0})), part("right", 2.0, Score(-1.0))])
     [results] = await composite.score([GROUP])
     assert results == [Result(-1.5, {"reward/format": 1.0, "format/length": 2.0, "reward/right": -1.0})] * 2
 
 
-async def test_where_a_part_fails_the_sample_has_no_reward() -> None:
+async def test_a_failing_part_fails_the_sample() -> None:
     composite = Composite([part("format", 1.0, Score(1.0)), part("right", 1.0, Score(1.0), fails_for="bad")])
     bad = RewardGroup(GROUP.row_json, (Scorable("17+25=", "bad"),))
     [good, failing] = await composite.score([GROUP, bad])
     assert [result.reward for result in good] == [2.0, 2.0]
     assert [(result.outcome, result.reason, result.reward) for result in failing] == [("infra_failed", "REWARD_RAISED", 0.0)]
-    assert (composite.failures, composite.retries) == (1, 3)  # both groups alone once, the bad one again
+    assert (composite.failures, composite.retries) == (1, 3)  # each group is scored alone, the failing one twice
 
 
-async def test_the_config_says_what_scores(tmp_path: Path) -> None:
+async def test_the_config_selects_the_scorer(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("def length(samples): return [float(len(s.completion)) for s in samples]\n")
     config = RewardConfig(timeout_seconds=20, retries=0)
     config.composite["right"].weight = 1.0
@@ -76,7 +76,7 @@ async def test_the_config_says_what_scores(tmp_path: Path) -> None:
     await scorer.close()
 
 
-def test_a_step_counts_at_the_token_that_completes_it() -> None:
+def test_the_reward_of_a_step_is_at_the_token_that_completes_it() -> None:
     pieces = ["3*", "4 ", "=", " 12", ";"]
     text = "".join(pieces)
     steps = [Step(0, 3, 0.5), Step(3, 8, 1.0), Step(8, 9, -1.0)]
@@ -85,7 +85,7 @@ def test_a_step_counts_at_the_token_that_completes_it() -> None:
     assert spread([Step(0, 1, 1.0)], 0, lambda n: "") == ()
 
 
-async def test_parts_reach_the_tokens(text: Text) -> None:
+async def test_step_rewards_become_token_rewards(text: Text) -> None:
     prompts = PromptReader(text, prompt_field="prompt", chat_template=False)
     score = Score(1.0, token_rewards=(0.5, 0.25), steps=(Step(1, 2, 4.0),))
     ids = text.encode(["42"])[0]
@@ -100,14 +100,14 @@ async def test_parts_reach_the_tokens(text: Text) -> None:
     assert isinstance(result, Result) and (result.outcome, result.reason) == ("infra_failed", "REWARD_BAD_RESULT")
 
 
-async def test_without_a_reward_every_sample_is_worth_0(text: Text) -> None:
+async def test_without_a_reward_every_sample_gets_0(text: Text) -> None:
     environment = SingleTurn(PromptReader(text, prompt_field="prompt", chat_template=False), None, text)
     turn = Turn(Task("k", GROUP.row_json, (0,), (1,)), 0, 0, "17+25=", text.encode(["42"])[0], "42", False)
     assert await environment.step([turn, turn]) == [Result(), Result()]
 
 
 @pytest.mark.parametrize("name", sorted(BUILDERS))
-def test_the_estimators_agree_on_who_takes_parts(name: str) -> None:
+def test_algorithms_agree_on_the_support_of_token_rewards(name: str) -> None:
     torch = pytest.importorskip("torch")
     from rollout_workers.algorithms import EstimatorBatch
 

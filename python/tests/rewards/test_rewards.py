@@ -1,5 +1,5 @@
-"""A reward may raise, hang, crash or answer nonsense: its own groups fail with a reason, and
-nothing else does."""
+"""A reward may raise, hang, crash, or return invalid results. Then its groups fail with a reason,
+and nothing else fails."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def group(do: str = "", *completions: str, file: str = "") -> RewardGroup:
     return RewardGroup(row.encode(), tuple(Scorable("17+25=", c) for c in completions or ("42", "4")))
 
 
-async def test_scores_with_metrics_in_order(plugin: Path) -> None:
+async def test_returns_scores_and_metrics_in_order(plugin: Path) -> None:
     rewards = await make(plugin)
     assert await rewards.score([group("", "42", "4"), group("", "421")]) == [
         [Result(2.0, {"prompt": 6.0}), Result(1.0, {"prompt": 6.0})],
@@ -83,7 +83,7 @@ async def test_scores_with_metrics_in_order(plugin: Path) -> None:
     await rewards.close()
 
 
-async def test_equal_scores_reach_each_their_sample(plugin: Path) -> None:
+async def test_shared_results_are_separate_for_each_sample(plugin: Path) -> None:
     rewards = await make(plugin, "plain")
     completions = ["0", "1", "-0.0", "1", "0", "-0.0", "0.25"]
     scored = await rewards.score([group("", *completions[:3]), group("", *completions[3:])])
@@ -91,7 +91,7 @@ async def test_equal_scores_reach_each_their_sample(plugin: Path) -> None:
     await rewards.close()
 
 
-async def test_an_async_function_is_fine(plugin: Path) -> None:
+async def test_an_async_function_is_supported(plugin: Path) -> None:
     rewards = await make(plugin, "asynchronous")
     assert await rewards.score([group()]) == [[Result(1.5), Result(1.5)]]
     await rewards.close()
@@ -104,11 +104,11 @@ async def test_an_async_function_is_fine(plugin: Path) -> None:
         ("exit", "REWARD_RAISED", 60.0),
         ("crash", "REWARD_RAISED", 60.0),
         ("nan", "REWARD_BAD_RESULT", 60.0),
-        ("hang", "REWARD_TIMEOUT", 3.0),  # the other groups must be scored within it
+        ("hang", "REWARD_TIMEOUT", 3.0),  # the time limit for scoring the other groups
         ("spin", "REWARD_TIMEOUT", 3.0),
     ],
 )
-async def test_a_bad_group_fails_alone(plugin: Path, word: str, reason: str, timeout: float) -> None:
+async def test_a_bad_group_does_not_fail_others(plugin: Path, word: str, reason: str, timeout: float) -> None:
     rewards = await make(plugin, timeout=timeout)
     good, bad, fine = await rewards.score([group(), group(word), group()])
     assert [result.outcome for result in good + fine] == ["completed"] * 4
@@ -118,7 +118,7 @@ async def test_a_bad_group_fails_alone(plugin: Path, word: str, reason: str, tim
     await rewards.close()
 
 
-async def test_a_hanging_reward_blocks_no_loop(plugin: Path) -> None:
+async def test_a_hanging_reward_does_not_block_the_event_loop(plugin: Path) -> None:
     rewards = await make(plugin, timeout=1.0)
     hanging = asyncio.create_task(rewards.score([group("spin")]))
     turns = 0
@@ -130,9 +130,7 @@ async def test_a_hanging_reward_blocks_no_loop(plugin: Path) -> None:
     await rewards.close()
 
 
-async def test_a_failure_that_passes_is_retried_and_logged(
-    plugin: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_temporary_failure_is_retried_and_logged(plugin: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rewards = await make(plugin, retries=1)
     [[one, _]] = await rewards.score([group("once", file=str(tmp_path / "seen"))])
     assert one.outcome == "completed"
@@ -142,14 +140,14 @@ async def test_a_failure_that_passes_is_retried_and_logged(
     await rewards.close()
 
 
-async def test_without_retries_it_is_not(plugin: Path, tmp_path: Path) -> None:
+async def test_without_retries_a_temporary_failure_fails_the_sample(plugin: Path, tmp_path: Path) -> None:
     rewards = await make(plugin, retries=0)
     [[one, _]] = await rewards.score([group("once", file=str(tmp_path / "seen"))])
     assert one.reason == "REWARD_RAISED"
     await rewards.close()
 
 
-async def test_groups_that_come_meanwhile_are_scored_together(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_groups_that_finish_during_a_call_are_scored_together(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rewards = await make(plugin)
     sizes: list[int] = []
     call = rewards._call
@@ -164,7 +162,7 @@ async def test_groups_that_come_meanwhile_are_scored_together(plugin: Path, monk
     await rewards.close()
 
 
-async def test_a_plugin_that_cannot_be_imported_says_so_at_the_start(plugin: Path) -> None:
+async def test_a_plugin_that_cannot_be_imported_fails_at_the_start(plugin: Path) -> None:
     with pytest.raises(RewardImportError, match="no function `nothing`"):
         await make(plugin, "nothing")
     plugin.write_text("import a_module_that_is_not_there")
@@ -172,7 +170,7 @@ async def test_a_plugin_that_cannot_be_imported_says_so_at_the_start(plugin: Pat
         await make(plugin)
 
 
-async def test_closing_ends_the_process_and_answers_who_waits(plugin: Path) -> None:
+async def test_closing_ends_the_process_and_fails_pending_calls(plugin: Path) -> None:
     rewards = await make(plugin, timeout=60)
     pool = rewards._source
     assert isinstance(pool, RewardPool)
@@ -200,7 +198,7 @@ def test_a_reward_process_ends_with_its_worker(cut: int) -> None:
         process = subprocess.Popen([sys.executable, "-m", "rollout.hosting.child"], stdin=theirs.fileno())
     body = b"Load\0" + json.dumps([{"plugin": "reward.py:f", "base_dir": "/nowhere"}]).encode()
     ours.sendall((struct.pack("<Q", len(body)) + body)[:cut])
-    ours.close()  # as when the worker is killed
+    ours.close()  # like a worker that was killed
     try:
         assert process.wait(60) == 0
     finally:

@@ -66,7 +66,7 @@ def test_scores_alone_do_not_depend_on_neighbors(folder: Path) -> None:
     assert together == [model.score([(PROMPT, [ids])])[0] for ids in COMPLETIONS]
 
 
-def test_a_completion_that_cannot_be_scored_fails_alone(folder: Path) -> None:
+def test_an_invalid_completion_does_not_fail_others(folder: Path) -> None:
     long, foreign = np.full(20, 8, np.int32), np.array([40], np.int32)
     scored = load(folder).score([(PROMPT, [long, COMPLETIONS[0], foreign])])
     assert [s.reason for s in scored] == ["CONTEXT_OVERFLOW", "", "VOCABULARY_MISMATCH"]
@@ -91,7 +91,7 @@ def test_a_model_without_a_trained_head_is_refused(tmp_path: Path) -> None:
 
 
 class Registry(Services):
-    """Service discovery with one reward worker, or none while ``address`` is empty."""
+    """Service discovery with one reward worker; without a worker while ``address`` is empty."""
 
     def __init__(self) -> None:
         super().__init__("127.0.0.1:1", "token")
@@ -115,7 +115,7 @@ async def serve(folder: Path) -> Server:
     return server
 
 
-async def test_over_the_wire_and_across_a_restart(folder: Path) -> None:
+async def test_scores_over_grpc_and_after_a_restart(folder: Path) -> None:
     services, server = Registry(), await serve(folder)
     source = RewardWorker(services, "run-1", "reward-0", start_seconds=30)
     rewards = Rewards(source, timeout_seconds=30, retries=0)

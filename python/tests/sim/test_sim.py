@@ -1,4 +1,5 @@
-"""Workers without a model: repeatable, honest about what they hold, and free of torch."""
+"""Workers without a model give repeatable results, report their weights correctly, and do not
+import torch."""
 
 import asyncio
 import json
@@ -36,15 +37,15 @@ def sampled(engine: SimEngine, seeds: tuple[int, ...] = (1, 2)) -> list[tuple[in
     return asyncio.run(run())
 
 
-def test_samples_depend_on_weights_prompt_and_seed_alone(model: Path) -> None:
+def test_samples_depend_only_on_weights_prompt_and_seed(model: Path) -> None:
     first, again = SimEngine(str(model), 0, 4), SimEngine(str(model), 0, 4)
     assert sampled(first) == sampled(again)
-    assert sampled(first, (2, 1)) == sampled(first)[::-1]  # not on the place in the batch
+    assert sampled(first, (2, 1)) == sampled(first)[::-1]  # independent of the place in the batch
     first.words[0] += np.uint64(1)
     assert sampled(first) != sampled(again)
 
 
-def test_weights_are_read_back_from_what_is_held(model: Path, tmp_path: Path) -> None:
+def test_the_digest_is_computed_from_the_engines_weights(model: Path, tmp_path: Path) -> None:
     engine = SimEngine(str(model), 0, 4)
     words = policy.learn(engine.words, [b"a sample"], 1)
     written = policy.write(tmp_path / "v1", words, 1, model, fsync=False)
@@ -62,7 +63,7 @@ def test_weights_are_read_back_from_what_is_held(model: Path, tmp_path: Path) ->
     asyncio.run(take_over())
 
 
-def test_every_sample_of_a_step_counts(model: Path) -> None:
+def test_every_sample_of_a_step_changes_the_digest(model: Path) -> None:
     words = policy.read(model)
     whole = policy.learn(words, [b"one", b"two"], 1)
     others = ([b"one"], [b"two", b"one"], [b"one", b"two", b"two"], [b"onet", b"wo"])
@@ -70,13 +71,13 @@ def test_every_sample_of_a_step_counts(model: Path) -> None:
     assert (policy.learn(words, [b"one", b"two"], 2) != whole).any()
 
 
-def test_another_models_folder_is_refused(tmp_path: Path) -> None:
+def test_a_model_of_another_type_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(ValueError, match="qwen3"):
         SimEngine(str(tmp_path), 0, 4)
 
 
-def test_a_line_that_a_kill_cut_off_counts_for_nothing(tmp_path: Path) -> None:
+def test_an_incomplete_line_of_the_journal_is_ignored(tmp_path: Path) -> None:
     Journal(str(tmp_path), "learner-0").write(step=1)
     with open(tmp_path / "journal" / "learner-0.jsonl", "ab") as file:
         file.write(b'{"step":2')
@@ -84,7 +85,7 @@ def test_a_line_that_a_kill_cut_off_counts_for_nothing(tmp_path: Path) -> None:
     assert journal.read(tmp_path, "learner") == [{"step": 1}, {"step": 2}]
 
 
-def test_text_is_characters() -> None:
+def test_tokens_are_characters() -> None:
     text = SimText()
     assert text.decode(text.encode(["row 7:"])) == ["row 7:"]
 
@@ -116,7 +117,7 @@ def test_the_simulated_workers_start_without_torch() -> None:
     assert "imports torch" in printed[1]
 
 
-def test_weights_that_are_not_there_are_refused_with_the_reason_of_the_real_engine(model: Path, tmp_path: Path) -> None:
+def test_missing_weights_raise_the_same_error_as_the_real_engine(model: Path, tmp_path: Path) -> None:
     engine = SimEngine(str(model), 0, 4)
     with pytest.raises(policy.WeightsUnreadable, match="v000003") as refused:
         asyncio.run(engine.stage_weights(str(tmp_path / "v000003")))

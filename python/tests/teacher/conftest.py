@@ -1,4 +1,4 @@
-"""A student of the addition example, and a teacher with other weights behind an endpoint."""
+"""A student of the addition example, and an endpoint with a teacher of other weights."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""An OpenAI-shaped completions server over a real model, for tests, and what such servers do
-wrong."""
+"""A completions server in OpenAI's format with a real model, and the faults of such servers, for
+tests."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Json = dict[str, Any]
 
 
 class Served:
-    """Serves until ``close``. ``spoil``: changes an answer, or is the status and body to answer
-    with instead."""
+    """Serves until ``close``. ``spoil``: changes an answer, or is the status and body of the
+    answer."""
 
     def __init__(self, model: Any, tokenizer: Any, key: str = "") -> None:
         self.model, self.tokenizer, self.key = model, tokenizer, key
@@ -54,7 +54,7 @@ class Served:
 
     @torch.no_grad()
     def answer(self, body: Json) -> Json:
-        """Both protocols, as vLLM answers them."""
+        """Answers in both protocols like vLLM."""
         ids: list[int] = body["prompt"]
         logprobs = torch.log_softmax(self.model(input_ids=torch.tensor([ids])).logits[0].double(), -1)
         values = [None, *(float(logprobs[place - 1, ids[place]]) for place in range(1, len(ids)))]

@@ -1,5 +1,5 @@
-"""The client of a teacher's endpoint: the log-probabilities of a plain call of the model, and a
-type for all that goes wrong."""
+"""The client of a teacher endpoint returns the log-probabilities of a plain call of the model, and
+typed errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def endpoint(served: Served, text: Text, protocol: str = "echo", api_key: str = 
 
 
 @pytest.mark.parametrize("protocol", ["echo", "prompt_logprobs"])
-def test_it_gives_what_a_plain_call_of_the_model_gives(protocol: str, served: Served, text: Text) -> None:
+def test_logprobs_equal_a_plain_call_of_the_model(protocol: str, served: Served, text: Text) -> None:
     with torch.no_grad():
         logprobs = torch.log_softmax(served.model(input_ids=torch.tensor([IDS])).logits[0].double(), -1)
     wanted = [float(logprobs[place - 1, IDS[place]]) for place in range(3, len(IDS))]
@@ -32,7 +32,7 @@ def test_it_gives_what_a_plain_call_of_the_model_gives(protocol: str, served: Se
     assert served.asked[0]["prompt"] == IDS and served.asked[0]["model"] == "teacher"
 
 
-def test_the_key_is_read_where_its_reference_says(served: Served, text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_read_from_its_reference(served: Served, text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
     served.key = "secret"
     monkeypatch.setenv("TEACHER_KEY", "secret")
     assert endpoint(served, text, api_key="env:TEACHER_KEY").logprobs(IDS, 5)
@@ -87,14 +87,14 @@ SPOILED: dict[str, tuple[str, str, bool, str, Callable[[Json], Any]]] = {
 
 
 @pytest.mark.parametrize("name", SPOILED)
-def test_what_is_wrong_has_a_type(name: str, served: Served, text: Text) -> None:
+def test_failures_have_typed_errors(name: str, served: Served, text: Text) -> None:
     reason, words, again, protocol, served.spoil = SPOILED[name]
     with pytest.raises(TeacherError) as caught:
         endpoint(served, text, protocol).logprobs(IDS, 3)
     assert (caught.value.reason, caught.value.again) == (reason, again) and words in str(caught.value), caught.value
 
 
-def test_nobody_there(served: Served, text: Text) -> None:
+def test_an_unreachable_server_is_a_typed_error(served: Served, text: Text) -> None:
     asked = endpoint(served, text)
     served.close()
     with pytest.raises(TeacherError) as caught:

@@ -1,5 +1,5 @@
-"""From samples to a step: the teacher's answers travel in trajectories, failures are never a 0, and
-the student learns."""
+"""Distillation from samples to a step: trajectories contain the teacher's logprobs, failures never
+become 0, and the student learns."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HOLDINGS: Any = SimpleNamespace(of=lambda version: WeightsReceipt(version=versio
 
 @pytest.fixture
 def closing() -> Iterator[ExitStack]:
-    """Shuts down what a worker would."""
+    """Shuts down the environment, like a worker."""
     with ExitStack() as stack:
         yield stack
 
@@ -64,7 +64,7 @@ async def sample(runner: EpisodeRunner, rows: list[bytes], step: int) -> list[Tr
 
 
 def batch(envelopes: list[TrajectoryEnvelope], step: int, file: Path) -> Batch:
-    """As the buffer leases it: the payloads in a segment."""
+    """The batch in the form that the buffer leases it, with the payloads in a segment."""
     made, data = Batch(run_id="run", step=step), b""
     for envelope in envelopes:
         place = {
@@ -107,7 +107,7 @@ async def test_the_divergence_from_a_teacher_behind_an_endpoint_falls(
     assert first > 0.5 and last < 0.6 * first, divergence
 
 
-async def test_what_the_teacher_said_stands_in_the_trajectory(
+async def test_trajectories_contain_the_teachers_logprobs(
     engine: TransformersEngine, example: Example, text: Text, served: Served, closing: ExitStack
 ) -> None:
     for envelope in await sample(runner(engine, example, text, served, closing), example.rows(4), 0):
@@ -120,17 +120,17 @@ async def test_what_the_teacher_said_stands_in_the_trajectory(
         assert (found[trajectory.prompt_tokens :] < 0).all()
 
 
-async def test_a_teacher_that_fails_makes_infrastructure_failures(
+async def test_samples_fail_if_the_teacher_fails(
     engine: TransformersEngine, example: Example, text: Text, served: Served, closing: ExitStack
 ) -> None:
     served.spoil = lambda _: 404
     envelopes = await sample(runner(engine, example, text, served, closing, retries=3), example.rows(4), 0)
     assert [envelope.header.reason for envelope in envelopes] == ["TEACHER_REFUSED"] * 4
-    assert len(served.asked) == 4  # what was refused is refused again
+    assert len(served.asked) == 4  # the teacher rejects the same requests again
     assert not any(Trajectory.FromString(envelope.payload).teacher_logprobs for envelope in envelopes)
 
 
-async def test_a_call_that_fails_once_is_made_again(
+async def test_a_failed_call_is_retried(
     engine: TransformersEngine, example: Example, text: Text, served: Served, closing: ExitStack
 ) -> None:
     served.spoil = lambda answer: 503 if len(served.asked) <= 2 else answer

@@ -39,7 +39,7 @@ def trained(model_dir: Path, config: TrainerConfig, steps: int = 3) -> Trainer:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_only_adapters_move_and_merged_weights_answer_as_the_policy(kind: str, model_dir: Path, tmp_path: Path) -> None:
+def test_only_adapters_change_and_merged_weights_equal_the_policy(kind: str, model_dir: Path, tmp_path: Path) -> None:
     config = KINDS[kind]
     learner = Trainer(model_dir, config)
     original = {name: tensor.clone() for name, tensor in AutoModelForCausalLM.from_pretrained(model_dir).state_dict().items()}

@@ -14,7 +14,7 @@ from rollout_workers.trainer.optim.moments import EightBitMoments
 
 from .addition import demonstrations, sampled_batch
 
-pytestmark = pytest.mark.timeout(400)  # ranks are processes, and the machine may be busy
+pytestmark = pytest.mark.timeout(400)  # starts processes for the ranks, on a machine that may be busy
 CONFIG = TrainerConfig(
     algorithm="sft", schedule=Schedule(peak=3e-3), optimizer=AdamWConfig(weight_decay=0.01, kind="adamw_8bit"), threads=1
 )

@@ -84,7 +84,7 @@ def test_padding_attends_only_to_itself_and_no_token_attends_to_it() -> None:
 
 
 @pytest.mark.parametrize("tokens", [16, 64, 300])
-def test_the_budget_holds_unless_one_sequence_alone_is_longer(tokens: int) -> None:
+def test_the_limit_is_exceeded_only_by_a_single_longer_sequence(tokens: int) -> None:
     samples = random_samples(0)
     for batch in pack(samples, range(len(samples)), tokens=tokens):
         assert batch.computed <= tokens or (len(batch.token_ids) == 1 and batch.subtree_end is None)

@@ -68,11 +68,11 @@ def test_training_after_a_restore_equals_loading_the_state(model_dir: Path, tmp_
     learner.save_state(tmp_path)
     for step in (2, 3, 4):
         learner.train_step(sampled_batch(step), step)
-    twin = Trainer(model_dir, CONFIG)
-    twin.load_state(tmp_path)
-    twin.step = 3
-    twin.train_step(sampled_batch(4), 4)
-    assert learner.weights_digest().root == twin.weights_digest().root
+    loaded = Trainer(model_dir, CONFIG)
+    loaded.load_state(tmp_path)
+    loaded.step = 3
+    loaded.train_step(sampled_batch(4), 4)
+    assert learner.weights_digest().root == loaded.weights_digest().root
 
 
 def test_token_rewards_are_stored_too(tmp_path: Path) -> None:

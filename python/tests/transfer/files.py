@@ -1,4 +1,4 @@
-"""Small safetensors files, made without torch."""
+"""Creates small safetensors files without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAMES = {"float64": "F64", "float32": "F32", "uint16": "BF16", "uint8": "U8", "
 
 
 def safetensors(tensors: Mapping[str, np.ndarray]) -> bytes:
-    """As ``write_tensors``: wide elements first. Arrays of uint16 stand for bf16."""
+    """Like ``write_tensors``: wide elements first. uint16 arrays are bf16."""
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     header, at = {}, 0
     for name in order:

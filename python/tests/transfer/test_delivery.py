@@ -63,7 +63,7 @@ async def test_whole_then_patches(world: World, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("harm", ["cut", "flip"])
-async def test_harm_at_any_byte_is_fixed(world: World, way: str, form: int, harm: str) -> None:
+async def test_a_transfer_that_is_damaged_at_any_byte_is_repaired(world: World, way: str, form: int, harm: str) -> None:
     """The first transfer is cut or changed at each byte in turn. The next one resumes and gives the
     right tensors."""
     world.connect_directly()
@@ -88,8 +88,9 @@ async def test_harm_at_any_byte_is_fixed(world: World, way: str, form: int, harm
 
 
 @pytest.mark.parametrize("harm", ["cut", "flip"])
-async def test_harm_at_any_byte_of_a_folder_is_refused(world: World, harm: str) -> None:
-    """The learner's folder in shared memory. A read gives an error, or the same tensors."""
+async def test_a_folder_that_is_damaged_at_any_byte_is_rejected(world: World, harm: str) -> None:
+    """Changes a byte of the learner's folder in shared memory. A read gives an error, or the same
+    tensors."""
     before = world.holds
     wanted = world.publish(1, grow)
     file = world.folders[wanted] / "model.safetensors"
@@ -108,7 +109,7 @@ async def test_harm_at_any_byte_of_a_folder_is_refused(world: World, harm: str) 
 
 
 class Spoiler:
-    """Harms one byte of a transfer, once."""
+    """Changes one byte of a transfer, once."""
 
     def __init__(self, at: int, harm: str, way: str) -> None:
         self.fired = False
@@ -163,8 +164,8 @@ async def test_an_aborted_transfer_resumes_where_it_stopped(world: World, way: s
 
 
 async def test_a_worker_serves_its_weights(world: World) -> None:
-    """The learner is gone. Another worker that has the version serves it, and resumes where the
-    learner stopped."""
+    """The learner has exited. Another worker that has the version serves it, and the transfer
+    resumes where the learner stopped."""
     held = await follow(world, "stream")
     peer = await world.serve(world.cache)
     late = World(make(world.root / "late"))
@@ -193,7 +194,7 @@ async def test_a_late_worker_gets_a_chain_of_patches(world: World) -> None:
     assert await world.take(offers) == digests[-1]
 
 
-async def test_a_patch_for_a_missing_base(world: World) -> None:
+async def test_a_patch_for_a_missing_base_is_an_error(world: World) -> None:
     first = world.publish(1, grow)
     second = world.publish(2, grow)
     before = world.holds
@@ -223,7 +224,7 @@ async def test_large_changes_and_old_versions_come_whole(world: World, monkeypat
         await world.offers(second)
 
 
-async def test_wrong_tensors_under_a_digest_are_refused(world: World) -> None:
+async def test_wrong_tensors_for_a_digest_are_rejected(world: World) -> None:
     """A source has other tensors under the digest. The old weights stay, and the received bytes are
     not used as a base."""
     held = await follow(world, "stream")

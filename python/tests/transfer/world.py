@@ -32,15 +32,15 @@ from rollout_workers.worker.spec import Identity
 RUN = "run-delivery"
 
 Spoil = Callable[[Any], list[Any]]
-"""Pieces that travel instead of one; raising ``Cut`` ends the transfer."""
+"""Returns the pieces that are sent instead of one. Raises ``Cut`` to end the transfer."""
 
 
 class Cut(Exception):
-    """The connection is gone."""
+    """The connection was lost."""
 
 
 class Storage(ArtifactServiceServicer):
-    """Artifacts in memory."""
+    """Stores artifacts in memory."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -69,7 +69,7 @@ class Storage(ArtifactServiceServicer):
 
 
 class Streams(service.WeightsServer):
-    """A WeightsService behind a bad network."""
+    """A WeightsService behind an unreliable network."""
 
     def __init__(self, world: World, holder: service.Holder) -> None:
         super().__init__(Identity(RUN, "learner-0", "learner", 1), holder)
@@ -98,7 +98,7 @@ class _Context:
 
 
 class _Direct:
-    """Stubs of both services without a network."""
+    """Stubs of both services that call them directly."""
 
     def __init__(self, streams: Streams, storage: Storage) -> None:
         self._streams, self._storage = streams, storage

@@ -24,8 +24,8 @@ DTYPES = [
 ]
 
 
-def test_reads_back_as_it_was(tmp_path: Path) -> None:
-    tensors = {f"t.{i}": (torch.randn(3, i) * 9).to(dtype) for i, dtype in enumerate(DTYPES)}  # the first has no element
+def test_tensors_are_read_back_unchanged(tmp_path: Path) -> None:
+    tensors = {f"t.{i}": (torch.randn(3, i) * 9).to(dtype) for i, dtype in enumerate(DTYPES)}  # the first tensor has no elements
     tensors |= {"scalar": torch.tensor(2.5), "é": torch.arange(70_000, dtype=torch.int32)}
     write_tensors(tmp_path / "a.safetensors", tensors)
     with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
@@ -36,13 +36,13 @@ def test_reads_back_as_it_was(tmp_path: Path) -> None:
         assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor), name
 
 
-def test_is_what_the_library_writes(tmp_path: Path) -> None:
+def test_writes_the_same_file_as_the_library(tmp_path: Path) -> None:
     tensors = {"b": torch.randn(2, 3), "a": torch.randn(5).bfloat16(), "c": torch.randn(4)}
     write_tensors(tmp_path / "a", tensors)
     assert (tmp_path / "a").read_bytes() == save(tensors, metadata={"format": "pt"})
 
 
-def test_reads_what_the_library_writes(tmp_path: Path) -> None:
+def test_reads_files_of_the_library(tmp_path: Path) -> None:
     tensors = {f"t.{i}": (torch.randn(3, i) * 9).to(dtype) for i, dtype in enumerate(DTYPES)}
     save_file(tensors, tmp_path / "a", metadata={"format": "pt"})
     read = read_tensors(tmp_path / "a")
@@ -53,8 +53,9 @@ def test_reads_what_the_library_writes(tmp_path: Path) -> None:
     read["t.1"].zero_()  # a private copy of the page
 
 
-def test_a_file_that_is_cut_or_flipped_is_refused(tmp_path: Path) -> None:
-    """At every byte of the frame: the header's length, the header, the end of the file."""
+def test_a_truncated_or_changed_file_is_rejected(tmp_path: Path) -> None:
+    """Changes every byte outside of the tensors: the header's length, the header, the end of the
+    file."""
     path = tmp_path / "a"
     write_tensors(path, {"w": torch.arange(6.0).view(2, 3), "b": torch.arange(4, dtype=torch.int32)})
     whole = path.read_bytes()
@@ -70,12 +71,13 @@ def test_a_file_that_is_cut_or_flipped_is_refused(tmp_path: Path) -> None:
             read = read_tensors(path)
         except ValueError:
             continue
-        # A name, a dtype of the same width, two places swapped: the digest finds those.
+        # A changed name, another dtype of equal width, or two swapped offsets: only the digest
+        # detects them.
         quiet += 1
         assert sum(tensor.nbytes for tensor in read.values()) <= 40
     assert quiet < frame // 2
 
 
-def test_refuses_dtypes_that_the_format_lacks(tmp_path: Path) -> None:
+def test_dtypes_without_a_name_in_the_format_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tensor z: dtype torch\.complex64 is not supported; use one of F64"):
         write_tensors(tmp_path / "a", {"z": torch.zeros(1, dtype=torch.complex64)})

@@ -18,7 +18,7 @@ CASES = json.loads(GOLDEN.read_text())["cases"]
 
 
 def tensor_of(dtype: str, shape: list[int]) -> torch.Tensor:
-    """A tensor of the golden pattern."""
+    """A tensor with the golden pattern."""
     count = torch.Size(shape).numel() * DTYPES[dtype].itemsize
     flat = torch.frombuffer(bytearray(pattern(count)), dtype=torch.uint8) if count else torch.empty(0, dtype=torch.uint8)
     return flat.view(DTYPES[dtype]).reshape(shape)
@@ -54,7 +54,7 @@ def test_layout_in_memory_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_one_flipped_bit_is_seen(dtype: torch.dtype) -> None:
+def test_one_flipped_bit_changes_the_digest(dtype: torch.dtype) -> None:
     tensor = torch.ones(600, 3).to(dtype)
     before = weights_digest([("w", tensor)])
     tensor.view(torch.uint8).view(-1)[-1] ^= 1

@@ -1,5 +1,5 @@
-"""The weights digest a second time, from the definition: bytes and shapes only, no torch, no views,
-no threads."""
+"""A second implementation of the weights digest, straight from the definition: only bytes and
+shapes, without torch, views, and threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "uint8": 1, "boo
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: name, dtype as torch names it, shape, row-major little-endian bytes."""
+    """One tensor: name, dtype name of torch, shape, row-major little-endian bytes."""
 
     name: str
     dtype: str
@@ -22,7 +22,7 @@ class Entry:
 
 
 def pattern(length: int) -> bytes:
-    """Bytes that any language can make: byte i is (31 * i + 7) mod 251."""
+    """Bytes that are easy to generate in any language: byte i is (31 * i + 7) mod 251."""
     return bytes((31 * i + 7) % 251 for i in range(length))
 
 

@@ -1,4 +1,4 @@
-"""The embedded NATS and registry of a real rolloutd, shared by all tests; each test has its own
+"""The embedded NATS and registry of a real rolloutd, which all tests share. Each test has its own
 run."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The client of the control plane, against doubles of planner, scheduler and storage."""
+"""The client of the control plane, with fakes of planner, scheduler, and storage."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class Scheduler(SchedulerServiceServicer):
     async def WatchRun(self, request: run_pb2.WatchRunRequest, context: Any) -> AsyncIterator[run_pb2.WatchRunResponse]:
         for step, state in ((1, run_pb2.RUN_STATE_RUNNING), (2, run_pb2.RUN_STATE_SUCCEEDED)):
             yield run_pb2.WatchRunResponse(status=run_pb2.RunStatus(run=run_pb2.Run(step=step, state=state)))
-        await asyncio.Event().wait()  # the client knows that this was the end
+        await asyncio.Event().wait()  # the end of the stream is the end of the run
 
 
 class Storage(EventServiceServicer):
     async def TailEvents(
         self, request: storage_pb2.TailEventsRequest, context: Any
     ) -> AsyncIterator[storage_pb2.TailEventsResponse]:
-        assert request.filter.run_id in ("", "run-1")  # names are the scheduler's
+        assert request.filter.run_id in ("", "run-1")  # for the scheduler, which owns the names of runs
         kinds = request.filter.kinds
         yield storage_pb2.TailEventsResponse(events=[Event(sequence=1, kind=kinds[0]), Event(sequence=2, kind=kinds[0])])
         await asyncio.Event().wait()
@@ -70,7 +70,7 @@ class Storage(EventServiceServicer):
 
 @pytest.fixture
 async def state(tmp_path: Path) -> AsyncIterator[Path]:
-    """The state folder of a daemon that serves the doubles."""
+    """The state folder of a daemon that serves the fakes."""
     server = grpc.aio.server()
     add_PlannerServiceServicer_to_server(cast(Any, Planner)(), server)
     add_SchedulerServiceServicer_to_server(cast(Any, Scheduler)(), server)
@@ -99,7 +99,7 @@ async def test_plan_submit_follow_tail(state: Path) -> None:
         assert await client.metrics(run.run_id, ["loss"]) == {"loss": [(1, 0.5), (2, 1.0)]}
 
 
-async def test_the_blocking_client_does_the_same(state: Path) -> None:
+async def test_the_blocking_client_returns_the_same(state: Path) -> None:
     def script() -> tuple[str, list[int], int, dict[str, Any]]:
         with connect(state=state) as client:
             run = client.submit(client.plan(state / "run.toml"))
@@ -110,7 +110,7 @@ async def test_the_blocking_client_does_the_same(state: Path) -> None:
     assert await asyncio.to_thread(script) == ("run-1", [1, 2], 1, {"loss": [(1, 0.5), (2, 1.0)]})
 
 
-async def test_metrics_and_events_of_a_run_by_its_name(state: Path) -> None:
+async def test_reads_metrics_and_events_of_a_run_by_name(state: Path) -> None:
     async with connect_async(state=state) as client:
         assert await client.metrics("sums", ["loss"]) == {"loss": [(1, 0.5), (2, 1.0)]}
         for run in ("sums", ""):
@@ -134,14 +134,14 @@ async def test_metrics_and_events_of_a_run_by_its_name(state: Path) -> None:
     await asyncio.to_thread(script)
 
 
-async def test_every_problem_of_a_configuration(state: Path) -> None:
+async def test_an_invalid_configuration_raises_every_problem(state: Path) -> None:
     async with connect_async(state=state) as client:
         with pytest.raises(PlanRefused, match=r"run\.toml:3:1: unknown key; remove it") as caught:
             await client.plan(state / "bad.toml")
     assert len(caught.value.problems) == 2
 
 
-async def test_a_remote_error_keeps_its_reason(state: Path) -> None:
+async def test_a_remote_error_has_its_reason(state: Path) -> None:
     async with connect_async(state=state) as client:
         with pytest.raises(RemoteError, match="no such run") as caught:
             await client.run("run-9")
@@ -150,17 +150,17 @@ async def test_a_remote_error_keeps_its_reason(state: Path) -> None:
     assert RemoteError.reason == "INTERNAL"
 
 
-def test_no_daemon_says_how_to_start_one(tmp_path: Path) -> None:
+def test_the_error_without_a_daemon_explains_how_to_start_one(tmp_path: Path) -> None:
     with pytest.raises(NoDaemon, match="rollout daemon start"):
         local_server(tmp_path)
 
 
-def test_the_token_is_in_no_repr(tmp_path: Path) -> None:
+def test_repr_hides_the_token(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret")
     (tmp_path / "rolloutd.json").write_text(json.dumps({"grpc": "a:1", "token_file": str(tmp_path / "token")}))
     assert "secret" not in repr(local_server(tmp_path))
 
 
-def test_it_imports_no_torch() -> None:
+def test_the_client_does_not_import_torch() -> None:
     code = "import sys, rollout.client; sys.exit('torch' in sys.modules or 'rollout_workers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Concurrent calls to a service that stops and comes back."""
+"""Calls to a service that stops and starts again."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rollout_workers.worker.discovery import Services, call, connect
 
 
 class Restarting(BufferServiceServicer):
-    """Is about to answer `slow`, and refuses the first call of anybody else as a server that is
-    going away."""
+    """A service that holds the answer to the call `slow`, and rejects other calls like a server
+    that is shutting down."""
 
     def __init__(self) -> None:
         self.held, self.refused, self.release = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -36,8 +36,8 @@ class Restarting(BufferServiceServicer):
         return GetMissingResponse()
 
 
-class Known(Services):
-    """A mesh with one service."""
+class OneService(Services):
+    """A registry with one service."""
 
     def __init__(self, address: str) -> None:
         super().__init__("127.0.0.1:1", "token")
@@ -47,12 +47,12 @@ class Known(Services):
         return self._address
 
 
-async def test_who_looks_a_service_up_again_cancels_no_other_call() -> None:
+async def test_a_new_lookup_does_not_cancel_pending_calls() -> None:
     server, buffer = grpc.aio.server(), cast(Any, Restarting)()
     add_BufferServiceServicer_to_server(buffer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    services = Known(f"127.0.0.1:{port}")
+    services = OneService(f"127.0.0.1:{port}")
 
     async def ask(run: str) -> GetMissingResponse:
         return await call(services, "buffer", BufferServiceStub, "GetMissing", GetMissingRequest(run_id=run), timeout=60)
@@ -68,12 +68,12 @@ async def test_who_looks_a_service_up_again_cancels_no_other_call() -> None:
 
 
 def quicker(options: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
-    """The same in a fiftieth of the time, where it is a time."""
+    """The keepalive options with times divided by fifty."""
     return tuple((name, value // 50 if name.endswith("_ms") else value) for name, value in options)
 
 
-async def test_a_call_to_a_host_that_is_gone_without_a_word_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection stays, as where a host lost its power; nothing more comes from it."""
+async def test_a_call_to_a_host_that_vanished_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection stays open but nothing arrives, like after a power failure of the host."""
     monkeypatch.setattr(discovery, "CHANNEL_OPTIONS", quicker(discovery.CHANNEL_OPTIONS))
     server, buffer = grpc.aio.server(), cast(Any, Restarting)()
     add_BufferServiceServicer_to_server(buffer, server)
@@ -106,8 +106,7 @@ async def test_a_call_to_a_host_that_is_gone_without_a_word_ends(monkeypatch: py
 
 
 async def test_servers_accept_frequent_keepalive_pings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gRPC's default closes connections that ping more than twice in five minutes of a long
-    call."""
+    """gRPC's default closes a connection that pings more than twice in five minutes of one call."""
     monkeypatch.setattr(discovery, "CHANNEL_OPTIONS", quicker(discovery.CHANNEL_OPTIONS))
     server, buffer = grpc.aio.server(options=quicker(SERVER_OPTIONS)), cast(Any, Restarting)()
     add_BufferServiceServicer_to_server(buffer, server)
@@ -116,7 +115,7 @@ async def test_servers_accept_frequent_keepalive_pings(monkeypatch: pytest.Monke
     channel = connect(f"127.0.0.1:{port}", None)
     waiting = asyncio.ensure_future(BufferServiceStub(channel).GetMissing(GetMissingRequest(run_id="slow")))
     await buffer.held.wait()
-    await asyncio.sleep(8)  # seven times: it asks once a second at most
+    await asyncio.sleep(8)  # seven pings, at most one per second
     buffer.release.set()
     assert await waiting == GetMissingResponse()
     await channel.close()

@@ -1,4 +1,4 @@
-"""A worker is in the registry exactly while it lives."""
+"""A worker is in the registry exactly while it runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def entries(daemon: Daemon, who: Identity) -> list[dict]:
     return [e for e in passing(daemon, who.service) if e["Meta"]["run"] == who.run]
 
 
-async def test_registers_with_everything_that_others_look_for(daemon: Daemon, who: Identity) -> None:
+async def test_registers_with_service_address_and_metadata(daemon: Daemon, who: Identity) -> None:
     registration = Registration(who, agent=daemon.consul, consul_token=daemon.token, address="127.0.0.1:4711")
     registration.start()
     [entry] = entries(daemon, who)
@@ -60,7 +60,9 @@ async def test_the_nonce_is_neither_registered_nor_printed(daemon: Daemon, who: 
     registration.stop()
 
 
-async def test_registers_again_when_the_agent_forgot(daemon: Daemon, who: Identity, caplog: pytest.LogCaptureFixture) -> None:
+async def test_registers_again_after_the_agent_lost_the_entry(
+    daemon: Daemon, who: Identity, caplog: pytest.LogCaptureFixture
+) -> None:
     registration = Registration(who, agent=daemon.consul, consul_token=daemon.token, address="127.0.0.1:4711")
     registration.start()
     put(daemon, f"/v1/agent/service/deregister/{who.registration}")
@@ -69,7 +71,7 @@ async def test_registers_again_when_the_agent_forgot(daemon: Daemon, who: Identi
     registration.stop()
 
 
-def test_stays_passing_while_the_main_thread_computes(daemon: Daemon, who: Identity) -> None:
+def test_the_check_passes_while_the_main_thread_computes(daemon: Daemon, who: Identity) -> None:
     registration = Registration(who, agent=daemon.consul, consul_token=daemon.token, address="127.0.0.1:4711")
     registration.start()
     end = time.monotonic() + TTL_SECONDS + 0.5
@@ -79,7 +81,7 @@ def test_stays_passing_while_the_main_thread_computes(daemon: Daemon, who: Ident
     registration.stop()
 
 
-async def test_an_agent_that_is_away_is_no_error(who: Identity) -> None:
+async def test_an_unreachable_agent_is_not_an_error(who: Identity) -> None:
     registration = Registration(who, agent="127.0.0.1:1", address="127.0.0.1:4711")
     registration.start()
     registration.stop()

@@ -59,7 +59,7 @@ async def served() -> AsyncIterator[tuple[InferenceWorkerServiceStub, grpc.aio.C
 
 
 def details(error: grpc.aio.AioRpcError) -> dict[str, Any]:
-    """The details of an error by their type's name."""
+    """The details of an error by the name of their type."""
     trailers: dict[str, Any] = dict(error.trailing_metadata() or ())
     packed = trailers["grpc-status-details-bin"]
     found: dict[str, Any] = {}
@@ -77,7 +77,7 @@ async def refused(call: Any) -> grpc.aio.AioRpcError:
 
 
 @pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer nope"),), (("authorization", TOKEN),)])
-async def test_no_call_without_the_token(served: tuple, metadata: tuple) -> None:
+async def test_a_call_without_the_token_is_rejected(served: tuple, metadata: tuple) -> None:
     stub, _, servicer = served
     request = pb.TokenizeRequest(prompts=[pb.Prompt(text="a")])
     error = await refused(stub.Tokenize(request, metadata=metadata))
@@ -92,7 +92,7 @@ async def test_health_needs_no_token(served: tuple) -> None:
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_every_violation_is_named(served: tuple) -> None:
+async def test_the_error_lists_every_violation(served: tuple) -> None:
     request = pb.GenerateRequest(
         prompts=[pb.Prompt(text="a"), pb.Prompt(), pb.Prompt(chat=pb.Chat(messages=[pb.ChatMessage(role="boss")]))],
         params=pb.SamplingParams(temperature=-1, top_p=0),
@@ -114,7 +114,7 @@ async def test_every_violation_is_named(served: tuple) -> None:
     }
 
 
-async def test_a_typed_error_keeps_all_that_it_says(served: tuple) -> None:
+async def test_a_typed_error_keeps_its_details(served: tuple) -> None:
     error = await refused(served[0].PauseEngine(pb.PauseEngineRequest(), metadata=GOOD))
     assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert error.details() == "too much; wait"
@@ -123,14 +123,14 @@ async def test_a_typed_error_keeps_all_that_it_says(served: tuple) -> None:
     assert found["RetryInfo"].retry_delay.ToTimedelta().total_seconds() == 1.5
 
 
-async def test_an_unknown_error_tells_nothing(served: tuple) -> None:
+async def test_an_unknown_error_reveals_no_details(served: tuple) -> None:
     error = await refused(served[0].ResumeEngine(pb.ResumeEngineRequest(), metadata=GOOD))
     assert error.code() is grpc.StatusCode.INTERNAL
     assert "secret" not in str(error.details())
     assert details(error)["ErrorInfo"].reason == "INTERNAL"
 
 
-async def test_an_error_in_the_middle_of_a_stream(served: tuple) -> None:
+async def test_an_error_inside_a_stream_has_its_reason(served: tuple) -> None:
     request = pb.GenerateRequest(request_id="a", prompts=[pb.Prompt(text="a")], n=1)
     pieces = []
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -140,7 +140,7 @@ async def test_an_error_in_the_middle_of_a_stream(served: tuple) -> None:
     assert details(caught.value)["ErrorInfo"].reason == "OVERLOADED"
 
 
-async def test_a_trace_goes_on_without_an_exporter(served: tuple) -> None:
+async def test_trace_contexts_are_passed_on_without_an_exporter(served: tuple) -> None:
     stub, _, servicer = served
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     request = pb.TokenizeRequest(prompts=[pb.Prompt(text="a")])
@@ -150,7 +150,7 @@ async def test_a_trace_goes_on_without_an_exporter(served: tuple) -> None:
     assert not trace.get_current_span().get_span_context().is_valid
 
 
-def test_serves_on_loopback_unless_somebody_says_that_the_network_is_private() -> None:
+def test_plain_text_needs_loopback_or_the_variable_for_private_networks() -> None:
     assert host_of({}) == "127.0.0.1"
     assert host_of({HOST_VARIABLE: "127.0.3.4"}) == "127.0.3.4"
     for host in ("10.0.0.7", "0.0.0.0", "worker-7"):

@@ -1,4 +1,4 @@
-"""What a worker process is started with."""
+"""Reading the spec of a worker."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_reads_the_file_that_the_variable_names(tmp_path: Path, monkeypatch: pyt
     assert resolve(spec, "/data") == "/data"
 
 
-def test_secrets_are_read_where_the_spec_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_references_are_replaced_by_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = made()
     secret.token, secret.nats.password, secret.consul_token = "mesh", "pass", "acl"
     path = write_spec(tmp_path / "spec.json", secret)
@@ -45,11 +45,11 @@ def test_secrets_are_read_where_the_spec_says(tmp_path: Path, monkeypatch: pytes
     path.write_text(path.read_text().replace(f"file:{tmp_path}/spec.password", "env:ACL"))
     spec = load_spec(str(path))
     assert (spec.consul_token, spec.nats.password) == ("from-env", "from-env")
-    assert "ACL" not in os.environ  # of what this process starts
+    assert "ACL" not in os.environ  # the variables are removed for child processes
 
 
 @pytest.mark.parametrize("reference", ["hunter2", "env:", "file:", "env:NOBODY_SETS_THIS", "file:/none"])
-def test_what_is_no_reference_is_refused(tmp_path: Path, reference: str) -> None:
+def test_a_secret_instead_of_a_reference_is_rejected(tmp_path: Path, reference: str) -> None:
     path = write_spec(tmp_path / "spec.json", made())
     path.write_text(path.read_text().replace("{", f'{{"token": "{reference}", ', 1))
     with pytest.raises(SpecError, match="token: ") as refused:
@@ -57,7 +57,7 @@ def test_what_is_no_reference_is_refused(tmp_path: Path, reference: str) -> None
     assert "hunter2" not in str(refused.value)
 
 
-def test_names_follow_from_the_spec() -> None:
+def test_names_derive_from_the_spec() -> None:
     who, again = identity(made()), identity(made())
     assert who.registration == "run-01/inference-3"
     assert who.event_source == "inference-worker/inference-3"
@@ -77,14 +77,14 @@ def test_names_follow_from_the_spec() -> None:
         ),
     ],
 )
-def test_a_bad_file_says_what_is_wrong(tmp_path: Path, text: str, what: str) -> None:
+def test_the_error_for_an_invalid_file_names_the_problem(tmp_path: Path, text: str, what: str) -> None:
     path = tmp_path / "spec.json"
     path.write_text(text)
     with pytest.raises(SpecError, match=what):
         load_spec(str(path), kinds=WORKERS)
 
 
-def test_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ROLLOUT_WORKER_SPEC", raising=False)
     with pytest.raises(SpecError, match="ROLLOUT_WORKER_SPEC is not set"):
         load_spec()
@@ -92,7 +92,7 @@ def test_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         load_spec(str(tmp_path / "none.json"))
 
 
-def test_deterministic_unless_said_otherwise_in_sync_mode() -> None:
+def test_sync_mode_is_deterministic_by_default() -> None:
     assert is_deterministic(RunConfig(mode="sync"))
     assert not is_deterministic(RunConfig(mode="async"))
     assert not is_deterministic(RunConfig(mode="sync", deterministic=False))

@@ -19,7 +19,7 @@ from rollout_workers.worker.status import status_of
         (OSError(errno.EIO, "Input/output error"), "INTERNAL"),
     ],
 )
-def test_a_full_disk_is_told_with_its_fix(error: Exception, reason: str) -> None:
+def test_the_error_for_a_full_disk_has_a_fix(error: Exception, reason: str) -> None:
     status, info = status_of(error), error_details_pb2.ErrorInfo()
     assert status.details[0].Unpack(info)
     assert info.reason == reason

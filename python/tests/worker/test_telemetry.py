@@ -1,4 +1,4 @@
-"""With an endpoint spans and metrics are exported, under the caller's trace; without one nothing is
+"""With an endpoint, spans and metrics are exported in the caller's trace. Without one, nothing is
 recorded."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ flush()
 
 
 class Collector(TraceServiceServicer, MetricsServiceServicer):
-    """Takes traces and metrics."""
+    """Receives traces and metrics."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []
@@ -88,6 +88,6 @@ async def test_spans_and_metrics_reach_the_collector(collector: tuple[Collector,
     assert collected.metrics["rollout.samples"].sum.data_points[0].as_int == 3
 
 
-async def test_without_an_endpoint_the_callers_trace_travels_on(collector: tuple[Collector, str]) -> None:
+async def test_without_an_endpoint_the_callers_trace_is_passed_on(collector: tuple[Collector, str]) -> None:
     assert await run("") == f"00-{PARENT}-b7ad6b7169203331-01"
     assert collector[0].spans == []

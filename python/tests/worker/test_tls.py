@@ -1,4 +1,4 @@
-"""Mutual TLS of a worker: who gets in, who is refused, and that renewed files are taken without a
+"""Mutual TLS of a worker: which peers are accepted, and that renewed files are used without a
 restart."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEALTH = health_pb2.HealthCheckRequest()
 
 
 def certs(folder: Path, *arguments: str) -> None:
-    """``rollout certs``, built where it is missing."""
+    """The command ``rollout certs``, compiled if necessary."""
     binary = REPOSITORY / "bin" / "rollout"
     if not binary.exists():
         subprocess.run(["go", "build", "-o", str(binary), "./rollout"], cwd=REPOSITORY / "cmd", check=True)
@@ -52,7 +52,7 @@ async def check(address: str, tls: PemFiles | None) -> str:
         return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 
 
-async def test_only_certificates_of_the_authority_get_in(folder: Path) -> None:
+async def test_only_certificates_of_the_authority_are_accepted(folder: Path) -> None:
     other = folder / "other"
     server = Server("token", tls=files(folder, "worker-w"))
     address = await server.start([])
@@ -65,7 +65,7 @@ async def test_only_certificates_of_the_authority_get_in(folder: Path) -> None:
         await server.stop(0)
 
 
-async def test_a_server_takes_renewed_files(folder: Path, tmp_path: Path) -> None:
+async def test_a_server_uses_renewed_files(folder: Path, tmp_path: Path) -> None:
     certs(folder, "issue", "worker", "renewed")
     mine = files(folder, "worker-renewed")
     server = Server("token", tls=mine)
@@ -89,7 +89,7 @@ async def test_a_server_takes_renewed_files(folder: Path, tmp_path: Path) -> Non
         await server.stop(0)
 
 
-def test_half_of_a_renewal_is_refused(folder: Path) -> None:
+def test_a_certificate_without_its_key_is_rejected(folder: Path) -> None:
     with pytest.raises(CertificateError, match="service-s"):
         PemFiles(str(folder / "ca.pem"), str(folder / "worker-w.pem"), str(folder / "service-s-key.pem")).channel()
     with pytest.raises(CertificateError):

@@ -1,4 +1,4 @@
-"""The quick look at a request agrees with the one that names every broken field."""
+"""The fast check of a request agrees with the full validation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from rollout.inference.v1 import inference_pb2
 from rollout.learner.v1 import learner_pb2
-from rollout_workers.worker.validation import _message, _sound
+from rollout_workers.worker.validation import _fast_check, _message
 
 _TEXTS = ("", "a", "run-01", "blake3-" + "0" * 64, "x" * 300)
 _NUMBERS = (0, 1, 7, 2**31 - 1)
@@ -18,7 +18,7 @@ _REALS = (0.0, 0.5, 1.0, -1.0, 3.0, float("nan"), float("inf"))
 
 
 def fill(message: Message, rng: random.Random, depth: int = 0) -> None:
-    """Set some of the fields to something, wrong as often as right."""
+    """Set some fields to random values, half of them invalid."""
     for field in message.DESCRIPTOR.fields:
         if rng.random() < 0.25 or depth > 4:
             continue
@@ -49,7 +49,7 @@ def value(field: FieldDescriptor, rng: random.Random) -> Any:
     return rng.random() < 0.5 if kind == FieldDescriptor.CPPTYPE_BOOL else rng.choice(_NUMBERS)
 
 
-def test_the_quick_look_agrees_with_the_long_one() -> None:
+def test_the_fast_check_agrees_with_the_full_validation() -> None:
     rng = random.Random(0)
     seen = {True: 0, False: 0}
     for module in (inference_pb2, learner_pb2):
@@ -59,6 +59,6 @@ def test_the_quick_look_agrees_with_the_long_one() -> None:
                 request = kind()
                 fill(request, rng)
                 broken = list(_message(request, ""))
-                assert _sound(descriptor)(request) == (not broken), (broken, request)
+                assert _fast_check(descriptor)(request) == (not broken), (broken, request)
                 seen[not broken] += 1
     assert min(seen.values()) > 300, seen

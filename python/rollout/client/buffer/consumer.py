@@ -1,4 +1,4 @@
-"""Leases batches of complete groups, reads their samples, commits them."""
+"""Leases batches of complete groups, reads their samples, and commits them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WAIT_SECONDS = 20.0
 
 
 class NotReady(RolloutError):
-    """The batch was not complete in time. The message names what it waits for and which component
+    """The batch was not complete in time. The message says what is missing and which component
     provides it."""
 
     reason: ClassVar[str] = "BATCH_NOT_READY"
@@ -98,6 +98,6 @@ def _verified(ref: pb.SampleRef, payload: bytes) -> Sample:
         key = ref.key
         where = f"{ref.segment or ref.payload_ref} at byte {ref.offset}"
         raise PayloadCorrupt(
-            f"sample {key.sample} of group {key.epoch}/{key.index} of {key.run_id} has another checksum than recorded ({where})"
+            f"sample {key.sample} of group {key.epoch}/{key.index} of {key.run_id} does not match its recorded checksum ({where})"
         )
     return parse(payload)

@@ -1,4 +1,4 @@
-"""Puts groups of samples into the ledger."""
+"""Puts groups of samples into the buffer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rollout.client.buffer.sample import Sample, encode
 from rollout.trajectory.v1.trajectory_pb2 import TrajectoryBatch, TrajectoryEnvelope, TrajectoryHeader, TrajectoryKey
 from rollout.weights.v1.weights_pb2 import WeightsReceipt
 
-_REQUEST_BYTES = 32 << 20  # payload bytes at which no further put joins a request
+_REQUEST_BYTES = 32 << 20  # payload bytes of a request, after which the next put gets another request
 
 
 class Put(Future[pb.PutResult]):
-    """``result()`` returns when the samples are durable, and tells how many were accepted,
-    duplicates, or refused and why. A put cannot be cancelled, because it may already have been
+    """``result()`` returns when the samples are durable. It reports how many were accepted,
+    duplicates, or refused, and why. A put can't be cancelled, because it may already have been
     sent."""
 
     def cancel(self) -> bool:
@@ -39,20 +39,21 @@ class _Pending:
 
 
 class Producer:
-    """Puts samples of one run, from any thread. Leaving its ``with`` block waits for all of them.
+    """Puts samples of one run, from any thread. The end of its ``with`` block waits for all puts.
 
-    A thread sends the puts: those that arrive while a request is under way share the next one.
+    A thread sends the puts. Puts that arrive during a request are sent together in the next one.
     """
 
     def __init__(self, stub: Any, metadata: tuple[tuple[str, str], ...], run: str, *, in_flight: int) -> None:
-        """in_flight: puts that may be sent and unanswered; the same number may be queued in
-        addition. Raises ``ValueError`` if it is below 1."""
+        """in_flight: maximum number of puts without an answer; as many again may be queued. Raises
+        ``ValueError`` if it is below 1."""
         if in_flight < 1:
             raise ValueError(f"in_flight is {in_flight}, expected at least 1")
         self._stub, self._metadata, self._run, self._in_flight = stub, metadata, run, in_flight
         self._slots = 2 * in_flight
         self._free = threading.Semaphore(self._slots)
-        # One thread takes slots at a time: two that each had some would wait for each other.
+        # Held by the thread that takes slots: two threads with some slots each would wait for each
+        # other.
         self._draining = threading.Lock()
         self._closed = False  # written while all slots are taken
         self._queue: SimpleQueue[_Pending | None] = SimpleQueue()  # None ends the thread

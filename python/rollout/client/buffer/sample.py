@@ -13,7 +13,7 @@ from rollout.errors import RolloutError
 from rollout.trajectory.v1.trajectory_pb2 import OUTCOME_COMPLETED, Trajectory, TrajectoryKey
 
 if sys.byteorder != "little":
-    raise ImportError("trajectories are little-endian: this machine must be little-endian as well")
+    raise ImportError("trajectories are little-endian; big-endian machines are not supported")
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "token_ids": np.dtype("<i4"),
@@ -24,8 +24,8 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 
 
 class PayloadCorrupt(RolloutError):
-    """A payload that differs from what the buffer accepted: another checksum, or arrays that do not
-    fit each other."""
+    """A payload differs from what the buffer accepted: another checksum, or arrays of different
+    lengths."""
 
     reason: ClassVar[str] = "PAYLOAD_CORRUPT"
 
@@ -38,11 +38,10 @@ def _completed() -> Trajectory:
 class Sample:
     """One sample of T tokens, prompt first.
 
-    token_ids: int32[T]. logprobs: float32[T] under the distribution that was sampled from, or
-    empty. loss_mask: uint8[T], 1 for tokens that are trained on. raw_logprobs: float32[T] under the
-    unmodified softmax, or empty. about: the other fields (reward, prompt_tokens, outcome,
-    version_spans, texts) as a ``Trajectory``; its arrays are ignored, and of its key only ``part``
-    is used.
+    token_ids: int32[T]. logprobs: float32[T] under the sampling distribution, or empty. loss_mask:
+    uint8[T], 1 for tokens that are trained on. raw_logprobs: float32[T] under the unmodified
+    softmax, or empty. about: the other fields (reward, prompt_tokens, outcome, version_spans,
+    texts) as a ``Trajectory``; its arrays are ignored, and of its key only ``part`` is used.
 
     Arrays that a consumer returns are read-only.
     """
@@ -68,13 +67,13 @@ def encode(sample: Sample, key: TrajectoryKey) -> bytes:
 def _bytes(array: Any, dtype: np.dtype[Any], tokens: int, *, required: bool) -> bytes:
     if not isinstance(array, np.ndarray):
         kind = type(array).__name__
-        raise ValueError(f"got a {kind}, expected an array of {dtype}: make it with np.array(.., np.{dtype})")
+        raise ValueError(f"expected an array of {dtype}, got a {kind}: create it with np.array(.., np.{dtype})")
     values = cast("NDArray[Any]", array)
     shape = values.shape
     if shape == (0,) and not required:
         return b""
     if values.dtype != dtype or shape != (tokens,):
-        raise ValueError(f"got an array of {values.dtype}{list(shape)}, expected {dtype}[{tokens}]")
+        raise ValueError(f"expected an array {dtype}[{tokens}], got {values.dtype}{list(shape)}")
     return values.tobytes()
 
 
@@ -88,7 +87,7 @@ def parse(payload: bytes) -> Sample:
     sizes = {name: len(array) for name, array in arrays.items()}
     tokens = sizes["token_ids"]
     if tokens < about.prompt_tokens or any(size not in (0, tokens) for size in sizes.values()):
-        raise PayloadCorrupt(f"the arrays and a prompt of {about.prompt_tokens} tokens do not fit each other: {sizes}")
+        raise PayloadCorrupt(f"the arrays do not match each other or the prompt of {about.prompt_tokens} tokens: {sizes}")
     fields: Any = about  # the stubs list every field name as a literal
     for name in _DTYPES:
         fields.ClearField(name)
