@@ -164,7 +164,7 @@ func (f *fleet) refused(w *inferenceWorker, wanted chan struct{}, err error) {
 	defer f.mu.Unlock()
 	refusal, noSource := w.refusal, w.noSource
 	w.refusal = rpcerr.Text(err)
-	if rpcerr.Reason(err) == reasonNotHeld {
+	if rpcerr.Reason(err) == reasonNotFound {
 		w.noSource = wanted
 	}
 	if w.refusal != refusal || w.noSource != noSource {

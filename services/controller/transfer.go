@@ -16,7 +16,7 @@ const (
 	reasonMismatch    = "WEIGHTS_DIGEST_MISMATCH"
 	reasonBaseMissing = "WEIGHTS_BASE_MISSING"
 	reasonCorrupt     = "WEIGHTS_PATCH_CORRUPT"
-	reasonNotHeld     = "WEIGHTS_NOT_HELD" // of the learner, where no worker has them either
+	reasonNotFound    = "WEIGHTS_NOT_FOUND" // of the learner, where no worker has them either
 )
 
 // transfer decides how weights get to an inference worker: from the folder of the learner, as a
@@ -96,7 +96,7 @@ func (p *path) fallBack(err error) bool {
 	case reasonBaseMissing, reasonCorrupt:
 		p.whole = true
 	case reasonMismatch:
-		if e, ok := rpcerr.From(err); ok && e.Metadata()["held"] == "true" {
+		if e, ok := rpcerr.From(err); ok && e.Metadata()["current"] == "true" {
 			return false
 		}
 		p.network, p.whole = true, true

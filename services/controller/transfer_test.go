@@ -125,7 +125,7 @@ func TestTransfersOfWeights(t *testing.T) {
 func TestFallbacks(t *testing.T) {
 	t.Parallel()
 	p := path{}
-	if p.fallBack(refusalOf(reasonMismatch).With("held", "true")) || p != (path{}) {
+	if p.fallBack(refusalOf(reasonMismatch).With("current", "true")) || p != (path{}) {
 		t.Fatalf("an engine with other weights is sent more: %+v", p)
 	}
 	if p.fallBack(refusalOf("INTERNAL")) || p != (path{}) {

@@ -86,7 +86,7 @@ func (l *fakeLearner) PublishWeights(context.Context, *learnerv1.PublishWeightsR
 // learner published.
 func (l *fakeLearner) OfferWeights(_ context.Context, in *learnerv1.OfferWeightsRequest) (*learnerv1.OfferWeightsResponse, error) {
 	if _, found := l.published.Load(in.GetDigest()); !found {
-		return nil, rpcerr.New(codes.NotFound, "WEIGHTS_NOT_HELD", "not published here")
+		return nil, rpcerr.New(codes.NotFound, "WEIGHTS_NOT_FOUND", "not published here")
 	}
 	offer := &weightsv1.WeightsOffer{Version: l.step, Digest: in.GetDigest(), Form: weightsv1.WeightsForm_WEIGHTS_FORM_WHOLE, Bytes: 100}
 	if l.step > 0 && !in.GetWhole() && in.GetBaseDigest() == digestAt(l.step-1) {

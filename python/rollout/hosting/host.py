@@ -89,7 +89,7 @@ class Host:
 
     def _handshake(self, request: pb.HandshakeRequest) -> pb.HandshakeResponse:
         if request.schema_version != wire.SCHEMA_VERSION:
-            text = f"the caller uses version {request.schema_version} of rollout.plugin.v1, but this service uses version {wire.SCHEMA_VERSION}"
+            text = f"the caller has version {request.schema_version} of rollout.plugin.v1, this service {wire.SCHEMA_VERSION}"
             raise PluginSchema(text, fix="update the one with the older version")
         infos = [
             pb.PluginInfo(

@@ -141,7 +141,7 @@ class Generation:
             if not len(ids):
                 raise InvalidPrompt(f"prompt {at} has no tokens", violations=[(f"prompts[{at}]", "must not be empty")])
             if len(ids) + wanted > self._limit:
-                problem = f"a prompt of {len(ids)} tokens and a completion of {wanted} tokens exceed the context of {self._limit} tokens"
+                problem = f"a prompt of {len(ids)} and a completion of {wanted} tokens exceed the context of {self._limit} tokens"
                 raise ContextOverflow(
                     problem,
                     fix="shorten the prompt or lower max_tokens",

@@ -106,8 +106,8 @@ class SinkEvents:
         """Log the event and append it to the event log. A failed append is only logged."""
         log.log(logging.WARNING if level == pb.LEVEL_WARN else logging.INFO, "%s", message)
         now = time.time_ns()
-        event = pb.Event(event_id=ulid(now // 1_000_000), run_id=self._who.run, service=self._who.event_source, level=level, kind=kind,
-                         message=message, attributes=attributes, metrics=metrics)  # fmt: skip
+        event = pb.Event(event_id=ulid(now // 1_000_000), run_id=self._who.run, service=self._who.event_source, level=level,
+                         kind=kind, message=message, attributes=attributes, metrics=metrics)  # fmt: skip
         event.time.FromNanoseconds(now)
         try:
             await call(

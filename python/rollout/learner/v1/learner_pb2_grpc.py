@@ -312,7 +312,7 @@ class LearnerWorkerServiceServicer:
 
     def OfferWeights(self, request, context):
         """OfferWeights returns how workers that can't open the folder of a published version can get it,
-        and prepares the transfer. NOT_FOUND, reason WEIGHTS_NOT_HELD, for a version that this worker
+        and prepares the transfer. NOT_FOUND, reason WEIGHTS_NOT_FOUND, for a version that this worker
         does not have.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

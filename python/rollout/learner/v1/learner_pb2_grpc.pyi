@@ -123,7 +123,7 @@ class LearnerWorkerServiceStub:
     """
     OfferWeights: _grpc.UnaryUnaryMultiCallable[_learner_pb2.OfferWeightsRequest, _learner_pb2.OfferWeightsResponse]
     """OfferWeights returns how workers that can't open the folder of a published version can get it,
-    and prepares the transfer. NOT_FOUND, reason WEIGHTS_NOT_HELD, for a version that this worker
+    and prepares the transfer. NOT_FOUND, reason WEIGHTS_NOT_FOUND, for a version that this worker
     does not have.
     """
     EvaluateLoss: _grpc.UnaryUnaryMultiCallable[_learner_pb2.EvaluateLossRequest, _learner_pb2.EvaluateLossResponse]
@@ -156,7 +156,7 @@ class LearnerWorkerServiceAsyncStub(LearnerWorkerServiceStub):
     """
     OfferWeights: _aio.UnaryUnaryMultiCallable[_learner_pb2.OfferWeightsRequest, _learner_pb2.OfferWeightsResponse]  # type: ignore[assignment]
     """OfferWeights returns how workers that can't open the folder of a published version can get it,
-    and prepares the transfer. NOT_FOUND, reason WEIGHTS_NOT_HELD, for a version that this worker
+    and prepares the transfer. NOT_FOUND, reason WEIGHTS_NOT_FOUND, for a version that this worker
     does not have.
     """
     EvaluateLoss: _aio.UnaryUnaryMultiCallable[_learner_pb2.EvaluateLossRequest, _learner_pb2.EvaluateLossResponse]  # type: ignore[assignment]
@@ -210,7 +210,7 @@ class LearnerWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_learner_pb2.OfferWeightsResponse, _abc.Awaitable[_learner_pb2.OfferWeightsResponse]]:
         """OfferWeights returns how workers that can't open the folder of a published version can get it,
-        and prepares the transfer. NOT_FOUND, reason WEIGHTS_NOT_HELD, for a version that this worker
+        and prepares the transfer. NOT_FOUND, reason WEIGHTS_NOT_FOUND, for a version that this worker
         does not have.
         """
 

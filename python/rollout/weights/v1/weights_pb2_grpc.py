@@ -49,7 +49,7 @@ class WeightsServiceServicer:
     def FetchWeights(self, request, context):
         """FetchWeights streams one form of a version, beginning at an offset. An interrupted transfer
         resumes at this worker or at another one that has the same version. NOT_FOUND, reason
-        WEIGHTS_NOT_HELD.
+        WEIGHTS_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

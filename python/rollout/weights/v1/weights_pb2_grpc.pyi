@@ -36,7 +36,7 @@ class WeightsServiceStub:
     FetchWeights: _grpc.UnaryStreamMultiCallable[_weights_pb2.FetchWeightsRequest, _weights_pb2.FetchWeightsResponse]
     """FetchWeights streams one form of a version, beginning at an offset. An interrupted transfer
     resumes at this worker or at another one that has the same version. NOT_FOUND, reason
-    WEIGHTS_NOT_HELD.
+    WEIGHTS_NOT_FOUND.
     """
 
 @_typing.type_check_only
@@ -47,7 +47,7 @@ class WeightsServiceAsyncStub(WeightsServiceStub):
     FetchWeights: _aio.UnaryStreamMultiCallable[_weights_pb2.FetchWeightsRequest, _weights_pb2.FetchWeightsResponse]  # type: ignore[assignment]
     """FetchWeights streams one form of a version, beginning at an offset. An interrupted transfer
     resumes at this worker or at another one that has the same version. NOT_FOUND, reason
-    WEIGHTS_NOT_HELD.
+    WEIGHTS_NOT_FOUND.
     """
 
 class WeightsServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -61,7 +61,7 @@ class WeightsServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_weights_pb2.FetchWeightsResponse], _abc.AsyncIterator[_weights_pb2.FetchWeightsResponse]]:
         """FetchWeights streams one form of a version, beginning at an offset. An interrupted transfer
         resumes at this worker or at another one that has the same version. NOT_FOUND, reason
-        WEIGHTS_NOT_HELD.
+        WEIGHTS_NOT_FOUND.
         """
 
 def add_WeightsServiceServicer_to_server(servicer: WeightsServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

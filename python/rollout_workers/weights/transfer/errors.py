@@ -10,7 +10,7 @@ from rollout.errors import RolloutError
 class VersionNotFound(RolloutError):
     """The worker does not have the version, or not in this form."""
 
-    reason: ClassVar[str] = "WEIGHTS_NOT_HELD"
+    reason: ClassVar[str] = "WEIGHTS_NOT_FOUND"
 
 
 class BaseMissing(RolloutError):

@@ -283,7 +283,7 @@ type LearnerWorkerServiceClient interface {
 	// read.
 	PublishWeights(ctx context.Context, in *PublishWeightsRequest, opts ...grpc.CallOption) (*PublishWeightsResponse, error)
 	// OfferWeights returns how workers that can't open the folder of a published version can get it,
-	// and prepares the transfer. NOT_FOUND, reason WEIGHTS_NOT_HELD, for a version that this worker
+	// and prepares the transfer. NOT_FOUND, reason WEIGHTS_NOT_FOUND, for a version that this worker
 	// does not have.
 	OfferWeights(ctx context.Context, in *OfferWeightsRequest, opts ...grpc.CallOption) (*OfferWeightsResponse, error)
 	// EvaluateLoss computes the loss of the current weights on the held-out rows of the plan, for
@@ -400,7 +400,7 @@ type LearnerWorkerServiceServer interface {
 	// read.
 	PublishWeights(context.Context, *PublishWeightsRequest) (*PublishWeightsResponse, error)
 	// OfferWeights returns how workers that can't open the folder of a published version can get it,
-	// and prepares the transfer. NOT_FOUND, reason WEIGHTS_NOT_HELD, for a version that this worker
+	// and prepares the transfer. NOT_FOUND, reason WEIGHTS_NOT_FOUND, for a version that this worker
 	// does not have.
 	OfferWeights(context.Context, *OfferWeightsRequest) (*OfferWeightsResponse, error)
 	// EvaluateLoss computes the loss of the current weights on the held-out rows of the plan, for

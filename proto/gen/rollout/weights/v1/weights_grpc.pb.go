@@ -32,7 +32,7 @@ const (
 type WeightsServiceClient interface {
 	// FetchWeights streams one form of a version, beginning at an offset. An interrupted transfer
 	// resumes at this worker or at another one that has the same version. NOT_FOUND, reason
-	// WEIGHTS_NOT_HELD.
+	// WEIGHTS_NOT_FOUND.
 	FetchWeights(ctx context.Context, in *FetchWeightsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[FetchWeightsResponse], error)
 }
 
@@ -71,7 +71,7 @@ type WeightsService_FetchWeightsClient = grpc.ServerStreamingClient[FetchWeights
 type WeightsServiceServer interface {
 	// FetchWeights streams one form of a version, beginning at an offset. An interrupted transfer
 	// resumes at this worker or at another one that has the same version. NOT_FOUND, reason
-	// WEIGHTS_NOT_HELD.
+	// WEIGHTS_NOT_FOUND.
 	FetchWeights(*FetchWeightsRequest, grpc.ServerStreamingServer[FetchWeightsResponse]) error
 	mustEmbedUnimplementedWeightsServiceServer()
 }
