@@ -41,7 +41,7 @@ def test_weights_over_the_network_give_the_same_run(tmp_path: Path) -> None:
             assert len(logs) == job.workers
             # A worker that starts late on a busy machine may find the six steps made, and is sent
             # nothing.
-            assert any("came over the network" in log for log in logs) is (way != "auto"), way
+            assert any("over the network" in log for log in logs) is (way != "auto"), way
         finally:
             stop(running)
     assert len(set(digests.values())) == 1, digests

@@ -79,5 +79,5 @@ def test_other_bytes_are_corrupt() -> None:
 def test_a_list_is_refused_with_the_expected_type(name: str) -> None:
     plain: Any = {name: [1, 2, 3]}
     arrays = {"token_ids": np.arange(3, dtype=np.int32)} | plain
-    with pytest.raises(ValueError, match=r"got a list, expected an array of \w+: make it with np\.array"):
+    with pytest.raises(ValueError, match=r"expected an array of \w+, got a list: create it with np\.array"):
         encode(Sample(**arrays), KEY)

@@ -59,7 +59,7 @@ WINDOWS: dict[str, Callable[[], PreTrainedModel]] = {
 REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str, int]] = {
     "longrope": (
         lambda: Phi3ForCausalLM(Phi3Config(**SMALL, original_max_position_embeddings=32, rope_parameters=LONG)),
-        "phi3 turns the positions of sequences beyond 32 tokens by their length; set `engine.max_model_len` to 32 or less",
+        "phi3 computes other position embeddings for sequences longer than 32 tokens; set it to 32 or less",
         32,
     ),
     "dynamic": (
@@ -69,7 +69,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str, int]] = {
                 rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
             )
         ),
-        "beyond 16 tokens by their length",
+        "sequences longer than 16 tokens",
         16,
     ),
     "chunks": (
@@ -86,7 +86,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str, int]] = {
                 attention_types=[[["global", "local"], 1]],
             )
         ),
-        "look back 16 tokens",
+        "attention to the last 16 tokens",
         16,
     ),
     "recurrent": (
@@ -141,6 +141,6 @@ def test_models_that_would_be_decoded_incorrectly_are_rejected(name: str) -> Non
     model = build().eval()
     with pytest.raises(ModelUnsupported, match=message) as refused:
         choose_forward(model, 64)
-    assert refused.value.permanent, "a worker that is started again would meet the same"
+    assert refused.value.permanent, "restarting the worker does not help"
     if fits:
         choose_forward(model, fits)

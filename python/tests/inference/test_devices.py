@@ -43,7 +43,7 @@ def test_a_process_without_a_run_uses_the_first_gpu() -> None:
 
 def test_a_spec_assigns_gpus() -> None:
     assert gpus_of(WorkerSpec(kind="inference", worker_id="inference-3", gpus=[2, 3]), 4) == (2, 3)
-    with pytest.raises(ValueError, match="assigns GPU 4, and this process sees 4"):
+    with pytest.raises(ValueError, match="assigns GPU 4, but this process sees 4"):
         gpus_of(WorkerSpec(gpus=[0, 4]), 4)
 
 

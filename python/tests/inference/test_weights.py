@@ -141,7 +141,7 @@ async def test_verification_detects_a_flipped_byte(
     loader = await Loader(daemon, example, run).start()
     flip(loader.model)
     assert await loader.made.ended() == 3
-    assert "the engine holds" in loader.made.lifecycle.reason
+    assert "the engine has" in loader.made.lifecycle.reason
 
 
 async def test_a_failed_verification_is_retried(
@@ -160,7 +160,7 @@ async def test_a_failed_verification_is_retried(
 
     monkeypatch.setattr(TransformersEngine, "weights_digest", failing)
     assert await loader.made.ended() == 3
-    assert "the engine holds" in loader.made.lifecycle.reason
+    assert "the engine has" in loader.made.lifecycle.reason
     assert "could not verify" in caplog.text
 
 

@@ -122,7 +122,7 @@ async def test_a_damaged_segment_is_read_through_the_buffer(daemon: Daemon, run:
     services = Services(daemon.consul, daemon.token, consul_token=daemon.token)
     assert len(await read_batch(made, services)) == 32
     double.payloads = {1: [payloads[1], *payloads[1:]]}
-    with pytest.raises(PayloadCorrupt, match="another checksum"):
+    with pytest.raises(PayloadCorrupt, match="recorded checksum"):
         await read_batch(made, services)
     await services.close()
     await host.stop()

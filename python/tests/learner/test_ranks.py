@@ -21,7 +21,7 @@ def test_the_rank_comes_from_torchrun() -> None:
     assert place(RunConfig(), {}) == Place(0, 1, "", 600.0)
     assert place(config(2), {}) == Place(0, 2, "", 30.0)
     assert place(config(2), {"RANK": "1", "WORLD_SIZE": "2"}) == Place(1, 2, "env://", 30.0)
-    with pytest.raises(RanksMismatch, match=r"4 ranks were started, the plan has `train.ranks` = 2"):
+    with pytest.raises(RanksMismatch, match=r"torchrun started 4 ranks, but the plan has `train.ranks` = 2"):
         place(config(2), {"RANK": "0", "WORLD_SIZE": "4"})
 
 

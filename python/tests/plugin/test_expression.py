@@ -37,9 +37,9 @@ def test_values(text: str, rewards: list[float]) -> None:
         ("(1.0 + 2.0", "ends too early", 1, 8),
         ("1.0 +\n * 2.0", "can't be read at column 2", 2, 2),
         ("complet == 'x'", "did you mean `completion`", 1, 1),
-        ("row.words.exists(w, v == completion)", "names `v`", 1, 21),
+        ("row.words.exists(w, v == completion)", "uses `v`", 1, 21),
         ("completion.tirm() == ''", "did you mean `trim`", 1, 12),
-        ("__import__('os')", "names `__import__`", 1, 1),
+        ("__import__('os')", "uses `__import__`", 1, 1),
     ],
 )
 def test_mistakes_have_a_place(text: str, message: str, line: int, column: int) -> None:

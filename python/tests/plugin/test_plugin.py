@@ -94,7 +94,7 @@ async def test_a_slow_call_is_a_timeout_and_no_score(tmp_path: Path) -> None:
         ("[1.0, {'score': 1.0}]", "returned a mapping without `reward` as item 1"),
         (
             "[1.0, {'reward': 1.0, 'mean': 3.0}]",
-            "returned the metric `mean` in item 1, a name that the run uses itself for `reward/mean`",
+            "returned the metric `mean` in item 1, whose name the run already uses for `reward/mean`",
         ),
         ("[1.0, {'reward': 1.0, 'ok': 'yes'}]", "returned a str as `ok` of item 1"),
     ],
@@ -203,14 +203,14 @@ def test_fixes_do_not_contradict_each_other(tmp_path: Path) -> None:
         with pytest.raises(RewardError) as caught:
             call_reward(reward(tmp_path, f"def reward(s): {body}\n"), [Sample("", "")])
         fixes.append(caught.value.fix)
-    assert "tried again, then left out" in fixes[0] and "catch" not in fixes[0]
+    assert "retried, then excluded" in fixes[0] and "catch" not in fixes[0]
     assert "raise" not in fixes[1]
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(RewardImportError, match=r"can't read gone\.py: No such file"):
         load_reward("gone.py:reward", tmp_path)
-    with pytest.raises(RewardImportError, match="names no function"):
+    with pytest.raises(RewardImportError, match="has no function name"):
         load_reward("gone.py", tmp_path)
 
 

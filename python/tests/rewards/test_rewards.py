@@ -136,7 +136,7 @@ async def test_a_temporary_failure_is_retried_and_logged(plugin: Path, tmp_path:
     assert one.outcome == "completed"
     assert (rewards.retries, rewards.failures) == (1, 0)
     [message] = [record.getMessage() for record in caplog.records]
-    assert message.startswith("a reward failed and was scored by another try") and "the first time" in message
+    assert message.startswith("a reward failed, but a retry succeeded") and "the first time" in message
     await rewards.close()
 
 

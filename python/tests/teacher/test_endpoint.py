@@ -68,10 +68,10 @@ SPOILED: dict[str, tuple[str, str, bool, str, Callable[[Json], Any]]] = {
     "no choices": ("TEACHER_BAD_ANSWER", "no log-probabilities", False, "echo", lambda _: {"choices": []}),
     "no echo": ("TEACHER_BAD_ANSWER", "no log-probabilities", False, "echo", _choice(lambda c: c.update(logprobs=None))),
     "no prompt_logprobs": ("TEACHER_BAD_ANSWER", "other `protocol`", False, "prompt_logprobs", _choice(lambda c: c.clear())),
-    "a begin token": ("TEACHER_TOKENS_DIFFER", "6 tokens were sent", False, "echo", _choice(_begin)),
-    "other texts": ("TEACHER_TOKENS_DIFFER", "token 0 was sent as 5", False, "echo", _choice(_shift)),
+    "a begin token": ("TEACHER_TOKENS_DIFFER", "the request had 6 tokens", False, "echo", _choice(_begin)),
+    "other texts": ("TEACHER_TOKENS_DIFFER", "token 0 of the request is 5", False, "echo", _choice(_shift)),
     "other ids": (
-        "TEACHER_TOKENS_DIFFER", "token 2 was sent as 7", False, "prompt_logprobs",
+        "TEACHER_TOKENS_DIFFER", "token 2 of the request is 7", False, "prompt_logprobs",
         _choice(lambda c: c["prompt_logprobs"].__setitem__(2, {"9": {"logprob": -1.0}})),
     ),
     "fewer": ("TEACHER_TOKENS_DIFFER", "has 5", False, "prompt_logprobs", _choice(lambda c: c["prompt_logprobs"].pop())),

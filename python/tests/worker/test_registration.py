@@ -66,7 +66,7 @@ async def test_registers_again_after_the_agent_lost_the_entry(
     registration = Registration(who, agent=daemon.consul, consul_token=daemon.token, address="127.0.0.1:4711")
     registration.start()
     put(daemon, f"/v1/agent/service/deregister/{who.registration}")
-    await until(lambda: "has forgotten this worker" in caplog.text)
+    await until(lambda: "does not know this worker" in caplog.text)
     await until(lambda: entries(daemon, who))
     registration.stop()
 

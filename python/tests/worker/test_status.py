@@ -23,4 +23,4 @@ def test_the_error_for_a_full_disk_has_a_fix(error: Exception, reason: str) -> N
     status, info = status_of(error), error_details_pb2.ErrorInfo()
     assert status.details[0].Unpack(info)
     assert info.reason == reason
-    assert ("free some" in status.message) == (reason == "DISK_FULL")
+    assert ("free space" in status.message) == (reason == "DISK_FULL")
