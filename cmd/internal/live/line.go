@@ -13,13 +13,15 @@ import (
 )
 
 // Line formats an event, which must have been added, as lines of a log; "" if it is not shown.
-// Repeated warnings are joined.
+// Repeated warnings are joined. An evaluation with failed rows is a warning too, on the line after
+// its metrics.
 func (r *Run) Line(e *eventv1.Event, s output.Style, zone *time.Location) string {
 	lines := warnings(r.repeats.Due(e.GetTime().AsTime()))(s, zone)
-	if e.GetLevel() < eventv1.Level_LEVEL_WARN {
-		if line := r.line(e, s, zone); line != "" {
-			lines = append(lines, line)
-		}
+	warns := e.GetLevel() >= eventv1.Level_LEVEL_WARN
+	if line := r.line(e, s, zone); line != "" && !warns {
+		lines = append(lines, line)
+	} else if e.GetKind() == evalFinished {
+		lines = append([]string{line}, lines...)
 	}
 	return strings.Join(lines, "\n")
 }
@@ -43,7 +45,7 @@ func (r *Run) line(e *eventv1.Event, s output.Style, zone *time.Location) string
 	switch e.GetKind() {
 	case "step.committed":
 		text = r.stepLine(e, s)
-	case "eval.finished":
+	case evalFinished:
 		text = "eval after step " + output.Count(e.GetStep()) + "  " + evalText(e.GetMetrics(), s)
 	case "snapshot.created":
 		text = fmt.Sprintf("snapshot %s after step %s", e.GetAttributes()["snapshot"], output.Count(e.GetStep()))

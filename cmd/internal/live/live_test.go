@@ -4,6 +4,7 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"math"
 	"os"
 	"strings"
 	"testing"
@@ -66,7 +67,6 @@ func eval(n uint64, reward float64) *eventv1.Event {
 	return &eventv1.Event{Kind: "eval.finished", Step: n, Time: timestamppb.New(noon), Metrics: map[string]float64{"eval/reward": reward}}
 }
 
-// busy is a run in its twelfth step.
 // TestEvaluationsAreAboutWhatTheyMeasure: answers that were scored, or else how the rows themselves
 // are known.
 func TestEvaluationsAreAboutWhatTheyMeasure(t *testing.T) {
@@ -81,7 +81,7 @@ func TestEvaluationsAreAboutWhatTheyMeasure(t *testing.T) {
 		for step := range uint64(2) {
 			r.Add(&eventv1.Event{Kind: "eval.finished", Step: step, Metrics: metrics})
 		}
-		values, name := r.Accuracy()
+		values, name, _ := r.Accuracy()
 		if name != want || len(values) != 2 || values[0] != metrics["eval/"+want] {
 			t.Errorf("%v: %s %v, want %s", metrics, name, values, want)
 		}
@@ -91,6 +91,7 @@ func TestEvaluationsAreAboutWhatTheyMeasure(t *testing.T) {
 	}
 }
 
+// busy is a run in its twelfth step.
 func busy() *Run {
 	r := &Run{}
 	r.Update(statusOf(runv1.RunState_RUN_STATE_RUNNING, 12))
@@ -195,6 +196,43 @@ func TestRepeatedWarningsAreJoined(t *testing.T) {
 	}
 }
 
+// An evaluation in which the reward of some rows failed shows its metrics, and the warning on its
+// own line.
+func TestEvaluationsWithFailedRowsShowTheirMetrics(t *testing.T) {
+	t.Parallel()
+	r := &Run{}
+	r.Update(statusOf(runv1.RunState_RUN_STATE_RUNNING, 2))
+	var printed []string
+	for i, reward := range []float64{0.5, 0.625, math.NaN()} {
+		e := &eventv1.Event{
+			Kind: "eval.finished", Step: uint64(10 * i), Level: eventv1.Level_LEVEL_WARN, Service: "learner-controller",
+			Time:    timestamppb.New(noon.Add(time.Duration(i) * time.Second)),
+			Metrics: map[string]float64{"eval/reward": reward, "eval/length": 4, "eval/samples": 64, "eval/failed": 1},
+			Message: fmt.Sprintf("evaluation at step %d: reward %.3f over 63 held-out prompts; 1 failed and are not counted", 10*i, reward),
+		}
+		if math.IsNaN(reward) { // no row was scored
+			e.Metrics = map[string]float64{"eval/samples": 64, "eval/failed": 64}
+			e.Message = "evaluation at step 20: no held-out prompt was scored"
+		}
+		r.Add(e)
+		printed = append(printed, r.Line(e, output.Style{}, time.UTC))
+	}
+	want := []string{
+		"12:00:00 eval after step 0  reward 0.500  length 4  (64 samples)  (1 failed)\n" +
+			"12:00:00 warning learner-controller: evaluation at step 0: reward 0.500 over 63 held-out prompts; 1 failed and are not counted",
+		"12:00:01 eval after step 10  reward 0.625  length 4  (64 samples)  (1 failed)",
+		"12:00:02 eval after step 20  (64 samples)  (64 failed)\n" +
+			"12:00:02 warning learner-controller: evaluation at step 20: no held-out prompt was scored",
+	}
+	if diff := cmp.Diff(want, printed); diff != "" {
+		t.Errorf("(-want +got):\n%s", diff)
+	}
+	view := r.View(output.Style{}, 200, time.UTC, "")
+	if want := "held-out  ▁█  0.625  reward after step 10, 0.500 at first  64 of 64 rows failed after step 20\n"; !strings.Contains(view, want) {
+		t.Errorf("the view lacks %q:\n%s", want, view)
+	}
+}
+
 // The view always shows what the run waits for and for how long; lines show it when the wait is
 // long.
 func TestWaitsTellHowLong(t *testing.T) {
@@ -241,7 +279,7 @@ func TestScreenNeverShrinks(t *testing.T) {
 	}
 }
 
-func TestTheEndIsKnownOnlyWhileARunGoesOn(t *testing.T) {
+func TestTheEndIsKnownOnlyWhileARunIsActive(t *testing.T) {
 	t.Parallel()
 	for _, state := range []runv1.RunState{runv1.RunState_RUN_STATE_CANCELLED, runv1.RunState_RUN_STATE_PAUSED, runv1.RunState_RUN_STATE_DRAINING, runv1.RunState_RUN_STATE_FAILED} {
 		r := busy()

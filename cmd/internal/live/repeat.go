@@ -39,6 +39,12 @@ func times(e *eventv1.Event) uint64 {
 	return 1
 }
 
+// Joins reports whether repetitions of an event are joined: of warnings and errors, but not of
+// evaluations, whose metrics differ.
+func Joins(e *eventv1.Event) bool {
+	return e.GetLevel() >= eventv1.Level_LEVEL_WARN && e.GetKind() != evalFinished
+}
+
 // Repeats joins equal warnings. The zero value is ready to use.
 type Repeats struct {
 	byKey map[string]*Warning

@@ -22,6 +22,9 @@ const (
 	paceWindow   = 20 // steps for the estimate of the remaining time
 )
 
+// evalFinished is the kind of the event of an evaluation.
+const evalFinished = "eval.finished"
+
 // Run holds what is shown of a run. It is not safe for concurrent use.
 type Run struct {
 	Status    *runv1.RunStatus
@@ -106,7 +109,7 @@ func (r *Run) Add(e *eventv1.Event) {
 			r.Excluded = map[string]string{}
 		}
 		r.Excluded[e.GetAttributes()["group"]] = cmp.Or(e.GetAttributes()["last_reason"], e.GetAttributes()["reason"])
-	case "eval.finished":
+	case evalFinished:
 		r.addEval(e)
 	case "snapshot.created":
 		r.Snapshot = e
@@ -141,19 +144,20 @@ func (r *Run) Supervised() bool {
 // EvalNames are the main metrics of evaluations, in order of preference.
 var EvalNames = []string{"eval/accuracy", "eval/reward", "eval/rewards/accuracy", "eval/loss"}
 
-// Accuracy returns the main metric of each evaluation, and its name.
-func (r *Run) Accuracy() (values []float64, name string) {
+// Accuracy returns the main metric of each evaluation that has it, its name, and the step of the
+// last one.
+func (r *Run) Accuracy() (values []float64, name string, step uint64) {
 	for _, name = range EvalNames {
 		for _, eval := range r.Evals {
 			if value, ok := eval.Metrics[name]; ok {
-				values = append(values, value)
+				values, step = append(values, value), eval.Step
 			}
 		}
 		if len(values) > 0 {
-			return values, strings.TrimPrefix(name, "eval/")
+			return values, strings.TrimPrefix(name, "eval/"), step
 		}
 	}
-	return nil, "reward"
+	return nil, "reward", 0
 }
 
 // Remaining estimates the remaining time from the last steps since the run was started or resumed;

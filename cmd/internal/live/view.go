@@ -129,12 +129,26 @@ func (r *Run) curves(s output.Style, width int) []string {
 		}
 		lines = append(lines, label(s, name)+s.Cyan(Spark(r.Reward, columns))+"  "+s.Bold(output.Number(r.Reward[n-1]))+"  "+s.Dim(strings.Join(rest, "  ")))
 	}
-	if values, name := r.Accuracy(); len(values) > 0 {
-		n := len(values)
-		lines = append(lines, label(s, "held-out")+s.Cyan(Spark(values, columns))+"  "+s.Bold(output.Number(values[n-1]))+
-			s.Dim(fmt.Sprintf("  %s after step %d, %s at first", name, r.Evals[len(r.Evals)-1].Step, output.Number(values[0]))))
+	if len(r.Evals) > 0 {
+		lines = append(lines, label(s, "held-out")+r.heldOut(s, columns))
 	}
 	return lines
+}
+
+// heldOut returns the sparkline of the evaluations, and how many rows of the last one failed.
+func (r *Run) heldOut(s output.Style, columns int) string {
+	values, name, step := r.Accuracy()
+	var parts []string
+	if n := len(values); n > 0 {
+		parts = append(parts, s.Cyan(Spark(values, columns)), s.Bold(output.Number(values[n-1])),
+			s.Dim(fmt.Sprintf("%s after step %d, %s at first", name, step, output.Number(values[0]))))
+	}
+	last := r.Evals[len(r.Evals)-1]
+	if failed := last.Metrics["eval/failed"]; failed > 0 {
+		parts = append(parts, s.Yellow(fmt.Sprintf("%s of %s rows failed after step %d",
+			output.Count(failed), output.Count(last.Metrics["eval/samples"]), last.Step)))
+	}
+	return strings.Join(parts, "  ")
 }
 
 func (r *Run) workers(s output.Style) []string {

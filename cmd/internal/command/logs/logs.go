@@ -234,7 +234,7 @@ func (t *tail) print(events []*eventv1.Event, last bool) error {
 	}
 	var lines []logLine
 	for _, e := range events {
-		joined := t.flags.joins() && e.GetLevel() >= eventv1.Level_LEVEL_WARN
+		joined := t.flags.joins() && live.Joins(e)
 		if joined {
 			t.repeats.Add(e)
 		}
