@@ -16,17 +16,20 @@ import (
 
 // Evidence holds all rows of a run.
 type Evidence struct {
-	Run       *runv1.Run
-	Ledger    *bufferv1.LedgerRecord // nil if the run has no ledger
-	Segments  []*bufferv1.SegmentRecord
-	Weights   []*bufferv1.WeightsRecord
-	Steps     []*bufferv1.StepRecord
-	Groups    []*bufferv1.GroupRecord
-	Samples   []*bufferv1.SampleRecord
-	Snapshots []*snapshotv1.Snapshot
-	Missing   []string // content ids of snapshot files that do not exist
-	Corrupt   []string // content ids of snapshot files with other content
-	Files     Files    // snapshot files that were read
+	Run *runv1.Run
+	// Unscheduled: the scheduler has no such run, because another program opened the ledger and sent
+	// the samples. Run has an id only.
+	Unscheduled bool
+	Ledger      *bufferv1.LedgerRecord // nil if the run has no ledger
+	Segments    []*bufferv1.SegmentRecord
+	Weights     []*bufferv1.WeightsRecord
+	Steps       []*bufferv1.StepRecord
+	Groups      []*bufferv1.GroupRecord
+	Samples     []*bufferv1.SampleRecord
+	Snapshots   []*snapshotv1.Snapshot
+	Missing     []string // content ids of snapshot files that do not exist
+	Corrupt     []string // content ids of snapshot files with other content
+	Files       Files    // snapshot files that were read
 	// The position of the scheduler's cursor before and after the ledger was read: the cursor of an
 	// active run advances in between.
 	CursorBefore, CursorAfter uint64
@@ -46,8 +49,15 @@ type Report struct {
 	Samples  Samples          `json:"samples"`
 	Segments Segments         `json:"segments"`
 	Files    Files            `json:"snapshot_files"`
-	Counts   map[string]int64 `json:"counts"` // of the ledger: dropped duplicates, refused and failed samples
+	Counts   map[string]int64 `json:"counts"`  // of the ledger: dropped duplicates, refused and failed samples
+	Skipped  []Skipped        `json:"skipped"` // checks that do not apply
 	Breaks   []Break          `json:"breaks"`
+}
+
+// Skipped is a check that does not apply, and why.
+type Skipped struct {
+	Check  string `json:"check"`
+	Reason string `json:"reason"`
 }
 
 // Epoch counts the prompts of one pass over the dataset.
@@ -101,21 +111,39 @@ func Check(e *Evidence) *Report {
 	if e.Ledger == nil {
 		checkWithoutLedger(r, f)
 	} else {
-		steps, groups, samples, snapshots := stepCheck{r, f}, groupCheck{r, f}, sampleCheck{r, f}, snapshotCheck{r, f}
+		steps, groups, samples := stepCheck{r, f}, groupCheck{r, f}, sampleCheck{r, f}
 		steps.chain()
 		groups.prompts()
 		samples.records()
 		steps.windows()
 		steps.batches()
 		groups.counts()
-		groups.cursor()
-		groups.run()
-		snapshots.records()
-		snapshots.files()
+		if e.Unscheduled {
+			f.report.Skipped = unscheduled
+		} else {
+			checkRun(r, f)
+		}
 		samples.segments()
 	}
 	f.report.Whole = len(f.report.Breaks) == 0
 	return f.report
+}
+
+// unscheduled are the checks that need the scheduler's run.
+var unscheduled = []Skipped{
+	{"plan", "no plan pins the number of rows, steps and samples per group, so the ledger's settings are not compared with one"},
+	{"cursor", "no scheduler issued the prompts, so a prompt without samples is not noticed"},
+	{"run", "no run records its final step and weights, so the last step of the ledger is not compared with them"},
+	{"snapshots", "the scheduler takes snapshots, so this ledger has none"},
+}
+
+// checkRun compares the ledger with the scheduler's run and its snapshots.
+func checkRun(r *rows, f *findings) {
+	groups, snapshots := groupCheck{r, f}, snapshotCheck{r, f}
+	groups.cursor()
+	groups.run()
+	snapshots.records()
+	snapshots.files()
 }
 
 // checkWithoutLedger accepts a run without a ledger only if it never began.

@@ -1,6 +1,7 @@
 package audit
 
 import (
+	"maps"
 	"slices"
 
 	"github.com/rollout-rl/rollout/libs/algorithm"
@@ -25,6 +26,10 @@ func (c groupCheck) prompts() {
 		}
 		checked[g.GetPosition()] = true
 		c.group(g)
+	}
+	if c.Unscheduled {
+		c.recorded()
+		return
 	}
 	c.epochs()
 }
@@ -69,7 +74,7 @@ func stateName(g *bufferv1.GroupRecord) string { return g.GetState().String()[le
 
 // epochs counts prompts by epoch, and finds prompts without a required record.
 func (c groupCheck) epochs() {
-	rows, first := c.config.GetRows(), c.config.GetFirstPosition()
+	first := c.config.GetFirstPosition()
 	end := c.end(c.Run.GetPlan().GetConfig().GetTrain().GetSteps())
 	settled := first // every position before it must have a record
 	if c.positional() {
@@ -81,11 +86,7 @@ func (c groupCheck) epochs() {
 		settled = end
 	}
 	for p := first; p < end; p++ {
-		if e := p / rows; len(c.report.Epochs) == 0 || c.report.Epochs[len(c.report.Epochs)-1].Epoch != e {
-			c.report.Epochs = append(c.report.Epochs, Epoch{Epoch: e})
-		}
-		count := &c.report.Epochs[len(c.report.Epochs)-1]
-		g := c.groupAt[p]
+		count, g := c.epoch(p), c.groupAt[p]
 		switch {
 		case g.GetState() == consumed:
 			count.Consumed++
@@ -106,6 +107,29 @@ func (c groupCheck) epochs() {
 			c.add(c.ofGroup(g), "NOT_CONSUMED", "the run succeeded, but the group is %s", stateName(g))
 		}
 	}
+}
+
+// recorded counts the records by epoch: which prompts another program will still send is unknown.
+func (c groupCheck) recorded() {
+	for _, p := range slices.Sorted(maps.Keys(c.groupAt)) {
+		switch count := c.epoch(p); c.groupAt[p].GetState() {
+		case consumed:
+			count.Consumed++
+		case excluded:
+			count.Excluded++
+		default:
+			count.InFlight++
+		}
+	}
+}
+
+// epoch returns the counts of the epoch of a position; positions are visited in order.
+func (c groupCheck) epoch(position uint64) *Epoch {
+	all := &c.report.Epochs
+	if e := position / c.config.GetRows(); len(*all) == 0 || (*all)[len(*all)-1].Epoch != e {
+		*all = append(*all, Epoch{Epoch: e})
+	}
+	return &(*all)[len(*all)-1]
 }
 
 // counts compares the ledger's counters with its records.

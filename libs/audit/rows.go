@@ -65,6 +65,14 @@ func newRows(e *Evidence) *rows {
 	return r
 }
 
+// state returns the short name of the run's state; without a run, "".
+func (r *rows) state() string {
+	if r.Unscheduled {
+		return ""
+	}
+	return r.Run.GetState().String()[len("RUN_STATE_"):]
+}
+
 func (r *rows) succeeded() bool { return r.Run.GetState() == runv1.RunState_RUN_STATE_SUCCEEDED }
 
 // layout maps prompts to positions, and positions to the steps that consume them.
@@ -139,8 +147,8 @@ type findings struct {
 func newFindings(r *rows) *findings {
 	state := r.Ledger.GetState()
 	return &findings{r, &Report{
-		RunID: r.Run.GetRunId(), Name: r.Run.GetName(), State: r.Run.GetState().String()[len("RUN_STATE_"):], Chain: r.Ledger.GetChain(),
-		Excluded: map[string]int{}, Breaks: []Break{}, Epochs: []Epoch{},
+		RunID: r.Run.GetRunId(), Name: r.Run.GetName(), State: r.state(), Chain: r.Ledger.GetChain(),
+		Excluded: map[string]int{}, Breaks: []Break{}, Epochs: []Epoch{}, Skipped: []Skipped{},
 		Counts: map[string]int64{
 			"duplicates_dropped": int64(state.GetDuplicates()), "refused": int64(state.GetRefused()), "infra_failed": int64(state.GetInfraFailed()),
 		},

@@ -29,10 +29,17 @@ type Services struct {
 	Buffer    bufferv1.BufferServiceClient
 }
 
-// Gather reads the rows of a run (id, prefix of an id, or name) from running services. With
-// readFiles it reads the files of the run's snapshots, else it only checks that they exist.
+// Gather reads the rows of a run (id, prefix of an id, or name) from running services. Where the
+// scheduler has no such run it reads the ledger of that id. With readFiles it reads the files of
+// the run's snapshots, else it only checks that they exist.
 func Gather(ctx context.Context, s Services, name string, readFiles bool) (*Evidence, error) {
 	before, err := s.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: name})
+	if rpcerr.Code(err) == codes.NotFound {
+		e := &Evidence{Run: &runv1.Run{RunId: name}, Unscheduled: true}
+		if none := s.ledger(ctx, e); rpcerr.Reason(none) != reasonNoLedger && rpcerr.Code(none) != codes.InvalidArgument { // an invalid id
+			return e, none
+		}
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -50,19 +57,8 @@ func Gather(ctx context.Context, s Services, name string, readFiles bool) (*Evid
 	if err != nil {
 		return nil, err
 	}
-	stream, err := s.Buffer.ExportLedger(ctx, &bufferv1.ExportLedgerRequest{RunId: run})
-	if err != nil {
+	if err := s.ledger(ctx, e); err != nil && rpcerr.Reason(err) != reasonNoLedger {
 		return nil, err
-	}
-	for {
-		rows, err := stream.Recv()
-		if errors.Is(err, io.EOF) || rpcerr.Reason(err) == reasonNoLedger {
-			break
-		}
-		if err != nil {
-			return nil, err
-		}
-		e.Add(rows)
 	}
 	after, err := s.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: run})
 	if err != nil {
@@ -70,6 +66,24 @@ func Gather(ctx context.Context, s Services, name string, readFiles bool) (*Evid
 	}
 	e.CursorAfter = after.GetStatus().GetCursor().GetPosition()
 	return e, nil
+}
+
+// ledger adds the rows of the run's ledger.
+func (s Services) ledger(ctx context.Context, e *Evidence) error {
+	stream, err := s.Buffer.ExportLedger(ctx, &bufferv1.ExportLedgerRequest{RunId: e.Run.GetRunId()})
+	if err != nil {
+		return err
+	}
+	for {
+		rows, err := stream.Recv()
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		e.Add(rows)
+	}
 }
 
 // snapshots returns the snapshots of a run, and the one that it started from if that still exists.

@@ -96,6 +96,10 @@ func (j *Job) Run(ctx context.Context, report func(Step)) error {
 // spec writes the file that the worker reads.
 func (j *Job) spec(ctx context.Context) (string, error) {
 	e := j.Evidence
+	if e.Unscheduled {
+		return "", exit.New(exit.Data, "check it with `rollout audit`; a replay needs a run that `rollout run` started",
+			"%s is a ledger without a run of the scheduler: no plan names the model and the algorithm to train with", e.Run.GetRunId())
+	}
 	if e.Ledger == nil || len(e.Steps) == 0 {
 		return "", exit.New(exit.Data, "", "run %s has no committed step", e.Run.GetRunId())
 	}

@@ -17,13 +17,15 @@ import (
 	"github.com/rollout-rl/rollout/services/buffer"
 	"github.com/rollout-rl/rollout/services/buffer/ledger"
 	bufferstore "github.com/rollout-rl/rollout/services/buffer/sqlstore"
+	"github.com/rollout-rl/rollout/services/scheduler"
 	schedulerstore "github.com/rollout-rl/rollout/services/scheduler/sqlstore"
 	"github.com/rollout-rl/rollout/services/snapshot"
 	snapshotstore "github.com/rollout-rl/rollout/services/snapshot/sqlstore"
 )
 
-// Read reads the rows of a run (id, prefix of an id, or name). With readFiles it reads the files of
-// the run's snapshots, else it only checks that they exist.
+// Read reads the rows of a run (id, prefix of an id, or name). Where the scheduler has no such run
+// it reads the ledger of that id. With readFiles it reads the files of the run's snapshots, else it
+// only checks that they exist.
 func Read(ctx context.Context, place Place, name string, readFiles bool) (_ *audit.Evidence, err error) {
 	if err := place.check(); err != nil {
 		return nil, err
@@ -34,7 +36,13 @@ func Read(ctx context.Context, place Place, name string, readFiles bool) (_ *aud
 	}
 	defer func() { err = errors.Join(err, runs.Close()) }()
 	e := &audit.Evidence{}
-	if e.Run, err = runs.Resolve(ctx, name); err != nil {
+	if e.Run, err = runs.Resolve(ctx, name); errors.Is(err, scheduler.ErrNotFound) {
+		e.Run, e.Unscheduled = &runv1.Run{RunId: name}, true
+		if none := readLedger(ctx, place, name, e); !errors.Is(none, ledger.ErrNoLedger) {
+			return e, none
+		}
+	}
+	if err != nil {
 		return nil, err
 	}
 	run := e.Run.GetRunId()

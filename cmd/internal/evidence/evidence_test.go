@@ -196,6 +196,44 @@ func TestARunWithoutALedger(t *testing.T) {
 	}
 }
 
+// Another program can open a ledger and send samples without the scheduler: what is there is
+// checked, and the checks that need a run are listed.
+func TestALedgerWithoutARun(t *testing.T) {
+	t.Parallel()
+	folder := state(t)
+	do("scheduler", `DELETE FROM cursor`)(t, folder)
+	do("scheduler", `DELETE FROM run`)(t, folder)
+	read := func() *audit.Report {
+		e, err := evidence.Read(t.Context(), evidence.Folder(folder), run, true)
+		must(t, err)
+		return audit.Check(e)
+	}
+	r := read()
+	if !r.Whole || r.RunID != run || r.State != "" || r.Steps != 3 {
+		t.Fatalf("%+v", r)
+	}
+	if want := (audit.Samples{Trained: 15, Verified: 9, Covered: 6, Tokens: 36, Receipts: 9}); r.Samples != want {
+		t.Errorf("samples %+v", r.Samples)
+	}
+	if want := []audit.Epoch{{Consumed: 4, Excluded: 1}, {Epoch: 1, Consumed: 1, InFlight: 1}}; !slices.Equal(r.Epochs, want) {
+		t.Errorf("epochs %+v", r.Epochs)
+	}
+	var skipped []string
+	for _, s := range r.Skipped {
+		skipped = append(skipped, s.Check)
+	}
+	if want := []string{"plan", "cursor", "run", "snapshots"}; !slices.Equal(skipped, want) {
+		t.Errorf("skipped %v", skipped)
+	}
+	if _, err := evidence.Read(t.Context(), evidence.Folder(folder), "run-none", true); exit.From(err).Code != exit.NoInput {
+		t.Errorf("neither a run nor a ledger: %v", err)
+	}
+	edit(2, func(data []byte) []byte { data[len(data)-1] ^= 1; return data })(t, folder)
+	if r := read(); r.Whole {
+		t.Error("a damaged payload passed")
+	}
+}
+
 func TestNothingToRead(t *testing.T) {
 	t.Parallel()
 	folder := t.TempDir()

@@ -49,7 +49,7 @@ func (quiet) Flush(context.Context) error { return nil }
 // plan takes 4 steps of 2 prompts, 3 samples each, over 5 rows.
 func plan() *planv1.Plan {
 	return &planv1.Plan{
-		Format: 1, Config: &configv1.RunConfig{
+		Format: 2, Config: &configv1.RunConfig{
 			Name: proto.String("audited"), Mode: proto.String("sync"), Deterministic: proto.Bool(true),
 			Sampling: &configv1.SamplingConfig{GroupSize: proto.Uint32(size)},
 			Train:    &configv1.TrainConfig{Steps: proto.Uint64(4), GroupsPerStep: proto.Uint32(2)},

@@ -39,6 +39,9 @@ Inconsistencies are printed with run, group, step and offset, and the exit code 
 
 Snapshot files are read completely; --files=false only checks that they exist.
 
+RUN can also be the id of a ledger that another program opened and filled (PutTrajectories) without a run of the scheduler. Checks that
+need such a run are then skipped, and the output lists them.
+
 If a control plane runs, the command asks it. If not, it reads the state folder. With --config it reads the databases and the bucket
 of a rolloutd.toml, without calling services. ` + cli.RunHelp,
 		Example: `  rollout audit addition-grpo
@@ -90,7 +93,9 @@ func Gather(env *cli.Env, cmd *cobra.Command, run, configured string, readFiles 
 	}
 	return env.Plane.AskOrRead(cmd, ask, func(ctx context.Context, state string) error {
 		return gatherPlace(ctx, evidence.Folder(state), run, readFiles, func(e *audit.Evidence, files replay.Files) error {
-			live.MarkInterrupted(e.Run) // no control plane runs
+			if !e.Unscheduled {
+				live.MarkInterrupted(e.Run) // no control plane runs
+			}
 			return use(e, files)
 		})
 	})
@@ -128,14 +133,22 @@ func reportText(s output.Style, r *audit.Report) string {
 	add := func(name, format string, args ...any) {
 		table.Row(fmt.Sprintf("%-8s", name), fmt.Sprintf(format, args...))
 	}
-	add("run", "%s %s, %s", r.Name, r.RunID, r.State)
+	external := len(r.Skipped) > 0
+	if external {
+		add("run", "%s, a ledger without a run of the scheduler: another program opened it and sent its samples", r.RunID)
+	} else {
+		add("run", "%s %s, %s", r.Name, r.RunID, r.State)
+	}
 	for _, same := range alike(r.Epochs) {
 		e, name, each := same[0], fmt.Sprintf("epoch %d", same[0].Epoch), ""
 		if len(same) > 1 {
 			name, each = fmt.Sprintf("epochs %d to %d", e.Epoch, same[len(same)-1].Epoch), "each "
 		}
-		add(name, "%s%s consumed once, %s excluded, %s in flight, %s not reached",
-			each, output.Count(e.Consumed), output.Count(e.Excluded), output.Count(e.InFlight), output.Count(e.NotIssued))
+		text := fmt.Sprintf("%s%s consumed once, %s excluded, %s in flight", each, output.Count(e.Consumed), output.Count(e.Excluded), output.Count(e.InFlight))
+		if !external { // what another program will still send is unknown
+			text += fmt.Sprintf(", %s not reached", output.Count(e.NotIssued))
+		}
+		add(name, "%s", text)
 	}
 	for _, reason := range slices.Sorted(maps.Keys(r.Excluded)) {
 		add("excluded", "%s for %s", output.Count(r.Excluded[reason]), reason)
@@ -150,8 +163,14 @@ func reportText(s output.Style, r *audit.Report) string {
 	}
 	add("chain", "%s, head %s", output.Plural(r.Steps, "step"), r.Chain)
 	add("weights", "%s", r.Digest)
+	for _, skipped := range r.Skipped {
+		add("skipped", "%s: %s", skipped.Check, skipped.Reason)
+	}
 	text := table.String()
-	if r.Whole {
+	switch {
+	case r.Whole && external:
+		return text + s.Green("whole") + ": the samples in the ledger are intact, and no step trained one twice\n"
+	case r.Whole:
 		return text + s.Green("whole") + ": nothing was lost and nothing was done twice\n"
 	}
 	var b strings.Builder
