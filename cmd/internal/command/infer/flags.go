@@ -35,6 +35,8 @@ type inferFlags struct {
 	seed, limit                        uint64
 	chatTemplate, noReward             bool
 	restart, allowFailures, overwrites bool
+
+	source string // of the sampling settings that are not set by flags; "": the configuration
 }
 
 // destination checks the output before any work is done.
@@ -57,7 +59,8 @@ func (flags *inferFlags) destination(job *infer.Job) (err error) {
 	return nil
 }
 
-// recorded uses the weights of a snapshot, and the configuration of its run.
+// recorded uses the weights of a snapshot, and the configuration of its run with the sampling
+// settings of its evaluations.
 func (flags *inferFlags) recorded(ctx context.Context, r record.Reader, job *infer.Job) error {
 	snapshot, err := record.SnapshotOf(ctx, r, flags.run+flags.snapshot) // one of them
 	if err != nil {
@@ -67,7 +70,8 @@ func (flags *inferFlags) recorded(ctx context.Context, r record.Reader, job *inf
 	if err != nil {
 		return err
 	}
-	job.Config, job.BaseDir = status.GetRun().GetPlan().GetConfig(), status.GetRun().GetBaseDir()
+	job.Config, job.BaseDir = evaluating(status.GetRun().GetPlan().GetConfig()), status.GetRun().GetBaseDir()
+	flags.source = "as in the evaluations of " + snapshot.GetRunId()
 	if !algorithm.Generates(job.Config) {
 		return scores("the model of run " + snapshot.GetRunId())
 	}
@@ -119,6 +123,7 @@ func configure(env *cli.Env, flags *inferFlags, job *infer.Job) (err error) {
 			return problem.Exit(problems)
 		}
 		job.WeightsDigest = "" // the digest is for the precision of the run
+		flags.source = ""
 		job.Config, job.BaseDir = config, source.GetBaseDir()
 	}
 	if job.Model == "" {

@@ -32,8 +32,8 @@ func batchCommand(env *cli.Env) *cobra.Command {
 		Long: `Generate completions for each row of a dataset, score them, and write them to FILE (.parquet or .jsonl).
 
 The model is a folder (--model), the newest snapshot of a run (--run) or a snapshot (--snapshot). Prompt field, chat template,
-sampling and reward come from --config, else from the run; flags override them. The dataset is --data, else data.eval of the
-configuration.
+sampling and reward come from --config, else from the run; flags override them. A run is sampled as in its evaluations, with
+eval.temperature. The settings are printed. The dataset is --data, else data.eval of the configuration.
 
 Finished rows are kept in FILE.journal: after an interruption the same command continues from there, if its inputs have not changed.
 The same command gives the same bytes, interrupted or not. A sample whose reward fails is INFRA_FAILED and has no score; FILE is not
@@ -59,7 +59,7 @@ With --run and --snapshot the command asks a running control plane, else it read
 	f.Uint64Var(&flags.limit, "limit", 0, "`number` of rows, from the start of the dataset (default: all)")
 	f.Uint32VarP(&flags.samples, "samples", "n", 1, "completions per row")
 	f.Uint32Var(&flags.maxTokens, "max-tokens", 0, "maximum number of new tokens per completion (default: the configuration's)")
-	f.Float64Var(&flags.temperature, "temperature", 0, "softmax temperature; 0 is greedy (default: the configuration's)")
+	f.Float64Var(&flags.temperature, "temperature", 0, "softmax temperature; 0 is greedy (default: eval.temperature of a run, else sampling.temperature of the configuration)")
 	f.Float64Var(&flags.topP, "top-p", 0, "nucleus probability (default: the configuration's)")
 	f.Uint32Var(&flags.topK, "top-k", 0, "sample from the k most likely tokens; 0: off (default: the configuration's)")
 	f.Float64Var(&flags.minP, "min-p", 0, "minimum probability relative to the most likely token; 0: off (default: the configuration's)")
@@ -107,6 +107,11 @@ func execute(env *cli.Env, cmd *cobra.Command, flags *inferFlags) error {
 	if err != nil {
 		return err
 	}
+	note := "sampling  " + samplingOf(job.Config).String()
+	if flags.source != "" {
+		note += "; " + flags.source
+	}
+	env.Note("%s", note)
 	ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	return answer(ctx, env, job)
@@ -124,6 +129,7 @@ func answer(ctx context.Context, env *cli.Env, job *infer.Job) error {
 		return output.Value(env.Stdout, map[string]any{
 			"output": done.Output, "rows": done.Rows, "samples": done.Samples, "tokens": done.Tokens, "statuses": done.Statuses,
 			"failures": done.Failures, "mean_score": done.MeanScore, "model_digest": done.ModelDigest, "kept_rows": p.kept,
+			"sampling": samplingOf(job.Config),
 		})
 	}
 	var table output.Table
