@@ -10,6 +10,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/command/audit"
 	"github.com/rollout-rl/rollout/cmd/internal/command/certs"
 	"github.com/rollout-rl/rollout/cmd/internal/command/chat"
+	"github.com/rollout-rl/rollout/cmd/internal/command/compare"
 	"github.com/rollout-rl/rollout/cmd/internal/command/completions"
 	"github.com/rollout-rl/rollout/cmd/internal/command/daemon"
 	"github.com/rollout-rl/rollout/cmd/internal/command/docs"
@@ -19,6 +20,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/command/keys"
 	"github.com/rollout-rl/rollout/cmd/internal/command/logs"
 	"github.com/rollout-rl/rollout/cmd/internal/command/plan"
+	"github.com/rollout-rl/rollout/cmd/internal/command/recipe"
 	"github.com/rollout-rl/rollout/cmd/internal/command/replay"
 	"github.com/rollout-rl/rollout/cmd/internal/command/report"
 	"github.com/rollout-rl/rollout/cmd/internal/command/run"
@@ -30,10 +32,10 @@ import (
 
 const rootLong = `rollout trains language models with reinforcement learning, from a laptop to a cluster.
 
-Write a configuration (TOML), validate it, pin it in a plan, and run the plan:
+Write a configuration (TOML), by hand or from a recipe, pin it in a plan, and run the plan:
 
-  rollout validate --config grpo.toml
-  rollout plan --config grpo.toml
+  rollout init --recipe grpo-math --model models/Qwen3-0.6B
+  rollout plan --config run.toml
   rollout run --plan plan.lock
 
 Commands call a control plane. Without --server they use a local daemon (rolloutd), and start it if needed. Commands that only read
@@ -93,9 +95,9 @@ func Root(env *cli.Env) *cobra.Command {
 	env.Plane.AddFlags(root)
 
 	addGroup(root, "train", "Train:",
-		plan.ValidateCommand(env), plan.Command(env), run.Command(env), run.TrainCommand(env))
+		recipe.Command(env), plan.ValidateCommand(env), plan.Command(env), run.Command(env), run.TrainCommand(env))
 	addGroup(root, "watch", "Watch and use:",
-		runs.Command(env), logs.Command(env), status.Command(env), chat.Command(env), completions.Command(env), report.Command(env),
+		runs.Command(env), logs.Command(env), status.Command(env), chat.Command(env), completions.Command(env), report.Command(env), compare.Command(env),
 		export.Command(env), infer.Command(env), audit.Command(env), replay.Command(env))
 	addGroup(root, "manage", "Manage:",
 		snapshot.Command(env), daemon.Command(env), doctor.Command(env), certs.Command(env), keys.Command(env), version.Command(env))

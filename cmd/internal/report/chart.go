@@ -105,14 +105,19 @@ func (s Series) constant() (float64, bool) {
 	return finite[0].Value, high-low <= 1e-9*max(math.Abs(high), math.Abs(low))
 }
 
-// thin leaves out what can't be drawn and joins neighbours where there are too many.
-func (s Series) thin() Series {
-	var finite Series
+// finite returns the points that can be drawn.
+func (s Series) finite() (finite Series) {
 	for _, p := range s {
 		if !math.IsNaN(p.Value) && !math.IsInf(p.Value, 0) {
 			finite = append(finite, p)
 		}
 	}
+	return finite
+}
+
+// thin returns the finite points, with neighbors joined where there are too many.
+func (s Series) thin() Series {
+	finite := s.finite()
 	if len(finite) <= maxPoints {
 		return finite
 	}

@@ -22,7 +22,10 @@ type Data struct {
 type Series []Point
 
 // Point is the value of a metric at a step.
-type Point struct{ Step, Value float64 }
+type Point struct {
+	Step  float64 `json:"step"`
+	Value float64 `json:"value"`
+}
 
 // evalsMax limits the evaluations that are read: their samples are large.
 const evalsMax = 10000

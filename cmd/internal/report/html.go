@@ -18,6 +18,9 @@ import (
 //go:embed page.html
 var pageText string
 
+//go:embed style.css
+var style string
+
 var page = template.Must(template.New("page").Funcs(template.FuncMap{"number": output.Number, "signed": signed}).Parse(pageText))
 
 const answersShown = 16
@@ -73,7 +76,8 @@ var panels = []struct {
 func (d *Data) HTML(w io.Writer) error {
 	run := d.Run.Status.GetRun()
 	err := page.Execute(w, map[string]any{
-		"Name": run.GetName(), "State": live.State(run.GetState()), "Succeeded": run.GetReason() == "",
+		"Style": template.CSS(style), //nolint:gosec // our own style sheet
+		"Name":  run.GetName(), "State": live.State(run.GetState()), "Succeeded": run.GetReason() == "",
 		"Notes": d.notes(), "Facts": d.facts(), "Panels": d.panels(), "Measures": d.measures(), "Answers": d.answers(), "Kept": d.Kept,
 	})
 	if err != nil {

@@ -25,23 +25,16 @@ var (
 	ink    = color.RGBA{0x33, 0x38, 0x40, 0xff}
 )
 
+// palette has the colors of compared runs: those of the classes a to f of the page.
+var palette = []color.RGBA{blue, orange, {0x1d, 0x9a, 0x6c, 0xff}, {0x9a, 0x4f, 0xc4, 0xff}, {0xc0, 0x39, 0x2b, 0xff}, {0x0e, 0x8a, 0x9e, 0xff}}
+
 const dotsPerInch = 144
 
 // PNG draws the reward curve.
 func (d *Data) PNG(w io.Writer) error {
-	p := plot.New()
 	run := d.Run.Status.GetRun()
 	name, points := d.curve()
-	p.Title.Text = fmt.Sprintf("%s  (%s)", run.GetName(), run.GetRunId())
-	p.X.Label.Text, p.Y.Label.Text = "optimizer step", strings.TrimSuffix(name, "/mean")
-	p.Title.Padding, p.X.Label.Padding, p.Y.Label.Padding = vg.Points(12), vg.Points(6), vg.Points(6)
-	for _, text := range []*font.Font{&p.Title.TextStyle.Font, &p.X.Label.TextStyle.Font, &p.Y.Label.TextStyle.Font, &p.X.Tick.Label.Font, &p.Y.Tick.Label.Font, &p.Legend.TextStyle.Font} {
-		text.Variant = "Sans"
-	}
-	p.Title.TextStyle.Color, p.X.Label.TextStyle.Color, p.Y.Label.TextStyle.Color = ink, ink, ink
-	lines := plotter.NewGrid()
-	lines.Horizontal.Color, lines.Vertical.Color = grid, grid
-	p.Add(lines)
+	p := newPlot(fmt.Sprintf("%s  (%s)", run.GetName(), run.GetRunId()), strings.TrimSuffix(name, "/mean"))
 	if err := addLine(p, points, pale, vg.Points(1), ""); err != nil {
 		return err
 	}
@@ -64,9 +57,7 @@ func (d *Data) PNG(w io.Writer) error {
 			return err
 		}
 	}
-	if finite := points.thin(); len(finite) > 0 && p.Y.Max-p.Y.Min <= 1e-9*max(math.Abs(p.Y.Max), math.Abs(p.Y.Min)) {
-		p.Y.Min, p.Y.Max = span(finite[0].Value, finite[0].Value)
-	}
+	flatAxis(p, points)
 	if name != "loss" && p.Y.Min >= 0 && p.Y.Max <= 1.0001 {
 		p.Y.Min = 0
 		if p.Y.Max > 0.5 { // lower rewards would be a flat line
@@ -75,7 +66,33 @@ func (d *Data) PNG(w io.Writer) error {
 	}
 	_, evals := d.evalCurve()
 	p.Legend.Top = low(xys(points.smooth()), xys(evals), (p.Y.Min+p.Y.Max)/2)
+	return writePNG(p, w)
+}
+
+// newPlot returns a plot over the steps in the style of our reports.
+func newPlot(title, y string) *plot.Plot {
+	p := plot.New()
+	p.Title.Text, p.X.Label.Text, p.Y.Label.Text = title, "optimizer step", y
+	p.Title.Padding, p.X.Label.Padding, p.Y.Label.Padding = vg.Points(12), vg.Points(6), vg.Points(6)
+	for _, text := range []*font.Font{&p.Title.TextStyle.Font, &p.X.Label.TextStyle.Font, &p.Y.Label.TextStyle.Font, &p.X.Tick.Label.Font, &p.Y.Tick.Label.Font, &p.Legend.TextStyle.Font} {
+		text.Variant = "Sans"
+	}
+	p.Title.TextStyle.Color, p.X.Label.TextStyle.Color, p.Y.Label.TextStyle.Color = ink, ink, ink
 	p.Legend.Padding, p.Legend.XOffs, p.Legend.YOffs = vg.Points(3), vg.Points(-8), vg.Points(8)
+	lines := plotter.NewGrid()
+	lines.Horizontal.Color, lines.Vertical.Color = grid, grid
+	p.Add(lines)
+	return p
+}
+
+// flatAxis sets the axis of values where all of them are equal to those of points.
+func flatAxis(p *plot.Plot, points Series) {
+	if finite := points.finite(); len(finite) > 0 && p.Y.Max-p.Y.Min <= 1e-9*max(math.Abs(p.Y.Max), math.Abs(p.Y.Min)) {
+		p.Y.Min, p.Y.Max = span(finite[0].Value, finite[0].Value)
+	}
+}
+
+func writePNG(p *plot.Plot, w io.Writer) error {
 	canvas := vgimg.PngCanvas{Canvas: vgimg.NewWith(vgimg.UseWH(9*vg.Inch, 5*vg.Inch), vgimg.UseDPI(dotsPerInch))}
 	p.Draw(draw.Crop(draw.New(canvas), vg.Points(12), vg.Points(-16), vg.Points(10), vg.Points(-12)))
 	if _, err := canvas.WriteTo(w); err != nil {
