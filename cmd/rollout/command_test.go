@@ -18,7 +18,7 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
-// TestCommands holds what each command prints, as text and as JSON, against golden files.
+// TestCommands compares the output of each command, as text and as JSON, with golden files.
 func TestCommands(t *testing.T) {
 	t.Parallel()
 	served := []*gatewayv1.Model{{Name: "addition-grpo", RunId: runID, WeightsVersion: 12}}
@@ -38,9 +38,12 @@ func TestCommands(t *testing.T) {
 		"runs-typo":         {args: "runs lst"},
 		"snapshot-list":     {args: "snapshot list addition-grpo", asked: `ListSnapshots "` + runID + `"`},
 		"snapshot-show":     {args: "snapshot show snap-01kapq5"},
+		"snapshot-named":    {args: "snapshot show snap-01kapq7"},
 		"snapshot-unknown":  {args: "snapshot show snap-02"},
 		"snapshot-restore":  {args: "snapshot restore snap-01kapq5 --detach", asked: "RestoreSnapshot " + snapshot().GetSnapshotId()},
 		"audit":             {args: "audit addition-grpo --server here", asked: `ListSnapshots "` + runID + `"`},
+		"audit-external":    {args: "audit my-sampler-1 --server here"},
+		"replay-external":   {args: "replay my-sampler-1 --server here"},
 		"audit-unknown":     {args: "audit unknown --server here"},
 		"audit-nowhere":     {args: "audit addition-grpo --state-dir /nowhere"},
 		"status":            {args: "status", asked: "ListRuns [RUN_STATE_PENDING RUN_STATE_STARTING RUN_STATE_RUNNING RUN_STATE_PAUSED RUN_STATE_DRAINING] 0"},
@@ -103,7 +106,7 @@ func runCases(t *testing.T, cases map[string]commandCase) {
 	}
 }
 
-func TestChatKeepsTheTalk(t *testing.T) {
+func TestChatKeepsTheConversation(t *testing.T) {
 	t.Parallel()
 	f := &fake{models: []*gatewayv1.Model{{Name: "m"}}}
 	got := call{plane: newPlane(t, f), stdin: strings.NewReader("one\ntwo\n")}.run(t, "chat", "--system", "be brief", "--top-p", "0.5")
@@ -160,7 +163,8 @@ func TestLogsAreInTheOrderOfTime(t *testing.T) {
 	}
 }
 
-// Commands that only look start no daemon and leave no trace; they say where they looked.
+// Commands that change nothing start no daemon and write no file; their error names the state
+// folder.
 func TestLooksStartNoDaemon(t *testing.T) {
 	t.Parallel()
 	for _, args := range []string{"status", "runs list", "runs show x", "logs tail x", "snapshot list", "snapshot show snap-0", "chat hi"} {
@@ -179,9 +183,9 @@ func TestLooksStartNoDaemon(t *testing.T) {
 	}
 }
 
-// One message that can't be answered ends what a script says, not what a person does, and leaves
-// nothing in the talk.
-func TestTalkGoesOnAfterARefusal(t *testing.T) {
+// A message that is refused ends the command in a script, but not on a terminal. It is not part of
+// the conversation.
+func TestConversationContinuesAfterARefusal(t *testing.T) {
 	t.Parallel()
 	for typed, asked := range map[bool]int{true: 2, false: 1} {
 		f := &fake{models: []*gatewayv1.Model{{Name: "m"}}}

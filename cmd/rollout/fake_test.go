@@ -35,24 +35,16 @@ func at(seconds float64) *timestamppb.Timestamp {
 	return timestamppb.New(noon.Add(time.Duration(seconds * float64(time.Second))))
 }
 
-// fake is a control plane whose answers are set by the test. What it is asked to change is written
-// down.
+// fake is a control plane whose answers are set by the test. It records the calls that change
+// something.
 type fake struct {
-	planv1.UnimplementedPlannerServiceServer
-	runv1.UnimplementedSchedulerServiceServer
-	bufferv1.UnimplementedBufferServiceServer
-	snapshotv1.UnimplementedSnapshotServiceServer
-	storagev1.UnimplementedEventServiceServer
-	storagev1.UnimplementedArtifactServiceServer
-	gatewayv1.UnimplementedRolloutGatewayServiceServer
-
 	directory string             // of the run
 	statuses  []*runv1.RunStatus // what WatchRun streams before it waits for finish
-	history   []*eventv1.Event   // stored before anybody watches
-	events    []*eventv1.Event   // happen while somebody watches
+	history   []*eventv1.Event   // stored before a client watches
+	events    []*eventv1.Event   // happen while a client watches
 	models    []*gatewayv1.Model
-	state     runv1.RunState // of the run, as GetRun says it
-	changed   bool           // the inputs of its plan are others now
+	state     runv1.RunState // of the run that GetRun returns
+	changed   bool           // the inputs of its plan have changed
 
 	mu      sync.Mutex
 	asked   []string
@@ -64,14 +56,46 @@ type fake struct {
 	onWatch func() // after the statuses were sent
 }
 
+// A type for each service of the fake.
+type (
+	fakePlanner struct {
+		planv1.UnimplementedPlannerServiceServer
+		*fake
+	}
+	fakeScheduler struct {
+		runv1.UnimplementedSchedulerServiceServer
+		*fake
+	}
+	fakeBuffer struct {
+		bufferv1.UnimplementedBufferServiceServer
+		*fake
+	}
+	fakeSnapshots struct {
+		snapshotv1.UnimplementedSnapshotServiceServer
+		*fake
+	}
+	fakeEvents struct {
+		storagev1.UnimplementedEventServiceServer
+		*fake
+	}
+	fakeArtifacts struct {
+		storagev1.UnimplementedArtifactServiceServer
+		*fake
+	}
+	fakeGateway struct {
+		gatewayv1.UnimplementedRolloutGatewayServiceServer
+		*fake
+	}
+)
+
 func (f *fake) Register(r grpc.ServiceRegistrar) {
-	planv1.RegisterPlannerServiceServer(r, f)
-	runv1.RegisterSchedulerServiceServer(r, f)
-	bufferv1.RegisterBufferServiceServer(r, f)
-	snapshotv1.RegisterSnapshotServiceServer(r, f)
-	storagev1.RegisterEventServiceServer(r, f)
-	storagev1.RegisterArtifactServiceServer(r, f)
-	gatewayv1.RegisterRolloutGatewayServiceServer(r, f)
+	planv1.RegisterPlannerServiceServer(r, fakePlanner{fake: f})
+	runv1.RegisterSchedulerServiceServer(r, fakeScheduler{fake: f})
+	bufferv1.RegisterBufferServiceServer(r, fakeBuffer{fake: f})
+	snapshotv1.RegisterSnapshotServiceServer(r, fakeSnapshots{fake: f})
+	storagev1.RegisterEventServiceServer(r, fakeEvents{fake: f})
+	storagev1.RegisterArtifactServiceServer(r, fakeArtifacts{fake: f})
+	gatewayv1.RegisterRolloutGatewayServiceServer(r, fakeGateway{fake: f})
 }
 
 func (f *fake) ask(format string, args ...any) {
@@ -97,11 +121,12 @@ func config() *configv1.RunConfig {
 		Sampling:  &configv1.SamplingConfig{GroupSize: proto.Uint32(8)},
 		Algorithm: &configv1.AlgorithmConfig{Kind: &configv1.AlgorithmConfig_Grpo{Grpo: &configv1.GrpoConfig{}}},
 		Train:     &configv1.TrainConfig{Steps: proto.Uint64(3), GroupsPerStep: proto.Uint32(32), LearningRate: proto.Float64(1e-4)},
+		Eval:      &configv1.EvalConfig{Temperature: proto.Float64(0.25)},
 	}
 }
 
 func plan() *planv1.Plan {
-	return &planv1.Plan{Format: 1, PlanId: "blake3-" + strings.Repeat("ab", 32), Config: config(), Inputs: []*planv1.Input{
+	return &planv1.Plan{Format: 2, PlanId: "blake3-" + strings.Repeat("ab", 32), Config: config(), Inputs: []*planv1.Input{
 		{Role: planv1.InputRole_INPUT_ROLE_TRAIN_DATA, Path: "train.jsonl", Digest: "blake3-" + strings.Repeat("cd", 32), Bytes: 354266, Rows: 9500},
 	}}
 }
@@ -140,7 +165,7 @@ func (f *fake) busy() *runv1.RunStatus {
 
 func (f *fake) lookup(name string) (*runv1.RunStatus, error) {
 	if name != runID && name != "addition-grpo" && name != "run-01" {
-		return nil, rpcerr.New(codes.NotFound, "RUN_NOT_FOUND", "there is no run %q", name).Fix("`rollout runs list` shows those there are")
+		return nil, rpcerr.New(codes.NotFound, "RUN_NOT_FOUND", "run %q does not exist", name).Fix("`rollout runs list` shows all runs")
 	}
 	if f.state == 0 || f.state == runv1.RunState_RUN_STATE_RUNNING {
 		return f.busy(), nil
@@ -148,22 +173,22 @@ func (f *fake) lookup(name string) (*runv1.RunStatus, error) {
 	return &runv1.RunStatus{Run: f.run(f.state, 3)}, nil
 }
 
-func (f *fake) ValidateConfig(_ context.Context, r *planv1.ValidateConfigRequest) (*planv1.ValidateConfigResponse, error) {
+func (f fakePlanner) ValidateConfig(_ context.Context, r *planv1.ValidateConfigRequest) (*planv1.ValidateConfigResponse, error) {
 	f.ask("ValidateConfig %s %v", r.GetSource().GetFile(), r.GetSource().GetSet())
 	return &planv1.ValidateConfigResponse{Config: config()}, nil
 }
 
-func (f *fake) CreatePlan(_ context.Context, r *planv1.CreatePlanRequest) (*planv1.CreatePlanResponse, error) {
+func (f fakePlanner) CreatePlan(_ context.Context, r *planv1.CreatePlanRequest) (*planv1.CreatePlanResponse, error) {
 	f.ask("CreatePlan %v", r.GetSource().GetSet())
 	return &planv1.CreatePlanResponse{Plan: plan(), Lock: []byte("the plan\n")}, nil
 }
 
-func (f *fake) VerifyPlan(_ context.Context, r *planv1.VerifyPlanRequest) (*planv1.VerifyPlanResponse, error) {
+func (f fakePlanner) VerifyPlan(_ context.Context, r *planv1.VerifyPlanRequest) (*planv1.VerifyPlanResponse, error) {
 	f.ask("VerifyPlan %s", r.GetLock())
 	return &planv1.VerifyPlanResponse{Plan: plan()}, nil
 }
 
-func (f *fake) CreateRun(_ context.Context, r *runv1.CreateRunRequest) (*runv1.CreateRunResponse, error) {
+func (f fakeScheduler) CreateRun(_ context.Context, r *runv1.CreateRunRequest) (*runv1.CreateRunResponse, error) {
 	origin := ""
 	if r.GetFromSnapshot() != "" {
 		origin = " from " + r.GetFromSnapshot()
@@ -176,13 +201,23 @@ func (f *fake) CreateRun(_ context.Context, r *runv1.CreateRunRequest) (*runv1.C
 	return &runv1.CreateRunResponse{Run: run}, nil
 }
 
-func (f *fake) GetRun(_ context.Context, r *runv1.GetRunRequest) (*runv1.GetRunResponse, error) {
+func (f fakeScheduler) GetRun(_ context.Context, r *runv1.GetRunRequest) (*runv1.GetRunResponse, error) {
 	status, err := f.lookup(r.GetRunId())
 	return &runv1.GetRunResponse{Status: status}, err
 }
 
-// ExportLedger gives a ledger that a step is missing from, with a damaged sample.
-func (f *fake) ExportLedger(_ *bufferv1.ExportLedgerRequest, stream grpc.ServerStreamingServer[bufferv1.ExportLedgerResponse]) error {
+// external is the id of a ledger without a run.
+const external = "my-sampler-1"
+
+// ExportLedger sends a ledger that lacks a step and has a damaged sample; of external, an intact
+// one.
+func (f fakeBuffer) ExportLedger(r *bufferv1.ExportLedgerRequest, stream grpc.ServerStreamingServer[bufferv1.ExportLedgerResponse]) error {
+	if r.GetRunId() == external {
+		return stream.Send(externalLedger())
+	}
+	if r.GetRunId() != runID {
+		return rpcerr.New(codes.NotFound, "LEDGER_NOT_FOUND", "run %q has no ledger", r.GetRunId())
+	}
 	digest := func(n int) string { return fmt.Sprintf("blake3-%064x", n) }
 	return stream.Send(&bufferv1.ExportLedgerResponse{
 		Ledger: &bufferv1.LedgerRecord{
@@ -199,7 +234,22 @@ func (f *fake) ExportLedger(_ *bufferv1.ExportLedgerRequest, stream grpc.ServerS
 	})
 }
 
-func (f *fake) ListRuns(_ context.Context, r *runv1.ListRunsRequest) (*runv1.ListRunsResponse, error) {
+// externalLedger has one group, which no step has taken yet.
+func externalLedger() *bufferv1.ExportLedgerResponse {
+	key := &trajectoryv1.TrajectoryKey{RunId: external}
+	return &bufferv1.ExportLedgerResponse{
+		Ledger: &bufferv1.LedgerRecord{
+			Config: &bufferv1.LedgerConfig{GroupsPerStep: 1, GroupSize: 1, Rows: 10, Order: bufferv1.LeaseOrder_LEASE_ORDER_COMPLETION},
+			State:  &bufferv1.LedgerState{Ready: 1, Duplicates: 2},
+		},
+		Segments: []*bufferv1.SegmentRecord{{Number: 1, Bytes: 100, FileBytes: 100}},
+		Groups:   []*bufferv1.GroupRecord{{Key: &bufferv1.GroupKey{}, State: bufferv1.GroupState_GROUP_STATE_READY, Samples: 1}},
+		Samples: []*bufferv1.SampleRecord{{Segment: 1, Key: key, Ref: &bufferv1.SampleRef{
+			Key: key, Offset: 16, Length: 84, Outcome: trajectoryv1.Outcome_OUTCOME_COMPLETED}}},
+	}
+}
+
+func (f fakeScheduler) ListRuns(_ context.Context, r *runv1.ListRunsRequest) (*runv1.ListRunsResponse, error) {
 	f.ask("ListRuns %v %d", r.GetStates(), r.GetPageSize())
 	runs := []*runv1.Run{f.run(runv1.RunState_RUN_STATE_RUNNING, 1)}
 	if len(r.GetStates()) == 0 {
@@ -213,17 +263,17 @@ func (f *fake) ListRuns(_ context.Context, r *runv1.ListRunsRequest) (*runv1.Lis
 	return &runv1.ListRunsResponse{Runs: runs}, nil
 }
 
-func (f *fake) CancelRun(_ context.Context, r *runv1.CancelRunRequest) (*runv1.CancelRunResponse, error) {
+func (f fakeScheduler) CancelRun(_ context.Context, r *runv1.CancelRunRequest) (*runv1.CancelRunResponse, error) {
 	f.ask("CancelRun %s drain %t", r.GetRunId(), r.GetDrain())
 	return &runv1.CancelRunResponse{Run: f.run(runv1.RunState_RUN_STATE_DRAINING, 1)}, nil
 }
 
-func (f *fake) PauseRun(_ context.Context, r *runv1.PauseRunRequest) (*runv1.PauseRunResponse, error) {
+func (f fakeScheduler) PauseRun(_ context.Context, r *runv1.PauseRunRequest) (*runv1.PauseRunResponse, error) {
 	f.ask("PauseRun %s", r.GetRunId())
 	return &runv1.PauseRunResponse{Run: f.run(runv1.RunState_RUN_STATE_PAUSED, 1)}, nil
 }
 
-func (f *fake) ResumeRun(_ context.Context, r *runv1.ResumeRunRequest) (*runv1.ResumeRunResponse, error) {
+func (f fakeScheduler) ResumeRun(_ context.Context, r *runv1.ResumeRunRequest) (*runv1.ResumeRunResponse, error) {
 	f.ask("ResumeRun %s", r.GetRunId())
 	if f.state == runv1.RunState_RUN_STATE_SUCCEEDED && f.statuses == nil {
 		return nil, rpcerr.New(codes.FailedPrecondition, "RUN_NOT_RESUMABLE", "the run %s has made all its steps", r.GetRunId())
@@ -234,14 +284,14 @@ func (f *fake) ResumeRun(_ context.Context, r *runv1.ResumeRunRequest) (*runv1.R
 	return &runv1.ResumeRunResponse{Run: f.run(runv1.RunState_RUN_STATE_STARTING, 1)}, nil
 }
 
-// planChanged is how the control plane refuses inputs that changed.
+// planChanged is the error for inputs that have changed; way is the command for a new run.
 func planChanged(way string) error {
-	return rpcerr.New(codes.FailedPrecondition, "PLAN_INPUTS_CHANGED", "2 things that the plan pins have changed since it was made").
-		Fix("restore them, or go on in a new run: `"+way+"`").
+	return rpcerr.New(codes.FailedPrecondition, "PLAN_INPUTS_CHANGED", "2 inputs of the plan have changed since the plan was made").
+		Fix("restore them, or continue in a new run: `"+way+"`").
 		Field("reward.py", "the source of the reward changed").Field("packages.torch", "the plan was made with torch 2.14.0, but 2.15.0 is installed")
 }
 
-func (f *fake) RenewPlan(_ context.Context, r *planv1.RenewPlanRequest) (*planv1.RenewPlanResponse, error) {
+func (f fakePlanner) RenewPlan(_ context.Context, r *planv1.RenewPlanRequest) (*planv1.RenewPlanResponse, error) {
 	f.ask("RenewPlan %s in %s", r.GetPlan().GetConfig().GetName(), r.GetBaseDir())
 	renewed := plan()
 	renewed.Inputs[0].Digest = "blake3-" + strings.Repeat("99", 32)
@@ -249,7 +299,7 @@ func (f *fake) RenewPlan(_ context.Context, r *planv1.RenewPlanRequest) (*planv1
 	return &planv1.RenewPlanResponse{Plan: renewed, Lock: []byte("the new plan\n")}, nil
 }
 
-func (f *fake) WatchRun(_ *runv1.WatchRunRequest, stream grpc.ServerStreamingServer[runv1.WatchRunResponse]) error {
+func (f fakeScheduler) WatchRun(_ *runv1.WatchRunRequest, stream grpc.ServerStreamingServer[runv1.WatchRunResponse]) error {
 	for _, status := range f.statuses {
 		if err := stream.Send(&runv1.WatchRunResponse{Status: status}); err != nil {
 			return err
@@ -269,7 +319,7 @@ func (f *fake) WatchRun(_ *runv1.WatchRunRequest, stream grpc.ServerStreamingSer
 	}
 }
 
-func (f *fake) ListEvents(_ context.Context, r *storagev1.ListEventsRequest) (*storagev1.ListEventsResponse, error) {
+func (f fakeEvents) ListEvents(_ context.Context, r *storagev1.ListEventsRequest) (*storagev1.ListEventsResponse, error) {
 	f.mu.Lock()
 	f.filter = r.GetFilter()
 	f.mu.Unlock()
@@ -285,7 +335,7 @@ func (f *fake) ListEvents(_ context.Context, r *storagev1.ListEventsRequest) (*s
 	return &storagev1.ListEventsResponse{Events: events}, nil
 }
 
-func (f *fake) TailEvents(r *storagev1.TailEventsRequest, stream grpc.ServerStreamingServer[storagev1.TailEventsResponse]) error {
+func (f fakeEvents) TailEvents(r *storagev1.TailEventsRequest, stream grpc.ServerStreamingServer[storagev1.TailEventsResponse]) error {
 	f.mu.Lock()
 	f.filter = r.GetFilter()
 	f.mu.Unlock()
@@ -301,7 +351,7 @@ func (f *fake) TailEvents(r *storagev1.TailEventsRequest, stream grpc.ServerStre
 	return stream.Context().Err()
 }
 
-func (f *fake) QueryMetrics(context.Context, *storagev1.QueryMetricsRequest) (*storagev1.QueryMetricsResponse, error) {
+func (f fakeEvents) QueryMetrics(context.Context, *storagev1.QueryMetricsRequest) (*storagev1.QueryMetricsResponse, error) {
 	byName := map[string]*storagev1.Series{}
 	for _, e := range append(slices.Clone(f.history), f.events...) {
 		for name, value := range e.GetMetrics() {
@@ -330,23 +380,33 @@ func snapshot() *snapshotv1.Snapshot {
 	}
 }
 
-func (f *fake) GetArtifact(_ *storagev1.GetArtifactRequest, stream grpc.ServerStreamingServer[storagev1.GetArtifactResponse]) error {
+// named is a snapshot that a program other than the run took.
+func named() *snapshotv1.Snapshot {
+	return &snapshotv1.Snapshot{
+		SnapshotId: "snap-01kapq7q5mz3gq5p1cs0e8q0vd", RunId: runID, Kind: snapshotv1.SnapshotKind_SNAPSHOT_KIND_EPISODIC, Step: 3,
+		PlanId: plan().GetPlanId(), CreateTime: at(70), Name: "tools-1",
+	}
+}
+
+func (f fakeArtifacts) GetArtifact(_ *storagev1.GetArtifactRequest, stream grpc.ServerStreamingServer[storagev1.GetArtifactResponse]) error {
 	return stream.Send(&storagev1.GetArtifactResponse{Chunk: []byte("kept")})
 }
 
-func (f *fake) ListSnapshots(_ context.Context, r *snapshotv1.ListSnapshotsRequest) (*snapshotv1.ListSnapshotsResponse, error) {
+func (f fakeSnapshots) ListSnapshots(_ context.Context, r *snapshotv1.ListSnapshotsRequest) (*snapshotv1.ListSnapshotsResponse, error) {
 	f.ask("ListSnapshots %q", r.GetRunId())
-	return &snapshotv1.ListSnapshotsResponse{Snapshots: []*snapshotv1.Snapshot{snapshot()}}, nil
+	return &snapshotv1.ListSnapshotsResponse{Snapshots: []*snapshotv1.Snapshot{snapshot(), named()}}, nil
 }
 
-func (f *fake) GetSnapshot(_ context.Context, r *snapshotv1.GetSnapshotRequest) (*snapshotv1.GetSnapshotResponse, error) {
-	if !strings.HasPrefix(snapshot().GetSnapshotId(), r.GetSnapshotId()) {
-		return nil, rpcerr.New(codes.NotFound, "SNAPSHOT_NOT_FOUND", "there is no snapshot %q", r.GetSnapshotId()).Fix("`rollout snapshot list` shows those there are")
+func (f fakeSnapshots) GetSnapshot(_ context.Context, r *snapshotv1.GetSnapshotRequest) (*snapshotv1.GetSnapshotResponse, error) {
+	for _, s := range []*snapshotv1.Snapshot{snapshot(), named()} {
+		if strings.HasPrefix(s.GetSnapshotId(), r.GetSnapshotId()) {
+			return &snapshotv1.GetSnapshotResponse{Snapshot: s}, nil
+		}
 	}
-	return &snapshotv1.GetSnapshotResponse{Snapshot: snapshot()}, nil
+	return nil, rpcerr.New(codes.NotFound, "SNAPSHOT_NOT_FOUND", "snapshot %q does not exist", r.GetSnapshotId()).Fix("`rollout snapshot list` shows all snapshots")
 }
 
-func (f *fake) RestoreSnapshot(_ context.Context, r *snapshotv1.RestoreSnapshotRequest) (*snapshotv1.RestoreSnapshotResponse, error) {
+func (f fakeSnapshots) RestoreSnapshot(_ context.Context, r *snapshotv1.RestoreSnapshotRequest) (*snapshotv1.RestoreSnapshotResponse, error) {
 	f.ask("RestoreSnapshot %s", r.GetSnapshotId())
 	if f.changed {
 		return nil, planChanged("rollout snapshot restore " + r.GetSnapshotId() + " --accept-changes")
@@ -356,11 +416,11 @@ func (f *fake) RestoreSnapshot(_ context.Context, r *snapshotv1.RestoreSnapshotR
 	return &snapshotv1.RestoreSnapshotResponse{Run: run}, nil
 }
 
-func (f *fake) ListModels(context.Context, *gatewayv1.ListModelsRequest) (*gatewayv1.ListModelsResponse, error) {
+func (f fakeGateway) ListModels(context.Context, *gatewayv1.ListModelsRequest) (*gatewayv1.ListModelsResponse, error) {
 	return &gatewayv1.ListModelsResponse{Models: f.models}, nil
 }
 
-func (f *fake) Complete(r *gatewayv1.CompleteRequest, stream grpc.ServerStreamingServer[gatewayv1.CompleteResponse]) error {
+func (f fakeGateway) Complete(r *gatewayv1.CompleteRequest, stream grpc.ServerStreamingServer[gatewayv1.CompleteResponse]) error {
 	f.mu.Lock()
 	f.prompts, f.params = append(f.prompts, r.GetPrompts()...), r.GetParams()
 	f.mu.Unlock()

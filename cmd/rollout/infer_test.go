@@ -130,6 +130,34 @@ func TestInferBatchOfARun(t *testing.T) {
 	}
 }
 
+// A run is sampled as in its evaluations, not as in training; flags override that. The settings are
+// printed.
+func TestInferBatchSamplesLikeTheEvaluations(t *testing.T) {
+	t.Parallel()
+	dir, state := batchFolder(t), stored(t)
+	answering, kept := worker(t, batchEnd, "0")
+	for _, c := range []struct {
+		args, printed string
+		temperature   float64
+	}{
+		{"", "sampling  1 per row, temperature 0.250, at most 128 tokens, seed 7; as in the evaluations of " + runID, 0.25},
+		{"--temperature 0.75 --top-k 5 -n 2 --stop ;", `sampling  2 per row, temperature 0.750, top_k 5, at most 128 tokens, stop ";", seed 7; as in`, 0.75},
+		{"--config DIR/sums.toml --temperature 0", "sampling  1 per row, temperature 0 (greedy), at most 128 tokens, seed 0\n", 0},
+	} {
+		got := call{}.run(t, append([]string{"infer", "batch", "--worker", answering, "--state-dir", state, "--output", filepath.Join(dir, "a.jsonl"),
+			"--data", filepath.Join(dir, "test.jsonl"), "--run", "addition-grpo"}, strings.Fields(strings.ReplaceAll(c.args, "DIR", dir))...)...)
+		if got.code != 0 || !strings.Contains(got.stderr, c.printed) {
+			t.Errorf("%s: %q is missing in\n%s", c.args, c.printed, got.text())
+		}
+		var spec struct {
+			Config struct{ Sampling struct{ Temperature float64 } }
+		}
+		if err := json.Unmarshal([]byte(read(t, kept)), &spec); err != nil || spec.Config.Sampling.Temperature != c.temperature {
+			t.Errorf("%s: %v, temperature %v, want %v", c.args, err, spec.Config.Sampling.Temperature, c.temperature)
+		}
+	}
+}
+
 func TestInferBatchRefuses(t *testing.T) {
 	t.Parallel()
 	dir := batchFolder(t)

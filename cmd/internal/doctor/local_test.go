@@ -63,7 +63,7 @@ func TestLocal(t *testing.T) {
 }
 
 // A page in the middle that a disk has spoilt is found too, where the schema can still be read, and
-// a database that can't be read in time is no damaged one.
+// a database that cannot be read in time may be intact.
 func TestAPageOfADatabase(t *testing.T) {
 	t.Parallel()
 	c := config.Default(t.TempDir())

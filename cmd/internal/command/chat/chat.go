@@ -116,7 +116,7 @@ func chooseModel(ctx context.Context, gateway gatewayv1.RolloutGatewayServiceCli
 	case name == "":
 		return nil, exit.New(exit.Usage, "choose one with --model", "several policies are active: %s", strings.Join(names, ", "))
 	}
-	return nil, exit.New(exit.NoInput, "active policies are "+strings.Join(names, ", "), "there is no policy %q", name)
+	return nil, exit.New(exit.NoInput, "active policies are "+strings.Join(names, ", "), "policy %q does not exist", name)
 }
 
 // conversation sends messages to one policy, with the history of those before.

@@ -10,7 +10,7 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
-// The error says why there are no completions and what to do.
+// The error says why completions are missing and what to do.
 func TestNoCompletions(t *testing.T) {
 	t.Parallel()
 	const running, failed, succeeded = runv1.RunState_RUN_STATE_RUNNING, runv1.RunState_RUN_STATE_FAILED, runv1.RunState_RUN_STATE_SUCCEEDED

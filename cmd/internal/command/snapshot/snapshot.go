@@ -2,6 +2,7 @@
 package snapshot
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"strings"
@@ -60,9 +61,9 @@ func snapshotsText(env *cli.Env, response *snapshotv1.ListSnapshotsResponse) str
 	}
 	s := env.Style()
 	var table output.Table
-	table.Row(s.Bold("SNAPSHOT"), s.Bold("RUN"), s.Bold("KIND"), s.Bold("STEP"), s.Bold("SIZE"), s.Bold("CREATED"))
+	table.Row(s.Bold("SNAPSHOT"), s.Bold("RUN"), s.Bold("KIND"), s.Bold("NAME"), s.Bold("STEP"), s.Bold("SIZE"), s.Bold("CREATED"))
 	for _, snapshot := range response.GetSnapshots() {
-		table.Row(snapshot.GetSnapshotId(), snapshot.GetRunId(), kindName(snapshot.GetKind()), output.Count(snapshot.GetStep()),
+		table.Row(snapshot.GetSnapshotId(), snapshot.GetRunId(), kindName(snapshot.GetKind()), cmp.Or(snapshot.GetName(), "-"), output.Count(snapshot.GetStep()),
 			output.Bytes(snapshot.GetBytes()), env.Time(snapshot.GetCreateTime().AsTime()))
 	}
 	return table.String()
@@ -96,6 +97,9 @@ func snapshotText(env *cli.Env, snapshot *snapshotv1.Snapshot) string {
 	var head, files output.Table
 	head.Row("run", snapshot.GetRunId())
 	head.Row("kind", kindName(snapshot.GetKind()))
+	if name := snapshot.GetName(); name != "" {
+		head.Row("name", name)
+	}
 	head.Row("step", output.Count(snapshot.GetStep()))
 	head.Row("created", env.Time(snapshot.GetCreateTime().AsTime()))
 	head.Row("weights", snapshot.GetWeightsDigest())
