@@ -17,6 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = ROOT / "schemas" / "run_config.schema.json"
+DEFAULTS = ROOT / "schemas" / "golden" / "algorithm_defaults.txt"
 TARGET = ROOT / "docs" / "reference"
 CLI_HEADER = """# The command line
 
@@ -42,7 +43,8 @@ def main() -> None:
     TARGET.mkdir(parents=True, exist_ok=True)
     schema = json.loads(SCHEMA.read_text())
     sections = list(describe_table("", schema, schema["definitions"]))
-    (TARGET / "config.md").write_text("\n".join([CONFIG_HEADER.format(summary=schema["description"]), *sections]))
+    text = [CONFIG_HEADER.format(summary=schema["description"]), *sections, *describe_defaults()]
+    (TARGET / "config.md").write_text("\n".join(text))
     (TARGET / "cli.md").write_text("\n".join([CLI_HEADER, *describe_commands()]))
 
 
@@ -81,6 +83,22 @@ def describe_table(name: str, table: Schema, definitions: Schema) -> Iterator[st
         yield "\n".join(describe_key(key, field, key in required) for key, field in keys.items()) + "\n"
     for key, inner in tables.items():
         yield from describe_table(f"{name}.{key}" if name else key, inner, definitions)
+
+
+def describe_defaults() -> Iterator[str]:
+    """Yield the section of the defaults that depend on the algorithm, from the golden table."""
+    columns, *rows = [line.split() for line in DEFAULTS.read_text().split("\n\n")[2].splitlines() if line[0] != "#"]
+    yield "## Defaults by algorithm\n\nDefaults of keys outside of `[algorithm]`. The sources are in"
+    yield "`proto/rollout/config/v1/algorithm.proto`.\n"
+    yield "| key | algorithm | default | with `[lora]` |\n|---|---|---|---|"
+    for key, *cells in rows:
+        by_default: dict[str, list[str]] = {}
+        for name, cell in zip(columns[1:], cells, strict=True):
+            by_default.setdefault(cell, []).append(f"`{name}`")
+        for cell, names in by_default.items():
+            full, adapters = cell.split("|")
+            yield f"| `{key}` | {', '.join(names)} | `{full}` | `{adapters}` |"
+    yield ""
 
 
 def of_table(field: Schema) -> Schema | None:

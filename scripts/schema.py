@@ -51,7 +51,7 @@ def shape_message(message: Descriptor, sources: Schema) -> Schema:
     shaped: Schema = {"description": text(source_of(message, sources)), "type": "object", "properties": properties}
     if required := [field.name for field in message.fields if is_required(field)]:
         shaped["required"] = required
-    if choices := [exactly_one(oneof) for oneof in message.oneofs if must_choose(oneof)]:
+    if choices := [exactly_one(names) for names in choices_of(message)]:
         shaped["allOf"] = choices
     shaped["additionalProperties"] = False
     return shaped
@@ -102,12 +102,23 @@ def is_required(field: FieldDescriptor) -> bool:
     return field.GetOptions().Extensions[validate_pb2.field].required
 
 
+def choices_of(message: Descriptor) -> list[list[str]]:
+    """Return the sets of keys of which a table has exactly one: those of a required oneof, and
+    those that share a choice."""
+    shared: dict[str, list[str]] = {}
+    for field in keys_of(message):
+        if choice := field.GetOptions().Extensions[options_pb2.meta].choice:
+            shared.setdefault(choice, []).append(field.name)
+    oneofs = [[field.name for field in oneof.fields] for oneof in message.oneofs if must_choose(oneof)]
+    return [*oneofs, *shared.values()]
+
+
 def must_choose(oneof: OneofDescriptor) -> bool:
     return oneof.GetOptions().Extensions[validate_pb2.oneof].required
 
 
-def exactly_one(oneof: OneofDescriptor) -> Schema:
-    return {"oneOf": [{"required": [field.name]} for field in oneof.fields]}
+def exactly_one(names: list[str]) -> Schema:
+    return {"oneOf": [{"required": [name]} for name in names]}
 
 
 def informs(key: str, value: object) -> bool:

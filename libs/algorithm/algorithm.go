@@ -4,6 +4,8 @@
 package algorithm
 
 import (
+	"maps"
+
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
 
@@ -30,6 +32,17 @@ func Traits(config *configv1.RunConfig) *configv1.AlgorithmTraits {
 func TraitsOf(message protoreflect.MessageDescriptor) *configv1.AlgorithmTraits {
 	traits, _ := proto.GetExtension(message.Options(), configv1.E_Algorithm).(*configv1.AlgorithmTraits)
 	return traits
+}
+
+// Defaults are the defaults of keys outside of the algorithm's table, by their paths in TOML. They
+// depend on whether adapters are trained.
+func Defaults(config *configv1.RunConfig) map[string]string {
+	traits, defaults := Traits(config), map[string]string{}
+	maps.Copy(defaults, traits.GetRunDefaults())
+	if config.GetLora() != nil {
+		maps.Copy(defaults, traits.GetLoraDefaults())
+	}
+	return defaults
 }
 
 // Inlined reports whether the keys of a table-valued field belong to the table that holds it.

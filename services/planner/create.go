@@ -53,7 +53,7 @@ func (s *Server) create(ctx context.Context, source *planv1.ConfigSource) (*plan
 	if err != nil || plan == nil {
 		return &planv1.CreatePlanResponse{Problems: c.Sorted()}, err
 	}
-	return &planv1.CreatePlanResponse{Plan: plan, Lock: data, Warnings: c.warnings.Sorted()}, nil
+	return &planv1.CreatePlanResponse{Plan: plan, Lock: data, Warnings: c.warnings.Sorted(), Settings: c.settings(c.data.rows())}, nil
 }
 
 // renew plans the configuration of an old plan again. Without its text the problems have no place.
@@ -72,6 +72,7 @@ func (c *checks) plan(ctx context.Context) (*planv1.Plan, []byte, error) {
 		return nil, nil, ErrInputUnreadable.Wrap(err)
 	}
 	versions, err := c.probe(ctx)
+	c.size(c.data.rows())
 	if err != nil || !c.Problems.Empty() {
 		return nil, nil, err
 	}

@@ -128,6 +128,14 @@ func (d *dataCheck) preference() input.Preference {
 	return p
 }
 
+// rows are those of one pass over the training data; 0 without usable training data.
+func (d *dataCheck) rows() uint64 {
+	if d.train == nil {
+		return 0
+	}
+	return d.train.Rows
+}
+
 // all are the usable datasets.
 func (d *dataCheck) all() []*input.Dataset {
 	var out []*input.Dataset

@@ -117,10 +117,15 @@ func (s *runs) startingPoint(ctx context.Context, plan *planv1.Plan, snapshot st
 		return "", Cursor{}, ErrSnapshotKind.With("snapshot", snap.GetSnapshotId()).
 			WithMessage("snapshot %s is not of kind train_state: a run cannot start from it", snap.GetSnapshotId())
 	}
-	if steps := plan.GetConfig().GetTrain().GetSteps(); snap.GetStep() >= steps {
+	if train := plan.GetConfig().GetTrain(); snap.GetStep() >= train.GetSteps() {
+		longer := fmt.Sprintf("raise `train.steps` above %d", snap.GetStep())
+		if train.Epochs != nil {
+			longer = fmt.Sprintf("raise `train.epochs` above %.6g, which counts from the first step",
+				train.GetEpochs()*float64(snap.GetStep())/float64(train.GetSteps()))
+		}
 		return "", Cursor{}, ErrNothingToDo.With("snapshot", snap.GetSnapshotId()).
-			WithMessage("snapshot %s is at step %d, and the plan has %d steps: no step is left", snap.GetSnapshotId(), snap.GetStep(), steps).
-			Fix(fmt.Sprintf("raise `train.steps` above %d: `rollout run --config FILE --from %s`", snap.GetStep(), snap.GetSnapshotId()))
+			WithMessage("snapshot %s is at step %d, and the plan has %d steps: no step is left", snap.GetSnapshotId(), snap.GetStep(), train.GetSteps()).
+			Fix(fmt.Sprintf("%s: `rollout run --config FILE --from %s`", longer, snap.GetSnapshotId()))
 	}
 	if lacks := mismatch(snap, plan.GetConfig()); lacks != "" {
 		return "", Cursor{}, ErrSnapshotKind.With("snapshot", snap.GetSnapshotId()).

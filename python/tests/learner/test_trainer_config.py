@@ -62,6 +62,7 @@ OTHERS = {
     "train.groups_per_step": "scheduler and buffer",
     "train.threads": "the scheduler, which gives the worker its share: `WorkerSpec.threads`",
     "train.deliver_every_steps": "learner-controller",
+    "train.epochs": "the planner, which computes `train.steps`",
     "train.ranks": "the worker's Team, tests/learner/test_ranks.py",
 }
 ELSEWHERE = {

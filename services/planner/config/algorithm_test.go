@@ -110,7 +110,7 @@ func TestAlgorithmsRefuseBadInput(t *testing.T) {
 		{"no pass over the batch", "ppo", "", []string{"algorithm.ppo.epochs=0"},
 			"OUT_OF_RANGE algorithm.ppo.epochs: `algorithm.ppo.epochs` must be between 1 and 100, got 0: write a number between 1 and 100; the default is 4"},
 		{"another trainer's name", "ppo", "", []string{"algorithm.ppo.lam=0.9"},
-			"UNKNOWN_KEY algorithm.ppo.lam: unknown key `lam` in [algorithm.ppo]: its name is `gae_lambda`"},
+			"UNKNOWN_KEY algorithm.ppo.lam: unknown key `lam` in [algorithm.ppo]: write `gae_lambda = 0.9`"},
 		{"a key of another algorithm's name", "dpo", "", []string{"dpo.beta=0.2"}, "UNKNOWN_KEY dpo: unknown table [dpo]: write [algorithm.dpo]"},
 		{"a misspelled algorithm", "dppo", "", nil, "UNKNOWN_KEY algorithm.dppo: unknown algorithm `dppo`: did you mean [algorithm.ppo]?"},
 		{"two algorithms", "dpo", "", []string{"algorithm.ipo.beta=0.1"},

@@ -8,6 +8,7 @@ package config
 import (
 	"bytes"
 	"fmt"
+	"strings"
 
 	"buf.build/go/protovalidate"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
@@ -15,7 +16,11 @@ import (
 	"github.com/rollout-rl/rollout/services/planner/document"
 	"github.com/rollout-rl/rollout/services/planner/problem"
 	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
 )
+
+// overrideFile is the name of the pseudo-file whose lines are the overrides.
+const overrideFile = "--set"
 
 // Reader reads configurations. It is safe for concurrent use.
 type Reader struct{ validator protovalidate.Validator }
@@ -108,8 +113,47 @@ func (r *Reading) Place(field string) document.Span {
 // Wrote reports whether the text sets a key.
 func (r *Reading) Wrote(field string) bool { return r.root.Find(field) != nil }
 
+// Value is the value of a key as TOML; "" if the configuration has no value for it.
+func (r *Reading) Value(path string) string {
+	k, value, ok := r.lookup(path)
+	switch {
+	case !ok || k.Message() != nil:
+		return ""
+	case k.IsList():
+		items := make([]string, value.List().Len())
+		for i := range items {
+			items[i] = tomlText(*k, value.List().Get(i))
+		}
+		return "[" + strings.Join(items, ", ") + "]"
+	}
+	return tomlText(*k, value)
+}
+
+// lookup finds a key and its value by its path. ok: the contract has the key, and it is set or a
+// list.
+func (r *Reading) lookup(path string) (k *key, value protoreflect.Value, ok bool) {
+	value = protoreflect.ValueOfMessage(r.Config.ProtoReflect())
+	for name := range strings.SplitSeq(path, ".") {
+		if k != nil && k.Message() == nil {
+			return nil, value, false
+		}
+		table := value.Message()
+		if k = keyOf(table.Descriptor(), name); k == nil {
+			return nil, value, false
+		}
+		if k.inlined != nil {
+			table = table.Get(k.inlined).Message()
+		}
+		if !k.IsList() && !table.Has(k.FieldDescriptor) {
+			return nil, value, false
+		}
+		value = table.Get(k.FieldDescriptor)
+	}
+	return k, value, true
+}
+
 // Readable reports whether a key or table, with all keys in it, could be read.
 func (r *Reading) Readable(field string) bool { return !r.brokenUnder(field) }
 
 // Sorted returns the problems in the order of the file, then of the overrides.
-func (r *Reading) Sorted() []*planv1.Problem { return r.Problems.Sorted(r.source.Name, "--set") }
+func (r *Reading) Sorted() []*planv1.Problem { return r.Problems.Sorted(r.source.Name, overrideFile) }

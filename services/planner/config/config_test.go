@@ -3,7 +3,6 @@ package config
 import (
 	"fmt"
 	"math"
-	"slices"
 	"strings"
 	"testing"
 
@@ -154,6 +153,7 @@ run.toml:10:9 OUT_OF_RANGE train.steps <0>
 func TestContract(t *testing.T) {
 	t.Parallel()
 	rules := expressions()
+	_, _, byAlgorithm := defaultTables(t)
 	for _, rule := range traitRules {
 		rules[rule.id] = rule.message
 		for _, path := range rule.keys {
@@ -177,10 +177,11 @@ func TestContract(t *testing.T) {
 		if field.Message() != nil || field.IsList() || path == "deterministic" {
 			return
 		}
-		if meta.GetDefault() == "" && !rulesOf(field).GetRequired() && !meta.GetAbsent() {
+		chosen := rulesOf(field).GetRequired() || meta.GetChoice() != ""
+		if meta.GetDefault() == "" && !chosen && !meta.GetAbsent() && byAlgorithm[path] == nil {
 			t.Errorf("%s has no default, is not required, and its absence means nothing", path)
 		}
-		if rulesOf(field).GetRequired() && meta.GetExample() == "" {
+		if chosen && meta.GetExample() == "" {
 			t.Errorf("%s is required and has no example", path)
 		}
 		for _, text := range []string{field.defaultText(), meta.GetDefault(), meta.GetExample()} {
@@ -189,17 +190,6 @@ func TestContract(t *testing.T) {
 			}
 		}
 	})
-	for name, path := range aliases {
-		if leaf, of := strings.CutPrefix(path, "algorithm.*."); of {
-			if !slices.ContainsFunc(leaves(""), func(full string) bool {
-				return strings.HasPrefix(full, "algorithm.") && strings.HasSuffix(full, "."+leaf)
-			}) {
-				t.Errorf("the alias %s has the key %s, which algorithms lack", name, leaf)
-			}
-		} else if !slices.Contains(leaves(""), path) {
-			t.Errorf("the alias %s has the unknown key %s", name, path)
-		}
-	}
 }
 
 // FuzzRead checks that every failure of the reader is a problem with a place.

@@ -2,7 +2,9 @@ package config
 
 import (
 	"fmt"
+	"strings"
 
+	"github.com/rollout-rl/rollout/libs/algorithm"
 	"github.com/rollout-rl/rollout/services/planner/document"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
@@ -10,9 +12,28 @@ import (
 
 // defaults fills in every default. Tables with required keys, and the algorithm, have none.
 func (r *Reading) defaults() {
+	for path, text := range algorithm.Defaults(r.Config) {
+		setDefault(r.Config.ProtoReflect(), path, text)
+	}
 	fill(r.Config.ProtoReflect())
 	if r.Config.Deterministic == nil {
 		r.Config.Deterministic = proto.Bool(r.Config.GetMode() == "sync")
+	}
+}
+
+// setDefault sets the key at a path, unless it is set or a required table above it is absent.
+func setDefault(m protoreflect.Message, path, text string) {
+	name, rest, nested := strings.Cut(path, ".")
+	field := keyOf(m.Descriptor(), name)
+	if field == nil {
+		panic(fmt.Sprintf("the contract has a default for the unknown key %s of %s", name, m.Descriptor().FullName()))
+	}
+	holder := field.holder(m)
+	switch has := holder.Has(field.FieldDescriptor); {
+	case nested && (has || optional(field)):
+		setDefault(holder.Mutable(field.FieldDescriptor).Message(), rest, text)
+	case !nested && !has:
+		holder.Set(field.FieldDescriptor, literal(*field, text))
 	}
 }
 

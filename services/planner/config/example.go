@@ -12,11 +12,14 @@ func example(field key) string {
 	return fmt.Sprintf("write `%s = %s`", field.TextName(), sample(field))
 }
 
-// tableExample is a table with its required keys.
+// tableExample is a table with its required keys, and the first key of each choice.
 func tableExample(path string, message protoreflect.MessageDescriptor) string {
 	var lines []string
+	chosen := map[string]bool{"": true}
 	for _, field := range keysOf(message) {
-		if rulesOf(field).GetRequired() && field.Message() == nil {
+		choice := metaOf(field).GetChoice()
+		if (rulesOf(field).GetRequired() || !chosen[choice]) && field.Message() == nil {
+			chosen[choice] = true
 			lines = append(lines, fmt.Sprintf("`%s = %s`", field.TextName(), sample(field)))
 		}
 	}

@@ -10,9 +10,9 @@ import (
 	"google.golang.org/protobuf/reflect/protoreflect"
 )
 
-// defaultTables reads the two tables of schemas/golden/algorithm_defaults.txt by row and column.
+// defaultTables reads the three tables of schemas/golden/algorithm_defaults.txt by row and column.
 // The cells are JSON.
-func defaultTables(t *testing.T) (run, algorithms map[string]map[string]string) {
+func defaultTables(t *testing.T) (run, algorithms, byAlgorithm map[string]map[string]string) {
 	t.Helper()
 	text, err := os.ReadFile("../../../schemas/golden/algorithm_defaults.txt")
 	if err != nil {
@@ -37,7 +37,7 @@ func defaultTables(t *testing.T) (run, algorithms map[string]map[string]string) 
 		}
 		tables = append(tables, table)
 	}
-	return tables[0], tables[1]
+	return tables[0], tables[1], tables[2]
 }
 
 // defaultsOf returns the values that the text does not set, by their paths in TOML.
@@ -64,7 +64,7 @@ func addDefaults(m protoreflect.Message, at string, out map[string]any) {
 
 func TestEffectiveDefaultsMatchTheGoldenTable(t *testing.T) {
 	t.Parallel()
-	run, algorithms := defaultTables(t)
+	run, algorithms, byAlgorithm := defaultTables(t)
 	for i, mode := range []string{"sync", "async"} {
 		for _, table := range oneofTables("algorithm") {
 			name := strings.TrimSuffix(strings.TrimPrefix(table, "[algorithm."), "]")
@@ -75,6 +75,9 @@ func TestEffectiveDefaultsMatchTheGoldenTable(t *testing.T) {
 				}
 			}
 			for path, value := range got {
+				if byAlgorithm[path] != nil {
+					continue // TestDefaultsByAlgorithmMatchTheGoldenTable
+				}
 				want, known := run[path][mode]
 				if key, ok := strings.CutPrefix(path, "algorithm."+name+"."); ok {
 					want = algorithms[key][name]
@@ -86,6 +89,27 @@ func TestEffectiveDefaultsMatchTheGoldenTable(t *testing.T) {
 				if written, _ := json.Marshal(value); !known || !sameJSON(want, string(written)) {
 					t.Errorf("%s, %s: `%s` is %s by default, and %q in the golden table", name, mode, path, written, want)
 				}
+			}
+		}
+	}
+}
+
+// TestDefaultsByAlgorithmMatchTheGoldenTable: the defaults of keys outside of the algorithm's table
+// depend on the algorithm and on adapters.
+func TestDefaultsByAlgorithmMatchTheGoldenTable(t *testing.T) {
+	t.Parallel()
+	_, _, byAlgorithm := defaultTables(t)
+	for path, row := range byAlgorithm {
+		for _, table := range oneofTables("algorithm") {
+			name := strings.TrimSuffix(strings.TrimPrefix(table, "[algorithm."), "]")
+			full, adapters, _ := strings.Cut(row[name], "|")
+			for want, set := range map[string]string{full: "seed=0", adapters: "lora.rank=8"} {
+				if got := read(t, as(name), set).Value(path); !sameJSON(got, want) {
+					t.Errorf("%s, %s: `%s` is %s by default, and %q in the golden table", name, set, path, got, want)
+				}
+			}
+			if got := read(t, as(name), path+"=0.125").Value(path); got != "0.125" {
+				t.Errorf("%s: `%s = 0.125` is %s", name, path, got)
 			}
 		}
 	}

@@ -4,8 +4,6 @@ import (
 	"fmt"
 	"strings"
 
-	"google.golang.org/protobuf/reflect/protoreflect"
-
 	"github.com/rollout-rl/rollout/libs/algorithm"
 	"github.com/rollout-rl/rollout/services/planner/problem"
 )
@@ -52,13 +50,9 @@ func (r *checker) idle() {
 
 // text is the value at a path, "" without such a key.
 func (r *checker) text(path string) string {
-	value := protoreflect.ValueOfMessage(r.Config.ProtoReflect())
-	for name := range strings.SplitSeq(path, ".") {
-		field := keyOf(value.Message().Descriptor(), name)
-		if field == nil {
-			return ""
-		}
-		value = field.value(value.Message())
+	_, value, ok := r.lookup(path)
+	if !ok {
+		return ""
 	}
 	return value.String()
 }

@@ -21,6 +21,7 @@ type checker struct{ *Reading }
 
 // rules checks the rules of the contract.
 func (r *checker) rules(validator protovalidate.Validator) {
+	r.choices(r.Config.ProtoReflect(), "")
 	err := validator.Validate(r.Config)
 	var invalid *protovalidate.ValidationError
 	if err != nil && !errors.As(err, &invalid) {
@@ -42,6 +43,57 @@ func (r *checker) rules(validator protovalidate.Validator) {
 				r.crossField(id, violation.Proto.GetMessage(), dotted(violation), keysIn(expressions[id]))
 			}
 		}
+	}
+}
+
+// choices checks that each table sets exactly one of the keys that share a choice. A configuration
+// without its text may have all of them: a plan has the keys that were computed from the others.
+func (r *checker) choices(m protoreflect.Message, at string) {
+	choices := map[string][]key{}
+	var names []string
+	for _, k := range keysOf(m.Descriptor()) {
+		if name := metaOf(k).GetChoice(); name != "" {
+			if choices[name] == nil {
+				names = append(names, name)
+			}
+			choices[name] = append(choices[name], k)
+		}
+		if k.Message() != nil && !k.IsMap() && k.holder(m).Has(k.FieldDescriptor) {
+			r.choices(k.value(m).Message(), join(at, k.TextName()))
+		}
+	}
+	for _, name := range names {
+		r.choice(m, at, choices[name])
+	}
+}
+
+// choice checks the keys of one choice. A key in an override replaces another one in the file.
+func (r *checker) choice(m protoreflect.Message, at string, keys []key) {
+	var names, lines, inFile, overrides []string
+	set := false
+	for _, k := range keys {
+		path := join(at, k.TextName())
+		names, lines = append(names, k.TextName()), append(lines, fmt.Sprintf("`%s = %s`", k.TextName(), sample(k)))
+		set = set || k.holder(m).Has(k.FieldDescriptor) || r.unread(path)
+		if e := r.root.Find(path); e != nil && e.Span.Source.Name == overrideFile {
+			overrides = append(overrides, path)
+		} else if e != nil {
+			inFile = append(inFile, path)
+		}
+	}
+	first := join(at, names[0])
+	if !set && !r.holes {
+		r.Problems.At(r.Place(first), problem.MissingKey, first, fmt.Sprintf("[%s] sets neither %s", at, quoted(names, "nor")), "write "+enumerate(lines, "or"))
+	}
+	if len(overrides) == 1 {
+		for _, path := range inFile {
+			k := keyOf(m.Descriptor(), leafOf(path))
+			k.holder(m).Clear(k.FieldDescriptor)
+		}
+		return
+	}
+	if both := append(inFile, overrides...); len(both) > 1 {
+		r.Problems.At(r.Place(both[1]), problem.Conflict, both[1], fmt.Sprintf("[%s] takes only one of %s", at, quoted(names, "and")), "remove one of them")
 	}
 }
 
@@ -76,8 +128,12 @@ func (r *checker) violation(v *protovalidate.Violation) {
 	case descriptor.Kind() == protoreflect.StringKind:
 		r.badText(place, field, *descriptor, v)
 	default:
+		fix := fixRange(*descriptor)
+		if other := foreign(parent(field), leafOf(field), algorithm.Name(r.Config)); other != nil && other.trainer == "TRL" && other.target != field {
+			fix = fmt.Sprintf("%s; for the `%s` of %s, %s", fix, leafOf(field), other.trainer, other.fix(parent(field), text))
+		}
 		r.Problems.At(place, problem.OutOfRange, field,
-			fmt.Sprintf("`%s` must be %s, got %s", field, limitsOf(descriptor), text), fixRange(*descriptor))
+			fmt.Sprintf("`%s` must be %s, got %s", field, limitsOf(descriptor), text), fix)
 	}
 }
 
@@ -159,6 +215,7 @@ func (r *checker) missing(field string, descriptor *key) {
 		r.Problems.At(place, problem.MissingKey, field, "no algorithm is set", "add the table "+enumerate(names, "or"))
 		return
 	}
+	r.broken[field] = true // no rule is checked for its keys
 	r.Problems.At(place, problem.MissingKey, field, fmt.Sprintf("the table [%s] is missing", field), "add "+tableExample(field, descriptor.Message()))
 }
 

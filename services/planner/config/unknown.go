@@ -11,45 +11,8 @@ import (
 	"google.golang.org/protobuf/reflect/protoreflect"
 )
 
-// aliases are the names of keys in other trainers. `algorithm.*` is the chosen algorithm.
-var aliases = map[string]string{
-	"advantage_norm":        "algorithm.*.normalization",
-	"batch_size":            "train.groups_per_step",
-	"beta":                  "algorithm.*.kl_coefficient",
-	"checkpoint_every":      "snapshot.every_steps",
-	"clip_range":            "algorithm.*.clip_low",
-	"cliprange_value":       "algorithm.*.value_clip",
-	"dataset":               "data.train",
-	"delta":                 "algorithm.*.dual_clip",
-	"ent_coef":              "algorithm.*.entropy_coefficient",
-	"entropy_coeff":         "algorithm.*.entropy_coefficient",
-	"epsilon":               "algorithm.*.clip_low",
-	"epsilon_high":          "algorithm.*.clip_high",
-	"eval_steps":            "eval.every_steps",
-	"gradient_clip":         "train.max_grad_norm",
-	"kl_coef":               "algorithm.*.kl_coefficient",
-	"lam":                   "algorithm.*.gae_lambda",
-	"loss_agg_mode":         "algorithm.*.reduction",
-	"loss_type":             "algorithm.*.reduction",
-	"lr":                    "train.learning_rate",
-	"lr_scheduler":          "train.schedule",
-	"max_completion_length": "sampling.max_tokens",
-	"max_length":            "engine.max_model_len",
-	"max_new_tokens":        "sampling.max_tokens",
-	"max_steps":             "train.steps",
-	"model_name_or_path":    "model.path",
-	"n":                     "sampling.group_size",
-	"num_generations":       "sampling.group_size",
-	"num_iterations":        "algorithm.*.epochs",
-	"ppo_epochs":            "algorithm.*.epochs",
-	"prompts_per_step":      "train.groups_per_step",
-	"save_steps":            "snapshot.every_steps",
-	"scale_rewards":         "algorithm.*.normalization",
-	"teacher_model":         "algorithm.*.teacher",
-	"vf_coef":               "algorithm.*.value_coefficient",
-	"warmup":                "train.warmup_steps",
-}
-
+// unknown reports a key or table that the contract does not have. message is that of the table at a
+// path; nil within a table of another trainer's configuration.
 func (r *binder) unknown(e *document.Entry, message protoreflect.MessageDescriptor, at string) {
 	path := join(at, e.Key)
 	if e.Value.Kind == document.Table {
@@ -60,14 +23,21 @@ func (r *binder) unknown(e *document.Entry, message protoreflect.MessageDescript
 	if at != "" {
 		where = "in [" + at + "]"
 	}
-	r.Problems.At(e.Span, problem.UnknownKey, path, fmt.Sprintf("unknown key `%s` %s", e.Key, where), fixUnknown(e.Key, message, at, r.algorithm()))
-	if near := nearest.To(e.Key, fieldNames(message, false)); near != "" {
-		r.broken[join(at, near)] = true // it was probably meant: no rule is checked for its default
+	fix, meant := r.suggest(e, message, at)
+	r.Problems.At(e.Span, problem.UnknownKey, path, fmt.Sprintf("unknown key `%s` %s", e.Key, where), fix)
+	if meant != "" {
+		r.broken[meant] = true // no rule is checked for its default, and it is not missing
 	}
 }
 
 func (r *binder) unknownTable(e *document.Entry, message protoreflect.MessageDescriptor, at string) {
 	path := join(at, e.Key)
+	if (message == nil || foreignTable(path)) && len(e.Value.Entries) > 0 {
+		for _, inner := range e.Value.Entries {
+			r.unknown(inner, nil, path)
+		}
+		return
+	}
 	names := fieldNames(message, true)
 	what := fmt.Sprintf("unknown table [%s]", path)
 	if at == "algorithm" {
@@ -78,10 +48,16 @@ func (r *binder) unknownTable(e *document.Entry, message protoreflect.MessageDes
 	if near := nearest.To(e.Key, names); near != "" {
 		fix = fmt.Sprintf("did you mean [%s]?", join(at, near))
 		r.broken[join(at, near)] = true
+	} else if alias := tableAlias(e.Key); alias != "" {
+		fix = fmt.Sprintf("write [%s]", alias)
+		r.broken[alias] = true
 	} else if full := pathOf(e.Key, "", true); full != "" {
 		fix = fmt.Sprintf("write [%s]", full)
 	} else if len(names) == 0 {
-		fix = fmt.Sprintf("[%s] contains no tables: remove it", at)
+		fix = "remove it"
+		if at != "" {
+			fix = fmt.Sprintf("[%s] contains no tables: remove it", at)
+		}
 	} else {
 		for i, name := range names {
 			names[i] = "[" + join(at, name) + "]"
@@ -97,41 +73,59 @@ func (r *binder) unknownTable(e *document.Entry, message protoreflect.MessageDes
 
 // algorithm is the name of the chosen table in [algorithm]; "" without one.
 func (r *binder) algorithm() string {
-	if e := r.root.Find("algorithm"); e != nil && e.Value.Kind == document.Table && len(e.Value.Entries) > 0 {
-		return e.Value.Entries[0].Key
+	e := r.root.Find("algorithm")
+	if e == nil || e.Value.Kind != document.Table {
+		return ""
+	}
+	for _, inner := range e.Value.Entries {
+		if keyAt("algorithm."+inner.Key) != nil {
+			return inner.Key
+		}
 	}
 	return ""
 }
 
-// fixUnknown suggests a known key: in the same table, in another one, or by the name in other
-// trainers.
-func fixUnknown(key string, message protoreflect.MessageDescriptor, at, algorithm string) string {
-	if near := nearest.To(key, fieldNames(message, false)); near != "" {
-		return fmt.Sprintf("did you mean `%s`?", near)
+// shownKeys is the number of keys that a suggestion lists.
+const shownKeys = 8
+
+// suggest suggests a known key: by the name in other trainers, in the same table, or in another
+// one. It returns the key that was probably meant, "" if none was.
+func (r *binder) suggest(e *document.Entry, message protoreflect.MessageDescriptor, at string) (fix, meant string) {
+	name, algorithm, siblings := e.Key, r.algorithm(), fieldNames(message, false)
+	if key := foreign(at, name, algorithm); key != nil {
+		return key.fix(at, e.Value.Span.Text()), key.target
 	}
-	alias := aliasOf(key, algorithm)
-	if alias != "" && parent(alias) == at {
-		return fmt.Sprintf("its name is `%s`", leafOf(alias))
+	if near := nearest.To(name, siblings); near != "" {
+		return fmt.Sprintf("did you mean `%s`?", near), join(at, near)
 	}
-	if full := pathOf(key, algorithm, false); full != "" {
-		return fmt.Sprintf("`%s` belongs %s", key, home(full))
-	}
-	if alias != "" {
-		return fmt.Sprintf("its name is `%s`, and it belongs %s", leafOf(alias), home(alias))
+	if full := pathOf(name, algorithm, false); full != "" {
+		return fmt.Sprintf("`%s` belongs %s", name, home(full)), full
 	}
 	all := leaves(algorithm)
 	names := make([]string, 0, len(all))
 	for _, path := range all {
 		names = append(names, leafOf(path))
 	}
-	if near := nearest.To(key, names); near != "" {
-		return fmt.Sprintf("did you mean `%s`? It belongs %s", near, home(all[slices.Index(names, near)]))
+	if near := nearest.To(name, names); near != "" {
+		full := all[slices.Index(names, near)]
+		return fmt.Sprintf("did you mean `%s`? It belongs %s", near, home(full)), full
 	}
-	known := fieldNames(message, false)
-	if len(known) == 0 {
-		return "remove it"
+	switch {
+	case message == nil:
+		return "remove it: rollout has no such setting", ""
+	case len(siblings) == 0:
+		return "remove it", ""
+	case len(siblings) > shownKeys:
+		return fmt.Sprintf("remove it; docs/reference/config.md lists the %d keys of %s", len(siblings), tableTitle(at)), ""
 	}
-	return "remove it; the keys are " + quoted(known, "and")
+	return "remove it; the keys are " + quoted(siblings, "and"), ""
+}
+
+func tableTitle(at string) string {
+	if at == "" {
+		return "the top level"
+	}
+	return "[" + at + "]"
 }
 
 func home(path string) string {
@@ -143,27 +137,15 @@ func home(path string) string {
 
 func fieldNames(message protoreflect.MessageDescriptor, tables bool) []string {
 	var names []string
+	if message == nil {
+		return nil
+	}
 	for _, field := range keysOf(message) {
 		if (field.Message() != nil) == tables {
 			names = append(names, field.TextName())
 		}
 	}
 	return names
-}
-
-// aliasOf is the path of the key that other trainers call name; "" without one.
-func aliasOf(name, algorithm string) string {
-	full, ok := strings.CutPrefix(aliases[strings.ToLower(name)], "algorithm.*.")
-	if !ok {
-		return full
-	}
-	if algorithm == "" {
-		algorithm = "grpo"
-	}
-	if full = "algorithm." + algorithm + "." + full; keyAt(full) == nil {
-		return ""
-	}
-	return full
 }
 
 // pathOf is the path of the first key, or table, with a name. Only the keys of the chosen algorithm

@@ -2,11 +2,32 @@ package config
 
 import (
 	"fmt"
+	"math"
 	"strconv"
 	"strings"
 
 	"google.golang.org/protobuf/reflect/protoreflect"
 )
+
+// tomlText writes a value of a field as TOML. Exponents have no leading zeros: 1e-6.
+func tomlText(field protoreflect.FieldDescriptor, value protoreflect.Value) string {
+	switch field.Kind() {
+	case protoreflect.StringKind:
+		return strconv.Quote(value.String())
+	case protoreflect.DoubleKind:
+		return Decimal(value.Float())
+	}
+	return value.String()
+}
+
+// Decimal writes a number with as few digits as identify it: 0.1, 2e-4.
+func Decimal(x float64) string {
+	format := byte('g')
+	if x != 0 && math.Abs(x) < 1e-3 {
+		format = 'e'
+	}
+	return strings.Replace(strconv.FormatFloat(x, format, -1, 64), "e-0", "e-", 1)
+}
 
 // article names a field's type: "an integer".
 func article(field protoreflect.FieldDescriptor) string {

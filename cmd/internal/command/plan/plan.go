@@ -80,7 +80,11 @@ func gist(config *configv1.RunConfig) string {
 	if draws := algorithm.DrawBatches(config); draws > 1 {
 		prompts += fmt.Sprintf(" with differing rewards (at most %s sampled)", output.Count(config.GetTrain().GetGroupsPerStep()*draws))
 	}
-	return fmt.Sprintf("%s, %s steps of %s, %s", work, output.Count(config.GetTrain().GetSteps()), prompts, config.GetMode())
+	length := output.Count(config.GetTrain().GetSteps()) + " steps"
+	if config.GetTrain().Steps == nil { // the plan computes them
+		length = fmt.Sprintf("%g epochs in steps", config.GetTrain().GetEpochs())
+	}
+	return fmt.Sprintf("%s, %s of %s, %s", work, length, prompts, config.GetMode())
 }
 
 // Command returns `rollout plan`.
@@ -114,7 +118,7 @@ give the same plan, byte for byte.`,
 				if err := writeFile(path, response.GetLock()); err != nil {
 					return err
 				}
-				return env.Message(response.GetPlan(), func() string { return planText(env, path, source, response.GetPlan()) })
+				return env.Message(response.GetPlan(), func() string { return planText(env, path, source, response) })
 			})
 		},
 	}
@@ -140,8 +144,8 @@ func Create(ctx context.Context, env *cli.Env, c *client.Client, source *planv1.
 	return nil, errors.Join(err, problem.Exit(response.GetProblems()))
 }
 
-func planText(env *cli.Env, path string, source *planv1.ConfigSource, plan *planv1.Plan) string {
-	s := env.Style()
+func planText(env *cli.Env, path string, source *planv1.ConfigSource, response *planv1.CreatePlanResponse) string {
+	s, plan := env.Style(), response.GetPlan()
 	var table output.Table
 	total := uint64(0)
 	for _, in := range plan.GetInputs() {
@@ -152,7 +156,7 @@ func planText(env *cli.Env, path string, source *planv1.ConfigSource, plan *plan
 		table.Row("  "+roleName(in.GetRole()), in.GetPath(), output.Bytes(in.GetBytes()), s.Dim(output.Short(in.GetDigest())), rows)
 		total += in.GetBytes()
 	}
-	text := fmt.Sprintf("%s %s\n%s\n%s", s.Bold(path), s.Dim(plan.GetPlanId()), gist(plan.GetConfig()), table.String())
+	text := fmt.Sprintf("%s %s\n%s\n%s\n%s", s.Bold(path), s.Dim(plan.GetPlanId()), gist(plan.GetConfig()), settingsText(s, response.GetSettings()), table.String())
 	checked := "every row and the model folder were checked"
 	if plan.GetConfig().GetReward() != nil {
 		checked = "every row, the model folder and the reward were checked"
@@ -163,6 +167,23 @@ func planText(env *cli.Env, path string, source *planv1.ConfigSource, plan *plan
 		run += " --base-dir " + source.GetBaseDir()
 	}
 	return text + "next: " + s.Cyan(run) + "\n"
+}
+
+// settingsText lists settings, each with its origin.
+func settingsText(s output.Style, settings []*planv1.Setting) string {
+	origins := map[planv1.SettingOrigin]string{
+		planv1.SettingOrigin_SETTING_ORIGIN_DEFAULT: s.Dim("default"), planv1.SettingOrigin_SETTING_ORIGIN_SET: "set",
+		planv1.SettingOrigin_SETTING_ORIGIN_COMPUTED: "computed",
+	}
+	var table output.Table
+	for _, setting := range settings {
+		value := setting.GetValue()
+		if value == "" {
+			value = "-"
+		}
+		table.Row("  "+setting.GetKey(), value, origins[setting.GetOrigin()], s.Dim(setting.GetNote()))
+	}
+	return table.String()
 }
 
 func roleName(role planv1.InputRole) string {

@@ -169,7 +169,7 @@ func Finished(run *runv1.Run) string {
 	if run.GetWeightsDirectory() != "" {
 		text += "; its weights are in " + run.GetWeightsDirectory()
 	}
-	return text + "\nto train further, raise `train.steps` and run: rollout run --config FILE --from " + run.GetRunId()
+	return text + "\nto train further, raise `train.steps` or `train.epochs` and run: rollout run --config FILE --from " + run.GetRunId()
 }
 
 func startPlan(ctx context.Context, env *cli.Env, c *client.Client, flags *runFlags) (*runv1.Run, error) {

@@ -66,6 +66,7 @@ class FieldMeta(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     ABSENT_FIELD_NUMBER: _builtins.int
     INLINE_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     default: _builtins.str
     """Value of an absent field, written as a TOML value: `8`, `true`, `"cosine"`. Empty: no default."""
     example: _builtins.str
@@ -82,6 +83,8 @@ class FieldMeta(_message.Message):
     """Whether the keys of this message belong to the table that holds it: `loss.clip_low` is written
     as `clip_low`.
     """
+    choice: _builtins.str
+    """Name of a choice. Of the keys of a table that share it, a configuration sets exactly one."""
     def __init__(
         self,
         *,
@@ -90,10 +93,11 @@ class FieldMeta(_message.Message):
         path: _builtins.bool = ...,
         absent: _builtins.bool = ...,
         inline: _builtins.bool = ...,
+        choice: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "default", b"default", "example", b"example", "inline", b"inline", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "choice", b"choice", "default", b"default", "example", b"example", "inline", b"inline", "path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -127,6 +131,46 @@ class AlgorithmTraits(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class RunDefaultsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class LoraDefaultsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TITLE_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     NEEDS_REWARD_FIELD_NUMBER: _builtins.int
@@ -135,6 +179,8 @@ class AlgorithmTraits(_message.Message):
     NEEDS_CRITIC_FIELD_NUMBER: _builtins.int
     SCORES_FIELD_NUMBER: _builtins.int
     DEFAULTS_FIELD_NUMBER: _builtins.int
+    RUN_DEFAULTS_FIELD_NUMBER: _builtins.int
+    LORA_DEFAULTS_FIELD_NUMBER: _builtins.int
     title: _builtins.str
     """Name of the algorithm in papers, such as `GRPO`."""
     rows: Global___RowKind.ValueType
@@ -157,6 +203,14 @@ class AlgorithmTraits(_message.Message):
     def defaults(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Defaults that differ from those of the inlined messages, by key, written as TOML values."""
 
+    @_builtins.property
+    def run_defaults(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Defaults of keys outside of the algorithm's table, by their paths, written as TOML values."""
+
+    @_builtins.property
+    def lora_defaults(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """The same for runs with `[lora]`. They take precedence over `run_defaults`."""
+
     def __init__(
         self,
         *,
@@ -168,10 +222,12 @@ class AlgorithmTraits(_message.Message):
         needs_critic: _builtins.bool = ...,
         scores: _builtins.bool = ...,
         defaults: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        run_defaults: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        lora_defaults: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compares_group", b"compares_group", "defaults", b"defaults", "needs_critic", b"needs_critic", "needs_reward", b"needs_reward", "rows", b"rows", "scores", b"scores", "title", b"title", "token_rewards", b"token_rewards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compares_group", b"compares_group", "defaults", b"defaults", "lora_defaults", b"lora_defaults", "needs_critic", b"needs_critic", "needs_reward", b"needs_reward", "rows", b"rows", "run_defaults", b"run_defaults", "scores", b"scores", "title", b"title", "token_rewards", b"token_rewards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -638,6 +638,7 @@ class TrainConfig(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STEPS_FIELD_NUMBER: _builtins.int
+    EPOCHS_FIELD_NUMBER: _builtins.int
     GROUPS_PER_STEP_FIELD_NUMBER: _builtins.int
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
     SCHEDULE_FIELD_NUMBER: _builtins.int
@@ -658,11 +659,18 @@ class TrainConfig(_message.Message):
     OPTIMIZER_FIELD_NUMBER: _builtins.int
     EMA_DECAY_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
-    """Optimizer steps of the run."""
+    """Optimizer steps of the run. Set either `steps` or `epochs`."""
+    epochs: _builtins.float
+    """Passes over the training data, instead of `steps`. The plan computes the steps: `epochs` times
+    rows divided by `groups_per_step`, rounded up. A run that continues another one counts from the
+    first step of that one.
+    """
     groups_per_step: _builtins.int
-    """Prompt groups that one step consumes."""
+    """Prompt groups that one step consumes. For algorithms that train on rows: rows."""
     learning_rate: _builtins.float
-    """Peak learning rate."""
+    """Peak learning rate. Its default depends on the algorithm and on `[lora]`, see "Defaults by
+    algorithm" in docs/reference/config.md.
+    """
     schedule: _builtins.str
     """Shape of the learning rate after the warm-up."""
     warmup_steps: _builtins.int
@@ -674,7 +682,7 @@ class TrainConfig(_message.Message):
     beta2: _builtins.float
     """AdamW's decay of the second moment."""
     epsilon: _builtins.float
-    """AdamW's epsilon."""
+    """AdamW's epsilon. The clip of the probability ratio is `clip_low` of the algorithm."""
     max_grad_norm: _builtins.float
     """Largest norm of the gradient. Larger gradients are scaled down. 0: no clipping."""
     tokens_per_microbatch: _builtins.int
@@ -725,6 +733,7 @@ class TrainConfig(_message.Message):
         self,
         *,
         steps: _builtins.int | None = ...,
+        epochs: _builtins.float | None = ...,
         groups_per_step: _builtins.int | None = ...,
         learning_rate: _builtins.float | None = ...,
         schedule: _builtins.str | None = ...,
@@ -745,9 +754,9 @@ class TrainConfig(_message.Message):
         optimizer: _builtins.str | None = ...,
         ema_decay: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_deliver_every_steps", b"_deliver_every_steps", "_ema_decay", b"_ema_decay", "_epsilon", b"_epsilon", "_gradient_checkpointing", b"_gradient_checkpointing", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_on_refused_gradient", b"_on_refused_gradient", "_optimizer", b"_optimizer", "_ranks", b"_ranks", "_refuse_grad_norm", b"_refuse_grad_norm", "_schedule", b"_schedule", "_steps", b"_steps", "_threads", b"_threads", "_tokens_per_microbatch", b"_tokens_per_microbatch", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "deliver_every_steps", b"deliver_every_steps", "ema_decay", b"ema_decay", "epsilon", b"epsilon", "gradient_checkpointing", b"gradient_checkpointing", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "on_refused_gradient", b"on_refused_gradient", "optimizer", b"optimizer", "ranks", b"ranks", "refuse_grad_norm", b"refuse_grad_norm", "schedule", b"schedule", "steps", b"steps", "threads", b"threads", "tokens_per_microbatch", b"tokens_per_microbatch", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_deliver_every_steps", b"_deliver_every_steps", "_ema_decay", b"_ema_decay", "_epochs", b"_epochs", "_epsilon", b"_epsilon", "_gradient_checkpointing", b"_gradient_checkpointing", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_on_refused_gradient", b"_on_refused_gradient", "_optimizer", b"_optimizer", "_ranks", b"_ranks", "_refuse_grad_norm", b"_refuse_grad_norm", "_schedule", b"_schedule", "_steps", b"_steps", "_threads", b"_threads", "_tokens_per_microbatch", b"_tokens_per_microbatch", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "deliver_every_steps", b"deliver_every_steps", "ema_decay", b"ema_decay", "epochs", b"epochs", "epsilon", b"epsilon", "gradient_checkpointing", b"gradient_checkpointing", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "on_refused_gradient", b"on_refused_gradient", "optimizer", b"optimizer", "ranks", b"ranks", "refuse_grad_norm", b"refuse_grad_norm", "schedule", b"schedule", "steps", b"steps", "threads", b"threads", "tokens_per_microbatch", b"tokens_per_microbatch", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_deliver_every_steps", b"_deliver_every_steps", "_ema_decay", b"_ema_decay", "_epsilon", b"_epsilon", "_gradient_checkpointing", b"_gradient_checkpointing", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_on_refused_gradient", b"_on_refused_gradient", "_optimizer", b"_optimizer", "_ranks", b"_ranks", "_refuse_grad_norm", b"_refuse_grad_norm", "_schedule", b"_schedule", "_steps", b"_steps", "_threads", b"_threads", "_tokens_per_microbatch", b"_tokens_per_microbatch", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "deliver_every_steps", b"deliver_every_steps", "ema_decay", b"ema_decay", "epsilon", b"epsilon", "freeze", b"freeze", "gradient_checkpointing", b"gradient_checkpointing", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "on_refused_gradient", b"on_refused_gradient", "optimizer", b"optimizer", "ranks", b"ranks", "refuse_grad_norm", b"refuse_grad_norm", "schedule", b"schedule", "steps", b"steps", "threads", b"threads", "tokens_per_microbatch", b"tokens_per_microbatch", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_deliver_every_steps", b"_deliver_every_steps", "_ema_decay", b"_ema_decay", "_epochs", b"_epochs", "_epsilon", b"_epsilon", "_gradient_checkpointing", b"_gradient_checkpointing", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_on_refused_gradient", b"_on_refused_gradient", "_optimizer", b"_optimizer", "_ranks", b"_ranks", "_refuse_grad_norm", b"_refuse_grad_norm", "_schedule", b"_schedule", "_steps", b"_steps", "_threads", b"_threads", "_tokens_per_microbatch", b"_tokens_per_microbatch", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "deliver_every_steps", b"deliver_every_steps", "ema_decay", b"ema_decay", "epochs", b"epochs", "epsilon", b"epsilon", "freeze", b"freeze", "gradient_checkpointing", b"gradient_checkpointing", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "on_refused_gradient", b"on_refused_gradient", "optimizer", b"optimizer", "ranks", b"ranks", "refuse_grad_norm", b"refuse_grad_norm", "schedule", b"schedule", "steps", b"steps", "threads", b"threads", "tokens_per_microbatch", b"tokens_per_microbatch", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__beta1: _TypeAlias = _typing.Literal["beta1"]  # noqa: Y015
     _WhichOneofArgType__beta1: _TypeAlias = _typing.Literal["_beta1", b"_beta1"]  # noqa: Y015
@@ -757,6 +766,8 @@ class TrainConfig(_message.Message):
     _WhichOneofArgType__deliver_every_steps: _TypeAlias = _typing.Literal["_deliver_every_steps", b"_deliver_every_steps"]  # noqa: Y015
     _WhichOneofReturnType__ema_decay: _TypeAlias = _typing.Literal["ema_decay"]  # noqa: Y015
     _WhichOneofArgType__ema_decay: _TypeAlias = _typing.Literal["_ema_decay", b"_ema_decay"]  # noqa: Y015
+    _WhichOneofReturnType__epochs: _TypeAlias = _typing.Literal["epochs"]  # noqa: Y015
+    _WhichOneofArgType__epochs: _TypeAlias = _typing.Literal["_epochs", b"_epochs"]  # noqa: Y015
     _WhichOneofReturnType__epsilon: _TypeAlias = _typing.Literal["epsilon"]  # noqa: Y015
     _WhichOneofArgType__epsilon: _TypeAlias = _typing.Literal["_epsilon", b"_epsilon"]  # noqa: Y015
     _WhichOneofReturnType__gradient_checkpointing: _TypeAlias = _typing.Literal["gradient_checkpointing"]  # noqa: Y015
@@ -795,6 +806,8 @@ class TrainConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__deliver_every_steps) -> _WhichOneofReturnType__deliver_every_steps | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ema_decay) -> _WhichOneofReturnType__ema_decay | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__epochs) -> _WhichOneofReturnType__epochs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__epsilon) -> _WhichOneofReturnType__epsilon | None: ...
     @_typing.overload

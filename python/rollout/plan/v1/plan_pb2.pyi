@@ -54,6 +54,34 @@ INPUT_ROLE_REWARD: InputRole.ValueType  # 4
 """Source of the reward."""
 Global___InputRole: _TypeAlias = InputRole  # noqa: Y015
 
+class _SettingOrigin:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SettingOriginEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SettingOrigin.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SETTING_ORIGIN_UNSPECIFIED: _SettingOrigin.ValueType  # 0
+    """Not set."""
+    SETTING_ORIGIN_DEFAULT: _SettingOrigin.ValueType  # 1
+    """The configuration does not set the key."""
+    SETTING_ORIGIN_SET: _SettingOrigin.ValueType  # 2
+    """The configuration sets the key."""
+    SETTING_ORIGIN_COMPUTED: _SettingOrigin.ValueType  # 3
+    """The planner computed the value from other keys and the inputs."""
+
+class SettingOrigin(_SettingOrigin, metaclass=_SettingOriginEnumTypeWrapper):
+    """SettingOrigin is where the value of a key comes from."""
+
+SETTING_ORIGIN_UNSPECIFIED: SettingOrigin.ValueType  # 0
+"""Not set."""
+SETTING_ORIGIN_DEFAULT: SettingOrigin.ValueType  # 1
+"""The configuration does not set the key."""
+SETTING_ORIGIN_SET: SettingOrigin.ValueType  # 2
+"""The configuration sets the key."""
+SETTING_ORIGIN_COMPUTED: SettingOrigin.ValueType  # 3
+"""The planner computed the value from other keys and the inputs."""
+Global___SettingOrigin: _TypeAlias = SettingOrigin  # noqa: Y015
+
 @_typing.final
 class Plan(_message.Message):
     """Plan is the content of `plan.lock`: canonical (the same inputs give the same bytes) and
@@ -340,6 +368,7 @@ class CreatePlanResponse(_message.Message):
     PLAN_FIELD_NUMBER: _builtins.int
     LOCK_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
     lock: _builtins.bytes
     """The bytes of `plan.lock`: canonical JSON of the plan."""
     @_builtins.property
@@ -354,6 +383,10 @@ class CreatePlanResponse(_message.Message):
     def warnings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Problem]:
         """Warnings. They do not prevent the plan."""
 
+    @_builtins.property
+    def settings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Setting]:
+        """The settings that decide most about the result, with their origin, if there is no problem."""
+
     def __init__(
         self,
         *,
@@ -361,14 +394,49 @@ class CreatePlanResponse(_message.Message):
         plan: Global___Plan | None = ...,
         lock: _builtins.bytes = ...,
         warnings: _abc.Iterable[Global___Problem] | None = ...,
+        settings: _abc.Iterable[Global___Setting] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lock", b"lock", "plan", b"plan", "problems", b"problems", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lock", b"lock", "plan", b"plan", "problems", b"problems", "settings", b"settings", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreatePlanResponse: _TypeAlias = CreatePlanResponse  # noqa: Y015
+
+@_typing.final
+class Setting(_message.Message):
+    """Setting is the value of a key in a plan."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """Dotted path of the key, e.g. `train.learning_rate`."""
+    value: _builtins.str
+    """The value, written as a TOML value. Empty: the key has no value."""
+    origin: Global___SettingOrigin.ValueType
+    """Where the value comes from."""
+    note: _builtins.str
+    """What the value means or was computed from, e.g. `1000 rows, 32 per step`; may be empty."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        value: _builtins.str = ...,
+        origin: Global___SettingOrigin.ValueType = ...,
+        note: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "note", b"note", "origin", b"origin", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Setting: _TypeAlias = Setting  # noqa: Y015
 
 @_typing.final
 class VerifyPlanRequest(_message.Message):

@@ -101,7 +101,9 @@ type FieldMeta struct {
 	Absent bool `protobuf:"varint,4,opt,name=absent,proto3" json:"absent,omitempty"`
 	// Whether the keys of this message belong to the table that holds it: `loss.clip_low` is written
 	// as `clip_low`.
-	Inline        bool `protobuf:"varint,5,opt,name=inline,proto3" json:"inline,omitempty"`
+	Inline bool `protobuf:"varint,5,opt,name=inline,proto3" json:"inline,omitempty"`
+	// Name of a choice. Of the keys of a table that share it, a configuration sets exactly one.
+	Choice        string `protobuf:"bytes,6,opt,name=choice,proto3" json:"choice,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -171,6 +173,13 @@ func (x *FieldMeta) GetInline() bool {
 	return false
 }
 
+func (x *FieldMeta) GetChoice() string {
+	if x != nil {
+		return x.Choice
+	}
+	return ""
+}
+
 // AlgorithmTraits states what an algorithm needs from services and workers. They branch on traits,
 // not on the names of algorithms.
 type AlgorithmTraits struct {
@@ -192,7 +201,11 @@ type AlgorithmTraits struct {
 	// Whether the trained weights score texts instead of generating them.
 	Scores bool `protobuf:"varint,7,opt,name=scores,proto3" json:"scores,omitempty"`
 	// Defaults that differ from those of the inlined messages, by key, written as TOML values.
-	Defaults      map[string]string `protobuf:"bytes,8,rep,name=defaults,proto3" json:"defaults,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Defaults map[string]string `protobuf:"bytes,8,rep,name=defaults,proto3" json:"defaults,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// Defaults of keys outside of the algorithm's table, by their paths, written as TOML values.
+	RunDefaults map[string]string `protobuf:"bytes,9,rep,name=run_defaults,json=runDefaults,proto3" json:"run_defaults,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// The same for runs with `[lora]`. They take precedence over `run_defaults`.
+	LoraDefaults  map[string]string `protobuf:"bytes,10,rep,name=lora_defaults,json=loraDefaults,proto3" json:"lora_defaults,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -283,6 +296,20 @@ func (x *AlgorithmTraits) GetDefaults() map[string]string {
 	return nil
 }
 
+func (x *AlgorithmTraits) GetRunDefaults() map[string]string {
+	if x != nil {
+		return x.RunDefaults
+	}
+	return nil
+}
+
+func (x *AlgorithmTraits) GetLoraDefaults() map[string]string {
+	if x != nil {
+		return x.LoraDefaults
+	}
+	return nil
+}
+
 var file_rollout_config_v1_options_proto_extTypes = []protoimpl.ExtensionInfo{
 	{
 		ExtendedType:  (*descriptorpb.FieldOptions)(nil),
@@ -322,13 +349,14 @@ var File_rollout_config_v1_options_proto protoreflect.FileDescriptor
 
 const file_rollout_config_v1_options_proto_rawDesc = "" +
 	"\n" +
-	"\x1frollout/config/v1/options.proto\x12\x11rollout.config.v1\x1a google/protobuf/descriptor.proto\"\x83\x01\n" +
+	"\x1frollout/config/v1/options.proto\x12\x11rollout.config.v1\x1a google/protobuf/descriptor.proto\"\x9b\x01\n" +
 	"\tFieldMeta\x12\x18\n" +
 	"\adefault\x18\x01 \x01(\tR\adefault\x12\x18\n" +
 	"\aexample\x18\x02 \x01(\tR\aexample\x12\x12\n" +
 	"\x04path\x18\x03 \x01(\bR\x04path\x12\x16\n" +
 	"\x06absent\x18\x04 \x01(\bR\x06absent\x12\x16\n" +
-	"\x06inline\x18\x05 \x01(\bR\x06inline\"\x8c\x03\n" +
+	"\x06inline\x18\x05 \x01(\bR\x06inline\x12\x16\n" +
+	"\x06choice\x18\x06 \x01(\tR\x06choice\"\xc0\x05\n" +
 	"\x0fAlgorithmTraits\x12\x14\n" +
 	"\x05title\x18\x01 \x01(\tR\x05title\x12.\n" +
 	"\x04rows\x18\x02 \x01(\x0e2\x1a.rollout.config.v1.RowKindR\x04rows\x12!\n" +
@@ -337,8 +365,17 @@ const file_rollout_config_v1_options_proto_rawDesc = "" +
 	"\rtoken_rewards\x18\x05 \x01(\bR\ftokenRewards\x12!\n" +
 	"\fneeds_critic\x18\x06 \x01(\bR\vneedsCritic\x12\x16\n" +
 	"\x06scores\x18\a \x01(\bR\x06scores\x12L\n" +
-	"\bdefaults\x18\b \x03(\v20.rollout.config.v1.AlgorithmTraits.DefaultsEntryR\bdefaults\x1a;\n" +
+	"\bdefaults\x18\b \x03(\v20.rollout.config.v1.AlgorithmTraits.DefaultsEntryR\bdefaults\x12V\n" +
+	"\frun_defaults\x18\t \x03(\v23.rollout.config.v1.AlgorithmTraits.RunDefaultsEntryR\vrunDefaults\x12Y\n" +
+	"\rlora_defaults\x18\n" +
+	" \x03(\v24.rollout.config.v1.AlgorithmTraits.LoraDefaultsEntryR\floraDefaults\x1a;\n" +
 	"\rDefaultsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a>\n" +
+	"\x10RunDefaultsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a?\n" +
+	"\x11LoraDefaultsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01*v\n" +
 	"\aRowKind\x12\x18\n" +
@@ -364,27 +401,31 @@ func file_rollout_config_v1_options_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_config_v1_options_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_config_v1_options_proto_msgTypes = make([]protoimpl.MessageInfo, 3)
+var file_rollout_config_v1_options_proto_msgTypes = make([]protoimpl.MessageInfo, 5)
 var file_rollout_config_v1_options_proto_goTypes = []any{
 	(RowKind)(0),                        // 0: rollout.config.v1.RowKind
 	(*FieldMeta)(nil),                   // 1: rollout.config.v1.FieldMeta
 	(*AlgorithmTraits)(nil),             // 2: rollout.config.v1.AlgorithmTraits
 	nil,                                 // 3: rollout.config.v1.AlgorithmTraits.DefaultsEntry
-	(*descriptorpb.FieldOptions)(nil),   // 4: google.protobuf.FieldOptions
-	(*descriptorpb.MessageOptions)(nil), // 5: google.protobuf.MessageOptions
+	nil,                                 // 4: rollout.config.v1.AlgorithmTraits.RunDefaultsEntry
+	nil,                                 // 5: rollout.config.v1.AlgorithmTraits.LoraDefaultsEntry
+	(*descriptorpb.FieldOptions)(nil),   // 6: google.protobuf.FieldOptions
+	(*descriptorpb.MessageOptions)(nil), // 7: google.protobuf.MessageOptions
 }
 var file_rollout_config_v1_options_proto_depIdxs = []int32{
 	0, // 0: rollout.config.v1.AlgorithmTraits.rows:type_name -> rollout.config.v1.RowKind
 	3, // 1: rollout.config.v1.AlgorithmTraits.defaults:type_name -> rollout.config.v1.AlgorithmTraits.DefaultsEntry
-	4, // 2: rollout.config.v1.meta:extendee -> google.protobuf.FieldOptions
-	5, // 3: rollout.config.v1.algorithm:extendee -> google.protobuf.MessageOptions
-	1, // 4: rollout.config.v1.meta:type_name -> rollout.config.v1.FieldMeta
-	2, // 5: rollout.config.v1.algorithm:type_name -> rollout.config.v1.AlgorithmTraits
-	6, // [6:6] is the sub-list for method output_type
-	6, // [6:6] is the sub-list for method input_type
-	4, // [4:6] is the sub-list for extension type_name
-	2, // [2:4] is the sub-list for extension extendee
-	0, // [0:2] is the sub-list for field type_name
+	4, // 2: rollout.config.v1.AlgorithmTraits.run_defaults:type_name -> rollout.config.v1.AlgorithmTraits.RunDefaultsEntry
+	5, // 3: rollout.config.v1.AlgorithmTraits.lora_defaults:type_name -> rollout.config.v1.AlgorithmTraits.LoraDefaultsEntry
+	6, // 4: rollout.config.v1.meta:extendee -> google.protobuf.FieldOptions
+	7, // 5: rollout.config.v1.algorithm:extendee -> google.protobuf.MessageOptions
+	1, // 6: rollout.config.v1.meta:type_name -> rollout.config.v1.FieldMeta
+	2, // 7: rollout.config.v1.algorithm:type_name -> rollout.config.v1.AlgorithmTraits
+	8, // [8:8] is the sub-list for method output_type
+	8, // [8:8] is the sub-list for method input_type
+	6, // [6:8] is the sub-list for extension type_name
+	4, // [4:6] is the sub-list for extension extendee
+	0, // [0:4] is the sub-list for field type_name
 }
 
 func init() { file_rollout_config_v1_options_proto_init() }
@@ -398,7 +439,7 @@ func file_rollout_config_v1_options_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_config_v1_options_proto_rawDesc), len(file_rollout_config_v1_options_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   3,
+			NumMessages:   5,
 			NumExtensions: 2,
 			NumServices:   0,
 		},

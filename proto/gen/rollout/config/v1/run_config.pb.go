@@ -834,11 +834,16 @@ func (x *RewardPartConfig) GetRetries() uint32 {
 // TrainConfig sets steps, optimizer, and learning-rate schedule.
 type TrainConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Optimizer steps of the run.
+	// Optimizer steps of the run. Set either `steps` or `epochs`.
 	Steps *uint64 `protobuf:"varint,1,opt,name=steps,proto3,oneof" json:"steps,omitempty"`
-	// Prompt groups that one step consumes.
+	// Passes over the training data, instead of `steps`. The plan computes the steps: `epochs` times
+	// rows divided by `groups_per_step`, rounded up. A run that continues another one counts from the
+	// first step of that one.
+	Epochs *float64 `protobuf:"fixed64,43,opt,name=epochs,proto3,oneof" json:"epochs,omitempty"`
+	// Prompt groups that one step consumes. For algorithms that train on rows: rows.
 	GroupsPerStep *uint32 `protobuf:"varint,2,opt,name=groups_per_step,json=groupsPerStep,proto3,oneof" json:"groups_per_step,omitempty"`
-	// Peak learning rate.
+	// Peak learning rate. Its default depends on the algorithm and on `[lora]`, see "Defaults by
+	// algorithm" in docs/reference/config.md.
 	LearningRate *float64 `protobuf:"fixed64,3,opt,name=learning_rate,json=learningRate,proto3,oneof" json:"learning_rate,omitempty"`
 	// Shape of the learning rate after the warm-up.
 	Schedule *string `protobuf:"bytes,4,opt,name=schedule,proto3,oneof" json:"schedule,omitempty"`
@@ -850,7 +855,7 @@ type TrainConfig struct {
 	Beta1 *float64 `protobuf:"fixed64,7,opt,name=beta1,proto3,oneof" json:"beta1,omitempty"`
 	// AdamW's decay of the second moment.
 	Beta2 *float64 `protobuf:"fixed64,8,opt,name=beta2,proto3,oneof" json:"beta2,omitempty"`
-	// AdamW's epsilon.
+	// AdamW's epsilon. The clip of the probability ratio is `clip_low` of the algorithm.
 	Epsilon *float64 `protobuf:"fixed64,9,opt,name=epsilon,proto3,oneof" json:"epsilon,omitempty"`
 	// Largest norm of the gradient. Larger gradients are scaled down. 0: no clipping.
 	MaxGradNorm *float64 `protobuf:"fixed64,10,opt,name=max_grad_norm,json=maxGradNorm,proto3,oneof" json:"max_grad_norm,omitempty"`
@@ -923,6 +928,13 @@ func (*TrainConfig) Descriptor() ([]byte, []int) {
 func (x *TrainConfig) GetSteps() uint64 {
 	if x != nil && x.Steps != nil {
 		return *x.Steps
+	}
+	return 0
+}
+
+func (x *TrainConfig) GetEpochs() float64 {
+	if x != nil && x.Epochs != nil {
+		return *x.Epochs
 	}
 	return 0
 }
@@ -1892,7 +1904,7 @@ var File_rollout_config_v1_run_config_proto protoreflect.FileDescriptor
 
 const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
-	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xa4\x16\n" +
+	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xbf\x16\n" +
 	"\tRunConfig\x12Q\n" +
 	"\x04name\x18\x01 \x01(\tB8\xbaH \xc8\x01\x01r\x1b2\x19^[a-z0-9][a-z0-9-]{0,62}$\xca\xda\x18\x11\x12\x0f\"addition-grpo\"H\x00R\x04name\x88\x01\x01\x12.\n" +
 	"\x04seed\x18\x02 \x01(\x04B\x15\xbaH\v2\t\x18\xff\xff\xff\xff\xff\xff\xff\x0f\xca\xda\x18\x03\n" +
@@ -1916,13 +1928,13 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x04lora\x18\x14 \x01(\v2\x1d.rollout.config.v1.LoraConfigR\x04lora\x12F\n" +
 	"\vcompletions\x18( \x01(\v2$.rollout.config.v1.CompletionsConfigR\vcompletions\x12:\n" +
 	"\aweights\x18\x18 \x01(\v2 .rollout.config.v1.WeightsConfigR\aweights\x124\n" +
-	"\x05sinks\x18) \x01(\v2\x1e.rollout.config.v1.SinksConfigR\x05sinks:\xa6\f\xbaH\xa2\f\x1a\x98\x02\n" +
+	"\x05sinks\x18) \x01(\v2\x1e.rollout.config.v1.SinksConfigR\x05sinks:\xc1\f\xbaH\xbd\f\x1a\x98\x02\n" +
 	"\x16run_config.reward_kind\x12c`[reward]` takes exactly one of `plugin`, `expression`, `[reward.model]` and `[reward.composite.*]`\x1a\x98\x01!has(this.reward) || [has(this.reward.plugin), has(this.reward.expression), has(this.reward.model), has(this.reward.composite)].filter(x, x).size() == 1\x1a\xe3\x01\n" +
 	"\x16run_config.kto_weights\x12Z`algorithm.kto.desirable_weight` and `algorithm.kto.undesirable_weight` must not both be 0\x1am!has(this.algorithm.kto) || this.algorithm.kto.desirable_weight + this.algorithm.kto.undesirable_weight > 0.0\x1a\xf3\x01\n" +
 	"\x12run_config.teacher\x12a`[algorithm.distillation]` takes exactly one of `teacher` and `[algorithm.distillation.endpoint]`\x1az!has(this.algorithm.distillation) || has(this.algorithm.distillation.teacher) != has(this.algorithm.distillation.endpoint)\x1a\xea\x01\n" +
 	"\x1erun_config.teacher_temperature\x12x`sampling.temperature` must be 1.0 for `[algorithm.distillation.endpoint]`: endpoints return logprobs at temperature 1.0\x1aN!has(this.algorithm.distillation.endpoint) || this.sampling.temperature == 1.0\x1a}\n" +
-	"\x1erun_config.deterministic_async\x12,`deterministic = true` needs `mode = \"sync\"`\x1a-!(this.deterministic && this.mode == 'async')\x1at\n" +
-	"\x11run_config.warmup\x122`train.warmup_steps` must not exceed `train.steps`\x1a+this.train.warmup_steps <= this.train.steps\x1a\xac\x01\n" +
+	"\x1erun_config.deterministic_async\x12,`deterministic = true` needs `mode = \"sync\"`\x1a-!(this.deterministic && this.mode == 'async')\x1a\x8e\x01\n" +
+	"\x11run_config.warmup\x122`train.warmup_steps` must not exceed `train.steps`\x1aE!has(this.train.steps) || this.train.warmup_steps <= this.train.steps\x1a\xac\x01\n" +
 	"\x16run_config.lora_freeze\x12_`train.freeze` and `[lora]` exclude each other: with adapters no weight of the model is trained\x1a1!(has(this.lora) && this.train.freeze.size() > 0)\x1a\x97\x01\n" +
 	"\x17run_config.lora_average\x12K`train.ema_decay` and `[lora]` exclude each other: adapters have no average\x1a/!(has(this.lora) && this.train.ema_decay > 0.0)B\a\n" +
 	"\x05_nameB\a\n" +
@@ -2053,51 +2065,52 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\v_expressionB\x12\n" +
 	"\x10_timeout_secondsB\n" +
 	"\n" +
-	"\b_retries\"\xe5\f\n" +
-	"\vTrainConfig\x122\n" +
-	"\x05steps\x18\x01 \x01(\x04B\x17\xbaH\f\xc8\x01\x012\a\x18\x80\xc2\xd7/(\x01\xca\xda\x18\x04\x12\x0240H\x00R\x05steps\x88\x01\x01\x12@\n" +
+	"\b_retries\"\xba\r\n" +
+	"\vTrainConfig\x127\n" +
+	"\x05steps\x18\x01 \x01(\x04B\x1c\xbaH\t2\a\x18\x80\xc2\xd7/(\x01\xca\xda\x18\f\x12\x02402\x06lengthH\x00R\x05steps\x88\x01\x01\x12C\n" +
+	"\x06epochs\x18+ \x01(\x01B&\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00j\xf8@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\v\x12\x0112\x06lengthH\x01R\x06epochs\x88\x01\x01\x12@\n" +
 	"\x0fgroups_per_step\x18\x02 \x01(\rB\x13\xbaH\b*\x06\x18\x80\x80\x04(\x01\xca\xda\x18\x04\n" +
-	"\x0232H\x01R\rgroupsPerStep\x88\x01\x01\x12K\n" +
-	"\rlearning_rate\x18\x03 \x01(\x01B!\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x06\n" +
-	"\x041e-6H\x02R\flearningRate\x88\x01\x01\x12P\n" +
+	"\x0232H\x02R\rgroupsPerStep\x88\x01\x01\x12K\n" +
+	"\rlearning_rate\x18\x03 \x01(\x01B!\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x06\x12\x041e-5H\x03R\flearningRate\x88\x01\x01\x12P\n" +
 	"\bschedule\x18\x04 \x01(\tB/\xbaH\x1cr\x1aR\bconstantR\x06linearR\x06cosine\xca\xda\x18\f\n" +
 	"\n" +
-	"\"constant\"H\x03R\bschedule\x88\x01\x01\x12/\n" +
+	"\"constant\"H\x04R\bschedule\x88\x01\x01\x12/\n" +
 	"\fwarmup_steps\x18\x05 \x01(\x04B\a\xca\xda\x18\x03\n" +
-	"\x010H\x04R\vwarmupSteps\x88\x01\x01\x12H\n" +
+	"\x010H\x05R\vwarmupSteps\x88\x01\x01\x12H\n" +
 	"\fweight_decay\x18\x06 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00$@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\x05R\vweightDecay\x88\x01\x01\x12;\n" +
+	"\x030.0H\x06R\vweightDecay\x88\x01\x01\x12;\n" +
 	"\x05beta1\x18\a \x01(\x01B \xbaH\x14\x12\x12\x11\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.9H\x06R\x05beta1\x88\x01\x01\x12=\n" +
+	"\x030.9H\aR\x05beta1\x88\x01\x01\x12=\n" +
 	"\x05beta2\x18\b \x01(\x01B\"\xbaH\x14\x12\x12\x11\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\a\n" +
-	"\x050.999H\aR\x05beta2\x88\x01\x01\x12@\n" +
-	"\aepsilon\x18\t \x01(\x01B!\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x06\n" +
-	"\x041e-8H\bR\aepsilon\x88\x01\x01\x12@\n" +
+	"\x050.999H\bR\x05beta2\x88\x01\x01\x12@\n" +
+	"\aepsilon\x18\t \x01(\x01B!\xbaH\x14\x12\x12\x19{\x14\xaeG\xe1z\x84?!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x06\n" +
+	"\x041e-8H\tR\aepsilon\x88\x01\x01\x12@\n" +
 	"\rmax_grad_norm\x18\n" +
 	" \x01(\x01B\x17\xbaH\v\x12\t)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x031.0H\tR\vmaxGradNorm\x88\x01\x01\x12K\n" +
+	"\x031.0H\n" +
+	"R\vmaxGradNorm\x88\x01\x01\x12K\n" +
 	"\x15tokens_per_microbatch\x18\v \x01(\rB\x12\xbaH\x04*\x02(\x10\xca\xda\x18\a\n" +
-	"\x0516384H\n" +
-	"R\x13tokensPerMicrobatch\x88\x01\x01\x12.\n" +
+	"\x0516384H\vR\x13tokensPerMicrobatch\x88\x01\x01\x12.\n" +
 	"\athreads\x18\f \x01(\rB\x0f\xbaH\x05*\x03\x18\x80\b\xca\xda\x18\x03\n" +
-	"\x010H\vR\athreads\x88\x01\x01\x12<\n" +
+	"\x010H\fR\athreads\x88\x01\x01\x12<\n" +
 	"\x13deliver_every_steps\x18\r \x01(\x04B\a\xca\xda\x18\x03\n" +
-	"\x011H\fR\x11deliverEverySteps\x88\x01\x01\x12$\n" +
+	"\x011H\rR\x11deliverEverySteps\x88\x01\x01\x12$\n" +
 	"\x06freeze\x18\x14 \x03(\tB\f\xbaH\t\x92\x01\x06\"\x04r\x02\x10\x01R\x06freeze\x12G\n" +
 	"\x16gradient_checkpointing\x18\x15 \x01(\bB\v\xca\xda\x18\a\n" +
-	"\x05falseH\rR\x15gradientCheckpointing\x88\x01\x01\x12F\n" +
+	"\x05falseH\x0eR\x15gradientCheckpointing\x88\x01\x01\x12F\n" +
 	"\x10refuse_grad_norm\x18\x16 \x01(\x01B\x17\xbaH\v\x12\t)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\x0eR\x0erefuseGradNorm\x88\x01\x01\x12[\n" +
+	"\x030.0H\x0fR\x0erefuseGradNorm\x88\x01\x01\x12[\n" +
 	"\x13on_refused_gradient\x18\x17 \x01(\tB&\xbaH\x17r\x15R\x04stopR\x04skipR\arestore\xca\xda\x18\b\n" +
-	"\x06\"stop\"H\x0fR\x11onRefusedGradient\x88\x01\x01\x12,\n" +
+	"\x06\"stop\"H\x10R\x11onRefusedGradient\x88\x01\x01\x12,\n" +
 	"\x05ranks\x18( \x01(\rB\x11\xbaH\a*\x05\x18\x80\b(\x01\xca\xda\x18\x03\n" +
-	"\x011H\x10R\x05ranks\x88\x01\x01\x12H\n" +
+	"\x011H\x11R\x05ranks\x88\x01\x01\x12H\n" +
 	"\toptimizer\x18) \x01(\tB%\xbaH\x15r\x13R\x05adamwR\n" +
 	"adamw_8bit\xca\xda\x18\t\n" +
-	"\a\"adamw\"H\x11R\toptimizer\x88\x01\x01\x12B\n" +
+	"\a\"adamw\"H\x12R\toptimizer\x88\x01\x01\x12B\n" +
 	"\tema_decay\x18* \x01(\x01B \xbaH\x14\x12\x12\x11\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\x12R\bemaDecay\x88\x01\x01B\b\n" +
-	"\x06_stepsB\x12\n" +
+	"\x030.0H\x13R\bemaDecay\x88\x01\x01B\b\n" +
+	"\x06_stepsB\t\n" +
+	"\a_epochsB\x12\n" +
 	"\x10_groups_per_stepB\x10\n" +
 	"\x0e_learning_rateB\v\n" +
 	"\t_scheduleB\x0f\n" +

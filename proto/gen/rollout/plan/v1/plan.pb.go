@@ -87,6 +87,63 @@ func (InputRole) EnumDescriptor() ([]byte, []int) {
 	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{0}
 }
 
+// SettingOrigin is where the value of a key comes from.
+type SettingOrigin int32
+
+const (
+	// Not set.
+	SettingOrigin_SETTING_ORIGIN_UNSPECIFIED SettingOrigin = 0
+	// The configuration does not set the key.
+	SettingOrigin_SETTING_ORIGIN_DEFAULT SettingOrigin = 1
+	// The configuration sets the key.
+	SettingOrigin_SETTING_ORIGIN_SET SettingOrigin = 2
+	// The planner computed the value from other keys and the inputs.
+	SettingOrigin_SETTING_ORIGIN_COMPUTED SettingOrigin = 3
+)
+
+// Enum value maps for SettingOrigin.
+var (
+	SettingOrigin_name = map[int32]string{
+		0: "SETTING_ORIGIN_UNSPECIFIED",
+		1: "SETTING_ORIGIN_DEFAULT",
+		2: "SETTING_ORIGIN_SET",
+		3: "SETTING_ORIGIN_COMPUTED",
+	}
+	SettingOrigin_value = map[string]int32{
+		"SETTING_ORIGIN_UNSPECIFIED": 0,
+		"SETTING_ORIGIN_DEFAULT":     1,
+		"SETTING_ORIGIN_SET":         2,
+		"SETTING_ORIGIN_COMPUTED":    3,
+	}
+)
+
+func (x SettingOrigin) Enum() *SettingOrigin {
+	p := new(SettingOrigin)
+	*p = x
+	return p
+}
+
+func (x SettingOrigin) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (SettingOrigin) Descriptor() protoreflect.EnumDescriptor {
+	return file_rollout_plan_v1_plan_proto_enumTypes[1].Descriptor()
+}
+
+func (SettingOrigin) Type() protoreflect.EnumType {
+	return &file_rollout_plan_v1_plan_proto_enumTypes[1]
+}
+
+func (x SettingOrigin) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use SettingOrigin.Descriptor instead.
+func (SettingOrigin) EnumDescriptor() ([]byte, []int) {
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{1}
+}
+
 // Plan is the content of `plan.lock`: canonical (the same inputs give the same bytes) and
 // content-addressed.
 type Plan struct {
@@ -602,7 +659,9 @@ type CreatePlanResponse struct {
 	// The bytes of `plan.lock`: canonical JSON of the plan.
 	Lock []byte `protobuf:"bytes,3,opt,name=lock,proto3" json:"lock,omitempty"`
 	// Warnings. They do not prevent the plan.
-	Warnings      []*Problem `protobuf:"bytes,4,rep,name=warnings,proto3" json:"warnings,omitempty"`
+	Warnings []*Problem `protobuf:"bytes,4,rep,name=warnings,proto3" json:"warnings,omitempty"`
+	// The settings that decide most about the result, with their origin, if there is no problem.
+	Settings      []*Setting `protobuf:"bytes,5,rep,name=settings,proto3" json:"settings,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -665,6 +724,86 @@ func (x *CreatePlanResponse) GetWarnings() []*Problem {
 	return nil
 }
 
+func (x *CreatePlanResponse) GetSettings() []*Setting {
+	if x != nil {
+		return x.Settings
+	}
+	return nil
+}
+
+// Setting is the value of a key in a plan.
+type Setting struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Dotted path of the key, e.g. `train.learning_rate`.
+	Key string `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
+	// The value, written as a TOML value. Empty: the key has no value.
+	Value string `protobuf:"bytes,2,opt,name=value,proto3" json:"value,omitempty"`
+	// Where the value comes from.
+	Origin SettingOrigin `protobuf:"varint,3,opt,name=origin,proto3,enum=rollout.plan.v1.SettingOrigin" json:"origin,omitempty"`
+	// What the value means or was computed from, e.g. `1000 rows, 32 per step`; may be empty.
+	Note          string `protobuf:"bytes,4,opt,name=note,proto3" json:"note,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Setting) Reset() {
+	*x = Setting{}
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Setting) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Setting) ProtoMessage() {}
+
+func (x *Setting) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Setting.ProtoReflect.Descriptor instead.
+func (*Setting) Descriptor() ([]byte, []int) {
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *Setting) GetKey() string {
+	if x != nil {
+		return x.Key
+	}
+	return ""
+}
+
+func (x *Setting) GetValue() string {
+	if x != nil {
+		return x.Value
+	}
+	return ""
+}
+
+func (x *Setting) GetOrigin() SettingOrigin {
+	if x != nil {
+		return x.Origin
+	}
+	return SettingOrigin_SETTING_ORIGIN_UNSPECIFIED
+}
+
+func (x *Setting) GetNote() string {
+	if x != nil {
+		return x.Note
+	}
+	return ""
+}
+
 // VerifyPlanRequest asks whether the inputs of a plan are unchanged.
 type VerifyPlanRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -680,7 +819,7 @@ type VerifyPlanRequest struct {
 
 func (x *VerifyPlanRequest) Reset() {
 	*x = VerifyPlanRequest{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[8]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -692,7 +831,7 @@ func (x *VerifyPlanRequest) String() string {
 func (*VerifyPlanRequest) ProtoMessage() {}
 
 func (x *VerifyPlanRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[8]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -705,7 +844,7 @@ func (x *VerifyPlanRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyPlanRequest.ProtoReflect.Descriptor instead.
 func (*VerifyPlanRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{8}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *VerifyPlanRequest) GetLock() []byte {
@@ -742,7 +881,7 @@ type VerifyPlanResponse struct {
 
 func (x *VerifyPlanResponse) Reset() {
 	*x = VerifyPlanResponse{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[9]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -754,7 +893,7 @@ func (x *VerifyPlanResponse) String() string {
 func (*VerifyPlanResponse) ProtoMessage() {}
 
 func (x *VerifyPlanResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[9]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -767,7 +906,7 @@ func (x *VerifyPlanResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyPlanResponse.ProtoReflect.Descriptor instead.
 func (*VerifyPlanResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{9}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *VerifyPlanResponse) GetProblems() []*Problem {
@@ -797,7 +936,7 @@ type RenewPlanRequest struct {
 
 func (x *RenewPlanRequest) Reset() {
 	*x = RenewPlanRequest{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[10]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -809,7 +948,7 @@ func (x *RenewPlanRequest) String() string {
 func (*RenewPlanRequest) ProtoMessage() {}
 
 func (x *RenewPlanRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[10]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -822,7 +961,7 @@ func (x *RenewPlanRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewPlanRequest.ProtoReflect.Descriptor instead.
 func (*RenewPlanRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{10}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *RenewPlanRequest) GetPlan() *Plan {
@@ -854,7 +993,7 @@ type RenewPlanResponse struct {
 
 func (x *RenewPlanResponse) Reset() {
 	*x = RenewPlanResponse{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[11]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -866,7 +1005,7 @@ func (x *RenewPlanResponse) String() string {
 func (*RenewPlanResponse) ProtoMessage() {}
 
 func (x *RenewPlanResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[11]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -879,7 +1018,7 @@ func (x *RenewPlanResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewPlanResponse.ProtoReflect.Descriptor instead.
 func (*RenewPlanResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{11}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *RenewPlanResponse) GetProblems() []*Problem {
@@ -946,12 +1085,18 @@ const file_rollout_plan_v1_plan_proto_rawDesc = "" +
 	"\bproblems\x18\x01 \x03(\v2\x18.rollout.plan.v1.ProblemR\bproblems\x124\n" +
 	"\x06config\x18\x02 \x01(\v2\x1c.rollout.config.v1.RunConfigR\x06config\"R\n" +
 	"\x11CreatePlanRequest\x12=\n" +
-	"\x06source\x18\x01 \x01(\v2\x1d.rollout.plan.v1.ConfigSourceB\x06\xbaH\x03\xc8\x01\x01R\x06source\"\xbf\x01\n" +
+	"\x06source\x18\x01 \x01(\v2\x1d.rollout.plan.v1.ConfigSourceB\x06\xbaH\x03\xc8\x01\x01R\x06source\"\xf5\x01\n" +
 	"\x12CreatePlanResponse\x124\n" +
 	"\bproblems\x18\x01 \x03(\v2\x18.rollout.plan.v1.ProblemR\bproblems\x12)\n" +
 	"\x04plan\x18\x02 \x01(\v2\x15.rollout.plan.v1.PlanR\x04plan\x12\x12\n" +
 	"\x04lock\x18\x03 \x01(\fR\x04lock\x124\n" +
-	"\bwarnings\x18\x04 \x03(\v2\x18.rollout.plan.v1.ProblemR\bwarnings\"d\n" +
+	"\bwarnings\x18\x04 \x03(\v2\x18.rollout.plan.v1.ProblemR\bwarnings\x124\n" +
+	"\bsettings\x18\x05 \x03(\v2\x18.rollout.plan.v1.SettingR\bsettings\"}\n" +
+	"\aSetting\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value\x126\n" +
+	"\x06origin\x18\x03 \x01(\x0e2\x1e.rollout.plan.v1.SettingOriginR\x06origin\x12\x12\n" +
+	"\x04note\x18\x04 \x01(\tR\x04note\"d\n" +
 	"\x11VerifyPlanRequest\x12 \n" +
 	"\x04lock\x18\x01 \x01(\fB\f\xbaH\tz\a\x10\x01\x18\x80\x80\x80\bR\x04lock\x12\x12\n" +
 	"\x04file\x18\x02 \x01(\tR\x04file\x12\x19\n" +
@@ -971,7 +1116,12 @@ const file_rollout_plan_v1_plan_proto_rawDesc = "" +
 	"\x15INPUT_ROLE_TRAIN_DATA\x10\x01\x12\x18\n" +
 	"\x14INPUT_ROLE_EVAL_DATA\x10\x02\x12\x14\n" +
 	"\x10INPUT_ROLE_MODEL\x10\x03\x12\x15\n" +
-	"\x11INPUT_ROLE_REWARD\x10\x042\xf5\x02\n" +
+	"\x11INPUT_ROLE_REWARD\x10\x04*\x80\x01\n" +
+	"\rSettingOrigin\x12\x1e\n" +
+	"\x1aSETTING_ORIGIN_UNSPECIFIED\x10\x00\x12\x1a\n" +
+	"\x16SETTING_ORIGIN_DEFAULT\x10\x01\x12\x16\n" +
+	"\x12SETTING_ORIGIN_SET\x10\x02\x12\x1b\n" +
+	"\x17SETTING_ORIGIN_COMPUTED\x10\x032\xf5\x02\n" +
 	"\x0ePlannerService\x12a\n" +
 	"\x0eValidateConfig\x12&.rollout.plan.v1.ValidateConfigRequest\x1a'.rollout.plan.v1.ValidateConfigResponse\x12U\n" +
 	"\n" +
@@ -993,55 +1143,59 @@ func file_rollout_plan_v1_plan_proto_rawDescGZIP() []byte {
 	return file_rollout_plan_v1_plan_proto_rawDescData
 }
 
-var file_rollout_plan_v1_plan_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_plan_v1_plan_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
+var file_rollout_plan_v1_plan_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
+var file_rollout_plan_v1_plan_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
 var file_rollout_plan_v1_plan_proto_goTypes = []any{
 	(InputRole)(0),                 // 0: rollout.plan.v1.InputRole
-	(*Plan)(nil),                   // 1: rollout.plan.v1.Plan
-	(*Input)(nil),                  // 2: rollout.plan.v1.Input
-	(*Problem)(nil),                // 3: rollout.plan.v1.Problem
-	(*ConfigSource)(nil),           // 4: rollout.plan.v1.ConfigSource
-	(*ValidateConfigRequest)(nil),  // 5: rollout.plan.v1.ValidateConfigRequest
-	(*ValidateConfigResponse)(nil), // 6: rollout.plan.v1.ValidateConfigResponse
-	(*CreatePlanRequest)(nil),      // 7: rollout.plan.v1.CreatePlanRequest
-	(*CreatePlanResponse)(nil),     // 8: rollout.plan.v1.CreatePlanResponse
-	(*VerifyPlanRequest)(nil),      // 9: rollout.plan.v1.VerifyPlanRequest
-	(*VerifyPlanResponse)(nil),     // 10: rollout.plan.v1.VerifyPlanResponse
-	(*RenewPlanRequest)(nil),       // 11: rollout.plan.v1.RenewPlanRequest
-	(*RenewPlanResponse)(nil),      // 12: rollout.plan.v1.RenewPlanResponse
-	nil,                            // 13: rollout.plan.v1.Plan.PackagesEntry
-	(*v1.RunConfig)(nil),           // 14: rollout.config.v1.RunConfig
+	(SettingOrigin)(0),             // 1: rollout.plan.v1.SettingOrigin
+	(*Plan)(nil),                   // 2: rollout.plan.v1.Plan
+	(*Input)(nil),                  // 3: rollout.plan.v1.Input
+	(*Problem)(nil),                // 4: rollout.plan.v1.Problem
+	(*ConfigSource)(nil),           // 5: rollout.plan.v1.ConfigSource
+	(*ValidateConfigRequest)(nil),  // 6: rollout.plan.v1.ValidateConfigRequest
+	(*ValidateConfigResponse)(nil), // 7: rollout.plan.v1.ValidateConfigResponse
+	(*CreatePlanRequest)(nil),      // 8: rollout.plan.v1.CreatePlanRequest
+	(*CreatePlanResponse)(nil),     // 9: rollout.plan.v1.CreatePlanResponse
+	(*Setting)(nil),                // 10: rollout.plan.v1.Setting
+	(*VerifyPlanRequest)(nil),      // 11: rollout.plan.v1.VerifyPlanRequest
+	(*VerifyPlanResponse)(nil),     // 12: rollout.plan.v1.VerifyPlanResponse
+	(*RenewPlanRequest)(nil),       // 13: rollout.plan.v1.RenewPlanRequest
+	(*RenewPlanResponse)(nil),      // 14: rollout.plan.v1.RenewPlanResponse
+	nil,                            // 15: rollout.plan.v1.Plan.PackagesEntry
+	(*v1.RunConfig)(nil),           // 16: rollout.config.v1.RunConfig
 }
 var file_rollout_plan_v1_plan_proto_depIdxs = []int32{
-	14, // 0: rollout.plan.v1.Plan.config:type_name -> rollout.config.v1.RunConfig
-	2,  // 1: rollout.plan.v1.Plan.inputs:type_name -> rollout.plan.v1.Input
-	13, // 2: rollout.plan.v1.Plan.packages:type_name -> rollout.plan.v1.Plan.PackagesEntry
+	16, // 0: rollout.plan.v1.Plan.config:type_name -> rollout.config.v1.RunConfig
+	3,  // 1: rollout.plan.v1.Plan.inputs:type_name -> rollout.plan.v1.Input
+	15, // 2: rollout.plan.v1.Plan.packages:type_name -> rollout.plan.v1.Plan.PackagesEntry
 	0,  // 3: rollout.plan.v1.Input.role:type_name -> rollout.plan.v1.InputRole
-	4,  // 4: rollout.plan.v1.ValidateConfigRequest.source:type_name -> rollout.plan.v1.ConfigSource
-	3,  // 5: rollout.plan.v1.ValidateConfigResponse.problems:type_name -> rollout.plan.v1.Problem
-	14, // 6: rollout.plan.v1.ValidateConfigResponse.config:type_name -> rollout.config.v1.RunConfig
-	4,  // 7: rollout.plan.v1.CreatePlanRequest.source:type_name -> rollout.plan.v1.ConfigSource
-	3,  // 8: rollout.plan.v1.CreatePlanResponse.problems:type_name -> rollout.plan.v1.Problem
-	1,  // 9: rollout.plan.v1.CreatePlanResponse.plan:type_name -> rollout.plan.v1.Plan
-	3,  // 10: rollout.plan.v1.CreatePlanResponse.warnings:type_name -> rollout.plan.v1.Problem
-	3,  // 11: rollout.plan.v1.VerifyPlanResponse.problems:type_name -> rollout.plan.v1.Problem
-	1,  // 12: rollout.plan.v1.VerifyPlanResponse.plan:type_name -> rollout.plan.v1.Plan
-	1,  // 13: rollout.plan.v1.RenewPlanRequest.plan:type_name -> rollout.plan.v1.Plan
-	3,  // 14: rollout.plan.v1.RenewPlanResponse.problems:type_name -> rollout.plan.v1.Problem
-	1,  // 15: rollout.plan.v1.RenewPlanResponse.plan:type_name -> rollout.plan.v1.Plan
-	5,  // 16: rollout.plan.v1.PlannerService.ValidateConfig:input_type -> rollout.plan.v1.ValidateConfigRequest
-	7,  // 17: rollout.plan.v1.PlannerService.CreatePlan:input_type -> rollout.plan.v1.CreatePlanRequest
-	9,  // 18: rollout.plan.v1.PlannerService.VerifyPlan:input_type -> rollout.plan.v1.VerifyPlanRequest
-	11, // 19: rollout.plan.v1.PlannerService.RenewPlan:input_type -> rollout.plan.v1.RenewPlanRequest
-	6,  // 20: rollout.plan.v1.PlannerService.ValidateConfig:output_type -> rollout.plan.v1.ValidateConfigResponse
-	8,  // 21: rollout.plan.v1.PlannerService.CreatePlan:output_type -> rollout.plan.v1.CreatePlanResponse
-	10, // 22: rollout.plan.v1.PlannerService.VerifyPlan:output_type -> rollout.plan.v1.VerifyPlanResponse
-	12, // 23: rollout.plan.v1.PlannerService.RenewPlan:output_type -> rollout.plan.v1.RenewPlanResponse
-	20, // [20:24] is the sub-list for method output_type
-	16, // [16:20] is the sub-list for method input_type
-	16, // [16:16] is the sub-list for extension type_name
-	16, // [16:16] is the sub-list for extension extendee
-	0,  // [0:16] is the sub-list for field type_name
+	5,  // 4: rollout.plan.v1.ValidateConfigRequest.source:type_name -> rollout.plan.v1.ConfigSource
+	4,  // 5: rollout.plan.v1.ValidateConfigResponse.problems:type_name -> rollout.plan.v1.Problem
+	16, // 6: rollout.plan.v1.ValidateConfigResponse.config:type_name -> rollout.config.v1.RunConfig
+	5,  // 7: rollout.plan.v1.CreatePlanRequest.source:type_name -> rollout.plan.v1.ConfigSource
+	4,  // 8: rollout.plan.v1.CreatePlanResponse.problems:type_name -> rollout.plan.v1.Problem
+	2,  // 9: rollout.plan.v1.CreatePlanResponse.plan:type_name -> rollout.plan.v1.Plan
+	4,  // 10: rollout.plan.v1.CreatePlanResponse.warnings:type_name -> rollout.plan.v1.Problem
+	10, // 11: rollout.plan.v1.CreatePlanResponse.settings:type_name -> rollout.plan.v1.Setting
+	1,  // 12: rollout.plan.v1.Setting.origin:type_name -> rollout.plan.v1.SettingOrigin
+	4,  // 13: rollout.plan.v1.VerifyPlanResponse.problems:type_name -> rollout.plan.v1.Problem
+	2,  // 14: rollout.plan.v1.VerifyPlanResponse.plan:type_name -> rollout.plan.v1.Plan
+	2,  // 15: rollout.plan.v1.RenewPlanRequest.plan:type_name -> rollout.plan.v1.Plan
+	4,  // 16: rollout.plan.v1.RenewPlanResponse.problems:type_name -> rollout.plan.v1.Problem
+	2,  // 17: rollout.plan.v1.RenewPlanResponse.plan:type_name -> rollout.plan.v1.Plan
+	6,  // 18: rollout.plan.v1.PlannerService.ValidateConfig:input_type -> rollout.plan.v1.ValidateConfigRequest
+	8,  // 19: rollout.plan.v1.PlannerService.CreatePlan:input_type -> rollout.plan.v1.CreatePlanRequest
+	11, // 20: rollout.plan.v1.PlannerService.VerifyPlan:input_type -> rollout.plan.v1.VerifyPlanRequest
+	13, // 21: rollout.plan.v1.PlannerService.RenewPlan:input_type -> rollout.plan.v1.RenewPlanRequest
+	7,  // 22: rollout.plan.v1.PlannerService.ValidateConfig:output_type -> rollout.plan.v1.ValidateConfigResponse
+	9,  // 23: rollout.plan.v1.PlannerService.CreatePlan:output_type -> rollout.plan.v1.CreatePlanResponse
+	12, // 24: rollout.plan.v1.PlannerService.VerifyPlan:output_type -> rollout.plan.v1.VerifyPlanResponse
+	14, // 25: rollout.plan.v1.PlannerService.RenewPlan:output_type -> rollout.plan.v1.RenewPlanResponse
+	22, // [22:26] is the sub-list for method output_type
+	18, // [18:22] is the sub-list for method input_type
+	18, // [18:18] is the sub-list for extension type_name
+	18, // [18:18] is the sub-list for extension extendee
+	0,  // [0:18] is the sub-list for field type_name
 }
 
 func init() { file_rollout_plan_v1_plan_proto_init() }
@@ -1054,8 +1208,8 @@ func file_rollout_plan_v1_plan_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_plan_v1_plan_proto_rawDesc), len(file_rollout_plan_v1_plan_proto_rawDesc)),
-			NumEnums:      1,
-			NumMessages:   13,
+			NumEnums:      2,
+			NumMessages:   14,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
