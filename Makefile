@@ -9,7 +9,7 @@ TOOLS := $(CURDIR)/.tools/bin
 STAMPS := $(CURDIR)/.tools/stamps
 PYTHON := $(CURDIR)/.venv/bin/python
 GENERATED := proto/gen libs/engine/capabilities.json python/rollout/names.py schemas/run_config.schema.json docs/reference ':(glob)python/**/*_pb2*'
-VERSION = $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
+VERSION = $(shell git describe --tags --match 'v[0-9]*' --always --dirty 2>/dev/null || echo unknown)
 MODEL ?= tiny
 KILLS ?= 10
 SEED ?= 1
@@ -119,6 +119,14 @@ check-race: build venv-dev ## Run the Go tests under the race detector (needs a 
 check-vllm: venv-dev ## Load trained weights in vLLM, in a separate environment (6 GB), and compare its answers
 	@scripts/vllm
 
+.PHONY: check-packages
+check-packages: build venv-dev ## Build the Python and Go packages, install each alone, and use it
+	@scripts/e2e e2e/packages
+
+.PHONY: check-platforms
+check-platforms: venv-dev ## Check that each Go module builds alone, and everything builds or installs on macOS
+	@scripts/platforms
+
 .PHONY: check-oracles
 check-oracles: venv-dev ## Compute the reference losses of TRL and verl again, in a separate environment, and compare them
 	@scripts/oracles --check
@@ -172,7 +180,7 @@ oracles: venv-dev ## Regenerate the reference losses and docs/algorithms.md
 	@cd python/tests/algorithms && PYTHONPATH=$(CURDIR)/python $(PYTHON) -m oracle.document
 
 .PHONY: lock
-lock: venv ## Resolve python/pyproject.toml into the hashed locks
+lock: venv ## Resolve the Python dependencies into the hashed locks
 	@scripts/lock
 
 .PHONY: clean

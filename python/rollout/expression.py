@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,6 +35,12 @@ class ExpressionError(RewardError):
     reason: ClassVar[str] = "REWARD_EXPRESSION"
 
 
+class ExpressionLibraryMissing(ExpressionError):
+    """The library of expressions is not installed."""
+
+    reason: ClassVar[str] = "LIBRARY_MISSING"
+
+
 class ExpressionFailed(RewardFailed):
     """The expression has no value for a sample."""
 
@@ -53,10 +60,8 @@ class Expression:
 
     def __init__(self, text: str) -> None:
         """Compile. Raises :class:`ExpressionError`."""
-        import celpy  # importing takes half a second
-
+        self._celpy = celpy = _library()
         self.__name__ = "reward.expression"
-        self._celpy: Any = celpy
         self.text = text
         environment: Any = celpy.Environment()
         try:
@@ -163,6 +168,15 @@ class Expression:
 
 
 _FIX = "an expression must have a value for every completion, including an empty one"
+
+
+def _library() -> Any:
+    try:
+        import celpy  # takes half a second
+    except ImportError as error:
+        text = f"expressions need the package cel-python, which can't be imported: {error}"
+        raise ExpressionLibraryMissing(text, fix=f"install it: {sys.executable} -m pip install 'rollout-rl[cel]'") from error
+    return celpy
 
 
 def _any(_: Any) -> bool:

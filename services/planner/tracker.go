@@ -52,7 +52,7 @@ func (d *trackerCheck) answer(answer *probe.Answer) {
 		}
 		if field := "sinks." + library.table; !found {
 			d.report(field, problem.PackageMissing, fmt.Sprintf("`[%s]` needs the package %s, which the Python of the workers lacks", field, library.packages[0]),
-				fmt.Sprintf("install it: %s -m pip install 'rollout-rl[%s]', or remove the table", d.python, library.table))
+				fmt.Sprintf("install it: %s -m pip install 'rollout-workers[%s]', or remove the table", d.python, library.table))
 		}
 	}
 	const mode = "sinks.wandb.mode"

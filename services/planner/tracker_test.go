@@ -61,7 +61,7 @@ func TestAMissingLibraryOfASinkIsNamedWithItsExtra(t *testing.T) {
 	there := "2.21.0"
 	d.trackers.answer(&probe.Answer{Packages: map[string]*string{"tensorboard": &there}})
 	problems := d.Sorted()
-	if len(problems) != 1 || problems[0].GetReason() != "PACKAGE_MISSING" || !strings.Contains(problems[0].GetFix(), "rollout-rl[mlflow]") {
+	if len(problems) != 1 || problems[0].GetReason() != "PACKAGE_MISSING" || !strings.Contains(problems[0].GetFix(), "rollout-workers[mlflow]") {
 		t.Errorf("%v", problems)
 	}
 	d = checksOf(t, s, dir, "sinks.mlflow={}")

@@ -41,7 +41,7 @@ class Mlflow:
             from mlflow import MlflowClient
             from mlflow.entities import Param
         except ImportError as error:
-            fix = "install `rollout-rl[mlflow]` into the workers' environment"
+            fix = "install `rollout-workers[mlflow]` into the workers' environment"
             raise LibraryMissing(f"the package mlflow can't be imported: {error}", fix=fix) from error
         if self._uri.startswith("sqlite:///"):
             Path(self._uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)

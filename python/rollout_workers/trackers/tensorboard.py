@@ -28,7 +28,7 @@ class TensorBoard:
             from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError as error:
-            fix = "install `rollout-rl[tensorboard]` into the workers' environment"
+            fix = "install `rollout-workers[tensorboard]` into the workers' environment"
             raise LibraryMissing(f"the package tensorboard can't be imported: {error}", fix=fix) from error
         self._folder.mkdir(parents=True, exist_ok=True)
         self._last = {}

@@ -36,7 +36,7 @@ class Wandb:
         try:
             import wandb
         except ImportError as error:
-            fix = "install `rollout-rl[wandb]` into the workers' environment"
+            fix = "install `rollout-workers[wandb]` into the workers' environment"
             raise LibraryMissing(f"the package wandb can't be imported: {error}", fix=fix) from error
         self._folder.mkdir(parents=True, exist_ok=True)
         self.close("")

@@ -169,7 +169,7 @@ def stage_folder(parent: str | os.PathLike[str], config_source_dir: str | os.Pat
         for name in _COMPANIONS:
             if (source / name).is_file():
                 _link_or_copy(source / name, staging / name)
-        if reserve:
+        if reserve and hasattr(os, "posix_fallocate"):  # macOS has none
             with open(staging / TENSOR_FILE, "wb") as file:
                 os.posix_fallocate(file.fileno(), 0, reserve)
     except BaseException:

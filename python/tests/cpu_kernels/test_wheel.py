@@ -24,7 +24,7 @@ def test_wheel(tmp_path: Path, compiler: str | None, kernels: set[str], codec: s
     shutil.copytree(PYTHON, source, ignore=shutil.ignore_patterns("tests", "_*.so", "__pycache__"))
     environment = os.environ | ({"CC": compiler} if compiler else {})
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    built = subprocess.run(build, cwd=source, env=environment, capture_output=True, text=True, check=True)
+    built = subprocess.run(build, cwd=source / "workers", env=environment, capture_output=True, text=True, check=True)
     assert ("CPU kernels not compiled" in built.stdout + built.stderr) == (not kernels)
 
     (wheel,) = tmp_path.glob("*.whl")

@@ -285,7 +285,7 @@ def test_a_hanging_call_is_detected() -> None:
 def test_a_missing_library_is_not_retried(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     fed = feed(sink("wandb", facts), story(1))
-    assert fed.tally.failures == 1 and "rollout-rl[wandb]" in fed.tally.error and not fed.tally.done
+    assert fed.tally.failures == 1 and "rollout-workers[wandb]" in fed.tally.error and not fed.tally.done
     with pytest.raises(LibraryMissing):
         sink("wandb", facts).open()
 

@@ -25,7 +25,7 @@ installed = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None,
 def test_without_the_library_it_is_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "bitsandbytes" else find(name, *rest))
-    with pytest.raises(BadSettings, match=r"needs the package bitsandbytes, .*`rollout-rl\[adamw-8bit\]`"):
+    with pytest.raises(BadSettings, match=r"needs the package bitsandbytes, .*`rollout-workers\[adamw-8bit\]`"):
         Trainer(model_dir, CONFIG)
 
 

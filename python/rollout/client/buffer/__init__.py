@@ -15,8 +15,7 @@ learner. Imports no torch.
             batch.commit(trim=True)  # without trim if the samples may be needed again
 
 A group is leased as a whole, once all of its samples have arrived. The buffer drops and counts
-samples that it already has, so a put can be repeated. Needs the extra ``buffer``: ``pip install
-rollout-rl[buffer]``.
+samples that it already has, so a put can be repeated.
 """
 
 from rollout.client.buffer.buffer import Buffer, connect

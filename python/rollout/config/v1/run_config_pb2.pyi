@@ -1180,15 +1180,15 @@ class SinksConfig(_message.Message):
     MLFLOW_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tensorboard(self) -> Global___TensorboardConfig:
-        """Event files for TensorBoard. Needs the extra `rollout-rl[tensorboard]`."""
+        """Event files for TensorBoard. Needs the extra `rollout-workers[tensorboard]`."""
 
     @_builtins.property
     def wandb(self) -> Global___WandbConfig:
-        """A run of Weights & Biases. Needs the extra `rollout-rl[wandb]`."""
+        """A run of Weights & Biases. Needs the extra `rollout-workers[wandb]`."""
 
     @_builtins.property
     def mlflow(self) -> Global___MlflowConfig:
-        """A run of MLflow. Needs the extra `rollout-rl[mlflow]`."""
+        """A run of MLflow. Needs the extra `rollout-workers[mlflow]`."""
 
     def __init__(
         self,

@@ -132,7 +132,7 @@ class EightBitMoments:
         if importlib.util.find_spec("bitsandbytes") is None:
             raise BadSettings(
                 '`train.optimizer = "adamw_8bit"` needs the package bitsandbytes, which is not installed; '
-                'install the extra `rollout-rl[adamw-8bit]`, or set "adamw"'
+                'install the extra `rollout-workers[adamw-8bit]`, or set "adamw"'
             )
         self._library: Any = importlib.import_module("bitsandbytes.functional")
         self._flats, self._config = flats, config

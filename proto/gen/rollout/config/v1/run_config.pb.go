@@ -1577,11 +1577,11 @@ func (x *CompletionsConfig) GetEverySteps() uint64 {
 // affect the run. `rollout export metrics` writes the same data afterwards.
 type SinksConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Event files for TensorBoard. Needs the extra `rollout-rl[tensorboard]`.
+	// Event files for TensorBoard. Needs the extra `rollout-workers[tensorboard]`.
 	Tensorboard *TensorboardConfig `protobuf:"bytes,1,opt,name=tensorboard,proto3,oneof" json:"tensorboard,omitempty"`
-	// A run of Weights & Biases. Needs the extra `rollout-rl[wandb]`.
+	// A run of Weights & Biases. Needs the extra `rollout-workers[wandb]`.
 	Wandb *WandbConfig `protobuf:"bytes,2,opt,name=wandb,proto3,oneof" json:"wandb,omitempty"`
-	// A run of MLflow. Needs the extra `rollout-rl[mlflow]`.
+	// A run of MLflow. Needs the extra `rollout-workers[mlflow]`.
 	Mlflow        *MlflowConfig `protobuf:"bytes,3,opt,name=mlflow,proto3,oneof" json:"mlflow,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

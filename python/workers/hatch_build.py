@@ -1,18 +1,30 @@
-"""The build hook of the wheel: compiles the CPU kernels if there is a C compiler.
+"""The hooks of the build: the dependency on ``rollout-rl``, and the CPU kernels.
 
-Without one the wheel is pure Python and the workers use torch and numpy.
+The kernels are compiled if there is a C compiler. Without one the wheel is pure Python, and the
+workers use torch and numpy.
 """
 
 from __future__ import annotations
 
+import os
 import runpy
 import sysconfig
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 FOLDER = "rollout_workers/kernels"
+
+
+class Dependencies(MetadataHookInterface):
+    """Adds ``rollout-rl`` of the same version to the dependencies."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        # Without the part after "+": a version without it matches both.
+        version = metadata["version"].partition("+")[0]
+        metadata["dependencies"] = [f"rollout-rl=={version}", *self.config["dependencies"]]
 
 
 class KernelHook(BuildHookInterface[Any]):
@@ -28,6 +40,6 @@ class KernelHook(BuildHookInterface[Any]):
         if warning:
             self.app.display_warning(warning)
         if libraries and version != "editable":
-            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+            platform = sysconfig.get_platform().replace("universal2", os.uname().machine).replace("-", "_").replace(".", "_")
             build_data.update(pure_python=False, tag=f"py3-none-{platform}")
             build_data["force_include"].update({str(path): f"{FOLDER}/{path.name}" for path in libraries})
