@@ -43,7 +43,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The result of one round. verified: checked bytes of arrays. memory: peak, bytes."""
+    """The result of one round. verified: number of checked bytes. memory: peak in bytes."""
 
     seconds: float
     cpu: float
@@ -61,12 +61,12 @@ class Round:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure the path of trajectories next to its peers.")
+    parser = argparse.ArgumentParser(description="Compare the path of trajectories with other systems.")
     parser.add_argument("--shapes", default="big,small")
     parser.add_argument("--systems", default="transferqueue,ray,zeromq,process,fsync")
-    parser.add_argument("--share", type=float, default=1.0, help="share of the groups, for a quick look")
-    parser.add_argument("--rounds", type=int, default=1, help="rounds, in which the systems take turns")
-    parser.add_argument("--folder", default=str(ROOT), help="folder on the disk that is used")
+    parser.add_argument("--share", type=float, default=1.0, help="share of the groups, for a short test")
+    parser.add_argument("--rounds", type=int, default=1, help="number of rounds; each measures every system")
+    parser.add_argument("--folder", default=str(ROOT), help="folder on the disk to measure")
     args = parser.parse_args()
     adopt_orphans()
     with recorded("buffer") as figures:

@@ -1,5 +1,5 @@
-"""The work that every system of bench/buffer.py is given: groups of samples, and the check of what
-comes out. numpy alone."""
+"""The groups of samples that every system of bench/buffer.py transfers, and the check of the
+results. Needs only numpy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 IN_FLIGHT = 4
-"""Groups that are being sent at a time."""
+"""Number of groups that are sent at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ SHAPES = {"big": Shape(200, 16, 32_768, 8), "small": Shape(5_000, 8, 256, 100)}
 
 
 def shape_of(name: str, share: float) -> Shape:
-    """A shape with a share of its groups, whole batches at least."""
+    """A shape with a share of its groups, but at least whole batches."""
     whole = SHAPES[name]
     groups = max(1, round(whole.groups * share / whole.batch)) * whole.batch
     return Shape(groups, whole.size, whole.tokens, whole.batch)
@@ -67,13 +67,13 @@ class Load:
                 and np.array_equal(logprobs, self.logprobs[sample])
                 and np.array_equal(mask, self.mask[sample])
             )
-        else:  # numpy's comparison costs more than the bytes
+        else:  # numpy's comparison takes longer than comparing bytes
             same = ids[1:].tobytes() == self._rest[sample] and (logprobs.tobytes(), mask.tobytes()) == self._others[sample]
         if not same:
-            raise SystemExit(f"sample {sample} of group {ids[0]} differs from what was put")
+            raise SystemExit(f"sample {sample} of group {ids[0]} differs from the sample that was put")
         if not sample:
             group = int(ids[0])
             if group in self.received or not 0 <= group < self.shape.groups:
-                raise SystemExit(f"group {group} arrived twice, or was never put")
+                raise SystemExit(f"group {group} arrived twice or was not put")
             self.received.add(group)
         self.verified += ids.nbytes + logprobs.nbytes + mask.nbytes

@@ -28,7 +28,7 @@ def main() -> None:
 def start_ray(shape: Shape) -> None:
     import ray
 
-    store = 2 * shape.groups * shape.group_bytes + (256 << 20)  # nothing is spilled
+    store = 2 * shape.groups * shape.group_bytes + (256 << 20)  # no spilling to disk
     ray.init(num_cpus=8, include_dashboard=False, object_store_memory=store, log_to_driver=False, logging_level="ERROR")
 
 
@@ -42,7 +42,7 @@ def transfer_queue(shape: Shape) -> None:
     from tensordict import TensorDict
 
     start_ray(shape)
-    tq.init(OmegaConf.create({"controller": {"polling_mode": True}}))  # without it a get that must wait looks every 5 s
+    tq.init(OmegaConf.create({"controller": {"polling_mode": True}}))  # otherwise a get that must wait polls every 5 s
 
     @ray.remote(num_cpus=0)
     class Consumer:
@@ -91,7 +91,7 @@ def transfer_queue(shape: Shape) -> None:
             await room.acquire()
             load.stamp(group)
             data = {
-                "ids": torch.from_numpy(load.ids.copy()),  # it is read after this returns
+                "ids": torch.from_numpy(load.ids.copy()),  # the array is read after this returns
                 "logprobs": torch.from_numpy(load.logprobs),
                 "mask": torch.from_numpy(load.mask),
                 "sample": numbers,
@@ -108,7 +108,8 @@ def transfer_queue(shape: Shape) -> None:
 
 
 def ray_objects(shape: Shape) -> None:
-    """A group is one object; references travel by a call of the consumer, a batch at a time."""
+    """A group is one object. References are passed in a call of the consumer, one batch at a
+    time."""
     import ray
 
     start_ray(shape)
@@ -170,8 +171,8 @@ def zeromq(shape: Shape) -> None:
         while unacknowledged >= IN_FLIGHT:
             acks.recv()
             unacknowledged -= 1
-        # The token ids change with every group, so they are copied; the rest is sent from where it
-        # is.
+        # The token ids change with every group, so they are copied; other arrays are sent from
+        # their memory.
         out.send_multipart([load.ids.tobytes(), load.logprobs, load.mask], copy=False)
         unacknowledged += 1
     for _ in range(unacknowledged):

@@ -1,6 +1,6 @@
-"""How fast `rolloutd` is ready, what it holds while idle, and how fast the CLI answers.
+"""The start-up time of `rolloutd`, its memory while idle, and the response time of the CLI.
 
-python bench/daemon.py [--rounds 5]
+Usage: ``python bench/daemon.py [--rounds 5]``
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BIN = Path(__file__).resolve().parent.parent / "bin"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure rolloutd's start and rest, and the CLI's help.")
+    parser = argparse.ArgumentParser(description="Measure the start of rolloutd, its idle memory, and the CLI's help.")
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
     starts, rests = zip(*(start_and_rest() for _ in range(rounds)), strict=True)

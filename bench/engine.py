@@ -1,15 +1,18 @@
-"""The embedded engine against `model.generate`: tokens/s, both sides in one process, alternating,
-medians as ratios.
+"""Compares the embedded engine with `model.generate`: tokens/s, both in one process, alternating,
+with ratios of medians.
 
     python bench/engine.py [--threads 2] [--repeat 5] [--model DIR] [--cpu-time] [--check]
 
 Cases, on a random 0.8 M parameter Qwen3 (or the model in DIR):
-  equal   256 different prompts of 16 tokens, 64 new tokens each
-  mixed   512 different prompts of 16 tokens; the i-th answer has a fixed length drawn from a lognormal (sigma 1, mean 32, at most
-          128, seed 0). `generate` runs batches in order of arrival, each until its longest answer, in the best of several sizes;
-          only the tokens that were asked for count.
-  group   32 prompts of 5 tokens, 8 samples each, 2 to 4 new tokens: the sampling of one small GRPO step
-Each case also runs in deterministic mode. `--check` ends with 1 where a bar is missed.
+
+    equal   256 different prompts of 16 tokens, 64 new tokens each
+    mixed   512 different prompts of 16 tokens; the i-th answer has a fixed length from a lognormal (sigma 1, mean 32, at
+            most 128, seed 0). `generate` runs batches in order of arrival until their longest answer, in the best of
+            several sizes; only the requested tokens count.
+    group   32 prompts of 5 tokens, 8 samples each, 2 to 4 new tokens: the sampling of one small GRPO step
+
+Each case also runs in deterministic mode. With `--check` the exit code is 1 if a ratio is below its
+bar.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-os.environ.setdefault("MKL_CBWR", "AUTO")  # as workers do
-os.environ["OMP_WAIT_POLICY"] = "ACTIVE"  # for both: nothing else runs
+os.environ.setdefault("MKL_CBWR", "AUTO")  # like in workers
+os.environ["OMP_WAIT_POLICY"] = "ACTIVE"  # for both, because nothing else runs
 
 import numpy as np
 import torch
@@ -40,8 +43,8 @@ BARS = {"equal": 0.9, "mixed": 1.5}
 
 @dataclass(frozen=True)
 class Case:
-    """Prompts [n, T], how often each is sampled, and the new tokens of each sample (n * samples of
-    them)."""
+    """Prompts [n, T], the number of samples of each, and the number of new tokens of each sample (n
+    * samples of them)."""
 
     name: str
     prompts: np.ndarray
@@ -73,13 +76,13 @@ def tiny_model() -> PreTrainedModel:
 
 
 def lognormal_lengths(count: int, mean: float = 32, sigma: float = 1, longest: int = 128) -> list[int]:
-    """Answer lengths with this mean before the cut (mu = ln mean - sigma^2 / 2)."""
+    """Answer lengths with this mean before the limit is applied (mu = ln mean - sigma^2 / 2)."""
     drawn = np.random.default_rng(0).lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
     return np.clip(np.rint(drawn), 1, longest).astype(int).tolist()
 
 
 def cases(vocabulary: int, scale: int) -> list[Case]:
-    """The three cases; ``scale`` divides the numbers of prompts for larger models."""
+    """The three cases. ``scale`` divides the number of prompts, for larger models."""
     random = np.random.default_rng(0)
 
     def prompts(count: int, width: int) -> np.ndarray:
@@ -95,7 +98,7 @@ def cases(vocabulary: int, scale: int) -> list[Case]:
 
 
 def generate(model: PreTrainedModel, case: Case, batch: int) -> None:
-    """All samples by ``model.generate``, ``batch`` rows at a time."""
+    """Sample everything with ``model.generate``, ``batch`` rows at a time."""
     generator: Any = model.generate
     rows = torch.from_numpy(case.prompts).repeat_interleave(case.samples, dim=0)
     for start in range(0, len(rows), batch):
@@ -106,8 +109,8 @@ def generate(model: PreTrainedModel, case: Case, batch: int) -> None:
 
 
 async def sample(engine: TransformersEngine, case: Case) -> None:
-    """The same samples by the engine; a group whose samples differ in length is sent as requests of
-    one sample."""
+    """Sample everything with the engine. A group whose samples differ in length is sent as requests
+    of one sample."""
     shared = case.samples > 1
     requests = []
     for i, prompt in enumerate(case.prompts):
@@ -130,7 +133,7 @@ def seconds(function: Callable[[], object], clock: Callable[[], float]) -> float
 
 
 def best_batch(model: PreTrainedModel, case: Case, clock: Callable[[], float]) -> int:
-    """The batch size in which ``generate`` answers this case fastest (the better of two runs
+    """The batch size with which ``generate`` is fastest for this case (the better of two runs
     each)."""
     if len(case.batch_sizes) == 1:
         return case.batch_sizes[0]
@@ -140,7 +143,7 @@ def best_batch(model: PreTrainedModel, case: Case, clock: Callable[[], float]) -
 
 
 def measure(model: PreTrainedModel, case: Case, args: argparse.Namespace, loop: asyncio.AbstractEventLoop) -> float:
-    """Run one case and print it. Answers the ratio of the engine's default mode."""
+    """Run one case and print it. Returns the ratio of the engine's default mode."""
     longest = case.prompts.shape[1] + max(case.lengths)
     slots = min(args.slots, len(case.lengths))
     engines = {

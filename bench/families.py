@@ -1,14 +1,13 @@
-"""The families of algorithms that `make learn-check` trains: from where, on what, and what must
-come of it.
+"""The families of algorithms that `make learn-check` trains: initial weights, data, and thresholds.
 
-What is measured of a run:
+The measures of a run:
 
-    accuracy    share of held-out sums that are answered right, greedily, after the last step
-    gain        how much of the held-out reward (of sums: of that accuracy) came with the run
-    climbed     mean reward of the samples of the last ten steps, less that of the first two
+    accuracy    share of held-out sums that are answered correctly, greedily, after the last step
+    gain        increase of the held-out reward (for sums: of the accuracy) during the run
+    climbed     mean reward of the samples of the last ten steps, minus that of the first two
     preferred   share of pairs whose chosen answer has the higher (implicit) reward, mean over the last ten steps
-    margin      implicit reward of desirable completions less that of others, mean over the last ten steps
-    nearer      share of the divergence from the teacher at the first five steps that is gone over the last ten
+    margin      implicit reward of desirable completions minus that of others, mean over the last ten steps
+    nearer      decrease of the divergence from the teacher, from the first five to the last ten steps, as a share
 """
 
 from __future__ import annotations
@@ -54,27 +53,27 @@ def nearer(steps: Steps, _: Evaluations) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What trains it, from where, and what must come of it."""
+    """The start, the data, and the threshold of a family."""
 
     config: Path
     overrides: tuple[str, ...]
     measure: Callable[[Steps, Evaluations], float]
     threshold: float
     table: str = ""
-    """Lines that stand in the place of the config's `[algorithm]` table and its keys."""
+    """The lines that replace the config's `[algorithm]` table."""
     start: str = "warm"
-    """Where it begins: `warm` (about half of the sums are right), `weak` (few are), or the config's
-    own model where empty."""
+    """The initial weights: `warm` (about half of the sums are right), `weak` (few are right), or,
+    if empty, the config's model."""
 
 
 def sampled(table: str, *, threshold: float = 0.08, overrides: tuple[str, ...] = ()) -> Family:
-    """A member of the GRPO family, on the example's config with another table."""
+    """A member of the GRPO family, with the example's config and another table."""
     config = EXAMPLES / "addition" / "grpo.toml"
     return Family(config, ("train.steps=80", "eval.every_steps=80", *overrides), gain, threshold, table)
 
 
 def supervised(steps: int, threshold: float) -> Family:
-    """The example's supervised warm-up, from random weights."""
+    """The example's supervised warm-up, starting with random weights."""
     overrides = (f"train.steps={steps}", f"eval.every_steps={steps}")
     return Family(EXAMPLES / "addition" / "sft.toml", overrides, accuracy, threshold, start="")
 
@@ -83,15 +82,16 @@ STARTS = {
     "warm": [supervised(steps, 0.4) for steps in (375, 500, 625)],
     "weak": [supervised(steps, 0.15) for steps in (150, 225, 300, 375)],
 }
-"""What others begin with: the first that reaches its threshold, as the sums come all at once, with
-each seed at another time. Distillation begins with `weak`, and its teacher is `warm`."""
+"""The initial weights of other families: the first snapshot that reaches its threshold, because the
+accuracy rises suddenly, and at a different time for each seed. Distillation starts with `weak`, and
+its teacher is `warm`."""
 
 ADDITION = {
     "sft": supervised(500, 0.3),
     "grpo": sampled("[algorithm.grpo]"),
     "dr_grpo": sampled("[algorithm.dr_grpo]"),
-    # With the example's 4 tokens the longest right answers would be overlong: DAPO punishes what
-    # comes near the limit.
+    # With the 4 tokens of the example, the longest right answers would be overlong, because DAPO
+    # penalizes lengths near the limit.
     "dapo": sampled("[algorithm.dapo]", overrides=("sampling.max_tokens=8",)),
     "gspo": sampled("[algorithm.gspo]"),
     "cispo": sampled("[algorithm.cispo]"),
@@ -113,8 +113,7 @@ ADDITION = {
 }
 
 SMOLLM2 = {
-    # 16 prompts are held out: what is gained on them has a standard error of 0.1, and 320 samples
-    # have one of 0.02.
+    # 16 prompts are held out, so a gain has a standard error of 0.1; with 320 samples it is 0.02.
     "grpo": Family(EXAMPLES / "smollm2" / "grpo.toml", ("eval.every_steps=24",), climbed, 0.4, start=""),
     "dpo": Family(EXAMPLES / "smollm2" / "dpo.toml", (), preferred, 0.8, start=""),
 }

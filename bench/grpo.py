@@ -1,18 +1,17 @@
-"""GRPO through the whole mesh against TRL's GRPOTrainer, and where a step of ours spends its time.
+"""Compares GRPO with all services to TRL's GRPOTrainer, and shows the parts of a step's time.
 
     python bench/grpo.py [--steps 60] [--rounds 2] [--answers 8 32]
     python bench/grpo.py --alone --answers
 
 Both train the addition example's warmed-up model on the same prompts, 32 groups of 8, at most 4 new
-tokens, AdamW. Ours runs as a user's run does: seven services, embedded NATS, registry, two workers,
-every sample through the buffer's ledger. A round measures TRL (in its fastest settings that run
-here, see trl_peer.py), ours free, ours deterministic, one after the other; the last line of each
-pair is the ratio. Ours counts wall time between the first and the last measured step, everything
-included.
+tokens, AdamW. Our run uses what a user's run uses: seven services, embedded NATS and registry, two
+workers, and the buffer's ledger for every sample. A round measures TRL (with the fastest settings
+that run here, see trl_peer.py), ours, and ours in deterministic mode, one after the other. Our time
+is the wall time between the first and the last measured step, with everything included.
 
-Answers of 4 tokens are the shortest job there is. After it the same step is taken apart with longer
-ones: the model is the untrained one then, which ends an answer by chance, and the reward is the
-share of digits.
+Answers of 4 tokens are the shortest job. Afterwards the parts of a step are measured with longer
+answers. That uses the untrained model, which ends an answer by chance, and the share of digits as
+the reward.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ LEARNER = ("time/forward", "time/backward", "time/optimizer")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure GRPO through the mesh against TRL.")
-    parser.add_argument("--steps", type=int, default=60, help="steps of ours that are measured")
-    parser.add_argument("--rounds", type=int, default=2, help="rounds; medians count")
-    parser.add_argument("--alone", action="store_true", help="ours alone, for profiling")
-    parser.add_argument("--answers", type=int, nargs="*", default=[8, 32], help="most tokens of the longer answers")
+    parser = argparse.ArgumentParser(description="Compare GRPO with all services and GRPO of TRL.")
+    parser.add_argument("--steps", type=int, default=60, help="measured steps of rollout")
+    parser.add_argument("--rounds", type=int, default=2, help="number of rounds, of which the medians are reported")
+    parser.add_argument("--alone", action="store_true", help="measure only rollout, for profiling")
+    parser.add_argument("--answers", type=int, nargs="*", default=[8, 32], help="maximum number of tokens of the longer answers")
     options = parser.parse_args()
     shutil.rmtree(CACHE / "state", ignore_errors=True)
     results: dict[str, list[float]] = {"trl": [], "free": [], "deterministic": []}
@@ -81,7 +80,7 @@ def main() -> None:
 
 
 def warm_model(running: Mesh) -> Path:
-    """The weights of the example's supervised warm-up, made once."""
+    """The weights of the example's supervised warm-up, which is run once."""
     folder = CACHE / "warm"
     if not folder.exists():
         subprocess.run([sys.executable, str(ROOT / "examples" / "addition" / "prepare.py")], check=True)
@@ -91,16 +90,16 @@ def warm_model(running: Mesh) -> Path:
 
 
 def trl(model: Path, data: Path = ROOT / "models" / "addition-data" / "train.jsonl", *more: str) -> dict[str, Any]:
-    """The fastest of TRL's settings. more: arguments of trl_peer.py."""
+    """The result of TRL's fastest settings. more: arguments of trl_peer.py."""
     command = [sys.executable, str(ROOT / "bench" / "trl_peer.py"), "--model", str(model), "--data", str(data), *more]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"TRL did not run:\n{done.stderr[-3000:]}")
+        raise SystemExit(f"TRL failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure(running: Mesh, model: Path, steps: int, *, deterministic: bool, answers: int = 4) -> dict[str, Any]:
-    """Seconds of a step and of its parts, each a mean over the measured steps."""
+    """The seconds of a step and of its parts, as means over the measured steps."""
     longer = (
         ()
         if answers <= 4
@@ -138,8 +137,8 @@ def timed(running: Mesh, steps: int, skip: int, config: Path, *sets: str) -> dic
     seconds = (last.time.ToNanoseconds() - first.time.ToNanoseconds()) / 1e9 / steps
     parts = {name: statistics.fmean(event.metrics[name] for event in committed[skip:]) for name in first.metrics}
     samples = statistics.fmean(event.metrics["samples"] for event in committed[skip:])
-    # The engine reports whole seconds, which do not align with steps: seconds a sample, times a
-    # step's samples.
+    # The engine reports whole seconds, which do not align with steps. So its time is seconds per
+    # sample times samples per step.
     since = first.time.ToNanoseconds()
     engine = [e.metrics for e in listed.events if e.kind == "sampling" and e.time.ToNanoseconds() - since > 1e9]
     sampled = sum(metrics["samples"] for metrics in engine)
@@ -154,8 +153,8 @@ def timed(running: Mesh, steps: int, skip: int, config: Path, *sets: str) -> dic
 
 
 def breakdown(ours: dict[str, Any]) -> None:
-    """What a step's wall time went into; the mesh's own share is what is left after the model's and
-    the optimizer's."""
+    """Print the parts of a step's time. The overhead is the time outside of the model and the
+    optimizer."""
     step = ours["seconds"]
     model = ours["time/engine_forward"] + sum(ours[name] for name in LEARNER)
     rows = {

@@ -1,12 +1,12 @@
-"""GRPO on SmolLM2-135M with prompts of 256 tokens through the mesh, against TRL's GRPOTrainer: what
-sharing a prompt is worth.
+"""Compares GRPO on SmolLM2-135M with prompts of 256 tokens to TRL's GRPOTrainer, to measure the
+effect of sharing prompts.
 
     python bench/grpo_long.py [--steps 3] [--groups 2] [--length 256]
 
 Both train the same model on the same prompts, groups of 8, at most 32 new tokens, AdamW, float32,
-all cores. A group's prompt is computed once here, when it is sampled and when it is trained on; TRL
-computes it for each answer. TRL runs in one and in two micro-batches, and the faster counts. The
-reward (share of vowels) differs between answers, so that no group is skipped.
+all cores. We compute a group's prompt once for sampling and once for training; TRL computes it for
+each answer. TRL runs with one and with two micro-batches, and the faster result counts. The reward
+(share of vowels) differs between answers, so that no group is skipped.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ TEXT = "the river runs past a small house where two old friends talk about rain 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure GRPO with long prompts against TRL.")
-    parser.add_argument("--steps", type=int, default=3, help="steps measured, after one that is not")
-    parser.add_argument("--groups", type=int, default=2, help="prompts a step")
-    parser.add_argument("--length", type=int, default=256, help="tokens of a prompt")
+    parser = argparse.ArgumentParser(description="Compare GRPO with long prompts and GRPO of TRL.")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps, after one for warm-up")
+    parser.add_argument("--groups", type=int, default=2, help="prompts per step")
+    parser.add_argument("--length", type=int, default=256, help="tokens per prompt")
     options = parser.parse_args()
     subprocess.run([sys.executable, str(ROOT / "examples" / "smollm2" / "prepare.py")], check=True)
     folder = CACHE / "long"
@@ -82,7 +82,7 @@ def write_rows(path: Path, length: int) -> None:
 
 
 def config(groups: int, length: int) -> str:
-    """The run of ours."""
+    """Our run."""
     return f"""name = "long"
 [model]
 path = {json.dumps(str(MODEL))}

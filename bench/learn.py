@@ -1,14 +1,14 @@
-"""Does every family of algorithms learn? Each trains a small model through the mesh and must move
-its own target.
+"""Checks that every family of algorithms learns: each trains a small model with all services and
+must reach its threshold.
 
     python bench/learn.py [--model addition|smollm2] [--families sft,grpo,...] [--seeds 0,1,2] [--resume]
 
-On sums, supervised fine-tuning begins at random weights and the others where it has about half of
-them right, made once a seed; on SmolLM2 both of its families begin with the model. A family passes
-where its number (families.py) reaches its threshold with every seed; the exit status is 1 where one
-does not. Each result is written to .cache/learn/results.json when it is there, and all are printed
-as a table at the end. --resume keeps what that file holds; without it all requested families are
-trained again.
+On sums, supervised fine-tuning starts with random weights. The other families start with weights
+that answer about half of the sums correctly, which are trained once per seed. On SmolLM2 both
+families start with the model. A family passes if its measure (families.py) reaches its threshold
+with every seed; the exit code is 1 if one does not. Each result is written to
+.cache/learn/results.json when it is ready, and all are printed as a table at the end. --resume
+keeps the results in that file; without it all requested families are trained again.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ Result = dict[str, Any]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Train every family and hold what it reaches against a threshold.")
-    parser.add_argument("--model", default="addition", choices=list(MODELS), help="the example that is trained on")
+    parser = argparse.ArgumentParser(description="Train every family and compare its result with a threshold.")
+    parser.add_argument("--model", default="addition", choices=list(MODELS), help="the example to train on")
     parser.add_argument("--families", default="", help="comma-separated (default: all of the model's)")
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated")
-    parser.add_argument("--resume", action="store_true", help="keep what results.json holds, and make what it lacks")
+    parser.add_argument("--resume", action="store_true", help="keep the results in results.json, and train only the missing ones")
     options = parser.parse_args()
     table = MODELS[options.model]
     families, seeds = options.families.split(",") if options.families else list(table), options.seeds.split(",")
     unknown = [name for name in families if name not in table]
     if unknown:
-        parser.error(f"{options.model} has no family {', '.join(unknown)}; take some of {', '.join(table)}")
+        parser.error(f"{options.model} has no family {', '.join(unknown)}; choose from {', '.join(table)}")
     asked = {f"{options.model}/{name}/{seed}": (name, int(seed)) for seed in seeds for name in families}
     results = load()
     if not options.resume:
@@ -75,10 +75,10 @@ def main() -> int:
 
 
 class Starts:
-    """Weights that families begin with, made when they are first asked for."""
+    """The initial weights of families, trained on first use."""
 
     def __init__(self, running: Mesh, *, keep: bool) -> None:
-        """keep: take those of an earlier call where there are any."""
+        """keep: reuse the weights of an earlier call if they exist."""
         self._running = running
         if not keep:
             shutil.rmtree(CACHE / "starts", ignore_errors=True)
@@ -102,7 +102,7 @@ class Starts:
 
 
 def measure(running: Mesh, family: Family, seed: int, starts: Starts) -> Result:
-    """Train a family with a seed, and say what it reached."""
+    """Train a family with a seed. Returns its result."""
     sets = [f'model.path="{starts.folder(family.start, seed)}"'] if family.start else []
     if family.start == "weak":
         sets.append(f'algorithm.distillation.teacher="{starts.folder("warm", seed)}"')
@@ -122,7 +122,7 @@ def measure(running: Mesh, family: Family, seed: int, starts: Starts) -> Result:
 def train(
     running: Mesh, family: Family, seed: int, sets: Sequence[str]
 ) -> tuple[run_pb2.Run, Sequence[Mapping[str, float]], Sequence[Mapping[str, float]]]:
-    """The run at its end, and the metrics of its steps and evaluations."""
+    """The final state of the run, and the metrics of its steps and evaluations."""
     run = submit(running, family, f"seed={seed}", *family.overrides, *sets)
     ended = finish(running, run)
     if ended.state != run_pb2.RUN_STATE_SUCCEEDED:
@@ -138,7 +138,7 @@ def train(
 
 
 def submit(running: Mesh, family: Family, *sets: str) -> str:
-    """Begin a run of the family's config, with its own table of the algorithm."""
+    """Start a run with the family's config and its algorithm table."""
     toml, folder = family.config.read_text(), str(family.config.parent)
     if family.table:
         toml, replaced = TABLE.subn(family.table + "\n\n", toml)
@@ -151,7 +151,7 @@ def submit(running: Mesh, family: Family, *sets: str) -> str:
 
 
 def finish(running: Mesh, run: str) -> run_pb2.Run:
-    """Wait for the end, however long it takes."""
+    """Wait for the end, without a time limit."""
     while True:
         try:
             return running.finish(run)
@@ -172,7 +172,7 @@ def line(result: Result) -> str:
 
 
 def as_table(results: list[Result]) -> str:
-    """Markdown: a line a family, what each seed reached."""
+    """A Markdown table with one line per family and the results of each seed."""
     rows: dict[tuple[str, str, float], list[str]] = {}
     for result in results:
         mark = "" if passed(result) else " (missed)"

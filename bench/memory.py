@@ -11,20 +11,19 @@ EVERY_SECONDS = 0.5
 
 
 class Peaks:
-    """Of each process below ``root`` the most it was seen to have resident. Linux; shared pages
-    count in each that has them."""
+    """The peak resident memory of each process below ``root``. Linux only; shared pages count in
+    each process that uses them."""
 
     def __init__(self, root: int) -> None:
         self._root, self._held = root, dict[int, int]()
 
     @property
     def megabytes(self) -> float:
-        """The sum over all processes that were seen, each at its own peak: no less than was held at
-        any moment."""
+        """The sum of the peaks of all processes. It is at least the largest total at any moment."""
         return sum(self._held.values()) / 1024
 
     def look(self) -> None:
-        """Read what the kernel has noted of each."""
+        """Read the peaks from the kernel."""
         parents, below, fresh = _parents(), set[int](), {self._root}
         while fresh := {pid for pid, parent in parents.items() if parent in fresh} - below:
             below |= fresh
@@ -36,7 +35,7 @@ class Peaks:
 
 @contextlib.contextmanager
 def peaks(root: int) -> Iterator[Peaks]:
-    """Look now and then until the block ends."""
+    """Sample periodically until the block ends."""
     found, done = Peaks(root), threading.Event()
 
     def watch() -> None:

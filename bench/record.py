@@ -1,5 +1,5 @@
-"""Keeps what a bench showed: its lines as text that can be pasted, and its figures as JSON, in
-`.cache/bench/`."""
+"""Stores the output of a bench in `.cache/bench/`: the printed lines as text, and the figures as
+JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOLDER = Path(__file__).resolve().parent.parent / ".cache" / "bench"
 
 
 class _Twice(io.TextIOBase):
-    """Writes to two places."""
+    """Writes to two streams."""
 
     def __init__(self, one: TextIO, other: TextIO) -> None:
         self._places = (one, other)
@@ -34,9 +34,9 @@ class _Twice(io.TextIOBase):
 
 @contextlib.contextmanager
 def recorded(name: str) -> Iterator[dict[str, Any]]:
-    """What is printed inside goes to ``NAME.txt`` too, and what is put into the dict to
-    ``NAME.json``, with the load of the machine before and after, which says whether it was quiet.
-    Both are written whatever happens."""
+    """Copy everything that is printed inside of the block to ``NAME.txt``. Write the dict to
+    ``NAME.json``, with the load of the machine before and after, which shows whether it was idle.
+    Both files are also written after an exception."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     figures: dict[str, Any] = {}
     began, before = time.time(), os.getloadavg()[0]
@@ -55,4 +55,4 @@ def recorded(name: str) -> Iterator[dict[str, Any]]:
             }
             (FOLDER / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
             where = os.path.relpath(FOLDER / name)
-            print(f"{record['minutes']} minutes, load {record['load'][0]} before; kept in {where}.txt and .json", flush=True)
+            print(f"{record['minutes']} minutes, load {record['load'][0]} before; stored in {where}.txt and .json", flush=True)

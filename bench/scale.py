@@ -1,22 +1,23 @@
-"""What one control plane carries: 10, 100 and 1,000 inference workers played against a real
+"""Measures one control plane with 10, 100, and 1,000 simulated inference workers and a real
 `rolloutd`.
 
     make bench-scale ARGS="[--sizes 10,100,1000] [--seconds 40] [--rate 50] [--check]"
 
-One `rolloutd` with all services on this machine, as a user has it: SQLite, embedded NATS and
-registry, fsynced segments. The run is an async GRPO run of groups of 8; its workers are played by
-one process (`cmd/internal/fleet`): each registers and renews, holds two NATS connections, pulls,
-reports progress and its status every second, takes weights after every step, and publishes groups
-whose completions have lognormal lengths (mean 1,000 tokens, sigma 0.8, at most 4,096; some 17 KB a
-sample) at 50 tokens a second in each of 16 slots; those that it finds in its slots at the start are
-at a random place of theirs, so that a size is at its pace after a minute. Workers and learner take
-no processor time of the control plane; what is measured is `rolloutd` alone, the fleet's cores are
-reported separately. The three sizes take about 7 minutes.
+One `rolloutd` runs all services on this machine, like for a user: SQLite, embedded NATS and
+registry, fsynced segments. The run is an asynchronous GRPO run with groups of 8. One process
+(`cmd/internal/fleet`) simulates its workers. Each registers and renews its entry, has two NATS
+connections, pulls work, reports progress and its status every second, loads weights after every
+step, and publishes groups. Completions have lognormal lengths (mean 1,000 tokens, sigma 0.8, at
+most 4,096; about 17 KB per sample) and grow by 50 tokens per second in each of 16 slots. At the
+start the slots have samples with random progress, so the rate is steady after a minute. Only
+`rolloutd` is measured; the cores of the simulated workers are reported separately. The three sizes
+take about 7 minutes.
 
-Of each size is printed: samples a second, processor time a sample (user and system, of the whole
-process), and resident memory. The idle daemon's processor time falls on fewer samples in a small
-run; the second figure is without it. `--check` ends with 1 where processor time a sample, either
-way, is more than 1.2 times that of the smallest size. On a machine that others use, lower `--rate`.
+Printed for each size: samples per second, processor time per sample (user and system, of the whole
+process), and resident memory. In a small run the idle daemon's processor time is divided by fewer
+samples, so the second figure excludes it. With `--check` the exit code is 1 if the processor time
+per sample, by either figure, is more than 1.2 times that of the smallest size. On a machine with
+other load, lower `--rate`.
 """
 
 from __future__ import annotations
@@ -88,15 +89,15 @@ read -r end
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one size. memory: bytes resident at most."""
+    """The figures of one size. memory: maximum resident bytes."""
 
     workers: int
     samples: int
     seconds: float
     processor: float
-    idle: float  # processor seconds a second, of an idle daemon
+    idle: float  # processor seconds per second of an idle daemon
     memory: int
-    fleet: float  # processor seconds of who plays the workers
+    fleet: float  # processor seconds of the process that simulates the workers
 
     @property
     def rate(self) -> float:
@@ -104,12 +105,12 @@ class Figures:
 
     @property
     def each(self) -> float:
-        """Processor time a sample, microseconds."""
+        """Processor time per sample in microseconds."""
         return 1e6 * self.processor / self.samples
 
     @property
     def net(self) -> float:
-        """The same less that of the idle daemon."""
+        """The same without that of the idle daemon."""
         return 1e6 * (self.processor - self.idle * self.seconds) / self.samples
 
 
@@ -124,8 +125,7 @@ def resident(pid: int) -> int:
 
 
 def write_job(folder: Path, workers: int) -> Path:
-    """A config with everything that it names. A step takes two groups a worker: as many as fill its
-    slots."""
+    """Write a config and its files. A step consumes two groups per worker, which fill its slots."""
     folder.mkdir()
     policy.write_model(folder / "model")
     rows = (json.dumps({"prompt": f"row {n}: " + "x" * 200, "answer": str(n)}) for n in range(ROWS))
@@ -178,12 +178,12 @@ def measure(folder: Path, workers: int, warm: float, seconds: float, rate: float
         fleet.wait(60)
         log.close()
         for process in running.processes.values():
-            os.killpg(process.pid, signal.SIGKILL)  # its state is thrown away
+            os.killpg(process.pid, signal.SIGKILL)  # its state is discarded
             process.wait(30)
 
 
 def ledger(running: Mesh, run: str) -> buffer_pb2.LedgerState:
-    """What the ledger counts; nothing before it was opened."""
+    """The counters of the ledger; zero before it is opened."""
     try:
         return next(iter(running.buffer.WatchLedger(buffer_pb2.WatchLedgerRequest(run_id=run)))).state
     except grpc.RpcError:
@@ -199,10 +199,10 @@ def insist(running: Mesh, run: str, well: bool) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="10,100,1000")
-    parser.add_argument("--warm", type=float, default=15, help="seconds after the first step before the measurement begins")
-    parser.add_argument("--seconds", type=float, default=40, help="of the measurement: two steps")
-    parser.add_argument("--rate", type=float, default=50, help="tokens a second of a slot")
-    parser.add_argument("--check", action="store_true", help="end with 1 where processor time a sample grows too much")
+    parser.add_argument("--warm", type=float, default=15, help="seconds between the first step and the start of the measurement")
+    parser.add_argument("--seconds", type=float, default=40, help="seconds of the measurement, about two steps")
+    parser.add_argument("--rate", type=float, default=50, help="tokens per second of a slot")
+    parser.add_argument("--check", action="store_true", help="exit with code 1 if the processor time per sample grows too much")
     given = parser.parse_args()
     FLEET.parent.mkdir(exist_ok=True)
     subprocess.run(["go", "build", "-o", str(FLEET), "./internal/fleet"], cwd=ROOT / "cmd", check=True)

@@ -1,14 +1,14 @@
-"""Work that is pulled against work that is dealt out beforehand: 16 simulated workers, of which two
-are half as fast.
+"""Compares work that workers pull with work that is assigned in advance, for 16 simulated workers
+of which two are half as fast.
 
     make bench-stealing; or PYTHONPATH=python python bench/stealing.py [--workers 16] [--slow 2] [--groups 256] [--check]
 
-Workers are the real ones from the stream to the stream (pulling, sharing, publishing), on a real
-NATS server; only the engine samples nothing: a sample takes as long as its tokens (lognormal, drawn
-from its seed) at the worker's speed. Both sides get the same groups, seeds and workers. In the
-static split each worker has its own queue with every n-th group; in the other all pull from one.
-Printed is the time from the first pull to the last sample on the stream, and the ratio. `--check`
-ends with 1 where it is below 1.3.
+Workers use the real code between the two streams (pulling, sharing, publishing) and a real NATS
+server. Only the engine is simulated: the duration of a sample depends on its number of tokens
+(lognormal, drawn from its seed) and the worker's speed. Both sides get the same groups, seeds, and
+workers. In the static split each worker has its own queue with every n-th group; otherwise all pull
+from one queue. The output is the time from the first pull to the last published sample, and the
+ratio. With `--check` the exit code is 1 if the ratio is below 1.3.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ MEAN_SECONDS, SIGMA = 1.0, 0.6
 
 
 class Paced:
-    """An engine of so many slots that takes its time: a sample of seed s always as long, at the
-    same speed."""
+    """An engine with this many slots. The duration of a sample depends only on its seed and the
+    engine's speed."""
 
     def __init__(self, speed: float) -> None:
         self._speed, self._slots = speed, asyncio.Semaphore(SLOTS)
@@ -81,7 +81,7 @@ class Paced:
 
 
 class Unscored:
-    """One turn, and every answer is worth nothing."""
+    """An environment of one turn that gives every answer the reward 0."""
 
     async def reset(self, tasks: Sequence[Task]) -> Sequence[Observation]:
         return [Observation(np.full(8, 66, np.int32), "BBBBBBBB") for _ in tasks]
@@ -95,7 +95,7 @@ class Unscored:
 
 @dataclass
 class Worker:
-    """The parts of an inference worker between the two streams."""
+    """The parts of an inference worker between its two streams."""
 
     client: Client
     heartbeat: Heartbeat
@@ -134,8 +134,8 @@ class Worker:
 
 
 async def run(daemon: Daemon, queues: dict[str, list[float]], groups: int, buffer: BufferDouble) -> tuple[float, int]:
-    """Seconds that the workers of these queues (name -> speeds) need for the groups, which are
-    dealt out to the queues in turn; and how many groups moved from a worker to another."""
+    """The seconds that the workers of these queues (name -> speeds) need for the groups, which are
+    assigned to the queues in turn, and the number of groups that moved between workers."""
     names = list(queues)
     streams = {name: await RunStreams.open(daemon, name) for name in names}
     work: dict[str, list[PromptGroup]] = {name: [] for name in names}
@@ -155,7 +155,7 @@ async def run(daemon: Daemon, queues: dict[str, list[float]], groups: int, buffe
     got = await asyncio.gather(*(streams[name].collect(len(work[name]) * SAMPLES, 600) for name in names))
     seconds = time.monotonic() - began
     keys = {(e.header.key.index, e.header.key.sample) for envelopes in got for e in envelopes}
-    assert len(keys) == groups * SAMPLES == sum(map(len, got)), "a sample is missing, or there twice"
+    assert len(keys) == groups * SAMPLES == sum(map(len, got)), "a sample is missing or a duplicate"
     for worker in workers:
         await worker.stop()
     for each in streams.values():
@@ -175,7 +175,9 @@ async def measure(daemon: Daemon, workers: int, slow: int, groups: int) -> float
     await host.stop()
     print(f"{workers} workers of {SLOTS} slots, {slow} of them at half speed; {groups} groups of {SAMPLES} samples")
     print(f"static split: {apart:.1f} s, {groups * SAMPLES / apart:.0f} samples/s")
-    print(f"pulled:       {together:.1f} s, {groups * SAMPLES / together:.0f} samples/s; {moved} groups moved on untouched")
+    print(
+        f"pulled:       {together:.1f} s, {groups * SAMPLES / together:.0f} samples/s; {moved} groups moved to another worker"
+    )
     print(f"ratio {apart / together:.2f} (bar: {BAR})")
     return apart / together
 
@@ -185,7 +187,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--slow", type=int, default=2)
     parser.add_argument("--groups", type=int, default=256)
-    parser.add_argument("--check", action="store_true", help="end with 1 where the bar is missed")
+    parser.add_argument("--check", action="store_true", help="exit with code 1 if the ratio is below the bar")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, recorded("stealing") as figures:
         daemon = Daemon(Path(folder)).start()

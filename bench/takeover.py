@@ -1,18 +1,18 @@
-"""Time until another process takes over: takeover of scheduler, buffer and controller, and
-redispatch of a dead worker's prompts.
+"""Measures the time until another process takes over: a replica of scheduler, buffer, or
+controller, or a worker that gets the prompts of a dead one.
 
     make bench-takeover ARGS="[--kills 20] [--check]"
 
-A run without a model continues in the meantime, on PostgreSQL, Consul, a NATS cluster and S3, with
-a replica of each of the three. Its leader is killed (-9), or stopped (SIGSTOP) until another one
-leads, so many times each. Printed are the medians and maxima from the signal to the moment when
-another replica is registered as the leader, and to the next step that is made. Then an inference
-worker that has prompts in hand is killed as often: from the signal until another worker has started
-the last of them again. `--check` ends with 1 where a median of takeover or redispatch is above 5 s,
-or a kill was not recovered from in two minutes.
+A run without a model continues during the measurement, on PostgreSQL, Consul, a NATS cluster, and
+S3, with a replica of each of the three services. Their leader is killed (-9), or stopped (SIGSTOP)
+until another one leads, and each is repeated. The output has the medians and maxima of the times
+from the signal to the registration of another leader, and to the next step. Then an inference
+worker with unfinished prompts is killed as often, and the time until another worker has started the
+last of them is measured. With `--check` the exit code is 1 if a median is above 5 s, or if the run
+did not recover from a kill within two minutes.
 
-An interrupted bench resumes: every kill is kept in `.cache/bench/takeover.jsonl`; `--fresh` starts
-over. 140 kills take about 40 minutes.
+Every kill is stored in `.cache/bench/takeover.jsonl`, so an interrupted bench resumes; `--fresh`
+starts from scratch. 140 kills take about 40 minutes.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from rollout_testing.sim import journal
 
 BAR_SECONDS = 5.0
 PACE = 0.5
-"""Seconds that a sample takes at most, so that workers have prompts in hand."""
+"""The longest duration of a sample in seconds, so that workers always have unfinished prompts."""
 
 WORKER = "worker, kill -9"
 
 
 class Bench:
-    """One run, and what is done to those who conduct it."""
+    """One run, and the faults of the processes that control it."""
 
     def __init__(self, production: Production, run: str) -> None:
         self.running, self.run = production.running, run
         self.directory = Path(self.status().run.directory)
 
     def status(self) -> run_pb2.RunStatus:
-        """Called until a replica answers."""
+        """Call until a replica answers."""
         while True:
             with contextlib.suppress(grpc.RpcError, OSError, ValueError):
                 return self.running.scheduler.GetRun(run_pb2.GetRunRequest(run_id=self.run), timeout=2).status
@@ -74,7 +74,7 @@ class Bench:
         return epoch, next(name for name in self.running.members() if listens(self.running, name) == port)
 
     def take_over(self, service: str, stopping: bool) -> tuple[float, float]:
-        """Seconds until another one leads, and until the learner has made a step after the
+        """The seconds until another replica leads, and until the learner has made a step after the
         signal."""
         epoch, name = self.leader(service)
         began, step = time.monotonic(), self.newest()
@@ -96,7 +96,7 @@ class Bench:
         return led, stepped
 
     def redispatch(self, dice: random.Random) -> float:
-        """Seconds until each prompt that a killed worker had in hand is begun again."""
+        """The seconds until all unfinished prompts of a killed worker are started again."""
         while True:
             workers = [w for w in self.status().workers if w.kind == "inference" and w.address and is_worker(w.pid)]
             if workers:
@@ -116,12 +116,12 @@ class Bench:
                     last.setdefault(record["request"], record["at"])
             return len(last) == len(owed)
 
-        until(again, f"{owed} to be begun again", 60)
+        until(again, f"{owed} to be started again", 60)
         self.settle()
         return max(last.values()) - killed
 
     def in_hand(self, worker: str) -> set[str]:
-        """Groups that a worker has begun and has not sampled whole."""
+        """The groups that a worker has started and not finished."""
         begun = [record["request"] for record in journal.read(self.directory, f"began-{worker}")]
         done: dict[str, int] = {}
         for record in journal.read(self.directory, "inference"):
@@ -129,7 +129,7 @@ class Bench:
         return {request for request in begun[-8:] if done.get(request, 0) < SAMPLES}
 
     def settle(self) -> None:
-        """Wait until the run is at work again: all workers serve, and two more steps are made."""
+        """Wait until the run works again: all workers serve, and two more steps are made."""
         step = self.newest()
         until(lambda: all(worker.address for worker in self.status().workers), "all workers", 120)
         until(lambda: self.newest() >= step + 2, "two more steps", 120)
@@ -146,25 +146,24 @@ MOST_FAILURES = 3
 
 
 def read_kept() -> dict[str, list[list[float]]]:
-    """Seconds of each kill, by what was killed how."""
+    """The seconds of each kill, by process and signal."""
     kept: dict[str, list[list[float]]] = {}
     if KEPT.exists():
         for line in KEPT.read_text().splitlines():
-            with contextlib.suppress(ValueError, KeyError):  # cut off
+            with contextlib.suppress(ValueError, KeyError):  # a truncated line
                 record = json.loads(line)
                 kept.setdefault(record["kill"], []).append(record["seconds"])
     return kept
 
 
 def rows() -> dict[str, tuple[str, bool]]:
-    """What is killed how, in order."""
+    """The processes and signals in order."""
     table = {f"{s}, {'SIGSTOP' if f else 'kill -9'}": (s, f) for s in REPLICATED for f in (False, True)}
     return table | {WORKER: ("", False)}
 
 
 def measure(kills: int) -> None:
-    """Kill what has not been killed often enough, on one mesh from its start to its end, and keep
-    every figure."""
+    """Repeat each kill until there are enough, with the same services, and store every figure."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         job = Job(root / "job", steps=1_000_000, snapshot=20)
@@ -184,13 +183,13 @@ def measure(kills: int) -> None:
 
 
 def tell(kills: int, figures: dict[str, Any]) -> list[str]:
-    """Print the medians; returns what is above the bar."""
+    """Print the medians. Returns those above the bar."""
     slow: list[str] = []
     kept = read_kept()
     print(f"medians of {kills} kills; bar {BAR_SECONDS:.0f} s")
     for name in rows():
         columns = list(zip(*kept[name][:kills], strict=True))
-        what = ("its prompts begun again after",) if name == WORKER else ("another leads after", "next step after")
+        what = ("its prompts are started again after",) if name == WORKER else ("another leads after", "next step after")
         medians = [f"{w} {statistics.median(c):.2f} s (max {max(c):.2f})" for w, c in zip(what, columns, strict=True)]
         print(f"{name:29} {', '.join(medians)}", flush=True)
         median = statistics.median(columns[0])
@@ -203,7 +202,7 @@ def tell(kills: int, figures: dict[str, Any]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--fresh", action="store_true", help="forget the kills that were measured before")
+    parser.add_argument("--fresh", action="store_true", help="discard the stored kills")
     parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
     KEPT.parent.mkdir(parents=True, exist_ok=True)
@@ -216,7 +215,7 @@ def main() -> int:
                 measure(given.kills)
             except (AssertionError, OSError, grpc.RpcError) as error:
                 failures += 1
-                print(f"the mesh is restarted after {type(error).__name__}: {error}", flush=True)
+                print(f"restarting all processes after {type(error).__name__}: {error}", flush=True)
                 if failures > MOST_FAILURES:
                     raise
         figures["failures"] = failures

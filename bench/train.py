@@ -1,17 +1,18 @@
-"""The learner against TRL on data: SFT tokens/s, DPO and reward-model pairs/s, same model, rows and
-batch, one after the other.
+"""Compares the learner with TRL for algorithms that train on data: SFT tokens/s, DPO and
+reward-model pairs/s, with the same model, rows, and batch, one after the other.
 
     python bench/train.py [--kinds sft,dpo,reward_model] [--model DIR] [--steps 15] [--pairs 32] [--length 64]
 
-Rows are random digits, prompts as long as answers, so that what a shared prompt is worth shows. TRL
-runs in several settings that give the same result (threads, packing; reference logprobs
-precomputed) and the fastest counts, see train_peer.py. Ours is timed from batch to updated weights,
-without the mesh; TRL between the ends of its steps. Peak memory is the process's own.
+Rows are random digits. Prompts are as long as answers, so that the effect of sharing prompts is
+visible. TRL runs with several settings that give the same result (threads, packing; reference
+logprobs precomputed), and the fastest counts, see train_peer.py. Our time is from the batch to the
+updated weights, without the services; TRL's is between the ends of its steps. Peak memory is that
+of the process.
 
-Under each ratio stands what bounds it: the least that sharing prompts leaves to compute, and where
-a step of ours goes. On the addition example's model all that counts is positions (54 words of
-vocabulary); SmolLM2 (49,152) also shows what it is worth to compute logits for trained tokens
-alone, and never to keep them: `--model models/SmolLM2-135M-Instruct --pairs 4 --steps 5`.
+Below each ratio the output has the share of the work that sharing prompts avoids, and the parts of
+our step's time. With the addition example's model only positions matter (54 words of vocabulary).
+SmolLM2 (49,152) also shows the effect of computing logits for trained tokens only, without storing
+them: `--model models/SmolLM2-135M-Instruct --pairs 4 --steps 5`.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ PARTS = ("pack", "forward", "backward", "optimizer")
 
 
 def main() -> None:
-    """Measure each kind, ours and TRL's."""
-    parser = argparse.ArgumentParser(description="Measure the learner against TRL on data.")
+    """Measure each kind with rollout and with TRL."""
+    parser = argparse.ArgumentParser(description="Compare the learner with TRL for algorithms that train on data.")
     parser.add_argument("--kinds", default="sft,dpo,reward_model", help="comma-separated")
     parser.add_argument("--steps", type=int, default=15, help="steps measured")
-    parser.add_argument("--pairs", type=int, default=32, help="rows (pairs) a step")
-    parser.add_argument("--length", type=int, default=64, help="tokens of a prompt, and of an answer")
+    parser.add_argument("--pairs", type=int, default=32, help="rows (pairs) per step")
+    parser.add_argument("--length", type=int, default=64, help="tokens per prompt, and per answer")
     parser.add_argument("--model", type=Path, default=MODEL, help="folder of the model")
-    parser.add_argument("--ours", default="", help=argparse.SUPPRESS)  # a separate process, to measure its peak memory
+    parser.add_argument("--ours", default="", help=argparse.SUPPRESS)  # a separate process, whose peak memory is measured
     options = parser.parse_args()
     if options.ours:
         print(json.dumps(ours(options.ours, options)))
@@ -69,7 +70,7 @@ def main() -> None:
 
 
 def breakdown(found: dict[str, Any]) -> None:
-    """What a step's time went into, and what work there was."""
+    """Print the parts of a step's time, and the amount of work."""
     tokens, computed = found["tokens"], found["computed"]
     print(
         f"    {found['threads']} threads; {tokens:.0f} tokens in {computed:.0f} positions: sharing gives "
@@ -88,7 +89,7 @@ def call(script: Path, *arguments: str) -> dict[str, Any]:
 
 
 def texts(kind: str, options: argparse.Namespace) -> list[dict[str, str]]:
-    """Rows of prompts and answers of equal length, enough for a few steps that come again."""
+    """Rows with prompts and answers of equal length, enough for a few steps, which repeat."""
     draw = random.Random(0)
 
     def some() -> str:
@@ -99,7 +100,7 @@ def texts(kind: str, options: argparse.Namespace) -> list[dict[str, str]]:
 
 
 def write_rows(kind: str, options: argparse.Namespace) -> Path:
-    """The rows as a file."""
+    """Write the rows to a file."""
     DATA.mkdir(parents=True, exist_ok=True)
     path = DATA / f"{kind}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in texts(kind, options)))
@@ -107,8 +108,8 @@ def write_rows(kind: str, options: argparse.Namespace) -> Path:
 
 
 def ours(kind: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Tokens a second of the learner, over prompts and completions; reference sums are computed
-    before, as TRL's are."""
+    """The learner's tokens per second, over prompts and completions. Reference sums are computed in
+    advance, like TRL's."""
     import numpy as np
     from transformers import AutoTokenizer
 

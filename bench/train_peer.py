@@ -1,12 +1,12 @@
-"""TRL's SFT, DPO and reward trainers on rows of ours, as fast as they run here: tokens/s, as JSON
-on the last line.
+"""TRL's SFT, DPO, and reward trainers on the rows of bench/train.py, as fast as they run here:
+tokens/s as JSON on the last line.
 
     python bench/train_peer.py --kind sft --model DIR --data rows.jsonl [--pairs 32] [--steps 15] [--length 64]
 
-Same model, rows, batch, optimizer (fused AdamW) and loss; what doesn't serve speed is off: logging,
-saving, gradient checkpointing, progress bars. Every candidate is measured and the fastest counts.
-DPO's reference logprobs are precomputed. A step is timed from the end of the one before it to its
-own.
+Model, rows, batch, optimizer (fused AdamW), and loss are the same. Logging, saving, gradient
+checkpointing, and progress bars are off. Every candidate is measured, and the fastest counts. DPO's
+reference logprobs are precomputed. The time of a step is from the end of the previous step to its
+end.
 """
 # pyright: reportMissingImports=false, reportPrivateImportUsage=false
 
@@ -50,7 +50,8 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, threads: int, packing: bool) -> dict[str, Any]:
-    """Train some steps with one set of settings; tokens over the median seconds of a step."""
+    """Train some steps with one set of settings. Returns tokens divided by the median seconds of a
+    step."""
     import torch
     from datasets import Dataset
     from transformers import (

@@ -1,14 +1,14 @@
-"""TRL's GRPOTrainer on a task of ours, as fast as it runs here: samples/s in a steady state, as
-JSON on the last line.
+"""TRL's GRPOTrainer on the task of bench/grpo.py, as fast as it runs here: samples/s in a steady
+state, as JSON on the last line.
 
     python bench/trl_peer.py --model DIR --data train.jsonl [--groups 32] [--group-size 8] [--max-tokens 4] [--steps 20]
 
-Needs TRL in addition to torch and transformers (`make venv-bench`). Same model, prompts, group
-size, lengths, optimizer (fused AdamW) and loss (token-level normalisation, clip 0.2, no reference
-model) as our run; what doesn't serve speed is off: logging, saving, gradient checkpointing,
-progress bars. Several settings that give the same result are measured (threads, micro-batches) and
-the fastest counts. A step is timed from the end of the one before it to its own: sampling, reward
-and update.
+Needs TRL in addition to torch and transformers (`make venv-bench`). Model, prompts, group size,
+lengths, optimizer (fused AdamW), and loss (token-level normalization, clip 0.2, no reference model)
+are those of our run. Logging, saving, gradient checkpointing, and progress bars are off. Several
+settings that give the same result are measured (threads, micro-batches), and the fastest counts.
+The time of a step, with sampling, reward, and update, is from the end of the previous step to its
+end.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ["OMP_WAIT_POLICY"] = "ACTIVE"  # alone in its process, the fastest: 840 samples/s against 565 with PASSIVE
+os.environ["OMP_WAIT_POLICY"] = "ACTIVE"  # alone in its process, this is fastest: 840 samples/s instead of 565 with PASSIVE
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 
-# As in examples/addition/reward.py and bench/vowels.py.
+# Like examples/addition/reward.py and bench/vowels.py.
 REWARDS: dict[str, Callable[[str, str], float]] = {
     "exact": lambda completion, answer: float(completion == answer),
     "vowels": lambda completion, _: sum(letter in "aeiou" for letter in completion) / max(1, len(completion)),
@@ -59,27 +59,29 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure TRL's GRPOTrainer.")
     parser.add_argument("--model", type=Path, required=True, help="folder of the model to start from")
     parser.add_argument("--data", type=Path, required=True, help="JSON Lines with `prompt` and `answer`")
-    parser.add_argument("--groups", type=int, default=32, help="prompts a step")
-    parser.add_argument("--group-size", type=int, default=8, help="samples a prompt")
-    parser.add_argument("--max-tokens", type=int, default=4, help="most new tokens a sample")
+    parser.add_argument("--groups", type=int, default=32, help="prompts per step")
+    parser.add_argument("--group-size", type=int, default=8, help="samples per prompt")
+    parser.add_argument("--max-tokens", type=int, default=4, help="maximum number of new tokens per sample")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--steps", type=int, default=20, help="steps measured, for each candidate")
-    parser.add_argument("--skip", type=int, default=5, help="steps made before, and not measured")
+    parser.add_argument("--steps", type=int, default=20, help="measured steps of each candidate")
+    parser.add_argument("--skip", type=int, default=5, help="warm-up steps of each candidate")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="most threads")
-    parser.add_argument("--parts", type=int, nargs="+", default=[1, 2], help="micro-batches a step, each is a candidate")
-    parser.add_argument("--all-threads", action="store_true", help="measure no candidate with one thread")
-    parser.add_argument("--reward", choices=list(REWARDS), default="exact", help="what a completion is worth")
+    parser.add_argument(
+        "--parts", type=int, nargs="+", default=[1, 2], help="numbers of micro-batches per step; each is a candidate"
+    )
+    parser.add_argument("--all-threads", action="store_true", help="skip candidates with one thread")
+    parser.add_argument("--reward", choices=list(REWARDS), default="exact", help="the reward")
     return parser.parse_args()
 
 
 class ModelClock:
-    """Seconds inside the model: its forward while it generates, the loss with its forward, backward
-    and the optimizer's step."""
+    """The seconds inside the model: its forward passes during generation, and for training the loss
+    with forward and backward passes and the optimizer's step."""
 
     def __init__(self, trainer: Any) -> None:
         self.seconds: list[float] = []
-        """Of each step."""
+        """The seconds of each step."""
         self._step = 0.0
         self._depth = 0
         trainer.model.forward = self._timed(trainer.model.forward)
@@ -95,7 +97,7 @@ class ModelClock:
         trainer.create_optimizer = timed_optimizer
 
     def end_step(self) -> None:
-        """The next call belongs to another step."""
+        """Assign the next call to another step."""
         self.seconds.append(self._step)
         self._step = 0.0
 
@@ -115,7 +117,7 @@ class ModelClock:
 
 
 def measure(arguments: argparse.Namespace, *, threads: int, parts: int) -> dict[str, Any]:
-    """Train some steps with one set of settings; median seconds of a step."""
+    """Train some steps with one set of settings. Returns the median seconds of a step."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback, logging

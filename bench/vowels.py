@@ -1,5 +1,5 @@
-"""A reward that differs between any two answers: the share of vowels. For measurements, where all
-must be computed."""
+"""A reward that differs between most answers: the share of vowels. For measurements in which no
+group may be skipped."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Protocol
 
 
 class Sample(Protocol):
-    """What a reward sees of a sample."""
+    """The part of a sample that a reward uses."""
 
     completion: str
 
 
 def vowels(samples: Sequence[Sample]) -> list[float]:
-    """Between 0 and 1."""
+    """The share of vowels, from 0 to 1."""
     return [sum(letter in "aeiou" for letter in s.completion) / max(1, len(s.completion)) for s in samples]

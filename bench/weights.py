@@ -1,17 +1,17 @@
-"""Weights: patches against XOR + zstd, and delivery to two workers of one host against a plain copy
-of the file.
+"""Measures weights: patches compared with XOR + zstd, and the transfer to two workers of one host
+compared with a plain copy of the file.
 
     python bench/weights.py [--megabytes 270] [--rounds 5] [--model models/SmolLM2-135M-Instruct]
 
-Patches: bf16 values of a model of that size, of which 1 % changed by a step of their last bit; made
-and applied in one thread each, digests off on both sides, the rival's output written over the old
-values as ours is. The verified time is ours with the digest of all tensors. The fastest of several
-rounds counts on both sides, taken in turn.
+Patches: bf16 values of a model of that size; a step changes the last bit of 1 % of them. Both
+codecs encode and apply in one thread, without digests, and overwrite the old values. The verified
+time is ours with the digest of all tensors. The codecs take turns, and the fastest round of each
+counts.
 
-Delivery: a learner's process writes tensors of the model's shapes (bf16), two workers' processes
-load them into a separate module: staged, verified against the digest, swapped, read back.
-Through shared memory, and as streams over loopback, whole and as patches, as between hosts. A plain
-copy writes the same file twice, from memory to memory.
+Transfer: a learner's process writes tensors with the model's shapes (bf16), and the processes of
+two workers load them: stage, verify the digest, swap, compute the digest again. The transports are
+shared memory and streams over loopback, whole and as patches, like between hosts. The plain copy
+writes the same file twice, from memory to memory.
 """
 
 from __future__ import annotations
@@ -60,10 +60,12 @@ WORKERS = 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure patches and the delivery of weights.")
-    parser.add_argument("--megabytes", type=int, default=270, help="size of the values for patches")
+    parser = argparse.ArgumentParser(description="Measure patches and the transfer of weights.")
+    parser.add_argument("--megabytes", type=int, default=270, help="megabytes of values for patches")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct", help="folder with the config")
+    parser.add_argument(
+        "--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct", help="folder of the model's config"
+    )
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
@@ -85,7 +87,7 @@ def main() -> None:
 
 
 def patches(megabytes: int, rounds: int, figures: dict[str, Any]) -> list[str]:
-    """Print both codecs side by side; returns what is below its bar."""
+    """Print the figures of both codecs. Returns those below the bar."""
     import pyarrow
 
     count = megabytes * 500_000
@@ -152,7 +154,7 @@ def _file(path: Path, values: np.ndarray) -> bytes:
 
 
 async def deliver(model: Path, rounds: int, figures: dict[str, Any]) -> None:
-    """Print how fast versions get to two workers, each way."""
+    """Print the times of transfers to two workers, for each transport."""
     module = _module(model)
     tensors = {name: tensor.clone() for name, tensor in named_weights(module)}
     del module
@@ -223,7 +225,7 @@ def _publish(folder: Path, tensors: dict[str, torch.Tensor], model: Path, versio
 
 
 def _change(tensors: dict[str, torch.Tensor]) -> None:
-    """The last bit of one value in a hundred."""
+    """Change the last bit of one value in a hundred."""
     for tensor in tensors.values():
         flat = tensor.view(-1).view(torch.int16)
         flat[:: round(1 / SHARE)] ^= 1
@@ -238,7 +240,7 @@ def _module(model: Path) -> torch.nn.Module:
 
 
 class Worker:
-    """A process that takes weights over, and tells the digest that it read back."""
+    """A process that loads weights and returns the digest that it computed from them."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -283,7 +285,7 @@ async def work(name: str, model: Path) -> None:
             offers = [pb.WeightsOffer.FromString(bytes.fromhex(offer)) for offer in order["offers"]]
             source = await cache.bring(offers) if offers else order["folder"]
             staged = await asyncio.to_thread(engine.stage, source, order["digest"])
-            assert staged == order["digest"], "the weights are others than they should be"
+            assert staged == order["digest"], "the loaded weights have another digest"
             engine.load()
             print((await asyncio.to_thread(engine.digest)).root, flush=True)
         await services.close()

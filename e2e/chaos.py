@@ -1,21 +1,20 @@
-"""Random faults of a running job: `make chaos KILLS=n SEED=s SHAPE=embedded|servers`.
+"""Random faults during a job: `make chaos KILLS=n SEED=s SHAPE=embedded|servers`.
 
-A round is one run that is disturbed a few times at random moments, in recovery too, also while an
-earlier fault lasts (``faults``). After the round `rollout audit` must pass, the weights must be
-those of an undisturbed run, and the ledger must agree with what learner and engines wrote down
-themselves. What was done is kept after each round, so that a harness that was interrupted resumes
-where it stopped.
+Each round is one run with a few faults at random moments, also during recovery and during earlier
+faults (``faults``). After the round `rollout audit` must pass, the weights must equal those of a
+run without faults, and the ledger must agree with the journals of the learner and the engines. The
+results are stored after each round, so an interrupted test resumes where it stopped.
 
     embedded   one rolloutd hosts everything
-    servers    one rolloutd a service and a replica of scheduler, buffer and controller, on PostgreSQL, Consul, a NATS cluster
-               and S3, every connection between them through a proxy
+    servers    one rolloutd per service and a replica of scheduler, buffer and controller, on PostgreSQL, Consul, a NATS
+               cluster and S3, with every connection between them through a proxy
 
-With ASYNC=1 the run is an asynchronous one, whose weights depend on when samples came: instead of
-being compared with an undisturbed run's, the recorded batches are trained again (`rollout replay`),
-and each step must reach the weights that it is recorded with.
+With ASYNC=1 the run is asynchronous, so its weights depend on timing. Instead of comparing them
+with a run without faults, the recorded batches are trained again (`rollout replay`), and each step
+must have the recorded weights.
 
-With TORCH=1 the workers are the real ones, on the addition example's untrained model; they write no
-journals, so the ledger alone is asked whether each prompt was consumed once.
+With TORCH=1 the workers use the addition example's untrained model. They write no journals, so only
+the ledger shows whether each prompt was consumed once.
 """
 
 from __future__ import annotations
@@ -45,13 +44,14 @@ from rollout.run.v1 import run_pb2
 FAULTS_A_ROUND = {"embedded": 5, "servers": 10}
 STALLED_SECONDS = 400.0
 TORCH_STALLED_SECONDS = 900.0
-"""On a busy machine a worker imports torch for minutes, and starts over when it is killed."""
+"""Time limits are long, because on a busy machine a worker imports torch for minutes, and again
+after each kill."""
 UNTOUCHED = random.Random(0)
 
 
 @dataclass
 class Tally:
-    """What was done so far; a file."""
+    """The counts so far, which are stored in a file."""
 
     path: Path
     reference: str = ""
@@ -85,7 +85,7 @@ class Tally:
             print(f"  {count:5} {name}")
         f = self.figures
         made, sampled = f" ({f['steps_made']} made)", f" ({f['sampled']} sampled)"
-        if not f["sampled"]:  # with a real model, whose workers keep no journal
+        if not f["sampled"]:  # with a real model, whose workers write no journal
             made = sampled = ""
         print(f"  {f['steps']} steps committed{made}, {f['trained']} samples trained{sampled}")
         print(
@@ -93,13 +93,13 @@ class Tally:
             f"{f['duplicates_dropped']} duplicates"
         )
         digests = "reached again by replay" if replayed else "equal to the undisturbed run's"
-        print(f"  0 lost, 0 twice, 0 partial groups, every digest {digests}")
+        print(f"  0 samples lost, 0 trained twice, 0 partial groups, every digest {digests}")
 
 
 def survive(
     running: Mesh, faults: Faults, lock: bytes, job: Job | ModelJob, kills: int, dice: random.Random
 ) -> tuple[str, Counter[str]]:
-    """One run with so many faults. Returns its id and what was done to it."""
+    """Make one run with this many faults. Returns its id and the faults."""
     run = submit(running, lock, job)
     faults.begin(run, dice)
     due, moved, step, seen = time.monotonic() + dice.uniform(0, 3), time.monotonic(), 0, None
@@ -107,13 +107,13 @@ def survive(
         now = time.monotonic()
         if faults.total() < kills and now >= due:
             faults.strike()
-            due = now + dice.choice((dice.uniform(0, 0.3), dice.uniform(0.5, 6)))  # in recovery, or in work
+            due = now + dice.choice((dice.uniform(0, 0.3), dice.uniform(0.5, 6)))  # during recovery or during work
             moved = now
         faults.fix()
         with contextlib.suppress(grpc.RpcError, OSError, KeyError, ValueError):
             seen = running.scheduler.GetRun(run_pb2.GetRunRequest(run_id=run), timeout=3).status
             faults.see(seen)
-            if seen.run.state == run_pb2.RUN_STATE_INTERRUPTED and running.shape == "all":  # replicas resume without help
+            if seen.run.state == run_pb2.RUN_STATE_INTERRUPTED and running.shape == "all":  # replicas resume without a command
                 running.scheduler.ResumeRun(run_pb2.ResumeRunRequest(run_id=run), timeout=10)
                 continue
             if seen.run.step > step:
@@ -124,20 +124,20 @@ def survive(
                 raise AssertionError(describe(seen))
         timeout = TORCH_STALLED_SECONDS if isinstance(job, ModelJob) else STALLED_SECONDS
         if now - moved > timeout:
-            raise AssertionError(f"nothing moved for {timeout:.0f} s: {describe(seen) if seen else 'no answer'}")
+            raise AssertionError(f"no progress for {timeout:.0f} s: {describe(seen) if seen else 'no answer'}")
         time.sleep(0.05)
 
 
 def check(running: Mesh, run: str, job: Job | ModelJob, reference: str) -> Counter[str]:
-    """Everything that must hold after a run; its figures."""
+    """Check the results of a run. Returns its figures."""
     digest = running.status(run).run.weights_digest
     asynchronous = job if isinstance(job, Job) and job.mode == "async" else None
     if reference and not asynchronous and digest != reference:
-        raise AssertionError(f"{run} ended with {digest}, undisturbed it is {reference}")
+        raise AssertionError(f"{run} ended with the digest {digest}, but without faults it is {reference}")
     report = audited(running, run)
     if running.config:
         offline = audited_offline(running, run)
-        assert offline == report, f"read without the services: {offline}, by them: {report}"
+        assert offline == report, f"the audit without the services found {offline}, with them {report}"
     if asynchronous:
         replayed = replay(running, run)
         assert replayed["same"] and replayed["steps"][-1]["step"] == asynchronous.steps, replayed
@@ -147,15 +147,15 @@ def check(running: Mesh, run: str, job: Job | ModelJob, reference: str) -> Count
 
 
 def main() -> int:
-    """Continue until the job has survived this many faults."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that everything is stopped
+    """Make runs until they have survived this many faults."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # raised as an exception, so that all processes are stopped
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--shape", choices=("embedded", "servers"), default="embedded")
-    parser.add_argument("--torch", type=int, choices=(0, 1), default=0, help="1: the workers are the real ones")
-    parser.add_argument("--asynchronous", type=int, choices=(0, 1), default=0, help="1: an asynchronous run, replayed")
-    parser.add_argument("--folder", type=Path, help="where everything lies (default: .cache/chaos/<shape>-<seed>)")
+    parser.add_argument("--torch", type=int, choices=(0, 1), default=0, help="1: workers with a real model")
+    parser.add_argument("--asynchronous", type=int, choices=(0, 1), default=0, help="1: an asynchronous run, which is replayed")
+    parser.add_argument("--folder", type=Path, help="folder for all files (default: .cache/chaos/<shape>-<seed>)")
     given = parser.parse_args()
     name = f"{given.shape}-{given.seed}" + ("-torch" if given.torch else "") + ("-async" if given.asynchronous else "")
     folder = (given.folder or Path(".cache/chaos") / name).absolute()
@@ -165,7 +165,7 @@ def main() -> int:
         print(f"continuing after {tally.kills} faults in {tally.rounds} rounds")
     shutil.rmtree(folder / "state", ignore_errors=True)
     if given.torch and given.asynchronous:
-        parser.error("TORCH=1 and ASYNC=1 don't go together: the run with a model is synchronous")
+        parser.error("TORCH=1 excludes ASYNC=1: the run with a real model is synchronous")
     asynchronous = {"mode": "async", "staleness": 2, "keep_payloads": True} if given.asynchronous else {}
     job = ModelJob() if given.torch else Job(folder / "job", steps=30, **asynchronous)
     (job.folder / "tried").unlink(missing_ok=True)
@@ -177,7 +177,7 @@ def main() -> int:
         try:
             go_on(production, job, tally, given)
         except BaseException:
-            print(f"round {tally.rounds + 1} of seed {given.seed} failed; everything is left in {folder}", file=sys.stderr)
+            print(f"round {tally.rounds + 1} of seed {given.seed} failed; see the files in {folder}", file=sys.stderr)
             raise
     tally.print(f"{given.shape}, {'torch' if given.torch else 'no model'}", given.seed, bool(given.asynchronous))
     if given.kills and not tally.workers_killed():

@@ -1,5 +1,5 @@
-"""A reward that an untrained model varies in: the share of digits in the answer. Every step has a
-gradient, so a lost or repeated group, or one bit of difference, changes the weights digest."""
+"""A reward that varies for an untrained model: the share of digits in the answer. Every step has a
+gradient, so a lost or repeated group, or one different bit, changes the weights digest."""
 
 import time
 from collections.abc import Sequence
@@ -12,6 +12,6 @@ def digit_share(samples: Sequence[Sample]) -> list[float]:
 
 
 def slow_digit_share(samples: Sequence[Sample]) -> list[float]:
-    """The same from a reward that takes its time, so that a test has some between two steps."""
+    """The same reward, but slow, so that tests have time between two steps."""
     time.sleep(0.5)
     return digit_share(samples)

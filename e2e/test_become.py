@@ -1,4 +1,4 @@
-"""What processes under test are started through."""
+"""Starting programs in namespaces, as other users, and tied to their parents."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""An external Go module, a Python script and a grpcurl script each submit a run and follow it to
-its end."""
+"""An external Go module, a Python script, and a grpcurl script each submit a run and follow it
+until it ends."""
 
 import os
 import subprocess

@@ -1,9 +1,9 @@
-"""A walk through every named crash point: the process dies there, is restarted, and the run reaches
+"""Exits at every named crash point. The process exits there and is restarted, and the run reaches
 the same weights.
 
-One run without a model in the shape of seven processes visits them all, one after the other.
-Between two points the run is paused, so that it does not end before the last. The points are read
-from the sources: one that this walk does not know fails it.
+One run without a model visits all points, one after the other, with seven processes. Between two
+points the run is paused, so that it does not end before the last point. The points are read from
+the sources; a point that is missing here fails the test.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from rollout_testing.sim import crash
 STEPS = 150
 PROCESS = {"scheduler": "scheduler", "buffer": "buffer", "controller": "learner-controller", "snapshot": "snapshot"}
 
-# Reached once, at the beginning; each begins where the one before stopped.
+# Points that are reached once, at the start of the run. Each one starts where the previous one
+# stopped.
 FIRST = (
     "scheduler/created",
     "scheduler/resumed",
@@ -36,7 +37,7 @@ FIRST = (
     "buffer/recorded",
     "controller/recorded",
 )
-# Reached only by a process that starts: right after another point of the same process.
+# Points that only a starting process reaches, so each follows another point of the same process.
 AFTER_A_START = {
     "controller/loaded": "controller/stored",
     "learner/registered": "learner/saved",
@@ -63,7 +64,7 @@ def points() -> list[str]:
 
 @pytest.fixture(scope="module")
 def binary() -> Path:
-    """`rolloutd` with the points in it."""
+    """`rolloutd` compiled with the crash points."""
     path = ROOT / "bin" / "crashpoint" / "rolloutd"
     command = ["go", "build", "-tags", "crashpoint", "-trimpath", "-o", f"{path.parent}/", "./rolloutd"]
     subprocess.run(command, cwd=ROOT / "cmd", check=True)
@@ -72,7 +73,7 @@ def binary() -> Path:
 
 @dataclass
 class Walk:
-    """The run, and the file that says where to die next."""
+    """The run, and the file that names the next point."""
 
     running: Mesh
     order: Path
@@ -89,7 +90,7 @@ class Walk:
 
     def go_on(self, job: Job, lock: bytes) -> None:
         """Resume the run if necessary. Calls may fail, because the called process may be the one
-        that dies."""
+        that exits."""
         with contextlib.suppress(grpc.RpcError):
             if not self.run:
                 request = run_pb2.CreateRunRequest(lock=lock, base_dir=str(job.folder), idempotency_key="the walk")
@@ -106,7 +107,7 @@ class Walk:
     def restart(self, point: str) -> None:
         service = PROCESS.get(point.split("/")[0])
         if service is None:
-            return  # a worker: its supervisor starts it again
+            return  # a worker, which its supervisor restarts
         self.running.processes[service].wait(60)
         try:
             self.running.start_service(service)
@@ -152,14 +153,14 @@ def test_every_crash_point(binary: Path, tmp_path: Path) -> None:
         report = audited(with_points.running, with_points.run)
         figures = journals_agree(with_points.running, with_points.run, job)
         assert report["steps"] == STEPS and figures["steps"] == STEPS
-        print(f"walked {len(walk)} crash points; {figures}")
+        print(f"visited {len(walk)} crash points; {figures}")
     finally:
         stop(reference)
         stop(with_points.running)
 
 
 def outcome(walk: Walk) -> str:
-    """What the run does, for the message."""
+    """The state of the run, for messages."""
     try:
         status = walk.running.status(walk.run)
         return f"{status.run.step}/{status.run.total_steps} {status.phase} waits for {status.waiting_for}: {status.run.message}"

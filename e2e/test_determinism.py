@@ -1,5 +1,5 @@
-"""Two deterministic runs of one plan end in the same bits, undisturbed or interrupted after any
-step."""
+"""Two deterministic runs of one plan end with the same bits, without interruption and after an
+interruption at any step."""
 
 import threading
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def test_another_seed_gives_another_digest(reference: str, config: Path, tmp_pat
 
 @contextmanager
 def asked(running: Mesh, run: str) -> Iterator[list[str]]:
-    """Chat with the policy all the time, with the settings of the run's samples. Returns the
+    """Chat with the policy during the run, with the sampling settings of the run. Returns the
     answers."""
     client = openai.OpenAI(base_url=f"{running.daemon()['gateway']}/v1", api_key="none", max_retries=0)
     answers, over = list[str](), threading.Event()
@@ -71,14 +71,14 @@ def test_who_talks_to_the_policy_changes_nothing(reference: str, config: Path, t
         with asked(running, run) as answers:
             running.until_step(run, STEPS - 1)
         running.finish(run)
-        assert len(answers) > 8 and sum(map(bool, answers)) > len(answers) / 2  # a policy that knows nothing may end at once
+        assert len(answers) > 8 and sum(map(bool, answers)) > len(answers) / 2  # an untrained policy may end at once
         assert assert_consumed_once(running, run, steps=STEPS, groups_per_step=GROUPS, group_size=SAMPLES) == reference
 
 
 def interrupted(running: Mesh, config: Path, step: int) -> str:
-    """A run that was cancelled after a step; its reward takes its time, or a fast machine makes the
-    last step before the cancel is there. One that has made its last step all the same is no such
-    run: another is begun."""
+    """A run that was cancelled after a step. Its reward is slow, because a fast machine could make
+    the last step before the cancel arrives. If that happens nevertheless, another run is
+    started."""
     for _ in range(5):
         run = running.submit(config, SLOW)
         running.until_step(run, step)

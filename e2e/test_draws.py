@@ -1,4 +1,4 @@
-"""Dynamic sampling with refill: each step trains on a full batch of groups whose rewards differ,
+"""Dynamic sampling with refill: each step trains on a full batch of groups with different rewards,
 even if processes are killed."""
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ def test_a_killed_run_draws_the_same_groups(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_and_a_fork_draw_the_same_groups(tmp_path: Path) -> None:
-    """What a step drew beyond its batch is neither in the snapshot nor in the other run's ledger:
-    both must draw it again."""
+    """Samples that a step drew beyond its batch are neither in the snapshot nor in the ledger of
+    the other run, so both runs must draw them again."""
     job = Job(tmp_path / "job", steps=12, snapshot=3, draws=True)
     running = sim_mesh(tmp_path / "state", seconds=0.05).start()
     try:
         lock = running.plan(job.write())
         whole = submit(running, lock, job)
         digest, wanted = finish(running, whole), drawn(running, whole)
-        assert any(step.zero_advantage for step in steps_of(running, whole)[:6])  # before the snapshot that is forked, too
+        # also before the snapshot from which the other run starts
+        assert any(step.zero_advantage for step in steps_of(running, whole)[:6])
 
         resumed = submit(running, lock, job)
         running.until_step(resumed, 5)
@@ -69,8 +70,7 @@ def test_a_resumed_run_and_a_fork_draw_the_same_groups(tmp_path: Path) -> None:
 
 
 def drawn(running: Mesh, run: str) -> list[tuple[int, list[tuple[int, int]], str]]:
-    """Of each step: where it stopped to draw, its groups by epoch and index, and the weights that
-    it made."""
+    """For each step: where its drawing stopped, its groups by epoch and index, and its weights."""
     out = []
     for step in steps_of(running, run):
         batch = running.buffer.GetBatch(buffer_pb2.GetBatchRequest(run_id=run, step=step.step)).batch
@@ -80,7 +80,7 @@ def drawn(running: Mesh, run: str) -> list[tuple[int, list[tuple[int, int]], str
 
 
 def hurt(running: Mesh, run: str) -> None:
-    """Kill a sampler, the learner, then the whole control plane."""
+    """Kill an inference worker, the learner, and then all services."""
     for kind, step in (("inference", 2), ("learner", 4)):
         workers = {worker.kind: worker for worker in running.until_step(run, step).workers}
         os.kill(workers[kind].pid, signal.SIGKILL)
@@ -92,7 +92,7 @@ def again(running: Mesh, run: str) -> None:
     """Kill everything, restart it, and resume the run."""
     workers = list(running.status(run).workers)
     running.kill("all")
-    until(lambda: not any(alive(worker.pid) for worker in workers), "the workers to follow the daemon", 60)
+    until(lambda: not any(alive(worker.pid) for worker in workers), "the workers to exit after the daemon", 60)
     running.start()
     running.scheduler.ResumeRun(run_pb2.ResumeRunRequest(run_id=run))
 
@@ -116,8 +116,8 @@ def steps_of(running: Mesh, run: str) -> list[buffer_pb2.StepRecord]:
 
 
 def check(running: Mesh, run: str, job: Job) -> None:
-    """The batches are full, and each group that was left out for equal rewards is one of an
-    indifferent prompt."""
+    """Check that the batches are full, and that every group that was excluded for equal rewards has
+    a prompt whose rewards are always equal."""
     report = audited(running, run)
     assert report["whole"] and report["steps"] == job.steps
     journals_agree(running, run, job)

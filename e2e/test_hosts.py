@@ -1,5 +1,5 @@
-"""Three hosts: control plane and servers, the learner, two inference workers. One after the other
-is cut off and comes back."""
+"""Three hosts: one for services and servers, one for the learner, one for two inference workers.
+Each is disconnected and connected again, one after the other."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_host_is_cut_off_and_comes_back(hosts: Hosts, tmp_path: Path) -> None:
 
 
 def start(running, servers: Servers, hosts: Hosts, folder: Path) -> None:
-    """Every service on the control plane's host."""
+    """Every service on its host."""
     worker, ports = folder / "worker", free_ports()
     running.config = folder / "rolloutd.toml"
     running.config.write_text(servers.configuration(servers.direct.__getitem__, folder / "shared"))
@@ -90,11 +90,10 @@ def start(running, servers: Servers, hosts: Hosts, folder: Path) -> None:
 
 
 def unreachable(running, run: str, kind: str) -> None:
-    """Wait until the control plane has noticed that a host is away: none of its workers is
-    registered."""
+    """Wait until none of the host's workers is registered."""
 
     def away() -> bool:
         status = running.scheduler.GetRun(run_pb2.GetRunRequest(run_id=run), timeout=10).status
         return all(not worker.address for worker in status.workers if worker.kind == kind)
 
-    until(away, f"the {kind} host to be missed", 60)
+    until(away, f"the workers of the {kind} host to be deregistered", 60)

@@ -1,5 +1,5 @@
-"""Kill -9 of the inference worker, then of the learner, then of `rolloutd`, in one run; nothing is
-lost or done twice."""
+"""Kills the inference worker, then the learner, then `rolloutd` with SIGKILL in one run. No sample
+is lost or trained twice."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ def test_survives_each_kill(config: Path, tmp_path: Path) -> None:
             os.kill(workers[kind].pid, signal.SIGKILL)
         workers = list(running.until_step(run, 20).workers)
         running.kill("all")
-        until(lambda: not any(alive(worker.pid) for worker in workers), "the workers to follow the daemon", 60)
+        until(lambda: not any(alive(worker.pid) for worker in workers), "the workers to exit after the daemon", 60)
         running.start()
         assert running.status(run).run.state == run_pb2.RUN_STATE_INTERRUPTED
         running.scheduler.ResumeRun(run_pb2.ResumeRunRequest(run_id=run))

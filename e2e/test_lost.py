@@ -1,4 +1,4 @@
-"""The learner and every inference worker are lost at once, and with them the newest weights: they
+"""The learner and every inference worker are lost at once, together with the newest weights, which
 are made again."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sim import Job, audited, finish, journals_agree, sim_mesh, stop, submit
 from rollout.run.v1 import run_pb2
 
 STEPS = 9
-LOSE_AT = 3  # in the middle between two snapshots
+LOSE_AT = 3  # between two snapshots
 
 
 @pytest.mark.parametrize(("phase", "way"), [("DELIVERING", "auto"), ("LEASING", "stream")])
@@ -29,7 +29,7 @@ def test_weights_that_nobody_has_any_more_are_made_again(phase: str, way: str, t
         send(signal.SIGKILL, workers)
         for version in Path(running.status(run).run.directory, "weights").glob("v*"):
             if version.is_symlink():
-                shutil.rmtree(version.resolve())  # as the memory of a host that went down
+                shutil.rmtree(version.resolve())  # like the memory of a host that failed
         finish(running, run)
         assert audited(running, run)["whole"]
         journals_agree(running, run, job)
@@ -38,7 +38,7 @@ def test_weights_that_nobody_has_any_more_are_made_again(phase: str, way: str, t
 
 
 def hold(running: Mesh, run: str, phase: str) -> list[run_pb2.Worker]:
-    """Bring the run to a phase after the commit of a step: DELIVERING, where no inference worker
+    """Advance the run to a phase after the commit of a step: DELIVERING, where no inference worker
     has the new weights, or LEASING, where all may have them. Returns its workers."""
     workers = list(running.until_step(run, LOSE_AT).workers)
     learner = [worker for worker in workers if worker.kind == "learner"]
@@ -47,7 +47,7 @@ def hold(running: Mesh, run: str, phase: str) -> list[run_pb2.Worker]:
     if phase == "LEASING":
         return workers
     send(signal.SIGSTOP, learner)
-    until(lambda: running.status(run).phase == "TRAINING", "a batch that is whole", 60)
+    until(lambda: running.status(run).phase == "TRAINING", "a complete batch", 60)
     send(signal.SIGSTOP, others)
     send(signal.SIGCONT, learner)
     until(lambda: running.status(run).phase == phase, phase, 60)

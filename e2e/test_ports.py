@@ -1,4 +1,4 @@
-"""Ports for servers under test are unique across tests in both languages."""
+"""Ports of servers under test are unique across tests in both languages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def locks() -> Path:
 
 
 def test_processes_never_share_a_port() -> None:
-    """Though none of them listens."""
+    """Ports are unique although no server listens on them."""
     held: list[str] = []
     command = [sys.executable, "-c", HOLDING]
     pipes = [subprocess.Popen(command, cwd=Path(servers.__file__).parent, stdin=-1, stdout=-1, text=True) for _ in range(3)]
@@ -49,4 +49,4 @@ def test_a_port_is_locked_as_libs_freeport_does(monkeypatch: pytest.MonkeyPatch)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     monkeypatch.setattr(servers, "FIRST_PORT", port)
     monkeypatch.setattr(servers, "PORTS", 2)
-    assert list(islice(servers.free_ports(), 1)) == [port + 1]  # the other one of two
+    assert list(islice(servers.free_ports(), 1)) == [port + 1]  # the other of the two ports

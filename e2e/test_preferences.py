@@ -1,7 +1,8 @@
-"""Pairs and labels through the whole mesh: rows become samples, none is sampled, each is trained
-once; the learner computes the loss of those that are held out.
+"""Trains on preference pairs and labels with all services: rows become samples, nothing is sampled,
+each row is trained once, and the learner computes the loss of held-out rows.
 
-Whether they learn is asked by `make learn-check`."""
+`make learn-check` tests whether these algorithms learn.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ JOBS = {
     "kto": ("kto", ("eval.every_steps=0",), 1),
     "kto on pairs": ("kto", ("eval.every_steps=0", "algorithm.kto.paired=true", f'data.train="{PAIRS}"'), 2),
 }
-"""Example, overrides, samples a row."""
+"""Example, overrides, samples per row."""
 
 
 @pytest.mark.usefixtures("config")
-@pytest.mark.timeout(600)  # three runs' workers
+@pytest.mark.timeout(600)  # the workers of three runs
 def test_pairs_and_labels_are_trained_once(tmp_path: Path) -> None:
     with mesh(tmp_path / "state") as running, connect(state=running.state) as client:
         for name, (example, overrides, samples) in JOBS.items():
@@ -36,4 +37,6 @@ def test_pairs_and_labels_are_trained_once(tmp_path: Path) -> None:
             assert [step for step, _ in margins] == list(range(1, STEPS + 1)), name
             held = client.metrics(run, ["eval/loss", "eval/rewards/accuracy"])
             assert [[step for step, _ in series] for series in held.values()] == [[0, 2, 4]] * 2 * (name == "reward_model")
-            assert len({step.weights_digest for step in running.ledger(run)[1]}) == STEPS, f"{name}: each step moves the weights"
+            assert len({step.weights_digest for step in running.ledger(run)[1]}) == STEPS, (
+                f"{name}: each step changes the weights"
+            )

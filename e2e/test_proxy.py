@@ -1,4 +1,4 @@
-"""What the proxy of the random faults does to connections."""
+"""The effects of the proxy's faults on connections."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from servers import free_ports
 
 @pytest.fixture
 def link() -> Iterator[Link]:
-    """A link to a server that gives back what it gets."""
+    """A link to a server that returns what it receives."""
     listener = socket.create_server(("127.0.0.1", 0))
     proxy = Proxy()
 
@@ -104,7 +104,7 @@ def test_half_closes(link: Link) -> None:
     with connect(link) as connection:
         assert answer(connection, b"before") == b"before"
         link.half_close(to_server=False)
-        assert connection.recv(1) == b""  # the server's end, as the client sees it
+        assert connection.recv(1) == b""  # the connection as the server's client sees it
 
 
 def test_every_trouble_heals(link: Link) -> None:

@@ -1,5 +1,5 @@
-"""A learner of two processes is one learner: the same ledger and the same bits, whichever of its
-processes dies, and whether started them."""
+"""A learner with two processes has the same ledger and the same bits as one process, independent of
+which process is killed and of how they were started."""
 
 import json
 import os
@@ -21,12 +21,12 @@ OVERRIDES = ("train.ranks=2", f"train.steps={STEPS}", "eval.every_steps=0", "sna
 
 
 def second_rank(running: Mesh) -> int:
-    """The process of rank 1 of this mesh's learner."""
+    """The process of rank 1 of the learner."""
     for path in Path("/proc").glob("[0-9]*"):
         try:
             command, environment = (path / "cmdline").read_bytes(), (path / "environ").read_bytes()
         except OSError:
-            continue  # it is gone, or not ours
+            continue  # the process has exited, or belongs to another test
         if b"rollout_workers.learner.ranks" in command and os.fsencode(running.state) in environment:
             return int(path.name)
     raise AssertionError("the learner has no second rank")
@@ -39,7 +39,7 @@ def finished(running: Mesh, run: str) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The digest of two ranks that rank 0 started, without faults."""
+    """The digest of a run with two ranks that rank 0 started, without faults."""
     with mesh(tmp_path_factory.mktemp("undisturbed")) as running:
         return finished(running, running.submit(config, *OVERRIDES))
 

@@ -1,5 +1,5 @@
-"""A gradient that the learner refuses, under each policy: the batch is kept, `step.refused` tells,
-and the run is paused, continues, or is rolled back."""
+"""A gradient that the learner refuses, with each policy: the batch is stored, the event
+`step.refused` is emitted, and the run is paused, continues, or is rolled back."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def spiked(samples):
 
 
 def job(folder: Path, policy: str) -> Path:
-    """A run whose step BAD has a gradient that is refused: its rows come in the order of the
+    """A run in which the gradient of step BAD is refused, because the rows come in the order of the
     file."""
     folder.mkdir(parents=True)
     rows = [{"prompt": f"{n + 11}+{n + 23}=", "spiked": n // GROUPS == BAD - 1} for n in range(STEPS * GROUPS)]
@@ -76,7 +76,7 @@ def job(folder: Path, policy: str) -> Path:
 
 
 def refusals(running: Mesh, run: str) -> list[dict[str, str]]:
-    """What each `step.refused` of the run tells; its step must be BAD."""
+    """The attributes of each `step.refused` of the run. Its step must be BAD."""
     wanted = storage_pb2.EventFilter(run_id=run, kinds=["step.refused"])
     events = running.events.ListEvents(storage_pb2.ListEventsRequest(filter=wanted)).events
     assert {event.step for event in events} <= {BAD}
@@ -99,7 +99,7 @@ def test_the_run_goes_on_without_the_step(policy: str, tmp_path: Path) -> None:
         (outcome,) = refusals(running, run)
         assert (outcome["reason"], outcome["action"]) == ("EXPLODING_GRADIENT", policy)
         assert len(np.load(outcome["batch"])["rewards"]) == GROUPS * SAMPLES
-    assert len({digests[step] for step in (1, 2, 3, 5)}) == 4, "the other steps move the weights"
+    assert len({digests[step] for step in (1, 2, 3, 5)}) == 4, "the other steps change the weights"
     assert digests[BAD] == digests[BAD - 1 if policy == "skip" else 2], digests
 
 
@@ -108,7 +108,7 @@ def test_the_run_is_paused_until_somebody_resumes_it(tmp_path: Path) -> None:
     with mesh(tmp_path / "state") as running:
         watched = rollout(running, "run", "--config", str(job(tmp_path / "job", "stop")), "--no-report")
         run = running.scheduler.ListRuns(run_pb2.ListRunsRequest()).runs[0].run_id
-        until(lambda: len(refusals(running, run)) == 1, "the event of the refusal", 30)  # it may come after the pause
+        until(lambda: len(refusals(running, run)) == 1, "the event of the refusal", 30)  # the event may arrive after the pause
         (outcome,) = refusals(running, run)
         assert (outcome["reason"], outcome["action"]) == ("EXPLODING_GRADIENT", "stop")
         groups = np.load(outcome["batch"])["groups"]
@@ -125,7 +125,7 @@ def test_the_run_is_paused_until_somebody_resumes_it(tmp_path: Path) -> None:
 
         resumed = rollout(running, "runs", "resume", run)
         assert resumed.returncode == 0, resumed
-        for status in running.watch(run):  # the batch is recorded: it is the same, and is refused again
+        for status in running.watch(run):  # the batch is recorded, so the same batch is refused again
             assert status.run.state not in ENDED, describe(status)
             if status.run.state == run_pb2.RUN_STATE_PAUSED:
                 break

@@ -1,4 +1,4 @@
-"""Seven processes and their workers that show each other certificates."""
+"""Mutual TLS between seven processes and their workers, and the places where secrets may be."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def certs(folder: Path, *arguments: str) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """An authority, and certificates of a service, a worker and a person."""
+    """An authority, and certificates of a service, a worker, and a person."""
     made = tmp_path / "certs"
     certs(made, "init")
     for kind, name in (("service", "mesh"), ("worker", "sim"), ("person", "ada")):
@@ -51,9 +51,9 @@ def test_a_run_over_mutual_tls(running: Mesh, folder: Path, tmp_path: Path) -> N
     running.until_step(run, 3)
     for name in ("nats", "consul"):
         assert str(running.daemon()[name]).startswith(("tls://", "https://")), name
-    certs(folder, "renew", "--all")  # under everybody's feet
+    certs(folder, "renew", "--all")  # while processes use the old files
     learner = next(worker for worker in running.status(run).workers if worker.kind == "learner")
-    running.processes["planner"].kill()  # comes back and shows what was renewed
+    running.processes["planner"].kill()  # comes back with the renewed certificate
     running.start_service("planner")
     with connect(state=running.folder("scheduler")) as connection:  # with the files that rolloutd.json names
         assert next(iter(connection.follow(run))).run.run_id == run
@@ -73,7 +73,7 @@ def test_plain_text_is_refused(running: Mesh) -> None:
 
 
 class Collector(grpc.GenericRpcHandler):
-    """Takes what OTLP exporters send, as it is."""
+    """Stores the requests of OTLP exporters unchanged."""
 
     def __init__(self) -> None:
         self.got: list[bytes] = []
@@ -94,20 +94,20 @@ class Collector(grpc.GenericRpcHandler):
 
 
 def told_by_processes(running: Mesh, run: str) -> dict[str, bytes]:
-    """What anybody on the host sees of the mesh's processes, and what code in its workers sees of
+    """What every user of the host can see of the processes, and what code in the workers can see of
     their environment."""
     daemon = running.processes["all"].pid
     workers = [worker.pid for worker in running.status(run).workers]
     outcome = {f"/proc/{pid}/cmdline": b"" for pid in (daemon, *workers)} | {f"/proc/{pid}/environ": b"" for pid in workers}
     for path in outcome:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has left
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has exited
             outcome[path] = Path(path).read_bytes()
     return outcome
 
 
 def test_nothing_tells_a_secret(tmp_path: Path) -> None:
-    """A run to its end, then every file of the mesh, its processes and its spans: secrets are in
-    the files that hold them, and nowhere else."""
+    """After a run, search all files, processes, and spans for secrets. They may only be in the
+    files for secrets."""
     holder = tmp_path / "nats-token"
     holder.write_text("planted-nats-token-0123456789")
     holder.chmod(0o600)
@@ -140,7 +140,7 @@ def test_nothing_tells_a_secret(tmp_path: Path) -> None:
         hits += [path for path, text in seen.items() if any(secret in text for secret in secrets)]
         assert not hits
         assert sum(1 for path, text in seen.items() if path.endswith("environ") and text) >= 2  # of workers
-        running.stop()  # which sends the spans that it still has
+        running.stop()  # which exports the remaining spans
     finally:
         stop(running)
         collector.stop()
@@ -174,8 +174,8 @@ _REACHES = {
 
 
 def test_who_gets_which_variable(tmp_path: Path) -> None:
-    """The environment of a run's processes by the kernel: each secret is where it is needed, and
-    none where rewards run."""
+    """The environments of a run's processes according to the kernel. Each secret is only where it
+    is needed, and no secret is where rewards run."""
     planted = {name: f"planted-{name}-0123456789" for name in _REACHES}
     secrets = ("--nats-token", "env:PLANTED_NATS", "--consul-token", "env:PLANTED_CONSUL", "--blob-secret-key", "env:PLANTED_S3")
     running = sim_mesh(

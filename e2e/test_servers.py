@@ -1,5 +1,5 @@
-"""The scenarios on real servers: PostgreSQL, Consul, a cluster of three NATS nodes and S3
-(`make check-servers`)."""
+"""The scenarios on real servers: PostgreSQL, Consul, a cluster of three NATS nodes, and S3 (`make
+check-servers`)."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from sim import audited
 from rollout.run.v1 import run_pb2
 
 
-@pytest.mark.timeout(900)  # seventeen processes, and two with torch
+@pytest.mark.timeout(900)  # seventeen processes, two of them with torch
 def test_six_steps_give_the_weights_of_one_process(config: Path, tmp_path: Path) -> None:
     with mesh(tmp_path / "embedded") as running:
         reference = six_steps(running, config)

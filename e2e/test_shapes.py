@@ -1,4 +1,4 @@
-"""The same job in both shapes: one process with every target, and one process a service."""
+"""The same job in both shapes: one process with every target, and one process per service."""
 
 import urllib.request
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Runs without a model: both shapes end in the same weights, and what was trained can be trained
+"""Runs without a model: both shapes end with the same weights, and recorded batches can be trained
 again."""
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ def test_the_ledger_agrees_with_what_was_written_down_apart(shape: str, tmp_path
     running = sim_mesh(tmp_path / "state", shape).start()
     try:
         run = submit(running, running.plan(job.write()), job)
-        assert audited(running, run)["whole"]  # in the middle
+        assert audited(running, run)["whole"]  # in the middle of the run
         digest = finish(running, run)
         report = audited(running, run)
         assert (report["steps"], report["weights_digest"]) == (job.steps, digest)
-        assert report["excluded"] == {"ATTEMPTS_EXHAUSTED": 3}  # row 7, once an epoch
+        assert report["excluded"] == {"ATTEMPTS_EXHAUSTED": 3}  # row 7, once per epoch
         assert journals_agree(running, run, job)["excluded"] == 3
     finally:
         stop(running)
 
 
 def test_weights_over_the_network_give_the_same_run(tmp_path: Path) -> None:
-    """Streamed from worker to worker or through the storage service, as for workers on other
-    hosts."""
+    """Weights are streamed between workers or sent through the storage service, like for workers on
+    other hosts."""
     digests = {}
     for way in ("auto", "stream", "store"):
         job = Job(tmp_path / way / "job", steps=6, way=way)
@@ -39,8 +39,8 @@ def test_weights_over_the_network_give_the_same_run(tmp_path: Path) -> None:
             journals_agree(running, run, job)
             logs = [path.read_text() for path in (running.state / "runs" / run / "workers").glob("inference-*.log")]
             assert len(logs) == job.workers
-            # A worker that starts late on a busy machine may find the six steps made, and is sent
-            # nothing.
+            # A worker that starts late on a busy machine may receive no weights, because the six
+            # steps are already made.
             assert any("over the network" in log for log in logs) is (way != "auto"), way
         finally:
             stop(running)
@@ -63,7 +63,8 @@ def test_replay_gives_the_recorded_weights(mode: str, keep: bool, tmp_path: Path
         stop(running)
     assert online == offline
     assert online["same"] and online["steps"][-1]["step"] == job.steps
-    assert (online["steps"][0]["step"] == 0) is keep  # else the first samples are gone, and it begins with a snapshot
+    # otherwise the payloads of the first samples are deleted, and the replay starts at a snapshot
+    assert (online["steps"][0]["step"] == 0) is keep
 
 
 def test_replay_names_the_step_that_differs(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One run's policy as another run's teacher, through the gateway that serves both."""
+"""The policy of one run is the teacher of another run, through the gateway that serves both."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ max_model_len = 32
 """
 
 
-@pytest.mark.timeout(600)  # three runs' workers
+@pytest.mark.timeout(600)  # the workers of three runs
 def test_a_run_teaches_another(config: Path, tmp_path: Path) -> None:
     with mesh(tmp_path / "state") as running:
         teacher = running.submit(config, SLOW, "train.steps=99", "train.learning_rate=0.01")
         running.until_step(teacher, 5)
-        running.scheduler.PauseRun(run_pb2.PauseRunRequest(run_id=teacher))  # its worker continues to answer
+        running.scheduler.PauseRun(run_pb2.PauseRunRequest(run_id=teacher))  # its worker continues to serve
         gateway = str(running.daemon("rollout-gateway")["gateway"])
 
         def student(protocol: str, steps: int) -> str:
@@ -64,7 +64,7 @@ def test_a_run_teaches_another(config: Path, tmp_path: Path) -> None:
 
         echo, vllm = student("echo", STEPS), student("prompt_logprobs", 2)
         digests = [[step.weights_digest for step in running.ledger(run)[1]] for run in (echo, vllm)]
-        assert digests[0][:2] == digests[1], "both protocols tell the same numbers"
+        assert digests[0][:2] == digests[1], "both protocols return the same logprobs"
         with connect(state=running.state) as client:
             apart = [value for _, value in client.metrics(echo, ["kl/teacher"])["kl/teacher"]]
         assert len(apart) == STEPS

@@ -1,5 +1,5 @@
-"""One trace through every hop: the services, NATS and the Python workers export to a collector what
-each did of it."""
+"""One trace through all components: the services, NATS, and the Python workers export their spans
+to a collector."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KEY = ("x-key", "s3cret")
 
 
 class Collector(TraceServiceServicer, MetricsServiceServicer):
-    """Takes what is exported with the right key, as a hosted collector does."""
+    """Accepts exports with the right key, like a hosted collector."""
 
     def __init__(self) -> None:
         self.traces: dict[bytes, set[tuple[str, str]]] = {}
@@ -54,7 +54,7 @@ class Collector(TraceServiceServicer, MetricsServiceServicer):
         return traces.ExportTraceServiceResponse()
 
     def whole(self, hops: list[tuple[str, str]]) -> bool:
-        """Whether one trace has all of these."""
+        """Whether one trace has all of these spans."""
         return any(set(hops) <= spans for spans in list(self.traces.values()))
 
 

@@ -1,4 +1,4 @@
-"""vLLM loads what a learner writes, as it is: weights, adapters merged in, and the tokenizer."""
+"""vLLM loads the folder that a learner writes: weights with merged adapters, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model() -> Path:
 
 
 def trained(model: Path, **settings: object) -> Trainer:
-    """A learner that has moved away from its model, on sums."""
+    """A learner whose weights have changed from its model's by training on sums."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     config = TrainerConfig(algorithm="sft", schedule=Schedule(peak=3e-3), threads=1, **settings)  # type: ignore[arg-type]
     learner, draw = Trainer(model, config), random.Random(0)
@@ -67,12 +67,12 @@ def test_a_checkpoint_answers_in_vllm_as_in_transformers(model: Path, tmp_path: 
         assert answer["prompt_ids"] == tokenizer(prompt)["input_ids"]
         wanted = logprobs(plain, answer["prompt_ids"], answer["ids"])
         torch.testing.assert_close(torch.tensor(answer["logprobs"]), wanted, atol=1e-3, rtol=0)
-        assert (logprobs(before, answer["prompt_ids"], answer["ids"]) - wanted).abs().max() > 0.1  # it isn't the model of before
+        assert (logprobs(before, answer["prompt_ids"], answer["ids"]) - wanted).abs().max() > 0.1  # it is not the initial model
 
 
 @torch.no_grad()
 def logprobs(model: torch.nn.Module, prompt: list[int], ids: list[int]) -> torch.Tensor:
-    """float32 [n]: of each of ``ids`` after what stands before it."""
+    """float32 [n]: the logprob of each of ``ids`` given the tokens before it."""
     tokens = torch.tensor([prompt + ids])
     every = model(input_ids=tokens).logits[0].log_softmax(-1)
     return every[len(prompt) - 1 : -1].gather(-1, tokens[0, len(prompt) :, None])[:, 0]

@@ -1,9 +1,9 @@
-"""What vLLM makes of a model's folder: run by test_vllm.py in vLLM's own environment.
+"""Loads a model's folder with vLLM; run by test_vllm.py in vLLM's environment.
 
-    python e2e/vllm_peer.py DIR PROMPTS.json ANSWERS.json
+Usage: ``python e2e/vllm_peer.py DIR PROMPTS.json ANSWERS.json``
 
-PROMPTS is a list of texts. ANSWERS gets, for each, what the folder's tokenizer makes of it, the
-tokens that are most likely after it, and their logprobs.
+PROMPTS is a list of texts. ANSWERS gets for each the token ids of the folder's tokenizer, the most
+likely next tokens, and their logprobs.
 """
 # pyright: reportMissingImports=false
 

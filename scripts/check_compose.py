@@ -1,9 +1,9 @@
-"""Check docker-compose.yml as far as that goes without a container engine.
+"""Check docker-compose.yml without a container engine.
 
-It parses; each image has a stage in the Containerfile; the seven-container shape hosts every target
-exactly once; what starts Python runs in the image that has it; and nothing listens beyond loopback:
-the host's network with no published port. Where `docker compose` is installed its own `config`
-checks it too.
+It must be valid YAML. Each image needs a stage in the Containerfile. The seven-container shape must
+host every target exactly once. Services that start Python need the image that has it. No service
+may listen beyond loopback, so the host's network is used without published ports. If `docker
+compose` is installed, its `config` command checks the file too.
 """
 
 from __future__ import annotations

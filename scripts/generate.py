@@ -1,10 +1,8 @@
-"""Regenerate everything that is made from the contracts in proto/.
-
-    proto/gen/      Go messages and gRPC stubs            buf, protoc-gen-go, protoc-gen-go-grpc
-    python/         Python messages, stubs and types      grpcio-tools, mypy-protobuf
-    schemas/        the JSON Schema of the run config     protoc-gen-jsonschema, scripts/schema.py
-    **/names.*      subjects, streams and service names   scripts/names.py
-    libs/engine/    the capabilities of the engines       python -m rollout_workers.engines.registry
+"""Regenerate everything that is made from the contracts in proto/: Go messages and gRPC stubs in
+proto/gen (buf, protoc-gen-go, protoc-gen-go-grpc); Python messages, stubs, and types in python/
+(grpcio-tools, mypy-protobuf); the JSON Schema of the run config in schemas/ (protoc-gen-jsonschema,
+scripts/schema.py); subjects, streams, and service names in **/names.* (scripts/names.py); and the
+capabilities of the engines in libs/engine/ (python -m rollout_workers.engines.registry).
 
 Files are written to a scratch folder first, and only those that differ are copied into the tree. A
 run without changes touches nothing, and a failed run leaves the tree unchanged.
@@ -101,7 +99,7 @@ def generate_names(scratch: Path) -> None:
 
 
 def generate_engines(scratch: Path) -> None:
-    """The capabilities of the engines, which the planner reads."""
+    """Write the capabilities of the engines, which the planner reads."""
     out = scratch / "capabilities.json"
     out.write_text(run([sys.executable, "-m", "rollout_workers.engines.registry"], capture=True))
     replace(out, ROOT / "libs" / "engine" / out.name)

@@ -1,8 +1,8 @@
 """Write docs/reference/: config.md from the JSON Schema of the run config, cli.md from the commands
 of bin/rollout.
 
-config.md has one section a table of the TOML file, in the order of the contract; one line a key:
-its type, its default, what it may be, what it means. cli.md has one section a command.
+config.md has one section per table of the TOML file, in the order of the contract, with one line
+per key: type, default, range, and meaning. cli.md has one section per command.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def describe_commands() -> Iterator[str]:
-    """Yield one section a command, from the pages that the program writes of itself."""
+    """Yield one section per command, from the pages that the program writes."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([ROOT / "bin" / "rollout", "docs", "--dir", folder, "--format", "json"], check=True)
         for page in sorted(Path(folder).glob("*.md"), key=lambda path: path.stem):
@@ -58,7 +58,7 @@ def describe_commands() -> Iterator[str]:
 
 
 def describe_command(page: str) -> str:
-    """Drop from a command's page what stands in each of them: the shared options and the links."""
+    """Remove the parts that all pages share: the common options and the links."""
     page = re.sub(r"### (Options inherited from parent commands|SEE ALSO)\n.*?(?=\n### |\Z)", "", page, flags=re.DOTALL)
     page = re.sub(r"^## (.+)$", r"## `\1`", page, count=1, flags=re.MULTILINE)
     page = page.replace("### Synopsis\n\n", "").replace(str(Path.home()), "~")
@@ -66,7 +66,7 @@ def describe_command(page: str) -> str:
 
 
 def describe_table(name: str, table: Schema, definitions: Schema) -> Iterator[str]:
-    """Yield the section of one table, then those of the tables in it."""
+    """Yield the section of one table, then those of its subtables."""
     properties: dict[str, Schema] = table["properties"]
     inner_of = {key: of_table(field) for key, field in properties.items()}
     keys = {key: field for key, field in properties.items() if inner_of[key] is None}
@@ -102,8 +102,7 @@ def describe_defaults() -> Iterator[str]:
 
 
 def of_table(field: Schema) -> Schema | None:
-    """What refers to the table that a field is, or to each of the tables by name; None for a
-    value."""
+    """The reference to the table of a field, or to each of its named tables; None for a value."""
     if "allOf" in field:
         return field
     inner = field.get("additionalProperties")
@@ -126,7 +125,7 @@ def type_name(field: Schema) -> str:
 
 
 def limits(field: Schema) -> str:
-    """What the value may be, in words; empty where the type says it all."""
+    """The range of a value as text; empty if the type says everything."""
     if "enum" in field:
         return ", ".join(f"`{toml(value)}`" for value in field["enum"])
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
@@ -143,8 +142,8 @@ def reference(field: Schema) -> str:
 
 
 def toml(value: object) -> str:
-    """Write a value as TOML does; JSON differs only for small floats, which Python spells as TOML
-    does too."""
+    """Write a value as in TOML. JSON differs only for small floats, for which Python and TOML have
+    the same form."""
     return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 

@@ -1,9 +1,9 @@
-"""Shape protoc-gen-jsonschema's bundle of the run config for TOML editors.
+"""Convert protoc-gen-jsonschema's bundle of the run config to a schema for TOML editors.
 
-The bundle knows types and ranges. The descriptor of the same message knows the rest: the order in
-which the fields were written down, which are required, their defaults and examples, and which
-tables exclude each other. Together they become one self-contained draft-07 schema, the draft that
-TOML editors resolve; a reference stands in an `allOf`, so that the field's own description counts.
+The bundle has types and ranges. The descriptor of the same message has the order of the fields, the
+required fields, defaults and examples, and the tables that exclude each other. Together they become
+one self-contained draft-07 schema, which is the draft that TOML editors support. A reference is
+wrapped in `allOf`, so that the field's own description is used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollout.config.v1 import options_pb2, run_config_pb2
 Schema = dict[str, Any]
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
-# What only repeats the range of a float or a 32-bit integer says nothing to a reader.
+# A constraint that only repeats the range of a float or a 32-bit integer is useless to readers.
 TYPE_BOUNDS = {
     "minimum": (-3.4028234663852886e38,),
     "maximum": (3.4028234663852886e38, 4294967295),
@@ -44,7 +44,7 @@ def shape(bundle: Schema, root: Descriptor = run_config_pb2.RunConfig.DESCRIPTOR
 def shape_message(message: Descriptor, sources: Schema) -> Schema:
     defaults = message.GetOptions().Extensions[options_pb2.algorithm].defaults
     properties = {}
-    for field in keys_of(message):  # of the message, or of a message that it inlines
+    for field in keys_of(message):  # of the message, or of an inlined message
         owner = field.containing_type or message
         source = source_of(owner, sources)["properties"][field.name]
         properties[field.name] = shape_field(field, source, defaults.get(field.name, ""))
@@ -82,7 +82,7 @@ def shape_field(field: FieldDescriptor, source: Schema, default: str = "") -> Sc
 
 
 def is_map(field: FieldDescriptor) -> bool:
-    """Whether the field is tables by a name of the user's."""
+    """Whether the field has tables with names that the user chooses."""
     return field.message_type is not None and field.message_type.GetOptions().map_entry
 
 
@@ -93,7 +93,7 @@ def table_of(field: FieldDescriptor) -> Descriptor | None:
 
 
 def scalar(source: Schema) -> Schema:
-    """Of a float that may be infinite the number: JSON spells infinity as a string, TOML does
+    """The number type of a float that may be infinite. JSON writes infinity as a string, TOML does
     not."""
     return next((option for option in source.get("anyOf", []) if option["type"] == "number"), source)
 
@@ -126,8 +126,8 @@ def informs(key: str, value: object) -> bool:
 
 
 def text(source: Schema) -> str:
-    """The comment as one paragraph a blank line: line breaks of the source say nothing, its indent
-    neither."""
+    """The comment with one paragraph per blank line. Line breaks and indentation of the source are
+    dropped."""
     paragraphs = source.get("description", "").split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 

@@ -24,8 +24,8 @@ class Block:
     """Consecutive lines of prose in a file.
 
     first: index of the first line. lines: their text without the prefixes and without ``suffix``.
-    head: what stands before the text of the first line; prefix: before each other line. suffix:
-    what closes the last line, for example triple quotes.
+    head: the text before the first line; prefix: the text before each other line. suffix: the end
+    of the last line, for example triple quotes.
     """
 
     first: int
@@ -36,7 +36,7 @@ class Block:
     markdown: bool = False
 
     def wrapped(self, width: int) -> list[str]:
-        """The lines of the file, with the paragraphs that are too long filled again."""
+        """The lines of the file, with overlong paragraphs wrapped again."""
         text = [*self.lines[:-1], self.lines[-1] + self.suffix]
         out = _fill(text, width - len(self.prefix), len(self.head) - len(self.prefix), self.markdown)
         return [(self.prefix if number else self.head) + line for number, line in enumerate(out)]
@@ -63,7 +63,7 @@ def too_long(path: Path, text: str, width: int = WIDTH) -> list[int]:
 
 
 def blocks(path: Path, text: str) -> list[Block]:
-    """The prose of a file, in order; none for a kind of file that is not wrapped."""
+    """The prose of a file, in order; empty if files of this kind are not wrapped."""
     find: dict[str, Callable[[str], Iterator[Block]]] = {".go": _slashes, ".proto": _slashes, ".py": _python, ".md": _markdown}
     return sorted(find.get(path.suffix, lambda _: iter(()))(text), key=lambda block: block.first)
 
@@ -93,7 +93,7 @@ def _python(text: str) -> Iterator[Block]:
     comments: list[tuple[int, str, str]] = []
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type != tokenize.COMMENT or token.line[: token.start[1]].strip():
-            continue  # code, or a comment behind it
+            continue  # code, or a comment after code
         if re.match(r"#( |$)", token.string) and not _HASH_DIRECTIVE.match(token.string):
             comments.append((token.start[0] - 1, " " * token.start[1], token.string[2:]))
     yield from _comment_blocks(comments, "#", lambda _: False)
@@ -147,10 +147,10 @@ _MARKUP = re.compile(r"^([-*+>|=]+|#\S*|\d+[.)]|\+build.*|[Oo]utput:|(type|noqa|
 
 
 def _fill(lines: list[str], width: int, offset: int, markdown: bool) -> list[str]:
-    """offset: by how much the first line is indented more than the others."""
+    """offset: how much more the first line is indented than the others."""
     out: list[str] = []
     at = 0
-    literal: int | None = None  # the indentation of the paragraph that announced a literal block
+    literal: int | None = None  # the indentation of the paragraph that introduced a literal block
     while at < len(lines):
         line = lines[at]
         indent = len(line) - len(line.lstrip())
@@ -183,7 +183,7 @@ def _fill(lines: list[str], width: int, offset: int, markdown: bool) -> list[str
 
 
 def _end(lines: list[str], at: int, indent: int, bullet: re.Match[str] | None) -> int:
-    """The index after the last line of the paragraph or list item that begins at ``at``."""
+    """The index after the last line of the paragraph or list item that starts at ``at``."""
     end = at + 1
     while end < len(lines):
         line = lines[end]
@@ -207,7 +207,7 @@ def _fits(unit: list[str], width: int, extra: int) -> bool:
 def _paragraph(unit: list[str], width: int, extra: int, bullet: re.Match[str] | None) -> list[str]:
     first = bullet[0] if bullet else unit[0][: len(unit[0]) - len(unit[0].lstrip())]
     rest = " " * len(first)
-    if bullet and len(unit) > 1:  # the indentation that the item has
+    if bullet and len(unit) > 1:  # the indentation of the item
         rest = unit[1][: len(unit[1]) - len(unit[1].lstrip())]
     words = _words(" ".join([unit[0][len(first) :], *unit[1:]]))
     out, line, room = [], first + words[0], width - extra
@@ -221,8 +221,8 @@ def _paragraph(unit: list[str], width: int, extra: int, bullet: re.Match[str] | 
 
 
 def _words(text: str) -> list[str]:
-    """What may not be broken: words, code spans, and a word with the markup that would mean
-    something else at a line's start."""
+    """The parts that may not be broken: words, code spans, and a word with markup that would have
+    another meaning at the start of a line."""
     words: list[str] = []
     for word in _TOKEN.findall(text):
         if words and _MARKUP.match(word):

@@ -1,9 +1,9 @@
-"""Start a program in a network namespace, as another user or tied to its parent's life, without
-`preexec_fn`.
+"""Starts a program in a network namespace, as another user, or tied to its parent's lifetime,
+without `preexec_fn`.
 
-Code of a child before its program needs fork(), and after that gRPC starts its threads again in the
-child: where its descriptors are closed before the program begins, such a thread aborts it. Without
-such code the child begins with vfork(), and this file does its work after that, as a separate
+A `preexec_fn` needs fork(), after which gRPC restarts its threads in the child. If the child's
+descriptors are then closed before its program starts, such a thread aborts the child. Without
+`preexec_fn` the child starts with vfork(), and this file does the work afterwards as a separate
 program.
 """
 
@@ -21,8 +21,8 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def become(command: list[str], *, namespace: str | None = None, user: str | None = None, tied: bool = False) -> list[str]:
-    """The command line that runs `command` so: in a network namespace, as a user, and `tied`:
-    killed when its parent ends."""
+    """The command line that runs `command` in a network namespace, as a user, or `tied`: killed
+    when its parent ends."""
     options = [
         *(["--namespace", namespace] if namespace else []),
         *(["--user", user] if user else []),
@@ -45,7 +45,7 @@ def main() -> None:
         os.setgroups([])
         os.setgid(account.pw_gid)
         os.setuid(account.pw_uid)
-    if options.tied:  # after the user: another one clears it
+    if options.tied:  # after the change of the user, which clears it
         parent = os.getppid()
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() != parent:

@@ -1,4 +1,4 @@
-"""Random faults of a control plane, its workers, its servers and the connections between them."""
+"""Random faults of services, workers, servers, and the connections between them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ FROZEN = 0.3
 
 
 class Faults:
-    """Hurts one run after another. Whatever was hurt gets well again: what was killed is started,
-    by `fix`, as a supervisor of services would."""
+    """Injects faults into one run after another, and undoes them. `fix` restarts what was killed,
+    like a supervisor of services."""
 
     def __init__(self, production: Production) -> None:
         self.running, self.servers, self.proxy = production.running, production.servers, production.proxy
@@ -37,20 +37,20 @@ class Faults:
         self.workers: list[tuple[str, int]] = []
         self._killed_worker = False
         self._cures: list[tuple[float, Callable[[], None]]] = []
-        self._returning: set[str] = set()  # processes of the control plane that a cure starts
+        self._returning: set[str] = set()  # processes of the services that will be restarted
 
     def begin(self, run: str, dice: random.Random) -> None:
         self.run, self.dice, self.done, self.workers = run, dice, Counter(), []
 
     def see(self, status: run_pb2.RunStatus) -> None:
-        """Learn which workers there are now."""
+        """Read the list of current workers."""
         self.workers = [(worker.worker_id, worker.pid) for worker in status.workers if worker.pid]
 
     def total(self) -> int:
         return self.done.total()
 
     def strike(self) -> None:
-        """One random fault."""
+        """Inject one random fault."""
         self.workers = [(name, pid) for name, pid in self.workers if is_worker(pid)]
         kinds = [self._hurt_worker] if self.workers else []
         if any(map(self.running.alive, self.running.members())):
@@ -58,8 +58,8 @@ class Faults:
         if self.servers.by_name:
             kinds += [self._hurt_server, self._hurt_link]
         if not kinds:
-            return  # all are away already
-        # The first fault that finds a worker kills one, so that few faults on many processes
+            return  # all were killed already
+        # The first fault that finds a worker kills one, so that even a few faults on many processes
         # include it.
         first = self.workers and not self._killed_worker
         what = self._kill_worker(*self.dice.choice(self.workers)) if first else self.dice.choice(kinds)()
@@ -78,14 +78,14 @@ class Faults:
         for name in self.running.members():
             if not self.running.alive(name) and name not in self._returning:
                 code = self.running.processes[name].returncode
-                assert code == UNAVAILABLE, f"rolloutd {name} left by itself with {code}:\n{self.running.log(name)}"
-                self._bring_back(name, 0.5)  # it found no server at its start
+                assert code == UNAVAILABLE, f"rolloutd {name} exited by itself with code {code}:\n{self.running.log(name)}"
+                self._bring_back(name, 0.5)  # it found no server when it started
         for server in self.servers.by_name.values():
             if server.left() and server.name not in self._returning:
                 self._bring_back(server.name, 0.5)
 
     def end(self) -> Counter[str]:
-        """Fix everything at once and wait until all serve. Returns what was done."""
+        """Undo all faults at once and wait until everything serves. Returns the faults."""
         self.proxy.heal()
         self._cures = [(0.0, cure) for _, cure in self._cures]
         self.fix()
@@ -95,7 +95,7 @@ class Faults:
             members = all(self.running.alive(name) and self.running.serves(name) for name in self.running.members())
             return members and all(server.serves() for server in self.servers.by_name.values())
 
-        until(whole, "everything to serve again", 180)
+        until(whole, "everything to serve", 180)
         return self.done
 
     def _hurt_member(self) -> str:
@@ -164,7 +164,7 @@ class Faults:
 
 
 def is_worker(pid: int) -> bool:
-    """Whether a process that the control plane named is a worker still, and no other that got its
+    """Whether a process that a service named is still a worker, and not another process with its
     number."""
     with contextlib.suppress(OSError):
         return b"rollout" in Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -10,10 +10,11 @@ _NEW_NETWORK = 0x40000000
 
 
 class Hosts:
-    """Namespaces with an address each. Needs root (`reason`)."""
+    """Namespaces with one address each. Needs root (`reason`)."""
 
     def __init__(self, *names: str) -> None:
-        """names: of the hosts. The n-th has the address 10.91.x.(n+1), this process 10.91.x.254."""
+        """names: of the hosts. The n-th host has the address 10.91.x.(n+1), this process has
+        10.91.x.254."""
         mark = uuid.uuid4()
         self._bridge = f"rb{mark.hex[:8]}"
         self._net = f"10.91.{mark.int % 250}"
@@ -42,11 +43,11 @@ class Hosts:
         self._remove()
 
     def cut(self, name: str) -> None:
-        """Take the cable of a host out."""
+        """Disconnect a host."""
         _ip(f"link set {self._link(list(self.namespace).index(name))} down")
 
     def connect(self, name: str) -> None:
-        """Put the cable back."""
+        """Connect a host again."""
         _ip(f"link set {self._link(list(self.namespace).index(name))} up")
 
     def _link(self, number: int) -> str:
@@ -59,7 +60,7 @@ class Hosts:
 
 
 def reason() -> str:
-    """Why this machine can't have such hosts; "" where it can."""
+    """Why this machine can't create such hosts; "" if it can."""
     try:
         with Hosts("probe"):
             return ""

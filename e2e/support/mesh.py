@@ -1,5 +1,4 @@
-"""A whole control plane for a test: `rolloutd` processes with a new state folder, and stubs to call
-them."""
+"""All services for a test: `rolloutd` processes with a new state folder, and stubs for calls."""
 
 from __future__ import annotations
 
@@ -33,26 +32,26 @@ ENDED = {run_pb2.RUN_STATE_SUCCEEDED, run_pb2.RUN_STATE_FAILED, run_pb2.RUN_STAT
 
 @dataclass
 class Mesh:
-    """`shape` is `all` (one process hosts every target), `seven` (one process a service, and one
-    for NATS and registry) or `replicas` (one process a service on servers that run already, and
+    """`shape` is `all` (one process hosts every target), `seven` (one process per service, and one
+    for NATS and the registry), or `replicas` (one process per service on running servers, and
     `scheduler-2`, `buffer-2`, `learner-controller-2`)."""
 
     state: Path
     shape: str = "all"
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
-    """Further arguments of each `rolloutd`."""
+    """Additional arguments of each `rolloutd`."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Further variables of each `rolloutd`, and so of the workers."""
+    """Additional environment variables of each `rolloutd`, which the workers inherit."""
     binary: Path = ROOT / "bin" / "rolloutd"
     own_arguments: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Further arguments of single processes."""
+    """Additional arguments of single processes."""
     config: Path | None = None
-    """The rolloutd.toml of every process; the shape `replicas` needs one."""
+    """The rolloutd.toml of all processes; required for the shape `replicas`."""
     namespace: str | None = None
-    """The network namespace of every process."""
+    """The network namespace of all processes."""
     frozen: set[str] = field(default_factory=set)
-    """Processes that do not answer now and are not called."""
+    """Processes that do not answer and are not called."""
     _channels: dict[str, grpc.Channel] = field(default_factory=dict)
 
     def start(self) -> Mesh:
@@ -65,7 +64,7 @@ class Mesh:
         return self
 
     def members(self) -> tuple[str, ...]:
-        """The name of every process."""
+        """The names of all processes."""
         if self.shape == "all":
             return ("all",)
         if self.shape == "seven":
@@ -73,12 +72,12 @@ class Mesh:
         return (*SERVICES, *(f"{name}-2" for name in REPLICATED))
 
     def start_service(self, name: str) -> None:
-        """Start the `rolloutd` of that name, and wait until it serves."""
+        """Start the `rolloutd` with this name, and wait until it serves."""
         self.launch(name)
         self.wait(name)
 
     def launch(self, name: str) -> None:
-        """Start the `rolloutd` of that name, without waiting."""
+        """Start the `rolloutd` with this name, without waiting."""
         state = self.folder(name)
         state.mkdir(parents=True, exist_ok=True)
         (state / "rolloutd.json").unlink(missing_ok=True)
@@ -102,7 +101,7 @@ class Mesh:
         process = self.processes[name]
         until(lambda: self.serves(name) or process.poll() is not None, f"{name} to serve", seconds)
         if process.poll() is not None:
-            raise AssertionError(f"rolloutd {name} left with {process.returncode}:\n{self.log(name)}")
+            raise AssertionError(f"rolloutd {name} exited with code {process.returncode}:\n{self.log(name)}")
 
     def serves(self, name: str) -> bool:
         return (self.folder(name) / "rolloutd.json").exists()
@@ -115,8 +114,8 @@ class Mesh:
         return self.state if name in ("all", "servers") else self.state / name
 
     def daemon(self, service: str = "scheduler") -> dict[str, object]:
-        """What a process that hosts the service says of itself: of replicas any that serves, for
-        each passes calls on."""
+        """The address and token of a process that hosts the service. Of replicas any that serves is
+        returned, because each forwards calls."""
         names = ("all",) if self.shape == "all" else (service, f"{service}-2")
         serving = (name for name in names if self.alive(name) and name not in self.frozen and self.serves(name))
         return json.loads((self.folder(next(serving, names[0])) / "rolloutd.json").read_text())
@@ -125,7 +124,7 @@ class Mesh:
         return name in self.processes and self.processes[name].poll() is None
 
     def kill(self, name: str) -> None:
-        """Kill -9 of one `rolloutd`, and wait until the kernel has it."""
+        """Kill a `rolloutd` with SIGKILL, and wait until it has exited."""
         self.processes[name].send_signal(signal.SIGKILL)
         self.processes[name].wait(60)
 
@@ -152,7 +151,7 @@ class Mesh:
         return self._channels[address]
 
     def certificates(self) -> list[str]:
-        """Files of authority, certificate and key, where the mesh speaks TLS."""
+        """The files of authority, certificate, and key, if the services use TLS."""
         outcome = self.daemon()
         return [str(outcome[name]) for name in ("ca_file", "cert_file", "key_file") if name in outcome]
 
@@ -196,7 +195,7 @@ class Mesh:
         return self.scheduler.CreateRun(run_pb2.CreateRunRequest(lock=lock, base_dir=str(config.parent))).run.run_id
 
     def watch(self, run: str) -> Iterator[run_pb2.RunStatus]:
-        """Each status until the end, even if another replica becomes leader."""
+        """Yield each status until the end, even if another replica becomes the leader."""
         while True:
             try:
                 for update in self.scheduler.WatchRun(run_pb2.WatchRunRequest(run_id=run), timeout=300):
@@ -211,15 +210,15 @@ class Mesh:
         return self.scheduler.GetRun(run_pb2.GetRunRequest(run_id=run)).status
 
     def until_step(self, run: str, step: int) -> run_pb2.RunStatus:
-        """The status at the first moment that the run has committed `step`."""
+        """The first status in which the run has committed `step`."""
         for status in self.watch(run):
             if status.run.step >= step or status.run.state in ENDED:
                 assert status.run.step >= step, describe(status)
                 return status
-        raise AssertionError(f"{run} was not watched to step {step}")
+        raise AssertionError(f"{run} ended before step {step}")
 
     def finish(self, run: str) -> run_pb2.Run:
-        """Waits for the end and asserts that it is a success."""
+        """Wait for the end of a run, which must succeed."""
         last = None
         for status in self.watch(run):
             last = status
@@ -264,8 +263,8 @@ def describe(status: run_pb2.RunStatus) -> str:
 
 
 def assert_consumed_once(mesh: Mesh, run: str, *, steps: int, groups_per_step: int, group_size: int) -> str:
-    """Each position is consumed by exactly the step of its window; returns the last weights
-    digest."""
+    """Check that each position is consumed by the step of its window, once. Returns the last
+    weights digest."""
     groups, records, state = mesh.ledger(run)
     assert [record.step for record in records] == list(range(1, steps + 1))
     assert [group.position for group in groups] == list(range(steps * groups_per_step))
@@ -279,8 +278,7 @@ def assert_consumed_once(mesh: Mesh, run: str, *, steps: int, groups_per_step: i
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float) -> None:
-    """Waits for a condition outside this process (a file, a process's end) that no call can
-    announce."""
+    """Wait for a condition outside of this process, such as a file or the end of a process."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

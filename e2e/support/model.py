@@ -1,4 +1,4 @@
-"""A job with a real model: the small job of the end-to-end tests, made longer."""
+"""The small job of the end-to-end tests with a real model, made longer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SET = (
 
 
 class ModelJob:
-    """As `sim.Job`, on the addition example's untrained model."""
+    """Like `sim.Job`, with the untrained model of the addition example."""
 
     folder: Path = ROOT / "e2e"
 
@@ -31,6 +31,6 @@ class ModelJob:
         return running.plan(self.folder / "job.toml", *_SET)
 
     def agree(self, running: Mesh, run: str) -> dict[str, int]:
-        """Each prompt is consumed by the step of its window."""
+        """Check that each prompt is consumed by the step of its window."""
         assert_consumed_once(running, run, steps=STEPS, groups_per_step=GROUPS, group_size=SAMPLES)
         return {"steps": STEPS, "trained": STEPS * GROUPS * SAMPLES}

@@ -1,5 +1,5 @@
-"""A control plane, where it has replicas on real servers with every connection through a proxy:
-what `make chaos` disturbs."""
+"""The services that `make chaos` disturbs. Replicas run on real servers, with every connection
+through a proxy."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from servers import Servers, free_ports
 from sim import stop
 
 PACE = 0.1
-"""Seconds that a sample takes at most: a run must be long enough to be disturbed."""
+"""The longest duration of a sample in seconds. A run must be long enough for faults."""
 
 
 class Production:
-    """A mesh; one of the shape `replicas` with its servers and proxies."""
+    """The services, with servers and proxies in the shape `replicas`."""
 
     def __init__(self, folder: Path, running: Mesh) -> None:
         self.folder, self.running = folder, running

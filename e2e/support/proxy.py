@@ -1,7 +1,6 @@
-"""A TCP proxy whose connections can be dropped, delayed, held, cut in the middle of a message and
-half closed.
+"""A TCP proxy that can drop, delay, hold, cut, and half-close connections.
 
-One thread carries every link. The methods of `Link` may be called from any other.
+One thread serves all links. The methods of `Link` may be called from other threads.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ CHUNK = 1 << 16
 
 @dataclass(eq=False)
 class _Pair:
-    """One connection of a client, and the proxy's own to the server behind it."""
+    """A connection of a client, and the proxy's connection to the server."""
 
     client: asyncio.StreamWriter
     server: asyncio.StreamWriter
@@ -34,7 +33,7 @@ class _Pair:
 
 @dataclass(eq=False)
 class Link:
-    """A listener and where it leads."""
+    """A listener and its target."""
 
     name: str
     listen: tuple[str, int]
@@ -44,32 +43,32 @@ class Link:
     _delay: float = 0.0
     _refusing: bool = False
     _left: int | None = None
-    """Bytes until the connection that carries the last of them is cut."""
+    """Number of bytes after which the connection that carries them is cut."""
     _going: asyncio.Event = field(default_factory=asyncio.Event)
 
     def drop(self) -> None:
-        """Reset every connection."""
+        """Reset all connections."""
         self._soon(lambda: [pair.reset() for pair in tuple(self.pairs)])
 
     def refuse(self) -> None:
-        """Reset every connection, and each new one, until `heal`."""
+        """Reset all connections, and each new one, until `heal`."""
         self._soon(lambda: setattr(self, "_refusing", True))
         self.drop()
 
     def delay(self, seconds: float) -> None:
-        """Pass each piece on so much later, until `heal`."""
+        """Delay all data by ``seconds``, until `heal`."""
         self._soon(lambda: setattr(self, "_delay", seconds))
 
     def hold(self) -> None:
-        """Pass nothing on, and keep it, until `heal`: the peers see silence."""
+        """Hold all data until `heal`. The peers receive nothing."""
         self._soon(self._going.clear)
 
     def cut(self, size: int) -> None:
-        """Reset the connection that carries the next so manieth byte, there."""
+        """Reset the connection that carries the byte with this number, counted from now."""
         self._soon(lambda: setattr(self, "_left", size))
 
     def half_close(self, to_server: bool) -> None:
-        """End one direction of every connection; the other stays."""
+        """Close one direction of every connection; the other stays open."""
 
         def close() -> None:
             for pair in self.pairs:
@@ -79,7 +78,7 @@ class Link:
         self._soon(close)
 
     def heal(self) -> None:
-        """Pass everything on again, what was held too."""
+        """Pass all data on again, including held data."""
 
         def whole() -> None:
             self._delay, self._refusing, self._left = 0.0, False, None
@@ -102,7 +101,7 @@ class Link:
         self.pairs.add(pair)
         try:
             await asyncio.gather(self._carry(pair, reader, there), self._carry(pair, away, writer))
-        except asyncio.CancelledError:  # the proxy ends
+        except asyncio.CancelledError:  # the proxy stops
             pass
         finally:
             self.pairs.discard(pair)
@@ -125,15 +124,15 @@ class Link:
                         return
                 writer.write(data)
                 await writer.drain()
-            await self._going.wait()  # an end is held too
+            await self._going.wait()  # the end of a connection is held too
             writer.write_eof()
-        except (OSError, RuntimeError):  # one that was half closed takes nothing any more
+        except (OSError, RuntimeError):  # a half-closed connection accepts no more data
             if not writer.is_closing() and not writer.transport.is_closing():
                 pair.reset()
 
 
 class Proxy:
-    """Every link of a mesh, by name."""
+    """The links of all connections, by name."""
 
     def __init__(self) -> None:
         self.links: dict[str, Link] = {}
@@ -171,7 +170,8 @@ class Proxy:
 
 
 def trouble(link: Link, dice: random.Random) -> tuple[str, float]:
-    """Hurt a link somehow. Returns what was done, and after how many seconds it must be healed."""
+    """Inject a random fault into a link. Returns its description, and the seconds after which it
+    must be healed."""
     kind = dice.choice(("drop", "refuse", "delay", "hold", "cut", "half close"))
     if kind == "drop":
         link.drop()

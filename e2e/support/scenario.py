@@ -1,4 +1,4 @@
-"""What every shape of the control plane must do."""
+"""The scenario that every shape must pass."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SLOW = 'reward.plugin="reward.py:slow_digit_share"'
 
 
 def six_steps(running: Mesh, config: Path) -> str:
-    """The small job from beginning to end: the gateway answers, workers have the weights of the
-    ledger, and each prompt is consumed once. Returns the last weights digest."""
+    """Run the small job to its end: the gateway answers, workers have the weights of the ledger,
+    and each prompt is consumed once. Returns the last weights digest."""
     run = running.submit(config, SLOW)
     near_end = running.until_step(run, STEPS - 1)
     workers = {worker.kind: worker for worker in near_end.workers}

@@ -1,8 +1,8 @@
-"""Real servers for a control plane under test: PostgreSQL, Consul, a NATS cluster and an S3 server,
-each on its own folder.
+"""Real servers for services under test: PostgreSQL, Consul, a NATS cluster, and an S3 server, each
+with its own folder.
 
-`make servers` builds all but PostgreSQL, which comes from the system. Each can be killed, frozen
-and started again on the same folder and port.
+`make servers` builds all except PostgreSQL, which is a package of the system. Each server can be
+killed, stopped, and started again with the same folder and port.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from mesh import ROOT, until
 NODES = 3
 START_SECONDS = 60.0
 FIRST_PORT, PORTS = 15000, 17000
-"""Where `free_ports` looks; as in libs/freeport."""
+"""The range of ports for `free_ports`, as in libs/freeport."""
 TOOLS = ROOT / ".tools" / "bin"
 
 
 @dataclass
 class Server:
-    """One process. Ends with this one, by the kernel."""
+    """One server process. The kernel kills it when this process exits."""
 
     name: str
     command: list[str]
@@ -47,7 +47,7 @@ class Server:
     process: subprocess.Popen[bytes] | None = None
 
     def launch(self) -> None:
-        """Start it, without waiting until it serves."""
+        """Start the server, without waiting until it serves."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 become(self.command, namespace=self.namespace, user=self.user, tied=True),
@@ -60,14 +60,14 @@ class Server:
             )
 
     def start(self) -> None:
-        """Start it and wait until it serves."""
+        """Start the server and wait until it serves."""
         self.launch()
         self.wait()
 
     def wait(self) -> None:
         until(lambda: self.serves() or self.left(), f"{self.name} to serve", START_SECONDS)
         if self.left():
-            raise AssertionError(f"{self.name} left at its start:\n{self.log.read_text(errors='replace')[-3000:]}")
+            raise AssertionError(f"{self.name} exited while starting:\n{self.log.read_text(errors='replace')[-3000:]}")
 
     def serves(self) -> bool:
         with contextlib.suppress(OSError, ValueError):
@@ -78,7 +78,8 @@ class Server:
         return self.process is None or self.process.poll() is not None
 
     def signal(self, number: signal.Signals) -> None:
-        """To the process and all that it started: each of PostgreSQL's connections is a process."""
+        """Signal the process and all processes that it started, because PostgreSQL has a process
+        per connection."""
         if self.process is None or self.left():
             return
         for pid in (self.process.pid, *children(self.process.pid)):
@@ -86,7 +87,7 @@ class Server:
                 os.kill(pid, number)
 
     def kill(self) -> None:
-        """As a crash: nothing is written any more. Idempotent."""
+        """Kill the server, so that nothing more is written. Idempotent."""
         if self.process is not None:
             self.signal(signal.SIGKILL)
             self.process.wait(10)
@@ -94,16 +95,16 @@ class Server:
 
 @dataclass
 class Servers:
-    """One of each. The addresses are those for clients."""
+    """One server of each kind. The addresses are those for clients."""
 
     folder: Path
     host: str = "127.0.0.1"
-    """The address on which they listen."""
+    """The address on which the servers listen."""
     namespace: str | None = None
-    """The network namespace that has this address."""
+    """The network namespace with this address."""
     by_name: dict[str, Server] = field(default_factory=dict)
     direct: dict[str, int] = field(default_factory=dict)
-    """The port of each server, where proxies lead."""
+    """The port of each server, for the proxies."""
     _data: Path | None = None
 
     def start(self) -> Servers:
@@ -113,7 +114,7 @@ class Servers:
         self._nats()
         self._s3()
         for server in self.by_name.values():
-            server.launch()  # together: a cluster gets ready only so
+            server.launch()  # started together, because a cluster needs all its nodes
         for server in self.by_name.values():
             server.wait()
         return self
@@ -125,7 +126,8 @@ class Servers:
             shutil.rmtree(self._data, ignore_errors=True)
 
     def configuration(self, port: Callable[[str], int], shared: Path) -> str:
-        """A rolloutd.toml that names them. port: where clients find a server, by its name."""
+        """A rolloutd.toml with these servers. port: the port for clients of a server, by its
+        name."""
         nats = ",".join(f"nats://{self.host}:{port(f'nats-{n}')}" for n in range(NODES))
         secret, token = self.folder / "secret", self.folder / "token"
         secret.write_text("chaos-secret-key\n")
@@ -154,7 +156,7 @@ url = "postgres://rollout@{self.host}:{port("postgres")}/postgres?sslmode=disabl
 
     def _postgres(self) -> None:
         binaries = postgres_binaries()
-        self._data = Path(tempfile.mkdtemp(prefix="rollout-postgres-"))  # other users can't reach a test's own folder
+        self._data = Path(tempfile.mkdtemp(prefix="rollout-postgres-"))  # other users can't access the folder of a test
         user = "postgres" if os.getuid() == 0 else None
         if user:
             shutil.chown(self._data, user, user)
@@ -172,12 +174,12 @@ url = "postgres://rollout@{self.host}:{port("postgres")}/postgres?sslmode=disabl
         settings = (
             f"listen_addresses={self.host}",
             "unix_socket_directories=",
-            "fsync=off",  # what is killed here is processes: the system keeps what they wrote
+            "fsync=off",  # tests kill processes, not the system, which keeps written data
             "max_connections=300",
             "shared_buffers=32MB",
         )
-        # A connection's process sees only in a while that the server is gone, and until then no new
-        # one starts.
+        # The process of a connection needs a while to notice that the server was killed, and until
+        # then PostgreSQL does not start again.
         command = [str(binaries / "postgres"), "-D", str(data), "-p", str(port)]
         for setting in settings:
             command += ["-c", setting]
@@ -217,7 +219,7 @@ url = "postgres://rollout@{self.host}:{port("postgres")}/postgres?sslmode=disabl
         (data / "rollout").mkdir(parents=True, exist_ok=True)  # a bucket
         self._add(
             "s3",
-            # rolloutd takes plain HTTP from a bucket on its own host alone; this process may be in
+            # rolloutd uses plain HTTP only for a bucket on its own host, and this process may be in
             # another namespace.
             [
                 str(tool("versitygw")),
@@ -237,7 +239,7 @@ url = "postgres://rollout@{self.host}:{port("postgres")}/postgres?sslmode=disabl
 
 
 def tool(name: str) -> Path:
-    """A server that `make servers` built."""
+    """The path of a server that `make servers` built."""
     path = TOOLS / name
     assert path.exists(), f"{name} is not installed: run `make servers`"
     return path
@@ -256,8 +258,8 @@ def postgres_binaries() -> Path:
 def free_ports() -> Iterator[int]:
     """Unused ports below the range of ephemeral ports, so that a released port stays free.
 
-    Each belongs to this process until it ends, by a lock on a file of its number: the protocol of
-    libs/freeport, so that neither its users nor another of ours get the same.
+    This process reserves each port until it exits, by a lock on a file with the port's number. That
+    is the protocol of libs/freeport, so no other test gets the same port.
     """
     folder = Path(os.environ.get("TMPDIR") or "/tmp", f"rollout-ports-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -272,11 +274,11 @@ def free_ports() -> Iterator[int]:
         except OSError:  # reserved or in use
             os.close(lock)
             continue
-        yield port  # its lock stays open
+        yield port  # keep the lock open
 
 
 def children(pid: int) -> list[int]:
-    """Every process below one."""
+    """All descendants of a process."""
     with contextlib.suppress(OSError):
         direct = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
         return [found for child in direct for found in (child, *children(child))]
@@ -289,8 +291,8 @@ def listens(host: str, port: int) -> bool:
 
 
 def answers_postgres(host: str, port: int) -> bool:
-    """Whether the server takes connections: one that still recovers answers a start-up message with
-    an error."""
+    """Whether the server accepts connections. A server that still recovers answers a start-up
+    message with an error."""
     with socket.create_connection((host, port), timeout=2) as connection:
         body = (196608).to_bytes(4, "big") + b"user\0rollout\0database\0postgres\0\0"
         connection.sendall((len(body) + 4).to_bytes(4, "big") + body)
@@ -303,5 +305,5 @@ def get(url: str) -> bytes:
 
 
 def healthy(host: str, monitor: int) -> Callable[[], bool]:
-    """Whether a node of the cluster serves and follows JetStream's leader."""
+    """Whether a node of the cluster serves and knows JetStream's leader."""
     return lambda: json.loads(get(f"http://{host}:{monitor}/healthz"))["status"] == "ok"

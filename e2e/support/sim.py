@@ -1,5 +1,5 @@
-"""A job without a model (`rollout_testing.sim`) for tests of everything around models: it starts in
-a second."""
+"""A job without a model (`rollout_testing.sim`), for tests of everything except models. It starts
+in a second."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def letters(samples):
 
 @dataclass(frozen=True)
 class Job:
-    """A run without a model. Its data are few, so that it passes over them several times."""
+    """A run without a model. It passes over its few rows several times."""
 
     folder: Path
     steps: int = 20
@@ -107,12 +107,12 @@ class Job:
     snapshot: int = 5
     keep_payloads: bool = False
     way: str = "auto"
-    """How weights get to the workers."""
+    """The path of weights to the workers."""
     draws: bool = False
-    """Dynamic sampling, with a reward that is the same for all answers to every third prompt."""
+    """Dynamic sampling, with a reward that is equal for all answers to every third prompt."""
 
     def write(self) -> Path:
-        """The config, with the files that it names in the same folder."""
+        """Write the config and its files to one folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         policy.write_model(self.folder / "model")
         rows = [json.dumps({"prompt": f"row {n}:", "answer": str(n)}) for n in range(ROWS)]
@@ -141,19 +141,19 @@ class Job:
         return running.plan(self.write())
 
     def agree(self, running: Mesh, run: str) -> dict[str, int]:
-        """Hold the journals against the ledger."""
+        """Compare the journals with the ledger."""
         return journals_agree(running, run, self)
 
 
 def sim_mesh(state: Path, shape: str = "all", seconds: float = 0.0, arguments: tuple[str, ...] = (), **environment: str) -> Mesh:
-    """A control plane whose workers have no model. seconds: what a sample takes at most. arguments:
-    more of `rolloutd`."""
+    """Services whose workers have no model. seconds: the longest duration of a sample. arguments:
+    additional ones of `rolloutd`."""
     return Mesh(
         state,
         shape,
         arguments=(
             *("--worker-command", f"{sys.executable} -m rollout_testing.sim", "--worker-python", sys.executable),
-            *("--buffer-segment-bytes", "8192"),  # so that snapshots free some
+            *("--buffer-segment-bytes", "8192"),  # small segments, so that snapshots free some
             *arguments,
         ),
         environment={"PYTHONPATH": str(ROOT / "python"), "ROLLOUT_SIM_SECONDS": str(seconds), **environment},
@@ -161,20 +161,20 @@ def sim_mesh(state: Path, shape: str = "all", seconds: float = 0.0, arguments: t
 
 
 class HasFolder(Protocol):
-    """A job, of whatever kind."""
+    """A job of any kind."""
 
     @property
     def folder(self) -> Path: ...
 
 
 def submit(running: Mesh, lock: bytes, job: HasFolder) -> str:
-    """Start a run of a plan that was made before."""
+    """Start a run of an existing plan."""
     return running.scheduler.CreateRun(run_pb2.CreateRunRequest(lock=lock, base_dir=str(job.folder))).run.run_id
 
 
 def audited(running: Mesh, run: str, gone: Callable[[], bool] = lambda: False) -> dict:
-    """The output of `rollout audit` for a run. Fails if it finds a break. gone: whether a service
-    was killed in the meantime, so that the audit is not available."""
+    """The output of `rollout audit` for a run. Fails if the audit reports a problem. gone: whether
+    a service was killed in the meantime, so that the audit may be unavailable."""
     command = [str(ROOT / "bin" / "rollout"), "--format", "json", "audit", run]
     if running.namespace:
         command += ["--insecure"]
@@ -186,7 +186,7 @@ def audited(running: Mesh, run: str, gone: Callable[[], bool] = lambda: False) -
         for flag, file in zip(("--ca-file", "--cert-file", "--key-file"), running.certificates(), strict=False):
             command += [flag, file]
     outcome = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    for _ in range(60):  # a service that has just come back is not known to everybody yet
+    for _ in range(60):  # not all services know a restarted service yet
         if outcome.returncode != UNAVAILABLE or gone():
             break
         time.sleep(0.5)
@@ -198,7 +198,7 @@ def audited(running: Mesh, run: str, gone: Callable[[], bool] = lambda: False) -
 
 
 def audited_offline(running: Mesh, run: str) -> dict:
-    """The same from databases and bucket alone."""
+    """The audit from databases and the bucket, without the services."""
     command = [str(ROOT / "bin" / "rollout"), "--format", "json", "audit", run, "--config", str(running.config)]
     outcome = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert outcome.returncode == 0, f"{outcome.returncode}: {outcome.stdout[-6000:]}{outcome.stderr[-3000:]}"
@@ -206,7 +206,7 @@ def audited_offline(running: Mesh, run: str) -> dict:
 
 
 def replay(running: Mesh, run: str, code: int = 0) -> dict:
-    """What `rollout replay` says."""
+    """The output of `rollout replay`."""
     worker = f"{sys.executable} -m rollout_testing.sim"
     command = [
         str(ROOT / "bin" / "rollout"),
@@ -226,7 +226,7 @@ def replay(running: Mesh, run: str, code: int = 0) -> dict:
 
 
 def finish(running: Mesh, run: str) -> str:
-    """Wait for the end of a run, which must be a success. Returns its last weights digest."""
+    """Wait for the end of a run, which must succeed. Returns its last weights digest."""
     status = None
     for seen in running.watch(run):
         status = seen
@@ -236,12 +236,12 @@ def finish(running: Mesh, run: str) -> str:
 
 
 def journals_agree(running: Mesh, run: str, job: Job) -> dict[str, int]:
-    """Hold what learner and engines wrote down themselves against the ledger. The audit is not
-    asked.
+    """Compare the journals of the learner and the engines with the ledger, independent of the
+    audit.
 
-    Each committed step must be the last that the learner made of that number, from exactly the
-    samples of the ledger's batch and with the digest of the ledger; no sample may be in two steps;
-    and each must have been sampled by the weights of its receipt.
+    Each committed step must equal the learner's last step with that number: the same samples and
+    the same digest. A sample may be in only one step, and must have been sampled with the weights
+    of its receipt.
     """
     directory = running.status(run).run.directory
     trained = journal.read(directory, "learner")
@@ -254,7 +254,7 @@ def journals_agree(running: Mesh, run: str, job: Job) -> dict[str, int]:
         batch = running.buffer.GetBatch(buffer_pb2.GetBatchRequest(run_id=run, step=step.step)).batch
         names = [f"{ref.key.epoch}/{ref.key.index}/{ref.key.sample}" for ref in batch.samples]
         made = [record for record in trained if record["step"] == step.step]
-        assert made, f"step {step.step} is committed, and the learner never made it"
+        assert made, f"step {step.step} is committed, but the learner did not make it"
         for record in made:
             assert record["samples"] == names, f"step {step.step}: trained on {record['samples']}, the ledger has {names}"
             assert record["digest"] == step.weights_digest, (
@@ -270,7 +270,7 @@ def journals_agree(running: Mesh, run: str, job: Job) -> dict[str, int]:
             seed = sample_seed(SEED, key.epoch, key.index, key.sample)
             request = f"{key.epoch}/{key.index}/{key.attempt}"
             assert (request, seed, version, digest) in sampled, (
-                f"{name}: no engine wrote that it sampled it with version {version}"
+                f"{name}: no engine recorded that it sampled this with version {version}"
             )
     left_out = sum(step.excluded for step in steps)
     for step in steps:
@@ -280,7 +280,7 @@ def journals_agree(running: Mesh, run: str, job: Job) -> dict[str, int]:
 
 
 def _receipts(running: Mesh, run: str) -> dict[str, int]:
-    """Weights version of each sample."""
+    """The weights version of each sample."""
     out: dict[str, int] = {}
     for rows in running.buffer.ExportLedger(buffer_pb2.ExportLedgerRequest(run_id=run)):
         for sample in rows.samples:
@@ -294,7 +294,7 @@ def _initial(job: Job) -> str:
 
 
 def stop(running: Mesh) -> None:
-    """End every process at once, stopped ones too."""
+    """Kill all processes at once, also stopped ones."""
     for process in running.processes.values():
         if process.poll() is None:
             os.killpg(process.pid, 9)
