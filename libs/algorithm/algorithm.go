@@ -1,6 +1,5 @@
-// Package algorithm answers what the algorithm of a run needs from services. The answers are the
-// traits in the contract (`option (algorithm)` in algorithm.proto), refined by the settings of the
-// run.
+// Package algorithm says what the algorithm of a run needs from services, according to the traits
+// in the contract (`option (algorithm)` in algorithm.proto) and the settings of the run.
 package algorithm
 
 import (
@@ -12,7 +11,7 @@ import (
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 )
 
-// Name is the chosen table, such as "grpo"; "" without one.
+// Name returns the name of the chosen table, such as "grpo", or "" if there is none.
 func Name(config *configv1.RunConfig) string {
 	if field := chosen(config); field != nil {
 		return field.TextName()
@@ -73,8 +72,8 @@ func Setting(config *configv1.RunConfig, key string) (value protoreflect.Value, 
 	return value, false
 }
 
-// FromData reports whether the training tokens are those of the rows: nothing is sampled, so there
-// can be no stale token.
+// FromData reports whether the training tokens are read from rows instead of sampled, so that they
+// can't be stale.
 func FromData(config *configv1.RunConfig) bool {
 	rows := Traits(config).GetRows()
 	return rows != configv1.RowKind_ROW_KIND_UNSPECIFIED && rows != configv1.RowKind_ROW_KIND_PROMPT

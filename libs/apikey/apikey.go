@@ -27,10 +27,11 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
-// Scope is what a key may do. Each holds those before it.
+// Scope says which calls a key may make. Each scope includes those before it.
 type Scope string
 
-// The scopes. Mesh is of no key: it is what only processes of the mesh may do, with its token.
+// The scopes. No key has the scope Mesh: it is for the calls that only the project's own processes
+// may make, with the mesh token.
 const (
 	Read   Scope = "read"   // look at everything
 	Submit Scope = "submit" // plan, start and steer runs, and sample their policies
@@ -40,7 +41,7 @@ const (
 
 var ranks = []Scope{Read, Submit, Admin, Mesh}
 
-// Allows reports whether a key of this scope may do what another asks for.
+// Allows reports whether a key of this scope may make calls that require the scope s.
 func (s Scope) Allows(needed Scope) bool {
 	have, want := slices.Index(ranks, s), slices.Index(ranks, needed)
 	return have >= 0 && want >= 0 && have >= want
@@ -55,7 +56,7 @@ var (
 	ErrFile    = rpcerr.New(codes.FailedPrecondition, "API_KEY_FILE", "the file of API keys can't be used")
 )
 
-const prefix = "rk-" // tells a key from other secrets, for scanners of repositories
+const prefix = "rk-" // marks a key, so that scanners of repositories recognize it
 
 var name = regexp.MustCompile(`^[a-z0-9]([a-z0-9.@_-]{0,62}[a-z0-9])?$`)
 
@@ -71,7 +72,7 @@ type Record struct {
 // Keep is a file of keys. Changes are made under a lock file in the same folder.
 type Keep struct{ Path string }
 
-// List is the keys that are there; none where the file is not. ErrFile.
+// List returns the existing keys; none if the file does not exist. It returns ErrFile.
 func (k Keep) List() ([]Record, error) {
 	data, err := os.ReadFile(k.Path)
 	if errors.Is(err, fs.ErrNotExist) {

@@ -7,9 +7,9 @@ import (
 	"path/filepath"
 )
 
-// Write puts data into path under a temporary name in the same folder, fsynced and then renamed: a
-// reader finds the previous content or all of data. mode counts whatever the umask. The folder must
-// be there; no temporary file stays where it fails.
+// Write writes data to a temporary file in the folder of path, fsyncs it, and renames it to path,
+// so that a reader finds the previous content or all of data. The file gets mode independent of the
+// umask. The folder must exist. After an error the temporary file is removed.
 func Write(path string, data []byte, mode os.FileMode) error {
 	tmp, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+".*") // 0600
 	if err != nil {

@@ -80,7 +80,7 @@ func (c groupCheck) epochs() {
 	if c.positional() {
 		settled = c.end(c.Ledger.GetState().GetStep())
 	}
-	if c.dynamic() { // the end of the last step is not known in advance; groups may be left over
+	if c.dynamic() { // the end of the last step is not known in advance, so groups may remain
 		end = max(end, c.CursorAfter)
 	} else if c.succeeded() {
 		settled = end

@@ -117,7 +117,7 @@ func (l layout) end(step uint64) uint64 {
 	return l.config.GetFirstPosition() + (step-l.config.GetFirstStep())*uint64(l.config.GetGroupsPerStep())
 }
 
-// window returns the step whose window holds a position.
+// window returns the step whose window contains a position.
 func (l layout) window(position uint64) uint64 {
 	first := l.config.GetFirstStep() + 1
 	if position < l.config.GetFirstPosition() {

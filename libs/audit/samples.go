@@ -7,7 +7,7 @@ import (
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 )
 
-// sampleCheck checks sample records, their payloads and the segments that hold them.
+// sampleCheck checks sample records, their payloads, and the segments that contain them.
 type sampleCheck struct {
 	*rows
 	*findings

@@ -24,7 +24,7 @@ var (
 		"blob keys are slash-separated names; no name is empty or begins with a dot")
 	ErrBadRange = rpcerr.New(codes.OutOfRange, "BLOB_BAD_RANGE", "the range is outside the blob")
 	ErrCorrupt  = rpcerr.New(codes.DataLoss, "BLOB_CORRUPT", "the blob's bytes do not have its content id or checksum")
-	// Those of a store behind a network alone.
+	// Errors that only stores behind a network return.
 	ErrNoBucket = rpcerr.New(codes.FailedPrecondition, "BLOB_NO_BUCKET",
 		"the bucket is not there; make it first, or fix blob.url and blob.region")
 	ErrDenied = rpcerr.New(codes.PermissionDenied, "BLOB_DENIED",
@@ -49,25 +49,25 @@ type Range struct {
 
 // Reader reads blobs. Its methods may be called from many goroutines.
 type Reader interface {
-	// Get opens a range of a blob; the caller closes it. Where the store keeps a checksum, the Read
-	// that meets the end of a whole blob gives ErrCorrupt instead of io.EOF when the bytes do not have
-	// it. ErrNotFound, ErrBadRange.
+	// Get opens a range of a blob; the caller closes it. If the store has a checksum of the blob, the
+	// last Read of a whole blob returns ErrCorrupt instead of io.EOF if the bytes do not match it. Get
+	// returns ErrNotFound or ErrBadRange.
 	Get(ctx context.Context, key string, r Range) (io.ReadCloser, error)
 	// Stat describes a blob without reading it. ErrNotFound.
 	Stat(ctx context.Context, key string) (Info, error)
-	// List yields the blobs whose key begins with prefix (a plain string prefix, no folder), sorted by
+	// List yields the blobs whose keys start with prefix (a string prefix, not a folder), sorted by
 	// key. It ends after its first error.
 	List(ctx context.Context, prefix string) iter.Seq2[Info, error]
 }
 
 // Writer writes blobs. Its methods may be called from many goroutines.
 type Writer interface {
-	// Put creates a blob from r; when it returns nil the bytes are durable and visible as a whole. A
-	// key is written once: where it is taken, ErrExists, and of writers at the same time exactly one
-	// wins. Nothing is visible after an error; but after ErrUnavailable, or when ctx ended while a
-	// store behind a network answered, the blob may be there, as a whole.
+	// Put creates a blob from r. When it returns nil, the bytes are durable and visible. A key can be
+	// written once: Put returns ErrExists if the key exists, and exactly one of several concurrent
+	// writers succeeds. After an error nothing is visible. But after ErrUnavailable, or if ctx ended
+	// while a store behind a network was answering, the complete blob may exist.
 	Put(ctx context.Context, key string, r io.Reader) (Info, error)
-	// Delete removes a blob. Deleting what is not there is no error.
+	// Delete removes a blob. It succeeds if the blob does not exist.
 	Delete(ctx context.Context, key string) error
 }
 

@@ -50,8 +50,8 @@ func (c *CAS) PutBytes(ctx context.Context, data []byte) (string, error) {
 	return content, ignoreExists(err)
 }
 
-// PutFile stores a local file: it is hashed once, and taken over without a copy where the store can
-// (see FilePutter).
+// PutFile stores a local file. It hashes the file once, and does not copy it if the store can link
+// or move it (see FilePutter).
 func (c *CAS) PutFile(ctx context.Context, path string) (content string, size int64, err error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -93,9 +93,9 @@ func (c *CAS) Put(ctx context.Context, r io.Reader) (content string, size int64,
 	return c.PutFile(ctx, tmp.Name())
 }
 
-// Open reads a content from its beginning and verifies it on the way: the Read that meets the end
-// gives ErrCorrupt instead of io.EOF where the bytes do not have the id. What was read before that
-// is not verified yet. ErrNotFound.
+// Open reads a content from its start and verifies it while reading: the last Read returns
+// ErrCorrupt instead of io.EOF if the bytes do not have the id. Bytes before that are not verified
+// yet. Open returns ErrNotFound.
 func (c *CAS) Open(ctx context.Context, content string) (io.ReadCloser, error) {
 	key, err := c.Key(content)
 	if err != nil {
@@ -138,7 +138,7 @@ func (c *CAS) Stat(ctx context.Context, content string) (Info, error) {
 	return info, err
 }
 
-// Delete removes a content; the caller knows that nothing refers to it.
+// Delete removes a content. The caller must know that nothing refers to it.
 func (c *CAS) Delete(ctx context.Context, content string) error {
 	key, err := c.Key(content)
 	if err != nil {

@@ -25,7 +25,7 @@ func ask[T any](ctx context.Context, question func(context.Context) (T, error)) 
 	}
 }
 
-// order is ask where the answer says no more than that it was done.
+// order is ask for requests whose answer only confirms that they were done.
 func order(ctx context.Context, question func(context.Context) error) error {
 	_, err := ask(ctx, func(ctx context.Context) (struct{}, error) { return struct{}{}, question(ctx) })
 	return err

@@ -117,7 +117,7 @@ func (d *Delivery) Decode(into proto.Message) error {
 // Data is the raw body.
 func (d *Delivery) Data() []byte { return d.msg.Data() }
 
-// Subject is where it was published.
+// Subject returns the subject to which the message was published.
 func (d *Delivery) Subject() string { return d.msg.Subject() }
 
 // Header is a header's first value.

@@ -20,7 +20,7 @@ type Options struct {
 	URL            string // "nats://host:4222", "tls://.." asks for TLS; nodes of one cluster are separated by commas
 	Token          string
 	User, Password string
-	NKeySeed       string       // "SU..."; the server knows the public key
+	NKeySeed       string       // "SU..."; the server has the public key
 	TLS            *cert.Source // nil: of tls:// URLs the system's authorities are trusted
 	// Replicas of each stream; 0: three in a cluster that has so many nodes, else as many as it has.
 	Replicas int

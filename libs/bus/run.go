@@ -15,8 +15,9 @@ import (
 	"github.com/rollout-rl/rollout/proto/gen/names"
 )
 
-// EnsureRun makes the WORK and TRAJ streams of a run and their consumers, or brings them to the
-// settings of streams.go; what is in them stays. Safe to call again and from several processes.
+// EnsureRun creates the WORK and TRAJ streams of a run and their consumers, or changes them to the
+// settings of streams.go. Stored messages remain. It may be called again and from several
+// processes.
 func (b *Bus) EnsureRun(ctx context.Context, run string) error {
 	if err := checkRun(run); err != nil {
 		return err
@@ -30,7 +31,7 @@ func (b *Bus) EnsureRun(ctx context.Context, run string) error {
 	return b.ensure(ctx, stream, consumer)
 }
 
-// DeleteRun removes the streams of a run with all that is in them. What is not there is no error.
+// DeleteRun removes the streams of a run with all their messages. Missing streams are not an error.
 func (b *Bus) DeleteRun(ctx context.Context, run string) error {
 	if err := checkRun(run); err != nil {
 		return err

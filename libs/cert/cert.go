@@ -1,10 +1,10 @@
-// Package cert is the certificates that processes of a mesh and people show each other: an
-// authority that issues them (Folder), and what a running process uses, read again when the files
-// were renewed (Source).
+// Package cert has the certificates of processes and people for mutual TLS: an authority that
+// issues them (Folder), and the files of a running process, which are read again after a renewal
+// (Source).
 //
-// A certificate says in an URI who has it: rollout://mesh/service/NAME, rollout://mesh/worker/NAME
-// or rollout://mesh/person/NAME. Certificates of another authority may lack it; then they prove
-// only that the authority knows their owner.
+// A certificate names its owner in a URI: rollout://mesh/service/NAME, rollout://mesh/worker/NAME,
+// or rollout://mesh/person/NAME. Certificates of another authority may have no such URI; then they
+// only prove that the authority issued them.
 package cert
 
 import (
@@ -31,7 +31,7 @@ var (
 	ErrExpired = rpcerr.New(codes.FailedPrecondition, "CERT_EXPIRED", "the certificate has ended")
 )
 
-// Kind is what a certificate is for.
+// Kind is the kind of a certificate's owner.
 type Kind string
 
 // The kinds of certificates. The certificate of a person is for clients only.
@@ -70,7 +70,7 @@ func (id Identity) check() error {
 	return nil
 }
 
-// Of is who has a certificate; false where it doesn't say.
+// Of returns the owner of a certificate; false if the certificate does not name one.
 func Of(c *x509.Certificate) (Identity, bool) {
 	for _, u := range c.URIs {
 		kind, name, ok := strings.Cut(strings.TrimPrefix(u.Path, "/"), "/")

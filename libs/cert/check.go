@@ -6,9 +6,9 @@ import (
 	"time"
 )
 
-// Check looks at a certificate as its users will: the key fits and is private, the chain leads to
-// an authority of Files.CA (not looked at where that is ""), and now is within its time. It returns
-// the leaf where it can be read. ErrFile, ErrMissing, ErrExpired.
+// Check checks a certificate like its users: the key matches and is private, the chain leads to an
+// authority in Files.CA (unchecked if that is ""), and the certificate is valid now. It returns the
+// leaf if it can be read. It returns ErrFile, ErrMissing, or ErrExpired.
 func Check(files Files, now time.Time) (*x509.Certificate, error) {
 	list, err := Read(files.Cert)
 	if err != nil {

@@ -27,8 +27,8 @@ var (
 			Fix("give it a certificate, or call it in plain text where it is on this host")
 )
 
-// phrases is how crypto/tls and crypto/x509 word what went wrong, also in the name of the other
-// side (an alert). They come to us as text: gRPC flattens the errors of a handshake.
+// phrases are the words of crypto/tls and crypto/x509 for failures, including alerts from the other
+// side. They must be matched as text, because gRPC returns handshake errors as text.
 var phrases = []struct {
 	text string
 	err  *rpcerr.Error
@@ -51,7 +51,8 @@ var phrases = []struct {
 // errShowsNone is a client that a server refused, in the server's log.
 var errShowsNone = rpcerr.New(codes.Unauthenticated, ErrRequired.Reason(), "it showed no certificate")
 
-// Refusal says why a server refused a client, or a client the server, for the server's log.
+// Refusal explains, for the server's log, why a server refused a client or a client refused the
+// server.
 func Refusal(err error) error {
 	switch text := err.Error(); {
 	case strings.Contains(text, "client didn't provide a certificate"):
@@ -62,8 +63,8 @@ func Refusal(err error) error {
 	return Explain(err)
 }
 
-// Explain says what a failed handshake means, and how to fix it. It returns other errors, and nil,
-// as they are.
+// Explain converts the error of a failed handshake to one that explains the cause and the fix. It
+// returns other errors, and nil, unchanged.
 func Explain(err error) error {
 	if err == nil {
 		return nil

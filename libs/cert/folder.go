@@ -23,8 +23,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/atomicfile"
 )
 
-// Folder is a folder with an authority and what it issued: ca.pem and ca-key.pem, KIND-NAME.pem and
-// KIND-NAME-key.pem. Keys are readable by their owner alone.
+// Folder is a folder with an authority and the certificates that it issued: ca.pem and ca-key.pem,
+// KIND-NAME.pem and KIND-NAME-key.pem. Only the owner can read keys.
 type Folder struct {
 	Path string
 	Now  func() time.Time
@@ -74,9 +74,9 @@ func (f Folder) Init(commonName string, life time.Duration) (*x509.Certificate, 
 	return f.sign(authority, template, template, key, key)
 }
 
-// Issue makes a certificate and a key, good for life and for servers under hosts (names and
-// addresses), in the place of those that were there. ErrMissing where the folder has no authority,
-// ErrExpired where that ends before the certificate would, ErrName.
+// Issue creates a certificate and a key, valid for life and for servers under hosts (names and
+// addresses), and replaces existing ones. It returns ErrMissing if the folder has no authority,
+// ErrExpired if the authority expires before the certificate would, or ErrName.
 func (f Folder) Issue(id Identity, hosts []string, life time.Duration) (*x509.Certificate, error) {
 	if err := id.check(); err != nil {
 		return nil, err
@@ -142,7 +142,7 @@ func (f Folder) Issued() ([]Identity, error) {
 	return out, nil
 }
 
-// Hosts is what a certificate is for: names and addresses.
+// Hosts returns the names and addresses for which a certificate is valid.
 func Hosts(c *x509.Certificate) []string {
 	hosts := slices.Clone(c.DNSNames)
 	for _, ip := range c.IPAddresses {

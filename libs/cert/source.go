@@ -16,15 +16,15 @@ import (
 
 // Files are PEM files of a process.
 type Files struct {
-	Cert string // what it shows; "": nothing, for who only calls
-	Key  string // readable by its owner alone
-	CA   string // of the authorities that it trusts; "": the system's, and clients are asked for no certificate
+	Cert string // the own certificate; "": none, for clients
+	Key  string // only readable by the owner
+	CA   string // the trusted authorities; "": the system's, and clients need no certificate
 }
 
-// Source is the certificate of a process, and whom it trusts. Both are read again when their files
-// have changed: a connection that is made after a renewal uses what was renewed, existing
-// connections continue. Files that don't fit together, as between the two writes of a renewal,
-// leave in use what was read last. Its methods may be called from many goroutines.
+// Source has the certificate of a process and the authorities that it trusts. Both are read again
+// when their files change. New connections use the new files; existing connections continue. If the
+// files do not match, for example between the two writes of a renewal, the previous ones stay in
+// use. Its methods may be called from many goroutines.
 type Source struct {
 	files Files
 	log   *slog.Logger
@@ -36,7 +36,7 @@ type Source struct {
 	failed string         // the last failure to reload, logged once
 }
 
-// stamp tells whether a file was written again.
+// stamp reports whether a file was written again.
 type stamp struct {
 	size    int64
 	changed time.Time
@@ -63,15 +63,16 @@ func Open(files Files, log *slog.Logger) (*Source, error) {
 // only calls.
 func (s *Source) Mutual() bool { return s.files.CA != "" && s.files.Cert != "" }
 
-// Files is what is read.
+// Files returns the paths of the files.
 func (s *Source) Files() Files { return s.files }
 
-// Server is what a listener of these protocols ("h2", "http/1.1"; none for other protocols) uses.
-// It may be kept: each handshake takes the certificate of its time. Where authorities are named, a
-// client without a certificate of theirs is refused.
+// Server returns the configuration of a listener for these protocols ("h2", "http/1.1"; none for
+// other protocols). It stays valid after renewals, because each handshake uses the current
+// certificate. If authorities are named, a client without a certificate of theirs is refused.
 func (s *Source) Server(protocols ...string) *tls.Config { return s.server(s.Mutual(), protocols) }
 
-// Mesh is a Server that takes no person's certificate: for what services and workers alone call.
+// Mesh is like Server, but refuses certificates of people, for services that only services and
+// workers call.
 func (s *Source) Mesh() *tls.Config {
 	made := s.Server()
 	each := made.GetConfigForClient
@@ -113,7 +114,7 @@ func (s *Source) server(mutual bool, protocols []string) *tls.Config {
 func (s *Source) Client() *tls.Config {
 	pair, roots := s.current()
 	c := &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: roots}
-	// What the server would refuse is refused here: its word for it may be lost with the connection.
+	// Check here what the server would refuse, because its message may be lost with the connection.
 	c.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) {
 		switch leaf := pair.Leaf; {
 		case pair.Certificate == nil:
@@ -138,7 +139,8 @@ func (s *Source) Roots() *x509.CertPool {
 	return roots
 }
 
-// Dial connects to a server and shakes hands, as http.Transport's DialTLSContext wants it.
+// Dial connects to a server and completes the handshake. It has the signature of http.Transport's
+// DialTLSContext.
 func (s *Source) Dial(ctx context.Context, network, address string) (net.Conn, error) {
 	return (&tls.Dialer{Config: s.Client()}).DialContext(ctx, network, address)
 }

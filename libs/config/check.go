@@ -81,7 +81,7 @@ func (c Config) finish() (Config, error) {
 	return c, errors.Join(errs...)
 }
 
-// passedOn reports what is wrong with the variables that workers are to be given.
+// passedOn reports problems of the variables that workers get.
 func (c Config) passedOn() (errs []error) {
 	secrets := c.Secrets()
 	for _, name := range c.Worker.Env {

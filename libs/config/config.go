@@ -1,9 +1,9 @@
-// Package config is the configuration of rolloutd itself: where it listens, what it hosts, where
-// its peers are. (What a run is configured with is another thing: rollout.config.v1.)
+// Package config is the configuration of rolloutd: its addresses, the services that it hosts, and
+// its peers. (The configuration of a run is rollout.config.v1.)
 //
-// Sources, each over the one before: defaults, a TOML file, ROLLOUTD_* variables, flags. The key
-// "nats.url" is the same setting in all of them: [nats] url, ROLLOUTD_NATS_URL, --nats-url. A key
-// that is not known is an error everywhere.
+// The sources, of which each overrides the previous ones: defaults, a TOML file, ROLLOUTD_*
+// variables, flags. A key such as "nats.url" is the same setting in all of them: [nats] url,
+// ROLLOUTD_NATS_URL, --nats-url. An unknown key is an error everywhere.
 package config
 
 import (
@@ -81,15 +81,15 @@ type Blob struct {
 	Credentials Ref    `toml:"credentials"`
 }
 
-// Buffer is how samples lie on the disk.
+// Buffer says how samples are stored on the disk.
 type Buffer struct {
 	SegmentBytes int    `toml:"segment_bytes"`
 	Durability   string `toml:"durability"` // what acknowledged samples survive: "fsync" a power cut, "process" a kill of everything
 }
 
-// Database is where the services keep their state: SQLite files below the state folder, or one
-// PostgreSQL database with a schema and a role for each service. URL is the database's, without a
-// password, or a reference (see Ref) to one with it.
+// Database is the database in which the services store their state: SQLite files below the state
+// folder, or one PostgreSQL database with a schema and a role for each service. URL is that of the
+// database, without a password, or a reference (see Ref) to a URL with one.
 type Database struct {
 	URL              string `toml:"url"`
 	SchemaPrefix     string `toml:"schema_prefix"`
@@ -97,10 +97,10 @@ type Database struct {
 	StatementTimeout int    `toml:"statement_timeout_s"`
 }
 
-// TLS are PEM files. A certificate alone makes the gRPC listener, and a gateway beyond loopback,
-// speak TLS. With an authority TLS is mutual, and everything of the mesh speaks it: services, the
-// embedded NATS and registry, and the workers, which show their own certificate where one is named,
-// else that of the process which starts them.
+// TLS has the paths of PEM files. With a certificate alone, the gRPC listener and a gateway beyond
+// loopback use TLS. With an authority, TLS is mutual and used by all processes: services, the
+// embedded NATS and registry, and workers. Workers use their own certificate if one is named, or
+// else that of the process that starts them.
 type TLS struct {
 	CertFile       string `toml:"cert_file"`
 	KeyFile        string `toml:"key_file"`
@@ -152,7 +152,7 @@ func Default(state string) Config {
 	}
 }
 
-// RuntimeFile is where the process says how to reach it.
+// RuntimeFile has the addresses and the token of a running process.
 func (c Config) RuntimeFile() string { return RuntimeFile(c.StateDir) }
 
 // RuntimeFile is the file of the process that owns a state folder.

@@ -37,9 +37,9 @@ func (d Database) check() (errs []error) {
 	return errs
 }
 
-// Postgres is the URL of the PostgreSQL database, read from where the configuration says; "" means
-// SQLite. It may hold a password: it is for the driver, never for a log or a file. environ is
-// os.Environ().
+// Postgres returns the URL of the PostgreSQL database from its configured place; "" means SQLite.
+// The URL may contain a password, so it is for the driver only, and never for a log or a file.
+// environ is os.Environ().
 func (d Database) Postgres(environ []string) (string, error) {
 	text, err := d.URL, error(nil)
 	if reference(text) {
@@ -54,7 +54,7 @@ func (d Database) Postgres(environ []string) (string, error) {
 	return text, nil
 }
 
-// reference tells a reference from an URL.
+// reference reports whether a value is a reference instead of a URL.
 func reference(text string) bool {
 	kind, _, _ := strings.Cut(text, ":")
 	return kind == "env" || kind == "file"

@@ -14,7 +14,7 @@ type key struct {
 	field func(*Config) any // *string, *Ref, *bool, *int, *time.Duration or *[]string
 }
 
-// keys is every setting; a test holds it against the struct's TOML names.
+// keys has every setting. A test compares it with the struct's TOML names.
 var keys = []key{
 	{"state_dir", "folder of databases, streams, artifacts and runs", func(c *Config) any { return &c.StateDir }},
 	{"shared_dir", "folder of artifacts, segments and runs, the same for all replicas of a service; default: the state folder", func(c *Config) any { return &c.SharedDir }},

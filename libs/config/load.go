@@ -83,12 +83,12 @@ func (v *flagValue) String() string { return v.text }
 func (v *flagValue) Set(text string) error {
 	v.text = text
 	if _, secret := v.key.field(&Config{}).(*Ref); secret {
-		return nil // package flag would repeat what is wrong; Load checks it
+		return nil // package flag would repeat the error; Load checks the value
 	}
 	return v.key.set(&Config{}, text)
 }
 
-// IsBoolFlag lets --nats-sync stand without a value.
+// IsBoolFlag makes --nats-sync valid without a value.
 func (v *flagValue) IsBoolFlag() bool {
 	if v.key.field == nil {
 		return false
@@ -237,9 +237,9 @@ func environment(environ []string) map[string]string {
 	return env
 }
 
-// StateDir is the state folder that environ asks for: $ROLLOUT_STATE_DIR, that of the default
-// configuration file, $XDG_STATE_HOME/rollout or ~/.local/state/rollout. The CLI and rolloutd meet
-// there.
+// StateDir returns the state folder according to environ: $ROLLOUT_STATE_DIR, that of the default
+// configuration file, $XDG_STATE_HOME/rollout, or ~/.local/state/rollout. The CLI and rolloutd use
+// the same one.
 func StateDir(environ []string) (string, error) {
 	env := environment(environ)
 	if env["ROLLOUT_STATE_DIR"] == "" {

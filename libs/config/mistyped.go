@@ -8,14 +8,14 @@ import (
 	"github.com/pelletier/go-toml/v2"
 )
 
-// articles are TOML's own words for what stands in a file, as one reads them.
+// articles maps the types of TOML values to their names with an article.
 var articles = map[string]string{
 	"integer": "an integer", "array": "an array", "inline table": "a table", "string": "a string", "boolean": "a boolean", "float": "a float",
 	"local date": "a date", "local time": "a time", "local datetime": "a time", "datetime": "a time",
 }
 
-// mistyped says in TOML's words what is wrong with the value of a key, where the decoder says it in
-// Go's. Other texts stay.
+// mistyped rewrites the decoder's error about the type of a value with the names of TOML instead of
+// Go. Other texts stay.
 func mistyped(name, text string) string {
 	_, rest, decoding := strings.Cut(text, "cannot decode TOML ")
 	found, _, _ := strings.Cut(rest, " into ")

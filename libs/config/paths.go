@@ -9,7 +9,7 @@ import (
 	"github.com/pelletier/go-toml/v2"
 )
 
-// paths are the fields that hold a path. Those that references name are Refs.
+// paths returns the fields that contain a path. Paths inside references are in Refs.
 func (c *Config) paths() []*string {
 	return []*string{
 		&c.StateDir, &c.SharedDir, &c.Join, &c.TokenFile, &c.KeysFile,
@@ -56,8 +56,8 @@ func defaultFile(env map[string]string) string {
 	return filepath.Join(configHome(env), "rollout", "rolloutd.toml")
 }
 
-// stateDirOfFile returns the state folder that the default file names, or "". Errors of the file
-// are left to Load to say.
+// stateDirOfFile returns the state folder that the default file names, or "". Load reports the
+// errors of the file.
 func stateDirOfFile(env map[string]string) string {
 	path := defaultFile(env)
 	data, err := os.ReadFile(path)

@@ -25,7 +25,7 @@ type Runtime struct {
 	Targets   []string `json:"targets"`
 }
 
-// WriteRuntime writes the file whole, readable by its owner alone.
+// WriteRuntime writes the file atomically. Only the owner can read it.
 func WriteRuntime(path string, r Runtime) error {
 	data, err := json.MarshalIndent(r, "", "  ")
 	if err != nil {
@@ -37,8 +37,8 @@ func WriteRuntime(path string, r Runtime) error {
 	return nil
 }
 
-// ReadRuntime reads the file. An error that is fs.ErrNotExist says that no rolloutd runs; a file
-// may also be what a killed process left behind, so readers must try the address.
+// ReadRuntime reads the file. An error that is fs.ErrNotExist means that no rolloutd runs. A killed
+// process leaves its file, so readers must try the address.
 func ReadRuntime(path string) (Runtime, error) {
 	var r Runtime
 	data, err := os.ReadFile(path)

@@ -13,8 +13,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
-// Ref says where a secret is, for it never stands in a configuration itself: "env:NAME" is a
-// variable, "file:PATH" a file that its owner alone may read. The zero value means no secret. A Ref
+// Ref is a reference to a secret, because a configuration never contains one: "env:NAME" is a
+// variable, "file:PATH" a file that only its owner may read. The zero value means no secret. A Ref
 // may be logged, the secret may not.
 type Ref struct{ text string }
 
@@ -24,7 +24,7 @@ func File(path string) Ref { return Ref{"file:" + path} }
 // Env is a reference to a variable.
 func Env(name string) Ref { return Ref{"env:" + name} }
 
-// String is what UnmarshalText reads.
+// String returns the form that UnmarshalText reads.
 func (r Ref) String() string { return r.text }
 
 var variableName = regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_]*$`)
@@ -42,7 +42,7 @@ func (r *Ref) UnmarshalText(text []byte) error {
 	return nil
 }
 
-// ErrSecret says that a secret is not where its reference says, or that others may read it.
+// ErrSecret means that a secret is missing, or that other users can read it.
 var ErrSecret = rpcerr.New(codes.NotFound, "SECRET_MISSING", "a secret is not where the configuration says")
 
 func (r Ref) check() error {
@@ -69,8 +69,8 @@ func (r *Ref) absolute() error {
 	return err
 }
 
-// Read returns the secret, or "" for the zero value. key is the setting's name, for errors:
-// "nats.token". environ is os.Environ(). What it returns belongs in no log, event or file.
+// Read returns the secret, or "" for the zero value. key is the setting's name for errors, such as
+// "nats.token". environ is os.Environ(). Do not write the result to a log, event, or file.
 func (r Ref) Read(key string, environ []string) (string, error) {
 	if err := r.check(); err != nil {
 		return "", fmt.Errorf("%s: %w", key, err)
@@ -103,7 +103,7 @@ func (r Ref) Read(key string, environ []string) (string, error) {
 // Variable is the name of the variable that the secret is in.
 func (r Ref) Variable() (name string, ok bool) { return strings.CutPrefix(r.text, "env:") }
 
-// Secret is a key of a configuration that says where a secret is.
+// Secret is a configuration key with a reference to a secret.
 type Secret struct {
 	Key string // "nats.token"
 	Ref Ref
@@ -122,8 +122,8 @@ func (c Config) Secrets() (out []Secret) {
 	return out
 }
 
-// replaced is keys of before, by what stands for them now. A reference says itself whether it is a
-// file or a variable.
+// replaced maps removed keys to those that replace them. A reference says whether it is a file or a
+// variable.
 var replaced = map[string]string{
 	"gateway.api_keys_file": "api_keys_file, with the keys that `rollout keys create` makes",
 	"nats.token_file":       `nats.token = "file:PATH"`, "nats.token_env": `nats.token = "env:NAME"`,

@@ -56,7 +56,7 @@ func (c Consul) check() (errs []error) {
 	return present(errs)
 }
 
-// Bucket is what URL says.
+// Bucket returns the parts of URL.
 type Bucket struct {
 	Kind   string // "s3", "gs"; "" are files in the state folder
 	Name   string

@@ -8,8 +8,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
-// ErrPlainText says that an address which others reach would be served in plain text, tokens and
-// all.
+// ErrPlainText means that an address that other hosts can reach would be served without TLS, which
+// would expose tokens.
 var ErrPlainText = rpcerr.New(codes.FailedPrecondition, "PLAIN_TEXT_LISTENER", "plain text beyond loopback")
 
 // plainText refuses listeners that would send tokens over a network in plain text, unless the

@@ -28,7 +28,7 @@ type Client struct {
 	log *slog.Logger
 }
 
-// Options says where the agent is.
+// Options has the address of the agent and the access to it.
 type Options struct {
 	Address string       // "host:port", or an URL: https:// asks for TLS
 	Token   string       // ACL token; "" sends none
@@ -36,8 +36,8 @@ type Options struct {
 	Log     *slog.Logger // nil discards
 }
 
-// exactly sends what Options say: Consul's client adds what it finds in CONSUL_* variables, which
-// were exported for other tools.
+// exactly makes a client that uses only Options. By default Consul's client also reads CONSUL_*
+// variables, which may have been set for other tools.
 type exactly struct {
 	token string
 	next  http.RoundTripper
@@ -130,10 +130,10 @@ func (c *Client) query(ctx context.Context, name string, index uint64, wait time
 	return list, meta.LastIndex, nil
 }
 
-// Watch sends the passing instances of a service: at once when they are first known, and on every
-// change. A slow reader gets the newest list alone. While the agent does not answer the last list
-// remains valid. A restarted agent, which knows no instances at first, gets a few seconds until
-// those who live have registered again. The channel is closed after ctx ended.
+// Watch sends the passing instances of a service: when they are first known, and on every change. A
+// slow reader gets only the newest list. While the agent does not answer, the last list stays
+// valid. A restarted agent, which knows no instances at first, gets a few seconds for running
+// instances to register again. The channel is closed after ctx ended.
 func (c *Client) Watch(ctx context.Context, name string) <-chan []Instance {
 	out := make(chan []Instance, 1)
 	go func() {
@@ -180,12 +180,12 @@ func (c *Client) watch(ctx context.Context, name string, send func([]Instance)) 
 	}
 }
 
-// resettle is how long instances that an agent has forgotten are kept after an outage: live
+// resettle is how long instances are kept after an outage if the agent does not know them: running
 // instances register again within a third of DefaultTTL.
 const resettle = DefaultTTL + time.Second
 
-// keep keeps the instances that were known before an agent went away. A restarted agent knows no
-// instances for a second, which says nothing of the instances.
+// keep keeps the instances from before an outage of the agent, because a restarted agent knows no
+// instances for a second.
 type keep struct {
 	lost  bool // the agent did not answer since the last list
 	until time.Time

@@ -24,7 +24,7 @@ var (
 	ErrService = rpcerr.New(codes.InvalidArgument, "DISCOVERY_SERVICE", "a registration needs name, id, address, port and TTL")
 )
 
-// DefaultTTL is how long a registration lives without a renewal. Renewals come three times as
+// DefaultTTL is how long a registration is valid without a renewal. It is renewed three times as
 // often.
 const DefaultTTL = 3 * time.Second
 
@@ -32,7 +32,7 @@ const DefaultTTL = 3 * time.Second
 // itself takes a minute at least.
 const DefaultReap = 30 * time.Second
 
-// Service is what a process registers.
+// Service is a registration of a process.
 type Service struct {
 	Name    string            // "buffer", "inference-worker"
 	ID      string            // unique; a second registration of the same id replaces the first
@@ -44,7 +44,7 @@ type Service struct {
 	Reap    time.Duration     // 0 is DefaultReap
 }
 
-// Instance is a registered, passing service as others see it.
+// Instance is a registered, passing service.
 type Instance struct {
 	Name    string
 	ID      string

@@ -2,12 +2,12 @@ package discovery
 
 import "strconv"
 
-// MetaEpoch is the key under which the leader of a service tells the epoch of its term. Of a
-// service that has leaders only the one of the highest epoch is called: an older one may have died
-// or be suspended without being detected yet.
+// MetaEpoch is the key under which the leader of a service registers the epoch of its term. Of a
+// service with leaders only the instance with the highest epoch is called, because an older one may
+// have died or been suspended without being detected yet.
 const MetaEpoch = "epoch"
 
-// leading leaves out instances of older epochs than the newest.
+// leading drops instances with older epochs than the newest.
 func leading(list []Instance) []Instance {
 	newest := uint64(0)
 	for _, i := range list {

@@ -21,11 +21,11 @@ func (r *Registration) Wait() { <-r.done }
 // Done is closed when Wait would return.
 func (r *Registration) Done() <-chan struct{} { return r.done }
 
-// Register registers s as passing and keeps it passing from its own goroutine: it renews the check
-// three times a TTL and registers again when the agent forgot it (as after a restart of the agent).
-// When ctx ends it deregisters (Wait for that) and stops. Register returns once the service is
-// registered; while the agent does not answer it tries until ctx ends. ErrDenied and ErrService
-// fail at once.
+// Register registers s as passing and keeps it passing from its own goroutine. It renews the check
+// three times per TTL, and registers again if the agent does not know the check, for example after
+// a restart of the agent. When ctx ends, it deregisters (see Wait) and stops. Register returns
+// after the first registration; while the agent does not answer, it retries until ctx ends.
+// ErrDenied and ErrService are returned at once.
 func (c *Client) Register(ctx context.Context, s Service) (*Registration, error) {
 	if err := s.check(); err != nil {
 		return nil, err
@@ -58,8 +58,8 @@ func (c *Client) Register(ctx context.Context, s Service) (*Registration, error)
 	return r, nil
 }
 
-// register registers and passes the check: an earlier registration of the same id may have left it
-// critical.
+// register registers the service and passes the check, because an earlier registration with the
+// same id may have left it critical.
 func (c *Client) register(ctx context.Context, s Service) error {
 	err := c.api.Agent().ServiceRegisterOpts(&consul.AgentServiceRegistration{
 		ID: s.ID, Name: s.Name, Address: s.Address, Port: s.Port, Tags: s.Tags, Meta: s.Meta,
@@ -96,7 +96,7 @@ func (c *Client) keep(ctx context.Context, s Service) {
 		}
 		err := c.pass(ctx, s)
 		var status consul.StatusError
-		if errors.As(err, &status) { // the agent answers and does not know the check: versions differ in the code
+		if errors.As(err, &status) { // the agent does not know the check; the code depends on its version
 			err = c.register(ctx, s)
 		}
 		switch {

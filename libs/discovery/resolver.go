@@ -50,7 +50,7 @@ type watchResolver struct {
 	wg     sync.WaitGroup
 }
 
-// ResolveNow has nothing to do: the watch hears of changes at once.
+// ResolveNow does nothing, because the watch receives changes at once.
 func (w *watchResolver) ResolveNow(resolver.ResolveNowOptions) {}
 
 // Close ends the watch and waits for it.

@@ -8,7 +8,7 @@ import (
 	"slices"
 )
 
-// Capabilities is what an engine can do, as far as the planner checks it.
+// Capabilities are the capabilities of an engine that the planner checks.
 type Capabilities struct {
 	Attention      []string `json:"attention"`       // kinds of layers, as in `layer_types` of a model's config; empty: any
 	LongRope       bool     `json:"long_rope"`       // decodes beyond the length from which positions depend on the length

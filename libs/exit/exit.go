@@ -28,8 +28,8 @@ const (
 type Error struct {
 	Code   int
 	Reason string // machine-readable, "" if unknown
-	Fix    string // what to do about it, "" where nothing is known
-	Err    error  // nil: everything was said already
+	Fix    string // the fix; "" if it is not known
+	Err    error  // nil: the error was already reported
 }
 
 func (e *Error) Error() string {
@@ -41,7 +41,7 @@ func (e *Error) Error() string {
 
 func (e *Error) Unwrap() error { return e.Err }
 
-// New makes an error for people: what is wrong, and what to do about it.
+// New creates an error for people: the problem and its fix.
 func New(code int, fix, format string, args ...any) *Error {
 	return &Error{Code: code, Fix: fix, Err: fmt.Errorf(format, args...)}
 }

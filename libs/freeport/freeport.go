@@ -1,10 +1,10 @@
-// Package freeport gives tests ports for servers that can't take one themselves ("port 0") and be
-// asked for it.
+// Package freeport gives tests ports for servers that can't choose a free port themselves ("port
+// 0").
 //
-// A port that was free a moment ago may be taken when the server binds it. Two rules keep it free:
-// it lies below those that systems give to connections and to listeners on port 0 (32768 and up on
-// Linux, 49152 elsewhere), and a lock on a file of its number belongs to this process until it
-// ends, so that test binaries that run side by side never get the same.
+// A port that is free now may be in use when the server binds it. Two rules prevent that. The port
+// is below those that systems assign to connections and to listeners on port 0 (32768 and up on
+// Linux, 49152 elsewhere). And this process holds a lock on a file with the port's number until it
+// ends, so that concurrent test binaries never get the same port.
 package freeport
 
 import (
@@ -62,7 +62,7 @@ func Take(n int) ([]int, error) {
 	return ports, nil
 }
 
-// reserve locks a file; nil where another process holds it.
+// reserve locks a file; nil if another process holds the lock.
 func reserve(path string) (*os.File, error) {
 	file, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {

@@ -45,7 +45,7 @@ func ValidRun(s string) bool {
 	return ok && Valid(u)
 }
 
-// Valid reports whether s is what New makes.
+// Valid reports whether s has the form of the ids that New creates.
 func Valid(s string) bool {
 	if s != strings.ToLower(s) {
 		return false
@@ -60,7 +60,7 @@ func Content(data []byte) string {
 	return contentPrefix + hex.EncodeToString(sum[:])
 }
 
-// ContentOf reads r to its end and gives the content id and size in bytes of what it read.
+// ContentOf reads r to its end and returns the content id and the size in bytes.
 func ContentOf(r io.Reader) (id string, size int64, err error) {
 	h := NewHasher()
 	size, err = io.Copy(h, r)
@@ -70,7 +70,7 @@ func ContentOf(r io.Reader) (id string, size int64, err error) {
 	return h.ID(), size, nil
 }
 
-// Hasher is an io.Writer that knows the content id of what was written so far.
+// Hasher is an io.Writer that computes the content id of the written bytes.
 type Hasher struct{ h *blake3.Hasher }
 
 // NewHasher returns a Hasher of nothing yet.

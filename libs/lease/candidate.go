@@ -8,7 +8,7 @@ import (
 	"time"
 )
 
-// Candidate is one process that wants to lead.
+// Candidate is a process that can become the leader.
 type Candidate struct {
 	Table   *Table
 	Holder  string // unique, new for each start of a process
@@ -85,7 +85,7 @@ func (c *Candidate) Run(ctx context.Context, lead func(ctx context.Context, term
 	}
 }
 
-// wait returns when the lease is this process's. began is when it was asked for.
+// wait returns when this process has the lease. began is the time of the successful request.
 func (c *Candidate) wait(ctx context.Context) (mine Lease, began time.Time, err error) {
 	tick := time.NewTicker(c.TTL / 10)
 	defer tick.Stop()
@@ -129,7 +129,7 @@ func (c *Candidate) read(ctx context.Context) (Lease, error) {
 	return c.Table.Read(ctx)
 }
 
-// hold leads one term.
+// hold leads for one term.
 func (c *Candidate) hold(ctx context.Context, mine Lease, began time.Time, lead func(ctx context.Context, term *Term) error) error {
 	term := &Term{Epoch: mine.Epoch}
 	term.extend(began.Add(c.TTL))
@@ -150,7 +150,7 @@ func (c *Candidate) hold(ctx context.Context, mine Lease, began time.Time, lead 
 	end(nil)
 	term.extend(time.Time{})
 	if lost {
-		return nil // whatever lead says of it
+		return nil // whether or not lead returned an error
 	}
 	release, cancel := context.WithTimeout(context.WithoutCancel(ctx), c.TTL)
 	defer cancel()

@@ -11,7 +11,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
-// Service is what a process hosts.
+// Service is a service that a process hosts.
 type Service interface {
 	Register(grpc.ServiceRegistrar)
 	Run(ctx context.Context) error
@@ -33,12 +33,12 @@ type Options struct {
 	Candidate *Candidate
 	// Shape registers the gRPC services that every instance has, with nil as their implementation.
 	Shape func(grpc.ServiceRegistrar)
-	// Make makes the instance of a term; its store writes behind Table.Fence(epoch).
+	// Make creates the instance for a term. Its store writes with Table.Fence(epoch).
 	Make func(epoch uint64) (Service, error)
 	// Forward connects to the leader; nil: calls to another replica are refused with ErrNotLeader.
 	Forward func() (grpc.ClientConnInterface, error)
-	// Began is called when a term has begun and serves; what it returns is called when it ends. May be
-	// nil.
+	// Began is called when a term has begun and serves. The returned function is called when the term
+	// ends. May be nil.
 	Began func(ctx context.Context, epoch uint64) (ended func())
 }
 
@@ -71,7 +71,7 @@ func (e *Elected) lead(ctx context.Context, term *Term) error {
 	return e.give(ctx, s.Run(ctx))
 }
 
-// give is what a term ends with: nil where another term may do better.
+// give returns the error that ends the process, or nil if another term may succeed.
 func (e *Elected) give(ctx context.Context, err error) error {
 	switch {
 	case errors.Is(err, ErrFenced): // another leads already; the renewal is about to notice

@@ -68,7 +68,7 @@ func follow(ss grpc.ServerStream, up grpc.ClientStream, in protoreflect.MessageT
 	for {
 		req := in.New().Interface()
 		if err := ss.RecvMsg(req); err != nil {
-			_ = up.CloseSend() // the leader answers what it has
+			_ = up.CloseSend() // answer the call here
 			return
 		}
 		if up.SendMsg(req) != nil {

@@ -28,13 +28,13 @@ import (
 	"github.com/rollout-rl/rollout/libs/sqldb"
 )
 
-// TTL is how long a lease lives without a renewal.
+// TTL is how long a lease is valid without a renewal.
 const TTL = 2 * time.Second
 
 // Errors of this package, compared with errors.Is.
 var (
-	// ErrNotLeader is what a replica answers that does not lead. Its metadata names the leader's
-	// address where it is known.
+	// ErrNotLeader is returned by a replica that is not the leader. Its metadata has the leader's
+	// address if it is known.
 	ErrNotLeader = rpcerr.New(codes.Unavailable, "NOT_LEADER", "another replica leads this service").RetryAfter(200 * time.Millisecond)
 	// ErrFenced refuses a write of a leader whose term is over. It must not be repeated.
 	ErrFenced = rpcerr.New(codes.Aborted, "FENCED", "another replica has taken the lease: this process no longer leads and its write was refused")
@@ -68,7 +68,7 @@ func (t *Table) Read(ctx context.Context) (Lease, error) {
 	return l, nil
 }
 
-// Take makes holder the leader of the next epoch unless the row has changed since it was seen.
+// Take makes holder the leader of the next epoch, unless the row has changed since it was read.
 func (t *Table) Take(ctx context.Context, seen Lease, holder, address string) (Lease, error) {
 	next := Lease{Epoch: seen.Epoch + 1, Beat: 1, Holder: holder, Address: address}
 	err := t.db.Tx(ctx, func(tx *sql.Tx) error {
@@ -84,7 +84,7 @@ func (t *Table) Take(ctx context.Context, seen Lease, holder, address string) (L
 	return next, nil
 }
 
-// Renew shows that the holder lives.
+// Renew extends the lease of its holder.
 func (t *Table) Renew(ctx context.Context, mine Lease) (Lease, error) {
 	err := t.db.Tx(ctx, func(tx *sql.Tx) error {
 		return t.change(ctx, tx, `UPDATE lease SET beat = beat + 1 WHERE name = $1 AND epoch = $2 AND holder <> ''`, t.name, mine.Epoch)
@@ -96,7 +96,7 @@ func (t *Table) Renew(ctx context.Context, mine Lease) (Lease, error) {
 	return mine, nil
 }
 
-// Release sets the lease free; where it is another's already it does nothing.
+// Release frees the lease. It does nothing if another process has it.
 func (t *Table) Release(ctx context.Context, mine Lease) error {
 	_, err := t.db.Exec(ctx, `UPDATE lease SET holder = '', address = '', beat = beat + 1 WHERE name = $1 AND epoch = $2`, t.name, mine.Epoch)
 	if err != nil {
@@ -116,8 +116,8 @@ func (t *Table) change(ctx context.Context, tx *sql.Tx, statement string, args .
 	return nil
 }
 
-// Fence lets write transactions pass while the epoch is the lease's. No process can take the lease
-// until such a transaction has ended.
+// Fence allows write transactions only while the lease has this epoch. No process can take the
+// lease before such a transaction has ended.
 func (t *Table) Fence(epoch uint64) sqldb.Fence {
 	query := `SELECT epoch FROM lease WHERE name = $1`
 	if t.db.Postgres() {

@@ -37,7 +37,7 @@ func (g *router) set(o *activeTerm) {
 	g.open = o
 }
 
-// enter gives the term in hand. ErrNotLeader.
+// enter returns the current term, or ErrNotLeader.
 func (g *router) enter() (*activeTerm, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -58,7 +58,7 @@ func (o *activeTerm) bind(ctx context.Context) (context.Context, func()) {
 	return bound, func() { stop(); cancel(nil) }
 }
 
-// record keeps what a service registers.
+// record stores the handlers that a service registers.
 type record struct {
 	descs []*grpc.ServiceDesc
 	impls map[string]any

@@ -16,8 +16,8 @@ import (
 	"time"
 )
 
-// ErrHardStop says that a component was still running when the grace period ended or a second
-// signal came.
+// ErrHardStop means that a component was still running when the grace period ended or a second
+// signal arrived.
 var ErrHardStop = errors.New("stopped hard")
 
 // Component is one part of a process.
@@ -46,9 +46,9 @@ type exit struct {
 	err   error
 }
 
-// Run starts every component and waits for all of them. ctx asks for a drain, hard ends it at once;
-// both may be nil-safe contexts from Signals. The error is the first failure of a component, joined
-// with ErrHardStop where some did not return.
+// Run starts every component and waits for all of them. The end of ctx starts a drain, the end of
+// hard stops at once. The error is the first failure of a component, joined with ErrHardStop if
+// some did not return.
 func (g *Group) Run(ctx, hard context.Context) error {
 	log := g.Log
 	if log == nil {
@@ -112,7 +112,7 @@ func (g *Group) Run(ctx, hard context.Context) error {
 	return first
 }
 
-// stopHard names what was still running, so that a stall explains itself.
+// stopHard logs the components that were still running, which helps to explain a stall.
 func (g *Group) stopHard(first error, gone []bool) error {
 	var names []string
 	for i, c := range g.components {

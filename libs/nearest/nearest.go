@@ -1,10 +1,10 @@
-// Package nearest finds what a mistyped name was meant to be.
+// Package nearest finds the most similar name for a mistyped one.
 package nearest
 
 import "strings"
 
-// To is the candidate that name most likely was meant to be, "" where none is near: at most a third
-// of the letters differ, or one is the other with more behind it.
+// To returns the candidate that is most similar to name, or "" if none is similar enough: at most a
+// third of the letters may differ, or one may be a prefix of the other.
 func To(name string, candidates []string) string {
 	best, bestDistance := "", len(name)/3+2
 	lower := strings.ToLower(name)

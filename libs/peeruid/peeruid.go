@@ -18,7 +18,8 @@ func Of(conn net.Conn) (uid uint32, ok bool) {
 	return owner(peer, own)
 }
 
-// address returns the address of a TCP socket, IPv4 where it is IPv4 in IPv6.
+// address returns the address of a TCP socket. An IPv4 address inside of an IPv6 address becomes
+// IPv4.
 func address(a net.Addr) netip.AddrPort {
 	tcp, ok := a.(*net.TCPAddr)
 	if !ok {

@@ -1,4 +1,4 @@
-// Package plan has what planner and scheduler both know of plans.
+// Package plan has the definitions of plans that planner and scheduler share.
 package plan
 
 // Format is the version of plans that this code writes and reads. A plan of another format is

@@ -76,8 +76,8 @@ func (a authenticator) check(ctx context.Context, method string) error {
 	return nil
 }
 
-// notAPerson refuses the mesh token from who shows a person's certificate: people have keys, which
-// say what they may.
+// notAPerson refuses the mesh token from callers with a person's certificate. People must use keys,
+// which have scopes.
 func notAPerson(ctx context.Context) error {
 	p, ok := peer.FromContext(ctx)
 	if !ok {
@@ -118,8 +118,8 @@ func (p perCall) GetRequestMetadata(context.Context, ...string) (map[string]stri
 	return map[string]string{header: bearer + p.token}, nil
 }
 
-// RequireTransportSecurity is false: on loopback the token travels in plain text between processes
-// of one user.
+// RequireTransportSecurity returns false, because on loopback the token is sent in plain text
+// between processes of one user.
 func (p perCall) RequireTransportSecurity() bool { return false }
 
 // ReadToken reads a token file. It refuses one that others may read (ErrTokenFile).
@@ -152,8 +152,8 @@ func ReadToken(path string) (string, error) {
 	return token, nil
 }
 
-// EnsureToken reads the token file, making it with 32 random bytes in hex where it is not there. Of
-// processes that start together all get the same token.
+// EnsureToken reads the token file. If it does not exist, EnsureToken creates it with 32 random
+// bytes in hex. Processes that start at the same time get the same token.
 func EnsureToken(path string) (string, error) {
 	token, err := ReadToken(path)
 	if !errors.Is(err, fs.ErrNotExist) {

@@ -27,16 +27,16 @@ import (
 const (
 	keepaliveTime    = 10 * time.Second // a peer that vanished without a FIN is found out in keepaliveTime + keepaliveTimeout
 	keepaliveTimeout = 5 * time.Second
-	// workerKeepalive is for peers whose server may not be ours: by default gRPC servers in other
-	// languages cut off a client that pings more often than every five minutes. That a worker died is
-	// known earlier: on this host from the kernel, elsewhere from its registration, which lives for
+	// workerKeepalive is for peers with other gRPC servers: by default, servers in other languages
+	// disconnect a client that pings more often than every five minutes. The death of a worker is
+	// detected earlier: on this host by the kernel, elsewhere by its registration, which expires after
 	// seconds.
 	workerKeepalive = 6 * time.Minute
-	// stallAfter is when a call that waits says in the log what it waits for.
+	// stallAfter is how long a call waits for a service before that is logged.
 	stallAfter = 15 * time.Second
 )
 
-// ErrNoRoute says that a service is neither hosted here nor can it be found.
+// ErrNoRoute means that a service is neither hosted here nor registered.
 var ErrNoRoute = rpcerr.New(codes.Unavailable, "RPC_NO_ROUTE",
 	"the service is not hosted in this process and no discovery is configured")
 
@@ -44,9 +44,9 @@ var ErrNoRoute = rpcerr.New(codes.Unavailable, "RPC_NO_ROUTE",
 type DialerOptions struct {
 	Local  *Server          // serves the Hosted services; nil if there are none
 	Hosted []string         // names of the targets in this process
-	Lookup resolver.Builder // of scheme "consul", see discovery.Client.Resolver; nil: hosted services alone
+	Lookup resolver.Builder // with scheme "consul", see discovery.Client.Resolver; nil: only hosted services
 	Token  string           // added to each call
-	TLS    *cert.Source     // for connections that leave this process; nil is plain text
+	TLS    *cert.Source     // for connections to other processes; nil: plain text
 	Log    *slog.Logger     // nil discards
 }
 
@@ -66,9 +66,9 @@ func NewDialer(o DialerOptions) *Dialer {
 	return &Dialer{o: o, conns: map[string]*grpc.ClientConn{}}
 }
 
-// Conn is the connection to a service: in memory where it is hosted here, through discovery where
-// not. Calls on it wait until the service is there, so give them a deadline or a context that ends.
-// Do not close it. ErrNoRoute.
+// Conn returns the connection to a service: in memory if it is hosted here, through discovery
+// otherwise. Its calls wait until the service is available, so give them a deadline or a context
+// that ends. Do not close it. Conn returns ErrNoRoute.
 func (d *Dialer) Conn(service string) (grpc.ClientConnInterface, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -153,7 +153,7 @@ func clientOptions(token string, t *cert.Source, log *slog.Logger, waitForReady 
 		}),
 		grpc.WithStatsHandler(otelgrpc.NewClientHandler(otelgrpc.WithFilter(filters.Not(filters.HealthCheck())))),
 		grpc.WithChainUnaryInterceptor(explainStall(log)),
-		grpc.WithIdleTimeout(0), // connections are few and live as long as the process
+		grpc.WithIdleTimeout(0), // there are few connections, and they stay open until the process ends
 	}
 }
 

@@ -33,7 +33,8 @@ func newFollower() *follower {
 	return f
 }
 
-// see takes a list of addresses. An empty one changes nothing: who was there may come back.
+// see takes a list of addresses. An empty list changes nothing, because the instances may come
+// back.
 func (f *follower) see(addresses []string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -83,7 +84,7 @@ func (f *follower) stream(ctx context.Context, desc *grpc.StreamDesc, cc *grpc.C
 	return &followed{s, ctx}, nil
 }
 
-// followed is a stream that says why it ended.
+// followed is a stream that reports why it ended.
 type followed struct {
 	grpc.ClientStream
 	bound context.Context
@@ -91,7 +92,7 @@ type followed struct {
 
 func (s *followed) RecvMsg(m any) error { return explain(s.bound, s.ClientStream.RecvMsg(m)) }
 
-// watched lets a follower see what a resolver finds.
+// watched passes the results of a resolver to a follower.
 type watched struct {
 	resolver.Builder
 	follower *follower

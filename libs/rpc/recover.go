@@ -11,7 +11,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
-// errPanic is what a caller learns of a panic.
+// errPanic is returned to the caller of a method that panicked.
 var errPanic = rpcerr.New(codes.Internal, rpcerr.ReasonPanic, "internal error: the service's log has the detail")
 
 // caught turns a panic of a handler into errPanic, and its stack into a line of the log. Deferred.

@@ -12,10 +12,10 @@ import (
 	"google.golang.org/protobuf/types/descriptorpb"
 )
 
-// A method is called again after UNAVAILABLE when its proto says that it is idempotent (option
-// idempotency_level) or its name says that it only reads. Others may have happened: grpc repeats
-// them only where they never left this process. Streams are not called again: its reader must
-// handle a break after the first message, so it can handle one before it too.
+// A method is retried after UNAVAILABLE if its proto declares it idempotent (option
+// idempotency_level) or its name says that it only reads. Other methods may have been executed, so
+// gRPC retries them only if the request never left this process. Streams are not retried: their
+// readers must handle a break after the first message, so they can handle one before it too.
 var readVerbs = []string{"Get", "List", "Stat", "Query", "Verify", "Validate", "Tokenize"}
 
 type methodConfig struct {
@@ -37,10 +37,9 @@ type retryPolicy struct {
 	RetryableStatusCodes []string `json:"retryableStatusCodes"`
 }
 
-// serviceConfig is gRPC's service config of a client: round robin, idempotent methods are tried up
-// to five times. Calls of a service wait until one of its instances is ready; calls of one address
-// fail at once if no process listens, because a process that died there does not come back under
-// that address.
+// serviceConfig is gRPC's service config of a client: round robin, and up to five attempts for
+// idempotent methods. Calls to a service wait until an instance is ready. Calls to an address fail
+// at once if no process listens there, because a restarted process gets another address.
 func serviceConfig(waitForReady bool) string {
 	config := struct {
 		LoadBalancing []map[string]struct{} `json:"loadBalancingConfig"`

@@ -9,11 +9,11 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
-// ErrScope says that a key is known and may not do what it was used for.
+// ErrScope means that the key is valid but its scope does not allow the call.
 var ErrScope = rpcerr.New(codes.PermissionDenied, "SCOPE_INSUFFICIENT", "the API key may not do that")
 
-// scopes is what each method asks of a caller. One that is not here is for the mesh alone; a test
-// names those that are missing.
+// scopes has the required scope of each method. A method that is missing here is for the mesh token
+// only; a test lists the missing ones.
 var scopes = table(map[apikey.Scope]map[string]string{
 	apikey.Read: {
 		"rollout.plan.v1.PlannerService":              "ValidateConfig",
@@ -32,9 +32,9 @@ var scopes = table(map[apikey.Scope]map[string]string{
 		"rollout.plan.v1.PlannerService":           "CreatePlan RenewPlan VerifyPlan",
 		"rollout.run.v1.SchedulerService":          "CreateRun CancelRun PauseRun ResumeRun",
 		"rollout.gateway.v1.RolloutGatewayService": "Complete",
-		// MaterializeSnapshot writes into a folder of the host that the caller names, and
-		// `rollout replay` and `rollout export` need it. It is no more than the shell that submit is
-		// anyway: a snapshot's files and nothing else, as the control plane's user.
+		// MaterializeSnapshot writes to a folder of the host that the caller chooses; `rollout replay`
+		// and `rollout export` need it. It gives no more access than submit, which can run any code as
+		// the user of the services: it only writes a snapshot's files.
 		"rollout.snapshot.v1.SnapshotService": "CreateSnapshot MaterializeSnapshot RestoreSnapshot PinSnapshot",
 		"rollout.storage.v1.ArtifactService":  "PutArtifact",
 	},
@@ -64,7 +64,7 @@ func table(by map[apikey.Scope]map[string]string) map[string]apikey.Scope {
 	return out
 }
 
-// scopeOf is what a method asks for.
+// scopeOf returns the scope that a method requires.
 func scopeOf(method string) apikey.Scope {
 	if scope, ok := scopes[method]; ok {
 		return scope

@@ -1,8 +1,8 @@
-// Package rpc is how processes of this project serve and call gRPC.
+// Package rpc has the gRPC servers and clients of this project.
 //
-// A Server answers on TCP and on an in-memory listener with the same interceptors; a Dialer gives
-// the in-memory connection for a service that is hosted in this process and "consul:///NAME" for
-// one that is not. No caller knows which.
+// A Server listens on TCP and in memory, with the same interceptors. A Dialer returns the in-memory
+// connection for a service that is hosted in this process, and "consul:///NAME" for other services.
+// Callers do not need to know which.
 package rpc
 
 import (
@@ -32,7 +32,7 @@ import (
 const (
 	// MaxMessage bounds a message both ways, in bytes. Larger things are streamed.
 	MaxMessage = 64 << 20
-	// inMemoryBuffer is what an in-memory connection holds in flight, in bytes.
+	// inMemoryBuffer is the buffer size of an in-memory connection, in bytes.
 	inMemoryBuffer = 1 << 20
 	// A sender may be so far ahead of us, in bytes of a call and of its connection. HTTP/2's own 64
 	// KiB are less than a request of four small puts, which then waits for a round trip in its middle;
@@ -42,13 +42,13 @@ const (
 	defaultDrain     = 10 * time.Second
 )
 
-// ErrDraining is what a stream that outlives half of the drain ends with.
+// ErrDraining ends a stream that is still open after half of the drain time.
 var ErrDraining = rpcerr.New(codes.Unavailable, rpcerr.ReasonDraining, "the server is going away").RetryAfter(time.Second)
 
-// ServerOptions says how a Server behaves.
+// ServerOptions has the settings of a Server.
 type ServerOptions struct {
 	Log   *slog.Logger  // nil discards
-	Token string        // asked of every call but health; "" asks for none
+	Token string        // the token that every call except health needs; "": none
 	Keys  *apikey.Ring  // keys that are taken in its place, for what their scope allows; nil: none
 	TLS   *cert.Source  // of the TCP listener; nil is plain text, for loopback
 	Drain time.Duration // how long calls in flight may take at the end; 0 is 10 s. Streams are ended after half of it
@@ -140,8 +140,9 @@ func (s *Server) Listen(ctx context.Context, address string) (*net.TCPAddr, erro
 	return lis.Addr().(*net.TCPAddr), nil
 }
 
-// Run serves until ctx ends, then drains: no new calls, calls in flight end within the drain time,
-// streams within half of it, what is left is cut off. It returns when both listeners are closed.
+// Run serves until ctx ends, then drains: it refuses new calls, running calls may finish within the
+// drain time, and streams within half of it. Remaining calls are cut off. It returns when both
+// listeners are closed.
 func (s *Server) Run(ctx context.Context) error {
 	s.mu.Lock()
 	listeners := []net.Listener{s.memory}
@@ -174,7 +175,7 @@ func (s *Server) Run(ctx context.Context) error {
 }
 
 func (s *Server) stop() {
-	s.health.Shutdown() // watchers of health hear it first
+	s.health.Shutdown() // notify watchers of health first
 	half := time.AfterFunc(s.drain/2, func() { s.endStreams(ErrDraining) })
 	defer half.Stop()
 	hard := time.AfterFunc(s.drain, func() {
@@ -185,8 +186,8 @@ func (s *Server) stop() {
 	s.grpc.GracefulStop()
 }
 
-// drainStream lets a stream's context end with ErrDraining in the middle of a drain, so that a tail
-// that never ends by itself does not hold it up.
+// drainStream ends a stream's context with ErrDraining after half of the drain time, so that an
+// endless stream does not delay the drain.
 func (s *Server) drainStream(srv any, ss grpc.ServerStream, _ *grpc.StreamServerInfo, next grpc.StreamHandler) error {
 	ctx, cancel := context.WithCancelCause(ss.Context())
 	defer cancel(nil)

@@ -12,8 +12,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
-// handshake is TLS with the certificates of the moment: each connection takes what the files hold
-// then. In-memory connections are left as they are.
+// handshake is TLS with current certificates: each connection uses the present content of the
+// files. In-memory connections do not use it.
 type handshake struct {
 	source *cert.Source
 	log    *slog.Logger
@@ -28,8 +28,8 @@ func Credentials(source *cert.Source, log *slog.Logger) credentials.TransportCre
 	return handshake{source, log, &sync.Map{}}
 }
 
-// ClientHandshake implements credentials.TransportCredentials. A failure says what is wrong and how
-// to fix it.
+// ClientHandshake implements credentials.TransportCredentials. Its errors explain the problem and
+// the fix.
 func (h handshake) ClientHandshake(ctx context.Context, authority string, raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
 	conn, info, err := credentials.NewTLS(h.source.Client()).ClientHandshake(ctx, authority, raw)
 	if err = cert.Explain(err); err != nil {
@@ -53,8 +53,8 @@ func (h handshake) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo
 	return conn, info, err
 }
 
-// tell logs each reason of a peer once: who fails tries on, several times a second. A connection
-// that just ends is no news.
+// tell logs each reason of a peer once, because a failing client retries several times per second.
+// A connection that only ends is not logged.
 func (h handshake) tell(what, peer string, err error) {
 	reason := rpcerr.Reason(err)
 	if reason == "" {
@@ -74,6 +74,6 @@ func (h handshake) Info() credentials.ProtocolInfo {
 // Clone implements credentials.TransportCredentials.
 func (h handshake) Clone() credentials.TransportCredentials { return h }
 
-// OverrideServerName implements credentials.TransportCredentials; the authority of the connection
-// says the name.
+// OverrideServerName implements credentials.TransportCredentials. The name comes from the
+// connection's authority.
 func (h handshake) OverrideServerName(string) error { return nil }

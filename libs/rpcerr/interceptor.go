@@ -8,8 +8,8 @@ import (
 	"google.golang.org/grpc/codes"
 )
 
-// Unary maps what a unary handler returns. It belongs outermost, so that the errors of the other
-// interceptors pass it too.
+// Unary maps the errors of unary handlers. It must be the outermost interceptor, so that it also
+// maps the errors of the others.
 func Unary(log *slog.Logger) grpc.UnaryServerInterceptor {
 	return func(ctx context.Context, req any, info *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
 		resp, err := next(ctx, req)
@@ -17,16 +17,16 @@ func Unary(log *slog.Logger) grpc.UnaryServerInterceptor {
 	}
 }
 
-// Stream maps what a streaming handler returns.
+// Stream maps the errors of streaming handlers.
 func Stream(log *slog.Logger) grpc.StreamServerInterceptor {
 	return func(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, next grpc.StreamHandler) error {
 		return Edge(ss.Context(), log, info.FullMethod, next(srv, ss))
 	}
 }
 
-// Edge turns err into the status error that leaves the process and logs what the caller will not
-// see. A context that was canceled with a domain error as its cause (a drain, a fence) answers with
-// that cause.
+// Edge converts err to the status error for the caller, and logs the details that the caller does
+// not get. A context that was canceled with a domain error as its cause (a drain, a fence) becomes
+// that error.
 func Edge(ctx context.Context, log *slog.Logger, method string, err error) error {
 	if err == nil {
 		return nil

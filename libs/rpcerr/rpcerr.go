@@ -46,7 +46,7 @@ const (
 // Violation is one thing wrong with one field of a request.
 type Violation struct {
 	Path        string // as in the proto, "config.algorithm.group_size"
-	Description string // what is wrong and how to fix it
+	Description string // the problem and its fix
 }
 
 // Error is a domain error. It is immutable: With, RetryAfter and Field return a changed copy, so a
@@ -62,8 +62,8 @@ type Error struct {
 	violations []Violation
 }
 
-// New makes a domain error. reason is UPPER_SNAKE_CASE and stable: callers branch on it. format may
-// hold one %w.
+// New creates a domain error. reason is UPPER_SNAKE_CASE and stable, because callers branch on it.
+// format may contain one %w.
 func New(code codes.Code, reason, format string, args ...any) *Error {
 	err := fmt.Errorf(format, args...)
 	return &Error{code: code, reason: reason, message: err.Error(), cause: errors.Unwrap(err)}
@@ -79,10 +79,10 @@ func (e *Error) With(key, value string) *Error {
 	return c
 }
 
-// Fix says what the caller can do about it, in one sentence for people.
+// Fix adds what the caller can do, as one sentence for people.
 func (e *Error) Fix(sentence string) *Error { return e.With(fixKey, sentence) }
 
-// RetryAfter says that the same call may succeed after d.
+// RetryAfter adds that the same call may succeed after d.
 func (e *Error) RetryAfter(d time.Duration) *Error {
 	c := e.clone()
 	c.retryAfter = d
@@ -163,7 +163,7 @@ func Code(err error) codes.Code {
 	return classify(err).code
 }
 
-// Fix is what the domain error in err says can be done about it, "" where it says nothing.
+// Fix returns the fix of the domain error in err, or "".
 func Fix(err error) string {
 	if e, ok := From(err); ok {
 		return e.metadata[fixKey]
@@ -174,15 +174,15 @@ func Fix(err error) string {
 // statusHead is how grpc begins the text of a status: codes are for programs.
 var statusHead = regexp.MustCompile(`rpc error: code = \w+ desc = `)
 
-// dialing is how grpc wraps what the network said.
+// dialing matches gRPC's prefix of network errors.
 var dialing = regexp.MustCompile(`connection error: desc = "transport: (?:E|e)rror while dialing: ([^"]*)"`)
 
 func plain(text string) string {
 	return dialing.ReplaceAllString(statusHead.ReplaceAllString(text, ""), "$1")
 }
 
-// Text is err for people: its text without gRPC's own words; of an error that says how to fix it,
-// its sentence alone.
+// Text returns err as text for people: without the words of gRPC, and only the sentence of an error
+// that has a fix.
 func Text(err error) string {
 	if e, ok := From(err); ok && e.metadata[fixKey] != "" {
 		return plain(e.message)

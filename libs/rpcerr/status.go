@@ -11,11 +11,11 @@ import (
 	"google.golang.org/protobuf/types/known/durationpb"
 )
 
-// internalMessage is what a caller sees of an error that is not a domain error.
+// internalMessage is the message that a caller gets for an error that is not a domain error.
 const internalMessage = "internal error: the service's log has the detail"
 
-// GRPCStatus renders the error with its details. grpc calls it too, so a domain error keeps its
-// code where no interceptor runs.
+// GRPCStatus returns the error with its details as a status. gRPC calls it too, so a domain error
+// keeps its code without an interceptor.
 func (e *Error) GRPCStatus() *status.Status { return e.statusWith(e.message) }
 
 func (e *Error) statusWith(message string) *status.Status {

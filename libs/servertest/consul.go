@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-// ConsulOptions says how an agent behaves.
+// ConsulOptions has the settings of an agent.
 type ConsulOptions struct {
 	Token string // the management token; "" turns access control off
 	// Durable keeps registrations in files: they are there again after Kill and Start. Without it a

@@ -12,8 +12,8 @@ import (
 	"testing"
 )
 
-// NATSOptions says how a NATS server behaves. Credentials are alternatives; none of them: it takes
-// anybody.
+// NATSOptions has the settings of a NATS server. Credentials are alternatives; without any, every
+// client is accepted.
 type NATSOptions struct {
 	Token          string
 	User, Password string
@@ -21,7 +21,7 @@ type NATSOptions struct {
 	// PEM files of the client listener; "" is plain text. With ClientCA clients must have a
 	// certificate of that authority.
 	Cert, Key, ClientCA string
-	MaxFile             string // what a node may store: "4MB"; "" is 100GB
+	MaxFile             string // maximum storage of a node, such as "4MB"; "": 100GB
 	Nodes               int    // of a cluster; 0 is a single server
 	Blackhole           string // subjects, "a.>", whose messages the first node drops
 }

@@ -2,6 +2,6 @@ package servertest
 
 import "syscall"
 
-// dieWithParent has the kernel end the server when the test's process dies, also by a timeout or a
-// SIGKILL.
+// dieWithParent makes the kernel kill the server when the test's process dies, also after a timeout
+// or a SIGKILL.
 func dieWithParent() *syscall.SysProcAttr { return &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL} }

@@ -103,8 +103,7 @@ func (p *Process) Await() {
 	}
 }
 
-// Kill ends the process with SIGKILL and waits for it; what it had fsynced is all that is left.
-// Idempotent.
+// Kill kills the process with SIGKILL and waits for it. Only fsynced data remains. Idempotent.
 func (p *Process) Kill() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -166,7 +165,7 @@ func listening(address string) error {
 	return conn.Close()
 }
 
-// output keeps the end of what a process writes.
+// output keeps the last part of a process's output.
 type output struct {
 	mu sync.Mutex
 	b  bytes.Buffer

@@ -44,8 +44,8 @@ func writable(path string) bool {
 	return err == nil || errors.Is(err, os.ErrNotExist)
 }
 
-// OpenReadOnly opens a database file and writes nothing, for which SQLite asks: changes that stand
-// in the file -wal alone are read with the file -shm. ErrUnread.
+// OpenReadOnly opens a database file without writing. SQLite needs the -shm file for that, if the
+// -wal file has changes. It returns ErrUnread.
 func OpenReadOnly(path string) (*DB, error) {
 	for _, file := range []string{path, path + "-wal", path + "-shm"} {
 		if f, err := os.Open(file); err == nil {
@@ -76,7 +76,7 @@ func OpenReadOnly(path string) (*DB, error) {
 	return &DB{write: db, read: db, path: path, readOnly: true}, nil
 }
 
-// current holds the schema of a database that is only read against the migrations. ErrOlder,
+// current compares the schema of a read-only database with the migrations. It returns ErrOlder or
 // ErrNewer.
 func (db *DB) current(ctx context.Context, fsys fs.FS) error {
 	names, err := fs.Glob(fsys, "sqlite/*.sql")
@@ -105,8 +105,8 @@ func (db *DB) current(ctx context.Context, fsys fs.FS) error {
 	return nil
 }
 
-// Whole reads every page of a SQLite file: ErrDamaged if it is cut off, has damaged pages or is not
-// a database; ctx's error where it ends before.
+// Whole reads every page of a SQLite file. It returns ErrDamaged if the file is truncated, has
+// damaged pages, or is not a database, and ctx's error if ctx ends first.
 func (db *DB) Whole(ctx context.Context) error {
 	var found string
 	err := db.One(ctx, "PRAGMA quick_check(1)", nil, &found)

@@ -1,9 +1,9 @@
-// Package sqldb opens the SQL database of a service, brings its schema up to date and runs
-// transactions. It knows no table.
+// Package sqldb opens the SQL database of a service, migrates its schema, and runs transactions. It
+// does not depend on any table.
 //
 // A database is a SQLite file or a schema of PostgreSQL. The same statements run on both, with
-// placeholders $1, $2, ... and the few fragments of this package (ForUpdate, Among, ...) where the
-// two differ. A store is written once, over *DB; its suite runs on both.
+// placeholders $1, $2, ... and a few functions of this package (ForUpdate, Among, ...) where the
+// two differ. A store is written once, for *DB; its test suite runs on both.
 package sqldb
 
 import (
@@ -14,7 +14,7 @@ import (
 	"path/filepath"
 )
 
-// Durability says what a commit survives.
+// Durability says which failures a commit survives.
 type Durability string
 
 const (
@@ -25,7 +25,7 @@ const (
 	Normal Durability = "NORMAL"
 )
 
-// Place is where the databases of all services are.
+// Place is the location of the databases of all services.
 type Place interface {
 	// Open opens or makes the database of a service ("buffer").
 	Open(ctx context.Context, service string, d Durability) (*DB, error)
@@ -51,7 +51,8 @@ type DB struct {
 	readOnly bool   // of SQLite: nothing may be written
 }
 
-// Fence is run at the begin of each write transaction and refuses it with an error, see Fenced.
+// Fence is called at the start of each write transaction, and refuses it by returning an error; see
+// Fenced.
 type Fence func(ctx context.Context, tx *sql.Tx) error
 
 // Fenced is the same database whose write transactions are refused unless fence lets them pass.

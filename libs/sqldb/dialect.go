@@ -25,8 +25,8 @@ func (d Dialect) choose(sqlite, postgres string) string {
 // SQLite needs none, because it runs one write transaction at a time.
 func (d Dialect) ForUpdate() string { return d.choose("", " FOR UPDATE") }
 
-// Among is the right side of a condition that matches any number in parameter n, a JSON list such
-// as "[1,2]".
+// Among returns the right side of a condition that matches any number in parameter n, a JSON list
+// such as "[1,2]".
 func (d Dialect) Among(n int) string {
 	return d.choose(fmt.Sprintf("IN (SELECT value FROM json_each($%d))", n),
 		fmt.Sprintf("IN (SELECT value::bigint FROM json_array_elements_text($%d::json))", n))

@@ -59,7 +59,7 @@ func state(err error) string {
 	return ""
 }
 
-// whole is err, or ErrDamaged where SQLite says that the file is none or not whole.
+// whole returns err, or ErrDamaged if SQLite reports that the file is damaged or not a database.
 func whole(err error, path string) error {
 	var found *sqlite.Error
 	if errors.As(err, &found) && (found.Code()&0xff == sqlite3.SQLITE_CORRUPT || found.Code()&0xff == sqlite3.SQLITE_NOTADB) {
@@ -73,7 +73,7 @@ func damaged(path string, err error) error {
 		Fix("restore the state folder from a backup; `sqlite3 " + path + " .recover` saves what can be read")
 }
 
-// transient reports whether the connection is what failed.
+// transient reports whether the connection failed, and not the statement.
 func transient(err error) bool {
 	var network net.Error
 	var connect *pgconn.ConnectError
@@ -83,8 +83,8 @@ func transient(err error) bool {
 	case code != "":
 		return false
 	}
-	// A system call's error has the methods of a network error, whatever the call was for: of a file
-	// it says nothing of the server.
+	// The error of a system call has the methods of a network error, even for operations on files,
+	// which say nothing about the server.
 	var operation *net.OpError
 	var call syscall.Errno
 	broken := errors.As(err, &operation) || errors.As(err, &network) && !errors.As(err, &call)
@@ -92,7 +92,8 @@ func transient(err error) bool {
 		errors.Is(err, io.EOF) || errors.Is(err, net.ErrClosed)
 }
 
-// domain turns a driver's error into one of this package where there is one. Contexts' errors stay.
+// domain converts a driver's error to one of this package, if there is a suitable one. Context
+// errors stay.
 func domain(err error) error {
 	if err == nil || errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) && state(err) == "" && !transient(err) {
 		return err
@@ -115,8 +116,8 @@ func domain(err error) error {
 const (
 	firstPause    = 10 * time.Millisecond
 	longestPause  = 500 * time.Millisecond
-	reconnect     = 5 * time.Second  // how long a transaction is tried again while the server is away
-	resolveWithin = 10 * time.Second // how long a lost commit is asked for
+	reconnect     = 5 * time.Second  // how long to retry a transaction while the server is unreachable
+	resolveWithin = 10 * time.Second // how long to query the result of a lost commit
 )
 
 // backoff doubles its pauses, with jitter, until limit is used up.
@@ -126,7 +127,7 @@ type backoff struct {
 	since time.Time
 }
 
-// next waits; false says that the time is up or ctx has ended.
+// next waits. It returns false if the time is up or ctx has ended.
 func (b *backoff) next(ctx context.Context) bool {
 	if b.since.IsZero() {
 		b.since = time.Now()

@@ -69,15 +69,15 @@ func (db *DB) migrate(ctx context.Context, dialect goose.Dialect, fsys fs.FS, di
 	return nil
 }
 
-// lockFile holds an exclusive lock on "<database>.migrate" until unlock. The lock ends with its
-// process; the file stays.
+// lockFile holds an exclusive lock on "<database>.migrate" until unlock. The lock is released if
+// the process ends; the file stays.
 func lockFile(ctx context.Context, db *sql.DB) (unlock func(), err error) {
 	var seq int
 	var name, path string
 	if err := db.QueryRowContext(ctx, "PRAGMA database_list").Scan(&seq, &name, &path); err != nil {
 		return nil, fmt.Errorf("find the database file: %w", err)
 	}
-	if path == "" { // in memory: no other process sees it
+	if path == "" { // in memory, so no other process can open it
 		return func() {}, nil
 	}
 	return lockPath(ctx, path)

@@ -14,8 +14,8 @@ import (
 )
 
 const (
-	// idleInTransaction is when the server rolls back a transaction whose process is suspended or cut
-	// off, so that it holds its locks no longer than a lease lives.
+	// idleInTransaction is after how long the server rolls back the transaction of a suspended or
+	// disconnected process, so that its locks do not outlive a lease.
 	idleInTransaction = 2 * time.Second
 	connectTimeout    = 5 * time.Second
 	// connIdle is how long an unused connection is kept.
@@ -31,13 +31,13 @@ const (
 // on the database). Where it is not, and they do not exist yet, the error lists the statements to
 // run.
 type Postgres struct {
-	URL              string // a secret where it holds a password
+	URL              string // secret if it has a password
 	Prefix           string // of schemas and roles: a-z, 0-9 and _
 	MaxConnections   int    // of one service; 0 is 8
 	StatementTimeout time.Duration
 }
 
-// server is what a DB of PostgreSQL remembers.
+// server has the facts about a PostgreSQL server.
 type server struct {
 	login  pgx.ConnConfig // as the URL's user
 	schema string
@@ -65,7 +65,7 @@ func (p Postgres) Open(ctx context.Context, service string, d Durability) (*DB, 
 		"role": s.schema, "search_path": s.schema, "timezone": "UTC",
 		"statement_timeout":                   milliseconds(p.StatementTimeout),
 		"idle_in_transaction_session_timeout": milliseconds(idleInTransaction),
-		// A host that vanished holds its locks no longer than this.
+		// The locks of a host that vanished are released after this time.
 		"tcp_keepalives_idle": "5", "tcp_keepalives_interval": "1", "tcp_keepalives_count": "3",
 	} {
 		pool.RuntimeParams[name] = value

@@ -61,7 +61,7 @@ func openPool(path string, d Durability, conns int, extra ...string) (*sql.DB, e
 	}
 	q := url.Values{
 		"_pragma": append([]string{
-			"busy_timeout(10000)", // another process may hold the write lock that long
+			"busy_timeout(10000)", // another process may hold the write lock for this long
 			"journal_mode(WAL)",
 			"synchronous(" + string(d) + ")",
 			"foreign_keys(1)",

@@ -9,15 +9,15 @@ import (
 	"github.com/jackc/pgx/v5/stdlib"
 )
 
-// Tx runs fn in a write transaction: committed when fn returns nil, rolled back when it returns an
-// error or panics. The error of fn comes back as it is, or as one of this package where the
+// Tx runs fn in a write transaction. It commits if fn returns nil, and rolls back if fn returns an
+// error or panics. It returns the error of fn unchanged, or an error of this package if the
 // database failed.
 //
-// On PostgreSQL fn may be called again after a transaction that surely did not happen: the server
-// chose another (serialization, deadlock), or the connection broke before the commit was sent. So
-// fn must reset its results on each call. A commit whose answer was lost is never repeated: the
-// server is asked what became of it. ErrUnavailable, ErrConflict, ErrUnknown, or the fence's
-// refusal.
+// On PostgreSQL fn may be called again after a transaction that was certainly not committed: the
+// server aborted it (serialization, deadlock), or the connection broke before the commit was sent.
+// So fn must reset its results on each call. A commit whose answer was lost is never repeated; the
+// server is asked for its result. Errors: ErrUnavailable, ErrConflict, ErrUnknown, or the fence's
+// error.
 func (db *DB) Tx(ctx context.Context, fn func(tx *sql.Tx) error) error {
 	if !db.Postgres() {
 		return once(ctx, db.write, nil, db.behind(ctx, fn))
@@ -25,7 +25,7 @@ func (db *DB) Tx(ctx context.Context, fn func(tx *sql.Tx) error) error {
 	return db.again(ctx, func() (bool, error) { return db.attempt(ctx, db.behind(ctx, fn)) })
 }
 
-// behind is fn behind the fence, where there is one.
+// behind returns fn preceded by the fence, if there is one.
 func (db *DB) behind(ctx context.Context, fn func(tx *sql.Tx) error) func(tx *sql.Tx) error {
 	if db.fence == nil {
 		return fn
@@ -38,7 +38,7 @@ func (db *DB) behind(ctx context.Context, fn func(tx *sql.Tx) error) func(tx *sq
 	}
 }
 
-// View runs fn in a read-only transaction that sees one moment. It never waits for a writer. On
+// View runs fn in a read-only transaction on a consistent snapshot. It never waits for a writer. On
 // PostgreSQL fn may be called again.
 func (db *DB) View(ctx context.Context, fn func(tx *sql.Tx) error) error {
 	if !db.Postgres() {
@@ -147,13 +147,14 @@ func once(ctx context.Context, db beginner, options *sql.TxOptions, fn func(tx *
 	return nil
 }
 
-// commitError is of the commit itself: it leaves open whether the transaction happened.
+// commitError is an error of the commit, after which it is unknown whether the transaction was
+// committed.
 type commitError struct{ err error }
 
 func (e *commitError) Error() string { return "commit transaction: " + e.err.Error() }
 func (e *commitError) Unwrap() error { return e.err }
 
-// again repeats try while it says that nothing happened and that it may work the next time.
+// again repeats try while its error says that nothing was committed and a retry may succeed.
 func (db *DB) again(ctx context.Context, try func() (again bool, err error)) error {
 	wait := backoff{limit: reconnect}
 	for {
@@ -177,8 +178,7 @@ func (db *DB) connected(ctx context.Context, fn func(conn *sql.Conn) (again bool
 	return fn(conn)
 }
 
-// broken reports whether a connection is of no use any more. What it had not committed the server
-// rolls back.
+// broken reports whether a connection is unusable. The server rolls back its uncommitted work.
 func broken(conn *sql.Conn) bool {
 	gone := true
 	_ = conn.Raw(func(driver any) error {

@@ -48,8 +48,8 @@ func NewEvents(p Publisher, subject func(run string) string, service string, log
 	return &Events{publisher: p, subject: subject, service: service, queue: make(chan queued, eventQueue), log: log}
 }
 
-// Emit queues an event, filling in what is missing of id, time, service, level and kind. Where the
-// queue is full the event is dropped and counted.
+// Emit queues an event, and sets missing fields of id, time, service, level, and kind. If the queue
+// is full, the event is dropped and counted.
 func (e *Events) Emit(ev *eventv1.Event) {
 	if ev.GetTime() == nil {
 		ev.Time = timestamppb.Now()
@@ -93,7 +93,7 @@ func (e *Events) Flush(ctx context.Context) error {
 // Dropped is how many events were lost so far: the queue was full or the bus did not take them.
 func (e *Events) Dropped() uint64 { return e.dropped.Load() }
 
-// Run ships until ctx ends, then ships what is queued and returns.
+// Run publishes queued events until ctx ends, then publishes the remaining ones and returns.
 func (e *Events) Run(ctx context.Context) error {
 	reported := uint64(0)
 	for {
@@ -113,7 +113,7 @@ func (e *Events) Run(ctx context.Context) error {
 	}
 }
 
-// shipFrom ships a batch that begins with first.
+// shipFrom publishes a batch that starts with first.
 func (e *Events) shipFrom(ctx context.Context, first queued) {
 	window, cancel := context.WithTimeout(ctx, eventInterval)
 	batch, reached := e.collect(window, first)

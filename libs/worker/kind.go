@@ -8,7 +8,7 @@ import (
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 )
 
-// Kind is the recipe of a kind of worker. Python has the other half, what such a process runs
+// Kind is the Go part of a kind of worker. The Python part is the code that such a process runs
 // (rollout_workers/kinds.py).
 type Kind struct {
 	Name string // the argument of rollout-worker; workers are named <Name>-<number>

@@ -1,4 +1,4 @@
-// Package worker holds what the services share about worker processes: how a registration proves
+// Package worker has the code that services share for worker processes: how a registration proves
 // which process it belongs to.
 package worker
 
@@ -19,7 +19,7 @@ const (
 	MetaIncarnation = "incarnation"
 	MetaRank        = "rank"
 	MetaProof       = "proof"
-	MetaPID         = "pid" // for people; nothing is decided by it
+	MetaPID         = "pid" // for people; no code depends on it
 )
 
 // NewNonce returns the secret of one launch. The scheduler writes it into the worker's spec; it is
@@ -38,7 +38,7 @@ func Proof(nonce, worker string, rank int, address string) string {
 	return hex.EncodeToString(h.Sum(nil))
 }
 
-// Registration is what a worker claims in the registry.
+// Registration has the claims of a worker in the registry.
 type Registration struct {
 	Worker  string
 	Rank    int

@@ -275,7 +275,7 @@ func contentAddressing(t *testing.T, s blob.Store) {
 	}
 }
 
-// flipByte replaces the stored bytes behind the CAS and checks that a read sees it.
+// flipByte changes a stored byte without using the CAS, and checks that a read detects it.
 func flipByte(t *testing.T, s blob.Store, cas *blob.CAS, content string, data []byte) {
 	t.Helper()
 	key, err := cas.Key(content)

@@ -17,13 +17,13 @@ import (
 // Network is a store behind a network.
 type Network struct {
 	Server string // URL of the real server
-	// Open makes an empty store that reaches the server through endpoint. A connection that is silent
-	// for a few hundred milliseconds is given up.
+	// Open creates an empty store that connects to the server at endpoint. It gives up a connection
+	// that transfers nothing for a few hundred milliseconds.
 	Open func(t *testing.T, endpoint string) blob.Store
 }
 
-// RunNetwork checks that a store survives what networks and servers do: it tries again where that
-// helps, takes no half for a whole, and knows its own writes again.
+// RunNetwork checks that a store survives the failures of networks and servers: it retries where
+// that helps, does not accept truncated data, and recognizes its own writes after a lost answer.
 func RunNetwork(t *testing.T, n Network) {
 	for name, f := range map[string]Fault{
 		"500": {Status: http.StatusInternalServerError}, "503": {Status: http.StatusServiceUnavailable},
@@ -52,7 +52,7 @@ func operations(t *testing.T, n Network, f Fault) {
 			t.Errorf("%s: %v", what, err)
 		}
 		if proxy.Hits() == 0 {
-			t.Errorf("%s met no fault", what)
+			t.Errorf("%s was sent without the fault", what)
 		}
 	}
 	proxy.Inject(f, 2, writes)
@@ -64,7 +64,7 @@ func operations(t *testing.T, n Network, f Fault) {
 	proxy.Inject(f, 2, nil)
 	_, err = s.Put(t.Context(), "small", strings.NewReader("other"))
 	if !errors.Is(err, blob.ErrExists) {
-		t.Errorf("put of what is there: %v", err)
+		t.Errorf("put of an existing blob: %v", err)
 	}
 	proxy.Inject(f, 2, nil)
 	info, err := s.Stat(t.Context(), "small")
@@ -114,7 +114,7 @@ func bodies(t *testing.T, n Network, f Fault) {
 			t.Errorf("%+v: other bytes", r)
 		}
 		if proxy.Hits() == 0 {
-			t.Errorf("%+v met no fault", r)
+			t.Errorf("no request had the fault %+v", r)
 		}
 	}
 }

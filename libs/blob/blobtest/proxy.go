@@ -11,7 +11,7 @@ import (
 	"testing"
 )
 
-// Fault is what the proxy does to a request or to its answer. The zero Fault does nothing.
+// Fault is a failure that the proxy causes in a request or an answer. The zero Fault causes none.
 type Fault struct {
 	Status     int   // answer with it, without asking the server
 	Reset      bool  // drop the connection without asking the server
@@ -22,7 +22,7 @@ type Fault struct {
 	FlipAt     int64 // flip a bit of this byte of the answer's body, counted from 1
 }
 
-// Proxy stands between a client and an HTTP server and makes trouble.
+// Proxy forwards requests between a client and an HTTP server, and injects faults.
 type Proxy struct {
 	URL    string
 	target *url.URL
@@ -54,14 +54,14 @@ func NewProxy(t testing.TB, target string) *Proxy {
 	return p
 }
 
-// Inject makes the next times requests that match (nil: all) meet the fault.
+// Inject applies the fault to the next times requests that match (nil: all).
 func (p *Proxy) Inject(f Fault, times int, match func(*http.Request) bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.fault, p.times, p.match, p.hits = f, times, match, 0
 }
 
-// Hits is how many requests met the fault since Inject.
+// Hits returns the number of requests with a fault since Inject.
 func (p *Proxy) Hits() int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -95,7 +95,8 @@ func (p *Proxy) serve(w http.ResponseWriter, r *http.Request, forward http.Handl
 	}
 }
 
-// rewriteLocation keeps uploads, whose next address the server names, behind the proxy.
+// rewriteLocation changes the addresses of uploads that the server returns, so that they lead to
+// the proxy.
 func (p *Proxy) rewriteLocation(resp *http.Response) error {
 	if l := resp.Header.Get("Location"); l != "" {
 		resp.Header.Set("Location", strings.Replace(l, p.target.String(), p.URL, 1))
@@ -103,7 +104,7 @@ func (p *Proxy) rewriteLocation(resp *http.Response) error {
 	return nil
 }
 
-// spoiler does to an answer's body what the fault says.
+// spoiler applies a fault to the body of an answer.
 type spoiler struct {
 	http.ResponseWriter
 	f    Fault

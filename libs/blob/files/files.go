@@ -1,8 +1,8 @@
-// Package files stores blobs as files below one directory: a key is a relative path.
+// Package files stores blobs as files below one directory. A key is a relative path.
 //
-// A blob is written under a temporary name, fsynced, and hard-linked to its name, which fails where
-// the name is taken; then the directory is fsynced. So a blob is there as a whole or not at all,
-// also after a power cut.
+// A blob is written to a temporary file, fsynced, and hard-linked to its name, which fails if the
+// name exists. Then the directory is fsynced. So a blob exists completely or not at all, also after
+// a power cut.
 package files
 
 import (
@@ -21,17 +21,17 @@ import (
 	"github.com/rollout-rl/rollout/libs/blob"
 )
 
-const tmpDir = ".tmp" // no key begins with a dot
+const tmpDir = ".tmp" // keys can't start with a dot
 
 // Store is a blob.Store and blob.FilePutter.
 type Store struct{ root string }
 
-// leftover is the age after which a temporary file is what a crash left, and not the work of
-// another process.
+// leftover is the age after which a temporary file must be from a crash, and not from another
+// running process.
 const leftover = time.Hour
 
-// Open makes root (mode 0700) where it is missing. Temporary files that a crash left an hour ago or
-// earlier are removed.
+// Open creates root (mode 0700) if it does not exist, and removes temporary files that are more
+// than an hour old.
 func Open(root string) (*Store, error) {
 	tmp := filepath.Join(root, tmpDir)
 	if err := os.MkdirAll(tmp, 0o700); err != nil {
@@ -43,7 +43,7 @@ func Open(root string) (*Store, error) {
 	}
 	for _, e := range entries {
 		if info, err := e.Info(); err == nil && time.Since(info.ModTime()) > leftover {
-			_ = os.RemoveAll(filepath.Join(tmp, e.Name())) // what stays is met again at the next start
+			_ = os.RemoveAll(filepath.Join(tmp, e.Name())) // remaining files are removed at the next start
 		}
 	}
 	return &Store{root: root}, nil
@@ -135,7 +135,7 @@ func (s *Store) list(ctx context.Context, prefix string) ([]blob.Info, error) {
 	}
 	var infos []blob.Info
 	err := filepath.WalkDir(filepath.Join(s.root, filepath.FromSlash(folder)), func(path string, d fs.DirEntry, err error) error {
-		if errors.Is(err, fs.ErrNotExist) { // the folder is not there, or went while we walked
+		if errors.Is(err, fs.ErrNotExist) { // the folder does not exist, or was removed during the walk
 			return nil
 		}
 		if err != nil {

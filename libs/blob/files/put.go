@@ -76,7 +76,7 @@ func publish(from, to string) error {
 	return syncDir(dir)
 }
 
-// mkdirDurable is MkdirAll that fsyncs the parents of what it makes.
+// mkdirDurable is like MkdirAll, and fsyncs the parents of the folders that it creates.
 func mkdirDurable(dir string) error {
 	if _, err := os.Stat(dir); err == nil {
 		return nil

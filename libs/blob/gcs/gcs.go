@@ -21,17 +21,17 @@ import (
 	"github.com/rollout-rl/rollout/libs/blob"
 )
 
-// Config says where the bucket is.
+// Config has the place of the bucket and the access to it.
 type Config struct {
 	Bucket   string
 	Prefix   string // of every key, without slashes at its ends; "" is the whole bucket
-	Endpoint string // URL of a server that is not Google's; it is asked without credentials
+	Endpoint string // URL of a server other than Google's, which is called without credentials
 	// Credentials is a service account's key (JSON); "" takes Google's default credentials:
 	// environment, gcloud, metadata server.
 	Credentials string
 
 	PartBytes int           // a blob above it is uploaded in chunks of that size; 0 is 16 MiB
-	Idle      time.Duration // a connection that is silent for so long is given up; 0 is 30 s
+	Idle      time.Duration // a connection that transfers nothing for so long is given up; 0: 30 s
 }
 
 const (

@@ -28,7 +28,7 @@ func (s *Store) Put(ctx context.Context, key string, r io.Reader) (blob.Info, er
 		return blob.Info{}, fmt.Errorf("put blob %s: %w", key, err)
 	}
 	writing, cancel := context.WithCancel(ctx)
-	defer cancel() // of a writer that was not closed: the upload is given up
+	defer cancel() // of a writer that was not closed, so the upload is given up
 	// The client retries a request without progress forever.
 	var stuck atomic.Bool
 	guard := time.AfterFunc(giveUp, func() { stuck.Store(true); cancel() })
@@ -41,8 +41,8 @@ func (s *Store) Put(ctx context.Context, key string, r io.Reader) (blob.Info, er
 	w.ProgressFunc = func(int64) { guard.Reset(giveUp) }
 	w.ContentType = "application/octet-stream" // the client would guess, from a copy of the first bytes
 
-	// The first chunk is read before anything is sent: where it is all, its checksum travels ahead of
-	// it.
+	// The first chunk is read before anything is sent, because if it is the whole blob, its checksum
+	// can be sent first.
 	var first bytes.Buffer
 	_, err := io.CopyN(&first, r, int64(s.c.PartBytes))
 	if err != nil && !errors.Is(err, io.EOF) {
@@ -53,7 +53,7 @@ func (s *Store) Put(ctx context.Context, key string, r io.Reader) (blob.Info, er
 	if errors.Is(err, io.EOF) {
 		w.CRC32C, w.SendCRC32C = sum.Sum32(), true
 		r = bytes.NewReader(nil)
-	} else if _, err := s.Stat(ctx, key); err == nil { // many bytes would travel for nothing
+	} else if _, err := s.Stat(ctx, key); err == nil { // avoids sending many bytes for nothing
 		return blob.Info{}, fmt.Errorf("put blob %s: %w", key, blob.ErrExists)
 	}
 	source := &sourceReader{r: io.TeeReader(r, sum)}
@@ -76,16 +76,16 @@ func (s *Store) Put(ctx context.Context, key string, r io.Reader) (blob.Info, er
 		}
 	}
 	if attrs.CRC32C != sum.Sum32() {
-		_ = object.Generation(attrs.Generation).Delete(context.WithoutCancel(ctx)) // what is there is not what was put
+		_ = object.Generation(attrs.Generation).Delete(context.WithoutCancel(ctx)) // the stored blob differs from the one that was put
 		return blob.Info{}, fmt.Errorf("put blob %s: %w", key, blob.ErrCorrupt.With("key", key).
 			With("crc32c", fmt.Sprintf("%08x", sum.Sum32())).With("stored", fmt.Sprintf("%08x", attrs.CRC32C)))
 	}
 	return info(key, attrs), nil
 }
 
-// settle decides what a failed creation means: a request that was sent twice, because the answer to
-// the first was lost, is refused because of itself, and an upload whose last chunk arrived is no
-// more.
+// settle interprets a failed creation. If the answer to a first request was lost, a repeated
+// request is refused because the first one succeeded, and an upload whose last chunk arrived does
+// not exist any more.
 func (s *Store) settle(ctx context.Context, key, mark string, err error) (*storage.ObjectAttrs, error) {
 	mapped := s.mapError("put", key, err)
 	lost := errors.Is(mapped, blob.ErrNotFound)
@@ -104,7 +104,7 @@ func (s *Store) settle(ctx context.Context, key, mark string, err error) (*stora
 	return nil, mapped
 }
 
-// sourceReader tells the errors of what is to be stored from those of the store.
+// sourceReader marks errors of the data to be stored, to distinguish them from errors of the store.
 type sourceReader struct {
 	r   io.Reader
 	err error

@@ -41,7 +41,7 @@ func (s *Store) Get(ctx context.Context, key string, r blob.Range) (io.ReadClose
 		return nil, s.mapError("get", key, err)
 	}
 	source := resume.Source{Key: key, Length: first.Remain(), Idle: s.c.Idle}
-	if (r == blob.Range{}) && first.Attrs.CRC32C != 0 { // 0 stands for none
+	if (r == blob.Range{}) && first.Attrs.CRC32C != 0 { // 0 means none
 		source.CRC = &first.Attrs.CRC32C
 	}
 	generation := first.Attrs.Generation
@@ -112,7 +112,7 @@ func (s *Store) List(ctx context.Context, prefix string) iter.Seq2[blob.Info, er
 			if s.c.Prefix != "" {
 				key = strings.TrimPrefix(key, s.c.Prefix+"/")
 			}
-			if blob.CheckKey(key) != nil { // no blob, such as the "folder/" that consoles make
+			if blob.CheckKey(key) != nil { // not a blob, for example a "folder/" that a web console created
 				continue
 			}
 			if !yield(info(key, attrs), nil) {

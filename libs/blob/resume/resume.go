@@ -1,6 +1,6 @@
-// Package resume reads an object over a network that fails: a connection that breaks, ends early or
-// falls silent is replaced by another one from the byte where it stopped, and the checksum of a
-// whole object is checked at its end.
+// Package resume reads an object over an unreliable network. A connection that breaks, ends early,
+// or transfers nothing is replaced by another one that starts at the byte where it stopped. The
+// checksum of a whole object is verified at its end.
 package resume
 
 import (
@@ -29,12 +29,11 @@ func NewCRC() hash.Hash32 { return crc32.New(castagnoli) }
 type Source struct {
 	Key    string
 	Length int64 // bytes to be read in all
-	// Open connects to the object from a byte of the range on. The context covers the reads of what it
-	// returns. Errors that it returns end the reader, so it has tried again by itself where that may
-	// help.
+	// Open opens a connection that starts at a byte of the range. The context applies to the reads of
+	// the result. An error ends the reader, so Open must have retried already if that can help.
 	Open func(ctx context.Context, from int64) (io.ReadCloser, error)
-	CRC  *uint32       // of the bytes to be read; nil where the store has none
-	Idle time.Duration // a connection that is silent for so long is given up
+	CRC  *uint32       // checksum of the bytes to be read; nil if the store has none
+	Idle time.Duration // a connection that transfers nothing for so long is given up
 }
 
 // Reader is an io.ReadCloser; not for several goroutines.
@@ -49,8 +48,8 @@ type Reader struct {
 	err    error // that ended it
 }
 
-// New makes a reader of s that lives as long as ctx. first is a connection from byte 0, opened with
-// first's own context, whose cancel function the reader takes over.
+// New creates a reader of s that is valid until ctx ends. first is a connection from byte 0, opened
+// with its own context; the reader will call its cancel function.
 func New(ctx context.Context, s Source, first io.ReadCloser, cancel context.CancelFunc) *Reader {
 	return &Reader{ctx: ctx, s: s, hash: NewCRC(), body: first, cancel: cancel}
 }
@@ -99,7 +98,7 @@ func (r *Reader) attempt(p []byte) (int, error) {
 	}
 	switch {
 	case err == nil, n > 0:
-		return n, nil // an error comes again at the next read
+		return n, nil // the next read returns the error again
 	case silent:
 		return 0, fmt.Errorf("no byte came for %v", r.s.Idle)
 	case errors.Is(err, io.EOF):

@@ -26,7 +26,7 @@ const abortTimeout = 10 * time.Second
 // parts creates the object with a multipart upload: each part with its checksum, and the object
 // with the checksum of the whole.
 func (u *upload) parts(ctx context.Context, first []byte, rest io.Reader) error {
-	// Many bytes would travel for nothing where the blob is there already.
+	// Avoids sending many bytes if the blob exists already.
 	if _, err := u.s.Stat(ctx, u.key); err == nil {
 		return fmt.Errorf("put blob %s: %w", u.key, blob.ErrExists)
 	} else if !errors.Is(err, blob.ErrNotFound) {
@@ -54,7 +54,7 @@ func (u *upload) parts(ctx context.Context, first []byte, rest io.Reader) error 
 	}
 	undo, cancel := context.WithTimeout(context.WithoutCancel(ctx), abortTimeout)
 	defer cancel()
-	_, _ = u.s.api.AbortMultipartUpload(undo, &s3.AbortMultipartUploadInput{ // what stays is invisible; see the package's comment
+	_, _ = u.s.api.AbortMultipartUpload(undo, &s3.AbortMultipartUploadInput{ // remaining parts are invisible; see the package's comment
 		Bucket: &u.s.c.Bucket, Key: u.s.object(u.key), UploadId: made.UploadId,
 	})
 	return err

@@ -23,8 +23,7 @@ import (
 const (
 	// writerMark is the metadata entry that names the call of Put which made an object.
 	writerMark = "rollout-writer"
-	// requestTimeout bounds one request with its retries, so that a server which takes bytes no more
-	// is left some day.
+	// requestTimeout limits one request with its retries, in case a server stops reading.
 	requestTimeout = 5 * time.Minute
 )
 
@@ -53,7 +52,7 @@ func (s *Store) Put(ctx context.Context, key string, r io.Reader) (blob.Info, er
 	return u.info(ctx), nil
 }
 
-// partSize is PartBytes, or more where a file would need too many of them.
+// partSize returns PartBytes, or more if a file would otherwise need too many parts.
 func (s *Store) partSize(r io.Reader) int64 {
 	if f, ok := r.(*os.File); ok {
 		if info, err := f.Stat(); err == nil {
@@ -63,7 +62,7 @@ func (s *Store) partSize(r io.Reader) int64 {
 	return s.c.PartBytes
 }
 
-// readPart reads at most size bytes; more says that there may be others.
+// readPart reads at most size bytes. more reports whether further bytes may follow.
 func readPart(r io.Reader, size int64) (part []byte, more bool, err error) {
 	var b bytes.Buffer
 	n, err := io.CopyN(&b, r, size)
@@ -96,8 +95,8 @@ func (u *upload) whole(ctx context.Context, data []byte) error {
 	return u.settle(ctx, err)
 }
 
-// settle decides what a refused creation means: a request that was sent twice, because the answer
-// to the first was lost, is refused because of itself.
+// settle interprets a refused creation: if the answer to a first request was lost, a repeated
+// request is refused because the first one succeeded.
 func (u *upload) settle(ctx context.Context, err error) error {
 	switch code(err) {
 	case precondition, conflict, noUpload:
@@ -116,7 +115,7 @@ func (u *upload) settle(ctx context.Context, err error) error {
 	return fmt.Errorf("put blob %s: %w", u.key, blob.ErrUnavailable.Wrap(err))
 }
 
-// info describes what was put. Its time is the server's where that can still be asked.
+// info describes a stored object. Its time is the server's, if the server still answers.
 func (u *upload) info(ctx context.Context) blob.Info {
 	if info, _, err := u.s.head(ctx, u.key); err == nil {
 		return info

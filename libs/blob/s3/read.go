@@ -79,8 +79,8 @@ func header(offset, length int64) string {
 	return fmt.Sprintf("bytes=%d-%d", offset, offset+length-1)
 }
 
-// crcOf is the checksum of the whole object, nil where the store has none: a composite one is of
-// the parts' checksums.
+// crcOf returns the checksum of the whole object; nil if the store has none. A composite checksum
+// is not usable, because it is computed from the checksums of parts.
 func crcOf(out *s3.GetObjectOutput) *uint32 {
 	if out.ChecksumCRC32C == nil || out.ChecksumType == types.ChecksumTypeComposite {
 		return nil
@@ -104,7 +104,7 @@ func (s *Store) Stat(ctx context.Context, key string) (blob.Info, error) {
 	return info, nil
 }
 
-// head describes an object and says whose it is.
+// head describes an object, and reports whether this writer created it.
 func (s *Store) head(ctx context.Context, key string) (info blob.Info, writer string, err error) {
 	out, err := s.api.HeadObject(ctx, &s3.HeadObjectInput{Bucket: &s.c.Bucket, Key: s.object(key)})
 	if err != nil {
@@ -128,7 +128,7 @@ func (s *Store) List(ctx context.Context, prefix string) iter.Seq2[blob.Info, er
 				if s.c.Prefix != "" {
 					key = strings.TrimPrefix(key, s.c.Prefix+"/")
 				}
-				if blob.CheckKey(key) != nil { // no blob, such as the "folder/" that consoles make
+				if blob.CheckKey(key) != nil { // not a blob, for example a "folder/" that a web console created
 					continue
 				}
 				if !yield(blob.Info{Key: key, Size: aws.ToInt64(o.Size), Modified: aws.ToTime(o.LastModified).UTC()}, nil) {

@@ -1,10 +1,11 @@
-// Package s3 stores blobs in a bucket of S3 or of what speaks it (conditional writes and CRC-32C
-// are needed: AWS, MinIO, Ceph, Cloudflare R2, versitygw).
+// Package s3 stores blobs in a bucket of S3 or a compatible server. The server must support
+// conditional writes and CRC-32C: AWS, MinIO, Ceph, Cloudflare R2, versitygw.
 //
-// A blob is created with If-None-Match, so of several writers one wins; each carries a mark of its
-// writer, by which one who lost the answer to a successful request finds out that the blob is its
-// own. What an upload in parts leaves when its process dies is invisible but paid for: give the
-// bucket a lifecycle rule that aborts incomplete multipart uploads after a day.
+// A blob is created with If-None-Match, so one of several concurrent writers succeeds. Each blob
+// has a mark of its writer, by which a writer that lost the answer to a successful request
+// recognizes its own blob. An upload in parts whose process dies leaves parts that are invisible
+// but cost money: give the bucket a lifecycle rule that aborts incomplete multipart uploads after a
+// day.
 package s3
 
 import (
@@ -29,7 +30,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/blob"
 )
 
-// Config says where the bucket is.
+// Config has the place of the bucket and the access to it.
 type Config struct {
 	Bucket   string
 	Prefix   string // of every key, without slashes at its ends; "" is the whole bucket
@@ -40,7 +41,7 @@ type Config struct {
 	AccessKey, SecretKey string
 
 	PartBytes int64         // a blob above it is uploaded in parts of that size; 0 is 16 MiB. S3 takes no part below 5 MiB
-	Idle      time.Duration // a connection that is silent for so long is given up; 0 is 30 s
+	Idle      time.Duration // a connection that transfers nothing for so long is given up; 0: 30 s
 }
 
 const (

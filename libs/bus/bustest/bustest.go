@@ -143,7 +143,7 @@ func publishFetchAck(t *testing.T, b *bundle) {
 func noFullBatch(t *testing.T, b *bundle) {
 	b.publish(t, 3)
 	began := time.Now()
-	for came := 0; came < 3; { // a server acks a message a moment before its consumers know of it
+	for came := 0; came < 3; { // a server acks a message slightly before its consumers receive it
 		got, err := b.work.Fetch(t.Context(), 100, 10*time.Minute)
 		if came += len(got); err != nil || len(got) == 0 || came > 3 || time.Since(began) > 5*time.Minute {
 			t.Fatalf("%d deliveries in %v: %v", came, time.Since(began), err)
@@ -184,7 +184,7 @@ func nakTerm(t *testing.T, b *bundle) {
 		t.Fatal(err)
 	}
 	if got, err := b.work.Fetch(t.Context(), 1, 50*time.Millisecond); err != nil || len(got) != 0 {
-		t.Errorf("a terminated message came again: %d %v", len(got), err)
+		t.Errorf("a terminated message was delivered again: %d %v", len(got), err)
 	}
 }
 
@@ -235,7 +235,7 @@ func ensureAgain(t *testing.T, b *bundle) {
 		}
 	}
 	deadline := time.Now().Add(time.Minute)
-	for depth(t, b.work).Waiting != 1 { // in a cluster the consumer's leader hears of it a moment later
+	for depth(t, b.work).Waiting != 1 { // in a cluster the consumer's leader is notified slightly later
 		if time.Now().After(deadline) {
 			t.Fatalf("after purge: %+v", depth(t, b.work))
 		}
@@ -347,7 +347,8 @@ func events(t *testing.T, b *bundle) {
 	storedAfter(t, b, got[0])
 }
 
-// storedAfter holds EventsStored to wait for an event that was taken before others and not acked.
+// storedAfter checks that EventsStored waits for an event that was fetched before others and not
+// acked.
 func storedAfter(t *testing.T, b *bundle, last *bus.Delivery) {
 	t.Helper()
 	short, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)

@@ -67,7 +67,7 @@ func RunCrash(t *testing.T, c Crashable) {
 		if ctx.Err() != nil {
 			t.Fatalf("%d acked messages did not come: %v", left, err)
 		}
-		for _, d := range got { // an error is the reconnect; messages in hand at that moment come again
+		for _, d := range got { // an error is the reconnect; unacked messages are delivered again
 			var g runv1.PromptGroup
 			if err := d.Decode(&g); err != nil {
 				t.Fatal(err)
@@ -82,7 +82,7 @@ func RunCrash(t *testing.T, c Crashable) {
 			}
 		}
 	}
-	for { // acks are on their way, and what was in hand when the server died comes again
+	for { // acks may be lost, and messages that were unacked when the server died are delivered again
 		d, err := b.work.Depth(ctx)
 		if err == nil && d == (bus.Depth{}) {
 			return

@@ -19,7 +19,7 @@ import (
 // Agent is how to reach the agent under test.
 type Agent struct {
 	Address string // host:port
-	Token   string // "" where none is asked for
+	Token   string // "" if the agent needs none
 	// Reap is the shortest DeregisterCriticalServiceAfter that it takes, and how long it may take
 	// beyond that; 0 is 2 s and a minute.
 	Reap, ReapSlack time.Duration
@@ -52,7 +52,7 @@ func Run(t *testing.T, a Agent) {
 	}
 }
 
-// bundle is what each test works with.
+// bundle has the parts that each test uses.
 type bundle struct {
 	agent  Agent
 	client *discovery.Client
@@ -117,7 +117,7 @@ func (b *bundle) ids(list []discovery.Instance) []string {
 	return out
 }
 
-// await reads the watch until it shows exactly the wanted ids.
+// await reads the watch until it has exactly the wanted ids.
 func (b *bundle) await(t *testing.T, watch <-chan []discovery.Instance, want ...string) []discovery.Instance {
 	t.Helper()
 	timeout := time.NewTimer(time.Minute)
@@ -192,7 +192,7 @@ func forgottenComesBack(t *testing.T, b *bundle) {
 	s.TTL = 600 * time.Millisecond
 	b.register(t, s)
 	first := b.created(t, 0)
-	if err := b.api.Agent().ServiceDeregister(s.ID); err != nil { // behind its back
+	if err := b.api.Agent().ServiceDeregister(s.ID); err != nil { // without using the client
 		t.Fatal(err)
 	}
 	b.created(t, first)
@@ -367,7 +367,7 @@ func criticalAtFirst(t *testing.T, b *bundle) {
 
 func wrongToken(t *testing.T, b *bundle) {
 	if b.agent.Token == "" {
-		return // it asks for none
+		return // the agent requires no certificate
 	}
 	for _, token := range []string{"", "00000000-0000-0000-0000-00000000dead"} {
 		c, err := discovery.NewClient(discovery.Options{Address: b.agent.Address, Token: token})
@@ -380,7 +380,8 @@ func wrongToken(t *testing.T, b *bundle) {
 	}
 }
 
-// reaped registers a service that dies: it turns critical, then it is gone from the agent.
+// reaped registers a service that stops renewing: its check becomes critical, then the agent
+// removes it.
 func reaped(t *testing.T, b *bundle) {
 	after, slack := b.agent.Reap, b.agent.ReapSlack
 	if after == 0 {

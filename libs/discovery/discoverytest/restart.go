@@ -88,7 +88,7 @@ func RunRestart(t *testing.T, r Restartable) {
 	until(t, conn, second.address)
 }
 
-// registered waits until the agent knows n passing instances; calls succeed all the while.
+// registered waits until the agent has n passing instances. Calls must succeed during that time.
 func registered(t *testing.T, api *consul.Client, name string, n int, conn *grpc.ClientConn) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
@@ -119,7 +119,7 @@ func until(t *testing.T, conn *grpc.ClientConn, addresses ...string) {
 			t.Fatalf("a call after %d: %v", round, err)
 		}
 		if !slices.Contains(addresses, from) {
-			clear(seen) // the balancer hears of changes a moment later
+			clear(seen) // the balancer is notified of changes slightly later
 			continue
 		}
 		if seen[from] = true; len(seen) == len(addresses) {

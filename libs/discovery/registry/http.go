@@ -94,7 +94,7 @@ func (a api) agentService(w http.ResponseWriter, req *http.Request) {
 func (a api) healthService(w http.ResponseWriter, req *http.Request) {
 	values := req.URL.Query()
 	q := query{name: req.PathValue("name"), tags: values["tag"]}
-	if values.Has("passing") { // "?passing" alone means true
+	if values.Has("passing") { // "?passing" without a value means true
 		on, err := strconv.ParseBool(values.Get("passing"))
 		q.passing = values.Get("passing") == "" || err == nil && on
 	}
@@ -165,7 +165,7 @@ func (a api) blocking(w http.ResponseWriter, req *http.Request, name string, vie
 
 func reply(w http.ResponseWriter, v any) {
 	w.Header().Set("Content-Type", "application/json")
-	_ = json.NewEncoder(w).Encode(v) // a client that left needs no answer
+	_ = json.NewEncoder(w).Encode(v) // a client that disconnected needs no answer
 }
 
 func union(a, b []string) []string {

@@ -17,7 +17,7 @@ import (
 	consul "github.com/hashicorp/consul/api"
 )
 
-// Registry holds the registered services. Its methods may be called from many goroutines.
+// Registry has the registered services. Its methods may be called from many goroutines.
 type Registry struct {
 	token string
 
@@ -35,7 +35,7 @@ type entry struct {
 	checks  []*check
 }
 
-// check is a TTL check, or one that stays as it is (a service without a check passes).
+// check is a TTL check, or a constant one (a service without a check passes).
 type check struct {
 	id, name, notes string
 	status, output  string

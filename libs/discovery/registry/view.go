@@ -61,7 +61,7 @@ func (r *Registry) read(ctx context.Context, name string, since uint64, wait tim
 	}
 }
 
-// current is the index of a service, never 0. A name that was never seen has 1, which its first
+// current returns the index of a service, never 0. An unknown name has the index 1, which its first
 // registration exceeds.
 func (r *Registry) current(name string) uint64 {
 	if name == "" {

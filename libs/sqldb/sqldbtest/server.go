@@ -23,7 +23,7 @@ import (
 
 // Server is a PostgreSQL server of a test.
 type Server struct {
-	URL  string // of a superuser, without a password: it listens on loopback alone
+	URL  string // of a superuser, without a password, because the server listens only on loopback
 	Data string
 	Port int
 
@@ -106,7 +106,7 @@ func (s *Server) Run() error {
 	}
 }
 
-// Kill ends the server as a crash would: nothing is flushed, connections break.
+// Kill ends the server like a crash: nothing is flushed, and connections break.
 func (s *Server) Kill() {
 	_ = s.cmd.Process.Signal(syscall.SIGQUIT)
 	<-s.ended

@@ -35,7 +35,7 @@ func Run(t *testing.T, suite func(t *testing.T, place func(t *testing.T) sqldb.P
 	})
 }
 
-// Require skips the test where servers are not asked for.
+// Require skips the test unless tests with servers are enabled.
 func Require(t testing.TB) {
 	t.Helper()
 	if os.Getenv(Switch) == "" { //nolint:forbidigo // as a test would
@@ -50,8 +50,8 @@ func Place(t testing.TB) sqldb.Postgres {
 	return sqldb.Postgres{URL: URL(t), Prefix: prefix(), MaxConnections: 4, StatementTimeout: 30 * time.Second}
 }
 
-// URL is the process's server, which is started where it does not run yet. Its user may do
-// everything.
+// URL returns the URL of the process's server, and starts the server if necessary. Its user is a
+// superuser.
 func URL(t testing.TB) string {
 	t.Helper()
 	Require(t)
