@@ -94,7 +94,7 @@ func (d *daemon) runtime() config.Runtime {
 	return r
 }
 
-// until waits for what the process does to its state folder.
+// until waits until the state folder of the process meets a condition.
 func (d *daemon) until(what string, reached func() bool) {
 	d.t.Helper()
 	deadline := time.NewTimer(2 * time.Minute)
@@ -105,7 +105,7 @@ func (d *daemon) until(what string, reached func() bool) {
 		select {
 		case <-tick.C:
 		case <-d.ended:
-			d.t.Fatalf("rolloutd left before it would %s:\n%s", what, d.log)
+			d.t.Fatalf("rolloutd exited before it could %s:\n%s", what, d.log)
 		case <-deadline.C:
 			d.t.Fatalf("rolloutd does not %s:\n%s", what, d.log)
 		}
@@ -151,7 +151,7 @@ func dial(t *testing.T, r config.Runtime) *grpc.ClientConn {
 	return conn
 }
 
-// certificates is what a process shows, and its clients may; nil: it speaks plain text.
+// certificates are the certificates of a process and its clients; nil: plain text.
 func certificates(t *testing.T, r config.Runtime) *cert.Source {
 	t.Helper()
 	if r.CertFile == "" {

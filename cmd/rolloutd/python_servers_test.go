@@ -78,6 +78,6 @@ func TestPythonReachesTheSameServers(t *testing.T) {
 		t.Errorf("%v\n%s", err, log.String())
 	}
 	if list, err := client.Lookup(deadline(t), "inference-worker"); err != nil || len(list) != 0 {
-		t.Errorf("after it left: %+v %v", list, err)
+		t.Errorf("after it exited: %+v %v", list, err)
 	}
 }

@@ -2,5 +2,5 @@
 
 package main
 
-// raced tells that the race detector is compiled in.
+// raced reports whether the race detector is compiled in.
 const raced = false

@@ -37,10 +37,10 @@ func TestNoErrorTellsASecret(t *testing.T) {
 			var out bytes.Buffer
 			code := run(ctx, ctx, []string{"--config", file, "--state-dir", filepath.Join(dir, "state")}, []string{"SECRET=" + c.secret, "HOME=" + dir}, &out)
 			if code == 0 || out.Len() == 0 {
-				t.Errorf("left with %d:\n%s", code, out.String())
+				t.Errorf("exited with code %d:\n%s", code, out.String())
 			}
 			if strings.Contains(out.String(), planted) {
-				t.Errorf("it tells a secret:\n%s", out.String())
+				t.Errorf("the output contains a secret:\n%s", out.String())
 			}
 		})
 	}

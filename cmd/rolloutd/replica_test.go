@@ -87,7 +87,7 @@ func (r *replicas) call(ctx context.Context) error {
 	return err
 }
 
-// served waits until all three answer and says how long that took.
+// served waits until all three answer, and logs how long that took.
 func (r *replicas) served() time.Duration {
 	r.Helper()
 	began := time.Now()
@@ -140,8 +140,8 @@ func (r *replicas) forget(d *daemon) {
 	}
 }
 
-// Of two replicas one acts. Killed, or stopped, the other takes over; one that wakes up stops
-// leading and passes calls on.
+// Only one of two replicas is active. If it is killed or stopped, the other takes over. A stopped
+// one that continues stops leading and forwards calls.
 func TestReplicas(t *testing.T) {
 	t.Parallel()
 	r := newReplicas(t)

@@ -172,7 +172,7 @@ func TestStartsThatCanNotBe(t *testing.T) {
 			var out bytes.Buffer
 			code := run(t.Context(), t.Context(), append([]string{"--state-dir", t.TempDir()}, c.args...), []string{"HOME=/", "KEY=k"}, &out)
 			if twice := repeated(out.String()); twice != "" {
-				t.Errorf("%q is said twice: %s", twice, &out)
+				t.Errorf("%q is printed twice: %s", twice, &out)
 			}
 			if code != c.code || !strings.Contains(out.String(), c.says) || !strings.Contains(out.String(), "fix=") {
 				t.Errorf("exit code %d: %s", code, &out)

@@ -119,7 +119,7 @@ func TestProductionShape(t *testing.T) {
 		t.Errorf("artifacts in the bucket: %v %v", entries, err)
 	}
 
-	// The agent dies and comes back with nothing; a service moves; calls find it again.
+	// The agent is killed and restarted without state, and a service moves. Calls must find it again.
 	p.consul.Kill()
 	schedulerAsksThePlanner(t, s)
 	p.consul.Start()
@@ -131,14 +131,14 @@ func TestProductionShape(t *testing.T) {
 	for name, d := range s {
 		for _, secret := range p.secrets {
 			if strings.Contains(d.log.String(), secret) {
-				t.Errorf("the log of %s tells a secret", name)
+				t.Errorf("the log of %s contains a secret", name)
 			}
 		}
 	}
 	nothingTells(t, p)
 }
 
-// nothingTells looks for the secrets in every file of the mesh but those that hold them.
+// nothingTells searches for secrets in every file, except those that must contain them.
 func nothingTells(t *testing.T, p *production) {
 	t.Helper()
 	holders := []string{"token", "nkey", "consul-token", "s3-secret"}
@@ -149,7 +149,7 @@ func nothingTells(t *testing.T, p *production) {
 		data, err := os.ReadFile(path)
 		for _, secret := range p.secrets {
 			if err == nil && strings.Contains(string(data), secret) {
-				t.Errorf("%s tells a secret", path)
+				t.Errorf("%s contains a secret", path)
 			}
 		}
 		return nil

@@ -55,7 +55,7 @@ func everyServiceIsFound(t *testing.T, s shape) {
 		if err != nil || len(list) != 1 || list[0].Address != s[name].runtime().GRPC {
 			t.Fatalf("%s in the registry: %+v %v", name, list, err)
 		}
-		conn, err := rpc.NewDialer(rpc.DialerOptions{TLS: certificates(t, r)}).DialWorker(list[0].Address) // health asks for no token
+		conn, err := rpc.NewDialer(rpc.DialerOptions{TLS: certificates(t, r)}).DialWorker(list[0].Address) // health checks need no token
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -71,7 +71,7 @@ func schedulerAsksThePlanner(t *testing.T, s shape) {
 	t.Helper()
 	_, err := runv1.NewSchedulerServiceClient(s.conn(t, "scheduler")).CreateRun(deadline(t),
 		&runv1.CreateRunRequest{Lock: []byte("no plan"), BaseDir: "/"})
-	if rpcerr.Reason(err) != "PLAN_UNREADABLE" { // which only the planner can know
+	if rpcerr.Reason(err) != "PLAN_UNREADABLE" { // only the planner returns this error
 		t.Errorf("an invalid plan: %v", err)
 	}
 }

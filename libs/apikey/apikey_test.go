@@ -66,7 +66,7 @@ func TestKeysComeAndGo(t *testing.T) {
 		t.Error("a revoked key passes")
 	}
 	if _, ok, _ := ring.Find(keys[1]); !ok {
-		t.Error("another key went with it")
+		t.Error("another key was removed too")
 	}
 	_, again := keep.Create("bob", apikey.Read, time.Now())
 	_, scope := keep.Create("new", "root", time.Now())

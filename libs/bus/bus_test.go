@@ -57,7 +57,8 @@ func TestEmbeddedMutualTLS(t *testing.T) {
 	}
 }
 
-// A server that ends in the middle, and comes back on its directory and port, has what it acked.
+// A server that stops and starts again with the same folder and port still has the messages that it
+// acked.
 func TestEmbeddedRestart(t *testing.T) {
 	t.Parallel()
 	dir := filepath.Join(t.TempDir(), "nats")

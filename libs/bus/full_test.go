@@ -87,7 +87,7 @@ func TestTryLeavesNothing(t *testing.T) {
 	}
 	for name := range b.JetStream().StreamNames(t.Context()).Name() {
 		if name != names.EventStream {
-			t.Errorf("it left %s", name)
+			t.Errorf("it kept %s", name)
 		}
 	}
 }

@@ -128,7 +128,7 @@ func TestRefusals(t *testing.T) {
 	}
 }
 
-// shake connects a client to a server that answers one byte, and gives what the client sees.
+// shake connects a client to a server that sends one byte, and returns the result for the client.
 func shake(t *testing.T, server, client *tls.Config) (serial string, err error) {
 	t.Helper()
 	listener, err := tls.Listen("tcp", "127.0.0.1:0", server)

@@ -77,7 +77,7 @@ url = "file:~/url"
 	}
 }
 
-// The CLI finds the folder with StateDir alone.
+// The CLI finds the folder only with StateDir.
 func TestTheStateFolderOfTheDefaultFile(t *testing.T) {
 	t.Parallel()
 	home := t.TempDir()
@@ -208,7 +208,7 @@ func TestErrors(t *testing.T) {
 		"a variable of before":           {env: []string{"ROLLOUTD_NATS_TOKEN_ENV=X"}, says: []string{`nats.token = "env:NAME"`}},
 		"a variable without a name":      {args: []string{"--nats-token", "env:"}, says: []string{"name of a variable"}},
 		"a password in a NATS URL":       {args: []string{"--nats-url", "nats://u:hunter2@h:1,nats://x:1"}, says: []string{"nats.password"}, hides: "hunter2"},
-		"two ways into NATS":             {args: []string{"--nats-token", "file:a", "--nats-nkey", "file:b"}, says: []string{"nkey and token exclude"}},
+		"two kinds of NATS credentials":  {args: []string{"--nats-token", "file:a", "--nats-nkey", "file:b"}, says: []string{"nkey and token exclude"}},
 		"a user without a password":      {args: []string{"--nats-user", "u"}, says: []string{"user and password go together"}},
 		"half of TLS to NATS":            {args: []string{"--nats-cert-file", "x"}, says: []string{"nats: cert_file and key_file"}},
 		"no bucket":                      {args: []string{"--blob-url", "https://x/y"}, says: []string{"s3://bucket/prefix"}},
@@ -243,7 +243,7 @@ func TestErrors(t *testing.T) {
 				}
 			}
 			if c.hides != "" && strings.Contains(err.Error(), c.hides) {
-				t.Errorf("%q tells a secret", err)
+				t.Errorf("%q contains a secret", err)
 			}
 		})
 	}

@@ -99,7 +99,7 @@ func TestVariablesForOtherToolsDoNotCount(t *testing.T) {
 		r.Close()
 		s.Close()
 		if n := strange.Load(); n > 0 {
-			t.Errorf("%d requests carry what the environment says", n)
+			t.Errorf("%d requests have values of the environment", n)
 		}
 	}
 }

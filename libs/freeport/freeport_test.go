@@ -23,14 +23,13 @@ func TestMain(m *testing.M) {
 		for _, port := range ports {
 			fmt.Println(port)
 		}
-		_, _ = os.Stdin.Read(make([]byte, 1)) // holds them until the parent is done
+		_, _ = os.Stdin.Read(make([]byte, 1)) // keeps the ports until the parent exits
 		return
 	}
 	os.Exit(m.Run())
 }
 
-// Processes that ask at once and hold what they got never share a port, though none of them
-// listens.
+// Concurrent processes never get the same port, although none of them listens on it.
 func TestProcessesNeverShareAPort(t *testing.T) {
 	const processes = 8
 	owner := map[string]int{}

@@ -18,11 +18,11 @@ import (
 	"github.com/rollout-rl/rollout/libs/sqldb/sqldbtest"
 )
 
-// instance is a service whose answer tells the epoch, as the length of its list.
+// instance is a service whose answer has as many entries as the epoch.
 type instance struct {
 	healthpb.UnimplementedHealthServer
 	epoch   uint64
-	waiting chan struct{} // a call is in hand
+	waiting chan struct{} // a call is running
 }
 
 func (i *instance) Register(r grpc.ServiceRegistrar) { healthpb.RegisterHealthServer(r, i) }
@@ -137,11 +137,11 @@ func TestElected(t *testing.T) {
 			}
 		}
 		if err := <-inHand; rpcerr.Reason(err) != "NOT_LEADER" || rpcerr.Code(err) != codes.Unavailable {
-			t.Errorf("a call in hand when the term ended: %v", err)
+			t.Errorf("a call that ran when the term ended: %v", err)
 		}
 		// Neither of the two leads now: the call is forwarded once, then refused with the known leader.
 		_, err := a.client.Check(ctx, &healthpb.HealthCheckRequest{})
-		if err != nil && rpcerr.Reason(err) != "NOT_LEADER" { // none where a slow machine has the next leader already
+		if err != nil && rpcerr.Reason(err) != "NOT_LEADER" { // no call fails if the next leader is elected before, on a slow machine
 			t.Errorf("a call without a leader: %v", err)
 		}
 		var next uint64

@@ -94,7 +94,7 @@ func row(t *testing.T, place sqldb.Place) {
 		t.Fatalf("renewed: %+v %v", renewed, err)
 	}
 	if _, err := table.Take(t.Context(), first, "b", ""); err == nil {
-		t.Error("taken by who had not seen the renewal")
+		t.Error("taken by a candidate that had not read the renewal")
 	}
 	second := take(t, table, "b")
 	if _, err := table.Renew(t.Context(), renewed); err == nil || second.Epoch != 2 {
@@ -113,7 +113,7 @@ func row(t *testing.T, place sqldb.Place) {
 		t.Errorf("set free: %+v", l)
 	}
 	if _, err := table.Renew(t.Context(), second); err == nil {
-		t.Error("renewed what was set free")
+		t.Error("renewed a released lease")
 	}
 	if l, err := other.Read(t.Context()); err != nil || l != (lease.Lease{}) {
 		t.Errorf("another name: %+v %v", l, err)
@@ -146,8 +146,8 @@ func fence(t *testing.T, place sqldb.Place) {
 	}
 }
 
-// When the lease has changed hands every transaction of the old holder has ended: what it wrote
-// shows.
+// When another holder has the lease, every transaction of the previous holder has ended, and its
+// writes are visible.
 func takeWaits(t *testing.T, place sqldb.Place) {
 	db := open(t, place)
 	table := lease.NewTable(db, "x")
@@ -194,7 +194,7 @@ func renewDoesNot(t *testing.T, place sqldb.Place) {
 		return note(t.Context(), mine.Epoch)(tx)
 	})
 	if err != nil {
-		t.Errorf("a renewal waits for the holder's own transaction: %v", err)
+		t.Errorf("a renewal waits for a transaction of the holder: %v", err)
 	}
 }
 

@@ -40,8 +40,8 @@ const (
 	tokenBytes = 32
 )
 
-// authenticator checks who calls, and what its credential allows: the mesh token everything, an API
-// key what its scope does.
+// authenticator authenticates callers. The mesh token allows every call, an API key those of its
+// scope.
 type authenticator struct {
 	token string
 	keys  *apikey.Ring // nil without API keys

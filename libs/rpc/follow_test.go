@@ -90,7 +90,7 @@ func TestCallsEndWhenTheServiceMoves(t *testing.T) {
 	lookup.UpdateState(state(next))
 	for range 2 {
 		if err := <-ended; !errors.Is(err, ErrMoved) {
-			t.Errorf("a call in hand: %v", err)
+			t.Errorf("a running call: %v", err)
 		}
 	}
 }

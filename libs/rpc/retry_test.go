@@ -8,7 +8,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 
-	_ "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1" // its contract is what the test looks at
+	_ "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1" // the test uses its contract
 )
 
 func TestOnlyIdempotentMethodsAreRetried(t *testing.T) {

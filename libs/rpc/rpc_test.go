@@ -41,7 +41,7 @@ func (e *events) ListEvents(ctx context.Context, _ *storagev1.ListEventsRequest)
 }
 
 func (e *events) TailEvents(_ *storagev1.TailEventsRequest, s grpc.ServerStreamingServer[storagev1.TailEventsResponse]) error {
-	if err := s.Send(&storagev1.TailEventsResponse{}); err != nil { // what was answered is not retried
+	if err := s.Send(&storagev1.TailEventsResponse{}); err != nil { // an answered call is not retried
 		return err
 	}
 	return e.tail(s.Context())
@@ -308,7 +308,7 @@ func TestDrainCutsOffWhatDoesNotEnd(t *testing.T) {
 	}
 }
 
-// A worker that died does not come back under its address: a call of it must not wait for that.
+// A restarted worker gets another address, so a call to its old address must not wait.
 func TestCallOfADeadAddressFailsAtOnce(t *testing.T) {
 	t.Parallel()
 	b := setup(t, &events{list: ok}, rpc.ServerOptions{})

@@ -25,7 +25,7 @@ func TestEveryMethodHasAScope(t *testing.T) {
 			s := f.Services().Get(i)
 			name := string(s.FullName())
 			if !strings.HasPrefix(name, "rollout.") || strings.HasSuffix(name, "WorkerService") || name == "rollout.weights.v1.WeightsService" {
-				continue // what workers serve asks for the mesh token itself
+				continue // workers check the mesh token themselves
 			}
 			packages[string(f.Package())] = true
 			for j := range s.Methods().Len() {

@@ -53,7 +53,7 @@ func TestTLS(t *testing.T) {
 		t.Errorf("in memory: %v", err)
 	}
 	for says, o := range map[string]*cert.Source{
-		"": nil, "of no authority that is trusted here": servertest.NewCA(t).Client(t), "asks for a certificate": ca.Anonymous(t),
+		"": nil, "of no authority that is trusted here": servertest.NewCA(t).Client(t), "requires a certificate": ca.Anonymous(t),
 	} {
 		err := call(rpc.NewDialer(rpc.DialerOptions{Lookup: lookup.Resolver(), Token: token, TLS: o}), grpc.WaitForReady(false))
 		if err == nil || !strings.Contains(err.Error(), says) {
@@ -65,8 +65,8 @@ func TestTLS(t *testing.T) {
 	}
 }
 
-// A process that trusts authorities and shows nothing calls a worker of its host in plain text: the
-// worker was given no certificate.
+// A process that trusts authorities but has no certificate calls a worker on its host in plain
+// text, because the worker has no certificate either.
 func TestLocalWorkerOfWhoOnlyCalls(t *testing.T) {
 	t.Parallel()
 	ca := servertest.NewCA(t)

@@ -18,7 +18,7 @@ import (
 
 var errStale = rpcerr.New(codes.FailedPrecondition, "WEIGHTS_STALE", "weights are stale")
 
-// edge sends err through the interceptor and returns what was logged, and what a client receives.
+// edge passes err through the interceptor, and returns the logged text and the error of the client.
 func edge(t *testing.T, err error) (logged string, got error) {
 	t.Helper()
 	var buf bytes.Buffer
@@ -54,7 +54,7 @@ func TestDomainErrorSurvivesTheHop(t *testing.T) {
 	}
 }
 
-// What a person reads names no gRPC code, however many hops the error made.
+// Errors for people contain no gRPC code, regardless of the number of hops.
 func TestTextIsForPeople(t *testing.T) {
 	t.Parallel()
 	_, hop := edge(t, fmt.Errorf("commit step 3: %w", errStale))

@@ -61,7 +61,7 @@ func files(t *testing.T, fsys fs.FS, dialect string) (names []string) {
 	return names
 }
 
-// upTo is what an older program knew.
+// upTo returns the migrations that an older program has.
 func upTo(t *testing.T, fsys fs.FS, names []string) fstest.MapFS {
 	t.Helper()
 	old := fstest.MapFS{}

@@ -170,7 +170,7 @@ func TestPostgresRunsAgainWhatDidNotHappen(t *testing.T) {
 	}
 }
 
-// A commit whose answer is lost is not repeated: what the server knows decides.
+// A commit whose answer was lost is not repeated; the server is asked for its result.
 func TestPostgresLostCommit(t *testing.T) {
 	t.Parallel()
 	for _, arrives := range []bool{true, false} {

@@ -52,7 +52,7 @@ func (db *DB) View(ctx context.Context, fn func(tx *sql.Tx) error) error {
 	})
 }
 
-// Exec runs one statement in a write transaction and gives the number of rows that it changed.
+// Exec runs one statement in a write transaction and returns the number of rows that it changed.
 func (db *DB) Exec(ctx context.Context, statement string, args ...any) (changed int64, err error) {
 	if !db.Postgres() && db.fence == nil { // the statement is its own transaction
 		res, err := db.write.ExecContext(ctx, statement, args...)

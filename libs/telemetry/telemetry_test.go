@@ -19,7 +19,7 @@ import (
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 )
 
-// bus keeps what is published; with block set it is stuck until the publish's context ends.
+// bus stores published events. With block set, a publish blocks until its context ends.
 type bus struct {
 	mu       sync.Mutex
 	messages []message
@@ -124,7 +124,7 @@ func TestFlushWaitsForTheBusAlone(t *testing.T) {
 		short, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
 		if err := e.Flush(short); !errors.Is(err, context.DeadlineExceeded) {
-			t.Errorf("while nothing is shipped: %v", err)
+			t.Errorf("while publishing is blocked: %v", err)
 		}
 		ctx, stop := context.WithCancel(t.Context())
 		done := make(chan error)
@@ -165,7 +165,7 @@ func TestEventsTravelInBatches(t *testing.T) {
 			}
 			time.Sleep(20 * time.Millisecond)
 		}
-		time.Sleep(time.Second) // without more company they leave
+		time.Sleep(time.Second) // published after the flush interval, although the batch is not full
 		b.mu.Lock()
 		sizes := []int{}
 		for _, m := range b.messages {

@@ -94,7 +94,7 @@ func TestNothingIsAckedThatIsNotInTheBucket(t *testing.T) {
 	s.publish(groupOf(0, 0, 0)...)
 	s.samples(size) // the stream delivers again until the bucket accepts it
 	if n := b.refuse.Load(); n >= 0 {
-		t.Errorf("%d refusals are left", n)
+		t.Errorf("%d injected failures remain", n)
 	}
 	s.publish(groupOf(1, 0, 0)...)
 	s.moved()
@@ -195,8 +195,8 @@ func flip(b []byte) []byte {
 	return b
 }
 
-// A number that another buffer used before it died, or lost its lead, is not used again, and its
-// blob is deleted by the next trim.
+// A number that another buffer used before it died or was replaced is not used again. The next trim
+// deletes its blob.
 func TestForeignSegmentsAreLeftAlone(t *testing.T) {
 	t.Parallel()
 	s, b := withBucket(t)
@@ -216,7 +216,7 @@ func TestForeignSegmentsAreLeftAlone(t *testing.T) {
 		t.Fatal(err)
 	}
 	if left := b.keys(t); len(left) != 1 || left[0] != "000004.seg" {
-		t.Errorf("left after trim: %v", left)
+		t.Errorf("remaining after the trim: %v", left)
 	}
 }
 

@@ -50,7 +50,7 @@ func TestOpenLedgersIngestAgainAfterARestart(t *testing.T) {
 	s.commit(b)
 }
 
-// tear appends what a crash leaves in the middle of an append.
+// tear appends the part of a record that a crash during an append leaves.
 func tear(t *testing.T, path string) {
 	t.Helper()
 	f, err := os.OpenFile(path, os.O_APPEND|os.O_WRONLY, 0)
@@ -95,7 +95,7 @@ func TestDamagedPayloadIsNamed(t *testing.T) {
 			if name == "bit flip" {
 				return
 			}
-			s.restart()                                                 // the file is shorter than what was durable
+			s.restart()                                                 // the file is shorter than its durable part
 			s.publish(append(groupOf(2, 0, 0), groupOf(3, 0, 0)...)...) // and ingest continues
 			s.samples(4 * size)
 			if got := s.events.reasons(); got["PAYLOAD_LOST"] != 1 {

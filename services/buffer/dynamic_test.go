@@ -222,7 +222,7 @@ func TestDynamicSamplingDependsOnPositionsAlone(t *testing.T) {
 	}
 }
 
-// scores tells which positions have equal rewards, and their reward.
+// scores says which positions have equal rewards, and which reward.
 func scores(position uint64) (equal bool, reward float64) {
 	return position%3 == 1 || position%7 == 2, float64(position % 2)
 }

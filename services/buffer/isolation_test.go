@@ -87,7 +87,7 @@ func TestARunThatCannotBeOpenedStopsNoOther(t *testing.T) {
 	}
 }
 
-// stuck is a blob store that does not answer for runs whose id begins with "slow", until it is
+// stuck is a blob store that does not answer for runs whose id starts with "slow", until it is
 // released.
 type stuck struct {
 	*files.Store

@@ -108,6 +108,6 @@ func TestSlowBucketGetsEverythingOnce(t *testing.T) {
 	s.commit(s.lease(1))
 	state := s.until("the step", func(l *bufferv1.LedgerState) bool { return l.GetStep() == 1 })
 	if state.GetDuplicates() != 0 {
-		t.Errorf("%d samples came again", state.GetDuplicates())
+		t.Errorf("%d samples were delivered again", state.GetDuplicates())
 	}
 }

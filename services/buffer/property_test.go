@@ -75,7 +75,7 @@ type world struct {
 	batches map[uint64]*bufferv1.Batch         // as first leased
 	fault   func() error                       // how the next transaction fails
 	crashes int
-	aged    int // sum over samples of the steps that they were behind
+	aged    int // sum of the staleness of all samples, in steps
 }
 
 // faulty makes transactions fail before, within, or after their commit.
@@ -214,8 +214,9 @@ func (w *world) deliver() {
 	}
 }
 
-// redispatch samples what is missing in issued groups, as a worker does with a redelivered item.
-// The ledger knows which attempt is open: a reissue whose answer was lost did happen.
+// redispatch samples the missing samples of issued groups, like a worker with a redelivered item.
+// The ledger has the open attempt, because a reissue may have happened although its answer was
+// lost.
 func (w *world) redispatch() {
 	if len(w.wire) > 0 {
 		return // messages are still on their way

@@ -28,7 +28,7 @@ type pair struct {
 	*bench
 	table   *lease.Table
 	conns   [2]*grpc.ClientConn
-	began   chan *sqlstore.Store // of each term, behind its fence
+	began   chan *sqlstore.Store // of each term, with its fence
 	clients [2]bufferv1.BufferServiceClient
 }
 
@@ -104,7 +104,7 @@ func (p *pair) host(t *testing.T, place sqldb.Place, i int) {
 	})
 }
 
-// usurp takes the lease away from a paused process, for a holder that never renews it.
+// usurp takes the lease from a paused process, for a holder that never renews it.
 func (p *pair) usurp() {
 	p.Helper()
 	for {
@@ -118,9 +118,9 @@ func (p *pair) usurp() {
 	}
 }
 
-// Of two buffers one ingests, leases, and commits. When the lease is taken over, the store refuses
-// the old one and the other continues from the ledger. Either may be called, and nothing is lost or
-// counted twice.
+// Only one of two buffers ingests, leases, and commits. When the other takes the lease, the store
+// refuses the writes of the first one, and the other continues from the ledger. Both accept calls,
+// and nothing is lost or counted twice.
 func TestTwoBuffers(t *testing.T) {
 	t.Parallel()
 	sqldbtest.Run(t, func(t *testing.T, place func(*testing.T) sqldb.Place) {

@@ -79,8 +79,8 @@ func TestReserveIsKept(t *testing.T) {
 	ballast := s.fill(200 << 10) // a tenth of 4 MiB is the reserve
 	s.publish(groupOf(0, 0, 0)...)
 	state := s.until("a full disk", stalled)
-	// A fetch that was open when the disk filled still takes the group; a later one leaves it on
-	// the stream.
+	// A fetch that was open when the disk filled still gets the group. A later one leaves it in the
+	// stream.
 	if n := state.GetSamples(); n != 0 && n != size || state.GetStalledMessage() == "" {
 		t.Errorf("state %v", state)
 	}

@@ -46,7 +46,7 @@ type fakeWorker struct {
 
 	mu      sync.Mutex
 	last    *inferencev1.GenerateRequest
-	asked   bool // whether the gateway has asked for the status
+	asked   bool // set when the gateway has requested the status
 	traceID string
 }
 

@@ -12,7 +12,7 @@ import (
 
 const examples = "../../examples"
 
-// Every example is a config without a problem that its text alone could show.
+// Every example config has no problem that its text alone reveals.
 func TestExamplesAreRead(t *testing.T) {
 	t.Parallel()
 	s, found, sinks := server(t), 0, 0

@@ -120,7 +120,7 @@ func TestPlanPinsEveryFileThatIsRead(t *testing.T) {
 		t.Errorf("the default length is %d; the model has 32 positions", got)
 	}
 	if _, err := os.Stat(filepath.Join(dir, "__pycache__")); err == nil {
-		t.Error("the dry call left files behind")
+		t.Error("the dry call did not remove its files")
 	}
 	// a change of a neighbour is seen
 	if err := os.WriteFile(filepath.Join(dir, "lib.py"), []byte("def grade(s): return 2.0\n"), 0o644); err != nil {

@@ -22,7 +22,7 @@ func (s *runs) pause(ctx context.Context, runID string) (*Run, error) {
 		if refusal.Paused(r) {
 			return nil
 		}
-		return clearReason(r) // an earlier reason does not matter after a request
+		return clearReason(r) // a request to stop replaces the earlier reason
 	})
 }
 

@@ -91,8 +91,8 @@ func TestRunSucceeds(t *testing.T) {
 	}
 }
 
-// published asserts what travelled: each position once, the row of the seeded order, the seeds, the
-// weights it waits for.
+// published checks the published work: each position once, with its row in the seeded order, its
+// seeds, and the weights that it requires.
 func (w *world) published(p *planv1.Plan, run *scheduler.Run) {
 	w.t.Helper()
 	order := dataset.Order{Seed: 7, Rows: rows, Shuffle: true}

@@ -245,7 +245,7 @@ func TestRetentionKeepsPinnedSnapshots(t *testing.T) {
 func TestAKindWithoutAHandlerIsRefused(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
-	stored := storetest.Snap("snap-1", "run-a", 1, "a") // as another version of the service left it
+	stored := storetest.Snap("snap-1", "run-a", 1, "a") // like another version of the service wrote it
 	stored.Kind = snapshotv1.SnapshotKind_SNAPSHOT_KIND_EPISODIC
 	if _, err := w.store.Record(t.Context(), stored); err != nil {
 		t.Fatal(err)
@@ -296,8 +296,8 @@ func TestDeleteIsIdempotent(t *testing.T) {
 	}
 }
 
-// What an import left behind whose manifest never came is deleted at the next start, however often
-// storage refuses first.
+// Files of an import without a manifest are deleted at the next start, however often storage fails
+// before.
 func TestStartSweepsWhatACrashLeft(t *testing.T) {
 	t.Parallel()
 	w := setup(t)

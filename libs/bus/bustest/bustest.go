@@ -88,7 +88,7 @@ func (b *bundle) publish(t *testing.T, n int) {
 	}
 }
 
-// fetch takes exactly n deliveries.
+// fetch fetches exactly n deliveries.
 func (b *bundle) fetch(t *testing.T, n int) []*bus.Delivery { t.Helper(); return fetch(t, b.work, n) }
 
 // fetch takes exactly n deliveries.

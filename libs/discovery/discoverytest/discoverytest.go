@@ -402,7 +402,7 @@ func reaped(t *testing.T, b *bundle) {
 	for sawCritical := false; ; {
 		checks, meta, err := b.api.Health().Checks(b.name, (&consul.QueryOptions{WaitIndex: index, WaitTime: time.Minute}).WithContext(ctx))
 		if err != nil {
-			t.Fatalf("not gone %v after it died: %v", after+slack, err)
+			t.Fatalf("still registered %v after it stopped renewing: %v", after+slack, err)
 		}
 		index = meta.LastIndex
 		sawCritical = sawCritical || len(checks) == 1 && checks[0].Status == consul.HealthCritical

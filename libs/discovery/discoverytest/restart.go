@@ -72,8 +72,8 @@ func RunRestart(t *testing.T, r Restartable) {
 		t.Fatal(err)
 	}
 
-	// Without the agent, and after it has lost everything, calls continue and watchers do not see the
-	// services disappear.
+	// While the agent is stopped, and after it restarted without state, calls continue and watchers do
+	// not see the services disappear.
 	r.Stop()
 	until(t, conn, first.address, second.address)
 	r.Start()

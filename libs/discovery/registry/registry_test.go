@@ -64,7 +64,7 @@ func TestLifeOfATTLCheck(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		a := start(t)
 		a.put("/v1/agent/service/register", registration)
-		for range 10 { // renewed in time: it lives
+		for range 10 { // renewed in time, so it stays
 			time.Sleep(2900 * time.Millisecond)
 			a.put("/v1/agent/check/pass/service:x1?note=fine", "")
 		}
@@ -162,7 +162,7 @@ func TestRefusals(t *testing.T) {
 	}{
 		{"PUT", "/v1/agent/service/register", `{`, 400, "decode"},
 		{"PUT", "/v1/agent/service/register", `{}`, 400, "missing service name"},
-		{"PUT", "/v1/agent/service/register", `{"Name":"x","Check":{"HTTP":"http://h","Interval":"1s"}}`, 400, "TTL checks alone"},
+		{"PUT", "/v1/agent/service/register", `{"Name":"x","Check":{"HTTP":"http://h","Interval":"1s"}}`, 400, "only TTL checks"},
 		{"PUT", "/v1/agent/service/register", `{"Name":"x","Check":{"TTL":"1s","Status":"fine"}}`, 400, "passing, warning or critical"},
 		{"PUT", "/v1/agent/service/register", `{"Name":"x","Check":{"TTL":"1s","DeregisterCriticalServiceAfter":"x"}}`, 400, "Deregister"},
 		{"PUT", "/v1/agent/check/update/none", `{"Status":"passing"}`, 404, "Unknown check"},

@@ -87,7 +87,7 @@ def test_what_is_computed_is_far_less_than_the_rows() -> None:
     assert pairs < 0.6 * end.size * end.shape[1]
 
 
-def test_the_probe_of_a_model_is_cut() -> None:
+def test_the_probe_samples_are_split_into_pieces() -> None:
     samples = probe_samples(54)
     (batch,) = pack(samples, range(len(samples)), tokens=1 << 20)
     assert layout_of(batch) is not None

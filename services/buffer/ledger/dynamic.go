@@ -35,7 +35,7 @@ func (l *Ledger) next() uint64 {
 	return l.Config.GetFirstPosition() + l.Groups[Consumed] + l.Groups[Leased] + l.Skipped
 }
 
-// end is where the step after the given one begins, which was just leased.
+// end returns the first position after the last leased step.
 func (l *Ledger) end(step uint64) uint64 {
 	if l.dynamic() {
 		return l.next()

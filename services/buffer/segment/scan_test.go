@@ -95,7 +95,7 @@ func TestEveryTruncationIsFound(t *testing.T) {
 	}
 }
 
-// Bytes after the durable end were left by a crash and are not a flaw.
+// Bytes after the durable end are from a crash and are not an error.
 func TestBytesAfterTheDurableEndAreNotAFlaw(t *testing.T) {
 	t.Parallel()
 	dir, whole, _ := small(t)

@@ -92,7 +92,8 @@ func (h *handler) guard(w http.ResponseWriter, r *http.Request, method string, s
 	}
 }
 
-// refused responds to a request with another method and reports whether it did. HEAD counts as GET.
+// refused responds to a request with another method, and reports whether it did. HEAD counts as
+// GET.
 func (h *handler) refused(w http.ResponseWriter, r *http.Request, method string) bool {
 	if r.Method == method || r.Method == http.MethodHead && method == http.MethodGet {
 		return false

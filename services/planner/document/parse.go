@@ -179,7 +179,7 @@ func (p *parser) value(node *unstable.Node, start int) *Value {
 		v.Integer = n
 	case unstable.Float:
 		v.Kind = Float
-		v.Float, _ = strconv.ParseFloat(text, 64) // infinite if too large; the rules refuse it
+		v.Float, _ = strconv.ParseFloat(text, 64) // infinite if too large; the rules reject it
 	case unstable.Array:
 		v.Kind, v.Span = Array, Span{p.source, start, 1}
 		items := node.Children()

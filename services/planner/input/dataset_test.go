@@ -252,7 +252,7 @@ func TestPreferencesOfTheOtherKind(t *testing.T) {
 	}
 }
 
-// UTF-16 is one problem of the file: none of its lines can be read, or shown.
+// A UTF-16 file is reported as one problem, because none of its lines can be read or quoted.
 func TestUTF16IsNamedOnce(t *testing.T) {
 	t.Parallel()
 	const rows = "{\"prompt\": \"1\"}\r\n{\"prompt\": \"2\"}\r\n"
@@ -280,7 +280,8 @@ func TestUTF16IsNamedOnce(t *testing.T) {
 	}
 }
 
-// TestProblemsOfRowsCanTravel: what a message quotes of a row is UTF-8, as every text of a message must be.
+// TestProblemsOfRowsCanTravel checks that quoted parts of a row are valid UTF-8, like every text in
+// a message must be.
 func TestProblemsOfRowsCanTravel(t *testing.T) {
 	t.Parallel()
 	file := filepath.Join(t.TempDir(), "rows.jsonl")

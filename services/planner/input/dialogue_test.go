@@ -10,7 +10,7 @@ import (
 	"github.com/rollout-rl/rollout/services/planner/problem"
 )
 
-// TestRowsOfMessages holds the planner to the vectors that the workers are held to.
+// TestRowsOfMessages checks the planner with the golden vectors that the workers also use.
 func TestRowsOfMessages(t *testing.T) {
 	t.Parallel()
 	data, err := os.ReadFile("../../../schemas/golden/dialogue_rows.json")
