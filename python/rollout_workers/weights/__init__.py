@@ -1,4 +1,4 @@
-"""Weights as the mesh moves them: digests, files on disk, and the names that both ends agree on."""
+"""Weights: digests, files on disk, and the names of tensors that all processes agree on."""
 
 from rollout_workers.weights.digest import WeightsDigest, weights_digest
 from rollout_workers.weights.naming import LiveWeights, named_weights

@@ -1,4 +1,4 @@
-"""The names and dtypes under which a module's tensors travel."""
+"""The names and dtypes of tensors in manifests and transfers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-# A dtype's name in manifests and digests: torch's own, without the prefix.
+# A dtype's name in manifests and digests: the name in torch, without the prefix.
 DTYPE_NAMES: dict[torch.dtype, str] = {
     dtype: str(dtype).removeprefix("torch.")
     for dtype in (

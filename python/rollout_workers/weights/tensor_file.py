@@ -49,7 +49,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         size = sum(map(len, pieces))
-        while pieces:  # one call takes 2 GiB and some thousand pieces at most
+        while pieces:  # one call writes at most 2 GiB and some thousand pieces
             written = os.writev(file, pieces[:_MOST_PIECES])
             while pieces and written >= len(pieces[0]):
                 written -= len(pieces.pop(0))
@@ -61,8 +61,9 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file by name, as copy-on-write views of its pages, valid even after the file
-    is deleted. Raises ``OSError``, and ``ValueError`` if it is not a complete safetensors file."""
+    """The tensors of a file by name, as copy-on-write views of its pages, which stay valid after
+    the file is deleted. Raises ``OSError``, and ``ValueError`` if the file is not a complete
+    safetensors file."""
     with open(path, "rb") as file:
         try:
             pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

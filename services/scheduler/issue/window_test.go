@@ -73,7 +73,7 @@ func (m *model) commit() {
 	m.leased = nil
 }
 
-// lease takes the groups of a step where those of its window are complete, or gone.
+// lease consumes the groups of a step if all groups of its window are complete or excluded.
 func (m *model) lease() string {
 	from := m.w.First + (m.step-m.w.FirstStep)*m.w.GroupsPerStep
 	to := from + m.w.GroupsPerStep

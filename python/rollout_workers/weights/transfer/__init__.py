@@ -1,2 +1,2 @@
-"""How weights get from the learner to workers that can't open its folder. Imports no torch: what
-travels are bytes of files."""
+"""The transfer of weights from the learner to workers without access to its folder. Works on the
+bytes of files, and imports no torch."""

@@ -27,8 +27,8 @@ _KEPT = 16  # artifacts: some versions, whole and as patches
 
 
 class StoredWeights:
-    """The artifacts of a run's learner. The file ``ledger`` outlives the process, so that the next
-    one can remove them."""
+    """The artifacts of a run's learner. Their list is stored in the file ``ledger``, so that the
+    next process can remove them."""
 
     def __init__(self, run: str, ledger: Path, services: Services) -> None:
         self._run, self._ledger, self._services = run, ledger, services
@@ -36,14 +36,14 @@ class StoredWeights:
         self._kept: list[str] = ledger.read_text().split() if ledger.is_file() else []
 
     async def put(self, name: str, data: memoryview) -> str:
-        """Store bytes once per name; returns their content id. Raises gRPC errors,
+        """Store bytes once per name. Returns their content id. Raises gRPC errors,
         ``ServiceUnavailable``."""
         known = self._names.get(name)
         if known is not None:
             return known
         preamble = f"rollout.weights.v1\n{self._run}\n{name}\n".encode().ljust(PREAMBLE, b"\0")
         if len(preamble) > PREAMBLE:
-            raise ValueError(f"{name} is too long a name")
+            raise ValueError(f"the name {name} is too long")
         stub = await self._services.stub(names.STORAGE_SERVICE, ArtifactServiceStub)
 
         async def chunks() -> AsyncIterator[PutArtifactRequest]:
@@ -63,12 +63,12 @@ class StoredWeights:
         return answer.content_id
 
     async def close(self) -> None:
-        """Remove everything."""
+        """Remove all artifacts."""
         with contextlib.suppress(grpc.aio.AioRpcError, ServiceUnavailable):
             await self._remove(list(self._kept))
 
     async def _remove(self, contents: list[str]) -> None:
-        """What can't be removed now stays in the ledger."""
+        """Remove an artifact. If that fails, it stays in the ledger."""
         try:
             if contents:
                 request = DeleteArtifactsRequest(content_ids=contents)
@@ -77,7 +77,7 @@ class StoredWeights:
                 self._kept = [content for content in self._kept if content not in gone]
                 self._names = {name: content for name, content in self._names.items() if content not in gone}
         except (grpc.aio.AioRpcError, ServiceUnavailable) as error:
-            log.info("old weights stay in the storage service for now: %s", error)
+            log.info("can't remove old weights from the storage service, retrying later: %s", error)
         finally:
             if self._kept:
                 self._ledger.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""The versions that an inference worker received over the network, as folders that its engine
-loads."""
+"""The versions that an inference worker received over the network, as folders that its engine can
+load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 TENSOR_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
-_KEPT = 2  # versions: the newest and the one before it, the base of patches
+_KEPT = 2  # versions: the newest one, and its predecessor as the base of patches
 _PATCHES = 4
 
 
@@ -95,8 +95,8 @@ class WeightsCache:
                 self._patches.clear()
 
     def note(self, digest: str, directory: str) -> None:
-        """Record a version that the engine loaded from a folder of this host, so that it can be
-        streamed to others."""
+        """Record a version that the engine loaded from a folder of this host, so that other workers
+        can get it from here."""
         if all(str(path.parent) != directory for path in self._files.values()):
             self._loaded = (digest, Path(directory))
 
@@ -112,22 +112,22 @@ class WeightsCache:
                 return mapped(path)
         except (KeyError, OSError):
             pass
-        raise VersionNotFound(f"{digest} is not here as {pb.WeightsForm.Name(pb.WeightsForm.ValueType(form))}")
+        raise VersionNotFound(f"this worker does not have {digest} as {pb.WeightsForm.Name(pb.WeightsForm.ValueType(form))}")
 
     def close(self) -> None:
-        """Remove everything."""
+        """Remove all versions."""
         self._files.clear()
         if self._memory is not None:
             self._memory.close()
         shutil.rmtree(self._own, ignore_errors=True)
 
     def _room(self, size: int) -> Path:
-        """The folder for versions of ``size`` bytes."""
+        """A folder with space for versions of ``size`` bytes."""
         if self._root is None:
             self._memory = self._make_memory(self._run)
             self._root = self._memory.folder if self._memory.fits(size) else self._own
             assert self._root is not None
-            shutil.rmtree(self._own, ignore_errors=True)  # left by a process that died
+            shutil.rmtree(self._own, ignore_errors=True)  # from a process that was killed
         self._root.mkdir(parents=True, exist_ok=True)
         return self._root
 
@@ -152,7 +152,7 @@ class WeightsCache:
         return folder / name
 
     def _apply(self, offer: pb.WeightsOffer, incoming: Path, path: Path) -> None:
-        """Write the file of a version from a copy of its base."""
+        """Write the file of a version by patching a copy of its base."""
         data = incoming.read_bytes()
         head = patch.read_head(data)
         if (head.base_digest, head.digest) != (offer.base_digest, offer.digest):

@@ -1,5 +1,5 @@
-"""What the learner has published, for workers that can't open its folder: the newest versions
-whole, and patches between them."""
+"""The versions that the learner offers to workers without access to its folder: the newest versions
+as a whole, and patches between them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ log = logging.getLogger(__name__)
 
 _WHOLE = 2  # versions
 _PATCHES = 16
-_SHARE = 0.5  # of the whole: more than that is not worth patching
-_DENSE_VERSIONS = 16  # not tried again for so many versions where too much had changed
+_SHARE = 0.5  # share of the whole size above which a patch is not used
+_DENSE_VERSIONS = 16  # number of versions for which no patch is tried after too much had changed
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A version. data: its file, every tensor or adapters alone."""
+    """A published version. data: its file, with all tensors or only adapters."""
 
     version: int
     digest: str
@@ -44,27 +44,27 @@ class _Link:
 
 
 class Catalog:
-    """Nothing is encoded before a worker asks for a patch; from then on each version's is made when
-    it is published.
+    """Offers versions and patches. No patch is encoded before a worker asks for one; from then on
+    each version's patch is encoded when the version is published.
 
-    ``published`` belongs to the trainer's thread, the rest to any.
+    ``published`` belongs to the trainer's thread, other methods may be called from any thread.
     """
 
     def __init__(self, stored: StoredWeights | None = None, threads: int | None = None) -> None:
-        """stored: where the storage service is to have them. threads: for encoding; absent: half of
-        the cores."""
+        """stored: uploads to the storage service, if weights are transferred that way. threads:
+        number of encoding threads; default: half of the cores."""
         self._stored = stored
         self._threads = threads or max(1, (os.cpu_count() or 1) // 2)
         self._lock = threading.Lock()
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="patch")
         self._versions: dict[str, Published] = {}
-        self._links: dict[str, _Link] = {}  # by the digest that they lead to
+        self._links: dict[str, _Link] = {}  # by the digest of the newer version
         self._wanted = False
-        self._dense = -1  # the version up to which no patch is tried
+        self._dense = -1  # no patch is tried up to this version
 
     def published(self, version: int, digest: str, folder: Path) -> None:
-        """A version lies in ``folder``; what was published before with the same digest is another
-        form of it, or the same."""
+        """Add the version in ``folder``. It replaces earlier versions with the same digest, which
+        are the same weights in another form."""
         form = pb.WEIGHTS_FORM_ADAPTER if (folder / ADAPTER_FILE).is_file() else pb.WEIGHTS_FORM_WHOLE
         data = mapped(folder / (ADAPTER_FILE if form == pb.WEIGHTS_FORM_ADAPTER else TENSOR_FILE))
         with self._lock:
@@ -90,13 +90,13 @@ class Catalog:
         return version.data
 
     def adapts(self, digest: str) -> bool:
-        """Whether a version was published as adapters alone."""
+        """Whether a version was published as adapters only."""
         version = self._versions.get(digest)
         return version is not None and version.form == pb.WEIGHTS_FORM_ADAPTER
 
     async def offers(self, digest: str, base_digest: str, *, whole: bool, store: bool) -> list[pb.WeightsOffer]:
-        """Offers of a version for a worker that has ``base_digest`` (empty: unknown). whole: no
-        patch and no adapter.
+        """The offers of a version for a worker that has ``base_digest`` (empty: unknown). whole:
+        without patches and adapters.
 
         Raises ``VersionNotFound`` and the errors of storing.
         """
@@ -115,7 +115,8 @@ class Catalog:
         return offers
 
     async def close(self, *, keep: bool = False) -> None:
-        """keep: leave the artifacts in the storage service for another learner."""
+        """keep: do not delete the artifacts in the storage service, because another learner uses
+        them."""
         self._encoding.shutdown(wait=False, cancel_futures=True)
         if self._stored is not None and not keep:
             await self._stored.close()
@@ -127,8 +128,8 @@ class Catalog:
         return version
 
     def _chain(self, base_digest: str, wanted: Published) -> list[pb.WeightsOffer]:
-        """Patches from one version to another; empty if they are too large. Runs in the encoding
-        thread."""
+        """The patches from one version to another; empty if they are too large. Runs in the
+        encoding thread."""
         self._wanted = True
         with self._lock:
             base = self._versions.get(base_digest)

@@ -22,12 +22,12 @@ from rollout_workers.worker.discovery import Services, ServiceUnavailable
 
 log = logging.getLogger(__name__)
 
-_ROUNDS = 2  # how often each source is asked in vain before a transfer is given up
+_ROUNDS = 2  # how often all sources may fail in a row before a transfer is given up
 _PAUSE_SECONDS = 0.05
 _SILENCE_SECONDS = 30.0
 
 Pieces = AsyncIterator[tuple[int, bytes]]
-"""Where a piece belongs, and its bytes."""
+"""The offset of a piece, and its bytes."""
 
 
 class Broken(Exception):
@@ -42,11 +42,11 @@ class Fetcher:
         self._run, self._services = run, services
 
     async def fetch(self, offer: pb.WeightsOffer, path: Path) -> None:
-        """Return when ``path`` has the offer's bytes. What it has of them already is not fetched
+        """Return when ``path`` has the offer's bytes. Bytes that it has already are not fetched
         again.
 
-        Every piece is checked on its way; whether the bytes are the right ones the weights digest
-        tells. Raises :class:`SourcesLost`.
+        Each piece has a checksum; the caller must verify the weights digest of the result. Raises
+        :class:`SourcesLost`.
         """
         sources: list[tuple[str, Callable[[int], Pieces]]] = [
             (peer, lambda offset, peer=peer: self._stream(peer, offer, offset)) for peer in offer.peers
@@ -81,14 +81,14 @@ class Fetcher:
         stub = self._services.peer(peer, WeightsServiceStub)
         async for piece in stub.FetchWeights(request, metadata=self._services.metadata()):
             if piece.total_bytes != offer.bytes:
-                raise Broken(f"has {piece.total_bytes} bytes of it, {offer.bytes} were offered")
+                raise Broken(f"has {piece.total_bytes} bytes of the version, but {offer.bytes} were offered")
             if crc32c.crc32c(piece.chunk) != piece.crc32c:
-                raise Broken(f"the piece at byte {piece.offset} has another checksum than it was sent with")
+                raise Broken(f"the piece at byte {piece.offset} does not match its checksum")
             yield piece.offset, piece.chunk
 
     async def _stored(self, offer: pb.WeightsOffer, offset: int) -> Pieces:
         stub = await self._services.stub(names.STORAGE_SERVICE, ArtifactServiceStub)
-        at = PREAMBLE + offset if offset else 0  # read from its beginning, an artifact is verified on its way
+        at = PREAMBLE + offset if offset else 0  # an artifact that is read from its start is verified by the storage service
         request = GetArtifactRequest(content_id=offer.content_id, offset=at)
         try:
             async for piece in stub.GetArtifact(request, metadata=self._services.metadata()):
@@ -102,23 +102,23 @@ class Fetcher:
 
 
 async def _receive(pieces: Pieces, file: BinaryIO, wanted: int) -> None:
-    """Append the pieces. Raises :class:`Broken` where one is missing or too many."""
+    """Append the pieces. Raises :class:`Broken` if one is missing or superfluous."""
     while True:
         try:
-            async with asyncio.timeout(_SILENCE_SECONDS):  # a host that vanished ends no stream
+            async with asyncio.timeout(_SILENCE_SECONDS):  # the stream from a host that vanished does not end by itself
                 offset, data = await anext(pieces)
         except StopAsyncIteration:
             break
         except TimeoutError:
-            raise Broken(f"nothing came for {_SILENCE_SECONDS:g} s") from None
+            raise Broken(f"received nothing for {_SILENCE_SECONDS:g} s") from None
         at = file.tell()
         if offset != at:
-            raise Broken(f"byte {offset} came where byte {at} was due")
+            raise Broken(f"received byte {offset} instead of byte {at}")
         if at + len(data) > wanted:
-            raise Broken(f"{at + len(data)} bytes came, {wanted} were offered")
+            raise Broken(f"received {at + len(data)} bytes, but {wanted} were offered")
         await asyncio.to_thread(_append, file, data)
     if file.tell() < wanted:
-        raise Broken(f"the end came after {file.tell()} bytes")
+        raise Broken(f"the stream ended after {file.tell()} bytes")
 
 
 def _append(file: BinaryIO, data: bytes) -> None:

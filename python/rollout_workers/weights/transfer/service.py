@@ -1,5 +1,4 @@
-"""WeightsService: streams what this worker has of the weights to those who can't open its
-folders."""
+"""WeightsService: streams weights to workers that have no access to the learner's folder."""
 
 from __future__ import annotations
 
@@ -20,17 +19,17 @@ CHUNK = 1 << 20
 
 
 class Holder(Protocol):
-    """Who has weights: the learner those that it published, an inference worker those that it was
-    sent."""
+    """A source of weights: the learner has those that it published, an inference worker those that
+    it received."""
 
     def find(self, digest: str, form: int, base_digest: str) -> memoryview:
-        """The bytes of a form of a version; they stay good while they are held. Raises
+        """The bytes of a form of a version; they stay valid while they are referenced. Raises
         ``VersionNotFound``."""
         ...
 
 
 class WeightsServer(WeightsServiceServicer):
-    """The servicer. Authentication and validation happen around it (``mesh.serving``)."""
+    """The servicer. ``worker.serving`` authenticates and validates requests."""
 
     def __init__(self, who: Identity, holder: Holder) -> None:
         self._who, self._holder = who, holder
@@ -40,7 +39,7 @@ class WeightsServer(WeightsServiceServicer):
     ) -> AsyncIterator[pb.FetchWeightsResponse]:
         if request.run_id != self._who.run:
             raise RunMismatch(
-                f"this worker has weights of {self._who.run}, not {request.run_id}", metadata={"run": self._who.run}
+                f"this worker has weights of run {self._who.run}, not of {request.run_id}", metadata={"run": self._who.run}
             )
         data = await asyncio.to_thread(self._holder.find, request.digest, request.form, request.base_digest)
         if request.offset > len(data):
