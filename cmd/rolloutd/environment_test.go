@@ -23,7 +23,7 @@ func TestWhoGetsWhichVariable(t *testing.T) {
 	var environ []string
 	rows := map[string][]string{
 		"PATH": all, "HOME": all, "OPENAI_API_KEY": all, "OTEL_EXPORTER_OTLP_ENDPOINT": all, "ROLLOUT_SIM_SECONDS": all,
-		"AWS_PROFILE": all, "PGPASSWORD": all, // as worker.env says
+		"AWS_PROFILE": all, "PGPASSWORD": all, // according to worker.env
 		"PLANTED_TOKEN": {"linked"}, "PLANTED_PASSWORD": {"linked"}, "PLANTED_NKEY": {"linked"},
 		"PLANTED_CONSUL": {"worker", "linked"}, "OTEL_EXPORTER_OTLP_HEADERS": {"worker", "linked"}, "OTEL_EXPORTER_OTLP_TRACES_HEADERS": {"worker", "linked"},
 		"PLANTED_DATABASE": nil, "PLANTED_S3": nil, "PLANTED_GCS": nil, "ROLLOUT_API_KEY": nil, "ROLLOUTD_LISTEN": nil,

@@ -81,7 +81,7 @@ func (r *replicas) call(ctx context.Context) error {
 		return err
 	}
 	_, err = learnerv1.NewLearnerControllerServiceClient(learner).GetProgress(ctx, &learnerv1.GetProgressRequest{RunId: "run-01jz0000000000000000000000"})
-	if rpcerr.Reason(err) == "RUN_NOT_DRIVEN" || rpcerr.Code(err).String() == "NotFound" { // the leader's own answer
+	if rpcerr.Reason(err) == "RUN_NOT_DRIVEN" || rpcerr.Code(err).String() == "NotFound" { // answered by the leader
 		return nil
 	}
 	return err

@@ -50,7 +50,7 @@ func TestRestartKeepsPortsTokenAndData(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d.kill() // as hard as it gets: the runtime file stays
+	d.kill() // killed, so the runtime file remains
 	again := start(t, state).runtime()
 	if after, err := os.ReadFile(again.TokenFile); err != nil || !bytes.Equal(after, token) {
 		t.Errorf("the token changed (%v)", err)

@@ -33,12 +33,12 @@ var errUnavailable = rpcerr.New(codes.Unavailable, "ROLLOUTD_NO_SERVERS", "NATS 
 
 // endpoints holds the addresses of all servers, and their credentials.
 type endpoints struct {
-	token       string // of the mesh
+	token       string // the mesh token
 	tokenFile   string
-	keysFile    string      // of API keys
+	keysFile    string      // API keys
 	grpc        string      // host:port of this process
 	nats        string      // URL
-	natsAccess  bus.Options // credentials and TLS of it
+	natsAccess  bus.Options // credentials and TLS for NATS
 	natsToken   config.Ref  // where the token of natsAccess is
 	consul      string      // host:port, with the prefix https:// if it uses TLS
 	consulToken string

@@ -144,7 +144,7 @@ func nothingTells(t *testing.T, p *production) {
 	holders := []string{"token", "nkey", "consul-token", "s3-secret"}
 	err := filepath.WalkDir(p.root, func(path string, d os.DirEntry, err error) error {
 		if err != nil || d.IsDir() || !d.Type().IsRegular() || slices.Contains(holders, filepath.Base(path)) {
-			return nil // it was removed since
+			return nil // the file was removed in the meantime
 		}
 		data, err := os.ReadFile(path)
 		for _, secret := range p.secrets {

@@ -35,7 +35,7 @@ type Scope string
 const (
 	Read   Scope = "read"   // look at everything
 	Submit Scope = "submit" // plan, start and steer runs, and sample their policies
-	Admin  Scope = "admin"  // delete, and change what others made
+	Admin  Scope = "admin"  // delete, and change other users' objects
 	Mesh   Scope = "mesh"
 )
 

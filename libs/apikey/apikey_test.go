@@ -25,7 +25,7 @@ func TestScopes(t *testing.T) {
 		}
 	}
 	if apikey.Scope("").Allows(apikey.Read) || apikey.Admin.Allows("") {
-		t.Error("no scope is a scope")
+		t.Error("an empty scope is valid")
 	}
 }
 

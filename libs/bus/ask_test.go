@@ -12,9 +12,9 @@ import (
 func TestQuestionIsPutAgain(t *testing.T) {
 	refused := errors.New("refused")
 	for name, c := range map[string]struct {
-		deadline time.Duration // of the caller; 0 is none
+		deadline time.Duration // timeout of the caller; 0: none
 		lost     int           // answers
-		err      error         // of the one that comes
+		err      error         // of the answer that arrives
 		put      int
 		wantErr  error
 		took     time.Duration

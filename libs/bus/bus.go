@@ -117,11 +117,11 @@ const (
 	codeStorage          = 10047 // less is left than a stream reserves
 	codeStore            = 10077 // a message was not stored; the text says why
 	codeMaxBytesRequired = 10113
-	codeStreamTooLarge   = 10122 // the account lets no stream be so large
+	codeStreamTooLarge   = 10122 // the account does not allow such a large stream
 
 	codeNoPeers    = 10005 // insufficient resources: fewer nodes than replicas
 	codeNoReplicas = 10074 // replicas > 1 not supported in non-clustered mode
-	codeInProcess  = 10158 // a message of this id is being replicated; a later try finds out if it was stored
+	codeInProcess  = 10158 // a message with this id is being replicated; a retry finds out whether it was stored
 )
 
 // mapError converts the client's errors to this package's errors. Context errors are unchanged.

@@ -77,7 +77,7 @@ func TestNoRoom(t *testing.T) {
 func TestTryLeavesNothing(t *testing.T) {
 	t.Parallel()
 	b := small(t, 4<<30)
-	for range 2 { // before and after the events are there
+	for range 2 { // before and after the event stream exists
 		if err := b.Try(t.Context()); err != nil {
 			t.Fatal(err)
 		}

@@ -21,7 +21,7 @@ type Options struct {
 	Token          string
 	User, Password string
 	NKeySeed       string       // "SU..."; the server has the public key
-	TLS            *cert.Source // nil: of tls:// URLs the system's authorities are trusted
+	TLS            *cert.Source // nil: tls:// URLs trust the system's authorities
 	// Replicas of each stream; 0: three in a cluster that has so many nodes, else as many as it has.
 	Replicas int
 	Log      *slog.Logger // nil discards

@@ -25,7 +25,7 @@ var propagator propagation.TextMapPropagator = propagation.TraceContext{}
 type Message struct {
 	Subject string
 	Body    proto.Message
-	ID      string // Nats-Msg-Id: a second message of the same id within two minutes is dropped by the server; "" for none
+	ID      string // Nats-Msg-Id: the server drops another message with this id within two minutes; "": none
 }
 
 // PublishProto publishes one message and returns when the stream has stored it.

@@ -152,7 +152,7 @@ func shake(t *testing.T, server, client *tls.Config) (serial string, err error) 
 		return "", err
 	}
 	defer conn.Close()
-	_, err = io.ReadFull(conn, make([]byte, 1)) // a refusal of our certificate comes after the handshake
+	_, err = io.ReadFull(conn, make([]byte, 1)) // the server refuses our certificate after the handshake
 	return conn.ConnectionState().PeerCertificates[0].SerialNumber.String(), err
 }
 

@@ -192,7 +192,7 @@ func (f Folder) authority() (*x509.Certificate, *ecdsa.PrivateKey, error) {
 		return nil, nil, ErrFile.WithMessage("%s holds no key in PKCS #8", f.CAKeyFile())
 	}
 	key, ok := parsed.(*ecdsa.PrivateKey)
-	for _, ca := range list { // ca.pem may name authorities of before too
+	for _, ca := range list { // ca.pem may also contain previous authorities
 		if ok && key.PublicKey.Equal(ca.PublicKey) {
 			return ca, key, nil
 		}

@@ -139,7 +139,7 @@ func fromFile(c *Config, path string, env map[string]string) error {
 	} else {
 		f.Config.Drain = c.Drain
 	}
-	if !named && env["ROLLOUT_STATE_DIR"] != "" { // where StateDir looks, too: a variable goes over the file
+	if !named && env["ROLLOUT_STATE_DIR"] != "" { // StateDir reads it too: a variable overrides the file
 		f.StateDir = c.StateDir
 	}
 	*c = f.Config

@@ -19,7 +19,7 @@ import (
 const (
 	firstBackoff = 50 * time.Millisecond
 	maxBackoff   = 2 * time.Second
-	blockingWait = 30 * time.Second // of one watch query; a lost connection is found out by then
+	blockingWait = 30 * time.Second // of one watch query, after which a lost connection is detected
 )
 
 // Client talks to one Consul agent. Its methods may be called from many goroutines.
@@ -32,7 +32,7 @@ type Client struct {
 type Options struct {
 	Address string       // "host:port", or an URL: https:// asks for TLS
 	Token   string       // ACL token; "" sends none
-	TLS     *cert.Source // of https; nil trusts the system's authorities
+	TLS     *cert.Source // for https; nil trusts the system's authorities
 	Log     *slog.Logger // nil discards
 }
 
@@ -139,7 +139,7 @@ func (c *Client) Watch(ctx context.Context, name string) <-chan []Instance {
 	go func() {
 		defer close(out)
 		c.watch(ctx, name, func(list []Instance) {
-			select { // only this goroutine sends, so after draining there is room
+			select { // this goroutine is the only sender, so there is room after draining
 			case <-out:
 			default:
 			}

@@ -16,7 +16,7 @@ import (
 const (
 	Usage       = 64  // the command line is wrong
 	Data        = 65  // a configuration, dataset, reward, model or plan is wrong
-	NoInput     = 66  // a file, run or snapshot is not there
+	NoInput     = 66  // a file, run, or snapshot does not exist
 	Unavailable = 69  // the server can't be reached
 	Software    = 70  // the run failed, or rollout itself did
 	CannotMake  = 73  // a file can't be written

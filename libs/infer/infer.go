@@ -75,7 +75,7 @@ const stopTimeout = 20 * time.Second
 // Observer receives what the worker reports. Its two functions may be called concurrently.
 type Observer struct {
 	Event   func(Event)
-	Warning func(text string, repeated int) // repeated is 0 when it is new, else how often it was repeated
+	Warning func(text string, repeated int) // repeated: 0 for a new event, or how often it was repeated
 }
 
 // Run runs the worker and returns its `end` event. Errors have an exit code (exit.Error); after an

@@ -101,7 +101,7 @@ func (c *Candidate) wait(ctx context.Context) (mine Lease, began time.Time, err 
 			}
 			c.see(row)
 			if row.Epoch != last.Epoch || row.Beat != last.Beat || since.IsZero() {
-				last, since = row, time.Now() // after it was read: later than the holder's own count
+				last, since = row, time.Now() // started after the read, so it ends later than the holder's own TTL
 			}
 			if row.Holder == "" || time.Since(since) >= c.TTL {
 				began = time.Now()
@@ -137,7 +137,7 @@ func (c *Candidate) hold(ctx context.Context, mine Lease, began time.Time, lead 
 	leading, end := context.WithCancelCause(ctx)
 	renewing, stop := context.WithCancel(context.WithoutCancel(ctx))
 	var wg sync.WaitGroup
-	wg.Go(func() { // concurrently with the work, until it has ended, so that its last writes pass the fence
+	wg.Go(func() { // runs until the work has ended, so that the last writes pass the fence
 		if err := c.renew(renewing, mine, term); err != nil {
 			c.Log.WarnContext(ctx, "stepping down", "epoch", mine.Epoch, "error", err)
 			end(ErrNotLeader)

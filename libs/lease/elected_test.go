@@ -127,7 +127,7 @@ func TestElected(t *testing.T) {
 		}()
 		<-a.waiting
 		table := lease.NewTable(open(t, p), "x")
-		for { // another takes the lease as from a process that stood still
+		for { // another process takes the lease, like from a suspended process
 			seen, err := table.Read(ctx)
 			if err != nil {
 				t.Fatal(err)

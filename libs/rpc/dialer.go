@@ -25,7 +25,7 @@ import (
 )
 
 const (
-	keepaliveTime    = 10 * time.Second // a peer that vanished without a FIN is found out in keepaliveTime + keepaliveTimeout
+	keepaliveTime    = 10 * time.Second // a peer that vanished without a FIN is detected after keepaliveTime + keepaliveTimeout
 	keepaliveTimeout = 5 * time.Second
 	// workerKeepalive is for peers with other gRPC servers: by default, servers in other languages
 	// disconnect a client that pings more often than every five minutes. The death of a worker is

@@ -55,7 +55,7 @@ func serviceConfig(waitForReady bool) string {
 	}
 	raw, err := json.Marshal(config)
 	if err != nil {
-		panic(err) // of a struct of strings: can't be
+		panic(err) // impossible for a struct of strings
 	}
 	return string(raw)
 }

@@ -49,9 +49,9 @@ var ErrDraining = rpcerr.New(codes.Unavailable, rpcerr.ReasonDraining, "the serv
 type ServerOptions struct {
 	Log   *slog.Logger  // nil discards
 	Token string        // the token that every call except health needs; "": none
-	Keys  *apikey.Ring  // keys that are taken in its place, for what their scope allows; nil: none
-	TLS   *cert.Source  // of the TCP listener; nil is plain text, for loopback
-	Drain time.Duration // how long calls in flight may take at the end; 0 is 10 s. Streams are ended after half of it
+	Keys  *apikey.Ring  // keys that are accepted instead, within their scope; nil: none
+	TLS   *cert.Source  // of the TCP listener; nil: plain text, for loopback
+	Drain time.Duration // how long running calls may take during the drain; 0: 10 s. Streams end after half of it
 }
 
 // Server is one gRPC server on two listeners. It is a grpc.ServiceRegistrar: register services

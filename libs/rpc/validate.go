@@ -49,7 +49,7 @@ func (v validator) check(req any) error {
 			description = "breaks rule " + violation.Proto.GetRuleId()
 		}
 		out = out.Field(path, description)
-		if i == 0 { // a client that shows only the message shows something to act on
+		if i == 0 { // so that clients that only show the message show the violation
 			out = out.WithMessage("%s: %s: %s", ErrInvalidRequest.Error(), path, description)
 		}
 	}

@@ -22,7 +22,7 @@ type NATSOptions struct {
 	// certificate of that authority.
 	Cert, Key, ClientCA string
 	MaxFile             string // maximum storage of a node, such as "4MB"; "": 100GB
-	Nodes               int    // of a cluster; 0 is a single server
+	Nodes               int    // number of nodes of a cluster; 0: a single server
 	Blackhole           string // subjects, "a.>", whose messages the first node drops
 }
 

@@ -43,12 +43,12 @@ func (f Files) Open(_ context.Context, service string, d Durability) (*DB, error
 type DB struct {
 	Dialect
 	write    *sql.DB
-	read     *sql.DB // of SQLite query only; of PostgreSQL the same pool
+	read     *sql.DB // for SQLite read-only; for PostgreSQL the same pool
 	postgres *server // nil: SQLite
 	fence    Fence
 
 	path     string // of the SQLite file
-	readOnly bool   // of SQLite: nothing may be written
+	readOnly bool   // SQLite only: opened without writing
 }
 
 // Fence is called at the start of each write transaction, and refuses it by returning an error; see

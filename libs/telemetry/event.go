@@ -15,7 +15,7 @@ import (
 )
 
 const (
-	eventQueue    = 4096                   // records that may wait; more are dropped and counted
+	eventQueue    = 4096                   // maximum number of queued records; more are dropped and counted
 	eventBatch    = 256                    // events a message
 	eventInterval = 100 * time.Millisecond // how long an event waits for the batch to fill
 	publishWait   = 5 * time.Second        // how long one publish may take before its events count as dropped
@@ -39,7 +39,7 @@ type Events struct {
 // queued is an event, or a mark in the queue that a caller of Flush waits for.
 type queued struct {
 	event   *eventv1.Event
-	reached chan<- struct{} // closed when all before it was shipped
+	reached chan<- struct{} // closed when all earlier events were published
 }
 
 // NewEvents makes the shipper of a process. subject names the bus subject of a run ("" for none).

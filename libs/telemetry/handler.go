@@ -13,11 +13,11 @@ import (
 
 // Attributes that set a field of an event.
 const (
-	AttrRun     = "run"     // string: the run; a record without it does not become an event
+	AttrRun     = "run"     // string: the run; records without it do not become events
 	AttrKind    = "kind"    // string: the kind; "log" if absent
 	AttrStep    = "step"    // integer: the optimizer step
 	AttrService = "service" // string: the service, in a process that hosts several; the process's name if absent
-	AttrEvent   = "event"   // bool: false for a record that names a run but does not become an event
+	AttrEvent   = "event"   // bool: false for a record that has a run but must not become an event
 )
 
 // Handler returns an slog.Handler that passes every record to next and also emits an event for each

@@ -453,7 +453,7 @@ func TestDamageOfAnyByteOfASegmentIsReported(t *testing.T) {
 			t.Fatalf("%s at byte %d: %d payloads were returned: %v", what, at, len(got), err)
 		}
 	}
-	for at := 0; at < len(whole); at += 1 + at/64 { // every byte of the first record, then fewer, because the records are alike
+	for at := 0; at < len(whole); at += 1 + at/64 { // every byte of the first record, then fewer, because the other records are similar
 		spoiled := append([]byte(nil), whole...)
 		spoiled[at] ^= 0x20
 		try("a flip", at, spoiled, false)

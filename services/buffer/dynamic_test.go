@@ -50,7 +50,7 @@ func TestAStepSkipsGroupsWithEqualRewards(t *testing.T) {
 		t.Errorf("waits for %q", w)
 	}
 	s.publish(flat(2, 1)[:3]...)
-	s.publish(flat(2, 1)[3:]...) // the last sample decides, whichever message it is in
+	s.publish(flat(2, 1)[3:]...) // the last sample decides, in whichever message it is
 	s.publish(groupOf(0, 0, 0)...)
 	b := s.lease(1)
 	if got := positions(t, b); !reflect.DeepEqual(got, []uint64{0, 3}) || b.GetExcluded() != 2 || b.GetZeroAdvantage() != 2 || b.GetZeroAdvantageReward() != 0.5 {

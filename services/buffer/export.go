@@ -22,7 +22,7 @@ const exportPositions = 512
 // Payloads tells where the payloads of a run are.
 type Payloads struct {
 	Folder   string                                                // of segments
-	Blobs    segment.Blobs                                         // has the segments that the folder lacks; nil: all are in the folder
+	Blobs    segment.Blobs                                         // provides segments that are not in the folder; nil: all are in the folder
 	Artifact func(ctx context.Context, ref string) ([]byte, error) // reads a payload of the storage service
 }
 

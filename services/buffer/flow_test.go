@@ -78,7 +78,7 @@ func TestDuplicatesAndLateSamplesAreDroppedAndCounted(t *testing.T) {
 	}
 	s.commit(b)
 	s.publish(groupOf(0, 0, 0)...) // consumed
-	s.publish(groupOf(0, 1, 0)...) // consumed, of a later attempt
+	s.publish(groupOf(0, 1, 0)...) // consumed by a later attempt
 	l := s.until("the drops", func(l *bufferv1.LedgerState) bool { return l.GetDuplicates() == 1+2*size })
 	if l.GetSamples() != 2*size || l.GetConsumed() != 2 {
 		t.Errorf("%v", l)

@@ -109,7 +109,7 @@ func (c *conductor) conduct(ctx context.Context) {
 	}
 	c.closing.before(end, e)
 	stop()
-	mark := c.closing.mark(end) // before the last check of the lead
+	mark := c.closing.mark(end) // earlier than the last check of the leadership
 	if !c.closing.lostLead(end) {
 		c.closing.after(end, e, mark)
 	}

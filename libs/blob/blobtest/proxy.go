@@ -13,12 +13,12 @@ import (
 
 // Fault is a failure that the proxy causes in a request or an answer. The zero Fault causes none.
 type Fault struct {
-	Status     int   // answer with it, without asking the server
+	Status     int   // return this status without calling the server
 	Reset      bool  // drop the connection without asking the server
 	LoseAnswer bool  // ask the server, then drop the connection
-	CutAfter   int64 // bytes of the answer's body, then drop the connection
-	StallAfter int64 // bytes of the answer's body, then say nothing more
-	Chunk      int   // give the answer's body in pieces of so many bytes
+	CutAfter   int64 // pass this many bytes of the answer's body, then drop the connection
+	StallAfter int64 // pass this many bytes of the answer's body, then send nothing more
+	Chunk      int   // pass the answer's body in pieces of this size
 	FlipAt     int64 // flip a bit of this byte of the answer's body, counted from 1
 }
 

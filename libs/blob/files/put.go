@@ -48,7 +48,7 @@ func (s *Store) PutFile(ctx context.Context, key, source string) (blob.Info, err
 	}
 	f, err := os.Open(source)
 	if err != nil {
-		return blob.Info{}, err // not mapError: it is the source that is missing
+		return blob.Info{}, err // not mapError, because the source is missing
 	}
 	defer f.Close()
 	if err := f.Sync(); err != nil {

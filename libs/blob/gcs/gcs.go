@@ -38,9 +38,9 @@ const (
 	defaultPart  = 16 << 20
 	defaultIdle  = 30 * time.Second
 	maxAttempts  = 8                // of one request
-	chunkTries   = 30 * time.Second // how long a chunk of an upload is tried again
+	chunkTries   = 30 * time.Second // how long to retry a chunk of an upload
 	giveUp       = 75 * time.Second // an upload without progress, chunks tried again included
-	chunkTimeout = 30 * time.Second // of one try
+	chunkTimeout = 30 * time.Second // of one attempt
 )
 
 // Store is a blob.Store.

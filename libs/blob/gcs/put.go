@@ -39,7 +39,7 @@ func (s *Store) Put(ctx context.Context, key string, r io.Reader) (blob.Info, er
 	w.Metadata = map[string]string{writerMark: mark}
 	w.ChunkSize, w.ChunkTransferTimeout, w.ChunkRetryDeadline = s.c.PartBytes, chunkTimeout, chunkTries
 	w.ProgressFunc = func(int64) { guard.Reset(giveUp) }
-	w.ContentType = "application/octet-stream" // the client would guess, from a copy of the first bytes
+	w.ContentType = "application/octet-stream" // otherwise the client guesses it from the first bytes
 
 	// The first chunk is read before anything is sent, because if it is the whole blob, its checksum
 	// can be sent first.

@@ -18,7 +18,7 @@ import (
 // Tries is how many connections in a row may bring nothing before the reader gives up.
 const Tries = 6
 
-const firstDelay = 50 * time.Millisecond // between two connections that brought nothing; doubles
+const firstDelay = 50 * time.Millisecond // pause between two connections that returned no bytes; doubles
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
@@ -44,8 +44,8 @@ type Reader struct {
 	body   io.ReadCloser
 	cancel context.CancelFunc
 	read   int64
-	failed int   // connections in a row that brought nothing
-	err    error // that ended it
+	failed int   // number of consecutive connections that returned no bytes
+	err    error // the error that ended the reader
 }
 
 // New creates a reader of s that is valid until ctx ends. first is a connection from byte 0, opened
@@ -147,7 +147,7 @@ func (r *Reader) Close() error {
 
 func (r *Reader) drop() {
 	if r.body != nil {
-		r.cancel() // first: closing may otherwise wait for the rest of the body
+		r.cancel() // called first, because closing may otherwise wait for the rest of the body
 		_ = r.body.Close()
 		r.body = nil
 	}

@@ -40,7 +40,7 @@ type Config struct {
 	// identity, instance role.
 	AccessKey, SecretKey string
 
-	PartBytes int64         // a blob above it is uploaded in parts of that size; 0 is 16 MiB. S3 takes no part below 5 MiB
+	PartBytes int64         // larger blobs are uploaded in parts of this size, at least 5 MiB; 0: 16 MiB
 	Idle      time.Duration // a connection that transfers nothing for so long is given up; 0: 30 s
 }
 
@@ -48,7 +48,7 @@ const (
 	defaultPart = 16 << 20
 	maxParts    = 10_000
 	defaultIdle = 30 * time.Second
-	maxAttempts = 8 // of one request, over some 20 s
+	maxAttempts = 8 // of one request, within about 20 s
 	maxBackoff  = 5 * time.Second
 )
 
@@ -84,8 +84,8 @@ func Open(ctx context.Context, c Config) (*Store, error) {
 			o.RateLimiter = ratelimit.None // attempts are bounded; a shared quota would punish the calls after an outage
 			o.Retryables = append([]retry.IsErrorRetryable{retry.RetryableErrorCode{Codes: map[string]struct{}{conflict: {}}}}, o.Retryables...)
 		}),
-		RequestChecksumCalculation: aws.RequestChecksumCalculationWhenRequired, // this package sends its own
-		ResponseChecksumValidation: aws.ResponseChecksumValidationWhenRequired, // and checks what it reads
+		RequestChecksumCalculation: aws.RequestChecksumCalculationWhenRequired, // this package sends its own checksums
+		ResponseChecksumValidation: aws.ResponseChecksumValidationWhenRequired, // and verifies what it reads
 	}, func(o *s3.Options) {
 		if c.Endpoint != "" {
 			o.BaseEndpoint = aws.String(c.Endpoint)

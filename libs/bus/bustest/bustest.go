@@ -302,7 +302,7 @@ func refusals(t *testing.T, b *bundle) {
 		t.Errorf("into a deleted run: %v", err)
 	}
 	if b.options.Token+b.options.User+b.options.NKeySeed == "" {
-		return // it takes anybody
+		return // it accepts every client
 	}
 	other, err := nkeys.CreateUser()
 	if err != nil {

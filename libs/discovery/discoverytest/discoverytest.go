@@ -57,7 +57,7 @@ type bundle struct {
 	agent  Agent
 	client *discovery.Client
 	api    *consul.Client
-	name   string // a service name of this test's own
+	name   string // a service name that only this test uses
 }
 
 func setup(t *testing.T, a Agent) *bundle {

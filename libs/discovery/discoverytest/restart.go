@@ -18,7 +18,7 @@ import (
 // Restartable is an agent that a test may stop and start again at its address.
 type Restartable struct {
 	Agent
-	Stop  func() // returns when it answers no more
+	Stop  func() // returns when the agent does not answer any more
 	Start func() // returns when the agent answers; it may have lost its instances
 }
 

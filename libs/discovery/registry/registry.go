@@ -25,7 +25,7 @@ type Registry struct {
 	index    uint64            // of the last change
 	changed  chan struct{}     // closed at the next change
 	services map[string]*entry // by service id
-	indexOf  map[string]uint64 // by service name: of its last change, kept when its last instance goes
+	indexOf  map[string]uint64 // by service name: index of its last change, kept after its last instance was removed
 	closed   bool
 }
 
@@ -104,7 +104,7 @@ func (r *Registry) register(s consul.AgentService, checks []*check) {
 	if old := r.services[s.ID]; old != nil {
 		old.stop()
 		s.CreateIndex = old.service.CreateIndex
-		for _, c := range checks { // as Consul: a check that exists keeps its state
+		for _, c := range checks { // as in Consul, an existing check keeps its state
 			if o := old.check(c.id); o != nil {
 				c.status, c.output = o.status, o.output
 			}

@@ -113,7 +113,7 @@ func TestBlockingQuery(t *testing.T) {
 		}
 		go watch("index=" + index)
 		synctest.Wait()
-		a.put("/v1/agent/service/register", `{"Name":"other"}`) // wakes no watcher of x
+		a.put("/v1/agent/service/register", `{"Name":"other"}`) // does not wake a watcher of x
 		time.Sleep(time.Second)
 		a.put("/v1/agent/service/register", registration)
 		if got := <-answers; got.at != time.Second || got.got["x1"] != "passing" {

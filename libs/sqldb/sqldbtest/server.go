@@ -46,7 +46,7 @@ func Start() (*Server, error) {
 	if err != nil {
 		return nil, err
 	}
-	dir, err := os.MkdirTemp("", "rollout-postgres-") // not a test's own folder, which other users can't reach
+	dir, err := os.MkdirTemp("", "rollout-postgres-") // outside of the test's folder, which other users can't read
 	if err != nil {
 		return nil, err
 	}

@@ -38,7 +38,7 @@ func Run(t *testing.T, suite func(t *testing.T, place func(t *testing.T) sqldb.P
 // Require skips the test unless tests with servers are enabled.
 func Require(t testing.TB) {
 	t.Helper()
-	if os.Getenv(Switch) == "" { //nolint:forbidigo // as a test would
+	if os.Getenv(Switch) == "" { //nolint:forbidigo // like a test
 		t.Skipf("PostgreSQL: not run, because %s is not set; make check-servers does", Switch)
 	}
 }

@@ -141,7 +141,7 @@ func (c *committer) append(group []*request) (segment.Tail, error) {
 	for n, a := range owners {
 		a.Segment, a.Offset, a.Length = places[n].Segment, places[n].Offset, places[n].Length
 	}
-	crashpoint.Here("buffer/appended") // payloads are written, not durable, and no row names them
+	crashpoint.Here("buffer/appended") // payloads are written but not durable, and no row refers to them
 	return c.writer.Tail(), nil
 }
 

@@ -41,7 +41,7 @@ func (q *FairQueue) Enter(ctx context.Context, run string, bytes uint64) (leave 
 		q.waiting = slices.Delete(q.waiting, at, at+1)
 	}
 	q.mu.Unlock()
-	if at < 0 { // it was let in at the same moment
+	if at < 0 { // the queue admitted it at the same moment
 		q.leave()
 	}
 	return nil, ctx.Err()

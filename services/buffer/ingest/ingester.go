@@ -162,7 +162,7 @@ func (i *Ingester) ingest(ctx context.Context, r *request) error {
 			return i.cause
 		}
 	case <-ctx.Done():
-		return ctx.Err() // it may still be ingested
+		return ctx.Err() // the message may still be ingested
 	}
 }
 

@@ -112,7 +112,7 @@ func zeroAdvantage(ctx context.Context, r Reader, skip []*Group) (n uint32, mean
 	if err != nil || len(positions) == 0 {
 		return 0, 0, err
 	}
-	for _, p := range positions { // in order: the sum of floats depends on it
+	for _, p := range positions { // in this order, because the sum of floats depends on it
 		mean += spreads[p].low
 	}
 	return uint32(len(positions)), mean / float64(len(positions)), nil

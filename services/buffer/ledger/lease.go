@@ -126,7 +126,7 @@ type selection struct {
 	missing   map[State]int
 	example   *Group // a dissolved group, for the message
 	pending   int    // open groups that only wait for a digest
-	exhausted bool   // every group that the step may go through is settled
+	exhausted bool   // every group that the step may use is complete or excluded
 	known     *Step  // the step is leased or committed
 }
 

@@ -45,7 +45,7 @@ func (r *Reader) Read(p Place, crc uint32) ([]byte, error) {
 // Forget closes a file that was replaced.
 func (r *Reader) Forget(number uint32) {
 	if f := r.files[number]; f != nil {
-		_ = f.Close() // it was only read
+		_ = f.Close() // the file was only read
 		delete(r.files, number)
 	}
 }

@@ -54,7 +54,7 @@ func TestEveryFlippedBitIsFound(t *testing.T) {
 			spoiled[at] ^= 1 << bit
 			put(t, dir, spoiled)
 			r := scan(t, dir, len(whole))
-			hit := -1 // the magic, on which all records depend
+			hit := -1 // the magic, without which no record can be read
 			for n, p := range places {
 				if uint64(at) >= start(p) {
 					hit = n

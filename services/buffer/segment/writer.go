@@ -90,7 +90,7 @@ func (w *Writer) roll() error {
 func (w *Writer) create() (*os.File, error) {
 	number := w.last + 1
 	f, err := os.OpenFile(Path(w.Dir, number), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
-	for errors.Is(err, os.ErrExist) { // created by a failed attempt, or by a process that led before: never write to its file
+	for errors.Is(err, os.ErrExist) { // created by a failed attempt or a previous leader, so it must not be written
 		number++
 		f, err = os.OpenFile(Path(w.Dir, number), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 	}

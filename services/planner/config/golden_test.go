@@ -70,7 +70,7 @@ func TestEffectiveDefaultsMatchTheGoldenTable(t *testing.T) {
 			name := strings.TrimSuffix(strings.TrimPrefix(table, "[algorithm."), "]")
 			got := defaultsOf(read(t, as(name), "mode="+mode))
 			for path := range run {
-				if _, ok := got[path]; !ok && path != "sampling.group_size" { // which the text sets
+				if _, ok := got[path]; !ok && path != "sampling.group_size" { // keys that the text sets
 					t.Errorf("%s, %s: `%s` has no default", name, mode, path)
 				}
 			}
