@@ -68,8 +68,8 @@ func Find(stateDir string) (*Info, error) {
 	return &info, nil
 }
 
-// refused explains err if it is a missing permission for a state folder: whose folder it is, and what
-// to do. Other errors are returned as they are.
+// refused explains err if it is a missing permission for a state folder: it names the owner of the
+// folder and what to do. Other errors are returned as they are.
 func refused(stateDir string, err error) error {
 	if !errors.Is(err, os.ErrPermission) {
 		return err
