@@ -58,3 +58,22 @@ def test_official_openai_client_while_a_run_trains(config: Path, tmp_path: Path)
             client.completions.create(model="another", prompt="2+2=")
         assert running.status(run).run.state == run_pb2.RUN_STATE_RUNNING
         running.finish(run)
+
+
+def test_examples_of_the_python_client(config: Path, tmp_path: Path) -> None:
+    """The asyncio example runs two configs at the same time; the buffer example needs no worker."""
+    with mesh(tmp_path) as running:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
+        folder = CLIENTS / "python"
+
+        def example(name: str, *arguments: str) -> str:
+            argv = [sys.executable, str(folder / name), "--state", str(tmp_path), *arguments]
+            done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+            assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout
+
+        swept = example("sweep.py", str(config), "1e-4", "2e-4", "--set", "train.steps=2")
+        assert swept.count("with learning_rate = ") == 2
+        runs = running.scheduler.ListRuns(run_pb2.ListRunsRequest()).runs
+        assert [run.state for run in runs] == [run_pb2.RUN_STATE_SUCCEEDED] * 2
+        assert example("own_samples.py").count("samples are durable") == 4
