@@ -23,6 +23,7 @@ A function may be ``async def``. A failure is never a reward of 0; each kind has
 
 from rollout.plugin.calling import call_reward, call_reward_async
 from rollout.plugin.loading import load_reward, split_plugin
+from rollout.plugin.result import flaw
 from rollout.plugin.score import (
     RewardError,
     RewardFailed,
@@ -47,6 +48,7 @@ __all__ = [
     "Step",
     "call_reward",
     "call_reward_async",
+    "flaw",
     "load_reward",
     "split_plugin",
 ]

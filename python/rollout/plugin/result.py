@@ -14,6 +14,22 @@ OWN = frozenset({"mean", "std", "retries"})
 would be lost."""
 
 
+LARGEST = 1e18
+"""Largest magnitude of a reward. The standard deviation of rewards has their squares, and the
+square of a larger number overflows float32."""
+
+
+def flaw(reward: float) -> str:
+    """Why a number can't be a reward; empty if it can.
+
+    >>> flaw(1e300), flaw(0.5)
+    ('1e+300, whose square overflows float32', '')
+    """
+    if not math.isfinite(reward):
+        return f"{reward}"
+    return f"{reward:.6g}, whose square overflows float32" if abs(reward) > LARGEST else ""
+
+
 def scores(function: RewardFunction, result: Any, samples: Sequence[Sample]) -> list[Score]:
     def bad(what: str, fix: str) -> RewardShapeError:
         return RewardShapeError(f"`{name_of(function)}` returned {what}", fix=fix, place=definition(function))
@@ -34,7 +50,7 @@ Bad = Callable[[str, str], RewardShapeError]
 
 def _score(item: Any, sample: Sample, index: int, bad: Bad) -> Score:
     if isinstance(item, float) or not isinstance(item, Mapping):
-        return Score(_number(item, f"item {index}", bad))
+        return Score(_reward(item, f"item {index}", bad))
     entries = dict(cast(Mapping[Any, Any], item))
     tokens, steps = entries.pop("token_rewards", None), entries.pop("step_rewards", None)
     if tokens is None and steps is None and "reward" not in entries:
@@ -42,9 +58,10 @@ def _score(item: Any, sample: Sample, index: int, bad: Bad) -> Score:
     if taken := OWN.intersection(map(str, entries)):
         problem = f"the metric `{min(taken)}` in item {index}, whose name the run already uses for `reward/{min(taken)}`"
         raise bad(problem, "give it another name")
+    reward = _reward(entries.pop("reward", 0.0), f"`reward` of item {index}", bad)
     numbers = {str(key): _number(value, f"`{key}` of item {index}", bad) for key, value in entries.items()}
     return Score(
-        numbers.pop("reward", 0.0),
+        reward,
         numbers,
         () if tokens is None else _token_rewards(tokens, sample, f"`token_rewards` of item {index}", bad),
         () if steps is None else _steps(steps, sample, f"`step_rewards` of item {index}", bad),
@@ -56,7 +73,7 @@ def _token_rewards(value: Any, sample: Sample, where: str, bad: Bad) -> tuple[fl
     if len(items) != len(sample.token_ids):
         problem = f"{len(items)} `token_rewards` for the {len(sample.token_ids)} tokens of a completion"
         raise bad(problem, "return one number for each of `sample.token_ids`, or `step_rewards` with characters")
-    return tuple(_number(item, f"an item of {where}", bad) for item in items)
+    return tuple(_reward(item, f"an item of {where}", bad) for item in items)
 
 
 def _steps(value: Any, sample: Sample, where: str, bad: Bad) -> tuple[Step, ...]:
@@ -71,7 +88,7 @@ def _steps(value: Any, sample: Sample, where: str, bad: Bad) -> tuple[Step, ...]
         if not isinstance(start, int) or not isinstance(end, int) or not before <= start < end <= len(sample.completion):
             problem = f"the step {start!r} to {end!r} in {where}, of a completion with {len(sample.completion)} characters"
             raise bad(problem + (f" and a step before it that ends at {before}" if found else ""), fix)
-        found.append(Step(start, end, _number(entries["reward"], f"the reward of a step in {where}", bad)))
+        found.append(Step(start, end, _reward(entries["reward"], f"the reward of a step in {where}", bad)))
     return tuple(found)
 
 
@@ -81,6 +98,14 @@ def _list(value: Any, where: str, bad: Bad) -> Sequence[Any]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise bad(f"{_kind(cast(object, value))} as {where}", "return a list")
     return cast(Sequence[Any], value)
+
+
+def _reward(value: Any, where: str, bad: Bad) -> float:
+    number = _number(value, where, bad)
+    if abs(number) > LARGEST:
+        what = flaw(number).replace(",", f" as {where},", 1)
+        raise bad(what, f"return numbers of at most {LARGEST:g} in magnitude, best from 0 to 1")
+    return number
 
 
 def _number(value: Any, where: str, bad: Bad) -> float:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from rollout.environment import Result
+from rollout.plugin import flaw
 from rollout_workers.rewards.rewards import RewardGroup, Scorer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +68,12 @@ class Composite:
             metrics[f"reward/{part.name}"] = result.reward
             metrics |= _named(part.name, result.metrics)
         weights = [part.weight for part in self._parts]
+        total = sum(weight * result.reward for weight, result in zip(weights, results, strict=True))
+        if why := flaw(total):
+            log.warning("the weighted sum of the rewards is %s: the sample is INFRA_FAILED", why)
+            return Result(outcome="infra_failed", reason="REWARD_BAD_RESULT")
         return Result(
-            sum(weight * result.reward for weight, result in zip(weights, results, strict=True)),
+            total,
             metrics,
             token_rewards=_weighted([[w * r for r in result.token_rewards] for w, result in zip(weights, results, strict=True)]),
             steps=tuple(

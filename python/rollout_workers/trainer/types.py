@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+
+from rollout.plugin import flaw
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +95,16 @@ class BadBatch(LearnerError):
     lengths."""
 
     reason = "BAD_BATCH"
+
+
+def check_rewards(samples: Iterable[TrainSample]) -> None:
+    """Raise ``BadBatch`` for a reward that is infinite, NaN, or too large for float32."""
+    for sample in samples:
+        if why := flaw(sample.reward):
+            what = why if math.isfinite(sample.reward) else "infinite or NaN"
+            raise BadBatch(
+                f"a reward is {what} (sample {sample.sample} of group {sample.group_key}); exclude the sample from training"
+            )
 
 
 class BadSettings(LearnerError):

@@ -91,6 +91,8 @@ async def test_a_slow_call_is_a_timeout_and_no_score(tmp_path: Path) -> None:
         ("[1.0, '1']", "returned a str as item 1"),
         ("[float('nan'), 1.0]", "returned nan as item 0"),
         ("[1.0, float('-inf')]", "returned -inf as item 1"),
+        ("[1e300, 1.0]", r"returned 1e\+300 as item 0, whose square overflows float32"),
+        ("[1.0, {'reward': -2e18}]", r"returned -2e\+18 as `reward` of item 1, whose square overflows float32"),
         ("[1.0, {'score': 1.0}]", "returned a mapping without `reward` as item 1"),
         (
             "[1.0, {'reward': 1.0, 'mean': 3.0}]",
@@ -126,6 +128,7 @@ def test_parts_of_a_completion_are_rewarded(tmp_path: Path) -> None:
         ("{'token_rewards': [1.0]}", "1 `token_rewards` for the 2 tokens"),
         ("{'token_rewards': 'ab'}", "a str as `token_rewards`"),
         ("{'token_rewards': [1.0, float('nan')]}", "nan as an item of `token_rewards`"),
+        ("{'token_rewards': [1.0, 1e20]}", r"1e\+20 as an item of `token_rewards` of item 0, whose square"),
         ("{'step_rewards': [{'start': 0, 'end': 9, 'reward': 1}]}", "the step 0 to 9"),
         ("{'step_rewards': [{'start': 1, 'end': 1, 'reward': 1}]}", "the step 1 to 1"),
         ("{'step_rewards': [{'start': 0, 'end': 2, 'reward': 1}, {'start': 1, 'end': 3, 'reward': 1}]}", "ends at 2"),

@@ -61,6 +61,12 @@ async def test_a_failing_part_fails_the_sample() -> None:
     assert (composite.failures, composite.retries) == (1, 3)  # each group is scored alone, the failing one twice
 
 
+async def test_a_sum_that_overflows_is_no_reward() -> None:
+    composite = Composite([part("format", 1e6, Score(9e17)), part("right", 1.0, Score(1.0))])
+    [results] = await composite.score([GROUP])
+    assert [(result.outcome, result.reason) for result in results] == [("infra_failed", "REWARD_BAD_RESULT")] * 2
+
+
 async def test_the_config_selects_the_scorer(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("def length(samples): return [float(len(s.completion)) for s in samples]\n")
     config = RewardConfig(timeout_seconds=20, retries=0)

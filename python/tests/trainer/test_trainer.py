@@ -194,8 +194,9 @@ def broken(**changes: object) -> list[TrainSample]:
         (broken(logprobs=np.zeros(2, np.float32)), "sample 1 of group 0/000000"),
         (broken(prompt_length=99), "the prompt no longer"),
         (broken(reward=float("nan")), "a reward is infinite or NaN"),
+        (broken(reward=1e300), r"a reward is 1e\+300, whose square overflows float32"),
     ],
-    ids=["empty", "untrained", "arrays", "prompt", "reward"],
+    ids=["empty", "untrained", "arrays", "prompt", "reward", "large reward"],
 )
 def test_a_bad_batch_is_named(model_dir: Path, samples: list[TrainSample], message: str) -> None:
     learner = trainer(model_dir)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from rollout_workers.trainer.objective.base import Models
 from rollout_workers.trainer.objective.preference import Preferences
 from rollout_workers.trainer.packing import MicroBatch
-from rollout_workers.trainer.types import BadBatch, TrainSample
+from rollout_workers.trainer.types import TrainSample, check_rewards
 
 
 class Ranked(Preferences):
@@ -41,13 +40,11 @@ def ranked(samples: Sequence[TrainSample]) -> list[TrainSample]:
     """For each group its first sample of the highest reward, then its first of the lowest; nothing
     if all rewards are equal.
 
-    Samples without a trained token do not count. Raises ``BadBatch`` for a reward that is infinite
-    or NaN.
+    Samples without a trained token do not count. Raises ``BadBatch`` as ``check_rewards`` does.
     """
+    check_rewards(samples)
     groups: dict[str, list[TrainSample]] = {}
     for sample in samples:
-        if not math.isfinite(sample.reward):
-            raise BadBatch("a reward is infinite or NaN; exclude the sample from training")
         if sample.loss_mask[1:].any():
             groups.setdefault(sample.group_key, []).append(sample)
     pairs: list[TrainSample] = []

@@ -17,7 +17,7 @@ from rollout_workers.trainer.model.policy import Logprobs
 from rollout_workers.trainer.objective.base import Models, Part
 from rollout_workers.trainer.objective.token_index import TokenIndex
 from rollout_workers.trainer.packing import MicroBatch
-from rollout_workers.trainer.types import BadBatch, TrainSample
+from rollout_workers.trainer.types import BadBatch, TrainSample, check_rewards
 
 
 class Tokens:
@@ -143,8 +143,8 @@ class Tokens:
     def _rewards(self, samples: Sequence[TrainSample]) -> Tensor:
         """float64 [S]: the rewards after shaping. Raises ``BadBatch``."""
         rewards = torch.from_numpy(np.array([sample.reward for sample in samples], np.float64))
-        if self._needs.sampled and not bool(rewards.isfinite().all()):
-            raise BadBatch("a reward is infinite or NaN; exclude the sample from training")
+        if self._needs.sampled:
+            check_rewards(samples)
         if self._algorithm.shape is None:
             return rewards
         return self._algorithm.shape(rewards, _lengths(samples), _truncated(samples))
