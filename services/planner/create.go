@@ -94,6 +94,7 @@ func (c *checks) read() error {
 		return err
 	}
 	c.model.read()
+	c.learningRate()
 	c.teacher.read()
 	c.rewards.read()
 	c.trackers.read()
@@ -137,6 +138,7 @@ func (c *checks) probe(ctx context.Context) (map[string]string, error) {
 	for _, call := range calls {
 		c.rewards.answer(call, environmentErr == nil)
 	}
+	c.rewards.constant(calls)
 	c.teacher.answer(teacher, teacherErr)
 	return versions, nil
 }

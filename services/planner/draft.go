@@ -59,6 +59,29 @@ func (d *draft) download(path string) string {
 		path, filepath.Join(d.baseDir, name), name)
 }
 
+// Learning rates of Adam outside of these bounds are almost always mistakes: pretraining uses up to
+// 6e-3 (arXiv 2203.15556), adapters up to 2e-3 (arXiv 2106.09685), and RL on language models 1e-7
+// to 1e-5.
+const (
+	leastRate = 1e-9
+	mostRate  = 1e-2
+)
+
+// learningRate warns of a learning rate far outside of the usual range.
+func (d *draft) learningRate() {
+	const field = "train.learning_rate"
+	rate := d.Config.GetTrain().GetLearningRate()
+	if !d.Readable(field) || rate == 0 || rate > leastRate && rate < mostRate {
+		return
+	}
+	effect, usual := "the first updates will destroy the model", "1e-6 for RL, 1e-5 for SFT, 1e-4 with [lora]"
+	if rate <= leastRate {
+		effect = "the model will hardly change"
+	}
+	d.warnings.At(d.Place(field), problem.UnusualValue, field,
+		fmt.Sprintf("`%s` = %g is far outside of the usual range of AdamW: %s", field, rate, effect), "start from the usual: "+usual)
+}
+
 // exists reports whether a file or folder exists, and adds a problem at its key if not.
 func (d *draft) exists(field, path string, folder bool) bool {
 	place := d.Place(field)

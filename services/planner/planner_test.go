@@ -294,3 +294,49 @@ func TestPackagesThatTheWorkersNeed(t *testing.T) {
 		t.Error("an absent package is not reported") // transformers and others were not in the answer
 	}
 }
+
+// warned returns the warnings of a plan for a field.
+func warned(t *testing.T, response *planv1.CreatePlanResponse, field string) (found []*planv1.Problem) {
+	t.Helper()
+	if len(response.GetProblems()) > 0 {
+		t.Fatal(response.GetProblems())
+	}
+	for _, w := range response.GetWarnings() {
+		if w.GetField() == field {
+			found = append(found, w)
+		}
+	}
+	return found
+}
+
+func TestAnUnusualLearningRateIsAWarning(t *testing.T) {
+	t.Parallel()
+	s, dir := server(t), project(t, "def exact(samples): return [float(s.completion == '2') for s in samples]\n")
+	for rate, says := range map[string]string{"1.0": "destroy the model", "0.01": "destroy the model", "1e-10": "hardly change", "6e-3": "", "1e-6": ""} {
+		found := warned(t, create(t, s, dir, "train.learning_rate="+rate), "train.learning_rate")
+		if (len(found) > 0) != (says != "") || len(found) > 0 && (found[0].GetReason() != "UNUSUAL_VALUE" || !strings.Contains(found[0].GetMessage(), says)) {
+			t.Errorf("%s: warnings %v", rate, found)
+		}
+	}
+}
+
+func TestARewardThatNeverDiffersIsAWarning(t *testing.T) {
+	t.Parallel()
+	s := server(t)
+	for text, says := range map[string]string{
+		"def exact(samples): return [0.25 for s in samples]\n":                              "the reward is 0.25 for all 2 samples of the dry call: for the reference answer \"2\" of the first row",
+		"def exact(samples): return [float(s.completion == '2') for s in samples]\n":        "",
+		"def exact(samples): return [-1.0 * len(s.completion) for s in samples]\n":          "",
+		"def exact(samples): return [float(s.completion == 'four') + 1 for s in samples]\n": "the reward is 1 for all",
+	} {
+		dir := project(t, text)
+		rows := `{"prompt": "1+1=", "answer": "2"}` + "\n" + `{"prompt": "1+2=", "answer": "3"}` + "\n"
+		if err := os.WriteFile(filepath.Join(dir, "train.jsonl"), []byte(rows), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		found := warned(t, create(t, s, dir), "reward.plugin")
+		if (len(found) > 0) != (says != "") || len(found) > 0 && (found[0].GetReason() != "CONSTANT_REWARD" || !strings.Contains(found[0].GetMessage(), says)) {
+			t.Errorf("%s: warnings %v", text, found)
+		}
+	}
+}

@@ -155,6 +155,36 @@ func (d *rewardCheck) answer(call *dryCall, pythonWorks bool) {
 	}
 }
 
+// constant warns of a reward that does not tell the reference answer from an empty completion: with
+// equal rewards there is no gradient. It says nothing if a part was not called, or if there is no
+// reference answer.
+func (d *rewardCheck) constant(calls []*dryCall) {
+	if len(calls) == 0 || len(calls) < len(reward.Parts(d.Config)) || !algorithm.Traits(d.Config).GetNeedsReward() {
+		return
+	}
+	samples := calls[0].request.Samples
+	if len(samples) < 2 || samples[0].Completion == "" {
+		return
+	}
+	for _, call := range calls {
+		if call.err != nil || call.answer.Reward == nil || call.answer.Reward.Error != nil || call.answer.Reward.Parts {
+			return
+		}
+		for _, score := range call.answer.Reward.Scores {
+			if score.Reward != call.answer.Reward.Scores[0].Reward {
+				return
+			}
+		}
+	}
+	all := "the reward is the same for all samples of the dry call"
+	if len(calls) == 1 {
+		all = fmt.Sprintf("the reward is %.4g for all %d samples of the dry call", calls[0].answer.Reward.Scores[0].Reward, len(samples))
+	}
+	d.warnings.At(d.Place(calls[0].field), problem.ConstantReward, calls[0].field,
+		fmt.Sprintf("%s: for the reference answer %q of the first row, and for empty completions", all, samples[0].Completion),
+		"check that a right answer gets more than a wrong one: with equal rewards a group has no gradient")
+}
+
 // expressionProblem places an error at its column in the expression.
 func (d *rewardCheck) expressionProblem(e *probe.Error, field string) {
 	d.Problems.At(inText(d.Place(field), e.Line, e.Column), e.Reason, field, e.Message, e.Fix)

@@ -96,7 +96,11 @@ type Answer struct {
 	Reward   *struct {
 		Files []string `json:"files"`
 		Parts bool     `json:"parts"` // whether it rewards parts of a completion
-		Error *Error   `json:"error"`
+		// Scores are those of the samples.
+		Scores []struct {
+			Reward float64 `json:"reward"`
+		} `json:"scores"`
+		Error *Error `json:"error"`
 	} `json:"reward"`
 	Tokenizer *struct {
 		Files []Lengths `json:"files"`

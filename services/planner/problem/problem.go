@@ -27,6 +27,8 @@ const (
 	BadModel       = "BAD_MODEL"        // a model folder can't be used
 	ContextTooLong = "CONTEXT_TOO_LONG" // a prompt leaves no room for its completion
 	Probe          = "PROBE_FAILED"     // the Python probe itself could not run
+	UnusualValue   = "UNUSUAL_VALUE"    // a warning: a number far from what works for others
+	ConstantReward = "CONSTANT_REWARD"  // a warning: all samples of the dry call have the same reward
 	BadPlan        = "BAD_PLAN"         // a plan file is damaged
 	PlanFormat     = "PLAN_FORMAT"      // a plan has another format
 	InputChanged   = "INPUT_CHANGED"    // an input differs from the plan
