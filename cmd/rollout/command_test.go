@@ -29,6 +29,7 @@ func TestCommands(t *testing.T) {
 		"runs-list-bad":     {args: "runs list --state walking"},
 		"runs-show":         {args: "runs show run-01"},
 		"runs-show-failed":  {args: "runs show addition-grpo", fake: &fake{state: runv1.RunState_RUN_STATE_FAILED}},
+		"runs-show-health":  {args: "runs show addition-grpo", fake: &fake{history: append(story(), collapse())}},
 		"runs-show-unknown": {args: "runs show unknown"},
 		"runs-cancel":       {args: "runs cancel addition-grpo", asked: "CancelRun " + runID + " drain true"},
 		"runs-cancel-now":   {args: "runs cancel addition-grpo --now", asked: "CancelRun " + runID + " drain false"},

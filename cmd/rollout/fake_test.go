@@ -455,6 +455,15 @@ func keptStory() []*eventv1.Event {
 	return events
 }
 
+// collapse is what the health check found at step 3 of the story.
+func collapse() *eventv1.Event {
+	return &eventv1.Event{
+		Sequence: 90, EventId: "collapse", RunId: runID, Time: at(9), Service: "learner-controller", Step: 3,
+		Kind: "health.collapse", Level: eventv1.Level_LEVEL_WARN,
+		Message: "the reward collapsed: a mean of 0.02. Likely cause: the learning rate is too high (1 at this step). Fix: lower it",
+	}
+}
+
 // story is what happens in a run of three steps.
 func story() []*eventv1.Event {
 	step := func(n uint64, seconds, reward float64) *eventv1.Event {

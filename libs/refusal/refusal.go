@@ -1,12 +1,18 @@
-// Package refusal identifies runs that a refused gradient has paused, as opposed to running ones
-// and those paused by request.
+// Package refusal identifies runs that their controller has stopped until a person decides, as
+// opposed to running ones and those paused by request.
 //
 // With `train.on_refused_gradient = "stop"` a learner that refuses a gradient ends its step with
-// one of these reasons. The controller stops, the run is PAUSED with that reason, and nothing but a
-// person's ResumeRun or CancelRun moves it.
+// one of the gradient reasons. With `health.on_collapse = "pause"` the controller ends a step after
+// which the health check found a collapse, with one of the health reasons. In both cases the
+// controller stops, the run is PAUSED with that reason, and only a request (ResumeRun, CancelRun)
+// moves it.
 package refusal
 
-import runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+import (
+	"slices"
+
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+)
 
 // Reasons of the learner.
 const (
@@ -14,10 +20,35 @@ const (
 	Exploding = "EXPLODING_GRADIENT"
 )
 
-// Is reports whether a reason is that of a refused gradient.
-func Is(reason string) bool { return reason == NonFinite || reason == Exploding }
+// Reasons of the health check.
+const (
+	NonFiniteMetric   = "NON_FINITE_METRIC"
+	RewardOutOfRange  = "REWARD_OUT_OF_RANGE"
+	EntropyCollapse   = "ENTROPY_COLLAPSE"
+	RewardCollapse    = "REWARD_COLLAPSE"
+	GradientExplosion = "GRADIENT_EXPLOSION"
+	GradientsRefused  = "GRADIENTS_REFUSED"
+	KLExplosion       = "KL_EXPLOSION"
+	EngineMismatch    = "ENGINE_MISMATCH"
+	RatioExplosion    = "RATIO_EXPLOSION"
+	LossExplosion     = "LOSS_EXPLOSION"
+)
 
-// Paused reports whether a refused gradient has paused a run: it makes no steps until it is
+var (
+	gradient = []string{NonFinite, Exploding}
+	health   = []string{
+		NonFiniteMetric, RewardOutOfRange, EntropyCollapse, RewardCollapse, GradientExplosion, GradientsRefused, KLExplosion,
+		EngineMismatch, RatioExplosion, LossExplosion,
+	}
+)
+
+// Is reports whether a reason is that of a refused gradient or of the health check.
+func Is(reason string) bool { return slices.Contains(gradient, reason) || Health(reason) }
+
+// Health reports whether a reason is one of the health check.
+func Health(reason string) bool { return slices.Contains(health, reason) }
+
+// Paused reports whether a run is paused for one of the reasons: it makes no steps until it is
 // resumed.
 func Paused(run *runv1.Run) bool {
 	return run.GetState() == runv1.RunState_RUN_STATE_PAUSED && Is(run.GetReason())

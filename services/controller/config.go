@@ -56,6 +56,7 @@ type Snapshots interface {
 	GetSnapshot(ctx context.Context, in *snapshotv1.GetSnapshotRequest, opts ...grpc.CallOption) (*snapshotv1.GetSnapshotResponse, error)
 	ListSnapshots(ctx context.Context, in *snapshotv1.ListSnapshotsRequest, opts ...grpc.CallOption) (*snapshotv1.ListSnapshotsResponse, error)
 	MaterializeSnapshot(ctx context.Context, in *snapshotv1.MaterializeSnapshotRequest, opts ...grpc.CallOption) (*snapshotv1.MaterializeSnapshotResponse, error)
+	PinSnapshot(ctx context.Context, in *snapshotv1.PinSnapshotRequest, opts ...grpc.CallOption) (*snapshotv1.PinSnapshotResponse, error)
 }
 
 // Scheduler owns runs and their worker processes.

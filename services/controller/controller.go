@@ -29,6 +29,8 @@
 //	any phase above --last step made--> FINISHED
 //	any phase above --StopRun--> STOPPED
 //	any phase above --refused gradient, train.on_refused_gradient = "stop"--> STOPPED, run PAUSED
+//	COMMITTING --collapse (package health), health.on_collapse = "pause"--> STOPPED, run PAUSED
+//	COMMITTING --collapse, health.on_collapse = "stop"--> FAILED
 //	any phase above --error that a retry does not fix--> FAILED
 //
 // The controller may die in any phase, because other processes keep the state: the ledger records
@@ -98,6 +100,7 @@ type Drive struct {
 	Step    uint64                     // last committed step at the time of the save; the ledger is authoritative
 	Active  bool                       // whether a restarted controller continues it
 	Weights *weightsv1.WeightsManifest // newest published weights; nil before the first
+	Health  []byte                     // state of the health check (health.Monitor); empty before the first step
 }
 
 // Store keeps drives.

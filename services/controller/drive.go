@@ -31,6 +31,7 @@ type drive struct {
 	retries  retries
 	fleet    *fleet
 	delivery *delivery
+	vitals   *vitals
 	record   *record
 
 	drain     chan struct{} // closed: stop between two steps
@@ -49,11 +50,13 @@ func newDrive(cfg Config, deps Deps, from *Drive) *drive {
 	})
 	fleet := newFleet(set, deps.Dial, cfg.Retry, events.fenced)
 	delivery := &delivery{settings: set, fleet: fleet, progress: progress, events: events, now: deps.Now, newest: from.Weights}
+	retries := retries{first: cfg.Retry, progress: progress}
+	vitals := newVitals(set, from.Health, events, deps.Snapshots, retries, log)
 	halted, halt := context.WithCancel(context.Background())
 	return &drive{
 		settings: set, cfg: cfg, deps: deps, log: log, spec: from.Spec, events: events, progress: progress,
-		retries: retries{first: cfg.Retry, progress: progress}, fleet: fleet, delivery: delivery,
-		record: &record{store: deps.Store, spec: from.Spec, progress: progress, delivery: delivery, log: log},
+		retries: retries, fleet: fleet, delivery: delivery, vitals: vitals,
+		record: &record{store: deps.Store, spec: from.Spec, progress: progress, delivery: delivery, vitals: vitals, log: log},
 		drain:  make(chan struct{}), halted: halted, halt: halt, done: make(chan struct{}),
 	}
 }
@@ -169,7 +172,7 @@ func (d *drive) outcome(err error, cancelled bool) (learnerv1.Phase, *runv1.Comp
 		return stopped, nil
 	}
 	report.Reason, report.Message = rpcerr.Reason(err), rpcerr.Text(err)
-	if refusal.Is(report.GetReason()) { // a person decides whether the step is tried again
+	if refusal.Is(report.GetReason()) && !d.stops(report.GetReason()) { // a person decides whether the run continues
 		report.State = runv1.RunState_RUN_STATE_PAUSED
 		return stopped, report
 	}
@@ -202,11 +205,11 @@ func (d *drive) newSession(l *learner) *session {
 		settings: d.settings, snapshotter: snapshotter, draining: d.drain,
 		recovery: &recovery{
 			settings: d.settings, learner: l, ledger: ledger, delivery: d.delivery, snapshotter: snapshotter, evaluator: evaluator,
-			due: due, progress: d.progress, events: d.events, log: d.log,
+			due: due, progress: d.progress, events: d.events, vitals: d.vitals, log: d.log,
 		},
 		stepper: &stepper{
 			settings: d.settings, learner: l, ledger: ledger, delivery: d.delivery, due: due, record: d.record,
-			progress: d.progress, events: d.events, now: d.deps.Now, draining: d.drain,
+			progress: d.progress, events: d.events, vitals: d.vitals, now: d.deps.Now, draining: d.drain,
 		},
 	}
 }
@@ -248,6 +251,7 @@ type record struct {
 	spec     *learnerv1.StartRunRequest
 	progress *progress
 	delivery *delivery
+	vitals   *vitals
 	log      *slog.Logger
 }
 
@@ -256,7 +260,9 @@ type record struct {
 // must not report anything any more.
 func (r *record) save(ctx context.Context, active bool) (taken bool) {
 	p, _ := r.progress.read()
-	err := r.store.Save(ctx, &Drive{Spec: r.spec, Phase: p.GetPhase(), Step: p.GetStep(), Active: active, Weights: r.delivery.newest})
+	err := r.store.Save(ctx, &Drive{
+		Spec: r.spec, Phase: p.GetPhase(), Step: p.GetStep(), Active: active, Weights: r.delivery.newest, Health: r.vitals.monitor.State(),
+	})
 	if err != nil {
 		r.log.WarnContext(ctx, "the drive was not saved", "error", err)
 	}

@@ -34,10 +34,11 @@ type reporter struct {
 	flat flatSteps
 }
 
-// emit sets the fields that all events of a run share.
+// emit sets the fields that all events of a run share, and the event's id if it has none.
 func (r *reporter) emit(e *eventv1.Event) {
 	now := r.now().UTC()
-	e.EventId, e.RunId, e.Time, e.Service = id.New(now), r.runID, timestamppb.New(now), names.ControllerService
+	e.EventId = cmp.Or(e.GetEventId(), id.New(now))
+	e.RunId, e.Time, e.Service = r.runID, timestamppb.New(now), names.ControllerService
 	if e.GetLevel() == 0 {
 		e.Level = eventv1.Level_LEVEL_INFO
 	}
@@ -66,7 +67,8 @@ func (r *reporter) phase(p *learnerv1.Progress) {
 	})
 }
 
-func (r *reporter) step(batch *bufferv1.Batch, result *learnerv1.TrainResult, times map[string]float64) {
+// step emits a committed step, and returns its metrics.
+func (r *reporter) step(batch *bufferv1.Batch, result *learnerv1.TrainResult, times map[string]float64) map[string]float64 {
 	all := stepMetrics(result, times, len(batch.GetSamples()))
 	r.addDynamicSampling(batch, all)
 	message := fmt.Sprintf("step %d of %d: %d groups, %d samples, loss %.4g", batch.GetStep(), r.steps,
@@ -87,6 +89,7 @@ func (r *reporter) step(batch *bufferv1.Batch, result *learnerv1.TrainResult, ti
 	if r.maxBatches > 0 && batch.GetGroups() < r.cfg.GetTrain().GetGroupsPerStep() {
 		r.warnShort(batch)
 	}
+	return all
 }
 
 // completions emits the recorded completions of a step. Call it before step, so that a receiver

@@ -9,6 +9,8 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/algorithm"
 	"github.com/rollout-rl/rollout/libs/crashpoint"
+	"github.com/rollout-rl/rollout/libs/refusal"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 )
@@ -24,6 +26,7 @@ type recovery struct {
 	due         *dueWork
 	progress    *progress
 	events      *reporter
+	vitals      *vitals
 	log         *slog.Logger
 }
 
@@ -41,15 +44,18 @@ func (r *recovery) recover(ctx context.Context) (uint64, error) {
 	if err != nil {
 		return 0, err
 	}
-	state, err := r.snapshotter.load(ctx)
-	if err != nil {
-		return 0, err
-	}
 	last := &bufferv1.StepRecord{Step: base}
 	if n := len(steps); n > 0 {
 		last = steps[n-1]
 	}
 	r.progress.committed(last.GetStep())
+	if err := r.vitals.halted(ctx); err != nil { // an earlier process did not deliver its report
+		return 0, err
+	}
+	state, err := r.snapshotter.load(ctx)
+	if err != nil {
+		return 0, err
+	}
 	if state.GetStep() > last.GetStep() { // trained, not committed: the learner will repeat its result
 		err := r.delivery.resume(ctx)
 		if errors.Is(err, errNoSource) {
@@ -63,6 +69,11 @@ func (r *recovery) recover(ctx context.Context) (uint64, error) {
 	at, digest := state.GetStep(), state.GetWeightsDigest()
 	if err := r.verify(ctx, recorded[at], digest); err != nil {
 		return 0, err
+	}
+	if at == last.GetStep() && r.vitals.behind(at) {
+		if err := r.repeat(ctx, last); err != nil {
+			return 0, err
+		}
 	}
 	for ; at < last.GetStep(); at++ {
 		if digest, err = r.retrain(ctx, recorded[at+1]); err != nil {
@@ -110,8 +121,20 @@ func (r *recovery) retrain(ctx context.Context, s *bufferv1.StepRecord) (string,
 		return "", err
 	}
 	// The process that committed the step may have died before it emitted the event.
-	r.events.step(batch, result, map[string]float64{})
-	return result.GetWeightsDigest(), nil
+	metrics := r.events.step(batch, result, map[string]float64{})
+	return result.GetWeightsDigest(), r.vitals.observe(ctx, s.GetStep(), metrics)
+}
+
+// repeat has a learner that made the last committed step report it again, because the process that
+// committed it died before it stored what the health check made of it. A learner that loaded the
+// step from a snapshot cannot.
+func (r *recovery) repeat(ctx context.Context, last *bufferv1.StepRecord) error {
+	_, err := r.retrain(ctx, last)
+	if err == nil || ctx.Err() != nil || errors.Is(err, errLost) || refusal.Health(rpcerr.Reason(err)) {
+		return err
+	}
+	r.log.WarnContext(ctx, "the health check lacks the last step", "step", last.GetStep(), "error", err)
+	return nil
 }
 
 // verify compares the digest of retrained weights with the record of the step; s is nil for a state

@@ -51,7 +51,7 @@ func (s *Server) Run(ctx context.Context) error {
 	s.waiting = nil
 	for _, d := range active {
 		if _, ok := s.drives[d.Spec.GetRunId()]; !ok {
-			s.add(newDrive(s.cfg, s.deps, &Drive{Spec: d.Spec, Phase: preparing, Weights: d.Weights}))
+			s.add(newDrive(s.cfg, s.deps, &Drive{Spec: d.Spec, Phase: preparing, Weights: d.Weights, Health: d.Health}))
 		}
 	}
 	s.mu.Unlock()
@@ -107,7 +107,7 @@ func (s *Server) start(ctx context.Context, req *learnerv1.StartRunRequest) (*le
 		if before.Spec.GetIncarnation() == req.GetIncarnation() && ended(before.Phase) {
 			return &learnerv1.StartRunResponse{}, nil // a late repetition of a request whose run has ended
 		}
-		d.Weights = before.Weights
+		d.Weights, d.Health = before.Weights, before.Health
 	}
 	if err := s.deps.Store.Save(ctx, d); err != nil {
 		return nil, err

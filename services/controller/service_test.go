@@ -115,10 +115,19 @@ func (w *world) ListSnapshots(context.Context, *snapshotv1.ListSnapshotsRequest,
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	resp := &snapshotv1.ListSnapshotsResponse{}
-	if n := len(w.snapshots); n > 0 {
-		resp.Snapshots = w.snapshots[n-1:]
-	}
+	resp.Snapshots = slices.Clone(w.snapshots)
+	slices.Reverse(resp.Snapshots)
 	return resp, err
+}
+
+func (w *world) PinSnapshot(_ context.Context, in *snapshotv1.PinSnapshotRequest, _ ...grpc.CallOption) (*snapshotv1.PinSnapshotResponse, error) {
+	effect, err := w.at("PinSnapshot")
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if effect {
+		w.pinned = append(w.pinned, in.GetSnapshotId())
+	}
+	return &snapshotv1.PinSnapshotResponse{}, err
 }
 
 func (w *world) MaterializeSnapshot(_ context.Context, in *snapshotv1.MaterializeSnapshotRequest, _ ...grpc.CallOption) (*snapshotv1.MaterializeSnapshotResponse, error) {

@@ -32,6 +32,7 @@ type stepper struct {
 	record   *record
 	progress *progress
 	events   *reporter
+	vitals   *vitals
 	now      func() time.Time
 	draining <-chan struct{} // closed: stop between two steps
 
@@ -90,12 +91,19 @@ func (s *stepper) step(ctx context.Context, step uint64) error {
 	times["time/step"] = s.since(s.committed)
 	s.committed = s.now()
 	s.events.completions(result)
-	s.events.step(batch, result, times)
+	metrics := s.events.step(batch, result, times)
+	if err := s.vitals.observe(ctx, step, metrics); err != nil {
+		return err
+	}
 	if weights != nil {
 		if err := s.deliver(ctx, weights); err != nil {
 			return err
 		}
 	}
+	if s.record.save(ctx, true) {
+		return errTaken
+	}
+	crashpoint.Here("controller/stored") // the store names the new weights
 	done, err := s.due.after(ctx, step)
 	if done {
 		s.committed = time.Time{} // the time of that work is not part of the next step
@@ -172,10 +180,6 @@ func (s *stepper) deliver(ctx context.Context, weights *weightsv1.WeightsManifes
 	}
 	crashpoint.Here("controller/delivered") // the workers have the new weights, the store names the old ones
 	s.delivered = s.since(s.committed)
-	if s.record.save(ctx, true) {
-		return errTaken
-	}
-	crashpoint.Here("controller/stored")
 	return nil
 }
 

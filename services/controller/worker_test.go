@@ -24,9 +24,10 @@ type fakeLearner struct {
 	world   *world
 	address string
 	step    uint64
-	digest  string // empty before Initialize
-	drift   string // mixed into each step: a learner that does not repeat itself
-	refuses uint64 // step whose gradient it refuses
+	digest  string                               // empty before Initialize
+	drift   string                               // mixed into each step: a learner that does not repeat itself
+	refuses uint64                               // step whose gradient it refuses
+	metrics func(step uint64) map[string]float64 // of its steps; nil: a loss of 1
 
 	published sync.Map // digest -> folder
 }
@@ -59,6 +60,9 @@ func (l *fakeLearner) Train(in *learnerv1.TrainRequest, stream grpc.ServerStream
 	}
 	result := &learnerv1.TrainResult{Step: l.step, WeightsDigest: l.digest, Metrics: map[string]float64{"loss": 1},
 		Completions: []*learnerv1.Completion{{Index: 4, Prompt: "1+1=", Completion: "2", Reward: 1, Advantage: proto.Float64(0.5)}}}
+	if l.metrics != nil {
+		result.Metrics = l.metrics(l.step)
+	}
 	if in.GetPublish() {
 		result.Weights = l.manifest()
 	}

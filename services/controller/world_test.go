@@ -1,6 +1,7 @@
 package controller
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"net"
@@ -39,6 +40,7 @@ type world struct {
 	steps     []*bufferv1.StepRecord
 	initial   string // digest recorded for version 0
 	snapshots []*snapshotv1.Snapshot
+	pinned    []string // ids of snapshots, as often as they were pinned
 	stored    *Drive
 	completed []*runv1.CompleteRunRequest
 	events    []*eventv1.Event
@@ -54,6 +56,8 @@ type world struct {
 	starved func()       // if set, called by each lease instead of returning a batch
 	apart   bool         // no inference worker can open the folder of a learner
 	fresh   bool         // the inference worker started after the last delivery
+
+	incarnation string // of the workers; empty: 1
 
 	learner   *fakeLearner
 	inference *fakeInference
@@ -197,7 +201,7 @@ func (w *world) announce() {
 	defer w.mu.Unlock()
 	instance := func(name, address string) []discovery.Instance {
 		return []discovery.Instance{{Name: name, ID: address, Address: address, Meta: map[string]string{
-			"run": run, "incarnation": "1", "worker": address, "process": address, "rank": "0",
+			"run": run, "incarnation": cmp.Or(w.incarnation, "1"), "worker": address, "process": address, "rank": "0",
 		}}}
 	}
 	for _, s := range w.watches {
@@ -236,6 +240,7 @@ func request(t *testing.T, steps uint64) *learnerv1.StartRunRequest {
 				Train:         &configv1.TrainConfig{Steps: &steps, GroupsPerStep: proto.Uint32(2), DeliverEverySteps: proto.Uint64(1)},
 				Eval:          &configv1.EvalConfig{EverySteps: proto.Uint64(2)},
 				Snapshot:      &configv1.SnapshotConfig{EverySteps: proto.Uint64(2)},
+				Health:        &configv1.HealthConfig{OnCollapse: proto.String("warn"), Steps: proto.Uint32(2), LossFactor: proto.Float64(2)},
 			},
 			Inputs: []*planv1.Input{{Role: planv1.InputRole_INPUT_ROLE_TRAIN_DATA, Rows: 5}},
 		},

@@ -233,9 +233,13 @@ func (v *view) workerList() []*runv1.Worker {
 	return out
 }
 
-// waitsForUser is the wait of a run that a refused gradient has paused.
+// waitsForUser is the wait of a run that a refused gradient or the health check has paused.
 func waitsForUser(run *Run) string {
-	return "you to start a run with other settings (`rollout run --config FILE --from " + run.GetRunId() + "`), to cancel this one, or to try the step again " +
+	if refusal.Health(run.GetReason()) {
+		return "you to start a run with other settings, to cancel this one, or to continue it as it is (`rollout runs resume " + run.GetRunId() + "`): " +
+			run.GetMessage()
+	}
+	return "you to start a run with other settings (`rollout run --config FILE --from " + run.GetRunId() + " --continue`), to cancel this one, or to try the step again " +
 		"(`rollout runs resume " + run.GetRunId() + "`), which gives the same gradient unless the machine was at fault: " + run.GetMessage()
 }
 

@@ -172,3 +172,23 @@ func TestRefusedGradientDoesNotKeepARunFromStopping(t *testing.T) {
 		t.Errorf("states %v", s)
 	}
 }
+
+// A collapse pauses the run like a refused gradient. The wait says what was found and what the user
+// can do.
+func TestACollapsePausesUntilResumeRun(t *testing.T) {
+	t.Parallel()
+	w, run := idle(t, plan(4, "sync", 0, false))
+	if _, err := w.generation.internal.CompleteRun(w.t.Context(), &runv1.CompleteRunRequest{
+		RunId: run, Incarnation: 1, State: scheduler.Paused, Reason: refusal.RewardCollapse, Message: "step 9: the reward collapsed",
+	}); err != nil {
+		t.Fatal(err)
+	}
+	waits := w.waitState(run, scheduler.Paused).GetWaits()
+	if len(waits) != 1 || waits[0].GetOwner() != "user" || waits[0].GetReason() != refusal.RewardCollapse || waits[0].GetFix() != "rollout runs resume "+run ||
+		!strings.Contains(waits[0].GetEvidence(), "to continue it as it is") || !strings.Contains(waits[0].GetEvidence(), "step 9: the reward collapsed") {
+		t.Fatalf("waits for %v", waits)
+	}
+	if r := w.resume(run); r.GetIncarnation() != 2 || r.GetReason() != "" {
+		t.Errorf("resumed as %v", r)
+	}
+}

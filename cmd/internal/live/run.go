@@ -202,7 +202,8 @@ func Ended(state runv1.RunState) bool {
 	return false
 }
 
-// Over reports whether a run has ended, or is paused by a rejected gradient until a user acts.
+// Over reports whether a run has ended, or is paused by a rejected gradient or the health check
+// until a user acts.
 func Over(run *runv1.Run) bool { return Ended(run.GetState()) || refusal.Paused(run) }
 
 // MarkInterrupted sets the state of a run that a dead control plane left active to INTERRUPTED.

@@ -175,7 +175,7 @@ func (r *Run) results(s output.Style, paths Paths) string {
 	switch run.GetState() {
 	case runv1.RunState_RUN_STATE_CANCELLED, runv1.RunState_RUN_STATE_INTERRUPTED, runv1.RunState_RUN_STATE_FAILED:
 		add("resume", s.Cyan("rollout run --resume "+run.GetRunId()))
-	case runv1.RunState_RUN_STATE_PAUSED: // by a rejected gradient
+	case runv1.RunState_RUN_STATE_PAUSED: // by a rejected gradient or the health check
 		add("change", s.Cyan("rollout run --config FILE --from "+run.GetRunId()))
 		add("retry", s.Cyan("rollout runs resume "+run.GetRunId()))
 		add("cancel", s.Cyan("rollout runs cancel "+run.GetRunId()))

@@ -3,6 +3,7 @@ package report
 
 import (
 	"context"
+	"slices"
 	"strings"
 
 	"github.com/rollout-rl/rollout/cmd/internal/live"
@@ -33,6 +34,9 @@ const evalsMax = 10000
 // warningsMax limits the warnings that are read.
 const warningsMax = 1000
 
+// noted are the kinds of warnings that a report lists. Others repeat the state of the run.
+var noted = []string{"log", "group.excluded", "step.flat", "health.collapse"}
+
 // Gather reads a run's status, metrics, evaluations and completions.
 func Gather(ctx context.Context, r record.Reader, name string) (*Data, error) {
 	status, err := r.Run(ctx, name)
@@ -58,7 +62,7 @@ func Gather(ctx context.Context, r record.Reader, name string) (*Data, error) {
 		data.Run.Add(e)
 	}
 	for _, e := range warnings {
-		if e.GetKind() == "log" || e.GetKind() == "group.excluded" || e.GetKind() == "step.flat" { // others repeat the state of the run
+		if slices.Contains(noted, e.GetKind()) {
 			data.Run.Add(e)
 		}
 	}

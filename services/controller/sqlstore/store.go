@@ -56,11 +56,16 @@ func (s *Store) Save(ctx context.Context, d *controller.Drive) error {
 			return fmt.Errorf("save drive: %w", err)
 		}
 	}
+	health := d.Health
+	if health == nil {
+		health = []byte{}
+	}
 	err = s.db.Tx(ctx, func(tx *sql.Tx) error {
-		res, err := tx.ExecContext(ctx, `INSERT INTO drive (run_id, incarnation, phase, step, active, spec, weights) VALUES ($1, $2, $3, $4, $5, $6, $7)
+		res, err := tx.ExecContext(ctx, `INSERT INTO drive (run_id, incarnation, phase, step, active, spec, weights, health) VALUES ($1, $2, $3, $4, $5, $6, $7, $8)
 		ON CONFLICT (run_id) DO UPDATE SET incarnation = excluded.incarnation, phase = excluded.phase, step = excluded.step,
-			active = excluded.active, spec = excluded.spec, weights = excluded.weights WHERE drive.incarnation <= excluded.incarnation`,
-			d.Spec.GetRunId(), d.Spec.GetIncarnation(), int32(d.Phase), int64(d.Step), d.Active, spec, weights)
+			active = excluded.active, spec = excluded.spec, weights = excluded.weights,
+			health = excluded.health WHERE drive.incarnation <= excluded.incarnation`,
+			d.Spec.GetRunId(), d.Spec.GetIncarnation(), int32(d.Phase), int64(d.Step), d.Active, spec, weights, health)
 		if err != nil {
 			return err
 		}
@@ -75,7 +80,7 @@ func (s *Store) Save(ctx context.Context, d *controller.Drive) error {
 	return nil
 }
 
-const columns = `SELECT phase, step, active, spec, weights FROM drive `
+const columns = `SELECT phase, step, active, spec, weights, health FROM drive `
 
 // Get implements controller.Store.
 func (s *Store) Get(ctx context.Context, run string) (*controller.Drive, error) {
@@ -112,7 +117,7 @@ func read(scan sqldb.Scan) (*controller.Drive, error) {
 	var phase int32
 	var step int64
 	var spec, weights []byte
-	if err := scan(&phase, &step, &d.Active, &spec, &weights); err != nil {
+	if err := scan(&phase, &step, &d.Active, &spec, &weights, &d.Health); err != nil {
 		return nil, fmt.Errorf("read drive: %w", err)
 	}
 	d.Phase, d.Step = learnerv1.Phase(phase), uint64(step)

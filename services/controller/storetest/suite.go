@@ -24,7 +24,7 @@ func Run(t *testing.T, open func(t *testing.T) (store controller.Store, reopen f
 	equal := func(t *testing.T, got, want *controller.Drive) {
 		t.Helper()
 		if !proto.Equal(got.Spec, want.Spec) || !proto.Equal(got.Weights, want.Weights) || got.Phase != want.Phase ||
-			got.Step != want.Step || got.Active != want.Active {
+			got.Step != want.Step || got.Active != want.Active || string(got.Health) != string(want.Health) {
 			t.Fatalf("got %+v, want %+v", got, want)
 		}
 	}
@@ -37,6 +37,7 @@ func Run(t *testing.T, open func(t *testing.T) (store controller.Store, reopen f
 	t.Run("the newest save wins and survives a close", func(t *testing.T) {
 		store, reopen := open(t)
 		first, second := drive("run-a", 1), drive("run-a", 2)
+		first.Health, second.Health = []byte(`{"step":6}`), []byte(`{"step":7}`)
 		second.Weights = &weightsv1.WeightsManifest{RunId: "run-a", Version: 7, Directory: "/w"}
 		for _, d := range []*controller.Drive{first, second} {
 			if err := store.Save(t.Context(), d); err != nil {

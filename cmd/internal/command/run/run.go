@@ -42,8 +42,8 @@ func Command(env *cli.Env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "run (--config FILE | --plan FILE | --resume RUN)",
 		Short: "Start or resume a run and watch it",
-		Long: `Start a run from a configuration or a plan, or resume a run, and watch it until it ends or is paused by a rejected gradient.
-A plan is verified first: if an input has changed since it was made, the run is not started and the changed inputs are listed.
+		Long: `Start a run from a configuration or a plan, or resume a run, and watch it until it ends or is paused by a rejected
+gradient or the health check. A plan is verified first: if an input has changed since it was made, the run is not started and the changed inputs are listed.
 
 --resume continues a run that was interrupted, cancelled or has failed. For a finished run it shows the result. The inputs of a
 run are fixed: if one has changed (the reward was fixed, for example), --resume lists the changes and exits. With

@@ -115,11 +115,11 @@ func showCommand(env *cli.Env) *cobra.Command {
 // maxShown is the number of steps, and of evaluations, that are shown.
 const maxShown = 200
 
-// gather returns a run with its newest steps and evaluations.
+// gather returns a run with its newest steps, evaluations, and collapses.
 func gather(ctx context.Context, r record.Reader, status *runv1.RunStatus) (*live.Run, error) {
 	shown := &live.Run{}
 	shown.Update(status)
-	for _, kind := range []string{"step.committed", "eval.finished"} {
+	for _, kind := range []string{"step.committed", "eval.finished", "health.collapse"} {
 		events, err := r.Events(ctx, &storagev1.EventFilter{RunId: status.GetRun().GetRunId(), Kinds: []string{kind}}, maxShown, true)
 		if err != nil {
 			return nil, err

@@ -45,6 +45,7 @@ class RunConfig(_message.Message):
     COMPLETIONS_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     SINKS_FIELD_NUMBER: _builtins.int
+    HEALTH_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """A short name of the run: lower-case letters, digits, and dashes."""
     seed: _builtins.int
@@ -123,6 +124,10 @@ class RunConfig(_message.Message):
     def sinks(self) -> Global___SinksConfig:
         """Trackers that receive the metrics, in addition to the storage service."""
 
+    @_builtins.property
+    def health(self) -> Global___HealthConfig:
+        """What counts as a collapse of the run, and what happens then."""
+
     def __init__(
         self,
         *,
@@ -146,10 +151,11 @@ class RunConfig(_message.Message):
         completions: Global___CompletionsConfig | None = ...,
         weights: Global___WeightsConfig | None = ...,
         sinks: Global___SinksConfig | None = ...,
+        health: Global___HealthConfig | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_mode", b"_mode", "_name", b"_name", "_seed", b"_seed", "algorithm", b"algorithm", "completions", b"completions", "data", b"data", "deterministic", b"deterministic", "engine", b"engine", "environment", b"environment", "eval", b"eval", "limits", b"limits", "lora", b"lora", "mode", b"mode", "model", b"model", "name", b"name", "reward", b"reward", "sampling", b"sampling", "seed", b"seed", "sinks", b"sinks", "snapshot", b"snapshot", "staleness", b"staleness", "train", b"train", "weights", b"weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_mode", b"_mode", "_name", b"_name", "_seed", b"_seed", "algorithm", b"algorithm", "completions", b"completions", "data", b"data", "deterministic", b"deterministic", "engine", b"engine", "environment", b"environment", "eval", b"eval", "health", b"health", "limits", b"limits", "lora", b"lora", "mode", b"mode", "model", b"model", "name", b"name", "reward", b"reward", "sampling", b"sampling", "seed", b"seed", "sinks", b"sinks", "snapshot", b"snapshot", "staleness", b"staleness", "train", b"train", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_mode", b"_mode", "_name", b"_name", "_seed", b"_seed", "algorithm", b"algorithm", "completions", b"completions", "data", b"data", "deterministic", b"deterministic", "engine", b"engine", "environment", b"environment", "eval", b"eval", "limits", b"limits", "lora", b"lora", "mode", b"mode", "model", b"model", "name", b"name", "reward", b"reward", "sampling", b"sampling", "seed", b"seed", "sinks", b"sinks", "snapshot", b"snapshot", "staleness", b"staleness", "train", b"train", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_mode", b"_mode", "_name", b"_name", "_seed", b"_seed", "algorithm", b"algorithm", "completions", b"completions", "data", b"data", "deterministic", b"deterministic", "engine", b"engine", "environment", b"environment", "eval", b"eval", "health", b"health", "limits", b"limits", "lora", b"lora", "mode", b"mode", "model", b"model", "name", b"name", "reward", b"reward", "sampling", b"sampling", "seed", b"seed", "sinks", b"sinks", "snapshot", b"snapshot", "staleness", b"staleness", "train", b"train", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deterministic: _TypeAlias = _typing.Literal["deterministic"]  # noqa: Y015
     _WhichOneofArgType__deterministic: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic"]  # noqa: Y015
@@ -1329,6 +1335,136 @@ class MlflowConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tracking_uri) -> _WhichOneofReturnType__tracking_uri | None: ...
 
 Global___MlflowConfig: _TypeAlias = MlflowConfig  # noqa: Y015
+
+@_typing.final
+class HealthConfig(_message.Message):
+    """HealthConfig sets the health check of a run (docs/health.md): after every step the metrics are
+    compared with these thresholds. 0 turns a check off.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ON_COLLAPSE_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    ENTROPY_SHARE_FIELD_NUMBER: _builtins.int
+    REWARD_DEVIATIONS_FIELD_NUMBER: _builtins.int
+    REWARD_DROP_FIELD_NUMBER: _builtins.int
+    REWARD_LIMIT_FIELD_NUMBER: _builtins.int
+    GRAD_NORM_FACTOR_FIELD_NUMBER: _builtins.int
+    KL_REFERENCE_FIELD_NUMBER: _builtins.int
+    KL_ENGINE_FIELD_NUMBER: _builtins.int
+    CLIPPED_SHARE_FIELD_NUMBER: _builtins.int
+    LOSS_FACTOR_FIELD_NUMBER: _builtins.int
+    on_collapse: _builtins.str
+    """What follows a collapse: `warn` reports it and continues; `pause` pauses the run until it is
+    resumed; `stop` ends the run as failed. The newest snapshot before the collapse is named, and
+    with `pause` and `stop` it is exempt from `snapshot.keep`.
+    """
+    steps: _builtins.int
+    """Consecutive steps that must cross a threshold."""
+    window: _builtins.int
+    """Steps over which mean rewards and the median of the gradient norm are taken."""
+    entropy_share: _builtins.float
+    """Entropy collapse: the entropy is below this share of its value at the first step, and the
+    reward has not improved.
+    """
+    reward_deviations: _builtins.float
+    """Reward collapse: the mean reward of a step is below the best mean over a window by this many
+    standard errors, and by `reward_drop`.
+    """
+    reward_drop: _builtins.float
+    """Smallest fall of the mean reward that is a collapse, as a share of the best mean."""
+    reward_limit: _builtins.float
+    """Largest magnitude of the mean and the standard deviation of rewards. One step is enough."""
+    grad_norm_factor: _builtins.float
+    """Gradient explosion: the gradient norm is above this many times its median over the window, and
+    above `train.max_grad_norm`.
+    """
+    kl_reference: _builtins.float
+    """KL explosion: largest divergence from the initial model, in nats per token. It is known where
+    `algorithm.*.kl_coefficient` is above 0.
+    """
+    kl_engine: _builtins.float
+    """Largest divergence of the learner from the engine that sampled, in nats per token."""
+    clipped_share: _builtins.float
+    """Largest share of tokens whose probability ratio is clipped, or whose importance weight is
+    bounded.
+    """
+    loss_factor: _builtins.float
+    """Loss explosion, for algorithms that train on rows: the loss is above this many times its value
+    at the first step, and at least 1 above it.
+    """
+    def __init__(
+        self,
+        *,
+        on_collapse: _builtins.str | None = ...,
+        steps: _builtins.int | None = ...,
+        window: _builtins.int | None = ...,
+        entropy_share: _builtins.float | None = ...,
+        reward_deviations: _builtins.float | None = ...,
+        reward_drop: _builtins.float | None = ...,
+        reward_limit: _builtins.float | None = ...,
+        grad_norm_factor: _builtins.float | None = ...,
+        kl_reference: _builtins.float | None = ...,
+        kl_engine: _builtins.float | None = ...,
+        clipped_share: _builtins.float | None = ...,
+        loss_factor: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_clipped_share", b"_clipped_share", "_entropy_share", b"_entropy_share", "_grad_norm_factor", b"_grad_norm_factor", "_kl_engine", b"_kl_engine", "_kl_reference", b"_kl_reference", "_loss_factor", b"_loss_factor", "_on_collapse", b"_on_collapse", "_reward_deviations", b"_reward_deviations", "_reward_drop", b"_reward_drop", "_reward_limit", b"_reward_limit", "_steps", b"_steps", "_window", b"_window", "clipped_share", b"clipped_share", "entropy_share", b"entropy_share", "grad_norm_factor", b"grad_norm_factor", "kl_engine", b"kl_engine", "kl_reference", b"kl_reference", "loss_factor", b"loss_factor", "on_collapse", b"on_collapse", "reward_deviations", b"reward_deviations", "reward_drop", b"reward_drop", "reward_limit", b"reward_limit", "steps", b"steps", "window", b"window"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clipped_share", b"_clipped_share", "_entropy_share", b"_entropy_share", "_grad_norm_factor", b"_grad_norm_factor", "_kl_engine", b"_kl_engine", "_kl_reference", b"_kl_reference", "_loss_factor", b"_loss_factor", "_on_collapse", b"_on_collapse", "_reward_deviations", b"_reward_deviations", "_reward_drop", b"_reward_drop", "_reward_limit", b"_reward_limit", "_steps", b"_steps", "_window", b"_window", "clipped_share", b"clipped_share", "entropy_share", b"entropy_share", "grad_norm_factor", b"grad_norm_factor", "kl_engine", b"kl_engine", "kl_reference", b"kl_reference", "loss_factor", b"loss_factor", "on_collapse", b"on_collapse", "reward_deviations", b"reward_deviations", "reward_drop", b"reward_drop", "reward_limit", b"reward_limit", "steps", b"steps", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__clipped_share: _TypeAlias = _typing.Literal["clipped_share"]  # noqa: Y015
+    _WhichOneofArgType__clipped_share: _TypeAlias = _typing.Literal["_clipped_share", b"_clipped_share"]  # noqa: Y015
+    _WhichOneofReturnType__entropy_share: _TypeAlias = _typing.Literal["entropy_share"]  # noqa: Y015
+    _WhichOneofArgType__entropy_share: _TypeAlias = _typing.Literal["_entropy_share", b"_entropy_share"]  # noqa: Y015
+    _WhichOneofReturnType__grad_norm_factor: _TypeAlias = _typing.Literal["grad_norm_factor"]  # noqa: Y015
+    _WhichOneofArgType__grad_norm_factor: _TypeAlias = _typing.Literal["_grad_norm_factor", b"_grad_norm_factor"]  # noqa: Y015
+    _WhichOneofReturnType__kl_engine: _TypeAlias = _typing.Literal["kl_engine"]  # noqa: Y015
+    _WhichOneofArgType__kl_engine: _TypeAlias = _typing.Literal["_kl_engine", b"_kl_engine"]  # noqa: Y015
+    _WhichOneofReturnType__kl_reference: _TypeAlias = _typing.Literal["kl_reference"]  # noqa: Y015
+    _WhichOneofArgType__kl_reference: _TypeAlias = _typing.Literal["_kl_reference", b"_kl_reference"]  # noqa: Y015
+    _WhichOneofReturnType__loss_factor: _TypeAlias = _typing.Literal["loss_factor"]  # noqa: Y015
+    _WhichOneofArgType__loss_factor: _TypeAlias = _typing.Literal["_loss_factor", b"_loss_factor"]  # noqa: Y015
+    _WhichOneofReturnType__on_collapse: _TypeAlias = _typing.Literal["on_collapse"]  # noqa: Y015
+    _WhichOneofArgType__on_collapse: _TypeAlias = _typing.Literal["_on_collapse", b"_on_collapse"]  # noqa: Y015
+    _WhichOneofReturnType__reward_deviations: _TypeAlias = _typing.Literal["reward_deviations"]  # noqa: Y015
+    _WhichOneofArgType__reward_deviations: _TypeAlias = _typing.Literal["_reward_deviations", b"_reward_deviations"]  # noqa: Y015
+    _WhichOneofReturnType__reward_drop: _TypeAlias = _typing.Literal["reward_drop"]  # noqa: Y015
+    _WhichOneofArgType__reward_drop: _TypeAlias = _typing.Literal["_reward_drop", b"_reward_drop"]  # noqa: Y015
+    _WhichOneofReturnType__reward_limit: _TypeAlias = _typing.Literal["reward_limit"]  # noqa: Y015
+    _WhichOneofArgType__reward_limit: _TypeAlias = _typing.Literal["_reward_limit", b"_reward_limit"]  # noqa: Y015
+    _WhichOneofReturnType__steps: _TypeAlias = _typing.Literal["steps"]  # noqa: Y015
+    _WhichOneofArgType__steps: _TypeAlias = _typing.Literal["_steps", b"_steps"]  # noqa: Y015
+    _WhichOneofReturnType__window: _TypeAlias = _typing.Literal["window"]  # noqa: Y015
+    _WhichOneofArgType__window: _TypeAlias = _typing.Literal["_window", b"_window"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__clipped_share) -> _WhichOneofReturnType__clipped_share | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__entropy_share) -> _WhichOneofReturnType__entropy_share | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__grad_norm_factor) -> _WhichOneofReturnType__grad_norm_factor | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_engine) -> _WhichOneofReturnType__kl_engine | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_reference) -> _WhichOneofReturnType__kl_reference | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__loss_factor) -> _WhichOneofReturnType__loss_factor | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__on_collapse) -> _WhichOneofReturnType__on_collapse | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward_deviations) -> _WhichOneofReturnType__reward_deviations | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward_drop) -> _WhichOneofReturnType__reward_drop | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward_limit) -> _WhichOneofReturnType__reward_limit | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__steps) -> _WhichOneofReturnType__steps | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__window) -> _WhichOneofReturnType__window | None: ...
+
+Global___HealthConfig: _TypeAlias = HealthConfig  # noqa: Y015
 
 @_typing.final
 class LimitsConfig(_message.Message):

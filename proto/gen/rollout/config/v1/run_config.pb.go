@@ -67,7 +67,9 @@ type RunConfig struct {
 	// How new weights reach the inference workers.
 	Weights *WeightsConfig `protobuf:"bytes,24,opt,name=weights,proto3" json:"weights,omitempty"`
 	// Trackers that receive the metrics, in addition to the storage service.
-	Sinks         *SinksConfig `protobuf:"bytes,41,opt,name=sinks,proto3" json:"sinks,omitempty"`
+	Sinks *SinksConfig `protobuf:"bytes,41,opt,name=sinks,proto3" json:"sinks,omitempty"`
+	// What counts as a collapse of the run, and what happens then.
+	Health        *HealthConfig `protobuf:"bytes,50,opt,name=health,proto3" json:"health,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -238,6 +240,13 @@ func (x *RunConfig) GetWeights() *WeightsConfig {
 func (x *RunConfig) GetSinks() *SinksConfig {
 	if x != nil {
 		return x.Sinks
+	}
+	return nil
+}
+
+func (x *RunConfig) GetHealth() *HealthConfig {
+	if x != nil {
+		return x.Health
 	}
 	return nil
 }
@@ -1816,6 +1825,160 @@ func (x *MlflowConfig) GetExperiment() string {
 	return ""
 }
 
+// HealthConfig sets the health check of a run (docs/health.md): after every step the metrics are
+// compared with these thresholds. 0 turns a check off.
+type HealthConfig struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What follows a collapse: `warn` reports it and continues; `pause` pauses the run until it is
+	// resumed; `stop` ends the run as failed. The newest snapshot before the collapse is named, and
+	// with `pause` and `stop` it is exempt from `snapshot.keep`.
+	OnCollapse *string `protobuf:"bytes,1,opt,name=on_collapse,json=onCollapse,proto3,oneof" json:"on_collapse,omitempty"`
+	// Consecutive steps that must cross a threshold.
+	Steps *uint32 `protobuf:"varint,2,opt,name=steps,proto3,oneof" json:"steps,omitempty"`
+	// Steps over which mean rewards and the median of the gradient norm are taken.
+	Window *uint32 `protobuf:"varint,3,opt,name=window,proto3,oneof" json:"window,omitempty"`
+	// Entropy collapse: the entropy is below this share of its value at the first step, and the
+	// reward has not improved.
+	EntropyShare *float64 `protobuf:"fixed64,4,opt,name=entropy_share,json=entropyShare,proto3,oneof" json:"entropy_share,omitempty"`
+	// Reward collapse: the mean reward of a step is below the best mean over a window by this many
+	// standard errors, and by `reward_drop`.
+	RewardDeviations *float64 `protobuf:"fixed64,5,opt,name=reward_deviations,json=rewardDeviations,proto3,oneof" json:"reward_deviations,omitempty"`
+	// Smallest fall of the mean reward that is a collapse, as a share of the best mean.
+	RewardDrop *float64 `protobuf:"fixed64,6,opt,name=reward_drop,json=rewardDrop,proto3,oneof" json:"reward_drop,omitempty"`
+	// Largest magnitude of the mean and the standard deviation of rewards. One step is enough.
+	RewardLimit *float64 `protobuf:"fixed64,7,opt,name=reward_limit,json=rewardLimit,proto3,oneof" json:"reward_limit,omitempty"`
+	// Gradient explosion: the gradient norm is above this many times its median over the window, and
+	// above `train.max_grad_norm`.
+	GradNormFactor *float64 `protobuf:"fixed64,8,opt,name=grad_norm_factor,json=gradNormFactor,proto3,oneof" json:"grad_norm_factor,omitempty"`
+	// KL explosion: largest divergence from the initial model, in nats per token. It is known where
+	// `algorithm.*.kl_coefficient` is above 0.
+	KlReference *float64 `protobuf:"fixed64,9,opt,name=kl_reference,json=klReference,proto3,oneof" json:"kl_reference,omitempty"`
+	// Largest divergence of the learner from the engine that sampled, in nats per token.
+	KlEngine *float64 `protobuf:"fixed64,10,opt,name=kl_engine,json=klEngine,proto3,oneof" json:"kl_engine,omitempty"`
+	// Largest share of tokens whose probability ratio is clipped, or whose importance weight is
+	// bounded.
+	ClippedShare *float64 `protobuf:"fixed64,11,opt,name=clipped_share,json=clippedShare,proto3,oneof" json:"clipped_share,omitempty"`
+	// Loss explosion, for algorithms that train on rows: the loss is above this many times its value
+	// at the first step, and at least 1 above it.
+	LossFactor    *float64 `protobuf:"fixed64,12,opt,name=loss_factor,json=lossFactor,proto3,oneof" json:"loss_factor,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HealthConfig) Reset() {
+	*x = HealthConfig{}
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HealthConfig) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HealthConfig) ProtoMessage() {}
+
+func (x *HealthConfig) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HealthConfig.ProtoReflect.Descriptor instead.
+func (*HealthConfig) Descriptor() ([]byte, []int) {
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *HealthConfig) GetOnCollapse() string {
+	if x != nil && x.OnCollapse != nil {
+		return *x.OnCollapse
+	}
+	return ""
+}
+
+func (x *HealthConfig) GetSteps() uint32 {
+	if x != nil && x.Steps != nil {
+		return *x.Steps
+	}
+	return 0
+}
+
+func (x *HealthConfig) GetWindow() uint32 {
+	if x != nil && x.Window != nil {
+		return *x.Window
+	}
+	return 0
+}
+
+func (x *HealthConfig) GetEntropyShare() float64 {
+	if x != nil && x.EntropyShare != nil {
+		return *x.EntropyShare
+	}
+	return 0
+}
+
+func (x *HealthConfig) GetRewardDeviations() float64 {
+	if x != nil && x.RewardDeviations != nil {
+		return *x.RewardDeviations
+	}
+	return 0
+}
+
+func (x *HealthConfig) GetRewardDrop() float64 {
+	if x != nil && x.RewardDrop != nil {
+		return *x.RewardDrop
+	}
+	return 0
+}
+
+func (x *HealthConfig) GetRewardLimit() float64 {
+	if x != nil && x.RewardLimit != nil {
+		return *x.RewardLimit
+	}
+	return 0
+}
+
+func (x *HealthConfig) GetGradNormFactor() float64 {
+	if x != nil && x.GradNormFactor != nil {
+		return *x.GradNormFactor
+	}
+	return 0
+}
+
+func (x *HealthConfig) GetKlReference() float64 {
+	if x != nil && x.KlReference != nil {
+		return *x.KlReference
+	}
+	return 0
+}
+
+func (x *HealthConfig) GetKlEngine() float64 {
+	if x != nil && x.KlEngine != nil {
+		return *x.KlEngine
+	}
+	return 0
+}
+
+func (x *HealthConfig) GetClippedShare() float64 {
+	if x != nil && x.ClippedShare != nil {
+		return *x.ClippedShare
+	}
+	return 0
+}
+
+func (x *HealthConfig) GetLossFactor() float64 {
+	if x != nil && x.LossFactor != nil {
+		return *x.LossFactor
+	}
+	return 0
+}
+
 // LimitsConfig sets retries and time limits.
 type LimitsConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1837,7 +2000,7 @@ type LimitsConfig struct {
 
 func (x *LimitsConfig) Reset() {
 	*x = LimitsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1849,7 +2012,7 @@ func (x *LimitsConfig) String() string {
 func (*LimitsConfig) ProtoMessage() {}
 
 func (x *LimitsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1862,7 +2025,7 @@ func (x *LimitsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LimitsConfig.ProtoReflect.Descriptor instead.
 func (*LimitsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{20}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *LimitsConfig) GetGroupAttempts() uint32 {
@@ -1904,7 +2067,7 @@ var File_rollout_config_v1_run_config_proto protoreflect.FileDescriptor
 
 const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
-	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xbf\x16\n" +
+	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xf8\x16\n" +
 	"\tRunConfig\x12Q\n" +
 	"\x04name\x18\x01 \x01(\tB8\xbaH \xc8\x01\x01r\x1b2\x19^[a-z0-9][a-z0-9-]{0,62}$\xca\xda\x18\x11\x12\x0f\"addition-grpo\"H\x00R\x04name\x88\x01\x01\x12.\n" +
 	"\x04seed\x18\x02 \x01(\x04B\x15\xbaH\v2\t\x18\xff\xff\xff\xff\xff\xff\xff\x0f\xca\xda\x18\x03\n" +
@@ -1928,7 +2091,8 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x04lora\x18\x14 \x01(\v2\x1d.rollout.config.v1.LoraConfigR\x04lora\x12F\n" +
 	"\vcompletions\x18( \x01(\v2$.rollout.config.v1.CompletionsConfigR\vcompletions\x12:\n" +
 	"\aweights\x18\x18 \x01(\v2 .rollout.config.v1.WeightsConfigR\aweights\x124\n" +
-	"\x05sinks\x18) \x01(\v2\x1e.rollout.config.v1.SinksConfigR\x05sinks:\xc1\f\xbaH\xbd\f\x1a\x98\x02\n" +
+	"\x05sinks\x18) \x01(\v2\x1e.rollout.config.v1.SinksConfigR\x05sinks\x127\n" +
+	"\x06health\x182 \x01(\v2\x1f.rollout.config.v1.HealthConfigR\x06health:\xc1\f\xbaH\xbd\f\x1a\x98\x02\n" +
 	"\x16run_config.reward_kind\x12c`[reward]` takes exactly one of `plugin`, `expression`, `[reward.model]` and `[reward.composite.*]`\x1a\x98\x01!has(this.reward) || [has(this.reward.plugin), has(this.reward.expression), has(this.reward.model), has(this.reward.composite)].filter(x, x).size() == 1\x1a\xe3\x01\n" +
 	"\x16run_config.kto_weights\x12Z`algorithm.kto.desirable_weight` and `algorithm.kto.undesirable_weight` must not both be 0\x1am!has(this.algorithm.kto) || this.algorithm.kto.desirable_weight + this.algorithm.kto.undesirable_weight > 0.0\x1a\xf3\x01\n" +
 	"\x12run_config.teacher\x12a`[algorithm.distillation]` takes exactly one of `teacher` and `[algorithm.distillation.endpoint]`\x1az!has(this.algorithm.distillation) || has(this.algorithm.distillation.teacher) != has(this.algorithm.distillation.endpoint)\x1a\xea\x01\n" +
@@ -2248,7 +2412,50 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\t\"rollout\"H\x01R\n" +
 	"experiment\x88\x01\x01B\x0f\n" +
 	"\r_tracking_uriB\r\n" +
-	"\v_experiment\"\xea\x03\n" +
+	"\v_experiment\"\x81\b\n" +
+	"\fHealthConfig\x12J\n" +
+	"\von_collapse\x18\x01 \x01(\tB$\xbaH\x15r\x13R\x04warnR\x05pauseR\x04stop\xca\xda\x18\b\n" +
+	"\x06\"warn\"H\x00R\n" +
+	"onCollapse\x88\x01\x01\x12,\n" +
+	"\x05steps\x18\x02 \x01(\rB\x11\xbaH\a*\x05\x18\xe8\a(\x01\xca\xda\x18\x03\n" +
+	"\x015H\x01R\x05steps\x88\x01\x01\x12/\n" +
+	"\x06window\x18\x03 \x01(\rB\x12\xbaH\a*\x05\x18\xe8\a(\x02\xca\xda\x18\x04\n" +
+	"\x0220H\x02R\x06window\x88\x01\x01\x12J\n" +
+	"\rentropy_share\x18\x04 \x01(\x01B \xbaH\x14\x12\x12\x11\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x030.1H\x03R\fentropyShare\x88\x01\x01\x12R\n" +
+	"\x11reward_deviations\x18\x05 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00@\x8f@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x034.0H\x04R\x10rewardDeviations\x88\x01\x01\x12F\n" +
+	"\vreward_drop\x18\x06 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00@\x8f@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x030.5H\x05R\n" +
+	"rewardDrop\x88\x01\x01\x12A\n" +
+	"\freward_limit\x18\a \x01(\x01B\x19\xbaH\r\x12\v@\x01)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x031e6H\x06R\vrewardLimit\x88\x01\x01\x12I\n" +
+	"\x10grad_norm_factor\x18\b \x01(\x01B\x1a\xbaH\r\x12\v@\x01)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x06\n" +
+	"\x0410.0H\aR\x0egradNormFactor\x88\x01\x01\x12A\n" +
+	"\fkl_reference\x18\t \x01(\x01B\x19\xbaH\r\x12\v@\x01)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x035.0H\bR\vklReference\x88\x01\x01\x12;\n" +
+	"\tkl_engine\x18\n" +
+	" \x01(\x01B\x19\xbaH\r\x12\v@\x01)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x031.0H\tR\bklEngine\x88\x01\x01\x12K\n" +
+	"\rclipped_share\x18\v \x01(\x01B!\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x06\n" +
+	"\x040.95H\n" +
+	"R\fclippedShare\x88\x01\x01\x12?\n" +
+	"\vloss_factor\x18\f \x01(\x01B\x19\xbaH\r\x12\v@\x01)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x032.0H\vR\n" +
+	"lossFactor\x88\x01\x01B\x0e\n" +
+	"\f_on_collapseB\b\n" +
+	"\x06_stepsB\t\n" +
+	"\a_windowB\x10\n" +
+	"\x0e_entropy_shareB\x14\n" +
+	"\x12_reward_deviationsB\x0e\n" +
+	"\f_reward_dropB\x0f\n" +
+	"\r_reward_limitB\x13\n" +
+	"\x11_grad_norm_factorB\x0f\n" +
+	"\r_kl_referenceB\f\n" +
+	"\n" +
+	"_kl_engineB\x10\n" +
+	"\x0e_clipped_shareB\x0e\n" +
+	"\f_loss_factor\"\xea\x03\n" +
 	"\fLimitsConfig\x12<\n" +
 	"\x0egroup_attempts\x18\x01 \x01(\rB\x10\xbaH\x06*\x04\x18d(\x01\xca\xda\x18\x03\n" +
 	"\x013H\x00R\rgroupAttempts\x88\x01\x01\x12=\n" +
@@ -2281,7 +2488,7 @@ func file_rollout_config_v1_run_config_proto_rawDescGZIP() []byte {
 	return file_rollout_config_v1_run_config_proto_rawDescData
 }
 
-var file_rollout_config_v1_run_config_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
+var file_rollout_config_v1_run_config_proto_msgTypes = make([]protoimpl.MessageInfo, 23)
 var file_rollout_config_v1_run_config_proto_goTypes = []any{
 	(*RunConfig)(nil),          // 0: rollout.config.v1.RunConfig
 	(*ModelConfig)(nil),        // 1: rollout.config.v1.ModelConfig
@@ -2303,39 +2510,41 @@ var file_rollout_config_v1_run_config_proto_goTypes = []any{
 	(*TensorboardConfig)(nil),  // 17: rollout.config.v1.TensorboardConfig
 	(*WandbConfig)(nil),        // 18: rollout.config.v1.WandbConfig
 	(*MlflowConfig)(nil),       // 19: rollout.config.v1.MlflowConfig
-	(*LimitsConfig)(nil),       // 20: rollout.config.v1.LimitsConfig
-	nil,                        // 21: rollout.config.v1.RewardConfig.CompositeEntry
-	(*AlgorithmConfig)(nil),    // 22: rollout.config.v1.AlgorithmConfig
+	(*HealthConfig)(nil),       // 20: rollout.config.v1.HealthConfig
+	(*LimitsConfig)(nil),       // 21: rollout.config.v1.LimitsConfig
+	nil,                        // 22: rollout.config.v1.RewardConfig.CompositeEntry
+	(*AlgorithmConfig)(nil),    // 23: rollout.config.v1.AlgorithmConfig
 }
 var file_rollout_config_v1_run_config_proto_depIdxs = []int32{
 	1,  // 0: rollout.config.v1.RunConfig.model:type_name -> rollout.config.v1.ModelConfig
 	2,  // 1: rollout.config.v1.RunConfig.data:type_name -> rollout.config.v1.DataConfig
 	3,  // 2: rollout.config.v1.RunConfig.sampling:type_name -> rollout.config.v1.SamplingConfig
 	4,  // 3: rollout.config.v1.RunConfig.reward:type_name -> rollout.config.v1.RewardConfig
-	22, // 4: rollout.config.v1.RunConfig.algorithm:type_name -> rollout.config.v1.AlgorithmConfig
+	23, // 4: rollout.config.v1.RunConfig.algorithm:type_name -> rollout.config.v1.AlgorithmConfig
 	7,  // 5: rollout.config.v1.RunConfig.train:type_name -> rollout.config.v1.TrainConfig
 	10, // 6: rollout.config.v1.RunConfig.engine:type_name -> rollout.config.v1.EngineConfig
 	11, // 7: rollout.config.v1.RunConfig.environment:type_name -> rollout.config.v1.EnvironmentConfig
 	12, // 8: rollout.config.v1.RunConfig.staleness:type_name -> rollout.config.v1.StalenessConfig
 	13, // 9: rollout.config.v1.RunConfig.eval:type_name -> rollout.config.v1.EvalConfig
 	14, // 10: rollout.config.v1.RunConfig.snapshot:type_name -> rollout.config.v1.SnapshotConfig
-	20, // 11: rollout.config.v1.RunConfig.limits:type_name -> rollout.config.v1.LimitsConfig
+	21, // 11: rollout.config.v1.RunConfig.limits:type_name -> rollout.config.v1.LimitsConfig
 	8,  // 12: rollout.config.v1.RunConfig.lora:type_name -> rollout.config.v1.LoraConfig
 	15, // 13: rollout.config.v1.RunConfig.completions:type_name -> rollout.config.v1.CompletionsConfig
 	9,  // 14: rollout.config.v1.RunConfig.weights:type_name -> rollout.config.v1.WeightsConfig
 	16, // 15: rollout.config.v1.RunConfig.sinks:type_name -> rollout.config.v1.SinksConfig
-	5,  // 16: rollout.config.v1.RewardConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
-	21, // 17: rollout.config.v1.RewardConfig.composite:type_name -> rollout.config.v1.RewardConfig.CompositeEntry
-	5,  // 18: rollout.config.v1.RewardPartConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
-	17, // 19: rollout.config.v1.SinksConfig.tensorboard:type_name -> rollout.config.v1.TensorboardConfig
-	18, // 20: rollout.config.v1.SinksConfig.wandb:type_name -> rollout.config.v1.WandbConfig
-	19, // 21: rollout.config.v1.SinksConfig.mlflow:type_name -> rollout.config.v1.MlflowConfig
-	6,  // 22: rollout.config.v1.RewardConfig.CompositeEntry.value:type_name -> rollout.config.v1.RewardPartConfig
-	23, // [23:23] is the sub-list for method output_type
-	23, // [23:23] is the sub-list for method input_type
-	23, // [23:23] is the sub-list for extension type_name
-	23, // [23:23] is the sub-list for extension extendee
-	0,  // [0:23] is the sub-list for field type_name
+	20, // 16: rollout.config.v1.RunConfig.health:type_name -> rollout.config.v1.HealthConfig
+	5,  // 17: rollout.config.v1.RewardConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
+	22, // 18: rollout.config.v1.RewardConfig.composite:type_name -> rollout.config.v1.RewardConfig.CompositeEntry
+	5,  // 19: rollout.config.v1.RewardPartConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
+	17, // 20: rollout.config.v1.SinksConfig.tensorboard:type_name -> rollout.config.v1.TensorboardConfig
+	18, // 21: rollout.config.v1.SinksConfig.wandb:type_name -> rollout.config.v1.WandbConfig
+	19, // 22: rollout.config.v1.SinksConfig.mlflow:type_name -> rollout.config.v1.MlflowConfig
+	6,  // 23: rollout.config.v1.RewardConfig.CompositeEntry.value:type_name -> rollout.config.v1.RewardPartConfig
+	24, // [24:24] is the sub-list for method output_type
+	24, // [24:24] is the sub-list for method input_type
+	24, // [24:24] is the sub-list for extension type_name
+	24, // [24:24] is the sub-list for extension extendee
+	0,  // [0:24] is the sub-list for field type_name
 }
 
 func init() { file_rollout_config_v1_run_config_proto_init() }
@@ -2366,13 +2575,14 @@ func file_rollout_config_v1_run_config_proto_init() {
 	file_rollout_config_v1_run_config_proto_msgTypes[18].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[19].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[20].OneofWrappers = []any{}
+	file_rollout_config_v1_run_config_proto_msgTypes[21].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_config_v1_run_config_proto_rawDesc), len(file_rollout_config_v1_run_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   22,
+			NumMessages:   23,
 			NumExtensions: 0,
 			NumServices:   0,
 		},
