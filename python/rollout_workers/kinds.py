@@ -106,6 +106,12 @@ def _export(spec: str) -> NoReturn:
     sys.exit(export(spec))
 
 
+def _push(spec: str) -> NoReturn:
+    from rollout_workers.offline.push import push
+
+    sys.exit(push(spec))
+
+
 def _infer(spec: str) -> NoReturn:
     from rollout_workers.offline.process import infer
     from rollout_workers.worker.lifecycle import leave_now, watch_stdin
@@ -124,5 +130,7 @@ WORKERS: Mapping[str, LinkedKind | DetachedKind] = MappingProxyType(
 )
 """Workers of a run, which the scheduler starts with a spec."""
 
-COMMANDS: Mapping[str, Callable[[str], NoReturn]] = MappingProxyType({"replay": _replay, "export": _export, "infer": _infer})
+COMMANDS: Mapping[str, Callable[[str], NoReturn]] = MappingProxyType(
+    {"replay": _replay, "export": _export, "push": _push, "infer": _infer}
+)
 """Commands that the CLI starts. Each one gets the value of ``--spec`` and exits the process."""
