@@ -122,7 +122,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
         match rest:
             case [] | ["revision", _]:
-                self._answer(200, {"id": name, "private": repository.private, "sha": repository.commit, "tags": [], "siblings": []})
+                self._answer(
+                    200, {"id": name, "private": repository.private, "sha": repository.commit, "tags": [], "siblings": []}
+                )
             case ["branch", branch]:
                 if branch in repository.branches:
                     return self._answer(409, {"error": "Reference already exists"})

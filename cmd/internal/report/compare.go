@@ -14,11 +14,10 @@ import (
 
 	"github.com/guptarohit/asciigraph"
 	"gonum.org/v1/plot/vg"
-	"google.golang.org/protobuf/reflect/protoreflect"
 
 	"github.com/rollout-rl/rollout/cmd/internal/live"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
-	"github.com/rollout-rl/rollout/libs/algorithm"
+	"github.com/rollout-rl/rollout/cmd/internal/setting"
 	"github.com/rollout-rl/rollout/libs/exit"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
@@ -89,8 +88,7 @@ func (c *Comparison) Differences() []Difference {
 	var all []map[string]string
 	keys := map[string]bool{}
 	for _, d := range c.Runs {
-		flat := map[string]string{}
-		flatten("", d.run().GetPlan().GetConfig().ProtoReflect(), flat)
+		flat := setting.Of(d.run().GetPlan().GetConfig())
 		for _, in := range d.run().GetPlan().GetInputs() {
 			role := strings.ToLower(strings.TrimPrefix(in.GetRole().String(), "INPUT_ROLE_"))
 			flat["content of "+role+" "+in.GetPath()] = output.Short(in.GetDigest())
@@ -111,35 +109,6 @@ func (c *Comparison) Differences() []Difference {
 		}
 	}
 	return differences
-}
-
-// flatten adds the fields that are set in a message, by their key in TOML.
-func flatten(prefix string, m protoreflect.Message, to map[string]string) {
-	for field, value := range m.Range {
-		key := prefix + field.TextName()
-		switch {
-		case algorithm.Inlined(field):
-			flatten(prefix, value.Message(), to)
-		case field.IsMap():
-			for name, entry := range value.Map().Range {
-				flatten(key+"."+name.String()+".", entry.Message(), to)
-			}
-		case field.IsList():
-			var items []string
-			for i := range value.List().Len() {
-				items = append(items, value.List().Get(i).String())
-			}
-			to[key] = "[" + strings.Join(items, ", ") + "]"
-		case field.Message() != nil:
-			before := len(to)
-			flatten(key+".", value.Message(), to)
-			if len(to) == before { // a table without keys, such as an algorithm
-				to[key] = "{}"
-			}
-		default:
-			to[key] = value.String()
-		}
-	}
 }
 
 // Evaluation is one metric of the evaluations. Ranges has one per run; nil where a run lacks it.

@@ -144,9 +144,7 @@ def _translated(repository: str) -> Iterator[None]:
     except PushError:
         raise
     except errors.HFValidationError as error:
-        raise BadName(
-            f"{repository!r} is not the name of a repository: {_line(error)}", fix="use the form owner/name"
-        ) from error
+        raise BadName(f"{repository!r} is not the name of a repository: {_line(error)}", fix="use the form owner/name") from error
     except Exception as error:
         status = cast(int, getattr(getattr(error, "response", None), "status_code", 0))
         if status in (401, 403):

@@ -34,7 +34,9 @@ def push(tmp_path: Path, hub: Hub) -> Push:
     (folder / "README.md").write_text("---\ntags: [rollout]\n---\n# card\n")
     (folder / "model.safetensors").write_bytes(b"weights" * 1000)
 
-    def run(repository: str = "me/sums", *, environ: dict[str, str] | None = None, **changes: object) -> tuple[int, dict[str, Any]]:
+    def run(
+        repository: str = "me/sums", *, environ: dict[str, str] | None = None, **changes: object
+    ) -> tuple[int, dict[str, Any]]:
         spec = {"folder": str(folder), "repository": repository, "revision": "", "private": True, "message": "step 40", **changes}
         path = tmp_path / "spec.json"
         path.write_text(json.dumps(spec))

@@ -29,7 +29,7 @@ import (
 
 // Command returns `rollout export`.
 func Command(env *cli.Env) *cobra.Command {
-	return cli.Group("export", "Export the metrics or weights of a run", metricsCommand(env), weightsCommand(env))
+	return cli.Group("export", "Export the metrics or weights of a run", metricsCommand(env), weightsCommand(env), pushCommand(env))
 }
 
 // metricsFlags are the flags of `rollout export metrics`.

@@ -12,9 +12,29 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/record"
 )
 
+// partFlags choose the part of a snapshot that is exported.
+type partFlags struct{ adapter, average bool }
+
+func (f *partFlags) addTo(cmd *cobra.Command) {
+	cmd.Flags().BoolVar(&f.adapter, "adapter", false, "export only the adapter")
+	cmd.Flags().BoolVar(&f.average, "average", false, "export the moving average of the weights")
+	cmd.MarkFlagsMutuallyExclusive("adapter", "average")
+}
+
+// name returns the folder of the part in the snapshot.
+func (f *partFlags) name() string {
+	switch {
+	case f.adapter:
+		return "adapter"
+	case f.average:
+		return "average"
+	}
+	return "weights"
+}
+
 func weightsCommand(env *cli.Env) *cobra.Command {
 	var to string
-	var adapter, average bool
+	var flags partFlags
 	cmd := &cobra.Command{
 		Use:   "weights (RUN | SNAPSHOT)",
 		Short: "Export the weights of a snapshot in the Hugging Face layout",
@@ -36,13 +56,7 @@ If a control plane runs, it writes the folder on its own host. If not, the comma
 				if err != nil {
 					return err
 				}
-				part := "weights"
-				switch {
-				case adapter:
-					part = "adapter"
-				case average:
-					part = "average"
-				}
+				part := flags.name()
 				if err := record.WritePart(ctx, r, snapshot, part, folder); err != nil {
 					return err
 				}
@@ -58,9 +72,7 @@ If a control plane runs, it writes the folder on its own host. If not, the comma
 		},
 	}
 	cmd.Flags().StringVar(&to, "to", "", "new `folder` to write to")
-	cmd.Flags().BoolVar(&adapter, "adapter", false, "export only the adapter")
-	cmd.Flags().BoolVar(&average, "average", false, "export the moving average of the weights")
-	cmd.MarkFlagsMutuallyExclusive("adapter", "average")
+	flags.addTo(cmd)
 	_ = cmd.MarkFlagRequired("to")
 	_ = cmd.MarkFlagDirname("to")
 	return cmd
