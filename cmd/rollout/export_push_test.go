@@ -89,8 +89,8 @@ func TestExportPushRefuses(t *testing.T) {
 		env                map[string]string
 		code               int
 	}{
-		"there is no token": {
-			"addition-grpo me/sums", `{"event":"error","code":66,"reason":"HUB_NO_TOKEN","message":"there is no token for the hub","fix":"run hf auth login"}`, "66", nil, 66,
+		"a token for the hub is missing": {
+			"addition-grpo me/sums", `{"event":"error","code":66,"reason":"HUB_NO_TOKEN","message":"a token for the hub is missing","fix":"run hf auth login"}`, "66", nil, 66,
 		},
 		"its last words":             {"addition-grpo me/sums", "", "1", nil, 70},
 		"has no average":             {"addition-grpo me/sums --average", "", "0", nil, 65},

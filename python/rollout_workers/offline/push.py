@@ -113,7 +113,7 @@ def upload(spec: PushSpec) -> dict[str, Any]:
     except ImportError as error:
         raise LibraryMissing("the library huggingface_hub is not installed", fix="pip install huggingface_hub") from error
     if not (token := hub.get_token()):
-        raise NoToken("there is no token for the hub", fix="run `hf auth login`, or set HF_TOKEN")
+        raise NoToken("a token for the hub is missing", fix="run `hf auth login`, or set HF_TOKEN")
     api = hub.HfApi(token=token)
     hub.utils.disable_progress_bars()
     with _translated(spec.repository):

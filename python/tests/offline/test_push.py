@@ -1,5 +1,5 @@
-"""``rollout-worker push`` against a hub on this machine, as the process that ``rollout export push``
-starts."""
+"""``rollout-worker push`` against a hub on this machine, as the process that
+``rollout export push`` starts."""
 
 from __future__ import annotations
 
