@@ -61,6 +61,14 @@ func TestCommands(t *testing.T) {
 		"chat-several":      {args: "chat hi", fake: &fake{models: append(served, &gatewayv1.Model{Name: "other"})}},
 		"unknown-command":   {args: "rums list"},
 		"unknown-flag":      {args: "validate --confg x"},
+		"file-as-argument":  {args: "run base.toml"},
+		"plan-as-argument":  {args: "run plan.lock"},
+		"run-as-argument":   {args: "run addition-grpo"},
+		"file-alone":        {args: "base.toml"},
+		"config-as-plan":    {args: "run --plan base.toml"},
+		"set-as-argument":   {args: "run --config base.toml train.steps=3"},
+		"set-as-flag":       {args: "run --config base.toml --train.steps=3"},
+		"argument-as-flag":  {args: "runs show --run addition-grpo"},
 		"missing-argument":  {args: "runs show"},
 		"missing-flag":      {args: "validate"},
 		"two-sources":       {args: "run --plan a --config b"},
@@ -236,8 +244,12 @@ func TestDocs(t *testing.T) {
 
 func TestVersionAndCompletion(t *testing.T) {
 	t.Parallel()
-	if got := execute(t, nil, "version"); got.code != 0 || !strings.HasPrefix(got.stdout, "rollout ") {
+	got := execute(t, nil, "version")
+	if got.code != 0 || !strings.HasPrefix(got.stdout, "rollout ") {
 		t.Error(got.text())
+	}
+	if flag := execute(t, nil, "--version"); flag != got {
+		t.Error(flag.text())
 	}
 	for _, shell := range []string{"bash", "zsh", "fish", "powershell"} {
 		if got := execute(t, nil, "completion", shell); got.code != 0 || !strings.Contains(got.stdout, "rollout") {

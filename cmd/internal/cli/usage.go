@@ -3,11 +3,13 @@ package cli
 import (
 	"errors"
 	"fmt"
+	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"github.com/rollout-rl/rollout/libs/exit"
 	"github.com/rollout-rl/rollout/libs/nearest"
@@ -27,7 +29,11 @@ func Explain(command *cobra.Command, err error) *exit.Error {
 	e := exit.From(err)
 	var usage *UsageError
 	if e.Err != nil && (errors.As(err, &usage) || isCobraUsage(err)) {
-		return &exit.Error{Code: exit.Usage, Err: reword(command, e.Err), Fix: fmt.Sprintf("see `%s --help`", command.CommandPath())}
+		fix := meant(command, e.Err.Error())
+		if fix == "" {
+			fix = fmt.Sprintf("see `%s --help`", command.CommandPath())
+		}
+		return &exit.Error{Code: exit.Usage, Err: reword(command, e.Err), Fix: fix}
 	}
 	return e
 }
@@ -46,7 +52,61 @@ var (
 	cobraExclusive = regexp.MustCompile(`^if any flags in the group \[.*\] are set none of the others can be; \[(.*)\] were all set$`)
 	cobraOneOf     = regexp.MustCompile(`^at least one of the flags in the group \[(.*)\] is required$`)
 	cobraCount     = regexp.MustCompile(`^accepts .*arg\(s\), received (\d+)$`)
+	cobraArgument  = regexp.MustCompile(`^unknown command "(.*)" for ".*"$`)
+	cobraFlag      = regexp.MustCompile(`^unknown flag: --(.*)$`)
 )
+
+// meant suggests what was meant by an argument or a flag that a command does not take; "" without a
+// suggestion.
+func meant(command *cobra.Command, message string) string {
+	if m := cobraArgument.FindStringSubmatch(message); m != nil {
+		return meantByArgument(command, m[1])
+	}
+	m := cobraFlag.FindStringSubmatch(message)
+	if m == nil {
+		return ""
+	}
+	_, arguments, _ := strings.Cut(command.Use, " ")
+	switch flag := m[1]; {
+	case strings.Contains(flag, ".") && command.Flag("set") != nil:
+		return fmt.Sprintf("write `--set %s=VALUE`", flag)
+	case slices.Contains(strings.FieldsFunc(arguments, func(r rune) bool { return strings.ContainsRune(" []()|.", r) }), strings.ToUpper(flag)):
+		return fmt.Sprintf("it is an argument: `%s %s`", command.CommandPath(), arguments)
+	default:
+		var names []string
+		command.Flags().VisitAll(func(f *pflag.Flag) { names = append(names, f.Name) })
+		if near := nearest.To(flag, names); near != "" {
+			return fmt.Sprintf("did you mean --%s?", near)
+		}
+	}
+	return ""
+}
+
+// meantByArgument suggests a flag for an argument of a command without arguments: a configuration,
+// a plan, a run, or an override.
+func meantByArgument(command *cobra.Command, argument string) string {
+	if !command.HasParent() { // the file of a run
+		if run, _, err := command.Find([]string{"run"}); err == nil && run != command && filepath.Ext(argument) != "" {
+			return meantByArgument(run, argument)
+		}
+		return ""
+	}
+	flags := []string{"resume", "run"}
+	switch {
+	case strings.Contains(argument, "=") && command.Flag("set") != nil:
+		return fmt.Sprintf("write `--set %s`", argument)
+	case filepath.Ext(argument) == ".toml":
+		flags = []string{"config"}
+	case filepath.Ext(argument) == ".lock":
+		flags = []string{"plan"}
+	}
+	for _, flag := range flags {
+		if command.Flag(flag) != nil {
+			return fmt.Sprintf("write `%s --%s %s`", command.CommandPath(), flag, argument)
+		}
+	}
+	return ""
+}
 
 // reword replaces messages of cobra with ones that read like those of the commands.
 func reword(command *cobra.Command, err error) error {
@@ -64,6 +124,9 @@ func reword(command *cobra.Command, err error) error {
 		}
 		_, takes, _ := strings.Cut(command.Use, " ")
 		return fmt.Errorf("`%s %s` was called with %s", command.CommandPath(), takes, given)
+	}
+	if m := cobraArgument.FindStringSubmatch(text); m != nil && command.HasParent() && !command.HasSubCommands() {
+		return fmt.Errorf("`%s` takes no arguments, got %q", command.CommandPath(), m[1])
 	}
 	return err
 }

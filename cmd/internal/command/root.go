@@ -90,6 +90,9 @@ func Root(env *cli.Env) *cobra.Command {
 	root.SetOut(env.Stdout)
 	root.SetErr(env.Stderr)
 	root.SetFlagErrorFunc(cli.FlagError)
+	root.Version = env.Version
+	root.SetVersionTemplate(version.Text(env))
+	root.Flags().Bool("version", false, "print the version and exit")
 	root.PersistentFlags().StringVar(&env.Format, "format", cli.FormatText, "output format: `text` or json (one document; one line per record where output is streamed)")
 	_ = root.RegisterFlagCompletionFunc("format", cobra.FixedCompletions([]string{cli.FormatText, cli.FormatJSON}, cobra.ShellCompDirectiveNoFileComp))
 	env.Plane.AddFlags(root)

@@ -173,6 +173,9 @@ func Finished(run *runv1.Run) string {
 }
 
 func startPlan(ctx context.Context, env *cli.Env, c *client.Client, flags *runFlags) (*runv1.Run, error) {
+	if filepath.Ext(flags.plan) == ".toml" {
+		return nil, exit.New(exit.Usage, fmt.Sprintf("write `rollout run --config %s`", flags.plan), "--plan %s: a configuration is not a plan", flags.plan)
+	}
 	lock, err := cli.ReadFile(flags.plan, "plan")
 	if err != nil {
 		return nil, err

@@ -24,8 +24,13 @@ func Command(env *cli.Env) *cobra.Command {
 					"version": env.Version, "go": runtime.Version(), "platform": runtime.GOOS + "/" + runtime.GOARCH,
 				})
 			}
-			_, err := fmt.Fprintf(env.Stdout, "rollout %s (%s, %s/%s)\n", env.Version, runtime.Version(), runtime.GOOS, runtime.GOARCH)
+			_, err := fmt.Fprint(env.Stdout, Text(env))
 			return err
 		},
 	}
+}
+
+// Text is the line that `rollout version` and `rollout --version` print.
+func Text(env *cli.Env) string {
+	return fmt.Sprintf("rollout %s (%s, %s/%s)\n", env.Version, runtime.Version(), runtime.GOOS, runtime.GOARCH)
 }
