@@ -8,7 +8,7 @@ MODULES := proto database libs services cmd
 TOOLS := $(CURDIR)/.tools/bin
 STAMPS := $(CURDIR)/.tools/stamps
 PYTHON := $(CURDIR)/.venv/bin/python
-GENERATED := proto/gen libs/engine/capabilities.json python/rollout/names.py schemas/run_config.schema.json docs/reference ':(glob)python/**/*_pb2*'
+GENERATED := proto/gen libs/engine/capabilities.json python/rollout/names.py schemas/run_config.schema.json docs/reference docs/migrating.md ':(glob)python/**/*_pb2*'
 VERSION = $(shell git describe --tags --match 'v[0-9]*' --always --dirty 2>/dev/null || echo unknown)
 MODEL ?= tiny
 KILLS ?= 10
@@ -171,7 +171,7 @@ generate: $(BUF) $(RULES) $(PROTOC_GEN_GO) $(PROTOC_GEN_GO_GRPC) $(PROTOC_GEN_JS
 schema-gen: generate ## Regenerate schemas/ (the same as generate)
 
 .PHONY: docs
-docs: build ## Regenerate docs/reference/ from the schema and the CLI
+docs: build ## Regenerate docs/reference/ and the tables of docs/migrating.md
 	@$(PYTHON) scripts/reference.py
 
 .PHONY: oracles

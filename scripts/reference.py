@@ -1,5 +1,5 @@
 """Write docs/reference/: config.md from the JSON Schema of the run config, cli.md from the commands
-of bin/rollout.
+of bin/rollout. Write the tables of docs/migrating.md from the names in foreign.toml.
 
 config.md has one section per table of the TOML file, in the order of the contract, with one line
 per key: type, default, range, and meaning. cli.md has one section per command.
@@ -11,6 +11,7 @@ import json
 import re
 import subprocess
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = ROOT / "schemas" / "run_config.schema.json"
 DEFAULTS = ROOT / "schemas" / "golden" / "algorithm_defaults.txt"
+FOREIGN = ROOT / "services" / "planner" / "config" / "foreign.toml"
 TARGET = ROOT / "docs" / "reference"
+MIGRATING = ROOT / "docs" / "migrating.md"
 CLI_HEADER = """# The command line
 
 <!-- Generated from bin/rollout by `make docs`. Change the commands in cmd/internal/command. -->
@@ -45,6 +48,15 @@ def main() -> None:
     sections = list(describe_table("", schema, schema["definitions"]))
     text = [CONFIG_HEADER.format(summary=schema["description"]), *sections, *describe_defaults()]
     (TARGET / "config.md").write_text("\n".join(text))
+    names = tomllib.loads(FOREIGN.read_text())
+    MIGRATING.write_text(
+        re.sub(
+            r"(<!-- names: (\w+) -->\n).*?(<!-- end -->)",
+            lambda match: match[1] + describe_names(names[match[2]]) + match[3],
+            MIGRATING.read_text(),
+            flags=re.DOTALL,
+        )
+    )
     (TARGET / "cli.md").write_text("\n".join([CLI_HEADER, *describe_commands()]))
 
 
@@ -99,6 +111,15 @@ def describe_defaults() -> Iterator[str]:
             full, adapters = cell.split("|")
             yield f"| `{key}` | {', '.join(names)} | `{full}` | `{adapters}` |"
     yield ""
+
+
+def describe_names(names: dict[str, dict[str, str]]) -> str:
+    """The table of another trainer's names."""
+    lines = ["| there | here | how the value translates |", "|---|---|---|"]
+    for name, entry in sorted(names.items()):
+        keys = " or ".join(f"`{entry[key]}`" for key in ("key", "or") if key in entry)
+        lines.append(f"| `{name}` | {keys or 'none'} | {entry.get('note', 'the same value')} |")
+    return "\n".join([*lines, ""])
 
 
 def of_table(field: Schema) -> Schema | None:
