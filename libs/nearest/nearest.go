@@ -25,7 +25,7 @@ func To(name string, candidates []string) string {
 	return ""
 }
 
-// Of is more willing than To: the candidates are all that there is.
+// Of is To for a closed list of candidates: half of the letters may differ.
 func Of(name string, candidates []string) string {
 	if near := To(name, candidates); near != "" {
 		return near

@@ -10,7 +10,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/engine"
 )
 
-func TestTheConfigIsCheckedAgainstTheCapabilitiesOfTheEngine(t *testing.T) {
+func TestPlanChecksTheCapabilitiesOfTheEngine(t *testing.T) {
 	t.Parallel()
 	s := server(t)
 	if _, ok := s.engines["transformers"]; !ok {

@@ -92,7 +92,7 @@ func create(t *testing.T, s *Server, dir string, set ...string) *planv1.CreatePl
 	return response
 }
 
-func TestPlanPinsEveryFileThatIsRead(t *testing.T) {
+func TestPlanPinsEveryInput(t *testing.T) {
 	t.Parallel()
 	dir := project(t, "from lib import grade\nimport json\n\ndef exact(samples):\n    import late\n    return [grade(s) for s in samples]\n")
 	for name, text := range map[string]string{"lib.py": "def grade(s): return 1.0\n", "late.py": "", "unused.py": ""} {
@@ -122,7 +122,7 @@ func TestPlanPinsEveryFileThatIsRead(t *testing.T) {
 	if _, err := os.Stat(filepath.Join(dir, "__pycache__")); err == nil {
 		t.Error("the dry call did not remove its files")
 	}
-	// a change of a neighbour is seen
+	// a change of an imported module is reported
 	if err := os.WriteFile(filepath.Join(dir, "lib.py"), []byte("def grade(s): return 2.0\n"), 0o644); err != nil {
 		t.Fatal(err)
 	}
@@ -136,7 +136,7 @@ func TestPlanPinsEveryFileThatIsRead(t *testing.T) {
 }
 
 // RenewPlan keeps the configuration, takes new digests, and reports problems of the inputs.
-func TestRenewedPlan(t *testing.T) {
+func TestRenewPlanReadsTheInputsAgain(t *testing.T) {
 	t.Parallel()
 	dir := project(t, "def exact(samples): return [1.0 for s in samples]\n")
 	s := server(t)
@@ -150,7 +150,7 @@ func TestRenewedPlan(t *testing.T) {
 		return response
 	}
 	if same := renew(); string(same.GetLock()) != string(first.GetLock()) {
-		t.Errorf("nothing changed, and the plan is another: %v", same.GetProblems())
+		t.Errorf("the plan differs, although no input changed: %v", same.GetProblems())
 	}
 	if err := os.WriteFile(filepath.Join(dir, "reward.py"), []byte("def exact(samples): return [2.0 for s in samples]\n"), 0o644); err != nil {
 		t.Fatal(err)
@@ -175,25 +175,25 @@ func TestRenewedPlan(t *testing.T) {
 	}
 }
 
-func TestARewardThatHoldsTheInterpreterIsKilled(t *testing.T) {
+func TestPlanKillsARewardThatBlocksTheInterpreter(t *testing.T) {
 	t.Parallel()
 	dir := project(t, "import re\n\ndef exact(samples):\n    return [float(bool(re.match('(a+)+$', 'a' * 64 + 'b'))) for s in samples]\n")
 	s := server(t)
 	s.prober.KillDelay = time.Second
-	problems := create(t, s, dir, "reward.timeout_seconds=0.2").GetProblems() // it would take till the end of days
+	problems := create(t, s, dir, "reward.timeout_seconds=0.2").GetProblems() // the match never ends
 	if len(problems) != 1 || problems[0].GetReason() != "REWARD_TIMEOUT" || problems[0].GetField() != "reward.plugin" {
 		t.Errorf("problems: %v", problems)
 	}
 }
 
 // A slow start of the interpreter is not reported as a slow reward.
-func TestASlowStartIsNotTheRewards(t *testing.T) {
+func TestSlowStartOfTheInterpreterIsAProbeFailure(t *testing.T) {
 	t.Parallel()
 	s := server(t)
 	s.prober.StartUp = time.Millisecond
 	problems := create(t, s, project(t, "def exact(samples): return [0.0 for _ in samples]\n")).GetProblems()
 	if len(problems) == 0 {
-		t.Error("it started within a millisecond")
+		t.Error("the interpreter started within a millisecond")
 	}
 	for _, p := range problems {
 		if p.GetReason() != "PROBE_FAILED" || !strings.Contains(p.GetMessage(), "not ready after 1ms") {
@@ -202,7 +202,7 @@ func TestASlowStartIsNotTheRewards(t *testing.T) {
 	}
 }
 
-func TestACallerThatLeavesEndsTheProbe(t *testing.T) {
+func TestCancelledCallStopsTheProbe(t *testing.T) {
 	t.Parallel()
 	dir := project(t, "import os, time\n\ndef exact(samples):\n    open('"+filepath.Join(t.TempDir(), "called")+"', 'w').close()\n    time.sleep(3600)\n")
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
@@ -215,7 +215,7 @@ func TestACallerThatLeavesEndsTheProbe(t *testing.T) {
 	}
 }
 
-func TestNoPythonIsOneProblem(t *testing.T) {
+func TestMissingPythonIsOneProblem(t *testing.T) {
 	t.Parallel()
 	dir := project(t, "def exact(samples): return []\n")
 	s, err := New(Config{Python: "/nowhere/python"})
@@ -227,11 +227,11 @@ func TestNoPythonIsOneProblem(t *testing.T) {
 		t.Errorf("problems: %v", problems)
 	}
 	if _, err := New(Config{}); err == nil {
-		t.Error("a planner without an interpreter")
+		t.Error("New accepts an empty interpreter")
 	}
 }
 
-func TestFoldersAreAbsolute(t *testing.T) {
+func TestBaseDirMustBeAbsolute(t *testing.T) {
 	t.Parallel()
 	s := server(t)
 	_, err := s.CreatePlan(t.Context(), &planv1.CreatePlanRequest{Source: &planv1.ConfigSource{BaseDir: "here"}})
@@ -243,7 +243,7 @@ func TestFoldersAreAbsolute(t *testing.T) {
 	}
 }
 
-func TestValidateReadsNothing(t *testing.T) {
+func TestValidateConfigReadsNoInputs(t *testing.T) {
 	t.Parallel()
 	s, err := New(Config{Python: "/nowhere/python"})
 	if err != nil {
@@ -256,7 +256,7 @@ func TestValidateReadsNothing(t *testing.T) {
 }
 
 // Moments in 8 bits need a package that is not installed by default.
-func TestPackageOfTheOptimizer(t *testing.T) {
+func TestOptimizerNeedsItsPackage(t *testing.T) {
 	t.Parallel()
 	s, version := server(t), "1"
 	answer := &probe.Answer{Python: version, Packages: map[string]*string{}}
@@ -274,11 +274,11 @@ func TestPackageOfTheOptimizer(t *testing.T) {
 	}
 	answer.Packages["bitsandbytes"] = &version
 	if missing("adamw_8bit") != 0 {
-		t.Error("bitsandbytes is there, and missed")
+		t.Error("bitsandbytes is installed and reported as missing")
 	}
 }
 
-func TestPackagesThatTheWorkersNeed(t *testing.T) {
+func TestPlanReportsMissingPackages(t *testing.T) {
 	t.Parallel()
 	s := server(t)
 	answer, err := s.prober.Ask(t.Context(), probe.Request{Packages: []string{"torch", "unobtainium"}})

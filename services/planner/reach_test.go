@@ -8,7 +8,7 @@ import (
 )
 
 // Models that engines can't decode are refused in the plan.
-func TestModelsThatCantBeDecodedAreRefused(t *testing.T) {
+func TestPlanRefusesModelsThatTheEngineCannotDecode(t *testing.T) {
 	t.Parallel()
 	const phi = `"model_type": "phi3", "max_position_embeddings": 131072, `
 	for config, want := range map[string]string{

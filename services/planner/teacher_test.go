@@ -14,7 +14,7 @@ import (
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 )
 
-func TestTheTeacherIsReadAndPinned(t *testing.T) {
+func TestPlanPinsTheTeacher(t *testing.T) {
 	t.Parallel()
 	s, dir := server(t), project(t, "def exact(samples): return [1.0 for _ in samples]\n")
 	teacher := filepath.Join(dir, "teacher")
@@ -63,8 +63,8 @@ func TestAModelOfTheHubIsNotDownloaded(t *testing.T) {
 	}
 }
 
-// A reward model has a head that scores; the one for tokens would be made up.
-func TestARewardModelIsNoTeacher(t *testing.T) {
+// A reward model has a score head and no head for tokens.
+func TestRewardModelCannotBeATeacher(t *testing.T) {
 	t.Parallel()
 	s, dir := server(t), project(t, exact)
 	if err := os.CopyFS(filepath.Join(dir, "scorer"), os.DirFS(filepath.Join(dir, "model"))); err != nil {
@@ -82,7 +82,7 @@ func TestARewardModelIsNoTeacher(t *testing.T) {
 }
 
 // A teacher with the weights of the policy gives a loss of 0, which is a warning.
-func TestATeacherWithThePolicysWeightsIsWarnedOf(t *testing.T) {
+func TestTeacherWithTheWeightsOfThePolicyIsAWarning(t *testing.T) {
 	t.Parallel()
 	s, dir := server(t), project(t, exact)
 	for name, weight := range map[string]string{"copy": "0123", "other": "0124"} {
@@ -156,17 +156,17 @@ func byID(move int) func(tokens []int) (int, string) {
 	}
 }
 
-func TestATeachersEndpointIsAskedOnce(t *testing.T) {
+func TestPlanCallsTheEndpointOfTheTeacher(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
 		answer func([]int) (int, string)
 		lines  string // in addition to base_url and model
 		reason string // "": a plan
 	}{
-		"it teaches":       {answer: byID(0)},
+		"equal tokens":     {answer: byID(0)},
 		"other tokens":     {answer: byID(1), reason: "TEACHER_TOKENS_DIFFER"},
 		"no such model":    {answer: func([]int) (int, string) { return http.StatusNotFound, "no model" }, reason: "TEACHER_REFUSED"},
-		"a failure":        {answer: func([]int) (int, string) { return http.StatusInternalServerError, "oh" }, reason: "TEACHER_UNREACHABLE"},
+		"server error":     {answer: func([]int) (int, string) { return http.StatusInternalServerError, "oh" }, reason: "TEACHER_UNREACHABLE"},
 		"no logprobs":      {answer: func([]int) (int, string) { return http.StatusOK, `{"choices": [{}]}` }, reason: "TEACHER_BAD_ANSWER"},
 		"a key's variable": {answer: byID(0), lines: "api_key = \"env:NO_SUCH_KEY\"\n", reason: "SECRET_REFERENCE"},
 		"a key itself":     {answer: byID(0), lines: "api_key = \"sk-123\"\n", reason: "BAD_VALUE"},
@@ -192,7 +192,7 @@ func TestATeachersEndpointIsAskedOnce(t *testing.T) {
 	}
 }
 
-func TestAnEndpointTeachesAtTemperatureOne(t *testing.T) {
+func TestEndpointOfTheTeacherNeedsTemperatureOne(t *testing.T) {
 	t.Parallel()
 	s, dir := server(t), project(t, "")
 	text := strings.Replace(configText, "[algorithm.grpo]", "[algorithm.distillation.endpoint]\nbase_url = \"http://h/v1\"\nmodel = \"t\"", 1)

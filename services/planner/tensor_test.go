@@ -10,7 +10,7 @@ import (
 
 // Names of tensors and layers, and a tokenizer that the model can't follow, are found before
 // anything is loaded.
-func TestPlanHoldsNamesAgainstTheModelsFiles(t *testing.T) {
+func TestPlanChecksNamesOfTensorsAndLayers(t *testing.T) {
 	t.Parallel()
 	s, dir := server(t), project(t, "def exact(samples):\n    return [0.0 for _ in samples]\n")
 	header := `{"model.embed_tokens.weight":{"dtype":"I8","shape":[3,1],"data_offsets":[0,3]},

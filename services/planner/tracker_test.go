@@ -12,7 +12,7 @@ import (
 )
 
 // The plan reports what trackers lack.
-func TestSinksAreCheckedWithThePlan(t *testing.T) {
+func TestPlanChecksTrackers(t *testing.T) {
 	t.Parallel()
 	dir := project(t, "def exact(samples):\n    return [1.0] * len(samples)\n")
 	s := server(t)
@@ -44,7 +44,7 @@ func TestSinksAreCheckedWithThePlan(t *testing.T) {
 		t.Error(got.GetProblems())
 	}
 	if plan := create(t, s, dir).GetPlan(); plan.GetConfig().GetSinks() != nil {
-		t.Errorf("sinks were made up: %v", plan.GetConfig().GetSinks())
+		t.Errorf("the plan has sinks without a table: %v", plan.GetConfig().GetSinks())
 	}
 }
 
@@ -53,7 +53,7 @@ func checksOf(t *testing.T, s *Server, dir string, set ...string) *checks {
 	return s.checks(s.reader.Read(&planv1.ConfigSource{Toml: []byte(configText), File: "run.toml", BaseDir: dir, Set: set}), dir)
 }
 
-func TestAMissingLibraryOfASinkIsNamedWithItsExtra(t *testing.T) {
+func TestMissingTrackerLibraryNamesItsExtra(t *testing.T) {
 	t.Parallel()
 	s := server(t)
 	dir := project(t, "def exact(samples):\n    return [1.0] * len(samples)\n")

@@ -9,8 +9,8 @@ import (
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 )
 
-// A prompt with text outside of the vocabulary is a warning.
-func TestPromptsThatTheTokenizerDoesNotKnowAreWarnedOf(t *testing.T) {
+// A prompt with text outside of the vocabulary is a warning, not a problem.
+func TestUnknownTokensInPromptsAreAWarning(t *testing.T) {
 	t.Parallel()
 	s, dir := server(t), project(t, "def exact(samples):\n    return [1.0] * len(samples)\n")
 	if got := create(t, s, dir); len(got.GetWarnings()) != 0 || got.GetPlan() == nil {
@@ -31,7 +31,7 @@ func TestPromptsThatTheTokenizerDoesNotKnowAreWarnedOf(t *testing.T) {
 }
 
 // Text outside of the vocabulary in a training target is a warning too.
-func TestCompletionsThatTheTokenizerDoesNotKnowAreWarnedOf(t *testing.T) {
+func TestUnknownTokensInCompletionsAreAWarning(t *testing.T) {
 	t.Parallel()
 	s := server(t)
 	for _, c := range []struct{ algorithm, row, field string }{
@@ -58,7 +58,7 @@ func TestCompletionsThatTheTokenizerDoesNotKnowAreWarnedOf(t *testing.T) {
 }
 
 // KTO needs both labels, so equal labels are a warning.
-func TestLabelsOfOneKindAreWarnedOf(t *testing.T) {
+func TestEqualLabelsAreAWarning(t *testing.T) {
 	t.Parallel()
 	s := server(t)
 	for _, c := range []struct{ rows, want string }{
@@ -86,7 +86,7 @@ func TestLabelsOfOneKindAreWarnedOf(t *testing.T) {
 }
 
 // Evaluations on training rows measure memorization.
-func TestHeldOutRowsThatAreTrainedOnAreWarnedOf(t *testing.T) {
+func TestHeldOutRowsEqualToTrainingRowsAreAWarning(t *testing.T) {
 	t.Parallel()
 	s, dir := server(t), project(t, "def exact(samples):\n    return [1.0] * len(samples)\n")
 	rows, err := os.ReadFile(filepath.Join(dir, "train.jsonl"))

@@ -49,7 +49,7 @@ func problems(r *Reading) string {
 	return b.String()
 }
 
-func TestAPlanIsNoConfig(t *testing.T) {
+func TestPlanIsNotAConfig(t *testing.T) {
 	t.Parallel()
 	r := read(t, "{\n  \"config\": {\n    \"name\": \"a\"\n  }\n}\n", "train.steps=3")
 	if got, want := problems(r), "run.toml:1:1 SYNTAX  <{>\n"; got != want {
@@ -135,7 +135,7 @@ func TestOverrides(t *testing.T) {
 	}
 }
 
-func TestProblemsComeInTheOrderOfTheFileWithTheirPlaces(t *testing.T) {
+func TestProblemsAreInTheOrderOfTheFile(t *testing.T) {
 	t.Parallel()
 	text := "\ufeff# comment\r\n\tnaem = \"x\"\r\n[model]\r\npath = \"m\"\r\n\"größe\" = 1\r\n[data]\r\n  train = 3\r\n[algorithm]\r\n[train]\r\nsteps = 0\r\n"
 	want := `run.toml:2:2 UNKNOWN_KEY naem <naem>
@@ -212,7 +212,7 @@ func FuzzRead(f *testing.F) {
 	})
 }
 
-func TestTextThatIsNotUTF8(t *testing.T) {
+func TestInvalidUTF8IsOneProblem(t *testing.T) {
 	t.Parallel()
 	got := read(t, "# caf\xc3\xa9\nname = \"caf\xe9 \xff\"\n").Sorted()
 	if len(got) != 1 || !proto.Equal(got[0], &planv1.Problem{

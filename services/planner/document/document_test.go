@@ -54,7 +54,7 @@ t@7:2 7:1 <[t]>
 	}
 }
 
-func TestReadingGoesOnBehindAMistake(t *testing.T) {
+func TestParseContinuesAfterAMistake(t *testing.T) {
 	t.Parallel()
 	root, faults := Parse(NewSource("run.toml", []byte("a = x\nb = 1\nc = \"open\nd 4\n[e\n[f]\ng = 2\nh = [1\n"), 1))
 	var places []string
@@ -66,11 +66,11 @@ func TestReadingGoesOnBehindAMistake(t *testing.T) {
 		t.Error(diff)
 	}
 	if root.Find("b") == nil || root.Find("f.g") == nil {
-		t.Errorf("what follows a mistake is lost:\n%s", dump(root, ""))
+		t.Errorf("keys after a mistake are missing:\n%s", dump(root, ""))
 	}
 }
 
-func TestTwice(t *testing.T) {
+func TestDuplicateKeysAndTables(t *testing.T) {
 	t.Parallel()
 	for text, want := range map[string]string{
 		"a = 1\na = 2\n":                     "key `a` is set twice, first on line 1",
