@@ -104,14 +104,14 @@ def process_relative(
     if penalty is not None and places.numel():
         following = torch.searchsorted(places, torch.arange(len(scores))).clamp(max=len(places) - 1)
         at = torch.where(sample[places[following]] == sample, following, (following - 1).clamp(min=0))
-        own = sample[places[at]] == sample  # else of a sample without a process reward
+        own = sample[places[at]] == sample  # otherwise, for a sample without a process reward
         scores = scores.index_add(0, places[at[own]], -penalty[own])
     relative[places] = group_relative(scores[places], groups[sample[places]], normalize_std=normalize_std, epsilon=epsilon)
     return sum_from_here(relative, sample)
 
 
 def add_at_end(per_token: Tensor, per_sample: Tensor, sample: Tensor) -> Tensor:
-    """A value of each sample added at its last token; that of a sample without tokens is lost.
+    """Add a value of each sample at its last token. The values of samples without tokens are lost.
 
     per_token: float64 [T]. per_sample: float64 [S]. sample: int64 [T], ascending. Returns float64
     [T].
@@ -137,7 +137,7 @@ def sum_from_here(per_token: Tensor, sample: Tensor, *, gamma: float = 1.0) -> T
 
 
 def equal_groups(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Whether each sample's group has one and the same reward throughout; a group of one has.
+    """Whether all rewards of each sample's group are equal; true for a group with one sample.
     float64 [S], int64 [S] -> bool [S]."""
     return _all_equal(rewards, groups, int(groups.max()) + 1 if groups.numel() else 0)[groups]
 

@@ -23,7 +23,8 @@ class CispoConfig(GrpoConfig):
 def cispo(config: CispoConfig) -> Algorithm:
     """CISPO as an algorithm.
 
-    Per token ``-constant(clip(r)) A log(p)`` (equation 4): the clip bounds the weight of a token's
-    gradient and never its presence, so rare tokens that decide a chain of thought keep theirs.
+    The loss of a token is ``-constant(clip(r)) A log(p)`` (equation 4). The clip limits the weight
+    of a token's gradient but never removes it, so rare tokens that decide a chain of thought are
+    still trained.
     """
     return compare("cispo", config, detach_ratio=True)

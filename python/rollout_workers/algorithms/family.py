@@ -1,4 +1,4 @@
-"""What PPO and the GRPO family have in common around the loss: rewards, what is needed, the KL
+"""The parts that PPO and the GRPO family share besides the loss: rewards, needs, and the KL
 controller."""
 
 from __future__ import annotations
@@ -104,10 +104,10 @@ def estimate_by_group(batch: EstimatorBatch, *, config: PolicyConfig, advantages
 
 
 def penalties(batch: EstimatorBatch, config: PolicyConfig, metrics: dict[str, float]) -> Tensor:
-    """``kl_coefficient`` times the divergence of each token; notes its mean in ``metrics``.
+    """``kl_coefficient`` times the divergence of each token; adds its mean to ``metrics``.
 
     ``logprobs`` and ``reference_logprobs`` float64 [T]. Mask: the tokens are those that carry loss.
-    Returns float64 [T]. Raises ``ValueError`` where the batch lacks one.
+    Returns float64 [T]. Raises ``ValueError`` if the batch lacks one of them.
     """
     old = present(batch.logprobs, "logprobs of the policy before the first update")
     reference = present(batch.reference_logprobs, "logprobs of the reference model")
@@ -120,9 +120,10 @@ def penalties(batch: EstimatorBatch, config: PolicyConfig, metrics: dict[str, fl
 def overlong(rewards: Tensor, lengths: Tensor, truncated: Tensor, *, config: PolicyConfig) -> Tensor:
     """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
 
-    With L the longest completion and C = overlong_share * L: nothing is taken up to L - C tokens,
-    then ``overlong_penalty`` times ``(length - (L - C)) / C``, all of it at L and from completions
-    that were cut off.
+    With L the longest completion and C = overlong_share * L: nothing is subtracted up to L - C
+    tokens, then ``overlong_penalty`` times ``(length - (L - C)) / C``, and the whole penalty at L
+    and from truncated completions.
+
     rewards: float64 [S]. lengths: int64 [S], sampled tokens. truncated: bool [S]. Returns float64
     [S].
     """

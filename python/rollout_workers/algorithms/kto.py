@@ -72,11 +72,10 @@ def kto_loss(batch: UnpairedBatch, *, config: KtoConfig) -> LossTerms:
 
 
 def mismatch(prompts: Sequence[object]) -> list[int]:
-    """For each sample of a batch, which sample's completion to put after its prompt: the nearest
-    before it, around the end, that has another prompt; where all have the same, the one before it.
+    """For each sample of a batch, the sample whose completion is put after its prompt: the nearest
+    preceding one (cyclic) with another prompt; if all prompts are equal, the preceding one.
 
-    >>> mismatch(["a", "b", "b", "c"])
-    [3, 0, 0, 2]
+    Example: ``mismatch(["a", "b", "b", "c"])`` is ``[3, 0, 0, 2]``.
     """
     size = len(prompts)
     out: list[int] = []

@@ -55,15 +55,15 @@ def ppo(config: PpoConfig) -> Algorithm:
 
 
 def estimate(batch: EstimatorBatch, *, config: PpoConfig) -> Estimate:
-    """Generalised advantages and the critic's targets.
+    """Generalized advantages and the critic's targets.
 
-    A token's reward is its token reward, if any, less ``kl_coefficient`` times its divergence where
-    that is in the reward; the sample's reward stands at its last token. Returns are ``advantage +
-    value`` before the advantages are whitened.
+    The reward of a token is its token reward, if any, minus ``kl_coefficient`` times its divergence
+    if the divergence is part of the reward. The sample's reward is added at its last token. Returns
+    are ``advantage + value`` before the advantages are whitened.
 
     float64 [S] rewards; float64 [T] token rewards, logprobs and values. Mask: the tokens are those
-    that carry loss; a sample without one loses its reward. Returns float64 [T] advantages and
-    returns. Raises ``ValueError`` where the batch lacks something.
+    that carry loss; the reward of a sample without tokens is lost. Returns float64 [T] advantages
+    and returns. Raises ``ValueError`` if the batch lacks an input.
     """
     metrics: dict[str, float] = {}
     per_token = batch.rewards.new_zeros(batch.sample.shape) if batch.token_rewards is None else batch.token_rewards

@@ -15,13 +15,12 @@ def reduce_tokens(per_token: Tensor, tokens: TokenBatch, *, how: str = "token", 
     that carry loss.
 
     ``token``: the mean over all tokens of the batch, ``sum / normalizer`` (DAPO, arXiv 2503.14476,
-    equation 8): long samples weigh more. ``sequence``: the mean over samples of each one's mean
-    over its tokens (GRPO, arXiv 2402.03300, equation 3); a sample without tokens counts with 0.
-    ``constant``: the sum over ``samples * length`` (Dr. GRPO, arXiv 2503.20783, listing 1), with
+    equation 8), where longer samples count more. ``sequence``: the mean over samples of the mean
+    over each one's tokens (GRPO, arXiv 2402.03300, equation 3); a sample without tokens counts as
+    0. ``constant``: the sum over ``samples * length`` (Dr. GRPO, arXiv 2503.20783, listing 1), with
     ``length`` the longest completion that may be sampled.
 
-    Raises ``ValueError`` where the batch lacks ``sample`` or ``samples`` and the reduction takes
-    them.
+    Raises ``ValueError`` if the batch lacks ``sample`` or ``samples`` and the reduction needs them.
     """
     if how == "token":
         return per_token.sum() / tokens.normalizer
@@ -37,7 +36,7 @@ def reduce_tokens(per_token: Tensor, tokens: TokenBatch, *, how: str = "token", 
 
 
 def samples_of(tokens: TokenBatch) -> Tensor:
-    """Which sample each token is of. Mask: the tokens are those that carry loss. Returns int64 [N].
+    """The sample of each token. Mask: the tokens are those that carry loss. Returns int64 [N].
     Raises ``ValueError`` if the batch has no sample index."""
     if tokens.sample is None:
         raise ValueError("these settings are computed per sample, but the batch has no sample index for its tokens")

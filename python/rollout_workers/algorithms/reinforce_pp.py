@@ -36,13 +36,14 @@ def reinforce_pp(config: ReinforcePpConfig) -> Algorithm:
 def estimate(batch: EstimatorBatch, *, config: ReinforcePpConfig) -> Estimate:
     """Return to go of each token, whitened over all tokens of the batch (section 3.1).
 
-    A token's reward is its token reward, if any, less ``kl_coefficient`` times its divergence where
-    that is in the reward; the sample's reward stands at its last token. With ``group_baseline`` the
-    sample's reward is relative to its group's mean; with ``gamma`` 1 all its tokens have it alike.
+    The reward of a token is its token reward, if any, minus ``kl_coefficient`` times its divergence
+    if the divergence is part of the reward. The sample's reward is added at its last token. With
+    ``group_baseline`` the sample's reward is relative to its group's mean; with ``gamma`` 1 it is
+    the same at all tokens.
 
     float64 [S] rewards; float64 [T] token rewards and logprobs. Mask: the tokens are those that
-    carry loss; a sample without one loses its reward, but for its part in the mean of its group.
-    Returns float64 [T] advantages.
+    carry loss; the reward of a sample without tokens only counts in its group's mean. Returns
+    float64 [T] advantages.
     """
     metrics: dict[str, float] = {}
     per_token = batch.rewards.new_zeros(batch.sample.shape) if batch.token_rewards is None else batch.token_rewards

@@ -19,21 +19,22 @@ class PolicyConfig:
     """Settings of a policy-gradient loss, by the names of the run config."""
 
     clip_low: float = 0.2
-    """The probability ratio is clipped below at ``1 - clip_low``."""
+    """The probability ratio is clipped to at least ``1 - clip_low``."""
     clip_high: float = 0.2
-    """... and above at ``1 + clip_high``."""
+    """The probability ratio is clipped to at most ``1 + clip_high``."""
     dual_clip: float = 0.0
-    """With a negative advantage no token's loss exceeds this times the advantage (arXiv 1912.09729,
-    with 3); 0: no bound."""
+    """For negative advantages, the maximum of a token's loss as a multiple of the advantage (arXiv
+    1912.09729, with 3); 0: no limit."""
     kl_coefficient: float = 0.0
     """Weight of the divergence from the initial model; 0 needs no reference model."""
     kl_estimator: str = "k3"
     """``k1``, ``k2`` or ``k3``."""
     kl_in: str = "loss"
-    """``loss``: a term of the loss. ``reward``: taken from the rewards before advantages are
+    """``loss``: a term of the loss. ``reward``: subtracted from the rewards before advantages are
     estimated."""
     kl_target: float = 0.0
-    """Divergence in nats a token that the coefficient is adapted towards; 0: it stays."""
+    """Target of the divergence in nats per token, towards which the coefficient is adapted; 0: the
+    coefficient is constant."""
     kl_horizon: float = 10_000.0
     """Samples over which the coefficient adapts."""
     entropy_coefficient: float = 0.0
@@ -43,30 +44,30 @@ class PolicyConfig:
     epochs: int = 1
     """Passes over a batch."""
     minibatches: int = 1
-    """Updates a pass."""
+    """Updates per pass."""
     overlong_share: float = 0.0
     """Last share of the longest completion over which the reward falls linearly (DAPO, arXiv
     2503.14476, equation 13)."""
     overlong_penalty: float = 1.0
-    """What is taken from the reward at the longest completion."""
+    """The amount that is subtracted from the reward at the longest completion."""
     mask_truncated: bool = False
-    """Whether completions that were cut off are left out of the loss."""
+    """Whether truncated completions are excluded from the loss."""
     off_policy: bool = False
-    """Whether samples may come from older weights; off, the engine's logprobs stay out of the
-    loss."""
+    """Whether samples may come from older weights. If false, the loss does not use the engine's
+    logprobs."""
     old_policy: str = "proximal"
-    """What the ratio is against where ``off_policy``: ``proximal``, the learner before the batch's
-    first update, with an separate importance weight; or ``engine``, the behavior policy itself, so
-    that the clip bounds the distance to it."""
+    """The denominator of the ratio if ``off_policy``: ``proximal``, the learner before the batch's
+    first update, with a separate importance weight; or ``engine``, the behavior policy, so that the
+    clip limits the distance to it."""
     importance_correction: str = "truncate"
-    """``truncate``, ``mask`` or ``none``; see ``importance.importance_weights``. Used where
+    """``truncate``, ``mask``, or ``none``; see ``importance.importance_weights``. Used if
     ``off_policy``."""
     importance_level: str = "token"
     """``token``, ``sequence`` or ``geometric``."""
     importance_cap: float = 2.0
     """Largest importance weight."""
     importance_floor: float = 0.5
-    """Smallest one that ``mask`` keeps."""
+    """The smallest importance weight that ``mask`` keeps."""
     max_tokens: int = 0
     """Longest completion that may be sampled; ``constant`` and ``overlong_share`` need it."""
 
@@ -90,7 +91,7 @@ class PolicyConfig:
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether the divergence is taken from the rewards."""
+        """Whether the divergence is subtracted from the rewards."""
         return self.kl_coefficient > 0 and self.kl_in == "reward"
 
 
@@ -148,22 +149,22 @@ def policy_loss(tokens: TokenBatch, *, config: PolicyConfig, ratio: str = "token
 
 
 def present(tensor: Tensor | None, what: str) -> Tensor:
-    """The tensor, or ``ValueError`` that names what is missing. float [N] -> float [N], or any
-    other."""
+    """The tensor, or ``ValueError`` with the name of what is missing. float [N] -> float [N], or
+    any other."""
     if tensor is None:
         raise ValueError(f"these settings need {what}; the batch has none")
     return tensor
 
 
 def one_of(name: str, value: str, known: object) -> None:
-    """Raises ``ValueError`` where ``value`` is none of ``known``."""
+    """Raise ``ValueError`` if ``value`` is not one of ``known``."""
     choices = [str(choice) for choice in known]  # type: ignore[attr-defined]
     if value not in choices:
         raise ValueError(f"{name} {value!r} is unknown; take one of {', '.join(choices)}")
 
 
 def _old(tokens: TokenBatch, config: PolicyConfig) -> Tensor:
-    """float [N], without gradient: logprobs of the policy that the ratio is against."""
+    """float [N], without gradient: logprobs of the policy in the denominator of the ratio."""
     if config.off_policy and config.old_policy == "engine":
         return present(tokens.engine_logprobs, "the engine's logprobs")
     return tokens.logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
@@ -191,5 +192,5 @@ def _weights(tokens: TokenBatch, old: Tensor, config: PolicyConfig) -> Tensor:
 
 
 def _bounded(weights: Tensor, config: PolicyConfig) -> Tensor:
-    """bool [N]: tokens whose weight is not their ratio."""
+    """bool [N]: tokens whose weight differs from their ratio."""
     return weights == 0 if config.importance_correction == "mask" else weights >= config.importance_cap

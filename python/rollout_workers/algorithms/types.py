@@ -32,44 +32,42 @@ Family = Literal["tokens", "pairs", "ranked", "unpaired", "scores"]
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What the learner must have at hand before it calls the loss."""
+    """The inputs that the learner must compute before it calls the loss."""
 
     sampled: bool = False
-    """Samples come from the policy: the divergence between engine and learner means something and
-    is measured."""
+    """Samples come from the policy, so the divergence between engine and learner is measured."""
     group_rewards: bool = False
-    """Rewards of complete groups: the estimator compares the samples of a group."""
+    """Rewards of complete groups, because the estimator compares the samples of a group."""
     reference: bool = False
-    """Logprobs of the initial model: a second forward, without gradient, or a cache of it."""
+    """Logprobs of the initial model, from a second forward pass without gradient or a cache."""
     engine_logprobs: bool = False
-    """Logprobs that the engine sampled with: the loss corrects for the weights being older."""
+    """Logprobs of the engine, to correct for older weights."""
     old_logprobs: bool = False
-    """Logprobs of the policy before the batch's first update, of the whole batch: one forward
-    without gradient. Where not, ``old_logprobs`` stays absent, and the detached ``logprobs`` are
-    they."""
+    """Logprobs of the policy before the batch's first update for the whole batch, from a forward
+    pass without gradient. If they are not needed, ``old_logprobs`` is absent, and the detached
+    ``logprobs`` are used."""
     critic: bool = False
-    """A value for every trained token before the estimate, and ``value_loss`` trained with the
-    policy."""
+    """A value for every trained token before the estimate, and a ``value_loss`` that is trained
+    together with the policy."""
     entropy: bool = False
     """``TokenBatch.entropy`` with gradient."""
     teacher: bool = False
     """The teacher's logprobs of the sampled tokens."""
     mismatched: bool = False
-    """Sums of logprobs of the batch's prompts with completions of other prompts, under policy and
-    reference (KTO)."""
+    """Sums of logprobs of the batch's prompts with completions of other prompts, under the policy
+    and the reference (KTO)."""
     score_head: bool = False
-    """A scalar head on the last token in place of the vocabulary (reward model)."""
+    """A scalar head on the last token instead of the vocabulary (reward model)."""
     every_token: bool = True
-    """Whether samples whose advantage is 0 have a gradient still. Where not, their forward is
-    skipped."""
+    """Whether samples with advantage 0 have a gradient. If not, they are not computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """Optimizer updates that one batch gives: ``epochs`` passes over it, each cut into
-    ``minibatches`` of whole samples.
+    """The optimizer updates for one batch: ``epochs`` passes, each divided into ``minibatches`` of
+    whole samples.
 
-    1 x 1 is one update on policy. Normalisers are those of the minibatch. More than one needs
+    1 x 1 is one update on policy. Normalizers are those of the minibatch. Several updates need
     ``Needs.old_logprobs``.
     """
 
@@ -82,7 +80,7 @@ class Updates:
 
     @property
     def count(self) -> int:
-        """Updates a batch."""
+        """Updates per batch."""
         return self.epochs * self.minibatches
 
 
@@ -96,53 +94,52 @@ class TokenBatch:
     """
 
     logprobs: Tensor
-    """float32 [N], with gradient: log-probability of each token under the policy that is
-    trained."""
+    """float32 [N], with gradient: log-probability of each token under the trained policy."""
     normalizer: float
     """Tokens that carry loss in the whole global batch (of one update), skipped samples
     included."""
     samples: float = 0.0
-    """Samples in the whole global batch (of one update), skipped and empty ones included. 0: not
-    given."""
+    """Samples in the whole global batch (of one update), skipped and empty ones included. 0:
+    unknown."""
     sample: Tensor | None = None
-    """int64 [N]: a number for the token's sample, 0 .. S-1, equal for its tokens alone; all tokens
-    of a sample are here."""
+    """int64 [N]: a number for the token's sample, 0 .. S-1, equal for its tokens only; all tokens
+    of a sample are in the micro-batch."""
     advantages: Tensor | None = None
     """float32 [N]: the advantage of the token, or of its sample."""
     old_logprobs: Tensor | None = None
-    """float32 [N]: logprobs of the proximal policy. Absent with one update a batch: the detached
-    ``logprobs`` are they."""
+    """float32 [N]: logprobs of the proximal policy. Absent with one update per batch, where they
+    equal the detached ``logprobs``."""
     engine_logprobs: Tensor | None = None
-    """float32 [N]: logprobs of the behaviour policy, as the engine reported them."""
+    """float32 [N]: logprobs of the behavior policy, as the engine reported them."""
     reference_logprobs: Tensor | None = None
     """float32 [N]: logprobs of the initial model."""
     teacher_logprobs: Tensor | None = None
     """float32 [N]: logprobs of the teacher."""
     entropy: Tensor | None = None
-    """float32 [N], with gradient: entropy in nats of the distribution that the token was drawn
-    from."""
+    """float32 [N], with gradient: entropy in nats of the distribution from which the token was
+    sampled."""
     kl_coefficient: float | None = None
-    """What the KL controller stands at; absent: the coefficient of the settings."""
+    """The current coefficient of the KL controller; absent: the coefficient of the settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueBatch:
-    """The critic's side of a micro-batch: the same N tokens."""
+    """The critic's inputs for a micro-batch: the same N tokens."""
 
     values: Tensor
     """float32 [N], with gradient: the critic's value of the state before each token."""
     old_values: Tensor
     """float32 [N]: the same before the batch's first update."""
     returns: Tensor
-    """float32 [N]: what the values should be, from ``Estimate``."""
+    """float32 [N]: the targets of the values, from ``Estimate``."""
     normalizer: float
     """Tokens that carry loss in the whole global batch (of one update)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairBatch:
-    """P preference pairs of a micro-batch: the same prompt, a completion that was preferred, one
-    that was not."""
+    """P preference pairs of a micro-batch: a prompt, the chosen completion, and the rejected
+    completion."""
 
     chosen: Tensor
     """float32 [P], with gradient: sum of the trained tokens' logprobs under the policy. 0 for an
@@ -158,7 +155,7 @@ class PairBatch:
     rejected_lengths: Tensor
     """int64 [P]."""
     pairs: float
-    """Pairs in the whole global batch: the normaliser."""
+    """Pairs in the whole global batch: the normalizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +172,7 @@ class UnpairedBatch:
     """KTO's z0: the divergence from the initial model, of the whole global batch; see
     ``kto.reference_point``."""
     samples: float
-    """Samples in the whole global batch: the normaliser."""
+    """Samples in the whole global batch: the normalizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +184,7 @@ class ScoreBatch:
     rejected: Tensor
     """float32 [P], with gradient."""
     pairs: float
-    """Pairs in the whole global batch: the normaliser."""
+    """Pairs in the whole global batch: the normalizer."""
     margins: Tensor | None = None
     """float32 [P]: the margin of the chosen completion, if the data has one."""
 
@@ -197,22 +194,23 @@ class LossTerms:
     """A micro-batch's part of the loss."""
 
     loss: Tensor
-    """float32 scalar: sum over these tokens (pairs, samples) / normaliser of all."""
+    """float32 scalar: the sum over these tokens (pairs, samples), divided by the normalizer of the
+    batch."""
     sums: Mapping[str, Tensor]
-    """Metric -> float32 scalar, detached: sum over these tokens (pairs, samples); the learner
-    divides by as many as it saw."""
+    """Metric -> float32 scalar, detached: sum over these tokens (pairs, samples), which the learner
+    divides by their number in the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class EstimatorBatch:
-    """A whole global batch as an estimator sees it: S samples, T tokens that carry loss, all
-    float64, nothing with gradient.
+    """The input of an estimator: a whole global batch with S samples and T tokens that carry loss,
+    all float64, without gradient.
 
-    The T tokens lie sample after sample, each sample's in its order. A sample may have none.
+    The T tokens are ordered by sample and position. A sample may have none.
     """
 
     rewards: Tensor
-    """float64 [S]: one score a sample; 0 where ``token_rewards`` say it all."""
+    """float64 [S]: one score per sample; 0 if ``token_rewards`` contain the whole reward."""
     groups: Tensor
     """int64 [S]: 0 .. G-1."""
     sample: Tensor
@@ -228,7 +226,7 @@ class EstimatorBatch:
     teacher_logprobs: Tensor | None = None
     """float64 [T]."""
     kl_coefficient: float | None = None
-    """What the KL controller stands at; absent: the coefficient of the settings."""
+    """The current coefficient of the KL controller; absent: the coefficient of the settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,9 +236,9 @@ class Estimate:
     advantages: Tensor
     """float64 [T]."""
     returns: Tensor | None = None
-    """float64 [T]: targets of the critic, where there is one."""
+    """float64 [T]: targets of the critic, if there is one."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """By the field's names; ``kl/reference`` where rewards were lowered by it."""
+    """By name; ``kl/reference`` if the divergence was subtracted from rewards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,30 +248,29 @@ class Algorithm:
     name: str
     needs: Needs
     loss: Callable[[Any], LossTerms]
-    """Takes the record of ``family``."""
+    """The loss, a function of the record of ``family``."""
     advantages: Callable[[Tensor, Tensor], Tensor] | None = None
-    """(rewards float64 [S], group of each sample int64 [S]) -> advantages float64 [S]: the short
-    way, where one reward a sample decides. Absent where it doesn't."""
+    """(rewards float64 [S], group of each sample int64 [S]) -> advantages float64 [S]: for
+    estimates that only need one reward per sample. Absent otherwise."""
     estimate: Callable[[EstimatorBatch], Estimate] | None = None
-    """Advantages from all that a batch can hold: process rewards, values, or logprobs of a forward
-    that comes first; ``needs`` names which. To be called where ``advantages`` is absent, and where
-    samples carry token rewards. Absent where neither rewards nor a teacher count."""
+    """Advantages from the other inputs of a batch: process rewards, values, or logprobs of an
+    earlier forward pass; ``needs`` names them. Use it if ``advantages`` is absent or samples have
+    token rewards. Absent if neither rewards nor a teacher are used."""
     value_loss: Callable[[ValueBatch], LossTerms] | None = None
-    """Present exactly where ``needs.critic``."""
+    """Present if and only if ``needs.critic``."""
     family: Family = "tokens"
     updates: Updates = field(default_factory=Updates)
     shape: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     """(rewards float64 [S], sampled tokens int64 [S], truncated bool [S]) -> rewards float64 [S],
-    before any estimate; absent: as they are. DAPO's overlong penalty."""
+    applied before the estimate; absent: rewards stay unchanged. DAPO's overlong penalty."""
     drop_equal_groups: bool = False
-    """Whether groups whose rewards are all equal are left out of the loss and of its normalisers
-    (DAPO's dynamic sampling)."""
+    """Whether groups with equal rewards are excluded from the loss and its normalizers (DAPO's
+    dynamic sampling)."""
     mask_truncated: bool = False
-    """Whether samples that were cut off at the longest completion are left out of the loss, once
-    advantages are estimated."""
+    """Whether truncated samples are excluded from the loss after advantages are estimated."""
     initial_kl_coefficient: float = 0.0
     """Weight of the divergence from the initial model in the first step."""
     next_kl_coefficient: Callable[[float, float, int], float] | None = None
     """(coefficient, ``kl/reference`` of the step, samples of the step) -> coefficient of the next
-    step: the adaptive KL controller. Its one number is state of the learner. Absent: the
-    coefficient stays."""
+    step: the adaptive KL controller, whose coefficient is part of the learner's state. Absent: the
+    coefficient is constant."""

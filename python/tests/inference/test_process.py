@@ -71,7 +71,7 @@ async def test_sigterm_drains_and_deregisters(
     process.process.send_signal(signal.SIGTERM)
     assert await process.wait() == 0
     assert registered(process.spec) is None
-    assert "draining" in process.log.read_text()
+    assert "finishing work in progress" in process.log.read_text()
 
 
 async def test_the_worker_exits_when_stdin_closes(
@@ -96,7 +96,7 @@ async def test_a_second_sigterm_exits_at_once(
     await streams.issue([prompt_group(0, example.rows(1)[0], run=run)])
     await until(lambda: _pending(streams, 1))
     process.process.send_signal(signal.SIGTERM)
-    await until(lambda: "draining" in process.log.read_text())
+    await until(lambda: "finishing work in progress" in process.log.read_text())
     assert process.process.poll() is None
     process.process.send_signal(signal.SIGTERM)
     assert await process.wait() == 130
@@ -138,7 +138,7 @@ async def test_a_spec_of_another_kind_is_rejected(daemon: Daemon, example: Examp
     )
     _, output = await asked.communicate()
     assert asked.returncode == 64
-    assert b"of kind `inference`" in output
+    assert b"has the kind `inference`" in output
 
 
 async def _pending(streams: RunStreams, items: int) -> bool:

@@ -1,5 +1,4 @@
-"""The planner's dry calls: what the process answers, and that a user's code can't spoil the
-answer."""
+"""The planner's dry calls: the answers of the process, which user code can't corrupt."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_at_most_the_limit_of_logit_rows_exists_at_a_time(name: str, monkeypatch
         return seen.rows, [found.tokens.detach(), found.entropy.detach(), *slopes]
 
     whole, wanted = run()
-    assert whole == len(batch.predictors) > 8  # one chunk, and the measure sees it
+    assert whole == len(batch.predictors) > 8  # one chunk, which exceeds the limit and which the observer detects
     monkeypatch.setattr(logprob, "LOGITS_LIMIT", 4 * 60)
     rows, found = run()
     assert rows == 4
