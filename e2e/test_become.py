@@ -32,7 +32,7 @@ def test_a_tied_process_ends_with_its_parent() -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user() -> None:
+def test_starts_a_program_as_another_user() -> None:
     account = "nobody"
     outcome = subprocess.run(become.become(["id", "-un"], user=account), capture_output=True, text=True)
     assert outcome.stdout == f"{account}\n", outcome.stderr

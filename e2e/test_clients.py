@@ -27,7 +27,7 @@ def command(client: str, state: Path, config: Path, overrides: tuple[str, ...]) 
 
 
 @pytest.mark.parametrize("client", ["go", "python", "grpcurl"])
-def test_submits_and_follows(client: str, config: Path, tmp_path: Path) -> None:
+def test_clients_submit_and_follow_a_run(client: str, config: Path, tmp_path: Path) -> None:
     with mesh(tmp_path) as running:
         argv, folder = command(client, tmp_path, config, ("train.steps=2",))
         path = f"{ROOT / '.tools' / 'bin'}:{os.environ['PATH']}"

@@ -116,7 +116,7 @@ class Walk:
                 raise
 
 
-def test_every_crash_point(binary: Path, tmp_path: Path) -> None:
+def test_the_run_survives_an_exit_at_every_crash_point(binary: Path, tmp_path: Path) -> None:
     job = Job(tmp_path / "job", steps=STEPS, snapshot=3)
     config = job.write()
     with_points = Walk(sim_mesh(tmp_path / "walk", "seven", ROLLOUT_CRASH_FILE=str(tmp_path / "order")), tmp_path / "order")

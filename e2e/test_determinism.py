@@ -28,7 +28,7 @@ def reference(config: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
         return undisturbed(running, config)
 
 
-def test_same_plan_same_digest(reference: str, config: Path, tmp_path: Path) -> None:
+def test_equal_plans_give_equal_digests(reference: str, config: Path, tmp_path: Path) -> None:
     with mesh(tmp_path) as running:
         assert undisturbed(running, config) == reference
 
@@ -64,7 +64,7 @@ def asked(running: Mesh, run: str) -> Iterator[list[str]]:
             each.result()
 
 
-def test_who_talks_to_the_policy_changes_nothing(reference: str, config: Path, tmp_path: Path) -> None:
+def test_chats_with_the_policy_do_not_change_the_digest(reference: str, config: Path, tmp_path: Path) -> None:
     with mesh(tmp_path) as running:
         run = running.submit(config)
         running.until_step(run, 1)
@@ -90,7 +90,7 @@ def interrupted(running: Mesh, config: Path, step: int) -> str:
 
 
 @pytest.mark.parametrize("step", range(1, STEPS))
-def test_interrupted_after_a_step(step: int, reference: str, config: Path, tmp_path: Path) -> None:
+def test_an_interruption_after_a_step_does_not_change_the_digest(step: int, reference: str, config: Path, tmp_path: Path) -> None:
     with mesh(tmp_path) as running:
         run = interrupted(running, config, step)
         running.scheduler.ResumeRun(run_pb2.ResumeRunRequest(run_id=run))

@@ -97,7 +97,7 @@ def again(running: Mesh, run: str) -> None:
     running.scheduler.ResumeRun(run_pb2.ResumeRunRequest(run_id=run))
 
 
-def test_in_async_mode_what_is_over_waits_for_the_next_step(tmp_path: Path) -> None:
+def test_in_async_mode_surplus_groups_go_to_the_next_step(tmp_path: Path) -> None:
     job = Job(tmp_path / "job", steps=12, mode="async", staleness=2, draws=True, keep_payloads=True)
     running = sim_mesh(tmp_path / "state", seconds=0.05).start()
     try:

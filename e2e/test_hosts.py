@@ -36,7 +36,7 @@ def hosts():
 
 
 @pytest.mark.timeout(600)
-def test_a_host_is_cut_off_and_comes_back(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_run_survives_the_disconnect_of_each_host(hosts: Hosts, tmp_path: Path) -> None:
     job = Job(tmp_path / "job", steps=40)
     alone = sim_mesh(tmp_path / "alone", seconds=PACE)
     servers = Servers(tmp_path / "servers", hosts.address["control"], hosts.namespace["control"])

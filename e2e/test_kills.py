@@ -14,7 +14,7 @@ STEPS = 30
 CONFIG = (f"train.steps={STEPS}", "snapshot.every_steps=5", "eval.every_steps=0")
 
 
-def test_survives_each_kill(config: Path, tmp_path: Path) -> None:
+def test_a_run_survives_a_kill_of_each_process(config: Path, tmp_path: Path) -> None:
     with mesh(tmp_path / "reference") as running:
         run = running.submit(config, *CONFIG)
         running.finish(run)

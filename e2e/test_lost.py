@@ -20,7 +20,7 @@ LOSE_AT = 3  # between two snapshots
 
 
 @pytest.mark.parametrize(("phase", "way"), [("DELIVERING", "auto"), ("LEASING", "stream")])
-def test_weights_that_nobody_has_any_more_are_made_again(phase: str, way: str, tmp_path: Path) -> None:
+def test_lost_weights_are_made_again(phase: str, way: str, tmp_path: Path) -> None:
     job = Job(tmp_path / "job", steps=STEPS, way=way)
     running = sim_mesh(tmp_path / "state", seconds=0.05).start()
     try:

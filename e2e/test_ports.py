@@ -40,7 +40,7 @@ def test_processes_never_share_a_port() -> None:
     assert len(held) == len(set(held)) == 600
 
 
-def test_a_port_is_locked_as_libs_freeport_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ports_are_locked_like_in_libs_freeport(monkeypatch: pytest.MonkeyPatch) -> None:
     go = (ROOT / "libs" / "freeport" / "freeport.go").read_text()
     assert re.search(rf"first, count = {servers.FIRST_PORT}, {servers.PORTS}\b", go)
     assert '"rollout-ports-%d", os.Getuid()' in go

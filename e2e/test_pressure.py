@@ -28,7 +28,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(segments)], check=True)
 
 
-def test_a_full_disk_pauses_and_space_resumes(small_disk: Path, tmp_path: Path) -> None:
+def test_a_full_disk_pauses_a_run_until_there_is_space(small_disk: Path, tmp_path: Path) -> None:
     job = Job(tmp_path / "job", steps=12)
     running = sim_mesh(small_disk, seconds=0.1)
     try:
@@ -48,7 +48,7 @@ def test_a_full_disk_pauses_and_space_resumes(small_disk: Path, tmp_path: Path) 
         stop(running)
 
 
-def test_two_runs_share_a_control_plane(tmp_path: Path) -> None:
+def test_two_runs_make_steps_at_similar_rates(tmp_path: Path) -> None:
     """Of two runs with the same work, neither makes more than twice as many steps as the other
     between a pause of both and the end of the first one. The order of the steps is that of their
     common log."""

@@ -52,7 +52,7 @@ def answer(connection: socket.socket, data: bytes) -> bytes:
     return got
 
 
-def test_carries_everything(link: Link) -> None:
+def test_forwards_all_data(link: Link) -> None:
     data = random.Random(1).randbytes(1 << 20)
     with connect(link) as connection:
         threading.Thread(target=connection.sendall, args=(data,), daemon=True).start()
@@ -62,7 +62,7 @@ def test_carries_everything(link: Link) -> None:
     assert got == data
 
 
-def test_drops_and_refuses(link: Link) -> None:
+def test_drops_and_refuses_connections(link: Link) -> None:
     with connect(link) as connection:
         assert answer(connection, b"before") == b"before"
         link.refuse()
@@ -75,7 +75,7 @@ def test_drops_and_refuses(link: Link) -> None:
         assert answer(connection, b"after") == b"after"
 
 
-def test_holds_until_healed(link: Link) -> None:
+def test_holds_data_until_healed(link: Link) -> None:
     with connect(link) as connection:
         assert answer(connection, b"before") == b"before"
         link.hold()
@@ -88,7 +88,7 @@ def test_holds_until_healed(link: Link) -> None:
         assert connection.recv(4) == b"held"
 
 
-def test_cuts_in_the_middle(link: Link) -> None:
+def test_cuts_a_connection_inside_a_message(link: Link) -> None:
     with connect(link) as connection:
         assert answer(connection, b"x") == b"x"
         link.cut(1000)
@@ -100,14 +100,14 @@ def test_cuts_in_the_middle(link: Link) -> None:
         assert answer(connection, b"z" * 4000) == b"z" * 4000
 
 
-def test_half_closes(link: Link) -> None:
+def test_half_closes_connections(link: Link) -> None:
     with connect(link) as connection:
         assert answer(connection, b"before") == b"before"
         link.half_close(to_server=False)
         assert connection.recv(1) == b""  # the connection as the server's client sees it
 
 
-def test_every_trouble_heals(link: Link) -> None:
+def test_every_random_fault_can_be_healed(link: Link) -> None:
     for seed in range(40):
         trouble(link, random.Random(seed))
         link.heal()

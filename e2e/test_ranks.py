@@ -44,7 +44,7 @@ def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
         return finished(running, running.submit(config, *OVERRIDES))
 
 
-def test_two_ranks_give_the_same_bits_though_one_is_killed(config: Path, tmp_path: Path, undisturbed: str) -> None:
+def test_two_ranks_give_equal_bits_although_one_is_killed(config: Path, tmp_path: Path, undisturbed: str) -> None:
     with mesh(tmp_path) as running:
         run = running.submit(config, *OVERRIDES)
         running.until_step(run, 1)
@@ -54,7 +54,7 @@ def test_two_ranks_give_the_same_bits_though_one_is_killed(config: Path, tmp_pat
         assert "rank 1 of the learner was killed by SIGKILL" in log
 
 
-def test_torchrun_may_start_them(config: Path, tmp_path: Path, undisturbed: str) -> None:
+def test_torchrun_can_start_the_ranks(config: Path, tmp_path: Path, undisturbed: str) -> None:
     program, settings = tmp_path / "worker", tmp_path / "rolloutd.toml"
     worker, python = shlex.quote(str(ROOT / "bin" / "rollout-worker")), shlex.quote(sys.executable)
     program.write_text(TORCHRUN.format(worker=worker, python=python))

@@ -90,7 +90,7 @@ def rollout(running: Mesh, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.usefixtures("config")
 @pytest.mark.parametrize("policy", ["skip", "restore"])
-def test_the_run_goes_on_without_the_step(policy: str, tmp_path: Path) -> None:
+def test_the_run_continues_without_the_refused_step(policy: str, tmp_path: Path) -> None:
     with mesh(tmp_path / "state") as running:
         run = running.submit(job(tmp_path / "job", policy))
         running.finish(run)
@@ -104,7 +104,7 @@ def test_the_run_goes_on_without_the_step(policy: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("config")
-def test_the_run_is_paused_until_somebody_resumes_it(tmp_path: Path) -> None:
+def test_the_run_is_paused_until_a_user_resumes_it(tmp_path: Path) -> None:
     with mesh(tmp_path / "state") as running:
         watched = rollout(running, "run", "--config", str(job(tmp_path / "job", "stop")), "--no-report")
         run = running.scheduler.ListRuns(run_pb2.ListRunsRequest()).runs[0].run_id

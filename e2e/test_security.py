@@ -105,7 +105,7 @@ def told_by_processes(running: Mesh, run: str) -> dict[str, bytes]:
     return outcome
 
 
-def test_nothing_tells_a_secret(tmp_path: Path) -> None:
+def test_secrets_are_only_in_their_files(tmp_path: Path) -> None:
     """After a run, search all files, processes, and spans for secrets. They may only be in the
     files for secrets."""
     holder = tmp_path / "nats-token"
@@ -173,7 +173,7 @@ _REACHES = {
 }
 
 
-def test_who_gets_which_variable(tmp_path: Path) -> None:
+def test_processes_only_get_the_secrets_that_they_need(tmp_path: Path) -> None:
     """The environments of a run's processes according to the kernel. Each secret is only where it
     is needed, and no secret is where rewards run."""
     planted = {name: f"planted-{name}-0123456789" for name in _REACHES}

@@ -10,7 +10,7 @@ from sim import Job, audited, finish, journals_agree, replay, sim_mesh, stop, su
 
 
 @pytest.mark.parametrize("shape", ["all", "seven"])
-def test_the_ledger_agrees_with_what_was_written_down_apart(shape: str, tmp_path: Path) -> None:
+def test_the_ledger_agrees_with_the_journals(shape: str, tmp_path: Path) -> None:
     job = Job(tmp_path / "job")
     running = sim_mesh(tmp_path / "state", shape).start()
     try:

@@ -69,7 +69,7 @@ def collector() -> Iterator[tuple[Collector, str]]:
     server.stop(None)
 
 
-def test_a_run_is_one_trace_a_step(collector: tuple[Collector, str], tmp_path: Path) -> None:
+def test_each_step_of_a_run_is_one_trace(collector: tuple[Collector, str], tmp_path: Path) -> None:
     collected, endpoint = collector
     running = sim_mesh(
         tmp_path / "state",

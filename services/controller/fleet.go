@@ -230,8 +230,8 @@ func (f *fleet) deliver(ctx context.Context, m *weightsv1.WeightsManifest, waiti
 type deliveryStatus struct {
 	loaded   int
 	missing  []string // workers that have not loaded them
-	refusal  string   // why one of those has not
-	noSource bool     // one of those finds no process that has them
+	refusal  string   // why one of them has not
+	noSource bool     // no process has the weights for one of them
 }
 
 // status also returns a channel that is closed at the next change.

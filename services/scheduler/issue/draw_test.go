@@ -100,7 +100,7 @@ func (m *drawModel) lease() string {
 	m.order = slices.DeleteFunc(slices.Clone(m.order), func(p uint64) bool { return slices.Contains(taken, p) })
 	m.ledger.Leased, m.ledger.Skipped, m.end = take, m.ledger.Skipped+skip, m.end+take+skip
 	if !m.w.Completion && m.end != m.issued {
-		return "a step of a sync run leaves groups over"
+		return "a step of a sync run does not use all its groups"
 	}
 	return ""
 }

@@ -88,7 +88,7 @@ class InferenceWorkerServiceServicer:
         tensors in the engine. Idempotent. The old version keeps serving after FAILED_PRECONDITION:
         reason WEIGHTS_UNREADABLE if the folder can't be opened, WEIGHTS_BASE_MISSING if the worker
         does not have the base of the first offer, WEIGHTS_DIGEST_MISMATCH if the received weights have
-        another digest. If the mismatch has the metadata `current` = `true`, the engine itself has other
+        another digest. If the mismatch has metadata `current` = `true`, the engine itself has other
         weights, and the worker exits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -40,7 +40,7 @@ class InferenceWorkerServiceStub:
     tensors in the engine. Idempotent. The old version keeps serving after FAILED_PRECONDITION:
     reason WEIGHTS_UNREADABLE if the folder can't be opened, WEIGHTS_BASE_MISSING if the worker
     does not have the base of the first offer, WEIGHTS_DIGEST_MISMATCH if the received weights have
-    another digest. If the mismatch has the metadata `current` = `true`, the engine itself has other
+    another digest. If the mismatch has metadata `current` = `true`, the engine itself has other
     weights, and the worker exits.
     """
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
@@ -70,7 +70,7 @@ class InferenceWorkerServiceAsyncStub(InferenceWorkerServiceStub):
     tensors in the engine. Idempotent. The old version keeps serving after FAILED_PRECONDITION:
     reason WEIGHTS_UNREADABLE if the folder can't be opened, WEIGHTS_BASE_MISSING if the worker
     does not have the base of the first offer, WEIGHTS_DIGEST_MISMATCH if the received weights have
-    another digest. If the mismatch has the metadata `current` = `true`, the engine itself has other
+    another digest. If the mismatch has metadata `current` = `true`, the engine itself has other
     weights, and the worker exits.
     """
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
@@ -103,7 +103,7 @@ class InferenceWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         tensors in the engine. Idempotent. The old version keeps serving after FAILED_PRECONDITION:
         reason WEIGHTS_UNREADABLE if the folder can't be opened, WEIGHTS_BASE_MISSING if the worker
         does not have the base of the first offer, WEIGHTS_DIGEST_MISMATCH if the received weights have
-        another digest. If the mismatch has the metadata `current` = `true`, the engine itself has other
+        another digest. If the mismatch has metadata `current` = `true`, the engine itself has other
         weights, and the worker exits.
         """
 
