@@ -10,9 +10,9 @@ require (
 	github.com/nats-io/nats.go v1.55.0
 	github.com/nats-io/nkeys v0.4.16
 	github.com/oklog/ulid/v2 v2.1.1
-	github.com/rollout-rl/rollout/libs v0.0.0
-	github.com/rollout-rl/rollout/proto v0.0.0
-	github.com/rollout-rl/rollout/services v0.0.0
+	github.com/rollout-rl/rollout/libs v0.1.0
+	github.com/rollout-rl/rollout/proto v0.1.0
+	github.com/rollout-rl/rollout/services v0.1.0
 	github.com/spf13/cobra v1.10.2
 	golang.org/x/term v0.47.0
 	gonum.org/v1/plot v0.17.0
@@ -124,7 +124,7 @@ require (
 	github.com/pressly/goose/v3 v3.28.0 // indirect
 	github.com/remyoudompheng/bigfft v0.0.0-20230129092748-24d4a6f8daec // indirect
 	github.com/rivo/uniseg v0.4.7 // indirect
-	github.com/rollout-rl/rollout/database v0.0.0 // indirect
+	github.com/rollout-rl/rollout/database v0.1.0 // indirect
 	github.com/russross/blackfriday/v2 v2.1.0 // indirect
 	github.com/sethvargo/go-retry v0.4.0 // indirect
 	github.com/spf13/pflag v1.0.9 // indirect

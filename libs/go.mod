@@ -19,8 +19,8 @@ require (
 	github.com/oklog/ulid/v2 v2.1.1
 	github.com/pelletier/go-toml/v2 v2.4.3
 	github.com/pressly/goose/v3 v3.28.0
-	github.com/rollout-rl/rollout/database v0.0.0
-	github.com/rollout-rl/rollout/proto v0.0.0
+	github.com/rollout-rl/rollout/database v0.1.0
+	github.com/rollout-rl/rollout/proto v0.1.0
 	github.com/zeebo/blake3 v0.2.4
 	go.opentelemetry.io/contrib/instrumentation/google.golang.org/grpc/otelgrpc v0.71.0
 	go.opentelemetry.io/otel v1.47.0

@@ -3,7 +3,7 @@ module example.com/submit
 go 1.26.7
 
 require (
-	github.com/rollout-rl/rollout/proto v0.0.0
+	github.com/rollout-rl/rollout/proto v0.1.0
 	google.golang.org/grpc v1.84.0
 )
 
