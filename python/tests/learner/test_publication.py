@@ -122,6 +122,21 @@ def test_without_shared_memory_the_folder_is_used(tmp_path: Path) -> None:
     made.close()
 
 
+def test_a_platform_without_shared_memory_logs_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    assert SharedMemory("run-1", tmp_path / "absent").folder is None
+    assert "weights are written to the run's folder" in caplog.text
+
+
+def test_a_platform_that_cannot_reserve_memory_writes_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("os.posix_fallocate")
+    made, trainer = publication(tmp_path)
+    for trainer.step in (1, 2):
+        assert held(made.publish(trainer).directory) == trainer.step  # type: ignore[arg-type]
+        made.prepare(trainer)  # type: ignore[arg-type]
+    assert versions(tmp_path)["v000002"]
+
+
 def test_full_memory_falls_back_to_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, trainer = publication(tmp_path)
     write = trainer.write_weights

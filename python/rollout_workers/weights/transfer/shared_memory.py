@@ -7,6 +7,7 @@ MB took 8 ms of a step on disk, and 1 ms in shared memory.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 import tempfile
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+log = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 _VERSIONS = 4  # must fit: two published, one being written, one spare
 
@@ -41,8 +43,8 @@ class SharedMemory:
                 self._lock = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
             self.folder = folder
-        except OSError:
-            return
+        except OSError as error:  # as on macOS, which has no such folder
+            log.info("no shared memory (%s); weights are written to the run's folder", error)
 
     def fits(self, size: int) -> bool:
         """Whether there is room for all versions of ``size`` bytes each."""
