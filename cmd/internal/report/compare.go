@@ -18,7 +18,9 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/live"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 	"github.com/rollout-rl/rollout/cmd/internal/setting"
+	"github.com/rollout-rl/rollout/libs/algorithm"
 	"github.com/rollout-rl/rollout/libs/exit"
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
@@ -88,7 +90,7 @@ func (c *Comparison) Differences() []Difference {
 	var all []map[string]string
 	keys := map[string]bool{}
 	for _, d := range c.Runs {
-		flat := setting.Of(d.run().GetPlan().GetConfig())
+		flat := settingsOf(d.run().GetPlan().GetConfig())
 		for _, in := range d.run().GetPlan().GetInputs() {
 			role := strings.ToLower(strings.TrimPrefix(in.GetRole().String(), "INPUT_ROLE_"))
 			flat["content of "+role+" "+in.GetPath()] = output.Short(in.GetDigest())
@@ -109,6 +111,22 @@ func (c *Comparison) Differences() []Difference {
 		}
 	}
 	return differences
+}
+
+// settingsOf returns the settings of a run. The keys of an algorithm are without its name, so that
+// those of another algorithm are compared with them.
+func settingsOf(config *configv1.RunConfig) map[string]string {
+	settings, name := map[string]string{}, algorithm.Name(config)
+	for key, value := range setting.Of(config) {
+		switch own, found := strings.CutPrefix(key, "algorithm."+name+"."); {
+		case found:
+			settings["algorithm."+own] = value
+		case key != "algorithm."+name:
+			settings[key] = value
+		}
+	}
+	settings["algorithm"] = name
+	return settings
 }
 
 // Evaluation is one metric of the evaluations. Ranges has one per run; nil where a run lacks it.
@@ -257,6 +275,8 @@ func (c *Comparison) PNG(w io.Writer) error {
 		}
 	}
 	flatAxis(p, c.Curve(0))
+	p.Legend.Top = true
+	p.Y.Max += 0.06 * float64(len(c.Runs)+1) * (p.Y.Max - p.Y.Min) // room for the legend
 	return writePNG(p, w)
 }
 
