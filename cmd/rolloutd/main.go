@@ -130,7 +130,7 @@ func codeOf(err error) int {
 		return exit.Data
 	case is(errFolder):
 		return exit.CannotMake
-	case slices.ContainsFunc(unavailable, is):
+	case slices.ContainsFunc(unavailable, is), rpcerr.DiskFull(err):
 		return exit.Unavailable
 	}
 	return exit.Software

@@ -16,6 +16,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/config"
 	"github.com/rollout-rl/rollout/libs/discovery/registry"
+	"github.com/rollout-rl/rollout/libs/disk"
 	"github.com/rollout-rl/rollout/libs/lifecycle"
 	"github.com/rollout-rl/rollout/libs/rpc"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
@@ -65,6 +66,11 @@ func (m *mesh) startServers(ctx context.Context, targets []target, group *lifecy
 		}
 		e.nats = srv.URL()
 		stops = append(stops, srv.Stop) // after all components have ended
+		reserve := disk.NewReserve(natsDir(m.cfg.StateDir), 0)
+		group.Add(natsTarget, func(ctx context.Context) error {
+			srv.Run(ctx, func() bool { return reserve.Missing(0, "", false) == "" })
+			return nil
+		})
 	}
 	if e.natsAccess.TLS == nil && encrypted(e.nats) && m.cfg.NATS.URL == "" {
 		e.natsAccess.TLS = mutual(m.certs)

@@ -124,6 +124,10 @@ const (
 	codeInProcess  = 10158 // a message with this id is being replicated; a retry finds out whether it was stored
 )
 
+// noSpace is in the description of an error of a server whose disk is full. The codes of such errors
+// name the request instead.
+const noSpace = "no space left on device"
+
 // mapError converts the client's errors to this package's errors. Context errors are unchanged.
 func mapError(err error) error {
 	var api *jetstream.APIError
@@ -141,6 +145,8 @@ func mapError(err error) error {
 		errors.Is(err, nats.ErrReconnectBufExceeded), errors.Is(err, jetstream.ErrAsyncPublishTimeout),
 		errors.Is(err, jetstream.ErrConsumerLeadershipChanged):
 		return ErrUnavailable.Wrap(err)
+	case errors.As(err, &api) && strings.Contains(api.Description, noSpace):
+		return rpcerr.ErrDiskFull.WithMessage("the disk of the NATS server is full").Wrap(err)
 	case errors.As(err, &api) && (api.ErrorCode == codeNoPeers || api.ErrorCode == codeNoReplicas):
 		return ErrReplicas.Wrap(err)
 	case errors.As(err, &api) && full(api):

@@ -1,13 +1,17 @@
 package bus
 
 import (
+	"context"
 	"crypto/tls"
 	"errors"
 	"fmt"
 	"log/slog"
+	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/nats-io/nats-server/v2/server"
@@ -28,15 +32,21 @@ type EmbeddedOptions struct {
 	Log    *slog.Logger // nil discards
 }
 
-// Embedded is a nats-server with JetStream inside this process.
+// Embedded is a nats-server with JetStream inside this process. Safe for concurrent use.
 type Embedded struct {
-	srv *server.Server
-	url string
+	dir     string
+	options EmbeddedOptions
+	url     string
+
+	mu      sync.Mutex
+	srv     *server.Server // nil: it could not be started again
+	stopped bool
 }
 
 const (
 	readyTimeout = 10 * time.Second
 	tlsTimeout   = 5 * time.Second // of a handshake; the default of 2 s is too short for a busy host
+	healthEvery  = time.Second     // the interval at which Run checks the streams
 )
 
 // StartEmbedded starts a server that keeps its streams in files under dir, and returns when it
@@ -49,8 +59,20 @@ func StartEmbedded(dir string, o EmbeddedOptions) (*Embedded, error) {
 	if o.Port == 0 {
 		o.Port = server.RANDOM_PORT
 	}
-	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return nil, fmt.Errorf("start nats: %w", err)
+	e := &Embedded{dir: dir, options: o}
+	if err := e.start(); err != nil {
+		return nil, err
+	}
+	e.url = e.srv.ClientURL()
+	e.options.Port = e.srv.Addr().(*net.TCPAddr).Port
+	return e, nil
+}
+
+// start starts a server. The caller has the lock, if others know e.
+func (e *Embedded) start() error {
+	o := e.options
+	if err := os.MkdirAll(e.dir, 0o700); err != nil {
+		return fmt.Errorf("start nats: %w", err)
 	}
 	var secure *tls.Config
 	if o.TLS != nil {
@@ -64,7 +86,7 @@ func StartEmbedded(dir string, o EmbeddedOptions) (*Embedded, error) {
 		TLSConfig:             secure,
 		TLSTimeout:            tlsTimeout.Seconds(),
 		JetStream:             true,
-		StoreDir:              filepath.Clean(dir),
+		StoreDir:              filepath.Clean(e.dir),
 		JetStreamMaxMemory:    64 << 20, // every stream is in files
 		JetStreamMaxStore:     1 << 40,  // the disk is the limit; streams bound themselves
 		SyncAlways:            !o.NoSync,
@@ -75,29 +97,86 @@ func StartEmbedded(dir string, o EmbeddedOptions) (*Embedded, error) {
 		NoSigs:                true, // signals belong to the process
 	})
 	if err != nil {
-		return nil, fmt.Errorf("start nats: %w", err)
+		return fmt.Errorf("start nats: %w", err)
 	}
 	srv.SetLoggerV2(logger{orDiscard(o.Log)}, false, false, false)
 	go srv.Start() // returns once the server listens; Stop waits for its goroutines
 	if !srv.ReadyForConnections(readyTimeout) {
 		srv.Shutdown()
-		return nil, fmt.Errorf("start nats: not ready after %v; is another process using %s or port %d?", readyTimeout, dir, o.Port)
+		return fmt.Errorf("start nats: not ready after %v; is another process using %s or port %d?", readyTimeout, e.dir, o.Port)
 	}
 	if !srv.JetStreamEnabled() {
 		srv.Shutdown()
-		return nil, errors.New("start nats: JetStream could not start; the log has the reason")
+		return errors.New("start nats: JetStream could not start; the log has the reason")
 	}
-	return &Embedded{srv: srv, url: srv.ClientURL()}, nil
+	e.srv = srv
+	return nil
 }
 
 // URL is the address for clients, "nats://127.0.0.1:PORT", or tls:// with TLS. It contains no
 // token.
 func (e *Embedded) URL() string { return e.url }
 
+// Run starts the server again, on the same port, after a stream failed to write to a full disk and
+// space says that the disk has space again: a stream keeps its first error and refuses every later
+// message. Clients reconnect by themselves. It returns when ctx ends.
+func (e *Embedded) Run(ctx context.Context, space func() bool) {
+	ticker := time.NewTicker(healthEvery)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticker.C:
+		}
+		if !e.Writes() && space() {
+			e.reopen()
+		}
+	}
+}
+
+// Writes reports whether no stream has failed to write since the server started.
+func (e *Embedded) Writes() bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.srv == nil {
+		return e.stopped
+	}
+	health := e.srv.Healthz(&server.HealthzOptions{Details: true})
+	return e.srv.JetStreamEnabled() && !slices.ContainsFunc(health.Errors, func(found server.HealthzError) bool {
+		return strings.Contains(found.Error, "write error") // the server gives no code for it
+	})
+}
+
+// reopen restarts the server.
+func (e *Embedded) reopen() {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.stopped {
+		return
+	}
+	log := orDiscard(e.options.Log)
+	log.Warn("NATS could not write to a full disk; it is started again, because there is space")
+	e.shutdown()
+	if err := e.start(); err != nil {
+		log.Error("NATS could not be started again, which is retried", "error", err)
+	}
+}
+
 // Stop stops the server and waits for it. Streams stay in their directory.
 func (e *Embedded) Stop() {
-	e.srv.Shutdown()
-	e.srv.WaitForShutdown()
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.stopped = true
+	e.shutdown()
+}
+
+func (e *Embedded) shutdown() {
+	if e.srv != nil {
+		e.srv.Shutdown()
+		e.srv.WaitForShutdown()
+		e.srv = nil
+	}
 }
 
 // logger writes the server's log to slog.

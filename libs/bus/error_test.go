@@ -6,6 +6,8 @@ import (
 	"testing"
 
 	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
 // What passes by itself is ErrUnavailable: messages with an id are published again then.
@@ -23,6 +25,8 @@ func TestErrorsThatPass(t *testing.T) {
 		{jetstream.APIError{Code: http.StatusInternalServerError, ErrorCode: codeStorage}, ErrFull},
 		{jetstream.APIError{Code: http.StatusServiceUnavailable, ErrorCode: codeStore, Description: "maximum bytes exceeded"}, ErrFull},
 		{jetstream.APIError{Code: http.StatusServiceUnavailable, ErrorCode: codeStore, Description: "store is closed"}, ErrUnavailable},
+		{jetstream.APIError{Code: http.StatusServiceUnavailable, ErrorCode: codeStore, Description: "write /n/1.blk: no space left on device"}, rpcerr.ErrDiskFull},
+		{jetstream.APIError{Code: http.StatusInternalServerError, ErrorCode: 10049, Description: "mkdir /n: no space left on device"}, rpcerr.ErrDiskFull},
 		{jetstream.APIError{Code: http.StatusBadRequest, ErrorCode: codeStreamTooLarge}, ErrLimits},
 		{jetstream.APIError{Code: http.StatusBadRequest, ErrorCode: 10060}, nil}, // a wrong last sequence: the same the next time
 	} {

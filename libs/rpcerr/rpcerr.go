@@ -21,6 +21,7 @@ import (
 	"fmt"
 	"maps"
 	"regexp"
+	"syscall"
 	"time"
 
 	"google.golang.org/grpc/codes"
@@ -41,7 +42,12 @@ const (
 	ReasonInvalidRequest   = "INVALID_REQUEST"
 	ReasonUnauthenticated  = "UNAUTHENTICATED"
 	ReasonDraining         = "DRAINING"
+	ReasonDiskFull         = "DISK_FULL"
 )
+
+// ErrDiskFull reports that a write failed, or was not begun, for lack of space on a disk.
+var ErrDiskFull = New(codes.ResourceExhausted, ReasonDiskFull, "the disk is full").RetryAfter(time.Second).
+	Fix("free some space on that disk; active runs continue by themselves")
 
 // Violation is one thing wrong with one field of a request.
 type Violation struct {
@@ -135,7 +141,8 @@ func (e *Error) clone() *Error {
 
 // From finds the domain error in err: one that was made here, at any depth of wrapping, or one that
 // arrived as a gRPC status. A status without this project's ErrorInfo gives an Error with an empty
-// reason. Plain errors give ok = false.
+// reason. A system call that failed for lack of space gives ErrDiskFull, because any write may.
+// Other plain errors give ok = false.
 func From(err error) (e *Error, ok bool) {
 	if err == nil {
 		return nil, false
@@ -143,8 +150,16 @@ func From(err error) (e *Error, ok bool) {
 	if errors.As(err, &e) {
 		return e, true
 	}
+	if errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) {
+		e := ErrDiskFull.WithMessage("%s: %s", ErrDiskFull.message, plain(err.Error()))
+		e.cause = err
+		return e, true
+	}
 	return fromStatus(err)
 }
+
+// DiskFull reports whether err is ErrDiskFull, made here, received, or of a system call.
+func DiskFull(err error) bool { return Reason(err) == ReasonDiskFull }
 
 // Reason is the reason of the domain error in err, or "".
 func Reason(err error) string {

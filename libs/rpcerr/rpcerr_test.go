@@ -5,8 +5,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -105,6 +107,29 @@ func TestUnknownErrorHidesItsDetail(t *testing.T) {
 	}
 	if !strings.Contains(logged, "hunter2") || !strings.Contains(logged, "Buffer/Commit") {
 		t.Errorf("the detail is not in the log: %q", logged)
+	}
+}
+
+// Any write may fail for lack of space, wherever it is: no service has to convert that error.
+func TestWriteThatFailsForLackOfSpace(t *testing.T) {
+	t.Parallel()
+	for _, cause := range []error{syscall.ENOSPC, syscall.EDQUOT} {
+		err := fmt.Errorf("save the spec: %w", &fs.PathError{Op: "write", Path: "/runs/1/spec.json", Err: cause})
+		_, got := edge(t, err)
+		for name, e := range map[string]error{"here": err, "received": got} {
+			if !rpcerr.DiskFull(e) || rpcerr.Code(e) != codes.ResourceExhausted || rpcerr.Fix(e) == "" {
+				t.Errorf("%s: reason %q code %v fix %q", name, rpcerr.Reason(e), rpcerr.Code(e), rpcerr.Fix(e))
+			}
+			if text := rpcerr.Text(e); !strings.Contains(text, "/runs/1/spec.json") || strings.Count(text, "disk is full") != 1 {
+				t.Errorf("%s: %q", name, text)
+			}
+		}
+		if wrapped, ok := rpcerr.From(err); !ok || !errors.Is(wrapped, cause) {
+			t.Errorf("%v lost its cause", wrapped)
+		}
+	}
+	if rpcerr.DiskFull(nil) || rpcerr.DiskFull(errStale) {
+		t.Error("another error is a full disk")
 	}
 }
 

@@ -33,8 +33,8 @@ var (
 	ErrConflict    = rpcerr.New(codes.Aborted, "DATABASE_CONFLICT", "other transactions were always first").RetryAfter(100 * time.Millisecond)
 	ErrTimeout     = rpcerr.New(codes.DeadlineExceeded, "DATABASE_TIMEOUT", "the database gave up on a statement that took longer than database.statement_timeout_s")
 	ErrFull        = rpcerr.New(codes.ResourceExhausted, "DATABASE_FULL", "the database has no space left").RetryAfter(time.Second)
-	// ErrUnknown: a commit had no answer and the database can't tell any more whether it happened.
-	// Read before you repeat.
+	// ErrUnknown: the answer to a commit was lost, and the database does not know the transaction any
+	// more. Read before you repeat it.
 	ErrUnknown = rpcerr.New(codes.Unknown, "DATABASE_COMMIT_UNKNOWN", "the answer to a commit was lost and the database does not know the transaction any more")
 )
 
@@ -65,12 +65,21 @@ func whole(err error, path string) error {
 	if errors.As(err, &found) && (found.Code()&0xff == sqlite3.SQLITE_CORRUPT || found.Code()&0xff == sqlite3.SQLITE_NOTADB) {
 		return damaged(path, err)
 	}
-	return err
+	return sqliteError(err)
 }
 
 func damaged(path string, err error) error {
 	return ErrDamaged.WithMessage("the database %s is damaged", path).Wrap(err).
 		Fix("restore the state folder from a backup; `sqlite3 " + path + " .recover` saves what can be read")
+}
+
+// sqliteError is err, or ErrDiskFull where a file of the database could not grow.
+func sqliteError(err error) error {
+	var found *sqlite.Error
+	if errors.As(err, &found) && (found.Code()&0xff == sqlite3.SQLITE_FULL || found.Code() == sqlite3.SQLITE_IOERR_SHMSIZE) {
+		return rpcerr.ErrDiskFull.Wrap(err)
+	}
+	return err
 }
 
 // transient reports whether the connection failed, and not the statement.

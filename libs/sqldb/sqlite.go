@@ -14,8 +14,8 @@ import (
 	_ "modernc.org/sqlite" // the "sqlite" driver, pure Go
 )
 
-// OpenSQLite opens or makes the database file at path, in WAL mode: a single writing connection,
-// and a pool of reading ones that never wait for it. The folder of the file is made too.
+// OpenSQLite opens the database file at path, or creates it with its folder, in WAL mode: with a
+// single connection for writes, and a pool of connections for reads, which never wait for a write.
 //
 // Inside a write transaction use only the transaction: a second one would wait for the first
 // forever.
@@ -27,9 +27,9 @@ func OpenSQLite(path string, d Durability) (*DB, error) {
 	if err != nil {
 		return nil, err
 	}
-	// The file and its WAL mode exist before a query-only connection looks. Of two processes that
-	// switch a new file to WAL at the same time, one fails as locked regardless of the busy timeout;
-	// so a lock file serializes them.
+	// The file must exist in WAL mode before a query-only connection opens it. If two processes switch
+	// a new file to WAL at the same time, one of them fails as locked despite the busy timeout, so a
+	// lock file serializes them.
 	if err := inTurn(path, write.PingContext); err != nil {
 		return nil, errors.Join(whole(fmt.Errorf("open database %s: %w", path, err), path), write.Close())
 	}
@@ -51,7 +51,7 @@ func inTurn(path string, fn func(ctx context.Context) error) error {
 	return fn(ctx)
 }
 
-// openWait is how long the opening of a file waits for others: as long as a migration may take.
+// openWait is how long opening a file waits for other processes, which may run a migration.
 const openWait = time.Minute
 
 func openPool(path string, d Durability, conns int, extra ...string) (*sql.DB, error) {

@@ -11,7 +11,7 @@ import (
 
 // Tx runs fn in a write transaction. It commits if fn returns nil, and rolls back if fn returns an
 // error or panics. It returns the error of fn unchanged, or an error of this package if the
-// database failed.
+// database failed: rpcerr.ErrDiskFull if the file of the database could not grow.
 //
 // On PostgreSQL fn may be called again after a transaction that was certainly not committed: the
 // server aborted it (serialization, deadlock), or the connection broke before the commit was sent.
@@ -20,7 +20,7 @@ import (
 // error.
 func (db *DB) Tx(ctx context.Context, fn func(tx *sql.Tx) error) error {
 	if !db.Postgres() {
-		return once(ctx, db.write, nil, db.behind(ctx, fn))
+		return sqliteError(once(ctx, db.write, nil, db.behind(ctx, fn)))
 	}
 	return db.again(ctx, func() (bool, error) { return db.attempt(ctx, db.behind(ctx, fn)) })
 }
@@ -42,7 +42,7 @@ func (db *DB) behind(ctx context.Context, fn func(tx *sql.Tx) error) func(tx *sq
 // PostgreSQL fn may be called again.
 func (db *DB) View(ctx context.Context, fn func(tx *sql.Tx) error) error {
 	if !db.Postgres() {
-		return once(ctx, db.read, nil, fn)
+		return sqliteError(once(ctx, db.read, nil, fn))
 	}
 	return db.again(ctx, func() (bool, error) {
 		return db.connected(ctx, func(conn *sql.Conn) (bool, error) {
@@ -57,7 +57,7 @@ func (db *DB) Exec(ctx context.Context, statement string, args ...any) (changed 
 	if !db.Postgres() && db.fence == nil { // the statement is its own transaction
 		res, err := db.write.ExecContext(ctx, statement, args...)
 		if err != nil {
-			return 0, err
+			return 0, sqliteError(err)
 		}
 		return res.RowsAffected()
 	}
@@ -93,7 +93,7 @@ func (db *DB) Each(ctx context.Context, query string, args []any, row func(scan 
 		return rows.Err()
 	}
 	if !db.Postgres() {
-		return each(db.read.QueryContext)
+		return sqliteError(each(db.read.QueryContext))
 	}
 	return db.again(ctx, func() (bool, error) {
 		return db.connected(ctx, func(conn *sql.Conn) (bool, error) {

@@ -18,7 +18,8 @@ const (
 	eventQueue    = 4096                   // maximum number of queued records; more are dropped and counted
 	eventBatch    = 256                    // events a message
 	eventInterval = 100 * time.Millisecond // how long an event waits for the batch to fill
-	publishWait   = 5 * time.Second        // how long one publish may take before its events count as dropped
+	publishWait   = 5 * time.Second        // how long one publish may take before it is repeated
+	publishPause  = 500 * time.Millisecond // before it is repeated
 )
 
 // Publisher sends an EventBatch to a subject and returns when it is stored; *bus.Bus is one.
@@ -26,7 +27,8 @@ type Publisher interface {
 	PublishProto(ctx context.Context, subject string, body proto.Message) error
 }
 
-// Events ships events in batches, from Run. Emit never blocks.
+// Events ships events in batches, from Run. Emit never blocks. While the bus does not take events,
+// as when its disk is full, they wait in the queue.
 type Events struct {
 	publisher Publisher
 	subject   func(run string) string
@@ -118,7 +120,7 @@ func (e *Events) shipFrom(ctx context.Context, first queued) {
 	window, cancel := context.WithTimeout(ctx, eventInterval)
 	batch, reached := e.collect(window, first)
 	cancel()
-	e.ship(context.WithoutCancel(ctx), batch)
+	e.ship(ctx, batch)
 	if reached != nil {
 		close(reached)
 	}
@@ -147,7 +149,8 @@ func (e *Events) collect(window context.Context, next queued) (batch []*eventv1.
 	}
 }
 
-// ship publishes a batch, one message a run, in the order of the events.
+// ship publishes a batch, one message a run, in the order of the events. It repeats a message until
+// the bus takes it, because storage drops duplicates; after ctx has ended it tries once more.
 func (e *Events) ship(ctx context.Context, batch []*eventv1.Event) {
 	byRun := map[string]*eventv1.EventBatch{}
 	var runs []string
@@ -159,12 +162,36 @@ func (e *Events) ship(ctx context.Context, batch []*eventv1.Event) {
 		}
 		byRun[run].Events = append(byRun[run].Events, ev)
 	}
-	ctx, cancel := context.WithTimeout(ctx, publishWait)
-	defer cancel()
 	for _, run := range runs {
-		if err := e.publisher.PublishProto(ctx, e.subject(run), byRun[run]); err != nil {
-			e.dropped.Add(uint64(len(byRun[run].GetEvents())))
+		for {
+			last := ctx.Err() != nil
+			err := e.publish(ctx, e.subject(run), byRun[run])
+			if err == nil {
+				break
+			}
 			e.log.Debug("events could not be published", "run", run, "error", err)
+			if last {
+				e.dropped.Add(uint64(len(byRun[run].GetEvents())))
+				break
+			}
+			pause(ctx, publishPause)
 		}
+	}
+}
+
+// publish publishes a message, also if ctx ends meanwhile.
+func (e *Events) publish(ctx context.Context, subject string, batch *eventv1.EventBatch) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), publishWait)
+	defer cancel()
+	return e.publisher.PublishProto(ctx, subject, batch)
+}
+
+// pause waits for d or the end of ctx.
+func pause(ctx context.Context, d time.Duration) {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+	case <-timer.C:
 	}
 }

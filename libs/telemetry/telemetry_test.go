@@ -19,11 +19,13 @@ import (
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 )
 
-// bus stores published events. With block set, a publish blocks until its context ends.
+// bus stores published events. With block set, a publish blocks until its context ends; with refuse
+// set, it fails.
 type bus struct {
 	mu       sync.Mutex
 	messages []message
 	block    bool
+	refuse   bool
 }
 
 type message struct {
@@ -41,6 +43,9 @@ func (b *bus) PublishProto(ctx context.Context, subject string, body proto.Messa
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	if b.refuse {
+		return errors.New("refused")
+	}
 	b.messages = append(b.messages, message{subject, body.(*eventv1.EventBatch).GetEvents()})
 	return nil
 }
@@ -145,6 +150,36 @@ func TestFlushWaitsForTheBusAlone(t *testing.T) {
 			t.Errorf("events waited %v for the batch to fill after Flush", waited)
 		}
 		stop()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// A bus that takes nothing for a while, as when its disk is full, loses no event.
+func TestEventsWaitForTheBus(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		b := &bus{refuse: true}
+		e := telemetry.NewEvents(b, func(run string) string { return run }, "x", slog.New(slog.DiscardHandler))
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error)
+		go func() { done <- e.Run(ctx) }()
+		e.Emit(&eventv1.Event{RunId: "run-1"})
+		time.Sleep(time.Minute)
+		e.Emit(&eventv1.Event{RunId: "run-1"})
+		b.mu.Lock()
+		b.refuse = false
+		b.mu.Unlock()
+		if err := e.Flush(ctx); err != nil {
+			t.Error(err)
+		}
+		b.mu.Lock()
+		if len(b.messages) != 2 || e.Dropped() != 0 {
+			t.Errorf("%d messages on the bus, %d events dropped", len(b.messages), e.Dropped())
+		}
+		b.mu.Unlock()
+		cancel()
 		if err := <-done; err != nil {
 			t.Error(err)
 		}
