@@ -1,58 +1,27 @@
 package buffer_test
 
 import (
-	"errors"
-	"os"
-	"path/filepath"
-	"syscall"
 	"testing"
 
+	"github.com/rollout-rl/rollout/libs/disk/disktest"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
-	"github.com/rollout-rl/rollout/services/buffer/ingest"
 )
 
 // onSmallDisk is a buffer whose segments are on a file system of 4 MiB.
-func onSmallDisk(t *testing.T, reserve uint64) *bench {
+func onSmallDisk(t *testing.T, reserve uint64) (*bench, *disktest.Disk) {
 	t.Helper()
-	dir := t.TempDir()
-	if err := syscall.Mount("tmpfs", dir, "tmpfs", 0, "size=4m"); err != nil {
-		t.Skipf("a tmpfs can't be mounted here: %v", err)
-	}
-	t.Cleanup(func() {
-		if err := syscall.Unmount(dir, syscall.MNT_DETACH); err != nil {
-			t.Error(err)
-		}
-	})
+	small := disktest.Mount(t, "4m")
 	s := setup(t)
 	s.stop()
-	s.cfg.Segments, s.cfg.ReserveBytes = dir, reserve
+	s.cfg.Segments, s.cfg.ReserveBytes = small.Dir, reserve
 	s.start()
 	s.open(ledgerConfig())
 	s.record(0)
-	return s
+	return s, small
 }
 
-// fill fills the disk up to a number of free bytes; 0: until a write fails.
-func (s *bench) fill(leave uint64) (ballast string) {
-	s.Helper()
-	var st syscall.Statfs_t
-	if err := syscall.Statfs(s.cfg.Segments, &st); err != nil {
-		s.Fatal(err)
-	}
-	ballast = filepath.Join(s.cfg.Segments, "ballast")
-	err := os.WriteFile(ballast, make([]byte, st.Bavail*uint64(st.Bsize)-leave), 0o600)
-	if err == nil && leave == 0 {
-		f, _ := os.OpenFile(ballast, os.O_APPEND|os.O_WRONLY, 0)
-		defer f.Close()
-		_, err = f.Write(make([]byte, 1<<16))
-	}
-	if err != nil && !errors.Is(err, syscall.ENOSPC) {
-		s.Fatal(err)
-	}
-	return ballast
-}
-
-func stalled(l *bufferv1.LedgerState) bool { return l.GetStalledReason() == ingest.ReasonDiskFull }
+func stalled(l *bufferv1.LedgerState) bool { return l.GetStalledReason() == rpcerr.ReasonDiskFull }
 
 // consumedOnce fails unless both groups are consumed exactly once.
 func (s *bench) consumedOnce() {
@@ -75,8 +44,8 @@ func (s *bench) consumedOnce() {
 // space again.
 func TestReserveIsKept(t *testing.T) {
 	t.Parallel()
-	s := onSmallDisk(t, 0)
-	ballast := s.fill(200 << 10) // a tenth of 4 MiB is the reserve
+	s, small := onSmallDisk(t, 0)
+	small.Fill(200 << 10) // a tenth of 4 MiB is the reserve
 	s.publish(groupOf(0, 0, 0)...)
 	state := s.until("a full disk", stalled)
 	// A fetch that was open when the disk filled still gets the group. A later one leaves it in the
@@ -88,9 +57,7 @@ func TestReserveIsKept(t *testing.T) {
 	if waiting := s.waiting(1); waiting == "" {
 		t.Error("step 1 waits for nothing")
 	}
-	if err := os.Remove(ballast); err != nil {
-		t.Fatal(err)
-	}
+	small.Free()
 	s.samples(2 * size)
 	s.consumedOnce()
 	if events := s.events.reasons(); events["INGEST_FAILED"] != 0 {
@@ -101,8 +68,8 @@ func TestReserveIsKept(t *testing.T) {
 // A write that fails for lack of space loses nothing: the stream delivers again until it succeeds.
 func TestACompletelyFullDisk(t *testing.T) {
 	t.Parallel()
-	s := onSmallDisk(t, 1)
-	ballast := s.fill(0)
+	s, small := onSmallDisk(t, 1)
+	small.Fill(0)
 	s.publish(groupOf(0, 0, 0)...)
 	s.publish(groupOf(1, 0, 0)...)
 	if state := s.until("a full disk", stalled); state.GetSamples() != 0 {
@@ -110,9 +77,7 @@ func TestACompletelyFullDisk(t *testing.T) {
 	}
 	s.restart() // samples that are not ingested are only on the stream
 	s.until("a full disk after a restart", stalled)
-	if err := os.Remove(ballast); err != nil {
-		t.Fatal(err)
-	}
+	small.Free()
 	s.samples(2 * size)
 	batch := s.lease(1)
 	if got, err := s.payloads(1); err != nil || len(got) != 2*size || len(positions(t, batch)) != 2 {

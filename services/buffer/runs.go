@@ -11,6 +11,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/rollout-rl/rollout/libs/disk"
 	"github.com/rollout-rl/rollout/libs/telemetry"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	"github.com/rollout-rl/rollout/services/buffer/ingest"
@@ -36,7 +37,7 @@ type runs struct {
 	cfg     Config
 	deps    Deps
 	queue   *ingest.FairQueue
-	reserve *ingest.Reserve
+	reserve *disk.Reserve
 	active  atomic.Int64    // runs that ingest
 	life    context.Context // ends when the service shuts down
 	end     context.CancelFunc
@@ -48,7 +49,7 @@ type runs struct {
 func newRuns(cfg Config, deps Deps) *runs {
 	life, end := context.WithCancel(context.Background())
 	return &runs{
-		cfg: cfg, deps: deps, queue: ingest.NewFairQueue(parallelCommits), reserve: ingest.NewReserve(cfg.Segments, cfg.ReserveBytes),
+		cfg: cfg, deps: deps, queue: ingest.NewFairQueue(parallelCommits), reserve: disk.NewReserve(cfg.Segments, cfg.ReserveBytes),
 		life: life, end: end, byID: map[string]*run{},
 	}
 }

@@ -10,6 +10,7 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/rollout-rl/rollout/libs/discovery"
+	"github.com/rollout-rl/rollout/libs/disk"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -26,6 +27,9 @@ type Config struct {
 	Retry time.Duration
 	// Samples is how many samples of an evaluation go into its event. 0: 16.
 	Samples int
+	// DiskPause is how long a run waits before it looks again whether a full disk has space. 0: 500
+	// ms.
+	DiskPause time.Duration
 }
 
 func (c *Config) defaults() {
@@ -37,6 +41,9 @@ func (c *Config) defaults() {
 	}
 	if c.Samples <= 0 {
 		c.Samples = 16
+	}
+	if c.DiskPause <= 0 {
+		c.DiskPause = 500 * time.Millisecond
 	}
 }
 
@@ -95,8 +102,9 @@ type Deps struct {
 	// Dial connects to a worker at host:port; calls carry the mesh token.
 	Dial   func(address string) (Conn, error)
 	Events Events
-	Log    *slog.Logger     // nil discards
-	Now    func() time.Time // nil: time.Now
+	Disk   func(dir string) Disk // of a run's folder; nil: disk.NewReserve with its default
+	Log    *slog.Logger          // nil discards
+	Now    func() time.Time      // nil: time.Now
 }
 
 func (d *Deps) check() error {
@@ -108,6 +116,9 @@ func (d *Deps) check() error {
 		if missing {
 			errs = append(errs, errors.New("controller: missing dependency: "+name))
 		}
+	}
+	if d.Disk == nil {
+		d.Disk = func(dir string) Disk { return disk.NewReserve(dir, 0) }
 	}
 	if d.Log == nil {
 		d.Log = slog.New(slog.DiscardHandler)

@@ -33,6 +33,9 @@
 //	COMMITTING --collapse, health.on_collapse = "stop"--> FAILED
 //	any phase above --error that a retry does not fix--> FAILED
 //
+// A drive waits in its phase while the disk has no space for what it writes next, or is full, and
+// continues by itself (room).
+//
 // The controller may die in any phase, because other processes keep the state: the ledger records
 // the committed steps and the leased batch, the newest snapshot has a training state, and the
 // learner repeats the result of its last step. Every start therefore does the same: load the newest

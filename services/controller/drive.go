@@ -29,6 +29,7 @@ type drive struct {
 	events   *reporter
 	progress *progress
 	retries  retries
+	room     *room
 	fleet    *fleet
 	delivery *delivery
 	vitals   *vitals
@@ -50,14 +51,16 @@ func newDrive(cfg Config, deps Deps, from *Drive) *drive {
 	})
 	fleet := newFleet(set, deps.Dial, cfg.Retry, events.fenced)
 	delivery := &delivery{settings: set, fleet: fleet, progress: progress, events: events, now: deps.Now, newest: from.Weights}
-	retries := retries{first: cfg.Retry, progress: progress}
+	drain := make(chan struct{})
+	room := &room{disk: deps.Disk(set.directory), progress: progress, pause: cfg.DiskPause, draining: drain}
+	retries := retries{first: cfg.Retry, progress: progress, room: room}
 	vitals := newVitals(set, from.Health, events, deps.Snapshots, retries, log)
 	halted, halt := context.WithCancel(context.Background())
 	return &drive{
 		settings: set, cfg: cfg, deps: deps, log: log, spec: from.Spec, events: events, progress: progress,
-		retries: retries, fleet: fleet, delivery: delivery, vitals: vitals,
+		retries: retries, room: room, fleet: fleet, delivery: delivery, vitals: vitals,
 		record: &record{store: deps.Store, spec: from.Spec, progress: progress, delivery: delivery, vitals: vitals, log: log},
-		drain:  make(chan struct{}), halted: halted, halt: halt, done: make(chan struct{}),
+		drain:  drain, halted: halted, halt: halt, done: make(chan struct{}),
 	}
 }
 
@@ -199,16 +202,17 @@ func (d *drive) newSession(l *learner) *session {
 	}
 	snapshotter := &snapshotter{
 		settings: d.settings, learner: l, service: d.deps.Snapshots, ledger: ledger, progress: d.progress, retries: d.retries, log: d.log,
+		room: d.room, delivery: d.delivery,
 	}
 	due := &dueWork{settings: d.settings, evaluator: evaluator, snapshotter: snapshotter}
 	return &session{
 		settings: d.settings, snapshotter: snapshotter, draining: d.drain,
 		recovery: &recovery{
 			settings: d.settings, learner: l, ledger: ledger, delivery: d.delivery, snapshotter: snapshotter, evaluator: evaluator,
-			due: due, progress: d.progress, events: d.events, vitals: d.vitals, log: d.log,
+			due: due, room: d.room, progress: d.progress, events: d.events, vitals: d.vitals, log: d.log,
 		},
 		stepper: &stepper{
-			settings: d.settings, learner: l, ledger: ledger, delivery: d.delivery, due: due, record: d.record,
+			settings: d.settings, learner: l, ledger: ledger, delivery: d.delivery, due: due, record: d.record, room: d.room,
 			progress: d.progress, events: d.events, vitals: d.vitals, now: d.deps.Now, draining: d.drain,
 		},
 	}
@@ -225,7 +229,7 @@ func (s *session) work(ctx context.Context) error {
 			return s.leave(ctx, step)
 		}
 		if err := s.stepper.step(ctx, step+1); err != nil {
-			if errors.Is(err, errDrained) {
+			if errors.Is(err, errDrained) && !errors.Is(err, errNoRoom) {
 				return s.leave(ctx, step)
 			}
 			return err
@@ -235,7 +239,8 @@ func (s *session) work(ctx context.Context) error {
 	return nil
 }
 
-// leave takes a snapshot of the last step, so that a resumed run retrains nothing.
+// leave takes a snapshot of the last step, so that a resumed run retrains nothing; none if the disk
+// has no space for it.
 func (s *session) leave(ctx context.Context, step uint64) error {
 	if step > 0 && !s.snapshots(step) {
 		if err := s.snapshotter.take(ctx, step); err != nil {

@@ -12,6 +12,7 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/rollout-rl/rollout/libs/discovery"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
@@ -75,9 +76,14 @@ func (l *learner) train(ctx context.Context, batch *bufferv1.Batch, publish bool
 	}
 }
 
-// publish writes the weights of the learner's current step.
-func (l *learner) publish(ctx context.Context) (*weightsv1.WeightsManifest, error) {
-	published, err := ask(ctx, l, l.client.PublishWeights, &learnerv1.PublishWeightsRequest{RunId: l.runID})
+// nextWeights names the write in what people read.
+const nextWeights = "the next version of the weights"
+
+// publish writes the weights of the learner's current step, and waits for space on the disk.
+func (l *learner) publish(ctx context.Context, r *room) (*weightsv1.WeightsManifest, error) {
+	published, err := repeat(ctx, r, 0, nextWeights, func() (*learnerv1.PublishWeightsResponse, error) {
+		return ask(ctx, l, l.client.PublishWeights, &learnerv1.PublishWeightsRequest{RunId: l.runID})
+	})
 	if err != nil {
 		return nil, fmt.Errorf("publish weights: %w", err)
 	}
@@ -108,9 +114,9 @@ func ask[Req, Resp any](ctx context.Context, l *learner, rpc func(context.Contex
 	return resp, l.lost(ctx, err)
 }
 
-// lost turns the error of a broken connection into errLost.
+// lost turns the error of a broken connection into errLost. A learner whose disk is full is not lost.
 func (l *learner) lost(ctx context.Context, err error) error {
-	if err != nil && ctx.Err() == nil && transient(err) {
+	if err != nil && ctx.Err() == nil && transient(err) && !rpcerr.DiskFull(err) {
 		return fmt.Errorf("%w: %s: %w", errLost, l.worker, err)
 	}
 	return err

@@ -6,7 +6,9 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
+	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 )
 
 // progress is the newest progress of a drive. It wakes watchers at each change, and emits an event
@@ -53,7 +55,7 @@ func (p *progress) phase() learnerv1.Phase {
 // enter moves to a phase; waitingFor names the owner of the wait and the reason.
 func (p *progress) enter(phase learnerv1.Phase, waitingFor string) {
 	before := p.phase()
-	p.update(func(now *learnerv1.Progress) { now.Phase, now.WaitingFor = phase, waitingFor })
+	p.update(func(now *learnerv1.Progress) { now.Phase, now.WaitingFor, now.Wait = phase, waitingFor, nil })
 	if before != phase {
 		now, _ := p.read()
 		p.events.phase(now)
@@ -62,7 +64,9 @@ func (p *progress) enter(phase learnerv1.Phase, waitingFor string) {
 
 // end moves to a final phase; message explains a failure.
 func (p *progress) end(phase learnerv1.Phase, message string) {
-	p.update(func(now *learnerv1.Progress) { now.Phase, now.WaitingFor, now.Message = phase, "", message })
+	p.update(func(now *learnerv1.Progress) {
+		now.Phase, now.WaitingFor, now.Message, now.Wait = phase, "", message, nil
+	})
 	now, _ := p.read()
 	p.events.phase(now)
 }
@@ -70,6 +74,19 @@ func (p *progress) end(phase learnerv1.Phase, message string) {
 // waitFor names what the drive waits for within its phase.
 func (p *progress) waitFor(format string, args ...any) {
 	p.update(func(now *learnerv1.Progress) { now.WaitingFor = fmt.Sprintf(format, args...) })
+}
+
+// stall shows that the drive waits for space on a disk, and what is missing there; "": it does not.
+func (p *progress) stall(missing string) {
+	p.update(func(now *learnerv1.Progress) {
+		if missing == "" {
+			now.Wait = nil
+			return
+		}
+		now.Wait = &waitv1.Wait{
+			Owner: "user", Reason: rpcerr.ReasonDiskFull, Evidence: "space on the disk: " + missing, Fix: rpcerr.Fix(rpcerr.ErrDiskFull),
+		}
+	})
 }
 
 // committed records the last committed step.

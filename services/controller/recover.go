@@ -12,6 +12,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/refusal"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 )
 
@@ -24,6 +25,7 @@ type recovery struct {
 	snapshotter *snapshotter
 	evaluator   *evaluator
 	due         *dueWork
+	room        *room
 	progress    *progress
 	events      *reporter
 	vitals      *vitals
@@ -93,7 +95,7 @@ func (r *recovery) begin(ctx context.Context, step uint64, digest string) error 
 		return err
 	}
 	crashpoint.Here("controller/recorded") // the initial digest is recorded, the weights are not written
-	weights, err := r.learner.publish(ctx)
+	weights, err := r.learner.publish(ctx, r.room)
 	if err != nil {
 		return err
 	}
@@ -113,7 +115,9 @@ func (r *recovery) retrain(ctx context.Context, s *bufferv1.StepRecord) (string,
 	if err != nil {
 		return "", err
 	}
-	result, err := r.learner.train(ctx, batch, r.delivers(batch.GetStep()), r.progress)
+	result, err := repeat(ctx, r.room, 0, nextWeights, func() (*learnerv1.TrainResult, error) {
+		return r.learner.train(ctx, batch, r.delivers(batch.GetStep()), r.progress)
+	})
 	if err != nil {
 		return "", err
 	}
@@ -160,7 +164,7 @@ func (r *recovery) redeliver(ctx context.Context, last *bufferv1.StepRecord, dig
 	if digest != last.GetWeightsDigest() {
 		return r.redeliverFirst(ctx, last)
 	}
-	weights, err := r.learner.publish(ctx)
+	weights, err := r.learner.publish(ctx, r.room)
 	if err != nil {
 		return err
 	}

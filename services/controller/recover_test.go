@@ -57,7 +57,7 @@ func recovered(l *publishing, folder string, newest *weightsv1.WeightsManifest) 
 	events := &reporter{settings: set, bus: &warnings{}, now: time.Now}
 	progress := newProgress(events, &learnerv1.Progress{})
 	return &recovery{
-		settings: set, learner: &learner{client: l, worker: "learner-0"},
+		settings: set, learner: &learner{client: l, worker: "learner-0"}, room: &room{progress: progress},
 		delivery: &delivery{
 			settings: set, fleet: newFleet(set, nil, time.Second, nil), progress: progress, events: events, now: time.Now, newest: newest,
 		},

@@ -14,15 +14,24 @@ import (
 type retries struct {
 	first    time.Duration // pause before the first repetition
 	progress *progress     // shows the service that does not answer
+	room     *room         // for a service whose disk is full
 }
 
-// call calls a service and repeats the call while the service does not answer.
+// call calls a service and repeats the call while the service does not answer, or has a full disk.
+// errNoRoom if the drive is asked to stop in the meantime.
 func call[Req, Resp any](ctx context.Context, r retries, service string, rpc func(context.Context, *Req, ...grpc.CallOption) (*Resp, error), req *Req) (*Resp, error) {
 	pause := newBackoff(r.first)
 	for {
 		out, err := rpc(ctx, req)
 		if err == nil || ctx.Err() != nil || !transient(err) {
+			r.progress.stall("")
 			return out, err
+		}
+		if rpcerr.DiskFull(err) {
+			if err := r.room.rest(ctx, rpcerr.Text(err)); err != nil {
+				return out, err
+			}
+			continue
 		}
 		r.progress.waitFor("%s to answer: %s", service, rpcerr.Text(err))
 		sleep(ctx, pause.next())

@@ -2,6 +2,7 @@ package controller
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"os"
@@ -20,21 +21,46 @@ type snapshotter struct {
 	learner  *learner
 	service  Snapshots
 	ledger   *ledger
+	delivery *delivery
 	progress *progress
 	retries  retries
+	room     *room
 	log      *slog.Logger
 }
+
+// nextSnapshot names the write in what people read.
+const nextSnapshot = "the next snapshot"
 
 // reasonConflict is the reason for refusing a snapshot whose key exists with other content.
 const reasonConflict = "SNAPSHOT_CONFLICT"
 
 // take saves the training state of a committed step, then lets the buffer delete the payloads that
-// a recovery does not need any more.
+// a recovery does not need any more. It waits for space on the disk; a drive that is asked to stop
+// in the meantime takes no snapshot.
 func (s *snapshotter) take(ctx context.Context, step uint64) error {
+	err := s.save(ctx, step)
+	if errors.Is(err, errNoRoom) {
+		s.log.WarnContext(ctx, "the run stops without a snapshot, because the disk is full; when it is resumed, the steps since the last one are retrained", "step", step)
+		return nil
+	}
+	return err
+}
+
+func (s *snapshotter) save(ctx context.Context, step uint64) error {
 	s.progress.enter(snapshotting, s.learner.worker+" to write its state")
 	dir := filepath.Join(s.directory, "state", fmt.Sprintf("step-%06d", step))
 	defer func() { _ = os.RemoveAll(dir) }()
-	saved, err := s.learner.save(ctx, step, dir)
+	need := s.room.stateBytes(s.delivery.newest)
+	if err := s.room.wait(ctx, need, nextSnapshot); err != nil {
+		return err
+	}
+	saved, err := repeat(ctx, s.room, need, nextSnapshot, func() (*learnerv1.SaveStateResponse, error) {
+		saved, err := s.learner.save(ctx, step, dir)
+		if err != nil {
+			_ = os.RemoveAll(dir) // an incomplete state uses space
+		}
+		return saved, err
+	})
 	if err != nil {
 		return err
 	}
@@ -44,14 +70,16 @@ func (s *snapshotter) take(ctx context.Context, step uint64) error {
 		return err
 	}
 	s.progress.waitFor("snapshot to store the files")
-	if _, err := call(ctx, s.retries, "snapshot", s.service.CreateSnapshot, &snapshotv1.CreateSnapshotRequest{
+	created, err := call(ctx, s.retries, "snapshot", s.service.CreateSnapshot, &snapshotv1.CreateSnapshotRequest{
 		Snapshot: s.manifest(step, position, saved), Directory: dir, Keep: s.cfg.GetSnapshot().GetKeep(),
-	}); rpcerr.Reason(err) == reasonConflict {
+	})
+	if rpcerr.Reason(err) == reasonConflict {
 		// The step was snapshotted before its learner was lost, and a retrained state can differ.
 		s.log.WarnContext(ctx, "a snapshot of the step exists and has other content; it is kept", "step", step)
 	} else if err != nil {
 		return fmt.Errorf("create a snapshot of step %d: %w", step, err)
 	}
+	s.room.state = max(s.room.state, created.GetSnapshot().GetBytes())
 	crashpoint.Here("controller/snapshotted") // the snapshot exists, and so do the payloads
 	if s.cfg.GetSnapshot().GetKeepPayloads() {
 		return nil
@@ -122,11 +150,14 @@ func (s *snapshotter) materialize(ctx context.Context) (step uint64, dir string,
 		return 0, "", fmt.Errorf("find the newest snapshot: %w", err)
 	}
 	from := s.fromSnapshot
-	if len(listed.GetSnapshots()) > 0 {
-		from = listed.GetSnapshots()[0].GetSnapshotId()
+	if newest := listed.GetSnapshots(); len(newest) > 0 {
+		from, s.room.state = newest[0].GetSnapshotId(), newest[0].GetBytes()
 	}
 	if from == "" {
 		return 0, "", nil
+	}
+	if err := s.room.wait(ctx, s.room.state, "a copy of the newest snapshot"); err != nil {
+		return 0, "", err
 	}
 	dir = filepath.Join(s.directory, "state", "load-"+from)
 	s.progress.waitFor("snapshot %s to be written to a folder (snapshot)", from)

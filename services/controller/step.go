@@ -30,6 +30,7 @@ type stepper struct {
 	delivery *delivery
 	due      *dueWork
 	record   *record
+	room     *room
 	progress *progress
 	events   *reporter
 	vitals   *vitals
@@ -51,6 +52,9 @@ func (s *stepper) step(ctx context.Context, step uint64) error {
 	}
 
 	s.progress.enter(leasing, "")
+	if err := s.room.waitForStep(ctx, s.delivery.newest); err != nil {
+		return err
+	}
 	batch, err := s.lease(ctx, step)
 	if err != nil {
 		return err
@@ -147,7 +151,9 @@ func (s *stepper) train(ctx context.Context, batch *bufferv1.Batch, metrics map[
 	if rewarded {
 		go func() { repeated <- s.delivery.fleet.rewardRetries(ctx) }()
 	}
-	result, err := s.learner.train(ctx, batch, s.delivers(batch.GetStep()), s.progress)
+	result, err := repeat(ctx, s.room, s.delivery.newest.GetBytes(), nextWeights, func() (*learnerv1.TrainResult, error) {
+		return s.learner.train(ctx, batch, s.delivers(batch.GetStep()), s.progress)
+	})
 	if rewarded {
 		metrics["reward/retries"] = float64(<-repeated)
 	}
@@ -163,7 +169,7 @@ func (s *stepper) published(ctx context.Context, result *learnerv1.TrainResult) 
 	weights := result.GetWeights()
 	if weights == nil {
 		var err error
-		if weights, err = s.learner.publish(ctx); err != nil {
+		if weights, err = s.learner.publish(ctx, s.room); err != nil {
 			return nil, err
 		}
 	}

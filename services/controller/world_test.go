@@ -19,6 +19,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
@@ -48,14 +49,16 @@ type world struct {
 	late      []*eventv1.Event // events that were not on the bus when an end was reported to the scheduler
 
 	calls   int
-	fault   int          // number of the call that fails; 0: none
-	onFault func()       // what else fails
-	after   bool         // whether the call takes effect first
-	trace   []string     // names of the calls, in order
-	watches []*subscribe // of the registry
-	starved func()       // if set, called by each lease instead of returning a batch
-	apart   bool         // no inference worker can open the folder of a learner
-	fresh   bool         // the inference worker started after the last delivery
+	fault   int            // number of the call that fails; 0: none
+	onFault func()         // what else fails
+	after   bool           // whether the call takes effect first
+	trace   []string       // names of the calls, in order
+	watches []*subscribe   // of the registry
+	starved func()         // if set, called by each lease instead of returning a batch
+	full    map[string]int // how many calls of a name still fail because a disk is full
+	disk    *fakeDisk
+	apart   bool // no inference worker can open the folder of a learner
+	fresh   bool // the inference worker started after the last delivery
 
 	incarnation string // of the workers; empty: 1
 
@@ -73,7 +76,7 @@ type subscribe struct {
 }
 
 func newWorld(t *testing.T) *world {
-	w := &world{t: t, servers: map[string]*bufconn.Listener{}, stops: map[string]func(){}, killed: map[string]*atomic.Bool{}}
+	w := &world{t: t, disk: &fakeDisk{}, servers: map[string]*bufconn.Listener{}, stops: map[string]func(){}, killed: map[string]*atomic.Bool{}}
 	w.startInference()
 	w.startLearner()
 	t.Cleanup(func() {
@@ -90,7 +93,14 @@ func (w *world) at(name string) (effect bool, err error) {
 	w.calls++
 	w.trace = append(w.trace, name)
 	hit := w.fault != 0 && w.calls == w.fault
+	full := w.full[name] > 0
+	if full {
+		w.full[name]--
+	}
 	w.mu.Unlock()
+	if full {
+		return w.after, rpcerr.ErrDiskFull.WithMessage("%s finds a full disk", name).GRPCStatus().Err()
+	}
 	if !hit {
 		return true, nil
 	}
@@ -216,8 +226,9 @@ func (w *world) announce() {
 
 // start runs a controller until stop is called.
 func (w *world) start() (s *Server, stop func()) {
-	s, err := New(Config{Retry: time.Millisecond}, Deps{
+	s, err := New(Config{Retry: time.Millisecond, DiskPause: time.Millisecond}, Deps{
 		Store: w, Buffer: w, Snapshots: w, Scheduler: w, Registry: w, Dial: w.dial, Events: w,
+		Disk: func(string) Disk { return w.disk },
 	})
 	if err != nil {
 		w.t.Fatal(err)

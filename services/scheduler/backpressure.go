@@ -3,12 +3,15 @@ package scheduler
 import (
 	"context"
 	"errors"
+	"strings"
 
 	"github.com/rollout-rl/rollout/libs/refusal"
+	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 )
 
-// backpressure pauses a run while the buffer cannot ingest, and continues it afterwards. A run that
-// was paused by request or by a refused gradient stays paused.
+// backpressure pauses a run while the buffer cannot ingest, or the controller waits for space on the
+// disk, and continues it afterwards. A run that was paused by request or by a refused gradient stays
+// paused.
 type backpressure struct{ *scope }
 
 func (p *backpressure) serve(ctx context.Context) error {
@@ -25,22 +28,22 @@ func (p *backpressure) serve(ctx context.Context) error {
 	}
 }
 
-// apply does what the newest ledger state requires.
+// apply does what the newest states of the ledger and the controller require.
 func (p *backpressure) apply(ctx context.Context) (err error) {
-	var stalled, why, reason string
+	var stall *waitv1.Wait
+	var reason string
 	var state State
 	var refused bool
 	p.board.read(func(v *view) {
-		stalled, why = v.ledger.GetStalledReason(), v.ledger.GetStalledMessage()
-		state, reason, refused = v.run.GetState(), v.run.GetReason(), refusal.Paused(v.run)
+		stall, state, reason, refused = v.stall(), v.run.GetState(), v.run.GetReason(), refusal.Paused(v.run)
 	})
 	switch {
-	case stalled != "" && (state == Starting || state == Running):
+	case stall != nil && (state == Starting || state == Running):
 		_, err = p.records.transition(ctx, p.run, Paused, func(r *Run) error {
-			r.Reason, r.Message = stalled, why
+			r.Reason, r.Message = stall.GetReason(), strings.TrimPrefix(stall.GetEvidence(), spaceOnDisk)
 			return nil
 		})
-	case stalled == "" && state == Paused && reason != "" && !refused:
+	case stall == nil && state == Paused && reason != "" && !refused:
 		_, err = p.records.transition(ctx, p.run, Starting, func(r *Run) error {
 			if r.GetReason() == "" || refusal.Paused(r) { // paused by request or by a gradient in the meantime
 				return ErrTransition

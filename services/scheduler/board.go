@@ -13,6 +13,7 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/rollout-rl/rollout/libs/refusal"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/worker"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
@@ -35,7 +36,7 @@ func newBoard(run *Run, now func() time.Time) *board {
 	return &board{now: now, view: newView(run), changed: make(chan struct{})}
 }
 
-// update changes the view and wakes everything that waits for a change.
+// update changes the view and wakes all waiters.
 func (b *board) update(change func(*view)) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -78,15 +79,26 @@ func (b *board) setProgress(p *learnerv1.Progress) {
 }
 
 // WaitFor shows what the run waits for and why; an empty reason ends the wait.
-func (b *board) WaitFor(what, why string) {
+func (b *board) WaitFor(what, why string) { b.wait(what, obstacle{why: why}) }
+
+// blocked shows what the run waits for and the error that is why; nil ends the wait.
+func (b *board) blocked(what string, err error) {
+	var o obstacle
+	if err != nil {
+		o = obstacle{why: rpcerr.Text(err), full: rpcerr.DiskFull(err)}
+	}
+	b.wait(what, o)
+}
+
+func (b *board) wait(what string, o obstacle) {
 	b.mu.Lock()
-	same := b.view.waits[what] == why
+	same := b.view.waits[what] == o
 	b.mu.Unlock()
 	if same {
 		return
 	}
 	b.update(func(v *view) {
-		if v.waits[what] = why; why == "" {
+		if v.waits[what] = o; o.why == "" {
 			delete(v.waits, what)
 		}
 	})
@@ -168,14 +180,36 @@ type view struct {
 	progress *learnerv1.Progress
 	fleet    fleet
 
-	waits   map[string]string // what the run waits for -> why
-	current []*waitv1.Wait    // as of the last settle
-	waiting string            // the evidence of all waits
-	since   time.Time         // when `waiting` changed last
+	waits   map[string]obstacle // by what the run waits for
+	current []*waitv1.Wait      // as of the last settle
+	waiting string              // the evidence of all waits
+	since   time.Time           // when `waiting` changed last
+}
+
+// obstacle is why the run waits.
+type obstacle struct {
+	why  string
+	full bool // a disk is full
 }
 
 func newView(run *Run) view {
-	return view{run: run, fleet: newFleet(), waits: map[string]string{}}
+	return view{run: run, fleet: newFleet(), waits: map[string]obstacle{}}
+}
+
+// stall is what stops the run until someone frees space on a disk: the buffer or the controller waits
+// for it; nil if neither does.
+func (v *view) stall() *waitv1.Wait {
+	if reason := v.ledger.GetStalledReason(); reason != "" {
+		return spaceWait(reason, v.ledger.GetStalledMessage())
+	}
+	return v.progress.GetWait()
+}
+
+// spaceOnDisk begins the evidence of such a wait.
+const spaceOnDisk = "space on the disk: "
+
+func spaceWait(reason, message string) *waitv1.Wait {
+	return &waitv1.Wait{Owner: "user", Reason: reason, Evidence: spaceOnDisk + message, Fix: rpcerr.Fix(rpcerr.ErrDiskFull)}
 }
 
 // queues counts the groups per stage. In flight is what was issued and is in no other stage.
@@ -253,15 +287,30 @@ func (v *view) currentWaits() []*waitv1.Wait {
 	if refusal.Paused(v.run) {
 		return []*waitv1.Wait{{Owner: "user", Reason: v.run.GetReason(), Evidence: waitsForUser(v.run), Fix: resume}}
 	}
+	stall := v.stall()
 	if v.run.GetState() == Paused && v.run.GetReason() != "" {
-		return []*waitv1.Wait{{Owner: "scheduler", Reason: v.run.GetReason(), Evidence: "the cause of the pause to end: " + v.run.GetMessage()}}
+		if stall == nil { // the buffer and the controller have not reported since the run was resumed
+			stall = spaceWait(v.run.GetReason(), v.run.GetMessage())
+		}
+		return []*waitv1.Wait{stall}
 	}
 	if v.run.GetState() == Paused {
 		return []*waitv1.Wait{{Owner: "user", Reason: "PAUSED", Evidence: "you to resume the run (it was paused by request)", Fix: resume}}
 	}
 	var waits []*waitv1.Wait
+	if stall != nil {
+		waits = append(waits, stall)
+	}
 	for _, what := range slices.Sorted(maps.Keys(v.waits)) {
-		waits = append(waits, &waitv1.Wait{Owner: ownerOf(what), Reason: "NO_ANSWER", Evidence: what + ": " + v.waits[what]})
+		o := v.waits[what]
+		if o.full && stall != nil { // a consequence
+			continue
+		}
+		wait := &waitv1.Wait{Owner: ownerOf(what), Reason: "NO_ANSWER", Evidence: what + ": " + o.why}
+		if o.full {
+			wait.Owner, wait.Reason, wait.Fix = "user", rpcerr.ReasonDiskFull, rpcerr.Fix(rpcerr.ErrDiskFull)
+		}
+		waits = append(waits, wait)
 	}
 	absent := v.fleet.absent()
 	waits = append(waits, absent.waits...)
@@ -284,14 +333,20 @@ func ownerOf(sentence string) string {
 // settle records the current waits. A wait that continues keeps its time.
 func (v *view) settle(now time.Time) {
 	since := map[string]*timestamppb.Timestamp{}
+	same := func(wait *waitv1.Wait) string {
+		if wait.GetReason() == rpcerr.ReasonDiskFull { // the evidence has numbers that change
+			return wait.GetReason()
+		}
+		return wait.GetEvidence()
+	}
 	for _, wait := range v.current {
-		since[wait.GetEvidence()] = wait.GetSince()
+		since[same(wait)] = wait.GetSince()
 	}
 	var sentences []string
 	v.current = nil
 	for _, wait := range v.currentWaits() {
 		wait = proto.CloneOf(wait)
-		if wait.Since = since[wait.GetEvidence()]; wait.Since == nil {
+		if wait.Since = since[same(wait)]; wait.Since == nil {
 			wait.Since = timestamppb.New(now)
 		}
 		v.current, sentences = append(v.current, wait), append(sentences, wait.GetEvidence())

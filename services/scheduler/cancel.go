@@ -8,6 +8,7 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/rollout-rl/rollout/libs/refusal"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/telemetry"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -41,7 +42,12 @@ func (s *runs) cancel(ctx context.Context, runID string, drain bool) (*Run, erro
 		return s.stopped(ctx, c)
 	}
 	if run.GetState() != Draining {
-		if run, err = s.records.transition(ctx, runID, Draining, nil); err != nil {
+		run, err = s.records.transition(ctx, runID, Draining, nil)
+		if rpcerr.DiskFull(err) { // it stops all the same, and its end is recorded when there is space
+			run, err = c.board.record(), nil
+			run.State = Draining
+		}
+		if err != nil {
 			return nil, err
 		}
 	}

@@ -57,7 +57,7 @@ type conductor struct {
 func newConductor(owner *conductors, run *Run) *conductor {
 	board := newBoard(run, owner.deps.Now)
 	s := &scope{
-		Deps: owner.deps, records: owner.records, board: board, retry: retry.New(run.GetRunId(), board.WaitFor, owner.deps.Log),
+		Deps: owner.deps, records: owner.records, board: board, retry: retry.New(run.GetRunId(), board.blocked, owner.deps.Log),
 		ending: make(endings, 1), run: run.GetRunId(), incarnation: run.GetIncarnation(),
 	}
 	done := make(chan struct{})
@@ -111,19 +111,22 @@ func (c *conductor) conduct(ctx context.Context) {
 	stop()
 	mark := c.closing.mark(end) // earlier than the last check of the leadership
 	if !c.closing.lostLead(end) {
+		end, cancel := recording(ctx)
+		defer cancel()
 		c.closing.after(end, e, mark)
 	}
 }
 
 // repeat runs the parts until ctx ends or the run does. It starts again if a service was
-// unavailable or the streams are missing: they hold nothing that cannot be published again.
+// unavailable, a disk was full, or the streams are missing: they contain nothing that cannot be
+// published again.
 func (c *conductor) repeat(ctx context.Context) {
 	for {
 		err := c.runParts(ctx)
 		if err == nil || ctx.Err() != nil {
 			return
 		}
-		if rpcerr.Code(err) != codes.Unavailable && !errors.Is(err, bus.ErrNoStream) {
+		if rpcerr.Code(err) != codes.Unavailable && !rpcerr.DiskFull(err) && !errors.Is(err, bus.ErrNoStream) {
 			c.ending.end(failure(err))
 			return
 		}
@@ -146,13 +149,16 @@ func (c *conductor) runParts(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if err := os.MkdirAll(filepath.Join(run.GetDirectory(), "workers"), 0o700); err != nil {
-		return fmt.Errorf("make the folder of the run: %w", err)
-	}
-	if run.GetState() == Pending {
-		if run, err = c.records.transition(ctx, c.run, Starting, nil); err != nil {
-			return err
+	if err := c.retry.Until(ctx, "the folder and the record of the run (scheduler)", func(ctx context.Context) error {
+		if err := os.MkdirAll(filepath.Join(run.GetDirectory(), "workers"), 0o700); err != nil {
+			return fmt.Errorf("make the folder of the run: %w", err)
 		}
+		if run.GetState() == Pending {
+			run, err = c.records.transition(ctx, c.run, Starting, nil)
+		}
+		return err
+	}); err != nil {
+		return err
 	}
 	if err := c.open(ctx, window.LedgerConfig(run.GetPlan(), data.Rows)); err != nil {
 		return err

@@ -58,7 +58,7 @@ func (c *control) serve(ctx context.Context) error {
 			<-ctx.Done()
 			return nil
 		}
-		c.board.WaitFor("the controller to answer again (learner-controller)", rpcerr.Text(err))
+		c.board.blocked("the controller to answer again (learner-controller)", err)
 		if err := retry.Sleep(ctx, 200*time.Millisecond); err != nil {
 			return nil
 		}
@@ -98,7 +98,7 @@ func (c *control) keep(ctx context.Context) error {
 		if errors.Is(err, ErrTransition) { // paused or ended in the meantime
 			return nil
 		}
-		return err
+		return c.written(err)
 	}
 	now := c.Now()
 	if now.Sub(c.kept) < keepEvery {
@@ -106,7 +106,17 @@ func (c *control) keep(ctx context.Context) error {
 	}
 	c.kept = now
 	_, err := c.records.update(ctx, c.run, write)
-	return errors.Join(err, c.Store.KeepQueues(ctx, c.run, c.board.queues()))
+	return c.written(errors.Join(err, c.Store.KeepQueues(ctx, c.run, c.board.queues())))
+}
+
+// written returns the error of a write of the progress; nil for a full disk, which is shown: a later
+// progress is written instead.
+func (c *control) written(err error) error {
+	if err != nil && !rpcerr.DiskFull(err) {
+		return err
+	}
+	c.board.blocked("the progress to be recorded (scheduler)", err)
+	return nil
 }
 
 // drain waits for requestDrain, then lets the controller finish its step and ends the run as

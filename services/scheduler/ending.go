@@ -116,15 +116,42 @@ func (c *closing) askProgress(ctx context.Context) {
 	}
 }
 
-// after closes what the run used and records its end. The streams of a run that has succeeded are
-// deleted last: its record then says that the run is not continued.
+// recordGrace is how long the end of a run may still be recorded after the scheduler began to stop.
+const recordGrace = 2 * time.Second
+
+// recording is the context in which an end is recorded: it ends a moment after ctx.
+func recording(ctx context.Context) (context.Context, context.CancelFunc) {
+	out, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	stop := context.AfterFunc(ctx, func() { time.AfterFunc(recordGrace, cancel) })
+	return out, func() { stop(); cancel() }
+}
+
+// whenSpace calls write until the disk is not full or ctx ends. The run shows what it waits for.
+func (c *closing) whenSpace(ctx context.Context, what string, write func() error) (err error) {
+	_ = c.retry.Until(ctx, what, func(context.Context) error {
+		if err = write(); rpcerr.DiskFull(err) {
+			return err
+		}
+		return nil
+	})
+	return err
+}
+
+// after closes what the run used and records its end. While the disk is full, it waits until ctx
+// ends. The streams of a run that has succeeded are deleted last: its record then says that the run
+// is not continued.
 func (c *closing) after(ctx context.Context, e *ending, mark uint64) {
 	c.askProgress(ctx)
+	closeLedger := func() error {
+		closing, cancel := context.WithTimeout(ctx, 3*time.Second)
+		defer cancel()
+		_, err := c.Buffer.CloseLedger(closing, &bufferv1.CloseLedgerRequest{RunId: c.run, Incarnation: c.incarnation})
+		return errors.Join(err, c.Store.KeepQueues(ctx, c.run, c.board.queues()))
+	}
+	errs := []error{c.whenSpace(ctx, "the ledger of the run to be closed (buffer)", closeLedger)}
+	crashpoint.Here("scheduler/closed") // the ledger is closed, the streams exist
 	closing, cancel := context.WithTimeout(ctx, 3*time.Second)
 	defer cancel()
-	_, err := c.Buffer.CloseLedger(closing, &bufferv1.CloseLedgerRequest{RunId: c.run, Incarnation: c.incarnation})
-	crashpoint.Here("scheduler/closed") // the ledger is closed, the streams exist
-	errs := []error{err, c.Store.KeepQueues(ctx, c.run, c.board.queues())}
 	if e.state != Succeeded && mark > 0 {
 		errs = append(errs, c.Bus.PurgeWork(closing, c.run, mark))
 	}
@@ -135,21 +162,23 @@ func (c *closing) after(ctx context.Context, e *ending, mark uint64) {
 	crashpoint.Here("scheduler/ended") // everything is closed, the end is not recorded
 	progress := c.board.progress()
 	if e.state == Paused { // the record has the state and the reason
-		_, err = c.records.update(ctx, c.run, func(r *Run) error { advance(r, progress); return nil })
+		_, err := c.records.update(ctx, c.run, func(r *Run) error { advance(r, progress); return nil })
 		if err != nil {
 			c.Log.WarnContext(ctx, "the record of a paused run may lack its last steps", telemetry.AttrRun, c.run, "error", err)
 		}
 		return
 	}
-	_, err = c.records.transition(ctx, c.run, e.state, func(r *Run) error {
-		r.Reason, r.Message = e.reason, e.message
-		if e.state != Interrupted {
-			r.EndTime = timestamppb.New(c.Now().UTC())
-		}
-		advance(r, progress)
-		return nil
-	})
-	if err != nil {
+	if err := c.whenSpace(ctx, "the end of the run to be recorded (scheduler)", func() error {
+		_, err := c.records.transition(ctx, c.run, e.state, func(r *Run) error {
+			r.Reason, r.Message = e.reason, e.message
+			if e.state != Interrupted {
+				r.EndTime = timestamppb.New(c.Now().UTC())
+			}
+			advance(r, progress)
+			return nil
+		})
+		return err
+	}); err != nil {
 		c.Log.ErrorContext(ctx, "the end of the run could not be recorded", telemetry.AttrRun, c.run, "state", stateName(e.state), "error", err)
 		return
 	}

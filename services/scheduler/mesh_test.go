@@ -21,6 +21,7 @@ import (
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 )
 
@@ -55,6 +56,7 @@ type mesh struct {
 	groups   map[uint64]*bufferv1.GroupRecord
 	step     uint64
 	stalled  string                                                    // why the buffer ingests nothing
+	noRoom   string                                                    // what the controller lacks on the disk
 	held     bool                                                      // workers do nothing
 	outcome  func(g *runv1.PromptGroup) (reason string, failures bool) // "" is a good sample
 	request  *learnerv1.StartRunRequest
@@ -155,6 +157,9 @@ func (m *mesh) commit() bool {
 func (m *mesh) report(phase learnerv1.Phase, weights *weightsv1.WeightsManifest) {
 	m.progress = &learnerv1.Progress{
 		RunId: m.request.GetRunId(), Phase: phase, Step: m.step, TotalSteps: m.request.GetPlan().GetConfig().GetTrain().GetSteps(), Weights: weights,
+	}
+	if m.noRoom != "" {
+		m.progress.Wait = &waitv1.Wait{Owner: "user", Reason: "DISK_FULL", Evidence: "space on the disk: " + m.noRoom, Fix: "free some"}
 	}
 }
 

@@ -23,6 +23,7 @@ import (
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 	"github.com/rollout-rl/rollout/services/scheduler"
 	"github.com/rollout-rl/rollout/services/scheduler/launch/local"
@@ -182,6 +183,66 @@ func TestDiskFullPausesTheRun(t *testing.T) {
 			if got := w.waitState(run, scheduler.Succeeded).GetRun(); got.GetReason() != "" {
 				t.Errorf("reason %s", got.GetReason())
 			}
+			w.whole(4)
+		})
+	}
+}
+
+// A controller that waits for space on the disk pauses the run. The wait names the user as its owner
+// and says what to do.
+func TestControllerWithoutSpacePausesTheRun(t *testing.T) {
+	t.Parallel()
+	w, run := idle(t, plan(4, "sync", 0, false))
+	report := func(noRoom string) func() {
+		return func() {
+			w.mesh.noRoom = noRoom
+			w.mesh.report(learnerv1.Phase_PHASE_LEASING, nil)
+		}
+	}
+	w.mesh.do(report("the next snapshot needs 2.0 GiB"))
+	status := w.waitState(run, scheduler.Paused)
+	r := status.GetRun()
+	if r.GetReason() != rpcerr.ReasonDiskFull || r.GetMessage() != "the next snapshot needs 2.0 GiB" || len(status.GetWaits()) != 1 {
+		t.Fatalf("status %v", status)
+	}
+	if wait := status.GetWaits()[0]; wait.GetOwner() != "user" || wait.GetReason() != rpcerr.ReasonDiskFull || wait.GetFix() == "" || wait.GetSince() == nil {
+		t.Errorf("wait %v", wait)
+	}
+	w.mesh.do(func() { report("")(); w.mesh.held = false })
+	if got := w.waitState(run, scheduler.Succeeded).GetRun(); got.GetReason() != "" {
+		t.Errorf("reason %s", got.GetReason())
+	}
+	w.whole(4)
+}
+
+// While no database can be written, a run shows why it waits, can be cancelled, and does not fail;
+// its end is recorded when there is space.
+func TestFullDatabase(t *testing.T) {
+	t.Parallel()
+	full := func(s *runv1.RunStatus) bool {
+		return slices.ContainsFunc(s.GetWaits(), func(w *waitv1.Wait) bool { return w.GetReason() == rpcerr.ReasonDiskFull && w.GetFix() != "" })
+	}
+	for name, cancel := range map[string]*runv1.CancelRunRequest{"continued": nil, "cancelled": {}, "drained": {Drain: true}} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w, run := idle(t, plan(4, "sync", 0, false))
+			w.generation.gate.full.Store(true)
+			w.mesh.do(func() { w.mesh.stalled = rpcerr.ReasonDiskFull })
+			w.wait(run, full)
+			if cancel != nil {
+				cancel.RunId = run
+				if _, err := w.generation.CancelRun(t.Context(), cancel); err != nil {
+					t.Fatal(err)
+				}
+				w.wait(run, full)
+			}
+			w.generation.gate.full.Store(false)
+			w.mesh.do(func() { w.mesh.stalled, w.mesh.held = "", false })
+			if cancel != nil {
+				w.waitState(run, scheduler.Cancelled)
+				return
+			}
+			w.waitState(run, scheduler.Succeeded)
 			w.whole(4)
 		})
 	}

@@ -56,7 +56,13 @@ func (s *supervision) supervisors(run *Run) []*launch.Supervisor {
 			s.board.update(func(v *view) { v.fleet.put(id, workerView{kind: kind.Name}) })
 			out = append(out, &launch.Supervisor{
 				Worker: id, Launcher: s.Launcher, Limits: limits, Observer: s,
-				Prepare: func(context.Context) (launch.Command, error) { return s.command(id, kind) },
+				Prepare: func(ctx context.Context) (command launch.Command, err error) {
+					err = s.retry.Until(ctx, "the spec of "+id+" to be written (scheduler)", func(context.Context) error {
+						command, err = s.command(id, kind)
+						return err
+					})
+					return command, err
+				},
 				Registered: func(ctx context.Context, process string) error {
 					return s.board.waitForWorker(ctx, id, func(w workerView) bool { return w.process == process && w.healthy() })
 				},

@@ -24,6 +24,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/id"
 	planformat "github.com/rollout-rl/rollout/libs/plan"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	"github.com/rollout-rl/rollout/libs/worker"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
@@ -476,6 +477,7 @@ func (l *launcher) spec(worker string, nth int) *runv1.WorkerSpec {
 // gate fails all calls once it is closed.
 type gate struct {
 	closed atomic.Bool
+	full   atomic.Bool  // the disk of the databases is full: every write to them fails
 	away   atomic.Int32 // so many reads of a cursor fail
 	frozen atomic.Pointer[freeze]
 }
@@ -503,6 +505,14 @@ func (g *gate) pass(at string) error {
 
 func (g *gate) close() { g.closed.Store(true) }
 
+// write returns err at a call that writes to a database.
+func (g *gate) write() error {
+	if g.full.Load() {
+		return rpcerr.ErrDiskFull
+	}
+	return g.err()
+}
+
 func (g *gate) err() error {
 	if g.closed.Load() {
 		return status.Error(codes.Unavailable, "this process is dead")
@@ -523,21 +533,21 @@ func (s gatedStore) Cursor(ctx context.Context, run string) (scheduler.Cursor, e
 }
 
 func (s gatedStore) Update(ctx context.Context, run string, change func(*scheduler.Run) error) (*scheduler.Run, error) {
-	if err := s.gate.err(); err != nil {
+	if err := s.gate.write(); err != nil {
 		return nil, err
 	}
 	return s.Store.Update(ctx, run, change)
 }
 
 func (s gatedStore) Advance(ctx context.Context, run string, from, to uint64) error {
-	if err := s.gate.err(); err != nil {
+	if err := s.gate.write(); err != nil {
 		return err
 	}
 	return s.Store.Advance(ctx, run, from, to)
 }
 
 func (s gatedStore) KeepQueues(ctx context.Context, run string, q *runv1.Queues) error {
-	if err := s.gate.err(); err != nil {
+	if err := s.gate.write(); err != nil {
 		return err
 	}
 	return s.Store.KeepQueues(ctx, run, q)
@@ -575,14 +585,14 @@ func (b gatedBuffer) CloseLedger(ctx context.Context, in *bufferv1.CloseLedgerRe
 }
 
 func (b gatedBuffer) ReissueGroups(ctx context.Context, in *bufferv1.ReissueGroupsRequest, o ...grpc.CallOption) (*bufferv1.ReissueGroupsResponse, error) {
-	if err := b.gate.err(); err != nil {
+	if err := b.gate.write(); err != nil {
 		return nil, err
 	}
 	return b.Buffer.ReissueGroups(ctx, in, o...)
 }
 
 func (b gatedBuffer) ExcludeGroups(ctx context.Context, in *bufferv1.ExcludeGroupsRequest, o ...grpc.CallOption) (*bufferv1.ExcludeGroupsResponse, error) {
-	if err := b.gate.err(); err != nil {
+	if err := b.gate.write(); err != nil {
 		return nil, err
 	}
 	return b.Buffer.ExcludeGroups(ctx, in, o...)

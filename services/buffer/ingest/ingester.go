@@ -11,8 +11,10 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"sync"
 
 	"github.com/rollout-rl/rollout/libs/bus"
+	"github.com/rollout-rl/rollout/libs/disk"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
@@ -53,7 +55,7 @@ type Deps struct {
 	Source   Source          // nil: only puts are ingested
 	Bucket   *segment.Bucket // where payloads are durable; nil: on the local disk
 	Queue    *FairQueue
-	Reserve  *Reserve
+	Reserve  *disk.Reserve
 	Reporter *Reporter
 	Log      *slog.Logger
 }
@@ -105,22 +107,20 @@ func Open(ctx context.Context, cfg Config, deps Deps) (*Ingester, error) {
 
 // Run ingests until ctx ends; its cause is what later puts are answered with.
 func (i *Ingester) Run(ctx context.Context) {
-	streamed := make(chan struct{})
-	go func() {
-		defer close(streamed)
-		if i.stream != nil {
-			i.stream.consume(ctx)
-		}
-	}()
+	var others sync.WaitGroup
+	others.Go(func() { i.space.watch(ctx) })
+	if i.stream != nil {
+		others.Go(func() { i.stream.consume(ctx) })
+	}
 	i.commitGroups(ctx)
-	<-streamed
+	others.Wait()
 	i.committer.close()
 	i.cause = context.Cause(ctx)
 	close(i.done)
 }
 
 // Put ingests some puts and returns a tally for each. They are durable when it returns.
-// ErrDiskFull, ErrFailed, and the cause that ended Run.
+// rpcerr.ErrDiskFull, ErrFailed, and the cause that ended Run.
 func (i *Ingester) Put(ctx context.Context, puts []*trajectoryv1.TrajectoryBatch) ([]ledger.Tally, error) {
 	if why := i.space.check(ctx, false); why != "" {
 		return nil, diskFull(i.run, why)

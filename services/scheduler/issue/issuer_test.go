@@ -15,6 +15,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
@@ -92,6 +93,14 @@ func (a *around) WaitFor(what, why string) {
 	}
 }
 
+func (a *around) blocked(what string, why error) {
+	text := ""
+	if why != nil {
+		text = rpcerr.Text(why)
+	}
+	a.WaitFor(what, text)
+}
+
 // bench makes an issuer of steps of two groups over ten rows, with the cursor at a position.
 func bench(t *testing.T, position uint64, state runv1.RunState, ledger *bufferv1.LedgerState, known ...*bufferv1.GroupRecord) (*Issuer, *around) {
 	t.Helper()
@@ -107,7 +116,7 @@ func bench(t *testing.T, position uint64, state runv1.RunState, ledger *bufferv1
 	}}}
 	log := slog.New(slog.DiscardHandler)
 	i, err := Open(Deps{
-		Buffer: a, Stream: a, Cursor: a, Board: a, Retry: retry.New("run-1", a.WaitFor, log), Emit: func(*eventv1.Event) {}, Log: log,
+		Buffer: a, Stream: a, Cursor: a, Board: a, Retry: retry.New("run-1", a.blocked, log), Emit: func(*eventv1.Event) {}, Log: log,
 	}, run, Window{Sync: true, GroupsPerStep: 2, Steps: 5}, Data{Path: path, Digest: id.Content(text), Rows: 10}, position)
 	if err != nil {
 		t.Fatal(err)

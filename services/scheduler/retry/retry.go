@@ -22,13 +22,16 @@ const slow = 2 * time.Second
 // Retrier repeats the calls of one run. Safe for concurrent use.
 type Retrier struct {
 	run  string
-	show func(what, why string)
+	show func(what string, why error)
 	log  *slog.Logger
 }
 
-// New makes a Retrier. show is called with what the run waits for and why; an empty reason ends
-// that wait.
-func New(run string, show func(what, why string), log *slog.Logger) Retrier {
+// errSlow is why a run waits for a call that has not returned.
+var errSlow = errors.New("no answer yet")
+
+// New makes a Retrier. show is called with what the run waits for and why; a nil error ends that
+// wait.
+func New(run string, show func(what string, why error), log *slog.Logger) Retrier {
 	return Retrier{run: run, show: show, log: log}
 }
 
@@ -42,10 +45,10 @@ func (r Retrier) Until(ctx context.Context, what string, call func(context.Conte
 		err := call(ctx)
 		returned()
 		if err == nil || ctx.Err() != nil || !Transient(err) {
-			r.show(what, "")
+			r.show(what, nil)
 			return err
 		}
-		r.show(what, rpcerr.Text(err))
+		r.show(what, err)
 		if rpcerr.Code(err) == codes.ResourceExhausted && !warned { // an operator has to free space
 			r.log.WarnContext(ctx, "the run waits for space", telemetry.AttrRun, r.run, "for", what, "reason", rpcerr.Reason(err), "fix", rpcerr.Fix(err))
 			warned = true
@@ -70,7 +73,7 @@ func (r Retrier) Follow(ctx context.Context, what string, call func(context.Cont
 			if !Transient(err) {
 				return err
 			}
-			r.show(what, rpcerr.Text(err))
+			r.show(what, err)
 		}
 		if err := Sleep(ctx, 200*time.Millisecond); err != nil {
 			return nil
@@ -87,7 +90,7 @@ func (r Retrier) showSlow(what string) func() {
 		mu.Lock()
 		defer mu.Unlock()
 		if !returned {
-			r.show(what, "no answer yet")
+			r.show(what, errSlow)
 		}
 	})
 	return func() {

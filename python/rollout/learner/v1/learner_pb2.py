@@ -26,10 +26,11 @@ from buf.validate import validate_pb2 as buf_dot_validate_dot_validate__pb2
 from rollout.buffer.v1 import buffer_pb2 as rollout_dot_buffer_dot_v1_dot_buffer__pb2
 from rollout.plan.v1 import plan_pb2 as rollout_dot_plan_dot_v1_dot_plan__pb2
 from rollout.snapshot.v1 import snapshot_pb2 as rollout_dot_snapshot_dot_v1_dot_snapshot__pb2
+from rollout.wait.v1 import wait_pb2 as rollout_dot_wait_dot_v1_dot_wait__pb2
 from rollout.weights.v1 import weights_pb2 as rollout_dot_weights_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollout/learner/v1/learner.proto\x12\x12rollout.learner.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\x1erollout/buffer/v1/buffer.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\"rollout/snapshot/v1/snapshot.proto\x1a rollout/weights/v1/weights.proto\"\xc3\x01\n\x08Progress\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12(\n\x05phase\x18\x02 \x01(\x0e\x32\x19.rollout.learner.v1.Phase\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x04 \x01(\x04\x12\x13\n\x0bwaiting_for\x18\x05 \x01(\t\x12\x34\n\x07weights\x18\x06 \x01(\x0b\x32#.rollout.weights.v1.WeightsManifest\x12\x0f\n\x07message\x18\x07 \x01(\t\"\x9a\x01\n\x0fStartRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12+\n\x04plan\x18\x02 \x01(\x0b\x32\x15.rollout.plan.v1.PlanB\x06\xbaH\x03\xc8\x01\x01\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\x12\x15\n\rrun_directory\x18\x04 \x01(\t\x12\x15\n\rfrom_snapshot\x18\x05 \x01(\t\"\x12\n\x10StartRunResponse\"M\n\x0eStopRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\r\n\x05\x64rain\x18\x02 \x01(\x08\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\"A\n\x0fStopRunResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1c.rollout.learner.v1.Progress\"-\n\x12GetProgressRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"E\n\x13GetProgressResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1c.rollout.learner.v1.Progress\"/\n\x14WatchProgressRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"G\n\x15WatchProgressResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1c.rollout.learner.v1.Progress\"S\n\x11InitializeRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x17\n\x0fstate_directory\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\"N\n\x12InitializeResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\x12\x12\n\nprocess_id\x18\x03 \x01(\t\"\x80\x01\n\x0cTrainRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x15\n\x04step\x18\x02 \x01(\x04\x42\x07\xbaH\x04\x32\x02(\x01\x12/\n\x05\x62\x61tch\x18\x03 \x01(\x0b\x32\x18.rollout.buffer.v1.BatchB\x06\xbaH\x03\xc8\x01\x01\x12\x0f\n\x07publish\x18\x04 \x01(\x08\"\x81\x01\n\rTrainResponse\x12\x35\n\x08progress\x18\x01 \x01(\x0b\x32!.rollout.learner.v1.TrainProgressH\x00\x12\x31\n\x06result\x18\x02 \x01(\x0b\x32\x1f.rollout.learner.v1.TrainResultH\x00\x42\x06\n\x04kind\",\n\rTrainProgress\x12\x0c\n\x04\x64one\x18\x01 \x01(\r\x12\r\n\x05total\x18\x02 \x01(\r\"\x8d\x02\n\x0bTrainResult\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\x12\x34\n\x07weights\x18\x03 \x01(\x0b\x32#.rollout.weights.v1.WeightsManifest\x12=\n\x07metrics\x18\x04 \x03(\x0b\x32,.rollout.learner.v1.TrainResult.MetricsEntry\x12\x33\n\x0b\x63ompletions\x18\x05 \x03(\x0b\x32\x1e.rollout.learner.v1.Completion\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xb7\x01\n\nCompletion\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\x04\x12\x0e\n\x06sample\x18\x03 \x01(\r\x12\x0e\n\x06prompt\x18\x04 \x01(\t\x12\x12\n\ncompletion\x18\x05 \x01(\t\x12\x0e\n\x06reward\x18\x06 \x01(\x01\x12\x16\n\tadvantage\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06tokens\x18\x08 \x01(\r\x12\x11\n\ttruncated\x18\t \x01(\x08\x42\x0c\n\n_advantage\"0\n\x15PublishWeightsRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"N\n\x16PublishWeightsResponse\x12\x34\n\x07weights\x18\x01 \x01(\x0b\x32#.rollout.weights.v1.WeightsManifest\"\x8f\x01\n\x13OfferWeightsRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12,\n\x06\x64igest\x18\x02 \x01(\tB\x1c\xbaH\x19r\x17\x32\x15^blake3-[0-9a-f]{64}$\x12\x13\n\x0b\x62\x61se_digest\x18\x03 \x01(\t\x12\r\n\x05store\x18\x04 \x01(\x08\x12\r\n\x05whole\x18\x05 \x01(\x08\"H\n\x14OfferWeightsResponse\x12\x30\n\x06offers\x18\x01 \x03(\x0b\x32 .rollout.weights.v1.WeightsOffer\"<\n\x13\x45valuateLossRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x0c\n\x04step\x18\x02 \x01(\x04\"\xad\x01\n\x14\x45valuateLossResponse\x12\x46\n\x07metrics\x18\x01 \x03(\x0b\x32\x35.rollout.learner.v1.EvaluateLossResponse.MetricsEntry\x12\x0c\n\x04rows\x18\x02 \x01(\r\x12\x0f\n\x07refused\x18\x03 \x01(\r\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"U\n\x10SaveStateRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x1a\n\tdirectory\x18\x03 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"]\n\x11SaveStateResponse\x12\x30\n\x05\x66iles\x18\x01 \x03(\x0b\x32!.rollout.snapshot.v1.SnapshotFile\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\"\x19\n\x17GetLearnerStatusRequest\"{\n\x18GetLearnerStatusResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0binitialized\x18\x02 \x01(\x08\x12\x10\n\x08\x61\x63tivity\x18\x03 \x01(\t\x12\x12\n\nprocess_id\x18\x04 \x01(\t\x12\x16\n\x0eweights_digest\x18\x05 \x01(\t*\x83\x02\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPHASE_PREPARING\x10\x01\x12\x11\n\rPHASE_LEASING\x10\x02\x12\x12\n\x0ePHASE_TRAINING\x10\x03\x12\x14\n\x10PHASE_COMMITTING\x10\x04\x12\x14\n\x10PHASE_DELIVERING\x10\x05\x12\x14\n\x10PHASE_EVALUATING\x10\x06\x12\x16\n\x12PHASE_SNAPSHOTTING\x10\x07\x12\x14\n\x10PHASE_RECOVERING\x10\x08\x12\x12\n\x0ePHASE_FINISHED\x10\t\x12\x11\n\rPHASE_STOPPED\x10\n\x12\x10\n\x0cPHASE_FAILED\x10\x0b\x32\x8d\x03\n\x18LearnerControllerService\x12U\n\x08StartRun\x12#.rollout.learner.v1.StartRunRequest\x1a$.rollout.learner.v1.StartRunResponse\x12R\n\x07StopRun\x12\".rollout.learner.v1.StopRunRequest\x1a#.rollout.learner.v1.StopRunResponse\x12^\n\x0bGetProgress\x12&.rollout.learner.v1.GetProgressRequest\x1a\'.rollout.learner.v1.GetProgressResponse\x12\x66\n\rWatchProgress\x12(.rollout.learner.v1.WatchProgressRequest\x1a).rollout.learner.v1.WatchProgressResponse0\x01\x32\xbb\x05\n\x14LearnerWorkerService\x12[\n\nInitialize\x12%.rollout.learner.v1.InitializeRequest\x1a&.rollout.learner.v1.InitializeResponse\x12N\n\x05Train\x12 .rollout.learner.v1.TrainRequest\x1a!.rollout.learner.v1.TrainResponse0\x01\x12g\n\x0ePublishWeights\x12).rollout.learner.v1.PublishWeightsRequest\x1a*.rollout.learner.v1.PublishWeightsResponse\x12\x61\n\x0cOfferWeights\x12\'.rollout.learner.v1.OfferWeightsRequest\x1a(.rollout.learner.v1.OfferWeightsResponse\x12\x61\n\x0c\x45valuateLoss\x12\'.rollout.learner.v1.EvaluateLossRequest\x1a(.rollout.learner.v1.EvaluateLossResponse\x12X\n\tSaveState\x12$.rollout.learner.v1.SaveStateRequest\x1a%.rollout.learner.v1.SaveStateResponse\x12m\n\x10GetLearnerStatus\x12+.rollout.learner.v1.GetLearnerStatusRequest\x1a,.rollout.learner.v1.GetLearnerStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollout/learner/v1/learner.proto\x12\x12rollout.learner.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\x1erollout/buffer/v1/buffer.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\"rollout/snapshot/v1/snapshot.proto\x1a\x1arollout/wait/v1/wait.proto\x1a rollout/weights/v1/weights.proto\"\xe8\x01\n\x08Progress\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12(\n\x05phase\x18\x02 \x01(\x0e\x32\x19.rollout.learner.v1.Phase\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x04 \x01(\x04\x12\x13\n\x0bwaiting_for\x18\x05 \x01(\t\x12\x34\n\x07weights\x18\x06 \x01(\x0b\x32#.rollout.weights.v1.WeightsManifest\x12\x0f\n\x07message\x18\x07 \x01(\t\x12#\n\x04wait\x18\x08 \x01(\x0b\x32\x15.rollout.wait.v1.Wait\"\x9a\x01\n\x0fStartRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12+\n\x04plan\x18\x02 \x01(\x0b\x32\x15.rollout.plan.v1.PlanB\x06\xbaH\x03\xc8\x01\x01\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\x12\x15\n\rrun_directory\x18\x04 \x01(\t\x12\x15\n\rfrom_snapshot\x18\x05 \x01(\t\"\x12\n\x10StartRunResponse\"M\n\x0eStopRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\r\n\x05\x64rain\x18\x02 \x01(\x08\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\"A\n\x0fStopRunResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1c.rollout.learner.v1.Progress\"-\n\x12GetProgressRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"E\n\x13GetProgressResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1c.rollout.learner.v1.Progress\"/\n\x14WatchProgressRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"G\n\x15WatchProgressResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1c.rollout.learner.v1.Progress\"S\n\x11InitializeRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x17\n\x0fstate_directory\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\"N\n\x12InitializeResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\x12\x12\n\nprocess_id\x18\x03 \x01(\t\"\x80\x01\n\x0cTrainRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x15\n\x04step\x18\x02 \x01(\x04\x42\x07\xbaH\x04\x32\x02(\x01\x12/\n\x05\x62\x61tch\x18\x03 \x01(\x0b\x32\x18.rollout.buffer.v1.BatchB\x06\xbaH\x03\xc8\x01\x01\x12\x0f\n\x07publish\x18\x04 \x01(\x08\"\x81\x01\n\rTrainResponse\x12\x35\n\x08progress\x18\x01 \x01(\x0b\x32!.rollout.learner.v1.TrainProgressH\x00\x12\x31\n\x06result\x18\x02 \x01(\x0b\x32\x1f.rollout.learner.v1.TrainResultH\x00\x42\x06\n\x04kind\",\n\rTrainProgress\x12\x0c\n\x04\x64one\x18\x01 \x01(\r\x12\r\n\x05total\x18\x02 \x01(\r\"\x8d\x02\n\x0bTrainResult\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\x12\x34\n\x07weights\x18\x03 \x01(\x0b\x32#.rollout.weights.v1.WeightsManifest\x12=\n\x07metrics\x18\x04 \x03(\x0b\x32,.rollout.learner.v1.TrainResult.MetricsEntry\x12\x33\n\x0b\x63ompletions\x18\x05 \x03(\x0b\x32\x1e.rollout.learner.v1.Completion\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xb7\x01\n\nCompletion\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\x04\x12\x0e\n\x06sample\x18\x03 \x01(\r\x12\x0e\n\x06prompt\x18\x04 \x01(\t\x12\x12\n\ncompletion\x18\x05 \x01(\t\x12\x0e\n\x06reward\x18\x06 \x01(\x01\x12\x16\n\tadvantage\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06tokens\x18\x08 \x01(\r\x12\x11\n\ttruncated\x18\t \x01(\x08\x42\x0c\n\n_advantage\"0\n\x15PublishWeightsRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"N\n\x16PublishWeightsResponse\x12\x34\n\x07weights\x18\x01 \x01(\x0b\x32#.rollout.weights.v1.WeightsManifest\"\x8f\x01\n\x13OfferWeightsRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12,\n\x06\x64igest\x18\x02 \x01(\tB\x1c\xbaH\x19r\x17\x32\x15^blake3-[0-9a-f]{64}$\x12\x13\n\x0b\x62\x61se_digest\x18\x03 \x01(\t\x12\r\n\x05store\x18\x04 \x01(\x08\x12\r\n\x05whole\x18\x05 \x01(\x08\"H\n\x14OfferWeightsResponse\x12\x30\n\x06offers\x18\x01 \x03(\x0b\x32 .rollout.weights.v1.WeightsOffer\"<\n\x13\x45valuateLossRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x0c\n\x04step\x18\x02 \x01(\x04\"\xad\x01\n\x14\x45valuateLossResponse\x12\x46\n\x07metrics\x18\x01 \x03(\x0b\x32\x35.rollout.learner.v1.EvaluateLossResponse.MetricsEntry\x12\x0c\n\x04rows\x18\x02 \x01(\r\x12\x0f\n\x07refused\x18\x03 \x01(\r\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"U\n\x10SaveStateRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x1a\n\tdirectory\x18\x03 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"]\n\x11SaveStateResponse\x12\x30\n\x05\x66iles\x18\x01 \x03(\x0b\x32!.rollout.snapshot.v1.SnapshotFile\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\"\x19\n\x17GetLearnerStatusRequest\"{\n\x18GetLearnerStatusResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0binitialized\x18\x02 \x01(\x08\x12\x10\n\x08\x61\x63tivity\x18\x03 \x01(\t\x12\x12\n\nprocess_id\x18\x04 \x01(\t\x12\x16\n\x0eweights_digest\x18\x05 \x01(\t*\x83\x02\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPHASE_PREPARING\x10\x01\x12\x11\n\rPHASE_LEASING\x10\x02\x12\x12\n\x0ePHASE_TRAINING\x10\x03\x12\x14\n\x10PHASE_COMMITTING\x10\x04\x12\x14\n\x10PHASE_DELIVERING\x10\x05\x12\x14\n\x10PHASE_EVALUATING\x10\x06\x12\x16\n\x12PHASE_SNAPSHOTTING\x10\x07\x12\x14\n\x10PHASE_RECOVERING\x10\x08\x12\x12\n\x0ePHASE_FINISHED\x10\t\x12\x11\n\rPHASE_STOPPED\x10\n\x12\x10\n\x0cPHASE_FAILED\x10\x0b\x32\x8d\x03\n\x18LearnerControllerService\x12U\n\x08StartRun\x12#.rollout.learner.v1.StartRunRequest\x1a$.rollout.learner.v1.StartRunResponse\x12R\n\x07StopRun\x12\".rollout.learner.v1.StopRunRequest\x1a#.rollout.learner.v1.StopRunResponse\x12^\n\x0bGetProgress\x12&.rollout.learner.v1.GetProgressRequest\x1a\'.rollout.learner.v1.GetProgressResponse\x12\x66\n\rWatchProgress\x12(.rollout.learner.v1.WatchProgressRequest\x1a).rollout.learner.v1.WatchProgressResponse0\x01\x32\xbb\x05\n\x14LearnerWorkerService\x12[\n\nInitialize\x12%.rollout.learner.v1.InitializeRequest\x1a&.rollout.learner.v1.InitializeResponse\x12N\n\x05Train\x12 .rollout.learner.v1.TrainRequest\x1a!.rollout.learner.v1.TrainResponse0\x01\x12g\n\x0ePublishWeights\x12).rollout.learner.v1.PublishWeightsRequest\x1a*.rollout.learner.v1.PublishWeightsResponse\x12\x61\n\x0cOfferWeights\x12\'.rollout.learner.v1.OfferWeightsRequest\x1a(.rollout.learner.v1.OfferWeightsResponse\x12\x61\n\x0c\x45valuateLoss\x12\'.rollout.learner.v1.EvaluateLossRequest\x1a(.rollout.learner.v1.EvaluateLossResponse\x12X\n\tSaveState\x12$.rollout.learner.v1.SaveStateRequest\x1a%.rollout.learner.v1.SaveStateResponse\x12m\n\x10GetLearnerStatus\x12+.rollout.learner.v1.GetLearnerStatusRequest\x1a,.rollout.learner.v1.GetLearnerStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -70,66 +71,66 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAVESTATEREQUEST'].fields_by_name['run_id']._serialized_options = b'\272H\004r\002\020\001'
   _globals['_SAVESTATEREQUEST'].fields_by_name['directory']._loaded_options = None
   _globals['_SAVESTATEREQUEST'].fields_by_name['directory']._serialized_options = b'\272H\004r\002\020\001'
-  _globals['_PHASE']._serialized_start=2831
-  _globals['_PHASE']._serialized_end=3090
-  _globals['_PROGRESS']._serialized_start=216
-  _globals['_PROGRESS']._serialized_end=411
-  _globals['_STARTRUNREQUEST']._serialized_start=414
-  _globals['_STARTRUNREQUEST']._serialized_end=568
-  _globals['_STARTRUNRESPONSE']._serialized_start=570
-  _globals['_STARTRUNRESPONSE']._serialized_end=588
-  _globals['_STOPRUNREQUEST']._serialized_start=590
-  _globals['_STOPRUNREQUEST']._serialized_end=667
-  _globals['_STOPRUNRESPONSE']._serialized_start=669
-  _globals['_STOPRUNRESPONSE']._serialized_end=734
-  _globals['_GETPROGRESSREQUEST']._serialized_start=736
-  _globals['_GETPROGRESSREQUEST']._serialized_end=781
-  _globals['_GETPROGRESSRESPONSE']._serialized_start=783
-  _globals['_GETPROGRESSRESPONSE']._serialized_end=852
-  _globals['_WATCHPROGRESSREQUEST']._serialized_start=854
-  _globals['_WATCHPROGRESSREQUEST']._serialized_end=901
-  _globals['_WATCHPROGRESSRESPONSE']._serialized_start=903
-  _globals['_WATCHPROGRESSRESPONSE']._serialized_end=974
-  _globals['_INITIALIZEREQUEST']._serialized_start=976
-  _globals['_INITIALIZEREQUEST']._serialized_end=1059
-  _globals['_INITIALIZERESPONSE']._serialized_start=1061
-  _globals['_INITIALIZERESPONSE']._serialized_end=1139
-  _globals['_TRAINREQUEST']._serialized_start=1142
-  _globals['_TRAINREQUEST']._serialized_end=1270
-  _globals['_TRAINRESPONSE']._serialized_start=1273
-  _globals['_TRAINRESPONSE']._serialized_end=1402
-  _globals['_TRAINPROGRESS']._serialized_start=1404
-  _globals['_TRAINPROGRESS']._serialized_end=1448
-  _globals['_TRAINRESULT']._serialized_start=1451
-  _globals['_TRAINRESULT']._serialized_end=1720
-  _globals['_TRAINRESULT_METRICSENTRY']._serialized_start=1674
-  _globals['_TRAINRESULT_METRICSENTRY']._serialized_end=1720
-  _globals['_COMPLETION']._serialized_start=1723
-  _globals['_COMPLETION']._serialized_end=1906
-  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_start=1908
-  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_end=1956
-  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_start=1958
-  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_end=2036
-  _globals['_OFFERWEIGHTSREQUEST']._serialized_start=2039
-  _globals['_OFFERWEIGHTSREQUEST']._serialized_end=2182
-  _globals['_OFFERWEIGHTSRESPONSE']._serialized_start=2184
-  _globals['_OFFERWEIGHTSRESPONSE']._serialized_end=2256
-  _globals['_EVALUATELOSSREQUEST']._serialized_start=2258
-  _globals['_EVALUATELOSSREQUEST']._serialized_end=2318
-  _globals['_EVALUATELOSSRESPONSE']._serialized_start=2321
-  _globals['_EVALUATELOSSRESPONSE']._serialized_end=2494
-  _globals['_EVALUATELOSSRESPONSE_METRICSENTRY']._serialized_start=1674
-  _globals['_EVALUATELOSSRESPONSE_METRICSENTRY']._serialized_end=1720
-  _globals['_SAVESTATEREQUEST']._serialized_start=2496
-  _globals['_SAVESTATEREQUEST']._serialized_end=2581
-  _globals['_SAVESTATERESPONSE']._serialized_start=2583
-  _globals['_SAVESTATERESPONSE']._serialized_end=2676
-  _globals['_GETLEARNERSTATUSREQUEST']._serialized_start=2678
-  _globals['_GETLEARNERSTATUSREQUEST']._serialized_end=2703
-  _globals['_GETLEARNERSTATUSRESPONSE']._serialized_start=2705
-  _globals['_GETLEARNERSTATUSRESPONSE']._serialized_end=2828
-  _globals['_LEARNERCONTROLLERSERVICE']._serialized_start=3093
-  _globals['_LEARNERCONTROLLERSERVICE']._serialized_end=3490
-  _globals['_LEARNERWORKERSERVICE']._serialized_start=3493
-  _globals['_LEARNERWORKERSERVICE']._serialized_end=4192
+  _globals['_PHASE']._serialized_start=2896
+  _globals['_PHASE']._serialized_end=3155
+  _globals['_PROGRESS']._serialized_start=244
+  _globals['_PROGRESS']._serialized_end=476
+  _globals['_STARTRUNREQUEST']._serialized_start=479
+  _globals['_STARTRUNREQUEST']._serialized_end=633
+  _globals['_STARTRUNRESPONSE']._serialized_start=635
+  _globals['_STARTRUNRESPONSE']._serialized_end=653
+  _globals['_STOPRUNREQUEST']._serialized_start=655
+  _globals['_STOPRUNREQUEST']._serialized_end=732
+  _globals['_STOPRUNRESPONSE']._serialized_start=734
+  _globals['_STOPRUNRESPONSE']._serialized_end=799
+  _globals['_GETPROGRESSREQUEST']._serialized_start=801
+  _globals['_GETPROGRESSREQUEST']._serialized_end=846
+  _globals['_GETPROGRESSRESPONSE']._serialized_start=848
+  _globals['_GETPROGRESSRESPONSE']._serialized_end=917
+  _globals['_WATCHPROGRESSREQUEST']._serialized_start=919
+  _globals['_WATCHPROGRESSREQUEST']._serialized_end=966
+  _globals['_WATCHPROGRESSRESPONSE']._serialized_start=968
+  _globals['_WATCHPROGRESSRESPONSE']._serialized_end=1039
+  _globals['_INITIALIZEREQUEST']._serialized_start=1041
+  _globals['_INITIALIZEREQUEST']._serialized_end=1124
+  _globals['_INITIALIZERESPONSE']._serialized_start=1126
+  _globals['_INITIALIZERESPONSE']._serialized_end=1204
+  _globals['_TRAINREQUEST']._serialized_start=1207
+  _globals['_TRAINREQUEST']._serialized_end=1335
+  _globals['_TRAINRESPONSE']._serialized_start=1338
+  _globals['_TRAINRESPONSE']._serialized_end=1467
+  _globals['_TRAINPROGRESS']._serialized_start=1469
+  _globals['_TRAINPROGRESS']._serialized_end=1513
+  _globals['_TRAINRESULT']._serialized_start=1516
+  _globals['_TRAINRESULT']._serialized_end=1785
+  _globals['_TRAINRESULT_METRICSENTRY']._serialized_start=1739
+  _globals['_TRAINRESULT_METRICSENTRY']._serialized_end=1785
+  _globals['_COMPLETION']._serialized_start=1788
+  _globals['_COMPLETION']._serialized_end=1971
+  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_start=1973
+  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_end=2021
+  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_start=2023
+  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_end=2101
+  _globals['_OFFERWEIGHTSREQUEST']._serialized_start=2104
+  _globals['_OFFERWEIGHTSREQUEST']._serialized_end=2247
+  _globals['_OFFERWEIGHTSRESPONSE']._serialized_start=2249
+  _globals['_OFFERWEIGHTSRESPONSE']._serialized_end=2321
+  _globals['_EVALUATELOSSREQUEST']._serialized_start=2323
+  _globals['_EVALUATELOSSREQUEST']._serialized_end=2383
+  _globals['_EVALUATELOSSRESPONSE']._serialized_start=2386
+  _globals['_EVALUATELOSSRESPONSE']._serialized_end=2559
+  _globals['_EVALUATELOSSRESPONSE_METRICSENTRY']._serialized_start=1739
+  _globals['_EVALUATELOSSRESPONSE_METRICSENTRY']._serialized_end=1785
+  _globals['_SAVESTATEREQUEST']._serialized_start=2561
+  _globals['_SAVESTATEREQUEST']._serialized_end=2646
+  _globals['_SAVESTATERESPONSE']._serialized_start=2648
+  _globals['_SAVESTATERESPONSE']._serialized_end=2741
+  _globals['_GETLEARNERSTATUSREQUEST']._serialized_start=2743
+  _globals['_GETLEARNERSTATUSREQUEST']._serialized_end=2768
+  _globals['_GETLEARNERSTATUSRESPONSE']._serialized_start=2770
+  _globals['_GETLEARNERSTATUSRESPONSE']._serialized_end=2893
+  _globals['_LEARNERCONTROLLERSERVICE']._serialized_start=3158
+  _globals['_LEARNERCONTROLLERSERVICE']._serialized_end=3555
+  _globals['_LEARNERWORKERSERVICE']._serialized_start=3558
+  _globals['_LEARNERWORKERSERVICE']._serialized_end=4257
 # @@protoc_insertion_point(module_scope)

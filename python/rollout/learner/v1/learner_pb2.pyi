@@ -13,6 +13,7 @@ from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from rollout.buffer.v1 import buffer_pb2 as _buffer_pb2
 from rollout.plan.v1 import plan_pb2 as _plan_pb2
 from rollout.snapshot.v1 import snapshot_pb2 as _snapshot_pb2
+from rollout.wait.v1 import wait_pb2 as _wait_pb2
 from rollout.weights.v1 import weights_pb2 as _weights_pb2
 import builtins as _builtins
 import sys
@@ -106,6 +107,7 @@ class Progress(_message.Message):
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     phase: Global___Phase.ValueType
@@ -122,6 +124,12 @@ class Progress(_message.Message):
     def weights(self) -> _weights_pb2.WeightsManifest:
         """Newest weights."""
 
+    @_builtins.property
+    def wait(self) -> _wait_pb2.Wait:
+        """What stops the run until someone ends it, such as a full disk (reason DISK_FULL); absent
+        otherwise. The run then continues by itself.
+        """
+
     def __init__(
         self,
         *,
@@ -132,10 +140,11 @@ class Progress(_message.Message):
         waiting_for: _builtins.str = ...,
         weights: _weights_pb2.WeightsManifest | None = ...,
         message: _builtins.str = ...,
+        wait: _wait_pb2.Wait | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["wait", b"wait", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "phase", b"phase", "run_id", b"run_id", "step", b"step", "total_steps", b"total_steps", "waiting_for", b"waiting_for", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "phase", b"phase", "run_id", b"run_id", "step", b"step", "total_steps", b"total_steps", "wait", b"wait", "waiting_for", b"waiting_for", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,9 +11,10 @@ package learnerv1
 
 import (
 	_ "buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
-	v12 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
-	v11 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
-	v13 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+	v13 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	v12 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	v14 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+	v11 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 	v1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
@@ -141,7 +142,10 @@ type Progress struct {
 	// Newest weights.
 	Weights *v1.WeightsManifest `protobuf:"bytes,6,opt,name=weights,proto3" json:"weights,omitempty"`
 	// Why the run failed, as text.
-	Message       string `protobuf:"bytes,7,opt,name=message,proto3" json:"message,omitempty"`
+	Message string `protobuf:"bytes,7,opt,name=message,proto3" json:"message,omitempty"`
+	// What stops the run until someone ends it, such as a full disk (reason DISK_FULL); absent
+	// otherwise. The run then continues by itself.
+	Wait          *v11.Wait `protobuf:"bytes,8,opt,name=wait,proto3" json:"wait,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -225,13 +229,20 @@ func (x *Progress) GetMessage() string {
 	return ""
 }
 
+func (x *Progress) GetWait() *v11.Wait {
+	if x != nil {
+		return x.Wait
+	}
+	return nil
+}
+
 // StartRunRequest names a run and its plan.
 type StartRunRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	// Plan.
-	Plan *v11.Plan `protobuf:"bytes,2,opt,name=plan,proto3" json:"plan,omitempty"`
+	Plan *v12.Plan `protobuf:"bytes,2,opt,name=plan,proto3" json:"plan,omitempty"`
 	// Incarnation of the run.
 	Incarnation uint32 `protobuf:"varint,3,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
 	// Folder of the run.
@@ -279,7 +290,7 @@ func (x *StartRunRequest) GetRunId() string {
 	return ""
 }
 
-func (x *StartRunRequest) GetPlan() *v11.Plan {
+func (x *StartRunRequest) GetPlan() *v12.Plan {
 	if x != nil {
 		return x.Plan
 	}
@@ -775,7 +786,7 @@ type TrainRequest struct {
 	// Step to make.
 	Step uint64 `protobuf:"varint,2,opt,name=step,proto3" json:"step,omitempty"`
 	// Batch to train on.
-	Batch *v12.Batch `protobuf:"bytes,3,opt,name=batch,proto3" json:"batch,omitempty"`
+	Batch *v13.Batch `protobuf:"bytes,3,opt,name=batch,proto3" json:"batch,omitempty"`
 	// Whether to publish the weights of the step.
 	Publish       bool `protobuf:"varint,4,opt,name=publish,proto3" json:"publish,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -826,7 +837,7 @@ func (x *TrainRequest) GetStep() uint64 {
 	return 0
 }
 
-func (x *TrainRequest) GetBatch() *v12.Batch {
+func (x *TrainRequest) GetBatch() *v13.Batch {
 	if x != nil {
 		return x.Batch
 	}
@@ -1590,7 +1601,7 @@ func (x *SaveStateRequest) GetDirectory() string {
 type SaveStateResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Files written, relative to the folder.
-	Files []*v13.SnapshotFile `protobuf:"bytes,1,rep,name=files,proto3" json:"files,omitempty"`
+	Files []*v14.SnapshotFile `protobuf:"bytes,1,rep,name=files,proto3" json:"files,omitempty"`
 	// Digest of the weights in the state.
 	WeightsDigest string `protobuf:"bytes,2,opt,name=weights_digest,json=weightsDigest,proto3" json:"weights_digest,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -1627,7 +1638,7 @@ func (*SaveStateResponse) Descriptor() ([]byte, []int) {
 	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{23}
 }
 
-func (x *SaveStateResponse) GetFiles() []*v13.SnapshotFile {
+func (x *SaveStateResponse) GetFiles() []*v14.SnapshotFile {
 	if x != nil {
 		return x.Files
 	}
@@ -1764,7 +1775,7 @@ var File_rollout_learner_v1_learner_proto protoreflect.FileDescriptor
 
 const file_rollout_learner_v1_learner_proto_rawDesc = "" +
 	"\n" +
-	" rollout/learner/v1/learner.proto\x12\x12rollout.learner.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1erollout/buffer/v1/buffer.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\"rollout/snapshot/v1/snapshot.proto\x1a rollout/weights/v1/weights.proto\"\x81\x02\n" +
+	" rollout/learner/v1/learner.proto\x12\x12rollout.learner.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1erollout/buffer/v1/buffer.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\"rollout/snapshot/v1/snapshot.proto\x1a\x1arollout/wait/v1/wait.proto\x1a rollout/weights/v1/weights.proto\"\xac\x02\n" +
 	"\bProgress\x12\x15\n" +
 	"\x06run_id\x18\x01 \x01(\tR\x05runId\x12/\n" +
 	"\x05phase\x18\x02 \x01(\x0e2\x19.rollout.learner.v1.PhaseR\x05phase\x12\x12\n" +
@@ -1774,7 +1785,8 @@ const file_rollout_learner_v1_learner_proto_rawDesc = "" +
 	"\vwaiting_for\x18\x05 \x01(\tR\n" +
 	"waitingFor\x12=\n" +
 	"\aweights\x18\x06 \x01(\v2#.rollout.weights.v1.WeightsManifestR\aweights\x12\x18\n" +
-	"\amessage\x18\a \x01(\tR\amessage\"\xd0\x01\n" +
+	"\amessage\x18\a \x01(\tR\amessage\x12)\n" +
+	"\x04wait\x18\b \x01(\v2\x15.rollout.wait.v1.WaitR\x04wait\"\xd0\x01\n" +
 	"\x0fStartRunRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x121\n" +
 	"\x04plan\x18\x02 \x01(\v2\x15.rollout.plan.v1.PlanB\x06\xbaH\x03\xc8\x01\x01R\x04plan\x12 \n" +
@@ -1954,55 +1966,57 @@ var file_rollout_learner_v1_learner_proto_goTypes = []any{
 	nil,                              // 27: rollout.learner.v1.TrainResult.MetricsEntry
 	nil,                              // 28: rollout.learner.v1.EvaluateLossResponse.MetricsEntry
 	(*v1.WeightsManifest)(nil),       // 29: rollout.weights.v1.WeightsManifest
-	(*v11.Plan)(nil),                 // 30: rollout.plan.v1.Plan
-	(*v12.Batch)(nil),                // 31: rollout.buffer.v1.Batch
-	(*v1.WeightsOffer)(nil),          // 32: rollout.weights.v1.WeightsOffer
-	(*v13.SnapshotFile)(nil),         // 33: rollout.snapshot.v1.SnapshotFile
+	(*v11.Wait)(nil),                 // 30: rollout.wait.v1.Wait
+	(*v12.Plan)(nil),                 // 31: rollout.plan.v1.Plan
+	(*v13.Batch)(nil),                // 32: rollout.buffer.v1.Batch
+	(*v1.WeightsOffer)(nil),          // 33: rollout.weights.v1.WeightsOffer
+	(*v14.SnapshotFile)(nil),         // 34: rollout.snapshot.v1.SnapshotFile
 }
 var file_rollout_learner_v1_learner_proto_depIdxs = []int32{
 	0,  // 0: rollout.learner.v1.Progress.phase:type_name -> rollout.learner.v1.Phase
 	29, // 1: rollout.learner.v1.Progress.weights:type_name -> rollout.weights.v1.WeightsManifest
-	30, // 2: rollout.learner.v1.StartRunRequest.plan:type_name -> rollout.plan.v1.Plan
-	1,  // 3: rollout.learner.v1.StopRunResponse.progress:type_name -> rollout.learner.v1.Progress
-	1,  // 4: rollout.learner.v1.GetProgressResponse.progress:type_name -> rollout.learner.v1.Progress
-	1,  // 5: rollout.learner.v1.WatchProgressResponse.progress:type_name -> rollout.learner.v1.Progress
-	31, // 6: rollout.learner.v1.TrainRequest.batch:type_name -> rollout.buffer.v1.Batch
-	14, // 7: rollout.learner.v1.TrainResponse.progress:type_name -> rollout.learner.v1.TrainProgress
-	15, // 8: rollout.learner.v1.TrainResponse.result:type_name -> rollout.learner.v1.TrainResult
-	29, // 9: rollout.learner.v1.TrainResult.weights:type_name -> rollout.weights.v1.WeightsManifest
-	27, // 10: rollout.learner.v1.TrainResult.metrics:type_name -> rollout.learner.v1.TrainResult.MetricsEntry
-	16, // 11: rollout.learner.v1.TrainResult.completions:type_name -> rollout.learner.v1.Completion
-	29, // 12: rollout.learner.v1.PublishWeightsResponse.weights:type_name -> rollout.weights.v1.WeightsManifest
-	32, // 13: rollout.learner.v1.OfferWeightsResponse.offers:type_name -> rollout.weights.v1.WeightsOffer
-	28, // 14: rollout.learner.v1.EvaluateLossResponse.metrics:type_name -> rollout.learner.v1.EvaluateLossResponse.MetricsEntry
-	33, // 15: rollout.learner.v1.SaveStateResponse.files:type_name -> rollout.snapshot.v1.SnapshotFile
-	2,  // 16: rollout.learner.v1.LearnerControllerService.StartRun:input_type -> rollout.learner.v1.StartRunRequest
-	4,  // 17: rollout.learner.v1.LearnerControllerService.StopRun:input_type -> rollout.learner.v1.StopRunRequest
-	6,  // 18: rollout.learner.v1.LearnerControllerService.GetProgress:input_type -> rollout.learner.v1.GetProgressRequest
-	8,  // 19: rollout.learner.v1.LearnerControllerService.WatchProgress:input_type -> rollout.learner.v1.WatchProgressRequest
-	10, // 20: rollout.learner.v1.LearnerWorkerService.Initialize:input_type -> rollout.learner.v1.InitializeRequest
-	12, // 21: rollout.learner.v1.LearnerWorkerService.Train:input_type -> rollout.learner.v1.TrainRequest
-	17, // 22: rollout.learner.v1.LearnerWorkerService.PublishWeights:input_type -> rollout.learner.v1.PublishWeightsRequest
-	19, // 23: rollout.learner.v1.LearnerWorkerService.OfferWeights:input_type -> rollout.learner.v1.OfferWeightsRequest
-	21, // 24: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:input_type -> rollout.learner.v1.EvaluateLossRequest
-	23, // 25: rollout.learner.v1.LearnerWorkerService.SaveState:input_type -> rollout.learner.v1.SaveStateRequest
-	25, // 26: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:input_type -> rollout.learner.v1.GetLearnerStatusRequest
-	3,  // 27: rollout.learner.v1.LearnerControllerService.StartRun:output_type -> rollout.learner.v1.StartRunResponse
-	5,  // 28: rollout.learner.v1.LearnerControllerService.StopRun:output_type -> rollout.learner.v1.StopRunResponse
-	7,  // 29: rollout.learner.v1.LearnerControllerService.GetProgress:output_type -> rollout.learner.v1.GetProgressResponse
-	9,  // 30: rollout.learner.v1.LearnerControllerService.WatchProgress:output_type -> rollout.learner.v1.WatchProgressResponse
-	11, // 31: rollout.learner.v1.LearnerWorkerService.Initialize:output_type -> rollout.learner.v1.InitializeResponse
-	13, // 32: rollout.learner.v1.LearnerWorkerService.Train:output_type -> rollout.learner.v1.TrainResponse
-	18, // 33: rollout.learner.v1.LearnerWorkerService.PublishWeights:output_type -> rollout.learner.v1.PublishWeightsResponse
-	20, // 34: rollout.learner.v1.LearnerWorkerService.OfferWeights:output_type -> rollout.learner.v1.OfferWeightsResponse
-	22, // 35: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:output_type -> rollout.learner.v1.EvaluateLossResponse
-	24, // 36: rollout.learner.v1.LearnerWorkerService.SaveState:output_type -> rollout.learner.v1.SaveStateResponse
-	26, // 37: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:output_type -> rollout.learner.v1.GetLearnerStatusResponse
-	27, // [27:38] is the sub-list for method output_type
-	16, // [16:27] is the sub-list for method input_type
-	16, // [16:16] is the sub-list for extension type_name
-	16, // [16:16] is the sub-list for extension extendee
-	0,  // [0:16] is the sub-list for field type_name
+	30, // 2: rollout.learner.v1.Progress.wait:type_name -> rollout.wait.v1.Wait
+	31, // 3: rollout.learner.v1.StartRunRequest.plan:type_name -> rollout.plan.v1.Plan
+	1,  // 4: rollout.learner.v1.StopRunResponse.progress:type_name -> rollout.learner.v1.Progress
+	1,  // 5: rollout.learner.v1.GetProgressResponse.progress:type_name -> rollout.learner.v1.Progress
+	1,  // 6: rollout.learner.v1.WatchProgressResponse.progress:type_name -> rollout.learner.v1.Progress
+	32, // 7: rollout.learner.v1.TrainRequest.batch:type_name -> rollout.buffer.v1.Batch
+	14, // 8: rollout.learner.v1.TrainResponse.progress:type_name -> rollout.learner.v1.TrainProgress
+	15, // 9: rollout.learner.v1.TrainResponse.result:type_name -> rollout.learner.v1.TrainResult
+	29, // 10: rollout.learner.v1.TrainResult.weights:type_name -> rollout.weights.v1.WeightsManifest
+	27, // 11: rollout.learner.v1.TrainResult.metrics:type_name -> rollout.learner.v1.TrainResult.MetricsEntry
+	16, // 12: rollout.learner.v1.TrainResult.completions:type_name -> rollout.learner.v1.Completion
+	29, // 13: rollout.learner.v1.PublishWeightsResponse.weights:type_name -> rollout.weights.v1.WeightsManifest
+	33, // 14: rollout.learner.v1.OfferWeightsResponse.offers:type_name -> rollout.weights.v1.WeightsOffer
+	28, // 15: rollout.learner.v1.EvaluateLossResponse.metrics:type_name -> rollout.learner.v1.EvaluateLossResponse.MetricsEntry
+	34, // 16: rollout.learner.v1.SaveStateResponse.files:type_name -> rollout.snapshot.v1.SnapshotFile
+	2,  // 17: rollout.learner.v1.LearnerControllerService.StartRun:input_type -> rollout.learner.v1.StartRunRequest
+	4,  // 18: rollout.learner.v1.LearnerControllerService.StopRun:input_type -> rollout.learner.v1.StopRunRequest
+	6,  // 19: rollout.learner.v1.LearnerControllerService.GetProgress:input_type -> rollout.learner.v1.GetProgressRequest
+	8,  // 20: rollout.learner.v1.LearnerControllerService.WatchProgress:input_type -> rollout.learner.v1.WatchProgressRequest
+	10, // 21: rollout.learner.v1.LearnerWorkerService.Initialize:input_type -> rollout.learner.v1.InitializeRequest
+	12, // 22: rollout.learner.v1.LearnerWorkerService.Train:input_type -> rollout.learner.v1.TrainRequest
+	17, // 23: rollout.learner.v1.LearnerWorkerService.PublishWeights:input_type -> rollout.learner.v1.PublishWeightsRequest
+	19, // 24: rollout.learner.v1.LearnerWorkerService.OfferWeights:input_type -> rollout.learner.v1.OfferWeightsRequest
+	21, // 25: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:input_type -> rollout.learner.v1.EvaluateLossRequest
+	23, // 26: rollout.learner.v1.LearnerWorkerService.SaveState:input_type -> rollout.learner.v1.SaveStateRequest
+	25, // 27: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:input_type -> rollout.learner.v1.GetLearnerStatusRequest
+	3,  // 28: rollout.learner.v1.LearnerControllerService.StartRun:output_type -> rollout.learner.v1.StartRunResponse
+	5,  // 29: rollout.learner.v1.LearnerControllerService.StopRun:output_type -> rollout.learner.v1.StopRunResponse
+	7,  // 30: rollout.learner.v1.LearnerControllerService.GetProgress:output_type -> rollout.learner.v1.GetProgressResponse
+	9,  // 31: rollout.learner.v1.LearnerControllerService.WatchProgress:output_type -> rollout.learner.v1.WatchProgressResponse
+	11, // 32: rollout.learner.v1.LearnerWorkerService.Initialize:output_type -> rollout.learner.v1.InitializeResponse
+	13, // 33: rollout.learner.v1.LearnerWorkerService.Train:output_type -> rollout.learner.v1.TrainResponse
+	18, // 34: rollout.learner.v1.LearnerWorkerService.PublishWeights:output_type -> rollout.learner.v1.PublishWeightsResponse
+	20, // 35: rollout.learner.v1.LearnerWorkerService.OfferWeights:output_type -> rollout.learner.v1.OfferWeightsResponse
+	22, // 36: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:output_type -> rollout.learner.v1.EvaluateLossResponse
+	24, // 37: rollout.learner.v1.LearnerWorkerService.SaveState:output_type -> rollout.learner.v1.SaveStateResponse
+	26, // 38: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:output_type -> rollout.learner.v1.GetLearnerStatusResponse
+	28, // [28:39] is the sub-list for method output_type
+	17, // [17:28] is the sub-list for method input_type
+	17, // [17:17] is the sub-list for extension type_name
+	17, // [17:17] is the sub-list for extension extendee
+	0,  // [0:17] is the sub-list for field type_name
 }
 
 func init() { file_rollout_learner_v1_learner_proto_init() }
