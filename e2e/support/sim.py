@@ -244,8 +244,10 @@ def journals_agree(running: Mesh, run: str, job: Job) -> dict[str, int]:
     of its receipt.
     """
     directory = running.status(run).run.directory
-    trained = journal.read(directory, "learner")
-    sampled = {(r["request"], r["seed"], r["version"], r["digest"]) for r in journal.read(directory, "inference")}
+    trained = journal.read(directory, "learner", running.environment)
+    sampled = {
+        (r["request"], r["seed"], r["version"], r["digest"]) for r in journal.read(directory, "inference", running.environment)
+    }
     steps = running.buffer.ListSteps(buffer_pb2.ListStepsRequest(run_id=run)).steps
     digests = {step.step: step.weights_digest for step in steps}
     used: dict[str, int] = {}

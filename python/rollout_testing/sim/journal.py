@@ -5,15 +5,27 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+FOLDER_VARIABLE = "ROLLOUT_SIM_JOURNALS"
+"""The folder of the journals of all runs, for a test in which the disk of the runs is full; a run's
+own folder where it is not set."""
+
+
+def folder_of(run_directory: str | os.PathLike[str], environ: Mapping[str, str] = os.environ) -> Path:
+    """The folder of a run's journals, for processes with these variables."""
+    run = Path(run_directory)
+    return Path(environ[FOLDER_VARIABLE]) / run.name if FOLDER_VARIABLE in environ else run / "journal"
+
 
 class Journal:
-    """``<run directory>/journal/<name>.jsonl``. An incomplete line, from a kill, is ignored."""
+    """``<name>.jsonl`` in the folder of the run's journals. An incomplete line, from a kill, is
+    ignored."""
 
     def __init__(self, run_directory: str, name: str) -> None:
-        folder = Path(run_directory) / "journal"
+        folder = folder_of(run_directory)
         folder.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(folder / f"{name}.jsonl", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
         os.write(self._descriptor, b"\n")  # end an incomplete line of the previous process
@@ -23,10 +35,11 @@ class Journal:
         os.write(self._descriptor, (json.dumps(record, separators=(",", ":")) + "\n").encode())
 
 
-def read(run_directory: str | os.PathLike[str], kind: str) -> list[dict[str, Any]]:
-    """Every complete record of the processes whose names start with ``kind``."""
+def read(run_directory: str | os.PathLike[str], kind: str, environ: Mapping[str, str] = os.environ) -> list[dict[str, Any]]:
+    """Every complete record of the processes whose names start with ``kind``. environ: their
+    variables."""
     records: list[dict[str, Any]] = []
-    for path in sorted((Path(run_directory) / "journal").glob(f"{kind}*.jsonl")):
+    for path in sorted(folder_of(run_directory, environ).glob(f"{kind}*.jsonl")):
         for line in path.read_bytes().splitlines(keepends=True):
             try:
                 if line.strip() and line.endswith(b"\n"):

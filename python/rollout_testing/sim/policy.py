@@ -117,22 +117,26 @@ def write(folder: Path, words: Words, version: int, source: Path, fsync: bool) -
     """Write a version's folder and rename it to its final name, like the real function."""
     staging = folder.parent / f".{folder.name}.{uuid.uuid4().hex}.tmp"
     staging.mkdir(parents=True)
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(source / name, staging / name)
-    (staging / _TENSOR_FILE).write_bytes(_safetensors(words))
-    made = digest(words)
-    manifest = WeightsManifest(
-        version,
-        made.root,
-        (TensorEntry("words", "uint64", (WORDS,), made.root),),
-        tuple(FileEntry(path.name, path.stat().st_size) for path in sorted(staging.iterdir())),
-    )
-    (staging / _MANIFEST_FILE).write_text(json.dumps({"version": version, "digest": made.root}))
-    if fsync:
-        for path in staging.iterdir():
-            sync(path)
-        sync(staging)
-    replace(staging, folder)
+    try:
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(source / name, staging / name)
+        (staging / _TENSOR_FILE).write_bytes(_safetensors(words))
+        made = digest(words)
+        manifest = WeightsManifest(
+            version,
+            made.root,
+            (TensorEntry("words", "uint64", (WORDS,), made.root),),
+            tuple(FileEntry(path.name, path.stat().st_size) for path in sorted(staging.iterdir())),
+        )
+        (staging / _MANIFEST_FILE).write_text(json.dumps({"version": version, "digest": made.root}))
+        if fsync:
+            for path in staging.iterdir():
+                sync(path)
+            sync(staging)
+        replace(staging, folder)
+    except OSError:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
     if fsync:
         sync(folder.parent)
     return manifest

@@ -16,6 +16,10 @@ from rollout_testing.sim.journal import Journal
 from rollout_workers.trainer.types import BadBatch, StateUnreadable, StepOutOfTurn, StepResult, TrainSample
 
 _STATE = "state.json"
+_OPTIMIZER = "optimizer.bin"
+BYTES_VARIABLE = "ROLLOUT_SIM_STATE_BYTES"
+"""Size of the file of a state that stands for an optimizer, other bytes in each step; none where it
+is not set."""
 
 
 class SimTrainer:
@@ -71,6 +75,8 @@ class SimTrainer:
         root.mkdir(parents=True, exist_ok=True)
         (root / _STATE).unlink(missing_ok=True)
         manifest = policy.write(root / "weights", self.words, self.step, self.model_dir, fsync=True)
+        if size := int(os.environ.get(BYTES_VARIABLE, "0")):
+            (root / _OPTIMIZER).write_bytes(self.step.to_bytes(8, "little") * (size // 8))
         (root / _STATE).write_text(json.dumps({"step": self.step, "weights_digest": manifest.digest}))
         policy.sync(root / _STATE)
         policy.sync(root)

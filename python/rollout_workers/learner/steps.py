@@ -72,6 +72,8 @@ class Steps:
     async def _make(self, batch: Batch, publish: bool, read: ReadSamples) -> pb.TrainResult:
         step, last = self._thread.step, self._last
         if last and (last.step, last.batch_id) == (batch.step, batch.batch_id) and step == batch.step:
+            if not last.result.weights_digest:  # the disk was full when the weights were written
+                await self._finish(last.result, publish)
             return last.result
         if batch.step != step + 1:
             raise StepOutOfTurn(
@@ -84,28 +86,35 @@ class Steps:
         read_seconds = time.perf_counter() - began
         progress = _throttled(asyncio.get_running_loop(), self._report_progress)
         with self._thread.doing(f"training step {batch.step} on {len(samples)} samples"):
-            result = await self._thread.run(lambda trainer: self._step(trainer, samples, batch.step, publish, progress))
-        if publish:
-            self._weights.prepare()
-        result.metrics["time/read"] = read_seconds
-        self._weights.digest = result.weights_digest
-        self._last = _LastStep(batch.step, batch.batch_id, result)
+            result = await self._thread.run(lambda trainer: self._step(trainer, samples, batch.step, progress))
+            result.metrics["time/read"] = read_seconds
+            self._last = _LastStep(batch.step, batch.batch_id, result)  # also if its weights can't be written
+            await self._finish(result, publish)
         return result
 
-    def _step(self, trainer: Trainer, samples: list[TrainSample], step: int, publish: bool, progress: Progress) -> pb.TrainResult:
-        """Make a step, and publish its weights or only compute their digest. Runs in the trainer's
-        thread."""
+    async def _finish(self, result: pb.TrainResult, publish: bool) -> None:
+        """Publish the weights of a step that was made, or only compute their digest."""
+
+        def finish(trainer: Trainer) -> None:
+            began = time.perf_counter()
+            if publish:
+                result.weights.CopyFrom(self._weights.write(trainer))
+                result.weights_digest = result.weights.digest
+            else:
+                result.weights_digest = trainer.weights_digest().root
+            result.metrics["time/publish"] = time.perf_counter() - began
+
+        await self._thread.run(finish)
+        if publish:
+            self._weights.prepare()
+        self._weights.digest = result.weights_digest
+
+    def _step(self, trainer: Trainer, samples: list[TrainSample], step: int, progress: Progress) -> pb.TrainResult:
+        """Make a step. Runs in the trainer's thread."""
         made = trainer.train_step(samples, step, progress)
         result = pb.TrainResult(step=step, metrics=dict(made.metrics))
         if self._keep is not None:
             result.completions.extend(self._keep.of(step, samples, made.advantages))
-        began = time.perf_counter()
-        if publish:
-            result.weights.CopyFrom(self._weights.write(trainer))
-            result.weights_digest = result.weights.digest
-        else:
-            result.weights_digest = trainer.weights_digest().root
-        result.metrics["time/publish"] = time.perf_counter() - began
         return result
 
     def _report_progress(self, done: int, total: int) -> None:

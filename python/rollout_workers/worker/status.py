@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 DOMAIN = "rollout"
 DETAILS_KEY = "grpc-status-details-bin"
 _INTERNAL = "internal error: see the worker's log"
-_FULL = "the worker's disk is full: free space on it, then continue with `rollout run --resume RUN`"
+_FULL = "the worker's disk is full"
+_FIX_FULL = "free some space on that disk; active runs continue by themselves"
 
 # gRPC codes of the reasons that workers return. Other reasons are FAILED_PRECONDITION: the caller
 # must change something.
@@ -109,7 +110,7 @@ def status_of(error: BaseException) -> status_pb2.Status:
     if not isinstance(reason, str):
         log.error("a call failed: %r", error, exc_info=error)
         if _disk_full(error):
-            return _status(code_pb2.FAILED_PRECONDITION, _FULL, "DISK_FULL")
+            return _status(code_pb2.RESOURCE_EXHAUSTED, f"{_FULL}: {error}", "DISK_FULL", {"fix": _FIX_FULL})
         return _status(code_pb2.INTERNAL, _INTERNAL, "INTERNAL")
     status = _status(_CODES.get(reason, code_pb2.FAILED_PRECONDITION), str(error), reason, getattr(error, "metadata", None) or {})
     violations: Sequence[tuple[str, str]] = getattr(error, "violations", ())

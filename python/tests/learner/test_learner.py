@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from rollout.buffer.v1.buffer_pb2 import Batch
+from rollout.weights.v1.weights_pb2 import WeightsManifest
 from rollout_workers.learner.learner import Learner
 from rollout_workers.learner.trainer_thread import TrainerThread
 from rollout_workers.trainer import StepResult, TrainSample
@@ -57,4 +61,43 @@ async def test_a_saved_state_has_the_digest_of_its_weights(tmp_path: Path) -> No
     assert learner.activity.startswith("training step 1"), "the end of a save hides a running step"
     trainer.train.set()
     assert (await trained).weights_digest == "of step 1"
+    thread.close()
+
+
+class FullDisk:
+    """A publication whose first attempts find a full disk."""
+
+    def __init__(self, attempts: int) -> None:
+        self.attempts = attempts
+
+    def publish(self, trainer: SlowTrainer) -> WeightsManifest:
+        self.attempts -= 1
+        if self.attempts >= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return WeightsManifest(version=trainer.step, digest=f"of step {trainer.step}")
+
+    def prepare(self, trainer: SlowTrainer) -> None: ...
+
+
+async def test_a_step_whose_weights_found_a_full_disk_is_published_later() -> None:
+    """The step is made once. A repeated call publishes its weights when there is space."""
+    trainer = SlowTrainer()
+    trainer.train.set()
+    thread = await TrainerThread.start(lambda: cast(Any, trainer))
+    learner = Learner(thread, cast(Any, FullDisk(2)))
+    await learner.initialize("", 0)
+    batch = Batch(run_id="run", step=1, batch_id="b")
+
+    async def train() -> Any:
+        async def nothing() -> list[TrainSample]:
+            return []
+
+        return await learner.train(batch, True, lambda: asyncio.ensure_future(nothing()), lambda *_: None)
+
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space left"):
+            await train()
+        assert trainer.step == 1
+    assert (await train()).weights.digest == "of step 1"
+    assert learner.weights.digest == "of step 1"
     thread.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 
 import pytest
-from google.rpc import error_details_pb2
+from google.rpc import code_pb2, error_details_pb2
 
 from rollout_workers.worker.status import status_of
 
@@ -23,4 +23,5 @@ def test_the_error_for_a_full_disk_has_a_fix(error: Exception, reason: str) -> N
     status, info = status_of(error), error_details_pb2.ErrorInfo()
     assert status.details[0].Unpack(info)
     assert info.reason == reason
-    assert ("free space" in status.message) == (reason == "DISK_FULL")
+    assert ("free some" in info.metadata["fix"]) == (reason == "DISK_FULL")
+    assert status.code == (code_pb2.RESOURCE_EXHAUSTED if reason == "DISK_FULL" else code_pb2.INTERNAL)
