@@ -106,7 +106,7 @@ func newSnapshot(ctx context.Context, m *mesh) (hosted, error) {
 }
 
 func newPlanner(_ context.Context, m *mesh) (hosted, error) {
-	s, err := planner.New(planner.Config{Python: pythonOf(m.cfg.Worker), Env: childEnv(m.cfg, m.environ)})
+	s, err := planner.New(planner.Config{Python: pythonOf(m.cfg.Worker), Env: childEnv(m.cfg, m.environ), Folder: m.cfg.SharedDir})
 	return hosted{service: s}, err
 }
 

@@ -134,7 +134,7 @@ def test_workers(install: Callable[..., Path]) -> None:
     run(python, "-I", HERE / "use_workers.py")
 
 
-@pytest.mark.parametrize("extra", ["tensorboard", "wandb", "mlflow", "parquet", "adamw-8bit"])
+@pytest.mark.parametrize("extra", ["tensorboard", "wandb", "mlflow", "formats", "hub", "adamw-8bit"])
 def test_extra(extra: str, install: Callable[..., Path]) -> None:
     run(install("rollout-workers", extra), "-I", HERE / "use_workers.py", extra)
 
@@ -153,4 +153,4 @@ def test_installed_client_trains_on_installed_workers(
 
 def test_every_extra_is_tested(built: dict[str, Built]) -> None:
     extras = {name: set(metadata(made.wheel).get_all("Provides-Extra", [])) for name, made in built.items()}
-    assert extras == {"rollout-rl": {"cel"}, "rollout-workers": {"tensorboard", "wandb", "mlflow", "parquet", "adamw-8bit"}}
+    assert extras == {"rollout-rl": {"cel"}, "rollout-workers": {"tensorboard", "wandb", "mlflow", "formats", "hub", "adamw-8bit"}}

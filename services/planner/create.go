@@ -25,6 +25,7 @@ var ErrInputUnreadable = rpcerr.New(codes.FailedPrecondition, "INPUT_UNREADABLE"
 type checks struct {
 	*draft
 	prober   *probe.Prober
+	sources  *sourceCheck
 	data     *dataCheck
 	model    *modelCheck
 	prompts  *promptCheck
@@ -34,11 +35,14 @@ type checks struct {
 	packages *packageCheck
 }
 
-func (s *Server) checks(reading *config.Reading, baseDir string) *checks {
-	d := &draft{Reading: reading, baseDir: baseDir}
-	data, model := &dataCheck{draft: d}, &modelCheck{draft: d, engines: s.engines}
+// checks are those of a configuration. pinned are the inputs of an older plan, whose commits of the
+// hub are used again.
+func (s *Server) checks(reading *config.Reading, baseDir string, pinned []*planv1.Input) *checks {
+	d := &draft{Reading: reading, baseDir: baseDir, made: s.inputs, prepared: map[string]preparedRows{}, models: map[string]fetched{}}
+	data, model := &dataCheck{draft: d, pinned: map[*input.Dataset]*planv1.Input{}}, &modelCheck{draft: d, engines: s.engines}
 	return &checks{
 		draft: d, prober: s.prober, data: data, model: model,
+		sources:  &sourceCheck{draft: d, prober: s.prober, pinned: pinned},
 		prompts:  &promptCheck{draft: d, data: data, model: model},
 		rewards:  &rewardCheck{draft: d, data: data, model: model},
 		teacher:  &teacherCheck{draft: d, data: data, model: model},
@@ -48,7 +52,7 @@ func (s *Server) checks(reading *config.Reading, baseDir string) *checks {
 }
 
 func (s *Server) create(ctx context.Context, source *planv1.ConfigSource) (*planv1.CreatePlanResponse, error) {
-	c := s.checks(s.reader.Read(source), source.GetBaseDir())
+	c := s.checks(s.reader.Read(source), source.GetBaseDir(), nil)
 	plan, data, err := c.plan(ctx)
 	if err != nil || plan == nil {
 		return &planv1.CreatePlanResponse{Problems: c.Sorted()}, err
@@ -58,7 +62,7 @@ func (s *Server) create(ctx context.Context, source *planv1.ConfigSource) (*plan
 
 // renew plans the configuration of an old plan again. Without its text the problems have no place.
 func (s *Server) renew(ctx context.Context, old *planv1.Plan, baseDir string) (*planv1.RenewPlanResponse, error) {
-	c := s.checks(s.reader.Again(old.GetConfig()), baseDir)
+	c := s.checks(s.reader.Again(old.GetConfig()), baseDir, old.GetInputs())
 	plan, data, err := c.plan(ctx)
 	if err != nil || plan == nil {
 		return &planv1.RenewPlanResponse{Problems: c.Sorted()}, err
@@ -68,7 +72,7 @@ func (s *Server) renew(ctx context.Context, old *planv1.Plan, baseDir string) (*
 
 // plan checks everything and pins the inputs. The plan is nil if there are problems.
 func (c *checks) plan(ctx context.Context) (*planv1.Plan, []byte, error) {
-	if err := c.read(); err != nil {
+	if err := c.read(ctx); err != nil {
 		return nil, nil, ErrInputUnreadable.Wrap(err)
 	}
 	versions, err := c.probe(ctx)
@@ -76,7 +80,8 @@ func (c *checks) plan(ctx context.Context) (*planv1.Plan, []byte, error) {
 	if err != nil || !c.Problems.Empty() {
 		return nil, nil, err
 	}
-	if err := input.Digest(ctx, c.baseDir, c.inputs); err != nil {
+	c.data.small()
+	if err := input.Digest(ctx, c.locate, c.inputs); err != nil {
 		return nil, nil, ErrInputUnreadable.Wrap(err)
 	}
 	c.teacher.teachesItself()
@@ -89,7 +94,10 @@ func (c *checks) plan(ctx context.Context) (*planv1.Plan, []byte, error) {
 }
 
 // read reads every file that the configuration names.
-func (c *checks) read() error {
+func (c *checks) read(ctx context.Context) error {
+	if err := c.sources.fetch(ctx); err != nil {
+		return err
+	}
 	if err := c.data.read(); err != nil {
 		return err
 	}
@@ -133,7 +141,9 @@ func (c *checks) probe(ctx context.Context) (map[string]string, error) {
 	} else {
 		versions = c.packages.versions(environment)
 		c.trackers.answer(environment)
-		c.prompts.answer(environment)
+		if err := c.prompts.answer(environment); err != nil {
+			return nil, ErrInputUnreadable.Wrap(err)
+		}
 	}
 	for _, call := range calls {
 		c.rewards.answer(call, environmentErr == nil)

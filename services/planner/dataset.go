@@ -2,7 +2,10 @@ package planner
 
 import (
 	"fmt"
+	"os"
 	"path/filepath"
+	"slices"
+	"strings"
 
 	"github.com/rollout-rl/rollout/libs/algorithm"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
@@ -16,12 +19,17 @@ type dataCheck struct {
 
 	train, eval *input.Dataset // nil without a usable dataset
 	first       *input.Dataset // the rows that the reward scores in its dry call, even if other rows have problems
+	pinned      map[*input.Dataset]*planv1.Input
 }
 
 func (d *dataCheck) read() error {
 	data := d.Config.GetData()
+	train := data.GetTrain()
+	if len(data.GetTrainMix()) > 0 {
+		train = mixed
+	}
 	var err error
-	if d.train, err = d.dataset("data.train", data.GetTrain(), planv1.InputRole_INPUT_ROLE_TRAIN_DATA); err != nil {
+	if d.train, err = d.dataset("data.train", train, planv1.InputRole_INPUT_ROLE_TRAIN_DATA); err != nil {
 		return err
 	}
 	if d.eval, err = d.dataset("data.eval", data.GetEval(), planv1.InputRole_INPUT_ROLE_EVAL_DATA); err != nil {
@@ -31,21 +39,27 @@ func (d *dataCheck) read() error {
 	return nil
 }
 
-// dataset reads one file of rows; nil if it is not set, does not exist, or has problems.
+// dataset reads the rows of a key; nil if it is not set, does not exist, or has problems.
 func (d *dataCheck) dataset(field, path string, role planv1.InputRole) (*input.Dataset, error) {
-	if path == "" || !d.exists(field, path, false) {
+	rows, made := d.prepared[field]
+	switch {
+	case made:
+	case path == "" || path == mixed || d.converted(path) || !d.exists(field, path, false): // reported already
 		return nil, nil
+	default:
+		rows.file = d.resolve(path)
 	}
 	before := d.Problems.Len()
 	data := &input.Dataset{
-		Path: path, PromptField: d.Config.GetData().GetPromptField(),
+		File: rows.file, Path: path, PromptField: d.Config.GetData().GetPromptField(),
 		ReferenceField: d.Config.GetData().GetAnswerField(), ChatTemplate: d.Config.GetModel().GetChatTemplate(),
 	}
 	if d.taught(role) {
 		data.AnswerField, data.Preference = d.answer(), d.preference()
 	}
 	data.Asked = role == planv1.InputRole_INPUT_ROLE_EVAL_DATA && algorithm.FromData(d.Config) && !d.taught(role)
-	if err := data.Read(d.resolve(path), &d.Problems); err != nil {
+	data.Repeats = slices.ContainsFunc(rows.sources, func(s *planv1.Source) bool { return s.GetTaken() > s.GetRows() })
+	if err := data.Read(&d.Problems); err != nil {
 		return nil, err
 	}
 	if role == d.scored() {
@@ -55,10 +69,74 @@ func (d *dataCheck) dataset(field, path string, role planv1.InputRole) (*input.D
 		return nil, nil
 	}
 	d.labels(data)
-	d.inputs = append(d.inputs, &planv1.Input{
-		Role: role, Path: filepath.ToSlash(filepath.Clean(path)), Digest: data.Digest, Bytes: data.Bytes, Rows: data.Rows,
-	})
+	d.duplicates(data)
+	in := &planv1.Input{
+		Role: role, Path: filepath.ToSlash(filepath.Clean(path)), Digest: data.Digest, Bytes: data.Bytes, Rows: data.Rows, Sources: rows.sources,
+	}
+	d.pinned[data], d.inputs = in, append(d.inputs, in)
 	return data, nil
+}
+
+// drop leaves rows out of a dataset: the run reads a copy without them. Rows count from 0.
+func (d *dataCheck) drop(data *input.Dataset, rows []uint64) error {
+	file, err := d.newRows()
+	if err != nil {
+		return err
+	}
+	defer os.Remove(file) // it has another name if it is used
+	if err := input.Drop(data.File, file, rows); err != nil {
+		return err
+	}
+	digest, size, err := d.keepRows(file)
+	if err != nil {
+		return err
+	}
+	in := d.pinned[data]
+	if len(in.GetSources()) == 0 {
+		in.Sources = []*planv1.Source{{
+			Path: in.GetPath(), Rows: data.Rows, Taken: data.Rows,
+			Files: []*planv1.SourceFile{{Path: in.GetPath(), Digest: in.GetDigest(), Bytes: in.GetBytes()}},
+		}}
+	}
+	data.Rows -= uint64(len(rows))
+	in.Digest, in.Bytes, in.Rows, in.Dropped = digest, uint64(size), data.Rows, uint64(len(rows))
+	return nil
+}
+
+// duplicates warns of prompts, or whole rows if they are trained on, that a dataset has several times.
+func (d *dataCheck) duplicates(data *input.Dataset) {
+	count, row, first := data.Duplicates()
+	if count == 0 || data.Repeats {
+		return
+	}
+	what, fix := "prompt", "remove them, unless these prompts are meant to be sampled more often"
+	if len(data.Completions()) > 0 {
+		what, fix = "row", "remove them, unless these rows are meant to count more"
+	}
+	message := fmt.Sprintf("%d rows repeat the %s of an earlier row; the first repeats line %d", count, what, first)
+	if what == "row" {
+		message = fmt.Sprintf("%d rows are equal to an earlier row; the first is equal to line %d", count, first)
+	}
+	if count == 1 {
+		message = strings.Replace(strings.Replace(strings.Replace(message, "1 rows repeat", "1 row repeats", 1), "1 rows are", "1 row is", 1), "; the first repeats", ",", 1)
+		message = strings.Replace(message, "; the first is equal to", ",", 1)
+	}
+	d.warnings.Add(&planv1.Problem{
+		Reason: problem.BadRow, File: data.Path, Line: uint32(row), Column: 1, Message: message, Fix: fix,
+		Excerpt: input.Lines(data.File, []uint64{row})[row],
+	})
+}
+
+// small warns if a step takes more rows than the training data has.
+func (d *dataCheck) small() {
+	const field = "train.groups_per_step"
+	step := uint64(d.Config.GetTrain().GetGroupsPerStep())
+	if d.train == nil || d.train.Rows >= step {
+		return
+	}
+	d.warnings.At(d.Place(field), problem.BadRow, field,
+		fmt.Sprintf("a step takes %d rows, but %s has %d: a step has the same row several times", step, d.train.Path, d.train.Rows),
+		fmt.Sprintf("write `groups_per_step = %d` or less, or add rows", d.train.Rows))
 }
 
 // heldOut warns of held-out rows that are equal to the training rows.

@@ -5,10 +5,10 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"regexp"
 	"strings"
 
 	"github.com/rollout-rl/rollout/libs/nearest"
+	planformat "github.com/rollout-rl/rollout/libs/plan"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/config"
 	"github.com/rollout-rl/rollout/services/planner/input"
@@ -22,6 +22,9 @@ import (
 type draft struct {
 	*config.Reading
 	baseDir  string
+	made     planformat.Inputs       // the planner's folder of inputs
+	prepared map[string]preparedRows // rows that are not in a file of the user, by the key of the data
+	models   map[string]fetched      // models of the hub by their path; without a folder: a problem was reported
 	inputs   []*planv1.Input
 	warnings problem.List // do not prevent the plan
 }
@@ -31,32 +34,30 @@ func (d *draft) report(field, reason, message, fix string) {
 	d.Problems.At(d.Place(field), reason, field, message, fix)
 }
 
-// resolve is the file of a path in the configuration.
-func (d *draft) resolve(path string) string { return input.Resolve(d.baseDir, path) }
+// resolve is the file or folder of a path in the configuration.
+func (d *draft) resolve(path string) string {
+	if model, ok := d.models[path]; ok {
+		return model.folder
+	}
+	return input.Resolve(d.baseDir, path)
+}
+
+// locate is the file of an input.
+func (d *draft) locate(in *planv1.Input) string { return d.made.Locate(d.baseDir, in) }
 
 // pin adds the files of a model to the inputs of the plan and returns them. They get their digests
 // later.
 func (d *draft) pin(role planv1.InputRole, model *input.Model, folder, path string) []*planv1.Input {
 	var files []*planv1.Input
 	for _, name := range model.Files {
-		files = append(files, &planv1.Input{Role: role, Path: input.Relative(d.baseDir, filepath.Join(folder, name), path)})
+		file := &planv1.Input{Role: role, Path: input.Relative(d.baseDir, filepath.Join(folder, name), path)}
+		if hub, ok := d.models[path]; ok {
+			file.Path, file.Revision = path+"/"+name, hub.revision
+		}
+		files = append(files, file)
 	}
 	d.inputs = append(d.inputs, files...)
 	return files
-}
-
-// hubName is the form of a model's name on the Hugging Face Hub.
-var hubName = regexp.MustCompile(`^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$`)
-
-// download explains how to get a model from the hub if the path is a name on the hub; "" for a path
-// into an existing folder.
-func (d *draft) download(path string) string {
-	owner, name, _ := strings.Cut(path, "/")
-	if _, err := os.Stat(input.Resolve(d.baseDir, owner)); err == nil || !hubName.MatchString(path) {
-		return ""
-	}
-	return fmt.Sprintf("models are not downloaded, and this is not a folder. For a model of the Hugging Face Hub run `hf download %s --local-dir %s` (package huggingface_hub) and use %q",
-		path, filepath.Join(d.baseDir, name), name)
 }
 
 // Learning rates of Adam outside of these bounds are almost always mistakes: pretraining uses up to
@@ -84,6 +85,9 @@ func (d *draft) learningRate() {
 
 // exists reports whether a file or folder exists, and adds a problem at its key if not.
 func (d *draft) exists(field, path string, folder bool) bool {
+	if model, ok := d.models[path]; ok {
+		return model.folder != ""
+	}
 	place := d.Place(field)
 	info, err := os.Stat(input.Resolve(d.baseDir, path))
 	switch {
@@ -94,9 +98,6 @@ func (d *draft) exists(field, path string, folder bool) bool {
 		}
 		what := "file"
 		if folder {
-			if download := d.download(path); download != "" {
-				fix = download
-			}
 			what = "folder"
 		}
 		d.Problems.At(place, problem.MissingFile, field, fmt.Sprintf("the %s %s does not exist", what, path), fix)

@@ -9,11 +9,14 @@
 package planner
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
+	"os"
 	"path/filepath"
 
 	"github.com/rollout-rl/rollout/libs/engine"
+	planformat "github.com/rollout-rl/rollout/libs/plan"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/config"
 	"github.com/rollout-rl/rollout/services/planner/probe"
@@ -27,6 +30,9 @@ type Config struct {
 	PythonPath string
 	// Env is the environment of the dry calls.
 	Env []string
+	// Folder is where the planner keeps rows that it made and links to models of the hub. The
+	// scheduler must be able to read it. Empty: a temporary folder.
+	Folder string
 }
 
 // Server is the planner.
@@ -36,6 +42,7 @@ type Server struct {
 	reader  *config.Reader
 	prober  *probe.Prober
 	engines map[string]engine.Capabilities
+	inputs  planformat.Inputs
 }
 
 // New returns a planner. It fails if the rules of the contract don't compile or the interpreter is
@@ -61,6 +68,7 @@ func New(cfg Config) (*Server, error) {
 	return &Server{
 		reader:  reader,
 		engines: engines,
+		inputs:  planformat.InputsOf(cmp.Or(cfg.Folder, filepath.Join(os.TempDir(), "rollout-planner"))),
 		prober:  &probe.Prober{Python: python, PythonPath: cfg.PythonPath, Env: cfg.Env},
 	}, nil
 }

@@ -36,6 +36,7 @@ plugin = "reward.py:exact"
 [algorithm.grpo]
 [train]
 steps = 4
+groups_per_step = 1
 `
 
 // prober is the interpreter of the checkout's environment, else the system's.
@@ -51,7 +52,7 @@ func prober(t *testing.T) Config {
 			t.Fatal("no Python: run `make venv`")
 		}
 	}
-	return Config{Python: python, PythonPath: filepath.Join(root, "python"), Env: os.Environ()}
+	return Config{Python: python, PythonPath: filepath.Join(root, "python"), Env: os.Environ(), Folder: t.TempDir()}
 }
 
 func server(t *testing.T) *Server {
@@ -264,7 +265,7 @@ func TestOptimizerNeedsItsPackage(t *testing.T) {
 		answer.Packages[name] = &version
 	}
 	missing := func(optimizer string) int {
-		d := s.checks(s.reader.Read(&planv1.ConfigSource{Toml: []byte(configText), Set: []string{`train.optimizer="` + optimizer + `"`}}), "")
+		d := s.checks(s.reader.Read(&planv1.ConfigSource{Toml: []byte(configText), Set: []string{`train.optimizer="` + optimizer + `"`}}), "", nil)
 		before := d.Problems.Len()
 		d.packages.versions(answer)
 		return d.Problems.Len() - before
@@ -285,7 +286,7 @@ func TestPlanReportsMissingPackages(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d := s.checks(s.reader.Read(&planv1.ConfigSource{}), "")
+	d := s.checks(s.reader.Read(&planv1.ConfigSource{}), "", nil)
 	before := d.Problems.Len()
 	if got := d.packages.versions(answer); got["python"] == "" || got["torch"] == "" {
 		t.Errorf("versions %v", got)

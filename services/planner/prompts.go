@@ -27,25 +27,26 @@ func (d *promptCheck) request() *probe.Tokenizer {
 	request := &probe.Tokenizer{Model: d.resolve(cfg.GetModel().GetPath()), ChatTemplate: cfg.GetModel().GetChatTemplate()}
 	for _, data := range d.data.all() {
 		request.Files = append(request.Files, probe.File{
-			Path: d.resolve(data.Path), PromptField: data.PromptField, AnswerFields: data.Completions(),
-			Limit: d.limit(data),
+			Path: data.File, PromptField: data.PromptField, AnswerFields: data.Completions(),
+			Limit: d.limit(data), Overlong: cfg.GetData().GetOverlong(),
 		})
 	}
 	return request
 }
 
-func (d *promptCheck) answer(answer *probe.Answer) {
+// answer reports the problems of rows, and leaves out those that `data.overlong` drops.
+func (d *promptCheck) answer(answer *probe.Answer) error {
 	if answer.Tokenizer == nil {
-		return
+		return nil
 	}
 	if e := answer.Tokenizer.Error; e != nil {
 		d.Problems.Add(d.pythonProblem(e, "model.path"))
-		return
+		return nil
 	}
 	for i, data := range d.data.all() {
 		lengths := answer.Tokenizer.Files[i]
-		if len(lengths.Examples) > 0 {
-			d.tooLong(data, lengths)
+		if err := d.overlong(data, lengths); err != nil {
+			return err
 		}
 		if len(lengths.Strange) > 0 {
 			d.unknownText(data, lengths)
@@ -61,6 +62,24 @@ func (d *promptCheck) answer(answer *probe.Answer) {
 			})
 		}
 	}
+	return nil
+}
+
+// overlong does what `data.overlong` asks for with the rows that exceed the limit.
+func (d *promptCheck) overlong(data *input.Dataset, lengths probe.Lengths) error {
+	if len(lengths.Examples) == 0 {
+		return nil
+	}
+	drop := uint64(len(lengths.Drop))
+	if d.Config.GetData().GetOverlong() == "error" || drop == data.Rows {
+		d.tooLong(data, lengths)
+		return nil
+	}
+	d.data.pinned[data].Truncated = lengths.Cut
+	if drop == 0 {
+		return nil
+	}
+	return d.data.drop(data, lengths.Drop)
 }
 
 // unknownText warns of rows with text outside of the vocabulary. The model gets the unknown token
@@ -78,7 +97,7 @@ func (d *promptCheck) unknownText(data *input.Dataset, lengths probe.Lengths) {
 	}
 	d.warnings.Add(&planv1.Problem{
 		Reason: problem.BadRow, File: data.Path, Line: uint32(first.Row + 1), Column: 1, Message: message, Fix: fix,
-		Excerpt: input.Lines(d.resolve(data.Path), []uint64{first.Row + 1})[first.Row+1],
+		Excerpt: input.Lines(data.File, []uint64{first.Row + 1})[first.Row+1],
 	})
 }
 
@@ -111,13 +130,16 @@ func (d *promptCheck) tooLong(data *input.Dataset, lengths probe.Lengths) {
 	}
 	d.Problems.Add(&planv1.Problem{
 		Reason: problem.ContextTooLong, File: data.Path, Line: uint32(first.Row + 1), Column: 1, Field: "engine.max_model_len",
-		Message: message, Fix: fix, Excerpt: input.Lines(d.resolve(data.Path), []uint64{first.Row + 1})[first.Row+1],
+		Message: message, Fix: fix, Excerpt: input.Lines(data.File, []uint64{first.Row + 1})[first.Row+1],
 	})
 }
 
 // fixLength suggests how to fit the limit. The positions of the model can't be raised.
 func (d *promptCheck) fixLength(data *input.Dataset) string {
-	fix := "shorten or remove the row"
+	fix := "shorten or remove the row, write `overlong = \"drop\"` or `\"truncate\"` in [data]"
+	if d.Config.GetData().GetOverlong() != "error" { // no row is left
+		fix = "use other data"
+	}
 	if d.sampled(data) {
 		fix += ", lower `max_tokens` in [sampling]"
 	}

@@ -100,7 +100,7 @@ func (d *rewardCheck) calls() []*dryCall {
 			}
 		} else {
 			for _, data := range d.data.scoredData() {
-				request.Files = append(request.Files, probe.Rows{Path: d.resolve(data.Path), Name: data.Path})
+				request.Files = append(request.Files, probe.Rows{Path: data.File, Name: data.Path})
 			}
 		}
 		for i, row := range d.data.first.First {

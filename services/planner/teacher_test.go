@@ -46,23 +46,6 @@ func TestPlanPinsTheTeacher(t *testing.T) {
 	report("BAD_MODEL")
 }
 
-// For the name of a model on the hub, the fix shows how to download it.
-func TestAModelOfTheHubIsNotDownloaded(t *testing.T) {
-	t.Parallel()
-	s, dir := server(t), project(t, exact)
-	for path, hub := range map[string]bool{"Qwen/Qwen2.5-0.5B": true, "model/Qwen2.5-0.5B": false, "../Qwen2.5-0.5B": false, "Qwen2.5-0.5B": false} {
-		p := taught(t, s, dir, path).GetProblems()
-		if len(p) != 1 || p[0].GetReason() != "MISSING_FILE" {
-			t.Errorf("%s: %v", path, p)
-			continue
-		}
-		want := "`hf download " + path + " --local-dir " + filepath.Join(dir, "Qwen2.5-0.5B") + "`"
-		if strings.Contains(p[0].GetFix(), want) != hub {
-			t.Errorf("%s: %s", path, p[0].GetFix())
-		}
-	}
-}
-
 // A reward model has a score head and no head for tokens.
 func TestRewardModelCannotBeATeacher(t *testing.T) {
 	t.Parallel()

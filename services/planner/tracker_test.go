@@ -50,7 +50,7 @@ func TestPlanChecksTrackers(t *testing.T) {
 
 func checksOf(t *testing.T, s *Server, dir string, set ...string) *checks {
 	t.Helper()
-	return s.checks(s.reader.Read(&planv1.ConfigSource{Toml: []byte(configText), File: "run.toml", BaseDir: dir, Set: set}), dir)
+	return s.checks(s.reader.Read(&planv1.ConfigSource{Toml: []byte(configText), File: "run.toml", BaseDir: dir, Set: set}), dir, nil)
 }
 
 func TestMissingTrackerLibraryNamesItsExtra(t *testing.T) {

@@ -43,7 +43,7 @@ func TestUnknownTokensInCompletionsAreAWarning(t *testing.T) {
 		if err := os.WriteFile(filepath.Join(dir, "train.jsonl"), []byte(c.row+"\n"), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		text := "name = \"x\"\n[model]\npath = \"model\"\n[data]\ntrain = \"train.jsonl\"\n[train]\nsteps = 1\n[algorithm." + c.algorithm + "]\n"
+		text := "name = \"x\"\n[model]\npath = \"model\"\n[data]\ntrain = \"train.jsonl\"\n[train]\nsteps = 1\ngroups_per_step = 1\n[algorithm." + c.algorithm + "]\n"
 		got, err := s.CreatePlan(t.Context(), &planv1.CreatePlanRequest{Source: &planv1.ConfigSource{Toml: []byte(text), File: "run.toml", BaseDir: dir}})
 		if err != nil || got.GetPlan() == nil || len(got.GetWarnings()) != 1 {
 			t.Errorf("%s: %v %v", c.algorithm, got, err)
@@ -67,13 +67,13 @@ func TestEqualLabelsAreAWarning(t *testing.T) {
 		{"true false", ""},
 	} {
 		dir, rows := project(t, ""), ""
-		for label := range strings.FieldsSeq(c.rows) {
-			rows += `{"prompt": "1+1=", "completion": "1", "label": ` + label + "}\n"
+		for i, label := range strings.Fields(c.rows) {
+			rows += `{"prompt": "1+1=", "completion": "` + strings.Repeat("1", i+1) + `", "label": ` + label + "}\n"
 		}
 		if err := os.WriteFile(filepath.Join(dir, "train.jsonl"), []byte(rows), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		text := "name = \"x\"\n[model]\npath = \"model\"\n[data]\ntrain = \"train.jsonl\"\n[train]\nsteps = 1\n[algorithm.kto]\n"
+		text := "name = \"x\"\n[model]\npath = \"model\"\n[data]\ntrain = \"train.jsonl\"\n[train]\nsteps = 1\ngroups_per_step = 1\n[algorithm.kto]\n"
 		got, err := s.CreatePlan(t.Context(), &planv1.CreatePlanRequest{Source: &planv1.ConfigSource{Toml: []byte(text), File: "run.toml", BaseDir: dir}})
 		var said []string
 		for _, w := range got.GetWarnings() {
@@ -96,7 +96,7 @@ func TestHeldOutRowsEqualToTrainingRowsAreAWarning(t *testing.T) {
 	for _, c := range []struct {
 		rows string
 		want int
-	}{{string(rows), 1}, {string(rows) + string(rows), 0}} {
+	}{{string(rows), 1}, {string(rows) + `{"prompt": "11+1=", "answer": "2"}` + "\n", 0}} {
 		if err := os.WriteFile(filepath.Join(dir, "eval.jsonl"), []byte(c.rows), 0o600); err != nil {
 			t.Fatal(err)
 		}

@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	planformat "github.com/rollout-rl/rollout/libs/plan"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/input"
 	"github.com/rollout-rl/rollout/services/planner/lock"
@@ -24,6 +25,13 @@ func (s *Server) verify(ctx context.Context, request *planv1.VerifyPlanRequest) 
 		return &planv1.VerifyPlanResponse{Problems: problems}, nil
 	}
 	inputs := plan.GetInputs()
+	made := planformat.Inputs(request.GetInputsDirectory())
+	if made == "" || lacks(made, plan) {
+		made = s.inputs
+		if err := s.restore(ctx, plan, request.GetBaseDir()); err != nil {
+			return nil, err
+		}
+	}
 	changed := make([]*planv1.Problem, len(inputs))
 	group, groupCtx := errgroup.WithContext(ctx)
 	group.SetLimit(runtime.GOMAXPROCS(0))
@@ -32,7 +40,7 @@ func (s *Server) verify(ctx context.Context, request *planv1.VerifyPlanRequest) 
 			if err := groupCtx.Err(); err != nil {
 				return err
 			}
-			changed[i] = compare(request.GetBaseDir(), in)
+			changed[i] = compare(made, request.GetBaseDir(), in)
 			return nil
 		})
 	}
@@ -54,13 +62,50 @@ func (s *Server) verify(ctx context.Context, request *planv1.VerifyPlanRequest) 
 	} else if answer != nil {
 		problems = append(problems, packageProblems(plan, answer, request.GetFile())...)
 	}
-	return &planv1.VerifyPlanResponse{Problems: problems, Plan: plan}, nil
+	response := &planv1.VerifyPlanResponse{Problems: problems, Plan: plan}
+	if slices.ContainsFunc(inputs, planformat.Made) {
+		response.InputsDirectory = string(made)
+	}
+	return response, nil
 }
 
-// compare reads one input again; nil if it is unchanged.
-func compare(baseDir string, in *planv1.Input) *planv1.Problem {
+// restore makes rows and downloads models again that a plan has and the planner's folder lacks, at
+// the pinned commits. What it can't make is missing in the comparison that follows.
+func (s *Server) restore(ctx context.Context, plan *planv1.Plan, baseDir string) error {
+	if !lacks(s.inputs, plan) {
+		return nil
+	}
+	_, _, err := s.checks(s.reader.Again(plan.GetConfig()), baseDir, plan.GetInputs()).plan(ctx)
+	if errors.Is(err, ErrInputUnreadable) {
+		return nil
+	}
+	return err
+}
+
+// lacks reports whether a folder of inputs lacks what the planner made or downloaded for a plan.
+func lacks(made planformat.Inputs, plan *planv1.Plan) bool {
+	return slices.ContainsFunc(plan.GetInputs(), func(in *planv1.Input) bool {
+		_, err := os.Stat(made.Locate("", in))
+		return planformat.Made(in) && err != nil
+	})
+}
+
+// compare reads one input again, and the files of the user that it was made from; nil if they are
+// unchanged.
+func compare(made planformat.Inputs, baseDir string, in *planv1.Input) *planv1.Problem {
+	for _, source := range in.GetSources() {
+		for _, file := range source.GetFiles() {
+			was := &planv1.Input{Role: in.GetRole(), Path: file.GetPath(), Digest: file.GetDigest(), Bytes: file.GetBytes()}
+			if p := compare(made, baseDir, was); p != nil {
+				return p
+			}
+		}
+	}
 	p := &planv1.Problem{Reason: problem.InputChanged, File: in.GetPath(), Fix: "restore the file, or create the plan again with `rollout plan`"}
-	digest, size, err := input.DigestFile(input.Resolve(baseDir, in.GetPath()))
+	if planformat.Made(in) {
+		p.Fix = "create the plan again with `rollout plan`, which reports why it can't be made"
+	}
+	digest, size, err := input.DigestFile(made.Locate(baseDir, in))
 	switch {
 	case errors.Is(err, os.ErrNotExist):
 		p.Reason, p.Message = problem.MissingFile, fmt.Sprintf("the %s is missing", role(in.GetRole()))

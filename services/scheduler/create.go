@@ -4,6 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
+	"io/fs"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -13,6 +16,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/algorithm"
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/id"
+	planformat "github.com/rollout-rl/rollout/libs/plan"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -39,7 +43,7 @@ func (s *runs) create(ctx context.Context, req *runv1.CreateRunRequest) (*Run, e
 			return nil, err
 		}
 	}
-	plan, err := s.verify(ctx, req.GetLock(), req.GetBaseDir())
+	plan, made, err := s.verify(ctx, req.GetLock(), req.GetBaseDir(), "")
 	if err != nil {
 		return nil, err
 	}
@@ -57,6 +61,9 @@ func (s *runs) create(ctx context.Context, req *runv1.CreateRunRequest) (*Run, e
 		Incarnation: 1,
 	}
 	s.setDirectory(run)
+	if err := takeInputs(plan, made, planformat.InputsOf(run.GetDirectory())); err != nil {
+		return nil, err
+	}
 	recorded, err := s.Store.Create(ctx, run, req.GetIdempotencyKey(), cursor)
 	if err != nil || recorded.GetRunId() != run.GetRunId() {
 		return recorded, err
@@ -66,21 +73,27 @@ func (s *runs) create(ctx context.Context, req *runv1.CreateRunRequest) (*Run, e
 	return recorded, s.conductors.start(recorded)
 }
 
+// folder is that of a run below the state folder.
+func (s *runs) folder(runID string) string { return filepath.Join(s.stateDir, "runs", runID) }
+
 // setDirectory sets the folder of a run below the state folder, which may have been moved or copied
 // since the last start.
 func (s *runs) setDirectory(r *Run) {
-	folder := filepath.Join(s.stateDir, "runs", r.GetRunId())
+	folder := s.folder(r.GetRunId())
 	if within, ok := strings.CutPrefix(r.GetWeightsDirectory(), r.GetDirectory()+string(filepath.Separator)); ok && r.GetDirectory() != "" {
 		r.WeightsDirectory = filepath.Join(folder, within)
 	}
 	r.Directory = folder
 }
 
-// verify asks the planner whether the inputs of the plan are unchanged.
-func (s *runs) verify(ctx context.Context, lock []byte, baseDir string) (*planv1.Plan, error) {
-	resp, err := s.Planner.VerifyPlan(ctx, &planv1.VerifyPlanRequest{Lock: lock, File: "plan.lock", BaseDir: baseDir})
+// verify asks the planner whether the inputs of the plan are unchanged. made is the folder of inputs
+// of a run that has one. It returns the plan and the folder of inputs that was verified.
+func (s *runs) verify(ctx context.Context, lock []byte, baseDir string, made planformat.Inputs) (*planv1.Plan, planformat.Inputs, error) {
+	resp, err := s.Planner.VerifyPlan(ctx, &planv1.VerifyPlanRequest{
+		Lock: lock, File: "plan.lock", BaseDir: baseDir, InputsDirectory: string(made),
+	})
 	if err != nil {
-		return nil, fmt.Errorf("verify the plan: %w", err)
+		return nil, "", fmt.Errorf("verify the plan: %w", err)
 	}
 	bad, n := ErrPlanChanged, len(resp.GetProblems())
 	switch {
@@ -89,7 +102,7 @@ func (s *runs) verify(ctx context.Context, lock []byte, baseDir string) (*planv1
 			bad = ErrPlanFormat
 		}
 	case n == 0:
-		return resp.GetPlan(), nil
+		return resp.GetPlan(), planformat.Inputs(resp.GetInputsDirectory()), nil
 	case n == 1:
 		bad = bad.WithMessage("an input of the plan has changed since the plan was made")
 	default:
@@ -102,7 +115,60 @@ func (s *runs) verify(ctx context.Context, lock []byte, baseDir string) (*planv1
 		}
 		bad = bad.Field(where, p.GetMessage())
 	}
-	return nil, bad
+	return nil, "", bad
+}
+
+// takeInputs links what the planner made or downloaded for a plan into the folder of a run, so that
+// the run keeps it. Rows are copied across file systems.
+func takeInputs(plan *planv1.Plan, from, to planformat.Inputs) error {
+	for _, in := range plan.GetInputs() {
+		var err error
+		switch {
+		case len(in.GetSources()) > 0:
+			err = takeRows(from.Rows(in.GetDigest()), to.Rows(in.GetDigest()))
+		case in.GetRevision() != "":
+			name := planformat.ModelOf(in)
+			err = takeModel(from.Model(name, in.GetRevision()), to.Model(name, in.GetRevision()))
+		}
+		if err != nil {
+			return ErrInput.With("input", in.GetPath()).Wrap(fmt.Errorf("take %s into the folder of the run: %w", in.GetPath(), err))
+		}
+	}
+	return nil
+}
+
+func takeRows(from, to string) error {
+	if err := os.MkdirAll(filepath.Dir(to), 0o755); err != nil {
+		return err
+	}
+	if err := os.Link(from, to); err == nil || errors.Is(err, fs.ErrExist) {
+		return nil
+	}
+	in, err := os.Open(from)
+	if err != nil {
+		return err
+	}
+	defer in.Close()
+	out, err := os.Create(to)
+	if err != nil {
+		return err
+	}
+	_, err = io.Copy(out, in)
+	return errors.Join(err, out.Close())
+}
+
+func takeModel(from, to string) error {
+	folder, err := filepath.EvalSymlinks(from)
+	if err != nil {
+		return err
+	}
+	if err := os.MkdirAll(filepath.Dir(to), 0o755); err != nil {
+		return err
+	}
+	if err := os.Symlink(folder, to); err != nil && !errors.Is(err, fs.ErrExist) {
+		return err
+	}
+	return nil
 }
 
 // startingPoint pins a snapshot, and returns its full id and the cursor of a run that starts from
@@ -163,10 +229,7 @@ func trainData(run *Run) (issue.Data, error) {
 		if in.GetRole() != planv1.InputRole_INPUT_ROLE_TRAIN_DATA || in.GetRows() == 0 {
 			continue
 		}
-		path := filepath.FromSlash(in.GetPath())
-		if !filepath.IsAbs(path) {
-			path = filepath.Join(run.GetBaseDir(), path)
-		}
+		path := planformat.InputsOf(run.GetDirectory()).Locate(run.GetBaseDir(), in)
 		return issue.Data{Path: path, Digest: in.GetDigest(), Rows: in.GetRows()}, nil
 	}
 	return issue.Data{}, ErrPlanUnreadable.Wrap(errors.New("the plan has no training data"))

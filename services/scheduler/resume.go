@@ -7,6 +7,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/id"
+	planformat "github.com/rollout-rl/rollout/libs/plan"
 	"github.com/rollout-rl/rollout/libs/refusal"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
@@ -64,8 +65,13 @@ func (s *runs) restart(ctx context.Context, runID string, adopted bool) (*Run, e
 	if err != nil {
 		return nil, fmt.Errorf("write the plan of %s: %w", runID, err)
 	}
-	if _, err := s.verify(ctx, lock, run.GetBaseDir()); err != nil {
+	own := planformat.InputsOf(s.folder(runID))
+	_, made, err := s.verify(ctx, lock, run.GetBaseDir(), own)
+	if err != nil {
 		return nil, resumable(run, err)
+	}
+	if err := takeInputs(run.GetPlan(), made, own); err != nil { // of a run whose folder was deleted
+		return nil, err
 	}
 	if old := s.conductors.get(runID); old != nil && old.incarnation == run.GetIncarnation() { // it is about to end
 		if refusal.Paused(run) {

@@ -87,6 +87,8 @@ var (
 			Fix("finish or delete these runs with the version of rollout that created them, or start with an empty state folder")
 	ErrSnapshotKind = rpcerr.New(codes.FailedPrecondition, "SNAPSHOT_NOT_RESTORABLE", "a run can start from a train_state snapshot only").
 			Fix("`rollout snapshot list` shows the kind of each")
+	ErrInput = rpcerr.New(codes.FailedPrecondition, "INPUT_UNREADABLE", "the scheduler cannot read an input that the planner made").
+			Fix("planner and scheduler must share a folder: set `shared_dir` to the same one in both")
 	ErrNothingToDo = rpcerr.New(codes.FailedPrecondition, "NO_STEPS_LEFT", "the snapshot has all steps of the plan already")
 	ErrCursor      = rpcerr.New(codes.Aborted, "CURSOR_MOVED", "another process moved the cursor of the run")
 	ErrStopping    = rpcerr.New(codes.Unavailable, rpcerr.ReasonDraining, "the scheduler is stopping").RetryAfter(time.Second)

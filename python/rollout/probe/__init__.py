@@ -1,1 +1,1 @@
-"""The planner's dry calls in a separate process: see ``__main__.py``."""
+"""The planner's calls of Python in a separate process: see ``__main__.py``."""

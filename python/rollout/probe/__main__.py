@@ -1,29 +1,36 @@
-"""The planner's dry calls in a separate process: ``python -m rollout.probe``, JSON in, JSON out.
+"""The planner's calls of Python in a separate process: ``python -m rollout.probe``, JSON in, JSON
+out.
 
-The planner can't import a user's reward or a tokenizer, and must survive whatever such code does.
-So this process reads one request from stdin, writes one answer to the original stdout, and exits.
-Output of the user's code goes to stderr. A thread reports a call that hangs, with the line at which
-it hangs. Imports no torch, so the answer takes less than a second.
+The planner can't import a user's reward, a tokenizer, or a library for data sets, and a crash of
+such code must not end it. So this process reads one request from stdin, writes one answer to the
+original stdout, and exits. Output of the user's code goes to stderr. A thread reports a call that
+hangs, with the line at which it hangs. The process imports no torch and answers within a second,
+unless it prepares data.
 
 Request (each part is optional)::
 
-    {"packages": ["torch", ...],
+    {"data": [(see rollout.source.prepare)],
+     "models": [{"name": "org/name@revision", "patterns": ["*.json", ...]}],
+     "packages": ["torch", ...],
      "reward": {"plugin": "reward.py:exact" (or "expression": "..."), "base_dir": "/...", "timeout_seconds": 30.0,
                 "samples": [{"prompt": "...", "completion": "...", "row": {...}}], "held_out": [...], "model": "/...",
                 "files": [{"path": "/...", "name": "train.jsonl"}]},
      "tokenizer": {"model": "/...", "chat_template": false,
-                   "files": [{"path": "/...", "prompt_field": "prompt", "answer_fields": [], "limit": 1920}]},
+                   "files": [{"path": "/...", "prompt_field": "prompt", "answer_fields": [], "limit": 1920,
+                              "overlong": "error"}]},
      "teacher": {"model": "/...", "base_url": "http://...", "name": "teacher", "api_key": "env:KEY", "protocol": "echo",
                  "timeout_seconds": 60.0, "prompt": "..."},
      "wandb_key": true}
 
 Answer::
 
-    {"python": "3.11.7", "packages": {"torch": "2.15.0", "absent": null},
+    {"data": [(see rollout.source.prepare) | {"error": ..., "source": "math"}],
+     "models": [{"folder": "/...", "revision": "e53f048..."} | {"error": ...}],
+     "python": "3.11.7", "packages": {"torch": "2.15.0", "absent": null},
      "reward": {"scores": [{"reward": 1.0, "metrics": {}}], "parts": false, "files": ["/.../reward.py"], "seconds": 0.1}
                | {"error": ...},
      "tokenizer": {"files": [{"longest": 12, "rows": 9500, "over": 2, "examples": [{"row": 7, "tokens": 2101}], "empty": [],
-                              "unknown": 1, "strange": [{"row": 3, "text": "é", "field": "prompt"}]}]}
+                              "drop": [], "cut": 0, "unknown": 1, "strange": [{"row": 3, "text": "é", "field": "prompt"}]}]}
                   | {"error": ...},
      "teacher": {"tokens": 12} | {"error": ...},
      "wandb_key": false}
@@ -40,6 +47,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
+from typing import cast
 
 from rollout.errors import Place, RolloutError
 from rollout.plugin import RewardTimeout
@@ -47,6 +56,9 @@ from rollout.probe.environment import has_wandb_key, versions
 from rollout.probe.prompts import measure
 from rollout.probe.reward import dry_call
 from rollout.probe.tokenizer import Json
+from rollout.source import hub
+from rollout.source.errors import SourceRefused
+from rollout.source.prepare import prepare
 
 
 def main() -> None:
@@ -62,6 +74,9 @@ def main() -> None:
             answer.flush()
 
     body: Json = {"python": platform.python_version(), "packages": versions(request.get("packages", []))}
+    if "data" in request or "models" in request:
+        body["data"] = [guarded(partial(prepare, one)) for one in cast("list[Json]", request.get("data") or [])]
+        body["models"] = [guarded(partial(hub.download, one)) for one in cast("list[Json]", request.get("models") or [])]
     if request.get("wandb_key"):
         body["wandb_key"] = has_wandb_key()
     if "tokenizer" in request:
@@ -87,9 +102,11 @@ def main() -> None:
 
 
 def guarded(part: Callable[[], Json]) -> Json:
-    """The answer of ``part``, or the error that it raised."""
+    """The answer of ``part``, or its error."""
     try:
         return part()
+    except SourceRefused as refused:
+        return {"error": describe(refused.error), "source": refused.source}
     except RolloutError as error:
         return {"error": describe(error)}
     except Exception as error:

@@ -1,22 +1,17 @@
-"""Whole conversations as training samples: every turn of the assistant is trained on, as the model
-would have written it."""
+"""Turns whole conversations into training examples. Every turn of the assistant is trained on, with
+the tokens that the model would have generated."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_workers.data.prompts import Ids, PromptInvalid, Text, parse_row
-
-Messages = Sequence[Mapping[str, Any]]
+from rollout_workers.data.prompts import Ids, Messages, PromptInvalid, Text, parse_row
 
 
 def conversation_in(row_json: bytes, prompt_field: str, answer_field: str) -> Messages | None:
-    """The messages of a row without an answer field whose last message is the assistant's; None for
-    every other row."""
+    """The messages of a row without an answer field whose last message is one of the assistant; None
+    for other rows."""
     try:
         row = parse_row(row_json)
     except PromptInvalid:
@@ -29,15 +24,15 @@ def conversation_in(row_json: bytes, prompt_field: str, answer_field: str) -> Me
 
 
 def turns_of(text: Text, messages: Messages, end: Ids) -> tuple[Ids, NDArray[np.uint8], int]:
-    """token_ids int32[T] of a conversation, its loss_mask uint8[T], and how many tokens precede the
-    first turn of the assistant.
+    """token_ids int32[T] of a conversation, its loss_mask uint8[T], and the number of tokens before
+    the first turn of the assistant.
 
-    A turn begins where the chat template would have the model begin to write, is tokenised from
-    there on, as it is when it is sampled, and ends with the end of sequence; where the template
-    writes none, with the message, and the last one with ``end`` (int32[1]). Nothing after the last
-    turn is kept. Raises :class:`PromptInvalid` where the template refuses the messages, or writes
-    earlier ones differently once others follow, so that no sampled conversation would look like
-    this one.
+    A turn begins after the generation prompt of the chat template and is tokenized from there, as a
+    sampled turn is. It ends with the end-of-sequence token. If the template writes no such token, a
+    turn ends with its message, and ``end`` (int32[1]) is added to the last one. Tokens after the
+    last turn are dropped. Raises :class:`PromptInvalid` if the template refuses the messages, or if
+    it writes messages differently once others follow: then no sampled conversation would have these
+    tokens.
     """
     whole = text.render(messages, answering=False)
     turns = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
@@ -61,7 +56,7 @@ def turns_of(text: Text, messages: Messages, end: Ids) -> tuple[Ids, NDArray[np.
 
 
 def _leading(text: Text, whole: str, messages: Messages, count: int, *, answering: bool) -> str:
-    """The first messages as the template writes them, which must be how ``whole`` begins."""
+    """The text of the first ``count`` messages, with which ``whole`` must begin."""
     leading = text.render(messages[:count], answering=answering)
     if not whole.startswith(leading):
         raise PromptInvalid(

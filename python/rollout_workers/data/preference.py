@@ -1,5 +1,4 @@
-"""Rows of preferences as training samples: pairs of completions, or single ones with a label.
-Nothing is sampled."""
+"""Turns rows of preferences into training examples: pairs of completions, or completions with a label."""
 
 from __future__ import annotations
 
@@ -10,12 +9,12 @@ import numpy as np
 
 from rollout.environment import Refusal
 from rollout_workers.data.prompts import Prompt, PromptInvalid, PromptReader, Text, parse_row
-from rollout_workers.data.supervised import Example, end_of, example_of, text_field
+from rollout_workers.data.supervised import Example, Limit, end_of, example_of, text_field
 
 
 class Pairs:
-    """Rows ``{"prompt": ..., "chosen": ..., "rejected": ...}``, and a number by how much where
-    ``margin_field`` names one."""
+    """Rows ``{"prompt": ..., "chosen": ..., "rejected": ...}``, with a number in ``margin_field`` if
+    that is set."""
 
     def __init__(
         self,
@@ -25,18 +24,18 @@ class Pairs:
         chosen_field: str,
         rejected_field: str,
         margin_field: str,
-        max_tokens: int,
+        limit: Limit,
         margin: float = 0.0,
     ) -> None:
-        """max_tokens: longest example; a longer row is refused as CONTEXT_OVERFLOW, never cut.
-        margin: of all rows, where no ``margin_field`` names one. Raises :class:`PromptInvalid`."""
+        """margin: the margin of all rows if ``margin_field`` is empty. Raises
+        :class:`PromptInvalid`."""
         self._text, self._prompts, self._end = text, prompts, end_of(text)
-        self._fields, self._margin, self._max_tokens = (chosen_field, rejected_field), margin_field, max_tokens
+        self._fields, self._margin, self._limit = (chosen_field, rejected_field), margin_field, limit
         self._usual = margin
 
     def examples(self, rows: Sequence[bytes]) -> list[list[Example] | Refusal]:
-        """The chosen one, whose reward is the margin, and the rejected one of each row (JSON), in
-        order."""
+        """The two examples of each row (JSON), in order: the chosen completion, whose reward is the
+        margin, and the rejected one."""
         prompts = self._prompts.read(rows)
         texts = [[text_field(row, field, "data.chosen_field, data.rejected_field") for field in self._fields] for row in rows]
         flat = [text if isinstance(text, str) else "" for pair in texts for text in pair]
@@ -48,9 +47,7 @@ class Pairs:
                 out.append(Refusal(problem.reason, str(problem)))
                 continue
             assert isinstance(prompt, Prompt) and isinstance(margin, float)
-            made = [
-                example_of(prompt, flat[place], ids[place], self._end, self._max_tokens) for place in (2 * number, 2 * number + 1)
-            ]
+            made = [example_of(prompt, flat[place], ids[place], self._end, self._limit) for place in (2 * number, 2 * number + 1)]
             refusal = next((example for example in made if isinstance(example, Refusal)), None)
             examples = [example for example in made if isinstance(example, Example)]
             out.append(refusal or [replace(examples[0], reward=margin), examples[1]])
@@ -69,16 +66,15 @@ class Pairs:
 
 
 class Labelled:
-    """Rows ``{"prompt": ..., "completion": ..., "label": true}``; the reward says the label, 1 or
-    0."""
+    """Rows ``{"prompt": ..., "completion": ..., "label": true}``; the reward is the label, 1 or 0."""
 
-    def __init__(self, text: Text, prompts: PromptReader, *, completion_field: str, label_field: str, max_tokens: int) -> None:
-        """See :class:`Pairs`."""
+    def __init__(self, text: Text, prompts: PromptReader, *, completion_field: str, label_field: str, limit: Limit) -> None:
+        """Raises :class:`PromptInvalid`."""
         self._text, self._prompts, self._end = text, prompts, end_of(text)
-        self._completion, self._label, self._max_tokens = completion_field, label_field, max_tokens
+        self._completion, self._label, self._limit = completion_field, label_field, limit
 
     def examples(self, rows: Sequence[bytes]) -> list[list[Example] | Refusal]:
-        """One a row (JSON), in order."""
+        """The example of each row (JSON), in order."""
         prompts = self._prompts.read(rows)
         texts = [text_field(row, self._completion, "data.completion_field") for row in rows]
         ids = self._text.following([text if isinstance(text, str) else "" for text in texts], prompts)
@@ -89,7 +85,7 @@ class Labelled:
                 out.append(Refusal(problem.reason, str(problem)))
                 continue
             assert isinstance(prompt, Prompt) and isinstance(text, str) and isinstance(label, bool)
-            made = example_of(prompt, text, tokens, self._end, self._max_tokens)
+            made = example_of(prompt, text, tokens, self._end, self._limit)
             out.append(made if isinstance(made, Refusal) else [replace(made, reward=float(label))])
         return out
 
@@ -104,5 +100,5 @@ class Labelled:
 
 
 def first_problem(*parts: object) -> PromptInvalid | None:
-    """The first of what was read that is an error."""
+    """The first part that is an error."""
     return next((part for part in parts if isinstance(part, PromptInvalid)), None)

@@ -12,9 +12,13 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.errors import RolloutError
+from rollout.truncation import shorten_chat
 
 Ids = NDArray[np.int32]
+Messages = Sequence[Mapping[str, Any]]
+_NO_IDS: Ids = np.zeros(0, np.int32)
 _CACHED_PROMPTS = 100_000
 _LINE = "\n"
 
@@ -34,11 +38,11 @@ class Prompt:
 
 
 class Text:
-    """A Hugging Face tokenizer, used in batches and past its per-call overhead."""
+    """A Hugging Face tokenizer, called in batches and without the overhead of its Python class."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """tokenizer: what ``AutoTokenizer.from_pretrained`` returns. Its truncation and padding are
-        switched off."""
+        """tokenizer: the result of ``AutoTokenizer.from_pretrained``. Its truncation and padding
+        are turned off."""
         self.tokenizer = tokenizer
         self._fast = getattr(tokenizer, "backend_tokenizer", None)
         self._cleans = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
@@ -54,8 +58,8 @@ class Text:
         return cls(AutoTokenizer.from_pretrained(directory))
 
     def warm(self) -> None:
-        """Do once what the first request would wait for: compile the chat template, make the
-        tokenizer's caches. Blocks."""
+        """Compile the chat template and fill the tokenizer's caches, so that the first request does
+        not wait for that. Blocks."""
         rendered = ""
         if self.tokenizer.chat_template:
             with contextlib.suppress(PromptInvalid):  # a template may want more than one message
@@ -73,18 +77,35 @@ class Text:
         return max(map(len, self.tokenizer.get_vocab()))
 
     def encode(self, texts: Sequence[str], *, special: bool = True) -> list[Ids]:
-        """Token ids of each text. special: with what the tokenizer puts around a sequence (such as
-        a begin token)."""
+        """Token ids of each text. special: with the special tokens that the tokenizer adds to a
+        sequence, such as a begin token."""
         if self._fast is not None:
             return [np.array(e.ids, np.int32) for e in self._fast.encode_batch(list(texts), add_special_tokens=special)]
         return [np.array(ids, np.int32) for ids in self.tokenizer(list(texts), add_special_tokens=special)["input_ids"]]
 
-    def following(self, texts: Sequence[str], before: Sequence[Prompt | Ids | PromptInvalid]) -> list[Ids]:
-        """Token ids of each text as a continuation of the tokens in ``before``, as a model writes
-        them.
+    def encoding(self, text: str) -> Any:
+        """A text without special tokens, as an encoding of the library ``tokenizers``."""
+        return self._backend.encode(text, add_special_tokens=False)
 
-        A tokenizer of SentencePiece's kind puts a space before what begins a text, and some after
-        special tokens.
+    def leading_special(self, text: str) -> int:
+        """The number of special tokens that the tokenizer adds at the start of a text."""
+        mask = self._backend.encode(text).special_tokens_mask
+        return next((n for n, special in enumerate(mask) if not special), len(mask))
+
+    @property
+    def _backend(self) -> Any:
+        if self._fast is None:
+            raise PromptInvalid(
+                "this tokenizer can't shorten prompts: it has no tokenizer.json", fix='set `data.overlong = "drop"`'
+            )
+        return self._fast
+
+    def following(self, texts: Sequence[str], before: Sequence[Prompt | Ids | PromptInvalid]) -> list[Ids]:
+        """Token ids of each text as a continuation of the tokens in ``before``, as a model
+        generates them.
+
+        SentencePiece tokenizers add a space at the start of a text, and some of them after special
+        tokens; a continuation must not have it.
         """
         plain = self.encode(texts, special=False)
         if not self._leads:
@@ -104,8 +125,8 @@ class Text:
         return not np.array_equal(joint[len(alone) :], begun)
 
     def _lead(self, before: Ids | PromptInvalid) -> str:
-        """A text after which others are tokenised as after these ids: their last token where it is
-        a special one, else a line's end, which joins no other character."""
+        """A text after which others are tokenized as after these ids: their last token if it is a
+        special one, otherwise a line break, which is never merged with another character."""
         if isinstance(before, PromptInvalid) or not len(before):
             return _LINE
         token = self.tokenizer.added_tokens_decoder.get(int(before[-1]))
@@ -125,8 +146,8 @@ class Text:
         return self.tokenizer.batch_decode([[token] for token in ids.tolist()], skip_special_tokens=False)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, answering: bool = True) -> str:
-        """A chat through the tokenizer's template; answering: up to where the assistant speaks.
-        Raises :class:`PromptInvalid`."""
+        """The text of a chat, rendered with the tokenizer's template. answering: with the
+        generation prompt of the assistant. Raises :class:`PromptInvalid`."""
         if not self.tokenizer.chat_template:
             raise PromptInvalid(
                 "the model's tokenizer has no chat template", fix="set `model.chat_template = false` and send plain text"
@@ -138,15 +159,28 @@ class Text:
 
 
 class PromptReader:
-    """Rows of a dataset as prompts; remembers what it has tokenised."""
+    """Turns rows of a dataset into prompts. It caches the prompts that it tokenized."""
 
-    def __init__(self, text: Text, *, prompt_field: str, chat_template: bool) -> None:
+    def __init__(self, text: Text, *, prompt_field: str, chat_template: bool, longest: int | None = None) -> None:
+        """longest: tokens of a prompt; a longer one is cut at its start. None: prompts are not
+        cut."""
         self.field = prompt_field
-        self._text, self._chat = text, chat_template
+        self._text, self._chat, self._longest = text, chat_template, longest
         self._known: dict[bytes, Prompt | PromptInvalid] = {}
 
+    @classmethod
+    def of_samples(cls, config: RunConfig, text: Text) -> PromptReader:
+        """Reads prompts that the policy answers."""
+        longest = longest_prompt(config) if config.data.overlong == "truncate" else None
+        return cls(text, prompt_field=config.data.prompt_field, chat_template=config.model.chat_template, longest=longest)
+
+    @classmethod
+    def of_rows(cls, config: RunConfig, text: Text) -> PromptReader:
+        """Reads the prompts of rows that are trained on. They are not cut: completions are."""
+        return cls(text, prompt_field=config.data.prompt_field, chat_template=config.model.chat_template)
+
     def read(self, rows: Sequence[bytes]) -> list[Prompt | PromptInvalid]:
-        """The prompt of each row (JSON), in order; a broken row gives its error."""
+        """The prompt of each row (JSON), in order; an invalid row gives its error."""
         missing = [row for row in dict.fromkeys(rows) if row not in self._known]
         if missing:
             if len(self._known) + len(missing) > _CACHED_PROMPTS:
@@ -156,37 +190,68 @@ class PromptReader:
         return [self._known[row] for row in rows]
 
     def _read(self, rows: Sequence[bytes]) -> list[Prompt | PromptInvalid]:
-        rendered = [self._render(row) for row in rows]
-        ids = self._encode([r for r in rendered if not isinstance(r, PromptInvalid)])
-        texts = iter(self._text.decode(ids))
-        numbered = iter(ids)
-        return [r if isinstance(r, PromptInvalid) else self._prompt(next(numbered), next(texts)) for r in rendered]
+        chats = [self._chat_of(row) for row in rows]
+        encoded = self._encode(chats)
+        if self._longest is not None:
+            encoded = [self._shorten(chat, ids, self._longest) for chat, ids in zip(chats, encoded, strict=True)]
+        texts = iter(self._text.decode([ids for ids in encoded if not isinstance(ids, PromptInvalid)]))
+        return [ids if isinstance(ids, PromptInvalid) else self._prompt(ids, next(texts)) for ids in encoded]
 
     def _prompt(self, ids: Ids, text: str) -> Prompt | PromptInvalid:
         return Prompt(ids, text) if len(ids) else PromptInvalid("the prompt has no tokens", fix="give the row a prompt")
 
-    def _encode(self, rendered: Sequence[tuple[str, bool]]) -> list[Ids]:
-        """Token ids of (text, whether a template has put the special tokens in already)."""
-        out: list[Ids] = [np.zeros(0, np.int32)] * len(rendered)
+    def _encode(self, chats: Sequence[str | Messages | PromptInvalid]) -> list[Ids | PromptInvalid]:
+        """Token ids of each prompt. A chat has its special tokens from the template."""
+        rendered = [self._render(chat) if isinstance(chat, list) else chat for chat in chats]
+        out: list[Ids | PromptInvalid] = [text if isinstance(text, PromptInvalid) else _NO_IDS for text in rendered]
         for templated in (False, True):
-            at = [i for i, (_, t) in enumerate(rendered) if t is templated]
+            at = [i for i, chat in enumerate(chats) if isinstance(chat, list) is templated and isinstance(rendered[i], str)]
             if at:
-                for i, ids in zip(at, self._text.encode([rendered[i][0] for i in at], special=not templated), strict=True):
+                for i, ids in zip(at, self._text.encode([str(rendered[i]) for i in at], special=not templated), strict=True):
                     out[i] = ids
         return out
 
-    def _render(self, row_json: bytes) -> tuple[str, bool] | PromptInvalid:
+    def _chat_of(self, row_json: bytes) -> str | Messages | PromptInvalid:
+        """The prompt of a row: a text, or messages for the chat template."""
         try:
             value = parse_row(row_json).get(self.field)
-            if isinstance(value, list):
-                return self._text.render(value), True
-            if not isinstance(value, str):
-                raise PromptInvalid(f"field `{self.field}` is neither text nor a list of messages", fix="see `data.prompt_field`")
-            if self._chat:
-                return self._text.render([{"role": "user", "content": value}]), True
-            return value, False
         except PromptInvalid as error:
             return error
+        if isinstance(value, str):
+            return [{"role": "user", "content": value}] if self._chat else value
+        if isinstance(value, list):
+            return value
+        return PromptInvalid(f"field `{self.field}` is neither text nor a list of messages", fix="see `data.prompt_field`")
+
+    def _render(self, messages: Messages) -> str | PromptInvalid:
+        try:
+            return self._text.render(messages)
+        except PromptInvalid as error:
+            return error
+
+    def _shorten(self, chat: str | Messages | PromptInvalid, ids: Ids | PromptInvalid, longest: int) -> Ids | PromptInvalid:
+        if isinstance(ids, PromptInvalid) or len(ids) <= longest:
+            return ids
+        if isinstance(chat, str):
+            special = self._text.leading_special(chat)
+            return np.concatenate((ids[:special], ids[len(ids) - (longest - special) :]))
+        assert isinstance(chat, list)
+        try:
+            shorter = shorten_chat(chat, longest, self._length, self._text.encoding)
+        except PromptInvalid as error:
+            return error
+        if shorter is None:
+            return PromptInvalid(f"the prompt can't be cut to {longest} tokens", fix='set `data.overlong = "drop"`')
+        [encoded] = self._encode([shorter])
+        return encoded
+
+    def _length(self, messages: Messages) -> int:
+        return len(self._text.encode([self._text.render(messages)], special=False)[0])
+
+
+def longest_prompt(config: RunConfig) -> int:
+    """The most tokens of a prompt that leave room for a completion of ``sampling.max_tokens``."""
+    return config.engine.max_model_len - config.sampling.max_tokens
 
 
 def parse_row(row_json: bytes) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class SamplingContext:
     def build(
         cls, who: Identity, config: RunConfig, model: Model, receipts: EngineReceipts, rewards: Scorer | None
     ) -> SamplingContext:
-        prompts = PromptReader(model.text, prompt_field=config.data.prompt_field, chat_template=config.model.chat_template)
+        prompts = PromptReader.of_samples(config, model.text)
         environment = environments.build(environments.Context(config, prompts, rewards, model.text))
         throughput = Throughput(model.engine.stats)
         return cls(who, config, model, receipts, prompts, environment, of_run(config.sampling), throughput)
@@ -67,7 +67,7 @@ class Pipeline:
     def build(cls, context: SamplingContext, publisher: Publisher, services: Services, cleanup: ExitStack) -> Pipeline:
         """cleanup: receives the shutdown of the teacher's client. Raises ``SecretError``."""
         config, text = context.config, context.model.text
-        rows = rows_of(config, text, context.prompts)
+        rows = rows_of(config, text, PromptReader.of_rows(config, text))
         if rows is not None:
             puller = Puller(None, capacity=_ACTIVE_ROWS, prepare=_no_preparation)
             return cls(puller, RowSender(context.who, rows, Outlet(publisher, services, context.throughput, puller)))

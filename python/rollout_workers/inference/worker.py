@@ -36,7 +36,7 @@ from rollout_workers.worker.lifecycle import Lifecycle
 from rollout_workers.worker.publisher import Publisher
 from rollout_workers.worker.registration import Registration
 from rollout_workers.worker.serving import Server
-from rollout_workers.worker.spec import Identity, resolve
+from rollout_workers.worker.spec import Identity, held_out_file
 from rollout_workers.worker.stream import WorkQueue
 from rollout_workers.worker.tls import of_agent, of_mesh
 
@@ -152,8 +152,7 @@ def _servicer(
 ) -> InferenceServer:
     config, engine, text = context.config, context.model.engine, context.model.text
     evaluation = None
-    if rewards is not None and config.data.eval:
-        rows = resolve(spec, config.data.eval)
+    if rewards is not None and (rows := held_out_file(spec)):
         evaluation = Evaluation(engine, context.environment, text, context.params, context.receipts, rows)
     generation = Generation(engine, text, context.params, config.engine.max_model_len)
     return InferenceServer(context, generation, evaluation, pipeline.puller, lifecycle, rewards, weights_cache)

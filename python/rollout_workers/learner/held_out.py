@@ -17,7 +17,7 @@ from rollout_workers.data.rows import Rows, rows_of
 from rollout_workers.data.supervised import Example
 from rollout_workers.trainer import Trainer
 from rollout_workers.trainer.types import TrainSample
-from rollout_workers.worker.spec import model_directory, resolve
+from rollout_workers.worker.spec import held_out_file, model_directory
 from rollout_workers.worker.status import EdgeError
 
 
@@ -65,14 +65,14 @@ def held_out_of(spec: WorkerSpec) -> HeldOut | None:
     end-of-sequence token.
     """
     config = spec.plan.config
-    if not config.eval.every_steps or not config.data.eval or config.HasField("reward"):
+    file = held_out_file(spec)
+    if not config.eval.every_steps or not file or config.HasField("reward"):
         return None
     text = Text.load(model_directory(spec))
-    prompts = PromptReader(text, prompt_field=config.data.prompt_field, chat_template=config.model.chat_template)
-    made_by = rows_of(config, text, prompts)
+    made_by = rows_of(config, text, PromptReader.of_rows(config, text))
     if made_by is None:
         return None
-    return read_rows(Path(resolve(spec, config.data.eval)), made_by, config.eval.max_prompts)
+    return read_rows(Path(file), made_by, config.eval.max_prompts)
 
 
 def read_rows(path: Path, made_by: Rows, most: int) -> HeldOut:

@@ -13,9 +13,10 @@ from typing import ClassVar
 
 from google.protobuf import json_format
 
-from rollout import names
+from rollout import inputs, names
 from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.errors import RolloutError
+from rollout.plan.v1 import plan_pb2
 from rollout.run.v1.run_pb2 import NatsAccess, WorkerSpec
 from rollout_workers.worker.secret import SecretError, read_secret
 
@@ -146,8 +147,24 @@ def identity(spec: WorkerSpec) -> Identity:
 
 
 def resolve(spec: WorkerSpec, path: str) -> str:
-    """The absolute form of a path in the plan."""
+    """The absolute path of a file or folder that the plan names. A model of the hub is in the run's
+    folder of inputs."""
+    for item in spec.plan.inputs:
+        if item.revision and item.path.startswith(path + "/"):
+            return inputs.model(_inputs(spec), path, item.revision)
     return os.path.abspath(os.path.join(spec.base_dir, path))
+
+
+def held_out_file(spec: WorkerSpec) -> str:
+    """The file of the plan's held-out rows (JSON Lines); "" if it has none."""
+    for item in spec.plan.inputs:
+        if item.role == plan_pb2.INPUT_ROLE_EVAL_DATA:
+            return inputs.rows(_inputs(spec), item.digest) if item.sources else resolve(spec, item.path)
+    return resolve(spec, spec.plan.config.data.eval) if spec.plan.config.data.eval else ""
+
+
+def _inputs(spec: WorkerSpec) -> str:
+    return os.path.join(spec.run_directory, inputs.FOLDER)
 
 
 def model_directory(spec: WorkerSpec) -> str:

@@ -11,7 +11,7 @@ import pytest
 from rollout.environment import Refusal
 from rollout_testing.run import EXAMPLE
 from rollout_workers.data.prompts import PromptReader, Text
-from rollout_workers.data.supervised import Example, Supervised
+from rollout_workers.data.supervised import Example, Limit, Supervised
 
 SMOLLM2 = EXAMPLE.parent.parent / "models" / "SmolLM2-135M-Instruct"
 
@@ -33,7 +33,7 @@ def talk(*contents: str) -> list[dict[str, str]]:
 def made(text: Text, row: Any, template: str = CHAT, *, whole: bool = False, longest: int = 200) -> Example | Refusal:
     text.tokenizer.chat_template = template
     reader = PromptReader(text, prompt_field="messages", chat_template=True)
-    rows = Supervised(text, reader, answer_field="answer", train_on_prompt=whole, max_tokens=longest)
+    rows = Supervised(text, reader, answer_field="answer", train_on_prompt=whole, limit=Limit(longest))
     return rows.examples([json.dumps(row).encode()])[0]
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rollout_workers.data.preference import Labelled, Pairs
 from rollout_workers.data.prompts import PromptReader, Text
-from rollout_workers.data.supervised import Example, Supervised
+from rollout_workers.data.supervised import Example, Limit, Supervised
 
 SPACE = "\u2581"
 SPACED = (
@@ -47,7 +47,7 @@ def text_of(kind: str, template: str = SPACED) -> Text:
 def test_a_conversation_has_the_tokens_of_its_whole_text(kind: str, template: str) -> None:
     text = text_of(kind, template)
     reader = PromptReader(text, prompt_field="messages", chat_template=True)
-    rows = Supervised(text, reader, answer_field="answer", train_on_prompt=False, max_tokens=200)
+    rows = Supervised(text, reader, answer_field="answer", train_on_prompt=False, limit=Limit(200))
     [made] = rows.examples([json.dumps({"messages": TALK}).encode()])
     assert isinstance(made, Example)
     [wanted] = text.encode([text.render(TALK, answering=False)], special=False)
@@ -65,9 +65,9 @@ def test_completions_do_not_begin_with_a_space_of_their_own(kind: str) -> None:
     prompts = PromptReader(text, prompt_field="prompt", chat_template=False)
     row = json.dumps({"prompt": "17+25=", "answer": "42", "chosen": "42", "rejected": "4", "label": True}).encode()
     wanted = [[*text.encode([f"17+25={answer}"])[0].tolist(), 2] for answer in ("42", "4")]
-    pairs = Pairs(text, prompts, chosen_field="chosen", rejected_field="rejected", margin_field="", max_tokens=99)
-    labelled = Labelled(text, prompts, completion_field="answer", label_field="label", max_tokens=99)
-    supervised = Supervised(text, prompts, answer_field="answer", train_on_prompt=False, max_tokens=99)
+    pairs = Pairs(text, prompts, chosen_field="chosen", rejected_field="rejected", margin_field="", limit=Limit(99))
+    labelled = Labelled(text, prompts, completion_field="answer", label_field="label", limit=Limit(99))
+    supervised = Supervised(text, prompts, answer_field="answer", train_on_prompt=False, limit=Limit(99))
     [pair], [single], [example] = pairs.examples([row]), labelled.examples([row]), supervised.examples([row])
     assert isinstance(pair, list) and isinstance(single, list) and isinstance(example, Example)
     assert [made.token_ids.tolist() for made in (*pair, *single, example)] == [*wanted, wanted[0], wanted[0]]

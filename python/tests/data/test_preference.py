@@ -10,7 +10,7 @@ import pytest
 from rollout.environment import Refusal
 from rollout_workers.data.preference import Labelled, Pairs
 from rollout_workers.data.prompts import PromptReader, Text
-from rollout_workers.data.supervised import Example
+from rollout_workers.data.supervised import Example, Limit
 
 
 def reader(text: Text) -> PromptReader:
@@ -18,12 +18,12 @@ def reader(text: Text) -> PromptReader:
 
 
 def pairs(text: Text, row: Any, margin: str = "", longest: int = 16) -> list[Example] | Refusal:
-    made = Pairs(text, reader(text), chosen_field="chosen", rejected_field="rejected", margin_field=margin, max_tokens=longest)
+    made = Pairs(text, reader(text), chosen_field="chosen", rejected_field="rejected", margin_field=margin, limit=Limit(longest))
     return made.examples([json.dumps(row).encode()])[0]
 
 
 def labelled(text: Text, row: Any) -> list[Example] | Refusal:
-    made = Labelled(text, reader(text), completion_field="completion", label_field="label", max_tokens=16)
+    made = Labelled(text, reader(text), completion_field="completion", label_field="label", limit=Limit(16))
     return made.examples([json.dumps(row).encode()])[0]
 
 
@@ -41,7 +41,7 @@ def test_a_pair_may_be_a_desirable_and_an_undesirable_completion(text: Text) -> 
     fields = {"chosen_field": "chosen", "rejected_field": "rejected", "margin_field": ""}
     row = json.dumps({"prompt": "1+2=", "chosen": "3", "rejected": "12"}).encode()
     for margin in (0.0, 1.0):
-        [made] = Pairs(text, reader(text), **fields, max_tokens=16, margin=margin).examples([row])
+        [made] = Pairs(text, reader(text), **fields, limit=Limit(16), margin=margin).examples([row])
         assert isinstance(made, list) and [example.reward for example in made] == [margin, 0.0]
 
 

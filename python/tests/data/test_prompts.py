@@ -9,7 +9,7 @@ import pytest
 
 from rollout.environment import Refusal
 from rollout_workers.data.prompts import Prompt, PromptInvalid, PromptReader, Text
-from rollout_workers.data.supervised import Example, Supervised
+from rollout_workers.data.supervised import Example, Limit, Supervised
 
 
 def reader(text: Text, *, chat: bool = False) -> PromptReader:
@@ -83,8 +83,9 @@ def test_a_prompt_is_tokenised_once(text: Text, monkeypatch: pytest.MonkeyPatch)
     assert rows.read([row(prompt="2+2="), row(prompt="1+1=")]) == first[::-1]
 
 
-def supervised(text: Text, *, train_on_prompt: bool = False, max_tokens: int = 16) -> Supervised:
-    return Supervised(text, reader(text), answer_field="answer", train_on_prompt=train_on_prompt, max_tokens=max_tokens)
+def supervised(text: Text, *, train_on_prompt: bool = False, longest: int = 16, truncate: bool = False) -> Supervised:
+    limit = Limit(longest, truncate=truncate)
+    return Supervised(text, reader(text), answer_field="answer", train_on_prompt=train_on_prompt, limit=limit)
 
 
 def test_an_example_is_trained_on_from_its_answer_to_the_end(text: Text) -> None:
@@ -102,7 +103,7 @@ def test_the_prompt_may_be_trained_on_too(text: Text) -> None:
 
 
 def test_a_row_is_refused_rather_than_cut(text: Text) -> None:
-    fits, long, odd = supervised(text, max_tokens=9).examples(
+    fits, long, odd = supervised(text, longest=9).examples(
         [row(prompt="17+25=", answer="42"), row(prompt="17+25=", answer="042"), row(prompt="1", answer=2)]
     )
     assert isinstance(fits, Example)

@@ -23,7 +23,12 @@ func tableExample(path string, message protoreflect.MessageDescriptor) string {
 			lines = append(lines, fmt.Sprintf("`%s = %s`", field.TextName(), sample(field)))
 		}
 	}
-	if len(lines) == 0 {
+	if len(lines) == 0 { // one of several keys is required
+		for _, field := range keysOf(message) {
+			if metaOf(field).GetExample() != "" && field.Message() == nil {
+				return fmt.Sprintf("[%s] with `%s = %s`", path, field.TextName(), sample(field))
+			}
+		}
 		return "[" + path + "]"
 	}
 	return fmt.Sprintf("[%s] with %s", path, enumerate(lines, "and"))

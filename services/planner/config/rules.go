@@ -277,6 +277,8 @@ var fixes = map[string]string{
 	"run_config.kto_weights":         "remove one of them: 1.0 is the default",
 	"run_config.teacher":             "write `teacher = \"models/teacher\"`, or a table [algorithm.distillation.endpoint] with `base_url` and `model`",
 	"run_config.teacher_temperature": "remove `temperature` from [sampling]: 1.0 is the default",
+	"run_config.data_train":          "write `train = \"data/train.jsonl\"` in [data], or tables such as [data.train_mix.math] with `path`",
+	"run_config.data_weights":        "write a `weight` in each table, or remove all of them to have every row once",
 	"run_config.deterministic_async": "remove `deterministic`, or write `mode = \"sync\"`",
 	"run_config.warmup":              "lower `warmup_steps` or raise `steps`",
 	"run_config.eval_data":           "add `eval = \"data/eval.jsonl\"` to [data] and, to score answers, a [reward] table, or remove `every_steps` from [eval]",

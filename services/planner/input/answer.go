@@ -5,24 +5,24 @@ import (
 	"fmt"
 )
 
-func (d *Dataset) answer(line []byte, fields map[string]json.RawMessage) (string, bool) {
-	field := d.AnswerField
+func (c *rowCheck) answer(line []byte, fields map[string]json.RawMessage) (string, bool) {
+	field := c.data.AnswerField
 	if field == "" {
 		return "", true
 	}
 	raw, ok := fields[field]
-	if !ok && d.conversation(fields) {
+	if !ok && c.conversation(fields) {
 		return "", true
 	}
 	if !ok {
-		d.lacks(line, fields, field, "data.answer_field", "answer_field")
+		c.lacks(line, fields, field, "data.answer_field", "answer_field")
 		return "", false
 	}
-	return d.trained(line, raw, field, "answer", "sft")
+	return c.trained(line, raw, field, "answer", "sft")
 }
 
-// trained is the text of a field that an algorithm trains on. noun names it in messages.
-func (d *Dataset) trained(line []byte, raw json.RawMessage, field, noun, algorithm string) (string, bool) {
+// trained returns the text of a field that an algorithm trains on. noun is what messages call it.
+func (r *reporter) trained(line []byte, raw json.RawMessage, field, noun, algorithm string) (string, bool) {
 	var text string
 	if json.Unmarshal(raw, &text) == nil && raw[0] == '"' && text != "" {
 		return text, true
@@ -31,7 +31,7 @@ func (d *Dataset) trained(line []byte, raw json.RawMessage, field, noun, algorit
 	if raw[0] == '"' {
 		what = empty
 	}
-	d.badField(field+" type", line, field, fmt.Sprintf("`%s` is %s, but [algorithm.%s] trains on it", field, what, algorithm), fixText(noun, what))
+	r.badField(field+" type", line, field, fmt.Sprintf("`%s` is %s, but [algorithm.%s] trains on it", field, what, algorithm), fixText(noun, what))
 	return "", false
 }
 

@@ -17,7 +17,8 @@ import (
 
 // Dataset has the requirements of a JSON Lines file, and the result of reading it.
 type Dataset struct {
-	Path        string // its name in messages
+	File        string
+	Path        string // what messages call it
 	PromptField string
 	AnswerField string // "" without required answers
 	Preference  Preference
@@ -25,6 +26,7 @@ type Dataset struct {
 	ReferenceField string
 	ChatTemplate   bool // whether a prompt may be a list of messages
 	Asked          bool // the policy answers the prompts, so messages must not end with an answer
+	Repeats        bool // rows are repeated on purpose
 
 	Rows      uint64
 	Digest    string
@@ -32,10 +34,7 @@ type Dataset struct {
 	Desirable uint64 // rows whose label is true
 	First     []Row  // the first rows, for the reward's dry call
 
-	foreign  bool // the file is not JSON Lines
-	problems *problem.List
-	shown    map[string]int    // reported problems by kind
-	hidden   map[string]uint64 // other problems by kind, counted only
+	duplicates duplicates
 }
 
 // Row is one parsed row.
@@ -52,15 +51,15 @@ const (
 	maxExcerpt = 4096    // bytes of a row shown with a problem
 )
 
-// Read reads the file once, parses every row, and computes the digest. It adds problems; the error
-// is that of the file system.
-func (d *Dataset) Read(file string, problems *problem.List) error {
-	d.problems, d.shown, d.hidden = problems, map[string]int{}, map[string]uint64{}
-	f, err := os.Open(file)
+// Read reads the file once, parses every row, and computes the digest. It adds problems. The error is
+// that of the file system.
+func (d *Dataset) Read(problems *problem.List) error {
+	f, err := os.Open(d.File)
 	if err != nil {
 		return err
 	}
 	defer f.Close()
+	check := newRowCheck(d, problems)
 	hasher := id.NewHasher()
 	reader := bufio.NewReaderSize(f, 1<<20)
 	var line []byte
@@ -69,27 +68,31 @@ func (d *Dataset) Read(file string, problems *problem.List) error {
 		line, err = readLine(reader, line[:0], hasher)
 		d.Bytes += uint64(len(line))
 		switch {
-		case len(line) == 0 || d.foreign:
+		case len(line) == 0 || check.foreign:
 		case len(bytes.TrimSpace(line)) == 0:
 			blanks++ // ignored at the end of the file
 		default:
 			for ; blanks > 0; blanks-- {
-				d.Rows++
-				d.row(nil)
+				check.row(nil)
 			}
-			d.Rows++
-			d.row(bytes.TrimRight(line, "\r\n"))
+			check.row(bytes.TrimRight(line, "\r\n"))
 		}
 		if errors.Is(err, io.EOF) {
 			break
 		}
 		if err != nil {
-			return fmt.Errorf("read %s: %w", file, err)
+			return fmt.Errorf("read %s: %w", d.File, err)
 		}
 	}
-	d.Digest = hasher.ID()
-	d.summary()
+	d.Digest, d.Rows, d.Desirable = hasher.ID(), check.number, check.preference.desirable
+	check.summary()
 	return nil
+}
+
+// Duplicates is the number of rows whose prompt an earlier row has, or if rows are trained on, that
+// are equal to an earlier row; and the first such row and that earlier one, from 1.
+func (d *Dataset) Duplicates() (count, row, earlier uint64) {
+	return d.duplicates.count, d.duplicates.row, d.duplicates.earlier
 }
 
 // Reference is the reference answer of a row; "" without one that is a string.
@@ -105,75 +108,102 @@ func (d *Dataset) Reference(row Row) string {
 	return text
 }
 
-func (d *Dataset) row(line []byte) {
+// rowCheck checks the rows of a dataset, one after another.
+type rowCheck struct {
+	*reporter
+	data       *Dataset
+	preference preferenceCheck
+	foreign    bool // the file is not JSON Lines
+}
+
+func newRowCheck(d *Dataset, problems *problem.List) *rowCheck {
+	r := &reporter{path: d.Path, problems: problems, shown: map[string]int{}, hidden: map[string]uint64{}}
+	d.duplicates.first = map[uint64]uint64{}
+	return &rowCheck{reporter: r, data: d, preference: preferenceCheck{reporter: r, Preference: d.Preference}}
+}
+
+// identity is what makes a row a duplicate: its prompt, or all of it if it is trained on.
+func (c *rowCheck) identity(line []byte, fields map[string]json.RawMessage) []byte {
+	if len(c.data.Completions()) > 0 {
+		return line
+	}
+	return fields[c.data.PromptField]
+}
+
+// row checks the next row; nil for a blank line.
+func (c *rowCheck) row(line []byte) {
+	c.number++
 	switch {
 	case len(line) > maxRow:
-		d.bad("large", line, -1, "", fmt.Sprintf("the row has %d bytes; the limit is %d", len(line), maxRow), "shorten it, or store the content in a file and put its path into the row")
+		c.bad("large", line, -1, "", fmt.Sprintf("the row has %d bytes; the limit is %d", len(line), maxRow), "shorten it, or store the content in a file and put its path into the row")
 		return
 	case len(bytes.TrimSpace(line)) == 0:
-		d.bad("blank", line, -1, "", "the line is empty", "remove it: each line is one row")
+		c.bad("blank", line, -1, "", "the line is empty", "remove it: each line is one row")
 		return
-	case d.Rows == 1 && bytes.HasPrefix(line, []byte("version https://git-lfs")):
-		d.foreign = true
-		d.bad("lfs", line, -1, "", "the file is a pointer of Git LFS, not the data", "run `git lfs pull`")
+	case c.number == 1 && bytes.HasPrefix(line, []byte("version https://git-lfs")):
+		c.foreign = true
+		c.bad("lfs", line, -1, "", "the file is a pointer of Git LFS, not the data", "run `git lfs pull`")
 		return
-	case d.Rows == 1 && utf16(line) != "":
-		d.foreign = true
-		d.report(nil, -1, "", "the file is "+utf16(line)+", not UTF-8: `>` of PowerShell 5 writes that",
-			fmt.Sprintf("save it as UTF-8, or convert it: iconv -f %s -t UTF-8 %s > utf8.jsonl", utf16(line), d.Path))
+	case c.number == 1 && utf16(line) != "":
+		c.foreign = true
+		c.report(nil, -1, "", "the file is "+utf16(line)+", not UTF-8: `>` of PowerShell 5 writes that",
+			fmt.Sprintf("save it as UTF-8, or convert it: iconv -f %s -t UTF-8 %s > utf8.jsonl", utf16(line), c.path))
 		return
-	case d.Rows == 1 && bytes.HasPrefix(line, []byte(byteOrderMark)):
-		d.bad("bom", line, 0, "", "the file begins with a byte order mark (BOM), which is not JSON",
-			fmt.Sprintf(`save it as "UTF-8 without BOM", or remove the mark: sed -i '1s/^\xef\xbb\xbf//' %s`, d.Path))
+	case c.number == 1 && bytes.HasPrefix(line, []byte(byteOrderMark)):
+		c.bad("bom", line, 0, "", "the file begins with a byte order mark (BOM), which is not JSON",
+			fmt.Sprintf(`save it as "UTF-8 without BOM", or remove the mark: sed -i '1s/^\xef\xbb\xbf//' %s`, c.path))
 		return
 	case !utf8.Valid(line):
-		d.bad("utf8", line, invalidUTF8(line), "", "the row is not UTF-8", "save the file as UTF-8")
+		c.bad("utf8", line, invalidUTF8(line), "", "the row is not UTF-8", "save the file as UTF-8")
 		return
 	}
 	var fields map[string]json.RawMessage
 	if err := json.Unmarshal(line, &fields); err != nil {
-		d.notJSON(line, err)
+		c.notJSON(line, err)
 		return
 	}
 	if fields == nil {
-		d.bad("object", line, 0, "", "the row is null, not an object", "write one object per line: {\"prompt\": \"...\"}")
+		c.bad("object", line, 0, "", "the row is null, not an object", "write one object per line: {\"prompt\": \"...\"}")
 		return
 	}
 	if keys(line) > len(fields) {
 		key, at := duplicate(line)
-		d.bad("duplicate", line, at, "", fmt.Sprintf("the row has %q twice: only the last one would be used", key), "remove one of the two")
+		c.bad("duplicate", line, at, "", fmt.Sprintf("the row has %q twice: only the last one would be used", key), "remove one of the two")
 		return
 	}
-	if !d.plain(line, fields) {
+	if !c.plain(line, fields) {
 		return
 	}
-	prompt, ok := d.prompt(line, fields)
-	answer, answerOK := d.answer(line, fields)
-	d.preference(line, fields)
-	if ok && answerOK && len(d.First) < firstRows {
-		d.First = append(d.First, Row{Prompt: prompt, Answer: answer, JSON: slices.Clone(line)})
+	prompt, ok := c.prompt(line, fields)
+	answer, answerOK := c.answer(line, fields)
+	c.preference.row(line, fields)
+	if ok {
+		c.data.duplicates.add(c.number, c.identity(line, fields))
+	}
+	if ok && answerOK && len(c.data.First) < firstRows {
+		c.data.First = append(c.data.First, Row{Prompt: prompt, Answer: answer, JSON: slices.Clone(line)})
 	}
 }
 
-func (d *Dataset) notJSON(line []byte, err error) {
+func (c *rowCheck) notJSON(line []byte, err error) {
 	var syntax *json.SyntaxError
 	var kind *json.UnmarshalTypeError
 	switch {
 	case errors.As(err, &syntax):
 		at := int(syntax.Offset) - 1
 		fix := "write one JSON object per line"
-		if d.Rows == 1 && line[0] == '[' {
-			d.foreign = true
+		if c.number == 1 && line[0] == '[' {
+			c.foreign = true
 		}
-		if line[0] == '[' || d.Rows == 1 && bytes.Equal(bytes.TrimSpace(line), []byte("{")) {
+		if line[0] == '[' || c.number == 1 && bytes.Equal(bytes.TrimSpace(line), []byte("{")) {
 			fix = "the file must be JSON Lines: one object per line, without a list around them"
 		} else if bytes.Contains(line, []byte("{'")) {
 			fix = "JSON takes double quotes only: write the file with `json.dumps`"
 		}
-		d.bad("json", line, min(max(at, 0), len(line)), "", "the row is not JSON: "+syntax.Error(), fix)
+		c.bad("json", line, min(max(at, 0), len(line)), "", "the row is not JSON: "+syntax.Error(), fix)
 	case errors.As(err, &kind):
-		d.bad("object", line, 0, "", fmt.Sprintf("the row is %s, not an object", article(kind.Value)), "write one object per line: {\"prompt\": \"...\"}")
+		c.bad("object", line, 0, "", fmt.Sprintf("the row is %s, not an object", article(kind.Value)), "write one object per line: {\"prompt\": \"...\"}")
 	default:
-		d.bad("json", line, -1, "", "the row is not JSON: "+err.Error(), "write one JSON object per line")
+		c.bad("json", line, -1, "", "the row is not JSON: "+err.Error(), "write one JSON object per line")
 	}
 }

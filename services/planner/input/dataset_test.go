@@ -24,15 +24,15 @@ func preferences(t *testing.T, text string, p Preference) (*Dataset, string) {
 	if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	d := &Dataset{Path: "rows.jsonl", PromptField: "prompt", ReferenceField: "answer", Preference: p}
-	return d, read(t, d, file)
+	d := &Dataset{File: file, Path: "rows.jsonl", PromptField: "prompt", ReferenceField: "answer", Preference: p}
+	return d, read(t, d)
 }
 
 // read gives the problems of a file.
-func read(t *testing.T, d *Dataset, file string) string {
+func read(t *testing.T, d *Dataset) string {
 	t.Helper()
 	var problems problem.List
-	if err := d.Read(file, &problems); err != nil {
+	if err := d.Read(&problems); err != nil {
 		t.Fatal(err)
 	}
 	var b strings.Builder
@@ -131,8 +131,8 @@ func TestAnEmptyCompletionIsFixed(t *testing.T) {
 			t.Fatal(err)
 		}
 		d, problems := c.d, problem.List{}
-		d.Path, d.PromptField = "rows.jsonl", "prompt"
-		if err := d.Read(file, &problems); err != nil {
+		d.File, d.Path, d.PromptField = file, "rows.jsonl", "prompt"
+		if err := d.Read(&problems); err != nil {
 			t.Fatal(err)
 		}
 		if got := problems.Sorted(); len(got) != 1 || got[0].GetFix() != c.want {
@@ -196,8 +196,8 @@ func TestConversations(t *testing.T) {
 			t.Fatal(err)
 		}
 		d := c.d
-		d.Path, d.PromptField, d.ChatTemplate = "rows.jsonl", "prompt", true
-		if problems := read(t, &d, file); problems != c.wants {
+		d.File, d.Path, d.PromptField, d.ChatTemplate = file, "rows.jsonl", "prompt", true
+		if problems := read(t, &d); problems != c.wants {
 			t.Errorf("%s: got %swant %s", c.name, problems, c.wants)
 		}
 	}
@@ -268,8 +268,8 @@ func TestUTF16IsNamedOnce(t *testing.T) {
 		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		d, problems := &Dataset{Path: "rows.jsonl", PromptField: "prompt"}, problem.List{}
-		if err := d.Read(file, &problems); err != nil {
+		d, problems := &Dataset{File: file, Path: "rows.jsonl", PromptField: "prompt"}, problem.List{}
+		if err := d.Read(&problems); err != nil {
 			t.Fatal(err)
 		}
 		got := problems.Sorted()
@@ -288,8 +288,8 @@ func TestProblemsOfRowsCanTravel(t *testing.T) {
 	if err := os.WriteFile(file, []byte("{\"prompt\": \"1\"}\n{\"prompt\": \"\xe9\"}\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	d, problems := &Dataset{Path: "rows.jsonl", PromptField: "prompt"}, problem.List{}
-	if err := d.Read(file, &problems); err != nil {
+	d, problems := &Dataset{File: file, Path: "rows.jsonl", PromptField: "prompt"}, problem.List{}
+	if err := d.Read(&problems); err != nil {
 		t.Fatal(err)
 	}
 	sorted := problems.Sorted()

@@ -12,33 +12,33 @@ type message struct {
 	Content *string `json:"content"`
 }
 
-// plain turns a row with completions as messages into a prompt and texts, in fields. It returns
-// false if it reported a problem. python/rollout/dialogue.py has the rules and is the same code for
+// plain replaces completions that are messages, in fields, by a prompt and texts. It returns false
+// if it reported a problem. python/rollout/dialogue.py states the rules and is the same code for
 // workers.
-func (d *Dataset) plain(line []byte, fields map[string]json.RawMessage) bool {
+func (c *rowCheck) plain(line []byte, fields map[string]json.RawMessage) bool {
 	var first string
 	var before []message
-	for _, field := range d.Completions() {
+	for _, field := range c.data.Completions() {
 		raw := fields[field]
 		if len(raw) == 0 || raw[0] != '[' {
 			continue
 		}
 		messages := messagesIn(raw)
 		if messages == nil {
-			d.badField(field+" messages", line, field, fmt.Sprintf("`%s` is not a list of messages with the strings `role` and `content`", field),
+			c.badField(field+" messages", line, field, fmt.Sprintf("`%s` is not a list of messages with the strings `role` and `content`", field),
 				"write a string, or messages like {\"role\": \"assistant\", \"content\": \"...\"}")
 			return false
 		}
 		last := messages[len(messages)-1]
 		if *last.Role != assistant {
-			d.badField(field+" end", line, field, fmt.Sprintf("`%s` does not end with the assistant's message", field), "add that message: the run trains on it")
+			c.badField(field+" end", line, field, fmt.Sprintf("`%s` does not end with the assistant's message", field), "add that message: the run trains on it")
 			return false
 		}
 		messages = messages[:len(messages)-1]
 		if first == "" {
 			first, before = field, messages
 		} else if !slices.EqualFunc(messages, before, same) {
-			d.badField("beginnings", line, field, fmt.Sprintf("`%s` and `%s` do not start with the same messages", first, field),
+			c.badField("beginnings", line, field, fmt.Sprintf("`%s` and `%s` do not start with the same messages", first, field),
 				"start both with the same conversation: only the last message may differ")
 			return false
 		}
@@ -47,16 +47,16 @@ func (d *Dataset) plain(line []byte, fields map[string]json.RawMessage) bool {
 	if len(before) == 0 {
 		return true
 	}
-	if !d.ChatTemplate {
-		d.badField("dialogue", line, first, fmt.Sprintf("`%s` is a conversation, which needs a chat template", first), "set `chat_template = true` in [model]")
+	if !c.data.ChatTemplate {
+		c.badField("dialogue", line, first, fmt.Sprintf("`%s` is a conversation, which needs a chat template", first), "set `chat_template = true` in [model]")
 		return false
 	}
-	if prompt, ok := fields[d.PromptField]; ok && string(prompt) != "null" && !isPrompt(prompt, before) {
-		d.badField("another prompt", line, first, fmt.Sprintf("the messages before the last one of `%s` differ from `%s`", first, d.PromptField),
-			fmt.Sprintf("write the same conversation in both, or remove `%s`", d.PromptField))
+	if prompt, ok := fields[c.data.PromptField]; ok && string(prompt) != "null" && !isPrompt(prompt, before) {
+		c.badField("another prompt", line, first, fmt.Sprintf("the messages before the last one of `%s` differ from `%s`", first, c.data.PromptField),
+			fmt.Sprintf("write the same conversation in both, or remove `%s`", c.data.PromptField))
 		return false
 	}
-	fields[d.PromptField], _ = json.Marshal(before)
+	fields[c.data.PromptField], _ = json.Marshal(before)
 	return true
 }
 

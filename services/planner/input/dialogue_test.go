@@ -33,7 +33,7 @@ func TestRowsOfMessages(t *testing.T) {
 			p = Preference{Chosen: v.Fields[0], Rejected: v.Fields[1]}
 		}
 		var problems problem.List
-		d := &Dataset{PromptField: "prompt", Preference: p, ChatTemplate: true, problems: &problems, shown: map[string]int{}, hidden: map[string]uint64{}}
+		d := newRowCheck(&Dataset{PromptField: "prompt", Preference: p, ChatTemplate: true}, &problems)
 		var fields map[string]json.RawMessage
 		if err := json.Unmarshal(v.Row, &fields); err != nil {
 			t.Fatal(err)

@@ -3,7 +3,28 @@ package input
 import (
 	"bytes"
 	"encoding/json"
+	"hash/maphash"
 )
+
+// duplicates finds equal rows by a hash of 64 bits.
+type duplicates struct {
+	first               map[uint64]uint64 // row by hash
+	count, row, earlier uint64
+}
+
+func (d *duplicates) add(row uint64, identity []byte) {
+	hash := maphash.Bytes(seed, identity)
+	earlier, known := d.first[hash]
+	if !known {
+		d.first[hash] = row
+		return
+	}
+	if d.count++; d.count == 1 {
+		d.row, d.earlier = row, earlier
+	}
+}
+
+var seed = maphash.MakeSeed()
 
 // keys counts the keys at the top level of a JSON object, duplicates included.
 func keys(line []byte) (n int) {

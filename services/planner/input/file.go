@@ -1,5 +1,5 @@
-// Package input reads the inputs of a run: datasets, model folders, sources of rewards. It checks
-// them without running code, and computes the digest and size of every file.
+// Package input reads the inputs of a run: datasets, model folders, and files of rewards. It checks
+// them without running code, and computes the digest and size of each file.
 package input
 
 import (
@@ -40,7 +40,7 @@ func Relative(baseDir, file, like string) string {
 
 // Digest fills in digest and size of every input, concurrently. It fails with the first file that
 // can't be read.
-func Digest(ctx context.Context, baseDir string, inputs []*planv1.Input) error {
+func Digest(ctx context.Context, locate func(*planv1.Input) string, inputs []*planv1.Input) error {
 	group, ctx := errgroup.WithContext(ctx)
 	group.SetLimit(runtime.GOMAXPROCS(0))
 	for _, input := range inputs {
@@ -51,7 +51,7 @@ func Digest(ctx context.Context, baseDir string, inputs []*planv1.Input) error {
 			if err := ctx.Err(); err != nil {
 				return err
 			}
-			digest, size, err := DigestFile(Resolve(baseDir, input.GetPath()))
+			digest, size, err := DigestFile(locate(input))
 			input.Digest, input.Bytes = digest, uint64(size)
 			return err
 		})
@@ -80,8 +80,9 @@ func DigestFile(name string) (string, int64, error) {
 	return digest, size, nil
 }
 
-// Similar is the path most similar to a missing one, in its folder or the nearest existing one; ""
-// without one. It is relative or absolute like the missing one.
+// Similar is the existing path with the name most similar to a missing path, in the folder of that
+// path or in the nearest folder that exists; "" without one. It is relative or absolute as the
+// missing path is.
 func Similar(baseDir, name string, near func(name string, candidates []string) string) string {
 	folder, missing := filepath.Split(filepath.Clean(Resolve(baseDir, name)))
 	rest := ""

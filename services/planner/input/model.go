@@ -37,8 +37,8 @@ type Model struct {
 // Scores reports whether it is a reward model: which can't generate completions.
 func (m *Model) Scores() bool { return reward.Scores(m.Architecture) }
 
-// patterns are the files that AutoModelForCausalLM and AutoTokenizer read.
-var patterns = []string{
+// ModelFiles are the patterns of the files that AutoModelForCausalLM and AutoTokenizer read.
+var ModelFiles = []string{
 	"config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json", "tokenizer_config.json",
 	"special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt", "*.model",
 }
@@ -55,7 +55,7 @@ func ReadModel(folder, path, field string, problems *problem.List) *Model {
 	}
 	for _, entry := range entries {
 		matches := func(pattern string) bool { ok, _ := filepath.Match(pattern, entry.Name()); return ok }
-		if !entry.IsDir() && slices.ContainsFunc(patterns, matches) {
+		if !entry.IsDir() && slices.ContainsFunc(ModelFiles, matches) {
 			m.Files = append(m.Files, entry.Name())
 		}
 	}

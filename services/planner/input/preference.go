@@ -28,32 +28,38 @@ func (p Preference) completions() []string {
 	return nil
 }
 
-// preference checks the preference of a row.
-func (d *Dataset) preference(line []byte, fields map[string]json.RawMessage) {
-	p := d.Preference
-	if d.otherKind(line, fields) {
+// preferenceCheck checks the preference of each row.
+type preferenceCheck struct {
+	*reporter
+	Preference
+
+	desirable uint64 // rows whose label is true
+}
+
+func (p *preferenceCheck) row(line []byte, fields map[string]json.RawMessage) {
+	if p.otherKind(line, fields) {
 		return
 	}
 	switch {
 	case p.Chosen != "":
-		chosen, ok := d.completion(line, fields, p.Chosen, "chosen_field")
-		rejected, also := d.completion(line, fields, p.Rejected, "rejected_field")
+		chosen, ok := p.completion(line, fields, p.Chosen, "chosen_field")
+		rejected, also := p.completion(line, fields, p.Rejected, "rejected_field")
 		if ok && also && chosen == rejected {
-			d.badField("same", line, p.Rejected, fmt.Sprintf("`%s` and `%s` are equal, so the pair has no preference", p.Chosen, p.Rejected), "remove the row")
+			p.badField("same", line, p.Rejected, fmt.Sprintf("`%s` and `%s` are equal, so the pair has no preference", p.Chosen, p.Rejected), "remove the row")
 		}
 		if p.Margin != "" {
-			d.margin(line, fields)
+			p.margin(line, fields)
 		}
 	case p.Completion != "":
-		d.completion(line, fields, p.Completion, "completion_field")
-		d.label(line, fields)
+		p.completion(line, fields, p.Completion, "completion_field")
+		p.label(line, fields)
 	}
 }
 
 // otherKind reports, once per file, rows of the other kind: pairs instead of labels, or labels
 // instead of pairs.
-func (d *Dataset) otherKind(line []byte, fields map[string]json.RawMessage) bool {
-	p, kind := d.Preference, "pair of completions"
+func (p *preferenceCheck) otherKind(line []byte, fields map[string]json.RawMessage) bool {
+	kind := "pair of completions"
 	has := func(name string) bool { _, ok := fields[name]; return name != "" && ok }
 	wanted := [2]string{p.Completion, p.Label}
 	if p.Chosen != "" {
@@ -62,50 +68,50 @@ func (d *Dataset) otherKind(line []byte, fields map[string]json.RawMessage) bool
 	if !has(p.Others[0]) || !has(p.Others[1]) || has(wanted[0]) || has(wanted[1]) {
 		return false
 	}
-	if d.shown["other kind"]++; d.shown["other kind"] == 1 {
-		d.report(line, -1, "", fmt.Sprintf("the row is a %s (`%s`, `%s`), but [algorithm.%s] needs `%s` and `%s`", kind, p.Others[0], p.Others[1],
+	if p.shown["other kind"]++; p.shown["other kind"] == 1 {
+		p.report(line, -1, "", fmt.Sprintf("the row is a %s (`%s`, `%s`), but [algorithm.%s] needs `%s` and `%s`", kind, p.Others[0], p.Others[1],
 			p.Algorithm, wanted[0], wanted[1]), p.OthersFix)
 	}
 	return true
 }
 
-func (d *Dataset) completion(line []byte, fields map[string]json.RawMessage, field, key string) (string, bool) {
+func (p *preferenceCheck) completion(line []byte, fields map[string]json.RawMessage, field, key string) (string, bool) {
 	raw, ok := fields[field]
 	if !ok {
-		d.lacks(line, fields, field, "data."+key, key)
+		p.lacks(line, fields, field, "data."+key, key)
 		return "", false
 	}
-	return d.trained(line, raw, field, "completion", d.Preference.Algorithm)
+	return p.trained(line, raw, field, "completion", p.Algorithm)
 }
 
-func (d *Dataset) margin(line []byte, fields map[string]json.RawMessage) {
-	field := d.Preference.Margin
+func (p *preferenceCheck) margin(line []byte, fields map[string]json.RawMessage) {
+	field := p.Margin
 	raw, ok := fields[field]
 	if !ok {
-		d.lacks(line, fields, field, "data.margin_field", "margin_field")
+		p.lacks(line, fields, field, "data.margin_field", "margin_field")
 		return
 	}
 	var number float64
 	if raw[0] == 'n' || json.Unmarshal(raw, &number) != nil {
-		d.badField("margin type", line, field, fmt.Sprintf("`%s` is %s, not a number", field, jsonKind(raw)), "write by how much the chosen completion is better, such as 0.5")
+		p.badField("margin type", line, field, fmt.Sprintf("`%s` is %s, not a number", field, jsonKind(raw)), "write by how much the chosen completion is better, such as 0.5")
 		return
 	}
 	if number < 0 {
-		d.badField("margin below 0", line, field, fmt.Sprintf("`%s` is %s, but a margin must be at least 0", field, raw),
-			fmt.Sprintf("swap `%s` and `%s`, or write 0 or more", d.Preference.Chosen, d.Preference.Rejected))
+		p.badField("margin below 0", line, field, fmt.Sprintf("`%s` is %s, but a margin must be at least 0", field, raw),
+			fmt.Sprintf("swap `%s` and `%s`, or write 0 or more", p.Chosen, p.Rejected))
 	}
 }
 
-func (d *Dataset) label(line []byte, fields map[string]json.RawMessage) {
-	field := d.Preference.Label
+func (p *preferenceCheck) label(line []byte, fields map[string]json.RawMessage) {
+	field := p.Label
 	raw, ok := fields[field]
 	if !ok {
-		d.lacks(line, fields, field, "data.label_field", "label_field")
+		p.lacks(line, fields, field, "data.label_field", "label_field")
 		return
 	}
 	if text := string(raw); text != "true" && text != "false" {
-		d.badField("label type", line, field, fmt.Sprintf("`%s` is %.20s, not true or false", field, text), "write true for a desirable completion, false for an undesirable one")
+		p.badField("label type", line, field, fmt.Sprintf("`%s` is %.20s, not true or false", field, text), "write true for a desirable completion, false for an undesirable one")
 	} else if text == "true" {
-		d.Desirable++
+		p.desirable++
 	}
 }

@@ -12,8 +12,17 @@ import (
 	"github.com/rollout-rl/rollout/services/planner/problem"
 )
 
+// reporter reports the problems of a dataset. It lists some problems of each kind and counts others.
+type reporter struct {
+	path     string // of the dataset in messages
+	number   uint64 // of the current row, from 1
+	problems *problem.List
+	shown    map[string]int    // reported problems by kind
+	hidden   map[string]uint64 // other problems by kind
+}
+
 // lacks reports an absent field and lists the existing ones.
-func (d *Dataset) lacks(line []byte, fields map[string]json.RawMessage, field, path, key string) {
+func (r *reporter) lacks(line []byte, fields map[string]json.RawMessage, field, path, key string) {
 	names := make([]string, 0, len(fields))
 	for name := range fields {
 		names = append(names, name)
@@ -23,54 +32,54 @@ func (d *Dataset) lacks(line []byte, fields map[string]json.RawMessage, field, p
 	if len(names) > 0 {
 		fix += "; the row has `" + strings.Join(names, "`, `") + "`"
 	}
-	d.bad("lacks "+field, line, -1, path, fmt.Sprintf("the row has no `%s`", field), fix)
+	r.bad("lacks "+field, line, -1, path, fmt.Sprintf("the row has no `%s`", field), fix)
 }
 
-func (d *Dataset) badField(kind string, line []byte, field, message, fix string) {
+func (r *reporter) badField(kind string, line []byte, field, message, fix string) {
 	key, _ := json.Marshal(field)
-	d.bad(kind, line, bytes.Index(line, key), "", message, fix)
+	r.bad(kind, line, bytes.Index(line, key), "", message, fix)
 }
 
-// bad reports a problem of the current row; at is the byte of its start, -1 for the whole row.
-func (d *Dataset) bad(kind string, line []byte, at int, field, message, fix string) {
-	if d.shown[kind] >= sameShown {
-		d.hidden[kind]++
+// bad reports a problem of the current row. at is the byte at which it starts, -1 for the whole row.
+func (r *reporter) bad(kind string, line []byte, at int, field, message, fix string) {
+	if r.shown[kind] >= sameShown {
+		r.hidden[kind]++
 		return
 	}
-	d.shown[kind]++
-	d.report(line, at, field, message, fix)
+	r.shown[kind]++
+	r.report(line, at, field, message, fix)
 }
 
 // report adds a problem of the current row, without a limit per kind.
-func (d *Dataset) report(line []byte, at int, field, message, fix string) {
-	p := &planv1.Problem{Reason: problem.BadRow, File: d.Path, Line: uint32(d.Rows), Column: 1, Message: message, Fix: fix, Field: field}
+func (r *reporter) report(line []byte, at int, field, message, fix string) {
+	p := &planv1.Problem{Reason: problem.BadRow, File: r.path, Line: uint32(r.number), Column: 1, Message: message, Fix: fix, Field: field}
 	if at >= 0 && at <= len(line) {
 		p.Column = uint32(utf8.RuneCount(line[:at]) + 1)
 		p.Text = strings.ToValidUTF8(wordAt(line, at), "\uFFFD")
 	}
 	p.Excerpt = strings.ToValidUTF8(string(line[:min(len(line), maxExcerpt)]), "\uFFFD")
-	d.problems.Add(p)
+	r.problems.Add(p)
 }
 
-// summary reports the number of hidden problems, and an empty file.
-func (d *Dataset) summary() {
-	if d.Rows == 0 {
-		d.problems.Add(&planv1.Problem{
-			Reason: problem.BadRow, File: d.Path, Message: "the file is empty", Fix: "write one JSON object per line, such as {\"prompt\": \"17+25=\", \"answer\": \"42\"}",
+// summary reports the number of problems that were not listed, and a file without rows.
+func (r *reporter) summary() {
+	if r.number == 0 {
+		r.problems.Add(&planv1.Problem{
+			Reason: problem.BadRow, File: r.path, Message: "the file is empty", Fix: "write one JSON object per line, such as {\"prompt\": \"17+25=\", \"answer\": \"42\"}",
 		})
 	}
-	kinds := make([]string, 0, len(d.hidden))
-	for kind := range d.hidden {
+	kinds := make([]string, 0, len(r.hidden))
+	for kind := range r.hidden {
 		kinds = append(kinds, kind)
 	}
 	slices.Sort(kinds)
 	total := uint64(0)
 	for _, kind := range kinds {
-		total += d.hidden[kind]
+		total += r.hidden[kind]
 	}
 	if total > 0 {
-		d.problems.Add(&planv1.Problem{
-			Reason: problem.BadRow, File: d.Path, Line: uint32(d.Rows),
+		r.problems.Add(&planv1.Problem{
+			Reason: problem.BadRow, File: r.path, Line: uint32(r.number),
 			Message: fmt.Sprintf("and %d more problems of the same kinds", total), Fix: "correct those above first",
 		})
 	}

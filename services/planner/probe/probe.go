@@ -1,6 +1,6 @@
-// Package probe makes the dry calls that need Python: it imports the reward and calls it once,
-// tokenizes the prompts, and asks for the versions of packages. Each call is a short-lived process,
-// `python -m rollout.probe`.
+// Package probe does the planner's work that needs Python: it prepares rows and downloads models,
+// tokenizes the prompts, calls the reward once, and asks for the versions of packages. Each request
+// is a short-lived process, `python -m rollout.probe`.
 package probe
 
 import (
@@ -19,14 +19,18 @@ import (
 
 const (
 	startUp   = 2 * time.Minute // an interpreter starts slowly on a busy machine
+	tokenize  = 10 * time.Minute
+	download  = 12 * time.Hour // of a large model; the context of the caller can end it
 	killDelay = 10 * time.Second
 )
 
 // Packages decide what a run computes.
 var Packages = []string{"rollout-rl", "torch", "transformers", "tokenizers", "safetensors", "numpy"}
 
-// Request is the input of the process; absent parts cost nothing.
+// Request is the input of the process. Each part is optional.
 type Request struct {
+	Data      []Data     `json:"data,omitempty"`
+	Models    []Model    `json:"models,omitempty"`
 	Packages  []string   `json:"packages,omitempty"`
 	Reward    *Reward    `json:"reward,omitempty"`
 	Tokenizer *Tokenizer `json:"tokenizer,omitempty"`
@@ -34,8 +38,39 @@ type Request struct {
 	WandbKey  bool       `json:"wandb_key,omitempty"` // whether to look for the key of W&B
 }
 
-// Teacher asks the endpoint of a teacher once, about the tokens of a prompt. Model is the folder of
-// the tokenizer; APIKey a reference.
+// Data asks for the rows of one or several sources in one JSON Lines file. Until is
+// `data.mix_until`.
+type Data struct {
+	BaseDir string   `json:"base_dir"`
+	Output  string   `json:"output"`
+	Seed    uint64   `json:"seed"`
+	Until   string   `json:"until"`
+	Sources []Source `json:"sources"`
+}
+
+// Source is a source of rows. Revision pins a data set of the hub to the commit of an older plan.
+// Rename maps its fields to those of the configuration. Booleans and Numbers are fields that
+// formats without types have as texts.
+type Source struct {
+	Name     string            `json:"name"`
+	Path     string            `json:"path"`
+	Subset   string            `json:"subset"`
+	Split    string            `json:"split"`
+	Weight   *float64          `json:"weight"`
+	Revision string            `json:"revision"`
+	Rename   map[string]string `json:"rename"`
+	Booleans []string          `json:"booleans"`
+	Numbers  []string          `json:"numbers"`
+}
+
+// Model asks for the files of a model of the hub that match a pattern.
+type Model struct {
+	Name     string   `json:"name"`
+	Patterns []string `json:"patterns"`
+}
+
+// Teacher asks the endpoint of a teacher once for the logprobs of a prompt. Model is the folder of
+// the tokenizer, APIKey a reference.
 type Teacher struct {
 	Model          string  `json:"model"`
 	BaseURL        string  `json:"base_url"`
@@ -79,18 +114,22 @@ type Tokenizer struct {
 	Files        []File `json:"files"`
 }
 
-// File is one dataset. Limit is the largest number of tokens of a row; AnswerFields add the longest
-// of these completions and the end token.
+// File is one dataset. Limit is the largest number of tokens of a row: of its prompt, and if there
+// are AnswerFields also of the longest of these completions and the end token. Overlong is
+// `data.overlong`.
 type File struct {
 	Path         string   `json:"path"`
 	PromptField  string   `json:"prompt_field"`
 	AnswerFields []string `json:"answer_fields,omitempty"`
 	Limit        int64    `json:"limit"`
+	Overlong     string   `json:"overlong,omitempty"`
 }
 
 // Answer is the output of the process.
 type Answer struct {
 	Python   string             `json:"python"`
+	Data     []DataAnswer       `json:"data"`
+	Models   []ModelAnswer      `json:"models"`
 	Packages map[string]*string `json:"packages"`
 	WandbKey bool               `json:"wandb_key"` // whether W&B has a key
 	Reward   *struct {
@@ -111,19 +150,46 @@ type Answer struct {
 	} `json:"teacher"`
 }
 
-// Lengths are the token counts of one dataset; rows count from 0.
+// DataAnswer describes the rows of a file that was written, or the error of the source with a name.
+type DataAnswer struct {
+	Rows    uint64 `json:"rows"`
+	Sources []struct {
+		Name     string   `json:"name"`
+		Path     string   `json:"path"`
+		Revision string   `json:"revision"`
+		Subset   string   `json:"subset"`
+		Split    string   `json:"split"`
+		Rows     uint64   `json:"rows"`
+		Taken    uint64   `json:"taken"`
+		Files    []string `json:"files"`
+	} `json:"sources"`
+	Error  *Error `json:"error"`
+	Source string `json:"source"`
+}
+
+// ModelAnswer is the folder and the commit of a model.
+type ModelAnswer struct {
+	Folder   string `json:"folder"`
+	Revision string `json:"revision"`
+	Error    *Error `json:"error"`
+}
+
+// Lengths are the token counts of one dataset. Rows count from 0. Drop are the rows to leave out,
+// and Cut the number of rows that workers truncate.
 type Lengths struct {
-	Longest  int64 `json:"longest"`
-	Over     int64 `json:"over"`
+	Longest  int64    `json:"longest"`
+	Over     int64    `json:"over"`
+	Drop     []uint64 `json:"drop"`
+	Cut      uint64   `json:"cut"`
 	Examples []struct {
 		Row    uint64 `json:"row"`
 		Tokens int64  `json:"tokens"`
 	} `json:"examples"`
 	Empty   []uint64 `json:"empty"`
-	Unknown int64    `json:"unknown"` // rows with text outside of the vocabulary
+	Unknown int64    `json:"unknown"` // number of rows with text outside of the vocabulary
 	Strange []struct {
 		Row   uint64 `json:"row"`
-		Field string `json:"field"` // the first with such text
+		Field string `json:"field"` // its first field with such text
 		Text  string `json:"text"`  // the first such text
 	} `json:"strange"`
 }
@@ -146,12 +212,12 @@ type Prober struct {
 	Python     string        // interpreter
 	PythonPath string        // folder of the package `rollout` if it is not installed
 	Env        []string      // environment of the processes
-	StartUp    time.Duration // until the reward begins; 0 is two minutes
-	KillDelay  time.Duration // of a reward that blocks the interpreter, after its limit; 0 is 10 s
+	StartUp    time.Duration // time limit until the call of the reward begins; 0 is two minutes
+	KillDelay  time.Duration // from the time limit of a reward that blocks the interpreter to its end; 0 is 10 s
 }
 
-// Ask runs one process. The error is an *Error if Python failed or hung, and of another type if it
-// could not run.
+// Ask runs one process. The error is an *Error if the process hung, and of another type if it could
+// not run.
 func (p *Prober) Ask(ctx context.Context, request Request) (*Answer, error) {
 	body, err := json.Marshal(request)
 	if err != nil {
@@ -162,7 +228,10 @@ func (p *Prober) Ask(ctx context.Context, request Request) (*Answer, error) {
 		limit += time.Duration(request.Teacher.TimeoutSeconds * float64(time.Second))
 	}
 	if request.Tokenizer != nil {
-		limit = 10 * time.Minute // depends on the data; the context of the caller can end it
+		limit = tokenize
+	}
+	if len(request.Data)+len(request.Models) > 0 {
+		limit = download
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -218,7 +287,7 @@ func (p *Prober) Ask(ctx context.Context, request Request) (*Answer, error) {
 	return nil, err
 }
 
-// rewardLimit is the longest time of a reward: its import and each call.
+// rewardLimit is the time limit of a reward: its import and each call.
 func (p *Prober) rewardLimit(r *Reward) time.Duration {
 	limits := 2.0
 	if len(r.HeldOut) > 0 {
@@ -232,8 +301,8 @@ var (
 	errReward = errors.New("the reward did not return")
 )
 
-// output keeps the answer of the process. Its first byte, white space before the answer, marks the
-// start of the reward.
+// output keeps the answer of the process. The process writes a line break before it calls the
+// reward.
 type output struct {
 	kept  []byte
 	began func()

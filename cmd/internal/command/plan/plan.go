@@ -96,7 +96,8 @@ func Command(env *cli.Env) *cobra.Command {
 		Short: "Check the inputs of a run and pin them in plan.lock",
 		Long: `Check the inputs of a run, and write a plan that pins them: the configuration with all defaults, the digests of datasets, model
 files and reward code, and package versions. Every row is parsed and tokenized, and the reward is called once. The same inputs
-give the same plan, byte for byte.`,
+give the same plan, byte for byte. Rows that are not in one JSON Lines file, and models of the hub, are made or downloaded once;
+see docs/data.md.`,
 		Example: `  rollout plan --config grpo.toml
   rollout plan --config grpo.toml -o plans/first.lock
   rollout run --plan plan.lock`,
@@ -149,11 +150,10 @@ func planText(env *cli.Env, path string, source *planv1.ConfigSource, response *
 	var table output.Table
 	total := uint64(0)
 	for _, in := range plan.GetInputs() {
-		rows := ""
-		if in.GetRows() > 0 {
-			rows = output.Plural(in.GetRows(), "row")
+		table.Row("  "+roleName(in.GetRole()), in.GetPath(), output.Bytes(in.GetBytes()), s.Dim(output.Short(in.GetDigest())), rowsText(in))
+		for _, source := range in.GetSources() {
+			table.Row("", "  "+sourceText(source), "", "", takenText(source))
 		}
-		table.Row("  "+roleName(in.GetRole()), in.GetPath(), output.Bytes(in.GetBytes()), s.Dim(output.Short(in.GetDigest())), rows)
 		total += in.GetBytes()
 	}
 	text := fmt.Sprintf("%s %s\n%s\n%s\n%s", s.Bold(path), s.Dim(plan.GetPlanId()), gist(plan.GetConfig()), settingsText(s, response.GetSettings()), table.String())
@@ -184,6 +184,48 @@ func settingsText(s output.Style, settings []*planv1.Setting) string {
 		table.Row("  "+setting.GetKey(), value, origins[setting.GetOrigin()], s.Dim(setting.GetNote()))
 	}
 	return table.String()
+}
+
+// rowsText describes the rows of a dataset: how many it has, and what `data.overlong` did.
+func rowsText(in *planv1.Input) string {
+	if in.GetRows() == 0 {
+		return ""
+	}
+	text := output.Plural(in.GetRows(), "row")
+	if n := in.GetDropped(); n > 0 {
+		text += fmt.Sprintf(", %s too long and dropped", output.Count(n))
+	}
+	if n := in.GetTruncated(); n > 0 {
+		text += fmt.Sprintf(", %s too long and truncated", output.Count(n))
+	}
+	return text
+}
+
+// sourceText names where rows come from, such as `math: openai/gsm8k@e53f048, main, train`.
+func sourceText(source *planv1.Source) string {
+	text := source.GetPath()
+	if revision := source.GetRevision(); revision != "" {
+		text += "@" + revision[:min(7, len(revision))]
+	}
+	for _, part := range []string{source.GetSubset(), source.GetSplit()} {
+		if part != "" {
+			text += ", " + part
+		}
+	}
+	if n := len(source.GetFiles()); n > 1 {
+		text += fmt.Sprintf(", %d files", n)
+	}
+	if source.GetName() != "" {
+		text = source.GetName() + ": " + text
+	}
+	return text
+}
+
+func takenText(source *planv1.Source) string {
+	if source.GetTaken() == source.GetRows() {
+		return output.Plural(source.GetRows(), "row")
+	}
+	return fmt.Sprintf("%s of %s", output.Count(source.GetTaken()), output.Plural(source.GetRows(), "row"))
 }
 
 func roleName(role planv1.InputRole) string {

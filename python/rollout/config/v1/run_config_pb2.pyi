@@ -186,7 +186,9 @@ class ModelConfig(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """Folder in the Hugging Face layout: config.json, model.safetensors, tokenizer.json."""
+    """Folder in the Hugging Face layout (config.json, model.safetensors, tokenizer.json), or a model of
+    the hub by its name, `org/name` or `org/name@revision`. The plan pins the commit.
+    """
     dtype: _builtins.str
     """Data type in which weights are stored, trained, and transferred."""
     chat_template: _builtins.bool
@@ -221,9 +223,32 @@ Global___ModelConfig: _TypeAlias = ModelConfig  # noqa: Y015
 
 @_typing.final
 class DataConfig(_message.Message):
-    """DataConfig names the JSON Lines files and the fields of their rows."""
+    """DataConfig names the data and the fields of its rows. docs/data.md describes formats, the hub, and
+    mixtures.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class TrainMixEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___DataSourceConfig: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___DataSourceConfig | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     TRAIN_FIELD_NUMBER: _builtins.int
     EVAL_FIELD_NUMBER: _builtins.int
@@ -235,11 +260,22 @@ class DataConfig(_message.Message):
     MARGIN_FIELD_FIELD_NUMBER: _builtins.int
     COMPLETION_FIELD_FIELD_NUMBER: _builtins.int
     LABEL_FIELD_FIELD_NUMBER: _builtins.int
+    OVERLONG_FIELD_NUMBER: _builtins.int
+    SUBSET_FIELD_NUMBER: _builtins.int
+    TRAIN_SPLIT_FIELD_NUMBER: _builtins.int
+    EVAL_SPLIT_FIELD_NUMBER: _builtins.int
+    EVAL_SUBSET_FIELD_NUMBER: _builtins.int
+    TRAIN_MIX_FIELD_NUMBER: _builtins.int
+    MIX_UNTIL_FIELD_NUMBER: _builtins.int
     train: _builtins.str
-    """Training rows: a JSON Lines file with one object per line."""
+    """Training rows: a file (.jsonl, .parquet, .csv, .tsv, .arrow), a glob, a folder of such files or
+    of `datasets.save_to_disk`, or a data set of the hub by its name, `org/name` or
+    `org/name@revision`.
+    """
     eval: _builtins.str
-    """Held-out rows. With a `[reward]` the policy answers their prompts. Without one they have the
-    same fields as training rows, and their loss is computed. Empty: no evaluation.
+    """Held-out rows, as in `data.train`. With a `[reward]` the policy answers their prompts. Without
+    one they have the same fields as training rows, and their loss is computed. Empty: no
+    evaluation.
     """
     prompt_field: _builtins.str
     """Field with the prompt: a string, or a list of {role, content} messages. With `[algorithm.sft]`,
@@ -263,6 +299,30 @@ class DataConfig(_message.Message):
     """Field with a labeled completion, for `[algorithm.kto]`."""
     label_field: _builtins.str
     """Field with the label: true for a desirable completion, false for an undesirable one."""
+    overlong: _builtins.str
+    """What happens to rows with more tokens than `engine.max_model_len` allows: `error` refuses the
+    plan, `drop` leaves them out, `truncate` cuts prompts at their start and completions at their
+    end.
+    """
+    subset: _builtins.str
+    """Subset (configuration) of a data set of the hub that has several."""
+    train_split: _builtins.str
+    """Split that `data.train` reads, of a data set that has splits."""
+    eval_split: _builtins.str
+    """Split that `data.eval` reads, of a data set that has splits."""
+    eval_subset: _builtins.str
+    """Subset that `data.eval` reads. Absent: `data.subset` if both name the same data set."""
+    mix_until: _builtins.str
+    """Length of an epoch of a mixture with weights: up to the point at which the first source has no
+    more rows (`first_exhausted`: no row is repeated), or at which each source was read once
+    (`all_exhausted`: rows of the others are repeated).
+    """
+    @_builtins.property
+    def train_mix(self) -> _containers.MessageMap[_builtins.str, Global___DataSourceConfig]:
+        """Training rows from several sources, each in its own named table, such as
+        `[data.train_mix.math]`. Without weights an epoch has every row once.
+        """
+
     def __init__(
         self,
         *,
@@ -276,10 +336,17 @@ class DataConfig(_message.Message):
         margin_field: _builtins.str | None = ...,
         completion_field: _builtins.str | None = ...,
         label_field: _builtins.str | None = ...,
+        overlong: _builtins.str | None = ...,
+        subset: _builtins.str | None = ...,
+        train_split: _builtins.str | None = ...,
+        eval_split: _builtins.str | None = ...,
+        eval_subset: _builtins.str | None = ...,
+        train_mix: _abc.Mapping[_builtins.str, Global___DataSourceConfig] | None = ...,
+        mix_until: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer_field", b"_answer_field", "_chosen_field", b"_chosen_field", "_completion_field", b"_completion_field", "_eval", b"_eval", "_label_field", b"_label_field", "_margin_field", b"_margin_field", "_prompt_field", b"_prompt_field", "_rejected_field", b"_rejected_field", "_shuffle", b"_shuffle", "_train", b"_train", "answer_field", b"answer_field", "chosen_field", b"chosen_field", "completion_field", b"completion_field", "eval", b"eval", "label_field", b"label_field", "margin_field", b"margin_field", "prompt_field", b"prompt_field", "rejected_field", b"rejected_field", "shuffle", b"shuffle", "train", b"train"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer_field", b"_answer_field", "_chosen_field", b"_chosen_field", "_completion_field", b"_completion_field", "_eval", b"_eval", "_eval_split", b"_eval_split", "_eval_subset", b"_eval_subset", "_label_field", b"_label_field", "_margin_field", b"_margin_field", "_mix_until", b"_mix_until", "_overlong", b"_overlong", "_prompt_field", b"_prompt_field", "_rejected_field", b"_rejected_field", "_shuffle", b"_shuffle", "_subset", b"_subset", "_train", b"_train", "_train_split", b"_train_split", "answer_field", b"answer_field", "chosen_field", b"chosen_field", "completion_field", b"completion_field", "eval", b"eval", "eval_split", b"eval_split", "eval_subset", b"eval_subset", "label_field", b"label_field", "margin_field", b"margin_field", "mix_until", b"mix_until", "overlong", b"overlong", "prompt_field", b"prompt_field", "rejected_field", b"rejected_field", "shuffle", b"shuffle", "subset", b"subset", "train", b"train", "train_split", b"train_split"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer_field", b"_answer_field", "_chosen_field", b"_chosen_field", "_completion_field", b"_completion_field", "_eval", b"_eval", "_label_field", b"_label_field", "_margin_field", b"_margin_field", "_prompt_field", b"_prompt_field", "_rejected_field", b"_rejected_field", "_shuffle", b"_shuffle", "_train", b"_train", "answer_field", b"answer_field", "chosen_field", b"chosen_field", "completion_field", b"completion_field", "eval", b"eval", "label_field", b"label_field", "margin_field", b"margin_field", "prompt_field", b"prompt_field", "rejected_field", b"rejected_field", "shuffle", b"shuffle", "train", b"train"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer_field", b"_answer_field", "_chosen_field", b"_chosen_field", "_completion_field", b"_completion_field", "_eval", b"_eval", "_eval_split", b"_eval_split", "_eval_subset", b"_eval_subset", "_label_field", b"_label_field", "_margin_field", b"_margin_field", "_mix_until", b"_mix_until", "_overlong", b"_overlong", "_prompt_field", b"_prompt_field", "_rejected_field", b"_rejected_field", "_shuffle", b"_shuffle", "_subset", b"_subset", "_train", b"_train", "_train_split", b"_train_split", "answer_field", b"answer_field", "chosen_field", b"chosen_field", "completion_field", b"completion_field", "eval", b"eval", "eval_split", b"eval_split", "eval_subset", b"eval_subset", "label_field", b"label_field", "margin_field", b"margin_field", "mix_until", b"mix_until", "overlong", b"overlong", "prompt_field", b"prompt_field", "rejected_field", b"rejected_field", "shuffle", b"shuffle", "subset", b"subset", "train", b"train", "train_mix", b"train_mix", "train_split", b"train_split"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__answer_field: _TypeAlias = _typing.Literal["answer_field"]  # noqa: Y015
     _WhichOneofArgType__answer_field: _TypeAlias = _typing.Literal["_answer_field", b"_answer_field"]  # noqa: Y015
@@ -289,18 +356,30 @@ class DataConfig(_message.Message):
     _WhichOneofArgType__completion_field: _TypeAlias = _typing.Literal["_completion_field", b"_completion_field"]  # noqa: Y015
     _WhichOneofReturnType__eval: _TypeAlias = _typing.Literal["eval"]  # noqa: Y015
     _WhichOneofArgType__eval: _TypeAlias = _typing.Literal["_eval", b"_eval"]  # noqa: Y015
+    _WhichOneofReturnType__eval_split: _TypeAlias = _typing.Literal["eval_split"]  # noqa: Y015
+    _WhichOneofArgType__eval_split: _TypeAlias = _typing.Literal["_eval_split", b"_eval_split"]  # noqa: Y015
+    _WhichOneofReturnType__eval_subset: _TypeAlias = _typing.Literal["eval_subset"]  # noqa: Y015
+    _WhichOneofArgType__eval_subset: _TypeAlias = _typing.Literal["_eval_subset", b"_eval_subset"]  # noqa: Y015
     _WhichOneofReturnType__label_field: _TypeAlias = _typing.Literal["label_field"]  # noqa: Y015
     _WhichOneofArgType__label_field: _TypeAlias = _typing.Literal["_label_field", b"_label_field"]  # noqa: Y015
     _WhichOneofReturnType__margin_field: _TypeAlias = _typing.Literal["margin_field"]  # noqa: Y015
     _WhichOneofArgType__margin_field: _TypeAlias = _typing.Literal["_margin_field", b"_margin_field"]  # noqa: Y015
+    _WhichOneofReturnType__mix_until: _TypeAlias = _typing.Literal["mix_until"]  # noqa: Y015
+    _WhichOneofArgType__mix_until: _TypeAlias = _typing.Literal["_mix_until", b"_mix_until"]  # noqa: Y015
+    _WhichOneofReturnType__overlong: _TypeAlias = _typing.Literal["overlong"]  # noqa: Y015
+    _WhichOneofArgType__overlong: _TypeAlias = _typing.Literal["_overlong", b"_overlong"]  # noqa: Y015
     _WhichOneofReturnType__prompt_field: _TypeAlias = _typing.Literal["prompt_field"]  # noqa: Y015
     _WhichOneofArgType__prompt_field: _TypeAlias = _typing.Literal["_prompt_field", b"_prompt_field"]  # noqa: Y015
     _WhichOneofReturnType__rejected_field: _TypeAlias = _typing.Literal["rejected_field"]  # noqa: Y015
     _WhichOneofArgType__rejected_field: _TypeAlias = _typing.Literal["_rejected_field", b"_rejected_field"]  # noqa: Y015
     _WhichOneofReturnType__shuffle: _TypeAlias = _typing.Literal["shuffle"]  # noqa: Y015
     _WhichOneofArgType__shuffle: _TypeAlias = _typing.Literal["_shuffle", b"_shuffle"]  # noqa: Y015
+    _WhichOneofReturnType__subset: _TypeAlias = _typing.Literal["subset"]  # noqa: Y015
+    _WhichOneofArgType__subset: _TypeAlias = _typing.Literal["_subset", b"_subset"]  # noqa: Y015
     _WhichOneofReturnType__train: _TypeAlias = _typing.Literal["train"]  # noqa: Y015
     _WhichOneofArgType__train: _TypeAlias = _typing.Literal["_train", b"_train"]  # noqa: Y015
+    _WhichOneofReturnType__train_split: _TypeAlias = _typing.Literal["train_split"]  # noqa: Y015
+    _WhichOneofArgType__train_split: _TypeAlias = _typing.Literal["_train_split", b"_train_split"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__answer_field) -> _WhichOneofReturnType__answer_field | None: ...
     @_typing.overload
@@ -310,9 +389,17 @@ class DataConfig(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__eval) -> _WhichOneofReturnType__eval | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__eval_split) -> _WhichOneofReturnType__eval_split | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__eval_subset) -> _WhichOneofReturnType__eval_subset | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__label_field) -> _WhichOneofReturnType__label_field | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__margin_field) -> _WhichOneofReturnType__margin_field | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mix_until) -> _WhichOneofReturnType__mix_until | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__overlong) -> _WhichOneofReturnType__overlong | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_field) -> _WhichOneofReturnType__prompt_field | None: ...
     @_typing.overload
@@ -320,9 +407,120 @@ class DataConfig(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shuffle) -> _WhichOneofReturnType__shuffle | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__subset) -> _WhichOneofReturnType__subset | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__train) -> _WhichOneofReturnType__train | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__train_split) -> _WhichOneofReturnType__train_split | None: ...
 
 Global___DataConfig: _TypeAlias = DataConfig  # noqa: Y015
+
+@_typing.final
+class DataSourceConfig(_message.Message):
+    """DataSourceConfig sets one source of a mixture. Its fields may have other names than in `[data]`;
+    they are renamed.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    SUBSET_FIELD_NUMBER: _builtins.int
+    SPLIT_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_FIELD_NUMBER: _builtins.int
+    CHOSEN_FIELD_FIELD_NUMBER: _builtins.int
+    REJECTED_FIELD_FIELD_NUMBER: _builtins.int
+    MARGIN_FIELD_FIELD_NUMBER: _builtins.int
+    COMPLETION_FIELD_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """As in `data.train`."""
+    subset: _builtins.str
+    """Subset (configuration) of a data set of the hub that has several."""
+    split: _builtins.str
+    """Split, of a data set that has splits."""
+    weight: _builtins.float
+    """Share of the rows of an epoch, relative to the other sources."""
+    prompt_field: _builtins.str
+    """Field of this source that becomes `data.prompt_field`."""
+    answer_field: _builtins.str
+    """Field of this source that becomes `data.answer_field`."""
+    chosen_field: _builtins.str
+    """Field of this source that becomes `data.chosen_field`."""
+    rejected_field: _builtins.str
+    """Field of this source that becomes `data.rejected_field`."""
+    margin_field: _builtins.str
+    """Field of this source that becomes `data.margin_field`."""
+    completion_field: _builtins.str
+    """Field of this source that becomes `data.completion_field`."""
+    label_field: _builtins.str
+    """Field of this source that becomes `data.label_field`."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str | None = ...,
+        subset: _builtins.str | None = ...,
+        split: _builtins.str | None = ...,
+        weight: _builtins.float | None = ...,
+        prompt_field: _builtins.str | None = ...,
+        answer_field: _builtins.str | None = ...,
+        chosen_field: _builtins.str | None = ...,
+        rejected_field: _builtins.str | None = ...,
+        margin_field: _builtins.str | None = ...,
+        completion_field: _builtins.str | None = ...,
+        label_field: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer_field", b"_answer_field", "_chosen_field", b"_chosen_field", "_completion_field", b"_completion_field", "_label_field", b"_label_field", "_margin_field", b"_margin_field", "_path", b"_path", "_prompt_field", b"_prompt_field", "_rejected_field", b"_rejected_field", "_split", b"_split", "_subset", b"_subset", "_weight", b"_weight", "answer_field", b"answer_field", "chosen_field", b"chosen_field", "completion_field", b"completion_field", "label_field", b"label_field", "margin_field", b"margin_field", "path", b"path", "prompt_field", b"prompt_field", "rejected_field", b"rejected_field", "split", b"split", "subset", b"subset", "weight", b"weight"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer_field", b"_answer_field", "_chosen_field", b"_chosen_field", "_completion_field", b"_completion_field", "_label_field", b"_label_field", "_margin_field", b"_margin_field", "_path", b"_path", "_prompt_field", b"_prompt_field", "_rejected_field", b"_rejected_field", "_split", b"_split", "_subset", b"_subset", "_weight", b"_weight", "answer_field", b"answer_field", "chosen_field", b"chosen_field", "completion_field", b"completion_field", "label_field", b"label_field", "margin_field", b"margin_field", "path", b"path", "prompt_field", b"prompt_field", "rejected_field", b"rejected_field", "split", b"split", "subset", b"subset", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__answer_field: _TypeAlias = _typing.Literal["answer_field"]  # noqa: Y015
+    _WhichOneofArgType__answer_field: _TypeAlias = _typing.Literal["_answer_field", b"_answer_field"]  # noqa: Y015
+    _WhichOneofReturnType__chosen_field: _TypeAlias = _typing.Literal["chosen_field"]  # noqa: Y015
+    _WhichOneofArgType__chosen_field: _TypeAlias = _typing.Literal["_chosen_field", b"_chosen_field"]  # noqa: Y015
+    _WhichOneofReturnType__completion_field: _TypeAlias = _typing.Literal["completion_field"]  # noqa: Y015
+    _WhichOneofArgType__completion_field: _TypeAlias = _typing.Literal["_completion_field", b"_completion_field"]  # noqa: Y015
+    _WhichOneofReturnType__label_field: _TypeAlias = _typing.Literal["label_field"]  # noqa: Y015
+    _WhichOneofArgType__label_field: _TypeAlias = _typing.Literal["_label_field", b"_label_field"]  # noqa: Y015
+    _WhichOneofReturnType__margin_field: _TypeAlias = _typing.Literal["margin_field"]  # noqa: Y015
+    _WhichOneofArgType__margin_field: _TypeAlias = _typing.Literal["_margin_field", b"_margin_field"]  # noqa: Y015
+    _WhichOneofReturnType__path: _TypeAlias = _typing.Literal["path"]  # noqa: Y015
+    _WhichOneofArgType__path: _TypeAlias = _typing.Literal["_path", b"_path"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_field: _TypeAlias = _typing.Literal["prompt_field"]  # noqa: Y015
+    _WhichOneofArgType__prompt_field: _TypeAlias = _typing.Literal["_prompt_field", b"_prompt_field"]  # noqa: Y015
+    _WhichOneofReturnType__rejected_field: _TypeAlias = _typing.Literal["rejected_field"]  # noqa: Y015
+    _WhichOneofArgType__rejected_field: _TypeAlias = _typing.Literal["_rejected_field", b"_rejected_field"]  # noqa: Y015
+    _WhichOneofReturnType__split: _TypeAlias = _typing.Literal["split"]  # noqa: Y015
+    _WhichOneofArgType__split: _TypeAlias = _typing.Literal["_split", b"_split"]  # noqa: Y015
+    _WhichOneofReturnType__subset: _TypeAlias = _typing.Literal["subset"]  # noqa: Y015
+    _WhichOneofArgType__subset: _TypeAlias = _typing.Literal["_subset", b"_subset"]  # noqa: Y015
+    _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
+    _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__answer_field) -> _WhichOneofReturnType__answer_field | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__chosen_field) -> _WhichOneofReturnType__chosen_field | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__completion_field) -> _WhichOneofReturnType__completion_field | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__label_field) -> _WhichOneofReturnType__label_field | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__margin_field) -> _WhichOneofReturnType__margin_field | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__path) -> _WhichOneofReturnType__path | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_field) -> _WhichOneofReturnType__prompt_field | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rejected_field) -> _WhichOneofReturnType__rejected_field | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__split) -> _WhichOneofReturnType__split | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__subset) -> _WhichOneofReturnType__subset | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
+
+Global___DataSourceConfig: _TypeAlias = DataSourceConfig  # noqa: Y015
 
 @_typing.final
 class SamplingConfig(_message.Message):

@@ -26,7 +26,7 @@ from buf.validate import validate_pb2 as buf_dot_validate_dot_validate__pb2
 from rollout.config.v1 import run_config_pb2 as rollout_dot_config_dot_v1_dot_run__config__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arollout/plan/v1/plan.proto\x12\x0frollout.plan.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\"rollout/config/v1/run_config.proto\"\x9e\x02\n\x04Plan\x12\x17\n\x06\x66ormat\x18\x01 \x01(\rB\x07\xbaH\x04*\x02\x08\x02\x12-\n\x07plan_id\x18\x02 \x01(\tB\x1c\xbaH\x19r\x17\x32\x15^blake3-[0-9a-f]{64}$\x12\x34\n\x06\x63onfig\x18\x03 \x01(\x0b\x32\x1c.rollout.config.v1.RunConfigB\x06\xbaH\x03\xc8\x01\x01\x12\x30\n\x06inputs\x18\x04 \x03(\x0b\x32\x16.rollout.plan.v1.InputB\x08\xbaH\x05\x92\x01\x02\x08\x01\x12\x35\n\x08packages\x18\x05 \x03(\x0b\x32#.rollout.plan.v1.Plan.PackagesEntry\x1a/\n\rPackagesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x9f\x01\n\x05Input\x12\x34\n\x04role\x18\x01 \x01(\x0e\x32\x1a.rollout.plan.v1.InputRoleB\n\xbaH\x07\x82\x01\x04\x10\x01 \x00\x12\x15\n\x04path\x18\x02 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12,\n\x06\x64igest\x18\x03 \x01(\tB\x1c\xbaH\x19r\x17\x32\x15^blake3-[0-9a-f]{64}$\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x0c\n\x04rows\x18\x05 \x01(\x04\"\x91\x01\n\x07Problem\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0c\n\x04\x66ile\x18\x02 \x01(\t\x12\x0c\n\x04line\x18\x03 \x01(\r\x12\x0e\n\x06\x63olumn\x18\x04 \x01(\r\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\x0b\n\x03\x66ix\x18\x07 \x01(\t\x12\r\n\x05\x66ield\x18\x08 \x01(\t\x12\x0f\n\x07\x65xcerpt\x18\t \x01(\t\"U\n\x0c\x43onfigSource\x12\x18\n\x04toml\x18\x01 \x01(\x0c\x42\n\xbaH\x07z\x05\x18\x80\x80\x80\x02\x12\x0c\n\x04\x66ile\x18\x02 \x01(\t\x12\x10\n\x08\x62\x61se_dir\x18\x03 \x01(\t\x12\x0b\n\x03set\x18\x04 \x03(\t\"N\n\x15ValidateConfigRequest\x12\x35\n\x06source\x18\x01 \x01(\x0b\x32\x1d.rollout.plan.v1.ConfigSourceB\x06\xbaH\x03\xc8\x01\x01\"r\n\x16ValidateConfigResponse\x12*\n\x08problems\x18\x01 \x03(\x0b\x32\x18.rollout.plan.v1.Problem\x12,\n\x06\x63onfig\x18\x02 \x01(\x0b\x32\x1c.rollout.config.v1.RunConfig\"J\n\x11\x43reatePlanRequest\x12\x35\n\x06source\x18\x01 \x01(\x0b\x32\x1d.rollout.plan.v1.ConfigSourceB\x06\xbaH\x03\xc8\x01\x01\"\xcb\x01\n\x12\x43reatePlanResponse\x12*\n\x08problems\x18\x01 \x03(\x0b\x32\x18.rollout.plan.v1.Problem\x12#\n\x04plan\x18\x02 \x01(\x0b\x32\x15.rollout.plan.v1.Plan\x12\x0c\n\x04lock\x18\x03 \x01(\x0c\x12*\n\x08warnings\x18\x04 \x03(\x0b\x32\x18.rollout.plan.v1.Problem\x12*\n\x08settings\x18\x05 \x03(\x0b\x32\x18.rollout.plan.v1.Setting\"c\n\x07Setting\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12.\n\x06origin\x18\x03 \x01(\x0e\x32\x1e.rollout.plan.v1.SettingOrigin\x12\x0c\n\x04note\x18\x04 \x01(\t\"O\n\x11VerifyPlanRequest\x12\x1a\n\x04lock\x18\x01 \x01(\x0c\x42\x0c\xbaH\tz\x07\x10\x01\x18\x80\x80\x80\x08\x12\x0c\n\x04\x66ile\x18\x02 \x01(\t\x12\x10\n\x08\x62\x61se_dir\x18\x03 \x01(\t\"e\n\x12VerifyPlanResponse\x12*\n\x08problems\x18\x01 \x03(\x0b\x32\x18.rollout.plan.v1.Problem\x12#\n\x04plan\x18\x02 \x01(\x0b\x32\x15.rollout.plan.v1.Plan\"Q\n\x10RenewPlanRequest\x12+\n\x04plan\x18\x01 \x01(\x0b\x32\x15.rollout.plan.v1.PlanB\x06\xbaH\x03\xc8\x01\x01\x12\x10\n\x08\x62\x61se_dir\x18\x02 \x01(\t\"r\n\x11RenewPlanResponse\x12*\n\x08problems\x18\x01 \x03(\x0b\x32\x18.rollout.plan.v1.Problem\x12#\n\x04plan\x18\x02 \x01(\x0b\x32\x15.rollout.plan.v1.Plan\x12\x0c\n\x04lock\x18\x03 \x01(\x0c*\x89\x01\n\tInputRole\x12\x1a\n\x16INPUT_ROLE_UNSPECIFIED\x10\x00\x12\x19\n\x15INPUT_ROLE_TRAIN_DATA\x10\x01\x12\x18\n\x14INPUT_ROLE_EVAL_DATA\x10\x02\x12\x14\n\x10INPUT_ROLE_MODEL\x10\x03\x12\x15\n\x11INPUT_ROLE_REWARD\x10\x04*\x80\x01\n\rSettingOrigin\x12\x1e\n\x1aSETTING_ORIGIN_UNSPECIFIED\x10\x00\x12\x1a\n\x16SETTING_ORIGIN_DEFAULT\x10\x01\x12\x16\n\x12SETTING_ORIGIN_SET\x10\x02\x12\x1b\n\x17SETTING_ORIGIN_COMPUTED\x10\x03\x32\xf5\x02\n\x0ePlannerService\x12\x61\n\x0eValidateConfig\x12&.rollout.plan.v1.ValidateConfigRequest\x1a\'.rollout.plan.v1.ValidateConfigResponse\x12U\n\nCreatePlan\x12\".rollout.plan.v1.CreatePlanRequest\x1a#.rollout.plan.v1.CreatePlanResponse\x12U\n\nVerifyPlan\x12\".rollout.plan.v1.VerifyPlanRequest\x1a#.rollout.plan.v1.VerifyPlanResponse\x12R\n\tRenewPlan\x12!.rollout.plan.v1.RenewPlanRequest\x1a\".rollout.plan.v1.RenewPlanResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arollout/plan/v1/plan.proto\x12\x0frollout.plan.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\"rollout/config/v1/run_config.proto\"\x9e\x02\n\x04Plan\x12\x17\n\x06\x66ormat\x18\x01 \x01(\rB\x07\xbaH\x04*\x02\x08\x02\x12-\n\x07plan_id\x18\x02 \x01(\tB\x1c\xbaH\x19r\x17\x32\x15^blake3-[0-9a-f]{64}$\x12\x34\n\x06\x63onfig\x18\x03 \x01(\x0b\x32\x1c.rollout.config.v1.RunConfigB\x06\xbaH\x03\xc8\x01\x01\x12\x30\n\x06inputs\x18\x04 \x03(\x0b\x32\x16.rollout.plan.v1.InputB\x08\xbaH\x05\x92\x01\x02\x08\x01\x12\x35\n\x08packages\x18\x05 \x03(\x0b\x32#.rollout.plan.v1.Plan.PackagesEntry\x1a/\n\rPackagesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xff\x01\n\x05Input\x12\x34\n\x04role\x18\x01 \x01(\x0e\x32\x1a.rollout.plan.v1.InputRoleB\n\xbaH\x07\x82\x01\x04\x10\x01 \x00\x12\x15\n\x04path\x18\x02 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12,\n\x06\x64igest\x18\x03 \x01(\tB\x1c\xbaH\x19r\x17\x32\x15^blake3-[0-9a-f]{64}$\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x0c\n\x04rows\x18\x05 \x01(\x04\x12\x0f\n\x07\x64ropped\x18\x06 \x01(\x04\x12\x11\n\ttruncated\x18\x07 \x01(\x04\x12(\n\x07sources\x18\x08 \x03(\x0b\x32\x17.rollout.plan.v1.Source\x12\x10\n\x08revision\x18\t \x01(\t\"\x9e\x01\n\x06Source\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\x12\x0e\n\x06subset\x18\x04 \x01(\t\x12\r\n\x05split\x18\x05 \x01(\t\x12\x0c\n\x04rows\x18\x06 \x01(\x04\x12\r\n\x05taken\x18\x07 \x01(\x04\x12*\n\x05\x66iles\x18\x08 \x03(\x0b\x32\x1b.rollout.plan.v1.SourceFile\"9\n\nSourceFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\"\x91\x01\n\x07Problem\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0c\n\x04\x66ile\x18\x02 \x01(\t\x12\x0c\n\x04line\x18\x03 \x01(\r\x12\x0e\n\x06\x63olumn\x18\x04 \x01(\r\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\x0b\n\x03\x66ix\x18\x07 \x01(\t\x12\r\n\x05\x66ield\x18\x08 \x01(\t\x12\x0f\n\x07\x65xcerpt\x18\t \x01(\t\"U\n\x0c\x43onfigSource\x12\x18\n\x04toml\x18\x01 \x01(\x0c\x42\n\xbaH\x07z\x05\x18\x80\x80\x80\x02\x12\x0c\n\x04\x66ile\x18\x02 \x01(\t\x12\x10\n\x08\x62\x61se_dir\x18\x03 \x01(\t\x12\x0b\n\x03set\x18\x04 \x03(\t\"N\n\x15ValidateConfigRequest\x12\x35\n\x06source\x18\x01 \x01(\x0b\x32\x1d.rollout.plan.v1.ConfigSourceB\x06\xbaH\x03\xc8\x01\x01\"r\n\x16ValidateConfigResponse\x12*\n\x08problems\x18\x01 \x03(\x0b\x32\x18.rollout.plan.v1.Problem\x12,\n\x06\x63onfig\x18\x02 \x01(\x0b\x32\x1c.rollout.config.v1.RunConfig\"J\n\x11\x43reatePlanRequest\x12\x35\n\x06source\x18\x01 \x01(\x0b\x32\x1d.rollout.plan.v1.ConfigSourceB\x06\xbaH\x03\xc8\x01\x01\"\xcb\x01\n\x12\x43reatePlanResponse\x12*\n\x08problems\x18\x01 \x03(\x0b\x32\x18.rollout.plan.v1.Problem\x12#\n\x04plan\x18\x02 \x01(\x0b\x32\x15.rollout.plan.v1.Plan\x12\x0c\n\x04lock\x18\x03 \x01(\x0c\x12*\n\x08warnings\x18\x04 \x03(\x0b\x32\x18.rollout.plan.v1.Problem\x12*\n\x08settings\x18\x05 \x03(\x0b\x32\x18.rollout.plan.v1.Setting\"c\n\x07Setting\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12.\n\x06origin\x18\x03 \x01(\x0e\x32\x1e.rollout.plan.v1.SettingOrigin\x12\x0c\n\x04note\x18\x04 \x01(\t\"i\n\x11VerifyPlanRequest\x12\x1a\n\x04lock\x18\x01 \x01(\x0c\x42\x0c\xbaH\tz\x07\x10\x01\x18\x80\x80\x80\x08\x12\x0c\n\x04\x66ile\x18\x02 \x01(\t\x12\x10\n\x08\x62\x61se_dir\x18\x03 \x01(\t\x12\x18\n\x10inputs_directory\x18\x04 \x01(\t\"\x7f\n\x12VerifyPlanResponse\x12*\n\x08problems\x18\x01 \x03(\x0b\x32\x18.rollout.plan.v1.Problem\x12#\n\x04plan\x18\x02 \x01(\x0b\x32\x15.rollout.plan.v1.Plan\x12\x18\n\x10inputs_directory\x18\x03 \x01(\t\"Q\n\x10RenewPlanRequest\x12+\n\x04plan\x18\x01 \x01(\x0b\x32\x15.rollout.plan.v1.PlanB\x06\xbaH\x03\xc8\x01\x01\x12\x10\n\x08\x62\x61se_dir\x18\x02 \x01(\t\"r\n\x11RenewPlanResponse\x12*\n\x08problems\x18\x01 \x03(\x0b\x32\x18.rollout.plan.v1.Problem\x12#\n\x04plan\x18\x02 \x01(\x0b\x32\x15.rollout.plan.v1.Plan\x12\x0c\n\x04lock\x18\x03 \x01(\x0c*\x89\x01\n\tInputRole\x12\x1a\n\x16INPUT_ROLE_UNSPECIFIED\x10\x00\x12\x19\n\x15INPUT_ROLE_TRAIN_DATA\x10\x01\x12\x18\n\x14INPUT_ROLE_EVAL_DATA\x10\x02\x12\x14\n\x10INPUT_ROLE_MODEL\x10\x03\x12\x15\n\x11INPUT_ROLE_REWARD\x10\x04*\x80\x01\n\rSettingOrigin\x12\x1e\n\x1aSETTING_ORIGIN_UNSPECIFIED\x10\x00\x12\x1a\n\x16SETTING_ORIGIN_DEFAULT\x10\x01\x12\x16\n\x12SETTING_ORIGIN_SET\x10\x02\x12\x1b\n\x17SETTING_ORIGIN_COMPUTED\x10\x03\x32\xf5\x02\n\x0ePlannerService\x12\x61\n\x0eValidateConfig\x12&.rollout.plan.v1.ValidateConfigRequest\x1a\'.rollout.plan.v1.ValidateConfigResponse\x12U\n\nCreatePlan\x12\".rollout.plan.v1.CreatePlanRequest\x1a#.rollout.plan.v1.CreatePlanResponse\x12U\n\nVerifyPlan\x12\".rollout.plan.v1.VerifyPlanRequest\x1a#.rollout.plan.v1.VerifyPlanResponse\x12R\n\tRenewPlan\x12!.rollout.plan.v1.RenewPlanRequest\x1a\".rollout.plan.v1.RenewPlanResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -59,38 +59,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERIFYPLANREQUEST'].fields_by_name['lock']._serialized_options = b'\272H\tz\007\020\001\030\200\200\200\010'
   _globals['_RENEWPLANREQUEST'].fields_by_name['plan']._loaded_options = None
   _globals['_RENEWPLANREQUEST'].fields_by_name['plan']._serialized_options = b'\272H\003\310\001\001'
-  _globals['_INPUTROLE']._serialized_start=1761
-  _globals['_INPUTROLE']._serialized_end=1898
-  _globals['_SETTINGORIGIN']._serialized_start=1901
-  _globals['_SETTINGORIGIN']._serialized_end=2029
+  _globals['_INPUTROLE']._serialized_start=2129
+  _globals['_INPUTROLE']._serialized_end=2266
+  _globals['_SETTINGORIGIN']._serialized_start=2269
+  _globals['_SETTINGORIGIN']._serialized_end=2397
   _globals['_PLAN']._serialized_start=113
   _globals['_PLAN']._serialized_end=399
   _globals['_PLAN_PACKAGESENTRY']._serialized_start=352
   _globals['_PLAN_PACKAGESENTRY']._serialized_end=399
   _globals['_INPUT']._serialized_start=402
-  _globals['_INPUT']._serialized_end=561
-  _globals['_PROBLEM']._serialized_start=564
-  _globals['_PROBLEM']._serialized_end=709
-  _globals['_CONFIGSOURCE']._serialized_start=711
-  _globals['_CONFIGSOURCE']._serialized_end=796
-  _globals['_VALIDATECONFIGREQUEST']._serialized_start=798
-  _globals['_VALIDATECONFIGREQUEST']._serialized_end=876
-  _globals['_VALIDATECONFIGRESPONSE']._serialized_start=878
-  _globals['_VALIDATECONFIGRESPONSE']._serialized_end=992
-  _globals['_CREATEPLANREQUEST']._serialized_start=994
-  _globals['_CREATEPLANREQUEST']._serialized_end=1068
-  _globals['_CREATEPLANRESPONSE']._serialized_start=1071
-  _globals['_CREATEPLANRESPONSE']._serialized_end=1274
-  _globals['_SETTING']._serialized_start=1276
-  _globals['_SETTING']._serialized_end=1375
-  _globals['_VERIFYPLANREQUEST']._serialized_start=1377
-  _globals['_VERIFYPLANREQUEST']._serialized_end=1456
-  _globals['_VERIFYPLANRESPONSE']._serialized_start=1458
-  _globals['_VERIFYPLANRESPONSE']._serialized_end=1559
-  _globals['_RENEWPLANREQUEST']._serialized_start=1561
-  _globals['_RENEWPLANREQUEST']._serialized_end=1642
-  _globals['_RENEWPLANRESPONSE']._serialized_start=1644
-  _globals['_RENEWPLANRESPONSE']._serialized_end=1758
-  _globals['_PLANNERSERVICE']._serialized_start=2032
-  _globals['_PLANNERSERVICE']._serialized_end=2405
+  _globals['_INPUT']._serialized_end=657
+  _globals['_SOURCE']._serialized_start=660
+  _globals['_SOURCE']._serialized_end=818
+  _globals['_SOURCEFILE']._serialized_start=820
+  _globals['_SOURCEFILE']._serialized_end=877
+  _globals['_PROBLEM']._serialized_start=880
+  _globals['_PROBLEM']._serialized_end=1025
+  _globals['_CONFIGSOURCE']._serialized_start=1027
+  _globals['_CONFIGSOURCE']._serialized_end=1112
+  _globals['_VALIDATECONFIGREQUEST']._serialized_start=1114
+  _globals['_VALIDATECONFIGREQUEST']._serialized_end=1192
+  _globals['_VALIDATECONFIGRESPONSE']._serialized_start=1194
+  _globals['_VALIDATECONFIGRESPONSE']._serialized_end=1308
+  _globals['_CREATEPLANREQUEST']._serialized_start=1310
+  _globals['_CREATEPLANREQUEST']._serialized_end=1384
+  _globals['_CREATEPLANRESPONSE']._serialized_start=1387
+  _globals['_CREATEPLANRESPONSE']._serialized_end=1590
+  _globals['_SETTING']._serialized_start=1592
+  _globals['_SETTING']._serialized_end=1691
+  _globals['_VERIFYPLANREQUEST']._serialized_start=1693
+  _globals['_VERIFYPLANREQUEST']._serialized_end=1798
+  _globals['_VERIFYPLANRESPONSE']._serialized_start=1800
+  _globals['_VERIFYPLANRESPONSE']._serialized_end=1927
+  _globals['_RENEWPLANREQUEST']._serialized_start=1929
+  _globals['_RENEWPLANREQUEST']._serialized_end=2010
+  _globals['_RENEWPLANRESPONSE']._serialized_start=2012
+  _globals['_RENEWPLANRESPONSE']._serialized_end=2126
+  _globals['_PLANNERSERVICE']._serialized_start=2400
+  _globals['_PLANNERSERVICE']._serialized_end=2773
 # @@protoc_insertion_point(module_scope)

@@ -159,11 +159,16 @@ class Input(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    TRUNCATED_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
     role: Global___InputRole.ValueType
     """What the file is for."""
     path: _builtins.str
     """Path relative to the folder of the configuration file, or absolute if the user wrote an
-    absolute path; with slashes.
+    absolute path; with slashes. Of rows with `sources` what the configuration names, and of a file
+    with a `revision` the name of the repository with the file's path in it.
     """
     digest: _builtins.str
     """`blake3-<hex>` of the bytes."""
@@ -171,6 +176,18 @@ class Input(_message.Message):
     """Size in bytes."""
     rows: _builtins.int
     """Rows, for datasets; otherwise 0."""
+    dropped: _builtins.int
+    """Rows that were left out because they are too long (`data.overlong = "drop"`)."""
+    truncated: _builtins.int
+    """Rows that workers cut because they are too long (`data.overlong = "truncate"`)."""
+    revision: _builtins.str
+    """Commit of the hub's repository that the file belongs to; empty for a file of the user."""
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___Source]:
+        """Where the rows come from, if the planner made the file: `digest` is that of the JSON Lines file,
+        which is `<digest>.jsonl` in a folder of inputs (docs/wire.md). Empty: the run reads `path`.
+        """
+
     def __init__(
         self,
         *,
@@ -179,14 +196,100 @@ class Input(_message.Message):
         digest: _builtins.str = ...,
         bytes: _builtins.int = ...,
         rows: _builtins.int = ...,
+        dropped: _builtins.int = ...,
+        truncated: _builtins.int = ...,
+        sources: _abc.Iterable[Global___Source] | None = ...,
+        revision: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "digest", b"digest", "path", b"path", "role", b"role", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "digest", b"digest", "dropped", b"dropped", "path", b"path", "revision", b"revision", "role", b"role", "rows", b"rows", "sources", b"sources", "truncated", b"truncated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Input: _TypeAlias = Input  # noqa: Y015
+
+@_typing.final
+class Source(_message.Message):
+    """Source is a part of the rows of an input."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    SUBSET_FIELD_NUMBER: _builtins.int
+    SPLIT_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    TAKEN_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the table in a mixture; otherwise empty."""
+    path: _builtins.str
+    """Path, or name on the hub without its revision, as in the configuration."""
+    revision: _builtins.str
+    """Commit of a data set of the hub."""
+    subset: _builtins.str
+    """Subset of a data set of the hub."""
+    split: _builtins.str
+    """Split that was read; empty for data without splits."""
+    rows: _builtins.int
+    """Rows that it has."""
+    taken: _builtins.int
+    """Rows of an epoch that come from it, before overlong rows are dropped."""
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceFile]:
+        """Files that were read; empty for the hub, whose commit pins them."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+        revision: _builtins.str = ...,
+        subset: _builtins.str = ...,
+        split: _builtins.str = ...,
+        rows: _builtins.int = ...,
+        taken: _builtins.int = ...,
+        files: _abc.Iterable[Global___SourceFile] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "name", b"name", "path", b"path", "revision", b"revision", "rows", b"rows", "split", b"split", "subset", b"subset", "taken", b"taken"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Source: _TypeAlias = Source  # noqa: Y015
+
+@_typing.final
+class SourceFile(_message.Message):
+    """SourceFile is a file of a source."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """As `Input.path`."""
+    digest: _builtins.str
+    """`blake3-<hex>` of the bytes."""
+    bytes: _builtins.int
+    """Size in bytes."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "digest", b"digest", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SourceFile: _TypeAlias = SourceFile  # noqa: Y015
 
 @_typing.final
 class Problem(_message.Message):
@@ -447,22 +550,28 @@ class VerifyPlanRequest(_message.Message):
     LOCK_FIELD_NUMBER: _builtins.int
     FILE_FIELD_NUMBER: _builtins.int
     BASE_DIR_FIELD_NUMBER: _builtins.int
+    INPUTS_DIRECTORY_FIELD_NUMBER: _builtins.int
     lock: _builtins.bytes
     """The bytes of `plan.lock`."""
     file: _builtins.str
     """Name of the lock file, for messages."""
     base_dir: _builtins.str
     """Absolute folder that paths are relative to."""
+    inputs_directory: _builtins.str
+    """Folder of inputs of a run (docs/wire.md). It is used if it has what the planner made or
+    downloaded for the plan.
+    """
     def __init__(
         self,
         *,
         lock: _builtins.bytes = ...,
         file: _builtins.str = ...,
         base_dir: _builtins.str = ...,
+        inputs_directory: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "file", b"file", "lock", b"lock"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "file", b"file", "inputs_directory", b"inputs_directory", "lock", b"lock"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -476,6 +585,11 @@ class VerifyPlanResponse(_message.Message):
 
     PROBLEMS_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
+    INPUTS_DIRECTORY_FIELD_NUMBER: _builtins.int
+    inputs_directory: _builtins.str
+    """Folder with the inputs that the planner made or downloaded (docs/wire.md); empty if the plan has
+    none.
+    """
     @_builtins.property
     def problems(self) -> _containers.RepeatedCompositeFieldContainer[Global___Problem]:
         """Every input that changed or is missing, and every package of another version."""
@@ -489,10 +603,11 @@ class VerifyPlanResponse(_message.Message):
         *,
         problems: _abc.Iterable[Global___Problem] | None = ...,
         plan: Global___Plan | None = ...,
+        inputs_directory: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan", "problems", b"problems"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["inputs_directory", b"inputs_directory", "plan", b"plan", "problems", b"problems"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -254,7 +254,8 @@ func (x *RunConfig) GetHealth() *HealthConfig {
 // ModelConfig sets the weights and how text becomes tokens.
 type ModelConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Folder in the Hugging Face layout: config.json, model.safetensors, tokenizer.json.
+	// Folder in the Hugging Face layout (config.json, model.safetensors, tokenizer.json), or a model of
+	// the hub by its name, `org/name` or `org/name@revision`. The plan pins the commit.
 	Path *string `protobuf:"bytes,1,opt,name=path,proto3,oneof" json:"path,omitempty"`
 	// Data type in which weights are stored, trained, and transferred.
 	Dtype *string `protobuf:"bytes,2,opt,name=dtype,proto3,oneof" json:"dtype,omitempty"`
@@ -316,13 +317,17 @@ func (x *ModelConfig) GetChatTemplate() bool {
 	return false
 }
 
-// DataConfig names the JSON Lines files and the fields of their rows.
+// DataConfig names the data and the fields of its rows. docs/data.md describes formats, the hub, and
+// mixtures.
 type DataConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Training rows: a JSON Lines file with one object per line.
+	// Training rows: a file (.jsonl, .parquet, .csv, .tsv, .arrow), a glob, a folder of such files or
+	// of `datasets.save_to_disk`, or a data set of the hub by its name, `org/name` or
+	// `org/name@revision`.
 	Train *string `protobuf:"bytes,1,opt,name=train,proto3,oneof" json:"train,omitempty"`
-	// Held-out rows. With a `[reward]` the policy answers their prompts. Without one they have the
-	// same fields as training rows, and their loss is computed. Empty: no evaluation.
+	// Held-out rows, as in `data.train`. With a `[reward]` the policy answers their prompts. Without
+	// one they have the same fields as training rows, and their loss is computed. Empty: no
+	// evaluation.
 	Eval *string `protobuf:"bytes,2,opt,name=eval,proto3,oneof" json:"eval,omitempty"`
 	// Field with the prompt: a string, or a list of {role, content} messages. With `[algorithm.sft]`,
 	// messages that end with one of the assistant need no answer field: the run trains on each turn
@@ -343,7 +348,26 @@ type DataConfig struct {
 	// Field with a labeled completion, for `[algorithm.kto]`.
 	CompletionField *string `protobuf:"bytes,23,opt,name=completion_field,json=completionField,proto3,oneof" json:"completion_field,omitempty"`
 	// Field with the label: true for a desirable completion, false for an undesirable one.
-	LabelField    *string `protobuf:"bytes,24,opt,name=label_field,json=labelField,proto3,oneof" json:"label_field,omitempty"`
+	LabelField *string `protobuf:"bytes,24,opt,name=label_field,json=labelField,proto3,oneof" json:"label_field,omitempty"`
+	// What happens to rows with more tokens than `engine.max_model_len` allows: `error` refuses the
+	// plan, `drop` leaves them out, `truncate` cuts prompts at their start and completions at their
+	// end.
+	Overlong *string `protobuf:"bytes,25,opt,name=overlong,proto3,oneof" json:"overlong,omitempty"`
+	// Subset (configuration) of a data set of the hub that has several.
+	Subset *string `protobuf:"bytes,26,opt,name=subset,proto3,oneof" json:"subset,omitempty"`
+	// Split that `data.train` reads, of a data set that has splits.
+	TrainSplit *string `protobuf:"bytes,27,opt,name=train_split,json=trainSplit,proto3,oneof" json:"train_split,omitempty"`
+	// Split that `data.eval` reads, of a data set that has splits.
+	EvalSplit *string `protobuf:"bytes,28,opt,name=eval_split,json=evalSplit,proto3,oneof" json:"eval_split,omitempty"`
+	// Subset that `data.eval` reads. Absent: `data.subset` if both name the same data set.
+	EvalSubset *string `protobuf:"bytes,29,opt,name=eval_subset,json=evalSubset,proto3,oneof" json:"eval_subset,omitempty"`
+	// Training rows from several sources, each in its own named table, such as
+	// `[data.train_mix.math]`. Without weights an epoch has every row once.
+	TrainMix map[string]*DataSourceConfig `protobuf:"bytes,30,rep,name=train_mix,json=trainMix,proto3" json:"train_mix,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// Length of an epoch of a mixture with weights: up to the point at which the first source has no
+	// more rows (`first_exhausted`: no row is repeated), or at which each source was read once
+	// (`all_exhausted`: rows of the others are repeated).
+	MixUntil      *string `protobuf:"bytes,31,opt,name=mix_until,json=mixUntil,proto3,oneof" json:"mix_until,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -448,6 +472,192 @@ func (x *DataConfig) GetLabelField() string {
 	return ""
 }
 
+func (x *DataConfig) GetOverlong() string {
+	if x != nil && x.Overlong != nil {
+		return *x.Overlong
+	}
+	return ""
+}
+
+func (x *DataConfig) GetSubset() string {
+	if x != nil && x.Subset != nil {
+		return *x.Subset
+	}
+	return ""
+}
+
+func (x *DataConfig) GetTrainSplit() string {
+	if x != nil && x.TrainSplit != nil {
+		return *x.TrainSplit
+	}
+	return ""
+}
+
+func (x *DataConfig) GetEvalSplit() string {
+	if x != nil && x.EvalSplit != nil {
+		return *x.EvalSplit
+	}
+	return ""
+}
+
+func (x *DataConfig) GetEvalSubset() string {
+	if x != nil && x.EvalSubset != nil {
+		return *x.EvalSubset
+	}
+	return ""
+}
+
+func (x *DataConfig) GetTrainMix() map[string]*DataSourceConfig {
+	if x != nil {
+		return x.TrainMix
+	}
+	return nil
+}
+
+func (x *DataConfig) GetMixUntil() string {
+	if x != nil && x.MixUntil != nil {
+		return *x.MixUntil
+	}
+	return ""
+}
+
+// DataSourceConfig sets one source of a mixture. Its fields may have other names than in `[data]`;
+// they are renamed.
+type DataSourceConfig struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// As in `data.train`.
+	Path *string `protobuf:"bytes,1,opt,name=path,proto3,oneof" json:"path,omitempty"`
+	// Subset (configuration) of a data set of the hub that has several.
+	Subset *string `protobuf:"bytes,2,opt,name=subset,proto3,oneof" json:"subset,omitempty"`
+	// Split, of a data set that has splits.
+	Split *string `protobuf:"bytes,3,opt,name=split,proto3,oneof" json:"split,omitempty"`
+	// Share of the rows of an epoch, relative to the other sources.
+	Weight *float64 `protobuf:"fixed64,4,opt,name=weight,proto3,oneof" json:"weight,omitempty"`
+	// Field of this source that becomes `data.prompt_field`.
+	PromptField *string `protobuf:"bytes,5,opt,name=prompt_field,json=promptField,proto3,oneof" json:"prompt_field,omitempty"`
+	// Field of this source that becomes `data.answer_field`.
+	AnswerField *string `protobuf:"bytes,6,opt,name=answer_field,json=answerField,proto3,oneof" json:"answer_field,omitempty"`
+	// Field of this source that becomes `data.chosen_field`.
+	ChosenField *string `protobuf:"bytes,7,opt,name=chosen_field,json=chosenField,proto3,oneof" json:"chosen_field,omitempty"`
+	// Field of this source that becomes `data.rejected_field`.
+	RejectedField *string `protobuf:"bytes,8,opt,name=rejected_field,json=rejectedField,proto3,oneof" json:"rejected_field,omitempty"`
+	// Field of this source that becomes `data.margin_field`.
+	MarginField *string `protobuf:"bytes,9,opt,name=margin_field,json=marginField,proto3,oneof" json:"margin_field,omitempty"`
+	// Field of this source that becomes `data.completion_field`.
+	CompletionField *string `protobuf:"bytes,10,opt,name=completion_field,json=completionField,proto3,oneof" json:"completion_field,omitempty"`
+	// Field of this source that becomes `data.label_field`.
+	LabelField    *string `protobuf:"bytes,11,opt,name=label_field,json=labelField,proto3,oneof" json:"label_field,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DataSourceConfig) Reset() {
+	*x = DataSourceConfig{}
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DataSourceConfig) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DataSourceConfig) ProtoMessage() {}
+
+func (x *DataSourceConfig) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DataSourceConfig.ProtoReflect.Descriptor instead.
+func (*DataSourceConfig) Descriptor() ([]byte, []int) {
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *DataSourceConfig) GetPath() string {
+	if x != nil && x.Path != nil {
+		return *x.Path
+	}
+	return ""
+}
+
+func (x *DataSourceConfig) GetSubset() string {
+	if x != nil && x.Subset != nil {
+		return *x.Subset
+	}
+	return ""
+}
+
+func (x *DataSourceConfig) GetSplit() string {
+	if x != nil && x.Split != nil {
+		return *x.Split
+	}
+	return ""
+}
+
+func (x *DataSourceConfig) GetWeight() float64 {
+	if x != nil && x.Weight != nil {
+		return *x.Weight
+	}
+	return 0
+}
+
+func (x *DataSourceConfig) GetPromptField() string {
+	if x != nil && x.PromptField != nil {
+		return *x.PromptField
+	}
+	return ""
+}
+
+func (x *DataSourceConfig) GetAnswerField() string {
+	if x != nil && x.AnswerField != nil {
+		return *x.AnswerField
+	}
+	return ""
+}
+
+func (x *DataSourceConfig) GetChosenField() string {
+	if x != nil && x.ChosenField != nil {
+		return *x.ChosenField
+	}
+	return ""
+}
+
+func (x *DataSourceConfig) GetRejectedField() string {
+	if x != nil && x.RejectedField != nil {
+		return *x.RejectedField
+	}
+	return ""
+}
+
+func (x *DataSourceConfig) GetMarginField() string {
+	if x != nil && x.MarginField != nil {
+		return *x.MarginField
+	}
+	return ""
+}
+
+func (x *DataSourceConfig) GetCompletionField() string {
+	if x != nil && x.CompletionField != nil {
+		return *x.CompletionField
+	}
+	return ""
+}
+
+func (x *DataSourceConfig) GetLabelField() string {
+	if x != nil && x.LabelField != nil {
+		return *x.LabelField
+	}
+	return ""
+}
+
 // SamplingConfig sets how completions are sampled.
 type SamplingConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -481,7 +691,7 @@ type SamplingConfig struct {
 
 func (x *SamplingConfig) Reset() {
 	*x = SamplingConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[3]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -493,7 +703,7 @@ func (x *SamplingConfig) String() string {
 func (*SamplingConfig) ProtoMessage() {}
 
 func (x *SamplingConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[3]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -506,7 +716,7 @@ func (x *SamplingConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SamplingConfig.ProtoReflect.Descriptor instead.
 func (*SamplingConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{3}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *SamplingConfig) GetGroupSize() uint32 {
@@ -602,7 +812,7 @@ type RewardConfig struct {
 
 func (x *RewardConfig) Reset() {
 	*x = RewardConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[4]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -614,7 +824,7 @@ func (x *RewardConfig) String() string {
 func (*RewardConfig) ProtoMessage() {}
 
 func (x *RewardConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[4]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -627,7 +837,7 @@ func (x *RewardConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RewardConfig.ProtoReflect.Descriptor instead.
 func (*RewardConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{4}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *RewardConfig) GetPlugin() string {
@@ -692,7 +902,7 @@ type ScoringModelConfig struct {
 
 func (x *ScoringModelConfig) Reset() {
 	*x = ScoringModelConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[5]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -704,7 +914,7 @@ func (x *ScoringModelConfig) String() string {
 func (*ScoringModelConfig) ProtoMessage() {}
 
 func (x *ScoringModelConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[5]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -717,7 +927,7 @@ func (x *ScoringModelConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ScoringModelConfig.ProtoReflect.Descriptor instead.
 func (*ScoringModelConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{5}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ScoringModelConfig) GetPath() string {
@@ -770,7 +980,7 @@ type RewardPartConfig struct {
 
 func (x *RewardPartConfig) Reset() {
 	*x = RewardPartConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[6]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -782,7 +992,7 @@ func (x *RewardPartConfig) String() string {
 func (*RewardPartConfig) ProtoMessage() {}
 
 func (x *RewardPartConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[6]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -795,7 +1005,7 @@ func (x *RewardPartConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RewardPartConfig.ProtoReflect.Descriptor instead.
 func (*RewardPartConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{6}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *RewardPartConfig) GetWeight() float64 {
@@ -906,7 +1116,7 @@ type TrainConfig struct {
 
 func (x *TrainConfig) Reset() {
 	*x = TrainConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -918,7 +1128,7 @@ func (x *TrainConfig) String() string {
 func (*TrainConfig) ProtoMessage() {}
 
 func (x *TrainConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -931,7 +1141,7 @@ func (x *TrainConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrainConfig.ProtoReflect.Descriptor instead.
 func (*TrainConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{7}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *TrainConfig) GetSteps() uint64 {
@@ -1101,7 +1311,7 @@ type LoraConfig struct {
 
 func (x *LoraConfig) Reset() {
 	*x = LoraConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1113,7 +1323,7 @@ func (x *LoraConfig) String() string {
 func (*LoraConfig) ProtoMessage() {}
 
 func (x *LoraConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1126,7 +1336,7 @@ func (x *LoraConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoraConfig.ProtoReflect.Descriptor instead.
 func (*LoraConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{8}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *LoraConfig) GetRank() uint32 {
@@ -1174,7 +1384,7 @@ type WeightsConfig struct {
 
 func (x *WeightsConfig) Reset() {
 	*x = WeightsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1186,7 +1396,7 @@ func (x *WeightsConfig) String() string {
 func (*WeightsConfig) ProtoMessage() {}
 
 func (x *WeightsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1199,7 +1409,7 @@ func (x *WeightsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WeightsConfig.ProtoReflect.Descriptor instead.
 func (*WeightsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{9}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *WeightsConfig) GetPatch() string {
@@ -1235,7 +1445,7 @@ type EngineConfig struct {
 
 func (x *EngineConfig) Reset() {
 	*x = EngineConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1247,7 +1457,7 @@ func (x *EngineConfig) String() string {
 func (*EngineConfig) ProtoMessage() {}
 
 func (x *EngineConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1260,7 +1470,7 @@ func (x *EngineConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EngineConfig.ProtoReflect.Descriptor instead.
 func (*EngineConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{10}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *EngineConfig) GetKind() string {
@@ -1309,7 +1519,7 @@ type EnvironmentConfig struct {
 
 func (x *EnvironmentConfig) Reset() {
 	*x = EnvironmentConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1321,7 +1531,7 @@ func (x *EnvironmentConfig) String() string {
 func (*EnvironmentConfig) ProtoMessage() {}
 
 func (x *EnvironmentConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1334,7 +1544,7 @@ func (x *EnvironmentConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EnvironmentConfig.ProtoReflect.Descriptor instead.
 func (*EnvironmentConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{11}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *EnvironmentConfig) GetKind() string {
@@ -1356,7 +1566,7 @@ type StalenessConfig struct {
 
 func (x *StalenessConfig) Reset() {
 	*x = StalenessConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1368,7 +1578,7 @@ func (x *StalenessConfig) String() string {
 func (*StalenessConfig) ProtoMessage() {}
 
 func (x *StalenessConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1381,7 +1591,7 @@ func (x *StalenessConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StalenessConfig.ProtoReflect.Descriptor instead.
 func (*StalenessConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{12}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *StalenessConfig) GetMaxSteps() uint32 {
@@ -1410,7 +1620,7 @@ type EvalConfig struct {
 
 func (x *EvalConfig) Reset() {
 	*x = EvalConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1422,7 +1632,7 @@ func (x *EvalConfig) String() string {
 func (*EvalConfig) ProtoMessage() {}
 
 func (x *EvalConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1435,7 +1645,7 @@ func (x *EvalConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvalConfig.ProtoReflect.Descriptor instead.
 func (*EvalConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{13}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *EvalConfig) GetEverySteps() uint64 {
@@ -1475,7 +1685,7 @@ type SnapshotConfig struct {
 
 func (x *SnapshotConfig) Reset() {
 	*x = SnapshotConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1487,7 +1697,7 @@ func (x *SnapshotConfig) String() string {
 func (*SnapshotConfig) ProtoMessage() {}
 
 func (x *SnapshotConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1500,7 +1710,7 @@ func (x *SnapshotConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotConfig.ProtoReflect.Descriptor instead.
 func (*SnapshotConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{14}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *SnapshotConfig) GetEverySteps() uint64 {
@@ -1539,7 +1749,7 @@ type CompletionsConfig struct {
 
 func (x *CompletionsConfig) Reset() {
 	*x = CompletionsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1551,7 +1761,7 @@ func (x *CompletionsConfig) String() string {
 func (*CompletionsConfig) ProtoMessage() {}
 
 func (x *CompletionsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1564,7 +1774,7 @@ func (x *CompletionsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CompletionsConfig.ProtoReflect.Descriptor instead.
 func (*CompletionsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{15}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *CompletionsConfig) GetPerStep() uint32 {
@@ -1598,7 +1808,7 @@ type SinksConfig struct {
 
 func (x *SinksConfig) Reset() {
 	*x = SinksConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1610,7 +1820,7 @@ func (x *SinksConfig) String() string {
 func (*SinksConfig) ProtoMessage() {}
 
 func (x *SinksConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1623,7 +1833,7 @@ func (x *SinksConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SinksConfig.ProtoReflect.Descriptor instead.
 func (*SinksConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{16}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *SinksConfig) GetTensorboard() *TensorboardConfig {
@@ -1659,7 +1869,7 @@ type TensorboardConfig struct {
 
 func (x *TensorboardConfig) Reset() {
 	*x = TensorboardConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1671,7 +1881,7 @@ func (x *TensorboardConfig) String() string {
 func (*TensorboardConfig) ProtoMessage() {}
 
 func (x *TensorboardConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1684,7 +1894,7 @@ func (x *TensorboardConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TensorboardConfig.ProtoReflect.Descriptor instead.
 func (*TensorboardConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{17}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *TensorboardConfig) GetDirectory() string {
@@ -1712,7 +1922,7 @@ type WandbConfig struct {
 
 func (x *WandbConfig) Reset() {
 	*x = WandbConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1724,7 +1934,7 @@ func (x *WandbConfig) String() string {
 func (*WandbConfig) ProtoMessage() {}
 
 func (x *WandbConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1737,7 +1947,7 @@ func (x *WandbConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WandbConfig.ProtoReflect.Descriptor instead.
 func (*WandbConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{18}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *WandbConfig) GetProject() string {
@@ -1783,7 +1993,7 @@ type MlflowConfig struct {
 
 func (x *MlflowConfig) Reset() {
 	*x = MlflowConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1795,7 +2005,7 @@ func (x *MlflowConfig) String() string {
 func (*MlflowConfig) ProtoMessage() {}
 
 func (x *MlflowConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1808,7 +2018,7 @@ func (x *MlflowConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MlflowConfig.ProtoReflect.Descriptor instead.
 func (*MlflowConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{19}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *MlflowConfig) GetTrackingUri() string {
@@ -1867,7 +2077,7 @@ type HealthConfig struct {
 
 func (x *HealthConfig) Reset() {
 	*x = HealthConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1879,7 +2089,7 @@ func (x *HealthConfig) String() string {
 func (*HealthConfig) ProtoMessage() {}
 
 func (x *HealthConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1892,7 +2102,7 @@ func (x *HealthConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HealthConfig.ProtoReflect.Descriptor instead.
 func (*HealthConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{20}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *HealthConfig) GetOnCollapse() string {
@@ -2000,7 +2210,7 @@ type LimitsConfig struct {
 
 func (x *LimitsConfig) Reset() {
 	*x = LimitsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2012,7 +2222,7 @@ func (x *LimitsConfig) String() string {
 func (*LimitsConfig) ProtoMessage() {}
 
 func (x *LimitsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2025,7 +2235,7 @@ func (x *LimitsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LimitsConfig.ProtoReflect.Descriptor instead.
 func (*LimitsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{21}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *LimitsConfig) GetGroupAttempts() uint32 {
@@ -2067,7 +2277,7 @@ var File_rollout_config_v1_run_config_proto protoreflect.FileDescriptor
 
 const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
-	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xf8\x16\n" +
+	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xa3\x1a\n" +
 	"\tRunConfig\x12Q\n" +
 	"\x04name\x18\x01 \x01(\tB8\xbaH \xc8\x01\x01r\x1b2\x19^[a-z0-9][a-z0-9-]{0,62}$\xca\xda\x18\x11\x12\x0f\"addition-grpo\"H\x00R\x04name\x88\x01\x01\x12.\n" +
 	"\x04seed\x18\x02 \x01(\x04B\x15\xbaH\v2\t\x18\xff\xff\xff\xff\xff\xff\xff\x0f\xca\xda\x18\x03\n" +
@@ -2092,12 +2302,14 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\vcompletions\x18( \x01(\v2$.rollout.config.v1.CompletionsConfigR\vcompletions\x12:\n" +
 	"\aweights\x18\x18 \x01(\v2 .rollout.config.v1.WeightsConfigR\aweights\x124\n" +
 	"\x05sinks\x18) \x01(\v2\x1e.rollout.config.v1.SinksConfigR\x05sinks\x127\n" +
-	"\x06health\x182 \x01(\v2\x1f.rollout.config.v1.HealthConfigR\x06health:\xc1\f\xbaH\xbd\f\x1a\x98\x02\n" +
+	"\x06health\x182 \x01(\v2\x1f.rollout.config.v1.HealthConfigR\x06health:\xec\x0f\xbaH\xe8\x0f\x1a\x98\x02\n" +
 	"\x16run_config.reward_kind\x12c`[reward]` takes exactly one of `plugin`, `expression`, `[reward.model]` and `[reward.composite.*]`\x1a\x98\x01!has(this.reward) || [has(this.reward.plugin), has(this.reward.expression), has(this.reward.model), has(this.reward.composite)].filter(x, x).size() == 1\x1a\xe3\x01\n" +
 	"\x16run_config.kto_weights\x12Z`algorithm.kto.desirable_weight` and `algorithm.kto.undesirable_weight` must not both be 0\x1am!has(this.algorithm.kto) || this.algorithm.kto.desirable_weight + this.algorithm.kto.undesirable_weight > 0.0\x1a\xf3\x01\n" +
 	"\x12run_config.teacher\x12a`[algorithm.distillation]` takes exactly one of `teacher` and `[algorithm.distillation.endpoint]`\x1az!has(this.algorithm.distillation) || has(this.algorithm.distillation.teacher) != has(this.algorithm.distillation.endpoint)\x1a\xea\x01\n" +
 	"\x1erun_config.teacher_temperature\x12x`sampling.temperature` must be 1.0 for `[algorithm.distillation.endpoint]`: endpoints return logprobs at temperature 1.0\x1aN!has(this.algorithm.distillation.endpoint) || this.sampling.temperature == 1.0\x1a}\n" +
-	"\x1erun_config.deterministic_async\x12,`deterministic = true` needs `mode = \"sync\"`\x1a-!(this.deterministic && this.mode == 'async')\x1a\x8e\x01\n" +
+	"\x1erun_config.deterministic_async\x12,`deterministic = true` needs `mode = \"sync\"`\x1a-!(this.deterministic && this.mode == 'async')\x1a\xa1\x01\n" +
+	"\x15run_config.data_train\x12C`[data]` takes exactly one of `data.train` and `[data.train_mix.*]`\x1aC!has(this.data) || has(this.data.train) != has(this.data.train_mix)\x1a\x84\x02\n" +
+	"\x17run_config.data_weights\x12E`[data.train_mix.*]` takes a `weight` in all of its tables or in none\x1a\xa1\x01!has(this.data.train_mix) || this.data.train_mix.all(k, has(this.data.train_mix[k].weight)) || !this.data.train_mix.exists(k, has(this.data.train_mix[k].weight))\x1a\x8e\x01\n" +
 	"\x11run_config.warmup\x122`train.warmup_steps` must not exceed `train.steps`\x1aE!has(this.train.steps) || this.train.warmup_steps <= this.train.steps\x1a\xac\x01\n" +
 	"\x16run_config.lora_freeze\x12_`train.freeze` and `[lora]` exclude each other: with adapters no weight of the model is trained\x1a1!(has(this.lora) && this.train.freeze.size() > 0)\x1a\x97\x01\n" +
 	"\x17run_config.lora_average\x12K`train.ema_decay` and `[lora]` exclude each other: adapters have no average\x1a/!(has(this.lora) && this.train.ema_decay > 0.0)B\a\n" +
@@ -2113,10 +2325,10 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x05falseH\x02R\fchatTemplate\x88\x01\x01B\a\n" +
 	"\x05_pathB\b\n" +
 	"\x06_dtypeB\x10\n" +
-	"\x0e_chat_template\"\xf3\x05\n" +
+	"\x0e_chat_template\"\x8d\v\n" +
 	"\n" +
-	"DataConfig\x12?\n" +
-	"\x05train\x18\x01 \x01(\tB$\xbaH\a\xc8\x01\x01r\x02\x10\x01\xca\xda\x18\x16\x12\x12\"data/train.jsonl\"\x18\x01H\x00R\x05train\x88\x01\x01\x12#\n" +
+	"DataConfig\x12>\n" +
+	"\x05train\x18\x01 \x01(\tB#\xbaH\x04r\x02\x10\x01\xca\xda\x18\x18\x12\x12\"data/train.jsonl\"\x18\x01 \x01H\x00R\x05train\x88\x01\x01\x12#\n" +
 	"\x04eval\x18\x02 \x01(\tB\n" +
 	"\xca\xda\x18\x06\n" +
 	"\x02\"\"\x18\x01H\x01R\x04eval\x88\x01\x01\x12=\n" +
@@ -2141,13 +2353,67 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\f\"completion\"H\bR\x0fcompletionField\x88\x01\x01\x12:\n" +
 	"\vlabel_field\x18\x18 \x01(\tB\x14\xbaH\x04r\x02\x10\x01\xca\xda\x18\t\n" +
 	"\a\"label\"H\tR\n" +
-	"labelField\x88\x01\x01B\b\n" +
+	"labelField\x88\x01\x01\x12J\n" +
+	"\boverlong\x18\x19 \x01(\tB)\xbaH\x19r\x17R\x05errorR\x04dropR\btruncate\xca\xda\x18\t\n" +
+	"\a\"error\"H\n" +
+	"R\boverlong\x88\x01\x01\x12%\n" +
+	"\x06subset\x18\x1a \x01(\tB\b\xca\xda\x18\x04\n" +
+	"\x02\"\"H\vR\x06subset\x88\x01\x01\x12:\n" +
+	"\vtrain_split\x18\x1b \x01(\tB\x14\xbaH\x04r\x02\x10\x01\xca\xda\x18\t\n" +
+	"\a\"train\"H\fR\n" +
+	"trainSplit\x88\x01\x01\x127\n" +
+	"\n" +
+	"eval_split\x18\x1c \x01(\tB\x13\xbaH\x04r\x02\x10\x01\xca\xda\x18\b\n" +
+	"\x06\"test\"H\rR\tevalSplit\x88\x01\x01\x12,\n" +
+	"\veval_subset\x18\x1d \x01(\tB\x06\xca\xda\x18\x02 \x01H\x0eR\n" +
+	"evalSubset\x88\x01\x01\x12l\n" +
+	"\ttrain_mix\x18\x1e \x03(\v2+.rollout.config.v1.DataConfig.TrainMixEntryB\"\xbaH\x1f\x9a\x01\x1c\"\x1ar\x182\x16^[a-z][a-z0-9_]{0,62}$R\btrainMix\x12^\n" +
+	"\tmix_until\x18\x1f \x01(\tB<\xbaH\"r R\x0ffirst_exhaustedR\rall_exhausted\xca\xda\x18\x13\n" +
+	"\x11\"first_exhausted\"H\x0fR\bmixUntil\x88\x01\x01\x1a`\n" +
+	"\rTrainMixEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x129\n" +
+	"\x05value\x18\x02 \x01(\v2#.rollout.config.v1.DataSourceConfigR\x05value:\x028\x01B\b\n" +
 	"\x06_trainB\a\n" +
 	"\x05_evalB\x0f\n" +
 	"\r_prompt_fieldB\x0f\n" +
 	"\r_answer_fieldB\n" +
 	"\n" +
 	"\b_shuffleB\x0f\n" +
+	"\r_chosen_fieldB\x11\n" +
+	"\x0f_rejected_fieldB\x0f\n" +
+	"\r_margin_fieldB\x13\n" +
+	"\x11_completion_fieldB\x0e\n" +
+	"\f_label_fieldB\v\n" +
+	"\t_overlongB\t\n" +
+	"\a_subsetB\x0e\n" +
+	"\f_train_splitB\r\n" +
+	"\v_eval_splitB\x0e\n" +
+	"\f_eval_subsetB\f\n" +
+	"\n" +
+	"_mix_until\"\xe5\x05\n" +
+	"\x10DataSourceConfig\x12>\n" +
+	"\x04path\x18\x01 \x01(\tB%\xbaH\a\xc8\x01\x01r\x02\x10\x01\xca\xda\x18\x17\x12\x13\"data/math.parquet\"\x18\x01H\x00R\x04path\x88\x01\x01\x12%\n" +
+	"\x06subset\x18\x02 \x01(\tB\b\xca\xda\x18\x04\n" +
+	"\x02\"\"H\x01R\x06subset\x88\x01\x01\x12/\n" +
+	"\x05split\x18\x03 \x01(\tB\x14\xbaH\x04r\x02\x10\x01\xca\xda\x18\t\n" +
+	"\a\"train\"H\x02R\x05split\x88\x01\x01\x12:\n" +
+	"\x06weight\x18\x04 \x01(\x01B\x1d\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x80\x84.A!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x02 \x01H\x03R\x06weight\x88\x01\x01\x12.\n" +
+	"\fprompt_field\x18\x05 \x01(\tB\x06\xca\xda\x18\x02 \x01H\x04R\vpromptField\x88\x01\x01\x12.\n" +
+	"\fanswer_field\x18\x06 \x01(\tB\x06\xca\xda\x18\x02 \x01H\x05R\vanswerField\x88\x01\x01\x12.\n" +
+	"\fchosen_field\x18\a \x01(\tB\x06\xca\xda\x18\x02 \x01H\x06R\vchosenField\x88\x01\x01\x122\n" +
+	"\x0erejected_field\x18\b \x01(\tB\x06\xca\xda\x18\x02 \x01H\aR\rrejectedField\x88\x01\x01\x12.\n" +
+	"\fmargin_field\x18\t \x01(\tB\x06\xca\xda\x18\x02 \x01H\bR\vmarginField\x88\x01\x01\x126\n" +
+	"\x10completion_field\x18\n" +
+	" \x01(\tB\x06\xca\xda\x18\x02 \x01H\tR\x0fcompletionField\x88\x01\x01\x12,\n" +
+	"\vlabel_field\x18\v \x01(\tB\x06\xca\xda\x18\x02 \x01H\n" +
+	"R\n" +
+	"labelField\x88\x01\x01B\a\n" +
+	"\x05_pathB\t\n" +
+	"\a_subsetB\b\n" +
+	"\x06_splitB\t\n" +
+	"\a_weightB\x0f\n" +
+	"\r_prompt_fieldB\x0f\n" +
+	"\r_answer_fieldB\x0f\n" +
 	"\r_chosen_fieldB\x11\n" +
 	"\x0f_rejected_fieldB\x0f\n" +
 	"\r_margin_fieldB\x13\n" +
@@ -2488,63 +2754,67 @@ func file_rollout_config_v1_run_config_proto_rawDescGZIP() []byte {
 	return file_rollout_config_v1_run_config_proto_rawDescData
 }
 
-var file_rollout_config_v1_run_config_proto_msgTypes = make([]protoimpl.MessageInfo, 23)
+var file_rollout_config_v1_run_config_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
 var file_rollout_config_v1_run_config_proto_goTypes = []any{
 	(*RunConfig)(nil),          // 0: rollout.config.v1.RunConfig
 	(*ModelConfig)(nil),        // 1: rollout.config.v1.ModelConfig
 	(*DataConfig)(nil),         // 2: rollout.config.v1.DataConfig
-	(*SamplingConfig)(nil),     // 3: rollout.config.v1.SamplingConfig
-	(*RewardConfig)(nil),       // 4: rollout.config.v1.RewardConfig
-	(*ScoringModelConfig)(nil), // 5: rollout.config.v1.ScoringModelConfig
-	(*RewardPartConfig)(nil),   // 6: rollout.config.v1.RewardPartConfig
-	(*TrainConfig)(nil),        // 7: rollout.config.v1.TrainConfig
-	(*LoraConfig)(nil),         // 8: rollout.config.v1.LoraConfig
-	(*WeightsConfig)(nil),      // 9: rollout.config.v1.WeightsConfig
-	(*EngineConfig)(nil),       // 10: rollout.config.v1.EngineConfig
-	(*EnvironmentConfig)(nil),  // 11: rollout.config.v1.EnvironmentConfig
-	(*StalenessConfig)(nil),    // 12: rollout.config.v1.StalenessConfig
-	(*EvalConfig)(nil),         // 13: rollout.config.v1.EvalConfig
-	(*SnapshotConfig)(nil),     // 14: rollout.config.v1.SnapshotConfig
-	(*CompletionsConfig)(nil),  // 15: rollout.config.v1.CompletionsConfig
-	(*SinksConfig)(nil),        // 16: rollout.config.v1.SinksConfig
-	(*TensorboardConfig)(nil),  // 17: rollout.config.v1.TensorboardConfig
-	(*WandbConfig)(nil),        // 18: rollout.config.v1.WandbConfig
-	(*MlflowConfig)(nil),       // 19: rollout.config.v1.MlflowConfig
-	(*HealthConfig)(nil),       // 20: rollout.config.v1.HealthConfig
-	(*LimitsConfig)(nil),       // 21: rollout.config.v1.LimitsConfig
-	nil,                        // 22: rollout.config.v1.RewardConfig.CompositeEntry
-	(*AlgorithmConfig)(nil),    // 23: rollout.config.v1.AlgorithmConfig
+	(*DataSourceConfig)(nil),   // 3: rollout.config.v1.DataSourceConfig
+	(*SamplingConfig)(nil),     // 4: rollout.config.v1.SamplingConfig
+	(*RewardConfig)(nil),       // 5: rollout.config.v1.RewardConfig
+	(*ScoringModelConfig)(nil), // 6: rollout.config.v1.ScoringModelConfig
+	(*RewardPartConfig)(nil),   // 7: rollout.config.v1.RewardPartConfig
+	(*TrainConfig)(nil),        // 8: rollout.config.v1.TrainConfig
+	(*LoraConfig)(nil),         // 9: rollout.config.v1.LoraConfig
+	(*WeightsConfig)(nil),      // 10: rollout.config.v1.WeightsConfig
+	(*EngineConfig)(nil),       // 11: rollout.config.v1.EngineConfig
+	(*EnvironmentConfig)(nil),  // 12: rollout.config.v1.EnvironmentConfig
+	(*StalenessConfig)(nil),    // 13: rollout.config.v1.StalenessConfig
+	(*EvalConfig)(nil),         // 14: rollout.config.v1.EvalConfig
+	(*SnapshotConfig)(nil),     // 15: rollout.config.v1.SnapshotConfig
+	(*CompletionsConfig)(nil),  // 16: rollout.config.v1.CompletionsConfig
+	(*SinksConfig)(nil),        // 17: rollout.config.v1.SinksConfig
+	(*TensorboardConfig)(nil),  // 18: rollout.config.v1.TensorboardConfig
+	(*WandbConfig)(nil),        // 19: rollout.config.v1.WandbConfig
+	(*MlflowConfig)(nil),       // 20: rollout.config.v1.MlflowConfig
+	(*HealthConfig)(nil),       // 21: rollout.config.v1.HealthConfig
+	(*LimitsConfig)(nil),       // 22: rollout.config.v1.LimitsConfig
+	nil,                        // 23: rollout.config.v1.DataConfig.TrainMixEntry
+	nil,                        // 24: rollout.config.v1.RewardConfig.CompositeEntry
+	(*AlgorithmConfig)(nil),    // 25: rollout.config.v1.AlgorithmConfig
 }
 var file_rollout_config_v1_run_config_proto_depIdxs = []int32{
 	1,  // 0: rollout.config.v1.RunConfig.model:type_name -> rollout.config.v1.ModelConfig
 	2,  // 1: rollout.config.v1.RunConfig.data:type_name -> rollout.config.v1.DataConfig
-	3,  // 2: rollout.config.v1.RunConfig.sampling:type_name -> rollout.config.v1.SamplingConfig
-	4,  // 3: rollout.config.v1.RunConfig.reward:type_name -> rollout.config.v1.RewardConfig
-	23, // 4: rollout.config.v1.RunConfig.algorithm:type_name -> rollout.config.v1.AlgorithmConfig
-	7,  // 5: rollout.config.v1.RunConfig.train:type_name -> rollout.config.v1.TrainConfig
-	10, // 6: rollout.config.v1.RunConfig.engine:type_name -> rollout.config.v1.EngineConfig
-	11, // 7: rollout.config.v1.RunConfig.environment:type_name -> rollout.config.v1.EnvironmentConfig
-	12, // 8: rollout.config.v1.RunConfig.staleness:type_name -> rollout.config.v1.StalenessConfig
-	13, // 9: rollout.config.v1.RunConfig.eval:type_name -> rollout.config.v1.EvalConfig
-	14, // 10: rollout.config.v1.RunConfig.snapshot:type_name -> rollout.config.v1.SnapshotConfig
-	21, // 11: rollout.config.v1.RunConfig.limits:type_name -> rollout.config.v1.LimitsConfig
-	8,  // 12: rollout.config.v1.RunConfig.lora:type_name -> rollout.config.v1.LoraConfig
-	15, // 13: rollout.config.v1.RunConfig.completions:type_name -> rollout.config.v1.CompletionsConfig
-	9,  // 14: rollout.config.v1.RunConfig.weights:type_name -> rollout.config.v1.WeightsConfig
-	16, // 15: rollout.config.v1.RunConfig.sinks:type_name -> rollout.config.v1.SinksConfig
-	20, // 16: rollout.config.v1.RunConfig.health:type_name -> rollout.config.v1.HealthConfig
-	5,  // 17: rollout.config.v1.RewardConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
-	22, // 18: rollout.config.v1.RewardConfig.composite:type_name -> rollout.config.v1.RewardConfig.CompositeEntry
-	5,  // 19: rollout.config.v1.RewardPartConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
-	17, // 20: rollout.config.v1.SinksConfig.tensorboard:type_name -> rollout.config.v1.TensorboardConfig
-	18, // 21: rollout.config.v1.SinksConfig.wandb:type_name -> rollout.config.v1.WandbConfig
-	19, // 22: rollout.config.v1.SinksConfig.mlflow:type_name -> rollout.config.v1.MlflowConfig
-	6,  // 23: rollout.config.v1.RewardConfig.CompositeEntry.value:type_name -> rollout.config.v1.RewardPartConfig
-	24, // [24:24] is the sub-list for method output_type
-	24, // [24:24] is the sub-list for method input_type
-	24, // [24:24] is the sub-list for extension type_name
-	24, // [24:24] is the sub-list for extension extendee
-	0,  // [0:24] is the sub-list for field type_name
+	4,  // 2: rollout.config.v1.RunConfig.sampling:type_name -> rollout.config.v1.SamplingConfig
+	5,  // 3: rollout.config.v1.RunConfig.reward:type_name -> rollout.config.v1.RewardConfig
+	25, // 4: rollout.config.v1.RunConfig.algorithm:type_name -> rollout.config.v1.AlgorithmConfig
+	8,  // 5: rollout.config.v1.RunConfig.train:type_name -> rollout.config.v1.TrainConfig
+	11, // 6: rollout.config.v1.RunConfig.engine:type_name -> rollout.config.v1.EngineConfig
+	12, // 7: rollout.config.v1.RunConfig.environment:type_name -> rollout.config.v1.EnvironmentConfig
+	13, // 8: rollout.config.v1.RunConfig.staleness:type_name -> rollout.config.v1.StalenessConfig
+	14, // 9: rollout.config.v1.RunConfig.eval:type_name -> rollout.config.v1.EvalConfig
+	15, // 10: rollout.config.v1.RunConfig.snapshot:type_name -> rollout.config.v1.SnapshotConfig
+	22, // 11: rollout.config.v1.RunConfig.limits:type_name -> rollout.config.v1.LimitsConfig
+	9,  // 12: rollout.config.v1.RunConfig.lora:type_name -> rollout.config.v1.LoraConfig
+	16, // 13: rollout.config.v1.RunConfig.completions:type_name -> rollout.config.v1.CompletionsConfig
+	10, // 14: rollout.config.v1.RunConfig.weights:type_name -> rollout.config.v1.WeightsConfig
+	17, // 15: rollout.config.v1.RunConfig.sinks:type_name -> rollout.config.v1.SinksConfig
+	21, // 16: rollout.config.v1.RunConfig.health:type_name -> rollout.config.v1.HealthConfig
+	23, // 17: rollout.config.v1.DataConfig.train_mix:type_name -> rollout.config.v1.DataConfig.TrainMixEntry
+	6,  // 18: rollout.config.v1.RewardConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
+	24, // 19: rollout.config.v1.RewardConfig.composite:type_name -> rollout.config.v1.RewardConfig.CompositeEntry
+	6,  // 20: rollout.config.v1.RewardPartConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
+	18, // 21: rollout.config.v1.SinksConfig.tensorboard:type_name -> rollout.config.v1.TensorboardConfig
+	19, // 22: rollout.config.v1.SinksConfig.wandb:type_name -> rollout.config.v1.WandbConfig
+	20, // 23: rollout.config.v1.SinksConfig.mlflow:type_name -> rollout.config.v1.MlflowConfig
+	3,  // 24: rollout.config.v1.DataConfig.TrainMixEntry.value:type_name -> rollout.config.v1.DataSourceConfig
+	7,  // 25: rollout.config.v1.RewardConfig.CompositeEntry.value:type_name -> rollout.config.v1.RewardPartConfig
+	26, // [26:26] is the sub-list for method output_type
+	26, // [26:26] is the sub-list for method input_type
+	26, // [26:26] is the sub-list for extension type_name
+	26, // [26:26] is the sub-list for extension extendee
+	0,  // [0:26] is the sub-list for field type_name
 }
 
 func init() { file_rollout_config_v1_run_config_proto_init() }
@@ -2576,13 +2846,14 @@ func file_rollout_config_v1_run_config_proto_init() {
 	file_rollout_config_v1_run_config_proto_msgTypes[19].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[20].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[21].OneofWrappers = []any{}
+	file_rollout_config_v1_run_config_proto_msgTypes[22].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_config_v1_run_config_proto_rawDesc), len(file_rollout_config_v1_run_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   23,
+			NumMessages:   25,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

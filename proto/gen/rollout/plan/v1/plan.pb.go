@@ -233,14 +233,24 @@ type Input struct {
 	// What the file is for.
 	Role InputRole `protobuf:"varint,1,opt,name=role,proto3,enum=rollout.plan.v1.InputRole" json:"role,omitempty"`
 	// Path relative to the folder of the configuration file, or absolute if the user wrote an
-	// absolute path; with slashes.
+	// absolute path; with slashes. Of rows with `sources` what the configuration names, and of a file
+	// with a `revision` the name of the repository with the file's path in it.
 	Path string `protobuf:"bytes,2,opt,name=path,proto3" json:"path,omitempty"`
 	// `blake3-<hex>` of the bytes.
 	Digest string `protobuf:"bytes,3,opt,name=digest,proto3" json:"digest,omitempty"`
 	// Size in bytes.
 	Bytes uint64 `protobuf:"varint,4,opt,name=bytes,proto3" json:"bytes,omitempty"`
 	// Rows, for datasets; otherwise 0.
-	Rows          uint64 `protobuf:"varint,5,opt,name=rows,proto3" json:"rows,omitempty"`
+	Rows uint64 `protobuf:"varint,5,opt,name=rows,proto3" json:"rows,omitempty"`
+	// Rows that were left out because they are too long (`data.overlong = "drop"`).
+	Dropped uint64 `protobuf:"varint,6,opt,name=dropped,proto3" json:"dropped,omitempty"`
+	// Rows that workers cut because they are too long (`data.overlong = "truncate"`).
+	Truncated uint64 `protobuf:"varint,7,opt,name=truncated,proto3" json:"truncated,omitempty"`
+	// Where the rows come from, if the planner made the file: `digest` is that of the JSON Lines file,
+	// which is `<digest>.jsonl` in a folder of inputs (docs/wire.md). Empty: the run reads `path`.
+	Sources []*Source `protobuf:"bytes,8,rep,name=sources,proto3" json:"sources,omitempty"`
+	// Commit of the hub's repository that the file belongs to; empty for a file of the user.
+	Revision      string `protobuf:"bytes,9,opt,name=revision,proto3" json:"revision,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -310,6 +320,207 @@ func (x *Input) GetRows() uint64 {
 	return 0
 }
 
+func (x *Input) GetDropped() uint64 {
+	if x != nil {
+		return x.Dropped
+	}
+	return 0
+}
+
+func (x *Input) GetTruncated() uint64 {
+	if x != nil {
+		return x.Truncated
+	}
+	return 0
+}
+
+func (x *Input) GetSources() []*Source {
+	if x != nil {
+		return x.Sources
+	}
+	return nil
+}
+
+func (x *Input) GetRevision() string {
+	if x != nil {
+		return x.Revision
+	}
+	return ""
+}
+
+// Source is a part of the rows of an input.
+type Source struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Name of the table in a mixture; otherwise empty.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// Path, or name on the hub without its revision, as in the configuration.
+	Path string `protobuf:"bytes,2,opt,name=path,proto3" json:"path,omitempty"`
+	// Commit of a data set of the hub.
+	Revision string `protobuf:"bytes,3,opt,name=revision,proto3" json:"revision,omitempty"`
+	// Subset of a data set of the hub.
+	Subset string `protobuf:"bytes,4,opt,name=subset,proto3" json:"subset,omitempty"`
+	// Split that was read; empty for data without splits.
+	Split string `protobuf:"bytes,5,opt,name=split,proto3" json:"split,omitempty"`
+	// Rows that it has.
+	Rows uint64 `protobuf:"varint,6,opt,name=rows,proto3" json:"rows,omitempty"`
+	// Rows of an epoch that come from it, before overlong rows are dropped.
+	Taken uint64 `protobuf:"varint,7,opt,name=taken,proto3" json:"taken,omitempty"`
+	// Files that were read; empty for the hub, whose commit pins them.
+	Files         []*SourceFile `protobuf:"bytes,8,rep,name=files,proto3" json:"files,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Source) Reset() {
+	*x = Source{}
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Source) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Source) ProtoMessage() {}
+
+func (x *Source) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Source.ProtoReflect.Descriptor instead.
+func (*Source) Descriptor() ([]byte, []int) {
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *Source) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Source) GetPath() string {
+	if x != nil {
+		return x.Path
+	}
+	return ""
+}
+
+func (x *Source) GetRevision() string {
+	if x != nil {
+		return x.Revision
+	}
+	return ""
+}
+
+func (x *Source) GetSubset() string {
+	if x != nil {
+		return x.Subset
+	}
+	return ""
+}
+
+func (x *Source) GetSplit() string {
+	if x != nil {
+		return x.Split
+	}
+	return ""
+}
+
+func (x *Source) GetRows() uint64 {
+	if x != nil {
+		return x.Rows
+	}
+	return 0
+}
+
+func (x *Source) GetTaken() uint64 {
+	if x != nil {
+		return x.Taken
+	}
+	return 0
+}
+
+func (x *Source) GetFiles() []*SourceFile {
+	if x != nil {
+		return x.Files
+	}
+	return nil
+}
+
+// SourceFile is a file of a source.
+type SourceFile struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// As `Input.path`.
+	Path string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
+	// `blake3-<hex>` of the bytes.
+	Digest string `protobuf:"bytes,2,opt,name=digest,proto3" json:"digest,omitempty"`
+	// Size in bytes.
+	Bytes         uint64 `protobuf:"varint,3,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SourceFile) Reset() {
+	*x = SourceFile{}
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SourceFile) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SourceFile) ProtoMessage() {}
+
+func (x *SourceFile) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SourceFile.ProtoReflect.Descriptor instead.
+func (*SourceFile) Descriptor() ([]byte, []int) {
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *SourceFile) GetPath() string {
+	if x != nil {
+		return x.Path
+	}
+	return ""
+}
+
+func (x *SourceFile) GetDigest() string {
+	if x != nil {
+		return x.Digest
+	}
+	return ""
+}
+
+func (x *SourceFile) GetBytes() uint64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
 // Problem is one problem of a configuration or its inputs.
 type Problem struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -338,7 +549,7 @@ type Problem struct {
 
 func (x *Problem) Reset() {
 	*x = Problem{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[2]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -350,7 +561,7 @@ func (x *Problem) String() string {
 func (*Problem) ProtoMessage() {}
 
 func (x *Problem) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[2]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -363,7 +574,7 @@ func (x *Problem) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Problem.ProtoReflect.Descriptor instead.
 func (*Problem) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{2}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Problem) GetReason() string {
@@ -446,7 +657,7 @@ type ConfigSource struct {
 
 func (x *ConfigSource) Reset() {
 	*x = ConfigSource{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[3]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -458,7 +669,7 @@ func (x *ConfigSource) String() string {
 func (*ConfigSource) ProtoMessage() {}
 
 func (x *ConfigSource) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[3]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -471,7 +682,7 @@ func (x *ConfigSource) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConfigSource.ProtoReflect.Descriptor instead.
 func (*ConfigSource) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{3}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *ConfigSource) GetToml() []byte {
@@ -513,7 +724,7 @@ type ValidateConfigRequest struct {
 
 func (x *ValidateConfigRequest) Reset() {
 	*x = ValidateConfigRequest{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[4]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -525,7 +736,7 @@ func (x *ValidateConfigRequest) String() string {
 func (*ValidateConfigRequest) ProtoMessage() {}
 
 func (x *ValidateConfigRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[4]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -538,7 +749,7 @@ func (x *ValidateConfigRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ValidateConfigRequest.ProtoReflect.Descriptor instead.
 func (*ValidateConfigRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{4}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ValidateConfigRequest) GetSource() *ConfigSource {
@@ -561,7 +772,7 @@ type ValidateConfigResponse struct {
 
 func (x *ValidateConfigResponse) Reset() {
 	*x = ValidateConfigResponse{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[5]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -573,7 +784,7 @@ func (x *ValidateConfigResponse) String() string {
 func (*ValidateConfigResponse) ProtoMessage() {}
 
 func (x *ValidateConfigResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[5]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -586,7 +797,7 @@ func (x *ValidateConfigResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ValidateConfigResponse.ProtoReflect.Descriptor instead.
 func (*ValidateConfigResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{5}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *ValidateConfigResponse) GetProblems() []*Problem {
@@ -614,7 +825,7 @@ type CreatePlanRequest struct {
 
 func (x *CreatePlanRequest) Reset() {
 	*x = CreatePlanRequest{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[6]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -626,7 +837,7 @@ func (x *CreatePlanRequest) String() string {
 func (*CreatePlanRequest) ProtoMessage() {}
 
 func (x *CreatePlanRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[6]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -639,7 +850,7 @@ func (x *CreatePlanRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreatePlanRequest.ProtoReflect.Descriptor instead.
 func (*CreatePlanRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{6}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *CreatePlanRequest) GetSource() *ConfigSource {
@@ -668,7 +879,7 @@ type CreatePlanResponse struct {
 
 func (x *CreatePlanResponse) Reset() {
 	*x = CreatePlanResponse{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[7]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -680,7 +891,7 @@ func (x *CreatePlanResponse) String() string {
 func (*CreatePlanResponse) ProtoMessage() {}
 
 func (x *CreatePlanResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[7]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -693,7 +904,7 @@ func (x *CreatePlanResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreatePlanResponse.ProtoReflect.Descriptor instead.
 func (*CreatePlanResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{7}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *CreatePlanResponse) GetProblems() []*Problem {
@@ -748,7 +959,7 @@ type Setting struct {
 
 func (x *Setting) Reset() {
 	*x = Setting{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[8]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -760,7 +971,7 @@ func (x *Setting) String() string {
 func (*Setting) ProtoMessage() {}
 
 func (x *Setting) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[8]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -773,7 +984,7 @@ func (x *Setting) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Setting.ProtoReflect.Descriptor instead.
 func (*Setting) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{8}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Setting) GetKey() string {
@@ -812,14 +1023,17 @@ type VerifyPlanRequest struct {
 	// Name of the lock file, for messages.
 	File string `protobuf:"bytes,2,opt,name=file,proto3" json:"file,omitempty"`
 	// Absolute folder that paths are relative to.
-	BaseDir       string `protobuf:"bytes,3,opt,name=base_dir,json=baseDir,proto3" json:"base_dir,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	BaseDir string `protobuf:"bytes,3,opt,name=base_dir,json=baseDir,proto3" json:"base_dir,omitempty"`
+	// Folder of inputs of a run (docs/wire.md). It is used if it has what the planner made or
+	// downloaded for the plan.
+	InputsDirectory string `protobuf:"bytes,4,opt,name=inputs_directory,json=inputsDirectory,proto3" json:"inputs_directory,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *VerifyPlanRequest) Reset() {
 	*x = VerifyPlanRequest{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[9]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -831,7 +1045,7 @@ func (x *VerifyPlanRequest) String() string {
 func (*VerifyPlanRequest) ProtoMessage() {}
 
 func (x *VerifyPlanRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[9]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -844,7 +1058,7 @@ func (x *VerifyPlanRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyPlanRequest.ProtoReflect.Descriptor instead.
 func (*VerifyPlanRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{9}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *VerifyPlanRequest) GetLock() []byte {
@@ -868,20 +1082,30 @@ func (x *VerifyPlanRequest) GetBaseDir() string {
 	return ""
 }
 
+func (x *VerifyPlanRequest) GetInputsDirectory() string {
+	if x != nil {
+		return x.InputsDirectory
+	}
+	return ""
+}
+
 // VerifyPlanResponse contains the plan and what changed since it was made.
 type VerifyPlanResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Every input that changed or is missing, and every package of another version.
 	Problems []*Problem `protobuf:"bytes,1,rep,name=problems,proto3" json:"problems,omitempty"`
 	// The plan, if the lock could be read.
-	Plan          *Plan `protobuf:"bytes,2,opt,name=plan,proto3" json:"plan,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Plan *Plan `protobuf:"bytes,2,opt,name=plan,proto3" json:"plan,omitempty"`
+	// Folder with the inputs that the planner made or downloaded (docs/wire.md); empty if the plan has
+	// none.
+	InputsDirectory string `protobuf:"bytes,3,opt,name=inputs_directory,json=inputsDirectory,proto3" json:"inputs_directory,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *VerifyPlanResponse) Reset() {
 	*x = VerifyPlanResponse{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[10]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -893,7 +1117,7 @@ func (x *VerifyPlanResponse) String() string {
 func (*VerifyPlanResponse) ProtoMessage() {}
 
 func (x *VerifyPlanResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[10]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -906,7 +1130,7 @@ func (x *VerifyPlanResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyPlanResponse.ProtoReflect.Descriptor instead.
 func (*VerifyPlanResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{10}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *VerifyPlanResponse) GetProblems() []*Problem {
@@ -923,6 +1147,13 @@ func (x *VerifyPlanResponse) GetPlan() *Plan {
 	return nil
 }
 
+func (x *VerifyPlanResponse) GetInputsDirectory() string {
+	if x != nil {
+		return x.InputsDirectory
+	}
+	return ""
+}
+
 // RenewPlanRequest names a plan whose inputs may have changed.
 type RenewPlanRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -936,7 +1167,7 @@ type RenewPlanRequest struct {
 
 func (x *RenewPlanRequest) Reset() {
 	*x = RenewPlanRequest{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[11]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -948,7 +1179,7 @@ func (x *RenewPlanRequest) String() string {
 func (*RenewPlanRequest) ProtoMessage() {}
 
 func (x *RenewPlanRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[11]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -961,7 +1192,7 @@ func (x *RenewPlanRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewPlanRequest.ProtoReflect.Descriptor instead.
 func (*RenewPlanRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{11}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *RenewPlanRequest) GetPlan() *Plan {
@@ -993,7 +1224,7 @@ type RenewPlanResponse struct {
 
 func (x *RenewPlanResponse) Reset() {
 	*x = RenewPlanResponse{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[12]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1005,7 +1236,7 @@ func (x *RenewPlanResponse) String() string {
 func (*RenewPlanResponse) ProtoMessage() {}
 
 func (x *RenewPlanResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[12]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1018,7 +1249,7 @@ func (x *RenewPlanResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewPlanResponse.ProtoReflect.Descriptor instead.
 func (*RenewPlanResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{12}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *RenewPlanResponse) GetProblems() []*Problem {
@@ -1055,14 +1286,32 @@ const file_rollout_plan_v1_plan_proto_rawDesc = "" +
 	"\bpackages\x18\x05 \x03(\v2#.rollout.plan.v1.Plan.PackagesEntryR\bpackages\x1a;\n" +
 	"\rPackagesEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xc0\x01\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xc7\x02\n" +
 	"\x05Input\x12:\n" +
 	"\x04role\x18\x01 \x01(\x0e2\x1a.rollout.plan.v1.InputRoleB\n" +
 	"\xbaH\a\x82\x01\x04\x10\x01 \x00R\x04role\x12\x1b\n" +
 	"\x04path\x18\x02 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x04path\x124\n" +
 	"\x06digest\x18\x03 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\x06digest\x12\x14\n" +
 	"\x05bytes\x18\x04 \x01(\x04R\x05bytes\x12\x12\n" +
-	"\x04rows\x18\x05 \x01(\x04R\x04rows\"\xd1\x01\n" +
+	"\x04rows\x18\x05 \x01(\x04R\x04rows\x12\x18\n" +
+	"\adropped\x18\x06 \x01(\x04R\adropped\x12\x1c\n" +
+	"\ttruncated\x18\a \x01(\x04R\ttruncated\x121\n" +
+	"\asources\x18\b \x03(\v2\x17.rollout.plan.v1.SourceR\asources\x12\x1a\n" +
+	"\brevision\x18\t \x01(\tR\brevision\"\xd7\x01\n" +
+	"\x06Source\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
+	"\x04path\x18\x02 \x01(\tR\x04path\x12\x1a\n" +
+	"\brevision\x18\x03 \x01(\tR\brevision\x12\x16\n" +
+	"\x06subset\x18\x04 \x01(\tR\x06subset\x12\x14\n" +
+	"\x05split\x18\x05 \x01(\tR\x05split\x12\x12\n" +
+	"\x04rows\x18\x06 \x01(\x04R\x04rows\x12\x14\n" +
+	"\x05taken\x18\a \x01(\x04R\x05taken\x121\n" +
+	"\x05files\x18\b \x03(\v2\x1b.rollout.plan.v1.SourceFileR\x05files\"N\n" +
+	"\n" +
+	"SourceFile\x12\x12\n" +
+	"\x04path\x18\x01 \x01(\tR\x04path\x12\x16\n" +
+	"\x06digest\x18\x02 \x01(\tR\x06digest\x12\x14\n" +
+	"\x05bytes\x18\x03 \x01(\x04R\x05bytes\"\xd1\x01\n" +
 	"\aProblem\x12\x16\n" +
 	"\x06reason\x18\x01 \x01(\tR\x06reason\x12\x12\n" +
 	"\x04file\x18\x02 \x01(\tR\x04file\x12\x12\n" +
@@ -1096,14 +1345,16 @@ const file_rollout_plan_v1_plan_proto_rawDesc = "" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value\x126\n" +
 	"\x06origin\x18\x03 \x01(\x0e2\x1e.rollout.plan.v1.SettingOriginR\x06origin\x12\x12\n" +
-	"\x04note\x18\x04 \x01(\tR\x04note\"d\n" +
+	"\x04note\x18\x04 \x01(\tR\x04note\"\x8f\x01\n" +
 	"\x11VerifyPlanRequest\x12 \n" +
 	"\x04lock\x18\x01 \x01(\fB\f\xbaH\tz\a\x10\x01\x18\x80\x80\x80\bR\x04lock\x12\x12\n" +
 	"\x04file\x18\x02 \x01(\tR\x04file\x12\x19\n" +
-	"\bbase_dir\x18\x03 \x01(\tR\abaseDir\"u\n" +
+	"\bbase_dir\x18\x03 \x01(\tR\abaseDir\x12)\n" +
+	"\x10inputs_directory\x18\x04 \x01(\tR\x0finputsDirectory\"\xa0\x01\n" +
 	"\x12VerifyPlanResponse\x124\n" +
 	"\bproblems\x18\x01 \x03(\v2\x18.rollout.plan.v1.ProblemR\bproblems\x12)\n" +
-	"\x04plan\x18\x02 \x01(\v2\x15.rollout.plan.v1.PlanR\x04plan\"`\n" +
+	"\x04plan\x18\x02 \x01(\v2\x15.rollout.plan.v1.PlanR\x04plan\x12)\n" +
+	"\x10inputs_directory\x18\x03 \x01(\tR\x0finputsDirectory\"`\n" +
 	"\x10RenewPlanRequest\x121\n" +
 	"\x04plan\x18\x01 \x01(\v2\x15.rollout.plan.v1.PlanB\x06\xbaH\x03\xc8\x01\x01R\x04plan\x12\x19\n" +
 	"\bbase_dir\x18\x02 \x01(\tR\abaseDir\"\x88\x01\n" +
@@ -1144,58 +1395,62 @@ func file_rollout_plan_v1_plan_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_plan_v1_plan_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_rollout_plan_v1_plan_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
+var file_rollout_plan_v1_plan_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
 var file_rollout_plan_v1_plan_proto_goTypes = []any{
 	(InputRole)(0),                 // 0: rollout.plan.v1.InputRole
 	(SettingOrigin)(0),             // 1: rollout.plan.v1.SettingOrigin
 	(*Plan)(nil),                   // 2: rollout.plan.v1.Plan
 	(*Input)(nil),                  // 3: rollout.plan.v1.Input
-	(*Problem)(nil),                // 4: rollout.plan.v1.Problem
-	(*ConfigSource)(nil),           // 5: rollout.plan.v1.ConfigSource
-	(*ValidateConfigRequest)(nil),  // 6: rollout.plan.v1.ValidateConfigRequest
-	(*ValidateConfigResponse)(nil), // 7: rollout.plan.v1.ValidateConfigResponse
-	(*CreatePlanRequest)(nil),      // 8: rollout.plan.v1.CreatePlanRequest
-	(*CreatePlanResponse)(nil),     // 9: rollout.plan.v1.CreatePlanResponse
-	(*Setting)(nil),                // 10: rollout.plan.v1.Setting
-	(*VerifyPlanRequest)(nil),      // 11: rollout.plan.v1.VerifyPlanRequest
-	(*VerifyPlanResponse)(nil),     // 12: rollout.plan.v1.VerifyPlanResponse
-	(*RenewPlanRequest)(nil),       // 13: rollout.plan.v1.RenewPlanRequest
-	(*RenewPlanResponse)(nil),      // 14: rollout.plan.v1.RenewPlanResponse
-	nil,                            // 15: rollout.plan.v1.Plan.PackagesEntry
-	(*v1.RunConfig)(nil),           // 16: rollout.config.v1.RunConfig
+	(*Source)(nil),                 // 4: rollout.plan.v1.Source
+	(*SourceFile)(nil),             // 5: rollout.plan.v1.SourceFile
+	(*Problem)(nil),                // 6: rollout.plan.v1.Problem
+	(*ConfigSource)(nil),           // 7: rollout.plan.v1.ConfigSource
+	(*ValidateConfigRequest)(nil),  // 8: rollout.plan.v1.ValidateConfigRequest
+	(*ValidateConfigResponse)(nil), // 9: rollout.plan.v1.ValidateConfigResponse
+	(*CreatePlanRequest)(nil),      // 10: rollout.plan.v1.CreatePlanRequest
+	(*CreatePlanResponse)(nil),     // 11: rollout.plan.v1.CreatePlanResponse
+	(*Setting)(nil),                // 12: rollout.plan.v1.Setting
+	(*VerifyPlanRequest)(nil),      // 13: rollout.plan.v1.VerifyPlanRequest
+	(*VerifyPlanResponse)(nil),     // 14: rollout.plan.v1.VerifyPlanResponse
+	(*RenewPlanRequest)(nil),       // 15: rollout.plan.v1.RenewPlanRequest
+	(*RenewPlanResponse)(nil),      // 16: rollout.plan.v1.RenewPlanResponse
+	nil,                            // 17: rollout.plan.v1.Plan.PackagesEntry
+	(*v1.RunConfig)(nil),           // 18: rollout.config.v1.RunConfig
 }
 var file_rollout_plan_v1_plan_proto_depIdxs = []int32{
-	16, // 0: rollout.plan.v1.Plan.config:type_name -> rollout.config.v1.RunConfig
+	18, // 0: rollout.plan.v1.Plan.config:type_name -> rollout.config.v1.RunConfig
 	3,  // 1: rollout.plan.v1.Plan.inputs:type_name -> rollout.plan.v1.Input
-	15, // 2: rollout.plan.v1.Plan.packages:type_name -> rollout.plan.v1.Plan.PackagesEntry
+	17, // 2: rollout.plan.v1.Plan.packages:type_name -> rollout.plan.v1.Plan.PackagesEntry
 	0,  // 3: rollout.plan.v1.Input.role:type_name -> rollout.plan.v1.InputRole
-	5,  // 4: rollout.plan.v1.ValidateConfigRequest.source:type_name -> rollout.plan.v1.ConfigSource
-	4,  // 5: rollout.plan.v1.ValidateConfigResponse.problems:type_name -> rollout.plan.v1.Problem
-	16, // 6: rollout.plan.v1.ValidateConfigResponse.config:type_name -> rollout.config.v1.RunConfig
-	5,  // 7: rollout.plan.v1.CreatePlanRequest.source:type_name -> rollout.plan.v1.ConfigSource
-	4,  // 8: rollout.plan.v1.CreatePlanResponse.problems:type_name -> rollout.plan.v1.Problem
-	2,  // 9: rollout.plan.v1.CreatePlanResponse.plan:type_name -> rollout.plan.v1.Plan
-	4,  // 10: rollout.plan.v1.CreatePlanResponse.warnings:type_name -> rollout.plan.v1.Problem
-	10, // 11: rollout.plan.v1.CreatePlanResponse.settings:type_name -> rollout.plan.v1.Setting
-	1,  // 12: rollout.plan.v1.Setting.origin:type_name -> rollout.plan.v1.SettingOrigin
-	4,  // 13: rollout.plan.v1.VerifyPlanResponse.problems:type_name -> rollout.plan.v1.Problem
-	2,  // 14: rollout.plan.v1.VerifyPlanResponse.plan:type_name -> rollout.plan.v1.Plan
-	2,  // 15: rollout.plan.v1.RenewPlanRequest.plan:type_name -> rollout.plan.v1.Plan
-	4,  // 16: rollout.plan.v1.RenewPlanResponse.problems:type_name -> rollout.plan.v1.Problem
-	2,  // 17: rollout.plan.v1.RenewPlanResponse.plan:type_name -> rollout.plan.v1.Plan
-	6,  // 18: rollout.plan.v1.PlannerService.ValidateConfig:input_type -> rollout.plan.v1.ValidateConfigRequest
-	8,  // 19: rollout.plan.v1.PlannerService.CreatePlan:input_type -> rollout.plan.v1.CreatePlanRequest
-	11, // 20: rollout.plan.v1.PlannerService.VerifyPlan:input_type -> rollout.plan.v1.VerifyPlanRequest
-	13, // 21: rollout.plan.v1.PlannerService.RenewPlan:input_type -> rollout.plan.v1.RenewPlanRequest
-	7,  // 22: rollout.plan.v1.PlannerService.ValidateConfig:output_type -> rollout.plan.v1.ValidateConfigResponse
-	9,  // 23: rollout.plan.v1.PlannerService.CreatePlan:output_type -> rollout.plan.v1.CreatePlanResponse
-	12, // 24: rollout.plan.v1.PlannerService.VerifyPlan:output_type -> rollout.plan.v1.VerifyPlanResponse
-	14, // 25: rollout.plan.v1.PlannerService.RenewPlan:output_type -> rollout.plan.v1.RenewPlanResponse
-	22, // [22:26] is the sub-list for method output_type
-	18, // [18:22] is the sub-list for method input_type
-	18, // [18:18] is the sub-list for extension type_name
-	18, // [18:18] is the sub-list for extension extendee
-	0,  // [0:18] is the sub-list for field type_name
+	4,  // 4: rollout.plan.v1.Input.sources:type_name -> rollout.plan.v1.Source
+	5,  // 5: rollout.plan.v1.Source.files:type_name -> rollout.plan.v1.SourceFile
+	7,  // 6: rollout.plan.v1.ValidateConfigRequest.source:type_name -> rollout.plan.v1.ConfigSource
+	6,  // 7: rollout.plan.v1.ValidateConfigResponse.problems:type_name -> rollout.plan.v1.Problem
+	18, // 8: rollout.plan.v1.ValidateConfigResponse.config:type_name -> rollout.config.v1.RunConfig
+	7,  // 9: rollout.plan.v1.CreatePlanRequest.source:type_name -> rollout.plan.v1.ConfigSource
+	6,  // 10: rollout.plan.v1.CreatePlanResponse.problems:type_name -> rollout.plan.v1.Problem
+	2,  // 11: rollout.plan.v1.CreatePlanResponse.plan:type_name -> rollout.plan.v1.Plan
+	6,  // 12: rollout.plan.v1.CreatePlanResponse.warnings:type_name -> rollout.plan.v1.Problem
+	12, // 13: rollout.plan.v1.CreatePlanResponse.settings:type_name -> rollout.plan.v1.Setting
+	1,  // 14: rollout.plan.v1.Setting.origin:type_name -> rollout.plan.v1.SettingOrigin
+	6,  // 15: rollout.plan.v1.VerifyPlanResponse.problems:type_name -> rollout.plan.v1.Problem
+	2,  // 16: rollout.plan.v1.VerifyPlanResponse.plan:type_name -> rollout.plan.v1.Plan
+	2,  // 17: rollout.plan.v1.RenewPlanRequest.plan:type_name -> rollout.plan.v1.Plan
+	6,  // 18: rollout.plan.v1.RenewPlanResponse.problems:type_name -> rollout.plan.v1.Problem
+	2,  // 19: rollout.plan.v1.RenewPlanResponse.plan:type_name -> rollout.plan.v1.Plan
+	8,  // 20: rollout.plan.v1.PlannerService.ValidateConfig:input_type -> rollout.plan.v1.ValidateConfigRequest
+	10, // 21: rollout.plan.v1.PlannerService.CreatePlan:input_type -> rollout.plan.v1.CreatePlanRequest
+	13, // 22: rollout.plan.v1.PlannerService.VerifyPlan:input_type -> rollout.plan.v1.VerifyPlanRequest
+	15, // 23: rollout.plan.v1.PlannerService.RenewPlan:input_type -> rollout.plan.v1.RenewPlanRequest
+	9,  // 24: rollout.plan.v1.PlannerService.ValidateConfig:output_type -> rollout.plan.v1.ValidateConfigResponse
+	11, // 25: rollout.plan.v1.PlannerService.CreatePlan:output_type -> rollout.plan.v1.CreatePlanResponse
+	14, // 26: rollout.plan.v1.PlannerService.VerifyPlan:output_type -> rollout.plan.v1.VerifyPlanResponse
+	16, // 27: rollout.plan.v1.PlannerService.RenewPlan:output_type -> rollout.plan.v1.RenewPlanResponse
+	24, // [24:28] is the sub-list for method output_type
+	20, // [20:24] is the sub-list for method input_type
+	20, // [20:20] is the sub-list for extension type_name
+	20, // [20:20] is the sub-list for extension extendee
+	0,  // [0:20] is the sub-list for field type_name
 }
 
 func init() { file_rollout_plan_v1_plan_proto_init() }
@@ -1209,7 +1464,7 @@ func file_rollout_plan_v1_plan_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_plan_v1_plan_proto_rawDesc), len(file_rollout_plan_v1_plan_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   14,
+			NumMessages:   16,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

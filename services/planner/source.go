@@ -1,0 +1,326 @@
+package planner
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"maps"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/rollout-rl/rollout/libs/algorithm"
+	planformat "github.com/rollout-rl/rollout/libs/plan"
+	"github.com/rollout-rl/rollout/libs/reward"
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	"github.com/rollout-rl/rollout/services/planner/input"
+	"github.com/rollout-rl/rollout/services/planner/probe"
+)
+
+// mixed is the name of the rows of a mixture.
+const mixed = "data.train_mix"
+
+// unused is how long rows stay in the planner's folder of inputs without being in a plan that is
+// made. A run has its own link to them.
+const unused = 30 * 24 * time.Hour
+
+// preparedRows are rows that the planner wrote to its folder of inputs.
+type preparedRows struct {
+	file    string
+	sources []*planv1.Source
+}
+
+// fetched is a model of the hub.
+type fetched struct{ folder, revision string }
+
+// sourceCheck gets what is not a file of the user in the form that a run reads: rows of other formats,
+// of the hub, and of mixtures, and models of the hub.
+type sourceCheck struct {
+	*draft
+	prober *probe.Prober
+	pinned []*planv1.Input // of an older plan, whose commits of the hub are used again
+}
+
+// fetch prepares rows and downloads models. It reports what Python refuses.
+func (d *sourceCheck) fetch(ctx context.Context) error {
+	var fields, models []string
+	var request probe.Request
+	defer func() {
+		for _, data := range request.Data {
+			_ = os.Remove(data.Output) // it has another name if it is used
+		}
+	}()
+	for _, field := range []string{"data.train", "data.eval"} {
+		sources := d.sources(field)
+		if len(sources) == 0 {
+			continue
+		}
+		output, err := d.newRows()
+		if err != nil {
+			return err
+		}
+		fields = append(fields, field)
+		request.Data = append(request.Data, probe.Data{
+			BaseDir: d.baseDir, Output: output, Seed: d.Config.GetSeed(), Until: d.Config.GetData().GetMixUntil(), Sources: sources,
+		})
+	}
+	for field, path := range d.modelPaths() {
+		if d.onHub(path) && d.Readable(field) {
+			models = append(models, field)
+		}
+	}
+	slices.Sort(models)
+	for _, field := range models {
+		path := d.modelPaths()[field]
+		request.Models = append(request.Models, probe.Model{Name: d.pinnedModel(path), Patterns: input.ModelFiles})
+	}
+	if len(fields)+len(models) == 0 {
+		return nil
+	}
+	answer, err := d.prober.Ask(ctx, request)
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
+	if err != nil || len(answer.Data) != len(fields) || len(answer.Models) != len(models) {
+		d.Problems.Add(probeProblem(cmpErr(err)))
+		return nil
+	}
+	for i, field := range fields {
+		if err := d.rowsAnswer(field, request.Data[i].Output, answer.Data[i]); err != nil {
+			return err
+		}
+	}
+	for i, field := range models {
+		if err := d.modelAnswer(field, d.modelPaths()[field], answer.Models[i]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func cmpErr(err error) error {
+	if err == nil {
+		return errors.New("its answer lacks a part")
+	}
+	return err
+}
+
+// sources are those of the rows of a key; none if the run reads the file of the user, or if it is
+// absent.
+func (d *sourceCheck) sources(field string) []probe.Source {
+	data := d.Config.GetData()
+	if field == "data.train" && len(data.GetTrainMix()) > 0 {
+		var out []probe.Source
+		for _, name := range slices.Sorted(maps.Keys(data.GetTrainMix())) {
+			mix := data.GetTrainMix()[name]
+			source := d.source(mix.GetPath(), mix.GetSubset(), mix.GetSplit())
+			source.Name, source.Weight, source.Rename = name, mix.Weight, renames(data, mix)
+			out = append(out, source)
+		}
+		if !d.Readable(mixed) {
+			return nil
+		}
+		return out
+	}
+	path, subset, split := data.GetTrain(), data.GetSubset(), data.GetTrainSplit()
+	if field == "data.eval" {
+		path, split = data.GetEval(), data.GetEvalSplit()
+		if repository(path) != repository(data.GetTrain()) {
+			subset = ""
+		}
+		if data != nil && data.EvalSubset != nil {
+			subset = data.GetEvalSubset()
+		}
+	}
+	if !d.converted(path) || !d.Readable(field) {
+		return nil
+	}
+	return []probe.Source{d.source(path, subset, split)}
+}
+
+func (d *sourceCheck) source(path, subset, split string) probe.Source {
+	data := d.Config.GetData()
+	source := probe.Source{Path: path, Subset: subset, Split: split}
+	for _, in := range d.pinned {
+		for _, old := range in.GetSources() {
+			if old.GetRevision() != "" && old.GetPath() == repository(path) && (path == repository(path) || in.GetPath() == path || in.GetPath() == mixed) {
+				source.Revision = old.GetRevision()
+			}
+		}
+	}
+	if algorithm.Name(d.Config) == "kto" {
+		source.Booleans = []string{data.GetLabelField()}
+	}
+	if data.GetMarginField() != "" {
+		source.Numbers = []string{data.GetMarginField()}
+	}
+	return source
+}
+
+// renames maps the fields of a source of a mixture to those of [data].
+func renames(data *configv1.DataConfig, mix *configv1.DataSourceConfig) map[string]string {
+	out := map[string]string{}
+	for _, pair := range [][2]string{
+		{mix.GetPromptField(), data.GetPromptField()}, {mix.GetAnswerField(), data.GetAnswerField()},
+		{mix.GetChosenField(), data.GetChosenField()}, {mix.GetRejectedField(), data.GetRejectedField()},
+		{mix.GetMarginField(), data.GetMarginField()}, {mix.GetCompletionField(), data.GetCompletionField()},
+		{mix.GetLabelField(), data.GetLabelField()},
+	} {
+		if pair[0] != "" && pair[1] != "" && pair[0] != pair[1] {
+			out[pair[0]] = pair[1]
+		}
+	}
+	return out
+}
+
+// converted are the endings of files that Python converts; any other file is JSON Lines.
+var converted = []string{".parquet", ".csv", ".tsv", ".arrow", ".feather", ".gz"}
+
+// converted reports whether a path names rows that are not one JSON Lines file.
+func (d *draft) converted(path string) bool {
+	if path == "" {
+		return false
+	}
+	info, err := os.Stat(input.Resolve(d.baseDir, path))
+	if err != nil {
+		return strings.ContainsAny(path, "*?[") || d.onHub(path)
+	}
+	return info.IsDir() || slices.Contains(converted, filepath.Ext(path))
+}
+
+// hubName is the form of a name on the Hugging Face Hub, with an optional revision.
+var hubName = regexp.MustCompile(`^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?$`)
+
+// onHub reports whether a path is a name on the hub: it has that form, does not exist, and is not a
+// path into an existing folder or to a data file.
+func (d *draft) onHub(path string) bool {
+	owner, _, _ := strings.Cut(path, "/")
+	ending := filepath.Ext(repository(path))
+	if !hubName.MatchString(path) || slices.Contains(converted, ending) || slices.Contains([]string{".jsonl", ".json", ".ndjson", ".txt"}, ending) {
+		return false
+	}
+	_, err := os.Stat(input.Resolve(d.baseDir, owner))
+	return errors.Is(err, fs.ErrNotExist)
+}
+
+// repository is a name on the hub without its revision.
+func repository(path string) string {
+	name, _, _ := strings.Cut(path, "@")
+	return name
+}
+
+// newRows makes an empty file in the folder of inputs, and removes old rows there.
+func (d *draft) newRows() (string, error) {
+	folder := filepath.Dir(d.made.Rows(""))
+	if err := os.MkdirAll(folder, 0o755); err != nil {
+		return "", err
+	}
+	entries, err := os.ReadDir(folder)
+	if err != nil {
+		return "", err
+	}
+	for _, entry := range entries {
+		if info, err := entry.Info(); err == nil && time.Since(info.ModTime()) > unused {
+			_ = os.Remove(filepath.Join(folder, entry.Name()))
+		}
+	}
+	f, err := os.CreateTemp(folder, "new-*.tmp")
+	if err != nil {
+		return "", err
+	}
+	return f.Name(), f.Close()
+}
+
+// keepRows gives a new file its name in the folder of inputs.
+func (d *draft) keepRows(file string) (digest string, size int64, err error) {
+	if digest, size, err = input.DigestFile(file); err != nil {
+		return "", 0, err
+	}
+	if err := os.Chmod(file, 0o444); err != nil {
+		return "", 0, err
+	}
+	return digest, size, os.Rename(file, d.made.Rows(digest))
+}
+
+func (d *sourceCheck) rowsAnswer(field, output string, answer probe.DataAnswer) error {
+	if answer.Error != nil {
+		if answer.Source != "" {
+			field = mixed + "." + answer.Source + ".path"
+		}
+		d.Problems.Add(d.pythonProblem(answer.Error, field))
+		return nil
+	}
+	digest, _, err := d.keepRows(output)
+	if err != nil {
+		return err
+	}
+	rows := preparedRows{file: d.made.Rows(digest)}
+	for _, from := range answer.Sources {
+		source := &planv1.Source{
+			Name: from.Name, Path: filepath.ToSlash(from.Path), Revision: from.Revision, Subset: from.Subset, Split: from.Split,
+			Rows: from.Rows, Taken: from.Taken,
+		}
+		for _, file := range from.Files {
+			digest, size, err := input.DigestFile(file)
+			if err != nil {
+				return err
+			}
+			source.Files = append(source.Files, &planv1.SourceFile{
+				Path: input.Relative(d.baseDir, file, from.Path), Digest: digest, Bytes: uint64(size),
+			})
+		}
+		rows.sources = append(rows.sources, source)
+	}
+	d.prepared[field] = rows
+	return nil
+}
+
+// modelPaths are the folders of models in the configuration, by their keys.
+func (d *sourceCheck) modelPaths() map[string]string {
+	out := map[string]string{
+		"model.path":                     d.Config.GetModel().GetPath(),
+		"algorithm.distillation.teacher": d.Config.GetAlgorithm().GetDistillation().GetTeacher(),
+	}
+	for _, part := range reward.Parts(d.Config) {
+		if part.Model != nil {
+			out[part.Field+".model.path"] = part.Model.GetPath()
+		}
+	}
+	return out
+}
+
+// pinnedModel is the name of a model with the commit of an older plan.
+func (d *sourceCheck) pinnedModel(path string) string {
+	for _, in := range d.pinned {
+		if in.GetRevision() != "" && planformat.ModelOf(in) == path {
+			return repository(path) + "@" + in.GetRevision()
+		}
+	}
+	return path
+}
+
+// modelAnswer links the folder of a model in the cache of Hugging Face into the folder of inputs.
+func (d *sourceCheck) modelAnswer(field, path string, answer probe.ModelAnswer) error {
+	if answer.Error != nil {
+		d.Problems.Add(d.pythonProblem(answer.Error, field))
+		d.models[path] = fetched{}
+		return nil
+	}
+	link := d.made.Model(path, answer.Revision)
+	if err := os.MkdirAll(filepath.Dir(link), 0o755); err != nil {
+		return err
+	}
+	if err := os.Remove(link); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("replace the link to the model %s: %w", path, err)
+	}
+	if err := os.Symlink(answer.Folder, link); err != nil && !errors.Is(err, fs.ErrExist) {
+		return err
+	}
+	d.models[path] = fetched{folder: link, revision: answer.Revision}
+	return nil
+}
