@@ -36,7 +36,6 @@ plugin = "reward.py:exact"
 [algorithm.grpo]
 [train]
 steps = 4
-groups_per_step = 1
 `
 
 // prober is the interpreter of the checkout's environment, else the system's.

@@ -101,7 +101,7 @@ const exact = "def exact(samples):\n    return [1.0] * len(samples)\n"
 func taught(t *testing.T, s *Server, dir, teacher string) *planv1.CreatePlanResponse {
 	t.Helper()
 	text := strings.Replace(configText, "[algorithm.grpo]", fmt.Sprintf("[algorithm.distillation]\nteacher = %q", teacher), 1)
-	response, err := s.CreatePlan(t.Context(), &planv1.CreatePlanRequest{Source: &planv1.ConfigSource{Toml: []byte(text), File: "run.toml", BaseDir: dir}})
+	response, err := s.CreatePlan(t.Context(), &planv1.CreatePlanRequest{Source: &planv1.ConfigSource{Toml: []byte(text), File: "run.toml", BaseDir: dir, Set: []string{"train.groups_per_step=1"}}})
 	if err != nil {
 		t.Fatal(err)
 	}

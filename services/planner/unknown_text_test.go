@@ -13,14 +13,14 @@ import (
 func TestUnknownTokensInPromptsAreAWarning(t *testing.T) {
 	t.Parallel()
 	s, dir := server(t), project(t, "def exact(samples):\n    return [1.0] * len(samples)\n")
-	if got := create(t, s, dir); len(got.GetWarnings()) != 0 || got.GetPlan() == nil {
+	if got := create(t, s, dir, "train.groups_per_step=1"); len(got.GetWarnings()) != 0 || got.GetPlan() == nil {
 		t.Fatalf("%v", got)
 	}
 	rows := `{"prompt": "1+1="}` + "\n" + `{"prompt": "1+é="}` + "\n" + `{"prompt": "1+x="}` + "\n"
 	if err := os.WriteFile(filepath.Join(dir, "train.jsonl"), []byte(rows), 0o644); err != nil {
 		t.Fatal(err)
 	}
-	got := create(t, s, dir)
+	got := create(t, s, dir, "train.groups_per_step=1")
 	if got.GetPlan() == nil || len(got.GetProblems()) != 0 || len(got.GetWarnings()) != 1 {
 		t.Fatalf("%v", got)
 	}
@@ -100,7 +100,7 @@ func TestHeldOutRowsEqualToTrainingRowsAreAWarning(t *testing.T) {
 		if err := os.WriteFile(filepath.Join(dir, "eval.jsonl"), []byte(c.rows), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		got := create(t, s, dir, `data.eval="eval.jsonl"`, "eval.every_steps=1")
+		got := create(t, s, dir, `data.eval="eval.jsonl"`, "eval.every_steps=1", "train.groups_per_step=1")
 		if got.GetPlan() == nil || len(got.GetWarnings()) != c.want {
 			t.Fatalf("%v", got)
 		}

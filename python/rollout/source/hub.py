@@ -101,7 +101,7 @@ def _translated(name: str, kind: str) -> Generator[None]:
         raise
     except Exception as error:
         chain = list(_chain(error))
-        if any(isinstance(one, errors.GatedRepoError) for one in chain) or "gated" in str(error):
+        if any(isinstance(one, errors.GatedRepoError) for one in chain) or "is a gated dataset" in str(error):
             page = ("datasets/" if kind == "data set" else "") + repository
             raise HubDenied(
                 f"the {kind} {repository} is gated, and the hub did not accept the token",
