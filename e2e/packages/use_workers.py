@@ -38,12 +38,17 @@ def tracker(name: str) -> None:
         assert any(path.is_file() for path in Path(folder).rglob("*"))
 
 
-def parquet() -> None:
+def formats() -> None:
     pyarrow = importlib.import_module("pyarrow")
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/rows.parquet"
         importlib.import_module("pyarrow.parquet").write_table(pyarrow.table({"prompt": ["1+1="]}), path)
         assert read_rows(path, 0) == [b'{"prompt": "1+1="}']
+
+
+def hub() -> None:
+    importlib.import_module("datasets")
+    importlib.import_module("huggingface_hub.utils")
 
 
 def adamw_8bit() -> None:
@@ -55,7 +60,8 @@ USES: dict[str, Callable[[], None]] = {
     "tensorboard": lambda: tracker("tensorboard"),
     "wandb": lambda: tracker("wandb"),
     "mlflow": lambda: tracker("mlflow"),
-    "parquet": parquet,
+    "formats": formats,
+    "hub": hub,
     "adamw-8bit": adamw_8bit,
 }
 
