@@ -153,4 +153,5 @@ def test_installed_client_trains_on_installed_workers(
 
 def test_every_extra_is_tested(built: dict[str, Built]) -> None:
     extras = {name: set(metadata(made.wheel).get_all("Provides-Extra", [])) for name, made in built.items()}
-    assert extras == {"rollout-rl": {"cel"}, "rollout-workers": {"tensorboard", "wandb", "mlflow", "formats", "hub", "adamw-8bit"}}
+    workers = {"tensorboard", "wandb", "mlflow", "formats", "hub", "adamw-8bit"}
+    assert extras == {"rollout-rl": {"cel"}, "rollout-workers": workers}
