@@ -22,9 +22,7 @@ class Dependencies(MetadataHookInterface):
     """Adds ``rollout-rl`` of the same version to the dependencies."""
 
     def update(self, metadata: dict[str, Any]) -> None:
-        # Without the part after "+": a version without it matches both.
-        version = metadata["version"].partition("+")[0]
-        metadata["dependencies"] = [f"rollout-rl=={version}", *self.config["dependencies"]]
+        metadata["dependencies"] = [f"rollout-rl=={metadata['version']}", *self.config["dependencies"]]
 
 
 class KernelHook(BuildHookInterface[Any]):
