@@ -195,7 +195,8 @@ func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
 	return elect(m, names.SchedulerService, store, shape, func(store *schedulerstore.Store) (*scheduler.Server, error) {
 		return scheduler.New(cfg, scheduler.Deps{
 			Store: store, Planner: plans, Buffer: ledger, Controller: learner, Snapshots: snapshots, Bus: m.bus, Registry: m.discovery,
-			Launcher: local.Launcher{}, Dial: dialer[scheduler.Conn](m), Events: m.events, Log: m.logger(names.SchedulerService),
+			Launcher: local.Launcher{Log: local.LogLimits{Bytes: int64(m.cfg.Worker.LogBytes), LinesPerSecond: m.cfg.Worker.LogRate}},
+			Dial:     dialer[scheduler.Conn](m), Events: m.events, Log: m.logger(names.SchedulerService),
 		})
 	})
 }

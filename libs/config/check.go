@@ -77,6 +77,12 @@ func (c Config) finish() (Config, error) {
 	if c.Worker.Cores < 0 {
 		fail("worker.cores: %d is below 0", c.Worker.Cores)
 	}
+	if c.Worker.LogBytes < 1<<16 {
+		fail("worker.log_bytes: %d is below 65536", c.Worker.LogBytes)
+	}
+	if c.Worker.LogRate < 1 {
+		fail("worker.log_lines_per_second: %d is not a positive integer", c.Worker.LogRate)
+	}
 	errs = append(errs, c.passedOn()...)
 	return c, errors.Join(errs...)
 }

@@ -134,6 +134,8 @@ type Worker struct {
 	Cores         int      `toml:"cores"`
 	Env           []string `toml:"env"` // variables that are passed on to workers although they are kept from them otherwise
 	ResumeOnStart bool     `toml:"resume_on_start"`
+	LogBytes      int      `toml:"log_bytes"`            // size at which a worker's log is rotated; one older file stays
+	LogRate       int      `toml:"log_lines_per_second"` // lines of a worker that are written; others are counted
 }
 
 // Default is the configuration without any source. state is the state folder.
@@ -149,6 +151,7 @@ func Default(state string) Config {
 		Buffer:   Buffer{Durability: "fsync"},
 		Database: Database{SchemaPrefix: "rollout", MaxConnections: 8, StatementTimeout: 30},
 		Log:      Log{Format: "text", Level: "info"},
+		Worker:   Worker{LogBytes: 16 << 20, LogRate: 500},
 	}
 }
 

@@ -69,6 +69,8 @@ var keys = []key{
 	{"worker.cores", "CPU cores that runs may use; 0: all", func(c *Config) any { return &c.Worker.Cores }},
 	{"worker.env", "variables of this process that rewards need, as a comma list of names: credentials of clouds and databases are kept from workers otherwise", func(c *Config) any { return &c.Worker.Env }},
 	{"worker.resume_on_start", "resume runs that were active when the scheduler last stopped", func(c *Config) any { return &c.Worker.ResumeOnStart }},
+	{"worker.log_bytes", "size in bytes at which the log of a worker is rotated; one older file stays", func(c *Config) any { return &c.Worker.LogBytes }},
+	{"worker.log_lines_per_second", "lines that a worker may log in a second, and a tenth of it if they differ only in digits; others are dropped and counted, except the last ones before an exit", func(c *Config) any { return &c.Worker.LogRate }},
 }
 
 const envPrefix = "ROLLOUTD_"

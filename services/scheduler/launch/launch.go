@@ -15,7 +15,7 @@ type Command struct {
 	Args []string // program and arguments
 	Env  []string // the whole environment, KEY=value
 	Dir  string   // working directory; "" is that of this process
-	Log  string   // file to which stdout and stderr are appended
+	Log  string   // file to which stdout and stderr are appended, as far as the limits of the launcher allow
 }
 
 // Launcher starts processes.

@@ -2,7 +2,8 @@
 //
 // Each child leads its own process group, so signals to the terminal's group do not reach it, and
 // its descendants are killed when it exits. Its standard input is a pipe that this process keeps
-// open: end of file means that this process has exited.
+// open: end of file means that this process has exited. Its output is a pipe too, from which this
+// process writes the worker's log, bounded in size and rate.
 package local
 
 import (
@@ -12,7 +13,6 @@ import (
 	"io"
 	"os"
 	"os/exec"
-	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -21,52 +21,74 @@ import (
 )
 
 // Launcher implements launch.Launcher.
-type Launcher struct{}
+type Launcher struct{ Log LogLimits }
 
 type process struct {
 	id    string
 	cmd   *exec.Cmd
 	stdin io.Closer // closed after the process has exited
+	log   *workerLog
 	done  chan struct{}
 	exit  launch.Exit
 	stop  sync.Once
 }
 
+// outputGrace is how long an exit waits for the end of the output, in case a descendant outside of the
+// killed group keeps the pipe open.
+const outputGrace = time.Second
+
 // Launch implements launch.Launcher.
-func (Launcher) Launch(c launch.Command) (launch.Process, error) {
+func (l Launcher) Launch(c launch.Command) (launch.Process, error) {
 	if len(c.Args) == 0 {
 		return nil, errors.New("no worker command is configured")
 	}
-	log, err := os.OpenFile(c.Log, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	output, input, err := os.Pipe()
 	if err != nil {
-		return nil, fmt.Errorf("open the worker's log: %w", err)
+		return nil, fmt.Errorf("make the pipe of the worker's output: %w", err)
 	}
-	defer log.Close() // the child has a copy of the descriptor
-	var from int64
-	if info, err := log.Stat(); err == nil {
-		from = info.Size()
+	defer input.Close() // the child has a copy of the descriptor
+	log, err := openLog(c.Log, l.Log)
+	if err != nil {
+		return nil, errors.Join(err, output.Close())
 	}
 	cmd := exec.Command(c.Args[0], c.Args[1:]...)
 	cmd.Env, cmd.Dir = c.Env, c.Dir
-	cmd.Stdout, cmd.Stderr = log, log
+	cmd.Stdout, cmd.Stderr = input, input
+	// The child keeps the pipe whole: if this process is killed, a print of a reward must not fail
+	// before the child sees the end of its standard input.
+	cmd.ExtraFiles = []*os.File{output}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	stdin, err := cmd.StdinPipe()
-	if err != nil {
-		return nil, fmt.Errorf("make the worker's pipe: %w", err)
+	if err == nil {
+		err = cmd.Start()
 	}
-	if err := cmd.Start(); err != nil {
-		return nil, fmt.Errorf("start %s: %w", c.Args[0], err)
+	if err != nil {
+		log.finish()
+		return nil, errors.Join(fmt.Errorf("start %s: %w", c.Args[0], err), output.Close())
 	}
 	// A pid alone is not unique: the system reuses it.
-	p := &process{id: fmt.Sprintf("local-%d-%s", cmd.Process.Pid, rand.Text()[:8]), cmd: cmd, stdin: stdin, done: make(chan struct{})}
-	go p.wait(c.Log, from)
+	p := &process{id: fmt.Sprintf("local-%d-%s", cmd.Process.Pid, rand.Text()[:8]), cmd: cmd, stdin: stdin, log: log, done: make(chan struct{})}
+	go p.wait(output)
 	return p, nil
 }
 
-func (p *process) wait(log string, from int64) {
+// wait reads the output of the process until it has exited.
+func (p *process) wait(output *os.File) {
+	read := make(chan struct{})
+	go func() {
+		defer close(read)
+		p.log.copyFrom(output)
+		_ = output.Close()
+	}()
 	_ = p.cmd.Wait() // ProcessState below has the result
 	_ = syscall.Kill(-p.cmd.Process.Pid, syscall.SIGKILL)
-	p.exit = launch.Exit{Code: p.cmd.ProcessState.ExitCode(), LastLines: lastLines(log, from)}
+	grace := time.NewTimer(outputGrace)
+	defer grace.Stop()
+	select {
+	case <-read:
+	case <-grace.C:
+	}
+	p.exit = launch.Exit{Code: p.cmd.ProcessState.ExitCode(), LastLines: p.log.lastLines()}
 	if status, ok := p.cmd.ProcessState.Sys().(syscall.WaitStatus); ok && status.Signaled() {
 		p.exit.Signal = status.Signal().String()
 	}
@@ -95,26 +117,4 @@ func (p *process) Stop(grace time.Duration) {
 	})
 	<-p.done
 	_ = p.stdin.Close()
-}
-
-// lastLines reads the last lines that were written to a log after an offset.
-func lastLines(path string, from int64) []string {
-	const most = 32 << 10
-	f, err := os.Open(path)
-	if err != nil {
-		return nil
-	}
-	defer f.Close()
-	if info, err := f.Stat(); err == nil {
-		from = max(from, info.Size()-most)
-	}
-	if _, err := f.Seek(from, io.SeekStart); err != nil {
-		return nil
-	}
-	b, _ := io.ReadAll(io.LimitReader(f, most))
-	lines := strings.Split(strings.TrimRight(strings.ToValidUTF8(string(b), "?"), "\n"), "\n")
-	if len(lines) == 1 && lines[0] == "" {
-		return nil
-	}
-	return lines[max(0, len(lines)-launch.LastLines):]
 }

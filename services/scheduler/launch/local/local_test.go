@@ -128,6 +128,21 @@ func TestExitKillsTheWholeProcessGroup(t *testing.T) {
 	}
 }
 
+// A descendant that left the group and keeps the output open does not delay the exit for long.
+func TestExitDoesNotWaitForStrayDescendants(t *testing.T) {
+	t.Parallel()
+	p, lines := start(t, `setsid sleep 20 3>&- & echo up >&3; echo last; exit 5`)
+	line(t, lines)
+	select {
+	case <-p.Done():
+	case <-time.After(15 * time.Second):
+		t.Fatal("the exit waits for a descendant")
+	}
+	if e := p.Exit(); e.Code != 5 || len(e.LastLines) != 1 || e.LastLines[0] != "last" {
+		t.Errorf("exit %+v", e)
+	}
+}
+
 func TestProcessLeadsItsGroup(t *testing.T) {
 	t.Parallel()
 	p, lines := start(t, `echo up >&3; cat`)
