@@ -33,21 +33,25 @@ type checks struct {
 	teacher  *teacherCheck
 	trackers *trackerCheck
 	packages *packageCheck
+	size     *sizeCheck
 }
 
 // checks are those of a configuration. pinned are the inputs of an older plan, whose commits of the
 // hub are used again.
 func (s *Server) checks(reading *config.Reading, baseDir string, pinned []*planv1.Input) *checks {
 	d := &draft{Reading: reading, baseDir: baseDir, made: s.inputs, prepared: map[string]preparedRows{}, models: map[string]fetched{}}
-	data, model := &dataCheck{draft: d, pinned: map[*input.Dataset]*planv1.Input{}}, &modelCheck{draft: d, engines: s.engines}
+	found := findings{keys: reading, problems: &reading.Problems, warnings: &d.warnings}
+	data := &dataCheck{draft: d, pinned: map[*input.Dataset]*planv1.Input{}}
+	model := &modelCheck{config: reading.Config, findings: found, models: d, engines: s.engines}
 	return &checks{
 		draft: d, prober: s.prober, data: data, model: model,
 		sources:  &sourceCheck{draft: d, prober: s.prober, pinned: pinned},
 		prompts:  &promptCheck{draft: d, data: data, model: model},
 		rewards:  &rewardCheck{draft: d, data: data, model: model},
-		teacher:  &teacherCheck{draft: d, data: data, model: model},
-		trackers: &trackerCheck{draft: d, python: s.prober.Python},
-		packages: &packageCheck{draft: d, python: s.prober.Python},
+		teacher:  &teacherCheck{config: reading.Config, findings: found, models: d, python: d},
+		trackers: &trackerCheck{sinks: reading.Config.GetSinks(), findings: found, resolve: d.resolve, python: s.prober.Python},
+		packages: &packageCheck{config: reading.Config, problems: &reading.Problems, python: s.prober.Python},
+		size:     &sizeCheck{train: reading.Config.GetTrain(), findings: found},
 	}
 }
 
@@ -57,7 +61,7 @@ func (s *Server) create(ctx context.Context, source *planv1.ConfigSource) (*plan
 	if err != nil || plan == nil {
 		return &planv1.CreatePlanResponse{Problems: c.Sorted()}, err
 	}
-	return &planv1.CreatePlanResponse{Plan: plan, Lock: data, Warnings: c.warnings.Sorted(), Settings: c.settings(c.data.rows())}, nil
+	return &planv1.CreatePlanResponse{Plan: plan, Lock: data, Warnings: c.warnings.Sorted(), Settings: settings(c.Reading, c.data.rows())}, nil
 }
 
 // renew plans the configuration of an old plan again. Without its text the problems have no place.
@@ -76,7 +80,7 @@ func (c *checks) plan(ctx context.Context) (*planv1.Plan, []byte, error) {
 		return nil, nil, ErrInputUnreadable.Wrap(err)
 	}
 	versions, err := c.probe(ctx)
-	c.size(c.data.rows())
+	c.size.resolve(c.data.rows())
 	if err != nil || !c.Problems.Empty() {
 		return nil, nil, err
 	}
@@ -84,7 +88,7 @@ func (c *checks) plan(ctx context.Context) (*planv1.Plan, []byte, error) {
 	if err := input.Digest(ctx, c.locate, c.inputs); err != nil {
 		return nil, nil, ErrInputUnreadable.Wrap(err)
 	}
-	c.teacher.teachesItself()
+	c.teacher.compare(c.model.files)
 	slices.SortFunc(c.inputs, func(a, b *planv1.Input) int {
 		return cmp.Or(cmp.Compare(a.GetRole(), b.GetRole()), strings.Compare(a.GetPath(), b.GetPath()))
 	})
@@ -103,7 +107,7 @@ func (c *checks) read(ctx context.Context) error {
 	}
 	c.model.read()
 	c.learningRate()
-	c.teacher.read()
+	c.teacher.read(c.model.model)
 	c.rewards.read()
 	c.trackers.read()
 	return nil
@@ -128,7 +132,7 @@ func (c *checks) probe(ctx context.Context) (map[string]string, error) {
 	for _, call := range calls {
 		ask(probe.Request{Reward: call.request}, &call.answer, &call.err)
 	}
-	if request := c.teacher.request(); request != nil {
+	if request := c.teacher.request(c.model.model, c.data.train); request != nil {
 		ask(probe.Request{Teacher: request}, &teacher, &teacherErr)
 	}
 	_ = group.Wait()

@@ -5,6 +5,7 @@ import (
 	"slices"
 
 	"github.com/rollout-rl/rollout/libs/reward"
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/probe"
 	"github.com/rollout-rl/rollout/services/planner/problem"
@@ -12,8 +13,9 @@ import (
 
 // packageCheck pins the versions of the Python packages that decide what the run computes.
 type packageCheck struct {
-	*draft
-	python string // interpreter of the workers
+	config   *configv1.RunConfig
+	problems *problem.List
+	python   string // interpreter of the workers
 }
 
 // versions are those that the workers would run with. It reports missing packages.
@@ -27,7 +29,7 @@ func (d *packageCheck) versions(answer *probe.Answer) map[string]string {
 		if name == "rollout-rl" {
 			continue // run from a checkout
 		}
-		d.Problems.Add(&planv1.Problem{
+		d.problems.Add(&planv1.Problem{
 			Reason: problem.PackageMissing, Message: fmt.Sprintf("the Python of the workers lacks the package %s", name),
 			Fix: fmt.Sprintf("install it: %s -m pip install %s", d.python, name),
 		})
@@ -38,10 +40,10 @@ func (d *packageCheck) versions(answer *probe.Answer) map[string]string {
 // wanted are the packages that decide what the run computes.
 func (d *packageCheck) wanted() []string {
 	names := slices.Clone(probe.Packages)
-	if slices.ContainsFunc(reward.Parts(d.Config), func(part reward.Part) bool { return part.Expression != "" }) {
+	if slices.ContainsFunc(reward.Parts(d.config), func(part reward.Part) bool { return part.Expression != "" }) {
 		names = append(names, "cel-python")
 	}
-	if d.Config.GetTrain().GetOptimizer() == "adamw_8bit" {
+	if d.config.GetTrain().GetOptimizer() == "adamw_8bit" {
 		names = append(names, "bitsandbytes")
 	}
 	return names

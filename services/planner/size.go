@@ -14,21 +14,27 @@ import (
 // mostSteps is the range of `train.steps`.
 const mostSteps = 100_000_000
 
-// size sets the steps of a run that is sized in passes over its rows of training data.
-func (d *draft) size(rows uint64) {
-	train := d.Config.GetTrain()
+// sizeCheck computes the steps of a run.
+type sizeCheck struct {
+	train    *configv1.TrainConfig
+	findings findings
+}
+
+// resolve sets the steps of a run that is sized in passes over its rows of training data.
+func (d *sizeCheck) resolve(rows uint64) {
+	train := d.train
 	if train.GetEpochs() == 0 || rows == 0 || train.GetGroupsPerStep() == 0 {
 		return
 	}
 	steps := stepsOf(train.GetEpochs(), rows, train.GetGroupsPerStep())
 	if steps > mostSteps {
-		d.report("train.epochs", problem.OutOfRange, fmt.Sprintf("%s epochs of %d rows are %.0f steps of %d, and a run has at most %d",
+		d.findings.report("train.epochs", problem.OutOfRange, fmt.Sprintf("%s epochs of %d rows are %.0f steps of %d, and a run has at most %d",
 			config.Decimal(train.GetEpochs()), rows, steps, train.GetGroupsPerStep(), mostSteps), "lower `epochs`, or raise `groups_per_step`")
 		return
 	}
 	train.Steps = proto.Uint64(uint64(steps))
 	if warmup := train.GetWarmupSteps(); warmup > train.GetSteps() {
-		d.report("train.warmup_steps", problem.Conflict, fmt.Sprintf("`train.warmup_steps` is %d, and %s epochs of %d rows are only %d steps of %d",
+		d.findings.report("train.warmup_steps", problem.Conflict, fmt.Sprintf("`train.warmup_steps` is %d, and %s epochs of %d rows are only %d steps of %d",
 			warmup, config.Decimal(train.GetEpochs()), rows, train.GetSteps(), train.GetGroupsPerStep()), "lower `warmup_steps`, or raise `epochs`")
 	}
 }

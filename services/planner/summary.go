@@ -62,19 +62,19 @@ func passes(c *configv1.RunConfig, rows uint64) string {
 
 // settings are the values of the keys that decide most about the result of a run, with their
 // origin.
-func (d *draft) settings(rows uint64) []*planv1.Setting {
+func settings(reading *config.Reading, rows uint64) []*planv1.Setting {
 	var out []*planv1.Setting
-	c := d.Config
+	c := reading.Config
 	for _, shown := range shownSettings {
 		path := strings.Replace(shown.key, "*", algorithm.Name(c), 1)
-		setting := &planv1.Setting{Key: path, Value: d.Value(path), Origin: planv1.SettingOrigin_SETTING_ORIGIN_DEFAULT}
+		setting := &planv1.Setting{Key: path, Value: reading.Value(path), Origin: planv1.SettingOrigin_SETTING_ORIGIN_DEFAULT}
 		switch {
 		case path == "train.epochs" && c.GetTrain().Epochs == nil:
 			epochs := math.Round(epochsOf(c.GetTrain(), rows)*1000) / 1000
 			setting.Value, setting.Origin = config.Decimal(epochs), planv1.SettingOrigin_SETTING_ORIGIN_COMPUTED
 		case path == "train.steps" && c.GetTrain().Epochs != nil:
 			setting.Origin = planv1.SettingOrigin_SETTING_ORIGIN_COMPUTED
-		case d.Wrote(path):
+		case reading.Wrote(path):
 			setting.Origin = planv1.SettingOrigin_SETTING_ORIGIN_SET
 		}
 		if shown.shown != nil && !shown.shown(c) || setting.Value == "" && path != "lora" {

@@ -5,6 +5,7 @@ import (
 	"slices"
 	"strings"
 
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/input"
 	"github.com/rollout-rl/rollout/services/planner/probe"
@@ -13,52 +14,54 @@ import (
 
 // teacherCheck reads the teacher of a distillation, or calls its endpoint.
 type teacherCheck struct {
-	*draft
-	data  *dataCheck
-	model *modelCheck
+	config   *configv1.RunConfig
+	findings findings
+	models   models
+	python   pythonErrors
 
 	files []*planv1.Input // of a teacher in a folder
 }
 
-// read reads the folder of a teacher. It must have the tokenizer of the trained model.
-func (d *teacherCheck) read() {
+// read reads the folder of a teacher. It must have the tokenizer of the trained model, which is nil
+// if it is not usable.
+func (d *teacherCheck) read(trained *input.Model) {
 	const field = "algorithm.distillation.teacher"
-	path := d.Config.GetAlgorithm().GetDistillation().GetTeacher()
-	if path == "" || !d.exists(field, path, true) {
+	path := d.config.GetAlgorithm().GetDistillation().GetTeacher()
+	if path == "" || !d.models.exists(field, path, true) {
 		return
 	}
-	before := d.Problems.Len()
-	folder := d.resolve(path)
-	teacher := input.ReadModel(folder, path, field, &d.Problems)
+	before := d.findings.problems.Len()
+	folder := d.models.resolve(path)
+	teacher := input.ReadModel(folder, path, field, d.findings.problems)
 	if teacher.Scores() {
-		d.report(field, problem.BadModel, fmt.Sprintf("%s is a reward model (%s), which can't generate completions", path, teacher.Architecture),
+		d.findings.report(field, problem.BadModel, fmt.Sprintf("%s is a reward model (%s), which can't generate completions", path, teacher.Architecture),
 			"use a language model as the teacher; a reward model belongs in `[reward.model]`")
 		return
 	}
-	if d.model.model != nil && teacher.Embedded > 0 && d.model.model.Embedded > 0 && teacher.Embedded != d.model.model.Embedded {
-		d.report(field, problem.BadModel, fmt.Sprintf("the vocabulary of the teacher has %d tokens, that of the model %d", teacher.Embedded, d.model.model.Embedded),
+	if trained != nil && teacher.Embedded > 0 && trained.Embedded > 0 && teacher.Embedded != trained.Embedded {
+		d.findings.report(field, problem.BadModel, fmt.Sprintf("the vocabulary of the teacher has %d tokens, that of the model %d", teacher.Embedded, trained.Embedded),
 			"use a teacher with the same tokenizer")
-	} else if d.model.model != nil {
-		if difference := d.model.model.OtherTokens(teacher); difference != "" {
-			d.report(field, problem.BadModel, "the teacher has a different vocabulary: "+difference,
+	} else if trained != nil {
+		if difference := trained.OtherTokens(teacher); difference != "" {
+			d.findings.report(field, problem.BadModel, "the teacher has a different vocabulary: "+difference,
 				"use a teacher with the same tokenizer")
 		}
 	}
-	if d.Problems.Len() > before {
+	if d.findings.problems.Len() > before {
 		return
 	}
-	d.files = d.pin(planv1.InputRole_INPUT_ROLE_MODEL, teacher, folder, path)
+	d.files = d.models.pin(planv1.InputRole_INPUT_ROLE_MODEL, teacher, folder, path)
 }
 
-// teachesItself warns if the teacher has the weights of the policy. Files must have their digests.
-func (d *teacherCheck) teachesItself() {
+// compare warns if the teacher has the weights of the trained model. Files must have their digests.
+func (d *teacherCheck) compare(trained []*planv1.Input) {
 	const field = "algorithm.distillation.teacher"
-	if taught := weights(d.model.files); len(taught) == 0 || !slices.Equal(taught, weights(d.files)) {
+	if own := weights(trained); len(own) == 0 || !slices.Equal(own, weights(d.files)) {
 		return
 	}
-	d.warnings.At(d.Place(field), problem.BadModel, field,
+	d.findings.warn(field, problem.BadModel,
 		fmt.Sprintf("the teacher %s has the same weights as `model.path`, so the loss is 0 and nothing is learned",
-			d.Config.GetAlgorithm().GetDistillation().GetTeacher()),
+			d.config.GetAlgorithm().GetDistillation().GetTeacher()),
 		"use another model as the teacher, unless the run starts from a snapshot with `rollout run --from`")
 }
 
@@ -76,16 +79,16 @@ func weights(files []*planv1.Input) []string {
 
 // request asks the endpoint of a teacher about the first prompt; nil without an endpoint, a usable
 // model, or usable data.
-func (d *teacherCheck) request() *probe.Teacher {
-	endpoint := d.Config.GetAlgorithm().GetDistillation().GetEndpoint()
+func (d *teacherCheck) request(trained *input.Model, data *input.Dataset) *probe.Teacher {
+	endpoint := d.config.GetAlgorithm().GetDistillation().GetEndpoint()
 	const table = "algorithm.distillation.endpoint"
-	if endpoint == nil || d.model.model == nil || d.data.train == nil || len(d.data.train.First) == 0 || !d.Readable(table) || !d.Problems.Empty() {
+	if endpoint == nil || trained == nil || data == nil || len(data.First) == 0 || !d.findings.Readable(table) || !d.findings.problems.Empty() {
 		return nil
 	}
 	return &probe.Teacher{
-		Model: d.resolve(d.Config.GetModel().GetPath()), BaseURL: endpoint.GetBaseUrl(), Name: endpoint.GetModel(),
+		Model: d.models.resolve(d.config.GetModel().GetPath()), BaseURL: endpoint.GetBaseUrl(), Name: endpoint.GetModel(),
 		APIKey: endpoint.GetApiKey(), Protocol: endpoint.GetProtocol(), TimeoutSeconds: endpoint.GetTimeoutSeconds(),
-		Prompt: d.data.train.First[0].Prompt,
+		Prompt: data.First[0].Prompt,
 	}
 }
 
@@ -93,8 +96,8 @@ func (d *teacherCheck) request() *probe.Teacher {
 func (d *teacherCheck) answer(answer *probe.Answer, err error) {
 	switch {
 	case err != nil:
-		d.Problems.Add(probeProblem(err))
+		d.findings.problems.Add(probeProblem(err))
 	case answer != nil && answer.Teacher != nil && answer.Teacher.Error != nil:
-		d.Problems.Add(d.pythonProblem(answer.Teacher.Error, "algorithm.distillation.endpoint"))
+		d.findings.problems.Add(d.python.pythonProblem(answer.Teacher.Error, "algorithm.distillation.endpoint"))
 	}
 }

@@ -24,8 +24,10 @@ var trackerLibraries = []trackerLibrary{
 
 // trackerCheck checks what the trackers in [sinks] need.
 type trackerCheck struct {
-	*draft
-	python string // interpreter of the workers
+	sinks    *configv1.SinksConfig
+	findings findings
+	resolve  func(path string) string // the folder of a path in the configuration
+	python   string                   // interpreter of the workers
 }
 
 // packages are the packages of the trackers. The plan does not pin them, as they do not change what
@@ -33,7 +35,7 @@ type trackerCheck struct {
 func (d *trackerCheck) packages() []string {
 	var names []string
 	for _, library := range trackerLibraries {
-		if library.wanted(d.Config.GetSinks()) {
+		if library.wanted(d.sinks) {
 			names = append(names, library.packages...)
 		}
 	}
@@ -43,7 +45,7 @@ func (d *trackerCheck) packages() []string {
 // answer reports trackers that would fail.
 func (d *trackerCheck) answer(answer *probe.Answer) {
 	for _, library := range trackerLibraries {
-		if !library.wanted(d.Config.GetSinks()) {
+		if !library.wanted(d.sinks) {
 			continue
 		}
 		found := false
@@ -51,25 +53,24 @@ func (d *trackerCheck) answer(answer *probe.Answer) {
 			found = found || answer.Packages[name] != nil
 		}
 		if field := "sinks." + library.table; !found {
-			d.report(field, problem.PackageMissing, fmt.Sprintf("`[%s]` needs the package %s, which the Python of the workers lacks", field, library.packages[0]),
+			d.findings.report(field, problem.PackageMissing, fmt.Sprintf("`[%s]` needs the package %s, which the Python of the workers lacks", field, library.packages[0]),
 				fmt.Sprintf("install it: %s -m pip install 'rollout-workers[%s]', or remove the table", d.python, library.table))
 		}
 	}
 	const mode = "sinks.wandb.mode"
-	if d.Config.GetSinks().GetWandb().GetMode() == "online" && !answer.WandbKey {
-		d.report(mode, problem.Conflict, "`mode = \"online\"` needs an API key of Weights & Biases where rolloutd runs",
+	if d.sinks.GetWandb().GetMode() == "online" && !answer.WandbKey {
+		d.findings.report(mode, problem.Conflict, "`mode = \"online\"` needs an API key of Weights & Biases where rolloutd runs",
 			"run `wandb login` there or start rolloutd with WANDB_API_KEY, or write `mode = \"offline\"`")
 	}
 }
 
 // read reports folders that are files.
 func (d *trackerCheck) read() {
-	sinks := d.Config.GetSinks()
 	for field, path := range map[string]string{
-		"sinks.tensorboard.directory": sinks.GetTensorboard().GetDirectory(), "sinks.wandb.directory": sinks.GetWandb().GetDirectory(),
+		"sinks.tensorboard.directory": d.sinks.GetTensorboard().GetDirectory(), "sinks.wandb.directory": d.sinks.GetWandb().GetDirectory(),
 	} {
 		if info, err := os.Stat(d.resolve(path)); path != "" && err == nil && !info.IsDir() {
-			d.report(field, problem.BadValue, path+" is a file, not a folder", "use a folder; it is created if it does not exist")
+			d.findings.report(field, problem.BadValue, path+" is a file, not a folder", "use a folder; it is created if it does not exist")
 		}
 	}
 }

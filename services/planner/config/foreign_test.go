@@ -23,8 +23,8 @@ func known(path string) bool {
 }
 
 var (
-	pathInNote  = regexp.MustCompile("`([a-z_]+(?:\\.[a-z_*]+)+)`|\\[([a-z_]+(?:\\.[a-zA-Z_*]+)*)\\]")
-	keyInNote   = regexp.MustCompile("`([a-z_0-9]+)(?: = [^`]*)?`")
+	pathInNote = regexp.MustCompile("`([a-z_]+(?:\\.[a-z_*]+)+)`|\\[([a-z_]+(?:\\.[a-zA-Z_*]+)*)\\]")
+	keyInNote  = regexp.MustCompile("`([a-z_0-9]+)(?: = [^`]*)?`")
 )
 
 // TestEveryTranslationNamesKnownKeys checks the keys of foreign.toml, and the keys and tables in
