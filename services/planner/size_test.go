@@ -131,7 +131,7 @@ sampling.top_p 1 default`; got != want {
 	}
 	sft := strings.Replace(strings.Replace(configText, "[algorithm.grpo]", "[algorithm.sft]", 1), "group_size = 2\n", "", 1)
 	sft = strings.Replace(sft, "steps = 4\n", "epochs = 3\n", 1)
-	if got, want := list(sft, "lora.rank=4", "train.schedule=cosine", "train.warmup_steps=2"), `train.epochs 3 set 64 rows, 32 per step
+	if got, want := list(sft, "lora.rank=4", "train.schedule=cosine", "train.warmup_steps=2", `data.eval="train.jsonl"`, "eval.every_steps=3"), `train.epochs 3 set 64 rows, 32 per step
 train.steps 6 computed
 train.groups_per_step 32 default
 train.learning_rate 2e-4 default
@@ -141,7 +141,9 @@ lora.rank 4 set
 lora.alpha 32 default
 lora.targets [] default all linear layers except the head
 model.dtype "float32" default
-engine.max_model_len 32 default`; got != want {
+engine.max_model_len 32 default
+sampling.max_tokens 6 set
+eval.temperature 0 default`; got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
 	}
 }

@@ -23,7 +23,7 @@ var shownSettings = []shownSetting{
 	{"train.epochs", nil, passes},
 	{"train.steps", nil, nil},
 	{"train.groups_per_step", nil, nil},
-	{"sampling.group_size", algorithm.Samples, func(c *configv1.RunConfig, _ uint64) string {
+	{"sampling.group_size", onPolicy, func(c *configv1.RunConfig, _ uint64) string {
 		return fmt.Sprintf("%d samples per step", uint64(c.GetTrain().GetGroupsPerStep())*uint64(c.GetSampling().GetGroupSize()))
 	}},
 	{"algorithm.*.minibatches", nil, nil},
@@ -45,9 +45,12 @@ var shownSettings = []shownSetting{
 	{"model.dtype", nil, nil},
 	{"engine.max_model_len", nil, nil},
 	{"sampling.max_tokens", algorithm.Samples, nil},
-	{"sampling.temperature", algorithm.Samples, nil},
-	{"sampling.top_p", algorithm.Samples, nil},
+	{"sampling.temperature", onPolicy, nil},
+	{"sampling.top_p", onPolicy, nil},
+	{"eval.temperature", func(c *configv1.RunConfig) bool { return c.GetEval().GetEverySteps() > 0 && c.GetReward() != nil }, nil},
 }
+
+func onPolicy(c *configv1.RunConfig) bool { return !algorithm.FromData(c) }
 
 func adapted(c *configv1.RunConfig) bool { return c.GetLora() != nil }
 
