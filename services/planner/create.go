@@ -16,14 +16,18 @@ import (
 	"github.com/rollout-rl/rollout/services/planner/input"
 	"github.com/rollout-rl/rollout/services/planner/lock"
 	"github.com/rollout-rl/rollout/services/planner/probe"
+	"github.com/rollout-rl/rollout/services/planner/problem"
 )
 
 // ErrInputUnreadable reports a file that was removed or failed while it was read.
 var ErrInputUnreadable = rpcerr.New(codes.FailedPrecondition, "INPUT_UNREADABLE", "an input cannot be read")
 
-// checks are the checks of one draft. Each reports to the draft.
+// checks are the checks of one configuration. Each reads the configuration and reports its findings;
+// what one check reads from another is an argument.
 type checks struct {
-	*draft
+	*config.Reading
+	findings findings
+	files    *files
 	prober   *probe.Prober
 	sources  *sourceCheck
 	data     *dataCheck
@@ -33,25 +37,26 @@ type checks struct {
 	teacher  *teacherCheck
 	trackers *trackerCheck
 	packages *packageCheck
-	size     *sizeCheck
+	train    *trainCheck
 }
 
 // checks are those of a configuration. pinned are the inputs of an older plan, whose commits of the
 // hub are used again.
 func (s *Server) checks(reading *config.Reading, baseDir string, pinned []*planv1.Input) *checks {
-	d := &draft{Reading: reading, baseDir: baseDir, made: s.inputs, prepared: map[string]preparedRows{}, models: map[string]fetched{}}
-	found := findings{keys: reading, problems: &reading.Problems, warnings: &d.warnings}
-	data := &dataCheck{draft: d, pinned: map[*input.Dataset]*planv1.Input{}}
-	model := &modelCheck{config: reading.Config, findings: found, models: d, engines: s.engines}
+	cfg := reading.Config
+	found := findings{keys: reading, problems: &reading.Problems, warnings: &problem.List{}}
+	files := &files{findings: found, baseDir: baseDir, made: s.inputs, models: map[string]fetched{}}
+	data := &dataCheck{config: cfg, findings: found, files: files, pinned: map[*input.Dataset]*planv1.Input{}}
 	return &checks{
-		draft: d, prober: s.prober, data: data, model: model,
-		sources:  &sourceCheck{draft: d, prober: s.prober, pinned: pinned},
-		prompts:  &promptCheck{draft: d, data: data, model: model},
-		rewards:  &rewardCheck{draft: d, data: data, model: model},
-		teacher:  &teacherCheck{config: reading.Config, findings: found, models: d, python: d},
-		trackers: &trackerCheck{sinks: reading.Config.GetSinks(), findings: found, resolve: d.resolve, python: s.prober.Python},
-		packages: &packageCheck{config: reading.Config, problems: &reading.Problems, python: s.prober.Python},
-		size:     &sizeCheck{train: reading.Config.GetTrain(), findings: found},
+		Reading: reading, findings: found, files: files, prober: s.prober, data: data,
+		sources:  &sourceCheck{config: cfg, findings: found, files: files, prober: s.prober, pinned: pinned, prepared: map[string]preparedRows{}},
+		model:    &modelCheck{config: cfg, findings: found, models: files, engines: s.engines},
+		prompts:  &promptCheck{config: cfg, findings: found, python: files, rows: data},
+		rewards:  &rewardCheck{config: cfg, findings: found, files: files},
+		teacher:  &teacherCheck{config: cfg, findings: found, models: files, python: files},
+		trackers: &trackerCheck{sinks: cfg.GetSinks(), findings: found, resolve: files.resolve, python: s.prober.Python},
+		packages: &packageCheck{config: cfg, problems: found.problems, python: s.prober.Python},
+		train:    &trainCheck{train: cfg.GetTrain(), findings: found},
 	}
 }
 
@@ -61,7 +66,7 @@ func (s *Server) create(ctx context.Context, source *planv1.ConfigSource) (*plan
 	if err != nil || plan == nil {
 		return &planv1.CreatePlanResponse{Problems: c.Sorted()}, err
 	}
-	return &planv1.CreatePlanResponse{Plan: plan, Lock: data, Warnings: c.warnings.Sorted(), Settings: settings(c.Reading, c.data.rows())}, nil
+	return &planv1.CreatePlanResponse{Plan: plan, Lock: data, Warnings: c.findings.warnings.Sorted(), Settings: settings(c.Reading, c.data.rows())}, nil
 }
 
 // renew plans the configuration of an old plan again. Without its text the problems have no place.
@@ -80,19 +85,19 @@ func (c *checks) plan(ctx context.Context) (*planv1.Plan, []byte, error) {
 		return nil, nil, ErrInputUnreadable.Wrap(err)
 	}
 	versions, err := c.probe(ctx)
-	c.size.resolve(c.data.rows())
+	c.train.resolve(c.data.rows())
 	if err != nil || !c.Problems.Empty() {
 		return nil, nil, err
 	}
 	c.data.small()
-	if err := input.Digest(ctx, c.locate, c.inputs); err != nil {
+	if err := input.Digest(ctx, c.files.locate, c.files.inputs); err != nil {
 		return nil, nil, ErrInputUnreadable.Wrap(err)
 	}
 	c.teacher.compare(c.model.files)
-	slices.SortFunc(c.inputs, func(a, b *planv1.Input) int {
+	slices.SortFunc(c.files.inputs, func(a, b *planv1.Input) int {
 		return cmp.Or(cmp.Compare(a.GetRole(), b.GetRole()), strings.Compare(a.GetPath(), b.GetPath()))
 	})
-	plan := &planv1.Plan{Format: planformat.Format, Config: c.Config, Inputs: c.inputs, Packages: versions}
+	plan := &planv1.Plan{Format: planformat.Format, Config: c.Config, Inputs: c.files.inputs, Packages: versions}
 	data, err := lock.Write(plan)
 	return plan, data, err
 }
@@ -102,13 +107,13 @@ func (c *checks) read(ctx context.Context) error {
 	if err := c.sources.fetch(ctx); err != nil {
 		return err
 	}
-	if err := c.data.read(); err != nil {
+	if err := c.data.read(c.sources.prepared); err != nil {
 		return err
 	}
 	c.model.read()
-	c.learningRate()
+	c.train.learningRate()
 	c.teacher.read(c.model.model)
-	c.rewards.read()
+	c.rewards.read(c.model.model)
 	c.trackers.read()
 	return nil
 }
@@ -125,10 +130,10 @@ func (c *checks) probe(ctx context.Context) (map[string]string, error) {
 		})
 	}
 	ask(probe.Request{
-		Packages: append(c.trackers.packages(), c.packages.wanted()...), Tokenizer: c.prompts.request(),
+		Packages: append(c.trackers.packages(), c.packages.wanted()...), Tokenizer: c.prompts.request(c.data.all(), c.model.model, c.files.resolve(c.Config.GetModel().GetPath())),
 		WandbKey: c.Config.GetSinks().GetWandb().GetMode() == "online",
 	}, &environment, &environmentErr)
-	calls := c.rewards.calls()
+	calls := c.rewards.calls(c.data.scoredRows(), c.model.model)
 	for _, call := range calls {
 		ask(probe.Request{Reward: call.request}, &call.answer, &call.err)
 	}
@@ -145,7 +150,7 @@ func (c *checks) probe(ctx context.Context) (map[string]string, error) {
 	} else {
 		versions = c.packages.versions(environment)
 		c.trackers.answer(environment)
-		if err := c.prompts.answer(environment); err != nil {
+		if err := c.prompts.answer(environment, c.data.all(), c.model.context()); err != nil {
 			return nil, ErrInputUnreadable.Wrap(err)
 		}
 	}

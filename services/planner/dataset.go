@@ -8,6 +8,7 @@ import (
 	"strings"
 
 	"github.com/rollout-rl/rollout/libs/algorithm"
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/input"
 	"github.com/rollout-rl/rollout/services/planner/problem"
@@ -15,24 +16,27 @@ import (
 
 // dataCheck reads the datasets.
 type dataCheck struct {
-	*draft
+	config   *configv1.RunConfig
+	findings findings
+	files    *files
 
 	train, eval *input.Dataset // nil without a usable dataset
-	first       *input.Dataset // the rows that the reward scores in its dry call, even if other rows have problems
+	first       *input.Dataset // of the rows that the reward scores, even if other rows have problems
 	pinned      map[*input.Dataset]*planv1.Input
 }
 
-func (d *dataCheck) read() error {
-	data := d.Config.GetData()
+// read reads the rows of both keys. prepared are those that are not in a file of the user, by key.
+func (d *dataCheck) read(prepared map[string]preparedRows) error {
+	data := d.config.GetData()
 	train := data.GetTrain()
 	if len(data.GetTrainMix()) > 0 {
 		train = mixed
 	}
 	var err error
-	if d.train, err = d.dataset("data.train", train, planv1.InputRole_INPUT_ROLE_TRAIN_DATA); err != nil {
+	if d.train, err = d.dataset("data.train", train, prepared, planv1.InputRole_INPUT_ROLE_TRAIN_DATA); err != nil {
 		return err
 	}
-	if d.eval, err = d.dataset("data.eval", data.GetEval(), planv1.InputRole_INPUT_ROLE_EVAL_DATA); err != nil {
+	if d.eval, err = d.dataset("data.eval", data.GetEval(), prepared, planv1.InputRole_INPUT_ROLE_EVAL_DATA); err != nil {
 		return err
 	}
 	d.heldOut()
@@ -40,32 +44,32 @@ func (d *dataCheck) read() error {
 }
 
 // dataset reads the rows of a key; nil if it is not set, does not exist, or has problems.
-func (d *dataCheck) dataset(field, path string, role planv1.InputRole) (*input.Dataset, error) {
-	rows, made := d.prepared[field]
+func (d *dataCheck) dataset(field, path string, prepared map[string]preparedRows, role planv1.InputRole) (*input.Dataset, error) {
+	rows, made := prepared[field]
 	switch {
 	case made:
-	case path == "" || path == mixed || d.converted(path) || !d.exists(field, path, false): // reported already
+	case path == "" || path == mixed || d.files.converted(path) || !d.files.exists(field, path, false): // reported already
 		return nil, nil
 	default:
-		rows.file = d.resolve(path)
+		rows.file = d.files.resolve(path)
 	}
-	before := d.Problems.Len()
+	before := d.findings.problems.Len()
 	data := &input.Dataset{
-		File: rows.file, Path: path, PromptField: d.Config.GetData().GetPromptField(),
-		ReferenceField: d.Config.GetData().GetAnswerField(), ChatTemplate: d.Config.GetModel().GetChatTemplate(),
+		File: rows.file, Path: path, PromptField: d.config.GetData().GetPromptField(),
+		ReferenceField: d.config.GetData().GetAnswerField(), ChatTemplate: d.config.GetModel().GetChatTemplate(),
 	}
 	if d.taught(role) {
 		data.AnswerField, data.Preference = d.answer(), d.preference()
 	}
-	data.Asked = role == planv1.InputRole_INPUT_ROLE_EVAL_DATA && algorithm.FromData(d.Config) && !d.taught(role)
+	data.Asked = role == planv1.InputRole_INPUT_ROLE_EVAL_DATA && algorithm.FromData(d.config) && !d.taught(role)
 	data.Repeats = slices.ContainsFunc(rows.sources, func(s *planv1.Source) bool { return s.GetTaken() > s.GetRows() })
-	if err := data.Read(&d.Problems); err != nil {
+	if err := data.Read(d.findings.problems); err != nil {
 		return nil, err
 	}
 	if role == d.scored() {
 		d.first = data
 	}
-	if d.Problems.Len() > before {
+	if d.findings.problems.Len() > before {
 		return nil, nil
 	}
 	d.labels(data)
@@ -73,13 +77,17 @@ func (d *dataCheck) dataset(field, path string, role planv1.InputRole) (*input.D
 	in := &planv1.Input{
 		Role: role, Path: filepath.ToSlash(filepath.Clean(path)), Digest: data.Digest, Bytes: data.Bytes, Rows: data.Rows, Sources: rows.sources,
 	}
-	d.pinned[data], d.inputs = in, append(d.inputs, in)
+	d.pinned[data] = in
+	d.files.add(in)
 	return data, nil
 }
 
+// truncated records how many rows of a dataset are cut.
+func (d *dataCheck) truncated(data *input.Dataset, rows uint64) { d.pinned[data].Truncated = rows }
+
 // drop leaves rows out of a dataset: the run reads a copy without them. Rows count from 0.
 func (d *dataCheck) drop(data *input.Dataset, rows []uint64) error {
-	file, err := d.newRows()
+	file, err := d.files.newRows()
 	if err != nil {
 		return err
 	}
@@ -87,7 +95,7 @@ func (d *dataCheck) drop(data *input.Dataset, rows []uint64) error {
 	if err := input.Drop(data.File, file, rows); err != nil {
 		return err
 	}
-	digest, size, err := d.keepRows(file)
+	digest, size, err := d.files.keepRows(file)
 	if err != nil {
 		return err
 	}
@@ -121,7 +129,7 @@ func (d *dataCheck) duplicates(data *input.Dataset) {
 		message = strings.Replace(strings.Replace(strings.Replace(message, "1 rows repeat", "1 row repeats", 1), "1 rows are", "1 row is", 1), "; the first repeats", ",", 1)
 		message = strings.Replace(message, "; the first is equal to", ",", 1)
 	}
-	d.warnings.Add(&planv1.Problem{
+	d.findings.warnings.Add(&planv1.Problem{
 		Reason: problem.BadRow, File: data.Path, Line: uint32(row), Column: 1, Message: message, Fix: fix,
 		Excerpt: input.Lines(data.File, []uint64{row})[row],
 	})
@@ -130,11 +138,11 @@ func (d *dataCheck) duplicates(data *input.Dataset) {
 // small warns if a step takes more rows than the training data has.
 func (d *dataCheck) small() {
 	const field = "train.groups_per_step"
-	step := uint64(d.Config.GetTrain().GetGroupsPerStep())
+	step := uint64(d.config.GetTrain().GetGroupsPerStep())
 	if d.train == nil || d.train.Rows >= step {
 		return
 	}
-	d.warnings.At(d.Place(field), problem.BadRow, field,
+	d.findings.warn(field, problem.BadRow,
 		fmt.Sprintf("a step takes %d rows, but %s has %d: a step has the same row several times", step, d.train.Path, d.train.Rows),
 		fmt.Sprintf("write `groups_per_step = %d` or less, or add rows", d.train.Rows))
 }
@@ -145,8 +153,8 @@ func (d *dataCheck) heldOut() {
 		return
 	}
 	const field = "data.eval"
-	d.warnings.At(d.Place(field), problem.BadRow, field,
-		fmt.Sprintf("%s has the same rows as `data.train`: evaluations would measure memorization", d.Config.GetData().GetEval()),
+	d.findings.warn(field, problem.BadRow,
+		fmt.Sprintf("%s has the same rows as `data.train`: evaluations would measure memorization", d.config.GetData().GetEval()),
 		"move some rows from `data.train` to another file and use it here")
 }
 
@@ -159,7 +167,7 @@ func (d *dataCheck) labels(data *input.Dataset) {
 	if data.Desirable == 0 {
 		has, lacks = lacks, has
 	}
-	d.warnings.Add(&planv1.Problem{
+	d.findings.warnings.Add(&planv1.Problem{
 		Reason: problem.BadRow, File: data.Path, Line: 1, Column: 1,
 		Message: fmt.Sprintf("every completion is %s and none is %s, but KTO needs both", has, lacks),
 		Fix:     fmt.Sprintf("add rows with the other value of `%s`, or use [algorithm.sft] if all are desirable", data.Preference.Label),
@@ -169,7 +177,7 @@ func (d *dataCheck) labels(data *input.Dataset) {
 // scored is the role of the rows whose completions the reward scores: the held-out ones if the
 // algorithm trains on rows.
 func (d *dataCheck) scored() planv1.InputRole {
-	if algorithm.FromData(d.Config) && d.Config.GetData().GetEval() != "" {
+	if algorithm.FromData(d.config) && d.config.GetData().GetEval() != "" {
 		return planv1.InputRole_INPUT_ROLE_EVAL_DATA
 	}
 	return planv1.InputRole_INPUT_ROLE_TRAIN_DATA
@@ -178,28 +186,28 @@ func (d *dataCheck) scored() planv1.InputRole {
 // taught reports whether rows must contain training targets: training rows, and held-out rows whose
 // loss is computed.
 func (d *dataCheck) taught(role planv1.InputRole) bool {
-	return role == planv1.InputRole_INPUT_ROLE_TRAIN_DATA || algorithm.TeachesHeldOut(d.Config)
+	return role == planv1.InputRole_INPUT_ROLE_TRAIN_DATA || algorithm.TeachesHeldOut(d.config)
 }
 
 // answer is the field that the algorithm trains on; "" without one.
 func (d *dataCheck) answer() string {
-	if d.Config.GetAlgorithm().GetSft() != nil {
-		return d.Config.GetData().GetAnswerField()
+	if d.config.GetAlgorithm().GetSft() != nil {
+		return d.config.GetData().GetAnswerField()
 	}
 	return ""
 }
 
 // preference has the fields that the algorithm needs in addition to the prompt.
 func (d *dataCheck) preference() input.Preference {
-	data, p := d.Config.GetData(), input.Preference{Algorithm: algorithm.Name(d.Config)}
-	if algorithm.Pairs(d.Config) {
+	data, p := d.config.GetData(), input.Preference{Algorithm: algorithm.Name(d.config)}
+	if algorithm.Pairs(d.config) {
 		p.Chosen, p.Rejected = data.GetChosenField(), data.GetRejectedField()
 		p.Others, p.OthersFix = [2]string{data.GetCompletionField(), data.GetLabelField()}, "use [algorithm.kto], which trains on labels"
 	}
-	if d.Config.GetAlgorithm().GetRewardModel() != nil {
+	if d.config.GetAlgorithm().GetRewardModel() != nil {
 		p.Margin = data.GetMarginField()
 	}
-	if kto := d.Config.GetAlgorithm().GetKto(); kto != nil && !kto.GetPaired() {
+	if kto := d.config.GetAlgorithm().GetKto(); kto != nil && !kto.GetPaired() {
 		p.Completion, p.Label = data.GetCompletionField(), data.GetLabelField()
 		p.Others, p.OthersFix = [2]string{data.GetChosenField(), data.GetRejectedField()}, "write `paired = true` in [algorithm.kto]"
 	}
@@ -225,13 +233,22 @@ func (d *dataCheck) all() []*input.Dataset {
 	return out
 }
 
-// scoredData are the datasets whose rows a reward scores.
-func (d *dataCheck) scoredData() []*input.Dataset {
-	var out []*input.Dataset
+// scoredRows are the rows whose completions a reward scores.
+type scoredRows struct {
+	all   []*input.Dataset
+	first *input.Dataset // its first rows are scored in the dry call, even if other rows have problems
+	eval  *input.Dataset // nil without evaluations
+}
+
+func (d *dataCheck) scoredRows() scoredRows {
+	rows := scoredRows{first: d.first}
 	for _, data := range d.all() {
-		if data != d.train || !algorithm.FromData(d.Config) {
-			out = append(out, data)
+		if data != d.train || !algorithm.FromData(d.config) {
+			rows.all = append(rows.all, data)
 		}
 	}
-	return out
+	if d.config.GetEval().GetEverySteps() > 0 {
+		rows.eval = d.eval
+	}
+	return rows
 }

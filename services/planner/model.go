@@ -61,6 +61,22 @@ func (d *modelCheck) read() {
 	d.files = d.models.pin(planv1.InputRole_INPUT_ROLE_MODEL, model, folder, path)
 }
 
+// modelContext is the longest sequence that model and engine allow, and the reason; 0 if nothing
+// limits it.
+type modelContext struct {
+	positions int64
+	why       string
+}
+
+// context is that of the usable model; the zero value without one.
+func (d *modelCheck) context() modelContext {
+	if d.model == nil {
+		return modelContext{}
+	}
+	positions, why := d.model.Context(d.engine())
+	return modelContext{positions, why}
+}
+
 // engine is what the chosen engine can do.
 func (d *modelCheck) engine() engine.Capabilities { return d.engines[d.config.GetEngine().GetKind()] }
 

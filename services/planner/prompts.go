@@ -5,6 +5,7 @@ import (
 	"strings"
 
 	"github.com/rollout-rl/rollout/libs/algorithm"
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/input"
 	"github.com/rollout-rl/rollout/services/planner/probe"
@@ -13,19 +14,27 @@ import (
 
 // promptCheck compares the token count of every row with the context of the model.
 type promptCheck struct {
-	*draft
-	data  *dataCheck
-	model *modelCheck
+	config   *configv1.RunConfig
+	findings findings
+	python   pythonErrors
+	rows     rowEditor
 }
 
-// request asks for the length of every prompt; nil without a usable model or dataset.
-func (d *promptCheck) request() *probe.Tokenizer {
-	if d.model.model == nil || len(d.data.all()) == 0 || d.Config.GetAlgorithm() == nil {
+// rowEditor leaves out or cuts the rows that are too long.
+type rowEditor interface {
+	drop(data *input.Dataset, rows []uint64) error
+	truncated(data *input.Dataset, rows uint64)
+}
+
+// request asks for the length of every prompt; nil without datasets or a usable model. folder is that
+// of the model.
+func (d *promptCheck) request(datasets []*input.Dataset, model *input.Model, folder string) *probe.Tokenizer {
+	if model == nil || len(datasets) == 0 || d.config.GetAlgorithm() == nil {
 		return nil
 	}
-	cfg := d.Config
-	request := &probe.Tokenizer{Model: d.resolve(cfg.GetModel().GetPath()), ChatTemplate: cfg.GetModel().GetChatTemplate()}
-	for _, data := range d.data.all() {
+	cfg := d.config
+	request := &probe.Tokenizer{Model: folder, ChatTemplate: cfg.GetModel().GetChatTemplate()}
+	for _, data := range datasets {
 		request.Files = append(request.Files, probe.File{
 			Path: data.File, PromptField: data.PromptField, AnswerFields: data.Completions(),
 			Limit: d.limit(data), Overlong: cfg.GetData().GetOverlong(),
@@ -35,17 +44,17 @@ func (d *promptCheck) request() *probe.Tokenizer {
 }
 
 // answer reports the problems of rows, and leaves out those that `data.overlong` drops.
-func (d *promptCheck) answer(answer *probe.Answer) error {
+func (d *promptCheck) answer(answer *probe.Answer, datasets []*input.Dataset, context modelContext) error {
 	if answer.Tokenizer == nil {
 		return nil
 	}
 	if e := answer.Tokenizer.Error; e != nil {
-		d.Problems.Add(d.pythonProblem(e, "model.path"))
+		d.findings.problems.Add(d.python.pythonProblem(e, "model.path"))
 		return nil
 	}
-	for i, data := range d.data.all() {
+	for i, data := range datasets {
 		lengths := answer.Tokenizer.Files[i]
-		if err := d.overlong(data, lengths); err != nil {
+		if err := d.overlong(data, lengths, context); err != nil {
 			return err
 		}
 		if len(lengths.Strange) > 0 {
@@ -56,7 +65,7 @@ func (d *promptCheck) answer(answer *probe.Answer) error {
 			if len(rows) > 1 {
 				message += fmt.Sprintf("; %d other rows have none either", len(rows)-1)
 			}
-			d.Problems.Add(&planv1.Problem{
+			d.findings.problems.Add(&planv1.Problem{
 				Reason: problem.BadRow, File: data.Path, Line: uint32(rows[0] + 1), Column: 1,
 				Message: message, Fix: "remove the row, or write a prompt with text of the vocabulary",
 			})
@@ -66,20 +75,20 @@ func (d *promptCheck) answer(answer *probe.Answer) error {
 }
 
 // overlong does what `data.overlong` asks for with the rows that exceed the limit.
-func (d *promptCheck) overlong(data *input.Dataset, lengths probe.Lengths) error {
+func (d *promptCheck) overlong(data *input.Dataset, lengths probe.Lengths, context modelContext) error {
 	if len(lengths.Examples) == 0 {
 		return nil
 	}
 	drop := uint64(len(lengths.Drop))
-	if d.Config.GetData().GetOverlong() == "error" || drop == data.Rows {
-		d.tooLong(data, lengths)
+	if d.config.GetData().GetOverlong() == "error" || drop == data.Rows {
+		d.tooLong(data, lengths, context)
 		return nil
 	}
-	d.data.pinned[data].Truncated = lengths.Cut
+	d.rows.truncated(data, lengths.Cut)
 	if drop == 0 {
 		return nil
 	}
-	return d.data.drop(data, lengths.Drop)
+	return d.rows.drop(data, lengths.Drop)
 }
 
 // unknownText warns of rows with text outside of the vocabulary. The model gets the unknown token
@@ -95,7 +104,7 @@ func (d *promptCheck) unknownText(data *input.Dataset, lengths probe.Lengths) {
 	if lengths.Unknown > 1 {
 		message += fmt.Sprintf("; %d rows have text like this", lengths.Unknown)
 	}
-	d.warnings.Add(&planv1.Problem{
+	d.findings.warnings.Add(&planv1.Problem{
 		Reason: problem.BadRow, File: data.Path, Line: uint32(first.Row + 1), Column: 1, Message: message, Fix: fix,
 		Excerpt: input.Lines(data.File, []uint64{first.Row + 1})[first.Row+1],
 	})
@@ -105,8 +114,8 @@ func (d *promptCheck) unknownText(data *input.Dataset, lengths probe.Lengths) {
 const longShown = 5
 
 // tooLong reports all rows of a file that exceed the limit in one problem, at the first of them.
-func (d *promptCheck) tooLong(data *input.Dataset, lengths probe.Lengths) {
-	engine, sampling := d.Config.GetEngine(), d.Config.GetSampling()
+func (d *promptCheck) tooLong(data *input.Dataset, lengths probe.Lengths, context modelContext) {
+	engine, sampling := d.config.GetEngine(), d.config.GetSampling()
 	one, many, room := "the prompt has %d tokens", "%d prompts are too long", fmt.Sprintf("%d tokens of max_model_len minus %d of max_tokens leave %d",
 		engine.GetMaxModelLen(), sampling.GetMaxTokens(), d.limit(data))
 	if len(data.Completions()) > 0 {
@@ -116,7 +125,7 @@ func (d *promptCheck) tooLong(data *input.Dataset, lengths probe.Lengths) {
 		room = fmt.Sprintf("max_model_len leaves %d", d.limit(data))
 	}
 	first := lengths.Examples[0]
-	message, fix := fmt.Sprintf(one+"; %s", first.Tokens, room), d.fixLength(data)
+	message, fix := fmt.Sprintf(one+"; %s", first.Tokens, room), d.fixLength(data, context)
 	if lengths.Over > 1 {
 		var named []string
 		for _, example := range lengths.Examples[:min(len(lengths.Examples), longShown)] {
@@ -128,40 +137,39 @@ func (d *promptCheck) tooLong(data *input.Dataset, lengths probe.Lengths) {
 		}
 		fix = strings.Replace(fix, "the row", "the rows", 1)
 	}
-	d.Problems.Add(&planv1.Problem{
+	d.findings.problems.Add(&planv1.Problem{
 		Reason: problem.ContextTooLong, File: data.Path, Line: uint32(first.Row + 1), Column: 1, Field: "engine.max_model_len",
 		Message: message, Fix: fix, Excerpt: input.Lines(data.File, []uint64{first.Row + 1})[first.Row+1],
 	})
 }
 
 // fixLength suggests how to fit the limit. The positions of the model can't be raised.
-func (d *promptCheck) fixLength(data *input.Dataset) string {
+func (d *promptCheck) fixLength(data *input.Dataset, context modelContext) string {
 	fix := "shorten or remove the row, write `overlong = \"drop\"` or `\"truncate\"` in [data]"
-	if d.Config.GetData().GetOverlong() != "error" { // no row is left
+	if d.config.GetData().GetOverlong() != "error" { // no row is left
 		fix = "use other data"
 	}
 	if d.sampled(data) {
 		fix += ", lower `max_tokens` in [sampling]"
 	}
-	positions, why := d.model.model.Context(d.model.engine())
-	if positions == 0 || int64(d.Config.GetEngine().GetMaxModelLen()) < positions {
+	if context.positions == 0 || int64(d.config.GetEngine().GetMaxModelLen()) < context.positions {
 		fix += ", raise `max_model_len` in [engine]"
 	}
-	if positions > 0 {
-		fix += " (" + why + ")"
+	if context.positions > 0 {
+		fix += " (" + context.why + ")"
 	}
 	return fix
 }
 
 // sampled reports whether the limit includes sampled completions.
 func (d *promptCheck) sampled(data *input.Dataset) bool {
-	return len(data.Completions()) == 0 && algorithm.Samples(d.Config)
+	return len(data.Completions()) == 0 && algorithm.Samples(d.config)
 }
 
 func (d *promptCheck) limit(data *input.Dataset) int64 {
-	limit := int64(d.Config.GetEngine().GetMaxModelLen())
+	limit := int64(d.config.GetEngine().GetMaxModelLen())
 	if d.sampled(data) {
-		limit -= int64(d.Config.GetSampling().GetMaxTokens())
+		limit -= int64(d.config.GetSampling().GetMaxTokens())
 	}
 	return limit
 }

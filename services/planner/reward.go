@@ -11,6 +11,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/algorithm"
 	"github.com/rollout-rl/rollout/libs/engine"
 	"github.com/rollout-rl/rollout/libs/reward"
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/document"
 	"github.com/rollout-rl/rollout/services/planner/input"
@@ -29,93 +30,94 @@ type dryCall struct {
 
 // rewardCheck calls the rewards of the configuration once.
 type rewardCheck struct {
-	*draft
-	data  *dataCheck
-	model *modelCheck
+	config   *configv1.RunConfig
+	findings findings
+	files    *files
 }
 
-// read checks that the files of rewards are there, and reads their models.
-func (d *rewardCheck) read() {
-	for _, part := range reward.Parts(d.Config) {
+// read checks that the files of rewards exist, and reads their models. trained is the model of the
+// run, nil if it is not usable.
+func (d *rewardCheck) read(trained *input.Model) {
+	for _, part := range reward.Parts(d.config) {
 		if part.Model != nil {
-			d.readScoringModel(part)
+			d.readScoringModel(part, trained)
 		}
-		if field := part.Field + ".plugin"; part.Plugin != "" && d.Readable(field) {
+		if field := part.Field + ".plugin"; part.Plugin != "" && d.findings.Readable(field) {
 			file, _, _ := strings.Cut(part.Plugin, ".py:")
-			d.exists(field, file+".py", false)
+			d.files.exists(field, file+".py", false)
 		}
 	}
 }
 
 // readScoringModel reads the folder of a reward model. It must have the tokenizer of the trained
 // model.
-func (d *rewardCheck) readScoringModel(part reward.Part) {
+func (d *rewardCheck) readScoringModel(part reward.Part, trained *input.Model) {
 	field, path := part.Field+".model.path", part.Model.GetPath()
-	if path == "" || !d.Readable(field) || !d.exists(field, path, true) {
+	if path == "" || !d.findings.Readable(field) || !d.files.exists(field, path, true) {
 		return
 	}
-	before := d.Problems.Len()
-	folder := d.resolve(path)
-	scorer := input.ReadModel(folder, path, field, &d.Problems)
+	before := d.findings.problems.Len()
+	folder := d.files.resolve(path)
+	scorer := input.ReadModel(folder, path, field, d.findings.problems)
 	positions, why := scorer.Context(engine.Capabilities{}) // a scoring worker has none of them
 	const fix = "use the weights of a run with [algorithm.reward_model], or a sequence classifier with one label"
 	switch {
-	case d.Problems.Len() > before:
+	case d.findings.problems.Len() > before:
 		return
 	case scorer.Architecture != "" && !scorer.Scores():
-		d.report(field, problem.BadModel, fmt.Sprintf("%s is not a reward model but a %s", path, scorer.Architecture), fix)
+		d.findings.report(field, problem.BadModel, fmt.Sprintf("%s is not a reward model but a %s", path, scorer.Architecture), fix)
 	case len(scorer.Tensors) > 0 && !slices.Contains(scorer.Tensors, "score.weight"):
-		d.report(field, problem.BadModel, path+" is not a reward model: it has no tensor `score.weight`, the score head", fix)
-	case d.model.model != nil && d.model.model.OtherTokens(scorer) != "":
-		d.report(field, problem.BadModel, "the reward model has a different vocabulary: "+d.model.model.OtherTokens(scorer),
+		d.findings.report(field, problem.BadModel, path+" is not a reward model: it has no tensor `score.weight`, the score head", fix)
+	case trained != nil && trained.OtherTokens(scorer) != "":
+		d.findings.report(field, problem.BadModel, "the reward model has a different vocabulary: "+trained.OtherTokens(scorer),
 			"use one with the same tokenizer")
-	case positions > 0 && int64(d.Config.GetEngine().GetMaxModelLen()) > positions:
-		d.report(field, problem.OutOfRange, fmt.Sprintf("the reward model is too short: %s, but `engine.max_model_len` is %d", why, d.Config.GetEngine().GetMaxModelLen()),
+	case positions > 0 && int64(d.config.GetEngine().GetMaxModelLen()) > positions:
+		d.findings.report(field, problem.OutOfRange, fmt.Sprintf("the reward model is too short: %s, but `engine.max_model_len` is %d", why, d.config.GetEngine().GetMaxModelLen()),
 			fmt.Sprintf("write `max_model_len = %d` in [engine]", positions))
 	}
-	if d.Problems.Len() > before {
+	if d.findings.problems.Len() > before {
 		return
 	}
-	d.pin(planv1.InputRole_INPUT_ROLE_REWARD, scorer, folder, path)
+	d.files.pin(planv1.InputRole_INPUT_ROLE_REWARD, scorer, folder, path)
 }
 
 // calls has one call of each reward on the first rows: one sample with the reference answer, one
 // with an empty completion. Held-out rows may have other keys, so the first of them is scored too.
-func (d *rewardCheck) calls() []*dryCall {
-	if d.data.first == nil || len(d.data.first.First) == 0 {
+func (d *rewardCheck) calls(rows scoredRows, trained *input.Model) []*dryCall {
+	if rows.first == nil || len(rows.first.First) == 0 {
 		return nil
 	}
 	var calls []*dryCall
-	for _, part := range reward.Parts(d.Config) {
-		if !d.Readable(part.Field) || part.Model != nil {
+	for _, part := range reward.Parts(d.config) {
+		if !d.findings.Readable(part.Field) || part.Model != nil {
 			continue
 		}
-		request := &probe.Reward{Expression: part.Expression, Plugin: part.Plugin, BaseDir: d.baseDir, TimeoutSeconds: part.Timeout}
+		request := &probe.Reward{Expression: part.Expression, Plugin: part.Plugin, BaseDir: d.files.baseDir, TimeoutSeconds: part.Timeout}
 		field := part.Field + ".expression"
 		if part.Expression == "" {
 			field = part.Field + ".plugin"
 			file, _, _ := strings.Cut(part.Plugin, ".py:")
-			if info, err := os.Stat(d.resolve(file + ".py")); part.Plugin == "" || err != nil || info.IsDir() {
+			if info, err := os.Stat(d.files.resolve(file + ".py")); part.Plugin == "" || err != nil || info.IsDir() {
 				continue // reported already
 			}
 		} else {
-			for _, data := range d.data.scoredData() {
+			for _, data := range rows.all {
 				request.Files = append(request.Files, probe.Rows{Path: data.File, Name: data.Path})
 			}
 		}
-		for i, row := range d.data.first.First {
+		for i, row := range rows.first.First {
 			sample := probe.Sample{Prompt: row.Prompt, Row: row.JSON}
 			if i == 0 {
-				sample.Completion = d.data.first.Reference(row)
+				sample.Completion = rows.first.Reference(row)
 			}
 			request.Samples = append(request.Samples, sample)
 		}
-		if d.data.eval != nil && d.data.eval != d.data.first && len(d.data.eval.First) > 0 && d.Config.GetEval().GetEverySteps() > 0 {
-			row := d.data.eval.First[0]
-			request.HeldOut = []probe.Sample{{Prompt: row.Prompt, Completion: d.data.eval.Reference(row), Row: row.JSON}}
+		if rows.eval != nil && rows.eval != rows.first && len(rows.eval.First) > 0 {
+			row := rows.eval.First[0]
+			request.HeldOut = []probe.Sample{{Prompt: row.Prompt, Completion: rows.eval.Reference(row), Row: row.JSON}}
 		}
-		if d.model.model != nil {
-			request.Model = d.resolve(d.Config.GetModel().GetPath())
+		if trained != nil {
+			request.Model = d.files.resolve(d.config.GetModel().GetPath())
 		}
 		calls = append(calls, &dryCall{part: part, field: field, request: request})
 	}
@@ -127,10 +129,10 @@ func (d *rewardCheck) answer(call *dryCall, pythonWorks bool) {
 	var python *probe.Error
 	switch {
 	case errors.As(call.err, &python):
-		d.Problems.Add(d.pythonProblem(python, call.field))
+		d.findings.problems.Add(d.files.pythonProblem(python, call.field))
 		return
 	case call.err != nil && pythonWorks: // then the reward ended the process
-		d.report(call.field, "REWARD_RAISED", fmt.Sprintf("`%s` ended its process: %v", call.part.Plugin+call.part.Expression, call.err), "call it in Python to see the reason")
+		d.findings.report(call.field, "REWARD_RAISED", fmt.Sprintf("`%s` ended its process: %v", call.part.Plugin+call.part.Expression, call.err), "call it in Python to see the reason")
 		return
 	case call.err != nil || call.answer.Reward == nil:
 		return // reported already
@@ -140,17 +142,17 @@ func (d *rewardCheck) answer(call *dryCall, pythonWorks bool) {
 			d.expressionProblem(e, call.field)
 			return
 		}
-		d.Problems.Add(d.pythonProblem(e, call.field))
+		d.findings.problems.Add(d.files.pythonProblem(e, call.field))
 		return
 	}
-	if call.answer.Reward.Parts && !algorithm.Traits(d.Config).GetTokenRewards() {
-		d.report(call.field, problem.Conflict, fmt.Sprintf("`%s` rewards parts of a completion, which %s does not support", call.part.Plugin, algorithm.Title(d.Config)),
+	if call.answer.Reward.Parts && !algorithm.Traits(d.config).GetTokenRewards() {
+		d.findings.report(call.field, problem.Conflict, fmt.Sprintf("`%s` rewards parts of a completion, which %s does not support", call.part.Plugin, algorithm.Title(d.config)),
 			"use [algorithm.ppo], [algorithm.reinforce_pp], or [algorithm.grpo], or return one number per sample")
 		return
 	}
 	for _, file := range call.answer.Reward.Files {
-		d.inputs = append(d.inputs, &planv1.Input{
-			Role: planv1.InputRole_INPUT_ROLE_REWARD, Path: input.Relative(d.baseDir, file, call.part.Plugin),
+		d.files.add(&planv1.Input{
+			Role: planv1.InputRole_INPUT_ROLE_REWARD, Path: input.Relative(d.files.baseDir, file, call.part.Plugin),
 		})
 	}
 }
@@ -159,7 +161,7 @@ func (d *rewardCheck) answer(call *dryCall, pythonWorks bool) {
 // equal rewards there is no gradient. It says nothing if a part was not called, or if there is no
 // reference answer.
 func (d *rewardCheck) constant(calls []*dryCall) {
-	if len(calls) == 0 || len(calls) < len(reward.Parts(d.Config)) || !algorithm.Traits(d.Config).GetNeedsReward() {
+	if len(calls) == 0 || len(calls) < len(reward.Parts(d.config)) || !algorithm.Traits(d.config).GetNeedsReward() {
 		return
 	}
 	samples := calls[0].request.Samples
@@ -180,14 +182,14 @@ func (d *rewardCheck) constant(calls []*dryCall) {
 	if len(calls) == 1 {
 		all = fmt.Sprintf("the reward is %.4g for all %d samples of the dry call", calls[0].answer.Reward.Scores[0].Reward, len(samples))
 	}
-	d.warnings.At(d.Place(calls[0].field), problem.ConstantReward, calls[0].field,
+	d.findings.warn(calls[0].field, problem.ConstantReward,
 		fmt.Sprintf("%s: for the reference answer %q of the first row, and for empty completions", all, samples[0].Completion),
 		"check that a right answer gets more than a wrong one: with equal rewards a group has no gradient")
 }
 
 // expressionProblem places an error at its column in the expression.
 func (d *rewardCheck) expressionProblem(e *probe.Error, field string) {
-	d.Problems.At(inText(d.Place(field), e.Line, e.Column), e.Reason, field, e.Message, e.Fix)
+	d.findings.problems.At(inText(d.findings.Place(field), e.Line, e.Column), e.Reason, field, e.Message, e.Fix)
 }
 
 // inText narrows the span of a string to a line and column of the string, from 1, in characters. A

@@ -14,14 +14,14 @@ import (
 // mostSteps is the range of `train.steps`.
 const mostSteps = 100_000_000
 
-// sizeCheck computes the steps of a run.
-type sizeCheck struct {
+// trainCheck checks the number of steps and the learning rate.
+type trainCheck struct {
 	train    *configv1.TrainConfig
 	findings findings
 }
 
 // resolve sets the steps of a run that is sized in passes over its rows of training data.
-func (d *sizeCheck) resolve(rows uint64) {
+func (d *trainCheck) resolve(rows uint64) {
 	train := d.train
 	if train.GetEpochs() == 0 || rows == 0 || train.GetGroupsPerStep() == 0 {
 		return
@@ -48,4 +48,27 @@ func stepsOf(epochs float64, rows uint64, groupsPerStep uint32) float64 {
 // epochsOf are the passes over the rows that the steps of a run make. Dynamic sampling makes more.
 func epochsOf(train *configv1.TrainConfig, rows uint64) float64 {
 	return float64(train.GetSteps()) * float64(train.GetGroupsPerStep()) / float64(rows)
+}
+
+// Learning rates of Adam outside of these bounds are almost always mistakes: pretraining uses up to
+// 6e-3 (arXiv 2203.15556), adapters up to 2e-3 (arXiv 2106.09685), and RL on language models 1e-7
+// to 1e-5.
+const (
+	leastRate = 1e-9
+	mostRate  = 1e-2
+)
+
+// learningRate warns of a learning rate far outside of the usual range.
+func (d *trainCheck) learningRate() {
+	const field = "train.learning_rate"
+	rate := d.train.GetLearningRate()
+	if !d.findings.Readable(field) || rate == 0 || rate > leastRate && rate < mostRate {
+		return
+	}
+	effect, usual := "the first updates will destroy the model", "1e-6 for RL, 1e-5 for SFT, 1e-4 with [lora]"
+	if rate <= leastRate {
+		effect = "the model will hardly change"
+	}
+	d.findings.warn(field, problem.UnusualValue,
+		fmt.Sprintf("`%s` = %g is far outside of the usual range of AdamW: %s", field, rate, effect), "start from the usual: "+usual)
 }

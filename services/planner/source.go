@@ -41,9 +41,13 @@ type fetched struct{ folder, revision string }
 // sourceCheck gets what is not a file of the user in the form that a run reads: rows of other formats,
 // of the hub, and of mixtures, and models of the hub.
 type sourceCheck struct {
-	*draft
-	prober *probe.Prober
-	pinned []*planv1.Input // of an older plan, whose commits of the hub are used again
+	config   *configv1.RunConfig
+	findings findings
+	files    *files
+	prober   *probe.Prober
+	pinned   []*planv1.Input // of an older plan, whose commits of the hub are used again
+
+	prepared map[string]preparedRows // by the key of the data
 }
 
 // fetch prepares rows and downloads models. It reports what Python refuses.
@@ -60,17 +64,17 @@ func (d *sourceCheck) fetch(ctx context.Context) error {
 		if len(sources) == 0 {
 			continue
 		}
-		output, err := d.newRows()
+		output, err := d.files.newRows()
 		if err != nil {
 			return err
 		}
 		fields = append(fields, field)
 		request.Data = append(request.Data, probe.Data{
-			BaseDir: d.baseDir, Output: output, Seed: d.Config.GetSeed(), Until: d.Config.GetData().GetMixUntil(), Sources: sources,
+			BaseDir: d.files.baseDir, Output: output, Seed: d.config.GetSeed(), Until: d.config.GetData().GetMixUntil(), Sources: sources,
 		})
 	}
 	for field, path := range d.modelPaths() {
-		if d.onHub(path) && d.Readable(field) {
+		if d.files.onHub(path) && d.findings.Readable(field) {
 			models = append(models, field)
 		}
 	}
@@ -87,7 +91,7 @@ func (d *sourceCheck) fetch(ctx context.Context) error {
 		return ctx.Err()
 	}
 	if err != nil || len(answer.Data) != len(fields) || len(answer.Models) != len(models) {
-		d.Problems.Add(probeProblem(cmpErr(err)))
+		d.findings.problems.Add(probeProblem(cmpErr(err)))
 		return nil
 	}
 	for i, field := range fields {
@@ -113,7 +117,7 @@ func cmpErr(err error) error {
 // sources are those of the rows of a key; none if the run reads the file of the user, or if it is
 // absent.
 func (d *sourceCheck) sources(field string) []probe.Source {
-	data := d.Config.GetData()
+	data := d.config.GetData()
 	if field == "data.train" && len(data.GetTrainMix()) > 0 {
 		var out []probe.Source
 		for _, name := range slices.Sorted(maps.Keys(data.GetTrainMix())) {
@@ -122,7 +126,7 @@ func (d *sourceCheck) sources(field string) []probe.Source {
 			source.Name, source.Weight, source.Rename = name, mix.Weight, renames(data, mix)
 			out = append(out, source)
 		}
-		if !d.Readable(mixed) {
+		if !d.findings.Readable(mixed) {
 			return nil
 		}
 		return out
@@ -137,14 +141,14 @@ func (d *sourceCheck) sources(field string) []probe.Source {
 			subset = data.GetEvalSubset()
 		}
 	}
-	if !d.converted(path) || !d.Readable(field) {
+	if !d.files.converted(path) || !d.findings.Readable(field) {
 		return nil
 	}
 	return []probe.Source{d.source(path, subset, split)}
 }
 
 func (d *sourceCheck) source(path, subset, split string) probe.Source {
-	data := d.Config.GetData()
+	data := d.config.GetData()
 	source := probe.Source{Path: path, Subset: subset, Split: split}
 	for _, in := range d.pinned {
 		for _, old := range in.GetSources() {
@@ -153,7 +157,7 @@ func (d *sourceCheck) source(path, subset, split string) probe.Source {
 			}
 		}
 	}
-	if algorithm.Name(d.Config) == "kto" {
+	if algorithm.Name(d.config) == "kto" {
 		source.Booleans = []string{data.GetLabelField()}
 	}
 	if data.GetMarginField() != "" {
@@ -182,13 +186,13 @@ func renames(data *configv1.DataConfig, mix *configv1.DataSourceConfig) map[stri
 var converted = []string{".parquet", ".csv", ".tsv", ".arrow", ".feather", ".gz"}
 
 // converted reports whether a path names rows that are not one JSON Lines file.
-func (d *draft) converted(path string) bool {
+func (f *files) converted(path string) bool {
 	if path == "" {
 		return false
 	}
-	info, err := os.Stat(input.Resolve(d.baseDir, path))
+	info, err := os.Stat(input.Resolve(f.baseDir, path))
 	if err != nil {
-		return strings.ContainsAny(path, "*?[") || d.onHub(path)
+		return strings.ContainsAny(path, "*?[") || f.onHub(path)
 	}
 	return info.IsDir() || slices.Contains(converted, filepath.Ext(path))
 }
@@ -198,13 +202,13 @@ var hubName = regexp.MustCompile(`^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-
 
 // onHub reports whether a path is a name on the hub: it has that form, does not exist, and is not a
 // path into an existing folder or to a data file.
-func (d *draft) onHub(path string) bool {
+func (f *files) onHub(path string) bool {
 	owner, _, _ := strings.Cut(path, "/")
 	ending := filepath.Ext(repository(path))
 	if !hubName.MatchString(path) || slices.Contains(converted, ending) || slices.Contains([]string{".jsonl", ".json", ".ndjson", ".txt"}, ending) {
 		return false
 	}
-	_, err := os.Stat(input.Resolve(d.baseDir, owner))
+	_, err := os.Stat(input.Resolve(f.baseDir, owner))
 	return errors.Is(err, fs.ErrNotExist)
 }
 
@@ -215,8 +219,8 @@ func repository(path string) string {
 }
 
 // newRows makes an empty file in the folder of inputs, and removes old rows there.
-func (d *draft) newRows() (string, error) {
-	folder := filepath.Dir(d.made.Rows(""))
+func (f *files) newRows() (string, error) {
+	folder := filepath.Dir(f.made.Rows(""))
 	if err := os.MkdirAll(folder, 0o755); err != nil {
 		return "", err
 	}
@@ -229,22 +233,22 @@ func (d *draft) newRows() (string, error) {
 			_ = os.Remove(filepath.Join(folder, entry.Name()))
 		}
 	}
-	f, err := os.CreateTemp(folder, "new-*.tmp")
+	rows, err := os.CreateTemp(folder, "new-*.tmp")
 	if err != nil {
 		return "", err
 	}
-	return f.Name(), f.Close()
+	return rows.Name(), rows.Close()
 }
 
 // keepRows gives a new file its name in the folder of inputs.
-func (d *draft) keepRows(file string) (digest string, size int64, err error) {
+func (f *files) keepRows(file string) (digest string, size int64, err error) {
 	if digest, size, err = input.DigestFile(file); err != nil {
 		return "", 0, err
 	}
 	if err := os.Chmod(file, 0o444); err != nil {
 		return "", 0, err
 	}
-	return digest, size, os.Rename(file, d.made.Rows(digest))
+	return digest, size, os.Rename(file, f.made.Rows(digest))
 }
 
 func (d *sourceCheck) rowsAnswer(field, output string, answer probe.DataAnswer) error {
@@ -252,14 +256,14 @@ func (d *sourceCheck) rowsAnswer(field, output string, answer probe.DataAnswer) 
 		if answer.Source != "" {
 			field = mixed + "." + answer.Source + ".path"
 		}
-		d.Problems.Add(d.pythonProblem(answer.Error, field))
+		d.findings.problems.Add(d.files.pythonProblem(answer.Error, field))
 		return nil
 	}
-	digest, _, err := d.keepRows(output)
+	digest, _, err := d.files.keepRows(output)
 	if err != nil {
 		return err
 	}
-	rows := preparedRows{file: d.made.Rows(digest)}
+	rows := preparedRows{file: d.files.made.Rows(digest)}
 	for _, from := range answer.Sources {
 		source := &planv1.Source{
 			Name: from.Name, Path: filepath.ToSlash(from.Path), Revision: from.Revision, Subset: from.Subset, Split: from.Split,
@@ -271,7 +275,7 @@ func (d *sourceCheck) rowsAnswer(field, output string, answer probe.DataAnswer) 
 				return err
 			}
 			source.Files = append(source.Files, &planv1.SourceFile{
-				Path: input.Relative(d.baseDir, file, from.Path), Digest: digest, Bytes: uint64(size),
+				Path: input.Relative(d.files.baseDir, file, from.Path), Digest: digest, Bytes: uint64(size),
 			})
 		}
 		rows.sources = append(rows.sources, source)
@@ -283,10 +287,10 @@ func (d *sourceCheck) rowsAnswer(field, output string, answer probe.DataAnswer) 
 // modelPaths are the folders of models in the configuration, by their keys.
 func (d *sourceCheck) modelPaths() map[string]string {
 	out := map[string]string{
-		"model.path":                     d.Config.GetModel().GetPath(),
-		"algorithm.distillation.teacher": d.Config.GetAlgorithm().GetDistillation().GetTeacher(),
+		"model.path":                     d.config.GetModel().GetPath(),
+		"algorithm.distillation.teacher": d.config.GetAlgorithm().GetDistillation().GetTeacher(),
 	}
-	for _, part := range reward.Parts(d.Config) {
+	for _, part := range reward.Parts(d.config) {
 		if part.Model != nil {
 			out[part.Field+".model.path"] = part.Model.GetPath()
 		}
@@ -307,11 +311,11 @@ func (d *sourceCheck) pinnedModel(path string) string {
 // modelAnswer links the folder of a model in the cache of Hugging Face into the folder of inputs.
 func (d *sourceCheck) modelAnswer(field, path string, answer probe.ModelAnswer) error {
 	if answer.Error != nil {
-		d.Problems.Add(d.pythonProblem(answer.Error, field))
-		d.models[path] = fetched{}
+		d.findings.problems.Add(d.files.pythonProblem(answer.Error, field))
+		d.files.models[path] = fetched{}
 		return nil
 	}
-	link := d.made.Model(path, answer.Revision)
+	link := d.files.made.Model(path, answer.Revision)
 	if err := os.MkdirAll(filepath.Dir(link), 0o755); err != nil {
 		return err
 	}
@@ -321,6 +325,6 @@ func (d *sourceCheck) modelAnswer(field, path string, answer probe.ModelAnswer) 
 	if err := os.Symlink(answer.Folder, link); err != nil && !errors.Is(err, fs.ErrExist) {
 		return err
 	}
-	d.models[path] = fetched{folder: link, revision: answer.Revision}
+	d.files.models[path] = fetched{folder: link, revision: answer.Revision}
 	return nil
 }

@@ -233,7 +233,7 @@ func TestPathsAreNotLookedUpOnTheHub(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
 	write(t, dir, map[string]string{"data/x": ""})
-	d := &draft{baseDir: dir}
+	d := &files{baseDir: dir}
 	for path, want := range map[string]bool{
 		"openai/gsm8k": true, "openai/gsm8k@" + commit: true, "data/gsm8k": false, "other/train.jsonl": false, "other/a.parquet": false,
 		"../org/name": false, "name": false, "a/b/c": false,
