@@ -111,7 +111,8 @@ func (d *dataCheck) drop(data *input.Dataset, rows []uint64) error {
 	return nil
 }
 
-// duplicates warns of prompts, or whole rows if they are trained on, that a dataset has several times.
+// duplicates warns of prompts, or whole rows if they are trained on, that a dataset has several
+// times.
 func (d *dataCheck) duplicates(data *input.Dataset) {
 	count, row, first := data.Duplicates()
 	if count == 0 || data.Repeats {

@@ -157,8 +157,8 @@ func (d *rewardCheck) answer(call *dryCall, pythonWorks bool) {
 	}
 }
 
-// constant warns of a reward that does not tell the reference answer from an empty completion: with
-// equal rewards there is no gradient. It says nothing if a part was not called, or if there is no
+// constant warns of a reward that scores the reference answer and an empty completion alike: equal
+// rewards have a gradient of 0. It reports nothing if a part was not called, or if there is no
 // reference answer.
 func (d *rewardCheck) constant(calls []*dryCall) {
 	if len(calls) == 0 || len(calls) < len(reward.Parts(d.config)) || !algorithm.Traits(d.config).GetNeedsReward() {

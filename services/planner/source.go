@@ -38,8 +38,8 @@ type preparedRows struct {
 // fetched is a model of the hub.
 type fetched struct{ folder, revision string }
 
-// sourceCheck gets what is not a file of the user in the form that a run reads: rows of other formats,
-// of the hub, and of mixtures, and models of the hub.
+// sourceCheck gets what is not a file of the user in the form that a run reads: rows of other
+// formats, of the hub, and of mixtures, and models of the hub.
 type sourceCheck struct {
 	config   *configv1.RunConfig
 	findings findings

@@ -228,7 +228,7 @@ func TestAModelOfTheHub(t *testing.T) {
 	}
 }
 
-// The paths that are no names on the hub.
+// Only names on the hub are looked up there.
 func TestPathsAreNotLookedUpOnTheHub(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()

@@ -55,7 +55,7 @@ var foreignSections = sync.OnceValue(func() map[string]map[string]translation {
 // foreignKey is what a key of another trainer is called here.
 type foreignKey struct {
 	trainer string
-	target  string // path of the key or table here; "": there is none
+	target  string // path of the key or table here; "" without one
 	note    string // the suggestion, if the value translates
 }
 
