@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-// TestCerts runs the commands one after another on one folder, a renewal twenty-five days later.
+// TestCerts runs the commands in order on one folder, and renews 25 days later.
 func TestCerts(t *testing.T) {
 	t.Parallel()
 	home := t.TempDir()
@@ -59,7 +59,7 @@ func TestCerts(t *testing.T) {
 	golden(t, "testdata/certs.text", squeeze(text))
 }
 
-// squeeze takes the padding of tables out, whose width depends on this machine's name.
+// squeeze removes the padding of tables: its width depends on the name of this machine.
 func squeeze(text string) string {
 	var out []string
 	for line := range strings.SplitSeq(text, "\n") {

@@ -87,7 +87,7 @@ type commandCase struct {
 	asked string // expected calls of the control plane
 }
 
-// runCases runs each as text and as JSON.
+// runCases runs each case with both output formats.
 func runCases(t *testing.T, cases map[string]commandCase) {
 	t.Helper()
 	for name, c := range cases {
@@ -159,7 +159,7 @@ func TestLogFilters(t *testing.T) {
 	}
 }
 
-func TestLogsAreInTheOrderOfTime(t *testing.T) {
+func TestLogsAreSortedByTime(t *testing.T) {
 	t.Parallel()
 	late := func(n uint64, after time.Duration) *eventv1.Event {
 		return &eventv1.Event{Sequence: n, Kind: "log", Service: "buffer", Level: eventv1.Level_LEVEL_INFO, Message: fmt.Sprintf("at %s", after),
@@ -174,7 +174,7 @@ func TestLogsAreInTheOrderOfTime(t *testing.T) {
 
 // Commands that change nothing start no daemon and write no file; their error names the state
 // folder.
-func TestLooksStartNoDaemon(t *testing.T) {
+func TestReadingCommandsStartNoDaemon(t *testing.T) {
 	t.Parallel()
 	for _, args := range []string{"status", "runs list", "runs show x", "logs tail x", "snapshot list", "snapshot show snap-0", "chat hi"} {
 		state := filepath.Join(t.TempDir(), "state")

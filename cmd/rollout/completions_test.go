@@ -30,7 +30,7 @@ func TestCompletions(t *testing.T) {
 	}
 }
 
-// Where no daemon runs, what is stored is read from the state folder, and none is started.
+// Without a running daemon both commands read the state folder and start none.
 func TestReportAndCompletionsReadAStateFolder(t *testing.T) {
 	t.Parallel()
 	state := t.TempDir()

@@ -27,7 +27,7 @@ func TestDoctor(t *testing.T) {
 			if strings.Contains(got, "hunter2") {
 				t.Errorf("it tells a secret:\n%s", got)
 			}
-			// Whether this machine's disk has room is not what is tested.
+			// This test does not depend on the free space of the disk.
 			got = regexp.MustCompile(`(?m)^.* state +disk .*\n( +fix: .*\n)?`).ReplaceAllString(strings.ReplaceAll(got, dir, "DIR"), "")
 			got = regexp.MustCompile(`(?m)^\d+ ok, \d+ warnings`).ReplaceAllString(got, "N ok, N warnings")
 			golden(t, filepath.Join("testdata/doctor", name+".text"), got)

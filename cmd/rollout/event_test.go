@@ -26,7 +26,7 @@ func TestUnknownFiltersAreRefused(t *testing.T) {
 }
 
 // A repeated warning is printed again with its count, sorted by time.
-func TestEventsStandInTheOrderOfTime(t *testing.T) {
+func TestEventsAreSortedByTime(t *testing.T) {
 	t.Parallel()
 	begin := story()[0].GetTime().AsTime()
 	var history []*eventv1.Event

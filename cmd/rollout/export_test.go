@@ -9,7 +9,7 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
-// worker is a command that keeps what it was given and answers.
+// worker is a command that copies its spec to kept, prints an answer, and exits with a code.
 func worker(t *testing.T, answer string, code string) (command, kept string) {
 	t.Helper()
 	dir := t.TempDir()

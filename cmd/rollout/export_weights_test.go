@@ -88,7 +88,7 @@ func TestExportWeightsOfAStateFolder(t *testing.T) {
 	}
 }
 
-// A file that is not what was stored is never exported.
+// A damaged file is never exported.
 func TestExportWeightsRefusesADamagedFile(t *testing.T) {
 	t.Parallel()
 	state, out := stored(t), filepath.Join(t.TempDir(), "weights")

@@ -433,7 +433,7 @@ func (f fakeGateway) Complete(r *gatewayv1.CompleteRequest, stream grpc.ServerSt
 	return nil
 }
 
-// keptStory is a run that kept completions of two steps; the first was committed twice.
+// keptStory is the story of a run with the completions of two steps; the first was committed twice.
 func keptStory() []*eventv1.Event {
 	events := story()
 	for i, k := range []struct {
@@ -464,7 +464,7 @@ func collapse() *eventv1.Event {
 	}
 }
 
-// story is what happens in a run of three steps.
+// story has the events of a run of three steps.
 func story() []*eventv1.Event {
 	step := func(n uint64, seconds, reward float64) *eventv1.Event {
 		return &eventv1.Event{

@@ -8,8 +8,8 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
-// TestChangedInputs: a run and a snapshot whose inputs changed name the way on, and that way makes
-// a new run.
+// The error about changed inputs of a run or a snapshot names a command, and that command starts a
+// new run.
 func TestChangedInputs(t *testing.T) {
 	t.Parallel()
 	failed, done := &fake{state: runv1.RunState_RUN_STATE_FAILED}, &fake{state: runv1.RunState_RUN_STATE_SUCCEEDED}

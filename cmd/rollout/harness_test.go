@@ -78,7 +78,7 @@ type call struct {
 	typed      bool // by a person at a terminal
 }
 
-// result is what came of it.
+// result is the output and exit code of a call.
 type result struct {
 	stdout, stderr string
 	code           int
@@ -107,7 +107,7 @@ func (c call) run(t *testing.T, args ...string) result {
 	return result{stdout.String(), stderr.String(), code}
 }
 
-// text is the whole of a result, as golden files hold it.
+// text is a result in the form of the golden files.
 func (r result) text() string {
 	text := r.stdout
 	if r.stderr != "" {

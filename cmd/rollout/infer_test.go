@@ -35,7 +35,7 @@ func batchFolder(t *testing.T) string {
 	return dir
 }
 
-func TestInferBatchAsksForWhatTheFlagsSay(t *testing.T) {
+func TestInferBatchPassesFlagsToTheWorker(t *testing.T) {
 	t.Parallel()
 	dir := batchFolder(t)
 	answering, kept := worker(t, "a library prints\n"+batchEnd, "0")
@@ -73,9 +73,9 @@ func TestInferBatchAsksForWhatTheFlagsSay(t *testing.T) {
 	}
 }
 
-// A command that was killed could not remove its folder, which may hold the weights of a snapshot:
-// the next one does.
-func TestInferBatchRemovesWhatAKilledCommandLeft(t *testing.T) {
+// The folder of a killed command, which may contain the weights of a snapshot, is removed by the
+// next command.
+func TestInferBatchRemovesTheFolderOfAKilledCommand(t *testing.T) {
 	t.Parallel()
 	dir := batchFolder(t)
 	killed := filepath.Join(dir, ".infer-123")
@@ -92,7 +92,7 @@ func TestInferBatchRemovesWhatAKilledCommandLeft(t *testing.T) {
 	}
 }
 
-// The language-model head of a reward model is not trained.
+// A reward model has no trained language-model head, so it cannot generate.
 func TestInferBatchRefusesAModelThatScores(t *testing.T) {
 	t.Parallel()
 	dir := batchFolder(t)

@@ -10,8 +10,8 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/cli"
 )
 
-// TestKeys runs the commands one after another on one folder, a day apart. A key is nowhere but in
-// what `create` prints.
+// TestKeys runs the commands in order on one folder, a day apart. Only `create` prints a key, and
+// no file contains it.
 func TestKeys(t *testing.T) {
 	t.Parallel()
 	for _, format := range []string{cli.FormatText, cli.FormatJSON} {

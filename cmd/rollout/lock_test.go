@@ -39,8 +39,8 @@ func replace(t *testing.T, data []byte, before, after string) []byte {
 	return bytes.Replace(data, []byte(before), []byte(after), 1)
 }
 
-// TestPlanProblems holds what `run --plan` prints about plans that are damaged or whose inputs
-// changed against golden files.
+// TestPlanProblems compares the output of `run --plan` for damaged plans, and for plans whose
+// inputs changed, with golden files.
 func TestPlanProblems(t *testing.T) {
 	t.Parallel()
 	plane := realPlanner(t)
@@ -101,8 +101,8 @@ func TestPlanProblems(t *testing.T) {
 	}
 }
 
-// TestPlanIsCanonical plans twice, from two folders: the bytes are the same, sorted, and end with
-// one newline.
+// TestPlanIsCanonical plans twice, from two folders: both plans have the same bytes, are sorted,
+// and end with one newline.
 func TestPlanIsCanonical(t *testing.T) {
 	t.Parallel()
 	plane := realPlanner(t)
@@ -130,7 +130,7 @@ func TestPlanIsCanonical(t *testing.T) {
 	}
 }
 
-// TestPlanOK holds what a plan without problems prints against a golden file.
+// TestPlanOK compares the output for a plan without problems with golden files.
 func TestPlanOK(t *testing.T) {
 	t.Parallel()
 	dir := project(t)

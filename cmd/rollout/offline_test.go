@@ -37,9 +37,9 @@ func left(t *testing.T) (state string) {
 	return state
 }
 
-// Commands that look around read the state folder where no control plane runs; what a dead one left
-// active is interrupted.
-func TestStateFolderIsBrowsed(t *testing.T) {
+// Without a control plane, reading commands use the state folder. Runs that were active when it
+// died are shown as interrupted.
+func TestStateFolderIsRead(t *testing.T) {
 	t.Parallel()
 	state := left(t)
 	for _, c := range []struct {
@@ -72,9 +72,9 @@ func TestStateFolderIsBrowsed(t *testing.T) {
 	}
 }
 
-// The ledger of a control plane that was killed knows steps that the record lacks: all commands
-// show those, and the same state.
-func TestStateFolderShowsWhatTheLedgerHas(t *testing.T) {
+// The ledger of a killed control plane can be ahead of the record of the run: all commands show the
+// steps of the ledger.
+func TestStateFolderShowsTheStepsOfTheLedger(t *testing.T) {
 	t.Parallel()
 	state := left(t)
 	weights := filepath.Join(state, "runs", runID, "weights", "v000003")
@@ -109,8 +109,8 @@ func TestStateFolderShowsWhatTheLedgerHas(t *testing.T) {
 	}
 }
 
-// A state folder of another user, or on a read-only mount, is read as it is.
-func TestStateFolderThatMayOnlyBeRead(t *testing.T) {
+// A state folder that this user may only read can be read.
+func TestReadOnlyStateFolderIsRead(t *testing.T) {
 	t.Parallel()
 	if os.Getuid() == 0 {
 		t.Skip("root may write everywhere")

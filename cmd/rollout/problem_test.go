@@ -27,7 +27,7 @@ func python(t *testing.T) string {
 	return path
 }
 
-// realPlanner is a plane whose planner is the real one.
+// realPlanner is a plane with the planner of production.
 func realPlanner(t *testing.T) *plane {
 	t.Helper()
 	source, err := filepath.Abs("../../python")
@@ -73,8 +73,8 @@ func read(t *testing.T, path string) string {
 	return string(data)
 }
 
-// overlay lays a case over the project: files replace files; each line `old => new` of the file
-// `edit` is replaced in run.toml; each line of the file `remove` names a file to be taken away.
+// overlay applies a case to the project: its files replace files; each line `old => new` of the
+// file `edit` is a replacement in run.toml; each line of the file `remove` names a file to delete.
 func overlay(t *testing.T, dir, fixture string) {
 	t.Helper()
 	if err := filepath.WalkDir(fixture, func(path string, entry os.DirEntry, err error) error {
@@ -109,7 +109,7 @@ func overlay(t *testing.T, dir, fixture string) {
 	}
 }
 
-// anonymous takes out of a text what differs between machines.
+// anonymous replaces the parts of a text that differ between machines.
 func anonymous(text, dir string) string {
 	text = strings.ReplaceAll(text, dir+"/", "")
 	text = strings.ReplaceAll(text, dir, "$DIR")
@@ -119,9 +119,9 @@ func anonymous(text, dir string) string {
 	return text
 }
 
-// TestProblems holds what is printed about each broken configuration, dataset, reward and model
-// against a golden file. Cases that begin with `config` are validated only; the others are planned,
-// which loads them.
+// TestProblems compares the output for each broken configuration, dataset, reward, and model with a
+// golden file. Cases that begin with `config` are validated only; the others are planned, which
+// loads their inputs.
 func TestProblems(t *testing.T) {
 	t.Parallel()
 	cases, err := filepath.Glob("testdata/problem/[a-z]*")

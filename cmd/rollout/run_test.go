@@ -13,7 +13,7 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
-// watched is a plane with a run that goes through its story.
+// watched is a fake whose run goes through its story while it is watched.
 func watched(t *testing.T) *fake {
 	t.Helper()
 	f := &fake{directory: t.TempDir(), events: story()}
@@ -22,7 +22,7 @@ func watched(t *testing.T) *fake {
 	return f
 }
 
-func TestRunFollowsToTheEnd(t *testing.T) {
+func TestRunIsWatchedToTheEnd(t *testing.T) {
 	t.Parallel()
 	for _, format := range []string{cli.FormatText, cli.FormatJSON} {
 		t.Run(format, func(t *testing.T) {
@@ -45,8 +45,8 @@ func TestRunFollowsToTheEnd(t *testing.T) {
 	}
 }
 
-// sortStatus puts the lines of JSON of both streams, which are in no order to each other, into one:
-// status first.
+// sortStatus puts the status lines first: statuses and events are two streams, whose lines can
+// arrive in any order.
 func sortStatus(text string) string {
 	var status, other []string
 	for line := range strings.Lines(text) {
@@ -73,7 +73,7 @@ func TestRunOfAPlanIsVerifiedFirst(t *testing.T) {
 	}
 }
 
-func TestResumeShowsWhatWasBefore(t *testing.T) {
+func TestResumeComparesWithEarlierEvaluations(t *testing.T) {
 	t.Parallel()
 	f := watched(t)
 	f.history, f.events = f.events[:4], f.events[4:]
@@ -149,7 +149,7 @@ func TestInterrupts(t *testing.T) {
 	}
 }
 
-func TestThirdInterruptLeaves(t *testing.T) {
+func TestThirdInterruptDetaches(t *testing.T) {
 	t.Parallel()
 	f := watched(t)
 	f.events, f.statuses, f.finish = nil, f.statuses[:1], make(chan runv1.RunState)
@@ -163,7 +163,7 @@ func TestThirdInterruptLeaves(t *testing.T) {
 	}
 }
 
-func TestServerThatGoesAway(t *testing.T) {
+func TestLostServerIsReported(t *testing.T) {
 	t.Parallel()
 	f := watched(t)
 	f.events, f.statuses, f.finish = nil, f.statuses[:1], make(chan runv1.RunState)

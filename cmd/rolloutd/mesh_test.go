@@ -23,7 +23,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/sqldb/sqldbtest"
 )
 
-// asDaemon turns the test binary into rolloutd.
+// asDaemon is the variable that makes the test binary run as rolloutd.
 const asDaemon = "ROLLOUT_TEST_AS_DAEMON"
 
 func TestMain(m *testing.M) {
@@ -82,7 +82,7 @@ func start(t *testing.T, state string, args ...string) *daemon {
 	return d
 }
 
-// runtime waits for the runtime file of this very process.
+// runtime waits for the runtime file of this process.
 func (d *daemon) runtime() config.Runtime {
 	d.t.Helper()
 	var r config.Runtime
@@ -119,7 +119,7 @@ func (d *daemon) signal(s os.Signal) {
 	}
 }
 
-// wait gives the exit code.
+// wait returns the exit code.
 func (d *daemon) wait() int {
 	d.t.Helper()
 	select {
@@ -189,10 +189,10 @@ func postgresShape(t *testing.T) shape {
 	return out
 }
 
-// sevenShape starts everything at once: a process that joins waits for the one that it joins.
+// sevenShape starts all processes at once: each one waits for the process that it joins.
 func sevenShape(t *testing.T) shape { return seven(t) }
 
-// mutualShape is sevenShape with TLS of both sides between all of them.
+// mutualShape is sevenShape with mutual TLS between all processes.
 func mutualShape(t *testing.T) shape {
 	t.Helper()
 	ca := servertest.NewCA(t)

@@ -112,8 +112,8 @@ func (r *replicas) logs() string {
 	return b.String()
 }
 
-// leader is the process that leads the buffer: of the registered ones that of the highest epoch,
-// for a dead one's stays for a while.
+// leader is the process that leads the buffer: the registered one with the highest epoch, because
+// the registration of a dead process stays for a while.
 func (r *replicas) leader() (found *daemon) {
 	r.Helper()
 	list, err := r.lookup.Lookup(r.Context(), "buffer")

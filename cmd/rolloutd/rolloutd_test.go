@@ -123,7 +123,7 @@ func TestBadCommandLines(t *testing.T) {
 	}
 }
 
-// repeated is a part of an error's chain that is there twice.
+// repeated finds a part of an error that is repeated.
 func repeated(text string) string {
 	said := map[string]bool{}
 	for part := range strings.SplitSeq(text, ": ") {

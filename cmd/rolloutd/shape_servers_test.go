@@ -138,7 +138,7 @@ func TestProductionShape(t *testing.T) {
 	nothingTells(t, p)
 }
 
-// nothingTells searches for secrets in every file, except those that must contain them.
+// nothingTells searches every file for secrets, except the files that must contain them.
 func nothingTells(t *testing.T, p *production) {
 	t.Helper()
 	holders := []string{"token", "nkey", "consul-token", "s3-secret"}

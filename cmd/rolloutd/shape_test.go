@@ -19,8 +19,7 @@ import (
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
 
-// The same scenario in both shapes; calls between services cross processes in one and memory in the
-// other.
+// The same scenario with one process, whose services call each other in memory, and with several.
 func TestShapes(t *testing.T) {
 	t.Parallel()
 	for name, build := range map[string]func(*testing.T) shape{"all": allShape, "seven": sevenShape, "mutual TLS": mutualShape, "postgres": postgresShape} {
@@ -127,8 +126,8 @@ func gatewayAnswers(t *testing.T, s shape) {
 	}
 }
 
-// One service is killed and comes back, then the servers; the others find them again.
-func TestAKilledProcessComesBack(t *testing.T) {
+// One service is killed and restarted, then the servers; the others find them again.
+func TestAKilledProcessIsFoundAgain(t *testing.T) {
 	t.Parallel()
 	s := sevenShape(t)
 	for _, name := range []string{"planner", "servers"} {

@@ -29,7 +29,7 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
-// planner answers where the token is right.
+// planner answers calls with the right token.
 type planner struct {
 	planv1.UnimplementedPlannerServiceServer
 }
@@ -140,9 +140,9 @@ func TestServicesApartAreLookedUp(t *testing.T) {
 	}
 }
 
-// Consul's own ACL knows nothing of the mesh token, and the embedded registry nothing of a token
-// that was exported for Consul.
-func TestConsulHasATokenOfItsOwn(t *testing.T) {
+// Consul gets its ACL token and not the mesh token; the embedded registry gets the mesh token and
+// not one that was exported for Consul.
+func TestConsulHasItsOwnToken(t *testing.T) {
 	t.Parallel()
 	var wanted atomic.Value
 	wanted.Store("acl")
@@ -169,8 +169,8 @@ func TestConsulHasATokenOfItsOwn(t *testing.T) {
 	}
 }
 
-// A scheduler dies, and stays registered for a moment next to its successor.
-func TestTheOneThatTookOverIsFound(t *testing.T) {
+// A dead scheduler stays registered for a moment, next to its successor.
+func TestTheSuccessorIsFound(t *testing.T) {
 	t.Parallel()
 	dead, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

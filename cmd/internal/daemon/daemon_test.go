@@ -18,7 +18,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/exit"
 )
 
-// TestMain makes this binary a rolloutd where the environment asks for it.
+// TestMain runs this binary as rolloutd if the environment says so.
 func TestMain(m *testing.M) {
 	switch os.Getenv("FAKE_ROLLOUTD") {
 	case "":
@@ -44,7 +44,7 @@ func serve() {
 	stop := make(chan os.Signal, 2)
 	signal.Notify(stop, syscall.SIGTERM)
 	stateDir := os.Args[2]
-	// who starts twice at a time would be seen here
+	// two starts at the same time would both add a line
 	marker, err := os.OpenFile(filepath.Join(stateDir, fmt.Sprintf("started-%d", os.Getpid())), os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
 	if err == nil {
 		err = marker.Close()
@@ -128,7 +128,7 @@ func sessionOf(t *testing.T, pid int) int {
 	return int(sid)
 }
 
-func TestOfManyStartersOneStarts(t *testing.T) {
+func TestOneOfManyStartersStarts(t *testing.T) {
 	t.Parallel()
 	s := starter(t, "serve")
 	var group sync.WaitGroup
@@ -163,7 +163,7 @@ func TestOfManyStartersOneStarts(t *testing.T) {
 	}
 }
 
-func TestADaemonThatDoesNotComeIsExplained(t *testing.T) {
+func TestADaemonThatFailsToStartIsExplained(t *testing.T) {
 	t.Parallel()
 	s := starter(t, "fail")
 	if err := os.MkdirAll(filepath.Dir(LogFile(s.StateDir)), 0o700); err != nil {
@@ -199,7 +199,7 @@ func TestStartTimesOut(t *testing.T) {
 	}
 }
 
-func TestDaemonThatIgnoresSignalsIsStoppedHard(t *testing.T) {
+func TestDaemonThatIgnoresSignalsIsKilled(t *testing.T) {
 	t.Parallel()
 	s := starter(t, "serve", "FAKE_STUBBORN=1")
 	info, _, err := s.Ensure(t.Context())
@@ -215,7 +215,7 @@ func TestDaemonThatIgnoresSignalsIsStoppedHard(t *testing.T) {
 }
 
 // A stopped process receives signals of one kind as one.
-func TestAFrozenDaemonIsStoppedHard(t *testing.T) {
+func TestAFrozenDaemonIsKilled(t *testing.T) {
 	t.Parallel()
 	s := starter(t, "serve", "FAKE_STUBBORN=1")
 	info, _, err := s.Ensure(t.Context())
@@ -269,8 +269,8 @@ func TestStaleAndBrokenFiles(t *testing.T) {
 	if err := os.WriteFile(infoFile(dir), fmt.Appendf(nil, `{"pid": %d, "grpc": "127.0.0.1:1"}`, os.Getpid()), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	// a process lives that has the number of the one that wrote the file: after a reboot, or in a copy
-	// of the folder
+	// another process has the PID of the one that wrote the file: after a reboot, or in a copy of the
+	// folder
 	if info, err := Find(dir); info != nil || err != nil {
 		t.Errorf("a folder that was never owned: %v %v", info, err)
 	}

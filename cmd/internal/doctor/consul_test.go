@@ -11,8 +11,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/discovery/registry"
 )
 
-// An agent with ACLs and without its own token says that it deregisters, and the catalog keeps the
-// service.
+// An agent with ACLs but without its own token reports a deregistration, and the catalog still has
+// the service.
 func TestAnAgentThatCannotDeregister(t *testing.T) {
 	t.Parallel()
 	for _, keeps := range []bool{false, true} {

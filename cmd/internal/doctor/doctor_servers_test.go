@@ -96,7 +96,7 @@ func TestEverythingIsFound(t *testing.T) {
 	}
 }
 
-// Servers that can't keep what a run will give them, and an account that may not make our streams.
+// Servers that cannot store the messages of a run, and an account that may not create our streams.
 func TestNATSWithoutRoom(t *testing.T) {
 	t.Parallel()
 	c := config.Default(t.TempDir())

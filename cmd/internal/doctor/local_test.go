@@ -13,8 +13,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/sqldb"
 )
 
-// What stops an embedded rolloutd is found before: a database that is cut off, a token that others
-// read, a port that is taken.
+// The checks find what would stop an embedded rolloutd: a truncated database, a token that others
+// can read, a port that is in use.
 func TestLocal(t *testing.T) {
 	t.Parallel()
 	taken, err := net.Listen("tcp", "127.0.0.1:0") //nolint:noctx // a test
@@ -62,8 +62,8 @@ func TestLocal(t *testing.T) {
 	}
 }
 
-// A page in the middle that a disk has spoilt is found too, where the schema can still be read, and
-// a database that cannot be read in time may be intact.
+// A damaged page in the middle is found too, although the schema can be read. A database that is
+// too slow to read is not reported as damaged.
 func TestAPageOfADatabase(t *testing.T) {
 	t.Parallel()
 	c := config.Default(t.TempDir())

@@ -9,7 +9,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/config"
 )
 
-// What a run will ask of the servers is asked of them: a stream is made and removed.
+// The check creates and removes a stream, as a run would.
 func TestNATSIsWrittenTo(t *testing.T) {
 	t.Parallel()
 	srv, err := bus.StartEmbedded(t.TempDir(), bus.EmbeddedOptions{NoSync: true})

@@ -12,8 +12,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/config"
 )
 
-// Whatever is wrong with servers and credentials, no finding repeats a secret: not one that is well
-// formed, and not one that is not, which parsers like to quote.
+// No finding contains a secret, whatever is wrong with servers and credentials. Parsers quote
+// malformed text, so malformed secrets are tested too.
 func TestNoFindingTellsASecret(t *testing.T) {
 	t.Parallel()
 	const planted = "hunter2"

@@ -30,7 +30,7 @@ func check(t *testing.T, folder string) *audit.Report {
 	return audit.Check(evidence)
 }
 
-func TestAWholeRunIsProved(t *testing.T) {
+func TestAnIntactRunPasses(t *testing.T) {
 	t.Parallel()
 	r := check(t, state(t))
 	if !r.Whole {
@@ -53,7 +53,7 @@ func TestAWholeRunIsProved(t *testing.T) {
 	}
 }
 
-// Each corruption must be named: its kind, and where it is.
+// Each corruption is reported with its kind and its place.
 func TestCorruptionsAreNamed(t *testing.T) {
 	t.Parallel()
 	whole := state(t)
@@ -141,8 +141,7 @@ func TestCorruptionsAreNamed(t *testing.T) {
 	}
 }
 
-// A prompt that two rows claim can't be written to either database; an export that holds it is
-// refused all the same.
+// The databases refuse two rows for one prompt; an export with two rows is reported.
 func TestAPromptConsumedTwice(t *testing.T) {
 	t.Parallel()
 	evidence, err := evidence.Read(t.Context(), evidence.Folder(state(t)), run, true)
@@ -157,8 +156,7 @@ func TestAPromptConsumedTwice(t *testing.T) {
 	t.Errorf("%+v", r.Breaks)
 }
 
-// Of rows with a preferred and a rejected completion a group is a pair, whatever would be sampled
-// of a prompt.
+// With preference pairs a group has two samples, whatever `sampling.group_size` is.
 func TestTheLedgerIsOfThePlan(t *testing.T) {
 	t.Parallel()
 	evidence, err := evidence.Read(t.Context(), evidence.Folder(state(t)), run, true)

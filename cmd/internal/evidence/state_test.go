@@ -58,9 +58,9 @@ func plan() *planv1.Plan {
 	}
 }
 
-// state makes the folder of a run in the middle: three steps are committed, a snapshot covers the
-// first, the prompt at position 3 is excluded, that at 6 is ready and that at 7 in flight. Segment
-// 1 holds step 1, 2 step 2, 3 step 3 and position 6.
+// state makes the state folder of an active run: three steps are committed, a snapshot covers the
+// first, the prompt at position 3 is excluded, that at 6 is ready, and that at 7 is in flight.
+// Segment 1 has step 1, segment 2 step 2, and segment 3 step 3 and position 6.
 func state(t *testing.T) string {
 	t.Helper()
 	folder := t.TempDir()
@@ -126,7 +126,7 @@ func live(t *testing.T, server *buffer.Server, b *bus.Bus) {
 	must(t, err)
 }
 
-// group is every sample of a prompt, sampled by a version.
+// group returns the samples of a prompt, sampled by a weights version.
 func group(position, version uint64) (out []*trajectoryv1.TrajectoryEnvelope) {
 	for n := range uint32(size) {
 		key := &trajectoryv1.TrajectoryKey{RunId: run, Epoch: uint32(position / rows), Index: position % rows, Sample: n}
@@ -205,7 +205,7 @@ func edit(number uint32, change func([]byte) []byte) spoil {
 	}
 }
 
-// chained recomputes the chain, as someone would who hides a changed step.
+// chained recomputes the chain, to hide a changed step.
 func chained(t *testing.T, folder string) {
 	t.Helper()
 	db, err := databases(folder).Open(t.Context(), "buffer", sqldb.Full)

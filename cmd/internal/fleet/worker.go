@@ -114,7 +114,7 @@ func (w *worker) ask() {
 	}
 }
 
-// beat says that the work in hand is worked on, and what was done lately.
+// beat acknowledges progress of the active groups and reports the samples since the last beat.
 func (w *worker) beat() {
 	w.mu.Lock()
 	replies := make([]string, 0, len(w.active))
@@ -169,8 +169,8 @@ func (w *worker) receive(ctx context.Context, m *nats.Msg) {
 	go w.sample(ctx, group, m.Reply)
 }
 
-// rest is the part of a sample that is still to be made: of those that fill the slots first a
-// random one, as if the worker had been there before, of all others the whole.
+// rest returns the part of a sample that is left to generate. The first samples of each slot begin
+// at a random place, as if the worker had been running for a while; all others are whole.
 func (w *worker) rest() float64 {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -67,9 +67,8 @@ func eval(n uint64, reward float64) *eventv1.Event {
 	return &eventv1.Event{Kind: "eval.finished", Step: n, Time: timestamppb.New(noon), Metrics: map[string]float64{"eval/reward": reward}}
 }
 
-// TestEvaluationsAreAboutWhatTheyMeasure: answers that were scored, or else how the rows themselves
-// are known.
-func TestEvaluationsAreAboutWhatTheyMeasure(t *testing.T) {
+// The main metric of an evaluation is that of scored answers, else that of the rows.
+func TestEvaluationsHaveAMainMetric(t *testing.T) {
 	t.Parallel()
 	for want, metrics := range map[string]map[string]float64{
 		"accuracy":         {"eval/reward": 0.5, "eval/accuracy": 0.4},
@@ -112,7 +111,7 @@ func busy() *Run {
 func TestView(t *testing.T) {
 	t.Parallel()
 	golden(t, "testdata/view.txt", busy().View(output.Style{}, 100, time.UTC, "Ctrl-C stops"))
-	golden(t, "testdata/view-colour.txt", busy().View(output.Style{Color: true}, 100, time.UTC, ""))
+	golden(t, "testdata/view-color.txt", busy().View(output.Style{Color: true}, 100, time.UTC, ""))
 	narrow := busy().View(output.Style{Color: true}, 40, time.UTC, "")
 	golden(t, "testdata/view-narrow.txt", narrow)
 	for line := range strings.Lines(narrow) {
@@ -126,7 +125,7 @@ func TestView(t *testing.T) {
 }
 
 // Training on preferences shows the accuracy and margin of pairs in addition to the loss.
-func TestPreferencesShowTheirOwnNumbers(t *testing.T) {
+func TestPreferencesShowAccuracyAndMargin(t *testing.T) {
 	t.Parallel()
 	r := &Run{}
 	status := statusOf(runv1.RunState_RUN_STATE_RUNNING, 3)
@@ -160,8 +159,8 @@ func warned(seconds float64, format string, args ...any) *eventv1.Event {
 	}
 }
 
-// A warning that comes again and again, with other numbers and quotes, is one: with a count on the
-// screen, and every ten seconds and at the end among the lines.
+// Warnings that differ only in numbers and quoted text are joined: the view counts them, and the
+// lines show them every ten seconds and at the end.
 func TestRepeatedWarningsAreJoined(t *testing.T) {
 	t.Parallel()
 	r := &Run{}
@@ -235,7 +234,7 @@ func TestEvaluationsWithFailedRowsShowTheirMetrics(t *testing.T) {
 
 // The view always shows what the run waits for and for how long; lines show it when the wait is
 // long.
-func TestWaitsTellHowLong(t *testing.T) {
+func TestWaitsShowTheirDuration(t *testing.T) {
 	t.Parallel()
 	status := statusOf(runv1.RunState_RUN_STATE_STARTING, 0)
 	status.WaitingFor, status.WaitingSince = "learner-0 to load the model (its process)", timestamppb.New(noon)
@@ -265,7 +264,7 @@ func TestWaitsTellHowLong(t *testing.T) {
 	}
 }
 
-// The renderer leaves lines behind where a view shrinks, as it does when a run ends.
+// The renderer leaves old lines on the screen when a view shrinks, as at the end of a run.
 func TestScreenNeverShrinks(t *testing.T) {
 	t.Parallel()
 	m, _, _ := screen()
@@ -279,7 +278,7 @@ func TestScreenNeverShrinks(t *testing.T) {
 	}
 }
 
-func TestTheEndIsKnownOnlyWhileARunIsActive(t *testing.T) {
+func TestTheRemainingTimeIsKnownOnlyWhileARunIsActive(t *testing.T) {
 	t.Parallel()
 	for _, state := range []runv1.RunState{runv1.RunState_RUN_STATE_CANCELLED, runv1.RunState_RUN_STATE_PAUSED, runv1.RunState_RUN_STATE_DRAINING, runv1.RunState_RUN_STATE_FAILED} {
 		r := busy()
@@ -303,7 +302,7 @@ func TestTheEndIsKnownOnlyWhileARunIsActive(t *testing.T) {
 	}
 }
 
-func TestPaceIsThatOfTheLastSteps(t *testing.T) {
+func TestTheRemainingTimeFollowsTheLastSteps(t *testing.T) {
 	t.Parallel()
 	left, ok := busy().Remaining()
 	if want := 28 * 2 * time.Second; !ok || left != want {
@@ -351,7 +350,7 @@ func TestSpark(t *testing.T) {
 	}
 }
 
-// screen is a model with its updates and what it asked of the scheduler.
+// screen returns a model, the channel of its updates, and the stops that it requested.
 func screen() (*Screen, chan Update, *[]bool) {
 	updates := make(chan Update, 8)
 	var asked []bool
@@ -361,7 +360,7 @@ func screen() (*Screen, chan Update, *[]bool) {
 	}}, updates, &asked
 }
 
-// feed gives a message to the model and runs what it asks for, once.
+// feed sends a message to the model and runs the command that it returns, once.
 func feed(m *Screen, msg tea.Msg) tea.Msg {
 	_, cmd := m.Update(msg)
 	if cmd == nil {
@@ -464,7 +463,7 @@ func TestQuestionOfARenderedChat(t *testing.T) {
 	}
 }
 
-func TestAnswerThatNobodyScoredHasNoReward(t *testing.T) {
+func TestAnAnswerThatWasNotScoredHasNoReward(t *testing.T) {
 	t.Parallel()
 	zero := 0.0
 	for want, a := range map[string]Answer{"not scored reward_raised": {Failed: "REWARD_RAISED"}, "0": {Reward: &zero}} {

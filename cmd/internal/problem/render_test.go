@@ -55,7 +55,7 @@ func TestALongLineIsCutAroundItsPlace(t *testing.T) {
 	}
 }
 
-func TestColour(t *testing.T) {
+func TestColor(t *testing.T) {
 	t.Parallel()
 	problem := []*planv1.Problem{{File: "a", Line: 7, Column: 2, Message: "m", Text: "b", Excerpt: " b", Fix: "x"}}
 	got := Render(problem, output.Style{Color: true})

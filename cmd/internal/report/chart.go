@@ -26,7 +26,7 @@ type line struct {
 	dots        bool
 }
 
-// chart draws lines over the steps as SVG; the page's style sheet gives colours.
+// chart draws lines over the steps as SVG; the page's style sheet has the colors.
 func chart(lines ...line) template.HTML {
 	low, high, first, last := math.Inf(1), math.Inf(-1), math.Inf(1), math.Inf(-1)
 	for i := range lines {

@@ -20,7 +20,7 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
-// learned is a run whose reward goes up noisily.
+// learned is a run whose reward rises with noise.
 func learned(steps int, config *configv1.RunConfig) *Data {
 	d := &Data{Run: &live.Run{}, Series: map[string]Series{}}
 	d.Run.Update(&runv1.RunStatus{Run: &runv1.Run{
@@ -61,7 +61,7 @@ func TestPNG(t *testing.T) {
 	}
 }
 
-func TestPageShowsWhatTheModelSaidAsText(t *testing.T) {
+func TestPageEscapesCompletions(t *testing.T) {
 	t.Parallel()
 	d := learned(60, nil)
 	d.Run.Evals = []live.Eval{
@@ -88,8 +88,8 @@ func TestPageShowsWhatTheModelSaidAsText(t *testing.T) {
 	}
 }
 
-// TestLossOfHeldOutRowsLiesBesideThatOfTheSteps: where the two part, rows are learned by heart.
-func TestLossOfHeldOutRowsLiesBesideThatOfTheSteps(t *testing.T) {
+// The held-out loss is drawn with the training loss: where the two diverge, the model overfits.
+func TestHeldOutLossIsDrawnWithTheTrainingLoss(t *testing.T) {
 	t.Parallel()
 	dpo := learned(60, &configv1.RunConfig{Algorithm: &configv1.AlgorithmConfig{Kind: &configv1.AlgorithmConfig_Dpo{}}})
 	delete(dpo.Series, "eval/reward")
@@ -124,9 +124,8 @@ func TestChart(t *testing.T) {
 	}
 }
 
-// A line that does not change is drawn on an axis that begins at 0, not in the middle of half a
-// unit to each side.
-func TestFlatLinesHaveAnHonestAxis(t *testing.T) {
+// A constant line is drawn on an axis that begins at 0.
+func TestConstantLinesHaveAnAxisFromZero(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct{ low, high, wantLow, wantHigh float64 }{
 		{0, 0, 0, 1}, {4e-4, 4e-4, 0, 5e-4}, {-2, -2, -2.5, 0}, {0.1, 0.1 + 1e-17, 0, 0.125}, {0.2, 0.3, 0.2, 0.3},
@@ -149,7 +148,7 @@ func TestFlatLinesHaveAnHonestAxis(t *testing.T) {
 	}
 }
 
-// The report of a run without a step says what happened instead.
+// The report of a run without a step says why there is none.
 func TestReportOfARunThatMadeNoStep(t *testing.T) {
 	t.Parallel()
 	d := learned(0, nil)
@@ -206,7 +205,7 @@ func TestSmoothKeepsTheEnds(t *testing.T) {
 
 func ptr[T any](v T) *T { return &v }
 
-func TestTheLegendStandsWhereTheCurvesAreNot(t *testing.T) {
+func TestTheLegendAvoidsTheCurves(t *testing.T) {
 	t.Parallel()
 	line := func(from, to float64) (out plotter.XYs) {
 		for i := range 10 {

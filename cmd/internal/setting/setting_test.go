@@ -11,7 +11,7 @@ import (
 	"github.com/rollout-rl/rollout/services/planner/config"
 )
 
-// The lines are a configuration: read again, they give the same one.
+// The lines are TOML: reading them gives the same configuration.
 func TestTOMLIsReadAgain(t *testing.T) {
 	t.Parallel()
 	reader, err := config.NewReader()

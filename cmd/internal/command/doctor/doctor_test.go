@@ -10,7 +10,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/doctor"
 )
 
-// What each kind of finding looks like.
+// TestFindings compares the text of each kind of finding with a golden file.
 func TestFindings(t *testing.T) {
 	t.Parallel()
 	findings := []doctor.Finding{

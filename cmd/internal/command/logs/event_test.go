@@ -12,7 +12,7 @@ import (
 
 var givenKind = regexp.MustCompile(`\bKind: +"([a-z]+\.?[a-z_]*)", *(?:Level|Step|RunId|Time)|events\.emit\(\s*"([a-z_.]+)"`)
 
-// TestEventKindsAreThoseOfTheSources finds every kind that a service or worker gives.
+// TestEventKindsAreThoseOfTheSources finds every kind that a service or worker emits.
 func TestEventKindsAreThoseOfTheSources(t *testing.T) {
 	t.Parallel()
 	found := map[string]bool{"log": true} // what telemetry makes of a log record

@@ -8,7 +8,7 @@ import (
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 )
 
-// TestGist: a step takes prompts if the algorithm samples, else rows or pairs.
+// A step consists of prompts if the algorithm samples, else of rows or pairs.
 func TestGist(t *testing.T) {
 	t.Parallel()
 	for want, kind := range map[string]*configv1.AlgorithmConfig{
