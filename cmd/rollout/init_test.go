@@ -92,7 +92,7 @@ func TestInitRefuses(t *testing.T) {
 	if got.code != 0 || !strings.Contains(got.stdout, "set model.path in "+filepath.Join(dir, "run.toml")) {
 		t.Fatal(got.text())
 	}
-	if text := read(t, filepath.Join(dir, "run.toml")); !strings.Contains(text, "# FILL IN: the folder of a model in the Hugging Face layout (config.json, tokenizer.json, ...).\npath = \"FILL-IN\"\n") {
+	if text := read(t, filepath.Join(dir, "run.toml")); !strings.Contains(text, "# FILL IN: the folder of a model in the Hugging Face layout, or its name on the hub (owner/name).\npath = \"FILL-IN\"\n") {
 		t.Error(text)
 	}
 	write(t, filepath.Join(dir, "run.toml"), "mine")

@@ -13,6 +13,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/report"
 	"github.com/rollout-rl/rollout/cmd/internal/setting"
 	"github.com/rollout-rl/rollout/libs/algorithm"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 )
 
@@ -38,6 +39,11 @@ func cardOf(snapshot *snapshotv1.Snapshot, data *report.Data, part string) ([]by
 	}
 	if !algorithm.Generates(config) {
 		values["Pipeline"] = "text-classification"
+	}
+	if slices.ContainsFunc(run.GetPlan().GetInputs(), func(in *planv1.Input) bool {
+		return in.GetRole() == planv1.InputRole_INPUT_ROLE_MODEL && in.GetRevision() != ""
+	}) { // a model of the hub
+		values["Base"], _, _ = strings.Cut(config.GetModel().GetPath(), "@")
 	}
 	evaluations, step := evaluated(data, snapshot.GetStep())
 	values["Evaluations"], values["EvalStep"], values["Metrics"] = evaluations, step, trained(data, snapshot.GetStep())
