@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -169,7 +170,7 @@ def stage_folder(parent: str | os.PathLike[str], config_source_dir: str | os.Pat
         for name in _COMPANIONS:
             if (source / name).is_file():
                 _link_or_copy(source / name, staging / name)
-        if reserve and hasattr(os, "posix_fallocate"):  # macOS has none
+        if reserve and sys.platform == "linux":  # macOS has no posix_fallocate
             with open(staging / TENSOR_FILE, "wb") as file:
                 os.posix_fallocate(file.fileno(), 0, reserve)
     except BaseException:

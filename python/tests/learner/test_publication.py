@@ -129,6 +129,7 @@ def test_a_platform_without_shared_memory_logs_it(tmp_path: Path, caplog: pytest
 
 
 def test_a_platform_that_cannot_reserve_memory_writes_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
     monkeypatch.delattr("os.posix_fallocate")
     made, trainer = publication(tmp_path)
     for trainer.step in (1, 2):

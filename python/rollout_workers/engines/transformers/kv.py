@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -43,7 +44,7 @@ class KvCache:
         if device.type != "cpu":
             return cls(torch.zeros(size, dtype=shape.dtype, device=device))
         pages = mmap.mmap(-1, int(np.prod(size)) * shape.dtype.itemsize)
-        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        if sys.platform == "linux":
             pages.madvise(mmap.MADV_NOHUGEPAGE)  # otherwise the first token of a slot would allocate and zero 2 MB per layer
         return cls(torch.frombuffer(pages, dtype=shape.dtype).view(size))
 
