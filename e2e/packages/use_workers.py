@@ -43,7 +43,7 @@ def formats() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/rows.parquet"
         importlib.import_module("pyarrow.parquet").write_table(pyarrow.table({"prompt": ["1+1="]}), path)
-        assert read_rows(path, 0) == [b'{"prompt": "1+1="}']
+        assert read_rows(path, 0).rows == [b'{"prompt": "1+1="}']
 
 
 def hub() -> None:

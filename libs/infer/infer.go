@@ -33,7 +33,8 @@ type Job struct {
 	BaseDir       string
 	Model         string // folder of the weights and the tokenizer
 	WeightsDigest string // expected digest of the weights; "" if unknown
-	Data, Output  string
+	Data, Output  string // Data: an absolute path or pattern, or a name on the hub
+	Subset, Split string // of a data set that has some
 	Limit         uint64 // number of rows, from the start of the dataset; 0: all
 	Threads       int    // of torch; 0: all cores
 	Restart       bool   // discard the journal
@@ -49,6 +50,7 @@ type Job struct {
 type Event struct {
 	Event       string            `json:"event"`
 	Rows        int               `json:"rows"`
+	Dropped     int               `json:"dropped"` // rows that are too long
 	Of          int               `json:"of"`
 	Kept        int               `json:"kept"` // rows in the journal
 	Samples     int               `json:"samples"`
@@ -146,6 +148,7 @@ func (j *Job) spec() (string, error) {
 	}
 	text, err := json.Marshal(map[string]any{
 		"config": json.RawMessage(config), "base_dir": j.BaseDir, "model": j.Model, "weights_digest": j.WeightsDigest, "data": j.Data,
+		"subset": j.Subset, "split": j.Split,
 		"output": j.Output, "limit": j.Limit, "threads": j.Threads, "restart": j.Restart, "allow_failures": j.AllowFailures,
 	})
 	if err != nil {

@@ -1,6 +1,8 @@
 package plan_test
 
 import (
+	"os"
+	"path/filepath"
 	"testing"
 
 	"github.com/rollout-rl/rollout/libs/plan"
@@ -21,6 +23,22 @@ func TestInputsAreLocated(t *testing.T) {
 		}
 		if got, made := plan.Made(in), in.GetDigest()+in.GetRevision() != ""; got != made {
 			t.Errorf("%s: made %v", in.GetPath(), got)
+		}
+	}
+}
+
+func TestNamesOnTheHub(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	if err := os.Mkdir(filepath.Join(dir, "data"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	for path, want := range map[string]bool{
+		"openai/gsm8k": true, "openai/gsm8k@e53f048": true, "Qwen/Qwen2.5-0.5B": true, "data/gsm8k": false, "other/train.jsonl": false,
+		"other/a.parquet": false, "../org/name": false, "name": false, "a/b/c": false, "": false,
+	} {
+		if plan.OnHub(dir, path) != want {
+			t.Errorf("%s: %v", path, !want)
 		}
 	}
 }

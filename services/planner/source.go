@@ -8,7 +8,6 @@ import (
 	"maps"
 	"os"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strings"
 	"time"
@@ -74,7 +73,7 @@ func (d *sourceCheck) fetch(ctx context.Context) error {
 		})
 	}
 	for field, path := range d.modelPaths() {
-		if d.files.onHub(path) && d.findings.Readable(field) {
+		if planformat.OnHub(d.files.baseDir, path) && d.findings.Readable(field) {
 			models = append(models, field)
 		}
 	}
@@ -192,24 +191,9 @@ func (f *files) converted(path string) bool {
 	}
 	info, err := os.Stat(input.Resolve(f.baseDir, path))
 	if err != nil {
-		return strings.ContainsAny(path, "*?[") || f.onHub(path)
+		return strings.ContainsAny(path, "*?[") || planformat.OnHub(f.baseDir, path)
 	}
 	return info.IsDir() || slices.Contains(converted, filepath.Ext(path))
-}
-
-// hubName is the form of a name on the Hugging Face Hub, with an optional revision.
-var hubName = regexp.MustCompile(`^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?$`)
-
-// onHub reports whether a path is a name on the hub: it has that form, does not exist, and is not a
-// path into an existing folder or to a data file.
-func (f *files) onHub(path string) bool {
-	owner, _, _ := strings.Cut(path, "/")
-	ending := filepath.Ext(repository(path))
-	if !hubName.MatchString(path) || slices.Contains(converted, ending) || slices.Contains([]string{".jsonl", ".json", ".ndjson", ".txt"}, ending) {
-		return false
-	}
-	_, err := os.Stat(input.Resolve(f.baseDir, owner))
-	return errors.Is(err, fs.ErrNotExist)
 }
 
 // repository is a name on the hub without its revision.

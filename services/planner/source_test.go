@@ -194,8 +194,6 @@ func TestMixturesHaveExactCounts(t *testing.T) {
 	}
 }
 
-const commit = "0123456789abcdef0123456789abcdef01234567"
-
 // A model that is not here is looked up on the hub, which the error says.
 func TestAModelOfTheHub(t *testing.T) {
 	t.Parallel()
@@ -225,21 +223,5 @@ func TestAModelOfTheHub(t *testing.T) {
 				t.Errorf("%v", p)
 			}
 		})
-	}
-}
-
-// Only names on the hub are looked up there.
-func TestPathsAreNotLookedUpOnTheHub(t *testing.T) {
-	t.Parallel()
-	dir := t.TempDir()
-	write(t, dir, map[string]string{"data/x": ""})
-	d := &files{baseDir: dir}
-	for path, want := range map[string]bool{
-		"openai/gsm8k": true, "openai/gsm8k@" + commit: true, "data/gsm8k": false, "other/train.jsonl": false, "other/a.parquet": false,
-		"../org/name": false, "name": false, "a/b/c": false,
-	} {
-		if d.onHub(path) != want {
-			t.Errorf("%s: %v", path, !want)
-		}
 	}
 }

@@ -38,6 +38,8 @@ def read_file(path: str) -> Iterator[bytes]:
         if error.errno is None:  # pyarrow raises such errors for damaged files
             raise BadSource(f"{path} is damaged: {error}", fix="write the file again") from error
         raise MissingFile(f"can't read {path}: {error.strerror}", fix="correct the path") from error
+    except BadSource:
+        raise
     except (ValueError, EOFError, csv.Error) as error:  # pyarrow.ArrowInvalid is a ValueError
         raise BadSource(f"{path} can't be read as {ending_of(path) or '.jsonl'}: {error}", fix=_FIX) from error
 
@@ -83,7 +85,17 @@ def _json_lines(path: str) -> Iterator[bytes]:
             if not isinstance(value, dict):
                 kind = type(value).__name__
                 raise BadSource(f"the row is a {kind}, not an object", fix="write one JSON object per line", place=place)
+            if b"\\ud" in row.lower():
+                _refuse_surrogates(value, place)
             yield row
+
+
+def _refuse_surrogates(value: Any, place: Place) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        message = "the row contains a lone surrogate, which is not a character"
+        raise BadSource(message, fix="escape whole characters", place=place) from error
 
 
 def _csv(path: str, delimiter: str = ",") -> Iterator[bytes]:

@@ -17,6 +17,7 @@ from rollout.source.formats import ending_of, library, to_json
 
 Json = dict[str, Any]
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "vocab.txt", "merges.txt")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -63,7 +64,7 @@ def rows(name: str, commit: str, subset: str, split: str) -> Iterator[bytes]:
             yield to_json(row, f"row {number} of {repository}")
 
 
-def model(name: str, patterns: Sequence[str]) -> tuple[str, str]:
+def model(name: str, patterns: Sequence[str] = MODEL_FILES) -> tuple[str, str]:
     """Folder and commit of a model, whose files that match ``patterns`` are downloaded to the cache
     of Hugging Face. Raises :class:`SourceError`."""
     repository, revision = parts_of(name)

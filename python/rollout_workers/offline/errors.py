@@ -83,13 +83,6 @@ class CannotWrite(BatchError):
     code: ClassVar[int] = EXIT_CANNOT_MAKE
 
 
-class LibraryMissing(BatchError):
-    """Parquet needs a library that is not installed."""
-
-    reason: ClassVar[str] = "LIBRARY_MISSING"
-    code: ClassVar[int] = EXIT_NO_INPUT
-
-
 class SamplesFailed(BatchError):
     """Some samples are INFRA_FAILED; the output was not written."""
 

@@ -11,25 +11,30 @@ from google.protobuf import json_format
 
 from rollout.config.v1.run_config_pb2 import RewardConfig, RewardPartConfig
 from rollout.plugin import split_plugin
-from rollout_workers.offline.dataset import digest
+from rollout_workers.offline.dataset import Dataset, digest
 from rollout_workers.offline.spec import BatchSpec
 
 _MODEL_FILES = (".json", ".jinja", ".model", ".txt")
 _WEIGHTS = (".safetensors", ".bin")
 
 
-def inputs_of(spec: BatchSpec, weights_digest: str, rows: int) -> dict[str, Any]:
+def inputs_of(spec: BatchSpec, weights_digest: str, data: Dataset) -> dict[str, Any]:
     """weights_digest: of the tensors in the engine. Raises ``MissingFile`` if a file of the reward
     is missing."""
     config = spec.config
     sampling = json_format.MessageToDict(config.sampling, preserving_proto_field_name=True)
     sampling["samples"] = sampling.pop("group_size", 1)
     return {
-        "data": digest(spec.data),
-        "rows": rows,
+        "data": data.digest,
+        "data_commit": data.commit,
+        "rows": len(data.rows),
         "seed": int(config.seed),
         "sampling": sampling,
-        "prompt": {"field": config.data.prompt_field, "chat_template": config.model.chat_template},
+        "prompt": {
+            "field": config.data.prompt_field,
+            "chat_template": config.model.chat_template,
+            "overlong": config.data.overlong,
+        },
         "model": {
             "weights": weights_digest,
             "dtype": config.model.dtype,

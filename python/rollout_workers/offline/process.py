@@ -15,16 +15,21 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.errors import RolloutError
 from rollout.plugin import RewardError
 from rollout.run.v1.run_pb2 import WorkerSpec
+from rollout.source import hub
+from rollout.source.errors import BadSource, SourceError
 from rollout_workers.offline import output
-from rollout_workers.offline.dataset import library, read_rows
+from rollout_workers.offline.dataset import Dataset, library, read_rows
 from rollout_workers.offline.errors import (
     EXIT_DATA,
     EXIT_INTERRUPTED,
+    EXIT_NO_INPUT,
     EXIT_SOFTWARE,
     BadModel,
     BadPrompt,
@@ -51,6 +56,8 @@ def infer(path: str) -> int:
         return asyncio.run(_Batch(spec).run())
     except BatchError as error:
         return _failed(error, error.code)
+    except SourceError as error:
+        return _failed(error, EXIT_DATA if isinstance(error, BadSource) else EXIT_NO_INPUT)
     except (RewardError, WeightsIncomplete) as error:
         return _failed(error, EXIT_DATA)
     except Exception as error:
@@ -73,6 +80,7 @@ class _Batch:
     def __init__(self, spec: BatchSpec) -> None:
         self._spec = spec
         self._stop = asyncio.Event()
+        self._dropped = 0
 
     async def run(self) -> int:
         spec, loop = self._spec, asyncio.get_running_loop()
@@ -80,16 +88,22 @@ class _Batch:
             loop.add_signal_handler(number, self._stop.set)
         if spec.parquet:
             library()
-        rows = await asyncio.to_thread(read_rows, spec.data, spec.limit)
-        _report("loading", model=spec.model, rows=len(rows))
+        data = await asyncio.to_thread(
+            read_rows, spec.data, spec.limit, base_dir=spec.base_dir, subset=spec.subset, split=spec.split
+        )
+        spec = self._spec = await asyncio.to_thread(_with_model, spec)
+        _report("loading", model=spec.model, rows=len(data.rows))
         model = await asyncio.to_thread(_load, spec)
         journal: Journal | None = None
         try:
             digest = await model.engine.weights_digest()
             if spec.weights_digest not in ("", digest):
                 raise WeightsDiffer(f"the loaded weights have the digest {digest}, but the snapshot names {spec.weights_digest}")
-            inputs = await asyncio.to_thread(inputs_of, spec, digest, len(rows))
+            data = await asyncio.to_thread(_without_overlong, spec.config, model.text, data)
+            rows = data.rows
+            inputs = await asyncio.to_thread(inputs_of, spec, digest, data)
             journal = Journal.open(spec.journal, inputs, restart=spec.restart)
+            self._dropped = data.dropped
             _report(
                 "begin", rows=len(rows), samples=spec.samples, kept=len(journal.done), model_digest=digest, journal=spec.journal
             )
@@ -113,7 +127,7 @@ class _Batch:
         from rollout_workers.offline.sampling import Tally, sample
 
         spec, config = self._spec, self._spec.config
-        prompts = PromptReader(model.text, prompt_field=config.data.prompt_field, chat_template=config.model.chat_template)
+        prompts = PromptReader.of_samples(config, model.text)
         if not spec.allow_failures:
             await asyncio.to_thread(_check_prompts, prompts, rows, config.engine.max_model_len)
         if len(journal.done) == len(rows):
@@ -164,7 +178,8 @@ class _Batch:
         output.write(spec.output, _records(journal, rows, digest), inputs)
         journal.remove()
         _report(
-            "end", output=spec.output, rows=len(rows), samples=statuses.total(), tokens=tokens, statuses=dict(statuses),
+            "end", output=spec.output, rows=len(rows), dropped=self._dropped,
+            samples=statuses.total(), tokens=tokens, statuses=dict(statuses),
             failures=dict(failures), mean_score=total / scored if scored else None, model_digest=digest,
         )  # fmt: skip
 
@@ -190,6 +205,30 @@ def _load(spec: BatchSpec) -> Any:
         raise BadModel(f"can't load {spec.model}: {error}", fix="pass a folder in the Hugging Face layout") from error
 
 
+def _with_model(spec: BatchSpec) -> BatchSpec:
+    """The spec with a folder for a model of the hub. Raises :class:`SourceError`."""
+    if os.path.isdir(spec.model) or not hub.is_name(spec.model, spec.base_dir):
+        return spec
+    folder, _ = hub.model(spec.model)
+    spec.config.model.path = folder
+    return replace(spec, model=folder)
+
+
+def _without_overlong(config: RunConfig, text: Any, data: Dataset) -> Dataset:
+    """The rows whose prompts leave room for a completion, if `data.overlong` is "drop"."""
+    from rollout_workers.data.prompts import Prompt, PromptReader, longest_prompt
+
+    if config.data.overlong != "drop":
+        return data
+    prompts = PromptReader.of_rows(config, text).read(data.rows)
+    longest = longest_prompt(config)
+    fits = [not isinstance(prompt, Prompt) or len(prompt.token_ids) <= longest for prompt in prompts]
+    rows = [row for row, fit in zip(data.rows, fits, strict=True) if fit]
+    if not rows:
+        raise BadPrompt(f"each of the {len(fits)} prompts has more than {longest} tokens", fix="lower `--max-tokens`")
+    return replace(data, rows=rows, dropped=len(fits) - len(rows))
+
+
 def _check_prompts(prompts: Any, rows: list[bytes], longest: int) -> None:
     """Raises :class:`BadPrompt` with the first rows that can't be answered."""
     wrong: list[str] = []
@@ -199,7 +238,7 @@ def _check_prompts(prompts: Any, rows: list[bytes], longest: int) -> None:
             problem, fix = prompt.message, fix or prompt.fix
         elif len(prompt.token_ids) >= longest:
             problem = f"a prompt of {len(prompt.token_ids)} tokens leaves no room in a context of {longest}"
-            fix = fix or "raise `engine.max_model_len`"
+            fix = fix or 'raise `engine.max_model_len`, or set `data.overlong` to "drop" or "truncate"'
         else:
             continue
         wrong.append(f"row {row}: {problem}")

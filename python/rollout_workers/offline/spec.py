@@ -1,7 +1,8 @@
 """The spec of a batch: one JSON object in a file.
 
     {"config": RunConfig, "base_dir": "/jobs", "model": "/models/tiny", "weights_digest": "", "data": "/data/test.jsonl",
-     "output": "/out/test.parquet", "limit": 0, "threads": 2, "restart": false, "allow_failures": false}
+     "subset": "", "split": "test", "output": "/out/test.parquet", "limit": 0, "threads": 2, "restart": false,
+     "allow_failures": false}
 
 ``config`` has the prompt field, template, sampling (``sampling.group_size`` completions per row),
 seed, reward, and engine. Relative paths in it start at ``base_dir``. ``weights_digest``: the
@@ -23,14 +24,17 @@ from rollout_workers.offline.errors import SpecInvalid
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:
-    """Paths are absolute. limit: number of rows from the start of the dataset, 0 for all.
-    threads: number of torch threads, which can change the low bits of results."""
+    """Paths are absolute. model and data may be names on the hub, and data may be anything that
+    ``data.eval`` may be. limit: number of rows from the start of the dataset, 0 for all. threads:
+    number of torch threads, which can change the low bits of results."""
 
     config: RunConfig
     base_dir: str
     model: str
     weights_digest: str
     data: str
+    subset: str
+    split: str
     output: str
     limit: int
     threads: int
@@ -64,6 +68,8 @@ def load_spec(path: str) -> BatchSpec:
             model=given["model"],
             weights_digest=given.get("weights_digest", ""),
             data=given["data"],
+            subset=given.get("subset", ""),
+            split=given.get("split") or "test",
             output=given["output"],
             limit=int(given.get("limit", 0)),
             threads=int(given.get("threads", 0)) or os.cpu_count() or 1,

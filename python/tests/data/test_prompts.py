@@ -115,3 +115,34 @@ def test_a_tokenizer_without_an_end_is_refused(text: Text, monkeypatch: pytest.M
     monkeypatch.setattr(type(text), "eos_id", None)
     with pytest.raises(PromptInvalid, match="end-of-sequence"):
         supervised(text)
+
+
+def test_a_truncated_answer_loses_its_end_and_the_end_of_sequence(text: Text) -> None:
+    cut, hopeless = supervised(text, longest=7, truncate=True).examples(
+        [row(prompt="17+25=", answer="42"), row(prompt="117+25=", answer="142")]
+    )
+    [whole] = supervised(text).examples([row(prompt="17+25=", answer="42")])
+    assert isinstance(cut, Example) and isinstance(whole, Example)
+    assert cut.token_ids.tolist() == whole.token_ids[:7].tolist() and cut.loss_mask.tolist() == [0] * 6 + [1]
+    assert isinstance(hopeless, Refusal) and "leaves no token to train on" in hopeless.message
+
+
+def test_a_long_text_keeps_its_end(text: Text) -> None:
+    [prompt] = PromptReader(text, prompt_field="prompt", chat_template=False, longest=4).read([row(prompt="117+25=")])
+    assert isinstance(prompt, Prompt) and prompt.text == "+25=" and len(prompt.token_ids) == 4
+
+
+def test_a_long_chat_loses_its_oldest_turns_first(text: Text) -> None:
+    text.tokenizer.chat_template = "{% for m in messages %}<eos>{{ m['role'][0] }}:{{ m['content'] }}{% endfor %}"
+    roles = ("system", "user", "assistant", "user")
+    chat = [{"role": role, "content": content} for role, content in zip(roles, ("add", "1+1=", "2", "17+25="), strict=True)]
+
+    def at(longest: int) -> Prompt | PromptInvalid:
+        [prompt] = PromptReader(text, prompt_field="prompt", chat_template=True, longest=longest).read([row(prompt=chat)])
+        return prompt
+
+    for longest, want in ((99, "s:addu:1+1=a:2u:17+25="), (15, "s:addu:17+25="), (13, "s:addu:5=")):
+        prompt = at(longest)
+        assert isinstance(prompt, Prompt) and len(prompt.token_ids) <= longest
+        assert prompt.text.startswith("s:add") and want.endswith(prompt.text[-2:]), prompt
+    assert isinstance(at(9), PromptInvalid)

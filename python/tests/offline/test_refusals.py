@@ -65,7 +65,7 @@ CASES: dict[str, Case] = {
         lambda b: _written(b, '{"prompt": "1"}\n{"prompt": "\\ud800"}\n'),
     ),
     "no object": (65, "BAD_ROW", "the row is a list", lambda b: _written(b, "[1]\n")),
-    "no Parquet": (65, "BAD_ROW", "is not a Parquet file", _folder),
+    "no Parquet": (65, "BAD_ROW", "can't be read as .parquet", _folder),
     "no prompt": (65, "PROMPT_INVALID", "2 of 3 rows can't be answered: row 0", _questions),
     "a long prompt": (65, "PROMPT_INVALID", "leaves no room", lambda b: _written(b, json.dumps({"prompt": "1" * 70}))),
     "no model": (66, "MISSING_FILE", "config.json", lambda b: b.spec(b.data(2), model="/no/such/model")),

@@ -1,6 +1,7 @@
 package infer
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -9,6 +10,7 @@ import (
 	"strings"
 
 	"github.com/spf13/cobra"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/cmd/internal/cli"
 	"github.com/rollout-rl/rollout/cmd/internal/problem"
@@ -16,7 +18,9 @@ import (
 	"github.com/rollout-rl/rollout/libs/algorithm"
 	"github.com/rollout-rl/rollout/libs/exit"
 	"github.com/rollout-rl/rollout/libs/infer"
+	planformat "github.com/rollout-rl/rollout/libs/plan"
 	"github.com/rollout-rl/rollout/libs/reward"
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 )
 
@@ -25,7 +29,7 @@ type inferFlags struct {
 	cmd                                *cobra.Command
 	config                             cli.ConfigFlags
 	model, run, snapshot               string
-	data, output                       string
+	data, output, subset, split        string
 	worker                             cli.WorkerFlag
 	reward, promptField                string
 	stop                               []string
@@ -71,6 +75,12 @@ func (flags *inferFlags) recorded(ctx context.Context, r record.Reader, job *inf
 		return err
 	}
 	job.Config, job.BaseDir = evaluating(status.GetRun().GetPlan().GetConfig()), status.GetRun().GetBaseDir()
+	for _, in := range status.GetRun().GetPlan().GetInputs() {
+		from := in.GetSources()
+		if in.GetRole() == planv1.InputRole_INPUT_ROLE_EVAL_DATA && len(from) > 0 && from[0].GetRevision() != "" {
+			job.Config.Data.Eval = proto.String(from[0].GetPath() + "@" + from[0].GetRevision()) // the rows of the run
+		}
+	}
 	flags.source = "as in the evaluations of " + snapshot.GetRunId()
 	if !algorithm.Generates(job.Config) {
 		return scores("the model of run " + snapshot.GetRunId())
@@ -128,10 +138,12 @@ func configure(env *cli.Env, flags *inferFlags, job *infer.Job) (err error) {
 	}
 	if job.Model == "" {
 		job.Model = filepath.Join(job.BaseDir, job.Config.GetModel().GetPath())
-		if path := job.Config.GetModel().GetPath(); filepath.IsAbs(path) {
+		if path := job.Config.GetModel().GetPath(); filepath.IsAbs(path) || planformat.OnHub(job.BaseDir, path) {
 			job.Model = path
 		}
-		if flags.model != "" {
+		if planformat.OnHub("", flags.model) {
+			job.Model = flags.model
+		} else if flags.model != "" {
 			if job.Model, err = filepath.Abs(flags.model); err != nil {
 				return err
 			}
@@ -154,20 +166,34 @@ func configure(env *cli.Env, flags *inferFlags, job *infer.Job) (err error) {
 
 // dataset sets the dataset of the job.
 func (flags *inferFlags) dataset(job *infer.Job) (err error) {
-	if flags.data != "" {
-		job.Data, err = filepath.Abs(flags.data)
-	} else if job.Data = job.Config.GetData().GetEval(); job.Data == "" {
-		return cli.Usage("--data is required: the configuration has no data.eval")
-	} else if !filepath.IsAbs(job.Data) {
-		job.Data = filepath.Join(job.BaseDir, job.Data)
-	}
-	if err != nil {
+	data, folder := flags.data, ""
+	job.Subset, job.Split = flags.subset, flags.split
+	if data == "" {
+		if data, folder = job.Config.GetData().GetEval(), job.BaseDir; data == "" {
+			return cli.Usage("--data is required: the configuration has no data.eval")
+		}
+		job.Subset, job.Split = cmp.Or(flags.subset, evalSubset(job.Config.GetData())), cmp.Or(flags.split, job.Config.GetData().GetEvalSplit())
+	} else if folder, err = os.Getwd(); err != nil {
 		return err
 	}
-	if _, err := os.Stat(job.Data); err != nil {
+	job.Data = data
+	if !planformat.OnHub(folder, data) && !filepath.IsAbs(data) {
+		job.Data = filepath.Join(folder, data)
+	}
+	if _, err := os.Stat(job.Data); err != nil && job.Data != data && !strings.ContainsAny(data, "*?[") {
 		return exit.New(exit.NoInput, "correct the path", "cannot read the dataset %s: %w", job.Data, cli.PathCause(err))
 	}
 	return nil
+}
+
+// evalSubset is the subset of the data set that `data.eval` names.
+func evalSubset(data *configv1.DataConfig) string {
+	train, _, _ := strings.Cut(data.GetTrain(), "@")
+	eval, _, _ := strings.Cut(data.GetEval(), "@")
+	if data.EvalSubset == nil && train == eval {
+		return data.GetSubset()
+	}
+	return data.GetEvalSubset()
 }
 
 // changes returns the flags that were set. The group size of a run is not used: the default of

@@ -51,11 +51,13 @@ With --run and --snapshot the command asks a running control plane, else it read
 	}
 	f := cmd.Flags()
 	f.StringVarP(&flags.output, "output", "o", "", "`file` to write, .parquet or .jsonl")
-	f.StringVarP(&flags.model, "model", "m", "", "`folder` of a model in the Hugging Face layout")
+	f.StringVarP(&flags.model, "model", "m", "", "`folder` of a model in the Hugging Face layout, or its name on the hub")
 	f.StringVar(&flags.run, "run", "", "`run` whose newest snapshot is used: its name, id, or a unique prefix of the id")
 	f.StringVar(&flags.snapshot, "snapshot", "", "`id` of the snapshot to use, or a unique prefix of it")
 	flags.config.AddTo(cmd)
-	f.StringVar(&flags.data, "data", "", "dataset `file`, .jsonl or .parquet (default: data.eval of the configuration)")
+	f.StringVar(&flags.data, "data", "", "`dataset`: a file, glob, folder, or name on the hub, as in data.eval (default: data.eval of the configuration)")
+	f.StringVar(&flags.subset, "subset", "", "`subset` of a data set of the hub (default: the configuration's)")
+	f.StringVar(&flags.split, "split", "", "`split` of a data set that has splits (default: the configuration's, else test)")
 	f.Uint64Var(&flags.limit, "limit", 0, "`number` of rows, from the start of the dataset (default: all)")
 	f.Uint32VarP(&flags.samples, "samples", "n", 1, "completions per row")
 	f.Uint32Var(&flags.maxTokens, "max-tokens", 0, "maximum number of new tokens per completion (default: the configuration's)")
@@ -78,7 +80,7 @@ With --run and --snapshot the command asks a running control plane, else it read
 	flags.worker.AddTo(cmd)
 	_ = cmd.MarkFlagRequired("output")
 	_ = cmd.MarkFlagDirname("model")
-	_ = cmd.MarkFlagFilename("data", "jsonl", "parquet")
+	_ = cmd.MarkFlagFilename("data", "jsonl", "parquet", "csv", "tsv", "arrow")
 	_ = cmd.MarkFlagFilename("output", "jsonl", "parquet")
 	cmd.MarkFlagsMutuallyExclusive("model", "run", "snapshot")
 	cmd.MarkFlagsMutuallyExclusive("reward", "no-reward")
@@ -127,7 +129,7 @@ func answer(ctx context.Context, env *cli.Env, job *infer.Job) error {
 	}
 	if env.JSON() {
 		return output.Value(env.Stdout, map[string]any{
-			"output": done.Output, "rows": done.Rows, "samples": done.Samples, "tokens": done.Tokens, "statuses": done.Statuses,
+			"output": done.Output, "rows": done.Rows, "dropped": done.Dropped, "samples": done.Samples, "tokens": done.Tokens, "statuses": done.Statuses,
 			"failures": done.Failures, "mean_score": done.MeanScore, "model_digest": done.ModelDigest, "kept_rows": p.kept,
 			"sampling": samplingOf(job.Config),
 		})
@@ -135,6 +137,9 @@ func answer(ctx context.Context, env *cli.Env, job *infer.Job) error {
 	var table output.Table
 	table.Row("output", done.Output)
 	table.Row("rows", fmt.Sprintf("%s, %s samples, %s tokens", output.Count(done.Rows), output.Count(done.Samples), output.Count(done.Tokens)))
+	if done.Dropped > 0 {
+		table.Row("dropped", output.Plural(done.Dropped, "row")+" that are too long (data.overlong)")
+	}
 	if done.MeanScore != nil {
 		table.Row("mean score", output.Number(*done.MeanScore))
 	}

@@ -18,7 +18,7 @@ func TrainCommand(env *cli.Env) *cobra.Command {
 		Long: `Train on the rows of a dataset: supervised fine-tuning, reward models, DPO, IPO, KTO. This is rollout run, restricted to algorithms
 that do not sample from the policy.
 
-A row of data.train (JSON Lines) has a "prompt" and these fields, whose names are set in [data]:
+A row of data.train has a "prompt" and these fields, whose names are set in [data]:
 
   [algorithm.sft]                          "answer"
   [algorithm.dpo], ipo, reward_model       "chosen" and "rejected"; for a reward model, data.margin_field can name a number
