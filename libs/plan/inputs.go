@@ -41,8 +41,8 @@ func ModelOf(in *planv1.Input) string {
 	return strings.Join(parts[:min(2, len(parts))], "/")
 }
 
-// Locate is the file of an input: in the folder of inputs if the planner made or downloaded it, else
-// where the user has it.
+// Locate is the file of an input: in the folder of inputs if the planner made or downloaded it,
+// else where the user has it.
 func (f Inputs) Locate(baseDir string, in *planv1.Input) string {
 	switch {
 	case len(in.GetSources()) > 0:

@@ -86,8 +86,8 @@ func (s *runs) setDirectory(r *Run) {
 	r.Directory = folder
 }
 
-// verify asks the planner whether the inputs of the plan are unchanged. made is the folder of inputs
-// of a run that has one. It returns the plan and the folder of inputs that was verified.
+// verify asks the planner whether the inputs of the plan are unchanged. made is the folder of
+// inputs of a run that has one. It returns the plan and the folder of inputs that was verified.
 func (s *runs) verify(ctx context.Context, lock []byte, baseDir string, made planformat.Inputs) (*planv1.Plan, planformat.Inputs, error) {
 	resp, err := s.Planner.VerifyPlan(ctx, &planv1.VerifyPlanRequest{
 		Lock: lock, File: "plan.lock", BaseDir: baseDir, InputsDirectory: string(made),

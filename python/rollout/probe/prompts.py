@@ -80,7 +80,8 @@ def measure_file(file: Json, tokenizer: Any, render: Render | None) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class Fitter:
-    """Decides whether workers can cut a row to ``limit`` tokens (``data.overlong = "truncate"``)."""
+    """Decides whether workers can cut a row to ``limit`` tokens
+    (``data.overlong = "truncate"``)."""
 
     tokenizer: Any
     render: Render | None

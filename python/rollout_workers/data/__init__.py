@@ -1,2 +1,2 @@
-"""Turns rows of a dataset into prompts and training examples: SFT, conversations, preferences. Imports
-no torch."""
+"""Turns rows of a dataset into prompts and training examples: SFT, conversations, preferences.
+Imports no torch."""

@@ -10,8 +10,8 @@ from rollout_workers.data.prompts import Ids, Messages, PromptInvalid, Text, par
 
 
 def conversation_in(row_json: bytes, prompt_field: str, answer_field: str) -> Messages | None:
-    """The messages of a row without an answer field whose last message is one of the assistant; None
-    for other rows."""
+    """The messages of a row without an answer field whose last message is one of the assistant;
+    None for other rows."""
     try:
         row = parse_row(row_json)
     except PromptInvalid:

@@ -1,4 +1,5 @@
-"""Turns rows of preferences into training examples: pairs of completions, or completions with a label."""
+"""Turns rows of preferences into training examples: pairs of completions, or completions with a
+label."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from rollout_workers.data.supervised import Example, Limit, end_of, example_of, 
 
 
 class Pairs:
-    """Rows ``{"prompt": ..., "chosen": ..., "rejected": ...}``, with a number in ``margin_field`` if
-    that is set."""
+    """Rows ``{"prompt": ..., "chosen": ..., "rejected": ...}``, with a number in ``margin_field``
+    if that is set."""
 
     def __init__(
         self,
@@ -66,7 +67,8 @@ class Pairs:
 
 
 class Labelled:
-    """Rows ``{"prompt": ..., "completion": ..., "label": true}``; the reward is the label, 1 or 0."""
+    """Rows ``{"prompt": ..., "completion": ..., "label": true}``; the reward is the label, 1 or
+    0."""
 
     def __init__(self, text: Text, prompts: PromptReader, *, completion_field: str, label_field: str, limit: Limit) -> None:
         """Raises :class:`PromptInvalid`."""
