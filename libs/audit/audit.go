@@ -1,6 +1,7 @@
 // Package audit verifies a run from the rows of its ledger: each prompt of each epoch was consumed
 // once or excluded for a reason; steps, batches and weights form one chain; every trained token was
-// sampled by recorded weights; and payloads and snapshot files hold the bytes that were written.
+// sampled by recorded weights; and the files of payloads, snapshots, and published weights are
+// unchanged.
 //
 // Check is a pure function of the rows (Evidence). Gather reads them from running services.
 //
@@ -30,6 +31,7 @@ type Evidence struct {
 	Missing     []string // content ids of snapshot files that do not exist
 	Corrupt     []string // content ids of snapshot files with other content
 	Files       Files    // snapshot files that were read
+	Published   []PublishedFile
 	// The position of the scheduler's cursor before and after the ledger was read: the cursor of an
 	// active run advances in between.
 	CursorBefore, CursorAfter uint64
@@ -37,21 +39,23 @@ type Evidence struct {
 
 // Report is the result of an audit.
 type Report struct {
-	RunID    string           `json:"run_id"`
-	Name     string           `json:"name"`
-	State    string           `json:"state"`
-	Whole    bool             `json:"whole"` // no breaks were found
-	Steps    uint64           `json:"steps"` // committed by this run
-	Chain    string           `json:"chain"`
-	Digest   string           `json:"weights_digest"`
-	Epochs   []Epoch          `json:"epochs"`
-	Excluded map[string]int   `json:"excluded"` // groups by reason
-	Samples  Samples          `json:"samples"`
-	Segments Segments         `json:"segments"`
-	Files    Files            `json:"snapshot_files"`
-	Counts   map[string]int64 `json:"counts"`  // of the ledger: dropped duplicates, refused and failed samples
-	Skipped  []Skipped        `json:"skipped"` // checks that do not apply
-	Breaks   []Break          `json:"breaks"`
+	RunID    string         `json:"run_id"`
+	Name     string         `json:"name"`
+	State    string         `json:"state"`
+	Whole    bool           `json:"whole"` // no breaks were found
+	Steps    uint64         `json:"steps"` // committed by this run
+	Chain    string         `json:"chain"`
+	Digest   string         `json:"weights_digest"`
+	Epochs   []Epoch        `json:"epochs"`
+	Excluded map[string]int `json:"excluded"` // groups by reason
+	Samples  Samples        `json:"samples"`
+	Segments Segments       `json:"segments"`
+	Files    Files          `json:"snapshot_files"`
+	// Published counts the files of the weights in the run's folder.
+	Published Files            `json:"weights_files"`
+	Counts    map[string]int64 `json:"counts"`  // of the ledger: dropped duplicates, refused and failed samples
+	Skipped   []Skipped        `json:"skipped"` // checks that do not apply
+	Breaks    []Break          `json:"breaks"`
 }
 
 // Skipped is a check that does not apply, and why.
@@ -78,7 +82,7 @@ type Samples struct {
 	Receipts uint64 `json:"receipts_verified"` // samples whose payload names the digest of its weights
 }
 
-// Files counts files of snapshots, each content once.
+// Files counts files; of snapshots each content once.
 type Files struct {
 	Whole uint64 `json:"whole"` // read, and equal to their digests
 	Bytes uint64 `json:"bytes"` // of those
@@ -137,13 +141,15 @@ var unscheduled = []Skipped{
 	{"snapshots", "the scheduler takes snapshots, so this ledger has none"},
 }
 
-// checkRun compares the ledger with the scheduler's run and its snapshots.
+// checkRun compares the ledger with the scheduler's run and its snapshots, and checks the files of
+// both.
 func checkRun(r *rows, f *findings) {
 	groups, snapshots := groupCheck{r, f}, snapshotCheck{r, f}
 	groups.cursor()
 	groups.run()
 	snapshots.records()
 	snapshots.files()
+	weightsCheck{r, f}.files()
 }
 
 // checkWithoutLedger accepts a run without a ledger only if it never began.

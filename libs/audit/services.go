@@ -31,7 +31,7 @@ type Services struct {
 
 // Gather reads the rows of a run (id, prefix of an id, or name) from running services. Where the
 // scheduler has no such run it reads the ledger of that id. With readFiles it reads the files of
-// the run's snapshots, else it only checks that they exist.
+// the run's snapshots and weights, else it only checks that they exist.
 func Gather(ctx context.Context, s Services, name string, readFiles bool) (*Evidence, error) {
 	before, err := s.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: name})
 	if rpcerr.Code(err) == codes.NotFound {
@@ -55,6 +55,9 @@ func Gather(ctx context.Context, s Services, name string, readFiles bool) (*Evid
 			return rpcerr.Code(err) == codes.NotFound
 		})
 	if err != nil {
+		return nil, err
+	}
+	if err := e.CheckWeights(e.Run.GetDirectory(), readFiles); err != nil {
 		return nil, err
 	}
 	if err := s.ledger(ctx, e); err != nil && rpcerr.Reason(err) != reasonNoLedger {

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"path/filepath"
 	"slices"
 
 	"github.com/rollout-rl/rollout/libs/audit"
@@ -24,8 +25,8 @@ import (
 )
 
 // Read reads the rows of a run (id, prefix of an id, or name). Where the scheduler has no such run
-// it reads the ledger of that id. With readFiles it reads the files of the run's snapshots, else it
-// only checks that they exist.
+// it reads the ledger of that id. With readFiles it reads the files of the run's snapshots and
+// weights, else it only checks that they exist.
 func Read(ctx context.Context, place Place, name string, readFiles bool) (_ *audit.Evidence, err error) {
 	if err := place.check(); err != nil {
 		return nil, err
@@ -64,6 +65,9 @@ func Read(ctx context.Context, place Place, name string, readFiles bool) (_ *aud
 			return err == nil && !slices.ContainsFunc(now, func(s *snapshotv1.Snapshot) bool { return s.GetSnapshotId() == snapshot })
 		})
 	if err != nil {
+		return nil, err
+	}
+	if err := e.CheckWeights(filepath.Join(place.runs, run), readFiles); err != nil {
 		return nil, err
 	}
 	if err := readLedger(ctx, place, run, e); err != nil && !errors.Is(err, ledger.ErrNoLedger) {

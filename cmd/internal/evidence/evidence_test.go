@@ -48,6 +48,9 @@ func TestAnIntactRunPasses(t *testing.T) {
 	if want := (audit.Samples{Trained: 15, Verified: 9, Covered: 6, Tokens: 36, Receipts: 9}); r.Samples != want {
 		t.Errorf("samples %+v", r.Samples)
 	}
+	if r.Published.Whole != 2 || r.Published.Bytes != 28 {
+		t.Errorf("published %+v", r.Published)
+	}
 	if r.Segments.Whole != 2 || r.Segments.Covered != 1 {
 		t.Errorf("segments %+v", r.Segments)
 	}
@@ -116,12 +119,24 @@ func TestCorruptionsAreNamed(t *testing.T) {
 			must(t, os.Chmod(file[0], 0o600))
 			must(t, os.WriteFile(file[0], data, 0o600))
 		}, "SNAPSHOT_CORRUPT", audit.Break{Step: 1}},
+		{"edited file of the weights", func(t *testing.T, folder string) {
+			must(t, os.WriteFile(filepath.Join(published(folder), "config.json"), []byte("config.jsoN"), 0o600))
+		}, "WEIGHTS_FILE_CHANGED", audit.Break{Step: 3}},
+		{"cut off file of the weights", func(t *testing.T, folder string) {
+			must(t, os.Truncate(filepath.Join(published(folder), "model.safetensors"), 3))
+		}, "WEIGHTS_FILE_CHANGED", audit.Break{Step: 3}},
+		{"missing file of the weights", func(t *testing.T, folder string) {
+			must(t, os.Remove(filepath.Join(published(folder), "model.safetensors")))
+		}, "WEIGHTS_FILE_MISSING", audit.Break{Step: 3}},
+		{"edited manifest of the weights", func(t *testing.T, folder string) {
+			must(t, os.WriteFile(filepath.Join(published(folder), "rollout_weights.json"), []byte("{"), 0o600))
+		}, "WEIGHTS_FILE_CHANGED", audit.Break{Step: 3}},
 		{"cursor behind", do("scheduler", `UPDATE cursor SET position = 6`), "CURSOR_BEHIND", audit.Break{Group: "1/1"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			folder := t.TempDir()
-			for _, part := range []string{"db", "segments", "artifacts"} {
+			for _, part := range []string{"db", "segments", "artifacts", "runs"} {
 				must(t, os.CopyFS(filepath.Join(folder, part), os.DirFS(filepath.Join(whole, part))))
 			}
 			c.spoil(t, folder)

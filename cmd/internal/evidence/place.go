@@ -18,6 +18,7 @@ import (
 type Place struct {
 	Databases sqldb.Place
 
+	runs      string     // folder with a folder per run
 	bucket    blob.Store // nil: segments and artifacts are files
 	segments  string     // folder with a folder per run; a cache where there is a bucket
 	artifacts string     // folder; used without a bucket
@@ -27,7 +28,8 @@ type Place struct {
 // Folder returns the place of a control plane without servers: its state folder.
 func Folder(state string) Place {
 	return Place{
-		Databases: sqldb.Archive(filepath.Join(state, "db")), segments: filepath.Join(state, "segments"), artifacts: filepath.Join(state, "artifacts"),
+		Databases: sqldb.Archive(filepath.Join(state, "db")), runs: filepath.Join(state, "runs"),
+		segments: filepath.Join(state, "segments"), artifacts: filepath.Join(state, "artifacts"),
 	}
 }
 

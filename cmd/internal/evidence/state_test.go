@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"google.golang.org/protobuf/proto"
@@ -66,6 +67,7 @@ func state(t *testing.T) string {
 	folder := t.TempDir()
 	must(t, schedule(t.Context(), folder))
 	must(t, snapshots(t.Context(), folder))
+	publish(t, folder)
 	nats, err := bus.StartEmbedded(filepath.Join(folder, "nats"), bus.EmbeddedOptions{NoSync: true})
 	must(t, err)
 	defer nats.Stop()
@@ -124,6 +126,22 @@ func live(t *testing.T, server *buffer.Server, b *bus.Bus) {
 	}
 	_, err = server.TrimPayloads(ctx, &bufferv1.TrimPayloadsRequest{RunId: run, ThroughStep: 1})
 	must(t, err)
+}
+
+// published is the folder of the last weights.
+func published(folder string) string { return filepath.Join(folder, "runs", run, "weights", "v000003") }
+
+// publish writes the weights of the last step as a learner does.
+func publish(t *testing.T, folder string) {
+	t.Helper()
+	must(t, os.MkdirAll(published(folder), 0o755))
+	var files []string
+	for _, name := range []string{"config.json", "model.safetensors"} {
+		must(t, os.WriteFile(filepath.Join(published(folder), name), []byte(name), 0o600))
+		files = append(files, fmt.Sprintf(`{"path": %q, "bytes": %d, "digest": %q}`, name, len(name), blake(name)))
+	}
+	manifest := fmt.Sprintf(`{"version": 3, "files": [%s, {"path": "live.safetensors", "bytes": 1, "digest": ""}]}`, strings.Join(files, ", "))
+	must(t, os.WriteFile(filepath.Join(published(folder), "rollout_weights.json"), []byte(manifest), 0o600))
 }
 
 // group returns the samples of a prompt, sampled by a weights version.

@@ -46,7 +46,13 @@ def install() -> None:
     # imports rollout_workers.weights.transfer, so it comes after the replacement of its parent
     from rollout_testing.sim import policy
 
-    _fill(weights, WeightsDigest=policy.WeightsDigest, WeightsManifest=policy.WeightsManifest, stage_folder=policy.stage_folder)
+    _fill(
+        weights,
+        WeightsDigest=policy.WeightsDigest,
+        WeightsManifest=policy.WeightsManifest,
+        seal=policy.seal,
+        stage_folder=policy.stage_folder,
+    )
     learner = _package("rollout_workers.trainer")
     types = importlib.import_module("rollout_workers.trainer.types")
     _fill(learner, **{name: getattr(types, name) for name in _LEARNER_TYPES})

@@ -1,12 +1,12 @@
-"""Weights on disk: one folder a version, which ``AutoModelForCausalLM.from_pretrained`` loads.
+"""Weights on disk: one folder per version, which ``AutoModelForCausalLM.from_pretrained`` loads.
 
-<dir>/model.safetensors         every tensor once, under its Hugging Face name
-<dir>/rollout_weights.json      the manifest: version, digest, tensors <dir>/config.json, tokenizer*
-from the model that the run began with (hard links where the file system allows)
+    <dir>/model.safetensors       every tensor once, under its Hugging Face name
+    <dir>/rollout_weights.json    the manifest: version, digest, tensors, and files
+    <dir>/config.json, tokenizer* copies of the files of the run's model
 
-Where a run trains adapters, a version that is only passed on holds ``adapter_model.safetensors``
-and ``adapter_config.json`` in place of ``model.safetensors``. Its manifest is of the merged tensors
-all the same.
+A version of a run that trains adapters contains ``adapter_model.safetensors`` and
+``adapter_config.json`` instead of ``model.safetensors`` and ``config.json``. The tensors and the
+digest in its manifest are those of the merged weights.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ import sys
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from dataclasses import replace as replace_fields
 from functools import lru_cache
 from pathlib import Path
 
 import torch
+from blake3 import blake3
 from torch import nn
 
-from rollout_workers.weights.digest import WeightsDigest, weights_digest
+from rollout_workers.weights.digest import PREFIX, WeightsDigest, weights_digest
 from rollout_workers.weights.naming import dtype_name, named_weights
 from rollout_workers.weights.tensor_file import read_tensors, write_tensors
 from rollout_workers.weights.transfer.publish_folder import replace
 
 TENSOR_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_SETTINGS = "adapter_config.json"
 SHARD_INDEX_FILE = "model.safetensors.index.json"
 MANIFEST_FILE = "rollout_weights.json"
 _TOGETHER_BYTES = 16 << 20  # a thread only pays off above this size
@@ -72,16 +75,20 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One file: path relative to the folder, size in bytes."""
+    """One file: path relative to the folder, size in bytes, and ``blake3-<hex>`` of its content.
+
+    The digest of ``model.safetensors`` is empty until ``seal`` computes it.
+    """
 
     path: str
     bytes: int
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsManifest:
-    """A version of the policy: its number in the run, its digest, its tensors (by name) and its
-    files (by path)."""
+    """A version of the policy: its number in the run, its digest, its tensors by name, and its
+    files by path."""
 
     version: int
     digest: str
@@ -117,11 +124,13 @@ def write_weights(
 
     staging = staging or stage_folder(target.parent, source)
     try:
+        staged = _staged(staging)
         digest = _write_and_digest(staging / TENSOR_FILE, tensors)
-        manifest = _manifest(staging, tensors, digest, version)
+        written = FileEntry(TENSOR_FILE, (staging / TENSOR_FILE).stat().st_size)
+        manifest = _manifest(tensors, digest, version, [*staged, written])
         (staging / MANIFEST_FILE).write_text(_as_json(manifest))
         if fsync:
-            for path in (staging / TENSOR_FILE, staging / MANIFEST_FILE, staging):
+            for path in (*(staging / file.path for file in manifest.files), staging / MANIFEST_FILE, staging):
                 _fsync(path)
         replace(staging, target)
         if fsync:
@@ -142,16 +151,18 @@ def write_adapter(
     version: int,
 ) -> WeightsManifest:
     """Write only adapters to ``directory``, without fsync; otherwise like ``write_weights``.
-    settings: writes the configuration files of PEFT into a folder. merged: the tensors of the model
-    with merged adapters, for the manifest."""
+    settings: writes ``adapter_config.json`` into a folder. merged: the tensors of the model with
+    merged adapters, for the manifest."""
     target = Path(directory)
     staging = stage_folder(target.parent, config_source_dir)
     try:
         (staging / "config.json").unlink()  # otherwise from_pretrained treats the folder as a whole model
+        staged = [file for file in _staged(staging) if file.path != "config.json"]
         settings(staging)
         write_tensors(staging / ADAPTER_FILE, {name: _in_transport(tensor, None) for name, tensor in adapters.items()})
         tensors = dict(merged)
-        manifest = _manifest(staging, tensors, weights_digest(tensors.items()), version)
+        written = [_entry(staging / name) for name in (ADAPTER_FILE, ADAPTER_SETTINGS)]
+        manifest = _manifest(tensors, weights_digest(tensors.items()), version, [*staged, *written])
         (staging / MANIFEST_FILE).write_text(_as_json(manifest))
         replace(staging, target)
     except BaseException:
@@ -161,15 +172,22 @@ def write_adapter(
 
 
 def stage_folder(parent: str | os.PathLike[str], config_source_dir: str | os.PathLike[str], reserve: int = 0) -> Path:
-    """Create a folder in ``parent`` with everything except the tensors, for ``write_weights``.
+    """Create a folder in ``parent`` with everything except the tensors, for ``write_weights``. The
+    files of the model are copied, so that an edit of the model does not change the version, nor the
+    reverse.
+
     reserve: bytes to allocate for the file of tensors, because allocating shared memory takes
     longer than writing to it. Raises ``OSError``."""
     staging, source = Path(parent) / f".{uuid.uuid4().hex}.tmp", Path(config_source_dir)
     staging.mkdir(parents=True)
     try:
+        entries: list[FileEntry] = []
         for name in _COMPANIONS:
             if (source / name).is_file():
-                _link_or_copy(source / name, staging / name)
+                data, digest = _companion(source / name)
+                (staging / name).write_bytes(data)
+                entries.append(FileEntry(name, len(data), digest))
+        (staging / MANIFEST_FILE).write_text(json.dumps({"files": [asdict(entry) for entry in entries]}))
         if reserve and sys.platform == "linux":  # macOS has no posix_fallocate
             with open(staging / TENSOR_FILE, "wb") as file:
                 os.posix_fallocate(file.fileno(), 0, reserve)
@@ -177,6 +195,22 @@ def stage_folder(parent: str | os.PathLike[str], config_source_dir: str | os.Pat
         shutil.rmtree(staging, ignore_errors=True)
         raise
     return staging
+
+
+def seal(directory: str | os.PathLike[str]) -> None:
+    """Add the digests that the manifest of ``directory`` lacks, so that ``rollout audit`` can
+    verify every file. Takes about 0.3 s per GB and core. Raises ``WeightsUnreadable``,
+    ``OSError``."""
+    folder = Path(directory)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} does not exist")
+    manifest = read_manifest(folder)
+    if all(file.digest for file in manifest.files):
+        return
+    files = tuple(file if file.digest else _entry(folder / file.path) for file in manifest.files)
+    fresh = folder / f".{MANIFEST_FILE}.{uuid.uuid4().hex}"
+    fresh.write_text(_as_json(replace_fields(manifest, files=files)))
+    fresh.rename(folder / MANIFEST_FILE)
 
 
 def read_weights(directory: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
@@ -204,7 +238,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> WeightsManifest:
             version=int(raw["version"]),
             digest=str(raw["digest"]),
             tensors=tuple(TensorEntry(t["name"], t["dtype"], tuple(t["shape"]), t["digest"]) for t in raw["tensors"]),
-            files=tuple(FileEntry(f["path"], f["bytes"]) for f in raw["files"]),
+            files=tuple(FileEntry(f["path"], f["bytes"], f.get("digest", "")) for f in raw["files"]),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise WeightsUnreadable(f"{path}: {error!r}") from error
@@ -242,7 +276,9 @@ def _in_transport(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tens
     return tensor.contiguous()
 
 
-def _manifest(folder: Path, tensors: dict[str, torch.Tensor], digest: WeightsDigest, version: int) -> WeightsManifest:
+def _manifest(
+    tensors: dict[str, torch.Tensor], digest: WeightsDigest, version: int, files: Iterable[FileEntry]
+) -> WeightsManifest:
     return WeightsManifest(
         version=version,
         digest=digest.root,
@@ -250,20 +286,38 @@ def _manifest(folder: Path, tensors: dict[str, torch.Tensor], digest: WeightsDig
             TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), digest.tensors[name])
             for name, tensor in sorted(tensors.items())
         ),
-        files=_files(folder),
+        files=tuple(sorted(files, key=lambda file: file.path)),
     )
 
 
-def _files(folder: Path) -> tuple[FileEntry, ...]:
-    with os.scandir(folder) as found:
-        return tuple(sorted((FileEntry(entry.name, entry.stat().st_size) for entry in found), key=lambda file: file.path))
+def _staged(folder: Path) -> list[FileEntry]:
+    """The files that ``stage_folder`` has written."""
+    return [FileEntry(**entry) for entry in json.loads((folder / MANIFEST_FILE).read_text())["files"]]
+
+
+def _entry(path: Path) -> FileEntry:
+    return FileEntry(
+        path.name, path.stat().st_size, f"{PREFIX}{blake3(max_threads=blake3.AUTO).update_mmap(str(path)).hexdigest()}"
+    )
+
+
+def _companion(path: Path) -> tuple[bytes, str]:
+    """The content of a file and its digest."""
+    found = path.stat()
+    return _content(path, found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=32)  # each version of a run has the same files
+def _content(path: Path, _inode: int, _changed: int, _bytes: int) -> tuple[bytes, str]:
+    data = path.read_bytes()
+    return data, PREFIX + blake3(data, max_threads=blake3.AUTO).hexdigest()
 
 
 def _as_json(manifest: WeightsManifest) -> str:
     # One line, with the unchanging parts cached, because every step of a small model waits for
     # this.
     tensors = ", ".join([f'{_described(t.name, t.dtype, t.shape)}, "digest": "{t.digest}"}}' for t in manifest.tensors])
-    files = [{"path": f.path, "bytes": f.bytes} for f in manifest.files]
+    files = [{"path": f.path, "bytes": f.bytes, "digest": f.digest} for f in manifest.files]
     whole = json.dumps({"version": manifest.version, "digest": manifest.digest, "files": files})
     return f'{whole[:-1]}, "tensors": [{tensors}]}}\n'
 
@@ -272,13 +326,6 @@ def _as_json(manifest: WeightsManifest) -> str:
 def _described(name: str, dtype: str, shape: tuple[int, ...]) -> str:
     """A tensor as JSON, without its digest and the closing brace."""
     return json.dumps({"name": name, "dtype": dtype, "shape": shape})[:-1]
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
 
 
 def _fsync(path: Path) -> None:

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from blake3 import blake3
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from rollout_workers.weights import named_weights, read_manifest, read_weights, store, weights_digest, write_weights
+from rollout_workers.weights import (
+    named_weights,
+    read_manifest,
+    read_weights,
+    seal,
+    store,
+    weights_digest,
+    write_adapter,
+    write_weights,
+)
 from rollout_workers.weights.store import WeightsUnreadable
 
 
@@ -150,3 +161,58 @@ def test_the_manifest_is_json_whatever_tensors_are_called(model: tuple[PreTraine
         assert sorted(raw) == ["digest", "files", "tensors", "version"]
         assert [entry["name"] for entry in raw["tensors"]] == sorted(names)
         assert read_manifest(tmp_path / "v") == manifest
+
+
+def empty_settings(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+
+
+def test_a_version_shares_no_file_with_the_model(addition_model: Path, tmp_path: Path) -> None:
+    """An edit of one must not change the other."""
+    source, folder = shutil.copytree(addition_model, tmp_path / "model"), tmp_path / "v"
+    write_weights(folder, read_weights(source).items(), config_source_dir=source, version=1)
+    adapter = tmp_path / "adapter"
+    write_adapter(
+        adapter,
+        {"w": torch.zeros(2)},
+        [("w", torch.zeros(2))],
+        settings=empty_settings,
+        config_source_dir=source,
+        version=1,
+    )
+    shared = {path.stat().st_ino for path in source.iterdir()}
+    for made in (folder, adapter):
+        assert len(list(made.iterdir())) > 4
+        assert not [path.name for path in made.iterdir() if path.stat().st_ino in shared]
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["whole", "adapter"])
+def test_a_sealed_manifest_has_the_digest_of_every_file(addition_model: Path, tmp_path: Path, adapter: bool) -> None:
+    folder = tmp_path / "v"
+    if adapter:
+        write_adapter(
+            folder,
+            {"w": torch.zeros(2)},
+            [("w", torch.zeros(2))],
+            settings=empty_settings,
+            config_source_dir=addition_model,
+            version=1,
+        )
+    else:
+        write_weights(folder, [("w", torch.zeros(2))], config_source_dir=addition_model, version=1)
+    seal(folder)
+    found = {path.name: f"blake3-{blake3(path.read_bytes()).hexdigest()}" for path in folder.iterdir()}
+    del found["rollout_weights.json"]
+    assert {file.path: file.digest for file in read_manifest(folder).files} == found
+    assert ("adapter_model.safetensors" in found, "config.json" in found) == (adapter, not adapter)
+
+
+def test_an_edited_model_gives_new_digests(model: tuple[PreTrainedModel, Path], tmp_path: Path) -> None:
+    """The contents of small files are cached, as long as the files are unchanged."""
+    source = shutil.copytree(model[1], tmp_path / "model")
+    for text in ("{}", "[]"):
+        (source / "tokenizer_config.json").write_text(text)
+        manifest = write_weights(tmp_path / "v", [("w", torch.zeros(2))], config_source_dir=source, version=1)
+        (entry,) = (file for file in manifest.files if file.path == "tokenizer_config.json")
+        assert entry.digest == f"blake3-{blake3(text.encode()).hexdigest()}"
+        assert (tmp_path / "v" / "tokenizer_config.json").read_text() == text

@@ -34,10 +34,11 @@ func Command(env *cli.Env) *cobra.Command {
 		Use:   "audit RUN",
 		Short: "Verify that a run lost nothing and did nothing twice",
 		Long: `Verify from the ledger that each prompt of each epoch was consumed once or excluded for a reason, that steps, batches and weights
-form one chain, that every trained token was sampled by the recorded weights, and that payload and snapshot files are intact.
-Inconsistencies are printed with run, group, step and offset, and the exit code is 65.
+form one chain, that every trained token was sampled by the recorded weights, and that the files of payloads, snapshots, and published
+weights are unchanged. Inconsistencies are printed with run, group, step and offset, and the exit code is 65.
 
-Snapshot files are read completely; --files=false only checks that they exist.
+The files of snapshots and weights are read completely; --files=false only checks that they exist. Published weights are checked if the
+run's folder is on this host.
 
 RUN can also be the id of a ledger that another program opened and filled (PutTrajectories) without a run of the scheduler. Checks that
 need such a run are then skipped, and the output lists them.
@@ -54,7 +55,7 @@ of a rolloutd.toml, without calling services. ` + cli.RunHelp,
 		},
 	}
 	ConfigFlag(cmd, &configured)
-	cmd.Flags().BoolVar(&files, "files", true, "verify the contents of snapshot files")
+	cmd.Flags().BoolVar(&files, "files", true, "verify the contents of the files of snapshots and weights")
 	return cmd
 }
 
@@ -160,6 +161,9 @@ func reportText(s output.Style, r *audit.Report) string {
 	add("files", "%s whole (%s), %s covered by snapshots", output.Plural(r.Segments.Whole, "segment"), output.Bytes(r.Segments.Bytes), output.Count(r.Segments.Covered))
 	if r.Files.Whole > 0 {
 		add("state", "%s of snapshots whole (%s)", output.Plural(r.Files.Whole, "file"), output.Bytes(r.Files.Bytes))
+	}
+	if r.Published.Whole > 0 {
+		add("folder", "%s of published weights whole (%s)", output.Plural(r.Published.Whole, "file"), output.Bytes(r.Published.Bytes))
 	}
 	add("chain", "%s, head %s", output.Plural(r.Steps, "step"), r.Chain)
 	add("weights", "%s", r.Digest)
