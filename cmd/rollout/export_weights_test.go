@@ -20,7 +20,8 @@ import (
 	storagestore "github.com/rollout-rl/rollout/services/storage/sqlstore"
 )
 
-// stored is a state folder with a run and two of its snapshots, the older one with an adapter.
+// stored is a state folder with a run and three of its snapshots: one of adapters and their base,
+// one with an adapter next to the weights, and the newest.
 func stored(t *testing.T) (state string) {
 	t.Helper()
 	state = t.TempDir()
@@ -36,10 +37,11 @@ func stored(t *testing.T) (state string) {
 	}
 	cas, snapshots := blob.NewCAS(artifacts, artifacts.Spool()), sqldbtest.Store(t, place, snapshotstore.Open)
 	for step, paths := range map[uint64][]string{
+		1: {"base/config.json", "adapter/adapter_config.json", "state.json"},
 		2: {"weights/config.json", "adapter/adapter_config.json", "average/config.json", "state.json"}, 3: {"weights/config.json", "weights/model.safetensors", "state.json"},
 	} {
 		s := proto.CloneOf(snapshot())
-		s.SnapshotId, s.Step, s.Files = map[uint64]string{2: "snap-older", 3: "snap-newest"}[step], step, nil
+		s.SnapshotId, s.Step, s.Files = map[uint64]string{1: "snap-adapted", 2: "snap-older", 3: "snap-newest"}[step], step, nil
 		for _, path := range paths {
 			content, err := cas.PutBytes(t.Context(), []byte(path+" of step "+string(rune('0'+step))))
 			if err != nil {
@@ -84,6 +86,51 @@ func TestExportWeightsOfAStateFolder(t *testing.T) {
 	}
 	left, err := os.ReadDir(out)
 	if err != nil || len(left) != 3 { // new, adapter and average, no scratch
+		t.Errorf("%v, %v", left, err)
+	}
+}
+
+// merger is a worker whose merged weights are the two settings of base and adapter.
+const merger = `#!/bin/sh
+value() { sed 's/.*"'$1'":"\([^"]*\)".*/\1/' "$2"; }
+[ "$1 $2" = "merge --spec" ] || exit 9
+mkdir "$(value to "$3")"
+cat "$(value base "$3")/config.json" "$(value adapter "$3")/adapter_config.json" > "$(value to "$3")/model.safetensors"
+echo "a library says hello"
+`
+
+func TestExportWeightsMergesAdapters(t *testing.T) {
+	t.Parallel()
+	state, out := stored(t), t.TempDir()
+	export := func(worker, to string, args ...string) result {
+		script := filepath.Join(t.TempDir(), "worker")
+		if err := os.WriteFile(script, []byte(worker), 0o700); err != nil {
+			t.Fatal(err)
+		}
+		return call{}.run(t, append([]string{"export", "weights", "snap-adapted", "--state-dir", state, "--to", filepath.Join(out, to), "--worker", script}, args...)...)
+	}
+	done := `echo '{"digest": "` + snapshot().GetWeightsDigest() + `"}'`
+	got := export(merger+done, "merged")
+	if want := "base/config.json of step 1adapter/adapter_config.json of step 1"; got.code != 0 || strings.Contains(got.stderr, "rounding") || read(t, filepath.Join(out, "merged/model.safetensors")) != want {
+		t.Fatal(got.text())
+	}
+	if got := export(merger+`echo '{"digest": "blake3-other"}'`, "rounded"); got.code != 0 || !strings.Contains(got.stderr, "differ in rounding") {
+		t.Error(got.text())
+	}
+	if got := export("", "base", "--base"); got.code != 0 || read(t, filepath.Join(out, "base/config.json")) != "base/config.json of step 1" {
+		t.Error(got.text())
+	}
+	for text, worker := range map[string]string{
+		"the lora table differs": merger + `echo '{"reason": "WEIGHTS_UNREADABLE", "message": "the lora table differs", "fix": "compare"}'; exit 65`,
+		"out of memory":          "#!/bin/sh\necho out of memory >&2; exit 1",
+		"start the worker":       "",
+	} {
+		if got := export(worker, "none"); got.code == 0 || !strings.Contains(got.stderr, text) {
+			t.Errorf("%s: %s", text, got.text())
+		}
+	}
+	left, err := os.ReadDir(out)
+	if err != nil || len(left) != 3 { // merged, rounded and base, no scratch
 		t.Errorf("%v, %v", left, err)
 	}
 }

@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 
 	"github.com/rollout-rl/rollout/libs/blob"
+	"github.com/rollout-rl/rollout/libs/trainstate"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
@@ -69,7 +70,9 @@ func (s Services) Artifact(ctx context.Context, content, path string) error {
 
 // Snapshot implements Files.
 func (s Services) Snapshot(ctx context.Context, snap *snapshotv1.Snapshot, folder string) error {
-	_, err := s.Snapshots.MaterializeSnapshot(ctx, &snapshotv1.MaterializeSnapshotRequest{SnapshotId: snap.GetSnapshotId(), Directory: folder})
+	_, err := s.Snapshots.MaterializeSnapshot(ctx, &snapshotv1.MaterializeSnapshotRequest{
+		SnapshotId: snap.GetSnapshotId(), Directory: folder, Paths: trainstate.Paths(snap),
+	})
 	return err
 }
 

@@ -22,6 +22,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/audit"
 	"github.com/rollout-rl/rollout/libs/exit"
+	"github.com/rollout-rl/rollout/libs/trainstate"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 )
@@ -187,7 +188,7 @@ func (j *Job) head(ctx context.Context, base *snapshotv1.Snapshot, from uint64) 
 	state := ""
 	if base != nil {
 		state = filepath.Join(j.Scratch, "state")
-		if err := j.Files.Snapshot(ctx, base, state); err != nil {
+		if err := j.Files.Snapshot(ctx, trainstate.Without(base, trainstate.Base), state); err != nil {
 			return nil, err
 		}
 	}

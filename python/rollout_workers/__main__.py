@@ -2,6 +2,7 @@
 scheduler (docs/wire.md).
 
 ``rollout-worker replay``: train a run's recorded batches again, for ``rollout replay``.
+``rollout-worker merge``: merge adapters into their model, for ``rollout export weights``.
 ``rollout-worker export``: write a run's metrics to trackers, for ``rollout export metrics``.
 ``rollout-worker push``: upload weights to a hub, for ``rollout export push``.
 ``rollout-worker infer``: completions and scores for a dataset, for ``rollout infer batch``."""

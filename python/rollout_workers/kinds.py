@@ -100,6 +100,13 @@ def _replay(spec: str) -> NoReturn:
     sys.exit(replay(spec or os.environ.get(SPEC_VARIABLE, "")))
 
 
+def _merge(spec: str) -> NoReturn:
+    from rollout_workers.learner.merge import merge
+    from rollout_workers.worker.lifecycle import leave_now
+
+    leave_now(merge(spec))
+
+
 def _export(spec: str) -> NoReturn:
     from rollout_workers.trackers.worker import export
 
@@ -131,6 +138,6 @@ WORKERS: Mapping[str, LinkedKind | DetachedKind] = MappingProxyType(
 """Workers of a run, which the scheduler starts with a spec."""
 
 COMMANDS: Mapping[str, Callable[[str], NoReturn]] = MappingProxyType(
-    {"replay": _replay, "export": _export, "push": _push, "infer": _infer}
+    {"replay": _replay, "merge": _merge, "export": _export, "push": _push, "infer": _infer}
 )
 """Commands that the CLI starts. Each one gets the value of ``--spec`` and exits the process."""

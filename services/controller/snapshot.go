@@ -10,6 +10,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/libs/trainstate"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
@@ -108,11 +109,17 @@ func (s *snapshotter) base(ctx context.Context) (uint64, error) {
 	if s.fromSnapshot == "" {
 		return 0, nil
 	}
+	first, err := s.first(ctx)
+	return first.GetStep(), err
+}
+
+// first is the snapshot that the run starts from.
+func (s *snapshotter) first(ctx context.Context) (*snapshotv1.Snapshot, error) {
 	got, err := call(ctx, s.retries, "snapshot", s.service.GetSnapshot, &snapshotv1.GetSnapshotRequest{SnapshotId: s.fromSnapshot})
 	if err != nil {
-		return 0, fmt.Errorf("find the snapshot that the run starts from: %w", err)
+		return nil, fmt.Errorf("find the snapshot that the run starts from: %w", err)
 	}
-	return got.GetSnapshot().GetStep(), nil
+	return got.GetSnapshot(), nil
 }
 
 // load has the learner load the newest training state, unless it has one already.
@@ -149,21 +156,29 @@ func (s *snapshotter) materialize(ctx context.Context) (step uint64, dir string,
 	if err != nil {
 		return 0, "", fmt.Errorf("find the newest snapshot: %w", err)
 	}
-	from := s.fromSnapshot
-	if newest := listed.GetSnapshots(); len(newest) > 0 {
-		from, s.room.state = newest[0].GetSnapshotId(), newest[0].GetBytes()
-	}
-	if from == "" {
+	var from *snapshotv1.Snapshot
+	switch {
+	case len(listed.GetSnapshots()) > 0:
+		from = listed.GetSnapshots()[0]
+		s.room.state = from.GetBytes()
+	case s.fromSnapshot != "":
+		if from, err = s.first(ctx); err != nil {
+			return 0, "", err
+		}
+	default:
 		return 0, "", nil
 	}
 	if err := s.room.wait(ctx, s.room.state, "a copy of the newest snapshot"); err != nil {
 		return 0, "", err
 	}
-	dir = filepath.Join(s.directory, "state", "load-"+from)
-	s.progress.waitFor("snapshot %s to be written to a folder (snapshot)", from)
-	made, err := call(ctx, s.retries, "snapshot", s.service.MaterializeSnapshot, &snapshotv1.MaterializeSnapshotRequest{SnapshotId: from, Directory: dir})
+	id := from.GetSnapshotId()
+	dir = filepath.Join(s.directory, "state", "load-"+id)
+	s.progress.waitFor("snapshot %s to be written to a folder (snapshot)", id)
+	_, err = call(ctx, s.retries, "snapshot", s.service.MaterializeSnapshot, &snapshotv1.MaterializeSnapshotRequest{
+		SnapshotId: id, Directory: dir, Paths: trainstate.Paths(trainstate.Without(from, trainstate.Base)),
+	})
 	if err != nil {
-		return 0, "", fmt.Errorf("write snapshot %s to a folder: %w", from, err)
+		return 0, "", fmt.Errorf("write snapshot %s to a folder: %w", id, err)
 	}
-	return made.GetSnapshot().GetStep(), dir, nil
+	return from.GetStep(), dir, nil
 }

@@ -8,7 +8,6 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 
 	"google.golang.org/protobuf/types/known/timestamppb"
@@ -17,6 +16,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/id"
 	planformat "github.com/rollout-rl/rollout/libs/plan"
+	"github.com/rollout-rl/rollout/libs/trainstate"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -208,12 +208,9 @@ func (s *runs) startingPoint(ctx context.Context, plan *planv1.Plan, snapshot st
 // mismatch describes why a run of a plan cannot start from a training state, judged by its files;
 // "" if it can.
 func mismatch(snap *snapshotv1.Snapshot, config *configv1.RunConfig) string {
-	holds := func(prefix string) bool {
-		return slices.ContainsFunc(snap.GetFiles(), func(f *snapshotv1.SnapshotFile) bool { return strings.HasPrefix(f.GetPath(), prefix) })
-	}
-	adapters := holds("adapter/")
+	adapters := trainstate.Has(snap, trainstate.Adapter)
 	switch {
-	case algorithm.Traits(config).GetNeedsCritic() && !holds("critic.safetensors"):
+	case algorithm.Traits(config).GetNeedsCritic() && !trainstate.Has(snap, trainstate.Critic):
 		return "has no critic, which [algorithm.ppo] needs"
 	case config.GetLora() != nil && !adapters:
 		return "has no adapters, which [lora] needs"

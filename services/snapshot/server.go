@@ -102,7 +102,7 @@ func (s *Server) ListSnapshots(ctx context.Context, req *snapshotv1.ListSnapshot
 
 // MaterializeSnapshot implements the contract.
 func (s *Server) MaterializeSnapshot(ctx context.Context, req *snapshotv1.MaterializeSnapshotRequest) (*snapshotv1.MaterializeSnapshotResponse, error) {
-	snap, err := s.svc.materialize(ctx, req.GetSnapshotId(), req.GetDirectory())
+	snap, err := s.svc.materialize(ctx, req.GetSnapshotId(), req.GetDirectory(), req.GetPaths())
 	if err != nil {
 		return nil, err
 	}

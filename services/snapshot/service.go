@@ -13,6 +13,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/libs/trainstate"
 	"github.com/rollout-rl/rollout/proto/gen/names"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -87,7 +88,9 @@ func (s *service) record(ctx context.Context, want *Snapshot, dir string) (snap 
 			return nil, false, ErrMismatch.With("path", f.GetPath()).With("digest", f.GetDigest())
 		}
 		f.Bytes = resp.GetArtifacts()[i].GetBytes()
-		made.Bytes += f.GetBytes()
+		if !trainstate.In(f, trainstate.Base) {
+			made.Bytes += f.GetBytes()
+		}
 	}
 	snap, err = s.Store.Record(ctx, made)
 	if err != nil {
@@ -154,8 +157,9 @@ func (s *service) sweep(ctx context.Context) error {
 	return s.Store.Forget(ctx, append(garbage, named...))
 }
 
-// materialize writes the files of a snapshot into dir. The storage service verifies their digests.
-func (s *service) materialize(ctx context.Context, idOrPrefix, dir string) (*Snapshot, error) {
+// materialize writes the files with the given paths, or without paths all files, into dir. The
+// storage service verifies their digests.
+func (s *service) materialize(ctx context.Context, idOrPrefix, dir string, paths []string) (*Snapshot, error) {
 	if !filepath.IsAbs(dir) {
 		return nil, ErrInvalid.Field("directory", "must be absolute")
 	}
@@ -165,7 +169,14 @@ func (s *service) materialize(ctx context.Context, idOrPrefix, dir string) (*Sna
 	if err != nil {
 		return nil, err
 	}
-	if _, err := s.Artifacts.ExportArtifacts(ctx, &storagev1.ExportArtifactsRequest{Files: localFiles(snap, dir)}); err != nil {
+	wanted := snap
+	if len(paths) > 0 {
+		wanted = trainstate.Only(snap, paths...)
+	}
+	if len(wanted.GetFiles()) == 0 {
+		return nil, ErrInvalid.Field("paths", "must name files of "+snap.GetSnapshotId())
+	}
+	if _, err := s.Artifacts.ExportArtifacts(ctx, &storagev1.ExportArtifactsRequest{Files: localFiles(wanted, dir)}); err != nil {
 		return nil, fmt.Errorf("write the files of %s: %w", snap.GetSnapshotId(), err)
 	}
 	return snap, nil

@@ -282,6 +282,41 @@ func TestMaterializeExportsEachFile(t *testing.T) {
 	}
 }
 
+func TestMaterializeExportsTheWantedFiles(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	snap := w.take(t, 1, 0, "a", "b")
+	materialize := func(paths ...string) error {
+		_, err := w.MaterializeSnapshot(t.Context(), &snapshotv1.MaterializeSnapshotRequest{SnapshotId: snap.GetSnapshotId(), Directory: "/to", Paths: paths})
+		return err
+	}
+	if err := materialize("f1"); err != nil {
+		t.Fatal(err)
+	}
+	if e := w.artifacts.exported; len(e) != 1 || e[0].GetPath() != "/to/f1" {
+		t.Fatalf("exported %v", e)
+	}
+	if err := materialize("f7"); !errors.Is(err, snapshot.ErrInvalid) {
+		t.Fatalf("got %v", err)
+	}
+}
+
+// Many snapshots share the model that their adapters belong to.
+func TestTheSizeOmitsTheBase(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	made := storetest.Snap("", "run-a", 1, "a", "b")
+	made.Files[1].Path = "base/model.safetensors"
+	got, err := w.CreateSnapshot(t.Context(), &snapshotv1.CreateSnapshotRequest{Snapshot: made, Directory: "/scratch"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	files := got.GetSnapshot().GetFiles()
+	if files[1].GetBytes() == 0 || got.GetSnapshot().GetBytes() != files[0].GetBytes() {
+		t.Errorf("%d bytes: %v", got.GetSnapshot().GetBytes(), files)
+	}
+}
+
 func TestDeleteIsIdempotent(t *testing.T) {
 	t.Parallel()
 	w := setup(t)

@@ -86,12 +86,9 @@ func (s *Server) ImportArtifacts(ctx context.Context, req *storagev1.ImportArtif
 		if !filepath.IsAbs(f.GetPath()) {
 			return nil, ErrPath.With("path", f.GetPath())
 		}
-		content, size, err := s.deps.Artifacts.PutFile(ctx, f.GetPath())
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil, ErrNoFile.With("path", f.GetPath())
-		}
+		content, size, err := s.importFile(ctx, f)
 		if err != nil {
-			return nil, fmt.Errorf("import %s: %w", f.GetPath(), err)
+			return nil, err
 		}
 		if f.GetContentId() != "" && f.GetContentId() != content {
 			return nil, ErrMismatch.With("path", f.GetPath()).With("announced", f.GetContentId()).With("found", content)
@@ -99,6 +96,22 @@ func (s *Server) ImportArtifacts(ctx context.Context, req *storagev1.ImportArtif
 		resp.Artifacts = append(resp.Artifacts, &storagev1.ArtifactInfo{ContentId: content, Bytes: uint64(size), Exists: true})
 	}
 	return resp, nil
+}
+
+// importFile stores a file. A file that does not exist needs an artifact with its content id.
+func (s *Server) importFile(ctx context.Context, f *storagev1.LocalFile) (content string, size int64, err error) {
+	content, size, err = s.deps.Artifacts.PutFile(ctx, f.GetPath())
+	if errors.Is(err, fs.ErrNotExist) {
+		info, unknown := s.deps.Artifacts.Stat(ctx, f.GetContentId())
+		if unknown == nil {
+			return f.GetContentId(), info.Size, nil
+		}
+		err = ErrNoFile.With("path", f.GetPath())
+	}
+	if err != nil {
+		return "", 0, fmt.Errorf("import %s: %w", f.GetPath(), err)
+	}
+	return content, size, nil
 }
 
 // ExportArtifacts implements the contract.

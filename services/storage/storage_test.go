@@ -214,6 +214,10 @@ func TestImportAndExport(t *testing.T) {
 	if err := os.Remove(from); err != nil {
 		t.Fatal(err)
 	}
+	again, err := s.artifacts.ImportArtifacts(t.Context(), &storagev1.ImportArtifactsRequest{Files: []*storagev1.LocalFile{{Path: from, ContentId: content}}})
+	if err != nil || again.GetArtifacts()[0].GetContentId() != content || again.GetArtifacts()[0].GetBytes() != 7 {
+		t.Fatalf("a stored file that is gone: got %v, %v", again, err)
+	}
 	export := &storagev1.ExportArtifactsRequest{Files: []*storagev1.LocalFile{{Path: to, ContentId: content}}}
 	for range 2 {
 		if _, err := s.artifacts.ExportArtifacts(t.Context(), export); err != nil {
@@ -245,6 +249,10 @@ func TestImportAndExport(t *testing.T) {
 		}(), "ARTIFACT_MISMATCH"},
 		"no such file": {func() error {
 			_, err := s.artifacts.ImportArtifacts(t.Context(), &storagev1.ImportArtifactsRequest{Files: []*storagev1.LocalFile{{Path: from}}})
+			return err
+		}(), "FILE_NOT_FOUND"},
+		"neither file nor artifact": {func() error {
+			_, err := s.artifacts.ImportArtifacts(t.Context(), &storagev1.ImportArtifactsRequest{Files: []*storagev1.LocalFile{{Path: from, ContentId: id.Content([]byte("other"))}}})
 			return err
 		}(), "FILE_NOT_FOUND"},
 		"relative path": {func() error {

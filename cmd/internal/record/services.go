@@ -4,6 +4,7 @@ import (
 	"context"
 
 	"github.com/rollout-rl/rollout/cmd/internal/client"
+	"github.com/rollout-rl/rollout/libs/trainstate"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
@@ -60,6 +61,8 @@ func (s Services) NewestSnapshot(ctx context.Context, runID string) (*snapshotv1
 
 // Materialize implements Reader.
 func (s Services) Materialize(ctx context.Context, snap *snapshotv1.Snapshot, folder string) error {
-	_, err := s.Client.Snapshot.MaterializeSnapshot(ctx, &snapshotv1.MaterializeSnapshotRequest{SnapshotId: snap.GetSnapshotId(), Directory: folder})
+	_, err := s.Client.Snapshot.MaterializeSnapshot(ctx, &snapshotv1.MaterializeSnapshotRequest{
+		SnapshotId: snap.GetSnapshotId(), Directory: folder, Paths: trainstate.Paths(snap),
+	})
 	return err
 }

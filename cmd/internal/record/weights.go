@@ -5,13 +5,12 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
-
-	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/cmd/internal/tempdir"
 	"github.com/rollout-rl/rollout/libs/exit"
+	"github.com/rollout-rl/rollout/libs/merge"
+	"github.com/rollout-rl/rollout/libs/trainstate"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 )
 
@@ -32,23 +31,64 @@ func SnapshotOf(ctx context.Context, r Reader, name string) (*snapshotv1.Snapsho
 	return snapshot, err
 }
 
-// WritePart writes one folder of a snapshot to a new folder, atomically.
-func WritePart(ctx context.Context, r Reader, snapshot *snapshotv1.Snapshot, part, folder string) (err error) {
-	if _, err := os.Lstat(folder); !errors.Is(err, os.ErrNotExist) {
-		return exit.New(exit.CannotMake, "choose a folder that does not exist", "%s already exists", folder)
+// Export writes parts of snapshots to new folders, each atomically.
+type Export struct {
+	Reader
+	Worker []string // command that starts a worker, which merges adapters
+}
+
+// Write writes one folder of a snapshot, and returns the digest of the weights: of merged weights
+// it can differ from the digest of the snapshot.
+func (e Export) Write(ctx context.Context, snapshot *snapshotv1.Snapshot, part, folder string) (digest string, err error) {
+	if part == trainstate.Weights && trainstate.Adapted(snapshot) {
+		return e.merged(ctx, snapshot, folder)
 	}
-	wanted := proto.CloneOf(snapshot)
-	wanted.Files = slices.DeleteFunc(wanted.Files, func(f *snapshotv1.SnapshotFile) bool { return !strings.HasPrefix(f.GetPath(), part+"/") })
+	return snapshot.GetWeightsDigest(), e.part(ctx, snapshot, part, folder)
+}
+
+// merged writes the weights of a snapshot of adapters.
+func (e Export) merged(ctx context.Context, snapshot *snapshotv1.Snapshot, folder string) (digest string, err error) {
+	if !trainstate.Has(snapshot, trainstate.Base) {
+		return "", exit.New(exit.Data, "export the adapters with --adapter, and merge them into the model that they were trained on",
+			"snapshot %s has adapters without the model that they belong to", snapshot.GetSnapshotId())
+	}
+	status, err := e.Run(ctx, snapshot.GetRunId())
+	if err != nil {
+		return "", err
+	}
+	err = e.write(ctx, trainstate.Only(snapshot, trainstate.Base, trainstate.Adapter), folder, func(files string) (string, error) {
+		job := merge.Job{
+			Config: status.GetRun().GetPlan().GetConfig(), Step: snapshot.GetStep(), Worker: e.Worker, Scratch: files,
+			Base: filepath.Join(files, trainstate.Base), Adapter: filepath.Join(files, trainstate.Adapter), To: filepath.Join(files, "merged"),
+		}
+		digest, err = job.Run(ctx)
+		return job.To, err
+	})
+	return digest, err
+}
+
+func (e Export) part(ctx context.Context, snapshot *snapshotv1.Snapshot, part, folder string) error {
+	wanted := trainstate.Only(snapshot, part)
 	if len(wanted.GetFiles()) == 0 {
 		fix := map[string]string{
-			"weights": "choose another snapshot of `rollout snapshot list`",
-			"adapter": "export without --adapter: the run trained all weights",
-			"average": "export without --average: a run keeps an average only if `train.ema_decay` is above 0",
+			trainstate.Weights: "choose another snapshot of `rollout snapshot list`",
+			trainstate.Adapter: "export without --adapter: the run trained all weights",
+			trainstate.Base:    "export without --base: only runs that train adapters store their model",
+			"average":          "export without --average: a run keeps an average only if `train.ema_decay` is above 0",
 		}[part]
 		return exit.New(exit.Data, fix, "snapshot %s has no %s", snapshot.GetSnapshotId(), part)
 	}
+	return e.write(ctx, wanted, folder, func(files string) (string, error) { return filepath.Join(files, part), nil })
+}
+
+// write writes the files of a snapshot to a temporary folder and renames the folder that result
+// returns.
+func (e Export) write(ctx context.Context, wanted *snapshotv1.Snapshot, folder string, result func(files string) (string, error)) (err error) {
+	if _, err := os.Lstat(folder); !errors.Is(err, os.ErrNotExist) {
+		return exit.New(exit.CannotMake, "choose a folder that does not exist", "%s already exists", folder)
+	}
 	cannot := func(err error) error {
-		return exit.New(exit.CannotMake, "choose another folder with --to", "cannot write the %s: %w", part, err)
+		return exit.New(exit.CannotMake, "choose another folder with --to", "cannot write %s: %w", folder, err)
 	}
 	if err := os.MkdirAll(filepath.Dir(folder), 0o755); err != nil {
 		return cannot(err)
@@ -58,10 +98,15 @@ func WritePart(ctx context.Context, r Reader, snapshot *snapshotv1.Snapshot, par
 		return cannot(err)
 	}
 	defer func() { err = errors.Join(err, made.Remove()) }()
-	if err := r.Materialize(ctx, wanted, filepath.Join(made.Path, "files")); err != nil {
+	files := filepath.Join(made.Path, "files")
+	if err := e.Materialize(ctx, wanted, files); err != nil {
 		return err
 	}
-	if err := os.Rename(filepath.Join(made.Path, "files", part), folder); err != nil {
+	finished, err := result(files)
+	if err != nil {
+		return err
+	}
+	if err := os.Rename(finished, folder); err != nil {
 		return cannot(err)
 	}
 	return nil

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from rollout_workers.trainer.model.adapter import Adapter, LoraConfig
 from rollout_workers.trainer.model.policy import Policy
-from rollout_workers.weights.store import ADAPTER_FILE, WeightsUnreadable
-from rollout_workers.weights.tensor_file import read_tensors
 
 
 class Merging:
@@ -31,14 +29,5 @@ class Merging:
     def __call__(self, folder: Path) -> dict[str, Tensor]:
         """All tensors of a version by their Hugging Face names; tensors without adapters are those
         of the initial model. Raises ``WeightsUnreadable``."""
-        path = folder / ADAPTER_FILE
-        try:
-            sent = read_tensors(path)
-        except (OSError, ValueError) as error:
-            raise WeightsUnreadable(f"{path}: {error}") from error
-        live = self._adapter.tensors()
-        if {name: (t.shape, t.dtype) for name, t in live.items()} != {name: (t.shape, t.dtype) for name, t in sent.items()}:
-            raise WeightsUnreadable(f"{path} has other adapters than the plan's `lora` table describes")
-        for name, tensor in live.items():
-            tensor.copy_(sent[name])
+        self._adapter.read(folder)
         return dict(self._adapter.merged())

@@ -70,6 +70,6 @@ def _merging(spec: WorkerSpec) -> Callable[[Path], Mapping[str, Any]] | None:
     from rollout_workers.inference.merging import Merging
     from rollout_workers.trainer.model.adapter import LoraConfig
 
-    lora = config.lora
-    settings = LoraConfig(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), dora=lora.dora)
+    settings = LoraConfig.of(config)
+    assert settings is not None
     return Merging(model_directory(spec), getattr(torch, config.model.dtype), settings, devices_of(spec)[0])

@@ -11,6 +11,7 @@ from blake3 import blake3
 from rollout.buffer.v1.buffer_pb2 import Batch
 from rollout.learner.v1 import learner_pb2 as pb
 from rollout.snapshot.v1.snapshot_pb2 import SnapshotFile
+from rollout_workers.learner.base import Base
 from rollout_workers.learner.completions import Keep
 from rollout_workers.learner.held_out import HeldOut, HeldOutLoss
 from rollout_workers.learner.publication import Publication
@@ -43,10 +44,11 @@ class Learner:
         publication: Publication,
         keep: Keep | None = None,
         held_out: Callable[[], HeldOut | None] = lambda: None,
+        base: Base | None = None,
     ) -> None:
         """keep: selects the completions that a step's result contains; None: none. held_out: reads
-        the rows for evaluations."""
-        self._thread = thread
+        the rows for evaluations. base: the model, if the run trains adapters."""
+        self._thread, self._base = thread, base
         self.weights = PublishedWeights(thread, publication)
         self._steps = Steps(thread, self.weights, keep)
         self._held_out = HeldOutLoss(held_out)
@@ -97,7 +99,7 @@ class Learner:
 
     async def save(self, step: int, directory: str) -> tuple[list[SnapshotFile], str]:
         """Write the state of ``step`` to a folder. Returns its files with digests, and the digest
-        of the weights."""
+        of the weights. Raises ``StepMismatch``, ``BaseModelChanged``, ``OSError``."""
         root = Path(directory)
 
         def write(trainer: Trainer) -> tuple[list[SnapshotFile], str]:
@@ -105,11 +107,14 @@ class Learner:
             return [_described(root, path) for path in trainer.save_state(root)], trainer.weights_digest().root
 
         with self._thread.doing(f"saving the state of step {step}"):
-            return await self._thread.run(write)  # including the digest, before the next step changes the weights
+            files, digest = await self._thread.run(write)  # including the digest, before the next step changes the weights
+            return files + (await self._base.stage(root) if self._base is not None else []), digest
 
     async def drain(self) -> None:
-        """Wait until no step is running."""
+        """Wait until no step is running, and remove temporary files."""
         await self._steps.drain()
+        if self._base is not None:
+            await self._base.close()
 
 
 def _require_step(trainer: Trainer, step: int, action: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rollout.weights.v1 import weights_pb2 as pb
 from rollout_workers.trainer import Trainer
-from rollout_workers.weights import WeightsManifest, stage_folder
+from rollout_workers.weights import WeightsManifest, seal, stage_folder
 from rollout_workers.weights.transfer.cache import ADAPTER_FILE
 from rollout_workers.weights.transfer.catalog import Catalog
 from rollout_workers.weights.transfer.publish_folder import PublishFolder, Superseded
@@ -26,8 +26,9 @@ class Publication:
     """The folder ``<run>/weights`` with one folder for each of the last two versions.
 
     A version is in shared memory, and its folder is a link to it. Versions that ``lasting``
-    selects, and the last version of the run, are on disk. The folder belongs to the learner that
-    started last; an older learner can't change it any more.
+    selects, and the last version of the run, are on disk, with a digest for each file. If the run
+    trains adapters, a version contains only these. The folder belongs to the learner that started
+    last; an older learner can't change it any more.
     """
 
     def __init__(
@@ -76,9 +77,10 @@ class Publication:
     def _write(self, trainer: Trainer, folder: Path) -> WeightsManifest:
         """Write the weights to the run's folder."""
         staging = self._place.staging(folder.name)
-        sent = self._adapters(trainer) and not self._lasting(trainer.step)
         try:
-            written = trainer.write_adapter(staging) if sent else trainer.write_weights(staging, fsync=False)
+            written = trainer.write_adapter(staging) if self._adapters(trainer) else trainer.write_weights(staging, fsync=False)
+            if self._lasting(trainer.step):
+                seal(staging)
         except FileNotFoundError:
             self._place.check()  # a newer learner removed the staging folder
             raise
@@ -127,7 +129,7 @@ class Publication:
                 self.publish(trainer)
 
     def _adapters(self, trainer: Trainer) -> bool:
-        """Whether versions in memory contain only adapters."""
+        """Whether versions contain only adapters."""
         return trainer.adapts and not self._whole
 
     def close(self) -> None:
@@ -142,6 +144,7 @@ class Publication:
                 source, staging = newest.resolve(), self._place.staging(newest.name)
                 if source.is_dir():
                     shutil.copytree(source, staging)
+                    seal(staging)
                     self._place.put(staging, newest.name)
             self._discard(self._mine)  # before freeing the memory to which they link
             self._place.check()

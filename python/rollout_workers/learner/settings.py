@@ -46,7 +46,7 @@ def trainer_config(config: RunConfig, threads: int, base_dir: str = "") -> Train
         threads=threads,
         dtype=getattr(torch, config.model.dtype),
         seed=config.seed,
-        lora=_lora(config),
+        lora=LoraConfig.of(config),
         freeze=tuple(train.freeze),
         gradient_checkpointing=train.gradient_checkpointing,
         refuse_grad_norm=train.refuse_grad_norm,
@@ -73,13 +73,6 @@ def lasting(config: RunConfig, step: int) -> bool:
     step."""
     every = config.snapshot.every_steps
     return step >= config.train.steps or bool(every and step % every == 0)
-
-
-def _lora(config: RunConfig) -> LoraConfig | None:
-    if not config.HasField("lora"):
-        return None
-    lora = config.lora
-    return LoraConfig(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), dora=lora.dora)
 
 
 def algorithm_settings(config: RunConfig, base_dir: str = "") -> Any:

@@ -13,6 +13,7 @@ from rollout.learner.v1 import learner_pb2
 from rollout.learner.v1.learner_pb2_grpc import add_LearnerWorkerServiceServicer_to_server
 from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout.weights.v1.weights_pb2_grpc import add_WeightsServiceServicer_to_server
+from rollout_workers.learner.base import base_of
 from rollout_workers.learner.completions import keep_of
 from rollout_workers.learner.held_out import held_out_of
 from rollout_workers.learner.learner import Learner
@@ -83,7 +84,10 @@ async def run_learner_worker(
         log.info("loaded %s in %.1f s", model_directory(spec), time.monotonic() - began)
         gc.collect()
         gc.freeze()  # a full collection over the imported libraries would take 100 ms, in the middle of a step
-        learner = Learner(thread, publication, keep_of(spec.plan.config), lambda: held_out_of(spec))
+        base = base_of(spec, services)
+        if base is not None:
+            base.keep()
+        learner = Learner(thread, publication, keep_of(spec.plan.config), lambda: held_out_of(spec), base)
         server = Server(spec.token, tls=of_mesh(spec))
         add_LearnerWorkerServiceServicer_to_server(LearnerServer(who, learner, services, lifecycle), server.grpc)
         add_WeightsServiceServicer_to_server(delivery.WeightsServer(who, catalog), server.grpc)

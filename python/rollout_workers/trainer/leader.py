@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,10 +80,10 @@ class LeadingTrainer(Trainer):
         with self._together("named_weights"):
             return iter(list(super().named_weights()))
 
-    @property
-    def adapts(self) -> bool:
-        """False: several ranks always publish merged weights."""
-        return False
+    def adapted(self) -> tuple[Mapping[str, Tensor], Sequence[tuple[str, Tensor]]]:
+        """See ``Trainer``."""
+        with self._together("adapted"):
+            return super().adapted()
 
     def save_state(self, directory: str | os.PathLike[str]) -> list[Path]:
         """See ``Trainer``; only this rank writes."""

@@ -1,13 +1,16 @@
 """The training state on disk: everything that a new process needs to continue bit for bit.
 
-<dir>/weights/...             the weights as a folder that from_pretrained loads, with adapters
-merged <dir>/adapter/...             the adapters, if any, as a folder that PEFT loads
-<dir>/average/...             the averaged weights, if any, as a folder that from_pretrained loads
-<dir>/optimizer.safetensors   moments and master copies by parameter, torch's random state, and the
-                              cached reference sums
-<dir>/critic.safetensors      weights and moments of the critic, if any <dir>/state.json
-step, optimizer steps, KL coefficient, and digests; written last, and a
-                              state without it is invalid
+    <dir>/weights/...            the weights as a folder that from_pretrained loads; absent if the run
+                                 trains adapters
+    <dir>/adapter/...            the adapters, if any, as a folder that PEFT loads
+    <dir>/average/...            the averaged weights, if any, as a folder that from_pretrained loads
+    <dir>/optimizer.safetensors  moments and master copies by parameter, torch's random state, and the
+                                 cached reference sums
+    <dir>/critic.safetensors     weights and moments of the critic, if any
+    <dir>/state.json             step, optimizer steps, KL coefficient, and digests; written last: a
+                                 state without it is invalid
+
+Adapters belong to the run's model, which a state names by the digests of its tensors.
 """
 
 from __future__ import annotations
@@ -34,9 +37,12 @@ from rollout_workers.trainer.objective import Models
 from rollout_workers.trainer.optim.optimizer import FlatAdamW
 from rollout_workers.trainer.types import StateUnreadable
 from rollout_workers.weights import named_weights, read_weights, weights_digest, write_weights
-from rollout_workers.weights.store import WeightsUnreadable
 
 FORMAT = "rollout.train_state.v1"
+_BASE_FIX = (
+    "set `model.path` to the model that the adapters were trained on; "
+    "`rollout export weights RUN --base --to FOLDER` writes a copy of it"
+)
 _AS_MODEL = "To start from its weights only, export them with `rollout export weights` and set `model.path` to the result"
 
 
@@ -60,10 +66,14 @@ class State:
     ranks."""
 
     policy: Policy
+    model_dir: Path
     config_folder: Path
     weights: Mapping[str, Tensor]
+    """Empty if the run trains adapters."""
     averages: Mapping[str, Tensor]
     adapters: Mapping[str, Tensor]
+    base: Mapping[str, str]
+    """The digests of the tensors that the adapters belong to, by name."""
     tensors: Mapping[str, Tensor]
     critic: Mapping[str, Tensor]
     numbers: Mapping[str, Any]
@@ -77,10 +87,12 @@ def capture(trainer: Stateful) -> State:
         tensors |= trainer.models.cache.tensors()
     return State(
         policy=trainer.policy,
+        model_dir=trainer.model_dir,
         config_folder=trainer.config_folder,
-        weights=dict(trainer.policy.named_weights()),
+        weights={} if adapter else dict(trainer.policy.named_weights()),
         averages=_averages(trainer),
         adapters=_whole(adapter.tensors()) if adapter else {},
+        base=adapter.base_digests() if adapter else {},
         tensors=_whole(tensors),
         critic=_whole(_critic_tensors(trainer) | _scales(trainer, trainer.critic_optimizer)),
         numbers={
@@ -104,30 +116,21 @@ def write_state(directory: Path, state: State) -> list[Path]:
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "state.json").unlink(missing_ok=True)
-    manifest = write_weights(
-        directory / "weights",
-        state.weights.items(),
-        config_source_dir=state.config_folder,
-        version=state.numbers["step"],
-    )
-    if state.averages:
-        write_weights(
-            directory / "average",
-            state.averages.items(),
-            config_source_dir=state.config_folder,
-            version=state.numbers["step"],
-        )
-    adapter = state.policy.adapter
-    if adapter is not None:
-        adapter.write(directory / "adapter", state.adapters)
+    digests = {"weights_digest": "", "adapter_digest": ""}
+    for folder, tensors in (("weights", state.weights), ("average", state.averages)):
+        if tensors:
+            manifest = write_weights(
+                directory / folder, tensors.items(), config_source_dir=state.config_folder, version=state.numbers["step"]
+            )
+            digests |= {"weights_digest": manifest.digest} if folder == "weights" else {}
+    if state.policy.adapter is not None:
+        state.policy.adapter.write(directory / "adapter", state.adapters, state.model_dir)
+        digests["adapter_digest"] = weights_digest(state.adapters.items()).root
     _replace(directory / "optimizer.safetensors", lambda path: save_file(dict(state.tensors), path))
     if state.critic:
         _replace(directory / "critic.safetensors", lambda path: save_file(dict(state.critic), path))
-    digests = {
-        "weights_digest": manifest.digest,
-        "adapter_digest": weights_digest(state.adapters.items()).root if adapter else "",
-    }
-    _replace(directory / "state.json", lambda path: path.write_text(json.dumps({**state.numbers, **digests}) + "\n"))
+    facts = {**state.numbers, **digests, "base": state.base}
+    _replace(directory / "state.json", lambda path: path.write_text(json.dumps(facts) + "\n"))
     return sorted(path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
 
 
@@ -155,8 +158,9 @@ def load_state(directory: Path, trainer: Stateful) -> None:
     if one cannot read it.
     """
     read, problem = None, ""
+    base = trainer.policy.adapter.base_digests() if trainer.policy.adapter else {}
     try:
-        read = _read(directory, trainer)
+        read = _read(directory, trainer, base)
     except StateUnreadable as error:
         problem = str(error)
     refusal = next((text for text in trainer.ranks.exchange(problem) if text), "")
@@ -187,9 +191,11 @@ def load_state(directory: Path, trainer: Stateful) -> None:
 _Tensors = Mapping[str, Tensor]
 
 
-def _read(directory: Path, trainer: Stateful) -> tuple[dict[str, Any], _Tensors, _Tensors, _Tensors, _Tensors]:
+def _read(
+    directory: Path, trainer: Stateful, base: Mapping[str, str]
+) -> tuple[dict[str, Any], _Tensors, _Tensors, _Tensors, _Tensors]:
     """The content of ``state.json``, the live tensors to set, their values, and the tensors of
-    optimizer and critic.
+    optimizer and critic. base: the digests of the frozen tensors of ``trainer``.
 
     Raises ``StateUnreadable``.
     """
@@ -197,7 +203,7 @@ def _read(directory: Path, trainer: Stateful) -> tuple[dict[str, Any], _Tensors,
         state = json.loads((directory / "state.json").read_text())
         if state.get("format") != FORMAT:
             raise StateUnreadable(f"{directory}/state.json: format {state.get('format')!r} is not {FORMAT!r}")
-        weights = read_weights(directory / "weights")
+        weights = {} if state.get("adapter_digest") else read_weights(directory / "weights")
         saved = load_file(directory / "optimizer.safetensors")
         if trainer.models.critic is not None and not (directory / "critic.safetensors").exists():
             raise StateUnreadable(f"{directory} has no critic, which {trainer.algorithm.name} needs. {_AS_MODEL}")
@@ -208,7 +214,7 @@ def _read(directory: Path, trainer: Stateful) -> tuple[dict[str, Any], _Tensors,
     except Exception as error:
         raise StateUnreadable(f"{directory} is not a readable training state: {error}") from error
     verifies = trainer.ranks.rank == 0  # one rank is enough
-    if verifies and weights_digest(weights.items()).root != state["weights_digest"]:
+    if verifies and weights and weights_digest(weights.items()).root != state["weights_digest"]:
         raise StateUnreadable(f"{directory}/weights: the tensors are damaged: their digest is not {state['weights_digest']}")
     if (trainer.policy.adapter is not None) != bool(adapters):
         kind = "with" if adapters else "without"
@@ -218,30 +224,22 @@ def _read(directory: Path, trainer: Stateful) -> tuple[dict[str, Any], _Tensors,
     live = trainer.policy.adapter.tensors() if trainer.policy.adapter else dict(named_weights(trainer.policy.model))
     if trainer.policy.adapter and (difference := trainer.policy.adapter.differs(directory / "adapter", adapters)):
         raise StateUnreadable(f"{directory}/adapter {difference}: its adapters would give another policy")
-    if verifies and adapters and (other := _of_another_base(trainer.model_dir, weights, adapters)):
-        raise StateUnreadable(f"{directory} has adapters for another model than {trainer.model_dir}: {other} differs")
     weights = adapters or weights
     _same_shapes(directory / ("adapter" if adapters else "weights"), live, weights)
     averages = trainer.optimizer.averages()
     wanted = {name: t for name, t in trainer.optimizer.moments().items() if name not in averages or name in saved}
     _same_shapes(directory / "optimizer.safetensors", wanted, saved)
     _same_shapes(directory / "critic.safetensors", _critic_tensors(trainer), critic)
+    if other := _first_difference(state.get("base") or base, base):
+        raise StateUnreadable(
+            f"{directory} has adapters for another model than {trainer.model_dir}: {other} differs; {_BASE_FIX}"
+        )
     return state, live, weights, saved, critic
 
 
-def _of_another_base(model: Path, weights: _Tensors, adapters: _Tensors) -> str:
-    """The name of a tensor without an adapter that differs between the model's folder and the
-    state; empty if none does."""
-    adapted = {name.partition(".lora_")[0].removeprefix("base_model.model.") for name in adapters}
-    try:
-        base = read_weights(model)
-    except WeightsUnreadable:  # an older format that only transformers reads
-        return ""
-    for name in sorted(base.keys() & weights.keys()):
-        unadapted = name.rpartition(".")[0] not in adapted and f"base_model.model.{name}" not in adapters
-        if unadapted and not torch.equal(base[name].to(weights[name].dtype), weights[name]):
-            return name
-    return ""
+def _first_difference(saved: Mapping[str, str], own: Mapping[str, str]) -> str:
+    """The first tensor whose digest differs or that only one side has; empty if there is none."""
+    return next((name for name in sorted(saved.keys() | own.keys()) if saved.get(name) != own.get(name)), "")
 
 
 def _critic_tensors(trainer: Stateful) -> dict[str, Tensor]:

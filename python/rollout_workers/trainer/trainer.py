@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 from rollout_workers.algorithms import Algorithm, build_algorithm
 from rollout_workers.devices import repeat_bits
 from rollout_workers.trainer.distributed.ranks import ALONE, Ranks
+from rollout_workers.trainer.distributed.shards import whole
 from rollout_workers.trainer.metrics import PhaseTimer, TokenSums, UpdateMeans, describe_batch
 from rollout_workers.trainer.model.adapter import LoraConfig
 from rollout_workers.trainer.model.critic import Critic
@@ -253,16 +254,23 @@ class Trainer:
         """Whether only adapters are trained."""
         return self.policy.adapter is not None
 
+    def adapted(self) -> tuple[Mapping[str, Tensor], Sequence[tuple[str, Tensor]]]:
+        """The gathered adapters, and the weights with the adapters merged."""
+        adapter = self.policy.adapter
+        assert adapter is not None
+        return {name: whole(tensor.detach()) for name, tensor in adapter.tensors().items()}, list(adapter.merged())
+
     def write_adapter(self, directory: str | os.PathLike[str]) -> WeightsManifest:
         """Write only the adapters, as a folder that ``from_pretrained`` loads while the run's model
         stays where it is."""
         adapter = self.policy.adapter
         assert adapter is not None
+        adapters, merged = self.adapted()
         return write_adapter(
             directory,
-            adapter.tensors(),
-            adapter.merged(),
-            settings=lambda folder: adapter.save_settings(folder, str(self.model_dir.absolute())),
+            adapters,
+            merged,
+            settings=lambda folder: adapter.save_settings(folder, self.model_dir),
             config_source_dir=self.config_folder,
             version=self.step,
         )

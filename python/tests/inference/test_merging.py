@@ -107,12 +107,13 @@ def test_adapters_of_another_shape_are_rejected(example: Example, tmp_path: Path
         other(Path(manifest.directory))
 
 
-def test_lasting_versions_are_whole(example: Example, tmp_path: Path) -> None:
+def test_lasting_versions_are_adapters(example: Example, tmp_path: Path) -> None:
     run = Run(example, tmp_path, KINDS["lora"])
     run.trainer.step = 8
-    assert run.step().form == pb.WEIGHTS_FORM_WHOLE
     manifest = run.step()
-    assert manifest.form == pb.WEIGHTS_FORM_ADAPTER
+    folder = Path(manifest.directory)
+    assert manifest.form == pb.WEIGHTS_FORM_ADAPTER and not folder.is_symlink()
+    assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) == manifest.bytes
     loaded = AutoModelForCausalLM.from_pretrained(manifest.directory)  # PEFT reads the model's path from the adapters' settings
     ids = torch.arange(3, 15)[None] % 11
     with torch.no_grad():

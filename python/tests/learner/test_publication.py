@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from blake3 import blake3
 
 from rollout_workers.learner.publication import Publication
-from rollout_workers.weights import WeightsManifest, read_weights, write_weights
+from rollout_workers.weights import WeightsManifest, read_manifest, read_weights, write_weights
 from rollout_workers.weights.transfer.shared_memory import SharedMemory
 
 
@@ -59,6 +60,25 @@ def test_only_lasting_versions_are_written_to_disk(tmp_path: Path) -> None:
     assert versions(tmp_path) == {"v000002": False, "v000003": True}
     [folder] = (tmp_path / "memory").glob("rollout-*/run-*")
     assert sorted(path.name for path in folder.glob("v*")) == ["v000003"]  # the memory of removed versions is free again
+
+
+def test_versions_on_disk_have_a_digest_for_each_file(tmp_path: Path) -> None:
+    """`rollout audit` compares them with the files."""
+    made, trainer = publication(tmp_path, 1)
+    for trainer.step in (1, 2):
+        made.publish(trainer)  # type: ignore[arg-type]
+    made.close()
+    (tmp_path / "model" / "config.json").write_text("edited")
+    for version in ("v000001", "v000002"):
+        folder = tmp_path / "run" / "weights" / version
+        if folder.exists():
+            files = {file.path: file.digest for file in read_manifest(folder).files}
+            assert files == {
+                name: f"blake3-{blake3((folder / name).read_bytes()).hexdigest()}"
+                for name in ("config.json", "model.safetensors")
+            }
+            assert (folder / "config.json").read_text() == "{}"
+    assert (tmp_path / "run" / "weights" / "v000002").is_dir()
 
 
 def test_a_step_that_is_made_again_replaces_its_weights(tmp_path: Path) -> None:

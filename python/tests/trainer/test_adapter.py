@@ -10,11 +10,15 @@ from typing import Any
 import peft
 import pytest
 import torch
+from google.protobuf.json_format import ParseDict
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout_workers.algorithms import GrpoConfig
+from rollout_workers.learner.merge import merge_folders
 from rollout_workers.trainer import BadSettings, LoraConfig, Schedule, StateUnreadable, Trainer, TrainerConfig
-from rollout_workers.weights import read_weights
+from rollout_workers.trainer.model.adapter import published_name
+from rollout_workers.weights import named_weights, read_weights, weights_digest
 
 from .addition import prepare_model, sampled_batch
 from .oracle import sample_logprobs
@@ -76,6 +80,51 @@ def test_peft_loads_the_adapter_of_a_state(kind: str, model_dir: Path, tmp_path:
         torch.testing.assert_close(
             sample_logprobs(loaded, sample), sample_logprobs(learner.policy.model, sample), atol=1e-6, rtol=1e-6
         )
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "bfloat16"])
+def test_the_adapter_of_a_state_finds_its_model(kind: str, model_dir: Path, tmp_path: Path) -> None:
+    learner = trained(model_dir, KINDS[kind])
+    learner.save_state(tmp_path / "state")
+    learner.write_weights(tmp_path / "merged")
+    dtype = KINDS[kind].dtype
+    adapted = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "state" / "adapter", dtype=dtype)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=dtype)
+    ids, tolerance = torch.arange(3, 15)[None] % 11, 0.1 if dtype is torch.bfloat16 else 1e-5
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(input_ids=ids).logits, merged(input_ids=ids).logits, atol=tolerance, rtol=tolerance)
+
+
+def test_a_model_of_the_hub_is_named_as_there(tmp_path: Path) -> None:
+    commit = "12fd25f77366fa6b3b4b768ec3050bf629380bac"
+    cached = tmp_path / "hub" / "models--HuggingFaceTB--SmolLM2-135M" / "snapshots" / commit
+    assert published_name(cached) == ("HuggingFaceTB/SmolLM2-135M", commit)
+    assert published_name(tmp_path / "models" / "tiny") == (str(tmp_path / "models" / "tiny"), None)
+
+
+def test_a_state_contains_the_adapters_without_the_model(model_dir: Path, tmp_path: Path) -> None:
+    trained(model_dir, CONFIG, 1).save_state(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter", "optimizer.safetensors", "state.json"}
+    adapters = sum(path.stat().st_size for path in (tmp_path / "adapter").iterdir())
+    assert adapters < 0.7 * (model_dir / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_are_merged_to_the_weights_of_the_run(kind: str, model_dir: Path, tmp_path: Path) -> None:
+    learner = trained(model_dir, KINDS[kind])
+    learner.save_state(tmp_path / "state")
+    written = merge_folders(run_config(KINDS[kind]), model_dir, tmp_path / "state" / "adapter", tmp_path / "merged", 3)
+    assert written.digest == learner.weights_digest().root
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=KINDS[kind].dtype)
+    assert weights_digest(named_weights(plain)).root == written.digest
+
+
+def run_config(config: TrainerConfig, algorithm: str = "grpo") -> RunConfig:
+    """The run config of a trainer's config."""
+    assert config.lora is not None
+    lora = {"rank": config.lora.rank, "alpha": config.lora.alpha, "targets": config.lora.targets, "dora": config.lora.dora}
+    model = {"dtype": str(config.dtype).removeprefix("torch.")}
+    return ParseDict({"algorithm": {algorithm: {}}, "lora": lora, "model": model}, RunConfig())
 
 
 def test_the_reference_is_the_model_without_adapters(model_dir: Path) -> None:
@@ -152,6 +201,8 @@ def test_the_head_of_a_reward_model_is_trained_in_full_with_adapters(model_dir: 
     assert metrics["rewards/accuracy"] >= 0.9
 
     learner.save_state(tmp_path)
+    written = merge_folders(run_config(CONFIG, "reward_model"), model_dir, tmp_path / "adapter", tmp_path / "weights", 15)
+    assert written.digest == learner.weights_digest().root
     merged = read_weights(tmp_path / "weights")
     assert set(merged) == set(begin)
     moved = {name for name, tensor in merged.items() if not torch.equal(tensor, begin[name])}
@@ -191,7 +242,9 @@ def test_experts_are_merged_under_their_own_names(tmp_path: Path) -> None:
     assert {"model.layers.0.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"} <= moved
     assert all("proj" in name or name.endswith("mlp.gate.weight") for name in moved)
 
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "state" / "weights", dtype=torch.float32)
+    written = merge_folders(run_config(CONFIG), tmp_path / "model", tmp_path / "state" / "adapter", tmp_path / "merged", 3)
+    assert written.digest == learner.weights_digest().root
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     loaded: Any = peft.PeftModel.from_pretrained(base, str(tmp_path / "state" / "adapter"))
     for sample in sampled_batch(9)[:4]:

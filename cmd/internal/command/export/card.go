@@ -13,6 +13,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/report"
 	"github.com/rollout-rl/rollout/cmd/internal/setting"
 	"github.com/rollout-rl/rollout/libs/algorithm"
+	"github.com/rollout-rl/rollout/libs/trainstate"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 )
@@ -91,10 +92,11 @@ func trained(data *report.Data, step uint64) (measures []measure) {
 
 // bytesOf returns the size of a part of a snapshot.
 func bytesOf(snapshot *snapshotv1.Snapshot, part string) (n uint64) {
-	for _, file := range snapshot.GetFiles() {
-		if strings.HasPrefix(file.GetPath(), part+"/") {
-			n += file.GetBytes()
-		}
+	if part == trainstate.Weights && trainstate.Adapted(snapshot) {
+		part = trainstate.Base // merged weights have about the size of the model
+	}
+	for _, file := range trainstate.Only(snapshot, part).GetFiles() {
+		n += file.GetBytes()
 	}
 	return n
 }

@@ -91,7 +91,8 @@ func pushSnapshot(ctx context.Context, env *cli.Env, r record.Reader, snapshot *
 	}
 	defer func() { _ = os.RemoveAll(scratch) }()
 	part, folder := flags.part.name(), filepath.Join(scratch, "model")
-	if err := record.WritePart(ctx, r, snapshot, part, folder); err != nil {
+	digest, err := writePart(ctx, env, record.Export{Reader: r, Worker: flags.worker.Command()}, snapshot, part, folder)
+	if err != nil {
 		return err
 	}
 	card, err := cardOf(snapshot, data, part)
@@ -114,7 +115,7 @@ func pushSnapshot(ctx context.Context, env *cli.Env, r record.Reader, snapshot *
 	}
 	if env.JSON() {
 		return output.Value(env.Stdout, map[string]any{
-			"run_id": snapshot.GetRunId(), "snapshot_id": snapshot.GetSnapshotId(), "step": snapshot.GetStep(), "weights_digest": snapshot.GetWeightsDigest(),
+			"run_id": snapshot.GetRunId(), "snapshot_id": snapshot.GetSnapshotId(), "step": snapshot.GetStep(), "weights_digest": digest,
 			"part": part, "repository": repository, "revision": flags.revision, "private": !flags.public, "commit": done.Commit, "url": done.URL,
 		})
 	}

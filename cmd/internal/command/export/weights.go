@@ -10,10 +10,12 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/cli"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 	"github.com/rollout-rl/rollout/cmd/internal/record"
+	"github.com/rollout-rl/rollout/libs/trainstate"
+	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 )
 
 // partFlags choose the part of a snapshot that is exported.
-type partFlags struct{ adapter, average bool }
+type partFlags struct{ adapter, base, average bool }
 
 func (f *partFlags) addTo(cmd *cobra.Command) {
 	cmd.Flags().BoolVar(&f.adapter, "adapter", false, "export only the adapter")
@@ -25,26 +27,43 @@ func (f *partFlags) addTo(cmd *cobra.Command) {
 func (f *partFlags) name() string {
 	switch {
 	case f.adapter:
-		return "adapter"
+		return trainstate.Adapter
+	case f.base:
+		return trainstate.Base
 	case f.average:
 		return "average"
 	}
-	return "weights"
+	return trainstate.Weights
+}
+
+// writePart writes a part of a snapshot and returns the digest of the weights. It warns if merged
+// weights differ from those of the run.
+func writePart(ctx context.Context, env *cli.Env, e record.Export, snapshot *snapshotv1.Snapshot, part, folder string) (digest string, err error) {
+	digest, err = e.Write(ctx, snapshot, part, folder)
+	if err == nil && digest != snapshot.GetWeightsDigest() {
+		env.Note("the merged weights differ in rounding from those of the run, because another kind of processor merged them: %s, not %s", digest, snapshot.GetWeightsDigest())
+	}
+	return digest, err
 }
 
 func weightsCommand(env *cli.Env) *cobra.Command {
 	var to string
 	var flags partFlags
+	var worker cli.WorkerFlag
 	cmd := &cobra.Command{
 		Use:   "weights (RUN | SNAPSHOT)",
 		Short: "Export the weights of a snapshot in the Hugging Face layout",
 		Long: `Export the weights of a snapshot, or of the newest snapshot of a run, to a folder in the Hugging Face layout, which transformers and
-vLLM load. Adapters ([lora]) are merged into the weights; --adapter exports only the adapter, in the PEFT layout. --average exports the
-moving average of the weights, if the run keeps one (train.ema_decay). Every file is verified against its digest.
+vLLM load. Every file is verified against its digest.
 
-If a control plane runs, it writes the folder on its own host. If not, the command reads the state folder and starts nothing. ` + cli.RunHelp,
+If the run trains adapters ([lora]), a worker merges them into the model. --adapter exports only the adapter, in the PEFT layout;
+--base exports the model that the adapter belongs to, as it was when the run was planned. --average exports the moving average of the
+weights, if the run keeps one (train.ema_decay).
+
+If a control plane runs, it writes the files on its own host. If not, the command reads the state folder and starts no service. ` + cli.RunHelp,
 		Example: `  rollout export weights addition-grpo --to models/addition-grpo
-  rollout export weights snap-01kapq5q5m --to adapter --adapter`,
+  rollout export weights snap-01kapq5q5m --to adapter --adapter
+  rollout export weights addition-lora --to models/base --base`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			folder, err := filepath.Abs(to)
@@ -57,13 +76,14 @@ If a control plane runs, it writes the folder on its own host. If not, the comma
 					return err
 				}
 				part := flags.name()
-				if err := record.WritePart(ctx, r, snapshot, part, folder); err != nil {
+				digest, err := writePart(ctx, env, record.Export{Reader: r, Worker: worker.Command()}, snapshot, part, folder)
+				if err != nil {
 					return err
 				}
 				if env.JSON() {
 					return output.Value(env.Stdout, map[string]any{
 						"run_id": snapshot.GetRunId(), "snapshot_id": snapshot.GetSnapshotId(), "step": snapshot.GetStep(),
-						"weights_digest": snapshot.GetWeightsDigest(), "part": part, "directory": folder,
+						"weights_digest": digest, "part": part, "directory": folder,
 					})
 				}
 				fmt.Fprintf(env.Stdout, "%s of step %s of %s: %s\n", part, output.Count(snapshot.GetStep()), snapshot.GetRunId(), folder)
@@ -73,6 +93,9 @@ If a control plane runs, it writes the folder on its own host. If not, the comma
 	}
 	cmd.Flags().StringVar(&to, "to", "", "new `folder` to write to")
 	flags.addTo(cmd)
+	cmd.Flags().BoolVar(&flags.base, "base", false, "export the model that the adapter belongs to")
+	cmd.MarkFlagsMutuallyExclusive("adapter", "base", "average")
+	worker.AddTo(cmd)
 	_ = cmd.MarkFlagRequired("to")
 	_ = cmd.MarkFlagDirname("to")
 	return cmd

@@ -20,6 +20,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/infer"
 	planformat "github.com/rollout-rl/rollout/libs/plan"
 	"github.com/rollout-rl/rollout/libs/reward"
+	"github.com/rollout-rl/rollout/libs/trainstate"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 )
@@ -85,8 +86,9 @@ func (flags *inferFlags) recorded(ctx context.Context, r record.Reader, job *inf
 	if !algorithm.Generates(job.Config) {
 		return scores("the model of run " + snapshot.GetRunId())
 	}
-	job.WeightsDigest, job.Model = snapshot.GetWeightsDigest(), filepath.Join(job.Scratch, "weights")
-	return record.WritePart(ctx, r, snapshot, "weights", job.Model)
+	job.Model = filepath.Join(job.Scratch, "weights")
+	job.WeightsDigest, err = record.Export{Reader: r, Worker: job.Worker}.Write(ctx, snapshot, trainstate.Weights, job.Model)
+	return err
 }
 
 // scores returns the error for a reward model.

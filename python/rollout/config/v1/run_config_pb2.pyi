@@ -1048,8 +1048,9 @@ Global___TrainConfig: _TypeAlias = TrainConfig  # noqa: Y015
 @_typing.final
 class LoraConfig(_message.Message):
     """LoraConfig trains low-rank adapters of frozen weights (LoRA, arXiv 2106.09685; DoRA, arXiv
-    2402.09353). Inference workers receive the adapters only and merge them. A snapshot contains the
-    weights and the adapter, the latter in the format of PEFT.
+    2402.09353). Inference workers receive the adapters only and merge them. Snapshots contain the
+    adapters in the format of PEFT; the model is stored once for all snapshots and runs. `rollout
+    export weights` merges both.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

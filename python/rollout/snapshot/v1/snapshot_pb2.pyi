@@ -106,7 +106,7 @@ class Snapshot(_message.Message):
     plan_id: _builtins.str
     """Plan of the run."""
     bytes: _builtins.int
-    """Size of all files in bytes."""
+    """Size of its files in bytes, without those in `base/`, which many snapshots share."""
     name: _builtins.str
     """Distinguishes snapshots of the same run, kind, and step. Empty for the one that the run itself
     takes.
@@ -117,7 +117,9 @@ class Snapshot(_message.Message):
 
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___SnapshotFile]:
-        """Files, by content."""
+        """Files, by content. If the run trains adapters, `base/` has the files of its model, and the
+        storage service has them once for all snapshots.
+        """
 
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
@@ -193,8 +195,8 @@ class CreateSnapshotRequest(_message.Message):
     DIRECTORY_FIELD_NUMBER: _builtins.int
     KEEP_FIELD_NUMBER: _builtins.int
     directory: _builtins.str
-    """Folder with the files. They are moved or linked instead of copied if storage is on the same
-    disk.
+    """Folder with the files. They are linked instead of copied if storage is on the same disk, so they
+    must not change afterwards. Files whose content is stored already may be absent.
     """
     keep: _builtins.int
     """How many snapshots of this run, kind, and name to keep, including this one. 0 keeps all."""
@@ -357,19 +359,25 @@ class MaterializeSnapshotRequest(_message.Message):
 
     SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
     DIRECTORY_FIELD_NUMBER: _builtins.int
+    PATHS_FIELD_NUMBER: _builtins.int
     snapshot_id: _builtins.str
     """Snapshot id."""
     directory: _builtins.str
     """Absolute folder to write into."""
+    @_builtins.property
+    def paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Paths of the files to write. Empty: all files."""
+
     def __init__(
         self,
         *,
         snapshot_id: _builtins.str = ...,
         directory: _builtins.str = ...,
+        paths: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "snapshot_id", b"snapshot_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "paths", b"paths", "snapshot_id", b"snapshot_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

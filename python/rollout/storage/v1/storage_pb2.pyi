@@ -129,7 +129,9 @@ class LocalFile(_message.Message):
     path: _builtins.str
     """Absolute path."""
     content_id: _builtins.str
-    """Content id. On import it is verified if set."""
+    """Content id. On import it is verified if set. A file that does not exist counts as imported if
+    the artifact exists.
+    """
     def __init__(
         self,
         *,

@@ -80,8 +80,8 @@ class ArtifactServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ImportArtifacts(self, request, context):
-        """ImportArtifacts stores files on the host of the storage service, by hard link if possible.
-        Idempotent.
+        """ImportArtifacts stores files on the host of the storage service, by hard link if possible: they
+        must not change afterwards. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,8 +38,8 @@ class ArtifactServiceStub:
     Idempotent.
     """
     ImportArtifacts: _grpc.UnaryUnaryMultiCallable[_storage_pb2.ImportArtifactsRequest, _storage_pb2.ImportArtifactsResponse]
-    """ImportArtifacts stores files on the host of the storage service, by hard link if possible.
-    Idempotent.
+    """ImportArtifacts stores files on the host of the storage service, by hard link if possible: they
+    must not change afterwards. Idempotent.
     """
     ExportArtifacts: _grpc.UnaryUnaryMultiCallable[_storage_pb2.ExportArtifactsRequest, _storage_pb2.ExportArtifactsResponse]
     """ExportArtifacts writes artifacts to files on the host of the storage service and verifies them.
@@ -64,8 +64,8 @@ class ArtifactServiceAsyncStub(ArtifactServiceStub):
     Idempotent.
     """
     ImportArtifacts: _aio.UnaryUnaryMultiCallable[_storage_pb2.ImportArtifactsRequest, _storage_pb2.ImportArtifactsResponse]  # type: ignore[assignment]
-    """ImportArtifacts stores files on the host of the storage service, by hard link if possible.
-    Idempotent.
+    """ImportArtifacts stores files on the host of the storage service, by hard link if possible: they
+    must not change afterwards. Idempotent.
     """
     ExportArtifacts: _aio.UnaryUnaryMultiCallable[_storage_pb2.ExportArtifactsRequest, _storage_pb2.ExportArtifactsResponse]  # type: ignore[assignment]
     """ExportArtifacts writes artifacts to files on the host of the storage service and verifies them.
@@ -99,8 +99,8 @@ class ArtifactServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _storage_pb2.ImportArtifactsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_storage_pb2.ImportArtifactsResponse, _abc.Awaitable[_storage_pb2.ImportArtifactsResponse]]:
-        """ImportArtifacts stores files on the host of the storage service, by hard link if possible.
-        Idempotent.
+        """ImportArtifacts stores files on the host of the storage service, by hard link if possible: they
+        must not change afterwards. Idempotent.
         """
 
     @_abc_1.abstractmethod

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,9 +18,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout_workers.trainer.distributed.shards import gathered, whole
 from rollout_workers.trainer.types import BadSettings
 from rollout_workers.weights import named_weights
+from rollout_workers.weights.digest import PREFIX, tensor_node
+from rollout_workers.weights.store import ADAPTER_FILE, WeightsUnreadable
+from rollout_workers.weights.tensor_file import read_tensors
 
 NAME = "default"
 _BASE = ".base_layer."
@@ -44,6 +49,14 @@ class LoraConfig:
     alpha: float = 32.0
     targets: tuple[str, ...] = ()
     dora: bool = False
+
+    @classmethod
+    def of(cls, config: RunConfig) -> LoraConfig | None:
+        """The settings of a run; None if it trains all weights."""
+        if not config.HasField("lora"):
+            return None
+        lora = config.lora
+        return cls(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), dora=lora.dora)
 
 
 class Adapter:
@@ -78,6 +91,7 @@ class Adapter:
             except ValueError as error:
                 raise BadSettings(f"`[lora]` does not fit {type(model).__name__}: {error}") from error
         self.model = model
+        self._base_digests: Mapping[str, str] | None = None
         self._layers = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
 
     def disabled(self) -> AbstractContextManager[None]:
@@ -89,16 +103,32 @@ class Adapter:
 
         Adapted weights are computed one at a time; the other tensors are live.
         """
+        return self._weights(self._merged)
+
+    def base_digests(self) -> Mapping[str, str]:
+        """The digest of each tensor that the adapters belong to, without a trained head, by Hugging
+        Face name. Computed once; every rank must call it."""
+        if self._base_digests is None:
+            frozen = self._weights(lambda _layer, _rest, tensor: whole(tensor), trained=False)
+            with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:  # one gathered tensor at a time
+                self._base_digests = {name: PREFIX + tensor_node(name, tensor, pool).hex() for name, tensor in frozen}
+        return self._base_digests
+
+    def _weights(self, adapted: Callable[[str, str, Tensor], Tensor], *, trained: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the model without PEFT. adapted: gives a tensor from the name of its
+        adapted layer, its name in that layer, and the frozen tensor. trained: include a trained
+        head."""
         inside = tuple(f"{name}." for name in self._layers)
         for name, tensor in named_weights(self.model):
             layer, base, rest = name.rpartition(_BASE)
             module, saved, leaf = name.partition(_WHOLE)
             if saved:
-                yield f"{module}.{leaf}", whole(tensor)
+                if trained:
+                    yield f"{module}.{leaf}", whole(tensor)
             elif _UNTRAINED in name:
                 continue
             elif base and not rest.startswith(_ADAPTER):  # several adapters on one module are nested
-                yield f"{layer.replace(_BASE.rstrip('.'), '')}.{rest}", self._merged(layer, rest, tensor)
+                yield f"{layer.replace(_BASE.rstrip('.'), '')}.{rest}", adapted(layer, rest, tensor)
             elif not base and not name.startswith(inside):
                 yield name, whole(tensor)
 
@@ -116,21 +146,33 @@ class Adapter:
         lost = sorted(tensors.keys() - self.tensors().keys())
         return f"has {lost[0]}, which the run's `lora.targets` and `lora.dora` exclude" if lost else ""
 
-    def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write a folder that ``PeftModel.from_pretrained`` loads onto the run's initial model."""
-        self.write(directory, self.tensors())
-
-    def write(self, directory: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
-        """``save`` with tensors that were gathered before."""
+    def write(self, directory: str | os.PathLike[str], tensors: Mapping[str, Tensor], model: Path) -> None:
+        """Write gathered adapters as a folder that ``AutoPeftModelForCausalLM`` loads. model: the
+        folder of the run's model."""
         Path(directory).mkdir(parents=True, exist_ok=True)
-        self.save_settings(directory)
+        self.save_settings(directory, model)
         copied = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(copied, Path(directory) / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(copied, Path(directory) / ADAPTER_FILE, metadata={"format": "pt"})
 
-    def save_settings(self, directory: str | os.PathLike[str], base: str | None = None) -> None:
-        """Write ``adapter_config.json``. base: the folder of the base model."""
-        settings = replace(self._peft.peft_config[NAME], base_model_name_or_path=base, inference_mode=True)
+    def save_settings(self, directory: str | os.PathLike[str], model: Path) -> None:
+        """Write ``adapter_config.json``. model: the folder of the run's model."""
+        name, revision = published_name(model)
+        settings = replace(self._peft.peft_config[NAME], base_model_name_or_path=name, revision=revision, inference_mode=True)
         settings.save_pretrained(str(directory))
+
+    @torch.no_grad()
+    def read(self, directory: Path) -> None:
+        """Load the adapters of a folder. Raises ``WeightsUnreadable``."""
+        path = directory / ADAPTER_FILE
+        try:
+            sent = read_tensors(path)
+        except (OSError, ValueError) as error:
+            raise WeightsUnreadable(f"{path}: {error}") from error
+        live = self.tensors()
+        if {name: (t.shape, t.dtype) for name, t in live.items()} != {name: (t.shape, t.dtype) for name, t in sent.items()}:
+            raise WeightsUnreadable(f"{path} has other adapters than the `lora` table of the plan describes")
+        for name, tensor in live.items():
+            tensor.copy_(sent[name])
 
     def _merged(self, name: str, leaf: str, tensor: Tensor) -> Tensor:
         """Parameter ``leaf`` of a module with PEFT's merge; the module itself is unchanged.
@@ -154,6 +196,16 @@ class Adapter:
             finally:
                 parameter.data = kept
                 layer.merged_adapters.clear()
+
+
+def published_name(model: Path) -> tuple[str, str | None]:
+    """Where others find a model: its name and commit on the hub, if the folder belongs to the cache
+    of ``huggingface_hub``, else its absolute path."""
+    folder = model.absolute()
+    kind, *name = folder.parent.parent.name.split("--")
+    if folder.parent.name == "snapshots" and kind == "models" and name:
+        return "/".join(name), folder.name
+    return str(folder), None
 
 
 def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:

@@ -1292,8 +1292,9 @@ func (x *TrainConfig) GetEmaDecay() float64 {
 }
 
 // LoraConfig trains low-rank adapters of frozen weights (LoRA, arXiv 2106.09685; DoRA, arXiv
-// 2402.09353). Inference workers receive the adapters only and merge them. A snapshot contains the
-// weights and the adapter, the latter in the format of PEFT.
+// 2402.09353). Inference workers receive the adapters only and merge them. Snapshots contain the
+// adapters in the format of PEFT; the model is stored once for all snapshots and runs. `rollout
+// export weights` merges both.
 type LoraConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Rank of each adapter.

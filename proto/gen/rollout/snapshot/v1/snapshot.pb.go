@@ -103,7 +103,8 @@ type Snapshot struct {
 	WeightsDigest string `protobuf:"bytes,5,opt,name=weights_digest,json=weightsDigest,proto3" json:"weights_digest,omitempty"`
 	// Dataset cursor after the step: the position of the first group that the next step consumes.
 	Cursor *v1.Cursor `protobuf:"bytes,6,opt,name=cursor,proto3" json:"cursor,omitempty"`
-	// Files, by content.
+	// Files, by content. If the run trains adapters, `base/` has the files of its model, and the
+	// storage service has them once for all snapshots.
 	Files []*SnapshotFile `protobuf:"bytes,7,rep,name=files,proto3" json:"files,omitempty"`
 	// Plan of the run.
 	PlanId string `protobuf:"bytes,8,opt,name=plan_id,json=planId,proto3" json:"plan_id,omitempty"`
@@ -112,7 +113,7 @@ type Snapshot struct {
 	// Random state of each worker, by worker kind: the path of a file, or `counter` if it follows
 	// from the seed and the key of the sample.
 	Rng map[string]string `protobuf:"bytes,10,rep,name=rng,proto3" json:"rng,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// Size of all files in bytes.
+	// Size of its files in bytes, without those in `base/`, which many snapshots share.
 	Bytes uint64 `protobuf:"varint,11,opt,name=bytes,proto3" json:"bytes,omitempty"`
 	// Distinguishes snapshots of the same run, kind, and step. Empty for the one that the run itself
 	// takes.
@@ -304,8 +305,8 @@ type CreateSnapshotRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Manifest without id, time, and size.
 	Snapshot *Snapshot `protobuf:"bytes,1,opt,name=snapshot,proto3" json:"snapshot,omitempty"`
-	// Folder with the files. They are moved or linked instead of copied if storage is on the same
-	// disk.
+	// Folder with the files. They are linked instead of copied if storage is on the same disk, so they
+	// must not change afterwards. Files whose content is stored already may be absent.
 	Directory string `protobuf:"bytes,2,opt,name=directory,proto3" json:"directory,omitempty"`
 	// How many snapshots of this run, kind, and name to keep, including this one. 0 keeps all.
 	Keep          uint32 `protobuf:"varint,3,opt,name=keep,proto3" json:"keep,omitempty"`
@@ -636,7 +637,9 @@ type MaterializeSnapshotRequest struct {
 	// Snapshot id.
 	SnapshotId string `protobuf:"bytes,1,opt,name=snapshot_id,json=snapshotId,proto3" json:"snapshot_id,omitempty"`
 	// Absolute folder to write into.
-	Directory     string `protobuf:"bytes,2,opt,name=directory,proto3" json:"directory,omitempty"`
+	Directory string `protobuf:"bytes,2,opt,name=directory,proto3" json:"directory,omitempty"`
+	// Paths of the files to write. Empty: all files.
+	Paths         []string `protobuf:"bytes,3,rep,name=paths,proto3" json:"paths,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -683,6 +686,13 @@ func (x *MaterializeSnapshotRequest) GetDirectory() string {
 		return x.Directory
 	}
 	return ""
+}
+
+func (x *MaterializeSnapshotRequest) GetPaths() []string {
+	if x != nil {
+		return x.Paths
+	}
+	return nil
 }
 
 // MaterializeSnapshotResponse is the manifest.
@@ -1045,11 +1055,12 @@ const file_rollout_snapshot_v1_snapshot_proto_rawDesc = "" +
 	"page_token\x18\x04 \x01(\tR\tpageToken\"|\n" +
 	"\x15ListSnapshotsResponse\x12;\n" +
 	"\tsnapshots\x18\x01 \x03(\v2\x1d.rollout.snapshot.v1.SnapshotR\tsnapshots\x12&\n" +
-	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"m\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\x83\x01\n" +
 	"\x1aMaterializeSnapshotRequest\x12(\n" +
 	"\vsnapshot_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\n" +
 	"snapshotId\x12%\n" +
-	"\tdirectory\x18\x02 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\tdirectory\"X\n" +
+	"\tdirectory\x18\x02 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\tdirectory\x12\x14\n" +
+	"\x05paths\x18\x03 \x03(\tR\x05paths\"X\n" +
 	"\x1bMaterializeSnapshotResponse\x129\n" +
 	"\bsnapshot\x18\x01 \x01(\v2\x1d.rollout.snapshot.v1.SnapshotR\bsnapshot\"B\n" +
 	"\x16RestoreSnapshotRequest\x12(\n" +

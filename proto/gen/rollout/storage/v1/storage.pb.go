@@ -224,7 +224,8 @@ type LocalFile struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Absolute path.
 	Path string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
-	// Content id. On import it is verified if set.
+	// Content id. On import it is verified if set. A file that does not exist counts as imported if
+	// the artifact exists.
 	ContentId     string `protobuf:"bytes,2,opt,name=content_id,json=contentId,proto3" json:"content_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

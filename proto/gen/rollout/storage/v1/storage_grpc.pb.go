@@ -38,8 +38,8 @@ type ArtifactServiceClient interface {
 	// PutArtifact stores a stream of bytes and returns its content id. Durable when it returns.
 	// Idempotent.
 	PutArtifact(ctx context.Context, opts ...grpc.CallOption) (grpc.ClientStreamingClient[PutArtifactRequest, PutArtifactResponse], error)
-	// ImportArtifacts stores files on the host of the storage service, by hard link if possible.
-	// Idempotent.
+	// ImportArtifacts stores files on the host of the storage service, by hard link if possible: they
+	// must not change afterwards. Idempotent.
 	ImportArtifacts(ctx context.Context, in *ImportArtifactsRequest, opts ...grpc.CallOption) (*ImportArtifactsResponse, error)
 	// ExportArtifacts writes artifacts to files on the host of the storage service and verifies them.
 	// Idempotent.
@@ -142,8 +142,8 @@ type ArtifactServiceServer interface {
 	// PutArtifact stores a stream of bytes and returns its content id. Durable when it returns.
 	// Idempotent.
 	PutArtifact(grpc.ClientStreamingServer[PutArtifactRequest, PutArtifactResponse]) error
-	// ImportArtifacts stores files on the host of the storage service, by hard link if possible.
-	// Idempotent.
+	// ImportArtifacts stores files on the host of the storage service, by hard link if possible: they
+	// must not change afterwards. Idempotent.
 	ImportArtifacts(context.Context, *ImportArtifactsRequest) (*ImportArtifactsResponse, error)
 	// ExportArtifacts writes artifacts to files on the host of the storage service and verifies them.
 	// Idempotent.
