@@ -1,4 +1,4 @@
-// Package logs has the command `rollout logs tail`.
+// Package logs has the commands `rollout logs tail` and `rollout logs worker`.
 package logs
 
 import (
@@ -34,7 +34,7 @@ type logFlags struct {
 
 // Command returns `rollout logs`.
 func Command(env *cli.Env) *cobra.Command {
-	return cli.Group("logs", "Show events", tailCommand(env))
+	return cli.Group("logs", "Show events, and the output of workers", tailCommand(env), workerCommand(env))
 }
 
 func tailCommand(env *cli.Env) *cobra.Command {
