@@ -175,9 +175,7 @@ async def measure(daemon: Daemon, workers: int, slow: int, groups: int) -> float
     await host.stop()
     print(f"{workers} workers of {SLOTS} slots, {slow} of them at half speed; {groups} groups of {SAMPLES} samples")
     print(f"static split: {apart:.1f} s, {groups * SAMPLES / apart:.0f} samples/s")
-    print(
-        f"pulled:       {together:.1f} s, {groups * SAMPLES / together:.0f} samples/s; {moved} groups moved to another worker"
-    )
+    print(f"pulled:       {together:.1f} s, {groups * SAMPLES / together:.0f} samples/s; {moved} groups moved to another worker")
     print(f"ratio {apart / together:.2f} (bar: {BAR})")
     return apart / together
 

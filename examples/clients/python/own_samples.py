@@ -1,4 +1,4 @@
-"""Put multi-turn samples of your own sampler into a ledger and train on them with your own learner.
+"""Put multi-turn samples of any sampler into a ledger and train on them with any learner.
 Needs the extra ``buffer`` of the client; no worker of rollout runs.
 
 python examples/clients/python/own_samples.py
@@ -17,8 +17,8 @@ GROUPS, GROUP_SIZE, STEPS = 4, 2, 2
 
 
 def conversation(seed: int) -> Sample:
-    """A made-up sample of two turns: question, answer, question, answer. Only the policy's tokens are
-    in the loss, and only they have logprobs."""
+    """A made-up sample of two turns: question, answer, question, answer. Only tokens of the policy
+    are in the loss, and only they have logprobs."""
     random = np.random.default_rng(seed)
     turns = [(5, False), (7, True), (4, False), (6, True)]  # (tokens, written by the policy)
     mask = np.concatenate([np.full(tokens, policy, np.uint8) for tokens, policy in turns])

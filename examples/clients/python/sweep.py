@@ -12,7 +12,8 @@ from rollout.client import AsyncClient, connect_async
 
 
 async def train(client: AsyncClient, config: Path, rate: str, overrides: list[str]) -> tuple[float, str, str]:
-    """Run the config with one learning rate. Returns the last mean reward, the rate, and the run."""
+    """Run the config with one learning rate. Returns the last mean reward, the rate, and the
+    run."""
     plan = await client.plan(config, set=[*overrides, f"train.learning_rate={rate}"])
     run = (await client.submit(plan)).run_id
     async for status in client.follow(run):
