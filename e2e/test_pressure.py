@@ -178,7 +178,8 @@ def test_runs_and_daemons_are_not_started_on_a_full_disk(tmp_path: Path) -> None
             with pytest.raises(grpc.RpcError) as refused:
                 for _ in range(2000):  # a database may have space in its own files for some
                     submit(running, lock, job)
-            assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and "disk is full" in (refused.value.details() or "")
+            assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "disk is full" in (refused.value.details() or "")
             disk.empty()
             finish(running, submit(running, lock, job))
             running.stop()
