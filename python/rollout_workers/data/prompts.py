@@ -145,15 +145,19 @@ class Text:
         """Text of each token (int32[T]) by itself, special tokens too."""
         return self.tokenizer.batch_decode([[token] for token in ids.tolist()], skip_special_tokens=False)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, answering: bool = True) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, answering: bool = True, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
         """The text of a chat, rendered with the tokenizer's template. answering: with the
-        generation prompt of the assistant. Raises :class:`PromptInvalid`."""
+        generation prompt of the assistant. tools: the functions that the template describes to it.
+        Raises :class:`PromptInvalid`."""
         if not self.tokenizer.chat_template:
             raise PromptInvalid(
                 "the model's tokenizer has no chat template", fix="set `model.chat_template = false` and send plain text"
             )
         try:
-            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answering)
+            offered: dict[str, Any] = {"tools": list(tools)} if tools else {}
+            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answering, **offered)
         except Exception as error:
             raise PromptInvalid(f"the chat template refused the messages: {error}") from error
 
