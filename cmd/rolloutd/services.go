@@ -115,6 +115,10 @@ func newGateway(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
+	runs, err := client(m, names.SchedulerService, runv1.NewSchedulerInternalServiceClient)
+	if err != nil {
+		return hosted{}, err
+	}
 	store, err := gatewaystore.Open(ctx, m.place)
 	if err != nil {
 		return hosted{}, err
@@ -122,7 +126,7 @@ func newGateway(ctx context.Context, m *mesh) (hosted, error) {
 	s, err := gateway.New(gateway.Config{
 		Address: address, Keys: apikey.Open(m.endpoints.keysFile), TrustOwner: m.cfg.Gateway.TrustsOwner(), TLS: gatewayTLS(m.cfg.Gateway.Listen, m.certs),
 	}, gateway.Deps{
-		Store: store, Registry: m.discovery, Dial: dialer[gateway.Conn](m), Log: m.logger(names.GatewayService),
+		Store: store, Registry: m.discovery, Scheduler: runs, Dial: dialer[gateway.Conn](m), Log: m.logger(names.GatewayService),
 	})
 	if err != nil {
 		return hosted{close: store.Close}, err

@@ -9,8 +9,8 @@ import (
 
 	"google.golang.org/grpc"
 
-	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/disk"
+	"github.com/rollout-rl/rollout/libs/worker"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -72,12 +72,6 @@ type Scheduler interface {
 	CompleteRun(ctx context.Context, in *runv1.CompleteRunRequest, opts ...grpc.CallOption) (*runv1.CompleteRunResponse, error)
 }
 
-// Registry lists the workers.
-type Registry interface {
-	// Watch sends the passing instances of a name immediately and at each change, until ctx ends.
-	Watch(ctx context.Context, name string) <-chan []discovery.Instance
-}
-
 // Conn is a connection to a worker.
 type Conn interface {
 	grpc.ClientConnInterface
@@ -98,7 +92,7 @@ type Deps struct {
 	Buffer    Buffer
 	Snapshots Snapshots
 	Scheduler Scheduler
-	Registry  Registry
+	Registry  worker.Registry
 	// Dial connects to a worker at host:port; calls carry the mesh token.
 	Dial   func(address string) (Conn, error)
 	Events Events

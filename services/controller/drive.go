@@ -75,7 +75,9 @@ func (d *drive) run(life context.Context) {
 	watch, unwatch := context.WithCancel(life)
 	var wg sync.WaitGroup
 	defer func() { unwatch(); wg.Wait() }()
-	launched := launchedRegistry{Registry: d.deps.Registry, settings: d.settings, scheduler: d.deps.Scheduler, retry: d.cfg.Retry}
+	launched := worker.Launched{
+		Registry: d.deps.Registry, Scheduler: d.deps.Scheduler, Retry: d.cfg.Retry, Run: d.runID, Incarnation: d.incarnation,
+	}
 	workers := launched.Watch(watch, worker.Inference.Service())
 	wg.Go(func() { d.fleet.serve(watch, workers) })
 

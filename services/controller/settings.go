@@ -1,11 +1,7 @@
 package controller
 
 import (
-	"strconv"
-
 	"github.com/rollout-rl/rollout/libs/algorithm"
-	"github.com/rollout-rl/rollout/libs/discovery"
-	"github.com/rollout-rl/rollout/libs/worker"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
@@ -65,9 +61,4 @@ func (s settings) snapshots(step uint64) bool {
 func (s settings) delivers(step uint64) bool {
 	every := s.cfg.GetTrain().GetDeliverEverySteps()
 	return s.last(step) || s.evaluates(step) && !s.evaluatesLoss() || every > 0 && step%every == 0
-}
-
-// registers reports whether a registration claims to be a worker of this incarnation of the run.
-func (s settings) registers(in discovery.Instance) bool {
-	return in.Meta[worker.MetaRun] == s.runID && in.Meta[worker.MetaIncarnation] == strconv.FormatUint(uint64(s.incarnation), 10)
 }

@@ -1,7 +1,6 @@
 package gateway
 
 import (
-	"context"
 	"errors"
 	"io"
 	"log/slog"
@@ -11,7 +10,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/apikey"
 	"github.com/rollout-rl/rollout/libs/cert"
-	"github.com/rollout-rl/rollout/libs/discovery"
+	workers "github.com/rollout-rl/rollout/libs/worker"
 )
 
 // Config configures the service.
@@ -26,12 +25,6 @@ type Config struct {
 	TrustOwner bool
 }
 
-// Registry lists the workers.
-type Registry interface {
-	// Watch sends the passing instances of a name immediately and at each change, until ctx ends.
-	Watch(ctx context.Context, name string) <-chan []discovery.Instance
-}
-
 // Conn is a connection to a worker.
 type Conn interface {
 	grpc.ClientConnInterface
@@ -41,7 +34,9 @@ type Conn interface {
 // Deps are the dependencies of the service.
 type Deps struct {
 	Store    Store
-	Registry Registry
+	Registry workers.Registry
+	// Scheduler verifies registrations: requests go only to processes that it launched.
+	Scheduler workers.Verifier
 	// Dial connects to a worker at host:port; calls carry the mesh token.
 	Dial func(address string) (Conn, error)
 	Log  *slog.Logger     // nil discards
@@ -49,8 +44,8 @@ type Deps struct {
 }
 
 func (d *Deps) check() error {
-	if d.Store == nil || d.Registry == nil || d.Dial == nil {
-		return errors.New("gateway: missing dependency: store, registry, or dialer of workers")
+	if d.Store == nil || d.Registry == nil || d.Scheduler == nil || d.Dial == nil {
+		return errors.New("gateway: missing dependency: store, registry, scheduler, or dialer of workers")
 	}
 	if d.Log == nil {
 		d.Log = slog.New(slog.DiscardHandler)

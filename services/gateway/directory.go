@@ -14,7 +14,7 @@ import (
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 )
 
-// directory is the inference workers that are up.
+// directory is the launched inference workers that are up.
 type directory struct {
 	dial func(address string) (Conn, error)
 	log  *slog.Logger

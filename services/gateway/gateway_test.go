@@ -365,3 +365,26 @@ func TestOldSessionsExpire(t *testing.T) {
 		t.Errorf("sessions before %v expire, want before %v", got, want)
 	}
 }
+
+// A registration without a valid proof gets no request and is not listed, also if it claims the
+// newest incarnation of a run.
+func TestProcessesThatTheSchedulerDidNotLaunchAreIgnored(t *testing.T) {
+	t.Parallel()
+	intruder, other := &fakeWorker{model: "tiny", intruder: true}, &fakeWorker{model: "other", intruder: true}
+	s, _ := serve(t, gateway.Config{}, intruder, &fakeWorker{model: "tiny"}, other)
+	for range 4 {
+		if resp, answer := do(t, s, "POST", "/v1/completions", `{"model":"tiny","prompt":"a"}`, ""); resp.StatusCode != http.StatusOK {
+			t.Fatalf("%s %s", resp.Status, answer)
+		}
+	}
+	if resp, _ := do(t, s, "POST", "/v1/completions", `{"model":"other","prompt":"a"}`, ""); resp.StatusCode != http.StatusNotFound {
+		t.Errorf("the model of a process that was not launched is served: %s", resp.Status)
+	}
+	for _, w := range []*fakeWorker{intruder, other} {
+		w.mu.Lock()
+		if w.asked || w.last != nil {
+			t.Error("a process that was not launched was called")
+		}
+		w.mu.Unlock()
+	}
+}

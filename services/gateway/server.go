@@ -72,13 +72,17 @@ func (s *Server) Register(r grpc.ServiceRegistrar) {
 	gatewayv1.RegisterRolloutGatewayServiceServer(r, s)
 }
 
+// verifyRetry is the pause after the scheduler did not verify the registrations of workers.
+const verifyRetry = time.Second
+
 // Run serves HTTP and follows the registry until ctx ends. Requests in flight then have ten seconds
 // to finish.
 func (s *Server) Run(ctx context.Context) error {
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	follow, cancel := context.WithCancel(context.WithoutCancel(ctx))
-	instances := s.svc.Registry.Watch(follow, workers.Inference.Service())
+	launched := workers.Launched{Registry: s.svc.Registry, Scheduler: s.svc.Scheduler, Retry: verifyRetry}
+	instances := launched.Watch(follow, workers.Inference.Service())
 	wg.Go(func() { s.svc.workers.serve(follow, instances) })
 	wg.Go(func() { s.svc.expire(ctx) })
 	defer cancel()

@@ -26,6 +26,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 	"github.com/rollout-rl/rollout/services/gateway"
@@ -39,6 +40,7 @@ type fakeWorker struct {
 	exits        bool          // closes its connection before the first token
 	bug          bool          // fails with an internal error
 	breaks       bool          // fails after the first token
+	intruder     bool          // the scheduler has not launched it
 	endless      bool          // samples until the caller disconnects
 	aborted      chan struct{} // closed when the caller of an endless request has disconnected
 	resume       chan struct{} // if set, it waits after the first token until this is closed
@@ -141,6 +143,27 @@ func promptOf(p *inferencev1.Prompt) []uint32 {
 	return []uint32{1, 2}
 }
 
+// launcher is a scheduler that has launched the workers with the right proof.
+type launcher struct{}
+
+const rightProof = "right"
+
+func (launcher) VerifyWorkers(_ context.Context, in *runv1.VerifyWorkersRequest, _ ...grpc.CallOption) (*runv1.VerifyWorkersResponse, error) {
+	resp := &runv1.VerifyWorkersResponse{}
+	for _, w := range in.GetWorkers() {
+		resp.Accepted = append(resp.Accepted, w.GetProof() == rightProof)
+	}
+	return resp, nil
+}
+
+// proofOf is the proof of a registration.
+func proofOf(w *fakeWorker) string {
+	if w.intruder {
+		return "copied"
+	}
+	return rightProof
+}
+
 // registry lists workers; the first of them until gone is closed.
 type registry struct {
 	list []discovery.Instance
@@ -234,12 +257,15 @@ func run(t *testing.T, cfg gateway.Config, workers ...*fakeWorker) (s *gateway.S
 		}
 		reg.list = append(reg.list, discovery.Instance{
 			Address: listener.Addr().String(),
-			Meta:    map[string]string{"run": "run-" + w.model, "incarnation": "1", "process": fmt.Sprint(i)},
+			Meta: map[string]string{
+				"run": "run-" + w.model, "incarnation": "1", "process": fmt.Sprint(i), "worker": fmt.Sprint("inference-", i), "rank": "0",
+				"proof": proofOf(w),
+			},
 		})
 	}
 	store = &ledger{sessions: map[string][]*gateway.Turn{}, expired: make(chan time.Time, 1)}
 	s, err := gateway.New(cfg, gateway.Deps{
-		Store: store, Registry: reg, Log: slog.New(slog.NewTextHandler(&store.log, nil)), Now: func() time.Time { return time.Unix(1_700_000_000, 0) },
+		Store: store, Registry: reg, Scheduler: launcher{}, Log: slog.New(slog.NewTextHandler(&store.log, nil)), Now: func() time.Time { return time.Unix(1_700_000_000, 0) },
 		Dial: func(address string) (gateway.Conn, error) {
 			return grpc.NewClient(address, grpc.WithStatsHandler(otelgrpc.NewClientHandler(otelgrpc.WithPropagators(propagation.TraceContext{}))), grpc.WithTransportCredentials(insecure.NewCredentials()))
 		},
@@ -262,6 +288,7 @@ func run(t *testing.T, cfg gateway.Config, workers ...*fakeWorker) (s *gateway.S
 			t.Error(err)
 		}
 	})
+	workers = slices.DeleteFunc(slices.Clone(workers), func(w *fakeWorker) bool { return w.intruder })
 	models := map[string]bool{}
 	for _, w := range workers {
 		models[w.model] = true

@@ -1,4 +1,4 @@
-package controller
+package worker_test
 
 import (
 	"context"
@@ -19,7 +19,6 @@ import (
 // verifier accepts registrations with a valid proof for its nonce. Its first calls fail, as many as
 // away.
 type verifier struct {
-	Scheduler
 	away, calls int
 }
 
@@ -48,13 +47,13 @@ func claim(id, incarnation, nonce string) discovery.Instance {
 	}}
 }
 
-func TestLaunchedRegistryOmitsOtherRegistrations(t *testing.T) {
+func TestLaunchedOmitsOtherRegistrations(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		defer cancel()
 		v, l := &verifier{away: 2}, make(lists)
-		out := launchedRegistry{Registry: l, scheduler: v, settings: settings{runID: "run-1", incarnation: 2}, retry: time.Second}.Watch(ctx, "inference-worker")
+		out := worker.Launched{Registry: l, Scheduler: v, Run: "run-1", Incarnation: 2, Retry: time.Second}.Watch(ctx, "inference-worker")
 		next := func() (ids []string) {
 			for _, in := range <-out {
 				ids = append(ids, in.ID)
@@ -82,6 +81,28 @@ func TestLaunchedRegistryOmitsOtherRegistrations(t *testing.T) {
 		l <- []discovery.Instance{claim("d", "2", testNonce)} // replaces the list that no one received
 		if got := strings.Join(next(), " "); got != "d" {
 			t.Errorf("%q", got)
+		}
+	})
+}
+
+// Without a run the workers of every run are listed, each verified against its own launch.
+func TestLaunchedListsTheWorkersOfAllRuns(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		defer cancel()
+		v, l := &verifier{}, make(lists)
+		out := worker.Launched{Registry: l, Scheduler: v, Retry: time.Second}.Watch(ctx, "inference-worker")
+		other, bare := claim("b", "7", testNonce), claim("d", "1", testNonce)
+		other.Meta[worker.MetaRun] = "run-2"
+		delete(bare.Meta, worker.MetaProof)
+		l <- []discovery.Instance{claim("a", "2", testNonce), other, claim("c", "2", "another"), bare, {ID: "e", Address: "e:1"}}
+		var ids []string
+		for _, in := range <-out {
+			ids = append(ids, in.ID)
+		}
+		if !slices.Equal(ids, []string{"a", "b"}) || v.calls != 3 {
+			t.Errorf("%q after %d calls", ids, v.calls)
 		}
 	})
 }
