@@ -3,6 +3,7 @@ package worker
 import (
 	"time"
 
+	"github.com/rollout-rl/rollout/libs/algorithm"
 	"github.com/rollout-rl/rollout/libs/reward"
 	"github.com/rollout-rl/rollout/proto/gen/names"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
@@ -30,7 +31,12 @@ type Kind struct {
 var (
 	Inference = Kind{
 		Name: "inference", LoadsWeights: true,
-		Count: func(c *configv1.RunConfig) int { return max(1, int(c.GetEngine().GetWorkers())) },
+		Count: func(c *configv1.RunConfig) int { // without samples the learner reads the rows itself
+			if !algorithm.Samples(c) {
+				return 0
+			}
+			return max(1, int(c.GetEngine().GetWorkers()))
+		},
 		Threads: func(c *configv1.RunConfig) (uint32, int) {
 			return c.GetEngine().GetThreads(), max(1, int(c.GetEngine().GetWorkers()))
 		},
@@ -44,8 +50,13 @@ var (
 		},
 	}
 	Reward = Kind{ // scores completions while others are sampled, so it shares the cores with the engines
-		Name:    "reward",
-		Count:   func(c *configv1.RunConfig) int { return len(reward.Models(c)) },
+		Name: "reward",
+		Count: func(c *configv1.RunConfig) int {
+			if !algorithm.Samples(c) {
+				return 0
+			}
+			return len(reward.Models(c))
+		},
 		Threads: func(c *configv1.RunConfig) (uint32, int) { return 0, max(1, int(c.GetEngine().GetWorkers())) },
 	}
 	// Trackers writes metrics to the trackers of [sinks]. It is not supervised: a run does not depend

@@ -6,7 +6,10 @@ import (
 	"slices"
 	"testing"
 
+	"google.golang.org/protobuf/proto"
+
 	"github.com/rollout-rl/rollout/libs/worker"
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 )
 
 // Python has the same table (python/tests/worker/test_kinds.py).
@@ -25,5 +28,37 @@ func TestKindsAreThoseOfPython(t *testing.T) {
 	}
 	if slices.Sort(got); !slices.Equal(got, golden) {
 		t.Errorf("kinds %q, want %q", got, golden)
+	}
+}
+
+// A run that trains on rows samples for evaluations with a reward only. Without them it has no
+// inference worker and no reward worker.
+func TestRunsThatDoNotSampleHaveNoInferenceWorkers(t *testing.T) {
+	t.Parallel()
+	dpo := func() *configv1.RunConfig {
+		return &configv1.RunConfig{
+			Engine:    &configv1.EngineConfig{Workers: proto.Uint32(3)},
+			Algorithm: &configv1.AlgorithmConfig{Kind: &configv1.AlgorithmConfig_Dpo{Dpo: &configv1.DpoConfig{}}},
+			Reward:    &configv1.RewardConfig{Model: &configv1.ScoringModelConfig{Path: proto.String("reward")}},
+		}
+	}
+	count := func(c *configv1.RunConfig) [3]int {
+		return [3]int{worker.Learner.Count(c), worker.Inference.Count(c), worker.Reward.Count(c)}
+	}
+	evaluated, loss := dpo(), dpo()
+	evaluated.Eval = &configv1.EvalConfig{EverySteps: proto.Uint64(5)}
+	loss.Eval, loss.Reward = evaluated.GetEval(), nil
+	grpo := dpo()
+	grpo.Algorithm = &configv1.AlgorithmConfig{Kind: &configv1.AlgorithmConfig_Grpo{Grpo: &configv1.GrpoConfig{}}}
+	for name, c := range map[string]struct {
+		config *configv1.RunConfig
+		want   [3]int
+	}{
+		"without evaluation": {dpo(), [3]int{1, 0, 0}}, "evaluated by the loss": {loss, [3]int{1, 0, 0}},
+		"evaluated by a reward": {evaluated, [3]int{1, 3, 1}}, "sampled": {grpo, [3]int{1, 3, 1}},
+	} {
+		if got := count(c.config); got != c.want {
+			t.Errorf("%s: %d learners, inference workers, reward workers; want %d", name, got, c.want)
+		}
 	}
 }

@@ -38,6 +38,12 @@ def samples(name: str) -> bool:
     return traits(name).rows == options_pb2.ROW_KIND_PROMPT
 
 
+def has_inference_workers(config: RunConfig) -> bool:
+    """Whether a run samples completions, for training or for evaluations with a reward, so that it
+    has inference workers. Go decides the same (``libs/algorithm``)."""
+    return samples(name_of(config)) or (config.eval.every_steps > 0 and config.HasField("reward"))
+
+
 def keys_of(table: Descriptor) -> Iterator[FieldDescriptor]:
     """The keys of a TOML table: the fields of its message and those of the messages that it
     inlines."""

@@ -31,7 +31,7 @@ const (
 var (
 	ErrUnknownModel = rpcerr.New(codes.NotFound, ReasonUnknownModel, "no policy has this name; list the models for the served ones")
 	ErrAmbiguous    = rpcerr.New(codes.InvalidArgument, ReasonAmbiguous, "several policies are served; name one")
-	ErrNoWorker     = rpcerr.New(codes.Unavailable, ReasonNoWorker, "no inference worker is up; workers are up while a run trains").RetryAfter(time.Second)
+	ErrNoWorker     = rpcerr.New(codes.Unavailable, ReasonNoWorker, "no inference worker is up; workers are up while a run samples: training on rows without evaluation has none").RetryAfter(time.Second)
 	ErrSession      = rpcerr.New(codes.NotFound, ReasonSession, "no session has this id")
 )
 

@@ -64,6 +64,8 @@ def install() -> None:
     sys.modules[settings.__name__] = settings
     worker = importlib.import_module("rollout_workers.inference.worker")
     _fill(worker, load=load)
+    feed = importlib.import_module("rollout_workers.learner.feed")
+    _fill(feed, load_text=load_text)
     loader = importlib.import_module("rollout_workers.worker.spec").load_spec
     main = importlib.import_module("rollout_workers.__main__")
     _fill(main, load_spec=_watching(loader))
@@ -102,6 +104,13 @@ def load(spec: WorkerSpec, *_: Any) -> Any:
     pace = float(os.environ.get(PACE_VARIABLE, "0"))
     journal, began = (Journal(spec.run_directory, name) for name in (spec.worker_id, f"began-{spec.worker_id}"))
     return Model(SimEngine(folder, spec.initial_version, spec.plan.config.engine.slots, journal, pace, began), SimText())
+
+
+def load_text(_: WorkerSpec) -> Any:
+    """Replaces ``rollout_workers.learner.feed.load_text``."""
+    from rollout_testing.sim.engine import SimText
+
+    return SimText()
 
 
 def _watching(load_spec: Callable[..., WorkerSpec]) -> Callable[..., WorkerSpec]:

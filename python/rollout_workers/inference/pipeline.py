@@ -7,10 +7,12 @@ import asyncio
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from nats.aio.client import Client
+
 from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.environment import Environment
 from rollout_workers.data.prompts import PromptReader
-from rollout_workers.data.rows import rows_of
+from rollout_workers.data.rows import Rows, rows_of
 from rollout_workers.engines.base import SamplingParams
 from rollout_workers.environments import registry as environments
 from rollout_workers.environments.episode import EpisodeRunner
@@ -22,11 +24,13 @@ from rollout_workers.inference.receipt import EngineReceipts
 from rollout_workers.inference.sampler import Outlet, RowSender, Sampler
 from rollout_workers.inference.throughput import Throughput
 from rollout_workers.rewards.rewards import Scorer
+from rollout_workers.worker.bus import Reconnects
 from rollout_workers.worker.discovery import Services
+from rollout_workers.worker.heartbeat import Heartbeat
 from rollout_workers.worker.lifecycle import Lifecycle
 from rollout_workers.worker.publisher import Publisher
 from rollout_workers.worker.spec import Identity
-from rollout_workers.worker.stream import WorkItem
+from rollout_workers.worker.stream import WorkItem, WorkQueue
 
 _ACTIVE_ROWS = 1024
 _DRAIN_SECONDS = 2.0
@@ -69,8 +73,7 @@ class Pipeline:
         config, text = context.config, context.model.text
         rows = rows_of(config, text, PromptReader.of_rows(config, text))
         if rows is not None:
-            puller = Puller(None, capacity=_ACTIVE_ROWS, prepare=_no_preparation)
-            return cls(puller, RowSender(context.who, rows, Outlet(publisher, services, context.throughput, puller)))
+            return cls.of_rows(context.who, rows, publisher, services, context.throughput)
 
         def tokenize(items: list[WorkItem]) -> None:
             context.prompts.read([item.group.row_json for item in items])  # the reader caches them
@@ -86,6 +89,20 @@ class Pipeline:
         runner = EpisodeRunner(context.model.engine, environment, text, context.params, puller.sampled)
         outlet = Outlet(publisher, services, context.throughput, puller)
         return cls(puller, Sampler(context.who, runner, context.receipts, outlet, services, puller))
+
+    @classmethod
+    def of_rows(cls, who: Identity, rows: Rows, publisher: Publisher, services: Services, throughput: Throughput) -> Pipeline:
+        """The path of rows, which become examples."""
+        puller = Puller(None, capacity=_ACTIVE_ROWS, prepare=_no_preparation)
+        return cls(puller, RowSender(who, rows, Outlet(publisher, services, throughput, puller)))
+
+    async def start(self, client: Client, heartbeat: Heartbeat, who: Identity, reconnects: Reconnects) -> WorkQueue:
+        """Pull from the work stream of the run from now on."""
+        queue = WorkQueue(client, heartbeat, who.work_stream, self.puller.deliver)
+        reconnects.subscribe(queue.reconnected)
+        await queue.start()
+        self.puller.start(queue, self.consumer.begin)
+        return queue
 
     async def drain(self, lifecycle: Lifecycle) -> None:
         """Give back groups that were not started, finish active groups for up to two seconds, and

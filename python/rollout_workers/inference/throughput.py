@@ -26,6 +26,11 @@ class Reading:
     forward: float
 
 
+def no_engine() -> EngineStats:
+    """The counters of a process without an engine."""
+    return EngineStats(0, 0, 0, False, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0)
+
+
 class Throughput:
     """Counts finished samples and their completion tokens."""
 

@@ -28,7 +28,7 @@ from rollout_workers.rewards.worker_client import RewardWorker
 from rollout_workers.weights.transfer import service as delivery
 from rollout_workers.weights.transfer.cache import WeightsCache
 from rollout_workers.weights.transfer.fetch import Fetcher
-from rollout_workers.worker.bus import Reconnects, connect
+from rollout_workers.worker.bus import Reconnects, connect_worker
 from rollout_workers.worker.discovery import Services
 from rollout_workers.worker.events import Events
 from rollout_workers.worker.heartbeat import Heartbeat
@@ -55,7 +55,7 @@ async def run_inference_worker(
     None: load it."""
     async with AsyncExitStack() as cleanup:
         reconnects = Reconnects()
-        connecting = asyncio.create_task(_connect(spec, who, lifecycle, reconnects))
+        connecting = asyncio.create_task(connect_worker(spec, who, lifecycle, reconnects))
         services = Services(
             spec.consul_address, spec.token, consul_token=spec.consul_token, agent_files=of_agent(spec), tls=of_mesh(spec)
         )
@@ -83,7 +83,7 @@ async def run_inference_worker(
         cleanup.push_async_callback(server.stop, 0)
         servicer = _servicer(spec, context, pipeline, lifecycle, rewards, weights_cache)
         registration = await _serve(spec, who, lifecycle, server, servicer, delivery.WeightsServer(who, weights_cache))
-        queue = await _start_queue(client, heartbeat, who, pipeline, reconnects)
+        queue = await pipeline.start(client, heartbeat, who, reconnects)
         background = [
             asyncio.create_task(_sharing(context, client, pipeline, queue).run(), name="sharing"),
             asyncio.create_task(report_throughput(context.throughput, events, receipts), name="throughput"),
@@ -97,17 +97,6 @@ async def run_inference_worker(
         leaves_at = time.monotonic() + _GRACE_SECONDS
         await pipeline.drain(lifecycle)
         await server.stop(max(0.0, leaves_at - time.monotonic()))
-
-
-async def _connect(spec: WorkerSpec, who: Identity, lifecycle: Lifecycle, reconnects: Reconnects) -> Client:
-    return await connect(
-        spec.nats_url,
-        spec.nats_token,
-        name=who.registration,
-        access=spec.nats,
-        reconnected=reconnects.notify,
-        leaving=lambda: lifecycle.leaving,
-    )
 
 
 async def _disconnect(connecting: asyncio.Task[Client]) -> None:
@@ -174,16 +163,6 @@ async def _serve(
     await asyncio.to_thread(registration.start)
     log.info("serving on %s", address)
     return registration
-
-
-async def _start_queue(
-    client: Client, heartbeat: Heartbeat, who: Identity, pipeline: Pipeline, reconnects: Reconnects
-) -> WorkQueue:
-    queue = WorkQueue(client, heartbeat, who.work_stream, pipeline.puller.deliver)
-    reconnects.subscribe(queue.reconnected)
-    await queue.start()
-    pipeline.puller.start(queue, pipeline.consumer.begin)
-    return queue
 
 
 def _sharing(context: SamplingContext, client: Client, pipeline: Pipeline, queue: WorkQueue) -> Sharing:

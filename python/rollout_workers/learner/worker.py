@@ -15,6 +15,7 @@ from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout.weights.v1.weights_pb2_grpc import add_WeightsServiceServicer_to_server
 from rollout_workers.learner.base import base_of
 from rollout_workers.learner.completions import keep_of
+from rollout_workers.learner.feed import feeding
 from rollout_workers.learner.held_out import held_out_of
 from rollout_workers.learner.learner import Learner
 from rollout_workers.learner.publication import Publication
@@ -96,7 +97,8 @@ async def run_learner_worker(
         await asyncio.to_thread(registration.start)
         log.info("serving on %s", address)
 
-        await lifecycle.wait()
+        async with feeding(spec, who, lifecycle, heartbeat, services):
+            await lifecycle.wait()
         await learner.drain()
         await asyncio.to_thread(registration.stop)
         await server.stop(_GRACE_SECONDS)

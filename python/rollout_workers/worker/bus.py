@@ -15,7 +15,9 @@ from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from nats.errors import NoServersError
 
-from rollout.run.v1.run_pb2 import NatsAccess
+from rollout.run.v1.run_pb2 import NatsAccess, WorkerSpec
+from rollout_workers.worker.lifecycle import Lifecycle
+from rollout_workers.worker.spec import Identity
 from rollout_workers.worker.tls import of_nats
 
 log = logging.getLogger(__name__)
@@ -116,6 +118,18 @@ async def connect(
         except (TimeoutError, OSError, NoServersError) as error:
             log.warning("can't connect to NATS at %s (%r); retrying", url, error)
             await asyncio.sleep(0.5)
+
+
+async def connect_worker(spec: WorkerSpec, who: Identity, lifecycle: Lifecycle, reconnects: Reconnects) -> Client:
+    """Connect a worker as its spec says, until its process leaves."""
+    return await connect(
+        spec.nats_url,
+        spec.nats_token,
+        name=who.registration,
+        access=spec.nats,
+        reconnected=reconnects.notify,
+        leaving=lambda: lifecycle.leaving,
+    )
 
 
 class ResponderWatch:

@@ -208,7 +208,11 @@ func (d *selection) waiting(l *Ledger, step uint64) string {
 	}
 	var parts []string
 	if sampling > 0 {
-		parts = append(parts, fmt.Sprintf("%d of %d groups of step %d (inference workers)%s", sampling, want, step, d.excludedSoFar(l)))
+		owner := "inference workers"
+		if !l.Config.GetReceipts() { // rows: the learner reads them, or inference workers if the run evaluates
+			owner = "workers that read rows"
+		}
+		parts = append(parts, fmt.Sprintf("%d of %d groups of step %d (%s)%s", sampling, want, step, owner, d.excludedSoFar(l)))
 	}
 	if dissolved > 0 {
 		parts = append(parts, fmt.Sprintf("the next attempt of %d dissolved groups (scheduler)%s", dissolved, d.describeExample(l)))
