@@ -1,6 +1,7 @@
 package main
 
 import (
+	"os"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -23,10 +24,12 @@ func TestChangedInputs(t *testing.T) {
 			args: "run --resume addition-grpo --accept-changes --detach", fake: changed,
 			asked: "ResumeRun " + runID + "\nListSnapshots \"" + runID + "\"\n" + forked,
 		},
-		"run-resume-same":    {args: "run --resume addition-grpo --accept-changes --detach", fake: failed, asked: "ResumeRun " + runID},
-		"run-from-without":   {args: "run --resume addition-grpo --from addition-sft"},
-		"run-accept-without": {args: "run --config a.toml --accept-changes"},
-		"restore-changed":    {args: "snapshot restore snap-01kapq5 --detach", fake: changed, asked: "RestoreSnapshot " + id},
+		"run-resume-same":      {args: "run --resume addition-grpo --accept-changes --detach", fake: failed, asked: "ResumeRun " + runID},
+		"run-from-without":     {args: "run --resume addition-grpo --from addition-sft"},
+		"run-continue-without": {args: "run --config a.toml --continue"},
+		"run-from-plan":        {args: "run --plan plan.lock --from addition-sft"},
+		"run-accept-without":   {args: "run --config a.toml --accept-changes"},
+		"restore-changed":      {args: "snapshot restore snap-01kapq5 --detach", fake: changed, asked: "RestoreSnapshot " + id},
 		"restore-accept": {
 			args: "snapshot restore snap-01kapq5 --detach --accept-changes", fake: changed, asked: "RestoreSnapshot " + id + "\n" + forked,
 		},
@@ -39,7 +42,7 @@ func TestRunFromASnapshot(t *testing.T) {
 	write(t, filepath.Join(dir, "longer.toml"), "")
 	for _, from := range []string{"addition-grpo", "snap-01kapq5"} {
 		f := &fake{}
-		got := call{plane: newPlane(t, f)}.run(t, "run", "--config", filepath.Join(dir, "longer.toml"), "--from", from, "--detach")
+		got := call{plane: newPlane(t, f)}.run(t, "run", "--config", filepath.Join(dir, "longer.toml"), "--from", from, "--continue", "--detach")
 		if got.code != 0 || !strings.HasSuffix(f.calls(), "from "+snapshot().GetSnapshotId()) {
 			t.Errorf("from %s: asked %s; %s", from, f.calls(), got.text())
 		}
@@ -47,5 +50,24 @@ func TestRunFromASnapshot(t *testing.T) {
 	got := call{plane: newPlane(t, &fake{})}.run(t, "run", "--config", filepath.Join(dir, "longer.toml"), "--from", "unknown")
 	if got.code != 66 {
 		t.Error(got.text())
+	}
+}
+
+// Without --continue the weights of the snapshot are the model of a run that starts at step 0.
+func TestRunWithTheWeightsOfASnapshot(t *testing.T) {
+	t.Parallel()
+	for _, from := range []string{"addition-grpo", "snap-01kapq5"} {
+		dir := t.TempDir()
+		write(t, filepath.Join(dir, "grpo.toml"), "")
+		folder := filepath.Join(dir, ".rollout", "models", snapshot().GetSnapshotId())
+		if err := os.MkdirAll(folder, 0o755); err != nil { // copied by an earlier run
+			t.Fatal(err)
+		}
+		f := &fake{}
+		got := call{plane: newPlane(t, f)}.run(t, "run", "--config", filepath.Join(dir, "grpo.toml"), "--from", from, "--detach")
+		if got.code != 0 || strings.Contains(f.calls(), " from snap-") || !strings.Contains(f.calls(), "CreateRun") ||
+			!strings.Contains(f.calls(), "model.path=\""+folder+"\"") || !strings.Contains(got.stderr, "the run starts at step 0 with the weights of "+snapshot().GetSnapshotId()) {
+			t.Errorf("from %s: asked %s; %s", from, f.calls(), got.text())
+		}
 	}
 }

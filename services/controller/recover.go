@@ -183,7 +183,7 @@ func (r *recovery) redeliverFirst(ctx context.Context, last *bufferv1.StepRecord
 	case algorithm.FromData(r.cfg):
 		return nil // no worker samples with them
 	}
-	return fmt.Errorf("step %d: the weights %s are gone and retraining did not reproduce them; start a new run from the newest snapshot with `rollout run --from %s`: %w",
+	return fmt.Errorf("step %d: the weights %s are gone and retraining did not reproduce them; start a new run from the newest snapshot with `rollout run --config FILE --from %s --continue`: %w",
 		last.GetStep(), last.GetWeightsDigest(), r.runID, ErrDiverged)
 }
 

@@ -36,7 +36,7 @@ func TestRecoveryWithOtherWeightsServesTheFirstOrEnds(t *testing.T) {
 	r := recovered(l, folder, &weightsv1.WeightsManifest{Version: 29, Digest: digestOf("older"), Directory: folder})
 	last := &bufferv1.StepRecord{Step: 30, WeightsDigest: digestOf("first")}
 	err := r.redeliver(t.Context(), last, digestOf("again"))
-	if !errors.Is(err, ErrDiverged) || !strings.Contains(err.Error(), "rollout run --from "+run) {
+	if !errors.Is(err, ErrDiverged) || !strings.Contains(err.Error(), "rollout run --config FILE --from "+run+" --continue") {
 		t.Fatalf("got %v", err)
 	}
 	first := filepath.Join(folder, "weights", "v000030")

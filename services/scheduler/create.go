@@ -191,12 +191,12 @@ func (s *runs) startingPoint(ctx context.Context, plan *planv1.Plan, snapshot st
 		}
 		return "", Cursor{}, ErrNothingToDo.With("snapshot", snap.GetSnapshotId()).
 			WithMessage("snapshot %s is at step %d, and the plan has %d steps: no step is left", snap.GetSnapshotId(), snap.GetStep(), train.GetSteps()).
-			Fix(fmt.Sprintf("%s: `rollout run --config FILE --from %s`", longer, snap.GetSnapshotId()))
+			Fix(fmt.Sprintf("%s: `rollout run --config FILE --from %s --continue`", longer, snap.GetSnapshotId()))
 	}
 	if lacks := mismatch(snap, plan.GetConfig()); lacks != "" {
 		return "", Cursor{}, ErrSnapshotKind.With("snapshot", snap.GetSnapshotId()).
 			WithMessage("snapshot %s %s: a run of this plan cannot start from it", snap.GetSnapshotId(), lacks).
-			Fix("to start with its weights alone: `rollout export weights " + snap.GetSnapshotId() + " --to FOLDER`, and `path = \"FOLDER\"` in [model]")
+			Fix("to start at step 0 with its weights alone: `rollout run --config FILE --from " + snap.GetSnapshotId() + "`, without --continue")
 	}
 	if _, err := s.Snapshots.PinSnapshot(ctx, &snapshotv1.PinSnapshotRequest{SnapshotId: snap.GetSnapshotId()}); err != nil {
 		return "", Cursor{}, fmt.Errorf("pin the snapshot that the run starts from: %w", err)

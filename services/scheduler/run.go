@@ -125,7 +125,7 @@ func NotFound(ref string) error {
 
 // finished is ErrNotResumable for a run that has succeeded. It names the weights.
 func finished(run *Run) error {
-	fix := "to continue training, raise `train.steps` or `train.epochs` and start a run from it: `rollout run --config FILE --from " + run.GetRunId() + "`"
+	fix := "to continue training, raise `train.steps` or `train.epochs` and start a run from it: `rollout run --config FILE --from " + run.GetRunId() + " --continue`"
 	if weights := run.GetWeightsDirectory(); weights != "" {
 		fix = "its weights are in " + weights + "; " + fix
 	}

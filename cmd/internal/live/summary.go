@@ -176,7 +176,7 @@ func (r *Run) results(s output.Style, paths Paths) string {
 	case runv1.RunState_RUN_STATE_CANCELLED, runv1.RunState_RUN_STATE_INTERRUPTED, runv1.RunState_RUN_STATE_FAILED:
 		add("resume", s.Cyan("rollout run --resume "+run.GetRunId()))
 	case runv1.RunState_RUN_STATE_PAUSED: // by a rejected gradient or the health check
-		add("change", s.Cyan("rollout run --config FILE --from "+run.GetRunId()))
+		add("change", s.Cyan("rollout run --config FILE --from "+run.GetRunId()+" --continue"))
 		add("retry", s.Cyan("rollout runs resume "+run.GetRunId()))
 		add("cancel", s.Cyan("rollout runs cancel "+run.GetRunId()))
 	}

@@ -345,7 +345,7 @@ def _check_gradient(loss: float, norms: Sequence[float], rate: float, limit: flo
     values = f"loss {loss:.6g}, gradient norm {norms[0]:.6g}"
     fix = (
         "Check the batch's logprobs and rewards. A run's settings are fixed: start another one with `rollout run --config FILE "
-        f"--from RUN` and a lower `train.learning_rate` (here {rate:g})"
+        f"--from RUN --continue` and a lower `train.learning_rate` (here {rate:g})"
     )
     skip = '`train.on_refused_gradient = "skip"`'
     if not (math.isfinite(loss) and all(map(math.isfinite, norms))):

@@ -159,7 +159,7 @@ def test_a_step_with_a_non_finite_gradient_changes_nothing(model_dir: Path, pois
         loss=lambda tokens: healthy.loss(dataclasses.replace(tokens, logprobs=tokens.logprobs * factor)),
     )
     with pytest.raises(
-        NonFiniteGradient, match=r"^loss \S+, gradient norm \S+. The step was not made\. .*`rollout run --config FILE --from RUN`"
+        NonFiniteGradient, match=r"^loss \S+, gradient norm \S+. The step was not made\. .*`rollout run .* --from RUN --continue`"
     ):
         learner.train_step(samples, 2)
     assert learner.step == 1 and learner.weights_digest().root == digest

@@ -25,5 +25,5 @@ var (
 	ErrExhausted = rpcerr.New(codes.FailedPrecondition, "DYNAMIC_SAMPLING_EXHAUSTED",
 		"too few of the groups that a step may draw have rewards that differ").
 		Fix("give partial credit in the reward, use prompts that the policy solves sometimes, raise `group_size` or `refill_rounds` in " +
-			"[sampling], or set `refill_shortfall = \"train\"`; then start from the last snapshot: `rollout run --config FILE --from RUN`")
+			"[sampling], or set `refill_shortfall = \"train\"`; then start from the last snapshot: `rollout run --config FILE --from RUN --continue`")
 )

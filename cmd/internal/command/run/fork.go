@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 
@@ -12,8 +14,10 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/client"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 	"github.com/rollout-rl/rollout/cmd/internal/problem"
+	"github.com/rollout-rl/rollout/cmd/internal/record"
 	"github.com/rollout-rl/rollout/libs/exit"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/libs/trainstate"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
@@ -102,24 +106,41 @@ func newest(ctx context.Context, c *client.Client, run *runv1.Run) (*snapshotv1.
 	return got.GetSnapshot(), err
 }
 
-// startingPoint returns the id of the snapshot that --from names, by its id or by its run; ""
-// without a name.
-func startingPoint(ctx context.Context, c *client.Client, name string) (string, error) {
+// startingPoint returns the snapshot that --from names, by its id or by its run; nil without a
+// name.
+func startingPoint(ctx context.Context, c *client.Client, name string) (*snapshotv1.Snapshot, error) {
 	if name == "" {
-		return "", nil
+		return nil, nil
 	}
 	if strings.HasPrefix(name, "snap-") {
 		got, err := c.Snapshot.GetSnapshot(ctx, &snapshotv1.GetSnapshotRequest{SnapshotId: name})
-		return got.GetSnapshot().GetSnapshotId(), err
+		return got.GetSnapshot(), err
 	}
 	got, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: name})
 	if err != nil {
-		return "", err
+		return nil, err
 	}
 	run := got.GetStatus().GetRun()
 	from, err := newest(ctx, c, run)
 	if err == nil && from == nil {
 		err = exit.New(exit.NoInput, "start without --from, or choose a snapshot of `rollout snapshot list`", "run %s has no snapshot", run.GetRunId())
 	}
-	return from.GetSnapshotId(), err
+	return from, err
+}
+
+// startWith makes the weights of a snapshot the model of a configuration: a run of it starts at
+// step 0. The plan pins the copy of the weights, so the run does not depend on the snapshot.
+func startWith(ctx context.Context, env *cli.Env, c *client.Client, source *planv1.ConfigSource, from *snapshotv1.Snapshot) error {
+	folder := filepath.Join(source.GetBaseDir(), ".rollout", "models", from.GetSnapshotId())
+	if _, err := os.Stat(folder); errors.Is(err, os.ErrNotExist) {
+		var worker cli.WorkerFlag // its default: it merges adapters
+		export := record.Export{Reader: record.Services{Client: c}, Worker: worker.Command()}
+		if _, err := export.Write(ctx, from, trainstate.Weights, folder); err != nil {
+			return err
+		}
+	}
+	source.Set = append(slices.Clone(source.GetSet()), fmt.Sprintf("model.path=%q", folder))
+	env.Note("the run starts at step 0 with the weights of %s (step %s of %s), copied to %s; --continue would keep the step, the optimizer, and the position in the data",
+		from.GetSnapshotId(), output.Count(from.GetStep()), from.GetRunId(), folder)
+	return nil
 }

@@ -31,7 +31,7 @@ import (
 type runFlags struct {
 	cli.ConfigFlags
 	plan, baseDir, resume, from string
-	acceptChanges               bool
+	acceptChanges, keepStep     bool
 	detach, noReport            bool
 	dataOnly                    bool // refuse algorithms that sample
 }
@@ -47,8 +47,11 @@ gradient or the health check. A plan is verified first: if an input has changed 
 
 --resume continues a run that was interrupted, cancelled or has failed. For a finished run it shows the result. The inputs of a
 run are fixed: if one has changed (the reward was fixed, for example), --resume lists the changes and exits. With
---accept-changes it starts a new run from the newest snapshot of the old one, with the current inputs. --from starts a new run
-from a snapshot with another configuration or plan, such as more steps or another learning rate.
+--accept-changes it starts a new run from the newest snapshot of the old one, with the current inputs.
+
+--from starts a new run at step 0 with the weights of a snapshot: the usual way from SFT to GRPO. Optimizer, schedule, and
+position in the data are new, and the weights are the initial model of a KL term. --from with --continue continues the whole
+training state with another configuration or plan, such as more steps or another learning rate.
 
 The first Ctrl-C stops the run after the current step, the second stops it immediately. With --detach the command exits and the
 run continues; watch it with rollout logs tail, rollout runs show or rollout status.`,
@@ -58,7 +61,8 @@ run continues; watch it with rollout logs tail, rollout runs show or rollout sta
   rollout run --plan plan.lock --detach
   rollout run --resume run-01kapq3n8jz3gq5p1cs0e8q0vd
   rollout run --resume addition-grpo --accept-changes
-  rollout run --config longer.toml --from addition-grpo`,
+  rollout run --config grpo.toml --from addition-sft
+  rollout run --config longer.toml --from addition-grpo --continue`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if len(flags.Set) > 0 && flags.File == "" {
@@ -84,7 +88,8 @@ func (flags *runFlags) addRunFlags(cmd *cobra.Command) {
 	cmd.Flags().StringVar(&flags.baseDir, "base-dir", "", "`folder` to which the paths of the plan are relative (default: the folder of the plan)")
 	cmd.Flags().StringVarP(&flags.resume, "resume", "r", "", "`run` to resume: its id, a unique prefix of the id, or a name")
 	cmd.Flags().BoolVar(&flags.acceptChanges, "accept-changes", false, "with --resume: if inputs have changed, continue in a new run with the current inputs")
-	cmd.Flags().StringVar(&flags.from, "from", "", "`snapshot` to start from, or a run, which stands for its newest snapshot")
+	cmd.Flags().StringVar(&flags.from, "from", "", "`snapshot` whose weights the run starts with, or a run, which stands for its newest snapshot")
+	cmd.Flags().BoolVar(&flags.keepStep, "continue", false, "with --from: continue the whole training state: step, optimizer, schedule, and position in the data")
 	cmd.Flags().BoolVarP(&flags.detach, "detach", "d", false, "print the id of the run and exit")
 	cmd.Flags().BoolVar(&flags.noReport, "no-report", false, "do not write a report at the end")
 	cmd.MarkFlagsMutuallyExclusive("config", "plan", "resume")
@@ -96,6 +101,12 @@ func (flags *runFlags) addRunFlags(cmd *cobra.Command) {
 func execute(env *cli.Env, cmd *cobra.Command, flags *runFlags) error {
 	if len(flags.Set) > 0 && flags.File == "" {
 		return cli.Usage("--set requires --config: a plan and a run cannot be changed")
+	}
+	if flags.keepStep && flags.from == "" {
+		return cli.Usage("--continue requires --from: a run without a snapshot starts at step 0")
+	}
+	if flags.from != "" && flags.plan != "" && !flags.keepStep {
+		return cli.Usage("--from with --plan requires --continue: a plan names its model; with --config the run starts at step 0 with the weights of the snapshot")
 	}
 	ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
 	c, err := env.Plane.Connect(ctx, true)
@@ -131,6 +142,12 @@ func start(ctx context.Context, env *cli.Env, c *client.Client, flags *runFlags)
 	if err != nil {
 		return nil, err
 	}
+	if from != nil && !flags.keepStep {
+		if err := startWith(ctx, env, c, source, from); err != nil {
+			return nil, err
+		}
+		from = nil
+	}
 	planned, err := plan.Create(ctx, env, c, source)
 	if err != nil {
 		return nil, err
@@ -138,7 +155,7 @@ func start(ctx context.Context, env *cli.Env, c *client.Client, flags *runFlags)
 	if err := flags.fits(planned.GetPlan()); err != nil {
 		return nil, err
 	}
-	return create(ctx, c, planned.GetLock(), source.GetBaseDir(), from)
+	return create(ctx, c, planned.GetLock(), source.GetBaseDir(), from.GetSnapshotId())
 }
 
 // resume resumes a run. A finished run is returned unchanged: watching it shows its result.
@@ -169,7 +186,7 @@ func Finished(run *runv1.Run) string {
 	if run.GetWeightsDirectory() != "" {
 		text += "; its weights are in " + run.GetWeightsDirectory()
 	}
-	return text + "\nto train further, raise `train.steps` or `train.epochs` and run: rollout run --config FILE --from " + run.GetRunId()
+	return text + "\nto train further, raise `train.steps` or `train.epochs` and run: rollout run --config FILE --from " + run.GetRunId() + " --continue"
 }
 
 func startPlan(ctx context.Context, env *cli.Env, c *client.Client, flags *runFlags) (*runv1.Run, error) {
@@ -199,7 +216,7 @@ func startPlan(ctx context.Context, env *cli.Env, c *client.Client, flags *runFl
 	if err != nil {
 		return nil, err
 	}
-	return create(ctx, c, lock, folder, from)
+	return create(ctx, c, lock, folder, from.GetSnapshotId())
 }
 
 // create creates a run; from is the snapshot to start from, or "".

@@ -664,7 +664,9 @@ class CreateRunRequest(_message.Message):
     request creates a run.
     """
     from_snapshot: _builtins.str
-    """Snapshot to start from; empty starts at step 0."""
+    """Snapshot whose training state the run continues: step, optimizer, schedule, and position in the
+    data. Empty: step 0. To start at step 0 with its weights alone, name them as `model.path`.
+    """
     def __init__(
         self,
         *,

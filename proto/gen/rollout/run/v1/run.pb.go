@@ -1245,7 +1245,8 @@ type CreateRunRequest struct {
 	// A request with the key of an earlier one returns the run of the earlier one. Empty: each
 	// request creates a run.
 	IdempotencyKey string `protobuf:"bytes,3,opt,name=idempotency_key,json=idempotencyKey,proto3" json:"idempotency_key,omitempty"`
-	// Snapshot to start from; empty starts at step 0.
+	// Snapshot whose training state the run continues: step, optimizer, schedule, and position in the
+	// data. Empty: step 0. To start at step 0 with its weights alone, name them as `model.path`.
 	FromSnapshot  string `protobuf:"bytes,4,opt,name=from_snapshot,json=fromSnapshot,proto3" json:"from_snapshot,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
