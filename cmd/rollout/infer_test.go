@@ -32,6 +32,7 @@ func batchFolder(t *testing.T) string {
 	dir := t.TempDir()
 	write(t, filepath.Join(dir, "sums.toml"), batchConfig)
 	write(t, filepath.Join(dir, "test.jsonl"), "{\"question\": \"1+1=\"}\n")
+	write(t, filepath.Join(dir, "models", "tiny", "config.json"), "{}") // without it, models/tiny is a name on the hub
 	return dir
 }
 

@@ -179,10 +179,13 @@ func (flags *inferFlags) dataset(job *infer.Job) (err error) {
 		return err
 	}
 	job.Data = data
-	if !planformat.OnHub(folder, data) && !filepath.IsAbs(data) {
+	if planformat.OnHub(folder, data) {
+		return nil
+	}
+	if !filepath.IsAbs(data) {
 		job.Data = filepath.Join(folder, data)
 	}
-	if _, err := os.Stat(job.Data); err != nil && job.Data != data && !strings.ContainsAny(data, "*?[") {
+	if _, err := os.Stat(job.Data); err != nil && !strings.ContainsAny(data, "*?[") {
 		return exit.New(exit.NoInput, "correct the path", "cannot read the dataset %s: %w", job.Data, cli.PathCause(err))
 	}
 	return nil
