@@ -124,8 +124,8 @@ const (
 	codeInProcess  = 10158 // a message with this id is being replicated; a retry finds out whether it was stored
 )
 
-// noSpace is in the description of an error of a server whose disk is full. The codes of such errors
-// name the request instead.
+// noSpace is in the description of an error of a server whose disk is full. The codes of such
+// errors name the request instead.
 const noSpace = "no space left on device"
 
 // mapError converts the client's errors to this package's errors. Context errors are unchanged.

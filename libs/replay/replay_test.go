@@ -28,8 +28,8 @@ import (
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 )
 
-// recorded is the evidence of two steps of one group of two samples. The second sample of the second
-// step is an artifact.
+// recorded is the evidence of two steps of one group of two samples. The second sample of the
+// second step is an artifact.
 func recorded() *audit.Evidence {
 	e := &audit.Evidence{
 		Run: &runv1.Run{RunId: "run-1", BaseDir: "/jobs", Plan: &planv1.Plan{Config: &configv1.RunConfig{Name: proto.String("sums")}}},

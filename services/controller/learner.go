@@ -114,7 +114,8 @@ func ask[Req, Resp any](ctx context.Context, l *learner, rpc func(context.Contex
 	return resp, l.lost(ctx, err)
 }
 
-// lost turns the error of a broken connection into errLost. A learner whose disk is full is not lost.
+// lost turns the error of a broken connection into errLost. A learner whose disk is full is not
+// lost.
 func (l *learner) lost(ctx context.Context, err error) error {
 	if err != nil && ctx.Err() == nil && transient(err) && !rpcerr.DiskFull(err) {
 		return fmt.Errorf("%w: %s: %w", errLost, l.worker, err)

@@ -19,8 +19,8 @@ type Disk interface {
 	Missing(need uint64, what string, failed bool) string
 }
 
-// stateFactor is how large a training state is at most before the first one was saved, as a multiple
-// of the weights: weights and two moments of an optimizer, of the same type.
+// stateFactor is how large a training state is at most before the first one was saved, as a
+// multiple of the weights: weights and two moments of an optimizer, of the same type.
 const stateFactor = 3
 
 // room keeps a run from filling its disk: it waits for space before something large is written, and
@@ -42,13 +42,14 @@ func (r *room) stateBytes(newest *weightsv1.WeightsManifest) uint64 {
 	return stateFactor * newest.GetBytes()
 }
 
-// waitForStep waits until there is space for the weights of the next step and for the next snapshot.
+// waitForStep waits until there is space for the weights of the next step and for the next
+// snapshot.
 func (r *room) waitForStep(ctx context.Context, newest *weightsv1.WeightsManifest) error {
 	return r.wait(ctx, newest.GetBytes()+r.stateBytes(newest), "the next step with the next snapshot")
 }
 
-// wait waits until there is space for a write of need bytes. errNoRoom if the drive is asked to stop
-// in the meantime.
+// wait waits until there is space for a write of need bytes. errNoRoom if the drive is asked to
+// stop in the meantime.
 func (r *room) wait(ctx context.Context, need uint64, what string) error {
 	for {
 		missing := r.disk.Missing(need, what, false)

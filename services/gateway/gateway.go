@@ -2,11 +2,11 @@
 // of OpenAI (package openai). The target name of the service is rollout-gateway.
 //
 // A request goes to the inference worker of the run that has the fewest requests in flight, among
-// the processes that the scheduler launched: other registrations are ignored. If the worker fails before the first token, another one gets the request; later failures are returned to
-// the caller. Every completion belongs to a session. The ledger of the session has the token ids,
-// logprobs, and weights versions exactly as they were sampled, and is durable before the caller
-// receives the end. Text stays in Python: the worker renders chat templates, tokenizes, and
-// detokenizes.
+// the processes that the scheduler launched: other registrations are ignored. If the worker fails
+// before the first token, another one gets the request; later failures are returned to the caller.
+// Every completion belongs to a session. The ledger of the session has the token ids, logprobs, and
+// weights versions exactly as they were sampled, and is durable before the caller receives the end.
+// Text stays in Python: the worker renders chat templates, tokenizes, and detokenizes.
 package gateway
 
 import (

@@ -22,8 +22,8 @@ import (
 // ErrInputUnreadable reports a file that was removed or failed while it was read.
 var ErrInputUnreadable = rpcerr.New(codes.FailedPrecondition, "INPUT_UNREADABLE", "an input cannot be read")
 
-// checks are the checks of one configuration. Each reads the configuration and reports its findings;
-// what one check reads from another is an argument.
+// checks are the checks of one configuration. Each reads the configuration and reports its
+// findings; what one check reads from another is an argument.
 type checks struct {
 	*config.Reading
 	findings findings

@@ -9,9 +9,9 @@ import (
 	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 )
 
-// backpressure pauses a run while the buffer cannot ingest, or the controller waits for space on the
-// disk, and continues it afterwards. A run that was paused by request or by a refused gradient stays
-// paused.
+// backpressure pauses a run while the buffer cannot ingest, or the controller waits for space on
+// the disk, and continues it afterwards. A run that was paused by request or by a refused gradient
+// stays paused.
 type backpressure struct{ *scope }
 
 func (p *backpressure) serve(ctx context.Context) error {

@@ -196,8 +196,8 @@ func newView(run *Run) view {
 	return view{run: run, fleet: newFleet(), waits: map[string]obstacle{}}
 }
 
-// stall is what stops the run until someone frees space on a disk: the buffer or the controller waits
-// for it; nil if neither does.
+// stall is what stops the run until someone frees space on a disk: the buffer or the controller
+// waits for it; nil if neither does.
 func (v *view) stall() *waitv1.Wait {
 	if reason := v.ledger.GetStalledReason(); reason != "" {
 		return spaceWait(reason, v.ledger.GetStalledMessage())

@@ -109,8 +109,8 @@ func (c *control) keep(ctx context.Context) error {
 	return c.written(errors.Join(err, c.Store.KeepQueues(ctx, c.run, c.board.queues())))
 }
 
-// written returns the error of a write of the progress; nil for a full disk, which is shown: a later
-// progress is written instead.
+// written returns the error of a write of the progress; nil for a full disk, which is shown: a
+// later progress is written instead.
 func (c *control) written(err error) error {
 	if err != nil && !rpcerr.DiskFull(err) {
 		return err

@@ -188,8 +188,8 @@ func TestDiskFullPausesTheRun(t *testing.T) {
 	}
 }
 
-// A controller that waits for space on the disk pauses the run. The wait names the user as its owner
-// and says what to do.
+// A controller that waits for space on the disk pauses the run. The wait names the user as its
+// owner and says what to do.
 func TestControllerWithoutSpacePausesTheRun(t *testing.T) {
 	t.Parallel()
 	w, run := idle(t, plan(4, "sync", 0, false))

@@ -51,8 +51,8 @@ const (
 	maxExcerpt = 4096    // bytes of a row shown with a problem
 )
 
-// Read reads the file once, parses every row, and computes the digest. It adds problems. The error is
-// that of the file system.
+// Read reads the file once, parses every row, and computes the digest. It adds problems. The error
+// is that of the file system.
 func (d *Dataset) Read(problems *problem.List) error {
 	f, err := os.Open(d.File)
 	if err != nil {

@@ -12,7 +12,8 @@ import (
 	"github.com/rollout-rl/rollout/services/planner/problem"
 )
 
-// reporter reports the problems of a dataset. It lists some problems of each kind and counts others.
+// reporter reports the problems of a dataset. It lists some problems of each kind and counts
+// others.
 type reporter struct {
 	path     string // of the dataset in messages
 	number   uint64 // of the current row, from 1
@@ -40,7 +41,8 @@ func (r *reporter) badField(kind string, line []byte, field, message, fix string
 	r.bad(kind, line, bytes.Index(line, key), "", message, fix)
 }
 
-// bad reports a problem of the current row. at is the byte at which it starts, -1 for the whole row.
+// bad reports a problem of the current row. at is the byte at which it starts, -1 for the whole
+// row.
 func (r *reporter) bad(kind string, line []byte, at int, field, message, fix string) {
 	if r.shown[kind] >= sameShown {
 		r.hidden[kind]++

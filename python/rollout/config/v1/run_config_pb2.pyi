@@ -186,8 +186,8 @@ class ModelConfig(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """Folder in the Hugging Face layout (config.json, model.safetensors, tokenizer.json), or a model of
-    the hub by its name, `org/name` or `org/name@revision`. The plan pins the commit.
+    """Folder in the Hugging Face layout (config.json, model.safetensors, tokenizer.json), or a model
+    of the hub by its name, `org/name` or `org/name@revision`. The plan pins the commit.
     """
     dtype: _builtins.str
     """Data type in which weights are stored, trained, and transferred."""
@@ -223,8 +223,8 @@ Global___ModelConfig: _TypeAlias = ModelConfig  # noqa: Y015
 
 @_typing.final
 class DataConfig(_message.Message):
-    """DataConfig names the data and the fields of its rows. docs/data.md describes formats, the hub, and
-    mixtures.
+    """DataConfig names the data and the fields of its rows. docs/data.md describes formats, the hub,
+    and mixtures.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -184,8 +184,9 @@ class Input(_message.Message):
     """Commit of the hub's repository that the file belongs to; empty for a file of the user."""
     @_builtins.property
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___Source]:
-        """Where the rows come from, if the planner made the file: `digest` is that of the JSON Lines file,
-        which is `<digest>.jsonl` in a folder of inputs (docs/wire.md). Empty: the run reads `path`.
+        """Where the rows come from, if the planner made the file: `digest` is that of the JSON Lines
+        file, which is `<digest>.jsonl` in a folder of inputs (docs/wire.md). Empty: the run reads
+        `path`.
         """
 
     def __init__(
@@ -587,8 +588,8 @@ class VerifyPlanResponse(_message.Message):
     PLAN_FIELD_NUMBER: _builtins.int
     INPUTS_DIRECTORY_FIELD_NUMBER: _builtins.int
     inputs_directory: _builtins.str
-    """Folder with the inputs that the planner made or downloaded (docs/wire.md); empty if the plan has
-    none.
+    """Folder with the inputs that the planner made or downloaded (docs/wire.md); empty if the plan
+    has none.
     """
     @_builtins.property
     def problems(self) -> _containers.RepeatedCompositeFieldContainer[Global___Problem]:

@@ -195,8 +195,8 @@ class CreateSnapshotRequest(_message.Message):
     DIRECTORY_FIELD_NUMBER: _builtins.int
     KEEP_FIELD_NUMBER: _builtins.int
     directory: _builtins.str
-    """Folder with the files. They are linked instead of copied if storage is on the same disk, so they
-    must not change afterwards. Files whose content is stored already may be absent.
+    """Folder with the files. They are linked instead of copied if storage is on the same disk, so
+    they must not change afterwards. Files whose content is stored already may be absent.
     """
     keep: _builtins.int
     """How many snapshots of this run, kind, and name to keep, including this one. 0 keeps all."""

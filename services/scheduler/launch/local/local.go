@@ -33,8 +33,8 @@ type process struct {
 	stop  sync.Once
 }
 
-// outputGrace is how long an exit waits for the end of the output, in case a descendant outside of the
-// killed group keeps the pipe open.
+// outputGrace is how long an exit waits for the end of the output, in case a descendant outside of
+// the killed group keeps the pipe open.
 const outputGrace = time.Second
 
 // Launch implements launch.Launcher.

@@ -19,8 +19,8 @@ type LogLimits struct {
 	// Bytes is the size at which a log is rotated: PATH becomes PATH.1, which replaces the one before.
 	// A worker has two files at most. 0: 16 MiB.
 	Bytes int64
-	// LinesPerSecond is how many lines of a second are written; a tenth of it, but at least 10, if they
-	// differ only in digits. Others are dropped and counted. 0: 500.
+	// LinesPerSecond is how many lines of a second are written; a tenth of it, but at least 10, if
+	// they differ only in digits. Others are dropped and counted. 0: 500.
 	LinesPerSecond int
 }
 

@@ -31,8 +31,8 @@ func written(t *testing.T, path string, limits LogLimits, output io.Reader) (*wo
 	return l, string(older) + string(newer)
 }
 
-// A reward that prints the same line for each sample uses little of the disk. The traceback after it
-// is complete.
+// A reward that prints the same line for each sample uses little of the disk. The traceback after
+// it is complete.
 func TestFloodIsDroppedAndTheEndSurvives(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

@@ -254,8 +254,8 @@ func (x *RunConfig) GetHealth() *HealthConfig {
 // ModelConfig sets the weights and how text becomes tokens.
 type ModelConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Folder in the Hugging Face layout (config.json, model.safetensors, tokenizer.json), or a model of
-	// the hub by its name, `org/name` or `org/name@revision`. The plan pins the commit.
+	// Folder in the Hugging Face layout (config.json, model.safetensors, tokenizer.json), or a model
+	// of the hub by its name, `org/name` or `org/name@revision`. The plan pins the commit.
 	Path *string `protobuf:"bytes,1,opt,name=path,proto3,oneof" json:"path,omitempty"`
 	// Data type in which weights are stored, trained, and transferred.
 	Dtype *string `protobuf:"bytes,2,opt,name=dtype,proto3,oneof" json:"dtype,omitempty"`
@@ -317,8 +317,8 @@ func (x *ModelConfig) GetChatTemplate() bool {
 	return false
 }
 
-// DataConfig names the data and the fields of its rows. docs/data.md describes formats, the hub, and
-// mixtures.
+// DataConfig names the data and the fields of its rows. docs/data.md describes formats, the hub,
+// and mixtures.
 type DataConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Training rows: a file (.jsonl, .parquet, .csv, .tsv, .arrow), a glob, a folder of such files or

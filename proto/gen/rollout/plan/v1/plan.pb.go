@@ -246,8 +246,9 @@ type Input struct {
 	Dropped uint64 `protobuf:"varint,6,opt,name=dropped,proto3" json:"dropped,omitempty"`
 	// Rows that workers cut because they are too long (`data.overlong = "truncate"`).
 	Truncated uint64 `protobuf:"varint,7,opt,name=truncated,proto3" json:"truncated,omitempty"`
-	// Where the rows come from, if the planner made the file: `digest` is that of the JSON Lines file,
-	// which is `<digest>.jsonl` in a folder of inputs (docs/wire.md). Empty: the run reads `path`.
+	// Where the rows come from, if the planner made the file: `digest` is that of the JSON Lines
+	// file, which is `<digest>.jsonl` in a folder of inputs (docs/wire.md). Empty: the run reads
+	// `path`.
 	Sources []*Source `protobuf:"bytes,8,rep,name=sources,proto3" json:"sources,omitempty"`
 	// Commit of the hub's repository that the file belongs to; empty for a file of the user.
 	Revision      string `protobuf:"bytes,9,opt,name=revision,proto3" json:"revision,omitempty"`
@@ -1096,8 +1097,8 @@ type VerifyPlanResponse struct {
 	Problems []*Problem `protobuf:"bytes,1,rep,name=problems,proto3" json:"problems,omitempty"`
 	// The plan, if the lock could be read.
 	Plan *Plan `protobuf:"bytes,2,opt,name=plan,proto3" json:"plan,omitempty"`
-	// Folder with the inputs that the planner made or downloaded (docs/wire.md); empty if the plan has
-	// none.
+	// Folder with the inputs that the planner made or downloaded (docs/wire.md); empty if the plan
+	// has none.
 	InputsDirectory string `protobuf:"bytes,3,opt,name=inputs_directory,json=inputsDirectory,proto3" json:"inputs_directory,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache

@@ -305,8 +305,8 @@ type CreateSnapshotRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Manifest without id, time, and size.
 	Snapshot *Snapshot `protobuf:"bytes,1,opt,name=snapshot,proto3" json:"snapshot,omitempty"`
-	// Folder with the files. They are linked instead of copied if storage is on the same disk, so they
-	// must not change afterwards. Files whose content is stored already may be absent.
+	// Folder with the files. They are linked instead of copied if storage is on the same disk, so
+	// they must not change afterwards. Files whose content is stored already may be absent.
 	Directory string `protobuf:"bytes,2,opt,name=directory,proto3" json:"directory,omitempty"`
 	// How many snapshots of this run, kind, and name to keep, including this one. 0 keeps all.
 	Keep          uint32 `protobuf:"varint,3,opt,name=keep,proto3" json:"keep,omitempty"`
