@@ -214,9 +214,15 @@ var breaks = map[string]func(*Evidence){
 	"STEP_TWICE":               func(e *Evidence) { e.Steps = append(e.Steps, e.Steps[0]) },
 	"STEP_WINDOW":              func(e *Evidence) { dynamically(e); e.Steps[1].EndPosition = 4 },
 	"UNTRAINABLE":              func(e *Evidence) { e.Samples[0].Ref.Outcome = trajectoryv1.Outcome_OUTCOME_ABORTED },
-	"WEIGHTS_MISSING":          func(e *Evidence) { e.Weights = e.Weights[1:] },
-	"WEIGHTS_SWAPPED":          func(e *Evidence) { e.Weights[1].Digest = digestOf(9) },
-	"WRONG_STEP":               func(e *Evidence) { e.Groups[0].Step = 2 },
+	"WEIGHTS_FILE_CHANGED": func(e *Evidence) {
+		e.Published = []PublishedFile{{Version: 2, Path: "weights/v000002/config.json", Flaw: "it has another digest"}}
+	},
+	"WEIGHTS_FILE_MISSING": func(e *Evidence) {
+		e.Published = []PublishedFile{{Version: 2, Path: "weights/v000002/config.json", Flaw: "it does not exist", Missing: true}}
+	},
+	"WEIGHTS_MISSING": func(e *Evidence) { e.Weights = e.Weights[1:] },
+	"WEIGHTS_SWAPPED": func(e *Evidence) { e.Weights[1].Digest = digestOf(9) },
+	"WRONG_STEP":      func(e *Evidence) { e.Groups[0].Step = 2 },
 }
 
 func TestEachBreakIsReported(t *testing.T) {
@@ -266,7 +272,7 @@ func TestALedgerWithoutARunIsChecked(t *testing.T) {
 	t.Parallel()
 	needRun := []string{
 		"CURSOR_BEHIND", "CURSOR_BEYOND", "LEDGER_MISSING", "RUN_AHEAD", "RUN_DIGEST", "RUN_INCOMPLETE", "SNAPSHOT_AHEAD", "SNAPSHOT_CORRUPT",
-		"SNAPSHOT_CURSOR", "SNAPSHOT_DIGEST", "SNAPSHOT_MISSING", "LEDGER_CONFIG", "GROUP_MISSING",
+		"SNAPSHOT_CURSOR", "SNAPSHOT_DIGEST", "SNAPSHOT_MISSING", "LEDGER_CONFIG", "GROUP_MISSING", "WEIGHTS_FILE_CHANGED", "WEIGHTS_FILE_MISSING",
 	}
 	for kind, change := range breaks {
 		if slices.Contains(needRun, kind) {

@@ -10,7 +10,7 @@ import (
 
 // Errors of a handshake, see Explain.
 var (
-	ErrRequired = rpcerr.New(codes.Unauthenticated, "CERT_REQUIRED", "the other side asks for a certificate, and none was shown").
+	ErrRequired = rpcerr.New(codes.Unauthenticated, "CERT_REQUIRED", "the server requires a certificate, and the client presented none").
 			Fix("issue one (`rollout certs issue`) and name it: --cert-file and --key-file of rollout, tls.cert_file and tls.key_file of rolloutd")
 	ErrOurs = rpcerr.New(codes.Unauthenticated, "CERT_REFUSED", "the other side does not accept our certificate, or we showed none").
 		Fix("show a certificate of the authority that the other side names in tls.ca_file")
@@ -34,7 +34,7 @@ var phrases = []struct {
 	err  *rpcerr.Error
 }{
 	{"remote error: tls: certificate required", ErrRequired},
-	{"the other side asks for a certificate", ErrRequired},
+	{"the server requires a certificate", ErrRequired},
 	{"remote error: tls: bad certificate", ErrOurs},
 	{"remote error: tls: expired certificate", ErrOursEnded},
 	{"our certificate has ended", ErrOursEnded},

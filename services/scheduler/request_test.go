@@ -417,7 +417,7 @@ func TestRestoredRun(t *testing.T) {
 		w.planner.set(c.plan)
 		w.snapshots.snap.Files = []*snapshotv1.SnapshotFile{{Path: c.holds}}
 		_, err = w.generation.CreateRun(t.Context(), &runv1.CreateRunRequest{Lock: []byte("lock"), BaseDir: w.dir, FromSnapshot: "snap-f"})
-		if (err == nil) != (c.want == "") || err != nil && (!errors.Is(err, scheduler.ErrSnapshotKind) || !strings.Contains(err.Error(), c.want) || !strings.Contains(rpcerr.Fix(err), "rollout export weights snap-full")) {
+		if (err == nil) != (c.want == "") || err != nil && (!errors.Is(err, scheduler.ErrSnapshotKind) || !strings.Contains(err.Error(), c.want) || !strings.Contains(rpcerr.Fix(err), "--from snap-full`, without --continue")) {
 			t.Errorf("%s for %v: %v", c.holds, c.plan.GetConfig().GetAlgorithm(), err)
 		}
 	}

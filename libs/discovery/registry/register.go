@@ -72,7 +72,7 @@ func buildCheck(spec *consul.AgentServiceCheck) (*check, error) {
 	c := &check{id: spec.CheckID, name: spec.Name, notes: spec.Notes, status: spec.Status}
 	var err error
 	if c.ttl, err = time.ParseDuration(spec.TTL); err != nil || c.ttl <= 0 {
-		return nil, fmt.Errorf("the embedded registry has TTL checks alone; this one has TTL %q", spec.TTL)
+		return nil, fmt.Errorf("the embedded registry supports only TTL checks; the TTL of this one is %q", spec.TTL)
 	}
 	if spec.DeregisterCriticalServiceAfter != "" {
 		if c.reapAfter, err = time.ParseDuration(spec.DeregisterCriticalServiceAfter); err != nil {
