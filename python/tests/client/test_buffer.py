@@ -60,7 +60,7 @@ def test_groups_arrive_complete_and_once(buffer: Buffer) -> None:
         record = batch.commit()
         assert (record.step, record.groups) == (batch.step, 2)
         assert batch.commit().chain == record.chain  # it may be repeated
-    with pytest.raises(NotReady, match="inference workers"):
+    with pytest.raises(NotReady, match="external producers"):
         buffer.consumer("r").lease(4, wait_seconds=0)
 
 

@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,12 @@ def together(
     work: Callable[..., Any],
     *arguments: Any,
     seconds: float = 300.0,
-    wait: float = 350.0,
+    limit: float = 350.0,
     may_fail: bool = False,
 ) -> list[Any]:
     """Run ``work(ranks, *arguments)`` on each of ``size`` ranks, and return their results in order.
 
-    seconds: the group's time limit. wait: how long ranks may work before they are killed. may_fail:
+    seconds: the group's time limit. limit: how long ranks may work before they are killed. may_fail:
     the result of rank 0 ends the test, and a rank without a result gives a ``Failure``; otherwise
     such a rank fails the test.
     """
@@ -55,7 +55,7 @@ def together(
         ends.append(end)
         processes.append(process)
     results: list[Any] = [Failure("still at work")] * size
-    deadline, open_ends = time.monotonic() + wait, list(ends)
+    deadline, open_ends = time.monotonic() + limit, list(ends)
     while open_ends and (ready := wait(open_ends, max(0.0, deadline - time.monotonic()))):
         for end in ready:
             open_ends.remove(end)

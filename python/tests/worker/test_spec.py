@@ -73,7 +73,7 @@ def test_names_derive_from_the_spec() -> None:
         ('{"worker_id": 1.5}', "is not a worker spec"),
         (
             '{"worker_id": "a", "run_id": "b", "nats_url": "c", "consul_address": "d", "kind": "chef"}',
-            "has kind `chef`",
+            "has the unknown kind `chef`",
         ),
     ],
 )

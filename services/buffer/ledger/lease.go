@@ -209,8 +209,8 @@ func (d *selection) waiting(l *Ledger, step uint64) string {
 	var parts []string
 	if sampling > 0 {
 		owner := "inference workers"
-		if !l.Config.GetReceipts() { // rows: the learner reads them, or inference workers if the run evaluates
-			owner = "workers that read rows"
+		if !l.Config.GetReceipts() { // no weights sampled them
+			owner = "workers that read rows, or external producers"
 		}
 		parts = append(parts, fmt.Sprintf("%d of %d groups of step %d (%s)%s", sampling, want, step, owner, d.excludedSoFar(l)))
 	}

@@ -168,7 +168,8 @@ func configure(env *cli.Env, flags *inferFlags, job *infer.Job) (err error) {
 
 // dataset sets the dataset of the job.
 func (flags *inferFlags) dataset(job *infer.Job) (err error) {
-	data, folder := flags.data, ""
+	data := flags.data
+	var folder string
 	job.Subset, job.Split = flags.subset, flags.split
 	if data == "" {
 		if data, folder = job.Config.GetData().GetEval(), job.BaseDir; data == "" {
