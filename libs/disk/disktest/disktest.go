@@ -21,11 +21,12 @@ type Disk struct {
 func Mount(t testing.TB, size string) *Disk {
 	t.Helper()
 	dir := t.TempDir()
-	if err := syscall.Mount("tmpfs", dir, "tmpfs", 0, "size="+size); err != nil {
+	unmount, err := mount(dir, size)
+	if err != nil {
 		t.Skipf("a tmpfs can't be mounted here: %v", err)
 	}
 	t.Cleanup(func() {
-		if err := syscall.Unmount(dir, syscall.MNT_DETACH); err != nil {
+		if err := unmount(); err != nil {
 			t.Error(err)
 		}
 	})
