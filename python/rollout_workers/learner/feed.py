@@ -1,7 +1,8 @@
 """Makes examples of the rows that a run trains on, in the process of the learner.
 
 Only a tokenizer is needed for that, so a run that samples nothing has no inference worker: the
-learner pulls the rows from the run's work stream and publishes their examples.
+learner pulls the rows from the run's work stream and publishes their examples, through the pipeline
+of the inference workers.
 """
 
 from __future__ import annotations

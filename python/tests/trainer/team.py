@@ -41,9 +41,9 @@ def together(
 ) -> list[Any]:
     """Run ``work(ranks, *arguments)`` on each of ``size`` ranks, and return their results in order.
 
-    seconds: the group's time limit. limit: how long ranks may work before they are killed. may_fail:
-    the result of rank 0 ends the test, and a rank without a result gives a ``Failure``; otherwise
-    such a rank fails the test.
+    seconds: the group's time limit. limit: how long ranks may work before they are killed.
+    may_fail: the result of rank 0 ends the test, and a rank without a result gives a ``Failure``;
+    otherwise such a rank fails the test.
     """
     rendezvous = f"file://{folder}/rendezvous-{size}-{time.monotonic_ns()}"
     ends, processes = [], []
