@@ -32,6 +32,16 @@ WeightsSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Tensor]"
 
 
 @dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the text of a sample must match. kind: ``json_schema`` (value: the schema as JSON),
+    ``json_object`` (no value), ``regex``, ``grammar`` (EBNF), ``choices`` (value: a JSON list of
+    texts)."""
+
+    kind: Literal["json_schema", "json_object", "regex", "grammar", "choices"]
+    value: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters. Filters apply in the order temperature, top_k, top_p, min_p, like the
     warpers of Hugging Face.
@@ -40,9 +50,15 @@ class SamplingParams:
     is off. max_tokens: the maximum number of new tokens; the engine's context length may end a
     sample earlier. stop: strings that end a sample; the text ends before the first one, the token
     ids are not cut. stop_token_ids: end a sample, in addition to the model's end tokens, which
-    ``ignore_eos`` switches off.
+    ``ignore_eos`` switches off. repetition_penalty: divides the positive and multiplies the
+    negative logits of tokens of the prompt and the sample (1 is off). presence_penalty,
+    frequency_penalty: subtracted from the logits of tokens of the sample, once and per occurrence
+    (0 is off). logit_bias: pairs of token id and what is added to its logit. Bias and penalties
+    apply before the temperature. min_tokens: before it nothing ends a sample. top_logprobs: number
+    of most likely tokens to report at each position. constraint: what the text must match.
 
-    Raises ``ValueError`` for a value outside its range.
+    An engine supports the fields that ``Capabilities.parameters`` names, besides the first ones
+    (max_tokens to ignore_eos). Raises ``ValueError`` for a value outside its range.
     """
 
     max_tokens: int
@@ -53,6 +69,13 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    top_logprobs: int = 0
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         for name, holds, rule in (
@@ -62,6 +85,12 @@ class SamplingParams:
             ("top_k", self.top_k >= 0, "not negative (0 is off)"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 (off) to 1"),
             ("stop", all(self.stop), "without empty strings"),
+            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "finite and above 0 (1 is off)"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "from -2 to 2 (0 is off)"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "from -2 to 2 (0 is off)"),
+            ("logit_bias", all(abs(bias) <= 100 for _, bias in self.logit_bias), "from -100 to 100 for each token"),
+            ("min_tokens", self.min_tokens >= 0, "not negative"),
+            ("top_logprobs", self.top_logprobs >= 0, "not negative (0 is off)"),
         ):
             if not holds:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
@@ -74,6 +103,10 @@ class GroupRequest:
     request_id: unique among unfinished requests. prompt_ids: at least one id (a tuple or an int
     array [T]). seeds: one per sample, 64 bits used; the random number of a token depends only on
     the seed and the token's index. stream: also yield a ``SampleDelta`` per decoding step.
+    continued: int32[C], only with one seed: tokens that an earlier request sampled after the
+    prompt. They count for ``max_tokens``, ``min_tokens``, penalties, stop strings, and indexes of
+    random numbers; ids, logprobs, text, and spans of the outputs begin after them. session: of the
+    prompt, for caches; empty: none.
     """
 
     request_id: str
@@ -81,6 +114,8 @@ class GroupRequest:
     seeds: tuple[int, ...]
     params: SamplingParams
     stream: bool = False
+    continued: Sequence[int] | NDArray[np.integer] = ()
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +125,15 @@ class VersionSpan:
     version: int
     start: int
     end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopLogprobs:
+    """The K most likely tokens at each of T positions, best first: token_ids int32[T, K], logprobs
+    f32[T, K] of the model's softmax, or of the distribution that the engine reports."""
+
+    token_ids: Ids
+    logprobs: Logprobs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,6 +154,7 @@ class SampleDelta:
     raw_logprobs: Logprobs | None
     text: str
     version: int
+    top_logprobs: TopLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,7 +168,8 @@ class SampleOutput:
     version_spans: cover [0, T) without gaps, in order. finish_reason: ``length`` if max_tokens or
     the end of the context was reached. error: set only if finish_reason is ``error``. text: without
     the stop string or end token; None unless the request has stop strings or streams. stop_string:
-    the stop string that ended the sample.
+    the stop string that ended the sample. top_logprobs: of every token, if requested.
+    cached_tokens: tokens of the prompt whose computation was reused.
     """
 
     request_id: str
@@ -136,6 +182,8 @@ class SampleOutput:
     error: EngineError | None = None
     text: str | None = None
     stop_string: str | None = None
+    top_logprobs: TopLogprobs | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

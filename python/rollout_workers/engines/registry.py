@@ -33,8 +33,10 @@ class Capabilities:
     constraints: supported among ``json_schema``, ``regex``, ``grammar``. images, adapters,
     priorities, sessions: supported in a request. greedy: temperature 0 takes the most likely token.
     deterministic: can give equal bits for equal requests, independent of other requests.
-    swaps_in_flight: new weights apply to samples in progress, which then have several version
-    spans. devices: supported kinds. most_gpus: maximum number of GPUs of one engine.
+    parameters: supported fields of ``SamplingParams`` after ``ignore_eos``. continues: supports
+    ``GroupRequest.continued``. swaps_in_flight: new weights apply to samples in progress, which
+    then have several version spans. devices: supported kinds. most_gpus: maximum number of GPUs of
+    one engine.
     """
 
     attention: tuple[str, ...] = ()
@@ -52,6 +54,8 @@ class Capabilities:
     sessions: bool = False
     greedy: bool = True
     deterministic: bool = False
+    parameters: tuple[str, ...] = ()
+    continues: bool = False
     swaps_in_flight: bool = False
     devices: tuple[str, ...] = ("cpu",)
     most_gpus: int = 0

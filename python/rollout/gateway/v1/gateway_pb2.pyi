@@ -121,6 +121,11 @@ class CompleteRequest(_message.Message):
     STREAM_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PARSE_FIELD_NUMBER: _builtins.int
+    TOKEN_BYTES_FIELD_NUMBER: _builtins.int
+    PROMPT_TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
+    MIN_WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name or run id of the policy; empty: the only one."""
     n: _builtins.int
@@ -131,6 +136,18 @@ class CompleteRequest(_message.Message):
     """Session of the completion; empty: a new one."""
     prompt_logprobs: _builtins.bool
     """Whether the last piece of a completion has the logprobs of the prompt tokens."""
+    parse: _builtins.bool
+    """Whether to parse the completions of chats into messages."""
+    token_bytes: _builtins.bool
+    """Whether to return the bytes of each token."""
+    prompt_top_logprobs: _builtins.int
+    """Number of most likely tokens to report at each position of the prompt, with prompt_logprobs."""
+    weights_version: _builtins.int
+    """Weights version to sample with; FAILED_PRECONDITION with the versions that workers hold if
+    none holds it. Absent: any.
+    """
+    min_weights_version: _builtins.int
+    """Oldest weights version to sample with. The request waits for it."""
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.Prompt]:
         """Prompts to complete."""
@@ -149,12 +166,24 @@ class CompleteRequest(_message.Message):
         stream: _builtins.bool = ...,
         session_id: _builtins.str = ...,
         prompt_logprobs: _builtins.bool = ...,
+        parse: _builtins.bool = ...,
+        token_bytes: _builtins.bool = ...,
+        prompt_top_logprobs: _builtins.int = ...,
+        weights_version: _builtins.int | None = ...,
+        min_weights_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_min_weights_version", b"_min_weights_version", "_weights_version", b"_weights_version", "min_weights_version", b"min_weights_version", "params", b"params", "weights_version", b"weights_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "n", b"n", "params", b"params", "prompt_logprobs", b"prompt_logprobs", "prompts", b"prompts", "session_id", b"session_id", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_weights_version", b"_min_weights_version", "_weights_version", b"_weights_version", "min_weights_version", b"min_weights_version", "model", b"model", "n", b"n", "params", b"params", "parse", b"parse", "prompt_logprobs", b"prompt_logprobs", "prompt_top_logprobs", b"prompt_top_logprobs", "prompts", b"prompts", "session_id", b"session_id", "stream", b"stream", "token_bytes", b"token_bytes", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__min_weights_version: _TypeAlias = _typing.Literal["min_weights_version"]  # noqa: Y015
+    _WhichOneofArgType__min_weights_version: _TypeAlias = _typing.Literal["_min_weights_version", b"_min_weights_version"]  # noqa: Y015
+    _WhichOneofReturnType__weights_version: _TypeAlias = _typing.Literal["weights_version"]  # noqa: Y015
+    _WhichOneofArgType__weights_version: _TypeAlias = _typing.Literal["_weights_version", b"_weights_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_weights_version) -> _WhichOneofReturnType__min_weights_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weights_version) -> _WhichOneofReturnType__weights_version | None: ...
 
 Global___CompleteRequest: _TypeAlias = CompleteRequest  # noqa: Y015
 

@@ -7,6 +7,8 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from rollout.session.v1 import session_pb2 as _session_pb2
 from rollout.trajectory.v1 import trajectory_pb2 as _trajectory_pb2
 from rollout.weights.v1 import weights_pb2 as _weights_pb2
 import builtins as _builtins
@@ -26,6 +28,26 @@ class SamplingParams(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
@@ -33,6 +55,15 @@ class SamplingParams(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Softmax temperature; 0 selects the most likely token."""
     top_p: _builtins.float
@@ -42,12 +73,38 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """Minimum probability relative to the most likely token; 0: none."""
     max_tokens: _builtins.int
-    """Maximum number of new tokens."""
+    """Maximum number of new tokens. 0 samples nothing, for the logprobs of the prompt."""
     seed: _builtins.int
     """Seed; absent: chosen by the worker."""
+    repetition_penalty: _builtins.float
+    """Divides the positive logits of tokens that occur in the prompt or the completion by this, and
+    multiplies the negative ones; 1: off (CTRL, arXiv:1909.05858).
+    """
+    presence_penalty: _builtins.float
+    """Subtracted from the logits of tokens that occur in the completion."""
+    frequency_penalty: _builtins.float
+    """Subtracted from the logit of a token for each time it occurs in the completion."""
+    min_tokens: _builtins.int
+    """No end token, stop token, or stop string ends the completion before it has this many tokens."""
+    ignore_eos: _builtins.bool
+    """Whether the model's end tokens do not end the completion."""
+    top_logprobs: _builtins.int
+    """Number of most likely tokens to report at each position, with the sampled one."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Strings that end the completion."""
+
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Added to the logits of these token ids."""
+
+    @_builtins.property
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids that end the completion, besides the model's end tokens."""
+
+    @_builtins.property
+    def constraint(self) -> Global___Constraint:
+        """What the text must match."""
 
     def __init__(
         self,
@@ -59,15 +116,34 @@ class SamplingParams(_message.Message):
         max_tokens: _builtins.int | None = ...,
         stop: _abc.Iterable[_builtins.str] | None = ...,
         seed: _builtins.int | None = ...,
+        repetition_penalty: _builtins.float | None = ...,
+        presence_penalty: _builtins.float | None = ...,
+        frequency_penalty: _builtins.float | None = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        min_tokens: _builtins.int | None = ...,
+        stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        ignore_eos: _builtins.bool | None = ...,
+        top_logprobs: _builtins.int = ...,
+        constraint: Global___Constraint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "max_tokens", b"max_tokens", "min_p", b"min_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "max_tokens", b"max_tokens", "min_p", b"min_p", "seed", b"seed", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
+    _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__ignore_eos: _TypeAlias = _typing.Literal["ignore_eos"]  # noqa: Y015
+    _WhichOneofArgType__ignore_eos: _TypeAlias = _typing.Literal["_ignore_eos", b"_ignore_eos"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
     _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
+    _WhichOneofReturnType__min_tokens: _TypeAlias = _typing.Literal["min_tokens"]  # noqa: Y015
+    _WhichOneofArgType__min_tokens: _TypeAlias = _typing.Literal["_min_tokens", b"_min_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
+    _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
@@ -77,9 +153,19 @@ class SamplingParams(_message.Message):
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ignore_eos) -> _WhichOneofReturnType__ignore_eos | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload
@@ -92,6 +178,185 @@ class SamplingParams(_message.Message):
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
+class Constraint(_message.Message):
+    """Constraint restricts the text of a completion."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    JSON_OBJECT_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """JSON schema, as JSON."""
+    json_object: _builtins.bool
+    """Any JSON object."""
+    regex: _builtins.str
+    """Regular expression that matches the whole text."""
+    grammar: _builtins.str
+    """Grammar in EBNF."""
+    @_builtins.property
+    def choices(self) -> Global___Choices:
+        """One of these texts."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        json_object: _builtins.bool = ...,
+        regex: _builtins.str = ...,
+        grammar: _builtins.str = ...,
+        choices: Global___Choices | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "json_object", "regex", "grammar", "choices"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___Constraint: _TypeAlias = Constraint  # noqa: Y015
+
+@_typing.final
+class Choices(_message.Message):
+    """Choices is a list of texts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts."""
+
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choices: _TypeAlias = Choices  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    """ToolCall is a call of a tool by the policy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Id that the tool's message repeats."""
+    name: _builtins.str
+    """Name of the tool."""
+    arguments: _builtins.str
+    """Arguments as JSON; as the policy wrote them if they are not JSON."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
+
+@_typing.final
+class Tool(_message.Message):
+    """Tool is a function that the policy may call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name."""
+    description: _builtins.str
+    """What it does, for the policy."""
+    parameters: _builtins.str
+    """JSON schema of the arguments, as JSON; empty: no arguments."""
+    strict: _builtins.bool
+    """Whether the arguments must match the schema."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        description: _builtins.str = ...,
+        parameters: _builtins.str = ...,
+        strict: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters", "strict", b"strict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tool: _TypeAlias = Tool  # noqa: Y015
+
+@_typing.final
+class ToolChoice(_message.Message):
+    """ToolChoice is whether the policy calls tools."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Mode:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _ModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[ToolChoice._Mode.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        MODE_UNSPECIFIED: ToolChoice._Mode.ValueType  # 0
+        """The policy decides."""
+        MODE_NONE: ToolChoice._Mode.ValueType  # 1
+        """The policy is not shown the tools."""
+        MODE_REQUIRED: ToolChoice._Mode.ValueType  # 2
+        """The completion is at least one call."""
+
+    class Mode(_Mode, metaclass=_ModeEnumTypeWrapper):
+        """Mode is how calls are chosen."""
+
+    MODE_UNSPECIFIED: ToolChoice.Mode.ValueType  # 0
+    """The policy decides."""
+    MODE_NONE: ToolChoice.Mode.ValueType  # 1
+    """The policy is not shown the tools."""
+    MODE_REQUIRED: ToolChoice.Mode.ValueType  # 2
+    """The completion is at least one call."""
+
+    MODE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    mode: Global___ToolChoice.Mode.ValueType
+    """Mode."""
+    name: _builtins.str
+    """With MODE_REQUIRED: the tool to call; empty: any."""
+    def __init__(
+        self,
+        *,
+        mode: Global___ToolChoice.Mode.ValueType = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
+
+@_typing.final
 class ChatMessage(_message.Message):
     """ChatMessage is one message of a chat."""
 
@@ -99,19 +364,37 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """`system`, `user`, `assistant`, or `tool`."""
     content: _builtins.str
     """Text."""
+    reasoning: _builtins.str
+    """Thinking of the assistant before the text."""
+    tool_call_id: _builtins.str
+    """Call that a tool's message answers."""
+    name: _builtins.str
+    """Name of the author, or of the tool."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Tools that the assistant called."""
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -124,22 +407,118 @@ class Chat(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TEMPLATE_VARIABLES_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    parallel_tool_calls: _builtins.bool
+    """Whether one message may have several calls; absent: yes."""
+    template_variables: _builtins.str
+    """Further variables of the chat template, as a JSON object, e.g. `{"enable_thinking": false}`."""
+    continue_final_message: _builtins.bool
+    """Whether the completion continues the last message, which is the assistant's."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """Messages, oldest first."""
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """Tools that the policy may call."""
+
+    @_builtins.property
+    def tool_choice(self) -> Global___ToolChoice:
+        """Whether it calls them."""
 
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
+        tool_choice: Global___ToolChoice | None = ...,
+        parallel_tool_calls: _builtins.bool | None = ...,
+        template_variables: _builtins.str = ...,
+        continue_final_message: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "parallel_tool_calls", b"parallel_tool_calls", "tool_choice", b"tool_choice"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "continue_final_message", b"continue_final_message", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "template_variables", b"template_variables", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__parallel_tool_calls: _TypeAlias = _typing.Literal["parallel_tool_calls"]  # noqa: Y015
+    _WhichOneofArgType__parallel_tool_calls: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_tool_calls) -> _WhichOneofReturnType__parallel_tool_calls | None: ...
+
+Global___Chat: _TypeAlias = Chat  # noqa: Y015
+
+@_typing.final
+class SessionState(_message.Message):
+    """SessionState names the session of a request, and brings the worker's copy up to date."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    KNOWN_FIELD_NUMBER: _builtins.int
+    SEGMENTS_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Session."""
+    known: _builtins.int
+    """Number of segments that the worker has from earlier requests. If it has fewer, it returns
+    FAILED_PRECONDITION with the reason SESSION_SEGMENTS_MISSING; the caller repeats the request
+    with 0 and all segments.
+    """
+    @_builtins.property
+    def segments(self) -> _containers.RepeatedCompositeFieldContainer[_session_pb2.Segment]:
+        """The segments after those, in the order in which they were appended."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        known: _builtins.int = ...,
+        segments: _abc.Iterable[_session_pb2.Segment] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known", b"known", "segments", b"segments", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Chat: _TypeAlias = Chat  # noqa: Y015
+Global___SessionState: _TypeAlias = SessionState  # noqa: Y015
+
+@_typing.final
+class Continuation(_message.Message):
+    """Continuation is the beginning of a completion that an earlier request sampled. The completion
+    continues after it: the tokens count for `max_tokens`, `min_tokens`, and penalties, random
+    numbers continue at their position, and only what is new is returned.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_FIELD_NUMBER: _builtins.int
+    SAMPLE_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    prompt: _builtins.int
+    """Prompt, from 0."""
+    sample: _builtins.int
+    """Completion of that prompt, from 0."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Its tokens so far."""
+
+    def __init__(
+        self,
+        *,
+        prompt: _builtins.int = ...,
+        sample: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sample", b"sample", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Continuation: _TypeAlias = Continuation  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -275,6 +654,12 @@ class GenerateRequest(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     STREAM_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    CONTINUATIONS_FIELD_NUMBER: _builtins.int
+    PARSE_FIELD_NUMBER: _builtins.int
+    TOKEN_BYTES_FIELD_NUMBER: _builtins.int
+    PROMPT_TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique id, for aborts and the ledger."""
     n: _builtins.int
@@ -283,6 +668,16 @@ class GenerateRequest(_message.Message):
     """Whether to send pieces while they are sampled; else one message per completion."""
     prompt_logprobs: _builtins.bool
     """Whether to return the logprobs of the prompt tokens."""
+    parse: _builtins.bool
+    """Whether to parse the completions of chats into messages (`delta`)."""
+    token_bytes: _builtins.bool
+    """Whether to return the bytes of each token (`token_bytes`)."""
+    prompt_top_logprobs: _builtins.int
+    """Number of most likely tokens to report at each position of the prompt, with prompt_logprobs."""
+    weights_version: _builtins.int
+    """Weights version that the worker must serve when the request starts; else FAILED_PRECONDITION
+    with the reason WEIGHTS_NOT_FOUND and the metadata `current`. Absent: any.
+    """
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prompt]:
         """Prompts."""
@@ -290,6 +685,16 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def params(self) -> Global___SamplingParams:
         """How to sample."""
+
+    @_builtins.property
+    def session(self) -> Global___SessionState:
+        """Session that the prompts continue. The prompts are chats, and their token ids are those of the
+        session where its segments say the same; absent: each prompt is rendered as a whole.
+        """
+
+    @_builtins.property
+    def continuations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Continuation]:
+        """Completions that continue; the others begin. `seed` is required with it."""
 
     def __init__(
         self,
@@ -300,12 +705,20 @@ class GenerateRequest(_message.Message):
         n: _builtins.int = ...,
         stream: _builtins.bool = ...,
         prompt_logprobs: _builtins.bool = ...,
+        session: Global___SessionState | None = ...,
+        continuations: _abc.Iterable[Global___Continuation] | None = ...,
+        parse: _builtins.bool = ...,
+        token_bytes: _builtins.bool = ...,
+        prompt_top_logprobs: _builtins.int = ...,
+        weights_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_weights_version", b"_weights_version", "params", b"params", "session", b"session", "weights_version", b"weights_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["n", b"n", "params", b"params", "prompt_logprobs", b"prompt_logprobs", "prompts", b"prompts", "request_id", b"request_id", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weights_version", b"_weights_version", "continuations", b"continuations", "n", b"n", "params", b"params", "parse", b"parse", "prompt_logprobs", b"prompt_logprobs", "prompt_top_logprobs", b"prompt_top_logprobs", "prompts", b"prompts", "request_id", b"request_id", "session", b"session", "stream", b"stream", "token_bytes", b"token_bytes", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__weights_version: _TypeAlias = _typing.Literal["weights_version"]  # noqa: Y015
+    _WhichOneofArgType__weights_version: _TypeAlias = _typing.Literal["_weights_version", b"_weights_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weights_version) -> _WhichOneofReturnType__weights_version | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
@@ -328,6 +741,13 @@ class GenerateResponse(_message.Message):
     WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_TEXTS_FIELD_NUMBER: _builtins.int
+    TOKEN_BYTES_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    DELTA_FIELD_NUMBER: _builtins.int
+    STOP_STRING_FIELD_NUMBER: _builtins.int
+    SEGMENTS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     prompt: _builtins.int
     """Prompt, from 0."""
     sample: _builtins.int
@@ -340,6 +760,10 @@ class GenerateResponse(_message.Message):
     """Number of prompt tokens, with the last piece."""
     weights_version: _builtins.int
     """Weights version that sampled the last token of this piece; absent if it has no tokens."""
+    stop_string: _builtins.str
+    """Stop string that ended the completion, with the last piece."""
+    cached_tokens: _builtins.int
+    """Prompt tokens whose computation the engine reused, with the last piece."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids since the last piece."""
@@ -373,6 +797,30 @@ class GenerateResponse(_message.Message):
         character have parts of it.
         """
 
+    @_builtins.property
+    def token_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """If requested: UTF-8 bytes of each of token_ids. A character may be divided between tokens."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprobs]:
+        """If requested: the most likely tokens at the position of each of token_ids, best first, under
+        the unmodified softmax, or the distribution that the engine reports.
+        """
+
+    @_builtins.property
+    def delta(self) -> Global___MessageDelta:
+        """If requested: what the piece adds to the message of the assistant."""
+
+    @_builtins.property
+    def segments(self) -> _containers.RepeatedCompositeFieldContainer[_session_pb2.Segment]:
+        """With the last piece of a completion in a session: the new segments, parents first. The last
+        one is the completion.
+        """
+
+    @_builtins.property
+    def prompt_top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprobs]:
+        """If requested, with the last piece: the most likely tokens at each position of the prompt."""
+
     def __init__(
         self,
         *,
@@ -389,16 +837,125 @@ class GenerateResponse(_message.Message):
         weights_version: _builtins.int | None = ...,
         prompt_logprobs: _abc.Iterable[_builtins.float] | None = ...,
         prompt_texts: _abc.Iterable[_builtins.str] | None = ...,
+        token_bytes: _abc.Iterable[_builtins.bytes] | None = ...,
+        top_logprobs: _abc.Iterable[Global___TopLogprobs] | None = ...,
+        delta: Global___MessageDelta | None = ...,
+        stop_string: _builtins.str = ...,
+        segments: _abc.Iterable[_session_pb2.Segment] | None = ...,
+        cached_tokens: _builtins.int = ...,
+        prompt_top_logprobs: _abc.Iterable[Global___TopLogprobs] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_weights_version", b"_weights_version", "weights_version", b"weights_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_weights_version", b"_weights_version", "delta", b"delta", "weights_version", b"weights_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weights_version", b"_weights_version", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_texts", b"prompt_texts", "prompt_token_ids", b"prompt_token_ids", "prompt_tokens", b"prompt_tokens", "raw_logprobs", b"raw_logprobs", "sample", b"sample", "text", b"text", "token_ids", b"token_ids", "version_spans", b"version_spans", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weights_version", b"_weights_version", "cached_tokens", b"cached_tokens", "delta", b"delta", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_texts", b"prompt_texts", "prompt_token_ids", b"prompt_token_ids", "prompt_tokens", b"prompt_tokens", "prompt_top_logprobs", b"prompt_top_logprobs", "raw_logprobs", b"raw_logprobs", "sample", b"sample", "segments", b"segments", "stop_string", b"stop_string", "text", b"text", "token_bytes", b"token_bytes", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "version_spans", b"version_spans", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__weights_version: _TypeAlias = _typing.Literal["weights_version"]  # noqa: Y015
     _WhichOneofArgType__weights_version: _TypeAlias = _typing.Literal["_weights_version", b"_weights_version"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__weights_version) -> _WhichOneofReturnType__weights_version | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class TopLogprobs(_message.Message):
+    """TopLogprobs is the most likely tokens at one position, best first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOKEN_BYTES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Logprob of each."""
+
+    @_builtins.property
+    def token_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """UTF-8 bytes of each, if token_bytes is requested."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        token_bytes: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "token_bytes", b"token_bytes", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopLogprobs: _TypeAlias = TopLogprobs  # noqa: Y015
+
+@_typing.final
+class MessageDelta(_message.Message):
+    """MessageDelta is an addition to the message of an assistant."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTENT_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    content: _builtins.str
+    """Text."""
+    reasoning: _builtins.str
+    """Thinking."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
+        """Additions to tool calls."""
+
+    def __init__(
+        self,
+        *,
+        content: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "reasoning", b"reasoning", "tool_calls", b"tool_calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MessageDelta: _TypeAlias = MessageDelta  # noqa: Y015
+
+@_typing.final
+class ToolCallDelta(_message.Message):
+    """ToolCallDelta is an addition to one tool call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Call in the message, from 0."""
+    id: _builtins.str
+    """Id, with the first addition to the call."""
+    name: _builtins.str
+    """Name of the tool, with the first addition to the call."""
+    arguments: _builtins.str
+    """Text to append to the arguments."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
 
 @_typing.final
 class EvaluateRequest(_message.Message):
@@ -581,6 +1138,54 @@ class TokenizeResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenizeResponse: _TypeAlias = TokenizeResponse  # noqa: Y015
+
+@_typing.final
+class DetokenizeRequest(_message.Message):
+    """DetokenizeRequest requests texts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
+        """Token ids."""
+
+    def __init__(
+        self,
+        *,
+        prompts: _abc.Iterable[Global___TokenIds] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompts", b"prompts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DetokenizeRequest: _TypeAlias = DetokenizeRequest  # noqa: Y015
+
+@_typing.final
+class DetokenizeResponse(_message.Message):
+    """DetokenizeResponse is the texts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """One per list of ids, with special tokens."""
+
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DetokenizeResponse: _TypeAlias = DetokenizeResponse  # noqa: Y015
 
 @_typing.final
 class AbortRequestsRequest(_message.Message):

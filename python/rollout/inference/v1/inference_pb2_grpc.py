@@ -56,6 +56,11 @@ class InferenceWorkerServiceStub:
                 request_serializer=rollout_dot_inference_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
                 response_deserializer=rollout_dot_inference_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/rollout.inference.v1.InferenceWorkerService/Detokenize',
+                request_serializer=rollout_dot_inference_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=rollout_dot_inference_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.AbortRequests = channel.unary_unary(
                 '/rollout.inference.v1.InferenceWorkerService/AbortRequests',
                 request_serializer=rollout_dot_inference_dot_v1_dot_inference__pb2.AbortRequestsRequest.SerializeToString,
@@ -116,6 +121,13 @@ class InferenceWorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Detokenize(self, request, context):
+        """Detokenize converts token ids to texts. Batched.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AbortRequests(self, request, context):
         """AbortRequests ends requests. Their partial output is returned with the finish reason `abort`.
         """
@@ -166,6 +178,11 @@ def add_InferenceWorkerServiceServicer_to_server(servicer, server):
                     servicer.Tokenize,
                     request_deserializer=rollout_dot_inference_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
                     response_serializer=rollout_dot_inference_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=rollout_dot_inference_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=rollout_dot_inference_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
             ),
             'AbortRequests': grpc.unary_unary_rpc_method_handler(
                     servicer.AbortRequests,
@@ -298,6 +315,33 @@ class InferenceWorkerService:
             '/rollout.inference.v1.InferenceWorkerService/Tokenize',
             rollout_dot_inference_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
             rollout_dot_inference_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.inference.v1.InferenceWorkerService/Detokenize',
+            rollout_dot_inference_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            rollout_dot_inference_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

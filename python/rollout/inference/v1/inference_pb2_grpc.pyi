@@ -49,6 +49,8 @@ class InferenceWorkerServiceStub:
     """Evaluate completes held-out prompts with one version and scores the completions."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     """Tokenize converts chats or texts to token ids. Batched."""
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
+    """Detokenize converts token ids to texts. Batched."""
     AbortRequests: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequestsRequest, _inference_pb2.AbortRequestsResponse]
     """AbortRequests ends requests. Their partial output is returned with the finish reason `abort`."""
     PauseEngine: _grpc.UnaryUnaryMultiCallable[_inference_pb2.PauseEngineRequest, _inference_pb2.PauseEngineResponse]
@@ -79,6 +81,8 @@ class InferenceWorkerServiceAsyncStub(InferenceWorkerServiceStub):
     """Evaluate completes held-out prompts with one version and scores the completions."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Tokenize converts chats or texts to token ids. Batched."""
+    Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """Detokenize converts token ids to texts. Batched."""
     AbortRequests: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequestsRequest, _inference_pb2.AbortRequestsResponse]  # type: ignore[assignment]
     """AbortRequests ends requests. Their partial output is returned with the finish reason `abort`."""
     PauseEngine: _aio.UnaryUnaryMultiCallable[_inference_pb2.PauseEngineRequest, _inference_pb2.PauseEngineResponse]  # type: ignore[assignment]
@@ -130,6 +134,14 @@ class InferenceWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.TokenizeResponse, _abc.Awaitable[_inference_pb2.TokenizeResponse]]:
         """Tokenize converts chats or texts to token ids. Batched."""
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _inference_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.DetokenizeResponse, _abc.Awaitable[_inference_pb2.DetokenizeResponse]]:
+        """Detokenize converts token ids to texts. Batched."""
 
     @_abc_1.abstractmethod
     def AbortRequests(

@@ -26,7 +26,7 @@ from buf.validate import validate_pb2 as buf_dot_validate_dot_validate__pb2
 from rollout.trajectory.v1 import trajectory_pb2 as rollout_dot_trajectory_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollout/session/v1/session.proto\x12\x12rollout.session.v1\x1a\x1b\x62uf/validate/validate.proto\x1a&rollout/trajectory/v1/trajectory.proto\"\xf3\x02\n\x07Segment\x12\x1b\n\nsegment_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x1b\n\nsession_id\x18\x02 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x19\n\x11parent_segment_id\x18\x03 \x01(\t\x12=\n\x0b\x66ork_reason\x18\x04 \x01(\x0e\x32\x1e.rollout.session.v1.ForkReasonB\x08\xbaH\x05\x82\x01\x02\x10\x01\x12\x32\n\x04role\x18\x05 \x01(\x0e\x32\x18.rollout.session.v1.RoleB\n\xbaH\x07\x82\x01\x04\x10\x01 \x00\x12\x0e\n\x06tokens\x18\x06 \x01(\r\x12\x39\n\rversion_spans\x18\x07 \x03(\x0b\x32\".rollout.trajectory.v1.VersionSpan\x12\x31\n\x06inline\x18\x08 \x01(\x0b\x32!.rollout.session.v1.SegmentTokens\x12\x12\n\ntokens_ref\x18\t \x01(\t\x12\x0e\n\x06\x63rc32c\x18\n \x01(\x07\"]\n\rSegmentTokens\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\x14\n\x0craw_logprobs\x18\x03 \x01(\x0c\x12\x11\n\tloss_mask\x18\x04 \x01(\x0c*_\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x12\n\x0eROLE_ASSISTANT\x10\x03\x12\r\n\tROLE_TOOL\x10\x04*\xbe\x01\n\nForkReason\x12\x1b\n\x17\x46ORK_REASON_UNSPECIFIED\x10\x00\x12\x19\n\x15\x46ORK_REASON_RESAMPLED\x10\x01\x12\x1e\n\x1a\x46ORK_REASON_HISTORY_EDITED\x10\x02\x12!\n\x1d\x46ORK_REASON_HISTORY_COMPACTED\x10\x03\x12\x1b\n\x17\x46ORK_REASON_RETOKENIZED\x10\x04\x12\x18\n\x14\x46ORK_REASON_SUBAGENT\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollout/session/v1/session.proto\x12\x12rollout.session.v1\x1a\x1b\x62uf/validate/validate.proto\x1a&rollout/trajectory/v1/trajectory.proto\"\x94\x03\n\x07Segment\x12\x1b\n\nsegment_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x1b\n\nsession_id\x18\x02 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x19\n\x11parent_segment_id\x18\x03 \x01(\t\x12=\n\x0b\x66ork_reason\x18\x04 \x01(\x0e\x32\x1e.rollout.session.v1.ForkReasonB\x08\xbaH\x05\x82\x01\x02\x10\x01\x12\x32\n\x04role\x18\x05 \x01(\x0e\x32\x18.rollout.session.v1.RoleB\n\xbaH\x07\x82\x01\x04\x10\x01 \x00\x12\x0e\n\x06tokens\x18\x06 \x01(\r\x12\x39\n\rversion_spans\x18\x07 \x03(\x0b\x32\".rollout.trajectory.v1.VersionSpan\x12\x31\n\x06inline\x18\x08 \x01(\x0b\x32!.rollout.session.v1.SegmentTokens\x12\x12\n\ntokens_ref\x18\t \x01(\t\x12\x0e\n\x06\x63rc32c\x18\n \x01(\x07\x12\x10\n\x08messages\x18\x0b \x03(\t\x12\r\n\x05tools\x18\x0c \x01(\t\"]\n\rSegmentTokens\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\x14\n\x0craw_logprobs\x18\x03 \x01(\x0c\x12\x11\n\tloss_mask\x18\x04 \x01(\x0c*_\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x12\n\x0eROLE_ASSISTANT\x10\x03\x12\r\n\tROLE_TOOL\x10\x04*\xbe\x01\n\nForkReason\x12\x1b\n\x17\x46ORK_REASON_UNSPECIFIED\x10\x00\x12\x19\n\x15\x46ORK_REASON_RESAMPLED\x10\x01\x12\x1e\n\x1a\x46ORK_REASON_HISTORY_EDITED\x10\x02\x12!\n\x1d\x46ORK_REASON_HISTORY_COMPACTED\x10\x03\x12\x1b\n\x17\x46ORK_REASON_RETOKENIZED\x10\x04\x12\x18\n\x14\x46ORK_REASON_SUBAGENT\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,12 +41,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SEGMENT'].fields_by_name['fork_reason']._serialized_options = b'\272H\005\202\001\002\020\001'
   _globals['_SEGMENT'].fields_by_name['role']._loaded_options = None
   _globals['_SEGMENT'].fields_by_name['role']._serialized_options = b'\272H\007\202\001\004\020\001 \000'
-  _globals['_ROLE']._serialized_start=594
-  _globals['_ROLE']._serialized_end=689
-  _globals['_FORKREASON']._serialized_start=692
-  _globals['_FORKREASON']._serialized_end=882
+  _globals['_ROLE']._serialized_start=627
+  _globals['_ROLE']._serialized_end=722
+  _globals['_FORKREASON']._serialized_start=725
+  _globals['_FORKREASON']._serialized_end=915
   _globals['_SEGMENT']._serialized_start=126
-  _globals['_SEGMENT']._serialized_end=497
-  _globals['_SEGMENTTOKENS']._serialized_start=499
-  _globals['_SEGMENTTOKENS']._serialized_end=592
+  _globals['_SEGMENT']._serialized_end=530
+  _globals['_SEGMENTTOKENS']._serialized_start=532
+  _globals['_SEGMENTTOKENS']._serialized_end=625
 # @@protoc_insertion_point(module_scope)

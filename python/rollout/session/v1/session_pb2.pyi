@@ -114,6 +114,8 @@ class Segment(_message.Message):
     INLINE_FIELD_NUMBER: _builtins.int
     TOKENS_REF_FIELD_NUMBER: _builtins.int
     CRC32C_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
     segment_id: _builtins.str
     """Unique in the session."""
     session_id: _builtins.str
@@ -132,6 +134,8 @@ class Segment(_message.Message):
     """
     crc32c: _builtins.int
     """CRC-32C of the serialized SegmentTokens."""
+    tools: _builtins.str
+    """Tools that the chat template rendered, as a JSON list; of a root only."""
     @_builtins.property
     def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.VersionSpan]:
         """Weights that sampled the tokens, in order, without gaps; ROLE_ASSISTANT only. Positions count
@@ -141,6 +145,12 @@ class Segment(_message.Message):
     @_builtins.property
     def inline(self) -> Global___SegmentTokens:
         """The arrays; absent if they are referenced."""
+
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What the segment says: messages in the form of OpenAI's API, each as JSON, as the client sent
+        or received them. Empty if it is not a chat.
+        """
 
     def __init__(
         self,
@@ -155,10 +165,12 @@ class Segment(_message.Message):
         inline: Global___SegmentTokens | None = ...,
         tokens_ref: _builtins.str = ...,
         crc32c: _builtins.int = ...,
+        messages: _abc.Iterable[_builtins.str] | None = ...,
+        tools: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["inline", b"inline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "fork_reason", b"fork_reason", "inline", b"inline", "parent_segment_id", b"parent_segment_id", "role", b"role", "segment_id", b"segment_id", "session_id", b"session_id", "tokens", b"tokens", "tokens_ref", b"tokens_ref", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "fork_reason", b"fork_reason", "inline", b"inline", "messages", b"messages", "parent_segment_id", b"parent_segment_id", "role", b"role", "segment_id", b"segment_id", "session_id", b"session_id", "tokens", b"tokens", "tokens_ref", b"tokens_ref", "tools", b"tools", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

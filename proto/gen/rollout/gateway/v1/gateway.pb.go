@@ -219,8 +219,19 @@ type CompleteRequest struct {
 	SessionId string `protobuf:"bytes,6,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
 	// Whether the last piece of a completion has the logprobs of the prompt tokens.
 	PromptLogprobs bool `protobuf:"varint,7,opt,name=prompt_logprobs,json=promptLogprobs,proto3" json:"prompt_logprobs,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Whether to parse the completions of chats into messages.
+	Parse bool `protobuf:"varint,8,opt,name=parse,proto3" json:"parse,omitempty"`
+	// Whether to return the bytes of each token.
+	TokenBytes bool `protobuf:"varint,9,opt,name=token_bytes,json=tokenBytes,proto3" json:"token_bytes,omitempty"`
+	// Number of most likely tokens to report at each position of the prompt, with prompt_logprobs.
+	PromptTopLogprobs uint32 `protobuf:"varint,10,opt,name=prompt_top_logprobs,json=promptTopLogprobs,proto3" json:"prompt_top_logprobs,omitempty"`
+	// Weights version to sample with; FAILED_PRECONDITION with the versions that workers hold if
+	// none holds it. Absent: any.
+	WeightsVersion *uint64 `protobuf:"varint,11,opt,name=weights_version,json=weightsVersion,proto3,oneof" json:"weights_version,omitempty"`
+	// Oldest weights version to sample with. The request waits for it.
+	MinWeightsVersion *uint64 `protobuf:"varint,12,opt,name=min_weights_version,json=minWeightsVersion,proto3,oneof" json:"min_weights_version,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *CompleteRequest) Reset() {
@@ -300,6 +311,41 @@ func (x *CompleteRequest) GetPromptLogprobs() bool {
 		return x.PromptLogprobs
 	}
 	return false
+}
+
+func (x *CompleteRequest) GetParse() bool {
+	if x != nil {
+		return x.Parse
+	}
+	return false
+}
+
+func (x *CompleteRequest) GetTokenBytes() bool {
+	if x != nil {
+		return x.TokenBytes
+	}
+	return false
+}
+
+func (x *CompleteRequest) GetPromptTopLogprobs() uint32 {
+	if x != nil {
+		return x.PromptTopLogprobs
+	}
+	return 0
+}
+
+func (x *CompleteRequest) GetWeightsVersion() uint64 {
+	if x != nil && x.WeightsVersion != nil {
+		return *x.WeightsVersion
+	}
+	return 0
+}
+
+func (x *CompleteRequest) GetMinWeightsVersion() uint64 {
+	if x != nil && x.MinWeightsVersion != nil {
+		return *x.MinWeightsVersion
+	}
+	return 0
 }
 
 // CompleteResponse is a piece.
@@ -600,7 +646,7 @@ const file_rollout_gateway_v1_gateway_proto_rawDesc = "" +
 	"createTime\"\x13\n" +
 	"\x11ListModelsRequest\"G\n" +
 	"\x12ListModelsResponse\x121\n" +
-	"\x06models\x18\x01 \x03(\v2\x19.rollout.gateway.v1.ModelR\x06models\"\xab\x02\n" +
+	"\x06models\x18\x01 \x03(\v2\x19.rollout.gateway.v1.ModelR\x06models\"\xaa\x04\n" +
 	"\x0fCompleteRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12C\n" +
 	"\aprompts\x18\x02 \x03(\v2\x1c.rollout.inference.v1.PromptB\v\xbaH\b\x92\x01\x05\b\x01\x10\x80\x02R\aprompts\x12<\n" +
@@ -609,7 +655,16 @@ const file_rollout_gateway_v1_gateway_proto_rawDesc = "" +
 	"\x06stream\x18\x05 \x01(\bR\x06stream\x12&\n" +
 	"\n" +
 	"session_id\x18\x06 \x01(\tB\a\xbaH\x04r\x02\x18@R\tsessionId\x12'\n" +
-	"\x0fprompt_logprobs\x18\a \x01(\bR\x0epromptLogprobs\"\x9c\x01\n" +
+	"\x0fprompt_logprobs\x18\a \x01(\bR\x0epromptLogprobs\x12\x14\n" +
+	"\x05parse\x18\b \x01(\bR\x05parse\x12\x1f\n" +
+	"\vtoken_bytes\x18\t \x01(\bR\n" +
+	"tokenBytes\x127\n" +
+	"\x13prompt_top_logprobs\x18\n" +
+	" \x01(\rB\a\xbaH\x04*\x02\x18\x14R\x11promptTopLogprobs\x12,\n" +
+	"\x0fweights_version\x18\v \x01(\x04H\x00R\x0eweightsVersion\x88\x01\x01\x123\n" +
+	"\x13min_weights_version\x18\f \x01(\x04H\x01R\x11minWeightsVersion\x88\x01\x01B\x12\n" +
+	"\x10_weights_versionB\x16\n" +
+	"\x14_min_weights_version\"\x9c\x01\n" +
 	"\x10CompleteResponse\x12\x1d\n" +
 	"\n" +
 	"session_id\x18\x01 \x01(\tR\tsessionId\x12<\n" +
@@ -695,6 +750,7 @@ func file_rollout_gateway_v1_gateway_proto_init() {
 	if File_rollout_gateway_v1_gateway_proto != nil {
 		return
 	}
+	file_rollout_gateway_v1_gateway_proto_msgTypes[3].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{

@@ -10,8 +10,9 @@ package inferencev1
 
 import (
 	_ "buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
-	v11 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
-	v1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
+	v1 "github.com/rollout-rl/rollout/proto/gen/rollout/session/v1"
+	v12 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
+	v11 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
 	reflect "reflect"
@@ -26,6 +27,59 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// Mode is how calls are chosen.
+type ToolChoice_Mode int32
+
+const (
+	// The policy decides.
+	ToolChoice_MODE_UNSPECIFIED ToolChoice_Mode = 0
+	// The policy is not shown the tools.
+	ToolChoice_MODE_NONE ToolChoice_Mode = 1
+	// The completion is at least one call.
+	ToolChoice_MODE_REQUIRED ToolChoice_Mode = 2
+)
+
+// Enum value maps for ToolChoice_Mode.
+var (
+	ToolChoice_Mode_name = map[int32]string{
+		0: "MODE_UNSPECIFIED",
+		1: "MODE_NONE",
+		2: "MODE_REQUIRED",
+	}
+	ToolChoice_Mode_value = map[string]int32{
+		"MODE_UNSPECIFIED": 0,
+		"MODE_NONE":        1,
+		"MODE_REQUIRED":    2,
+	}
+)
+
+func (x ToolChoice_Mode) Enum() *ToolChoice_Mode {
+	p := new(ToolChoice_Mode)
+	*p = x
+	return p
+}
+
+func (x ToolChoice_Mode) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (ToolChoice_Mode) Descriptor() protoreflect.EnumDescriptor {
+	return file_rollout_inference_v1_inference_proto_enumTypes[0].Descriptor()
+}
+
+func (ToolChoice_Mode) Type() protoreflect.EnumType {
+	return &file_rollout_inference_v1_inference_proto_enumTypes[0]
+}
+
+func (x ToolChoice_Mode) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use ToolChoice_Mode.Descriptor instead.
+func (ToolChoice_Mode) EnumDescriptor() ([]byte, []int) {
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{5, 0}
+}
+
 // SamplingParams is how a completion is sampled. Absent fields have the values of the run.
 type SamplingParams struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -37,12 +91,31 @@ type SamplingParams struct {
 	TopK *uint32 `protobuf:"varint,3,opt,name=top_k,json=topK,proto3,oneof" json:"top_k,omitempty"`
 	// Minimum probability relative to the most likely token; 0: none.
 	MinP *float64 `protobuf:"fixed64,4,opt,name=min_p,json=minP,proto3,oneof" json:"min_p,omitempty"`
-	// Maximum number of new tokens.
+	// Maximum number of new tokens. 0 samples nothing, for the logprobs of the prompt.
 	MaxTokens *uint32 `protobuf:"varint,5,opt,name=max_tokens,json=maxTokens,proto3,oneof" json:"max_tokens,omitempty"`
 	// Strings that end the completion.
 	Stop []string `protobuf:"bytes,6,rep,name=stop,proto3" json:"stop,omitempty"`
 	// Seed; absent: chosen by the worker.
-	Seed          *uint64 `protobuf:"varint,7,opt,name=seed,proto3,oneof" json:"seed,omitempty"`
+	Seed *uint64 `protobuf:"varint,7,opt,name=seed,proto3,oneof" json:"seed,omitempty"`
+	// Divides the positive logits of tokens that occur in the prompt or the completion by this, and
+	// multiplies the negative ones; 1: off (CTRL, arXiv:1909.05858).
+	RepetitionPenalty *float64 `protobuf:"fixed64,8,opt,name=repetition_penalty,json=repetitionPenalty,proto3,oneof" json:"repetition_penalty,omitempty"`
+	// Subtracted from the logits of tokens that occur in the completion.
+	PresencePenalty *float64 `protobuf:"fixed64,9,opt,name=presence_penalty,json=presencePenalty,proto3,oneof" json:"presence_penalty,omitempty"`
+	// Subtracted from the logit of a token for each time it occurs in the completion.
+	FrequencyPenalty *float64 `protobuf:"fixed64,10,opt,name=frequency_penalty,json=frequencyPenalty,proto3,oneof" json:"frequency_penalty,omitempty"`
+	// Added to the logits of these token ids.
+	LogitBias map[uint32]float64 `protobuf:"bytes,11,rep,name=logit_bias,json=logitBias,proto3" json:"logit_bias,omitempty" protobuf_key:"varint,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
+	// No end token, stop token, or stop string ends the completion before it has this many tokens.
+	MinTokens *uint32 `protobuf:"varint,12,opt,name=min_tokens,json=minTokens,proto3,oneof" json:"min_tokens,omitempty"`
+	// Token ids that end the completion, besides the model's end tokens.
+	StopTokenIds []uint32 `protobuf:"varint,13,rep,packed,name=stop_token_ids,json=stopTokenIds,proto3" json:"stop_token_ids,omitempty"`
+	// Whether the model's end tokens do not end the completion.
+	IgnoreEos *bool `protobuf:"varint,14,opt,name=ignore_eos,json=ignoreEos,proto3,oneof" json:"ignore_eos,omitempty"`
+	// Number of most likely tokens to report at each position, with the sampled one.
+	TopLogprobs uint32 `protobuf:"varint,15,opt,name=top_logprobs,json=topLogprobs,proto3" json:"top_logprobs,omitempty"`
+	// What the text must match.
+	Constraint    *Constraint `protobuf:"bytes,16,opt,name=constraint,proto3" json:"constraint,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -126,20 +199,467 @@ func (x *SamplingParams) GetSeed() uint64 {
 	return 0
 }
 
+func (x *SamplingParams) GetRepetitionPenalty() float64 {
+	if x != nil && x.RepetitionPenalty != nil {
+		return *x.RepetitionPenalty
+	}
+	return 0
+}
+
+func (x *SamplingParams) GetPresencePenalty() float64 {
+	if x != nil && x.PresencePenalty != nil {
+		return *x.PresencePenalty
+	}
+	return 0
+}
+
+func (x *SamplingParams) GetFrequencyPenalty() float64 {
+	if x != nil && x.FrequencyPenalty != nil {
+		return *x.FrequencyPenalty
+	}
+	return 0
+}
+
+func (x *SamplingParams) GetLogitBias() map[uint32]float64 {
+	if x != nil {
+		return x.LogitBias
+	}
+	return nil
+}
+
+func (x *SamplingParams) GetMinTokens() uint32 {
+	if x != nil && x.MinTokens != nil {
+		return *x.MinTokens
+	}
+	return 0
+}
+
+func (x *SamplingParams) GetStopTokenIds() []uint32 {
+	if x != nil {
+		return x.StopTokenIds
+	}
+	return nil
+}
+
+func (x *SamplingParams) GetIgnoreEos() bool {
+	if x != nil && x.IgnoreEos != nil {
+		return *x.IgnoreEos
+	}
+	return false
+}
+
+func (x *SamplingParams) GetTopLogprobs() uint32 {
+	if x != nil {
+		return x.TopLogprobs
+	}
+	return 0
+}
+
+func (x *SamplingParams) GetConstraint() *Constraint {
+	if x != nil {
+		return x.Constraint
+	}
+	return nil
+}
+
+// Constraint restricts the text of a completion.
+type Constraint struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// One of them.
+	//
+	// Types that are valid to be assigned to Kind:
+	//
+	//	*Constraint_JsonSchema
+	//	*Constraint_JsonObject
+	//	*Constraint_Regex
+	//	*Constraint_Grammar
+	//	*Constraint_Choices
+	Kind          isConstraint_Kind `protobuf_oneof:"kind"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Constraint) Reset() {
+	*x = Constraint{}
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Constraint) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Constraint) ProtoMessage() {}
+
+func (x *Constraint) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Constraint.ProtoReflect.Descriptor instead.
+func (*Constraint) Descriptor() ([]byte, []int) {
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *Constraint) GetKind() isConstraint_Kind {
+	if x != nil {
+		return x.Kind
+	}
+	return nil
+}
+
+func (x *Constraint) GetJsonSchema() string {
+	if x != nil {
+		if x, ok := x.Kind.(*Constraint_JsonSchema); ok {
+			return x.JsonSchema
+		}
+	}
+	return ""
+}
+
+func (x *Constraint) GetJsonObject() bool {
+	if x != nil {
+		if x, ok := x.Kind.(*Constraint_JsonObject); ok {
+			return x.JsonObject
+		}
+	}
+	return false
+}
+
+func (x *Constraint) GetRegex() string {
+	if x != nil {
+		if x, ok := x.Kind.(*Constraint_Regex); ok {
+			return x.Regex
+		}
+	}
+	return ""
+}
+
+func (x *Constraint) GetGrammar() string {
+	if x != nil {
+		if x, ok := x.Kind.(*Constraint_Grammar); ok {
+			return x.Grammar
+		}
+	}
+	return ""
+}
+
+func (x *Constraint) GetChoices() *Choices {
+	if x != nil {
+		if x, ok := x.Kind.(*Constraint_Choices); ok {
+			return x.Choices
+		}
+	}
+	return nil
+}
+
+type isConstraint_Kind interface {
+	isConstraint_Kind()
+}
+
+type Constraint_JsonSchema struct {
+	// JSON schema, as JSON.
+	JsonSchema string `protobuf:"bytes,1,opt,name=json_schema,json=jsonSchema,proto3,oneof"`
+}
+
+type Constraint_JsonObject struct {
+	// Any JSON object.
+	JsonObject bool `protobuf:"varint,2,opt,name=json_object,json=jsonObject,proto3,oneof"`
+}
+
+type Constraint_Regex struct {
+	// Regular expression that matches the whole text.
+	Regex string `protobuf:"bytes,3,opt,name=regex,proto3,oneof"`
+}
+
+type Constraint_Grammar struct {
+	// Grammar in EBNF.
+	Grammar string `protobuf:"bytes,4,opt,name=grammar,proto3,oneof"`
+}
+
+type Constraint_Choices struct {
+	// One of these texts.
+	Choices *Choices `protobuf:"bytes,5,opt,name=choices,proto3,oneof"`
+}
+
+func (*Constraint_JsonSchema) isConstraint_Kind() {}
+
+func (*Constraint_JsonObject) isConstraint_Kind() {}
+
+func (*Constraint_Regex) isConstraint_Kind() {}
+
+func (*Constraint_Grammar) isConstraint_Kind() {}
+
+func (*Constraint_Choices) isConstraint_Kind() {}
+
+// Choices is a list of texts.
+type Choices struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Texts.
+	Texts         []string `protobuf:"bytes,1,rep,name=texts,proto3" json:"texts,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Choices) Reset() {
+	*x = Choices{}
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Choices) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Choices) ProtoMessage() {}
+
+func (x *Choices) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Choices.ProtoReflect.Descriptor instead.
+func (*Choices) Descriptor() ([]byte, []int) {
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *Choices) GetTexts() []string {
+	if x != nil {
+		return x.Texts
+	}
+	return nil
+}
+
+// ToolCall is a call of a tool by the policy.
+type ToolCall struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Id that the tool's message repeats.
+	Id string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	// Name of the tool.
+	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// Arguments as JSON; as the policy wrote them if they are not JSON.
+	Arguments     string `protobuf:"bytes,3,opt,name=arguments,proto3" json:"arguments,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ToolCall) Reset() {
+	*x = ToolCall{}
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ToolCall) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ToolCall) ProtoMessage() {}
+
+func (x *ToolCall) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ToolCall.ProtoReflect.Descriptor instead.
+func (*ToolCall) Descriptor() ([]byte, []int) {
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *ToolCall) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *ToolCall) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *ToolCall) GetArguments() string {
+	if x != nil {
+		return x.Arguments
+	}
+	return ""
+}
+
+// Tool is a function that the policy may call.
+type Tool struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Name.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// What it does, for the policy.
+	Description string `protobuf:"bytes,2,opt,name=description,proto3" json:"description,omitempty"`
+	// JSON schema of the arguments, as JSON; empty: no arguments.
+	Parameters string `protobuf:"bytes,3,opt,name=parameters,proto3" json:"parameters,omitempty"`
+	// Whether the arguments must match the schema.
+	Strict        bool `protobuf:"varint,4,opt,name=strict,proto3" json:"strict,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Tool) Reset() {
+	*x = Tool{}
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Tool) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Tool) ProtoMessage() {}
+
+func (x *Tool) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Tool.ProtoReflect.Descriptor instead.
+func (*Tool) Descriptor() ([]byte, []int) {
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *Tool) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Tool) GetDescription() string {
+	if x != nil {
+		return x.Description
+	}
+	return ""
+}
+
+func (x *Tool) GetParameters() string {
+	if x != nil {
+		return x.Parameters
+	}
+	return ""
+}
+
+func (x *Tool) GetStrict() bool {
+	if x != nil {
+		return x.Strict
+	}
+	return false
+}
+
+// ToolChoice is whether the policy calls tools.
+type ToolChoice struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Mode.
+	Mode ToolChoice_Mode `protobuf:"varint,1,opt,name=mode,proto3,enum=rollout.inference.v1.ToolChoice_Mode" json:"mode,omitempty"`
+	// With MODE_REQUIRED: the tool to call; empty: any.
+	Name          string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ToolChoice) Reset() {
+	*x = ToolChoice{}
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ToolChoice) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ToolChoice) ProtoMessage() {}
+
+func (x *ToolChoice) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ToolChoice.ProtoReflect.Descriptor instead.
+func (*ToolChoice) Descriptor() ([]byte, []int) {
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *ToolChoice) GetMode() ToolChoice_Mode {
+	if x != nil {
+		return x.Mode
+	}
+	return ToolChoice_MODE_UNSPECIFIED
+}
+
+func (x *ToolChoice) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
 // ChatMessage is one message of a chat.
 type ChatMessage struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// `system`, `user`, `assistant`, or `tool`.
 	Role string `protobuf:"bytes,1,opt,name=role,proto3" json:"role,omitempty"`
 	// Text.
-	Content       string `protobuf:"bytes,2,opt,name=content,proto3" json:"content,omitempty"`
+	Content string `protobuf:"bytes,2,opt,name=content,proto3" json:"content,omitempty"`
+	// Thinking of the assistant before the text.
+	Reasoning string `protobuf:"bytes,3,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
+	// Tools that the assistant called.
+	ToolCalls []*ToolCall `protobuf:"bytes,4,rep,name=tool_calls,json=toolCalls,proto3" json:"tool_calls,omitempty"`
+	// Call that a tool's message answers.
+	ToolCallId string `protobuf:"bytes,5,opt,name=tool_call_id,json=toolCallId,proto3" json:"tool_call_id,omitempty"`
+	// Name of the author, or of the tool.
+	Name          string `protobuf:"bytes,6,opt,name=name,proto3" json:"name,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ChatMessage) Reset() {
 	*x = ChatMessage{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[1]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -151,7 +671,7 @@ func (x *ChatMessage) String() string {
 func (*ChatMessage) ProtoMessage() {}
 
 func (x *ChatMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[1]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -164,7 +684,7 @@ func (x *ChatMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChatMessage.ProtoReflect.Descriptor instead.
 func (*ChatMessage) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{1}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ChatMessage) GetRole() string {
@@ -181,18 +701,56 @@ func (x *ChatMessage) GetContent() string {
 	return ""
 }
 
+func (x *ChatMessage) GetReasoning() string {
+	if x != nil {
+		return x.Reasoning
+	}
+	return ""
+}
+
+func (x *ChatMessage) GetToolCalls() []*ToolCall {
+	if x != nil {
+		return x.ToolCalls
+	}
+	return nil
+}
+
+func (x *ChatMessage) GetToolCallId() string {
+	if x != nil {
+		return x.ToolCallId
+	}
+	return ""
+}
+
+func (x *ChatMessage) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
 // Chat is a list of messages. The chat template of the tokenizer renders it.
 type Chat struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Messages, oldest first.
-	Messages      []*ChatMessage `protobuf:"bytes,1,rep,name=messages,proto3" json:"messages,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Messages []*ChatMessage `protobuf:"bytes,1,rep,name=messages,proto3" json:"messages,omitempty"`
+	// Tools that the policy may call.
+	Tools []*Tool `protobuf:"bytes,2,rep,name=tools,proto3" json:"tools,omitempty"`
+	// Whether it calls them.
+	ToolChoice *ToolChoice `protobuf:"bytes,3,opt,name=tool_choice,json=toolChoice,proto3" json:"tool_choice,omitempty"`
+	// Whether one message may have several calls; absent: yes.
+	ParallelToolCalls *bool `protobuf:"varint,4,opt,name=parallel_tool_calls,json=parallelToolCalls,proto3,oneof" json:"parallel_tool_calls,omitempty"`
+	// Further variables of the chat template, as a JSON object, e.g. `{"enable_thinking": false}`.
+	TemplateVariables string `protobuf:"bytes,5,opt,name=template_variables,json=templateVariables,proto3" json:"template_variables,omitempty"`
+	// Whether the completion continues the last message, which is the assistant's.
+	ContinueFinalMessage bool `protobuf:"varint,6,opt,name=continue_final_message,json=continueFinalMessage,proto3" json:"continue_final_message,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
 }
 
 func (x *Chat) Reset() {
 	*x = Chat{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[2]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -204,7 +762,7 @@ func (x *Chat) String() string {
 func (*Chat) ProtoMessage() {}
 
 func (x *Chat) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[2]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -217,12 +775,179 @@ func (x *Chat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Chat.ProtoReflect.Descriptor instead.
 func (*Chat) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{2}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Chat) GetMessages() []*ChatMessage {
 	if x != nil {
 		return x.Messages
+	}
+	return nil
+}
+
+func (x *Chat) GetTools() []*Tool {
+	if x != nil {
+		return x.Tools
+	}
+	return nil
+}
+
+func (x *Chat) GetToolChoice() *ToolChoice {
+	if x != nil {
+		return x.ToolChoice
+	}
+	return nil
+}
+
+func (x *Chat) GetParallelToolCalls() bool {
+	if x != nil && x.ParallelToolCalls != nil {
+		return *x.ParallelToolCalls
+	}
+	return false
+}
+
+func (x *Chat) GetTemplateVariables() string {
+	if x != nil {
+		return x.TemplateVariables
+	}
+	return ""
+}
+
+func (x *Chat) GetContinueFinalMessage() bool {
+	if x != nil {
+		return x.ContinueFinalMessage
+	}
+	return false
+}
+
+// SessionState names the session of a request, and brings the worker's copy up to date.
+type SessionState struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Session.
+	SessionId string `protobuf:"bytes,1,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
+	// Number of segments that the worker has from earlier requests. If it has fewer, it returns
+	// FAILED_PRECONDITION with the reason SESSION_SEGMENTS_MISSING; the caller repeats the request
+	// with 0 and all segments.
+	Known uint32 `protobuf:"varint,2,opt,name=known,proto3" json:"known,omitempty"`
+	// The segments after those, in the order in which they were appended.
+	Segments      []*v1.Segment `protobuf:"bytes,3,rep,name=segments,proto3" json:"segments,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SessionState) Reset() {
+	*x = SessionState{}
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SessionState) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SessionState) ProtoMessage() {}
+
+func (x *SessionState) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SessionState.ProtoReflect.Descriptor instead.
+func (*SessionState) Descriptor() ([]byte, []int) {
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *SessionState) GetSessionId() string {
+	if x != nil {
+		return x.SessionId
+	}
+	return ""
+}
+
+func (x *SessionState) GetKnown() uint32 {
+	if x != nil {
+		return x.Known
+	}
+	return 0
+}
+
+func (x *SessionState) GetSegments() []*v1.Segment {
+	if x != nil {
+		return x.Segments
+	}
+	return nil
+}
+
+// Continuation is the beginning of a completion that an earlier request sampled. The completion
+// continues after it: the tokens count for `max_tokens`, `min_tokens`, and penalties, random
+// numbers continue at their position, and only what is new is returned.
+type Continuation struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Prompt, from 0.
+	Prompt uint32 `protobuf:"varint,1,opt,name=prompt,proto3" json:"prompt,omitempty"`
+	// Completion of that prompt, from 0.
+	Sample uint32 `protobuf:"varint,2,opt,name=sample,proto3" json:"sample,omitempty"`
+	// Its tokens so far.
+	TokenIds      []uint32 `protobuf:"varint,3,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Continuation) Reset() {
+	*x = Continuation{}
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Continuation) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Continuation) ProtoMessage() {}
+
+func (x *Continuation) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Continuation.ProtoReflect.Descriptor instead.
+func (*Continuation) Descriptor() ([]byte, []int) {
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *Continuation) GetPrompt() uint32 {
+	if x != nil {
+		return x.Prompt
+	}
+	return 0
+}
+
+func (x *Continuation) GetSample() uint32 {
+	if x != nil {
+		return x.Sample
+	}
+	return 0
+}
+
+func (x *Continuation) GetTokenIds() []uint32 {
+	if x != nil {
+		return x.TokenIds
 	}
 	return nil
 }
@@ -238,7 +963,7 @@ type TokenIds struct {
 
 func (x *TokenIds) Reset() {
 	*x = TokenIds{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[3]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -250,7 +975,7 @@ func (x *TokenIds) String() string {
 func (*TokenIds) ProtoMessage() {}
 
 func (x *TokenIds) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[3]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -263,7 +988,7 @@ func (x *TokenIds) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenIds.ProtoReflect.Descriptor instead.
 func (*TokenIds) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{3}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *TokenIds) GetIds() []uint32 {
@@ -290,7 +1015,7 @@ type Prompt struct {
 
 func (x *Prompt) Reset() {
 	*x = Prompt{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[4]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -302,7 +1027,7 @@ func (x *Prompt) String() string {
 func (*Prompt) ProtoMessage() {}
 
 func (x *Prompt) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[4]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -315,7 +1040,7 @@ func (x *Prompt) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Prompt.ProtoReflect.Descriptor instead.
 func (*Prompt) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{4}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Prompt) GetKind() isPrompt_Kind {
@@ -381,17 +1106,17 @@ func (*Prompt_Tokens) isPrompt_Kind() {}
 type LoadWeightsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Manifest. Its tensors and files may be omitted.
-	Weights *v1.WeightsManifest `protobuf:"bytes,1,opt,name=weights,proto3" json:"weights,omitempty"`
+	Weights *v11.WeightsManifest `protobuf:"bytes,1,opt,name=weights,proto3" json:"weights,omitempty"`
 	// How to get the weights without the folder of the manifest. The offers are applied in order:
 	// patches upon the version that the worker has, or the whole weights. Empty: read the folder.
-	Offers        []*v1.WeightsOffer `protobuf:"bytes,2,rep,name=offers,proto3" json:"offers,omitempty"`
+	Offers        []*v11.WeightsOffer `protobuf:"bytes,2,rep,name=offers,proto3" json:"offers,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *LoadWeightsRequest) Reset() {
 	*x = LoadWeightsRequest{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[5]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -403,7 +1128,7 @@ func (x *LoadWeightsRequest) String() string {
 func (*LoadWeightsRequest) ProtoMessage() {}
 
 func (x *LoadWeightsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[5]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -416,17 +1141,17 @@ func (x *LoadWeightsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadWeightsRequest.ProtoReflect.Descriptor instead.
 func (*LoadWeightsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{5}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{12}
 }
 
-func (x *LoadWeightsRequest) GetWeights() *v1.WeightsManifest {
+func (x *LoadWeightsRequest) GetWeights() *v11.WeightsManifest {
 	if x != nil {
 		return x.Weights
 	}
 	return nil
 }
 
-func (x *LoadWeightsRequest) GetOffers() []*v1.WeightsOffer {
+func (x *LoadWeightsRequest) GetOffers() []*v11.WeightsOffer {
 	if x != nil {
 		return x.Offers
 	}
@@ -437,16 +1162,16 @@ func (x *LoadWeightsRequest) GetOffers() []*v1.WeightsOffer {
 type LoadWeightsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Receipt.
-	Receipt *v1.WeightsReceipt `protobuf:"bytes,1,opt,name=receipt,proto3" json:"receipt,omitempty"`
+	Receipt *v11.WeightsReceipt `protobuf:"bytes,1,opt,name=receipt,proto3" json:"receipt,omitempty"`
 	// Version and digest of each engine of the worker.
-	Engines       []*v1.EngineReceipt `protobuf:"bytes,2,rep,name=engines,proto3" json:"engines,omitempty"`
+	Engines       []*v11.EngineReceipt `protobuf:"bytes,2,rep,name=engines,proto3" json:"engines,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *LoadWeightsResponse) Reset() {
 	*x = LoadWeightsResponse{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[6]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -458,7 +1183,7 @@ func (x *LoadWeightsResponse) String() string {
 func (*LoadWeightsResponse) ProtoMessage() {}
 
 func (x *LoadWeightsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[6]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -471,17 +1196,17 @@ func (x *LoadWeightsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadWeightsResponse.ProtoReflect.Descriptor instead.
 func (*LoadWeightsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{6}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{13}
 }
 
-func (x *LoadWeightsResponse) GetReceipt() *v1.WeightsReceipt {
+func (x *LoadWeightsResponse) GetReceipt() *v11.WeightsReceipt {
 	if x != nil {
 		return x.Receipt
 	}
 	return nil
 }
 
-func (x *LoadWeightsResponse) GetEngines() []*v1.EngineReceipt {
+func (x *LoadWeightsResponse) GetEngines() []*v11.EngineReceipt {
 	if x != nil {
 		return x.Engines
 	}
@@ -503,13 +1228,27 @@ type GenerateRequest struct {
 	Stream bool `protobuf:"varint,5,opt,name=stream,proto3" json:"stream,omitempty"`
 	// Whether to return the logprobs of the prompt tokens.
 	PromptLogprobs bool `protobuf:"varint,6,opt,name=prompt_logprobs,json=promptLogprobs,proto3" json:"prompt_logprobs,omitempty"`
+	// Session that the prompts continue. The prompts are chats, and their token ids are those of the
+	// session where its segments say the same; absent: each prompt is rendered as a whole.
+	Session *SessionState `protobuf:"bytes,7,opt,name=session,proto3" json:"session,omitempty"`
+	// Completions that continue; the others begin. `seed` is required with it.
+	Continuations []*Continuation `protobuf:"bytes,8,rep,name=continuations,proto3" json:"continuations,omitempty"`
+	// Whether to parse the completions of chats into messages (`delta`).
+	Parse bool `protobuf:"varint,9,opt,name=parse,proto3" json:"parse,omitempty"`
+	// Whether to return the bytes of each token (`token_bytes`).
+	TokenBytes bool `protobuf:"varint,10,opt,name=token_bytes,json=tokenBytes,proto3" json:"token_bytes,omitempty"`
+	// Number of most likely tokens to report at each position of the prompt, with prompt_logprobs.
+	PromptTopLogprobs uint32 `protobuf:"varint,11,opt,name=prompt_top_logprobs,json=promptTopLogprobs,proto3" json:"prompt_top_logprobs,omitempty"`
+	// Weights version that the worker must serve when the request starts; else FAILED_PRECONDITION
+	// with the reason WEIGHTS_NOT_FOUND and the metadata `current`. Absent: any.
+	WeightsVersion *uint64 `protobuf:"varint,12,opt,name=weights_version,json=weightsVersion,proto3,oneof" json:"weights_version,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
 
 func (x *GenerateRequest) Reset() {
 	*x = GenerateRequest{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[7]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -521,7 +1260,7 @@ func (x *GenerateRequest) String() string {
 func (*GenerateRequest) ProtoMessage() {}
 
 func (x *GenerateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[7]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -534,7 +1273,7 @@ func (x *GenerateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateRequest.ProtoReflect.Descriptor instead.
 func (*GenerateRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{7}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *GenerateRequest) GetRequestId() string {
@@ -579,6 +1318,48 @@ func (x *GenerateRequest) GetPromptLogprobs() bool {
 	return false
 }
 
+func (x *GenerateRequest) GetSession() *SessionState {
+	if x != nil {
+		return x.Session
+	}
+	return nil
+}
+
+func (x *GenerateRequest) GetContinuations() []*Continuation {
+	if x != nil {
+		return x.Continuations
+	}
+	return nil
+}
+
+func (x *GenerateRequest) GetParse() bool {
+	if x != nil {
+		return x.Parse
+	}
+	return false
+}
+
+func (x *GenerateRequest) GetTokenBytes() bool {
+	if x != nil {
+		return x.TokenBytes
+	}
+	return false
+}
+
+func (x *GenerateRequest) GetPromptTopLogprobs() uint32 {
+	if x != nil {
+		return x.PromptTopLogprobs
+	}
+	return 0
+}
+
+func (x *GenerateRequest) GetWeightsVersion() uint64 {
+	if x != nil && x.WeightsVersion != nil {
+		return *x.WeightsVersion
+	}
+	return 0
+}
+
 // GenerateResponse is a piece of one completion.
 type GenerateResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -597,7 +1378,7 @@ type GenerateResponse struct {
 	// `stop`, `length`, or `abort` with the last piece; else empty.
 	FinishReason string `protobuf:"bytes,7,opt,name=finish_reason,json=finishReason,proto3" json:"finish_reason,omitempty"`
 	// Weights versions of the completion, with the last piece.
-	VersionSpans []*v11.VersionSpan `protobuf:"bytes,8,rep,name=version_spans,json=versionSpans,proto3" json:"version_spans,omitempty"`
+	VersionSpans []*v12.VersionSpan `protobuf:"bytes,8,rep,name=version_spans,json=versionSpans,proto3" json:"version_spans,omitempty"`
 	// Number of prompt tokens, with the last piece.
 	PromptTokens uint32 `protobuf:"varint,9,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`
 	// Token ids of the prompt, with the last piece.
@@ -610,14 +1391,30 @@ type GenerateResponse struct {
 	PromptLogprobs []float32 `protobuf:"fixed32,12,rep,packed,name=prompt_logprobs,json=promptLogprobs,proto3" json:"prompt_logprobs,omitempty"`
 	// With prompt_logprobs: text of each prompt token, including special tokens. Tokens that share a
 	// character have parts of it.
-	PromptTexts   []string `protobuf:"bytes,13,rep,name=prompt_texts,json=promptTexts,proto3" json:"prompt_texts,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	PromptTexts []string `protobuf:"bytes,13,rep,name=prompt_texts,json=promptTexts,proto3" json:"prompt_texts,omitempty"`
+	// If requested: UTF-8 bytes of each of token_ids. A character may be divided between tokens.
+	TokenBytes [][]byte `protobuf:"bytes,14,rep,name=token_bytes,json=tokenBytes,proto3" json:"token_bytes,omitempty"`
+	// If requested: the most likely tokens at the position of each of token_ids, best first, under
+	// the unmodified softmax, or the distribution that the engine reports.
+	TopLogprobs []*TopLogprobs `protobuf:"bytes,15,rep,name=top_logprobs,json=topLogprobs,proto3" json:"top_logprobs,omitempty"`
+	// If requested: what the piece adds to the message of the assistant.
+	Delta *MessageDelta `protobuf:"bytes,16,opt,name=delta,proto3" json:"delta,omitempty"`
+	// Stop string that ended the completion, with the last piece.
+	StopString string `protobuf:"bytes,17,opt,name=stop_string,json=stopString,proto3" json:"stop_string,omitempty"`
+	// With the last piece of a completion in a session: the new segments, parents first. The last
+	// one is the completion.
+	Segments []*v1.Segment `protobuf:"bytes,18,rep,name=segments,proto3" json:"segments,omitempty"`
+	// Prompt tokens whose computation the engine reused, with the last piece.
+	CachedTokens uint32 `protobuf:"varint,19,opt,name=cached_tokens,json=cachedTokens,proto3" json:"cached_tokens,omitempty"`
+	// If requested, with the last piece: the most likely tokens at each position of the prompt.
+	PromptTopLogprobs []*TopLogprobs `protobuf:"bytes,20,rep,name=prompt_top_logprobs,json=promptTopLogprobs,proto3" json:"prompt_top_logprobs,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *GenerateResponse) Reset() {
 	*x = GenerateResponse{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[8]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -629,7 +1426,7 @@ func (x *GenerateResponse) String() string {
 func (*GenerateResponse) ProtoMessage() {}
 
 func (x *GenerateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[8]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -642,7 +1439,7 @@ func (x *GenerateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateResponse.ProtoReflect.Descriptor instead.
 func (*GenerateResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{8}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *GenerateResponse) GetPrompt() uint32 {
@@ -694,7 +1491,7 @@ func (x *GenerateResponse) GetFinishReason() string {
 	return ""
 }
 
-func (x *GenerateResponse) GetVersionSpans() []*v11.VersionSpan {
+func (x *GenerateResponse) GetVersionSpans() []*v12.VersionSpan {
 	if x != nil {
 		return x.VersionSpans
 	}
@@ -736,6 +1533,256 @@ func (x *GenerateResponse) GetPromptTexts() []string {
 	return nil
 }
 
+func (x *GenerateResponse) GetTokenBytes() [][]byte {
+	if x != nil {
+		return x.TokenBytes
+	}
+	return nil
+}
+
+func (x *GenerateResponse) GetTopLogprobs() []*TopLogprobs {
+	if x != nil {
+		return x.TopLogprobs
+	}
+	return nil
+}
+
+func (x *GenerateResponse) GetDelta() *MessageDelta {
+	if x != nil {
+		return x.Delta
+	}
+	return nil
+}
+
+func (x *GenerateResponse) GetStopString() string {
+	if x != nil {
+		return x.StopString
+	}
+	return ""
+}
+
+func (x *GenerateResponse) GetSegments() []*v1.Segment {
+	if x != nil {
+		return x.Segments
+	}
+	return nil
+}
+
+func (x *GenerateResponse) GetCachedTokens() uint32 {
+	if x != nil {
+		return x.CachedTokens
+	}
+	return 0
+}
+
+func (x *GenerateResponse) GetPromptTopLogprobs() []*TopLogprobs {
+	if x != nil {
+		return x.PromptTopLogprobs
+	}
+	return nil
+}
+
+// TopLogprobs is the most likely tokens at one position, best first.
+type TopLogprobs struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Token ids.
+	TokenIds []uint32 `protobuf:"varint,1,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
+	// Logprob of each.
+	Logprobs []float32 `protobuf:"fixed32,2,rep,packed,name=logprobs,proto3" json:"logprobs,omitempty"`
+	// UTF-8 bytes of each, if token_bytes is requested.
+	TokenBytes    [][]byte `protobuf:"bytes,3,rep,name=token_bytes,json=tokenBytes,proto3" json:"token_bytes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TopLogprobs) Reset() {
+	*x = TopLogprobs{}
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TopLogprobs) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TopLogprobs) ProtoMessage() {}
+
+func (x *TopLogprobs) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TopLogprobs.ProtoReflect.Descriptor instead.
+func (*TopLogprobs) Descriptor() ([]byte, []int) {
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *TopLogprobs) GetTokenIds() []uint32 {
+	if x != nil {
+		return x.TokenIds
+	}
+	return nil
+}
+
+func (x *TopLogprobs) GetLogprobs() []float32 {
+	if x != nil {
+		return x.Logprobs
+	}
+	return nil
+}
+
+func (x *TopLogprobs) GetTokenBytes() [][]byte {
+	if x != nil {
+		return x.TokenBytes
+	}
+	return nil
+}
+
+// MessageDelta is an addition to the message of an assistant.
+type MessageDelta struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Text.
+	Content string `protobuf:"bytes,1,opt,name=content,proto3" json:"content,omitempty"`
+	// Thinking.
+	Reasoning string `protobuf:"bytes,2,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
+	// Additions to tool calls.
+	ToolCalls     []*ToolCallDelta `protobuf:"bytes,3,rep,name=tool_calls,json=toolCalls,proto3" json:"tool_calls,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MessageDelta) Reset() {
+	*x = MessageDelta{}
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MessageDelta) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MessageDelta) ProtoMessage() {}
+
+func (x *MessageDelta) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MessageDelta.ProtoReflect.Descriptor instead.
+func (*MessageDelta) Descriptor() ([]byte, []int) {
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *MessageDelta) GetContent() string {
+	if x != nil {
+		return x.Content
+	}
+	return ""
+}
+
+func (x *MessageDelta) GetReasoning() string {
+	if x != nil {
+		return x.Reasoning
+	}
+	return ""
+}
+
+func (x *MessageDelta) GetToolCalls() []*ToolCallDelta {
+	if x != nil {
+		return x.ToolCalls
+	}
+	return nil
+}
+
+// ToolCallDelta is an addition to one tool call.
+type ToolCallDelta struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Call in the message, from 0.
+	Index uint32 `protobuf:"varint,1,opt,name=index,proto3" json:"index,omitempty"`
+	// Id, with the first addition to the call.
+	Id string `protobuf:"bytes,2,opt,name=id,proto3" json:"id,omitempty"`
+	// Name of the tool, with the first addition to the call.
+	Name string `protobuf:"bytes,3,opt,name=name,proto3" json:"name,omitempty"`
+	// Text to append to the arguments.
+	Arguments     string `protobuf:"bytes,4,opt,name=arguments,proto3" json:"arguments,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ToolCallDelta) Reset() {
+	*x = ToolCallDelta{}
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ToolCallDelta) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ToolCallDelta) ProtoMessage() {}
+
+func (x *ToolCallDelta) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ToolCallDelta.ProtoReflect.Descriptor instead.
+func (*ToolCallDelta) Descriptor() ([]byte, []int) {
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *ToolCallDelta) GetIndex() uint32 {
+	if x != nil {
+		return x.Index
+	}
+	return 0
+}
+
+func (x *ToolCallDelta) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *ToolCallDelta) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *ToolCallDelta) GetArguments() string {
+	if x != nil {
+		return x.Arguments
+	}
+	return ""
+}
+
 // EvaluateRequest requests an evaluation.
 type EvaluateRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -755,7 +1802,7 @@ type EvaluateRequest struct {
 
 func (x *EvaluateRequest) Reset() {
 	*x = EvaluateRequest{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[9]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -767,7 +1814,7 @@ func (x *EvaluateRequest) String() string {
 func (*EvaluateRequest) ProtoMessage() {}
 
 func (x *EvaluateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[9]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -780,7 +1827,7 @@ func (x *EvaluateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvaluateRequest.ProtoReflect.Descriptor instead.
 func (*EvaluateRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{9}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *EvaluateRequest) GetRunId() string {
@@ -829,7 +1876,7 @@ type EvaluateResponse struct {
 
 func (x *EvaluateResponse) Reset() {
 	*x = EvaluateResponse{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[10]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -841,7 +1888,7 @@ func (x *EvaluateResponse) String() string {
 func (*EvaluateResponse) ProtoMessage() {}
 
 func (x *EvaluateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[10]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -854,7 +1901,7 @@ func (x *EvaluateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvaluateResponse.ProtoReflect.Descriptor instead.
 func (*EvaluateResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{10}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *EvaluateResponse) GetSamples() []*EvalSample {
@@ -878,7 +1925,7 @@ type EvalSample struct {
 	// Metrics of the reward.
 	Metrics map[string]float64 `protobuf:"bytes,5,rep,name=metrics,proto3" json:"metrics,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
 	// How it ended.
-	Outcome v11.Outcome `protobuf:"varint,6,opt,name=outcome,proto3,enum=rollout.trajectory.v1.Outcome" json:"outcome,omitempty"`
+	Outcome v12.Outcome `protobuf:"varint,6,opt,name=outcome,proto3,enum=rollout.trajectory.v1.Outcome" json:"outcome,omitempty"`
 	// Reason of an infrastructure failure.
 	Reason        string `protobuf:"bytes,7,opt,name=reason,proto3" json:"reason,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -887,7 +1934,7 @@ type EvalSample struct {
 
 func (x *EvalSample) Reset() {
 	*x = EvalSample{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[11]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -899,7 +1946,7 @@ func (x *EvalSample) String() string {
 func (*EvalSample) ProtoMessage() {}
 
 func (x *EvalSample) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[11]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -912,7 +1959,7 @@ func (x *EvalSample) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvalSample.ProtoReflect.Descriptor instead.
 func (*EvalSample) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{11}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *EvalSample) GetRow() uint64 {
@@ -950,11 +1997,11 @@ func (x *EvalSample) GetMetrics() map[string]float64 {
 	return nil
 }
 
-func (x *EvalSample) GetOutcome() v11.Outcome {
+func (x *EvalSample) GetOutcome() v12.Outcome {
 	if x != nil {
 		return x.Outcome
 	}
-	return v11.Outcome(0)
+	return v12.Outcome(0)
 }
 
 func (x *EvalSample) GetReason() string {
@@ -975,7 +2022,7 @@ type TokenizeRequest struct {
 
 func (x *TokenizeRequest) Reset() {
 	*x = TokenizeRequest{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[12]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -987,7 +2034,7 @@ func (x *TokenizeRequest) String() string {
 func (*TokenizeRequest) ProtoMessage() {}
 
 func (x *TokenizeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[12]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1000,7 +2047,7 @@ func (x *TokenizeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenizeRequest.ProtoReflect.Descriptor instead.
 func (*TokenizeRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{12}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *TokenizeRequest) GetPrompts() []*Prompt {
@@ -1023,7 +2070,7 @@ type TokenizeResponse struct {
 
 func (x *TokenizeResponse) Reset() {
 	*x = TokenizeResponse{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[13]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1035,7 +2082,7 @@ func (x *TokenizeResponse) String() string {
 func (*TokenizeResponse) ProtoMessage() {}
 
 func (x *TokenizeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[13]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1048,7 +2095,7 @@ func (x *TokenizeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenizeResponse.ProtoReflect.Descriptor instead.
 func (*TokenizeResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{13}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *TokenizeResponse) GetPrompts() []*TokenIds {
@@ -1065,6 +2112,98 @@ func (x *TokenizeResponse) GetMaxModelLen() uint32 {
 	return 0
 }
 
+// DetokenizeRequest requests texts.
+type DetokenizeRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Token ids.
+	Prompts       []*TokenIds `protobuf:"bytes,1,rep,name=prompts,proto3" json:"prompts,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DetokenizeRequest) Reset() {
+	*x = DetokenizeRequest{}
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DetokenizeRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DetokenizeRequest) ProtoMessage() {}
+
+func (x *DetokenizeRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DetokenizeRequest.ProtoReflect.Descriptor instead.
+func (*DetokenizeRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *DetokenizeRequest) GetPrompts() []*TokenIds {
+	if x != nil {
+		return x.Prompts
+	}
+	return nil
+}
+
+// DetokenizeResponse is the texts.
+type DetokenizeResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// One per list of ids, with special tokens.
+	Texts         []string `protobuf:"bytes,1,rep,name=texts,proto3" json:"texts,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DetokenizeResponse) Reset() {
+	*x = DetokenizeResponse{}
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DetokenizeResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DetokenizeResponse) ProtoMessage() {}
+
+func (x *DetokenizeResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DetokenizeResponse.ProtoReflect.Descriptor instead.
+func (*DetokenizeResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *DetokenizeResponse) GetTexts() []string {
+	if x != nil {
+		return x.Texts
+	}
+	return nil
+}
+
 // AbortRequestsRequest names requests.
 type AbortRequestsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1076,7 +2215,7 @@ type AbortRequestsRequest struct {
 
 func (x *AbortRequestsRequest) Reset() {
 	*x = AbortRequestsRequest{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[14]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1088,7 +2227,7 @@ func (x *AbortRequestsRequest) String() string {
 func (*AbortRequestsRequest) ProtoMessage() {}
 
 func (x *AbortRequestsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[14]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1101,7 +2240,7 @@ func (x *AbortRequestsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AbortRequestsRequest.ProtoReflect.Descriptor instead.
 func (*AbortRequestsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{14}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *AbortRequestsRequest) GetRequestIds() []string {
@@ -1120,7 +2259,7 @@ type AbortRequestsResponse struct {
 
 func (x *AbortRequestsResponse) Reset() {
 	*x = AbortRequestsResponse{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[15]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1132,7 +2271,7 @@ func (x *AbortRequestsResponse) String() string {
 func (*AbortRequestsResponse) ProtoMessage() {}
 
 func (x *AbortRequestsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[15]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1145,7 +2284,7 @@ func (x *AbortRequestsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AbortRequestsResponse.ProtoReflect.Descriptor instead.
 func (*AbortRequestsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{15}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{27}
 }
 
 // PauseEngineRequest is empty.
@@ -1157,7 +2296,7 @@ type PauseEngineRequest struct {
 
 func (x *PauseEngineRequest) Reset() {
 	*x = PauseEngineRequest{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[16]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1169,7 +2308,7 @@ func (x *PauseEngineRequest) String() string {
 func (*PauseEngineRequest) ProtoMessage() {}
 
 func (x *PauseEngineRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[16]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1182,7 +2321,7 @@ func (x *PauseEngineRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseEngineRequest.ProtoReflect.Descriptor instead.
 func (*PauseEngineRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{16}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{28}
 }
 
 // PauseEngineResponse is empty.
@@ -1194,7 +2333,7 @@ type PauseEngineResponse struct {
 
 func (x *PauseEngineResponse) Reset() {
 	*x = PauseEngineResponse{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[17]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1206,7 +2345,7 @@ func (x *PauseEngineResponse) String() string {
 func (*PauseEngineResponse) ProtoMessage() {}
 
 func (x *PauseEngineResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[17]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1219,7 +2358,7 @@ func (x *PauseEngineResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseEngineResponse.ProtoReflect.Descriptor instead.
 func (*PauseEngineResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{17}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{29}
 }
 
 // ResumeEngineRequest is empty.
@@ -1231,7 +2370,7 @@ type ResumeEngineRequest struct {
 
 func (x *ResumeEngineRequest) Reset() {
 	*x = ResumeEngineRequest{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[18]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1243,7 +2382,7 @@ func (x *ResumeEngineRequest) String() string {
 func (*ResumeEngineRequest) ProtoMessage() {}
 
 func (x *ResumeEngineRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[18]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1256,7 +2395,7 @@ func (x *ResumeEngineRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeEngineRequest.ProtoReflect.Descriptor instead.
 func (*ResumeEngineRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{18}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{30}
 }
 
 // ResumeEngineResponse is empty.
@@ -1268,7 +2407,7 @@ type ResumeEngineResponse struct {
 
 func (x *ResumeEngineResponse) Reset() {
 	*x = ResumeEngineResponse{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[19]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1280,7 +2419,7 @@ func (x *ResumeEngineResponse) String() string {
 func (*ResumeEngineResponse) ProtoMessage() {}
 
 func (x *ResumeEngineResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[19]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1293,7 +2432,7 @@ func (x *ResumeEngineResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeEngineResponse.ProtoReflect.Descriptor instead.
 func (*ResumeEngineResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{19}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{31}
 }
 
 // GetInferenceStatusRequest is empty.
@@ -1305,7 +2444,7 @@ type GetInferenceStatusRequest struct {
 
 func (x *GetInferenceStatusRequest) Reset() {
 	*x = GetInferenceStatusRequest{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[20]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1317,7 +2456,7 @@ func (x *GetInferenceStatusRequest) String() string {
 func (*GetInferenceStatusRequest) ProtoMessage() {}
 
 func (x *GetInferenceStatusRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[20]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1330,14 +2469,14 @@ func (x *GetInferenceStatusRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetInferenceStatusRequest.ProtoReflect.Descriptor instead.
 func (*GetInferenceStatusRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{20}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{32}
 }
 
 // GetInferenceStatusResponse is the state of the worker.
 type GetInferenceStatusResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Weights that the engine has loaded.
-	Receipt *v1.WeightsReceipt `protobuf:"bytes,1,opt,name=receipt,proto3" json:"receipt,omitempty"`
+	Receipt *v11.WeightsReceipt `protobuf:"bytes,1,opt,name=receipt,proto3" json:"receipt,omitempty"`
 	// Slots in use.
 	Active uint32 `protobuf:"varint,2,opt,name=active,proto3" json:"active,omitempty"`
 	// All slots.
@@ -1363,14 +2502,14 @@ type GetInferenceStatusResponse struct {
 	// Repeated calls of the reward since the start.
 	RewardRetries uint64 `protobuf:"varint,13,opt,name=reward_retries,json=rewardRetries,proto3" json:"reward_retries,omitempty"`
 	// Weights version and digest of each engine of the worker.
-	Engines       []*v1.EngineReceipt `protobuf:"bytes,14,rep,name=engines,proto3" json:"engines,omitempty"`
+	Engines       []*v11.EngineReceipt `protobuf:"bytes,14,rep,name=engines,proto3" json:"engines,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GetInferenceStatusResponse) Reset() {
 	*x = GetInferenceStatusResponse{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[21]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1382,7 +2521,7 @@ func (x *GetInferenceStatusResponse) String() string {
 func (*GetInferenceStatusResponse) ProtoMessage() {}
 
 func (x *GetInferenceStatusResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[21]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1395,10 +2534,10 @@ func (x *GetInferenceStatusResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetInferenceStatusResponse.ProtoReflect.Descriptor instead.
 func (*GetInferenceStatusResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{21}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{33}
 }
 
-func (x *GetInferenceStatusResponse) GetReceipt() *v1.WeightsReceipt {
+func (x *GetInferenceStatusResponse) GetReceipt() *v11.WeightsReceipt {
 	if x != nil {
 		return x.Receipt
 	}
@@ -1489,7 +2628,7 @@ func (x *GetInferenceStatusResponse) GetRewardRetries() uint64 {
 	return 0
 }
 
-func (x *GetInferenceStatusResponse) GetEngines() []*v1.EngineReceipt {
+func (x *GetInferenceStatusResponse) GetEngines() []*v11.EngineReceipt {
 	if x != nil {
 		return x.Engines
 	}
@@ -1500,27 +2639,104 @@ var File_rollout_inference_v1_inference_proto protoreflect.FileDescriptor
 
 const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\n" +
-	"$rollout/inference/v1/inference.proto\x12\x14rollout.inference.v1\x1a\x1bbuf/validate/validate.proto\x1a&rollout/trajectory/v1/trajectory.proto\x1a rollout/weights/v1/weights.proto\"\xfa\x02\n" +
+	"$rollout/inference/v1/inference.proto\x12\x14rollout.inference.v1\x1a\x1bbuf/validate/validate.proto\x1a rollout/session/v1/session.proto\x1a&rollout/trajectory/v1/trajectory.proto\x1a rollout/weights/v1/weights.proto\"\xcb\b\n" +
 	"\x0eSamplingParams\x12>\n" +
 	"\vtemperature\x18\x01 \x01(\x01B\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00$@)\x00\x00\x00\x00\x00\x00\x00\x00H\x00R\vtemperature\x88\x01\x01\x121\n" +
 	"\x05top_p\x18\x02 \x01(\x01B\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?!\x00\x00\x00\x00\x00\x00\x00\x00H\x01R\x04topP\x88\x01\x01\x12\x18\n" +
 	"\x05top_k\x18\x03 \x01(\rH\x02R\x04topK\x88\x01\x01\x121\n" +
-	"\x05min_p\x18\x04 \x01(\x01B\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00H\x03R\x04minP\x88\x01\x01\x12+\n" +
+	"\x05min_p\x18\x04 \x01(\x01B\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00H\x03R\x04minP\x88\x01\x01\x12\"\n" +
 	"\n" +
-	"max_tokens\x18\x05 \x01(\rB\a\xbaH\x04*\x02(\x01H\x04R\tmaxTokens\x88\x01\x01\x12\x1c\n" +
+	"max_tokens\x18\x05 \x01(\rH\x04R\tmaxTokens\x88\x01\x01\x12\x1c\n" +
 	"\x04stop\x18\x06 \x03(\tB\b\xbaH\x05\x92\x01\x02\x10\x10R\x04stop\x12\x17\n" +
-	"\x04seed\x18\a \x01(\x04H\x05R\x04seed\x88\x01\x01B\x0e\n" +
+	"\x04seed\x18\a \x01(\x04H\x05R\x04seed\x88\x01\x01\x12K\n" +
+	"\x12repetition_penalty\x18\b \x01(\x01B\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00$@!\x00\x00\x00\x00\x00\x00\x00\x00H\x06R\x11repetitionPenalty\x88\x01\x01\x12G\n" +
+	"\x10presence_penalty\x18\t \x01(\x01B\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\x00@)\x00\x00\x00\x00\x00\x00\x00\xc0H\aR\x0fpresencePenalty\x88\x01\x01\x12I\n" +
+	"\x11frequency_penalty\x18\n" +
+	" \x01(\x01B\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\x00@)\x00\x00\x00\x00\x00\x00\x00\xc0H\bR\x10frequencyPenalty\x88\x01\x01\x12s\n" +
+	"\n" +
+	"logit_bias\x18\v \x03(\v23.rollout.inference.v1.SamplingParams.LogitBiasEntryB\x1f\xbaH\x1c\x9a\x01\x19\x10\x80\b*\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00Y\xc0R\tlogitBias\x12\"\n" +
+	"\n" +
+	"min_tokens\x18\f \x01(\rH\tR\tminTokens\x88\x01\x01\x12.\n" +
+	"\x0estop_token_ids\x18\r \x03(\rB\b\xbaH\x05\x92\x01\x02\x10@R\fstopTokenIds\x12\"\n" +
+	"\n" +
+	"ignore_eos\x18\x0e \x01(\bH\n" +
+	"R\tignoreEos\x88\x01\x01\x12*\n" +
+	"\ftop_logprobs\x18\x0f \x01(\rB\a\xbaH\x04*\x02\x18\x14R\vtopLogprobs\x12@\n" +
+	"\n" +
+	"constraint\x18\x10 \x01(\v2 .rollout.inference.v1.ConstraintR\n" +
+	"constraint\x1a<\n" +
+	"\x0eLogitBiasEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\rR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01B\x0e\n" +
 	"\f_temperatureB\b\n" +
 	"\x06_top_pB\b\n" +
 	"\x06_top_kB\b\n" +
 	"\x06_min_pB\r\n" +
 	"\v_max_tokensB\a\n" +
-	"\x05_seed\"a\n" +
+	"\x05_seedB\x15\n" +
+	"\x13_repetition_penaltyB\x13\n" +
+	"\x11_presence_penaltyB\x14\n" +
+	"\x12_frequency_penaltyB\r\n" +
+	"\v_min_tokensB\r\n" +
+	"\v_ignore_eos\"\xd0\x01\n" +
+	"\n" +
+	"Constraint\x12!\n" +
+	"\vjson_schema\x18\x01 \x01(\tH\x00R\n" +
+	"jsonSchema\x12!\n" +
+	"\vjson_object\x18\x02 \x01(\bH\x00R\n" +
+	"jsonObject\x12\x16\n" +
+	"\x05regex\x18\x03 \x01(\tH\x00R\x05regex\x12\x1a\n" +
+	"\agrammar\x18\x04 \x01(\tH\x00R\agrammar\x129\n" +
+	"\achoices\x18\x05 \x01(\v2\x1d.rollout.inference.v1.ChoicesH\x00R\achoicesB\r\n" +
+	"\x04kind\x12\x05\xbaH\x02\b\x01\",\n" +
+	"\aChoices\x12!\n" +
+	"\x05texts\x18\x01 \x03(\tB\v\xbaH\b\x92\x01\x05\b\x01\x10\x80\bR\x05texts\"U\n" +
+	"\bToolCall\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1b\n" +
+	"\x04name\x18\x02 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x04name\x12\x1c\n" +
+	"\targuments\x18\x03 \x01(\tR\targuments\"}\n" +
+	"\x04Tool\x12\x1b\n" +
+	"\x04name\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x04name\x12 \n" +
+	"\vdescription\x18\x02 \x01(\tR\vdescription\x12\x1e\n" +
+	"\n" +
+	"parameters\x18\x03 \x01(\tR\n" +
+	"parameters\x12\x16\n" +
+	"\x06strict\x18\x04 \x01(\bR\x06strict\"\xa5\x01\n" +
+	"\n" +
+	"ToolChoice\x12C\n" +
+	"\x04mode\x18\x01 \x01(\x0e2%.rollout.inference.v1.ToolChoice.ModeB\b\xbaH\x05\x82\x01\x02\x10\x01R\x04mode\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\">\n" +
+	"\x04Mode\x12\x14\n" +
+	"\x10MODE_UNSPECIFIED\x10\x00\x12\r\n" +
+	"\tMODE_NONE\x10\x01\x12\x11\n" +
+	"\rMODE_REQUIRED\x10\x02\"\xf4\x01\n" +
 	"\vChatMessage\x128\n" +
 	"\x04role\x18\x01 \x01(\tB$\xbaH!r\x1fR\x06systemR\x04userR\tassistantR\x04toolR\x04role\x12\x18\n" +
-	"\acontent\x18\x02 \x01(\tR\acontent\"O\n" +
+	"\acontent\x18\x02 \x01(\tR\acontent\x12\x1c\n" +
+	"\treasoning\x18\x03 \x01(\tR\treasoning\x12=\n" +
+	"\n" +
+	"tool_calls\x18\x04 \x03(\v2\x1e.rollout.inference.v1.ToolCallR\ttoolCalls\x12 \n" +
+	"\ftool_call_id\x18\x05 \x01(\tR\n" +
+	"toolCallId\x12\x12\n" +
+	"\x04name\x18\x06 \x01(\tR\x04name\"\x81\x03\n" +
 	"\x04Chat\x12G\n" +
-	"\bmessages\x18\x01 \x03(\v2!.rollout.inference.v1.ChatMessageB\b\xbaH\x05\x92\x01\x02\b\x01R\bmessages\"&\n" +
+	"\bmessages\x18\x01 \x03(\v2!.rollout.inference.v1.ChatMessageB\b\xbaH\x05\x92\x01\x02\b\x01R\bmessages\x12;\n" +
+	"\x05tools\x18\x02 \x03(\v2\x1a.rollout.inference.v1.ToolB\t\xbaH\x06\x92\x01\x03\x10\x80\x01R\x05tools\x12A\n" +
+	"\vtool_choice\x18\x03 \x01(\v2 .rollout.inference.v1.ToolChoiceR\n" +
+	"toolChoice\x123\n" +
+	"\x13parallel_tool_calls\x18\x04 \x01(\bH\x00R\x11parallelToolCalls\x88\x01\x01\x12-\n" +
+	"\x12template_variables\x18\x05 \x01(\tR\x11templateVariables\x124\n" +
+	"\x16continue_final_message\x18\x06 \x01(\bR\x14continueFinalMessageB\x16\n" +
+	"\x14_parallel_tool_calls\"\x87\x01\n" +
+	"\fSessionState\x12(\n" +
+	"\n" +
+	"session_id\x18\x01 \x01(\tB\t\xbaH\x06r\x04\x10\x01\x18@R\tsessionId\x12\x14\n" +
+	"\x05known\x18\x02 \x01(\rR\x05known\x127\n" +
+	"\bsegments\x18\x03 \x03(\v2\x1b.rollout.session.v1.SegmentR\bsegments\"[\n" +
+	"\fContinuation\x12\x16\n" +
+	"\x06prompt\x18\x01 \x01(\rR\x06prompt\x12\x16\n" +
+	"\x06sample\x18\x02 \x01(\rR\x06sample\x12\x1b\n" +
+	"\ttoken_ids\x18\x03 \x03(\rR\btokenIds\"&\n" +
 	"\bTokenIds\x12\x1a\n" +
 	"\x03ids\x18\x01 \x03(\rB\b\xbaH\x05\x92\x01\x02\b\x01R\x03ids\"\x99\x01\n" +
 	"\x06Prompt\x12\x14\n" +
@@ -1533,7 +2749,7 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\x06offers\x18\x02 \x03(\v2 .rollout.weights.v1.WeightsOfferR\x06offers\"\x90\x01\n" +
 	"\x13LoadWeightsResponse\x12<\n" +
 	"\areceipt\x18\x01 \x01(\v2\".rollout.weights.v1.WeightsReceiptR\areceipt\x12;\n" +
-	"\aengines\x18\x02 \x03(\v2!.rollout.weights.v1.EngineReceiptR\aengines\"\x97\x02\n" +
+	"\aengines\x18\x02 \x03(\v2!.rollout.weights.v1.EngineReceiptR\aengines\"\xd1\x04\n" +
 	"\x0fGenerateRequest\x12&\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\trequestId\x12C\n" +
@@ -1542,7 +2758,16 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\x01n\x18\x04 \x01(\rB\n" +
 	"\xbaH\a*\x05\x18\x80\x01(\x01R\x01n\x12\x16\n" +
 	"\x06stream\x18\x05 \x01(\bR\x06stream\x12'\n" +
-	"\x0fprompt_logprobs\x18\x06 \x01(\bR\x0epromptLogprobs\"\xfd\x03\n" +
+	"\x0fprompt_logprobs\x18\x06 \x01(\bR\x0epromptLogprobs\x12<\n" +
+	"\asession\x18\a \x01(\v2\".rollout.inference.v1.SessionStateR\asession\x12H\n" +
+	"\rcontinuations\x18\b \x03(\v2\".rollout.inference.v1.ContinuationR\rcontinuations\x12\x14\n" +
+	"\x05parse\x18\t \x01(\bR\x05parse\x12\x1f\n" +
+	"\vtoken_bytes\x18\n" +
+	" \x01(\bR\n" +
+	"tokenBytes\x127\n" +
+	"\x13prompt_top_logprobs\x18\v \x01(\rB\a\xbaH\x04*\x02\x18\x14R\x11promptTopLogprobs\x12,\n" +
+	"\x0fweights_version\x18\f \x01(\x04H\x00R\x0eweightsVersion\x88\x01\x01B\x12\n" +
+	"\x10_weights_version\"\xf0\x06\n" +
 	"\x10GenerateResponse\x12\x16\n" +
 	"\x06prompt\x18\x01 \x01(\rR\x06prompt\x12\x16\n" +
 	"\x06sample\x18\x02 \x01(\rR\x06sample\x12\x12\n" +
@@ -1557,8 +2782,32 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	" \x03(\rR\x0epromptTokenIds\x12,\n" +
 	"\x0fweights_version\x18\v \x01(\x04H\x00R\x0eweightsVersion\x88\x01\x01\x12'\n" +
 	"\x0fprompt_logprobs\x18\f \x03(\x02R\x0epromptLogprobs\x12!\n" +
-	"\fprompt_texts\x18\r \x03(\tR\vpromptTextsB\x12\n" +
-	"\x10_weights_version\"\xbb\x01\n" +
+	"\fprompt_texts\x18\r \x03(\tR\vpromptTexts\x12\x1f\n" +
+	"\vtoken_bytes\x18\x0e \x03(\fR\n" +
+	"tokenBytes\x12D\n" +
+	"\ftop_logprobs\x18\x0f \x03(\v2!.rollout.inference.v1.TopLogprobsR\vtopLogprobs\x128\n" +
+	"\x05delta\x18\x10 \x01(\v2\".rollout.inference.v1.MessageDeltaR\x05delta\x12\x1f\n" +
+	"\vstop_string\x18\x11 \x01(\tR\n" +
+	"stopString\x127\n" +
+	"\bsegments\x18\x12 \x03(\v2\x1b.rollout.session.v1.SegmentR\bsegments\x12#\n" +
+	"\rcached_tokens\x18\x13 \x01(\rR\fcachedTokens\x12Q\n" +
+	"\x13prompt_top_logprobs\x18\x14 \x03(\v2!.rollout.inference.v1.TopLogprobsR\x11promptTopLogprobsB\x12\n" +
+	"\x10_weights_version\"g\n" +
+	"\vTopLogprobs\x12\x1b\n" +
+	"\ttoken_ids\x18\x01 \x03(\rR\btokenIds\x12\x1a\n" +
+	"\blogprobs\x18\x02 \x03(\x02R\blogprobs\x12\x1f\n" +
+	"\vtoken_bytes\x18\x03 \x03(\fR\n" +
+	"tokenBytes\"\x8a\x01\n" +
+	"\fMessageDelta\x12\x18\n" +
+	"\acontent\x18\x01 \x01(\tR\acontent\x12\x1c\n" +
+	"\treasoning\x18\x02 \x01(\tR\treasoning\x12B\n" +
+	"\n" +
+	"tool_calls\x18\x03 \x03(\v2#.rollout.inference.v1.ToolCallDeltaR\ttoolCalls\"g\n" +
+	"\rToolCallDelta\x12\x14\n" +
+	"\x05index\x18\x01 \x01(\rR\x05index\x12\x0e\n" +
+	"\x02id\x18\x02 \x01(\tR\x02id\x12\x12\n" +
+	"\x04name\x18\x03 \x01(\tR\x04name\x12\x1c\n" +
+	"\targuments\x18\x04 \x01(\tR\targuments\"\xbb\x01\n" +
 	"\x0fEvaluateRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x18\n" +
 	"\aversion\x18\x02 \x01(\x04R\aversion\x12\x1f\n" +
@@ -1586,7 +2835,11 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\aprompts\x18\x01 \x03(\v2\x1c.rollout.inference.v1.PromptB\v\xbaH\b\x92\x01\x05\b\x01\x10\x80\bR\aprompts\"p\n" +
 	"\x10TokenizeResponse\x128\n" +
 	"\aprompts\x18\x01 \x03(\v2\x1e.rollout.inference.v1.TokenIdsR\aprompts\x12\"\n" +
-	"\rmax_model_len\x18\x02 \x01(\rR\vmaxModelLen\"A\n" +
+	"\rmax_model_len\x18\x02 \x01(\rR\vmaxModelLen\"Z\n" +
+	"\x11DetokenizeRequest\x12E\n" +
+	"\aprompts\x18\x01 \x03(\v2\x1e.rollout.inference.v1.TokenIdsB\v\xbaH\b\x92\x01\x05\b\x01\x10\x80\bR\aprompts\"*\n" +
+	"\x12DetokenizeResponse\x12\x14\n" +
+	"\x05texts\x18\x01 \x03(\tR\x05texts\"A\n" +
 	"\x14AbortRequestsRequest\x12)\n" +
 	"\vrequest_ids\x18\x01 \x03(\tB\b\xbaH\x05\x92\x01\x02\b\x01R\n" +
 	"requestIds\"\x17\n" +
@@ -1612,12 +2865,14 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\x05model\x18\v \x01(\tR\x05model\x12\"\n" +
 	"\rmax_model_len\x18\f \x01(\rR\vmaxModelLen\x12%\n" +
 	"\x0ereward_retries\x18\r \x01(\x04R\rrewardRetries\x12;\n" +
-	"\aengines\x18\x0e \x03(\v2!.rollout.weights.v1.EngineReceiptR\aengines2\xbf\x06\n" +
+	"\aengines\x18\x0e \x03(\v2!.rollout.weights.v1.EngineReceiptR\aengines2\xa0\a\n" +
 	"\x16InferenceWorkerService\x12b\n" +
 	"\vLoadWeights\x12(.rollout.inference.v1.LoadWeightsRequest\x1a).rollout.inference.v1.LoadWeightsResponse\x12[\n" +
 	"\bGenerate\x12%.rollout.inference.v1.GenerateRequest\x1a&.rollout.inference.v1.GenerateResponse0\x01\x12[\n" +
 	"\bEvaluate\x12%.rollout.inference.v1.EvaluateRequest\x1a&.rollout.inference.v1.EvaluateResponse0\x01\x12Y\n" +
-	"\bTokenize\x12%.rollout.inference.v1.TokenizeRequest\x1a&.rollout.inference.v1.TokenizeResponse\x12h\n" +
+	"\bTokenize\x12%.rollout.inference.v1.TokenizeRequest\x1a&.rollout.inference.v1.TokenizeResponse\x12_\n" +
+	"\n" +
+	"Detokenize\x12'.rollout.inference.v1.DetokenizeRequest\x1a(.rollout.inference.v1.DetokenizeResponse\x12h\n" +
 	"\rAbortRequests\x12*.rollout.inference.v1.AbortRequestsRequest\x1a+.rollout.inference.v1.AbortRequestsResponse\x12b\n" +
 	"\vPauseEngine\x12(.rollout.inference.v1.PauseEngineRequest\x1a).rollout.inference.v1.PauseEngineResponse\x12e\n" +
 	"\fResumeEngine\x12).rollout.inference.v1.ResumeEngineRequest\x1a*.rollout.inference.v1.ResumeEngineResponse\x12w\n" +
@@ -1636,77 +2891,111 @@ func file_rollout_inference_v1_inference_proto_rawDescGZIP() []byte {
 	return file_rollout_inference_v1_inference_proto_rawDescData
 }
 
-var file_rollout_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 23)
+var file_rollout_inference_v1_inference_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
+var file_rollout_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 36)
 var file_rollout_inference_v1_inference_proto_goTypes = []any{
-	(*SamplingParams)(nil),             // 0: rollout.inference.v1.SamplingParams
-	(*ChatMessage)(nil),                // 1: rollout.inference.v1.ChatMessage
-	(*Chat)(nil),                       // 2: rollout.inference.v1.Chat
-	(*TokenIds)(nil),                   // 3: rollout.inference.v1.TokenIds
-	(*Prompt)(nil),                     // 4: rollout.inference.v1.Prompt
-	(*LoadWeightsRequest)(nil),         // 5: rollout.inference.v1.LoadWeightsRequest
-	(*LoadWeightsResponse)(nil),        // 6: rollout.inference.v1.LoadWeightsResponse
-	(*GenerateRequest)(nil),            // 7: rollout.inference.v1.GenerateRequest
-	(*GenerateResponse)(nil),           // 8: rollout.inference.v1.GenerateResponse
-	(*EvaluateRequest)(nil),            // 9: rollout.inference.v1.EvaluateRequest
-	(*EvaluateResponse)(nil),           // 10: rollout.inference.v1.EvaluateResponse
-	(*EvalSample)(nil),                 // 11: rollout.inference.v1.EvalSample
-	(*TokenizeRequest)(nil),            // 12: rollout.inference.v1.TokenizeRequest
-	(*TokenizeResponse)(nil),           // 13: rollout.inference.v1.TokenizeResponse
-	(*AbortRequestsRequest)(nil),       // 14: rollout.inference.v1.AbortRequestsRequest
-	(*AbortRequestsResponse)(nil),      // 15: rollout.inference.v1.AbortRequestsResponse
-	(*PauseEngineRequest)(nil),         // 16: rollout.inference.v1.PauseEngineRequest
-	(*PauseEngineResponse)(nil),        // 17: rollout.inference.v1.PauseEngineResponse
-	(*ResumeEngineRequest)(nil),        // 18: rollout.inference.v1.ResumeEngineRequest
-	(*ResumeEngineResponse)(nil),       // 19: rollout.inference.v1.ResumeEngineResponse
-	(*GetInferenceStatusRequest)(nil),  // 20: rollout.inference.v1.GetInferenceStatusRequest
-	(*GetInferenceStatusResponse)(nil), // 21: rollout.inference.v1.GetInferenceStatusResponse
-	nil,                                // 22: rollout.inference.v1.EvalSample.MetricsEntry
-	(*v1.WeightsManifest)(nil),         // 23: rollout.weights.v1.WeightsManifest
-	(*v1.WeightsOffer)(nil),            // 24: rollout.weights.v1.WeightsOffer
-	(*v1.WeightsReceipt)(nil),          // 25: rollout.weights.v1.WeightsReceipt
-	(*v1.EngineReceipt)(nil),           // 26: rollout.weights.v1.EngineReceipt
-	(*v11.VersionSpan)(nil),            // 27: rollout.trajectory.v1.VersionSpan
-	(v11.Outcome)(0),                   // 28: rollout.trajectory.v1.Outcome
+	(ToolChoice_Mode)(0),               // 0: rollout.inference.v1.ToolChoice.Mode
+	(*SamplingParams)(nil),             // 1: rollout.inference.v1.SamplingParams
+	(*Constraint)(nil),                 // 2: rollout.inference.v1.Constraint
+	(*Choices)(nil),                    // 3: rollout.inference.v1.Choices
+	(*ToolCall)(nil),                   // 4: rollout.inference.v1.ToolCall
+	(*Tool)(nil),                       // 5: rollout.inference.v1.Tool
+	(*ToolChoice)(nil),                 // 6: rollout.inference.v1.ToolChoice
+	(*ChatMessage)(nil),                // 7: rollout.inference.v1.ChatMessage
+	(*Chat)(nil),                       // 8: rollout.inference.v1.Chat
+	(*SessionState)(nil),               // 9: rollout.inference.v1.SessionState
+	(*Continuation)(nil),               // 10: rollout.inference.v1.Continuation
+	(*TokenIds)(nil),                   // 11: rollout.inference.v1.TokenIds
+	(*Prompt)(nil),                     // 12: rollout.inference.v1.Prompt
+	(*LoadWeightsRequest)(nil),         // 13: rollout.inference.v1.LoadWeightsRequest
+	(*LoadWeightsResponse)(nil),        // 14: rollout.inference.v1.LoadWeightsResponse
+	(*GenerateRequest)(nil),            // 15: rollout.inference.v1.GenerateRequest
+	(*GenerateResponse)(nil),           // 16: rollout.inference.v1.GenerateResponse
+	(*TopLogprobs)(nil),                // 17: rollout.inference.v1.TopLogprobs
+	(*MessageDelta)(nil),               // 18: rollout.inference.v1.MessageDelta
+	(*ToolCallDelta)(nil),              // 19: rollout.inference.v1.ToolCallDelta
+	(*EvaluateRequest)(nil),            // 20: rollout.inference.v1.EvaluateRequest
+	(*EvaluateResponse)(nil),           // 21: rollout.inference.v1.EvaluateResponse
+	(*EvalSample)(nil),                 // 22: rollout.inference.v1.EvalSample
+	(*TokenizeRequest)(nil),            // 23: rollout.inference.v1.TokenizeRequest
+	(*TokenizeResponse)(nil),           // 24: rollout.inference.v1.TokenizeResponse
+	(*DetokenizeRequest)(nil),          // 25: rollout.inference.v1.DetokenizeRequest
+	(*DetokenizeResponse)(nil),         // 26: rollout.inference.v1.DetokenizeResponse
+	(*AbortRequestsRequest)(nil),       // 27: rollout.inference.v1.AbortRequestsRequest
+	(*AbortRequestsResponse)(nil),      // 28: rollout.inference.v1.AbortRequestsResponse
+	(*PauseEngineRequest)(nil),         // 29: rollout.inference.v1.PauseEngineRequest
+	(*PauseEngineResponse)(nil),        // 30: rollout.inference.v1.PauseEngineResponse
+	(*ResumeEngineRequest)(nil),        // 31: rollout.inference.v1.ResumeEngineRequest
+	(*ResumeEngineResponse)(nil),       // 32: rollout.inference.v1.ResumeEngineResponse
+	(*GetInferenceStatusRequest)(nil),  // 33: rollout.inference.v1.GetInferenceStatusRequest
+	(*GetInferenceStatusResponse)(nil), // 34: rollout.inference.v1.GetInferenceStatusResponse
+	nil,                                // 35: rollout.inference.v1.SamplingParams.LogitBiasEntry
+	nil,                                // 36: rollout.inference.v1.EvalSample.MetricsEntry
+	(*v1.Segment)(nil),                 // 37: rollout.session.v1.Segment
+	(*v11.WeightsManifest)(nil),        // 38: rollout.weights.v1.WeightsManifest
+	(*v11.WeightsOffer)(nil),           // 39: rollout.weights.v1.WeightsOffer
+	(*v11.WeightsReceipt)(nil),         // 40: rollout.weights.v1.WeightsReceipt
+	(*v11.EngineReceipt)(nil),          // 41: rollout.weights.v1.EngineReceipt
+	(*v12.VersionSpan)(nil),            // 42: rollout.trajectory.v1.VersionSpan
+	(v12.Outcome)(0),                   // 43: rollout.trajectory.v1.Outcome
 }
 var file_rollout_inference_v1_inference_proto_depIdxs = []int32{
-	1,  // 0: rollout.inference.v1.Chat.messages:type_name -> rollout.inference.v1.ChatMessage
-	2,  // 1: rollout.inference.v1.Prompt.chat:type_name -> rollout.inference.v1.Chat
-	3,  // 2: rollout.inference.v1.Prompt.tokens:type_name -> rollout.inference.v1.TokenIds
-	23, // 3: rollout.inference.v1.LoadWeightsRequest.weights:type_name -> rollout.weights.v1.WeightsManifest
-	24, // 4: rollout.inference.v1.LoadWeightsRequest.offers:type_name -> rollout.weights.v1.WeightsOffer
-	25, // 5: rollout.inference.v1.LoadWeightsResponse.receipt:type_name -> rollout.weights.v1.WeightsReceipt
-	26, // 6: rollout.inference.v1.LoadWeightsResponse.engines:type_name -> rollout.weights.v1.EngineReceipt
-	4,  // 7: rollout.inference.v1.GenerateRequest.prompts:type_name -> rollout.inference.v1.Prompt
-	0,  // 8: rollout.inference.v1.GenerateRequest.params:type_name -> rollout.inference.v1.SamplingParams
-	27, // 9: rollout.inference.v1.GenerateResponse.version_spans:type_name -> rollout.trajectory.v1.VersionSpan
-	11, // 10: rollout.inference.v1.EvaluateResponse.samples:type_name -> rollout.inference.v1.EvalSample
-	22, // 11: rollout.inference.v1.EvalSample.metrics:type_name -> rollout.inference.v1.EvalSample.MetricsEntry
-	28, // 12: rollout.inference.v1.EvalSample.outcome:type_name -> rollout.trajectory.v1.Outcome
-	4,  // 13: rollout.inference.v1.TokenizeRequest.prompts:type_name -> rollout.inference.v1.Prompt
-	3,  // 14: rollout.inference.v1.TokenizeResponse.prompts:type_name -> rollout.inference.v1.TokenIds
-	25, // 15: rollout.inference.v1.GetInferenceStatusResponse.receipt:type_name -> rollout.weights.v1.WeightsReceipt
-	26, // 16: rollout.inference.v1.GetInferenceStatusResponse.engines:type_name -> rollout.weights.v1.EngineReceipt
-	5,  // 17: rollout.inference.v1.InferenceWorkerService.LoadWeights:input_type -> rollout.inference.v1.LoadWeightsRequest
-	7,  // 18: rollout.inference.v1.InferenceWorkerService.Generate:input_type -> rollout.inference.v1.GenerateRequest
-	9,  // 19: rollout.inference.v1.InferenceWorkerService.Evaluate:input_type -> rollout.inference.v1.EvaluateRequest
-	12, // 20: rollout.inference.v1.InferenceWorkerService.Tokenize:input_type -> rollout.inference.v1.TokenizeRequest
-	14, // 21: rollout.inference.v1.InferenceWorkerService.AbortRequests:input_type -> rollout.inference.v1.AbortRequestsRequest
-	16, // 22: rollout.inference.v1.InferenceWorkerService.PauseEngine:input_type -> rollout.inference.v1.PauseEngineRequest
-	18, // 23: rollout.inference.v1.InferenceWorkerService.ResumeEngine:input_type -> rollout.inference.v1.ResumeEngineRequest
-	20, // 24: rollout.inference.v1.InferenceWorkerService.GetInferenceStatus:input_type -> rollout.inference.v1.GetInferenceStatusRequest
-	6,  // 25: rollout.inference.v1.InferenceWorkerService.LoadWeights:output_type -> rollout.inference.v1.LoadWeightsResponse
-	8,  // 26: rollout.inference.v1.InferenceWorkerService.Generate:output_type -> rollout.inference.v1.GenerateResponse
-	10, // 27: rollout.inference.v1.InferenceWorkerService.Evaluate:output_type -> rollout.inference.v1.EvaluateResponse
-	13, // 28: rollout.inference.v1.InferenceWorkerService.Tokenize:output_type -> rollout.inference.v1.TokenizeResponse
-	15, // 29: rollout.inference.v1.InferenceWorkerService.AbortRequests:output_type -> rollout.inference.v1.AbortRequestsResponse
-	17, // 30: rollout.inference.v1.InferenceWorkerService.PauseEngine:output_type -> rollout.inference.v1.PauseEngineResponse
-	19, // 31: rollout.inference.v1.InferenceWorkerService.ResumeEngine:output_type -> rollout.inference.v1.ResumeEngineResponse
-	21, // 32: rollout.inference.v1.InferenceWorkerService.GetInferenceStatus:output_type -> rollout.inference.v1.GetInferenceStatusResponse
-	25, // [25:33] is the sub-list for method output_type
-	17, // [17:25] is the sub-list for method input_type
-	17, // [17:17] is the sub-list for extension type_name
-	17, // [17:17] is the sub-list for extension extendee
-	0,  // [0:17] is the sub-list for field type_name
+	35, // 0: rollout.inference.v1.SamplingParams.logit_bias:type_name -> rollout.inference.v1.SamplingParams.LogitBiasEntry
+	2,  // 1: rollout.inference.v1.SamplingParams.constraint:type_name -> rollout.inference.v1.Constraint
+	3,  // 2: rollout.inference.v1.Constraint.choices:type_name -> rollout.inference.v1.Choices
+	0,  // 3: rollout.inference.v1.ToolChoice.mode:type_name -> rollout.inference.v1.ToolChoice.Mode
+	4,  // 4: rollout.inference.v1.ChatMessage.tool_calls:type_name -> rollout.inference.v1.ToolCall
+	7,  // 5: rollout.inference.v1.Chat.messages:type_name -> rollout.inference.v1.ChatMessage
+	5,  // 6: rollout.inference.v1.Chat.tools:type_name -> rollout.inference.v1.Tool
+	6,  // 7: rollout.inference.v1.Chat.tool_choice:type_name -> rollout.inference.v1.ToolChoice
+	37, // 8: rollout.inference.v1.SessionState.segments:type_name -> rollout.session.v1.Segment
+	8,  // 9: rollout.inference.v1.Prompt.chat:type_name -> rollout.inference.v1.Chat
+	11, // 10: rollout.inference.v1.Prompt.tokens:type_name -> rollout.inference.v1.TokenIds
+	38, // 11: rollout.inference.v1.LoadWeightsRequest.weights:type_name -> rollout.weights.v1.WeightsManifest
+	39, // 12: rollout.inference.v1.LoadWeightsRequest.offers:type_name -> rollout.weights.v1.WeightsOffer
+	40, // 13: rollout.inference.v1.LoadWeightsResponse.receipt:type_name -> rollout.weights.v1.WeightsReceipt
+	41, // 14: rollout.inference.v1.LoadWeightsResponse.engines:type_name -> rollout.weights.v1.EngineReceipt
+	12, // 15: rollout.inference.v1.GenerateRequest.prompts:type_name -> rollout.inference.v1.Prompt
+	1,  // 16: rollout.inference.v1.GenerateRequest.params:type_name -> rollout.inference.v1.SamplingParams
+	9,  // 17: rollout.inference.v1.GenerateRequest.session:type_name -> rollout.inference.v1.SessionState
+	10, // 18: rollout.inference.v1.GenerateRequest.continuations:type_name -> rollout.inference.v1.Continuation
+	42, // 19: rollout.inference.v1.GenerateResponse.version_spans:type_name -> rollout.trajectory.v1.VersionSpan
+	17, // 20: rollout.inference.v1.GenerateResponse.top_logprobs:type_name -> rollout.inference.v1.TopLogprobs
+	18, // 21: rollout.inference.v1.GenerateResponse.delta:type_name -> rollout.inference.v1.MessageDelta
+	37, // 22: rollout.inference.v1.GenerateResponse.segments:type_name -> rollout.session.v1.Segment
+	17, // 23: rollout.inference.v1.GenerateResponse.prompt_top_logprobs:type_name -> rollout.inference.v1.TopLogprobs
+	19, // 24: rollout.inference.v1.MessageDelta.tool_calls:type_name -> rollout.inference.v1.ToolCallDelta
+	22, // 25: rollout.inference.v1.EvaluateResponse.samples:type_name -> rollout.inference.v1.EvalSample
+	36, // 26: rollout.inference.v1.EvalSample.metrics:type_name -> rollout.inference.v1.EvalSample.MetricsEntry
+	43, // 27: rollout.inference.v1.EvalSample.outcome:type_name -> rollout.trajectory.v1.Outcome
+	12, // 28: rollout.inference.v1.TokenizeRequest.prompts:type_name -> rollout.inference.v1.Prompt
+	11, // 29: rollout.inference.v1.TokenizeResponse.prompts:type_name -> rollout.inference.v1.TokenIds
+	11, // 30: rollout.inference.v1.DetokenizeRequest.prompts:type_name -> rollout.inference.v1.TokenIds
+	40, // 31: rollout.inference.v1.GetInferenceStatusResponse.receipt:type_name -> rollout.weights.v1.WeightsReceipt
+	41, // 32: rollout.inference.v1.GetInferenceStatusResponse.engines:type_name -> rollout.weights.v1.EngineReceipt
+	13, // 33: rollout.inference.v1.InferenceWorkerService.LoadWeights:input_type -> rollout.inference.v1.LoadWeightsRequest
+	15, // 34: rollout.inference.v1.InferenceWorkerService.Generate:input_type -> rollout.inference.v1.GenerateRequest
+	20, // 35: rollout.inference.v1.InferenceWorkerService.Evaluate:input_type -> rollout.inference.v1.EvaluateRequest
+	23, // 36: rollout.inference.v1.InferenceWorkerService.Tokenize:input_type -> rollout.inference.v1.TokenizeRequest
+	25, // 37: rollout.inference.v1.InferenceWorkerService.Detokenize:input_type -> rollout.inference.v1.DetokenizeRequest
+	27, // 38: rollout.inference.v1.InferenceWorkerService.AbortRequests:input_type -> rollout.inference.v1.AbortRequestsRequest
+	29, // 39: rollout.inference.v1.InferenceWorkerService.PauseEngine:input_type -> rollout.inference.v1.PauseEngineRequest
+	31, // 40: rollout.inference.v1.InferenceWorkerService.ResumeEngine:input_type -> rollout.inference.v1.ResumeEngineRequest
+	33, // 41: rollout.inference.v1.InferenceWorkerService.GetInferenceStatus:input_type -> rollout.inference.v1.GetInferenceStatusRequest
+	14, // 42: rollout.inference.v1.InferenceWorkerService.LoadWeights:output_type -> rollout.inference.v1.LoadWeightsResponse
+	16, // 43: rollout.inference.v1.InferenceWorkerService.Generate:output_type -> rollout.inference.v1.GenerateResponse
+	21, // 44: rollout.inference.v1.InferenceWorkerService.Evaluate:output_type -> rollout.inference.v1.EvaluateResponse
+	24, // 45: rollout.inference.v1.InferenceWorkerService.Tokenize:output_type -> rollout.inference.v1.TokenizeResponse
+	26, // 46: rollout.inference.v1.InferenceWorkerService.Detokenize:output_type -> rollout.inference.v1.DetokenizeResponse
+	28, // 47: rollout.inference.v1.InferenceWorkerService.AbortRequests:output_type -> rollout.inference.v1.AbortRequestsResponse
+	30, // 48: rollout.inference.v1.InferenceWorkerService.PauseEngine:output_type -> rollout.inference.v1.PauseEngineResponse
+	32, // 49: rollout.inference.v1.InferenceWorkerService.ResumeEngine:output_type -> rollout.inference.v1.ResumeEngineResponse
+	34, // 50: rollout.inference.v1.InferenceWorkerService.GetInferenceStatus:output_type -> rollout.inference.v1.GetInferenceStatusResponse
+	42, // [42:51] is the sub-list for method output_type
+	33, // [33:42] is the sub-list for method input_type
+	33, // [33:33] is the sub-list for extension type_name
+	33, // [33:33] is the sub-list for extension extendee
+	0,  // [0:33] is the sub-list for field type_name
 }
 
 func init() { file_rollout_inference_v1_inference_proto_init() }
@@ -1715,24 +3004,34 @@ func file_rollout_inference_v1_inference_proto_init() {
 		return
 	}
 	file_rollout_inference_v1_inference_proto_msgTypes[0].OneofWrappers = []any{}
-	file_rollout_inference_v1_inference_proto_msgTypes[4].OneofWrappers = []any{
+	file_rollout_inference_v1_inference_proto_msgTypes[1].OneofWrappers = []any{
+		(*Constraint_JsonSchema)(nil),
+		(*Constraint_JsonObject)(nil),
+		(*Constraint_Regex)(nil),
+		(*Constraint_Grammar)(nil),
+		(*Constraint_Choices)(nil),
+	}
+	file_rollout_inference_v1_inference_proto_msgTypes[7].OneofWrappers = []any{}
+	file_rollout_inference_v1_inference_proto_msgTypes[11].OneofWrappers = []any{
 		(*Prompt_Text)(nil),
 		(*Prompt_Chat)(nil),
 		(*Prompt_Tokens)(nil),
 	}
-	file_rollout_inference_v1_inference_proto_msgTypes[8].OneofWrappers = []any{}
+	file_rollout_inference_v1_inference_proto_msgTypes[14].OneofWrappers = []any{}
+	file_rollout_inference_v1_inference_proto_msgTypes[15].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_inference_v1_inference_proto_rawDesc), len(file_rollout_inference_v1_inference_proto_rawDesc)),
-			NumEnums:      0,
-			NumMessages:   23,
+			NumEnums:      1,
+			NumMessages:   36,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
 		GoTypes:           file_rollout_inference_v1_inference_proto_goTypes,
 		DependencyIndexes: file_rollout_inference_v1_inference_proto_depIdxs,
+		EnumInfos:         file_rollout_inference_v1_inference_proto_enumTypes,
 		MessageInfos:      file_rollout_inference_v1_inference_proto_msgTypes,
 	}.Build()
 	File_rollout_inference_v1_inference_proto = out.File

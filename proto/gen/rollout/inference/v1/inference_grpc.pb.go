@@ -25,6 +25,7 @@ const (
 	InferenceWorkerService_Generate_FullMethodName           = "/rollout.inference.v1.InferenceWorkerService/Generate"
 	InferenceWorkerService_Evaluate_FullMethodName           = "/rollout.inference.v1.InferenceWorkerService/Evaluate"
 	InferenceWorkerService_Tokenize_FullMethodName           = "/rollout.inference.v1.InferenceWorkerService/Tokenize"
+	InferenceWorkerService_Detokenize_FullMethodName         = "/rollout.inference.v1.InferenceWorkerService/Detokenize"
 	InferenceWorkerService_AbortRequests_FullMethodName      = "/rollout.inference.v1.InferenceWorkerService/AbortRequests"
 	InferenceWorkerService_PauseEngine_FullMethodName        = "/rollout.inference.v1.InferenceWorkerService/PauseEngine"
 	InferenceWorkerService_ResumeEngine_FullMethodName       = "/rollout.inference.v1.InferenceWorkerService/ResumeEngine"
@@ -51,6 +52,8 @@ type InferenceWorkerServiceClient interface {
 	Evaluate(ctx context.Context, in *EvaluateRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[EvaluateResponse], error)
 	// Tokenize converts chats or texts to token ids. Batched.
 	Tokenize(ctx context.Context, in *TokenizeRequest, opts ...grpc.CallOption) (*TokenizeResponse, error)
+	// Detokenize converts token ids to texts. Batched.
+	Detokenize(ctx context.Context, in *DetokenizeRequest, opts ...grpc.CallOption) (*DetokenizeResponse, error)
 	// AbortRequests ends requests. Their partial output is returned with the finish reason `abort`.
 	AbortRequests(ctx context.Context, in *AbortRequestsRequest, opts ...grpc.CallOption) (*AbortRequestsResponse, error)
 	// PauseEngine stops decoding between tokens. Slots keep their state. Idempotent.
@@ -127,6 +130,16 @@ func (c *inferenceWorkerServiceClient) Tokenize(ctx context.Context, in *Tokeniz
 	return out, nil
 }
 
+func (c *inferenceWorkerServiceClient) Detokenize(ctx context.Context, in *DetokenizeRequest, opts ...grpc.CallOption) (*DetokenizeResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(DetokenizeResponse)
+	err := c.cc.Invoke(ctx, InferenceWorkerService_Detokenize_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *inferenceWorkerServiceClient) AbortRequests(ctx context.Context, in *AbortRequestsRequest, opts ...grpc.CallOption) (*AbortRequestsResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(AbortRequestsResponse)
@@ -187,6 +200,8 @@ type InferenceWorkerServiceServer interface {
 	Evaluate(*EvaluateRequest, grpc.ServerStreamingServer[EvaluateResponse]) error
 	// Tokenize converts chats or texts to token ids. Batched.
 	Tokenize(context.Context, *TokenizeRequest) (*TokenizeResponse, error)
+	// Detokenize converts token ids to texts. Batched.
+	Detokenize(context.Context, *DetokenizeRequest) (*DetokenizeResponse, error)
 	// AbortRequests ends requests. Their partial output is returned with the finish reason `abort`.
 	AbortRequests(context.Context, *AbortRequestsRequest) (*AbortRequestsResponse, error)
 	// PauseEngine stops decoding between tokens. Slots keep their state. Idempotent.
@@ -216,6 +231,9 @@ func (UnimplementedInferenceWorkerServiceServer) Evaluate(*EvaluateRequest, grpc
 }
 func (UnimplementedInferenceWorkerServiceServer) Tokenize(context.Context, *TokenizeRequest) (*TokenizeResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Tokenize not implemented")
+}
+func (UnimplementedInferenceWorkerServiceServer) Detokenize(context.Context, *DetokenizeRequest) (*DetokenizeResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Detokenize not implemented")
 }
 func (UnimplementedInferenceWorkerServiceServer) AbortRequests(context.Context, *AbortRequestsRequest) (*AbortRequestsResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method AbortRequests not implemented")
@@ -309,6 +327,24 @@ func _InferenceWorkerService_Tokenize_Handler(srv interface{}, ctx context.Conte
 	return interceptor(ctx, in, info, handler)
 }
 
+func _InferenceWorkerService_Detokenize_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(DetokenizeRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(InferenceWorkerServiceServer).Detokenize(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: InferenceWorkerService_Detokenize_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(InferenceWorkerServiceServer).Detokenize(ctx, req.(*DetokenizeRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _InferenceWorkerService_AbortRequests_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(AbortRequestsRequest)
 	if err := dec(in); err != nil {
@@ -395,6 +431,10 @@ var InferenceWorkerService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Tokenize",
 			Handler:    _InferenceWorkerService_Tokenize_Handler,
+		},
+		{
+			MethodName: "Detokenize",
+			Handler:    _InferenceWorkerService_Detokenize_Handler,
 		},
 		{
 			MethodName: "AbortRequests",

@@ -183,7 +183,12 @@ type Segment struct {
 	// are inline.
 	TokensRef string `protobuf:"bytes,9,opt,name=tokens_ref,json=tokensRef,proto3" json:"tokens_ref,omitempty"`
 	// CRC-32C of the serialized SegmentTokens.
-	Crc32C        uint32 `protobuf:"fixed32,10,opt,name=crc32c,proto3" json:"crc32c,omitempty"`
+	Crc32C uint32 `protobuf:"fixed32,10,opt,name=crc32c,proto3" json:"crc32c,omitempty"`
+	// What the segment says: messages in the form of OpenAI's API, each as JSON, as the client sent
+	// or received them. Empty if it is not a chat.
+	Messages []string `protobuf:"bytes,11,rep,name=messages,proto3" json:"messages,omitempty"`
+	// Tools that the chat template rendered, as a JSON list; of a root only.
+	Tools         string `protobuf:"bytes,12,opt,name=tools,proto3" json:"tools,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -288,6 +293,20 @@ func (x *Segment) GetCrc32C() uint32 {
 	return 0
 }
 
+func (x *Segment) GetMessages() []string {
+	if x != nil {
+		return x.Messages
+	}
+	return nil
+}
+
+func (x *Segment) GetTools() string {
+	if x != nil {
+		return x.Tools
+	}
+	return ""
+}
+
 // SegmentTokens is the arrays of a segment of N tokens, as raw little-endian bytes, so that a
 // reader maps them.
 type SegmentTokens struct {
@@ -368,7 +387,7 @@ var File_rollout_session_v1_session_proto protoreflect.FileDescriptor
 
 const file_rollout_session_v1_session_proto_rawDesc = "" +
 	"\n" +
-	" rollout/session/v1/session.proto\x12\x12rollout.session.v1\x1a\x1bbuf/validate/validate.proto\x1a&rollout/trajectory/v1/trajectory.proto\"\xdd\x03\n" +
+	" rollout/session/v1/session.proto\x12\x12rollout.session.v1\x1a\x1bbuf/validate/validate.proto\x1a&rollout/trajectory/v1/trajectory.proto\"\x8f\x04\n" +
 	"\aSegment\x12&\n" +
 	"\n" +
 	"segment_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\tsegmentId\x12&\n" +
@@ -385,7 +404,9 @@ const file_rollout_session_v1_session_proto_rawDesc = "" +
 	"\n" +
 	"tokens_ref\x18\t \x01(\tR\ttokensRef\x12\x16\n" +
 	"\x06crc32c\x18\n" +
-	" \x01(\aR\x06crc32c\"\x88\x01\n" +
+	" \x01(\aR\x06crc32c\x12\x1a\n" +
+	"\bmessages\x18\v \x03(\tR\bmessages\x12\x14\n" +
+	"\x05tools\x18\f \x01(\tR\x05tools\"\x88\x01\n" +
 	"\rSegmentTokens\x12\x1b\n" +
 	"\ttoken_ids\x18\x01 \x01(\fR\btokenIds\x12\x1a\n" +
 	"\blogprobs\x18\x02 \x01(\fR\blogprobs\x12!\n" +
