@@ -39,6 +39,7 @@ type worker struct {
 	client      inferencev1.InferenceWorkerServiceClient
 	since       time.Time
 	cancel      context.CancelFunc // closes its connection
+	cache       cache              // what it has of sessions
 
 	// The lock of the directory guards these.
 	model string // empty until the worker has reported it

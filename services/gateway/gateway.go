@@ -4,8 +4,9 @@
 // A request goes to the inference worker of the run that has the fewest requests in flight, among
 // the processes that the scheduler launched: other registrations are ignored. If the worker fails
 // before the first token, another one gets the request; later failures are returned to the caller.
-// Every completion belongs to a session. The ledger of the session has the token ids, logprobs, and
-// weights versions exactly as they were sampled, and is durable before the caller receives the end.
+// Every completion belongs to a session, which is a tree of segments. Its ledger has the token ids,
+// logprobs, and weights versions exactly as they were sampled, and is durable before the caller
+// receives the end. Several gateways may share the ledger.
 // Text stays in Python: the worker renders chat templates, tokenizes, and detokenizes.
 package gateway
 
@@ -25,6 +26,8 @@ const (
 	ReasonAmbiguous    = "MODEL_NOT_NAMED"
 	ReasonNoWorker     = "NO_WORKER"
 	ReasonSession      = "SESSION_NOT_FOUND"
+	ReasonSessionRun   = "SESSION_OF_ANOTHER_RUN"
+	ReasonSegment      = "SEGMENT_CONFLICT"
 )
 
 // Errors of the service, compared with errors.Is.
@@ -33,18 +36,27 @@ var (
 	ErrAmbiguous    = rpcerr.New(codes.InvalidArgument, ReasonAmbiguous, "several policies are served; name one")
 	ErrNoWorker     = rpcerr.New(codes.Unavailable, ReasonNoWorker, "no inference worker is up; workers are up while a run samples: training on rows without evaluation has none").RetryAfter(time.Second)
 	ErrSession      = rpcerr.New(codes.NotFound, ReasonSession, "no session has this id")
+	ErrSessionRun   = rpcerr.New(codes.FailedPrecondition, ReasonSessionRun, "the session belongs to another run").
+			Fix("start a new session for each model")
+	ErrSegmentConflict = rpcerr.New(codes.Aborted, ReasonSegment, "the session has a different segment with this id")
 )
 
-// Turn is one completion of a session.
-type Turn = gatewayv1.SessionTurn
+// Segment is a segment of a session and the request that appended it.
+type Segment = gatewayv1.SessionSegment
 
-// Store keeps the ledger of sessions.
+// Session is the segments of a session, parents first.
+type Session = gatewayv1.GetSessionResponse
+
+// Store keeps the ledger of sessions. Several gateways may share one.
 type Store interface {
-	// Append adds turns to a session, in order. They survive a crash of the process when it
-	// returns.
-	Append(ctx context.Context, session string, turns []*Turn) error
-	// Turns returns the turns of a session in order. ErrSession for an unknown session.
-	Turns(ctx context.Context, session string) ([]*Turn, error)
-	// Expire deletes the sessions whose newest turn is older than before, and returns how many.
+	// Append adds segments to a session, parents first, and creates the session for the run. first
+	// is the number of segments that it had before. A segment that it has already is skipped.
+	// Segments survive a crash of the process when it returns. ErrSessionRun if the session belongs
+	// to another run; ErrSegmentConflict if it has a different segment with the same id, and then
+	// nothing is added.
+	Append(ctx context.Context, session, run string, segments []*Segment) (first int, err error)
+	// Session returns the session with its segments from number from on. ErrSession.
+	Session(ctx context.Context, session string, from int) (*Session, error)
+	// Expire deletes the sessions whose newest segment is older than before, and returns how many.
 	Expire(ctx context.Context, before time.Time) (sessions int, err error)
 }

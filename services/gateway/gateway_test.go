@@ -159,9 +159,11 @@ func TestPlainChat(t *testing.T) {
 	if got.Fingerprint != "weights-v12" || resp.Header.Get("x-rollout-weights-version") != "12" {
 		t.Fatalf("weights: %s, %s", got.Fingerprint, resp.Header.Get("x-rollout-weights-version"))
 	}
-	turns, err := store.Turns(t.Context(), resp.Header.Get("x-rollout-session"))
-	if err != nil || len(turns) != 2 || len(turns[0].GetTokenIds()) != 3 || len(turns[0].GetVersionSpans()) != 2 || len(turns[0].GetPromptTokenIds()) != 2 {
-		t.Fatalf("the ledger has %v, %v", turns, err)
+	session, err := store.Session(t.Context(), resp.Header.Get("x-rollout-session"), 0)
+	tree := session.GetSegments()
+	if err != nil || len(tree) != 3 || tree[0].GetSegment().GetTokens() != 2 || tree[1].GetSegment().GetTokens() != 3 ||
+		len(tree[1].GetSegment().GetVersionSpans()) != 2 || tree[1].GetText() != "one two three" || tree[2].GetFinishReason() != "stop" {
+		t.Fatalf("the ledger has %v, %v", session, err)
 	}
 	sent := worker.last
 	if sent.GetParams().GetSeed() != 3 || sent.GetParams().GetStop()[0] != "x" || sent.GetPrompts()[0].GetChat().GetMessages()[0].GetRole() != "system" {

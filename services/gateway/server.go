@@ -114,9 +114,5 @@ func (s *Server) Complete(req *gatewayv1.CompleteRequest, stream grpc.ServerStre
 
 // GetSession implements the contract.
 func (s *Server) GetSession(ctx context.Context, req *gatewayv1.GetSessionRequest) (*gatewayv1.GetSessionResponse, error) {
-	turns, err := s.svc.Session(ctx, req.GetSessionId())
-	if err != nil {
-		return nil, err
-	}
-	return &gatewayv1.GetSessionResponse{Turns: turns}, nil
+	return s.svc.Session(ctx, req.GetSessionId())
 }

@@ -1,12 +1,9 @@
 package gateway
 
 import (
-	"cmp"
 	"context"
 	"errors"
-	"fmt"
 	"io"
-	"slices"
 	"time"
 
 	"google.golang.org/grpc/codes"
@@ -28,14 +25,17 @@ type service struct {
 // Models returns the served policies, ordered by name.
 func (s *service) Models(ctx context.Context) []*gatewayv1.Model { return s.workers.models(ctx) }
 
-// Complete calls send for each piece when it arrives. It stores the turns of the session before it
-// sends the last piece.
+// Complete calls send for each piece when it arrives. It stores the segments of a completion before
+// it sends the last piece of it.
 func (s *service) Complete(ctx context.Context, req *gatewayv1.CompleteRequest, send func(*gatewayv1.CompleteResponse) error) error {
 	run, name, err := s.workers.resolve(req.GetModel())
 	if err != nil {
 		return err
 	}
-	session := cmp.Or(req.GetSessionId(), "sess-"+id.New(s.Now()))
+	session, err := s.open(ctx, req.GetSessionId(), run, req.GetPrompts())
+	if err != nil {
+		return err
+	}
 	call := &inferencev1.GenerateRequest{
 		RequestId: "req-" + id.New(s.Now()), Prompts: req.GetPrompts(), Params: req.GetParams(), N: max(1, req.GetN()), Stream: req.GetStream(),
 		PromptLogprobs: req.GetPromptLogprobs(),
@@ -49,15 +49,22 @@ func (s *service) Complete(ctx context.Context, req *gatewayv1.CompleteRequest, 
 			return failure
 		}
 		tried[w] = true
-		err := s.generate(ctx, w, call, rec, func(piece *inferencev1.GenerateResponse) error {
-			if rec.complete() && !rec.stored {
-				rec.stored = true
-				if err := s.Store.Append(ctx, session, rec.turns()); err != nil {
-					return fmt.Errorf("store the session: %w", err)
+		attempt := func() error {
+			call.Session = session.state(w)
+			return s.generate(ctx, w, call, rec, func(piece *inferencev1.GenerateResponse, done *completion) error {
+				if done != nil {
+					if err := session.append(ctx, w, done, req.GetPrompts()[piece.GetPrompt()]); err != nil {
+						return err
+					}
 				}
-			}
-			return send(&gatewayv1.CompleteResponse{SessionId: session, Piece: piece, Model: name, RunId: run})
-		})
+				return send(&gatewayv1.CompleteResponse{SessionId: session.id, Piece: piece, Model: name, RunId: run})
+			})
+		}
+		err := attempt()
+		if !rec.begun && rpcerr.Reason(err) == reasonMissing {
+			w.cache.set(session.id, 0)
+			err = attempt()
+		}
 		release()
 		if err == nil || rec.begun || ctx.Err() != nil || rpcerr.Code(err) != codes.Unavailable {
 			return err
@@ -66,8 +73,9 @@ func (s *service) Complete(ctx context.Context, req *gatewayv1.CompleteRequest, 
 	}
 }
 
-// generate sends the request to one worker and reads its response to the end.
-func (s *service) generate(ctx context.Context, w *worker, call *inferencev1.GenerateRequest, rec *recorder, send func(*inferencev1.GenerateResponse) error) error {
+// generate sends the request to one worker and reads its response to the end. done is the
+// completion that ends with the piece; nil if it continues.
+func (s *service) generate(ctx context.Context, w *worker, call *inferencev1.GenerateRequest, rec *recorder, send func(piece *inferencev1.GenerateResponse, done *completion) error) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel() // aborts the request at the worker if the caller is gone
 	stream, err := w.client.Generate(ctx, call)
@@ -88,22 +96,23 @@ func (s *service) generate(ctx context.Context, w *worker, call *inferencev1.Gen
 			}
 			return err
 		}
-		if err := rec.add(piece); err != nil {
+		done, err := rec.add(piece)
+		if err != nil {
 			return err
 		}
-		if err := send(piece); err != nil {
+		if err := send(piece, done); err != nil {
 			return err
 		}
 	}
 }
 
-// Session returns the turns of a session.
-func (s *service) Session(ctx context.Context, session string) ([]*Turn, error) {
-	return s.Store.Turns(ctx, session)
+// Session returns the segments of a session.
+func (s *service) Session(ctx context.Context, session string) (*Session, error) {
+	return s.Store.Session(ctx, session, 0)
 }
 
 const (
-	sessionTTL  = 7 * 24 * time.Hour // since the newest turn; an active session keeps all of its turns
+	sessionTTL  = 7 * 24 * time.Hour // since the newest segment; an active session keeps all of them
 	expireEvery = time.Hour
 )
 
@@ -129,45 +138,41 @@ func (s *service) expire(ctx context.Context) {
 	}
 }
 
-// recorder collects the pieces of a request into turns.
+// recorder collects the pieces of a request.
 type recorder struct {
-	now    func() time.Time
-	begun  bool
-	stored bool      // whether the turns are in the store
-	open   int       // completions that have not ended
-	list   [][]*Turn // by prompt and sample
+	now   func() time.Time
+	begun bool
+	open  int             // completions that have not ended
+	list  [][]*completion // by prompt and sample
 }
 
 func newRecorder(call *inferencev1.GenerateRequest, now func() time.Time) *recorder {
 	r := &recorder{now: now, open: len(call.GetPrompts()) * int(call.GetN())}
 	for p := range call.GetPrompts() {
-		row := make([]*Turn, call.GetN())
+		row := make([]*completion, call.GetN())
 		for n := range row {
-			row[n] = &Turn{RequestId: call.GetRequestId(), Prompt: uint32(p), Sample: uint32(n)}
+			row[n] = &completion{request: call.GetRequestId(), prompt: uint32(p), sample: uint32(n)}
 		}
 		r.list = append(r.list, row)
 	}
 	return r
 }
 
-func (r *recorder) add(piece *inferencev1.GenerateResponse) error {
+// add adds a piece, and returns the completion that it ends; nil if it ends none.
+func (r *recorder) add(piece *inferencev1.GenerateResponse) (*completion, error) {
 	r.begun = true
 	if int(piece.GetPrompt()) >= len(r.list) || int(piece.GetSample()) >= len(r.list[piece.GetPrompt()]) {
-		return rpcerr.New(codes.Internal, "BAD_PIECE", "the worker sent a piece of a completion that was not requested")
+		return nil, rpcerr.New(codes.Internal, "BAD_PIECE", "the worker sent a piece of a completion that was not requested")
 	}
-	t := r.list[piece.GetPrompt()][piece.GetSample()]
-	t.TokenIds = append(t.TokenIds, piece.GetTokenIds()...)
-	t.Logprobs = append(t.Logprobs, piece.GetLogprobs()...)
-	if piece.GetFinishReason() != "" && t.FinishReason == "" {
-		t.FinishReason, t.VersionSpans, t.PromptTokenIds = piece.GetFinishReason(), piece.GetVersionSpans(), piece.GetPromptTokenIds()
-		t.Time = timestamp(r.now())
-		r.open--
+	c := r.list[piece.GetPrompt()][piece.GetSample()]
+	ended, err := c.add(piece, r.now())
+	if !ended || err != nil {
+		return nil, err
 	}
-	return nil
+	r.open--
+	return c, nil
 }
 
 func (r *recorder) complete() bool { return r.open == 0 }
-
-func (r *recorder) turns() []*Turn { return slices.Concat(r.list...) }
 
 func timestamp(t time.Time) *timestamppb.Timestamp { return timestamppb.New(t.UTC()) }

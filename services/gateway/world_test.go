@@ -45,6 +45,7 @@ type fakeWorker struct {
 	aborted      chan struct{} // closed when the caller of an endless request has disconnected
 	resume       chan struct{} // if set, it waits after the first token until this is closed
 	deregistered chan struct{} // if set, the registry does not list it once this is closed
+	generate     func(*inferencev1.GenerateRequest, grpc.ServerStreamingServer[inferencev1.GenerateResponse]) error
 
 	mu      sync.Mutex
 	last    *inferencev1.GenerateRequest
@@ -72,6 +73,9 @@ func (f *fakeWorker) Generate(req *inferencev1.GenerateRequest, stream grpc.Serv
 	f.last = req
 	f.traceID = trace.SpanContextFromContext(stream.Context()).TraceID().String()
 	f.mu.Unlock()
+	if f.generate != nil {
+		return f.generate(req, stream)
+	}
 	if f.broken {
 		return status.Error(codes.Unavailable, "the engine is gone")
 	}
@@ -188,13 +192,16 @@ func (r *registry) Watch(ctx context.Context, _ string) <-chan []discovery.Insta
 // ledger is a store in memory.
 type ledger struct {
 	mu       sync.Mutex
-	sessions map[string][]*gateway.Turn
+	sessions map[string]*gateway.Session
 	expired  chan time.Time // receives the time of each Expire
 	log      lockedLog
 }
 
 func (l *ledger) Expire(_ context.Context, before time.Time) (int, error) {
-	l.expired <- before
+	select {
+	case l.expired <- before:
+	default: // another gateway
+	}
 	return 0, nil
 }
 
@@ -216,18 +223,32 @@ func (l *lockedLog) String() string {
 	return l.text.String()
 }
 
-func (l *ledger) Append(_ context.Context, session string, turns []*gateway.Turn) error {
+func (l *ledger) Append(_ context.Context, session, run string, segments []*gateway.Segment) (int, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.sessions[session] = append(l.sessions[session], turns...)
-	return nil
+	s := l.sessions[session]
+	if s == nil {
+		s = &gateway.Session{RunId: run}
+		l.sessions[session] = s
+	}
+	first := len(s.GetSegments())
+	for _, segment := range segments {
+		for _, known := range s.GetSegments() {
+			if known.GetSegment().GetSegmentId() == segment.GetSegment().GetSegmentId() && !proto.Equal(known.GetSegment(), segment.GetSegment()) {
+				s.Segments = s.Segments[:first]
+				return 0, gateway.ErrSegmentConflict
+			}
+		}
+		s.Segments = append(s.Segments, proto.CloneOf(segment))
+	}
+	return first, nil
 }
 
-func (l *ledger) Turns(_ context.Context, session string) ([]*gateway.Turn, error) {
+func (l *ledger) Session(_ context.Context, session string, from int) (*gateway.Session, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if turns, ok := l.sessions[session]; ok {
-		return turns, nil
+	if s, ok := l.sessions[session]; ok {
+		return &gateway.Session{RunId: s.GetRunId(), Segments: slices.Clone(s.GetSegments()[from:])}, nil
 	}
 	return nil, gateway.ErrSession
 }
@@ -241,6 +262,12 @@ func serve(t *testing.T, cfg gateway.Config, workers ...*fakeWorker) (*gateway.S
 
 // run is serve with a function that ends the gateway and returns the channel of its error.
 func run(t *testing.T, cfg gateway.Config, workers ...*fakeWorker) (s *gateway.Server, store *ledger, end func() <-chan error) {
+	t.Helper()
+	return runOn(t, cfg, &ledger{sessions: map[string]*gateway.Session{}, expired: make(chan time.Time, 1)}, workers...)
+}
+
+// runOn is run with a store, which other gateways may share.
+func runOn(t *testing.T, cfg gateway.Config, store *ledger, workers ...*fakeWorker) (s *gateway.Server, _ *ledger, end func() <-chan error) {
 	t.Helper()
 	reg := &registry{}
 	for i, w := range workers {
@@ -263,7 +290,6 @@ func run(t *testing.T, cfg gateway.Config, workers ...*fakeWorker) (s *gateway.S
 			},
 		})
 	}
-	store = &ledger{sessions: map[string][]*gateway.Turn{}, expired: make(chan time.Time, 1)}
 	s, err := gateway.New(cfg, gateway.Deps{
 		Store: store, Registry: reg, Scheduler: launcher{}, Log: slog.New(slog.NewTextHandler(&store.log, nil)), Now: func() time.Time { return time.Unix(1_700_000_000, 0) },
 		Dial: func(address string) (gateway.Conn, error) {

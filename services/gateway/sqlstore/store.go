@@ -30,114 +30,139 @@ func Open(ctx context.Context, place sqldb.Place) (*Store, error) {
 // Close closes the database.
 func (s *Store) Close() error { return s.db.Close() }
 
-// Append implements gateway.Store.
-func (s *Store) Append(ctx context.Context, session string, turns []*gateway.Turn) error {
-	err := s.db.Tx(ctx, func(tx *sql.Tx) error {
-		for _, t := range turns {
-			raw, err := proto.Marshal(t)
+// Append implements gateway.Store. The row of the session is locked first, so that the numbers of a
+// session become visible in order.
+func (s *Store) Append(ctx context.Context, session, run string, segments []*gateway.Segment) (first int, err error) {
+	err = s.db.Tx(ctx, func(tx *sql.Tx) error {
+		var owner string
+		err := tx.QueryRowContext(ctx, `INSERT INTO session (session_id, run_id, segments, updated_ms) VALUES ($1, $2, 0, 0)
+			ON CONFLICT (session_id) DO UPDATE SET segments = session.segments RETURNING run_id, segments`, session, run).Scan(&owner, &first)
+		if err != nil {
+			return err
+		}
+		if owner != run {
+			return gateway.ErrSessionRun.WithMessage("session %s belongs to %s, not %s", session, owner, run)
+		}
+		next, newest := first, time.UnixMilli(0)
+		for _, segment := range segments {
+			added, err := add(ctx, tx, session, next, segment)
 			if err != nil {
 				return err
 			}
-			if _, err := tx.ExecContext(ctx, `INSERT INTO turn (session_id, turn) VALUES ($1, $2)`, session, raw); err != nil {
-				return err
+			if added {
+				next++
+			}
+			if t := segment.GetTime().AsTime(); t.After(newest) {
+				newest = t
 			}
 		}
-		return nil
+		_, err = tx.ExecContext(ctx, `UPDATE session SET segments = $2, updated_ms = CASE WHEN updated_ms < $3 THEN $3 ELSE updated_ms END WHERE session_id = $1`,
+			session, next, newest.UnixMilli())
+		return err
 	})
 	if err != nil {
-		return fmt.Errorf("append to session %s: %w", session, err)
+		return 0, fmt.Errorf("append to session %s: %w", session, err)
 	}
-	return nil
+	return first, nil
 }
 
-// Turns implements gateway.Store.
-func (s *Store) Turns(ctx context.Context, session string) ([]*gateway.Turn, error) {
-	var turns []*gateway.Turn
-	err := s.db.Each(ctx, `SELECT turn FROM turn WHERE session_id = $1 ORDER BY number`, []any{session}, func(scan sqldb.Scan) error {
-		var raw []byte
-		if err := scan(&raw); err != nil {
-			return err
-		}
-		t := &gateway.Turn{}
-		turns = append(turns, t)
-		return proto.Unmarshal(raw, t)
-	})
+// add inserts a segment, unless the session has it.
+func add(ctx context.Context, tx *sql.Tx, session string, number int, segment *gateway.Segment) (added bool, err error) {
+	raw, err := proto.Marshal(segment)
+	if err != nil {
+		return false, err
+	}
+	name := segment.GetSegment().GetSegmentId()
+	result, err := tx.ExecContext(ctx, `INSERT INTO segment (session_id, number, segment_id, segment) VALUES ($1, $2, $3, $4) ON CONFLICT (session_id, segment_id) DO NOTHING`,
+		session, number, name, raw)
+	if err != nil {
+		return false, err
+	}
+	if n, err := result.RowsAffected(); n > 0 || err != nil {
+		return n > 0, err
+	}
+	if err := tx.QueryRowContext(ctx, `SELECT segment FROM segment WHERE session_id = $1 AND segment_id = $2`, session, name).Scan(&raw); err != nil {
+		return false, err
+	}
+	var stored gateway.Segment
+	if err := proto.Unmarshal(raw, &stored); err != nil {
+		return false, err
+	}
+	if !proto.Equal(stored.GetSegment(), segment.GetSegment()) {
+		return false, gateway.ErrSegmentConflict.With("segment", name)
+	}
+	return false, nil
+}
+
+// Session implements gateway.Store.
+func (s *Store) Session(ctx context.Context, session string, from int) (*gateway.Session, error) {
+	found := &gateway.Session{}
+	err := s.db.One(ctx, `SELECT run_id FROM session WHERE session_id = $1`, []any{session}, &found.RunId)
+	if errors.Is(err, sql.ErrNoRows) {
+		return nil, gateway.ErrSession.With("session", session)
+	}
+	if err == nil {
+		err = s.db.Each(ctx, `SELECT segment FROM segment WHERE session_id = $1 AND number >= $2 ORDER BY number`, []any{session, from}, func(scan sqldb.Scan) error {
+			var raw []byte
+			if err := scan(&raw); err != nil {
+				return err
+			}
+			segment := &gateway.Segment{}
+			found.Segments = append(found.Segments, segment)
+			return proto.Unmarshal(raw, segment)
+		})
+	}
 	if err != nil {
 		return nil, fmt.Errorf("read session %s: %w", session, err)
 	}
-	if len(turns) == 0 {
-		return nil, gateway.ErrSession.With("session", session)
-	}
-	return turns, nil
+	return found, nil
 }
 
-// expireBatch is how many turns are read at a time, because a turn may have tens of thousands of
-// tokens.
+// expireBatch is how many sessions are deleted in one transaction.
 const expireBatch = 64
 
-// Expire implements gateway.Store. It reads turns in the order in which they were written, up to
-// the first that is not old.
+// Expire implements gateway.Store.
 func (s *Store) Expire(ctx context.Context, before time.Time) (sessions int, err error) {
-	after, done := int64(0), false
-	for !done && err == nil {
-		turns := 0
-		old := map[string]bool{}
-		err = s.db.Each(ctx, `SELECT number, session_id, turn FROM turn WHERE number > $1 ORDER BY number LIMIT $2`, []any{after, expireBatch}, func(scan sqldb.Scan) error {
-			var number int64
-			var session string
-			var raw []byte
-			if err := scan(&number, &session, &raw); err != nil {
-				return err
-			}
-			turns++
-			recent, err := since(raw, before)
-			if done = done || recent; !done {
-				after, old[session] = number, true
-			}
-			return err
-		})
-		done = done || turns < expireBatch
-		for session := range old {
+	for {
+		n, err := s.expire(ctx, before)
+		if sessions += n; n < expireBatch || err != nil {
 			if err != nil {
-				break
+				err = fmt.Errorf("delete expired sessions: %w", err)
 			}
-			var deleted bool
-			if deleted, err = s.expire(ctx, session, before); deleted {
-				sessions++
-			}
+			return sessions, err
 		}
 	}
-	if err != nil {
-		return sessions, fmt.Errorf("delete expired sessions: %w", err)
-	}
-	return sessions, nil
 }
 
-// expire deletes a session unless it has a recent turn, or gets one in the meantime.
-func (s *Store) expire(ctx context.Context, session string, before time.Time) (deleted bool, err error) {
-	var newest int64
-	var raw []byte
-	err = s.db.One(ctx, `SELECT number, turn FROM turn WHERE session_id = $1 ORDER BY number DESC LIMIT 1`, []any{session}, &newest, &raw)
-	if errors.Is(err, sql.ErrNoRows) { // another gateway has deleted it
-		return false, nil
-	}
-	if err != nil {
-		return false, err
-	}
-	if recent, err := since(raw, before); recent || err != nil {
-		return false, err
-	}
-	n, err := s.db.Exec(ctx, `DELETE FROM turn WHERE session_id = $1 AND NOT EXISTS (SELECT 1 FROM turn AS later WHERE later.session_id = $1 AND later.number > $2)`, session, newest)
-	return n > 0, err
-}
-
-// since reports whether a turn is at least as new as a time.
-func since(raw []byte, before time.Time) (bool, error) {
-	var t gateway.Turn
-	if err := proto.Unmarshal(raw, &t); err != nil {
-		return false, err
-	}
-	return !t.GetTime().AsTime().Before(before), nil
+// expire deletes some old sessions. A session that gets a segment in the meantime stays.
+func (s *Store) expire(ctx context.Context, before time.Time) (deleted int, err error) {
+	err = s.db.Tx(ctx, func(tx *sql.Tx) error {
+		rows, err := tx.QueryContext(ctx, `DELETE FROM session WHERE updated_ms < $1 AND session_id IN
+			(SELECT session_id FROM session WHERE updated_ms < $1 ORDER BY updated_ms LIMIT $2) RETURNING session_id`, before.UnixMilli(), expireBatch)
+		if err != nil {
+			return err
+		}
+		defer func() { _ = rows.Close() }()
+		var names []string
+		for rows.Next() {
+			var name string
+			if err := rows.Scan(&name); err != nil {
+				return err
+			}
+			names = append(names, name)
+		}
+		if err := rows.Err(); err != nil {
+			return err
+		}
+		for _, name := range names {
+			if _, err := tx.ExecContext(ctx, `DELETE FROM segment WHERE session_id = $1`, name); err != nil {
+				return err
+			}
+		}
+		deleted = len(names)
+		return nil
+	})
+	return deleted, err
 }
 
 var _ gateway.Store = (*Store)(nil)

@@ -4,75 +4,150 @@ package storetest
 import (
 	"errors"
 	"fmt"
+	"slices"
+	"sync"
 	"testing"
 	"time"
 
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	sessionv1 "github.com/rollout-rl/rollout/proto/gen/rollout/session/v1"
 	"github.com/rollout-rl/rollout/services/gateway"
 )
+
+const run = "run-1"
+
+// segment is a segment that continues parent.
+func segment(session, name, parent string, ids string, at time.Time) *gateway.Segment {
+	return &gateway.Segment{
+		Segment: &sessionv1.Segment{SegmentId: name, SessionId: session, ParentSegmentId: parent, Role: sessionv1.Role_ROLE_USER,
+			Tokens: uint32(len(ids) / 4), Inline: &sessionv1.SegmentTokens{TokenIds: []byte(ids)}},
+		RequestId: "req-" + name, Time: timestamppb.New(at),
+	}
+}
 
 // Run runs the suite. open returns an empty store.
 func Run(t *testing.T, open func(t *testing.T) gateway.Store) {
 	t.Run("unknown session", func(t *testing.T) {
-		if _, err := open(t).Turns(t.Context(), "sess-x"); !errors.Is(err, gateway.ErrSession) {
+		if _, err := open(t).Session(t.Context(), "sess-x", 0); !errors.Is(err, gateway.ErrSession) {
 			t.Fatalf("got %v", err)
 		}
 	})
-	t.Run("sessions expire after their newest turn", func(t *testing.T) {
+	t.Run("segments are returned unchanged and in order", func(t *testing.T) { returned(t, open(t)) })
+	t.Run("a segment is appended once", func(t *testing.T) { once(t, open(t)) })
+	t.Run("a session belongs to one run", func(t *testing.T) {
 		store, now := open(t), time.Now()
-		turn := func(age time.Duration) []*gateway.Turn {
-			return []*gateway.Turn{{RequestId: "a", Time: timestamppb.New(now.Add(-age))}}
+		if _, err := store.Append(t.Context(), "sess-1", run, []*gateway.Segment{segment("sess-1", "s0", "", "aaaa", now)}); err != nil {
+			t.Fatal(err)
 		}
-		add := func(session string, ages ...time.Duration) {
-			for _, age := range ages {
-				if err := store.Append(t.Context(), session, turn(age)); err != nil {
-					t.Fatal(err)
-				}
-			}
+		_, err := store.Append(t.Context(), "sess-1", "run-2", []*gateway.Segment{segment("sess-1", "s1", "s0", "bbbb", now)})
+		if !errors.Is(err, gateway.ErrSessionRun) {
+			t.Fatalf("got %v", err)
 		}
-		add("sess-active", 3*time.Hour)
-		for i := range 100 {
-			add(fmt.Sprintf("sess-old-%d", i), 3*time.Hour, 2*time.Hour)
-		}
-		add("sess-active", 2*time.Hour, 0)
-		add("sess-recent", time.Minute)
-		for _, want := range []int{100, 0} {
-			if got, err := store.Expire(t.Context(), now.Add(-time.Hour)); err != nil || got != want {
-				t.Errorf("deleted %d sessions, %v; want %d", got, err, want)
-			}
-		}
-		for session, want := range map[string]int{"sess-active": 3, "sess-recent": 1, "sess-old-0": 0, "sess-old-99": 0} {
-			if got, err := store.Turns(t.Context(), session); len(got) != want || errors.Is(err, gateway.ErrSession) != (want == 0) {
-				t.Errorf("%s has %d turns, %v", session, len(got), err)
-			}
+		if got, err := store.Session(t.Context(), "sess-1", 0); err != nil || len(got.GetSegments()) != 1 || got.GetRunId() != run {
+			t.Fatalf("got %v, %v", got, err)
 		}
 	})
-	t.Run("turns of a session are returned unchanged and in order", func(t *testing.T) {
-		store := open(t)
-		first := &gateway.Turn{RequestId: "a", PromptTokenIds: []uint32{1, 2}, TokenIds: []uint32{3}, Logprobs: []float32{-0.25}, FinishReason: "stop"}
-		second := &gateway.Turn{RequestId: "b", Sample: 1, TokenIds: []uint32{4}}
-		for _, call := range []struct {
-			session string
-			turns   []*gateway.Turn
-		}{{"sess-1", []*gateway.Turn{first}}, {"sess-2", []*gateway.Turn{second}}, {"sess-1", []*gateway.Turn{second, first}}} {
-			if err := store.Append(t.Context(), call.session, call.turns); err != nil {
-				t.Fatal(err)
-			}
+	t.Run("concurrent appends get numbers without gaps", func(t *testing.T) { concurrent(t, open(t)) })
+	t.Run("sessions expire after their newest segment", func(t *testing.T) { expired(t, open(t)) })
+}
+
+func returned(t *testing.T, store gateway.Store) {
+	t.Helper()
+	now := time.Now()
+	a, b, c := segment("sess-1", "s0", "", "aaaa", now), segment("sess-1", "s1", "s0", "bbbbcccc", now), segment("sess-1", "s2", "s1", "dddd", now)
+	for _, call := range []struct {
+		session  string
+		segments []*gateway.Segment
+		first    int
+	}{{"sess-1", []*gateway.Segment{a, b}, 0}, {"sess-2", []*gateway.Segment{segment("sess-2", "s0", "", "eeee", now)}, 0}, {"sess-1", []*gateway.Segment{c}, 2}} {
+		if first, err := store.Append(t.Context(), call.session, run, call.segments); err != nil || first != call.first {
+			t.Fatalf("append to %s: %d, %v; want %d", call.session, first, err, call.first)
 		}
-		got, err := store.Turns(t.Context(), "sess-1")
+	}
+	for from, want := range [][]*gateway.Segment{{a, b, c}, {b, c}, {c}, nil} {
+		got, err := store.Session(t.Context(), "sess-1", from)
 		if err != nil {
 			t.Fatal(err)
 		}
-		want := []*gateway.Turn{first, second, first}
-		if len(got) != len(want) {
-			t.Fatalf("got %d turns", len(got))
+		if !slices.EqualFunc(got.GetSegments(), want, func(x, y *gateway.Segment) bool { return proto.Equal(x, y) }) {
+			t.Errorf("from %d: got %v, want %v", from, got.GetSegments(), want)
 		}
-		for i := range want {
-			if !proto.Equal(got[i], want[i]) {
-				t.Errorf("turn %d: got %v, want %v", i, got[i], want[i])
+	}
+}
+
+func once(t *testing.T, store gateway.Store) {
+	t.Helper()
+	now := time.Now()
+	a, b := segment("sess-1", "s0", "", "aaaa", now), segment("sess-1", "s1", "s0", "bbbb", now)
+	if _, err := store.Append(t.Context(), "sess-1", run, []*gateway.Segment{a, b}); err != nil {
+		t.Fatal(err)
+	}
+	again := segment("sess-1", "s1", "s0", "bbbb", now.Add(time.Second)) // another request with the same tokens
+	c := segment("sess-1", "s2", "s1", "cccc", now)
+	if first, err := store.Append(t.Context(), "sess-1", run, []*gateway.Segment{again, c}); err != nil || first != 2 {
+		t.Fatalf("%d, %v", first, err)
+	}
+	d, other := segment("sess-1", "s3", "s2", "dddd", now), segment("sess-1", "s1", "s0", "xxxx", now)
+	if _, err := store.Append(t.Context(), "sess-1", run, []*gateway.Segment{d, other}); !errors.Is(err, gateway.ErrSegmentConflict) {
+		t.Fatalf("got %v", err)
+	}
+	got, err := store.Session(t.Context(), "sess-1", 0)
+	if err != nil || len(got.GetSegments()) != 3 || !proto.Equal(got.GetSegments()[1], b) || !proto.Equal(got.GetSegments()[2], c) {
+		t.Fatalf("got %v, %v", got, err)
+	}
+}
+
+func concurrent(t *testing.T, store gateway.Store) {
+	t.Helper()
+	const writers, each = 4, 8
+	var wg sync.WaitGroup
+	for w := range writers {
+		wg.Go(func() {
+			for i := range each {
+				if _, err := store.Append(t.Context(), "sess-1", run, []*gateway.Segment{segment("sess-1", fmt.Sprintf("s%d-%d", w, i), "", "aaaa", time.Now())}); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+	for from := range writers * each {
+		got, err := store.Session(t.Context(), "sess-1", from)
+		if err != nil || len(got.GetSegments()) != writers*each-from {
+			t.Fatalf("from %d: %d segments, %v", from, len(got.GetSegments()), err)
+		}
+	}
+}
+
+func expired(t *testing.T, store gateway.Store) {
+	t.Helper()
+	now := time.Now()
+	add := func(session string, ages ...time.Duration) {
+		for i, age := range ages {
+			if _, err := store.Append(t.Context(), session, run, []*gateway.Segment{segment(session, fmt.Sprintf("s%d", i), "", "aaaa", now.Add(-age))}); err != nil {
+				t.Fatal(err)
 			}
 		}
-	})
+	}
+	add("sess-active", 3*time.Hour, 2*time.Hour, 0)
+	for i := range 100 {
+		add(fmt.Sprintf("sess-old-%d", i), 3*time.Hour, 2*time.Hour)
+	}
+	add("sess-recent", time.Minute)
+	for _, want := range []int{100, 0} {
+		if got, err := store.Expire(t.Context(), now.Add(-time.Hour)); err != nil || got != want {
+			t.Errorf("deleted %d sessions, %v; want %d", got, err, want)
+		}
+	}
+	for session, want := range map[string]int{"sess-active": 3, "sess-recent": 1, "sess-old-0": 0, "sess-old-99": 0} {
+		if got, err := store.Session(t.Context(), session, 0); len(got.GetSegments()) != want || errors.Is(err, gateway.ErrSession) != (want == 0) {
+			t.Errorf("%s has %d segments, %v", session, len(got.GetSegments()), err)
+		}
+	}
+	add("sess-old-0", 0) // its segments are gone too
+	if got, err := store.Session(t.Context(), "sess-old-0", 0); err != nil || len(got.GetSegments()) != 1 {
+		t.Errorf("got %v, %v", got, err)
+	}
 }

@@ -11,7 +11,7 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from rollout.inference.v1 import inference_pb2 as _inference_pb2
-from rollout.trajectory.v1 import trajectory_pb2 as _trajectory_pb2
+from rollout.session.v1 import session_pb2 as _session_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -247,88 +247,72 @@ Global___GetSessionRequest: _TypeAlias = GetSessionRequest  # noqa: Y015
 
 @_typing.final
 class GetSessionResponse(_message.Message):
-    """GetSessionResponse is the turns of a session."""
+    """GetSessionResponse is a session."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    TURNS_FIELD_NUMBER: _builtins.int
+    SEGMENTS_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run of the policy."""
     @_builtins.property
-    def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionTurn]:
-        """Turns in order."""
+    def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionSegment]:
+        """Segments in the order in which they were appended: parents first."""
 
     def __init__(
         self,
         *,
-        turns: _abc.Iterable[Global___SessionTurn] | None = ...,
+        segments: _abc.Iterable[Global___SessionSegment] | None = ...,
+        run_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "segments", b"segments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetSessionResponse: _TypeAlias = GetSessionResponse  # noqa: Y015
 
 @_typing.final
-class SessionTurn(_message.Message):
-    """SessionTurn is one completion of a session."""
+class SessionSegment(_message.Message):
+    """SessionSegment is a segment and the request that appended it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    SEGMENT_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    PROMPT_FIELD_NUMBER: _builtins.int
-    SAMPLE_FIELD_NUMBER: _builtins.int
-    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    LOGPROBS_FIELD_NUMBER: _builtins.int
-    VERSION_SPANS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
     TIME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Request of the completion."""
-    prompt: _builtins.int
-    """Prompt, from 0."""
-    sample: _builtins.int
-    """Sample, from 0."""
+    """Request."""
     finish_reason: _builtins.str
-    """Finish reason."""
+    """Finish reason of a completion: `stop`, `length`, or `abort`. Empty for the segments of a
+    prompt.
+    """
+    text: _builtins.str
+    """Text, where it is known: of a completion, or of a prompt that was sent as text."""
     @_builtins.property
-    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids of the prompt."""
-
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids of the completion."""
-
-    @_builtins.property
-    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Logprob of each completion token under the sampling distribution."""
-
-    @_builtins.property
-    def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.VersionSpan]:
-        """Weights versions that sampled it."""
+    def segment(self) -> _session_pb2.Segment:
+        """Segment, with inline tokens."""
 
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
-        """When it ended, UTC."""
+        """When it was appended, UTC."""
 
     def __init__(
         self,
         *,
+        segment: _session_pb2.Segment | None = ...,
         request_id: _builtins.str = ...,
-        prompt: _builtins.int = ...,
-        sample: _builtins.int = ...,
-        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        logprobs: _abc.Iterable[_builtins.float] | None = ...,
-        version_spans: _abc.Iterable[_trajectory_pb2.VersionSpan] | None = ...,
         finish_reason: _builtins.str = ...,
+        text: _builtins.str = ...,
         time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["segment", b"segment", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sample", b"sample", "time", b"time", "token_ids", b"token_ids", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "request_id", b"request_id", "segment", b"segment", "text", b"text", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SessionTurn: _TypeAlias = SessionTurn  # noqa: Y015
+Global___SessionSegment: _TypeAlias = SessionSegment  # noqa: Y015

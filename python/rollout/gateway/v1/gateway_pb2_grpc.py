@@ -71,7 +71,7 @@ class RolloutGatewayServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetSession(self, request, context):
-        """GetSession returns the ledger of a session, with exactly the tokens that were sampled.
+        """GetSession returns the tree of a session, with exactly the tokens that were sampled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

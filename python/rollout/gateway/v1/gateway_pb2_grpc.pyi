@@ -40,7 +40,7 @@ class RolloutGatewayServiceStub:
     Complete: _grpc.UnaryStreamMultiCallable[_gateway_pb2.CompleteRequest, _gateway_pb2.CompleteResponse]
     """Complete completes prompts. With `stream` it returns pieces while they are sampled."""
     GetSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GetSessionRequest, _gateway_pb2.GetSessionResponse]
-    """GetSession returns the ledger of a session, with exactly the tokens that were sampled."""
+    """GetSession returns the tree of a session, with exactly the tokens that were sampled."""
 
 @_typing.type_check_only
 class RolloutGatewayServiceAsyncStub(RolloutGatewayServiceStub):
@@ -52,7 +52,7 @@ class RolloutGatewayServiceAsyncStub(RolloutGatewayServiceStub):
     Complete: _aio.UnaryStreamMultiCallable[_gateway_pb2.CompleteRequest, _gateway_pb2.CompleteResponse]  # type: ignore[assignment]
     """Complete completes prompts. With `stream` it returns pieces while they are sampled."""
     GetSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GetSessionRequest, _gateway_pb2.GetSessionResponse]  # type: ignore[assignment]
-    """GetSession returns the ledger of a session, with exactly the tokens that were sampled."""
+    """GetSession returns the tree of a session, with exactly the tokens that were sampled."""
 
 class RolloutGatewayServiceServicer(metaclass=_abc_1.ABCMeta):
     """RolloutGatewayService serves completions and stores their tokens in a ledger."""
@@ -79,6 +79,6 @@ class RolloutGatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.GetSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.GetSessionResponse, _abc.Awaitable[_gateway_pb2.GetSessionResponse]]:
-        """GetSession returns the ledger of a session, with exactly the tokens that were sampled."""
+        """GetSession returns the tree of a session, with exactly the tokens that were sampled."""
 
 def add_RolloutGatewayServiceServicer_to_server(servicer: RolloutGatewayServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

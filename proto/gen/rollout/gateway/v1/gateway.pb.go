@@ -12,7 +12,7 @@ package gatewayv1
 import (
 	_ "buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
 	v1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
-	v11 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
+	v11 "github.com/rollout-rl/rollout/proto/gen/rollout/session/v1"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
 	timestamppb "google.golang.org/protobuf/types/known/timestamppb"
@@ -467,11 +467,13 @@ func (x *GetSessionRequest) GetSessionId() string {
 	return ""
 }
 
-// GetSessionResponse is the turns of a session.
+// GetSessionResponse is a session.
 type GetSessionResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Turns in order.
-	Turns         []*SessionTurn `protobuf:"bytes,1,rep,name=turns,proto3" json:"turns,omitempty"`
+	// Segments in the order in which they were appended: parents first.
+	Segments []*SessionSegment `protobuf:"bytes,2,rep,name=segments,proto3" json:"segments,omitempty"`
+	// Run of the policy.
+	RunId         string `protobuf:"bytes,3,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -506,52 +508,52 @@ func (*GetSessionResponse) Descriptor() ([]byte, []int) {
 	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{6}
 }
 
-func (x *GetSessionResponse) GetTurns() []*SessionTurn {
+func (x *GetSessionResponse) GetSegments() []*SessionSegment {
 	if x != nil {
-		return x.Turns
+		return x.Segments
 	}
 	return nil
 }
 
-// SessionTurn is one completion of a session.
-type SessionTurn struct {
+func (x *GetSessionResponse) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+// SessionSegment is a segment and the request that appended it.
+type SessionSegment struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Request of the completion.
-	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// Prompt, from 0.
-	Prompt uint32 `protobuf:"varint,2,opt,name=prompt,proto3" json:"prompt,omitempty"`
-	// Sample, from 0.
-	Sample uint32 `protobuf:"varint,3,opt,name=sample,proto3" json:"sample,omitempty"`
-	// Token ids of the prompt.
-	PromptTokenIds []uint32 `protobuf:"varint,4,rep,packed,name=prompt_token_ids,json=promptTokenIds,proto3" json:"prompt_token_ids,omitempty"`
-	// Token ids of the completion.
-	TokenIds []uint32 `protobuf:"varint,5,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
-	// Logprob of each completion token under the sampling distribution.
-	Logprobs []float32 `protobuf:"fixed32,6,rep,packed,name=logprobs,proto3" json:"logprobs,omitempty"`
-	// Weights versions that sampled it.
-	VersionSpans []*v11.VersionSpan `protobuf:"bytes,7,rep,name=version_spans,json=versionSpans,proto3" json:"version_spans,omitempty"`
-	// Finish reason.
-	FinishReason string `protobuf:"bytes,8,opt,name=finish_reason,json=finishReason,proto3" json:"finish_reason,omitempty"`
-	// When it ended, UTC.
-	Time          *timestamppb.Timestamp `protobuf:"bytes,9,opt,name=time,proto3" json:"time,omitempty"`
+	// Segment, with inline tokens.
+	Segment *v11.Segment `protobuf:"bytes,1,opt,name=segment,proto3" json:"segment,omitempty"`
+	// Request.
+	RequestId string `protobuf:"bytes,2,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	// Finish reason of a completion: `stop`, `length`, or `abort`. Empty for the segments of a
+	// prompt.
+	FinishReason string `protobuf:"bytes,3,opt,name=finish_reason,json=finishReason,proto3" json:"finish_reason,omitempty"`
+	// Text, where it is known: of a completion, or of a prompt that was sent as text.
+	Text string `protobuf:"bytes,4,opt,name=text,proto3" json:"text,omitempty"`
+	// When it was appended, UTC.
+	Time          *timestamppb.Timestamp `protobuf:"bytes,5,opt,name=time,proto3" json:"time,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *SessionTurn) Reset() {
-	*x = SessionTurn{}
+func (x *SessionSegment) Reset() {
+	*x = SessionSegment{}
 	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *SessionTurn) String() string {
+func (x *SessionSegment) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*SessionTurn) ProtoMessage() {}
+func (*SessionSegment) ProtoMessage() {}
 
-func (x *SessionTurn) ProtoReflect() protoreflect.Message {
+func (x *SessionSegment) ProtoReflect() protoreflect.Message {
 	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -563,68 +565,40 @@ func (x *SessionTurn) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use SessionTurn.ProtoReflect.Descriptor instead.
-func (*SessionTurn) Descriptor() ([]byte, []int) {
+// Deprecated: Use SessionSegment.ProtoReflect.Descriptor instead.
+func (*SessionSegment) Descriptor() ([]byte, []int) {
 	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{7}
 }
 
-func (x *SessionTurn) GetRequestId() string {
+func (x *SessionSegment) GetSegment() *v11.Segment {
+	if x != nil {
+		return x.Segment
+	}
+	return nil
+}
+
+func (x *SessionSegment) GetRequestId() string {
 	if x != nil {
 		return x.RequestId
 	}
 	return ""
 }
 
-func (x *SessionTurn) GetPrompt() uint32 {
-	if x != nil {
-		return x.Prompt
-	}
-	return 0
-}
-
-func (x *SessionTurn) GetSample() uint32 {
-	if x != nil {
-		return x.Sample
-	}
-	return 0
-}
-
-func (x *SessionTurn) GetPromptTokenIds() []uint32 {
-	if x != nil {
-		return x.PromptTokenIds
-	}
-	return nil
-}
-
-func (x *SessionTurn) GetTokenIds() []uint32 {
-	if x != nil {
-		return x.TokenIds
-	}
-	return nil
-}
-
-func (x *SessionTurn) GetLogprobs() []float32 {
-	if x != nil {
-		return x.Logprobs
-	}
-	return nil
-}
-
-func (x *SessionTurn) GetVersionSpans() []*v11.VersionSpan {
-	if x != nil {
-		return x.VersionSpans
-	}
-	return nil
-}
-
-func (x *SessionTurn) GetFinishReason() string {
+func (x *SessionSegment) GetFinishReason() string {
 	if x != nil {
 		return x.FinishReason
 	}
 	return ""
 }
 
-func (x *SessionTurn) GetTime() *timestamppb.Timestamp {
+func (x *SessionSegment) GetText() string {
+	if x != nil {
+		return x.Text
+	}
+	return ""
+}
+
+func (x *SessionSegment) GetTime() *timestamppb.Timestamp {
 	if x != nil {
 		return x.Time
 	}
@@ -635,7 +609,7 @@ var File_rollout_gateway_v1_gateway_proto protoreflect.FileDescriptor
 
 const file_rollout_gateway_v1_gateway_proto_rawDesc = "" +
 	"\n" +
-	" rollout/gateway/v1/gateway.proto\x12\x12rollout.gateway.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a$rollout/inference/v1/inference.proto\x1a&rollout/trajectory/v1/trajectory.proto\"\xe3\x01\n" +
+	" rollout/gateway/v1/gateway.proto\x12\x12rollout.gateway.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a$rollout/inference/v1/inference.proto\x1a rollout/session/v1/session.proto\"\xe3\x01\n" +
 	"\x05Model\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x15\n" +
 	"\x06run_id\x18\x02 \x01(\tR\x05runId\x12'\n" +
@@ -673,20 +647,17 @@ const file_rollout_gateway_v1_gateway_proto_rawDesc = "" +
 	"\x06run_id\x18\x04 \x01(\tR\x05runId\";\n" +
 	"\x11GetSessionRequest\x12&\n" +
 	"\n" +
-	"session_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\tsessionId\"K\n" +
-	"\x12GetSessionResponse\x125\n" +
-	"\x05turns\x18\x01 \x03(\v2\x1f.rollout.gateway.v1.SessionTurnR\x05turns\"\xdd\x02\n" +
-	"\vSessionTurn\x12\x1d\n" +
+	"session_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\tsessionId\"x\n" +
+	"\x12GetSessionResponse\x12>\n" +
+	"\bsegments\x18\x02 \x03(\v2\".rollout.gateway.v1.SessionSegmentR\bsegments\x12\x15\n" +
+	"\x06run_id\x18\x03 \x01(\tR\x05runIdJ\x04\b\x01\x10\x02R\x05turns\"\xcf\x01\n" +
+	"\x0eSessionSegment\x125\n" +
+	"\asegment\x18\x01 \x01(\v2\x1b.rollout.session.v1.SegmentR\asegment\x12\x1d\n" +
 	"\n" +
-	"request_id\x18\x01 \x01(\tR\trequestId\x12\x16\n" +
-	"\x06prompt\x18\x02 \x01(\rR\x06prompt\x12\x16\n" +
-	"\x06sample\x18\x03 \x01(\rR\x06sample\x12(\n" +
-	"\x10prompt_token_ids\x18\x04 \x03(\rR\x0epromptTokenIds\x12\x1b\n" +
-	"\ttoken_ids\x18\x05 \x03(\rR\btokenIds\x12\x1a\n" +
-	"\blogprobs\x18\x06 \x03(\x02R\blogprobs\x12G\n" +
-	"\rversion_spans\x18\a \x03(\v2\".rollout.trajectory.v1.VersionSpanR\fversionSpans\x12#\n" +
-	"\rfinish_reason\x18\b \x01(\tR\ffinishReason\x12.\n" +
-	"\x04time\x18\t \x01(\v2\x1a.google.protobuf.TimestampR\x04time2\xaa\x02\n" +
+	"request_id\x18\x02 \x01(\tR\trequestId\x12#\n" +
+	"\rfinish_reason\x18\x03 \x01(\tR\ffinishReason\x12\x12\n" +
+	"\x04text\x18\x04 \x01(\tR\x04text\x12.\n" +
+	"\x04time\x18\x05 \x01(\v2\x1a.google.protobuf.TimestampR\x04time2\xaa\x02\n" +
 	"\x15RolloutGatewayService\x12[\n" +
 	"\n" +
 	"ListModels\x12%.rollout.gateway.v1.ListModelsRequest\x1a&.rollout.gateway.v1.ListModelsResponse\x12W\n" +
@@ -716,12 +687,12 @@ var file_rollout_gateway_v1_gateway_proto_goTypes = []any{
 	(*CompleteResponse)(nil),      // 4: rollout.gateway.v1.CompleteResponse
 	(*GetSessionRequest)(nil),     // 5: rollout.gateway.v1.GetSessionRequest
 	(*GetSessionResponse)(nil),    // 6: rollout.gateway.v1.GetSessionResponse
-	(*SessionTurn)(nil),           // 7: rollout.gateway.v1.SessionTurn
+	(*SessionSegment)(nil),        // 7: rollout.gateway.v1.SessionSegment
 	(*timestamppb.Timestamp)(nil), // 8: google.protobuf.Timestamp
 	(*v1.Prompt)(nil),             // 9: rollout.inference.v1.Prompt
 	(*v1.SamplingParams)(nil),     // 10: rollout.inference.v1.SamplingParams
 	(*v1.GenerateResponse)(nil),   // 11: rollout.inference.v1.GenerateResponse
-	(*v11.VersionSpan)(nil),       // 12: rollout.trajectory.v1.VersionSpan
+	(*v11.Segment)(nil),           // 12: rollout.session.v1.Segment
 }
 var file_rollout_gateway_v1_gateway_proto_depIdxs = []int32{
 	8,  // 0: rollout.gateway.v1.Model.create_time:type_name -> google.protobuf.Timestamp
@@ -729,9 +700,9 @@ var file_rollout_gateway_v1_gateway_proto_depIdxs = []int32{
 	9,  // 2: rollout.gateway.v1.CompleteRequest.prompts:type_name -> rollout.inference.v1.Prompt
 	10, // 3: rollout.gateway.v1.CompleteRequest.params:type_name -> rollout.inference.v1.SamplingParams
 	11, // 4: rollout.gateway.v1.CompleteResponse.piece:type_name -> rollout.inference.v1.GenerateResponse
-	7,  // 5: rollout.gateway.v1.GetSessionResponse.turns:type_name -> rollout.gateway.v1.SessionTurn
-	12, // 6: rollout.gateway.v1.SessionTurn.version_spans:type_name -> rollout.trajectory.v1.VersionSpan
-	8,  // 7: rollout.gateway.v1.SessionTurn.time:type_name -> google.protobuf.Timestamp
+	7,  // 5: rollout.gateway.v1.GetSessionResponse.segments:type_name -> rollout.gateway.v1.SessionSegment
+	12, // 6: rollout.gateway.v1.SessionSegment.segment:type_name -> rollout.session.v1.Segment
+	8,  // 7: rollout.gateway.v1.SessionSegment.time:type_name -> google.protobuf.Timestamp
 	1,  // 8: rollout.gateway.v1.RolloutGatewayService.ListModels:input_type -> rollout.gateway.v1.ListModelsRequest
 	3,  // 9: rollout.gateway.v1.RolloutGatewayService.Complete:input_type -> rollout.gateway.v1.CompleteRequest
 	5,  // 10: rollout.gateway.v1.RolloutGatewayService.GetSession:input_type -> rollout.gateway.v1.GetSessionRequest

@@ -37,7 +37,7 @@ type RolloutGatewayServiceClient interface {
 	ListModels(ctx context.Context, in *ListModelsRequest, opts ...grpc.CallOption) (*ListModelsResponse, error)
 	// Complete completes prompts. With `stream` it returns pieces while they are sampled.
 	Complete(ctx context.Context, in *CompleteRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[CompleteResponse], error)
-	// GetSession returns the ledger of a session, with exactly the tokens that were sampled.
+	// GetSession returns the tree of a session, with exactly the tokens that were sampled.
 	GetSession(ctx context.Context, in *GetSessionRequest, opts ...grpc.CallOption) (*GetSessionResponse, error)
 }
 
@@ -98,7 +98,7 @@ type RolloutGatewayServiceServer interface {
 	ListModels(context.Context, *ListModelsRequest) (*ListModelsResponse, error)
 	// Complete completes prompts. With `stream` it returns pieces while they are sampled.
 	Complete(*CompleteRequest, grpc.ServerStreamingServer[CompleteResponse]) error
-	// GetSession returns the ledger of a session, with exactly the tokens that were sampled.
+	// GetSession returns the tree of a session, with exactly the tokens that were sampled.
 	GetSession(context.Context, *GetSessionRequest) (*GetSessionResponse, error)
 	mustEmbedUnimplementedRolloutGatewayServiceServer()
 }

@@ -1,0 +1,282 @@
+package gateway
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"math"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
+	sessionv1 "github.com/rollout-rl/rollout/proto/gen/rollout/session/v1"
+)
+
+// reasonMissing is the error of a worker that has fewer segments of a session than the request
+// says.
+const reasonMissing = "SESSION_SEGMENTS_MISSING"
+
+// conversation is a session during one request: a copy of its segments, and how it grows. Workers
+// make the segments of chats, whose templates only they render; the segments of texts and tokens
+// are made here. Not for several goroutines.
+type conversation struct {
+	store    Store
+	id       string
+	run      string
+	chat     bool       // whether all prompts are chats
+	segments []*Segment // in the order of the store
+	forked   bool       // whether another request appended to the session in the meantime
+}
+
+// open reads the session of a request; name "": a new one. Another gateway may have appended to it, so
+// the store is read every time.
+func (s *service) open(ctx context.Context, name, run string, prompts []*inferencev1.Prompt) (*conversation, error) {
+	c := &conversation{store: s.Store, id: cmp.Or(name, "sess-"+id.New(s.Now())), run: run, chat: true}
+	for _, p := range prompts {
+		c.chat = c.chat && p.GetChat() != nil
+	}
+	if name == "" {
+		return c, nil
+	}
+	found, err := s.Store.Session(ctx, name, 0)
+	if errors.Is(err, ErrSession) {
+		return c, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	if found.GetRunId() != run {
+		return nil, ErrSessionRun.WithMessage("session %s belongs to %s, not %s", name, found.GetRunId(), run)
+	}
+	c.segments = found.GetSegments()
+	return c, nil
+}
+
+// state is what a worker needs to continue the session; nil if the worker does not need it.
+func (c *conversation) state(w *worker) *inferencev1.SessionState {
+	if !c.chat {
+		return nil
+	}
+	known := min(w.cache.known(c.id), len(c.segments))
+	state := &inferencev1.SessionState{SessionId: c.id, Known: uint32(known)}
+	for _, s := range c.segments[known:] {
+		state.Segments = append(state.Segments, s.GetSegment())
+	}
+	return state
+}
+
+// append stores the segments of a completion that a worker has finished. They are durable when it
+// returns.
+func (c *conversation) append(ctx context.Context, w *worker, done *completion, prompt *inferencev1.Prompt) error {
+	news, whole := done.segments, true
+	if len(news) > 0 {
+		whole = done.stitch()
+	} else {
+		news = c.made(done)
+	}
+	rows := make([]*Segment, len(news))
+	for i, segment := range news {
+		rows[i] = &Segment{Segment: segment, RequestId: done.request, Time: timestamp(done.ended)}
+	}
+	last := rows[len(rows)-1]
+	last.FinishReason, last.Text = done.finish, done.text
+	if len(rows) > 1 {
+		rows[0].Text = prompt.GetText()
+	}
+	first, err := c.store.Append(ctx, c.id, c.run, rows)
+	if errors.Is(err, ErrSegmentConflict) { // another request of the session took the same ids
+		c.forked = true
+		rename(news, done)
+		first, err = c.store.Append(ctx, c.id, c.run, rows)
+	}
+	if err != nil {
+		return fmt.Errorf("store the session: %w", err)
+	}
+	c.forked = c.forked || !whole || first != len(c.segments)
+	c.segments = append(c.segments, rows...)
+	if c.chat && len(done.segments) > 0 && !c.forked {
+		w.cache.set(c.id, len(c.segments))
+	} else {
+		w.cache.set(c.id, 0) // its copy is not the beginning of the stored session any more
+	}
+	return nil
+}
+
+// rename gives new segments ids that no other request uses.
+func rename(segments []*sessionv1.Segment, done *completion) {
+	names := map[string]string{}
+	for _, s := range segments {
+		name := fmt.Sprintf("%s-%s-%d-%d", s.GetSegmentId(), done.request, done.prompt, done.sample)
+		names[s.GetSegmentId()] = name
+		s.SegmentId = name
+		if parent, ok := names[s.GetParentSegmentId()]; ok {
+			s.ParentSegmentId = parent
+		}
+	}
+}
+
+// made is the segments of a prompt of text or tokens and of its completion. The prompt continues
+// the longest path whose tokens it starts with.
+func (c *conversation) made(done *completion) []*sessionv1.Segment {
+	children := map[string][]*sessionv1.Segment{}
+	for _, s := range c.segments {
+		parent := s.GetSegment().GetParentSegmentId()
+		children[parent] = append(children[parent], s.GetSegment())
+	}
+	ids := int32s(done.promptIDs)
+	parent, used := longest(children, "", ids)
+	var out []*sessionv1.Segment
+	next := len(c.segments)
+	if rest := ids[used:]; len(rest) > 0 {
+		segment := &sessionv1.Segment{
+			SegmentId: fmt.Sprintf("s%d", next), SessionId: c.id, ParentSegmentId: parent, Role: sessionv1.Role_ROLE_USER, Tokens: uint32(len(rest) / 4),
+		}
+		if len(children[parent]) > 0 {
+			segment.ForkReason = sessionv1.ForkReason_FORK_REASON_HISTORY_EDITED
+		}
+		put(segment, &sessionv1.SegmentTokens{TokenIds: rest, LossMask: make([]byte, len(rest)/4)})
+		out = append(out, segment)
+		parent, next = segment.GetSegmentId(), next+1
+	}
+	turn := &sessionv1.Segment{
+		SegmentId: fmt.Sprintf("s%d", next), SessionId: c.id, ParentSegmentId: parent, Role: sessionv1.Role_ROLE_ASSISTANT,
+	}
+	if len(out) == 0 && len(children[parent]) > 0 {
+		turn.ForkReason = sessionv1.ForkReason_FORK_REASON_RESAMPLED
+	}
+	done.fill(turn)
+	return append(out, turn)
+}
+
+// longest is the deepest segment whose path is a beginning of ids, and the bytes of that path.
+func longest(children map[string][]*sessionv1.Segment, node string, ids []byte) (deepest string, used int) {
+	deepest = node
+	for _, child := range children[node] {
+		own := child.GetInline().GetTokenIds()
+		if !bytes.HasPrefix(ids, own) {
+			continue
+		}
+		if name, n := longest(children, child.GetSegmentId(), ids[len(own):]); len(own)+n >= used {
+			deepest, used = name, len(own)+n
+		}
+	}
+	return deepest, used
+}
+
+// completion collects the pieces of one completion.
+type completion struct {
+	request        string
+	prompt, sample uint32
+	text           string
+	ids            []uint32
+	logprobs, raw  []float32
+	finish         string // empty until it has ended
+	ended          time.Time
+	promptIDs      []uint32
+	last           *inferencev1.GenerateResponse
+	segments       []*sessionv1.Segment // as the worker made them; none if it did not
+}
+
+// add adds a piece, and reports whether it was the last.
+func (c *completion) add(piece *inferencev1.GenerateResponse, now time.Time) (ended bool, err error) {
+	c.text += piece.GetText()
+	c.ids = append(c.ids, piece.GetTokenIds()...)
+	c.logprobs = append(c.logprobs, piece.GetLogprobs()...)
+	c.raw = append(c.raw, piece.GetRawLogprobs()...)
+	if piece.GetFinishReason() == "" || c.finish != "" {
+		return false, nil
+	}
+	c.finish, c.ended, c.last, c.promptIDs, c.segments = piece.GetFinishReason(), now, piece, piece.GetPromptTokenIds(), piece.GetSegments()
+	if n := len(c.segments); n > 0 && c.segments[n-1].GetRole() != sessionv1.Role_ROLE_ASSISTANT {
+		return true, rpcerr.New(codes.Internal, "BAD_PIECE", "the worker sent segments that do not end with the completion")
+	}
+	return true, nil
+}
+
+// stitch makes the segment of the completion have every token that the caller was sent, also those
+// of an earlier worker. It reports whether it had them.
+func (c *completion) stitch() (whole bool) {
+	turn := c.segments[len(c.segments)-1]
+	if bytes.Equal(turn.GetInline().GetTokenIds(), int32s(c.ids)) {
+		return true
+	}
+	c.fill(turn)
+	return false
+}
+
+// fill sets the arrays of the segment of the completion.
+func (c *completion) fill(turn *sessionv1.Segment) {
+	mask := bytes.Repeat([]byte{1}, len(c.ids))
+	turn.Tokens, turn.VersionSpans = uint32(len(c.ids)), c.last.GetVersionSpans()
+	tokens := &sessionv1.SegmentTokens{TokenIds: int32s(c.ids), Logprobs: float32s(c.logprobs), LossMask: mask}
+	if len(c.raw) == len(c.ids) {
+		tokens.RawLogprobs = float32s(c.raw)
+	}
+	put(turn, tokens)
+}
+
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+
+// put sets the arrays of a segment and their checksum.
+func put(segment *sessionv1.Segment, tokens *sessionv1.SegmentTokens) {
+	raw, err := proto.MarshalOptions{Deterministic: true}.Marshal(tokens)
+	if err != nil {
+		panic(err) // a message of four byte fields can be marshaled
+	}
+	segment.Inline, segment.Crc32C = tokens, crc32.Checksum(raw, castagnoli)
+}
+
+func int32s(ids []uint32) []byte {
+	out := make([]byte, 0, 4*len(ids))
+	for _, id := range ids {
+		out = binary.LittleEndian.AppendUint32(out, id)
+	}
+	return out
+}
+
+func float32s(values []float32) []byte {
+	out := make([]byte, 0, 4*len(values))
+	for _, v := range values {
+		out = binary.LittleEndian.AppendUint32(out, math.Float32bits(v))
+	}
+	return out
+}
+
+// cache is what one worker process has of sessions: how many segments, from the first. Safe for
+// concurrent use.
+type cache struct {
+	mu       sync.Mutex
+	segments map[string]int
+}
+
+// maxCached is how many sessions a cache has. A worker that is sent too much loses only time.
+const maxCached = 16 << 10
+
+func (c *cache) known(session string) int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.segments[session]
+}
+
+// set records the number of segments; 0: unknown.
+func (c *cache) set(session string, segments int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if segments == 0 {
+		delete(c.segments, session)
+		return
+	}
+	if c.segments == nil || len(c.segments) >= maxCached {
+		c.segments = map[string]int{}
+	}
+	c.segments[session] = segments
+}
