@@ -11,9 +11,10 @@ from rollout_workers.engines.base import (
     EngineStats,
     GroupRequest,
     Ids,
-    Logprobs,
+    PromptLogprobs,
     SampleDelta,
     SampleOutput,
+    TopLogprobs,
     VersionSpan,
     WeightsSource,
 )
@@ -59,12 +60,16 @@ class ScriptedEngine:
                     finish_reason="aborted" if request.request_id in self.aborted else "stop",
                 )
 
-    async def prompt_logprobs(self, prompt_ids: Ids) -> Logprobs:
-        """-0.75 of each token but the first."""
+    async def prompt_logprobs(self, prompt_ids: Ids, top: int = 0) -> PromptLogprobs:
+        """-0.75 of each token but the first, and the same of the first ids of the vocabulary."""
         await self.gate.wait()
         found = np.full(len(prompt_ids), -0.75, np.float32)
         found[:1] = 0
-        return found
+        best = TopLogprobs(
+            np.tile(np.arange(top, dtype=np.int32), (len(found), 1)), np.full((len(found), top), -0.75, np.float32)
+        )
+        best.token_ids[:1], best.logprobs[:1] = -1, 0
+        return PromptLogprobs(found, best if top else None)
 
     async def abort(self, request_ids: Sequence[str]) -> tuple[str, ...]:
         self.aborted.extend(request_ids)

@@ -317,7 +317,12 @@ async def pause_and_resume_may_be_repeated(harness: Harness) -> None:
 async def prompts_are_scored(harness: Harness) -> None:
     async with harness.start() as engine:
         found = await engine.prompt_logprobs(np.array(PROMPT, np.int32))
-    assert found.dtype == np.float32 and len(found) == len(PROMPT) and found[0] == 0 and (found[1:] < 0).all()
+        more = await engine.prompt_logprobs(np.array(PROMPT, np.int32), top=3)
+    assert found.logprobs.dtype == np.float32 and len(found.logprobs) == len(PROMPT)
+    assert found.logprobs[0] == 0 and (found.logprobs[1:] < 0).all() and found.top is None
+    assert more.top is not None and more.top.token_ids.dtype == np.int32 and more.top.logprobs.dtype == np.float32
+    assert more.top.token_ids.shape == more.top.logprobs.shape == (len(PROMPT), 3)
+    assert (more.top.token_ids[0] == -1).all() and (np.diff(more.top.logprobs[1:]) <= 0).all()
 
 
 @case()

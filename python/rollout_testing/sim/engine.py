@@ -16,9 +16,10 @@ from rollout_workers.engines.base import (
     EngineStats,
     GroupRequest,
     Ids,
-    Logprobs,
+    PromptLogprobs,
     SampleDelta,
     SampleOutput,
+    TopLogprobs,
     VersionSpan,
     WeightsSource,
 )
@@ -93,12 +94,16 @@ class SimEngine:
             request.request_id, sample, ids, logprobs, None, (VersionSpan(self._version, 0, len(ids)),), finish, text=text
         )
 
-    async def prompt_logprobs(self, prompt_ids: Ids) -> Logprobs:
-        """A number that depends only on the token."""
+    async def prompt_logprobs(self, prompt_ids: Ids, top: int = 0) -> PromptLogprobs:
+        """Numbers that depend only on the token."""
         await self._gate.wait()
         found = -1 - (np.asarray(prompt_ids) % 7).astype(np.float32)
         found[:1] = 0
-        return found
+        most = min(top, 128)
+        ids = np.tile(np.arange(most, dtype=np.int32), (len(found), 1))
+        best = TopLogprobs(ids, np.tile(-1 - np.arange(most, dtype=np.float32), (len(found), 1)))
+        best.token_ids[:1], best.logprobs[:1] = -1, 0
+        return PromptLogprobs(found, best if top else None)
 
     async def abort(self, request_ids: Sequence[str]) -> tuple[str, ...]:
         found = tuple(dict.fromkeys(name for name in request_ids if name in self._running))

@@ -137,6 +137,16 @@ class TopLogprobs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PromptLogprobs:
+    """The score of a prompt of T tokens. logprobs f32[T]: log-softmax of the model's logits for
+    each token, given the tokens before it; 0 for the first. top: of the same softmax, if requested.
+    The first token has no distribution: its ids are -1 and its logprobs 0."""
+
+    logprobs: Logprobs
+    top: TopLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SampleDelta:
     """New tokens of a streaming sample.
 
@@ -225,10 +235,10 @@ class Engine(Protocol):
         """
         ...
 
-    async def prompt_logprobs(self, prompt_ids: Ids) -> Logprobs:
-        """f32[T]: log-softmax of the model's logits for each token of ``prompt_ids`` (int32[T]),
-        given the tokens before it; 0 for the first. Computed between two decoding steps with the
-        current weights. Waits while the engine is paused.
+    async def prompt_logprobs(self, prompt_ids: Ids, top: int = 0) -> PromptLogprobs:
+        """The logprobs of the tokens of ``prompt_ids`` (int32[T]) and the ``top`` most likely
+        tokens at each position. Computed between two decoding steps with the current weights. Waits
+        while the engine is paused.
 
         Raises ``InvalidPrompt``, ``ContextOverflow`` (a prompt may fill the context),
         ``EngineClosed``, ``EngineFailed``.

@@ -133,7 +133,8 @@ class Generation:
 
     async def _scored(self, prompts: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
         """The logprobs of the tokens of each prompt. Raises ``EngineError``."""
-        return await asyncio.gather(*(self._engine.prompt_logprobs(ids) for ids in prompts))
+        found = await asyncio.gather(*(self._engine.prompt_logprobs(ids) for ids in prompts))
+        return [scored.logprobs for scored in found]
 
     def _check(self, prompts: Sequence[NDArray[np.int32]], params: pb.SamplingParams) -> None:
         wanted = params.max_tokens if params.HasField("max_tokens") else 1

@@ -22,7 +22,7 @@ from rollout_workers.engines.errors import ContextOverflow, EngineClosed, Invali
 from rollout_workers.engines.transformers.score import linear_head, logprobs_of
 from rollout_workers.weights import named_weights
 
-from .tiny import outputs, request, running, same_bits, tiny_model
+from .tiny import VOCABULARY, outputs, request, running, same_bits, tiny_model
 
 PROMPTS = [np.array(ids, np.int32) for ids in ([5], [5, 9], [3] * 64, list(range(40)))]
 
@@ -37,8 +37,23 @@ async def test_scores_equal_a_plain_forward() -> None:
     async with running() as engine:
         found = await asyncio.gather(*(engine.prompt_logprobs(ids) for ids in PROMPTS))
     for ids, scored in zip(PROMPTS, found, strict=True):
-        assert scored.dtype == np.float32
-        np.testing.assert_allclose(scored, plain(tiny_model(), ids), atol=1e-5)
+        assert scored.logprobs.dtype == np.float32 and scored.top is None
+        np.testing.assert_allclose(scored.logprobs, plain(tiny_model(), ids), atol=1e-5)
+
+
+async def test_the_most_likely_tokens_are_those_of_a_plain_forward() -> None:
+    ids = PROMPTS[3]
+    async with running() as engine:
+        found = await engine.prompt_logprobs(ids, top=5)
+        everything = await engine.prompt_logprobs(PROMPTS[0], top=1000)
+    with torch.no_grad():
+        table = tiny_model()(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).logits[0].log_softmax(-1)
+    expected = table.topk(5)
+    assert found.top is not None and everything.top is not None
+    assert found.top.token_ids.dtype == np.int32 and found.top.token_ids[1:].tolist() == expected.indices[:-1].tolist()
+    np.testing.assert_allclose(found.top.logprobs[1:], expected.values[:-1], atol=1e-5)
+    assert (found.top.token_ids[0] == -1).all() and (found.top.logprobs[0] == 0).all()
+    assert everything.top.token_ids.shape == (1, VOCABULARY)
 
 
 SMALL = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -64,7 +79,7 @@ def test_scores_equal_a_plain_forward_for_every_kind_of_head(name: str) -> None:
     sizes: list[int] = []
     model.get_output_embeddings().register_forward_hook(lambda _, given, made: sizes.append(made.numel()))
     prompt = np.random.default_rng(0).integers(0, 60, 23)
-    found = logprobs_of(model, prompt, linear=linear, held=3 * 60 + 59)
+    found = logprobs_of(model, prompt, linear=linear, held=3 * 60 + 59).logprobs
     assert max(sizes) == (3 * 60 if linear else 23 * 60)
     np.testing.assert_allclose(found, plain(model, prompt), atol=1e-5)
 
@@ -77,7 +92,7 @@ async def test_samples_keep_their_bits_while_prompts_are_scored() -> None:
         )
         again = [await engine.prompt_logprobs(ids) for ids in PROMPTS]
     assert all(same_bits(during[key], alone[key]) for key in alone)
-    assert all(a.tobytes() == b.tobytes() for a, b in zip(scored, again, strict=True))
+    assert all(a.logprobs.tobytes() == b.logprobs.tobytes() for a, b in zip(scored, again, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -87,12 +102,12 @@ async def test_an_invalid_prompt_does_not_fail_others(ids: list[int], error: typ
     async with running() as engine:
         with pytest.raises(error):
             await engine.prompt_logprobs(np.array(ids, np.int32))
-        assert len(await engine.prompt_logprobs(PROMPTS[1])) == 2
+        assert len((await engine.prompt_logprobs(PROMPTS[1])).logprobs) == 2
 
 
 async def test_scores_use_new_weights_and_wait_while_paused() -> None:
     async with running() as engine:
-        before = await engine.prompt_logprobs(PROMPTS[3])
+        before = (await engine.prompt_logprobs(PROMPTS[3])).logprobs
         await engine.pause()
         waiting = asyncio.create_task(engine.prompt_logprobs(PROMPTS[3]))
         left = asyncio.create_task(engine.prompt_logprobs(PROMPTS[3]))
@@ -101,7 +116,7 @@ async def test_scores_use_new_weights_and_wait_while_paused() -> None:
         left.cancel()
         assert not waiting.done()
         await engine.resume()
-        after = await waiting
+        after = (await waiting).logprobs
     np.testing.assert_allclose(after, plain(tiny_model(seed=1), PROMPTS[3]), atol=1e-5)
     assert np.abs(after - before).max() > 0.1
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rollout_workers.engines.base import EngineStats, FinishReason, GroupRequest, Logprobs, SampleDelta, SampleOutput
+from rollout_workers.engines.base import EngineStats, FinishReason, GroupRequest, PromptLogprobs, SampleDelta, SampleOutput
 from rollout_workers.engines.errors import EngineClosed, EngineError, EngineFailed, NonFiniteLogits
 from rollout_workers.engines.transformers.config import EngineConfig
 from rollout_workers.engines.transformers.forward import choose_forward
@@ -121,10 +121,10 @@ class Decoder:
         self.queue.clear()
         self.cache.data.zero_()
 
-    def score(self, prompt: NDArray[np.int64], answer: Future[Logprobs]) -> None:
+    def score(self, prompt: NDArray[np.int64], top: int, answer: Future[PromptLogprobs]) -> None:
         """Queue a prompt whose tokens are to be scored. Raises ``InvalidPrompt``,
         ``ContextOverflow``."""
-        self.scoring.add(prompt, answer)
+        self.scoring.add(prompt, top, answer)
 
     def end(self, why: str) -> None:
         """End all requests that are in progress or wait."""

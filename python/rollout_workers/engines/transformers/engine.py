@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from rollout_workers.engines.base import EngineStats, GroupRequest, Ids, Logprobs, SampleDelta, SampleOutput, WeightsSource
+from rollout_workers.engines.base import EngineStats, GroupRequest, Ids, PromptLogprobs, SampleDelta, SampleOutput, WeightsSource
 from rollout_workers.engines.errors import DuplicateRequest, EngineClosed, TokenizerMissing
 from rollout_workers.engines.registry import LoadRequest
 from rollout_workers.engines.transformers.config import EngineConfig
@@ -87,9 +87,9 @@ class TransformersEngine:
             if not stream.drained:
                 self._forget([request.request_id for request in batch])
 
-    async def prompt_logprobs(self, prompt_ids: Ids) -> Logprobs:
-        answer: Future[Logprobs] = Future()
-        await self._ask(lambda: self._decoder.score(np.asarray(prompt_ids, np.int64), answer))
+    async def prompt_logprobs(self, prompt_ids: Ids, top: int = 0) -> PromptLogprobs:
+        answer: Future[PromptLogprobs] = Future()
+        await self._ask(lambda: self._decoder.score(np.asarray(prompt_ids, np.int64), top, answer))
         return await asyncio.wrap_future(answer)
 
     async def abort(self, request_ids: Sequence[str]) -> tuple[str, ...]:

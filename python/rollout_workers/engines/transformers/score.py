@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rollout_workers.engines.base import Logprobs
+from rollout_workers.engines.base import PromptLogprobs, TopLogprobs
 from rollout_workers.engines.errors import ContextOverflow, EngineError, InvalidPrompt
 from rollout_workers.weights.head import plain_head
 
@@ -40,53 +40,61 @@ class Scoring:
         self._linear = linear_head(module)
         if not self._linear:
             log.info("%s computes its own logits, so all logits of a scored prompt are in memory at once", type(module).__name__)
-        self._waiting: deque[tuple[NDArray[np.int64], Future[Logprobs]]] = deque()
+        self._waiting: deque[tuple[NDArray[np.int64], int, Future[PromptLogprobs]]] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def add(self, prompt: NDArray[np.int64], answer: Future[Logprobs]) -> None:
-        """Queue a prompt [T]. Raises ``InvalidPrompt``, ``ContextOverflow``."""
+    def add(self, prompt: NDArray[np.int64], top: int, answer: Future[PromptLogprobs]) -> None:
+        """Queue a prompt [T], with ``top`` alternatives per token. Raises ``InvalidPrompt``,
+        ``ContextOverflow``."""
         if prompt.ndim != 1 or not len(prompt):
             raise InvalidPrompt("the prompt to score must be one-dimensional with at least one token id")
         if len(prompt) > self._max_len:
             raise ContextOverflow("of a prompt to score", len(prompt), self._max_len)
         if prompt.min() < 0 or prompt.max() >= self._vocabulary:
             raise InvalidPrompt(f"the prompt to score has token ids outside the vocabulary of {self._vocabulary}")
-        self._waiting.append((prompt, answer))
+        self._waiting.append((prompt, min(top, self._vocabulary), answer))
 
     def one(self) -> None:
         """Score the prompt that has waited longest. An exception becomes the answer of this prompt
         only."""
-        prompt, answer = self._waiting.popleft()
+        prompt, top, answer = self._waiting.popleft()
         if not answer.set_running_or_notify_cancel():  # the caller has cancelled
             return
         try:
-            answer.set_result(logprobs_of(self._module, prompt, linear=self._linear))
+            answer.set_result(logprobs_of(self._module, prompt, top, linear=self._linear))
         except Exception as error:
             answer.set_exception(error)
 
     def end(self, error: EngineError) -> None:
         """Answer all waiting prompts with an error."""
         while self._waiting:
-            _, answer = self._waiting.popleft()
+            *_, answer = self._waiting.popleft()
             if answer.set_running_or_notify_cancel():
                 answer.set_exception(error)
 
 
 @torch.inference_mode()
-def logprobs_of(module: PreTrainedModel, prompt: NDArray[np.int64], *, linear: bool, held: int = HELD) -> Logprobs:
-    """f32[T]: the logprob of each token of int64[T] given the tokens before it; 0 for the first.
-    linear: see :func:`linear_head`."""
+def logprobs_of(
+    module: PreTrainedModel, prompt: NDArray[np.int64], top: int = 0, *, linear: bool, held: int = HELD
+) -> PromptLogprobs:
+    """The logprob of each token of int64[T] given the tokens before it, and the ``top`` most likely
+    tokens. linear: see :func:`linear_head`."""
     ids = torch.from_numpy(prompt).to(next(module.parameters()).device)
     rows, head = _rows_of(module, ids[None], linear)
     step = max(1, held // module.config.get_text_config().vocab_size)
     found = np.zeros(len(prompt), np.float32)
+    best = TopLogprobs(np.full((len(prompt), top), -1, np.int32), np.zeros((len(prompt), top), np.float32))
     for start in range(0, len(prompt) - 1, step):
         logits = head(rows[0, start : min(start + step, len(prompt) - 1)]).float()
-        wanted = ids[start + 1 : start + 1 + len(logits), None]
-        found[start + 1 : start + 1 + len(logits)] = logits.log_softmax(-1).gather(-1, wanted)[:, 0].cpu().numpy()
-    return found
+        part = np.s_[start + 1 : start + 1 + len(logits)]
+        logprobs = logits.log_softmax(-1)
+        found[part] = logprobs.gather(-1, ids[part, None])[:, 0].cpu().numpy()
+        if top:
+            values, tokens = logprobs.topk(top, dim=-1)
+            best.logprobs[part], best.token_ids[part] = values.cpu().numpy(), tokens.cpu().numpy()
+    return PromptLogprobs(found, best if top else None)
 
 
 def _rows_of(module: PreTrainedModel, ids: Tensor, linear: bool) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
