@@ -33,6 +33,10 @@ build: venv ## Build bin/rollout, bin/rolloutd and bin/rollout-worker
 	@cd cmd && go build -trimpath -ldflags '-s -w -X main.version=$(VERSION)' -o ../bin/ ./rollout ./rolloutd
 	@ln -sfn ../.venv/bin/rollout-worker bin/rollout-worker
 
+.PHONY: engine-sglang
+engine-sglang: ## Install SGLang and the workers into .tools/sglang, an environment of its own (6.5 GB)
+	@scripts/venv_sglang
+
 .PHONY: venv venv-dev venv-bench
 venv:
 	@scripts/venv requirements.lock
