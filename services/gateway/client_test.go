@@ -66,15 +66,21 @@ func TestOfficialClient(t *testing.T) {
 		"echoed": []any{"ab" + all, "ab" + all, "cd" + all, "cd" + all},
 		"echoed logprobs": map[string]any{
 			"tokens": []any{"t1", "t2", "one", " two", " three"}, "token_logprobs": []any{nil, -0.5, -0.25, -0.25, -0.25},
-			"top_logprobs": []any{nil, nil, nil, nil, nil}, "text_offset": []any{0.0, 2.0, 4.0, 7.0, 11.0},
+			"top_logprobs": []any{
+				nil, map[string]any{"t2": -0.5, "uno": -0.125}, map[string]any{"one": -0.25, "uno": -0.125},
+				map[string]any{" two": -0.25, "uno": -0.125}, map[string]any{" three": -0.25, "uno": -0.125},
+			},
+			"text_offset": []any{0.0, 2.0, 4.0, 7.0, 11.0},
 		},
-		"prompt logprobs": []any{all, []any{nil, map[string]any{"8": map[string]any{"logprob": -0.5, "decoded_token": "t8"}}}},
+		"prompt logprobs": []any{all, []any{nil, map[string]any{
+			"8": map[string]any{"logprob": -0.5, "decoded_token": "t8"}, "20": map[string]any{"logprob": -0.125, "decoded_token": "uno", "rank": 1.0},
+		}}},
 		"errors": map[string]any{
 			"unknown model":        "NotFoundError 404 model_not_found",
 			"bad role":             "BadRequestError 400 invalid_value",
 			"negative temperature": "BadRequestError 400 invalid_value",
 			"context overflow":     "BadRequestError 400 context_length_exceeded",
-			"echo":                 "BadRequestError 400 unsupported_parameter",
+			"suffix":               "BadRequestError 400 unsupported_parameter",
 			"wrong key":            "AuthenticationError 401 invalid_api_key",
 		},
 	}

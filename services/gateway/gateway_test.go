@@ -7,7 +7,6 @@ import (
 	"flag"
 	"io"
 	"net/http"
-	"os"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -74,14 +73,33 @@ func TestBadRequests(t *testing.T) {
 		{"context overflow", "POST", chat, `{"model":"tiny","max_tokens":100,` + hello + `}`},
 		{"empty stop", "POST", chat, `{"model":"tiny","stop":["a",""],` + hello + `}`},
 		{"stop of another type", "POST", chat, `{"model":"tiny","stop":3,` + hello + `}`},
-		{"tools", "POST", chat, `{"model":"tiny","tools":[{"type":"function"}],` + hello + `}`},
-		{"penalty", "POST", chat, `{"model":"tiny","presence_penalty":1,` + hello + `}`},
-		{"penalty of vLLM", "POST", chat, `{"model":"tiny","repetition_penalty":1.1,` + hello + `}`},
-		{"grammar of vLLM", "POST", chat, `{"model":"tiny","guided_json":{"type":"object"},` + hello + `}`},
-		{"ignored end token", "POST", text, `{"model":"tiny","prompt":"a","ignore_eos":true}`},
-		{"logit bias", "POST", chat, `{"model":"tiny","logit_bias":{"5":1},` + hello + `}`},
-		{"top logprobs", "POST", chat, `{"model":"tiny","logprobs":true,"top_logprobs":5,` + hello + `}`},
-		{"json mode", "POST", chat, `{"model":"tiny","response_format":{"type":"json_object"},` + hello + `}`},
+		{"tool without a name", "POST", chat, `{"model":"tiny","tools":[{"type":"function"}],` + hello + `}`},
+		{"tool of another type", "POST", chat, `{"model":"tiny","tools":[{"type":"retrieval"}],` + hello + `}`},
+		{"choice of an unknown tool", "POST", chat, `{"model":"tiny","tools":[{"type":"function","function":{"name":"a"}}],"tool_choice":{"type":"function","function":{"name":"b"}},` + hello + `}`},
+		{"required choice without tools", "POST", chat, `{"model":"tiny","tool_choice":"required",` + hello + `}`},
+		{"unknown choice", "POST", chat, `{"model":"tiny","tool_choice":"maybe",` + hello + `}`},
+		{"tools and functions", "POST", chat, `{"model":"tiny","tools":[{"type":"function","function":{"name":"a"}}],"functions":[{"name":"a"}],` + hello + `}`},
+		{"call without a name", "POST", chat, `{"model":"tiny","messages":[{"role":"assistant","tool_calls":[{}]}]}`},
+		{"call of the user", "POST", chat, `{"model":"tiny","messages":[{"role":"user","content":"a","tool_calls":[{"function":{"name":"a"}}]}]}`},
+		{"continued message of the user", "POST", chat, `{"model":"tiny","continue_final_message":true,` + hello + `}`},
+		{"chat template", "POST", chat, `{"model":"tiny","chat_template":"{{ x }}",` + hello + `}`},
+		{"audio", "POST", chat, `{"model":"tiny","modalities":["text","audio"],` + hello + `}`},
+		{"penalty", "POST", chat, `{"model":"tiny","presence_penalty":3,` + hello + `}`},
+		{"penalty of vLLM", "POST", chat, `{"model":"tiny","repetition_penalty":0,` + hello + `}`},
+		{"two constraints", "POST", chat, `{"model":"tiny","guided_json":{"type":"object"},"response_format":{"type":"json_object"},` + hello + `}`},
+		{"schema of another type", "POST", chat, `{"model":"tiny","guided_json":7,` + hello + `}`},
+		{"beam search", "POST", text, `{"model":"tiny","prompt":"a","use_beam_search":true}`},
+		{"logit bias", "POST", chat, `{"model":"tiny","logit_bias":{"x":1},` + hello + `}`},
+		{"large logit bias", "POST", chat, `{"model":"tiny","logit_bias":{"5":101},` + hello + `}`},
+		{"negative stop token", "POST", text, `{"model":"tiny","prompt":"a","stop_token_ids":[-1]}`},
+		{"more tokens at least than at most", "POST", text, `{"model":"tiny","prompt":"a","min_tokens":3,"max_tokens":2}`},
+		{"top logprobs without logprobs", "POST", chat, `{"model":"tiny","top_logprobs":5,` + hello + `}`},
+		{"too many top logprobs", "POST", chat, `{"model":"tiny","logprobs":true,"top_logprobs":21,` + hello + `}`},
+		{"JSON schema without a schema", "POST", chat, `{"model":"tiny","response_format":{"type":"json_schema"},` + hello + `}`},
+		{"unknown response format", "POST", chat, `{"model":"tiny","response_format":{"type":"xml"},` + hello + `}`},
+		{"session with a space", "POST", chat, `{"model":"tiny","session_id":"a b",` + hello + `}`},
+		{"two sessions", "POST", "/sessions/a" + chat, `{"model":"tiny","session_id":"b",` + hello + `}`},
+		{"negative version", "POST", chat, `{"model":"tiny","weights_version":-1,` + hello + `}`},
 		{"stream options without a stream", "POST", chat, `{"model":"tiny","stream_options":{"include_usage":true},` + hello + `}`},
 		{"broken JSON", "POST", chat, "{\"model\":\"tiny\",\n  \"messages\":[}"},
 		{"list instead of object", "POST", chat, `[1]`},
@@ -89,9 +107,9 @@ func TestBadRequests(t *testing.T) {
 		{"no prompt", "POST", text, `{"model":"tiny"}`},
 		{"prompt of another type", "POST", text, `{"model":"tiny","prompt":{"a":1}}`},
 		{"empty tokens", "POST", text, `{"model":"tiny","prompt":[[]]}`},
-		{"streamed echo", "POST", text, `{"model":"tiny","prompt":"a","echo":true,"stream":true}`},
-		{"streamed prompt logprobs", "POST", text, `{"model":"tiny","prompt":"a","prompt_logprobs":0,"stream":true}`},
-		{"logprobs of other tokens", "POST", text, `{"model":"tiny","prompt":"a","logprobs":5}`},
+		{"logprobs of too many tokens", "POST", text, `{"model":"tiny","prompt":"a","logprobs":21}`},
+		{"zero tokens of a text", "POST", text, `{"model":"tiny","prompt":"a","max_tokens":0}`},
+		{"suffix", "POST", text, `{"model":"tiny","prompt":"a","suffix":"b"}`},
 		{"negative prompt logprobs", "POST", text, `{"model":"tiny","prompt":"a","prompt_logprobs":-1}`},
 		{"unknown token", "POST", text, `{"model":"tiny","prompt":[9999]}`},
 		{"best_of", "POST", text, `{"model":"tiny","prompt":"a","best_of":3}`},
@@ -106,22 +124,7 @@ func TestBadRequests(t *testing.T) {
 		resp, body := do(t, s, c.method, c.path, c.body, "")
 		got.WriteString("# " + c.name + "\n" + c.method + " " + c.path + " " + c.body + "\n" + resp.Status + "\n" + body + "\n")
 	}
-	golden := filepath.Join("testdata", "bad_requests.golden")
-	if *update {
-		if err := os.MkdirAll("testdata", 0o755); err != nil {
-			t.Fatal(err)
-		}
-		if err := os.WriteFile(golden, []byte(got.String()), 0o644); err != nil {
-			t.Fatal(err)
-		}
-	}
-	want, err := os.ReadFile(golden)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if got.String() != string(want) {
-		t.Errorf("the responses differ from %s (run with -update and check the difference):\n%s", golden, got.String())
-	}
+	golden(t, filepath.Join("testdata", "bad_requests.golden"), got.String())
 }
 
 func TestPlainChat(t *testing.T) {

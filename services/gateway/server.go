@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"slices"
 	"sync"
 	"time"
 
@@ -13,6 +14,7 @@ import (
 
 	workers "github.com/rollout-rl/rollout/libs/worker"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
+	"github.com/rollout-rl/rollout/services/gateway/edge"
 	"github.com/rollout-rl/rollout/services/gateway/openai"
 )
 
@@ -39,17 +41,22 @@ func New(cfg Config, deps Deps) (*Server, error) {
 		return nil, fmt.Errorf("gateway: %w", err)
 	}
 	svc := &service{Deps: deps, workers: newDirectory(deps)}
-	handler := openai.Handler(openai.Options{Backend: svc, Keys: cfg.Keys, TrustOwner: cfg.TrustOwner, Log: deps.Log, Now: deps.Now})
+	front := &edge.Edge{Options: edge.Options{Backend: svc, Keys: cfg.Keys, TrustOwner: cfg.TrustOwner, Log: deps.Log, Now: deps.Now}}
 	s := &Server{
 		svc: svc, listener: listener, secure: cfg.TLS != nil,
 		http: &http.Server{
-			Handler: handler, ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, ConnContext: openai.WithPeer,
+			Handler: handler(front), ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, ConnContext: edge.WithPeer,
 		},
 	}
 	if s.secure {
 		s.http.TLSConfig = cfg.TLS.Public("h2", "http/1.1") // clients of the OpenAI API have a key and no client certificate
 	}
 	return s, nil
+}
+
+// handler serves all dialects.
+func handler(e *edge.Edge) http.Handler {
+	return e.Handler(slices.Concat(openai.Routes(e), []edge.Route{e.Health()})...)
 }
 
 // URL is the URL of the HTTP listener, such as "http://127.0.0.1:8000".

@@ -38,7 +38,7 @@ func (s *service) Complete(ctx context.Context, req *gatewayv1.CompleteRequest, 
 	}
 	call := &inferencev1.GenerateRequest{
 		RequestId: "req-" + id.New(s.Now()), Prompts: req.GetPrompts(), Params: req.GetParams(), N: max(1, req.GetN()), Stream: req.GetStream(),
-		PromptLogprobs: req.GetPromptLogprobs(),
+		PromptLogprobs: req.GetPromptLogprobs(), Parse: req.GetParse(), TokenBytes: req.GetTokenBytes(), PromptTopLogprobs: req.GetPromptTopLogprobs(),
 	}
 	rec := newRecorder(call, s.Now)
 	tried := map[*worker]bool{}

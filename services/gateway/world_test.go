@@ -32,7 +32,7 @@ import (
 	"github.com/rollout-rl/rollout/services/gateway"
 )
 
-// fakeWorker samples "one two three", one word per token and at most max_tokens, over real gRPC.
+// fakeWorker samples what script returns over real gRPC.
 type fakeWorker struct {
 	inferencev1.UnimplementedInferenceWorkerServiceServer
 	model        string
@@ -91,29 +91,14 @@ func (f *fakeWorker) Generate(req *inferencev1.GenerateRequest, stream grpc.Serv
 	if req.GetParams().GetMaxTokens() > 64 {
 		return rpcerr.New(codes.InvalidArgument, "CONTEXT_OVERFLOW", "3 tokens of prompt and %d new ones are more than the context of 64", req.GetParams().GetMaxTokens())
 	}
-	words := []string{"one", " two", " three"}
-	if most := req.GetParams().MaxTokens; most != nil {
-		words = words[:min(len(words), int(*most))]
-	}
+	said := script(req)
 	for p := range req.GetPrompts() {
 		for n := range req.GetN() {
-			for i, word := range words {
-				piece := &inferencev1.GenerateResponse{
-					Prompt: uint32(p), Sample: n, Text: word, TokenIds: []uint32{uint32(10 + i)}, Logprobs: []float32{-0.5}, RawLogprobs: []float32{-0.25},
-				}
-				if i < 2 {
-					piece.WeightsVersion = proto.Uint64(uint64(11 + i))
-				}
-				if i == len(words)-1 {
-					piece.FinishReason, piece.PromptTokens, piece.PromptTokenIds = "stop", 2, []uint32{1, 2}
-					if req.GetPromptLogprobs() {
-						piece.PromptTokenIds = promptOf(req.GetPrompts()[p])
-						for at, id := range piece.PromptTokenIds {
-							piece.PromptTexts = append(piece.PromptTexts, fmt.Sprintf("t%d", id))
-							piece.PromptLogprobs = append(piece.PromptLogprobs, -float32(at)/2)
-						}
-					}
-					piece.VersionSpans = []*trajectoryv1.VersionSpan{{Version: 11, End: 1}, {Version: 12, Start: 1, End: 3}}
+			for i := range said {
+				piece := said[i].piece(req, i)
+				piece.Prompt, piece.Sample = uint32(p), n
+				if i == len(said)-1 {
+					last(req, p, piece)
 				}
 				if f.breaks && i == 1 {
 					return status.Error(codes.Unavailable, "the engine is gone")
@@ -137,6 +122,132 @@ func (f *fakeWorker) Generate(req *inferencev1.GenerateRequest, stream grpc.Serv
 		}
 	}
 	return nil
+}
+
+// Tokenize gives each byte of a text the id of its value, and chats the ids of promptOf.
+func (f *fakeWorker) Tokenize(_ context.Context, req *inferencev1.TokenizeRequest) (*inferencev1.TokenizeResponse, error) {
+	resp := &inferencev1.TokenizeResponse{MaxModelLen: 64}
+	for _, p := range req.GetPrompts() {
+		ids := promptOf(p)
+		if p.GetText() != "" {
+			ids = nil
+			for _, c := range []byte(p.GetText()) {
+				ids = append(ids, uint32(c))
+			}
+		}
+		resp.Prompts = append(resp.Prompts, &inferencev1.TokenIds{Ids: ids})
+	}
+	return resp, nil
+}
+
+// Detokenize is the inverse of Tokenize.
+func (f *fakeWorker) Detokenize(_ context.Context, req *inferencev1.DetokenizeRequest) (*inferencev1.DetokenizeResponse, error) {
+	resp := &inferencev1.DetokenizeResponse{}
+	for _, p := range req.GetPrompts() {
+		var text strings.Builder
+		for _, id := range p.GetIds() {
+			if id > 255 {
+				return nil, rpcerr.New(codes.InvalidArgument, "INVALID_PROMPT", "token id %d is outside the vocabulary", id)
+			}
+			text.WriteByte(byte(id))
+		}
+		resp.Texts = append(resp.Texts, text.String())
+	}
+	return resp, nil
+}
+
+// token is one token that a fake worker samples, and what it adds to the parsed message.
+type token struct {
+	text  string
+	delta *inferencev1.MessageDelta
+}
+
+// script returns the tokens of each completion: "one two three", at most max_tokens and until a
+// stop string; of a chat with tools whose last message is the user's a thought and a call of the
+// first tool.
+func script(req *inferencev1.GenerateRequest) []token {
+	var said []token
+	for _, word := range []string{"one", " two", " three"} {
+		if slices.Contains(req.GetParams().GetStop(), word) {
+			break
+		}
+		said = append(said, token{text: word, delta: &inferencev1.MessageDelta{Content: word}})
+	}
+	chat := req.GetPrompts()[0].GetChat()
+	if messages := chat.GetMessages(); len(chat.GetTools()) > 0 && chat.GetToolChoice().GetMode() != inferencev1.ToolChoice_MODE_NONE && messages[len(messages)-1].GetRole() == "user" {
+		call := func(delta *inferencev1.ToolCallDelta) *inferencev1.MessageDelta {
+			return &inferencev1.MessageDelta{ToolCalls: []*inferencev1.ToolCallDelta{delta}}
+		}
+		said = []token{
+			{text: "<think>hm</think>", delta: &inferencev1.MessageDelta{Reasoning: "hm"}},
+			{text: "<call>", delta: call(&inferencev1.ToolCallDelta{Id: "call_1", Name: chat.GetTools()[0].GetName()})},
+			{text: `{"q":`, delta: call(&inferencev1.ToolCallDelta{Arguments: `{"q":`})},
+			{text: `1}`, delta: call(&inferencev1.ToolCallDelta{Arguments: `1}`})},
+		}
+	}
+	if most := req.GetParams().MaxTokens; most != nil {
+		said = said[:min(len(said), int(*most))]
+	}
+	if len(said) == 0 {
+		return []token{{}} // the last piece has no token
+	}
+	return said
+}
+
+// piece returns the piece of a completion with token i.
+func (s token) piece(req *inferencev1.GenerateRequest, i int) *inferencev1.GenerateResponse {
+	piece := &inferencev1.GenerateResponse{}
+	if req.GetParse() {
+		piece.Delta = s.delta
+	}
+	if s.text == "" {
+		return piece
+	}
+	piece.Text, piece.TokenIds, piece.Logprobs, piece.RawLogprobs = s.text, []uint32{uint32(10 + i)}, []float32{-0.5}, []float32{-0.25}
+	if i < 2 {
+		piece.WeightsVersion = proto.Uint64(uint64(11 + i))
+	}
+	if req.GetTokenBytes() {
+		piece.TokenBytes = [][]byte{[]byte(s.text)}
+	}
+	if k := req.GetParams().GetTopLogprobs(); k > 0 {
+		piece.TopLogprobs = []*inferencev1.TopLogprobs{alternatives(k)}
+	}
+	return piece
+}
+
+// alternatives returns k tokens; the second one is a part of a character.
+func alternatives(k uint32) *inferencev1.TopLogprobs {
+	top := &inferencev1.TopLogprobs{}
+	for i := range min(k, 2) {
+		top.TokenIds, top.Logprobs = append(top.TokenIds, 20+i), append(top.Logprobs, -0.125*float32(i+1))
+		top.TokenBytes = append(top.TokenBytes, [][]byte{[]byte("uno"), {0xe2, 0x80}}[i])
+	}
+	return top
+}
+
+// last adds what the last piece of a completion has.
+func last(req *inferencev1.GenerateRequest, p int, piece *inferencev1.GenerateResponse) {
+	piece.FinishReason, piece.PromptTokens, piece.PromptTokenIds = "stop", 2, []uint32{1, 2}
+	if req.GetParams().MaxTokens != nil && req.GetParams().GetMaxTokens() == 0 {
+		piece.FinishReason = "length"
+	}
+	for _, stop := range req.GetParams().GetStop() {
+		if stop == " three" {
+			piece.StopString = stop
+		}
+	}
+	if req.GetPromptLogprobs() {
+		piece.PromptTokenIds = promptOf(req.GetPrompts()[p])
+		for at, id := range piece.PromptTokenIds {
+			piece.PromptTexts = append(piece.PromptTexts, fmt.Sprintf("t%d", id))
+			piece.PromptLogprobs = append(piece.PromptLogprobs, -float32(at)/2)
+			if k := req.GetPromptTopLogprobs(); k > 0 {
+				piece.PromptTopLogprobs = append(piece.PromptTopLogprobs, alternatives(k))
+			}
+		}
+	}
+	piece.VersionSpans = []*trajectoryv1.VersionSpan{{Version: 11, End: 1}, {Version: 12, Start: 1, End: 3}}
 }
 
 // promptOf returns the token ids of a prompt; of a text 1 and 2.

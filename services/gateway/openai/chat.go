@@ -2,39 +2,31 @@ package openai
 
 import (
 	"encoding/json"
-	"fmt"
 	"net/http"
-	"strings"
 
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
+	"github.com/rollout-rl/rollout/services/gateway/edge"
 )
 
 type chatRequest struct {
-	sampling
-	Messages            []chatMessage   `json:"messages"`
-	MaxCompletionTokens *integer        `json:"max_completion_tokens"`
+	common
+	Chat
+	MaxCompletionTokens *edge.Integer   `json:"max_completion_tokens"`
 	Logprobs            bool            `json:"logprobs"`
-	TopLogprobs         *integer        `json:"top_logprobs"`
-	Tools               []any           `json:"tools"`
-	Functions           []any           `json:"functions"`
-	ResponseFormat      *responseFormat `json:"response_format"`
-}
-
-type responseFormat struct {
-	Type string `json:"type"`
-}
-
-type chatMessage struct {
-	Role    string          `json:"role"`
-	Content json.RawMessage `json:"content"`
+	TopLogprobs         *edge.Integer   `json:"top_logprobs"`
+	Modalities          []string        `json:"modalities"`
+	Audio               json.RawMessage `json:"audio"`
 }
 
 func (h *handler) chat(w http.ResponseWriter, r *http.Request) error {
 	var body chatRequest
-	if err := decode(r, &body); err != nil {
+	if err := edge.Decode(w, r, &body); err != nil {
 		return err
 	}
-	chat, err := body.chat()
+	if err := body.check(); err != nil {
+		return err
+	}
+	chat, err := body.Proto()
 	if err != nil {
 		return err
 	}
@@ -42,154 +34,201 @@ func (h *handler) chat(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
+	if req.Params.TopLogprobs, err = edge.Top("top_logprobs", body.TopLogprobs); err != nil {
+		return err
+	}
 	req.Prompts = []*inferencev1.Prompt{{Kind: &inferencev1.Prompt_Chat{Chat: chat}}}
-	format := chatFormat{logprobs: body.Logprobs}
-	return h.answer(w, r, req, format, body.sampling, "messages")
+	req.Parse, req.TokenBytes = true, body.Logprobs
+	writer := &chatWriter{
+		chunks: chunks{prefix: "chatcmpl-", object: "chat.completion.chunk", options: body.StreamOptions},
+		body:   &body, opened: map[uint32]bool{}, called: map[uint32]bool{},
+	}
+	return h.Complete(w, r, req, body.Stream, writer, "messages")
 }
 
-// chat checks the fields that only chats have, and returns the messages.
-func (b *chatRequest) chat() (*inferencev1.Chat, error) {
+// check checks the fields that only chats have.
+func (b *chatRequest) check() error {
 	switch {
-	case len(b.Messages) == 0:
-		return nil, &apiError{Status: http.StatusBadRequest, Type: typeInvalid, Param: "messages", Code: "missing_required_parameter", Message: "`messages` must have at least one message"}
-	case len(b.Tools) > 0:
-		return nil, unsupported("tools", "this endpoint only samples text")
-	case len(b.Functions) > 0:
-		return nil, unsupported("functions", "this endpoint only samples text")
-	case b.TopLogprobs != nil && *b.TopLogprobs > 0:
-		return nil, unsupported("top_logprobs", "only the logprobs of sampled tokens are recorded; send `logprobs: true` without it")
-	case b.ResponseFormat != nil && b.ResponseFormat.Type != "" && b.ResponseFormat.Type != "text":
-		return nil, unsupported("response_format", "only `text` is sampled")
+	case b.TopLogprobs != nil && *b.TopLogprobs > 0 && !b.Logprobs:
+		return edge.Invalid("top_logprobs", "`top_logprobs` requires `logprobs: true`")
 	case b.MaxTokens != nil && b.MaxCompletionTokens != nil && *b.MaxTokens != *b.MaxCompletionTokens:
-		return nil, invalid("max_tokens", "`max_tokens` is %d and `max_completion_tokens` is %d; send one", *b.MaxTokens, *b.MaxCompletionTokens)
-	case b.MaxCompletionTokens != nil:
-		if *b.MaxCompletionTokens < 1 {
-			return nil, invalid("max_completion_tokens", "`max_completion_tokens` must be at least 1, got %d", *b.MaxCompletionTokens)
-		}
-		b.MaxTokens = b.MaxCompletionTokens
+		return edge.Invalid("max_tokens", "`max_tokens` is %d and `max_completion_tokens` is %d; send one", *b.MaxTokens, *b.MaxCompletionTokens)
+	case edge.IsSet(b.Audio):
+		return edge.Unsupported("audio", "only text is sampled")
 	}
-	chat := &inferencev1.Chat{}
-	for i, m := range b.Messages {
-		role := m.Role
-		switch role {
-		case "developer":
-			role = "system" // OpenAI's newer name for it
-		case "system", "user", "assistant", "tool":
-		default:
-			param := fmt.Sprintf("messages[%d].role", i)
-			return nil, invalid(param, "`%s` must be system, developer, user, assistant, or tool, got %q", param, m.Role)
+	for _, modality := range b.Modalities {
+		if modality != "text" {
+			return edge.Unsupported("modalities", "only text is sampled")
 		}
-		text, err := m.text(i)
-		if err != nil {
-			return nil, err
-		}
-		chat.Messages = append(chat.Messages, &inferencev1.ChatMessage{Role: role, Content: text})
 	}
-	return chat, nil
+	if err := edge.AtLeast("max_tokens", b.MaxTokens, 1); err != nil {
+		return err
+	}
+	if b.MaxCompletionTokens == nil {
+		return nil
+	}
+	b.MaxTokens = b.MaxCompletionTokens
+	return edge.AtLeast("max_completion_tokens", b.MaxCompletionTokens, 1)
 }
 
-// text reads a string, or a list of text parts. The message of an assistant may be empty.
-func (m chatMessage) text(i int) (string, error) {
-	param := fmt.Sprintf("messages[%d].content", i)
-	if len(m.Content) == 0 || string(m.Content) == "null" {
-		if m.Role == "assistant" {
-			return "", nil
-		}
-		return "", invalid(param, "`%s` is missing", param)
-	}
-	var text string
-	if json.Unmarshal(m.Content, &text) == nil {
-		return text, nil
-	}
-	var parts []struct {
-		Type string `json:"type"`
-		Text string `json:"text"`
-	}
-	if json.Unmarshal(m.Content, &parts) != nil {
-		return "", invalid(param, "`%s` must be a string or a list of text parts", param)
-	}
-	var joined strings.Builder
-	for _, part := range parts {
-		if part.Type != "text" {
-			return "", unsupported(param, "the part type \""+part.Type+"\" is not supported; send text")
-		}
-		joined.WriteString(part.Text)
-	}
-	return joined.String(), nil
-}
-
-// chatFormat writes completions as chat completions.
-type chatFormat struct{ logprobs bool }
-
-func (chatFormat) id() string { return "chatcmpl-" }
-
-func (f chatFormat) object(stream bool) string {
-	if stream {
-		return "chat.completion.chunk"
-	}
-	return "chat.completion"
+// chatWriter writes completions as chat completions.
+type chatWriter struct {
+	chunks
+	body   *chatRequest
+	opened map[uint32]bool // choices of a stream that have begun
+	called map[uint32]bool // choices that have a tool call
 }
 
 type chatText struct {
-	Role    string  `json:"role,omitempty"`
-	Content *string `json:"content,omitempty"`
-	Refusal *string `json:"refusal,omitempty"`
+	Role             string        `json:"role,omitempty"`
+	Content          *string       `json:"content,omitempty"`
+	ReasoningContent string        `json:"reasoning_content,omitempty"`
+	ToolCalls        []toolCall    `json:"tool_calls,omitempty"`
+	FunctionCall     *functionCall `json:"function_call,omitempty"`
+	Refusal          *string       `json:"refusal,omitempty"`
+}
+
+// wholeText is the message of a response that is not streamed: its content may be null.
+type wholeText struct {
+	chatText
+	Content *string `json:"content"`
 }
 
 type chatChoice struct {
 	Index        uint32        `json:"index"`
-	Message      *chatText     `json:"message,omitempty"`
+	Message      *wholeText    `json:"message,omitempty"`
 	Delta        *chatText     `json:"delta,omitempty"`
 	Logprobs     *chatLogprobs `json:"logprobs"`
 	FinishReason *string       `json:"finish_reason"`
+	extras
 }
 
 type chatLogprobs struct {
-	Content []chatLogprob `json:"content"`
+	Content []sampledLogprob `json:"content"`
 }
 
-type chatLogprob struct {
-	Token       string  `json:"token"`
-	Logprob     float32 `json:"logprob"`
-	Bytes       []int   `json:"bytes"`
-	TopLogprobs []any   `json:"top_logprobs"`
+type tokenLogprob struct {
+	Token   string  `json:"token"`
+	Logprob float32 `json:"logprob"`
+	Bytes   []int   `json:"bytes"`
 }
 
-func (f chatFormat) choice(c *completion) any {
-	return chatChoice{
-		Index: c.index, Message: &chatText{Role: "assistant", Content: ptr(c.text())}, Logprobs: f.score(c.pieces), FinishReason: reason(c.finish),
-	}
+type sampledLogprob struct {
+	tokenLogprob
+	TopLogprobs []tokenLogprob `json:"top_logprobs"`
 }
 
-func (f chatFormat) first(index uint32) any {
-	return chatChoice{Index: index, Delta: &chatText{Role: "assistant", Content: ptr("")}}
+func logprobOf(t edge.Token, asID bool) tokenLogprob {
+	return tokenLogprob{Token: t.Label(asID), Logprob: edge.Finite(t.Logprob), Bytes: t.ByteValues()}
 }
 
-func (f chatFormat) chunk(index uint32, p piece) any {
-	choice := chatChoice{Index: index, Delta: &chatText{}, FinishReason: reason(p.finish)}
-	if p.text != "" {
-		choice.Delta.Content = &p.text
-	}
-	if len(p.logprobs) > 0 {
-		choice.Logprobs = f.score([]piece{p})
-	}
-	return choice
-}
-
-func (f chatFormat) score(pieces []piece) *chatLogprobs {
-	if !f.logprobs {
-		return nil
-	}
-	scored := &chatLogprobs{Content: []chatLogprob{}}
-	for _, p := range pieces {
-		for i, logprob := range p.logprobs {
-			token := p.token(i)
-			bytes := make([]int, len(token))
-			for j := range len(token) {
-				bytes[j] = int(token[j])
-			}
-			scored.Content = append(scored.Content, chatLogprob{Token: token, Logprob: finite(logprob), Bytes: bytes, TopLogprobs: []any{}})
+// ChatLogprobs returns the logprobs of tokens in the form of chat completions.
+func ChatLogprobs(tokens []edge.Token, asID bool) *chatLogprobs {
+	scored := &chatLogprobs{Content: []sampledLogprob{}}
+	for _, t := range tokens {
+		sampled := sampledLogprob{tokenLogprob: logprobOf(t, asID), TopLogprobs: []tokenLogprob{}}
+		for _, top := range t.Top {
+			sampled.TopLogprobs = append(sampled.TopLogprobs, logprobOf(top, asID))
 		}
+		scored.Content = append(scored.Content, sampled)
 	}
 	return scored
+}
+
+// Whole implements edge.Writer.
+func (f *chatWriter) Whole(a *edge.Answer, all []*edge.Completion) any {
+	out := f.envelope(a)
+	out.Object, out.Usage = "chat.completion", usageOf(a.Usage)
+	for _, c := range all {
+		f.called[c.Index] = len(c.Message.Calls) > 0
+		message := &wholeText{chatText: f.text(c.Message, false)}
+		message.Role = "assistant"
+		if message.Content = &c.Message.Content; c.Message.Content == "" && f.called[c.Index] {
+			message.Content = nil
+		}
+		out.Choices = append(out.Choices, chatChoice{
+			Index: c.Index, Message: message, Logprobs: f.score(c.Tokens), FinishReason: f.reason(c), extras: extrasOf(c, f.body.ReturnTokenIDs),
+		})
+		f.prompt(&out, c)
+	}
+	return out
+}
+
+// Piece implements edge.Writer.
+func (f *chatWriter) Piece(s *edge.Stream, a *edge.Answer, piece *edge.Completion) error {
+	if !f.opened[piece.Index] {
+		f.opened[piece.Index] = true
+		first := chatChoice{Index: piece.Index, Delta: &chatText{Role: "assistant", Content: edge.Ptr("")}}
+		if err := f.send(s, a, f.envelope(a), first); err != nil {
+			return err
+		}
+	}
+	said := piece.Message
+	f.called[piece.Index] = f.called[piece.Index] || len(said.Calls) > 0
+	tokens := len(piece.Tokens) > 0 && (f.body.Logprobs || f.body.ReturnTokenIDs)
+	if said.Content == "" && said.Reasoning == "" && len(said.Calls) == 0 && piece.Finish == "" && !tokens {
+		return nil
+	}
+	delta := f.text(said, true)
+	if said.Content != "" {
+		delta.Content = &said.Content
+	}
+	choice := chatChoice{Index: piece.Index, Delta: &delta, FinishReason: f.reason(piece), extras: extrasOf(piece, f.body.ReturnTokenIDs)}
+	if len(piece.Tokens) > 0 {
+		choice.Logprobs = f.score(piece.Tokens)
+	}
+	chunk := f.envelope(a)
+	f.prompt(&chunk, piece)
+	return f.send(s, a, chunk, choice)
+}
+
+// text converts what the policy said, without the content.
+func (f *chatWriter) text(m edge.Message, stream bool) chatText {
+	out := chatText{ReasoningContent: m.Reasoning}
+	for _, call := range m.Calls {
+		said := functionCall{Name: call.Name, Arguments: call.Arguments}
+		if len(f.body.Functions) > 0 { // the older form has one call
+			if call.Index == 0 {
+				out.FunctionCall = &said
+			}
+			continue
+		}
+		converted := toolCall{ID: call.ID, Function: said}
+		if stream {
+			converted.Index = edge.Ptr(call.Index)
+		}
+		if call.Name != "" {
+			converted.Type = "function"
+		}
+		out.ToolCalls = append(out.ToolCalls, converted)
+	}
+	return out
+}
+
+// reason returns the finish reason: that of a message with calls is that it calls.
+func (f *chatWriter) reason(c *edge.Completion) *string {
+	switch {
+	case c.Finish != "stop" || !f.called[c.Index]:
+		return reason(c.Finish)
+	case len(f.body.Functions) > 0:
+		return edge.Ptr("function_call")
+	}
+	return edge.Ptr("tool_calls")
+}
+
+func (f *chatWriter) score(tokens []edge.Token) *chatLogprobs {
+	if !f.body.Logprobs {
+		return nil
+	}
+	return ChatLogprobs(tokens, f.body.TokensAsTokenIDs)
+}
+
+// prompt adds what the request asked for about the prompt, which the last piece has.
+func (f *chatWriter) prompt(out *envelope, c *edge.Completion) {
+	if f.body.ReturnTokenIDs && len(c.Prompt.IDs) > 0 {
+		out.PromptTokenIDs = c.Prompt.IDs
+	}
+	if f.body.PromptLogprobs != nil && len(c.Prompt.Tokens) > 0 {
+		out.PromptLogprobs = promptByID(c.Prompt)
+	}
 }

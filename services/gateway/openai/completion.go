@@ -2,48 +2,36 @@ package openai
 
 import (
 	"encoding/json"
-	"math"
 	"net/http"
 	"strconv"
 	"strings"
-	"unicode/utf8"
 
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
+	"github.com/rollout-rl/rollout/services/gateway/edge"
 )
 
 type completionRequest struct {
-	sampling
+	common
 	Prompt   json.RawMessage `json:"prompt"`
 	Echo     bool            `json:"echo"`
 	Suffix   *string         `json:"suffix"`
-	BestOf   *integer        `json:"best_of"`
-	Logprobs *integer        `json:"logprobs"`
-	// Of vLLM.
-	PromptLogprobs *integer `json:"prompt_logprobs"`
+	BestOf   *edge.Integer   `json:"best_of"`
+	Logprobs *edge.Integer   `json:"logprobs"`
 }
 
 func (h *handler) completions(w http.ResponseWriter, r *http.Request) error {
 	var body completionRequest
-	if err := decode(r, &body); err != nil {
+	if err := edge.Decode(w, r, &body); err != nil {
 		return err
 	}
-	switch {
-	case body.Echo && body.Stream:
-		return unsupported("echo", "a stream does not include the prompt; omit `stream`, or prepend the prompt yourself")
-	case body.PromptLogprobs != nil && body.Stream:
-		return unsupported("prompt_logprobs", "a stream does not include the prompt; omit `stream`")
-	case body.PromptLogprobs != nil && *body.PromptLogprobs < 0:
-		return invalid("prompt_logprobs", "`prompt_logprobs` must be at least 0, got %d", *body.PromptLogprobs)
-	case body.Suffix != nil && *body.Suffix != "":
-		return unsupported("suffix", "a completion continues from the end of the prompt")
-	case body.BestOf != nil && (body.N == nil && *body.BestOf != 1 || body.N != nil && *body.BestOf != *body.N):
-		return unsupported("best_of", "request `n` completions and choose one yourself")
-	case body.Logprobs != nil && *body.Logprobs < 0:
-		return invalid("logprobs", "`logprobs` must be at least 0, got %d", *body.Logprobs)
-	case body.Logprobs != nil && *body.Logprobs > 1:
-		return unsupported("logprobs", "only the logprobs of sampled tokens are recorded; send `logprobs: 1`")
+	if err := body.check(); err != nil {
+		return err
 	}
-	prompts, err := prompts(body.Prompt)
+	top, err := edge.Top("logprobs", body.Logprobs)
+	if err != nil {
+		return err
+	}
+	prompts, err := Prompts("prompt", body.Prompt)
 	if err != nil {
 		return err
 	}
@@ -51,19 +39,33 @@ func (h *handler) completions(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	req.Prompts = prompts
-	format := textFormat{
-		logprobs: body.Logprobs != nil, echo: body.Echo, promptLogprobs: body.PromptLogprobs != nil, n: req.GetN(), offsets: map[uint32]int{},
+	req.Prompts, req.Params.TopLogprobs, req.TokenBytes = prompts, top, body.Logprobs != nil
+	writer := &textWriter{
+		chunks: chunks{prefix: "cmpl-", object: "text_completion", options: body.StreamOptions},
+		body:   &body, prompts: prompts, n: req.GetN(), state: map[uint32]*textState{},
 	}
-	for _, p := range prompts {
-		format.prompts = append(format.prompts, p.GetText())
+	if body.Echo && (body.Logprobs != nil || prompts[0].GetTokens() != nil) {
+		writer.wait, req.PromptLogprobs = true, true
+		req.PromptTopLogprobs = max(req.GetPromptTopLogprobs(), top)
 	}
-	req.PromptLogprobs = format.echo || format.promptLogprobs
-	return h.answer(w, r, req, format, body.sampling, "prompt")
+	return h.Complete(w, r, req, body.Stream, writer, "prompt")
 }
 
-// prompts reads a string, a list of strings, a list of token ids, or a list of lists of token ids.
-func prompts(raw json.RawMessage) ([]*inferencev1.Prompt, error) {
+// check checks the fields that only completions have.
+func (b *completionRequest) check() error {
+	switch {
+	case b.Suffix != nil && *b.Suffix != "":
+		return edge.Unsupported("suffix", "a completion continues from the end of the prompt")
+	case b.BestOf != nil && (b.N == nil && *b.BestOf != 1 || b.N != nil && *b.BestOf != *b.N):
+		return edge.Unsupported("best_of", "request `n` completions and choose one yourself")
+	case b.MaxTokens != nil && *b.MaxTokens == 0 && !b.Echo && b.PromptLogprobs == nil:
+		return edge.Invalid("max_tokens", "`max_tokens` must be at least 1, or 0 with `echo` or `prompt_logprobs`")
+	}
+	return nil
+}
+
+// Prompts reads a string, a list of strings, a list of token ids, or a list of lists of token ids.
+func Prompts(param string, raw json.RawMessage) ([]*inferencev1.Prompt, error) {
 	var text string
 	var texts []string
 	var tokens []uint32
@@ -71,7 +73,7 @@ func prompts(raw json.RawMessage) ([]*inferencev1.Prompt, error) {
 	var out []*inferencev1.Prompt
 	switch {
 	case len(raw) == 0 || string(raw) == "null":
-		return nil, &apiError{Status: http.StatusBadRequest, Type: typeInvalid, Param: "prompt", Code: "missing_required_parameter", Message: "`prompt` is missing"}
+		return nil, edge.Missing(param, "`%s` is missing", param)
 	case json.Unmarshal(raw, &text) == nil:
 		texts = []string{text}
 	case json.Unmarshal(raw, &texts) == nil:
@@ -80,153 +82,179 @@ func prompts(raw json.RawMessage) ([]*inferencev1.Prompt, error) {
 	case json.Unmarshal(raw, &lists) == nil:
 		texts = nil
 	default:
-		return nil, invalid("prompt", "`prompt` must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
+		return nil, edge.Invalid(param, "`%s` must be a string, a list of strings, a list of token ids, or a list of lists of token ids", param)
 	}
 	for _, t := range texts {
 		out = append(out, &inferencev1.Prompt{Kind: &inferencev1.Prompt_Text{Text: t}})
 	}
 	for _, ids := range lists {
 		if len(ids) == 0 {
-			return nil, invalid("prompt", "`prompt` must not have an empty list of token ids")
+			return nil, edge.Invalid(param, "`%s` must not have an empty list of token ids", param)
 		}
 		out = append(out, &inferencev1.Prompt{Kind: &inferencev1.Prompt_Tokens{Tokens: &inferencev1.TokenIds{Ids: ids}}})
 	}
-	if len(out) == 0 || len(out) > 256 {
-		return nil, invalid("prompt", "`prompt` must have between 1 and 256 prompts, got %d", len(out))
+	if len(out) == 0 || len(out) > edge.MaxPrompts {
+		return nil, edge.Invalid(param, "`%s` must have between 1 and %d prompts, got %d", param, edge.MaxPrompts, len(out))
 	}
 	return out, nil
 }
 
-// textFormat writes completions as text completions.
-type textFormat struct {
-	logprobs       bool
-	echo           bool           // the text includes the prompt
-	promptLogprobs bool           // the choice includes the logprobs of the prompt, as in vLLM
-	prompts        []string       // "" for prompts that are token ids
-	n              uint32         // completions per prompt
-	offsets        map[uint32]int // characters of each choice that a stream has sent
+// textWriter writes completions as text completions.
+type textWriter struct {
+	chunks
+	body    *completionRequest
+	prompts []*inferencev1.Prompt
+	n       uint32 // completions per prompt
+	wait    bool   // the echo needs the tokens of the prompt, which the last piece has
+	state   map[uint32]*textState
 }
 
-func (textFormat) id() string { return "cmpl-" }
-
-func (textFormat) object(bool) string { return "text_completion" }
+// textState is a choice of a stream.
+type textState struct {
+	echoed bool
+	offset int // characters that were sent
+	held   []*edge.Completion
+}
 
 type textChoice struct {
-	Index          uint32                     `json:"index"`
-	Text           string                     `json:"text"`
-	Logprobs       *textLogprobs              `json:"logprobs"`
-	FinishReason   *string                    `json:"finish_reason"`
-	PromptLogprobs []map[string]promptLogprob `json:"prompt_logprobs,omitempty"`
+	Index          uint32           `json:"index"`
+	Text           string           `json:"text"`
+	Logprobs       *textLogprobs    `json:"logprobs"`
+	FinishReason   *string          `json:"finish_reason"`
+	PromptLogprobs []map[string]any `json:"prompt_logprobs,omitempty"`
+	PromptTokenIDs []uint32         `json:"prompt_token_ids,omitempty"`
+	extras
 }
 
 type textLogprobs struct {
-	Tokens        []string   `json:"tokens"`
-	TokenLogprobs []*float32 `json:"token_logprobs"`
-	TopLogprobs   []any      `json:"top_logprobs"`
-	TextOffset    []int      `json:"text_offset"`
-	begin         int        // offset of the first token
+	Tokens        []string             `json:"tokens"`
+	TokenLogprobs []*float32           `json:"token_logprobs"`
+	TopLogprobs   []map[string]float32 `json:"top_logprobs"`
+	TextOffset    []int                `json:"text_offset"`
 }
 
-// promptLogprob describes a token of a prompt, as in vLLM.
-type promptLogprob struct {
-	Logprob float32 `json:"logprob"`
-	Text    string  `json:"decoded_token"`
+// choice writes a completion, or a piece of it. offset is the characters before it.
+func (f *textWriter) choice(c *edge.Completion, offset int) (textChoice, int) {
+	out := textChoice{Index: c.Index, Text: c.Text, FinishReason: reason(c.Finish), extras: extrasOf(c, f.body.ReturnTokenIDs)}
+	if f.body.PromptLogprobs != nil && len(c.Prompt.Tokens) > 0 {
+		out.PromptLogprobs = promptByID(c.Prompt)
+	}
+	if f.body.ReturnTokenIDs {
+		out.PromptTokenIDs = c.Prompt.IDs
+	}
+	if f.body.Logprobs == nil {
+		return out, offset
+	}
+	out.Logprobs, offset = f.score(nil, c.Tokens, offset, false)
+	return out, offset
 }
 
-func (f textFormat) choice(c *completion) any {
-	choice := textChoice{Index: c.index, Text: c.text(), FinishReason: reason(c.finish)}
-	scored := noLogprobs()
-	if f.echo {
-		before := f.prompts[c.index/f.n]
-		if before == "" {
-			before = strings.Join(c.prompt.texts, "")
+// echo returns the prompt of a completion as a text.
+func (f *textWriter) echo(c *edge.Completion) string {
+	if prompt := f.prompts[c.Index/f.n]; prompt.GetTokens() == nil {
+		return prompt.GetText()
+	}
+	var text strings.Builder
+	for _, t := range c.Prompt.Tokens {
+		text.Write(t.Bytes)
+	}
+	return text.String()
+}
+
+// Whole implements edge.Writer.
+func (f *textWriter) Whole(a *edge.Answer, all []*edge.Completion) any {
+	out := f.envelope(a)
+	out.Usage = usageOf(a.Usage)
+	for _, c := range all {
+		choice, _ := f.choice(c, 0)
+		if f.body.Echo {
+			choice.Text = f.echo(c) + choice.Text
+			if f.body.Logprobs != nil {
+				scored, offset := f.score(nil, c.Prompt.Tokens, 0, true)
+				choice.Logprobs, _ = f.score(scored, c.Tokens, offset, false)
+			}
 		}
-		choice.Text = before + choice.Text
-		scored.prompt(c.prompt)
+		out.Choices = append(out.Choices, choice)
 	}
-	if f.promptLogprobs {
-		choice.PromptLogprobs = c.prompt.byID()
-	}
-	if f.logprobs {
-		scored.add(c.pieces)
-		choice.Logprobs = scored
-	}
-	return choice
+	return out
 }
 
-func (textFormat) first(uint32) any { return nil }
-
-func (f textFormat) chunk(index uint32, p piece) any {
-	choice := textChoice{Index: index, Text: p.text, FinishReason: reason(p.finish)}
-	if f.logprobs {
-		choice.Logprobs = noLogprobs()
-		choice.Logprobs.begin = f.offsets[index]
-		choice.Logprobs.add([]piece{p})
-		f.offsets[index] += utf8.RuneCountInString(p.text)
+// Piece implements edge.Writer. An echo with logprobs begins the stream of its choice, so the
+// choice is sent when the worker has sent the logprobs of the prompt, with the last piece.
+func (f *textWriter) Piece(s *edge.Stream, a *edge.Answer, piece *edge.Completion) error {
+	state := f.state[piece.Index]
+	if state == nil {
+		state = &textState{echoed: !f.body.Echo}
+		f.state[piece.Index] = state
 	}
-	return choice
+	state.held = append(state.held, piece)
+	if !state.echoed {
+		if f.wait && piece.Finish == "" {
+			return nil
+		}
+		state.echoed = true
+		first := textChoice{Index: piece.Index, Text: f.echo(piece)}
+		if f.body.Logprobs != nil {
+			first.Logprobs, state.offset = f.score(nil, piece.Prompt.Tokens, 0, true)
+		}
+		if err := f.send(s, a, f.envelope(a), first); err != nil {
+			return err
+		}
+	}
+	held := state.held
+	state.held = nil
+	for _, p := range held {
+		tokens := len(p.Tokens) > 0 && (f.body.Logprobs != nil || f.body.ReturnTokenIDs)
+		if p.Text == "" && p.Finish == "" && !tokens {
+			continue
+		}
+		var choice textChoice
+		choice, state.offset = f.choice(p, state.offset)
+		if err := f.send(s, a, f.envelope(a), choice); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
-// noLogprobs has empty lists instead of null, as OpenAI's clients expect.
-func noLogprobs() *textLogprobs {
-	return &textLogprobs{Tokens: []string{}, TokenLogprobs: []*float32{}, TopLogprobs: []any{}, TextOffset: []int{}}
-}
-
-// prompt adds the tokens of a prompt. The first has no logprob.
-func (l *textLogprobs) prompt(p prompt) {
-	for i, text := range p.texts {
+// score appends the logprobs of tokens and returns the characters after them. The first token of a
+// prompt has no logprob.
+func (f *textWriter) score(l *textLogprobs, tokens []edge.Token, offset int, prompt bool) (*textLogprobs, int) {
+	if l == nil { // empty lists instead of null, as OpenAI's clients expect
+		l = &textLogprobs{Tokens: []string{}, TokenLogprobs: []*float32{}, TopLogprobs: []map[string]float32{}, TextOffset: []int{}}
+	}
+	for i, t := range tokens {
 		var logprob *float32
-		if i > 0 {
-			logprob = ptr(finite(p.logprobs[i]))
+		var top map[string]float32
+		if !prompt || i > 0 {
+			logprob, top = edge.Ptr(edge.Finite(t.Logprob)), f.top(t)
 		}
-		l.token(text, logprob)
-	}
-}
-
-func (l *textLogprobs) add(pieces []piece) {
-	for _, p := range pieces {
-		for i, logprob := range p.logprobs {
-			l.token(p.token(i), ptr(finite(logprob)))
+		l.Tokens, l.TokenLogprobs = append(l.Tokens, t.Label(f.body.TokensAsTokenIDs)), append(l.TokenLogprobs, logprob)
+		l.TopLogprobs, l.TextOffset = append(l.TopLogprobs, top), append(l.TextOffset, offset)
+		for _, c := range t.Bytes {
+			if c&0xC0 != 0x80 { // the first byte of a character
+				offset++
+			}
 		}
 	}
+	return l, offset
 }
 
-func (l *textLogprobs) token(text string, logprob *float32) {
-	offset := l.begin
-	if last := len(l.Tokens) - 1; last >= 0 {
-		offset = l.TextOffset[last] + len([]rune(l.Tokens[last]))
+// top returns the most likely tokens by their text, with the token itself; nil if none were
+// requested. Of tokens with the same text, the most likely one counts.
+func (f *textWriter) top(t edge.Token) map[string]float32 {
+	if len(t.Top) == 0 {
+		return nil
 	}
-	l.Tokens, l.TokenLogprobs = append(l.Tokens, text), append(l.TokenLogprobs, logprob)
-	l.TopLogprobs, l.TextOffset = append(l.TopLogprobs, nil), append(l.TextOffset, offset)
-}
-
-// byID returns each token of the prompt by its id; null for the first.
-func (p prompt) byID() []map[string]promptLogprob {
-	out := make([]map[string]promptLogprob, len(p.texts))
-	for i, text := range p.texts {
-		if i > 0 {
-			out[i] = map[string]promptLogprob{strconv.FormatUint(uint64(p.ids[i]), 10): {finite(p.logprobs[i]), text}}
+	out := map[string]float32{}
+	most := min(len(t.Top), int(*f.body.Logprobs)) // prompt_logprobs may have requested more
+	for _, top := range append(t.Top[:most:most], t) {
+		label := top.Label(f.body.TokensAsTokenIDs)
+		if _, ok := out[label]; !ok {
+			out[label] = edge.Finite(top.Logprob)
 		}
 	}
 	return out
 }
 
-// reason returns the finish reason of OpenAI.
-func reason(finish string) *string {
-	if finish == "" {
-		return nil
-	}
-	if finish == "abort" {
-		finish = "stop"
-	}
-	return &finish
-}
-
-// finite replaces values that JSON does not have. OpenAI writes -9999 for a token that can't be
-// sampled.
-func finite(logprob float32) float32 {
-	if math.IsInf(float64(logprob), 0) || math.IsNaN(float64(logprob)) {
-		return -9999
-	}
-	return logprob
-}
+func idOf(t edge.Token) string { return strconv.FormatUint(uint64(t.ID), 10) }

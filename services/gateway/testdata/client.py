@@ -30,7 +30,7 @@ def main() -> None:
         "bad role": lambda: client.chat.completions.create(model="tiny", messages=[{"role": "robot", "content": "x"}]),
         "negative temperature": lambda: client.chat.completions.create(model="tiny", messages=hello, temperature=-1),
         "context overflow": lambda: client.chat.completions.create(model="tiny", messages=hello, max_tokens=1000),
-        "echo": lambda: client.completions.create(model="tiny", prompt="a", echo=True, stream=True),
+        "suffix": lambda: client.completions.create(model="tiny", prompt="a", suffix="b"),
         "wrong key": lambda: client.with_options(api_key="wrong").models.list(),
     }.items():
         try:

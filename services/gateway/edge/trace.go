@@ -1,4 +1,4 @@
-package openai
+package edge
 
 import (
 	"net/http"
@@ -10,7 +10,7 @@ import (
 	"go.opentelemetry.io/otel/trace"
 )
 
-const scope = "github.com/rollout-rl/rollout/services/gateway/openai"
+const scope = "github.com/rollout-rl/rollout/services/gateway/edge"
 
 // traced gives each request a span. It continues the trace of the caller (W3C trace context), and
 // its context reaches the worker.

@@ -1,4 +1,4 @@
-package openai
+package edge
 
 import (
 	"bytes"
@@ -8,40 +8,53 @@ import (
 	"io"
 	"math"
 	"net/http"
+	"os"
 	"reflect"
 	"strconv"
 	"strings"
+	"time"
 )
 
-// decode reads a JSON object. An error has the position, or the field with the wrong type.
-func decode(r *http.Request, into any) error {
+// Decode reads a JSON object. An error has the position, or the field with the wrong type.
+func Decode(w http.ResponseWriter, r *http.Request, into any) error {
 	raw, err := io.ReadAll(r.Body)
 	var large *http.MaxBytesError
-	if errors.As(err, &large) {
-		return &apiError{Status: http.StatusRequestEntityTooLarge, Type: typeInvalid, Code: "request_too_large", Message: "the request body is larger than 16 MiB"}
+	switch {
+	case errors.As(err, &large):
+		return &Error{Status: http.StatusRequestEntityTooLarge, Code: "request_too_large", Message: "the request body is larger than 16 MiB"}
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		return &Error{Status: http.StatusRequestTimeout, Code: "request_timeout", Message: fmt.Sprintf("the request body did not arrive within %s", bodyTime)}
+	case err != nil:
+		return &Error{Status: http.StatusBadRequest, Code: "invalid_body", Message: "the request body could not be read: " + err.Error()}
 	}
-	if err != nil {
-		return err
-	}
-	err = json.Unmarshal(raw, into)
+	_ = http.NewResponseController(w).SetReadDeadline(time.Time{}) // the response may take longer
+	return Unmarshal(raw, into)
+}
+
+// Unmarshal is Decode of a body that was read.
+func Unmarshal(raw []byte, into any) error {
+	err := json.Unmarshal(raw, into)
+	var known *Error
 	var syntax *json.SyntaxError
 	var wrong *json.UnmarshalTypeError
 	switch {
 	case err == nil:
 		return nil
+	case errors.As(err, &known):
+		return known
 	case errors.As(err, &syntax):
-		return &apiError{Status: http.StatusBadRequest, Type: typeInvalid, Code: "invalid_json", Message: "the body is not valid JSON: " + position(raw, syntax)}
+		return &Error{Status: http.StatusBadRequest, Code: "invalid_json", Message: "the body is not valid JSON: " + position(raw, syntax)}
 	case errors.As(err, &wrong):
 		if wrong.Field == "" {
-			return &apiError{Status: http.StatusBadRequest, Type: typeInvalid, Code: "invalid_json", Message: "the body must be a JSON object, got " + wrong.Value}
+			return &Error{Status: http.StatusBadRequest, Code: "invalid_json", Message: "the body must be a JSON object, got " + wrong.Value}
 		}
 		field := wrong.Field[strings.LastIndexByte(wrong.Field, '.')+1:]
-		return &apiError{
-			Status: http.StatusBadRequest, Type: typeInvalid, Param: field, Code: "invalid_type",
+		return &Error{
+			Status: http.StatusBadRequest, Param: field, Code: "invalid_type",
 			Message: "invalid type for `" + field + "`: expected " + jsonType(wrong.Type.String()) + ", got " + wrong.Value,
 		}
 	}
-	return &apiError{Status: http.StatusBadRequest, Type: typeInvalid, Code: "invalid_json", Message: err.Error()}
+	return &Error{Status: http.StatusBadRequest, Code: "invalid_json", Message: err.Error()}
 }
 
 // position returns a syntax error with its line and column.
@@ -69,23 +82,23 @@ func jsonType(goType string) string {
 	return "an object"
 }
 
-// integer is an integer that accepts 3.0 for 3, because some clients write all numbers as floats.
-type integer int64
+// Integer is an integer that accepts 3.0 for 3, because some clients write all numbers as floats.
+type Integer int64
 
 // UnmarshalJSON implements json.Unmarshaler.
-func (n *integer) UnmarshalJSON(raw []byte) error {
+func (n *Integer) UnmarshalJSON(raw []byte) error {
 	text := string(raw)
 	if text == "null" {
 		return nil
 	}
 	if exact, err := strconv.ParseInt(text, 10, 64); err == nil {
-		*n = integer(exact)
+		*n = Integer(exact)
 		return nil
 	}
 	const largest = 1 << 53 // above it, a float represents several integers
 	f, err := strconv.ParseFloat(text, 64)
 	if err == nil && f == math.Trunc(f) && math.Abs(f) <= largest {
-		*n = integer(f)
+		*n = Integer(f)
 		return nil
 	}
 	what := "number " + text
@@ -93,4 +106,9 @@ func (n *integer) UnmarshalJSON(raw []byte) error {
 		what = map[byte]string{'"': "string", '{': "object", '[': "array", 't': "bool", 'f': "bool"}[text[0]]
 	}
 	return &json.UnmarshalTypeError{Value: what, Type: reflect.TypeFor[int64]()}
+}
+
+// IsSet reports whether a value is present and is not a default.
+func IsSet(value json.RawMessage) bool {
+	return len(value) > 0 && !strings.Contains(" null false 0 [] {} \"\" ", " "+string(value)+" ")
 }

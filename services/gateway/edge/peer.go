@@ -1,4 +1,4 @@
-package openai
+package edge
 
 import (
 	"context"
@@ -34,14 +34,14 @@ func peerOf(ctx context.Context) (uid uint32, ok bool) {
 }
 
 // noKey is the error of a request without a valid key.
-func (h *handler) noKey(ctx context.Context) *apiError {
+func (e *Edge) noKey(ctx context.Context) *Error {
 	message := "missing or incorrect API key; send it as `Authorization: Bearer KEY` (`rollout keys create` makes one)"
 	switch _, known := peerOf(ctx); {
-	case !h.TrustOwner:
+	case !e.TrustOwner:
 	case known:
 		message += "; only the user who runs rolloutd, and root, need no key on this host"
 	default:
 		message += "; the user at the other end of the connection is unknown, so that a key is needed on loopback too"
 	}
-	return &apiError{Status: http.StatusUnauthorized, Type: typeInvalid, Code: "invalid_api_key", Message: message}
+	return &Error{Status: http.StatusUnauthorized, Code: "invalid_api_key", Message: message}
 }

@@ -1,0 +1,201 @@
+package edge
+
+import (
+	"bufio"
+	"bytes"
+	"encoding/json"
+	"maps"
+	"net/http"
+	"slices"
+	"strconv"
+	"time"
+
+	"github.com/rollout-rl/rollout/libs/id"
+	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
+)
+
+// Usage counts tokens.
+type Usage struct {
+	Prompt     int
+	Completion int
+	Cached     int // of Prompt
+}
+
+// Answer is the part of a response that has arrived.
+type Answer struct {
+	ID       string // unique, without the prefix of a dialect
+	Created  time.Time
+	Model    string // as requested; the served one if none was named
+	Session  string
+	Usage    Usage
+	Version  *uint64 // newest weights version so far
+	prompts  map[uint32]bool
+	requests *gatewayv1.CompleteRequest
+}
+
+// Fingerprint is the newest weights version in the form of OpenAI's system_fingerprint, or "".
+func (a *Answer) Fingerprint() string {
+	if a.Version == nil {
+		return ""
+	}
+	return "weights-v" + strconv.FormatUint(*a.Version, 10)
+}
+
+// Writer writes the responses of one endpoint to one request.
+type Writer interface {
+	// Whole returns the body of a response that is not streamed. The completions are in order.
+	Whole(a *Answer, all []*Completion) any
+	// Piece writes the events of a piece.
+	Piece(s *Stream, a *Answer, piece *Completion) error
+	// End writes the events after the last piece.
+	End(s *Stream, a *Answer) error
+	// Failed writes the event of an error. It is the last one.
+	Failed(s *Stream, err *Error) error
+}
+
+// Complete completes a request and responds. prompt is the parameter that has the prompt.
+func (e *Edge) Complete(w http.ResponseWriter, r *http.Request, req *gatewayv1.CompleteRequest, stream bool, writer Writer, prompt string) error {
+	now := e.Now()
+	a := &Answer{ID: id.New(now), Created: now, Model: req.GetModel(), prompts: map[uint32]bool{}, requests: req}
+	req.Stream = true // so that a caller who is gone, or a worker that is, is noticed between tokens
+	var err error
+	if stream {
+		err = e.stream(w, r, a, writer, prompt)
+	} else {
+		err = e.whole(w, r, a, writer)
+	}
+	if err != nil {
+		return ErrorOf(err, req.GetModel(), prompt)
+	}
+	return nil
+}
+
+// add counts a piece.
+func (a *Answer) add(got *gatewayv1.CompleteResponse) *Completion {
+	raw := got.GetPiece()
+	a.Session = got.GetSessionId()
+	if a.Model == "" {
+		a.Model = got.GetModel()
+	}
+	if raw.WeightsVersion != nil {
+		a.newest(raw.GetWeightsVersion())
+	}
+	for _, span := range raw.GetVersionSpans() {
+		a.newest(span.GetVersion())
+	}
+	a.Usage.Completion += len(raw.GetTokenIds())
+	if raw.GetFinishReason() != "" && !a.prompts[raw.GetPrompt()] {
+		a.prompts[raw.GetPrompt()] = true
+		a.Usage.Prompt += int(raw.GetPromptTokens())
+		a.Usage.Cached += int(raw.GetCachedTokens())
+	}
+	return pieceOf(raw, a.requests.GetN(), a.requests.GetParse())
+}
+
+func (a *Answer) newest(version uint64) {
+	if a.Version == nil || *a.Version < version {
+		a.Version = &version
+	}
+}
+
+// setHeader sets the session and the weights version. A stream calls it after its first token.
+func (a *Answer) setHeader(header http.Header) {
+	header.Set("x-rollout-session", a.Session)
+	if a.Version != nil {
+		header.Set("x-rollout-weights-version", strconv.FormatUint(*a.Version, 10))
+	}
+}
+
+// whole writes one JSON object after the completions have ended.
+func (e *Edge) whole(w http.ResponseWriter, r *http.Request, a *Answer, writer Writer) error {
+	completions := map[uint32]*Completion{}
+	err := e.Backend.Complete(r.Context(), a.requests, func(got *gatewayv1.CompleteResponse) error {
+		piece := a.add(got)
+		if c := completions[piece.Index]; c != nil {
+			c.add(piece)
+			return nil
+		}
+		completions[piece.Index] = piece
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	var all []*Completion
+	for _, index := range slices.Sorted(maps.Keys(completions)) {
+		all = append(all, completions[index])
+	}
+	a.setHeader(w.Header())
+	return WriteJSON(w, http.StatusOK, writer.Whole(a, all))
+}
+
+// stream writes server-sent events. An error before the first piece is returned; after it, the error
+// is an event.
+func (e *Edge) stream(w http.ResponseWriter, r *http.Request, a *Answer, writer Writer, prompt string) error {
+	s := &Stream{out: bufio.NewWriter(w), http: http.NewResponseController(w)}
+	begun := false
+	err := e.Backend.Complete(r.Context(), a.requests, func(got *gatewayv1.CompleteResponse) error {
+		piece := a.add(got)
+		if !begun {
+			begun = true
+			w.Header().Set("Content-Type", "text/event-stream")
+			w.Header().Set("Cache-Control", "no-cache")
+			a.setHeader(w.Header())
+			w.WriteHeader(http.StatusOK)
+		}
+		if err := writer.Piece(s, a, piece); err != nil {
+			return err
+		}
+		return s.flush()
+	})
+	switch {
+	case !begun:
+		return err
+	case err == nil:
+		_ = writer.End(s, a) // the client may be gone
+	case r.Context().Err() == nil:
+		failure := ErrorOf(err, a.Model, prompt)
+		e.logged(r.Context(), r.URL.Path, failure, err)
+		_ = writer.Failed(s, failure)
+	}
+	_ = s.flush()
+	return nil
+}
+
+// Stream writes server-sent events.
+type Stream struct {
+	out  *bufio.Writer
+	http *http.ResponseController
+}
+
+// Event writes an event with a JSON body. name may be empty.
+func (s *Stream) Event(name string, body any) error {
+	var raw bytes.Buffer
+	encoder := json.NewEncoder(&raw) // ends with a newline
+	encoder.SetEscapeHTML(false)
+	if err := encoder.Encode(body); err != nil {
+		return err
+	}
+	if name != "" {
+		_, _ = s.out.WriteString("event: " + name + "\n")
+	}
+	_, _ = s.out.WriteString("data: ")
+	_, _ = s.out.Write(raw.Bytes())
+	return s.out.WriteByte('\n')
+}
+
+// Done writes the event that ends a stream of OpenAI.
+func (s *Stream) Done() error {
+	_, err := s.out.WriteString("data: [DONE]\n\n")
+	return err
+}
+
+func (s *Stream) flush() error {
+	if s.out.Buffered() == 0 {
+		return nil
+	}
+	if err := s.out.Flush(); err != nil {
+		return err
+	}
+	return s.http.Flush()
+}

@@ -1,0 +1,175 @@
+// Package edge serves HTTP for the dialects of the gateway: it checks keys, hosts, and sizes, decodes
+// requests, collects the pieces of completions, and writes responses and server-sent events. A
+// dialect (packages openai, anthropic, sglang, vllm) is a list of routes that translate between its
+// JSON and the gateway's contract.
+//
+// What all dialects share:
+//   - A key is sent as `Authorization: Bearer KEY` or `x-api-key: KEY`.
+//   - A request names its session with the header X-Session-ID or x-rollout-session, the URL prefix
+//     /sessions/{id}, or the field session_id. Without one it gets a new session. The response has
+//     the session in the header x-rollout-session.
+//   - `weights_version` (or the header x-rollout-weights-version) pins a weights version,
+//     `min_weights_version` (or x-rollout-min-weights-version) waits for one.
+//   - A response has the newest weights version in the header x-rollout-weights-version; a stream
+//     the version of its first token. `weight_versions` lists the spans of each completion.
+//   - An error has our `reason` and `fix` inside the error object of its dialect.
+//
+// Text stays in the worker: this package never tokenizes, renders, or parses completions.
+package edge
+
+import (
+	"context"
+	"log/slog"
+	"net/http"
+	"strings"
+	"time"
+
+	"github.com/rollout-rl/rollout/libs/apikey"
+	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
+	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
+)
+
+const (
+	maxBody  = 16 << 20 // bytes of a request
+	bodyTime = time.Minute
+)
+
+// Backend serves completions.
+type Backend interface {
+	// Models returns the policies that are served now.
+	Models(ctx context.Context) []*gatewayv1.Model
+	// Complete calls send for each piece when it arrives.
+	Complete(ctx context.Context, req *gatewayv1.CompleteRequest, send func(*gatewayv1.CompleteResponse) error) error
+	// Tokenize returns the token ids of prompts for a policy; "" is the only one.
+	Tokenize(ctx context.Context, model string, req *inferencev1.TokenizeRequest) (*inferencev1.TokenizeResponse, error)
+	// Detokenize returns the texts of token ids.
+	Detokenize(ctx context.Context, model string, req *inferencev1.DetokenizeRequest) (*inferencev1.DetokenizeResponse, error)
+}
+
+// Options are the dependencies of the edge.
+type Options struct {
+	Backend    Backend
+	Keys       *apikey.Ring // nil: no key is needed
+	TrustOwner bool         // the user of this process and root need no key over loopback
+	Log        *slog.Logger
+	Now        func() time.Time
+}
+
+// Edge serves routes.
+type Edge struct{ Options }
+
+// Route is one endpoint.
+type Route struct {
+	Method string
+	Path   string // pattern of http.ServeMux without a method
+	Serve  func(w http.ResponseWriter, r *http.Request) error
+	// Body returns the JSON of an error in the dialect of the route.
+	Body func(e *Error) any
+	// Session reports whether /sessions/{session}/... serves the route too.
+	Session bool
+	// Open reports whether the route needs no key.
+	Open bool
+}
+
+// Handler serves the routes. Routes of one path have the same Body.
+func (e *Edge) Handler(routes ...Route) http.Handler {
+	mux := http.NewServeMux()
+	byPath := map[string][]Route{}
+	var paths []string
+	for _, route := range routes {
+		if byPath[route.Path] == nil {
+			paths = append(paths, route.Path)
+		}
+		byPath[route.Path] = append(byPath[route.Path], route)
+	}
+	for _, path := range paths {
+		serve := func(w http.ResponseWriter, r *http.Request) { e.serve(w, r, byPath[path]) }
+		mux.HandleFunc(path, serve)
+		if byPath[path][0].Session {
+			mux.HandleFunc("/sessions/{session}"+path, serve)
+		}
+	}
+	if byPath["/"] == nil {
+		mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
+			e.fail(w, r, PlainBody, &Error{
+				Status: http.StatusNotFound, Code: "unknown_url", Message: "unknown request URL: " + r.Method + " " + r.URL.Path,
+				Fix: "the URLs are " + strings.ReplaceAll(strings.Join(paths, ", "), "...}", "}"),
+			})
+		})
+	}
+	return traced(mux)
+}
+
+// Health is the route that reports that the gateway serves, even if it has no policy.
+func (e *Edge) Health() Route {
+	return Route{Method: http.MethodGet, Path: "/health", Body: PlainBody, Open: true, Serve: func(w http.ResponseWriter, _ *http.Request) error {
+		return WriteJSON(w, http.StatusOK, map[string]string{"status": "ok"})
+	}}
+}
+
+// serve calls the route of the method, and responds with its error.
+func (e *Edge) serve(w http.ResponseWriter, r *http.Request, routes []Route) {
+	var allowed []string
+	for _, route := range routes {
+		if r.Method != route.Method && (r.Method != http.MethodHead || route.Method != http.MethodGet) {
+			allowed = append(allowed, route.Method)
+			continue
+		}
+		if err := e.admit(w, r, route); err != nil {
+			e.fail(w, r, route.Body, err)
+			return
+		}
+		r.Body = http.MaxBytesReader(w, r.Body, maxBody)
+		if err := route.Serve(w, r); err != nil {
+			e.fail(w, r, route.Body, err)
+		}
+		return
+	}
+	methods := strings.Join(allowed, ", ")
+	w.Header().Set("Allow", strings.ReplaceAll(methods, "GET", "GET, HEAD"))
+	e.fail(w, r, routes[0].Body, &Error{
+		Status: http.StatusMethodNotAllowed, Code: "method_not_supported",
+		Message: "method " + r.Method + " is not allowed on " + r.URL.Path, Fix: "use " + methods,
+	})
+}
+
+// admit checks the key: GET needs the scope read, other methods the scope submit. A valid key's scope
+// counts for the owner too. Without a valid key, a loopback request must be meant for this host.
+func (e *Edge) admit(w http.ResponseWriter, r *http.Request, route Route) error {
+	// A client that sends its body too slowly holds no connection.
+	_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(bodyTime))
+	if e.Keys == nil || route.Open {
+		return local(r)
+	}
+	key, ok, err := e.Keys.Find(sentKey(r))
+	if err != nil {
+		return err
+	}
+	if !ok && e.TrustOwner && fromOwner(r.Context()) {
+		return local(r)
+	}
+	if !ok {
+		w.Header().Set("WWW-Authenticate", "Bearer")
+		return e.noKey(r.Context())
+	}
+	needed := apikey.Submit
+	if r.Method == http.MethodGet || r.Method == http.MethodHead {
+		needed = apikey.Read
+	}
+	if !key.Scope.Allows(needed) {
+		return &Error{
+			Status: http.StatusForbidden, Code: "insufficient_permissions",
+			Message: "the API key " + key.Name + " has the scope " + string(key.Scope) + ", but this request needs " + string(needed),
+			Fix:     "use a key with that scope (`rollout keys create NAME --scope " + string(needed) + "`)",
+		}
+	}
+	return nil
+}
+
+// sentKey returns the key of a request, in the header of OpenAI's or of Anthropic's clients.
+func sentKey(r *http.Request) string {
+	if key, ok := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer "); ok {
+		return key
+	}
+	return r.Header.Get("x-api-key")
+}
