@@ -169,6 +169,16 @@ class SimText(Text):
     def eos_id(self) -> int | None:
         return 0
 
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return 128
+
+    def whole(self, sequences: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
+        return self.decode(sequences)
+
+    def token_bytes(self, ids: np.ndarray) -> list[bytes]:
+        return [decode([at]).encode() for at in ids.tolist()]
+
     def encode(self, texts: Sequence[str], *, special: bool = True) -> list[np.ndarray]:
         return [np.array([ord(c) if 32 <= ord(c) < 127 else 63 for c in text], np.int32) for text in texts]
 

@@ -95,7 +95,7 @@ def lasting(config: RunConfig, step: int) -> bool:
 
 def load(spec: WorkerSpec, *_: Any) -> Any:
     """Replaces ``rollout_workers.inference.model.load``."""
-    from rollout_testing.sim.engine import SimEngine, SimText
+    from rollout_testing.sim.engine import CAPABILITIES, SimEngine, SimText
     from rollout_testing.sim.journal import Journal
     from rollout_workers.inference.model import Model
     from rollout_workers.worker.spec import model_directory
@@ -103,7 +103,8 @@ def load(spec: WorkerSpec, *_: Any) -> Any:
     folder = spec.initial_weights or model_directory(spec)
     pace = float(os.environ.get(PACE_VARIABLE, "0"))
     journal, began = (Journal(spec.run_directory, name) for name in (spec.worker_id, f"began-{spec.worker_id}"))
-    return Model(SimEngine(folder, spec.initial_version, spec.plan.config.engine.slots, journal, pace, began), SimText())
+    engine = SimEngine(folder, spec.initial_version, spec.plan.config.engine.slots, journal, pace, began)
+    return Model(engine, SimText(), kind="simulated", capabilities=CAPABILITIES)
 
 
 def load_text(_: WorkerSpec) -> Any:

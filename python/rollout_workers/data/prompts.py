@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.errors import RolloutError
 from rollout.truncation import shorten_chat
+from rollout_workers.data.token_bytes import TokenBytes
 
 Ids = NDArray[np.int32]
 Messages = Sequence[Mapping[str, Any]]
@@ -140,6 +141,25 @@ class Text:
         if self._fast is not None and not self._cleans:
             return self._fast.decode_batch(lists, skip_special_tokens=True)
         return self.tokenizer.batch_decode(lists, skip_special_tokens=True)
+
+    @cached_property
+    def size(self) -> int:
+        """One more than the largest token id."""
+        return max(self.tokenizer.get_vocab().values()) + 1
+
+    def whole(self, sequences: Sequence[Sequence[int] | Ids]) -> list[str]:
+        """Text of each sequence, with its special tokens."""
+        lists = [s.tolist() if isinstance(s, np.ndarray) else list(s) for s in sequences]
+        return self.tokenizer.batch_decode(lists, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def token_bytes(self, ids: Ids) -> list[bytes]:
+        """UTF-8 bytes of each token (int32[T]), special tokens too. A character may be divided
+        between tokens. Empty for an id that the tokenizer does not have."""
+        return self._token_bytes.of(ids)
+
+    @cached_property
+    def _token_bytes(self) -> TokenBytes:
+        return TokenBytes(self.tokenizer)
 
     def pieces(self, ids: Ids) -> list[str]:
         """Text of each token (int32[T]) by itself, special tokens too."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,9 @@ class Model:
     text: Text
     merge: Callable[[Path], Mapping[str, Any]] | None = None
     """Merges a folder of adapters into full weights; None if the run does not train adapters."""
+    kind: str = registry.DEFAULT
+    """Name of the engine."""
+    capabilities: registry.Capabilities = field(default_factory=lambda: registry.entry(registry.DEFAULT).capabilities)
 
 
 def load(spec: WorkerSpec) -> Model:
@@ -58,7 +61,8 @@ def load(spec: WorkerSpec) -> Model:
     text = Text.load(model_directory(spec))
     text.warm()
     log.info("loaded %s in %.1f s", folder, time.monotonic() - began)
-    return Model(engine, text, _merging(spec))
+    kind = config.engine.kind or registry.DEFAULT
+    return Model(engine, text, _merging(spec), kind, registry.entry(kind).capabilities)
 
 
 def _merging(spec: WorkerSpec) -> Callable[[Path], Mapping[str, Any]] | None:

@@ -94,6 +94,9 @@ class InferenceServer(InferenceWorkerServiceServicer):
         prompts = await self._generation.tokenized(request.prompts)
         return pb.TokenizeResponse(prompts=[pb.TokenIds(ids=ids.tolist()) for ids in prompts], max_model_len=self._max_model_len)
 
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext) -> pb.DetokenizeResponse:
+        return pb.DetokenizeResponse(texts=self._generation.detokenized(request.prompts))
+
     async def AbortRequests(
         self, request: pb.AbortRequestsRequest, context: grpc.aio.ServicerContext
     ) -> pb.AbortRequestsResponse:

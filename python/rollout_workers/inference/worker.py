@@ -143,7 +143,7 @@ def _servicer(
     evaluation = None
     if rewards is not None and (rows := held_out_file(spec)):
         evaluation = Evaluation(engine, context.environment, text, context.params, context.receipts, rows)
-    generation = Generation(engine, text, context.params, config.engine.max_model_len)
+    generation = Generation(context.model, context.params, config.engine.max_model_len)
     return InferenceServer(context, generation, evaluation, pipeline.puller, lifecycle, rewards, weights_cache)
 
 

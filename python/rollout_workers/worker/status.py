@@ -35,6 +35,7 @@ _CODES: Mapping[str, int] = {
     "UNAUTHENTICATED": code_pb2.UNAUTHENTICATED,
     "CONTEXT_OVERFLOW": code_pb2.INVALID_ARGUMENT,
     "INVALID_PROMPT": code_pb2.INVALID_ARGUMENT,
+    "UNSUPPORTED_BY_ENGINE": code_pb2.INVALID_ARGUMENT,
     "DUPLICATE_REQUEST": code_pb2.ALREADY_EXISTS,
     "RUN_MISMATCH": code_pb2.INVALID_ARGUMENT,
     "WEIGHTS_UNREADABLE": code_pb2.FAILED_PRECONDITION,
@@ -58,9 +59,10 @@ _CODES: Mapping[str, int] = {
 
 class EdgeError(RolloutError):
     """An error with details for the caller: metadata, violations by field path, and the delay of a
-    retry."""
+    retry. status: the gRPC code if it differs from the usual one of ``reason``."""
 
     reason: ClassVar[str] = "INTERNAL"
+    status: ClassVar[int | None] = None
 
     def __init__(
         self,
@@ -112,7 +114,8 @@ def status_of(error: BaseException) -> status_pb2.Status:
         if _disk_full(error):
             return _status(code_pb2.RESOURCE_EXHAUSTED, f"{_FULL}: {error}", "DISK_FULL", {"fix": _FIX_FULL})
         return _status(code_pb2.INTERNAL, _INTERNAL, "INTERNAL")
-    status = _status(_CODES.get(reason, code_pb2.FAILED_PRECONDITION), str(error), reason, getattr(error, "metadata", None) or {})
+    code = (error.status if isinstance(error, EdgeError) else None) or _CODES.get(reason, code_pb2.FAILED_PRECONDITION)
+    status = _status(code, str(error), reason, getattr(error, "metadata", None) or {})
     violations: Sequence[tuple[str, str]] = getattr(error, "violations", ())
     if violations:
         bad = error_details_pb2.BadRequest()

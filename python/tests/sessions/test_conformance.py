@@ -10,9 +10,8 @@ import pytest
 
 from rollout_testing import sessiontest
 from rollout_testing.sessiontest import Model
+from rollout_testing.templates import TEMPLATES, model_of
 from rollout_workers.data.prompts import Text
-
-from .templates import TEMPLATES, model_of
 
 SMOLLM2 = "smollm2"
 """The real template and tokenizer, if the package of the example is installed."""

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from rollout_testing.sessiontest import ask, chat_model, said, user
+from rollout_testing.templates import text_of
 from rollout_workers.algorithms.grpo import GrpoConfig, grpo
 from rollout_workers.algorithms.types import TokenBatch
 from rollout_workers.sessions.rows import TrainingRow, training_rows
 from rollout_workers.sessions.session import Session
 from rollout_workers.trainer.packing import pack
 from rollout_workers.trainer.types import TrainSample
-
-from .templates import text_of
 
 
 @pytest.fixture(scope="module")

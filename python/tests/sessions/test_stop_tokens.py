@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from rollout_testing.sessiontest import HELLO, NEXT, Model, said, system, user
+from rollout_testing.templates import model_of
 from rollout_workers.data.prompts import PromptInvalid
 from rollout_workers.sessions.segment import Sampled
 from rollout_workers.sessions.session import Session
 from rollout_workers.sessions.template import ChatTemplate
-
-from .templates import model_of
 
 
 def next_prompt(model: Model, answer: str, stop: str) -> tuple[str, str]:
