@@ -471,7 +471,7 @@ func story() []*eventv1.Event {
 			Time: at(seconds), Service: "learner-controller", Level: eventv1.Level_LEVEL_INFO, Kind: "step.committed", Step: n, Message: "step committed",
 			Metrics: map[string]float64{
 				"loss": 0.0123 / float64(n), "reward/mean": reward, "entropy": 0.43, "grad_norm": 1.5, "samples_per_second": 1140.4, "tokens_per_second": 12300,
-				"time/step": 0.22, "kl/engine_learner": 1e-5, "learning_rate": 1e-4,
+				"time/step": 0.22, "mismatch/kl": 1e-5, "learning_rate": 1e-4,
 			},
 		}
 	}

@@ -122,9 +122,9 @@ func (r *Run) curves(s output.Style, width int) []string {
 				rest = append(rest, strings.TrimPrefix(metric, "rewards/")+" "+preference(v))
 			}
 		}
-		for _, metric := range []string{"entropy", "kl/engine_learner", "grad_norm", "learning_rate"} {
+		for _, metric := range []string{"entropy", "mismatch/kl", "grad_norm", "learning_rate"} {
 			if v, ok := r.Step[metric]; ok {
-				rest = append(rest, strings.ReplaceAll(strings.TrimSuffix(metric, "/engine_learner"), "_", " ")+" "+output.Number(v))
+				rest = append(rest, strings.NewReplacer("_", " ", "/", " ").Replace(metric)+" "+output.Number(v))
 			}
 		}
 		lines = append(lines, label(s, name)+s.Cyan(Spark(r.Reward, columns))+"  "+s.Bold(output.Number(r.Reward[n-1]))+"  "+s.Dim(strings.Join(rest, "  ")))

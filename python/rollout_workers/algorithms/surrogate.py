@@ -53,8 +53,8 @@ class PolicyConfig:
     mask_truncated: bool = False
     """Whether truncated completions are excluded from the loss."""
     off_policy: bool = False
-    """Whether samples may come from older weights. If false, the loss does not use the engine's
-    logprobs."""
+    """Whether the policy that sampled may differ from the learner's: by older weights, or by an
+    engine with other arithmetic. If false, the loss does not use the engine's logprobs."""
     old_policy: str = "proximal"
     """The denominator of the ratio if ``off_policy``: ``proximal``, the learner before the batch's
     first update, with a separate importance weight; or ``engine``, the behavior policy, so that the

@@ -16,6 +16,7 @@ from rollout_workers.algorithms import config_type
 from rollout_workers.trainer import AdamWConfig, LoraConfig, Schedule, TrainerConfig
 from rollout_workers.trainer.refusal import Refusals, Refused
 from rollout_workers.worker.events import Events
+from rollout_workers.worker.spec import is_deterministic
 
 ACTIONS = {
     "stop": "the run is paused until it is resumed or canceled",
@@ -86,7 +87,7 @@ def algorithm_settings(config: RunConfig, base_dir: str = "") -> Any:
     known = {field.name for field in fields(expected)}
     given = {key: value for key, value in settings_of(table).items() if key in known}
     if "off_policy" in known:
-        given["off_policy"] = config.mode == "async"
+        given["off_policy"] = config.mode == "async" or not is_deterministic(config)
     if "max_tokens" in known and config.sampling.HasField("max_tokens"):
         given["max_tokens"] = config.sampling.max_tokens
     if "teacher" in given:

@@ -7,7 +7,8 @@
 | ``reward/NAME`` | mean of a metric or a part of the reward, over the samples that have it |
 | ``zero_advantage_groups`` | share of groups without any advantage, such as groups of equal rewards |
 | ``entropy`` | nats, mean over the computed trained tokens |
-| ``kl/engine_learner`` | KL(engine || learner before the step's first update), k3, mean over the same tokens |
+| ``mismatch/kl`` | KL(engine || learner before the step's first update), k3, mean over the same tokens |
+| ``mismatch/max_ratio`` | largest p/q or q/p of the two probabilities of a token; 1 if they agree |
 | ``kl/reference`` | KL(learner || initial model) by the loss's estimator, same tokens; in the reward: all trained tokens |
 | ``kl/coefficient`` | the weight of that KL in this step |
 | ``kl/teacher`` | KL(learner || teacher), k1, over the same tokens |
@@ -37,9 +38,11 @@ A mean over no tokens (every sample was skipped) is missing.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import SupportsFloat
 
 import numpy as np
 import torch
@@ -82,30 +85,32 @@ def _reward_metrics(samples: Sequence[TrainSample]) -> dict[str, float]:
 
 
 class TokenSums:
-    """Sums over the computed tokens of all micro-batches, in float64."""
+    """Sums and maxima over the computed tokens of all micro-batches, in float64."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
+        self._maxima: dict[str, float] = {}
         self._tokens = 0
 
-    def add(self, tokens: int, sums: Mapping[str, torch.Tensor]) -> None:
-        """Add a micro-batch's sums over its ``tokens`` tokens."""
+    def add(self, tokens: int, sums: Mapping[str, SupportsFloat], maxima: Mapping[str, SupportsFloat]) -> None:
+        """Add a micro-batch's sums and maxima over its ``tokens`` tokens."""
         self._tokens += tokens
         for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + float(value)
+        for name, value in maxima.items():
+            self._maxima[name] = max(self._maxima.get(name, -math.inf), float(value))
 
     def merge(self, others: Sequence[TokenSums]) -> None:
-        """Replace the sums by the total of ``others``."""
-        self._sums, self._tokens, parts = {}, 0, [(other._tokens, dict(other._sums)) for other in others]
-        for tokens, sums in parts:
-            self._tokens += tokens
-            for name, value in sums.items():
-                self._sums[name] = self._sums.get(name, 0.0) + value
+        """Replace the sums and maxima by those over all of ``others``."""
+        parts = [(other._tokens, dict(other._sums), dict(other._maxima)) for other in others]
+        self._sums, self._maxima, self._tokens = {}, {}, 0
+        for part in parts:
+            self.add(*part)
 
     def means(self) -> dict[str, float]:
-        """The mean of each metric over all tokens; empty if there were none."""
+        """The mean of each metric over all tokens, and the maxima; empty if there were none."""
         means = {name: value / self._tokens for name, value in self._sums.items()}
-        return means | unpaired_margin(means)
+        return means | unpaired_margin(means) | self._maxima
 
 
 def unpaired_margin(means: Mapping[str, float]) -> dict[str, float]:

@@ -23,7 +23,7 @@ from rollout_workers.weights import read_manifest, read_weights, weights_digest
 from .batches import batch, trajectories
 
 WIRE = {
-    "loss", "reward/mean", "reward/std", "entropy", "kl/engine_learner", "clip_fraction", "grad_norm", "learning_rate",
+    "loss", "reward/mean", "reward/std", "entropy", "mismatch/kl", "clip_fraction", "grad_norm", "learning_rate",
     "tokens", "samples", "length/mean", "zero_advantage_groups", "time/step", "time/forward", "time/backward",
     "time/optimizer", "time/publish", "samples_per_second", "tokens_per_second",
 }  # fmt: skip

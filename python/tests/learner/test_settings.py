@@ -120,6 +120,17 @@ def test_the_learner_does_not_load_a_teacher_behind_an_endpoint() -> None:
     assert algorithm_settings(json_format.ParseDict(given, RunConfig()), "/runs").teacher == ""
 
 
+@pytest.mark.parametrize(
+    ("mode", "deterministic", "corrected"),
+    [("sync", None, False), ("sync", True, False), ("sync", False, True), ("async", None, True)],
+)
+def test_the_engine_is_corrected_for_unless_bits_are_promised(mode: str, deterministic: bool | None, corrected: bool) -> None:
+    config = run_config(mode, "grpo", {})
+    if deterministic is not None:
+        config.deterministic = deterministic
+    assert algorithm_settings(config).off_policy is corrected
+
+
 def test_a_plan_from_before_a_key_existed_keeps_its_meaning() -> None:
     config = run_config("sync", "grpo", {"clip_low": 0.1, "normalize_std": False})
     settings = algorithm_settings(config)

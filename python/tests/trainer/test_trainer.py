@@ -223,7 +223,7 @@ def test_metrics_of_a_step(model_dir: Path) -> None:
     assert metrics["learning_rate"] == 1e-3
     assert metrics["clip_fraction"] == 0 and metrics["staleness/max"] == 0
     assert 3.5 < metrics["entropy"] <= np.log(54)
-    assert metrics["kl/engine_learner"] > 0
+    assert metrics["mismatch/kl"] > 0 and metrics["mismatch/max_ratio"] > 1
     assert all(metrics[f"time/{phase}"] > 0 for phase in ("pack", "forward", "backward", "optimizer", "step"))
     assert metrics["tokens_per_second"] > 0
     assert "kl/reference" not in metrics
@@ -239,7 +239,22 @@ def test_the_divergence_is_0_if_engine_and_learner_agree(model_dir: Path, miniba
             logprobs = np.zeros(len(sample.token_ids), np.float32)
             logprobs[1:] = sample_logprobs(learner.policy.model, sample)
             exact.append(dataclasses.replace(sample, logprobs=logprobs))
-    assert learner.train_step(exact, 1).metrics["kl/engine_learner"] == pytest.approx(0, abs=1e-9)
+    metrics = learner.train_step(exact, 1).metrics
+    assert metrics["mismatch/kl"] == pytest.approx(0, abs=1e-9)
+    assert metrics["mismatch/max_ratio"] == pytest.approx(1, abs=1e-4)
+
+
+def test_the_largest_mismatch_is_that_of_the_worst_token(model_dir: Path) -> None:
+    learner, samples = trainer(model_dir), sampled_batch(0)
+    exact = []
+    with torch.no_grad():
+        for sample in samples:
+            logprobs = np.zeros(len(sample.token_ids), np.float32)
+            logprobs[1:] = sample_logprobs(learner.policy.model, sample)
+            exact.append(dataclasses.replace(sample, logprobs=logprobs))
+    exact[3].logprobs[np.flatnonzero(exact[3].loss_mask)[-1]] += np.log(5)
+    metrics = learner.train_step(exact, 1).metrics
+    assert metrics["mismatch/max_ratio"] == pytest.approx(5, rel=1e-3) and metrics["mismatch/kl"] > 0
 
 
 def test_tokens_of_the_environment_do_not_count_as_length(model_dir: Path) -> None:

@@ -18,7 +18,7 @@ const (
 	rewardMean      = "reward/mean"
 	rewardDeviation = "reward/std"
 	klReference     = "kl/reference"
-	klEngine        = "kl/engine_learner"
+	klEngine        = "mismatch/kl"
 )
 
 // check is one way in which a run collapses. broken reports whether the metrics of a step cross its

@@ -52,7 +52,7 @@ func usual(step uint64) map[string]float64 {
 	wave := math.Sin(float64(step)) // noise that does not change from test to test
 	return map[string]float64{
 		"loss": 0.01 * wave, "reward/mean": 0.3 + 0.03*wave, "reward/std": 0.46, "samples": 256, "entropy": 1.8 + 0.05*wave,
-		"grad_norm": 0.4 + 0.2*wave, "kl/engine_learner": 1e-5, "kl/reference": 0.02, "clip_fraction": 0.01, "learning_rate": 1e-6,
+		"grad_norm": 0.4 + 0.2*wave, "mismatch/kl": 1e-5, "kl/reference": 0.02, "clip_fraction": 0.01, "learning_rate": 1e-6,
 	}
 }
 
@@ -98,8 +98,8 @@ func TestEachCollapseIsFoundOnceAfterItsSteps(t *testing.T) {
 		"refused gradients": {grpo(), constant(map[string]float64{"refused": 1}), refusal.GradientsRefused, 5, []string{"folder `refused`"}},
 		"KL": {grpo(), constant(map[string]float64{"kl/reference": 9}), refusal.KLExplosion, 5,
 			[]string{"9 nats per token", "higher `kl_coefficient` in [algorithm.grpo]"}},
-		"engine":        {grpo(), constant(map[string]float64{"kl/engine_learner": 2}), refusal.EngineMismatch, 5, []string{"another data type"}},
-		"engine, async": {async, constant(map[string]float64{"kl/engine_learner": 2}), refusal.EngineMismatch, 5, []string{"`staleness.max_steps`"}},
+		"engine":        {grpo(), constant(map[string]float64{"mismatch/kl": 2}), refusal.EngineMismatch, 5, []string{"another data type"}},
+		"engine, async": {async, constant(map[string]float64{"mismatch/kl": 2}), refusal.EngineMismatch, 5, []string{"`staleness.max_steps`"}},
 		"ratio":         {grpo(), constant(map[string]float64{"clip_fraction": 0.99}), refusal.RatioExplosion, 5, []string{"clip_fraction is 0.99"}},
 		"importance":    {grpo(), constant(map[string]float64{"importance/bounded": 0.97}), refusal.RatioExplosion, 5, []string{"importance/bounded is 0.97"}},
 		"reward magnitude": {grpo(), constant(map[string]float64{"reward/mean": -1e300}), refusal.RewardOutOfRange, 1,
@@ -183,7 +183,7 @@ func TestAHealthyRunHasNoFindings(t *testing.T) {
 		// Without rewards the entropy says nothing: the model should become certain of its data.
 		"supervised": {sft(), func(step uint64) map[string]float64 {
 			decay := math.Exp(-float64(step) / 20)
-			return map[string]float64{"loss": 2.3 * decay, "entropy": 2 * decay, "reward/mean": 0, "kl/engine_learner": 20, "clip_fraction": 1}
+			return map[string]float64{"loss": 2.3 * decay, "entropy": 2 * decay, "reward/mean": 0, "mismatch/kl": 20, "clip_fraction": 1}
 		}},
 		"overfitted, with a noisy loss": {sft(), func(step uint64) map[string]float64 {
 			return map[string]float64{"loss": 0.01 + 0.2*math.Abs(math.Sin(float64(step)))}
@@ -265,7 +265,7 @@ func TestChecksAreOffAtZeroAndWithoutAConfig(t *testing.T) {
 	without.Health = nil
 	for _, config := range []*configv1.RunConfig{off, without} {
 		found := run(monitor(t, config), 10, 20, func(uint64) map[string]float64 {
-			return map[string]float64{"entropy": 0, "reward/mean": -1e9, "grad_norm": 1e9, "kl/reference": 99, "kl/engine_learner": 99, "clip_fraction": 1}
+			return map[string]float64{"entropy": 0, "reward/mean": -1e9, "grad_norm": 1e9, "kl/reference": 99, "mismatch/kl": 99, "clip_fraction": 1}
 		})
 		if len(found) > 0 {
 			t.Errorf("found %+v", found)

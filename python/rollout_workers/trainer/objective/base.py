@@ -73,6 +73,8 @@ class Part:
     """The number of tokens, pairs, or samples in the sums."""
     sums: Mapping[str, Tensor]
     """Metric -> scalar without gradient."""
+    maxima: Mapping[str, Tensor] = field(default_factory=dict)
+    """Metric -> scalar without gradient: the largest value of a token."""
 
 
 class Objective(Protocol):

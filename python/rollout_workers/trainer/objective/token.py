@@ -12,6 +12,7 @@ from torch import Tensor
 from rollout_workers.algorithms import EstimatorBatch, TokenBatch, ValueBatch
 from rollout_workers.algorithms.advantage import equal_groups
 from rollout_workers.algorithms.divergence import k3
+from rollout_workers.algorithms.importance import bounded_exp
 from rollout_workers.rewards.process_reward import NOTHING
 from rollout_workers.trainer.model.policy import Logprobs
 from rollout_workers.trainer.objective.base import Models, Part
@@ -93,7 +94,8 @@ class Tokens:
             )
             loss = loss + value.loss
             sums |= value.sums
-        return Part(loss, len(batch.target), sums | self._measured(batch, policy, slots))
+        measured, maxima = self._measured(batch, policy, slots)
+        return Part(loss, len(batch.target), sums | measured, maxima)
 
     def advantages(self) -> Mapping[tuple[str, int], float]:
         """(group_key, sample) -> advantage; the mean over the trained tokens if each token has its
@@ -283,21 +285,24 @@ class Tokens:
     def _at(self, name: str, slots: Tensor, like: Tensor) -> Tensor:
         return self._known[name][slots].to(like.device)
 
-    def _measured(self, batch: MicroBatch, policy: Logprobs, slots: Tensor | None) -> dict[str, Tensor]:
-        """Sums of the metrics of every algorithm over the micro-batch's tokens.
+    def _measured(self, batch: MicroBatch, policy: Logprobs, slots: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Sums and maxima of the metrics of every algorithm over the micro-batch's tokens.
 
         The engine is compared with the policy before the first update, if its logprobs are known:
         later updates change the policy.
         """
         repeats = torch.from_numpy(np.bincount(batch.predictor, minlength=len(batch.predictors)))
         sums = {"entropy": (policy.entropy.detach() * repeats.to(policy.entropy.device)).sum()}
+        maxima: dict[str, Tensor] = {}
         if self._needs.sampled:
             engine = torch.from_numpy(batch.engine_logprobs).to(policy.tokens.device)
             learner = policy.tokens.detach()
             if slots is not None and "logprobs" in self._known:
                 learner = self._at("logprobs", slots, learner)
-            sums["kl/engine_learner"] = k3(engine, learner).sum()
-        return sums
+            sums["mismatch/kl"] = k3(engine, learner).sum()
+            if len(engine):
+                maxima["mismatch/max_ratio"] = bounded_exp((learner - engine).abs().max())
+        return sums, maxima
 
 
 def _trained(samples: Sequence[TrainSample]) -> float:

@@ -103,7 +103,7 @@ SETTINGS: dict[str, tuple[Iterable[str], str]] = {
     ),
     "mask_truncated": ((), "whether truncated completions are excluded from the loss"),
     "old_policy": (("proximal", "engine"), "which policy's logprobs are the denominator of the ratio"),
-    "importance_correction": (CORRECTIONS, "correction for older weights in async mode: cap, mask (IcePop), or none"),
+    "importance_correction": (CORRECTIONS, "correction for other weights or engines: cap, mask (IcePop), or none"),
     "importance_level": (LEVELS, "level of the importance weight: token, sample, or geometric mean over a sample"),
 }
 FEATURES = """
@@ -121,20 +121,25 @@ supports:
   (`train.on_refused_gradient`);
 - shared prompts that are computed once if the model's layers use full attention, and logits for trained tokens only.
 
-## Samples of older weights
+## Samples of other weights and engines
 
-Async mode uses three policies: the engine's policy, through the log-probability that the engine reported for each token; the
-proximal policy, which is the learner's policy before the first update of the batch; and the trained policy. If the weights
-change while a sample is generated, the sample has tokens of several weight versions. Its version spans record which tokens
-belong to which version, and each log-probability is of the weights that sampled the token. The importance weight of a token is
-the proximal probability divided by the engine's, so it is correct for every version. With `importance_level` `sequence` or
-`geometric` the weight of a sample covers all its spans. Version numbers are not part of any loss. They measure how stale a
-sample is, by its oldest span (`staleness/max`, `staleness/share_N`). In sync mode no loss uses the engine's log-probabilities.
+An engine never computes exactly the learner's probabilities, except in deterministic mode, and in async mode it samples with
+older weights. Unless a run is deterministic, the loss therefore uses three policies: the engine's policy, through the
+log-probability that the engine reported for each token; the proximal policy, which is the learner's policy before the first
+update of the batch; and the trained policy. The importance weight of a token is the proximal probability divided by the
+engine's. If the weights change while a sample is generated, its version spans record which tokens belong to which version, and
+each log-probability is of the weights that sampled the token, so the weight is correct for every version. With
+`importance_level` `sequence` or `geometric` the weight of a sample covers all its spans. Version numbers are not part of any
+loss. They measure how stale a sample is, by its oldest span (`staleness/max`, `staleness/share_N`). In deterministic mode no
+loss uses the engine's log-probabilities.
+
+`mismatch/kl` and `mismatch/max_ratio` measure the difference in every mode. In sync mode they should stay near 0 and 1; larger
+values mean an engine with another data type, attention, or sampling than the learner's.
 
 With `sampling.top_p`, `top_k`, or `min_p` the engine reports log-probabilities of the filtered distribution, while the learner
 computes them for the full distribution. The weight of a token is then the probability mass that the filter kept, which is below
 1 even without staleness, and the weight of a long sample at level `sequence` approaches 0. With `old_policy = "engine"` the
-ratio starts at this value. `kl/engine_learner` includes this difference, in sync mode too. Avoid filters in async runs.
+ratio starts at this value. `mismatch/kl` includes this difference. Avoid filters in runs that are not deterministic.
 
 ## Snapshots
 
