@@ -1,5 +1,6 @@
-// Package gateway serves the policies that are being trained: over gRPC, and over HTTP with the API
-// of OpenAI (package openai). The target name of the service is rollout-gateway.
+// Package gateway serves the policies that are being trained: over gRPC, and over HTTP with the
+// APIs of OpenAI, Anthropic, vLLM, and SGLang (package edge). The target name of the service is
+// rollout-gateway.
 //
 // A request goes to the inference worker of the run that has the fewest requests in flight, among
 // the processes that the scheduler launched: other registrations are ignored. If the worker fails

@@ -14,8 +14,11 @@ import (
 
 	workers "github.com/rollout-rl/rollout/libs/worker"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
+	"github.com/rollout-rl/rollout/services/gateway/anthropic"
 	"github.com/rollout-rl/rollout/services/gateway/edge"
 	"github.com/rollout-rl/rollout/services/gateway/openai"
+	"github.com/rollout-rl/rollout/services/gateway/sglang"
+	"github.com/rollout-rl/rollout/services/gateway/vllm"
 )
 
 // Server is the gRPC edge, and the owner of the HTTP one.
@@ -56,7 +59,7 @@ func New(cfg Config, deps Deps) (*Server, error) {
 
 // handler serves all dialects.
 func handler(e *edge.Edge) http.Handler {
-	return e.Handler(slices.Concat(openai.Routes(e), []edge.Route{e.Health()})...)
+	return e.Handler(slices.Concat(openai.Routes(e), anthropic.Routes(e), vllm.Routes(e), sglang.Routes(e), []edge.Route{e.Health()})...)
 }
 
 // URL is the URL of the HTTP listener, such as "http://127.0.0.1:8000".

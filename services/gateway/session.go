@@ -37,8 +37,8 @@ type conversation struct {
 	forked   bool       // whether another request appended to the session in the meantime
 }
 
-// open reads the session of a request; name "": a new one. Another gateway may have appended to it, so
-// the store is read every time.
+// open reads the session of a request; name "": a new one. Another gateway may have appended to it,
+// so the store is read every time.
 func (s *service) open(ctx context.Context, name, run string, prompts []*inferencev1.Prompt) (*conversation, error) {
 	c := &conversation{store: s.Store, id: cmp.Or(name, "sess-"+id.New(s.Now())), run: run, chat: true}
 	for _, p := range prompts {

@@ -19,6 +19,7 @@ type Usage struct {
 	Prompt     int
 	Completion int
 	Cached     int // of Prompt
+	Reasoning  int // of Completion
 }
 
 // Answer is the part of a response that has arrived.
@@ -89,6 +90,9 @@ func (a *Answer) add(got *gatewayv1.CompleteResponse) *Completion {
 		a.Usage.Prompt += int(raw.GetPromptTokens())
 		a.Usage.Cached += int(raw.GetCachedTokens())
 	}
+	if delta := raw.GetDelta(); delta.GetReasoning() != "" && delta.GetContent() == "" {
+		a.Usage.Reasoning += len(raw.GetTokenIds())
+	}
 	return pieceOf(raw, a.requests.GetN(), a.requests.GetParse())
 }
 
@@ -112,7 +116,7 @@ func (e *Edge) whole(w http.ResponseWriter, r *http.Request, a *Answer, writer W
 	err := e.Backend.Complete(r.Context(), a.requests, func(got *gatewayv1.CompleteResponse) error {
 		piece := a.add(got)
 		if c := completions[piece.Index]; c != nil {
-			c.add(piece)
+			c.Add(piece)
 			return nil
 		}
 		completions[piece.Index] = piece
@@ -129,8 +133,8 @@ func (e *Edge) whole(w http.ResponseWriter, r *http.Request, a *Answer, writer W
 	return WriteJSON(w, http.StatusOK, writer.Whole(a, all))
 }
 
-// stream writes server-sent events. An error before the first piece is returned; after it, the error
-// is an event.
+// stream writes server-sent events. An error before the first piece is returned; after it, the
+// error is an event.
 func (e *Edge) stream(w http.ResponseWriter, r *http.Request, a *Answer, writer Writer, prompt string) error {
 	s := &Stream{out: bufio.NewWriter(w), http: http.NewResponseController(w)}
 	begun := false

@@ -45,6 +45,7 @@ type Token struct {
 	Logprob float32 // under the unmodified softmax
 	Sampled float32 // under the sampling distribution
 	Top     []Token // most likely tokens at its position, best first
+	Content bool    // of the content of the message
 }
 
 // Version is the weights version that sampled the tokens from Start to before End.
@@ -137,6 +138,9 @@ func pieceOf(raw *inferencev1.GenerateResponse, n uint32, parse bool) *Completio
 	} else if parse {
 		c.Message.Content = raw.GetText()
 	}
+	for i := range c.Tokens {
+		c.Tokens[i].Content = c.Message.Content != ""
+	}
 	return c
 }
 
@@ -195,8 +199,8 @@ func at(list []float32, i int, absent float32) float32 {
 	return absent
 }
 
-// add appends a piece.
-func (c *Completion) add(piece *Completion) {
+// Add appends a piece.
+func (c *Completion) Add(piece *Completion) {
 	c.Text += piece.Text
 	c.Tokens = append(c.Tokens, piece.Tokens...)
 	c.Message.add(piece.Message)

@@ -9,7 +9,7 @@ import (
 
 // Structured is what a completion must match, with the names of OpenAI and vLLM.
 type Structured struct {
-	ResponseFormat    *responseFormat    `json:"response_format"`
+	ResponseFormat    *ResponseFormat    `json:"response_format"`
 	StructuredOutputs *structuredOutputs `json:"structured_outputs"`
 	GuidedJSON        json.RawMessage    `json:"guided_json"`
 	GuidedRegex       string             `json:"guided_regex"`
@@ -17,12 +17,19 @@ type Structured struct {
 	GuidedGrammar     string             `json:"guided_grammar"`
 }
 
-type responseFormat struct {
-	Type       string `json:"type"`
-	JSONSchema *struct {
-		Name   string          `json:"name"`
-		Schema json.RawMessage `json:"schema"`
-	} `json:"json_schema"`
+// ResponseFormat is the format of a text.
+type ResponseFormat struct {
+	Type       string      `json:"type"`
+	JSONSchema *jsonSchema `json:"json_schema"`
+}
+
+type jsonSchema struct {
+	Schema json.RawMessage `json:"schema"`
+}
+
+// Format returns a format; the schema is of the type json_schema.
+func Format(kind string, schema json.RawMessage) *ResponseFormat {
+	return &ResponseFormat{Type: kind, JSONSchema: &jsonSchema{schema}}
 }
 
 type structuredOutputs struct {
@@ -67,13 +74,6 @@ func (s *Structured) Constraint() (*inferencev1.Constraint, error) {
 			return nil, Invalid("response_format", "`response_format.type` must be text, json_object, or json_schema, got %q", f.Type)
 		}
 	}
-	return found.one()
-}
-
-// Schema returns the constraint of a JSON schema.
-func Schema(param string, schema json.RawMessage) (*inferencev1.Constraint, error) {
-	found := constraints{}
-	found.schema(param, schema)
 	return found.one()
 }
 

@@ -1,7 +1,7 @@
-// Package edge serves HTTP for the dialects of the gateway: it checks keys, hosts, and sizes, decodes
-// requests, collects the pieces of completions, and writes responses and server-sent events. A
-// dialect (packages openai, anthropic, sglang, vllm) is a list of routes that translate between its
-// JSON and the gateway's contract.
+// Package edge serves HTTP for the dialects of the gateway: it checks keys, hosts, and sizes,
+// decodes requests, collects the pieces of completions, and writes responses and server-sent
+// events. A dialect (packages openai, anthropic, sglang, vllm) is a list of routes that translate
+// between its JSON and the gateway's contract.
 //
 // What all dialects share:
 //   - A key is sent as `Authorization: Bearer KEY` or `x-api-key: KEY`.
@@ -133,8 +133,9 @@ func (e *Edge) serve(w http.ResponseWriter, r *http.Request, routes []Route) {
 	})
 }
 
-// admit checks the key: GET needs the scope read, other methods the scope submit. A valid key's scope
-// counts for the owner too. Without a valid key, a loopback request must be meant for this host.
+// admit checks the key: GET needs the scope read, other methods the scope submit. A valid key's
+// scope counts for the owner too. Without a valid key, a loopback request must be meant for this
+// host.
 func (e *Edge) admit(w http.ResponseWriter, r *http.Request, route Route) error {
 	// A client that sends its body too slowly holds no connection.
 	_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(bodyTime))

@@ -9,8 +9,8 @@ import (
 )
 
 // local refuses a request over loopback that names another host, or that a page of another origin
-// sent: a page in a browser reaches loopback by a name that it resolves to 127.0.0.1 (DNS rebinding).
-// Requests with a valid key are not checked, because such a page has none.
+// sent: a page in a browser reaches loopback by a name that it resolves to 127.0.0.1 (DNS
+// rebinding). Requests with a valid key are not checked, because such a page has none.
 func local(r *http.Request) error {
 	own, _ := r.Context().Value(http.LocalAddrContextKey).(net.Addr)
 	if own == nil {

@@ -38,8 +38,8 @@ type Sampling struct {
 	refused
 }
 
-// refused is fields of vLLM that change what is sampled and are not supported. They are not ignored,
-// because the completion would differ from the one that was requested.
+// refused is fields of vLLM that change what is sampled and are not supported. They are not
+// ignored, because the completion would differ from the one that was requested.
 type refused struct {
 	LengthPenalty    *float64        `json:"length_penalty"`
 	BeamSearch       json.RawMessage `json:"use_beam_search"`

@@ -229,6 +229,6 @@ func (f *chatWriter) prompt(out *envelope, c *edge.Completion) {
 		out.PromptTokenIDs = c.Prompt.IDs
 	}
 	if f.body.PromptLogprobs != nil && len(c.Prompt.Tokens) > 0 {
-		out.PromptLogprobs = promptByID(c.Prompt)
+		out.PromptLogprobs = PromptByID(c.Prompt)
 	}
 }

@@ -137,7 +137,7 @@ type textLogprobs struct {
 func (f *textWriter) choice(c *edge.Completion, offset int) (textChoice, int) {
 	out := textChoice{Index: c.Index, Text: c.Text, FinishReason: reason(c.Finish), extras: extrasOf(c, f.body.ReturnTokenIDs)}
 	if f.body.PromptLogprobs != nil && len(c.Prompt.Tokens) > 0 {
-		out.PromptLogprobs = promptByID(c.Prompt)
+		out.PromptLogprobs = PromptByID(c.Prompt)
 	}
 	if f.body.ReturnTokenIDs {
 		out.PromptTokenIDs = c.Prompt.IDs

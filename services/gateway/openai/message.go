@@ -92,7 +92,7 @@ func (b *Chat) Proto() (*inferencev1.Chat, error) {
 		}
 		functions, param = append(functions, t.Function), "tools"
 	}
-	if chat.Tools, err = Tools(param, functions); err != nil {
+	if chat.Tools, err = toolsOf(param, functions); err != nil {
 		return nil, err
 	}
 	choice := b.ToolChoice
@@ -105,8 +105,8 @@ func (b *Chat) Proto() (*inferencev1.Chat, error) {
 	return chat, nil
 }
 
-// Tools converts functions. param is the field that has them.
-func Tools(param string, functions []function) ([]*inferencev1.Tool, error) {
+// toolsOf converts functions. param is the field that has them.
+func toolsOf(param string, functions []function) ([]*inferencev1.Tool, error) {
 	if len(functions) > maxTools {
 		return nil, edge.Invalid(param, "`%s` must have at most %d tools, got %d", param, maxTools, len(functions))
 	}
@@ -234,12 +234,12 @@ func (m *message) proto(at string) (*inferencev1.ChatMessage, error) {
 		out.ToolCalls = append(out.ToolCalls, &inferencev1.ToolCall{Id: call.ID, Name: call.Function.Name, Arguments: call.Function.Arguments})
 	}
 	var err error
-	out.Content, err = Text(m.Content, at+".content", m.Role == "assistant")
+	out.Content, err = contentText(m.Content, at+".content", m.Role == "assistant")
 	return out, err
 }
 
-// Text reads a string, or a list of text parts. It may be missing if optional.
-func Text(raw json.RawMessage, param string, optional bool) (string, error) {
+// contentText reads a string, or a list of text parts. It may be missing if optional.
+func contentText(raw json.RawMessage, param string, optional bool) (string, error) {
 	if len(raw) == 0 || string(raw) == "null" {
 		if optional {
 			return "", nil

@@ -1,10 +1,11 @@
 // Package openai is the dialect of OpenAI: models, chat completions, completions, and responses, so
 // that OpenAI's clients work unmodified, with the fields of vLLM that its users send.
 //
-// Fields that would change the completion and are not supported (images, audio, suffix) are refused.
-// Other unknown fields are ignored, as OpenAI's clients expect. Logprobs are those of the unmodified
-// softmax. With `return_token_ids` a response also has prompt_token_ids and token_ids as in vLLM, and
-// token_logprobs: the logprob of each token under the distribution it was sampled from.
+// Fields that would change the completion and are not supported (images, audio, suffix) are
+// refused. Other unknown fields are ignored, as OpenAI's clients expect. Logprobs are those of the
+// unmodified softmax. With `return_token_ids` a response also has prompt_token_ids and token_ids as
+// in vLLM, and token_logprobs: the logprob of each token under the distribution it was sampled
+// from.
 //
 // A response has the weights version in system_fingerprint ("weights-v12"); the fingerprint of each
 // chunk of a stream has the newest version so far.
@@ -12,6 +13,7 @@ package openai
 
 import (
 	"net/http"
+	"time"
 
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	"github.com/rollout-rl/rollout/services/gateway/edge"
@@ -19,7 +21,7 @@ import (
 
 // Routes are the endpoints of the dialect.
 func Routes(e *edge.Edge) []edge.Route {
-	h := &handler{e}
+	h := &handler{Edge: e, stored: newResponseStore()}
 	route := func(method, path string, serve func(w http.ResponseWriter, r *http.Request) error) edge.Route {
 		return edge.Route{Method: method, Path: path, Serve: serve, Body: edge.PlainBody, Session: true}
 	}
@@ -28,10 +30,17 @@ func Routes(e *edge.Edge) []edge.Route {
 		route(http.MethodGet, "/v1/models/{model...}", h.model),
 		route(http.MethodPost, "/v1/chat/completions", h.chat),
 		route(http.MethodPost, "/v1/completions", h.completions),
+		route(http.MethodPost, "/v1/responses", h.createResponse),
+		route(http.MethodGet, "/v1/responses/{id}", h.response),
+		route(http.MethodDelete, "/v1/responses/{id}", h.deleteResponse),
+		route(http.MethodGet, "/v1/responses/{id}/input_items", h.responseInput),
 	}
 }
 
-type handler struct{ *edge.Edge }
+type handler struct {
+	*edge.Edge
+	stored *responseStore
+}
 
 type modelJSON struct {
 	ID      string `json:"id"`
@@ -43,12 +52,17 @@ type modelJSON struct {
 	WeightsVersion uint64 `json:"weights_version"`
 	WeightsDigest  string `json:"weights_digest,omitempty"`
 	MaxModelLen    uint32 `json:"max_model_len,omitempty"`
+	// Of Anthropic.
+	Type        string `json:"type"`
+	DisplayName string `json:"display_name"`
+	CreatedAt   string `json:"created_at"`
 }
 
 func modelOf(m *gatewayv1.Model) modelJSON {
 	return modelJSON{
 		ID: m.GetName(), Object: "model", Created: m.GetCreateTime().GetSeconds(), OwnedBy: "rollout", RunID: m.GetRunId(),
 		WeightsVersion: m.GetWeightsVersion(), WeightsDigest: m.GetWeightsDigest(), MaxModelLen: m.GetMaxModelLen(),
+		Type: "model", DisplayName: m.GetName(), CreatedAt: m.GetCreateTime().AsTime().Format(time.RFC3339),
 	}
 }
 
@@ -56,9 +70,16 @@ func (h *handler) models(w http.ResponseWriter, r *http.Request) error {
 	list := struct {
 		Object string      `json:"object"`
 		Data   []modelJSON `json:"data"`
+		// Of Anthropic.
+		HasMore bool    `json:"has_more"`
+		FirstID *string `json:"first_id"`
+		LastID  *string `json:"last_id"`
 	}{Object: "list", Data: []modelJSON{}}
 	for _, m := range h.Backend.Models(r.Context()) {
 		list.Data = append(list.Data, modelOf(m))
+	}
+	if n := len(list.Data); n > 0 {
+		list.FirstID, list.LastID = &list.Data[0].ID, &list.Data[n-1].ID
 	}
 	return edge.WriteJSON(w, http.StatusOK, list)
 }
@@ -119,20 +140,28 @@ func (c *common) request(r *http.Request) (*gatewayv1.CompleteRequest, error) {
 }
 
 type usage struct {
-	PromptTokens     int      `json:"prompt_tokens"`
-	CompletionTokens int      `json:"completion_tokens"`
-	TotalTokens      int      `json:"total_tokens"`
-	Details          *details `json:"prompt_tokens_details,omitempty"`
+	PromptTokens      int                `json:"prompt_tokens"`
+	CompletionTokens  int                `json:"completion_tokens"`
+	TotalTokens       int                `json:"total_tokens"`
+	PromptDetails     *promptDetails     `json:"prompt_tokens_details,omitempty"`
+	CompletionDetails *completionDetails `json:"completion_tokens_details,omitempty"`
 }
 
-type details struct {
+type promptDetails struct {
 	CachedTokens int `json:"cached_tokens"`
+}
+
+type completionDetails struct {
+	ReasoningTokens int `json:"reasoning_tokens"`
 }
 
 func usageOf(u edge.Usage) *usage {
 	out := &usage{PromptTokens: u.Prompt, CompletionTokens: u.Completion, TotalTokens: u.Prompt + u.Completion}
 	if u.Cached > 0 {
-		out.Details = &details{u.Cached}
+		out.PromptDetails = &promptDetails{u.Cached}
+	}
+	if u.Reasoning > 0 {
+		out.CompletionDetails = &completionDetails{u.Reasoning}
 	}
 	return out
 }
@@ -223,9 +252,9 @@ func reason(finish string) *string {
 	return &finish
 }
 
-// promptByID returns each token of a prompt by its id, with the most likely ones, as in vLLM; null
+// PromptByID returns each token of a prompt by its id, with the most likely ones, as in vLLM; null
 // for the first.
-func promptByID(p edge.Prompt) []map[string]any {
+func PromptByID(p edge.Prompt) []map[string]any {
 	type described struct {
 		Logprob float32 `json:"logprob"`
 		Rank    int     `json:"rank,omitempty"`
