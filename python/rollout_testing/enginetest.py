@@ -1,14 +1,16 @@
 """The conformance suite that every engine passes.
 
-    HARNESS = ...                                          # implements Harness
+    class MyHarness(Harness): ...
 
-    @pytest.mark.parametrize("case", applicable(HARNESS.capabilities))
+    HARNESS = MyHarness()
+
+    @pytest.mark.parametrize("case", CASES)
     async def test_engine(case: str) -> None:
         await run(case, HARNESS)
 
-A case names the capabilities that it needs; ``applicable`` leaves out those that an engine does not
-declare. ``raw_logprobs`` and ``prompt_logprobs`` are checked in both directions: an engine must not
-report what it does not declare.
+A case names the capabilities that it needs. ``run`` skips a case if the engine does not declare
+one, and ``applicable`` leaves it out. ``raw_logprobs`` and ``prompt_logprobs`` are checked in both
+directions: an engine must not report what it does not declare.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from rollout_workers.engines.base import (
     Engine,
@@ -39,10 +42,18 @@ PROMPT = (65, 66, 67, 68)
 
 
 class Harness(Protocol):
-    """An engine under test. Its token ids are below 256 and its context holds at least 128
-    tokens."""
+    """An engine under test. Its token ids are below 256 and its context holds at least 128 tokens.
+
+    tolerance: maximum difference of logprobs from a plain forward pass. gap: difference of the two
+    largest logits below which greedy sampling may take either. slow: use fewer requests. seconds:
+    maximum duration of a case.
+    """
 
     capabilities: Capabilities
+    tolerance: float = 1e-3
+    gap: float = 1e-3
+    slow: bool = False
+    seconds: float = 60
 
     def start(self, *, deterministic: bool = False) -> AbstractAsyncContextManager[Engine]:
         """An engine with ``SLOTS`` slots and the weights of version 0, shut down on exit. A sample
@@ -58,8 +69,9 @@ class Harness(Protocol):
         pass with weights ``version``."""
         ...
 
-    def greedy(self, prompt: Sequence[int], tokens: int) -> list[int]:
-        """The most likely continuation under version 0, by a plain forward pass."""
+    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """f32[T, V]: the logits after each of the tokens under version 0, from a plain forward
+        pass. Only for engines that declare ``greedy``."""
         ...
 
 
@@ -76,7 +88,8 @@ CASES: dict[str, _Case] = {}
 
 
 def case(*needs: str) -> Callable[[Check], Check]:
-    """Register a check. needs: capabilities without which it does not apply."""
+    """Register a check. needs: capabilities without which it does not apply; ``parameters.NAME`` is
+    one of the supported parameters."""
 
     def register(check: Check) -> Check:
         CASES[check.__name__] = _Case(check, needs)
@@ -85,21 +98,35 @@ def case(*needs: str) -> Callable[[Check], Check]:
     return register
 
 
+def missing(name: str, capabilities: Capabilities) -> list[str]:
+    """The capabilities that a case needs and an engine does not declare."""
+
+    def declared(need: str) -> bool:
+        field, _, item = need.partition(".")
+        value = getattr(capabilities, field)
+        return item in value if item else bool(value)
+
+    return [need for need in CASES[name].needs if not declared(need)]
+
+
 def applicable(capabilities: Capabilities) -> list[str]:
     """The cases that apply to an engine."""
-    return [name for name, found in CASES.items() if all(getattr(capabilities, need) for need in found.needs)]
+    return [name for name in CASES if not missing(name, capabilities)]
 
 
 async def run(name: str, harness: Harness) -> None:
-    """Run one case."""
-    async with asyncio.timeout(60):
+    """Run one case. Skips it if the engine does not declare a capability that it needs."""
+    if lacking := missing(name, harness.capabilities):
+        pytest.skip(f"the engine does not declare {', '.join(lacking)}")
+    async with asyncio.timeout(harness.seconds):
         await CASES[name].check(harness)
 
 
-def request(name: str, *, seeds: Sequence[int] = (1,), tokens: int = 8, prompt: Sequence[int] = PROMPT, temperature: float = 1.0,
-            ) -> GroupRequest:  # fmt: skip
+def request(name: str, *, seeds: Sequence[int] = (1,), tokens: int = 8, prompt: Sequence[int] = PROMPT,
+            continued: Sequence[int] = (), **params: Any) -> GroupRequest:  # fmt: skip
     """A request of the suite."""
-    return GroupRequest(name, tuple(prompt), tuple(seeds), SamplingParams(tokens, temperature, ignore_eos=True))
+    chosen = SamplingParams(tokens, **({"temperature": 1.0, "ignore_eos": True} | params))
+    return GroupRequest(name, tuple(prompt), tuple(seeds), chosen, continued=tuple(continued))
 
 
 async def collect(engine: Engine, *batch: GroupRequest) -> dict[tuple[str, int], SampleOutput]:
@@ -157,14 +184,158 @@ async def logprobs_equal_a_plain_forward_pass(harness: Harness) -> None:
         for sample in range(len(asked.seeds)):
             output = found[asked.request_id, sample]
             check_shape(output, harness.capabilities)
-            np.testing.assert_allclose(model_logprobs(output), harness.expected(asked, output, 0), atol=1e-4)
+            np.testing.assert_allclose(model_logprobs(output), harness.expected(asked, output, 0), atol=harness.tolerance)
+
+
+def check_greedy(harness: Harness, ids: Sequence[int], logits: NDArray[np.float32]) -> None:
+    """Check that the ids are the maxima of the rows of logits [T, V], up to the first row whose two
+    largest logits are closer than the gap."""
+    for at, (token, row) in enumerate(zip(ids, logits, strict=True)):
+        second, first = np.sort(row)[-2:]
+        if first - second < harness.gap:
+            return
+        assert token == row.argmax(), f"token {at} is {token}, but {row.argmax()} has the largest logit"
+
+
+def logits_of(harness: Harness, asked: GroupRequest, output: SampleOutput) -> NDArray[np.float32]:
+    """f32[T, V]: the logits of which each token of the output was sampled, under version 0."""
+    before = [*asked.prompt_ids, *asked.continued]
+    return harness.logits([*before, *output.token_ids.tolist()])[len(before) - 1 : -1]
+
+
+def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def of_tokens(table: NDArray[Any], output: SampleOutput) -> NDArray[Any]:
+    """The entry of each of the output's tokens in the rows of a table [T, V]."""
+    return table[np.arange(len(table)), output.token_ids]
 
 
 @case("greedy")
 async def greedy_takes_the_most_likely_token(harness: Harness) -> None:
+    asked = request("a", temperature=0, tokens=12)
     async with harness.start() as engine:
-        found = await collect(engine, request("a", temperature=0, tokens=12))
-    assert found["a", 0].token_ids.tolist() == harness.greedy(PROMPT, 12)
+        found = await collect(engine, asked)
+    check_greedy(harness, found["a", 0].token_ids.tolist(), logits_of(harness, asked, found["a", 0]))
+
+
+async def check_edits(harness: Harness, params: dict[str, Any], edited: Callable[[NDArray[np.float32], list[int]], None]) -> None:
+    """Sample with ``params``, greedily and at temperature 1, and compare with the distribution of
+    logits that ``edited`` changes in place, given the tokens of the sample before them."""
+    wanted = [request("greedy", temperature=0, tokens=10, **params), request("drawn", seeds=(1, 2), tokens=10, **params)]
+    async with harness.start() as engine:
+        off = [replace(asked, params=SamplingParams(10, asked.params.temperature, ignore_eos=True)) for asked in wanted]
+        plain = await collect(engine, *off)
+        found = await collect(engine, *wanted)
+    assert any(found[key].token_ids.tolist() != plain[key].token_ids.tolist() for key in found), "the parameters change nothing"
+    for asked in wanted:
+        for sample in range(len(asked.seeds)):
+            output = found[asked.request_id, sample]
+            check_shape(output, harness.capabilities)
+            logits = logits_of(harness, asked, output)
+            if harness.capabilities.raw_logprobs:
+                np.testing.assert_allclose(model_logprobs(output), of_tokens(log_softmax(logits), output), atol=harness.tolerance)
+            for at, row in enumerate(logits):
+                edited(row, output.token_ids[:at].tolist())
+            if asked.request_id == "greedy":
+                check_greedy(harness, output.token_ids.tolist(), logits)
+            elif harness.capabilities.logprobs_mode == "sampled":
+                np.testing.assert_allclose(output.logprobs, of_tokens(log_softmax(logits), output), atol=harness.tolerance)
+
+
+@case("greedy", "parameters.logit_bias")
+async def a_bias_is_added_to_logits(harness: Harness) -> None:
+    bias = {token: (-1) ** token * 4.0 for token in range(0, 128, 3)}
+
+    def edited(row: NDArray[np.float32], _: list[int]) -> None:
+        row[list(bias)] += list(bias.values())
+
+    await check_edits(harness, {"logit_bias": tuple(bias.items())}, edited)
+
+
+@case("greedy", "parameters.repetition_penalty")
+async def a_repetition_penalty_divides_logits_of_prompt_and_sample(harness: Harness) -> None:
+    def edited(row: NDArray[np.float32], before: list[int]) -> None:
+        known = np.unique([*PROMPT, *before])
+        row[known] = np.where(row[known] > 0, row[known] / 4, row[known] * 4)
+
+    await check_edits(harness, {"repetition_penalty": 4.0}, edited)
+
+
+@case("greedy", "parameters.presence_penalty", "parameters.frequency_penalty")
+async def penalties_are_subtracted_per_occurrence_in_the_sample(harness: Harness) -> None:
+    def edited(row: NDArray[np.float32], before: list[int]) -> None:
+        for token in before:
+            row[token] -= 1.5
+        row[np.unique(before).astype(int)] -= 2
+
+    likely = {"logit_bias": tuple((token, 8.0) for token in (70, 71, 72))}  # otherwise no token would occur twice
+
+    def biased(row: NDArray[np.float32], before: list[int]) -> None:
+        row[[70, 71, 72]] += 8
+        edited(row, before)
+
+    penalties = {"presence_penalty": 2.0, "frequency_penalty": 1.5}
+    if "logit_bias" in harness.capabilities.parameters:
+        await check_edits(harness, penalties | likely, biased)
+    else:
+        await check_edits(harness, penalties, edited)
+
+
+@case("greedy")
+async def a_stop_token_ends_a_sample_and_is_kept(harness: Harness) -> None:
+    async with harness.start() as engine:
+        free = (await collect(engine, request("a", temperature=0, tokens=12)))["a", 0].token_ids.tolist()
+        output = (await collect(engine, request("b", temperature=0, tokens=12, stop_token_ids=(free[3],))))["b", 0]
+    check_shape(output, harness.capabilities)
+    assert output.token_ids.tolist() == free[: free.index(free[3]) + 1] and output.finish_reason == "stop"
+
+
+@case("greedy", "parameters.min_tokens")
+async def nothing_ends_a_sample_before_it_has_min_tokens(harness: Harness) -> None:
+    async with harness.start() as engine:
+        free = (await collect(engine, request("a", temperature=0, tokens=12)))["a", 0].token_ids.tolist()
+        asked = request("b", temperature=0, tokens=12, stop_token_ids=(free[0], free[1]), min_tokens=5)
+        output = (await collect(engine, asked))["b", 0]
+    assert len(output.token_ids) >= 5 and not {free[0], free[1]} & set(output.token_ids[:5].tolist())
+    assert (output.finish_reason == "stop") == (output.token_ids[-1] in free[:2])
+    logits = logits_of(harness, asked, output)
+    logits[:5, free[:2]] = -np.inf
+    check_greedy(harness, output.token_ids.tolist(), logits)
+
+
+@case("greedy", "parameters.top_logprobs", "top_logprobs")
+async def the_most_likely_tokens_are_reported(harness: Harness) -> None:
+    count = min(5, harness.capabilities.top_logprobs)
+    asked = request("a", seeds=(1, 2), top_logprobs=count)
+    async with harness.start() as engine:
+        found = await collect(engine, asked, request("b", top_logprobs=1), request("none"))
+    assert found["none", 0].top_logprobs is None
+    for key, most in ((("a", 0), count), (("a", 1), count), (("b", 0), 1)):
+        output = found[key]
+        top, table = output.top_logprobs, log_softmax(logits_of(harness, asked, output))
+        assert top is not None and top.token_ids.dtype == np.int32 and top.logprobs.dtype == np.float32
+        assert top.token_ids.shape == top.logprobs.shape == (len(output.token_ids), most)
+        np.testing.assert_allclose(top.logprobs, -np.sort(-table)[:, :most], atol=harness.tolerance)
+        np.testing.assert_allclose(top.logprobs, np.take_along_axis(table, top.token_ids, -1), atol=harness.tolerance)
+
+
+@case("continues")
+async def a_continued_sample_equals_the_whole_one(harness: Harness) -> None:
+    """The random numbers, penalties, and limits of the rest are those of one sample."""
+    known: dict[str, Any] = {"frequency_penalty": 1.0} if "frequency_penalty" in harness.capabilities.parameters else {}
+    async with harness.start() as engine:
+        whole = (await collect(engine, request("whole", tokens=20, seeds=(9,), **known)))["whole", 0]
+        ids = whole.token_ids.tolist()
+        rests = [request(f"{count}", tokens=20, seeds=(9,), continued=ids[:count], **known) for count in (1, 7, 16, 19, 20)]
+        found = await collect(engine, *rests)
+    for asked in rests:
+        output, count = found[asked.request_id, 0], len(asked.continued)
+        check_shape(output, harness.capabilities)
+        assert output.token_ids.tolist() == ids[count:] and output.finish_reason == "length"
+        np.testing.assert_allclose(output.logprobs, whole.logprobs[count:], atol=harness.tolerance)
 
 
 @case()
@@ -219,19 +390,23 @@ async def closing_the_iterator_frees_the_slots(harness: Harness) -> None:
 
 @case()
 async def random_aborts_leak_no_slot(harness: Harness) -> None:
+    """1,000 requests, or 100 if the engine is slow."""
     random_ = random.Random(0)
+    count = 25 if harness.slow else 250
     async with harness.start() as engine:
         batches = [
-            [request(f"{n}/{i}", seeds=tuple(range(random_.randint(1, 3))), tokens=random_.randint(1, 24)) for i in range(4)]
-            for n in range(12)
+            [request(f"{n}/{i}", seeds=tuple(range(random_.randint(1, 2))), tokens=random_.randint(1, 8)) for i in range(4)]
+            for n in range(count)
         ]
         tasks = [asyncio.create_task(collect(engine, *batch)) for batch in batches]
-        for _ in range(40):
+        aborted = 0
+        while not all(task.done() for task in tasks):
             await asyncio.sleep(0.001)
-            await engine.abort([random_.choice(random_.choice(batches)).request_id])
+            aborted += len(await engine.abort([random_.choice(random_.choice(batches)).request_id for _ in range(3)]))
         for found in await asyncio.gather(*tasks):
             for output in found.values():
                 check_shape(output, harness.capabilities)
+        assert aborted, "no request was aborted in time"
         await idle(engine)
         full = await collect(engine, request("after", seeds=tuple(range(2 * SLOTS))))
         assert all(output.finish_reason != "aborted" for output in full.values())
@@ -274,7 +449,7 @@ async def nothing_of_old_weights_is_reused(harness: Harness) -> None:
     for output, version in [(after["a", 0], 1), *((output, 2) for output in found.values())]:
         if {span.version for span in output.version_spans} == {version}:
             np.testing.assert_allclose(
-                model_logprobs(output), harness.expected(asked_for(output, asked), output, version), atol=1e-4
+                model_logprobs(output), harness.expected(asked_for(output, asked), output, version), atol=harness.tolerance
             )
     assert {span.version for span in found["b", 3 * SLOTS - 1].version_spans} == {2}
 
@@ -297,6 +472,11 @@ async def a_swap_in_flight_starts_a_version_span(harness: Harness) -> None:
         output = (await running)["a", 0]
     check_shape(output, harness.capabilities)
     assert [span.version for span in output.version_spans] == [0, 1]
+    cut, asked = output.version_spans[0].end, request("a", tokens=100)
+    before, after = (harness.expected(asked, output, version) for version in (0, 1))
+    np.testing.assert_allclose(model_logprobs(output)[:cut], before[:cut], atol=harness.tolerance)
+    assert np.abs(model_logprobs(output)[cut:] - before[cut:]).max() > 10 * harness.tolerance, "the new weights are not used"
+    assert np.abs(before - after).max() > 10 * harness.tolerance
 
 
 @case()

@@ -31,6 +31,13 @@ class InvalidPrompt(EngineError):
     reason = "INVALID_PROMPT"
 
 
+class InvalidParameters(EngineError):
+    """The sampling parameters do not fit the model or the request. Returned as the ``error`` of
+    each sample of the request."""
+
+    reason = "INVALID_PARAMETERS"
+
+
 class DuplicateRequest(EngineError):
     """The id of a request in ``generate`` belongs to an unfinished request. No request of the call
     was started."""

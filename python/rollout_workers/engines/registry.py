@@ -99,6 +99,16 @@ ENGINES: dict[str, Entry] = {
         Capabilities(
             attention=("full_attention", "sliding_attention", "chunked_attention"),
             raw_logprobs=True,
+            top_logprobs=20,
+            parameters=(
+                "repetition_penalty",
+                "presence_penalty",
+                "frequency_penalty",
+                "logit_bias",
+                "min_tokens",
+                "top_logprobs",
+            ),
+            continues=True,
             prompt_logprobs=True,
             deterministic=True,
             swaps_in_flight=True,

@@ -26,10 +26,11 @@ from rollout_workers.weights import named_weights, weights_digest
 from .tiny import plain_logprobs, tiny_model
 
 
-class TransformersHarness:
+class TransformersHarness(enginetest.Harness):
     """A tiny model. Version n has the random weights of seed n."""
 
     capabilities = registry.ENGINES["transformers"].capabilities
+    tolerance = 1e-4
 
     def __init__(self) -> None:
         self.models = [tiny_model(seed) for seed in range(3)]
@@ -51,14 +52,11 @@ class TransformersHarness:
         return plain_logprobs(self.models[version], np.asarray(request.prompt_ids), output.token_ids)
 
     @torch.no_grad()
-    def greedy(self, prompt: Sequence[int], tokens: int) -> list[int]:
-        ids = list(prompt)
-        for _ in range(tokens):
-            ids.append(int(self.models[0](torch.tensor([ids])).logits[0, -1].argmax()))
-        return ids[len(prompt) :]
+    def logits(self, tokens: Sequence[int]) -> Any:
+        return self.models[0](torch.tensor([list(tokens)])).logits[0].numpy()
 
 
-class SimulatedHarness:
+class SimulatedHarness(enginetest.Harness):
     """The engine without a model. Version n is a vector of words."""
 
     capabilities = SIMULATED
@@ -86,7 +84,7 @@ class SimulatedHarness:
         most = request.params.max_tokens
         return policy.sample(self.words[version], list(request.prompt_ids), seed, most)[1]
 
-    def greedy(self, prompt: Sequence[int], tokens: int) -> list[int]:
+    def logits(self, tokens: Sequence[int]) -> Any:
         raise AssertionError("the simulated engine does not declare greedy sampling")
 
 

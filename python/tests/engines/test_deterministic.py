@@ -15,6 +15,8 @@ PROBES = [
     request("hot", length=17, seeds=(11,), temperature=1.3, max_tokens=20),
     request("cut", length=3, seeds=(5, 6), top_k=20, top_p=0.9, min_p=0.01, temperature=0.9, max_tokens=9),
     request("greedy", length=30, temperature=0, max_tokens=15),
+    request("penalized", length=12, seeds=(5, 6), max_tokens=14, repetition_penalty=1.3, frequency_penalty=0.5, top_logprobs=3),
+    request("biased", length=6, max_tokens=11, logit_bias=((7, 3.0), (9, -5.0)), min_tokens=4, stop_token_ids=(7,)),
 ]
 
 

@@ -1,5 +1,6 @@
 """Compares the engine's samples with the module's own forward and ``model.generate``."""
 
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -20,6 +21,7 @@ from rollout_workers.engines.errors import (
     ContextOverflow,
     DuplicateRequest,
     EngineClosed,
+    InvalidParameters,
     InvalidPrompt,
     ModelUnsupported,
     NonFiniteLogits,
@@ -143,6 +145,29 @@ async def test_invalid_prompts_do_not_fail_others() -> None:
     ]  # fmt: skip
     assert "max_len" in str(found["long", 0].error) and "257" in str(found["alien", 0].error)
     assert found["good", 0].finish_reason == "length" and found["good", 0].error is None
+
+
+async def test_parameters_that_do_not_fit_the_model_do_not_fail_others() -> None:
+    several = replace(request("several", seeds=(1, 2)), continued=(5, 6))
+    beyond = replace(request("beyond"), continued=(257,))
+    async with running() as engine:
+        found = await outputs(engine, several, request("alien", logit_bias=((5, 1.0), (257, 1.0))), beyond, request("good"))
+    assert [type(found[k].error) for k in (("several", 0), ("several", 1), ("alien", 0), ("beyond", 0))] == [
+        InvalidParameters, InvalidParameters, InvalidParameters, InvalidPrompt,
+    ]  # fmt: skip
+    assert "2 seeds" in str(found["several", 0].error) and "257" in str(found["alien", 0].error)
+    assert found["good", 0].error is None
+
+
+async def test_a_continued_sample_that_is_complete_ends_at_once() -> None:
+    stopped = replace(request("stopped", stop_token_ids=(5,)), continued=(4, 5))
+    early = replace(request("early", stop_token_ids=(5,), min_tokens=2), continued=(4, 5))
+    full = replace(request("full", length=14, max_tokens=50), continued=(4, 5))
+    async with running(max_len=16) as engine:
+        found = await outputs(engine, stopped, early, full)
+    assert (found["stopped", 0].finish_reason, len(found["stopped", 0].token_ids)) == ("stop", 0)
+    assert (found["early", 0].finish_reason, len(found["early", 0].token_ids)) == ("length", 6)
+    assert (found["full", 0].finish_reason, len(found["full", 0].token_ids)) == ("length", 0)
 
 
 async def test_non_finite_logits_end_a_sample_and_do_not_affect_later_ones() -> None:

@@ -1,5 +1,7 @@
 """Stop strings across token borders, and streams whose pieces add up to the text."""
 
+from dataclasses import replace
+
 import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 
@@ -89,6 +91,43 @@ async def test_engine_stops_at_a_string_across_tokens_and_streams_add_up() -> No
     assert {d.version for d in deltas} == {s.version for s in out.version_spans}
     assert decode(out.token_ids).startswith(out.text + stop)
     assert silent.text == out.text and silent.token_ids.tolist() == out.token_ids.tolist()
+
+
+def test_a_stop_string_may_not_end_a_sample_before_min_tokens() -> None:
+    text = SampleText(("ab", "b"), min_tokens=3)
+    for symbol in "xabab":
+        text.push(sorted(ByteLevel.alphabet()).index(symbol))
+        advance([text], TOKENIZER)
+    assert (text.text, text.matched) == ("xab", "ab")
+
+
+@pytest.mark.parametrize("stops", [False, True])
+async def test_a_continued_stream_equals_the_rest_of_the_whole_one(stops: bool) -> None:
+    async with running(text=True, max_len=128) as engine:
+        free = (await outputs(engine, request("a", max_tokens=100, stream=True)))["a", 0]
+        assert free.text is not None
+        stop = (free.text[60:66],) if stops else ()
+        asked = request("a", max_tokens=100, stream=True, stop=stop, top_logprobs=2)
+        deltas = [i async for i in engine.generate([asked]) if isinstance(i, SampleDelta)]
+        whole = (await outputs(engine, asked))["a", 0]
+        ids = whole.token_ids.tolist()
+        assert not stops or whole.stop_string == stop[0]
+        for count in range(1, len(ids), 13):
+            items = [i async for i in engine.generate([replace(asked, continued=ids[:count])])]
+            rest, out = [i for i in items if isinstance(i, SampleDelta)], items[-1]
+            assert isinstance(out, SampleOutput) and whole.top_logprobs is not None and out.top_logprobs is not None
+            assert out.token_ids.tolist() == ids[count:] and out.stop_string == whole.stop_string
+            assert out.text == "".join(d.text for d in deltas[count:]) == "".join(d.text for d in rest)
+            assert out.top_logprobs.token_ids.tolist() == whole.top_logprobs.token_ids[count:].tolist()
+            assert [d.start for d in rest if len(d.token_ids)] == list(range(len(ids) - count))
+            assert all((d.top_logprobs is not None) and len(d.top_logprobs.token_ids) == len(d.token_ids) for d in rest)
+        done = (await outputs(engine, replace(asked, continued=ids)))["a", 0]
+    assert (done.finish_reason, done.stop_string, done.text, len(done.token_ids)) == (
+        whole.finish_reason,
+        whole.stop_string,
+        "",
+        0,
+    )
 
 
 async def test_streams_of_many_samples_add_up_to_the_decoded_ids() -> None:

@@ -24,11 +24,11 @@ from rollout_workers.engines.transformers.forward import choose_forward
 from rollout_workers.engines.transformers.kv import KvCache, Segment
 from rollout_workers.engines.transformers.prefill import by_bucket, by_size
 from rollout_workers.engines.transformers.row_order import is_scattered, loose_segments, moves, segments
-from rollout_workers.engines.transformers.sample import Group, Prefix, Sample, Sink, prompt_error
+from rollout_workers.engines.transformers.sample import Group, Prefix, Sample, Sink, request_error
 from rollout_workers.engines.transformers.sampler import Controls, sample
 from rollout_workers.engines.transformers.score import Scoring
 from rollout_workers.engines.transformers.slots import Slots, SlotTable
-from rollout_workers.engines.transformers.text import SampleText, Tokenizer, advance
+from rollout_workers.engines.transformers.text import SampleText, Tokenizer, advance, continued
 
 _SORT_EVERY = 16  # steps between two sorts in the fast mode, where sorting only saves reads
 
@@ -87,14 +87,26 @@ class Decoder:
             params = request.params
             stop_ids = params.stop_token_ids if params.ignore_eos else (*self.end_ids, *params.stop_token_ids)
             count = len(request.seeds)
-            group = Group(request, prompt, stop_ids, sink, deque(range(count)), count)
-            error = prompt_error(request, prompt, self.config.max_len, self.vocabulary)
-            if error is not None:
+            known = np.asarray(request.continued, dtype=np.int64)
+            group = Group(request, prompt, known, stop_ids, sink, deque(range(count)), count)
+            error = request_error(group, self.config.max_len, self.vocabulary)
+            if error is None and group.watched and len(known):
+                group.text = continued(params.stop, params.min_tokens, known.tolist(), self._text_of())
+            ended = "error" if error is not None else group.ended(self._limit(group))
+            if ended is not None:
                 for index in group.pending:
-                    group.deliver_empty(index, "error", error)
+                    group.deliver_empty(index, ended, error)
             elif count:
                 self.groups[request.request_id] = group
                 self.queue.append(group)
+
+    def _limit(self, group: Group) -> int:
+        """The maximum number of tokens of its samples."""
+        return min(group.request.params.max_tokens, self.config.max_len - len(group.prompt))
+
+    def _text_of(self) -> Tokenizer:
+        assert self.tokenizer is not None, "the engine has no tokenizer, and generate rejects such requests"
+        return self.tokenizer
 
     def abort(
         self, request_ids: Iterable[str], reason: FinishReason = "aborted", error: EngineError | None = None
@@ -225,7 +237,7 @@ class Decoder:
         for group, slots in placed:
             if group.prefix is not None:
                 self._start([(group, slots)], group.prefix.logits.unsqueeze(0), group.prefix.kv.unsqueeze(1))
-        for members, logits, kv in self._prefill([group.prompt for group, _ in new]):
+        for members, logits, kv in self._prefill([group.sequence for group, _ in new]):
             self._start([new[i] for i in members], logits, kv)
         while self.queue and not self.queue[0].pending:
             self.queue.popleft()
@@ -268,12 +280,18 @@ class Decoder:
         for group, slots in placed:
             for _ in range(len(slots)):
                 index = group.pending.popleft()
-                owners.append(Sample(group, index, SampleText(request.params.stop) if group.watched else None))
+                text = group.text or (SampleText(request.params.stop, request.params.min_tokens) if group.watched else None)
+                owners.append(Sample(group, index, text))
                 seeds.append(group.request.seeds[index])
-        prompts = np.repeat([len(group.prompt) for group, _ in placed], [len(slots) for _, slots in placed])
-        limits = np.minimum(request.params.max_tokens, self.config.max_len - prompts)
-        slots = np.concatenate([slots for _, slots in placed])
-        self.table.occupy(slots, owners, prompts, seeds, request.params, limits, placed[0][0].stop_ids)
+        counts = [len(slots) for _, slots in placed]
+        prompts = np.repeat([len(group.sequence) for group, _ in placed], counts)
+        limits = np.repeat([self._limit(group) for group, _ in placed], counts)
+        self.table.occupy(
+            np.concatenate([slots for _, slots in placed]), owners, prompts, seeds, request.params, limits, placed[0][0].stop_ids
+        )
+        for group, slots in placed:
+            if len(group.continued):
+                self.table.resume(int(slots[0]), group.continued)
 
     def _recompute(self, slots: Slots) -> None:
         """Recompute the KV of these slots from their tokens."""
@@ -339,8 +357,13 @@ class Decoder:
         """Draw the next token of these slots from logits [len(slots), V], and finish the samples
         that ended."""
         table = self.table
-        picked = sample(logits, self._tensor(table.uniform(slots)), controls)
+        edits = controls.edits
+        edited = None if edits is None else edits.apply(logits, table.sampled_so_far(slots[edits.at]))
+        picked = sample(logits, self._tensor(table.uniform(slots)), controls, edited)
         table.record(slots, picked)
+        for (rows, _), (values, tokens) in zip(controls.top, picked.top, strict=True):
+            for slot, *best in zip(slots[rows.cpu().numpy()].tolist(), values.cpu().numpy(), tokens.cpu().numpy(), strict=True):
+                table.owner[slot].top.append(tuple(best))
         slots = slots[table.active[slots]]
         self.counters.generated_tokens += len(slots)
         bad, stopped, full = table.finished(slots)
@@ -356,8 +379,7 @@ class Decoder:
     def _read(self, watched: Slots, bad: Slots, stopped: Slots, full: Slots) -> tuple[Slots, Slots]:
         """Decode the new tokens of samples that need text, send deltas, and move samples at a stop
         string to ``stopped``."""
-        table, tokenizer = self.table, self.tokenizer
-        assert tokenizer is not None, "the engine has no tokenizer, and generate rejects such requests"
+        table, tokenizer = self.table, self._text_of()
         failed = set(bad.tolist())
         silent = failed | set(stopped.tolist())  # the end token has no text
         ending = silent | set(full.tolist())
@@ -381,12 +403,13 @@ class Decoder:
         return SampleDelta(
             request_id=owner.group.request.request_id,
             sample=owner.index,
-            start=start,
+            start=start - owner.begin,
             token_ids=table.out_tokens[new].copy(),
             logprobs=table.out_logprobs[new].copy(),
             raw_logprobs=table.out_raw_logprobs[new].copy(),
             text=text,
             version=self.version,
+            top_logprobs=owner.top_logprobs(start - owner.begin, end - owner.begin),
         )
 
     def _finish(self, slots: Slots, reason: FinishReason, error: EngineError | None = None) -> None:
@@ -407,14 +430,15 @@ class Decoder:
                 SampleOutput(
                     request_id=group.request.request_id,
                     sample=owner.index,
-                    token_ids=tokens,
-                    logprobs=logprobs,
-                    raw_logprobs=raw,
+                    token_ids=tokens[owner.begin :],
+                    logprobs=logprobs[owner.begin :],
+                    raw_logprobs=raw[owner.begin :],
                     version_spans=tuple(owner.spans),
                     finish_reason=reason,
                     error=error,
-                    text=None if owner.text is None else owner.text.text,
+                    text=None if owner.text is None else owner.text.text[owner.text.start :],
                     stop_string=None if owner.text is None else owner.text.matched,
+                    top_logprobs=owner.top_logprobs(0, end - owner.begin),
                 )
             )
             if not group.left:

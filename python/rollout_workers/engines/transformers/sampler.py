@@ -12,14 +12,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rollout_workers.engines.transformers.edits import Edited, Edits
+
 
 class Picked(NamedTuple):
     """tokens int64[B], logprobs f32[B] of the sampling distribution, raw_logprobs f32[B] of the
-    logits' softmax."""
+    logits' softmax. top: for each of ``Controls.top`` the logprobs f32[N, K] of that softmax and
+    the tokens int64[N, K]."""
 
     tokens: Tensor
     logprobs: Tensor
     raw_logprobs: Tensor
+    top: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
 class Filters(NamedTuple):
@@ -38,33 +42,42 @@ class Controls:
 
     temperature f32[B, 1]: above 0 (1 in greedy rows). greedy bool[B]. shaped bool[B]: the rows that
     a temperature or a filter changes, if there are any; the logprobs of other rows equal their raw
-    logprobs bit for bit. filters: of the rows that have one.
+    logprobs bit for bit. filters: of the rows that have one. edits: of the rows that have one. top:
+    rows int64[N] whose K most likely tokens are reported, and K.
     """
 
     temperature: Tensor | None = None
     greedy: Tensor | None = None
     shaped: Tensor | None = None
     filters: Filters | None = None
+    edits: Edits | None = None
+    top: tuple[tuple[Tensor, int], ...] = ()
 
 
-def sample(logits: Tensor, uniform: Tensor, controls: Controls) -> Picked:
+def sample(logits: Tensor, uniform: Tensor, controls: Controls, edited: Edited | None = None) -> Picked:
     """Draw one token per row by inverting the distribution function. logits [B, V] float, uniform
-    f64[B] in [0, 1)."""
+    f64[B] in [0, 1), edited: the logits of rows that ``controls.edits`` changes."""
     raw = torch.log_softmax(logits.float(), dim=-1)
-    scores = raw if controls.temperature is None else raw / controls.temperature
+    base = raw
+    if edited is not None:
+        base = raw.index_copy(0, edited.rows, torch.log_softmax(edited.logits, dim=-1))
+    scores = base if controls.temperature is None else base / controls.temperature
     if controls.filters is not None:
         scores = _filter(scores, controls.filters)
     tokens = _invert(torch.softmax(scores, dim=-1), uniform)
     if controls.greedy is not None:
-        tokens = torch.where(controls.greedy, raw.argmax(dim=-1), tokens)
+        tokens = torch.where(controls.greedy, base.argmax(dim=-1), tokens)
     index = tokens.unsqueeze(-1)
     picked = raw_picked = raw.gather(-1, index).squeeze(-1)
+    if edited is not None:
+        picked = base.gather(-1, index).squeeze(-1)
     if controls.shaped is not None:
         shaped = torch.log_softmax(scores, dim=-1).gather(-1, index).squeeze(-1)
-        picked = torch.where(controls.shaped, shaped, raw_picked)
+        picked = torch.where(controls.shaped, shaped, picked)
     if controls.greedy is not None:
         picked = picked.masked_fill(controls.greedy & picked.isfinite(), 0.0)
-    return Picked(tokens, picked, raw_picked)
+    top = tuple((best.values, best.indices) for rows, count in controls.top for best in (raw[rows].topk(count, dim=-1),))
+    return Picked(tokens, picked, raw_picked, top)
 
 
 _BLOCK = 64

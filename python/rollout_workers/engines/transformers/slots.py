@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollout_workers.engines.base import SamplingParams
+from rollout_workers.engines.transformers.edits import Edits, Sampled
 from rollout_workers.engines.transformers.philox import uniforms
 from rollout_workers.engines.transformers.sample import Sample
 from rollout_workers.engines.transformers.sampler import Controls, Filters, Picked
@@ -45,6 +46,8 @@ class SlotTable:
         self.top_k = np.full(slots, vocabulary, np.int64)
         self.top_p = np.ones(slots, np.float32)
         self.min_p = np.zeros(slots, np.float32)
+        self.edited = np.zeros(slots, bool)
+        self.top = np.zeros(slots, np.int64)
         self.stop_ids = np.full((slots, 1), -1, np.int64)
         self.random = np.zeros((slots, _RANDOM_BLOCK))
         self.out_tokens = np.zeros((slots, max_len), np.int32)
@@ -96,9 +99,20 @@ class SlotTable:
         self.top_k[slots] = min(params.top_k or self.vocabulary, self.vocabulary)
         self.top_p[slots] = params.top_p
         self.min_p[slots] = params.min_p
+        self.edited[slots] = Edits.needed(params)
+        self.top[slots] = min(params.top_logprobs, self.vocabulary)
         self.stop_ids[slots] = -1
         self.stop_ids[slots, : len(stop_ids)] = stop_ids
         self._controls = None
+
+    def resume(self, slot: int, tokens: NDArray[np.int64]) -> None:
+        """Give an occupied slot the ``tokens`` that its sample has already, of which ``positions``
+        counts the last as written."""
+        count = len(tokens)
+        self.out_tokens[slot, :count] = tokens
+        self.generated[slot] = count
+        block = np.array([count - count % _RANDOM_BLOCK])
+        self.random[slot] = uniforms(self.seeds[slot : slot + 1], block, _RANDOM_BLOCK)
 
     def release(self, slots: Slots) -> None:
         """Free these slots."""
@@ -108,6 +122,7 @@ class SlotTable:
         self.tokens[slots] = self.positions[slots] = self.generated[slots] = 0
         self.temperature[slots] = self.top_p[slots] = 1
         self.top_k[slots], self.min_p[slots] = self.vocabulary, 0
+        self.edited[slots], self.top[slots] = False, 0
         self._controls = None
 
     def move(self, source: Slots, target: Slots) -> None:
@@ -118,7 +133,7 @@ class SlotTable:
             self.owner[slot] = owner
         for array in (
             *(self.active, self.watched, self.tokens, self.positions, self.generated, self.limit, self.seeds),
-            *(self.temperature, self.top_k, self.top_p, self.min_p, self.stop_ids, self.random),
+            *(self.temperature, self.top_k, self.top_p, self.min_p, self.stop_ids, self.random, self.edited, self.top),
             *(self.out_tokens, self.out_logprobs, self.out_raw_logprobs),
         ):
             array[target] = array[source]
@@ -139,7 +154,7 @@ class SlotTable:
 
     def record(self, slots: Slots, picked: Picked) -> None:
         """Append a sampled token to each slot of ``slots``. Free slots do not change."""
-        tokens, logprobs, raw = (t.cpu().numpy() for t in picked)
+        tokens, logprobs, raw = (t.cpu().numpy() for t in (picked.tokens, picked.logprobs, picked.raw_logprobs))
         if len(slots) != int(self.active[slots].sum()):
             held = self.active[slots]
             slots, tokens, logprobs, raw = slots[held], tokens[held], logprobs[held], raw[held]
@@ -188,7 +203,11 @@ class SlotTable:
         def tensor(array: NDArray[np.generic]) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
+        edited, top = np.flatnonzero(self.edited[slots]), self.top[slots]
+        owners = [owner for slot in slots[edited].tolist() if (owner := self.owner[slot]) is not None]
         controls = Controls(
+            edits=Edits.of(edited, owners, self.vocabulary, device) if len(edited) else None,
+            top=tuple((tensor(np.flatnonzero(top == count)), count) for count in np.unique(top[top > 0]).tolist()),
             temperature=tensor(np.where(tempered, temperature, np.float32(1))[:, None]) if tempered.any() else None,
             greedy=tensor(greedy) if greedy.any() else None,
             shaped=tensor(tempered | filtered) if (tempered | filtered).any() else None,
@@ -199,6 +218,11 @@ class SlotTable:
             log_min_p = np.log(min_p[filtered, None])
         arrays = (np.flatnonzero(filtered), top_k[filtered, None], top_p[filtered, None], log_min_p)
         return replace(controls, filters=Filters(*map(tensor, arrays)))
+
+    def sampled_so_far(self, slots: Slots) -> Sampled:
+        """The tokens of the samples in these slots."""
+        counts = self.generated[slots]
+        return Sampled(self.out_tokens[slots, : max(1, int(counts.max()))].astype(np.int64), counts)
 
     def step_controls(self, rows: int, device: torch.device) -> Controls:
         """``controls`` of slots 0..rows, cached until the slots' samples change."""

@@ -30,11 +30,13 @@ class SampleText:
     tokens wait.
     """
 
-    def __init__(self, stop: tuple[str, ...]) -> None:
+    def __init__(self, stop: tuple[str, ...], min_tokens: int = 0) -> None:
+        """``stop`` strings are searched in the text of the tokens after ``min_tokens``."""
         self.text = ""
-        self.sent = 0
+        self.sent = self.start = 0
         self.matched: str | None = None
         self._stop = stop
+        self._min_tokens = min_tokens
         self._longest = max(map(len, stop), default=0)
         self._ids: list[int] = []
         self._prefix = self._read = 0
@@ -63,10 +65,12 @@ class SampleText:
         waits = now.endswith(_BROKEN) and len(self._ids) - self._read < _WINDOW
         if self.matched or len(now) <= len(before) or (waits and not final):
             return
-        start = max(0, len(self.text) - self._longest + 1)
+        known = len(self.text)
         self.text += now[len(before) :]
         self._prefix, self._read = self._read, len(self._ids)
-        found = [(at, stop) for stop in self._stop if (at := self.text.find(stop, start)) >= 0]
+        if self._read <= self._min_tokens:
+            return
+        found = [(at, stop) for stop in self._stop if (at := self.text.find(stop, max(0, known - len(stop) + 1))) >= 0]
         if found:
             at, self.matched = min(found)
             self.text = self.text[:at]
@@ -77,6 +81,18 @@ class SampleText:
             if any(stop.startswith(self.text[-length:]) for stop in self._stop):
                 return length
         return 0
+
+
+def continued(stop: tuple[str, ...], min_tokens: int, tokens: Sequence[int], tokenizer: Tokenizer) -> SampleText:
+    """The text of a sample that has ``tokens`` already. It counts as sent as far as a stream would
+    have sent it."""
+    text = SampleText(stop, min_tokens)
+    for token in tokens:
+        text.push(token)
+        advance([text], tokenizer)
+        text.settled_text()
+    text.start = text.sent
+    return text
 
 
 def advance(texts: Sequence[SampleText], tokenizer: Tokenizer, final: bool = False) -> None:
