@@ -23,6 +23,7 @@ from rollout_workers.inference.receipt import EngineReceipts
 from rollout_workers.inference.server import InferenceServer
 from rollout_workers.inference.sharing import Sharing
 from rollout_workers.rewards.config import scorer_of
+from rollout_workers.rewards.pinned import Pinned
 from rollout_workers.rewards.rewards import RewardSource, Scorer
 from rollout_workers.rewards.worker_client import RewardWorker
 from rollout_workers.weights.transfer import service as delivery
@@ -62,7 +63,7 @@ async def run_inference_worker(
         cleanup.push_async_callback(services.close)
         weights_cache = WeightsCache(spec.run_id, spec.run_directory, spec.worker_id, Fetcher(spec.run_id, services))
         cleanup.callback(weights_cache.close)
-        rewards = _rewards(spec, services)
+        rewards = _rewards(spec, services, lifecycle)
         if rewards is not None:
             cleanup.push_async_callback(rewards.close)
         cleanup.push_async_callback(_disconnect, connecting)
@@ -120,7 +121,7 @@ async def _read_weights(model: Model) -> EngineReceipts:
     return receipts
 
 
-def _rewards(spec: WorkerSpec, services: Services) -> Scorer | None:
+def _rewards(spec: WorkerSpec, services: Services, lifecycle: Lifecycle) -> Scorer | None:
     config = spec.plan.config
     if not config.HasField("reward"):
         return None
@@ -128,7 +129,7 @@ def _rewards(spec: WorkerSpec, services: Services) -> Scorer | None:
     def worker(number: int) -> RewardSource:
         return RewardWorker(services, spec.run_id, f"reward-{number}", start_seconds=config.limits.worker_start_seconds or 300.0)
 
-    return scorer_of(config.reward, spec.base_dir, worker)
+    return scorer_of(config.reward, spec.base_dir, worker, Pinned(spec.plan.inputs, spec.base_dir, lifecycle.crash))
 
 
 def _servicer(

@@ -6,21 +6,24 @@ from collections.abc import Callable, Sequence
 
 from rollout.config.v1.run_config_pb2 import RewardConfig, RewardPartConfig, ScoringModelConfig
 from rollout_workers.rewards.composite import Composite, Part
+from rollout_workers.rewards.pinned import Pinned
 from rollout_workers.rewards.plugin import RewardPool
 from rollout_workers.rewards.rewards import Rewards, RewardSource, Scorer
 
 Worker = Callable[[int], RewardSource]
 
 
-def scorer_of(config: RewardConfig, base_dir: str, worker: Worker) -> Scorer:
+def scorer_of(config: RewardConfig, base_dir: str, worker: Worker, pinned: Pinned | None = None) -> Scorer:
     """base_dir: folder to which the paths of plugins are relative. worker: returns the source for
-    the N-th reward model, ``reward-N``."""
+    the N-th reward model, ``reward-N``. pinned: the files of plugins in the plan of a run."""
     if not config.composite:
-        return Rewards(_source(config, base_dir, worker, 0), timeout_seconds=config.timeout_seconds, retries=config.retries)
+        return Rewards(
+            _source(config, base_dir, worker, 0, pinned), timeout_seconds=config.timeout_seconds, retries=config.retries
+        )
     parts: list[Part] = []
     served = 0
     for name in part_names(config):
-        parts.append(_part(name, config, base_dir, worker, served))
+        parts.append(_part(name, config, base_dir, worker, served, pinned))
         served += config.composite[name].HasField("model")
     return Composite(parts)
 
@@ -37,22 +40,24 @@ def part_names(config: RewardConfig) -> Sequence[str]:
     return sorted(config.composite)
 
 
-def _part(name: str, config: RewardConfig, base_dir: str, worker: Worker, served: int) -> Part:
+def _part(name: str, config: RewardConfig, base_dir: str, worker: Worker, served: int, pinned: Pinned | None) -> Part:
     part = config.composite[name]
     return Part(
         name,
         part.weight,
         Rewards(
-            _source(part, base_dir, worker, served),
+            _source(part, base_dir, worker, served, pinned),
             timeout_seconds=part.timeout_seconds if part.HasField("timeout_seconds") else config.timeout_seconds,
             retries=part.retries if part.HasField("retries") else config.retries,
         ),
     )
 
 
-def _source(config: RewardConfig | RewardPartConfig, base_dir: str, worker: Worker, served: int) -> RewardSource:
+def _source(
+    config: RewardConfig | RewardPartConfig, base_dir: str, worker: Worker, served: int, pinned: Pinned | None
+) -> RewardSource:
     if config.HasField("model"):
         return worker(served)
     if config.HasField("expression"):
         return RewardPool({"expression": config.expression})
-    return RewardPool({"plugin": config.plugin, "base_dir": base_dir})
+    return RewardPool({"plugin": config.plugin, "base_dir": base_dir}, pinned)

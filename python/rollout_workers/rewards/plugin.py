@@ -17,6 +17,7 @@ from rollout.hosting.host import Source
 from rollout.hosting.runner import Runner
 from rollout.plugin import Score
 from rollout.plugin.v1 import plugin_pb2 as pb
+from rollout_workers.rewards.pinned import Pinned, RewardChanged
 from rollout_workers.rewards.rewards import RewardGroup
 
 _PROCESSES = 4
@@ -64,8 +65,9 @@ class RewardPool:
     """A :class:`RewardSource` of up to four child processes. It starts one more when calls
     overlap."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, source: Source, pinned: Pinned | None = None) -> None:
+        """pinned: the files that each process must load."""
+        self._source, self._pinned = source, pinned
         self._idle: list[ChildProcess] = []
         self._slots = asyncio.Semaphore(_PROCESSES)
 
@@ -76,7 +78,12 @@ class RewardPool:
     async def call(self, groups: Sequence[RewardGroup], timeout: float) -> list[Score]:
         """Call the function once for all samples. Raises ``RewardError``."""
         async with self._slots:
-            process = self._idle.pop() if self._idle else await self._begin()
+            try:
+                process = self._idle.pop() if self._idle else await self._begin()
+            except RewardChanged as error:
+                if self._pinned is not None:
+                    self._pinned.on_change(str(error))
+                raise
             try:
                 return await PluginRewards(process).call(groups, timeout)
             finally:
@@ -90,6 +97,8 @@ class RewardPool:
         self._idle.clear()
 
     async def _begin(self) -> ChildProcess:
+        if self._pinned is not None:
+            self._pinned.verify()
         process = ChildProcess([self._source])
         await PluginRewards(process).start()
         return process

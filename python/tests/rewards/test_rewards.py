@@ -13,10 +13,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 from rollout.environment import Result
+from rollout.plan.v1.plan_pb2 import INPUT_ROLE_REWARD, Input
 from rollout.plugin import RewardImportError
 from rollout_testing.waiting import until
+from rollout_workers.rewards.pinned import Pinned, RewardChanged
 from rollout_workers.rewards.plugin import RewardPool
 from rollout_workers.rewards.rewards import RewardGroup, Rewards, Scorable
 
@@ -203,3 +206,22 @@ def test_a_reward_process_ends_with_its_worker(cut: int) -> None:
         assert process.wait(60) == 0
     finally:
         process.kill()
+
+
+async def test_a_reward_that_changed_since_the_plan_is_not_loaded(plugin: Path) -> None:
+    """At the start it is refused. Later, when its process is restarted, the worker is told, and no
+    sample is scored."""
+    changes: list[str] = []
+    planned = f"blake3-{blake3(plugin.read_bytes()).hexdigest()}"
+    pinned = Pinned([Input(role=INPUT_ROLE_REWARD, path=plugin.name, digest=planned)], str(plugin.parent), changes.append)
+    source = {"plugin": f"{plugin.name}:score", "base_dir": str(plugin.parent)}
+    rewards = Rewards(RewardPool(source, pinned), timeout_seconds=20, retries=0)
+    await rewards.start()
+    plugin.write_text(PLUGIN + "\nscore = plain\n")
+    assert [each.reason for each in (await rewards.score([group("crash", "42")]))[0]] == ["REWARD_RAISED"]
+    assert [each.reason for each in (await rewards.score([group("", "42")]))[0]] == ["REWARD_CHANGED"]
+    assert len(changes) == 1 and "restore the file" in changes[0]
+    await rewards.close()
+    with pytest.raises(RewardChanged, match=r"reward.py has changed since the run was planned"):
+        await Rewards(RewardPool(source, pinned), timeout_seconds=20, retries=0).start()
+    assert RewardChanged("x").permanent
