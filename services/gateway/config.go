@@ -23,6 +23,8 @@ type Config struct {
 	Keys *apikey.Ring
 	// TrustOwner exempts connections of the user of this process, and of root, over loopback.
 	TrustOwner bool
+	// BodyTimeout is how long an HTTP request may take to send its body. 0: a minute.
+	BodyTimeout time.Duration
 }
 
 // Conn is a connection to a worker.

@@ -39,12 +39,17 @@ func New(cfg Config, deps Deps) (*Server, error) {
 	if cfg.Address == "" {
 		cfg.Address = "127.0.0.1:0"
 	}
+	if cfg.BodyTimeout == 0 {
+		cfg.BodyTimeout = time.Minute
+	}
 	listener, err := net.Listen("tcp", cfg.Address)
 	if err != nil {
 		return nil, fmt.Errorf("gateway: %w", err)
 	}
 	svc := &service{Deps: deps, workers: newDirectory(deps)}
-	front := &edge.Edge{Options: edge.Options{Backend: svc, Keys: cfg.Keys, TrustOwner: cfg.TrustOwner, Log: deps.Log, Now: deps.Now}}
+	front := &edge.Edge{Options: edge.Options{
+		Backend: svc, Keys: cfg.Keys, TrustOwner: cfg.TrustOwner, BodyTimeout: cfg.BodyTimeout, Log: deps.Log, Now: deps.Now,
+	}}
 	s := &Server{
 		svc: svc, listener: listener, secure: cfg.TLS != nil,
 		http: &http.Server{
@@ -59,7 +64,8 @@ func New(cfg Config, deps Deps) (*Server, error) {
 
 // handler serves all dialects.
 func handler(e *edge.Edge) http.Handler {
-	return e.Handler(slices.Concat(openai.Routes(e), anthropic.Routes(e), vllm.Routes(e), sglang.Routes(e), []edge.Route{e.Health()})...)
+	routes := slices.Concat(openai.Routes(e), anthropic.Routes(e), vllm.Routes(e), sglang.Routes(e), []edge.Route{e.Health()})
+	return e.Handler(append(routes, e.Docs(routes)...)...)
 }
 
 // URL is the URL of the HTTP listener, such as "http://127.0.0.1:8000".

@@ -22,9 +22,14 @@ const maxTools = 128
 // Routes are the endpoints of the dialect.
 func Routes(e *edge.Edge) []edge.Route {
 	h := &handler{e}
+	route := func(path, about string, serve func(w http.ResponseWriter, r *http.Request) error) edge.Route {
+		return edge.Route{
+			Method: http.MethodPost, Path: path, Tag: "Anthropic", About: about, Request: request{}, Serve: serve, Body: errorBody, Session: true,
+		}
+	}
 	return []edge.Route{
-		{Method: http.MethodPost, Path: "/v1/messages", Serve: h.messages, Body: errorBody, Session: true},
-		{Method: http.MethodPost, Path: "/v1/messages/count_tokens", Serve: h.countTokens, Body: errorBody, Session: true},
+		route("/v1/messages", "Complete messages.", h.messages),
+		route("/v1/messages/count_tokens", "Count the tokens of messages.", h.countTokens),
 	}
 }
 

@@ -9,8 +9,8 @@ import (
 
 type object = map[string]any
 
-// writer writes a completion as a message. Its content is a list of blocks: thinking, text, calls of
-// tools; at most one of them is open in a stream.
+// writer writes a completion as a message. Its content is a list of blocks: thinking, text, calls
+// of tools; at most one of them is open in a stream.
 type writer struct {
 	body   *request
 	begun  bool

@@ -122,7 +122,10 @@ func (c *constraints) grammar(param, grammar string) {
 }
 
 func (c *constraints) choices(param string, texts []string) {
-	if len(texts) > 0 {
+	switch {
+	case len(texts) > maxChoices:
+		c.err = Invalid(param, "`%s` must have at most %d choices, got %d", param, maxChoices, len(texts))
+	case len(texts) > 0:
 		c.add(param, &inferencev1.Constraint{Kind: &inferencev1.Constraint_Choices{Choices: &inferencev1.Choices{Texts: texts}}})
 	}
 }

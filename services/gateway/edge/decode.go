@@ -23,7 +23,7 @@ func Decode(w http.ResponseWriter, r *http.Request, into any) error {
 	case errors.As(err, &large):
 		return &Error{Status: http.StatusRequestEntityTooLarge, Code: "request_too_large", Message: "the request body is larger than 16 MiB"}
 	case errors.Is(err, os.ErrDeadlineExceeded):
-		return &Error{Status: http.StatusRequestTimeout, Code: "request_timeout", Message: fmt.Sprintf("the request body did not arrive within %s", bodyTime)}
+		return &Error{Status: http.StatusRequestTimeout, Code: "request_timeout", Message: "the request body did not arrive in time", Fix: "send the whole body at once"}
 	case err != nil:
 		return &Error{Status: http.StatusBadRequest, Code: "invalid_body", Message: "the request body could not be read: " + err.Error()}
 	}

@@ -29,10 +29,7 @@ import (
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 )
 
-const (
-	maxBody  = 16 << 20 // bytes of a request
-	bodyTime = time.Minute
-)
+const maxBody = 16 << 20 // bytes of a request
 
 // Backend serves completions.
 type Backend interface {
@@ -51,8 +48,10 @@ type Options struct {
 	Backend    Backend
 	Keys       *apikey.Ring // nil: no key is needed
 	TrustOwner bool         // the user of this process and root need no key over loopback
-	Log        *slog.Logger
-	Now        func() time.Time
+	// BodyTimeout is how long a request may take to send its body.
+	BodyTimeout time.Duration
+	Log         *slog.Logger
+	Now         func() time.Time
 }
 
 // Edge serves routes.
@@ -62,7 +61,11 @@ type Edge struct{ Options }
 type Route struct {
 	Method string
 	Path   string // pattern of http.ServeMux without a method
-	Serve  func(w http.ResponseWriter, r *http.Request) error
+	Tag    string // dialect, for the documentation
+	About  string // what it does, for the documentation
+	// Request is a zero value of what the body is decoded into; nil: there is no body.
+	Request any
+	Serve   func(w http.ResponseWriter, r *http.Request) error
 	// Body returns the JSON of an error in the dialect of the route.
 	Body func(e *Error) any
 	// Session reports whether /sessions/{session}/... serves the route too.
@@ -102,7 +105,7 @@ func (e *Edge) Handler(routes ...Route) http.Handler {
 
 // Health is the route that reports that the gateway serves, even if it has no policy.
 func (e *Edge) Health() Route {
-	return Route{Method: http.MethodGet, Path: "/health", Body: PlainBody, Open: true, Serve: func(w http.ResponseWriter, _ *http.Request) error {
+	return Route{Method: http.MethodGet, Path: "/health", Tag: "gateway", About: "Whether the gateway serves.", Body: PlainBody, Open: true, Serve: func(w http.ResponseWriter, _ *http.Request) error {
 		return WriteJSON(w, http.StatusOK, map[string]string{"status": "ok"})
 	}}
 }
@@ -138,7 +141,7 @@ func (e *Edge) serve(w http.ResponseWriter, r *http.Request, routes []Route) {
 // host.
 func (e *Edge) admit(w http.ResponseWriter, r *http.Request, route Route) error {
 	// A client that sends its body too slowly holds no connection.
-	_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(bodyTime))
+	_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(e.BodyTimeout))
 	if e.Keys == nil || route.Open {
 		return local(r)
 	}

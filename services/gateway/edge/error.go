@@ -166,10 +166,10 @@ func ErrorOf(err error, model, prompt string) *Error {
 
 // fail responds with an error. Nothing was written before.
 func (e *Edge) fail(w http.ResponseWriter, r *http.Request, body func(*Error) any, err error) {
-	if r.Context().Err() != nil {
-		return // the client is gone
-	}
 	failure := ErrorOf(err, "", "")
+	if r.Context().Err() != nil && failure.Status != http.StatusRequestTimeout {
+		return // the client is gone; of one that is too slow, the server cancels the context itself
+	}
 	e.logged(r.Context(), r.URL.Path, failure, err)
 	if failure.Retry > 0 {
 		w.Header().Set("Retry-After", strconv.Itoa(failure.Retry))

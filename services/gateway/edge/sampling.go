@@ -14,6 +14,7 @@ const (
 	maxStops   = 16
 	maxStopIDs = 64
 	maxBias    = 1024
+	maxChoices = 1024
 	MaxPrompts = 256
 	maxOfAInt  = 1 << 31
 )

@@ -20,8 +20,8 @@ type item struct {
 	Summary   json.RawMessage `json:"summary"`
 }
 
-// inputItems converts the input, a text or a list of items, and returns the items as they were sent.
-// Consecutive items of the assistant (reasoning, message, calls) are one message.
+// inputItems converts the input, a text or a list of items, and returns the items as they were
+// sent. Consecutive items of the assistant (reasoning, message, calls) are one message.
 func inputItems(raw json.RawMessage) ([]*inferencev1.ChatMessage, []json.RawMessage, error) {
 	var text string
 	if json.Unmarshal(raw, &text) == nil {

@@ -20,7 +20,8 @@ type storedResponse struct {
 	body     any
 }
 
-// responseStore keeps the newest responses in memory. Their tokens are in the ledger of the session.
+// responseStore keeps the newest responses in memory. Their tokens are in the ledger of the
+// session.
 type responseStore struct {
 	mu    sync.Mutex
 	byID  map[string]*storedResponse

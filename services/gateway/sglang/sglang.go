@@ -21,10 +21,13 @@ import (
 // Routes are the endpoints of the dialect.
 func Routes(e *edge.Edge) []edge.Route {
 	h := &handler{e}
-	return []edge.Route{
-		{Method: http.MethodPost, Path: "/generate", Serve: h.generate, Body: edge.PlainBody, Session: true},
-		{Method: http.MethodPut, Path: "/generate", Serve: h.generate, Body: edge.PlainBody, Session: true},
+	route := edge.Route{
+		Method: http.MethodPost, Path: "/generate", Tag: "SGLang", About: "Complete texts or token ids.", Request: request{}, Serve: h.generate,
+		Body: edge.PlainBody, Session: true,
 	}
+	put := route
+	put.Method = http.MethodPut
+	return []edge.Route{route, put}
 }
 
 type handler struct{ *edge.Edge }

@@ -17,10 +17,16 @@ const maxTexts = 1024
 // Routes are the endpoints of the dialect.
 func Routes(e *edge.Edge) []edge.Route {
 	h := &handler{e}
-	route := func(path string, serve func(w http.ResponseWriter, r *http.Request) error) edge.Route {
-		return edge.Route{Method: http.MethodPost, Path: path, Serve: serve, Body: edge.PlainBody, Session: true}
+	route := func(path, about string, request any, serve func(w http.ResponseWriter, r *http.Request) error) edge.Route {
+		return edge.Route{
+			Method: http.MethodPost, Path: path, Tag: "vLLM", About: about, Request: request, Serve: serve, Body: edge.PlainBody, Session: true,
+		}
 	}
-	return []edge.Route{route("/tokenize", h.tokenize), route("/detokenize", h.detokenize), route("/inference/v1/generate", h.generate)}
+	return []edge.Route{
+		route("/tokenize", "Token ids of a text or a chat.", tokenizeRequest{}, h.tokenize),
+		route("/detokenize", "Text of token ids.", detokenizeRequest{}, h.detokenize),
+		route("/inference/v1/generate", "Complete token ids.", generateRequest{}, h.generate),
+	}
 }
 
 type handler struct{ *edge.Edge }
