@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import anthropic
+import httpx
 import openai
 import pytest
 from conftest import ROOT
@@ -56,8 +58,49 @@ def test_official_openai_client_while_a_run_trains(config: Path, tmp_path: Path)
         assert plain.choices[0].logprobs is not None
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="another", prompt="2+2=")
+        dialects(running.daemon()["gateway"], client, model)
         assert running.status(run).run.state == run_pb2.RUN_STATE_RUNNING
         running.finish(run)
+
+
+def dialects(gateway: str, client: openai.OpenAI, model: str) -> None:
+    """Use every other endpoint of the gateway once, with the real worker."""
+
+    def post(path: str, **body: object) -> dict[str, object]:
+        answer = httpx.post(gateway + path, json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    question: list[ChatCompletionMessageParam] = [{"role": "user", "content": "2+2="}]
+    chat = client.chat.completions.create(model=model, messages=question, max_tokens=3, extra_body={"return_token_ids": True})
+    choice = chat.choices[0].model_dump()
+    assert chat.model_dump()["prompt_token_ids"] == post("/tokenize", model=model, messages=question)["tokens"]
+    assert (
+        len(choice["token_ids"]) == len(choice["token_logprobs"]) == sum(s["end"] - s["start"] for s in choice["weight_versions"])
+    )
+
+    prompt = post("/tokenize", prompt="2+2=")["tokens"]
+    assert post("/detokenize", tokens=prompt)["prompt"] == "2+2="
+    echoed = client.completions.create(model=model, prompt="2+2=", echo=True, logprobs=2, max_tokens=0).choices[0]
+    assert echoed.logprobs is not None and echoed.logprobs.token_logprobs is not None and echoed.logprobs.top_logprobs is not None
+    assert echoed.text == "2+2=" and len(echoed.logprobs.token_logprobs) == len(prompt)
+    tokens = post("/inference/v1/generate", token_ids=prompt, sampling_params={"max_tokens": 3, "logprobs": 1, "seed": 1})
+    native = post("/generate", input_ids=prompt, sampling_params={"max_new_tokens": 3, "sampling_seed": 1}, return_logprob=True)
+    assert tokens["choices"][0]["token_ids"] and native["meta_info"]["weight_version"].isdigit()  # type: ignore[index]
+
+    response = client.responses.create(model=model, input="2+2=", max_output_tokens=3)
+    again = client.responses.create(model=model, input="3+3=", max_output_tokens=3, previous_response_id=response.id)
+    assert again.usage is not None and response.usage is not None and again.usage.input_tokens > response.usage.input_tokens
+    events = list(client.responses.create(model=model, input="2+2=", max_output_tokens=3, stream=True))
+    assert events[-1].type in ("response.completed", "response.incomplete")
+
+    agent = anthropic.Anthropic(base_url=f"{gateway}/sessions/agent", api_key="none")
+    message = agent.messages.create(model=model, max_tokens=3, messages=[{"role": "user", "content": "2+2="}])
+    assert message.stop_reason in ("max_tokens", "end_turn") and message.usage.output_tokens >= 1
+    counted = agent.messages.count_tokens(model=model, messages=[{"role": "user", "content": "2+2="}])
+    assert counted.input_tokens == message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
+    with agent.messages.stream(model=model, max_tokens=3, messages=[{"role": "user", "content": "2+2="}]) as stream:
+        assert stream.get_final_message().usage.output_tokens >= 1
 
 
 def test_examples_of_the_python_client(config: Path, tmp_path: Path) -> None:

@@ -147,3 +147,30 @@ func TestDocsListEveryEndpoint(t *testing.T) {
 		t.Error("the page needs other hosts")
 	}
 }
+
+// A failure after the first token is the last event of a stream, in the shape of its dialect.
+func TestFailureInAStream(t *testing.T) {
+	t.Parallel()
+	s, store := serve(t, gateway.Config{}, &fakeWorker{model: "tiny", breaks: true})
+	chat := `{"model":"tiny","stream":true,"max_tokens":9,"messages":[{"role":"user","content":"hi"}]}`
+	for _, c := range []struct{ path, body, want string }{
+		{"/v1/chat/completions", chat, `data: {"error":{"message":`},
+		{"/v1/completions", `{"model":"tiny","stream":true,"prompt":"a"}`, `data: {"error":{"message":`},
+		{"/v1/responses", `{"model":"tiny","stream":true,"input":"a"}`, "event: error\ndata: {\"code\":\"service_unavailable\""},
+		{"/v1/messages", chat, "event: error\ndata: {\"type\":\"error\",\"error\":{\"type\":\"overloaded_error\""},
+		{"/inference/v1/generate", `{"stream":true,"token_ids":[1]}`, `data: {"error":{"message":`},
+		{"/generate", `{"stream":true,"text":"a"}`, `data: {"error":{"message":`},
+	} {
+		t.Run(c.path, func(t *testing.T) {
+			resp, body := do(t, s, "POST", c.path, c.body, "")
+			events := strings.Split(strings.TrimSuffix(body, "\n\n"), "\n\n")
+			last := events[len(events)-1]
+			if resp.StatusCode != http.StatusOK || !strings.HasPrefix(last, c.want) || !strings.Contains(last, `"reason":"`) {
+				t.Errorf("%s: the last event is %s", resp.Status, last)
+			}
+			if request := resp.Header.Get("x-request-id"); request == "" || !strings.Contains(store.log.String(), request) {
+				t.Errorf("the log does not have the request %q", request)
+			}
+		})
+	}
+}

@@ -159,7 +159,7 @@ func (e *Edge) stream(w http.ResponseWriter, r *http.Request, a *Answer, writer 
 		_ = writer.End(s, a) // the client may be gone
 	case r.Context().Err() == nil:
 		failure := ErrorOf(err, a.Model, prompt)
-		e.logged(r.Context(), r.URL.Path, failure, err)
+		e.logged(w, r, failure, err)
 		_ = writer.Failed(s, failure)
 	}
 	_ = s.flush()

@@ -25,6 +25,7 @@ import (
 	"time"
 
 	"github.com/rollout-rl/rollout/libs/apikey"
+	"github.com/rollout-rl/rollout/libs/id"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 )
@@ -110,8 +111,12 @@ func (e *Edge) Health() Route {
 	}}
 }
 
-// serve calls the route of the method, and responds with its error.
+// serve calls the route of the method, and responds with its error. The response and the log have
+// the id of the request, in the headers of both OpenAI's and Anthropic's clients.
 func (e *Edge) serve(w http.ResponseWriter, r *http.Request, routes []Route) {
+	request := "req-" + id.New(e.Now())
+	w.Header().Set("x-request-id", request)
+	w.Header().Set("request-id", request)
 	var allowed []string
 	for _, route := range routes {
 		if r.Method != route.Method && (r.Method != http.MethodHead || route.Method != http.MethodGet) {

@@ -1,7 +1,6 @@
 package edge
 
 import (
-	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -170,7 +169,7 @@ func (e *Edge) fail(w http.ResponseWriter, r *http.Request, body func(*Error) an
 	if r.Context().Err() != nil && failure.Status != http.StatusRequestTimeout {
 		return // the client is gone; of one that is too slow, the server cancels the context itself
 	}
-	e.logged(r.Context(), r.URL.Path, failure, err)
+	e.logged(w, r, failure, err)
 	if failure.Retry > 0 {
 		w.Header().Set("Retry-After", strconv.Itoa(failure.Retry))
 	}
@@ -178,14 +177,14 @@ func (e *Edge) fail(w http.ResponseWriter, r *http.Request, body func(*Error) an
 }
 
 // logged logs a failure that the caller can't fix.
-func (e *Edge) logged(ctx context.Context, path string, failure *Error, err error) {
+func (e *Edge) logged(w http.ResponseWriter, r *http.Request, failure *Error, err error) {
 	if failure.Status < http.StatusInternalServerError {
 		return
 	}
 	if failure.cause != nil {
 		err = failure.cause
 	}
-	e.Log.WarnContext(ctx, "a gateway request failed", "path", path, "status", failure.Status, "error", err)
+	e.Log.WarnContext(r.Context(), "a gateway request failed", "request", w.Header().Get("x-request-id"), "path", r.URL.Path, "status", failure.Status, "error", err)
 }
 
 // WriteJSON writes a response.
