@@ -25,7 +25,13 @@ type Config struct {
 	TrustOwner bool
 	// BodyTimeout is how long an HTTP request may take to send its body. 0: a minute.
 	BodyTimeout time.Duration
+	// QueueTimeout is how long a request waits for a worker; 0: DefaultQueueTimeout.
+	QueueTimeout time.Duration
 }
+
+// DefaultQueueTimeout is how long a request waits for a worker. It is longer than a worker takes to
+// start again after a crash with a small model, and shorter than the timeouts of clients.
+const DefaultQueueTimeout = 30 * time.Second
 
 // Conn is a connection to a worker.
 type Conn interface {

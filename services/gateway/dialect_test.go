@@ -47,6 +47,9 @@ func TestDialects(t *testing.T) {
 				got.WriteString("# " + c.name + "\n" + c.method + " " + c.path + " " + c.body + "\n" + c.headers)
 				if last := worker.last; last != nil {
 					last.RequestId = ""
+					if last.GetParams().GetSeed() > 1<<32 { // the gateway's; those of the requests are small
+						last.Params.Seed = nil
+					}
 					raw, err := protojson.Marshal(last)
 					if err != nil {
 						t.Fatal(err)

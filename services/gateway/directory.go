@@ -4,12 +4,16 @@ import (
 	"cmp"
 	"context"
 	"log/slog"
+	"maps"
 	"slices"
 	"strconv"
 	"sync"
 	"time"
 
+	"google.golang.org/grpc/codes"
+
 	"github.com/rollout-rl/rollout/libs/discovery"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 )
@@ -21,13 +25,14 @@ type directory struct {
 	now  func() time.Time
 
 	mu      sync.Mutex
-	workers map[string]*worker // by address and process
+	workers map[string]*worker // by id
+	queue   queue
 	closed  bool
 	flight  sync.WaitGroup // requests in flight; none is added once closed
 }
 
 func newDirectory(deps Deps) *directory {
-	return &directory{dial: deps.Dial, log: deps.Log, now: deps.Now, workers: map[string]*worker{}}
+	return &directory{dial: deps.Dial, log: deps.Log, now: deps.Now, workers: map[string]*worker{}, queue: queue{poll: make(chan struct{})}}
 }
 
 // drainTimeout is how long requests in flight may take after their worker left the registry.
@@ -37,13 +42,12 @@ type worker struct {
 	run         string
 	incarnation uint64
 	client      inferencev1.InferenceWorkerServiceClient
-	since       time.Time
 	cancel      context.CancelFunc // closes its connection
 	cache       cache              // what it has of sessions
 
 	// The lock of the directory guards these.
+	candidate
 	model string // empty until the worker has reported it
-	load  int    // requests in flight
 	left  bool   // whether it is out of the registry and drains
 }
 
@@ -71,18 +75,18 @@ func (d *directory) serve(ctx context.Context, instances <-chan []discovery.Inst
 			incarnation, _ := strconv.ParseUint(in.Meta["incarnation"], 10, 64)
 			w := &worker{
 				run: in.Meta["run"], incarnation: incarnation, client: inferencev1.NewInferenceWorkerServiceClient(conn),
-				since: d.now(), cancel: cancel,
+				cancel: cancel, candidate: candidate{id: key, since: d.now()},
 			}
 			d.workers[key] = w
 			wg.Go(func() {
 				defer func() { _ = conn.Close() }()
-				d.fetchModel(life, w)
-				<-life.Done()
+				d.follow(life, w)
 			})
 		}
 		for _, w := range gone {
 			w.leave()
 		}
+		d.dispatch()
 		d.mu.Unlock()
 	}
 }
@@ -90,11 +94,23 @@ func (d *directory) serve(ctx context.Context, instances <-chan []discovery.Inst
 // leave closes the connection of a worker that left the registry, after its requests in flight.
 func (w *worker) leave() {
 	w.left = true
-	if w.load == 0 {
+	if w.completions == 0 {
 		w.cancel()
 		return
 	}
 	time.AfterFunc(drainTimeout, w.cancel)
+}
+
+// enter counts a request until the caller calls leave. It refuses requests once the directory is
+// closed.
+func (d *directory) enter() (leave func(), err error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.closed {
+		return nil, ErrNoWorker
+	}
+	d.flight.Add(1)
+	return d.flight.Done, nil
 }
 
 // close refuses new requests, and returns when those in flight or ctx have ended.
@@ -113,22 +129,72 @@ func (d *directory) close(ctx context.Context) {
 	}
 }
 
-// fetchModel asks a new worker for the name of its policy until it answers.
-func (d *directory) fetchModel(ctx context.Context, w *worker) {
-	for ctx.Err() == nil {
-		status, err := w.status(ctx)
-		if err == nil {
-			d.mu.Lock()
-			w.model = cmp.Or(status.GetModel(), w.run)
-			d.mu.Unlock()
-			return
+// How often a worker is asked for its status: until it has answered once, then, and while requests
+// wait for a version.
+const (
+	pollFirst   = 200 * time.Millisecond
+	pollUsual   = 2 * time.Second
+	pollVersion = 100 * time.Millisecond
+)
+
+// follow keeps the name of the policy, the weights version, and the number of slots of a worker up
+// to date.
+func (d *directory) follow(ctx context.Context, w *worker) {
+	for {
+		pause := d.refresh(ctx, w)
+		d.mu.Lock()
+		poll := d.queue.poll
+		if d.queue.versions > 0 {
+			pause = min(pause, pollVersion)
 		}
-		timer := time.NewTimer(200 * time.Millisecond)
+		d.mu.Unlock()
+		timer := time.NewTimer(pause)
 		select {
 		case <-ctx.Done():
+			timer.Stop()
+			return
 		case <-timer.C:
+		case <-poll:
+			timer.Stop()
 		}
-		timer.Stop()
+	}
+}
+
+// refresh asks a worker for its status, and returns when to ask again.
+func (d *directory) refresh(ctx context.Context, w *worker) time.Duration {
+	status, err := w.status(ctx)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if err != nil && w.model == "" {
+		return pollFirst
+	}
+	if err == nil {
+		w.model, w.slots = cmp.Or(status.GetModel(), w.run), int(status.GetSlots())
+		w.version = status.GetReceipt().GetVersion()
+		d.dispatch()
+	}
+	return pollUsual
+}
+
+// refreshAll asks all workers of a run for their status.
+func (d *directory) refreshAll(ctx context.Context, run string) {
+	d.mu.Lock()
+	workers := d.serving()[run]
+	d.mu.Unlock()
+	var wg sync.WaitGroup
+	for _, w := range workers {
+		wg.Go(func() { d.refresh(ctx, w) })
+	}
+	wg.Wait()
+}
+
+// observe records the weights version that a worker has sampled a token with.
+func (d *directory) observe(w *worker, version uint64) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if version > w.version {
+		w.version = version
+		d.dispatch()
 	}
 }
 
@@ -175,29 +241,15 @@ func (d *directory) resolve(model string) (run, name string, err error) {
 	return run, cmp.Or(model, name), nil
 }
 
-// acquire returns the worker of a run with the fewest requests in flight that is not in tried. The
-// caller calls release after its request.
-func (d *directory) acquire(run string, tried map[*worker]bool) (w *worker, release func()) {
+// versions returns the weights versions that the workers of a run serve, ascending.
+func (d *directory) versions(run string) []uint64 {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	for _, candidate := range d.serving()[run] {
-		if !tried[candidate] && (w == nil || candidate.load < w.load) {
-			w = candidate
-		}
+	held := map[uint64]bool{}
+	for _, w := range d.serving()[run] {
+		held[w.version] = true
 	}
-	if w == nil || d.closed {
-		return nil, nil
-	}
-	w.load++
-	d.flight.Add(1)
-	return w, func() {
-		d.mu.Lock()
-		defer d.mu.Unlock()
-		defer d.flight.Done()
-		if w.load--; w.load == 0 && w.left {
-			w.cancel()
-		}
-	}
+	return slices.Sorted(maps.Keys(held))
 }
 
 // statusTimeout is how long a worker may take to report its status, so that a hanging worker does
@@ -234,4 +286,45 @@ func (d *directory) models(ctx context.Context) []*gatewayv1.Model {
 	}
 	slices.SortFunc(models, func(a, b *gatewayv1.Model) int { return cmp.Compare(a.GetName(), b.GetName()) })
 	return models
+}
+
+// lease is a worker with a request in flight.
+type lease struct {
+	*worker
+	directory *directory
+	need      need
+	begun     bool
+}
+
+// begin records that the worker responds.
+func (l *lease) begin() {
+	if l.begun {
+		return
+	}
+	l.begun = true
+	l.directory.mu.Lock()
+	defer l.directory.mu.Unlock()
+	l.breaker.succeed()
+	l.directory.dispatch()
+}
+
+// release ends the request with its error. canceled: the worker did not cause it.
+func (l *lease) release(err error, canceled bool) {
+	d := l.directory
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	switch {
+	case canceled:
+		l.breaker.cancel()
+	case rpcerr.Code(err) == codes.Unavailable:
+		l.breaker.fail(d.now())
+	default:
+		l.breaker.succeed()
+	}
+	l.tokens -= l.need.tokens
+	l.completions -= l.need.completions
+	if l.completions == 0 && l.left {
+		l.cancel()
+	}
+	d.dispatch()
 }

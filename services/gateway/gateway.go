@@ -2,9 +2,11 @@
 // APIs of OpenAI, Anthropic, vLLM, and SGLang (package edge). The target name of the service is
 // rollout-gateway.
 //
-// A request goes to the inference worker of the run that has the fewest requests in flight, among
-// the processes that the scheduler launched: other registrations are ignored. If the worker fails
-// before the first token, another one gets the request; later failures are returned to the caller.
+// A request goes to an inference worker of the run, among the processes that the scheduler launched:
+// other registrations are ignored. Requests of a session, and those whose prompts begin alike, go to
+// the same worker, unless it has much more to do than the others (file route.go). A request waits
+// while all workers are busy. If its worker fails, another one gets it. After the first token, the
+// next worker continues after the tokens that the caller has, with the same seed (file stitch.go).
 // Every completion belongs to a session, which is a tree of segments. Its ledger has the token ids,
 // logprobs, and weights versions exactly as they were sampled, and is durable before the caller
 // receives the end. Several gateways may share the ledger.
@@ -27,6 +29,10 @@ const (
 	ReasonAmbiguous    = "MODEL_NOT_NAMED"
 	ReasonNoWorker     = "NO_WORKER"
 	ReasonSession      = "SESSION_NOT_FOUND"
+	ReasonBusy         = "WORKERS_BUSY"
+	ReasonVersion      = "WEIGHTS_NOT_FOUND"
+	ReasonBehind       = "WEIGHTS_NOT_REACHED"
+	ReasonInterrupted  = "COMPLETION_INTERRUPTED"
 	ReasonSessionRun   = "SESSION_OF_ANOTHER_RUN"
 	ReasonSegment      = "SEGMENT_CONFLICT"
 )
@@ -36,8 +42,10 @@ var (
 	ErrUnknownModel = rpcerr.New(codes.NotFound, ReasonUnknownModel, "no policy has this name; list the models for the served ones")
 	ErrAmbiguous    = rpcerr.New(codes.InvalidArgument, ReasonAmbiguous, "several policies are served; name one")
 	ErrNoWorker     = rpcerr.New(codes.Unavailable, ReasonNoWorker, "no inference worker is up; workers are up while a run samples: training on rows without evaluation has none").RetryAfter(time.Second)
-	ErrSession      = rpcerr.New(codes.NotFound, ReasonSession, "no session has this id")
-	ErrSessionRun   = rpcerr.New(codes.FailedPrecondition, ReasonSessionRun, "the session belongs to another run").
+	// ErrInterrupted ends a stream that no worker continues.
+	ErrInterrupted = rpcerr.New(codes.Unavailable, ReasonInterrupted, "the completion was interrupted, and no worker continues it").RetryAfter(time.Second)
+	ErrSession     = rpcerr.New(codes.NotFound, ReasonSession, "no session has this id")
+	ErrSessionRun  = rpcerr.New(codes.FailedPrecondition, ReasonSessionRun, "the session belongs to another run").
 			Fix("start a new session for each model")
 	ErrSegmentConflict = rpcerr.New(codes.Aborted, ReasonSegment, "the session has a different segment with this id")
 )

@@ -1,6 +1,7 @@
 package gateway
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -46,7 +47,7 @@ func New(cfg Config, deps Deps) (*Server, error) {
 	if err != nil {
 		return nil, fmt.Errorf("gateway: %w", err)
 	}
-	svc := &service{Deps: deps, workers: newDirectory(deps)}
+	svc := &service{Deps: deps, queueTimeout: cmp.Or(cfg.QueueTimeout, DefaultQueueTimeout), workers: newDirectory(deps)}
 	front := &edge.Edge{Options: edge.Options{
 		Backend: svc, Keys: cfg.Keys, TrustOwner: cfg.TrustOwner, BodyTimeout: cfg.BodyTimeout, Log: deps.Log, Now: deps.Now,
 	}}

@@ -4,10 +4,12 @@ import (
 	"context"
 	"errors"
 	"io"
+	"math/rand/v2"
 	"time"
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/rollout-rl/rollout/libs/id"
@@ -19,7 +21,8 @@ import (
 // service is the use cases of both edges. Many goroutines may call its methods.
 type service struct {
 	Deps
-	workers *directory
+	queueTimeout time.Duration
+	workers      *directory
 }
 
 // Models returns the served policies, ordered by name.
@@ -28,6 +31,11 @@ func (s *service) Models(ctx context.Context) []*gatewayv1.Model { return s.work
 // Complete calls send for each piece when it arrives. It stores the segments of a completion before
 // it sends the last piece of it.
 func (s *service) Complete(ctx context.Context, req *gatewayv1.CompleteRequest, send func(*gatewayv1.CompleteResponse) error) error {
+	leave, err := s.workers.enter()
+	if err != nil {
+		return err
+	}
+	defer leave()
 	run, name, err := s.workers.resolve(req.GetModel())
 	if err != nil {
 		return err
@@ -36,72 +44,156 @@ func (s *service) Complete(ctx context.Context, req *gatewayv1.CompleteRequest, 
 	if err != nil {
 		return err
 	}
-	call := &inferencev1.GenerateRequest{
-		RequestId: "req-" + id.New(s.Now()), Prompts: req.GetPrompts(), Params: req.GetParams(), N: max(1, req.GetN()), Stream: req.GetStream(),
-		PromptLogprobs: req.GetPromptLogprobs(), Parse: req.GetParse(), TokenBytes: req.GetTokenBytes(), PromptTopLogprobs: req.GetPromptTopLogprobs(),
-	}
-	rec := newRecorder(call, s.Now)
-	tried := map[*worker]bool{}
-	failure := error(ErrNoWorker)
-	for {
-		w, release := s.workers.acquire(run, tried)
-		if w == nil {
-			return failure
-		}
-		tried[w] = true
-		attempt := func() error {
-			call.Session = session.state(w)
-			return s.generate(ctx, w, call, rec, func(piece *inferencev1.GenerateResponse, done *completion) error {
-				if done != nil {
-					if err := session.append(ctx, w, done, req.GetPrompts()[piece.GetPrompt()]); err != nil {
-						return err
-					}
-				}
-				return send(&gatewayv1.CompleteResponse{SessionId: session.id, Piece: piece, Model: name, RunId: run})
-			})
-		}
-		err := attempt()
-		if !rec.begun && rpcerr.Reason(err) == reasonMissing {
-			w.cache.set(session.id, 0)
-			err = attempt()
-		}
-		release()
-		if err == nil || rec.begun || ctx.Err() != nil || rpcerr.Code(err) != codes.Unavailable {
+	return s.complete(ctx, run, needOf(req), newRecorder(s.callOf(req), s.Now), &delivery{
+		session: session,
+		send: func(piece *inferencev1.GenerateResponse) error {
+			return send(&gatewayv1.CompleteResponse{SessionId: session.id, Piece: piece, Model: name, RunId: run})
+		},
+	})
+}
+
+// delivery is where the pieces of a request go.
+type delivery struct {
+	session *conversation
+	send    func(*inferencev1.GenerateResponse) error
+}
+
+// deliver sends a piece. It stores the completion that ends with it before; nil: it continues.
+func (d *delivery) deliver(ctx context.Context, w *worker, piece *inferencev1.GenerateResponse, done *completion, prompt *inferencev1.Prompt) error {
+	if done != nil {
+		if err := d.session.append(ctx, w, done, prompt); err != nil {
 			return err
 		}
-		failure = err
+	}
+	return d.send(piece)
+}
+
+// callOf returns the call of a worker for a request. It has a seed, so that another worker samples
+// the same tokens.
+func (s *service) callOf(req *gatewayv1.CompleteRequest) *inferencev1.GenerateRequest {
+	params := &inferencev1.SamplingParams{}
+	if req.GetParams() != nil {
+		params = proto.CloneOf(req.GetParams())
+	}
+	if params.Seed == nil {
+		params.Seed = proto.Uint64(rand.Uint64() >> 1)
+	}
+	return &inferencev1.GenerateRequest{
+		RequestId: "req-" + id.New(s.Now()), Prompts: req.GetPrompts(), Params: params, N: max(1, req.GetN()), Stream: req.GetStream(),
+		PromptLogprobs: req.GetPromptLogprobs(), PromptTopLogprobs: req.GetPromptTopLogprobs(), Parse: req.GetParse(), TokenBytes: req.GetTokenBytes(),
+		WeightsVersion: req.WeightsVersion,
 	}
 }
 
-// generate sends the request to one worker and reads its response to the end. done is the
-// completion that ends with the piece; nil if it continues.
-func (s *service) generate(ctx context.Context, w *worker, call *inferencev1.GenerateRequest, rec *recorder, send func(piece *inferencev1.GenerateResponse, done *completion) error) error {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel() // aborts the request at the worker if the caller is gone
-	stream, err := w.client.Generate(ctx, call)
-	if err != nil {
+// How long a request that all workers failed waits before it tries them again. The pause doubles.
+const (
+	retryPause    = 100 * time.Millisecond
+	retryPauseMax = 2 * time.Second
+)
+
+// complete samples a request with one worker after another until it is complete. It gives up when
+// the request has got no token for the queue timeout.
+func (s *service) complete(ctx context.Context, run string, n need, rec *recorder, to *delivery) error {
+	var failure error // of the last worker; nil: none failed yet
+	n.avoid = map[string]bool{}
+	since, pause := time.Now(), retryPause
+	for {
+		left := s.queueTimeout - time.Since(since)
+		timeout := left
+		if len(n.avoid) > 0 {
+			timeout = min(left, pause)
+		}
+		l, err := s.workers.acquire(ctx, run, n, timeout, failure != nil)
+		if err != nil && len(n.avoid) > 0 && left > pause && rpcerr.Code(err) == codes.Unavailable && ctx.Err() == nil {
+			n.avoid, pause = map[string]bool{}, min(retryPauseMax, 2*pause)
+			continue
+		}
+		if err != nil && rpcerr.Reason(err) == ReasonVersion && failure == nil && len(n.avoid) == 0 {
+			s.workers.refreshAll(ctx, run) // a worker may have got the version since its last status
+			l, err = s.workers.acquire(ctx, run, n, timeout, false)
+		}
+		if err != nil {
+			return refused(err, failure, rec)
+		}
+		before := rec.tokens
+		workerErr, callerErr := s.generate(ctx, l, rec, to)
+		if rpcerr.Reason(workerErr) == reasonMissing {
+			l.cache.set(to.session.id, 0)
+			workerErr, callerErr = s.generate(ctx, l, rec, to)
+		}
+		l.release(workerErr, callerErr != nil || ctx.Err() != nil)
+		if callerErr != nil || workerErr == nil {
+			return callerErr
+		}
+		if ctx.Err() != nil || !retried(workerErr) {
+			return workerErr
+		}
+		if rec.tokens > before {
+			n.avoid = map[string]bool{}
+			since, pause = time.Now(), retryPause
+		}
+		n.avoid[l.id] = true
+		failure = workerErr
+		s.Log.InfoContext(ctx, "an inference worker failed; another one continues the request", "request", rec.call.GetRequestId(), "worker", l.id, "tokens", rec.tokens, "error", workerErr)
+	}
+}
+
+// refused returns the error of a request that no worker takes: the failure of the last worker, if
+// there is one, explains more than the obstacle.
+func refused(err, failure error, rec *recorder) error {
+	if failure == nil || rpcerr.Code(err) != codes.Unavailable {
 		return err
 	}
+	if !rec.begun() {
+		return failure
+	}
+	return ErrInterrupted.WithMessage("%s after %d tokens: %s", ErrInterrupted, rec.tokens, rpcerr.Text(failure))
+}
+
+// retried reports whether another worker gets a request that a worker failed with err.
+func retried(err error) bool {
+	code := rpcerr.Code(err)
+	return code == codes.Unavailable || code == codes.ResourceExhausted || rpcerr.Reason(err) == ReasonVersion
+}
+
+// generate sends the request to one worker and reads its response to the end. It returns the error
+// of the worker, or of the caller.
+func (s *service) generate(ctx context.Context, l *lease, rec *recorder, to *delivery) (worker, caller error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel() // aborts the request at the worker if the caller is gone
+	stream, err := l.client.Generate(ctx, rec.request(to.session.state(l.worker)))
+	if err != nil {
+		return err, nil
+	}
+	version := uint64(0)
 	for {
 		piece, err := stream.Recv()
 		if errors.Is(err, io.EOF) {
 			if !rec.complete() {
-				return rpcerr.New(codes.Unavailable, ReasonNoWorker, "the worker stopped before the end of the completion").RetryAfter(time.Second)
+				return rpcerr.New(codes.Unavailable, ReasonNoWorker, "the worker stopped before the end of the completion").RetryAfter(time.Second), nil
 			}
-			return nil
+			return nil, nil
 		}
 		if err != nil {
 			if ctx.Err() == nil && status.Code(err) == codes.Canceled { // the connection was closed, not by the caller
 				err = rpcerr.New(codes.Unavailable, ReasonNoWorker, "the worker exited before the end of the completion").RetryAfter(time.Second)
 			}
-			return err
+			return err, nil
 		}
-		done, err := rec.add(piece)
+		l.begin()
+		if piece.GetWeightsVersion() > version {
+			version = piece.GetWeightsVersion()
+			s.workers.observe(l.worker, version)
+		}
+		keep, done, err := rec.add(piece)
 		if err != nil {
-			return err
+			return err, nil
 		}
-		if err := send(piece, done); err != nil {
-			return err
+		if !keep {
+			continue
+		}
+		if err := to.deliver(ctx, l.worker, piece, done, rec.call.GetPrompts()[piece.GetPrompt()]); err != nil {
+			return nil, err
 		}
 	}
 }
@@ -137,42 +229,5 @@ func (s *service) expire(ctx context.Context) {
 		}
 	}
 }
-
-// recorder collects the pieces of a request.
-type recorder struct {
-	now   func() time.Time
-	begun bool
-	open  int             // completions that have not ended
-	list  [][]*completion // by prompt and sample
-}
-
-func newRecorder(call *inferencev1.GenerateRequest, now func() time.Time) *recorder {
-	r := &recorder{now: now, open: len(call.GetPrompts()) * int(call.GetN())}
-	for p := range call.GetPrompts() {
-		row := make([]*completion, call.GetN())
-		for n := range row {
-			row[n] = &completion{request: call.GetRequestId(), prompt: uint32(p), sample: uint32(n)}
-		}
-		r.list = append(r.list, row)
-	}
-	return r
-}
-
-// add adds a piece, and returns the completion that it ends; nil if it ends none.
-func (r *recorder) add(piece *inferencev1.GenerateResponse) (*completion, error) {
-	r.begun = true
-	if int(piece.GetPrompt()) >= len(r.list) || int(piece.GetSample()) >= len(r.list[piece.GetPrompt()]) {
-		return nil, rpcerr.New(codes.Internal, "BAD_PIECE", "the worker sent a piece of a completion that was not requested")
-	}
-	c := r.list[piece.GetPrompt()][piece.GetSample()]
-	ended, err := c.add(piece, r.now())
-	if !ended || err != nil {
-		return nil, err
-	}
-	r.open--
-	return c, nil
-}
-
-func (r *recorder) complete() bool { return r.open == 0 }
 
 func timestamp(t time.Time) *timestamppb.Timestamp { return timestamppb.New(t.UTC()) }

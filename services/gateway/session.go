@@ -10,13 +10,10 @@ import (
 	"hash/crc32"
 	"math"
 	"sync"
-	"time"
 
-	"google.golang.org/grpc/codes"
 	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/libs/id"
-	"github.com/rollout-rl/rollout/libs/rpcerr"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	sessionv1 "github.com/rollout-rl/rollout/proto/gen/rollout/session/v1"
 )
@@ -172,45 +169,16 @@ func longest(children map[string][]*sessionv1.Segment, node string, ids []byte) 
 	return deepest, used
 }
 
-// completion collects the pieces of one completion.
-type completion struct {
-	request        string
-	prompt, sample uint32
-	text           string
-	ids            []uint32
-	logprobs, raw  []float32
-	finish         string // empty until it has ended
-	ended          time.Time
-	promptIDs      []uint32
-	last           *inferencev1.GenerateResponse
-	segments       []*sessionv1.Segment // as the worker made them; none if it did not
-}
-
-// add adds a piece, and reports whether it was the last.
-func (c *completion) add(piece *inferencev1.GenerateResponse, now time.Time) (ended bool, err error) {
-	c.text += piece.GetText()
-	c.ids = append(c.ids, piece.GetTokenIds()...)
-	c.logprobs = append(c.logprobs, piece.GetLogprobs()...)
-	c.raw = append(c.raw, piece.GetRawLogprobs()...)
-	if piece.GetFinishReason() == "" || c.finish != "" {
-		return false, nil
-	}
-	c.finish, c.ended, c.last, c.promptIDs, c.segments = piece.GetFinishReason(), now, piece, piece.GetPromptTokenIds(), piece.GetSegments()
-	if n := len(c.segments); n > 0 && c.segments[n-1].GetRole() != sessionv1.Role_ROLE_ASSISTANT {
-		return true, rpcerr.New(codes.Internal, "BAD_PIECE", "the worker sent segments that do not end with the completion")
-	}
-	return true, nil
-}
-
 // stitch makes the segment of the completion have every token that the caller was sent, also those
-// of an earlier worker. It reports whether it had them.
+// of earlier workers, whose logprobs the last one does not have. It reports whether the worker's
+// copy of the segment has the same tokens.
 func (c *completion) stitch() (whole bool) {
 	turn := c.segments[len(c.segments)-1]
-	if bytes.Equal(turn.GetInline().GetTokenIds(), int32s(c.ids)) {
-		return true
+	whole = bytes.Equal(turn.GetInline().GetTokenIds(), int32s(c.ids))
+	if !whole || c.start > 0 {
+		c.fill(turn)
 	}
-	c.fill(turn)
-	return false
+	return whole
 }
 
 // fill sets the arrays of the segment of the completion.

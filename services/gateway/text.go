@@ -1,6 +1,7 @@
 package gateway
 
 import (
+	"cmp"
 	"context"
 
 	"google.golang.org/grpc/codes"
@@ -21,20 +22,24 @@ func (s *service) Detokenize(ctx context.Context, model string, req *inferencev1
 
 // ask calls a worker of the policy; another one if the first is not available.
 func ask[T any](ctx context.Context, workers *directory, model string, call func(*worker) (T, error)) (out T, err error) {
+	leave, err := workers.enter()
+	if err != nil {
+		return out, err
+	}
+	defer leave()
 	run, _, err := workers.resolve(model)
 	if err != nil {
 		return out, err
 	}
-	tried := map[*worker]bool{}
-	err = ErrNoWorker
+	n := need{avoid: map[string]bool{}}
 	for {
-		w, release := workers.acquire(run, tried)
-		if w == nil {
-			return out, err
+		l, refusal := workers.acquire(ctx, run, n, 0, false)
+		if refusal != nil {
+			return out, cmp.Or(err, refusal)
 		}
-		tried[w] = true
-		out, err = call(w)
-		release()
+		n.avoid[l.id] = true
+		out, err = call(l.worker)
+		l.release(err, ctx.Err() != nil)
 		if err == nil || ctx.Err() != nil || rpcerr.Code(err) != codes.Unavailable {
 			return out, err
 		}

@@ -1,6 +1,7 @@
 package gateway_test
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"log/slog"
@@ -45,13 +46,16 @@ type fakeWorker struct {
 	aborted      chan struct{} // closed when the caller of an endless request has disconnected
 	resume       chan struct{} // if set, it waits after the first token until this is closed
 	deregistered chan struct{} // if set, the registry does not list it once this is closed
-	generate     func(*inferencev1.GenerateRequest, grpc.ServerStreamingServer[inferencev1.GenerateResponse]) error
+	generate     sampler       // if set, it samples
 
 	mu      sync.Mutex
 	last    *inferencev1.GenerateRequest
 	asked   bool // set when the gateway has requested the status
 	traceID string
 }
+
+// sampler replaces the completions of a fakeWorker.
+type sampler func(*inferencev1.GenerateRequest, grpc.ServerStreamingServer[inferencev1.GenerateResponse]) error
 
 func (f *fakeWorker) trace() string {
 	f.mu.Lock()
@@ -95,6 +99,9 @@ func (f *fakeWorker) Generate(req *inferencev1.GenerateRequest, stream grpc.Serv
 	for p := range req.GetPrompts() {
 		for n := range req.GetN() {
 			for i := range said {
+				if i < continued(req, uint32(p), n) {
+					continue
+				}
 				piece := said[i].piece(req, i)
 				piece.Prompt, piece.Sample = uint32(p), n
 				if i == len(said)-1 {
@@ -122,6 +129,16 @@ func (f *fakeWorker) Generate(req *inferencev1.GenerateRequest, stream grpc.Serv
 		}
 	}
 	return nil
+}
+
+// continued is the number of tokens that earlier workers sampled.
+func continued(req *inferencev1.GenerateRequest, prompt, sample uint32) int {
+	for _, c := range req.GetContinuations() {
+		if c.GetPrompt() == prompt && c.GetSample() == sample {
+			return len(c.GetTokenIds())
+		}
+	}
+	return 0
 }
 
 // Tokenize gives each byte of a text the id of its value, and chats the ids of promptOf.
@@ -401,6 +418,7 @@ func runOn(t *testing.T, cfg gateway.Config, store *ledger, workers ...*fakeWork
 			},
 		})
 	}
+	cfg.QueueTimeout = cmp.Or(cfg.QueueTimeout, 300*time.Millisecond)
 	s, err := gateway.New(cfg, gateway.Deps{
 		Store: store, Registry: reg, Scheduler: launcher{}, Log: slog.New(slog.NewTextHandler(&store.log, nil)), Now: func() time.Time { return time.Unix(1_700_000_000, 0) },
 		Dial: func(address string) (gateway.Conn, error) {

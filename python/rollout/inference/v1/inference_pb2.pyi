@@ -497,10 +497,13 @@ class Continuation(_message.Message):
     PROMPT_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
     prompt: _builtins.int
     """Prompt, from 0."""
     sample: _builtins.int
     """Completion of that prompt, from 0."""
+    ended: _builtins.bool
+    """Whether it has ended. Nothing is sampled or returned for it."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Its tokens so far."""
@@ -511,10 +514,11 @@ class Continuation(_message.Message):
         prompt: _builtins.int = ...,
         sample: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        ended: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sample", b"sample", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "prompt", b"prompt", "sample", b"sample", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

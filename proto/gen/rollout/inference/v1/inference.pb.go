@@ -896,7 +896,9 @@ type Continuation struct {
 	// Completion of that prompt, from 0.
 	Sample uint32 `protobuf:"varint,2,opt,name=sample,proto3" json:"sample,omitempty"`
 	// Its tokens so far.
-	TokenIds      []uint32 `protobuf:"varint,3,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
+	TokenIds []uint32 `protobuf:"varint,3,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
+	// Whether it has ended. Nothing is sampled or returned for it.
+	Ended         bool `protobuf:"varint,4,opt,name=ended,proto3" json:"ended,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -950,6 +952,13 @@ func (x *Continuation) GetTokenIds() []uint32 {
 		return x.TokenIds
 	}
 	return nil
+}
+
+func (x *Continuation) GetEnded() bool {
+	if x != nil {
+		return x.Ended
+	}
+	return false
 }
 
 // TokenIds is a list of token ids.
@@ -2733,11 +2742,12 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\n" +
 	"session_id\x18\x01 \x01(\tB\t\xbaH\x06r\x04\x10\x01\x18@R\tsessionId\x12\x14\n" +
 	"\x05known\x18\x02 \x01(\rR\x05known\x127\n" +
-	"\bsegments\x18\x03 \x03(\v2\x1b.rollout.session.v1.SegmentR\bsegments\"[\n" +
+	"\bsegments\x18\x03 \x03(\v2\x1b.rollout.session.v1.SegmentR\bsegments\"q\n" +
 	"\fContinuation\x12\x16\n" +
 	"\x06prompt\x18\x01 \x01(\rR\x06prompt\x12\x16\n" +
 	"\x06sample\x18\x02 \x01(\rR\x06sample\x12\x1b\n" +
-	"\ttoken_ids\x18\x03 \x03(\rR\btokenIds\"&\n" +
+	"\ttoken_ids\x18\x03 \x03(\rR\btokenIds\x12\x14\n" +
+	"\x05ended\x18\x04 \x01(\bR\x05ended\"&\n" +
 	"\bTokenIds\x12\x1a\n" +
 	"\x03ids\x18\x01 \x03(\rB\b\xbaH\x05\x92\x01\x02\b\x01R\x03ids\"\x99\x01\n" +
 	"\x06Prompt\x12\x14\n" +
