@@ -166,6 +166,10 @@ class SimText(Text):
         self.tokenizer: Any = None
 
     @property
+    def template(self) -> str:
+        return ""
+
+    @property
     def eos_id(self) -> int | None:
         return 0
 
@@ -185,7 +189,7 @@ class SimText(Text):
     def decode(self, sequences: Iterable[Sequence[int] | np.ndarray]) -> list[str]:
         return [decode(list(ids)) for ids in sequences]
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], **_: Any) -> str:
         return "\n".join(str(message["content"]) for message in messages)
 
 

@@ -68,6 +68,12 @@ class Text:
         self.decode(self.encode([rendered or "hello"]))
 
     @property
+    def template(self) -> str:
+        """The chat template; empty without one."""
+        found = self.tokenizer.chat_template
+        return found if isinstance(found, str) else ""
+
+    @property
     def eos_id(self) -> int | None:
         """End of sequence."""
         return self.tokenizer.eos_token_id
@@ -158,6 +164,18 @@ class Text:
         return self._token_bytes.of(ids)
 
     @cached_property
+    def special(self) -> Mapping[int, str]:
+        """Text of each special token by id."""
+        return {at: token.content for at, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+
+    @cached_property
+    def leads_with_space(self) -> bool:
+        """Whether the tokens of a text begin with a space that its decoded text does not have, as
+        with SentencePiece."""
+        [ids] = self.encode(["a"], special=False)
+        return b"".join(self.token_bytes(ids)) == b" a" and self.decode([ids]) == ["a"]
+
+    @cached_property
     def _token_bytes(self) -> TokenBytes:
         return TokenBytes(self.tokenizer)
 
@@ -166,17 +184,27 @@ class Text:
         return self.tokenizer.batch_decode([[token] for token in ids.tolist()], skip_special_tokens=False)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, answering: bool = True, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        answering: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+        continues: bool = False,
     ) -> str:
         """The text of a chat, rendered with the tokenizer's template. answering: with the
         generation prompt of the assistant. tools: the functions that the template describes to it.
-        Raises :class:`PromptInvalid`."""
+        variables: further ones of the template. continues: the text ends inside of the last
+        message, which is the assistant's. Raises :class:`PromptInvalid`."""
         if not self.tokenizer.chat_template:
             raise PromptInvalid(
                 "the model's tokenizer has no chat template", fix="set `model.chat_template = false` and send plain text"
             )
         try:
-            offered: dict[str, Any] = {"tools": list(tools)} if tools else {}
+            offered: dict[str, Any] = {**(variables or {}), **({"tools": list(tools)} if tools else {})}
+            if continues:
+                answering = False
+                offered["continue_final_message"] = "content" if messages[-1].get("content") else "reasoning_content"
             return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answering, **offered)
         except Exception as error:
             raise PromptInvalid(f"the chat template refused the messages: {error}") from error

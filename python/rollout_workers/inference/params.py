@@ -68,16 +68,19 @@ def of_request(given: pb.SamplingParams, run: SamplingParams, room: int) -> Samp
         raise InvalidRequest(f"params.{error}", violations=[(f"params.{name}", problem)]) from error
 
 
-def check(request: pb.GenerateRequest, params: SamplingParams, engine: str, capabilities: Capabilities) -> None:
-    """Raises ``UnsupportedByEngine`` with everything that the engine can't do. engine: its name."""
-    problems = list(_unsupported(request, params, capabilities))
+def check(
+    request: pb.GenerateRequest, params: SamplingParams, engine: str, capabilities: Capabilities, constrained: str = ""
+) -> None:
+    """Raises ``UnsupportedByEngine`` with everything that the engine can't do. engine: its name.
+    constrained: path of the field that the constraint is for, if it is not a constraint itself."""
+    problems = list(_unsupported(request, params, capabilities, constrained))
     if not problems:
         return
     names = ", ".join(path for path, _ in problems)
     others = [
         name
         for name, entry in registry.ENGINES.items()
-        if name != engine and not any(_unsupported(request, params, entry.capabilities))
+        if name != engine and not any(_unsupported(request, params, entry.capabilities, constrained))
     ]
     fix = "leave it out" if len(problems) == 1 else "leave them out"
     if others:
@@ -90,7 +93,9 @@ def check(request: pb.GenerateRequest, params: SamplingParams, engine: str, capa
     )
 
 
-def _unsupported(request: pb.GenerateRequest, params: SamplingParams, can: Capabilities) -> Iterator[tuple[str, str]]:
+def _unsupported(
+    request: pb.GenerateRequest, params: SamplingParams, can: Capabilities, constrained: str
+) -> Iterator[tuple[str, str]]:
     """Field path and problem of each part of a request that an engine does not support."""
     for name in _OPTIONAL:
         if name not in can.parameters and getattr(params, name) != getattr(_OFF, name):
@@ -104,7 +109,7 @@ def _unsupported(request: pb.GenerateRequest, params: SamplingParams, can: Capab
     if request.prompt_logprobs and not can.prompt_logprobs:
         yield "prompt_logprobs", "is not supported"
     if params.constraint is not None and params.constraint.kind not in can.constraints:
-        yield f"params.constraint.{params.constraint.kind}", "is not supported"
+        yield constrained or f"params.constraint.{params.constraint.kind}", "is not supported"
     if request.continuations and not can.continues:
         yield "continuations", "is not supported"
 

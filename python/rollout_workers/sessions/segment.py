@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
@@ -64,7 +65,8 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Consecutive tokens of one role, N of them; see ``rollout.session.v1.Segment``.
+    """Consecutive tokens of one role, N of them; see ``rollout.session.v1.Segment``. messages: what
+    they say; none if it is not a chat. tools: of a root, as a JSON list.
 
     Segments of other roles than the assistant's have no logprobs and no version spans, and a mask
     of zeros.
@@ -80,6 +82,8 @@ class Segment:
     logprobs: Floats = field(default_factory=lambda: np.zeros(0, np.float32))
     raw_logprobs: Floats | None = None
     version_spans: tuple[VersionSpan, ...] = ()
+    messages: tuple[Message, ...] = ()
+    tools: str = ""
 
     def __post_init__(self) -> None:
         size = len(self.token_ids)
@@ -106,8 +110,11 @@ class Segment:
         return self.role == pb.ROLE_ASSISTANT
 
     def same(self, other: Segment) -> bool:
-        """Whether both are the same node with the same arrays."""
-        return self.to_proto() == other.to_proto()
+        """Whether both are the same node with the same arrays. Concurrent requests may have found
+        other reasons for their fork."""
+        mine, others = self.to_proto(), other.to_proto()
+        mine.fork_reason = others.fork_reason
+        return mine == others
 
     def to_proto(self) -> pb.Segment:
         """The message with its tokens inline."""
@@ -127,6 +134,8 @@ class Segment:
             version_spans=[WireSpan(version=s.version, start=s.start, end=s.end) for s in self.version_spans],
             inline=inline,
             crc32c=crc32c.crc32c(inline.SerializeToString(deterministic=True)),
+            messages=[json.dumps(message, ensure_ascii=False) for message in self.messages],
+            tools=self.tools,
         )
 
     @classmethod
@@ -161,4 +170,16 @@ class Segment:
             np.frombuffer(inline.logprobs, "<f4"),
             np.frombuffer(inline.raw_logprobs, "<f4") if inline.raw_logprobs else None,
             tuple(VersionSpan(s.version, s.start, s.end) for s in message.version_spans),
+            tuple(_message(message.segment_id, text) for text in message.messages),
+            message.tools,
         )
+
+
+def _message(segment_id: str, text: str) -> Message:
+    try:
+        message = json.loads(text)
+    except ValueError as error:
+        raise InvalidSegment(f"segment {segment_id}: a message is not JSON: {error}") from error
+    if not isinstance(message, dict):
+        raise InvalidSegment(f"segment {segment_id}: a message is not a JSON object")
+    return message

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
+from blake3 import blake3
 
 from rollout.errors import RolloutError
 from rollout.session.v1 import session_pb2 as pb
@@ -27,10 +28,9 @@ from rollout_workers.engines.base import SamplingParams
 from rollout_workers.sessions.forks import fork_reason
 from rollout_workers.sessions.messages import Canonical, Message, assistant_message, canonical
 from rollout_workers.sessions.segment import Fork, Ids, InvalidSegment, Sampled, Segment
-from rollout_workers.sessions.template import Piece, Renderer, Tools
+from rollout_workers.sessions.template import DEFAULT, NOTHING, Options, Piece, Renderer, Tools
 
-_NAMES = {pb.ROLE_SYSTEM: "system", pb.ROLE_USER: "user", pb.ROLE_TOOL: "tool"}
-_ROLES = {name: role for role, name in _NAMES.items()} | {"developer": pb.ROLE_SYSTEM}
+_ROLES = {"system": pb.ROLE_SYSTEM, "developer": pb.ROLE_SYSTEM, "user": pb.ROLE_USER, "tool": pb.ROLE_TOOL}
 
 
 class UnknownSegment(RolloutError):
@@ -73,14 +73,11 @@ class Prompt:
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A segment in the tree. messages: what it says, comparable; None until a history is matched
-    with it after a restart. tools: of a root, as JSON."""
+    """A segment in the tree. messages: what it says, comparable; None if it is not a chat."""
 
     segment: Segment | None  # None: above the roots
     order: int = -1
     messages: tuple[Canonical, ...] | None = None
-    turn: Message | None = None
-    tools: str = ""
     parent: _Node | None = None
     children: list[_Node] = field(default_factory=list)
 
@@ -117,7 +114,7 @@ class _Node:
 
 
 class Session:
-    """The tree of one session. Not for several threads at once."""
+    """The tree of one session. Not for several threads at once. tokens: of all segments."""
 
     def __init__(self, session_id: str, renderer: Renderer, segments: Iterable[Segment] = ()) -> None:
         """segments: of an earlier process, parents first. Raises ``InvalidSegment``."""
@@ -125,8 +122,9 @@ class Session:
         self._renderer = renderer
         self._top = _Node(None)
         self._nodes: dict[str, _Node] = {}
+        self.tokens = 0
         for segment in segments:
-            self._restore(segment)
+            self.restore(segment)
 
     @classmethod
     def from_proto(cls, renderer: Renderer, messages: Sequence[pb.Segment]) -> Session:
@@ -143,6 +141,11 @@ class Session:
     def segments(self) -> list[Segment]:
         """In the order in which they were appended: parents first."""
         return [node.segment for node in self._nodes.values() if node.segment is not None]
+
+    @property
+    def count(self) -> int:
+        """Number of segments."""
+        return len(self._nodes)
 
     def leaves(self) -> list[str]:
         """The sampled segments that nothing was sampled after, oldest first."""
@@ -164,6 +167,23 @@ class Session:
         """int32[T]: the tokens from the root to the end of the segment."""
         return _joined([s.token_ids for s in self.path(segment_id)])
 
+    def restore(self, segment: Segment) -> None:
+        """Add a segment of another process, after its parent. Raises ``InvalidSegment``,
+        ``SegmentConflict``."""
+        parent = self._nodes.get(segment.parent) if segment.parent else self._top
+        problem = ""
+        if segment.session_id != self.session_id:
+            problem = f"belongs to session {segment.session_id}, not {self.session_id}"
+        elif parent is None:
+            problem = f"comes before its parent {segment.parent}"
+        if problem or parent is None:
+            raise InvalidSegment(f"segment {segment.segment_id} {problem}", fix="restore segments in the order of their append")
+        if (known := self._nodes.get(segment.segment_id)) is not None:
+            if known.segment is None or not known.segment.same(segment):
+                raise SegmentConflict(f"segment {segment.segment_id} is stored twice, with different contents")
+            return
+        self._add(segment, parent)
+
     # Prompts
 
     def prompt(
@@ -173,37 +193,37 @@ class Session:
         tools: Tools = (),
         parent: str = "",
         reason: Fork = pb.FORK_REASON_UNSPECIFIED,
+        options: Options = DEFAULT,
     ) -> Prompt:
         """The prompt after a whole history.
 
         The history continues the path that says the longest beginning of it; of several, the one
         that was sampled last, or the one through the segment ``parent``. A history that leaves
-        every path is a fork, whose reason is ``reason`` or found by comparison. Raises
-        ``PromptInvalid``, ``UnknownSegment``.
+        every path is a fork, whose reason is ``reason`` or found by comparison. options: of the
+        rendering of what is new; earlier messages keep their tokens. Raises ``PromptInvalid``,
+        ``UnknownSegment``.
         """
         if not messages:
             raise PromptInvalid("the history has no messages", fix="send at least one")
-        said = [canonical(message) for message in messages]
+        said = [canonical(message) for message in (messages[:-1] if options.continues else messages)]
         through = {id(node) for node in self._node(parent).path()} if parent else set[int]()
-        node, matched = self._match(messages, said, tools, through)
+        node, matched = self._match(said, tools, through)
 
         def why() -> Fork:
             known = [message for above in node.newest().path() for message in above.messages or ()]
             return reason or fork_reason(known, said, matched)
 
-        if matched == len(said) and any(child.sampled for child in node.children):
-            return self._continue(node, [], tools, why)
         turn, start = node.turn_before(matched)
         try:
-            pieces = self._render(turn, messages[start:], tools)
+            pieces = self._render(turn, messages[start:], tools, options)
         except PromptInvalid:
             if turn.segment is None:
                 raise
-            pieces = self._render(self._top, messages, tools)
+            pieces = self._render(self._top, messages, tools, options)
             return self._continue(self._top, pieces, tools, lambda: reason or pb.FORK_REASON_RETOKENIZED)
         return self._continue(turn, pieces, tools, why)
 
-    def extend(self, parent: str, messages: Sequence[Message], *, tools: Tools = ()) -> Prompt:
+    def extend(self, parent: str, messages: Sequence[Message], *, tools: Tools = (), options: Options = DEFAULT) -> Prompt:
         """The prompt after the sampled segment ``parent`` and new messages. Raises
         ``PromptInvalid``, ``UnknownSegment``."""
         node = self._node(parent)
@@ -212,11 +232,11 @@ class Session:
                 f"segment {parent} can't be extended by {len(messages)} messages",
                 fix="extend a segment of the assistant by at least one message",
             )
-        return self._continue(node, self._render(node, messages, tools), tools, lambda: pb.FORK_REASON_HISTORY_EDITED)
+        return self._continue(node, self._render(node, messages, tools, options), tools, lambda: pb.FORK_REASON_HISTORY_EDITED)
 
-    def prompt_tokens(self, token_ids: Ids, *, role: pb.Role.ValueType = pb.ROLE_USER) -> Prompt:
+    def prompt_tokens(self, token_ids: Ids) -> Prompt:
         """The prompt of a client that sends tokens: the longest path that they start with, and the
-        rest as one piece."""
+        rest as one piece, which histories of messages do not find."""
         best, used = self._top, 0
         stack = [(self._top, 0)]
         while stack:
@@ -234,9 +254,7 @@ class Session:
             same = bool(known) and self._renderer.text(token_ids).startswith(known)
             return pb.FORK_REASON_RETOKENIZED if same else pb.FORK_REASON_HISTORY_EDITED
 
-        name = _NAMES[role]
-        pieces = [Piece(({"role": name, "content": self._renderer.text(rest)},), rest)] if len(rest) else []
-        return self._continue(best, pieces, (), why)
+        return self._continue(best, [Piece((), rest)] if len(rest) else [], (), why)
 
     # Turns
 
@@ -244,7 +262,8 @@ class Session:
         """Add the prompt's new segments and the sampled turn, and return those that are new, in
         order. The last is the turn.
 
-        segment_id: of the turn, such as the id of the request; empty: the next free one. A second
+        segment_id: of the turn; empty: made from its path and tokens, like the ids of the prompt's
+        segments, so that two processes that append the same segment give it the same id. A second
         append of the same turn under the same id returns that turn alone and changes nothing.
         Raises ``SegmentConflict`` if the id belongs to a different segment.
         """
@@ -255,23 +274,25 @@ class Session:
         new: list[Segment] = []
         fork = prompt.fork or pb.FORK_REASON_HISTORY_EDITED
         for piece in pieces:
-            segment = self._context(node, piece, fork)
-            node = self._add(segment, node, tuple(map(canonical, piece.messages)))
-            node.tools = _key(prompt.tools)
+            segment = self._context(node, piece, fork, prompt.tools)
+            node = self._add(segment, node)
             new.append(segment)
+        ids = np.asarray(sampled.token_ids, np.int32)
+        message = assistant_message(self._renderer.text(ids)) if sampled.message is None else sampled.message
         turn = Segment(
-            segment_id or self._free(),
+            segment_id or self._free(node, pb.ROLE_ASSISTANT, ids),
             self.session_id,
             _name(node),
             pb.FORK_REASON_RESAMPLED if node.children else pb.FORK_REASON_UNSPECIFIED,
             pb.ROLE_ASSISTANT,
-            np.asarray(sampled.token_ids, np.int32),
+            ids,
             np.full(len(sampled.token_ids), sampled.trained, np.uint8),
             np.asarray(sampled.logprobs, np.float32),
             sampled.raw_logprobs,
             tuple(sampled.version_spans),
+            () if node.messages is None else (message,),
         )
-        self._add(turn, node, None, sampled.message)
+        self._add(turn, node)
         return [*new, turn]
 
     # Inside
@@ -290,46 +311,34 @@ class Session:
             )
         return segment
 
-    def _context(self, node: _Node, piece: Piece, fork: Fork) -> Segment:
+    def _context(self, node: _Node, piece: Piece, fork: Fork, tools: Tools) -> Segment:
+        role = _ROLES.get(str(piece.messages[-1].get("role")), pb.ROLE_USER) if piece.messages else pb.ROLE_USER
         return Segment(
-            self._free(),
+            self._free(node, role, piece.token_ids),
             self.session_id,
             _name(node),
             fork if node.children else pb.FORK_REASON_UNSPECIFIED,
-            _ROLES.get(str(piece.messages[-1].get("role")), pb.ROLE_USER) if piece.messages else pb.ROLE_USER,
+            role,
             piece.token_ids,
             np.zeros(len(piece.token_ids), np.uint8),
+            messages=piece.messages,
+            tools=_key(tools) if node is self._top else "",
         )
 
-    def _add(self, segment: Segment, parent: _Node, messages: tuple[Canonical, ...] | None, turn: Message | None = None) -> _Node:
-        if segment.sampled:
-            turn = assistant_message(self._renderer.text(segment.token_ids)) if turn is None else turn
-            messages = (canonical(turn),)
-        node = _Node(segment, len(self._nodes), messages, turn, parent=parent)
+    def _add(self, segment: Segment, parent: _Node) -> _Node:
+        said = tuple(canonical(message) for message in segment.messages if not message.get("prefix"))
+        node = _Node(segment, len(self._nodes), said if segment.messages else None, parent=parent)
         self._nodes[segment.segment_id] = node
         parent.children.append(node)
+        self.tokens += len(segment.token_ids)
         return node
 
-    def _restore(self, segment: Segment) -> None:
-        parent = self._nodes.get(segment.parent) if segment.parent else self._top
-        problem = ""
-        if segment.session_id != self.session_id:
-            problem = f"belongs to session {segment.session_id}, not {self.session_id}"
-        elif parent is None:
-            problem = f"comes before its parent {segment.parent}"
-        if problem or parent is None:
-            raise InvalidSegment(f"segment {segment.segment_id} {problem}", fix="restore segments in the order of their append")
-        if (known := self._nodes.get(segment.segment_id)) is not None:
-            if known.segment is None or not known.segment.same(segment):
-                raise SegmentConflict(f"segment {segment.segment_id} is stored twice, with different contents")
-            return
-        self._add(segment, parent, None)
-
-    def _render(self, turn: _Node, messages: Sequence[Message], tools: Tools) -> list[Piece]:
+    def _render(self, turn: _Node, messages: Sequence[Message], tools: Tools, options: Options) -> list[Piece]:
         if turn.segment is None:
-            return self._renderer.begin(messages, tools)
-        assert turn.turn is not None
-        return [self._renderer.bridge(turn.turn, turn.segment.token_ids, messages, tools)]
+            return self._renderer.begin(messages, tools, options)
+        ids = turn.segment.token_ids
+        said = turn.segment.messages[0] if turn.segment.messages else assistant_message(self._renderer.text(ids))
+        return [self._renderer.bridge(said, ids, messages, tools, options)]
 
     def _continue(self, node: _Node, pieces: Sequence[Piece], tools: Tools, why: Callable[[], Fork]) -> Prompt:
         """The prompt after a node and pieces, of which the tree may have some. why: called if the
@@ -341,9 +350,7 @@ class Session:
             fork = why() if left else pb.FORK_REASON_RESAMPLED
         return Prompt(self.session_id, _name(node), tuple(left), ids, fork, tools)
 
-    def _match(
-        self, messages: Sequence[Message], said: Sequence[Canonical], tools: Tools, through: set[int]
-    ) -> tuple[_Node, int]:
+    def _match(self, said: Sequence[Canonical], tools: Tools, through: set[int]) -> tuple[_Node, int]:
         """The node whose path says the longest beginning of ``said``, and how many messages it
         says. Each node is visited once."""
         best, most, key = self._top, 0, _key(tools)
@@ -352,41 +359,14 @@ class Session:
             node, at = stack.pop()
             if (id(node) in through, at, node.order) > (id(best) in through, most, best.order):
                 best, most = node, at
-            if any(child.messages is None for child in node.children):
-                self._recall(node, at, messages, tools)
             for child in node.children:
-                if child.messages is None or (node is self._top and child.tools != key):
+                assert child.segment is not None
+                if child.messages is None or (node is self._top and child.segment.tools != key):
                     continue
                 end = at + len(child.messages)
                 if tuple(said[at:end]) == child.messages:
                     stack.append((child, end))
         return best, most
-
-    def _recall(self, node: _Node, at: int, messages: Sequence[Message], tools: Tools) -> None:
-        """Find what the restored segments below a node say: the messages whose tokens they are."""
-        turn, start = node.turn_before(at)
-        before = _joined([_ids(above) for above in node.path()[len(turn.path()) :]])
-        restored = [child for child in node.children if child.messages is None]
-        longest = max(len(_ids(child)) for child in restored)
-        for end in range(at + 1, len(messages) + 1):
-            if end < len(messages) and messages[end].get("role") != "assistant":
-                continue
-            try:
-                pieces = self._render(turn, messages[start:end], tools)
-            except PromptInvalid:
-                continue
-            ids = _joined([piece.token_ids for piece in pieces])
-            if not np.array_equal(ids[: len(before)], before):
-                return
-            candidates = [(ids[len(before) :], messages[at:end])]
-            if turn is node:
-                candidates.append((pieces[0].token_ids, pieces[0].messages))
-            for child in restored:
-                for tokens, said in candidates:
-                    if child.messages is None and np.array_equal(_ids(child), tokens):
-                        child.messages, child.tools = tuple(map(canonical, said)), _key(tools)
-            if len(ids) - len(before) >= longest:
-                return
 
     def _node(self, segment_id: str) -> _Node:
         node = self._nodes.get(segment_id)
@@ -394,11 +374,16 @@ class Session:
             raise UnknownSegment(f"session {self.session_id} has no segment {segment_id!r}", fix="use an id of its segments")
         return node
 
-    def _free(self) -> str:
-        at = len(self._nodes)
-        while f"s{at}" in self._nodes:
-            at += 1
-        return f"s{at}"
+    def _free(self, parent: _Node, role: pb.Role.ValueType, token_ids: Ids) -> str:
+        """An id that depends on the path, the role, and the tokens; also on the number of turns if
+        the same one was sampled before."""
+        said = _name(parent).encode() + bytes([role]) + token_ids.astype("<i4").tobytes()
+        name = f"seg-{blake3(said).hexdigest(16)}"
+        again = 1
+        while name in self._nodes:
+            again += 1
+            name = f"seg-{blake3(said + str(again).encode()).hexdigest(16)}"
+        return name
 
 
 def _descend(node: _Node, pieces: Sequence[Piece]) -> tuple[_Node, list[Piece]]:
@@ -416,7 +401,8 @@ def _descend(node: _Node, pieces: Sequence[Piece]) -> tuple[_Node, list[Piece]]:
         if size == len(ids):
             left.pop(0)
         else:
-            left[0] = Piece(left[0].messages[said:], ids[size:])
+            messages = left[0].messages
+            left[0] = Piece(messages[said:] or (NOTHING,) if messages else (), ids[size:])
     return node, left
 
 

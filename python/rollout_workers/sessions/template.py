@@ -12,7 +12,7 @@ import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, TypeAlias
 
@@ -26,9 +26,24 @@ Ids: TypeAlias = NDArray[np.int32]
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How messages are rendered. variables: further ones of the chat template. continues: the
+    policy continues the last message, which is the assistant's."""
+
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    continues: bool = False
+
+
+DEFAULT = Options()
+NOTHING: Message = {"role": "assistant", "content": "", "prefix": True}
+"""What a piece says that has no message but begins the assistant's."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Tokens of messages that the policy did not sample. messages: in order."""
+    """Tokens of messages that the policy did not sample. messages: in order; none if they are not a
+    chat. A beginning of the assistant's message is one of them, with `prefix`."""
 
     messages: tuple[Message, ...]
     token_ids: Ids
@@ -37,12 +52,12 @@ class Piece:
 class Renderer(Protocol):
     """Turns messages into tokens for one model."""
 
-    def begin(self, messages: Sequence[Message], tools: Tools) -> list[Piece]:
+    def begin(self, messages: Sequence[Message], tools: Tools, options: Options = DEFAULT) -> list[Piece]:
         """A conversation up to where the assistant answers. A leading system message is a piece of
         its own if its tokens do not depend on what follows. Raises ``PromptInvalid``."""
         ...
 
-    def bridge(self, turn: Message, sampled: Ids, messages: Sequence[Message], tools: Tools) -> Piece:
+    def bridge(self, turn: Message, sampled: Ids, messages: Sequence[Message], tools: Tools, options: Options = DEFAULT) -> Piece:
         """The tokens after a sampled turn, up to where the assistant answers again. turn: what the
         assistant said, for templates that look at its tool calls. sampled: its tokens, of which the
         last may be the end of the turn. Raises ``PromptInvalid`` if the template can't continue."""
@@ -59,23 +74,28 @@ class ChatTemplate:
     def __init__(self, text: Text) -> None:
         self._text = text
 
-    def begin(self, messages: Sequence[Message], tools: Tools) -> list[Piece]:
-        rendered = self._render(messages, tools, answering=True)
+    def begin(self, messages: Sequence[Message], tools: Tools, options: Options = DEFAULT) -> list[Piece]:
+        rendered = self._render(messages, tools, options)
         ids = self._encode(rendered)
-        head = self._head(messages, tools)
+        head = self._head(messages, tools, options)
+        messages = _said(messages, options)
         if head and rendered.startswith(head):
             first = self._encode(head)
             if len(first) < len(ids) and np.array_equal(ids[: len(first)], first):
                 return [Piece(tuple(messages[:1]), first), Piece(tuple(messages[1:]), ids[len(first) :])]
         return [Piece(tuple(messages), ids)]
 
-    def bridge(self, turn: Message, sampled: Ids, messages: Sequence[Message], tools: Tools) -> Piece:
+    def whole(self, messages: Sequence[Message], tools: Tools, options: Options = DEFAULT) -> Ids:
+        """A conversation up to where the assistant answers. Raises ``PromptInvalid``."""
+        return self._encode(self._render(messages, tools, options))
+
+    def bridge(self, turn: Message, sampled: Ids, messages: Sequence[Message], tools: Tools, options: Options = DEFAULT) -> Piece:
         mark = "TURN"
         while mark in str(messages) or mark in str(tools):
             mark += "X"
         context = [{"role": "user", "content": "."}, _marked(turn, mark)]
-        alone = _after(self._render(context, tools, answering=False), mark)
-        whole = _after(self._render([*context, *messages], tools, answering=True), mark)
+        alone = _after(self._render(context, tools, options, answering=False), mark)
+        whole = _after(self._render([*context, *messages], tools, options), mark)
         if alone is None or whole is None:
             raise PromptInvalid("the chat template leaves out the assistant's earlier message, so its tokens can't be continued")
         ends = len(self._added.findall(alone)) if self._added else 0
@@ -84,7 +104,7 @@ class ChatTemplate:
         else:
             end, closes = 0, False
         [following] = self._text.following([whole[end:]], [sampled])
-        return Piece(tuple(messages), following[self._overlap(sampled, following, closes) :])
+        return Piece(_said(messages, options), following[self._overlap(sampled, following, closes) :])
 
     def text(self, sampled: Ids) -> str:
         return self._text.decode([sampled])[0]
@@ -97,23 +117,34 @@ class ChatTemplate:
                 return size
         return int(closes and len(sampled) > 0 and int(sampled[-1]) in self._special)
 
-    def _head(self, messages: Sequence[Message], tools: Tools) -> str:
+    def _head(self, messages: Sequence[Message], tools: Tools, options: Options) -> str:
         """The leading system message by itself; empty without one, or if the template refuses."""
         if len(messages) < 2 or messages[0].get("role") not in ("system", "developer"):
             return ""
         try:
-            return self._render(messages[:1], tools, answering=False)
+            return self._render(messages[:1], tools, options, answering=False)
         except PromptInvalid:
             return ""
 
-    def _render(self, messages: Sequence[Message], tools: Tools, *, answering: bool) -> str:
-        """Arguments of tool calls as objects, which most templates expect, else as JSON texts."""
+    def _render(self, messages: Sequence[Message], tools: Tools, options: Options, *, answering: bool = True) -> str:
+        """Arguments of tool calls as objects, which most templates expect, else as JSON texts.
+        answering: up to where the policy continues."""
+
+        def render(convert: Any) -> str:
+            return self._text.render(
+                [_arguments(m, convert) for m in messages],
+                answering=answering,
+                tools=tools,
+                variables=options.variables,
+                continues=answering and options.continues,
+            )
+
         try:
-            return self._text.render([_arguments(m, json.loads) for m in messages], answering=answering, tools=tools)
+            return render(json.loads)
         except PromptInvalid:
             if not any(m.get("tool_calls") for m in messages):
                 raise
-            return self._text.render([_arguments(m, json.dumps) for m in messages], answering=answering, tools=tools)
+            return render(json.dumps)
 
     def _encode(self, rendered: str) -> Ids:
         return self._text.encode([rendered], special=False)[0]
@@ -127,6 +158,13 @@ class ChatTemplate:
     @cached_property
     def _special(self) -> frozenset[int]:
         return frozenset(at for at, token in self._text.tokenizer.added_tokens_decoder.items() if token.special)
+
+
+def _said(messages: Sequence[Message], options: Options) -> tuple[Message, ...]:
+    """The messages, of which the last may be a beginning."""
+    if options.continues:
+        return (*messages[:-1], {**messages[-1], "prefix": True})
+    return tuple(messages) or (NOTHING,)
 
 
 def _marked(turn: Message, mark: str) -> Message:

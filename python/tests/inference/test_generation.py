@@ -16,9 +16,10 @@ from rollout_testing.templates import text_of
 from rollout_workers.data.prompts import Text
 from rollout_workers.engines.base import Constraint, GroupRequest, SampleDelta, SampleOutput, SamplingParams, TopLogprobs
 from rollout_workers.engines.registry import Capabilities
-from rollout_workers.inference.generation import Generation, InvalidPrompt, WeightsNotFound
+from rollout_workers.inference.generation import Generation, WeightsNotFound
 from rollout_workers.inference.model import Model
 from rollout_workers.inference.params import UnsupportedByEngine
+from rollout_workers.inference.prompts import InvalidPrompt
 from rollout_workers.worker.status import InvalidRequest, status_of
 
 LIMIT = 512
@@ -238,7 +239,7 @@ async def test_continued_completions_keep_their_seed_and_budget() -> None:
     engine = Answering()
     request = asked(n=3, params={"seed": 7}, continuations=[pb.Continuation(sample=1, token_ids=whole.token_ids[:2])])
     pieces = {piece.sample: piece for piece in await answers(generation(engine), request)}
-    fresh, continued = engine.requests
+    continued, fresh = engine.requests
     assert (fresh.seeds, continued.seeds) == ((group.seeds[0], group.seeds[2]), (group.seeds[1],))
     assert list(continued.continued) == list(whole.token_ids[:2]) and not len(fresh.continued)
     assert list(pieces[1].token_ids) == list(whole.token_ids[2:]), "only what is new is returned"
