@@ -88,6 +88,8 @@ func sampled(req *gatewayv1.CompleteRequest) []*inferencev1.GenerateResponse {
 	return pieces
 }
 
+func (strict) Messages(context.Context, string, string) ([]string, error) { return nil, ErrSession }
+
 func (s strict) Tokenize(_ context.Context, model string, req *inferencev1.TokenizeRequest) (*inferencev1.TokenizeResponse, error) {
 	s.valid(req)
 	if model != "" && model != "tiny" {

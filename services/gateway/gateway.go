@@ -2,15 +2,15 @@
 // APIs of OpenAI, Anthropic, vLLM, and SGLang (package edge). The target name of the service is
 // rollout-gateway.
 //
-// A request goes to an inference worker of the run, among the processes that the scheduler launched:
-// other registrations are ignored. Requests of a session, and those whose prompts begin alike, go to
-// the same worker, unless it has much more to do than the others (file route.go). A request waits
-// while all workers are busy. If its worker fails, another one gets it. After the first token, the
-// next worker continues after the tokens that the caller has, with the same seed (file stitch.go).
-// Every completion belongs to a session, which is a tree of segments. Its ledger has the token ids,
-// logprobs, and weights versions exactly as they were sampled, and is durable before the caller
-// receives the end. Several gateways may share the ledger.
-// Text stays in Python: the worker renders chat templates, tokenizes, and detokenizes.
+// A request goes to an inference worker of the run, among the processes that the scheduler
+// launched: other registrations are ignored. Requests of a session, and those whose prompts begin
+// alike, go to the same worker, unless it has much more to do than the others (file route.go). A
+// request waits while all workers are busy. If its worker fails, another one gets it. After the
+// first token, the next worker continues after the tokens that the caller has, with the same seed
+// (file stitch.go). Every completion belongs to a session, which is a tree of segments. Its ledger
+// has the token ids, logprobs, and weights versions exactly as they were sampled, and is durable
+// before the caller receives the end. Several gateways may share the ledger. Text stays in Python:
+// the worker renders chat templates, tokenizes, and detokenizes.
 package gateway
 
 import (

@@ -1,6 +1,7 @@
 package gateway
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"io"
@@ -79,7 +80,7 @@ func (s *service) callOf(req *gatewayv1.CompleteRequest) *inferencev1.GenerateRe
 		params.Seed = proto.Uint64(rand.Uint64() >> 1)
 	}
 	return &inferencev1.GenerateRequest{
-		RequestId: "req-" + id.New(s.Now()), Prompts: req.GetPrompts(), Params: params, N: max(1, req.GetN()), Stream: req.GetStream(),
+		RequestId: cmp.Or(req.GetRequestId(), "req-"+id.New(s.Now())), Prompts: req.GetPrompts(), Params: params, N: max(1, req.GetN()), Stream: req.GetStream(),
 		PromptLogprobs: req.GetPromptLogprobs(), PromptTopLogprobs: req.GetPromptTopLogprobs(), Parse: req.GetParse(), TokenBytes: req.GetTokenBytes(),
 		WeightsVersion: req.WeightsVersion,
 	}

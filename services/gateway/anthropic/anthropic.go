@@ -22,14 +22,15 @@ const maxTools = 128
 // Routes are the endpoints of the dialect.
 func Routes(e *edge.Edge) []edge.Route {
 	h := &handler{e}
-	route := func(path, about string, serve func(w http.ResponseWriter, r *http.Request) error) edge.Route {
+	route := func(path, about string, serve func(w http.ResponseWriter, r *http.Request) error, required ...string) edge.Route {
 		return edge.Route{
-			Method: http.MethodPost, Path: path, Tag: "Anthropic", About: about, Request: request{}, Serve: serve, Body: errorBody, Session: true,
+			Method: http.MethodPost, Path: path, Tag: "Anthropic", About: about, Request: request{}, Required: required, Serve: serve,
+			Body: errorBody, Session: true,
 		}
 	}
 	return []edge.Route{
-		route("/v1/messages", "Complete messages.", h.messages),
-		route("/v1/messages/count_tokens", "Count the tokens of messages.", h.countTokens),
+		route("/v1/messages", "Complete messages.", h.messages, "model", "max_tokens", "messages"),
+		route("/v1/messages/count_tokens", "Count the tokens of messages.", h.countTokens, "model", "messages"),
 	}
 }
 

@@ -10,7 +10,6 @@ import (
 	"strconv"
 	"time"
 
-	"github.com/rollout-rl/rollout/libs/id"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 )
 
@@ -24,7 +23,7 @@ type Usage struct {
 
 // Answer is the part of a response that has arrived.
 type Answer struct {
-	ID       string // unique, without the prefix of a dialect
+	ID       string // of the request, without a prefix
 	Created  time.Time
 	Model    string // as requested; the served one if none was named
 	Session  string
@@ -56,8 +55,9 @@ type Writer interface {
 
 // Complete completes a request and responds. prompt is the parameter that has the prompt.
 func (e *Edge) Complete(w http.ResponseWriter, r *http.Request, req *gatewayv1.CompleteRequest, stream bool, writer Writer, prompt string) error {
-	now := e.Now()
-	a := &Answer{ID: id.New(now), Created: now, Model: req.GetModel(), prompts: map[uint32]bool{}, requests: req}
+	id, _ := r.Context().Value(requestKey{}).(string)
+	a := &Answer{ID: id, Created: e.Now(), Model: req.GetModel(), prompts: map[uint32]bool{}, requests: req}
+	req.RequestId = "req-" + id
 	req.Stream = true // so that a caller who is gone, or a worker that is, is noticed between tokens
 	var err error
 	if stream {

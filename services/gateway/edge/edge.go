@@ -38,6 +38,9 @@ type Backend interface {
 	Models(ctx context.Context) []*gatewayv1.Model
 	// Complete calls send for each piece when it arrives.
 	Complete(ctx context.Context, req *gatewayv1.CompleteRequest, send func(*gatewayv1.CompleteResponse) error) error
+	// Messages returns the messages of a session up to the completion of a request, each as JSON in
+	// the form of OpenAI.
+	Messages(ctx context.Context, session, request string) ([]string, error)
 	// Tokenize returns the token ids of prompts for a policy; "" is the only one.
 	Tokenize(ctx context.Context, model string, req *inferencev1.TokenizeRequest) (*inferencev1.TokenizeResponse, error)
 	// Detokenize returns the texts of token ids.
@@ -66,7 +69,9 @@ type Route struct {
 	About  string // what it does, for the documentation
 	// Request is a zero value of what the body is decoded into; nil: there is no body.
 	Request any
-	Serve   func(w http.ResponseWriter, r *http.Request) error
+	// Required are the fields that every request has.
+	Required []string
+	Serve    func(w http.ResponseWriter, r *http.Request) error
 	// Body returns the JSON of an error in the dialect of the route.
 	Body func(e *Error) any
 	// Session reports whether /sessions/{session}/... serves the route too.
@@ -104,6 +109,9 @@ func (e *Edge) Handler(routes ...Route) http.Handler {
 	return traced(mux)
 }
 
+// requestKey is the context key of the id of a request.
+type requestKey struct{}
+
 // Health is the route that reports that the gateway serves, even if it has no policy.
 func (e *Edge) Health() Route {
 	return Route{Method: http.MethodGet, Path: "/health", Tag: "gateway", About: "Whether the gateway serves.", Body: PlainBody, Open: true, Serve: func(w http.ResponseWriter, _ *http.Request) error {
@@ -114,9 +122,10 @@ func (e *Edge) Health() Route {
 // serve calls the route of the method, and responds with its error. The response and the log have
 // the id of the request, in the headers of both OpenAI's and Anthropic's clients.
 func (e *Edge) serve(w http.ResponseWriter, r *http.Request, routes []Route) {
-	request := "req-" + id.New(e.Now())
-	w.Header().Set("x-request-id", request)
-	w.Header().Set("request-id", request)
+	request := id.New(e.Now())
+	w.Header().Set("x-request-id", "req-"+request)
+	w.Header().Set("request-id", "req-"+request)
+	r = r.WithContext(context.WithValue(r.Context(), requestKey{}, request))
 	var allowed []string
 	for _, route := range routes {
 		if r.Method != route.Method && (r.Method != http.MethodHead || route.Method != http.MethodGet) {

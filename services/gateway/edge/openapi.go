@@ -74,6 +74,7 @@ type schema struct {
 	Type                 string             `json:"type,omitempty"`
 	Description          string             `json:"description,omitempty"`
 	Properties           map[string]*schema `json:"properties,omitempty"`
+	Required             []string           `json:"required,omitempty"`
 	Items                *schema            `json:"items,omitempty"`
 	AdditionalProperties *schema            `json:"additionalProperties,omitempty"`
 }
@@ -116,6 +117,7 @@ func (d *api) add(path string, route Route) {
 	}
 	if route.Request != nil {
 		op.Fields = schemaOf(reflect.TypeOf(route.Request))
+		op.Fields.Required = route.Required
 		op.RequestBody = map[string]any{"required": true, "content": map[string]any{"application/json": map[string]any{"schema": op.Fields}}}
 	}
 	if route.Session && route.Request != nil {
@@ -174,7 +176,8 @@ func schemaOf(t reflect.Type) *schema {
 // docsPage shows the document without scripts, fonts, or other files.
 var docsPage = template.Must(template.New("docs").Funcs(template.FuncMap{
 	"upper": strings.ToUpper, "session": func(path string) bool { return strings.HasPrefix(path, "/sessions/{session}/") },
-	"sorted": func(properties map[string]*schema) []string { return slices.Sorted(maps.Keys(properties)) },
+	"sorted":   func(properties map[string]*schema) []string { return slices.Sorted(maps.Keys(properties)) },
+	"required": slices.Contains[[]string],
 	"kind": func(s *schema) string {
 		switch {
 		case s.Type == "array" && s.Items.Type != "":
@@ -198,7 +201,7 @@ td{border-top:1px solid #ddd;padding:.2rem .8rem .2rem 0;vertical-align:top}.met
 <code>X-Session-ID</code>, its URL <code>/sessions/{id}/...</code>, or its field <code>session_id</code>. An error has a <code>reason</code> and a <code>fix</code>.</p>
 {{range $path, $methods := .Paths}}{{if not (session $path)}}{{range $method, $op := $methods}}
 <details><summary><span class="method">{{upper $method}}</span> <code>{{$path}}</code> {{$op.Summary}}</summary>
-{{with $op.Fields}}<table>{{$fields := .Properties}}{{range sorted .Properties}}<tr><td><code>{{.}}</code></td><td>{{kind (index $fields .)}}</td><td>{{(index $fields .).Description}}</td></tr>{{end}}</table>{{end}}
+{{with $op.Fields}}<table>{{$fields := .Properties}}{{$required := .Required}}{{range sorted .Properties}}<tr><td><code>{{.}}</code></td><td>{{kind (index $fields .)}}{{if required $required .}}, required{{end}}</td><td>{{(index $fields .).Description}}</td></tr>{{end}}</table>{{end}}
 </details>{{end}}{{end}}{{end}}
 </body></html>
 `))

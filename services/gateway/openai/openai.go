@@ -22,15 +22,18 @@ import (
 // Routes are the endpoints of the dialect.
 func Routes(e *edge.Edge) []edge.Route {
 	h := &handler{Edge: e, stored: newResponseStore()}
-	route := func(method, path, about string, request any, serve func(w http.ResponseWriter, r *http.Request) error) edge.Route {
-		return edge.Route{Method: method, Path: path, Tag: "OpenAI", About: about, Request: request, Serve: serve, Body: edge.PlainBody, Session: true}
+	route := func(method, path, about string, request any, serve func(w http.ResponseWriter, r *http.Request) error, required ...string) edge.Route {
+		return edge.Route{
+			Method: method, Path: path, Tag: "OpenAI", About: about, Request: request, Required: required, Serve: serve, Body: edge.PlainBody,
+			Session: true,
+		}
 	}
 	return []edge.Route{
 		route(http.MethodGet, "/v1/models", "The policies that are served.", nil, h.models),
 		route(http.MethodGet, "/v1/models/{model...}", "One policy.", nil, h.model),
-		route(http.MethodPost, "/v1/chat/completions", "Complete a chat.", chatRequest{}, h.chat),
-		route(http.MethodPost, "/v1/completions", "Complete texts or token ids.", completionRequest{}, h.completions),
-		route(http.MethodPost, "/v1/responses", "Respond to items, or continue a response.", responsesRequest{}, h.createResponse),
+		route(http.MethodPost, "/v1/chat/completions", "Complete a chat.", chatRequest{}, h.chat, "model", "messages"),
+		route(http.MethodPost, "/v1/completions", "Complete texts or token ids.", completionRequest{}, h.completions, "model", "prompt"),
+		route(http.MethodPost, "/v1/responses", "Respond to items, or continue a response.", responsesRequest{}, h.createResponse, "model", "input"),
 		route(http.MethodGet, "/v1/responses/{id}", "A stored response.", nil, h.response),
 		route(http.MethodDelete, "/v1/responses/{id}", "Delete a stored response.", nil, h.deleteResponse),
 		route(http.MethodGet, "/v1/responses/{id}/input_items", "The input of a stored response.", nil, h.responseInput),

@@ -201,26 +201,36 @@ func (f *responseWriter) finish(a *edge.Answer) object {
 		status = "incomplete"
 	}
 	out := f.response(a, status)
-	if f.body.Store == nil || *f.body.Store {
+	if f.kept() {
 		said := &inferencev1.ChatMessage{Role: "assistant", Content: f.said.Message.Content, Reasoning: f.said.Message.Reasoning}
 		for _, call := range f.said.Message.Calls {
 			said.ToolCalls = append(said.ToolCalls, &inferencev1.ToolCall{Id: call.ID, Name: call.Name, Arguments: call.Arguments})
 		}
 		messages := append(f.history[:len(f.history):len(f.history)], said)
-		id, _ := out["id"].(string)
-		f.stored.put(id, &storedResponse{session: a.Session, messages: messages, items: f.items, body: out})
+		f.stored.put(f.id(a), &storedResponse{session: a.Session, messages: messages, items: f.items, body: out})
 	}
 	return out
+}
+
+// kept reports whether a later response may continue this one.
+func (f *responseWriter) kept() bool { return f.body.Store == nil || *f.body.Store }
+
+func (f *responseWriter) id(a *edge.Answer) string {
+	id := responseID{request: a.ID, instructions: f.body.Instructions != nil && *f.body.Instructions != ""}
+	if f.kept() {
+		id.session = a.Session
+	}
+	return id.String()
 }
 
 // response returns the response object.
 func (f *responseWriter) response(a *edge.Answer, status string) object {
 	b := f.body
 	out := object{
-		"id": "resp_" + a.ID, "object": "response", "created_at": a.Created.Unix(), "status": status, "background": false, "error": nil,
+		"id": f.id(a), "object": "response", "created_at": a.Created.Unix(), "status": status, "background": false, "error": nil,
 		"incomplete_details": nil, "instructions": b.Instructions, "max_output_tokens": b.MaxOutputTokens, "model": a.Model,
 		"output": []any{}, "parallel_tool_calls": b.ParallelToolCalls == nil || *b.ParallelToolCalls, "previous_response_id": b.PreviousResponseID,
-		"reasoning": b.Reasoning, "store": b.Store == nil || *b.Store, "temperature": b.Temperature, "top_p": b.TopP,
+		"reasoning": b.Reasoning, "store": f.kept(), "temperature": b.Temperature, "top_p": b.TopP,
 		"tool_choice": orElse(b.ToolChoice, `"auto"`), "tools": []any{}, "truncation": "disabled", "text": object{"format": object{"type": "text"}},
 		"usage": nil, "metadata": object{}, "session_id": a.Session,
 	}

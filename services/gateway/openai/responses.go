@@ -69,13 +69,13 @@ func (h *handler) createResponse(w http.ResponseWriter, r *http.Request) error {
 	}
 	history := input
 	if body.PreviousResponseID != nil && *body.PreviousResponseID != "" {
-		previous := h.stored.get(*body.PreviousResponseID)
-		if previous == nil {
-			return unknownResponse("previous_response_id", *body.PreviousResponseID)
+		said, session, err := h.history(r.Context(), *body.PreviousResponseID)
+		if err != nil {
+			return err
 		}
-		history = slices.Concat(previous.messages, input)
-		if body.SessionID == "" && r.PathValue("session") == "" && r.Header.Get("X-Session-ID") == "" {
-			body.SessionID = previous.session
+		history = slices.Concat(said, input)
+		if body.SessionID == "" && r.PathValue("session") == "" && r.Header.Get("X-Session-ID") == "" && r.Header.Get("x-rollout-session") == "" {
+			body.SessionID = session
 		}
 	}
 	chat, err := body.chat(history)

@@ -17,15 +17,16 @@ const maxTexts = 1024
 // Routes are the endpoints of the dialect.
 func Routes(e *edge.Edge) []edge.Route {
 	h := &handler{e}
-	route := func(path, about string, request any, serve func(w http.ResponseWriter, r *http.Request) error) edge.Route {
+	route := func(path, about string, request any, serve func(w http.ResponseWriter, r *http.Request) error, required ...string) edge.Route {
 		return edge.Route{
-			Method: http.MethodPost, Path: path, Tag: "vLLM", About: about, Request: request, Serve: serve, Body: edge.PlainBody, Session: true,
+			Method: http.MethodPost, Path: path, Tag: "vLLM", About: about, Request: request, Required: required, Serve: serve,
+			Body: edge.PlainBody, Session: true,
 		}
 	}
 	return []edge.Route{
 		route("/tokenize", "Token ids of a text or a chat.", tokenizeRequest{}, h.tokenize),
-		route("/detokenize", "Text of token ids.", detokenizeRequest{}, h.detokenize),
-		route("/inference/v1/generate", "Complete token ids.", generateRequest{}, h.generate),
+		route("/detokenize", "Text of token ids.", detokenizeRequest{}, h.detokenize, "tokens"),
+		route("/inference/v1/generate", "Complete token ids.", generateRequest{}, h.generate, "token_ids"),
 	}
 }
 

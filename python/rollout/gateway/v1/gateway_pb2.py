@@ -28,7 +28,7 @@ from rollout.inference.v1 import inference_pb2 as rollout_dot_inference_dot_v1_d
 from rollout.session.v1 import session_pb2 as rollout_dot_session_dot_v1_dot_session__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollout/gateway/v1/gateway.proto\x12\x12rollout.gateway.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a$rollout/inference/v1/inference.proto\x1a rollout/session/v1/session.proto\"\x9e\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x17\n\x0fweights_version\x18\x03 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x13\n\x11ListModelsRequest\"?\n\x12ListModelsResponse\x12)\n\x06models\x18\x01 \x03(\x0b\x32\x19.rollout.gateway.v1.Model\"\xa3\x03\n\x0f\x43ompleteRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12:\n\x07prompts\x18\x02 \x03(\x0b\x32\x1c.rollout.inference.v1.PromptB\x0b\xbaH\x08\x92\x01\x05\x08\x01\x10\x80\x02\x12\x34\n\x06params\x18\x03 \x01(\x0b\x32$.rollout.inference.v1.SamplingParams\x12\x13\n\x01n\x18\x04 \x01(\rB\x08\xbaH\x05*\x03\x18\x80\x01\x12\x0e\n\x06stream\x18\x05 \x01(\x08\x12\x1b\n\nsession_id\x18\x06 \x01(\tB\x07\xbaH\x04r\x02\x18@\x12\x17\n\x0fprompt_logprobs\x18\x07 \x01(\x08\x12\r\n\x05parse\x18\x08 \x01(\x08\x12\x13\n\x0btoken_bytes\x18\t \x01(\x08\x12$\n\x13prompt_top_logprobs\x18\n \x01(\rB\x07\xbaH\x04*\x02\x18\x14\x12\x1c\n\x0fweights_version\x18\x0b \x01(\x04H\x00\x88\x01\x01\x12 \n\x13min_weights_version\x18\x0c \x01(\x04H\x01\x88\x01\x01\x42\x12\n\x10_weights_versionB\x16\n\x14_min_weights_version\"|\n\x10\x43ompleteResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x35\n\x05piece\x18\x02 \x01(\x0b\x32&.rollout.inference.v1.GenerateResponse\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0e\n\x06run_id\x18\x04 \x01(\t\"0\n\x11GetSessionRequest\x12\x1b\n\nsession_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"g\n\x12GetSessionResponse\x12\x34\n\x08segments\x18\x02 \x03(\x0b\x32\".rollout.gateway.v1.SessionSegment\x12\x0e\n\x06run_id\x18\x03 \x01(\tJ\x04\x08\x01\x10\x02R\x05turns\"\xa1\x01\n\x0eSessionSegment\x12,\n\x07segment\x18\x01 \x01(\x0b\x32\x1b.rollout.session.v1.Segment\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12\x0c\n\x04text\x18\x04 \x01(\t\x12(\n\x04time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp2\xaa\x02\n\x15RolloutGatewayService\x12[\n\nListModels\x12%.rollout.gateway.v1.ListModelsRequest\x1a&.rollout.gateway.v1.ListModelsResponse\x12W\n\x08\x43omplete\x12#.rollout.gateway.v1.CompleteRequest\x1a$.rollout.gateway.v1.CompleteResponse0\x01\x12[\n\nGetSession\x12%.rollout.gateway.v1.GetSessionRequest\x1a&.rollout.gateway.v1.GetSessionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollout/gateway/v1/gateway.proto\x12\x12rollout.gateway.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a$rollout/inference/v1/inference.proto\x1a rollout/session/v1/session.proto\"\x9e\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x17\n\x0fweights_version\x18\x03 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x13\n\x11ListModelsRequest\"?\n\x12ListModelsResponse\x12)\n\x06models\x18\x01 \x03(\x0b\x32\x19.rollout.gateway.v1.Model\"\xc0\x03\n\x0f\x43ompleteRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12:\n\x07prompts\x18\x02 \x03(\x0b\x32\x1c.rollout.inference.v1.PromptB\x0b\xbaH\x08\x92\x01\x05\x08\x01\x10\x80\x02\x12\x34\n\x06params\x18\x03 \x01(\x0b\x32$.rollout.inference.v1.SamplingParams\x12\x13\n\x01n\x18\x04 \x01(\rB\x08\xbaH\x05*\x03\x18\x80\x01\x12\x0e\n\x06stream\x18\x05 \x01(\x08\x12\x1b\n\nsession_id\x18\x06 \x01(\tB\x07\xbaH\x04r\x02\x18@\x12\x17\n\x0fprompt_logprobs\x18\x07 \x01(\x08\x12\r\n\x05parse\x18\x08 \x01(\x08\x12\x13\n\x0btoken_bytes\x18\t \x01(\x08\x12$\n\x13prompt_top_logprobs\x18\n \x01(\rB\x07\xbaH\x04*\x02\x18\x14\x12\x1c\n\x0fweights_version\x18\x0b \x01(\x04H\x00\x88\x01\x01\x12 \n\x13min_weights_version\x18\x0c \x01(\x04H\x01\x88\x01\x01\x12\x1b\n\nrequest_id\x18\r \x01(\tB\x07\xbaH\x04r\x02\x18@B\x12\n\x10_weights_versionB\x16\n\x14_min_weights_version\"|\n\x10\x43ompleteResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x35\n\x05piece\x18\x02 \x01(\x0b\x32&.rollout.inference.v1.GenerateResponse\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0e\n\x06run_id\x18\x04 \x01(\t\"0\n\x11GetSessionRequest\x12\x1b\n\nsession_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"g\n\x12GetSessionResponse\x12\x34\n\x08segments\x18\x02 \x03(\x0b\x32\".rollout.gateway.v1.SessionSegment\x12\x0e\n\x06run_id\x18\x03 \x01(\tJ\x04\x08\x01\x10\x02R\x05turns\"\xa1\x01\n\x0eSessionSegment\x12,\n\x07segment\x18\x01 \x01(\x0b\x32\x1b.rollout.session.v1.Segment\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12\x0c\n\x04text\x18\x04 \x01(\t\x12(\n\x04time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp2\xaa\x02\n\x15RolloutGatewayService\x12[\n\nListModels\x12%.rollout.gateway.v1.ListModelsRequest\x1a&.rollout.gateway.v1.ListModelsResponse\x12W\n\x08\x43omplete\x12#.rollout.gateway.v1.CompleteRequest\x1a$.rollout.gateway.v1.CompleteResponse0\x01\x12[\n\nGetSession\x12%.rollout.gateway.v1.GetSessionRequest\x1a&.rollout.gateway.v1.GetSessionResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,6 +43,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COMPLETEREQUEST'].fields_by_name['session_id']._serialized_options = b'\272H\004r\002\030@'
   _globals['_COMPLETEREQUEST'].fields_by_name['prompt_top_logprobs']._loaded_options = None
   _globals['_COMPLETEREQUEST'].fields_by_name['prompt_top_logprobs']._serialized_options = b'\272H\004*\002\030\024'
+  _globals['_COMPLETEREQUEST'].fields_by_name['request_id']._loaded_options = None
+  _globals['_COMPLETEREQUEST'].fields_by_name['request_id']._serialized_options = b'\272H\004r\002\030@'
   _globals['_GETSESSIONREQUEST'].fields_by_name['session_id']._loaded_options = None
   _globals['_GETSESSIONREQUEST'].fields_by_name['session_id']._serialized_options = b'\272H\004r\002\020\001'
   _globals['_MODEL']._serialized_start=191
@@ -52,15 +54,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTMODELSRESPONSE']._serialized_start=372
   _globals['_LISTMODELSRESPONSE']._serialized_end=435
   _globals['_COMPLETEREQUEST']._serialized_start=438
-  _globals['_COMPLETEREQUEST']._serialized_end=857
-  _globals['_COMPLETERESPONSE']._serialized_start=859
-  _globals['_COMPLETERESPONSE']._serialized_end=983
-  _globals['_GETSESSIONREQUEST']._serialized_start=985
-  _globals['_GETSESSIONREQUEST']._serialized_end=1033
-  _globals['_GETSESSIONRESPONSE']._serialized_start=1035
-  _globals['_GETSESSIONRESPONSE']._serialized_end=1138
-  _globals['_SESSIONSEGMENT']._serialized_start=1141
-  _globals['_SESSIONSEGMENT']._serialized_end=1302
-  _globals['_ROLLOUTGATEWAYSERVICE']._serialized_start=1305
-  _globals['_ROLLOUTGATEWAYSERVICE']._serialized_end=1603
+  _globals['_COMPLETEREQUEST']._serialized_end=886
+  _globals['_COMPLETERESPONSE']._serialized_start=888
+  _globals['_COMPLETERESPONSE']._serialized_end=1012
+  _globals['_GETSESSIONREQUEST']._serialized_start=1014
+  _globals['_GETSESSIONREQUEST']._serialized_end=1062
+  _globals['_GETSESSIONRESPONSE']._serialized_start=1064
+  _globals['_GETSESSIONRESPONSE']._serialized_end=1167
+  _globals['_SESSIONSEGMENT']._serialized_start=1170
+  _globals['_SESSIONSEGMENT']._serialized_end=1331
+  _globals['_ROLLOUTGATEWAYSERVICE']._serialized_start=1334
+  _globals['_ROLLOUTGATEWAYSERVICE']._serialized_end=1632
 # @@protoc_insertion_point(module_scope)

@@ -126,6 +126,7 @@ class CompleteRequest(_message.Message):
     PROMPT_TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
     MIN_WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name or run id of the policy; empty: the only one."""
     n: _builtins.int
@@ -148,6 +149,8 @@ class CompleteRequest(_message.Message):
     """
     min_weights_version: _builtins.int
     """Oldest weights version to sample with. The request waits for it."""
+    request_id: _builtins.str
+    """Id of the request in the ledger, which no other request has; empty: chosen by the gateway."""
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.Prompt]:
         """Prompts to complete."""
@@ -171,10 +174,11 @@ class CompleteRequest(_message.Message):
         prompt_top_logprobs: _builtins.int = ...,
         weights_version: _builtins.int | None = ...,
         min_weights_version: _builtins.int | None = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_min_weights_version", b"_min_weights_version", "_weights_version", b"_weights_version", "min_weights_version", b"min_weights_version", "params", b"params", "weights_version", b"weights_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_weights_version", b"_min_weights_version", "_weights_version", b"_weights_version", "min_weights_version", b"min_weights_version", "model", b"model", "n", b"n", "params", b"params", "parse", b"parse", "prompt_logprobs", b"prompt_logprobs", "prompt_top_logprobs", b"prompt_top_logprobs", "prompts", b"prompts", "session_id", b"session_id", "stream", b"stream", "token_bytes", b"token_bytes", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_weights_version", b"_min_weights_version", "_weights_version", b"_weights_version", "min_weights_version", b"min_weights_version", "model", b"model", "n", b"n", "params", b"params", "parse", b"parse", "prompt_logprobs", b"prompt_logprobs", "prompt_top_logprobs", b"prompt_top_logprobs", "prompts", b"prompts", "request_id", b"request_id", "session_id", b"session_id", "stream", b"stream", "token_bytes", b"token_bytes", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__min_weights_version: _TypeAlias = _typing.Literal["min_weights_version"]  # noqa: Y015
     _WhichOneofArgType__min_weights_version: _TypeAlias = _typing.Literal["_min_weights_version", b"_min_weights_version"]  # noqa: Y015

@@ -813,8 +813,8 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def delta(self) -> Global___MessageDelta:
-        """If requested: what the piece adds to the message of the assistant. It is present in every piece,
-        even if the piece adds nothing; a piece without it adds its text to the content.
+        """If requested: what the piece adds to the message of the assistant. It is present in every
+        piece, even if the piece adds nothing; a piece without it adds its text to the content.
         """
 
     @_builtins.property

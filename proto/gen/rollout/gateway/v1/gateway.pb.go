@@ -230,8 +230,10 @@ type CompleteRequest struct {
 	WeightsVersion *uint64 `protobuf:"varint,11,opt,name=weights_version,json=weightsVersion,proto3,oneof" json:"weights_version,omitempty"`
 	// Oldest weights version to sample with. The request waits for it.
 	MinWeightsVersion *uint64 `protobuf:"varint,12,opt,name=min_weights_version,json=minWeightsVersion,proto3,oneof" json:"min_weights_version,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// Id of the request in the ledger, which no other request has; empty: chosen by the gateway.
+	RequestId     string `protobuf:"bytes,13,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *CompleteRequest) Reset() {
@@ -346,6 +348,13 @@ func (x *CompleteRequest) GetMinWeightsVersion() uint64 {
 		return *x.MinWeightsVersion
 	}
 	return 0
+}
+
+func (x *CompleteRequest) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
 }
 
 // CompleteResponse is a piece.
@@ -620,7 +629,7 @@ const file_rollout_gateway_v1_gateway_proto_rawDesc = "" +
 	"createTime\"\x13\n" +
 	"\x11ListModelsRequest\"G\n" +
 	"\x12ListModelsResponse\x121\n" +
-	"\x06models\x18\x01 \x03(\v2\x19.rollout.gateway.v1.ModelR\x06models\"\xaa\x04\n" +
+	"\x06models\x18\x01 \x03(\v2\x19.rollout.gateway.v1.ModelR\x06models\"\xd2\x04\n" +
 	"\x0fCompleteRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12C\n" +
 	"\aprompts\x18\x02 \x03(\v2\x1c.rollout.inference.v1.PromptB\v\xbaH\b\x92\x01\x05\b\x01\x10\x80\x02R\aprompts\x12<\n" +
@@ -636,7 +645,9 @@ const file_rollout_gateway_v1_gateway_proto_rawDesc = "" +
 	"\x13prompt_top_logprobs\x18\n" +
 	" \x01(\rB\a\xbaH\x04*\x02\x18\x14R\x11promptTopLogprobs\x12,\n" +
 	"\x0fweights_version\x18\v \x01(\x04H\x00R\x0eweightsVersion\x88\x01\x01\x123\n" +
-	"\x13min_weights_version\x18\f \x01(\x04H\x01R\x11minWeightsVersion\x88\x01\x01B\x12\n" +
+	"\x13min_weights_version\x18\f \x01(\x04H\x01R\x11minWeightsVersion\x88\x01\x01\x12&\n" +
+	"\n" +
+	"request_id\x18\r \x01(\tB\a\xbaH\x04r\x02\x18@R\trequestIdB\x12\n" +
 	"\x10_weights_versionB\x16\n" +
 	"\x14_min_weights_version\"\x9c\x01\n" +
 	"\x10CompleteResponse\x12\x1d\n" +

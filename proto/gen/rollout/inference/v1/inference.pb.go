@@ -1406,8 +1406,8 @@ type GenerateResponse struct {
 	// If requested: the most likely tokens at the position of each of token_ids, best first, under
 	// the unmodified softmax, or the distribution that the engine reports.
 	TopLogprobs []*TopLogprobs `protobuf:"bytes,15,rep,name=top_logprobs,json=topLogprobs,proto3" json:"top_logprobs,omitempty"`
-	// If requested: what the piece adds to the message of the assistant. It is present in every piece,
-	// even if the piece adds nothing; a piece without it adds its text to the content.
+	// If requested: what the piece adds to the message of the assistant. It is present in every
+	// piece, even if the piece adds nothing; a piece without it adds its text to the content.
 	Delta *MessageDelta `protobuf:"bytes,16,opt,name=delta,proto3" json:"delta,omitempty"`
 	// Stop string that ended the completion, with the last piece.
 	StopString string `protobuf:"bytes,17,opt,name=stop_string,json=stopString,proto3" json:"stop_string,omitempty"`
