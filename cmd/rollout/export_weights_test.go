@@ -24,9 +24,13 @@ import (
 // one with an adapter next to the weights, and the newest.
 func stored(t *testing.T) (state string) {
 	t.Helper()
+	return storedRun(t, (&fake{}).run(runv1.RunState_RUN_STATE_SUCCEEDED, 3))
+}
+
+func storedRun(t *testing.T, run *runv1.Run) (state string) {
+	t.Helper()
 	state = t.TempDir()
 	place := sqldb.Files(filepath.Join(state, "db"))
-	run := (&fake{}).run(runv1.RunState_RUN_STATE_SUCCEEDED, 3)
 	if _, err := sqldbtest.Store(t, place, schedulerstore.Open).Create(t.Context(), run, "", scheduler.Cursor{}); err != nil {
 		t.Fatal(err)
 	}

@@ -6,6 +6,10 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	"github.com/rollout-rl/rollout/services/planner/input"
 )
 
 const batchConfig = `name = "sums"
@@ -128,6 +132,45 @@ func TestInferBatchOfARun(t *testing.T) {
 	}
 	if left, _ := filepath.Glob(filepath.Join(dir, ".infer-*")); left != nil {
 		t.Errorf("left are %v", left)
+	}
+}
+
+// The scores of a run are those of its evaluations, so its reward has to be the one in its plan.
+func TestInferBatchComparesTheRewardWithThePlan(t *testing.T) {
+	t.Parallel()
+	dir := batchFolder(t)
+	reward := filepath.Join(dir, "reward.py")
+	write(t, reward, "planned")
+	digest, _, err := input.DigestFile(reward)
+	if err != nil {
+		t.Fatal(err)
+	}
+	run := (&fake{}).run(runv1.RunState_RUN_STATE_SUCCEEDED, 3)
+	run.BaseDir = dir
+	run.Plan.Inputs = append(run.Plan.Inputs, &planv1.Input{Role: planv1.InputRole_INPUT_ROLE_REWARD, Path: "reward.py", Digest: digest})
+	state := storedRun(t, run)
+	answering, kept := worker(t, batchEnd, "0")
+	const refused = "reward.py has changed since the run was planned: its digest is blake3-"
+	for _, c := range []struct {
+		name, reward string
+		args         []string
+		code         int
+		want         string
+	}{
+		{"unchanged", "planned", nil, 0, "as in the evaluations of"},
+		{"changed", "edited", nil, 65, refused},
+		{"changed and accepted", "edited", []string{"--accept-changes"}, 0, refused},
+		{"another reward", "edited", []string{"--reward", reward + ":f"}, 0, "as in the evaluations of"},
+		{"no reward", "edited", []string{"--no-reward"}, 0, "as in the evaluations of"},
+	} {
+		write(t, reward, c.reward)
+		_ = os.Remove(kept)
+		got := call{}.run(t, append([]string{"infer", "batch", "--worker", answering, "--state-dir", state, "--output", filepath.Join(dir, "a.jsonl"),
+			"--data", filepath.Join(dir, "test.jsonl"), "--run", "addition-grpo"}, c.args...)...)
+		_, started := os.Stat(kept)
+		if got.code != c.code || !strings.Contains(got.stderr, c.want) || (started == nil) != (c.code == 0) {
+			t.Errorf("%s: %s", c.name, got.text())
+		}
 	}
 }
 

@@ -23,6 +23,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/trainstate"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	"github.com/rollout-rl/rollout/services/planner/input"
 )
 
 // inferFlags are the flags of `rollout infer batch`.
@@ -40,8 +41,10 @@ type inferFlags struct {
 	seed, limit                        uint64
 	chatTemplate, noReward             bool
 	restart, allowFailures, overwrites bool
+	acceptChanges                      bool
 
-	source string // of the sampling settings that are not set by flags; "": the configuration
+	rewards []*planv1.Input // files of the run's reward
+	source  string          // of the sampling settings that are not set by flags; "": the configuration
 }
 
 // destination checks the output before any work is done.
@@ -77,6 +80,9 @@ func (flags *inferFlags) recorded(ctx context.Context, r record.Reader, job *inf
 	}
 	job.Config, job.BaseDir = evaluating(status.GetRun().GetPlan().GetConfig()), status.GetRun().GetBaseDir()
 	for _, in := range status.GetRun().GetPlan().GetInputs() {
+		if in.GetRole() == planv1.InputRole_INPUT_ROLE_REWARD {
+			flags.rewards = append(flags.rewards, in)
+		}
 		from := in.GetSources()
 		if in.GetRole() == planv1.InputRole_INPUT_ROLE_EVAL_DATA && len(from) > 0 && from[0].GetRevision() != "" {
 			job.Config.Data.Eval = proto.String(from[0].GetPath() + "@" + from[0].GetRevision()) // the rows of the run
@@ -89,6 +95,32 @@ func (flags *inferFlags) recorded(ctx context.Context, r record.Reader, job *inf
 	job.Model = filepath.Join(job.Scratch, "weights")
 	job.WeightsDigest, err = record.Export{Reader: r, Worker: job.Worker}.Write(ctx, snapshot, trainstate.Weights, job.Model)
 	return err
+}
+
+// sameReward compares the files of the run's reward with its plan and returns what changed, which
+// is an error unless changes are accepted.
+func (flags *inferFlags) sameReward(baseDir string) (changed string, err error) {
+	if flags.config.File != "" || flags.reward != "" || flags.noReward {
+		return "", nil
+	}
+	for _, in := range flags.rewards {
+		path := in.GetPath()
+		if !filepath.IsAbs(path) {
+			path = filepath.Join(baseDir, path)
+		}
+		digest, _, err := input.DigestFile(path)
+		if err != nil {
+			return "", exit.New(exit.NoInput, "restore the file, or pass --reward or --no-reward", "cannot read the run's reward %s: %w", path, cli.PathCause(err))
+		}
+		if digest == in.GetDigest() {
+			continue
+		}
+		changed = fmt.Sprintf("the reward %s has changed since the run was planned: its digest is %s, the plan has %s", path, digest, in.GetDigest())
+		if !flags.acceptChanges {
+			return "", exit.New(exit.Data, "restore the file, or add --accept-changes, which scores with the changed reward", "%s", changed)
+		}
+	}
+	return changed, nil
 }
 
 // scores returns the error for a reward model.

@@ -33,7 +33,7 @@ func batchCommand(env *cli.Env) *cobra.Command {
 
 The model is a folder (--model), the newest snapshot of a run (--run) or a snapshot (--snapshot). Prompt field, chat template,
 sampling and reward come from --config, else from the run; flags override them. A run is sampled as in its evaluations, with
-eval.temperature. The settings are printed. The dataset is --data, else data.eval of the configuration.
+eval.temperature, and scored with its reward, which is refused if its files have changed since the plan. The settings are printed. The dataset is --data, else data.eval of the configuration.
 
 Finished rows are kept in FILE.journal: after an interruption the same command continues from there, if its inputs have not changed.
 The same command gives the same bytes, interrupted or not. A sample whose reward fails is INFRA_FAILED and has no score; FILE is not
@@ -77,6 +77,7 @@ With --run and --snapshot the command asks a running control plane, else it read
 	f.BoolVar(&flags.restart, "restart", false, "discard the journal of an interrupted command")
 	f.BoolVar(&flags.overwrites, "overwrite", false, "replace an existing output")
 	f.BoolVar(&flags.allowFailures, "allow-failures", false, "write the output even if samples are INFRA_FAILED")
+	f.BoolVar(&flags.acceptChanges, "accept-changes", false, "with --run or --snapshot: if the run's reward has changed since its plan, score with the changed one")
 	flags.worker.AddTo(cmd)
 	_ = cmd.MarkFlagRequired("output")
 	_ = cmd.MarkFlagDirname("model")
@@ -108,6 +109,13 @@ func execute(env *cli.Env, cmd *cobra.Command, flags *inferFlags) error {
 	}
 	if err != nil {
 		return err
+	}
+	changed, err := flags.sameReward(job.BaseDir)
+	if err != nil {
+		return err
+	}
+	if changed != "" {
+		env.Note("note      %s; the scores are not those of the run's evaluations", changed)
 	}
 	note := "sampling  " + samplingOf(job.Config).String()
 	if flags.source != "" {
