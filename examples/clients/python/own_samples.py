@@ -1,5 +1,5 @@
 """Put multi-turn samples of any sampler into a ledger and train on them with any learner.
-Needs the extra ``buffer`` of the client; no worker of rollout runs.
+Needs only the client and numpy; no worker of rollout runs.
 
 python examples/clients/python/own_samples.py
 """
