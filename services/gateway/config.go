@@ -6,6 +6,8 @@ import (
 	"log/slog"
 	"time"
 
+	"go.opentelemetry.io/otel"
+	"go.opentelemetry.io/otel/metric"
 	"google.golang.org/grpc"
 
 	"github.com/rollout-rl/rollout/libs/apikey"
@@ -46,9 +48,10 @@ type Deps struct {
 	// Scheduler verifies registrations: requests go only to processes that it launched.
 	Scheduler workers.Verifier
 	// Dial connects to a worker at host:port; calls carry the mesh token.
-	Dial func(address string) (Conn, error)
-	Log  *slog.Logger     // nil discards
-	Now  func() time.Time // nil: time.Now
+	Dial   func(address string) (Conn, error)
+	Log    *slog.Logger         // nil discards
+	Now    func() time.Time     // nil: time.Now
+	Meters metric.MeterProvider // nil: the global one
 }
 
 func (d *Deps) check() error {
@@ -57,6 +60,9 @@ func (d *Deps) check() error {
 	}
 	if d.Log == nil {
 		d.Log = slog.New(slog.DiscardHandler)
+	}
+	if d.Meters == nil {
+		d.Meters = otel.GetMeterProvider()
 	}
 	if d.Now == nil {
 		d.Now = time.Now

@@ -43,11 +43,16 @@ func New(cfg Config, deps Deps) (*Server, error) {
 	if cfg.BodyTimeout == 0 {
 		cfg.BodyTimeout = time.Minute
 	}
+	workers := newDirectory(deps)
+	metrics, err := newMetrics(deps.Meters, workers)
+	if err != nil {
+		return nil, fmt.Errorf("gateway: %w", err)
+	}
 	listener, err := net.Listen("tcp", cfg.Address)
 	if err != nil {
 		return nil, fmt.Errorf("gateway: %w", err)
 	}
-	svc := &service{Deps: deps, queueTimeout: cmp.Or(cfg.QueueTimeout, DefaultQueueTimeout), workers: newDirectory(deps)}
+	svc := &service{Deps: deps, queueTimeout: cmp.Or(cfg.QueueTimeout, DefaultQueueTimeout), workers: workers, metrics: metrics}
 	front := &edge.Edge{Options: edge.Options{
 		Backend: svc, Keys: cfg.Keys, TrustOwner: cfg.TrustOwner, BodyTimeout: cfg.BodyTimeout, Log: deps.Log, Now: deps.Now,
 	}}
@@ -95,6 +100,7 @@ const verifyRetry = time.Second
 // Run serves HTTP and follows the registry until ctx ends. Requests in flight then have ten seconds
 // to finish.
 func (s *Server) Run(ctx context.Context) error {
+	defer func() { _ = s.svc.metrics.gauges.Unregister() }()
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	follow, cancel := context.WithCancel(context.WithoutCancel(ctx))

@@ -24,6 +24,7 @@ type service struct {
 	Deps
 	queueTimeout time.Duration
 	workers      *directory
+	metrics      *metrics
 }
 
 // Models returns the served policies, ordered by name.
@@ -45,12 +46,16 @@ func (s *service) Complete(ctx context.Context, req *gatewayv1.CompleteRequest, 
 	if err != nil {
 		return err
 	}
-	return s.complete(ctx, run, needOf(req), newRecorder(s.callOf(req), s.Now), &delivery{
+	rec, seen := newRecorder(s.callOf(req), s.Now), s.metrics.begin(req, name)
+	err = s.complete(ctx, run, needOf(req), rec, &delivery{
 		session: session,
 		send: func(piece *inferencev1.GenerateResponse) error {
+			seen.piece()
 			return send(&gatewayv1.CompleteResponse{SessionId: session.id, Piece: piece, Model: name, RunId: run})
 		},
 	})
+	seen.end(ctx, rec, err)
+	return err
 }
 
 // delivery is where the pieces of a request go.

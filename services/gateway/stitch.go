@@ -84,6 +84,24 @@ func (r *recorder) begun() bool { return r.tokens > 0 || r.open < len(r.list)*in
 // complete reports whether all completions have ended.
 func (r *recorder) complete() bool { return r.open == 0 }
 
+// promptTokens is the number of tokens of the prompts whose completions have ended.
+func (r *recorder) promptTokens() (n int) {
+	for _, row := range r.list {
+		n += int(row[0].last.GetPromptTokens())
+	}
+	return n
+}
+
+// longest is the number of tokens of the longest completion.
+func (r *recorder) longest() (n int) {
+	for _, row := range r.list {
+		for _, c := range row {
+			n = max(n, len(c.ids))
+		}
+	}
+	return n
+}
+
 // add records a piece, and changes it to continue the earlier ones. keep is whether the caller gets
 // it, done the completion that it ends; nil if it ends none.
 func (r *recorder) add(piece *inferencev1.GenerateResponse) (keep bool, done *completion, err error) {
@@ -147,7 +165,11 @@ func (c *completion) span(piece *inferencev1.GenerateResponse) {
 	if piece.WeightsVersion == nil && len(c.spans) > 0 {
 		version = c.spans[len(c.spans)-1].GetVersion()
 	}
-	c.spans = joined(c.spans, &trajectoryv1.VersionSpan{Version: version, Start: start, End: end})
+	if n := len(c.spans); n > 0 && c.spans[n-1].GetVersion() == version {
+		c.spans[n-1].End = end
+		return
+	}
+	c.spans = append(c.spans, &trajectoryv1.VersionSpan{Version: version, Start: start, End: end})
 }
 
 // stitched returns the spans of the whole completion. last: those of the last worker, whose

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"go.opentelemetry.io/contrib/instrumentation/google.golang.org/grpc/otelgrpc"
+	"go.opentelemetry.io/otel/metric"
 	"go.opentelemetry.io/otel/propagation"
 	"go.opentelemetry.io/otel/trace"
 	"google.golang.org/grpc"
@@ -50,12 +51,21 @@ type fakeWorker struct {
 
 	mu      sync.Mutex
 	last    *inferencev1.GenerateRequest
+	version uint64 // weights version; 0: 12
+	slots   uint32
 	asked   bool // set when the gateway has requested the status
 	traceID string
 }
 
 // sampler replaces the completions of a fakeWorker.
 type sampler func(*inferencev1.GenerateRequest, grpc.ServerStreamingServer[inferencev1.GenerateResponse]) error
+
+// load sets the weights version.
+func (f *fakeWorker) load(version uint64) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.version = version
+}
 
 func (f *fakeWorker) trace() string {
 	f.mu.Lock()
@@ -65,10 +75,10 @@ func (f *fakeWorker) trace() string {
 
 func (f *fakeWorker) GetInferenceStatus(context.Context, *inferencev1.GetInferenceStatusRequest) (*inferencev1.GetInferenceStatusResponse, error) {
 	f.mu.Lock()
+	defer f.mu.Unlock()
 	f.asked = true
-	f.mu.Unlock()
 	return &inferencev1.GetInferenceStatusResponse{
-		Model: f.model, MaxModelLen: 64, Receipt: &weightsv1.WeightsReceipt{Version: 12, Digest: "blake3-aa"},
+		Model: f.model, MaxModelLen: 64, Receipt: &weightsv1.WeightsReceipt{Version: cmp.Or(f.version, 12), Digest: "blake3-aa"}, Slots: f.slots,
 	}, nil
 }
 
@@ -323,6 +333,7 @@ type ledger struct {
 	sessions map[string]*gateway.Session
 	expired  chan time.Time // receives the time of each Expire
 	log      lockedLog
+	meters   metric.MeterProvider // of the gateway; nil: the global one
 }
 
 func (l *ledger) Expire(_ context.Context, before time.Time) (int, error) {
@@ -420,7 +431,7 @@ func runOn(t *testing.T, cfg gateway.Config, store *ledger, workers ...*fakeWork
 	}
 	cfg.QueueTimeout = cmp.Or(cfg.QueueTimeout, 300*time.Millisecond)
 	s, err := gateway.New(cfg, gateway.Deps{
-		Store: store, Registry: reg, Scheduler: launcher{}, Log: slog.New(slog.NewTextHandler(&store.log, nil)), Now: func() time.Time { return time.Unix(1_700_000_000, 0) },
+		Store: store, Registry: reg, Scheduler: launcher{}, Meters: store.meters, Log: slog.New(slog.NewTextHandler(&store.log, nil)), Now: func() time.Time { return time.Unix(1_700_000_000, 0) },
 		Dial: func(address string) (gateway.Conn, error) {
 			return grpc.NewClient(address, grpc.WithStatsHandler(otelgrpc.NewClientHandler(otelgrpc.WithPropagators(propagation.TraceContext{}))), grpc.WithTransportCredentials(insecure.NewCredentials()))
 		},
