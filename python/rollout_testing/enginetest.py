@@ -460,6 +460,20 @@ def asked_for(output: SampleOutput, asked: GroupRequest) -> GroupRequest:
     return GroupRequest(output.request_id, asked.prompt_ids, seeds, asked.params)
 
 
+@case("sessions")
+async def the_next_turn_reuses_the_last_one_until_a_swap(harness: Harness) -> None:
+    first = replace(request("1", prompt=range(64), tokens=24), session="s")
+    async with harness.start() as engine:
+        ids = (await collect(engine, first))["1", 0].token_ids.tolist()
+        second = replace(request("2", prompt=[*range(64), *ids, 65, 66]), session="s")
+        reused = (await collect(engine, second))["2", 0]
+        await swap(engine, harness, 1)
+        fresh = (await collect(engine, second))["2", 0]
+    assert len(second.prompt_ids) > reused.cached_tokens >= 64 and not fresh.cached_tokens
+    for output, version in ((reused, 0), (fresh, 1)):
+        np.testing.assert_allclose(model_logprobs(output), harness.expected(second, output, version), atol=harness.tolerance)
+
+
 @case("swaps_in_flight")
 async def a_swap_in_flight_starts_a_version_span(harness: Harness) -> None:
     async with harness.start() as engine:

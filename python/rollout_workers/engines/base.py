@@ -201,6 +201,9 @@ class EngineStats:
     """Counters and speeds of the engine. samples and tokens count from the start; tokens/s is over
     the last steps.
 
+    prompt_tokens: of the prompts that began. prefilled_tokens: tokens of prompts that were
+    computed, not reused.
+
     cache_epoch: grows with every weight swap; KV from before a swap is only used by samples that
     were in progress then. busy_seconds: total time of admitting and decoding (model, sampling, and
     bookkeeping, without waiting). forward_seconds: the part of it in the model's passes (on a GPU:
@@ -219,6 +222,7 @@ class EngineStats:
     busy_seconds: float
     forward_seconds: float
     tokens_per_second: float
+    prefilled_tokens: int = 0
 
 
 class Engine(Protocol):

@@ -109,6 +109,7 @@ ENGINES: dict[str, Entry] = {
                 "top_logprobs",
             ),
             continues=True,
+            sessions=True,
             prompt_logprobs=True,
             deterministic=True,
             swaps_in_flight=True,

@@ -71,7 +71,7 @@ def request(
     name: str,
     length: int = 6,
     seeds: Sequence[int] = (1,),
-    prompt: Sequence[int] | None = None,
+    prompt: Sequence[int] | np.ndarray | None = None,
     stream: bool = False,
     **params: Any,
 ) -> GroupRequest:

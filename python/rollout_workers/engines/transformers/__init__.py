@@ -5,6 +5,8 @@
     decoder.py          admit, step, finish
     slots.py sample.py  samples in flight
     prefill.py          prompts that run together
+    prefixes.py         KV of earlier prompts and samples, by tokens
+    edits.py            bias, penalties, minimum lengths
     kv.py               dense KV cache, one row per slot
     forward.py          chooses llama.py (Llama, Mistral, Qwen2, Qwen3) or generic.py (the module's own forward)
     attention.py        kinds of attention, and the longest sequence that can be decoded
@@ -15,7 +17,9 @@
     current_weights.py  stage, load, digest
     determinism.py      the check at the start of deterministic mode
 
-A group's prompt runs once; its KV is copied to the slots of its samples. Free slots cost nothing:
+A group's prompt runs once; its KV is copied to the slots of its samples. A prompt that begins like
+an earlier prompt or sample reuses its KV, and a long prompt is computed in parts between decoding
+steps. Free slots cost nothing:
 samples are moved to the lowest slots, and rows of similar length are adjacent, so a step's
 attention reads each run of rows only up to its longest row.
 

@@ -18,8 +18,11 @@ class EngineConfig:
     result depends on it. device: where weights and KV are stored; None: the module's device.
     kv_on_swap: what samples in progress do with KV of older weights: "keep" or "recompute" it.
     prefill_tokens: about how many tokens of prompts one prefill pass computes, padding included
-    (not in deterministic mode). block_rows: rows of a deterministic step's forward pass, on which
-    the result depends; limited to ``slots``.
+    (not in deterministic mode). chunk_tokens: a longer prompt is computed in parts of so many
+    tokens, between decoding steps. prefix_bytes: memory for KV of earlier prompts and samples,
+    which later prompts that begin with the same tokens reuse; 0 is off, None: half of the KV cache,
+    at most 1 GB. Deterministic mode reuses only whole prompts. block_rows: rows of a deterministic
+    step's forward pass, on which the result depends; limited to ``slots``.
 
     Raises ``ValueError`` for a value outside its range.
     """
@@ -31,10 +34,20 @@ class EngineConfig:
     device: str | None = None
     kv_on_swap: Literal["keep", "recompute"] = "keep"
     prefill_tokens: int = 4096
+    chunk_tokens: int = 256
+    prefix_bytes: int | None = None
     block_rows: int = 128
 
     def __post_init__(self) -> None:
-        for name, least in (("slots", 1), ("max_len", 2), ("prefill_tokens", 1), ("block_rows", 1), ("threads", 1)):
+        for name, least in (
+            ("slots", 1),
+            ("max_len", 2),
+            ("prefill_tokens", 1),
+            ("chunk_tokens", 1),
+            ("prefix_bytes", 0),
+            ("block_rows", 1),
+            ("threads", 1),
+        ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}; it must be at least {least}")

@@ -22,14 +22,16 @@ from rollout_workers.engines.errors import EngineClosed, EngineError, EngineFail
 from rollout_workers.engines.transformers.config import EngineConfig
 from rollout_workers.engines.transformers.forward import choose_forward
 from rollout_workers.engines.transformers.kv import KvCache, Segment
-from rollout_workers.engines.transformers.prefill import by_bucket, by_size
+from rollout_workers.engines.transformers.prefill import by_bucket, by_part, by_size
+from rollout_workers.engines.transformers.prefixes import Prefix, Prefixes
 from rollout_workers.engines.transformers.row_order import is_scattered, loose_segments, moves, segments
-from rollout_workers.engines.transformers.sample import Group, Prefix, Sample, Sink, request_error
+from rollout_workers.engines.transformers.sample import Group, Part, Sample, Sink, request_error
 from rollout_workers.engines.transformers.sampler import Controls, sample
 from rollout_workers.engines.transformers.score import Scoring
 from rollout_workers.engines.transformers.slots import Slots, SlotTable
 from rollout_workers.engines.transformers.text import SampleText, Tokenizer, advance, continued
 
+_MOST_PREFIX_BYTES = 1 << 30
 _SORT_EVERY = 16  # steps between two sorts in the fast mode, where sorting only saves reads
 
 
@@ -39,6 +41,7 @@ class Counters:
 
     generated_tokens: int = 0
     prompt_tokens: int = 0
+    prefilled_tokens: int = 0
     steps: int = 0
     busy_seconds: float = 0.0
     forward_seconds: float = 0.0
@@ -75,6 +78,8 @@ class Decoder:
         with torch.inference_mode(False):
             self.forward = choose_forward(module, config.max_len)
         self.cache = KvCache.empty(self.forward.shape, config.rows, config.max_len, self.device)
+        most = min(self.cache.data.nbytes // 2, _MOST_PREFIX_BYTES)
+        self.prefixes = Prefixes(most if config.prefix_bytes is None else config.prefix_bytes)
 
     def has_work(self) -> bool:
         """Whether ``turn`` has anything to do."""
@@ -131,6 +136,7 @@ class Decoder:
         error.__cause__ = cause
         self.abort(tuple(self.groups), "error", error)
         self.queue.clear()
+        self.prefixes.clear()
         self.cache.data.zero_()
 
     def score(self, prompt: NDArray[np.int64], top: int, answer: Future[PromptLogprobs]) -> None:
@@ -161,8 +167,7 @@ class Decoder:
         used = self.table.used()
         for slot in used.tolist():
             self.table.owner[slot].close_span(self.version, int(self.table.generated[slot]))
-        for group in self.queue:
-            group.prefix = None
+        self._forget()
         self.version, self.cache_epoch = version, self.cache_epoch + 1
         if self.config.kv_on_swap == "recompute":
             if self._parked is None:
@@ -170,11 +175,18 @@ class Decoder:
             else:
                 self._parked.kv = None
 
+    def _forget(self) -> None:
+        """Drop all KV but that of samples in progress."""
+        self.prefixes.clear()
+        for group in self.queue:
+            group.forget()
+
     def offload(self) -> None:
         """Move weights and the KV of samples in progress to the host and free the rest. No turn
         runs until ``onload``."""
         if self._parked is not None:
             return
+        self._forget()
         used = self.table.used()
         length = int(self.table.positions.max())
         self._parked = Parked(used, self.cache.data[:, self._tensor(used), :length].cpu())
@@ -216,6 +228,7 @@ class Decoder:
             steps=counters.steps,
             busy_seconds=counters.busy_seconds,
             forward_seconds=counters.forward_seconds,
+            prefilled_tokens=counters.prefilled_tokens,
             tokens_per_second=sum(n for _, n in recent[1:]) / elapsed if elapsed > 0 else 0.0,
         )
 
@@ -226,21 +239,95 @@ class Decoder:
         waiting = min(sum(len(group.pending) for group in self.queue), self.config.slots)
         if not waiting or len(free) < min(waiting, self._worth_admitting()):
             return
+        placed = self._place(free)
+        for group, slots in placed:
+            if group.prefix is not None and group.prefix.logits is not None:
+                self._start([(group, slots)], group.prefix.logits.unsqueeze(0), group.prefix.kv.unsqueeze(1))
+        new = [item for item in placed if item[0].prefix is None and item[0].part is None]
+        for members, logits, kv in self._prefill([group.sequence for group, _ in new]):
+            self._start([new[i] for i in members], logits, kv)
+        begun = [item for item in placed if item[0].prefix is None and item[0].part is not None]
+        for members, logits, kv in self._extend([group for group, _ in begun]):
+            self._start([begun[i] for i in members], logits, kv)
+        if placed:
+            self.queue = deque(group for group in self.queue if group.pending)
+
+    def _place(self, free: Slots) -> list[tuple[Group, Slots]]:
+        """Slots for the groups that wait. Of a long prompt only a part is computed now, and a slot
+        stays free for it."""
         placed: list[tuple[Group, Slots]] = []
+        computing = False
         for group in self.queue:
+            if not len(free):
+                break
+            self._look_up(group)
+            if self._is_long(group):
+                if not computing:
+                    self._compute_part(group)
+                computing, free = True, free[:-1]
+                continue
             count = min(len(group.pending), len(free))
             placed.append((group, free[:count]))
             free = free[count:]
-            if not len(free):
-                break
-        new = [item for item in placed if item[0].prefix is None]
-        for group, slots in placed:
-            if group.prefix is not None:
-                self._start([(group, slots)], group.prefix.logits.unsqueeze(0), group.prefix.kv.unsqueeze(1))
-        for members, logits, kv in self._prefill([group.sequence for group, _ in new]):
-            self._start([new[i] for i in members], logits, kv)
-        while self.queue and not self.queue[0].pending:
-            self.queue.popleft()
+        return placed
+
+    def _look_up(self, group: Group) -> None:
+        """Find what the cache has of a prompt. Deterministic mode uses only whole prompts, because
+        the bits of a prompt in parts are others."""
+        if group.prefix is not None or group.part is not None:
+            return
+        if self.config.deterministic:
+            group.prefix = self.prefixes.whole(group.sequence)
+            group.cached = 0 if group.prefix is None else len(group.sequence)
+        elif self.forward.extends and (found := self.prefixes.find(group.sequence)) is not None:
+            prefix, count = found
+            group.cached = min(count, len(group.sequence) - 1)
+            group.part = Part(prefix.kv.unsqueeze(1), group.cached)
+
+    def _is_long(self, group: Group) -> bool:
+        done = 0 if group.part is None else group.part.count
+        return self.forward.extends and group.prefix is None and len(group.sequence) - done > self.config.chunk_tokens
+
+    def _compute_part(self, group: Group) -> None:
+        """Compute the next part of a long prompt."""
+        sequence, done = group.sequence, 0 if group.part is None else group.part.count
+        if group.part is None or group.part.kv.shape[2] < len(sequence):
+            kv = self._empty(1, len(sequence))
+            if group.part is not None:
+                kv[:, :, :done] = group.part.kv[:, :, :done]
+            group.part = Part(kv, done)
+        end = done + self.config.chunk_tokens
+        self._pass_over([sequence[done:end]], [done], group.part.kv[:, :, :end])
+        group.part.count = end
+
+    def _extend(self, groups: Sequence[Group]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+        """Compute the rest of prompts of which a part is known. Yields like ``_prefill``."""
+        parts = [group.part for group in groups if group.part is not None]
+        starts, lengths = [part.count for part in parts], [len(group.sequence) for group in groups]
+        most = 1 if self.config.deterministic else self.config.prefill_tokens
+        for members in by_part(starts, lengths, most):
+            begin = [starts[i] for i in members]
+            new = [groups[i].sequence[starts[i] :] for i in members]
+            kv = self._empty(len(members), max(begin) + max(map(len, new)))
+            for row, i in enumerate(members):
+                kv[:, row, : starts[i]] = parts[i].kv[:, 0, : starts[i]]
+            yield members, self._pass_over(new, begin, kv), kv[:, :, : self.config.max_len]
+
+    def _pass_over(self, new: Sequence[NDArray[np.int64]], starts: Sequence[int], kv: Tensor) -> Tensor:
+        """Compute tokens that follow ``starts`` tokens, and write their KV. Returns the last
+        logits."""
+        lengths = np.array([len(row) for row in new])
+        ids = np.zeros((len(new), lengths.max()), np.int64)
+        for row, tokens in enumerate(new):
+            ids[row, : len(tokens)] = tokens
+        with self._forward_clock():
+            logits = self.forward.extend(self._tensor(ids), self._tensor(np.array(starts)), self._tensor(lengths), kv)
+        self.counters.prefilled_tokens += int(lengths.sum())
+        return logits
+
+    def _empty(self, rows: int, length: int) -> Tensor:
+        shape = self.forward.shape
+        return torch.zeros((shape.layers, rows, length, 2, shape.heads, shape.dim), dtype=shape.dtype, device=self.device)
 
     def _worth_admitting(self) -> int:
         """The number of free slots for which a prefill pass is worthwhile, because a pass for one
@@ -255,22 +342,31 @@ class Decoder:
         for members, ids, lengths in batches:
             with self._forward_clock():
                 logits, kv = self.forward.prefill(self._tensor(ids), self._tensor(lengths))
-            self.counters.prompt_tokens += int(lengths[: len(members)].sum())
+            self.counters.prefilled_tokens += int(lengths[: len(members)].sum())
             yield members, logits, kv
 
     def _start(self, placed: list[tuple[Group, Slots]], logits: Tensor, kv: Tensor) -> None:
         """Give samples their slots, the KV of their prompt, and their first token. Row i of logits
         and kv is the prompt of placed[i]."""
+        for row, (group, _) in enumerate(placed):
+            if len(group.pending) == len(group.request.seeds):
+                self.counters.prompt_tokens += len(group.sequence)
+            if group.prefix is None:
+                self._keep(group, logits[row], kv[:, row, : len(group.sequence)])
         for _, alike in groupby(placed, lambda item: (item[0].request.params, item[0].stop_ids)):
             self._occupy(list(alike))
-        for row, (group, _) in enumerate(placed):
-            if group.pending and group.prefix is None:
-                group.prefix = Prefix(logits[row].clone(), kv[:, row].clone())
         slots = np.concatenate([slots for _, slots in placed])
         counts = [len(slots) for _, slots in placed]
         rows = self._tensor(np.repeat(np.arange(len(placed)), counts))
         self.cache.spread(slots, counts, kv[:, : len(placed)])
         self._sample(slots, logits[rows], self.table.controls(slots, self.device))
+
+    def _keep(self, group: Group, logits: Tensor, kv: Tensor) -> None:
+        """Keep a computed prompt for later requests, and for the samples of its group that wait."""
+        deterministic = self.config.deterministic
+        group.prefix = Prefix(group.sequence, kv.clone(), logits.clone()) if len(group.request.seeds) > 1 else None
+        if deterministic or self.forward.extends:
+            self.prefixes.keep(group.sequence, kv, logits if deterministic else None)
 
     def _occupy(self, placed: list[tuple[Group, Slots]]) -> None:
         """Give slots to samples of groups with the same parameters and end tokens."""
@@ -281,7 +377,7 @@ class Decoder:
             for _ in range(len(slots)):
                 index = group.pending.popleft()
                 text = group.text or (SampleText(request.params.stop, request.params.min_tokens) if group.watched else None)
-                owners.append(Sample(group, index, text))
+                owners.append(Sample(group, index, text, self.cache_epoch))
                 seeds.append(group.request.seeds[index])
         counts = [len(slots) for _, slots in placed]
         prompts = np.repeat([len(group.sequence) for group, _ in placed], counts)
@@ -424,6 +520,8 @@ class Decoder:
             owner = table.owner[slot]
             owner.close_span(self.version, end)
             group = owner.group
+            if error is None:
+                self._keep_sample(slot, owner)
             if group.request.stream and (rest := owner.text.remaining_text()):
                 group.sink.put(self._delta(slot, owner, end, end, rest))
             group.deliver(
@@ -439,11 +537,21 @@ class Decoder:
                     text=None if owner.text is None else owner.text.text[owner.text.start :],
                     stop_string=None if owner.text is None else owner.text.matched,
                     top_logprobs=owner.top_logprobs(0, end - owner.begin),
+                    cached_tokens=group.cached,
                 )
             )
             if not group.left:
                 del self.groups[group.request.request_id]
         table.release(slots)
+
+    def _keep_sample(self, slot: int, owner: Sample) -> None:
+        """Keep the KV of a finished sample, if all of it is of the current weights."""
+        if owner.epoch != self.cache_epoch or self.config.deterministic or not self.forward.extends or self._parked is not None:
+            return
+        known = int(self.table.positions[slot])  # the last token has no KV
+        group, new = owner.group, known - len(owner.group.prompt)
+        tokens = np.concatenate((group.prompt, self.table.out_tokens[slot, :new].astype(np.int64)))
+        self.prefixes.keep(tokens, self.cache.data[:, slot, :known])
 
     def _tensor(self, array: NDArray[np.generic]) -> Tensor:
         """The array on the model's device; on the CPU it shares the array's memory."""

@@ -12,16 +12,17 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from rollout_workers.engines.errors import ModelUnsupported
 from rollout_workers.engines.transformers.attention import Windows
-from rollout_workers.engines.transformers.kv import KvCache, KvShape, Segment, step_index
+from rollout_workers.engines.transformers.kv import KvCache, KvShape, Segment, chunk_index, step_index
 
 
 class GenericForward:
     """Implements ``Forward``. Every step is one segment."""
 
     splits = False
+    extends = True
 
     def __init__(self, module: PreTrainedModel, max_len: int) -> None:
-        self.module = module
+        self.module, self.max_len = module, max_len
         self.windows = Windows(module.config.get_text_config(), max_len)
         self.shape = self._measure()
 
@@ -38,6 +39,12 @@ class GenericForward:
         logits = self._run(ids, positions.expand(rows, width), mask.expand(rows, 1, width, width), layers)
         kept = torch.stack([layer.kept for layer in layers])
         return logits[torch.arange(rows, device=ids.device), lengths - 1], kept.permute(0, 2, 4, 1, 3, 5)
+
+    def extend(self, ids: Tensor, starts: Tensor, lengths: Tensor, kv: Tensor) -> Tensor:
+        chunk = chunk_index(ids.shape[1], starts, kv, self.max_len)
+        layers = [_Slots(of_layer, chunk.flat, Segment(0, len(ids), kv.shape[2]), ids.shape[1]) for of_layer in kv]
+        logits = self._run(ids, chunk.positions, chunk.mask, layers)
+        return logits[torch.arange(len(ids), device=ids.device), lengths - 1]
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: KvCache, segments: Sequence[Segment]) -> Tensor:
         index = step_index(positions, segments, cache)
@@ -96,19 +103,19 @@ class _Prompt(CacheLayerMixin):
 
 
 class _Slots(CacheLayerMixin):
-    """A layer of the engine's cache for one decoding step. Writes one position per row and returns
-    the first ``length``."""
+    """A layer of KV for one pass. Writes ``new`` positions per row and returns the first
+    ``length``."""
 
-    def __init__(self, kv: Tensor, flat: Tensor, segment: Segment) -> None:
+    def __init__(self, kv: Tensor, flat: Tensor, segment: Segment, new: int = 1) -> None:
         super().__init__()
-        self.kv, self.flat, self.segment = kv, flat, segment
+        self.kv, self.flat, self.segment, self.new = kv, flat, segment, new
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        new = torch.stack((key_states.squeeze(2), value_states.squeeze(2)), dim=1)
-        self.kv.view(-1, new[0].numel()).index_copy_(0, self.flat, new.view(new.shape[0], -1))
+        new = torch.stack((key_states, value_states), dim=1).permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1)
+        self.kv.view(-1, new.shape[1]).index_copy_(0, self.flat, new)
         read = self.kv[: self.segment.stop, : self.segment.length]
         return read[:, :, 0].transpose(1, 2), read[:, :, 1].transpose(1, 2)
 
@@ -116,7 +123,7 @@ class _Slots(CacheLayerMixin):
         return self.segment.length, 0
 
     def get_seq_length(self) -> int:
-        return self.segment.length - 1
+        return self.segment.length - self.new
 
     def get_max_length(self) -> int:
         return self.kv.shape[1]

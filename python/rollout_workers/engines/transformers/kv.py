@@ -14,6 +14,30 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
+class Chunk(NamedTuple):
+    """The places that a pass over T new tokens of P sequences writes and reads, for all layers.
+
+    positions int64[P, T]: limited to max_len - 1 in padding. flat int64[P * T]: row * L + position.
+    mask [P, 1, T, L] in the model's dtype: 0 up to and including a token's position, else the
+    dtype's lowest number.
+    """
+
+    positions: Tensor
+    flat: Tensor
+    mask: Tensor
+
+
+def chunk_index(width: int, starts: Tensor, kv: Tensor, max_len: int) -> Chunk:
+    """The index of a pass over ``width`` tokens from ``starts`` int64[P] on, whose KV becomes part
+    of kv [layers, P, L, 2, heads, dim]."""
+    rows, length = kv.shape[1:3]
+    positions = starts[:, None] + torch.arange(width, device=kv.device)
+    flat = torch.arange(0, rows * length, length, device=kv.device)[:, None] + positions
+    mask = torch.zeros((rows, 1, width, length), dtype=kv.dtype, device=kv.device)
+    mask.masked_fill_(torch.arange(length, device=kv.device) > positions[:, None, :, None], torch.finfo(kv.dtype).min)
+    return Chunk(positions.clamp(max=max_len - 1), flat.flatten(), mask)
+
+
 @dataclass(frozen=True, slots=True)
 class KvShape:
     """The shape of one token's KV: layers of a key and a value of heads * dim elements each."""

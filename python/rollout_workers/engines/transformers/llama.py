@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from rollout_workers.engines.transformers.kv import KvCache, KvShape, Segment, StepIndex, step_index
+from rollout_workers.engines.transformers.kv import Chunk, KvCache, KvShape, Segment, StepIndex, chunk_index, step_index
 
 _ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
@@ -27,6 +27,7 @@ class LlamaForward:
     its device."""
 
     splits = True
+    extends = True
 
     @staticmethod
     def refusal(module: PreTrainedModel, max_len: int) -> str | None:
@@ -74,6 +75,16 @@ class LlamaForward:
         last = torch.arange(0, rows * width, width, device=ids.device) + lengths - 1
         return self._logits(x[last]), kept
 
+    def extend(self, ids: Tensor, starts: Tensor, lengths: Tensor, kv: Tensor) -> Tensor:
+        rows, width = ids.shape
+        chunk = chunk_index(width, starts, kv, len(self.cos))
+        x = F.embedding(ids.reshape(-1), self.embedding)
+        cos, sin = (t[chunk.positions.flatten()].unsqueeze(1) for t in (self.cos, self.sin))
+        for layer, of_layer in zip(self.layers, kv, strict=True):
+            x = layer.extend(x, cos, sin, of_layer, chunk, self.eps)
+        last = torch.arange(0, rows * width, width, device=ids.device) + lengths - 1
+        return self._logits(x[last])
+
     def decode(self, tokens: Tensor, positions: Tensor, cache: KvCache, segments: Sequence[Segment]) -> Tensor:
         x = F.embedding(tokens, self.embedding)
         cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
@@ -120,6 +131,17 @@ class _Layer:
         k, v = (kv[:, :, i].transpose(1, 2) for i in (0, 1))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
         return self._finish(x, attended.transpose(1, 2).reshape(rows * width, -1), eps)
+
+    def extend(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, chunk: Chunk, eps: float) -> Tensor:
+        """Write T positions of each row of kv [P, L, 2, kv_heads, dim], and attend to all up to
+        each."""
+        rows = kv.shape[0]
+        new = torch.empty((x.shape[0], 2, self.kv_heads, self.dim), dtype=x.dtype, device=x.device)
+        q = self._project(x, cos, sin, new, eps).unflatten(0, (rows, -1)).transpose(1, 2)
+        kv.view(-1, new[0].numel()).index_copy_(0, chunk.flat, new.view(x.shape[0], -1))
+        k, v = (kv[:, :, i].transpose(1, 2) for i in (0, 1))
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=chunk.mask, scale=self.scale, enable_gqa=True)
+        return self._finish(x, attended.transpose(1, 2).reshape(x.shape[0], -1), eps)
 
     def decode(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, index: StepIndex, eps: float) -> Tensor:
         """Write one position of each row of kv [slots, max_len, 2, kv_heads, dim], then attend, one

@@ -36,6 +36,21 @@ def by_size(sequences: Sequence[NDArray[np.int64]], max_tokens: int) -> Iterator
         start = end
 
 
+def by_part(starts: Sequence[int], lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Batches of sequences of similar ``lengths``, of which the first ``starts`` tokens are
+    computed. A batch has at most ``max_tokens`` with padding, or one sequence."""
+    members: list[int] = []
+    known = new = 0
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        known, new = max(known, starts[i]), max(new, lengths[i] - starts[i])
+        if members and ((len(members) + 1) * (known + new) > max_tokens or lengths[i] > 2 * lengths[members[0]] + 8):
+            yield members
+            members, known, new = [], starts[i], lengths[i] - starts[i]
+        members.append(i)
+    if members:
+        yield members
+
+
 def by_bucket(sequences: Sequence[NDArray[np.int64]], max_len: int) -> Iterator[PrefillBatch]:
     """Batches whose shape depends only on the length of each member: ``bucket_shape``."""
     buckets: dict[tuple[int, int], list[int]] = {}

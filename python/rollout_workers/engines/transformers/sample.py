@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rollout_workers.engines.base import FinishReason, GroupRequest, SampleDelta, SampleOutput, TopLogprobs, VersionSpan
 from rollout_workers.engines.errors import ContextOverflow, EngineError, InvalidParameters, InvalidPrompt
+from rollout_workers.engines.transformers.prefixes import Prefix
 from rollout_workers.engines.transformers.text import SampleText
 
 
@@ -21,19 +22,21 @@ class Sink(Protocol):
     def put(self, item: SampleDelta | SampleOutput) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """A computed prompt: last logits [V] and KV [layers, T, 2, heads, dim]."""
+@dataclass(slots=True, eq=False)
+class Part:
+    """The beginning of a prompt: its first ``count`` tokens are computed. kv [layers, 1, >= count,
+    2, heads, dim]."""
 
-    logits: Tensor
     kv: Tensor
+    count: int
 
 
 @dataclass(slots=True, eq=False)
 class Group:
     """A request in the engine. ``continued``: tokens of its only sample that an earlier request
     sampled. ``pending``: samples without a slot. ``left``: samples that were not delivered.
-    ``text``: of the continued tokens."""
+    ``text``: of the continued tokens. ``prefix``: its computed prompt, ``part``: the beginning of
+    it. ``cached``: tokens of it that an earlier request computed."""
 
     request: GroupRequest
     prompt: NDArray[np.int64]
@@ -43,6 +46,8 @@ class Group:
     pending: deque[int]
     left: int
     prefix: Prefix | None = None
+    part: Part | None = None
+    cached: int = 0
     text: SampleText | None = None
 
     @property
@@ -60,6 +65,11 @@ class Group:
         if count > params.min_tokens and int(self.continued[-1]) in self.stop_ids:
             return "stop"
         return "length" if count >= limit else None
+
+    def forget(self) -> None:
+        """Drop what was computed of its prompt."""
+        self.prefix = self.part = None
+        self.cached = 0
 
     def deliver(self, output: SampleOutput) -> None:
         self.left -= 1
@@ -82,11 +92,13 @@ class Group:
 @dataclass(slots=True, eq=False)
 class Sample:
     """A sample in a slot. ``span_start``: its first token with the current weights. ``top``: the
-    logprobs and ids of the most likely tokens at each new token."""
+    logprobs and ids of the most likely tokens at each new token. ``epoch``: of the cache when it
+    began."""
 
     group: Group
     index: int
     text: SampleText | None
+    epoch: int
     spans: list[VersionSpan] = field(default_factory=list)
     span_start: int = 0
     top: list[tuple[NDArray[np.float32], NDArray[np.int64]]] = field(default_factory=list)
