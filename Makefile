@@ -34,7 +34,7 @@ build: venv ## Build bin/rollout, bin/rolloutd and bin/rollout-worker
 	@ln -sfn ../.venv/bin/rollout-worker bin/rollout-worker
 
 .PHONY: engine-sglang
-engine-sglang: ## Install SGLang and the workers into .tools/sglang, an environment of its own (6.5 GB)
+engine-sglang: ## Install SGLang and the workers into .tools/sglang, a separate environment (6.5 GB)
 	@scripts/venv_sglang
 
 .PHONY: venv venv-dev venv-bench
@@ -113,7 +113,7 @@ check: ## Run everything that CI runs
 	@.ci/run
 
 .PHONY: check-full
-check-full: check check-race check-vllm bench ## CI, the race detector over all Go tests, vLLM, and the benches
+check-full: check check-race check-engines bench ## CI, the race detector over all Go tests, vLLM, SGLang, and the benches
 
 .PHONY: check-race
 check-race: build venv-dev ## Run the Go tests under the race detector (needs a C compiler)
@@ -122,6 +122,13 @@ check-race: build venv-dev ## Run the Go tests under the race detector (needs a 
 .PHONY: check-vllm
 check-vllm: venv-dev ## Load trained weights in vLLM, in a separate environment (6 GB), and compare its answers
 	@scripts/vllm
+
+.PHONY: check-engines
+check-engines: check-vllm check-sglang ## Check the engines that have separate environments, vLLM and SGLang
+
+.PHONY: check-sglang
+check-sglang: venv-dev ## Run the suite of engines and the tests of SGLangWorker on SGLang, in a separate environment (6.5 GB)
+	@scripts/check_sglang
 
 .PHONY: check-packages
 check-packages: build venv-dev ## Build the Python and Go packages, install each alone, and use it

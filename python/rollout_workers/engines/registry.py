@@ -117,6 +117,28 @@ ENGINES: dict[str, Entry] = {
             most_gpus=1,
         ),
     ),
+    "sglang": Entry(
+        "rollout_workers.engines.sglang.engine:load",
+        Capabilities(
+            long_rope=True,
+            beyond_chunk=True,
+            local_attention=True,
+            top_logprobs=20,
+            prompt_logprobs=True,
+            constraints=("json_schema", "json_object", "regex", "grammar", "choices"),
+            parameters=(
+                "repetition_penalty",
+                "presence_penalty",
+                "frequency_penalty",
+                "logit_bias",
+                "min_tokens",
+                "top_logprobs",
+                "constraint",
+            ),
+            continues=True,
+            swaps_in_flight=True,
+        ),
+    ),
 }
 DEFAULT = "transformers"
 

@@ -94,7 +94,7 @@ class Decoder:
             count = len(request.seeds)
             known = np.asarray(request.continued, dtype=np.int64)
             group = Group(request, prompt, known, stop_ids, sink, deque(range(count)), count)
-            error = request_error(group, self.config.max_len, self.vocabulary)
+            error = request_error(request, self.config.max_len, self.vocabulary)
             if error is None and group.watched and len(known):
                 group.text = continued(params.stop, params.min_tokens, known.tolist(), self._text_of())
             ended = "error" if error is not None else group.ended(self._limit(group))

@@ -126,21 +126,21 @@ class Sample:
             self.span_start = end
 
 
-def request_error(group: Group, max_len: int, vocabulary: int) -> EngineError | None:
+def request_error(request: GroupRequest, max_len: int, vocabulary: int) -> EngineError | None:
     """The error of a request that can't be decoded, or None."""
-    request, prompt = group.request, group.prompt
+    prompt, continued = np.asarray(request.prompt_ids, np.int64), np.asarray(request.continued, np.int64)
     if prompt.ndim != 1 or not len(prompt):
         return InvalidPrompt(f"request {request.request_id}: the prompt must be one-dimensional with at least one token id")
     if len(prompt) >= max_len:
         return ContextOverflow(request.request_id, len(prompt), max_len)
-    sequence = group.sequence
+    sequence = np.concatenate((prompt, continued))
     if sequence.min() < 0 or sequence.max() >= vocabulary:
         wrong = sequence[(sequence < 0) | (sequence >= vocabulary)][0]
         return InvalidPrompt(
             f"request {request.request_id}: token id {wrong} is outside the vocabulary of {vocabulary}; "
             "encode the prompt with the tokenizer of this model"
         )
-    if len(group.continued) and len(request.seeds) != 1:
+    if len(continued) and len(request.seeds) != 1:
         return InvalidParameters(
             f"request {request.request_id}: it continues a sample but has {len(request.seeds)} seeds; "
             "send one request with one seed for each sample that continues"
