@@ -119,6 +119,14 @@ func newGateway(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
+	records, err := client(m, names.SchedulerService, runv1.NewSchedulerServiceClient)
+	if err != nil {
+		return hosted{}, err
+	}
+	ledger, err := client(m, names.BufferService, bufferv1.NewBufferServiceClient)
+	if err != nil {
+		return hosted{}, err
+	}
 	store, err := gatewaystore.Open(ctx, m.place)
 	if err != nil {
 		return hosted{}, err
@@ -126,7 +134,7 @@ func newGateway(ctx context.Context, m *mesh) (hosted, error) {
 	s, err := gateway.New(gateway.Config{
 		Address: address, Keys: apikey.Open(m.endpoints.keysFile), TrustOwner: m.cfg.Gateway.TrustsOwner(), TLS: gatewayTLS(m.cfg.Gateway.Listen, m.certs),
 	}, gateway.Deps{
-		Store: store, Registry: m.discovery, Scheduler: runs, Dial: dialer[gateway.Conn](m), Log: m.logger(names.GatewayService),
+		Store: store, Registry: m.discovery, Scheduler: runs, Work: m.bus, Buffer: ledger, Runs: records, Dial: dialer[gateway.Conn](m), Log: m.logger(names.GatewayService),
 	})
 	if err != nil {
 		return hosted{close: store.Close}, err

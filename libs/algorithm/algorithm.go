@@ -85,6 +85,12 @@ func Samples(config *configv1.RunConfig) bool {
 	return !FromData(config) || config.GetEval().GetEverySteps() > 0 && config.GetReward() != nil
 }
 
+// External reports whether agents outside of the run sample through the gateway and return the
+// rewards.
+func External(config *configv1.RunConfig) bool {
+	return config.GetEnvironment().GetKind() == "external"
+}
+
 // TeachesHeldOut reports whether evaluations compute the loss on held-out rows, without sampling.
 func TeachesHeldOut(config *configv1.RunConfig) bool {
 	return FromData(config) && config.GetEval().GetEverySteps() > 0 && config.GetReward() == nil

@@ -31,7 +31,7 @@ var scopes = table(map[apikey.Scope]map[string]string{
 		// Planning imports the reward that a configuration names, and so runs the caller's code.
 		"rollout.plan.v1.PlannerService":           "CreatePlan RenewPlan VerifyPlan",
 		"rollout.run.v1.SchedulerService":          "CreateRun CancelRun PauseRun ResumeRun",
-		"rollout.gateway.v1.RolloutGatewayService": "Complete",
+		"rollout.gateway.v1.RolloutGatewayService": "Complete NextPrompts CloseSession",
 		// MaterializeSnapshot writes to a folder of the host that the caller chooses; `rollout replay`
 		// and `rollout export` need it. It gives no more access than submit, which can run any code as
 		// the user of the services: it only writes a snapshot's files.

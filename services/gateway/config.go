@@ -13,6 +13,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/apikey"
 	"github.com/rollout-rl/rollout/libs/cert"
 	workers "github.com/rollout-rl/rollout/libs/worker"
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
 // Config configures the service.
@@ -47,6 +49,10 @@ type Deps struct {
 	Registry workers.Registry
 	// Scheduler verifies registrations: requests go only to processes that it launched.
 	Scheduler workers.Verifier
+	// Work, Buffer, and Runs serve agents outside of the runs; all nil: there are none.
+	Work   Work
+	Buffer bufferv1.BufferServiceClient
+	Runs   runv1.SchedulerServiceClient
 	// Dial connects to a worker at host:port; calls carry the mesh token.
 	Dial   func(address string) (Conn, error)
 	Log    *slog.Logger         // nil discards
@@ -57,6 +63,9 @@ type Deps struct {
 func (d *Deps) check() error {
 	if d.Store == nil || d.Registry == nil || d.Scheduler == nil || d.Dial == nil {
 		return errors.New("gateway: missing dependency: store, registry, scheduler, or dialer of workers")
+	}
+	if (d.Work == nil) != (d.Runs == nil) || (d.Work == nil) != (d.Buffer == nil) {
+		return errors.New("gateway: work, buffer, and runs serve agents together: set all of them, or none")
 	}
 	if d.Log == nil {
 		d.Log = slog.New(slog.DiscardHandler)

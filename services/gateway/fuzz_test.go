@@ -103,6 +103,16 @@ func (s strict) Detokenize(_ context.Context, _ string, req *inferencev1.Detoken
 	return &inferencev1.DetokenizeResponse{Texts: make([]string, len(req.GetPrompts()))}, nil
 }
 
+func (s strict) NextPrompts(_ context.Context, req *gatewayv1.NextPromptsRequest) (*gatewayv1.NextPromptsResponse, error) {
+	s.valid(req)
+	return &gatewayv1.NextPromptsResponse{RunId: "run-tiny", Sessions: []*Task{{SessionId: "sess-1", RowJson: []byte(`{"prompt":"a"}`), PromptJson: []byte(`"a"`)}}}, nil
+}
+
+func (s strict) CloseSession(_ context.Context, req *gatewayv1.CloseSessionRequest) (*gatewayv1.CloseSessionResponse, error) {
+	s.valid(req)
+	return &gatewayv1.CloseSessionResponse{End: &End{Reward: req.GetReward(), Metrics: req.GetMetrics()}}, nil
+}
+
 // FuzzDialects sends bodies to every endpoint of every dialect. No body is an internal error or a
 // panic, no request that reaches the backend violates the contract, and every response is JSON or
 // events of JSON. The corpus is the golden tables and testdata/fuzz.
@@ -122,6 +132,9 @@ func FuzzDialects(f *testing.F) {
 			}
 		}
 	}
+	f.Add("/v1/rollout/prompts", []byte(`{"model":"tiny","max_groups":2,"wait_seconds":0.5}`))
+	f.Add("/v1/sessions/sess-1/close", []byte(`{"reward":0.5,"metrics":{"turns":1},"outcome":"truncated"}`))
+	f.Add("/sessions/sess-1/close", []byte(`{"outcome":"INFRA_FAILED","reason":"TOOL_TIMEOUT"}`))
 	f.Fuzz(func(t *testing.T, path string, body []byte) {
 		req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://localhost", bytes.NewReader(body))
 		if err != nil {
@@ -130,7 +143,7 @@ func FuzzDialects(f *testing.F) {
 		req.URL.Path = path
 		front := &edge.Edge{Options: edge.Options{Backend: strict{t}, Log: slog.New(slog.DiscardHandler), Now: time.Now}}
 		w := httptest.NewRecorder()
-		handler(front).ServeHTTP(w, req)
+		handler(front, strict{t}).ServeHTTP(w, req)
 		if w.Code >= http.StatusInternalServerError {
 			t.Errorf("%d %s", w.Code, w.Body)
 		}

@@ -35,6 +35,10 @@ const (
 	ReasonInterrupted  = "COMPLETION_INTERRUPTED"
 	ReasonSessionRun   = "SESSION_OF_ANOTHER_RUN"
 	ReasonSegment      = "SEGMENT_CONFLICT"
+	ReasonClosed       = "SESSION_CLOSED"
+	ReasonEmpty        = "SESSION_EMPTY"
+	ReasonNoGroup      = "SESSION_WITHOUT_GROUP"
+	ReasonNotExternal  = "ENVIRONMENT_NOT_EXTERNAL"
 )
 
 // Errors of the service, compared with errors.Is.
@@ -47,25 +51,55 @@ var (
 	ErrSession     = rpcerr.New(codes.NotFound, ReasonSession, "no session has this id")
 	ErrSessionRun  = rpcerr.New(codes.FailedPrecondition, ReasonSessionRun, "the session belongs to another run").
 			Fix("start a new session for each model")
+	ErrSessionClosed = rpcerr.New(codes.FailedPrecondition, ReasonClosed, "the session is closed").
+				Fix("start a new session, or take the next prompts")
+	ErrSessionEmpty = rpcerr.New(codes.FailedPrecondition, ReasonEmpty, "nothing was sampled in the session").
+			Fix("send at least one request in the session, or close it with the outcome INFRA_FAILED")
+	ErrSessionGroup = rpcerr.New(codes.FailedPrecondition, ReasonNoGroup, "the session belongs to no prompt group").
+			Fix("take sessions from NextPrompts (POST /v1/rollout/prompts), or set sampling.group_size = 1 with an algorithm that compares no groups")
+	ErrNotExternal = rpcerr.New(codes.FailedPrecondition, ReasonNotExternal, "the run samples by itself").
+			Fix("set environment.kind = \"external\" in the configuration of the run")
 	ErrSegmentConflict = rpcerr.New(codes.Aborted, ReasonSegment, "the session has a different segment with this id")
 )
 
 // Segment is a segment of a session and the request that appended it.
 type Segment = gatewayv1.SessionSegment
 
-// Session is the segments of a session, parents first.
+// Session is the segments of a session, parents first, with its task and its end.
 type Session = gatewayv1.GetSessionResponse
+
+// Task is one sample of a prompt group, which a session is issued for.
+type Task = gatewayv1.SessionTask
+
+// End is how a session ended.
+type End = gatewayv1.SessionEnd
 
 // Store keeps the ledger of sessions. Several gateways may share one.
 type Store interface {
 	// Append adds segments to a session, parents first, and creates the session for the run. first
 	// is the number of segments that it had before. A segment that it has already is skipped.
 	// Segments survive a crash of the process when it returns. ErrSessionRun if the session belongs
-	// to another run; ErrSegmentConflict if it has a different segment with the same id, and then
-	// nothing is added.
+	// to another run; ErrSessionClosed if it is closed; ErrSegmentConflict if it has a different
+	// segment with the same id. Then nothing is added.
 	Append(ctx context.Context, session, run string, segments []*Segment) (first int, err error)
 	// Session returns the session with its segments from number from on. ErrSession.
 	Session(ctx context.Context, session string, from int) (*Session, error)
+	// Issue creates the sessions of a prompt group, which are due at their deadlines. If the group
+	// has sessions already, they stay, and it returns their tasks. The sessions must be new.
+	Issue(ctx context.Context, run string, tasks []*Task) ([]*Task, error)
+	// Bind gives an open session without a task one. It returns the task that the session has.
+	// ErrSession.
+	Bind(ctx context.Context, task *Task) (*Task, error)
+	// Finish ends a session, and returns it with its segments. If it is closed already, the earlier
+	// end stays. It is then due at a time, until it is settled. ErrSession.
+	Finish(ctx context.Context, session string, end *End, due time.Time) (*Session, error)
+	// Settle replaces the end of a closed session by the final one. Nothing is due any more.
+	Settle(ctx context.Context, session string, end *End) error
+	// Unsettled counts the sessions of a prompt group that are open or not settled.
+	Unsettled(ctx context.Context, group string) (int, error)
+	// Due returns sessions that were due before a time, the oldest first, at most limit. Each is then
+	// due at again, so that of several gateways one takes it.
+	Due(ctx context.Context, before, again time.Time, limit int) ([]string, error)
 	// Expire deletes the sessions whose newest segment is older than before, and returns how many.
 	Expire(ctx context.Context, before time.Time) (sessions int, err error)
 }

@@ -15,6 +15,7 @@ import (
 
 	workers "github.com/rollout-rl/rollout/libs/worker"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
+	"github.com/rollout-rl/rollout/services/gateway/agent"
 	"github.com/rollout-rl/rollout/services/gateway/anthropic"
 	"github.com/rollout-rl/rollout/services/gateway/edge"
 	"github.com/rollout-rl/rollout/services/gateway/openai"
@@ -26,6 +27,7 @@ import (
 type Server struct {
 	gatewayv1.UnimplementedRolloutGatewayServiceServer
 	svc      *service
+	agents   *agents
 	http     *http.Server
 	listener net.Listener
 	secure   bool
@@ -59,9 +61,17 @@ func New(cfg Config, deps Deps) (*Server, error) {
 	s := &Server{
 		svc: svc, listener: listener, secure: cfg.TLS != nil,
 		http: &http.Server{
-			Handler: handler(front), ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, ConnContext: edge.WithPeer,
+			ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, ConnContext: edge.WithPeer,
 		},
 	}
+	s.agents = &agents{
+		store: deps.Store, work: deps.Work, buffer: deps.Buffer, runs: deps.Runs, url: s.URL(), log: deps.Log, now: deps.Now, known: map[string]*agentRun{},
+		serves: func(run string) bool {
+			_, _, err := svc.workers.resolve(run)
+			return err == nil
+		},
+	}
+	s.http.Handler = handler(front, s)
 	if s.secure {
 		s.http.TLSConfig = cfg.TLS.Public("h2", "http/1.1") // clients of the OpenAI API have a key and no client certificate
 	}
@@ -69,8 +79,8 @@ func New(cfg Config, deps Deps) (*Server, error) {
 }
 
 // handler serves all dialects.
-func handler(e *edge.Edge) http.Handler {
-	routes := slices.Concat(openai.Routes(e), anthropic.Routes(e), vllm.Routes(e), sglang.Routes(e), []edge.Route{e.Health()})
+func handler(e *edge.Edge, sessions agent.Sessions) http.Handler {
+	routes := slices.Concat(openai.Routes(e), anthropic.Routes(e), vllm.Routes(e), sglang.Routes(e), agent.Routes(sessions), []edge.Route{e.Health()})
 	return e.Handler(append(routes, e.Docs(routes)...)...)
 }
 
@@ -108,6 +118,9 @@ func (s *Server) Run(ctx context.Context) error {
 	instances := launched.Watch(follow, workers.Inference.Service())
 	wg.Go(func() { s.svc.workers.serve(follow, instances) })
 	wg.Go(func() { s.svc.expire(ctx) })
+	if s.agents.runs != nil {
+		wg.Go(func() { s.agents.serve(ctx) })
+	}
 	defer cancel()
 	failed := make(chan error, 1)
 	wg.Go(func() { failed <- s.serveHTTP() })
@@ -138,4 +151,25 @@ func (s *Server) Complete(req *gatewayv1.CompleteRequest, stream grpc.ServerStre
 // GetSession implements the contract.
 func (s *Server) GetSession(ctx context.Context, req *gatewayv1.GetSessionRequest) (*gatewayv1.GetSessionResponse, error) {
 	return s.svc.Session(ctx, req.GetSessionId())
+}
+
+// NextPrompts implements the contract.
+func (s *Server) NextPrompts(ctx context.Context, req *gatewayv1.NextPromptsRequest) (*gatewayv1.NextPromptsResponse, error) {
+	model := req.GetModel()
+	if model == "" {
+		var err error
+		if model, _, err = s.svc.workers.resolve(""); err != nil {
+			return nil, err
+		}
+	}
+	return s.agents.Next(ctx, model, int(req.GetMaxGroups()), time.Duration(req.GetWaitSeconds()*float64(time.Second)))
+}
+
+// CloseSession implements the contract.
+func (s *Server) CloseSession(ctx context.Context, req *gatewayv1.CloseSessionRequest) (*gatewayv1.CloseSessionResponse, error) {
+	end, err := s.agents.Close(ctx, req)
+	if err != nil {
+		return nil, err
+	}
+	return &gatewayv1.CloseSessionResponse{End: end}, nil
 }

@@ -47,7 +47,9 @@ func (s *service) Complete(ctx context.Context, req *gatewayv1.CompleteRequest, 
 		return err
 	}
 	rec, seen := newRecorder(s.callOf(req), s.Now), s.metrics.begin(req, name)
-	err = s.complete(ctx, run, needOf(req), rec, &delivery{
+	need := needOf(req)
+	need.versionFloor = session.floor(need.versionFloor)
+	err = s.complete(ctx, run, need, rec, &delivery{
 		session: session,
 		send: func(piece *inferencev1.GenerateResponse) error {
 			seen.piece()

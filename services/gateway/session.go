@@ -31,6 +31,7 @@ type conversation struct {
 	run      string
 	chat     bool       // whether all prompts are chats
 	segments []*Segment // in the order of the store
+	task     *Task      // the sample that the session was issued for; nil: none
 	forked   bool       // whether another request appended to the session in the meantime
 }
 
@@ -54,8 +55,20 @@ func (s *service) open(ctx context.Context, name, run string, prompts []*inferen
 	if found.GetRunId() != run {
 		return nil, ErrSessionRun.WithMessage("session %s belongs to %s, not %s", name, found.GetRunId(), run)
 	}
-	c.segments = found.GetSegments()
+	if found.GetEnd() != nil {
+		return nil, ErrSessionClosed.With("session", name)
+	}
+	c.segments, c.task = found.GetSegments(), found.GetTask()
 	return c, nil
+}
+
+// floor is the oldest weights version to sample with: of the request, or of the trainer if that is
+// newer.
+func (c *conversation) floor(version *uint64) *uint64 {
+	if oldest := c.task.GetMinWeightsVersion(); oldest > 0 && (version == nil || *version < oldest) {
+		return &oldest
+	}
+	return version
 }
 
 // state is what a worker needs to continue the session; nil if the worker does not need it.

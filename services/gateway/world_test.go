@@ -329,6 +329,8 @@ func (r *registry) Watch(ctx context.Context, _ string) <-chan []discovery.Insta
 
 // ledger is a store in memory.
 type ledger struct {
+	gateway.Store // the methods for agents are not used
+
 	mu       sync.Mutex
 	sessions map[string]*gateway.Session
 	expired  chan time.Time // receives the time of each Expire
@@ -408,6 +410,12 @@ func run(t *testing.T, cfg gateway.Config, workers ...*fakeWorker) (s *gateway.S
 // runOn is run with a store, which other gateways may share.
 func runOn(t *testing.T, cfg gateway.Config, store *ledger, workers ...*fakeWorker) (s *gateway.Server, _ *ledger, end func() <-chan error) {
 	t.Helper()
+	return runWith(t, cfg, store, func(*gateway.Deps) {}, workers...)
+}
+
+// runWith is runOn with other dependencies.
+func runWith(t *testing.T, cfg gateway.Config, store *ledger, edit func(*gateway.Deps), workers ...*fakeWorker) (s *gateway.Server, _ *ledger, end func() <-chan error) {
+	t.Helper()
 	reg := &registry{}
 	for i, w := range workers {
 		listener, err := net.Listen("tcp", "127.0.0.1:0")
@@ -430,12 +438,14 @@ func runOn(t *testing.T, cfg gateway.Config, store *ledger, workers ...*fakeWork
 		})
 	}
 	cfg.QueueTimeout = cmp.Or(cfg.QueueTimeout, 300*time.Millisecond)
-	s, err := gateway.New(cfg, gateway.Deps{
+	deps := gateway.Deps{
 		Store: store, Registry: reg, Scheduler: launcher{}, Meters: store.meters, Log: slog.New(slog.NewTextHandler(&store.log, nil)), Now: func() time.Time { return time.Unix(1_700_000_000, 0) },
 		Dial: func(address string) (gateway.Conn, error) {
 			return grpc.NewClient(address, grpc.WithStatsHandler(otelgrpc.NewClientHandler(otelgrpc.WithPropagators(propagation.TraceContext{}))), grpc.WithTransportCredentials(insecure.NewCredentials()))
 		},
-	})
+	}
+	edit(&deps)
+	s, err := gateway.New(cfg, deps)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -34,10 +34,13 @@ Constructor = Callable[[Context], Environment]
 
 ENVIRONMENTS: dict[str, str] = {
     "single_turn": "rollout_workers.environments.single_turn:build",
+    "external": "rollout_workers.environments.external:build",
 }
 """Name -> ``module:function`` of the constructor. The module is imported when the environment is
 built."""
 DEFAULT = "single_turn"
+EXTERNAL = "external"
+"""The gateway gives the prompt groups to agents outside of the run; workers pull none."""
 
 
 class UnknownEnvironment(ValueError):

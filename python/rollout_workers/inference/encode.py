@@ -80,7 +80,7 @@ def _encode_episode(episode: Episode, head: _Head, receipts: EngineReceipts) -> 
     trajectory.loss_mask = b"".join(mask)
     del trajectory.version_spans[:]
     for span in spans:
-        digest = _digest(receipts, span.version)
+        digest = receipts.digest(span.version)
         trajectory.version_spans.add(version=span.version, start=span.start, end=span.end, digest=digest)
     trajectory.reward = result.reward
     trajectory.metrics.clear()
@@ -188,13 +188,6 @@ def _by_token(values: Sequence[float], prompt: int, completion: int) -> bytes:
     found = np.zeros(prompt + completion, np.float32)
     found[prompt:] = values
     return found.tobytes()
-
-
-def _digest(receipts: EngineReceipts, version: int) -> str:
-    """The digest that the engine computed for a version of the weights; empty if the version's
-    receipt is gone."""
-    receipt = receipts.of(version)
-    return receipt.digest if receipt.version == version else ""
 
 
 def _key(group: PromptGroup, sample: int) -> pb.TrajectoryKey:

@@ -66,6 +66,8 @@ class Pipeline:
 
     puller: Puller
     consumer: Sampler | RowSender
+    pulls: bool = True
+    """False: an agent outside of the run takes the work items from the gateway."""
 
     @classmethod
     def build(cls, context: SamplingContext, publisher: Publisher, services: Services, cleanup: ExitStack) -> Pipeline:
@@ -88,7 +90,8 @@ class Pipeline:
         environment = with_teacher(config, context.environment, text, cleanup)
         runner = EpisodeRunner(context.model.engine, environment, text, context.params, puller.sampled)
         outlet = Outlet(publisher, services, context.throughput, puller)
-        return cls(puller, Sampler(context.who, runner, context.receipts, outlet, services, puller))
+        sampler = Sampler(context.who, runner, context.receipts, outlet, services, puller)
+        return cls(puller, sampler, pulls=config.environment.kind != environments.EXTERNAL)
 
     @classmethod
     def of_rows(cls, who: Identity, rows: Rows, publisher: Publisher, services: Services, throughput: Throughput) -> Pipeline:
@@ -97,11 +100,12 @@ class Pipeline:
         return cls(puller, RowSender(who, rows, Outlet(publisher, services, throughput, puller)))
 
     async def start(self, client: Client, heartbeat: Heartbeat, who: Identity, reconnects: Reconnects) -> WorkQueue:
-        """Pull from the work stream of the run from now on."""
+        """Pull from the work stream of the run from now on, unless agents do."""
         queue = WorkQueue(client, heartbeat, who.work_stream, self.puller.deliver)
         reconnects.subscribe(queue.reconnected)
         await queue.start()
-        self.puller.start(queue, self.consumer.begin)
+        if self.pulls:
+            self.puller.start(queue, self.consumer.begin)
         return queue
 
     async def drain(self, lifecycle: Lifecycle) -> None:

@@ -58,6 +58,11 @@ class EngineReceipts:
         gone."""
         return self.current if version is None else self._receipts.get(version, self.current)
 
+    def digest(self, version: int) -> str:
+        """The digest that the engine computed for a version; empty if its receipt is gone."""
+        receipt = self.of(version)
+        return receipt.digest if receipt.version == version else ""
+
     def has(self, version: int, digest: str) -> bool:
         """Whether the engine uses this version with this digest, according to its receipt."""
         return self.current.version == version and self.current.digest == digest

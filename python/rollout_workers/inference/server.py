@@ -78,6 +78,8 @@ class InferenceServer(InferenceWorkerServiceServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         async with aclosing(self._generation.generate(request)) as pieces:
             async for piece in pieces:
+                if piece.finish_reason:
+                    await self._add_digests(piece)
                 yield piece
 
     async def Evaluate(
@@ -132,6 +134,14 @@ class InferenceServer(InferenceWorkerServiceServicer):
             reward_retries=self._rewards.retries if self._rewards else 0,
             engines=[_engine_receipt(self._receipts.current)],
         )
+
+    async def _add_digests(self, piece: pb.GenerateResponse) -> None:
+        """Add the digests of the weights that sampled the completion. Raises
+        ``CurrentWeightsMismatch``."""
+        await self._receipts.settled()
+        for holder in (piece, *piece.segments):
+            for span in holder.version_spans:
+                span.digest = self._receipts.digest(span.version)
 
     def _fence_later(self, reason: str) -> None:
         """Fence the worker after ``INVALID_WEIGHTS_SECONDS`` unless valid weights arrive. Until

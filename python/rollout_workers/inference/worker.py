@@ -86,7 +86,7 @@ async def run_inference_worker(
         registration = await _serve(spec, who, lifecycle, server, servicer, delivery.WeightsServer(who, weights_cache))
         queue = await pipeline.start(client, heartbeat, who, reconnects)
         background = [
-            asyncio.create_task(_sharing(context, client, pipeline, queue).run(), name="sharing"),
+            *((asyncio.create_task(_sharing(context, client, pipeline, queue).run(), name="sharing"),) if pipeline.pulls else ()),
             asyncio.create_task(report_throughput(context.throughput, events, receipts), name="throughput"),
             asyncio.create_task(verify_weights(receipts, lifecycle), name="verify"),
         ]

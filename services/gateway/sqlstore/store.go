@@ -35,10 +35,14 @@ func (s *Store) Close() error { return s.db.Close() }
 func (s *Store) Append(ctx context.Context, session, run string, segments []*gateway.Segment) (first int, err error) {
 	err = s.db.Tx(ctx, func(tx *sql.Tx) error {
 		var owner string
+		var state int
 		err := tx.QueryRowContext(ctx, `INSERT INTO session (session_id, run_id, segments, updated_ms) VALUES ($1, $2, 0, 0)
-			ON CONFLICT (session_id) DO UPDATE SET segments = session.segments RETURNING run_id, segments`, session, run).Scan(&owner, &first)
+			ON CONFLICT (session_id) DO UPDATE SET segments = session.segments RETURNING run_id, segments, state`, session, run).Scan(&owner, &first, &state)
 		if err != nil {
 			return err
+		}
+		if state != open {
+			return gateway.ErrSessionClosed.With("session", session)
 		}
 		if owner != run {
 			return gateway.ErrSessionRun.WithMessage("session %s belongs to %s, not %s", session, owner, run)
@@ -94,12 +98,23 @@ func add(ctx context.Context, tx *sql.Tx, session string, number int, segment *g
 	return false, nil
 }
 
+// States of a session.
+const (
+	open    = 0
+	closed  = 1
+	settled = 2
+)
+
 // Session implements gateway.Store.
 func (s *Store) Session(ctx context.Context, session string, from int) (*gateway.Session, error) {
 	found := &gateway.Session{}
-	err := s.db.One(ctx, `SELECT run_id FROM session WHERE session_id = $1`, []any{session}, &found.RunId)
+	var task, ended []byte
+	err := s.db.One(ctx, `SELECT run_id, task, ended FROM session WHERE session_id = $1`, []any{session}, &found.RunId, &task, &ended)
 	if errors.Is(err, sql.ErrNoRows) {
 		return nil, gateway.ErrSession.With("session", session)
+	}
+	if err == nil {
+		err = describe(found, task, ended)
 	}
 	if err == nil {
 		err = s.db.Each(ctx, `SELECT segment FROM segment WHERE session_id = $1 AND number >= $2 ORDER BY number`, []any{session, from}, func(scan sqldb.Scan) error {
@@ -116,6 +131,21 @@ func (s *Store) Session(ctx context.Context, session string, from int) (*gateway
 		return nil, fmt.Errorf("read session %s: %w", session, err)
 	}
 	return found, nil
+}
+
+// describe sets the task and the end of a session from their columns.
+func describe(session *gateway.Session, task, ended []byte) error {
+	if task != nil {
+		session.Task = &gateway.Task{}
+		if err := proto.Unmarshal(task, session.GetTask()); err != nil {
+			return err
+		}
+	}
+	if ended != nil {
+		session.End = &gateway.End{}
+		return proto.Unmarshal(ended, session.GetEnd())
+	}
+	return nil
 }
 
 // expireBatch is how many sessions are deleted in one transaction.
@@ -137,29 +167,17 @@ func (s *Store) Expire(ctx context.Context, before time.Time) (sessions int, err
 // expire deletes some old sessions. A session that gets a segment in the meantime stays.
 func (s *Store) expire(ctx context.Context, before time.Time) (deleted int, err error) {
 	err = s.db.Tx(ctx, func(tx *sql.Tx) error {
-		rows, err := tx.QueryContext(ctx, `DELETE FROM session WHERE updated_ms < $1 AND session_id IN
+		old, err := names(ctx, tx, `DELETE FROM session WHERE updated_ms < $1 AND session_id IN
 			(SELECT session_id FROM session WHERE updated_ms < $1 ORDER BY updated_ms LIMIT $2) RETURNING session_id`, before.UnixMilli(), expireBatch)
 		if err != nil {
 			return err
 		}
-		defer func() { _ = rows.Close() }()
-		var names []string
-		for rows.Next() {
-			var name string
-			if err := rows.Scan(&name); err != nil {
-				return err
-			}
-			names = append(names, name)
-		}
-		if err := rows.Err(); err != nil {
-			return err
-		}
-		for _, name := range names {
+		for _, name := range old {
 			if _, err := tx.ExecContext(ctx, `DELETE FROM segment WHERE session_id = $1`, name); err != nil {
 				return err
 			}
 		}
-		deleted = len(names)
+		deleted = len(old)
 		return nil
 	})
 	return deleted, err

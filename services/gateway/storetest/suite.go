@@ -50,6 +50,10 @@ func Run(t *testing.T, open func(t *testing.T) gateway.Store) {
 		}
 	})
 	t.Run("concurrent appends get numbers without gaps", func(t *testing.T) { concurrent(t, open(t)) })
+	t.Run("a prompt group is issued once", func(t *testing.T) { issued(t, open(t)) })
+	t.Run("a session gets one task", func(t *testing.T) { bound(t, open(t)) })
+	t.Run("a session ends once", func(t *testing.T) { finished(t, open(t)) })
+	t.Run("each session is due once", func(t *testing.T) { due(t, open(t)) })
 	t.Run("sessions expire after their newest segment", func(t *testing.T) { expired(t, open(t)) })
 }
 

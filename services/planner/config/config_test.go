@@ -82,6 +82,28 @@ func TestGoodConfigGetsItsDefaults(t *testing.T) {
 	}
 }
 
+// A run whose agents are outside has no reward of its own, and can't promise bits.
+func TestExternalEnvironment(t *testing.T) {
+	t.Parallel()
+	external := strings.NewReplacer("[reward]", "", `plugin = "reward.py:exact"`, "").Replace(good)
+	set := []string{`environment.kind="external"`, "eval.every_steps=0"}
+	r := read(t, external, set...)
+	if !r.Problems.Empty() || r.Config.Deterministic == nil || r.Config.GetDeterministic() || r.Config.GetLimits().GetAgentSeconds() != 600 {
+		t.Fatalf("%s%v", problems(r), r.Config)
+	}
+	for name, c := range map[string]struct{ text, set, want string }{
+		"reward":        {good, "seed=0", "`[reward]` must be absent"},
+		"evaluation":    {external, "eval.every_steps=1", "`eval.every_steps` must be 0"},
+		"deterministic": {external, "deterministic=true", "`deterministic` must be false"},
+		"rows":          {strings.NewReplacer("[algorithm.grpo]", "[algorithm.sft]", "group_size = 8", "").Replace(external), "seed=0", "needs an algorithm that samples"},
+	} {
+		r := read(t, c.text, append(set, c.set)...)
+		if list := r.Sorted(); len(list) != 1 || !strings.Contains(list[0].GetMessage(), c.want) {
+			t.Errorf("%s: %v", name, list)
+		}
+	}
+}
+
 func TestNumbers(t *testing.T) {
 	t.Parallel()
 	for value, want := range map[string]string{

@@ -17,7 +17,7 @@ func (r *Reading) defaults() {
 	}
 	fill(r.Config.ProtoReflect())
 	if r.Config.Deterministic == nil {
-		r.Config.Deterministic = proto.Bool(r.Config.GetMode() == "sync")
+		r.Config.Deterministic = proto.Bool(r.Config.GetMode() == "sync" && !algorithm.External(r.Config))
 	}
 }
 

@@ -25,7 +25,42 @@ var traitRules = []traitRule{
 		"run_config.reward", "`[algorithm.*]` needs a `[reward]` table",
 		[]string{"reward"},
 		func(c *configv1.RunConfig, t *configv1.AlgorithmTraits) bool {
-			return t.GetNeedsReward() && c.GetReward() == nil
+			return t.GetNeedsReward() && c.GetReward() == nil && !algorithm.External(c)
+		},
+	},
+	{
+		"run_config.external_reward", "`[reward]` must be absent when `environment.kind = \"external\"`: the agent returns the rewards",
+		[]string{"reward", "environment.kind"},
+		func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
+			return algorithm.External(c) && c.GetReward() != nil
+		},
+	},
+	{
+		"run_config.external_eval", "`eval.every_steps` must be 0 when `environment.kind = \"external\"`: no agent answers held-out rows",
+		[]string{"eval.every_steps", "environment.kind"},
+		func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
+			return algorithm.External(c) && c.GetEval().GetEverySteps() > 0
+		},
+	},
+	{
+		"run_config.external_rows", "`environment.kind = \"external\"` needs an algorithm that samples; `[algorithm.*]` trains on rows",
+		[]string{"environment.kind"},
+		func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
+			return algorithm.External(c) && algorithm.FromData(c)
+		},
+	},
+	{
+		"run_config.external_teacher", "`[algorithm.distillation.endpoint]` must be absent when `environment.kind = \"external\"`: no worker asks the endpoint",
+		[]string{"algorithm.distillation.endpoint", "environment.kind"},
+		func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
+			return algorithm.External(c) && c.GetAlgorithm().GetDistillation().GetEndpoint() != nil
+		},
+	},
+	{
+		"run_config.external_deterministic", "`deterministic` must be false when `environment.kind = \"external\"`: an agent may send other requests the next time",
+		[]string{"deterministic", "environment.kind"},
+		func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
+			return algorithm.External(c) && c.GetDeterministic()
 		},
 	},
 	{
@@ -69,7 +104,7 @@ var traitRules = []traitRule{
 		"run_config.eval_data", "`eval.every_steps` needs `data.eval`, and a `[reward]` table where the algorithm samples",
 		[]string{"eval.every_steps", "data.eval", "reward"},
 		func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
-			return c.GetEval().GetEverySteps() > 0 && (c.GetData().GetEval() == "" || c.GetReward() == nil && !algorithm.FromData(c))
+			return c.GetEval().GetEverySteps() > 0 && !algorithm.External(c) && (c.GetData().GetEval() == "" || c.GetReward() == nil && !algorithm.FromData(c))
 		},
 	},
 	{

@@ -1203,7 +1203,10 @@ class EnvironmentConfig(_message.Message):
 
     KIND_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """The environment. `single_turn`: the dataset's prompt, one completion, its reward."""
+    """The environment. `single_turn`: the dataset's prompt, one completion, its reward. `external`:
+    an agent outside of the run takes the prompts from the gateway (`NextPrompts`), samples through
+    it, and returns the rewards.
+    """
     def __init__(
         self,
         *,
@@ -1676,6 +1679,7 @@ class LimitsConfig(_message.Message):
     WORKER_START_SECONDS_FIELD_NUMBER: _builtins.int
     QUEUE_BYTES_FIELD_NUMBER: _builtins.int
     RANK_TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    AGENT_SECONDS_FIELD_NUMBER: _builtins.int
     group_attempts: _builtins.int
     """Attempts of a prompt group before it is excluded with a typed reason."""
     worker_restarts: _builtins.int
@@ -1690,6 +1694,11 @@ class LimitsConfig(_message.Message):
     """Longest time that one rank of the learner may block the others, in seconds. After it all ranks
     are restarted.
     """
+    agent_seconds: _builtins.float
+    """Longest time for which an agent may keep a prompt group, in seconds (`environment.kind =
+    "external"`). Sessions that are open then become INFRA_FAILED with the reason AGENT_LOST, and
+    the group is issued again.
+    """
     def __init__(
         self,
         *,
@@ -1698,11 +1707,14 @@ class LimitsConfig(_message.Message):
         worker_start_seconds: _builtins.float | None = ...,
         queue_bytes: _builtins.int | None = ...,
         rank_timeout_seconds: _builtins.float | None = ...,
+        agent_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_attempts", b"_group_attempts", "_queue_bytes", b"_queue_bytes", "_rank_timeout_seconds", b"_rank_timeout_seconds", "_worker_restarts", b"_worker_restarts", "_worker_start_seconds", b"_worker_start_seconds", "group_attempts", b"group_attempts", "queue_bytes", b"queue_bytes", "rank_timeout_seconds", b"rank_timeout_seconds", "worker_restarts", b"worker_restarts", "worker_start_seconds", b"worker_start_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_agent_seconds", b"_agent_seconds", "_group_attempts", b"_group_attempts", "_queue_bytes", b"_queue_bytes", "_rank_timeout_seconds", b"_rank_timeout_seconds", "_worker_restarts", b"_worker_restarts", "_worker_start_seconds", b"_worker_start_seconds", "agent_seconds", b"agent_seconds", "group_attempts", b"group_attempts", "queue_bytes", b"queue_bytes", "rank_timeout_seconds", b"rank_timeout_seconds", "worker_restarts", b"worker_restarts", "worker_start_seconds", b"worker_start_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_attempts", b"_group_attempts", "_queue_bytes", b"_queue_bytes", "_rank_timeout_seconds", b"_rank_timeout_seconds", "_worker_restarts", b"_worker_restarts", "_worker_start_seconds", b"_worker_start_seconds", "group_attempts", b"group_attempts", "queue_bytes", b"queue_bytes", "rank_timeout_seconds", b"rank_timeout_seconds", "worker_restarts", b"worker_restarts", "worker_start_seconds", b"worker_start_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_agent_seconds", b"_agent_seconds", "_group_attempts", b"_group_attempts", "_queue_bytes", b"_queue_bytes", "_rank_timeout_seconds", b"_rank_timeout_seconds", "_worker_restarts", b"_worker_restarts", "_worker_start_seconds", b"_worker_start_seconds", "agent_seconds", b"agent_seconds", "group_attempts", b"group_attempts", "queue_bytes", b"queue_bytes", "rank_timeout_seconds", b"rank_timeout_seconds", "worker_restarts", b"worker_restarts", "worker_start_seconds", b"worker_start_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__agent_seconds: _TypeAlias = _typing.Literal["agent_seconds"]  # noqa: Y015
+    _WhichOneofArgType__agent_seconds: _TypeAlias = _typing.Literal["_agent_seconds", b"_agent_seconds"]  # noqa: Y015
     _WhichOneofReturnType__group_attempts: _TypeAlias = _typing.Literal["group_attempts"]  # noqa: Y015
     _WhichOneofArgType__group_attempts: _TypeAlias = _typing.Literal["_group_attempts", b"_group_attempts"]  # noqa: Y015
     _WhichOneofReturnType__queue_bytes: _TypeAlias = _typing.Literal["queue_bytes"]  # noqa: Y015
@@ -1713,6 +1725,8 @@ class LimitsConfig(_message.Message):
     _WhichOneofArgType__worker_restarts: _TypeAlias = _typing.Literal["_worker_restarts", b"_worker_restarts"]  # noqa: Y015
     _WhichOneofReturnType__worker_start_seconds: _TypeAlias = _typing.Literal["worker_start_seconds"]  # noqa: Y015
     _WhichOneofArgType__worker_start_seconds: _TypeAlias = _typing.Literal["_worker_start_seconds", b"_worker_start_seconds"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__agent_seconds) -> _WhichOneofReturnType__agent_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__group_attempts) -> _WhichOneofReturnType__group_attempts | None: ...
     @_typing.overload

@@ -12,6 +12,7 @@ from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from rollout.inference.v1 import inference_pb2 as _inference_pb2
 from rollout.session.v1 import session_pb2 as _session_pb2
+from rollout.trajectory.v1 import trajectory_pb2 as _trajectory_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -257,21 +258,33 @@ class GetSessionResponse(_message.Message):
 
     SEGMENTS_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run of the policy."""
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionSegment]:
         """Segments in the order in which they were appended: parents first."""
 
+    @_builtins.property
+    def task(self) -> Global___SessionTask:
+        """The sample that it was issued for; absent if it belongs to no prompt group."""
+
+    @_builtins.property
+    def end(self) -> Global___SessionEnd:
+        """How it ended; absent while it is open."""
+
     def __init__(
         self,
         *,
         segments: _abc.Iterable[Global___SessionSegment] | None = ...,
         run_id: _builtins.str = ...,
+        task: Global___SessionTask | None = ...,
+        end: Global___SessionEnd | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "segments", b"segments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "run_id", b"run_id", "segments", b"segments", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -320,3 +333,305 @@ class SessionSegment(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionSegment: _TypeAlias = SessionSegment  # noqa: Y015
+
+@_typing.final
+class NextPromptsRequest(_message.Message):
+    """NextPromptsRequest requests prompt groups."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    MAX_GROUPS_FIELD_NUMBER: _builtins.int
+    WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name or run id of the policy; empty: the only one."""
+    max_groups: _builtins.int
+    """Most groups returned; 0: 1."""
+    wait_seconds: _builtins.float
+    """Longest wait for the first group in seconds; 0: return at once."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        max_groups: _builtins.int = ...,
+        wait_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_groups", b"max_groups", "model", b"model", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NextPromptsRequest: _TypeAlias = NextPromptsRequest  # noqa: Y015
+
+@_typing.final
+class NextPromptsResponse(_message.Message):
+    """NextPromptsResponse is the issued sessions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    SESSIONS_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    ended: _builtins.bool
+    """Whether the run has ended, so that no groups follow."""
+    @_builtins.property
+    def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionTask]:
+        """Sessions, group by group. Empty if no group was available in time."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        sessions: _abc.Iterable[Global___SessionTask] | None = ...,
+        ended: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "run_id", b"run_id", "sessions", b"sessions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NextPromptsResponse: _TypeAlias = NextPromptsResponse  # noqa: Y015
+
+@_typing.final
+class SessionTask(_message.Message):
+    """SessionTask is one sample of a prompt group, for an agent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    BASE_URL_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    GROUP_SIZE_FIELD_NUMBER: _builtins.int
+    ROW_FIELD_NUMBER: _builtins.int
+    ROW_JSON_FIELD_NUMBER: _builtins.int
+    PROMPT_JSON_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    MIN_WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
+    DEADLINE_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Session to send requests in."""
+    base_url: _builtins.str
+    """Base URL for clients of the OpenAI API, whose requests are then in the session."""
+    model: _builtins.str
+    """Name of the policy."""
+    group_size: _builtins.int
+    """Samples of the group."""
+    row: _builtins.int
+    """Row of the dataset, from 0."""
+    row_json: _builtins.bytes
+    """The row, as JSON."""
+    prompt_json: _builtins.bytes
+    """The prompt of the row, as JSON: a string, or a list of messages."""
+    seed: _builtins.int
+    """Seed of the sample."""
+    min_weights_version: _builtins.int
+    """Oldest weights version that the trainer accepts. Requests in the session wait for it."""
+    @_builtins.property
+    def key(self) -> _trajectory_pb2.TrajectoryKey:
+        """The sample."""
+
+    @_builtins.property
+    def deadline(self) -> _timestamp_pb2.Timestamp:
+        """When the session must be closed, UTC."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        base_url: _builtins.str = ...,
+        model: _builtins.str = ...,
+        key: _trajectory_pb2.TrajectoryKey | None = ...,
+        group_size: _builtins.int = ...,
+        row: _builtins.int = ...,
+        row_json: _builtins.bytes = ...,
+        prompt_json: _builtins.bytes = ...,
+        seed: _builtins.int = ...,
+        min_weights_version: _builtins.int = ...,
+        deadline: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_url", b"base_url", "deadline", b"deadline", "group_size", b"group_size", "key", b"key", "min_weights_version", b"min_weights_version", "model", b"model", "prompt_json", b"prompt_json", "row", b"row", "row_json", b"row_json", "seed", b"seed", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionTask: _TypeAlias = SessionTask  # noqa: Y015
+
+@_typing.final
+class CloseSessionRequest(_message.Message):
+    """CloseSessionRequest ends a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Session."""
+    reward: _builtins.float
+    """Reward of the whole session. Not used for ABORTED and INFRA_FAILED."""
+    outcome: _trajectory_pb2.Outcome.ValueType
+    """How it ended; unspecified: TRUNCATED if the last completion reached its token limit, else
+    COMPLETED. INFRA_FAILED if the agent or its tools failed: the group is sampled again.
+    """
+    reason: _builtins.str
+    """Machine-readable reason of ABORTED or INFRA_FAILED, e.g. TOOL_TIMEOUT."""
+    run_id: _builtins.str
+    """Run that the session must belong to; empty: any."""
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Further numbers to report."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        reward: _builtins.float = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        outcome: _trajectory_pb2.Outcome.ValueType = ...,
+        reason: _builtins.str = ...,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "outcome", b"outcome", "reason", b"reason", "reward", b"reward", "run_id", b"run_id", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CloseSessionRequest: _TypeAlias = CloseSessionRequest  # noqa: Y015
+
+@_typing.final
+class CloseSessionResponse(_message.Message):
+    """CloseSessionResponse is what became of the session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    END_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def end(self) -> Global___SessionEnd:
+        """How it ended."""
+
+    def __init__(
+        self,
+        *,
+        end: Global___SessionEnd | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CloseSessionResponse: _TypeAlias = CloseSessionResponse  # noqa: Y015
+
+@_typing.final
+class SessionEnd(_message.Message):
+    """SessionEnd is how a session ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    TRAJECTORIES_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    outcome: _trajectory_pb2.Outcome.ValueType
+    """How."""
+    reason: _builtins.str
+    """Machine-readable reason of ABORTED or INFRA_FAILED."""
+    reward: _builtins.float
+    """Reward."""
+    trajectories: _builtins.int
+    """Trajectories of the session, one per leaf."""
+    accepted: _builtins.bool
+    """Whether the buffer took the trajectories for training. If not, the group was dissolved and is
+    issued again, or it was complete already.
+    """
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Further numbers."""
+
+    @_builtins.property
+    def key(self) -> _trajectory_pb2.TrajectoryKey:
+        """The sample that it is."""
+
+    @_builtins.property
+    def refused(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Reasons for which the buffer refused trajectories."""
+
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When it was closed, UTC."""
+
+    def __init__(
+        self,
+        *,
+        outcome: _trajectory_pb2.Outcome.ValueType = ...,
+        reason: _builtins.str = ...,
+        reward: _builtins.float = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        key: _trajectory_pb2.TrajectoryKey | None = ...,
+        trajectories: _builtins.int = ...,
+        accepted: _builtins.bool = ...,
+        refused: _abc.Iterable[_builtins.str] | None = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "key", b"key", "metrics", b"metrics", "outcome", b"outcome", "reason", b"reason", "refused", b"refused", "reward", b"reward", "time", b"time", "trajectories", b"trajectories"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionEnd: _TypeAlias = SessionEnd  # noqa: Y015

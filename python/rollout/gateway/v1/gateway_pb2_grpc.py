@@ -50,6 +50,16 @@ class RolloutGatewayServiceStub:
                 request_serializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.GetSessionRequest.SerializeToString,
                 response_deserializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.GetSessionResponse.FromString,
                 _registered_method=True)
+        self.NextPrompts = channel.unary_unary(
+                '/rollout.gateway.v1.RolloutGatewayService/NextPrompts',
+                request_serializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.NextPromptsRequest.SerializeToString,
+                response_deserializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.NextPromptsResponse.FromString,
+                _registered_method=True)
+        self.CloseSession = channel.unary_unary(
+                '/rollout.gateway.v1.RolloutGatewayService/CloseSession',
+                request_serializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.CloseSessionRequest.SerializeToString,
+                response_deserializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.CloseSessionResponse.FromString,
+                _registered_method=True)
 
 
 class RolloutGatewayServiceServicer:
@@ -77,6 +87,24 @@ class RolloutGatewayServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def NextPrompts(self, request, context):
+        """NextPrompts issues prompt groups of a run with `environment.kind = "external"` to an agent: a
+        session per sample. The agent sends its requests in these sessions and closes each of them. A
+        group whose sessions are not all closed by its deadline is issued again. FAILED_PRECONDITION,
+        reason ENVIRONMENT_NOT_EXTERNAL, for other runs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloseSession(self, request, context):
+        """CloseSession ends a session with a reward. Each leaf of its tree becomes a trajectory of the
+        run. Idempotent; another reward or outcome than before is refused with reason SESSION_CLOSED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RolloutGatewayServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +122,16 @@ def add_RolloutGatewayServiceServicer_to_server(servicer, server):
                     servicer.GetSession,
                     request_deserializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.GetSessionRequest.FromString,
                     response_serializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.GetSessionResponse.SerializeToString,
+            ),
+            'NextPrompts': grpc.unary_unary_rpc_method_handler(
+                    servicer.NextPrompts,
+                    request_deserializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.NextPromptsRequest.FromString,
+                    response_serializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.NextPromptsResponse.SerializeToString,
+            ),
+            'CloseSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseSession,
+                    request_deserializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.CloseSessionRequest.FromString,
+                    response_serializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.CloseSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +216,60 @@ class RolloutGatewayService:
             '/rollout.gateway.v1.RolloutGatewayService/GetSession',
             rollout_dot_gateway_dot_v1_dot_gateway__pb2.GetSessionRequest.SerializeToString,
             rollout_dot_gateway_dot_v1_dot_gateway__pb2.GetSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def NextPrompts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.gateway.v1.RolloutGatewayService/NextPrompts',
+            rollout_dot_gateway_dot_v1_dot_gateway__pb2.NextPromptsRequest.SerializeToString,
+            rollout_dot_gateway_dot_v1_dot_gateway__pb2.NextPromptsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.gateway.v1.RolloutGatewayService/CloseSession',
+            rollout_dot_gateway_dot_v1_dot_gateway__pb2.CloseSessionRequest.SerializeToString,
+            rollout_dot_gateway_dot_v1_dot_gateway__pb2.CloseSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,16 @@ class RolloutGatewayServiceStub:
     """Complete completes prompts. With `stream` it returns pieces while they are sampled."""
     GetSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GetSessionRequest, _gateway_pb2.GetSessionResponse]
     """GetSession returns the tree of a session, with exactly the tokens that were sampled."""
+    NextPrompts: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.NextPromptsRequest, _gateway_pb2.NextPromptsResponse]
+    """NextPrompts issues prompt groups of a run with `environment.kind = "external"` to an agent: a
+    session per sample. The agent sends its requests in these sessions and closes each of them. A
+    group whose sessions are not all closed by its deadline is issued again. FAILED_PRECONDITION,
+    reason ENVIRONMENT_NOT_EXTERNAL, for other runs.
+    """
+    CloseSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.CloseSessionRequest, _gateway_pb2.CloseSessionResponse]
+    """CloseSession ends a session with a reward. Each leaf of its tree becomes a trajectory of the
+    run. Idempotent; another reward or outcome than before is refused with reason SESSION_CLOSED.
+    """
 
 @_typing.type_check_only
 class RolloutGatewayServiceAsyncStub(RolloutGatewayServiceStub):
@@ -53,6 +63,16 @@ class RolloutGatewayServiceAsyncStub(RolloutGatewayServiceStub):
     """Complete completes prompts. With `stream` it returns pieces while they are sampled."""
     GetSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GetSessionRequest, _gateway_pb2.GetSessionResponse]  # type: ignore[assignment]
     """GetSession returns the tree of a session, with exactly the tokens that were sampled."""
+    NextPrompts: _aio.UnaryUnaryMultiCallable[_gateway_pb2.NextPromptsRequest, _gateway_pb2.NextPromptsResponse]  # type: ignore[assignment]
+    """NextPrompts issues prompt groups of a run with `environment.kind = "external"` to an agent: a
+    session per sample. The agent sends its requests in these sessions and closes each of them. A
+    group whose sessions are not all closed by its deadline is issued again. FAILED_PRECONDITION,
+    reason ENVIRONMENT_NOT_EXTERNAL, for other runs.
+    """
+    CloseSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.CloseSessionRequest, _gateway_pb2.CloseSessionResponse]  # type: ignore[assignment]
+    """CloseSession ends a session with a reward. Each leaf of its tree becomes a trajectory of the
+    run. Idempotent; another reward or outcome than before is refused with reason SESSION_CLOSED.
+    """
 
 class RolloutGatewayServiceServicer(metaclass=_abc_1.ABCMeta):
     """RolloutGatewayService serves completions and stores their tokens in a ledger."""
@@ -80,5 +100,27 @@ class RolloutGatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.GetSessionResponse, _abc.Awaitable[_gateway_pb2.GetSessionResponse]]:
         """GetSession returns the tree of a session, with exactly the tokens that were sampled."""
+
+    @_abc_1.abstractmethod
+    def NextPrompts(
+        self,
+        request: _gateway_pb2.NextPromptsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.NextPromptsResponse, _abc.Awaitable[_gateway_pb2.NextPromptsResponse]]:
+        """NextPrompts issues prompt groups of a run with `environment.kind = "external"` to an agent: a
+        session per sample. The agent sends its requests in these sessions and closes each of them. A
+        group whose sessions are not all closed by its deadline is issued again. FAILED_PRECONDITION,
+        reason ENVIRONMENT_NOT_EXTERNAL, for other runs.
+        """
+
+    @_abc_1.abstractmethod
+    def CloseSession(
+        self,
+        request: _gateway_pb2.CloseSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.CloseSessionResponse, _abc.Awaitable[_gateway_pb2.CloseSessionResponse]]:
+        """CloseSession ends a session with a reward. Each leaf of its tree becomes a trajectory of the
+        run. Idempotent; another reward or outcome than before is refused with reason SESSION_CLOSED.
+        """
 
 def add_RolloutGatewayServiceServicer_to_server(servicer: RolloutGatewayServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

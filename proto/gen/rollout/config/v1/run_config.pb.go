@@ -1512,7 +1512,9 @@ func (x *EngineConfig) GetThreads() uint32 {
 // EnvironmentConfig selects the environment that answers the policy's turns.
 type EnvironmentConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The environment. `single_turn`: the dataset's prompt, one completion, its reward.
+	// The environment. `single_turn`: the dataset's prompt, one completion, its reward. `external`:
+	// an agent outside of the run takes the prompts from the gateway (`NextPrompts`), samples through
+	// it, and returns the rewards.
 	Kind          *string `protobuf:"bytes,1,opt,name=kind,proto3,oneof" json:"kind,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2205,8 +2207,12 @@ type LimitsConfig struct {
 	// Longest time that one rank of the learner may block the others, in seconds. After it all ranks
 	// are restarted.
 	RankTimeoutSeconds *float64 `protobuf:"fixed64,10,opt,name=rank_timeout_seconds,json=rankTimeoutSeconds,proto3,oneof" json:"rank_timeout_seconds,omitempty"`
-	unknownFields      protoimpl.UnknownFields
-	sizeCache          protoimpl.SizeCache
+	// Longest time for which an agent may keep a prompt group, in seconds (`environment.kind =
+	// "external"`). Sessions that are open then become INFRA_FAILED with the reason AGENT_LOST, and
+	// the group is issued again.
+	AgentSeconds  *float64 `protobuf:"fixed64,11,opt,name=agent_seconds,json=agentSeconds,proto3,oneof" json:"agent_seconds,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *LimitsConfig) Reset() {
@@ -2270,6 +2276,13 @@ func (x *LimitsConfig) GetQueueBytes() uint64 {
 func (x *LimitsConfig) GetRankTimeoutSeconds() float64 {
 	if x != nil && x.RankTimeoutSeconds != nil {
 		return *x.RankTimeoutSeconds
+	}
+	return 0
+}
+
+func (x *LimitsConfig) GetAgentSeconds() float64 {
+	if x != nil && x.AgentSeconds != nil {
+		return *x.AgentSeconds
 	}
 	return 0
 }
@@ -2600,9 +2613,9 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x06_slotsB\x10\n" +
 	"\x0e_max_model_lenB\n" +
 	"\n" +
-	"\b_threads\"\\\n" +
-	"\x11EnvironmentConfig\x12>\n" +
-	"\x04kind\x18\x01 \x01(\tB%\xbaH\x0fr\rR\vsingle_turn\xca\xda\x18\x0f\n" +
+	"\b_threads\"f\n" +
+	"\x11EnvironmentConfig\x12H\n" +
+	"\x04kind\x18\x01 \x01(\tB/\xbaH\x19r\x17R\vsingle_turnR\bexternal\xca\xda\x18\x0f\n" +
 	"\r\"single_turn\"H\x00R\x04kind\x88\x01\x01B\a\n" +
 	"\x05_kind\"Q\n" +
 	"\x0fStalenessConfig\x120\n" +
@@ -2722,7 +2735,7 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
 	"_kl_engineB\x10\n" +
 	"\x0e_clipped_shareB\x0e\n" +
-	"\f_loss_factor\"\xea\x03\n" +
+	"\f_loss_factor\"\xca\x04\n" +
 	"\fLimitsConfig\x12<\n" +
 	"\x0egroup_attempts\x18\x01 \x01(\rB\x10\xbaH\x06*\x04\x18d(\x01\xca\xda\x18\x03\n" +
 	"\x013H\x00R\rgroupAttempts\x88\x01\x01\x12=\n" +
@@ -2735,12 +2748,15 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"queueBytes\x88\x01\x01\x12Y\n" +
 	"\x14rank_timeout_seconds\x18\n" +
 	" \x01(\x01B\"\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\a\n" +
-	"\x05600.0H\x04R\x12rankTimeoutSeconds\x88\x01\x01B\x11\n" +
+	"\x05600.0H\x04R\x12rankTimeoutSeconds\x88\x01\x01\x12L\n" +
+	"\ragent_seconds\x18\v \x01(\x01B\"\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\a\n" +
+	"\x05600.0H\x05R\fagentSeconds\x88\x01\x01B\x11\n" +
 	"\x0f_group_attemptsB\x12\n" +
 	"\x10_worker_restartsB\x17\n" +
 	"\x15_worker_start_secondsB\x0e\n" +
 	"\f_queue_bytesB\x17\n" +
-	"\x15_rank_timeout_secondsB\xd1\x01\n" +
+	"\x15_rank_timeout_secondsB\x10\n" +
+	"\x0e_agent_secondsB\xd1\x01\n" +
 	"\x15com.rollout.config.v1B\x0eRunConfigProtoP\x01ZBgithub.com/rollout-rl/rollout/proto/gen/rollout/config/v1;configv1\xa2\x02\x03RCX\xaa\x02\x11Rollout.Config.V1\xca\x02\x11Rollout\\Config\\V1\xe2\x02\x1dRollout\\Config\\V1\\GPBMetadata\xea\x02\x13Rollout::Config::V1b\x06proto3"
 
 var (

@@ -13,6 +13,7 @@ import (
 	_ "buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
 	v1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	v11 "github.com/rollout-rl/rollout/proto/gen/rollout/session/v1"
+	v12 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
 	timestamppb "google.golang.org/protobuf/types/known/timestamppb"
@@ -482,7 +483,11 @@ type GetSessionResponse struct {
 	// Segments in the order in which they were appended: parents first.
 	Segments []*SessionSegment `protobuf:"bytes,2,rep,name=segments,proto3" json:"segments,omitempty"`
 	// Run of the policy.
-	RunId         string `protobuf:"bytes,3,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	RunId string `protobuf:"bytes,3,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// The sample that it was issued for; absent if it belongs to no prompt group.
+	Task *SessionTask `protobuf:"bytes,4,opt,name=task,proto3" json:"task,omitempty"`
+	// How it ended; absent while it is open.
+	End           *SessionEnd `protobuf:"bytes,5,opt,name=end,proto3" json:"end,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -529,6 +534,20 @@ func (x *GetSessionResponse) GetRunId() string {
 		return x.RunId
 	}
 	return ""
+}
+
+func (x *GetSessionResponse) GetTask() *SessionTask {
+	if x != nil {
+		return x.Task
+	}
+	return nil
+}
+
+func (x *GetSessionResponse) GetEnd() *SessionEnd {
+	if x != nil {
+		return x.End
+	}
+	return nil
 }
 
 // SessionSegment is a segment and the request that appended it.
@@ -614,11 +633,532 @@ func (x *SessionSegment) GetTime() *timestamppb.Timestamp {
 	return nil
 }
 
+// NextPromptsRequest requests prompt groups.
+type NextPromptsRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Name or run id of the policy; empty: the only one.
+	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
+	// Most groups returned; 0: 1.
+	MaxGroups uint32 `protobuf:"varint,2,opt,name=max_groups,json=maxGroups,proto3" json:"max_groups,omitempty"`
+	// Longest wait for the first group in seconds; 0: return at once.
+	WaitSeconds   float64 `protobuf:"fixed64,3,opt,name=wait_seconds,json=waitSeconds,proto3" json:"wait_seconds,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NextPromptsRequest) Reset() {
+	*x = NextPromptsRequest{}
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NextPromptsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NextPromptsRequest) ProtoMessage() {}
+
+func (x *NextPromptsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NextPromptsRequest.ProtoReflect.Descriptor instead.
+func (*NextPromptsRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *NextPromptsRequest) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *NextPromptsRequest) GetMaxGroups() uint32 {
+	if x != nil {
+		return x.MaxGroups
+	}
+	return 0
+}
+
+func (x *NextPromptsRequest) GetWaitSeconds() float64 {
+	if x != nil {
+		return x.WaitSeconds
+	}
+	return 0
+}
+
+// NextPromptsResponse is the issued sessions.
+type NextPromptsResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run.
+	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// Sessions, group by group. Empty if no group was available in time.
+	Sessions []*SessionTask `protobuf:"bytes,2,rep,name=sessions,proto3" json:"sessions,omitempty"`
+	// Whether the run has ended, so that no groups follow.
+	Ended         bool `protobuf:"varint,3,opt,name=ended,proto3" json:"ended,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NextPromptsResponse) Reset() {
+	*x = NextPromptsResponse{}
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NextPromptsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NextPromptsResponse) ProtoMessage() {}
+
+func (x *NextPromptsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NextPromptsResponse.ProtoReflect.Descriptor instead.
+func (*NextPromptsResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *NextPromptsResponse) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+func (x *NextPromptsResponse) GetSessions() []*SessionTask {
+	if x != nil {
+		return x.Sessions
+	}
+	return nil
+}
+
+func (x *NextPromptsResponse) GetEnded() bool {
+	if x != nil {
+		return x.Ended
+	}
+	return false
+}
+
+// SessionTask is one sample of a prompt group, for an agent.
+type SessionTask struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Session to send requests in.
+	SessionId string `protobuf:"bytes,1,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
+	// Base URL for clients of the OpenAI API, whose requests are then in the session.
+	BaseUrl string `protobuf:"bytes,2,opt,name=base_url,json=baseUrl,proto3" json:"base_url,omitempty"`
+	// Name of the policy.
+	Model string `protobuf:"bytes,3,opt,name=model,proto3" json:"model,omitempty"`
+	// The sample.
+	Key *v12.TrajectoryKey `protobuf:"bytes,4,opt,name=key,proto3" json:"key,omitempty"`
+	// Samples of the group.
+	GroupSize uint32 `protobuf:"varint,5,opt,name=group_size,json=groupSize,proto3" json:"group_size,omitempty"`
+	// Row of the dataset, from 0.
+	Row uint64 `protobuf:"varint,6,opt,name=row,proto3" json:"row,omitempty"`
+	// The row, as JSON.
+	RowJson []byte `protobuf:"bytes,7,opt,name=row_json,json=rowJson,proto3" json:"row_json,omitempty"`
+	// The prompt of the row, as JSON: a string, or a list of messages.
+	PromptJson []byte `protobuf:"bytes,8,opt,name=prompt_json,json=promptJson,proto3" json:"prompt_json,omitempty"`
+	// Seed of the sample.
+	Seed uint64 `protobuf:"varint,9,opt,name=seed,proto3" json:"seed,omitempty"`
+	// Oldest weights version that the trainer accepts. Requests in the session wait for it.
+	MinWeightsVersion uint64 `protobuf:"varint,10,opt,name=min_weights_version,json=minWeightsVersion,proto3" json:"min_weights_version,omitempty"`
+	// When the session must be closed, UTC.
+	Deadline      *timestamppb.Timestamp `protobuf:"bytes,11,opt,name=deadline,proto3" json:"deadline,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SessionTask) Reset() {
+	*x = SessionTask{}
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SessionTask) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SessionTask) ProtoMessage() {}
+
+func (x *SessionTask) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SessionTask.ProtoReflect.Descriptor instead.
+func (*SessionTask) Descriptor() ([]byte, []int) {
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *SessionTask) GetSessionId() string {
+	if x != nil {
+		return x.SessionId
+	}
+	return ""
+}
+
+func (x *SessionTask) GetBaseUrl() string {
+	if x != nil {
+		return x.BaseUrl
+	}
+	return ""
+}
+
+func (x *SessionTask) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *SessionTask) GetKey() *v12.TrajectoryKey {
+	if x != nil {
+		return x.Key
+	}
+	return nil
+}
+
+func (x *SessionTask) GetGroupSize() uint32 {
+	if x != nil {
+		return x.GroupSize
+	}
+	return 0
+}
+
+func (x *SessionTask) GetRow() uint64 {
+	if x != nil {
+		return x.Row
+	}
+	return 0
+}
+
+func (x *SessionTask) GetRowJson() []byte {
+	if x != nil {
+		return x.RowJson
+	}
+	return nil
+}
+
+func (x *SessionTask) GetPromptJson() []byte {
+	if x != nil {
+		return x.PromptJson
+	}
+	return nil
+}
+
+func (x *SessionTask) GetSeed() uint64 {
+	if x != nil {
+		return x.Seed
+	}
+	return 0
+}
+
+func (x *SessionTask) GetMinWeightsVersion() uint64 {
+	if x != nil {
+		return x.MinWeightsVersion
+	}
+	return 0
+}
+
+func (x *SessionTask) GetDeadline() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Deadline
+	}
+	return nil
+}
+
+// CloseSessionRequest ends a session.
+type CloseSessionRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Session.
+	SessionId string `protobuf:"bytes,1,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
+	// Reward of the whole session. Not used for ABORTED and INFRA_FAILED.
+	Reward float64 `protobuf:"fixed64,2,opt,name=reward,proto3" json:"reward,omitempty"`
+	// Further numbers to report.
+	Metrics map[string]float64 `protobuf:"bytes,3,rep,name=metrics,proto3" json:"metrics,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
+	// How it ended; unspecified: TRUNCATED if the last completion reached its token limit, else
+	// COMPLETED. INFRA_FAILED if the agent or its tools failed: the group is sampled again.
+	Outcome v12.Outcome `protobuf:"varint,4,opt,name=outcome,proto3,enum=rollout.trajectory.v1.Outcome" json:"outcome,omitempty"`
+	// Machine-readable reason of ABORTED or INFRA_FAILED, e.g. TOOL_TIMEOUT.
+	Reason string `protobuf:"bytes,5,opt,name=reason,proto3" json:"reason,omitempty"`
+	// Run that the session must belong to; empty: any.
+	RunId         string `protobuf:"bytes,6,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CloseSessionRequest) Reset() {
+	*x = CloseSessionRequest{}
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CloseSessionRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CloseSessionRequest) ProtoMessage() {}
+
+func (x *CloseSessionRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CloseSessionRequest.ProtoReflect.Descriptor instead.
+func (*CloseSessionRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *CloseSessionRequest) GetSessionId() string {
+	if x != nil {
+		return x.SessionId
+	}
+	return ""
+}
+
+func (x *CloseSessionRequest) GetReward() float64 {
+	if x != nil {
+		return x.Reward
+	}
+	return 0
+}
+
+func (x *CloseSessionRequest) GetMetrics() map[string]float64 {
+	if x != nil {
+		return x.Metrics
+	}
+	return nil
+}
+
+func (x *CloseSessionRequest) GetOutcome() v12.Outcome {
+	if x != nil {
+		return x.Outcome
+	}
+	return v12.Outcome(0)
+}
+
+func (x *CloseSessionRequest) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+func (x *CloseSessionRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+// CloseSessionResponse is what became of the session.
+type CloseSessionResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// How it ended.
+	End           *SessionEnd `protobuf:"bytes,1,opt,name=end,proto3" json:"end,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CloseSessionResponse) Reset() {
+	*x = CloseSessionResponse{}
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CloseSessionResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CloseSessionResponse) ProtoMessage() {}
+
+func (x *CloseSessionResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CloseSessionResponse.ProtoReflect.Descriptor instead.
+func (*CloseSessionResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *CloseSessionResponse) GetEnd() *SessionEnd {
+	if x != nil {
+		return x.End
+	}
+	return nil
+}
+
+// SessionEnd is how a session ended.
+type SessionEnd struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// How.
+	Outcome v12.Outcome `protobuf:"varint,1,opt,name=outcome,proto3,enum=rollout.trajectory.v1.Outcome" json:"outcome,omitempty"`
+	// Machine-readable reason of ABORTED or INFRA_FAILED.
+	Reason string `protobuf:"bytes,2,opt,name=reason,proto3" json:"reason,omitempty"`
+	// Reward.
+	Reward float64 `protobuf:"fixed64,3,opt,name=reward,proto3" json:"reward,omitempty"`
+	// Further numbers.
+	Metrics map[string]float64 `protobuf:"bytes,4,rep,name=metrics,proto3" json:"metrics,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
+	// The sample that it is.
+	Key *v12.TrajectoryKey `protobuf:"bytes,5,opt,name=key,proto3" json:"key,omitempty"`
+	// Trajectories of the session, one per leaf.
+	Trajectories uint32 `protobuf:"varint,6,opt,name=trajectories,proto3" json:"trajectories,omitempty"`
+	// Whether the buffer took the trajectories for training. If not, the group was dissolved and is
+	// issued again, or it was complete already.
+	Accepted bool `protobuf:"varint,7,opt,name=accepted,proto3" json:"accepted,omitempty"`
+	// Reasons for which the buffer refused trajectories.
+	Refused []string `protobuf:"bytes,8,rep,name=refused,proto3" json:"refused,omitempty"`
+	// When it was closed, UTC.
+	Time          *timestamppb.Timestamp `protobuf:"bytes,9,opt,name=time,proto3" json:"time,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SessionEnd) Reset() {
+	*x = SessionEnd{}
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SessionEnd) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SessionEnd) ProtoMessage() {}
+
+func (x *SessionEnd) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SessionEnd.ProtoReflect.Descriptor instead.
+func (*SessionEnd) Descriptor() ([]byte, []int) {
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *SessionEnd) GetOutcome() v12.Outcome {
+	if x != nil {
+		return x.Outcome
+	}
+	return v12.Outcome(0)
+}
+
+func (x *SessionEnd) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+func (x *SessionEnd) GetReward() float64 {
+	if x != nil {
+		return x.Reward
+	}
+	return 0
+}
+
+func (x *SessionEnd) GetMetrics() map[string]float64 {
+	if x != nil {
+		return x.Metrics
+	}
+	return nil
+}
+
+func (x *SessionEnd) GetKey() *v12.TrajectoryKey {
+	if x != nil {
+		return x.Key
+	}
+	return nil
+}
+
+func (x *SessionEnd) GetTrajectories() uint32 {
+	if x != nil {
+		return x.Trajectories
+	}
+	return 0
+}
+
+func (x *SessionEnd) GetAccepted() bool {
+	if x != nil {
+		return x.Accepted
+	}
+	return false
+}
+
+func (x *SessionEnd) GetRefused() []string {
+	if x != nil {
+		return x.Refused
+	}
+	return nil
+}
+
+func (x *SessionEnd) GetTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Time
+	}
+	return nil
+}
+
 var File_rollout_gateway_v1_gateway_proto protoreflect.FileDescriptor
 
 const file_rollout_gateway_v1_gateway_proto_rawDesc = "" +
 	"\n" +
-	" rollout/gateway/v1/gateway.proto\x12\x12rollout.gateway.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a$rollout/inference/v1/inference.proto\x1a rollout/session/v1/session.proto\"\xe3\x01\n" +
+	" rollout/gateway/v1/gateway.proto\x12\x12rollout.gateway.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a$rollout/inference/v1/inference.proto\x1a rollout/session/v1/session.proto\x1a&rollout/trajectory/v1/trajectory.proto\"\xe3\x01\n" +
 	"\x05Model\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x15\n" +
 	"\x06run_id\x18\x02 \x01(\tR\x05runId\x12'\n" +
@@ -658,23 +1198,79 @@ const file_rollout_gateway_v1_gateway_proto_rawDesc = "" +
 	"\x06run_id\x18\x04 \x01(\tR\x05runId\";\n" +
 	"\x11GetSessionRequest\x12&\n" +
 	"\n" +
-	"session_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\tsessionId\"x\n" +
+	"session_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\tsessionId\"\xdf\x01\n" +
 	"\x12GetSessionResponse\x12>\n" +
 	"\bsegments\x18\x02 \x03(\v2\".rollout.gateway.v1.SessionSegmentR\bsegments\x12\x15\n" +
-	"\x06run_id\x18\x03 \x01(\tR\x05runIdJ\x04\b\x01\x10\x02R\x05turns\"\xcf\x01\n" +
+	"\x06run_id\x18\x03 \x01(\tR\x05runId\x123\n" +
+	"\x04task\x18\x04 \x01(\v2\x1f.rollout.gateway.v1.SessionTaskR\x04task\x120\n" +
+	"\x03end\x18\x05 \x01(\v2\x1e.rollout.gateway.v1.SessionEndR\x03endJ\x04\b\x01\x10\x02R\x05turns\"\xcf\x01\n" +
 	"\x0eSessionSegment\x125\n" +
 	"\asegment\x18\x01 \x01(\v2\x1b.rollout.session.v1.SegmentR\asegment\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x02 \x01(\tR\trequestId\x12#\n" +
 	"\rfinish_reason\x18\x03 \x01(\tR\ffinishReason\x12\x12\n" +
 	"\x04text\x18\x04 \x01(\tR\x04text\x12.\n" +
-	"\x04time\x18\x05 \x01(\v2\x1a.google.protobuf.TimestampR\x04time2\xaa\x02\n" +
+	"\x04time\x18\x05 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\"\x8f\x01\n" +
+	"\x12NextPromptsRequest\x12\x14\n" +
+	"\x05model\x18\x01 \x01(\tR\x05model\x12'\n" +
+	"\n" +
+	"max_groups\x18\x02 \x01(\rB\b\xbaH\x05*\x03\x18\x80\x02R\tmaxGroups\x12:\n" +
+	"\fwait_seconds\x18\x03 \x01(\x01B\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00N@)\x00\x00\x00\x00\x00\x00\x00\x00R\vwaitSeconds\"\x7f\n" +
+	"\x13NextPromptsResponse\x12\x15\n" +
+	"\x06run_id\x18\x01 \x01(\tR\x05runId\x12;\n" +
+	"\bsessions\x18\x02 \x03(\v2\x1f.rollout.gateway.v1.SessionTaskR\bsessions\x12\x14\n" +
+	"\x05ended\x18\x03 \x01(\bR\x05ended\"\xfe\x02\n" +
+	"\vSessionTask\x12\x1d\n" +
+	"\n" +
+	"session_id\x18\x01 \x01(\tR\tsessionId\x12\x19\n" +
+	"\bbase_url\x18\x02 \x01(\tR\abaseUrl\x12\x14\n" +
+	"\x05model\x18\x03 \x01(\tR\x05model\x126\n" +
+	"\x03key\x18\x04 \x01(\v2$.rollout.trajectory.v1.TrajectoryKeyR\x03key\x12\x1d\n" +
+	"\n" +
+	"group_size\x18\x05 \x01(\rR\tgroupSize\x12\x10\n" +
+	"\x03row\x18\x06 \x01(\x04R\x03row\x12\x19\n" +
+	"\brow_json\x18\a \x01(\fR\arowJson\x12\x1f\n" +
+	"\vprompt_json\x18\b \x01(\fR\n" +
+	"promptJson\x12\x12\n" +
+	"\x04seed\x18\t \x01(\x04R\x04seed\x12.\n" +
+	"\x13min_weights_version\x18\n" +
+	" \x01(\x04R\x11minWeightsVersion\x126\n" +
+	"\bdeadline\x18\v \x01(\v2\x1a.google.protobuf.TimestampR\bdeadline\"\xf7\x02\n" +
+	"\x13CloseSessionRequest\x12&\n" +
+	"\n" +
+	"session_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\tsessionId\x12\x1f\n" +
+	"\x06reward\x18\x02 \x01(\x01B\a\xbaH\x04\x12\x02@\x01R\x06reward\x12^\n" +
+	"\ametrics\x18\x03 \x03(\v24.rollout.gateway.v1.CloseSessionRequest.MetricsEntryB\x0e\xbaH\v\x9a\x01\b\x10@*\x04\x12\x02@\x01R\ametrics\x12B\n" +
+	"\aoutcome\x18\x04 \x01(\x0e2\x1e.rollout.trajectory.v1.OutcomeB\b\xbaH\x05\x82\x01\x02\x10\x01R\aoutcome\x12 \n" +
+	"\x06reason\x18\x05 \x01(\tB\b\xbaH\x05r\x03\x18\x80\x01R\x06reason\x12\x15\n" +
+	"\x06run_id\x18\x06 \x01(\tR\x05runId\x1a:\n" +
+	"\fMetricsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\"H\n" +
+	"\x14CloseSessionResponse\x120\n" +
+	"\x03end\x18\x01 \x01(\v2\x1e.rollout.gateway.v1.SessionEndR\x03end\"\xbb\x03\n" +
+	"\n" +
+	"SessionEnd\x128\n" +
+	"\aoutcome\x18\x01 \x01(\x0e2\x1e.rollout.trajectory.v1.OutcomeR\aoutcome\x12\x16\n" +
+	"\x06reason\x18\x02 \x01(\tR\x06reason\x12\x16\n" +
+	"\x06reward\x18\x03 \x01(\x01R\x06reward\x12E\n" +
+	"\ametrics\x18\x04 \x03(\v2+.rollout.gateway.v1.SessionEnd.MetricsEntryR\ametrics\x126\n" +
+	"\x03key\x18\x05 \x01(\v2$.rollout.trajectory.v1.TrajectoryKeyR\x03key\x12\"\n" +
+	"\ftrajectories\x18\x06 \x01(\rR\ftrajectories\x12\x1a\n" +
+	"\baccepted\x18\a \x01(\bR\baccepted\x12\x18\n" +
+	"\arefused\x18\b \x03(\tR\arefused\x12.\n" +
+	"\x04time\x18\t \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x1a:\n" +
+	"\fMetricsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x012\xed\x03\n" +
 	"\x15RolloutGatewayService\x12[\n" +
 	"\n" +
 	"ListModels\x12%.rollout.gateway.v1.ListModelsRequest\x1a&.rollout.gateway.v1.ListModelsResponse\x12W\n" +
 	"\bComplete\x12#.rollout.gateway.v1.CompleteRequest\x1a$.rollout.gateway.v1.CompleteResponse0\x01\x12[\n" +
 	"\n" +
-	"GetSession\x12%.rollout.gateway.v1.GetSessionRequest\x1a&.rollout.gateway.v1.GetSessionResponseB\xd6\x01\n" +
+	"GetSession\x12%.rollout.gateway.v1.GetSessionRequest\x1a&.rollout.gateway.v1.GetSessionResponse\x12^\n" +
+	"\vNextPrompts\x12&.rollout.gateway.v1.NextPromptsRequest\x1a'.rollout.gateway.v1.NextPromptsResponse\x12a\n" +
+	"\fCloseSession\x12'.rollout.gateway.v1.CloseSessionRequest\x1a(.rollout.gateway.v1.CloseSessionResponseB\xd6\x01\n" +
 	"\x16com.rollout.gateway.v1B\fGatewayProtoP\x01ZDgithub.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1;gatewayv1\xa2\x02\x03RGX\xaa\x02\x12Rollout.Gateway.V1\xca\x02\x12Rollout\\Gateway\\V1\xe2\x02\x1eRollout\\Gateway\\V1\\GPBMetadata\xea\x02\x14Rollout::Gateway::V1b\x06proto3"
 
 var (
@@ -689,7 +1285,7 @@ func file_rollout_gateway_v1_gateway_proto_rawDescGZIP() []byte {
 	return file_rollout_gateway_v1_gateway_proto_rawDescData
 }
 
-var file_rollout_gateway_v1_gateway_proto_msgTypes = make([]protoimpl.MessageInfo, 8)
+var file_rollout_gateway_v1_gateway_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
 var file_rollout_gateway_v1_gateway_proto_goTypes = []any{
 	(*Model)(nil),                 // 0: rollout.gateway.v1.Model
 	(*ListModelsRequest)(nil),     // 1: rollout.gateway.v1.ListModelsRequest
@@ -699,32 +1295,58 @@ var file_rollout_gateway_v1_gateway_proto_goTypes = []any{
 	(*GetSessionRequest)(nil),     // 5: rollout.gateway.v1.GetSessionRequest
 	(*GetSessionResponse)(nil),    // 6: rollout.gateway.v1.GetSessionResponse
 	(*SessionSegment)(nil),        // 7: rollout.gateway.v1.SessionSegment
-	(*timestamppb.Timestamp)(nil), // 8: google.protobuf.Timestamp
-	(*v1.Prompt)(nil),             // 9: rollout.inference.v1.Prompt
-	(*v1.SamplingParams)(nil),     // 10: rollout.inference.v1.SamplingParams
-	(*v1.GenerateResponse)(nil),   // 11: rollout.inference.v1.GenerateResponse
-	(*v11.Segment)(nil),           // 12: rollout.session.v1.Segment
+	(*NextPromptsRequest)(nil),    // 8: rollout.gateway.v1.NextPromptsRequest
+	(*NextPromptsResponse)(nil),   // 9: rollout.gateway.v1.NextPromptsResponse
+	(*SessionTask)(nil),           // 10: rollout.gateway.v1.SessionTask
+	(*CloseSessionRequest)(nil),   // 11: rollout.gateway.v1.CloseSessionRequest
+	(*CloseSessionResponse)(nil),  // 12: rollout.gateway.v1.CloseSessionResponse
+	(*SessionEnd)(nil),            // 13: rollout.gateway.v1.SessionEnd
+	nil,                           // 14: rollout.gateway.v1.CloseSessionRequest.MetricsEntry
+	nil,                           // 15: rollout.gateway.v1.SessionEnd.MetricsEntry
+	(*timestamppb.Timestamp)(nil), // 16: google.protobuf.Timestamp
+	(*v1.Prompt)(nil),             // 17: rollout.inference.v1.Prompt
+	(*v1.SamplingParams)(nil),     // 18: rollout.inference.v1.SamplingParams
+	(*v1.GenerateResponse)(nil),   // 19: rollout.inference.v1.GenerateResponse
+	(*v11.Segment)(nil),           // 20: rollout.session.v1.Segment
+	(*v12.TrajectoryKey)(nil),     // 21: rollout.trajectory.v1.TrajectoryKey
+	(v12.Outcome)(0),              // 22: rollout.trajectory.v1.Outcome
 }
 var file_rollout_gateway_v1_gateway_proto_depIdxs = []int32{
-	8,  // 0: rollout.gateway.v1.Model.create_time:type_name -> google.protobuf.Timestamp
+	16, // 0: rollout.gateway.v1.Model.create_time:type_name -> google.protobuf.Timestamp
 	0,  // 1: rollout.gateway.v1.ListModelsResponse.models:type_name -> rollout.gateway.v1.Model
-	9,  // 2: rollout.gateway.v1.CompleteRequest.prompts:type_name -> rollout.inference.v1.Prompt
-	10, // 3: rollout.gateway.v1.CompleteRequest.params:type_name -> rollout.inference.v1.SamplingParams
-	11, // 4: rollout.gateway.v1.CompleteResponse.piece:type_name -> rollout.inference.v1.GenerateResponse
+	17, // 2: rollout.gateway.v1.CompleteRequest.prompts:type_name -> rollout.inference.v1.Prompt
+	18, // 3: rollout.gateway.v1.CompleteRequest.params:type_name -> rollout.inference.v1.SamplingParams
+	19, // 4: rollout.gateway.v1.CompleteResponse.piece:type_name -> rollout.inference.v1.GenerateResponse
 	7,  // 5: rollout.gateway.v1.GetSessionResponse.segments:type_name -> rollout.gateway.v1.SessionSegment
-	12, // 6: rollout.gateway.v1.SessionSegment.segment:type_name -> rollout.session.v1.Segment
-	8,  // 7: rollout.gateway.v1.SessionSegment.time:type_name -> google.protobuf.Timestamp
-	1,  // 8: rollout.gateway.v1.RolloutGatewayService.ListModels:input_type -> rollout.gateway.v1.ListModelsRequest
-	3,  // 9: rollout.gateway.v1.RolloutGatewayService.Complete:input_type -> rollout.gateway.v1.CompleteRequest
-	5,  // 10: rollout.gateway.v1.RolloutGatewayService.GetSession:input_type -> rollout.gateway.v1.GetSessionRequest
-	2,  // 11: rollout.gateway.v1.RolloutGatewayService.ListModels:output_type -> rollout.gateway.v1.ListModelsResponse
-	4,  // 12: rollout.gateway.v1.RolloutGatewayService.Complete:output_type -> rollout.gateway.v1.CompleteResponse
-	6,  // 13: rollout.gateway.v1.RolloutGatewayService.GetSession:output_type -> rollout.gateway.v1.GetSessionResponse
-	11, // [11:14] is the sub-list for method output_type
-	8,  // [8:11] is the sub-list for method input_type
-	8,  // [8:8] is the sub-list for extension type_name
-	8,  // [8:8] is the sub-list for extension extendee
-	0,  // [0:8] is the sub-list for field type_name
+	10, // 6: rollout.gateway.v1.GetSessionResponse.task:type_name -> rollout.gateway.v1.SessionTask
+	13, // 7: rollout.gateway.v1.GetSessionResponse.end:type_name -> rollout.gateway.v1.SessionEnd
+	20, // 8: rollout.gateway.v1.SessionSegment.segment:type_name -> rollout.session.v1.Segment
+	16, // 9: rollout.gateway.v1.SessionSegment.time:type_name -> google.protobuf.Timestamp
+	10, // 10: rollout.gateway.v1.NextPromptsResponse.sessions:type_name -> rollout.gateway.v1.SessionTask
+	21, // 11: rollout.gateway.v1.SessionTask.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	16, // 12: rollout.gateway.v1.SessionTask.deadline:type_name -> google.protobuf.Timestamp
+	14, // 13: rollout.gateway.v1.CloseSessionRequest.metrics:type_name -> rollout.gateway.v1.CloseSessionRequest.MetricsEntry
+	22, // 14: rollout.gateway.v1.CloseSessionRequest.outcome:type_name -> rollout.trajectory.v1.Outcome
+	13, // 15: rollout.gateway.v1.CloseSessionResponse.end:type_name -> rollout.gateway.v1.SessionEnd
+	22, // 16: rollout.gateway.v1.SessionEnd.outcome:type_name -> rollout.trajectory.v1.Outcome
+	15, // 17: rollout.gateway.v1.SessionEnd.metrics:type_name -> rollout.gateway.v1.SessionEnd.MetricsEntry
+	21, // 18: rollout.gateway.v1.SessionEnd.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	16, // 19: rollout.gateway.v1.SessionEnd.time:type_name -> google.protobuf.Timestamp
+	1,  // 20: rollout.gateway.v1.RolloutGatewayService.ListModels:input_type -> rollout.gateway.v1.ListModelsRequest
+	3,  // 21: rollout.gateway.v1.RolloutGatewayService.Complete:input_type -> rollout.gateway.v1.CompleteRequest
+	5,  // 22: rollout.gateway.v1.RolloutGatewayService.GetSession:input_type -> rollout.gateway.v1.GetSessionRequest
+	8,  // 23: rollout.gateway.v1.RolloutGatewayService.NextPrompts:input_type -> rollout.gateway.v1.NextPromptsRequest
+	11, // 24: rollout.gateway.v1.RolloutGatewayService.CloseSession:input_type -> rollout.gateway.v1.CloseSessionRequest
+	2,  // 25: rollout.gateway.v1.RolloutGatewayService.ListModels:output_type -> rollout.gateway.v1.ListModelsResponse
+	4,  // 26: rollout.gateway.v1.RolloutGatewayService.Complete:output_type -> rollout.gateway.v1.CompleteResponse
+	6,  // 27: rollout.gateway.v1.RolloutGatewayService.GetSession:output_type -> rollout.gateway.v1.GetSessionResponse
+	9,  // 28: rollout.gateway.v1.RolloutGatewayService.NextPrompts:output_type -> rollout.gateway.v1.NextPromptsResponse
+	12, // 29: rollout.gateway.v1.RolloutGatewayService.CloseSession:output_type -> rollout.gateway.v1.CloseSessionResponse
+	25, // [25:30] is the sub-list for method output_type
+	20, // [20:25] is the sub-list for method input_type
+	20, // [20:20] is the sub-list for extension type_name
+	20, // [20:20] is the sub-list for extension extendee
+	0,  // [0:20] is the sub-list for field type_name
 }
 
 func init() { file_rollout_gateway_v1_gateway_proto_init() }
@@ -739,7 +1361,7 @@ func file_rollout_gateway_v1_gateway_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_gateway_v1_gateway_proto_rawDesc), len(file_rollout_gateway_v1_gateway_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   8,
+			NumMessages:   16,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -22,9 +22,11 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	RolloutGatewayService_ListModels_FullMethodName = "/rollout.gateway.v1.RolloutGatewayService/ListModels"
-	RolloutGatewayService_Complete_FullMethodName   = "/rollout.gateway.v1.RolloutGatewayService/Complete"
-	RolloutGatewayService_GetSession_FullMethodName = "/rollout.gateway.v1.RolloutGatewayService/GetSession"
+	RolloutGatewayService_ListModels_FullMethodName   = "/rollout.gateway.v1.RolloutGatewayService/ListModels"
+	RolloutGatewayService_Complete_FullMethodName     = "/rollout.gateway.v1.RolloutGatewayService/Complete"
+	RolloutGatewayService_GetSession_FullMethodName   = "/rollout.gateway.v1.RolloutGatewayService/GetSession"
+	RolloutGatewayService_NextPrompts_FullMethodName  = "/rollout.gateway.v1.RolloutGatewayService/NextPrompts"
+	RolloutGatewayService_CloseSession_FullMethodName = "/rollout.gateway.v1.RolloutGatewayService/CloseSession"
 )
 
 // RolloutGatewayServiceClient is the client API for RolloutGatewayService service.
@@ -39,6 +41,14 @@ type RolloutGatewayServiceClient interface {
 	Complete(ctx context.Context, in *CompleteRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[CompleteResponse], error)
 	// GetSession returns the tree of a session, with exactly the tokens that were sampled.
 	GetSession(ctx context.Context, in *GetSessionRequest, opts ...grpc.CallOption) (*GetSessionResponse, error)
+	// NextPrompts issues prompt groups of a run with `environment.kind = "external"` to an agent: a
+	// session per sample. The agent sends its requests in these sessions and closes each of them. A
+	// group whose sessions are not all closed by its deadline is issued again. FAILED_PRECONDITION,
+	// reason ENVIRONMENT_NOT_EXTERNAL, for other runs.
+	NextPrompts(ctx context.Context, in *NextPromptsRequest, opts ...grpc.CallOption) (*NextPromptsResponse, error)
+	// CloseSession ends a session with a reward. Each leaf of its tree becomes a trajectory of the
+	// run. Idempotent; another reward or outcome than before is refused with reason SESSION_CLOSED.
+	CloseSession(ctx context.Context, in *CloseSessionRequest, opts ...grpc.CallOption) (*CloseSessionResponse, error)
 }
 
 type rolloutGatewayServiceClient struct {
@@ -88,6 +98,26 @@ func (c *rolloutGatewayServiceClient) GetSession(ctx context.Context, in *GetSes
 	return out, nil
 }
 
+func (c *rolloutGatewayServiceClient) NextPrompts(ctx context.Context, in *NextPromptsRequest, opts ...grpc.CallOption) (*NextPromptsResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(NextPromptsResponse)
+	err := c.cc.Invoke(ctx, RolloutGatewayService_NextPrompts_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *rolloutGatewayServiceClient) CloseSession(ctx context.Context, in *CloseSessionRequest, opts ...grpc.CallOption) (*CloseSessionResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(CloseSessionResponse)
+	err := c.cc.Invoke(ctx, RolloutGatewayService_CloseSession_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // RolloutGatewayServiceServer is the server API for RolloutGatewayService service.
 // All implementations must embed UnimplementedRolloutGatewayServiceServer
 // for forward compatibility.
@@ -100,6 +130,14 @@ type RolloutGatewayServiceServer interface {
 	Complete(*CompleteRequest, grpc.ServerStreamingServer[CompleteResponse]) error
 	// GetSession returns the tree of a session, with exactly the tokens that were sampled.
 	GetSession(context.Context, *GetSessionRequest) (*GetSessionResponse, error)
+	// NextPrompts issues prompt groups of a run with `environment.kind = "external"` to an agent: a
+	// session per sample. The agent sends its requests in these sessions and closes each of them. A
+	// group whose sessions are not all closed by its deadline is issued again. FAILED_PRECONDITION,
+	// reason ENVIRONMENT_NOT_EXTERNAL, for other runs.
+	NextPrompts(context.Context, *NextPromptsRequest) (*NextPromptsResponse, error)
+	// CloseSession ends a session with a reward. Each leaf of its tree becomes a trajectory of the
+	// run. Idempotent; another reward or outcome than before is refused with reason SESSION_CLOSED.
+	CloseSession(context.Context, *CloseSessionRequest) (*CloseSessionResponse, error)
 	mustEmbedUnimplementedRolloutGatewayServiceServer()
 }
 
@@ -118,6 +156,12 @@ func (UnimplementedRolloutGatewayServiceServer) Complete(*CompleteRequest, grpc.
 }
 func (UnimplementedRolloutGatewayServiceServer) GetSession(context.Context, *GetSessionRequest) (*GetSessionResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method GetSession not implemented")
+}
+func (UnimplementedRolloutGatewayServiceServer) NextPrompts(context.Context, *NextPromptsRequest) (*NextPromptsResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method NextPrompts not implemented")
+}
+func (UnimplementedRolloutGatewayServiceServer) CloseSession(context.Context, *CloseSessionRequest) (*CloseSessionResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method CloseSession not implemented")
 }
 func (UnimplementedRolloutGatewayServiceServer) mustEmbedUnimplementedRolloutGatewayServiceServer() {}
 func (UnimplementedRolloutGatewayServiceServer) testEmbeddedByValue()                               {}
@@ -187,6 +231,42 @@ func _RolloutGatewayService_GetSession_Handler(srv interface{}, ctx context.Cont
 	return interceptor(ctx, in, info, handler)
 }
 
+func _RolloutGatewayService_NextPrompts_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(NextPromptsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(RolloutGatewayServiceServer).NextPrompts(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: RolloutGatewayService_NextPrompts_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(RolloutGatewayServiceServer).NextPrompts(ctx, req.(*NextPromptsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _RolloutGatewayService_CloseSession_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(CloseSessionRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(RolloutGatewayServiceServer).CloseSession(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: RolloutGatewayService_CloseSession_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(RolloutGatewayServiceServer).CloseSession(ctx, req.(*CloseSessionRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // RolloutGatewayService_ServiceDesc is the grpc.ServiceDesc for RolloutGatewayService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -201,6 +281,14 @@ var RolloutGatewayService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "GetSession",
 			Handler:    _RolloutGatewayService_GetSession_Handler,
+		},
+		{
+			MethodName: "NextPrompts",
+			Handler:    _RolloutGatewayService_NextPrompts_Handler,
+		},
+		{
+			MethodName: "CloseSession",
+			Handler:    _RolloutGatewayService_CloseSession_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{
