@@ -15,6 +15,7 @@ planned raises :class:`PlanRefused` with all of its problems.
 
 from rollout.client.aio import AsyncClient, connect_async
 from rollout.client.connection import NoDaemon, Server, local_server, state_directory
+from rollout.client.episodes import Episode
 from rollout.client.errors import PlanRefused, RemoteError
 from rollout.client.planned import Planned
 from rollout.client.sync import Client, connect
@@ -22,6 +23,7 @@ from rollout.client.sync import Client, connect
 __all__ = [
     "AsyncClient",
     "Client",
+    "Episode",
     "NoDaemon",
     "PlanRefused",
     "Planned",

@@ -10,6 +10,7 @@ from typing import Any, Self, cast
 import grpc
 
 from rollout.client.connection import Server, locate
+from rollout.client.episodes import Episode, episodes
 from rollout.client.errors import remote_errors
 from rollout.client.planned import Planned, create_request, event_filter, over, plan_request, planned, points
 from rollout.event.v1.event_pb2 import LEVEL_UNSPECIFIED, Event, Level
@@ -131,6 +132,16 @@ class AsyncClient:
                         yield event
         finally:
             stream.cancel()
+
+    def episodes(self, run_id: str, *, groups: int = 8) -> AsyncGenerator[Episode, None]:
+        """Yield the samples of prompt groups of a run with `environment.kind = "external"`, group
+        by group, until the run has ended. The caller plays each of them through the gateway and
+        closes it; several at the same time keep the engine busy.
+
+        groups: most groups that one call of the gateway returns. Raises ``RemoteError``. While the
+        gateway is away it waits.
+        """
+        return episodes(self._channel, self.server, run_id, groups)
 
     async def metrics(self, run_id: str, names: Sequence[str] = (), *, from_step: int = 0) -> dict[str, list[tuple[int, float]]]:
         """(step, value) pairs of each metric, by name. names: which metrics; empty: all. run_id: as

@@ -1,0 +1,80 @@
+"""Prepare the guessing game: a tiny model with random weights, games of a player that ignores
+hints, and the numbers to guess.
+
+    python examples/agent_openai/prepare.py [--model DIR] [--data DIR]
+
+Writes the model's folder, ``games.jsonl`` (conversations for the warm-up), and ``numbers.jsonl``
+with rows such as ``{"prompt": [{"role": "user", "content": "guess 0-9:"}], "number": 7}``. A second
+call finds what is there and changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import random
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+MODEL = REPOSITORY / "models" / "guess"
+DATA = REPOSITORY / "models" / "guess-data"
+
+QUESTION = "guess 0-9:"
+GUESSES = 4
+HINTS = {False: "lower:", True: "higher:"}
+"""By whether the number is higher than the guess."""
+
+GAMES, NUMBERS, SEED = 4096, 1000, 0
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+
+
+def main() -> None:
+    """Write missing files and print their paths."""
+    parser = argparse.ArgumentParser(description="Prepare the guessing game.")
+    parser.add_argument("--model", type=Path, default=MODEL, help="folder of the model (default: %(default)s)")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of the rows (default: %(default)s)")
+    arguments = parser.parse_args()
+    addition = _addition()
+    draw = random.Random(SEED)
+    arguments.data.mkdir(parents=True, exist_ok=True)
+    addition.write_rows(arguments.data / "games.jsonl", [{"messages": game(draw)} for _ in range(GAMES)])
+    addition.write_rows(arguments.data / "numbers.jsonl", [{"prompt": opening(), "number": at % 10} for at in range(NUMBERS)])
+    addition.CHAT_TEMPLATE = CHAT_TEMPLATE  # each turn of the assistant ends with the end token
+    addition.write_model(arguments.model)
+    print(f"model {arguments.model}\ndata  {arguments.data}")
+
+
+def opening() -> list[dict[str, str]]:
+    """The first message of every game."""
+    return [{"role": "user", "content": QUESTION}]
+
+
+def hint(guess: int, number: int) -> dict[str, str]:
+    """The answer to a wrong guess."""
+    return {"role": "user", "content": HINTS[number > guess]}
+
+
+def game(draw: random.Random) -> list[dict[str, str]]:
+    """A game of a player that knows the rules and guesses at random."""
+    messages, number = opening(), draw.randrange(10)
+    for _ in range(GUESSES):
+        guess = draw.randrange(10)
+        messages.append({"role": "assistant", "content": str(guess)})
+        if guess == number:
+            break
+        messages.append(hint(guess, number))
+    return messages if messages[-1]["role"] == "assistant" else messages[:-1]
+
+
+def _addition() -> Any:
+    """The script of the addition example, whose model this one has."""
+    spec = importlib.util.spec_from_file_location("addition_prepare", REPOSITORY / "examples" / "addition" / "prepare.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    main()
