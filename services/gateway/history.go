@@ -7,8 +7,8 @@ import (
 	sessionv1 "github.com/rollout-rl/rollout/proto/gen/rollout/session/v1"
 )
 
-// Messages returns the messages of a session up to the completion of a request, oldest first, each as
-// JSON in the form of OpenAI. ErrSession if the session has no such completion of a chat.
+// Messages returns the messages of a session up to the completion of a request, oldest first, each
+// as JSON in the form of OpenAI. ErrSession if the session has no such completion of a chat.
 func (s *service) Messages(ctx context.Context, session, request string) ([]string, error) {
 	found, err := s.Store.Session(ctx, session, 0)
 	if err != nil {

@@ -151,13 +151,17 @@ func continued(req *inferencev1.GenerateRequest, prompt, sample uint32) int {
 	return 0
 }
 
-// Tokenize gives each byte of a text the id of its value, and chats the ids of promptOf.
+// Tokenize gives each byte of a text the id of its value after the special token 1, and chats the
+// ids of promptOf.
 func (f *fakeWorker) Tokenize(_ context.Context, req *inferencev1.TokenizeRequest) (*inferencev1.TokenizeResponse, error) {
 	resp := &inferencev1.TokenizeResponse{MaxModelLen: 64}
 	for _, p := range req.GetPrompts() {
 		ids := promptOf(p)
 		if p.GetText() != "" {
 			ids = nil
+			if !p.GetNoSpecialTokens() {
+				ids = append(ids, 1)
+			}
 			for _, c := range []byte(p.GetText()) {
 				ids = append(ids, uint32(c))
 			}

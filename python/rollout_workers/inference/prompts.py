@@ -37,7 +37,8 @@ class InvalidPrompt(EdgeError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Asked:
-    """One prompt of a request. ids int32[T]. chat: None for a text or tokens. turn: in a session."""
+    """One prompt of a request. ids int32[T]. chat: None for a text or tokens. turn: in a
+    session."""
 
     ids: NDArray[np.int32]
     chat: ChatRequest | None = None
@@ -94,9 +95,13 @@ class Prompts:
 
     def _plain(self, prompts: Sequence[tuple[int, pb.Prompt]]) -> dict[int, NDArray[np.int32]]:
         """The ids of each text and list of tokens, by its place."""
-        texts = [(at, prompt.text) for at, prompt in prompts if prompt.HasField("text")]
-        encoded = self._text.encode([text for _, text in texts]) if texts else []
-        out = {at: ids for (at, _), ids in zip(texts, encoded, strict=True)}
+        out: dict[int, NDArray[np.int32]] = {}
+        for special in (True, False):
+            texts = {
+                at: prompt.text for at, prompt in prompts if prompt.HasField("text") and prompt.no_special_tokens is not special
+            }
+            if texts:
+                out.update(zip(texts, self._text.encode([*texts.values()], special=special), strict=True))
         for at, prompt in prompts:
             if prompt.HasField("tokens"):
                 ids = np.array(prompt.tokens.ids, np.uint32)

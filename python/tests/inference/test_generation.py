@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from rollout.inference.v1 import inference_pb2 as pb
 from rollout_testing.engine import ScriptedEngine
@@ -19,7 +21,7 @@ from rollout_workers.engines.registry import Capabilities
 from rollout_workers.inference.generation import Generation, WeightsNotFound
 from rollout_workers.inference.model import Model
 from rollout_workers.inference.params import UnsupportedByEngine
-from rollout_workers.inference.prompts import InvalidPrompt
+from rollout_workers.inference.prompts import InvalidPrompt, Prompts
 from rollout_workers.worker.status import InvalidRequest, status_of
 
 LIMIT = 512
@@ -282,3 +284,12 @@ def test_ids_become_text_with_special_tokens() -> None:
     assert made.detokenized([pb.TokenIds(ids=ids.tolist())] * 2) == ["<|im_start|>user\nWhat?<|im_end|>"] * 2
     with pytest.raises(InvalidPrompt, match="9999"):
         made.detokenized([pb.TokenIds(ids=[5, 9999])])
+
+
+async def test_a_text_may_have_no_special_tokens() -> None:
+    tokenizer: Any = deepcopy(text().tokenizer)
+    begin = int(tokenizer.convert_tokens_to_ids("<|im_start|>"))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<|im_start|> $A", special_tokens=[("<|im_start|>", begin)])
+    sent = [pb.Prompt(text="a", no_special_tokens=True), pb.Prompt(text="a"), pb.Prompt(text="b", no_special_tokens=True)]
+    plain, whole, other = (asked.ids.tolist() for asked in await Prompts(Text(tokenizer), 64).read(sent))
+    assert whole == [begin, *plain] and begin not in plain + other and plain != other

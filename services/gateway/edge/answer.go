@@ -144,6 +144,7 @@ func (e *Edge) stream(w http.ResponseWriter, r *http.Request, a *Answer, writer 
 			begun = true
 			w.Header().Set("Content-Type", "text/event-stream")
 			w.Header().Set("Cache-Control", "no-cache")
+			w.Header().Set("X-Accel-Buffering", "no") // proxies pass each event on at once
 			a.setHeader(w.Header())
 			w.WriteHeader(http.StatusOK)
 		}

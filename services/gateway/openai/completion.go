@@ -12,11 +12,13 @@ import (
 
 type completionRequest struct {
 	common
-	Prompt   json.RawMessage `json:"prompt"`
-	Echo     bool            `json:"echo"`
-	Suffix   *string         `json:"suffix"`
-	BestOf   *edge.Integer   `json:"best_of"`
-	Logprobs *edge.Integer   `json:"logprobs"`
+	Prompt json.RawMessage `json:"prompt"`
+	// Of vLLM.
+	AddSpecialTokens *bool         `json:"add_special_tokens"`
+	Echo             bool          `json:"echo"`
+	Suffix           *string       `json:"suffix"`
+	BestOf           *edge.Integer `json:"best_of"`
+	Logprobs         *edge.Integer `json:"logprobs"`
 }
 
 func (h *handler) completions(w http.ResponseWriter, r *http.Request) error {
@@ -34,6 +36,9 @@ func (h *handler) completions(w http.ResponseWriter, r *http.Request) error {
 	prompts, err := Prompts("prompt", body.Prompt)
 	if err != nil {
 		return err
+	}
+	for _, p := range prompts {
+		p.NoSpecialTokens = p.GetTokens() == nil && body.AddSpecialTokens != nil && !*body.AddSpecialTokens
 	}
 	req, err := body.request(r)
 	if err != nil {

@@ -22,6 +22,7 @@ type Chat struct {
 	ChatTemplateKwargs   json.RawMessage `json:"chat_template_kwargs"`
 	ReasoningEffort      string          `json:"reasoning_effort"`
 	AddGenerationPrompt  *bool           `json:"add_generation_prompt"`
+	AddSpecialTokens     *bool           `json:"add_special_tokens"`
 	ContinueFinalMessage bool            `json:"continue_final_message"`
 	// Before tools.
 	Functions    []function      `json:"functions"`
@@ -70,6 +71,8 @@ func (b *Chat) Proto() (*inferencev1.Chat, error) {
 		return nil, edge.Missing("messages", "`messages` must have at least one message")
 	case edge.IsSet(b.ChatTemplate):
 		return nil, edge.Unsupported("chat_template", "the chat template of the tokenizer is used")
+	case b.AddSpecialTokens != nil && *b.AddSpecialTokens:
+		return nil, edge.Unsupported("add_special_tokens", "the chat template adds the special tokens of a chat; omit it or send false")
 	case len(b.Tools) > 0 && len(b.Functions) > 0:
 		return nil, edge.Invalid("functions", "`functions` is the old form of `tools`; send one of them")
 	case b.AddGenerationPrompt != nil && *b.AddGenerationPrompt == b.ContinueFinalMessage:

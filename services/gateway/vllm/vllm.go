@@ -35,9 +35,8 @@ type handler struct{ *edge.Edge }
 type tokenizeRequest struct {
 	edge.Target
 	openai.Chat
-	Prompt           *string `json:"prompt"`
-	AddSpecialTokens *bool   `json:"add_special_tokens"`
-	ReturnTokenStrs  bool    `json:"return_token_strs"`
+	Prompt          *string `json:"prompt"`
+	ReturnTokenStrs bool    `json:"return_token_strs"`
 }
 
 func (h *handler) tokenize(w http.ResponseWriter, r *http.Request) error {
@@ -85,26 +84,21 @@ func (h *handler) tokenize(w http.ResponseWriter, r *http.Request) error {
 	return edge.WriteJSON(w, http.StatusOK, out)
 }
 
-// prompt returns the text or the chat of the request. A text gets the special tokens of the
-// tokenizer, a chat those of its template.
+// prompt returns the text or the chat of the request. The special tokens of a chat are those of its
+// template.
 func (b *tokenizeRequest) prompt() (prompt *inferencev1.Prompt, param string, err error) {
 	if b.Prompt == nil {
-		if b.AddSpecialTokens != nil && *b.AddSpecialTokens {
-			return nil, "messages", edge.Unsupported("add_special_tokens", "the chat template adds the special tokens of a chat; omit it or send false")
-		}
 		chat, err := b.Proto()
 		if err != nil {
 			return nil, "messages", err
 		}
 		return &inferencev1.Prompt{Kind: &inferencev1.Prompt_Chat{Chat: chat}}, "messages", nil
 	}
-	switch {
-	case len(b.Messages) > 0:
+	if len(b.Messages) > 0 {
 		return nil, "prompt", edge.Invalid("messages", "`prompt` and `messages` were sent; send one")
-	case b.AddSpecialTokens != nil && !*b.AddSpecialTokens:
-		return nil, "prompt", edge.Unsupported("add_special_tokens", "a text gets the special tokens of the tokenizer, as it does when it is completed; omit it or send true")
 	}
-	return &inferencev1.Prompt{Kind: &inferencev1.Prompt_Text{Text: *b.Prompt}}, "prompt", nil
+	plain := b.AddSpecialTokens != nil && !*b.AddSpecialTokens
+	return &inferencev1.Prompt{Kind: &inferencev1.Prompt_Text{Text: *b.Prompt}, NoSpecialTokens: plain}, "prompt", nil
 }
 
 type detokenizeRequest struct {

@@ -557,8 +557,13 @@ class Prompt(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    NO_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Plain text."""
+    no_special_tokens: _builtins.bool
+    """Whether a text has only its own tokens, without those that the tokenizer adds to a sequence,
+    such as a begin token.
+    """
     @_builtins.property
     def chat(self) -> Global___Chat:
         """A chat."""
@@ -573,10 +578,11 @@ class Prompt(_message.Message):
         text: _builtins.str = ...,
         chat: Global___Chat | None = ...,
         tokens: Global___TokenIds | None = ...,
+        no_special_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "kind", b"kind", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "kind", b"kind", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "kind", b"kind", "no_special_tokens", b"no_special_tokens", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["text", "chat", "tokens"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015

@@ -1017,9 +1017,12 @@ type Prompt struct {
 	//	*Prompt_Text
 	//	*Prompt_Chat
 	//	*Prompt_Tokens
-	Kind          isPrompt_Kind `protobuf_oneof:"kind"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Kind isPrompt_Kind `protobuf_oneof:"kind"`
+	// Whether a text has only its own tokens, without those that the tokenizer adds to a sequence,
+	// such as a begin token.
+	NoSpecialTokens bool `protobuf:"varint,4,opt,name=no_special_tokens,json=noSpecialTokens,proto3" json:"no_special_tokens,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Prompt) Reset() {
@@ -1084,6 +1087,13 @@ func (x *Prompt) GetTokens() *TokenIds {
 		}
 	}
 	return nil
+}
+
+func (x *Prompt) GetNoSpecialTokens() bool {
+	if x != nil {
+		return x.NoSpecialTokens
+	}
+	return false
 }
 
 type isPrompt_Kind interface {
@@ -2749,11 +2759,12 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\ttoken_ids\x18\x03 \x03(\rR\btokenIds\x12\x14\n" +
 	"\x05ended\x18\x04 \x01(\bR\x05ended\"&\n" +
 	"\bTokenIds\x12\x1a\n" +
-	"\x03ids\x18\x01 \x03(\rB\b\xbaH\x05\x92\x01\x02\b\x01R\x03ids\"\x99\x01\n" +
+	"\x03ids\x18\x01 \x03(\rB\b\xbaH\x05\x92\x01\x02\b\x01R\x03ids\"\xc5\x01\n" +
 	"\x06Prompt\x12\x14\n" +
 	"\x04text\x18\x01 \x01(\tH\x00R\x04text\x120\n" +
 	"\x04chat\x18\x02 \x01(\v2\x1a.rollout.inference.v1.ChatH\x00R\x04chat\x128\n" +
-	"\x06tokens\x18\x03 \x01(\v2\x1e.rollout.inference.v1.TokenIdsH\x00R\x06tokensB\r\n" +
+	"\x06tokens\x18\x03 \x01(\v2\x1e.rollout.inference.v1.TokenIdsH\x00R\x06tokens\x12*\n" +
+	"\x11no_special_tokens\x18\x04 \x01(\bR\x0fnoSpecialTokensB\r\n" +
 	"\x04kind\x12\x05\xbaH\x02\b\x01\"\x95\x01\n" +
 	"\x12LoadWeightsRequest\x12E\n" +
 	"\aweights\x18\x01 \x01(\v2#.rollout.weights.v1.WeightsManifestB\x06\xbaH\x03\xc8\x01\x01R\aweights\x128\n" +
