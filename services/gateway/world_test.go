@@ -102,6 +102,10 @@ func (f *fakeWorker) Generate(req *inferencev1.GenerateRequest, stream grpc.Serv
 	if ids := req.GetPrompts()[0].GetTokens().GetIds(); slices.Contains(ids, 9999) {
 		return rpcerr.New(codes.InvalidArgument, "INVALID_PROMPT", "token id 9999 is outside the vocabulary")
 	}
+	if len(req.GetParams().GetLogitBias()) > 1 {
+		return rpcerr.New(codes.InvalidArgument, "UNSUPPORTED_BY_ENGINE", "engine fake does not support params.logit_bias").
+			Field("params.logit_bias", "is not supported by engine fake").Fix("leave it out")
+	}
 	if req.GetParams().GetMaxTokens() > 64 {
 		return rpcerr.New(codes.InvalidArgument, "CONTEXT_OVERFLOW", "3 tokens of prompt and %d new ones are more than the context of 64", req.GetParams().GetMaxTokens())
 	}

@@ -224,7 +224,7 @@ func (m *Message) add(delta Message) {
 	}
 }
 
-// call returns the call with this index, which is new if there is none.
+// call returns the call with this index, a new one if the message does not have it.
 func (m *Message) call(index uint32) *Call {
 	for i := range m.Calls {
 		if m.Calls[i].Index == index {

@@ -67,7 +67,7 @@ type Route struct {
 	Path   string // pattern of http.ServeMux without a method
 	Tag    string // dialect, for the documentation
 	About  string // what it does, for the documentation
-	// Request is a zero value of what the body is decoded into; nil: there is no body.
+	// Request is a zero value of what the body is decoded into; nil: the request has none.
 	Request any
 	// Required are the fields that every request has.
 	Required []string

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"net/http"
+	"regexp"
 	"strconv"
 	"strings"
 
@@ -148,6 +149,12 @@ func ErrorOf(err error, model, prompt string) *Error {
 	}
 	switch domain.Code() {
 	case codes.InvalidArgument, codes.OutOfRange:
+		if domain.Reason() == "UNSUPPORTED_BY_ENGINE" {
+			e.Code = "unsupported_parameter"
+		}
+		if wrong := domain.Violations(); len(wrong) > 0 {
+			e.Param = paramOf(wrong[0].Path, prompt)
+		}
 	case codes.Unimplemented:
 		e.Code = "unsupported_parameter"
 	case codes.NotFound:
@@ -161,6 +168,18 @@ func ErrorOf(err error, model, prompt string) *Error {
 		return internal(err)
 	}
 	return e
+}
+
+// contractual is the beginning of a field of the contract that a field of a dialect does not have.
+var contractual = regexp.MustCompile(`^(params\.|prompts\[\d+\]\.chat\.)`)
+
+// paramOf returns the parameter of a field of the contract. prompt is the parameter that has the
+// prompt.
+func paramOf(field, prompt string) string {
+	if short := contractual.ReplaceAllString(field, ""); short != field || !strings.HasPrefix(field, "prompts") {
+		return short
+	}
+	return prompt
 }
 
 // fail responds with an error. Nothing was written before.
