@@ -57,7 +57,7 @@ class Sampled:
             output.token_ids,
             output.logprobs,
             output.raw_logprobs,
-            output.version_spans,
+            tuple(span for span in output.version_spans if span.end > span.start),
             trained=output.finish_reason in ("stop", "length"),
             message=message,
         )

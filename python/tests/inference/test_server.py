@@ -89,6 +89,33 @@ async def test_tokenize_accepts_text_chat_and_tokens(caller: Caller) -> None:
     assert answer.max_model_len == LIMIT
 
 
+async def test_detokenize_inverts_tokenize(caller: Caller) -> None:
+    ids = (await caller.call("Tokenize", pb.TokenizeRequest(prompts=[text("1+1=")]))).prompts
+    [found] = (await caller.call("Detokenize", pb.DetokenizeRequest(prompts=ids))).texts
+    assert found.endswith("1+1=")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await caller.call("Detokenize", pb.DetokenizeRequest(prompts=[pb.TokenIds(ids=[9999])]))
+    assert reason_of(caught.value) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_PROMPT")
+
+
+async def test_a_session_continues_its_tokens(caller: Caller) -> None:
+    def request(name: str, known: int, *messages: tuple[str, str]) -> pb.GenerateRequest:
+        chat = pb.Chat(messages=[pb.ChatMessage(role=role, content=content) for role, content in messages])
+        session = pb.SessionState(session_id="ses-1", known=known)
+        prompts, params = [pb.Prompt(chat=chat)], pb.SamplingParams(max_tokens=2)
+        return pb.GenerateRequest(request_id=name, prompts=prompts, n=1, params=params, session=session, parse=True)
+
+    [one] = await caller.stream("Generate", request("s1", 0, ("user", "1+1=")))
+    assert len(one.segments) == 2 and one.HasField("delta")
+    history = ("user", "1+1="), ("assistant", one.delta.content), ("user", "2+2=")
+    [two] = await caller.stream("Generate", request("s2", 2, *history))
+    path = [*one.prompt_token_ids, *one.token_ids]
+    assert list(two.prompt_token_ids)[: len(path)] == path and two.segments[0].parent_segment_id == one.segments[1].segment_id
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await caller.stream("Generate", request("s3", 9, *history))
+    assert reason_of(caught.value) == (grpc.StatusCode.FAILED_PRECONDITION, "SESSION_SEGMENTS_MISSING")
+
+
 async def test_a_request_without_streaming_returns_one_message_per_completion(caller: Caller) -> None:
     pieces = await caller.generate(text("1+1="), text("22+2="), n=3, max_tokens=4, seed=1)
     assert sorted((piece.prompt, piece.sample) for piece in pieces) == [(p, s) for p in (0, 1) for s in (0, 1, 2)]
