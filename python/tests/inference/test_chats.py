@@ -353,3 +353,12 @@ async def test_a_chat_that_the_template_refuses_is_an_error_of_the_request() -> 
     with pytest.raises(PromptInvalid, match="one call at a time"):
         call = pb.ToolCall(id="1", name="now", arguments="{}")
         await answers(worker("a", "llama3"), asked(chat(user("a"), said("", tool_calls=[call, call]), tools=[NOW])))
+
+
+async def test_a_turn_after_other_variables_is_found_again() -> None:
+    caller = Caller(worker("Hm.</think>4<|im_end|>", "thinks"))
+    await caller.ask(chat(user("a"), template_variables='{"quiet": true}'))
+    [piece] = await caller.ask(chat(user("a")))
+    assert prompt_text(piece, "thinks").endswith("<think>\n") and len(piece.segments) == 2
+    [later] = await caller.ask(chat(user("a"), back(piece), user("b")))
+    assert later.segments[0].parent_segment_id == piece.segments[-1].segment_id and not later.segments[0].fork_reason
