@@ -6,7 +6,7 @@
 | ``reward/mean``, ``reward/std`` | over the batch's samples; std divides by their number |
 | ``reward/NAME`` | mean of a metric or a part of the reward, over the samples that have it |
 | ``zero_advantage_groups`` | share of groups without any advantage, such as groups of equal rewards |
-| ``entropy`` | nats, mean over the computed trained tokens |
+| ``entropy`` | nats, mean over the computed trained tokens; without any, from the engine's logprobs of the sampled ones |
 | ``mismatch/kl`` | KL(engine || learner before the step's first update), k3, mean over the same tokens |
 | ``mismatch/max_ratio`` | largest p/q or q/p of the two probabilities of a token; 1 if they agree |
 | ``kl/reference`` | KL(learner || initial model) by the loss's estimator, same tokens; in the reward: all trained tokens |
@@ -33,7 +33,7 @@
 | ``updates`` | weight updates in this step, if several; ``loss`` and ``grad_norm`` are their means |
 | ``refused`` | 1 if the gradient was refused and the step counts without it |
 
-A mean over no tokens (every sample was skipped) is missing.
+Other means over no tokens (every sample was skipped) are missing.
 """
 
 from __future__ import annotations
@@ -73,6 +73,14 @@ def describe_batch(samples: Sequence[TrainSample], *, step: int, sampled: bool) 
         if metrics["staleness/max"] > 0:
             metrics |= staleness_histogram(behind)
     return metrics
+
+
+def sampled_entropy(samples: Sequence[TrainSample]) -> dict[str, float]:
+    """``entropy`` estimated from the logprobs of the tokens that the policy sampled, which are known
+    without a forward pass; empty if no token was."""
+    chosen = [-sample.logprobs[sample.loss_mask == 1].astype(np.float64) for sample in samples]
+    logprobs = np.concatenate(chosen) if chosen else np.zeros(0)
+    return {"entropy": float(logprobs.mean())} if len(logprobs) else {}
 
 
 def _reward_metrics(samples: Sequence[TrainSample]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from rollout_workers.algorithms import Algorithm, build_algorithm
 from rollout_workers.devices import repeat_bits
 from rollout_workers.trainer.distributed.ranks import ALONE, Ranks
 from rollout_workers.trainer.distributed.shards import whole
-from rollout_workers.trainer.metrics import PhaseTimer, TokenSums, UpdateMeans, describe_batch
+from rollout_workers.trainer.metrics import PhaseTimer, TokenSums, UpdateMeans, describe_batch, sampled_entropy
 from rollout_workers.trainer.model.adapter import LoraConfig
 from rollout_workers.trainer.model.critic import Critic
 from rollout_workers.trainer.model.policy import Policy
@@ -195,6 +195,8 @@ class Trainer:
         self.step = step
         sums.merge(self.ranks.exchange(sums))
         seconds = time.perf_counter() - started
+        if self.algorithm.needs.sampled:
+            metrics |= sampled_entropy(ordered)
         metrics |= objective.metrics | sums.means() | timer.seconds() | updates.metrics()
         metrics |= {
             "learning_rate": rate,

@@ -150,6 +150,24 @@ func TestAPolicyDestroyedByTheFirstUpdateIsFound(t *testing.T) {
 	}
 }
 
+// A run with a low reward has steps without a gradient before and after learning_rate = 1 destroys
+// its policy. The rewards say nothing then, but the entropy does, which such steps report too.
+func TestADestroyedPolicyIsFoundInStepsWithoutAGradient(t *testing.T) {
+	t.Parallel()
+	m := monitor(t, grpo())
+	var found []health.Finding
+	for step, entropy := range []float64{2.2, 2.1, 1.9, 3e-4, 0, 0, 0, 0, 0, 0} {
+		reward := max(0, 0.02-0.01*float64(step))
+		found = append(found, m.Observe(uint64(step+1), map[string]float64{
+			"loss": 0, "grad_norm": 0, "reward/mean": reward, "reward/std": math.Sqrt(reward * (1 - reward)), "samples": 64, "entropy": entropy,
+			"zero_advantage_groups": 1, "learning_rate": 1,
+		})...)
+	}
+	if len(found) != 1 || found[0].Reason != refusal.EntropyCollapse || found[0].Since != 4 || found[0].Step != 8 {
+		t.Errorf("found %+v", found)
+	}
+}
+
 func TestAHealthyRunHasNoFindings(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
