@@ -3,6 +3,7 @@ package config
 import (
 	"fmt"
 	"math"
+	"strconv"
 	"strings"
 
 	"github.com/rollout-rl/rollout/services/planner/document"
@@ -81,7 +82,7 @@ func (r *binder) bindScalar(e *document.Entry, field key, m protoreflect.Message
 	}
 	if e.Value.Kind != document.Array {
 		r.wrongType(e.Value.Span, path, fmt.Sprintf("`%s` is a list of %s, got %s", path, plural(field), e.Value.Kind),
-			fmt.Sprintf("write `%s = [%s]`", e.Key, e.Value.Span.Text()))
+			fmt.Sprintf("write `%s = [%s]`", e.Key, listText(e, field)))
 		return
 	}
 	list := m.Mutable(field.FieldDescriptor).List()
@@ -92,6 +93,19 @@ func (r *binder) bindScalar(e *document.Entry, field key, m protoreflect.Message
 		}
 		list.Append(value)
 	}
+}
+
+// listText is the value of an entry as the items of a list. Bare words of an override are quoted.
+func listText(e *document.Entry, field key) string {
+	text := e.Value.Span.Text()
+	if !e.Bare || field.Kind() != protoreflect.StringKind {
+		return text
+	}
+	items := strings.Split(strings.Trim(text, "[] "), ",")
+	for i, item := range items {
+		items[i] = strconv.Quote(strings.Trim(item, " \"'"))
+	}
+	return strings.Join(items, ", ")
 }
 
 // scalar reads one value as the type of the field.
@@ -137,6 +151,10 @@ func fixType(e *document.Entry, v *document.Value, field key) string {
 		return fmt.Sprintf("write `%s = [\"...\"]`", e.Key)
 	case kind == protoreflect.StringKind && v.Kind != document.Table && v.Kind != document.Array:
 		return fmt.Sprintf("put it in quotes: `%s = \"%s\"`", e.Key, text)
+	case field.FullName() == "rollout.config.v1.DataConfig.train" && v.Kind == document.Array:
+		return fmt.Sprintf("write one glob, such as `%s = \"data/*.jsonl\"`, or a table [data.train_mix.NAME] with `path` for each file", e.Key)
+	case kind == protoreflect.StringKind:
+		return fmt.Sprintf("write one string, such as `%s = %s`", e.Key, sample(field))
 	case kind == protoreflect.BoolKind:
 		return fmt.Sprintf("write `%s = true` or `%s = false`", e.Key, e.Key)
 	case v.Kind == document.String && looksNumeric(v.String):

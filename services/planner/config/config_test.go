@@ -157,6 +157,27 @@ func TestOverrides(t *testing.T) {
 	}
 }
 
+// A suggestion for a value of another type can be followed as it is.
+func TestSuggestionsForListsAndTexts(t *testing.T) {
+	t.Parallel()
+	for set, want := range map[string]string{
+		"lora={rank=8, targets='q_proj'}":     "lora.targets: write `targets = ['q_proj']`",
+		"lora.targets=q_proj":                 "lora.targets: write `targets = [\"q_proj\"]`",
+		"lora.targets=[q_proj, v_proj]":       "lora.targets: write `targets = [\"q_proj\", \"v_proj\"]`",
+		`data.train=["a.jsonl", "b.jsonl"]`:   "data.train: write one glob, such as `train = \"data/*.jsonl\"`, or a table [data.train_mix.NAME] with `path` for each file",
+		`model.path=["a", "b"]`:               "model.path: write one string, such as `path = \"models/tiny\"`",
+		`data.train_mix={a={path="b.jsonl"}}`: "data.train: remove `data.train`, or write it as a table [data.train_mix.NAME] with `path`",
+	} {
+		text := good
+		if strings.HasPrefix(set, "lora.") {
+			text += "[lora]\nrank = 8\n"
+		}
+		if got := suggestions(read(t, text, set)); got != want {
+			t.Errorf("%s:\n got %s\nwant %s", set, got, want)
+		}
+	}
+}
+
 func TestProblemsAreInTheOrderOfTheFile(t *testing.T) {
 	t.Parallel()
 	text := "\ufeff# comment\r\n\tnaem = \"x\"\r\n[model]\r\npath = \"m\"\r\n\"größe\" = 1\r\n[data]\r\n  train = 3\r\n[algorithm]\r\n[train]\r\nsteps = 0\r\n"

@@ -249,6 +249,11 @@ func (r *checker) crossField(id, message, at string, keys []string) {
 	if r.holes && r.root.Find(named[0]) == nil {
 		return // it may be on a line that could not be read
 	}
+	if id == "run_config.data_train" && r.root.Find("data.train") != nil && r.root.Find("data.train_mix") != nil {
+		r.Problems.At(r.root.Find("data.train").Span, problem.Conflict, "data.train", "`data.train` and `[data.train_mix.*]` are both set",
+			"remove `data.train`, or write it as a table [data.train_mix.NAME] with `path`")
+		return
+	}
 	place, field := r.source.End(), ""
 	for _, path := range named {
 		if e := r.root.Find(path); e != nil {
