@@ -63,6 +63,11 @@ func (d *dataCheck) dataset(field, path string, prepared map[string]preparedRows
 	}
 	data.Asked = role == planv1.InputRole_INPUT_ROLE_EVAL_DATA && algorithm.FromData(d.config) && !d.taught(role)
 	data.Repeats = slices.ContainsFunc(rows.sources, func(s *planv1.Source) bool { return s.GetTaken() > s.GetRows() })
+	if len(rows.sources) == 1 && len(rows.sources[0].GetFiles()) == 1 {
+		if file := rows.sources[0].GetFiles()[0].GetPath(); slices.Contains([]string{".csv", ".tsv"}, filepath.Ext(file)) {
+			data.Table = input.Resolve(d.files.baseDir, file)
+		}
+	}
 	if err := data.Read(d.findings.problems); err != nil {
 		return nil, err
 	}
@@ -73,6 +78,7 @@ func (d *dataCheck) dataset(field, path string, prepared map[string]preparedRows
 		return nil, nil
 	}
 	d.labels(data)
+	d.ties(data)
 	d.duplicates(data)
 	in := &planv1.Input{
 		Role: role, Path: filepath.ToSlash(filepath.Clean(path)), Digest: data.Digest, Bytes: data.Bytes, Rows: data.Rows, Sources: rows.sources,
@@ -150,13 +156,52 @@ func (d *dataCheck) small() {
 
 // heldOut warns of held-out rows that are equal to the training rows.
 func (d *dataCheck) heldOut() {
-	if d.train == nil || d.eval == nil || d.train.Digest != d.eval.Digest {
+	if d.train == nil || d.eval == nil {
 		return
 	}
 	const field = "data.eval"
+	if d.train.Digest != d.eval.Digest {
+		d.leaked(field)
+		return
+	}
 	d.findings.warn(field, problem.BadRow,
 		fmt.Sprintf("%s has the same rows as `data.train`: evaluations would measure memorization", d.config.GetData().GetEval()),
 		"move some rows from `data.train` to another file and use it here")
+}
+
+// leaked warns of single held-out rows that the training rows have too.
+func (d *dataCheck) leaked(field string) {
+	count, row := d.eval.Shared(d.train)
+	if count == 0 {
+		return
+	}
+	what := "the prompt of a training row"
+	if len(d.eval.Completions()) > 0 && len(d.train.Completions()) > 0 {
+		what = "a training row"
+	}
+	d.findings.warn(field, problem.BadRow,
+		fmt.Sprintf("%d of the %d held-out rows repeat %s; the first is row %d: evaluations would partly measure memorization", count, d.eval.Rows, what, row),
+		"remove these rows from `data.train` or from `data.eval`")
+}
+
+// ties warns of pairs of equal completions.
+func (d *dataCheck) ties(data *input.Dataset) {
+	if data.Ties == 0 {
+		return
+	}
+	p := data.Preference
+	if data.Ties == data.Rows {
+		d.findings.problems.Add(&planv1.Problem{
+			Reason: problem.BadRow, File: data.Path, Line: uint32(data.Tie), Column: 1, Excerpt: input.Lines(data.File, []uint64{data.Tie})[data.Tie],
+			Message: fmt.Sprintf("`%s` and `%s` are equal in every pair, so the rows have no preference", p.Chosen, p.Rejected), Fix: "add pairs that differ",
+		})
+		return
+	}
+	d.findings.warnings.Add(&planv1.Problem{
+		Reason: problem.BadRow, File: data.Path, Line: uint32(data.Tie), Column: 1,
+		Message: fmt.Sprintf("`%s` and `%s` are equal in %d of %d pairs, of which this is the first: such a pair has no gradient", p.Chosen, p.Rejected, data.Ties, data.Rows),
+		Fix:     "remove these rows: they take the place of others in a step",
+	})
 }
 
 // labels warns if all labels are equal.

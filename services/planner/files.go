@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 
 	"github.com/rollout-rl/rollout/libs/nearest"
@@ -53,6 +54,26 @@ func (f *files) pin(role planv1.InputRole, model *input.Model, folder, path stri
 	return pinned
 }
 
+// hubURL is the address of a repository of the Hugging Face Hub.
+var hubURL = regexp.MustCompile(`^(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([\w.-]+/[\w.-]+)`)
+
+// elsewhere suggests what to write instead of the address of a repository, or of a path in the home
+// folder; "" for other texts.
+func elsewhere(path string) string {
+	if match := hubURL.FindStringSubmatch(path); match != nil {
+		return fmt.Sprintf("write the name of the repository: %q", match[1])
+	}
+	rest, home := strings.CutPrefix(path, "~/")
+	if !home {
+		return ""
+	}
+	folder, err := os.UserHomeDir()
+	if err != nil {
+		folder = "/home/NAME"
+	}
+	return fmt.Sprintf("`~` is not expanded: write %q", filepath.Join(folder, rest))
+}
+
 // exists reports whether a file or folder exists, and adds a problem at its key if not.
 func (f *files) exists(field, path string, folder bool) bool {
 	if model, ok := f.models[path]; ok {
@@ -63,8 +84,12 @@ func (f *files) exists(field, path string, folder bool) bool {
 	switch {
 	case errors.Is(err, os.ErrNotExist):
 		fix := "correct the path; it is relative to the folder of the configuration, " + f.baseDir
-		if similar := input.Similar(f.baseDir, path, nearest.To); similar != "" {
+		if hint := elsewhere(path); hint != "" {
+			fix = hint
+		} else if similar := input.Similar(f.baseDir, path, nearest.To); similar != "" {
 			fix = fmt.Sprintf("did you mean %q?", similar)
+		} else if !strings.ContainsAny(path, "/.") {
+			fix += fmt.Sprintf("; a name on the hub has its organization: \"ORG/%s\"", path)
 		}
 		what := "file"
 		if folder {

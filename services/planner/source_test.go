@@ -175,10 +175,10 @@ func TestMixturesHaveExactCounts(t *testing.T) {
 		return fmt.Sprintf("%s: %s, %d", in.GetPath(), strings.Join(names, ", "), len(rows)), response
 	}
 	for want, set := range map[string][]string{
-		"data.train_mix: a 6 of 9, b 3 of 3, 9":                               nil,
-		"data.train_mix: a 9 of 9, b 5 of 3, 14":                              {`data.mix_until="all_exhausted"`},
-		"data.train_mix.b.path: no file matches " + dir + "/gone/*.csv":       {`data.train_mix.b.path="gone/*.csv"`},
-		"data.train: either `data.train` or `[data.train_mix.*]` must be set": {`data.train="b.jsonl"`},
+		"data.train_mix: a 6 of 9, b 3 of 3, 9":                          nil,
+		"data.train_mix: a 9 of 9, b 5 of 3, 14":                         {`data.mix_until="all_exhausted"`},
+		"data.train_mix.b.path: no file matches " + dir + "/gone/*.csv":  {`data.train_mix.b.path="gone/*.csv"`},
+		"data.train: `data.train` and `[data.train_mix.*]` are both set": {`data.train="b.jsonl"`},
 	} {
 		if got, _ := counts(set...); got != want {
 			t.Errorf("%v: %q, want %q", set, got, want)

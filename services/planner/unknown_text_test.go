@@ -95,17 +95,21 @@ func TestHeldOutRowsEqualToTrainingRowsAreAWarning(t *testing.T) {
 	}
 	for _, c := range []struct {
 		rows string
-		want int
-	}{{string(rows), 1}, {string(rows) + `{"prompt": "11+1=", "answer": "2"}` + "\n", 0}} {
+		want string
+	}{
+		{string(rows), "eval.jsonl has the same rows as `data.train`"},
+		{`{"prompt": "11+1=", "answer": "2"}` + "\n" + string(rows), "1 of the 2 held-out rows repeat the prompt of a training row; the first is row 2"},
+		{`{"prompt": "11+1=", "answer": "2"}` + "\n", ""},
+	} {
 		if err := os.WriteFile(filepath.Join(dir, "eval.jsonl"), []byte(c.rows), 0o600); err != nil {
 			t.Fatal(err)
 		}
 		got := create(t, s, dir, `data.eval="eval.jsonl"`, "eval.every_steps=1", "train.groups_per_step=1")
-		if got.GetPlan() == nil || len(got.GetWarnings()) != c.want {
+		if got.GetPlan() == nil || len(got.GetWarnings()) != min(1, len(c.want)) {
 			t.Fatalf("%v", got)
 		}
 		for _, w := range got.GetWarnings() {
-			if !strings.Contains(w.GetMessage(), "eval.jsonl has the same rows as `data.train`") {
+			if !strings.Contains(w.GetMessage(), c.want) {
 				t.Errorf("%v", w)
 			}
 		}

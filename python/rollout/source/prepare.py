@@ -176,7 +176,9 @@ def _offsets(file: Any) -> list[int]:
 def _typed(fields: Json, source: Source) -> Json:
     """The values of typed fields of a row of texts; a text of another form stays."""
     booleans = {
-        name: fields[name].lower() == "true" for name in source.booleans if fields.get(name, "").lower() in ("true", "false")
+        name: fields[name].lower() in ("true", "1")
+        for name in source.booleans
+        if fields.get(name, "").lower() in ("true", "false", "1", "0")
     }
     numbers: Json = {}
     for name in source.numbers:

@@ -79,7 +79,7 @@ class Supervised:
         if self._train_on_prompt:
             mask = np.ones(len(tokens), np.uint8)
         [prompt] = self._text.decode([tokens[:prompt_tokens]])
-        return Example(tokens, mask, prompt_tokens, prompt, str(messages[-1].get("content")))
+        return Example(tokens, mask, prompt_tokens, prompt, messages[-1].get("content") or "")
 
     def _answered(self, rows: Sequence[bytes]) -> list[Example | Refusal]:
         prompts = self._prompts.read(rows)

@@ -104,6 +104,12 @@ def test_a_csv_has_texts_except_in_typed_fields(tmp_path: Path) -> None:
     assert read(tmp_path / "a.csv", booleans=("label",), numbers=("margin",)) == [{"prompt": "007", "label": True, "margin": 0.5}]
 
 
+@pytest.mark.parametrize(("text", "label"), [("1", True), ("0", False), ("True", True), ("yes", "yes")])
+def test_a_label_of_a_csv_may_be_a_number(tmp_path: Path, text: str, label: bool | str) -> None:
+    (tmp_path / "a.csv").write_text(f"prompt,label\n007,{text}\n")
+    assert read(tmp_path / "a.csv", booleans=("label",)) == [{"prompt": "007", "label": label}]
+
+
 @pytest.mark.parametrize(
     ("weights", "until", "taken"),
     [

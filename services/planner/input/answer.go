@@ -14,6 +14,11 @@ func (c *rowCheck) answer(line []byte, fields map[string]json.RawMessage) (strin
 	if !ok && c.conversation(fields) {
 		return "", true
 	}
+	if prompt := fields[c.data.PromptField]; !ok && len(prompt) > 0 && prompt[0] == '[' {
+		c.badField("unanswered", line, c.data.PromptField, fmt.Sprintf("`%s` does not end with a message of the assistant, and the row has no `%s`", c.data.PromptField, field),
+			fmt.Sprintf("add the assistant's message, which the run trains on, or put it into `%s`", field))
+		return "", false
+	}
 	if !ok {
 		c.lacks(line, fields, field, "data.answer_field", "answer_field")
 		return "", false

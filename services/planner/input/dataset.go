@@ -27,11 +27,15 @@ type Dataset struct {
 	ChatTemplate   bool // whether a prompt may be a list of messages
 	Asked          bool // the policy answers the prompts, so messages must not end with an answer
 	Repeats        bool // rows are repeated on purpose
+	// Table is the CSV or TSV file that the rows were made from; "" for other rows. Problems are
+	// placed in it.
+	Table string
 
 	Rows      uint64
 	Digest    string
 	Bytes     uint64
 	Desirable uint64 // rows whose label is true
+	Ties, Tie uint64 // pairs of equal completions, and the first one, from 1
 	First     []Row  // the first rows, for the reward's dry call
 
 	duplicates duplicates
@@ -85,6 +89,7 @@ func (d *Dataset) Read(problems *problem.List) error {
 		}
 	}
 	d.Digest, d.Rows, d.Desirable = hasher.ID(), check.number, check.preference.desirable
+	d.Ties, d.Tie = check.preference.ties, check.preference.tie
 	check.summary()
 	return nil
 }
@@ -93,6 +98,20 @@ func (d *Dataset) Read(problems *problem.List) error {
 // are equal to an earlier row; and the first such row and that earlier one, from 1.
 func (d *Dataset) Duplicates() (count, row, earlier uint64) {
 	return d.duplicates.count, d.duplicates.row, d.duplicates.earlier
+}
+
+// Shared is the number of distinct rows that another dataset has too, by their prompt or, if rows
+// are trained on, as a whole; and the first of them, from 1.
+func (d *Dataset) Shared(other *Dataset) (count, row uint64) {
+	for hash, at := range d.duplicates.first {
+		if _, known := other.duplicates.first[hash]; !known {
+			continue
+		}
+		if count++; row == 0 || at < row {
+			row = at
+		}
+	}
+	return count, row
 }
 
 // Reference is the reference answer of a row; "" without one that is a string.
@@ -117,7 +136,7 @@ type rowCheck struct {
 }
 
 func newRowCheck(d *Dataset, problems *problem.List) *rowCheck {
-	r := &reporter{path: d.Path, problems: problems, shown: map[string]int{}, hidden: map[string]uint64{}}
+	r := &reporter{path: d.Path, table: d.Table, problems: problems, shown: map[string]int{}, hidden: map[string]uint64{}}
 	d.duplicates.first = map[uint64]uint64{}
 	return &rowCheck{reporter: r, data: d, preference: preferenceCheck{reporter: r, Preference: d.Preference}}
 }

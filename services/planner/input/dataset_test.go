@@ -186,7 +186,11 @@ func TestConversations(t *testing.T) {
 		wants string
 	}{
 		{"trained on whole", Dataset{AnswerField: "answer"}, talk, ""},
-		{"nothing to train on", Dataset{AnswerField: "answer"}, question, "1:1 the row has no `answer`\n"},
+		{"nothing to train on", Dataset{AnswerField: "answer"}, question,
+			"1:2 `prompt` does not end with a message of the assistant, and the row has no `answer`\n"},
+		{"a call of a tool", Dataset{}, `{"prompt": [{"role": "assistant", "content": null, "tool_calls": [{}]}, {"role": "tool", "content": "1"}]}`, ""},
+		{"no content", Dataset{}, `{"prompt": [{"role": "user", "content": null}]}`, "1:2 message 0 of `prompt` has no string `content`\n"},
+		{"another role", Dataset{}, `{"prompt": [{"role": "human", "content": "1"}]}`, "1:2 message 0 of `prompt` has the unknown role \"human\"\n"},
 		{"a prompt to sample from", Dataset{}, question, ""},
 		{"held out", Dataset{Asked: true}, question, ""},
 		{"held out, answered", Dataset{Asked: true}, talk, "1:2 `prompt` ends with a message of the assistant, but the policy has to answer it\n"},
@@ -214,7 +218,7 @@ func TestPreferencesThatCannotBeLearnedFrom(t *testing.T) {
 	}{
 		{pair, `{"prompt": "1", "good": "2", "bad": "3"}`, ""},
 		{pair, `{"prompt": "1", "good": "2"}`, "1:1 the row has no `bad`\n"},
-		{pair, `{"prompt": "1", "good": "2", "bad": "2"}`, "1:30 `good` and `bad` are equal, so the pair has no preference\n"},
+		{pair, `{"prompt": "1", "good": "2", "bad": "2"}`, ""},
 		{pair, `{"prompt": "1", "good": "", "bad": "2"}`, "1:17 `good` is empty, but [algorithm.dpo] trains on it\n"},
 		{pair, `{"prompt": "1", "good": ["x"], "bad": "2"}`, "1:17 `good` is not a list of messages with the strings `role` and `content`\n"},
 		{margin, `{"prompt": "1", "good": "2", "bad": "3", "by": 0.5}`, ""},
@@ -228,6 +232,48 @@ func TestPreferencesThatCannotBeLearnedFrom(t *testing.T) {
 		if _, problems := preferences(t, c.row+"\n", c.p); problems != c.want {
 			t.Errorf("%s\n got %swant %s", c.row, problems, c.want)
 		}
+	}
+}
+
+// Published preference data has pairs of equal completions; the planner counts them.
+func TestTiesAreCounted(t *testing.T) {
+	t.Parallel()
+	const tie, pair = `{"prompt": "1", "good": "2", "bad": "2"}` + "\n", `{"prompt": "1", "good": "2", "bad": "3"}` + "\n"
+	d, problems := preferences(t, pair+tie+pair+tie, Preference{Chosen: "good", Rejected: "bad", Algorithm: "dpo"})
+	if problems != "" || d.Ties != 2 || d.Tie != 2 {
+		t.Errorf("%d ties, the first in row %d; %s", d.Ties, d.Tie, problems)
+	}
+}
+
+func TestUnknownRolesGetASuggestion(t *testing.T) {
+	t.Parallel()
+	for role, want := range map[string]string{"usr": `write "user"`, "human": `write "user"`, "GPT": `write "assistant"`, "assistent": `write "assistant"`, "zzz": `write "system", "user", "assistant", or "tool"`} {
+		if got := fixRole(role); got != want {
+			t.Errorf("%s: %s, want %s", role, got, want)
+		}
+	}
+}
+
+// A problem of a row that was made from a CSV file is placed in that file.
+func TestProblemsOfACSVNameItsLineAndColumn(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	table := filepath.Join(dir, "kto.csv")
+	if err := os.WriteFile(table, []byte("\xef\xbb\xbfprompt,text,ok\n\"two\nlines\",x,true\n1,y,yes\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	file := filepath.Join(dir, "rows.jsonl")
+	if err := os.WriteFile(file, []byte(`{"prompt": "two\nlines", "text": "x", "ok": true}`+"\n"+`{"prompt": "1", "text": "y", "ok": "yes"}`+"\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	d := &Dataset{File: file, Path: "kto.csv", PromptField: "prompt", Table: table, Preference: Preference{Completion: "text", Label: "ok", Algorithm: "kto"}}
+	var problems problem.List
+	if err := d.Read(&problems); err != nil {
+		t.Fatal(err)
+	}
+	got := problems.Sorted()
+	if len(got) != 1 || got[0].GetLine() != 4 || got[0].GetColumn() != 5 || got[0].GetExcerpt() != "1,y,yes" || !strings.HasSuffix(got[0].GetFix(), "a CSV file may also have 1 and 0") {
+		t.Errorf("%v", got)
 	}
 }
 

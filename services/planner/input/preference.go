@@ -34,6 +34,7 @@ type preferenceCheck struct {
 	Preference
 
 	desirable uint64 // rows whose label is true
+	ties, tie uint64 // pairs of equal completions, and the first one, from 1
 }
 
 func (p *preferenceCheck) row(line []byte, fields map[string]json.RawMessage) {
@@ -45,7 +46,9 @@ func (p *preferenceCheck) row(line []byte, fields map[string]json.RawMessage) {
 		chosen, ok := p.completion(line, fields, p.Chosen, "chosen_field")
 		rejected, also := p.completion(line, fields, p.Rejected, "rejected_field")
 		if ok && also && chosen == rejected {
-			p.badField("same", line, p.Rejected, fmt.Sprintf("`%s` and `%s` are equal, so the pair has no preference", p.Chosen, p.Rejected), "remove the row")
+			if p.ties++; p.ties == 1 {
+				p.tie = p.number
+			}
 		}
 		if p.Margin != "" {
 			p.margin(line, fields)
@@ -110,8 +113,16 @@ func (p *preferenceCheck) label(line []byte, fields map[string]json.RawMessage) 
 		return
 	}
 	if text := string(raw); text != "true" && text != "false" {
-		p.badField("label type", line, field, fmt.Sprintf("`%s` is %.20s, not true or false", field, text), "write true for a desirable completion, false for an undesirable one")
+		p.badField("label type", line, field, fmt.Sprintf("`%s` is %.20s, not true or false", field, text), "write true for a desirable completion, false for an undesirable one"+inTable(p.table))
 	} else if text == "true" {
 		p.desirable++
 	}
+}
+
+// inTable says how a CSV file writes a label.
+func inTable(table string) string {
+	if table == "" {
+		return ""
+	}
+	return "; a CSV file may also have 1 and 0"
 }

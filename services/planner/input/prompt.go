@@ -3,6 +3,10 @@ package input
 import (
 	"encoding/json"
 	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/rollout-rl/rollout/libs/nearest"
 )
 
 func (c *rowCheck) prompt(line []byte, fields map[string]json.RawMessage) (string, bool) {
@@ -37,24 +41,28 @@ func (c *rowCheck) messages(line []byte, messages []map[string]json.RawMessage) 
 		c.badField("empty prompt", line, c.data.PromptField, fmt.Sprintf("`%s` is an empty list", c.data.PromptField), "remove the row, or write a message")
 		return "", false
 	}
-	last := map[string]string{}
+	var role, content string
 	for i, message := range messages {
-		for _, key := range []string{"role", "content"} {
-			var text string
-			if raw, ok := message[key]; !ok || json.Unmarshal(raw, &text) != nil || raw[0] != '"' {
-				c.badField("message", line, c.data.PromptField, fmt.Sprintf("message %d of `%s` has no string `%s`", i, c.data.PromptField, key),
-					"write {\"role\": \"user\", \"content\": \"...\"}")
-				return "", false
+		if !text(message["role"], &role) || !text(message["content"], &content) && !callsTools(role, message) {
+			missing := "content"
+			if !text(message["role"], &role) {
+				missing = "role"
 			}
-			last[key] = text
+			c.badField("message", line, c.data.PromptField, fmt.Sprintf("message %d of `%s` has no string `%s`", i, c.data.PromptField, missing),
+				"write {\"role\": \"user\", \"content\": \"...\"}; only a message of the assistant with `tool_calls` needs no content")
+			return "", false
+		}
+		if !slices.Contains(roles, role) {
+			c.badField("role", line, c.data.PromptField, fmt.Sprintf("message %d of `%s` has the unknown role %q", i, c.data.PromptField, role), fixRole(role))
+			return "", false
 		}
 	}
-	if c.data.Asked && last["role"] == assistant {
+	if c.data.Asked && role == assistant {
 		c.badField("answered", line, c.data.PromptField, fmt.Sprintf("`%s` ends with a message of the assistant, but the policy has to answer it", c.data.PromptField),
 			"end it with a message of the user, and put the reference answer into another field")
 		return "", false
 	}
-	return last["content"], true
+	return content, true
 }
 
 // conversation reports whether the prompt is a list of messages that ends with one of the
@@ -65,3 +73,33 @@ func (c *rowCheck) conversation(fields map[string]json.RawMessage) bool {
 }
 
 const assistant = "assistant"
+
+// roles are those that chat templates know.
+var roles = []string{"user", assistant, "system", "tool", "developer", "function", "ipython", "observation"}
+
+// otherRoles are names of roles in other formats of conversations.
+var otherRoles = map[string]string{"human": "user", "prompter": "user", "gpt": assistant, "bot": assistant, "model": assistant, "chatbot": assistant, "ai": assistant}
+
+func fixRole(role string) string {
+	known := otherRoles[strings.ToLower(role)]
+	if known == "" {
+		known = nearest.To(role, roles)
+	}
+	if known == "" {
+		return "write \"system\", \"user\", \"assistant\", or \"tool\""
+	}
+	return fmt.Sprintf("write %q", known)
+}
+
+// text sets into to a JSON string and reports whether the value is one.
+func text(raw json.RawMessage, into *string) bool {
+	*into = ""
+	return len(raw) > 0 && raw[0] == '"' && json.Unmarshal(raw, into) == nil
+}
+
+// callsTools reports whether a message of the assistant calls tools, so that it needs no content.
+func callsTools(role string, message map[string]json.RawMessage) bool {
+	var calls []json.RawMessage
+	content := message["content"]
+	return role == assistant && (len(content) == 0 || string(content) == "null") && json.Unmarshal(message["tool_calls"], &calls) == nil && len(calls) > 0
+}

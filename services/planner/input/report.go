@@ -16,7 +16,9 @@ import (
 // others.
 type reporter struct {
 	path     string // of the dataset in messages
+	table    string // see Dataset.Table
 	number   uint64 // of the current row, from 1
+	column   string // field of the problem that is reported; "" for the whole row
 	problems *problem.List
 	shown    map[string]int    // reported problems by kind
 	hidden   map[string]uint64 // other problems by kind
@@ -38,7 +40,9 @@ func (r *reporter) lacks(line []byte, fields map[string]json.RawMessage, field, 
 
 func (r *reporter) badField(kind string, line []byte, field, message, fix string) {
 	key, _ := json.Marshal(field)
+	r.column = field
 	r.bad(kind, line, bytes.Index(line, key), "", message, fix)
+	r.column = ""
 }
 
 // bad reports a problem of the current row. at is the byte at which it starts, -1 for the whole
@@ -55,6 +59,11 @@ func (r *reporter) bad(kind string, line []byte, at int, field, message, fix str
 // report adds a problem of the current row, without a limit per kind.
 func (r *reporter) report(line []byte, at int, field, message, fix string) {
 	p := &planv1.Problem{Reason: problem.BadRow, File: r.path, Line: uint32(r.number), Column: 1, Message: message, Fix: fix, Field: field}
+	if r.table != "" {
+		p.Line, p.Column, p.Excerpt = inCSV(r.table, r.number, r.column)
+		r.problems.Add(p)
+		return
+	}
 	if at >= 0 && at <= len(line) {
 		p.Column = uint32(utf8.RuneCount(line[:at]) + 1)
 		p.Text = strings.ToValidUTF8(wordAt(line, at), "\uFFFD")
