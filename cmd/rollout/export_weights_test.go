@@ -70,6 +70,10 @@ func TestExportWeightsOfAStateFolder(t *testing.T) {
 	if got.code != 0 || read(t, filepath.Join(out, "new/weights/model.safetensors")) != "weights/model.safetensors of step 3" {
 		t.Fatal(got.text())
 	}
+	if got := export("snap-adapted", "--to", filepath.Join(out, "adapted"), "--adapter"); got.code != 0 ||
+		!strings.Contains(got.stderr, "it adapts the model of its run, which `rollout export weights snap-adapted --base --to DIR` exports with its tokenizer") {
+		t.Error(got.text())
+	}
 	if got := export("snap-old", "--to", filepath.Join(out, "adapter"), "--adapter"); got.code != 0 || read(t, filepath.Join(out, "adapter/adapter_config.json")) != "adapter/adapter_config.json of step 2" {
 		t.Fatal(got.text())
 	}
@@ -89,7 +93,7 @@ func TestExportWeightsOfAStateFolder(t *testing.T) {
 		}
 	}
 	left, err := os.ReadDir(out)
-	if err != nil || len(left) != 3 { // new, adapter and average, no scratch
+	if err != nil || len(left) != 4 { // new, adapted, adapter and average, no scratch
 		t.Errorf("%v, %v", left, err)
 	}
 }

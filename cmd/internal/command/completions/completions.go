@@ -96,7 +96,11 @@ func noCompletions(run *runv1.Run, step uint64) error {
 	}
 	switch {
 	case algorithm.FromData(config):
-		return exit.New(exit.NoInput, "see the held-out answers with `rollout report "+id+"`, if [eval] is configured",
+		fix := "see the held-out answers with `rollout report " + id + "`, if [eval] is configured"
+		if config.GetReward() == nil {
+			fix = "sample answers with `rollout infer batch --run " + id + " --output answers.jsonl`"
+		}
+		return exit.New(exit.NoInput, fix,
 			"run %s has %s: %s trains on data and does not sample", id, what, algorithm.Title(config))
 	case run.GetStep() < max(step, 1):
 		last := "it has not made a step yet"
@@ -123,7 +127,7 @@ func keptText(env *cli.Env, k record.Kept) string {
 		if i == 0 || c.Index != k.Completions[i-1].Index || c.Epoch != k.Completions[i-1].Epoch {
 			b.WriteString(table.String())
 			table = output.Table{}
-			fmt.Fprintf(&b, "prompt %d/%d  %s\n", c.Epoch, c.Index, s.Cyan(fmt.Sprintf("%q", c.Prompt)))
+			fmt.Fprintf(&b, "epoch %d, row %d  %s\n", c.Epoch, c.Index, s.Cyan(fmt.Sprintf("%q", c.Prompt)))
 		}
 		advantage := "-"
 		if c.Advantage != nil {

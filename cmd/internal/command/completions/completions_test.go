@@ -26,7 +26,7 @@ func TestNoCompletions(t *testing.T) {
 		{nil, failed, 0, 0, "run r has no completions: it has not made a step yet; resume it with `rollout run --resume r`"},
 		{nil, succeeded, 3, 4, "run r has no completions of step 4: its last step is 3; choose one of its steps"},
 		{nil, running, 3, 2, "run r has stored no completions of step 2; see `per_step` and `every_steps` of [completions] in its configuration"},
-		{rows, running, 0, 0, "run r has no completions: DPO trains on data and does not sample; see the held-out answers with `rollout report r`, if [eval] is configured"},
+		{rows, running, 0, 0, "run r has no completions: DPO trains on data and does not sample; sample answers with `rollout infer batch --run r --output answers.jsonl`"},
 	} {
 		run := &runv1.Run{RunId: "r", State: c.state, Step: c.made, Plan: &planv1.Plan{Config: &configv1.RunConfig{Algorithm: c.algorithm}}}
 		var typed *exit.Error

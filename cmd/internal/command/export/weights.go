@@ -2,7 +2,9 @@ package export
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
+	"os"
 	"path/filepath"
 
 	"github.com/spf13/cobra"
@@ -86,6 +88,9 @@ If a control plane runs, it writes the files on its own host. If not, the comman
 						"weights_digest": digest, "part": part, "directory": folder,
 					})
 				}
+				if part == trainstate.Adapter && trainstate.Has(snapshot, trainstate.Base) {
+					env.Note("it adapts %s, which `rollout export weights %s --base --to DIR` exports with its tokenizer", baseOf(folder), snapshot.GetSnapshotId())
+				}
 				fmt.Fprintf(env.Stdout, "%s of step %s of %s: %s\n", part, output.Count(snapshot.GetStep()), snapshot.GetRunId(), folder)
 				return nil
 			})
@@ -99,4 +104,16 @@ If a control plane runs, it writes the files on its own host. If not, the comman
 	_ = cmd.MarkFlagRequired("to")
 	_ = cmd.MarkFlagDirname("to")
 	return cmd
+}
+
+// baseOf is the model that the adapter in a folder names.
+func baseOf(folder string) string {
+	var config struct {
+		Base string `json:"base_model_name_or_path"`
+	}
+	text, err := os.ReadFile(filepath.Join(folder, "adapter_config.json"))
+	if err != nil || json.Unmarshal(text, &config) != nil || config.Base == "" {
+		return "the model of its run"
+	}
+	return config.Base
 }
