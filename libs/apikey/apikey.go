@@ -27,32 +27,45 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
-// Scope says which calls a key may make. Each scope includes those before it.
+// Scope says which calls a key may make.
 type Scope string
 
-// The scopes. No key has the scope Mesh: it is for the calls that only the project's own processes
-// may make, with the mesh token.
+// The scopes. No key has the scopes Any and Mesh. Any is required by calls that every key may make,
+// Mesh by those that only the project's own processes may make, with the mesh token.
 const (
-	Read   Scope = "read"   // look at everything
-	Submit Scope = "submit" // plan, start and steer runs, and sample their policies
-	Admin  Scope = "admin"  // delete, and change other users' objects
-	Mesh   Scope = "mesh"
+	Any     Scope = "any"
+	Sample  Scope = "sample"  // sample policies
+	Session Scope = "session" // sample policies, and end sessions with a reward, which trains on them
+	Read    Scope = "read"    // look at everything
+	Submit  Scope = "submit"  // plan, start and steer runs, and all of the above
+	Admin   Scope = "admin"   // delete, and change other users' objects
+	Mesh    Scope = "mesh"
 )
 
-var ranks = []Scope{Read, Submit, Admin, Mesh}
+// allowed is the scopes that a key of a scope has.
+var allowed = map[Scope][]Scope{
+	Sample:  {Any, Sample},
+	Session: {Any, Sample, Session},
+	Read:    {Any, Read},
+	Submit:  {Any, Sample, Session, Read, Submit},
+	Admin:   {Any, Sample, Session, Read, Submit, Admin},
+	Mesh:    {Any, Sample, Session, Read, Submit, Admin, Mesh},
+}
+
+// Scopes returns the scopes that a key may have.
+func Scopes() []Scope { return []Scope{Sample, Session, Read, Submit, Admin} }
 
 // Allows reports whether a key of this scope may make calls that require the scope s.
-func (s Scope) Allows(needed Scope) bool {
-	have, want := slices.Index(ranks, s), slices.Index(ranks, needed)
-	return have >= 0 && want >= 0 && have >= want
-}
+func (s Scope) Allows(needed Scope) bool { return slices.Contains(allowed[s], needed) }
 
 // Errors, compared with errors.Is.
 var (
-	ErrScope   = rpcerr.New(codes.InvalidArgument, "API_KEY_SCOPE", "a scope is read, submit or admin")
+	ErrScope   = rpcerr.New(codes.InvalidArgument, "API_KEY_SCOPE", "a scope is sample, session, read, submit or admin")
 	ErrName    = rpcerr.New(codes.InvalidArgument, "API_KEY_NAME", "a name is at most 64 of a-z, 0-9, and . @ _ - between")
 	ErrExists  = rpcerr.New(codes.AlreadyExists, "API_KEY_EXISTS", "there is a key of that name")
 	ErrMissing = rpcerr.New(codes.NotFound, "API_KEY_MISSING", "no key has that name")
+	ErrLimit   = rpcerr.New(codes.InvalidArgument, "API_KEY_LIMIT", "a limit per minute is a positive number, and the expiry of a key is in the future")
+	ErrExpired = rpcerr.New(codes.Unauthenticated, "API_KEY_EXPIRED", "the API key has expired")
 	ErrFile    = rpcerr.New(codes.FailedPrecondition, "API_KEY_FILE", "the file of API keys can't be used")
 )
 
@@ -67,6 +80,16 @@ type Record struct {
 	Hash    string    `json:"sha256"` // of the key; it is random, so nothing slower is needed
 	Created time.Time `json:"created"`
 	Project string    `json:"project,omitempty"` // whose runs the key may use; empty: the default project
+	Limits
+}
+
+// Limits restrict the use of a key.
+type Limits struct {
+	Expires *time.Time `json:"expires,omitempty"` // nil: never
+	// RequestsPerMinute and TokensPerMinute are the completions of policies that the key may request,
+	// and the tokens of prompts and completions. 0: any number. Each gateway process counts alone.
+	RequestsPerMinute int `json:"requestsPerMinute,omitempty"`
+	TokensPerMinute   int `json:"tokensPerMinute,omitempty"`
 }
 
 // Keep is a file of keys. Changes are made under a lock file in the same folder.
@@ -92,13 +115,20 @@ func (k Keep) List() ([]Record, error) {
 }
 
 // Create makes a key and keeps its hash. The key cannot be shown again. ErrName, ErrScope,
-// ErrExists.
-func (k Keep) Create(who string, scope Scope, now time.Time) (key string, err error) {
+// ErrLimit, ErrExists.
+func (k Keep) Create(who string, scope Scope, limits Limits, now time.Time) (key string, err error) {
 	if !name.MatchString(who) {
 		return "", ErrName
 	}
-	if !slices.Contains(ranks, scope) || scope == Mesh {
+	if !slices.Contains(Scopes(), scope) {
 		return "", ErrScope
+	}
+	if limits.RequestsPerMinute < 0 || limits.TokensPerMinute < 0 || limits.Expires != nil && !limits.Expires.After(now) {
+		return "", ErrLimit
+	}
+	if limits.Expires != nil {
+		expires := limits.Expires.UTC().Truncate(time.Second)
+		limits.Expires = &expires
 	}
 	key = prefix + strings.ToLower(rand.Text()+rand.Text())
 	return key, k.change(func(list []Record) ([]Record, error) {
@@ -106,7 +136,7 @@ func (k Keep) Create(who string, scope Scope, now time.Time) (key string, err er
 			return nil, ErrExists.WithMessage("there is a key of the name %s", who).Fix("revoke it first, or choose another name")
 		}
 		sum := sha256.Sum256([]byte(key))
-		return append(list, Record{Name: who, Scope: scope, Hash: hex.EncodeToString(sum[:]), Created: now.UTC().Truncate(time.Second)}), nil
+		return append(list, Record{Name: who, Scope: scope, Hash: hex.EncodeToString(sum[:]), Created: now.UTC().Truncate(time.Second), Limits: limits}), nil
 	})
 }
 
@@ -154,6 +184,7 @@ func (k Keep) change(by func([]Record) ([]Record, error)) error {
 // goroutines.
 type Ring struct {
 	keep Keep
+	now  func() time.Time
 
 	mu    sync.Mutex
 	seen  os.FileInfo // of the file that was read last; nil: none
@@ -162,10 +193,10 @@ type Ring struct {
 }
 
 // Open makes a Ring; the file need not be there yet.
-func Open(path string) *Ring { return &Ring{keep: Keep{path}} }
+func Open(path string) *Ring { return &Ring{keep: Keep{path}, now: time.Now} }
 
 // Find returns the owner of a key. All keys are compared, each in constant time. If the file can no
-// longer be read, every key is refused. ErrFile.
+// longer be read, every key is refused. ErrFile, ErrExpired.
 func (r *Ring) Find(key string) (found Record, ok bool, err error) {
 	list, err := r.current()
 	sum := sha256.Sum256([]byte(key))
@@ -174,6 +205,10 @@ func (r *Ring) Find(key string) (found Record, ok bool, err error) {
 		if subtle.ConstantTimeCompare(digest, []byte(k.Hash)) == 1 {
 			found, ok = k, true
 		}
+	}
+	if ok && err == nil && found.Expires != nil && !found.Expires.After(r.now()) {
+		return Record{}, false, ErrExpired.WithMessage("the API key %s expired at %s", found.Name, found.Expires.Format(time.RFC3339)).
+			Fix("ask for a new key (`rollout keys create`)")
 	}
 	return found, ok && err == nil, err
 }

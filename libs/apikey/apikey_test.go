@@ -41,7 +41,7 @@ func TestKeysComeAndGo(t *testing.T) {
 	for i, who := range []string{"ada", "bob", "eve", "ci@example.org"} {
 		wg.Go(func() {
 			var err error
-			if keys[i], err = keep.Create(who, apikey.Submit, time.Now()); err != nil {
+			if keys[i], err = keep.Create(who, apikey.Submit, apikey.Limits{}, time.Now()); err != nil {
 				t.Error(err)
 			}
 		})
@@ -68,10 +68,10 @@ func TestKeysComeAndGo(t *testing.T) {
 	if _, ok, _ := ring.Find(keys[1]); !ok {
 		t.Error("another key was removed too")
 	}
-	_, again := keep.Create("bob", apikey.Read, time.Now())
-	_, scope := keep.Create("new", "root", time.Now())
-	_, mesh := keep.Create("new", apikey.Mesh, time.Now())
-	_, bad := keep.Create("a b", apikey.Read, time.Now())
+	_, again := keep.Create("bob", apikey.Read, apikey.Limits{}, time.Now())
+	_, scope := keep.Create("new", "root", apikey.Limits{}, time.Now())
+	_, mesh := keep.Create("new", apikey.Mesh, apikey.Limits{}, time.Now())
+	_, bad := keep.Create("a b", apikey.Read, apikey.Limits{}, time.Now())
 	for want, got := range map[error]error{apikey.ErrExists: again, apikey.ErrMissing: keep.Revoke("ada"), apikey.ErrScope: errors.Join(scope, mesh), apikey.ErrName: bad} {
 		if !errors.Is(got, want) {
 			t.Errorf("%v, want %v", got, want)

@@ -47,33 +47,34 @@ type authenticator struct {
 	keys  *apikey.Ring // nil without API keys
 }
 
-func (a authenticator) check(ctx context.Context, method string) error {
+// check returns the context of the call, with its key.
+func (a authenticator) check(ctx context.Context, method string) (context.Context, error) {
 	if a.token == "" || strings.HasPrefix(method, "/"+healthpb.Health_ServiceDesc.ServiceName+"/") {
-		return nil
+		return ctx, nil
 	}
 	md, _ := metadata.FromIncomingContext(ctx)
 	values := md.Get(header)
 	if len(values) != 1 {
-		return ErrUnauthenticated
+		return ctx, ErrUnauthenticated
 	}
 	if subtle.ConstantTimeCompare([]byte(values[0]), []byte(bearer+a.token)) == 1 {
-		return notAPerson(ctx)
+		return ctx, notAPerson(ctx)
 	}
 	key, ok := strings.CutPrefix(values[0], bearer)
 	if !ok || a.keys == nil {
-		return ErrUnauthenticated
+		return ctx, ErrUnauthenticated
 	}
 	record, ok, err := a.keys.Find(key)
 	if err != nil {
-		return err
+		return ctx, err
 	}
 	if !ok {
-		return ErrUnauthenticated
+		return ctx, ErrUnauthenticated
 	}
 	if needed := scopeOf(method); !record.Scope.Allows(needed) {
-		return insufficient(record, needed)
+		return ctx, insufficient(record, needed)
 	}
-	return nil
+	return apikey.With(ctx, record), nil
 }
 
 // notAPerson refuses the mesh token from callers with a person's certificate. People must use keys,
@@ -95,18 +96,28 @@ func notAPerson(ctx context.Context) error {
 }
 
 func (a authenticator) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
-	if err := a.check(ctx, info.FullMethod); err != nil {
+	ctx, err := a.check(ctx, info.FullMethod)
+	if err != nil {
 		return nil, err
 	}
 	return next(ctx, req)
 }
 
 func (a authenticator) stream(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, next grpc.StreamHandler) error {
-	if err := a.check(ss.Context(), info.FullMethod); err != nil {
+	ctx, err := a.check(ss.Context(), info.FullMethod)
+	if err != nil {
 		return err
 	}
-	return next(srv, ss)
+	return next(srv, keyed{ServerStream: ss, ctx: ctx})
 }
+
+// keyed is a stream whose context has the key of the caller.
+type keyed struct {
+	grpc.ServerStream
+	ctx context.Context //nolint:containedctx // a stream's Context method returns it
+}
+
+func (k keyed) Context() context.Context { return k.ctx }
 
 // perCall adds the token to each call.
 type perCall struct{ token string }

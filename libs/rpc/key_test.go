@@ -19,7 +19,7 @@ func TestAPIKeys(t *testing.T) {
 	keep := apikey.Keep{Path: filepath.Join(t.TempDir(), "keys.json")}
 	b := setup(t, &events{list: ok, tail: ok}, rpc.ServerOptions{Keys: apikey.Open(keep.Path)})
 	for _, scope := range []apikey.Scope{apikey.Read, apikey.Submit, apikey.Admin} {
-		key, err := keep.Create(string(scope), scope, time.Now())
+		key, err := keep.Create(string(scope), scope, apikey.Limits{}, time.Now())
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -15,10 +15,13 @@ var ErrScope = rpcerr.New(codes.PermissionDenied, "SCOPE_INSUFFICIENT", "the API
 // scopes has the required scope of each method. A method that is missing here is for the mesh token
 // only; a test lists the missing ones.
 var scopes = table(map[apikey.Scope]map[string]string{
+	apikey.Any:     {"rollout.gateway.v1.RolloutGatewayService": "ListModels"},
+	apikey.Sample:  {"rollout.gateway.v1.RolloutGatewayService": "Complete"},
+	apikey.Session: {"rollout.gateway.v1.RolloutGatewayService": "NextPrompts CloseSession"},
 	apikey.Read: {
 		"rollout.plan.v1.PlannerService":              "ValidateConfig",
 		"rollout.run.v1.SchedulerService":             "GetRun ListRuns WatchRun",
-		"rollout.gateway.v1.RolloutGatewayService":    "ListModels GetSession",
+		"rollout.gateway.v1.RolloutGatewayService":    "GetSession",
 		"rollout.buffer.v1.BufferService":             "GetMissing GetBatch ListSteps ListGroups ReadPayloads WatchLedger ExportLedger",
 		"rollout.learner.v1.LearnerControllerService": "GetProgress WatchProgress",
 		"rollout.snapshot.v1.SnapshotService":         "GetSnapshot ListSnapshots",
@@ -29,9 +32,8 @@ var scopes = table(map[apikey.Scope]map[string]string{
 	},
 	apikey.Submit: {
 		// Planning imports the reward that a configuration names, and so runs the caller's code.
-		"rollout.plan.v1.PlannerService":           "CreatePlan RenewPlan VerifyPlan",
-		"rollout.run.v1.SchedulerService":          "CreateRun CancelRun PauseRun ResumeRun",
-		"rollout.gateway.v1.RolloutGatewayService": "Complete NextPrompts CloseSession",
+		"rollout.plan.v1.PlannerService":  "CreatePlan RenewPlan VerifyPlan",
+		"rollout.run.v1.SchedulerService": "CreateRun CancelRun PauseRun ResumeRun",
 		// MaterializeSnapshot writes to a folder of the host that the caller chooses; `rollout replay`
 		// and `rollout export` need it. It gives no more access than submit, which can run any code as
 		// the user of the services: it only writes a snapshot's files.

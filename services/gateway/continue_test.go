@@ -241,3 +241,30 @@ func TestRequestsHaveAllFieldsOfTheCaller(t *testing.T) {
 		t.Errorf("got %v, want %v", got, want)
 	}
 }
+
+// A worker that has not ended the request of a lost connection gets it again, with the same id.
+func TestRequestsKeepTheirIDs(t *testing.T) {
+	t.Parallel()
+	var ids []string
+	worker := sampling(12, func(_ *inferencev1.GenerateRequest, at int) error {
+		switch {
+		case at == 3 && len(ids) == 1:
+			return status.Error(codes.Unavailable, "the connection is lost")
+		case at == 3 && len(ids) == 2:
+			return rpcerr.New(codes.AlreadyExists, "DUPLICATE_REQUEST", "the request is still being answered")
+		}
+		return nil
+	})
+	s, _ := serve(t, gateway.Config{QueueTimeout: 10 * time.Second}, &fakeWorker{model: "tiny", generate: func(req *inferencev1.GenerateRequest, stream grpc.ServerStreamingServer[inferencev1.GenerateResponse]) error {
+		ids = append(ids, req.GetRequestId())
+		return worker(req, stream)
+	}})
+	seed, stream := uint64(5), &collected{ctx: t.Context()}
+	if err := s.Complete(&gatewayv1.CompleteRequest{Stream: true, Params: &inferencev1.SamplingParams{Seed: &seed}, Prompts: textPrompts("a")}, stream); err != nil {
+		t.Fatal(err)
+	}
+	whole(t, stream, seed, 0, 0)
+	if len(ids) != 3 || ids[0] != ids[1] || ids[0] != ids[2] {
+		t.Errorf("ids %v", ids)
+	}
+}

@@ -290,7 +290,7 @@ func TestAPIKey(t *testing.T) {
 		}
 	}
 	resp, body := do(t, s, "POST", "/v1/completions", `{"model":"tiny","prompt":"a"}`, key)
-	if resp.StatusCode != http.StatusForbidden || !strings.Contains(body, `"code":"insufficient_permissions"`) || !strings.Contains(body, "--scope submit") {
+	if resp.StatusCode != http.StatusForbidden || !strings.Contains(body, `"code":"insufficient_permissions"`) || !strings.Contains(body, "--scope sample") {
 		t.Errorf("key with the scope read: %s %s", resp.Status, body)
 	}
 }

@@ -13,6 +13,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	"github.com/rollout-rl/rollout/libs/apikey"
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
@@ -25,6 +26,7 @@ type service struct {
 	queueTimeout time.Duration
 	workers      *directory
 	metrics      *metrics
+	limits       apikey.Limiter
 }
 
 // Models returns the served policies, ordered by name.
@@ -38,6 +40,12 @@ func (s *service) Complete(ctx context.Context, req *gatewayv1.CompleteRequest, 
 		return err
 	}
 	defer leave()
+	key, limited := apikey.From(ctx)
+	if limited {
+		if err := s.limits.Begin(key, time.Now()); err != nil {
+			return err
+		}
+	}
 	run, name, err := s.workers.resolve(req.GetModel())
 	if err != nil {
 		return err
@@ -57,6 +65,9 @@ func (s *service) Complete(ctx context.Context, req *gatewayv1.CompleteRequest, 
 		},
 	})
 	seen.end(ctx, rec, err)
+	if limited {
+		s.limits.Add(key, rec.promptTokens()+rec.tokens, time.Now())
+	}
 	return err
 }
 
@@ -158,10 +169,14 @@ func refused(err, failure error, rec *recorder) error {
 	return ErrInterrupted.WithMessage("%s after %d tokens: %s", ErrInterrupted, rec.tokens, rpcerr.Text(failure))
 }
 
+// reasonDuplicate is the error of a worker that has not ended the request yet, although the gateway
+// has: it is tried again after the others.
+const reasonDuplicate = "DUPLICATE_REQUEST"
+
 // retried reports whether another worker gets a request that a worker failed with err.
 func retried(err error) bool {
-	code := rpcerr.Code(err)
-	return code == codes.Unavailable || code == codes.ResourceExhausted || rpcerr.Reason(err) == ReasonVersion
+	code, reason := rpcerr.Code(err), rpcerr.Reason(err)
+	return code == codes.Unavailable || code == codes.ResourceExhausted || reason == ReasonVersion || reason == reasonDuplicate
 }
 
 // generate sends the request to one worker and reads its response to the end. It returns the error

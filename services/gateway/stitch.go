@@ -2,7 +2,6 @@ package gateway
 
 import (
 	"slices"
-	"strconv"
 	"time"
 
 	"google.golang.org/grpc/codes"
@@ -58,6 +57,7 @@ func newRecorder(call *inferencev1.GenerateRequest, now func() time.Time) *recor
 }
 
 // request returns the call for the next worker: the completions continue after the tokens so far.
+// It has the same id, because workers derive the ids of tool calls from it.
 func (r *recorder) request(session *inferencev1.SessionState) *inferencev1.GenerateRequest {
 	r.calls++
 	r.call.Session = session
@@ -65,7 +65,6 @@ func (r *recorder) request(session *inferencev1.SessionState) *inferencev1.Gener
 		return r.call
 	}
 	call := proto.CloneOf(r.call)
-	call.RequestId += "." + strconv.Itoa(r.calls) // the worker may not have ended the one before
 	for _, row := range r.list {
 		for _, c := range row {
 			if c.start = uint32(len(c.ids)); c.start > 0 || c.finish != "" {

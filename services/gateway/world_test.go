@@ -500,7 +500,7 @@ func runWith(t *testing.T, cfg gateway.Config, store *ledger, edit func(*gateway
 func keyring(t *testing.T, scope apikey.Scope) (ring *apikey.Ring, key string) {
 	t.Helper()
 	keep := apikey.Keep{Path: filepath.Join(t.TempDir(), "api-keys.json")}
-	key, err := keep.Create("ada", scope, time.Now())
+	key, err := keep.Create("ada", scope, apikey.Limits{}, time.Now())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -46,6 +46,7 @@ class Planner:
     def plan(self, request: pb.GenerateRequest, prompts: Sequence[Asked]) -> Plan:
         """Raises ``InvalidRequest``, ``UnsupportedByEngine``."""
         continued = _continued(request)
+        ended = {(each.prompt, each.sample) for each in request.continuations if each.ended}
         seed = request.params.seed if request.params.HasField("seed") else secrets.randbits(63)
         none = request.params.HasField("max_tokens") and not request.params.max_tokens
         plan = Plan()
@@ -53,6 +54,8 @@ class Planner:
             params = self._parameters(request, at, asked)
             fresh: list[Completion] = []
             for sample in range(request.n):
+                if (at, sample) in ended:
+                    continue
                 before = continued.get((at, sample), _NO_IDS)
                 completion = self._completion(request, params, at, sample, asked, before)
                 plan.completions.append(completion)

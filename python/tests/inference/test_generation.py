@@ -248,6 +248,13 @@ async def test_continued_completions_keep_their_seed_and_budget() -> None:
     assert sorted(pieces) == [0, 1, 2] and continued.params == fresh.params
 
 
+async def test_completions_that_have_ended_are_not_sampled_again() -> None:
+    engine = Answering()
+    request = asked(n=2, params={"seed": 7}, continuations=[pb.Continuation(sample=1, token_ids=[5, 6], ended=True)])
+    pieces = await answers(generation(engine), request)
+    assert {piece.sample for piece in pieces} == {0} and len(engine.requests) == 1
+
+
 async def test_a_continuation_whose_budget_is_used_up_ends() -> None:
     engine = Answering()
     request = asked(params={"seed": 7, "max_tokens": 2}, continuations=[pb.Continuation(token_ids=[5, 6])])

@@ -14,6 +14,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/rollout-rl/rollout/libs/apikey"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 	"github.com/rollout-rl/rollout/services/gateway/edge"
@@ -29,7 +30,9 @@ type Sessions interface {
 func Routes(sessions Sessions) []edge.Route {
 	h := &handler{sessions}
 	route := func(path, about string, request any, serve func(w http.ResponseWriter, r *http.Request) error) edge.Route {
-		return edge.Route{Method: http.MethodPost, Path: path, Tag: "Agents", About: about, Request: request, Serve: serve, Body: edge.PlainBody}
+		return edge.Route{
+			Method: http.MethodPost, Path: path, Tag: "Agents", About: about, Request: request, Serve: serve, Body: edge.PlainBody, Scope: apikey.Session,
+		}
 	}
 	const end = "End a session with a reward. Each leaf of its tree becomes a trajectory of the run."
 	return []edge.Route{

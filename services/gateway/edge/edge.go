@@ -78,6 +78,8 @@ type Route struct {
 	Session bool
 	// Open reports whether the route needs no key.
 	Open bool
+	// Scope is what a key needs. "": apikey.Any for GET, apikey.Sample for other methods.
+	Scope apikey.Scope
 }
 
 // Handler serves the routes. Routes of one path have the same Body.
@@ -132,9 +134,13 @@ func (e *Edge) serve(w http.ResponseWriter, r *http.Request, routes []Route) {
 			allowed = append(allowed, route.Method)
 			continue
 		}
-		if err := e.admit(w, r, route); err != nil {
+		key, err := e.admit(w, r, route)
+		if err != nil {
 			e.fail(w, r, route.Body, err)
 			return
+		}
+		if key != nil {
+			r = r.WithContext(apikey.With(r.Context(), *key))
 		}
 		r.Body = http.MaxBytesReader(w, r.Body, maxBody)
 		if err := route.Serve(w, r); err != nil {
@@ -150,38 +156,40 @@ func (e *Edge) serve(w http.ResponseWriter, r *http.Request, routes []Route) {
 	})
 }
 
-// admit checks the key: GET needs the scope read, other methods the scope submit. A valid key's
-// scope counts for the owner too. Without a valid key, a loopback request must be meant for this
-// host.
-func (e *Edge) admit(w http.ResponseWriter, r *http.Request, route Route) error {
+// admit checks the key, and returns it; nil if the request needs none. A valid key's scope counts
+// for the owner too. Without a valid key, a loopback request must be meant for this host.
+func (e *Edge) admit(w http.ResponseWriter, r *http.Request, route Route) (*apikey.Record, error) {
 	// A client that sends its body too slowly holds no connection.
 	_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(e.BodyTimeout))
 	if e.Keys == nil || route.Open {
-		return local(r)
+		return nil, local(r)
 	}
 	key, ok, err := e.Keys.Find(sentKey(r))
-	if err != nil {
-		return err
-	}
-	if !ok && e.TrustOwner && fromOwner(r.Context()) {
-		return local(r)
+	if !ok && err == nil && e.TrustOwner && fromOwner(r.Context()) {
+		return nil, local(r)
 	}
 	if !ok {
 		w.Header().Set("WWW-Authenticate", "Bearer")
-		return e.noKey(r.Context())
+		if err == nil {
+			err = e.noKey(r.Context())
+		}
+		return nil, err
 	}
-	needed := apikey.Submit
-	if r.Method == http.MethodGet || r.Method == http.MethodHead {
-		needed = apikey.Read
+	needed := route.Scope
+	if needed == "" {
+		needed = apikey.Sample
+		if route.Method == http.MethodGet {
+			needed = apikey.Any
+		}
 	}
 	if !key.Scope.Allows(needed) {
-		return &Error{
+		return nil, &Error{
 			Status: http.StatusForbidden, Code: "insufficient_permissions",
 			Message: "the API key " + key.Name + " has the scope " + string(key.Scope) + ", but this request needs " + string(needed),
 			Fix:     "use a key with that scope (`rollout keys create NAME --scope " + string(needed) + "`)",
 		}
 	}
-	return nil
+	return &key, nil
 }
 
 // sentKey returns the key of a request, in the header of OpenAI's or of Anthropic's clients.

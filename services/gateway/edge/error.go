@@ -143,6 +143,10 @@ func ErrorOf(err error, model, prompt string) *Error {
 	case "CONTEXT_OVERFLOW":
 		e.Param, e.Code = prompt, "context_length_exceeded"
 		return e
+	case "RATE_LIMITED":
+		e.Status, e.Code = http.StatusTooManyRequests, "rate_limit_exceeded"
+		e.Retry = int(math.Ceil(max(1, domain.RetryDelay().Seconds())))
+		return e
 	case "INVALID_PROMPT", "PROMPT_INVALID":
 		e.Param = prompt
 		return e
@@ -157,6 +161,8 @@ func ErrorOf(err error, model, prompt string) *Error {
 		}
 	case codes.Unimplemented:
 		e.Code = "unsupported_parameter"
+	case codes.Unauthenticated:
+		e.Status, e.Code = http.StatusUnauthorized, "invalid_api_key"
 	case codes.NotFound:
 		e.Status, e.Code = http.StatusNotFound, "not_found"
 	case codes.FailedPrecondition, codes.Aborted, codes.AlreadyExists:

@@ -26,7 +26,7 @@ from buf.validate import validate_pb2 as buf_dot_validate_dot_validate__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rollout/key/v1/key.proto\x12\x0erollout.key.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x89\x02\n\x06\x41piKey\x12<\n\x04name\x18\x01 \x01(\tB.\xbaH+r)2\'^[a-z0-9]([a-z0-9.@_-]{0,62}[a-z0-9])?$\x12)\n\x05scope\x18\x02 \x01(\tB\x1a\xbaH\x17r\x15R\x04readR\x06submitR\x05\x61\x64min\x12%\n\x06sha256\x18\x03 \x01(\tB\x15\xbaH\x12r\x10\x32\x0e^[0-9a-f]{64}$\x12+\n\x07\x63reated\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x42\n\x07project\x18\x05 \x01(\tB1\xbaH.r,2*^([a-z0-9]([a-z0-9.@_-]{0,62}[a-z0-9])?)?$b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rollout/key/v1/key.proto\x12\x0erollout.key.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x91\x03\n\x06\x41piKey\x12<\n\x04name\x18\x01 \x01(\tB.\xbaH+r)2\'^[a-z0-9]([a-z0-9.@_-]{0,62}[a-z0-9])?$\x12:\n\x05scope\x18\x02 \x01(\tB+\xbaH(r&R\x06sampleR\x07sessionR\x04readR\x06submitR\x05\x61\x64min\x12%\n\x06sha256\x18\x03 \x01(\tB\x15\xbaH\x12r\x10\x32\x0e^[0-9a-f]{64}$\x12+\n\x07\x63reated\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x42\n\x07project\x18\x05 \x01(\tB1\xbaH.r,2*^([a-z0-9]([a-z0-9.@_-]{0,62}[a-z0-9])?)?$\x12+\n\x07\x65xpires\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12$\n\x13requests_per_minute\x18\x07 \x01(\x05\x42\x07\xbaH\x04\x1a\x02(\x00\x12\"\n\x11tokens_per_minute\x18\x08 \x01(\x05\x42\x07\xbaH\x04\x1a\x02(\x00\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,11 +36,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_APIKEY'].fields_by_name['name']._loaded_options = None
   _globals['_APIKEY'].fields_by_name['name']._serialized_options = b'\272H+r)2\'^[a-z0-9]([a-z0-9.@_-]{0,62}[a-z0-9])?$'
   _globals['_APIKEY'].fields_by_name['scope']._loaded_options = None
-  _globals['_APIKEY'].fields_by_name['scope']._serialized_options = b'\272H\027r\025R\004readR\006submitR\005admin'
+  _globals['_APIKEY'].fields_by_name['scope']._serialized_options = b'\272H(r&R\006sampleR\007sessionR\004readR\006submitR\005admin'
   _globals['_APIKEY'].fields_by_name['sha256']._loaded_options = None
   _globals['_APIKEY'].fields_by_name['sha256']._serialized_options = b'\272H\022r\0202\016^[0-9a-f]{64}$'
   _globals['_APIKEY'].fields_by_name['project']._loaded_options = None
   _globals['_APIKEY'].fields_by_name['project']._serialized_options = b'\272H.r,2*^([a-z0-9]([a-z0-9.@_-]{0,62}[a-z0-9])?)?$'
+  _globals['_APIKEY'].fields_by_name['requests_per_minute']._loaded_options = None
+  _globals['_APIKEY'].fields_by_name['requests_per_minute']._serialized_options = b'\272H\004\032\002(\000'
+  _globals['_APIKEY'].fields_by_name['tokens_per_minute']._loaded_options = None
+  _globals['_APIKEY'].fields_by_name['tokens_per_minute']._serialized_options = b'\272H\004\032\002(\000'
   _globals['_APIKEY']._serialized_start=107
-  _globals['_APIKEY']._serialized_end=372
+  _globals['_APIKEY']._serialized_end=508
 # @@protoc_insertion_point(module_scope)

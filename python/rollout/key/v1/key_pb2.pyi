@@ -30,17 +30,30 @@ class ApiKey(_message.Message):
     SHA256_FIELD_NUMBER: _builtins.int
     CREATED_FIELD_NUMBER: _builtins.int
     PROJECT_FIELD_NUMBER: _builtins.int
+    EXPIRES_FIELD_NUMBER: _builtins.int
+    REQUESTS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the key's owner, unique in the file."""
     scope: _builtins.str
-    """`read`, `submit`, or `admin`; each includes those before it."""
+    """`sample`: sample policies; `session`: also end sessions with a reward; `read`: read everything;
+    `submit`: all of these, and plan, start, and control runs; `admin`: also delete.
+    """
     sha256: _builtins.str
     """SHA-256 of the key, in hexadecimal."""
     project: _builtins.str
     """Project whose runs the key may use; empty: the default project."""
+    requests_per_minute: _builtins.int
+    """Completions that the key may request a minute, in each gateway process; 0: any number."""
+    tokens_per_minute: _builtins.int
+    """Tokens of prompts and completions a minute; 0: any number."""
     @_builtins.property
     def created(self) -> _timestamp_pb2.Timestamp:
         """When the key was created, UTC."""
+
+    @_builtins.property
+    def expires(self) -> _timestamp_pb2.Timestamp:
+        """When the key expires, UTC; absent: never."""
 
     def __init__(
         self,
@@ -50,10 +63,13 @@ class ApiKey(_message.Message):
         sha256: _builtins.str = ...,
         created: _timestamp_pb2.Timestamp | None = ...,
         project: _builtins.str = ...,
+        expires: _timestamp_pb2.Timestamp | None = ...,
+        requests_per_minute: _builtins.int = ...,
+        tokens_per_minute: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["created", b"created"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "expires", b"expires"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "name", b"name", "project", b"project", "scope", b"scope", "sha256", b"sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "expires", b"expires", "name", b"name", "project", b"project", "requests_per_minute", b"requests_per_minute", "scope", b"scope", "sha256", b"sha256", "tokens_per_minute", b"tokens_per_minute"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -31,16 +31,23 @@ type ApiKey struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Name of the key's owner, unique in the file.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
-	// `read`, `submit`, or `admin`; each includes those before it.
+	// `sample`: sample policies; `session`: also end sessions with a reward; `read`: read everything;
+	// `submit`: all of these, and plan, start, and control runs; `admin`: also delete.
 	Scope string `protobuf:"bytes,2,opt,name=scope,proto3" json:"scope,omitempty"`
 	// SHA-256 of the key, in hexadecimal.
 	Sha256 string `protobuf:"bytes,3,opt,name=sha256,proto3" json:"sha256,omitempty"`
 	// When the key was created, UTC.
 	Created *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=created,proto3" json:"created,omitempty"`
 	// Project whose runs the key may use; empty: the default project.
-	Project       string `protobuf:"bytes,5,opt,name=project,proto3" json:"project,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Project string `protobuf:"bytes,5,opt,name=project,proto3" json:"project,omitempty"`
+	// When the key expires, UTC; absent: never.
+	Expires *timestamppb.Timestamp `protobuf:"bytes,6,opt,name=expires,proto3" json:"expires,omitempty"`
+	// Completions that the key may request a minute, in each gateway process; 0: any number.
+	RequestsPerMinute int32 `protobuf:"varint,7,opt,name=requests_per_minute,json=requestsPerMinute,proto3" json:"requests_per_minute,omitempty"`
+	// Tokens of prompts and completions a minute; 0: any number.
+	TokensPerMinute int32 `protobuf:"varint,8,opt,name=tokens_per_minute,json=tokensPerMinute,proto3" json:"tokens_per_minute,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *ApiKey) Reset() {
@@ -108,17 +115,41 @@ func (x *ApiKey) GetProject() string {
 	return ""
 }
 
+func (x *ApiKey) GetExpires() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Expires
+	}
+	return nil
+}
+
+func (x *ApiKey) GetRequestsPerMinute() int32 {
+	if x != nil {
+		return x.RequestsPerMinute
+	}
+	return 0
+}
+
+func (x *ApiKey) GetTokensPerMinute() int32 {
+	if x != nil {
+		return x.TokensPerMinute
+	}
+	return 0
+}
+
 var File_rollout_key_v1_key_proto protoreflect.FileDescriptor
 
 const file_rollout_key_v1_key_proto_rawDesc = "" +
 	"\n" +
-	"\x18rollout/key/v1/key.proto\x12\x0erollout.key.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xb0\x02\n" +
+	"\x18rollout/key/v1/key.proto\x12\x0erollout.key.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xe5\x03\n" +
 	"\x06ApiKey\x12B\n" +
-	"\x04name\x18\x01 \x01(\tB.\xbaH+r)2'^[a-z0-9]([a-z0-9.@_-]{0,62}[a-z0-9])?$R\x04name\x120\n" +
-	"\x05scope\x18\x02 \x01(\tB\x1a\xbaH\x17r\x15R\x04readR\x06submitR\x05adminR\x05scope\x12-\n" +
+	"\x04name\x18\x01 \x01(\tB.\xbaH+r)2'^[a-z0-9]([a-z0-9.@_-]{0,62}[a-z0-9])?$R\x04name\x12A\n" +
+	"\x05scope\x18\x02 \x01(\tB+\xbaH(r&R\x06sampleR\asessionR\x04readR\x06submitR\x05adminR\x05scope\x12-\n" +
 	"\x06sha256\x18\x03 \x01(\tB\x15\xbaH\x12r\x102\x0e^[0-9a-f]{64}$R\x06sha256\x124\n" +
 	"\acreated\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\x12K\n" +
-	"\aproject\x18\x05 \x01(\tB1\xbaH.r,2*^([a-z0-9]([a-z0-9.@_-]{0,62}[a-z0-9])?)?$R\aprojectB\xb6\x01\n" +
+	"\aproject\x18\x05 \x01(\tB1\xbaH.r,2*^([a-z0-9]([a-z0-9.@_-]{0,62}[a-z0-9])?)?$R\aproject\x124\n" +
+	"\aexpires\x18\x06 \x01(\v2\x1a.google.protobuf.TimestampR\aexpires\x127\n" +
+	"\x13requests_per_minute\x18\a \x01(\x05B\a\xbaH\x04\x1a\x02(\x00R\x11requestsPerMinute\x123\n" +
+	"\x11tokens_per_minute\x18\b \x01(\x05B\a\xbaH\x04\x1a\x02(\x00R\x0ftokensPerMinuteB\xb6\x01\n" +
 	"\x12com.rollout.key.v1B\bKeyProtoP\x01Z<github.com/rollout-rl/rollout/proto/gen/rollout/key/v1;keyv1\xa2\x02\x03RKX\xaa\x02\x0eRollout.Key.V1\xca\x02\x0eRollout\\Key\\V1\xe2\x02\x1aRollout\\Key\\V1\\GPBMetadata\xea\x02\x10Rollout::Key::V1b\x06proto3"
 
 var (
@@ -140,11 +171,12 @@ var file_rollout_key_v1_key_proto_goTypes = []any{
 }
 var file_rollout_key_v1_key_proto_depIdxs = []int32{
 	1, // 0: rollout.key.v1.ApiKey.created:type_name -> google.protobuf.Timestamp
-	1, // [1:1] is the sub-list for method output_type
-	1, // [1:1] is the sub-list for method input_type
-	1, // [1:1] is the sub-list for extension type_name
-	1, // [1:1] is the sub-list for extension extendee
-	0, // [0:1] is the sub-list for field type_name
+	1, // 1: rollout.key.v1.ApiKey.expires:type_name -> google.protobuf.Timestamp
+	2, // [2:2] is the sub-list for method output_type
+	2, // [2:2] is the sub-list for method input_type
+	2, // [2:2] is the sub-list for extension type_name
+	2, // [2:2] is the sub-list for extension extendee
+	0, // [0:2] is the sub-list for field type_name
 }
 
 func init() { file_rollout_key_v1_key_proto_init() }
