@@ -35,7 +35,7 @@ func TestMetrics(t *testing.T) {
 	label := func(set attribute.Set, keys ...attribute.Key) (text string) {
 		for _, key := range keys {
 			value, _ := set.Value(key)
-			text += " " + value.Emit()
+			text += " " + value.String()
 		}
 		return text
 	}

@@ -74,13 +74,12 @@ func (d *directory) acquire(ctx context.Context, run string, n need, timeout tim
 	d.mu.Lock()
 	waiting := slices.ContainsFunc(d.queue.tickets, func(other *ticket) bool { return other.run == run && other.plain() })
 	again := time.Duration(0)
-	if l := (*lease)(nil); !waiting || !t.plain() {
+	if t.why = allFull; !waiting || !t.plain() {
+		var l *lease
 		if l, again = d.try(t); l != nil {
 			d.mu.Unlock()
 			return l, nil
 		}
-	} else {
-		t.why = allFull
 	}
 	hopeless := !patient && (t.why == noWorker || t.why == noVersion)
 	if full := len(d.queue.tickets) >= maxQueue; hopeless || full {

@@ -45,7 +45,7 @@ func unreliable(slots uint32, running *atomic.Int32) *fakeWorker {
 			return stream.Send(piece)
 		}
 		for at := start; at < soakTokens; at++ {
-			time.Sleep(time.Duration(rand.IntN(1000)) * time.Microsecond) //nolint:forbidigo // decoding takes time
+			time.Sleep(time.Duration(rand.IntN(1000)) * time.Microsecond) // decoding takes time
 			if stream.Context().Err() != nil {
 				return stream.Context().Err()
 			}
