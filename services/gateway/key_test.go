@@ -43,6 +43,7 @@ func TestKeysThatAreExpiredOutOfScopeOrOverTheirLimit(t *testing.T) {
 		{"expired", old, messages, message, 401, `"type":"authentication_error"`},
 		{"out of scope", read, text, completion, 403, "--scope sample"},
 		{"out of scope", read, messages, message, 403, `"type":"permission_error"`},
+		{"an agent that only samples", few, "/v1/sessions/a/close", `{"reward":1}`, 403, "--scope session"},
 		{"the first request", few, text, completion, 200, ""},
 		{"the second request", few, text, completion, 429, `"code":"rate_limit_exceeded"`},
 		{"the third request", few, messages, message, 429, `"type":"rate_limit_error"`},
