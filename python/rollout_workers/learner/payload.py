@@ -138,6 +138,7 @@ def parsed(payload: bytes) -> TrainSample:
         token_rewards=rewards,
         teacher_logprobs=teacher,
         metrics=dict(trajectory.metrics),
+        part=key.part,
     )
 
 

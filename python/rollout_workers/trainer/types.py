@@ -25,7 +25,7 @@ class TrainSample:
     """The group: equal for the samples of one prompt. A batch is ordered by ``group_key``, then
     ``sample``."""
     sample: int
-    """Position in the group, from 0."""
+    """Position in the group, from 0. The parts of a forked sample have one position each."""
     token_ids: NDArray[np.int32]
     """int32 [T]."""
     prompt_length: int
@@ -49,6 +49,9 @@ class TrainSample:
     """Texts for display only."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Other numbers that the reward function returned; reported, never trained on."""
+    part: int = 0
+    """Number of the part, from 0. Parts have the reward of their sample, and count once where the
+    samples of a group are compared."""
 
 
 @dataclass(frozen=True, slots=True)

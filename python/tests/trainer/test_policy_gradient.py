@@ -97,3 +97,22 @@ def test_a_reward_of_0_counts_among_samples_with_process_rewards(model_dir: Path
         key = (sample.group_key, sample.sample)
         assert found[key] == pytest.approx(plain[key], abs=1e-6)
     assert any(plain.values()) and found[samples[2].group_key, 2] < -0.5 < 0 < found[samples[0].group_key, 0]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_parts_of_a_forked_sample_count_once_in_its_group(model_dir: Path, first: int) -> None:
+    """One sample comes as two parts, each of which trains some of its tokens. The gradient is that of
+    the whole sample: a sample of two parts has one reward in the baseline."""
+    learner, whole = trainer(model_dir), [dataclasses.replace(s, sample=16 * s.sample) for s in sampled_batch(0)]
+    rewards: dict[str, set[float]] = {}
+    for sample in whole:
+        rewards.setdefault(sample.group_key, set()).add(sample.reward)
+    number = [at for at, s in enumerate(whole) if len(rewards[s.group_key]) > 1][first]
+    trained = np.flatnonzero(whole[number].loss_mask)
+    masks = [whole[number].loss_mask.copy(), whole[number].loss_mask.copy()]
+    masks[0][trained[1:]] = 0
+    masks[1][trained[:1]] = 0
+    parts = [dataclasses.replace(whole[number], sample=whole[number].sample + at, part=at, loss_mask=masks[at]) for at in (0, 1)]
+    forked = [*whole[:number], *parts, *whole[number + 1 :]]
+    wanted = oracle_gradient(learner, grpo_loss(learner.policy.model, whole, 1.0))
+    torch.testing.assert_close(gradient(learner, forked), wanted, atol=2e-6, rtol=2e-4)

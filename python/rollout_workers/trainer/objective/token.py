@@ -207,7 +207,8 @@ class Tokens:
         algorithm, samples = self._algorithm, self._samples
         by_token = _by_parts(samples)
         if algorithm.advantages is not None and not by_token:
-            advantages = algorithm.advantages(rewards, self._groups)
+            first, sample = _distinct(samples)
+            advantages = algorithm.advantages(rewards[first], self._groups[first])[sample]
             active = torch.zeros(self._number).index_add_(0, self._groups, (advantages != 0).float())
             self.metrics["zero_advantage_groups"] = float((active == 0).float().mean())
             self._advantages = advantages.float()
@@ -313,6 +314,21 @@ def _trained(samples: Sequence[TrainSample]) -> float:
     trained = np.concatenate(masks) != 0
     trained[(np.cumsum(lengths) - lengths)[lengths > 0]] = False  # no position predicts the first token
     return float(np.count_nonzero(trained))
+
+
+def _distinct(samples: Sequence[TrainSample]) -> tuple[Tensor, Tensor]:
+    """int64 [D], int64 [S]: the first part of each sample, and the sample of each part. A sample of
+    several parts is one in the baseline of its group."""
+    places: dict[tuple[str, int], int] = {}
+    first: list[int] = []
+    sample: list[int] = []
+    for at, part in enumerate(samples):
+        key = part.group_key, part.sample - part.part
+        if key not in places:
+            places[key] = len(first)
+            first.append(at)
+        sample.append(places[key])
+    return torch.tensor(first, dtype=torch.int64), torch.tensor(sample, dtype=torch.int64)
 
 
 def _by_parts(samples: Sequence[TrainSample]) -> bool:
