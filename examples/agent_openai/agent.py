@@ -3,7 +3,7 @@
     python examples/agent_openai/agent.py RUN [--shuffle] [--state DIR | --server HOST:PORT]
 
 It takes the prompts of the run, plays each game in its own session, and closes the session
-with the reward: 1 if the policy finds the number with four guesses, else 0. It ends with the run.
+with the reward: 1 if the policy finds the number with three guesses, else 0. It ends with the run.
 """
 
 from __future__ import annotations

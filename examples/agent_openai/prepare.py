@@ -4,7 +4,7 @@ hints, and the numbers to guess.
     python examples/agent_openai/prepare.py [--model DIR] [--data DIR]
 
 Writes the model's folder, ``games.jsonl`` (conversations for the warm-up), and ``numbers.jsonl``
-with rows such as ``{"prompt": [{"role": "user", "content": "guess 0-9:"}], "number": 7}``. A second
+with rows such as ``{"prompt": [{"role": "user", "content": "guess 1-5:"}], "number": 4}``. A second
 call finds what is there and changes nothing.
 """
 
@@ -20,8 +20,8 @@ REPOSITORY = Path(__file__).parents[2]
 MODEL = REPOSITORY / "models" / "guess"
 DATA = REPOSITORY / "models" / "guess-data"
 
-QUESTION = "guess 0-9:"
-GUESSES = 4
+QUESTION = "guess 1-5:"
+LARGEST, GUESSES = 5, 3
 HINTS = {False: "lower:", True: "higher:"}
 """By whether the number is higher than the guess."""
 
@@ -39,7 +39,7 @@ def main() -> None:
     draw = random.Random(SEED)
     arguments.data.mkdir(parents=True, exist_ok=True)
     addition.write_rows(arguments.data / "games.jsonl", [{"messages": game(draw)} for _ in range(GAMES)])
-    addition.write_rows(arguments.data / "numbers.jsonl", [{"prompt": opening(), "number": at % 10} for at in range(NUMBERS)])
+    addition.write_rows(arguments.data / "numbers.jsonl", [{"prompt": opening(), "number": 1 + at % LARGEST} for at in range(NUMBERS)])
     addition.CHAT_TEMPLATE = CHAT_TEMPLATE  # each turn of the assistant ends with the end token
     addition.write_model(arguments.model)
     print(f"model {arguments.model}\ndata  {arguments.data}")
@@ -57,9 +57,9 @@ def hint(guess: int, number: int) -> dict[str, str]:
 
 def game(draw: random.Random) -> list[dict[str, str]]:
     """A game of a player that knows the rules and guesses at random."""
-    messages, number = opening(), draw.randrange(10)
+    messages, number = opening(), draw.randint(1, LARGEST)
     for _ in range(GUESSES):
-        guess = draw.randrange(10)
+        guess = draw.randint(1, LARGEST)
         messages.append({"role": "assistant", "content": str(guess)})
         if guess == number:
             break
