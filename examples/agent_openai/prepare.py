@@ -39,7 +39,8 @@ def main() -> None:
     draw = random.Random(SEED)
     arguments.data.mkdir(parents=True, exist_ok=True)
     addition.write_rows(arguments.data / "games.jsonl", [{"messages": game(draw)} for _ in range(GAMES)])
-    addition.write_rows(arguments.data / "numbers.jsonl", [{"prompt": opening(), "number": 1 + at % LARGEST} for at in range(NUMBERS)])
+    numbers = [{"prompt": opening(), "number": 1 + at % LARGEST} for at in range(NUMBERS)]
+    addition.write_rows(arguments.data / "numbers.jsonl", numbers)
     addition.CHAT_TEMPLATE = CHAT_TEMPLATE  # each turn of the assistant ends with the end token
     addition.write_model(arguments.model)
     print(f"model {arguments.model}\ndata  {arguments.data}")
