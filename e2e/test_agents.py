@@ -70,7 +70,9 @@ def test_the_gateway_exits_between_the_end_of_a_session_and_its_acknowledgement(
     games: Path, binary: Path, tmp_path: Path
 ) -> None:
     order = tmp_path / "order"
-    running = Mesh(tmp_path / "state", "seven", binary=binary, environment={"ROLLOUT_CRASH_FILE": str(order)})
+    worker = ("--worker-command", f"{sys.executable} -m rollout_workers", "--worker-python", sys.executable)
+    environment = {"ROLLOUT_CRASH_FILE": str(order), "PYTHONPATH": str(ROOT / "python")}
+    running = Mesh(tmp_path / "state", "seven", arguments=worker, environment=environment, binary=binary)
     running.state.mkdir()
     try:
         running.start()
