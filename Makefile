@@ -45,6 +45,10 @@ venv-dev:
 venv-bench:
 	@scripts/venv requirements-bench.lock
 
+.PHONY: engine-vllm
+engine-vllm: ## Install vLLM and the workers into .tools/vllm (6 GB), for `engine.python`
+	@scripts/venv_vllm
+
 # ---- run --------------------------------------------------------------------------------------
 
 .PHONY: demo
@@ -120,7 +124,7 @@ check-race: build venv-dev ## Run the Go tests under the race detector (needs a 
 	@scripts/test --race
 
 .PHONY: check-vllm
-check-vllm: venv-dev ## Load trained weights in vLLM, in a separate environment (6 GB), and compare its answers
+check-vllm: venv-dev ## Run the suite of engines on vLLM, and load trained weights in it, in a separate environment (6 GB)
 	@scripts/vllm
 
 .PHONY: check-engines

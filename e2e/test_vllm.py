@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout_workers.trainer import LoraConfig, Schedule, Trainer, TrainerConfig, TrainSample
 
-PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+PYTHON = ROOT / ".tools/vllm" / "bin" / "python"
 MODEL = ROOT / "models" / "addition"
 PROMPTS = ["17+25=", "3+4=", "99+1=", "50+50="]
 STEPS = 5

@@ -31,6 +31,7 @@ type checks struct {
 	prober   *probe.Prober
 	sources  *sourceCheck
 	data     *dataCheck
+	engine   *engineCheck
 	model    *modelCheck
 	prompts  *promptCheck
 	rewards  *rewardCheck
@@ -50,6 +51,7 @@ func (s *Server) checks(reading *config.Reading, baseDir string, pinned []*planv
 	return &checks{
 		Reading: reading, findings: found, files: files, prober: s.prober, data: data,
 		sources:  &sourceCheck{config: cfg, findings: found, files: files, prober: s.prober, pinned: pinned, prepared: map[string]preparedRows{}},
+		engine:   &engineCheck{config: cfg.GetEngine(), findings: found, files: files, prober: s.prober},
 		model:    &modelCheck{config: cfg, findings: found, models: files, engines: s.engines},
 		prompts:  &promptCheck{config: cfg, findings: found, python: files, rows: data},
 		rewards:  &rewardCheck{config: cfg, findings: found, files: files},
@@ -108,6 +110,9 @@ func (c *checks) read(ctx context.Context) error {
 		return err
 	}
 	if err := c.data.read(c.sources.prepared); err != nil {
+		return err
+	}
+	if err := c.engine.read(ctx, c.model); err != nil {
 		return err
 	}
 	c.model.read()

@@ -98,7 +98,20 @@ func (s *supervision) command(id string, kind worker.Kind) (launch.Command, erro
 		env = append(env, s.cfg.BusEnv...)
 	}
 	env = append(env, spinning(run, s.alone())...)
-	return launch.Command{Args: append(slices.Clone(s.cfg.Command), kind.Name), Env: env, Log: base + ".log"}, nil
+	return launch.Command{Args: append(s.program(run, kind), kind.Name), Env: env, Log: base + ".log"}, nil
+}
+
+// program starts a worker. An inference worker runs in the environment of its engine, if the
+// configuration names one.
+func (s *supervision) program(run *Run, kind worker.Kind) []string {
+	python := run.GetPlan().GetConfig().GetEngine().GetPython()
+	if kind.Name != worker.Inference.Name || python == "" {
+		return slices.Clone(s.cfg.Command)
+	}
+	if !filepath.IsAbs(python) {
+		python = filepath.Join(run.GetBaseDir(), python)
+	}
+	return []string{python, "-P", "-m", "rollout_workers"}
 }
 
 func (s *supervision) spec(run *Run, id string, kind worker.Kind) *runv1.WorkerSpec {

@@ -1,9 +1,12 @@
 package scheduler_test
 
 import (
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
+
+	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/worker"
@@ -81,6 +84,30 @@ func TestOnlyARunThatIsAloneSpins(t *testing.T) {
 				}
 			}
 			w.launcher.mu.Unlock()
+		}
+	}
+}
+
+func TestInferenceWorkersRunInTheEnvironmentOfTheirEngine(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	w.mesh.held = true // no run ends
+	w.start()
+	p := plan(4, "sync", 1, false)
+	p.Config.Engine.Python = proto.String("env/bin/python")
+	run := w.create(p)
+	w.wait(run.GetRunId(), func(s *runv1.RunStatus) bool {
+		return len(s.GetWorkers()) == 2 && s.GetWorkers()[0].GetHealthy() && s.GetWorkers()[1].GetHealthy()
+	})
+	w.launcher.mu.Lock()
+	defer w.launcher.mu.Unlock()
+	wants := map[string][]string{
+		"learner":   {"worker", "learner"},
+		"inference": {filepath.Join(w.dir, "env/bin/python"), "-P", "-m", "rollout_workers", "inference"},
+	}
+	for n, command := range w.launcher.commands {
+		if want := wants[w.launcher.specs[n].GetKind()]; !slices.Equal(command.Args, want) {
+			t.Errorf("%s: command %q, want %q", w.launcher.specs[n].GetWorkerId(), command.Args, want)
 		}
 	}
 }

@@ -1,7 +1,8 @@
 """The engines: what each can do and how it is loaded. Importing this module imports neither torch
 nor an engine.
 
-    python -m rollout_workers.engines.registry      # the table as JSON: the planner checks a config against it
+    python -m rollout_workers.engines.registry         # the table as JSON
+    python -m rollout_workers.engines.registry vllm    # one engine in this environment, for the planner
 
 To add an engine, write a package with ``load(request: LoadRequest) -> Engine``, add a row to
 ``ENGINES`` and its name to ``EngineConfig.kind`` in ``run_config.proto``, and run
@@ -12,8 +13,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import Literal, cast
 
 from rollout_workers.engines.base import Engine
@@ -87,10 +90,12 @@ Loader = Callable[[LoadRequest], Engine]
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One engine. loader: ``module:function``, imported when the engine is loaded; the function
-    blocks."""
+    blocks. package: the module that the environment must have for it; empty: no other than those of
+    every worker."""
 
     loader: str
     capabilities: Capabilities
+    package: str = ""
 
 
 ENGINES: dict[str, Entry] = {
@@ -117,6 +122,30 @@ ENGINES: dict[str, Entry] = {
             most_gpus=1,
         ),
     ),
+    "vllm": Entry(
+        "rollout_workers.engines.vllm.engine:load",
+        Capabilities(
+            long_rope=True,
+            beyond_chunk=True,
+            local_attention=True,
+            top_logprobs=20,
+            prompt_logprobs=True,
+            constraints=("json_schema", "json_object", "regex", "grammar", "choices"),
+            sessions=True,
+            parameters=(
+                "repetition_penalty",
+                "presence_penalty",
+                "frequency_penalty",
+                "logit_bias",
+                "min_tokens",
+                "top_logprobs",
+                "constraint",
+            ),
+            continues=True,
+            swaps_in_flight=True,
+        ),
+        package="vllm",
+    ),
     "sglang": Entry(
         "rollout_workers.engines.sglang.engine:load",
         Capabilities(
@@ -138,6 +167,7 @@ ENGINES: dict[str, Entry] = {
             continues=True,
             swaps_in_flight=True,
         ),
+        package="sglang",
     ),
 }
 DEFAULT = "transformers"
@@ -170,5 +200,13 @@ def table() -> dict[str, dict[str, object]]:
     return {name: asdict(found.capabilities) for name, found in ENGINES.items()}
 
 
+def here(kind: str) -> dict[str, object]:
+    """One engine in this environment: its capabilities, and the package that is missing, or "".
+    Raises :class:`UnknownEngine`."""
+    found = entry(kind)
+    missing = found.package if found.package and find_spec(found.package) is None else ""
+    return {"capabilities": asdict(found.capabilities), "missing": missing}
+
+
 if __name__ == "__main__":
-    print(json.dumps(table(), indent=2))
+    print(json.dumps(here(sys.argv[1]) if sys.argv[1:] else table(), indent=2))

@@ -1149,8 +1149,11 @@ class EngineConfig(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     THREADS_FIELD_NUMBER: _builtins.int
+    PYTHON_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """The engine of the workers."""
+    """The engine of the workers. `transformers` needs nothing else; `vllm` and `sglang` need an
+    environment of their own, see `python`.
+    """
     workers: _builtins.int
     """Inference workers that the scheduler starts on this host."""
     slots: _builtins.int
@@ -1159,6 +1162,11 @@ class EngineConfig(_message.Message):
     """Longest sequence in tokens, prompt and completion together."""
     threads: _builtins.int
     """CPU threads of a worker. 0: all cores in sync mode, half of them in async mode."""
+    python: _builtins.str
+    """Python interpreter of the inference workers, for engines whose packages exclude the learner's:
+    a path, such as `.tools/vllm/bin/python`, of an environment that also has `rollout-workers`.
+    Empty: that of the other workers.
+    """
     def __init__(
         self,
         *,
@@ -1167,15 +1175,18 @@ class EngineConfig(_message.Message):
         slots: _builtins.int | None = ...,
         max_model_len: _builtins.int | None = ...,
         threads: _builtins.int | None = ...,
+        python: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_kind", b"_kind", "_max_model_len", b"_max_model_len", "_slots", b"_slots", "_threads", b"_threads", "_workers", b"_workers", "kind", b"kind", "max_model_len", b"max_model_len", "slots", b"slots", "threads", b"threads", "workers", b"workers"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_kind", b"_kind", "_max_model_len", b"_max_model_len", "_python", b"_python", "_slots", b"_slots", "_threads", b"_threads", "_workers", b"_workers", "kind", b"kind", "max_model_len", b"max_model_len", "python", b"python", "slots", b"slots", "threads", b"threads", "workers", b"workers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kind", b"_kind", "_max_model_len", b"_max_model_len", "_slots", b"_slots", "_threads", b"_threads", "_workers", b"_workers", "kind", b"kind", "max_model_len", b"max_model_len", "slots", b"slots", "threads", b"threads", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kind", b"_kind", "_max_model_len", b"_max_model_len", "_python", b"_python", "_slots", b"_slots", "_threads", b"_threads", "_workers", b"_workers", "kind", b"kind", "max_model_len", b"max_model_len", "python", b"python", "slots", b"slots", "threads", b"threads", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__kind: _TypeAlias = _typing.Literal["kind"]  # noqa: Y015
     _WhichOneofArgType__kind: _TypeAlias = _typing.Literal["_kind", b"_kind"]  # noqa: Y015
     _WhichOneofReturnType__max_model_len: _TypeAlias = _typing.Literal["max_model_len"]  # noqa: Y015
     _WhichOneofArgType__max_model_len: _TypeAlias = _typing.Literal["_max_model_len", b"_max_model_len"]  # noqa: Y015
+    _WhichOneofReturnType__python: _TypeAlias = _typing.Literal["python"]  # noqa: Y015
+    _WhichOneofArgType__python: _TypeAlias = _typing.Literal["_python", b"_python"]  # noqa: Y015
     _WhichOneofReturnType__slots: _TypeAlias = _typing.Literal["slots"]  # noqa: Y015
     _WhichOneofArgType__slots: _TypeAlias = _typing.Literal["_slots", b"_slots"]  # noqa: Y015
     _WhichOneofReturnType__threads: _TypeAlias = _typing.Literal["threads"]  # noqa: Y015
@@ -1186,6 +1197,8 @@ class EngineConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__kind) -> _WhichOneofReturnType__kind | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_model_len) -> _WhichOneofReturnType__max_model_len | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__python) -> _WhichOneofReturnType__python | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__slots) -> _WhichOneofReturnType__slots | None: ...
     @_typing.overload

@@ -8,29 +8,41 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from rollout_workers.engines.errors import EngineClosed
-from rollout_workers.engines.transformers.decoder import Decoder
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class DecodingThread:
+class Turns(Protocol):
+    """A decoder, as the thread uses it."""
+
+    def has_work(self) -> bool: ...
+
+    def turn(self) -> None: ...
+
+    def fail(self, cause: Exception) -> None: ...
+
+
+D = TypeVar("D", bound=Turns)
+
+
+class DecodingThread(Generic[D]):
     """Runs a decoder. All access to the decoder goes through ``call``. ``flush`` runs after every
     turn and call."""
 
-    def __init__(self, build: Callable[[], Decoder], flush: Callable[[], None], threads: int | None) -> None:
+    def __init__(self, build: Callable[[], D], flush: Callable[[], None], threads: int | None) -> None:
         """Start the thread, build the decoder in it, and wait for that. Raises the exception of
         ``build``."""
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._gate = threading.Lock()
         self._closed = False
         self._flush = flush
-        built: Future[Decoder] = Future()
+        built: Future[D] = Future()
         self._thread = threading.Thread(target=self._run, args=(build, built, threads), name="decoding", daemon=True)
         self._thread.start()
         self.decoder = built.result()
@@ -56,7 +68,7 @@ class DecodingThread:
                 self._calls.put(None)
         self._thread.join()
 
-    def _run(self, build: Callable[[], Decoder], built: Future[Decoder], threads: int | None) -> None:
+    def _run(self, build: Callable[[], D], built: Future[D], threads: int | None) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
         with torch.inference_mode():

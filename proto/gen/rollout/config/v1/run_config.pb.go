@@ -1430,7 +1430,8 @@ func (x *WeightsConfig) GetWay() string {
 // EngineConfig sets the inference workers.
 type EngineConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The engine of the workers.
+	// The engine of the workers. `transformers` needs nothing else; `vllm` and `sglang` need an
+	// environment of their own, see `python`.
 	Kind *string `protobuf:"bytes,1,opt,name=kind,proto3,oneof" json:"kind,omitempty"`
 	// Inference workers that the scheduler starts on this host.
 	Workers *uint32 `protobuf:"varint,2,opt,name=workers,proto3,oneof" json:"workers,omitempty"`
@@ -1439,7 +1440,11 @@ type EngineConfig struct {
 	// Longest sequence in tokens, prompt and completion together.
 	MaxModelLen *uint32 `protobuf:"varint,4,opt,name=max_model_len,json=maxModelLen,proto3,oneof" json:"max_model_len,omitempty"`
 	// CPU threads of a worker. 0: all cores in sync mode, half of them in async mode.
-	Threads       *uint32 `protobuf:"varint,5,opt,name=threads,proto3,oneof" json:"threads,omitempty"`
+	Threads *uint32 `protobuf:"varint,5,opt,name=threads,proto3,oneof" json:"threads,omitempty"`
+	// Python interpreter of the inference workers, for engines whose packages exclude the learner's:
+	// a path, such as `.tools/vllm/bin/python`, of an environment that also has `rollout-workers`.
+	// Empty: that of the other workers.
+	Python        *string `protobuf:"bytes,6,opt,name=python,proto3,oneof" json:"python,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1507,6 +1512,13 @@ func (x *EngineConfig) GetThreads() uint32 {
 		return *x.Threads
 	}
 	return 0
+}
+
+func (x *EngineConfig) GetPython() string {
+	if x != nil && x.Python != nil {
+		return *x.Python
+	}
+	return ""
 }
 
 // EnvironmentConfig selects the environment that answers the policy's turns.
@@ -2595,9 +2607,9 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x03way\x18\x02 \x01(\tB&\xbaH\x17r\x15R\x04autoR\x06streamR\x05store\xca\xda\x18\b\n" +
 	"\x06\"auto\"H\x01R\x03way\x88\x01\x01B\b\n" +
 	"\x06_patchB\x06\n" +
-	"\x04_way\"\xde\x02\n" +
-	"\fEngineConfig\x12@\n" +
-	"\x04kind\x18\x01 \x01(\tB'\xbaH\x10r\x0eR\ftransformers\xca\xda\x18\x10\n" +
+	"\x04_way\"\x94\x03\n" +
+	"\fEngineConfig\x12N\n" +
+	"\x04kind\x18\x01 \x01(\tB5\xbaH\x1er\x1cR\ftransformersR\x04vllmR\x06sglang\xca\xda\x18\x10\n" +
 	"\x0e\"transformers\"H\x00R\x04kind\x88\x01\x01\x120\n" +
 	"\aworkers\x18\x02 \x01(\rB\x11\xbaH\a*\x05\x18\x80\b(\x01\xca\xda\x18\x03\n" +
 	"\x011H\x01R\aworkers\x88\x01\x01\x12-\n" +
@@ -2606,14 +2618,16 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\rmax_model_len\x18\x04 \x01(\rB\x15\xbaH\b*\x06\x18\x80\x80@(\b\xca\xda\x18\x06\n" +
 	"\x042048H\x03R\vmaxModelLen\x88\x01\x01\x12.\n" +
 	"\athreads\x18\x05 \x01(\rB\x0f\xbaH\x05*\x03\x18\x80\b\xca\xda\x18\x03\n" +
-	"\x010H\x04R\athreads\x88\x01\x01B\a\n" +
+	"\x010H\x04R\athreads\x88\x01\x01\x12\x1b\n" +
+	"\x06python\x18\x06 \x01(\tH\x05R\x06python\x88\x01\x01B\a\n" +
 	"\x05_kindB\n" +
 	"\n" +
 	"\b_workersB\b\n" +
 	"\x06_slotsB\x10\n" +
 	"\x0e_max_model_lenB\n" +
 	"\n" +
-	"\b_threads\"f\n" +
+	"\b_threadsB\t\n" +
+	"\a_python\"f\n" +
 	"\x11EnvironmentConfig\x12H\n" +
 	"\x04kind\x18\x01 \x01(\tB/\xbaH\x19r\x17R\vsingle_turnR\bexternal\xca\xda\x18\x0f\n" +
 	"\r\"single_turn\"H\x00R\x04kind\x88\x01\x01B\a\n" +
