@@ -16,7 +16,9 @@ directions: an engine must not report what it does not declare.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
@@ -27,6 +29,7 @@ import pytest
 from numpy.typing import NDArray
 
 from rollout_workers.engines.base import (
+    Constraint,
     Engine,
     GroupRequest,
     Logprobs,
@@ -43,6 +46,7 @@ PROMPT = (65, 66, 67, 68)
 
 class Harness(Protocol):
     """An engine under test. Its token ids are below 256 and its context holds at least 128 tokens.
+    It has a tokenizer if it declares constraints.
 
     tolerance: maximum difference of logprobs from a plain forward pass. gap: difference of the two
     largest logits below which greedy sampling may take either. slow: use fewer requests. seconds:
@@ -320,6 +324,52 @@ async def the_most_likely_tokens_are_reported(harness: Harness) -> None:
         assert top.token_ids.shape == top.logprobs.shape == (len(output.token_ids), most)
         np.testing.assert_allclose(top.logprobs, -np.sort(-table)[:, :most], atol=harness.tolerance)
         np.testing.assert_allclose(top.logprobs, np.take_along_axis(table, top.token_ids, -1), atol=harness.tolerance)
+
+
+async def check_constraint(harness: Harness, kind: Any, value: str, matches: Callable[[str], bool]) -> None:
+    """Sample with a constraint and check the texts. Samples that reach the limit do not count."""
+    asked = replace(request("a", seeds=range(6), tokens=80, ignore_eos=False, constraint=Constraint(kind, value)), stream=True)
+    async with harness.start() as engine:
+        found = await collect(engine, asked, request("free", seeds=(1,)))
+    for output in found.values():
+        check_shape(output, harness.capabilities)
+    texts = [found["a", n].text or "" for n in range(6) if found["a", n].finish_reason == "stop"]
+    assert texts and all(matches(text) for text in texts), texts
+
+
+@case("constraints.regex")
+async def a_regex_matches_the_whole_text(harness: Harness) -> None:
+    pattern = r"[a-c]{3}-\d{2}"
+    await check_constraint(harness, "regex", pattern, lambda text: re.fullmatch(pattern, text) is not None)
+
+
+@case("constraints.choices")
+async def one_of_the_choices_is_sampled(harness: Harness) -> None:
+    await check_constraint(harness, "choices", '["yes", "no \\"way\\"", "no"]', ["yes", 'no "way"', "no"].__contains__)
+
+
+@case("constraints.grammar")
+async def a_grammar_is_followed(harness: Harness) -> None:
+    grammar = 'root ::= "(" digit ("," digit)? ")"\ndigit ::= [0-9]'
+    await check_constraint(harness, "grammar", grammar, lambda text: re.fullmatch(r"\(\d(,\d)?\)", text) is not None)
+
+
+@case("constraints.json_schema")
+async def a_json_schema_is_followed(harness: Harness) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}
+    await check_constraint(harness, "json_schema", json.dumps(schema), lambda text: json.loads(text)["a"] in ("x", "y"))
+
+
+@case("constraints.json_schema")
+async def an_invalid_constraint_does_not_fail_others(harness: Harness) -> None:
+    async with harness.start() as engine:
+        found = await collect(
+            engine, request("a", seeds=(1, 2), constraint=Constraint("json_schema", '{"type": "nothing"}')), request("good")
+        )
+    for sample in range(2):
+        error = found["a", sample].error
+        assert error is not None and error.reason == "INVALID_CONSTRAINT" and found["a", sample].finish_reason == "error"
+    assert found["good", 0].error is None
 
 
 @case("continues")

@@ -38,6 +38,20 @@ class InvalidParameters(EngineError):
     reason = "INVALID_PARAMETERS"
 
 
+class InvalidConstraint(EngineError):
+    """The constraint of a request can't be compiled, or the tokens to continue do not match it.
+    Returned as the ``error`` of each sample of the request."""
+
+    reason = "INVALID_CONSTRAINT"
+
+
+class ConstraintsUnavailable(EngineError):
+    """The engine can't constrain samples: the library is missing, or the tokenizer does not fit.
+    Returned as the ``error`` of each sample of the request."""
+
+    reason = "CONSTRAINTS_UNAVAILABLE"
+
+
 class DuplicateRequest(EngineError):
     """The id of a request in ``generate`` belongs to an unfinished request. No request of the call
     was started."""

@@ -33,7 +33,7 @@ class Capabilities:
     distribution after temperature and filters; ``model``: of the unmodified softmax. raw_logprobs:
     also reports the unmodified softmax (``SampleOutput.raw_logprobs``). top_logprobs: maximum
     number of alternatives reported per token. prompt_logprobs: scores the tokens of a prompt.
-    constraints: supported among ``json_schema``, ``regex``, ``grammar``. images, adapters,
+    constraints: supported kinds of ``Constraint``. images, adapters,
     priorities, sessions: supported in a request. greedy: temperature 0 takes the most likely token.
     deterministic: can give equal bits for equal requests, independent of other requests.
     parameters: supported fields of ``SamplingParams`` after ``ignore_eos``. continues: supports
@@ -112,7 +112,9 @@ ENGINES: dict[str, Entry] = {
                 "logit_bias",
                 "min_tokens",
                 "top_logprobs",
+                "constraint",
             ),
+            constraints=("json_schema", "json_object", "regex", "grammar", "choices"),
             continues=True,
             sessions=True,
             prompt_logprobs=True,

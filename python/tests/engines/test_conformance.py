@@ -23,7 +23,7 @@ from rollout_workers.engines.base import Engine, GroupRequest, SampleOutput, Wei
 from rollout_workers.engines.transformers import EngineConfig, TransformersEngine
 from rollout_workers.weights import named_weights, weights_digest
 
-from .tiny import plain_logprobs, tiny_model
+from .tiny import byte_tokenizer, plain_logprobs, tiny_model
 
 
 class TransformersHarness(enginetest.Harness):
@@ -38,7 +38,7 @@ class TransformersHarness(enginetest.Harness):
     @asynccontextmanager
     async def start(self, *, deterministic: bool = False) -> AsyncIterator[Engine]:
         config = EngineConfig(slots=enginetest.SLOTS, max_len=128, threads=1, deterministic=deterministic)
-        engine = TransformersEngine(tiny_model(0), config)
+        engine = TransformersEngine(tiny_model(0), config, tokenizer=byte_tokenizer())
         try:
             yield engine
         finally:

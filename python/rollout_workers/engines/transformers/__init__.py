@@ -7,6 +7,7 @@
     prefill.py          prompts that run together
     prefixes.py         KV of earlier prompts and samples, by tokens
     edits.py            bias, penalties, minimum lengths
+    constraint.py       structured output
     kv.py               dense KV cache, one row per slot
     forward.py          chooses llama.py (Llama, Mistral, Qwen2, Qwen3) or generic.py (the module's own forward)
     attention.py        kinds of attention, and the longest sequence that can be decoded

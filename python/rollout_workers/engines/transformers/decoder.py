@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rollout_workers.engines.base import EngineStats, FinishReason, GroupRequest, PromptLogprobs, SampleDelta, SampleOutput
-from rollout_workers.engines.errors import EngineClosed, EngineError, EngineFailed, NonFiniteLogits
+from rollout_workers.engines.errors import EngineClosed, EngineError, EngineFailed, InvalidConstraint, NonFiniteLogits
 from rollout_workers.engines.transformers.config import EngineConfig
+from rollout_workers.engines.transformers.constraint import Constraints
 from rollout_workers.engines.transformers.forward import choose_forward
 from rollout_workers.engines.transformers.kv import KvCache, Segment
 from rollout_workers.engines.transformers.prefill import by_bucket, by_part, by_size
@@ -70,6 +71,7 @@ class Decoder:
         self.counters = Counters()
         self.groups: dict[str, Group] = {}
         self.queue: deque[Group] = deque()
+        self.constraints = Constraints(tokenizer, self.vocabulary, end_ids)
         self.scoring = Scoring(module, config.max_len, self.vocabulary)
         self.table = SlotTable(config.slots, config.rows, config.max_len, self.vocabulary)
         self._recent: deque[tuple[float, int]] = deque([(time.monotonic(), 0)], maxlen=64)
@@ -94,16 +96,43 @@ class Decoder:
             count = len(request.seeds)
             known = np.asarray(request.continued, dtype=np.int64)
             group = Group(request, prompt, known, stop_ids, sink, deque(range(count)), count)
-            error = request_error(request, self.config.max_len, self.vocabulary)
+            error = request_error(request, self.config.max_len, self.vocabulary) or self._constrain(group)
             if error is None and group.watched and len(known):
                 group.text = continued(params.stop, params.min_tokens, known.tolist(), self._text_of())
-            ended = "error" if error is not None else group.ended(self._limit(group))
+            ended = "error" if error is not None else self._ended(group)
             if ended is not None:
                 for index in group.pending:
                     group.deliver_empty(index, ended, error)
             elif count:
                 self.groups[request.request_id] = group
                 self.queue.append(group)
+
+    def _ended(self, group: Group) -> FinishReason | None:
+        """Why the continued tokens of a group are complete already, or None."""
+        limit = self._limit(group)
+        if len(group.continued) and group.match is not None and group.match.complete:
+            return "stop" if len(group.continued) >= limit or not self._has_end(group) else None
+        return group.ended(limit)
+
+    def _has_end(self, group: Group) -> bool:
+        """Whether an end token of the model ends its samples."""
+        return any(end in group.stop_ids for end in self.end_ids)
+
+    def _constrain(self, group: Group) -> EngineError | None:
+        """Compile the constraint of a group. Returns why it can't be used, or None."""
+        constraint = group.request.params.constraint
+        if constraint is None:
+            return None
+        found = self.constraints.compiled(constraint)
+        if isinstance(found, EngineError):
+            return found
+        group.match = found.copy()
+        if not group.match.take(group.continued.tolist()):
+            return InvalidConstraint(
+                f"request {group.request.request_id}: the tokens to continue do not match the constraint ({constraint.kind}); "
+                "send the constraint of the request that sampled them"
+            )
+        return None
 
     def _limit(self, group: Group) -> int:
         """The maximum number of tokens of its samples."""
@@ -377,7 +406,8 @@ class Decoder:
             for _ in range(len(slots)):
                 index = group.pending.popleft()
                 text = group.text or (SampleText(request.params.stop, request.params.min_tokens) if group.watched else None)
-                owners.append(Sample(group, index, text, self.cache_epoch))
+                match = None if group.match is None else group.match.copy()
+                owners.append(Sample(group, index, text, self.cache_epoch, match))
                 seeds.append(group.request.seeds[index])
         counts = [len(slots) for _, slots in placed]
         prompts = np.repeat([len(group.sequence) for group, _ in placed], counts)
@@ -463,14 +493,34 @@ class Decoder:
         slots = slots[table.active[slots]]
         self.counters.generated_tokens += len(slots)
         bad, stopped, full = table.finished(slots)
+        complete = np.empty(0, np.int64)
+        if edits is not None and edits.matches:
+            complete = self._match(slots, bad, stopped, full)
+            full = np.union1d(full, complete)
         watched = slots[table.watched[slots]]
         if len(watched):
             stopped, full = self._read(watched, bad, stopped, full)
+        if len(complete):
+            stopped, full = np.concatenate((stopped, np.intersect1d(full, complete))), np.setdiff1d(full, complete)
         if len(bad):
             self.cache.clear(self._tensor(bad))
             self._finish(bad, "error", NonFiniteLogits("the model's logits are not finite; check the weights of this version"))
         self._finish(stopped, "stop")
         self._finish(full, "length")
+
+    def _match(self, slots: Slots, bad: Slots, stopped: Slots, full: Slots) -> Slots:
+        """Add the new tokens of samples with a constraint. Returns the slots whose text is complete
+        and that sample no end token."""
+        ended = {*bad.tolist(), *stopped.tolist()}
+        complete: list[int] = []
+        for slot in slots.tolist():
+            owner = self.table.owner[slot]
+            if owner.match is None or slot in ended:
+                continue
+            owner.match.take([int(self.table.tokens[slot])])
+            if owner.match.complete and (slot in full or not self._has_end(owner.group)):
+                complete.append(slot)
+        return np.array(complete, np.int64)
 
     def _read(self, watched: Slots, bad: Slots, stopped: Slots, full: Slots) -> tuple[Slots, Slots]:
         """Decode the new tokens of samples that need text, send deltas, and move samples at a stop

@@ -1,5 +1,5 @@
 """Changes to the logits of a step's rows before the temperature: bias, tokens that may not end a
-sample yet, and penalties, in the order of vLLM."""
+sample yet, constraints, and penalties, in the order of vLLM."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout_workers.engines.base import SamplingParams
+from rollout_workers.engines.transformers.constraint import Match
 
 if TYPE_CHECKING:
     from rollout_workers.engines.transformers.sample import Sample
@@ -49,7 +50,7 @@ class Edits:
     rows, at int64[E]: indices of the rows, on the device and on the host. bias, bias_values
     f32[N]: added. ends, least int64[E]: tokens that end a sample, which must have ``least`` tokens
     first. prompts: tokens of the prompts of rows with a repetition penalty. penalties f32[3, E, 1]:
-    repetition, presence, frequency; None: none has one.
+    repetition, presence, frequency; None: none has one. matches: of rows with a constraint.
     """
 
     rows: Tensor
@@ -60,12 +61,14 @@ class Edits:
     least: Ints
     prompts: Places
     penalties: Tensor | None
+    matches: tuple[tuple[int, Match], ...]
 
     @staticmethod
     def needed(params: SamplingParams) -> bool:
         """Whether these parameters change logits."""
         return bool(
             params.logit_bias
+            or params.constraint
             or params.min_tokens
             or (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
         )
@@ -89,6 +92,7 @@ class Edits:
             least=np.array([p.min_tokens for p in params], np.int64),
             prompts=_places(prompts, device),
             penalties=torch.tensor(penalties, device=device).T[..., None] if penalized else None,
+            matches=tuple((row, sample.match) for row, sample in enumerate(samples) if sample.match is not None),
         )
 
     def apply(self, logits: Tensor, sampled: Sampled) -> Edited:
@@ -97,9 +101,15 @@ class Edits:
         found = logits[self.rows].float()
         if len(self.bias_values):
             found.index_put_(self.bias, self.bias_values, accumulate=True)
+        for row, match in self.matches:
+            found[row].masked_fill_(torch.from_numpy(~match.allowed()).to(found.device), -torch.inf)
         early = torch.from_numpy(sampled.counts < self.least).to(logits.device)[self.ends.rows]
         if early.any():
+            before = found.clone() if self.matches else found
             found[self.ends.rows[early], self.ends.tokens[early]] = -torch.inf
+            for row, _ in self.matches:
+                if not (found[row] > -torch.inf).any():  # the text is complete
+                    found[row] = before[row]
         if self.penalties is not None:
             found = self._penalized(found, sampled, self.penalties)
         return Edited(self.rows, found)

@@ -74,6 +74,8 @@ class TransformersEngine:
     async def generate(self, batch: Sequence[GroupRequest]) -> AsyncGenerator[SampleDelta | SampleOutput, None]:
         batch = tuple(batch)
         self._check_text(batch)
+        if wanted := {r.params.constraint for r in batch if r.params.constraint is not None}:
+            await asyncio.to_thread(lambda: [self._decoder.constraints.compiled(constraint) for constraint in wanted])
         stream = Stream(self._outbox, sum(len(request.seeds) for request in batch))
         try:
             await self._ask(lambda: self._submit(batch, stream))
@@ -162,9 +164,9 @@ class TransformersEngine:
 
     def _check_text(self, batch: tuple[GroupRequest, ...]) -> None:
         for request in batch:
-            if self._tokenizer is None and (request.stream or request.params.stop):
+            if self._tokenizer is None and (request.stream or request.params.stop or request.params.constraint):
                 raise TokenizerMissing(
-                    f"request {request.request_id} asks for text (stop strings or streaming); "
+                    f"request {request.request_id} asks for text (stop strings, a constraint, or streaming); "
                     "build the engine with the model's tokenizer"
                 )
 

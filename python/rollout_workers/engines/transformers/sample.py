@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rollout_workers.engines.base import FinishReason, GroupRequest, SampleDelta, SampleOutput, TopLogprobs, VersionSpan
 from rollout_workers.engines.errors import ContextOverflow, EngineError, InvalidParameters, InvalidPrompt
+from rollout_workers.engines.transformers.constraint import Match
 from rollout_workers.engines.transformers.prefixes import Prefix
 from rollout_workers.engines.transformers.text import SampleText
 
@@ -36,7 +37,8 @@ class Group:
     """A request in the engine. ``continued``: tokens of its only sample that an earlier request
     sampled. ``pending``: samples without a slot. ``left``: samples that were not delivered.
     ``text``: of the continued tokens. ``prefix``: its computed prompt, ``part``: the beginning of
-    it. ``cached``: tokens of it that an earlier request computed."""
+    it. ``match``: of its continued tokens with its constraint. ``cached``: tokens of it that an
+    earlier request computed."""
 
     request: GroupRequest
     prompt: NDArray[np.int64]
@@ -48,6 +50,7 @@ class Group:
     prefix: Prefix | None = None
     part: Part | None = None
     cached: int = 0
+    match: Match | None = None
     text: SampleText | None = None
 
     @property
@@ -99,6 +102,7 @@ class Sample:
     index: int
     text: SampleText | None
     epoch: int
+    match: Match | None = None
     spans: list[VersionSpan] = field(default_factory=list)
     span_start: int = 0
     top: list[tuple[NDArray[np.float32], NDArray[np.int64]]] = field(default_factory=list)
