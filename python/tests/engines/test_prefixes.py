@@ -16,7 +16,12 @@ from rollout_workers.engines.transformers.prefixes import BLOCK, Prefixes
 from rollout_workers.weights import named_weights
 
 from .test_generate import MODELS
-from .tiny import outputs, plain_logprobs, request, running, same_bits, tiny_model
+from .tiny import outputs, plain_logprobs, running, same_bits, tiny_model
+from .tiny import request as request_without_session
+
+
+def request(*given, **more) -> GroupRequest:
+    return replace(request_without_session(*given, **more), session="s")
 
 
 def ids(*parts: tuple[int, int]) -> np.ndarray:
@@ -97,6 +102,13 @@ async def test_requests_with_a_common_beginning_share_it_and_without_memory_they
         for asked in batch:
             output = found[asked.request_id, 1]
             check(asked, output)
+
+
+async def test_nothing_is_kept_of_requests_without_a_session() -> None:
+    async with running() as engine:
+        for _ in range(2):
+            output = (await outputs(engine, request_without_session("a", length=40)))["a", 0]
+            assert not output.cached_tokens
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])

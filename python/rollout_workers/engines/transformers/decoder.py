@@ -394,7 +394,7 @@ class Decoder:
         """Keep a computed prompt for later requests, and for the samples of its group that wait."""
         deterministic = self.config.deterministic
         group.prefix = Prefix(group.sequence, kv.clone(), logits.clone()) if len(group.request.seeds) > 1 else None
-        if deterministic or self.forward.extends:
+        if group.reusable and (deterministic or self.forward.extends):
             self.prefixes.keep(group.sequence, kv, logits if deterministic else None)
 
     def _occupy(self, placed: list[tuple[Group, Slots]]) -> None:
@@ -570,7 +570,7 @@ class Decoder:
             owner = table.owner[slot]
             owner.close_span(self.version, end)
             group = owner.group
-            if error is None:
+            if error is None and group.reusable:
                 self._keep_sample(slot, owner)
             if group.request.stream and (rest := owner.text.remaining_text()):
                 group.sink.put(self._delta(slot, owner, end, end, rest))

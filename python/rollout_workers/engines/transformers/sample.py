@@ -58,6 +58,12 @@ class Group:
         """The tokens before the first new one."""
         return np.concatenate((self.prompt, self.continued)) if len(self.continued) else self.prompt
 
+    @property
+    def reusable(self) -> bool:
+        """Whether later requests are likely to begin like this one or its samples: turns of a
+        session, or completions that a client reads."""
+        return bool(self.request.session) or self.request.stream
+
     def ended(self, limit: int) -> FinishReason | None:
         """Why its continued tokens are complete already, or None."""
         params, count = self.request.params, len(self.continued)
