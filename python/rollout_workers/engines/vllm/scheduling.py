@@ -109,7 +109,7 @@ class Scheduling:
             stop_ids = params.stop_token_ids if params.ignore_eos else (*self._end_ids, *params.stop_token_ids)
             group = Group(request, prompt, before, stop_ids, sink, deque(), count)
             limit = min(params.max_tokens, self._max_len - len(prompt))
-            error = request_error(group, self._max_len, self.core.vocabulary)
+            error = request_error(request, self._max_len, self.core.vocabulary)
             if error is None and group.watched and len(before) and self.tokenizer is not None:
                 group.text = continued(params.stop, params.min_tokens, before.tolist(), self.tokenizer)
             reason = "error" if error else group.ended(limit)
