@@ -16,6 +16,7 @@ type Capabilities struct {
 	LocalAttention bool     `json:"local_attention"` // decodes beyond the `window_size` of GPT-Neo
 	Greedy         bool     `json:"greedy"`          // temperature 0 takes the most likely token
 	Deterministic  bool     `json:"deterministic"`   // can promise the same bits
+	Verifies       []string `json:"verifies"`        // values of `weights.verify` that it supports
 }
 
 // Decodes reports whether the engine has layers of a kind.

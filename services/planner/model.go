@@ -2,6 +2,8 @@ package planner
 
 import (
 	"fmt"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 
@@ -53,6 +55,7 @@ func (d *modelCheck) read() {
 			"choose a model whose layers are "+strings.Join(d.engine().Attention, ", "))
 	}
 	d.fitContext(model)
+	d.fitVerification(folder, model)
 	d.fitTensors(model)
 	if d.findings.problems.Len() > before {
 		return
@@ -89,6 +92,10 @@ func (d *modelCheck) checkEngine() {
 		}
 		d.config.Deterministic = proto.Bool(false)
 	}
+	if verify := d.config.GetWeights().GetVerify(); !slices.Contains(can.Verifies, verify) {
+		d.findings.report("weights.verify", problem.Conflict, fmt.Sprintf("`weights.verify` is `%s`, but the tensors of the engine `%s` can't be read back like that", verify, kind),
+			"write one of "+strings.Join(can.Verifies, ", "))
+	}
 	for field, used := range map[string]bool{
 		"sampling.temperature": d.config.GetSampling().GetTemperature() == 0 && algorithm.Samples(d.config),
 		"eval.temperature":     d.config.GetEval().GetTemperature() == 0 && d.config.GetEval().GetEverySteps() > 0 && d.config.GetReward() != nil,
@@ -96,6 +103,23 @@ func (d *modelCheck) checkEngine() {
 		if used && !can.Greedy {
 			d.findings.report(field, problem.Conflict, fmt.Sprintf("`%s` is 0, and the engine `%s` can't take the most likely token", field, kind), "write a number above 0")
 		}
+	}
+}
+
+// sampledBytes is the size of a model from which workers by default verify random tensors of it.
+const sampledBytes = 2 << 30
+
+// fitVerification lets workers verify random tensors of large models, unless the configuration says
+// how.
+func (d *modelCheck) fitVerification(folder string, model *input.Model) {
+	bytes := int64(0)
+	for _, name := range model.Files {
+		if info, err := os.Stat(filepath.Join(folder, name)); err == nil {
+			bytes += info.Size()
+		}
+	}
+	if bytes > sampledBytes && !d.findings.Wrote("weights.verify") && slices.Contains(d.engine().Verifies, "sampled") {
+		d.config.Weights.Verify = proto.String("sampled")
 	}
 }
 

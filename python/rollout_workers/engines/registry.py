@@ -37,9 +37,10 @@ class Capabilities:
     priorities, sessions: supported in a request. greedy: temperature 0 takes the most likely token.
     deterministic: can give equal bits for equal requests, independent of other requests.
     parameters: supported fields of ``SamplingParams`` after ``ignore_eos``. continues: supports
-    ``GroupRequest.continued``. swaps_in_flight: new weights apply to samples in progress, which
-    then have several version spans. devices: supported kinds. most_gpus: maximum number of GPUs of
-    one engine.
+    ``GroupRequest.continued``. verifies: supported values of ``weights.verify``: ``full`` if its
+    tensors can be read back, ``sampled`` if it has ``check_weights``. swaps_in_flight: new weights
+    apply to samples in progress, which then have several version spans. devices: supported kinds.
+    most_gpus: maximum number of GPUs of one engine.
     """
 
     attention: tuple[str, ...] = ()
@@ -59,6 +60,7 @@ class Capabilities:
     deterministic: bool = False
     parameters: tuple[str, ...] = ()
     continues: bool = False
+    verifies: tuple[str, ...] = ("full", "none")
     swaps_in_flight: bool = False
     devices: tuple[str, ...] = ("cpu",)
     most_gpus: int = 0
@@ -119,6 +121,7 @@ ENGINES: dict[str, Entry] = {
             sessions=True,
             prompt_logprobs=True,
             deterministic=True,
+            verifies=("full", "sampled", "none"),
             swaps_in_flight=True,
             devices=("cpu", "cuda"),
             most_gpus=1,

@@ -23,6 +23,9 @@ class Staging:
         """tensors: those of the model, which staged ones must fit."""
         self._kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         self._staged: Mapping[str, Tensor] | None = None
+        self._nodes: Mapping[str, str] = {}
+        self.taken: Mapping[str, str] = {}
+        """The digest of each tensor that the last ``take`` returned."""
 
     def __bool__(self) -> bool:
         return self._staged is not None
@@ -37,14 +40,14 @@ class Staging:
         folder = isinstance(source, str | os.PathLike)
         if folder and digest.root != expected and (Path(source) / MANIFEST_FILE).is_file():
             _check_manifest(Path(source), digest)
-        self._staged = tensors
+        self._staged, self._nodes = tensors, digest.tensors
         return digest.root
 
     def take(self) -> Mapping[str, Tensor]:
         """The staged tensors, which are then no longer staged. Raises ``NothingStaged``."""
         if self._staged is None:
             raise NothingStaged("no weights are staged: call stage_weights before swap_weights")
-        staged, self._staged = self._staged, None
+        staged, self._staged, self.taken = self._staged, None, self._nodes
         return staged
 
     def _check_fit(self, tensors: Mapping[str, Tensor]) -> None:

@@ -173,4 +173,4 @@ class InferenceServer(InferenceWorkerServiceServicer):
 
 def _engine_receipt(receipt: WeightsReceipt) -> EngineReceipt:
     """The receipt of the engine, for the list of the worker's engines."""
-    return EngineReceipt(engine="engine-0", version=receipt.version, digest=receipt.digest)
+    return EngineReceipt(engine="engine-0", version=receipt.version, digest=receipt.digest, verify=receipt.verify)

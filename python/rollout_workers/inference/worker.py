@@ -19,7 +19,7 @@ from rollout_workers.inference.generation import Generation
 from rollout_workers.inference.model import Model, load
 from rollout_workers.inference.monitor import report_throughput, verify_weights
 from rollout_workers.inference.pipeline import Pipeline, SamplingContext
-from rollout_workers.inference.receipt import EngineReceipts
+from rollout_workers.inference.receipt import EngineReceipts, Verification
 from rollout_workers.inference.server import InferenceServer
 from rollout_workers.inference.sharing import Sharing
 from rollout_workers.rewards.config import scorer_of
@@ -75,7 +75,7 @@ async def run_inference_worker(
         client = await lifecycle.unless_leaving(connecting)
         if model is None or client is None or lifecycle.leaving:
             return
-        receipts = await _read_weights(model)
+        receipts = await _read_weights(model, Verification.of(spec.plan.config))
         context = SamplingContext.build(who, spec.plan.config, model, receipts, rewards)
         publisher = Publisher(client, who.trajectory_subject, who.trajectory_stream, who.process)
         pipeline = Pipeline.build(context, publisher, services, clients)
@@ -112,8 +112,8 @@ async def _load(spec: WorkerSpec, model: Model | None, cleanup: AsyncExitStack) 
     return model
 
 
-async def _read_weights(model: Model) -> EngineReceipts:
-    receipts = EngineReceipts(model.engine, model.merge)
+async def _read_weights(model: Model, verification: Verification) -> EngineReceipts:
+    receipts = EngineReceipts(model.engine, model.merge, verification)
     receipt = await receipts.read_back()
     log.info("loaded weights version %d, %s", receipt.version, receipt.digest)
     gc.collect()

@@ -18,6 +18,7 @@ from rollout_testing.run import Example, config, spec
 from rollout_testing.worker import InProcess
 from rollout_workers.engines.errors import EngineFailed
 from rollout_workers.engines.transformers import TransformersEngine
+from rollout_workers.engines.transformers.config import EngineConfig
 from rollout_workers.inference import monitor, server
 from rollout_workers.inference.model import Model, load
 from rollout_workers.weights import read_weights, weights_digest, write_weights
@@ -37,8 +38,8 @@ def version(example: Example, folder: Path, number: int, run: str) -> WeightsMan
 class Loader:
     """A worker and a client for its LoadWeights."""
 
-    def __init__(self, daemon: Daemon, example: Example, run: str) -> None:
-        self._spec = spec(daemon, config(example), run=run)
+    def __init__(self, daemon: Daemon, example: Example, run: str, **changes: Any) -> None:
+        self._spec = spec(daemon, config(example, **changes), run=run)
         self.model = load(self._spec)
         self.made = InProcess(self._spec, model=self.model)
 
@@ -162,6 +163,63 @@ async def test_a_failed_verification_is_retried(
     assert await loader.made.ended() == 3
     assert "the engine has" in loader.made.lifecycle.reason
     assert "could not verify" in caplog.text
+
+
+async def test_sampled_verification_reads_random_tensors_and_all_at_snapshots(
+    daemon: Daemon, example: Example, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = await Loader(daemon, example, run, weights={"verify": "sampled"}, snapshot={"every_steps": 2}).start()
+    assert (await loader.status()).receipt.verify == "full"  # before the first step
+    first, second = version(example, tmp_path, 1, run), version(example, tmp_path, 2, run)
+    receipt = await loader.load(first)
+    assert (receipt.digest, receipt.verify) == (first.digest, "sampled")
+    receipt = await loader.load(second)
+    assert (receipt.digest, receipt.verify) == (second.digest, "full")
+    swap = TransformersEngine.swap_weights
+
+    async def spoiled(self: TransformersEngine, number: int) -> None:
+        await swap(self, number)
+        flip(loader.model)
+
+    monkeypatch.setattr(TransformersEngine, "swap_weights", spoiled)
+    third = version(example, tmp_path, 3, run)
+    assert await loader.refused(third) == (grpc.StatusCode.FAILED_PRECONDITION, "WEIGHTS_DIGEST_MISMATCH")
+    assert await loader.made.ended() == 3
+
+
+async def test_without_verification_nothing_is_read_back_and_the_receipt_shows_it(
+    daemon: Daemon, example: Example, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unreadable(self: TransformersEngine, *_: int) -> str:
+        raise AssertionError("the tensors of the engine were read")
+
+    monkeypatch.setattr(monitor, "VERIFY_LEAST_SECONDS", 0.05)
+    monkeypatch.setattr(TransformersEngine, "weights_digest", unreadable)
+    monkeypatch.setattr(TransformersEngine, "check_weights", unreadable)
+    loader = await Loader(daemon, example, run, weights={"verify": "none"}).start()
+    assert (await loader.status()).receipt.digest == ""  # and no group is sampled yet
+    manifest = version(example, tmp_path, 1, run)
+    receipt = await loader.load(manifest)
+    assert (receipt.version, receipt.digest, receipt.verify) == (1, manifest.digest, "none")
+    engines = (await loader.status()).engines
+    assert [(each.version, each.digest, each.verify) for each in engines] == [(1, manifest.digest, "none")]
+    assert await loader.made.stop() == 0
+
+
+async def test_random_tensors_are_compared_with_those_that_were_loaded(example: Example, tmp_path: Path, run: str) -> None:
+    engine = TransformersEngine.load(example.model, EngineConfig(slots=2, max_len=32))
+    manifest = version(example, tmp_path, 1, run)
+    assert await engine.check_weights(1, 1) == ""  # nothing was loaded
+    await engine.stage_weights(manifest.directory, manifest.digest)
+    await engine.swap_weights(1)
+    assert await engine.check_weights(1, 1) == ""
+    name, weight = next(iter(engine._weights._tensors))
+    with torch.inference_mode():
+        weight.view(torch.int32)[0, 0] ^= 1
+    found = {await engine.check_weights(seed, 1) for seed in range(60)}
+    assert found == {"", name}  # one tensor each time, not always the same
+    assert await engine.check_weights(1, 1 << 40) == name
+    await engine.shutdown()
 
 
 def flip(model: Model) -> None:

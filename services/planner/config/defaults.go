@@ -5,6 +5,7 @@ import (
 	"strings"
 
 	"github.com/rollout-rl/rollout/libs/algorithm"
+	"github.com/rollout-rl/rollout/libs/engine"
 	"github.com/rollout-rl/rollout/services/planner/document"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
@@ -17,8 +18,17 @@ func (r *Reading) defaults() {
 	}
 	fill(r.Config.ProtoReflect())
 	if r.Config.Deterministic == nil {
-		r.Config.Deterministic = proto.Bool(r.Config.GetMode() == "sync" && !algorithm.External(r.Config))
+		promised := r.Config.GetMode() == "sync" && !algorithm.External(r.Config) && promises(r.Config.GetEngine().GetKind())
+		r.Config.Deterministic = proto.Bool(promised)
 	}
+}
+
+// promises reports whether an engine can give equal bits; of an unknown one, which is reported
+// elsewhere, it is not known.
+func promises(kind string) bool {
+	engines, err := engine.All()
+	found, known := engines[kind]
+	return err == nil && (found.Deterministic || !known)
 }
 
 // setDefault sets the key at a path, unless it is set or a required table above it is absent.

@@ -20,7 +20,7 @@ type idleKey struct {
 var idleKeys = []idleKey{
 	{
 		[]string{"algorithm.*.importance_correction", "algorithm.*.importance_cap", "algorithm.*.importance_floor", "algorithm.*.importance_level", "algorithm.*.old_policy"},
-		"mode", "sync", "samples come from the weights that are trained",
+		"deterministic", "true", "the engine computes the same probabilities as the learner",
 	},
 	{[]string{"algorithm.*.overlong_penalty"}, "algorithm.*.overlong_share", "0", "no completion is penalized for its length"},
 	{[]string{"algorithm.*.critic_learning_rate"}, "algorithm.*.critic", "head", "the critic is a head of the policy and has its learning rate"},

@@ -257,14 +257,14 @@ class PolicyLossConfig(_message.Message):
     mask_truncated: _builtins.bool
     """Whether the loss leaves out truncated completions. Their rewards still count in the group."""
     old_policy: _builtins.str
-    """In async mode and if not `deterministic`, the denominator of the probability ratio: `proximal`, the trained weights before
-    the first update of the batch, with an additional importance weight (decoupled objective, arXiv
-    2110.00641), or `engine`, the policy that sampled.
+    """In async mode and if not `deterministic`, the denominator of the probability ratio: `proximal`,
+    the trained weights before the first update of the batch, with an additional importance weight
+    (decoupled objective, arXiv 2110.00641), or `engine`, the policy that sampled.
     """
     importance_correction: _builtins.str
-    """In async mode and if not `deterministic`, how importance weights against the logprobs of the engine are bounded:
-    `truncate` at the cap, `mask` the tokens outside floor and cap (IcePop), or `none`: no
-    importance weights.
+    """In async mode and if not `deterministic`, how importance weights against the logprobs of the
+    engine are bounded: `truncate` at the cap, `mask` the tokens outside floor and cap (IcePop), or
+    `none`: no importance weights.
     """
     importance_level: _builtins.str
     """Level of an importance weight: the `token`, the whole sample (`sequence`, the product over its
@@ -967,7 +967,9 @@ class DistillationConfig(_message.Message):
     minibatches: _builtins.int
     """Optimizer updates per pass. Each one takes an equal part of the batch, in whole samples."""
     importance_cap: _builtins.float
-    """In async mode and if not `deterministic`, largest importance weight against the logprobs of the engine."""
+    """In async mode and if not `deterministic`, largest importance weight against the logprobs of the
+    engine.
+    """
     @_builtins.property
     def endpoint(self) -> Global___TeacherEndpointConfig:
         """A teacher that an engine serves, instead of a folder."""

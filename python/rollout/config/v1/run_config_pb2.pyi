@@ -1100,14 +1100,15 @@ Global___LoraConfig: _TypeAlias = LoraConfig  # noqa: Y015
 
 @_typing.final
 class WeightsConfig(_message.Message):
-    """WeightsConfig sets how inference workers on other hosts receive new weights. Workers on the
-    learner's host read them from shared memory.
+    """WeightsConfig sets how inference workers receive new weights and verify them. Workers on the
+    learner's host read them from shared memory; the others as `patch` and `way` say.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PATCH_FIELD_NUMBER: _builtins.int
     WAY_FIELD_NUMBER: _builtins.int
+    VERIFY_FIELD_NUMBER: _builtins.int
     patch: _builtins.str
     """`auto` sends the difference from the worker's current version if it is less than half of the
     whole; `off` always sends the whole.
@@ -1117,22 +1118,33 @@ class WeightsConfig(_message.Message):
     the learner or from a worker that has the version; `stream` always streams; `store` uses the
     storage service and its bucket.
     """
+    verify: _builtins.str
+    """How a worker verifies the tensors in its engine after each update. `full` reads all of them
+    back; `sampled` reads random ones of each version, and all at versions with a snapshot; `none`
+    reads none, so that a failed update is not noticed. Receipts record it. The default is `full`,
+    for models above 2 GB `sampled` if the engine can.
+    """
     def __init__(
         self,
         *,
         patch: _builtins.str | None = ...,
         way: _builtins.str | None = ...,
+        verify: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_patch", b"_patch", "_way", b"_way", "patch", b"patch", "way", b"way"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_patch", b"_patch", "_verify", b"_verify", "_way", b"_way", "patch", b"patch", "verify", b"verify", "way", b"way"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_patch", b"_patch", "_way", b"_way", "patch", b"patch", "way", b"way"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_patch", b"_patch", "_verify", b"_verify", "_way", b"_way", "patch", b"patch", "verify", b"verify", "way", b"way"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__patch: _TypeAlias = _typing.Literal["patch"]  # noqa: Y015
     _WhichOneofArgType__patch: _TypeAlias = _typing.Literal["_patch", b"_patch"]  # noqa: Y015
+    _WhichOneofReturnType__verify: _TypeAlias = _typing.Literal["verify"]  # noqa: Y015
+    _WhichOneofArgType__verify: _TypeAlias = _typing.Literal["_verify", b"_verify"]  # noqa: Y015
     _WhichOneofReturnType__way: _TypeAlias = _typing.Literal["way"]  # noqa: Y015
     _WhichOneofArgType__way: _TypeAlias = _typing.Literal["_way", b"_way"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__patch) -> _WhichOneofReturnType__patch | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__verify) -> _WhichOneofReturnType__verify | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__way) -> _WhichOneofReturnType__way | None: ...
 

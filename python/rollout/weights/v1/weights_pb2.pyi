@@ -180,22 +180,28 @@ class WeightsReceipt(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     CACHE_EPOCH_FIELD_NUMBER: _builtins.int
+    VERIFY_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Version that the engine serves."""
     digest: _builtins.str
     """Digest computed by reading the tensors back from the engine, `blake3-<hex>`."""
     cache_epoch: _builtins.int
     """Increases each time the KV cache of older weights is dropped."""
+    verify: _builtins.str
+    """How it was verified (`weights.verify`): `full`; `sampled`: the digest is of the weights that
+    were loaded, and random tensors of the engine were compared with them; `none`: no tensor was.
+    """
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         digest: _builtins.str = ...,
         cache_epoch: _builtins.int = ...,
+        verify: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_epoch", b"cache_epoch", "digest", b"digest", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_epoch", b"cache_epoch", "digest", b"digest", "verify", b"verify", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -212,22 +218,26 @@ class EngineReceipt(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    VERIFY_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """Name of the engine in the worker, e.g. `engine-0`."""
     version: _builtins.int
     """Weights version that the engine serves."""
     digest: _builtins.str
     """Digest computed by reading the tensors back from the engine, `blake3-<hex>`."""
+    verify: _builtins.str
+    """How it was verified: `full`, `sampled`, or `none`."""
     def __init__(
         self,
         *,
         engine: _builtins.str = ...,
         version: _builtins.int = ...,
         digest: _builtins.str = ...,
+        verify: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "engine", b"engine", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "engine", b"engine", "verify", b"verify", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

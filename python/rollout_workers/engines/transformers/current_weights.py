@@ -4,6 +4,7 @@ computes digests."""
 from __future__ import annotations
 
 import ctypes
+import random
 import threading
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from rollout_workers.engines.base import WeightsSource
 from rollout_workers.engines.staging import Staging
 from rollout_workers.weights import LiveWeights, WeightsDigest, named_weights, weights_digest
+from rollout_workers.weights.digest import PREFIX, tensor_node
 
 _ALONE_BYTES = 4 << 20  # elements; larger tensors are copied faster by several threads
 
@@ -46,6 +48,21 @@ class CurrentWeights:
             for name, tensor in self._tensors:
                 _copy(tensor, staged[name])
             self._transport = {name: tensor.dtype for name, tensor in staged.items()}
+
+    def check(self, seed: int, most_bytes: int) -> str:
+        """See ``Engine.check_weights``."""
+        with self.still:
+            expected = self._staging.taken
+            tensors = [(name, tensor) for name, tensor in self._tensors if name in expected]
+            random.Random(seed).shuffle(tensors)
+            checked = 0
+            for name, tensor in tensors:
+                if checked and checked + tensor.nbytes > most_bytes:
+                    continue
+                checked += tensor.nbytes
+                if PREFIX + tensor_node(name, tensor.to(self._transport[name])).hex() != expected[name]:
+                    return name
+            return ""
 
     def digest(self) -> WeightsDigest:
         """The digest of the module's tensors, in the dtypes of their source."""

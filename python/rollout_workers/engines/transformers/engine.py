@@ -120,6 +120,10 @@ class TransformersEngine:
         self._thread.check_open()
         return (await asyncio.to_thread(self._weights.digest)).root
 
+    async def check_weights(self, seed: int, most_bytes: int) -> str:
+        self._thread.check_open()
+        return await asyncio.to_thread(self._weights.check, seed, most_bytes)
+
     def stats(self) -> EngineStats:
         return self._decoder.stats()
 

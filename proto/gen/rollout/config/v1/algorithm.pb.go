@@ -470,13 +470,13 @@ type PolicyLossConfig struct {
 	OverlongPenalty *float64 `protobuf:"fixed64,14,opt,name=overlong_penalty,json=overlongPenalty,proto3,oneof" json:"overlong_penalty,omitempty"`
 	// Whether the loss leaves out truncated completions. Their rewards still count in the group.
 	MaskTruncated *bool `protobuf:"varint,15,opt,name=mask_truncated,json=maskTruncated,proto3,oneof" json:"mask_truncated,omitempty"`
-	// In async mode and if not `deterministic`, the denominator of the probability ratio: `proximal`, the trained weights before
-	// the first update of the batch, with an additional importance weight (decoupled objective, arXiv
-	// 2110.00641), or `engine`, the policy that sampled.
+	// In async mode and if not `deterministic`, the denominator of the probability ratio: `proximal`,
+	// the trained weights before the first update of the batch, with an additional importance weight
+	// (decoupled objective, arXiv 2110.00641), or `engine`, the policy that sampled.
 	OldPolicy *string `protobuf:"bytes,16,opt,name=old_policy,json=oldPolicy,proto3,oneof" json:"old_policy,omitempty"`
-	// In async mode and if not `deterministic`, how importance weights against the logprobs of the engine are bounded:
-	// `truncate` at the cap, `mask` the tokens outside floor and cap (IcePop), or `none`: no
-	// importance weights.
+	// In async mode and if not `deterministic`, how importance weights against the logprobs of the
+	// engine are bounded: `truncate` at the cap, `mask` the tokens outside floor and cap (IcePop), or
+	// `none`: no importance weights.
 	ImportanceCorrection *string `protobuf:"bytes,17,opt,name=importance_correction,json=importanceCorrection,proto3,oneof" json:"importance_correction,omitempty"`
 	// Level of an importance weight: the `token`, the whole sample (`sequence`, the product over its
 	// tokens), or the `geometric` mean over the tokens of the sample.
@@ -1530,7 +1530,8 @@ type DistillationConfig struct {
 	Epochs *uint32 `protobuf:"varint,3,opt,name=epochs,proto3,oneof" json:"epochs,omitempty"`
 	// Optimizer updates per pass. Each one takes an equal part of the batch, in whole samples.
 	Minibatches *uint32 `protobuf:"varint,4,opt,name=minibatches,proto3,oneof" json:"minibatches,omitempty"`
-	// In async mode and if not `deterministic`, largest importance weight against the logprobs of the engine.
+	// In async mode and if not `deterministic`, largest importance weight against the logprobs of the
+	// engine.
 	ImportanceCap *float64 `protobuf:"fixed64,5,opt,name=importance_cap,json=importanceCap,proto3,oneof" json:"importance_cap,omitempty"`
 	// A teacher that an engine serves, instead of a folder.
 	Endpoint      *TeacherEndpointConfig `protobuf:"bytes,6,opt,name=endpoint,proto3" json:"endpoint,omitempty"`

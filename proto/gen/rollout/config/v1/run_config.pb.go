@@ -1368,8 +1368,8 @@ func (x *LoraConfig) GetDora() bool {
 	return false
 }
 
-// WeightsConfig sets how inference workers on other hosts receive new weights. Workers on the
-// learner's host read them from shared memory.
+// WeightsConfig sets how inference workers receive new weights and verify them. Workers on the
+// learner's host read them from shared memory; the others as `patch` and `way` say.
 type WeightsConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// `auto` sends the difference from the worker's current version if it is less than half of the
@@ -1378,7 +1378,12 @@ type WeightsConfig struct {
 	// `auto` reads the folder of the learner if the worker can open it, and otherwise streams from
 	// the learner or from a worker that has the version; `stream` always streams; `store` uses the
 	// storage service and its bucket.
-	Way           *string `protobuf:"bytes,2,opt,name=way,proto3,oneof" json:"way,omitempty"`
+	Way *string `protobuf:"bytes,2,opt,name=way,proto3,oneof" json:"way,omitempty"`
+	// How a worker verifies the tensors in its engine after each update. `full` reads all of them
+	// back; `sampled` reads random ones of each version, and all at versions with a snapshot; `none`
+	// reads none, so that a failed update is not noticed. Receipts record it. The default is `full`,
+	// for models above 2 GB `sampled` if the engine can.
+	Verify        *string `protobuf:"bytes,3,opt,name=verify,proto3,oneof" json:"verify,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1423,6 +1428,13 @@ func (x *WeightsConfig) GetPatch() string {
 func (x *WeightsConfig) GetWay() string {
 	if x != nil && x.Way != nil {
 		return *x.Way
+	}
+	return ""
+}
+
+func (x *WeightsConfig) GetVerify() string {
+	if x != nil && x.Verify != nil {
+		return *x.Verify
 	}
 	return ""
 }
@@ -2600,14 +2612,17 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x05falseH\x02R\x04dora\x88\x01\x01B\a\n" +
 	"\x05_rankB\b\n" +
 	"\x06_alphaB\a\n" +
-	"\x05_dora\"\x99\x01\n" +
+	"\x05_dora\"\xe9\x01\n" +
 	"\rWeightsConfig\x127\n" +
 	"\x05patch\x18\x01 \x01(\tB\x1c\xbaH\rr\vR\x04autoR\x03off\xca\xda\x18\b\n" +
 	"\x06\"auto\"H\x00R\x05patch\x88\x01\x01\x12=\n" +
 	"\x03way\x18\x02 \x01(\tB&\xbaH\x17r\x15R\x04autoR\x06streamR\x05store\xca\xda\x18\b\n" +
-	"\x06\"auto\"H\x01R\x03way\x88\x01\x01B\b\n" +
+	"\x06\"auto\"H\x01R\x03way\x88\x01\x01\x12C\n" +
+	"\x06verify\x18\x03 \x01(\tB&\xbaH\x17r\x15R\x04fullR\asampledR\x04none\xca\xda\x18\b\n" +
+	"\x06\"full\"H\x02R\x06verify\x88\x01\x01B\b\n" +
 	"\x06_patchB\x06\n" +
-	"\x04_way\"\x94\x03\n" +
+	"\x04_wayB\t\n" +
+	"\a_verify\"\x94\x03\n" +
 	"\fEngineConfig\x12N\n" +
 	"\x04kind\x18\x01 \x01(\tB5\xbaH\x1er\x1cR\ftransformersR\x04vllmR\x06sglang\xca\xda\x18\x10\n" +
 	"\x0e\"transformers\"H\x00R\x04kind\x88\x01\x01\x120\n" +

@@ -336,7 +336,10 @@ type WeightsReceipt struct {
 	// Digest computed by reading the tensors back from the engine, `blake3-<hex>`.
 	Digest string `protobuf:"bytes,2,opt,name=digest,proto3" json:"digest,omitempty"`
 	// Increases each time the KV cache of older weights is dropped.
-	CacheEpoch    uint64 `protobuf:"varint,3,opt,name=cache_epoch,json=cacheEpoch,proto3" json:"cache_epoch,omitempty"`
+	CacheEpoch uint64 `protobuf:"varint,3,opt,name=cache_epoch,json=cacheEpoch,proto3" json:"cache_epoch,omitempty"`
+	// How it was verified (`weights.verify`): `full`; `sampled`: the digest is of the weights that
+	// were loaded, and random tensors of the engine were compared with them; `none`: no tensor was.
+	Verify        string `protobuf:"bytes,4,opt,name=verify,proto3" json:"verify,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -392,6 +395,13 @@ func (x *WeightsReceipt) GetCacheEpoch() uint64 {
 	return 0
 }
 
+func (x *WeightsReceipt) GetVerify() string {
+	if x != nil {
+		return x.Verify
+	}
+	return ""
+}
+
 // EngineReceipt is the receipt of one engine of a worker. A worker with several engines reports
 // each.
 type EngineReceipt struct {
@@ -401,7 +411,9 @@ type EngineReceipt struct {
 	// Weights version that the engine serves.
 	Version uint64 `protobuf:"varint,2,opt,name=version,proto3" json:"version,omitempty"`
 	// Digest computed by reading the tensors back from the engine, `blake3-<hex>`.
-	Digest        string `protobuf:"bytes,3,opt,name=digest,proto3" json:"digest,omitempty"`
+	Digest string `protobuf:"bytes,3,opt,name=digest,proto3" json:"digest,omitempty"`
+	// How it was verified: `full`, `sampled`, or `none`.
+	Verify        string `protobuf:"bytes,4,opt,name=verify,proto3" json:"verify,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -453,6 +465,13 @@ func (x *EngineReceipt) GetVersion() uint64 {
 func (x *EngineReceipt) GetDigest() string {
 	if x != nil {
 		return x.Digest
+	}
+	return ""
+}
+
+func (x *EngineReceipt) GetVerify() string {
+	if x != nil {
+		return x.Verify
 	}
 	return ""
 }
@@ -743,16 +762,18 @@ const file_rollout_weights_v1_weights_proto_rawDesc = "" +
 	"\x06digest\x18\x04 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\x06digest\"7\n" +
 	"\vWeightsFile\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
-	"\x05bytes\x18\x02 \x01(\x04R\x05bytes\"c\n" +
+	"\x05bytes\x18\x02 \x01(\x04R\x05bytes\"{\n" +
 	"\x0eWeightsReceipt\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\x04R\aversion\x12\x16\n" +
 	"\x06digest\x18\x02 \x01(\tR\x06digest\x12\x1f\n" +
 	"\vcache_epoch\x18\x03 \x01(\x04R\n" +
-	"cacheEpoch\"b\n" +
+	"cacheEpoch\x12\x16\n" +
+	"\x06verify\x18\x04 \x01(\tR\x06verify\"z\n" +
 	"\rEngineReceipt\x12\x1f\n" +
 	"\x06engine\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x06engine\x12\x18\n" +
 	"\aversion\x18\x02 \x01(\x04R\aversion\x12\x16\n" +
-	"\x06digest\x18\x03 \x01(\tR\x06digest\"\xa2\x02\n" +
+	"\x06digest\x18\x03 \x01(\tR\x06digest\x12\x16\n" +
+	"\x06verify\x18\x04 \x01(\tR\x06verify\"\xa2\x02\n" +
 	"\fWeightsOffer\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\x04R\aversion\x124\n" +
 	"\x06digest\x18\x02 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\x06digest\x123\n" +
