@@ -252,7 +252,8 @@ def test_the_largest_mismatch_is_that_of_the_worst_token(model_dir: Path) -> Non
             logprobs = np.zeros(len(sample.token_ids), np.float32)
             logprobs[1:] = sample_logprobs(learner.policy.model, sample)
             exact.append(dataclasses.replace(sample, logprobs=logprobs))
-    exact[3].logprobs[np.flatnonzero(exact[3].loss_mask)[-1]] += np.log(5)
+    for sample in exact:  # samples without an advantage are not computed
+        sample.logprobs[np.flatnonzero(sample.loss_mask)[-1]] += np.log(5)
     metrics = learner.train_step(exact, 1).metrics
     assert metrics["mismatch/max_ratio"] == pytest.approx(5, rel=1e-3) and metrics["mismatch/kl"] > 0
 
