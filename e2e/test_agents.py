@@ -1,6 +1,6 @@
-"""An agent with the plain OpenAI client plays games in sessions of the gateway, and the run is trained
-on them. The gateway exits between every two durable effects of the end of a session, and each sample
-is in the ledger once."""
+"""An agent with the plain OpenAI client plays games in sessions of the gateway, and the run is
+trained on them. The gateway exits between every two durable effects of the end of a session, and
+each sample is in the ledger once."""
 
 from __future__ import annotations
 

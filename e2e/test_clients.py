@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import anthropic
 import httpx
@@ -58,7 +59,7 @@ def test_official_openai_client_while_a_run_trains(config: Path, tmp_path: Path)
         assert plain.choices[0].logprobs is not None
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="another", prompt="2+2=")
-        dialects(running.daemon()["gateway"], client, model)
+        dialects(str(running.daemon()["gateway"]), client, model)
         assert running.status(run).run.state == run_pb2.RUN_STATE_RUNNING
         running.finish(run)
 
@@ -66,7 +67,7 @@ def test_official_openai_client_while_a_run_trains(config: Path, tmp_path: Path)
 def dialects(gateway: str, client: openai.OpenAI, model: str) -> None:
     """Use every other endpoint of the gateway once, with the real worker."""
 
-    def post(path: str, **body: object) -> dict[str, object]:
+    def post(path: str, **body: object) -> dict[str, Any]:
         answer = httpx.post(gateway + path, json=body, timeout=60)
         assert answer.status_code == 200, answer.text
         return answer.json()
@@ -86,7 +87,7 @@ def dialects(gateway: str, client: openai.OpenAI, model: str) -> None:
     assert echoed.text == "2+2=" and len(echoed.logprobs.token_logprobs) == len(prompt)
     tokens = post("/inference/v1/generate", token_ids=prompt, sampling_params={"max_tokens": 3, "logprobs": 1, "seed": 1})
     native = post("/generate", input_ids=prompt, sampling_params={"max_new_tokens": 3, "sampling_seed": 1}, return_logprob=True)
-    assert tokens["choices"][0]["token_ids"] and native["meta_info"]["weight_version"].isdigit()  # type: ignore[index]
+    assert tokens["choices"][0]["token_ids"] and native["meta_info"]["weight_version"].isdigit()
 
     response = client.responses.create(model=model, input="2+2=", max_output_tokens=3)
     again = client.responses.create(model=model, input="3+3=", max_output_tokens=3, previous_response_id=response.id)

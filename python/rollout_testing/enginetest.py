@@ -57,7 +57,7 @@ class Harness(Protocol):
     tolerance: float = 1e-3
     gap: float = 1e-3
     slow: bool = False
-    seconds: float = 60
+    seconds: int = 60
 
     def start(self, *, deterministic: bool = False) -> AbstractAsyncContextManager[Engine]:
         """An engine with ``SLOTS`` slots and the weights of version 0, shut down on exit. A sample

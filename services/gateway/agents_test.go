@@ -217,8 +217,12 @@ func (a *agency) acknowledged() {
 
 func (a *agency) await(problem string, done func() bool) {
 	a.Helper()
-	for deadline := time.Now().Add(30 * time.Second); !done(); time.Sleep(20 * time.Millisecond) {
-		if time.Now().After(deadline) {
+	tick, late := time.NewTicker(20*time.Millisecond), time.After(30*time.Second)
+	defer tick.Stop()
+	for !done() {
+		select {
+		case <-tick.C:
+		case <-late:
 			a.Fatal(problem)
 		}
 	}

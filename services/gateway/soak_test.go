@@ -45,8 +45,9 @@ func unreliable(slots uint32, running *atomic.Int32) *fakeWorker {
 			return stream.Send(piece)
 		}
 		for at := start; at < soakTokens; at++ {
-			time.Sleep(time.Duration(rand.IntN(1000)) * time.Microsecond) // decoding takes time
-			if stream.Context().Err() != nil {
+			select { // decoding takes time
+			case <-time.After(time.Duration(rand.IntN(1000)) * time.Microsecond):
+			case <-stream.Context().Done():
 				return stream.Context().Err()
 			}
 			switch rand.IntN(150) {

@@ -12,7 +12,8 @@ class Brackets:
     """Finds where a value in brackets ends, such as a JSON object. Each character is read once."""
 
     def __init__(self, start: int, quotes: str = '"') -> None:
-        """start: index of the first bracket in the text. quotes: characters that delimit strings."""
+        """start: index of the first bracket in the text. quotes: characters that delimit
+        strings."""
         self._at, self._depth, self._quote = start, 0, ""
         self._end: int | None = None
         self._signs = re.compile(f"[{re.escape(_OPEN + _CLOSE + quotes)}\\\\]")

@@ -297,17 +297,20 @@ class Engine(Protocol):
         """The digest's root over the tensors in the model. It is never computed during a swap."""
         ...
 
-    async def check_weights(self, seed: int, most_bytes: int) -> str:
-        """Compare random tensors in the model, of at most ``most_bytes`` together but at least one,
-        with those that the last ``swap_weights`` loaded.
-
-        Returns the name of the first that differs, or "". Only engines whose
-        ``Capabilities.verifies`` has ``sampled`` implement it.
-        """
-        ...
-
     def stats(self) -> EngineStats: ...
 
     async def shutdown(self) -> None:
         """Abort and deliver all unfinished samples, and free all resources."""
+        ...
+
+
+class SampledWeights(Protocol):
+    """What engines whose ``Capabilities.verifies`` has ``sampled`` implement besides ``Engine``."""
+
+    async def check_weights(self, seed: int, most_bytes: int) -> str:
+        """Compare random tensors in the model, of at most ``most_bytes`` together but at least one,
+        with those that the last ``swap_weights`` loaded.
+
+        Returns the name of the first that differs, or "".
+        """
         ...

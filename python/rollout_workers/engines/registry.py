@@ -38,7 +38,7 @@ class Capabilities:
     deterministic: can give equal bits for equal requests, independent of other requests.
     parameters: supported fields of ``SamplingParams`` after ``ignore_eos``. continues: supports
     ``GroupRequest.continued``. verifies: supported values of ``weights.verify``: ``full`` if its
-    tensors can be read back, ``sampled`` if it has ``check_weights``. swaps_in_flight: new weights
+    tensors can be read back, ``sampled`` if it has ``SampledWeights``. swaps_in_flight: new weights
     apply to samples in progress, which then have several version spans. devices: supported kinds.
     most_gpus: maximum number of GPUs of one engine.
     """

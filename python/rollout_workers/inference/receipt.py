@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, cast
 from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.errors import RolloutError
 from rollout.weights.v1.weights_pb2 import WeightsReceipt
-from rollout_workers.engines.base import Engine, WeightsSource
+from rollout_workers.engines.base import Engine, SampledWeights, WeightsSource
 from rollout_workers.engines.errors import WeightsMismatch
 from rollout_workers.weights.transfer.cache import ADAPTER_FILE
 
@@ -183,7 +183,7 @@ class EngineReceipts:
 
     async def _check(self, version: int, digest: str) -> None:
         """Compare random tensors of the engine with those that were loaded."""
-        if wrong := await self._engine.check_weights(secrets.randbits(32), _SAMPLE_BYTES):
+        if wrong := await cast(SampledWeights, self._engine).check_weights(secrets.randbits(32), _SAMPLE_BYTES):
             raise CurrentWeightsMismatch(version, digest, f"another tensor {wrong}")
 
 

@@ -76,8 +76,8 @@ def describe_batch(samples: Sequence[TrainSample], *, step: int, sampled: bool) 
 
 
 def sampled_entropy(samples: Sequence[TrainSample]) -> dict[str, float]:
-    """``entropy`` estimated from the logprobs of the tokens that the policy sampled, which are known
-    without a forward pass; empty if no token was."""
+    """``entropy`` estimated from the logprobs of the tokens that the policy sampled, which are
+    known without a forward pass; empty if no token was."""
     chosen = [-sample.logprobs[sample.loss_mask == 1].astype(np.float64) for sample in samples]
     logprobs = np.concatenate(chosen) if chosen else np.zeros(0)
     return {"entropy": float(logprobs.mean())} if len(logprobs) else {}

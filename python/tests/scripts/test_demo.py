@@ -17,7 +17,8 @@ echo "$* in $ROLLOUT_STATE_DIR $ROLLOUT_SERVER" >>{calls}
 
 
 def _demo(root: Path, model: str, *, running: bool) -> tuple[int, list[str]]:
-    """The exit code, and the calls of `rollout`, of the demo in a checkout with stand-ins for its programs."""
+    """The exit code, and the calls of `rollout`, of the demo in a checkout with stand-ins for its
+    programs."""
     calls = root / "calls"
     calls.touch()
     for name, text in {

@@ -32,7 +32,7 @@ from rollout_workers.learner.payload import read_segments
 from rollout_workers.trainer import Schedule, Trainer, TrainerConfig
 from tests.teacher.server import Served
 
-HOLDINGS: Any = SimpleNamespace(of=lambda version: WeightsReceipt(version=version or 0))
+HOLDINGS: Any = SimpleNamespace(of=lambda version: WeightsReceipt(version=version or 0), digest=lambda version: "")
 
 
 @pytest.fixture

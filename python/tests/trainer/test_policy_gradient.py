@@ -101,8 +101,8 @@ def test_a_reward_of_0_counts_among_samples_with_process_rewards(model_dir: Path
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_parts_of_a_forked_sample_count_once_in_its_group(model_dir: Path, first: int) -> None:
-    """One sample comes as two parts, each of which trains some of its tokens. The gradient is that of
-    the whole sample: a sample of two parts has one reward in the baseline."""
+    """One sample comes as two parts, each of which trains some of its tokens. The gradient is that
+    of the whole sample: a sample of two parts has one reward in the baseline."""
     learner, whole = trainer(model_dir), [dataclasses.replace(s, sample=16 * s.sample) for s in sampled_batch(0)]
     rewards: dict[str, set[float]] = {}
     for sample in whole:

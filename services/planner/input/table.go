@@ -9,9 +9,9 @@ import (
 	"strings"
 )
 
-// inCSV is the place of a row, from 1, in a CSV or TSV file: the line on which the value of a column
-// starts, that of the row without a column, and the text of the line. A file that has changed or
-// can't be read gives the number of the row.
+// inCSV is the place of a row, from 1, in a CSV or TSV file: the line on which the value of a
+// column starts, that of the row without a column, and the text of the line. A file that has
+// changed or can't be read gives the number of the row.
 func inCSV(file string, row uint64, column string) (line, at uint32, excerpt string) {
 	f, err := os.Open(file)
 	if err != nil {

@@ -1,5 +1,5 @@
-"""Constraints on the text of samples, by llguidance: each step masks the tokens that can't lead to a
-matching text."""
+"""Constraints on the text of samples, by llguidance: each step masks the tokens that can't lead to
+a matching text."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class Constraints:
         self._lock = threading.Lock()
 
     def compiled(self, constraint: Constraint) -> Match | EngineError:
-        """The match of no tokens, or why there is none. Takes up to seconds for a new constraint."""
+        """The match of no tokens, or why there is none. Takes up to seconds for a new
+        constraint."""
         with self._lock:
             found = self._compiled.get(constraint)
             if found is None:

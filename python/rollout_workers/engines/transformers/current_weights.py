@@ -50,7 +50,7 @@ class CurrentWeights:
             self._transport = {name: tensor.dtype for name, tensor in staged.items()}
 
     def check(self, seed: int, most_bytes: int) -> str:
-        """See ``Engine.check_weights``."""
+        """See ``SampledWeights.check_weights``."""
         with self.still:
             expected = self._staging.taken
             tensors = [(name, tensor) for name, tensor in self._tensors if name in expected]
