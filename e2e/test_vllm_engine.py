@@ -66,7 +66,7 @@ class VllmHarness:
     capabilities = registry.ENGINES["vllm"].capabilities
     tolerance = gap = 1e-3
     slow = True
-    seconds = 120.0
+    seconds = 120
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
