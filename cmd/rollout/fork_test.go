@@ -59,12 +59,13 @@ func TestRunWithTheWeightsOfASnapshot(t *testing.T) {
 	for _, from := range []string{"addition-grpo", "snap-01kapq5"} {
 		dir := t.TempDir()
 		write(t, filepath.Join(dir, "grpo.toml"), "")
-		folder := filepath.Join(dir, ".rollout", "models", snapshot().GetSnapshotId())
+		state := t.TempDir()
+		folder := filepath.Join(state, "models", snapshot().GetSnapshotId())
 		if err := os.MkdirAll(folder, 0o755); err != nil { // copied by an earlier run
 			t.Fatal(err)
 		}
 		f := &fake{}
-		got := call{plane: newPlane(t, f)}.run(t, "run", "--config", filepath.Join(dir, "grpo.toml"), "--from", from, "--detach")
+		got := call{plane: newPlane(t, f), env: map[string]string{"ROLLOUT_STATE_DIR": state}}.run(t, "run", "--config", filepath.Join(dir, "grpo.toml"), "--from", from, "--detach")
 		if got.code != 0 || strings.Contains(f.calls(), " from snap-") || !strings.Contains(f.calls(), "CreateRun") ||
 			!strings.Contains(f.calls(), "model.path=\""+folder+"\"") || !strings.Contains(got.stderr, "the run starts at step 0 with the weights of "+snapshot().GetSnapshotId()) {
 			t.Errorf("from %s: asked %s; %s", from, f.calls(), got.text())

@@ -58,6 +58,16 @@ func (p *Plane) StateDir() (string, error) { return daemon.StateDir(p.StateFlag,
 // local reports whether no flag names a control plane.
 func (p *Plane) local() bool { return p.Server == "" && p.Consul == "" }
 
+// ModelsDir returns the folder for models that commands make for runs: in the state folder of the
+// local control plane, or next to the configuration for another one.
+func (p *Plane) ModelsDir(baseDir string) (string, error) {
+	if !p.local() {
+		return filepath.Join(baseDir, ".rollout", "models"), nil
+	}
+	state, err := p.StateDir()
+	return filepath.Join(state, "models"), err
+}
+
 // Connect connects to the control plane. Where it is the local daemon and none runs, one is started
 // if start is true; else the error has the reason NO_DAEMON.
 func (p *Plane) Connect(ctx context.Context, start bool) (*client.Client, error) {

@@ -14,7 +14,9 @@ from rollout.client import AsyncClient, connect_async
 async def train(client: AsyncClient, config: Path, rate: str, overrides: list[str]) -> tuple[float, str, str]:
     """Run the config with one learning rate. Returns the last mean reward, the rate, and the
     run."""
-    plan = await client.plan(config, set=[*overrides, f"train.learning_rate={rate}"])
+    suffix = rate.lower().replace(".", "-")
+    name = f'name="{config.stem.lower()}-{suffix}"'  # so that other commands can name each run
+    plan = await client.plan(config, set=[name, *overrides, f"train.learning_rate={rate}"])
     run = (await client.submit(plan)).run_id
     async for status in client.follow(run):
         print(f"{rate}: step {status.run.step}/{status.run.total_steps}", flush=True)

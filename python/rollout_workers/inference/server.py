@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 INVALID_WEIGHTS_SECONDS = 5.0
 """How long a worker waits for valid weights after it received invalid ones. Then it is fenced."""
+_SLOW_REWARD_SECONDS = 5.0
 
 
 class InferenceServer(InferenceWorkerServiceServicer):
@@ -161,7 +162,9 @@ class InferenceServer(InferenceWorkerServiceServicer):
         if paused:
             return "paused (ResumeEngine)"
         if self._puller.active:
-            return f"sampling {self._puller.active} groups"
+            waited = self._rewards.waiting_seconds if self._rewards else 0.0
+            late = f"; the reward has not answered for {waited:.0f} s" if waited > _SLOW_REWARD_SECONDS else ""
+            return f"sampling {self._puller.active} groups{late}"
         if self._puller.waiting:
             return f"{self._puller.waiting} groups wait for newer weights (learner-controller)"
         return "waiting for work (scheduler)"

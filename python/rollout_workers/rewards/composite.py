@@ -43,6 +43,10 @@ class Composite:
     def retries(self) -> int:
         return sum(part.scorer.retries for part in self._parts)
 
+    @property
+    def waiting_seconds(self) -> float:
+        return max(part.scorer.waiting_seconds for part in self._parts)
+
     async def start(self) -> None:
         """Start all parts. Raises the first ``RewardError``; call ``close`` to stop the parts that
         did start."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -66,7 +67,8 @@ class Scorer(Protocol):
     loop.
 
     failures: number of samples that no attempt could score. retries: number of calls that were
-    repeated after a failure.
+    repeated after a failure. waiting_seconds: age of the oldest call that has not returned; 0
+    without one.
     """
 
     @property
@@ -74,6 +76,9 @@ class Scorer(Protocol):
 
     @property
     def retries(self) -> int: ...
+
+    @property
+    def waiting_seconds(self) -> float: ...
 
     async def start(self) -> None:
         """Start the sources. Raises ``RewardError``."""
@@ -106,8 +111,13 @@ class Rewards:
         self._most_groups = _MOST_GROUPS
         self._caller: asyncio.Task[None] | None = None
         self._isolating: set[asyncio.Task[None]] = set()
+        self._calls: dict[object, float] = {}  # when each call in progress began
         self.failures = 0  # samples that no attempt could score
         self.retries = 0  # calls that were repeated after a failure
+
+    @property
+    def waiting_seconds(self) -> float:
+        return time.monotonic() - min(self._calls.values()) if self._calls else 0.0
 
     async def start(self) -> None:
         """Start the source. Raises ``RewardError``."""
@@ -182,7 +192,12 @@ class Rewards:
 
     async def _call(self, groups: list[RewardGroup]) -> list[list[Result]]:
         """Call the source once for all samples. Raises ``RewardError``."""
-        scores = await self._source.call(groups, self._timeout)
+        call = object()
+        self._calls[call] = time.monotonic()
+        try:
+            scores = await self._source.call(groups, self._timeout)
+        finally:
+            del self._calls[call]
         made = {id(score): score for score in scores}  # samples may share an object
         results = {at: _result(score) for at, score in made.items()}
         each = iter(scores)

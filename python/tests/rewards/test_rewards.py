@@ -19,6 +19,7 @@ from rollout.environment import Result
 from rollout.plan.v1.plan_pb2 import INPUT_ROLE_REWARD, Input
 from rollout.plugin import RewardImportError
 from rollout_testing.waiting import until
+from rollout_workers.rewards.composite import Composite, Part
 from rollout_workers.rewards.pinned import Pinned, RewardChanged
 from rollout_workers.rewards.plugin import RewardPool
 from rollout_workers.rewards.rewards import RewardGroup, Rewards, Scorable
@@ -225,3 +226,17 @@ async def test_a_reward_that_changed_since_the_plan_is_not_loaded(plugin: Path) 
     with pytest.raises(RewardChanged, match=r"reward.py has changed since the run was planned"):
         await Rewards(RewardPool(source, pinned), timeout_seconds=20, retries=0).start()
     assert RewardChanged("x").permanent
+
+
+async def test_the_age_of_a_call_that_has_not_returned_is_known(plugin: Path) -> None:
+    rewards = await make(plugin, timeout=0.5)
+    assert rewards.waiting_seconds == 0
+    scoring = asyncio.create_task(rewards.score([group("hang", "42")]))
+    async with asyncio.timeout(20):
+        while rewards.waiting_seconds < 0.1:
+            await asyncio.sleep(0.01)
+    both = Composite([Part("a", 1.0, rewards), Part("b", 1.0, await make(plugin))])
+    assert both.waiting_seconds >= 0.1
+    await scoring
+    assert both.waiting_seconds == 0
+    await both.close()

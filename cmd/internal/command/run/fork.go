@@ -131,7 +131,11 @@ func startingPoint(ctx context.Context, c *client.Client, name string) (*snapsho
 // startWith makes the weights of a snapshot the model of a configuration: a run of it starts at
 // step 0. The plan pins the copy of the weights, so the run does not depend on the snapshot.
 func startWith(ctx context.Context, env *cli.Env, c *client.Client, source *planv1.ConfigSource, from *snapshotv1.Snapshot) error {
-	folder := filepath.Join(source.GetBaseDir(), ".rollout", "models", from.GetSnapshotId())
+	models, err := env.Plane.ModelsDir(source.GetBaseDir())
+	if err != nil {
+		return err
+	}
+	folder := filepath.Join(models, from.GetSnapshotId())
 	if _, err := os.Stat(folder); errors.Is(err, os.ErrNotExist) {
 		var worker cli.WorkerFlag // its default: it merges adapters
 		export := record.Export{Reader: record.Services{Client: c}, Worker: worker.Command()}
@@ -140,7 +144,7 @@ func startWith(ctx context.Context, env *cli.Env, c *client.Client, source *plan
 		}
 	}
 	source.Set = append(slices.Clone(source.GetSet()), fmt.Sprintf("model.path=%q", folder))
-	env.Note("the run starts at step 0 with the weights of %s (step %s of %s), copied to %s; --continue would keep the step, the optimizer, and the position in the data",
+	env.Note("the run starts at step 0 with the weights of %s (step %s of %s) instead of the configuration's model, copied to %s; --continue would keep the step, the optimizer, and the position in the data",
 		from.GetSnapshotId(), output.Count(from.GetStep()), from.GetRunId(), folder)
 	return nil
 }
