@@ -6,6 +6,7 @@ python examples/clients/python/sweep.py examples/addition/grpo.toml 1e-4 3e-4 1e
 
 import argparse
 import asyncio
+import re
 from pathlib import Path
 
 from rollout.client import AsyncClient, connect_async
@@ -14,9 +15,8 @@ from rollout.client import AsyncClient, connect_async
 async def train(client: AsyncClient, config: Path, rate: str, overrides: list[str]) -> tuple[float, str, str]:
     """Run the config with one learning rate. Returns the last mean reward, the rate, and the
     run."""
-    suffix = rate.lower().replace(".", "-")
-    name = f'name="{config.stem.lower()}-{suffix}"'  # so that other commands can name each run
-    plan = await client.plan(config, set=[name, *overrides, f"train.learning_rate={rate}"])
+    name = re.sub("[^a-z0-9]+", "-", f"{config.stem}-{rate}".lower())  # so that other commands can name each run
+    plan = await client.plan(config, set=[f'name="{name}"', *overrides, f"train.learning_rate={rate}"])
     run = (await client.submit(plan)).run_id
     async for status in client.follow(run):
         print(f"{rate}: step {status.run.step}/{status.run.total_steps}", flush=True)
