@@ -20,9 +20,9 @@ class EngineConfig:
     prefill_tokens: about how many tokens of prompts one prefill pass computes, padding included
     (not in deterministic mode). chunk_tokens: a longer prompt is computed in parts of so many
     tokens, between decoding steps. prefix_bytes: memory for KV of earlier prompts and samples,
-    which later prompts that begin with the same tokens reuse; 0 is off, None: half of the KV cache,
-    at most 1 GB. Deterministic mode reuses only whole prompts. block_rows: rows of a deterministic
-    step's forward pass, on which the result depends; limited to ``slots``.
+    which later prompts that begin with the same tokens reuse; 0 is off, None: as much as the KV
+    cache, at most 1 GB. Deterministic mode reuses only whole prompts. block_rows: rows of a
+    deterministic step's forward pass, on which the result depends; limited to ``slots``.
 
     Raises ``ValueError`` for a value outside its range.
     """

@@ -80,7 +80,7 @@ class Decoder:
         with torch.inference_mode(False):
             self.forward = choose_forward(module, config.max_len)
         self.cache = KvCache.empty(self.forward.shape, config.rows, config.max_len, self.device)
-        most = min(self.cache.data.nbytes // 2, _MOST_PREFIX_BYTES)
+        most = min(self.cache.data.nbytes, _MOST_PREFIX_BYTES)
         self.prefixes = Prefixes(most if config.prefix_bytes is None else config.prefix_bytes)
 
     def has_work(self) -> bool:
