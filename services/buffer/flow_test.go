@@ -336,3 +336,27 @@ func TestARestoredRunBeginsAtItsSnapshot(t *testing.T) {
 		t.Errorf("%v", l)
 	}
 }
+
+// A forked conversation is one sample with a part for each of its ends, and a step trains on every
+// part.
+func TestAStepTrainsOnEveryPartOfASample(t *testing.T) {
+	t.Parallel()
+	s := setup(t)
+	s.open(ledgerConfig())
+	s.record(0)
+	for position := range uint64(2) {
+		group := groupOf(position, 0, 0)
+		first, second := proto.CloneOf(group[0].GetHeader()), proto.CloneOf(group[0].GetHeader())
+		first.Parts, second.Parts, second.Key.Part = 2, 2, 1
+		s.publish(append(group[1:], seal(first), seal(second))...)
+	}
+	batch := s.lease(1)
+	if n := len(batch.GetSamples()); n != 2*(size+1) {
+		t.Errorf("%d payloads of %d samples with one more part each", n, 2*size)
+	}
+	s.commit(batch)
+	steps, err := s.client.ListSteps(t.Context(), &bufferv1.ListStepsRequest{RunId: run})
+	if err != nil || len(steps.GetSteps()) != 1 || steps.GetSteps()[0].GetSamples() != 2*(size+1) {
+		t.Errorf("%v, %v", steps, err)
+	}
+}

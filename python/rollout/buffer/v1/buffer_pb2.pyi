@@ -388,7 +388,7 @@ class StepRecord(_message.Message):
     groups: _builtins.int
     """Groups consumed."""
     samples: _builtins.int
-    """Samples consumed."""
+    """Samples consumed; one of several parts counts once for each."""
     chain: _builtins.str
     """Chain digest: blake3 over the previous chain digest, step, batch, and weights digest."""
     excluded: _builtins.int

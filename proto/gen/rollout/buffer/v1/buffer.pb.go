@@ -714,7 +714,7 @@ type StepRecord struct {
 	WeightsDigest string `protobuf:"bytes,3,opt,name=weights_digest,json=weightsDigest,proto3" json:"weights_digest,omitempty"`
 	// Groups consumed.
 	Groups uint32 `protobuf:"varint,4,opt,name=groups,proto3" json:"groups,omitempty"`
-	// Samples consumed.
+	// Samples consumed; one of several parts counts once for each.
 	Samples uint32 `protobuf:"varint,5,opt,name=samples,proto3" json:"samples,omitempty"`
 	// Chain digest: blake3 over the previous chain digest, step, batch, and weights digest.
 	Chain string `protobuf:"bytes,6,opt,name=chain,proto3" json:"chain,omitempty"`
