@@ -35,7 +35,7 @@ build: venv ## Build bin/rollout, bin/rolloutd and bin/rollout-worker
 
 .PHONY: engine-sglang
 engine-sglang: ## Install SGLang and the workers into .tools/sglang, a separate environment (6.5 GB)
-	@scripts/venv_sglang
+	@scripts/venv_engine sglang
 
 .PHONY: venv venv-dev venv-bench
 venv:
@@ -47,7 +47,7 @@ venv-bench:
 
 .PHONY: engine-vllm
 engine-vllm: ## Install vLLM and the workers into .tools/vllm (6 GB), for `engine.python`
-	@scripts/venv_vllm
+	@scripts/venv_engine vllm
 
 # ---- run --------------------------------------------------------------------------------------
 
