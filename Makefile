@@ -81,6 +81,11 @@ bench-buffer: build venv-dev ## Measure the path from worker to learner next to 
 	@scripts/venv_buffer
 	@$(PYTHON) bench/buffer.py $(ARGS)
 
+.PHONY: bench-gateway
+bench-gateway: build venv-dev ## Measure what the gateway adds to a call of a worker, next to SMG and LiteLLM
+	@scripts/venv_gateways
+	@PYTHONPATH=python:e2e:e2e/support $(PYTHON) bench/gateway.py --check $(ARGS)
+
 .PHONY: bench-weights
 bench-weights: build venv-bench ## Measure patches of weights against XOR + zstd, and their delivery against a plain copy
 	@$(PYTHON) bench/weights.py $(ARGS)

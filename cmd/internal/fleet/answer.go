@@ -11,6 +11,7 @@ import (
 
 	"google.golang.org/grpc"
 
+	"github.com/rollout-rl/rollout/cmd/internal/scripted"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
@@ -53,10 +54,11 @@ func receipt(version uint64) *weightsv1.WeightsReceipt {
 	return &weightsv1.WeightsReceipt{Version: version, Digest: digest(version), CacheEpoch: version}
 }
 
-// answers serves the calls of the controller for all inference workers.
+// answers serves the calls of the controller and the gateway for all inference workers.
 type answers struct {
 	inferencev1.UnimplementedInferenceWorkerServiceServer
 	weights *weights
+	aborts  *scripted.Aborts // of completions
 }
 
 func (a *answers) LoadWeights(_ context.Context, req *inferencev1.LoadWeightsRequest) (*inferencev1.LoadWeightsResponse, error) {

@@ -1,11 +1,11 @@
-// Command fleet simulates the workers of one run for bench/scale.py. It sends what real workers
+// Command fleet simulates the workers of one run for bench/scale.py and bench/gateway.py. It sends what real workers
 // would send to the control plane, but samples nothing.
 //
 // The scheduler starts each worker as a shell script that writes its pid and the path of its spec
 // into a fifo and waits for the end of its standard input. This process does the rest for all of
 // them: registration, pulls, progress, events and trajectories over two NATS connections per
 // worker, and responses to the controller. A sample takes as long as its lognormal length at a
-// fixed token rate.
+// fixed token rate; a request of the gateway says its pace (package scripted).
 package main
 
 import (
@@ -29,6 +29,7 @@ import (
 	healthv1 "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/protobuf/encoding/protojson"
 
+	"github.com/rollout-rl/rollout/cmd/internal/scripted"
 	"github.com/rollout-rl/rollout/libs/config"
 	workers "github.com/rollout-rl/rollout/libs/worker"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
@@ -70,18 +71,24 @@ func run() error {
 	flag.Float64Var(&f.pace.sigma, "sigma", 0.8, "of the lognormal that lengths are drawn from")
 	flag.IntVar(&f.pace.prompt, "prompt", 128, "tokens of a prompt")
 	flag.DurationVar(&f.pace.train, "train", time.Second, "how long the learner takes for a step")
+	address := flag.String("address", "127.0.0.1:0", "where the workers serve gRPC")
+	aborts := flag.String("aborts", "", "file for the times at which requests of the gateway were aborted")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, os.Interrupt)
 	defer stop()
 
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	listener, err := net.Listen("tcp", *address)
 	if err != nil {
 		return fmt.Errorf("listen: %w", err)
+	}
+	aborted, err := scripted.OpenAborts(*aborts)
+	if err != nil {
+		return err
 	}
 	f.address = listener.Addr().String()
 	f.learner = learner{weights: &f.weights, pace: f.pace}
 	server := grpc.NewServer(grpc.MaxRecvMsgSize(256 << 20))
-	inferencev1.RegisterInferenceWorkerServiceServer(server, &answers{weights: &f.weights})
+	inferencev1.RegisterInferenceWorkerServiceServer(server, &answers{weights: &f.weights, aborts: aborted})
 	learnerv1.RegisterLearnerWorkerServiceServer(server, &f.learner)
 	healthv1.RegisterHealthServer(server, health.NewServer())
 	go func() { _ = server.Serve(listener) }()
@@ -134,6 +141,10 @@ func (f *fleet) work(ctx context.Context, pid, path string) error {
 	}
 	r := registration{spec: spec, pid: pid, address: f.address, log: f.log}
 	if spec.GetKind() == workers.Learner.Name {
+		r.keep(ctx)
+		return nil
+	}
+	if spec.GetPlan().GetConfig().GetEnvironment().GetKind() == "external" { // agents sample through the gateway
 		r.keep(ctx)
 		return nil
 	}
