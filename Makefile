@@ -28,9 +28,10 @@ help: ## List the targets
 # ---- build ------------------------------------------------------------------------------------
 
 .PHONY: build
-build: venv ## Build bin/rollout, bin/rolloutd and bin/rollout-worker
+build: venv ## Build bin/rollout, bin/rolloutd, bin/rollout-sandbox and bin/rollout-worker
 	@mkdir -p bin
 	@cd cmd && go build -trimpath -ldflags '-s -w -X main.version=$(VERSION)' -o ../bin/ ./rollout ./rolloutd
+	@cd cmd && CGO_ENABLED=0 go build -trimpath -ldflags '-s -w -X main.version=$(VERSION)' -o ../bin/ ./rollout-sandbox
 	@ln -sfn ../.venv/bin/rollout-worker bin/rollout-worker
 
 .PHONY: engine-sglang

@@ -70,3 +70,16 @@ def binary() -> str:
         path.parent.mkdir(exist_ok=True)
         subprocess.run(["go", "build", "-o", str(path), "./rolloutd"], cwd=REPOSITORY / "cmd", check=True)
     return str(path)
+
+
+def sandbox_binary() -> str:
+    """``$ROLLOUT_SANDBOX``, else ``bin/rollout-sandbox`` of this checkout, which is built where it is
+    missing."""
+    if named := os.environ.get("ROLLOUT_SANDBOX"):
+        return named
+    path = REPOSITORY / "bin" / "rollout-sandbox"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        static = {**os.environ, "CGO_ENABLED": "0"}
+        subprocess.run(["go", "build", "-o", str(path), "./rollout-sandbox"], cwd=REPOSITORY / "cmd", env=static, check=True)
+    return str(path)

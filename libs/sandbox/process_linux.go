@@ -1,0 +1,193 @@
+package sandbox
+
+import (
+	"bytes"
+	"os"
+	"path/filepath"
+	"strconv"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// watch has the limits that init enforces itself where cgroups are not available.
+type watch struct {
+	MemoryBytes int64 `json:"memory_bytes,omitempty"`
+	Pids        int   `json:"pids,omitempty"`
+}
+
+// watchEvery is how often init compares what commands use with the limits of its watch.
+const watchEvery = 20 * time.Millisecond
+
+// observe checks the limits of a command that no system call reports, until it ends.
+func (b *initBox) observe(c *command) {
+	tick := time.NewTicker(watchEvery)
+	defer tick.Stop()
+	for {
+		select {
+		case <-c.ended:
+			return
+		case <-tick.C:
+			b.check(c)
+		}
+	}
+}
+
+func (b *initBox) check(c *command) {
+	reach := func(reason string) {
+		b.mu.Lock()
+		c.hit[reason] = true
+		b.mu.Unlock()
+	}
+	var s unix.Statfs_t
+	if unix.Statfs(home, &s) == nil && (s.Bavail == 0 || s.Ffree == 0) {
+		reach(LimitDisk)
+	}
+	w := b.setup.Watch
+	if w == nil {
+		return
+	}
+	var rss, largest int64
+	var threads, victim int
+	all := processes()
+	for _, p := range all {
+		rss += p.rss
+		threads += p.threads
+		if p.rss > largest {
+			victim, largest = p.pid, p.rss
+		}
+	}
+	if w.Pids > 0 && threads >= w.Pids {
+		reach(LimitPids)
+	}
+	// Pages that processes share count once, which is slower to read.
+	if w.MemoryBytes > 0 && rss > w.MemoryBytes && proportional(all) > w.MemoryBytes {
+		reach(LimitMemory)
+		_ = unix.Kill(victim, unix.SIGKILL)
+	}
+}
+
+// process is an entry of /proc.
+type process struct {
+	pid, parent, threads int
+	rss                  int64 // bytes
+	state                byte
+}
+
+// processes returns the processes of the box, without init and zombies.
+func processes() []process {
+	var out []process
+	entries, _ := os.ReadDir("/proc")
+	for _, entry := range entries {
+		pid, err := strconv.Atoi(entry.Name())
+		if err != nil || pid == 1 {
+			continue
+		}
+		raw, err := os.ReadFile(filepath.Join("/proc", entry.Name(), "stat"))
+		if err != nil {
+			continue
+		}
+		fields := bytes.Fields(raw[bytes.LastIndexByte(raw, ')')+1:])
+		if len(fields) < 22 || fields[0][0] == 'Z' || fields[0][0] == 'X' {
+			continue
+		}
+		number := func(i int) int { n, _ := strconv.Atoi(string(fields[i])); return n }
+		out = append(out, process{
+			pid: pid, parent: number(1), threads: number(17), rss: int64(number(21)) * int64(os.Getpagesize()), state: fields[0][0],
+		})
+	}
+	return out
+}
+
+// proportional sums the memory of processes, each shared page once.
+func proportional(all []process) (sum int64) {
+	for _, p := range all {
+		raw, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(p.pid), "smaps_rollup"))
+		if err != nil {
+			sum += p.rss // it made itself unreadable: count all of it
+			continue
+		}
+		for line := range bytes.Lines(raw) {
+			if rest, ok := bytes.CutPrefix(line, []byte("Pss:")); ok {
+				n, _ := strconv.ParseInt(string(bytes.Fields(rest)[0]), 10, 64)
+				sum += n << 10
+			}
+		}
+	}
+	return sum
+}
+
+// kill ends a command; finish ends what it started.
+func (b *initBox) kill(id int) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if c := b.commands[id]; c != nil {
+		c.keep = false
+		_ = unix.Kill(c.pid, unix.SIGKILL)
+	}
+}
+
+// killStrays kills every process that no running command is an ancestor of, also daemons. It
+// reports whether none is left.
+func (b *initBox) killStrays() bool {
+	for range 200 {
+		b.mu.Lock()
+		left := b.strike()
+		b.mu.Unlock()
+		if !left {
+			return true
+		}
+		<-time.After(time.Millisecond)
+	}
+	return false
+}
+
+// strike sends SIGKILL to the strays and reports whether there were any. It is called with the lock.
+func (b *initBox) strike() bool {
+	if len(b.commands) == 0 {
+		_ = unix.Kill(-1, unix.SIGKILL) // all but init, at once
+		return len(processes()) > 0
+	}
+	// Stopped processes do not fork: first stop all, so that none is missed.
+	for range 100 {
+		fresh := 0
+		for _, p := range b.strays() {
+			if p.state != 'T' {
+				fresh++
+				_ = unix.Kill(p.pid, unix.SIGSTOP)
+			}
+		}
+		if fresh == 0 {
+			break
+		}
+	}
+	strays := b.strays()
+	for _, p := range strays {
+		_ = unix.Kill(p.pid, unix.SIGKILL)
+	}
+	return len(strays) > 0
+}
+
+// strays returns the processes below no running command.
+func (b *initBox) strays() []process {
+	all := processes()
+	parents := map[int]int{}
+	for _, p := range all {
+		parents[p.pid] = p.parent
+	}
+	running := map[int]bool{}
+	for _, c := range b.commands {
+		running[c.pid] = true
+	}
+	var out []process
+	for _, p := range all {
+		at := p.pid
+		for at > 1 && !running[at] {
+			at = parents[at]
+		}
+		if at <= 1 {
+			out = append(out, p)
+		}
+	}
+	return out
+}

@@ -1,0 +1,189 @@
+package sandbox
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"syscall"
+
+	"github.com/landlock-lsm/go-landlock/landlock"
+	"golang.org/x/sys/unix"
+)
+
+// stageNotice is a message from the stage to init: an error, or the notifier of the filter.
+type stageNotice struct {
+	Error *Error `json:"error,omitempty"`
+}
+
+// Stage restricts its own process as the command's limits say, then executes the command. It
+// returns only if that fails.
+func Stage() int {
+	runtime.LockOSThread() // the filter is installed in this thread, which executes the command
+	unix.CloseOnExec(3)
+	_ = unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0)
+	conn, err := fileConn(os.NewFile(3, "init"))
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "rollout-sandbox stage is started by rollout-sandbox alone:", err)
+		return 64
+	}
+	var l launch
+	if _, err := receive(conn, &l); err != nil {
+		return 1
+	}
+	err = l.run(conn)
+	var typed *Error
+	if !errors.As(err, &typed) {
+		typed = fail(ReasonStart, "", "%s can't be started: %v", l.Argv[0], err)
+	}
+	_ = transmit(conn, stageNotice{Error: typed})
+	return 1
+}
+
+func (l launch) run(conn *net.UnixConn) error {
+	for i := range l.Groups {
+		unix.CloseOnExec(4 + i)
+	}
+	if l.Landlock {
+		if err := l.restrictFiles(); err != nil {
+			return fmt.Errorf("apply Landlock: %w", err)
+		}
+	}
+	if err := unix.Chdir(l.Cwd); err != nil {
+		return fail(ReasonSpec, "create it with `files`, or bind it", "cwd: %s: %v", l.Cwd, err)
+	}
+	for _, f := range l.Files {
+		if err := f.write(l.Cwd); err != nil {
+			return fail(ReasonSpec, "write below /home/sandbox, /tmp, or a writable bind", "files: %v", err)
+		}
+	}
+	path, err := l.find()
+	if err != nil {
+		return err
+	}
+	var env []string
+	for name, value := range l.Env {
+		env = append(env, name+"="+value)
+	}
+	filter, err := assembleFilter()
+	if err != nil {
+		return err
+	}
+	listener, err := installFilter(filter)
+	if err != nil {
+		return fmt.Errorf("install the system call filter: %w", err)
+	}
+	var files []*os.File
+	if listener >= 0 {
+		files = append(files, os.NewFile(uintptr(listener), "notifier"))
+	}
+	if err := transmit(conn, stageNotice{}, files...); err != nil {
+		return err
+	}
+	// From here this process counts: no thread may start before the command is executed.
+	for i := range l.Groups {
+		if _, err := unix.Write(4+i, []byte("0")); err != nil {
+			return fmt.Errorf("join the control group: %w", err)
+		}
+	}
+	if err := l.limit(); err != nil {
+		return err
+	}
+	return fmt.Errorf("execute %s: %w", path, syscall.Exec(path, l.Argv, env))
+}
+
+// restrictFiles lets the command read and execute what the box shows, and write where it may.
+func (l launch) restrictFiles() error {
+	rules := []landlock.Rule{
+		landlock.RODirs("/").WithRefer(), landlock.RWFiles("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"),
+	}
+	for _, path := range l.Writable {
+		info, err := os.Stat(path)
+		if err != nil {
+			return err
+		}
+		if info.IsDir() {
+			rules = append(rules, landlock.RWDirs(path).WithRefer())
+		} else {
+			rules = append(rules, landlock.RWFiles(path))
+		}
+	}
+	config := landlock.V8.BestEffort() // no rules about networks: the box has a separate one
+	if err := config.RestrictPaths(rules...); err != nil {
+		return err
+	}
+	return config.RestrictScoped()
+}
+
+// write creates the file, and the folders on the way.
+func (f File) write(cwd string) error {
+	path := f.Path
+	if !filepath.IsAbs(path) {
+		path = filepath.Join(cwd, path)
+	}
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return err
+	}
+	mode := fs.FileMode(f.Mode) & fs.ModePerm
+	if mode == 0 {
+		mode = 0o644
+	}
+	if err := os.WriteFile(path, f.Content, mode); err != nil {
+		return err
+	}
+	return os.Chmod(path, mode)
+}
+
+// find looks the program up in the PATH of the command.
+func (l launch) find() (string, error) {
+	name := l.Argv[0]
+	missing := func(err error) error {
+		return fail(ReasonNoFile, "bind the folder that has it, or give its path in the box", "%s is not in the box: %v", name, err)
+	}
+	if strings.Contains(name, "/") {
+		if filepath.IsAbs(name) {
+			name = filepath.Clean(name) // folders before a .. need not be in the box
+		}
+		if _, err := os.Stat(name); err != nil {
+			return "", missing(err)
+		}
+		return name, nil
+	}
+	for dir := range strings.SplitSeq(l.Env["PATH"], ":") {
+		path := filepath.Join(dir, name)
+		if info, err := os.Stat(path); err == nil && info.Mode().IsRegular() && info.Mode()&0o111 != 0 {
+			return path, nil
+		}
+	}
+	return "", missing(exec.ErrNotFound)
+}
+
+// limit sets the rlimits, last: the Go runtime needs memory and threads.
+func (l launch) limit() error {
+	limits := map[int]uint64{
+		unix.RLIMIT_CORE: 0, unix.RLIMIT_NOFILE: uint64(l.OpenFiles), unix.RLIMIT_FSIZE: uint64(l.FileBytes),
+	}
+	if l.Processes > 0 {
+		limits[unix.RLIMIT_NPROC] = uint64(l.Processes)
+	}
+	if l.AddressBytes > 0 {
+		limits[unix.RLIMIT_AS] = uint64(l.AddressBytes)
+	}
+	for resource, n := range limits {
+		var old unix.Rlimit
+		if err := unix.Getrlimit(resource, &old); err != nil {
+			return err
+		}
+		n = min(n, old.Max)
+		// The Go wrapper of setrlimit restores RLIMIT_NOFILE at exec; the system call does not.
+		if err := unix.Prlimit(0, resource, &unix.Rlimit{Cur: n, Max: n}, nil); err != nil {
+			return fmt.Errorf("set resource limit %d to %d: %w", resource, n, err)
+		}
+	}
+	return nil
+}
