@@ -67,6 +67,9 @@ func correct(t *testing.T, w *world) {
 	}
 	w.inference.mu.Lock()
 	defer w.inference.mu.Unlock()
+	if w.inference.paused && !w.fresh {
+		t.Fatal("the inference worker is paused at the end")
+	}
 	if got := w.inference.receipt.GetDigest(); got != digestAt(steps) && !w.fresh {
 		t.Fatalf("the inference worker has %s loaded at the end", got)
 	}
@@ -84,7 +87,7 @@ func correct(t *testing.T, w *world) {
 func begin(t *testing.T, w *world) (*Server, func()) {
 	t.Helper()
 	s, stop := w.start()
-	if _, err := s.StartRun(t.Context(), request(t, steps)); err != nil {
+	if _, err := s.StartRun(t.Context(), w.request(t)); err != nil {
 		t.Fatal(err)
 	}
 	return s, stop
@@ -123,15 +126,43 @@ func TestFaultAtEveryCall(t *testing.T) {
 			t.Run(victim, func(t *testing.T) {
 				t.Parallel()
 				for call := 1; call <= calls; call++ {
-					failAt(t, victim, call, after)
+					failAt(t, "", victim, call, after)
 				}
 			})
 		}
 	}
 }
 
-func failAt(t *testing.T, victim string, call int, after bool) {
+// A call between the two phases of an update fails, or with it the worker or the controller dies.
+func TestFaultAtEveryCallOfAnUpdate(t *testing.T) {
+	t.Parallel()
+	for _, update := range []policy{updateRolling, updateAtomic} {
+		undisturbed := newWorld(t)
+		undisturbed.update = string(update)
+		s, stop := begin(t, undisturbed)
+		finish(t, s)
+		stop()
+		correct(t, undisturbed)
+		phases := []string{"StageWeights", "CommitWeights", "PauseEngine", "ResumeEngine"}
+		for at, name := range undisturbed.trace {
+			if !slices.Contains(phases, name) {
+				continue
+			}
+			for _, victim := range []string{"nothing", "inference", "controller"} {
+				for _, after := range []bool{false, true} {
+					t.Run(string(update)+"/"+victim, func(t *testing.T) {
+						t.Parallel()
+						failAt(t, string(update), victim, at+1, after)
+					})
+				}
+			}
+		}
+	}
+}
+
+func failAt(t *testing.T, update, victim string, call int, after bool) {
 	w := newWorld(t)
+	w.update = update
 	w.fault, w.after, w.apart = call, after, victim == "workers on other hosts"
 	died := make(chan struct{})
 	w.onFault = func() {
@@ -166,7 +197,7 @@ func failAt(t *testing.T, victim string, call int, after bool) {
 		}
 		stop()
 		s, stop = w.start()
-		if _, err := s.StartRun(t.Context(), request(t, steps)); err != nil {
+		if _, err := s.StartRun(t.Context(), w.request(t)); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -22,8 +22,8 @@ import (
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 )
 
-// reporter emits the events of one run. Any goroutine may call fenced; the others belong to the
-// goroutine of the drive.
+// reporter emits the events of one run. Any goroutine may call fenced, leftOut, and caughtUp; the
+// others belong to the goroutine of the drive.
 type reporter struct {
 	settings
 	bus     Events
@@ -131,6 +131,22 @@ func (r *reporter) fenced(worker string, err error) {
 		Message: fmt.Sprintf("%s could not verify its weights and gets no more work: %s", worker, rpcerr.Text(err)),
 	})
 	r.log.Error("a worker could not verify its weights", "worker", worker, "error", err)
+}
+
+func (r *reporter) leftOut(worker string, version uint64, err error) {
+	r.emit(&eventv1.Event{
+		Kind: "weights.left_out", Level: eventv1.Level_LEVEL_WARN, Step: version,
+		Attributes: map[string]string{"worker": worker, "version": strconv.FormatUint(version, 10)},
+		Message:    fmt.Sprintf("%s could not load weights version %d; it is left out and tries again: %s", worker, version, rpcerr.Text(err)),
+	})
+}
+
+func (r *reporter) caughtUp(worker string, m *weightsv1.WeightsManifest) {
+	r.emit(&eventv1.Event{
+		Kind: "weights.caught_up", Step: m.GetVersion(),
+		Attributes: map[string]string{"worker": worker, "version": strconv.FormatUint(m.GetVersion(), 10)},
+		Message:    fmt.Sprintf("%s, which was left out, loaded weights version %d", worker, m.GetVersion()),
+	})
 }
 
 // evalSample is one held-out sample in the event of an evaluation. A sample that was not scored has

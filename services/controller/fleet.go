@@ -1,7 +1,9 @@
 package controller
 
 import (
+	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -15,27 +17,42 @@ import (
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 )
 
-// fleet is the inference workers of a run. One goroutine per worker brings it to the wanted
-// weights, so that a worker that joins late catches up by itself, and a slow worker does not delay
-// the others.
+// fleet is the inference workers of a run. One goroutine per worker brings it to the wanted weights
+// as the policy says, so that a worker that joins late catches up by itself. A worker that can't
+// load them is left out: it serves its version, does not delay the others, and tries again.
 type fleet struct {
 	settings
 	transfer transfer
+	policy   policy
 	dial     func(address string) (Conn, error)
 	retry    time.Duration
-	fenced   func(worker string, err error) // called for a worker that can't verify its weights
+	observer observer
 
 	mu      sync.Mutex
 	learner *learner // that offers weights; nil: none
 	want    *weightsv1.WeightsManifest
 	wanted  chan struct{}               // closed and replaced when want changes
+	round   *round                      // of want
+	turns   int                         // workers that commit by turns now
 	workers map[string]*inferenceWorker // by address and process
 	changed chan struct{}               // closed and replaced at each change
 }
 
-func newFleet(s settings, dial func(string) (Conn, error), retry time.Duration, fenced func(string, error)) *fleet {
+// observer is notified of workers that can't follow an update. Any goroutine calls it, without the
+// fleet's lock.
+type observer interface {
+	// fenced: the worker can't verify its weights.
+	fenced(worker string, err error)
+	// leftOut: the worker could not load a version and serves an older one. It tries again.
+	leftOut(worker string, version uint64, err error)
+	// caughtUp: a worker that was left out has loaded the wanted version, or is gone (nil).
+	caughtUp(worker string, m *weightsv1.WeightsManifest)
+}
+
+func newFleet(s settings, dial func(string) (Conn, error), retry time.Duration, o observer) *fleet {
 	return &fleet{
-		settings: s, transfer: newTransfer(s), dial: dial, retry: retry, fenced: fenced,
+		settings: s, transfer: newTransfer(s), policy: policy(cmp.Or(s.cfg.GetWeights().GetUpdate(), string(updateInFlight))),
+		dial: dial, retry: retry, observer: o, round: newRound(),
 		workers: map[string]*inferenceWorker{}, wanted: make(chan struct{}), changed: make(chan struct{}),
 	}
 }
@@ -51,6 +68,8 @@ type inferenceWorker struct {
 	refusal  string                    // why it did not load the wanted weights at the last attempt
 	noSource chan struct{}             // fleet.wanted at the time when no process had the weights for it; nil: never
 	fenced   bool
+	at       place // in the current round
+	left     bool  // out of updates, since it could not load a version
 
 	rewardRetries uint64 // the newest count it reported, since its start
 }
@@ -86,11 +105,18 @@ func (f *fleet) serve(ctx context.Context, instances <-chan []discovery.Instance
 				f.follow(life, w)
 			})
 		}
+		var left []string
 		for _, w := range gone {
 			w.cancel()
+			if w.left {
+				left = append(left, w.name)
+			}
 		}
 		f.broadcast()
 		f.mu.Unlock()
+		for _, name := range left {
+			f.observer.caughtUp(name, nil)
+		}
 	}
 }
 
@@ -109,34 +135,26 @@ func (f *fleet) follow(ctx context.Context, w *inferenceWorker) {
 			}
 			continue
 		}
-		receipt, err := f.load(ctx, w, want, l)
+		receipt, err := f.update(ctx, w, want, l, wanted)
 		switch {
-		case err == nil && receipt.GetDigest() != want.GetDigest():
+		case errors.Is(err, errOutdated), err == nil && receipt.GetDigest() == want.GetDigest():
+			pause.reset()
+			if err == nil {
+				w.path.succeeded()
+				f.loaded(w, want, receipt)
+			}
+		case err == nil:
 			f.fence(w, fmt.Errorf("worker %s loaded %s instead of %s", w.name, receipt.GetDigest(), want.GetDigest()))
 			return
-		case err == nil:
-			w.path.succeeded()
-			pause.reset()
-			f.loaded(w, receipt)
 		case w.path.fallBack(err):
 		case rpcerr.Reason(err) == reasonMismatch:
 			f.fence(w, err)
 			return
-		default:
-			f.refused(w, wanted, err)
+		case ctx.Err() == nil:
+			f.refused(ctx, w, want, wanted, err)
 			sleep(ctx, pause.next())
 		}
 	}
-}
-
-// load has one worker load m, from the folder or from an offer.
-func (f *fleet) load(ctx context.Context, w *inferenceWorker, m *weightsv1.WeightsManifest, l *learner) (*weightsv1.WeightsReceipt, error) {
-	offers, err := f.transfer.offers(ctx, l, w, m, f.peers(w, m))
-	if err != nil {
-		return nil, err
-	}
-	loaded, err := w.client.LoadWeights(ctx, &inferencev1.LoadWeightsRequest{Weights: withoutContents(m), Offers: offers})
-	return loaded.GetReceipt(), err
 }
 
 // peers returns the addresses of the other workers that have m loaded, in no particular order.
@@ -151,24 +169,33 @@ func (f *fleet) peers(w *inferenceWorker, m *weightsv1.WeightsManifest) (address
 	return addresses
 }
 
-func (f *fleet) loaded(w *inferenceWorker, receipt *weightsv1.WeightsReceipt) {
+func (f *fleet) loaded(w *inferenceWorker, m *weightsv1.WeightsManifest, receipt *weightsv1.WeightsReceipt) {
 	f.mu.Lock()
-	defer f.mu.Unlock()
-	w.loaded, w.refusal = receipt, ""
+	left := w.left
+	w.loaded, w.refusal, w.left = receipt, "", false
 	f.broadcast()
+	f.mu.Unlock()
+	if left {
+		f.observer.caughtUp(w.name, m)
+	}
 }
 
-// refused records why a worker has not loaded the wanted weights.
-func (f *fleet) refused(w *inferenceWorker, wanted chan struct{}, err error) {
+// refused leaves a worker out that has not loaded the wanted weights, and records why.
+func (f *fleet) refused(ctx context.Context, w *inferenceWorker, m *weightsv1.WeightsManifest, wanted chan struct{}, err error) {
+	f.silence(ctx, w) // before the others change
 	f.mu.Lock()
-	defer f.mu.Unlock()
+	first := !w.left
 	refusal, noSource := w.refusal, w.noSource
-	w.refusal = rpcerr.Text(err)
+	w.refusal, w.left, w.at = rpcerr.Text(err), true, behind
 	if rpcerr.Reason(err) == reasonNotFound {
 		w.noSource = wanted
 	}
-	if w.refusal != refusal || w.noSource != noSource {
+	if w.refusal != refusal || w.noSource != noSource || first {
 		f.broadcast()
+	}
+	f.mu.Unlock()
+	if first {
+		f.observer.leftOut(w.name, m.GetVersion(), err)
 	}
 }
 
@@ -178,7 +205,7 @@ func (f *fleet) fence(w *inferenceWorker, err error) {
 	w.fenced = true
 	f.broadcast()
 	f.mu.Unlock()
-	f.fenced(w.name, err)
+	f.observer.fenced(w.name, err)
 }
 
 // setLearner sets the learner that offers weights; nil: no learner.
@@ -188,8 +215,10 @@ func (f *fleet) setLearner(l *learner) {
 	f.learner = l
 }
 
-// broadcast wakes every goroutine that waits for a change. The caller has the lock.
+// broadcast follows a change of the workers: it opens gates and wakes every goroutine that waits
+// for one. The caller has the lock.
 func (f *fleet) broadcast() {
+	f.advance()
 	close(f.changed)
 	f.changed = make(chan struct{})
 }
@@ -198,26 +227,30 @@ func (f *fleet) broadcast() {
 func (f *fleet) setWanted(m *weightsv1.WeightsManifest) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.want = m
+	f.want, f.round = m, newRound()
+	for _, w := range f.workers {
+		w.at = behind
+	}
 	close(f.wanted)
 	f.wanted = make(chan struct{})
 	f.broadcast()
 }
 
-// deliver sets the wanted weights, waits until every registered worker that is not fenced has
-// loaded them, and returns how many have. Without workers it returns at once: later workers load
-// the weights before they get work. errNoSource if a worker finds no process that has the weights.
+// deliver sets the wanted weights, waits until every registered worker that is not fenced or left
+// out has loaded them, and returns how many have; at least one if there are any. Without workers it
+// returns at once: later workers load the weights before they get work. errNoSource if no worker
+// has them and one finds no process that does.
 func (f *fleet) deliver(ctx context.Context, m *weightsv1.WeightsManifest, waiting func(workers, reason string)) (int, error) {
 	f.setWanted(m)
 	for {
 		now, changed := f.status(m)
 		switch {
-		case len(now.missing) == 0:
+		case len(now.missing) == 0 && (now.loaded > 0 || len(now.left) == 0):
 			return now.loaded, nil
-		case now.noSource:
+		case now.loaded == 0 && now.noSource:
 			return now.loaded, fmt.Errorf("%w%s", errNoSource, now.refusal)
 		}
-		waiting(enumerate(now.missing), now.refusal)
+		waiting(enumerate(append(now.missing, now.left...)), now.refusal)
 		select {
 		case <-ctx.Done():
 			return now.loaded, ctx.Err()
@@ -229,7 +262,8 @@ func (f *fleet) deliver(ctx context.Context, m *weightsv1.WeightsManifest, waiti
 // deliveryStatus is how far the workers are with some weights.
 type deliveryStatus struct {
 	loaded   int
-	missing  []string // workers that have not loaded them
+	missing  []string // workers that are loading them
+	left     []string // workers that could not load them, and try again
 	refusal  string   // why one of them has not
 	noSource bool     // no process has the weights for one of them
 }
@@ -244,7 +278,11 @@ func (f *fleet) status(m *weightsv1.WeightsManifest) (now deliveryStatus, change
 		case w.has(m):
 			now.loaded++
 		default:
-			now.missing = append(now.missing, w.name)
+			if w.left {
+				now.left = append(now.left, w.name)
+			} else {
+				now.missing = append(now.missing, w.name)
+			}
 			now.noSource = now.noSource || w.noSource == f.wanted
 			if w.refusal != "" {
 				now.refusal = fmt.Sprintf(" (%s: %s)", w.name, w.refusal)

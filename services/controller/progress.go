@@ -2,6 +2,7 @@ package controller
 
 import (
 	"fmt"
+	"slices"
 	"sync"
 
 	"google.golang.org/protobuf/proto"
@@ -9,6 +10,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
+	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 )
 
 // progress is the newest progress of a drive. It wakes watchers at each change, and emits an event
@@ -92,4 +94,33 @@ func (p *progress) stall(missing string) {
 // committed records the last committed step.
 func (p *progress) committed(step uint64) {
 	p.update(func(now *learnerv1.Progress) { now.Step = step })
+}
+
+// lagging reports workers that can't follow an update, as events and in the progress. It implements
+// observer.
+type lagging struct {
+	*reporter
+	progress *progress
+}
+
+func (l *lagging) leftOut(worker string, version uint64, err error) {
+	l.reporter.leftOut(worker, version, err)
+	l.change(worker, &learnerv1.LaggingWorker{WorkerId: worker, Version: version, Message: rpcerr.Text(err)})
+}
+
+func (l *lagging) caughtUp(worker string, m *weightsv1.WeightsManifest) {
+	l.change(worker, nil)
+	if m != nil {
+		l.reporter.caughtUp(worker, m)
+	}
+}
+
+// change replaces what the progress says of a worker; nil: nothing.
+func (l *lagging) change(worker string, now *learnerv1.LaggingWorker) {
+	l.progress.update(func(p *learnerv1.Progress) {
+		p.Lagging = slices.DeleteFunc(p.Lagging, func(other *learnerv1.LaggingWorker) bool { return other.GetWorkerId() == worker })
+		if now != nil {
+			p.Lagging = append(p.Lagging, now)
+		}
+	})
 }

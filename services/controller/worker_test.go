@@ -129,6 +129,8 @@ type fakeInference struct {
 
 	mu      sync.Mutex
 	receipt *weightsv1.WeightsReceipt
+	staged  *weightsv1.WeightsManifest
+	paused  bool
 	offered []string // how each version was transferred: "folder", or the forms and sources of the offers
 }
 
@@ -152,6 +154,48 @@ func (i *fakeInference) LoadWeights(_ context.Context, in *inferencev1.LoadWeigh
 		}
 	}
 	return &inferencev1.LoadWeightsResponse{Receipt: i.receipt}, err
+}
+
+func (i *fakeInference) StageWeights(_ context.Context, in *inferencev1.StageWeightsRequest) (*inferencev1.StageWeightsResponse, error) {
+	effect, err := i.world.at("StageWeights")
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	if missing(in.GetWeights()) {
+		return nil, refusalOf(reasonUnreadable)
+	}
+	if effect {
+		i.staged = in.GetWeights()
+	}
+	return &inferencev1.StageWeightsResponse{}, err
+}
+
+func (i *fakeInference) CommitWeights(_ context.Context, in *inferencev1.CommitWeightsRequest) (*inferencev1.CommitWeightsResponse, error) {
+	effect, err := i.world.at("CommitWeights")
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	if effect && i.receipt.GetDigest() != in.GetDigest() {
+		if i.staged.GetDigest() != in.GetDigest() {
+			return nil, refusalOf("WEIGHTS_NOT_STAGED")
+		}
+		i.receipt = &weightsv1.WeightsReceipt{Version: in.GetVersion(), Digest: in.GetDigest()}
+	}
+	return &inferencev1.CommitWeightsResponse{Receipt: i.receipt}, err
+}
+
+func (i *fakeInference) PauseEngine(context.Context, *inferencev1.PauseEngineRequest) (*inferencev1.PauseEngineResponse, error) {
+	effect, err := i.world.at("PauseEngine")
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.paused = i.paused || effect
+	return &inferencev1.PauseEngineResponse{}, err
+}
+
+func (i *fakeInference) ResumeEngine(context.Context, *inferencev1.ResumeEngineRequest) (*inferencev1.ResumeEngineResponse, error) {
+	effect, err := i.world.at("ResumeEngine")
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.paused = i.paused && !effect
+	return &inferencev1.ResumeEngineResponse{}, err
 }
 
 func (i *fakeInference) Evaluate(in *inferencev1.EvaluateRequest, stream grpc.ServerStreamingServer[inferencev1.EvaluateResponse]) error {

@@ -61,6 +61,7 @@ type world struct {
 	fresh   bool // the inference worker started after the last delivery
 
 	incarnation string // of the workers; empty: 1
+	update      string // weights.update; empty: the default
 
 	learner   *fakeLearner
 	inference *fakeInference
@@ -240,6 +241,15 @@ func (w *world) start() (s *Server, stop func()) {
 		_ = s.Run(ctx)
 	}()
 	return s, func() { cancel(); <-ended }
+}
+
+// request starts the run of the world.
+func (w *world) request(t *testing.T) *learnerv1.StartRunRequest {
+	req := request(t, steps)
+	if w.update != "" {
+		req.Plan.Config.Weights = &configv1.WeightsConfig{Update: &w.update}
+	}
+	return req
 }
 
 func request(t *testing.T, steps uint64) *learnerv1.StartRunRequest {

@@ -3,6 +3,7 @@ package scheduler
 import (
 	"cmp"
 	"context"
+	"fmt"
 	"maps"
 	"slices"
 	"strings"
@@ -248,6 +249,10 @@ func cursorMessage(position, rows uint64) *runv1.Cursor {
 
 func (v *view) workerList() []*runv1.Worker {
 	var out []*runv1.Worker
+	lagging := map[string]*learnerv1.LaggingWorker{}
+	for _, l := range v.progress.GetLagging() {
+		lagging[l.GetWorkerId()] = l
+	}
 	for _, id := range slices.Sorted(maps.Keys(v.fleet.workers)) {
 		w := v.fleet.workers[id]
 		m := &runv1.Worker{
@@ -260,6 +265,9 @@ func (v *view) workerList() []*runv1.Worker {
 		if st := w.status; st != nil && w.healthy() {
 			m.WeightsVersion, m.Activity = st.GetReceipt().GetVersion(), st.GetActivity()
 			m.SamplesPerSecond, m.TokensPerSecond = st.GetSamplesPerSecond(), st.GetTokensPerSecond()
+		}
+		if l := lagging[id]; l != nil && w.healthy() {
+			m.Activity = fmt.Sprintf("could not load weights version %d and tries again: %s", l.GetVersion(), l.GetMessage())
 		}
 		out = append(out, m)
 	}

@@ -95,3 +95,19 @@ func TestFleetWakesWaitersOfOneWorker(t *testing.T) {
 		t.Error("the summary was not made again")
 	}
 }
+
+// The status of a worker shows that an update of the weights left it out.
+func TestAWorkerThatLagsIsNamed(t *testing.T) {
+	t.Parallel()
+	v := newView(&Run{State: Running})
+	v.fleet.put("inference-0", workerView{kind: "inference", process: "p1", address: "host:1", status: &inferencev1.GetInferenceStatusResponse{Activity: "sampling"}})
+	v.fleet.put("inference-1", workerView{kind: "inference", process: "p2", address: "host:2", status: &inferencev1.GetInferenceStatusResponse{Activity: "sampling"}})
+	v.progress = &learnerv1.Progress{Lagging: []*learnerv1.LaggingWorker{{WorkerId: "inference-1", Version: 4, Message: "no space"}}}
+	workers := v.status().GetWorkers()
+	if got := workers[0].GetActivity(); got != "sampling" {
+		t.Errorf("inference-0 %s", got)
+	}
+	if got := workers[1].GetActivity(); got != "could not load weights version 4 and tries again: no space" {
+		t.Errorf("inference-1 %s", got)
+	}
+}

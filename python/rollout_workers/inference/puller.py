@@ -48,6 +48,7 @@ class Puller:
         self._active: dict[str, WorkItem] = {}
         self._samples_left: dict[str, int] = {}  # samples of active groups that the engine has not finished
         self._no_prefetch = False  # set while another worker is idle: request nothing until a slot is free
+        self._outdated = False  # set when a worker with newer weights was given work: request nothing until they arrive
         self._duplicates: dict[str, list[WorkItem]] = {}  # further deliveries of items that wait or are active
         self._stopped = False
         self._weights_watch: asyncio.Task[None] | None = None
@@ -122,14 +123,24 @@ class Puller:
         self._begin_ready()
         self._request_more()
 
-    async def share(self, groups: int, age: float) -> list[WorkItem]:
-        """Give back up to ``groups`` groups that have waited for more than ``age`` seconds, the
-        last ones first, for a worker with free slots. Returns them."""
+    def overdue(self, age: float) -> bool:
+        """Whether a group has waited for its weights for more than ``age`` seconds."""
         before = time.monotonic() - age
-        given = [item for item in self.ready() if item.arrived < before][-groups:] if groups > 0 else []
+        return any(item.arrived < before and not self._has_weights(item) for item in self._waiting.values())
+
+    async def share(self, groups: int, age: float, version: int | None = None) -> list[WorkItem]:
+        """Give back up to ``groups`` groups that have waited for more than ``age`` seconds, the
+        last ones first, for a worker with free slots. Returns them. version: of the weights of that
+        worker; it also gets groups for which those here are too old."""
+        before = time.monotonic() - age
+        usable = self.ready()
+        if version is not None and self._receipts is not None and version > self._receipts.version:
+            usable = in_order([item for item in self._waiting.values() if item.group.min_version <= version])
+        given = [item for item in usable if item.arrived < before][-groups:] if groups > 0 else []
         if self._queue is None or not given:
             return []
         self._no_prefetch = True
+        self._outdated = self._outdated or not all(self._has_weights(item) for item in given)
         for item in given:
             del self._waiting[item.key]
         self._request_more()
@@ -152,6 +163,9 @@ class Puller:
         while True:
             receipts.changed.clear()
             self._begin_ready()
+            if self._outdated:
+                self._outdated = False
+                self._request_more()
             await receipts.changed.wait()
 
     def _begin_ready(self) -> None:
@@ -184,7 +198,8 @@ class Puller:
 
     def _request_more(self) -> None:
         if self._queue is not None and not self._stopped:
-            self._queue.set_room(0 if self._no_prefetch and self.free <= 0 else max(0, self._wanted()))
+            none = self._outdated or (self._no_prefetch and self.free <= 0)
+            self._queue.set_room(0 if none else max(0, self._wanted()))
 
     def _wanted(self) -> int:
         unfinished = len(self._waiting) + len(self._active)

@@ -16,6 +16,7 @@ from rollout.weights.v1.weights_pb2 import WeightsReceipt
 from rollout_workers.engines.base import Engine, SampledWeights, WeightsSource
 from rollout_workers.engines.errors import WeightsMismatch
 from rollout_workers.weights.transfer.cache import ADAPTER_FILE
+from rollout_workers.worker.status import EdgeError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,6 +65,12 @@ class WeightsDigestMismatch(RolloutError):
         self.metadata = {"version": str(version), "expected": expected, "got": got, "current": str(current).lower()}
 
 
+class WeightsNotStaged(EdgeError):
+    """``commit`` was called for weights that are not staged."""
+
+    reason: ClassVar[str] = "WEIGHTS_NOT_STAGED"
+
+
 class EngineReceipts:
     """The receipts of the current version of the weights and of earlier ones."""
 
@@ -78,6 +85,7 @@ class EngineReceipts:
         self._engine, self._merge, self._verification = engine, merge, verification
         self._receipts: dict[int, WeightsReceipt] = {}
         self._reading: asyncio.Task[WeightsReceipt] | None = None
+        self._staged: tuple[int, str] | None = None  # version and digest
         self._swapping = asyncio.Lock()  # taken by swaps and verifications
         self.current = WeightsReceipt()
         self.version = 0
@@ -127,20 +135,14 @@ class EngineReceipts:
         self.changed.set()
         return self.current
 
-    async def load(self, version: int, digest: str, directory: str) -> WeightsReceipt:
-        """Stage the weights, verify them, swap them in, and compute their receipt.
+    async def stage(self, version: int, digest: str, directory: str) -> None:
+        """Read the weights and verify them, for ``commit``. The current version stays in use.
 
-        Sampling may start with the swap, before the receipt is computed. Raises ``EngineError``,
-        ``WeightsUnreadable``, and :class:`WeightsDigestMismatch`; unless that is a
-        :class:`CurrentWeightsMismatch`, the old version stays in use.
+        Raises ``EngineError``, ``WeightsUnreadable``, :class:`WeightsDigestMismatch`.
         """
-        if self.has(version, digest):
-            return self.current
-        stats = self._engine.stats()
-        if self.version == version and (stats.active or stats.queued):
-            # The learner made a step twice with different results. Samples in progress would mix
-            # both under one receipt.
-            raise CurrentWeightsMismatch(version, digest, self.current.digest)
+        if self._staged == (version, digest):
+            return
+        self._staged = None
         try:
             source: WeightsSource = directory
             if self._merge is not None and (Path(directory) / ADAPTER_FILE).is_file():
@@ -152,8 +154,39 @@ class EngineReceipts:
             ) from error
         if staged != digest:
             raise WeightsDigestMismatch(version, digest, staged, current=False)
+        self._staged = (version, digest)
+
+    async def commit(self, version: int, digest: str) -> WeightsReceipt:
+        """Swap the staged weights in, and compute their receipt. Sampling may start with the swap,
+        before the receipt is computed.
+
+        Raises ``EngineError``, :class:`WeightsNotStaged`, :class:`CurrentWeightsMismatch`.
+        """
+        if self.has(version, digest):
+            return self.current
+        if self._staged != (version, digest):
+            raise WeightsNotStaged(
+                f"weights version {version} is not staged", fix="call StageWeights first", metadata={"version": str(version)}
+            )
+        stats = self._engine.stats()
+        if self.version == version and (stats.active or stats.queued):
+            # The learner made a step twice with different results. Samples in progress would mix
+            # both under one receipt.
+            raise CurrentWeightsMismatch(version, digest, self.current.digest)
+        self._staged = None
         self._reading = asyncio.create_task(self._swap(version, digest), name="swap")
         return await asyncio.shield(self._reading)  # the swap continues if the caller is cancelled
+
+    async def load(self, version: int, digest: str, directory: str) -> WeightsReceipt:
+        """``stage`` and ``commit``."""
+        if not self.has(version, digest):
+            await self.stage(version, digest, directory)
+        return await self.commit(version, digest)
+
+    @property
+    def staged(self) -> int | None:
+        """The version that waits for ``commit``."""
+        return self._staged[0] if self._staged else None
 
     async def _swap(self, version: int, digest: str) -> WeightsReceipt:
         async with self._swapping:

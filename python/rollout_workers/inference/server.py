@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -16,16 +15,13 @@ from rollout_workers.inference.evaluation import Evaluation, NoEvaluation
 from rollout_workers.inference.generation import Generation
 from rollout_workers.inference.pipeline import SamplingContext
 from rollout_workers.inference.puller import Puller
-from rollout_workers.inference.receipt import CurrentWeightsMismatch, WeightsDigestMismatch
+from rollout_workers.inference.updates import Pauses, WeightsUpdates
 from rollout_workers.rewards.rewards import Scorer
-from rollout_workers.weights.transfer.cache import WeightsCache, described
 from rollout_workers.worker.lifecycle import Lifecycle
 from rollout_workers.worker.status import RunMismatch
 
 log = logging.getLogger(__name__)
 
-INVALID_WEIGHTS_SECONDS = 5.0
-"""How long a worker waits for valid weights after it received invalid ones. Then it is fenced."""
 _SLOW_REWARD_SECONDS = 5.0
 
 
@@ -41,38 +37,31 @@ class InferenceServer(InferenceWorkerServiceServicer):
         puller: Puller,
         lifecycle: Lifecycle,
         rewards: Scorer | None,
-        weights_cache: WeightsCache,
+        updates: WeightsUpdates,
     ) -> None:
         """evaluation, rewards: None if the plan has none."""
         self._who, self._engine, self._receipts = context.who, context.model.engine, context.receipts
         self._model, self._max_model_len = context.config.name, context.config.engine.max_model_len
         self._generation, self._evaluation = generation, evaluation
         self._puller, self._throughput, self._lifecycle = puller, context.throughput, lifecycle
-        self._rewards, self._weights_cache = rewards, weights_cache
-        self._loading = asyncio.Lock()
-        self._fencing: asyncio.TimerHandle | None = None
+        self._rewards, self._updates, self._pauses = rewards, updates, Pauses(self._engine)
 
     async def LoadWeights(self, request: pb.LoadWeightsRequest, context: grpc.aio.ServicerContext) -> pb.LoadWeightsResponse:
-        weights = request.weights
-        self._check_run(weights.run_id)
-        async with self._loading:
-            folder = weights.directory
-            if request.offers and not self._receipts.has(weights.version, weights.digest):
-                self._cancel_fence()  # the weights that are being fetched may be valid
-                folder = await self._weights_cache.bring(request.offers)
-                log.info("received weights version %d over the network: %s", weights.version, described(request.offers))
-            try:
-                receipt = await self._receipts.load(weights.version, weights.digest, folder)
-            except CurrentWeightsMismatch as error:
-                self._lifecycle.fence(str(error))
-                raise
-            except WeightsDigestMismatch as error:
-                await self._weights_cache.discard(weights.digest)
-                self._fence_later(str(error))
-                raise
-            self._cancel_fence()
-            self._weights_cache.note(weights.digest, folder)
+        self._check_run(request.weights.run_id)
+        receipt = await self._updates.load(request.weights, request.offers)
         return pb.LoadWeightsResponse(receipt=receipt, engines=[_engine_receipt(receipt)])
+
+    async def StageWeights(self, request: pb.StageWeightsRequest, context: grpc.aio.ServicerContext) -> pb.StageWeightsResponse:
+        self._check_run(request.weights.run_id)
+        await self._updates.stage(request.weights, request.offers)
+        return pb.StageWeightsResponse()
+
+    async def CommitWeights(
+        self, request: pb.CommitWeightsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.CommitWeightsResponse:
+        self._check_run(request.run_id)
+        receipt = await self._updates.commit(request.version, request.digest, drain=request.drain)
+        return pb.CommitWeightsResponse(receipt=receipt)
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
@@ -107,11 +96,11 @@ class InferenceServer(InferenceWorkerServiceServicer):
         return pb.AbortRequestsResponse()
 
     async def PauseEngine(self, request: pb.PauseEngineRequest, context: grpc.aio.ServicerContext) -> pb.PauseEngineResponse:
-        await self._engine.pause()
+        await self._pauses.pause(request.max_seconds)
         return pb.PauseEngineResponse()
 
     async def ResumeEngine(self, request: pb.ResumeEngineRequest, context: grpc.aio.ServicerContext) -> pb.ResumeEngineResponse:
-        await self._engine.resume()
+        await self._pauses.resume()
         return pb.ResumeEngineResponse()
 
     async def GetInferenceStatus(
@@ -134,6 +123,7 @@ class InferenceServer(InferenceWorkerServiceServicer):
             max_model_len=self._max_model_len,
             reward_retries=self._rewards.retries if self._rewards else 0,
             engines=[_engine_receipt(self._receipts.current)],
+            staged_version=self._receipts.staged,
         )
 
     async def _add_digests(self, piece: pb.GenerateResponse) -> None:
@@ -144,21 +134,13 @@ class InferenceServer(InferenceWorkerServiceServicer):
             for span in holder.version_spans:
                 span.digest = self._receipts.digest(span.version)
 
-    def _fence_later(self, reason: str) -> None:
-        """Fence the worker after ``INVALID_WEIGHTS_SECONDS`` unless valid weights arrive. Until
-        then the old version serves requests."""
-        if self._fencing is None:
-            loop = asyncio.get_running_loop()
-            self._fencing = loop.call_later(INVALID_WEIGHTS_SECONDS, self._lifecycle.fence, reason)
-
-    def _cancel_fence(self) -> None:
-        if self._fencing is not None:
-            self._fencing.cancel()
-            self._fencing = None
-
     def _activity(self, paused: bool) -> str:
         if self._lifecycle.leaving:
             return "draining"
+        if self._updates.draining:
+            stats = self._engine.stats()
+            left = f"finishing {stats.active + stats.queued} samples before it loads weights version {self._receipts.staged}"
+            return left + ("; paused (ResumeEngine)" if paused else "")
         if paused:
             return "paused (ResumeEngine)"
         if self._puller.active:

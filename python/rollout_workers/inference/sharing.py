@@ -1,15 +1,17 @@
 """Moves work from slow workers to idle ones.
 
-A worker with free slots and no work publishes how many groups it has room for. One of the workers
-with waiting groups receives the message (through a NATS queue group) and gives some of them back to
-JetStream, which delivers them to the idle worker. If no worker is idle, or no worker has groups to
-spare, nothing is sent.
+A worker with free slots and no work publishes how many groups it has room for, and its weights
+version. One of the workers with waiting groups receives the message (through a NATS queue group)
+and gives some of them back to JetStream, which delivers them to the idle worker. If no worker is
+idle, or no worker has groups to spare, nothing is sent. A worker that could not load new weights
+gives back the groups that need them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -25,17 +27,20 @@ LOOK_SECONDS = 0.5
 """Seconds between two checks. An idle worker waits this long before it requests groups, and a group
 must wait this long before it is given back."""
 _MOST_LOOKS = 16  # between two requests of a worker that stays idle, for example because all workers wait for the learner
+_OVERDUE_SECONDS = 2.0  # after which a group that waits for weights is given to a worker that has them
 _QUEUE_GROUP = "waiting-groups"
 
 
 class Sharing:
     """Requests and gives back groups. Belongs to the worker's event loop."""
 
-    def __init__(self, client: Client, subject: str, puller: Puller, queue: WorkQueue, group_slots: int) -> None:
+    def __init__(
+        self, client: Client, subject: str, puller: Puller, queue: WorkQueue, group_slots: int, version: Callable[[], int]
+    ) -> None:
         """subject: the subject of the run's idle workers. group_slots: number of free slots for
-        which a worker requests a group."""
+        which a worker requests a group. version: of the worker's weights."""
         self._client, self._subject, self._puller, self._queue = client, subject, puller, queue
-        self._group_slots = group_slots
+        self._group_slots, self._version = group_slots, version
         self._subscription: Subscription | None = None
 
     async def run(self) -> None:
@@ -44,7 +49,7 @@ class Sharing:
         try:
             while True:
                 await asyncio.sleep(LOOK_SECONDS)
-                await self._listen(bool(self._puller.ready()))
+                await self._listen(bool(self._puller.ready()) or self._puller.overdue(_OVERDUE_SECONDS))
                 wanted = self._wanted()
                 idle = idle + 1 if wanted else 0
                 if not idle:
@@ -63,7 +68,7 @@ class Sharing:
 
     async def _announce(self, groups: int) -> None:
         try:
-            await self._client.publish(self._subject, str(groups).encode())
+            await self._client.publish(self._subject, f"{groups} {self._version()}".encode())
         except NatsError as error:
             log.debug("idle: %r", error)
 
@@ -78,6 +83,7 @@ class Sharing:
             log.debug("can't subscribe to idle workers: %r", error)
 
     async def _share(self, message: Msg) -> None:
-        given = await self._puller.share(int(message.data), LOOK_SECONDS)
+        groups, version = map(int, message.data.split())
+        given = await self._puller.share(groups, LOOK_SECONDS, version)
         if given:
             log.info("gave %d waiting groups to an idle worker", len(given))

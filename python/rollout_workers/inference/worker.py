@@ -7,13 +7,19 @@ import gc
 import logging
 import time
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import replace
+from typing import cast
 
 from nats.aio.client import Client
 
+from rollout import algorithm
+from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.inference.v1 import inference_pb2
 from rollout.inference.v1.inference_pb2_grpc import add_InferenceWorkerServiceServicer_to_server
 from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout.weights.v1.weights_pb2_grpc import add_WeightsServiceServicer_to_server
+from rollout_workers.engines.base import Engine
+from rollout_workers.inference.admission import Admission
 from rollout_workers.inference.evaluation import Evaluation
 from rollout_workers.inference.generation import Generation
 from rollout_workers.inference.model import Model, load
@@ -22,6 +28,7 @@ from rollout_workers.inference.pipeline import Pipeline, SamplingContext
 from rollout_workers.inference.receipt import EngineReceipts, Verification
 from rollout_workers.inference.server import InferenceServer
 from rollout_workers.inference.sharing import Sharing
+from rollout_workers.inference.updates import WeightsUpdates
 from rollout_workers.rewards.config import scorer_of
 from rollout_workers.rewards.pinned import Pinned
 from rollout_workers.rewards.rewards import RewardSource, Scorer
@@ -76,13 +83,20 @@ async def run_inference_worker(
         if model is None or client is None or lifecycle.leaving:
             return
         receipts = await _read_weights(model, Verification.of(spec.plan.config))
+        admission = None
+        if spec.plan.config.weights.update == "rolling":
+            admission = Admission(model.engine)
+            model = replace(model, engine=cast(Engine, admission))
+        if _starts_paused(spec.plan.config):
+            await model.engine.pause()
         context = SamplingContext.build(who, spec.plan.config, model, receipts, rewards)
         publisher = Publisher(client, who.trajectory_subject, who.trajectory_stream, who.process)
         pipeline = Pipeline.build(context, publisher, services, clients)
 
         server = Server(spec.token, tls=of_mesh(spec))
         cleanup.push_async_callback(server.stop, 0)
-        servicer = _servicer(spec, context, pipeline, lifecycle, rewards, weights_cache)
+        updates = WeightsUpdates(receipts, weights_cache, lifecycle, admission)
+        servicer = _servicer(spec, context, pipeline, lifecycle, rewards, updates)
         registration = await _serve(spec, who, lifecycle, server, servicer, delivery.WeightsServer(who, weights_cache))
         queue = await pipeline.start(client, heartbeat, who, reconnects)
         background = [
@@ -121,6 +135,12 @@ async def _read_weights(model: Model, verification: Verification) -> EngineRecei
     return receipts
 
 
+def _starts_paused(config: RunConfig) -> bool:
+    """Whether the engine samples nothing until the controller has brought it to the version of the
+    other workers and resumes it."""
+    return config.weights.update == "atomic" and not algorithm.traits(algorithm.name_of(config)).scores
+
+
 def _rewards(spec: WorkerSpec, services: Services, lifecycle: Lifecycle) -> Scorer | None:
     config = spec.plan.config
     if not config.HasField("reward"):
@@ -138,14 +158,14 @@ def _servicer(
     pipeline: Pipeline,
     lifecycle: Lifecycle,
     rewards: Scorer | None,
-    weights_cache: WeightsCache,
+    updates: WeightsUpdates,
 ) -> InferenceServer:
     config, engine, text = context.config, context.model.engine, context.model.text
     evaluation = None
     if rewards is not None and (rows := held_out_file(spec)):
         evaluation = Evaluation(engine, context.environment, text, context.params, context.receipts, rows)
     generation = Generation(context.model, context.params, config.engine.max_model_len)
-    return InferenceServer(context, generation, evaluation, pipeline.puller, lifecycle, rewards, weights_cache)
+    return InferenceServer(context, generation, evaluation, pipeline.puller, lifecycle, rewards, updates)
 
 
 async def _serve(
@@ -168,4 +188,4 @@ async def _serve(
 
 def _sharing(context: SamplingContext, client: Client, pipeline: Pipeline, queue: WorkQueue) -> Sharing:
     group_slots = min(context.config.engine.slots, context.config.sampling.group_size) or 1
-    return Sharing(client, context.who.idle_subject, pipeline.puller, queue, group_slots)
+    return Sharing(client, context.who.idle_subject, pipeline.puller, queue, group_slots, lambda: context.receipts.version)

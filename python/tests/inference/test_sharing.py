@@ -138,6 +138,34 @@ async def test_groups_that_wait_for_weights_are_not_shared(queue: Recorder) -> N
     await made.stop()
 
 
+async def test_a_worker_with_newer_weights_gets_the_groups_that_need_them(queue: Recorder) -> None:
+    """So that a worker that cannot load new weights does not hold work back."""
+
+    class Receipts:
+        version = 3
+        changed = asyncio.Event()
+
+    receipts, begun = Receipts(), []
+    made = Puller(cast(Any, receipts), capacity=4, slots=2 * GROUP, group_size=GROUP, prepare=lambda items: None)
+    made.start(cast(WorkQueue, queue), lambda items: begun.extend(items))
+    waits = WorkItem(PromptGroup(position=9, group_size=GROUP, min_version=4), "reply.9", deliveries=1)
+    made.deliver([waits])
+    assert made.overdue(0.5) and not made.overdue(1e12)
+    assert await made.share(1, 0.5, version=3) == [] and await made.share(1, 1e12, version=4) == []
+    assert await made.share(1, 0.5, version=4) == [waits]
+    assert queue.rooms[-1] == 0, "the slots are free, but the next group needs newer weights too"
+    made.deliver([waits])
+    receipts.version = 4
+    receipts.changed.set()
+    await until(lambda: _begun(begun))
+    assert queue.rooms[-1] > 0
+    await made.stop()
+
+
+async def _begun(items: list[WorkItem]) -> bool:
+    return bool(items)
+
+
 async def test_an_idle_worker_gets_waiting_groups_of_a_slow_one(
     daemon: Daemon, example: Example, run: str, streams: RunStreams, text: Text
 ) -> None:

@@ -4,7 +4,7 @@ weights."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import pytest
@@ -19,7 +19,7 @@ from rollout_testing.worker import InProcess
 from rollout_workers.engines.errors import EngineFailed
 from rollout_workers.engines.transformers import TransformersEngine
 from rollout_workers.engines.transformers.config import EngineConfig
-from rollout_workers.inference import monitor, server
+from rollout_workers.inference import monitor, updates
 from rollout_workers.inference.model import Model, load
 from rollout_workers.weights import read_weights, weights_digest, write_weights
 
@@ -43,7 +43,7 @@ class Loader:
         self.model = load(self._spec)
         self.made = InProcess(self._spec, model=self.model)
 
-    async def start(self) -> Loader:
+    async def start(self) -> Self:
         await self.made.start()
         return self
 
@@ -111,7 +111,7 @@ async def test_a_missing_folder_is_not_a_mismatch(daemon: Daemon, example: Examp
 async def test_a_worker_without_valid_weights_is_fenced(
     daemon: Daemon, example: Example, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "INVALID_WEIGHTS_SECONDS", 0.05)
+    monkeypatch.setattr(updates, "INVALID_WEIGHTS_SECONDS", 0.05)
     loader = await Loader(daemon, example, run).start()
     good = version(example, tmp_path, 1, run)
     lying = WeightsManifest(run_id=run, version=1, digest="blake3-" + "0" * 64, directory=good.directory)

@@ -1109,6 +1109,7 @@ class WeightsConfig(_message.Message):
     PATCH_FIELD_NUMBER: _builtins.int
     WAY_FIELD_NUMBER: _builtins.int
     VERIFY_FIELD_NUMBER: _builtins.int
+    UPDATE_FIELD_NUMBER: _builtins.int
     patch: _builtins.str
     """`auto` sends the difference from the worker's current version if it is less than half of the
     whole; `off` always sends the whole.
@@ -1124,25 +1125,38 @@ class WeightsConfig(_message.Message):
     reads none, so that a failed update is not noticed. Receipts record it. The default is `full`,
     for models above 2 GB `sampled` if the engine can.
     """
+    update: _builtins.str
+    """When workers change to a new version, which each of them has received and verified before.
+    `in_flight`: each worker as soon as it can, between two tokens of its requests, which continue
+    with the new weights. `rolling`: after all workers have the version, at most a quarter of them
+    at a time; each finishes its requests first. `atomic`: after all workers have the version,
+    sampling is paused everywhere until all have changed, so that no two versions are served at
+    once. A worker that cannot get the version is left out and catches up later.
+    """
     def __init__(
         self,
         *,
         patch: _builtins.str | None = ...,
         way: _builtins.str | None = ...,
         verify: _builtins.str | None = ...,
+        update: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_patch", b"_patch", "_verify", b"_verify", "_way", b"_way", "patch", b"patch", "verify", b"verify", "way", b"way"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_patch", b"_patch", "_update", b"_update", "_verify", b"_verify", "_way", b"_way", "patch", b"patch", "update", b"update", "verify", b"verify", "way", b"way"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_patch", b"_patch", "_verify", b"_verify", "_way", b"_way", "patch", b"patch", "verify", b"verify", "way", b"way"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_patch", b"_patch", "_update", b"_update", "_verify", b"_verify", "_way", b"_way", "patch", b"patch", "update", b"update", "verify", b"verify", "way", b"way"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__patch: _TypeAlias = _typing.Literal["patch"]  # noqa: Y015
     _WhichOneofArgType__patch: _TypeAlias = _typing.Literal["_patch", b"_patch"]  # noqa: Y015
+    _WhichOneofReturnType__update: _TypeAlias = _typing.Literal["update"]  # noqa: Y015
+    _WhichOneofArgType__update: _TypeAlias = _typing.Literal["_update", b"_update"]  # noqa: Y015
     _WhichOneofReturnType__verify: _TypeAlias = _typing.Literal["verify"]  # noqa: Y015
     _WhichOneofArgType__verify: _TypeAlias = _typing.Literal["_verify", b"_verify"]  # noqa: Y015
     _WhichOneofReturnType__way: _TypeAlias = _typing.Literal["way"]  # noqa: Y015
     _WhichOneofArgType__way: _TypeAlias = _typing.Literal["_way", b"_way"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__patch) -> _WhichOneofReturnType__patch | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__update) -> _WhichOneofReturnType__update | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__verify) -> _WhichOneofReturnType__verify | None: ...
     @_typing.overload

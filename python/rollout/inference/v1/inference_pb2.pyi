@@ -653,6 +653,113 @@ class LoadWeightsResponse(_message.Message):
 Global___LoadWeightsResponse: _TypeAlias = LoadWeightsResponse  # noqa: Y015
 
 @_typing.final
+class StageWeightsRequest(_message.Message):
+    """StageWeightsRequest names the weights to stage."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    OFFERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def weights(self) -> _weights_pb2.WeightsManifest:
+        """As in LoadWeightsRequest."""
+
+    @_builtins.property
+    def offers(self) -> _containers.RepeatedCompositeFieldContainer[_weights_pb2.WeightsOffer]:
+        """As in LoadWeightsRequest."""
+
+    def __init__(
+        self,
+        *,
+        weights: _weights_pb2.WeightsManifest | None = ...,
+        offers: _abc.Iterable[_weights_pb2.WeightsOffer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offers", b"offers", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageWeightsRequest: _TypeAlias = StageWeightsRequest  # noqa: Y015
+
+@_typing.final
+class StageWeightsResponse(_message.Message):
+    """StageWeightsResponse is empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageWeightsResponse: _TypeAlias = StageWeightsResponse  # noqa: Y015
+
+@_typing.final
+class CommitWeightsRequest(_message.Message):
+    """CommitWeightsRequest names the staged weights to serve."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    version: _builtins.int
+    """Version."""
+    digest: _builtins.str
+    """Weights digest of the version."""
+    drain: _builtins.bool
+    """Whether requests that are being sampled finish before the swap. Requests that arrive in the
+    meantime wait for the new weights. False: they continue with the new weights.
+    """
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        version: _builtins.int = ...,
+        digest: _builtins.str = ...,
+        drain: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "drain", b"drain", "run_id", b"run_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommitWeightsRequest: _TypeAlias = CommitWeightsRequest  # noqa: Y015
+
+@_typing.final
+class CommitWeightsResponse(_message.Message):
+    """CommitWeightsResponse describes the loaded weights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECEIPT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def receipt(self) -> _weights_pb2.WeightsReceipt:
+        """Receipt."""
+
+    def __init__(
+        self,
+        *,
+        receipt: _weights_pb2.WeightsReceipt | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommitWeightsResponse: _TypeAlias = CommitWeightsResponse  # noqa: Y015
+
+@_typing.final
 class GenerateRequest(_message.Message):
     """GenerateRequest requests `n` completions of each prompt."""
 
@@ -1242,16 +1349,23 @@ Global___AbortRequestsResponse: _TypeAlias = AbortRequestsResponse  # noqa: Y015
 
 @_typing.final
 class PauseEngineRequest(_message.Message):
-    """PauseEngineRequest is empty."""
+    """PauseEngineRequest pauses an engine."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    MAX_SECONDS_FIELD_NUMBER: _builtins.int
+    max_seconds: _builtins.int
+    """The engine resumes by itself after this time, so that it does not wait for a caller that died.
+    A repeated call starts the time again. 0: it waits for ResumeEngine.
+    """
     def __init__(
         self,
+        *,
+        max_seconds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_seconds", b"max_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1345,6 +1459,7 @@ class GetInferenceStatusResponse(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     REWARD_RETRIES_FIELD_NUMBER: _builtins.int
     ENGINES_FIELD_NUMBER: _builtins.int
+    STAGED_VERSION_FIELD_NUMBER: _builtins.int
     active: _builtins.int
     """Slots in use."""
     slots: _builtins.int
@@ -1369,6 +1484,8 @@ class GetInferenceStatusResponse(_message.Message):
     """Maximum length of a sequence in tokens."""
     reward_retries: _builtins.int
     """Repeated calls of the reward since the start."""
+    staged_version: _builtins.int
+    """Weights version that is staged and not committed; absent: none."""
     @_builtins.property
     def receipt(self) -> _weights_pb2.WeightsReceipt:
         """Weights that the engine has loaded."""
@@ -1394,11 +1511,14 @@ class GetInferenceStatusResponse(_message.Message):
         max_model_len: _builtins.int = ...,
         reward_retries: _builtins.int = ...,
         engines: _abc.Iterable[_weights_pb2.EngineReceipt] | None = ...,
+        staged_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_staged_version", b"_staged_version", "receipt", b"receipt", "staged_version", b"staged_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "activity", b"activity", "engines", b"engines", "max_model_len", b"max_model_len", "model", b"model", "process_id", b"process_id", "queued", b"queued", "receipt", b"receipt", "reward_retries", b"reward_retries", "samples", b"samples", "samples_per_second", b"samples_per_second", "slots", b"slots", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_staged_version", b"_staged_version", "active", b"active", "activity", b"activity", "engines", b"engines", "max_model_len", b"max_model_len", "model", b"model", "process_id", b"process_id", "queued", b"queued", "receipt", b"receipt", "reward_retries", b"reward_retries", "samples", b"samples", "samples_per_second", b"samples_per_second", "slots", b"slots", "staged_version", b"staged_version", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__staged_version: _TypeAlias = _typing.Literal["staged_version"]  # noqa: Y015
+    _WhichOneofArgType__staged_version: _TypeAlias = _typing.Literal["_staged_version", b"_staged_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__staged_version) -> _WhichOneofReturnType__staged_version | None: ...
 
 Global___GetInferenceStatusResponse: _TypeAlias = GetInferenceStatusResponse  # noqa: Y015

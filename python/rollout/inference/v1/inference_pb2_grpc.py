@@ -41,6 +41,16 @@ class InferenceWorkerServiceStub:
                 request_serializer=rollout_dot_inference_dot_v1_dot_inference__pb2.LoadWeightsRequest.SerializeToString,
                 response_deserializer=rollout_dot_inference_dot_v1_dot_inference__pb2.LoadWeightsResponse.FromString,
                 _registered_method=True)
+        self.StageWeights = channel.unary_unary(
+                '/rollout.inference.v1.InferenceWorkerService/StageWeights',
+                request_serializer=rollout_dot_inference_dot_v1_dot_inference__pb2.StageWeightsRequest.SerializeToString,
+                response_deserializer=rollout_dot_inference_dot_v1_dot_inference__pb2.StageWeightsResponse.FromString,
+                _registered_method=True)
+        self.CommitWeights = channel.unary_unary(
+                '/rollout.inference.v1.InferenceWorkerService/CommitWeights',
+                request_serializer=rollout_dot_inference_dot_v1_dot_inference__pb2.CommitWeightsRequest.SerializeToString,
+                response_deserializer=rollout_dot_inference_dot_v1_dot_inference__pb2.CommitWeightsResponse.FromString,
+                _registered_method=True)
         self.Generate = channel.unary_stream(
                 '/rollout.inference.v1.InferenceWorkerService/Generate',
                 request_serializer=rollout_dot_inference_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
@@ -95,6 +105,25 @@ class InferenceWorkerServiceServicer:
         does not have the base of the first offer, WEIGHTS_DIGEST_MISMATCH if the received weights have
         another digest. If the mismatch has metadata `current` = `true`, the engine itself has other
         weights, and the worker exits.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StageWeights(self, request, context):
+        """StageWeights is the first phase of LoadWeights: it gets and verifies a version and keeps it
+        next to the current one, which continues to serve. A version that was staged before is
+        replaced. Idempotent. It is refused for the same reasons as LoadWeights.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CommitWeights(self, request, context):
+        """CommitWeights is the second phase: it swaps the staged version in between tokens, and verifies
+        the digest of the tensors in the engine. Idempotent. FAILED_PRECONDITION, reason
+        WEIGHTS_NOT_STAGED, if the worker does not have the version staged, for example because it was
+        restarted; reason WEIGHTS_DIGEST_MISMATCH as for LoadWeights.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -163,6 +192,16 @@ def add_InferenceWorkerServiceServicer_to_server(servicer, server):
                     servicer.LoadWeights,
                     request_deserializer=rollout_dot_inference_dot_v1_dot_inference__pb2.LoadWeightsRequest.FromString,
                     response_serializer=rollout_dot_inference_dot_v1_dot_inference__pb2.LoadWeightsResponse.SerializeToString,
+            ),
+            'StageWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.StageWeights,
+                    request_deserializer=rollout_dot_inference_dot_v1_dot_inference__pb2.StageWeightsRequest.FromString,
+                    response_serializer=rollout_dot_inference_dot_v1_dot_inference__pb2.StageWeightsResponse.SerializeToString,
+            ),
+            'CommitWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.CommitWeights,
+                    request_deserializer=rollout_dot_inference_dot_v1_dot_inference__pb2.CommitWeightsRequest.FromString,
+                    response_serializer=rollout_dot_inference_dot_v1_dot_inference__pb2.CommitWeightsResponse.SerializeToString,
             ),
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
@@ -234,6 +273,60 @@ class InferenceWorkerService:
             '/rollout.inference.v1.InferenceWorkerService/LoadWeights',
             rollout_dot_inference_dot_v1_dot_inference__pb2.LoadWeightsRequest.SerializeToString,
             rollout_dot_inference_dot_v1_dot_inference__pb2.LoadWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StageWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.inference.v1.InferenceWorkerService/StageWeights',
+            rollout_dot_inference_dot_v1_dot_inference__pb2.StageWeightsRequest.SerializeToString,
+            rollout_dot_inference_dot_v1_dot_inference__pb2.StageWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CommitWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.inference.v1.InferenceWorkerService/CommitWeights',
+            rollout_dot_inference_dot_v1_dot_inference__pb2.CommitWeightsRequest.SerializeToString,
+            rollout_dot_inference_dot_v1_dot_inference__pb2.CommitWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

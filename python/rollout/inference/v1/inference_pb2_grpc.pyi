@@ -43,6 +43,17 @@ class InferenceWorkerServiceStub:
     another digest. If the mismatch has metadata `current` = `true`, the engine itself has other
     weights, and the worker exits.
     """
+    StageWeights: _grpc.UnaryUnaryMultiCallable[_inference_pb2.StageWeightsRequest, _inference_pb2.StageWeightsResponse]
+    """StageWeights is the first phase of LoadWeights: it gets and verifies a version and keeps it
+    next to the current one, which continues to serve. A version that was staged before is
+    replaced. Idempotent. It is refused for the same reasons as LoadWeights.
+    """
+    CommitWeights: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CommitWeightsRequest, _inference_pb2.CommitWeightsResponse]
+    """CommitWeights is the second phase: it swaps the staged version in between tokens, and verifies
+    the digest of the tensors in the engine. Idempotent. FAILED_PRECONDITION, reason
+    WEIGHTS_NOT_STAGED, if the worker does not have the version staged, for example because it was
+    restarted; reason WEIGHTS_DIGEST_MISMATCH as for LoadWeights.
+    """
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Generate samples completions with the current weights, and streams their pieces."""
     Evaluate: _grpc.UnaryStreamMultiCallable[_inference_pb2.EvaluateRequest, _inference_pb2.EvaluateResponse]
@@ -74,6 +85,17 @@ class InferenceWorkerServiceAsyncStub(InferenceWorkerServiceStub):
     does not have the base of the first offer, WEIGHTS_DIGEST_MISMATCH if the received weights have
     another digest. If the mismatch has metadata `current` = `true`, the engine itself has other
     weights, and the worker exits.
+    """
+    StageWeights: _aio.UnaryUnaryMultiCallable[_inference_pb2.StageWeightsRequest, _inference_pb2.StageWeightsResponse]  # type: ignore[assignment]
+    """StageWeights is the first phase of LoadWeights: it gets and verifies a version and keeps it
+    next to the current one, which continues to serve. A version that was staged before is
+    replaced. Idempotent. It is refused for the same reasons as LoadWeights.
+    """
+    CommitWeights: _aio.UnaryUnaryMultiCallable[_inference_pb2.CommitWeightsRequest, _inference_pb2.CommitWeightsResponse]  # type: ignore[assignment]
+    """CommitWeights is the second phase: it swaps the staged version in between tokens, and verifies
+    the digest of the tensors in the engine. Idempotent. FAILED_PRECONDITION, reason
+    WEIGHTS_NOT_STAGED, if the worker does not have the version staged, for example because it was
+    restarted; reason WEIGHTS_DIGEST_MISMATCH as for LoadWeights.
     """
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generate samples completions with the current weights, and streams their pieces."""
@@ -109,6 +131,29 @@ class InferenceWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         does not have the base of the first offer, WEIGHTS_DIGEST_MISMATCH if the received weights have
         another digest. If the mismatch has metadata `current` = `true`, the engine itself has other
         weights, and the worker exits.
+        """
+
+    @_abc_1.abstractmethod
+    def StageWeights(
+        self,
+        request: _inference_pb2.StageWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.StageWeightsResponse, _abc.Awaitable[_inference_pb2.StageWeightsResponse]]:
+        """StageWeights is the first phase of LoadWeights: it gets and verifies a version and keeps it
+        next to the current one, which continues to serve. A version that was staged before is
+        replaced. Idempotent. It is refused for the same reasons as LoadWeights.
+        """
+
+    @_abc_1.abstractmethod
+    def CommitWeights(
+        self,
+        request: _inference_pb2.CommitWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.CommitWeightsResponse, _abc.Awaitable[_inference_pb2.CommitWeightsResponse]]:
+        """CommitWeights is the second phase: it swaps the staged version in between tokens, and verifies
+        the digest of the tensors in the engine. Idempotent. FAILED_PRECONDITION, reason
+        WEIGHTS_NOT_STAGED, if the worker does not have the version staged, for example because it was
+        restarted; reason WEIGHTS_DIGEST_MISMATCH as for LoadWeights.
         """
 
     @_abc_1.abstractmethod

@@ -108,6 +108,7 @@ class Progress(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
+    LAGGING_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     phase: Global___Phase.ValueType
@@ -130,6 +131,12 @@ class Progress(_message.Message):
         otherwise. The run then continues by itself.
         """
 
+    @_builtins.property
+    def lagging(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaggingWorker]:
+        """Inference workers that could not load the newest weights and serve older ones. Each tries again
+        by itself.
+        """
+
     def __init__(
         self,
         *,
@@ -141,14 +148,45 @@ class Progress(_message.Message):
         weights: _weights_pb2.WeightsManifest | None = ...,
         message: _builtins.str = ...,
         wait: _wait_pb2.Wait | None = ...,
+        lagging: _abc.Iterable[Global___LaggingWorker] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["wait", b"wait", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "phase", b"phase", "run_id", b"run_id", "step", b"step", "total_steps", b"total_steps", "wait", b"wait", "waiting_for", b"waiting_for", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lagging", b"lagging", "message", b"message", "phase", b"phase", "run_id", b"run_id", "step", b"step", "total_steps", b"total_steps", "wait", b"wait", "waiting_for", b"waiting_for", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Progress: _TypeAlias = Progress  # noqa: Y015
+
+@_typing.final
+class LaggingWorker(_message.Message):
+    """LaggingWorker is an inference worker that was left out of an update of the weights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """`inference-<number>`."""
+    version: _builtins.int
+    """Weights version that it could not load."""
+    message: _builtins.str
+    """Why, as text."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        version: _builtins.int = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaggingWorker: _TypeAlias = LaggingWorker  # noqa: Y015
 
 @_typing.final
 class StartRunRequest(_message.Message):

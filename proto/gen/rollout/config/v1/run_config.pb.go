@@ -1383,7 +1383,14 @@ type WeightsConfig struct {
 	// back; `sampled` reads random ones of each version, and all at versions with a snapshot; `none`
 	// reads none, so that a failed update is not noticed. Receipts record it. The default is `full`,
 	// for models above 2 GB `sampled` if the engine can.
-	Verify        *string `protobuf:"bytes,3,opt,name=verify,proto3,oneof" json:"verify,omitempty"`
+	Verify *string `protobuf:"bytes,3,opt,name=verify,proto3,oneof" json:"verify,omitempty"`
+	// When workers change to a new version, which each of them has received and verified before.
+	// `in_flight`: each worker as soon as it can, between two tokens of its requests, which continue
+	// with the new weights. `rolling`: after all workers have the version, at most a quarter of them
+	// at a time; each finishes its requests first. `atomic`: after all workers have the version,
+	// sampling is paused everywhere until all have changed, so that no two versions are served at
+	// once. A worker that cannot get the version is left out and catches up later.
+	Update        *string `protobuf:"bytes,4,opt,name=update,proto3,oneof" json:"update,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1435,6 +1442,13 @@ func (x *WeightsConfig) GetWay() string {
 func (x *WeightsConfig) GetVerify() string {
 	if x != nil && x.Verify != nil {
 		return *x.Verify
+	}
+	return ""
+}
+
+func (x *WeightsConfig) GetUpdate() string {
+	if x != nil && x.Update != nil {
+		return *x.Update
 	}
 	return ""
 }
@@ -2612,17 +2626,20 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x05falseH\x02R\x04dora\x88\x01\x01B\a\n" +
 	"\x05_rankB\b\n" +
 	"\x06_alphaB\a\n" +
-	"\x05_dora\"\xe9\x01\n" +
+	"\x05_dora\"\xc5\x02\n" +
 	"\rWeightsConfig\x127\n" +
 	"\x05patch\x18\x01 \x01(\tB\x1c\xbaH\rr\vR\x04autoR\x03off\xca\xda\x18\b\n" +
 	"\x06\"auto\"H\x00R\x05patch\x88\x01\x01\x12=\n" +
 	"\x03way\x18\x02 \x01(\tB&\xbaH\x17r\x15R\x04autoR\x06streamR\x05store\xca\xda\x18\b\n" +
 	"\x06\"auto\"H\x01R\x03way\x88\x01\x01\x12C\n" +
 	"\x06verify\x18\x03 \x01(\tB&\xbaH\x17r\x15R\x04fullR\asampledR\x04none\xca\xda\x18\b\n" +
-	"\x06\"full\"H\x02R\x06verify\x88\x01\x01B\b\n" +
+	"\x06\"full\"H\x02R\x06verify\x88\x01\x01\x12O\n" +
+	"\x06update\x18\x04 \x01(\tB2\xbaH\x1er\x1cR\tin_flightR\arollingR\x06atomic\xca\xda\x18\r\n" +
+	"\v\"in_flight\"H\x03R\x06update\x88\x01\x01B\b\n" +
 	"\x06_patchB\x06\n" +
 	"\x04_wayB\t\n" +
-	"\a_verify\"\x9c\x03\n" +
+	"\a_verifyB\t\n" +
+	"\a_update\"\x9c\x03\n" +
 	"\fEngineConfig\x12N\n" +
 	"\x04kind\x18\x01 \x01(\tB5\xbaH\x1er\x1cR\ftransformersR\x04vllmR\x06sglang\xca\xda\x18\x10\n" +
 	"\x0e\"transformers\"H\x00R\x04kind\x88\x01\x01\x120\n" +

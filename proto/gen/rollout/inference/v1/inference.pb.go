@@ -1232,6 +1232,218 @@ func (x *LoadWeightsResponse) GetEngines() []*v11.EngineReceipt {
 	return nil
 }
 
+// StageWeightsRequest names the weights to stage.
+type StageWeightsRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// As in LoadWeightsRequest.
+	Weights *v11.WeightsManifest `protobuf:"bytes,1,opt,name=weights,proto3" json:"weights,omitempty"`
+	// As in LoadWeightsRequest.
+	Offers        []*v11.WeightsOffer `protobuf:"bytes,2,rep,name=offers,proto3" json:"offers,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StageWeightsRequest) Reset() {
+	*x = StageWeightsRequest{}
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StageWeightsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StageWeightsRequest) ProtoMessage() {}
+
+func (x *StageWeightsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StageWeightsRequest.ProtoReflect.Descriptor instead.
+func (*StageWeightsRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *StageWeightsRequest) GetWeights() *v11.WeightsManifest {
+	if x != nil {
+		return x.Weights
+	}
+	return nil
+}
+
+func (x *StageWeightsRequest) GetOffers() []*v11.WeightsOffer {
+	if x != nil {
+		return x.Offers
+	}
+	return nil
+}
+
+// StageWeightsResponse is empty.
+type StageWeightsResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StageWeightsResponse) Reset() {
+	*x = StageWeightsResponse{}
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StageWeightsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StageWeightsResponse) ProtoMessage() {}
+
+func (x *StageWeightsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StageWeightsResponse.ProtoReflect.Descriptor instead.
+func (*StageWeightsResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{15}
+}
+
+// CommitWeightsRequest names the staged weights to serve.
+type CommitWeightsRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run.
+	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// Version.
+	Version uint64 `protobuf:"varint,2,opt,name=version,proto3" json:"version,omitempty"`
+	// Weights digest of the version.
+	Digest string `protobuf:"bytes,3,opt,name=digest,proto3" json:"digest,omitempty"`
+	// Whether requests that are being sampled finish before the swap. Requests that arrive in the
+	// meantime wait for the new weights. False: they continue with the new weights.
+	Drain         bool `protobuf:"varint,4,opt,name=drain,proto3" json:"drain,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CommitWeightsRequest) Reset() {
+	*x = CommitWeightsRequest{}
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CommitWeightsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CommitWeightsRequest) ProtoMessage() {}
+
+func (x *CommitWeightsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CommitWeightsRequest.ProtoReflect.Descriptor instead.
+func (*CommitWeightsRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *CommitWeightsRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+func (x *CommitWeightsRequest) GetVersion() uint64 {
+	if x != nil {
+		return x.Version
+	}
+	return 0
+}
+
+func (x *CommitWeightsRequest) GetDigest() string {
+	if x != nil {
+		return x.Digest
+	}
+	return ""
+}
+
+func (x *CommitWeightsRequest) GetDrain() bool {
+	if x != nil {
+		return x.Drain
+	}
+	return false
+}
+
+// CommitWeightsResponse describes the loaded weights.
+type CommitWeightsResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Receipt.
+	Receipt       *v11.WeightsReceipt `protobuf:"bytes,1,opt,name=receipt,proto3" json:"receipt,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CommitWeightsResponse) Reset() {
+	*x = CommitWeightsResponse{}
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CommitWeightsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CommitWeightsResponse) ProtoMessage() {}
+
+func (x *CommitWeightsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CommitWeightsResponse.ProtoReflect.Descriptor instead.
+func (*CommitWeightsResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *CommitWeightsResponse) GetReceipt() *v11.WeightsReceipt {
+	if x != nil {
+		return x.Receipt
+	}
+	return nil
+}
+
 // GenerateRequest requests `n` completions of each prompt.
 type GenerateRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1267,7 +1479,7 @@ type GenerateRequest struct {
 
 func (x *GenerateRequest) Reset() {
 	*x = GenerateRequest{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[14]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1279,7 +1491,7 @@ func (x *GenerateRequest) String() string {
 func (*GenerateRequest) ProtoMessage() {}
 
 func (x *GenerateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[14]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1292,7 +1504,7 @@ func (x *GenerateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateRequest.ProtoReflect.Descriptor instead.
 func (*GenerateRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{14}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *GenerateRequest) GetRequestId() string {
@@ -1434,7 +1646,7 @@ type GenerateResponse struct {
 
 func (x *GenerateResponse) Reset() {
 	*x = GenerateResponse{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[15]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1446,7 +1658,7 @@ func (x *GenerateResponse) String() string {
 func (*GenerateResponse) ProtoMessage() {}
 
 func (x *GenerateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[15]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1459,7 +1671,7 @@ func (x *GenerateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateResponse.ProtoReflect.Descriptor instead.
 func (*GenerateResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{15}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *GenerateResponse) GetPrompt() uint32 {
@@ -1617,7 +1829,7 @@ type TopLogprobs struct {
 
 func (x *TopLogprobs) Reset() {
 	*x = TopLogprobs{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[16]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1629,7 +1841,7 @@ func (x *TopLogprobs) String() string {
 func (*TopLogprobs) ProtoMessage() {}
 
 func (x *TopLogprobs) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[16]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1642,7 +1854,7 @@ func (x *TopLogprobs) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TopLogprobs.ProtoReflect.Descriptor instead.
 func (*TopLogprobs) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{16}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *TopLogprobs) GetTokenIds() []uint32 {
@@ -1681,7 +1893,7 @@ type MessageDelta struct {
 
 func (x *MessageDelta) Reset() {
 	*x = MessageDelta{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[17]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1693,7 +1905,7 @@ func (x *MessageDelta) String() string {
 func (*MessageDelta) ProtoMessage() {}
 
 func (x *MessageDelta) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[17]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1706,7 +1918,7 @@ func (x *MessageDelta) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MessageDelta.ProtoReflect.Descriptor instead.
 func (*MessageDelta) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{17}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *MessageDelta) GetContent() string {
@@ -1747,7 +1959,7 @@ type ToolCallDelta struct {
 
 func (x *ToolCallDelta) Reset() {
 	*x = ToolCallDelta{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[18]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1759,7 +1971,7 @@ func (x *ToolCallDelta) String() string {
 func (*ToolCallDelta) ProtoMessage() {}
 
 func (x *ToolCallDelta) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[18]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1772,7 +1984,7 @@ func (x *ToolCallDelta) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ToolCallDelta.ProtoReflect.Descriptor instead.
 func (*ToolCallDelta) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{18}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *ToolCallDelta) GetIndex() uint32 {
@@ -1822,7 +2034,7 @@ type EvaluateRequest struct {
 
 func (x *EvaluateRequest) Reset() {
 	*x = EvaluateRequest{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[19]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1834,7 +2046,7 @@ func (x *EvaluateRequest) String() string {
 func (*EvaluateRequest) ProtoMessage() {}
 
 func (x *EvaluateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[19]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1847,7 +2059,7 @@ func (x *EvaluateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvaluateRequest.ProtoReflect.Descriptor instead.
 func (*EvaluateRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{19}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *EvaluateRequest) GetRunId() string {
@@ -1896,7 +2108,7 @@ type EvaluateResponse struct {
 
 func (x *EvaluateResponse) Reset() {
 	*x = EvaluateResponse{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[20]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1908,7 +2120,7 @@ func (x *EvaluateResponse) String() string {
 func (*EvaluateResponse) ProtoMessage() {}
 
 func (x *EvaluateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[20]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1921,7 +2133,7 @@ func (x *EvaluateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvaluateResponse.ProtoReflect.Descriptor instead.
 func (*EvaluateResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{20}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *EvaluateResponse) GetSamples() []*EvalSample {
@@ -1954,7 +2166,7 @@ type EvalSample struct {
 
 func (x *EvalSample) Reset() {
 	*x = EvalSample{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[21]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1966,7 +2178,7 @@ func (x *EvalSample) String() string {
 func (*EvalSample) ProtoMessage() {}
 
 func (x *EvalSample) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[21]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1979,7 +2191,7 @@ func (x *EvalSample) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvalSample.ProtoReflect.Descriptor instead.
 func (*EvalSample) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{21}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *EvalSample) GetRow() uint64 {
@@ -2042,7 +2254,7 @@ type TokenizeRequest struct {
 
 func (x *TokenizeRequest) Reset() {
 	*x = TokenizeRequest{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[22]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2054,7 +2266,7 @@ func (x *TokenizeRequest) String() string {
 func (*TokenizeRequest) ProtoMessage() {}
 
 func (x *TokenizeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[22]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2067,7 +2279,7 @@ func (x *TokenizeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenizeRequest.ProtoReflect.Descriptor instead.
 func (*TokenizeRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{22}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *TokenizeRequest) GetPrompts() []*Prompt {
@@ -2090,7 +2302,7 @@ type TokenizeResponse struct {
 
 func (x *TokenizeResponse) Reset() {
 	*x = TokenizeResponse{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[23]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2102,7 +2314,7 @@ func (x *TokenizeResponse) String() string {
 func (*TokenizeResponse) ProtoMessage() {}
 
 func (x *TokenizeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[23]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2115,7 +2327,7 @@ func (x *TokenizeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenizeResponse.ProtoReflect.Descriptor instead.
 func (*TokenizeResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{23}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *TokenizeResponse) GetPrompts() []*TokenIds {
@@ -2143,7 +2355,7 @@ type DetokenizeRequest struct {
 
 func (x *DetokenizeRequest) Reset() {
 	*x = DetokenizeRequest{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[24]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2155,7 +2367,7 @@ func (x *DetokenizeRequest) String() string {
 func (*DetokenizeRequest) ProtoMessage() {}
 
 func (x *DetokenizeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[24]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2168,7 +2380,7 @@ func (x *DetokenizeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DetokenizeRequest.ProtoReflect.Descriptor instead.
 func (*DetokenizeRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{24}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *DetokenizeRequest) GetPrompts() []*TokenIds {
@@ -2189,7 +2401,7 @@ type DetokenizeResponse struct {
 
 func (x *DetokenizeResponse) Reset() {
 	*x = DetokenizeResponse{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[25]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2201,7 +2413,7 @@ func (x *DetokenizeResponse) String() string {
 func (*DetokenizeResponse) ProtoMessage() {}
 
 func (x *DetokenizeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[25]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2214,7 +2426,7 @@ func (x *DetokenizeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DetokenizeResponse.ProtoReflect.Descriptor instead.
 func (*DetokenizeResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{25}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *DetokenizeResponse) GetTexts() []string {
@@ -2235,7 +2447,7 @@ type AbortRequestsRequest struct {
 
 func (x *AbortRequestsRequest) Reset() {
 	*x = AbortRequestsRequest{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[26]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2247,7 +2459,7 @@ func (x *AbortRequestsRequest) String() string {
 func (*AbortRequestsRequest) ProtoMessage() {}
 
 func (x *AbortRequestsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[26]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2260,7 +2472,7 @@ func (x *AbortRequestsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AbortRequestsRequest.ProtoReflect.Descriptor instead.
 func (*AbortRequestsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{26}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *AbortRequestsRequest) GetRequestIds() []string {
@@ -2279,7 +2491,7 @@ type AbortRequestsResponse struct {
 
 func (x *AbortRequestsResponse) Reset() {
 	*x = AbortRequestsResponse{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[27]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2291,7 +2503,7 @@ func (x *AbortRequestsResponse) String() string {
 func (*AbortRequestsResponse) ProtoMessage() {}
 
 func (x *AbortRequestsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[27]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2304,19 +2516,22 @@ func (x *AbortRequestsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AbortRequestsResponse.ProtoReflect.Descriptor instead.
 func (*AbortRequestsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{27}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{31}
 }
 
-// PauseEngineRequest is empty.
+// PauseEngineRequest pauses an engine.
 type PauseEngineRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The engine resumes by itself after this time, so that it does not wait for a caller that died.
+	// A repeated call starts the time again. 0: it waits for ResumeEngine.
+	MaxSeconds    uint32 `protobuf:"varint,1,opt,name=max_seconds,json=maxSeconds,proto3" json:"max_seconds,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *PauseEngineRequest) Reset() {
 	*x = PauseEngineRequest{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[28]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2328,7 +2543,7 @@ func (x *PauseEngineRequest) String() string {
 func (*PauseEngineRequest) ProtoMessage() {}
 
 func (x *PauseEngineRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[28]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2341,7 +2556,14 @@ func (x *PauseEngineRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseEngineRequest.ProtoReflect.Descriptor instead.
 func (*PauseEngineRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{28}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{32}
+}
+
+func (x *PauseEngineRequest) GetMaxSeconds() uint32 {
+	if x != nil {
+		return x.MaxSeconds
+	}
+	return 0
 }
 
 // PauseEngineResponse is empty.
@@ -2353,7 +2575,7 @@ type PauseEngineResponse struct {
 
 func (x *PauseEngineResponse) Reset() {
 	*x = PauseEngineResponse{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[29]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2365,7 +2587,7 @@ func (x *PauseEngineResponse) String() string {
 func (*PauseEngineResponse) ProtoMessage() {}
 
 func (x *PauseEngineResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[29]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2378,7 +2600,7 @@ func (x *PauseEngineResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseEngineResponse.ProtoReflect.Descriptor instead.
 func (*PauseEngineResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{29}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{33}
 }
 
 // ResumeEngineRequest is empty.
@@ -2390,7 +2612,7 @@ type ResumeEngineRequest struct {
 
 func (x *ResumeEngineRequest) Reset() {
 	*x = ResumeEngineRequest{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[30]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2402,7 +2624,7 @@ func (x *ResumeEngineRequest) String() string {
 func (*ResumeEngineRequest) ProtoMessage() {}
 
 func (x *ResumeEngineRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[30]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2415,7 +2637,7 @@ func (x *ResumeEngineRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeEngineRequest.ProtoReflect.Descriptor instead.
 func (*ResumeEngineRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{30}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{34}
 }
 
 // ResumeEngineResponse is empty.
@@ -2427,7 +2649,7 @@ type ResumeEngineResponse struct {
 
 func (x *ResumeEngineResponse) Reset() {
 	*x = ResumeEngineResponse{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[31]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2439,7 +2661,7 @@ func (x *ResumeEngineResponse) String() string {
 func (*ResumeEngineResponse) ProtoMessage() {}
 
 func (x *ResumeEngineResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[31]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2452,7 +2674,7 @@ func (x *ResumeEngineResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeEngineResponse.ProtoReflect.Descriptor instead.
 func (*ResumeEngineResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{31}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{35}
 }
 
 // GetInferenceStatusRequest is empty.
@@ -2464,7 +2686,7 @@ type GetInferenceStatusRequest struct {
 
 func (x *GetInferenceStatusRequest) Reset() {
 	*x = GetInferenceStatusRequest{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[32]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2476,7 +2698,7 @@ func (x *GetInferenceStatusRequest) String() string {
 func (*GetInferenceStatusRequest) ProtoMessage() {}
 
 func (x *GetInferenceStatusRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[32]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2489,7 +2711,7 @@ func (x *GetInferenceStatusRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetInferenceStatusRequest.ProtoReflect.Descriptor instead.
 func (*GetInferenceStatusRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{32}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{36}
 }
 
 // GetInferenceStatusResponse is the state of the worker.
@@ -2522,14 +2744,16 @@ type GetInferenceStatusResponse struct {
 	// Repeated calls of the reward since the start.
 	RewardRetries uint64 `protobuf:"varint,13,opt,name=reward_retries,json=rewardRetries,proto3" json:"reward_retries,omitempty"`
 	// Weights version and digest of each engine of the worker.
-	Engines       []*v11.EngineReceipt `protobuf:"bytes,14,rep,name=engines,proto3" json:"engines,omitempty"`
+	Engines []*v11.EngineReceipt `protobuf:"bytes,14,rep,name=engines,proto3" json:"engines,omitempty"`
+	// Weights version that is staged and not committed; absent: none.
+	StagedVersion *uint64 `protobuf:"varint,15,opt,name=staged_version,json=stagedVersion,proto3,oneof" json:"staged_version,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GetInferenceStatusResponse) Reset() {
 	*x = GetInferenceStatusResponse{}
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[33]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2541,7 +2765,7 @@ func (x *GetInferenceStatusResponse) String() string {
 func (*GetInferenceStatusResponse) ProtoMessage() {}
 
 func (x *GetInferenceStatusResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_inference_v1_inference_proto_msgTypes[33]
+	mi := &file_rollout_inference_v1_inference_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2554,7 +2778,7 @@ func (x *GetInferenceStatusResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetInferenceStatusResponse.ProtoReflect.Descriptor instead.
 func (*GetInferenceStatusResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{33}
+	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *GetInferenceStatusResponse) GetReceipt() *v11.WeightsReceipt {
@@ -2653,6 +2877,13 @@ func (x *GetInferenceStatusResponse) GetEngines() []*v11.EngineReceipt {
 		return x.Engines
 	}
 	return nil
+}
+
+func (x *GetInferenceStatusResponse) GetStagedVersion() uint64 {
+	if x != nil && x.StagedVersion != nil {
+		return *x.StagedVersion
+	}
+	return 0
 }
 
 var File_rollout_inference_v1_inference_proto protoreflect.FileDescriptor
@@ -2771,7 +3002,18 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\x06offers\x18\x02 \x03(\v2 .rollout.weights.v1.WeightsOfferR\x06offers\"\x90\x01\n" +
 	"\x13LoadWeightsResponse\x12<\n" +
 	"\areceipt\x18\x01 \x01(\v2\".rollout.weights.v1.WeightsReceiptR\areceipt\x12;\n" +
-	"\aengines\x18\x02 \x03(\v2!.rollout.weights.v1.EngineReceiptR\aengines\"\xd1\x04\n" +
+	"\aengines\x18\x02 \x03(\v2!.rollout.weights.v1.EngineReceiptR\aengines\"\x96\x01\n" +
+	"\x13StageWeightsRequest\x12E\n" +
+	"\aweights\x18\x01 \x01(\v2#.rollout.weights.v1.WeightsManifestB\x06\xbaH\x03\xc8\x01\x01R\aweights\x128\n" +
+	"\x06offers\x18\x02 \x03(\v2 .rollout.weights.v1.WeightsOfferR\x06offers\"\x16\n" +
+	"\x14StageWeightsResponse\"\x9c\x01\n" +
+	"\x14CommitWeightsRequest\x12\x1e\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x18\n" +
+	"\aversion\x18\x02 \x01(\x04R\aversion\x124\n" +
+	"\x06digest\x18\x03 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\x06digest\x12\x14\n" +
+	"\x05drain\x18\x04 \x01(\bR\x05drain\"U\n" +
+	"\x15CommitWeightsResponse\x12<\n" +
+	"\areceipt\x18\x01 \x01(\v2\".rollout.weights.v1.WeightsReceiptR\areceipt\"\xd1\x04\n" +
 	"\x0fGenerateRequest\x12&\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\trequestId\x12C\n" +
@@ -2865,12 +3107,14 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\x14AbortRequestsRequest\x12)\n" +
 	"\vrequest_ids\x18\x01 \x03(\tB\b\xbaH\x05\x92\x01\x02\b\x01R\n" +
 	"requestIds\"\x17\n" +
-	"\x15AbortRequestsResponse\"\x14\n" +
-	"\x12PauseEngineRequest\"\x15\n" +
+	"\x15AbortRequestsResponse\"?\n" +
+	"\x12PauseEngineRequest\x12)\n" +
+	"\vmax_seconds\x18\x01 \x01(\rB\b\xbaH\x05*\x03\x18\x90\x1cR\n" +
+	"maxSeconds\"\x15\n" +
 	"\x13PauseEngineResponse\"\x15\n" +
 	"\x13ResumeEngineRequest\"\x16\n" +
 	"\x14ResumeEngineResponse\"\x1b\n" +
-	"\x19GetInferenceStatusRequest\"\x85\x04\n" +
+	"\x19GetInferenceStatusRequest\"\xc4\x04\n" +
 	"\x1aGetInferenceStatusResponse\x12<\n" +
 	"\areceipt\x18\x01 \x01(\v2\".rollout.weights.v1.WeightsReceiptR\areceipt\x12\x16\n" +
 	"\x06active\x18\x02 \x01(\rR\x06active\x12\x14\n" +
@@ -2887,9 +3131,13 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\x05model\x18\v \x01(\tR\x05model\x12\"\n" +
 	"\rmax_model_len\x18\f \x01(\rR\vmaxModelLen\x12%\n" +
 	"\x0ereward_retries\x18\r \x01(\x04R\rrewardRetries\x12;\n" +
-	"\aengines\x18\x0e \x03(\v2!.rollout.weights.v1.EngineReceiptR\aengines2\xa0\a\n" +
+	"\aengines\x18\x0e \x03(\v2!.rollout.weights.v1.EngineReceiptR\aengines\x12*\n" +
+	"\x0estaged_version\x18\x0f \x01(\x04H\x00R\rstagedVersion\x88\x01\x01B\x11\n" +
+	"\x0f_staged_version2\xf1\b\n" +
 	"\x16InferenceWorkerService\x12b\n" +
-	"\vLoadWeights\x12(.rollout.inference.v1.LoadWeightsRequest\x1a).rollout.inference.v1.LoadWeightsResponse\x12[\n" +
+	"\vLoadWeights\x12(.rollout.inference.v1.LoadWeightsRequest\x1a).rollout.inference.v1.LoadWeightsResponse\x12e\n" +
+	"\fStageWeights\x12).rollout.inference.v1.StageWeightsRequest\x1a*.rollout.inference.v1.StageWeightsResponse\x12h\n" +
+	"\rCommitWeights\x12*.rollout.inference.v1.CommitWeightsRequest\x1a+.rollout.inference.v1.CommitWeightsResponse\x12[\n" +
 	"\bGenerate\x12%.rollout.inference.v1.GenerateRequest\x1a&.rollout.inference.v1.GenerateResponse0\x01\x12[\n" +
 	"\bEvaluate\x12%.rollout.inference.v1.EvaluateRequest\x1a&.rollout.inference.v1.EvaluateResponse0\x01\x12Y\n" +
 	"\bTokenize\x12%.rollout.inference.v1.TokenizeRequest\x1a&.rollout.inference.v1.TokenizeResponse\x12_\n" +
@@ -2914,7 +3162,7 @@ func file_rollout_inference_v1_inference_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_inference_v1_inference_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 36)
+var file_rollout_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 40)
 var file_rollout_inference_v1_inference_proto_goTypes = []any{
 	(ToolChoice_Mode)(0),               // 0: rollout.inference.v1.ToolChoice.Mode
 	(*SamplingParams)(nil),             // 1: rollout.inference.v1.SamplingParams
@@ -2931,38 +3179,42 @@ var file_rollout_inference_v1_inference_proto_goTypes = []any{
 	(*Prompt)(nil),                     // 12: rollout.inference.v1.Prompt
 	(*LoadWeightsRequest)(nil),         // 13: rollout.inference.v1.LoadWeightsRequest
 	(*LoadWeightsResponse)(nil),        // 14: rollout.inference.v1.LoadWeightsResponse
-	(*GenerateRequest)(nil),            // 15: rollout.inference.v1.GenerateRequest
-	(*GenerateResponse)(nil),           // 16: rollout.inference.v1.GenerateResponse
-	(*TopLogprobs)(nil),                // 17: rollout.inference.v1.TopLogprobs
-	(*MessageDelta)(nil),               // 18: rollout.inference.v1.MessageDelta
-	(*ToolCallDelta)(nil),              // 19: rollout.inference.v1.ToolCallDelta
-	(*EvaluateRequest)(nil),            // 20: rollout.inference.v1.EvaluateRequest
-	(*EvaluateResponse)(nil),           // 21: rollout.inference.v1.EvaluateResponse
-	(*EvalSample)(nil),                 // 22: rollout.inference.v1.EvalSample
-	(*TokenizeRequest)(nil),            // 23: rollout.inference.v1.TokenizeRequest
-	(*TokenizeResponse)(nil),           // 24: rollout.inference.v1.TokenizeResponse
-	(*DetokenizeRequest)(nil),          // 25: rollout.inference.v1.DetokenizeRequest
-	(*DetokenizeResponse)(nil),         // 26: rollout.inference.v1.DetokenizeResponse
-	(*AbortRequestsRequest)(nil),       // 27: rollout.inference.v1.AbortRequestsRequest
-	(*AbortRequestsResponse)(nil),      // 28: rollout.inference.v1.AbortRequestsResponse
-	(*PauseEngineRequest)(nil),         // 29: rollout.inference.v1.PauseEngineRequest
-	(*PauseEngineResponse)(nil),        // 30: rollout.inference.v1.PauseEngineResponse
-	(*ResumeEngineRequest)(nil),        // 31: rollout.inference.v1.ResumeEngineRequest
-	(*ResumeEngineResponse)(nil),       // 32: rollout.inference.v1.ResumeEngineResponse
-	(*GetInferenceStatusRequest)(nil),  // 33: rollout.inference.v1.GetInferenceStatusRequest
-	(*GetInferenceStatusResponse)(nil), // 34: rollout.inference.v1.GetInferenceStatusResponse
-	nil,                                // 35: rollout.inference.v1.SamplingParams.LogitBiasEntry
-	nil,                                // 36: rollout.inference.v1.EvalSample.MetricsEntry
-	(*v1.Segment)(nil),                 // 37: rollout.session.v1.Segment
-	(*v11.WeightsManifest)(nil),        // 38: rollout.weights.v1.WeightsManifest
-	(*v11.WeightsOffer)(nil),           // 39: rollout.weights.v1.WeightsOffer
-	(*v11.WeightsReceipt)(nil),         // 40: rollout.weights.v1.WeightsReceipt
-	(*v11.EngineReceipt)(nil),          // 41: rollout.weights.v1.EngineReceipt
-	(*v12.VersionSpan)(nil),            // 42: rollout.trajectory.v1.VersionSpan
-	(v12.Outcome)(0),                   // 43: rollout.trajectory.v1.Outcome
+	(*StageWeightsRequest)(nil),        // 15: rollout.inference.v1.StageWeightsRequest
+	(*StageWeightsResponse)(nil),       // 16: rollout.inference.v1.StageWeightsResponse
+	(*CommitWeightsRequest)(nil),       // 17: rollout.inference.v1.CommitWeightsRequest
+	(*CommitWeightsResponse)(nil),      // 18: rollout.inference.v1.CommitWeightsResponse
+	(*GenerateRequest)(nil),            // 19: rollout.inference.v1.GenerateRequest
+	(*GenerateResponse)(nil),           // 20: rollout.inference.v1.GenerateResponse
+	(*TopLogprobs)(nil),                // 21: rollout.inference.v1.TopLogprobs
+	(*MessageDelta)(nil),               // 22: rollout.inference.v1.MessageDelta
+	(*ToolCallDelta)(nil),              // 23: rollout.inference.v1.ToolCallDelta
+	(*EvaluateRequest)(nil),            // 24: rollout.inference.v1.EvaluateRequest
+	(*EvaluateResponse)(nil),           // 25: rollout.inference.v1.EvaluateResponse
+	(*EvalSample)(nil),                 // 26: rollout.inference.v1.EvalSample
+	(*TokenizeRequest)(nil),            // 27: rollout.inference.v1.TokenizeRequest
+	(*TokenizeResponse)(nil),           // 28: rollout.inference.v1.TokenizeResponse
+	(*DetokenizeRequest)(nil),          // 29: rollout.inference.v1.DetokenizeRequest
+	(*DetokenizeResponse)(nil),         // 30: rollout.inference.v1.DetokenizeResponse
+	(*AbortRequestsRequest)(nil),       // 31: rollout.inference.v1.AbortRequestsRequest
+	(*AbortRequestsResponse)(nil),      // 32: rollout.inference.v1.AbortRequestsResponse
+	(*PauseEngineRequest)(nil),         // 33: rollout.inference.v1.PauseEngineRequest
+	(*PauseEngineResponse)(nil),        // 34: rollout.inference.v1.PauseEngineResponse
+	(*ResumeEngineRequest)(nil),        // 35: rollout.inference.v1.ResumeEngineRequest
+	(*ResumeEngineResponse)(nil),       // 36: rollout.inference.v1.ResumeEngineResponse
+	(*GetInferenceStatusRequest)(nil),  // 37: rollout.inference.v1.GetInferenceStatusRequest
+	(*GetInferenceStatusResponse)(nil), // 38: rollout.inference.v1.GetInferenceStatusResponse
+	nil,                                // 39: rollout.inference.v1.SamplingParams.LogitBiasEntry
+	nil,                                // 40: rollout.inference.v1.EvalSample.MetricsEntry
+	(*v1.Segment)(nil),                 // 41: rollout.session.v1.Segment
+	(*v11.WeightsManifest)(nil),        // 42: rollout.weights.v1.WeightsManifest
+	(*v11.WeightsOffer)(nil),           // 43: rollout.weights.v1.WeightsOffer
+	(*v11.WeightsReceipt)(nil),         // 44: rollout.weights.v1.WeightsReceipt
+	(*v11.EngineReceipt)(nil),          // 45: rollout.weights.v1.EngineReceipt
+	(*v12.VersionSpan)(nil),            // 46: rollout.trajectory.v1.VersionSpan
+	(v12.Outcome)(0),                   // 47: rollout.trajectory.v1.Outcome
 }
 var file_rollout_inference_v1_inference_proto_depIdxs = []int32{
-	35, // 0: rollout.inference.v1.SamplingParams.logit_bias:type_name -> rollout.inference.v1.SamplingParams.LogitBiasEntry
+	39, // 0: rollout.inference.v1.SamplingParams.logit_bias:type_name -> rollout.inference.v1.SamplingParams.LogitBiasEntry
 	2,  // 1: rollout.inference.v1.SamplingParams.constraint:type_name -> rollout.inference.v1.Constraint
 	3,  // 2: rollout.inference.v1.Constraint.choices:type_name -> rollout.inference.v1.Choices
 	0,  // 3: rollout.inference.v1.ToolChoice.mode:type_name -> rollout.inference.v1.ToolChoice.Mode
@@ -2970,54 +3222,61 @@ var file_rollout_inference_v1_inference_proto_depIdxs = []int32{
 	7,  // 5: rollout.inference.v1.Chat.messages:type_name -> rollout.inference.v1.ChatMessage
 	5,  // 6: rollout.inference.v1.Chat.tools:type_name -> rollout.inference.v1.Tool
 	6,  // 7: rollout.inference.v1.Chat.tool_choice:type_name -> rollout.inference.v1.ToolChoice
-	37, // 8: rollout.inference.v1.SessionState.segments:type_name -> rollout.session.v1.Segment
+	41, // 8: rollout.inference.v1.SessionState.segments:type_name -> rollout.session.v1.Segment
 	8,  // 9: rollout.inference.v1.Prompt.chat:type_name -> rollout.inference.v1.Chat
 	11, // 10: rollout.inference.v1.Prompt.tokens:type_name -> rollout.inference.v1.TokenIds
-	38, // 11: rollout.inference.v1.LoadWeightsRequest.weights:type_name -> rollout.weights.v1.WeightsManifest
-	39, // 12: rollout.inference.v1.LoadWeightsRequest.offers:type_name -> rollout.weights.v1.WeightsOffer
-	40, // 13: rollout.inference.v1.LoadWeightsResponse.receipt:type_name -> rollout.weights.v1.WeightsReceipt
-	41, // 14: rollout.inference.v1.LoadWeightsResponse.engines:type_name -> rollout.weights.v1.EngineReceipt
-	12, // 15: rollout.inference.v1.GenerateRequest.prompts:type_name -> rollout.inference.v1.Prompt
-	1,  // 16: rollout.inference.v1.GenerateRequest.params:type_name -> rollout.inference.v1.SamplingParams
-	9,  // 17: rollout.inference.v1.GenerateRequest.session:type_name -> rollout.inference.v1.SessionState
-	10, // 18: rollout.inference.v1.GenerateRequest.continuations:type_name -> rollout.inference.v1.Continuation
-	42, // 19: rollout.inference.v1.GenerateResponse.version_spans:type_name -> rollout.trajectory.v1.VersionSpan
-	17, // 20: rollout.inference.v1.GenerateResponse.top_logprobs:type_name -> rollout.inference.v1.TopLogprobs
-	18, // 21: rollout.inference.v1.GenerateResponse.delta:type_name -> rollout.inference.v1.MessageDelta
-	37, // 22: rollout.inference.v1.GenerateResponse.segments:type_name -> rollout.session.v1.Segment
-	17, // 23: rollout.inference.v1.GenerateResponse.prompt_top_logprobs:type_name -> rollout.inference.v1.TopLogprobs
-	19, // 24: rollout.inference.v1.MessageDelta.tool_calls:type_name -> rollout.inference.v1.ToolCallDelta
-	22, // 25: rollout.inference.v1.EvaluateResponse.samples:type_name -> rollout.inference.v1.EvalSample
-	36, // 26: rollout.inference.v1.EvalSample.metrics:type_name -> rollout.inference.v1.EvalSample.MetricsEntry
-	43, // 27: rollout.inference.v1.EvalSample.outcome:type_name -> rollout.trajectory.v1.Outcome
-	12, // 28: rollout.inference.v1.TokenizeRequest.prompts:type_name -> rollout.inference.v1.Prompt
-	11, // 29: rollout.inference.v1.TokenizeResponse.prompts:type_name -> rollout.inference.v1.TokenIds
-	11, // 30: rollout.inference.v1.DetokenizeRequest.prompts:type_name -> rollout.inference.v1.TokenIds
-	40, // 31: rollout.inference.v1.GetInferenceStatusResponse.receipt:type_name -> rollout.weights.v1.WeightsReceipt
-	41, // 32: rollout.inference.v1.GetInferenceStatusResponse.engines:type_name -> rollout.weights.v1.EngineReceipt
-	13, // 33: rollout.inference.v1.InferenceWorkerService.LoadWeights:input_type -> rollout.inference.v1.LoadWeightsRequest
-	15, // 34: rollout.inference.v1.InferenceWorkerService.Generate:input_type -> rollout.inference.v1.GenerateRequest
-	20, // 35: rollout.inference.v1.InferenceWorkerService.Evaluate:input_type -> rollout.inference.v1.EvaluateRequest
-	23, // 36: rollout.inference.v1.InferenceWorkerService.Tokenize:input_type -> rollout.inference.v1.TokenizeRequest
-	25, // 37: rollout.inference.v1.InferenceWorkerService.Detokenize:input_type -> rollout.inference.v1.DetokenizeRequest
-	27, // 38: rollout.inference.v1.InferenceWorkerService.AbortRequests:input_type -> rollout.inference.v1.AbortRequestsRequest
-	29, // 39: rollout.inference.v1.InferenceWorkerService.PauseEngine:input_type -> rollout.inference.v1.PauseEngineRequest
-	31, // 40: rollout.inference.v1.InferenceWorkerService.ResumeEngine:input_type -> rollout.inference.v1.ResumeEngineRequest
-	33, // 41: rollout.inference.v1.InferenceWorkerService.GetInferenceStatus:input_type -> rollout.inference.v1.GetInferenceStatusRequest
-	14, // 42: rollout.inference.v1.InferenceWorkerService.LoadWeights:output_type -> rollout.inference.v1.LoadWeightsResponse
-	16, // 43: rollout.inference.v1.InferenceWorkerService.Generate:output_type -> rollout.inference.v1.GenerateResponse
-	21, // 44: rollout.inference.v1.InferenceWorkerService.Evaluate:output_type -> rollout.inference.v1.EvaluateResponse
-	24, // 45: rollout.inference.v1.InferenceWorkerService.Tokenize:output_type -> rollout.inference.v1.TokenizeResponse
-	26, // 46: rollout.inference.v1.InferenceWorkerService.Detokenize:output_type -> rollout.inference.v1.DetokenizeResponse
-	28, // 47: rollout.inference.v1.InferenceWorkerService.AbortRequests:output_type -> rollout.inference.v1.AbortRequestsResponse
-	30, // 48: rollout.inference.v1.InferenceWorkerService.PauseEngine:output_type -> rollout.inference.v1.PauseEngineResponse
-	32, // 49: rollout.inference.v1.InferenceWorkerService.ResumeEngine:output_type -> rollout.inference.v1.ResumeEngineResponse
-	34, // 50: rollout.inference.v1.InferenceWorkerService.GetInferenceStatus:output_type -> rollout.inference.v1.GetInferenceStatusResponse
-	42, // [42:51] is the sub-list for method output_type
-	33, // [33:42] is the sub-list for method input_type
-	33, // [33:33] is the sub-list for extension type_name
-	33, // [33:33] is the sub-list for extension extendee
-	0,  // [0:33] is the sub-list for field type_name
+	42, // 11: rollout.inference.v1.LoadWeightsRequest.weights:type_name -> rollout.weights.v1.WeightsManifest
+	43, // 12: rollout.inference.v1.LoadWeightsRequest.offers:type_name -> rollout.weights.v1.WeightsOffer
+	44, // 13: rollout.inference.v1.LoadWeightsResponse.receipt:type_name -> rollout.weights.v1.WeightsReceipt
+	45, // 14: rollout.inference.v1.LoadWeightsResponse.engines:type_name -> rollout.weights.v1.EngineReceipt
+	42, // 15: rollout.inference.v1.StageWeightsRequest.weights:type_name -> rollout.weights.v1.WeightsManifest
+	43, // 16: rollout.inference.v1.StageWeightsRequest.offers:type_name -> rollout.weights.v1.WeightsOffer
+	44, // 17: rollout.inference.v1.CommitWeightsResponse.receipt:type_name -> rollout.weights.v1.WeightsReceipt
+	12, // 18: rollout.inference.v1.GenerateRequest.prompts:type_name -> rollout.inference.v1.Prompt
+	1,  // 19: rollout.inference.v1.GenerateRequest.params:type_name -> rollout.inference.v1.SamplingParams
+	9,  // 20: rollout.inference.v1.GenerateRequest.session:type_name -> rollout.inference.v1.SessionState
+	10, // 21: rollout.inference.v1.GenerateRequest.continuations:type_name -> rollout.inference.v1.Continuation
+	46, // 22: rollout.inference.v1.GenerateResponse.version_spans:type_name -> rollout.trajectory.v1.VersionSpan
+	21, // 23: rollout.inference.v1.GenerateResponse.top_logprobs:type_name -> rollout.inference.v1.TopLogprobs
+	22, // 24: rollout.inference.v1.GenerateResponse.delta:type_name -> rollout.inference.v1.MessageDelta
+	41, // 25: rollout.inference.v1.GenerateResponse.segments:type_name -> rollout.session.v1.Segment
+	21, // 26: rollout.inference.v1.GenerateResponse.prompt_top_logprobs:type_name -> rollout.inference.v1.TopLogprobs
+	23, // 27: rollout.inference.v1.MessageDelta.tool_calls:type_name -> rollout.inference.v1.ToolCallDelta
+	26, // 28: rollout.inference.v1.EvaluateResponse.samples:type_name -> rollout.inference.v1.EvalSample
+	40, // 29: rollout.inference.v1.EvalSample.metrics:type_name -> rollout.inference.v1.EvalSample.MetricsEntry
+	47, // 30: rollout.inference.v1.EvalSample.outcome:type_name -> rollout.trajectory.v1.Outcome
+	12, // 31: rollout.inference.v1.TokenizeRequest.prompts:type_name -> rollout.inference.v1.Prompt
+	11, // 32: rollout.inference.v1.TokenizeResponse.prompts:type_name -> rollout.inference.v1.TokenIds
+	11, // 33: rollout.inference.v1.DetokenizeRequest.prompts:type_name -> rollout.inference.v1.TokenIds
+	44, // 34: rollout.inference.v1.GetInferenceStatusResponse.receipt:type_name -> rollout.weights.v1.WeightsReceipt
+	45, // 35: rollout.inference.v1.GetInferenceStatusResponse.engines:type_name -> rollout.weights.v1.EngineReceipt
+	13, // 36: rollout.inference.v1.InferenceWorkerService.LoadWeights:input_type -> rollout.inference.v1.LoadWeightsRequest
+	15, // 37: rollout.inference.v1.InferenceWorkerService.StageWeights:input_type -> rollout.inference.v1.StageWeightsRequest
+	17, // 38: rollout.inference.v1.InferenceWorkerService.CommitWeights:input_type -> rollout.inference.v1.CommitWeightsRequest
+	19, // 39: rollout.inference.v1.InferenceWorkerService.Generate:input_type -> rollout.inference.v1.GenerateRequest
+	24, // 40: rollout.inference.v1.InferenceWorkerService.Evaluate:input_type -> rollout.inference.v1.EvaluateRequest
+	27, // 41: rollout.inference.v1.InferenceWorkerService.Tokenize:input_type -> rollout.inference.v1.TokenizeRequest
+	29, // 42: rollout.inference.v1.InferenceWorkerService.Detokenize:input_type -> rollout.inference.v1.DetokenizeRequest
+	31, // 43: rollout.inference.v1.InferenceWorkerService.AbortRequests:input_type -> rollout.inference.v1.AbortRequestsRequest
+	33, // 44: rollout.inference.v1.InferenceWorkerService.PauseEngine:input_type -> rollout.inference.v1.PauseEngineRequest
+	35, // 45: rollout.inference.v1.InferenceWorkerService.ResumeEngine:input_type -> rollout.inference.v1.ResumeEngineRequest
+	37, // 46: rollout.inference.v1.InferenceWorkerService.GetInferenceStatus:input_type -> rollout.inference.v1.GetInferenceStatusRequest
+	14, // 47: rollout.inference.v1.InferenceWorkerService.LoadWeights:output_type -> rollout.inference.v1.LoadWeightsResponse
+	16, // 48: rollout.inference.v1.InferenceWorkerService.StageWeights:output_type -> rollout.inference.v1.StageWeightsResponse
+	18, // 49: rollout.inference.v1.InferenceWorkerService.CommitWeights:output_type -> rollout.inference.v1.CommitWeightsResponse
+	20, // 50: rollout.inference.v1.InferenceWorkerService.Generate:output_type -> rollout.inference.v1.GenerateResponse
+	25, // 51: rollout.inference.v1.InferenceWorkerService.Evaluate:output_type -> rollout.inference.v1.EvaluateResponse
+	28, // 52: rollout.inference.v1.InferenceWorkerService.Tokenize:output_type -> rollout.inference.v1.TokenizeResponse
+	30, // 53: rollout.inference.v1.InferenceWorkerService.Detokenize:output_type -> rollout.inference.v1.DetokenizeResponse
+	32, // 54: rollout.inference.v1.InferenceWorkerService.AbortRequests:output_type -> rollout.inference.v1.AbortRequestsResponse
+	34, // 55: rollout.inference.v1.InferenceWorkerService.PauseEngine:output_type -> rollout.inference.v1.PauseEngineResponse
+	36, // 56: rollout.inference.v1.InferenceWorkerService.ResumeEngine:output_type -> rollout.inference.v1.ResumeEngineResponse
+	38, // 57: rollout.inference.v1.InferenceWorkerService.GetInferenceStatus:output_type -> rollout.inference.v1.GetInferenceStatusResponse
+	47, // [47:58] is the sub-list for method output_type
+	36, // [36:47] is the sub-list for method input_type
+	36, // [36:36] is the sub-list for extension type_name
+	36, // [36:36] is the sub-list for extension extendee
+	0,  // [0:36] is the sub-list for field type_name
 }
 
 func init() { file_rollout_inference_v1_inference_proto_init() }
@@ -3039,15 +3298,16 @@ func file_rollout_inference_v1_inference_proto_init() {
 		(*Prompt_Chat)(nil),
 		(*Prompt_Tokens)(nil),
 	}
-	file_rollout_inference_v1_inference_proto_msgTypes[14].OneofWrappers = []any{}
-	file_rollout_inference_v1_inference_proto_msgTypes[15].OneofWrappers = []any{}
+	file_rollout_inference_v1_inference_proto_msgTypes[18].OneofWrappers = []any{}
+	file_rollout_inference_v1_inference_proto_msgTypes[19].OneofWrappers = []any{}
+	file_rollout_inference_v1_inference_proto_msgTypes[37].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_inference_v1_inference_proto_rawDesc), len(file_rollout_inference_v1_inference_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   36,
+			NumMessages:   40,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -22,6 +22,8 @@ const _ = grpc.SupportPackageIsVersion9
 
 const (
 	InferenceWorkerService_LoadWeights_FullMethodName        = "/rollout.inference.v1.InferenceWorkerService/LoadWeights"
+	InferenceWorkerService_StageWeights_FullMethodName       = "/rollout.inference.v1.InferenceWorkerService/StageWeights"
+	InferenceWorkerService_CommitWeights_FullMethodName      = "/rollout.inference.v1.InferenceWorkerService/CommitWeights"
 	InferenceWorkerService_Generate_FullMethodName           = "/rollout.inference.v1.InferenceWorkerService/Generate"
 	InferenceWorkerService_Evaluate_FullMethodName           = "/rollout.inference.v1.InferenceWorkerService/Evaluate"
 	InferenceWorkerService_Tokenize_FullMethodName           = "/rollout.inference.v1.InferenceWorkerService/Tokenize"
@@ -46,6 +48,15 @@ type InferenceWorkerServiceClient interface {
 	// another digest. If the mismatch has metadata `current` = `true`, the engine itself has other
 	// weights, and the worker exits.
 	LoadWeights(ctx context.Context, in *LoadWeightsRequest, opts ...grpc.CallOption) (*LoadWeightsResponse, error)
+	// StageWeights is the first phase of LoadWeights: it gets and verifies a version and keeps it
+	// next to the current one, which continues to serve. A version that was staged before is
+	// replaced. Idempotent. It is refused for the same reasons as LoadWeights.
+	StageWeights(ctx context.Context, in *StageWeightsRequest, opts ...grpc.CallOption) (*StageWeightsResponse, error)
+	// CommitWeights is the second phase: it swaps the staged version in between tokens, and verifies
+	// the digest of the tensors in the engine. Idempotent. FAILED_PRECONDITION, reason
+	// WEIGHTS_NOT_STAGED, if the worker does not have the version staged, for example because it was
+	// restarted; reason WEIGHTS_DIGEST_MISMATCH as for LoadWeights.
+	CommitWeights(ctx context.Context, in *CommitWeightsRequest, opts ...grpc.CallOption) (*CommitWeightsResponse, error)
 	// Generate samples completions with the current weights, and streams their pieces.
 	Generate(ctx context.Context, in *GenerateRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[GenerateResponse], error)
 	// Evaluate completes held-out prompts with one version and scores the completions.
@@ -76,6 +87,26 @@ func (c *inferenceWorkerServiceClient) LoadWeights(ctx context.Context, in *Load
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(LoadWeightsResponse)
 	err := c.cc.Invoke(ctx, InferenceWorkerService_LoadWeights_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *inferenceWorkerServiceClient) StageWeights(ctx context.Context, in *StageWeightsRequest, opts ...grpc.CallOption) (*StageWeightsResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(StageWeightsResponse)
+	err := c.cc.Invoke(ctx, InferenceWorkerService_StageWeights_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *inferenceWorkerServiceClient) CommitWeights(ctx context.Context, in *CommitWeightsRequest, opts ...grpc.CallOption) (*CommitWeightsResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(CommitWeightsResponse)
+	err := c.cc.Invoke(ctx, InferenceWorkerService_CommitWeights_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -194,6 +225,15 @@ type InferenceWorkerServiceServer interface {
 	// another digest. If the mismatch has metadata `current` = `true`, the engine itself has other
 	// weights, and the worker exits.
 	LoadWeights(context.Context, *LoadWeightsRequest) (*LoadWeightsResponse, error)
+	// StageWeights is the first phase of LoadWeights: it gets and verifies a version and keeps it
+	// next to the current one, which continues to serve. A version that was staged before is
+	// replaced. Idempotent. It is refused for the same reasons as LoadWeights.
+	StageWeights(context.Context, *StageWeightsRequest) (*StageWeightsResponse, error)
+	// CommitWeights is the second phase: it swaps the staged version in between tokens, and verifies
+	// the digest of the tensors in the engine. Idempotent. FAILED_PRECONDITION, reason
+	// WEIGHTS_NOT_STAGED, if the worker does not have the version staged, for example because it was
+	// restarted; reason WEIGHTS_DIGEST_MISMATCH as for LoadWeights.
+	CommitWeights(context.Context, *CommitWeightsRequest) (*CommitWeightsResponse, error)
 	// Generate samples completions with the current weights, and streams their pieces.
 	Generate(*GenerateRequest, grpc.ServerStreamingServer[GenerateResponse]) error
 	// Evaluate completes held-out prompts with one version and scores the completions.
@@ -222,6 +262,12 @@ type UnimplementedInferenceWorkerServiceServer struct{}
 
 func (UnimplementedInferenceWorkerServiceServer) LoadWeights(context.Context, *LoadWeightsRequest) (*LoadWeightsResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method LoadWeights not implemented")
+}
+func (UnimplementedInferenceWorkerServiceServer) StageWeights(context.Context, *StageWeightsRequest) (*StageWeightsResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method StageWeights not implemented")
+}
+func (UnimplementedInferenceWorkerServiceServer) CommitWeights(context.Context, *CommitWeightsRequest) (*CommitWeightsResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method CommitWeights not implemented")
 }
 func (UnimplementedInferenceWorkerServiceServer) Generate(*GenerateRequest, grpc.ServerStreamingServer[GenerateResponse]) error {
 	return status.Error(codes.Unimplemented, "method Generate not implemented")
@@ -283,6 +329,42 @@ func _InferenceWorkerService_LoadWeights_Handler(srv interface{}, ctx context.Co
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(InferenceWorkerServiceServer).LoadWeights(ctx, req.(*LoadWeightsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _InferenceWorkerService_StageWeights_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(StageWeightsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(InferenceWorkerServiceServer).StageWeights(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: InferenceWorkerService_StageWeights_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(InferenceWorkerServiceServer).StageWeights(ctx, req.(*StageWeightsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _InferenceWorkerService_CommitWeights_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(CommitWeightsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(InferenceWorkerServiceServer).CommitWeights(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: InferenceWorkerService_CommitWeights_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(InferenceWorkerServiceServer).CommitWeights(ctx, req.(*CommitWeightsRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -427,6 +509,14 @@ var InferenceWorkerService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "LoadWeights",
 			Handler:    _InferenceWorkerService_LoadWeights_Handler,
+		},
+		{
+			MethodName: "StageWeights",
+			Handler:    _InferenceWorkerService_StageWeights_Handler,
+		},
+		{
+			MethodName: "CommitWeights",
+			Handler:    _InferenceWorkerService_CommitWeights_Handler,
 		},
 		{
 			MethodName: "Tokenize",

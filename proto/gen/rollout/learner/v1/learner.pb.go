@@ -145,7 +145,10 @@ type Progress struct {
 	Message string `protobuf:"bytes,7,opt,name=message,proto3" json:"message,omitempty"`
 	// What stops the run until someone ends it, such as a full disk (reason DISK_FULL); absent
 	// otherwise. The run then continues by itself.
-	Wait          *v11.Wait `protobuf:"bytes,8,opt,name=wait,proto3" json:"wait,omitempty"`
+	Wait *v11.Wait `protobuf:"bytes,8,opt,name=wait,proto3" json:"wait,omitempty"`
+	// Inference workers that could not load the newest weights and serve older ones. Each tries again
+	// by itself.
+	Lagging       []*LaggingWorker `protobuf:"bytes,9,rep,name=lagging,proto3" json:"lagging,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -236,6 +239,77 @@ func (x *Progress) GetWait() *v11.Wait {
 	return nil
 }
 
+func (x *Progress) GetLagging() []*LaggingWorker {
+	if x != nil {
+		return x.Lagging
+	}
+	return nil
+}
+
+// LaggingWorker is an inference worker that was left out of an update of the weights.
+type LaggingWorker struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// `inference-<number>`.
+	WorkerId string `protobuf:"bytes,1,opt,name=worker_id,json=workerId,proto3" json:"worker_id,omitempty"`
+	// Weights version that it could not load.
+	Version uint64 `protobuf:"varint,2,opt,name=version,proto3" json:"version,omitempty"`
+	// Why, as text.
+	Message       string `protobuf:"bytes,3,opt,name=message,proto3" json:"message,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LaggingWorker) Reset() {
+	*x = LaggingWorker{}
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LaggingWorker) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LaggingWorker) ProtoMessage() {}
+
+func (x *LaggingWorker) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LaggingWorker.ProtoReflect.Descriptor instead.
+func (*LaggingWorker) Descriptor() ([]byte, []int) {
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *LaggingWorker) GetWorkerId() string {
+	if x != nil {
+		return x.WorkerId
+	}
+	return ""
+}
+
+func (x *LaggingWorker) GetVersion() uint64 {
+	if x != nil {
+		return x.Version
+	}
+	return 0
+}
+
+func (x *LaggingWorker) GetMessage() string {
+	if x != nil {
+		return x.Message
+	}
+	return ""
+}
+
 // StartRunRequest names a run and its plan.
 type StartRunRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -255,7 +329,7 @@ type StartRunRequest struct {
 
 func (x *StartRunRequest) Reset() {
 	*x = StartRunRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[1]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -267,7 +341,7 @@ func (x *StartRunRequest) String() string {
 func (*StartRunRequest) ProtoMessage() {}
 
 func (x *StartRunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[1]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -280,7 +354,7 @@ func (x *StartRunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartRunRequest.ProtoReflect.Descriptor instead.
 func (*StartRunRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{1}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *StartRunRequest) GetRunId() string {
@@ -327,7 +401,7 @@ type StartRunResponse struct {
 
 func (x *StartRunResponse) Reset() {
 	*x = StartRunResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[2]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -339,7 +413,7 @@ func (x *StartRunResponse) String() string {
 func (*StartRunResponse) ProtoMessage() {}
 
 func (x *StartRunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[2]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -352,7 +426,7 @@ func (x *StartRunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartRunResponse.ProtoReflect.Descriptor instead.
 func (*StartRunResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{2}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{3}
 }
 
 // StopRunRequest names a run.
@@ -371,7 +445,7 @@ type StopRunRequest struct {
 
 func (x *StopRunRequest) Reset() {
 	*x = StopRunRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[3]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -383,7 +457,7 @@ func (x *StopRunRequest) String() string {
 func (*StopRunRequest) ProtoMessage() {}
 
 func (x *StopRunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[3]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -396,7 +470,7 @@ func (x *StopRunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopRunRequest.ProtoReflect.Descriptor instead.
 func (*StopRunRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{3}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *StopRunRequest) GetRunId() string {
@@ -431,7 +505,7 @@ type StopRunResponse struct {
 
 func (x *StopRunResponse) Reset() {
 	*x = StopRunResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[4]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -443,7 +517,7 @@ func (x *StopRunResponse) String() string {
 func (*StopRunResponse) ProtoMessage() {}
 
 func (x *StopRunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[4]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -456,7 +530,7 @@ func (x *StopRunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopRunResponse.ProtoReflect.Descriptor instead.
 func (*StopRunResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{4}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *StopRunResponse) GetProgress() *Progress {
@@ -477,7 +551,7 @@ type GetProgressRequest struct {
 
 func (x *GetProgressRequest) Reset() {
 	*x = GetProgressRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[5]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -489,7 +563,7 @@ func (x *GetProgressRequest) String() string {
 func (*GetProgressRequest) ProtoMessage() {}
 
 func (x *GetProgressRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[5]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -502,7 +576,7 @@ func (x *GetProgressRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetProgressRequest.ProtoReflect.Descriptor instead.
 func (*GetProgressRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{5}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *GetProgressRequest) GetRunId() string {
@@ -523,7 +597,7 @@ type GetProgressResponse struct {
 
 func (x *GetProgressResponse) Reset() {
 	*x = GetProgressResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[6]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -535,7 +609,7 @@ func (x *GetProgressResponse) String() string {
 func (*GetProgressResponse) ProtoMessage() {}
 
 func (x *GetProgressResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[6]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -548,7 +622,7 @@ func (x *GetProgressResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetProgressResponse.ProtoReflect.Descriptor instead.
 func (*GetProgressResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{6}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *GetProgressResponse) GetProgress() *Progress {
@@ -569,7 +643,7 @@ type WatchProgressRequest struct {
 
 func (x *WatchProgressRequest) Reset() {
 	*x = WatchProgressRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[7]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -581,7 +655,7 @@ func (x *WatchProgressRequest) String() string {
 func (*WatchProgressRequest) ProtoMessage() {}
 
 func (x *WatchProgressRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[7]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -594,7 +668,7 @@ func (x *WatchProgressRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchProgressRequest.ProtoReflect.Descriptor instead.
 func (*WatchProgressRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{7}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *WatchProgressRequest) GetRunId() string {
@@ -615,7 +689,7 @@ type WatchProgressResponse struct {
 
 func (x *WatchProgressResponse) Reset() {
 	*x = WatchProgressResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[8]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -627,7 +701,7 @@ func (x *WatchProgressResponse) String() string {
 func (*WatchProgressResponse) ProtoMessage() {}
 
 func (x *WatchProgressResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[8]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -640,7 +714,7 @@ func (x *WatchProgressResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchProgressResponse.ProtoReflect.Descriptor instead.
 func (*WatchProgressResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{8}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *WatchProgressResponse) GetProgress() *Progress {
@@ -665,7 +739,7 @@ type InitializeRequest struct {
 
 func (x *InitializeRequest) Reset() {
 	*x = InitializeRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[9]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -677,7 +751,7 @@ func (x *InitializeRequest) String() string {
 func (*InitializeRequest) ProtoMessage() {}
 
 func (x *InitializeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[9]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -690,7 +764,7 @@ func (x *InitializeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InitializeRequest.ProtoReflect.Descriptor instead.
 func (*InitializeRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{9}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *InitializeRequest) GetRunId() string {
@@ -729,7 +803,7 @@ type InitializeResponse struct {
 
 func (x *InitializeResponse) Reset() {
 	*x = InitializeResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[10]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -741,7 +815,7 @@ func (x *InitializeResponse) String() string {
 func (*InitializeResponse) ProtoMessage() {}
 
 func (x *InitializeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[10]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -754,7 +828,7 @@ func (x *InitializeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InitializeResponse.ProtoReflect.Descriptor instead.
 func (*InitializeResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{10}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *InitializeResponse) GetStep() uint64 {
@@ -795,7 +869,7 @@ type TrainRequest struct {
 
 func (x *TrainRequest) Reset() {
 	*x = TrainRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[11]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -807,7 +881,7 @@ func (x *TrainRequest) String() string {
 func (*TrainRequest) ProtoMessage() {}
 
 func (x *TrainRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[11]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -820,7 +894,7 @@ func (x *TrainRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrainRequest.ProtoReflect.Descriptor instead.
 func (*TrainRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{11}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *TrainRequest) GetRunId() string {
@@ -867,7 +941,7 @@ type TrainResponse struct {
 
 func (x *TrainResponse) Reset() {
 	*x = TrainResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[12]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -879,7 +953,7 @@ func (x *TrainResponse) String() string {
 func (*TrainResponse) ProtoMessage() {}
 
 func (x *TrainResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[12]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -892,7 +966,7 @@ func (x *TrainResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrainResponse.ProtoReflect.Descriptor instead.
 func (*TrainResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{12}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *TrainResponse) GetKind() isTrainResponse_Kind {
@@ -951,7 +1025,7 @@ type TrainProgress struct {
 
 func (x *TrainProgress) Reset() {
 	*x = TrainProgress{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[13]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -963,7 +1037,7 @@ func (x *TrainProgress) String() string {
 func (*TrainProgress) ProtoMessage() {}
 
 func (x *TrainProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[13]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -976,7 +1050,7 @@ func (x *TrainProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrainProgress.ProtoReflect.Descriptor instead.
 func (*TrainProgress) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{13}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *TrainProgress) GetDone() uint32 {
@@ -1012,7 +1086,7 @@ type TrainResult struct {
 
 func (x *TrainResult) Reset() {
 	*x = TrainResult{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[14]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1024,7 +1098,7 @@ func (x *TrainResult) String() string {
 func (*TrainResult) ProtoMessage() {}
 
 func (x *TrainResult) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[14]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1037,7 +1111,7 @@ func (x *TrainResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrainResult.ProtoReflect.Descriptor instead.
 func (*TrainResult) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{14}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *TrainResult) GetStep() uint64 {
@@ -1102,7 +1176,7 @@ type Completion struct {
 
 func (x *Completion) Reset() {
 	*x = Completion{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[15]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1114,7 +1188,7 @@ func (x *Completion) String() string {
 func (*Completion) ProtoMessage() {}
 
 func (x *Completion) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[15]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1127,7 +1201,7 @@ func (x *Completion) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Completion.ProtoReflect.Descriptor instead.
 func (*Completion) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{15}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Completion) GetEpoch() uint32 {
@@ -1204,7 +1278,7 @@ type PublishWeightsRequest struct {
 
 func (x *PublishWeightsRequest) Reset() {
 	*x = PublishWeightsRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[16]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1216,7 +1290,7 @@ func (x *PublishWeightsRequest) String() string {
 func (*PublishWeightsRequest) ProtoMessage() {}
 
 func (x *PublishWeightsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[16]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1229,7 +1303,7 @@ func (x *PublishWeightsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PublishWeightsRequest.ProtoReflect.Descriptor instead.
 func (*PublishWeightsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{16}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *PublishWeightsRequest) GetRunId() string {
@@ -1250,7 +1324,7 @@ type PublishWeightsResponse struct {
 
 func (x *PublishWeightsResponse) Reset() {
 	*x = PublishWeightsResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[17]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1262,7 +1336,7 @@ func (x *PublishWeightsResponse) String() string {
 func (*PublishWeightsResponse) ProtoMessage() {}
 
 func (x *PublishWeightsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[17]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1275,7 +1349,7 @@ func (x *PublishWeightsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PublishWeightsResponse.ProtoReflect.Descriptor instead.
 func (*PublishWeightsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{17}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *PublishWeightsResponse) GetWeights() *v1.WeightsManifest {
@@ -1304,7 +1378,7 @@ type OfferWeightsRequest struct {
 
 func (x *OfferWeightsRequest) Reset() {
 	*x = OfferWeightsRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[18]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1316,7 +1390,7 @@ func (x *OfferWeightsRequest) String() string {
 func (*OfferWeightsRequest) ProtoMessage() {}
 
 func (x *OfferWeightsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[18]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1329,7 +1403,7 @@ func (x *OfferWeightsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OfferWeightsRequest.ProtoReflect.Descriptor instead.
 func (*OfferWeightsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{18}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *OfferWeightsRequest) GetRunId() string {
@@ -1379,7 +1453,7 @@ type OfferWeightsResponse struct {
 
 func (x *OfferWeightsResponse) Reset() {
 	*x = OfferWeightsResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[19]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1391,7 +1465,7 @@ func (x *OfferWeightsResponse) String() string {
 func (*OfferWeightsResponse) ProtoMessage() {}
 
 func (x *OfferWeightsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[19]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1404,7 +1478,7 @@ func (x *OfferWeightsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OfferWeightsResponse.ProtoReflect.Descriptor instead.
 func (*OfferWeightsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{19}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *OfferWeightsResponse) GetOffers() []*v1.WeightsOffer {
@@ -1427,7 +1501,7 @@ type EvaluateLossRequest struct {
 
 func (x *EvaluateLossRequest) Reset() {
 	*x = EvaluateLossRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[20]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1439,7 +1513,7 @@ func (x *EvaluateLossRequest) String() string {
 func (*EvaluateLossRequest) ProtoMessage() {}
 
 func (x *EvaluateLossRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[20]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1452,7 +1526,7 @@ func (x *EvaluateLossRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvaluateLossRequest.ProtoReflect.Descriptor instead.
 func (*EvaluateLossRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{20}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *EvaluateLossRequest) GetRunId() string {
@@ -1484,7 +1558,7 @@ type EvaluateLossResponse struct {
 
 func (x *EvaluateLossResponse) Reset() {
 	*x = EvaluateLossResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[21]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1496,7 +1570,7 @@ func (x *EvaluateLossResponse) String() string {
 func (*EvaluateLossResponse) ProtoMessage() {}
 
 func (x *EvaluateLossResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[21]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1509,7 +1583,7 @@ func (x *EvaluateLossResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvaluateLossResponse.ProtoReflect.Descriptor instead.
 func (*EvaluateLossResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{21}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *EvaluateLossResponse) GetMetrics() map[string]float64 {
@@ -1548,7 +1622,7 @@ type SaveStateRequest struct {
 
 func (x *SaveStateRequest) Reset() {
 	*x = SaveStateRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[22]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1560,7 +1634,7 @@ func (x *SaveStateRequest) String() string {
 func (*SaveStateRequest) ProtoMessage() {}
 
 func (x *SaveStateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[22]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1573,7 +1647,7 @@ func (x *SaveStateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SaveStateRequest.ProtoReflect.Descriptor instead.
 func (*SaveStateRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{22}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *SaveStateRequest) GetRunId() string {
@@ -1610,7 +1684,7 @@ type SaveStateResponse struct {
 
 func (x *SaveStateResponse) Reset() {
 	*x = SaveStateResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[23]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1622,7 +1696,7 @@ func (x *SaveStateResponse) String() string {
 func (*SaveStateResponse) ProtoMessage() {}
 
 func (x *SaveStateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[23]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1635,7 +1709,7 @@ func (x *SaveStateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SaveStateResponse.ProtoReflect.Descriptor instead.
 func (*SaveStateResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{23}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *SaveStateResponse) GetFiles() []*v14.SnapshotFile {
@@ -1661,7 +1735,7 @@ type GetLearnerStatusRequest struct {
 
 func (x *GetLearnerStatusRequest) Reset() {
 	*x = GetLearnerStatusRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[24]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1673,7 +1747,7 @@ func (x *GetLearnerStatusRequest) String() string {
 func (*GetLearnerStatusRequest) ProtoMessage() {}
 
 func (x *GetLearnerStatusRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[24]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1686,7 +1760,7 @@ func (x *GetLearnerStatusRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetLearnerStatusRequest.ProtoReflect.Descriptor instead.
 func (*GetLearnerStatusRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{24}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{25}
 }
 
 // GetLearnerStatusResponse is the state of the worker.
@@ -1708,7 +1782,7 @@ type GetLearnerStatusResponse struct {
 
 func (x *GetLearnerStatusResponse) Reset() {
 	*x = GetLearnerStatusResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[25]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1720,7 +1794,7 @@ func (x *GetLearnerStatusResponse) String() string {
 func (*GetLearnerStatusResponse) ProtoMessage() {}
 
 func (x *GetLearnerStatusResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[25]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1733,7 +1807,7 @@ func (x *GetLearnerStatusResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetLearnerStatusResponse.ProtoReflect.Descriptor instead.
 func (*GetLearnerStatusResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{25}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *GetLearnerStatusResponse) GetStep() uint64 {
@@ -1775,7 +1849,7 @@ var File_rollout_learner_v1_learner_proto protoreflect.FileDescriptor
 
 const file_rollout_learner_v1_learner_proto_rawDesc = "" +
 	"\n" +
-	" rollout/learner/v1/learner.proto\x12\x12rollout.learner.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1erollout/buffer/v1/buffer.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\"rollout/snapshot/v1/snapshot.proto\x1a\x1arollout/wait/v1/wait.proto\x1a rollout/weights/v1/weights.proto\"\xac\x02\n" +
+	" rollout/learner/v1/learner.proto\x12\x12rollout.learner.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1erollout/buffer/v1/buffer.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\"rollout/snapshot/v1/snapshot.proto\x1a\x1arollout/wait/v1/wait.proto\x1a rollout/weights/v1/weights.proto\"\xe9\x02\n" +
 	"\bProgress\x12\x15\n" +
 	"\x06run_id\x18\x01 \x01(\tR\x05runId\x12/\n" +
 	"\x05phase\x18\x02 \x01(\x0e2\x19.rollout.learner.v1.PhaseR\x05phase\x12\x12\n" +
@@ -1786,7 +1860,12 @@ const file_rollout_learner_v1_learner_proto_rawDesc = "" +
 	"waitingFor\x12=\n" +
 	"\aweights\x18\x06 \x01(\v2#.rollout.weights.v1.WeightsManifestR\aweights\x12\x18\n" +
 	"\amessage\x18\a \x01(\tR\amessage\x12)\n" +
-	"\x04wait\x18\b \x01(\v2\x15.rollout.wait.v1.WaitR\x04wait\"\xd0\x01\n" +
+	"\x04wait\x18\b \x01(\v2\x15.rollout.wait.v1.WaitR\x04wait\x12;\n" +
+	"\alagging\x18\t \x03(\v2!.rollout.learner.v1.LaggingWorkerR\alagging\"`\n" +
+	"\rLaggingWorker\x12\x1b\n" +
+	"\tworker_id\x18\x01 \x01(\tR\bworkerId\x12\x18\n" +
+	"\aversion\x18\x02 \x01(\x04R\aversion\x12\x18\n" +
+	"\amessage\x18\x03 \x01(\tR\amessage\"\xd0\x01\n" +
 	"\x0fStartRunRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x121\n" +
 	"\x04plan\x18\x02 \x01(\v2\x15.rollout.plan.v1.PlanB\x06\xbaH\x03\xc8\x01\x01R\x04plan\x12 \n" +
@@ -1934,89 +2013,91 @@ func file_rollout_learner_v1_learner_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_learner_v1_learner_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_learner_v1_learner_proto_msgTypes = make([]protoimpl.MessageInfo, 28)
+var file_rollout_learner_v1_learner_proto_msgTypes = make([]protoimpl.MessageInfo, 29)
 var file_rollout_learner_v1_learner_proto_goTypes = []any{
 	(Phase)(0),                       // 0: rollout.learner.v1.Phase
 	(*Progress)(nil),                 // 1: rollout.learner.v1.Progress
-	(*StartRunRequest)(nil),          // 2: rollout.learner.v1.StartRunRequest
-	(*StartRunResponse)(nil),         // 3: rollout.learner.v1.StartRunResponse
-	(*StopRunRequest)(nil),           // 4: rollout.learner.v1.StopRunRequest
-	(*StopRunResponse)(nil),          // 5: rollout.learner.v1.StopRunResponse
-	(*GetProgressRequest)(nil),       // 6: rollout.learner.v1.GetProgressRequest
-	(*GetProgressResponse)(nil),      // 7: rollout.learner.v1.GetProgressResponse
-	(*WatchProgressRequest)(nil),     // 8: rollout.learner.v1.WatchProgressRequest
-	(*WatchProgressResponse)(nil),    // 9: rollout.learner.v1.WatchProgressResponse
-	(*InitializeRequest)(nil),        // 10: rollout.learner.v1.InitializeRequest
-	(*InitializeResponse)(nil),       // 11: rollout.learner.v1.InitializeResponse
-	(*TrainRequest)(nil),             // 12: rollout.learner.v1.TrainRequest
-	(*TrainResponse)(nil),            // 13: rollout.learner.v1.TrainResponse
-	(*TrainProgress)(nil),            // 14: rollout.learner.v1.TrainProgress
-	(*TrainResult)(nil),              // 15: rollout.learner.v1.TrainResult
-	(*Completion)(nil),               // 16: rollout.learner.v1.Completion
-	(*PublishWeightsRequest)(nil),    // 17: rollout.learner.v1.PublishWeightsRequest
-	(*PublishWeightsResponse)(nil),   // 18: rollout.learner.v1.PublishWeightsResponse
-	(*OfferWeightsRequest)(nil),      // 19: rollout.learner.v1.OfferWeightsRequest
-	(*OfferWeightsResponse)(nil),     // 20: rollout.learner.v1.OfferWeightsResponse
-	(*EvaluateLossRequest)(nil),      // 21: rollout.learner.v1.EvaluateLossRequest
-	(*EvaluateLossResponse)(nil),     // 22: rollout.learner.v1.EvaluateLossResponse
-	(*SaveStateRequest)(nil),         // 23: rollout.learner.v1.SaveStateRequest
-	(*SaveStateResponse)(nil),        // 24: rollout.learner.v1.SaveStateResponse
-	(*GetLearnerStatusRequest)(nil),  // 25: rollout.learner.v1.GetLearnerStatusRequest
-	(*GetLearnerStatusResponse)(nil), // 26: rollout.learner.v1.GetLearnerStatusResponse
-	nil,                              // 27: rollout.learner.v1.TrainResult.MetricsEntry
-	nil,                              // 28: rollout.learner.v1.EvaluateLossResponse.MetricsEntry
-	(*v1.WeightsManifest)(nil),       // 29: rollout.weights.v1.WeightsManifest
-	(*v11.Wait)(nil),                 // 30: rollout.wait.v1.Wait
-	(*v12.Plan)(nil),                 // 31: rollout.plan.v1.Plan
-	(*v13.Batch)(nil),                // 32: rollout.buffer.v1.Batch
-	(*v1.WeightsOffer)(nil),          // 33: rollout.weights.v1.WeightsOffer
-	(*v14.SnapshotFile)(nil),         // 34: rollout.snapshot.v1.SnapshotFile
+	(*LaggingWorker)(nil),            // 2: rollout.learner.v1.LaggingWorker
+	(*StartRunRequest)(nil),          // 3: rollout.learner.v1.StartRunRequest
+	(*StartRunResponse)(nil),         // 4: rollout.learner.v1.StartRunResponse
+	(*StopRunRequest)(nil),           // 5: rollout.learner.v1.StopRunRequest
+	(*StopRunResponse)(nil),          // 6: rollout.learner.v1.StopRunResponse
+	(*GetProgressRequest)(nil),       // 7: rollout.learner.v1.GetProgressRequest
+	(*GetProgressResponse)(nil),      // 8: rollout.learner.v1.GetProgressResponse
+	(*WatchProgressRequest)(nil),     // 9: rollout.learner.v1.WatchProgressRequest
+	(*WatchProgressResponse)(nil),    // 10: rollout.learner.v1.WatchProgressResponse
+	(*InitializeRequest)(nil),        // 11: rollout.learner.v1.InitializeRequest
+	(*InitializeResponse)(nil),       // 12: rollout.learner.v1.InitializeResponse
+	(*TrainRequest)(nil),             // 13: rollout.learner.v1.TrainRequest
+	(*TrainResponse)(nil),            // 14: rollout.learner.v1.TrainResponse
+	(*TrainProgress)(nil),            // 15: rollout.learner.v1.TrainProgress
+	(*TrainResult)(nil),              // 16: rollout.learner.v1.TrainResult
+	(*Completion)(nil),               // 17: rollout.learner.v1.Completion
+	(*PublishWeightsRequest)(nil),    // 18: rollout.learner.v1.PublishWeightsRequest
+	(*PublishWeightsResponse)(nil),   // 19: rollout.learner.v1.PublishWeightsResponse
+	(*OfferWeightsRequest)(nil),      // 20: rollout.learner.v1.OfferWeightsRequest
+	(*OfferWeightsResponse)(nil),     // 21: rollout.learner.v1.OfferWeightsResponse
+	(*EvaluateLossRequest)(nil),      // 22: rollout.learner.v1.EvaluateLossRequest
+	(*EvaluateLossResponse)(nil),     // 23: rollout.learner.v1.EvaluateLossResponse
+	(*SaveStateRequest)(nil),         // 24: rollout.learner.v1.SaveStateRequest
+	(*SaveStateResponse)(nil),        // 25: rollout.learner.v1.SaveStateResponse
+	(*GetLearnerStatusRequest)(nil),  // 26: rollout.learner.v1.GetLearnerStatusRequest
+	(*GetLearnerStatusResponse)(nil), // 27: rollout.learner.v1.GetLearnerStatusResponse
+	nil,                              // 28: rollout.learner.v1.TrainResult.MetricsEntry
+	nil,                              // 29: rollout.learner.v1.EvaluateLossResponse.MetricsEntry
+	(*v1.WeightsManifest)(nil),       // 30: rollout.weights.v1.WeightsManifest
+	(*v11.Wait)(nil),                 // 31: rollout.wait.v1.Wait
+	(*v12.Plan)(nil),                 // 32: rollout.plan.v1.Plan
+	(*v13.Batch)(nil),                // 33: rollout.buffer.v1.Batch
+	(*v1.WeightsOffer)(nil),          // 34: rollout.weights.v1.WeightsOffer
+	(*v14.SnapshotFile)(nil),         // 35: rollout.snapshot.v1.SnapshotFile
 }
 var file_rollout_learner_v1_learner_proto_depIdxs = []int32{
 	0,  // 0: rollout.learner.v1.Progress.phase:type_name -> rollout.learner.v1.Phase
-	29, // 1: rollout.learner.v1.Progress.weights:type_name -> rollout.weights.v1.WeightsManifest
-	30, // 2: rollout.learner.v1.Progress.wait:type_name -> rollout.wait.v1.Wait
-	31, // 3: rollout.learner.v1.StartRunRequest.plan:type_name -> rollout.plan.v1.Plan
-	1,  // 4: rollout.learner.v1.StopRunResponse.progress:type_name -> rollout.learner.v1.Progress
-	1,  // 5: rollout.learner.v1.GetProgressResponse.progress:type_name -> rollout.learner.v1.Progress
-	1,  // 6: rollout.learner.v1.WatchProgressResponse.progress:type_name -> rollout.learner.v1.Progress
-	32, // 7: rollout.learner.v1.TrainRequest.batch:type_name -> rollout.buffer.v1.Batch
-	14, // 8: rollout.learner.v1.TrainResponse.progress:type_name -> rollout.learner.v1.TrainProgress
-	15, // 9: rollout.learner.v1.TrainResponse.result:type_name -> rollout.learner.v1.TrainResult
-	29, // 10: rollout.learner.v1.TrainResult.weights:type_name -> rollout.weights.v1.WeightsManifest
-	27, // 11: rollout.learner.v1.TrainResult.metrics:type_name -> rollout.learner.v1.TrainResult.MetricsEntry
-	16, // 12: rollout.learner.v1.TrainResult.completions:type_name -> rollout.learner.v1.Completion
-	29, // 13: rollout.learner.v1.PublishWeightsResponse.weights:type_name -> rollout.weights.v1.WeightsManifest
-	33, // 14: rollout.learner.v1.OfferWeightsResponse.offers:type_name -> rollout.weights.v1.WeightsOffer
-	28, // 15: rollout.learner.v1.EvaluateLossResponse.metrics:type_name -> rollout.learner.v1.EvaluateLossResponse.MetricsEntry
-	34, // 16: rollout.learner.v1.SaveStateResponse.files:type_name -> rollout.snapshot.v1.SnapshotFile
-	2,  // 17: rollout.learner.v1.LearnerControllerService.StartRun:input_type -> rollout.learner.v1.StartRunRequest
-	4,  // 18: rollout.learner.v1.LearnerControllerService.StopRun:input_type -> rollout.learner.v1.StopRunRequest
-	6,  // 19: rollout.learner.v1.LearnerControllerService.GetProgress:input_type -> rollout.learner.v1.GetProgressRequest
-	8,  // 20: rollout.learner.v1.LearnerControllerService.WatchProgress:input_type -> rollout.learner.v1.WatchProgressRequest
-	10, // 21: rollout.learner.v1.LearnerWorkerService.Initialize:input_type -> rollout.learner.v1.InitializeRequest
-	12, // 22: rollout.learner.v1.LearnerWorkerService.Train:input_type -> rollout.learner.v1.TrainRequest
-	17, // 23: rollout.learner.v1.LearnerWorkerService.PublishWeights:input_type -> rollout.learner.v1.PublishWeightsRequest
-	19, // 24: rollout.learner.v1.LearnerWorkerService.OfferWeights:input_type -> rollout.learner.v1.OfferWeightsRequest
-	21, // 25: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:input_type -> rollout.learner.v1.EvaluateLossRequest
-	23, // 26: rollout.learner.v1.LearnerWorkerService.SaveState:input_type -> rollout.learner.v1.SaveStateRequest
-	25, // 27: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:input_type -> rollout.learner.v1.GetLearnerStatusRequest
-	3,  // 28: rollout.learner.v1.LearnerControllerService.StartRun:output_type -> rollout.learner.v1.StartRunResponse
-	5,  // 29: rollout.learner.v1.LearnerControllerService.StopRun:output_type -> rollout.learner.v1.StopRunResponse
-	7,  // 30: rollout.learner.v1.LearnerControllerService.GetProgress:output_type -> rollout.learner.v1.GetProgressResponse
-	9,  // 31: rollout.learner.v1.LearnerControllerService.WatchProgress:output_type -> rollout.learner.v1.WatchProgressResponse
-	11, // 32: rollout.learner.v1.LearnerWorkerService.Initialize:output_type -> rollout.learner.v1.InitializeResponse
-	13, // 33: rollout.learner.v1.LearnerWorkerService.Train:output_type -> rollout.learner.v1.TrainResponse
-	18, // 34: rollout.learner.v1.LearnerWorkerService.PublishWeights:output_type -> rollout.learner.v1.PublishWeightsResponse
-	20, // 35: rollout.learner.v1.LearnerWorkerService.OfferWeights:output_type -> rollout.learner.v1.OfferWeightsResponse
-	22, // 36: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:output_type -> rollout.learner.v1.EvaluateLossResponse
-	24, // 37: rollout.learner.v1.LearnerWorkerService.SaveState:output_type -> rollout.learner.v1.SaveStateResponse
-	26, // 38: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:output_type -> rollout.learner.v1.GetLearnerStatusResponse
-	28, // [28:39] is the sub-list for method output_type
-	17, // [17:28] is the sub-list for method input_type
-	17, // [17:17] is the sub-list for extension type_name
-	17, // [17:17] is the sub-list for extension extendee
-	0,  // [0:17] is the sub-list for field type_name
+	30, // 1: rollout.learner.v1.Progress.weights:type_name -> rollout.weights.v1.WeightsManifest
+	31, // 2: rollout.learner.v1.Progress.wait:type_name -> rollout.wait.v1.Wait
+	2,  // 3: rollout.learner.v1.Progress.lagging:type_name -> rollout.learner.v1.LaggingWorker
+	32, // 4: rollout.learner.v1.StartRunRequest.plan:type_name -> rollout.plan.v1.Plan
+	1,  // 5: rollout.learner.v1.StopRunResponse.progress:type_name -> rollout.learner.v1.Progress
+	1,  // 6: rollout.learner.v1.GetProgressResponse.progress:type_name -> rollout.learner.v1.Progress
+	1,  // 7: rollout.learner.v1.WatchProgressResponse.progress:type_name -> rollout.learner.v1.Progress
+	33, // 8: rollout.learner.v1.TrainRequest.batch:type_name -> rollout.buffer.v1.Batch
+	15, // 9: rollout.learner.v1.TrainResponse.progress:type_name -> rollout.learner.v1.TrainProgress
+	16, // 10: rollout.learner.v1.TrainResponse.result:type_name -> rollout.learner.v1.TrainResult
+	30, // 11: rollout.learner.v1.TrainResult.weights:type_name -> rollout.weights.v1.WeightsManifest
+	28, // 12: rollout.learner.v1.TrainResult.metrics:type_name -> rollout.learner.v1.TrainResult.MetricsEntry
+	17, // 13: rollout.learner.v1.TrainResult.completions:type_name -> rollout.learner.v1.Completion
+	30, // 14: rollout.learner.v1.PublishWeightsResponse.weights:type_name -> rollout.weights.v1.WeightsManifest
+	34, // 15: rollout.learner.v1.OfferWeightsResponse.offers:type_name -> rollout.weights.v1.WeightsOffer
+	29, // 16: rollout.learner.v1.EvaluateLossResponse.metrics:type_name -> rollout.learner.v1.EvaluateLossResponse.MetricsEntry
+	35, // 17: rollout.learner.v1.SaveStateResponse.files:type_name -> rollout.snapshot.v1.SnapshotFile
+	3,  // 18: rollout.learner.v1.LearnerControllerService.StartRun:input_type -> rollout.learner.v1.StartRunRequest
+	5,  // 19: rollout.learner.v1.LearnerControllerService.StopRun:input_type -> rollout.learner.v1.StopRunRequest
+	7,  // 20: rollout.learner.v1.LearnerControllerService.GetProgress:input_type -> rollout.learner.v1.GetProgressRequest
+	9,  // 21: rollout.learner.v1.LearnerControllerService.WatchProgress:input_type -> rollout.learner.v1.WatchProgressRequest
+	11, // 22: rollout.learner.v1.LearnerWorkerService.Initialize:input_type -> rollout.learner.v1.InitializeRequest
+	13, // 23: rollout.learner.v1.LearnerWorkerService.Train:input_type -> rollout.learner.v1.TrainRequest
+	18, // 24: rollout.learner.v1.LearnerWorkerService.PublishWeights:input_type -> rollout.learner.v1.PublishWeightsRequest
+	20, // 25: rollout.learner.v1.LearnerWorkerService.OfferWeights:input_type -> rollout.learner.v1.OfferWeightsRequest
+	22, // 26: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:input_type -> rollout.learner.v1.EvaluateLossRequest
+	24, // 27: rollout.learner.v1.LearnerWorkerService.SaveState:input_type -> rollout.learner.v1.SaveStateRequest
+	26, // 28: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:input_type -> rollout.learner.v1.GetLearnerStatusRequest
+	4,  // 29: rollout.learner.v1.LearnerControllerService.StartRun:output_type -> rollout.learner.v1.StartRunResponse
+	6,  // 30: rollout.learner.v1.LearnerControllerService.StopRun:output_type -> rollout.learner.v1.StopRunResponse
+	8,  // 31: rollout.learner.v1.LearnerControllerService.GetProgress:output_type -> rollout.learner.v1.GetProgressResponse
+	10, // 32: rollout.learner.v1.LearnerControllerService.WatchProgress:output_type -> rollout.learner.v1.WatchProgressResponse
+	12, // 33: rollout.learner.v1.LearnerWorkerService.Initialize:output_type -> rollout.learner.v1.InitializeResponse
+	14, // 34: rollout.learner.v1.LearnerWorkerService.Train:output_type -> rollout.learner.v1.TrainResponse
+	19, // 35: rollout.learner.v1.LearnerWorkerService.PublishWeights:output_type -> rollout.learner.v1.PublishWeightsResponse
+	21, // 36: rollout.learner.v1.LearnerWorkerService.OfferWeights:output_type -> rollout.learner.v1.OfferWeightsResponse
+	23, // 37: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:output_type -> rollout.learner.v1.EvaluateLossResponse
+	25, // 38: rollout.learner.v1.LearnerWorkerService.SaveState:output_type -> rollout.learner.v1.SaveStateResponse
+	27, // 39: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:output_type -> rollout.learner.v1.GetLearnerStatusResponse
+	29, // [29:40] is the sub-list for method output_type
+	18, // [18:29] is the sub-list for method input_type
+	18, // [18:18] is the sub-list for extension type_name
+	18, // [18:18] is the sub-list for extension extendee
+	0,  // [0:18] is the sub-list for field type_name
 }
 
 func init() { file_rollout_learner_v1_learner_proto_init() }
@@ -2024,18 +2105,18 @@ func file_rollout_learner_v1_learner_proto_init() {
 	if File_rollout_learner_v1_learner_proto != nil {
 		return
 	}
-	file_rollout_learner_v1_learner_proto_msgTypes[12].OneofWrappers = []any{
+	file_rollout_learner_v1_learner_proto_msgTypes[13].OneofWrappers = []any{
 		(*TrainResponse_Progress)(nil),
 		(*TrainResponse_Result)(nil),
 	}
-	file_rollout_learner_v1_learner_proto_msgTypes[15].OneofWrappers = []any{}
+	file_rollout_learner_v1_learner_proto_msgTypes[16].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_learner_v1_learner_proto_rawDesc), len(file_rollout_learner_v1_learner_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   28,
+			NumMessages:   29,
 			NumExtensions: 0,
 			NumServices:   2,
 		},
