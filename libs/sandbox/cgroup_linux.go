@@ -155,7 +155,7 @@ func (c cgroups) sweep() {
 		for _, dir := range dirs {
 			text, _, _ := strings.Cut(strings.TrimPrefix(filepath.Base(dir), "rollout-sandbox-"), "-")
 			if pid, err := strconv.Atoi(text); err == nil && errors.Is(unix.Kill(pid, 0), unix.ESRCH) {
-				_ = os.Remove(dir)
+				(&group{dirs: []string{dir}}).remove()
 			}
 		}
 	}

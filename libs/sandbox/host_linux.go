@@ -307,15 +307,14 @@ func (b *Box) start(command Command) (*Process, error) {
 	limits := b.spec.Limits
 	l := launch{
 		Argv: command.Argv, Env: command.Env, Cwd: command.Cwd, Files: command.Files, KeepBackground: command.KeepBackground,
-		Landlock: b.landed, Writable: []string{home, "/tmp", "/dev/shm"}, OpenFiles: limits.OpenFiles, FileBytes: limits.DiskBytes,
+		Landlock: b.landed, Writable: []string{home, "/tmp", "/dev/shm"}, OpenFiles: limits.OpenFiles,
 	}
 	for _, bind := range b.spec.Binds {
 		if bind.Writable {
 			l.Writable = append(l.Writable, bind.Target)
-			l.FileBytes = -1 // the quota is that of the host's folder
 		}
 	}
-	if b.group.pids == "" {
+	if b.group.pids == "" && !slices.Contains(b.spec.BestEffort, Pids) {
 		l.Processes = limits.Pids
 	}
 	if b.group.memory == "" && !slices.Contains(b.spec.BestEffort, Memory) {
@@ -427,7 +426,7 @@ func (p *Process) result(cause string) (Result, error) {
 		hit[cause] = cause != Killed
 		r.Reason, r.Signal = cause, "SIGKILL"
 	}
-	for _, reason := range []string{LimitMemory, LimitOutput, LimitWall, LimitFiles, LimitDisk, LimitPids} {
+	for _, reason := range []string{LimitMemory, LimitOutput, LimitWall, LimitDisk, LimitPids} {
 		if !hit[reason] {
 			continue
 		}

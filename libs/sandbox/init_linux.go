@@ -8,6 +8,7 @@ import (
 	"net"
 	"os"
 	"os/signal"
+	"runtime"
 	"runtime/debug"
 	"sync"
 	"syscall"
@@ -43,7 +44,6 @@ type launch struct {
 	Writable       []string          `json:"writable"` // folders and files that Landlock lets it write
 	Landlock       bool              `json:"landlock"`
 	OpenFiles      int               `json:"open_files"`
-	FileBytes      int64             `json:"file_bytes"`
 	AddressBytes   int64             `json:"address_bytes,omitempty"` // 0: unlimited
 	Processes      int               `json:"processes,omitempty"`     // 0: unlimited
 	KeepBackground bool              `json:"keep_background,omitempty"`
@@ -117,6 +117,7 @@ type initBox struct {
 	groups []*os.File
 	setup  setup
 	exe    int // a read-only clone of this program
+	forker forker
 
 	sending sync.Mutex
 	signals chan os.Signal
@@ -171,6 +172,9 @@ func (b *initBox) prepare() error {
 	if err := buildRoot(b.setup); err != nil {
 		return err
 	}
+	if b.forker, err = newForker(); err != nil {
+		return fmt.Errorf("drop from the bounding set: %w", err)
+	}
 	return dropPrivileges(b.setup.Drop)
 }
 
@@ -188,6 +192,42 @@ func loopbackUp() error {
 	return unix.IoctlIfreq(fd, unix.SIOCSIFFLAGS, request)
 }
 
+// forker starts the stages, all from one thread, whose bounding set is empty. The other threads
+// have no capabilities either; a call for each capability in each thread would take milliseconds.
+type forker struct {
+	requests chan func()
+}
+
+func newForker() (forker, error) {
+	f, ready := forker{requests: make(chan func())}, make(chan error)
+	go func() {
+		runtime.LockOSThread()
+		var err error
+		for c := uintptr(0); err == nil; c++ {
+			if _, last := unix.PrctlRetInt(unix.PR_CAPBSET_READ, c, 0, 0, 0); last != nil {
+				break // past the last capability of this kernel
+			}
+			err = unix.Prctl(unix.PR_CAPBSET_DROP, c, 0, 0, 0)
+		}
+		ready <- err
+		for request := range f.requests {
+			request()
+		}
+	}()
+	return f, <-ready
+}
+
+// fork starts a process.
+func (f forker) fork(path string, argv []string, attr *syscall.ProcAttr) (pid int, err error) {
+	done := make(chan struct{})
+	f.requests <- func() {
+		pid, err = syscall.ForkExec(path, argv, attr)
+		close(done)
+	}
+	<-done
+	return pid, err
+}
+
 // dropPrivileges gives up every capability and, if it can, the uid, in all threads and for good.
 func dropPrivileges(drop bool) error {
 	all := func(what string, trap uintptr, args ...uintptr) error {
@@ -197,14 +237,6 @@ func dropPrivileges(drop bool) error {
 			return fmt.Errorf("%s: %w", what, e)
 		}
 		return nil
-	}
-	for c := uintptr(0); c <= 63; c++ {
-		if _, err := unix.PrctlRetInt(unix.PR_CAPBSET_READ, c, 0, 0, 0); err != nil {
-			break // past the last capability of this kernel
-		}
-		if err := all("drop from the bounding set", unix.SYS_PRCTL, unix.PR_CAPBSET_DROP, c); err != nil {
-			return err
-		}
 	}
 	const locked = 1<<0 | 1<<1 | 1<<2 | 1<<3 | 1<<5 | 1<<6 | 1<<7 // NOROOT, NO_SETUID_FIXUP, KEEP_CAPS off but locked, NO_CAP_AMBIENT_RAISE
 	if err := all("lock the secure bits", unix.SYS_PRCTL, unix.PR_SET_SECUREBITS, locked); err != nil {
@@ -271,7 +303,7 @@ func (b *initBox) start(id int, l launch, files []*os.File) error {
 	l.Groups = len(b.groups)
 	if l.Processes > 0 {
 		own, _ := os.ReadDir("/proc/self/task")
-		l.Processes += len(own) // the kernel counts the threads of init, too
+		l.Processes += len(own) + 8 // the kernel counts the threads of init, too, which may become a few more
 	}
 	fds := []uintptr{files[0].Fd(), files[1].Fd(), files[2].Fd(), theirs.Fd()}
 	for _, f := range b.groups {
@@ -279,7 +311,7 @@ func (b *initBox) start(id int, l launch, files []*os.File) error {
 	}
 	c := &command{id: id, keep: l.KeepBackground, hit: map[string]bool{}, settled: make(chan struct{}), ended: make(chan struct{})}
 	b.mu.Lock()
-	pid, err := syscall.ForkExec(fmt.Sprintf("/proc/self/fd/%d", b.exe), []string{"rollout-sandbox", "stage"}, &syscall.ProcAttr{
+	pid, err := b.forker.fork(fmt.Sprintf("/proc/self/fd/%d", b.exe), []string{"rollout-sandbox", "stage"}, &syscall.ProcAttr{
 		Dir: "/", Files: fds, Env: []string{"GOMAXPROCS=1", "GOGC=off"}, Sys: &syscall.SysProcAttr{Setsid: true},
 	})
 	if err == nil {
@@ -310,7 +342,7 @@ func (b *initBox) start(id int, l launch, files []*os.File) error {
 		}
 		ready = true
 		if len(files) == 1 {
-			d := watchDenials(files[0])
+			d := watchDenials(files[0], func() bool { return b.mayFork(c) })
 			b.mu.Lock()
 			c.denials = d
 			b.mu.Unlock()
@@ -389,9 +421,6 @@ func (b *initBox) finish(c *command, status unix.WaitStatus, usage unix.Rusage) 
 		e.Remaining = !b.killStrays()
 	}
 	b.mu.Lock()
-	if status.Signaled() && status.Signal() == unix.SIGXFSZ {
-		c.hit[LimitFiles] = true
-	}
 	for reason := range c.hit {
 		e.Hit = append(e.Hit, reason)
 	}

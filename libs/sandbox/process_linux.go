@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"time"
 
@@ -34,37 +35,48 @@ func (b *initBox) observe(c *command) {
 }
 
 func (b *initBox) check(c *command) {
-	reach := func(reason string) {
-		b.mu.Lock()
-		c.hit[reason] = true
-		b.mu.Unlock()
-	}
 	var s unix.Statfs_t
 	if unix.Statfs(home, &s) == nil && (s.Bavail == 0 || s.Ffree == 0) {
-		reach(LimitDisk)
+		b.reach(c, LimitDisk)
 	}
 	w := b.setup.Watch
-	if w == nil {
+	if w == nil || w.MemoryBytes == 0 {
 		return
 	}
 	var rss, largest int64
-	var threads, victim int
+	var victim int
 	all := processes()
 	for _, p := range all {
 		rss += p.rss
-		threads += p.threads
 		if p.rss > largest {
 			victim, largest = p.pid, p.rss
 		}
 	}
-	if w.Pids > 0 && threads >= w.Pids {
-		reach(LimitPids)
-	}
 	// Pages that processes share count once, which is slower to read.
-	if w.MemoryBytes > 0 && rss > w.MemoryBytes && proportional(all) > w.MemoryBytes {
-		reach(LimitMemory)
+	if rss > w.MemoryBytes && proportional(all) > w.MemoryBytes {
+		b.reach(c, LimitMemory)
 		_ = unix.Kill(victim, unix.SIGKILL)
 	}
+}
+
+func (b *initBox) reach(c *command, reason string) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	c.hit[reason] = true
+}
+
+// mayFork reports whether the limit of processes and threads allows one more. The kernel enforces
+// the limit, too, and does not report it.
+func (b *initBox) mayFork(c *command) bool {
+	threads := 0
+	for _, p := range allProcesses() {
+		threads += p.threads
+	}
+	if threads < b.setup.Watch.Pids {
+		return true
+	}
+	b.reach(c, LimitPids)
+	return false
 }
 
 // process is an entry of /proc.
@@ -76,6 +88,11 @@ type process struct {
 
 // processes returns the processes of the box, without init and zombies.
 func processes() []process {
+	return slices.DeleteFunc(allProcesses(), func(p process) bool { return p.state == 'Z' || p.state == 'X' })
+}
+
+// allProcesses returns the processes of the box without init. A zombie counts until it is reaped.
+func allProcesses() []process {
 	var out []process
 	entries, _ := os.ReadDir("/proc")
 	for _, entry := range entries {
@@ -88,12 +105,12 @@ func processes() []process {
 			continue
 		}
 		fields := bytes.Fields(raw[bytes.LastIndexByte(raw, ')')+1:])
-		if len(fields) < 22 || fields[0][0] == 'Z' || fields[0][0] == 'X' {
+		if len(fields) < 22 {
 			continue
 		}
 		number := func(i int) int { n, _ := strconv.Atoi(string(fields[i])); return n }
 		out = append(out, process{
-			pid: pid, parent: number(1), threads: number(17), rss: int64(number(21)) * int64(os.Getpagesize()), state: fields[0][0],
+			pid: pid, parent: number(1), threads: max(1, number(17)), rss: int64(number(21)) * int64(os.Getpagesize()), state: fields[0][0],
 		})
 	}
 	return out

@@ -30,7 +30,6 @@ const (
 	LimitPids    = "LIMIT_PIDS"      // the command failed after a process could not be created
 	LimitOutput  = "LIMIT_OUTPUT"    // the command was killed when it wrote more than output_bytes
 	LimitDisk    = "LIMIT_DISK"      // the command failed after the box's disk was full
-	LimitFiles   = "LIMIT_FILE_SIZE" // the command wrote a file larger than disk_bytes
 	ReasonLost   = "BOX_LOST"        // the box ended while the command ran
 	ReasonNoBox  = "BOX_NOT_FOUND"   // no open box or process has this id
 	ReasonSpec   = "INVALID_SPEC"

@@ -76,8 +76,13 @@ func (r argumentRule) assemble(number uint32) []bpf.Instruction {
 	return append([]bpf.Instruction{bpf.JumpIf{Cond: bpf.JumpEqual, Val: number, SkipFalse: uint8(len(block))}}, block...)
 }
 
-// assembleFilter translates the lists for this machine.
-func assembleFilter() ([]unix.SockFilter, error) {
+// forkCalls create processes and threads. The notifier decides on them where rlimits, which report
+// nothing, limit their number.
+var forkCalls = []string{"clone", "fork", "vfork"}
+
+// assembleFilter translates the lists for this machine. With forks, init is asked about each new
+// process and thread.
+func assembleFilter(forks bool) ([]unix.SockFilter, error) {
 	info, err := arch.GetInfo("")
 	if err != nil {
 		return nil, err
@@ -85,7 +90,7 @@ func assembleFilter() ([]unix.SockFilter, error) {
 	var denied, allowed []string
 	for _, name := range slices.Sorted(maps.Keys(info.SyscallNames)) {
 		switch {
-		case slices.Contains(deniedCalls, name):
+		case slices.Contains(deniedCalls, name), forks && slices.Contains(forkCalls, name):
 			denied = append(denied, name)
 		case !slices.Contains(unknownCalls, name):
 			allowed = append(allowed, name)
@@ -175,9 +180,30 @@ type (
 	}
 )
 
-// watchDenials answers until no process is filtered by the notifier.
-func watchDenials(notifier *os.File) *denials {
+// watchDenials answers until no process is filtered by the notifier. mayFork decides on new
+// processes and threads.
+func watchDenials(notifier *os.File, mayFork func() bool) *denials {
 	d := &denials{counts: map[int32]int{}}
+	forks := map[int32]bool{}
+	if info, err := arch.GetInfo(""); err == nil {
+		for _, name := range forkCalls {
+			if number, ok := info.SyscallNames[name]; ok {
+				forks[int32(number)] = true
+			}
+		}
+	}
+	decide := func(n notification) answer {
+		if forks[n.call] && (n.args[0]&namespaceFlags == 0 || n.call != unix.SYS_CLONE) {
+			if mayFork() {
+				return answer{id: n.id, flags: unix.SECCOMP_USER_NOTIF_FLAG_CONTINUE}
+			}
+			return answer{id: n.id, err: -int32(unix.EAGAIN)}
+		}
+		d.mu.Lock()
+		d.counts[n.call]++
+		d.mu.Unlock()
+		return answer{id: n.id, err: -int32(unix.EPERM)}
+	}
 	go func() {
 		defer notifier.Close()
 		fd := int(notifier.Fd())
@@ -192,10 +218,7 @@ func watchDenials(notifier *os.File) *denials {
 			if _, _, e := unix.Syscall(unix.SYS_IOCTL, uintptr(fd), unix.SECCOMP_IOCTL_NOTIF_RECV, uintptr(unsafe.Pointer(&n))); e != 0 {
 				continue // the process died in between
 			}
-			d.mu.Lock()
-			d.counts[n.call]++
-			d.mu.Unlock()
-			a := answer{id: n.id, err: -int32(unix.EPERM)}
+			a := decide(n)
 			_, _, _ = unix.Syscall(unix.SYS_IOCTL, uintptr(fd), unix.SECCOMP_IOCTL_NOTIF_SEND, uintptr(unsafe.Pointer(&a)))
 		}
 	}()

@@ -70,7 +70,7 @@ func (l launch) run(conn *net.UnixConn) error {
 	for name, value := range l.Env {
 		env = append(env, name+"="+value)
 	}
-	filter, err := assembleFilter()
+	filter, err := assembleFilter(l.Processes > 0)
 	if err != nil {
 		return err
 	}
@@ -113,11 +113,9 @@ func (l launch) restrictFiles() error {
 			rules = append(rules, landlock.RWFiles(path))
 		}
 	}
-	config := landlock.V8.BestEffort() // no rules about networks: the box has a separate one
-	if err := config.RestrictPaths(rules...); err != nil {
-		return err
-	}
-	return config.RestrictScoped()
+	config := landlock.V8
+	config.HandledAccessNet = 0 // the box has a separate network
+	return config.BestEffort().Restrict(rules...)
 }
 
 // write creates the file, and the folders on the way.
@@ -166,7 +164,7 @@ func (l launch) find() (string, error) {
 // limit sets the rlimits, last: the Go runtime needs memory and threads.
 func (l launch) limit() error {
 	limits := map[int]uint64{
-		unix.RLIMIT_CORE: 0, unix.RLIMIT_NOFILE: uint64(l.OpenFiles), unix.RLIMIT_FSIZE: uint64(l.FileBytes),
+		unix.RLIMIT_CORE: 0, unix.RLIMIT_NOFILE: uint64(l.OpenFiles),
 	}
 	if l.Processes > 0 {
 		limits[unix.RLIMIT_NPROC] = uint64(l.Processes)

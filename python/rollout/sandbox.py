@@ -27,7 +27,7 @@ from rollout.errors import RolloutError
 
 Reason = Literal[
     "EXITED", "SIGNALED", "DENIED", "KILLED",
-    "LIMIT_WALL_TIME", "LIMIT_MEMORY", "LIMIT_PIDS", "LIMIT_OUTPUT", "LIMIT_DISK", "LIMIT_FILE_SIZE",
+    "LIMIT_WALL_TIME", "LIMIT_MEMORY", "LIMIT_PIDS", "LIMIT_OUTPUT", "LIMIT_DISK",
 ]  # fmt: skip
 """How a command ended. docs/tools.md explains each."""
 
