@@ -15,6 +15,7 @@ import (
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	servingv1 "github.com/rollout-rl/rollout/proto/gen/rollout/serving/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 	"github.com/rollout-rl/rollout/services/buffer"
@@ -203,6 +204,7 @@ func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
 	shape := func(r grpc.ServiceRegistrar) {
 		runv1.RegisterSchedulerServiceServer(r, nil)
 		runv1.RegisterSchedulerInternalServiceServer(r, nil)
+		servingv1.RegisterServingServiceServer(r, nil)
 	}
 	return elect(m, names.SchedulerService, store, shape, func(store *schedulerstore.Store) (*scheduler.Server, error) {
 		return scheduler.New(cfg, scheduler.Deps{

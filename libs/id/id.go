@@ -1,5 +1,5 @@
-// Package id makes the identifiers of the project: run ids ("run-<ulid>") and content ids
-// ("blake3-<hex>").
+// Package id makes the identifiers of the project: ids of runs ("run-<ulid>"), of served models
+// ("serve-<ulid>"), and of content ("blake3-<hex>").
 package id
 
 import (
@@ -18,6 +18,7 @@ import (
 
 const (
 	runPrefix     = "run-"
+	servingPrefix = "serve-"
 	contentPrefix = "blake3-"
 	hexLen        = 64 // blake3-256
 )
@@ -25,6 +26,15 @@ const (
 // NewRun makes a run id. Ids sort by the millisecond they were made in. They are lowercase, so that
 // they serve as file names, NATS tokens and DNS labels alike.
 func NewRun(now time.Time) string { return runPrefix + New(now) }
+
+// NewServing makes the id of a served model, which sorts like a run id.
+func NewServing(now time.Time) string { return servingPrefix + New(now) }
+
+// ServedModel reports whether s is the id of a served model.
+func ServedModel(s string) bool {
+	u, ok := strings.CutPrefix(s, servingPrefix)
+	return ok && Valid(u)
+}
 
 // New makes a lowercase ULID.
 func New(now time.Time) string {

@@ -21,6 +21,7 @@ var scopes = table(map[apikey.Scope]map[string]string{
 	apikey.Read: {
 		"rollout.plan.v1.PlannerService":              "ValidateConfig",
 		"rollout.run.v1.SchedulerService":             "GetRun ListRuns WatchRun",
+		"rollout.serving.v1.ServingService":           "ListServings",
 		"rollout.gateway.v1.RolloutGatewayService":    "GetSession",
 		"rollout.buffer.v1.BufferService":             "GetMissing GetBatch ListSteps ListGroups ReadPayloads WatchLedger ExportLedger",
 		"rollout.learner.v1.LearnerControllerService": "GetProgress WatchProgress",
@@ -34,6 +35,8 @@ var scopes = table(map[apikey.Scope]map[string]string{
 		// Planning imports the reward that a configuration names, and so runs the caller's code.
 		"rollout.plan.v1.PlannerService":  "CreatePlan RenewPlan VerifyPlan",
 		"rollout.run.v1.SchedulerService": "CreateRun CancelRun PauseRun ResumeRun",
+		// ServeModel starts an interpreter that the caller names.
+		"rollout.serving.v1.ServingService": "ServeModel StopServing",
 		// MaterializeSnapshot writes to a folder of the host that the caller chooses; `rollout replay`
 		// and `rollout export` need it. It gives no more access than submit, which can run any code as
 		// the user of the services: it only writes a snapshot's files.

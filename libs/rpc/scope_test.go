@@ -12,6 +12,7 @@ import (
 	_ "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	_ "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	_ "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	_ "github.com/rollout-rl/rollout/proto/gen/rollout/serving/v1"
 	_ "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	_ "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
@@ -38,7 +39,7 @@ func TestEveryMethodHasAScope(t *testing.T) {
 		}
 		return true
 	})
-	if len(packages) != 7 {
+	if len(packages) != 8 { // the scheduler has two
 		t.Errorf("packages %v", packages)
 	}
 	for method := range scopes {

@@ -91,6 +91,9 @@ func (a *agents) status(ctx context.Context, name string) (*runv1.Run, error) {
 	if a.runs == nil {
 		return nil, ErrNotExternal.WithMessage("this gateway serves no runs")
 	}
+	if id.ServedModel(name) {
+		return nil, ErrNotExternal.WithMessage("%s is a served model, which no run trains", name)
+	}
 	answer, err := a.runs.GetRun(ctx, &runv1.GetRunRequest{RunId: name})
 	if rpcerr.Code(err) == codes.NotFound {
 		return nil, ErrUnknownModel.With("model", name)

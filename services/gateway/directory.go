@@ -7,6 +7,7 @@ import (
 	"maps"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -231,7 +232,7 @@ func (d *directory) resolve(model string) (run, name string, err error) {
 		return "", "", ErrAmbiguous
 	}
 	for id, workers := range runs {
-		if (model == "" || id == model || workers[0].model == model) && id > run {
+		if (model == "" || id == model || workers[0].model == model) && newer(id, run) {
 			run, name = id, workers[0].model
 		}
 	}
@@ -239,6 +240,13 @@ func (d *directory) resolve(model string) (run, name string, err error) {
 		return "", "", ErrUnknownModel.With("model", model)
 	}
 	return run, cmp.Or(model, name), nil
+}
+
+// newer reports whether a run or served model began after another one; "" is older than all.
+func newer(one, other string) bool {
+	_, began, _ := strings.Cut(one, "-")
+	_, before, _ := strings.Cut(other, "-")
+	return began > before
 }
 
 // versions returns the weights versions that the workers of a run serve, ascending.
@@ -269,7 +277,9 @@ func (d *directory) models(ctx context.Context) []*gatewayv1.Model {
 	runs := d.serving()
 	newest := map[string]string{}
 	for run, workers := range runs {
-		newest[workers[0].model] = max(newest[workers[0].model], run)
+		if name := workers[0].model; newer(run, newest[name]) {
+			newest[name] = run
+		}
 	}
 	d.mu.Unlock()
 	var models []*gatewayv1.Model

@@ -170,13 +170,7 @@ func (c *conductor) runParts(ctx context.Context) error {
 		c.control.serve, c.control.drain, (&backpressure{c.scope}).serve,
 		func(ctx context.Context) error { return c.issue(ctx, run, window, data, cursor.Position) },
 	}
-	for _, kind := range supervised(run) {
-		parts = append(parts, func(ctx context.Context) error { return c.supervision.watchRegistry(ctx, kind) })
-	}
-	for _, supervisor := range c.supervision.supervisors(run) {
-		parts = append(parts, supervisor.Run)
-	}
-	return runUntilFirst(ctx, parts)
+	return runUntilFirst(ctx, append(parts, c.supervision.parts(run, supervised(run))...))
 }
 
 // runUntilFirst runs functions in parallel until one fails or ctx ends, and waits until all have
@@ -294,6 +288,18 @@ func (c *conductors) get(runID string) *conductor {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.byRun[runID]
+}
+
+// named is the id of an active run with a name; "" if there is none.
+func (c *conductors) named(name string) string {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for id, conductor := range c.byRun {
+		if conductor.board.record().GetName() == name {
+			return id
+		}
+	}
+	return ""
 }
 
 // count is the number of active runs.

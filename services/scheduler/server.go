@@ -11,14 +11,17 @@ import (
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	servingv1 "github.com/rollout-rl/rollout/proto/gen/rollout/serving/v1"
 )
 
-// Server is the gRPC edge of the scheduler: one service for clients, one for the other services.
+// Server is the gRPC edge of the scheduler: one service for the clients of runs, one for those of
+// served models, one for the other services.
 type Server struct {
 	runv1.UnimplementedSchedulerServiceServer
 	store      Store
 	log        *slog.Logger
 	conductors *conductors
+	servings   *servings
 	runs       *runs
 	takeover   *takeover
 	watcher    *watcher
@@ -43,23 +46,28 @@ func New(cfg Config, deps Deps) (*Server, error) {
 	conductors := newConductors(cfg, deps, records)
 	runs := &runs{Deps: deps, stateDir: cfg.StateDir, records: records, conductors: conductors}
 	takeover := &takeover{Deps: deps, resumeOnStart: cfg.ResumeOnStart, records: records, runs: runs}
+	servings, err := newServings(cfg, deps, records, conductors)
+	if err != nil {
+		return nil, err
+	}
 	left, err := takeover.left(ctx)
 	if err != nil {
 		return nil, err
 	}
 	return &Server{
-		store: deps.Store, log: deps.Log, conductors: conductors, runs: runs, takeover: takeover,
+		store: deps.Store, log: deps.Log, conductors: conductors, servings: servings, runs: runs, takeover: takeover,
 		watcher: &watcher{store: deps.Store, conductors: conductors}, left: left, caughtUp: make(chan struct{}),
 	}, nil
 }
 
-// Register adds both services to a gRPC server.
+// Register adds the services to a gRPC server.
 func (s *Server) Register(r grpc.ServiceRegistrar) {
 	runv1.RegisterSchedulerServiceServer(r, s)
-	runv1.RegisterSchedulerInternalServiceServer(r, internalServer{store: s.store, conductors: s.conductors, runs: s.runs})
+	runv1.RegisterSchedulerInternalServiceServer(r, internalServer{store: s.store, conductors: s.conductors, servings: s.servings, runs: s.runs})
+	servingv1.RegisterServingServiceServer(r, s.servings)
 }
 
-// Run serves until ctx ends. When it returns, the workers of all runs are stopped, and the records
+// Run serves until ctx ends. When it returns, the workers of all runs and models are stopped, and the records
 // are INTERRUPTED, or PAUSED after a refused gradient. With Config.ResumeOnStart the records stay
 // active, and the next scheduler continues the runs.
 func (s *Server) Run(ctx context.Context) error {
@@ -79,6 +87,7 @@ func (s *Server) Run(ctx context.Context) error {
 		}
 	}
 	<-ctx.Done()
+	s.servings.shutdown()
 	s.conductors.shutdown()
 	return nil
 }
@@ -210,6 +219,7 @@ type internalServer struct {
 	runv1.UnimplementedSchedulerInternalServiceServer
 	store      Store
 	conductors *conductors
+	servings   *servings
 	runs       *runs
 }
 
@@ -225,6 +235,9 @@ func (s internalServer) CompleteRun(ctx context.Context, req *runv1.CompleteRunR
 func (s internalServer) VerifyWorkers(_ context.Context, req *runv1.VerifyWorkersRequest) (*runv1.VerifyWorkersResponse, error) {
 	if c := s.conductors.get(req.GetRunId()); c != nil && c.incarnation == req.GetIncarnation() {
 		return &runv1.VerifyWorkersResponse{Accepted: c.supervision.verify(req.GetWorkers())}, nil
+	}
+	if served, ok := s.servings.verify(req.GetRunId()); ok && served.incarnation == req.GetIncarnation() {
+		return &runv1.VerifyWorkersResponse{Accepted: served.verify(req.GetWorkers())}, nil
 	}
 	return &runv1.VerifyWorkersResponse{Accepted: make([]bool, len(req.GetWorkers()))}, nil
 }

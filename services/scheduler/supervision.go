@@ -24,12 +24,13 @@ import (
 // supervision starts the workers of a run, restarts them, and verifies their registrations.
 type supervision struct {
 	*scope
-	cfg   WorkerConfig
-	alone func() bool // whether no other run is active
+	cfg     WorkerConfig
+	alone   func() bool                                    // whether no other run is active
+	weights func(run *Run) (folder string, version uint64) // that a worker loads; "": the model of the plan
 }
 
 func newSupervision(s *scope, cfg WorkerConfig, alone func() bool) *supervision {
-	return &supervision{scope: s, cfg: cfg, alone: alone}
+	return &supervision{scope: s, cfg: cfg, alone: alone, weights: s.newestWeights}
 }
 
 // supervised are the kinds of which the run has workers.
@@ -39,8 +40,8 @@ func supervised(run *Run) []worker.Kind {
 	})
 }
 
-// supervisors makes one supervisor per worker of the run.
-func (s *supervision) supervisors(run *Run) []*launch.Supervisor {
+// supervisors makes one supervisor per worker of the run of these kinds.
+func (s *supervision) supervisors(run *Run, kinds []worker.Kind) []*launch.Supervisor {
 	limits := s.cfg.Limits
 	plan := run.GetPlan().GetConfig().GetLimits()
 	limits.Restarts = int(plan.GetWorkerRestarts())
@@ -48,7 +49,7 @@ func (s *supervision) supervisors(run *Run) []*launch.Supervisor {
 		limits.StartTimeout = time.Duration(plan.GetWorkerStartSeconds() * float64(time.Second))
 	}
 	var out []*launch.Supervisor
-	for _, kind := range supervised(run) {
+	for _, kind := range kinds {
 		limits := limits
 		limits.StopGrace = cmp.Or(limits.StopGrace, kind.StopGrace)
 		for n := range kind.Count(run.GetPlan().GetConfig()) {
@@ -73,6 +74,17 @@ func (s *supervision) supervisors(run *Run) []*launch.Supervisor {
 		}
 	}
 	return out
+}
+
+// parts are the functions that keep the workers of a run running and watch their registrations.
+func (s *supervision) parts(run *Run, kinds []worker.Kind) (parts []func(context.Context) error) {
+	for _, kind := range kinds {
+		parts = append(parts, func(ctx context.Context) error { return s.watchRegistry(ctx, kind) })
+	}
+	for _, supervisor := range s.supervisors(run, kinds) {
+		parts = append(parts, supervisor.Run)
+	}
+	return parts
 }
 
 // command writes the spec of a worker and returns the command that starts it.
@@ -127,7 +139,7 @@ func (s *supervision) spec(run *Run, id string, kind worker.Kind) *runv1.WorkerS
 		spec.NatsToken, spec.Nats = "", nil
 	}
 	if kind.LoadsWeights {
-		spec.InitialWeights, spec.InitialVersion = s.newestWeights(run)
+		spec.InitialWeights, spec.InitialVersion = s.weights(run)
 	}
 	return spec
 }
@@ -149,7 +161,7 @@ var versionFolder = regexp.MustCompile(`^v(\d+)$`)
 
 // newestWeights is the folder and version that a worker should load, so that one that starts in the
 // middle of a run serves the current weights when it registers. Empty: the model of the plan.
-func (s *supervision) newestWeights(run *Run) (folder string, version uint64) {
+func (s *scope) newestWeights(run *Run) (folder string, version uint64) {
 	folder = run.GetWeightsDirectory()
 	if w := s.board.progress().GetWeights(); w.GetDirectory() != "" {
 		folder = w.GetDirectory()

@@ -33,6 +33,7 @@ import (
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	servingv1 "github.com/rollout-rl/rollout/proto/gen/rollout/serving/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	"github.com/rollout-rl/rollout/services/scheduler"
 	"github.com/rollout-rl/rollout/services/scheduler/launch"
@@ -64,6 +65,7 @@ type world struct {
 type generation struct {
 	*scheduler.Server
 	internal runv1.SchedulerInternalServiceServer
+	serving  servingv1.ServingServiceServer
 	gate     *gate
 	stop     func()
 }
@@ -138,6 +140,9 @@ func (w *world) start() *generation {
 	g.Register(registrar(func(desc *grpc.ServiceDesc, impl any) {
 		if internal, ok := impl.(runv1.SchedulerInternalServiceServer); ok {
 			g.internal = internal
+		}
+		if serving, ok := impl.(servingv1.ServingServiceServer); ok {
+			g.serving = serving
 		}
 	}))
 	ctx, cancel := context.WithCancel(context.Background())

@@ -55,13 +55,13 @@ func (p *Plane) getenv(name string) string { return getenv(p.environ, name) }
 // StateDir returns the state folder of the local control plane.
 func (p *Plane) StateDir() (string, error) { return daemon.StateDir(p.StateFlag, p.environ) }
 
-// local reports whether no flag names a control plane.
-func (p *Plane) local() bool { return p.Server == "" && p.Consul == "" }
+// Local reports whether no flag names a control plane.
+func (p *Plane) Local() bool { return p.Server == "" && p.Consul == "" }
 
 // ModelsDir returns the folder for models that commands make for runs: in the state folder of the
 // local control plane, or next to the configuration for another one.
 func (p *Plane) ModelsDir(baseDir string) (string, error) {
-	if !p.local() {
+	if !p.Local() {
 		return filepath.Join(baseDir, ".rollout", "models"), nil
 	}
 	state, err := p.StateDir()
@@ -83,7 +83,7 @@ func (p *Plane) Connect(ctx context.Context, start bool) (*client.Client, error)
 		return nil, err
 	}
 	o := client.Options{Key: key, ACL: p.getenv(consulToken)}
-	if p.local() {
+	if p.Local() {
 		info, err := p.Daemon(ctx, stateDir, start)
 		if err != nil {
 			return nil, err
@@ -183,7 +183,7 @@ func (p *Plane) with(cmd *cobra.Command, start bool, f func(ctx context.Context,
 // AskOrRead calls ask with the control plane that is named or that runs here. Where neither exists
 // it calls read with the state folder. It starts no daemon.
 func (p *Plane) AskOrRead(cmd *cobra.Command, ask func(context.Context, *client.Client) error, read func(ctx context.Context, state string) error) error {
-	if p.local() {
+	if p.Local() {
 		state, err := p.StateDir()
 		if err != nil {
 			return exit.New(exit.Usage, "set the state folder with --state-dir", "%w", err)

@@ -31,6 +31,7 @@ import (
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	servingv1 "github.com/rollout-rl/rollout/proto/gen/rollout/serving/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
@@ -67,6 +68,7 @@ type Options struct {
 type Client struct {
 	Planner   planv1.PlannerServiceClient
 	Scheduler runv1.SchedulerServiceClient
+	Serving   servingv1.ServingServiceClient
 	Buffer    bufferv1.BufferServiceClient
 	Snapshot  snapshotv1.SnapshotServiceClient
 	Events    storagev1.EventServiceClient
@@ -93,6 +95,7 @@ func (c *Client) stubs() *Client {
 	c.found, c.conns = map[string]*grpc.ClientConn{}, map[string]*grpc.ClientConn{}
 	c.Planner = planv1.NewPlannerServiceClient(c.conn(names.PlannerService))
 	c.Scheduler = runv1.NewSchedulerServiceClient(c.conn(names.SchedulerService))
+	c.Serving = servingv1.NewServingServiceClient(c.conn(names.SchedulerService))
 	c.Buffer = bufferv1.NewBufferServiceClient(c.conn(names.BufferService))
 	c.Snapshot = snapshotv1.NewSnapshotServiceClient(c.conn(names.SnapshotService))
 	c.Events = storagev1.NewEventServiceClient(c.conn(names.StorageService))

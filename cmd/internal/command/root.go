@@ -25,6 +25,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/command/report"
 	"github.com/rollout-rl/rollout/cmd/internal/command/run"
 	"github.com/rollout-rl/rollout/cmd/internal/command/runs"
+	"github.com/rollout-rl/rollout/cmd/internal/command/serve"
 	"github.com/rollout-rl/rollout/cmd/internal/command/snapshot"
 	"github.com/rollout-rl/rollout/cmd/internal/command/status"
 	"github.com/rollout-rl/rollout/cmd/internal/command/version"
@@ -100,7 +101,7 @@ func Root(env *cli.Env) *cobra.Command {
 	addGroup(root, "train", "Train:",
 		recipe.Command(env), plan.ValidateCommand(env), plan.Command(env), run.Command(env), run.TrainCommand(env))
 	addGroup(root, "watch", "Watch and use:",
-		runs.Command(env), logs.Command(env), status.Command(env), chat.Command(env), completions.Command(env), report.Command(env), compare.Command(env),
+		runs.Command(env), logs.Command(env), status.Command(env), serve.Command(env), chat.Command(env), completions.Command(env), report.Command(env), compare.Command(env),
 		export.Command(env), infer.Command(env), audit.Command(env), replay.Command(env))
 	addGroup(root, "manage", "Manage:",
 		snapshot.Command(env), daemon.Command(env), doctor.Command(env), certs.Command(env), keys.Command(env), version.Command(env))

@@ -37,6 +37,17 @@ type Export struct {
 	Worker []string // command that starts a worker, which merges adapters
 }
 
+// Keep returns the folder in models with the weights of a snapshot, and writes it if it does not
+// exist.
+func (e Export) Keep(ctx context.Context, snapshot *snapshotv1.Snapshot, models string) (folder string, err error) {
+	folder = filepath.Join(models, snapshot.GetSnapshotId())
+	if _, err := os.Stat(folder); errors.Is(err, os.ErrNotExist) {
+		_, err = e.Write(ctx, snapshot, trainstate.Weights, folder)
+		return folder, err
+	}
+	return folder, nil
+}
+
 // Write writes one folder of a snapshot, and returns the digest of the weights: of merged weights
 // it can differ from the digest of the snapshot.
 func (e Export) Write(ctx context.Context, snapshot *snapshotv1.Snapshot, part, folder string) (digest string, err error) {

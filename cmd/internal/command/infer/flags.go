@@ -13,6 +13,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/cmd/internal/cli"
+	"github.com/rollout-rl/rollout/cmd/internal/inference"
 	"github.com/rollout-rl/rollout/cmd/internal/problem"
 	"github.com/rollout-rl/rollout/cmd/internal/record"
 	"github.com/rollout-rl/rollout/libs/algorithm"
@@ -78,7 +79,7 @@ func (flags *inferFlags) recorded(ctx context.Context, r record.Reader, job *inf
 	if err != nil {
 		return err
 	}
-	job.Config, job.BaseDir = evaluating(status.GetRun().GetPlan().GetConfig()), status.GetRun().GetBaseDir()
+	job.Config, job.BaseDir = inference.Evaluating(status.GetRun().GetPlan().GetConfig()), status.GetRun().GetBaseDir()
 	for _, in := range status.GetRun().GetPlan().GetInputs() {
 		if in.GetRole() == planv1.InputRole_INPUT_ROLE_REWARD {
 			flags.rewards = append(flags.rewards, in)
@@ -158,7 +159,7 @@ func configure(env *cli.Env, flags *inferFlags, job *infer.Job) (err error) {
 		}
 	}
 	if flags.config.File != "" || job.Config == nil {
-		config, problems, err := readConfig(source)
+		config, problems, err := inference.ReadConfig(source)
 		if err != nil {
 			return err
 		}
@@ -193,7 +194,7 @@ func configure(env *cli.Env, flags *inferFlags, job *infer.Job) (err error) {
 	if err != nil {
 		return err
 	}
-	job.Config, err = changes.apply(job.Config)
+	job.Config, err = changes.Apply(job.Config)
 	job.Threads = int(job.Config.GetEngine().GetThreads())
 	return err
 }
@@ -236,8 +237,8 @@ func evalSubset(data *configv1.DataConfig) string {
 
 // changes returns the flags that were set. The group size of a run is not used: the default of
 // --samples is 1.
-func (flags *inferFlags) changes() (configChanges, error) {
-	c := configChanges{
+func (flags *inferFlags) changes() (inference.Changes, error) {
+	c := inference.Changes{
 		Samples: &flags.samples, MaxTokens: given(flags, "max-tokens", &flags.maxTokens), TopK: given(flags, "top-k", &flags.topK),
 		Temperature: given(flags, "temperature", &flags.temperature), TopP: given(flags, "top-p", &flags.topP), MinP: given(flags, "min-p", &flags.minP),
 		Stop: flags.stop, Seed: given(flags, "seed", &flags.seed), PromptField: given(flags, "prompt-field", &flags.promptField),

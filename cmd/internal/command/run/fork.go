@@ -5,8 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 
@@ -17,7 +15,6 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/record"
 	"github.com/rollout-rl/rollout/libs/exit"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
-	"github.com/rollout-rl/rollout/libs/trainstate"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
@@ -135,13 +132,10 @@ func startWith(ctx context.Context, env *cli.Env, c *client.Client, source *plan
 	if err != nil {
 		return err
 	}
-	folder := filepath.Join(models, from.GetSnapshotId())
-	if _, err := os.Stat(folder); errors.Is(err, os.ErrNotExist) {
-		var worker cli.WorkerFlag // its default: it merges adapters
-		export := record.Export{Reader: record.Services{Client: c}, Worker: worker.Command()}
-		if _, err := export.Write(ctx, from, trainstate.Weights, folder); err != nil {
-			return err
-		}
+	var worker cli.WorkerFlag // its default: it merges adapters
+	folder, err := record.Export{Reader: record.Services{Client: c}, Worker: worker.Command()}.Keep(ctx, from, models)
+	if err != nil {
+		return err
 	}
 	source.Set = append(slices.Clone(source.GetSet()), fmt.Sprintf("model.path=%q", folder))
 	env.Note("the run starts at step 0 with the weights of %s (step %s of %s) instead of the configuration's model, copied to %s; --continue would keep the step, the optimizer, and the position in the data",

@@ -1,4 +1,5 @@
-package infer
+// Package inference makes the configurations of commands that sample without a run that trains.
+package inference
 
 import (
 	"fmt"
@@ -6,15 +7,14 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
-	"github.com/rollout-rl/rollout/cmd/internal/output"
 	"github.com/rollout-rl/rollout/libs/exit"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/config"
 )
 
-// configChanges are the flags that change a configuration; nil leaves a value as it is.
-type configChanges struct {
+// Changes are the flags that change a configuration; nil leaves a value as it is.
+type Changes struct {
 	Samples, MaxTokens, TopK    *uint32
 	Temperature, TopP, MinP     *float64
 	Stop                        []string
@@ -22,13 +22,15 @@ type configChanges struct {
 	PromptField, Reward         *string // Reward: file.py:function
 	ChatTemplate                *bool
 	Slots, MaxModelLen, Threads *uint32
+	Engine, Python, Dtype       *string
+	Workers                     *uint32
 }
 
 // bare has the required fields that inference does not use.
 const bare = "name = \"infer\"\nmodel.path = \"model\"\ndata.train = \"data\"\nalgorithm.sft = {}\ntrain.steps = 1\ntrain.groups_per_step = 1\n"
 
-// readConfig reads a configuration; without a file it returns the defaults.
-func readConfig(source *planv1.ConfigSource) (*configv1.RunConfig, []*planv1.Problem, error) {
+// ReadConfig reads a configuration; without a file it returns the defaults.
+func ReadConfig(source *planv1.ConfigSource) (*configv1.RunConfig, []*planv1.Problem, error) {
 	reader, err := config.NewReader()
 	if err != nil {
 		return nil, nil, err
@@ -40,9 +42,9 @@ func readConfig(source *planv1.ConfigSource) (*configv1.RunConfig, []*planv1.Pro
 	return reading.Config, reading.Sorted(), nil
 }
 
-// evaluating returns the configuration of a run with the sampling settings of its evaluations:
+// Evaluating returns the configuration of a run with the sampling settings of its evaluations:
 // those of training with another temperature.
-func evaluating(given *configv1.RunConfig) *configv1.RunConfig {
+func Evaluating(given *configv1.RunConfig) *configv1.RunConfig {
 	out := proto.CloneOf(given)
 	if out.Sampling == nil {
 		out.Sampling = &configv1.SamplingConfig{}
@@ -51,47 +53,8 @@ func evaluating(given *configv1.RunConfig) *configv1.RunConfig {
 	return out
 }
 
-// sampling are the settings that a completion depends on.
-type sampling struct {
-	Samples     uint32   `json:"samples"`
-	Temperature float64  `json:"temperature"`
-	TopP        float64  `json:"top_p"`
-	TopK        uint32   `json:"top_k"`
-	MinP        float64  `json:"min_p"`
-	MaxTokens   uint32   `json:"max_tokens"`
-	Stop        []string `json:"stop"`
-	Seed        uint64   `json:"seed"`
-}
-
-func samplingOf(c *configv1.RunConfig) sampling {
-	s := c.GetSampling()
-	return sampling{s.GetGroupSize(), s.GetTemperature(), s.GetTopP(), s.GetTopK(), s.GetMinP(), s.GetMaxTokens(), append([]string{}, s.GetStop()...), c.GetSeed()}
-}
-
-// String lists the settings; filters that are off are left out.
-func (s sampling) String() string {
-	parts := []string{fmt.Sprintf("%d per row", s.Samples), "temperature " + output.Number(s.Temperature)}
-	if s.Temperature == 0 {
-		parts[1] += " (greedy)"
-	}
-	if s.TopP != 1 {
-		parts = append(parts, "top_p "+output.Number(s.TopP))
-	}
-	if s.TopK != 0 {
-		parts = append(parts, fmt.Sprintf("top_k %d", s.TopK))
-	}
-	if s.MinP != 0 {
-		parts = append(parts, "min_p "+output.Number(s.MinP))
-	}
-	parts = append(parts, fmt.Sprintf("at most %s tokens", output.Count(s.MaxTokens)))
-	for _, stop := range s.Stop {
-		parts = append(parts, fmt.Sprintf("stop %q", stop))
-	}
-	return strings.Join(append(parts, fmt.Sprintf("seed %d", s.Seed)), ", ")
-}
-
-// apply applies the changes to a configuration and validates it.
-func (c configChanges) apply(given *configv1.RunConfig) (*configv1.RunConfig, error) {
+// Apply applies the changes to a configuration and validates it.
+func (c Changes) Apply(given *configv1.RunConfig) (*configv1.RunConfig, error) {
 	out := proto.CloneOf(given)
 	if out.Sampling == nil {
 		out.Sampling = &configv1.SamplingConfig{}
@@ -112,6 +75,10 @@ func (c configChanges) apply(given *configv1.RunConfig) (*configv1.RunConfig, er
 	set(&e.Slots, c.Slots)
 	set(&e.MaxModelLen, c.MaxModelLen)
 	set(&e.Threads, c.Threads)
+	set(&e.Kind, c.Engine)
+	set(&e.Python, c.Python)
+	set(&e.Workers, c.Workers)
+	set(&out.Model.Dtype, c.Dtype)
 	if c.Stop != nil {
 		s.Stop = c.Stop
 	}
@@ -152,5 +119,5 @@ func concerns(field string) bool {
 		return false
 	}
 	table, _, _ := strings.Cut(field, ".")
-	return table == "sampling" || table == "engine" || table == "reward" || table == "seed" || field == "data.prompt_field"
+	return table == "sampling" || table == "engine" || table == "reward" || table == "seed" || field == "data.prompt_field" || field == "model.dtype"
 }
