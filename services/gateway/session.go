@@ -98,7 +98,7 @@ func (c *conversation) append(ctx context.Context, w *worker, done *completion, 
 		rows[i] = &Segment{Segment: segment, RequestId: done.request, Time: timestamp(done.ended)}
 	}
 	last := rows[len(rows)-1]
-	last.FinishReason, last.Text = done.finish, done.text
+	last.FinishReason, last.Text = done.finish, done.text.String()
 	if len(rows) > 1 {
 		rows[0].Text = prompt.GetText()
 	}

@@ -2,6 +2,7 @@ package gateway
 
 import (
 	"slices"
+	"strings"
 	"time"
 
 	"google.golang.org/grpc/codes"
@@ -32,7 +33,7 @@ type recorder struct {
 type completion struct {
 	request        string
 	prompt, sample uint32
-	text           string
+	text           strings.Builder
 	ids            []uint32
 	logprobs, raw  []float32
 	spans          []*trajectoryv1.VersionSpan // of the tokens so far
@@ -135,7 +136,7 @@ func partial(piece *inferencev1.GenerateResponse) *inferencev1.GenerateResponse 
 
 // add adds a piece, and makes the last one describe the whole completion.
 func (c *completion) add(piece *inferencev1.GenerateResponse, now time.Time) error {
-	c.text += piece.GetText()
+	c.text.WriteString(piece.GetText())
 	c.ids = append(c.ids, piece.GetTokenIds()...)
 	c.logprobs = append(c.logprobs, piece.GetLogprobs()...)
 	c.raw = append(c.raw, piece.GetRawLogprobs()...)

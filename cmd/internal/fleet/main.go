@@ -1,5 +1,5 @@
-// Command fleet simulates the workers of one run for bench/scale.py and bench/gateway.py. It sends what real workers
-// would send to the control plane, but samples nothing.
+// Command fleet simulates the workers of one run for bench/scale.py and bench/gateway.py. It sends
+// what real workers would send to the control plane, but samples nothing.
 //
 // The scheduler starts each worker as a shell script that writes its pid and the path of its spec
 // into a fifo and waits for the end of its standard input. This process does the rest for all of

@@ -1,7 +1,6 @@
 package edge
 
 import (
-	"bufio"
 	"bytes"
 	"encoding/json"
 	"maps"
@@ -136,7 +135,7 @@ func (e *Edge) whole(w http.ResponseWriter, r *http.Request, a *Answer, writer W
 // stream writes server-sent events. An error before the first piece is returned; after it, the
 // error is an event.
 func (e *Edge) stream(w http.ResponseWriter, r *http.Request, a *Answer, writer Writer, prompt string) error {
-	s := &Stream{out: bufio.NewWriter(w), http: http.NewResponseController(w)}
+	s := newStream(w)
 	begun := false
 	err := e.Backend.Complete(r.Context(), a.requests, func(got *gatewayv1.CompleteResponse) error {
 		piece := a.add(got)
@@ -167,39 +166,61 @@ func (e *Edge) stream(w http.ResponseWriter, r *http.Request, a *Answer, writer 
 	return nil
 }
 
-// Stream writes server-sent events.
+// Stream writes server-sent events. The events of a piece are one write to the connection.
 type Stream struct {
-	out  *bufio.Writer
-	http *http.ResponseController
+	client http.ResponseWriter
+	http   *http.ResponseController
+	events bytes.Buffer // since the last flush
+	json   *json.Encoder
+}
+
+func newStream(w http.ResponseWriter) *Stream {
+	s := &Stream{client: w, http: http.NewResponseController(w)}
+	s.json = json.NewEncoder(&s.events)
+	s.json.SetEscapeHTML(false)
+	return s
 }
 
 // Event writes an event with a JSON body. name may be empty.
 func (s *Stream) Event(name string, body any) error {
-	var raw bytes.Buffer
-	encoder := json.NewEncoder(&raw) // ends with a newline
-	encoder.SetEscapeHTML(false)
-	if err := encoder.Encode(body); err != nil {
+	head := "data: "
+	if name != "" {
+		head = "event: " + name + "\ndata: "
+	}
+	return s.encode(head, body, "")
+}
+
+// Within writes an event with a JSON body between two parts of JSON that are encoded already.
+func (s *Stream) Within(head string, body any, tail string) error {
+	return s.encode("data: "+head, body, tail)
+}
+
+func (s *Stream) encode(head string, body any, tail string) error {
+	before := s.events.Len()
+	s.events.WriteString(head)
+	if err := s.json.Encode(body); err != nil { // it ends with a newline
+		s.events.Truncate(before)
 		return err
 	}
-	if name != "" {
-		_, _ = s.out.WriteString("event: " + name + "\n")
-	}
-	_, _ = s.out.WriteString("data: ")
-	_, _ = s.out.Write(raw.Bytes())
-	return s.out.WriteByte('\n')
+	s.events.Truncate(s.events.Len() - 1)
+	s.events.WriteString(tail)
+	s.events.WriteString("\n\n")
+	return nil
 }
 
 // Done writes the event that ends a stream of OpenAI.
 func (s *Stream) Done() error {
-	_, err := s.out.WriteString("data: [DONE]\n\n")
-	return err
+	s.events.WriteString("data: [DONE]\n\n")
+	return nil
 }
 
 func (s *Stream) flush() error {
-	if s.out.Buffered() == 0 {
+	if s.events.Len() == 0 {
 		return nil
 	}
-	if err := s.out.Flush(); err != nil {
+	_, err := s.client.Write(s.events.Bytes())
+	s.events.Reset()
+	if err != nil {
 		return err
 	}
 	return s.http.Flush()

@@ -149,7 +149,9 @@ func (f *chatWriter) Whole(a *edge.Answer, all []*edge.Completion) any {
 		out.Choices = append(out.Choices, chatChoice{
 			Index: c.Index, Message: message, Logprobs: f.score(c.Tokens), FinishReason: f.reason(c), extras: extrasOf(c, f.body.ReturnTokenIDs),
 		})
-		f.prompt(&out, c)
+		if prompt := f.prompt(c); len(prompt.PromptTokenIDs) > 0 || len(prompt.PromptLogprobs) > 0 {
+			out.promptParts = prompt
+		}
 	}
 	return out
 }
@@ -159,7 +161,7 @@ func (f *chatWriter) Piece(s *edge.Stream, a *edge.Answer, piece *edge.Completio
 	if !f.opened[piece.Index] {
 		f.opened[piece.Index] = true
 		first := chatChoice{Index: piece.Index, Delta: &chatText{Role: "assistant", Content: edge.Ptr("")}}
-		if err := f.send(s, a, f.envelope(a), first); err != nil {
+		if err := f.send(s, a, first, promptParts{}); err != nil {
 			return err
 		}
 	}
@@ -177,9 +179,7 @@ func (f *chatWriter) Piece(s *edge.Stream, a *edge.Answer, piece *edge.Completio
 	if len(piece.Tokens) > 0 {
 		choice.Logprobs = f.score(piece.Tokens)
 	}
-	chunk := f.envelope(a)
-	f.prompt(&chunk, piece)
-	return f.send(s, a, chunk, choice)
+	return f.send(s, a, &choice, f.prompt(piece))
 }
 
 // text converts what the policy said, without the content.
@@ -223,12 +223,13 @@ func (f *chatWriter) score(tokens []edge.Token) *chatLogprobs {
 	return ChatLogprobs(tokens, f.body.TokensAsTokenIDs)
 }
 
-// prompt adds what the request asked for about the prompt, which the last piece has.
-func (f *chatWriter) prompt(out *envelope, c *edge.Completion) {
-	if f.body.ReturnTokenIDs && len(c.Prompt.IDs) > 0 {
-		out.PromptTokenIDs = c.Prompt.IDs
+// prompt returns what the request asked for about the prompt, which the last piece has.
+func (f *chatWriter) prompt(c *edge.Completion) (parts promptParts) {
+	if f.body.ReturnTokenIDs {
+		parts.PromptTokenIDs = c.Prompt.IDs
 	}
 	if f.body.PromptLogprobs != nil && len(c.Prompt.Tokens) > 0 {
-		out.PromptLogprobs = PromptByID(c.Prompt)
+		parts.PromptLogprobs = PromptByID(c.Prompt)
 	}
+	return parts
 }

@@ -202,7 +202,7 @@ func (f *textWriter) Piece(s *edge.Stream, a *edge.Answer, piece *edge.Completio
 		if f.body.Logprobs != nil {
 			first.Logprobs, state.offset = f.score(nil, piece.Prompt.Tokens, 0, true)
 		}
-		if err := f.send(s, a, f.envelope(a), first); err != nil {
+		if err := f.send(s, a, first, promptParts{}); err != nil {
 			return err
 		}
 	}
@@ -215,7 +215,7 @@ func (f *textWriter) Piece(s *edge.Stream, a *edge.Answer, piece *edge.Completio
 		}
 		var choice textChoice
 		choice, state.offset = f.choice(p, state.offset)
-		if err := f.send(s, a, f.envelope(a), choice); err != nil {
+		if err := f.send(s, a, choice, promptParts{}); err != nil {
 			return err
 		}
 	}

@@ -12,7 +12,9 @@
 package openai
 
 import (
+	"encoding/json"
 	"net/http"
+	"strings"
 	"time"
 
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
@@ -177,7 +179,11 @@ type envelope struct {
 	SystemFingerprint string `json:"system_fingerprint,omitempty"`
 	Choices           []any  `json:"choices"`
 	Usage             *usage `json:"usage,omitempty"`
-	// Of vLLM.
+	promptParts
+}
+
+// promptParts is what a response of vLLM has of the prompt.
+type promptParts struct {
 	PromptTokenIDs []uint32         `json:"prompt_token_ids,omitempty"`
 	PromptLogprobs []map[string]any `json:"prompt_logprobs,omitempty"`
 }
@@ -192,6 +198,8 @@ type chunkWithUsage struct {
 type chunks struct {
 	prefix, object string
 	options        *streamOptions
+	head           string // JSON of a chunk up to its choice
+	headOf         string // fingerprint that head has
 }
 
 func (c *chunks) envelope(a *edge.Answer) envelope {
@@ -200,13 +208,32 @@ func (c *chunks) envelope(a *edge.Answer) envelope {
 	}
 }
 
-// send writes a chunk with one choice.
-func (c *chunks) send(s *edge.Stream, a *edge.Answer, chunk envelope, choice any) error {
-	chunk.Choices = []any{choice}
+// send writes a chunk with one choice. What most chunks have in common is encoded once.
+func (c *chunks) send(s *edge.Stream, a *edge.Answer, choice any, prompt promptParts) error {
+	continuous := c.options != nil && c.options.ContinuousUsage
+	if continuous || len(prompt.PromptTokenIDs) > 0 || len(prompt.PromptLogprobs) > 0 {
+		return c.sendAll(s, a, choice, prompt, continuous)
+	}
+	if fingerprint := a.Fingerprint(); c.head == "" || c.headOf != fingerprint {
+		raw, err := json.Marshal(c.envelope(a))
+		if err != nil {
+			return err
+		}
+		c.head, c.headOf = strings.TrimSuffix(string(raw), "]}"), fingerprint
+	}
+	if c.options != nil && c.options.IncludeUsage {
+		return s.Within(c.head, choice, `],"usage":null}`)
+	}
+	return s.Within(c.head, choice, "]}")
+}
+
+// sendAll is send of a chunk that has more.
+func (c *chunks) sendAll(s *edge.Stream, a *edge.Answer, choice any, prompt promptParts, continuous bool) error {
+	chunk := c.envelope(a)
+	chunk.Choices, chunk.promptParts = []any{choice}, prompt
 	switch {
-	case c.options != nil && c.options.ContinuousUsage:
+	case continuous:
 		chunk.Usage = usageOf(a.Usage)
-		return s.Event("", chunk)
 	case c.options != nil && c.options.IncludeUsage:
 		return s.Event("", chunkWithUsage{envelope: chunk})
 	}

@@ -50,6 +50,7 @@ func Run(t *testing.T, open func(t *testing.T) gateway.Store) {
 		}
 	})
 	t.Run("concurrent appends get numbers without gaps", func(t *testing.T) { concurrent(t, open(t)) })
+	t.Run("a refused append does not refuse concurrent ones", func(t *testing.T) { mixed(t, open(t)) })
 	t.Run("a prompt group is issued once", func(t *testing.T) { issued(t, open(t)) })
 	t.Run("a session gets one task", func(t *testing.T) { bound(t, open(t)) })
 	t.Run("a session ends once", func(t *testing.T) { finished(t, open(t)) })
@@ -121,6 +122,53 @@ func concurrent(t *testing.T, store gateway.Store) {
 		got, err := store.Session(t.Context(), "sess-1", from)
 		if err != nil || len(got.GetSegments()) != writers*each-from {
 			t.Fatalf("from %d: %d segments, %v", from, len(got.GetSegments()), err)
+		}
+	}
+}
+
+// mixed appends to one closed session, one with a different segment, and many others.
+func mixed(t *testing.T, store gateway.Store) {
+	t.Helper()
+	const sessions = 32
+	now := time.Now()
+	for _, name := range []string{"sess-closed", "sess-conflict", "sess-duplicate"} {
+		if _, err := store.Append(t.Context(), name, run, []*gateway.Segment{segment(name, "s0", "", "aaaa", now)}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := store.Finish(t.Context(), "sess-closed", &gateway.End{}, now); err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	add := func(session, owner, ids string, want error) {
+		wg.Go(func() {
+			_, err := store.Append(t.Context(), session, owner, []*gateway.Segment{segment(session, "s0", "", ids, now), segment(session, "s1", "s0", ids, now)})
+			if !errors.Is(err, want) {
+				t.Errorf("%s: %v, want %v", session, err, want)
+			}
+		})
+	}
+	for i := range sessions {
+		add(fmt.Sprintf("sess-%d", i), run, "aaaa", nil)
+		switch i % 4 {
+		case 0:
+			add("sess-closed", run, "bbbb", gateway.ErrSessionClosed)
+		case 1:
+			add("sess-conflict", run, "bbbb", gateway.ErrSegmentConflict)
+		case 2:
+			add("sess-duplicate", run, "aaaa", nil)
+		case 3:
+			add("sess-conflict", "run-2", "aaaa", gateway.ErrSessionRun)
+		}
+	}
+	wg.Wait()
+	want := map[string]int{"sess-closed": 1, "sess-conflict": 1, "sess-duplicate": 2}
+	for i := range sessions {
+		want[fmt.Sprintf("sess-%d", i)] = 2
+	}
+	for session, n := range want {
+		if got, err := store.Session(t.Context(), session, 0); err != nil || len(got.GetSegments()) != n {
+			t.Errorf("%s has %d segments, %v; want %d", session, len(got.GetSegments()), err, n)
 		}
 	}
 }
