@@ -63,6 +63,7 @@ def source_of(message: Descriptor, sources: Schema) -> Schema:
 
 def shape_field(field: FieldDescriptor, source: Schema, default: str = "") -> Schema:
     shaped: Schema = {"description": text(source)}
+    meta = field.GetOptions().Extensions[options_pb2.meta]
     table = table_of(field)
     if table is not None:
         target = {"allOf": [{"$ref": f"#/definitions/{table.name}"}]}
@@ -71,9 +72,10 @@ def shape_field(field: FieldDescriptor, source: Schema, default: str = "") -> Sc
             shaped |= {"type": "object", "propertyNames": {"pattern": pattern}, "additionalProperties": target}
         else:
             shaped |= {"type": "array", "items": target} if field.is_repeated else target
+    elif meta.json:
+        shaped |= {"type": "object"}
     else:
         shaped |= {key: value for key, value in scalar(source).items() if informs(key, value)}
-    meta = field.GetOptions().Extensions[options_pb2.meta]
     if default or meta.default:
         shaped["default"] = toml_value(default or meta.default)
     if meta.example:

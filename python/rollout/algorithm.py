@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from rollout.config.v1 import options_pb2
 from rollout.config.v1.algorithm_pb2 import AlgorithmConfig
 from rollout.config.v1.options_pb2 import AlgorithmTraits
-from rollout.config.v1.run_config_pb2 import RunConfig
+from rollout.config.v1.run_config_pb2 import EnvironmentConfig, RunConfig
 
 NAMES = tuple(field.name for field in AlgorithmConfig.DESCRIPTOR.fields)
 
@@ -42,6 +42,12 @@ def has_inference_workers(config: RunConfig) -> bool:
     """Whether a run samples completions, for training or for evaluations with a reward, so that it
     has inference workers. Go decides the same (``libs/algorithm``)."""
     return samples(name_of(config)) or (config.eval.every_steps > 0 and config.HasField("reward"))
+
+
+def rewarded(config: RunConfig) -> bool:
+    """Whether workers score what the policy samples, with the reward or in the environment."""
+    kind = EnvironmentConfig.DESCRIPTOR.fields_by_name["kind"]
+    return config.HasField("reward") or config.environment.kind in kind.GetOptions().Extensions[options_pb2.meta].rewarding
 
 
 def keys_of(table: Descriptor) -> Iterator[FieldDescriptor]:

@@ -8,13 +8,27 @@ A *task* is one prompt group: its samples share the first observation, so an eng
 once. From the second turn on, every sample is an episode of its own. A single-turn environment
 answers the first ``step`` with Results; one with tools answers with Observations that hold the
 tool's output. ``rollout_testing.envtest`` checks an implementation.
+
+An environment of a user's is a class in a file, named in the configuration as ``file.py:Class``. It
+is written for one episode, or it implements ``Environment`` itself::
+
+    class Guess(SingleEpisode):
+        async def reset(self, task):
+            self.secret = json.loads(task.row_json)["secret"]
+            return "Guess a number from 0 to 9."
+
+        async def step(self, turn):
+            if turn.text.strip() == str(self.secret):
+                return Result(reward=1.0)
+            return "Wrong. Guess again."
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +36,10 @@ from numpy.typing import NDArray
 from rollout.plugin import Step
 
 Outcome = Literal["completed", "truncated", "aborted", "infra_failed"]
+Message: TypeAlias = Mapping[str, Any]
+"""A chat message as in OpenAI's API: ``role``, ``content``, and for tools ``tool_calls`` or
+``tool_call_id``. An image is a content part with its URL or content id."""
+_NO_IDS = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +56,44 @@ class Task:
     seeds: tuple[int, ...]
     row: int = 0
 
+    @property
+    def seed(self) -> int:
+        """A seed that all samples and attempts of the row share, 63 bits."""
+        digest = hashlib.sha256(b"rollout.task.v1" + self.row.to_bytes(8, "little") + self.row_json).digest()
+        return int.from_bytes(digest[:8], "little") & (1 << 63) - 1
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Observation:
-    """Tokens (int32[N]) that are appended to the episode's context and not trained on. text: the
-    same as text, for people and rewards."""
+    """What the policy reads next. It is not trained on.
 
-    token_ids: NDArray[np.int32]
+    One of: messages, which the chat template renders; tokens (int32[N]); or a text alone, which is
+    a message of the user with ``model.chat_template = true`` and is otherwise appended as it is.
+    text: of tokens, the same as text, for people and rewards.
+
+    tools: of a first observation with messages or a text, the functions that the policy may call in
+    this episode, as in OpenAI's API. reward, metrics: of the turn before it. A metric of several
+    turns is summed.
+    """
+
+    token_ids: NDArray[np.int32] = field(default_factory=lambda: _NO_IDS)
     text: str = ""
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    reward: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function in the policy's answer. arguments: an object; empty if ``error`` says
+    why the text in ``raw`` is not one."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    error: str = ""
+    raw: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +103,9 @@ class Turn:
 
     prompt, prompt_ids: text and tokens (int32[N]) of the first observation. truncated: whether the
     answer ended at the token limit.
+
+    content, reasoning, tool_calls: the parts of the answer in an episode of messages; in other
+    episodes content is the text.
     """
 
     task: Task
@@ -64,16 +115,29 @@ class Turn:
     token_ids: NDArray[np.int32]
     text: str
     truncated: bool
-    prompt_ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    prompt_ids: NDArray[np.int32] = field(default_factory=lambda: _NO_IDS)
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def seed(self) -> int:
+        """The seed of the sample."""
+        return self.task.seeds[self.task.samples.index(self.sample)]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """The end of an episode. reward, metrics: only for completed and truncated episodes. reason:
-    for the other outcomes.
+    for the other outcomes. message: what the worker logs of a failure, one line.
 
-    token_rewards, teacher_logprobs: one per token of the completion, or empty. steps: rewards of
-    parts of the completion, which become ``token_rewards`` before an environment returns the result
+    reward: of the last turn and of the episode, in addition to the rewards of earlier observations.
+    turn_rewards: of each turn, for an environment that knows them only at the end; empty, or one
+    per turn. They are added to those of the observations. ``environment.credit`` says which tokens
+    a reward counts for.
+
+    token_rewards, teacher_logprobs: one per token of the last turn, or empty. steps: rewards of
+    parts of the last turn, which become ``token_rewards`` before an environment returns the result
     (``process_reward.spread``).
     """
 
@@ -84,6 +148,8 @@ class Result:
     token_rewards: tuple[float, ...] = ()
     teacher_logprobs: tuple[float, ...] = ()
     steps: tuple[Step, ...] = ()
+    turn_rewards: tuple[float, ...] = ()
+    message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +163,12 @@ class Refusal:
 
 class Environment(Protocol):
     """Runs the episodes of tasks. Calls may overlap. An exception fails only the turns or tasks of
-    that call."""
+    that call. A call that takes longer than ``environment.turn_timeout_seconds`` is cancelled, and
+    its episodes are closed.
+
+    An environment with ``batched = False`` is called with one task or turn at a time, so that a
+    slow episode delays no other.
+    """
 
     async def reset(self, tasks: Sequence[Task]) -> Sequence[Observation | Refusal]:
         """The first observation of each task, in order."""
@@ -108,7 +179,8 @@ class Environment(Protocol):
         ...
 
     async def close(self, episodes: Sequence[tuple[str, int]]) -> None:
-        """Release these episodes (task key, sample). Idempotent; unknown episodes are ignored."""
+        """Release these episodes (task key, sample). Idempotent; unknown episodes are ignored.
+        Called for every episode that did not end with a result of ``step``."""
         ...
 
 
@@ -123,6 +195,41 @@ class StatefulEnvironment(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the open episodes by saved ones."""
         ...
+
+
+@runtime_checkable
+class ManagedEnvironment(Protocol):
+    """An environment with processes or connections."""
+
+    async def start(self) -> None:
+        """Start them before the first ``reset``. Raises ``RolloutError``."""
+        ...
+
+    async def shutdown(self) -> None:
+        """Stop them. Idempotent."""
+        ...
+
+
+class SingleEpisode:
+    """Base class of an environment that is written for one episode: each sample has its own
+    instance. The arguments of the constructor are those of ``[environment.args]``. Methods may be
+    ``async`` or not, and may return a text or a list of messages for an observation.
+
+    For snapshots of open episodes, define ``state_dict(self)`` and ``load_state_dict(self, state)``
+    over plain data.
+    """
+
+    def reset(self, task: Task) -> Any:
+        """The first observation. It must depend on ``task.row_json`` and ``task.seed`` only,
+        because the samples of a task share it."""
+        raise NotImplementedError("define `async def reset(self, task)`")
+
+    def step(self, turn: Turn) -> Any:
+        """The next observation, or the result."""
+        raise NotImplementedError("define `async def step(self, turn)`")
+
+    def close(self) -> Any:
+        """Release resources. Called once for each instance."""
 
 
 def failed(reason: str) -> Result:

@@ -36,6 +36,7 @@ type checks struct {
 	prompts  *promptCheck
 	rewards  *rewardCheck
 	teacher  *teacherCheck
+	episodes *environmentCheck
 	trackers *trackerCheck
 	packages *packageCheck
 	train    *trainCheck
@@ -56,6 +57,7 @@ func (s *Server) checks(reading *config.Reading, baseDir string, pinned []*planv
 		prompts:  &promptCheck{config: cfg, findings: found, python: files, rows: data},
 		rewards:  &rewardCheck{config: cfg, findings: found, files: files},
 		teacher:  &teacherCheck{config: cfg, findings: found, models: files, python: files},
+		episodes: &environmentCheck{config: cfg.GetEnvironment(), findings: found, files: files},
 		trackers: &trackerCheck{sinks: cfg.GetSinks(), findings: found, resolve: files.resolve, python: s.prober.Python},
 		packages: &packageCheck{config: cfg, problems: found.problems, python: s.prober.Python},
 		train:    &trainCheck{train: cfg.GetTrain(), findings: found},
@@ -119,14 +121,15 @@ func (c *checks) read(ctx context.Context) error {
 	c.train.learningRate()
 	c.teacher.read(c.model.model)
 	c.rewards.read(c.model.model)
+	c.episodes.read()
 	c.trackers.read()
 	return nil
 }
 
 // probe makes the dry calls concurrently and returns the versions of the packages.
 func (c *checks) probe(ctx context.Context) (map[string]string, error) {
-	var environment, teacher *probe.Answer
-	var environmentErr, teacherErr error
+	var environment, teacher, episodes *probe.Answer
+	var environmentErr, teacherErr, episodesErr error
 	group, groupCtx := errgroup.WithContext(ctx)
 	ask := func(request probe.Request, answer **probe.Answer, err *error) {
 		group.Go(func() error {
@@ -144,6 +147,9 @@ func (c *checks) probe(ctx context.Context) (map[string]string, error) {
 	}
 	if request := c.teacher.request(c.model.model, c.data.train); request != nil {
 		ask(probe.Request{Teacher: request}, &teacher, &teacherErr)
+	}
+	if request := c.episodes.request(c.data.train); request != nil {
+		ask(probe.Request{Environment: request}, &episodes, &episodesErr)
 	}
 	_ = group.Wait()
 	if err := ctx.Err(); err != nil {
@@ -164,5 +170,6 @@ func (c *checks) probe(ctx context.Context) (map[string]string, error) {
 	}
 	c.rewards.constant(calls)
 	c.teacher.answer(teacher, teacherErr)
+	c.episodes.answer(episodes, episodesErr, environmentErr == nil)
 	return versions, nil
 }

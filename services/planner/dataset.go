@@ -58,6 +58,9 @@ func (d *dataCheck) dataset(field, path string, prepared map[string]preparedRows
 		File: rows.file, Path: path, PromptField: d.config.GetData().GetPromptField(),
 		ReferenceField: d.config.GetData().GetAnswerField(), ChatTemplate: d.config.GetModel().GetChatTemplate(),
 	}
+	if algorithm.EnvironmentRewards(d.config) {
+		data.PromptField = "" // the environment reads the rows
+	}
 	if d.taught(role) {
 		data.AnswerField, data.Preference = d.answer(), d.preference()
 	}
@@ -125,7 +128,7 @@ func (d *dataCheck) duplicates(data *input.Dataset) {
 		return
 	}
 	what, fix := "prompt", "remove them, unless these prompts are meant to be sampled more often"
-	if len(data.Completions()) > 0 {
+	if len(data.Completions()) > 0 || data.PromptField == "" {
 		what, fix = "row", "remove them, unless these rows are meant to count more"
 	}
 	message := fmt.Sprintf("%d rows repeat the %s of an earlier row; the first repeats line %d", count, what, first)
@@ -176,7 +179,7 @@ func (d *dataCheck) leaked(field string) {
 		return
 	}
 	what := "the prompt of a training row"
-	if len(d.eval.Completions()) > 0 && len(d.train.Completions()) > 0 {
+	if len(d.eval.Completions()) > 0 && len(d.train.Completions()) > 0 || d.eval.PromptField == "" {
 		what = "a training row"
 	}
 	d.findings.warn(field, problem.BadRow,

@@ -118,7 +118,7 @@ func (f *files) pythonProblem(e *probe.Error, field string) *planv1.Problem {
 	}
 	p.File = input.Relative(f.baseDir, e.File, "")
 	p.Line, p.Column, p.Excerpt = e.Line, e.Column, problem.Excerpt(line(e.File, e.Line))
-	if text := strings.TrimSpace(e.Text); text != "" && strings.Contains(p.Excerpt, text) && e.Reason != "REWARD_IMPORT" {
+	if text := strings.TrimSpace(e.Text); text != "" && strings.Contains(p.Excerpt, text) && e.Reason != "REWARD_IMPORT" && e.Reason != "ENVIRONMENT_IMPORT" {
 		p.Text = text
 	}
 	return p

@@ -98,7 +98,7 @@ func (d *modelCheck) checkEngine() {
 	}
 	for field, used := range map[string]bool{
 		"sampling.temperature": d.config.GetSampling().GetTemperature() == 0 && algorithm.Samples(d.config),
-		"eval.temperature":     d.config.GetEval().GetTemperature() == 0 && d.config.GetEval().GetEverySteps() > 0 && d.config.GetReward() != nil,
+		"eval.temperature":     d.config.GetEval().GetTemperature() == 0 && d.config.GetEval().GetEverySteps() > 0 && algorithm.Rewarded(d.config),
 	} {
 		if used && !can.Greedy {
 			d.findings.report(field, problem.Conflict, fmt.Sprintf("`%s` is 0, and the engine `%s` can't take the most likely token", field, kind), "write a number above 0")

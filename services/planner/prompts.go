@@ -29,7 +29,7 @@ type rowEditor interface {
 // request asks for the length of every prompt; nil without datasets or a usable model. folder is
 // that of the model.
 func (d *promptCheck) request(datasets []*input.Dataset, model *input.Model, folder string) *probe.Tokenizer {
-	if model == nil || len(datasets) == 0 || d.config.GetAlgorithm() == nil {
+	if model == nil || len(datasets) == 0 || d.config.GetAlgorithm() == nil || algorithm.EnvironmentRewards(d.config) {
 		return nil
 	}
 	cfg := d.config

@@ -47,7 +47,7 @@ var shownSettings = []shownSetting{
 	{"sampling.max_tokens", algorithm.Samples, nil},
 	{"sampling.temperature", onPolicy, nil},
 	{"sampling.top_p", onPolicy, nil},
-	{"eval.temperature", func(c *configv1.RunConfig) bool { return c.GetEval().GetEverySteps() > 0 && c.GetReward() != nil }, nil},
+	{"eval.temperature", func(c *configv1.RunConfig) bool { return c.GetEval().GetEverySteps() > 0 && algorithm.Rewarded(c) }, nil},
 }
 
 func onPolicy(c *configv1.RunConfig) bool { return !algorithm.FromData(c) }

@@ -130,6 +130,8 @@ func role(role planv1.InputRole) string {
 		return "model file"
 	case planv1.InputRole_INPUT_ROLE_REWARD:
 		return "source of the reward"
+	case planv1.InputRole_INPUT_ROLE_ENVIRONMENT:
+		return "source of the environment"
 	}
 	return "input"
 }

@@ -1,20 +1,21 @@
 """Runs plugins in a child process. The parent uses ``ChildProcess``; the child runs ``python -m
 rollout.hosting.child``.
 
-The child's stdin is a socket to the parent. A frame has eight bytes with the length, and a body.
-The body of a request is the method's name, a zero byte, and the message. The body of an answer is
-one byte (0: a message, 1: a ``google.rpc.Status``) and the message. The first request is ``Load``,
-with the sources as JSON. The output of a plugin goes to the parent's log. The child exits when the
-socket closes, even during a call.
+The child's stdin is a socket to the parent. A frame has eight bytes with its length, eight with the
+number of the call, and a body. The body of a request is the method's name, a zero byte, and the
+message. The body of an answer is one byte (0: a message, 1: a ``google.rpc.Status``) and the
+message. The first request is ``Load``, with the sources as JSON; ``Cancel`` has no answer of its
+own. Calls of environments overlap. The output of a plugin goes to the parent's log. The child exits
+when the socket closes, even during a call.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
-import queue
 import signal
 import socket
 import struct
@@ -32,7 +33,9 @@ from rollout.hosting.host import RESPONSES, Host, Source, request_type
 from rollout.plugin.v1 import plugin_pb2 as pb
 
 _START_SECONDS = 120.0
-_LENGTH = struct.Struct("<Q")
+_CANCEL_SECONDS = 2.0
+"""How long a cancelled call of an environment may take to end."""
+_HEAD = struct.Struct("<QQ")
 _OWN = {"ROLLOUT_WORKER_SPEC", "ROLLOUT_API_KEY"}
 
 
@@ -50,15 +53,21 @@ class ChildProcess:
     """A :class:`~rollout.hosting.runner.Runner` with a separate process, which may hang, crash,
     print, or block its interpreter.
 
-    The process answers one call at a time; others wait. After a timeout or a crash the process is
-    killed and ``broken``, and the next call starts another.
+    The process answers one call at a time; others wait. Calls of environments overlap. After a
+    timeout or a crash the process is killed and ``broken``, and the next call starts another. Only
+    a call of an environment that ends when it is cancelled leaves the process alive, because its
+    death would end the other episodes.
     """
 
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self._sources = list(sources)
+    def __init__(self, sources: Sequence[Source], command: Sequence[str] = (sys.executable,)) -> None:
+        """command: the Python interpreter, with arguments before ``-m``."""
+        self._sources, self._command = list(sources), list(command)
         self._process: subprocess.Popen[bytes] | None = None
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self._turn = asyncio.Lock()
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._answers: dict[int, asyncio.Future[bytes]] = {}
+        self._numbers = itertools.count()
+        self._turn, self._starting = asyncio.Lock(), asyncio.Lock()
         self.broken = False
 
     @property
@@ -71,26 +80,37 @@ class ChildProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rollout.hosting.child"],
+                [*self._command, "-m", "rollout.hosting.child"],
                 stdin=theirs.fileno(),
                 start_new_session=True,  # so that processes that the plugin starts end with it
                 env={**environment(), "PYTHONUNBUFFERED": "1"},
             )
         ours.setblocking(False)
-        self._streams = await asyncio.open_connection(sock=ours, limit=1 << 20)
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
+        self._answers = {}
+        self._reading = asyncio.create_task(_receive(reader, self._answers), name="plugin")
         try:
             sources = json.dumps([dict(source) for source in self._sources]).encode()
             await self._exchange("Load", sources, _START_SECONDS, "importing the plugin")
-            return await self._call("Handshake", pb.HandshakeRequest(schema_version=wire.SCHEMA_VERSION), 10.0)
+            handshake = await self._call("Handshake", pb.HandshakeRequest(schema_version=wire.SCHEMA_VERSION), 10.0)
         except BaseException:
             await self.close()
             raise
+        self.broken = False
+        return handshake
 
     async def call(self, method: str, request: Any, timeout: float) -> Any:
+        if wire.of_environment(method):
+            await self._alive()
+            return await self._call(method, request, timeout)
         async with self._turn:
+            await self._alive()
+            return await self._call(method, request, timeout)
+
+    async def _alive(self) -> None:
+        async with self._starting:
             if self.broken:
                 await self.start()
-            return await self._call(method, request, timeout)
 
     async def _call(self, method: str, request: Any, timeout: float) -> Any:
         body = await self._exchange(method, request.SerializeToString(), timeout, wire.describe(method, request))
@@ -106,45 +126,83 @@ class ChildProcess:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()  # a killed process ends at once
-        if self._streams is not None:
-            self._streams[1].transport.abort()
+        if self._writer is not None:
+            self._writer.transport.abort()
 
     async def _exchange(self, method: str, message: bytes, timeout: float, what: str) -> bytes:
         """Send a request and return its answer. Raises ``RolloutError``."""
-        self.broken = True  # until the answer is read in full
+        number, answers, process = next(self._numbers), self._answers, self._process
+        overlapping = wire.of_environment(method)
+        answered = answers[number] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout):
-                answer = await self._send(method.encode() + b"\0" + message)
+                await self._send(number, method.encode() + b"\0" + message)
+                answer = await answered
         except TimeoutError:
-            self.kill()
+            if not (overlapping and await self._cancelled(number, answered)):
+                self._kill_only(process)
             raise wire.timeout_error(method, timeout, what) from None
-        except (OSError, asyncio.IncompleteReadError):
-            code = await self._ended()
-            self.kill()
+        except (OSError, EOFError):
+            code = await _ended(process)
+            self._kill_only(process)
             raise wire.ended_error(method, f"{what} ended its process ({code})", "see the worker's log") from None
         except BaseException:
-            self.kill()
+            if not overlapping:
+                self._kill_only(process)
+            elif not self.broken:
+                await self._send(number, b"Cancel")
             raise
-        self.broken = False
+        finally:
+            answers.pop(number, None)
         if answer[0]:
             raise wire.error_of(status_pb2.Status.FromString(answer[1:]))
         return answer[1:]
 
-    async def _send(self, body: bytes) -> bytes:
-        assert self._streams is not None
-        reader, writer = self._streams
-        writer.write(_LENGTH.pack(len(body)) + body)
-        await writer.drain()
-        (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-        return await reader.readexactly(size)
+    def _kill_only(self, process: subprocess.Popen[bytes] | None) -> None:
+        """Kill the process of a call, unless another one has replaced it."""
+        if process is self._process:
+            self.kill()
 
-    async def _ended(self) -> str:
-        assert self._process is not None
+    async def _send(self, number: int, body: bytes) -> None:
+        assert self._writer is not None
+        self._writer.write(_HEAD.pack(len(body), number) + body)
+        await self._writer.drain()
+
+    async def _cancelled(self, number: int, answered: asyncio.Future[bytes]) -> bool:
+        """Cancel a call. Whether the process then answers it, so that it is not blocked."""
+        again = self._answers[number] = asyncio.get_running_loop().create_future() if answered.cancelled() else answered
         try:
-            code = await asyncio.to_thread(self._process.wait, 1)
-        except subprocess.TimeoutExpired:
-            return "it closed the connection"
-        return f"signal {-code}" if code < 0 else f"exit code {code}"
+            async with asyncio.timeout(_CANCEL_SECONDS):
+                await self._send(number, b"Cancel")
+                await again
+        except (TimeoutError, OSError, EOFError):
+            return False
+        return True
+
+
+async def _receive(reader: asyncio.StreamReader, answers: dict[int, asyncio.Future[bytes]]) -> None:
+    """Give each answer to its call. When the connection ends, all calls fail with ``EOFError``."""
+    try:
+        while True:
+            size, number = _HEAD.unpack(await reader.readexactly(_HEAD.size))
+            body = await reader.readexactly(size)
+            if (answered := answers.get(number)) is not None and not answered.done():
+                answered.set_result(body)
+    except (OSError, asyncio.IncompleteReadError):
+        pass
+    finally:
+        for answered in answers.values():
+            if not answered.done():
+                answered.set_exception(EOFError())
+
+
+async def _ended(process: subprocess.Popen[bytes] | None) -> str:
+    assert process is not None
+    try:
+        code = await asyncio.to_thread(process.wait, 1)
+    except subprocess.TimeoutExpired:
+        return "it closed the connection"
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def main() -> None:
@@ -153,37 +211,56 @@ def main() -> None:
     answers = os.fdopen(os.dup(0), "wb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(requests, arrived), daemon=True).start()
-    host = Host({})
-    with asyncio.Runner() as runner:
+    asyncio.run(_Child(requests, answers).run())
+
+
+class _Child:
+    """The process of the plugins: one task per call."""
+
+    def __init__(self, requests: BinaryIO, answers: BinaryIO) -> None:
+        self._requests, self._answers = requests, answers
+        self._host = Host({})
+        self._calls: dict[int, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        arrived: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
+        threading.Thread(target=self._read, args=(asyncio.get_running_loop(), arrived), daemon=True).start()
         while True:
-            name, _, body = arrived.get().partition(b"\0")
-            method = name.decode()
-            try:
-                if method == "Load":
-                    host, answer = Host.load(json.loads(body)), b"\0"
-                else:
-                    answer = b"\0" + runner.run(host.call(method, request_type(method).FromString(body))).SerializeToString()
-            except Exception as error:
-                if not isinstance(error, RolloutError):
-                    error = wire.PluginError(f"{method} raised {type(error).__name__}: {error}")
-                answer = b"\1" + wire.status_of(error).SerializeToString()
-            sys.stdout.flush()
-            answers.write(_LENGTH.pack(len(answer)) + answer)
-            answers.flush()
+            number, request = await arrived.get()
+            if request == b"Cancel":
+                if (call := self._calls.get(number)) is not None:
+                    call.cancel()
+                continue
+            name, _, body = request.partition(b"\0")
+            self._calls[number] = asyncio.create_task(self._answer(number, name.decode(), body))
 
+    async def _answer(self, number: int, method: str, body: bytes) -> None:
+        try:
+            if method == "Load":
+                self._host, answer = Host.load(json.loads(body)), b"\0"
+            else:
+                answer = b"\0" + (await self._host.call(method, request_type(method).FromString(body))).SerializeToString()
+        except asyncio.CancelledError:
+            answer = b"\1" + wire.status_of(wire.PluginTimeout("the call was cancelled")).SerializeToString()
+        except Exception as error:
+            if not isinstance(error, RolloutError):
+                error = wire.PluginError(f"{method} raised {type(error).__name__}: {error}")
+            answer = b"\1" + wire.status_of(error).SerializeToString()
+        self._calls.pop(number, None)
+        sys.stdout.flush()
+        self._answers.write(_HEAD.pack(len(answer), number) + answer)
+        self._answers.flush()
 
-def _read(pipe: BinaryIO, arrived: queue.SimpleQueue[bytes]) -> None:
-    """Read requests until the socket closes, then exit the process, even during a request."""
-    try:
-        while len(head := pipe.read(_LENGTH.size)) == _LENGTH.size:
-            (size,) = _LENGTH.unpack(head)
-            if len(body := pipe.read(size)) < size:
-                return
-            arrived.put(body)
-    finally:
-        os._exit(0)
+    def _read(self, loop: asyncio.AbstractEventLoop, arrived: asyncio.Queue[tuple[int, bytes]]) -> None:
+        """Read requests until the socket closes, then exit the process, even during a request."""
+        try:
+            while len(head := self._requests.read(_HEAD.size)) == _HEAD.size:
+                size, number = _HEAD.unpack(head)
+                if len(body := self._requests.read(size)) < size:
+                    return
+                loop.call_soon_threadsafe(arrived.put_nowait, (number, body))
+        finally:
+            os._exit(0)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from rollout.environment import Environment, StatefulEnvironment
 from rollout.hosting import wire
-from rollout.hosting.wire import PluginError, PluginSchema, PluginUnknown, PluginUnsupported
+from rollout.hosting.episodes import Checked, load_environment
+from rollout.hosting.wire import PluginSchema, PluginUnknown, PluginUnsupported
 from rollout.plugin.calling import call_reward, call_reward_async
 from rollout.plugin.loading import load_object, load_reward, split_plugin
 from rollout.plugin.score import RewardFunction
@@ -22,7 +22,7 @@ from rollout.plugin.v1 import plugin_pb2 as pb
 Source = Mapping[str, str]
 """``{"kind": "reward", "plugin": "file.py:name", "base_dir": "/..."}`` or
 ``{"expression": "..."}``. kind: also ``environment``, ``tool``, ``evaluation``; a reward if it is
-missing."""
+missing. args: of an environment, a JSON object."""
 NO_DEADLINE = 1e9
 _KINDS = {
     "reward": pb.PLUGIN_KIND_REWARD,
@@ -97,7 +97,8 @@ class Host:
                 name=name,
                 description=inspect.getdoc(plugin) or "" if kind == "tool" else "",
                 parameters_json=getattr(plugin, "parameters_json", "") if kind == "tool" else "",
-                saves_state=isinstance(plugin, StatefulEnvironment),
+                saves_state=isinstance(plugin, Checked) and plugin.saves_state,
+                one_at_a_time=isinstance(plugin, Checked) and not plugin.batched,
             )
             for (kind, name), plugin in self._plugins.items()
         ]
@@ -123,31 +124,24 @@ class Host:
             )  # fmt: skip
         return pb.ToolResult(call_id=call.call_id, content=result if isinstance(result, str) else json.dumps(result))
 
-    async def _environment(self, method: str, environment: Environment, request: Any) -> Message:
-        try:
-            match method:
-                case "ResetEnvironment":
-                    starts = await environment.reset([wire.task_from(task) for task in request.tasks])
-                    return pb.ResetEnvironmentResponse(starts=[wire.start_to(start) for start in starts])
-                case "StepEnvironment":
-                    answers = await environment.step([wire.turn_from(turn) for turn in request.turns])
-                    return pb.StepEnvironmentResponse(answers=[wire.answer_to(answer) for answer in answers])
-                case "CloseEnvironment":
-                    await environment.close([(episode.task, episode.sample) for episode in request.episodes])
-                    return pb.CloseEnvironmentResponse()
-                case _ if not isinstance(environment, StatefulEnvironment):
-                    raise PluginUnsupported(f"the environment does not implement {method}")
-                case "SaveEnvironment":
-                    return pb.SaveEnvironmentResponse(state=json.dumps(dict(environment.state_dict())).encode())
-                case _:
-                    environment.load_state_dict(json.loads(request.state))
-                    return pb.LoadEnvironmentResponse()
-        except PluginError:
-            raise
-        except Exception as error:
-            failed = PluginError(f"{method} raised {type(error).__name__}: {error}")
-            failed.__dict__["reason"] = getattr(error, "reason", "ENVIRONMENT_FAILED")
-            raise failed from error
+    async def _environment(self, method: str, environment: Checked, request: Any) -> Message:
+        match method:
+            case "ResetEnvironment":
+                starts = await environment.reset([wire.task_from(task) for task in request.tasks])
+                return pb.ResetEnvironmentResponse(starts=[wire.start_to(start) for start in starts])
+            case "StepEnvironment":
+                answers = await environment.step([wire.turn_from(turn) for turn in request.turns])
+                return pb.StepEnvironmentResponse(answers=[wire.answer_to(answer) for answer in answers])
+            case "CloseEnvironment":
+                await environment.close([(episode.task, episode.sample) for episode in request.episodes])
+                return pb.CloseEnvironmentResponse()
+            case _ if not environment.saves_state:
+                raise PluginUnsupported(f"the environment does not implement {method}")
+            case "SaveEnvironment":
+                return pb.SaveEnvironmentResponse(state=json.dumps(dict(environment.state_dict())).encode())
+            case _:
+                environment.load_state_dict(json.loads(request.state))
+                return pb.LoadEnvironmentResponse()
 
 
 def _load(source: Source) -> tuple[tuple[str, str], Any]:
@@ -160,5 +154,6 @@ def _load(source: Source) -> tuple[tuple[str, str], Any]:
     name = split_plugin(plugin)[1]
     if kind in ("reward", "evaluation"):
         return (kind, name), load_reward(plugin, base_dir)
-    found = load_object(plugin, base_dir)
-    return (kind, name), found() if kind == "environment" and isinstance(found, type) else found
+    if kind == "environment":
+        return (kind, name), load_environment(plugin, base_dir, json.loads(source.get("args") or "{}"))
+    return (kind, name), load_object(plugin, base_dir)

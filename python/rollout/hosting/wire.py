@@ -13,7 +13,7 @@ import numpy as np
 from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from rollout.environment import Observation, Outcome, Refusal, Result, Task, Turn
+from rollout.environment import Observation, Outcome, Refusal, Result, Task, ToolCall, Turn
 from rollout.errors import Place, RolloutError
 from rollout.plugin.score import (
     RewardError,
@@ -70,6 +70,18 @@ class PluginTimeout(PluginError):
     reason = "PLUGIN_TIMEOUT"
 
 
+class EnvironmentTimeout(PluginError):
+    """A method of an environment did not return within its deadline."""
+
+    reason = "ENVIRONMENT_TIMEOUT"
+
+
+class EnvironmentExited(PluginError):
+    """The environment's process has exited. Its open episodes are lost."""
+
+    reason = "ENVIRONMENT_EXITED"
+
+
 class PluginUnavailable(PluginError):
     """The plugin's process has exited or can't be reached."""
 
@@ -97,18 +109,29 @@ def timeout_error(method: str, seconds: float, what: str) -> RolloutError:
     text = f"{what} took longer than {seconds:g} s"
     if method in ("Reward", "Load"):
         return RewardTimeout(text, fix="make it faster or raise `reward.timeout_seconds`")
+    if of_environment(method):
+        return EnvironmentTimeout(text, fix="make it faster or raise `environment.turn_timeout_seconds`")
     return PluginTimeout(text, fix="make it faster or raise its timeout")
 
 
 def ended_error(method: str, text: str, fix: str) -> RolloutError:
     """The error of a call whose process has exited."""
+    if of_environment(method):
+        return EnvironmentExited(text, fix=fix)
     return RewardFailed(text, fix=fix) if method in ("Reward", "Load") else PluginUnavailable(text, fix=fix)
+
+
+def of_environment(method: str) -> bool:
+    """Whether a method is one of environments, whose calls overlap."""
+    return method.endswith("Environment")
 
 
 def describe(method: str, request: Any) -> str:
     """A description of a call, for errors."""
     if method == "Reward":
         return f"the reward of {sum(len(group.samples) for group in request.groups)} samples"
+    if of_environment(method):
+        return f"`{request.plugin}.{method.removesuffix('Environment').lower()}`"
     return "importing the plugin" if method == "Load" else f"the plugin's {method}"
 
 
@@ -204,11 +227,19 @@ def task_from(m: pb.EnvironmentTask) -> Task:
 
 
 def observation_to(observation: Observation) -> pb.EnvironmentObservation:
-    return pb.EnvironmentObservation(text=observation.text, token_ids=observation.token_ids.astype("<i4").tobytes())
+    return pb.EnvironmentObservation(
+        text=observation.text,
+        token_ids=observation.token_ids.astype("<i4").tobytes(),
+        messages=[json.dumps(dict(message), ensure_ascii=False) for message in observation.messages],
+        tools=[json.dumps(dict(tool), ensure_ascii=False) for tool in observation.tools],
+        reward=observation.reward,
+        metrics=observation.metrics,
+    )
 
 
 def observation_from(m: pb.EnvironmentObservation) -> Observation:
-    return Observation(_ids(m.token_ids), m.text)
+    messages, tools = (tuple(json.loads(each) for each in texts) for texts in (m.messages, m.tools))
+    return Observation(_ids(m.token_ids), m.text, messages, tools, m.reward, dict(m.metrics))
 
 
 def start_to(start: Observation | Refusal) -> pb.EnvironmentStart:
@@ -231,18 +262,48 @@ def turn_to(turn: Turn) -> pb.EnvironmentTurn:
         token_ids=turn.token_ids.astype("<i4").tobytes(),
         truncated=turn.truncated,
         prompt_ids=turn.prompt_ids.astype("<i4").tobytes(),
+        content=turn.content,
+        reasoning=turn.reasoning,
+        tool_calls=[
+            pb.TurnToolCall(
+                id=call.id,
+                name=call.name,
+                arguments_json="" if call.error else json.dumps(dict(call.arguments)),
+                error=call.error,
+                raw=call.raw,
+            )
+            for call in turn.tool_calls
+        ],
     )
 
 
 def turn_from(m: pb.EnvironmentTurn) -> Turn:
-    return Turn(task_from(m.task), m.sample, m.number, m.prompt, _ids(m.token_ids), m.text, m.truncated, _ids(m.prompt_ids))
+    return Turn(
+        task_from(m.task),
+        m.sample,
+        m.number,
+        m.prompt,
+        _ids(m.token_ids),
+        m.text,
+        m.truncated,
+        _ids(m.prompt_ids),
+        m.content,
+        m.reasoning,
+        tuple(ToolCall(c.id, c.name, json.loads(c.arguments_json or "{}"), c.error, c.raw) for c in m.tool_calls),
+    )
 
 
 def answer_to(answer: Observation | Result) -> pb.EnvironmentAnswer:
     if isinstance(answer, Observation):
         return pb.EnvironmentAnswer(observation=observation_to(answer))
     score = _score_to(answer.reward, answer.metrics, answer.token_rewards, answer.steps)
-    result = pb.EnvironmentResult(outcome=_OUTCOMES[answer.outcome], score=score, reason=answer.reason)
+    result = pb.EnvironmentResult(
+        outcome=_OUTCOMES[answer.outcome],
+        score=score,
+        reason=answer.reason,
+        turn_rewards=answer.turn_rewards,
+        message=answer.message,
+    )
     return pb.EnvironmentAnswer(result=result)
 
 
@@ -250,5 +311,13 @@ def answer_from(m: pb.EnvironmentAnswer) -> Observation | Result:
     if m.HasField("observation"):
         return observation_from(m.observation)
     [score] = scores_from([m.result.score])
-    outcome = cast(Outcome, _NAMES[m.result.outcome])
-    return Result(score.reward, score.metrics, outcome, m.result.reason, tuple(score.token_rewards), steps=tuple(score.steps))
+    return Result(
+        score.reward,
+        score.metrics,
+        cast(Outcome, _NAMES[m.result.outcome]),
+        m.result.reason,
+        tuple(score.token_rewards),
+        steps=tuple(score.steps),
+        turn_rewards=tuple(m.result.turn_rewards),
+        message=m.result.message,
+    )

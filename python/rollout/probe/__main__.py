@@ -20,6 +20,7 @@ Request (each part is optional)::
                               "overlong": "error"}]},
      "teacher": {"model": "/...", "base_url": "http://...", "name": "teacher", "api_key": "env:KEY", "protocol": "echo",
                  "timeout_seconds": 60.0, "prompt": "..."},
+     "environment": {"plugin": "guess.py:Guess", "base_dir": "/...", "args": "{}", "timeout_seconds": 120.0, "rows": [{...}]},
      "wandb_key": true}
 
 Answer::
@@ -33,6 +34,7 @@ Answer::
                               "drop": [], "cut": 0, "unknown": 1, "strange": [{"row": 3, "text": "é", "field": "prompt"}]}]}
                   | {"error": ...},
      "teacher": {"tokens": 12} | {"error": ...},
+     "environment": {"files": ["/.../guess.py"], "name": "Guess", "seconds": 0.1} | {"error": ...},
      "wandb_key": false}
 
 with ``error`` being ``{"reason", "message", "fix", "file", "line", "column", "text"}``.
@@ -51,7 +53,6 @@ from functools import partial
 from typing import cast
 
 from rollout.errors import Place, RolloutError
-from rollout.plugin import RewardTimeout
 from rollout.probe.environment import has_wandb_key, versions
 from rollout.probe.prompts import measure
 from rollout.probe.reward import dry_call
@@ -73,6 +74,14 @@ def main() -> None:
             json.dump(body, answer)
             answer.flush()
 
+    def hung(part: str, error: RolloutError) -> None:
+        reply(body | {part: {"error": describe(error)}})
+        os._exit(0)
+
+    def began() -> None:  # startup and reading do not count as time of the user's code
+        answer.write("\n")
+        answer.flush()
+
     body: Json = {"python": platform.python_version(), "packages": versions(request.get("packages", []))}
     if "data" in request or "models" in request:
         body["data"] = [guarded(partial(prepare, one)) for one in cast("list[Json]", request.get("data") or [])]
@@ -86,16 +95,11 @@ def main() -> None:
 
         body["teacher"] = guarded(lambda: ask_teacher(request["teacher"]))
     if "reward" in request:
+        body["reward"] = guarded(lambda: dry_call(request["reward"], partial(hung, "reward"), began))
+    if "environment" in request:
+        from rollout.probe.episode import dry_episode  # numpy takes a while to import
 
-        def hung(error: RewardTimeout) -> None:
-            reply(body | {"reward": {"error": describe(error)}})
-            os._exit(0)
-
-        def began() -> None:  # startup and reading do not count as time of the reward
-            answer.write("\n")
-            answer.flush()
-
-        body["reward"] = guarded(lambda: dry_call(request["reward"], hung, began))
+        body["environment"] = guarded(lambda: dry_episode(request["environment"], partial(hung, "environment"), began))
     reply(body)
     sys.stdout.flush()
     os._exit(0)  # do not wait for threads of the user's code

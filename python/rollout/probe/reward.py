@@ -10,12 +10,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollout.dataset import rows
-from rollout.errors import Place
+from rollout.errors import Place, RolloutError
 from rollout.plugin import RewardError, RewardFunction, RewardTimeout, Sample, call_reward, load_reward, split_plugin
 from rollout.probe.tokenizer import BadModel, Json, tokenizer_of
 
@@ -34,25 +35,7 @@ def dry_call(request: Json, hung: Callable[[RewardTimeout], None], began: Callab
     folders = {Path(base_dir)}
     if not expression:
         folders.add(Path(os.path.abspath(os.path.join(base_dir, split_plugin(plugin)[0]))).parent)
-    caller = threading.get_ident()
-
-    def watch(what: str) -> threading.Timer:
-        def report() -> None:
-            frame = sys._current_frames()[caller]  # pyright: ignore[reportPrivateUsage]
-            frames = traceback.extract_stack(frame)
-            hung(
-                RewardTimeout(
-                    f"{what} took longer than {limit:g} s",
-                    fix="make it faster or raise `reward.timeout_seconds`",
-                    place=last_of(frames, folders),
-                )
-            )
-
-        timer = threading.Timer(limit, report)
-        timer.daemon = True
-        timer.start()
-        return timer
-
+    watch = watchdog(hung, folders, limit, RewardTimeout, "make it faster or raise `reward.timeout_seconds`")
     model = request.get("model", "")
     samples, held_out = samples_of(request["samples"], model), samples_of(request.get("held_out", []), model)
     function: RewardFunction
@@ -61,29 +44,50 @@ def dry_call(request: Json, hung: Callable[[RewardTimeout], None], began: Callab
         began()
     else:
         began()
-        timer = watch(f"importing {split_plugin(plugin)[0]}")
-        function = load_reward(plugin, base_dir)
-        timer.cancel()
+        with watch(f"importing {split_plugin(plugin)[0]}"):
+            function = load_reward(plugin, base_dir)
     start = time.monotonic()
     name = f"`{'reward.expression' if expression else split_plugin(plugin)[1]}`"
-    timer = watch(name)
-    scores = call_reward(function, samples)
-    timer.cancel()
+    with watch(name):
+        scores = call_reward(function, samples)
     if held_out:  # held-out rows may have other keys
-        timer = watch(f"on the first held-out row, {name}")
         try:
-            call_reward(function, held_out)
+            with watch(f"on the first held-out row, {name}"):
+                call_reward(function, held_out)
         except RewardError as error:
             error.message = f"on the first held-out row: {error.message}"
             raise
-        finally:
-            timer.cancel()
     return {
         "scores": [{"reward": score.reward, "metrics": dict(score.metrics)} for score in scores],
         "parts": any(score.token_rewards or score.steps for score in scores),
         "files": [] if expression else local_files(folders),
         "seconds": time.monotonic() - start,
     }
+
+
+def watchdog(
+    hung: Callable[[Any], None], folders: set[Path], limit: float, error: type[RolloutError], fix: str
+) -> Callable[[str], AbstractContextManager[None]]:
+    """A function that watches a block of this thread, named by its text. ``hung`` gets an error,
+    from another thread, if the block takes longer than ``limit`` seconds."""
+    caller = threading.get_ident()
+
+    @contextlib.contextmanager
+    def watch(what: str) -> Generator[None]:
+        def report() -> None:
+            frame = sys._current_frames()[caller]  # pyright: ignore[reportPrivateUsage]
+            place = last_of(traceback.extract_stack(frame), folders)
+            hung(error(f"{what} took longer than {limit:g} s", fix=fix, place=place))
+
+        timer = threading.Timer(limit, report)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    return watch
 
 
 def samples_of(samples: list[Json], model: str) -> list[Sample]:

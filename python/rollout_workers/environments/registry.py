@@ -3,18 +3,23 @@ environment.
 
 To add one, write a constructor ``build(context: Context) -> Environment``, add a row to
 ``ENVIRONMENTS`` and its name to ``EnvironmentConfig.kind`` in ``run_config.proto``, and run
-``rollout_testing.envtest`` on it.
+``rollout_testing.envtest`` on it. If it scores its episodes itself, so that the config has no
+``[reward]``, add its name to ``rewarding`` there, too. One with processes or connections has
+``start`` and ``shutdown`` (``rollout.environment.ManagedEnvironment``). ``hosted.Hosted`` runs a
+class in child processes, also with another interpreter.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import json
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from rollout.config.v1.run_config_pb2 import RunConfig
-from rollout.environment import Environment
+from rollout.environment import Environment, ManagedEnvironment
 from rollout_workers.data.prompts import PromptReader, Text
 from rollout_workers.rewards.rewards import Scorer
 
@@ -22,12 +27,20 @@ from rollout_workers.rewards.rewards import Scorer
 @dataclass(frozen=True, slots=True)
 class Context:
     """The parts from which an environment is built. rewards: None if the plan has no reward. text:
-    the tokenizer."""
+    the tokenizer. base_dir: folder of the config's relative paths. verify: raises if a source file
+    of the environment differs from the plan; call it before the file is loaded."""
 
     config: RunConfig
     prompts: PromptReader
     rewards: Scorer | None
     text: Text
+    base_dir: str = "."
+    verify: Callable[[], None] = lambda: None
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """``[environment.args]``."""
+        return json.loads(self.config.environment.args or "{}")
 
 
 Constructor = Callable[[Context], Environment]
@@ -35,6 +48,7 @@ Constructor = Callable[[Context], Environment]
 ENVIRONMENTS: dict[str, str] = {
     "single_turn": "rollout_workers.environments.single_turn:build",
     "external": "rollout_workers.environments.external:build",
+    "python": "rollout_workers.environments.python:build",
 }
 """Name -> ``module:function`` of the constructor. The module is imported when the environment is
 built."""
@@ -60,3 +74,18 @@ def build(context: Context) -> Environment:
         )
     module, _, function = ENVIRONMENTS[kind].partition(":")
     return cast(Constructor, getattr(importlib.import_module(module), function))(context)
+
+
+@asynccontextmanager
+async def opened(context: Context) -> AsyncGenerator[Environment]:
+    """The environment that the config names, started, and stopped on exit. Raises
+    :class:`UnknownEnvironment`, ``RolloutError``."""
+    environment = build(context)
+    if not isinstance(environment, ManagedEnvironment):
+        yield environment
+        return
+    try:
+        await environment.start()
+        yield environment
+    finally:
+        await environment.shutdown()

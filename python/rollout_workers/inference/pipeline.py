@@ -23,7 +23,6 @@ from rollout_workers.inference.puller import Puller, capacity
 from rollout_workers.inference.receipt import EngineReceipts
 from rollout_workers.inference.sampler import Outlet, RowSender, Sampler
 from rollout_workers.inference.throughput import Throughput
-from rollout_workers.rewards.rewards import Scorer
 from rollout_workers.worker.bus import Reconnects
 from rollout_workers.worker.discovery import Services
 from rollout_workers.worker.heartbeat import Heartbeat
@@ -52,12 +51,11 @@ class SamplingContext:
 
     @classmethod
     def build(
-        cls, who: Identity, config: RunConfig, model: Model, receipts: EngineReceipts, rewards: Scorer | None
+        cls, who: Identity, context: environments.Context, environment: Environment, model: Model, receipts: EngineReceipts
     ) -> SamplingContext:
-        prompts = PromptReader.of_samples(config, model.text)
-        environment = environments.build(environments.Context(config, prompts, rewards, model.text))
+        config = context.config
         throughput = Throughput(model.engine.stats)
-        return cls(who, config, model, receipts, prompts, environment, of_run(config.sampling), throughput)
+        return cls(who, config, model, receipts, context.prompts, environment, of_run(config.sampling), throughput)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +76,8 @@ class Pipeline:
             return cls.of_rows(context.who, rows, publisher, services, context.throughput)
 
         def tokenize(items: list[WorkItem]) -> None:
-            context.prompts.read([item.group.row_json for item in items])  # the reader caches them
+            if config.HasField("reward"):  # else the environment reads the rows
+                context.prompts.read([item.group.row_json for item in items])  # the reader caches them
 
         puller = Puller(
             context.receipts,

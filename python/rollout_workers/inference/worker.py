@@ -18,7 +18,9 @@ from rollout.inference.v1 import inference_pb2
 from rollout.inference.v1.inference_pb2_grpc import add_InferenceWorkerServiceServicer_to_server
 from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout.weights.v1.weights_pb2_grpc import add_WeightsServiceServicer_to_server
+from rollout_workers.data.prompts import PromptReader
 from rollout_workers.engines.base import Engine
+from rollout_workers.environments import registry as environments
 from rollout_workers.inference.admission import Admission
 from rollout_workers.inference.evaluation import Evaluation
 from rollout_workers.inference.generation import Generation
@@ -89,7 +91,9 @@ async def run_inference_worker(
             model = replace(model, engine=cast(Engine, admission))
         if _starts_paused(spec.plan.config):
             await model.engine.pause()
-        context = SamplingContext.build(who, spec.plan.config, model, receipts, rewards)
+        parts = _environment_context(spec, model, lifecycle, rewards)
+        environment = await cleanup.enter_async_context(environments.opened(parts))
+        context = SamplingContext.build(who, parts, environment, model, receipts)
         publisher = Publisher(client, who.trajectory_subject, who.trajectory_stream, who.process)
         pipeline = Pipeline.build(context, publisher, services, clients)
 
@@ -152,6 +156,13 @@ def _rewards(spec: WorkerSpec, services: Services, lifecycle: Lifecycle) -> Scor
     return scorer_of(config.reward, spec.base_dir, worker, Pinned(spec.plan.inputs, spec.base_dir, lifecycle.crash))
 
 
+def _environment_context(spec: WorkerSpec, model: Model, lifecycle: Lifecycle, rewards: Scorer | None) -> environments.Context:
+    config = spec.plan.config
+    pinned = Pinned(spec.plan.inputs, spec.base_dir, lifecycle.crash, environment=True)
+    prompts = PromptReader.of_samples(config, model.text)
+    return environments.Context(config, prompts, rewards, model.text, spec.base_dir, pinned.verify_running)
+
+
 def _servicer(
     spec: WorkerSpec,
     context: SamplingContext,
@@ -162,7 +173,7 @@ def _servicer(
 ) -> InferenceServer:
     config, engine, text = context.config, context.model.engine, context.model.text
     evaluation = None
-    if rewards is not None and (rows := held_out_file(spec)):
+    if algorithm.rewarded(config) and (rows := held_out_file(spec)):
         evaluation = Evaluation(engine, context.environment, text, context.params, context.receipts, rows)
     generation = Generation(context.model, context.params, config.engine.max_model_len)
     return InferenceServer(context, generation, evaluation, pipeline.puller, lifecycle, rewards, updates)

@@ -136,20 +136,21 @@ class _Batch:
         try:
             if rewards is not None:
                 await rewards.start()
-            environment = registry.build(registry.Context(config, prompts, rewards, model.text))
-            runner = EpisodeRunner(model.engine, environment, model.text, of_run(config.sampling))
+            context = registry.Context(config, prompts, rewards, model.text, spec.base_dir)
+            async with registry.opened(context) as environment:
+                runner = EpisodeRunner(model.engine, environment, model.text, of_run(config.sampling))
 
-            def report(tally: Tally) -> None:
-                _report(
-                    "progress", rows=tally.rows, of=len(rows), samples=tally.samples, tokens=tally.tokens,
-                    seconds=round(tally.seconds, 3), mean_score=tally.mean, failures=dict(tally.failures),
-                    retries=rewards.retries if rewards is not None else 0,
+                def report(tally: Tally) -> None:
+                    _report(
+                        "progress", rows=tally.rows, of=len(rows), samples=tally.samples, tokens=tally.tokens,
+                        seconds=round(tally.seconds, 3), mean_score=tally.mean, failures=dict(tally.failures),
+                        retries=rewards.retries if rewards is not None else 0,
+                    )  # fmt: skip
+
+                await sample(
+                    runner, rows, journal, seed=config.seed, samples=spec.samples, slots=config.engine.slots,
+                    scores=rewards is not None, stop=self._stop, report=report,
                 )  # fmt: skip
-
-            await sample(
-                runner, rows, journal, seed=config.seed, samples=spec.samples, slots=config.engine.slots,
-                scores=rewards is not None, stop=self._stop, report=report,
-            )  # fmt: skip
         finally:
             if rewards is not None:
                 await rewards.close()

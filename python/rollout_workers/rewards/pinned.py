@@ -1,4 +1,4 @@
-"""Checks that the source of a reward is the one in the plan."""
+"""Checks that the source of a reward or an environment is the one in the plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from blake3 import blake3
 
-from rollout.plan.v1.plan_pb2 import INPUT_ROLE_REWARD, Input
+from rollout.errors import RolloutError
+from rollout.plan.v1.plan_pb2 import INPUT_ROLE_ENVIRONMENT, INPUT_ROLE_REWARD, Input
 from rollout.plugin import RewardError
 
 
@@ -20,23 +21,44 @@ class RewardChanged(RewardError):
     permanent: ClassVar[bool] = True
 
 
-class Pinned:
-    """The reward's files as the plan has them."""
+class EnvironmentChanged(RolloutError):
+    """A source file of the environment differs from the plan."""
 
-    def __init__(self, inputs: Iterable[Input], base_dir: str, on_change: Callable[[str], None]) -> None:
+    reason: ClassVar[str] = "ENVIRONMENT_CHANGED"
+    permanent: ClassVar[bool] = True
+
+
+class Pinned:
+    """The files of the reward, or of the environment, as the plan has them."""
+
+    def __init__(
+        self, inputs: Iterable[Input], base_dir: str, on_change: Callable[[str], None], *, environment: bool = False
+    ) -> None:
         """inputs: of the plan. base_dir: folder of relative paths. on_change: called with the error
         if a file has changed while the worker runs."""
-        self._files = [(each.path, Path(base_dir, each.path), each.digest) for each in inputs if each.role == INPUT_ROLE_REWARD]
+        role = INPUT_ROLE_ENVIRONMENT if environment else INPUT_ROLE_REWARD
+        self._error = EnvironmentChanged if environment else RewardChanged
+        self._what = "environment" if environment else "reward"
+        self._files = [(each.path, Path(base_dir, each.path), each.digest) for each in inputs if each.role == role]
         self.on_change = on_change
 
     def verify(self) -> None:
-        """Raise :class:`RewardChanged` if a file differs from the plan."""
+        """Raise :class:`RewardChanged` or :class:`EnvironmentChanged` if a file differs from the
+        plan."""
         for name, path, expected in self._files:
             if (found := _digest(path)) != expected:
-                raise RewardChanged(
+                raise self._error(
                     f"{name} has changed since the run was planned: its digest is {found}, the plan has {expected}",
-                    fix="restore the file and resume the run, or start a new run with the changed reward",
+                    fix=f"restore the file and resume the run, or start a new run with the changed {self._what}",
                 )
+
+    def verify_running(self) -> None:
+        """Like ``verify``, and report a change with ``on_change`` too."""
+        try:
+            self.verify()
+        except RolloutError as error:
+            self.on_change(str(error))
+            raise
 
 
 def _digest(path: Path) -> str:

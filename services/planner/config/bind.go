@@ -1,6 +1,7 @@
 package config
 
 import (
+	"encoding/json"
 	"fmt"
 	"math"
 	"strconv"
@@ -74,6 +75,12 @@ func fixNamed(field key, path, name string) string {
 }
 
 func (r *binder) bindScalar(e *document.Entry, field key, m protoreflect.Message, path string) {
+	if metaOf(field).GetJson() {
+		if text, ok := r.freeTable(e, path); ok {
+			m.Set(field.FieldDescriptor, protoreflect.ValueOfString(text))
+		}
+		return
+	}
 	if !field.IsList() {
 		if value, ok := r.scalar(e, e.Value, field, path); ok {
 			m.Set(field.FieldDescriptor, value)
@@ -93,6 +100,75 @@ func (r *binder) bindScalar(e *document.Entry, field key, m protoreflect.Message
 		}
 		list.Append(value)
 	}
+}
+
+// freeTable is a table of free keys, or a string with a JSON object, as JSON with sorted keys.
+func (r *binder) freeTable(e *document.Entry, path string) (string, bool) {
+	value := any(nil)
+	problem := e.Value.Kind.String()
+	switch e.Value.Kind {
+	case document.String:
+		if err := json.Unmarshal([]byte(e.Value.String), &value); err != nil {
+			problem = "a string that is not JSON"
+		}
+	default:
+		if bad := plain(e.Value, &value); bad != nil {
+			r.wrongType(bad.Span, path, fmt.Sprintf("`%s` has %s, which JSON can't hold", path, bad.Kind), "write it as a string")
+			return "", false
+		}
+	}
+	if _, table := value.(map[string]any); !table {
+		r.wrongType(e.Value.Span, path, fmt.Sprintf("`%s` is a table, got %s", path, problem), fmt.Sprintf("write a table: [%s]", path))
+		return "", false
+	}
+	text, err := json.Marshal(value)
+	if err != nil { // an infinite number
+		r.wrongType(e.Value.Span, path, fmt.Sprintf("`%s` can't be written as JSON: %v", path, err), "write it as a string")
+		return "", false
+	}
+	return string(text), true
+}
+
+// plain stores a value as Go's JSON types, or returns the value inside of it that has no such type.
+func plain(v *document.Value, to *any) *document.Value {
+	switch v.Kind {
+	case document.Table:
+		table := map[string]any{}
+		for _, e := range v.Entries {
+			var value any
+			if bad := plain(e.Value, &value); bad != nil {
+				return bad
+			}
+			table[e.Key] = value
+		}
+		*to = table
+	case document.Array:
+		items := make([]any, len(v.Items))
+		for i, item := range v.Items {
+			if bad := plain(item, &items[i]); bad != nil {
+				return bad
+			}
+		}
+		*to = items
+	case document.String:
+		*to = v.String
+	case document.Integer:
+		*to = v.Integer
+	case document.Float:
+		if math.IsNaN(v.Float) || math.IsInf(v.Float, 0) {
+			return v
+		}
+		text := strconv.FormatFloat(v.Float, 'g', -1, 64)
+		if !strings.ContainsAny(text, ".e") {
+			text += ".0" // so that Python reads a float
+		}
+		*to = json.RawMessage(text)
+	case document.Bool:
+		*to = v.Bool
+	case document.DateTime:
+		return v
+	}
+	return nil
 }
 
 // listText is the value of an entry as the items of a list. Bare words of an override are quoted.

@@ -104,6 +104,37 @@ func TestExternalEnvironment(t *testing.T) {
 	}
 }
 
+// An environment of the user's has a path and arguments of any form, and scores its episodes.
+func TestPythonEnvironment(t *testing.T) {
+	t.Parallel()
+	text := strings.NewReplacer("[reward]", "", `plugin = "reward.py:exact"`, "").Replace(good)
+	set := []string{`environment.kind="python"`, `environment.path="guess.py:Guess"`}
+	r := read(t, text, append(set, "environment.args.highest=9", `environment.args.names=["a", 1.0, {b = true}]`)...)
+	if got := r.Config.GetEnvironment(); !r.Problems.Empty() || got.GetArgs() != `{"highest":9,"names":["a",1.0,{"b":true}]}` || got.GetMaxTurns() != 16 {
+		t.Fatalf("%s%v", problems(r), got)
+	}
+	if again := read(t, text, append(set, `environment.args='{"highest": 9}'`)...); again.Config.GetEnvironment().GetArgs() != `{"highest":9}` {
+		t.Errorf("arguments as JSON: %s%v", problems(again), again.Config.GetEnvironment())
+	}
+	for name, c := range map[string]struct{ text, set, want string }{
+		"reward":        {good, "seed=0", "`[reward]` must be absent"},
+		"path":          {good, `environment.kind="single_turn"`, "`environment.path` must be set if and only if"},
+		"pattern":       {text, `environment.path="guess"`, "environment.path"},
+		"credit":        {strings.Replace(text, "[algorithm.grpo]", "[algorithm.rloo]", 1), `environment.credit="turn"`, "its tokens have no rewards of their own"},
+		"rows":          {strings.NewReplacer("[algorithm.grpo]", "[algorithm.sft]", "group_size = 8", "").Replace(text), "seed=0", "needs an algorithm that samples"},
+		"smaller":       {text, "limits.min_group_size=9", "must not exceed `sampling.group_size`"},
+		"alone":         {text, "limits.min_group_size=1", "must not be 1"},
+		"date":          {text, "environment.args.day=1979-05-27", "which JSON can't hold"},
+		"not a table":   {text, "environment.args=7", "`environment.args` is a table, got an integer"},
+		"not an object": {text, `environment.args="[1]"`, "`environment.args` is a table, got a string"},
+	} {
+		r := read(t, c.text, append(set, c.set)...)
+		if list := r.Sorted(); len(list) == 0 || !strings.Contains(list[0].GetMessage(), c.want) {
+			t.Errorf("%s: %v", name, list)
+		}
+	}
+}
+
 func TestNumbers(t *testing.T) {
 	t.Parallel()
 	for value, want := range map[string]string{

@@ -88,6 +88,11 @@ func literal(field key, text string) protoreflect.Value {
 	root, faults := document.Parse(document.NewSource("default", []byte("x = "+text), 1))
 	if len(faults) == 0 {
 		r := &binder{&Reading{broken: map[string]bool{}}}
+		if metaOf(field).GetJson() {
+			if text, ok := r.freeTable(root.Entries[0], field.TextName()); ok {
+				return protoreflect.ValueOfString(text)
+			}
+		}
 		if v, ok := r.scalar(root.Entries[0], root.Entries[0].Value, field, field.TextName()); ok {
 			return v
 		}

@@ -25,7 +25,7 @@ var traitRules = []traitRule{
 		"run_config.reward", "`[algorithm.*]` needs a `[reward]` table",
 		[]string{"reward"},
 		func(c *configv1.RunConfig, t *configv1.AlgorithmTraits) bool {
-			return t.GetNeedsReward() && c.GetReward() == nil && !algorithm.External(c)
+			return t.GetNeedsReward() && !algorithm.Rewarded(c) && !algorithm.External(c)
 		},
 	},
 	{
@@ -61,6 +61,50 @@ var traitRules = []traitRule{
 		[]string{"deterministic", "environment.kind"},
 		func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
 			return algorithm.External(c) && c.GetDeterministic()
+		},
+	},
+	{
+		"run_config.environment_reward", "`[reward]` must be absent for this `environment.kind`: the environment scores its episodes",
+		[]string{"reward", "environment.kind"},
+		func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
+			return algorithm.EnvironmentRewards(c) && c.GetReward() != nil
+		},
+	},
+	{
+		"run_config.environment_rows", "this `environment.kind` needs an algorithm that samples; `[algorithm.*]` trains on rows",
+		[]string{"environment.kind"},
+		func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
+			return algorithm.Turns(c) && algorithm.FromData(c)
+		},
+	},
+	{
+		"run_config.environment_teacher", "`[algorithm.distillation.endpoint]` must be absent for this `environment.kind`: the endpoint scores single turns",
+		[]string{"algorithm.distillation.endpoint", "environment.kind"},
+		func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
+			return algorithm.Turns(c) && c.GetAlgorithm().GetDistillation().GetEndpoint() != nil
+		},
+	},
+	{
+		"run_config.credit", "`environment.credit` must be \"episode\" for `[algorithm.*]`: its tokens have no rewards of their own",
+		[]string{"environment.credit"},
+		func(c *configv1.RunConfig, t *configv1.AlgorithmTraits) bool {
+			credit := c.GetEnvironment().GetCredit()
+			return credit != "" && credit != "episode" && !t.GetTokenRewards()
+		},
+	},
+	{
+		"run_config.min_group_size", "`limits.min_group_size` must not exceed `sampling.group_size`",
+		[]string{"limits.min_group_size", "sampling.group_size"},
+		func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
+			return c.GetLimits().GetMinGroupSize() > c.GetSampling().GetGroupSize()
+		},
+	},
+	{
+		"run_config.min_group_compared", "`limits.min_group_size` must not be 1 for `[algorithm.*]`: the samples of a group are compared",
+		[]string{"limits.min_group_size", "algorithm.*.group_baseline"},
+		func(c *configv1.RunConfig, t *configv1.AlgorithmTraits) bool {
+			baseline, ok := algorithm.Setting(c, "group_baseline")
+			return c.GetLimits().GetMinGroupSize() == 1 && (t.GetComparesGroup() || ok && baseline.Bool())
 		},
 	},
 	{
@@ -104,7 +148,7 @@ var traitRules = []traitRule{
 		"run_config.eval_data", "`eval.every_steps` needs `data.eval`, and a `[reward]` table where the algorithm samples",
 		[]string{"eval.every_steps", "data.eval", "reward"},
 		func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
-			return c.GetEval().GetEverySteps() > 0 && !algorithm.External(c) && (c.GetData().GetEval() == "" || c.GetReward() == nil && !algorithm.FromData(c))
+			return c.GetEval().GetEverySteps() > 0 && !algorithm.External(c) && (c.GetData().GetEval() == "" || !algorithm.Rewarded(c) && !algorithm.FromData(c))
 		},
 	},
 	{

@@ -19,7 +19,7 @@ import (
 type Dataset struct {
 	File        string
 	Path        string // what messages call it
-	PromptField string
+	PromptField string // "" without required prompts
 	AnswerField string // "" without required answers
 	Preference  Preference
 	// ReferenceField is the optional field of the reference answer.
@@ -141,9 +141,10 @@ func newRowCheck(d *Dataset, problems *problem.List) *rowCheck {
 	return &rowCheck{reporter: r, data: d, preference: preferenceCheck{reporter: r, Preference: d.Preference}}
 }
 
-// identity is what makes a row a duplicate: its prompt, or all of it if it is trained on.
+// identity is what makes a row a duplicate: its prompt, or all of it if it is trained on or has no
+// prompt.
 func (c *rowCheck) identity(line []byte, fields map[string]json.RawMessage) []byte {
-	if len(c.data.Completions()) > 0 {
+	if len(c.data.Completions()) > 0 || c.data.PromptField == "" {
 		return line
 	}
 	return fields[c.data.PromptField]

@@ -10,6 +10,9 @@ import (
 )
 
 func (c *rowCheck) prompt(line []byte, fields map[string]json.RawMessage) (string, bool) {
+	if c.data.PromptField == "" {
+		return "", true
+	}
 	raw, ok := fields[c.data.PromptField]
 	if !ok {
 		c.lacks(line, fields, c.data.PromptField, "data.prompt_field", "prompt_field")

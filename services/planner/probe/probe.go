@@ -29,13 +29,14 @@ var Packages = []string{"rollout-rl", "torch", "transformers", "tokenizers", "sa
 
 // Request is the input of the process. Each part is optional.
 type Request struct {
-	Data      []Data     `json:"data,omitempty"`
-	Models    []Model    `json:"models,omitempty"`
-	Packages  []string   `json:"packages,omitempty"`
-	Reward    *Reward    `json:"reward,omitempty"`
-	Tokenizer *Tokenizer `json:"tokenizer,omitempty"`
-	Teacher   *Teacher   `json:"teacher,omitempty"`
-	WandbKey  bool       `json:"wandb_key,omitempty"` // whether to look for the key of W&B
+	Data        []Data       `json:"data,omitempty"`
+	Models      []Model      `json:"models,omitempty"`
+	Packages    []string     `json:"packages,omitempty"`
+	Reward      *Reward      `json:"reward,omitempty"`
+	Tokenizer   *Tokenizer   `json:"tokenizer,omitempty"`
+	Teacher     *Teacher     `json:"teacher,omitempty"`
+	Environment *Environment `json:"environment,omitempty"`
+	WandbKey    bool         `json:"wandb_key,omitempty"` // whether to look for the key of W&B
 }
 
 // Data asks for the rows of one or several sources in one JSON Lines file. Until is
@@ -94,6 +95,15 @@ type Reward struct {
 	Model          string   `json:"model,omitempty"`
 }
 
+// Environment asks for one turn of an environment on each of the rows. Args is a JSON object.
+type Environment struct {
+	Plugin         string            `json:"plugin"`
+	BaseDir        string            `json:"base_dir"`
+	Args           string            `json:"args"`
+	TimeoutSeconds float64           `json:"timeout_seconds"`
+	Rows           []json.RawMessage `json:"rows"`
+}
+
 // Rows is a dataset and its name in messages.
 type Rows struct {
 	Path string `json:"path"`
@@ -148,6 +158,10 @@ type Answer struct {
 	Teacher *struct {
 		Error *Error `json:"error"`
 	} `json:"teacher"`
+	Environment *struct {
+		Files []string `json:"files"`
+		Error *Error   `json:"error"`
+	} `json:"environment"`
 }
 
 // DataAnswer describes the rows of a file that was written, or the error of the source with a name.
@@ -239,11 +253,11 @@ func (p *Prober) Ask(ctx context.Context, request Request) (*Answer, error) {
 	timer := time.AfterFunc(limit, func() { cancel(late) })
 	defer timer.Stop()
 	stdout := output{began: func() {}}
-	if request.Reward != nil {
+	if users := p.usersLimit(request); users > 0 {
 		stdout.began = func() {
 			if timer.Stop() {
-				late = errReward
-				timer.Reset(p.rewardLimit(request.Reward))
+				late = errUsers
+				timer.Reset(users)
 			}
 		}
 	}
@@ -268,11 +282,8 @@ func (p *Prober) Ask(ctx context.Context, request Request) (*Answer, error) {
 			Fix: "try again when the machine is less busy, or see what its Python starts with: `python -X importtime -m rollout.probe`",
 		}
 	}
-	if errors.Is(context.Cause(ctx), errReward) {
-		return nil, &Error{
-			Reason: "REWARD_TIMEOUT", Message: fmt.Sprintf("`%s` did not return and had to be killed", request.Reward.Plugin+request.Reward.Expression),
-			Fix: "make it faster or raise `reward.timeout_seconds`",
-		}
+	if errors.Is(context.Cause(ctx), errUsers) {
+		return nil, killed(request)
 	}
 	var answer Answer
 	if jsonErr := json.Unmarshal(stdout.kept, &answer); jsonErr == nil {
@@ -287,18 +298,40 @@ func (p *Prober) Ask(ctx context.Context, request Request) (*Answer, error) {
 	return nil, err
 }
 
-// rewardLimit is the time limit of a reward: its import and each call.
-func (p *Prober) rewardLimit(r *Reward) time.Duration {
-	limits := 2.0
-	if len(r.HeldOut) > 0 {
-		limits++
+// usersLimit is the time limit of the user's code: the import and each call. 0 without such code.
+func (p *Prober) usersLimit(request Request) time.Duration {
+	calls, seconds := 0.0, 0.0
+	switch {
+	case request.Reward != nil:
+		calls, seconds = 2, request.Reward.TimeoutSeconds
+		if len(request.Reward.HeldOut) > 0 {
+			calls++
+		}
+	case request.Environment != nil:
+		calls, seconds = 4, request.Environment.TimeoutSeconds // import, reset, step, close
+	default:
+		return 0
 	}
-	return time.Duration(limits*r.TimeoutSeconds*float64(time.Second)) + cmp.Or(p.KillDelay, killDelay)
+	return time.Duration(calls*seconds*float64(time.Second)) + cmp.Or(p.KillDelay, killDelay)
+}
+
+// killed is the error of the user's code that did not return.
+func killed(request Request) *Error {
+	found := &Error{Reason: "REWARD_TIMEOUT", Fix: "make it faster or raise `reward.timeout_seconds`"}
+	name := ""
+	if request.Reward != nil {
+		name = request.Reward.Plugin + request.Reward.Expression
+	} else {
+		name = request.Environment.Plugin
+		found.Reason, found.Fix = "ENVIRONMENT_TIMEOUT", "make it faster or raise `environment.turn_timeout_seconds`"
+	}
+	found.Message = fmt.Sprintf("`%s` did not return and had to be killed", name)
+	return found
 }
 
 var (
-	errStart  = errors.New("it was not ready")
-	errReward = errors.New("the reward did not return")
+	errStart = errors.New("it was not ready")
+	errUsers = errors.New("the code of the user did not return")
 )
 
 // output keeps the answer of the process. The process writes a line break before it calls the

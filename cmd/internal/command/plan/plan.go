@@ -160,6 +160,8 @@ func planText(env *cli.Env, path string, source *planv1.ConfigSource, response *
 	checked := "every row and the model folder were checked"
 	if plan.GetConfig().GetReward() != nil {
 		checked = "every row, the model folder and the reward were checked"
+	} else if plan.GetConfig().GetEnvironment().GetPath() != "" {
+		checked = "every row, the model folder and the environment were checked"
 	}
 	text += fmt.Sprintf("%d files, %s; %s\n", len(plan.GetInputs()), output.Bytes(total), checked)
 	run := "rollout run --plan " + path
@@ -238,6 +240,8 @@ func roleName(role planv1.InputRole) string {
 		return "model"
 	case planv1.InputRole_INPUT_ROLE_REWARD:
 		return "reward"
+	case planv1.InputRole_INPUT_ROLE_ENVIRONMENT:
+		return "environment"
 	}
 	return "?"
 }

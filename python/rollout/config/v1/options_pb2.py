@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import descriptor_pb2 as google_dot_protobuf_dot_descriptor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1frollout/config/v1/options.proto\x12\x11rollout.config.v1\x1a google/protobuf/descriptor.proto\"k\n\tFieldMeta\x12\x0f\n\x07\x64\x65\x66\x61ult\x18\x01 \x01(\t\x12\x0f\n\x07\x65xample\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\x08\x12\x0e\n\x06\x61\x62sent\x18\x04 \x01(\x08\x12\x0e\n\x06inline\x18\x05 \x01(\x08\x12\x0e\n\x06\x63hoice\x18\x06 \x01(\t\"\xab\x04\n\x0f\x41lgorithmTraits\x12\r\n\x05title\x18\x01 \x01(\t\x12(\n\x04rows\x18\x02 \x01(\x0e\x32\x1a.rollout.config.v1.RowKind\x12\x14\n\x0cneeds_reward\x18\x03 \x01(\x08\x12\x16\n\x0e\x63ompares_group\x18\x04 \x01(\x08\x12\x15\n\rtoken_rewards\x18\x05 \x01(\x08\x12\x14\n\x0cneeds_critic\x18\x06 \x01(\x08\x12\x0e\n\x06scores\x18\x07 \x01(\x08\x12\x42\n\x08\x64\x65\x66\x61ults\x18\x08 \x03(\x0b\x32\x30.rollout.config.v1.AlgorithmTraits.DefaultsEntry\x12I\n\x0crun_defaults\x18\t \x03(\x0b\x32\x33.rollout.config.v1.AlgorithmTraits.RunDefaultsEntry\x12K\n\rlora_defaults\x18\n \x03(\x0b\x32\x34.rollout.config.v1.AlgorithmTraits.LoraDefaultsEntry\x1a/\n\rDefaultsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x32\n\x10RunDefaultsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x33\n\x11LoraDefaultsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*v\n\x07RowKind\x12\x18\n\x14ROW_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fROW_KIND_PROMPT\x10\x01\x12\x13\n\x0fROW_KIND_ANSWER\x10\x02\x12\x11\n\rROW_KIND_PAIR\x10\x03\x12\x14\n\x10ROW_KIND_LABELED\x10\x04:K\n\x04meta\x12\x1d.google.protobuf.FieldOptions\x18\xa9\x8b\x03 \x01(\x0b\x32\x1c.rollout.config.v1.FieldMeta:X\n\talgorithm\x12\x1f.google.protobuf.MessageOptions\x18\xaa\x8b\x03 \x01(\x0b\x32\".rollout.config.v1.AlgorithmTraitsb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1frollout/config/v1/options.proto\x12\x11rollout.config.v1\x1a google/protobuf/descriptor.proto\"\x8c\x01\n\tFieldMeta\x12\x0f\n\x07\x64\x65\x66\x61ult\x18\x01 \x01(\t\x12\x0f\n\x07\x65xample\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\x08\x12\x0e\n\x06\x61\x62sent\x18\x04 \x01(\x08\x12\x0e\n\x06inline\x18\x05 \x01(\x08\x12\x0e\n\x06\x63hoice\x18\x06 \x01(\t\x12\x0c\n\x04json\x18\x07 \x01(\x08\x12\x11\n\trewarding\x18\x08 \x03(\t\"\xab\x04\n\x0f\x41lgorithmTraits\x12\r\n\x05title\x18\x01 \x01(\t\x12(\n\x04rows\x18\x02 \x01(\x0e\x32\x1a.rollout.config.v1.RowKind\x12\x14\n\x0cneeds_reward\x18\x03 \x01(\x08\x12\x16\n\x0e\x63ompares_group\x18\x04 \x01(\x08\x12\x15\n\rtoken_rewards\x18\x05 \x01(\x08\x12\x14\n\x0cneeds_critic\x18\x06 \x01(\x08\x12\x0e\n\x06scores\x18\x07 \x01(\x08\x12\x42\n\x08\x64\x65\x66\x61ults\x18\x08 \x03(\x0b\x32\x30.rollout.config.v1.AlgorithmTraits.DefaultsEntry\x12I\n\x0crun_defaults\x18\t \x03(\x0b\x32\x33.rollout.config.v1.AlgorithmTraits.RunDefaultsEntry\x12K\n\rlora_defaults\x18\n \x03(\x0b\x32\x34.rollout.config.v1.AlgorithmTraits.LoraDefaultsEntry\x1a/\n\rDefaultsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x32\n\x10RunDefaultsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x33\n\x11LoraDefaultsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*v\n\x07RowKind\x12\x18\n\x14ROW_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fROW_KIND_PROMPT\x10\x01\x12\x13\n\x0fROW_KIND_ANSWER\x10\x02\x12\x11\n\rROW_KIND_PAIR\x10\x03\x12\x14\n\x10ROW_KIND_LABELED\x10\x04:K\n\x04meta\x12\x1d.google.protobuf.FieldOptions\x18\xa9\x8b\x03 \x01(\x0b\x32\x1c.rollout.config.v1.FieldMeta:X\n\talgorithm\x12\x1f.google.protobuf.MessageOptions\x18\xaa\x8b\x03 \x01(\x0b\x32\".rollout.config.v1.AlgorithmTraitsb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,16 +38,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ALGORITHMTRAITS_RUNDEFAULTSENTRY']._serialized_options = b'8\001'
   _globals['_ALGORITHMTRAITS_LORADEFAULTSENTRY']._loaded_options = None
   _globals['_ALGORITHMTRAITS_LORADEFAULTSENTRY']._serialized_options = b'8\001'
-  _globals['_ROWKIND']._serialized_start=755
-  _globals['_ROWKIND']._serialized_end=873
-  _globals['_FIELDMETA']._serialized_start=88
-  _globals['_FIELDMETA']._serialized_end=195
-  _globals['_ALGORITHMTRAITS']._serialized_start=198
-  _globals['_ALGORITHMTRAITS']._serialized_end=753
-  _globals['_ALGORITHMTRAITS_DEFAULTSENTRY']._serialized_start=601
-  _globals['_ALGORITHMTRAITS_DEFAULTSENTRY']._serialized_end=648
-  _globals['_ALGORITHMTRAITS_RUNDEFAULTSENTRY']._serialized_start=650
-  _globals['_ALGORITHMTRAITS_RUNDEFAULTSENTRY']._serialized_end=700
-  _globals['_ALGORITHMTRAITS_LORADEFAULTSENTRY']._serialized_start=702
-  _globals['_ALGORITHMTRAITS_LORADEFAULTSENTRY']._serialized_end=753
+  _globals['_ROWKIND']._serialized_start=789
+  _globals['_ROWKIND']._serialized_end=907
+  _globals['_FIELDMETA']._serialized_start=89
+  _globals['_FIELDMETA']._serialized_end=229
+  _globals['_ALGORITHMTRAITS']._serialized_start=232
+  _globals['_ALGORITHMTRAITS']._serialized_end=787
+  _globals['_ALGORITHMTRAITS_DEFAULTSENTRY']._serialized_start=635
+  _globals['_ALGORITHMTRAITS_DEFAULTSENTRY']._serialized_end=682
+  _globals['_ALGORITHMTRAITS_RUNDEFAULTSENTRY']._serialized_start=684
+  _globals['_ALGORITHMTRAITS_RUNDEFAULTSENTRY']._serialized_end=734
+  _globals['_ALGORITHMTRAITS_LORADEFAULTSENTRY']._serialized_start=736
+  _globals['_ALGORITHMTRAITS_LORADEFAULTSENTRY']._serialized_end=787
 # @@protoc_insertion_point(module_scope)

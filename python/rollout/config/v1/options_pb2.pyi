@@ -67,6 +67,8 @@ class FieldMeta(_message.Message):
     ABSENT_FIELD_NUMBER: _builtins.int
     INLINE_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
+    JSON_FIELD_NUMBER: _builtins.int
+    REWARDING_FIELD_NUMBER: _builtins.int
     default: _builtins.str
     """Value of an absent field, written as a TOML value: `8`, `true`, `"cosine"`. Empty: no default."""
     example: _builtins.str
@@ -85,6 +87,14 @@ class FieldMeta(_message.Message):
     """
     choice: _builtins.str
     """Name of a choice. Of the keys of a table that share it, a configuration sets exactly one."""
+    json: _builtins.bool
+    """Whether the text is a JSON object, which a configuration writes as a table of free keys."""
+    @_builtins.property
+    def rewarding(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of the kinds of environments, those that score their episodes themselves, so that the run has
+        no `[reward]`.
+        """
+
     def __init__(
         self,
         *,
@@ -94,10 +104,12 @@ class FieldMeta(_message.Message):
         absent: _builtins.bool = ...,
         inline: _builtins.bool = ...,
         choice: _builtins.str = ...,
+        json: _builtins.bool = ...,
+        rewarding: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "choice", b"choice", "default", b"default", "example", b"example", "inline", b"inline", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "choice", b"choice", "default", b"default", "example", b"example", "inline", b"inline", "json", b"json", "path", b"path", "rewarding", b"rewarding"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

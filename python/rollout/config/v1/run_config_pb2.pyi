@@ -1236,28 +1236,129 @@ Global___EngineConfig: _TypeAlias = EngineConfig  # noqa: Y015
 
 @_typing.final
 class EnvironmentConfig(_message.Message):
-    """EnvironmentConfig selects the environment that answers the policy's turns."""
+    """EnvironmentConfig selects the environment that answers the policy's turns (docs/environments.md)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     KIND_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    ARGS_FIELD_NUMBER: _builtins.int
+    MAX_TURNS_FIELD_NUMBER: _builtins.int
+    MAX_EPISODE_TOKENS_FIELD_NUMBER: _builtins.int
+    TOOL_TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    TURN_TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    EPISODE_TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    GROUP_TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    CREDIT_FIELD_NUMBER: _builtins.int
+    CONCURRENCY_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """The environment. `single_turn`: the dataset's prompt, one completion, its reward. `external`:
-    an agent outside of the run takes the prompts from the gateway (`NextPrompts`), samples through
-    it, and returns the rewards.
+    """The environment. `single_turn`: the dataset's prompt, one completion, its reward. `python`: a
+    class of yours, see `path`. `external`: an agent outside of the run takes the prompts from the
+    gateway (`NextPrompts`), samples through it, and returns the rewards.
+    """
+    path: _builtins.str
+    """`file.py:Class` of the environment, for `kind = "python"`. It runs in child processes."""
+    args: _builtins.str
+    """Arguments of the environment, a table with any keys: those of the constructor for `kind =
+    "python"`.
+    """
+    max_turns: _builtins.int
+    """Largest number of turns of an episode. An episode that has not ended after them is TRUNCATED
+    with the rewards so far.
+    """
+    max_episode_tokens: _builtins.int
+    """Largest number of tokens of an episode: the prompt, all turns, and all observations. 0: as many
+    as `engine.max_model_len`. `sampling.max_tokens` is the limit of each turn. An episode that
+    reaches either limit is TRUNCATED.
+    """
+    tool_timeout_seconds: _builtins.float
+    """Longest time of one call of a tool, in seconds."""
+    turn_timeout_seconds: _builtins.float
+    """Longest time of one step of the environment, in seconds, with all of its tool calls. An episode
+    that exceeds it is INFRA_FAILED with the reason ENVIRONMENT_TIMEOUT.
+    """
+    episode_timeout_seconds: _builtins.float
+    """Longest time of an episode, in seconds, with sampling. After it the episode is INFRA_FAILED
+    with the reason EPISODE_TIMEOUT.
+    """
+    group_timeout_seconds: _builtins.float
+    """Longest time of a prompt group, in seconds, from its first prompt on. Episodes that are open
+    then are INFRA_FAILED with the reason GROUP_TIMEOUT, and the group closes with the others
+    (`limits.min_group_size`). 0: no limit.
+    """
+    credit: _builtins.str
+    """Which tokens a reward of the environment counts for. `episode`: the sum of all rewards is one
+    reward of the episode. `turn`: the reward of a turn counts for its tokens and those before it.
+    `token`: as `turn`, and rewards of single tokens count where they are. `turn` and `token` need
+    an algorithm with rewards of tokens, see docs/algorithms.md.
+    """
+    concurrency: _builtins.float
+    """Episodes that a worker keeps open, as a multiple of `engine.slots`, so that slots stay busy
+    while environments compute.
     """
     def __init__(
         self,
         *,
         kind: _builtins.str | None = ...,
+        path: _builtins.str | None = ...,
+        args: _builtins.str | None = ...,
+        max_turns: _builtins.int | None = ...,
+        max_episode_tokens: _builtins.int | None = ...,
+        tool_timeout_seconds: _builtins.float | None = ...,
+        turn_timeout_seconds: _builtins.float | None = ...,
+        episode_timeout_seconds: _builtins.float | None = ...,
+        group_timeout_seconds: _builtins.float | None = ...,
+        credit: _builtins.str | None = ...,
+        concurrency: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_kind", b"_kind", "kind", b"kind"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_args", b"_args", "_concurrency", b"_concurrency", "_credit", b"_credit", "_episode_timeout_seconds", b"_episode_timeout_seconds", "_group_timeout_seconds", b"_group_timeout_seconds", "_kind", b"_kind", "_max_episode_tokens", b"_max_episode_tokens", "_max_turns", b"_max_turns", "_path", b"_path", "_tool_timeout_seconds", b"_tool_timeout_seconds", "_turn_timeout_seconds", b"_turn_timeout_seconds", "args", b"args", "concurrency", b"concurrency", "credit", b"credit", "episode_timeout_seconds", b"episode_timeout_seconds", "group_timeout_seconds", b"group_timeout_seconds", "kind", b"kind", "max_episode_tokens", b"max_episode_tokens", "max_turns", b"max_turns", "path", b"path", "tool_timeout_seconds", b"tool_timeout_seconds", "turn_timeout_seconds", b"turn_timeout_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kind", b"_kind", "kind", b"kind"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_args", b"_args", "_concurrency", b"_concurrency", "_credit", b"_credit", "_episode_timeout_seconds", b"_episode_timeout_seconds", "_group_timeout_seconds", b"_group_timeout_seconds", "_kind", b"_kind", "_max_episode_tokens", b"_max_episode_tokens", "_max_turns", b"_max_turns", "_path", b"_path", "_tool_timeout_seconds", b"_tool_timeout_seconds", "_turn_timeout_seconds", b"_turn_timeout_seconds", "args", b"args", "concurrency", b"concurrency", "credit", b"credit", "episode_timeout_seconds", b"episode_timeout_seconds", "group_timeout_seconds", b"group_timeout_seconds", "kind", b"kind", "max_episode_tokens", b"max_episode_tokens", "max_turns", b"max_turns", "path", b"path", "tool_timeout_seconds", b"tool_timeout_seconds", "turn_timeout_seconds", b"turn_timeout_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__args: _TypeAlias = _typing.Literal["args"]  # noqa: Y015
+    _WhichOneofArgType__args: _TypeAlias = _typing.Literal["_args", b"_args"]  # noqa: Y015
+    _WhichOneofReturnType__concurrency: _TypeAlias = _typing.Literal["concurrency"]  # noqa: Y015
+    _WhichOneofArgType__concurrency: _TypeAlias = _typing.Literal["_concurrency", b"_concurrency"]  # noqa: Y015
+    _WhichOneofReturnType__credit: _TypeAlias = _typing.Literal["credit"]  # noqa: Y015
+    _WhichOneofArgType__credit: _TypeAlias = _typing.Literal["_credit", b"_credit"]  # noqa: Y015
+    _WhichOneofReturnType__episode_timeout_seconds: _TypeAlias = _typing.Literal["episode_timeout_seconds"]  # noqa: Y015
+    _WhichOneofArgType__episode_timeout_seconds: _TypeAlias = _typing.Literal["_episode_timeout_seconds", b"_episode_timeout_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__group_timeout_seconds: _TypeAlias = _typing.Literal["group_timeout_seconds"]  # noqa: Y015
+    _WhichOneofArgType__group_timeout_seconds: _TypeAlias = _typing.Literal["_group_timeout_seconds", b"_group_timeout_seconds"]  # noqa: Y015
     _WhichOneofReturnType__kind: _TypeAlias = _typing.Literal["kind"]  # noqa: Y015
     _WhichOneofArgType__kind: _TypeAlias = _typing.Literal["_kind", b"_kind"]  # noqa: Y015
+    _WhichOneofReturnType__max_episode_tokens: _TypeAlias = _typing.Literal["max_episode_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_episode_tokens: _TypeAlias = _typing.Literal["_max_episode_tokens", b"_max_episode_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__max_turns: _TypeAlias = _typing.Literal["max_turns"]  # noqa: Y015
+    _WhichOneofArgType__max_turns: _TypeAlias = _typing.Literal["_max_turns", b"_max_turns"]  # noqa: Y015
+    _WhichOneofReturnType__path: _TypeAlias = _typing.Literal["path"]  # noqa: Y015
+    _WhichOneofArgType__path: _TypeAlias = _typing.Literal["_path", b"_path"]  # noqa: Y015
+    _WhichOneofReturnType__tool_timeout_seconds: _TypeAlias = _typing.Literal["tool_timeout_seconds"]  # noqa: Y015
+    _WhichOneofArgType__tool_timeout_seconds: _TypeAlias = _typing.Literal["_tool_timeout_seconds", b"_tool_timeout_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__turn_timeout_seconds: _TypeAlias = _typing.Literal["turn_timeout_seconds"]  # noqa: Y015
+    _WhichOneofArgType__turn_timeout_seconds: _TypeAlias = _typing.Literal["_turn_timeout_seconds", b"_turn_timeout_seconds"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__args) -> _WhichOneofReturnType__args | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__concurrency) -> _WhichOneofReturnType__concurrency | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__credit) -> _WhichOneofReturnType__credit | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__episode_timeout_seconds) -> _WhichOneofReturnType__episode_timeout_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__group_timeout_seconds) -> _WhichOneofReturnType__group_timeout_seconds | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__kind) -> _WhichOneofReturnType__kind | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_episode_tokens) -> _WhichOneofReturnType__max_episode_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_turns) -> _WhichOneofReturnType__max_turns | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__path) -> _WhichOneofReturnType__path | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tool_timeout_seconds) -> _WhichOneofReturnType__tool_timeout_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__turn_timeout_seconds) -> _WhichOneofReturnType__turn_timeout_seconds | None: ...
 
 Global___EnvironmentConfig: _TypeAlias = EnvironmentConfig  # noqa: Y015
 
@@ -1719,6 +1820,7 @@ class LimitsConfig(_message.Message):
     QUEUE_BYTES_FIELD_NUMBER: _builtins.int
     RANK_TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     AGENT_SECONDS_FIELD_NUMBER: _builtins.int
+    MIN_GROUP_SIZE_FIELD_NUMBER: _builtins.int
     group_attempts: _builtins.int
     """Attempts of a prompt group before it is excluded with a typed reason."""
     worker_restarts: _builtins.int
@@ -1738,6 +1840,11 @@ class LimitsConfig(_message.Message):
     "external"`). Sessions that are open then become INFRA_FAILED with the reason AGENT_LOST, and
     the group is issued again.
     """
+    min_group_size: _builtins.int
+    """Smallest number of usable samples (COMPLETED or TRUNCATED) with which a prompt group is trained
+    on if others failed (docs/algorithms.md, "Smaller groups"). A group with fewer is issued again,
+    up to `group_attempts` times. 0: `sampling.group_size`, so that all samples must be usable.
+    """
     def __init__(
         self,
         *,
@@ -1747,15 +1854,18 @@ class LimitsConfig(_message.Message):
         queue_bytes: _builtins.int | None = ...,
         rank_timeout_seconds: _builtins.float | None = ...,
         agent_seconds: _builtins.float | None = ...,
+        min_group_size: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_agent_seconds", b"_agent_seconds", "_group_attempts", b"_group_attempts", "_queue_bytes", b"_queue_bytes", "_rank_timeout_seconds", b"_rank_timeout_seconds", "_worker_restarts", b"_worker_restarts", "_worker_start_seconds", b"_worker_start_seconds", "agent_seconds", b"agent_seconds", "group_attempts", b"group_attempts", "queue_bytes", b"queue_bytes", "rank_timeout_seconds", b"rank_timeout_seconds", "worker_restarts", b"worker_restarts", "worker_start_seconds", b"worker_start_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_agent_seconds", b"_agent_seconds", "_group_attempts", b"_group_attempts", "_min_group_size", b"_min_group_size", "_queue_bytes", b"_queue_bytes", "_rank_timeout_seconds", b"_rank_timeout_seconds", "_worker_restarts", b"_worker_restarts", "_worker_start_seconds", b"_worker_start_seconds", "agent_seconds", b"agent_seconds", "group_attempts", b"group_attempts", "min_group_size", b"min_group_size", "queue_bytes", b"queue_bytes", "rank_timeout_seconds", b"rank_timeout_seconds", "worker_restarts", b"worker_restarts", "worker_start_seconds", b"worker_start_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_agent_seconds", b"_agent_seconds", "_group_attempts", b"_group_attempts", "_queue_bytes", b"_queue_bytes", "_rank_timeout_seconds", b"_rank_timeout_seconds", "_worker_restarts", b"_worker_restarts", "_worker_start_seconds", b"_worker_start_seconds", "agent_seconds", b"agent_seconds", "group_attempts", b"group_attempts", "queue_bytes", b"queue_bytes", "rank_timeout_seconds", b"rank_timeout_seconds", "worker_restarts", b"worker_restarts", "worker_start_seconds", b"worker_start_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_agent_seconds", b"_agent_seconds", "_group_attempts", b"_group_attempts", "_min_group_size", b"_min_group_size", "_queue_bytes", b"_queue_bytes", "_rank_timeout_seconds", b"_rank_timeout_seconds", "_worker_restarts", b"_worker_restarts", "_worker_start_seconds", b"_worker_start_seconds", "agent_seconds", b"agent_seconds", "group_attempts", b"group_attempts", "min_group_size", b"min_group_size", "queue_bytes", b"queue_bytes", "rank_timeout_seconds", b"rank_timeout_seconds", "worker_restarts", b"worker_restarts", "worker_start_seconds", b"worker_start_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__agent_seconds: _TypeAlias = _typing.Literal["agent_seconds"]  # noqa: Y015
     _WhichOneofArgType__agent_seconds: _TypeAlias = _typing.Literal["_agent_seconds", b"_agent_seconds"]  # noqa: Y015
     _WhichOneofReturnType__group_attempts: _TypeAlias = _typing.Literal["group_attempts"]  # noqa: Y015
     _WhichOneofArgType__group_attempts: _TypeAlias = _typing.Literal["_group_attempts", b"_group_attempts"]  # noqa: Y015
+    _WhichOneofReturnType__min_group_size: _TypeAlias = _typing.Literal["min_group_size"]  # noqa: Y015
+    _WhichOneofArgType__min_group_size: _TypeAlias = _typing.Literal["_min_group_size", b"_min_group_size"]  # noqa: Y015
     _WhichOneofReturnType__queue_bytes: _TypeAlias = _typing.Literal["queue_bytes"]  # noqa: Y015
     _WhichOneofArgType__queue_bytes: _TypeAlias = _typing.Literal["_queue_bytes", b"_queue_bytes"]  # noqa: Y015
     _WhichOneofReturnType__rank_timeout_seconds: _TypeAlias = _typing.Literal["rank_timeout_seconds"]  # noqa: Y015
@@ -1768,6 +1878,8 @@ class LimitsConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__agent_seconds) -> _WhichOneofReturnType__agent_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__group_attempts) -> _WhichOneofReturnType__group_attempts | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_group_size) -> _WhichOneofReturnType__min_group_size | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_bytes) -> _WhichOneofReturnType__queue_bytes | None: ...
     @_typing.overload

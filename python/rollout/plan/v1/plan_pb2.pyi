@@ -38,6 +38,8 @@ class _InputRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_InputRole.V
     """A file of the model folder."""
     INPUT_ROLE_REWARD: _InputRole.ValueType  # 4
     """Source of the reward."""
+    INPUT_ROLE_ENVIRONMENT: _InputRole.ValueType  # 5
+    """Source of the environment."""
 
 class InputRole(_InputRole, metaclass=_InputRoleEnumTypeWrapper):
     """InputRole is the purpose of an input."""
@@ -52,6 +54,8 @@ INPUT_ROLE_MODEL: InputRole.ValueType  # 3
 """A file of the model folder."""
 INPUT_ROLE_REWARD: InputRole.ValueType  # 4
 """Source of the reward."""
+INPUT_ROLE_ENVIRONMENT: InputRole.ValueType  # 5
+"""Source of the environment."""
 Global___InputRole: _TypeAlias = InputRole  # noqa: Y015
 
 class _SettingOrigin:

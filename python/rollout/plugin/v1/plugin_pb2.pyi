@@ -126,6 +126,7 @@ class PluginInfo(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     PARAMETERS_JSON_FIELD_NUMBER: _builtins.int
     SAVES_STATE_FIELD_NUMBER: _builtins.int
+    ONE_AT_A_TIME_FIELD_NUMBER: _builtins.int
     kind: Global___PluginKind.ValueType
     """What it does."""
     name: _builtins.str
@@ -136,6 +137,10 @@ class PluginInfo(_message.Message):
     """JSON Schema of a tool's arguments."""
     saves_state: _builtins.bool
     """Whether an environment implements SaveEnvironment and LoadEnvironment."""
+    one_at_a_time: _builtins.bool
+    """Whether an environment should be called with one task or turn at a time, so that a slow episode
+    delays no other. Its calls overlap.
+    """
     def __init__(
         self,
         *,
@@ -144,10 +149,11 @@ class PluginInfo(_message.Message):
         description: _builtins.str = ...,
         parameters_json: _builtins.str = ...,
         saves_state: _builtins.bool = ...,
+        one_at_a_time: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "kind", b"kind", "name", b"name", "parameters_json", b"parameters_json", "saves_state", b"saves_state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "kind", b"kind", "name", b"name", "one_at_a_time", b"one_at_a_time", "parameters_json", b"parameters_json", "saves_state", b"saves_state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -423,7 +429,9 @@ Global___EpisodeKey: _TypeAlias = EpisodeKey  # noqa: Y015
 
 @_typing.final
 class EnvironmentObservation(_message.Message):
-    """EnvironmentObservation is what the policy reads next. It is not trained on."""
+    """EnvironmentObservation is what the policy reads next. It is not trained on. It has messages,
+    tokens, or a text alone.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -448,16 +456,56 @@ class EnvironmentObservation(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """Text; the worker tokenizes it if `token_ids` is empty."""
+    """Text; the worker tokenizes it if `token_ids` and `messages` are empty."""
     token_ids: _builtins.bytes
     """int32[N] little-endian: tokens of the text."""
+    reward: _builtins.float
+    """Reward and metrics of the turn before it."""
     @_builtins.property
     def tensors(self) -> _containers.MessageMap[_builtins.str, _tensor_pb2.Tensor]:
         """Arrays by name, e.g. an image or a state vector."""
+
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Chat messages as JSON objects (OpenAI's format), which the worker renders with the chat
+        template.
+        """
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Functions that the policy may call, as JSON objects (OpenAI's format); of a first observation."""
+
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Further numbers of that turn."""
 
     def __init__(
         self,
@@ -465,10 +513,14 @@ class EnvironmentObservation(_message.Message):
         text: _builtins.str = ...,
         token_ids: _builtins.bytes = ...,
         tensors: _abc.Mapping[_builtins.str, _tensor_pb2.Tensor] | None = ...,
+        messages: _abc.Iterable[_builtins.str] | None = ...,
+        tools: _abc.Iterable[_builtins.str] | None = ...,
+        reward: _builtins.float = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["tensors", b"tensors", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "metrics", b"metrics", "reward", b"reward", "tensors", b"tensors", "text", b"text", "token_ids", b"token_ids", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -514,6 +566,9 @@ class EnvironmentTurn(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TRUNCATED_FIELD_NUMBER: _builtins.int
     PROMPT_IDS_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
     sample: _builtins.int
     """Sample of the task."""
     number: _builtins.int
@@ -528,9 +583,17 @@ class EnvironmentTurn(_message.Message):
     """Whether the answer ended at the token limit."""
     prompt_ids: _builtins.bytes
     """int32[N] little-endian: tokens of the first observation."""
+    content: _builtins.str
+    """Answer without reasoning and tool calls, in an episode of messages; else the answer."""
+    reasoning: _builtins.str
+    """Reasoning of the answer."""
     @_builtins.property
     def task(self) -> Global___EnvironmentTask:
         """Task that the episode belongs to."""
+
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___TurnToolCall]:
+        """Functions that the answer calls."""
 
     def __init__(
         self,
@@ -543,14 +606,55 @@ class EnvironmentTurn(_message.Message):
         token_ids: _builtins.bytes = ...,
         truncated: _builtins.bool = ...,
         prompt_ids: _builtins.bytes = ...,
+        content: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___TurnToolCall] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "prompt", b"prompt", "prompt_ids", b"prompt_ids", "sample", b"sample", "task", b"task", "text", b"text", "token_ids", b"token_ids", "truncated", b"truncated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "number", b"number", "prompt", b"prompt", "prompt_ids", b"prompt_ids", "reasoning", b"reasoning", "sample", b"sample", "task", b"task", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "truncated", b"truncated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EnvironmentTurn: _TypeAlias = EnvironmentTurn  # noqa: Y015
+
+@_typing.final
+class TurnToolCall(_message.Message):
+    """TurnToolCall is a call of a function in an answer of the policy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    RAW_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Id of the call."""
+    name: _builtins.str
+    """Name of the function."""
+    arguments_json: _builtins.str
+    """Arguments as a JSON object; empty if `error` is set."""
+    error: _builtins.str
+    """Why the arguments can't be parsed."""
+    raw: _builtins.str
+    """Arguments as the policy wrote them."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments_json: _builtins.str = ...,
+        error: _builtins.str = ...,
+        raw: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "error", b"error", "id", b"id", "name", b"name", "raw", b"raw"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TurnToolCall: _TypeAlias = TurnToolCall  # noqa: Y015
 
 @_typing.final
 class EnvironmentResult(_message.Message):
@@ -561,13 +665,21 @@ class EnvironmentResult(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    TURN_REWARDS_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
     outcome: _trajectory_pb2.Outcome.ValueType
     """How it ended."""
     reason: _builtins.str
     """Machine-readable reason of ABORTED and INFRA_FAILED."""
+    message: _builtins.str
+    """One line about a failure, for people."""
     @_builtins.property
     def score(self) -> Global___RewardScore:
         """Reward and metrics; meaningful for COMPLETED and TRUNCATED."""
+
+    @_builtins.property
+    def turn_rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Reward of each turn, in addition to those of the observations; empty, or one per turn."""
 
     def __init__(
         self,
@@ -575,10 +687,12 @@ class EnvironmentResult(_message.Message):
         outcome: _trajectory_pb2.Outcome.ValueType = ...,
         score: Global___RewardScore | None = ...,
         reason: _builtins.str = ...,
+        turn_rewards: _abc.Iterable[_builtins.float] | None = ...,
+        message: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "reason", b"reason", "score", b"score"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "outcome", b"outcome", "reason", b"reason", "score", b"score", "turn_rewards", b"turn_rewards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -103,7 +103,12 @@ type FieldMeta struct {
 	// as `clip_low`.
 	Inline bool `protobuf:"varint,5,opt,name=inline,proto3" json:"inline,omitempty"`
 	// Name of a choice. Of the keys of a table that share it, a configuration sets exactly one.
-	Choice        string `protobuf:"bytes,6,opt,name=choice,proto3" json:"choice,omitempty"`
+	Choice string `protobuf:"bytes,6,opt,name=choice,proto3" json:"choice,omitempty"`
+	// Whether the text is a JSON object, which a configuration writes as a table of free keys.
+	Json bool `protobuf:"varint,7,opt,name=json,proto3" json:"json,omitempty"`
+	// Of the kinds of environments, those that score their episodes themselves, so that the run has
+	// no `[reward]`.
+	Rewarding     []string `protobuf:"bytes,8,rep,name=rewarding,proto3" json:"rewarding,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -178,6 +183,20 @@ func (x *FieldMeta) GetChoice() string {
 		return x.Choice
 	}
 	return ""
+}
+
+func (x *FieldMeta) GetJson() bool {
+	if x != nil {
+		return x.Json
+	}
+	return false
+}
+
+func (x *FieldMeta) GetRewarding() []string {
+	if x != nil {
+		return x.Rewarding
+	}
+	return nil
 }
 
 // AlgorithmTraits states what an algorithm needs from services and workers. They branch on traits,
@@ -349,14 +368,16 @@ var File_rollout_config_v1_options_proto protoreflect.FileDescriptor
 
 const file_rollout_config_v1_options_proto_rawDesc = "" +
 	"\n" +
-	"\x1frollout/config/v1/options.proto\x12\x11rollout.config.v1\x1a google/protobuf/descriptor.proto\"\x9b\x01\n" +
+	"\x1frollout/config/v1/options.proto\x12\x11rollout.config.v1\x1a google/protobuf/descriptor.proto\"\xcd\x01\n" +
 	"\tFieldMeta\x12\x18\n" +
 	"\adefault\x18\x01 \x01(\tR\adefault\x12\x18\n" +
 	"\aexample\x18\x02 \x01(\tR\aexample\x12\x12\n" +
 	"\x04path\x18\x03 \x01(\bR\x04path\x12\x16\n" +
 	"\x06absent\x18\x04 \x01(\bR\x06absent\x12\x16\n" +
 	"\x06inline\x18\x05 \x01(\bR\x06inline\x12\x16\n" +
-	"\x06choice\x18\x06 \x01(\tR\x06choice\"\xc0\x05\n" +
+	"\x06choice\x18\x06 \x01(\tR\x06choice\x12\x12\n" +
+	"\x04json\x18\a \x01(\bR\x04json\x12\x1c\n" +
+	"\trewarding\x18\b \x03(\tR\trewarding\"\xc0\x05\n" +
 	"\x0fAlgorithmTraits\x12\x14\n" +
 	"\x05title\x18\x01 \x01(\tR\x05title\x12.\n" +
 	"\x04rows\x18\x02 \x01(\x0e2\x1a.rollout.config.v1.RowKindR\x04rows\x12!\n" +

@@ -1547,13 +1547,45 @@ func (x *EngineConfig) GetPython() string {
 	return ""
 }
 
-// EnvironmentConfig selects the environment that answers the policy's turns.
+// EnvironmentConfig selects the environment that answers the policy's turns (docs/environments.md).
 type EnvironmentConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The environment. `single_turn`: the dataset's prompt, one completion, its reward. `external`:
-	// an agent outside of the run takes the prompts from the gateway (`NextPrompts`), samples through
-	// it, and returns the rewards.
-	Kind          *string `protobuf:"bytes,1,opt,name=kind,proto3,oneof" json:"kind,omitempty"`
+	// The environment. `single_turn`: the dataset's prompt, one completion, its reward. `python`: a
+	// class of yours, see `path`. `external`: an agent outside of the run takes the prompts from the
+	// gateway (`NextPrompts`), samples through it, and returns the rewards.
+	Kind *string `protobuf:"bytes,1,opt,name=kind,proto3,oneof" json:"kind,omitempty"`
+	// `file.py:Class` of the environment, for `kind = "python"`. It runs in child processes.
+	Path *string `protobuf:"bytes,2,opt,name=path,proto3,oneof" json:"path,omitempty"`
+	// Arguments of the environment, a table with any keys: those of the constructor for `kind =
+	// "python"`.
+	Args *string `protobuf:"bytes,3,opt,name=args,proto3,oneof" json:"args,omitempty"`
+	// Largest number of turns of an episode. An episode that has not ended after them is TRUNCATED
+	// with the rewards so far.
+	MaxTurns *uint32 `protobuf:"varint,4,opt,name=max_turns,json=maxTurns,proto3,oneof" json:"max_turns,omitempty"`
+	// Largest number of tokens of an episode: the prompt, all turns, and all observations. 0: as many
+	// as `engine.max_model_len`. `sampling.max_tokens` is the limit of each turn. An episode that
+	// reaches either limit is TRUNCATED.
+	MaxEpisodeTokens *uint32 `protobuf:"varint,5,opt,name=max_episode_tokens,json=maxEpisodeTokens,proto3,oneof" json:"max_episode_tokens,omitempty"`
+	// Longest time of one call of a tool, in seconds.
+	ToolTimeoutSeconds *float64 `protobuf:"fixed64,6,opt,name=tool_timeout_seconds,json=toolTimeoutSeconds,proto3,oneof" json:"tool_timeout_seconds,omitempty"`
+	// Longest time of one step of the environment, in seconds, with all of its tool calls. An episode
+	// that exceeds it is INFRA_FAILED with the reason ENVIRONMENT_TIMEOUT.
+	TurnTimeoutSeconds *float64 `protobuf:"fixed64,7,opt,name=turn_timeout_seconds,json=turnTimeoutSeconds,proto3,oneof" json:"turn_timeout_seconds,omitempty"`
+	// Longest time of an episode, in seconds, with sampling. After it the episode is INFRA_FAILED
+	// with the reason EPISODE_TIMEOUT.
+	EpisodeTimeoutSeconds *float64 `protobuf:"fixed64,8,opt,name=episode_timeout_seconds,json=episodeTimeoutSeconds,proto3,oneof" json:"episode_timeout_seconds,omitempty"`
+	// Longest time of a prompt group, in seconds, from its first prompt on. Episodes that are open
+	// then are INFRA_FAILED with the reason GROUP_TIMEOUT, and the group closes with the others
+	// (`limits.min_group_size`). 0: no limit.
+	GroupTimeoutSeconds *float64 `protobuf:"fixed64,9,opt,name=group_timeout_seconds,json=groupTimeoutSeconds,proto3,oneof" json:"group_timeout_seconds,omitempty"`
+	// Which tokens a reward of the environment counts for. `episode`: the sum of all rewards is one
+	// reward of the episode. `turn`: the reward of a turn counts for its tokens and those before it.
+	// `token`: as `turn`, and rewards of single tokens count where they are. `turn` and `token` need
+	// an algorithm with rewards of tokens, see docs/algorithms.md.
+	Credit *string `protobuf:"bytes,10,opt,name=credit,proto3,oneof" json:"credit,omitempty"`
+	// Episodes that a worker keeps open, as a multiple of `engine.slots`, so that slots stay busy
+	// while environments compute.
+	Concurrency   *float64 `protobuf:"fixed64,11,opt,name=concurrency,proto3,oneof" json:"concurrency,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1593,6 +1625,76 @@ func (x *EnvironmentConfig) GetKind() string {
 		return *x.Kind
 	}
 	return ""
+}
+
+func (x *EnvironmentConfig) GetPath() string {
+	if x != nil && x.Path != nil {
+		return *x.Path
+	}
+	return ""
+}
+
+func (x *EnvironmentConfig) GetArgs() string {
+	if x != nil && x.Args != nil {
+		return *x.Args
+	}
+	return ""
+}
+
+func (x *EnvironmentConfig) GetMaxTurns() uint32 {
+	if x != nil && x.MaxTurns != nil {
+		return *x.MaxTurns
+	}
+	return 0
+}
+
+func (x *EnvironmentConfig) GetMaxEpisodeTokens() uint32 {
+	if x != nil && x.MaxEpisodeTokens != nil {
+		return *x.MaxEpisodeTokens
+	}
+	return 0
+}
+
+func (x *EnvironmentConfig) GetToolTimeoutSeconds() float64 {
+	if x != nil && x.ToolTimeoutSeconds != nil {
+		return *x.ToolTimeoutSeconds
+	}
+	return 0
+}
+
+func (x *EnvironmentConfig) GetTurnTimeoutSeconds() float64 {
+	if x != nil && x.TurnTimeoutSeconds != nil {
+		return *x.TurnTimeoutSeconds
+	}
+	return 0
+}
+
+func (x *EnvironmentConfig) GetEpisodeTimeoutSeconds() float64 {
+	if x != nil && x.EpisodeTimeoutSeconds != nil {
+		return *x.EpisodeTimeoutSeconds
+	}
+	return 0
+}
+
+func (x *EnvironmentConfig) GetGroupTimeoutSeconds() float64 {
+	if x != nil && x.GroupTimeoutSeconds != nil {
+		return *x.GroupTimeoutSeconds
+	}
+	return 0
+}
+
+func (x *EnvironmentConfig) GetCredit() string {
+	if x != nil && x.Credit != nil {
+		return *x.Credit
+	}
+	return ""
+}
+
+func (x *EnvironmentConfig) GetConcurrency() float64 {
+	if x != nil && x.Concurrency != nil {
+		return *x.Concurrency
+	}
+	return 0
 }
 
 // StalenessConfig limits how far sampling runs ahead.
@@ -2248,7 +2350,11 @@ type LimitsConfig struct {
 	// Longest time for which an agent may keep a prompt group, in seconds (`environment.kind =
 	// "external"`). Sessions that are open then become INFRA_FAILED with the reason AGENT_LOST, and
 	// the group is issued again.
-	AgentSeconds  *float64 `protobuf:"fixed64,11,opt,name=agent_seconds,json=agentSeconds,proto3,oneof" json:"agent_seconds,omitempty"`
+	AgentSeconds *float64 `protobuf:"fixed64,11,opt,name=agent_seconds,json=agentSeconds,proto3,oneof" json:"agent_seconds,omitempty"`
+	// Smallest number of usable samples (COMPLETED or TRUNCATED) with which a prompt group is trained
+	// on if others failed (docs/algorithms.md, "Smaller groups"). A group with fewer is issued again,
+	// up to `group_attempts` times. 0: `sampling.group_size`, so that all samples must be usable.
+	MinGroupSize  *uint32 `protobuf:"varint,12,opt,name=min_group_size,json=minGroupSize,proto3,oneof" json:"min_group_size,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2325,11 +2431,18 @@ func (x *LimitsConfig) GetAgentSeconds() float64 {
 	return 0
 }
 
+func (x *LimitsConfig) GetMinGroupSize() uint32 {
+	if x != nil && x.MinGroupSize != nil {
+		return *x.MinGroupSize
+	}
+	return 0
+}
+
 var File_rollout_config_v1_run_config_proto protoreflect.FileDescriptor
 
 const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
-	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\x97\x1a\n" +
+	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xc7\x1b\n" +
 	"\tRunConfig\x12Q\n" +
 	"\x04name\x18\x01 \x01(\tB8\xbaH \xc8\x01\x01r\x1b2\x19^[a-z0-9][a-z0-9-]{0,62}$\xca\xda\x18\x11\x12\x0f\"addition-grpo\"H\x00R\x04name\x88\x01\x01\x12.\n" +
 	"\x04seed\x18\x02 \x01(\x04B\x15\xbaH\v2\t\x18\xff\xff\xff\xff\xff\xff\xff\x0f\xca\xda\x18\x03\n" +
@@ -2354,11 +2467,12 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\vcompletions\x18( \x01(\v2$.rollout.config.v1.CompletionsConfigR\vcompletions\x12:\n" +
 	"\aweights\x18\x18 \x01(\v2 .rollout.config.v1.WeightsConfigR\aweights\x124\n" +
 	"\x05sinks\x18) \x01(\v2\x1e.rollout.config.v1.SinksConfigR\x05sinks\x127\n" +
-	"\x06health\x182 \x01(\v2\x1f.rollout.config.v1.HealthConfigR\x06health:\xe0\x0f\xbaH\xdc\x0f\x1a\x98\x02\n" +
+	"\x06health\x182 \x01(\v2\x1f.rollout.config.v1.HealthConfigR\x06health:\x90\x11\xbaH\x8c\x11\x1a\x98\x02\n" +
 	"\x16run_config.reward_kind\x12c`[reward]` takes exactly one of `plugin`, `expression`, `[reward.model]` and `[reward.composite.*]`\x1a\x98\x01!has(this.reward) || [has(this.reward.plugin), has(this.reward.expression), has(this.reward.model), has(this.reward.composite)].filter(x, x).size() == 1\x1a\xe3\x01\n" +
 	"\x16run_config.kto_weights\x12Z`algorithm.kto.desirable_weight` and `algorithm.kto.undesirable_weight` must not both be 0\x1am!has(this.algorithm.kto) || this.algorithm.kto.desirable_weight + this.algorithm.kto.undesirable_weight > 0.0\x1a\xf3\x01\n" +
 	"\x12run_config.teacher\x12a`[algorithm.distillation]` takes exactly one of `teacher` and `[algorithm.distillation.endpoint]`\x1az!has(this.algorithm.distillation) || has(this.algorithm.distillation.teacher) != has(this.algorithm.distillation.endpoint)\x1a\xea\x01\n" +
-	"\x1erun_config.teacher_temperature\x12x`sampling.temperature` must be 1.0 for `[algorithm.distillation.endpoint]`: endpoints return logprobs at temperature 1.0\x1aN!has(this.algorithm.distillation.endpoint) || this.sampling.temperature == 1.0\x1a}\n" +
+	"\x1erun_config.teacher_temperature\x12x`sampling.temperature` must be 1.0 for `[algorithm.distillation.endpoint]`: endpoints return logprobs at temperature 1.0\x1aN!has(this.algorithm.distillation.endpoint) || this.sampling.temperature == 1.0\x1a\xad\x01\n" +
+	"\x1brun_config.environment_path\x12K`environment.path` must be set if and only if `environment.kind = \"python\"`\x1aAhas(this.environment.path) == (this.environment.kind == 'python')\x1a}\n" +
 	"\x1erun_config.deterministic_async\x12,`deterministic = true` needs `mode = \"sync\"`\x1a-!(this.deterministic && this.mode == 'async')\x1a\x95\x01\n" +
 	"\x15run_config.data_train\x127either `data.train` or `[data.train_mix.*]` must be set\x1aC!has(this.data) || has(this.data.train) != has(this.data.train_mix)\x1a\x84\x02\n" +
 	"\x17run_config.data_weights\x12E`[data.train_mix.*]` takes a `weight` in all of its tables or in none\x1a\xa1\x01!has(this.data.train_mix) || this.data.train_mix.all(k, has(this.data.train_mix[k].weight)) || !this.data.train_mix.exists(k, has(this.data.train_mix[k].weight))\x1a\x8e\x01\n" +
@@ -2659,11 +2773,42 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x0e_max_model_lenB\n" +
 	"\n" +
 	"\b_threadsB\t\n" +
-	"\a_python\"f\n" +
-	"\x11EnvironmentConfig\x12H\n" +
-	"\x04kind\x18\x01 \x01(\tB/\xbaH\x19r\x17R\vsingle_turnR\bexternal\xca\xda\x18\x0f\n" +
-	"\r\"single_turn\"H\x00R\x04kind\x88\x01\x01B\a\n" +
-	"\x05_kind\"Q\n" +
+	"\a_python\"\xb9\b\n" +
+	"\x11EnvironmentConfig\x12X\n" +
+	"\x04kind\x18\x01 \x01(\tB?\xbaH!r\x1fR\vsingle_turnR\bexternalR\x06python\xca\xda\x18\x17\n" +
+	"\r\"single_turn\"B\x06pythonH\x00R\x04kind\x88\x01\x01\x12\\\n" +
+	"\x04path\x18\x02 \x01(\tBC\xbaH&r$2\"^[^:]+\\.py:[A-Za-z_][A-Za-z0-9_]*$\xca\xda\x18\x16\x12\x10\"guess.py:Guess\"\x18\x01 \x01H\x01R\x04path\x88\x01\x01\x122\n" +
+	"\x04args\x18\x03 \x01(\tB\x19\xca\xda\x18\x15\x12\x0f{ highest = 9 } \x018\x01H\x02R\x04args\x88\x01\x01\x125\n" +
+	"\tmax_turns\x18\x04 \x01(\rB\x13\xbaH\b*\x06\x18\xa0\x8d\x06(\x01\xca\xda\x18\x04\n" +
+	"\x0216H\x03R\bmaxTurns\x88\x01\x01\x12:\n" +
+	"\x12max_episode_tokens\x18\x05 \x01(\rB\a\xca\xda\x18\x03\n" +
+	"\x010H\x04R\x10maxEpisodeTokens\x88\x01\x01\x12X\n" +
+	"\x14tool_timeout_seconds\x18\x06 \x01(\x01B!\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x06\n" +
+	"\x0430.0H\x05R\x12toolTimeoutSeconds\x88\x01\x01\x12Y\n" +
+	"\x14turn_timeout_seconds\x18\a \x01(\x01B\"\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\a\n" +
+	"\x05120.0H\x06R\x12turnTimeoutSeconds\x88\x01\x01\x12`\n" +
+	"\x17episode_timeout_seconds\x18\b \x01(\x01B#\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00u\"A!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\b\n" +
+	"\x063600.0H\aR\x15episodeTimeoutSeconds\x88\x01\x01\x12Y\n" +
+	"\x15group_timeout_seconds\x18\t \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00u\"A)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x030.0H\bR\x13groupTimeoutSeconds\x88\x01\x01\x12G\n" +
+	"\x06credit\x18\n" +
+	" \x01(\tB*\xbaH\x18r\x16R\aepisodeR\x04turnR\x05token\xca\xda\x18\v\n" +
+	"\t\"episode\"H\tR\x06credit\x88\x01\x01\x12G\n" +
+	"\vconcurrency\x18\v \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00P@)\x00\x00\x00\x00\x00\x00\xf0?\xca\xda\x18\x05\n" +
+	"\x032.0H\n" +
+	"R\vconcurrency\x88\x01\x01B\a\n" +
+	"\x05_kindB\a\n" +
+	"\x05_pathB\a\n" +
+	"\x05_argsB\f\n" +
+	"\n" +
+	"_max_turnsB\x15\n" +
+	"\x13_max_episode_tokensB\x17\n" +
+	"\x15_tool_timeout_secondsB\x17\n" +
+	"\x15_turn_timeout_secondsB\x1a\n" +
+	"\x18_episode_timeout_secondsB\x18\n" +
+	"\x16_group_timeout_secondsB\t\n" +
+	"\a_creditB\x0e\n" +
+	"\f_concurrency\"Q\n" +
 	"\x0fStalenessConfig\x120\n" +
 	"\tmax_steps\x18\x01 \x01(\rB\x0e\xbaH\x04*\x02\x18@\xca\xda\x18\x03\n" +
 	"\x010H\x00R\bmaxSteps\x88\x01\x01B\f\n" +
@@ -2781,7 +2926,7 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
 	"_kl_engineB\x10\n" +
 	"\x0e_clipped_shareB\x0e\n" +
-	"\f_loss_factor\"\xca\x04\n" +
+	"\f_loss_factor\"\x99\x05\n" +
 	"\fLimitsConfig\x12<\n" +
 	"\x0egroup_attempts\x18\x01 \x01(\rB\x10\xbaH\x06*\x04\x18d(\x01\xca\xda\x18\x03\n" +
 	"\x013H\x00R\rgroupAttempts\x88\x01\x01\x12=\n" +
@@ -2796,13 +2941,16 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	" \x01(\x01B\"\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\a\n" +
 	"\x05600.0H\x04R\x12rankTimeoutSeconds\x88\x01\x01\x12L\n" +
 	"\ragent_seconds\x18\v \x01(\x01B\"\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\a\n" +
-	"\x05600.0H\x05R\fagentSeconds\x88\x01\x01B\x11\n" +
+	"\x05600.0H\x05R\fagentSeconds\x88\x01\x01\x12:\n" +
+	"\x0emin_group_size\x18\f \x01(\rB\x0f\xbaH\x05*\x03\x18\x80\b\xca\xda\x18\x03\n" +
+	"\x010H\x06R\fminGroupSize\x88\x01\x01B\x11\n" +
 	"\x0f_group_attemptsB\x12\n" +
 	"\x10_worker_restartsB\x17\n" +
 	"\x15_worker_start_secondsB\x0e\n" +
 	"\f_queue_bytesB\x17\n" +
 	"\x15_rank_timeout_secondsB\x10\n" +
-	"\x0e_agent_secondsB\xd1\x01\n" +
+	"\x0e_agent_secondsB\x11\n" +
+	"\x0f_min_group_sizeB\xd1\x01\n" +
 	"\x15com.rollout.config.v1B\x0eRunConfigProtoP\x01ZBgithub.com/rollout-rl/rollout/proto/gen/rollout/config/v1;configv1\xa2\x02\x03RCX\xaa\x02\x11Rollout.Config.V1\xca\x02\x11Rollout\\Config\\V1\xe2\x02\x1dRollout\\Config\\V1\\GPBMetadata\xea\x02\x13Rollout::Config::V1b\x06proto3"
 
 var (

@@ -216,7 +216,10 @@ type PluginInfo struct {
 	// JSON Schema of a tool's arguments.
 	ParametersJson string `protobuf:"bytes,4,opt,name=parameters_json,json=parametersJson,proto3" json:"parameters_json,omitempty"`
 	// Whether an environment implements SaveEnvironment and LoadEnvironment.
-	SavesState    bool `protobuf:"varint,5,opt,name=saves_state,json=savesState,proto3" json:"saves_state,omitempty"`
+	SavesState bool `protobuf:"varint,5,opt,name=saves_state,json=savesState,proto3" json:"saves_state,omitempty"`
+	// Whether an environment should be called with one task or turn at a time, so that a slow episode
+	// delays no other. Its calls overlap.
+	OneAtATime    bool `protobuf:"varint,6,opt,name=one_at_a_time,json=oneAtATime,proto3" json:"one_at_a_time,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -282,6 +285,13 @@ func (x *PluginInfo) GetParametersJson() string {
 func (x *PluginInfo) GetSavesState() bool {
 	if x != nil {
 		return x.SavesState
+	}
+	return false
+}
+
+func (x *PluginInfo) GetOneAtATime() bool {
+	if x != nil {
+		return x.OneAtATime
 	}
 	return false
 }
@@ -780,15 +790,25 @@ func (x *EpisodeKey) GetSample() uint32 {
 	return 0
 }
 
-// EnvironmentObservation is what the policy reads next. It is not trained on.
+// EnvironmentObservation is what the policy reads next. It is not trained on. It has messages,
+// tokens, or a text alone.
 type EnvironmentObservation struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Text; the worker tokenizes it if `token_ids` is empty.
+	// Text; the worker tokenizes it if `token_ids` and `messages` are empty.
 	Text string `protobuf:"bytes,1,opt,name=text,proto3" json:"text,omitempty"`
 	// int32[N] little-endian: tokens of the text.
 	TokenIds []byte `protobuf:"bytes,2,opt,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// Arrays by name, e.g. an image or a state vector.
-	Tensors       map[string]*v1.Tensor `protobuf:"bytes,3,rep,name=tensors,proto3" json:"tensors,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Tensors map[string]*v1.Tensor `protobuf:"bytes,3,rep,name=tensors,proto3" json:"tensors,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// Chat messages as JSON objects (OpenAI's format), which the worker renders with the chat
+	// template.
+	Messages []string `protobuf:"bytes,4,rep,name=messages,proto3" json:"messages,omitempty"`
+	// Functions that the policy may call, as JSON objects (OpenAI's format); of a first observation.
+	Tools []string `protobuf:"bytes,5,rep,name=tools,proto3" json:"tools,omitempty"`
+	// Reward and metrics of the turn before it.
+	Reward float64 `protobuf:"fixed64,6,opt,name=reward,proto3" json:"reward,omitempty"`
+	// Further numbers of that turn.
+	Metrics       map[string]float64 `protobuf:"bytes,7,rep,name=metrics,proto3" json:"metrics,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -840,6 +860,34 @@ func (x *EnvironmentObservation) GetTokenIds() []byte {
 func (x *EnvironmentObservation) GetTensors() map[string]*v1.Tensor {
 	if x != nil {
 		return x.Tensors
+	}
+	return nil
+}
+
+func (x *EnvironmentObservation) GetMessages() []string {
+	if x != nil {
+		return x.Messages
+	}
+	return nil
+}
+
+func (x *EnvironmentObservation) GetTools() []string {
+	if x != nil {
+		return x.Tools
+	}
+	return nil
+}
+
+func (x *EnvironmentObservation) GetReward() float64 {
+	if x != nil {
+		return x.Reward
+	}
+	return 0
+}
+
+func (x *EnvironmentObservation) GetMetrics() map[string]float64 {
+	if x != nil {
+		return x.Metrics
 	}
 	return nil
 }
@@ -917,7 +965,13 @@ type EnvironmentTurn struct {
 	// Whether the answer ended at the token limit.
 	Truncated bool `protobuf:"varint,7,opt,name=truncated,proto3" json:"truncated,omitempty"`
 	// int32[N] little-endian: tokens of the first observation.
-	PromptIds     []byte `protobuf:"bytes,8,opt,name=prompt_ids,json=promptIds,proto3" json:"prompt_ids,omitempty"`
+	PromptIds []byte `protobuf:"bytes,8,opt,name=prompt_ids,json=promptIds,proto3" json:"prompt_ids,omitempty"`
+	// Answer without reasoning and tool calls, in an episode of messages; else the answer.
+	Content string `protobuf:"bytes,9,opt,name=content,proto3" json:"content,omitempty"`
+	// Reasoning of the answer.
+	Reasoning string `protobuf:"bytes,10,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
+	// Functions that the answer calls.
+	ToolCalls     []*TurnToolCall `protobuf:"bytes,11,rep,name=tool_calls,json=toolCalls,proto3" json:"tool_calls,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1008,6 +1062,109 @@ func (x *EnvironmentTurn) GetPromptIds() []byte {
 	return nil
 }
 
+func (x *EnvironmentTurn) GetContent() string {
+	if x != nil {
+		return x.Content
+	}
+	return ""
+}
+
+func (x *EnvironmentTurn) GetReasoning() string {
+	if x != nil {
+		return x.Reasoning
+	}
+	return ""
+}
+
+func (x *EnvironmentTurn) GetToolCalls() []*TurnToolCall {
+	if x != nil {
+		return x.ToolCalls
+	}
+	return nil
+}
+
+// TurnToolCall is a call of a function in an answer of the policy.
+type TurnToolCall struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Id of the call.
+	Id string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	// Name of the function.
+	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// Arguments as a JSON object; empty if `error` is set.
+	ArgumentsJson string `protobuf:"bytes,3,opt,name=arguments_json,json=argumentsJson,proto3" json:"arguments_json,omitempty"`
+	// Why the arguments can't be parsed.
+	Error string `protobuf:"bytes,4,opt,name=error,proto3" json:"error,omitempty"`
+	// Arguments as the policy wrote them.
+	Raw           string `protobuf:"bytes,5,opt,name=raw,proto3" json:"raw,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TurnToolCall) Reset() {
+	*x = TurnToolCall{}
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TurnToolCall) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TurnToolCall) ProtoMessage() {}
+
+func (x *TurnToolCall) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TurnToolCall.ProtoReflect.Descriptor instead.
+func (*TurnToolCall) Descriptor() ([]byte, []int) {
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *TurnToolCall) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *TurnToolCall) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *TurnToolCall) GetArgumentsJson() string {
+	if x != nil {
+		return x.ArgumentsJson
+	}
+	return ""
+}
+
+func (x *TurnToolCall) GetError() string {
+	if x != nil {
+		return x.Error
+	}
+	return ""
+}
+
+func (x *TurnToolCall) GetRaw() string {
+	if x != nil {
+		return x.Raw
+	}
+	return ""
+}
+
 // EnvironmentResult is how an episode ended.
 type EnvironmentResult struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1016,14 +1173,18 @@ type EnvironmentResult struct {
 	// Reward and metrics; meaningful for COMPLETED and TRUNCATED.
 	Score *RewardScore `protobuf:"bytes,2,opt,name=score,proto3" json:"score,omitempty"`
 	// Machine-readable reason of ABORTED and INFRA_FAILED.
-	Reason        string `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`
+	Reason string `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`
+	// Reward of each turn, in addition to those of the observations; empty, or one per turn.
+	TurnRewards []float64 `protobuf:"fixed64,4,rep,packed,name=turn_rewards,json=turnRewards,proto3" json:"turn_rewards,omitempty"`
+	// One line about a failure, for people.
+	Message       string `protobuf:"bytes,5,opt,name=message,proto3" json:"message,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *EnvironmentResult) Reset() {
 	*x = EnvironmentResult{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[14]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1035,7 +1196,7 @@ func (x *EnvironmentResult) String() string {
 func (*EnvironmentResult) ProtoMessage() {}
 
 func (x *EnvironmentResult) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[14]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1048,7 +1209,7 @@ func (x *EnvironmentResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EnvironmentResult.ProtoReflect.Descriptor instead.
 func (*EnvironmentResult) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{14}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *EnvironmentResult) GetOutcome() v11.Outcome {
@@ -1072,6 +1233,20 @@ func (x *EnvironmentResult) GetReason() string {
 	return ""
 }
 
+func (x *EnvironmentResult) GetTurnRewards() []float64 {
+	if x != nil {
+		return x.TurnRewards
+	}
+	return nil
+}
+
+func (x *EnvironmentResult) GetMessage() string {
+	if x != nil {
+		return x.Message
+	}
+	return ""
+}
+
 // ResetEnvironmentRequest starts tasks.
 type ResetEnvironmentRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1085,7 +1260,7 @@ type ResetEnvironmentRequest struct {
 
 func (x *ResetEnvironmentRequest) Reset() {
 	*x = ResetEnvironmentRequest{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[15]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1097,7 +1272,7 @@ func (x *ResetEnvironmentRequest) String() string {
 func (*ResetEnvironmentRequest) ProtoMessage() {}
 
 func (x *ResetEnvironmentRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[15]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1110,7 +1285,7 @@ func (x *ResetEnvironmentRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetEnvironmentRequest.ProtoReflect.Descriptor instead.
 func (*ResetEnvironmentRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{15}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *ResetEnvironmentRequest) GetPlugin() string {
@@ -1138,7 +1313,7 @@ type ResetEnvironmentResponse struct {
 
 func (x *ResetEnvironmentResponse) Reset() {
 	*x = ResetEnvironmentResponse{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[16]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1150,7 +1325,7 @@ func (x *ResetEnvironmentResponse) String() string {
 func (*ResetEnvironmentResponse) ProtoMessage() {}
 
 func (x *ResetEnvironmentResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[16]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1163,7 +1338,7 @@ func (x *ResetEnvironmentResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetEnvironmentResponse.ProtoReflect.Descriptor instead.
 func (*ResetEnvironmentResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{16}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *ResetEnvironmentResponse) GetStarts() []*EnvironmentStart {
@@ -1189,7 +1364,7 @@ type EnvironmentStart struct {
 
 func (x *EnvironmentStart) Reset() {
 	*x = EnvironmentStart{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[17]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1201,7 +1376,7 @@ func (x *EnvironmentStart) String() string {
 func (*EnvironmentStart) ProtoMessage() {}
 
 func (x *EnvironmentStart) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[17]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1214,7 +1389,7 @@ func (x *EnvironmentStart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EnvironmentStart.ProtoReflect.Descriptor instead.
 func (*EnvironmentStart) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{17}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *EnvironmentStart) GetKind() isEnvironmentStart_Kind {
@@ -1273,7 +1448,7 @@ type StepEnvironmentRequest struct {
 
 func (x *StepEnvironmentRequest) Reset() {
 	*x = StepEnvironmentRequest{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[18]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1285,7 +1460,7 @@ func (x *StepEnvironmentRequest) String() string {
 func (*StepEnvironmentRequest) ProtoMessage() {}
 
 func (x *StepEnvironmentRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[18]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1298,7 +1473,7 @@ func (x *StepEnvironmentRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StepEnvironmentRequest.ProtoReflect.Descriptor instead.
 func (*StepEnvironmentRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{18}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *StepEnvironmentRequest) GetPlugin() string {
@@ -1326,7 +1501,7 @@ type StepEnvironmentResponse struct {
 
 func (x *StepEnvironmentResponse) Reset() {
 	*x = StepEnvironmentResponse{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[19]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1338,7 +1513,7 @@ func (x *StepEnvironmentResponse) String() string {
 func (*StepEnvironmentResponse) ProtoMessage() {}
 
 func (x *StepEnvironmentResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[19]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1351,7 +1526,7 @@ func (x *StepEnvironmentResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StepEnvironmentResponse.ProtoReflect.Descriptor instead.
 func (*StepEnvironmentResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{19}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *StepEnvironmentResponse) GetAnswers() []*EnvironmentAnswer {
@@ -1377,7 +1552,7 @@ type EnvironmentAnswer struct {
 
 func (x *EnvironmentAnswer) Reset() {
 	*x = EnvironmentAnswer{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[20]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1389,7 +1564,7 @@ func (x *EnvironmentAnswer) String() string {
 func (*EnvironmentAnswer) ProtoMessage() {}
 
 func (x *EnvironmentAnswer) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[20]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1402,7 +1577,7 @@ func (x *EnvironmentAnswer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EnvironmentAnswer.ProtoReflect.Descriptor instead.
 func (*EnvironmentAnswer) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{20}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *EnvironmentAnswer) GetKind() isEnvironmentAnswer_Kind {
@@ -1461,7 +1636,7 @@ type CloseEnvironmentRequest struct {
 
 func (x *CloseEnvironmentRequest) Reset() {
 	*x = CloseEnvironmentRequest{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[21]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1473,7 +1648,7 @@ func (x *CloseEnvironmentRequest) String() string {
 func (*CloseEnvironmentRequest) ProtoMessage() {}
 
 func (x *CloseEnvironmentRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[21]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1486,7 +1661,7 @@ func (x *CloseEnvironmentRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CloseEnvironmentRequest.ProtoReflect.Descriptor instead.
 func (*CloseEnvironmentRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{21}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *CloseEnvironmentRequest) GetPlugin() string {
@@ -1512,7 +1687,7 @@ type CloseEnvironmentResponse struct {
 
 func (x *CloseEnvironmentResponse) Reset() {
 	*x = CloseEnvironmentResponse{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[22]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1524,7 +1699,7 @@ func (x *CloseEnvironmentResponse) String() string {
 func (*CloseEnvironmentResponse) ProtoMessage() {}
 
 func (x *CloseEnvironmentResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[22]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1537,7 +1712,7 @@ func (x *CloseEnvironmentResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CloseEnvironmentResponse.ProtoReflect.Descriptor instead.
 func (*CloseEnvironmentResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{22}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{23}
 }
 
 // SaveEnvironmentRequest names an environment.
@@ -1551,7 +1726,7 @@ type SaveEnvironmentRequest struct {
 
 func (x *SaveEnvironmentRequest) Reset() {
 	*x = SaveEnvironmentRequest{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[23]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1563,7 +1738,7 @@ func (x *SaveEnvironmentRequest) String() string {
 func (*SaveEnvironmentRequest) ProtoMessage() {}
 
 func (x *SaveEnvironmentRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[23]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1576,7 +1751,7 @@ func (x *SaveEnvironmentRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SaveEnvironmentRequest.ProtoReflect.Descriptor instead.
 func (*SaveEnvironmentRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{23}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *SaveEnvironmentRequest) GetPlugin() string {
@@ -1597,7 +1772,7 @@ type SaveEnvironmentResponse struct {
 
 func (x *SaveEnvironmentResponse) Reset() {
 	*x = SaveEnvironmentResponse{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[24]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1609,7 +1784,7 @@ func (x *SaveEnvironmentResponse) String() string {
 func (*SaveEnvironmentResponse) ProtoMessage() {}
 
 func (x *SaveEnvironmentResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[24]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1622,7 +1797,7 @@ func (x *SaveEnvironmentResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SaveEnvironmentResponse.ProtoReflect.Descriptor instead.
 func (*SaveEnvironmentResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{24}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *SaveEnvironmentResponse) GetState() []byte {
@@ -1645,7 +1820,7 @@ type LoadEnvironmentRequest struct {
 
 func (x *LoadEnvironmentRequest) Reset() {
 	*x = LoadEnvironmentRequest{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[25]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1657,7 +1832,7 @@ func (x *LoadEnvironmentRequest) String() string {
 func (*LoadEnvironmentRequest) ProtoMessage() {}
 
 func (x *LoadEnvironmentRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[25]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1670,7 +1845,7 @@ func (x *LoadEnvironmentRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadEnvironmentRequest.ProtoReflect.Descriptor instead.
 func (*LoadEnvironmentRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{25}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *LoadEnvironmentRequest) GetPlugin() string {
@@ -1696,7 +1871,7 @@ type LoadEnvironmentResponse struct {
 
 func (x *LoadEnvironmentResponse) Reset() {
 	*x = LoadEnvironmentResponse{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[26]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1708,7 +1883,7 @@ func (x *LoadEnvironmentResponse) String() string {
 func (*LoadEnvironmentResponse) ProtoMessage() {}
 
 func (x *LoadEnvironmentResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[26]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1721,7 +1896,7 @@ func (x *LoadEnvironmentResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadEnvironmentResponse.ProtoReflect.Descriptor instead.
 func (*LoadEnvironmentResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{26}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{27}
 }
 
 // CallToolRequest is tool calls.
@@ -1735,7 +1910,7 @@ type CallToolRequest struct {
 
 func (x *CallToolRequest) Reset() {
 	*x = CallToolRequest{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[27]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1747,7 +1922,7 @@ func (x *CallToolRequest) String() string {
 func (*CallToolRequest) ProtoMessage() {}
 
 func (x *CallToolRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[27]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1760,7 +1935,7 @@ func (x *CallToolRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CallToolRequest.ProtoReflect.Descriptor instead.
 func (*CallToolRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{27}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *CallToolRequest) GetCalls() []*ToolCall {
@@ -1787,7 +1962,7 @@ type ToolCall struct {
 
 func (x *ToolCall) Reset() {
 	*x = ToolCall{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[28]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1799,7 +1974,7 @@ func (x *ToolCall) String() string {
 func (*ToolCall) ProtoMessage() {}
 
 func (x *ToolCall) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[28]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1812,7 +1987,7 @@ func (x *ToolCall) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ToolCall.ProtoReflect.Descriptor instead.
 func (*ToolCall) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{28}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *ToolCall) GetTool() string {
@@ -1854,7 +2029,7 @@ type CallToolResponse struct {
 
 func (x *CallToolResponse) Reset() {
 	*x = CallToolResponse{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[29]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1866,7 +2041,7 @@ func (x *CallToolResponse) String() string {
 func (*CallToolResponse) ProtoMessage() {}
 
 func (x *CallToolResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[29]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1879,7 +2054,7 @@ func (x *CallToolResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CallToolResponse.ProtoReflect.Descriptor instead.
 func (*CallToolResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{29}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *CallToolResponse) GetResults() []*ToolResult {
@@ -1907,7 +2082,7 @@ type ToolResult struct {
 
 func (x *ToolResult) Reset() {
 	*x = ToolResult{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[30]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1919,7 +2094,7 @@ func (x *ToolResult) String() string {
 func (*ToolResult) ProtoMessage() {}
 
 func (x *ToolResult) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[30]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1932,7 +2107,7 @@ func (x *ToolResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ToolResult.ProtoReflect.Descriptor instead.
 func (*ToolResult) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{30}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *ToolResult) GetCallId() string {
@@ -1976,7 +2151,7 @@ type EvaluateRequest struct {
 
 func (x *EvaluateRequest) Reset() {
 	*x = EvaluateRequest{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[31]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1988,7 +2163,7 @@ func (x *EvaluateRequest) String() string {
 func (*EvaluateRequest) ProtoMessage() {}
 
 func (x *EvaluateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[31]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2001,7 +2176,7 @@ func (x *EvaluateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvaluateRequest.ProtoReflect.Descriptor instead.
 func (*EvaluateRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{31}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *EvaluateRequest) GetPlugin() string {
@@ -2032,7 +2207,7 @@ type EvaluateResponse struct {
 
 func (x *EvaluateResponse) Reset() {
 	*x = EvaluateResponse{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[32]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2044,7 +2219,7 @@ func (x *EvaluateResponse) String() string {
 func (*EvaluateResponse) ProtoMessage() {}
 
 func (x *EvaluateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[32]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2057,7 +2232,7 @@ func (x *EvaluateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvaluateResponse.ProtoReflect.Descriptor instead.
 func (*EvaluateResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{32}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *EvaluateResponse) GetScores() []*RewardScore {
@@ -2084,7 +2259,7 @@ const file_rollout_plugin_v1_plugin_proto_rawDesc = "" +
 	"\x11HandshakeResponse\x12%\n" +
 	"\x0eschema_version\x18\x01 \x01(\rR\rschemaVersion\x127\n" +
 	"\aplugins\x18\x02 \x03(\v2\x1d.rollout.plugin.v1.PluginInfoR\aplugins\x12\x1b\n" +
-	"\tmax_batch\x18\x03 \x01(\rR\bmaxBatch\"\xbf\x01\n" +
+	"\tmax_batch\x18\x03 \x01(\rR\bmaxBatch\"\xe2\x01\n" +
 	"\n" +
 	"PluginInfo\x121\n" +
 	"\x04kind\x18\x01 \x01(\x0e2\x1d.rollout.plugin.v1.PluginKindR\x04kind\x12\x12\n" +
@@ -2092,7 +2267,9 @@ const file_rollout_plugin_v1_plugin_proto_rawDesc = "" +
 	"\vdescription\x18\x03 \x01(\tR\vdescription\x12'\n" +
 	"\x0fparameters_json\x18\x04 \x01(\tR\x0eparametersJson\x12\x1f\n" +
 	"\vsaves_state\x18\x05 \x01(\bR\n" +
-	"savesState\"i\n" +
+	"savesState\x12!\n" +
+	"\rone_at_a_time\x18\x06 \x01(\bR\n" +
+	"oneAtATime\"i\n" +
 	"\rRewardRequest\x12\x16\n" +
 	"\x06plugin\x18\x01 \x01(\tR\x06plugin\x12@\n" +
 	"\x06groups\x18\x02 \x03(\v2\x1e.rollout.plugin.v1.RewardGroupB\b\xbaH\x05\x92\x01\x02\b\x01R\x06groups\"m\n" +
@@ -2129,17 +2306,24 @@ const file_rollout_plugin_v1_plugin_proto_rawDesc = "" +
 	"\n" +
 	"EpisodeKey\x12\x1b\n" +
 	"\x04task\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x04task\x12\x16\n" +
-	"\x06sample\x18\x02 \x01(\rR\x06sample\"\xf2\x01\n" +
+	"\x06sample\x18\x02 \x01(\rR\x06sample\"\xca\x03\n" +
 	"\x16EnvironmentObservation\x12\x12\n" +
 	"\x04text\x18\x01 \x01(\tR\x04text\x12\x1b\n" +
 	"\ttoken_ids\x18\x02 \x01(\fR\btokenIds\x12P\n" +
-	"\atensors\x18\x03 \x03(\v26.rollout.plugin.v1.EnvironmentObservation.TensorsEntryR\atensors\x1aU\n" +
+	"\atensors\x18\x03 \x03(\v26.rollout.plugin.v1.EnvironmentObservation.TensorsEntryR\atensors\x12\x1a\n" +
+	"\bmessages\x18\x04 \x03(\tR\bmessages\x12\x14\n" +
+	"\x05tools\x18\x05 \x03(\tR\x05tools\x12\x16\n" +
+	"\x06reward\x18\x06 \x01(\x01R\x06reward\x12P\n" +
+	"\ametrics\x18\a \x03(\v26.rollout.plugin.v1.EnvironmentObservation.MetricsEntryR\ametrics\x1aU\n" +
 	"\fTensorsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12/\n" +
-	"\x05value\x18\x02 \x01(\v2\x19.rollout.tensor.v1.TensorR\x05value:\x028\x01\"O\n" +
+	"\x05value\x18\x02 \x01(\v2\x19.rollout.tensor.v1.TensorR\x05value:\x028\x01\x1a:\n" +
+	"\fMetricsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\"O\n" +
 	"\x12EnvironmentRefusal\x12\x1f\n" +
 	"\x06reason\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x06reason\x12\x18\n" +
-	"\amessage\x18\x02 \x01(\tR\amessage\"\x87\x02\n" +
+	"\amessage\x18\x02 \x01(\tR\amessage\"\xff\x02\n" +
 	"\x0fEnvironmentTurn\x12>\n" +
 	"\x04task\x18\x01 \x01(\v2\".rollout.plugin.v1.EnvironmentTaskB\x06\xbaH\x03\xc8\x01\x01R\x04task\x12\x16\n" +
 	"\x06sample\x18\x02 \x01(\rR\x06sample\x12\x16\n" +
@@ -2149,12 +2333,25 @@ const file_rollout_plugin_v1_plugin_proto_rawDesc = "" +
 	"\ttoken_ids\x18\x06 \x01(\fR\btokenIds\x12\x1c\n" +
 	"\ttruncated\x18\a \x01(\bR\ttruncated\x12\x1d\n" +
 	"\n" +
-	"prompt_ids\x18\b \x01(\fR\tpromptIds\"\xa7\x01\n" +
+	"prompt_ids\x18\b \x01(\fR\tpromptIds\x12\x18\n" +
+	"\acontent\x18\t \x01(\tR\acontent\x12\x1c\n" +
+	"\treasoning\x18\n" +
+	" \x01(\tR\treasoning\x12>\n" +
+	"\n" +
+	"tool_calls\x18\v \x03(\v2\x1f.rollout.plugin.v1.TurnToolCallR\ttoolCalls\"\x81\x01\n" +
+	"\fTurnToolCall\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12%\n" +
+	"\x0earguments_json\x18\x03 \x01(\tR\rargumentsJson\x12\x14\n" +
+	"\x05error\x18\x04 \x01(\tR\x05error\x12\x10\n" +
+	"\x03raw\x18\x05 \x01(\tR\x03raw\"\xe4\x01\n" +
 	"\x11EnvironmentResult\x12D\n" +
 	"\aoutcome\x18\x01 \x01(\x0e2\x1e.rollout.trajectory.v1.OutcomeB\n" +
 	"\xbaH\a\x82\x01\x04\x10\x01 \x00R\aoutcome\x124\n" +
 	"\x05score\x18\x02 \x01(\v2\x1e.rollout.plugin.v1.RewardScoreR\x05score\x12\x16\n" +
-	"\x06reason\x18\x03 \x01(\tR\x06reason\"u\n" +
+	"\x06reason\x18\x03 \x01(\tR\x06reason\x12!\n" +
+	"\fturn_rewards\x18\x04 \x03(\x01R\vturnRewards\x12\x18\n" +
+	"\amessage\x18\x05 \x01(\tR\amessage\"u\n" +
 	"\x17ResetEnvironmentRequest\x12\x16\n" +
 	"\x06plugin\x18\x01 \x01(\tR\x06plugin\x12B\n" +
 	"\x05tasks\x18\x02 \x03(\v2\".rollout.plugin.v1.EnvironmentTaskB\b\xbaH\x05\x92\x01\x02\b\x01R\x05tasks\"W\n" +
@@ -2241,7 +2438,7 @@ func file_rollout_plugin_v1_plugin_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_plugin_v1_plugin_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_plugin_v1_plugin_proto_msgTypes = make([]protoimpl.MessageInfo, 36)
+var file_rollout_plugin_v1_plugin_proto_msgTypes = make([]protoimpl.MessageInfo, 38)
 var file_rollout_plugin_v1_plugin_proto_goTypes = []any{
 	(PluginKind)(0),                  // 0: rollout.plugin.v1.PluginKind
 	(*HandshakeRequest)(nil),         // 1: rollout.plugin.v1.HandshakeRequest
@@ -2258,30 +2455,32 @@ var file_rollout_plugin_v1_plugin_proto_goTypes = []any{
 	(*EnvironmentObservation)(nil),   // 12: rollout.plugin.v1.EnvironmentObservation
 	(*EnvironmentRefusal)(nil),       // 13: rollout.plugin.v1.EnvironmentRefusal
 	(*EnvironmentTurn)(nil),          // 14: rollout.plugin.v1.EnvironmentTurn
-	(*EnvironmentResult)(nil),        // 15: rollout.plugin.v1.EnvironmentResult
-	(*ResetEnvironmentRequest)(nil),  // 16: rollout.plugin.v1.ResetEnvironmentRequest
-	(*ResetEnvironmentResponse)(nil), // 17: rollout.plugin.v1.ResetEnvironmentResponse
-	(*EnvironmentStart)(nil),         // 18: rollout.plugin.v1.EnvironmentStart
-	(*StepEnvironmentRequest)(nil),   // 19: rollout.plugin.v1.StepEnvironmentRequest
-	(*StepEnvironmentResponse)(nil),  // 20: rollout.plugin.v1.StepEnvironmentResponse
-	(*EnvironmentAnswer)(nil),        // 21: rollout.plugin.v1.EnvironmentAnswer
-	(*CloseEnvironmentRequest)(nil),  // 22: rollout.plugin.v1.CloseEnvironmentRequest
-	(*CloseEnvironmentResponse)(nil), // 23: rollout.plugin.v1.CloseEnvironmentResponse
-	(*SaveEnvironmentRequest)(nil),   // 24: rollout.plugin.v1.SaveEnvironmentRequest
-	(*SaveEnvironmentResponse)(nil),  // 25: rollout.plugin.v1.SaveEnvironmentResponse
-	(*LoadEnvironmentRequest)(nil),   // 26: rollout.plugin.v1.LoadEnvironmentRequest
-	(*LoadEnvironmentResponse)(nil),  // 27: rollout.plugin.v1.LoadEnvironmentResponse
-	(*CallToolRequest)(nil),          // 28: rollout.plugin.v1.CallToolRequest
-	(*ToolCall)(nil),                 // 29: rollout.plugin.v1.ToolCall
-	(*CallToolResponse)(nil),         // 30: rollout.plugin.v1.CallToolResponse
-	(*ToolResult)(nil),               // 31: rollout.plugin.v1.ToolResult
-	(*EvaluateRequest)(nil),          // 32: rollout.plugin.v1.EvaluateRequest
-	(*EvaluateResponse)(nil),         // 33: rollout.plugin.v1.EvaluateResponse
-	nil,                              // 34: rollout.plugin.v1.RewardScore.MetricsEntry
-	nil,                              // 35: rollout.plugin.v1.EnvironmentObservation.TensorsEntry
-	nil,                              // 36: rollout.plugin.v1.EvaluateResponse.MetricsEntry
-	(v11.Outcome)(0),                 // 37: rollout.trajectory.v1.Outcome
-	(*v1.Tensor)(nil),                // 38: rollout.tensor.v1.Tensor
+	(*TurnToolCall)(nil),             // 15: rollout.plugin.v1.TurnToolCall
+	(*EnvironmentResult)(nil),        // 16: rollout.plugin.v1.EnvironmentResult
+	(*ResetEnvironmentRequest)(nil),  // 17: rollout.plugin.v1.ResetEnvironmentRequest
+	(*ResetEnvironmentResponse)(nil), // 18: rollout.plugin.v1.ResetEnvironmentResponse
+	(*EnvironmentStart)(nil),         // 19: rollout.plugin.v1.EnvironmentStart
+	(*StepEnvironmentRequest)(nil),   // 20: rollout.plugin.v1.StepEnvironmentRequest
+	(*StepEnvironmentResponse)(nil),  // 21: rollout.plugin.v1.StepEnvironmentResponse
+	(*EnvironmentAnswer)(nil),        // 22: rollout.plugin.v1.EnvironmentAnswer
+	(*CloseEnvironmentRequest)(nil),  // 23: rollout.plugin.v1.CloseEnvironmentRequest
+	(*CloseEnvironmentResponse)(nil), // 24: rollout.plugin.v1.CloseEnvironmentResponse
+	(*SaveEnvironmentRequest)(nil),   // 25: rollout.plugin.v1.SaveEnvironmentRequest
+	(*SaveEnvironmentResponse)(nil),  // 26: rollout.plugin.v1.SaveEnvironmentResponse
+	(*LoadEnvironmentRequest)(nil),   // 27: rollout.plugin.v1.LoadEnvironmentRequest
+	(*LoadEnvironmentResponse)(nil),  // 28: rollout.plugin.v1.LoadEnvironmentResponse
+	(*CallToolRequest)(nil),          // 29: rollout.plugin.v1.CallToolRequest
+	(*ToolCall)(nil),                 // 30: rollout.plugin.v1.ToolCall
+	(*CallToolResponse)(nil),         // 31: rollout.plugin.v1.CallToolResponse
+	(*ToolResult)(nil),               // 32: rollout.plugin.v1.ToolResult
+	(*EvaluateRequest)(nil),          // 33: rollout.plugin.v1.EvaluateRequest
+	(*EvaluateResponse)(nil),         // 34: rollout.plugin.v1.EvaluateResponse
+	nil,                              // 35: rollout.plugin.v1.RewardScore.MetricsEntry
+	nil,                              // 36: rollout.plugin.v1.EnvironmentObservation.TensorsEntry
+	nil,                              // 37: rollout.plugin.v1.EnvironmentObservation.MetricsEntry
+	nil,                              // 38: rollout.plugin.v1.EvaluateResponse.MetricsEntry
+	(v11.Outcome)(0),                 // 39: rollout.trajectory.v1.Outcome
+	(*v1.Tensor)(nil),                // 40: rollout.tensor.v1.Tensor
 }
 var file_rollout_plugin_v1_plugin_proto_depIdxs = []int32{
 	3,  // 0: rollout.plugin.v1.HandshakeResponse.plugins:type_name -> rollout.plugin.v1.PluginInfo
@@ -2289,51 +2488,53 @@ var file_rollout_plugin_v1_plugin_proto_depIdxs = []int32{
 	5,  // 2: rollout.plugin.v1.RewardRequest.groups:type_name -> rollout.plugin.v1.RewardGroup
 	6,  // 3: rollout.plugin.v1.RewardGroup.samples:type_name -> rollout.plugin.v1.RewardSample
 	8,  // 4: rollout.plugin.v1.RewardResponse.scores:type_name -> rollout.plugin.v1.RewardScore
-	34, // 5: rollout.plugin.v1.RewardScore.metrics:type_name -> rollout.plugin.v1.RewardScore.MetricsEntry
+	35, // 5: rollout.plugin.v1.RewardScore.metrics:type_name -> rollout.plugin.v1.RewardScore.MetricsEntry
 	9,  // 6: rollout.plugin.v1.RewardScore.steps:type_name -> rollout.plugin.v1.StepReward
-	35, // 7: rollout.plugin.v1.EnvironmentObservation.tensors:type_name -> rollout.plugin.v1.EnvironmentObservation.TensorsEntry
-	10, // 8: rollout.plugin.v1.EnvironmentTurn.task:type_name -> rollout.plugin.v1.EnvironmentTask
-	37, // 9: rollout.plugin.v1.EnvironmentResult.outcome:type_name -> rollout.trajectory.v1.Outcome
-	8,  // 10: rollout.plugin.v1.EnvironmentResult.score:type_name -> rollout.plugin.v1.RewardScore
-	10, // 11: rollout.plugin.v1.ResetEnvironmentRequest.tasks:type_name -> rollout.plugin.v1.EnvironmentTask
-	18, // 12: rollout.plugin.v1.ResetEnvironmentResponse.starts:type_name -> rollout.plugin.v1.EnvironmentStart
-	12, // 13: rollout.plugin.v1.EnvironmentStart.observation:type_name -> rollout.plugin.v1.EnvironmentObservation
-	13, // 14: rollout.plugin.v1.EnvironmentStart.refusal:type_name -> rollout.plugin.v1.EnvironmentRefusal
-	14, // 15: rollout.plugin.v1.StepEnvironmentRequest.turns:type_name -> rollout.plugin.v1.EnvironmentTurn
-	21, // 16: rollout.plugin.v1.StepEnvironmentResponse.answers:type_name -> rollout.plugin.v1.EnvironmentAnswer
-	12, // 17: rollout.plugin.v1.EnvironmentAnswer.observation:type_name -> rollout.plugin.v1.EnvironmentObservation
-	15, // 18: rollout.plugin.v1.EnvironmentAnswer.result:type_name -> rollout.plugin.v1.EnvironmentResult
-	11, // 19: rollout.plugin.v1.CloseEnvironmentRequest.episodes:type_name -> rollout.plugin.v1.EpisodeKey
-	29, // 20: rollout.plugin.v1.CallToolRequest.calls:type_name -> rollout.plugin.v1.ToolCall
-	11, // 21: rollout.plugin.v1.ToolCall.episode:type_name -> rollout.plugin.v1.EpisodeKey
-	31, // 22: rollout.plugin.v1.CallToolResponse.results:type_name -> rollout.plugin.v1.ToolResult
-	5,  // 23: rollout.plugin.v1.EvaluateRequest.groups:type_name -> rollout.plugin.v1.RewardGroup
-	8,  // 24: rollout.plugin.v1.EvaluateResponse.scores:type_name -> rollout.plugin.v1.RewardScore
-	36, // 25: rollout.plugin.v1.EvaluateResponse.metrics:type_name -> rollout.plugin.v1.EvaluateResponse.MetricsEntry
-	38, // 26: rollout.plugin.v1.EnvironmentObservation.TensorsEntry.value:type_name -> rollout.tensor.v1.Tensor
-	1,  // 27: rollout.plugin.v1.PluginService.Handshake:input_type -> rollout.plugin.v1.HandshakeRequest
-	4,  // 28: rollout.plugin.v1.PluginService.Reward:input_type -> rollout.plugin.v1.RewardRequest
-	16, // 29: rollout.plugin.v1.PluginService.ResetEnvironment:input_type -> rollout.plugin.v1.ResetEnvironmentRequest
-	19, // 30: rollout.plugin.v1.PluginService.StepEnvironment:input_type -> rollout.plugin.v1.StepEnvironmentRequest
-	22, // 31: rollout.plugin.v1.PluginService.CloseEnvironment:input_type -> rollout.plugin.v1.CloseEnvironmentRequest
-	24, // 32: rollout.plugin.v1.PluginService.SaveEnvironment:input_type -> rollout.plugin.v1.SaveEnvironmentRequest
-	26, // 33: rollout.plugin.v1.PluginService.LoadEnvironment:input_type -> rollout.plugin.v1.LoadEnvironmentRequest
-	28, // 34: rollout.plugin.v1.PluginService.CallTool:input_type -> rollout.plugin.v1.CallToolRequest
-	32, // 35: rollout.plugin.v1.PluginService.Evaluate:input_type -> rollout.plugin.v1.EvaluateRequest
-	2,  // 36: rollout.plugin.v1.PluginService.Handshake:output_type -> rollout.plugin.v1.HandshakeResponse
-	7,  // 37: rollout.plugin.v1.PluginService.Reward:output_type -> rollout.plugin.v1.RewardResponse
-	17, // 38: rollout.plugin.v1.PluginService.ResetEnvironment:output_type -> rollout.plugin.v1.ResetEnvironmentResponse
-	20, // 39: rollout.plugin.v1.PluginService.StepEnvironment:output_type -> rollout.plugin.v1.StepEnvironmentResponse
-	23, // 40: rollout.plugin.v1.PluginService.CloseEnvironment:output_type -> rollout.plugin.v1.CloseEnvironmentResponse
-	25, // 41: rollout.plugin.v1.PluginService.SaveEnvironment:output_type -> rollout.plugin.v1.SaveEnvironmentResponse
-	27, // 42: rollout.plugin.v1.PluginService.LoadEnvironment:output_type -> rollout.plugin.v1.LoadEnvironmentResponse
-	30, // 43: rollout.plugin.v1.PluginService.CallTool:output_type -> rollout.plugin.v1.CallToolResponse
-	33, // 44: rollout.plugin.v1.PluginService.Evaluate:output_type -> rollout.plugin.v1.EvaluateResponse
-	36, // [36:45] is the sub-list for method output_type
-	27, // [27:36] is the sub-list for method input_type
-	27, // [27:27] is the sub-list for extension type_name
-	27, // [27:27] is the sub-list for extension extendee
-	0,  // [0:27] is the sub-list for field type_name
+	36, // 7: rollout.plugin.v1.EnvironmentObservation.tensors:type_name -> rollout.plugin.v1.EnvironmentObservation.TensorsEntry
+	37, // 8: rollout.plugin.v1.EnvironmentObservation.metrics:type_name -> rollout.plugin.v1.EnvironmentObservation.MetricsEntry
+	10, // 9: rollout.plugin.v1.EnvironmentTurn.task:type_name -> rollout.plugin.v1.EnvironmentTask
+	15, // 10: rollout.plugin.v1.EnvironmentTurn.tool_calls:type_name -> rollout.plugin.v1.TurnToolCall
+	39, // 11: rollout.plugin.v1.EnvironmentResult.outcome:type_name -> rollout.trajectory.v1.Outcome
+	8,  // 12: rollout.plugin.v1.EnvironmentResult.score:type_name -> rollout.plugin.v1.RewardScore
+	10, // 13: rollout.plugin.v1.ResetEnvironmentRequest.tasks:type_name -> rollout.plugin.v1.EnvironmentTask
+	19, // 14: rollout.plugin.v1.ResetEnvironmentResponse.starts:type_name -> rollout.plugin.v1.EnvironmentStart
+	12, // 15: rollout.plugin.v1.EnvironmentStart.observation:type_name -> rollout.plugin.v1.EnvironmentObservation
+	13, // 16: rollout.plugin.v1.EnvironmentStart.refusal:type_name -> rollout.plugin.v1.EnvironmentRefusal
+	14, // 17: rollout.plugin.v1.StepEnvironmentRequest.turns:type_name -> rollout.plugin.v1.EnvironmentTurn
+	22, // 18: rollout.plugin.v1.StepEnvironmentResponse.answers:type_name -> rollout.plugin.v1.EnvironmentAnswer
+	12, // 19: rollout.plugin.v1.EnvironmentAnswer.observation:type_name -> rollout.plugin.v1.EnvironmentObservation
+	16, // 20: rollout.plugin.v1.EnvironmentAnswer.result:type_name -> rollout.plugin.v1.EnvironmentResult
+	11, // 21: rollout.plugin.v1.CloseEnvironmentRequest.episodes:type_name -> rollout.plugin.v1.EpisodeKey
+	30, // 22: rollout.plugin.v1.CallToolRequest.calls:type_name -> rollout.plugin.v1.ToolCall
+	11, // 23: rollout.plugin.v1.ToolCall.episode:type_name -> rollout.plugin.v1.EpisodeKey
+	32, // 24: rollout.plugin.v1.CallToolResponse.results:type_name -> rollout.plugin.v1.ToolResult
+	5,  // 25: rollout.plugin.v1.EvaluateRequest.groups:type_name -> rollout.plugin.v1.RewardGroup
+	8,  // 26: rollout.plugin.v1.EvaluateResponse.scores:type_name -> rollout.plugin.v1.RewardScore
+	38, // 27: rollout.plugin.v1.EvaluateResponse.metrics:type_name -> rollout.plugin.v1.EvaluateResponse.MetricsEntry
+	40, // 28: rollout.plugin.v1.EnvironmentObservation.TensorsEntry.value:type_name -> rollout.tensor.v1.Tensor
+	1,  // 29: rollout.plugin.v1.PluginService.Handshake:input_type -> rollout.plugin.v1.HandshakeRequest
+	4,  // 30: rollout.plugin.v1.PluginService.Reward:input_type -> rollout.plugin.v1.RewardRequest
+	17, // 31: rollout.plugin.v1.PluginService.ResetEnvironment:input_type -> rollout.plugin.v1.ResetEnvironmentRequest
+	20, // 32: rollout.plugin.v1.PluginService.StepEnvironment:input_type -> rollout.plugin.v1.StepEnvironmentRequest
+	23, // 33: rollout.plugin.v1.PluginService.CloseEnvironment:input_type -> rollout.plugin.v1.CloseEnvironmentRequest
+	25, // 34: rollout.plugin.v1.PluginService.SaveEnvironment:input_type -> rollout.plugin.v1.SaveEnvironmentRequest
+	27, // 35: rollout.plugin.v1.PluginService.LoadEnvironment:input_type -> rollout.plugin.v1.LoadEnvironmentRequest
+	29, // 36: rollout.plugin.v1.PluginService.CallTool:input_type -> rollout.plugin.v1.CallToolRequest
+	33, // 37: rollout.plugin.v1.PluginService.Evaluate:input_type -> rollout.plugin.v1.EvaluateRequest
+	2,  // 38: rollout.plugin.v1.PluginService.Handshake:output_type -> rollout.plugin.v1.HandshakeResponse
+	7,  // 39: rollout.plugin.v1.PluginService.Reward:output_type -> rollout.plugin.v1.RewardResponse
+	18, // 40: rollout.plugin.v1.PluginService.ResetEnvironment:output_type -> rollout.plugin.v1.ResetEnvironmentResponse
+	21, // 41: rollout.plugin.v1.PluginService.StepEnvironment:output_type -> rollout.plugin.v1.StepEnvironmentResponse
+	24, // 42: rollout.plugin.v1.PluginService.CloseEnvironment:output_type -> rollout.plugin.v1.CloseEnvironmentResponse
+	26, // 43: rollout.plugin.v1.PluginService.SaveEnvironment:output_type -> rollout.plugin.v1.SaveEnvironmentResponse
+	28, // 44: rollout.plugin.v1.PluginService.LoadEnvironment:output_type -> rollout.plugin.v1.LoadEnvironmentResponse
+	31, // 45: rollout.plugin.v1.PluginService.CallTool:output_type -> rollout.plugin.v1.CallToolResponse
+	34, // 46: rollout.plugin.v1.PluginService.Evaluate:output_type -> rollout.plugin.v1.EvaluateResponse
+	38, // [38:47] is the sub-list for method output_type
+	29, // [29:38] is the sub-list for method input_type
+	29, // [29:29] is the sub-list for extension type_name
+	29, // [29:29] is the sub-list for extension extendee
+	0,  // [0:29] is the sub-list for field type_name
 }
 
 func init() { file_rollout_plugin_v1_plugin_proto_init() }
@@ -2341,11 +2542,11 @@ func file_rollout_plugin_v1_plugin_proto_init() {
 	if File_rollout_plugin_v1_plugin_proto != nil {
 		return
 	}
-	file_rollout_plugin_v1_plugin_proto_msgTypes[17].OneofWrappers = []any{
+	file_rollout_plugin_v1_plugin_proto_msgTypes[18].OneofWrappers = []any{
 		(*EnvironmentStart_Observation)(nil),
 		(*EnvironmentStart_Refusal)(nil),
 	}
-	file_rollout_plugin_v1_plugin_proto_msgTypes[20].OneofWrappers = []any{
+	file_rollout_plugin_v1_plugin_proto_msgTypes[21].OneofWrappers = []any{
 		(*EnvironmentAnswer_Observation)(nil),
 		(*EnvironmentAnswer_Result)(nil),
 	}
@@ -2355,7 +2556,7 @@ func file_rollout_plugin_v1_plugin_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_plugin_v1_plugin_proto_rawDesc), len(file_rollout_plugin_v1_plugin_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   36,
+			NumMessages:   38,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -1,0 +1,215 @@
+"""Loads an environment of a user's, and runs one that is written for one episode
+(``rollout.environment.SingleEpisode``)."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+from rollout.environment import Environment, Observation, Refusal, Result, SingleEpisode, Task, Turn
+from rollout.errors import Place, RolloutError
+from rollout.hosting.answers import EnvironmentBadResult, answers_of, observation_of, same, starts_of
+from rollout.plugin.loading import load_object, split_plugin
+from rollout.plugin.place import last_frame, one_line
+from rollout.plugin.score import RewardImportError
+
+
+class EnvironmentImport(RolloutError):
+    """The environment's file can't be imported, or its class can't be constructed."""
+
+    reason: ClassVar[str] = "ENVIRONMENT_IMPORT"
+
+
+class EnvironmentFailed(RolloutError):
+    """A method of an environment raised."""
+
+    reason: ClassVar[str] = "ENVIRONMENT_FAILED"
+
+
+def load_environment(plugin: str, base_dir: str | os.PathLike[str] = ".", args: Mapping[str, Any] | None = None) -> Checked:
+    """Construct ``file.py:Class`` with ``args``. Raises :class:`EnvironmentImport`."""
+    try:
+        made = load_object(plugin, base_dir)
+    except RewardImportError as error:
+        raise EnvironmentImport(
+            error.message.replace("no function", "no class"), fix=_fix(error, plugin), place=error.place
+        ) from error
+    name, path = split_plugin(plugin)[1], os.path.abspath(os.path.join(base_dir, split_plugin(plugin)[0]))
+    place = Place(path)
+    if not isinstance(made, type):
+        raise EnvironmentImport(f"`{name}` is of type {type(made).__name__}, not a class", fix="name a class", place=place)
+    missing = [method for method in ("reset", "step", "close") if not callable(getattr(made, method, None))]
+    if missing:
+        raise EnvironmentImport(
+            f"`{name}` has no method `{missing[0]}`", fix="derive it from `rollout.environment.SingleEpisode`", place=place
+        )
+    given = dict(args or {})
+    try:
+        inspect.signature(made).bind(**given)
+    except TypeError as error:
+        shown = ", ".join(f"{key}={value!r}" for key, value in given.items())
+        raise EnvironmentImport(
+            f"`{name}({shown})`: {error}", fix=f"`environment.args` must fit `{name}{inspect.signature(made)}`", place=place
+        ) from None
+    folder = Path(path).parent
+    with_args = functools.partial(made, **given)
+    try:
+        if issubclass(made, SingleEpisode):
+            return Checked(Episodes(cast("Callable[[], SingleEpisode]", with_args)), name, folder)
+        return Checked(cast(Environment, with_args()), name, folder)
+    except RolloutError:
+        raise
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        what = "calls sys.exit" if isinstance(error, SystemExit) else f"raises {one_line(error)}"
+        raise EnvironmentImport(f"`{name}()` {what}", fix="correct the constructor", place=last_frame(error, folder)) from error
+
+
+def _fix(error: RewardImportError, plugin: str) -> str:
+    name = split_plugin(plugin)[1]
+    return error.fix.replace(f"`def {name}(samples)`", f"`class {name}(SingleEpisode)`").replace(
+        "name a function", "name a class"
+    )
+
+
+class Checked:
+    """An environment whose exceptions name its class and line, and whose answers are checked."""
+
+    def __init__(self, inner: Environment, name: str, folder: Path | None) -> None:
+        """name: of the class. folder: of its file."""
+        self.inner, self.name, self._folder = inner, name, folder
+        self.batched: bool = getattr(inner, "batched", True)
+
+    @property
+    def saves_state(self) -> bool:
+        """Whether open episodes can be saved."""
+        inner = self.inner
+        return inner.saves_state if isinstance(inner, Episodes) else callable(getattr(inner, "state_dict", None))
+
+    async def start(self) -> None:
+        """Start the inner environment if it has something to start."""
+        if (start := getattr(self.inner, "start", None)) is not None:
+            await self._guarded("start", start())
+
+    async def shutdown(self) -> None:
+        """Stop the inner environment if it has something to stop."""
+        if (shutdown := getattr(self.inner, "shutdown", None)) is not None:
+            await self._guarded("shutdown", shutdown())
+
+    async def reset(self, tasks: Sequence[Task]) -> list[Observation | Refusal]:
+        """The first observation of each task."""
+        return starts_of(tasks, await self._guarded("reset", lambda: self.inner.reset(tasks)), self.name)
+
+    async def step(self, turns: Sequence[Turn]) -> list[Observation | Result]:
+        """The answer to each turn."""
+        return answers_of(turns, await self._guarded("step", lambda: self.inner.step(turns)), self.name)
+
+    async def close(self, episodes: Sequence[tuple[str, int]]) -> None:
+        """Release these episodes."""
+        await self._guarded("close", lambda: self.inner.close(episodes))
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The open episodes."""
+        return cast(Any, self.inner).state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the open episodes."""
+        cast(Any, self.inner).load_state_dict(state)
+
+    async def _guarded(self, method: str, call: Any) -> Any:
+        try:
+            return await awaited(call() if callable(call) else call)
+        except (KeyboardInterrupt, GeneratorExit, asyncio.CancelledError, EnvironmentBadResult):
+            raise
+        except BaseException as error:
+            what = "called sys.exit" if isinstance(error, SystemExit) else f"raised {one_line(error)}"
+            place = last_frame(error, self._folder)
+            fix = "correct the environment: the episode is INFRA_FAILED and its group is retried, then excluded"
+            failed = EnvironmentFailed(f"`{self.name}.{method}` {what}", fix=fix, place=place)
+            reason = getattr(error, "reason", None)
+            if isinstance(reason, str) and reason:
+                failed.__dict__["reason"] = reason
+            raise failed from error
+
+
+class Episodes:
+    """The ``Environment`` of a ``SingleEpisode`` class."""
+
+    batched = False
+
+    def __init__(self, make: Callable[[], SingleEpisode]) -> None:
+        self._make = make
+        self._open: dict[tuple[str, int], SingleEpisode] = {}
+        self.saves_state = callable(getattr(make(), "state_dict", None))
+
+    async def reset(self, tasks: Sequence[Task]) -> list[Observation | Refusal]:
+        """Make the instances of each task, which must have the same first observation."""
+        return [await self._reset(task) for task in tasks]
+
+    async def step(self, turns: Sequence[Turn]) -> list[Any]:
+        """The answer of each turn's instance, which is closed after a result."""
+        return [await self._step(turn) for turn in turns]
+
+    async def close(self, episodes: Sequence[tuple[str, int]]) -> None:
+        """Close the instances of these episodes."""
+        for key in episodes:
+            if (episode := self._open.pop(key, None)) is not None:
+                await awaited(episode.close())
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The state of every instance."""
+        open_ = cast("dict[tuple[str, int], Any]", self._open)
+        return {"episodes": [[key, sample, episode.state_dict()] for (key, sample), episode in open_.items()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make instances with these states."""
+        self._open.clear()
+        for key, sample, saved in state["episodes"]:
+            episode = self._make()
+            cast(Any, episode).load_state_dict(saved)
+            self._open[key, sample] = episode
+
+    async def _reset(self, task: Task) -> Observation | Refusal:
+        keys = [(task.key, sample) for sample in task.samples]
+        await self.close(keys)
+        first: Observation | Refusal | None = None
+        try:
+            for key in keys:
+                episode = self._open[key] = self._make()
+                of = f"`{type(episode).__name__}.reset`"
+                answer = await awaited(episode.reset(task))
+                found = answer if isinstance(answer, Refusal) else observation_of(answer, of)
+                if isinstance(found, Refusal):
+                    await self.close(keys)
+                    return found
+                if first is not None and not same(first, found):
+                    raise EnvironmentBadResult(
+                        f"{of} gave two samples of a task different observations",
+                        fix="make it depend on `task.row_json` and `task.seed` only",
+                    )
+                first = found
+        except BaseException:
+            await self.close(keys)
+            raise
+        assert first is not None, "a task has samples"
+        return first
+
+    async def _step(self, turn: Turn) -> Any:
+        key = turn.task.key, turn.sample
+        if key not in self._open:
+            raise EnvironmentFailed(f"sample {turn.sample} of {turn.task.key} has no open episode: its process has ended")
+        answer = await awaited(self._open[key].step(turn))
+        if isinstance(answer, Result):
+            await self.close([key])
+        return answer
+
+
+async def awaited(value: Any) -> Any:
+    """The value, awaited if it can be."""
+    return await value if inspect.isawaitable(value) else value

@@ -1,0 +1,66 @@
+"""The dry episode of an environment: it is imported and constructed, and plays one turn of the first
+rows with a watchdog."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import numpy as np
+
+from rollout.environment import Refusal, Result, Task, Turn
+from rollout.hosting.answers import EnvironmentBadResult
+from rollout.hosting.episodes import Checked, load_environment
+from rollout.hosting.wire import EnvironmentTimeout
+from rollout.plugin import split_plugin
+from rollout.probe.reward import local_files, watchdog
+from rollout.probe.tokenizer import Json
+
+
+def dry_episode(request: Json, hung: Callable[[EnvironmentTimeout], None], began: Callable[[], None]) -> Json:
+    """Play the first turn of the rows with an empty answer. Calls ``began`` before, and ``hung``
+    from another thread after a timeout."""
+    plugin, base_dir, limit = request["plugin"], request["base_dir"], float(request["timeout_seconds"])
+    file, name = split_plugin(plugin)
+    folders = {Path(base_dir), Path(os.path.abspath(os.path.join(base_dir, file))).parent}
+    began()
+    start = time.monotonic()
+    watch = watchdog(hung, folders, limit, EnvironmentTimeout, "make it faster or raise `environment.turn_timeout_seconds`")
+    with watch(f"importing {file}"):
+        environment = load_environment(plugin, base_dir, json.loads(request.get("args") or "{}"))
+    tasks = [
+        Task(f"plan/{number}", json.dumps(row).encode(), (0, 1), (2 * number, 2 * number + 1), number)
+        for number, row in enumerate(request["rows"])
+    ]
+    asyncio.run(_play(environment, tasks, watch))
+    return {"files": local_files(folders), "name": name, "seconds": time.monotonic() - start}
+
+
+async def _play(environment: Checked, tasks: list[Task], watch: Callable[[str], AbstractContextManager[None]]) -> None:
+    await environment.start()
+    try:
+        with watch(f"`{environment.name}.reset`"):
+            starts = await environment.reset(tasks)
+        turns: list[Turn] = []
+        for task, first in zip(tasks, starts, strict=True):
+            if isinstance(first, Refusal):
+                raise EnvironmentBadResult(
+                    f"`{environment.name}.reset` refused training row {task.row + 1}: {first.message} ({first.reason})",
+                    fix="correct the row, or what the environment expects of it",
+                )
+            turns.append(Turn(task, 0, 0, first.text, np.zeros(0, np.int32), "", False, first.token_ids))
+        with watch(f"`{environment.name}.step`"):
+            answers = await environment.step(turns)
+        for answer in answers:
+            if isinstance(answer, Result) and answer.reason == EnvironmentBadResult.reason:
+                message, _, fix = answer.message.partition("; ")
+                raise EnvironmentBadResult(message, fix=fix)
+        with watch(f"`{environment.name}.close`"):
+            await environment.close([(task.key, sample) for task in tasks for sample in task.samples])
+    finally:
+        await environment.shutdown()

@@ -1,0 +1,139 @@
+"""Environments in child processes: a user's class, or one whose packages need an interpreter of
+their own. They may hang, crash, print, or block their interpreter."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from blake3 import blake3
+
+from rollout.environment import Observation, Refusal, Result, Task, Turn
+from rollout.hosting import wire
+from rollout.hosting.child import ChildProcess
+from rollout.hosting.host import NO_DEADLINE, Source
+from rollout.plugin.v1 import plugin_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_PROCESSES = min(4, os.cpu_count() or 1)
+
+
+class Hosted:
+    """An environment whose tasks are divided among child processes. The caller sets the deadlines:
+    a cancelled call that does not end within two seconds ends its process, and with it the open
+    episodes there."""
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        processes: int = _PROCESSES,
+        command: Sequence[str] = (sys.executable,),
+        verify: Callable[[], None] = lambda: None,
+    ) -> None:
+        """source: of an environment. command: the Python interpreter. verify: called before a
+        process starts; raises if the source has changed."""
+        self.name = source["plugin"]
+        self.batched = True
+        self._class = self.name.rpartition(":")[2]
+        self._verify = verify
+        self._children = [_Child(ChildProcess([source], command), verify) for _ in range(processes)]
+        self._of: dict[str, tuple[_Child, int]] = {}  # task -> its process, and how often that was started by then
+
+    async def start(self) -> None:
+        """Start the processes. Raises ``RolloutError``."""
+        self._verify()
+        handshakes = await asyncio.gather(*(child.process.start() for child in self._children))
+        self.batched = not handshakes[0].plugins[0].one_at_a_time
+
+    async def shutdown(self) -> None:
+        """Kill the processes."""
+        for child in self._children:
+            child.process.kill()
+
+    async def reset(self, tasks: Sequence[Task]) -> list[Observation | Refusal]:
+        """The first observation of each task."""
+
+        async def begin(child: _Child, some: list[Task]) -> list[Observation | Refusal]:
+            request = pb.ResetEnvironmentRequest(plugin=self._class, tasks=[wire.task_to(task) for task in some])
+            answer = await child.call("ResetEnvironment", request)
+            for task in some:
+                self._of[task.key] = child, child.starts
+            return [wire.start_from(start) for start in answer.starts]
+
+        return await self._divided(tasks, lambda task: self._child(task.key), begin)
+
+    async def step(self, turns: Sequence[Turn]) -> list[Observation | Result]:
+        """The answer to each turn."""
+
+        async def answer(child: _Child, some: list[Turn]) -> list[Observation | Result]:
+            lost = [self._of.get(turn.task.key) != (child, child.starts) for turn in some]
+            if any(lost):
+                message = f"the process of `{self._class}` has ended, and with it this episode"
+                gone = Result(outcome="infra_failed", reason=wire.EnvironmentExited.reason, message=message)
+                left = iter(await answer(child, [turn for turn, is_lost in zip(some, lost, strict=True) if not is_lost]))
+                return [gone if is_lost else next(left) for is_lost in lost]
+            if not some:
+                return []
+            request = pb.StepEnvironmentRequest(plugin=self._class, turns=[wire.turn_to(turn) for turn in some])
+            return [wire.answer_from(each) for each in (await child.call("StepEnvironment", request)).answers]
+
+        return await self._divided(turns, lambda turn: self._child(turn.task.key), answer)
+
+    async def close(self, episodes: Sequence[tuple[str, int]]) -> None:
+        """Release these episodes, unless their process has ended."""
+
+        async def release(child: _Child, some: list[tuple[str, int]]) -> list[None]:
+            if not child.process.broken:
+                keys = [pb.EpisodeKey(task=key, sample=sample) for key, sample in some]
+                await child.call("CloseEnvironment", pb.CloseEnvironmentRequest(plugin=self._class, episodes=keys))
+            return [None] * len(some)
+
+        await self._divided(episodes, lambda episode: self._child(episode[0]), release)
+
+    def forget(self, key: str) -> None:
+        """Forget a task whose episodes are over."""
+        self._of.pop(key, None)
+
+    def _child(self, key: str) -> _Child:
+        return self._children[blake3(key.encode()).digest()[0] % len(self._children)]
+
+    async def _divided(
+        self,
+        items: Sequence[Any],
+        child_of: Callable[[Any], _Child],
+        call: Callable[[_Child, list[Any]], Coroutine[Any, Any, list[_T]]],
+    ) -> list[_T]:
+        """Call each process once with its items, and return the answers in the order of the
+        items."""
+        places: dict[_Child, list[int]] = {}
+        for place, item in enumerate(items):
+            places.setdefault(child_of(item), []).append(place)
+        answers = await asyncio.gather(*(call(child, [items[i] for i in at]) for child, at in places.items()))
+        found = [
+            (i, answer) for at, some in zip(places.values(), answers, strict=True) for i, answer in zip(at, some, strict=True)
+        ]
+        return [answer for _, answer in sorted(found, key=lambda pair: pair[0])]
+
+
+class _Child:
+    """A process, and how often it was started again."""
+
+    def __init__(self, process: ChildProcess, verify: Callable[[], None]) -> None:
+        self.process, self._verify = process, verify
+        self.starts = 0
+        self._starting = asyncio.Lock()
+
+    async def call(self, method: str, request: Any) -> Any:
+        async with self._starting:
+            if self.process.broken:
+                self._verify()
+                await self.process.start()
+                self.starts += 1
+        return await self.process.call(method, request, NO_DEADLINE)

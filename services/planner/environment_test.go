@@ -1,0 +1,70 @@
+package planner
+
+import (
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+)
+
+const guess = `from rollout.environment import Result, SingleEpisode
+from lib import hint
+
+class Guess(SingleEpisode):
+    def __init__(self, highest):
+        self.highest = highest
+
+    async def reset(self, task):
+        return hint
+
+    async def step(self, turn):
+        return Result(reward=ANSWER)
+`
+
+// The plan plays a turn of the environment and pins its files.
+func TestPlanPlaysTheEnvironment(t *testing.T) {
+	t.Parallel()
+	s := server(t)
+	text := strings.NewReplacer("[reward]", "", `plugin = "reward.py:exact"`, "").Replace(configText)
+	plan := func(answer, args string) *planv1.CreatePlanResponse {
+		dir := project(t, "")
+		for name, text := range map[string]string{"guess.py": strings.Replace(guess, "ANSWER", answer, 1), "lib.py": "hint = 'go'\n", "train.jsonl": "{\"secret\": 7}\n"} {
+			if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o644); err != nil {
+				t.Fatal(err)
+			}
+		}
+		response, err := s.CreatePlan(t.Context(), &planv1.CreatePlanRequest{Source: &planv1.ConfigSource{
+			Toml: []byte(text), File: "run.toml", BaseDir: dir,
+			Set: []string{`environment.kind="python"`, `environment.path="guess.py:Guess"`, "environment.args=" + args},
+		}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return response
+	}
+	good := plan("1", "{highest=9}")
+	var paths []string
+	for _, in := range good.GetPlan().GetInputs() {
+		if in.GetRole() == planv1.InputRole_INPUT_ROLE_ENVIRONMENT {
+			paths = append(paths, in.GetPath())
+		}
+	}
+	if !slices.Equal(paths, []string{"guess.py", "lib.py"}) {
+		t.Errorf("inputs %q, problems %v", paths, good.GetProblems())
+	}
+	for answer, want := range map[string]string{
+		"1/0":   "`Guess.step` raised ZeroDivisionError: division by zero",
+		"'yes'": "`Guess.step` returned str 'yes' as the reward",
+	} {
+		list := plan(answer, "{highest=9}").GetProblems()
+		if len(list) != 1 || !strings.Contains(list[0].GetMessage(), want) || list[0].GetFix() == "" {
+			t.Errorf("%s: %v", answer, list)
+		}
+	}
+	if list := plan("1", "{lowest=1}").GetProblems(); len(list) != 1 || list[0].GetReason() != "ENVIRONMENT_IMPORT" || !strings.Contains(list[0].GetFix(), "`environment.args` must fit `Guess(highest)`") {
+		t.Errorf("arguments: %v", list)
+	}
+}
