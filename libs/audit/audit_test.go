@@ -121,10 +121,24 @@ func dynamically(e *Evidence) {
 	e.Run.Plan.Config.Algorithm = &configv1.AlgorithmConfig{Kind: &configv1.AlgorithmConfig_Dapo{Dapo: &configv1.DapoConfig{}}}
 }
 
+// undigested changes an intact run to one that does not promise bits and did not publish the
+// weights of its second step.
+func undigested(e *Evidence) {
+	e.Run.Plan.Config.Deterministic = proto.Bool(false)
+	second := e.Steps[1]
+	second.WeightsDigest = ""
+	second.Chain = chainLink(e.Steps[0].GetChain(), second)
+	e.Ledger.Chain = second.GetChain()
+	e.Weights = slices.DeleteFunc(e.Weights, func(w *bufferv1.WeightsRecord) bool { return w.GetVersion() == 2 })
+	for n := range testSize {
+		e.Samples[4+n] = sampleOf(2, uint32(n), 1)
+	}
+}
+
 func TestAnIntactRunHasNoBreaks(t *testing.T) {
 	t.Parallel()
 	for name, change := range map[string]func(*Evidence){
-		"in progress": func(*Evidence) {}, "dynamic": dynamically, "without a ledger": func(e *Evidence) {
+		"in progress": func(*Evidence) {}, "dynamic": dynamically, "a step without a digest": undigested, "without a ledger": func(e *Evidence) {
 			*e = Evidence{Run: &runv1.Run{RunId: testRun, State: runv1.RunState_RUN_STATE_PENDING}}
 		},
 		"without the scheduler": func(e *Evidence) {
@@ -165,7 +179,7 @@ func TestTheReportCounts(t *testing.T) {
 var breaks = map[string]func(*Evidence){
 	"BATCH_CHANGED":            func(e *Evidence) { e.Samples[0].Ref.Crc32C++ },
 	"CHAIN_BROKEN":             func(e *Evidence) { e.Steps[0].Chain = digestOf(9) },
-	"CONSUMED_BY_NO_STEP":      func(e *Evidence) { e.Steps[1].WeightsDigest = "" },
+	"CONSUMED_BY_NO_STEP":      func(e *Evidence) { e.Steps[1].WeightsDigest, e.Steps[1].Chain = "", "" },
 	"CURSOR_BEHIND":            func(e *Evidence) { e.CursorAfter = 3 },
 	"CURSOR_BEYOND":            func(e *Evidence) { e.CursorBefore = 5 },
 	"DISSOLVED_WITHOUT_REASON": func(e *Evidence) { e.Groups[3].State = dissolved },

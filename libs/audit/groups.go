@@ -40,7 +40,7 @@ func (c groupCheck) group(g *bufferv1.GroupRecord) {
 		c.add(at, "GROUP_MISPLACED", "group %d/%d is recorded at position %d", k.GetEpoch(), k.GetIndex(), p)
 	}
 	window, step := c.window(p), c.stepOf[g.GetStep()]
-	committed := step.GetWeightsDigest() != ""
+	committed := step.GetChain() != ""
 	switch g.GetState() {
 	case consumed:
 		if !committed {

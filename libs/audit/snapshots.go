@@ -20,7 +20,7 @@ func (c snapshotCheck) records() {
 		}
 		at, step := Break{Step: s.GetStep()}, c.stepOf[s.GetStep()]
 		switch {
-		case step == nil || step.GetWeightsDigest() == "":
+		case step.GetChain() == "":
 			c.add(at, "SNAPSHOT_AHEAD", "snapshot %s is of step %d, which is not in the ledger", s.GetSnapshotId(), s.GetStep())
 		case step.GetWeightsDigest() != s.GetWeightsDigest() && c.Run.GetPlan().GetConfig().GetDeterministic():
 			c.add(at, "SNAPSHOT_DIGEST", "snapshot %s holds %s; step %d made %s", s.GetSnapshotId(), s.GetWeightsDigest(), s.GetStep(), step.GetWeightsDigest())

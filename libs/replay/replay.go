@@ -30,13 +30,13 @@ import (
 // Step compares the weights of one step.
 type Step struct {
 	Step     uint64 `json:"step"`
-	Recorded string `json:"recorded"`
+	Recorded string `json:"recorded"` // empty: the run did not compute it
 	Replayed string `json:"replayed"`
 	Samples  int    `json:"samples"`
 }
 
-// Same reports whether the replayed weights are the recorded ones.
-func (s Step) Same() bool { return s.Recorded == s.Replayed }
+// Same reports whether the replayed weights are the recorded ones, if any are.
+func (s Step) Same() bool { return s.Recorded == "" || s.Recorded == s.Replayed }
 
 // Files writes content that is not in segments to files that the worker can open.
 type Files interface {
@@ -120,7 +120,7 @@ func (j *Job) spec(ctx context.Context) (string, error) {
 	w := json.NewEncoder(f)
 	errs := []error{w.Encode(head)}
 	for _, s := range e.Steps {
-		if s.GetStep() <= from || s.GetWeightsDigest() == "" {
+		if s.GetStep() <= from || s.GetChain() == "" {
 			continue
 		}
 		batch, err := j.batch(ctx, s)

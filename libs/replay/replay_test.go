@@ -45,7 +45,7 @@ func recorded() *audit.Evidence {
 	}
 	for step := uint64(1); step <= 2; step++ {
 		index := step - 1
-		e.Steps = append(e.Steps, &bufferv1.StepRecord{Step: step, BatchId: fmt.Sprint("b", step), WeightsDigest: fmt.Sprint("w", step), Groups: 1, Samples: 2})
+		e.Steps = append(e.Steps, &bufferv1.StepRecord{Step: step, BatchId: fmt.Sprint("b", step), WeightsDigest: fmt.Sprint("w", step), Chain: fmt.Sprint("c", step), Groups: 1, Samples: 2})
 		e.Groups = append(e.Groups, &bufferv1.GroupRecord{
 			Key: &bufferv1.GroupKey{Index: index}, Position: index, Step: step, State: bufferv1.GroupState_GROUP_STATE_CONSUMED,
 		})

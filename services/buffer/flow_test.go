@@ -250,6 +250,38 @@ func TestCompletionOrderTakesWhatCameFirst(t *testing.T) {
 	}
 }
 
+// The weights of a step that are not published need no digest.
+func TestAStepWithoutADigestIsCommitted(t *testing.T) {
+	t.Parallel()
+	s := setup(t)
+	s.open(ledgerConfig())
+	s.record(0)
+	s.publish(append(groupOf(0, 0, 0), groupOf(1, 0, 0)...)...)
+	b := s.lease(1)
+	commit := &bufferv1.CommitStepRequest{RunId: run, Step: 1, BatchId: b.GetBatchId()}
+	if list, err := s.client.ListSteps(t.Context(), &bufferv1.ListStepsRequest{RunId: run}); err != nil || len(list.GetSteps()) != 0 {
+		t.Fatalf("steps before the commit: %v, %v", list, err)
+	}
+	for range 2 {
+		got, err := s.client.CommitStep(t.Context(), commit)
+		if err != nil || got.GetStep().GetChain() == "" {
+			t.Fatalf("got %v, %v", got, err)
+		}
+	}
+	list, err := s.client.ListSteps(t.Context(), &bufferv1.ListStepsRequest{RunId: run})
+	if err != nil || len(list.GetSteps()) != 1 || list.GetSteps()[0].GetWeightsDigest() != "" {
+		t.Fatalf("steps %v, %v", list, err)
+	}
+	l := s.until("step 1", func(l *bufferv1.LedgerState) bool { return l.GetStep() == 1 })
+	if l.GetConsumed() != 2 || l.GetWeightsVersion() != 0 || l.GetWeightsDigest() != digest(0) {
+		t.Errorf("the newest recorded weights are the initial ones: %v", l)
+	}
+	commit.WeightsDigest = digest(1)
+	if _, err := s.client.CommitStep(t.Context(), commit); rpcerr.Reason(err) != "STEP_CONFLICT" {
+		t.Errorf("a commit with a digest now: %v", err)
+	}
+}
+
 func TestRefusals(t *testing.T) {
 	t.Parallel()
 	s := setup(t)

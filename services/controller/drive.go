@@ -82,6 +82,8 @@ func (d *drive) run(life context.Context) {
 	wg.Go(func() { d.fleet.serve(watch, workers) })
 
 	err := d.drive(work, &learners{runID: d.runID, updates: launched.Watch(watch, worker.Learner.Service())})
+	unwatch()
+	wg.Wait() // before the end, so that no event follows it
 	if life.Err() != nil {
 		d.record.save(context.WithoutCancel(life), true)
 		return

@@ -142,9 +142,9 @@ func (r *recovery) repeat(ctx context.Context, last *bufferv1.StepRecord) error 
 }
 
 // verify compares the digest of retrained weights with the record of the step; s is nil for a state
-// that no step of this run made.
+// that no step of this run made. A step whose weights were not digested has nothing to compare.
 func (r *recovery) verify(ctx context.Context, s *bufferv1.StepRecord, digest string) error {
-	if s == nil || s.GetWeightsDigest() == digest {
+	if s == nil || s.GetWeightsDigest() == digest || s.GetWeightsDigest() == "" {
 		return nil
 	}
 	if r.deterministic {
@@ -161,6 +161,9 @@ func (r *recovery) verify(ctx context.Context, s *bufferv1.StepRecord, digest st
 // was delivered first is used. Without that folder the run can't continue, because the ledger
 // refuses samples of other weights.
 func (r *recovery) redeliver(ctx context.Context, last *bufferv1.StepRecord, digest string) error {
+	if last.GetWeightsDigest() == "" {
+		return nil // they were not published, so no worker has them
+	}
 	if digest != last.GetWeightsDigest() {
 		return r.redeliverFirst(ctx, last)
 	}

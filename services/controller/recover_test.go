@@ -51,6 +51,20 @@ func TestRecoveryWithOtherWeightsServesTheFirstOrEnds(t *testing.T) {
 	}
 }
 
+// The weights of the last step were not published, so they are neither compared nor delivered.
+func TestRecoveryAtAStepWithoutADigest(t *testing.T) {
+	t.Parallel()
+	l := &publishing{}
+	r := recovered(l, t.TempDir(), nil)
+	last := &bufferv1.StepRecord{Step: 30, Chain: "c"}
+	if err := r.verify(t.Context(), last, digestOf("of the snapshot")); err != nil {
+		t.Error(err)
+	}
+	if err := r.redeliver(t.Context(), last, digestOf("of the snapshot")); err != nil || l.asked != 0 || r.delivery.fleet.want != nil {
+		t.Errorf("%d publications, the workers should load %v: %v", l.asked, r.delivery.fleet.want, err)
+	}
+}
+
 // recovered is the recovery of a run without workers whose newest weights are given.
 func recovered(l *publishing, folder string, newest *weightsv1.WeightsManifest) *recovery {
 	set := settings{runID: run, incarnation: 1, directory: folder}

@@ -1,6 +1,7 @@
 package controller
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -86,7 +87,7 @@ func (s *stepper) step(ctx context.Context, step uint64) error {
 		crashpoint.Here("controller/announced") // workers may sample with the new weights, the step is not committed
 	}
 	s.progress.enter(committing, "buffer")
-	if err := s.ledger.commit(ctx, batch, result.GetWeightsDigest()); err != nil {
+	if err := s.ledger.commit(ctx, batch, cmp.Or(result.GetWeightsDigest(), weights.GetDigest())); err != nil {
 		return err
 	}
 	s.progress.committed(step)
@@ -173,7 +174,7 @@ func (s *stepper) published(ctx context.Context, result *learnerv1.TrainResult) 
 			return nil, err
 		}
 	}
-	if weights.GetDigest() != result.GetWeightsDigest() {
+	if digest := result.GetWeightsDigest(); digest != "" && weights.GetDigest() != digest {
 		return nil, fmt.Errorf("publish step %d: the learner trained %s and wrote %s: %w", result.GetStep(), result.GetWeightsDigest(), weights.GetDigest(), ErrDiverged)
 	}
 	return weights, nil

@@ -45,12 +45,15 @@ class Learner:
         keep: Keep | None = None,
         held_out: Callable[[], HeldOut | None] = lambda: None,
         base: Base | None = None,
+        *,
+        digests: bool = True,
     ) -> None:
         """keep: selects the completions that a step's result contains; None: none. held_out: reads
-        the rows for evaluations. base: the model, if the run trains adapters."""
+        the rows for evaluations. base: the model, if the run trains adapters. digests: as in
+        ``Steps``."""
         self._thread, self._base = thread, base
         self.weights = PublishedWeights(thread, publication)
-        self._steps = Steps(thread, self.weights, keep)
+        self._steps = Steps(thread, self.weights, keep, digests=digests)
         self._held_out = HeldOutLoss(held_out)
         self.initialized = False
 

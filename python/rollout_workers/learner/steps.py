@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollout.buffer.v1.buffer_pb2 import Batch
 from rollout.learner.v1 import learner_pb2 as pb
@@ -21,19 +21,21 @@ ReadSamples = Callable[[], asyncio.Future[list[TrainSample]]]
 
 @dataclass(frozen=True, slots=True)
 class _LastStep:
-    """The result of the last step, for repeated calls."""
+    """The result of the last step, for repeated calls. finished: its weights are written."""
 
     step: int
     batch_id: str
     result: pb.TrainResult
+    finished: bool
 
 
 class Steps:
     """Makes the step of each batch once. Calls for the same batch share the step and its result."""
 
-    def __init__(self, thread: TrainerThread, weights: PublishedWeights, keep: Keep | None) -> None:
-        """keep: selects the completions that a step's result contains; None: none."""
-        self._thread, self._weights, self._keep = thread, weights, keep
+    def __init__(self, thread: TrainerThread, weights: PublishedWeights, keep: Keep | None, *, digests: bool = True) -> None:
+        """keep: selects the completions that a step's result contains; None: none. digests: the
+        weights of every step are digested, also of those that are not published."""
+        self._thread, self._weights, self._keep, self._digests = thread, weights, keep, digests
         self._last: _LastStep | None = None
         self._current: tuple[int, str, asyncio.Task[pb.TrainResult]] | None = None
         self._listeners: list[Progress] = []
@@ -58,6 +60,7 @@ class Steps:
             self._listeners.remove(progress)
         if publish and not result.HasField("weights"):
             result.weights.CopyFrom(await self._weights.publish())
+            result.weights_digest = result.weights.digest
         return result
 
     def forget(self) -> None:
@@ -72,7 +75,7 @@ class Steps:
     async def _make(self, batch: Batch, publish: bool, read: ReadSamples) -> pb.TrainResult:
         step, last = self._thread.step, self._last
         if last and (last.step, last.batch_id) == (batch.step, batch.batch_id) and step == batch.step:
-            if not last.result.weights_digest:  # the disk was full when the weights were written
+            if not last.finished:  # the disk was full when the weights were written
                 await self._finish(last.result, publish)
             return last.result
         if batch.step != step + 1:
@@ -88,19 +91,20 @@ class Steps:
         with self._thread.doing(f"training step {batch.step} on {len(samples)} samples"):
             result = await self._thread.run(lambda trainer: self._step(trainer, samples, batch.step, progress))
             result.metrics["time/read"] = read_seconds
-            self._last = _LastStep(batch.step, batch.batch_id, result)  # also if its weights can't be written
+            self._last = _LastStep(batch.step, batch.batch_id, result, finished=False)  # also if its weights can't be written
             await self._finish(result, publish)
         return result
 
     async def _finish(self, result: pb.TrainResult, publish: bool) -> None:
-        """Publish the weights of a step that was made, or only compute their digest."""
+        """Publish the weights of a step that was made, or only compute their digest if every step
+        has one."""
 
         def finish(trainer: Trainer) -> None:
             began = time.perf_counter()
             if publish:
                 result.weights.CopyFrom(self._weights.write(trainer))
                 result.weights_digest = result.weights.digest
-            else:
+            elif self._digests:
                 result.weights_digest = trainer.weights_digest().root
             result.metrics["time/publish"] = time.perf_counter() - began
 
@@ -108,6 +112,7 @@ class Steps:
         if publish:
             self._weights.prepare()
         self._weights.digest = result.weights_digest
+        self._last = replace(self._last, finished=True) if self._last else None
 
     def _step(self, trainer: Trainer, samples: list[TrainSample], step: int, progress: Progress) -> pb.TrainResult:
         """Make a step. Runs in the trainer's thread."""

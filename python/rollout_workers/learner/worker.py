@@ -34,7 +34,7 @@ from rollout_workers.worker.heartbeat import Heartbeat
 from rollout_workers.worker.lifecycle import Lifecycle
 from rollout_workers.worker.registration import Registration
 from rollout_workers.worker.serving import Server
-from rollout_workers.worker.spec import Identity, model_directory
+from rollout_workers.worker.spec import Identity, is_deterministic, model_directory
 from rollout_workers.worker.tls import of_agent, of_mesh
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,14 @@ async def run_learner_worker(
         base = base_of(spec, services)
         if base is not None:
             base.keep()
-        learner = Learner(thread, publication, keep_of(spec.plan.config), lambda: held_out_of(spec), base)
+        learner = Learner(
+            thread,
+            publication,
+            keep_of(spec.plan.config),
+            lambda: held_out_of(spec),
+            base,
+            digests=is_deterministic(spec.plan.config),
+        )
         server = Server(spec.token, tls=of_mesh(spec))
         add_LearnerWorkerServiceServicer_to_server(LearnerServer(who, learner, services, lifecycle), server.grpc)
         add_WeightsServiceServicer_to_server(delivery.WeightsServer(who, catalog), server.grpc)

@@ -101,3 +101,34 @@ async def test_a_step_whose_weights_found_a_full_disk_is_published_later() -> No
     assert (await train()).weights.digest == "of step 1"
     assert learner.weights.digest == "of step 1"
     thread.close()
+
+
+async def test_weights_that_are_not_published_are_digested_only_if_every_step_has_a_digest() -> None:
+    class Counted(SlowTrainer):
+        digests = 0
+
+        def weights_digest(self) -> Any:
+            self.digests += 1
+            return super().weights_digest()
+
+    async def nothing() -> list[TrainSample]:
+        return []
+
+    trainer = Counted()
+    trainer.train.set()
+    thread = await TrainerThread.start(lambda: cast(Any, trainer))
+    learner = Learner(thread, cast(Any, FullDisk(0)), digests=False)
+    await learner.initialize("", 0)
+    before = trainer.digests
+
+    async def train(step: int, publish: bool) -> Any:
+        batch = Batch(run_id="run", step=step, batch_id=f"b{step}")
+        return await learner.train(batch, publish, lambda: asyncio.ensure_future(nothing()), lambda *_: None)
+
+    assert (await train(1, False)).weights_digest == ""
+    assert (await train(1, False)).weights_digest == "" and trainer.step == 1, "a repeated call makes no step"
+    again = await train(1, True)
+    assert (again.weights_digest, again.weights.digest) == ("of step 1", "of step 1")
+    assert (await train(2, True)).weights_digest == "of step 2"
+    assert trainer.digests == before
+    thread.close()

@@ -9,8 +9,8 @@ import (
 )
 
 // Commit records that the leased batch of a step is consumed and which weights the step made. It
-// also returns the samples that the digest of those weights refutes. A repeated call changes
-// nothing. ErrLease, ErrStep, ErrDigest.
+// also returns the samples that the digest of those weights refutes; digest is empty if it was not
+// computed. A repeated call changes nothing. ErrLease, ErrStep, ErrDigest.
 func Commit(ctx context.Context, tx Tx, step uint64, batch, digest string) (*Step, []Refusal, error) {
 	l := tx.Ledger()
 	s, err := tx.Step(ctx, step)
@@ -21,9 +21,9 @@ func Commit(ctx context.Context, tx Tx, step uint64, batch, digest string) (*Ste
 		return nil, nil, ErrLease.With("step", fmt.Sprint(step)).With("committed", fmt.Sprint(l.Step))
 	case s.Batch != batch:
 		return nil, nil, ErrStep.With("step", fmt.Sprint(step)).With("recorded_batch", s.Batch)
-	case s.WeightsDigest == digest:
+	case s.Chain != "" && s.WeightsDigest == digest:
 		return s, nil, nil
-	case s.WeightsDigest != "":
+	case s.Chain != "":
 		return nil, nil, ErrStep.With("step", fmt.Sprint(step)).With("recorded_digest", s.WeightsDigest)
 	}
 	n, err := tx.TakeGroups(ctx, step, Leased, Consumed)
@@ -36,6 +36,9 @@ func Commit(ctx context.Context, tx Tx, step uint64, batch, digest string) (*Ste
 	l.Step, l.Chain = step, s.Chain
 	if err := tx.PutStep(ctx, s); err != nil {
 		return nil, nil, err
+	}
+	if digest == "" { // no worker has these weights
+		return s, nil, nil
 	}
 	refused, err := RecordWeights(ctx, tx, step, digest)
 	return s, refused, err

@@ -106,7 +106,7 @@ type Sample struct {
 	ReceiptDigest  string // "" once it was verified against the recorded digest
 }
 
-// Step is a leased step. It is committed once WeightsDigest is set.
+// Step is a leased step. It is committed once Chain is set.
 type Step struct {
 	Step          uint64
 	Batch         string

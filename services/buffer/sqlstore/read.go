@@ -152,7 +152,7 @@ func (r *reader) Step(ctx context.Context, step uint64) (*ledger.Step, error) {
 
 // Steps implements ledger.Reader.
 func (r *reader) Steps(ctx context.Context, from uint64) (out []*ledger.Step, err error) {
-	query := `SELECT ` + stepColumns + ` FROM step WHERE ledger = $1 AND step >= $2 AND weights_digest <> '' ORDER BY step`
+	query := `SELECT ` + stepColumns + ` FROM step WHERE ledger = $1 AND step >= $2 AND chain <> '' ORDER BY step`
 	err = r.list(ctx, "steps", query, []any{r.id, from}, func(scan func(...any) error) error {
 		s, err := scanStep(scan)
 		out = append(out, s)

@@ -65,7 +65,11 @@ func execute(ctx context.Context, env *cli.Env, job *replay.Job) error {
 		if env.JSON() {
 			return
 		}
-		if s.Same() {
+		switch {
+		case s.Recorded == "":
+			fmt.Fprintf(env.Stdout, "step %-6d %s (the run recorded no digest of it)\n", s.Step, s.Replayed)
+			return
+		case s.Same():
 			fmt.Fprintf(env.Stdout, "step %-6d %s\n", s.Step, s.Replayed)
 			return
 		}

@@ -384,13 +384,15 @@ class StepRecord(_message.Message):
     batch_id: _builtins.str
     """Batch it consumed."""
     weights_digest: _builtins.str
-    """Weights digest after the step."""
+    """Weights digest after the step; empty if it was not computed."""
     groups: _builtins.int
     """Groups consumed."""
     samples: _builtins.int
     """Samples consumed; one of several parts counts once for each."""
     chain: _builtins.str
-    """Chain digest: blake3 over the previous chain digest, step, batch, and weights digest."""
+    """Chain digest: blake3 over the previous chain digest, step, batch, and weights digest. Empty for
+    a step that is leased and not committed.
+    """
     excluded: _builtins.int
     """Excluded groups that count for the step."""
     zero_advantage: _builtins.int
@@ -930,7 +932,9 @@ class CommitStepRequest(_message.Message):
     batch_id: _builtins.str
     """Id of the batch that was trained on."""
     weights_digest: _builtins.str
-    """Digest of the weights after the step; their version is the step."""
+    """Digest of the weights after the step; their version is the step. Empty if it was not computed:
+    the weights are not published, and the run does not promise bits.
+    """
     trim: _builtins.bool
     """Whether to trim the payloads of the steps up to this one in the same transaction, as
     TrimPayloads does.
@@ -1432,7 +1436,7 @@ class ExportLedgerResponse(_message.Message):
 
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRecord]:
-        """Steps in order. A step that is leased and not committed has no weights digest."""
+        """Steps in order. A step that is leased and not committed has no chain digest."""
 
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupRecord]:

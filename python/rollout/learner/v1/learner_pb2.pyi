@@ -581,7 +581,9 @@ class TrainResult(_message.Message):
     step: _builtins.int
     """Step."""
     weights_digest: _builtins.str
-    """Digest of the weights after the step."""
+    """Digest of the weights after the step. Empty if they were not published and the run is not
+    deterministic.
+    """
     @_builtins.property
     def weights(self) -> _weights_pb2.WeightsManifest:
         """Published weights, if requested."""

@@ -710,13 +710,14 @@ type StepRecord struct {
 	Step uint64 `protobuf:"varint,1,opt,name=step,proto3" json:"step,omitempty"`
 	// Batch it consumed.
 	BatchId string `protobuf:"bytes,2,opt,name=batch_id,json=batchId,proto3" json:"batch_id,omitempty"`
-	// Weights digest after the step.
+	// Weights digest after the step; empty if it was not computed.
 	WeightsDigest string `protobuf:"bytes,3,opt,name=weights_digest,json=weightsDigest,proto3" json:"weights_digest,omitempty"`
 	// Groups consumed.
 	Groups uint32 `protobuf:"varint,4,opt,name=groups,proto3" json:"groups,omitempty"`
 	// Samples consumed; one of several parts counts once for each.
 	Samples uint32 `protobuf:"varint,5,opt,name=samples,proto3" json:"samples,omitempty"`
-	// Chain digest: blake3 over the previous chain digest, step, batch, and weights digest.
+	// Chain digest: blake3 over the previous chain digest, step, batch, and weights digest. Empty for
+	// a step that is leased and not committed.
 	Chain string `protobuf:"bytes,6,opt,name=chain,proto3" json:"chain,omitempty"`
 	// Excluded groups that count for the step.
 	Excluded uint32 `protobuf:"varint,7,opt,name=excluded,proto3" json:"excluded,omitempty"`
@@ -1824,7 +1825,8 @@ type CommitStepRequest struct {
 	Step uint64 `protobuf:"varint,2,opt,name=step,proto3" json:"step,omitempty"`
 	// Id of the batch that was trained on.
 	BatchId string `protobuf:"bytes,3,opt,name=batch_id,json=batchId,proto3" json:"batch_id,omitempty"`
-	// Digest of the weights after the step; their version is the step.
+	// Digest of the weights after the step; their version is the step. Empty if it was not computed:
+	// the weights are not published, and the run does not promise bits.
 	WeightsDigest string `protobuf:"bytes,4,opt,name=weights_digest,json=weightsDigest,proto3" json:"weights_digest,omitempty"`
 	// Whether to trim the payloads of the steps up to this one in the same transaction, as
 	// TrimPayloads does.
@@ -2826,7 +2828,7 @@ type ExportLedgerResponse struct {
 	Segments []*SegmentRecord `protobuf:"bytes,2,rep,name=segments,proto3" json:"segments,omitempty"`
 	// Weights by version.
 	Weights []*WeightsRecord `protobuf:"bytes,3,rep,name=weights,proto3" json:"weights,omitempty"`
-	// Steps in order. A step that is leased and not committed has no weights digest.
+	// Steps in order. A step that is leased and not committed has no chain digest.
 	Steps []*StepRecord `protobuf:"bytes,4,rep,name=steps,proto3" json:"steps,omitempty"`
 	// Groups by position.
 	Groups []*GroupRecord `protobuf:"bytes,5,rep,name=groups,proto3" json:"groups,omitempty"`
@@ -3417,12 +3419,12 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x12LeaseBatchResponse\x12.\n" +
 	"\x05batch\x18\x01 \x01(\v2\x18.rollout.buffer.v1.BatchR\x05batch\x12\x1f\n" +
 	"\vwaiting_for\x18\x02 \x01(\tR\n" +
-	"waitingFor\"\xe2\x01\n" +
+	"waitingFor\"\xe5\x01\n" +
 	"\x11CommitStepRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x1b\n" +
 	"\x04step\x18\x02 \x01(\x04B\a\xbaH\x042\x02(\x01R\x04step\x127\n" +
-	"\bbatch_id\x18\x03 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\abatchId\x12C\n" +
-	"\x0eweights_digest\x18\x04 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\rweightsDigest\x12\x12\n" +
+	"\bbatch_id\x18\x03 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\abatchId\x12F\n" +
+	"\x0eweights_digest\x18\x04 \x01(\tB\x1f\xbaH\x1cr\x1a2\x18^(blake3-[0-9a-f]{64})?$R\rweightsDigest\x12\x12\n" +
 	"\x04trim\x18\x05 \x01(\bR\x04trim\"G\n" +
 	"\x12CommitStepResponse\x121\n" +
 	"\x04step\x18\x01 \x01(\v2\x1d.rollout.buffer.v1.StepRecordR\x04step\"N\n" +

@@ -1072,7 +1072,8 @@ type TrainResult struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Step.
 	Step uint64 `protobuf:"varint,1,opt,name=step,proto3" json:"step,omitempty"`
-	// Digest of the weights after the step.
+	// Digest of the weights after the step. Empty if they were not published and the run is not
+	// deterministic.
 	WeightsDigest string `protobuf:"bytes,2,opt,name=weights_digest,json=weightsDigest,proto3" json:"weights_digest,omitempty"`
 	// Published weights, if requested.
 	Weights *v1.WeightsManifest `protobuf:"bytes,3,opt,name=weights,proto3" json:"weights,omitempty"`
