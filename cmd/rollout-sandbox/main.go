@@ -1,9 +1,9 @@
 // Command rollout-sandbox runs commands in boxes that contain them.
 //
 //	rollout-sandbox run -- python3 -c 'print(1)'     one command, with the default limits
-//	rollout-sandbox run --spec spec.json             one command as a JSON file describes it (- is standard input)
+//	rollout-sandbox run --spec spec.json             one command as JSON describes it
 //	rollout-sandbox probe [--format json]            how this host enforces each limit
-//	rollout-sandbox serve                            boxes for one client, over standard input and output
+//	rollout-sandbox serve                            boxes for one client, over stdin and stdout
 package main
 
 import (

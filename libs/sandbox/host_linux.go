@@ -386,7 +386,7 @@ func (p *Process) Wait(ctx context.Context, wall time.Duration) (Result, error) 
 	select {
 	case <-p.ended:
 	case <-ctx.Done():
-		if cause = Killed; context.Cause(ctx) == errOutput {
+		if cause = Killed; errors.Is(context.Cause(ctx), errOutput) {
 			cause = LimitOutput
 		}
 		p.stop()

@@ -159,7 +159,7 @@ func (b *initBox) killStrays() bool {
 	return false
 }
 
-// strike sends SIGKILL to the strays and reports whether there were any. It is called with the lock.
+// strike sends SIGKILL to the strays and reports whether there were any. The caller has the lock.
 func (b *initBox) strike() bool {
 	if len(b.commands) == 0 {
 		_ = unix.Kill(-1, unix.SIGKILL) // all but init, at once

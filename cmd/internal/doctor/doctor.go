@@ -22,7 +22,7 @@ const (
 
 // Finding is the result of one check.
 type Finding struct {
-	Server string `json:"server"` // state, local, database, nats, consul, blob, tls
+	Server string `json:"server"` // state, local, sandbox, database, nats, consul, blob, tls
 	Check  string `json:"check"`
 	Status Status `json:"status"`
 	Detail string `json:"detail,omitempty"`
@@ -42,6 +42,7 @@ const (
 type Input struct {
 	Config  config.Config
 	Environ []string
+	Sandbox string // path of rollout-sandbox; "" if it is not installed
 	Now     func() time.Time
 }
 
@@ -82,7 +83,7 @@ func Check(ctx context.Context, p Input) []Finding {
 	checks := []struct {
 		server string
 		check  func(context.Context, Input, *report)
-	}{{"state", state}, {"local", local}, {"database", database}, {"nats", nats}, {"consul", consul}, {"blob", blobs}, {"tls", certificates}}
+	}{{"state", state}, {"local", local}, {"sandbox", sandbox}, {"database", database}, {"nats", nats}, {"consul", consul}, {"blob", blobs}, {"tls", certificates}}
 	reports := make([]report, len(checks))
 	var wg sync.WaitGroup
 	for i, c := range checks {

@@ -13,6 +13,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/cli"
 	"github.com/rollout-rl/rollout/cmd/internal/doctor"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/cmd/internal/program"
 	daemonconfig "github.com/rollout-rl/rollout/libs/config"
 	"github.com/rollout-rl/rollout/libs/exit"
 )
@@ -25,7 +26,8 @@ func Command(env *cli.Env) *cobra.Command {
 		Short: "Check the servers that rolloutd is configured to use",
 		Long: `Check the servers in the configuration of rolloutd: PostgreSQL, NATS, Consul, the bucket, certificates and the state folder. Each
 check shows how to fix what it found. Connectivity, versions, permissions, clocks, stream settings and free space are checked; for
-this a service is registered, a stream created and an object written, and removed again.
+this a service is registered, a stream created and an object written, and removed again. The check of the sandbox shows what enforces
+the limits of tools on this host.
 
 The exit code is 0 if no check failed, 69 if a check failed, and 65 if the configuration is invalid.`,
 		Example: "  rollout doctor --config rolloutd.toml\n  rollout doctor --format json",
@@ -42,7 +44,8 @@ The exit code is 0 if no check failed, 69 if a check failed, and 65 if the confi
 			if err != nil {
 				return exit.New(exit.Data, "see deploy/rolloutd.toml for all keys", "%w", err)
 			}
-			return show(cmd.Context(), env, doctor.Input{Config: c, Environ: env.Environ, Now: time.Now})
+			sandbox, _ := program.Find("rollout-sandbox") // the check reports that it is missing
+			return show(cmd.Context(), env, doctor.Input{Config: c, Environ: env.Environ, Sandbox: sandbox, Now: time.Now})
 		},
 	}
 	cmd.Flags().StringVar(&file, "config", "", "configuration `file` of rolloutd (default: $XDG_CONFIG_HOME/rollout/rolloutd.toml)")
