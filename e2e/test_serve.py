@@ -7,13 +7,18 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 import openai
 from conftest import ROOT
-from mesh import mesh
+from mesh import Mesh, mesh, until
 from test_clients import dialects
+
+from rollout.inference.v1 import inference_pb2
 
 MODEL = ROOT / "models" / "addition"
 
@@ -57,6 +62,30 @@ def _read(path: Path) -> bytes:
         return b""
 
 
+def disconnect(running: Mesh, client: openai.OpenAI, model: str) -> None:
+    """A request whose client disconnects is aborted in the engine. The engine is paused, so that
+    the request cannot end by itself."""
+    daemon = running.daemon()
+    services = f"http://{daemon['consul']}/v1/health/service/inference-worker?passing=true"
+    with urlopen(Request(services, headers={"X-Consul-Token": running.token()}), timeout=30) as response:
+        [found] = json.load(response)
+    worker = running.inference(f"{found['Service']['Address']}:{found['Service']['Port']}")
+
+    def sampling() -> int:
+        status = worker.GetInferenceStatus(inference_pb2.GetInferenceStatusRequest())
+        return status.queued + status.active
+
+    worker.PauseEngine(inference_pb2.PauseEngineRequest())
+    url = urlsplit(str(client.base_url))
+    connection = HTTPConnection(url.hostname or "", url.port)
+    connection.request("POST", "/v1/completions", json.dumps({"model": model, "prompt": "1+1=", "stream": True}))
+    until(lambda: sampling() == 1, "the engine to get the request", 30)
+    connection.close()
+    until(lambda: sampling() == 0, "the engine to abort the request", 30)
+    worker.ResumeEngine(inference_pb2.ResumeEngineRequest())
+    assert client.completions.create(model=model, prompt="1+1=", max_tokens=2).usage
+
+
 def test_serve_a_folder_and_a_run(config: Path, tmp_path: Path) -> None:
     with mesh(tmp_path) as running:
         run = running.submit(config, "train.steps=2", "eval.every_steps=0")
@@ -74,6 +103,7 @@ def test_serve_a_folder_and_a_run(config: Path, tmp_path: Path) -> None:
             stopped = rollout(tmp_path, "serve", "stop", "before")
             assert stopped.returncode == 0 and len(workers(tmp_path)) == 1, stopped
             dialects(served["base_url"].removesuffix("/v1"), client, "after")
+            disconnect(running, client, "after")
         assert not workers(tmp_path)
         assert rollout(tmp_path, "serve", "list").stdout == "no model is served\n"
         for name, code, problem in (

@@ -145,6 +145,8 @@ func clientOptions(token string, t *cert.Source, log *slog.Logger, waitForReady 
 		grpc.WithTransportCredentials(transport),
 		grpc.WithPerRPCCredentials(perCall{token}),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(MaxMessage), grpc.MaxCallSendMsgSize(MaxMessage)),
+		grpc.WithInitialWindowSize(callWindow),
+		grpc.WithInitialConnWindowSize(connectionWindow),
 		grpc.WithDefaultServiceConfig(serviceConfig(waitForReady)),
 		grpc.WithDisableServiceConfig(), // no other comes from a resolver
 		grpc.WithConnectParams(grpc.ConnectParams{

@@ -35,11 +35,44 @@ func TestACallerNeedNotWaitForAWindow(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer conn.Close()
-	if err := conn.SetDeadline(time.Now().Add(time.Minute)); err != nil {
+	if _, err := io.WriteString(conn, preface+noSettings); err != nil {
 		t.Fatal(err)
 	}
-	const hello, noSettings = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "\x00\x00\x00\x04\x00\x00\x00\x00\x00"
-	if _, err := io.WriteString(conn, hello+noSettings); err != nil {
+	wide(t, conn)
+}
+
+// A client accepts some MiB too, and with a fixed window: gRPC would send a ping for each token of
+// a stream to measure one.
+func TestAWorkerNeedNotWaitForAWindow(t *testing.T) {
+	t.Parallel()
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer listener.Close()
+	client, err := rpc.NewDialer(rpc.DialerOptions{}).DialWorker(listener.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	client.Connect()
+	conn, err := listener.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	if _, err := io.ReadFull(conn, make([]byte, len(preface))); err != nil {
+		t.Fatal(err)
+	}
+	wide(t, conn)
+}
+
+const preface, noSettings = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+
+// wide fails the test unless the first frames set wide windows.
+func wide(t *testing.T, conn net.Conn) {
+	t.Helper()
+	if err := conn.SetDeadline(time.Now().Add(time.Minute)); err != nil {
 		t.Fatal(err)
 	}
 	const settings, windowUpdate, initialWindow, entryBytes = 4, 8, 4, 6
@@ -58,13 +91,13 @@ func TestACallerNeedNotWaitForAWindow(t *testing.T) {
 		}
 	}
 	if window < 1<<20 {
-		t.Errorf("a caller may send %d bytes", window)
+		t.Errorf("the peer may send %d bytes", window)
 	}
 	more := make([]byte, len(head)+4) // of the connection, beyond HTTP/2's own
 	if _, err := io.ReadFull(conn, more); err != nil || more[3] != windowUpdate {
 		t.Fatalf("second frame %x: %v", more, err)
 	}
 	if add := binary.BigEndian.Uint32(more[len(head):]); add < 1<<20 {
-		t.Errorf("callers may send %d bytes more together", add)
+		t.Errorf("calls may send %d bytes more together", add)
 	}
 }

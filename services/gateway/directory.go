@@ -249,6 +249,17 @@ func newer(one, other string) bool {
 	return began > before
 }
 
+// cached returns how many segments of a session the worker of a run has that has most of them.
+func (d *directory) cached(run, session string) (segments int) {
+	d.mu.Lock()
+	workers := d.serving()[run]
+	d.mu.Unlock()
+	for _, w := range workers {
+		segments = max(segments, w.cache.known(session))
+	}
+	return segments
+}
+
 // versions returns the weights versions that the workers of a run serve, ascending.
 func (d *directory) versions(run string) []uint64 {
 	d.mu.Lock()

@@ -184,7 +184,11 @@ func retried(err error) bool {
 func (s *service) generate(ctx context.Context, l *lease, rec *recorder, to *delivery) (worker, caller error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel() // aborts the request at the worker if the caller is gone
-	stream, err := l.client.Generate(ctx, rec.request(to.session.state(l.worker)))
+	state, err := to.session.state(ctx, l.worker)
+	if err != nil {
+		return nil, err
+	}
+	stream, err := l.client.Generate(ctx, rec.request(state))
 	if err != nil {
 		return err, nil
 	}

@@ -30,13 +30,15 @@ type conversation struct {
 	id       string
 	run      string
 	chat     bool       // whether all prompts are chats
-	segments []*Segment // in the order of the store
+	skipped  int        // segments before those that were read
+	segments []*Segment // the others, in the order of the store
 	task     *Task      // the sample that the session was issued for; nil: none
 	forked   bool       // whether another request appended to the session in the meantime
 }
 
 // open reads the session of a request; name "": a new one. Another gateway may have appended to it,
-// so the store is read every time.
+// so the store is read every time, except for segments that a worker has: a long chat would
+// otherwise be read again in each turn.
 func (s *service) open(ctx context.Context, name, run string, prompts []*inferencev1.Prompt) (*conversation, error) {
 	c := &conversation{store: s.Store, id: cmp.Or(name, "sess-"+id.New(s.Now())), run: run, chat: true}
 	for _, p := range prompts {
@@ -45,8 +47,16 @@ func (s *service) open(ctx context.Context, name, run string, prompts []*inferen
 	if name == "" {
 		return c, nil
 	}
-	found, err := s.Store.Session(ctx, name, 0)
+	if c.chat {
+		c.skipped = max(0, s.workers.cached(run, name)-1) // the last one shows that the session has them
+	}
+	found, err := s.Store.Session(ctx, name, c.skipped)
+	if err == nil && c.skipped > 0 && len(found.GetSegments()) == 0 { // it expired and began again
+		c.skipped = 0
+		found, err = s.Store.Session(ctx, name, 0)
+	}
 	if errors.Is(err, ErrSession) {
+		c.skipped = 0
 		return c, nil
 	}
 	if err != nil {
@@ -71,17 +81,39 @@ func (c *conversation) floor(version *uint64) *uint64 {
 	return version
 }
 
-// state is what a worker needs to continue the session; nil if the worker does not need it.
-func (c *conversation) state(w *worker) *inferencev1.SessionState {
-	if !c.chat {
+// count is the number of segments.
+func (c *conversation) count() int { return c.skipped + len(c.segments) }
+
+// load reads the segments that were skipped.
+func (c *conversation) load(ctx context.Context) error {
+	if c.skipped == 0 {
 		return nil
 	}
-	known := min(w.cache.known(c.id), len(c.segments))
+	found, err := c.store.Session(ctx, c.id, 0)
+	if err != nil {
+		return err
+	}
+	c.segments = append(found.GetSegments()[:min(c.skipped, len(found.GetSegments()))], c.segments...)
+	c.skipped = 0
+	return nil
+}
+
+// state is what a worker needs to continue the session; nil if the worker does not need it.
+func (c *conversation) state(ctx context.Context, w *worker) (*inferencev1.SessionState, error) {
+	if !c.chat {
+		return nil, nil
+	}
+	known := min(w.cache.known(c.id), c.count())
+	if known < c.skipped {
+		if err := c.load(ctx); err != nil {
+			return nil, err
+		}
+	}
 	state := &inferencev1.SessionState{SessionId: c.id, Known: uint32(known)}
-	for _, s := range c.segments[known:] {
+	for _, s := range c.segments[known-c.skipped:] {
 		state.Segments = append(state.Segments, s.GetSegment())
 	}
-	return state
+	return state, nil
 }
 
 // append stores the segments of a completion that a worker has finished. They are durable when it
@@ -91,6 +123,9 @@ func (c *conversation) append(ctx context.Context, w *worker, done *completion, 
 	if len(news) > 0 {
 		whole = done.stitch()
 	} else {
+		if err := c.load(ctx); err != nil {
+			return err
+		}
 		news = c.made(done)
 	}
 	rows := make([]*Segment, len(news))
@@ -111,10 +146,10 @@ func (c *conversation) append(ctx context.Context, w *worker, done *completion, 
 	if err != nil {
 		return fmt.Errorf("store the session: %w", err)
 	}
-	c.forked = c.forked || !whole || first != len(c.segments)
+	c.forked = c.forked || !whole || first != c.count()
 	c.segments = append(c.segments, rows...)
 	if c.chat && len(done.segments) > 0 && !c.forked {
-		w.cache.set(c.id, len(c.segments))
+		w.cache.set(c.id, c.count())
 	} else {
 		w.cache.set(c.id, 0) // its copy is not the beginning of the stored session any more
 	}

@@ -127,6 +127,45 @@ func TestWorkersGetTheSegmentsThatTheyMiss(t *testing.T) {
 	}
 }
 
+// reads is a store that records from where sessions are read.
+type reads struct {
+	gateway.Store
+	mu   sync.Mutex
+	from []int
+}
+
+func (r *reads) Session(ctx context.Context, session string, from int) (*gateway.Session, error) {
+	r.mu.Lock()
+	r.from = append(r.from, from)
+	r.mu.Unlock()
+	return r.Store.Session(ctx, session, from)
+}
+
+// A turn reads only the segments that no worker has. A worker that has lost its copy gets all of
+// them, and so does the worker of a session that expired and began again.
+func TestTurnsReadOnlyNewSegments(t *testing.T) {
+	t.Parallel()
+	worker := newChatter()
+	store := &ledger{sessions: map[string]*gateway.Session{}, expired: make(chan time.Time, 1)}
+	recorded := &reads{Store: store}
+	s, _, _ := runWith(t, gateway.Config{}, store, func(d *gateway.Deps) { d.Store = recorded }, &worker.fakeWorker)
+	for range 3 {
+		call(t, s, "sess-1", chat())
+	}
+	worker.forget()
+	call(t, s, "sess-1", chat())
+	store.mu.Lock()
+	store.sessions["sess-1"].Segments = nil
+	store.mu.Unlock()
+	call(t, s, "sess-1", chat())
+	if want := []int{0, 1, 3, 5, 0, 7, 0}; !slices.Equal(recorded.from, want) {
+		t.Errorf("sessions were read from %v, want %v", recorded.from, want)
+	}
+	if want, got := []string{"0+0", "2+0", "4+0", "6+0", "0+6", "0+0"}, worker.requests(); !slices.Equal(got, want) {
+		t.Errorf("the worker was sent %v, want %v", got, want)
+	}
+}
+
 // Two workers that continue the same session at the same time choose the same ids. Both branches
 // are stored.
 func TestTwoRequestsContinueOneSession(t *testing.T) {

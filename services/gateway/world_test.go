@@ -397,7 +397,7 @@ func (l *ledger) Session(_ context.Context, session string, from int) (*gateway.
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if s, ok := l.sessions[session]; ok {
-		return &gateway.Session{RunId: s.GetRunId(), Segments: slices.Clone(s.GetSegments()[from:])}, nil
+		return &gateway.Session{RunId: s.GetRunId(), Segments: slices.Clone(s.GetSegments()[min(from, len(s.GetSegments())):])}, nil
 	}
 	return nil, gateway.ErrSession
 }

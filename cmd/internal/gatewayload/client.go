@@ -111,7 +111,8 @@ type direct struct {
 }
 
 func newDirect(p plan) (*direct, error) {
-	conn, err := grpc.NewClient(p.target, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	const window = 4 << 20 // fixed, as in libs/rpc
+	conn, err := grpc.NewClient(p.target, grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithInitialWindowSize(window), grpc.WithInitialConnWindowSize(window))
 	if err != nil {
 		return nil, fmt.Errorf("dial %s: %w", p.target, err)
 	}
