@@ -159,6 +159,10 @@ SEEDS ?= 0,1,2
 learn-check: build ## Train every family of algorithms past its threshold (FAMILIES=dpo,ppo SEEDS=0 MODEL=smollm2 RESUME=1)
 	@$(PYTHON) bench/learn.py --model $(if $(filter smollm2,$(MODEL)),smollm2,addition) --families '$(FAMILIES)' --seeds $(SEEDS) $(if $(RESUME),--resume)
 
+.PHONY: learn-agent-openai
+learn-agent-openai: build venv-dev ## Train on the games of an agent with the OpenAI client, and on shuffled rewards: only the first may improve
+	@PATH="$(CURDIR)/bin:$$PATH" $(PYTHON) examples/agent_openai/compare.py --seeds $(SEEDS)
+
 .PHONY: check-compose
 check-compose: venv-dev ## Check that docker-compose.yml parses and publishes only the allowed ports
 	@$(PYTHON) scripts/check_compose.py

@@ -1,5 +1,5 @@
-"""Prepare the guessing game: a tiny model with random weights, games of a player that ignores
-hints, and the numbers to guess.
+"""Prepare the guessing game: a tiny model with random weights, games of a player that ignores half
+of the hints, and the numbers to guess.
 
     python examples/agent_openai/prepare.py [--model DIR] [--data DIR]
 
@@ -26,6 +26,8 @@ HINTS = {False: "lower:", True: "higher:"}
 """By whether the number is higher than the guess."""
 
 GAMES, NUMBERS, SEED = 4096, 1000, 0
+FOLLOWED = 0.5
+"""The share of guesses of the warm-up that fit all hints."""
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 
 
@@ -57,14 +59,16 @@ def hint(guess: int, number: int) -> dict[str, str]:
 
 
 def game(draw: random.Random) -> list[dict[str, str]]:
-    """A game of a player that knows the rules and guesses at random."""
+    """A game of a player that knows the rules, and at every second guess thinks of the hints."""
     messages, number = opening(), draw.randint(1, LARGEST)
+    low, high = 1, LARGEST
     for _ in range(GUESSES):
-        guess = draw.randint(1, LARGEST)
+        guess = draw.randint(*(low, high) if draw.random() < FOLLOWED else (1, LARGEST))
         messages.append({"role": "assistant", "content": str(guess)})
         if guess == number:
             break
         messages.append(hint(guess, number))
+        low, high = (max(low, guess + 1), high) if number > guess else (low, min(high, guess - 1))
     return messages if messages[-1]["role"] == "assistant" else messages[:-1]
 
 
