@@ -19,6 +19,18 @@ import (
 
 var ioEOF = io.EOF
 
+// Groups that agents sample are not what inference workers are asked for.
+func TestALedgerWaitsForAgents(t *testing.T) {
+	t.Parallel()
+	s := setup(t)
+	c := ledgerConfig()
+	c.External = true
+	s.open(c)
+	if w := s.waiting(1); w != "2 of 2 groups of step 1 (agents)" {
+		t.Errorf("waits for %q", w)
+	}
+}
+
 func TestAStepFromTheStreamToTheCommit(t *testing.T) {
 	t.Parallel()
 	s := setup(t)

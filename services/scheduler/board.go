@@ -180,6 +180,7 @@ type view struct {
 	rows     uint64
 	progress *learnerv1.Progress
 	fleet    fleet
+	gateway  string // URL that agents take prompts from; empty: not registered
 
 	waits   map[string]obstacle // by what the run waits for
 	current []*waitv1.Wait      // as of the last settle
@@ -323,10 +324,18 @@ func (v *view) currentWaits() []*waitv1.Wait {
 	absent := v.fleet.absent()
 	waits = append(waits, absent.waits...)
 	if text := v.progress.GetWaitingFor(); text != "" && !absent.learner { // else absent has the learner that the controller waits for
-		waits = append(waits, &waitv1.Wait{Owner: ownerOf(text), Reason: v.progress.GetPhase().String()[len("PHASE_"):], Evidence: text})
+		wait := &waitv1.Wait{Owner: ownerOf(text), Reason: v.progress.GetPhase().String()[len("PHASE_"):], Evidence: text}
+		if wait.GetOwner() == ownerAgents {
+			wait.Fix = "start an agent that takes prompts from " + cmp.Or(v.gateway, "the gateway") + ", or see why the running ones close no sessions"
+			wait.Evidence += ": " + wait.GetFix()
+		}
+		waits = append(waits, wait)
 	}
 	return waits
 }
+
+// ownerAgents owns the waits for agents outside of the run.
+const ownerAgents = "agents"
 
 // ownerOf returns the words in parentheses at the end of a sentence, which name the owner of the
 // wait.

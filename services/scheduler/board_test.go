@@ -57,6 +57,25 @@ func TestWaits(t *testing.T) {
 	}
 }
 
+// The wait for agents says what they connect to.
+func TestWaitForAgents(t *testing.T) {
+	t.Parallel()
+	v := newView(&Run{State: Running})
+	v.progress = &learnerv1.Progress{Phase: learnerv1.Phase_PHASE_LEASING, WaitingFor: "8 of 10 groups of step 4 (agents)"}
+	for gateway, want := range map[string]string{
+		"":                      "start an agent that takes prompts from the gateway, or see why the running ones close no sessions",
+		"http://127.0.0.1:8000": "start an agent that takes prompts from http://127.0.0.1:8000, or see why the running ones close no sessions",
+	} {
+		v.gateway = gateway
+		v.settle(time.Now())
+		got := v.status().GetWaits()
+		if len(got) != 1 || got[0].GetOwner() != "agents" || got[0].GetReason() != "LEASING" || got[0].GetFix() != want ||
+			got[0].GetEvidence() != "8 of 10 groups of step 4 (agents): "+want {
+			t.Errorf("got %v", got)
+		}
+	}
+}
+
 // The summary of a large fleet names a few workers.
 func TestWaitsOfMany(t *testing.T) {
 	t.Parallel()

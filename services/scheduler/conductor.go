@@ -11,6 +11,7 @@ import (
 
 	"google.golang.org/grpc/codes"
 
+	"github.com/rollout-rl/rollout/libs/algorithm"
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/refusal"
@@ -169,6 +170,9 @@ func (c *conductor) runParts(ctx context.Context) error {
 	parts := []func(context.Context) error{
 		c.control.serve, c.control.drain, (&backpressure{c.scope}).serve,
 		func(ctx context.Context) error { return c.issue(ctx, run, window, data, cursor.Position) },
+	}
+	if algorithm.External(run.GetPlan().GetConfig()) {
+		parts = append(parts, c.supervision.watchGateway)
 	}
 	return runUntilFirst(ctx, append(parts, c.supervision.parts(run, supervised(run))...))
 }

@@ -16,6 +16,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/atomicfile"
 	"github.com/rollout-rl/rollout/libs/worker"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	"github.com/rollout-rl/rollout/services/scheduler/launch"
@@ -211,6 +212,18 @@ func (s *supervision) watchRegistry(ctx context.Context, kind worker.Kind) error
 				}
 				w.served = w.served || w.healthy()
 				v.fleet.put(id, w)
+			}
+		})
+	}
+	return nil
+}
+
+// watchGateway puts the URL that agents take prompts from on the board.
+func (s *supervision) watchGateway(ctx context.Context) error {
+	for list := range s.Registry.Watch(ctx, names.GatewayService) {
+		s.board.update(func(v *view) {
+			if len(list) > 0 {
+				v.gateway = list[0].Meta["url"]
 			}
 		})
 	}

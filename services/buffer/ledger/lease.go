@@ -191,6 +191,10 @@ func (l *Ledger) stale(g *Group, step uint64) bool {
 	return l.Config.GetReceipts() && g.MinVersion+uint64(l.Config.GetMaxStaleness()) < step-1
 }
 
+// ownerAgents owns the waits for groups that agents outside of the run sample. The scheduler knows
+// what they connect to.
+const ownerAgents = "agents"
+
 // waiting describes what a lease waits for and which component provides it.
 func (d *selection) waiting(l *Ledger, step uint64) string {
 	want := int(l.Config.GetGroupsPerStep())
@@ -209,8 +213,11 @@ func (d *selection) waiting(l *Ledger, step uint64) string {
 	var parts []string
 	if sampling > 0 {
 		owner := "inference workers"
-		if !l.Config.GetReceipts() { // no weights sampled them
+		switch {
+		case !l.Config.GetReceipts(): // no weights sampled them
 			owner = "workers that read rows, or external producers"
+		case l.Config.GetExternal():
+			owner = ownerAgents
 		}
 		parts = append(parts, fmt.Sprintf("%d of %d groups of step %d (%s)%s", sampling, want, step, owner, d.excludedSoFar(l)))
 	}

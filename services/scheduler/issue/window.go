@@ -138,6 +138,7 @@ func (w Window) LedgerConfig(plan *planv1.Plan, rows uint64) *bufferv1.LedgerCon
 		MaxStaleness:  c.GetStaleness().GetMaxSteps(),
 		Rows:          rows,
 		Receipts:      !w.Data,
+		External:      algorithm.External(c),
 		GroupAttempts: c.GetLimits().GetGroupAttempts(),
 		FirstPosition: w.First,
 		FirstStep:     w.FirstStep,

@@ -113,6 +113,7 @@ class LedgerConfig(_message.Message):
     FIRST_STEP_FIELD_NUMBER: _builtins.int
     DRAW_BATCHES_FIELD_NUMBER: _builtins.int
     PARTIAL_FIELD_NUMBER: _builtins.int
+    EXTERNAL_FIELD_NUMBER: _builtins.int
     groups_per_step: _builtins.int
     """Groups per step."""
     group_size: _builtins.int
@@ -145,6 +146,8 @@ class LedgerConfig(_message.Message):
     """Whether a step that has gone through all of them is leased with the groups it has. Otherwise,
     and if it has none, the lease is refused with reason DYNAMIC_SAMPLING_EXHAUSTED.
     """
+    external: _builtins.bool
+    """Whether agents outside of the run sample the groups, which take them from the gateway."""
     def __init__(
         self,
         *,
@@ -159,10 +162,11 @@ class LedgerConfig(_message.Message):
         first_step: _builtins.int = ...,
         draw_batches: _builtins.int = ...,
         partial: _builtins.bool = ...,
+        external: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draw_batches", b"draw_batches", "first_position", b"first_position", "first_step", b"first_step", "group_attempts", b"group_attempts", "group_size", b"group_size", "groups_per_step", b"groups_per_step", "max_staleness", b"max_staleness", "order", b"order", "partial", b"partial", "receipts", b"receipts", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draw_batches", b"draw_batches", "external", b"external", "first_position", b"first_position", "first_step", b"first_step", "group_attempts", b"group_attempts", "group_size", b"group_size", "groups_per_step", b"groups_per_step", "max_staleness", b"max_staleness", "order", b"order", "partial", b"partial", "receipts", b"receipts", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

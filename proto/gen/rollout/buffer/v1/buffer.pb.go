@@ -181,7 +181,9 @@ type LedgerConfig struct {
 	DrawBatches uint32 `protobuf:"varint,10,opt,name=draw_batches,json=drawBatches,proto3" json:"draw_batches,omitempty"`
 	// Whether a step that has gone through all of them is leased with the groups it has. Otherwise,
 	// and if it has none, the lease is refused with reason DYNAMIC_SAMPLING_EXHAUSTED.
-	Partial       bool `protobuf:"varint,11,opt,name=partial,proto3" json:"partial,omitempty"`
+	Partial bool `protobuf:"varint,11,opt,name=partial,proto3" json:"partial,omitempty"`
+	// Whether agents outside of the run sample the groups, which take them from the gateway.
+	External      bool `protobuf:"varint,12,opt,name=external,proto3" json:"external,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -289,6 +291,13 @@ func (x *LedgerConfig) GetDrawBatches() uint32 {
 func (x *LedgerConfig) GetPartial() bool {
 	if x != nil {
 		return x.Partial
+	}
+	return false
+}
+
+func (x *LedgerConfig) GetExternal() bool {
+	if x != nil {
+		return x.External
 	}
 	return false
 }
@@ -3287,7 +3296,7 @@ var File_rollout_buffer_v1_buffer_proto protoreflect.FileDescriptor
 
 const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\n" +
-	"\x1erollout/buffer/v1/buffer.proto\x12\x11rollout.buffer.v1\x1a\x1bbuf/validate/validate.proto\x1a&rollout/trajectory/v1/trajectory.proto\"\xb0\x03\n" +
+	"\x1erollout/buffer/v1/buffer.proto\x12\x11rollout.buffer.v1\x1a\x1bbuf/validate/validate.proto\x1a&rollout/trajectory/v1/trajectory.proto\"\xcc\x03\n" +
 	"\fLedgerConfig\x12/\n" +
 	"\x0fgroups_per_step\x18\x01 \x01(\rB\a\xbaH\x04*\x02(\x01R\rgroupsPerStep\x12&\n" +
 	"\n" +
@@ -3303,7 +3312,8 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"first_step\x18\t \x01(\x04R\tfirstStep\x12!\n" +
 	"\fdraw_batches\x18\n" +
 	" \x01(\rR\vdrawBatches\x12\x18\n" +
-	"\apartial\x18\v \x01(\bR\apartial\"P\n" +
+	"\apartial\x18\v \x01(\bR\apartial\x12\x1a\n" +
+	"\bexternal\x18\f \x01(\bR\bexternal\"P\n" +
 	"\bGroupKey\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\rR\x05epoch\x12\x14\n" +
 	"\x05index\x18\x02 \x01(\x04R\x05index\x12\x18\n" +
