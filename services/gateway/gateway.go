@@ -39,6 +39,7 @@ const (
 	ReasonEmpty        = "SESSION_EMPTY"
 	ReasonNoGroup      = "SESSION_WITHOUT_GROUP"
 	ReasonNotExternal  = "ENVIRONMENT_NOT_EXTERNAL"
+	ReasonSampling     = "SAMPLING_NOT_TRAINABLE"
 )
 
 // Errors of the service, compared with errors.Is.
@@ -59,6 +60,7 @@ var (
 			Fix("take sessions from NextPrompts (POST /v1/rollout/prompts), or set sampling.group_size = 1 with an algorithm that compares no groups")
 	ErrNotExternal = rpcerr.New(codes.FailedPrecondition, ReasonNotExternal, "the run samples by itself").
 			Fix("set environment.kind = \"external\" in the configuration of the run")
+	ErrSampling        = rpcerr.New(codes.InvalidArgument, ReasonSampling, "the run can't train on samples with these parameters")
 	ErrSegmentConflict = rpcerr.New(codes.Aborted, ReasonSegment, "the session has a different segment with this id")
 )
 

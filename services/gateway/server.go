@@ -71,6 +71,7 @@ func New(cfg Config, deps Deps) (*Server, error) {
 			return err == nil
 		},
 	}
+	svc.agents = s.agents
 	s.http.Handler = handler(front, s)
 	if s.secure {
 		s.http.TLSConfig = cfg.TLS.Public("h2", "http/1.1") // clients of the OpenAI API have a key and no client certificate

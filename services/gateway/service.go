@@ -27,6 +27,7 @@ type service struct {
 	workers      *directory
 	metrics      *metrics
 	limits       apikey.Limiter
+	agents       *agents
 }
 
 // Models returns the served policies, ordered by name.
@@ -52,6 +53,9 @@ func (s *service) Complete(ctx context.Context, req *gatewayv1.CompleteRequest, 
 	}
 	session, err := s.open(ctx, req.GetSessionId(), run, req.GetPrompts())
 	if err != nil {
+		return err
+	}
+	if err := s.agents.checkSampling(ctx, session, req.GetParams()); err != nil {
 		return err
 	}
 	rec, seen := newRecorder(s.callOf(req), s.Now), s.metrics.begin(req, name)
