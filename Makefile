@@ -136,6 +136,12 @@ check-vllm: venv-dev ## Run the suite of engines on vLLM, and load trained weigh
 .PHONY: check-engines
 check-engines: check-vllm check-sglang ## Check the engines that have separate environments, vLLM and SGLang
 
+ENGINE ?= transformers
+CLIENTS ?=
+.PHONY: check-clients
+check-clients: build venv-dev ## Run unmodified clients in Python, Node and Go, fixed weights, then changing ones (ENGINE=transformers|vllm|sglang CLIENTS=openai,go)
+	@scripts/check_clients $(ENGINE) --clients '$(CLIENTS)' $(ARGS)
+
 .PHONY: check-sglang
 check-sglang: venv-dev ## Run the suite of engines and the tests of SGLangWorker on SGLang, in a separate environment (6.5 GB)
 	@scripts/check_sglang

@@ -74,10 +74,10 @@ class Planner:
         constrained = ""
         if asked.chat is not None and asked.chat.required:
             constrained = f"prompts[{at}].chat.tool_choice"
-            if params.constraint is not None:
+            if params.constraint is not None and not params.constraint.kind.startswith("json"):
                 problem = f"can't be combined with a required call ({constrained})"
                 raise InvalidRequest(f"params.constraint {problem}", violations=[("params.constraint", problem)])
-            params = replace(params, constraint=asked.chat.constraint())
+            params = replace(params, constraint=asked.chat.constraint())  # a JSON format applies to text, which a call has not
         check(request, params, self._model.kind, self._model.capabilities, constrained)
         wrong = max((token for token, _ in params.logit_bias), default=-1)
         if wrong >= 0 and wrong >= self._model.text.size:

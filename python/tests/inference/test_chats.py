@@ -94,6 +94,17 @@ async def test_a_required_call_constrains_the_completion(name: str, names: list[
     assert '"name": "now"' in prompt_text(pieces[-1]), "all tools are rendered"
 
 
+async def test_the_format_of_an_answer_does_not_apply_to_a_required_call() -> None:
+    """Agents send both: the answer that follows the call has the format."""
+    made = worker('[{"name": "search", "parameters": {"query": "sums"}}]')
+    required = pb.ToolChoice(mode=pb.ToolChoice.MODE_REQUIRED)
+    params = pb.SamplingParams(constraint=pb.Constraint(json_schema='{"type": "object"}'))
+    pieces = await answers(made, asked(chat(user("a"), tools=[SEARCH], tool_choice=required), params=params))
+    assert [call[1] for call in joined(pieces)[2]] == ["search"]
+    constraint = engine_of(made).requests[0].params.constraint
+    assert constraint is not None and json.loads(constraint.value)["type"] == "array"
+
+
 async def test_a_required_call_needs_an_engine_with_constraints() -> None:
     required = pb.ToolChoice(mode=pb.ToolChoice.MODE_REQUIRED)
     with pytest.raises(UnsupportedByEngine, match=r"engine scripted does not support prompts.0..chat.tool_choice"):
