@@ -164,7 +164,7 @@ def serves(url: str) -> bool:
 
 @contextlib.contextmanager
 def process(command: list[str], log: Path, environment: dict[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a session of its own, which ends with the block."""
+    """A process in its own session, which ends with the block."""
     with log.open("ab") as out:
         running = subprocess.Popen(
             command, stdout=out, stderr=out, start_new_session=True, cwd=log.parent, env={**os.environ, **(environment or {})}

@@ -8,8 +8,7 @@ import (
 
 // Of returns the user id that created the peer's socket. ok is false if it is not known: the peer
 // is on another host or in another network namespace, its socket is closed or half closed, or the
-// platform is not Linux. Each call reads the kernel's table of sockets, so cache the result for a
-// connection.
+// platform is not Linux. Each call asks the kernel, so cache the result for a connection.
 func Of(conn net.Conn) (uid uint32, ok bool) {
 	peer, own := address(conn.RemoteAddr()), address(conn.LocalAddr())
 	if !peer.Addr().IsLoopback() {

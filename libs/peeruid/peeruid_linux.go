@@ -16,6 +16,9 @@ const established = "01"
 // owner looks for the socket that is bound to local and connected to remote. A socket without an
 // inode is ignored: after its process has closed it, the kernel reports root as its owner.
 func owner(local, remote netip.AddrPort) (uid uint32, ok bool) {
+	if uid, ok = ask(local, remote); ok {
+		return uid, true
+	}
 	for _, table := range []string{"/proc/self/net/tcp", "/proc/self/net/tcp6"} {
 		if uid, ok = find(table, local, remote); ok {
 			return uid, true

@@ -1,6 +1,6 @@
-// Command gatewayload measures a gateway for bench/gateway.py. It sends the requests of many clients
-// at the same time, through a gateway or to the policy behind it, and reports when each token
-// arrived. With -serve it is a policy with OpenAI's API for gateways that need one.
+// Command gatewayload measures a gateway for bench/gateway.py. It sends the requests of many
+// clients at the same time, through a gateway or to the policy behind it, and reports when each
+// token arrived. With -serve it is a policy with OpenAI's API for gateways that need one.
 package main
 
 import (

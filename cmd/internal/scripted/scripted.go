@@ -1,5 +1,5 @@
-// Package scripted is a policy that samples at a fixed pace, for measurements of what stands between
-// it and a client. The text of each token is the time at which it was sent.
+// Package scripted is a policy that samples at a fixed pace, for measurements of what stands
+// between it and a client. The text of each token is the time at which it was sent.
 package scripted
 
 import (

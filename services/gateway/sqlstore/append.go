@@ -113,7 +113,8 @@ func (s *Store) write(ctx context.Context, batch []*addition) {
 }
 
 const (
-	// The row of the session is locked first, so that the numbers of a session become visible in order.
+	// The row of the session is locked first, so that the numbers of a session become visible in
+	// order.
 	reserve = `INSERT INTO session (session_id, run_id, segments, updated_ms) VALUES ($1, $2, $3, $4)
 		ON CONFLICT (session_id) DO UPDATE SET segments = session.segments + excluded.segments,
 			updated_ms = CASE WHEN session.updated_ms < excluded.updated_ms THEN excluded.updated_ms ELSE session.updated_ms END
