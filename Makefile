@@ -123,11 +123,15 @@ check: ## Run everything that CI runs
 	@.ci/run
 
 .PHONY: check-full
-check-full: check check-race check-engines bench ## CI, the race detector over all Go tests, vLLM, SGLang, and the benches
+check-full: check check-race check-engines check-playground bench ## CI, the race detector over all Go tests, vLLM, SGLang, the playground, and the benches
 
 .PHONY: check-race
 check-race: build venv-dev ## Run the Go tests under the race detector (needs a C compiler)
 	@scripts/test --race
+
+.PHONY: check-playground
+check-playground: ## Use the page of the gateway in headless Chromium (needs chromium on PATH)
+	@cd services && go test -tags browser -run Playground ./gateway
 
 .PHONY: check-vllm
 check-vllm: venv-dev ## Run the suite of engines on vLLM, and load trained weights in it, in a separate environment (6 GB)

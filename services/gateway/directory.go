@@ -264,11 +264,16 @@ func (d *directory) cached(run, session string) (segments int) {
 func (d *directory) versions(run string) []uint64 {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	held := map[uint64]bool{}
-	for _, w := range d.serving()[run] {
-		held[w.version] = true
+	return held(d.serving()[run])
+}
+
+// held returns the weights versions of workers, ascending. The caller has the lock.
+func held(workers []*worker) []uint64 {
+	versions := map[uint64]bool{}
+	for _, w := range workers {
+		versions[w.version] = true
 	}
-	return slices.Sorted(maps.Keys(held))
+	return slices.Sorted(maps.Keys(versions))
 }
 
 // statusTimeout is how long a worker may take to report its status, so that a hanging worker does
@@ -286,8 +291,9 @@ func (w *worker) status(ctx context.Context) (*inferencev1.GetInferenceStatusRes
 func (d *directory) models(ctx context.Context) []*gatewayv1.Model {
 	d.mu.Lock()
 	runs := d.serving()
-	newest := map[string]string{}
+	newest, versions := map[string]string{}, map[string][]uint64{}
 	for run, workers := range runs {
+		versions[run] = held(workers)
 		if name := workers[0].model; newer(run, newest[name]) {
 			newest[name] = run
 		}
@@ -295,7 +301,7 @@ func (d *directory) models(ctx context.Context) []*gatewayv1.Model {
 	d.mu.Unlock()
 	var models []*gatewayv1.Model
 	for run, workers := range runs {
-		model := &gatewayv1.Model{Name: workers[0].model, RunId: run, CreateTime: timestamp(workers[0].since)}
+		model := &gatewayv1.Model{Name: workers[0].model, RunId: run, CreateTime: timestamp(workers[0].since), WeightsVersions: versions[run]}
 		if newest[model.GetName()] != run {
 			model.Name = run
 		}

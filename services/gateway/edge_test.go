@@ -174,3 +174,39 @@ func TestFailureInAStream(t *testing.T) {
 		})
 	}
 }
+
+// The page loads nothing, and its policy allows nothing but its own script and style.
+func TestPlaygroundIsOnePage(t *testing.T) {
+	t.Parallel()
+	ring, _ := keyring(t, apikey.Read)
+	s, _ := serve(t, gateway.Config{Keys: ring}, &fakeWorker{model: "tiny"})
+	request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, s.URL()+"/", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	answer, err := http.DefaultClient.Do(request)
+	if err != nil {
+		t.Fatal(err)
+	}
+	page, err := io.ReadAll(answer.Body)
+	_ = answer.Body.Close()
+	if err != nil || answer.StatusCode != http.StatusOK || !strings.HasPrefix(string(page), "<!doctype html>") {
+		t.Fatalf("%d %v %.60s", answer.StatusCode, err, page)
+	}
+	for _, outside := range []string{"http:", "https:", "src=", "@import", "url("} {
+		if strings.Contains(string(page), outside) {
+			t.Errorf("the page has %q", outside)
+		}
+	}
+	policy := answer.Header.Get("Content-Security-Policy")
+	for _, rule := range []string{"default-src 'none'", "script-src 'sha256-", "style-src 'sha256-", "connect-src 'self'", "frame-ancestors 'none'"} {
+		if !strings.Contains(policy, rule) {
+			t.Errorf("the policy has no %s: %s", rule, policy)
+		}
+	}
+	request.Host = "attacker.example"
+	if answer, err = http.DefaultClient.Do(request); err != nil || answer.StatusCode != http.StatusForbidden {
+		t.Errorf("another host: %v %v", answer, err)
+	}
+	_ = answer.Body.Close()
+}

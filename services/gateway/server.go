@@ -82,7 +82,7 @@ func New(cfg Config, deps Deps) (*Server, error) {
 // handler serves all dialects.
 func handler(e *edge.Edge, sessions agent.Sessions) http.Handler {
 	routes := slices.Concat(openai.Routes(e), anthropic.Routes(e), vllm.Routes(e), sglang.Routes(e), agent.Routes(sessions), []edge.Route{e.Health()})
-	return e.Handler(append(routes, e.Docs(routes)...)...)
+	return e.Handler(append(append(routes, e.Docs(routes)...), e.Playground())...)
 }
 
 // URL is the URL of the HTTP listener, such as "http://127.0.0.1:8000".

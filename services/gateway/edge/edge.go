@@ -104,7 +104,7 @@ func (e *Edge) Handler(routes ...Route) http.Handler {
 		mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
 			e.fail(w, r, PlainBody, &Error{
 				Status: http.StatusNotFound, Code: "unknown_url", Message: "unknown request URL: " + r.Method + " " + r.URL.Path,
-				Fix: "the URLs are " + strings.ReplaceAll(strings.Join(paths, ", "), "...}", "}"),
+				Fix: "the URLs are " + strings.NewReplacer("...}", "}", "{$}", "").Replace(strings.Join(paths, ", ")),
 			})
 		})
 	}

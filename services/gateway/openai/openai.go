@@ -53,10 +53,11 @@ type modelJSON struct {
 	Created int64  `json:"created"`
 	OwnedBy string `json:"owned_by"`
 	// Beyond OpenAI's fields.
-	RunID          string `json:"run_id"`
-	WeightsVersion uint64 `json:"weights_version"`
-	WeightsDigest  string `json:"weights_digest,omitempty"`
-	MaxModelLen    uint32 `json:"max_model_len,omitempty"`
+	RunID           string   `json:"run_id"`
+	WeightsVersion  uint64   `json:"weights_version"`
+	WeightsVersions []uint64 `json:"weights_versions"` // that workers hold
+	WeightsDigest   string   `json:"weights_digest,omitempty"`
+	MaxModelLen     uint32   `json:"max_model_len,omitempty"`
 	// Of Anthropic.
 	Type        string `json:"type"`
 	DisplayName string `json:"display_name"`
@@ -66,7 +67,7 @@ type modelJSON struct {
 func modelOf(m *gatewayv1.Model) modelJSON {
 	return modelJSON{
 		ID: m.GetName(), Object: "model", Created: m.GetCreateTime().GetSeconds(), OwnedBy: "rollout", RunID: m.GetRunId(),
-		WeightsVersion: m.GetWeightsVersion(), WeightsDigest: m.GetWeightsDigest(), MaxModelLen: m.GetMaxModelLen(),
+		WeightsVersion: m.GetWeightsVersion(), WeightsVersions: m.GetWeightsVersions(), WeightsDigest: m.GetWeightsDigest(), MaxModelLen: m.GetMaxModelLen(),
 		Type: "model", DisplayName: m.GetName(), CreatedAt: m.GetCreateTime().AsTime().Format(time.RFC3339),
 	}
 }

@@ -36,6 +36,7 @@ class Model(_message.Message):
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
+    WEIGHTS_VERSIONS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name for requests: the name of the run, or its id."""
     run_id: _builtins.str
@@ -50,6 +51,10 @@ class Model(_message.Message):
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When the gateway started to serve the run, UTC."""
 
+    @_builtins.property
+    def weights_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Weights versions that its workers hold, ascending."""
+
     def __init__(
         self,
         *,
@@ -59,10 +64,11 @@ class Model(_message.Message):
         weights_digest: _builtins.str = ...,
         max_model_len: _builtins.int = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
+        weights_versions: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "max_model_len", b"max_model_len", "name", b"name", "run_id", b"run_id", "weights_digest", b"weights_digest", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "max_model_len", b"max_model_len", "name", b"name", "run_id", b"run_id", "weights_digest", b"weights_digest", "weights_version", b"weights_version", "weights_versions", b"weights_versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

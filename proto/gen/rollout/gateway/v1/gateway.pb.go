@@ -43,9 +43,11 @@ type Model struct {
 	// Maximum length of a sequence in tokens.
 	MaxModelLen uint32 `protobuf:"varint,5,opt,name=max_model_len,json=maxModelLen,proto3" json:"max_model_len,omitempty"`
 	// When the gateway started to serve the run, UTC.
-	CreateTime    *timestamppb.Timestamp `protobuf:"bytes,6,opt,name=create_time,json=createTime,proto3" json:"create_time,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	CreateTime *timestamppb.Timestamp `protobuf:"bytes,6,opt,name=create_time,json=createTime,proto3" json:"create_time,omitempty"`
+	// Weights versions that its workers hold, ascending.
+	WeightsVersions []uint64 `protobuf:"varint,7,rep,packed,name=weights_versions,json=weightsVersions,proto3" json:"weights_versions,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Model) Reset() {
@@ -116,6 +118,13 @@ func (x *Model) GetMaxModelLen() uint32 {
 func (x *Model) GetCreateTime() *timestamppb.Timestamp {
 	if x != nil {
 		return x.CreateTime
+	}
+	return nil
+}
+
+func (x *Model) GetWeightsVersions() []uint64 {
+	if x != nil {
+		return x.WeightsVersions
 	}
 	return nil
 }
@@ -1158,7 +1167,7 @@ var File_rollout_gateway_v1_gateway_proto protoreflect.FileDescriptor
 
 const file_rollout_gateway_v1_gateway_proto_rawDesc = "" +
 	"\n" +
-	" rollout/gateway/v1/gateway.proto\x12\x12rollout.gateway.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a$rollout/inference/v1/inference.proto\x1a rollout/session/v1/session.proto\x1a&rollout/trajectory/v1/trajectory.proto\"\xe3\x01\n" +
+	" rollout/gateway/v1/gateway.proto\x12\x12rollout.gateway.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a$rollout/inference/v1/inference.proto\x1a rollout/session/v1/session.proto\x1a&rollout/trajectory/v1/trajectory.proto\"\x8e\x02\n" +
 	"\x05Model\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x15\n" +
 	"\x06run_id\x18\x02 \x01(\tR\x05runId\x12'\n" +
@@ -1166,7 +1175,8 @@ const file_rollout_gateway_v1_gateway_proto_rawDesc = "" +
 	"\x0eweights_digest\x18\x04 \x01(\tR\rweightsDigest\x12\"\n" +
 	"\rmax_model_len\x18\x05 \x01(\rR\vmaxModelLen\x12;\n" +
 	"\vcreate_time\x18\x06 \x01(\v2\x1a.google.protobuf.TimestampR\n" +
-	"createTime\"\x13\n" +
+	"createTime\x12)\n" +
+	"\x10weights_versions\x18\a \x03(\x04R\x0fweightsVersions\"\x13\n" +
 	"\x11ListModelsRequest\"G\n" +
 	"\x12ListModelsResponse\x121\n" +
 	"\x06models\x18\x01 \x03(\v2\x19.rollout.gateway.v1.ModelR\x06models\"\xd2\x04\n" +
