@@ -274,6 +274,24 @@ func TestAnAgentTrainsARun(t *testing.T) {
 	}
 }
 
+// The text of a sample has the turns of its conversation, for people.
+func TestTheTextOfAConversation(t *testing.T) {
+	t.Parallel()
+	a := setup(t, func(*configv1.RunConfig) {})
+	a.worker.generate = newChatter().turn
+	a.publish(3)
+	task := a.next()[0]
+	call(t, a.gateway, task.GetSessionId(), chat())
+	call(t, a.gateway, task.GetSessionId(), chat())
+	if _, err := a.close(task, 1); err != nil {
+		t.Fatal(err)
+	}
+	got := a.buffer.have[task.GetKey().String()]
+	if got.GetPrompt() != "\n[user] hi\n" || got.GetCompletion() != "three\n[user] hi\n[assistant] three" {
+		t.Errorf("got %q, %q", got.GetPrompt(), got.GetCompletion())
+	}
+}
+
 // A token that two leaves share is trained by the first of them.
 func TestForksTrainTheirPrefixOnce(t *testing.T) {
 	t.Parallel()

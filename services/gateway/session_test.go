@@ -67,6 +67,7 @@ func (c *chatter) turn(req *inferencev1.GenerateRequest, stream grpc.ServerStrea
 	}
 	prompt := inline(state.GetSessionId(), fmt.Sprintf("s%d", len(have)), parent, sessionv1.Role_ROLE_USER, 1, 2)
 	answer := inline(state.GetSessionId(), fmt.Sprintf("s%d", len(have)+1), prompt.GetSegmentId(), sessionv1.Role_ROLE_ASSISTANT, 3)
+	prompt.Messages = []string{`{"role":"user","content":"hi"}`}
 	c.sessions[state.GetSessionId()] = append(have, prompt, answer)
 	return stream.Send(&inferencev1.GenerateResponse{
 		Text: "three", TokenIds: []uint32{3}, Logprobs: []float32{-1}, FinishReason: "stop", Segments: []*sessionv1.Segment{prompt, answer},

@@ -96,7 +96,7 @@ func (p path) encode(end *End, seen map[string]bool) (*trajectoryv1.Trajectory, 
 	}
 	h.Path = &trajectoryv1.TrajectoryPath{SessionId: p[0].GetSegment().GetSessionId()}
 	var ids, logprobs, raw, mask bytes.Buffer
-	allRaw, begun := true, false
+	allRaw, begun, answers := true, false, false // answers: the next segment answers messages in the completion
 	prompt, completion := strings.Builder{}, strings.Builder{}
 	var covered, at uint32 // completion tokens that have a span; completion tokens so far
 	for _, s := range p {
@@ -117,6 +117,9 @@ func (p path) encode(end *End, seen map[string]bool) (*trajectoryv1.Trajectory, 
 				mask.Write(tokens.GetLossMask())
 			}
 			seen[segment.GetSegmentId()] = true
+			if answers {
+				completion.WriteString("[assistant] ")
+			}
 			completion.WriteString(s.GetText())
 			for _, span := range segment.GetVersionSpans() {
 				t.VersionSpans = appendSpan(t.VersionSpans, span, covered, at+span.GetEnd())
@@ -134,6 +137,7 @@ func (p path) encode(end *End, seen map[string]bool) (*trajectoryv1.Trajectory, 
 		}
 		if begun {
 			at += n
+			answers = !byPolicy(s) && len(segment.GetMessages()) > 0
 		} else {
 			t.PromptTokens += n
 		}
@@ -166,7 +170,8 @@ func appendSpan(spans []*trajectoryv1.VersionSpan, span *trajectoryv1.VersionSpa
 	return append(spans, &trajectoryv1.VersionSpan{Version: span.GetVersion(), Start: start, End: end, Digest: span.GetDigest()})
 }
 
-// said is the text of a segment of a prompt: its messages, each with its role.
+// said is the text of a segment of a prompt: its messages, each with its role. `rollout completions`
+// shows the turns.
 func said(s *Segment) string {
 	if len(s.GetSegment().GetMessages()) == 0 {
 		return s.GetText()

@@ -4,6 +4,8 @@ package completions
 import (
 	"context"
 	"fmt"
+	"regexp"
+	"strconv"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -127,18 +129,68 @@ func keptText(env *cli.Env, k record.Kept) string {
 		if i == 0 || c.Index != k.Completions[i-1].Index || c.Epoch != k.Completions[i-1].Epoch {
 			b.WriteString(table.String())
 			table = output.Table{}
-			fmt.Fprintf(&b, "epoch %d, row %d  %s\n", c.Epoch, c.Index, s.Cyan(fmt.Sprintf("%q", c.Prompt)))
+			fmt.Fprintf(&b, "epoch %d, row %d  %s\n", c.Epoch, c.Index, s.Cyan(strings.Join(shown(turns(c.Prompt)), "  ")))
 		}
 		advantage := "-"
 		if c.Advantage != nil {
 			advantage = fmt.Sprintf("%+.3f", *c.Advantage)
 		}
-		text := fmt.Sprintf("%q", c.Completion)
+		lines := shown(turns(c.Completion))
 		if c.Truncated {
-			text += s.Dim(" (cut off)")
+			lines[len(lines)-1] += s.Dim(" (cut off)")
 		}
-		table.Row(fmt.Sprintf("  %d", c.Sample), "reward "+output.Number(c.Reward), "advantage "+advantage, fmt.Sprintf("%d tokens", c.Tokens), text)
+		table.Row(fmt.Sprintf("  %d", c.Sample), "reward "+output.Number(c.Reward), "advantage "+advantage, fmt.Sprintf("%d tokens", c.Tokens), lines[0])
+		for _, line := range lines[1:] {
+			table.Row("", "", "", "", line)
+		}
 	}
 	b.WriteString(table.String())
 	return b.String()
+}
+
+// turn is a message of a conversation.
+type turn struct {
+	role string // empty: the policy, or a prompt without roles
+	text string
+}
+
+// marker begins each message in the text of a conversation, which the gateway writes.
+var marker = regexp.MustCompile(`(?m)^\[(system|developer|user|assistant|tool)\] `)
+
+// turns splits the text of a conversation; a text without markers is one turn.
+func turns(text string) []turn {
+	found := marker.FindAllStringSubmatchIndex(text, -1)
+	if len(found) == 0 {
+		return []turn{{text: text}}
+	}
+	var out []turn
+	if first := strings.TrimSuffix(text[:found[0][0]], "\n"); first != "" {
+		out = append(out, turn{text: first})
+	}
+	for i, at := range found {
+		t := turn{role: text[at[2]:at[3]]}
+		if i+1 < len(found) {
+			t.text = strings.TrimSuffix(text[at[1]:found[i+1][0]], "\n")
+		} else {
+			t.text = text[at[1]:]
+		}
+		if t.role == "assistant" {
+			t.role = ""
+		} else {
+			t.text = strings.TrimRight(t.text, "\n")
+		}
+		out = append(out, t)
+	}
+	return out
+}
+
+// shown is a line for each turn. Those that the policy did not sample have their role.
+func shown(turns []turn) []string {
+	lines := make([]string, len(turns))
+	for i, t := range turns {
+		if lines[i] = strconv.Quote(t.text); t.role != "" {
+			lines[i] = t.role + " " + lines[i]
+		}
+	}
+	return lines
 }

@@ -2,6 +2,7 @@ package completions
 
 import (
 	"errors"
+	"strings"
 	"testing"
 
 	"github.com/rollout-rl/rollout/libs/exit"
@@ -32,6 +33,24 @@ func TestNoCompletions(t *testing.T) {
 		var typed *exit.Error
 		if err := noCompletions(run, c.of); !errors.As(err, &typed) || typed.Code != exit.NoInput || typed.Error()+"; "+typed.Fix != c.want {
 			t.Errorf("got  %v; %s\nwant %s", err, typed.Fix, c.want)
+		}
+	}
+}
+
+// A conversation is shown turn by turn, with the roles of the messages that the policy did not
+// sample.
+func TestTurns(t *testing.T) {
+	t.Parallel()
+	for text, want := range map[string]string{
+		"42":                    `"42"`,
+		"":                      `""`,
+		"a\n[b] c":              `"a\n[b] c"`,
+		"\n[user] guess 1-5:\n": `user "guess 1-5:"`,
+		"3\n[user] lower:\n[assistant] 1\n[user] higher:\n[assistant] 2": `"3" | user "lower:" | "1" | user "higher:" | "2"`,
+		"call\n[tool] two\nlines\n\n[user] and?\n[assistant] ok\n":       `"call" | tool "two\nlines" | user "and?" | "ok\n"`,
+	} {
+		if got := strings.Join(shown(turns(text)), " | "); got != want {
+			t.Errorf("%q: got %s, want %s", text, got, want)
 		}
 	}
 }
