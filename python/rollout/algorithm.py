@@ -50,6 +50,11 @@ def rewarded(config: RunConfig) -> bool:
     return config.HasField("reward") or config.environment.kind in kind.GetOptions().Extensions[options_pb2.meta].rewarding
 
 
+def turns(config: RunConfig) -> bool:
+    """Whether episodes may have several turns, played by the workers."""
+    return config.environment.kind not in ("", "single_turn", "external")
+
+
 def keys_of(table: Descriptor) -> Iterator[FieldDescriptor]:
     """The keys of a TOML table: the fields of its message and those of the messages that it
     inlines."""

@@ -68,6 +68,7 @@ class ChildProcess:
         self._answers: dict[int, asyncio.Future[bytes]] = {}
         self._numbers = itertools.count()
         self._turn, self._starting = asyncio.Lock(), asyncio.Lock()
+        self._watches: set[asyncio.Task[None]] = set()
         self.broken = False
 
     @property
@@ -139,7 +140,7 @@ class ChildProcess:
                 await self._send(number, method.encode() + b"\0" + message)
                 answer = await answered
         except TimeoutError:
-            if not (overlapping and await self._cancelled(number, answered)):
+            if not (overlapping and await self._cancelled(number)):
                 self._kill_only(process)
             raise wire.timeout_error(method, timeout, what) from None
         except (OSError, EOFError):
@@ -150,13 +151,25 @@ class ChildProcess:
             if not overlapping:
                 self._kill_only(process)
             elif not self.broken:
-                await self._send(number, b"Cancel")
+                self._watch_cancelled(number, process)
             raise
         finally:
-            answers.pop(number, None)
+            if answers.get(number) is answered:
+                del answers[number]
         if answer[0]:
             raise wire.error_of(status_pb2.Status.FromString(answer[1:]))
         return answer[1:]
+
+    def _watch_cancelled(self, number: int, process: subprocess.Popen[bytes] | None) -> None:
+        """Cancel a call in the background, and kill the process if it is blocked."""
+
+        async def watch() -> None:
+            if not await self._cancelled(number):
+                self._kill_only(process)
+
+        task = asyncio.create_task(watch(), name="cancel")
+        self._watches.add(task)
+        task.add_done_callback(self._watches.discard)
 
     def _kill_only(self, process: subprocess.Popen[bytes] | None) -> None:
         """Kill the process of a call, unless another one has replaced it."""
@@ -168,15 +181,18 @@ class ChildProcess:
         self._writer.write(_HEAD.pack(len(body), number) + body)
         await self._writer.drain()
 
-    async def _cancelled(self, number: int, answered: asyncio.Future[bytes]) -> bool:
+    async def _cancelled(self, number: int) -> bool:
         """Cancel a call. Whether the process then answers it, so that it is not blocked."""
-        again = self._answers[number] = asyncio.get_running_loop().create_future() if answered.cancelled() else answered
+        answers = self._answers
+        answered = answers[number] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(_CANCEL_SECONDS):
                 await self._send(number, b"Cancel")
-                await again
+                await answered
         except (TimeoutError, OSError, EOFError):
             return False
+        finally:
+            answers.pop(number, None)
         return True
 
 
@@ -230,6 +246,8 @@ class _Child:
             if request == b"Cancel":
                 if (call := self._calls.get(number)) is not None:
                     call.cancel()
+                else:
+                    self._reply(number, b"\0")  # it has just ended
                 continue
             name, _, body = request.partition(b"\0")
             self._calls[number] = asyncio.create_task(self._answer(number, name.decode(), body))
@@ -247,6 +265,9 @@ class _Child:
                 error = wire.PluginError(f"{method} raised {type(error).__name__}: {error}")
             answer = b"\1" + wire.status_of(error).SerializeToString()
         self._calls.pop(number, None)
+        self._reply(number, answer)
+
+    def _reply(self, number: int, answer: bytes) -> None:
         sys.stdout.flush()
         self._answers.write(_HEAD.pack(len(answer), number) + answer)
         self._answers.flush()

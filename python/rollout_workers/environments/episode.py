@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import struct
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,11 +18,19 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from rollout.environment import Environment, Observation, Refusal, Result, Task, Turn, failed, reason_of
-from rollout_workers.data.prompts import Text
+from rollout.environment import Environment, Message, Observation, Refusal, Result, Task, Turn, failed, reason_of
+from rollout.errors import RolloutError
+from rollout.hosting.answers import answers_of, starts_of
+from rollout_workers.data.prompts import PromptInvalid, Text
 from rollout_workers.engines.base import Engine, GroupRequest, SampleOutput, SamplingParams, VersionSpan
+from rollout_workers.environments.dialogue import Dialogue, calls_of
+from rollout_workers.environments.limits import Limits, credited
 
 log = logging.getLogger(__name__)
+
+
+_NOTHING = Observation()
+_UNLIMITED = Limits()
 
 
 @dataclass(slots=True, eq=False)
@@ -29,8 +38,8 @@ class Episode:
     """One sample of a task, which grows until it has a result.
 
     prompt: the first observation. parts: the sampled outputs and further observations (without
-    logprobs), in order. last_version: the weights of the last sampled token; None if nothing was
-    sampled.
+    logprobs), in order, with the text of each in ``texts``. rewards: of each turn so far. message:
+    what the policy said last, in an episode of messages.
     """
 
     task: Task
@@ -38,11 +47,19 @@ class Episode:
     prompt: Observation
     parts: list[SampleOutput | Observation] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    message: Message | None = None
     result: Result | None = None
 
     @property
     def sample(self) -> int:
         return self.task.samples[self.place]
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The name of the episode for the environment."""
+        return self.task.key, self.sample
 
     @property
     def turns(self) -> int:
@@ -67,6 +84,16 @@ class Episode:
             at += len(part.token_ids)
         return spans
 
+    def turn_spans(self) -> list[tuple[int, int]]:
+        """The first token of each turn and one past the last, in the completion."""
+        spans: list[tuple[int, int]] = []
+        at = 0
+        for part in self.parts:
+            if isinstance(part, SampleOutput):
+                spans.append((at, at + len(part.token_ids)))
+            at += len(part.token_ids)
+        return spans
+
     def context(self) -> NDArray[np.int32]:
         """All tokens of the episode."""
         return np.concatenate([self.prompt.token_ids, *(part.token_ids for part in self.parts)])
@@ -80,6 +107,20 @@ class FinishedGroup:
     episodes: tuple[Episode, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What every run of a runner uses."""
+
+    engine: Engine
+    environment: Environment
+    text: Text
+    params: SamplingParams
+    limits: Limits
+    dialogue: Dialogue
+    freed: Callable[[str], None]
+    releases: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+
+
 class EpisodeRunner:
     """Runs tasks. Concurrent ``run`` calls share the batches of the engine and the reward."""
 
@@ -90,18 +131,22 @@ class EpisodeRunner:
         text: Text,
         params: SamplingParams,
         sampled: Callable[[str], None] = lambda key: None,
+        *,
+        limits: Limits = _UNLIMITED,
+        chat: bool = False,
     ) -> None:
-        """sampled: called with the key of a task when the engine has finished the first turn of one
-        of its samples."""
-        self._engine, self._environment, self._text, self._params = engine, environment, text, params
-        self._sampled = sampled
+        """sampled: called with the key of a task when one of its samples needs no slot any more:
+        after its first turn, or at its end if episodes may have several turns. chat: whether an
+        observation of text is a message of the user."""
+        dialogue = Dialogue(text, chat=chat, stop=params.stop)
+        self._parts = _Parts(engine, environment, text, params, limits, dialogue, sampled)
 
     async def run(self, tasks: Sequence[Task]) -> AsyncGenerator[list[FinishedGroup], None]:
         """Yield groups when they finish; each list has the groups that finished together. Closing
         the iterator aborts the others."""
-        run = _Run(self._engine, self._environment, self._text, self._params, self._sampled)
+        run = _Run(self._parts)
         try:
-            await run.begin(tasks)
+            run.begin(tasks)
             while run.open:
                 yield await run.finished()
         finally:
@@ -109,17 +154,17 @@ class EpisodeRunner:
 
 
 class _Run:
-    def __init__(
-        self, engine: Engine, environment: Environment, text: Text, params: SamplingParams, sampled: Callable[[str], None]
-    ) -> None:
-        self._engine, self._environment, self._text, self._params = engine, environment, text, params
-        self._sampled = sampled
+    def __init__(self, parts: _Parts) -> None:
+        self._engine, self._environment, self._text, self._params = parts.engine, parts.environment, parts.text, parts.params
+        self._limits, self._dialogue, self._freed = parts.limits, parts.dialogue, parts.freed
+        self._releases = parts.releases  # they outlive the run
         self._tasks: set[asyncio.Task[None]] = set()
         self._groups: dict[str, list[Episode]] = {}
         self._left: dict[str, int] = {}  # number of unfinished episodes by task
         self._requests: dict[str, tuple[list[Episode], int]] = {}  # request -> its episodes, and the number of missing outputs
         self._ready: list[Episode] = []  # episodes whose turn was just sampled
         self._done: list[FinishedGroup] = []
+        self._timers: list[asyncio.TimerHandle] = []
         self._wake = asyncio.Event()
         self._step_planned = False
 
@@ -127,27 +172,16 @@ class _Run:
     def open(self) -> bool:
         return bool(self._left) or bool(self._done)
 
-    async def begin(self, tasks: Sequence[Task]) -> None:
+    def begin(self, tasks: Sequence[Task]) -> None:
+        """Start the episodes of these tasks in the background."""
         for task in tasks:
             self._left[task.key] = len(task.samples)
-        try:
-            first = await self._environment.reset(tasks)
-        except Exception as error:
-            log.exception("the environment failed to reset %d tasks", len(tasks))
-            first = [Refusal(reason_of(error, "ENVIRONMENT_FAILED"), str(error))] * len(tasks)
-        requests: list[GroupRequest] = []
-        for task, observation in zip(tasks, first, strict=True):
-            refused = isinstance(observation, Refusal)
-            prompt = Observation(np.zeros(0, np.int32)) if refused else observation
-            episodes = [Episode(task, place, prompt) for place in range(len(task.samples))]
-            self._groups[task.key] = episodes
-            if refused:
-                log.warning("task %s can't start: %s", task.key, observation.message)
-                self._end(episodes, [failed(observation.reason)] * len(episodes))
-            else:
-                requests.append(self._request(task.key, episodes, prompt.token_ids, task.seeds))
-        if requests:
-            self._spawn(self._sample(requests))
+            self._groups[task.key] = [Episode(task, place, _NOTHING) for place in range(len(task.samples))]
+            self._expire(self._groups[task.key], self._limits.group_seconds, "GROUP_TIMEOUT")
+            self._expire(self._groups[task.key], self._limits.episode_seconds, "EPISODE_TIMEOUT")
+        batched = getattr(self._environment, "batched", True)
+        for some in [list(tasks)] if batched else [[task] for task in tasks]:
+            self._spawn(self._begin(some))
 
     async def finished(self) -> list[FinishedGroup]:
         while not self._done:
@@ -157,21 +191,64 @@ class _Run:
         return done
 
     async def close(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._left:
-            given_up = [(e.task.key, e.sample) for es in self._groups.values() for e in es if e.result is None]
-            await self._environment.close(given_up)
+            await self._release([e for es in self._groups.values() for e in es if e.result is None])
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _request(self, name: str, episodes: list[Episode], prompt: NDArray[np.int32], seeds: tuple[int, ...]) -> GroupRequest:
+    # Beginning
+
+    async def _begin(self, tasks: Sequence[Task]) -> None:
+        requests: list[GroupRequest] = []
+        for task, first in zip(tasks, await self._reset(tasks), strict=True):
+            episodes = [episode for episode in self._groups.get(task.key, ()) if episode.result is None]
+            if not isinstance(first, Refusal):
+                try:
+                    first = self._dialogue.begin(first)
+                except PromptInvalid as error:
+                    first = Refusal(error.reason, str(error))
+            if isinstance(first, Refusal):
+                log.warning("task %s can't start: %s", task.key, first.message)
+                self._end(episodes, [failed(first.reason)] * len(episodes))
+                continue
+            for episode in episodes:
+                episode.prompt = first
+            if len(episodes) == len(task.samples):
+                requests.append(self._request(task.key, episodes, first.token_ids, task.seeds, task.key))
+        if requests:
+            await self._sample(requests)
+
+    async def _reset(self, tasks: Sequence[Task]) -> Sequence[Observation | Refusal]:
+        try:
+            async with asyncio.timeout(_seconds(self._limits.turn_seconds)):
+                return starts_of(tasks, await self._environment.reset(tasks), self._limits.name)
+        except TimeoutError:
+            refusal = Refusal("ENVIRONMENT_TIMEOUT", self._late("reset"))
+        except Exception as error:
+            if not isinstance(error, RolloutError):
+                log.exception("the environment failed to reset %d tasks", len(tasks))
+            refusal = Refusal(reason_of(error, "ENVIRONMENT_FAILED"), str(error))
+        return [refusal] * len(tasks)
+
+    # Sampling
+
+    def _request(
+        self, name: str, episodes: list[Episode], prompt: NDArray[np.int32], seeds: tuple[int, ...], session: str
+    ) -> GroupRequest:
         self._requests[name] = (episodes, len(episodes))
-        return GroupRequest(name, prompt, seeds, self._params)
+        params = self._params
+        if self._limits.turns:
+            room = self._limits.max_tokens - len(prompt)
+            params = replace(params, max_tokens=max(1, min(params.max_tokens, room)))
+        return GroupRequest(name, prompt, seeds, params, session=session if self._limits.turns else "")
 
     async def _sample(self, requests: list[GroupRequest]) -> None:
         outputs = self._engine.generate(requests)
@@ -183,55 +260,73 @@ class _Run:
             log.exception("the engine failed %d requests", len(requests))
             for request in requests:
                 episodes, _ = self._requests.pop(request.request_id, ([], 0))
-                self._end(episodes, [failed(reason_of(error, "ENGINE_FAILED"))] * len(episodes))
+                self._give_up(episodes, failed(reason_of(error, "ENGINE_FAILED")))
         finally:
             await outputs.aclose()  # type: ignore[attr-defined]
 
     def _take(self, output: SampleOutput) -> None:
         episodes, missing = self._requests[output.request_id]
         episode = episodes[output.sample]
-        episode.parts.append(output)
-        if len(episode.parts) == 1:
-            self._sampled(episode.task.key)
+        if episode.result is None:
+            episode.parts.append(output)
         if missing > 1:
             self._requests[output.request_id] = (episodes, missing - 1)
-            return
-        del self._requests[output.request_id]
-        self._ready.extend(episodes)
+        else:
+            del self._requests[output.request_id]
+        if self._limits.turns:  # the other samples of the group may still be sampled
+            episodes = [episode]
+        else:
+            self._freed(episode.task.key)
+            if missing > 1:
+                return
+        self._ready.extend(each for each in episodes if each.result is None)
         if not self._step_planned:  # step all outputs that the engine has delivered by now
             self._step_planned = True
             asyncio.get_running_loop().call_soon(self._plan_step)
 
+    # Steps
+
     def _plan_step(self) -> None:
         self._step_planned = False
         ready, self._ready = self._ready, []
-        self._spawn(self._step(ready))
-
-    async def _step(self, episodes: list[Episode]) -> None:
-        turns: list[Turn] = []
         answered: list[Episode] = []
-        ended: list[Episode] = []
-        results: list[Result] = []
-        for episode, output, text in self._texts(episodes):
+        turns: list[Turn] = []
+        for episode, output, text in self._texts(ready):
             episode.texts.append(text)
             if output.finish_reason == "aborted":
-                ended.append(episode)
-                results.append(Result(outcome="aborted", reason="ABORTED"))
+                self._give_up([episode], Result(outcome="aborted", reason="ABORTED"))
             elif output.finish_reason == "error":
-                ended.append(episode)
-                results.append(failed(reason_of(output.error or RuntimeError(), "ENGINE_ERROR")))
+                self._give_up([episode], failed(reason_of(output.error or RuntimeError(), "ENGINE_ERROR")))
             else:
                 answered.append(episode)
                 turns.append(self._turn(episode, output, text))
-        self._end(ended, results)
         if not turns:
             return
+        if getattr(self._environment, "batched", True):
+            self._spawn(self._step(answered, turns))
+            return
+        for episode, turn in zip(answered, turns, strict=True):
+            self._spawn(self._step([episode], [turn]))
+
+    async def _step(self, episodes: list[Episode], turns: list[Turn]) -> None:
+        left = True
         try:
-            answers = await self._environment.step(turns)
+            async with asyncio.timeout(_seconds(self._limits.turn_seconds)):
+                answers = answers_of(turns, await self._environment.step(turns), self._limits.name)
+        except TimeoutError:
+            answers = [replace(failed("ENVIRONMENT_TIMEOUT"), message=self._late("step"))] * len(turns)
         except Exception as error:
-            log.exception("the environment failed %d turns", len(turns))
-            answers = [failed(reason_of(error, "ENVIRONMENT_FAILED"))] * len(turns)
-        self._continue(answered, turns, answers)
+            if not isinstance(error, RolloutError):
+                log.exception("the environment failed %d turns", len(turns))
+            answers = [replace(failed(reason_of(error, "ENVIRONMENT_FAILED")), message=str(error))] * len(turns)
+        else:
+            left = False
+        for episode, answer in zip(episodes, answers, strict=True):
+            if isinstance(answer, Result) and answer.message and episode.result is None:
+                log.warning("sample %d of %s has no result: %s", episode.sample, episode.task.key, answer.message)
+        if left:
+            self._release_soon(episodes)
+        self._continue(episodes, turns, answers)
 
     def _texts(self, episodes: list[Episode]) -> list[tuple[Episode, SampleOutput, str]]:
         """The last output of each episode with its text. Outputs without a text are decoded
@@ -244,15 +339,27 @@ class _Run:
         return [(e, o, t) for e, o, t in zip(episodes, outputs, texts, strict=True) if isinstance(o, SampleOutput)]
 
     def _turn(self, episode: Episode, output: SampleOutput, text: str) -> Turn:
+        number, prompt = episode.turns - 1, episode.prompt
+        content, reasoning, calls = text, "", ()
+        if prompt.messages:
+            before = episode.parts[-2].token_ids if len(episode.parts) > 1 else prompt.token_ids
+            episode.message = self._dialogue.message(
+                before, output, prompt.tools, f"{episode.task.key}#{episode.sample}.{number}"
+            )
+            content, reasoning = str(episode.message["content"]), str(episode.message.get("reasoning_content", ""))
+            calls = calls_of(episode.message)
         return Turn(
             task=episode.task,
             sample=episode.sample,
-            number=episode.turns - 1,
-            prompt=episode.prompt.text,
+            number=number,
+            prompt=prompt.text,
             token_ids=output.token_ids,
             text=text,
             truncated=output.finish_reason == "length",
-            prompt_ids=episode.prompt.token_ids,
+            prompt_ids=prompt.token_ids,
+            content=content,
+            reasoning=reasoning,
+            tool_calls=calls,
         )
 
     def _continue(self, episodes: list[Episode], turns: list[Turn], answers: Sequence[Observation | Result]) -> None:
@@ -260,29 +367,114 @@ class _Run:
         ended: list[Episode] = []
         results: list[Result] = []
         for episode, turn, answer in zip(episodes, turns, answers, strict=True):
+            if episode.result is not None:  # its time was over
+                continue
+            for name, value in answer.metrics.items():
+                episode.metrics[name] = episode.metrics.get(name, 0.0) + value
             if isinstance(answer, Result):
+                episode.rewards.append(0.0)
                 cut = turn.truncated and answer.outcome == "completed"
                 ended.append(episode)
                 results.append(replace(answer, outcome="truncated") if cut else answer)
                 continue
-            episode.parts.append(answer)
-            episode.texts.append(answer.text)
+            episode.rewards.append(answer.reward)
+            try:
+                further = self._following(episode, turn, answer)
+            except PromptInvalid as error:
+                log.warning("sample %d of %s can't continue: %s", episode.sample, episode.task.key, error)
+                self._give_up([episode], failed(error.reason))
+                continue
+            if further is None:
+                self._give_up([episode], Result(outcome="truncated"))
+                continue
+            episode.parts.append(further)
+            episode.texts.append(further.text)
             seed = turn_seed(episode.task.seeds[episode.place], turn.number + 1)
-            name = f"{episode.task.key}#{episode.sample}.{turn.number + 1}"
-            requests.append(self._request(name, [episode], episode.context(), (seed,)))
+            session = f"{episode.task.key}#{episode.sample}"
+            name = f"{session}.{turn.number + 1}"
+            requests.append(self._request(name, [episode], episode.context(), (seed,), session))
         self._end(ended, results)
         if requests:
             self._spawn(self._sample(requests))
 
+    def _following(self, episode: Episode, turn: Turn, answer: Observation) -> Observation | None:
+        """The observation with its tokens; None if the episode has no room for another turn."""
+        if turn.number + 1 >= self._limits.max_turns:
+            return None
+        said = episode.message or {"role": "assistant", "content": turn.text}
+        further = self._dialogue.following(said, turn.token_ids, answer, episode.prompt.tools)
+        return further if len(episode.context()) + len(further.token_ids) < self._limits.max_tokens else None
+
+    # Ending
+
+    def _expire(self, episodes: list[Episode], seconds: float, reason: str) -> None:
+        """End the episodes that are open after this time."""
+        if _seconds(seconds) is None:
+            return
+
+        def over() -> None:
+            late = [episode for episode in episodes if episode.result is None]
+            if not late:
+                return
+            log.warning("%d samples of %s took longer than %g s in %s", len(late), late[0].task.key, seconds, self._limits.name)
+            requests = [name for name, (of, _) in self._requests.items() if of and all(e in late for e in of if e.result is None)]
+            self._give_up(late, failed(reason))
+            if requests:
+                self._spawn(self._abort(requests))
+
+        self._timers.append(asyncio.get_running_loop().call_later(seconds, over))
+
+    async def _abort(self, requests: list[str]) -> None:
+        await self._engine.abort(requests)
+
+    def _give_up(self, episodes: Sequence[Episode], result: Result) -> None:
+        """End episodes that the environment has not ended."""
+        open_ = [episode for episode in episodes if episode.result is None]
+        if open_ and self._limits.turns:
+            self._release_soon(open_)
+        self._end(open_, [result] * len(open_))
+
+    def _release_soon(self, episodes: Sequence[Episode]) -> None:
+        task = asyncio.create_task(self._release(episodes))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def _release(self, episodes: Sequence[Episode]) -> None:
+        try:
+            async with asyncio.timeout(_seconds(self._limits.turn_seconds)):
+                await self._environment.close([episode.key for episode in episodes])
+        except Exception as error:
+            log.warning("%s failed to close %d episodes: %r", self._limits.name, len(episodes), error)
+
     def _end(self, episodes: Sequence[Episode], results: Sequence[Result]) -> None:
         for episode, result in zip(episodes, results, strict=True):
-            episode.result = result
+            episode.result = self._credited(episode, result)
             key = episode.task.key
+            if self._limits.turns:
+                self._freed(key)
             self._left[key] -= 1
             if not self._left[key]:
                 del self._left[key]
                 self._done.append(FinishedGroup(episode.task, tuple(self._groups.pop(key))))
                 self._wake.set()
+
+    def _credited(self, episode: Episode, result: Result) -> Result:
+        if not self._limits.turns or result.outcome not in ("completed", "truncated"):
+            return result
+        rewards = episode.rewards + [0.0] * (episode.turns - len(episode.rewards))
+        metrics = {**episode.metrics, "episode/turns": float(episode.turns)}
+        total = sum(rewards) + sum(result.turn_rewards)
+        if total:
+            metrics["reward/turns"] = total
+        return replace(credited(result, episode.turn_spans(), rewards, self._limits.credit), metrics=metrics)
+
+    def _late(self, method: str) -> str:
+        limit = self._limits
+        return f"{method} of `{limit.name}` took longer than {limit.turn_seconds:g} s; raise `environment.turn_timeout_seconds`"
+
+
+def _seconds(limit: float) -> float | None:
+    return None if math.isinf(limit) else limit
 
 
 def turn_seed(seed: int, turn: int) -> int:

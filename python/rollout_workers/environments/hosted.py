@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from blake3 import blake3
@@ -44,7 +45,7 @@ class Hosted:
         self._class = self.name.rpartition(":")[2]
         self._verify = verify
         self._children = [_Child(ChildProcess([source], command), verify) for _ in range(processes)]
-        self._of: dict[str, tuple[_Child, int]] = {}  # task -> its process, and how often that was started by then
+        self._of: dict[str, _Home] = {}  # of each task with open episodes
 
     async def start(self) -> None:
         """Start the processes. Raises ``RolloutError``."""
@@ -62,9 +63,12 @@ class Hosted:
 
         async def begin(child: _Child, some: list[Task]) -> list[Observation | Refusal]:
             request = pb.ResetEnvironmentRequest(plugin=self._class, tasks=[wire.task_to(task) for task in some])
-            answer = await child.call("ResetEnvironment", request)
+            try:
+                answer = await child.call("ResetEnvironment", request)
+            except wire.EnvironmentExited:  # perhaps because of another episode
+                answer = await child.call("ResetEnvironment", request)
             for task in some:
-                self._of[task.key] = child, child.starts
+                self._of[task.key] = _Home(child, child.starts, set(task.samples))
             return [wire.start_from(start) for start in answer.starts]
 
         return await self._divided(tasks, lambda task: self._child(task.key), begin)
@@ -73,7 +77,7 @@ class Hosted:
         """The answer to each turn."""
 
         async def answer(child: _Child, some: list[Turn]) -> list[Observation | Result]:
-            lost = [self._of.get(turn.task.key) != (child, child.starts) for turn in some]
+            lost = [self._lost(turn.task.key) for turn in some]
             if any(lost):
                 message = f"the process of `{self._class}` has ended, and with it this episode"
                 gone = Result(outcome="infra_failed", reason=wire.EnvironmentExited.reason, message=message)
@@ -82,7 +86,11 @@ class Hosted:
             if not some:
                 return []
             request = pb.StepEnvironmentRequest(plugin=self._class, turns=[wire.turn_to(turn) for turn in some])
-            return [wire.answer_from(each) for each in (await child.call("StepEnvironment", request)).answers]
+            answers = [wire.answer_from(each) for each in (await child.call("StepEnvironment", request)).answers]
+            for turn, each in zip(some, answers, strict=True):
+                if isinstance(each, Result):
+                    self._forget(turn.task.key, turn.sample)
+            return answers
 
         return await self._divided(turns, lambda turn: self._child(turn.task.key), answer)
 
@@ -90,6 +98,8 @@ class Hosted:
         """Release these episodes, unless their process has ended."""
 
         async def release(child: _Child, some: list[tuple[str, int]]) -> list[None]:
+            for key, sample in some:
+                self._forget(key, sample)
             if not child.process.broken:
                 keys = [pb.EpisodeKey(task=key, sample=sample) for key, sample in some]
                 await child.call("CloseEnvironment", pb.CloseEnvironmentRequest(plugin=self._class, episodes=keys))
@@ -97,9 +107,17 @@ class Hosted:
 
         await self._divided(episodes, lambda episode: self._child(episode[0]), release)
 
-    def forget(self, key: str) -> None:
-        """Forget a task whose episodes are over."""
-        self._of.pop(key, None)
+    def _lost(self, key: str) -> bool:
+        """Whether the process of a task has ended since its reset."""
+        home = self._of.get(key)
+        return home is None or home.child.process.broken or home.starts != home.child.starts
+
+    def _forget(self, key: str, sample: int) -> None:
+        home = self._of.get(key)
+        if home is not None:
+            home.open.discard(sample)
+            if not home.open:
+                del self._of[key]
 
     def _child(self, key: str) -> _Child:
         return self._children[blake3(key.encode()).digest()[0] % len(self._children)]
@@ -122,18 +140,31 @@ class Hosted:
         return [answer for _, answer in sorted(found, key=lambda pair: pair[0])]
 
 
+@dataclass(slots=True)
+class _Home:
+    """Where a task is. starts: of the process at the reset. open: samples."""
+
+    child: _Child
+    starts: int
+    open: set[int]
+
+
 class _Child:
     """A process, and how often it was started again."""
 
     def __init__(self, process: ChildProcess, verify: Callable[[], None]) -> None:
         self.process, self._verify = process, verify
         self.starts = 0
-        self._starting = asyncio.Lock()
+        self._starting: asyncio.Task[None] | None = None
 
     async def call(self, method: str, request: Any) -> Any:
-        async with self._starting:
-            if self.process.broken:
-                self._verify()
-                await self.process.start()
-                self.starts += 1
+        if self.process.broken:
+            if self._starting is None or self._starting.done():
+                self._starting = asyncio.create_task(self._start(), name="environment")
+            await asyncio.shield(self._starting)  # a call that is cancelled does not end the start
         return await self.process.call(method, request, NO_DEADLINE)
+
+    async def _start(self) -> None:
+        self._verify()
+        await self.process.start()
+        self.starts += 1

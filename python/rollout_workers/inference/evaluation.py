@@ -16,6 +16,7 @@ from rollout.trajectory.v1 import trajectory_pb2
 from rollout_workers.data.prompts import Text
 from rollout_workers.engines.base import Engine, SamplingParams
 from rollout_workers.environments.episode import Episode, EpisodeRunner, sample_seed
+from rollout_workers.environments.limits import Limits
 from rollout_workers.inference.receipt import EngineReceipts
 from rollout_workers.worker.status import EdgeError
 
@@ -51,10 +52,15 @@ class Evaluation:
         params: SamplingParams,
         receipts: EngineReceipts,
         rows_file: str,
+        *,
+        limits: Limits | None = None,
+        chat: bool = False,
     ) -> None:
-        """params: of the run; an evaluation only sets the temperature. rows_file: JSON Lines."""
+        """params: of the run; an evaluation only sets the temperature. rows_file: JSON Lines. limits,
+        chat: of episodes; the reward of one is the sum of its rewards."""
         self._engine, self._environment, self._text, self._params = engine, environment, text, params
         self._receipts, self._file = receipts, rows_file
+        self._limits, self._chat = replace(limits or Limits(), credit="episode"), chat
         self._rows: list[bytes] | None = None
         self._serial = itertools.count()
 
@@ -64,7 +70,7 @@ class Evaluation:
         rows = await self._read()
         wanted = rows[: request.max_prompts] if request.max_prompts else rows
         params = replace(self._params, temperature=request.temperature)
-        runner = EpisodeRunner(self._engine, self._environment, self._text, params)
+        runner = EpisodeRunner(self._engine, self._environment, self._text, params, limits=self._limits, chat=self._chat)
         prefix = f"eval/{next(self._serial)}"
         tasks = [
             Task(f"{prefix}/{row}", row_json, (0,), (sample_seed(request.seed, 0, row, 0),), row)

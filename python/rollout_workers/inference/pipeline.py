@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import ceil
 
 from nats.aio.client import Client
 
+from rollout.algorithm import turns
 from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.environment import Environment
 from rollout_workers.data.prompts import PromptReader
@@ -16,6 +18,7 @@ from rollout_workers.data.rows import Rows, rows_of
 from rollout_workers.engines.base import SamplingParams
 from rollout_workers.environments import registry as environments
 from rollout_workers.environments.episode import EpisodeRunner
+from rollout_workers.environments.limits import Limits
 from rollout_workers.environments.teacher import with_teacher
 from rollout_workers.inference.model import Model
 from rollout_workers.inference.params import of_run
@@ -79,15 +82,26 @@ class Pipeline:
             if config.HasField("reward"):  # else the environment reads the rows
                 context.prompts.read([item.group.row_json for item in items])  # the reader caches them
 
+        episodes = config.engine.slots
+        if turns(config):  # slots stay busy while environments compute
+            episodes = ceil(episodes * config.environment.concurrency)
         puller = Puller(
             context.receipts,
-            capacity=capacity(config.engine.slots, config.sampling.group_size),
-            slots=config.engine.slots,
+            capacity=capacity(episodes, config.sampling.group_size),
+            slots=episodes,
             group_size=config.sampling.group_size,
             prepare=tokenize,
         )
         environment = with_teacher(config, context.environment, text, cleanup)
-        runner = EpisodeRunner(context.model.engine, environment, text, context.params, puller.sampled)
+        runner = EpisodeRunner(
+            context.model.engine,
+            environment,
+            text,
+            context.params,
+            puller.sampled,
+            limits=Limits.of(config),
+            chat=config.model.chat_template,
+        )
         outlet = Outlet(publisher, services, context.throughput, puller)
         sampler = Sampler(context.who, runner, context.receipts, outlet, services, puller)
         return cls(puller, sampler, pulls=config.environment.kind != environments.EXTERNAL)

@@ -21,6 +21,7 @@ from rollout.weights.v1.weights_pb2_grpc import add_WeightsServiceServicer_to_se
 from rollout_workers.data.prompts import PromptReader
 from rollout_workers.engines.base import Engine
 from rollout_workers.environments import registry as environments
+from rollout_workers.environments.limits import Limits
 from rollout_workers.inference.admission import Admission
 from rollout_workers.inference.evaluation import Evaluation
 from rollout_workers.inference.generation import Generation
@@ -174,7 +175,16 @@ def _servicer(
     config, engine, text = context.config, context.model.engine, context.model.text
     evaluation = None
     if algorithm.rewarded(config) and (rows := held_out_file(spec)):
-        evaluation = Evaluation(engine, context.environment, text, context.params, context.receipts, rows)
+        evaluation = Evaluation(
+            engine,
+            context.environment,
+            text,
+            context.params,
+            context.receipts,
+            rows,
+            limits=Limits.of(config),
+            chat=config.model.chat_template,
+        )
     generation = Generation(context.model, context.params, config.engine.max_model_len)
     return InferenceServer(context, generation, evaluation, pipeline.puller, lifecycle, rewards, updates)
 

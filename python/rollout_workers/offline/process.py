@@ -123,6 +123,7 @@ class _Batch:
         from rollout_workers.data.prompts import PromptReader
         from rollout_workers.environments import registry
         from rollout_workers.environments.episode import EpisodeRunner
+        from rollout_workers.environments.limits import Limits
         from rollout_workers.inference.params import of_run
         from rollout_workers.offline.sampling import Tally, sample
 
@@ -138,7 +139,10 @@ class _Batch:
                 await rewards.start()
             context = registry.Context(config, prompts, rewards, model.text, spec.base_dir)
             async with registry.opened(context) as environment:
-                runner = EpisodeRunner(model.engine, environment, model.text, of_run(config.sampling))
+                runner = EpisodeRunner(
+                    model.engine, environment, model.text, of_run(config.sampling),
+                    limits=Limits.of(config), chat=config.model.chat_template,
+                )  # fmt: skip
 
                 def report(tally: Tally) -> None:
                     _report(

@@ -1,0 +1,338 @@
+"""Episodes of several turns: tokens, tool calls, limits, deadlines, and where rewards count."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout.environment import Environment, Observation, Refusal, Result, SingleEpisode, Task, Turn
+from rollout.hosting.episodes import Checked, Episodes
+from rollout_testing.engine import ScriptedEngine
+from rollout_testing.templates import text_of
+from rollout_workers.data.prompts import Text
+from rollout_workers.engines.base import GroupRequest, SamplingParams
+from rollout_workers.environments.episode import Episode, EpisodeRunner
+from rollout_workers.environments.hosted import Hosted
+from rollout_workers.environments.limits import Limits, credited
+from rollout_workers.rewards.process_reward import NOTHING
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+def single(episode: type[SingleEpisode], *args: Any) -> Environment:
+    return Checked(Episodes(lambda: episode(*args)), episode.__name__, None)
+
+
+async def play(
+    engine: ScriptedEngine, environment: Environment, text: Text, *, samples: int = 1, chat: bool = False, **limits: Any
+) -> list[Episode]:
+    limits = {"name": "test", "turns": True, "turn_seconds": 60.0, "credit": "episode", **limits}
+    runner = EpisodeRunner(engine, environment, text, SamplingParams(max_tokens=64), limits=Limits(**limits), chat=chat)
+    task = Task("t", b"{}", tuple(range(samples)), tuple(range(samples)))
+    return [episode async for groups in runner.run([task]) for group in groups for episode in group.episodes]
+
+
+def scripted(text: Text, answers: Sequence[str]) -> ScriptedEngine:
+    """The n-th turn of every episode is the n-th answer."""
+
+    def answer(request: GroupRequest, sample: int) -> list[int]:
+        number = int(request.request_id.rpartition(".")[2]) if "#" in request.request_id else 0
+        return text.encode([answers[number]], special=False)[0].tolist()
+
+    return ScriptedEngine(answer)
+
+
+class Counting(SingleEpisode):
+    """Rewards each turn with its number, and ends after three."""
+
+    def reset(self, task: Task) -> str:
+        return "1+1="
+
+    def step(self, turn: Turn) -> Observation | Result:
+        if turn.number == 2:
+            return Result(10.0, {"last": 1.0})
+        return Observation(text="+1=", reward=float(turn.number + 1), metrics={"steps": 1.0})
+
+
+async def test_rewards_of_turns_are_summed(text: Text) -> None:
+    [episode] = await play(scripted(text, ["2", "33", "4"]), single(Counting), text)
+    assert text.decode([episode.context()]) == ["1+1=2+1=33+1=4"]
+    assert episode.result is not None and episode.result.reward == 13.0
+    assert episode.result.metrics == {"steps": 2.0, "last": 1.0, "episode/turns": 3.0, "reward/turns": 3.0}
+    assert episode.turn_spans() == [(0, 1), (4, 6), (9, 10)]
+
+
+async def test_the_tokens_of_turns_carry_their_rewards(text: Text) -> None:
+    [episode] = await play(scripted(text, ["2", "33", "4"]), single(Counting), text, credit="turn")
+    assert episode.result is not None and episode.result.reward == 10.0
+    assert episode.result.token_rewards == (1.0, 0, 0, 0, 0, 2.0, 0, 0, 0, NOTHING)
+
+
+def test_credit_follows_a_plain_computation() -> None:
+    """Two turns of two and three tokens around an observation of one: the tokens that a reward is
+    for are those before it, so sums from each token on are the returns of the turns."""
+    spans, rewards = [(0, 2), (3, 6)], [1.0, 2.0]
+    result = Result(4.0, token_rewards=(0.25, 0.0, 0.5), turn_rewards=(0.5, 0.0))
+    whole = credited(result, spans, list(rewards), "episode")
+    assert (whole.reward, whole.token_rewards, whole.turn_rewards) == (4.0 + 3.0 + 0.5 + 0.75, (), ())
+    turn = credited(result, spans, list(rewards), "turn")
+    assert (turn.reward, turn.token_rewards) == (4.0, (0, 1.5, 0, 0, 0, 2.75))
+    token = credited(result, spans, list(rewards), "token")
+    assert (token.reward, token.token_rewards) == (4.0, (0, 1.5, 0, 0.25, 0, 2.5))
+    for each in (turn, token):
+        returns = np.cumsum(each.token_rewards[::-1])[::-1]
+        assert returns[0] == returns[1] == 4.25 and returns[5] == (2.75 if each is turn else 2.5)
+
+
+async def test_a_chat_with_a_tool_extends_the_earlier_ids() -> None:
+    """Messages of the tool follow the sampled ids, which are never tokenized again."""
+    text = text_of("hermes")
+    seen: list[Turn] = []
+
+    class Asking(SingleEpisode):
+        def reset(self, task: Task) -> Observation:
+            return Observation(messages=({"role": "user", "content": "Weather in Rome?"},), tools=(WEATHER,))
+
+        def step(self, turn: Turn) -> Any:
+            seen.append(turn)
+            if not turn.tool_calls:
+                return Result(1.0)
+            return [{"role": "tool", "content": "sunny", "tool_call_id": turn.tool_calls[0].id}]
+
+    call = 'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>'
+    engine = scripted(text, [call, "Sunny.<|im_end|>"])
+    [episode] = await play(engine, single(Asking), text)
+    first, second = seen
+    assert (first.content, first.tool_calls[0].name, first.tool_calls[0].arguments) == ("I look.", "weather", {"city": "Rome"})
+    assert (second.content, second.tool_calls, second.number) == ("Sunny.", (), 1)
+    before, after = (np.array(request.prompt_ids) for request in engine.requests)
+    assert np.array_equal(after[: len(before)], before)
+    assert np.array_equal(after[len(before) :][: len(first.token_ids)], first.token_ids)
+    assert "sunny" in text.whole([after[len(before) + len(first.token_ids) :]])[0]
+    assert [request.session for request in engine.requests] == ["t", "t#0"]
+    assert episode.result is not None and episode.result.reward == 1.0
+
+
+class Endless(SingleEpisode):
+    closed = 0
+
+    def reset(self, task: Task) -> str:
+        return "1+1="
+
+    def step(self, turn: Turn) -> Observation:
+        return Observation(text="+1=", reward=1.0)
+
+    def close(self) -> None:
+        Endless.closed += 1
+
+
+@pytest.mark.parametrize(("limits", "turns"), [({"max_turns": 2}, 2), ({"max_tokens": 15}, 3)])
+async def test_an_episode_that_is_too_long_is_truncated(limits: dict[str, Any], turns: int, text: Text) -> None:
+    Endless.closed = 0
+    engine = scripted(text, ["2"] * 9)
+    [episode] = await play(engine, single(Endless), text, **limits)
+    assert episode.result is not None and (episode.result.outcome, episode.result.reward) == ("truncated", float(turns))
+    assert episode.turns == turns and isinstance(episode.parts[-1], type(episode.parts[0])), "it ends with a turn"
+    await asyncio.sleep(0)
+    assert Endless.closed == 1
+    if "max_tokens" in limits:
+        assert [request.params.max_tokens for request in engine.requests] == [11, 7, 3]
+
+
+def acting(act: Callable[[Turn], Any]) -> Environment:
+    class Acting(SingleEpisode):
+        def reset(self, task: Task) -> str:
+            return "1+1="
+
+        def step(self, turn: Turn) -> Any:
+            return act(turn)
+
+    return single(Acting)
+
+
+def raised(error: BaseException) -> Any:
+    raise error
+
+
+MISBEHAVIOR: dict[str, tuple[Callable[[Turn], Any], str, str]] = {
+    "exception": (lambda turn: 1 / 0, "ENVIRONMENT_FAILED", "`Acting.step` raised ZeroDivisionError: division by zero"),
+    "exit": (lambda turn: raised(SystemExit(3)), "ENVIRONMENT_FAILED", "`Acting.step` called sys.exit"),
+    "nan": (
+        lambda turn: Result(float("nan")),
+        "ENVIRONMENT_BAD_RESULT",
+        "`Acting.step` returned nan as the reward; expected a finite number",
+    ),
+    "metric": (
+        lambda turn: Result(1.0, {"score": float("inf")}),
+        "ENVIRONMENT_BAD_RESULT",
+        "`Acting.step` returned inf as the metric `score`; expected a finite number",
+    ),
+    "not a number": (
+        lambda turn: Result("yes"),  # type: ignore[arg-type]
+        "ENVIRONMENT_BAD_RESULT",
+        "`Acting.step` returned str 'yes' as the reward; expected a finite number",
+    ),
+    "nothing": (
+        lambda turn: None,
+        "ENVIRONMENT_BAD_RESULT",
+        "`Acting.step` returned NoneType; expected an Observation, a Result, a text, or a list of messages",
+    ),
+    "gymnasium": (
+        lambda turn: ("obs", 1.0, True, False, {}),
+        "ENVIRONMENT_BAD_RESULT",
+        "`Acting.step` returned tuple ('obs', 1.0, True, False, {}); "
+        "expected an Observation, a Result, a text, or a list of messages",
+    ),
+    "shape": (
+        lambda turn: Observation(np.zeros((2, 3), np.float32)),  # type: ignore[arg-type]
+        "ENVIRONMENT_BAD_RESULT",
+        "`Acting.step` returned an observation with token_ids of float32[2, 3]; expected a numpy array int32[N]",
+    ),
+    "empty": (
+        lambda turn: "",
+        "ENVIRONMENT_BAD_RESULT",
+        "`Acting.step` returned an empty observation; give it messages, token_ids, or a text",
+    ),
+    "large": (
+        lambda turn: "x" * 300_000_000,
+        "ENVIRONMENT_BAD_RESULT",
+        "`Acting.step` returned an observation of 300 MB; the limit is 17 MB; shorten it, or name large content by its URL",
+    ),
+    "turn rewards": (
+        lambda turn: Result(turn_rewards=(1.0, 2.0)),
+        "ENVIRONMENT_BAD_RESULT",
+        "`Acting.step` returned a result with 2 turn_rewards; the episode has 1 turns",
+    ),
+    "no reason": (
+        lambda turn: Result(outcome="infra_failed"),
+        "ENVIRONMENT_BAD_RESULT",
+        "`Acting.step` returned a result with outcome 'infra_failed' and no reason; "
+        "name the reason, such as `reason='SIMULATOR_DOWN'`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISBEHAVIOR)
+async def test_misbehavior_fails_the_episode_with_a_message(name: str, text: Text) -> None:
+    act, reason, message = MISBEHAVIOR[name]
+    [episode] = await play(scripted(text, ["2"]), acting(act), text)
+    assert episode.result is not None and (episode.result.outcome, episode.result.reason) == ("infra_failed", reason)
+    assert episode.result.message.startswith(message)
+
+
+class Batched:
+    """Answers with too few results."""
+
+    async def reset(self, tasks: Sequence[Task]) -> list[Observation | Refusal]:
+        return [Observation(text="1+1=") for _ in tasks]
+
+    async def step(self, turns: Sequence[Turn]) -> list[Observation | Result]:
+        return []
+
+    async def close(self, episodes: Sequence[tuple[str, int]]) -> None: ...
+
+
+async def test_a_wrong_number_of_results_fails_the_call(text: Text) -> None:
+    episodes = await play(scripted(text, ["2"]), Batched(), text, samples=2)
+    for episode in episodes:
+        assert episode.result is not None and episode.result.reason == "ENVIRONMENT_BAD_RESULT"
+        assert episode.result.message.endswith("return one item for each turn, in order")
+
+
+async def test_samples_that_begin_differently_are_refused(text: Text) -> None:
+    class Random(SingleEpisode):
+        count = 0
+
+        def reset(self, task: Task) -> str:
+            Random.count += 1
+            return f"{Random.count}+1="
+
+    episodes = await play(scripted(text, []), single(Random), text, samples=2)
+    assert {e.result.reason for e in episodes if e.result} == {"ENVIRONMENT_BAD_RESULT"}
+
+
+@pytest.mark.parametrize(
+    ("limit", "reason"),
+    [
+        ("turn_seconds", "ENVIRONMENT_TIMEOUT"),
+        ("episode_seconds", "EPISODE_TIMEOUT"),
+        ("group_seconds", "GROUP_TIMEOUT"),
+    ],
+)
+async def test_a_hung_environment_costs_its_deadline_alone(limit: str, reason: str, text: Text) -> None:
+    """The first sample hangs; the other one ends."""
+
+    class Hanging(SingleEpisode):
+        def reset(self, task: Task) -> str:
+            return "1+1="
+
+        async def step(self, turn: Turn) -> Result:
+            if turn.sample == 0:
+                await asyncio.Event().wait()
+            return Result(1.0)
+
+    began = asyncio.get_running_loop().time()
+    hung, other = await play(scripted(text, ["2"]), single(Hanging), text, samples=2, **{limit: 0.2})
+    assert asyncio.get_running_loop().time() - began < 5
+    assert hung.result is not None and (hung.result.outcome, hung.result.reason) == ("infra_failed", reason)
+    assert other.result is not None and other.result.outcome == "completed"
+
+
+async def test_a_group_ends_at_its_deadline_while_it_is_sampled(text: Text) -> None:
+    engine = scripted(text, ["2"])
+    engine.gate.clear()
+    [episode] = await play(engine, single(Counting), text, group_seconds=0.1)
+    assert episode.result is not None and episode.result.reason == "GROUP_TIMEOUT"
+
+
+HOSTED = """
+import os, time, asyncio
+from rollout.environment import Result, SingleEpisode
+
+class Bad(SingleEpisode):
+    def reset(self, task):
+        return "1+1="
+
+    async def step(self, turn):
+        what = ["end", "sleep", "block", "exit"][turn.sample]
+        if what == "sleep":
+            await asyncio.sleep(100)
+        if what == "block":
+            await asyncio.sleep(0.3)
+            time.sleep(100)
+        if what == "exit":
+            os._exit(7)
+        return Result(reward=1.0)
+"""
+
+
+async def hosted(folder: Path, text: Text, samples: int, seconds: float = 60.0) -> list[tuple[str, str]]:
+    (folder / "bad.py").write_text(HOSTED)
+    environment = Hosted({"kind": "environment", "plugin": "bad.py:Bad", "base_dir": str(folder)}, processes=1)
+    await environment.start()
+    try:
+        episodes = await play(scripted(text, ["2"]), environment, text, samples=samples, turn_seconds=seconds)
+        [again] = await play(scripted(text, ["2"]), environment, text)
+        assert again.result is not None and again.result.outcome == "completed", "the process is alive, or another has started"
+        return [(e.result.outcome, e.result.reason) for e in episodes if e.result]
+    finally:
+        await environment.shutdown()
+
+
+async def test_a_hosted_episode_that_sleeps_ends_alone(tmp_path: Path, text: Text) -> None:
+    assert await hosted(tmp_path, text, 2, 1.0) == [("completed", ""), ("infra_failed", "ENVIRONMENT_TIMEOUT")]
+
+
+async def test_a_hosted_episode_that_blocks_ends_its_process(tmp_path: Path, text: Text) -> None:
+    found = await hosted(tmp_path, text, 3, 1.0)
+    assert found[0] == ("completed", "") and found[2] == ("infra_failed", "ENVIRONMENT_TIMEOUT")
+
+
+async def test_a_process_that_exits_fails_its_episodes(tmp_path: Path, text: Text) -> None:
+    found = await hosted(tmp_path, text, 4)
+    assert set(found[1:]) == {("infra_failed", "ENVIRONMENT_EXITED")}
