@@ -67,6 +67,12 @@ var (
 // Kinds are all kinds. Supervisors start in this order.
 var Kinds = []Kind{Learner, Inference, Reward, Trackers}
 
+// Reserved reports whether the n-th worker of the kind only evaluates (eval.workers): the last ones
+// do.
+func (k Kind) Reserved(c *configv1.RunConfig, n int) bool {
+	return k.Name == Inference.Name && n >= k.Count(c)-int(c.GetEval().GetWorkers())
+}
+
 // Service is the name under which workers of the kind register, and by which events name them.
 func (k Kind) Service() string { return names.WorkerService(k.Name) }
 

@@ -15,6 +15,7 @@ import (
 // Keys of a registration's metadata.
 const (
 	MetaRun         = "run"
+	MetaReserved    = "reserved" // "true": for evaluations (eval.workers)
 	MetaWorker      = "worker"
 	MetaIncarnation = "incarnation"
 	MetaRank        = "rank"

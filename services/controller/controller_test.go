@@ -16,6 +16,7 @@ import (
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
+	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 )
 
 const steps = 4
@@ -422,11 +423,14 @@ func TestEvaluationReportsUnscoredSamples(t *testing.T) {
 	w := newWorld(t)
 	r := &reporter{bus: w, now: time.Now, samples: 16}
 	failure := &inferencev1.EvalSample{Completion: "7", Outcome: trajectoryv1.Outcome_OUTCOME_INFRA_FAILED, Reason: "REWARD_RAISED"}
-	r.evaluated(3, []*inferencev1.EvalSample{{Completion: "8", Reward: 1}, failure})
-	r.evaluated(4, []*inferencev1.EvalSample{failure})
+	r.evaluated(3, &weightsv1.WeightsManifest{Version: 3, Digest: digestAt(3)}, []*inferencev1.EvalSample{{Completion: "8", Reward: 1}, failure})
+	r.evaluated(4, nil, []*inferencev1.EvalSample{failure})
 	first, second := w.events[0], w.events[1]
 	if !strings.Contains(first.GetMessage(), "reward 1.000 over 1 held-out prompts; 1 failed") || !strings.Contains(second.GetMessage(), "no held-out prompt was scored") {
 		t.Errorf("got %q and %q", first.GetMessage(), second.GetMessage())
+	}
+	if a := first.GetAttributes(); a["weights_version"] != "3" || a["weights_digest"] != digestAt(3) {
+		t.Errorf("measured at %v", a)
 	}
 	if shown := first.GetAttributes()["samples"]; !strings.Contains(shown, `"reward":null,"failed":"REWARD_RAISED"`) {
 		t.Errorf("got %s", shown)

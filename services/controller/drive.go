@@ -7,6 +7,7 @@ import (
 	"sync"
 
 	"github.com/rollout-rl/rollout/libs/crashpoint"
+	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/refusal"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
@@ -32,6 +33,7 @@ type drive struct {
 	room     *room
 	fleet    *fleet
 	delivery *delivery
+	reserved *reserved // nil without reserved workers
 	vitals   *vitals
 	record   *record
 
@@ -58,7 +60,7 @@ func newDrive(cfg Config, deps Deps, from *Drive) *drive {
 	halted, halt := context.WithCancel(context.Background())
 	return &drive{
 		settings: set, cfg: cfg, deps: deps, log: log, spec: from.Spec, events: events, progress: progress,
-		retries: retries, room: room, fleet: fleet, delivery: delivery, vitals: vitals,
+		retries: retries, room: room, fleet: fleet, delivery: delivery, reserved: newReserved(set, cfg, deps, progress, events, log), vitals: vitals,
 		record: &record{store: deps.Store, spec: from.Spec, progress: progress, delivery: delivery, vitals: vitals, log: log},
 		drain:  drain, halted: halted, halt: halt, done: make(chan struct{}),
 	}
@@ -79,9 +81,23 @@ func (d *drive) run(life context.Context) {
 		Registry: d.deps.Registry, Scheduler: d.deps.Scheduler, Retry: d.cfg.Retry, Run: d.runID, Incarnation: d.incarnation,
 	}
 	workers := launched.Watch(watch, worker.Inference.Service())
+	if d.reserved != nil {
+		sampling, evaluating := make(chan []discovery.Instance), make(chan []discovery.Instance)
+		all := workers
+		workers = sampling
+		d.reserved.life = work
+		wg.Go(func() { split(watch, all, sampling, evaluating) })
+		wg.Go(func() { d.reserved.fleet.serve(watch, evaluating) })
+	}
 	wg.Go(func() { d.fleet.serve(watch, workers) })
 
 	err := d.drive(work, &learners{runID: d.runID, updates: launched.Watch(watch, worker.Learner.Service())})
+	if err == nil || errors.Is(err, errDrained) && !errors.Is(err, errNoRoom) {
+		if failed := d.reserved.join(work); failed != nil {
+			err = failed
+		}
+	}
+	d.reserved.stop()
 	unwatch()
 	wg.Wait() // before the end, so that no event follows it
 	if life.Err() != nil {
@@ -130,6 +146,8 @@ func (d *drive) session(ctx context.Context, learners *learners) error {
 	defer func() { _ = l.conn.Close() }()
 	d.fleet.setLearner(l)
 	defer d.fleet.setLearner(nil)
+	d.reserved.setLearner(l)
+	defer d.reserved.setLearner(nil)
 	guarded, end := learners.guard(ctx, l)
 	defer end()
 	err = d.newSession(l).work(guarded)
@@ -202,7 +220,7 @@ type session struct {
 func (d *drive) newSession(l *learner) *session {
 	ledger := &ledger{settings: d.settings, buffer: d.deps.Buffer, leaseWait: d.cfg.LeaseWait, retries: d.retries}
 	evaluator := &evaluator{
-		settings: d.settings, learner: l, delivery: d.delivery, progress: d.progress, events: d.events, log: d.log, retry: d.cfg.Retry,
+		settings: d.settings, learner: l, delivery: d.delivery, reserved: d.reserved, progress: d.progress, events: d.events, log: d.log, retry: d.cfg.Retry,
 	}
 	snapshotter := &snapshotter{
 		settings: d.settings, learner: l, service: d.deps.Snapshots, ledger: ledger, progress: d.progress, retries: d.retries, log: d.log,

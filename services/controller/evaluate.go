@@ -1,6 +1,7 @@
 package controller
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -11,6 +12,7 @@ import (
 
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
+	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 )
 
 // evaluator measures how well the newest weights do on held-out rows.
@@ -18,6 +20,7 @@ type evaluator struct {
 	settings
 	learner  *learner
 	delivery *delivery
+	reserved *reserved // nil without reserved workers
 	progress *progress
 	events   *reporter
 	log      *slog.Logger
@@ -44,46 +47,78 @@ func (e *evaluator) loss(ctx context.Context, step uint64) error {
 	return nil
 }
 
-// completions has a worker complete the held-out prompts with the newest weights. If the worker
-// fails, another one is asked. If all have failed, or no worker has the weights, it waits and
-// starts over: a run does not skip evaluations.
+// completions has workers complete the held-out prompts with the newest weights: reserved workers
+// in the background, or else one of the others while the drive waits.
 func (e *evaluator) completions(ctx context.Context, step uint64) error {
+	if e.reserved != nil {
+		return e.reserved.start(ctx, step, e.delivery.newest)
+	}
+	s := e.sampling(e.delivery.fleet, e.delivery.newest, e.delivery.checkSource)
+	samples, err := s.part(ctx, nil, 0, 1)
+	if err != nil {
+		return fmt.Errorf("evaluate step %d: %w", step, err)
+	}
+	e.events.evaluated(step, e.delivery.newest, samples)
+	return nil
+}
+
+func (e *evaluator) sampling(f *fleet, m *weightsv1.WeightsManifest, source func() error) *evalSampling {
+	return &evalSampling{settings: e.settings, fleet: f, weights: m, checkSource: source, waitFor: e.progress.waitFor, log: e.log, retry: e.retry}
+}
+
+// evalSampling completes the held-out prompts with one version.
+type evalSampling struct {
+	settings
+	fleet       *fleet
+	weights     *weightsv1.WeightsManifest
+	checkSource func() error
+	waitFor     func(format string, args ...any)
+	log         *slog.Logger
+	retry       time.Duration // pause after every worker has failed
+}
+
+// part returns the samples of one part of the rows. If a worker fails, another one is asked. If all
+// have failed, or no worker has the weights, it waits and starts over: a run does not skip
+// evaluations. first: the worker to ask first; nil: any.
+func (s *evalSampling) part(ctx context.Context, first *inferenceWorker, part, parts uint32) ([]*inferencev1.EvalSample, error) {
 	tried := map[*inferenceWorker]bool{}
 	for {
-		w, changed := e.delivery.fleet.pick(e.delivery.newest, tried)
+		w, changed := s.fleet.pick(s.weights, tried)
+		if first != nil {
+			w, first = first, nil
+		}
 		if w == nil {
-			if err := e.delivery.checkSource(); err != nil {
-				return err
+			if err := s.checkSource(); err != nil {
+				return nil, err
 			}
-			e.progress.waitFor("an inference worker with weights version %d (scheduler restarts failed ones)", e.delivery.newest.GetVersion())
-			if err := e.wait(ctx, changed, len(tried) > 0); err != nil {
-				return err
+			s.waitFor("an inference worker with weights version %d (scheduler restarts failed ones)", s.weights.GetVersion())
+			if err := s.wait(ctx, changed, len(tried) > 0); err != nil {
+				return nil, err
 			}
 			clear(tried)
 			continue
 		}
-		e.progress.waitFor("%s to complete the held-out prompts", w.name)
-		samples, err := e.sample(ctx, w)
+		s.waitFor("%s to complete the held-out prompts", w.name)
+		samples, err := s.sample(ctx, w, part, parts)
 		if err == nil {
-			e.events.evaluated(step, samples)
-			return nil
+			return samples, nil
 		}
 		if ctx.Err() != nil {
-			return ctx.Err()
+			return nil, ctx.Err()
 		}
 		if !transient(err) {
-			return fmt.Errorf("evaluate step %d on %s: %w", step, w.name, err)
+			return nil, fmt.Errorf("on %s: %w", w.name, err)
 		}
-		e.log.WarnContext(ctx, "an evaluation failed and is repeated", "step", step, "worker", w.name, "error", err)
+		s.log.WarnContext(ctx, "an evaluation failed and is repeated", "version", s.weights.GetVersion(), "worker", w.name, "error", err)
 		tried[w] = true
 	}
 }
 
 // wait waits for a change of the fleet. If all workers failed, it also returns after a while.
-func (e *evaluator) wait(ctx context.Context, changed <-chan struct{}, failed bool) error {
+func (s *evalSampling) wait(ctx context.Context, changed <-chan struct{}, failed bool) error {
 	var again <-chan time.Time
 	if failed {
-		timer := time.NewTimer(10 * e.retry)
+		timer := time.NewTimer(10 * s.retry)
 		defer timer.Stop()
 		again = timer.C
 	}
@@ -97,10 +132,10 @@ func (e *evaluator) wait(ctx context.Context, changed <-chan struct{}, failed bo
 }
 
 // sample returns the samples of one worker, ordered by row.
-func (e *evaluator) sample(ctx context.Context, w *inferenceWorker) ([]*inferencev1.EvalSample, error) {
+func (s *evalSampling) sample(ctx context.Context, w *inferenceWorker, part, parts uint32) ([]*inferencev1.EvalSample, error) {
 	stream, err := w.client.Evaluate(ctx, &inferencev1.EvaluateRequest{
-		RunId: e.runID, Version: e.delivery.newest.GetVersion(), MaxPrompts: e.cfg.GetEval().GetMaxPrompts(),
-		Temperature: e.cfg.GetEval().GetTemperature(), Seed: e.cfg.GetSeed(),
+		RunId: s.runID, Version: s.weights.GetVersion(), MaxPrompts: s.cfg.GetEval().GetMaxPrompts(),
+		Temperature: s.cfg.GetEval().GetTemperature(), Seed: s.cfg.GetSeed(), Part: part, Parts: parts,
 	})
 	if err != nil {
 		return nil, err
@@ -109,7 +144,7 @@ func (e *evaluator) sample(ctx context.Context, w *inferenceWorker) ([]*inferenc
 	for {
 		message, err := stream.Recv()
 		if errors.Is(err, io.EOF) {
-			slices.SortStableFunc(samples, func(a, b *inferencev1.EvalSample) int { return int(int64(a.GetRow()) - int64(b.GetRow())) })
+			sortByRow(samples)
 			return samples, nil
 		}
 		if err != nil {
@@ -117,6 +152,10 @@ func (e *evaluator) sample(ctx context.Context, w *inferenceWorker) ([]*inferenc
 		}
 		samples = append(samples, message.GetSamples()...)
 	}
+}
+
+func sortByRow(samples []*inferencev1.EvalSample) {
+	slices.SortStableFunc(samples, func(a, b *inferencev1.EvalSample) int { return cmp.Compare(a.GetRow(), b.GetRow()) })
 }
 
 // score averages rewards and metrics over the samples that have a reward. Infrastructure failures

@@ -22,8 +22,8 @@ import (
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 )
 
-// reporter emits the events of one run. Any goroutine may call fenced, leftOut, and caughtUp; the
-// others belong to the goroutine of the drive.
+// reporter emits the events of one run. Any goroutine may call fenced, leftOut, caughtUp,
+// evaluated, and skipped; the others belong to the goroutine of the drive.
 type reporter struct {
 	settings
 	bus     Events
@@ -160,7 +160,7 @@ type evalSample struct {
 }
 
 // evaluated emits the result of an evaluation by the rewards of completions.
-func (r *reporter) evaluated(step uint64, samples []*inferencev1.EvalSample) {
+func (r *reporter) evaluated(step uint64, m *weightsv1.WeightsManifest, samples []*inferencev1.EvalSample) {
 	shown := []evalSample{}
 	for _, s := range samples[:min(len(samples), r.samples)] {
 		a := evalSample{Row: s.GetRow(), Prompt: s.GetPrompt(), Completion: s.GetCompletion()}
@@ -181,7 +181,9 @@ func (r *reporter) evaluated(step uint64, samples []*inferencev1.EvalSample) {
 	if reward, ok := means["eval/reward"]; ok {
 		message = fmt.Sprintf("evaluation at step %d: reward %.3f over %.0f held-out prompts", step, reward, means["eval/samples"]-means["eval/failed"])
 	}
-	r.evaluation(step, means, message, "failed", map[string]string{"samples": string(text)})
+	r.evaluation(step, means, message, "failed", map[string]string{
+		"samples": string(text), "weights_version": strconv.FormatUint(m.GetVersion(), 10), "weights_digest": m.GetDigest(),
+	})
 }
 
 // loss emits the result of an evaluation by the loss of held-out rows.
@@ -191,7 +193,7 @@ func (r *reporter) loss(step uint64, got *learnerv1.EvaluateLossResponse) {
 		means["eval/"+name] = value
 	}
 	message := fmt.Sprintf("evaluation at step %d: loss %.4g over %d held-out rows", step, got.GetMetrics()["loss"], got.GetRows()-got.GetRefused())
-	r.evaluation(step, means, message, "could not be used", nil)
+	r.evaluation(step, means, message, "could not be used", map[string]string{"weights_version": strconv.FormatUint(step, 10)})
 }
 
 // evaluation emits the result of an evaluation; failed is what happened to the rows that do not
@@ -203,6 +205,14 @@ func (r *reporter) evaluation(step uint64, means map[string]float64, message, fa
 		message += fmt.Sprintf("; %.0f %s and are not counted", failures, failed)
 	}
 	r.emit(&eventv1.Event{Kind: "eval.finished", Step: step, Level: level, Metrics: means, Message: message, Attributes: attributes})
+}
+
+// skipped emits that an evaluation was not made, because no process has its weights any more.
+func (r *reporter) skipped(step uint64, err error) {
+	r.emit(&eventv1.Event{
+		Kind: "eval.skipped", Step: step, Level: eventv1.Level_LEVEL_WARN,
+		Message: fmt.Sprintf("the evaluation of step %d is skipped: %s", step, rpcerr.Text(err)),
+	})
 }
 
 // flatSteps counts consecutive steps in which the rewards of every group were equal, so that there

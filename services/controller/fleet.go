@@ -314,6 +314,19 @@ func (f *fleet) pick(m *weightsv1.WeightsManifest, tried map[*inferenceWorker]bo
 	return nil, f.changed
 }
 
+// holding returns the workers that have m loaded, ordered by name.
+func (f *fleet) holding(m *weightsv1.WeightsManifest) (workers []*inferenceWorker) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, w := range f.workers {
+		if !w.fenced && w.has(m) {
+			workers = append(workers, w)
+		}
+	}
+	slices.SortFunc(workers, func(a, b *inferenceWorker) int { return cmp.Compare(a.name, b.name) })
+	return workers
+}
+
 // statusTimeout is how long a worker may take to report its status.
 const statusTimeout = 500 * time.Millisecond
 

@@ -126,11 +126,13 @@ type fakeInference struct {
 	address string
 	corrupt bool // loads other weights than it is given
 	refuses func(in *inferencev1.LoadWeightsRequest) error
+	hold    chan struct{} // evaluations after the first wait until it is closed; nil: none waits
 
 	mu      sync.Mutex
 	receipt *weightsv1.WeightsReceipt
 	staged  *weightsv1.WeightsManifest
 	paused  bool
+	evals   []uint64 // versions that were evaluated
 	offered []string // how each version was transferred: "folder", or the forms and sources of the offers
 }
 
@@ -202,8 +204,16 @@ func (i *fakeInference) Evaluate(in *inferencev1.EvaluateRequest, stream grpc.Se
 	if _, err := i.world.at("Evaluate"); err != nil {
 		return err
 	}
+	if i.hold != nil && in.GetVersion() > 0 {
+		select {
+		case <-i.hold:
+		case <-stream.Context().Done():
+			return stream.Context().Err()
+		}
+	}
 	i.mu.Lock()
 	defer i.mu.Unlock()
+	i.evals = append(i.evals, in.GetVersion())
 	if i.receipt.GetVersion() != in.GetVersion() {
 		return status.Errorf(codes.FailedPrecondition, "version %d requested at %d", in.GetVersion(), i.receipt.GetVersion())
 	}

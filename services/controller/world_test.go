@@ -20,6 +20,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/libs/worker"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
@@ -65,6 +66,7 @@ type world struct {
 
 	learner   *fakeLearner
 	inference *fakeInference
+	reserved  *fakeInference // for evaluations; nil: none
 	servers   map[string]*bufconn.Listener
 	stops     map[string]func()
 	killed    map[string]*atomic.Bool
@@ -182,6 +184,18 @@ func (w *world) startInference() {
 	w.announce()
 }
 
+// startReserved starts a worker that only evaluates.
+func (w *world) startReserved() *fakeInference {
+	w.mu.Lock()
+	w.starts++
+	i := &fakeInference{world: w, address: fmt.Sprintf("inference-%d", w.starts), hold: make(chan struct{})}
+	w.reserved = i
+	w.mu.Unlock()
+	w.serve(i.address, func(s *grpc.Server) { inferencev1.RegisterInferenceWorkerServiceServer(s, i) })
+	w.announce()
+	return i
+}
+
 // kill makes a worker fail every call. Its server stops in the background, because a handler of the
 // worker may call kill.
 func (w *world) kill(address string) {
@@ -220,7 +234,12 @@ func (w *world) announce() {
 		case s.name == "learner-worker" && w.learner != nil:
 			s.out <- instance(s.name, w.learner.address)
 		case s.name == "inference-worker" && w.inference != nil:
-			s.out <- instance(s.name, w.inference.address)
+			list := instance(s.name, w.inference.address)
+			if w.reserved != nil {
+				list = append(list, instance(s.name, w.reserved.address)...)
+				list[1].Meta[worker.MetaReserved] = "true"
+			}
+			s.out <- list
 		}
 	}
 }

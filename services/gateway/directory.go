@@ -76,7 +76,7 @@ func (d *directory) serve(ctx context.Context, instances <-chan []discovery.Inst
 			incarnation, _ := strconv.ParseUint(in.Meta["incarnation"], 10, 64)
 			w := &worker{
 				run: in.Meta["run"], incarnation: incarnation, client: inferencev1.NewInferenceWorkerServiceClient(conn),
-				cancel: cancel, candidate: candidate{id: key, since: d.now()},
+				cancel: cancel, candidate: candidate{id: key, since: d.now(), reserved: in.Meta["reserved"] == "true"},
 			}
 			d.workers[key] = w
 			wg.Go(func() {
@@ -305,7 +305,11 @@ func (d *directory) models(ctx context.Context) []*gatewayv1.Model {
 		if newest[model.GetName()] != run {
 			model.Name = run
 		}
-		if status, err := workers[0].status(ctx); err == nil {
+		asked := workers[0]
+		if at := slices.IndexFunc(workers, func(w *worker) bool { return !w.reserved }); at > 0 {
+			asked = workers[at]
+		}
+		if status, err := asked.status(ctx); err == nil {
 			model.WeightsVersion, model.WeightsDigest = status.GetReceipt().GetVersion(), status.GetReceipt().GetDigest()
 			model.MaxModelLen = status.GetMaxModelLen()
 		}

@@ -41,6 +41,7 @@ type candidate struct {
 	tokens      int       // in flight
 	completions int       // in flight
 	breaker     breaker
+	reserved    bool // for evaluations: it takes only requests for the version that it serves
 }
 
 // obstacle is why no worker can take a request.
@@ -101,6 +102,9 @@ func route(now time.Time, workers []candidate, n need) (id string, why obstacle,
 func (c candidate) refuses(now time.Time, n need) (obstacle, time.Duration) {
 	if n.version != nil && *n.version != c.version {
 		return noVersion, 0
+	}
+	if c.reserved && n.version == nil {
+		return noWorker, 0
 	}
 	if n.versionFloor != nil && c.version < *n.versionFloor {
 		return oldVersion, 0

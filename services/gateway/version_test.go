@@ -139,3 +139,42 @@ func TestRequestsWaitWhileAllWorkersAreFull(t *testing.T) {
 		}
 	}
 }
+
+// A worker that is reserved for evaluations gets only the requests for the version that it serves.
+func TestAReservedWorkerServesItsVersionOnly(t *testing.T) {
+	t.Parallel()
+	current, reserved := versioned(9), versioned(5)
+	reserved.reserved = true
+	s, _ := serve(t, gateway.Config{}, current, reserved)
+	complete := func(req *gatewayv1.CompleteRequest) (uint64, error) {
+		stream := &collected{ctx: t.Context()}
+		req.Stream, req.Prompts = true, textPrompts("a")
+		if err := s.Complete(req, stream); err != nil {
+			return 0, err
+		}
+		return versionOf(stream), nil
+	}
+	for range 20 {
+		if got, err := complete(&gatewayv1.CompleteRequest{}); err != nil || got != 9 {
+			t.Fatalf("a request for any version got %d, %v", got, err)
+		}
+		if got, err := complete(&gatewayv1.CompleteRequest{MinWeightsVersion: proto.Uint64(2)}); err != nil || got != 9 {
+			t.Fatalf("a request for version 2 or later got %d, %v", got, err)
+		}
+		if got, err := complete(&gatewayv1.CompleteRequest{WeightsVersion: proto.Uint64(5)}); err != nil || got != 5 {
+			t.Fatalf("a request for version 5 got %d, %v", got, err)
+		}
+	}
+	resp, body := do(t, s, http.MethodPost, "/v1/completions", `{"model":"tiny","prompt":"a","weights_version":6}`, "")
+	if resp.StatusCode != http.StatusConflict || !strings.Contains(body, `"versions":"5,9"`) {
+		t.Errorf("%s %s", resp.Status, body)
+	}
+	resp, body = do(t, s, http.MethodGet, "/v1/models", "", "")
+	if resp.StatusCode != http.StatusOK || !strings.Contains(body, `"weights_version":9`) {
+		t.Errorf("%s %s", resp.Status, body)
+	}
+	reserved.load(6) // the next evaluation
+	if got, err := complete(&gatewayv1.CompleteRequest{WeightsVersion: proto.Uint64(6)}); err != nil || got != 6 {
+		t.Errorf("a request for version 6 got %d, %v", got, err)
+	}
+}

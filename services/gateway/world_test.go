@@ -8,6 +8,7 @@ import (
 	"net"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -46,6 +47,7 @@ type fakeWorker struct {
 	endless      bool          // samples until the caller disconnects
 	aborted      chan struct{} // closed when the caller of an endless request has disconnected
 	resume       chan struct{} // if set, it waits after the first token until this is closed
+	reserved     bool          // for evaluations
 	deregistered chan struct{} // if set, the registry does not list it once this is closed
 	generate     sampler       // if set, it samples
 
@@ -441,7 +443,7 @@ func runWith(t *testing.T, cfg gateway.Config, store *ledger, edit func(*gateway
 			Address: listener.Addr().String(),
 			Meta: map[string]string{
 				"run": "run-" + w.model, "incarnation": "1", "process": fmt.Sprint(i), "worker": fmt.Sprint("inference-", i), "rank": "0",
-				"proof": proofOf(w),
+				"proof": proofOf(w), "reserved": strconv.FormatBool(w.reserved),
 			},
 		})
 	}

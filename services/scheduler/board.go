@@ -258,6 +258,7 @@ func (v *view) workerList() []*runv1.Worker {
 		w := v.fleet.workers[id]
 		m := &runv1.Worker{
 			WorkerId: id, Kind: w.kind, Address: w.address, Healthy: w.healthy(), ProcessId: w.process, Pid: uint32(w.pid), Restarts: uint32(w.restarts),
+			Reserved: w.reserved,
 			Activity: w.activity(),
 		}
 		if w.kind == worker.Learner.Name {

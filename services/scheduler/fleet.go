@@ -29,6 +29,7 @@ type absence struct {
 // workerView is one worker as its supervisor, the registry, and the worker itself describe it.
 type workerView struct {
 	kind     string
+	reserved bool   // for evaluations
 	process  string // id that the launcher gave; "" while no process runs
 	pid      int    // of that process, for people; 0 if the launcher has none
 	nonce    string // secret of the newest launch

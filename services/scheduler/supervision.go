@@ -55,7 +55,8 @@ func (s *supervision) supervisors(run *Run, kinds []worker.Kind) []*launch.Super
 		limits.StopGrace = cmp.Or(limits.StopGrace, kind.StopGrace)
 		for n := range kind.Count(run.GetPlan().GetConfig()) {
 			id := kind.Name + "-" + strconv.Itoa(n)
-			s.board.update(func(v *view) { v.fleet.put(id, workerView{kind: kind.Name}) })
+			reserved := kind.Reserved(run.GetPlan().GetConfig(), n)
+			s.board.update(func(v *view) { v.fleet.put(id, workerView{kind: kind.Name, reserved: reserved}) })
 			out = append(out, &launch.Supervisor{
 				Worker: id, Launcher: s.Launcher, Limits: limits, Observer: s,
 				Prepare: func(ctx context.Context) (command launch.Command, err error) {
@@ -139,6 +140,7 @@ func (s *supervision) spec(run *Run, id string, kind worker.Kind) *runv1.WorkerS
 	if kind.Detached {
 		spec.NatsToken, spec.Nats = "", nil
 	}
+	spec.Reserved = s.board.workers()[id].reserved
 	if kind.LoadsWeights {
 		spec.InitialWeights, spec.InitialVersion = s.weights(run)
 	}

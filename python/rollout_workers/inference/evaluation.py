@@ -63,6 +63,8 @@ class Evaluation:
         self._limits, self._chat = replace(limits or Limits(), credit="episode"), chat
         self._rows: list[bytes] | None = None
         self._serial = itertools.count()
+        self.running = 0
+        """Number of requests in progress."""
 
     async def evaluate(self, request: pb.EvaluateRequest) -> AsyncGenerator[pb.EvaluateResponse, None]:
         """Scored samples in the order of the rows, sent as soon as all earlier rows are scored."""
@@ -71,23 +73,29 @@ class Evaluation:
         wanted = rows[: request.max_prompts] if request.max_prompts else rows
         params = replace(self._params, temperature=request.temperature)
         runner = EpisodeRunner(self._engine, self._environment, self._text, params, limits=self._limits, chat=self._chat)
+        parts = max(1, request.parts)
         prefix = f"eval/{next(self._serial)}"
         tasks = [
             Task(f"{prefix}/{row}", row_json, (0,), (sample_seed(request.seed, 0, row, 0),), row)
             for row, row_json in enumerate(wanted)
+            if row % parts == request.part
         ]
         scored: dict[int, pb.EvalSample] = {}
         sent = 0
-        async with aclosing(runner.run(tasks)) as finished:
-            async for groups in finished:
-                for group in groups:
-                    [episode] = group.episodes
-                    if any(span.version != request.version for span in episode.spans()):
-                        raise self._wrong_version(request.version)
-                    scored[group.task.row] = _sample(group.task.row, episode)
-                while chunk := take_chunk(scored, sent, len(tasks)):
-                    sent += len(chunk)
-                    yield pb.EvaluateResponse(samples=chunk)
+        self.running += 1
+        try:
+            async with aclosing(runner.run(tasks)) as finished:
+                async for groups in finished:
+                    for group in groups:
+                        [episode] = group.episodes
+                        if any(span.version != request.version for span in episode.spans()):
+                            raise self._wrong_version(request.version)
+                        scored[group.task.row // parts] = _sample(group.task.row, episode)
+                    while chunk := take_chunk(scored, sent, len(tasks)):
+                        sent += len(chunk)
+                        yield pb.EvaluateResponse(samples=chunk)
+        finally:
+            self.running -= 1
 
     def _check_version(self, version: int) -> None:
         if self._receipts.version != version:
@@ -109,8 +117,8 @@ class Evaluation:
 
 
 def take_chunk(scored: dict[int, pb.EvalSample], sent: int, total: int) -> list[pb.EvalSample]:
-    """Remove and return the next chunk of rows from ``sent`` on if all of them are scored; else
-    return nothing."""
+    """Remove and return the next chunk of samples from position ``sent`` on if all of them are
+    scored; else return nothing."""
     rows = range(sent, min(sent + _CHUNK, total))
     return [scored.pop(row) for row in rows] if all(row in scored for row in rows) else []
 

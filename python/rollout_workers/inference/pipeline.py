@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from nats.aio.client import Client
@@ -68,7 +68,8 @@ class Pipeline:
     puller: Puller
     consumer: Sampler | RowSender
     pulls: bool = True
-    """False: an agent outside of the run takes the work items from the gateway."""
+    """False: an agent outside of the run takes the work items from the gateway, or the worker is
+    reserved for evaluations."""
 
     @classmethod
     def build(cls, context: SamplingContext, publisher: Publisher, services: Services, cleanup: ExitStack) -> Pipeline:
@@ -76,7 +77,8 @@ class Pipeline:
         config, text = context.config, context.model.text
         rows = rows_of(config, text, PromptReader.of_rows(config, text))
         if rows is not None:
-            return cls.of_rows(context.who, rows, publisher, services, context.throughput)
+            made = cls.of_rows(context.who, rows, publisher, services, context.throughput)
+            return replace(made, pulls=not context.who.reserved)
 
         def tokenize(items: list[WorkItem]) -> None:
             if config.HasField("reward"):  # else the environment reads the rows
@@ -104,7 +106,7 @@ class Pipeline:
         )
         outlet = Outlet(publisher, services, context.throughput, puller)
         sampler = Sampler(context.who, runner, context.receipts, outlet, services, puller)
-        return cls(puller, sampler, pulls=config.environment.kind != environments.EXTERNAL)
+        return cls(puller, sampler, pulls=config.environment.kind != environments.EXTERNAL and not context.who.reserved)
 
     @classmethod
     def of_rows(cls, who: Identity, rows: Rows, publisher: Publisher, services: Services, throughput: Throughput) -> Pipeline:

@@ -124,6 +124,7 @@ class InferenceServer(InferenceWorkerServiceServicer):
             reward_retries=self._rewards.retries if self._rewards else 0,
             engines=[_engine_receipt(self._receipts.current)],
             staged_version=self._receipts.staged,
+            reserved=self._who.reserved,
         )
 
     async def _add_digests(self, piece: pb.GenerateResponse) -> None:
@@ -143,6 +144,11 @@ class InferenceServer(InferenceWorkerServiceServicer):
             return left + ("; paused (ResumeEngine)" if paused else "")
         if paused:
             return "paused (ResumeEngine)"
+        if self._who.reserved:
+            kept = f"weights version {self._receipts.version} (eval.workers)"
+            return (
+                f"evaluating {kept}" if self._evaluation and self._evaluation.running else f"reserved for evaluations, at {kept}"
+            )
         if self._puller.active:
             waited = self._rewards.waiting_seconds if self._rewards else 0.0
             late = f"; the reward has not answered for {waited:.0f} s" if waited > _SLOW_REWARD_SECONDS else ""

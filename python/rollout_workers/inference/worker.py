@@ -87,10 +87,10 @@ async def run_inference_worker(
             return
         receipts = await _read_weights(model, Verification.of(spec.plan.config))
         admission = None
-        if spec.plan.config.weights.update == "rolling":
+        if spec.plan.config.weights.update == "rolling" or who.reserved:
             admission = Admission(model.engine)
             model = replace(model, engine=cast(Engine, admission))
-        if _starts_paused(spec.plan.config):
+        if _starts_paused(spec.plan.config) and not who.reserved:
             await model.engine.pause()
         parts = _environment_context(spec, model, lifecycle, rewards)
         environment = await cleanup.enter_async_context(environments.opened(parts))

@@ -1,8 +1,8 @@
 """Writes a run to Weights & Biases with the wandb package.
 
 The W&B run has the ID of our run, so a resumed run continues it. W&B numbers rows with a counter
-that only grows. Each step has three fixed row numbers, one per kind of record, so rows that are
-already stored can be skipped. Charts use ``step`` as their x axis.
+that only grows. Each step has three fixed row numbers, one per kind of record, so rows that an
+earlier process stored can be skipped. Charts use ``step`` as their x axis.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class Wandb:
         self._project, self._entity, self._mode = project, entity, mode
         self._run: Any = None
         self._last = -1  # newest written row number
+        self._stored = -1  # the same when this process began
+        self._evals: set[int] = set()  # places of the evaluations that this process wrote
 
     def open(self) -> str:
         try:
@@ -40,7 +42,7 @@ class Wandb:
             raise LibraryMissing(f"the package wandb can't be imported: {error}", fix=fix) from error
         self._folder.mkdir(parents=True, exist_ok=True)
         self.close("")
-        self._last = self._written()
+        self._last = self._stored = self._written()
         self._run = wandb.init(
             project=self._project,
             entity=self._entity or None,
@@ -56,7 +58,7 @@ class Wandb:
         )
         self._run.define_metric("*", step_metric="step")
         if self._mode == "online":
-            self._last = max(self._last, self._run.step - 1)
+            self._last = self._stored = max(self._last, self._run.step - 1)
             return str(self._run.url)
         return f"{self._run.settings.sync_dir}; upload it with `wandb sync`"
 
@@ -65,7 +67,12 @@ class Wandb:
 
         place = len(_PLACES) * record.step + _PLACES.index(record.kind)
         if place <= self._last:
-            return False
+            if record.kind != "eval" or place <= self._stored or place in self._evals:
+                return False
+            self._evals.add(place)
+            place = self._last + 1  # an evaluation of reserved workers ends after later steps
+        elif record.kind == "eval":
+            self._evals.add(place)
         row: dict[str, Any] = {"step": record.step, **record.metrics}
         if record.kind == "completions":
             row["completions"] = wandb.Table(columns=list(COLUMNS), data=[list(values) for values in record.rows])

@@ -133,6 +133,7 @@ class Registration:
                 "rank": str(who.rank),
                 "proof": who.proof(f"{self._host}:{self._port}"),
                 "pid": str(os.getpid()),
+                **({"reserved": "true"} if who.reserved else {}),
             },
             "Check": {
                 "CheckID": self.check_id,

@@ -48,6 +48,7 @@ class Identity:
     process: str = field(default_factory=lambda: secrets.token_hex(8))
     rank: int = 0
     nonce: str = field(default="", repr=False)
+    reserved: bool = False  # for evaluations
 
     def proof(self, address: str) -> str:
         """Keyed hash that shows that the process at an address (host:port) was launched with the
@@ -143,7 +144,7 @@ def secrets_of(spec: WorkerSpec) -> list[tuple[WorkerSpec | NatsAccess, str]]:
 
 def identity(spec: WorkerSpec) -> Identity:
     """The identity of this process. Each call draws another ``process``."""
-    return Identity(spec.run_id, spec.worker_id, spec.kind, spec.incarnation, nonce=spec.nonce)
+    return Identity(spec.run_id, spec.worker_id, spec.kind, spec.incarnation, nonce=spec.nonce, reserved=spec.reserved)
 
 
 def resolve(spec: WorkerSpec, path: str) -> str:

@@ -245,6 +245,20 @@ async def test_evaluate_scores_rows_in_order(caller: Caller, example: Example, r
     assert await caller.stream("Evaluate", request) == chunks
 
 
+async def test_the_parts_of_an_evaluation_are_its_rows(caller: Caller, run: str) -> None:
+    request = pb.EvaluateRequest(run_id=run, version=0, max_prompts=10, temperature=0, seed=1)
+    whole = [sample for chunk in await caller.stream("Evaluate", request) for sample in chunk.samples]
+    parts: list[pb.EvalSample] = []
+    for part in range(3):
+        request.parts, request.part = 3, part
+        samples = [sample for chunk in await caller.stream("Evaluate", request) for sample in chunk.samples]
+        assert [sample.row for sample in samples] == list(range(part, 10, 3))
+        parts += samples
+    assert sorted(parts, key=lambda sample: sample.row) == whole
+    request.max_prompts, request.parts, request.part = 2, 3, 2
+    assert await caller.stream("Evaluate", request) == []
+
+
 async def test_an_evaluation_needs_the_current_version(caller: Caller, run: str) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await caller.stream("Evaluate", pb.EvaluateRequest(run_id=run, version=3))

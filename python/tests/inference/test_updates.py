@@ -148,6 +148,23 @@ async def test_a_worker_of_an_atomic_run_samples_nothing_before_it_is_resumed(
     assert await worker.made.stop() == 0
 
 
+async def test_a_reserved_worker_takes_no_work_and_serves_its_version(
+    daemon: Daemon, example: Example, run: str, tmp_path: Path, streams: RunStreams
+) -> None:
+    worker = Updated(daemon, example, run, weights={"update": "atomic"})
+    worker.spec.reserved = True
+    worker = await worker.start()
+    await streams.issue([prompt_group(0, example.rows(1)[0], run=run)])
+    first = version(example, tmp_path, 1, run)
+    await worker.stage(first)
+    await worker.commit(first, drain=True)
+    assert await versions(worker.generate("a")) == [1]
+    status = await worker.status()
+    assert status.reserved and status.activity == "reserved for evaluations, at weights version 1 (eval.workers)"
+    assert await streams.work_left() == 1, "the group waits for a worker that samples"
+    assert await worker.made.stop() == 0
+
+
 async def _samples(worker: Loader, samples: int) -> bool:
     status = await worker.status()
     return status.active + status.queued == samples

@@ -39,11 +39,11 @@ class Loader:
     """A worker and a client for its LoadWeights."""
 
     def __init__(self, daemon: Daemon, example: Example, run: str, **changes: Any) -> None:
-        self._spec = spec(daemon, config(example, **changes), run=run)
-        self.model = load(self._spec)
-        self.made = InProcess(self._spec, model=self.model)
+        self.spec = spec(daemon, config(example, **changes), run=run)
+        self.model = load(self.spec)
 
     async def start(self) -> Self:
+        self.made = InProcess(self.spec, model=self.model)
         await self.made.start()
         return self
 

@@ -135,6 +135,28 @@ func TestPythonEnvironment(t *testing.T) {
 	}
 }
 
+// Reserved workers leave at least one that samples, and need evaluations that sample.
+func TestWorkersForEvaluations(t *testing.T) {
+	t.Parallel()
+	set := []string{"eval.every_steps=5", `data.eval="eval.jsonl"`}
+	if r := read(t, good, append(set, "engine.workers=3", "eval.workers=2")...); !r.Problems.Empty() || r.Config.GetEval().GetWorkers() != 2 {
+		t.Fatal(problems(r))
+	}
+	for name, c := range map[string]struct {
+		set  []string
+		want string
+	}{
+		"all":           {append(set, "engine.workers=2", "eval.workers=2"), "`eval.workers` must be less than `engine.workers`"},
+		"more":          {append(set, "eval.workers=2"), "`eval.workers` must be less than `engine.workers`"},
+		"no evaluation": {[]string{"engine.workers=2", "eval.workers=1"}, "`eval.workers` needs evaluations that sample completions"},
+	} {
+		r := read(t, good, c.set...)
+		if list := r.Sorted(); len(list) != 1 || !strings.Contains(list[0].GetMessage(), c.want) {
+			t.Errorf("%s: %v", name, list)
+		}
+	}
+}
+
 func TestNumbers(t *testing.T) {
 	t.Parallel()
 	for value, want := range map[string]string{

@@ -299,6 +299,8 @@ var fixes = map[string]string{
 	"run_config.deterministic_async":    "remove `deterministic`, or write `mode = \"sync\"`",
 	"run_config.warmup":                 "lower `warmup_steps` or raise `steps`",
 	"run_config.eval_data":              "add `eval = \"data/eval.jsonl\"` to [data] and, to score answers, a [reward] table, or remove `every_steps` from [eval]",
+	"run_config.eval_workers":           "lower `workers` in [eval], or raise `workers` in [engine]",
+	"run_config.eval_workers_idle":      "remove `workers` from [eval], or write `every_steps = 10` there and add a [reward] table",
 	"run_config.reward_model_eval":      "remove the table [reward]: evaluations then report `rewards/accuracy` on the held-out pairs",
 	"run_config.lora_freeze":            "remove `freeze` from [train], or the table [lora]",
 	"run_config.lora_average":           "remove `ema_decay` from [train], or the table [lora]",

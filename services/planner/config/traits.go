@@ -152,6 +152,21 @@ var traitRules = []traitRule{
 		},
 	},
 	{
+		"run_config.eval_workers", "`eval.workers` must be less than `engine.workers`: the other workers sample for training",
+		[]string{"eval.workers", "engine.workers"},
+		func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
+			n := c.GetEval().GetWorkers()
+			return n > 0 && n >= max(1, c.GetEngine().GetWorkers())
+		},
+	},
+	{
+		"run_config.eval_workers_idle", "`eval.workers` needs evaluations that sample completions: `eval.every_steps` and a `[reward]` table",
+		[]string{"eval.workers", "eval.every_steps", "reward"},
+		func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
+			return c.GetEval().GetWorkers() > 0 && (c.GetEval().GetEverySteps() == 0 || algorithm.TeachesHeldOut(c))
+		},
+	},
+	{
 		"run_config.reward_model_eval", "`[reward]` must be absent for evaluations of `[algorithm.*]`: the model generates no text",
 		[]string{"eval.every_steps", "reward"},
 		func(c *configv1.RunConfig, t *configv1.AlgorithmTraits) bool {

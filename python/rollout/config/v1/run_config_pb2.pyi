@@ -1401,6 +1401,7 @@ class EvalConfig(_message.Message):
     EVERY_STEPS_FIELD_NUMBER: _builtins.int
     MAX_PROMPTS_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
     every_steps: _builtins.int
     """Steps between two evaluations. There is also one before the first step and one after the last.
     0: no evaluation.
@@ -1409,16 +1410,22 @@ class EvalConfig(_message.Message):
     """Largest number of held-out rows per evaluation. 0: all."""
     temperature: _builtins.float
     """Temperature of evaluation samples. 0 takes the most likely token."""
+    workers: _builtins.int
+    """Inference workers that only evaluate, of those of `engine.workers`. They stay at the version
+    that they evaluate, and training continues in the meantime; the next evaluation waits for the
+    last one. 0: a worker evaluates between two steps, and training waits.
+    """
     def __init__(
         self,
         *,
         every_steps: _builtins.int | None = ...,
         max_prompts: _builtins.int | None = ...,
         temperature: _builtins.float | None = ...,
+        workers: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_every_steps", b"_every_steps", "_max_prompts", b"_max_prompts", "_temperature", b"_temperature", "every_steps", b"every_steps", "max_prompts", b"max_prompts", "temperature", b"temperature"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_every_steps", b"_every_steps", "_max_prompts", b"_max_prompts", "_temperature", b"_temperature", "_workers", b"_workers", "every_steps", b"every_steps", "max_prompts", b"max_prompts", "temperature", b"temperature", "workers", b"workers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_every_steps", b"_every_steps", "_max_prompts", b"_max_prompts", "_temperature", b"_temperature", "every_steps", b"every_steps", "max_prompts", b"max_prompts", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_every_steps", b"_every_steps", "_max_prompts", b"_max_prompts", "_temperature", b"_temperature", "_workers", b"_workers", "every_steps", b"every_steps", "max_prompts", b"max_prompts", "temperature", b"temperature", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__every_steps: _TypeAlias = _typing.Literal["every_steps"]  # noqa: Y015
     _WhichOneofArgType__every_steps: _TypeAlias = _typing.Literal["_every_steps", b"_every_steps"]  # noqa: Y015
@@ -1426,12 +1433,16 @@ class EvalConfig(_message.Message):
     _WhichOneofArgType__max_prompts: _TypeAlias = _typing.Literal["_max_prompts", b"_max_prompts"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    _WhichOneofReturnType__workers: _TypeAlias = _typing.Literal["workers"]  # noqa: Y015
+    _WhichOneofArgType__workers: _TypeAlias = _typing.Literal["_workers", b"_workers"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__every_steps) -> _WhichOneofReturnType__every_steps | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_prompts) -> _WhichOneofReturnType__max_prompts | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__workers) -> _WhichOneofReturnType__workers | None: ...
 
 Global___EvalConfig: _TypeAlias = EvalConfig  # noqa: Y015
 

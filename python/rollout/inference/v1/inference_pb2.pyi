@@ -1087,6 +1087,8 @@ class EvaluateRequest(_message.Message):
     MAX_PROMPTS_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     version: _builtins.int
@@ -1097,6 +1099,10 @@ class EvaluateRequest(_message.Message):
     """Temperature; 0 selects the most likely token."""
     seed: _builtins.int
     """Seed."""
+    parts: _builtins.int
+    """Number of parts into which the rows are divided; 0 or 1: one."""
+    part: _builtins.int
+    """Part to evaluate, from 0: the rows `part`, `part + parts`, and so on."""
     def __init__(
         self,
         *,
@@ -1105,10 +1111,12 @@ class EvaluateRequest(_message.Message):
         max_prompts: _builtins.int = ...,
         temperature: _builtins.float = ...,
         seed: _builtins.int = ...,
+        parts: _builtins.int = ...,
+        part: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_prompts", b"max_prompts", "run_id", b"run_id", "seed", b"seed", "temperature", b"temperature", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_prompts", b"max_prompts", "part", b"part", "parts", b"parts", "run_id", b"run_id", "seed", b"seed", "temperature", b"temperature", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1460,6 +1468,7 @@ class GetInferenceStatusResponse(_message.Message):
     REWARD_RETRIES_FIELD_NUMBER: _builtins.int
     ENGINES_FIELD_NUMBER: _builtins.int
     STAGED_VERSION_FIELD_NUMBER: _builtins.int
+    RESERVED_FIELD_NUMBER: _builtins.int
     active: _builtins.int
     """Slots in use."""
     slots: _builtins.int
@@ -1486,6 +1495,8 @@ class GetInferenceStatusResponse(_message.Message):
     """Repeated calls of the reward since the start."""
     staged_version: _builtins.int
     """Weights version that is staged and not committed; absent: none."""
+    reserved: _builtins.bool
+    """Whether the worker only evaluates (eval.workers)."""
     @_builtins.property
     def receipt(self) -> _weights_pb2.WeightsReceipt:
         """Weights that the engine has loaded."""
@@ -1512,10 +1523,11 @@ class GetInferenceStatusResponse(_message.Message):
         reward_retries: _builtins.int = ...,
         engines: _abc.Iterable[_weights_pb2.EngineReceipt] | None = ...,
         staged_version: _builtins.int | None = ...,
+        reserved: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_staged_version", b"_staged_version", "receipt", b"receipt", "staged_version", b"staged_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_staged_version", b"_staged_version", "active", b"active", "activity", b"activity", "engines", b"engines", "max_model_len", b"max_model_len", "model", b"model", "process_id", b"process_id", "queued", b"queued", "receipt", b"receipt", "reward_retries", b"reward_retries", "samples", b"samples", "samples_per_second", b"samples_per_second", "slots", b"slots", "staged_version", b"staged_version", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_staged_version", b"_staged_version", "active", b"active", "activity", b"activity", "engines", b"engines", "max_model_len", b"max_model_len", "model", b"model", "process_id", b"process_id", "queued", b"queued", "receipt", b"receipt", "reserved", b"reserved", "reward_retries", b"reward_retries", "samples", b"samples", "samples_per_second", b"samples_per_second", "slots", b"slots", "staged_version", b"staged_version", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__staged_version: _TypeAlias = _typing.Literal["staged_version"]  # noqa: Y015
     _WhichOneofArgType__staged_version: _TypeAlias = _typing.Literal["_staged_version", b"_staged_version"]  # noqa: Y015

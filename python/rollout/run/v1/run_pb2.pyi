@@ -294,6 +294,7 @@ class Worker(_message.Message):
     SAMPLES_PER_SECOND_FIELD_NUMBER: _builtins.int
     TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     PROCESS_ID_FIELD_NUMBER: _builtins.int
+    RESERVED_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """`<kind>-<number>`, e.g. `inference-0`."""
     kind: _builtins.str
@@ -316,6 +317,8 @@ class Worker(_message.Message):
     """Generated tokens a second over the last seconds; inference workers only."""
     process_id: _builtins.str
     """Id of the process that the launcher started, opaque and unique; empty while no process runs."""
+    reserved: _builtins.bool
+    """Whether it is reserved for evaluations (eval.workers)."""
     def __init__(
         self,
         *,
@@ -330,10 +333,11 @@ class Worker(_message.Message):
         samples_per_second: _builtins.float = ...,
         tokens_per_second: _builtins.float = ...,
         process_id: _builtins.str = ...,
+        reserved: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "address", b"address", "healthy", b"healthy", "kind", b"kind", "pid", b"pid", "process_id", b"process_id", "restarts", b"restarts", "samples_per_second", b"samples_per_second", "tokens_per_second", b"tokens_per_second", "weights_version", b"weights_version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "address", b"address", "healthy", b"healthy", "kind", b"kind", "pid", b"pid", "process_id", b"process_id", "reserved", b"reserved", "restarts", b"restarts", "samples_per_second", b"samples_per_second", "tokens_per_second", b"tokens_per_second", "weights_version", b"weights_version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -474,6 +478,7 @@ class WorkerSpec(_message.Message):
     TLS_FIELD_NUMBER: _builtins.int
     NONCE_FIELD_NUMBER: _builtins.int
     GPUS_FIELD_NUMBER: _builtins.int
+    RESERVED_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """`<kind>-<number>`, unique in the run."""
     kind: _builtins.str
@@ -518,6 +523,8 @@ class WorkerSpec(_message.Message):
     """Secret of this launch. The worker's registration carries `hex(HMAC-SHA256(nonce, ...))` over
     worker, rank, and address (docs/wire.md), never the nonce; it is not logged.
     """
+    reserved: _builtins.bool
+    """Whether an inference worker only evaluates, and takes no work (eval.workers)."""
     @_builtins.property
     def plan(self) -> _plan_pb2.Plan:
         """Plan of the run."""
@@ -562,10 +569,11 @@ class WorkerSpec(_message.Message):
         tls: Global___WorkerTls | None = ...,
         nonce: _builtins.str = ...,
         gpus: _abc.Iterable[_builtins.int] | None = ...,
+        reserved: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["nats", b"nats", "plan", b"plan", "tls", b"tls"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "consul_address", b"consul_address", "consul_ca_file", b"consul_ca_file", "consul_cert_file", b"consul_cert_file", "consul_key_file", b"consul_key_file", "consul_token", b"consul_token", "gpus", b"gpus", "incarnation", b"incarnation", "initial_version", b"initial_version", "initial_weights", b"initial_weights", "kind", b"kind", "nats", b"nats", "nats_token", b"nats_token", "nats_url", b"nats_url", "nonce", b"nonce", "otlp_endpoint", b"otlp_endpoint", "plan", b"plan", "run_directory", b"run_directory", "run_id", b"run_id", "threads", b"threads", "tls", b"tls", "token", b"token", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "consul_address", b"consul_address", "consul_ca_file", b"consul_ca_file", "consul_cert_file", b"consul_cert_file", "consul_key_file", b"consul_key_file", "consul_token", b"consul_token", "gpus", b"gpus", "incarnation", b"incarnation", "initial_version", b"initial_version", "initial_weights", b"initial_weights", "kind", b"kind", "nats", b"nats", "nats_token", b"nats_token", "nats_url", b"nats_url", "nonce", b"nonce", "otlp_endpoint", b"otlp_endpoint", "plan", b"plan", "reserved", b"reserved", "run_directory", b"run_directory", "run_id", b"run_id", "threads", b"threads", "tls", b"tls", "token", b"token", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1756,7 +1756,11 @@ type EvalConfig struct {
 	// Largest number of held-out rows per evaluation. 0: all.
 	MaxPrompts *uint32 `protobuf:"varint,2,opt,name=max_prompts,json=maxPrompts,proto3,oneof" json:"max_prompts,omitempty"`
 	// Temperature of evaluation samples. 0 takes the most likely token.
-	Temperature   *float64 `protobuf:"fixed64,3,opt,name=temperature,proto3,oneof" json:"temperature,omitempty"`
+	Temperature *float64 `protobuf:"fixed64,3,opt,name=temperature,proto3,oneof" json:"temperature,omitempty"`
+	// Inference workers that only evaluate, of those of `engine.workers`. They stay at the version
+	// that they evaluate, and training continues in the meantime; the next evaluation waits for the
+	// last one. 0: a worker evaluates between two steps, and training waits.
+	Workers       *uint32 `protobuf:"varint,4,opt,name=workers,proto3,oneof" json:"workers,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1808,6 +1812,13 @@ func (x *EvalConfig) GetMaxPrompts() uint32 {
 func (x *EvalConfig) GetTemperature() float64 {
 	if x != nil && x.Temperature != nil {
 		return *x.Temperature
+	}
+	return 0
+}
+
+func (x *EvalConfig) GetWorkers() uint32 {
+	if x != nil && x.Workers != nil {
+		return *x.Workers
 	}
 	return 0
 }
@@ -2813,7 +2824,7 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\tmax_steps\x18\x01 \x01(\rB\x0e\xbaH\x04*\x02\x18@\xca\xda\x18\x03\n" +
 	"\x010H\x00R\bmaxSteps\x88\x01\x01B\f\n" +
 	"\n" +
-	"_max_steps\"\xe7\x01\n" +
+	"_max_steps\"\xa3\x02\n" +
 	"\n" +
 	"EvalConfig\x12-\n" +
 	"\vevery_steps\x18\x01 \x01(\x04B\a\xca\xda\x18\x03\n" +
@@ -2823,10 +2834,14 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x03256H\x01R\n" +
 	"maxPrompts\x88\x01\x01\x12I\n" +
 	"\vtemperature\x18\x03 \x01(\x01B\"\xbaH\x16\x12\x14@\x01\x19\x00\x00\x00\x00\x00\x00$@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\x02R\vtemperature\x88\x01\x01B\x0e\n" +
+	"\x030.0H\x02R\vtemperature\x88\x01\x01\x12.\n" +
+	"\aworkers\x18\x04 \x01(\rB\x0f\xbaH\x05*\x03\x18\xff\a\xca\xda\x18\x03\n" +
+	"\x010H\x03R\aworkers\x88\x01\x01B\x0e\n" +
 	"\f_every_stepsB\x0e\n" +
 	"\f_max_promptsB\x0e\n" +
-	"\f_temperature\"\xc3\x01\n" +
+	"\f_temperatureB\n" +
+	"\n" +
+	"\b_workers\"\xc3\x01\n" +
 	"\x0eSnapshotConfig\x12-\n" +
 	"\vevery_steps\x18\x01 \x01(\x04B\a\xca\xda\x18\x03\n" +
 	"\x010H\x00R\n" +

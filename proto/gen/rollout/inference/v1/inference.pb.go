@@ -2027,7 +2027,11 @@ type EvaluateRequest struct {
 	// Temperature; 0 selects the most likely token.
 	Temperature float64 `protobuf:"fixed64,4,opt,name=temperature,proto3" json:"temperature,omitempty"`
 	// Seed.
-	Seed          uint64 `protobuf:"varint,5,opt,name=seed,proto3" json:"seed,omitempty"`
+	Seed uint64 `protobuf:"varint,5,opt,name=seed,proto3" json:"seed,omitempty"`
+	// Number of parts into which the rows are divided; 0 or 1: one.
+	Parts uint32 `protobuf:"varint,6,opt,name=parts,proto3" json:"parts,omitempty"`
+	// Part to evaluate, from 0: the rows `part`, `part + parts`, and so on.
+	Part          uint32 `protobuf:"varint,7,opt,name=part,proto3" json:"part,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2093,6 +2097,20 @@ func (x *EvaluateRequest) GetTemperature() float64 {
 func (x *EvaluateRequest) GetSeed() uint64 {
 	if x != nil {
 		return x.Seed
+	}
+	return 0
+}
+
+func (x *EvaluateRequest) GetParts() uint32 {
+	if x != nil {
+		return x.Parts
+	}
+	return 0
+}
+
+func (x *EvaluateRequest) GetPart() uint32 {
+	if x != nil {
+		return x.Part
 	}
 	return 0
 }
@@ -2747,6 +2765,8 @@ type GetInferenceStatusResponse struct {
 	Engines []*v11.EngineReceipt `protobuf:"bytes,14,rep,name=engines,proto3" json:"engines,omitempty"`
 	// Weights version that is staged and not committed; absent: none.
 	StagedVersion *uint64 `protobuf:"varint,15,opt,name=staged_version,json=stagedVersion,proto3,oneof" json:"staged_version,omitempty"`
+	// Whether the worker only evaluates (eval.workers).
+	Reserved      bool `protobuf:"varint,16,opt,name=reserved,proto3" json:"reserved,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2884,6 +2904,13 @@ func (x *GetInferenceStatusResponse) GetStagedVersion() uint64 {
 		return *x.StagedVersion
 	}
 	return 0
+}
+
+func (x *GetInferenceStatusResponse) GetReserved() bool {
+	if x != nil {
+		return x.Reserved
+	}
+	return false
 }
 
 var File_rollout_inference_v1_inference_proto protoreflect.FileDescriptor
@@ -3071,14 +3098,16 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\x05index\x18\x01 \x01(\rR\x05index\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\tR\x02id\x12\x12\n" +
 	"\x04name\x18\x03 \x01(\tR\x04name\x12\x1c\n" +
-	"\targuments\x18\x04 \x01(\tR\targuments\"\xbb\x01\n" +
+	"\targuments\x18\x04 \x01(\tR\targuments\"\xe5\x01\n" +
 	"\x0fEvaluateRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x18\n" +
 	"\aversion\x18\x02 \x01(\x04R\aversion\x12\x1f\n" +
 	"\vmax_prompts\x18\x03 \x01(\rR\n" +
 	"maxPrompts\x129\n" +
 	"\vtemperature\x18\x04 \x01(\x01B\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00$@)\x00\x00\x00\x00\x00\x00\x00\x00R\vtemperature\x12\x12\n" +
-	"\x04seed\x18\x05 \x01(\x04R\x04seed\"N\n" +
+	"\x04seed\x18\x05 \x01(\x04R\x04seed\x12\x14\n" +
+	"\x05parts\x18\x06 \x01(\rR\x05parts\x12\x12\n" +
+	"\x04part\x18\a \x01(\rR\x04part\"N\n" +
 	"\x10EvaluateResponse\x12:\n" +
 	"\asamples\x18\x01 \x03(\v2 .rollout.inference.v1.EvalSampleR\asamples\"\xc5\x02\n" +
 	"\n" +
@@ -3114,7 +3143,7 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\x13PauseEngineResponse\"\x15\n" +
 	"\x13ResumeEngineRequest\"\x16\n" +
 	"\x14ResumeEngineResponse\"\x1b\n" +
-	"\x19GetInferenceStatusRequest\"\xc4\x04\n" +
+	"\x19GetInferenceStatusRequest\"\xe0\x04\n" +
 	"\x1aGetInferenceStatusResponse\x12<\n" +
 	"\areceipt\x18\x01 \x01(\v2\".rollout.weights.v1.WeightsReceiptR\areceipt\x12\x16\n" +
 	"\x06active\x18\x02 \x01(\rR\x06active\x12\x14\n" +
@@ -3132,7 +3161,8 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\rmax_model_len\x18\f \x01(\rR\vmaxModelLen\x12%\n" +
 	"\x0ereward_retries\x18\r \x01(\x04R\rrewardRetries\x12;\n" +
 	"\aengines\x18\x0e \x03(\v2!.rollout.weights.v1.EngineReceiptR\aengines\x12*\n" +
-	"\x0estaged_version\x18\x0f \x01(\x04H\x00R\rstagedVersion\x88\x01\x01B\x11\n" +
+	"\x0estaged_version\x18\x0f \x01(\x04H\x00R\rstagedVersion\x88\x01\x01\x12\x1a\n" +
+	"\breserved\x18\x10 \x01(\bR\breservedB\x11\n" +
 	"\x0f_staged_version2\xf1\b\n" +
 	"\x16InferenceWorkerService\x12b\n" +
 	"\vLoadWeights\x12(.rollout.inference.v1.LoadWeightsRequest\x1a).rollout.inference.v1.LoadWeightsResponse\x12e\n" +

@@ -525,7 +525,9 @@ type Worker struct {
 	// Generated tokens a second over the last seconds; inference workers only.
 	TokensPerSecond float64 `protobuf:"fixed64,10,opt,name=tokens_per_second,json=tokensPerSecond,proto3" json:"tokens_per_second,omitempty"`
 	// Id of the process that the launcher started, opaque and unique; empty while no process runs.
-	ProcessId     string `protobuf:"bytes,11,opt,name=process_id,json=processId,proto3" json:"process_id,omitempty"`
+	ProcessId string `protobuf:"bytes,11,opt,name=process_id,json=processId,proto3" json:"process_id,omitempty"`
+	// Whether it is reserved for evaluations (eval.workers).
+	Reserved      bool `protobuf:"varint,12,opt,name=reserved,proto3" json:"reserved,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -635,6 +637,13 @@ func (x *Worker) GetProcessId() string {
 		return x.ProcessId
 	}
 	return ""
+}
+
+func (x *Worker) GetReserved() bool {
+	if x != nil {
+		return x.Reserved
+	}
+	return false
 }
 
 // Queues counts the groups of a run by stage.
@@ -883,7 +892,9 @@ type WorkerSpec struct {
 	Nonce string `protobuf:"bytes,22,opt,name=nonce,proto3" json:"nonce,omitempty"`
 	// GPUs that the worker may use, by the numbers that its process sees. Empty: the worker takes
 	// one, by its number.
-	Gpus          []uint32 `protobuf:"varint,23,rep,packed,name=gpus,proto3" json:"gpus,omitempty"`
+	Gpus []uint32 `protobuf:"varint,23,rep,packed,name=gpus,proto3" json:"gpus,omitempty"`
+	// Whether an inference worker only evaluates, and takes no work (eval.workers).
+	Reserved      bool `protobuf:"varint,24,opt,name=reserved,proto3" json:"reserved,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1077,6 +1088,13 @@ func (x *WorkerSpec) GetGpus() []uint32 {
 		return x.Gpus
 	}
 	return nil
+}
+
+func (x *WorkerSpec) GetReserved() bool {
+	if x != nil {
+		return x.Reserved
+	}
+	return false
 }
 
 // WorkerTls has the PEM files with which a worker serves and calls. It reloads them when they
@@ -2381,7 +2399,7 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\bposition\x18\x01 \x01(\x04R\bposition\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\rR\x05epoch\x12\x14\n" +
 	"\x05index\x18\x03 \x01(\x04R\x05index\x12\x12\n" +
-	"\x04rows\x18\x04 \x01(\x04R\x04rows\"\xd9\x02\n" +
+	"\x04rows\x18\x04 \x01(\x04R\x04rows\"\xf5\x02\n" +
 	"\x06Worker\x12\x1b\n" +
 	"\tworker_id\x18\x01 \x01(\tR\bworkerId\x12\x12\n" +
 	"\x04kind\x18\x02 \x01(\tR\x04kind\x12\x18\n" +
@@ -2395,7 +2413,8 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\x11tokens_per_second\x18\n" +
 	" \x01(\x01R\x0ftokensPerSecond\x12\x1d\n" +
 	"\n" +
-	"process_id\x18\v \x01(\tR\tprocessId\"\x8b\x01\n" +
+	"process_id\x18\v \x01(\tR\tprocessId\x12\x1a\n" +
+	"\breserved\x18\f \x01(\bR\breserved\"\x8b\x01\n" +
 	"\x06Queues\x12\x1b\n" +
 	"\tin_flight\x18\x01 \x01(\x04R\binFlight\x12\x14\n" +
 	"\x05ready\x18\x02 \x01(\x04R\x05ready\x12\x16\n" +
@@ -2411,7 +2430,7 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"waitingFor\x12.\n" +
 	"\x06cursor\x18\x06 \x01(\v2\x16.rollout.run.v1.CursorR\x06cursor\x12?\n" +
 	"\rwaiting_since\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\fwaitingSince\x12+\n" +
-	"\x05waits\x18\b \x03(\v2\x15.rollout.wait.v1.WaitR\x05waits\"\xb8\x06\n" +
+	"\x05waits\x18\b \x03(\v2\x15.rollout.wait.v1.WaitR\x05waits\"\xd4\x06\n" +
 	"\n" +
 	"WorkerSpec\x12$\n" +
 	"\tworker_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\bworkerId\x12\x1b\n" +
@@ -2438,7 +2457,8 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\x0fconsul_key_file\x18\x14 \x01(\tR\rconsulKeyFile\x12+\n" +
 	"\x03tls\x18\x15 \x01(\v2\x19.rollout.run.v1.WorkerTlsR\x03tls\x12\x14\n" +
 	"\x05nonce\x18\x16 \x01(\tR\x05nonce\x12\x1c\n" +
-	"\x04gpus\x18\x17 \x03(\rB\b\xbaH\x05\x92\x01\x02\x10@R\x04gpus\"w\n" +
+	"\x04gpus\x18\x17 \x03(\rB\b\xbaH\x05\x92\x01\x02\x10@R\x04gpus\x12\x1a\n" +
+	"\breserved\x18\x18 \x01(\bR\breserved\"w\n" +
 	"\tWorkerTls\x12 \n" +
 	"\aca_file\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x06caFile\x12$\n" +
 	"\tcert_file\x18\x02 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\bcertFile\x12\"\n" +

@@ -1,0 +1,191 @@
+package controller
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/rollout-rl/rollout/libs/discovery"
+	"github.com/rollout-rl/rollout/libs/worker"
+	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
+	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
+)
+
+// reserved evaluates on workers that do nothing else (eval.workers), while the drive makes steps.
+// They stay at the version of the last evaluation. There is one evaluation at a time. The goroutine
+// of the drive calls the methods.
+type reserved struct {
+	settings
+	fleet    *fleet // of the reserved workers
+	progress *progress
+	events   *reporter
+	log      *slog.Logger
+	retry    time.Duration
+	life     context.Context // of evaluations; set before the first
+
+	current *evaluation // nil: none
+}
+
+// evaluation is one in the background.
+type evaluation struct {
+	step   uint64
+	cancel context.CancelFunc
+	done   chan struct{} // closed: err is set
+	err    error
+}
+
+// newReserved returns nil if the run reserves no workers.
+func newReserved(s settings, cfg Config, deps Deps, p *progress, events *reporter, log *slog.Logger) *reserved {
+	if s.cfg.GetEval().GetWorkers() == 0 {
+		return nil
+	}
+	fleet := newFleet(s, deps.Dial, cfg.Retry, &lagging{reporter: events, progress: p})
+	fleet.policy = updateRolling // a request for the version that they serve ends with that version
+	return &reserved{settings: s, fleet: fleet, progress: p, events: events, log: log, retry: cfg.Retry}
+}
+
+// start begins to evaluate a step in the background, and returns when a worker has its weights, so
+// that the learner may remove them. It waits for the evaluation before.
+func (r *reserved) start(ctx context.Context, step uint64, m *weightsv1.WeightsManifest) error {
+	if r.current != nil && r.current.step == step {
+		return nil // the learner was lost since
+	}
+	if err := r.join(ctx); err != nil {
+		return err
+	}
+	if err := r.pin(ctx, m); err != nil {
+		if errors.Is(err, errNoSource) {
+			r.events.skipped(step, err)
+			return nil
+		}
+		return fmt.Errorf("evaluate step %d: %w", step, err)
+	}
+	life, cancel := context.WithCancel(r.life)
+	now := &evaluation{step: step, cancel: cancel, done: make(chan struct{})}
+	r.current = now
+	go func() {
+		defer close(now.done)
+		defer cancel()
+		samples, err := r.samples(life, m)
+		switch {
+		case errors.Is(err, errNoSource):
+			r.events.skipped(step, err)
+		case err != nil:
+			now.err = fmt.Errorf("evaluate step %d: %w", step, err)
+		default:
+			r.events.evaluated(step, m, samples)
+		}
+	}()
+	return nil
+}
+
+// pin brings the reserved workers to m, and returns when one has it. errNoSource if none can get it.
+func (r *reserved) pin(ctx context.Context, m *weightsv1.WeightsManifest) error {
+	waitFor := func(workers, reason string) {
+		r.progress.waitFor("%s to load weights version %d for the evaluation%s", workers, m.GetVersion(), reason)
+	}
+	for {
+		loaded, err := r.fleet.deliver(ctx, m, waitFor)
+		if err != nil || loaded > 0 {
+			return err
+		}
+		_, changed := r.fleet.status(m)
+		waitFor("a worker that is reserved for evaluations (scheduler starts it)", "")
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// samples divides the rows among the workers that have m.
+func (r *reserved) samples(ctx context.Context, m *weightsv1.WeightsManifest) ([]*inferencev1.EvalSample, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	sampling := &evalSampling{
+		settings: r.settings, fleet: r.fleet, weights: m, log: r.log, retry: r.retry,
+		checkSource: func() error { return r.fleet.checkSource(m) }, waitFor: func(string, ...any) {},
+	}
+	workers := r.fleet.holding(m)
+	parts := max(1, len(workers))
+	var wg sync.WaitGroup
+	var mu sync.Mutex
+	var all []*inferencev1.EvalSample
+	var failed error
+	for part := range parts {
+		var first *inferenceWorker
+		if part < len(workers) {
+			first = workers[part]
+		}
+		wg.Go(func() {
+			samples, err := sampling.part(ctx, first, uint32(part), uint32(parts))
+			mu.Lock()
+			defer mu.Unlock()
+			if all = append(all, samples...); err != nil && failed == nil {
+				failed = err
+				cancel()
+			}
+		})
+	}
+	wg.Wait()
+	sortByRow(all)
+	return all, failed
+}
+
+// join waits for the evaluation in the background, and returns its error.
+func (r *reserved) join(ctx context.Context) error {
+	if r == nil || r.current == nil {
+		return nil
+	}
+	if !closed(r.current.done) {
+		r.progress.enter(evaluating, "")
+		r.progress.waitFor("the reserved workers to end the evaluation of step %d", r.current.step)
+	}
+	select {
+	case <-r.current.done:
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	err := r.current.err
+	r.current = nil
+	return err
+}
+
+// stop cancels the evaluation in the background.
+func (r *reserved) stop() {
+	if r != nil && r.current != nil {
+		r.current.cancel()
+		<-r.current.done
+	}
+}
+
+// setLearner sets the learner that offers weights to the reserved workers; nil: none.
+func (r *reserved) setLearner(l *learner) {
+	if r != nil {
+		r.fleet.setLearner(l)
+	}
+}
+
+// split sends the reserved workers of each list to the second channel, and the others to the first.
+// It returns when lists or ctx has ended, and closes both.
+func split(ctx context.Context, lists <-chan []discovery.Instance, sampling, evaluating chan<- []discovery.Instance) {
+	defer close(sampling)
+	defer close(evaluating)
+	for list := range lists {
+		kept := func(in discovery.Instance) bool { return in.Meta[worker.MetaReserved] == "true" }
+		others := slices.DeleteFunc(slices.Clone(list), kept)
+		list = slices.DeleteFunc(slices.Clone(list), func(in discovery.Instance) bool { return !kept(in) })
+		for to, part := range map[chan<- []discovery.Instance][]discovery.Instance{sampling: others, evaluating: list} {
+			select {
+			case to <- part:
+			case <-ctx.Done():
+				return
+			}
+		}
+	}
+}

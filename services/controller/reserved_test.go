@@ -1,0 +1,108 @@
+package controller
+
+import (
+	"slices"
+	"strings"
+	"testing"
+
+	"google.golang.org/protobuf/proto"
+
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
+)
+
+// evaluations returns the events of evaluations.
+func (w *world) evaluations() (all []*eventv1.Event) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, e := range w.events {
+		if strings.HasPrefix(e.GetKind(), "eval.") {
+			all = append(all, e)
+		}
+	}
+	return all
+}
+
+// Reserved workers evaluate a version while the run makes the next steps. The next evaluation waits
+// for the last one, and the run for the last one of all.
+func TestReservedWorkersEvaluateInTheBackground(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	kept := w.startReserved()
+	s, stop := w.start()
+	defer stop()
+	req := w.request(t)
+	req.Plan.Config.Eval.Workers = proto.Uint32(1)
+	if _, err := s.StartRun(t.Context(), req); err != nil {
+		t.Fatal(err)
+	}
+	wait(t, s, "evaluation that is waited for", func(p *learnerv1.Progress) bool {
+		return p.GetStep() == 4 && p.GetWaitingFor() == "the reserved workers to end the evaluation of step 2"
+	})
+	kept.mu.Lock()
+	if v := kept.receipt.GetVersion(); v != 2 {
+		t.Errorf("the worker serves version %d while it evaluates version 2", v)
+	}
+	kept.mu.Unlock()
+	if got := w.evaluations(); len(got) != 1 || got[0].GetAttributes()["weights_version"] != "0" {
+		t.Errorf("evaluations so far: %v", got)
+	}
+	close(kept.hold)
+	finish(t, s)
+	correct(t, w)
+	var versions []string
+	for _, e := range w.evaluations() {
+		versions = append(versions, e.GetKind()+" "+e.GetAttributes()["weights_version"]+" "+e.GetAttributes()["weights_digest"])
+	}
+	if want := []string{"eval.finished 0 " + digestAt(0), "eval.finished 2 " + digestAt(2), "eval.finished 4 " + digestAt(4)}; !slices.Equal(versions, want) {
+		t.Errorf("evaluations %q, want %q", versions, want)
+	}
+	w.inference.mu.Lock()
+	defer w.inference.mu.Unlock()
+	if len(w.inference.evals) > 0 {
+		t.Errorf("the worker that samples evaluated the versions %v", w.inference.evals)
+	}
+}
+
+// A reserved worker dies while it evaluates: its successor loads the version and evaluates it.
+func TestAReservedWorkerThatDiesIsReplaced(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	first := w.startReserved()
+	s, stop := w.start()
+	defer stop()
+	req := w.request(t)
+	req.Plan.Config.Eval.Workers = proto.Uint32(1)
+	if _, err := s.StartRun(t.Context(), req); err != nil {
+		t.Fatal(err)
+	}
+	wait(t, s, "step 3", func(p *learnerv1.Progress) bool { return p.GetStep() >= 3 })
+	w.kill(first.address)
+	close(w.startReserved().hold)
+	finish(t, s)
+	correct(t, w)
+	if got := w.evaluations(); len(got) != 3 || got[1].GetStep() != 2 || got[1].GetKind() != "eval.finished" {
+		t.Errorf("evaluations: %v", got)
+	}
+}
+
+// A run that is stopped does not wait for an evaluation, unless it drains.
+func TestAStopCancelsTheEvaluation(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.startReserved()
+	s, stop := w.start()
+	defer stop()
+	req := w.request(t)
+	req.Plan.Config.Eval.Workers = proto.Uint32(1)
+	if _, err := s.StartRun(t.Context(), req); err != nil {
+		t.Fatal(err)
+	}
+	wait(t, s, "step 3", func(p *learnerv1.Progress) bool { return p.GetStep() >= 3 })
+	if _, err := s.StopRun(t.Context(), &learnerv1.StopRunRequest{RunId: run}); err != nil {
+		t.Fatal(err)
+	}
+	if got := w.evaluations(); len(got) != 1 {
+		t.Errorf("evaluations: %v", got)
+	}
+}
