@@ -17,7 +17,8 @@ type writer struct {
 	kind   string // of the open block: thinking, text, call N
 	index  int    // of the open block
 	called bool
-	last   edge.Completion // the last piece, with all tokens if the request wants their ids
+	all    edge.Assembly    // if the request wants the ids of all tokens
+	last   *edge.Completion // the last piece, or all of them
 }
 
 // Whole implements edge.Writer.
@@ -116,11 +117,10 @@ func (f *writer) Piece(s *edge.Stream, a *edge.Answer, piece *edge.Completion) e
 			f.delta(e, object{"type": "input_json_delta", "partial_json": call.Arguments})
 		}
 	}
-	if !f.body.ReturnTokenIDs {
-		f.last = *piece
-		return e.err
+	if f.last = piece; f.body.ReturnTokenIDs {
+		f.all.Add(piece)
+		f.last = f.all.Whole()
 	}
-	f.last.Add(piece)
 	return e.err
 }
 
@@ -128,9 +128,9 @@ func (f *writer) Piece(s *edge.Stream, a *edge.Answer, piece *edge.Completion) e
 func (f *writer) End(s *edge.Stream, a *edge.Answer) error {
 	e := &events{stream: s}
 	f.close(e)
-	reason, sequence := f.reason(&f.last)
+	reason, sequence := f.reason(f.last)
 	last := object{"delta": object{"stop_reason": reason, "stop_sequence": sequence}, "usage": usage(a)}
-	f.extras(last, &f.last)
+	f.extras(last, f.last)
 	e.send("message_delta", last)
 	e.send("message_stop", object{})
 	return e.err

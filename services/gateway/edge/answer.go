@@ -111,14 +111,13 @@ func (a *Answer) setHeader(header http.Header) {
 
 // whole writes one JSON object after the completions have ended.
 func (e *Edge) whole(w http.ResponseWriter, r *http.Request, a *Answer, writer Writer) error {
-	completions := map[uint32]*Completion{}
+	completions := map[uint32]*Assembly{}
 	err := e.Backend.Complete(r.Context(), a.requests, func(got *gatewayv1.CompleteResponse) error {
 		piece := a.add(got)
-		if c := completions[piece.Index]; c != nil {
-			c.Add(piece)
-			return nil
+		if completions[piece.Index] == nil {
+			completions[piece.Index] = &Assembly{}
 		}
-		completions[piece.Index] = piece
+		completions[piece.Index].Add(piece)
 		return nil
 	})
 	if err != nil {
@@ -126,7 +125,7 @@ func (e *Edge) whole(w http.ResponseWriter, r *http.Request, a *Answer, writer W
 	}
 	var all []*Completion
 	for _, index := range slices.Sorted(maps.Keys(completions)) {
-		all = append(all, completions[index])
+		all = append(all, completions[index].Whole())
 	}
 	a.setHeader(w.Header())
 	return WriteJSON(w, http.StatusOK, writer.Whole(a, all))

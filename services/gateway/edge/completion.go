@@ -1,8 +1,10 @@
 package edge
 
 import (
+	"cmp"
 	"fmt"
 	"math"
+	"slices"
 	"strconv"
 	"strings"
 	"unicode/utf8"
@@ -199,38 +201,42 @@ func at(list []float32, i int, absent float32) float32 {
 	return absent
 }
 
+// Assembly is a completion whose pieces arrive. Its texts grow in builders, so that a long one is
+// not copied with each token.
+type Assembly struct {
+	whole                    Completion
+	text, content, reasoning strings.Builder
+	arguments                []*strings.Builder // of each call of the message
+}
+
 // Add appends a piece.
-func (c *Completion) Add(piece *Completion) {
-	c.Text += piece.Text
-	c.Tokens = append(c.Tokens, piece.Tokens...)
-	c.Message.add(piece.Message)
+func (a *Assembly) Add(piece *Completion) {
+	a.text.WriteString(piece.Text)
+	a.content.WriteString(piece.Message.Content)
+	a.reasoning.WriteString(piece.Message.Reasoning)
+	c := &a.whole
+	c.Index, c.Tokens = piece.Index, append(c.Tokens, piece.Tokens...)
+	for _, call := range piece.Message.Calls {
+		at := slices.IndexFunc(c.Message.Calls, func(known Call) bool { return known.Index == call.Index })
+		if at < 0 {
+			at = len(c.Message.Calls)
+			c.Message.Calls, a.arguments = append(c.Message.Calls, Call{Index: call.Index}), append(a.arguments, &strings.Builder{})
+		}
+		found := &c.Message.Calls[at]
+		a.arguments[at].WriteString(call.Arguments)
+		found.ID, found.Name = cmp.Or(call.ID, found.ID), cmp.Or(call.Name, found.Name)
+	}
 	if piece.Finish != "" {
 		c.Finish, c.StopString, c.Versions, c.Prompt, c.Cached = piece.Finish, piece.StopString, piece.Versions, piece.Prompt, piece.Cached
 	}
 }
 
-func (m *Message) add(delta Message) {
-	m.Content += delta.Content
-	m.Reasoning += delta.Reasoning
-	for _, call := range delta.Calls {
-		found := m.call(call.Index)
-		found.Arguments += call.Arguments
-		if call.ID != "" {
-			found.ID = call.ID
-		}
-		if call.Name != "" {
-			found.Name = call.Name
-		}
+// Whole returns the completion so far. The next Add changes it.
+func (a *Assembly) Whole() *Completion {
+	c := &a.whole
+	c.Text, c.Message.Content, c.Message.Reasoning = a.text.String(), a.content.String(), a.reasoning.String()
+	for i, arguments := range a.arguments {
+		c.Message.Calls[i].Arguments = arguments.String()
 	}
-}
-
-// call returns the call with this index, a new one if the message does not have it.
-func (m *Message) call(index uint32) *Call {
-	for i := range m.Calls {
-		if m.Calls[i].Index == index {
-			return &m.Calls[i]
-		}
-	}
-	m.Calls = append(m.Calls, Call{Index: index})
-	return &m.Calls[len(m.Calls)-1]
+	return c
 }

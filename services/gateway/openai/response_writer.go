@@ -27,7 +27,7 @@ type responseWriter struct {
 	kind     string // of the open item: reasoning, message, call N
 	text     string // of the open item
 	scored   []sampledLogprob
-	said     edge.Completion // everything so far
+	said     edge.Assembly // everything so far
 }
 
 // Whole implements edge.Writer.
@@ -197,13 +197,13 @@ func (f *responseWriter) score(tokens []edge.Token) []sampledLogprob {
 // finish returns the whole response, and stores it.
 func (f *responseWriter) finish(a *edge.Answer) object {
 	status := "completed"
-	if f.said.Finish == "length" {
+	if f.said.Whole().Finish == "length" {
 		status = "incomplete"
 	}
 	out := f.response(a, status)
 	if f.kept() {
-		said := &inferencev1.ChatMessage{Role: "assistant", Content: f.said.Message.Content, Reasoning: f.said.Message.Reasoning}
-		for _, call := range f.said.Message.Calls {
+		said := &inferencev1.ChatMessage{Role: "assistant", Content: f.said.Whole().Message.Content, Reasoning: f.said.Whole().Message.Reasoning}
+		for _, call := range f.said.Whole().Message.Calls {
 			said.ToolCalls = append(said.ToolCalls, &inferencev1.ToolCall{Id: call.ID, Name: call.Name, Arguments: call.Arguments})
 		}
 		messages := append(f.history[:len(f.history):len(f.history)], said)
@@ -257,9 +257,9 @@ func (f *responseWriter) response(a *edge.Answer, status string) object {
 		"input_tokens": a.Usage.Prompt, "input_tokens_details": object{"cached_tokens": a.Usage.Cached}, "output_tokens": a.Usage.Completion,
 		"output_tokens_details": object{"reasoning_tokens": a.Usage.Reasoning}, "total_tokens": a.Usage.Prompt + a.Usage.Completion,
 	}
-	out["weight_versions"] = f.said.Versions
+	out["weight_versions"] = f.said.Whole().Versions
 	if b.ReturnTokenIDs {
-		out["prompt_token_ids"], out["token_ids"], out["token_logprobs"] = f.said.Prompt.IDs, f.said.IDs(), f.said.SampledLogprobs()
+		out["prompt_token_ids"], out["token_ids"], out["token_logprobs"] = f.said.Whole().Prompt.IDs, f.said.Whole().IDs(), f.said.Whole().SampledLogprobs()
 	}
 	return out
 }

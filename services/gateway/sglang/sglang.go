@@ -102,7 +102,7 @@ func (h *handler) generate(w http.ResponseWriter, r *http.Request) error {
 	if req.N, err = edge.Completions(given.N); err != nil {
 		return err
 	}
-	out := &writer{text: body.ReturnTextInLogprobs, list: batch || req.GetN() > 1, state: map[uint32]*edge.Completion{}}
+	out := &writer{text: body.ReturnTextInLogprobs, list: batch || req.GetN() > 1, state: map[uint32]*edge.Assembly{}}
 	if out.ids, err = ids(body.RID, len(prompts)); err != nil {
 		return err
 	}
@@ -293,7 +293,7 @@ type writer struct {
 	start    int // first token of the prompt with a logprob; -1: none
 	top      uint32
 	text     bool // whether logprobs have the texts of their tokens
-	state    map[uint32]*edge.Completion
+	state    map[uint32]*edge.Assembly
 }
 
 type object = map[string]any
@@ -314,13 +314,13 @@ func (f *writer) Whole(a *edge.Answer, all []*edge.Completion) any {
 func (f *writer) Piece(s *edge.Stream, a *edge.Answer, piece *edge.Completion) error {
 	c := f.state[piece.Index]
 	if c == nil {
-		c = &edge.Completion{Index: piece.Index}
+		c = &edge.Assembly{}
 		f.state[piece.Index] = c
 	}
 	c.Add(piece)
-	out := f.output(a, c)
+	out := f.output(a, c.Whole())
 	if f.list {
-		out["index"] = c.Index
+		out["index"] = piece.Index
 	}
 	return s.Event("", out)
 }
