@@ -341,6 +341,7 @@ def main() -> int:
     parser.add_argument("--aborts", type=int, default=20, help="disconnects of each gateway")
     parser.add_argument("--check", action="store_true", help="exit with code 1 if a bar is missed")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends all processes
     TOOLS.mkdir(exist_ok=True)
     for tool in ("fleet", "gatewayload"):
         subprocess.run(["go", "build", "-o", str(TOOLS / tool), f"./internal/{tool}"], cwd=ROOT / "cmd", check=True)
