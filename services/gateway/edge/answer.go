@@ -97,7 +97,8 @@ func (a *Answer) add(got *gatewayv1.CompleteResponse) *Completion {
 
 func (a *Answer) newest(version uint64) {
 	if a.Version == nil || *a.Version < version {
-		a.Version = &version
+		newest := version // only then on the heap
+		a.Version = &newest
 	}
 }
 

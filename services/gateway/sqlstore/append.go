@@ -119,7 +119,10 @@ const (
 		ON CONFLICT (session_id) DO UPDATE SET segments = session.segments + excluded.segments,
 			updated_ms = CASE WHEN session.updated_ms < excluded.updated_ms THEN excluded.updated_ms ELSE session.updated_ms END
 		RETURNING run_id, segments, state`
-	insertSegment = `INSERT INTO segment (session_id, number, segment_id, segment) VALUES ($1, $2, $3, $4) ON CONFLICT (session_id, segment_id) DO NOTHING`
+	insertSegment = insertInto + `($1, $2, $3, $4)` + unlessThere
+	insertTwo     = insertInto + `($1, $2, $3, $4), ($5, $6, $7, $8)` + unlessThere // a prompt and its completion
+	insertInto    = `INSERT INTO segment (session_id, number, segment_id, segment) VALUES `
+	unlessThere   = ` ON CONFLICT (session_id, segment_id) DO NOTHING`
 )
 
 // insert adds segments that the session does not have. It returns errIrregular if it must not.
@@ -133,14 +136,23 @@ func (s *Store) insert(ctx context.Context, tx *sql.Tx, a *addition) error {
 		return errIrregular
 	}
 	a.first = count - len(a.raw)
-	for i, raw := range a.raw {
-		result, err := s.insertSegment.exec(ctx, tx, a.session, a.first+i, a.segments[i].GetSegment().GetSegmentId(), raw)
+	for at := 0; at < len(a.raw); {
+		statement, rows := s.insertSegment, 1
+		if len(a.raw)-at > 1 {
+			statement, rows = s.insertTwo, 2
+		}
+		var args []any
+		for i := at; i < at+rows; i++ {
+			args = append(args, a.session, a.first+i, a.segments[i].GetSegment().GetSegmentId(), a.raw[i])
+		}
+		result, err := statement.exec(ctx, tx, args...)
 		if err != nil {
 			return err
 		}
-		if n, err := result.RowsAffected(); n == 0 || err != nil {
+		if n, err := result.RowsAffected(); int(n) != rows || err != nil {
 			return cmp.Or(err, errIrregular)
 		}
+		at += rows
 	}
 	return nil
 }

@@ -20,7 +20,7 @@ type Store struct {
 	db    *sqldb.DB
 	queue queue
 
-	read, reserve, insertSegment statement
+	read, reserve, insertSegment, insertTwo statement
 }
 
 // Open opens the database of the service, creates it if needed, and migrates its schema.
@@ -30,7 +30,7 @@ func Open(ctx context.Context, place sqldb.Place) (*Store, error) {
 		return nil, err
 	}
 	s := &Store{db: db}
-	for text, statement := range map[string]*statement{readSession: &s.read, reserve: &s.reserve, insertSegment: &s.insertSegment} {
+	for text, statement := range map[string]*statement{readSession: &s.read, reserve: &s.reserve, insertSegment: &s.insertSegment, insertTwo: &s.insertTwo} {
 		if *statement, err = prepare(ctx, db, text); err != nil {
 			return nil, errors.Join(err, db.Close())
 		}
