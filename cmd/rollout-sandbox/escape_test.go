@@ -305,6 +305,18 @@ func TestDaemonsAreKilledWithTheirCommand(t *testing.T) {
 	})
 }
 
+func TestShortCommandsEndInOrder(t *testing.T) {
+	t.Parallel()
+	eachUser(t, func(t *testing.T, c *client) {
+		b := c.open(spec())
+		for n := range 60 {
+			if r := b.exec(sandbox.Command{Argv: []string{"true"}, WallTimeS: 10}); r.Reason != sandbox.Exited {
+				t.Fatalf("command %d: %s", n, r.Reason)
+			}
+		}
+	})
+}
+
 func TestForkBombsNextToARunningCommandAreKilled(t *testing.T) {
 	t.Parallel()
 	eachUser(t, func(t *testing.T, c *client) {

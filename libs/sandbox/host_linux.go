@@ -2,6 +2,7 @@ package sandbox
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -44,7 +45,6 @@ func (h *Host) Probe() Report { return h.report }
 // Box is an open sandbox.
 type Box struct {
 	spec    Spec
-	landed  bool // Landlock is available
 	conn    *net.UnixConn
 	process *exec.Cmd
 	log     *tail
@@ -138,9 +138,15 @@ func (h *Host) build(spec Spec) (*Box, error) {
 		return nil, fail(ReasonHost, namespaceFix(err), "namespaces can't be created: %v", err)
 	}
 	b := &Box{
-		spec: spec, landed: h.landlock, conn: conn, process: cmd, log: log, group: group, done: make(chan struct{}), running: map[int]*Process{},
+		spec: spec, conn: conn, process: cmd, log: log, group: group, done: make(chan struct{}), running: map[int]*Process{},
 	}
-	s := setup{Binds: spec.Binds, Network: spec.Network, DiskBytes: spec.Limits.DiskBytes, Drop: root}
+	s := setup{Binds: spec.Binds, Network: spec.Network, DiskBytes: spec.Limits.DiskBytes, Drop: root, Pids: spec.Limits.Pids,
+		Landlock: h.landlock, Writable: []string{home, "/tmp", "/dev/shm"}}
+	for _, bind := range spec.Binds {
+		if bind.Writable {
+			s.Writable = append(s.Writable, bind.Target)
+		}
+	}
 	if group.memory == "" && !slices.Contains(spec.BestEffort, Memory) {
 		s.Watch = &watch{MemoryBytes: spec.Limits.MemoryBytes}
 	}
@@ -203,7 +209,8 @@ func namespaceFix(err error) string {
 
 // wait ends the box's bookkeeping when init has ended, and with it every process of the box.
 func (b *Box) wait() {
-	_ = b.process.Wait()
+	err := b.process.Wait()
+	fmt.Fprintf(b.log, "its first process ended: %v", cmp.Or(err, errors.New("exit status 0")))
 	b.conn.Close()
 	b.mu.Lock()
 	b.dead = true
@@ -222,7 +229,8 @@ func (b *Box) listen() {
 	for {
 		var n notice
 		if err := readFrame(b.conn, &n); err != nil {
-			_ = b.process.Process.Kill() // it can't be supervised any more
+			fmt.Fprintf(b.log, "it can't be supervised: %v; ", err)
+			_ = b.process.Process.Kill()
 			return
 		}
 		b.mu.Lock()
@@ -307,12 +315,7 @@ func (b *Box) start(command Command) (*Process, error) {
 	limits := b.spec.Limits
 	l := launch{
 		Argv: command.Argv, Env: command.Env, Cwd: command.Cwd, Files: command.Files, KeepBackground: command.KeepBackground,
-		Landlock: b.landed, Writable: []string{home, "/tmp", "/dev/shm"}, OpenFiles: limits.OpenFiles,
-	}
-	for _, bind := range b.spec.Binds {
-		if bind.Writable {
-			l.Writable = append(l.Writable, bind.Target)
-		}
+		OpenFiles: limits.OpenFiles,
 	}
 	if b.group.pids == "" && !slices.Contains(b.spec.BestEffort, Pids) {
 		l.Processes = limits.Pids

@@ -24,8 +24,11 @@ type setup struct {
 	Network   string `json:"network"`
 	DiskBytes int64  `json:"disk_bytes"`
 	Drop      bool   `json:"drop"` // init is uid 0 of its namespace and becomes boxID
-	Groups    int    `json:"groups"`
-	Watch     *watch `json:"watch,omitempty"`
+	Pids      int    `json:"pids"`
+	// Of its commands.
+	Landlock bool     `json:"landlock"`
+	Writable []string `json:"writable"` // folders and files that Landlock lets them write
+	Watch    *watch   `json:"watch,omitempty"`
 }
 
 // order is a message from the supervisor to init.
@@ -35,19 +38,25 @@ type order struct {
 	Start *launch `json:"start,omitempty"`
 }
 
-// launch is a command as the stage gets it.
+// prepare is the first message to a stage: what all commands of the box have in common.
+type prepare struct {
+	Landlock bool     `json:"landlock"`
+	Writable []string `json:"writable"`
+	Forks    bool     `json:"forks"`  // init decides on new processes
+	Groups   int      `json:"groups"` // cgroup.procs files that follow the socket
+	Join     bool     `json:"join"`   // join the groups before the command is known
+}
+
+// launch is a command as the stage gets it, with its stdin, stdout, and stderr.
 type launch struct {
 	Argv           []string          `json:"argv"`
 	Env            map[string]string `json:"env"`
 	Cwd            string            `json:"cwd"`
 	Files          []File            `json:"files,omitempty"`
-	Writable       []string          `json:"writable"` // folders and files that Landlock lets it write
-	Landlock       bool              `json:"landlock"`
 	OpenFiles      int               `json:"open_files"`
 	AddressBytes   int64             `json:"address_bytes,omitempty"` // 0: unlimited
 	Processes      int               `json:"processes,omitempty"`     // 0: unlimited
 	KeepBackground bool              `json:"keep_background,omitempty"`
-	Groups         int               `json:"groups"` // cgroup.procs files that follow the socket
 }
 
 // notice is a message from init to the supervisor.
@@ -83,7 +92,7 @@ func Init() int {
 	if err != nil {
 		return 1
 	}
-	b := &initBox{conn: conn, groups: files, setup: s, commands: map[int]*command{}}
+	b := &initBox{conn: conn, groups: files, setup: s, commands: map[int]*command{}, stages: map[int]bool{}}
 	if err := b.prepare(); err != nil {
 		var typed *Error
 		if !errors.As(err, &typed) {
@@ -92,10 +101,11 @@ func Init() int {
 		_ = b.send(notice{Error: typed})
 		return 1
 	}
+	go b.reap()
+	b.keepSpare()
 	if err := b.send(notice{Ready: true}); err != nil {
 		return 1
 	}
-	go b.reap()
 	for {
 		var o order
 		files, err := receive(conn, &o)
@@ -122,8 +132,19 @@ type initBox struct {
 	sending sync.Mutex
 	signals chan os.Signal
 
-	mu       sync.Mutex // guards commands, and keeps the reaper off until a start is recorded
+	mu       sync.Mutex // guards the rest, and keeps the reaper off until a start is recorded
 	commands map[int]*command
+	stages   map[int]bool // pids of stages that wait for their command
+
+	sparing sync.Mutex // guards spare; held while it is started, which a start waits for
+	spare   *stage     // waits while no command runs, so that the next one starts quickly
+}
+
+// stage is a process that has restricted itself and waits for a command to execute.
+type stage struct {
+	pid      int
+	conn     *net.UnixConn
+	notifier *os.File // nil if denied calls are not reported
 }
 
 // command is a running command.
@@ -288,50 +309,33 @@ func (b *initBox) start(id int, l launch, files []*os.File) error {
 	if len(files) != 3 {
 		return fmt.Errorf("init got %d files instead of 3", len(files))
 	}
-	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		return err
-	}
-	theirs := os.NewFile(uintptr(pair[1]), "stage")
-	defer theirs.Close()
-	ours, err := fileConn(os.NewFile(uintptr(pair[0]), "stage"))
-	if err != nil {
-		return err
-	}
-	defer ours.Close()
-
-	l.Groups = len(b.groups)
 	if l.Processes > 0 {
 		own, _ := os.ReadDir("/proc/self/task")
 		l.Processes += len(own) + 8 // the kernel counts the threads of init, too, which may become a few more
 	}
-	fds := []uintptr{files[0].Fd(), files[1].Fd(), files[2].Fd(), theirs.Fd()}
-	for _, f := range b.groups {
-		fds = append(fds, f.Fd())
-	}
 	c := &command{id: id, keep: l.KeepBackground, hit: map[string]bool{}, settled: make(chan struct{}), ended: make(chan struct{})}
-	b.mu.Lock()
-	pid, err := b.forker.fork(fmt.Sprintf("/proc/self/fd/%d", b.exe), []string{"rollout-sandbox", "stage"}, &syscall.ProcAttr{
-		Dir: "/", Files: fds, Env: []string{"GOMAXPROCS=1", "GOGC=off"}, Sys: &syscall.SysProcAttr{Setsid: true},
-	})
-	if err == nil {
-		c.pid = pid
-		b.commands[id] = c
+	b.sparing.Lock()
+	st := b.spare
+	b.spare = nil
+	b.sparing.Unlock()
+	if st == nil || !b.adopt(c, st) {
+		var err error
+		if st, err = b.newStage(false); err != nil {
+			return err
+		}
+		if !b.adopt(c, st) {
+			return errors.New("its stage ended")
+		}
 	}
-	b.mu.Unlock()
-	theirs.Close()
-	if err != nil {
-		return err
-	}
-	if err := writeFrame(ours, l); err != nil {
+	if err := transmit(st.conn, l, files...); err != nil {
 		return b.abandon(c, err)
 	}
-	// The stage sends the notifier of its filter, then nothing: its socket closes when the command
-	// is executed. An error comes instead.
-	for ready := false; ; {
+	defer st.conn.Close()
+	// The stage reports that it will execute the command. Then its socket closes, or an error comes.
+	for executing := false; ; executing = true {
 		var from stageNotice
-		files, err := receive(ours, &from)
-		if errors.Is(err, io.EOF) && ready {
+		_, err := receive(st.conn, &from)
+		if errors.Is(err, io.EOF) && executing {
 			break
 		}
 		if err != nil {
@@ -340,18 +344,106 @@ func (b *initBox) start(id int, l launch, files []*os.File) error {
 		if from.Error != nil {
 			return b.abandon(c, from.Error)
 		}
-		ready = true
-		if len(files) == 1 {
-			d := watchDenials(files[0], func() bool { return b.mayFork(c) })
-			b.mu.Lock()
-			c.denials = d
-			b.mu.Unlock()
-		}
 	}
 	go b.observe(c)
-	err = b.send(notice{ID: id, Ready: true})
+	err := b.send(notice{ID: id, Ready: true})
 	close(c.settled)
 	return err
+}
+
+// adopt makes a stage the process of a command, before it can execute and end it. It reports
+// whether the stage is still there.
+func (b *initBox) adopt(c *command, st *stage) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if !b.stages[st.pid] {
+		st.conn.Close()
+		return false
+	}
+	delete(b.stages, st.pid)
+	c.pid = st.pid
+	b.commands[c.id] = c
+	if st.notifier != nil {
+		c.denials = watchDenials(st.notifier, func() bool { return b.mayFork(c) })
+	}
+	return true
+}
+
+// newStage starts a stage and waits until it is restricted. With join it joins the groups of the
+// box early, which takes the kernel 10 ms or more; its few threads count as processes meanwhile.
+func (b *initBox) newStage(join bool) (*stage, error) {
+	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil, err
+	}
+	theirs := os.NewFile(uintptr(pair[1]), "stage")
+	defer theirs.Close()
+	st := &stage{}
+	if st.conn, err = fileConn(os.NewFile(uintptr(pair[0]), "stage")); err != nil {
+		return nil, err
+	}
+	fds := []uintptr{0, 1, 2, theirs.Fd()}
+	for _, f := range b.groups {
+		fds = append(fds, f.Fd())
+	}
+	b.mu.Lock()
+	st.pid, err = b.forker.fork(fmt.Sprintf("/proc/self/fd/%d", b.exe), []string{"rollout-sandbox", "stage"}, &syscall.ProcAttr{
+		Dir: "/", Files: fds, Env: []string{"GOMAXPROCS=1", "GOGC=off"}, Sys: &syscall.SysProcAttr{Setsid: true},
+	})
+	if err == nil {
+		b.stages[st.pid] = true
+	}
+	b.mu.Unlock()
+	theirs.Close()
+	if err == nil {
+		err = transmit(st.conn, prepare{
+			Landlock: b.setup.Landlock, Writable: b.setup.Writable, Forks: b.setup.Watch != nil && b.setup.Watch.Pids > 0,
+			Groups: len(b.groups), Join: join,
+		})
+	}
+	var from stageNotice
+	var files []*os.File
+	if err == nil {
+		files, err = receive(st.conn, &from)
+	}
+	if err == nil && from.Error != nil {
+		err = from.Error
+	}
+	if err != nil {
+		b.mu.Lock()
+		if b.stages[st.pid] {
+			_ = unix.Kill(st.pid, unix.SIGKILL)
+			delete(b.stages, st.pid)
+		}
+		b.mu.Unlock()
+		st.conn.Close()
+		return nil, err
+	}
+	if len(files) == 1 {
+		st.notifier = files[0]
+	}
+	return st, nil
+}
+
+// fewPids is a limit of processes that a waiting stage would use up.
+const fewPids = 16
+
+// keepSpare starts a stage for the next command, if no command runs: a command and a spare stage
+// would share the limits of the box.
+func (b *initBox) keepSpare() {
+	b.sparing.Lock()
+	defer b.sparing.Unlock()
+	b.mu.Lock()
+	busy := len(b.commands)+len(b.stages) > 0
+	b.mu.Unlock()
+	if busy {
+		return
+	}
+	st, err := b.newStage(b.setup.Pids >= fewPids)
+	if err != nil {
+		return // the next start reports why
+	}
+	b.spare = st
 }
 
 // abandon kills a stage that failed and forgets its command.
@@ -378,6 +470,7 @@ func (b *initBox) reap() {
 			var usage unix.Rusage
 			b.mu.Lock()
 			pid, err := unix.Wait4(-1, &status, unix.WNOHANG, &usage)
+			delete(b.stages, pid)
 			var ended *command
 			for _, c := range b.commands {
 				if c.pid == pid {
@@ -429,6 +522,7 @@ func (b *initBox) finish(c *command, status unix.WaitStatus, usage unix.Rusage) 
 	}
 	b.mu.Unlock()
 	_ = b.send(notice{ID: c.id, Exit: &e})
+	b.keepSpare()
 }
 
 // receive reads one message and the files that came with it.

@@ -2,6 +2,7 @@ package sandbox
 
 import (
 	"bytes"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -161,7 +162,7 @@ func (b *initBox) killStrays() bool {
 
 // strike sends SIGKILL to the strays and reports whether there were any. The caller has the lock.
 func (b *initBox) strike() bool {
-	if len(b.commands) == 0 {
+	if len(b.commands)+len(b.stages) == 0 {
 		_ = unix.Kill(-1, unix.SIGKILL) // all but init, at once
 		return len(processes()) > 0
 	}
@@ -192,7 +193,7 @@ func (b *initBox) strays() []process {
 	for _, p := range all {
 		parents[p.pid] = p.parent
 	}
-	running := map[int]bool{}
+	running := maps.Clone(b.stages)
 	for _, c := range b.commands {
 		running[c.pid] = true
 	}

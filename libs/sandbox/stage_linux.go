@@ -16,7 +16,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// stageNotice is a message from the stage to init: an error, or the notifier of the filter.
+// stageNotice is a message from the stage to init: that it is restricted, with the notifier of its
+// filter; that it executes the command; or an error.
 type stageNotice struct {
 	Error *Error `json:"error,omitempty"`
 }
@@ -32,47 +33,50 @@ func Stage() int {
 		fmt.Fprintln(os.Stderr, "rollout-sandbox stage is started by rollout-sandbox alone:", err)
 		return 64
 	}
-	var l launch
-	if _, err := receive(conn, &l); err != nil {
-		return 1
-	}
-	err = l.run(conn)
+	err = stageOf(conn)
 	var typed *Error
 	if !errors.As(err, &typed) {
-		typed = fail(ReasonStart, "", "%s can't be started: %v", l.Argv[0], err)
+		typed = fail(ReasonStart, "", "the command can't be started: %v", err)
 	}
 	_ = transmit(conn, stageNotice{Error: typed})
 	return 1
 }
 
-func (l launch) run(conn *net.UnixConn) error {
-	for i := range l.Groups {
+// stageOf returns only if it fails.
+func stageOf(conn *net.UnixConn) error {
+	var p prepare
+	if _, err := receive(conn, &p); err != nil {
+		return err
+	}
+	if err := p.restrict(conn); err != nil {
+		return err
+	}
+	var l launch
+	files, err := receive(conn, &l)
+	if err != nil {
+		return err
+	}
+	return l.run(conn, files, p)
+}
+
+// restrict applies what cannot be undone and reports it, with the notifier of the filter.
+func (p prepare) restrict(conn *net.UnixConn) error {
+	for i := range p.Groups {
 		unix.CloseOnExec(4 + i)
 	}
-	if l.Landlock {
-		if err := l.restrictFiles(); err != nil {
+	if p.Landlock {
+		if err := p.restrictFiles(); err != nil {
 			return fmt.Errorf("apply Landlock: %w", err)
 		}
 	}
-	if err := unix.Chdir(l.Cwd); err != nil {
-		return fail(ReasonSpec, "create it with `files`, or bind it", "cwd: %s: %v", l.Cwd, err)
+	filter, err := assembleFilter(p.Forks)
+	if err != nil {
+		return err
 	}
-	for _, f := range l.Files {
-		if err := f.write(l.Cwd); err != nil {
-			return fail(ReasonSpec, "write below /home/sandbox, /tmp, or a writable bind", "files: %v", err)
+	if p.Join {
+		if err := p.join(); err != nil {
+			return err
 		}
-	}
-	path, err := l.find()
-	if err != nil {
-		return err
-	}
-	var env []string
-	for name, value := range l.Env {
-		env = append(env, name+"="+value)
-	}
-	filter, err := assembleFilter(l.Processes > 0)
-	if err != nil {
-		return err
 	}
 	listener, err := installFilter(filter)
 	if err != nil {
@@ -82,13 +86,48 @@ func (l launch) run(conn *net.UnixConn) error {
 	if listener >= 0 {
 		files = append(files, os.NewFile(uintptr(listener), "notifier"))
 	}
-	if err := transmit(conn, stageNotice{}, files...); err != nil {
+	return transmit(conn, stageNotice{}, files...)
+}
+
+func (p prepare) join() error {
+	for i := range p.Groups {
+		if _, err := unix.Write(4+i, []byte("0")); err != nil {
+			return fmt.Errorf("join the control group: %w", err)
+		}
+	}
+	return nil
+}
+
+// run executes the command.
+func (l launch) run(conn *net.UnixConn, files []*os.File, p prepare) error {
+	for _, f := range l.Files {
+		if err := f.write(l.Cwd); err != nil {
+			return fail(ReasonSpec, "write below /home/sandbox, /tmp, or a writable bind", "files: %v", err)
+		}
+	}
+	if err := unix.Chdir(l.Cwd); err != nil {
+		return fail(ReasonSpec, "write a file to it with `files`, or bind it", "cwd: %s: %v", l.Cwd, err)
+	}
+	path, err := l.find()
+	if err != nil {
+		return err
+	}
+	var env []string
+	for name, value := range l.Env {
+		env = append(env, name+"="+value)
+	}
+	for i, f := range files {
+		if err := unix.Dup3(int(f.Fd()), i, 0); err != nil {
+			return err
+		}
+	}
+	if err := transmit(conn, stageNotice{}); err != nil {
 		return err
 	}
 	// From here this process counts: no thread may start before the command is executed.
-	for i := range l.Groups {
-		if _, err := unix.Write(4+i, []byte("0")); err != nil {
-			return fmt.Errorf("join the control group: %w", err)
+	if !p.Join {
+		if err := p.join(); err != nil {
+			return err
 		}
 	}
 	if err := l.limit(); err != nil {
@@ -98,11 +137,11 @@ func (l launch) run(conn *net.UnixConn) error {
 }
 
 // restrictFiles lets the command read and execute what the box shows, and write where it may.
-func (l launch) restrictFiles() error {
+func (p prepare) restrictFiles() error {
 	rules := []landlock.Rule{
 		landlock.RODirs("/").WithRefer(), landlock.RWFiles("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"),
 	}
-	for _, path := range l.Writable {
+	for _, path := range p.Writable {
 		info, err := os.Stat(path)
 		if err != nil {
 			return err

@@ -250,6 +250,11 @@ class Sandboxes:
         if self._reader is not None:
             await self._reader
 
+    @property
+    def pid(self) -> int:
+        """The process id of the server; 0 outside of ``async with``."""
+        return self._process.pid if self._process is not None else 0
+
     async def warm(self, spec: Spec, count: int, prestart: Sequence[str] | None = None, **command: Any) -> None:
         """Keep boxes of a spec ready, each with a command that already runs if ``prestart`` names
         one. Returns when they are ready; 0 drops them."""
