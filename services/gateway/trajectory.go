@@ -170,8 +170,8 @@ func appendSpan(spans []*trajectoryv1.VersionSpan, span *trajectoryv1.VersionSpa
 	return append(spans, &trajectoryv1.VersionSpan{Version: span.GetVersion(), Start: start, End: end, Digest: span.GetDigest()})
 }
 
-// said is the text of a segment of a prompt: its messages, each with its role. `rollout completions`
-// shows the turns.
+// said is the text of a segment of a prompt: its messages, each with its role. The turns are shown
+// by `rollout completions`.
 func said(s *Segment) string {
 	if len(s.GetSegment().GetMessages()) == 0 {
 		return s.GetText()

@@ -74,9 +74,9 @@ class RolloutGatewayServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Complete(self, request, context):
-        """Complete completes prompts. With `stream` it returns pieces while they are sampled. In a session
-        that NextPrompts issued: INVALID_ARGUMENT, reason SAMPLING_NOT_TRAINABLE, for parameters whose
-        difference from the run's the trainer can't correct.
+        """Complete completes prompts. With `stream` it returns pieces while they are sampled. In a
+        session that NextPrompts issued: INVALID_ARGUMENT, reason SAMPLING_NOT_TRAINABLE, for
+        parameters whose difference from the run's the trainer can't correct.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

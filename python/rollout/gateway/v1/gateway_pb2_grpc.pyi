@@ -38,9 +38,9 @@ class RolloutGatewayServiceStub:
     ListModels: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ListModelsRequest, _gateway_pb2.ListModelsResponse]
     """ListModels returns the policies that workers serve."""
     Complete: _grpc.UnaryStreamMultiCallable[_gateway_pb2.CompleteRequest, _gateway_pb2.CompleteResponse]
-    """Complete completes prompts. With `stream` it returns pieces while they are sampled. In a session
-    that NextPrompts issued: INVALID_ARGUMENT, reason SAMPLING_NOT_TRAINABLE, for parameters whose
-    difference from the run's the trainer can't correct.
+    """Complete completes prompts. With `stream` it returns pieces while they are sampled. In a
+    session that NextPrompts issued: INVALID_ARGUMENT, reason SAMPLING_NOT_TRAINABLE, for
+    parameters whose difference from the run's the trainer can't correct.
     """
     GetSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GetSessionRequest, _gateway_pb2.GetSessionResponse]
     """GetSession returns the tree of a session, with exactly the tokens that were sampled."""
@@ -63,9 +63,9 @@ class RolloutGatewayServiceAsyncStub(RolloutGatewayServiceStub):
     ListModels: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ListModelsRequest, _gateway_pb2.ListModelsResponse]  # type: ignore[assignment]
     """ListModels returns the policies that workers serve."""
     Complete: _aio.UnaryStreamMultiCallable[_gateway_pb2.CompleteRequest, _gateway_pb2.CompleteResponse]  # type: ignore[assignment]
-    """Complete completes prompts. With `stream` it returns pieces while they are sampled. In a session
-    that NextPrompts issued: INVALID_ARGUMENT, reason SAMPLING_NOT_TRAINABLE, for parameters whose
-    difference from the run's the trainer can't correct.
+    """Complete completes prompts. With `stream` it returns pieces while they are sampled. In a
+    session that NextPrompts issued: INVALID_ARGUMENT, reason SAMPLING_NOT_TRAINABLE, for
+    parameters whose difference from the run's the trainer can't correct.
     """
     GetSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GetSessionRequest, _gateway_pb2.GetSessionResponse]  # type: ignore[assignment]
     """GetSession returns the tree of a session, with exactly the tokens that were sampled."""
@@ -97,9 +97,9 @@ class RolloutGatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.CompleteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_gateway_pb2.CompleteResponse], _abc.AsyncIterator[_gateway_pb2.CompleteResponse]]:
-        """Complete completes prompts. With `stream` it returns pieces while they are sampled. In a session
-        that NextPrompts issued: INVALID_ARGUMENT, reason SAMPLING_NOT_TRAINABLE, for parameters whose
-        difference from the run's the trainer can't correct.
+        """Complete completes prompts. With `stream` it returns pieces while they are sampled. In a
+        session that NextPrompts issued: INVALID_ARGUMENT, reason SAMPLING_NOT_TRAINABLE, for
+        parameters whose difference from the run's the trainer can't correct.
         """
 
     @_abc_1.abstractmethod

@@ -37,9 +37,9 @@ const (
 type RolloutGatewayServiceClient interface {
 	// ListModels returns the policies that workers serve.
 	ListModels(ctx context.Context, in *ListModelsRequest, opts ...grpc.CallOption) (*ListModelsResponse, error)
-	// Complete completes prompts. With `stream` it returns pieces while they are sampled. In a session
-	// that NextPrompts issued: INVALID_ARGUMENT, reason SAMPLING_NOT_TRAINABLE, for parameters whose
-	// difference from the run's the trainer can't correct.
+	// Complete completes prompts. With `stream` it returns pieces while they are sampled. In a
+	// session that NextPrompts issued: INVALID_ARGUMENT, reason SAMPLING_NOT_TRAINABLE, for
+	// parameters whose difference from the run's the trainer can't correct.
 	Complete(ctx context.Context, in *CompleteRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[CompleteResponse], error)
 	// GetSession returns the tree of a session, with exactly the tokens that were sampled.
 	GetSession(ctx context.Context, in *GetSessionRequest, opts ...grpc.CallOption) (*GetSessionResponse, error)
@@ -128,9 +128,9 @@ func (c *rolloutGatewayServiceClient) CloseSession(ctx context.Context, in *Clos
 type RolloutGatewayServiceServer interface {
 	// ListModels returns the policies that workers serve.
 	ListModels(context.Context, *ListModelsRequest) (*ListModelsResponse, error)
-	// Complete completes prompts. With `stream` it returns pieces while they are sampled. In a session
-	// that NextPrompts issued: INVALID_ARGUMENT, reason SAMPLING_NOT_TRAINABLE, for parameters whose
-	// difference from the run's the trainer can't correct.
+	// Complete completes prompts. With `stream` it returns pieces while they are sampled. In a
+	// session that NextPrompts issued: INVALID_ARGUMENT, reason SAMPLING_NOT_TRAINABLE, for
+	// parameters whose difference from the run's the trainer can't correct.
 	Complete(*CompleteRequest, grpc.ServerStreamingServer[CompleteResponse]) error
 	// GetSession returns the tree of a session, with exactly the tokens that were sampled.
 	GetSession(context.Context, *GetSessionRequest) (*GetSessionResponse, error)
