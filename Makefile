@@ -8,7 +8,7 @@ MODULES := proto database libs services cmd
 TOOLS := $(CURDIR)/.tools/bin
 STAMPS := $(CURDIR)/.tools/stamps
 PYTHON := $(CURDIR)/.venv/bin/python
-GENERATED := proto/gen libs/engine/capabilities.json python/rollout/names.py schemas/run_config.schema.json docs/reference docs/migrating.md ':(glob)python/**/*_pb2*'
+GENERATED := proto/gen libs/engine/capabilities.json python/rollout/names.py schemas/run_config.schema.json docs/reference docs/migrating.md docs/engines.md ':(glob)python/**/*_pb2*'
 VERSION = $(shell git describe --tags --match 'v[0-9]*' --always --dirty 2>/dev/null || echo unknown)
 MODEL ?= tiny
 KILLS ?= 10
@@ -59,6 +59,11 @@ demo: build ## Train a model with every service and worker (MODEL=smollm2 for a 
 .PHONY: bench
 bench: build venv-bench ## Measure throughput as ratios against TRL and plain generate
 	@scripts/bench
+
+.PHONY: bench-engine
+bench-engine: build venv-bench ## Measure the embedded engine against `model.generate` and vLLM on this machine's CPUs
+	@scripts/venv_engine vllm
+	@PYTHONPATH=python $(PYTHON) bench/engine.py --vllm .tools/vllm/bin/python --check $(ARGS)
 
 .PHONY: bench-train
 bench-train: build venv-bench ## Measure training against TRL: SFT, DPO, reward model on data, GRPO with long prompts
@@ -137,22 +142,19 @@ check-race: build venv-dev ## Run the Go tests under the race detector (needs a 
 check-playground: ## Use the page of the gateway in headless Chromium (needs chromium on PATH)
 	@cd services && go test -tags browser -run Playground ./gateway
 
-.PHONY: check-vllm
-check-vllm: venv-dev ## Run the suite of engines on vLLM, and load trained weights in it, in a separate environment (6 GB)
-	@scripts/vllm
-
-.PHONY: check-engines
-check-engines: check-vllm check-sglang ## Check the engines that have separate environments, vLLM and SGLang
+.PHONY: check-engines check-vllm check-sglang
+check-engines: build venv-dev ## Run the suite of engines on transformers, vLLM, and SGLang, each in its environment (13 GB)
+	@scripts/check_engines
+check-vllm: build venv-dev ## Run the suite of engines on vLLM alone (6 GB)
+	@scripts/check_engines vllm
+check-sglang: build venv-dev ## Run the suite of engines and the tests of SGLangWorker on SGLang alone (6.5 GB)
+	@scripts/check_engines sglang
 
 ENGINE ?= transformers
 CLIENTS ?=
 .PHONY: check-clients
 check-clients: build venv-dev ## Run unmodified clients in Python, Node and Go, fixed weights, then changing ones (ENGINE=transformers|vllm|sglang CLIENTS=openai,go)
 	@scripts/check_clients $(ENGINE) --clients '$(CLIENTS)' $(ARGS)
-
-.PHONY: check-sglang
-check-sglang: venv-dev ## Run the suite of engines and the tests of SGLangWorker on SGLang, in a separate environment (6.5 GB)
-	@scripts/check_sglang
 
 .PHONY: check-packages
 check-packages: build venv-dev ## Build the Python and Go packages, install each alone, and use it
@@ -210,8 +212,8 @@ generate: $(BUF) $(RULES) $(PROTOC_GEN_GO) $(PROTOC_GEN_GO_GRPC) $(PROTOC_GEN_JS
 schema-gen: generate ## Regenerate schemas/ (the same as generate)
 
 .PHONY: docs
-docs: build ## Regenerate docs/reference/ and the tables of docs/migrating.md
-	@$(PYTHON) scripts/reference.py
+docs: build ## Regenerate docs/reference/ and the tables of docs/migrating.md and docs/engines.md
+	@$(PYTHON) scripts/reference.py && $(PYTHON) scripts/engines.py
 
 .PHONY: oracles
 oracles: venv-dev ## Regenerate the reference losses and docs/algorithms.md

@@ -1,7 +1,7 @@
 """Compares the embedded engine with `model.generate`: tokens/s, both in one process, alternating,
 with ratios of medians.
 
-    python bench/engine.py [--threads 2] [--repeat 5] [--model DIR] [--cpu-time] [--check]
+    python bench/engine.py [--threads 2] [--repeat 5] [--model DIR] [--vllm PYTHON] [--cpu-time] [--check]
 
 Cases, on a random 0.8 M parameter Qwen3 (or the model in DIR):
 
@@ -11,24 +11,30 @@ Cases, on a random 0.8 M parameter Qwen3 (or the model in DIR):
             several sizes; only the requested tokens count.
     group   32 prompts of 5 tokens, 8 samples each, 2 to 4 new tokens: the sampling of one small GRPO step
 
-Each case also runs in deterministic mode. With `--check` the exit code is 1 if a ratio is below its
-bar.
+Each case also runs in deterministic mode. With `--vllm` the mixed case also runs on vLLM, in a
+process of the interpreter PYTHON that waits while others run. With `--check` the exit code is 1 if
+a ratio is below its bar.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("MKL_CBWR", "AUTO")  # like in workers
-os.environ["OMP_WAIT_POLICY"] = "ACTIVE"  # for both, because nothing else runs
+# ACTIVE because nothing else runs, unless there is another process
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE" if "--vllm" in sys.argv else "ACTIVE"
 
 import numpy as np
 import torch
@@ -38,7 +44,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 from rollout_workers.engines.base import GroupRequest, SampleOutput, SamplingParams
 from rollout_workers.engines.transformers import EngineConfig, TransformersEngine
 
-BARS = {"equal": 0.9, "mixed": 1.5}
+BARS = {"equal": 0.9, "mixed": 2.0}
+VLLM_BAR = 1.0
 
 
 @dataclass(frozen=True)
@@ -126,6 +133,41 @@ async def sample(engine: TransformersEngine, case: Case) -> None:
     assert tokens == case.tokens
 
 
+class Peer:
+    """vLLM with the model of a folder, in a separate process."""
+
+    def __init__(self, python: str, folder: str, case: Case, threads: int, slots: int) -> None:
+        asked = {"folder": folder, "prompts": case.prompts.tolist(), "lengths": list(case.lengths), "slots": slots}
+        self.process = subprocess.Popen(
+            [python, str(Path(__file__).with_name("engine_peer.py"))], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"},
+        )  # fmt: skip
+        self._send(json.dumps(asked))
+        assert self._answer() == "ready"
+
+    def sample(self) -> None:
+        """Sample everything."""
+        self._send("go")
+        assert self._answer() == "done"
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+    def _send(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def _answer(self) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("peer: "):
+                return line.removeprefix("peer: ").strip()
+        raise RuntimeError("vLLM ended")
+
+
 def seconds(function: Callable[[], object], clock: Callable[[], float]) -> float:
     started = clock()
     function()
@@ -142,8 +184,11 @@ def best_batch(model: PreTrainedModel, case: Case, clock: Callable[[], float]) -
     return min(timed, key=timed.__getitem__)
 
 
-def measure(model: PreTrainedModel, case: Case, args: argparse.Namespace, loop: asyncio.AbstractEventLoop) -> float:
-    """Run one case and print it. Returns the ratio of the engine's default mode."""
+def measure(
+    model: PreTrainedModel, folder: str, case: Case, args: argparse.Namespace, loop: asyncio.AbstractEventLoop
+) -> tuple[float, float | None]:
+    """Run one case and print every round. Returns the ratios of the engine's default mode to
+    `generate` and, if it ran, to vLLM."""
     longest = case.prompts.shape[1] + max(case.lengths)
     slots = min(args.slots, len(case.lengths))
     engines = {
@@ -158,19 +203,25 @@ def measure(model: PreTrainedModel, case: Case, args: argparse.Namespace, loop: 
     sides: dict[str, Callable[[], object]] = {f"generate({batch})": lambda: generate(model, case, batch)}
     for name, engine in engines.items():
         sides[name] = lambda e=engine: loop.run_until_complete(sample(e, case))
+    peer = Peer(args.vllm, folder, case, args.threads, slots) if args.vllm and case.name == "mixed" else None
+    if peer is not None:
+        sides["vllm"] = peer.sample
     for side in sides.values():
         side()
     times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(args.repeat):
+    for number in range(1, args.repeat + 1):
         for name, side in sides.items():
             times[name].append(seconds(side, clock))
+        print(f"  round {number}: " + ", ".join(f"{name} {case.tokens / taken[-1]:,.0f} tok/s" for name, taken in times.items()))
+    if peer is not None:
+        peer.close()
     for engine in engines.values():
         loop.run_until_complete(engine.shutdown())
     medians = {name: statistics.median(t) for name, t in times.items()}
     base = next(iter(medians.values()))
     for name, t in medians.items():
         print(f"  {name:<16}{case.tokens / t:>10,.0f} tok/s {t * 1e3:>9.1f} ms  x{base / t:.2f}")
-    return base / medians["engine"]
+    return base / medians["engine"], medians["vllm"] / medians["engine"] if "vllm" in medians else None
 
 
 def main() -> int:
@@ -179,6 +230,7 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--slots", type=int, default=256)
     parser.add_argument("--model", help="a model's folder instead of the tiny model; an eighth of the prompts")
+    parser.add_argument("--vllm", metavar="PYTHON", help="interpreter with vLLM, to compare with it")
     parser.add_argument("--case", action="append", choices=("equal", "mixed", "group"))
     parser.add_argument("--cpu-time", action="store_true", help="CPU seconds, for a busy machine (with --threads 1)")
     parser.add_argument("--check", action="store_true")
@@ -191,15 +243,19 @@ def main() -> int:
     model.generation_config.eos_token_id = model.config.eos_token_id = None
     loop = asyncio.new_event_loop()
     missed = []
+    saved = tempfile.TemporaryDirectory()
+    model.save_pretrained(saved.name)
+    folder = args.model or saved.name
     for case in cases(model.config.vocab_size, 8 if args.model else 1):
         if args.case and case.name not in args.case:
             continue
-        ratio = measure(model, case, args, loop)
-        bar = BARS.get(case.name)
-        if bar is not None:
-            print(f"  ratio {ratio:.2f}, bar {bar}: {'met' if ratio >= bar else 'MISSED'}")
-            if ratio < bar:
-                missed.append(case.name)
+        to_generate, to_vllm = measure(model, folder, case, args, loop)
+        for peer, ratio, bar in (("generate", to_generate, BARS.get(case.name)), ("vLLM", to_vllm, VLLM_BAR)):
+            if ratio is not None and bar is not None:
+                print(f"  ratio to {peer} {ratio:.2f}, bar {bar}: {'met' if ratio >= bar else 'MISSED'}")
+                if ratio < bar:
+                    missed.append(case.name)
+    saved.cleanup()
     return 1 if missed and args.check else 0
 
 

@@ -1,5 +1,5 @@
 """The engine `sglang` passes the conformance suite, and `SGLangWorker` behaves like RLinf's. Run by
-`make check-engine-sglang` in SGLang's environment, on a tiny model. A start of SGLang takes half a
+`make check-sglang` in SGLang's environment, on a tiny model. A start of SGLang takes half a
 minute, so the tests share one."""
 # pyright: reportMissingImports=false
 
@@ -20,55 +20,22 @@ import pytest
 import sglang
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from byte_model import MAX_LEN, Versions, byte_tokenizer
 
 from rollout_testing import enginetest
 from rollout_workers.engines import registry
-from rollout_workers.engines.base import Constraint, Engine, GroupRequest, SampleOutput, SamplingParams, WeightsSource
-from rollout_workers.engines.errors import EngineFailed
+from rollout_workers.engines.base import Constraint, Engine, GroupRequest, SampleOutput, SamplingParams
+from rollout_workers.engines.errors import InvalidConstraint
 from rollout_workers.engines.registry import LoadRequest
+from rollout_workers.engines.served.engine import ServedEngine
 from rollout_workers.engines.sglang import SequenceGroup, SGLangWorker
-from rollout_workers.engines.sglang.engine import SGLangEngine, arguments
+from rollout_workers.engines.sglang.engine import arguments
 from rollout_workers.engines.sglang.server import Server
 from rollout_workers.engines.sglang.worker import WeightReloadRefused
-from rollout_workers.weights import named_weights, read_manifest, weights_digest, write_weights
-
-END = 256
-MAX_LEN = 192
+from rollout_workers.weights import named_weights, read_manifest, write_weights
 
 
-def model_of(seed: int) -> PreTrainedModel:
-    """A random model over bytes. Its vocabulary is not a multiple of 64, so SGLang pads it."""
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=END + 1,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        tie_word_embeddings=True,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=END,
-        pad_token_id=END,
-    )
-    return Qwen3ForCausalLM(config).eval()
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(alphabet)} | {"<end>": END}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
-
-
-class Shared(SGLangEngine):
+class Shared(ServedEngine):
     """An engine that leaves its server to the next one."""
 
     def close(self) -> None:
@@ -81,18 +48,14 @@ class Shared(SGLangEngine):
         await self._ask(self._server.flush())
 
 
-class SGLangHarness:
+class SGLangHarness(Versions):
     """Version n has the random weights of seed n."""
 
     capabilities = registry.ENGINES["sglang"].capabilities
-    tolerance = 1e-3
-    gap = 1e-3
-    slow = True
-    seconds = 240
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.folder = folder
-        self.models = [model_of(seed) for seed in range(3)]
         self.models[0].save_pretrained(folder)
         byte_tokenizer().save_pretrained(folder)
         self.request = LoadRequest(str(folder), 0, "float32", slots=enginetest.SLOTS, max_len=MAX_LEN)
@@ -115,20 +78,6 @@ class SGLangHarness:
         finally:
             await engine.resume()
             await engine.shutdown()
-
-    def weights(self, version: int) -> tuple[WeightsSource, str]:
-        tensors = dict(named_weights(self.models[version]))
-        return tensors, weights_digest(tensors.items()).root
-
-    @torch.no_grad()
-    def expected(self, request: GroupRequest, output: SampleOutput, version: int) -> Any:
-        ids = torch.tensor([[*request.prompt_ids, *output.token_ids.tolist()]])
-        table = self.models[version](input_ids=ids).logits[0, len(request.prompt_ids) - 1 : -1].log_softmax(-1)
-        return table[torch.arange(len(table)), torch.as_tensor(output.token_ids.astype(np.int64))].numpy()
-
-    @torch.no_grad()
-    def logits(self, tokens: Sequence[int]) -> Any:
-        return self.models[0](input_ids=torch.tensor([list(tokens)])).logits[0].numpy()
 
     def greedy(self, prompt: Sequence[int], tokens: int) -> list[int]:
         ids = list(prompt)
@@ -205,40 +154,7 @@ async def test_a_constraint_holds(harness: SGLangHarness) -> None:
     for output in found.values():
         text = output.text or ""
         assert output.error is None and len(text) == 6 and text[3] == "-" and text[:3].isdigit(), text
-    assert refused.finish_reason == "error" and isinstance(refused.error, EngineFailed)
-
-
-async def test_an_abort_while_paused_delivers_what_was_sampled(harness: SGLangHarness) -> None:
-    """SGLang itself answers such an abort without the tokens."""
-    async with harness.start() as engine:
-        running = asyncio.create_task(enginetest.collect(engine, enginetest.request("a", tokens=150)))
-        while engine.stats().generated_tokens < 3:
-            await asyncio.sleep(0.01)
-        await engine.pause()
-        assert await engine.abort(["a"]) == ("a",)
-        output = (await running)["a", 0]
-        assert output.finish_reason == "aborted" and len(output.token_ids) == len(output.logprobs) >= 3
-        enginetest.check_shape(output, harness.capabilities)
-        await engine.resume()
-        await enginetest.idle(engine)
-
-
-async def test_offload_and_onload_may_be_repeated(harness: SGLangHarness) -> None:
-    asked = enginetest.request("a", tokens=100)
-    async with harness.start() as engine:
-        running = asyncio.create_task(enginetest.collect(engine, asked))
-        while not engine.stats().generated_tokens:
-            await asyncio.sleep(0.01)
-        digest = await engine.weights_digest()
-        for _ in range(2):
-            await engine.offload()
-        done, _ = await asyncio.wait({running}, timeout=0.5)
-        assert not done
-        for _ in range(2):
-            await engine.onload()
-        output = (await running)["a", 0]
-        assert await engine.weights_digest() == digest
-    np.testing.assert_allclose(output.logprobs, harness.expected(asked, output, 0), atol=1e-3)
+    assert refused.finish_reason == "error" and isinstance(refused.error, InvalidConstraint)
 
 
 # ---- SGLangWorker ------------------------------------------------------------------------------

@@ -49,14 +49,13 @@ class Harness(Protocol):
     It has a tokenizer if it declares constraints.
 
     tolerance: maximum difference of logprobs from a plain forward pass. gap: difference of the two
-    largest logits below which greedy sampling may take either. slow: use fewer requests. seconds:
-    maximum duration of a case.
+    largest logits below which greedy sampling may take either. seconds: maximum duration of a
+    case.
     """
 
     capabilities: Capabilities
     tolerance: float = 1e-3
     gap: float = 1e-3
-    slow: bool = False
     seconds: int = 60
 
     def start(self, *, deterministic: bool = False) -> AbstractAsyncContextManager[Engine]:
@@ -427,6 +426,23 @@ async def an_aborted_request_delivers_each_sample_once(harness: Harness) -> None
         await idle(engine)
 
 
+@case("swaps_in_flight")
+async def an_abort_while_paused_delivers_what_was_sampled(harness: Harness) -> None:
+    async with harness.start() as engine:
+        tokens = engine.stats().generated_tokens
+        running = asyncio.create_task(collect(engine, request("a", tokens=100)))
+        while engine.stats().generated_tokens < tokens + 3:
+            await asyncio.sleep(0)
+        await engine.pause()
+        assert await engine.abort(["a"]) == ("a",)
+        output = (await running)["a", 0]
+        assert output.finish_reason == "aborted" and len(output.token_ids) >= 3
+        check_shape(output, harness.capabilities)
+        np.testing.assert_allclose(model_logprobs(output), harness.expected(request("a"), output, 0), atol=harness.tolerance)
+        await engine.resume()
+        await idle(engine)
+
+
 @case()
 async def closing_the_iterator_frees_the_slots(harness: Harness) -> None:
     async with harness.start() as engine:
@@ -440,13 +456,12 @@ async def closing_the_iterator_frees_the_slots(harness: Harness) -> None:
 
 @case()
 async def random_aborts_leak_no_slot(harness: Harness) -> None:
-    """1,000 requests, or 100 if the engine is slow."""
+    """1,000 requests."""
     random_ = random.Random(0)
-    count = 25 if harness.slow else 250
     async with harness.start() as engine:
         batches = [
             [request(f"{n}/{i}", seeds=tuple(range(random_.randint(1, 2))), tokens=random_.randint(1, 8)) for i in range(4)]
-            for n in range(count)
+            for n in range(250)
         ]
         tasks = [asyncio.create_task(collect(engine, *batch)) for batch in batches]
         aborted = 0
@@ -555,6 +570,27 @@ async def pause_and_resume_may_be_repeated(harness: Harness) -> None:
         for _ in range(2):
             await engine.resume()
         assert await running and not engine.stats().paused
+
+
+@case("swaps_in_flight")
+async def offload_and_onload_may_be_repeated(harness: Harness) -> None:
+    """Also in the middle of a sample, whose logprobs stay those of the weights."""
+    asked = request("a", tokens=100)
+    async with harness.start() as engine:
+        digest, tokens = await engine.weights_digest(), engine.stats().generated_tokens
+        running = asyncio.create_task(collect(engine, asked))
+        while engine.stats().generated_tokens == tokens:
+            await asyncio.sleep(0)
+        for _ in range(2):
+            await engine.offload()
+        done, _ = await asyncio.wait({running}, timeout=0.2)
+        assert not done
+        for _ in range(2):
+            await engine.onload()
+        output = (await running)["a", 0]
+        assert await engine.weights_digest() == digest
+    check_shape(output, harness.capabilities)
+    np.testing.assert_allclose(model_logprobs(output), harness.expected(asked, output, 0), atol=harness.tolerance)
 
 
 @case("prompt_logprobs")

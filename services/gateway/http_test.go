@@ -62,3 +62,23 @@ func TestIntegersMayHaveAZeroFraction(t *testing.T) {
 		}
 	}
 }
+
+// TestRoutesThatChangeAnEngineAreNotServed lists the routes by which vLLM and SGLang pause, load
+// weights, and run code.
+func TestRoutesThatChangeAnEngineAreNotServed(t *testing.T) {
+	t.Parallel()
+	worker := &fakeWorker{model: "tiny"}
+	s, _ := serve(t, gateway.Config{}, worker)
+	for _, path := range []string{
+		"/pause", "/resume", "/collective_rpc", "/start_weight_update", "/update_weights", "/finish_weight_update", "/weight_checker",
+		"/init_weight_transfer_engine", "/reset_prefix_cache", "/sleep", "/wake_up", "/abort_requests", "/server_info",
+		"/update_weights_from_disk", "/update_weights_from_tensor", "/pause_generation", "/continue_generation", "/abort_request",
+		"/flush_cache", "/release_memory_occupation", "/resume_memory_occupation",
+	} {
+		for _, prefix := range []string{"", "/v1", "/sessions/a"} {
+			if resp, body := do(t, s, "POST", prefix+path, `{}`, ""); resp.StatusCode != http.StatusNotFound {
+				t.Errorf("%s%s: %d %s", prefix, path, resp.StatusCode, body)
+			}
+		}
+	}
+}

@@ -10,6 +10,7 @@ import (
 
 	"github.com/rollout-rl/rollout/cmd/internal/program"
 	"github.com/rollout-rl/rollout/libs/exit"
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 )
 
@@ -69,6 +70,19 @@ type WorkerFlag struct{ command string }
 // AddTo adds the flag to cmd.
 func (f *WorkerFlag) AddTo(cmd *cobra.Command) {
 	cmd.Flags().StringVar(&f.command, "worker", "", "`command` that starts a worker (default: rollout-worker in the folder of rollout, or on PATH)")
+}
+
+// For returns the words of the command for a worker with an engine: by default those of the
+// interpreter that a configuration in the folder base names.
+func (f *WorkerFlag) For(engine *configv1.EngineConfig, base string) []string {
+	python := engine.GetPython()
+	if python == "" || f.command != "" {
+		return f.Command()
+	}
+	if !filepath.IsAbs(python) {
+		python = filepath.Join(base, python)
+	}
+	return []string{python, "-P", "-m", "rollout_workers"}
 }
 
 // Command returns the words of the command. Where rollout-worker is not found, starting it fails.

@@ -73,7 +73,8 @@ class LoadRequest:
     folder: model in the Hugging Face layout, with weights ``version``. dtype: e.g. ``float32``.
     slots: number of samples that are decoded concurrently. max_len: tokens of prompt and
     completion. threads: CPU threads; 0: the library's default. devices: ``cpu``, or the worker's
-    GPUs as ``cuda:N``; an engine that needs one GPU uses the first.
+    GPUs as ``cuda:N``; an engine that needs one GPU uses the first. verify: ``weights.verify``;
+    with ``none`` an engine also loads models whose tensors it can't read back.
     """
 
     folder: str
@@ -84,6 +85,7 @@ class LoadRequest:
     deterministic: bool = False
     threads: int = 0
     devices: tuple[str, ...] = ("cpu",)
+    verify: str = "full"
 
 
 Loader = Callable[[LoadRequest], Engine]
@@ -128,7 +130,7 @@ ENGINES: dict[str, Entry] = {
         ),
     ),
     "vllm": Entry(
-        "rollout_workers.engines.vllm.engine:load",
+        "rollout_workers.engines.vllm:load",
         Capabilities(
             long_rope=True,
             beyond_chunk=True,

@@ -56,6 +56,7 @@ def load(spec: WorkerSpec) -> Model:
             deterministic=deterministic,
             threads=spec.threads,
             devices=devices_of(spec),
+            verify=config.weights.verify or "full",
         ),
     )
     text = Text.load(model_directory(spec))

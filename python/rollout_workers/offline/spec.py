@@ -19,6 +19,7 @@ from pathlib import Path
 from google.protobuf import json_format
 
 from rollout.config.v1.run_config_pb2 import RunConfig
+from rollout_workers.engines.registry import entry
 from rollout_workers.offline.errors import SpecInvalid
 
 
@@ -59,7 +60,8 @@ def load_spec(path: str) -> BatchSpec:
     try:
         given = json.loads(Path(path).read_bytes())
         config = json_format.ParseDict(given["config"], RunConfig(), ignore_unknown_fields=True)
-        config.mode, config.deterministic = "sync", True  # completions do not depend on the rest of their batch
+        # if the engine can, completions do not depend on the rest of their batch
+        config.mode, config.deterministic = "sync", entry(config.engine.kind).capabilities.deterministic
         config.model.path = given["model"]
         config.ClearField("lora")  # the folder has whole weights
         return BatchSpec(

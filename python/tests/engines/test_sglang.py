@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from rollout_workers.engines.base import Constraint, SamplingParams, VersionSpan
+from rollout_workers.engines.served.parts import Parts
 from rollout_workers.engines.sglang import SequenceGroup, SGLangWorker
 from rollout_workers.engines.sglang.sampling import PENALTIES, engine_params, signed
-from rollout_workers.engines.sglang.stitch import Parts, stitch
+from rollout_workers.engines.sglang.stitch import stitch
 from rollout_workers.engines.sglang.worker import WeightReloadInvalid, WeightReloadRefused
 
 

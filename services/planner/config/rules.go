@@ -148,6 +148,9 @@ func (r *checker) badText(place document.Span, field string, descriptor key, v *
 		if near := nearest.Of(got, allowed); near != "" {
 			fix = fmt.Sprintf("did you mean %q?", near)
 		}
+		if field == "weights.way" && (got == "ipc" || got == "nccl") {
+			fix = "remove it: engines with `ipc` or `nccl` need GPUs, on which only the engine `transformers` runs; on one host weights are in shared memory"
+		}
 		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` must be %s, got %q", field, alternatives(allowed), got), fix)
 	case got == "":
 		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` is empty", field), example(descriptor))

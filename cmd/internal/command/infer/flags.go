@@ -196,6 +196,7 @@ func configure(env *cli.Env, flags *inferFlags, job *infer.Job) (err error) {
 	}
 	job.Config, err = changes.Apply(job.Config)
 	job.Threads = int(job.Config.GetEngine().GetThreads())
+	job.Worker = flags.worker.For(job.Config.GetEngine(), job.BaseDir)
 	return err
 }
 

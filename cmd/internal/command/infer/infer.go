@@ -90,7 +90,7 @@ With --run and --snapshot the command asks a running control plane, else it read
 
 func execute(env *cli.Env, cmd *cobra.Command, flags *inferFlags) error {
 	job := &infer.Job{
-		Limit: flags.limit, Restart: flags.restart, AllowFailures: flags.allowFailures, Worker: flags.worker.Command(),
+		Limit: flags.limit, Restart: flags.restart, AllowFailures: flags.allowFailures,
 	}
 	if err := flags.destination(job); err != nil {
 		return err

@@ -25,7 +25,17 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rollout_workers.engines.errors import EngineClosed, EngineFailed, ModelUnsupported
+from rollout_workers.engines.base import GroupRequest
+from rollout_workers.engines.errors import (
+    EngineClosed,
+    EngineError,
+    EngineFailed,
+    InvalidConstraint,
+    InvalidParameters,
+    ModelUnsupported,
+)
+from rollout_workers.engines.served.server import Asked, Scored
+from rollout_workers.engines.sglang.sampling import engine_params, needs_penalties
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -93,12 +103,55 @@ class Server:
     def _manager(self) -> Any:
         return self._engine.tokenizer_manager
 
-    async def stream(self, request: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    def refusal(self, request: GroupRequest) -> EngineError | None:
+        if len(request.continued) and request.params.constraint is not None:
+            return InvalidParameters(
+                f"request {request.request_id}: SGLang can't continue a sample with a constraint; sample it again from its prompt"
+            )
+        return None
+
+    async def stream(self, asked: Asked) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of one request, each with new tokens only. Closing the iterator aborts it."""
-        chunks = await self._engine.async_generate(**request, rid=uuid.uuid4().hex, stream=True)
+        wanted: dict[str, Any] = {
+            "input_ids": asked.prompt + asked.continued,
+            "sampling_params": engine_params(
+                asked.params,
+                asked.seed,
+                room=asked.room,
+                prompt=len(asked.prompt),
+                continued=len(asked.continued),
+                end_ids=asked.end_ids,
+            ),
+            "return_logprob": True,
+            "top_logprobs_num": asked.params.top_logprobs,
+            "cache_salt": asked.salt,
+        }
+        if needs_penalties(asked.params):
+            from rollout_workers.engines.sglang.scheduler import Penalties
+
+            wanted["custom_logit_processor"] = Penalties.to_str()
+        chunks = await self._engine.async_generate(**wanted, rid=uuid.uuid4().hex, stream=True)
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
+                finish = chunk["meta_info"].get("finish_reason") or {}
+                if finish.get("status_code") == 400 and asked.params.constraint is not None:  # other fields are checked before
+                    raise InvalidConstraint(f"SGLang can't apply the constraint: {finish.get('message')}")
                 yield chunk
+
+    async def score(self, prompt: list[int], top: int) -> Scored:
+        """Score a prompt. Raises ``EngineFailed``."""
+        try:
+            found = await self._engine.async_generate(
+                input_ids=prompt, sampling_params={"max_new_tokens": 0, "temperature": 0}, return_logprob=True,
+                logprob_start_len=0, top_logprobs_num=top,
+            )  # fmt: skip
+        except ValueError as error:
+            raise EngineFailed(f"SGLang did not score the prompt: {error}") from error
+        meta = found["meta_info"]
+        rows = meta["input_top_logprobs"][1:] if top else ()
+        return Scored(
+            [pair[0] for pair in meta["input_token_logprobs"][1:]], [[(pair[0], pair[1]) for pair in row] for row in rows]
+        )
 
     async def pause(self) -> None:
         """Retract running requests and hold all of them. Returns once no forward pass runs."""
@@ -187,7 +240,10 @@ class Server:
             try:
                 self.rpc("rollout_digest", path=str(path), dtypes=dict(dtypes))
             except EngineFailed as error:
-                raise ModelUnsupported(f"the weights can't be read back from SGLang: {error}") from error
+                raise ModelUnsupported(
+                    f'the weights can\'t be read back from SGLang: {error}; set `weights.verify = "none"` to train without '
+                    "verification, or use another engine"
+                ) from error
             return path.read_text()
 
     def rpc(self, method: str, **parameters: Any) -> None:

@@ -276,7 +276,8 @@ class SGLangWorker:
 
     def _arguments(self) -> dict[str, Any]:
         from rollout_workers.engines.registry import LoadRequest
-        from rollout_workers.engines.sglang.engine import arguments, has_tokenizer
+        from rollout_workers.engines.served.engine import has_tokenizer
+        from rollout_workers.engines.sglang.engine import arguments
 
         rollout = self._cfg_rollout
         precision = str(_get(_get(rollout, "model"), "precision", "fp32"))

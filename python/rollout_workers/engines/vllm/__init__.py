@@ -6,6 +6,7 @@
     core.py       vLLM's engine core: one step at a time, weights, caches
     sampling.py   sampling parameters, seeds, penalties of continued samples
     weights.py    loads through the model's own loader, and reads the tensors back
+    seeds.py      the seed of a token
 
 A thread runs vLLM's ``EngineCore`` step by step, without a second process and without a server.
 Between two steps nothing is in flight, so a swap happens at a known token of each sample, and
@@ -21,9 +22,13 @@ tensor can't be read back; this engine leaves them as they are.
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
-# Read when vLLM is imported. A value from outside has precedence.
-for _name, _value in {
+if TYPE_CHECKING:
+    from rollout_workers.engines.registry import LoadRequest
+    from rollout_workers.engines.vllm.engine import VllmEngine
+
+_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the V1 runner has a generator per request
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # one more token than the context, see core.py
@@ -31,5 +36,19 @@ for _name, _value in {
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",
     "TORCHDYNAMO_DISABLE": "1",  # in eager mode vLLM would still compile a function of the sampler
-}.items():
-    os.environ.setdefault(_name, _value)
+}
+"""Read when vLLM is imported. A value from outside has precedence."""
+
+
+def prepare() -> None:
+    """Set the environment for vLLM in this process, before its first import."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def load(request: LoadRequest) -> VllmEngine:
+    """Load the engine for the registry. Raises ``ModelUnsupported``, ``WeightsIncomplete``."""
+    prepare()
+    from rollout_workers.engines.vllm.engine import load
+
+    return load(request)

@@ -10,19 +10,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
-import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers import utils as layers
+from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import SamplingParams as VllmParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
-from rollout_workers.engines.errors import InvalidParameters
+from rollout_workers.engines.errors import InvalidConstraint
 from rollout_workers.engines.vllm.sampling import ContinuedPenalties
-from rollout_workers.engines.vllm.weights import LoadedWeights
+from rollout_workers.engines.vllm.weights import LoadedWeights, keep_linear_weights
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +43,7 @@ class Settings:
     slots: int
     max_len: int
     text: bool = True
+    verify: str = "full"
 
 
 class Core:
@@ -51,7 +51,7 @@ class Core:
 
     def __init__(self, settings: Settings, tensors: Mapping[str, Tensor], tokenizer: Any) -> None:
         """Build the model with ``tensors``. Raises ``ModelUnsupported``."""
-        layers.dispatch_cpu_unquantized_gemm = _plain_linear
+        keep_linear_weights()
         config = EngineArgs(
             model=settings.folder,
             skip_tokenizer_init=not settings.text,
@@ -77,7 +77,7 @@ class Core:
         self._config = config
         self._runner = self._core.model_executor.driver_worker.worker.model_runner
         self.vocabulary: int = config.model_config.get_vocab_size()
-        self.weights = LoadedWeights(self._runner.model, self._runner.model.load_weights, tensors)
+        self.weights = LoadedWeights(self._runner.model, self._runner.model.load_weights, tensors, settings.verify)
 
     @property
     def running(self) -> int:
@@ -86,12 +86,12 @@ class Core:
 
     def add(self, name: str, ids: list[int], params: VllmParams, salt: str, continued: Sequence[int] = ()) -> None:
         """Queue a request. continued: the end of ``ids`` that a constraint applies to. Raises
-        ``InvalidParameters``."""
+        ``InvalidConstraint``."""
         if params.structured_outputs is not None:
             try:
                 params.verify(self._config.model_config, None, self._config.structured_outputs_config, self._tokenizer)
-            except ValueError as error:
-                raise InvalidParameters(f"request {name}: vLLM can't apply the constraint: {error}") from error
+            except (ValueError, VLLMClientError) as error:
+                raise InvalidConstraint(f"request {name}: vLLM can't apply the constraint: {error}") from error
         request, wave = self._core.preprocess_add_request(
             EngineCoreRequest(
                 request_id=name,
@@ -140,13 +140,7 @@ class Core:
         while not state.is_grammar_ready:
             time.sleep(0.001)
         if isinstance(state.grammar, Exception) or not state.grammar.accept_tokens(name, list(continued)):
-            raise InvalidParameters(f"request {name}: the continued tokens do not match the constraint")
-
-
-def _plain_linear(layer: Any, remove_weight: bool) -> None:
-    """Use the weights of a linear layer as they are. vLLM's function packs them for its kernels,
-    and then they can neither be read back nor be loaded in place."""
-    layer.cpu_linear = torch.nn.functional.linear
+            raise InvalidConstraint(f"request {name}: the continued tokens do not match the constraint")
 
 
 def _cache_bytes(config: VllmConfig, settings: Settings) -> int:

@@ -155,5 +155,5 @@ def load(request: LoadRequest) -> VllmEngine:
     if request.devices[0] != "cpu":
         raise ModelUnsupported(f"the engine `vllm` runs on CPUs only, not on {request.devices[0]}: hide the GPUs from the worker")
     text = any((Path(request.folder) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
-    settings = Settings(request.folder, request.dtype, request.slots, request.max_len, text)
+    settings = Settings(request.folder, request.dtype, request.slots, request.max_len, text, request.verify)
     return VllmEngine(settings, version=request.version, threads=request.threads or None)

@@ -37,7 +37,8 @@ from rollout_workers.engines.errors import (
 from rollout_workers.engines.transformers.sample import Group, Sink, request_error
 from rollout_workers.engines.transformers.text import SampleText, Tokenizer, advance, continued
 from rollout_workers.engines.vllm.core import Core
-from rollout_workers.engines.vllm.sampling import params_of, token_seed
+from rollout_workers.engines.vllm.sampling import params_of
+from rollout_workers.engines.vllm.seeds import token_seed
 
 _REASONS: dict[Any, FinishReason] = {VllmReason.STOP: "stop", VllmReason.LENGTH: "length", VllmReason.ABORT: "aborted"}
 

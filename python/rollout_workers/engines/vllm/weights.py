@@ -5,6 +5,7 @@ embeddings get padded rows. While the loader runs, every copy from a tensor of t
 recorded: which part of it went into which memory of the model. Reading back follows the records in
 reverse, so it needs no knowledge of the model.
 """
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from rollout_workers.engines.errors import ModelUnsupported
 from rollout_workers.engines.staging import Staging
 from rollout_workers.weights import WeightsDigest, weights_digest
 
+VERIFY_NONE = 'set `weights.verify = "none"` to train without verification, or use another engine'
 Loader = Callable[[Iterable[tuple[str, Tensor]]], Any]
 
 
@@ -67,8 +69,9 @@ class LoadedWeights:
     """The weights of a vLLM model by Hugging Face name. ``stage`` and ``digest`` may run in any
     thread, also during forward passes; ``load`` only between them."""
 
-    def __init__(self, model: nn.Module, loader: Loader, tensors: Mapping[str, Tensor]) -> None:
-        """Load ``tensors``, all of the model. Raises ``ModelUnsupported``."""
+    def __init__(self, model: nn.Module, loader: Loader, tensors: Mapping[str, Tensor], verify: str = "full") -> None:
+        """Load ``tensors``, all of the model. verify: see ``LoadRequest``. Raises
+        ``ModelUnsupported``."""
         self._model, self._loader = model, loader
         self._staging = Staging(tensors)
         self._still = threading.Lock()
@@ -79,7 +82,8 @@ class LoadedWeights:
             self._load(tensors)
         except (KeyError, ValueError, AssertionError, RuntimeError) as error:
             raise ModelUnsupported(f"vLLM can't load the weights of this model: {error!r}; use another engine") from error
-        self.digest()  # every tensor can be read back
+        if verify != "none":
+            self.digest()  # every tensor can be read back
 
     @property
     def staged(self) -> bool:
@@ -117,7 +121,7 @@ class LoadedWeights:
             parts: dict[tuple[object, ...], _Copy] = {}
             for copy in copies:
                 if copy.to.untyped_storage().data_ptr() not in live:
-                    raise ModelUnsupported(f"vLLM replaced the memory of {name}, so its weights can't be read back")
+                    raise ModelUnsupported(f"vLLM replaced the memory of {name}, so it can't be read back; {VERIFY_NONE}")
                 first = parts.setdefault((copy.size, copy.stride, copy.offset), copy)
                 if not torch.equal(first.to, copy.to):  # the model has the tensor twice
                     parts[copy.size, copy.stride, copy.offset] = copy
@@ -126,10 +130,22 @@ class LoadedWeights:
     def _whole(self, name: str, parts: list[_Copy]) -> Tensor:
         shape, dtype = self._shapes[name], self._transport[name]
         if sum(part.to.numel() for part in parts) != shape.numel():
-            raise ModelUnsupported(f"vLLM did not load {name} as it is, so it can't be read back; use another engine")
+            raise ModelUnsupported(f"vLLM did not load {name} as it is, so it can't be read back; {VERIFY_NONE}")
         if len(parts) == 1 and parts[0].size == tuple(shape):
             return parts[0].to.to(dtype)
         whole = torch.empty(shape, dtype=dtype, device=parts[0].to.device if parts else None)
         for part in parts:
             whole.as_strided(part.size, part.stride, part.offset).copy_(part.to)
         return whole
+
+
+def keep_linear_weights() -> None:
+    """Make vLLM use the weights of linear layers as they are, before it builds a model. On CPUs it
+    would pack them for its kernels, and then they can neither be read back nor be loaded in
+    place."""
+    from vllm.model_executor.layers import utils
+
+    def plain(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = plain

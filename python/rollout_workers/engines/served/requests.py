@@ -1,4 +1,4 @@
-"""Requests and samples between the caller and SGLang. Everything here runs in the server's
+"""Requests and samples between the caller and a server. Everything here runs in the server's
 thread."""
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_workers.engines.base import EngineStats, FinishReason, GroupRequest, SampleDelta, SampleOutput, TopLogprobs
-from rollout_workers.engines.errors import EngineClosed, EngineError, EngineFailed, InvalidParameters
-from rollout_workers.engines.sglang.sampling import engine_params, needs_penalties
-from rollout_workers.engines.sglang.server import Server
-from rollout_workers.engines.sglang.stitch import Parts
+from rollout_workers.engines.errors import EngineClosed, EngineError, EngineFailed
+from rollout_workers.engines.served.parts import Parts
+from rollout_workers.engines.served.server import Asked, Scored, Server
 from rollout_workers.engines.transformers.sample import request_error
 from rollout_workers.engines.transformers.stream import Outbox, Stream
 from rollout_workers.engines.transformers.text import SampleText, Tokenizer, advance, continued
@@ -40,7 +39,7 @@ class Group:
 @dataclass(slots=True, eq=False)
 class Sample:
     """A sample in progress. text: if it has stop strings or streams. sent: its first token that no
-    delta had. started: whether SGLang has it."""
+    delta had. started: whether the server has it."""
 
     group: Group
     index: int
@@ -77,7 +76,7 @@ class Requests:
         if self._closed:
             raise EngineClosed("the engine was shut down")
         for request in requests:
-            error = request_error(request, self._max_len, self._vocabulary) or _unsupported(request)
+            error = request_error(request, self._max_len, self._vocabulary) or self._server.refusal(request)
             prompt, known = ([], []) if error else ([int(i) for i in ids] for ids in (request.prompt_ids, request.continued))
             group = Group(request, prompt, known, stream)
             room = min(request.params.max_tokens - len(group.continued), self._max_len - len(group.prompt) - len(group.continued))
@@ -111,20 +110,13 @@ class Requests:
             for sample in tuple(group.left):
                 self._finish(sample, "error", EngineFailed(why))
 
-    async def score(self, prompt: list[int], top: int) -> Mapping[str, Any]:
-        """SGLang's description of a scored prompt."""
+    async def score(self, prompt: list[int], top: int) -> Scored:
+        """Score a prompt. Raises ``EngineClosed``, ``EngineFailed``."""
         await self._open.wait()
         if self._closed:
             raise EngineClosed("the engine was shut down")
         self._prompts += len(prompt)
-        try:
-            found = await self._server.engine.async_generate(
-                input_ids=prompt, sampling_params={"max_new_tokens": 0, "temperature": 0}, return_logprob=True,
-                logprob_start_len=0, top_logprobs_num=top,
-            )  # fmt: skip
-        except ValueError as error:
-            raise EngineFailed(f"SGLang did not score the prompt: {error}") from error
-        return found["meta_info"]
+        return await self._server.score(prompt, top)
 
     async def pause(self) -> None:
         async with self._changes:
@@ -216,50 +208,33 @@ class Requests:
         return len(known) > params.min_tokens and known[-1] in ends
 
     async def _run(self, sample: Sample, room: int) -> None:
-        """Sample until SGLang or a stop string ends it. An abort cancels this task."""
+        """Sample until the server or a stop string ends it. An abort cancels this task."""
         request = sample.group.request
         try:
             await self._open.wait()
             self._start(sample)
-            async with contextlib.aclosing(self._server.stream(self._wanted(sample, room))) as chunks:
+            async with contextlib.aclosing(self._server.stream(self._asked(sample, room))) as chunks:
                 async for chunk in chunks:
                     if self._grow(sample, chunk):
                         return
             finish = sample.parts.finish or {}
             reason = _REASONS.get(str(finish.get("type")))
             if reason is None:
-                raise EngineFailed(f"request {request.request_id}: SGLang ended the sample: {finish.get('message', finish)}")
+                raise EngineFailed(f"request {request.request_id}: the server ended the sample: {finish.get('message', finish)}")
             self._finish(sample, reason)
         except asyncio.CancelledError:
             self._finish(sample, "aborted")
         except EngineError as error:
             self._finish(sample, "error", error)
         except Exception as error:
-            failed = EngineFailed(f"request {request.request_id}: SGLang refused it: {error}")
+            failed = EngineFailed(f"request {request.request_id}: the server refused it: {error}")
             failed.__cause__ = error
             self._finish(sample, "error", failed)
 
-    def _wanted(self, sample: Sample, room: int) -> dict[str, Any]:
-        group, params = sample.group, sample.group.request.params
-        wanted: dict[str, Any] = {
-            "input_ids": group.prompt + group.continued,
-            "sampling_params": engine_params(
-                params,
-                group.request.seeds[sample.index],
-                room=room,
-                prompt=len(group.prompt),
-                continued=len(group.continued),
-                end_ids=self._end_ids,
-            ),
-            "return_logprob": True,
-            "top_logprobs_num": params.top_logprobs,
-            "cache_salt": f"weights-{self.cache_epoch}",
-        }
-        if needs_penalties(params):
-            from rollout_workers.engines.sglang.scheduler import Penalties
-
-            wanted["custom_logit_processor"] = Penalties.to_str()
-        return wanted
+    def _asked(self, sample: Sample, room: int) -> Asked:
+        group, seed = sample.group, sample.group.request.seeds[sample.index]
+        salt = f"weights-{self.cache_epoch}"
+        return Asked(group.prompt, group.continued, group.request.params, seed, room, self._end_ids, salt)
 
     def _start(self, sample: Sample) -> None:
         sample.started = True
@@ -365,7 +340,7 @@ class Requests:
         self._outbox.flush()
 
     def _logprobs(self, sample: Sample, start: int) -> NDArray[np.float32]:
-        """SGLang reports the softmax of a greedy sample; its token has probability 1."""
+        """Servers report the softmax of a greedy sample; its token has probability 1."""
         logprobs = np.array(sample.parts.logprobs[start:], np.float32)
         return logprobs if sample.group.request.params.temperature else np.zeros_like(logprobs)
 
@@ -379,12 +354,3 @@ class Requests:
             np.array([ids for ids, _ in chosen], np.int32).reshape(shape),
             np.array([logprobs for _, logprobs in chosen], np.float32).reshape(shape),
         )
-
-
-def _unsupported(request: GroupRequest) -> EngineError | None:
-    """Why SGLang can't sample a request, or None."""
-    if len(request.continued) and request.params.constraint is not None:
-        return InvalidParameters(
-            f"request {request.request_id}: SGLang can't continue a sample with a constraint; sample it again from its prompt"
-        )
-    return None
