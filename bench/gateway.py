@@ -260,7 +260,7 @@ def litellm(folder: Path) -> Iterator[Route]:
         }
         (folder / "config.yaml").write_text(json.dumps(settings))
         command = [str(PEERS / "litellm"), "--config", str(folder / "config.yaml"), "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--num_workers", str(os.cpu_count())]
+        command += ["--num_workers", str(os.cpu_count()), "--keepalive_timeout", "120"]
         path = f"{PEERS}:{os.environ['PATH']}"
         quiet = {
             "LITELLM_LOG": "ERROR",
