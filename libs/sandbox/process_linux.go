@@ -18,31 +18,37 @@ type watch struct {
 	Pids        int   `json:"pids,omitempty"`
 }
 
-// watchEvery is how often init compares what commands use with the limits of its watch.
-const watchEvery = 20 * time.Millisecond
+// Init looks at commands at least every watchMost. A command that is near its memory limit is looked
+// at again before it can reach it at touchRate bytes per second, but not before watchLeast.
+const (
+	watchLeast = 20 * time.Millisecond
+	watchMost  = 200 * time.Millisecond
+	touchRate  = 2 << 30
+)
 
 // observe checks the limits of a command that no system call reports, until it ends.
 func (b *initBox) observe(c *command) {
-	tick := time.NewTicker(watchEvery)
-	defer tick.Stop()
+	timer := time.NewTimer(watchLeast)
+	defer timer.Stop()
 	for {
 		select {
 		case <-c.ended:
 			return
-		case <-tick.C:
-			b.check(c)
+		case <-timer.C:
+			timer.Reset(b.check(c))
 		}
 	}
 }
 
-func (b *initBox) check(c *command) {
+// check records the limits that were reached and returns when to check again.
+func (b *initBox) check(c *command) time.Duration {
 	var s unix.Statfs_t
 	if unix.Statfs(home, &s) == nil && (s.Bavail == 0 || s.Ffree == 0) {
 		b.reach(c, LimitDisk)
 	}
 	w := b.setup.Watch
 	if w == nil || w.MemoryBytes == 0 {
-		return
+		return watchMost
 	}
 	var rss, largest int64
 	var victim int
@@ -58,6 +64,8 @@ func (b *initBox) check(c *command) {
 		b.reach(c, LimitMemory)
 		_ = unix.Kill(victim, unix.SIGKILL)
 	}
+	left := time.Duration(float64(w.MemoryBytes-rss) / touchRate * float64(time.Second))
+	return min(max(left, watchLeast), watchMost)
 }
 
 func (b *initBox) reach(c *command, reason string) {
