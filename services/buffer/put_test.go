@@ -71,6 +71,25 @@ func TestEachPutHasItsResult(t *testing.T) {
 	}
 }
 
+// A failed sample that is left out completes its group instead of dissolving it.
+func TestAGroupIsCompleteWithoutASampleThatIsLeftOut(t *testing.T) {
+	t.Parallel()
+	s := ready(t)
+	smaller := groupOf(0, 0, 0)
+	failed(smaller[1], trajectoryv1.Outcome_OUTCOME_INFRA_FAILED, "ENVIRONMENT_TIMEOUT")
+	smaller[1].Header.LeftOut = true
+	results := s.mustPut(smaller, groupOf(1, 0, 0))
+	if results[0].GetAccepted() != size || results[0].GetFailed() != 1 {
+		t.Errorf("%v", results[0])
+	}
+	if again := s.mustPut(smaller)[0]; again.GetDuplicates() != size {
+		t.Errorf("again: %v", again)
+	}
+	if batch := s.lease(1); len(batch.GetSamples()) != 2*size {
+		t.Errorf("%d samples", len(batch.GetSamples()))
+	}
+}
+
 func TestPutsWithABucket(t *testing.T) {
 	t.Parallel()
 	s, _ := withBucket(t)

@@ -29,13 +29,19 @@ if sys.byteorder != "little":
 
 
 def encode_group(
-    group: PromptGroup, finished: FinishedGroup, receipts: EngineReceipts, worker: str
+    group: PromptGroup, finished: FinishedGroup, receipts: EngineReceipts, worker: str, min_size: int = 0
 ) -> list[pb.TrajectoryEnvelope]:
-    """One envelope per episode. worker: the worker's id, which only the header contains."""
+    """One envelope per episode. worker: the worker's id, which only the header contains. min_size:
+    usable samples with which failed ones are left out of the group; 0: the group needs all."""
     if not finished.episodes:
         return []
     head = _Head(group, finished.episodes[0].prompt, worker)
-    return [_encode_episode(episode, head, receipts) for episode in finished.episodes]
+    usable = sum(e.result is not None and e.result.outcome in ("completed", "truncated") for e in finished.episodes)
+    envelopes = [_encode_episode(episode, head, receipts) for episode in finished.episodes]
+    if 0 < min_size <= usable:
+        for envelope in envelopes:
+            envelope.header.left_out = envelope.header.outcome == pb.OUTCOME_INFRA_FAILED
+    return envelopes
 
 
 class _Head:

@@ -105,7 +105,7 @@ class Pipeline:
             chat=config.model.chat_template,
         )
         outlet = Outlet(publisher, services, context.throughput, puller)
-        sampler = Sampler(context.who, runner, context.receipts, outlet, services, puller)
+        sampler = Sampler(context.who, runner, context.receipts, outlet, services, puller, config.limits.min_group_size)
         return cls(puller, sampler, pulls=config.environment.kind != environments.EXTERNAL and not context.who.reserved)
 
     @classmethod

@@ -101,9 +101,17 @@ class Sampler:
     """Samples items with the engine. Each batch is a separate task."""
 
     def __init__(
-        self, who: Identity, runner: EpisodeRunner, receipts: EngineReceipts, outlet: Outlet, services: Services, puller: Puller
+        self,
+        who: Identity,
+        runner: EpisodeRunner,
+        receipts: EngineReceipts,
+        outlet: Outlet,
+        services: Services,
+        puller: Puller,
+        min_group_size: int = 0,
     ) -> None:
-        self._who, self._runner, self._receipts = who, runner, receipts
+        """min_group_size: ``limits.min_group_size``."""
+        self._who, self._runner, self._receipts, self._min_group_size = who, runner, receipts, min_group_size
         self._outlet, self._services, self._puller = outlet, services, puller
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -145,7 +153,7 @@ class Sampler:
             [
                 envelope
                 for item, group in zip(items, groups, strict=True)
-                for envelope in encode_group(item.group, group, self._receipts, self._who.worker)
+                for envelope in encode_group(item.group, group, self._receipts, self._who.worker, self._min_group_size)
             ],
         )
 

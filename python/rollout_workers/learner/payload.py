@@ -18,7 +18,7 @@ from rollout import names
 from rollout.buffer.v1.buffer_pb2 import Batch, ReadPayloadsRequest, SampleRef
 from rollout.buffer.v1.buffer_pb2_grpc import BufferServiceStub
 from rollout.errors import RolloutError
-from rollout.trajectory.v1.trajectory_pb2 import OUTCOME_TRUNCATED, Trajectory, TrajectoryKey
+from rollout.trajectory.v1.trajectory_pb2 import OUTCOME_INFRA_FAILED, OUTCOME_TRUNCATED, Trajectory, TrajectoryKey
 from rollout_workers.trainer.types import TrainSample
 from rollout_workers.worker.discovery import Services, ServiceUnavailable, attempts
 
@@ -98,17 +98,22 @@ def _mapped(paths: Sequence[str]) -> Iterator[dict[str, mmap.mmap]]:
 
 
 def _samples(refs: Sequence[SampleRef], payloads: Sequence[bytes]) -> list[TrainSample]:
-    """The samples of payloads whose checksums match."""
+    """The samples of payloads whose checksums match, without those that are left out of their
+    group."""
     for ref, payload in zip(refs, payloads, strict=True):
         if crc32c.crc32c(payload) != ref.crc32c:
             raise PayloadCorrupt(f"the payload of {_name(ref.key)} does not match its recorded checksum")
-    return [parsed(payload) for payload in payloads]
+    trajectories = map(Trajectory.FromString, payloads)
+    return [_sample(trajectory) for trajectory in trajectories if trajectory.outcome != OUTCOME_INFRA_FAILED]
 
 
 def parsed(payload: bytes) -> TrainSample:
     """The sample of a serialized ``Trajectory``. Its arrays are views of the parsed bytes. Raises
     :class:`PayloadCorrupt`."""
-    trajectory = Trajectory.FromString(payload)
+    return _sample(Trajectory.FromString(payload))
+
+
+def _sample(trajectory: Trajectory) -> TrainSample:
     ids = np.frombuffer(trajectory.token_ids, "<i4")
     logprobs = np.frombuffer(trajectory.logprobs, "<f4")
     mask = np.frombuffer(trajectory.loss_mask, np.uint8)

@@ -143,7 +143,9 @@ func (a *admission) count(s *Sample) {
 		a.have[s.Position] = map[uint32][]uint32{}
 	}
 	a.have[s.Position][s.Sample] = append(a.have[s.Position][s.Sample], s.Part)
-	a.spreads[s.Position] = a.spreads[s.Position].with(s.Reward)
+	if s.Outcome != trajectoryv1.Outcome_OUTCOME_INFRA_FAILED { // one that is left out has no reward
+		a.spreads[s.Position] = a.spreads[s.Position].with(s.Reward)
+	}
 }
 
 // decide accepts, drops, or refuses one arrival.
@@ -183,6 +185,9 @@ func (a *admission) decide(ctx context.Context, number int, arrival *Arrival) er
 	case trajectoryv1.Outcome_OUTCOME_INFRA_FAILED:
 		a.ledger.InfraFailed++
 		a.tally.Failed++
+		if h.GetLeftOut() {
+			break
+		}
 		a.failed[p] = true
 		return a.dissolve(ctx, g, cmp.Or(h.GetReason(), "INFRA_FAILED"))
 	case trajectoryv1.Outcome_OUTCOME_ABORTED:

@@ -274,6 +274,7 @@ class TrajectoryHeader(_message.Message):
     PARTS_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     PARENT_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
     group_size: _builtins.int
     """Samples that make the group complete."""
     outcome: Global___Outcome.ValueType
@@ -299,6 +300,10 @@ class TrajectoryHeader(_message.Message):
     parts: _builtins.int
     """Parts that make the sample complete: trajectories of this (index, attempt, sample), `part` 0 to
     `parts` - 1. 0 means 1.
+    """
+    left_out: _builtins.bool
+    """Whether a sample that is INFRA_FAILED is left out of its group, which has
+    `limits.min_group_size` usable samples without it. Others dissolve the group.
     """
     @_builtins.property
     def key(self) -> Global___TrajectoryKey:
@@ -337,10 +342,11 @@ class TrajectoryHeader(_message.Message):
         parts: _builtins.int = ...,
         path: Global___TrajectoryPath | None = ...,
         parent: Global___EpisodeLink | None = ...,
+        left_out: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "parent", b"parent", "path", b"path", "receipt", b"receipt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "group_size", b"group_size", "key", b"key", "max_version", b"max_version", "min_version", b"min_version", "outcome", b"outcome", "parent", b"parent", "parts", b"parts", "path", b"path", "reason", b"reason", "receipt", b"receipt", "reward", b"reward", "row", b"row", "token_rewards", b"token_rewards", "tokens", b"tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "group_size", b"group_size", "key", b"key", "left_out", b"left_out", "max_version", b"max_version", "min_version", b"min_version", "outcome", b"outcome", "parent", b"parent", "parts", b"parts", "path", b"path", "reason", b"reason", "receipt", b"receipt", "reward", b"reward", "row", b"row", "token_rewards", b"token_rewards", "tokens", b"tokens", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

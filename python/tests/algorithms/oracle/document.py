@@ -121,6 +121,36 @@ supports:
   (`train.on_refused_gradient`);
 - shared prompts that are computed once if the model's layers use full attention, and logits for trained tokens only.
 
+## Smaller groups
+
+With `limits.min_group_size` a group is trained on without the samples that failed, if so many
+usable ones are left. Every estimate uses the samples that the group has:
+
+- GRPO, Dr. GRPO, DAPO, GSPO, CISPO: the mean and the standard deviation are those of the samples
+  left, n of them, with n - 1 in the deviation.
+- RLOO: the mean of the n - 1 others.
+- Online DPO: the best and the worst of the samples left.
+- PPO, REINFORCE++, distillation: samples are not compared; the failed ones are left out of N and S.
+  With `group_baseline` the mean is that of the samples left.
+
+A group of one sample has advantage 0 where samples are compared, so `min_group_size` must then be 2
+or more. Other algorithms train on rows and have no failed samples.
+
+## Rewards of turns
+
+An episode of several turns has a reward of its own, and each turn may have one.
+`environment.credit` sets the tokens that they count for:
+
+- `episode` (the default, for every algorithm that samples): the reward of the sample is the sum of
+  all rewards. All turns have the advantage of the sample.
+- `turn`: the reward of a turn is a process reward at its last token, and that of the episode stays
+  the reward of the sample. A token gets the rewards of its turn and of later ones: relative to the
+  process rewards of the group with GRPO, Dr. GRPO, DAPO, and CISPO, and as returns to go with
+  REINFORCE++ (`gamma`) and PPO (`gamma` and `lambda`). Other algorithms refuse it.
+- `token`: as `turn`, and token rewards of the last turn stay at their tokens.
+
+Observations are never trained on, whatever the credit.
+
 ## Samples of other weights and engines
 
 An engine never computes exactly the learner's probabilities, except in deterministic mode, and in async mode it samples with

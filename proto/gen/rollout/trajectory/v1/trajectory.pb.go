@@ -467,7 +467,10 @@ type TrajectoryHeader struct {
 	// Path of the session that this trajectory is; absent if it belongs to no session.
 	Path *TrajectoryPath `protobuf:"bytes,15,opt,name=path,proto3" json:"path,omitempty"`
 	// Episode that started this one, e.g. as a sub-agent; absent if none did.
-	Parent        *EpisodeLink `protobuf:"bytes,16,opt,name=parent,proto3" json:"parent,omitempty"`
+	Parent *EpisodeLink `protobuf:"bytes,16,opt,name=parent,proto3" json:"parent,omitempty"`
+	// Whether a sample that is INFRA_FAILED is left out of its group, which has
+	// `limits.min_group_size` usable samples without it. Others dissolve the group.
+	LeftOut       bool `protobuf:"varint,17,opt,name=left_out,json=leftOut,proto3" json:"left_out,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -612,6 +615,13 @@ func (x *TrajectoryHeader) GetParent() *EpisodeLink {
 		return x.Parent
 	}
 	return nil
+}
+
+func (x *TrajectoryHeader) GetLeftOut() bool {
+	if x != nil {
+		return x.LeftOut
+	}
+	return false
 }
 
 // TrajectoryPath is the segments of a session (rollout.session.v1.Segment) that form a trajectory.
@@ -892,7 +902,7 @@ const file_rollout_trajectory_v1_trajectory_proto_rawDesc = "" +
 	"\x10teacher_logprobs\x18\x0f \x01(\fR\x0fteacherLogprobs\x1a:\n" +
 	"\fMetricsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\"\x96\x05\n" +
+	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\"\xb1\x05\n" +
 	"\x10TrajectoryHeader\x12>\n" +
 	"\x03key\x18\x01 \x01(\v2$.rollout.trajectory.v1.TrajectoryKeyB\x06\xbaH\x03\xc8\x01\x01R\x03key\x12&\n" +
 	"\n" +
@@ -914,7 +924,8 @@ const file_rollout_trajectory_v1_trajectory_proto_rawDesc = "" +
 	"\rtoken_rewards\x18\r \x01(\bR\ftokenRewards\x12\x14\n" +
 	"\x05parts\x18\x0e \x01(\rR\x05parts\x129\n" +
 	"\x04path\x18\x0f \x01(\v2%.rollout.trajectory.v1.TrajectoryPathR\x04path\x12:\n" +
-	"\x06parent\x18\x10 \x01(\v2\".rollout.trajectory.v1.EpisodeLinkR\x06parent\"c\n" +
+	"\x06parent\x18\x10 \x01(\v2\".rollout.trajectory.v1.EpisodeLinkR\x06parent\x12\x19\n" +
+	"\bleft_out\x18\x11 \x01(\bR\aleftOut\"c\n" +
 	"\x0eTrajectoryPath\x12&\n" +
 	"\n" +
 	"session_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\tsessionId\x12)\n" +

@@ -1,0 +1,29 @@
+"""Failed samples are left out of groups that are large enough without them."""
+
+from __future__ import annotations
+
+import types
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from rollout.environment import Observation, Result, Task, failed
+from rollout.run.v1.run_pb2 import PromptGroup
+from rollout.trajectory.v1.trajectory_pb2 import OUTCOME_INFRA_FAILED
+from rollout.weights.v1.weights_pb2 import WeightsReceipt
+from rollout_workers.environments.episode import Episode, FinishedGroup
+from rollout_workers.inference.encode import encode_group
+
+
+@pytest.mark.parametrize(("min_size", "left_out"), [(0, 0), (4, 0), (3, 1), (2, 1)])
+def test_a_failed_sample_is_left_out_of_a_group_that_is_large_enough(min_size: int, left_out: int) -> None:
+    task = Task("t", b"{}", (0, 1, 2, 3), (0, 1, 2, 3))
+    episodes = [Episode(task, place, Observation(np.array([1], np.int32), "1")) for place in range(4)]
+    for episode in episodes:
+        episode.result = failed("ENVIRONMENT_TIMEOUT") if episode.sample == 1 else Result(1.0)
+    receipts = cast(Any, types.SimpleNamespace(of=lambda version: WeightsReceipt(version=3), digest=lambda version: ""))
+    group = PromptGroup(run_id="run", group_size=4)
+    envelopes = encode_group(group, FinishedGroup(task, tuple(episodes)), receipts, "w", min_size)
+    assert [e.header.left_out for e in envelopes].count(True) == left_out
+    assert all(e.header.outcome == OUTCOME_INFRA_FAILED for e in envelopes if e.header.left_out)
