@@ -73,7 +73,7 @@ func (f *fleet) reached(at place) bool {
 	for _, w := range f.workers {
 		switch {
 		case w.fenced:
-		case w.at >= at:
+		case w.at >= at, f.want != nil && w.has(f.want): // the same weights may be wanted again
 			there = true
 		case !w.left && (at == staged || w.at == at-1):
 			return false

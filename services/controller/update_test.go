@@ -223,6 +223,23 @@ func TestPoliciesOfUpdates(t *testing.T) {
 	}
 }
 
+// A version is announced before it is delivered: workers that have it by then are not waited for.
+func TestAnAnnouncedVersionIsDelivered(t *testing.T) {
+	t.Parallel()
+	for _, p := range []policy{updateInFlight, updateRolling, updateAtomic} {
+		f, all := newEngines(t, p, 4, nil)
+		for version := range uint64(20) {
+			f.setWanted(numbered(version))
+			all.eventually("a worker serves the version", func() bool {
+				return slices.ContainsFunc(all.all, func(e *engine) bool { return e.version == version && !e.paused })
+			})
+			f.setWanted(numbered(version))
+		}
+		deliverAll(t, f, 20)
+		all.neverMixed(p)
+	}
+}
+
 // A worker that fails to stage does not delay the others. It is named, and catches up.
 func TestAWorkerThatFailsToStageIsLeftOutAndCatchesUp(t *testing.T) {
 	t.Parallel()
