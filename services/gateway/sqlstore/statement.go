@@ -43,7 +43,7 @@ func (s statement) each(ctx context.Context, args []any, row func(scan sqldb.Sca
 	if s.prepared == nil {
 		return s.db.Each(ctx, s.text, args, row)
 	}
-	rows, err := s.prepared.In(false).QueryContext(context.WithoutCancel(ctx), args...)
+	rows, err := s.prepared.In(false).QueryContext(context.WithoutCancel(ctx), args...) //nolint:sqlclosecheck // the statement is closed with the database
 	if err != nil {
 		return err
 	}
