@@ -156,6 +156,15 @@ CLIENTS ?=
 check-clients: build venv-dev ## Run unmodified clients in Python, Node and Go, fixed weights, then changing ones (ENGINE=transformers|vllm|sglang CLIENTS=openai,go)
 	@scripts/check_clients $(ENGINE) --clients '$(CLIENTS)' $(ARGS)
 
+SESSIONS ?= 10000
+.PHONY: soak-sessions
+soak-sessions: build venv-dev ## Play sessions while workers are killed and weights change, and compare ledgers and trajectories (SESSIONS=10000 SEED=s)
+	@scripts/soak_sessions --sessions $(SESSIONS) $(if $(filter command environment,$(firstword $(origin SEED))),--seed $(SEED)) $(ARGS)
+
+.PHONY: check-schemathesis
+check-schemathesis: build venv-dev ## Send generated requests to every endpoint of /openapi.json: no server error
+	@scripts/check_clients transformers --schemathesis 600
+
 .PHONY: check-packages
 check-packages: build venv-dev ## Build the Python and Go packages, install each alone, and use it
 	@scripts/e2e e2e/packages

@@ -152,6 +152,26 @@ def check(engine: str, suites: list[Suite], seconds: float, folder: Path, only: 
     return results
 
 
+def fuzzed(seconds: float, folder: Path) -> int:
+    """Send requests that Schemathesis generates from /openapi.json. Returns its exit code: 0 if no
+    response is a server error."""
+    program = (str(TOOLS / "schemathesis" / "bin" / "python"), "-m", "schemathesis.cli")
+    with served(folder / "fuzzed", "transformers") as at:
+        at.ready()
+        checks = ["--checks", "not_a_server_error", "--continue-on-failure", "--max-time", str(int(seconds))]
+        settings = [
+            "--header",
+            f"Authorization: Bearer {at.key}",
+            "--request-timeout",
+            "60",
+            "--max-examples",
+            "50",
+            "--no-color",
+        ]
+        command = [*program, "run", f"{at.url}/openapi.json", *checks, *settings, "--phases", "fuzzing", "--no-shrink"]
+        return subprocess.run(command, cwd=folder, check=False).returncode
+
+
 def table(results: list[dict[str, object]]) -> str:
     """The results by client."""
     lines = ["| client | cases | fixed weights | while weights change |", "|---|---|---|---|"]
@@ -175,7 +195,11 @@ def main() -> None:
     parser.add_argument("--clients", default="", help="names of suites, separated by commas; empty: all")
     parser.add_argument("--weights", choices=("fixed", "changing"), default="", help="only these (default: both)")
     parser.add_argument("--seconds", type=float, default=2, help="how long a case is repeated while the weights change")
+    parser.add_argument("--schemathesis", type=float, metavar="SECONDS", help="instead, send generated requests for so long")
     options = parser.parse_args()
+    if options.schemathesis:
+        with tempfile.TemporaryDirectory() as folder:
+            sys.exit(fuzzed(options.schemathesis, Path(folder)))
     names = {suite.name for suite in SUITES}
     chosen = set(filter(None, options.clients.split(",")))
     if unknown := chosen - names:

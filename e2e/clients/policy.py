@@ -71,7 +71,9 @@ def loglikelihoods(model: Qwen3ForCausalLM, text: PreTrainedTokenizerFast) -> li
         found = []
         for choice in choices:
             ids = text(context + choice, return_tensors="pt")["input_ids"]
-            logprobs = model.forward(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+            logits = model.forward(ids).logits
+            assert logits is not None
+            logprobs = logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
             found.append(float(logprobs[-len(choice) :].sum()))
         rows.append({"context": context, "choices": choices, "loglikelihoods": found})
     return rows

@@ -4,6 +4,7 @@ workers are killed and weights change with each step. See main.go."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -57,8 +58,9 @@ class Killer:
         while not self.ended.wait(self.every):
             workers = [w for w in self.running.status(self.run).workers if w.kind == "inference" and w.pid and w.address]
             if len(workers) > 1:
-                os.kill(self.rand.choice(workers).pid, signal.SIGKILL)
-                self.kills += 1
+                with contextlib.suppress(ProcessLookupError):  # it has exited since
+                    os.kill(self.rand.choice(workers).pid, signal.SIGKILL)
+                    self.kills += 1
 
     def __enter__(self) -> Killer:
         self.thread.start()
@@ -84,13 +86,13 @@ def idle(running: Mesh, run: str) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sessions", type=int, default=10_000, help="sessions, rounded down to whole steps of 64")
+    parser.add_argument("--sessions", type=int, default=10_000, help="sessions, rounded up to whole steps of 64")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1, 2**32), help="of clients and kills")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--kill-every", type=float, default=5.0, help="seconds between two kills")
     parser.add_argument("--client", required=True, help="the program of main.go")
     options = parser.parse_args()
-    sessions = options.sessions // (GROUPS * SAMPLES) * GROUPS * SAMPLES
+    sessions = -(-options.sessions // (GROUPS * SAMPLES)) * GROUPS * SAMPLES
     with tempfile.TemporaryDirectory() as folder:
         running = sim_mesh(Path(folder, "state"), seconds=0.02)
         running.state.mkdir()
@@ -107,6 +109,8 @@ def main() -> None:
                 )
             until(lambda: idle(running, run) or running.status(run).run.state in ENDED, "free slots", 60)
             print(f"{killer.kills} workers were killed; every slot is free", flush=True)
+            if played.returncode:  # sessions that failed are not closed, so the run would not end
+                sys.exit(played.returncode)
             begun = time.monotonic()
             until(lambda: running.status(run).run.state in ENDED, "the end of the run", 300)
             status = running.status(run)
@@ -115,7 +119,6 @@ def main() -> None:
             running.stop()
         finally:
             stop(running)
-    sys.exit(played.returncode)
 
 
 def started(running: Mesh, run: str) -> bool:

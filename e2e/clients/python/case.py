@@ -1,5 +1,5 @@
 """What the Python clients share: their arguments, and a JSON object on a line for each case. It
-imports nothing of this repository, because each client has an environment of its own."""
+imports nothing of this repository, because each client has a separate environment."""
 
 from __future__ import annotations
 

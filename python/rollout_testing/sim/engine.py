@@ -26,7 +26,7 @@ from rollout_workers.engines.base import (
 from rollout_workers.engines.errors import DuplicateRequest, EngineClosed, NothingStaged
 from rollout_workers.engines.registry import Capabilities
 
-CAPABILITIES = Capabilities(prompt_logprobs=True, greedy=False, deterministic=True)
+CAPABILITIES = Capabilities(prompt_logprobs=True, greedy=False, deterministic=True, continues=True)
 """Temperature and filters are ignored, a sample is drawn at once, and one logprob per token is
 reported."""
 
@@ -78,6 +78,8 @@ class SimEngine:
         aborted = self._running[request.request_id]
         most = 1 if aborted else request.params.max_tokens
         ids, logprobs = policy.sample(self.words, np.asarray(request.prompt_ids).tolist(), seed, most)
+        finish = "aborted" if aborted else "stop" if ids[-1] == 0 else "length"
+        ids, logprobs = ids[len(request.continued) :], logprobs[len(request.continued) :]
         if self._journal is not None:
             self._journal.write(
                 request=request.request_id,
@@ -88,11 +90,9 @@ class SimEngine:
             )
         self._samples += len(ids)
         self._prompts += len(request.prompt_ids)
-        finish = "aborted" if aborted else "stop" if ids[-1] == 0 else "length"
         text = decode(ids.tolist()) if request.stream or request.params.stop else None
-        return SampleOutput(
-            request.request_id, sample, ids, logprobs, None, (VersionSpan(self._version, 0, len(ids)),), finish, text=text
-        )
+        spans = (VersionSpan(self._version, 0, len(ids)),) if len(ids) else ()
+        return SampleOutput(request.request_id, sample, ids, logprobs, None, spans, finish, text=text)
 
     async def prompt_logprobs(self, prompt_ids: Ids, top: int = 0) -> PromptLogprobs:
         """Numbers that depend only on the token."""
