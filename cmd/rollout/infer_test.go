@@ -78,6 +78,29 @@ func TestInferBatchPassesFlagsToTheWorker(t *testing.T) {
 	}
 }
 
+// The worker runs in the environment of the engine, unless a flag names a command.
+func TestInferBatchUsesTheEnvironmentOfTheEngine(t *testing.T) {
+	t.Parallel()
+	dir := batchFolder(t)
+	said := filepath.Join(dir, "said")
+	write(t, filepath.Join(dir, "engine/python"), "#!/bin/sh\necho \"$1 $2 $3 $4 $5\" > "+said+"\ncat <<'END'\n"+batchEnd+"\nEND\n")
+	if err := os.Chmod(filepath.Join(dir, "engine/python"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	args := []string{"infer", "batch", "--output", filepath.Join(dir, "a.jsonl"), "--config", filepath.Join(dir, "sums.toml"), "--set", `engine.python="engine/python"`}
+	if got := (call{}).run(t, args...); got.code != 0 || read(t, said) != "-P -m rollout_workers infer --spec\n" {
+		t.Error(got.text())
+	}
+	if err := os.Remove(said); err != nil {
+		t.Fatal(err)
+	}
+	answering, _ := worker(t, batchEnd, "0")
+	got := call{}.run(t, append(args, "--overwrite", "--worker", answering)...)
+	if _, err := os.Stat(said); got.code != 0 || err == nil {
+		t.Error(got.text())
+	}
+}
+
 // The folder of a killed command, which may contain the weights of a snapshot, is removed by the
 // next command.
 func TestInferBatchRemovesTheFolderOfAKilledCommand(t *testing.T) {

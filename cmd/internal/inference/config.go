@@ -119,5 +119,5 @@ func concerns(field string) bool {
 		return false
 	}
 	table, _, _ := strings.Cut(field, ".")
-	return table == "sampling" || table == "engine" || table == "reward" || table == "seed" || field == "data.prompt_field" || field == "model.dtype"
+	return table == "sampling" || table == "engine" || table == "reward" || table == "seed" || field == "data.prompt_field" || field == "model.dtype" || field == "model.chat_family"
 }

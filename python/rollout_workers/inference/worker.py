@@ -185,7 +185,7 @@ def _servicer(
             limits=Limits.of(config),
             chat=config.model.chat_template,
         )
-    generation = Generation(context.model, context.params, config.engine.max_model_len)
+    generation = Generation(context.model, context.params, config.engine.max_model_len, family=config.model.chat_family)
     return InferenceServer(context, generation, evaluation, pipeline.puller, lifecycle, rewards, updates)
 
 

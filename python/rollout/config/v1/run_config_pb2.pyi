@@ -185,6 +185,7 @@ class ModelConfig(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
+    CHAT_FAMILY_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """Folder in the Hugging Face layout (config.json, model.safetensors, tokenizer.json), or a model
     of the hub by its name, `org/name` or `org/name@revision`. The plan pins the commit.
@@ -195,23 +196,32 @@ class ModelConfig(_message.Message):
     """Whether prompts are rendered with the chat template of the tokenizer, as one user message or as
     `messages`.
     """
+    chat_family: _builtins.str
+    """How completions of chats are parsed into reasoning and tool calls at the gateway. Absent: as
+    the chat template shows. `plain` is for models without a form of their own.
+    """
     def __init__(
         self,
         *,
         path: _builtins.str | None = ...,
         dtype: _builtins.str | None = ...,
         chat_template: _builtins.bool | None = ...,
+        chat_family: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_chat_template", b"_chat_template", "_dtype", b"_dtype", "_path", b"_path", "chat_template", b"chat_template", "dtype", b"dtype", "path", b"path"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_chat_family", b"_chat_family", "_chat_template", b"_chat_template", "_dtype", b"_dtype", "_path", b"_path", "chat_family", b"chat_family", "chat_template", b"chat_template", "dtype", b"dtype", "path", b"path"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chat_template", b"_chat_template", "_dtype", b"_dtype", "_path", b"_path", "chat_template", b"chat_template", "dtype", b"dtype", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chat_family", b"_chat_family", "_chat_template", b"_chat_template", "_dtype", b"_dtype", "_path", b"_path", "chat_family", b"chat_family", "chat_template", b"chat_template", "dtype", b"dtype", "path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__chat_family: _TypeAlias = _typing.Literal["chat_family"]  # noqa: Y015
+    _WhichOneofArgType__chat_family: _TypeAlias = _typing.Literal["_chat_family", b"_chat_family"]  # noqa: Y015
     _WhichOneofReturnType__chat_template: _TypeAlias = _typing.Literal["chat_template"]  # noqa: Y015
     _WhichOneofArgType__chat_template: _TypeAlias = _typing.Literal["_chat_template", b"_chat_template"]  # noqa: Y015
     _WhichOneofReturnType__dtype: _TypeAlias = _typing.Literal["dtype"]  # noqa: Y015
     _WhichOneofArgType__dtype: _TypeAlias = _typing.Literal["_dtype", b"_dtype"]  # noqa: Y015
     _WhichOneofReturnType__path: _TypeAlias = _typing.Literal["path"]  # noqa: Y015
     _WhichOneofArgType__path: _TypeAlias = _typing.Literal["_path", b"_path"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__chat_family) -> _WhichOneofReturnType__chat_family | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__chat_template) -> _WhichOneofReturnType__chat_template | None: ...
     @_typing.overload

@@ -261,7 +261,10 @@ type ModelConfig struct {
 	Dtype *string `protobuf:"bytes,2,opt,name=dtype,proto3,oneof" json:"dtype,omitempty"`
 	// Whether prompts are rendered with the chat template of the tokenizer, as one user message or as
 	// `messages`.
-	ChatTemplate  *bool `protobuf:"varint,3,opt,name=chat_template,json=chatTemplate,proto3,oneof" json:"chat_template,omitempty"`
+	ChatTemplate *bool `protobuf:"varint,3,opt,name=chat_template,json=chatTemplate,proto3,oneof" json:"chat_template,omitempty"`
+	// How completions of chats are parsed into reasoning and tool calls at the gateway. Absent: as
+	// the chat template shows. `plain` is for models without a form of their own.
+	ChatFamily    *string `protobuf:"bytes,4,opt,name=chat_family,json=chatFamily,proto3,oneof" json:"chat_family,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -315,6 +318,13 @@ func (x *ModelConfig) GetChatTemplate() bool {
 		return *x.ChatTemplate
 	}
 	return false
+}
+
+func (x *ModelConfig) GetChatFamily() string {
+	if x != nil && x.ChatFamily != nil {
+		return *x.ChatFamily
+	}
+	return ""
 }
 
 // DataConfig names the data and the fields of its rows. docs/data.md describes formats, the hub,
@@ -2493,16 +2503,20 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x05_nameB\a\n" +
 	"\x05_seedB\a\n" +
 	"\x05_modeB\x10\n" +
-	"\x0e_deterministic\"\xe7\x01\n" +
+	"\x0e_deterministic\"\x84\x03\n" +
 	"\vModelConfig\x128\n" +
 	"\x04path\x18\x01 \x01(\tB\x1f\xbaH\a\xc8\x01\x01r\x02\x10\x01\xca\xda\x18\x11\x12\r\"models/tiny\"\x18\x01H\x00R\x04path\x88\x01\x01\x12B\n" +
 	"\x05dtype\x18\x02 \x01(\tB'\xbaH\x15r\x13R\afloat32R\bbfloat16\xca\xda\x18\v\n" +
 	"\t\"float32\"H\x01R\x05dtype\x88\x01\x01\x125\n" +
 	"\rchat_template\x18\x03 \x01(\bB\v\xca\xda\x18\a\n" +
-	"\x05falseH\x02R\fchatTemplate\x88\x01\x01B\a\n" +
+	"\x05falseH\x02R\fchatTemplate\x88\x01\x01\x12\x8a\x01\n" +
+	"\vchat_family\x18\x04 \x01(\tBd\xbaH[rYR\aharmonyR\bdeepseekR\amistralR\x03glmR\vqwen3_coderR\x06hermesR\x0ellama_pythonicR\n" +
+	"llama_jsonR\x05plain\xca\xda\x18\x02 \x01H\x03R\n" +
+	"chatFamily\x88\x01\x01B\a\n" +
 	"\x05_pathB\b\n" +
 	"\x06_dtypeB\x10\n" +
-	"\x0e_chat_template\"\x8d\v\n" +
+	"\x0e_chat_templateB\x0e\n" +
+	"\f_chat_family\"\x8d\v\n" +
 	"\n" +
 	"DataConfig\x12>\n" +
 	"\x05train\x18\x01 \x01(\tB#\xbaH\x04r\x02\x10\x01\xca\xda\x18\x18\x12\x12\"data/train.jsonl\"\x18\x01 \x01H\x00R\x05train\x88\x01\x01\x12#\n" +
