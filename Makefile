@@ -132,7 +132,7 @@ check: ## Run everything that CI runs
 	@.ci/run
 
 .PHONY: check-full
-check-full: check check-race check-engines check-playground bench ## CI, the race detector over all Go tests, vLLM, SGLang, the playground, and the benches
+check-full: check check-race check-engines check-environments check-playground bench ## CI, the race detector over all Go tests, vLLM, SGLang, the playground, and the benches
 
 .PHONY: check-race
 check-race: build venv-dev ## Run the Go tests under the race detector (needs a C compiler)
@@ -152,6 +152,10 @@ check-sglang: build venv-dev ## Run the suite of engines and the tests of SGLang
 
 ENGINE ?= transformers
 CLIENTS ?=
+.PHONY: check-environments
+check-environments: build venv-dev ## Play and train in the environments of gymnasium and reasoning-gym, with their real packages
+	@scripts/e2e e2e/test_environments.py
+
 .PHONY: check-clients
 check-clients: build venv-dev ## Run unmodified clients in Python, Node and Go, fixed weights, then changing ones (ENGINE=transformers|vllm|sglang CLIENTS=openai,go)
 	@scripts/check_clients $(ENGINE) --clients '$(CLIENTS)' $(ARGS)

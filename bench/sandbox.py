@@ -110,7 +110,7 @@ async def many(count: int) -> int:
 
 
 def resident(server: Sandboxes) -> float:
-    """Megabytes of the server and everything below it, shared pages counted once; 0 without pgrep."""
+    """Megabytes of the server and everything below it, shared pages counted once."""
     parents, total = {server.pid}, 0
     table = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=False).stdout
     pairs = [tuple(int(n) for n in line.split()) for line in table.splitlines()]

@@ -121,7 +121,7 @@ class Worker:
         queue = WorkQueue(client, heartbeat, who.work_stream, puller.deliver)
         await queue.start()
         puller.start(queue, sampler.begin)
-        sharing = asyncio.create_task(Sharing(client, who.idle_subject, puller, queue, SAMPLES).run())
+        sharing = asyncio.create_task(Sharing(client, who.idle_subject, puller, queue, SAMPLES, lambda: receipts.version).run())
         return cls(client, heartbeat, puller, sampler, sharing, services)
 
     async def stop(self) -> None:

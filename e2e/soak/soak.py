@@ -1,5 +1,5 @@
-"""``make soak-sessions``: sessions of a run without a model (`rollout_testing.sim`), while inference
-workers are killed and weights change with each step. See main.go."""
+"""``make soak-sessions``: sessions of a run without a model (`rollout_testing.sim`), while
+inference workers are killed and weights change with each step. See main.go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A guessing game for many-turn episodes: the policy has three guesses, and each answer is a hint."""
+"""A guessing game for many-turn episodes: the policy has three guesses, and each answer is a
+hint."""
 
 from __future__ import annotations
 

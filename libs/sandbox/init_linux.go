@@ -370,7 +370,7 @@ func (b *initBox) adopt(c *command, st *stage) bool {
 }
 
 // newStage starts a stage and waits until it is restricted. With join it joins the groups of the
-// box early, which takes the kernel 10 ms or more; its few threads count as processes meanwhile.
+// box early, which takes the kernel 10 ms or more; its few threads count as processes until then.
 func (b *initBox) newStage(join bool) (*stage, error) {
 	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {

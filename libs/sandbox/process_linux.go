@@ -18,8 +18,8 @@ type watch struct {
 	Pids        int   `json:"pids,omitempty"`
 }
 
-// Init looks at commands at least every watchMost. A command that is near its memory limit is looked
-// at again before it can reach it at touchRate bytes per second, but not before watchLeast.
+// Init looks at commands at least every watchMost. A command that is near its memory limit is
+// looked at again before it can reach it at touchRate bytes per second, but not before watchLeast.
 const (
 	watchLeast = 20 * time.Millisecond
 	watchMost  = 200 * time.Millisecond

@@ -44,7 +44,8 @@ class SandboxError(RolloutError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a box. None is the default of ``rollout-sandbox``; ``cpus`` has no default limit."""
+    """Limits of a box. None is the default of ``rollout-sandbox``; ``cpus`` has no default
+    limit."""
 
     wall_time_s: float | None = None  # of each command
     memory_bytes: int | None = None  # of all processes together, files in the box included
@@ -384,8 +385,8 @@ class Sandbox:
         """Run a command to its end.
 
         stdin: bytes. env: variables in addition to PATH, HOME, TMPDIR, LANG, USER. cwd: default
-        ``/home/sandbox``. files: contents by path, written before. wall_time_s, output_bytes: instead of
-        the box's. keep_background: keep processes that the command leaves running.
+        ``/home/sandbox``. files: contents by path, written before. wall_time_s, output_bytes:
+        instead of the box's. keep_background: keep processes that the command leaves running.
         """
         return Result.parse(await self._server.call("exec", box=self._box, command=_command(argv, **command)))
 

@@ -73,8 +73,8 @@ def binary() -> str:
 
 
 def sandbox_binary() -> str:
-    """``$ROLLOUT_SANDBOX``, else ``bin/rollout-sandbox`` of this checkout, which is built where it is
-    missing."""
+    """``$ROLLOUT_SANDBOX``, else ``bin/rollout-sandbox`` of this checkout, which is built where it
+    is missing."""
     if named := os.environ.get("ROLLOUT_SANDBOX"):
         return named
     path = REPOSITORY / "bin" / "rollout-sandbox"

@@ -5,7 +5,8 @@ scheduler (docs/wire.md).
 ``rollout-worker merge``: merge adapters into their model, for ``rollout export weights``.
 ``rollout-worker export``: write a run's metrics to trackers, for ``rollout export metrics``.
 ``rollout-worker push``: upload weights to a hub, for ``rollout export push``.
-``rollout-worker infer``: completions and scores for a dataset, for ``rollout infer batch``."""
+``rollout-worker infer``: completions and scores for a dataset, for ``rollout infer batch``.
+``rollout-worker plugin``: the interpreter of an environment, for ``rollout plugin install``."""
 
 from __future__ import annotations
 

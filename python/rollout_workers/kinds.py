@@ -127,6 +127,12 @@ def _infer(spec: str) -> NoReturn:
     leave_now(infer(spec))
 
 
+def _plugin(spec: str) -> NoReturn:
+    from rollout.environments.install import command
+
+    sys.exit(command(spec))
+
+
 WORKERS: Mapping[str, LinkedKind | DetachedKind] = MappingProxyType(
     {
         "inference": LinkedKind(_inference),
@@ -138,6 +144,6 @@ WORKERS: Mapping[str, LinkedKind | DetachedKind] = MappingProxyType(
 """Workers of a run, which the scheduler starts with a spec."""
 
 COMMANDS: Mapping[str, Callable[[str], NoReturn]] = MappingProxyType(
-    {"replay": _replay, "merge": _merge, "export": _export, "push": _push, "infer": _infer}
+    {"replay": _replay, "merge": _merge, "export": _export, "push": _push, "infer": _infer, "plugin": _plugin}
 )
 """Commands that the CLI starts. Each one gets the value of ``--spec`` and exits the process."""

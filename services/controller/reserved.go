@@ -83,7 +83,8 @@ func (r *reserved) start(ctx context.Context, step uint64, m *weightsv1.WeightsM
 	return nil
 }
 
-// pin brings the reserved workers to m, and returns when one has it. errNoSource if none can get it.
+// pin brings the reserved workers to m, and returns when one has it. errNoSource if none can get
+// it.
 func (r *reserved) pin(ctx context.Context, m *weightsv1.WeightsManifest) error {
 	waitFor := func(workers, reason string) {
 		r.progress.waitFor("%s to load weights version %d for the evaluation%s", workers, m.GetVersion(), reason)

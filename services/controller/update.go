@@ -202,8 +202,8 @@ func pause(ctx context.Context, w *inferenceWorker) error {
 	return err
 }
 
-// silence pauses a worker that is left out of an atomic update, as well as it can: one that can't be
-// reached serves no one either. It does nothing for other policies.
+// silence pauses a worker that is left out of an atomic update, as well as it can: one that can't
+// be reached serves no one either. It does nothing for other policies.
 func (f *fleet) silence(ctx context.Context, w *inferenceWorker) {
 	if f.policy == updateAtomic {
 		ctx, cancel := context.WithTimeout(ctx, pauseTimeout)

@@ -114,7 +114,7 @@ func (e *engine) CommitWeights(_ context.Context, in *inferencev1.CommitWeightsR
 		e.fleet.most = max(e.fleet.most, e.fleet.committing)
 		e.early = e.early || in.GetVersion() == 1 && e.fleet.staged < len(e.fleet.all)-len(e.fleet.left)
 	})
-	time.Sleep(time.Millisecond) // commits that may overlap do
+	<-time.After(time.Millisecond) // commits that may overlap do
 	e.do(func() { e.version, e.fleet.committing = e.staged, e.fleet.committing-1 })
 	return &inferencev1.CommitWeightsResponse{Receipt: &weightsv1.WeightsReceipt{Version: in.GetVersion(), Digest: in.GetDigest()}}, nil
 }
@@ -175,7 +175,7 @@ func deliverAll(t *testing.T, f *fleet, last uint64) (loaded int) {
 // eventually waits until the engines are as wanted.
 func (e *engines) eventually(what string, is func() bool) {
 	e.t.Helper()
-	for deadline := time.Now().Add(time.Minute); time.Now().Before(deadline); time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); time.Now().Before(deadline); <-time.After(time.Millisecond) {
 		e.mu.Lock()
 		ok := is()
 		e.mu.Unlock()
@@ -282,7 +282,8 @@ func TestAWorkerThatFailsToStageIsLeftOutAndCatchesUp(t *testing.T) {
 	}
 }
 
-// A worker dies after it has staged: the others commit without it, when the registry has dropped it.
+// A worker dies after it has staged: the others commit without it, when the registry has dropped
+// it.
 func TestAWorkerThatDiesBetweenThePhasesIsNotWaitedFor(t *testing.T) {
 	t.Parallel()
 	for _, p := range []policy{updateRolling, updateAtomic} {

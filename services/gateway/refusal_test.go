@@ -43,7 +43,8 @@ type refusal struct {
 	}
 }
 
-// checkRefusal fails the test unless a response is an error in the shape of the dialect of the path.
+// checkRefusal fails the test unless a response is an error in the shape of the dialect of the
+// path.
 func checkRefusal(t *testing.T, path string, status int, body string, want int, code, anthropic string) {
 	t.Helper()
 	var got refusal
@@ -117,8 +118,8 @@ func TestEveryEndpointRefusesInItsDialect(t *testing.T) {
 	}
 }
 
-// A body that stops in the middle ends with an error in the shape of the dialect, with and without a
-// length, and the connection is closed.
+// A body that stops in the middle ends with an error in the shape of the dialect, with and without
+// a length, and the connection is closed.
 func TestEveryEndpointRefusesASlowBody(t *testing.T) {
 	t.Parallel()
 	s, _ := serve(t, gateway.Config{BodyTimeout: 100 * time.Millisecond}, &fakeWorker{model: "tiny"})

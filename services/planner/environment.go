@@ -7,23 +7,33 @@ import (
 	"os"
 	"strings"
 
+	"github.com/rollout-rl/rollout/libs/algorithm"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/input"
 	"github.com/rollout-rl/rollout/services/planner/probe"
 )
 
-const environmentPath = "environment.path"
+const environmentPath, environmentArgs, environmentPython = "environment.path", "environment.args", "environment.python"
 
-// environmentCheck plays a turn in the environment of the user.
+// environmentCheck plays a turn in an environment that scores its episodes: a class of the user's,
+// or one that rollout has for the kind.
 type environmentCheck struct {
 	config   *configv1.EnvironmentConfig
 	findings findings
 	files    *files
 }
 
-// read checks that the file of the environment exists.
+// ours reports whether the class of the environment is rollout's.
+func (d *environmentCheck) ours() bool {
+	return d.config.GetPath() == "" && algorithm.EnvironmentRewards(&configv1.RunConfig{Environment: d.config})
+}
+
+// read checks that the file of the environment and its interpreter exist.
 func (d *environmentCheck) read() {
+	if python := d.config.GetPython(); python != "" && d.findings.Readable(environmentPython) {
+		d.files.exists(environmentPython, python, false)
+	}
 	if path := d.config.GetPath(); path != "" && d.findings.Readable(environmentPath) {
 		file, _, _ := strings.Cut(path, ".py:")
 		d.files.exists(environmentPath, file+".py", false)
@@ -32,16 +42,19 @@ func (d *environmentCheck) read() {
 
 // request plays the first rows; nil without an environment or without rows.
 func (d *environmentCheck) request(rows *input.Dataset) *probe.Environment {
-	path := d.config.GetPath()
-	if path == "" || !d.findings.Readable(environmentPath) || !d.findings.Readable("environment.args") || rows == nil || len(rows.First) == 0 {
+	path, python := d.config.GetPath(), d.config.GetPython()
+	if path == "" && !d.ours() || !d.findings.Readable(environmentPath) || !d.findings.Readable(environmentArgs) || rows == nil || len(rows.First) == 0 {
 		return nil
 	}
 	file, _, _ := strings.Cut(path, ".py:")
-	if info, err := os.Stat(d.files.resolve(file + ".py")); err != nil || info.IsDir() {
+	if path != "" && !isFile(d.files.resolve(file+".py")) || python != "" && !isFile(d.files.resolve(python)) {
 		return nil // reported already
 	}
+	if python != "" {
+		python = d.files.resolve(python)
+	}
 	request := &probe.Environment{
-		Plugin: path, BaseDir: d.files.baseDir, Args: d.config.GetArgs(), TimeoutSeconds: d.config.GetTurnTimeoutSeconds(),
+		Plugin: path, Kind: d.config.GetKind(), Python: python, BaseDir: d.files.baseDir, Args: d.config.GetArgs(), TimeoutSeconds: d.config.GetTurnTimeoutSeconds(),
 		Rows: []json.RawMessage{},
 	}
 	for _, row := range rows.First {
@@ -52,21 +65,30 @@ func (d *environmentCheck) request(rows *input.Dataset) *probe.Environment {
 
 // answer reports what was wrong with the environment, or pins its files.
 func (d *environmentCheck) answer(answer *probe.Answer, err error, pythonWorks bool) {
+	field, name := environmentPath, d.config.GetPath()
+	if d.ours() {
+		field, name = environmentArgs, d.config.GetKind()
+	}
 	var python *probe.Error
 	switch {
 	case errors.As(err, &python):
-		d.findings.problems.Add(d.files.pythonProblem(python, environmentPath))
+		d.findings.problems.Add(d.files.pythonProblem(python, field))
 	case err != nil && pythonWorks: // then the environment ended the process
-		d.findings.report(environmentPath, "ENVIRONMENT_EXITED", fmt.Sprintf("`%s` ended its process: %v", d.config.GetPath(), err),
+		d.findings.report(field, "ENVIRONMENT_EXITED", fmt.Sprintf("`%s` ended its process: %v", name, err),
 			"run an episode of it in Python to see the reason")
 	case err != nil || answer == nil || answer.Environment == nil: // reported already
 	case answer.Environment.Error != nil:
-		d.findings.problems.Add(d.files.pythonProblem(answer.Environment.Error, environmentPath))
+		d.findings.problems.Add(d.files.pythonProblem(answer.Environment.Error, field))
 	default:
 		for _, file := range answer.Environment.Files {
 			d.files.add(&planv1.Input{
-				Role: planv1.InputRole_INPUT_ROLE_ENVIRONMENT, Path: input.Relative(d.files.baseDir, file, d.config.GetPath()),
+				Role: planv1.InputRole_INPUT_ROLE_ENVIRONMENT, Path: input.Relative(d.files.baseDir, file, name),
 			})
 		}
 	}
+}
+
+func isFile(path string) bool {
+	info, err := os.Stat(path)
+	return err == nil && !info.IsDir()
 }

@@ -67,9 +67,9 @@ func (s *Server) Register(r grpc.ServiceRegistrar) {
 	servingv1.RegisterServingServiceServer(r, s.servings)
 }
 
-// Run serves until ctx ends. When it returns, the workers of all runs and models are stopped, and the records
-// are INTERRUPTED, or PAUSED after a refused gradient. With Config.ResumeOnStart the records stay
-// active, and the next scheduler continues the runs.
+// Run serves until ctx ends. When it returns, the workers of all runs and models are stopped, and
+// the records are INTERRUPTED, or PAUSED after a refused gradient. With Config.ResumeOnStart the
+// records stay active, and the next scheduler continues the runs.
 func (s *Server) Run(ctx context.Context) error {
 	s.takeover.catchUp(ctx, s.left)
 	close(s.caughtUp)

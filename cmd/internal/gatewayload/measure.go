@@ -55,7 +55,7 @@ func measure(ctx context.Context, p plan, c client, cpu map[string][]int) (*resu
 	name := strconv.FormatInt(time.Now().UnixNano(), 36)
 	warm := p
 	warm.tokens, warm.requests, warm.pace = 2, 1, min(p.pace, 5*time.Millisecond)
-	warmer := c
+	var warmer client
 	if w, ok := c.(*web); ok {
 		warmer = &web{plan: warm, client: w.client}
 	} else {
@@ -168,7 +168,7 @@ func disconnect(ctx context.Context, p plan, c client, n int) (map[string][]int6
 		if ctx.Err() != nil || len(at) != i+1 {
 			return nil, err
 		}
-		time.Sleep(300 * time.Millisecond) // the next one begins after this one was aborted
+		<-time.After(300 * time.Millisecond) // the next one begins after this one was aborted
 	}
 	return map[string][]int64{"closed": at}, nil
 }

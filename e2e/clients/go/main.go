@@ -1,5 +1,5 @@
-// Command clients runs openai-go and anthropic-sdk-go against a gateway. Arguments: URL, key, model,
-// seconds that each case is repeated for. It prints a JSON object for each case.
+// Command clients runs openai-go and anthropic-sdk-go against a gateway. Arguments: URL, key,
+// model, seconds that each case is repeated for. It prints a JSON object for each case.
 package main
 
 import (

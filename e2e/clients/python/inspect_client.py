@@ -1,4 +1,5 @@
-"""The evaluations of `inspect-ai`, through chat completions and through its own client of each API."""
+"""The evaluations of `inspect-ai`, through chat completions and through its own client of each
+API."""
 
 from __future__ import annotations
 

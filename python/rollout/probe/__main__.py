@@ -20,7 +20,8 @@ Request (each part is optional)::
                               "overlong": "error"}]},
      "teacher": {"model": "/...", "base_url": "http://...", "name": "teacher", "api_key": "env:KEY", "protocol": "echo",
                  "timeout_seconds": 60.0, "prompt": "..."},
-     "environment": {"plugin": "guess.py:Guess", "base_dir": "/...", "args": "{}", "timeout_seconds": 120.0, "rows": [{...}]},
+     "environment": {"plugin": "guess.py:Guess" (or "kind": "gymnasium"), "base_dir": "/...", "args": "{}",
+                     "timeout_seconds": 120.0, "rows": [{...}]},
      "wandb_key": true}
 
 Answer::

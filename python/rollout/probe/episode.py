@@ -1,5 +1,5 @@
-"""The dry episode of an environment: it is imported and constructed, and plays one turn of the first
-rows with a watchdog."""
+"""The dry episode of an environment: it is imported and constructed, and plays one turn of the
+first rows with a watchdog."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from rollout.environment import Refusal, Result, Task, Turn
+from rollout.environments import FOLDER, PLUGINS
 from rollout.hosting.answers import EnvironmentBadResult
 from rollout.hosting.episodes import Checked, load_environment
 from rollout.hosting.wire import EnvironmentTimeout
@@ -25,7 +26,9 @@ from rollout.probe.tokenizer import Json
 def dry_episode(request: Json, hung: Callable[[EnvironmentTimeout], None], began: Callable[[], None]) -> Json:
     """Play the first turn of the rows with an empty answer. Calls ``began`` before, and ``hung``
     from another thread after a timeout."""
-    plugin, base_dir, limit = request["plugin"], request["base_dir"], float(request["timeout_seconds"])
+    ours = PLUGINS.get(request.get("kind", ""), "")
+    plugin, base_dir = (ours, FOLDER) if ours else (request["plugin"], request["base_dir"])
+    limit = float(request["timeout_seconds"])
     file, name = split_plugin(plugin)
     folders = {Path(base_dir), Path(os.path.abspath(os.path.join(base_dir, file))).parent}
     began()
@@ -38,7 +41,7 @@ def dry_episode(request: Json, hung: Callable[[EnvironmentTimeout], None], began
         for number, row in enumerate(request["rows"])
     ]
     asyncio.run(_play(environment, tasks, watch))
-    return {"files": local_files(folders), "name": name, "seconds": time.monotonic() - start}
+    return {"files": [] if ours else local_files(folders), "name": name, "seconds": time.monotonic() - start}
 
 
 async def _play(environment: Checked, tasks: list[Task], watch: Callable[[str], AbstractContextManager[None]]) -> None:

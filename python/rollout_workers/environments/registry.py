@@ -6,7 +6,9 @@ To add one, write a constructor ``build(context: Context) -> Environment``, add 
 ``rollout_testing.envtest`` on it. If it scores its episodes itself, so that the config has no
 ``[reward]``, add its name to ``rewarding`` there, too. One with processes or connections has
 ``start`` and ``shutdown`` (``rollout.environment.ManagedEnvironment``). ``hosted.Hosted`` runs a
-class in child processes, also with another interpreter.
+class in child processes, also with another interpreter. An environment of a package is a class in
+``rollout.environments``, a row in its table, a lock (``scripts/lock``), and a row here with
+``python:build``.
 """
 
 from __future__ import annotations
@@ -49,6 +51,8 @@ ENVIRONMENTS: dict[str, str] = {
     "single_turn": "rollout_workers.environments.single_turn:build",
     "external": "rollout_workers.environments.external:build",
     "python": "rollout_workers.environments.python:build",
+    "gymnasium": "rollout_workers.environments.python:build",
+    "reasoning_gym": "rollout_workers.environments.python:build",
 }
 """Name -> ``module:function`` of the constructor. The module is imported when the environment is
 built."""

@@ -56,8 +56,8 @@ class Evaluation:
         limits: Limits | None = None,
         chat: bool = False,
     ) -> None:
-        """params: of the run; an evaluation only sets the temperature. rows_file: JSON Lines. limits,
-        chat: of episodes; the reward of one is the sum of its rewards."""
+        """params: of the run; an evaluation only sets the temperature. rows_file: JSON Lines.
+        limits, chat: of episodes; the reward of one is the sum of its rewards."""
         self._engine, self._environment, self._text, self._params = engine, environment, text, params
         self._receipts, self._file = receipts, rows_file
         self._limits, self._chat = replace(limits or Limits(), credit="episode"), chat

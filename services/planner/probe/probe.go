@@ -95,9 +95,12 @@ type Reward struct {
 	Model          string   `json:"model,omitempty"`
 }
 
-// Environment asks for one turn of an environment on each of the rows. Args is a JSON object.
+// Environment asks for one turn of an environment on each of the rows: of the class Plugin, or of
+// the environment that rollout has for Kind. Args is a JSON object. Python is another interpreter.
 type Environment struct {
 	Plugin         string            `json:"plugin"`
+	Kind           string            `json:"kind,omitempty"`
+	Python         string            `json:"-"`
 	BaseDir        string            `json:"base_dir"`
 	Args           string            `json:"args"`
 	TimeoutSeconds float64           `json:"timeout_seconds"`
@@ -262,7 +265,11 @@ func (p *Prober) Ask(ctx context.Context, request Request) (*Answer, error) {
 		}
 	}
 	var stderr tail
-	cmd := exec.CommandContext(ctx, p.Python, "-m", "rollout.probe")
+	python := p.Python
+	if request.Environment != nil {
+		python = cmp.Or(request.Environment.Python, python)
+	}
+	cmd := exec.CommandContext(ctx, python, "-m", "rollout.probe")
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = bytes.NewReader(body), &stdout, &stderr
 	cmd.Dir = os.TempDir()
 	cmd.Env = append(append([]string(nil), p.Env...), "PYTHONDONTWRITEBYTECODE=1", "PYTHONUNBUFFERED=1", "TOKENIZERS_PARALLELISM=true")
@@ -300,7 +307,7 @@ func (p *Prober) Ask(ctx context.Context, request Request) (*Answer, error) {
 
 // usersLimit is the time limit of the user's code: the import and each call. 0 without such code.
 func (p *Prober) usersLimit(request Request) time.Duration {
-	calls, seconds := 0.0, 0.0
+	var calls, seconds float64
 	switch {
 	case request.Reward != nil:
 		calls, seconds = 2, request.Reward.TimeoutSeconds
@@ -318,7 +325,7 @@ func (p *Prober) usersLimit(request Request) time.Duration {
 // killed is the error of the user's code that did not return.
 func killed(request Request) *Error {
 	found := &Error{Reason: "REWARD_TIMEOUT", Fix: "make it faster or raise `reward.timeout_seconds`"}
-	name := ""
+	var name string
 	if request.Reward != nil {
 		name = request.Reward.Plugin + request.Reward.Expression
 	} else {

@@ -1187,8 +1187,8 @@ class EngineConfig(_message.Message):
     THREADS_FIELD_NUMBER: _builtins.int
     PYTHON_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """The engine of the workers. `transformers` needs nothing else; `vllm` and `sglang` need an
-    environment of their own, see `python`.
+    """The engine of the workers. `transformers` needs nothing else; `vllm` and `sglang` need a
+    separate environment, see `python`.
     """
     workers: _builtins.int
     """Inference workers that the scheduler starts on this host."""
@@ -1261,10 +1261,12 @@ class EnvironmentConfig(_message.Message):
     GROUP_TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
     CONCURRENCY_FIELD_NUMBER: _builtins.int
+    PYTHON_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """The environment. `single_turn`: the dataset's prompt, one completion, its reward. `python`: a
     class of yours, see `path`. `external`: an agent outside of the run takes the prompts from the
-    gateway (`NextPrompts`), samples through it, and returns the rewards.
+    gateway (`NextPrompts`), samples through it, and returns the rewards. `gymnasium`,
+    `reasoning_gym`: environments of these packages, see `python`.
     """
     path: _builtins.str
     """`file.py:Class` of the environment, for `kind = "python"`. It runs in child processes."""
@@ -1306,6 +1308,10 @@ class EnvironmentConfig(_message.Message):
     """Episodes that a worker keeps open, as a multiple of `engine.slots`, so that slots stay busy
     while environments compute.
     """
+    python: _builtins.str
+    """Python interpreter of the environment, for packages that exclude the learner's: a path, such as
+    the one that `rollout plugin install gymnasium` prints. Empty: that of the workers.
+    """
     def __init__(
         self,
         *,
@@ -1320,10 +1326,11 @@ class EnvironmentConfig(_message.Message):
         group_timeout_seconds: _builtins.float | None = ...,
         credit: _builtins.str | None = ...,
         concurrency: _builtins.float | None = ...,
+        python: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_args", b"_args", "_concurrency", b"_concurrency", "_credit", b"_credit", "_episode_timeout_seconds", b"_episode_timeout_seconds", "_group_timeout_seconds", b"_group_timeout_seconds", "_kind", b"_kind", "_max_episode_tokens", b"_max_episode_tokens", "_max_turns", b"_max_turns", "_path", b"_path", "_tool_timeout_seconds", b"_tool_timeout_seconds", "_turn_timeout_seconds", b"_turn_timeout_seconds", "args", b"args", "concurrency", b"concurrency", "credit", b"credit", "episode_timeout_seconds", b"episode_timeout_seconds", "group_timeout_seconds", b"group_timeout_seconds", "kind", b"kind", "max_episode_tokens", b"max_episode_tokens", "max_turns", b"max_turns", "path", b"path", "tool_timeout_seconds", b"tool_timeout_seconds", "turn_timeout_seconds", b"turn_timeout_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_args", b"_args", "_concurrency", b"_concurrency", "_credit", b"_credit", "_episode_timeout_seconds", b"_episode_timeout_seconds", "_group_timeout_seconds", b"_group_timeout_seconds", "_kind", b"_kind", "_max_episode_tokens", b"_max_episode_tokens", "_max_turns", b"_max_turns", "_path", b"_path", "_python", b"_python", "_tool_timeout_seconds", b"_tool_timeout_seconds", "_turn_timeout_seconds", b"_turn_timeout_seconds", "args", b"args", "concurrency", b"concurrency", "credit", b"credit", "episode_timeout_seconds", b"episode_timeout_seconds", "group_timeout_seconds", b"group_timeout_seconds", "kind", b"kind", "max_episode_tokens", b"max_episode_tokens", "max_turns", b"max_turns", "path", b"path", "python", b"python", "tool_timeout_seconds", b"tool_timeout_seconds", "turn_timeout_seconds", b"turn_timeout_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_args", b"_args", "_concurrency", b"_concurrency", "_credit", b"_credit", "_episode_timeout_seconds", b"_episode_timeout_seconds", "_group_timeout_seconds", b"_group_timeout_seconds", "_kind", b"_kind", "_max_episode_tokens", b"_max_episode_tokens", "_max_turns", b"_max_turns", "_path", b"_path", "_tool_timeout_seconds", b"_tool_timeout_seconds", "_turn_timeout_seconds", b"_turn_timeout_seconds", "args", b"args", "concurrency", b"concurrency", "credit", b"credit", "episode_timeout_seconds", b"episode_timeout_seconds", "group_timeout_seconds", b"group_timeout_seconds", "kind", b"kind", "max_episode_tokens", b"max_episode_tokens", "max_turns", b"max_turns", "path", b"path", "tool_timeout_seconds", b"tool_timeout_seconds", "turn_timeout_seconds", b"turn_timeout_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_args", b"_args", "_concurrency", b"_concurrency", "_credit", b"_credit", "_episode_timeout_seconds", b"_episode_timeout_seconds", "_group_timeout_seconds", b"_group_timeout_seconds", "_kind", b"_kind", "_max_episode_tokens", b"_max_episode_tokens", "_max_turns", b"_max_turns", "_path", b"_path", "_python", b"_python", "_tool_timeout_seconds", b"_tool_timeout_seconds", "_turn_timeout_seconds", b"_turn_timeout_seconds", "args", b"args", "concurrency", b"concurrency", "credit", b"credit", "episode_timeout_seconds", b"episode_timeout_seconds", "group_timeout_seconds", b"group_timeout_seconds", "kind", b"kind", "max_episode_tokens", b"max_episode_tokens", "max_turns", b"max_turns", "path", b"path", "python", b"python", "tool_timeout_seconds", b"tool_timeout_seconds", "turn_timeout_seconds", b"turn_timeout_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__args: _TypeAlias = _typing.Literal["args"]  # noqa: Y015
     _WhichOneofArgType__args: _TypeAlias = _typing.Literal["_args", b"_args"]  # noqa: Y015
@@ -1343,6 +1350,8 @@ class EnvironmentConfig(_message.Message):
     _WhichOneofArgType__max_turns: _TypeAlias = _typing.Literal["_max_turns", b"_max_turns"]  # noqa: Y015
     _WhichOneofReturnType__path: _TypeAlias = _typing.Literal["path"]  # noqa: Y015
     _WhichOneofArgType__path: _TypeAlias = _typing.Literal["_path", b"_path"]  # noqa: Y015
+    _WhichOneofReturnType__python: _TypeAlias = _typing.Literal["python"]  # noqa: Y015
+    _WhichOneofArgType__python: _TypeAlias = _typing.Literal["_python", b"_python"]  # noqa: Y015
     _WhichOneofReturnType__tool_timeout_seconds: _TypeAlias = _typing.Literal["tool_timeout_seconds"]  # noqa: Y015
     _WhichOneofArgType__tool_timeout_seconds: _TypeAlias = _typing.Literal["_tool_timeout_seconds", b"_tool_timeout_seconds"]  # noqa: Y015
     _WhichOneofReturnType__turn_timeout_seconds: _TypeAlias = _typing.Literal["turn_timeout_seconds"]  # noqa: Y015
@@ -1365,6 +1374,8 @@ class EnvironmentConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_turns) -> _WhichOneofReturnType__max_turns | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__path) -> _WhichOneofReturnType__path | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__python) -> _WhichOneofReturnType__python | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tool_timeout_seconds) -> _WhichOneofReturnType__tool_timeout_seconds | None: ...
     @_typing.overload

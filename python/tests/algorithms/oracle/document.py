@@ -138,7 +138,7 @@ or more. Other algorithms train on rows and have no failed samples.
 
 ## Rewards of turns
 
-An episode of several turns has a reward of its own, and each turn may have one.
+An episode of several turns has a reward, and each turn may have one.
 `environment.credit` sets the tokens that they count for:
 
 - `episode` (the default, for every algorithm that samples): the reward of the sample is the sum of

@@ -1466,8 +1466,8 @@ func (x *WeightsConfig) GetUpdate() string {
 // EngineConfig sets the inference workers.
 type EngineConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The engine of the workers. `transformers` needs nothing else; `vllm` and `sglang` need an
-	// environment of their own, see `python`.
+	// The engine of the workers. `transformers` needs nothing else; `vllm` and `sglang` need a
+	// separate environment, see `python`.
 	Kind *string `protobuf:"bytes,1,opt,name=kind,proto3,oneof" json:"kind,omitempty"`
 	// Inference workers that the scheduler starts on this host.
 	Workers *uint32 `protobuf:"varint,2,opt,name=workers,proto3,oneof" json:"workers,omitempty"`
@@ -1562,7 +1562,8 @@ type EnvironmentConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The environment. `single_turn`: the dataset's prompt, one completion, its reward. `python`: a
 	// class of yours, see `path`. `external`: an agent outside of the run takes the prompts from the
-	// gateway (`NextPrompts`), samples through it, and returns the rewards.
+	// gateway (`NextPrompts`), samples through it, and returns the rewards. `gymnasium`,
+	// `reasoning_gym`: environments of these packages, see `python`.
 	Kind *string `protobuf:"bytes,1,opt,name=kind,proto3,oneof" json:"kind,omitempty"`
 	// `file.py:Class` of the environment, for `kind = "python"`. It runs in child processes.
 	Path *string `protobuf:"bytes,2,opt,name=path,proto3,oneof" json:"path,omitempty"`
@@ -1595,7 +1596,10 @@ type EnvironmentConfig struct {
 	Credit *string `protobuf:"bytes,10,opt,name=credit,proto3,oneof" json:"credit,omitempty"`
 	// Episodes that a worker keeps open, as a multiple of `engine.slots`, so that slots stay busy
 	// while environments compute.
-	Concurrency   *float64 `protobuf:"fixed64,11,opt,name=concurrency,proto3,oneof" json:"concurrency,omitempty"`
+	Concurrency *float64 `protobuf:"fixed64,11,opt,name=concurrency,proto3,oneof" json:"concurrency,omitempty"`
+	// Python interpreter of the environment, for packages that exclude the learner's: a path, such as
+	// the one that `rollout plugin install gymnasium` prints. Empty: that of the workers.
+	Python        *string `protobuf:"bytes,12,opt,name=python,proto3,oneof" json:"python,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1705,6 +1709,13 @@ func (x *EnvironmentConfig) GetConcurrency() float64 {
 		return *x.Concurrency
 	}
 	return 0
+}
+
+func (x *EnvironmentConfig) GetPython() string {
+	if x != nil && x.Python != nil {
+		return *x.Python
+	}
+	return ""
 }
 
 // StalenessConfig limits how far sampling runs ahead.
@@ -2798,10 +2809,10 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x0e_max_model_lenB\n" +
 	"\n" +
 	"\b_threadsB\t\n" +
-	"\a_python\"\xb9\b\n" +
-	"\x11EnvironmentConfig\x12X\n" +
-	"\x04kind\x18\x01 \x01(\tB?\xbaH!r\x1fR\vsingle_turnR\bexternalR\x06python\xca\xda\x18\x17\n" +
-	"\r\"single_turn\"B\x06pythonH\x00R\x04kind\x88\x01\x01\x12\\\n" +
+	"\a_python\"\xbe\t\n" +
+	"\x11EnvironmentConfig\x12\x8c\x01\n" +
+	"\x04kind\x18\x01 \x01(\tBs\xbaH;r9R\vsingle_turnR\bexternalR\x06pythonR\tgymnasiumR\rreasoning_gym\xca\xda\x181\n" +
+	"\r\"single_turn\"B\x06pythonB\tgymnasiumB\rreasoning_gymH\x00R\x04kind\x88\x01\x01\x12\\\n" +
 	"\x04path\x18\x02 \x01(\tBC\xbaH&r$2\"^[^:]+\\.py:[A-Za-z_][A-Za-z0-9_]*$\xca\xda\x18\x16\x12\x10\"guess.py:Guess\"\x18\x01 \x01H\x01R\x04path\x88\x01\x01\x122\n" +
 	"\x04args\x18\x03 \x01(\tB\x19\xca\xda\x18\x15\x12\x0f{ highest = 9 } \x018\x01H\x02R\x04args\x88\x01\x01\x125\n" +
 	"\tmax_turns\x18\x04 \x01(\rB\x13\xbaH\b*\x06\x18\xa0\x8d\x06(\x01\xca\xda\x18\x04\n" +
@@ -2821,7 +2832,8 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\t\"episode\"H\tR\x06credit\x88\x01\x01\x12G\n" +
 	"\vconcurrency\x18\v \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00P@)\x00\x00\x00\x00\x00\x00\xf0?\xca\xda\x18\x05\n" +
 	"\x032.0H\n" +
-	"R\vconcurrency\x88\x01\x01B\a\n" +
+	"R\vconcurrency\x88\x01\x01\x12C\n" +
+	"\x06python\x18\f \x01(\tB&\xca\xda\x18\"\x12\x1e\"plugins/gymnasium/bin/python\" \x01H\vR\x06python\x88\x01\x01B\a\n" +
 	"\x05_kindB\a\n" +
 	"\x05_pathB\a\n" +
 	"\x05_argsB\f\n" +
@@ -2833,7 +2845,8 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x18_episode_timeout_secondsB\x18\n" +
 	"\x16_group_timeout_secondsB\t\n" +
 	"\a_creditB\x0e\n" +
-	"\f_concurrency\"Q\n" +
+	"\f_concurrencyB\t\n" +
+	"\a_python\"Q\n" +
 	"\x0fStalenessConfig\x120\n" +
 	"\tmax_steps\x18\x01 \x01(\rB\x0e\xbaH\x04*\x02\x18@\xca\xda\x18\x03\n" +
 	"\x010H\x00R\bmaxSteps\x88\x01\x01B\f\n" +

@@ -1,0 +1,105 @@
+"""Makes the interpreter of an environment from its hashed lock, for ``rollout plugin install``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import ClassVar
+
+from rollout.environments import FOLDER, PLUGINS
+from rollout.errors import RolloutError
+
+_OURS = Path(FOLDER).parents[1]
+"""The folder with the packages ``rollout`` and ``buf``."""
+
+
+class PluginUnknown(RolloutError):
+    """There is no environment of this name."""
+
+    reason: ClassVar[str] = "PLUGIN_UNKNOWN"
+
+
+class InstallFailed(RolloutError):
+    """A program that makes the interpreter failed."""
+
+    reason: ClassVar[str] = "PLUGIN_INSTALL"
+
+
+def install(name: str, folder: str | os.PathLike[str], *, again: bool = False) -> Path:
+    """Make the interpreter of an environment in ``folder``, and return its path. One that is up to
+    date is kept, unless ``again`` is set; any other replaces it when it is complete.
+
+    Raises ``PluginUnknown``, ``InstallFailed``.
+    """
+    if name not in PLUGINS:
+        raise PluginUnknown(f"there is no environment `{name}` to install", fix=f"name one of: {', '.join(PLUGINS)}")
+    lock = _lock(name)
+    target = Path(os.path.abspath(folder))
+    made, stamp = target / "bin" / "python", target / "rollout.stamp"
+    state = f"{sha256(lock.read_bytes()).hexdigest()} {sys.version_info[:2]} {_OURS} {_version()}\n"
+    if not again and made.exists() and stamp.exists() and stamp.read_text() == state:
+        return made
+    stamp.unlink(missing_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _run(["-m", "venv", "--clear", str(target)], sys.executable, "make a virtual environment", "install Python's venv module")
+    pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--require-hashes", "-r", str(lock)]
+    _run(pip, str(made), f"install {lock.name}", "see the lines above; the packages come from pip's index")
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(target), "platbase": str(target)}))
+    if (_OURS / "pyproject.toml").exists():  # a checkout
+        (site / "rollout.pth").write_text(f"{_OURS}\n")
+    else:
+        for package in ("rollout", "buf"):
+            shutil.copytree(_OURS / package, site / package, ignore=shutil.ignore_patterns("__pycache__"))
+    stamp.write_text(state)
+    return made
+
+
+def command(spec: str) -> int:
+    """Answer the request in the file ``spec`` with JSON on stdout: ``{"list": true}``, or
+    ``{"install": "gymnasium", "folder": "/...", "again": false}``. The exit code is 1 with
+    ``{"error": {"reason", "message", "fix"}}``."""
+    request = json.loads(Path(spec).read_text())
+    if request.get("list"):
+        json.dump({"plugins": [{"name": name, "packages": _packages(name)} for name in PLUGINS]}, sys.stdout)
+        return 0
+    try:
+        made = install(request["install"], request["folder"], again=bool(request.get("again")))
+    except RolloutError as error:
+        json.dump({"error": {"reason": error.reason, "message": error.message, "fix": error.fix}}, sys.stdout)
+        return 1
+    json.dump({"python": str(made), "packages": _packages(request["install"])}, sys.stdout)
+    return 0
+
+
+def _packages(name: str) -> dict[str, str]:
+    """The versions of the packages that the environment is made for."""
+    wanted = {"gymnasium": ("gymnasium",), "reasoning_gym": ("reasoning-gym",)}[name]
+    lines = _lock(name).read_text().splitlines()
+    pinned = dict(line.removesuffix(" \\").split(" ;")[0].split("==") for line in lines if "==" in line and line[0].isalpha())
+    return {package: pinned[package] for package in wanted}
+
+
+def _lock(name: str) -> Path:
+    return Path(FOLDER) / "locks" / f"{name}.lock"
+
+
+def _run(arguments: list[str], python: str, what: str, fix: str) -> None:
+    # Not the environment of this process: its PYTHONPATH may have packages of other versions.
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+    done = subprocess.run([python, *arguments], env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False)
+    if done.returncode:
+        raise InstallFailed(f"can't {what}: the program ended with code {done.returncode}", fix=fix)
+
+
+def _version() -> str:
+    try:
+        return version("rollout-rl")
+    except PackageNotFoundError:
+        return ""
