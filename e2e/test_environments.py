@@ -15,7 +15,7 @@ import pytest
 
 from rollout.environment import Observation, Refusal, Result, Task, Turn
 from rollout.environments import FOLDER, PLUGINS
-from rollout.environments.install import install
+from rollout.environments.install import InstallFailed, install
 from rollout_workers.environments.hosted import Hosted
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,7 +44,7 @@ def hosted(interpreter: Callable[[str], str]) -> Callable[..., Hosted]:
 
 
 def task(key: str = "t", samples: int = 2, row: dict[str, Any] | None = None) -> Task:
-    return Task(key, json.dumps(row or {}).encode(), tuple(range(samples)), tuple(range(samples)))
+    return Task(key, json.dumps(row or {"seed": 1}).encode(), tuple(range(samples)), tuple(range(samples)))
 
 
 def turn(of: Task, sample: int, number: int, text: str) -> Turn:
@@ -121,7 +121,7 @@ async def test_reasoning_gym_scores_the_answer_inside_the_tags(hosted: Callable[
     try:
         starts = await sums.reset([task("a", row={"index": 4}), task("b", row={"index": 20})])
         assert isinstance(starts[0], Observation) and isinstance(starts[1], Refusal)
-        assert starts[1].message == "index 20 is not a question: the dataset has 20; raise `size` or change the row"
+        assert starts[1].message == "`index` is 20, not the number of a question from 0 to 19"
         question = starts[0].text
         value = str(eval("".join(c for c in question if c in "0123456789+-*/")))  # a question of the package
         right, wrong = await sums.step(
@@ -131,6 +131,13 @@ async def test_reasoning_gym_scores_the_answer_inside_the_tags(hosted: Callable[
         await sums.shutdown()
     assert isinstance(right, Result) and right.reward == 1.0 and right.metrics == {"exact": 1.0}
     assert isinstance(wrong, Result) and wrong.reward < 0.1 and wrong.metrics == {"exact": 0.0}
+
+
+def test_an_install_deletes_no_files_of_others(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(InstallFailed, match="has other files, which would be lost"):
+        install("gymnasium", tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
 
 
 def plan(folder: Path, config: str, interpreter: str) -> str:
@@ -174,3 +181,22 @@ def test_a_policy_learns_frozen_lake(tmp_path: Path, interpreter: Callable[[str]
     rewards = [float(value) for value in re.findall(r"step [0-9]+/40  reward (-?[0-9.]+)", said)]
     assert done.returncode == 0 and len(rewards) == 40, said
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.5, rewards
+
+
+def test_a_policy_learns_to_use_a_calculator(tmp_path: Path) -> None:
+    subprocess.run([str(ROOT / ".venv/bin/python"), str(ROOT / "examples/tools/prepare.py")], check=True, capture_output=True)
+    state = ["--state-dir", str(tmp_path / "state")]
+
+    def train(config: str, *arguments: str) -> str:
+        command = [str(ROOT / "bin/rollout"), "run", "--config", str(ROOT / "examples/tools" / config), *state, *arguments]
+        done = subprocess.run(command, text=True, capture_output=True, timeout=280, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    try:
+        train("sft.toml")
+        said = train("grpo.toml", "--from", "calculator-sft", "--set", "train.steps=40")
+    finally:
+        subprocess.run([str(ROOT / "bin/rollout"), "daemon", "stop", *state], check=False, capture_output=True)
+    evaluations = [float(value) for value in re.findall(r"eval after step [0-9]+  reward ([0-9.]+)", said)]
+    assert len(evaluations) == 3 and evaluations[-1] > evaluations[0] + 0.2, said

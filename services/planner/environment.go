@@ -16,8 +16,8 @@ import (
 
 const environmentPath, environmentArgs, environmentPython = "environment.path", "environment.args", "environment.python"
 
-// environmentCheck plays a turn in an environment that scores its episodes: a class of the user's,
-// or one that rollout has for the kind.
+// environmentCheck plays a turn in an environment of several turns: a class of the user's, or one
+// that rollout has for the kind. Of tools it only imports the functions.
 type environmentCheck struct {
 	config   *configv1.EnvironmentConfig
 	findings findings
@@ -26,7 +26,7 @@ type environmentCheck struct {
 
 // ours reports whether the class of the environment is rollout's.
 func (d *environmentCheck) ours() bool {
-	return d.config.GetPath() == "" && algorithm.EnvironmentRewards(&configv1.RunConfig{Environment: d.config})
+	return d.config.GetPath() == "" && algorithm.Turns(&configv1.RunConfig{Environment: d.config})
 }
 
 // read checks that the file of the environment and its interpreter exist.

@@ -68,3 +68,56 @@ func TestPlanPlaysTheEnvironment(t *testing.T) {
 		t.Errorf("arguments: %v", list)
 	}
 }
+
+const calculator = `def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+def plain(a, b):
+    return a + b
+`
+
+// The plan describes the tools as to the policy, and pins their files.
+func TestPlanImportsTools(t *testing.T) {
+	t.Parallel()
+	s := server(t)
+	plan := func(args string) *planv1.CreatePlanResponse {
+		dir := project(t, "def exact(samples):\n    return [0.0 for _ in samples]\n")
+		template := `{"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}`
+		for name, text := range map[string]string{"calculator.py": calculator, "model/tokenizer_config.json": template} {
+			if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o644); err != nil {
+				t.Fatal(err)
+			}
+		}
+		response, err := s.CreatePlan(t.Context(), &planv1.CreatePlanRequest{Source: &planv1.ConfigSource{
+			Toml: []byte(configText), File: "run.toml", BaseDir: dir,
+			Set: []string{`environment.kind="tools"`, "model.chat_template=true", "environment.args=" + args},
+		}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return response
+	}
+	var paths []string
+	good := plan(`{tools=["calculator.py:add"]}`)
+	for _, in := range good.GetPlan().GetInputs() {
+		if in.GetRole() == planv1.InputRole_INPUT_ROLE_ENVIRONMENT {
+			paths = append(paths, in.GetPath())
+		}
+	}
+	if !slices.Equal(paths, []string{"calculator.py"}) {
+		t.Errorf("inputs %q, problems %v", paths, good.GetProblems())
+	}
+	for args, want := range map[string]string{
+		`{tools=["calculator.py:plain"]}`: "the tool `plain` has no docstring",
+		`{tools=["calculator.py:sub"]}`:   "no function `sub` is defined in calculator.py",
+		`{tools=["pyhton"]}`:              "there is no tool `pyhton`",
+		`{tools=["search"]}`:              "the tool `search` needs `environment.args.search`",
+		`{}`:                              "`environment.args.tools` names no tools",
+	} {
+		list := plan(args).GetProblems()
+		if len(list) != 1 || !strings.Contains(list[0].GetMessage(), want) || list[0].GetFix() == "" {
+			t.Errorf("%s: %v", args, list)
+		}
+	}
+}

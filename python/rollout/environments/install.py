@@ -34,9 +34,9 @@ class InstallFailed(RolloutError):
 
 def install(name: str, folder: str | os.PathLike[str], *, again: bool = False) -> Path:
     """Make the interpreter of an environment in ``folder``, and return its path. One that is up to
-    date is kept, unless ``again`` is set; any other replaces it when it is complete.
+    date is kept, unless ``again`` is set; another one that this function made is replaced.
 
-    Raises ``PluginUnknown``, ``InstallFailed``.
+    Raises ``PluginUnknown``, ``InstallFailed``, also if the folder has other files.
     """
     if name not in PLUGINS:
         raise PluginUnknown(f"there is no environment `{name}` to install", fix=f"name one of: {', '.join(PLUGINS)}")
@@ -46,12 +46,16 @@ def install(name: str, folder: str | os.PathLike[str], *, again: bool = False) -
     state = f"{sha256(lock.read_bytes()).hexdigest()} {sys.version_info[:2]} {_OURS} {_version()}\n"
     if not again and made.exists() and stamp.exists() and stamp.read_text() == state:
         return made
+    mark = target / "rollout.plugin"
+    if target.exists() and not mark.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise InstallFailed(f"{target} has other files, which would be lost", fix="name an empty or a new folder with --folder")
     stamp.unlink(missing_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     _run(["-m", "venv", "--clear", str(target)], sys.executable, "make a virtual environment", "install Python's venv module")
+    mark.write_text(f"{name}\n")
     pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--require-hashes", "-r", str(lock)]
     _run(pip, str(made), f"install {lock.name}", "see the lines above; the packages come from pip's index")
-    site = Path(sysconfig.get_path("purelib", vars={"base": str(target), "platbase": str(target)}))
+    site = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(target), "platbase": str(target)}))
     if (_OURS / "pyproject.toml").exists():  # a checkout
         (site / "rollout.pth").write_text(f"{_OURS}\n")
     else:

@@ -19,8 +19,8 @@ class ReasoningGym(SingleEpisode):
     """One question and one answer.
 
     dataset: name of reasoning-gym's dataset. size: number of its questions. seed: of the dataset.
-    config: its further parameters. prompt: text around ``{question}``. The dataset's row number
-    selects the question, or ``index`` in the row.
+    config: its further parameters. prompt: text around ``{question}``. ``index`` in the row selects
+    the question.
     """
 
     def __init__(
@@ -40,11 +40,9 @@ class ReasoningGym(SingleEpisode):
     def reset(self, task: Task) -> str | Refusal:
         """The question of the task's row."""
         row: Any = json.loads(task.row_json or b"{}")
-        index: Any = row.get("index", task.row)
+        index: Any = row.get("index")
         if not isinstance(index, int) or not 0 <= index < self._size:
-            return Refusal(
-                "ROW_INVALID", f"index {index!r} is not a question: the dataset has {self._size}; raise `size` or change the row"
-            )
+            return Refusal("ROW_INVALID", f"`index` is {index!r}, not the number of a question from 0 to {self._size - 1}")
         self._entry = self._data[index]
         return self._prompt.replace("{question}", self._entry["question"])
 

@@ -23,10 +23,10 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
 class Gymnasium:
     """Each task is a vector environment of gymnasium with one place for each sample. All places
-    begin with the task's seed, so that the samples have the same first observation. A step of the
-    vector environment waits for the actions of all episodes of the task that are open. The place of
-    an episode that has ended may be reset by the vector environment (in either autoreset mode);
-    what happens there is ignored.
+    begin with the seed of the row, so that the samples have the same first observation. A step of
+    the vector environment waits for the actions of all episodes of the task that are open. The
+    place of an episode that has ended may be reset by the vector environment (in either autoreset
+    mode); what happens there is ignored.
 
     id: of the environment, ``module:Name-v0`` to import a module first. kwargs: of
     ``gymnasium.make_vec``, among them those of the environment. vectorization: ``sync``, ``async``
@@ -74,8 +74,8 @@ class Gymnasium:
             raise ArgumentInvalid(f"`actions` names {count} actions of {space}", fix="name each action of a discrete space")
 
     async def reset(self, tasks: Sequence[Task]) -> list[Observation | Refusal]:
-        """Begin the episodes of each task. ``seed`` and ``options`` in the row override the task's
-        seed and gymnasium's options."""
+        """Begin the episodes of each task. ``seed`` in the row selects the episode, ``options``
+        are gymnasium's."""
         return [await self._begin(task) for task in tasks]
 
     async def step(self, turns: Sequence[Turn]) -> list[Observation | Result]:
@@ -91,9 +91,9 @@ class Gymnasium:
     async def _begin(self, task: Task) -> Observation | Refusal:
         await self.close([(task.key, sample) for sample in (self._vectors[task.key].places if task.key in self._vectors else ())])
         row: Any = json.loads(task.row_json or b"{}")
-        seed: Any = row.get("seed", task.seed % (1 << 31))
-        if not isinstance(seed, int) or seed < 0:
-            return Refusal("ROW_INVALID", f"seed {seed!r} is not a natural number")
+        seed: Any = row.get("seed")
+        if not isinstance(seed, int) or not 0 <= seed < 1 << 31:
+            return Refusal("ROW_INVALID", f"`seed` is {seed!r}, not a number from 0 to 2147483647")
         count = len(task.samples)
         envs = self._make(count)
         observations, _ = envs.reset(seed=[seed] * count, options=row.get("options"))

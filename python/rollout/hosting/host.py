@@ -16,6 +16,7 @@ from rollout.hosting.episodes import Checked, load_environment
 from rollout.hosting.wire import PluginSchema, PluginUnknown, PluginUnsupported
 from rollout.plugin.calling import call_reward, call_reward_async
 from rollout.plugin.loading import load_object, load_reward, split_plugin
+from rollout.plugin.schema import function_schema
 from rollout.plugin.score import RewardFunction
 from rollout.plugin.v1 import plugin_pb2 as pb
 
@@ -95,8 +96,8 @@ class Host:
             pb.PluginInfo(
                 kind=_KINDS[kind],
                 name=name,
-                description=inspect.getdoc(plugin) or "" if kind == "tool" else "",
-                parameters_json=getattr(plugin, "parameters_json", "") if kind == "tool" else "",
+                description=_described(plugin)["description"] if kind == "tool" else "",
+                parameters_json=json.dumps(_described(plugin)["parameters"]) if kind == "tool" else "",
                 saves_state=isinstance(plugin, Checked) and plugin.saves_state,
                 one_at_a_time=isinstance(plugin, Checked) and not plugin.batched,
             )
@@ -142,6 +143,14 @@ class Host:
             case _:
                 environment.load_state_dict(json.loads(request.state))
                 return pb.LoadEnvironmentResponse()
+
+
+def _described(tool: Any) -> dict[str, Any]:
+    """Description and parameters of a tool: those that it states (``parameters_json``), otherwise
+    those of its docstring and types."""
+    if (stated := getattr(tool, "parameters_json", None)) is not None:
+        return {"description": inspect.getdoc(tool) or "", "parameters": json.loads(stated)}
+    return function_schema(tool)["function"]
 
 
 def _load(source: Source) -> tuple[tuple[str, str], Any]:

@@ -19,13 +19,18 @@ from rollout.hosting.answers import EnvironmentBadResult
 from rollout.hosting.episodes import Checked, load_environment
 from rollout.hosting.wire import EnvironmentTimeout
 from rollout.plugin import split_plugin
+from rollout.plugin.loading import load_object
+from rollout.plugin.schema import function_schema
 from rollout.probe.reward import local_files, watchdog
 from rollout.probe.tokenizer import Json
+from rollout.tools import Search, named_tools
 
 
 def dry_episode(request: Json, hung: Callable[[EnvironmentTimeout], None], began: Callable[[], None]) -> Json:
     """Play the first turn of the rows with an empty answer. Calls ``began`` before, and ``hung``
     from another thread after a timeout."""
+    if request.get("kind") == "tools":
+        return _dry_tools(request, began)
     ours = PLUGINS.get(request.get("kind", ""), "")
     plugin, base_dir = (ours, FOLDER) if ours else (request["plugin"], request["base_dir"])
     limit = float(request["timeout_seconds"])
@@ -42,6 +47,20 @@ def dry_episode(request: Json, hung: Callable[[EnvironmentTimeout], None], began
     ]
     asyncio.run(_play(environment, tasks, watch))
     return {"files": [] if ours else local_files(folders), "name": name, "seconds": time.monotonic() - start}
+
+
+def _dry_tools(request: Json, began: Callable[[], None]) -> Json:
+    """Import the tools, and describe them as to the policy."""
+    base_dir = request["base_dir"]
+    files, ours = named_tools(json.loads(request.get("args") or "{}"))
+    folders = {Path(base_dir)} | {Path(os.path.abspath(os.path.join(base_dir, split_plugin(file)[0]))).parent for file in files}
+    began()
+    start = time.monotonic()
+    for file in files:
+        function_schema(load_object(file, base_dir))
+    if "search" in ours:
+        Search(os.path.join(str(base_dir), str(json.loads(request["args"])["search"])))
+    return {"files": local_files(folders) if files else [], "name": "tools", "seconds": time.monotonic() - start}
 
 
 async def _play(environment: Checked, tasks: list[Task], watch: Callable[[str], AbstractContextManager[None]]) -> None:

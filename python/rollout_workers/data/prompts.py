@@ -241,6 +241,14 @@ class PromptReader:
             self._known.update(zip(missing, self._read(missing), strict=True))
         return [self._known[row] for row in rows]
 
+    def messages(self, row_json: bytes) -> Messages:
+        """The prompt of a row as messages: a text is one of the user. Raises
+        :class:`PromptInvalid`."""
+        chat = self._chat_of(row_json)
+        if isinstance(chat, PromptInvalid):
+            raise chat
+        return [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
+
     def _read(self, rows: Sequence[bytes]) -> list[Prompt | PromptInvalid]:
         chats = [self._chat_of(row) for row in rows]
         encoded = self._encode(chats)

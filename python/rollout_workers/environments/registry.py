@@ -51,6 +51,7 @@ ENVIRONMENTS: dict[str, str] = {
     "single_turn": "rollout_workers.environments.single_turn:build",
     "external": "rollout_workers.environments.external:build",
     "python": "rollout_workers.environments.python:build",
+    "tools": "rollout_workers.environments.tools:build",
     "gymnasium": "rollout_workers.environments.python:build",
     "reasoning_gym": "rollout_workers.environments.python:build",
 }

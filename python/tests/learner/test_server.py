@@ -34,7 +34,9 @@ class Learner:
 
     def __init__(self, daemon: Daemon, example: Example, run: str, folder: Path, algorithm: str = "grpo") -> None:
         self.run, self.folder = run, folder
-        self.made = InProcess(spec(daemon, config(example, algorithm), kind="learner", run=run, directory=folder / "run"))
+        settings = config(example, algorithm)
+        settings.deterministic = True  # every step has a digest, also if it is not published
+        self.made = InProcess(spec(daemon, settings, kind="learner", run=run, directory=folder / "run"))
 
     async def start(self) -> Learner:
         await self.made.start()
