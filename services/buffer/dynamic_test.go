@@ -74,6 +74,30 @@ func TestAStepSkipsGroupsWithEqualRewards(t *testing.T) {
 	}
 }
 
+// A sample that is left out has no reward, whether its weights are known when it arrives or later.
+func TestASampleThatIsLeftOutHasNoReward(t *testing.T) {
+	t.Parallel()
+	s := setup(t)
+	s.open(drawing())
+	s.record(0)
+	for version := range uint64(2) {
+		group := flat(version, 1)
+		leftOut(group[2])
+		group[2].Header.Reward = 0
+		for _, e := range group {
+			ofVersion(e, version)
+		}
+		s.publish(group...)
+		s.samples((version + 1) * size)
+	}
+	s.record(1)
+	s.excluded(2)
+	s.publish(append(groupOf(2, 0, 0), groupOf(3, 0, 0)...)...)
+	if b := s.lease(1); b.GetZeroAdvantage() != 2 || b.GetZeroAdvantageReward() != 1 {
+		t.Errorf("%d groups with equal rewards, mean %v", b.GetZeroAdvantage(), b.GetZeroAdvantageReward())
+	}
+}
+
 func TestByCompletionLeftoverGroupsStayForTheNextStep(t *testing.T) {
 	t.Parallel()
 	s := setup(t)

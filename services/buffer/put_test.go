@@ -71,13 +71,18 @@ func TestEachPutHasItsResult(t *testing.T) {
 	}
 }
 
-// A failed sample that is left out completes its group instead of dissolving it.
+// leftOut makes a sample one that failed and may be left out of its group. It has a payload.
+func leftOut(e *trajectoryv1.TrajectoryEnvelope) {
+	e.Header.Outcome, e.Header.Reason, e.Header.LeftOut = trajectoryv1.Outcome_OUTCOME_INFRA_FAILED, "ENVIRONMENT_TIMEOUT", true
+}
+
+// A failed sample that is left out completes its group instead of dissolving it, and its payload is
+// stored, because the step reads all payloads of its batch.
 func TestAGroupIsCompleteWithoutASampleThatIsLeftOut(t *testing.T) {
 	t.Parallel()
 	s := ready(t)
 	smaller := groupOf(0, 0, 0)
-	failed(smaller[1], trajectoryv1.Outcome_OUTCOME_INFRA_FAILED, "ENVIRONMENT_TIMEOUT")
-	smaller[1].Header.LeftOut = true
+	leftOut(smaller[1])
 	results := s.mustPut(smaller, groupOf(1, 0, 0))
 	if results[0].GetAccepted() != size || results[0].GetFailed() != 1 {
 		t.Errorf("%v", results[0])
@@ -87,6 +92,9 @@ func TestAGroupIsCompleteWithoutASampleThatIsLeftOut(t *testing.T) {
 	}
 	if batch := s.lease(1); len(batch.GetSamples()) != 2*size {
 		t.Errorf("%d samples", len(batch.GetSamples()))
+	}
+	if got, err := s.payloads(1); err != nil || len(got) != 2*size {
+		t.Errorf("%d payloads, %v", len(got), err)
 	}
 }
 

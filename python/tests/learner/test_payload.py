@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rollout.buffer.v1.buffer_pb2 import ReadPayloadsResponse
-from rollout.trajectory.v1.trajectory_pb2 import OUTCOME_TRUNCATED, Trajectory, VersionSpan
+from rollout.trajectory.v1.trajectory_pb2 import OUTCOME_INFRA_FAILED, OUTCOME_TRUNCATED, Trajectory, VersionSpan
 from rollout_testing.daemon import Daemon
 from rollout_testing.services import BufferDouble, Host, buffer_double
 from rollout_workers.learner import payload
@@ -59,6 +59,15 @@ async def test_the_version_of_a_sample_is_its_oldest(nowhere: Services, run: str
     metrics = describe_batch(samples, step=9, sampled=True)
     shares = {name: value for name, value in metrics.items() if name.startswith("staleness/") and value}
     assert shares == {"staleness/max": 3, "staleness/share_0": 0.5, "staleness/share_1": 0.25, "staleness/share_3": 0.25}
+
+
+async def test_a_sample_that_is_left_out_of_its_group_is_not_trained_on(nowhere: Services, run: str, tmp_path: Path) -> None:
+    """Its payload is checked and has no tokens."""
+    payloads = trajectories(run, 1, groups=2)
+    failed = Trajectory(key=Trajectory.FromString(payloads[1]).key, outcome=OUTCOME_INFRA_FAILED, reason="ENVIRONMENT_TIMEOUT")
+    payloads[1] = failed.SerializeToString(deterministic=True)
+    samples = await read_batch(batch(run, 1, payloads, tmp_path), nowhere)
+    assert [sample.sample // payload.PARTS for sample in samples] == [0, 2, 3, 0, 1, 2, 3]
 
 
 async def test_reads_are_retried_while_another_process_takes_the_buffer_over(

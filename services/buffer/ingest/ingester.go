@@ -200,7 +200,7 @@ func (r *request) add(envelopes []*trajectoryv1.TrajectoryEnvelope) {
 		a := &arrivals[i]
 		*a = ledger.Arrival{Header: e.GetHeader(), Ref: e.GetPayloadRef(), CRC: e.GetCrc32C()}
 		switch {
-		case !ledger.Trained(e.GetHeader().GetOutcome()):
+		case !ledger.Trained(e.GetHeader().GetOutcome()) && !e.GetHeader().GetLeftOut():
 		case len(e.GetPayload()) > 0 && segment.CRC(e.GetPayload()) != e.GetCrc32C():
 			a.Flaw = ledger.ReasonPayloadCorrupt
 		case len(e.GetPayload()) > 0:

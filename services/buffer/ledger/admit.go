@@ -32,8 +32,8 @@ type Arrival struct {
 	Flaw    string // why the payload cannot be stored, such as PAYLOAD_CORRUPT; "": it can
 }
 
-// Trained reports whether samples of an outcome are trained on; the payloads of others are not
-// stored.
+// Trained reports whether samples of an outcome are trained on. The payloads of others are stored
+// only for those that are left out of their group.
 func Trained(o trajectoryv1.Outcome) bool {
 	return o == trajectoryv1.Outcome_OUTCOME_COMPLETED || o == trajectoryv1.Outcome_OUTCOME_TRUNCATED
 }
@@ -143,9 +143,7 @@ func (a *admission) count(s *Sample) {
 		a.have[s.Position] = map[uint32][]uint32{}
 	}
 	a.have[s.Position][s.Sample] = append(a.have[s.Position][s.Sample], s.Part)
-	if s.Outcome != trajectoryv1.Outcome_OUTCOME_INFRA_FAILED { // one that is left out has no reward
-		a.spreads[s.Position] = a.spreads[s.Position].with(s.Reward)
-	}
+	a.spreads[s.Position] = a.spreads[s.Position].add(s)
 }
 
 // decide accepts, drops, or refuses one arrival.

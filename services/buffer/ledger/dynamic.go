@@ -126,7 +126,7 @@ func rewardsOf(ctx context.Context, r Reader, positions []uint64) (map[uint64]sp
 	samples, err := r.Samples(ctx, distinctCopy(positions))
 	out := make(map[uint64]spread, len(positions))
 	for i := range samples {
-		out[samples[i].Position] = out[samples[i].Position].with(samples[i].Reward)
+		out[samples[i].Position] = out[samples[i].Position].add(&samples[i])
 	}
 	return out, err
 }
@@ -137,11 +137,16 @@ type spread struct {
 	some      bool
 }
 
-func (s spread) with(reward float64) spread {
-	if !s.some {
+// add includes the reward of a sample. One that is left out of its group has none.
+func (s spread) add(sample *Sample) spread {
+	switch reward := sample.Reward; {
+	case !Trained(sample.Outcome):
+		return s
+	case !s.some:
 		return spread{reward, reward, true}
+	default:
+		return spread{math.Min(s.low, reward), math.Max(s.high, reward), true}
 	}
-	return spread{math.Min(s.low, reward), math.Max(s.high, reward), true}
 }
 
 // equal reports whether all rewards are the same number. NaN equals nothing.
