@@ -142,7 +142,9 @@ class Sampler:
                 async with aclosing(self._runner.run(tasks)) as finished:
                     async for groups in finished:
                         await self._receipts.settled()
-                        self._send([left.pop(group.task.key) for group in groups], groups)
+                        self._send([left[group.task.key] for group in groups], groups)
+                        for group in groups:
+                            del left[group.task.key]
             except Exception:
                 log.exception("%d groups could not be sampled; returning them to the queue", len(left))
                 await self._puller.drop(list(left.values()))
