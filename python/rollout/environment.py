@@ -180,7 +180,7 @@ class Environment(Protocol):
 
     async def close(self, episodes: Sequence[tuple[str, int]]) -> None:
         """Release these episodes (task key, sample). Idempotent; unknown episodes are ignored.
-        Called for every episode that did not end with a result of ``step``."""
+        Called for every episode that did not end with a result of ``step``, or that failed."""
         ...
 
 

@@ -65,6 +65,16 @@ def observation_of(value: Any, of: str) -> Observation:
     if not all(_is_message(each) for each in value.messages):
         raise EnvironmentBadResult(f"{of} returned a message without a role", fix='write {"role": ..., "content": ...}')
     _check_size(value, of)
+    if not all(_is_tool(each) for each in value.tools):
+        raise EnvironmentBadResult(
+            f"{of} returned a tool of another form than OpenAI's",
+            fix='write {"type": "function", "function": {"name": ..., "parameters": {...}}}',
+        )
+    if not all(_has_calls(each.get("tool_calls") or []) for each in value.messages):
+        raise EnvironmentBadResult(
+            f"{of} returned a message whose tool_calls are not a list of calls",
+            fix='write [{"id": ..., "function": {"name": ..., "arguments": ...}}]',
+        )
     return replace(value, reward=_number(value.reward, "the reward", of), metrics=_metrics(value.metrics, of))
 
 
@@ -143,6 +153,22 @@ def _check_size(observation: Observation, of: str) -> None:
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and "role" in value
+
+
+def _is_tool(value: Any) -> bool:
+    function = _mapping(_mapping(value).get("function"))
+    return isinstance(function.get("name"), str) and isinstance(function.get("parameters") or {}, Mapping)
+
+
+def _has_calls(value: Any) -> bool:
+    if not isinstance(value, list | tuple):
+        return False
+    calls = cast("Sequence[Any]", value)
+    return all(isinstance(each, Mapping) and isinstance(_mapping(each).get("function", {}), Mapping) for each in calls)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
 
 
 def _said(observation: Observation) -> tuple[Any, ...]:

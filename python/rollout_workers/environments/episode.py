@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rollout.environment import Environment, Message, Observation, Refusal, Result, Task, Turn, failed, reason_of
 from rollout.errors import RolloutError
 from rollout.hosting.answers import answers_of, starts_of
-from rollout_workers.data.prompts import PromptInvalid, Text
+from rollout_workers.data.prompts import Text
 from rollout_workers.engines.base import Engine, GroupRequest, SampleOutput, SamplingParams, VersionSpan
 from rollout_workers.environments.dialogue import Dialogue, calls_of
 from rollout_workers.environments.limits import Limits, credited
@@ -213,11 +213,11 @@ class _Run:
             if not isinstance(first, Refusal):
                 try:
                     first = self._dialogue.begin(first)
-                except PromptInvalid as error:
-                    first = Refusal(error.reason, str(error))
+                except Exception as error:
+                    first = Refusal(_reason(error, f"task {task.key} can't be rendered"), str(error))
             if isinstance(first, Refusal):
                 log.warning("task %s can't start: %s", task.key, first.message)
-                self._end(episodes, [failed(first.reason)] * len(episodes))
+                self._give_up(episodes, failed(first.reason))
                 continue
             for episode in episodes:
                 episode.prompt = first
@@ -298,8 +298,12 @@ class _Run:
             elif output.finish_reason == "error":
                 self._give_up([episode], failed(reason_of(output.error or RuntimeError(), "ENGINE_ERROR")))
             else:
+                try:
+                    turns.append(self._turn(episode, output, text))
+                except Exception as error:
+                    self._break(episode, error)
+                    continue
                 answered.append(episode)
-                turns.append(self._turn(episode, output, text))
         if not turns:
             return
         if getattr(self._environment, "batched", True):
@@ -309,7 +313,6 @@ class _Run:
             self._spawn(self._step([episode], [turn]))
 
     async def _step(self, episodes: list[Episode], turns: list[Turn]) -> None:
-        left = True
         try:
             async with asyncio.timeout(_seconds(self._limits.turn_seconds)):
                 answers = answers_of(turns, await self._environment.step(turns), self._limits.name)
@@ -319,16 +322,26 @@ class _Run:
             if not isinstance(error, RolloutError):
                 log.exception("the environment failed %d turns", len(turns))
             answers = [replace(failed(reason_of(error, "ENVIRONMENT_FAILED")), message=str(error))] * len(turns)
-        else:
-            left = False
         for episode, answer in zip(episodes, answers, strict=True):
             if isinstance(answer, Result) and answer.message and episode.result is None:
                 log.warning("sample %d of %s has no result: %s", episode.sample, episode.task.key, answer.message)
-        if left:
-            self._release_soon(episodes)
+        broken = [e for e, a in zip(episodes, answers, strict=True) if isinstance(a, Result) and a.outcome == "infra_failed"]
+        if broken:
+            self._release_soon(broken)
         self._continue(episodes, turns, answers)
 
     def _texts(self, episodes: list[Episode]) -> list[tuple[Episode, SampleOutput, str]]:
+        """The last output of each episode with its text, without the episodes whose output can't be
+        decoded."""
+        try:
+            return self._decoded(episodes)
+        except Exception as error:
+            if len(episodes) > 1:
+                return [each for episode in episodes for each in self._texts([episode])]
+            self._break(episodes[0], error)
+            return []
+
+    def _decoded(self, episodes: list[Episode]) -> list[tuple[Episode, SampleOutput, str]]:
         """The last output of each episode with its text. Outputs without a text are decoded
         together."""
         outputs = [episode.parts[-1] for episode in episodes]
@@ -380,9 +393,8 @@ class _Run:
             episode.rewards.append(answer.reward)
             try:
                 further = self._following(episode, turn, answer)
-            except PromptInvalid as error:
-                log.warning("sample %d of %s can't continue: %s", episode.sample, episode.task.key, error)
-                self._give_up([episode], failed(error.reason))
+            except Exception as error:
+                self._break(episode, error)
                 continue
             if further is None:
                 self._give_up([episode], Result(outcome="truncated"))
@@ -427,6 +439,12 @@ class _Run:
     async def _abort(self, requests: list[str]) -> None:
         await self._engine.abort(requests)
 
+    def _break(self, episode: Episode, error: Exception) -> None:
+        """End an episode whose turn can't be parsed or continued."""
+        what = f"sample {episode.sample} of {episode.task.key} can't continue"
+        log.warning("%s: %s", what, error)
+        self._give_up([episode], failed(_reason(error, what)))
+
     def _give_up(self, episodes: Sequence[Episode], result: Result) -> None:
         """End episodes that the environment has not ended."""
         open_ = [episode for episode in episodes if episode.result is None]
@@ -459,7 +477,9 @@ class _Run:
                 self._wake.set()
 
     def _credited(self, episode: Episode, result: Result) -> Result:
-        if not self._limits.turns or result.outcome not in ("completed", "truncated"):
+        if result.outcome not in ("completed", "truncated"):
+            return replace(result, token_rewards=(), turn_rewards=(), teacher_logprobs=())
+        if not self._limits.turns:
             return result
         rewards = episode.rewards + [0.0] * (episode.turns - len(episode.rewards))
         metrics = {**episode.metrics, "episode/turns": float(episode.turns)}
@@ -471,6 +491,14 @@ class _Run:
     def _late(self, method: str) -> str:
         limit = self._limits
         return f"{method} of `{limit.name}` took longer than {limit.turn_seconds:g} s; raise `environment.turn_timeout_seconds`"
+
+
+def _reason(error: Exception, what: str) -> str:
+    """The reason of an error while rendering or parsing. An unexpected one is logged with its
+    traceback."""
+    if not isinstance(error, RolloutError):
+        log.error("%s", what, exc_info=error)
+    return reason_of(error, "ENVIRONMENT_FAILED")
 
 
 def _seconds(limit: float) -> float | None:

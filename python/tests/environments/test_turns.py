@@ -16,6 +16,7 @@ from rollout_testing.engine import ScriptedEngine
 from rollout_testing.templates import text_of
 from rollout_workers.data.prompts import Text
 from rollout_workers.engines.base import GroupRequest, SamplingParams
+from rollout_workers.environments.dialogue import Dialogue
 from rollout_workers.environments.episode import Episode, EpisodeRunner
 from rollout_workers.environments.hosted import Hosted
 from rollout_workers.environments.limits import Limits, credited
@@ -214,6 +215,12 @@ MISBEHAVIOR: dict[str, tuple[Callable[[Turn], Any], str, str]] = {
         "`Acting.step` returned a result with outcome 'infra_failed' and no reason; "
         "name the reason, such as `reason='SIMULATOR_DOWN'`",
     ),
+    "tool calls": (
+        lambda turn: [{"role": "assistant", "content": "", "tool_calls": ["weather"]}],
+        "ENVIRONMENT_BAD_RESULT",
+        "`Acting.step` returned a message whose tool_calls are not a list of calls; "
+        'write [{"id": ..., "function": {"name": ..., "arguments": ...}}]',
+    ),
 }
 
 
@@ -336,3 +343,126 @@ async def test_a_hosted_episode_that_blocks_ends_its_process(tmp_path: Path, tex
 async def test_a_process_that_exits_fails_its_episodes(tmp_path: Path, text: Text) -> None:
     found = await hosted(tmp_path, text, 4)
     assert set(found[1:]) == {("infra_failed", "ENVIRONMENT_EXITED")}
+
+
+class Asking(SingleEpisode):
+    """Begins with a message; counts its open instances."""
+
+    open = 0
+    tools: tuple[Any, ...] = ()
+
+    def reset(self, task: Task) -> Any:
+        type(self).open += 1
+        return Observation(messages=({"role": "user", "content": "Weather?"},), tools=self.tools)
+
+    def step(self, turn: Turn) -> Any:
+        return [{"role": "user", "content": "Again?"}]
+
+    def close(self) -> None:
+        type(self).open -= 1
+
+
+@pytest.mark.parametrize("tool", [{"name": "weather", "parameters": {}}, "weather", {"function": {"parameters": {}}}])
+async def test_a_tool_of_another_shape_fails_the_task(tool: Any) -> None:
+    class Wrong(Asking):
+        tools = (tool,)
+
+    text = text_of("hermes")
+    async with asyncio.timeout(20):
+        [episode] = await play(scripted(text, ["Sunny.<|im_end|>"]), single(Wrong), text)
+    assert episode.result is not None and (episode.result.outcome, episode.result.reason) == (
+        "infra_failed", "ENVIRONMENT_BAD_RESULT",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["begin", "message", "following"])
+async def test_an_unexpected_error_of_the_template_fails_its_episode_alone(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two samples that are ready together, the error fails one; an error of the first prompt
+    fails both. Their instances are closed."""
+    whole, calls = getattr(Dialogue, method), 0
+
+    def broken(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise KeyError("function")
+        return whole(*args)
+
+    monkeypatch.setattr(Dialogue, method, broken)
+
+    class Counted(Asking): ...
+
+    text = text_of("hermes")
+    async with asyncio.timeout(20):
+        episodes = await play(scripted(text, ["Sunny.<|im_end|>"] * 2), single(Counted), text, samples=2, max_turns=2)
+    await asyncio.sleep(0)
+    found = [(e.result.outcome, e.result.reason) for e in episodes if e.result]
+    failure = ("infra_failed", "ENVIRONMENT_FAILED")
+    assert sorted(found) == ([failure] * 2 if method == "begin" else [failure, ("truncated", "")])
+    assert Counted.open == 0
+
+
+async def test_a_text_that_cannot_be_decoded_fails_its_episode_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = text_of("hermes")
+    decode, bad = text.decode, text.encode(["Rainy."], special=False)[0].tolist()
+
+    def broken(ids: Any) -> list[str]:
+        ids = [each.tolist() for each in ids]
+        if bad in ids:
+            raise OverflowError("out of range")
+        return decode([np.array(each, np.int32) for each in ids])
+
+    monkeypatch.setattr(text, "decode", broken)
+    engine = ScriptedEngine(lambda request, sample: text.encode([["Rainy.", "Sunny."][sample]], special=False)[0].tolist())
+
+    class Ending(Asking):
+        def step(self, turn: Turn) -> Any:
+            return Result(1.0)
+
+    async with asyncio.timeout(20):
+        episodes = await play(engine, single(Ending), text, samples=2)
+    assert [(e.result.outcome, e.result.reason) for e in episodes if e.result] == [
+        ("infra_failed", "ENVIRONMENT_FAILED"), ("completed", ""),
+    ]  # fmt: skip
+
+
+async def test_an_episode_with_a_bad_answer_is_closed(text: Text) -> None:
+    class Bad(Asking):
+        def reset(self, task: Task) -> str:
+            super().reset(task)
+            return "1+1="
+
+        def step(self, turn: Turn) -> Any:
+            return None
+
+    await play(scripted(text, ["2"]), single(Bad), text, samples=2)
+    await asyncio.sleep(0)
+    assert Bad.open == 0
+
+
+async def test_an_episode_whose_first_observation_cannot_be_rendered_is_closed(text: Text) -> None:
+    """The tokenizer has no chat template."""
+
+    class Unrendered(Asking): ...
+
+    [episode] = await play(scripted(text, ["2"]), single(Unrendered), text)
+    assert episode.result is not None and episode.result.outcome == "infra_failed"
+    await asyncio.sleep(0)
+    assert Unrendered.open == 0
+
+
+@pytest.mark.parametrize("outcome", ["infra_failed", "aborted"])
+async def test_a_failure_after_several_turns_has_no_rewards_of_tokens(outcome: Any, text: Text) -> None:
+    class Failing(Counting):
+        def step(self, turn: Turn) -> Observation | Result:
+            if turn.number == 0:
+                return Observation(text="+1=")
+            tokens = (1.0,) * len(turn.token_ids)
+            return Result(
+                0.0, {}, outcome, "SIMULATOR_DOWN", token_rewards=tokens, teacher_logprobs=tokens, turn_rewards=(1.0, 1.0)
+            )
+
+    [episode] = await play(scripted(text, ["2", "33"]), single(Failing), text)
+    result = episode.result
+    assert result is not None and (result.outcome, result.reason) == (outcome, "SIMULATOR_DOWN")
+    assert result.token_rewards == result.turn_rewards == result.teacher_logprobs == ()
