@@ -27,12 +27,3 @@ func Turns(config *configv1.RunConfig) bool {
 	kind := config.GetEnvironment().GetKind()
 	return kind != "" && kind != "single_turn" && kind != "external"
 }
-
-// MinGroupSize is the number of usable samples with which a prompt group is trained on.
-func MinGroupSize(config *configv1.RunConfig) uint32 {
-	size := GroupSize(config)
-	if least := config.GetLimits().GetMinGroupSize(); least > 0 && least < size {
-		return least
-	}
-	return size
-}

@@ -135,10 +135,21 @@ func undigested(e *Evidence) {
 	}
 }
 
+// leftOut changes a run to one whose groups may have one sample less, and fails the first sample of a
+// group.
+func leftOut(e *Evidence, group int) {
+	e.Ledger.Config.MinGroupSize = testSize - 1
+	s := e.Samples[testSize*group]
+	s.Ref.Outcome, s.Ref.Reward, s.Trained, s.Spans = trajectoryv1.Outcome_OUTCOME_INFRA_FAILED, 0, 0, nil
+}
+
 func TestAnIntactRunHasNoBreaks(t *testing.T) {
 	t.Parallel()
 	for name, change := range map[string]func(*Evidence){
-		"in progress": func(*Evidence) {}, "dynamic": dynamically, "a step without a digest": undigested, "without a ledger": func(e *Evidence) {
+		"in progress": func(*Evidence) {}, "dynamic": dynamically, "a step without a digest": undigested,
+		"a sample left out":                  func(e *Evidence) { leftOut(e, 0) },
+		"a sample left out of equal rewards": func(e *Evidence) { dynamically(e); leftOut(e, 1) },
+		"without a ledger": func(e *Evidence) {
 			*e = Evidence{Run: &runv1.Run{RunId: testRun, State: runv1.RunState_RUN_STATE_PENDING}}
 		},
 		"without the scheduler": func(e *Evidence) {
@@ -172,6 +183,11 @@ func TestTheReportCounts(t *testing.T) {
 	dynamically(e)
 	if r := Check(e); r.Excluded[zeroAdvantage] != 1 || r.Samples.Trained != 4 {
 		t.Errorf("with dynamic sampling: %+v", r)
+	}
+	e = intact()
+	leftOut(e, 0)
+	if want := (Samples{Trained: 3, Verified: 3, Tokens: 6, Receipts: 3}); Check(e).Samples != want {
+		t.Errorf("with a sample left out: %+v, want %+v", Check(e).Samples, want)
 	}
 }
 
@@ -254,6 +270,19 @@ func TestEachBreakIsReported(t *testing.T) {
 		}
 		if r.Whole || !slices.ContainsFunc(r.Breaks, func(b Break) bool { return b.Kind == kind }) {
 			t.Errorf("%s is missing in\n%s", kind, strings.Join(reported, "\n"))
+		}
+	}
+}
+
+// A group with fewer usable samples than the ledger demands should have been dissolved.
+func TestAFailedSampleOfATooSmallGroupIsABreak(t *testing.T) {
+	t.Parallel()
+	for _, least := range []uint32{0, testSize} {
+		e := intact()
+		leftOut(e, 0)
+		e.Ledger.Config.MinGroupSize = least
+		if r := Check(e); len(r.Breaks) != 1 || r.Breaks[0].Kind != "UNTRAINABLE" {
+			t.Errorf("minimum %d: %+v", least, r.Breaks)
 		}
 	}
 }

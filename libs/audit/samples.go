@@ -74,28 +74,30 @@ func (c sampleCheck) sample(g *bufferv1.GroupRecord, s *bufferv1.SampleRecord, s
 		c.add(c.ofSample(s), "SAMPLE_FOREIGN", "it is sample %d of attempt %d; its group has %d samples and is at attempt %d",
 			k.GetSample(), k.GetAttempt(), c.config.GetGroupSize(), g.GetKey().GetAttempt())
 	}
-	trained := g.GetState() == consumed
+	used, trained := g.GetState() == consumed, c.trained(g, s)
 	if trained {
 		c.report.Samples.Trained++
 		if o := s.GetRef().GetOutcome(); o != trajectoryv1.Outcome_OUTCOME_COMPLETED && o != trajectoryv1.Outcome_OUTCOME_TRUNCATED {
 			c.add(c.ofSample(s), "UNTRAINABLE", "a sample with the outcome %s was trained on", o.String()[len("OUTCOME_"):])
 		}
 	}
-	if c.config.GetReceipts() && (trained || g.GetState() == leased) {
+	if c.config.GetReceipts() && (used || g.GetState() == leased) {
 		c.receipt(g, s)
 	}
 	switch {
 	case s.GetTrimmed():
 		unread := g.GetState() == excluded
-		if !unread && (!trained || g.GetStep() > c.Ledger.GetTrimmed()) {
+		if !unread && (!used || g.GetStep() > c.Ledger.GetTrimmed()) {
 			c.add(c.ofSample(s), "PAYLOAD_DROPPED_EARLY", "its payload was deleted, but snapshots cover only the steps up to %d", c.Ledger.GetTrimmed())
 		}
 		if trained {
 			c.report.Samples.Covered++
 		}
 		return
-	case segmentMissing && trained && g.GetStep() <= c.Ledger.GetTrimmed():
-		c.report.Samples.Covered++ // segments reports the missing file
+	case segmentMissing && used && g.GetStep() <= c.Ledger.GetTrimmed(): // segments reports the missing file
+		if trained {
+			c.report.Samples.Covered++
+		}
 		return
 	case s.GetFlaw() != "":
 		c.add(c.ofSample(s), "PAYLOAD_DAMAGED", "%s", s.GetFlaw())
@@ -115,6 +117,26 @@ func (c sampleCheck) sample(g *bufferv1.GroupRecord, s *bufferv1.SampleRecord, s
 	if c.config.GetReceipts() {
 		c.spans(g, s)
 	}
+}
+
+// trained reports whether a step trained on a sample. A failed one is left out of a consumed group
+// that has enough others.
+func (c sampleCheck) trained(g *bufferv1.GroupRecord, s *bufferv1.SampleRecord) bool {
+	least := int(c.config.GetMinGroupSize())
+	if g.GetState() != consumed || least == 0 || !failed(s) {
+		return g.GetState() == consumed
+	}
+	usable := map[uint32]bool{}
+	for _, other := range c.samplesAt[g.GetPosition()] {
+		if !failed(other) {
+			usable[other.GetRef().GetKey().GetSample()] = true
+		}
+	}
+	return len(usable) < least
+}
+
+func failed(s *bufferv1.SampleRecord) bool {
+	return s.GetRef().GetOutcome() == trajectoryv1.Outcome_OUTCOME_INFRA_FAILED
 }
 
 // receipt compares the weights receipt of a sample with the recorded weights. Step s trains version
@@ -160,7 +182,7 @@ func (c sampleCheck) spans(g *bufferv1.GroupRecord, s *bufferv1.SampleRecord) {
 		}
 		end = span.GetEnd()
 	}
-	if named && g.GetState() == consumed {
+	if named && c.trained(g, s) {
 		c.report.Samples.Receipts++
 	}
 }

@@ -80,7 +80,7 @@ func (c stepCheck) windows() {
 }
 
 func (c stepCheck) equalRewards(g *bufferv1.GroupRecord) {
-	all := c.samplesAt[g.GetPosition()] // none: sampleCheck.size reports it
+	all := slices.DeleteFunc(slices.Clone(c.samplesAt[g.GetPosition()]), failed) // none: sampleCheck.size reports it
 	for _, s := range all {
 		if first, other := all[0].GetRef().GetReward(), s.GetRef().GetReward(); first != other {
 			c.add(c.ofSample(s), "EXCLUDED_UNEQUAL", "its group was excluded because all rewards are equal, but %v differs from %v", other, first)

@@ -78,7 +78,9 @@ func TestAStepSkipsGroupsWithEqualRewards(t *testing.T) {
 func TestASampleThatIsLeftOutHasNoReward(t *testing.T) {
 	t.Parallel()
 	s := setup(t)
-	s.open(drawing())
+	config := drawing()
+	config.MinGroupSize = 3
+	s.open(config)
 	s.record(0)
 	for version := range uint64(2) {
 		group := flat(version, 1)

@@ -1,6 +1,7 @@
 package buffer_test
 
 import (
+	"fmt"
 	"testing"
 
 	"github.com/rollout-rl/rollout/libs/rpcerr"
@@ -76,11 +77,44 @@ func leftOut(e *trajectoryv1.TrajectoryEnvelope) {
 	e.Header.Outcome, e.Header.Reason, e.Header.LeftOut = trajectoryv1.Outcome_OUTCOME_INFRA_FAILED, "ENVIRONMENT_TIMEOUT", true
 }
 
+func smallerGroups(least uint32) *bufferv1.LedgerConfig {
+	c := ledgerConfig()
+	c.MinGroupSize = least
+	return c
+}
+
+// The samples of a group may arrive in several messages, so the ledger counts the usable ones.
+func TestAGroupWithTooFewUsableSamplesIsDissolved(t *testing.T) {
+	t.Parallel()
+	for least, failures := range map[uint32]int{0: 1, size: 1, 3: 2, 1: size} {
+		t.Run(fmt.Sprint(least), func(t *testing.T) {
+			t.Parallel()
+			s := setup(t)
+			s.open(smallerGroups(least))
+			s.record(0)
+			group := groupOf(0, 0, 0)
+			for n, e := range group[:failures] {
+				leftOut(e)
+				result := s.mustPut(group[n : n+1])[0]
+				if last := n+1 == failures; result.GetFailed() != 1 || (result.GetAccepted() == 0) != last {
+					t.Fatalf("failure %d: %v", n+1, result)
+				}
+			}
+			l := s.until("the dissolved group", func(l *bufferv1.LedgerState) bool { return len(l.GetDissolved()) == 1 })
+			if g := l.GetDissolved()[0]; g.GetReason() != "ENVIRONMENT_TIMEOUT" || g.GetSamples() != 0 {
+				t.Errorf("%v", g)
+			}
+		})
+	}
+}
+
 // A failed sample that is left out completes its group instead of dissolving it, and its payload is
 // stored, because the step reads all payloads of its batch.
 func TestAGroupIsCompleteWithoutASampleThatIsLeftOut(t *testing.T) {
 	t.Parallel()
-	s := ready(t)
+	s := setup(t)
+	s.open(smallerGroups(3))
+	s.record(0)
 	smaller := groupOf(0, 0, 0)
 	leftOut(smaller[1])
 	results := s.mustPut(smaller, groupOf(1, 0, 0))

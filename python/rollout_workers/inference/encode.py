@@ -32,13 +32,13 @@ def encode_group(
     group: PromptGroup, finished: FinishedGroup, receipts: EngineReceipts, worker: str, min_size: int = 0
 ) -> list[pb.TrajectoryEnvelope]:
     """One envelope per episode. worker: the worker's id, which only the header contains. min_size:
-    usable samples with which failed ones are left out of the group; 0: the group needs all."""
+    usable samples with which the buffer completes the group without failed ones; 0: the group needs
+    all. The buffer decides, because the episodes may be only some of the group's."""
     if not finished.episodes:
         return []
     head = _Head(group, finished.episodes[0].prompt, worker)
-    usable = sum(e.result is not None and e.result.outcome in ("completed", "truncated") for e in finished.episodes)
     envelopes = [_encode_episode(episode, head, receipts) for episode in finished.episodes]
-    if 0 < min_size <= usable:
+    if 0 < min_size < group.group_size:
         for envelope in envelopes:
             envelope.header.left_out = envelope.header.outcome == pb.OUTCOME_INFRA_FAILED
     return envelopes

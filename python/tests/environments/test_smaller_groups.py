@@ -17,9 +17,11 @@ from rollout_workers.inference.encode import encode_group
 
 
 @pytest.mark.parametrize(("min_size", "left_out"), [(0, 0), (4, 0), (3, 1), (2, 1)])
-def test_a_failed_sample_is_left_out_of_a_group_that_is_large_enough(min_size: int, left_out: int) -> None:
-    task = Task("t", b"{}", (0, 1, 2, 3), (0, 1, 2, 3))
-    episodes = [Episode(task, place, Observation(np.array([1], np.int32), "1")) for place in range(4)]
+@pytest.mark.parametrize("samples", [(0, 1, 2, 3), (1,)])
+def test_a_failed_sample_may_be_left_out_of_a_smaller_group(samples: tuple[int, ...], min_size: int, left_out: int) -> None:
+    """Also if the others of the group arrived earlier: the buffer counts the usable ones."""
+    task = Task("t", b"{}", samples, (0, 1, 2, 3))
+    episodes = [Episode(task, place, Observation(np.array([1], np.int32), "1")) for place in range(len(samples))]
     for episode in episodes:
         episode.result = failed("ENVIRONMENT_TIMEOUT") if episode.sample == 1 else Result(1.0)
     receipts = cast(Any, types.SimpleNamespace(of=lambda version: WeightsReceipt(version=3), digest=lambda version: ""))

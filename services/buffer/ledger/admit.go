@@ -69,7 +69,7 @@ func (r Refusal) String() string {
 func Admit(ctx context.Context, tx Tx, puts [][]Arrival) ([]Tally, error) {
 	a := &admission{
 		tx: tx, ledger: tx.Ledger(), have: map[uint64]map[uint32][]uint32{}, spreads: map[uint64]spread{}, stored: map[uint64]bool{},
-		fresh: map[uint64][]Sample{}, failed: map[uint64]bool{},
+		fresh: map[uint64][]Sample{}, leftOut: map[uint64]map[uint32]bool{}, failed: map[uint64]bool{},
 	}
 	if err := a.load(ctx, puts); err != nil {
 		return nil, err
@@ -95,10 +95,11 @@ type admission struct {
 	spreads map[uint64]spread              // of the rewards, by position
 	stored  map[uint64]bool                // positions with rows from earlier transactions
 	weights map[uint64]string
-	fresh   map[uint64][]Sample // accepted by this call, by position
-	failed  map[uint64]bool     // positions that this call dissolved: all their failures are counted
-	changed []uint64            // positions in the order in which they changed
-	tally   *Tally              // of the current put
+	fresh   map[uint64][]Sample        // accepted by this call, by position
+	leftOut map[uint64]map[uint32]bool // position -> failed samples that are left out of the group
+	failed  map[uint64]bool            // positions that this call dissolved: all their failures are counted
+	changed []uint64                   // positions in the order in which they changed
+	tally   *Tally                     // of the current put
 }
 
 // load reads what the decisions need, in three queries.
@@ -144,6 +145,12 @@ func (a *admission) count(s *Sample) {
 	}
 	a.have[s.Position][s.Sample] = append(a.have[s.Position][s.Sample], s.Part)
 	a.spreads[s.Position] = a.spreads[s.Position].add(s)
+	if !Trained(s.Outcome) {
+		if a.leftOut[s.Position] == nil {
+			a.leftOut[s.Position] = map[uint32]bool{}
+		}
+		a.leftOut[s.Position][s.Sample] = true
+	}
 }
 
 // decide accepts, drops, or refuses one arrival.
@@ -183,7 +190,7 @@ func (a *admission) decide(ctx context.Context, number int, arrival *Arrival) er
 	case trajectoryv1.Outcome_OUTCOME_INFRA_FAILED:
 		a.ledger.InfraFailed++
 		a.tally.Failed++
-		if h.GetLeftOut() {
+		if h.GetLeftOut() && a.spare(p, key.GetSample()) {
 			break
 		}
 		a.failed[p] = true
@@ -197,6 +204,15 @@ func (a *admission) decide(ctx context.Context, number int, arrival *Arrival) er
 	}
 	a.accept(g, arrival)
 	return nil
+}
+
+// spare reports whether a group can have enough usable samples without this one.
+func (a *admission) spare(position uint64, sample uint32) bool {
+	without, least := len(a.leftOut[position]), a.ledger.Config.GetMinGroupSize()
+	if !a.leftOut[position][sample] {
+		without++
+	}
+	return least > 0 && uint64(without)+uint64(least) <= uint64(a.ledger.Config.GetGroupSize())
 }
 
 // flaw is the reason why a missing sample must not be trained on, or "".
@@ -317,6 +333,7 @@ func (a *admission) forget(ctx context.Context, g *Group) error {
 	delete(a.stored, g.Position)
 	delete(a.have, g.Position)
 	delete(a.spreads, g.Position)
+	delete(a.leftOut, g.Position)
 	delete(a.fresh, g.Position)
 	if !stored {
 		return nil

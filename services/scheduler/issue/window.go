@@ -134,6 +134,7 @@ func (w Window) LedgerConfig(plan *planv1.Plan, rows uint64) *bufferv1.LedgerCon
 	return &bufferv1.LedgerConfig{
 		GroupsPerStep: c.GetTrain().GetGroupsPerStep(),
 		GroupSize:     algorithm.GroupSize(c),
+		MinGroupSize:  c.GetLimits().GetMinGroupSize(),
 		Order:         order,
 		MaxStaleness:  c.GetStaleness().GetMaxSteps(),
 		Rows:          rows,

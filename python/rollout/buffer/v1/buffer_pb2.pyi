@@ -114,6 +114,7 @@ class LedgerConfig(_message.Message):
     DRAW_BATCHES_FIELD_NUMBER: _builtins.int
     PARTIAL_FIELD_NUMBER: _builtins.int
     EXTERNAL_FIELD_NUMBER: _builtins.int
+    MIN_GROUP_SIZE_FIELD_NUMBER: _builtins.int
     groups_per_step: _builtins.int
     """Groups per step."""
     group_size: _builtins.int
@@ -148,6 +149,11 @@ class LedgerConfig(_message.Message):
     """
     external: _builtins.bool
     """Whether agents outside of the run sample the groups, which take them from the gateway."""
+    min_group_size: _builtins.int
+    """Smallest number of usable samples with which a group is complete. Failed samples that may be
+    left out count as its other samples; with fewer usable ones the group is dissolved. 0: a group
+    needs all of its samples.
+    """
     def __init__(
         self,
         *,
@@ -163,10 +169,11 @@ class LedgerConfig(_message.Message):
         draw_batches: _builtins.int = ...,
         partial: _builtins.bool = ...,
         external: _builtins.bool = ...,
+        min_group_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draw_batches", b"draw_batches", "external", b"external", "first_position", b"first_position", "first_step", b"first_step", "group_attempts", b"group_attempts", "group_size", b"group_size", "groups_per_step", b"groups_per_step", "max_staleness", b"max_staleness", "order", b"order", "partial", b"partial", "receipts", b"receipts", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draw_batches", b"draw_batches", "external", b"external", "first_position", b"first_position", "first_step", b"first_step", "group_attempts", b"group_attempts", "group_size", b"group_size", "groups_per_step", b"groups_per_step", "max_staleness", b"max_staleness", "min_group_size", b"min_group_size", "order", b"order", "partial", b"partial", "receipts", b"receipts", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

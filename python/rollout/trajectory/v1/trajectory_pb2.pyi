@@ -302,8 +302,8 @@ class TrajectoryHeader(_message.Message):
     `parts` - 1. 0 means 1.
     """
     left_out: _builtins.bool
-    """Whether a sample that is INFRA_FAILED is left out of its group, which has
-    `limits.min_group_size` usable samples without it. Others dissolve the group.
+    """Whether a sample that is INFRA_FAILED may be left out of its group. It is if the group can have
+    `limits.min_group_size` usable samples without it, and dissolves the group otherwise.
     """
     @_builtins.property
     def key(self) -> Global___TrajectoryKey:

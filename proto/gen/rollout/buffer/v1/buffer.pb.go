@@ -183,7 +183,11 @@ type LedgerConfig struct {
 	// and if it has none, the lease is refused with reason DYNAMIC_SAMPLING_EXHAUSTED.
 	Partial bool `protobuf:"varint,11,opt,name=partial,proto3" json:"partial,omitempty"`
 	// Whether agents outside of the run sample the groups, which take them from the gateway.
-	External      bool `protobuf:"varint,12,opt,name=external,proto3" json:"external,omitempty"`
+	External bool `protobuf:"varint,12,opt,name=external,proto3" json:"external,omitempty"`
+	// Smallest number of usable samples with which a group is complete. Failed samples that may be
+	// left out count as its other samples; with fewer usable ones the group is dissolved. 0: a group
+	// needs all of its samples.
+	MinGroupSize  uint32 `protobuf:"varint,13,opt,name=min_group_size,json=minGroupSize,proto3" json:"min_group_size,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -300,6 +304,13 @@ func (x *LedgerConfig) GetExternal() bool {
 		return x.External
 	}
 	return false
+}
+
+func (x *LedgerConfig) GetMinGroupSize() uint32 {
+	if x != nil {
+		return x.MinGroupSize
+	}
+	return 0
 }
 
 // GroupKey names one attempt at a group.
@@ -3296,7 +3307,7 @@ var File_rollout_buffer_v1_buffer_proto protoreflect.FileDescriptor
 
 const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\n" +
-	"\x1erollout/buffer/v1/buffer.proto\x12\x11rollout.buffer.v1\x1a\x1bbuf/validate/validate.proto\x1a&rollout/trajectory/v1/trajectory.proto\"\xcc\x03\n" +
+	"\x1erollout/buffer/v1/buffer.proto\x12\x11rollout.buffer.v1\x1a\x1bbuf/validate/validate.proto\x1a&rollout/trajectory/v1/trajectory.proto\"\xf2\x03\n" +
 	"\fLedgerConfig\x12/\n" +
 	"\x0fgroups_per_step\x18\x01 \x01(\rB\a\xbaH\x04*\x02(\x01R\rgroupsPerStep\x12&\n" +
 	"\n" +
@@ -3313,7 +3324,8 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\fdraw_batches\x18\n" +
 	" \x01(\rR\vdrawBatches\x12\x18\n" +
 	"\apartial\x18\v \x01(\bR\apartial\x12\x1a\n" +
-	"\bexternal\x18\f \x01(\bR\bexternal\"P\n" +
+	"\bexternal\x18\f \x01(\bR\bexternal\x12$\n" +
+	"\x0emin_group_size\x18\r \x01(\rR\fminGroupSize\"P\n" +
 	"\bGroupKey\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\rR\x05epoch\x12\x14\n" +
 	"\x05index\x18\x02 \x01(\x04R\x05index\x12\x18\n" +

@@ -468,8 +468,8 @@ type TrajectoryHeader struct {
 	Path *TrajectoryPath `protobuf:"bytes,15,opt,name=path,proto3" json:"path,omitempty"`
 	// Episode that started this one, e.g. as a sub-agent; absent if none did.
 	Parent *EpisodeLink `protobuf:"bytes,16,opt,name=parent,proto3" json:"parent,omitempty"`
-	// Whether a sample that is INFRA_FAILED is left out of its group, which has
-	// `limits.min_group_size` usable samples without it. Others dissolve the group.
+	// Whether a sample that is INFRA_FAILED may be left out of its group. It is if the group can have
+	// `limits.min_group_size` usable samples without it, and dissolves the group otherwise.
 	LeftOut       bool `protobuf:"varint,17,opt,name=left_out,json=leftOut,proto3" json:"left_out,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
