@@ -475,9 +475,12 @@ func runWith(t *testing.T, cfg gateway.Config, store *ledger, edit func(*gateway
 		}
 	})
 	workers = slices.DeleteFunc(slices.Clone(workers), func(w *fakeWorker) bool { return w.intruder })
-	models := map[string]bool{}
+	versions := map[string]map[uint64]bool{} // of the workers of each model
 	for _, w := range workers {
-		models[w.model] = true
+		if versions[w.model] == nil {
+			versions[w.model] = map[uint64]bool{}
+		}
+		versions[w.model][cmp.Or(w.version, 12)] = true
 	}
 	for deadline := time.Now().Add(time.Minute); ; {
 		got, err := s.ListModels(t.Context(), &gatewayv1.ListModelsRequest{})
@@ -489,7 +492,11 @@ func runWith(t *testing.T, cfg gateway.Config, store *ledger, edit func(*gateway
 			defer w.mu.Unlock()
 			return !w.asked
 		})
-		if !unknown && len(got.GetModels()) == len(models) {
+		// The gateway routes to a worker only after it has read its answer.
+		unread := slices.ContainsFunc(got.GetModels(), func(m *gatewayv1.Model) bool {
+			return len(m.GetWeightsVersions()) < len(versions[m.GetName()])
+		})
+		if !unknown && !unread && len(got.GetModels()) == len(versions) {
 			return s, store, end
 		}
 		if time.Now().After(deadline) {
