@@ -27,10 +27,13 @@ func (a *agents) checkSampling(ctx context.Context, session *conversation, param
 }
 
 // untrainable returns why samples with these parameters can't be trained on, and what to do; empty
-// if they can. Engines report the probability that a token was sampled with, and the importance
-// weight corrects for what differs from the run. It can't correct a greedy choice, and without it
-// nothing may differ.
+// if they can. nil are the run's own. Engines report the probability that a token was sampled with,
+// and the importance weight corrects for what differs from the run. It can't correct a greedy
+// choice, and without it nothing may differ.
 func untrainable(config *configv1.RunConfig, params *inferencev1.SamplingParams) (problem, fix string) {
+	if params == nil {
+		return "", ""
+	}
 	const key = "importance_correction"
 	correction, ok := algorithm.Setting(config, key)
 	if !ok { // no loss of the algorithm uses the probabilities

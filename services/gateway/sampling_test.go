@@ -31,6 +31,8 @@ func TestSamplingOfATrainedSession(t *testing.T) {
 		params *inferencev1.SamplingParams
 		want   string // parts of the error, separated by " ... "; empty: accepted
 	}{
+		{"no parameters", none, nil, ""},
+		{"no parameters, and the importance weight corrects", truncate, nil, ""},
 		{"nothing", none, &inferencev1.SamplingParams{}, ""},
 		{"the run's own", none, &inferencev1.SamplingParams{Temperature: proto.Float64(1), TopP: proto.Float64(1), MaxTokens: proto.Uint32(3)}, ""},
 		{"corrected", truncate, &inferencev1.SamplingParams{Temperature: proto.Float64(0.7), PresencePenalty: proto.Float64(1)}, ""},
