@@ -144,6 +144,10 @@ func servedConfig(given *configv1.RunConfig) *configv1.RunConfig {
 	if config.Model == nil {
 		config.Model = &configv1.ModelConfig{}
 	}
+	if config.Weights == nil {
+		config.Weights = &configv1.WeightsConfig{}
+	}
+	config.Weights.Update = proto.String("in_flight") // a worker of an atomic run waits for its controller
 	return config
 }
 

@@ -45,6 +45,7 @@ func (w *world) serve(folder, name string, detached bool) *serving {
 	config := plan(1, "sync", 0, false).GetConfig()
 	config.Name, config.Engine.Workers = proto.String(name), proto.Uint32(2)
 	config.Model = servedModel(folder)
+	config.Weights = &configv1.WeightsConfig{Update: proto.String("atomic")}
 	s := &serving{states: make(chan *servingv1.Serving), ended: make(chan error, 1)}
 	s.ctx, s.cancel = context.WithCancel(w.t.Context())
 	go func() {
@@ -121,6 +122,9 @@ func TestServedModelEndsWithItsCall(t *testing.T) {
 	config := spec.GetPlan().GetConfig()
 	if spec.GetKind() != "inference" || spec.GetInitialWeights() != folder || spec.GetInitialVersion() != 7 || config.GetEnvironment().GetKind() != "external" || config.GetReward() != nil {
 		t.Errorf("%v", spec)
+	}
+	if update := config.GetWeights().GetUpdate(); update != "in_flight" {
+		t.Errorf("the workers update their weights %q: no controller would resume them", update)
 	}
 	request := &runv1.VerifyWorkersRequest{RunId: state.GetServingId(), Incarnation: 1}
 	for _, p := range w.launcher.processes() {
