@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rollout.inference.v1 import inference_pb2 as pb
 from rollout_workers.chat.families import ParserChoice
-from rollout_workers.engines.base import SampleOutput, SamplingParams
+from rollout_workers.engines.base import SampleDelta, SampleOutput, SamplingParams
 from rollout_workers.inference.completion import Completion
 from rollout_workers.inference.model import Model
 from rollout_workers.inference.plan import Plan, Planner
@@ -62,7 +62,7 @@ class Generation:
     async def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Pieces of completions as they are sampled if the request streams; else one message per
         completion."""
-        self._check_version(request)
+        _check_version(request, self._engine.stats().version)
         name = request.request_id
         with ExitStack() as cleanup:
             session = None
@@ -86,6 +86,7 @@ class Generation:
             groups = [group for group, _ in plan.groups.values()]
             async with aclosing(self._engine.generate(groups)) as items:  # type: ignore[type-var]
                 async for item in items:
+                    _check_version(request, _first_version(item))  # the engine may have held the request back
                     completion = plan.groups[item.request_id][1][item.sample]
                     if isinstance(item, SampleOutput):
                         yield await _stored(session, completion, completion.last(item))
@@ -104,15 +105,6 @@ class Generation:
         scores = dict(zip(prompts, found, strict=True))
         for completion in plan.completions:
             completion.scored = scores[completion.prompt]
-
-    def _check_version(self, request: pb.GenerateRequest) -> None:
-        current = self._engine.stats().version
-        if request.HasField("weights_version") and request.weights_version != current:
-            raise WeightsNotFound(
-                f"weights version {request.weights_version} is not loaded; this worker serves version {current}",
-                fix="ask a worker that serves it, or leave `weights_version` out",
-                metadata={"version": str(request.weights_version), "current": str(current)},
-            )
 
     def _check(self, prompts: Sequence[Asked], params: pb.SamplingParams) -> None:
         wanted = params.max_tokens if params.HasField("max_tokens") else 1
@@ -140,3 +132,20 @@ async def _stored(session: OpenSession | None, completion: Completion, last: pb.
         segments = await session.append(completion.asked.turn, completion.sampled())
         last.segments.extend(segment.to_proto() for segment in segments)
     return last
+
+
+def _check_version(request: pb.GenerateRequest, current: int | None) -> None:
+    """Raises ``WeightsNotFound`` if the request asks for another version. current: None: unknown."""
+    if request.HasField("weights_version") and current is not None and request.weights_version != current:
+        raise WeightsNotFound(
+            f"weights version {request.weights_version} is not loaded; this worker serves version {current}",
+            fix="ask a worker that serves it, or leave `weights_version` out",
+            metadata={"version": str(request.weights_version), "current": str(current)},
+        )
+
+
+def _first_version(item: SampleDelta | SampleOutput) -> int | None:
+    """The version that sampled the first token of a sample, as far as the item has it."""
+    if isinstance(item, SampleDelta):
+        return item.version if item.start == 0 else None
+    return item.version_spans[0].version if item.version_spans else None

@@ -36,11 +36,11 @@ class Updated(Loader):
     async def resume(self) -> None:
         await self._stub.ResumeEngine(pb.ResumeEngineRequest(), metadata=self.made.metadata)
 
-    def generate(self, name: str) -> AsyncIterator[pb.GenerateResponse]:
-        """Sixteen tokens of one completion, piece by piece."""
+    def generate(self, name: str, pinned: int | None = None) -> AsyncIterator[pb.GenerateResponse]:
+        """Sixteen tokens of one completion, piece by piece. pinned: the version to sample with."""
         params = pb.SamplingParams(max_tokens=16, ignore_eos=True, seed=1)
         prompt = pb.Prompt(text="1+1=")
-        request = pb.GenerateRequest(request_id=name, prompts=[prompt], params=params, n=1, stream=True)
+        request = pb.GenerateRequest(request_id=name, prompts=[prompt], params=params, n=1, stream=True, weights_version=pinned)
         return self._stub.Generate(request, metadata=self.made.metadata)
 
 
@@ -117,11 +117,15 @@ async def test_a_commit_that_drains_waits_for_requests_and_holds_new_ones_back(
     committing = asyncio.create_task(worker.commit(first, drain=True))
     await until(lambda: _drains(worker))
     waiting = asyncio.create_task(versions(worker.generate("b")))
-    done, _ = await asyncio.wait({running, committing, waiting}, timeout=0.2)
+    pinned = asyncio.create_task(versions(worker.generate("c", pinned=0)))
+    done, _ = await asyncio.wait({running, committing, waiting, pinned}, timeout=0.2)
     assert not done and await _samples(worker, 1), "the commit waits for one request, and the other waits for the commit"
     await worker.resume()
     assert await asyncio.gather(running, waiting) == [[0], [1]]
     assert (await committing).version == 1
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await pinned
+    assert reason_of(caught.value) == (grpc.StatusCode.FAILED_PRECONDITION, "WEIGHTS_NOT_FOUND")
     assert await worker.made.stop() == 0
 
 
