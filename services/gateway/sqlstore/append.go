@@ -11,6 +11,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"github.com/rollout-rl/rollout/libs/sqldb"
 	"github.com/rollout-rl/rollout/services/gateway"
 )
 
@@ -92,8 +93,8 @@ func (q *queue) leave(writer *addition, batch []*addition) {
 // already.
 var errIrregular = errors.New("an addition is irregular")
 
-// write sets the results of a batch. The additions of an irregular one get a transaction each, so
-// that one of them does not refuse the others.
+// write sets the results of a batch. The additions of a refused one get a transaction each, so that
+// one of them does not refuse the others.
 func (s *Store) write(ctx context.Context, batch []*addition) {
 	slices.SortFunc(batch, func(a, b *addition) int { return cmp.Compare(a.session, b.session) }) // other gateways lock the rows in the same order
 	err := s.db.Tx(ctx, func(tx *sql.Tx) error {
@@ -104,12 +105,19 @@ func (s *Store) write(ctx context.Context, batch []*addition) {
 		}
 		return nil
 	})
+	alone := errors.Is(err, errIrregular) || len(batch) > 1 && err != nil && !affectsAll(err)
 	for _, a := range batch {
 		a.err = err
-		if errors.Is(err, errIrregular) {
+		if alone {
 			a.err = s.db.Tx(ctx, func(tx *sql.Tx) error { return s.merge(ctx, tx, a) })
 		}
 	}
+}
+
+// affectsAll reports whether the database fails every transaction with err, or may have committed
+// this one.
+func affectsAll(err error) bool {
+	return errors.Is(err, sqldb.ErrUnavailable) || errors.Is(err, sqldb.ErrFull) || errors.Is(err, sqldb.ErrUnknown)
 }
 
 const (

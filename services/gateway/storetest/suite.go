@@ -51,6 +51,7 @@ func Run(t *testing.T, open func(t *testing.T) gateway.Store) {
 	})
 	t.Run("concurrent appends get numbers without gaps", func(t *testing.T) { concurrent(t, open(t)) })
 	t.Run("a refused append does not refuse concurrent ones", func(t *testing.T) { mixed(t, open(t)) })
+	t.Run("an append that the database refuses does not refuse concurrent ones", func(t *testing.T) { invalid(t, open(t)) })
 	t.Run("a prompt group is issued once", func(t *testing.T) { issued(t, open(t)) })
 	t.Run("a session gets one task", func(t *testing.T) { bound(t, open(t)) })
 	t.Run("a session ends once", func(t *testing.T) { finished(t, open(t)) })
@@ -171,6 +172,24 @@ func mixed(t *testing.T, store gateway.Store) {
 			t.Errorf("%s has %d segments, %v; want %d", session, len(got.GetSegments()), err, n)
 		}
 	}
+}
+
+// invalid appends segments with a NUL in their id, which PostgreSQL refuses.
+func invalid(t *testing.T, store gateway.Store) {
+	t.Helper()
+	var wg sync.WaitGroup
+	for i := range 32 {
+		session := fmt.Sprintf("sess-%d", i)
+		wg.Go(func() {
+			if _, err := store.Append(t.Context(), session, run, []*gateway.Segment{segment(session, "s0", "", "aaaa", time.Now())}); err != nil {
+				t.Error(err)
+			}
+		})
+		wg.Go(func() {
+			_, _ = store.Append(t.Context(), "sess-nul", run, []*gateway.Segment{segment("sess-nul", fmt.Sprintf("s%d\x00", i), "", "aaaa", time.Now())})
+		})
+	}
+	wg.Wait()
 }
 
 func expired(t *testing.T, store gateway.Store) {
