@@ -113,6 +113,18 @@ func (s strict) CloseSession(_ context.Context, req *gatewayv1.CloseSessionReque
 	return &gatewayv1.CloseSessionResponse{End: &End{Reward: req.GetReward(), Metrics: req.GetMetrics()}}, nil
 }
 
+func TestIdsHaveNoControlCharacters(t *testing.T) {
+	t.Parallel()
+	prompts := []*inferencev1.Prompt{{Kind: &inferencev1.Prompt_Text{Text: "a"}}}
+	for id, valid := range map[string]bool{"": true, "req-1 é": true, "req-\x00": false, "req\n1": false, "\x7f": false} {
+		for _, req := range []*gatewayv1.CompleteRequest{{RequestId: id, Prompts: prompts}, {SessionId: id, Prompts: prompts}} {
+			if err := protovalidate.Validate(req); (err == nil) != valid {
+				t.Errorf("%q: %v", id, err)
+			}
+		}
+	}
+}
+
 // FuzzDialects sends bodies to every endpoint of every dialect. No body is an internal error or a
 // panic, no request that reaches the backend violates the contract, and every response is JSON or
 // events of JSON. The corpus is the golden tables and testdata/fuzz.

@@ -1179,15 +1179,15 @@ const file_rollout_gateway_v1_gateway_proto_rawDesc = "" +
 	"\x10weights_versions\x18\a \x03(\x04R\x0fweightsVersions\"\x13\n" +
 	"\x11ListModelsRequest\"G\n" +
 	"\x12ListModelsResponse\x121\n" +
-	"\x06models\x18\x01 \x03(\v2\x19.rollout.gateway.v1.ModelR\x06models\"\xd2\x04\n" +
+	"\x06models\x18\x01 \x03(\v2\x19.rollout.gateway.v1.ModelR\x06models\"\xfc\x04\n" +
 	"\x0fCompleteRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12C\n" +
 	"\aprompts\x18\x02 \x03(\v2\x1c.rollout.inference.v1.PromptB\v\xbaH\b\x92\x01\x05\b\x01\x10\x80\x02R\aprompts\x12<\n" +
 	"\x06params\x18\x03 \x01(\v2$.rollout.inference.v1.SamplingParamsR\x06params\x12\x16\n" +
 	"\x01n\x18\x04 \x01(\rB\b\xbaH\x05*\x03\x18\x80\x01R\x01n\x12\x16\n" +
-	"\x06stream\x18\x05 \x01(\bR\x06stream\x12&\n" +
+	"\x06stream\x18\x05 \x01(\bR\x06stream\x12;\n" +
 	"\n" +
-	"session_id\x18\x06 \x01(\tB\a\xbaH\x04r\x02\x18@R\tsessionId\x12'\n" +
+	"session_id\x18\x06 \x01(\tB\x1c\xbaH\x19r\x17\x18@2\x13^[^\\x00-\\x1f\\x7f]*$R\tsessionId\x12'\n" +
 	"\x0fprompt_logprobs\x18\a \x01(\bR\x0epromptLogprobs\x12\x14\n" +
 	"\x05parse\x18\b \x01(\bR\x05parse\x12\x1f\n" +
 	"\vtoken_bytes\x18\t \x01(\bR\n" +
@@ -1195,9 +1195,9 @@ const file_rollout_gateway_v1_gateway_proto_rawDesc = "" +
 	"\x13prompt_top_logprobs\x18\n" +
 	" \x01(\rB\a\xbaH\x04*\x02\x18\x14R\x11promptTopLogprobs\x12,\n" +
 	"\x0fweights_version\x18\v \x01(\x04H\x00R\x0eweightsVersion\x88\x01\x01\x123\n" +
-	"\x13min_weights_version\x18\f \x01(\x04H\x01R\x11minWeightsVersion\x88\x01\x01\x12&\n" +
+	"\x13min_weights_version\x18\f \x01(\x04H\x01R\x11minWeightsVersion\x88\x01\x01\x12;\n" +
 	"\n" +
-	"request_id\x18\r \x01(\tB\a\xbaH\x04r\x02\x18@R\trequestIdB\x12\n" +
+	"request_id\x18\r \x01(\tB\x1c\xbaH\x19r\x17\x18@2\x13^[^\\x00-\\x1f\\x7f]*$R\trequestIdB\x12\n" +
 	"\x10_weights_versionB\x16\n" +
 	"\x14_min_weights_version\"\x9c\x01\n" +
 	"\x10CompleteResponse\x12\x1d\n" +
