@@ -59,6 +59,12 @@ func run(ctx context.Context, args []string, in io.Reader, out, errs io.Writer) 
 		return sandbox.Init()
 	case "stage":
 		return sandbox.Stage()
+	case "run", "probe", "serve":
+		if err := sandbox.KeepFiles(); err != nil {
+			return refuse(out, err)
+		}
+	}
+	switch args[0] {
 	case "run":
 		return one(ctx, args[1:], in, out, errs)
 	case "probe":

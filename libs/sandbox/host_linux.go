@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"net"
 	"os"
 	"os/exec"
@@ -37,6 +38,15 @@ func NewHost(exe string) *Host {
 	h.groups.sweep()
 	h.report = h.probe()
 	return h
+}
+
+// KeepFiles keeps the open files of this process, also those that it inherited, from the programs
+// that it starts: no box may get a file of the caller.
+func KeepFiles() error {
+	if err := unix.CloseRange(3, math.MaxUint32, unix.CLOSE_RANGE_CLOEXEC); err != nil {
+		return fail(ReasonHost, "use Linux 5.12 or later, and allow the system call close_range", "inherited files can't be kept from boxes: %v", err)
+	}
+	return nil
 }
 
 // Probe returns what this host enforces.

@@ -24,6 +24,9 @@ func (h *Host) Probe() Report { return Report{Kernel: runtime.GOOS, Error: unsup
 // Run refuses.
 func (h *Host) Run(context.Context, Spec, Command) (Result, error) { return Result{}, unsupported() }
 
+// KeepFiles does nothing.
+func KeepFiles() error { return nil }
+
 // Init refuses.
 func Init() int { return 69 }
 

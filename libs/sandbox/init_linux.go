@@ -81,7 +81,10 @@ type exit struct {
 // commands until its socket closes. It returns the exit code of the process.
 func Init() int {
 	debug.SetGCPercent(400)
-	unix.CloseOnExec(3)
+	if err := KeepFiles(); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
 	conn, err := fileConn(os.NewFile(3, "supervisor"))
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "rollout-sandbox init is started by rollout-sandbox alone:", err)

@@ -36,6 +36,7 @@ type stock struct {
 type readyBox struct {
 	box      *Box
 	prestart *Process
+	command  Command // of prestart
 }
 
 func (r *readyBox) close() { r.box.Close() }
@@ -116,6 +117,7 @@ func (p *pool) build(w Warm) (*readyBox, error) {
 	}
 	r := &readyBox{box: box}
 	if w.Prestart != nil {
+		r.command = *w.Prestart
 		if r.prestart, err = box.Start(*w.Prestart); err != nil {
 			box.Close()
 			return nil, err

@@ -242,7 +242,7 @@ func (s *server) open(id string, spec Spec) (any, error) {
 	s.mu.Unlock()
 	out := opened{Box: id}
 	if ready.prestart != nil {
-		out.Process = s.stream(id, ready.prestart, Command{})
+		out.Process = s.stream(id, ready.prestart, ready.command)
 	}
 	return out, nil
 }

@@ -26,7 +26,6 @@ type stageNotice struct {
 // returns only if that fails.
 func Stage() int {
 	runtime.LockOSThread() // the filter is installed in this thread, which executes the command
-	unix.CloseOnExec(3)
 	_ = unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0)
 	conn, err := fileConn(os.NewFile(3, "init"))
 	if err != nil {
@@ -61,9 +60,6 @@ func stageOf(conn *net.UnixConn) error {
 
 // restrict applies what cannot be undone and reports it, with the notifier of the filter.
 func (p prepare) restrict(conn *net.UnixConn) error {
-	for i := range p.Groups {
-		unix.CloseOnExec(4 + i)
-	}
 	if p.Landlock {
 		if err := p.restrictFiles(); err != nil {
 			return fmt.Errorf("apply Landlock: %w", err)
@@ -131,6 +127,9 @@ func (l launch) run(conn *net.UnixConn, files []*os.File, p prepare) error {
 		}
 	}
 	if err := l.limit(); err != nil {
+		return err
+	}
+	if err := KeepFiles(); err != nil {
 		return err
 	}
 	return fmt.Errorf("execute %s: %w", path, syscall.Exec(path, l.Argv, env))
