@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -180,11 +180,19 @@ class Process:
     """A command that runs while its input and output are used. Iterate over its output:
 
     async for stream, data in process: ...
+
+    Output waits here until it is read. A command is killed, with the reason ``LIMIT_OUTPUT``, when
+    more than ``unread_bytes`` wait.
     """
+
+    unread_bytes: ClassVar[int] = 16 << 20
+    _event_bytes: ClassVar[int] = 128  # of memory that each event takes besides its data
 
     def __init__(self, server: Sandboxes, name: str) -> None:
         self._server, self._name = server, name
-        self._events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[Literal["stdout", "stderr"], bytes] | Result | SandboxError] = asyncio.Queue()
+        self._unread, self._overflowed = 0, False
+        self.attached = self.ended = False  # it has a reader; its end was delivered
         self._end: Result | SandboxError | None = None
 
     async def write(self, data: bytes, *, eof: bool = False) -> None:
@@ -205,9 +213,10 @@ class Process:
         if self._end is not None:
             return None
         event = await self._events.get()
-        if "stream" in event:
-            return event["stream"], _bytes(event["data"])
-        self._end = Result.parse(event["result"]) if "result" in event else _error(event["error"])
+        if isinstance(event, tuple):
+            self._unread -= len(event[1]) + self._event_bytes
+            return event
+        self._end = event
         return None
 
     async def wait(self) -> Result:
@@ -219,8 +228,24 @@ class Process:
         assert self._end is not None
         return self._end
 
-    def deliver(self, event: dict[str, Any]) -> None:
-        self._events.put_nowait(event)
+    def deliver(self, event: Mapping[str, Any]) -> bool:
+        """Queue an event of the server. False asks it to kill the command."""
+        if "stream" in event:
+            data = _bytes(event["data"])
+            if self._overflowed:
+                return True
+            self._unread += len(data) + self._event_bytes
+            if self._unread > self.unread_bytes:
+                self._overflowed = True
+                return False
+            self._events.put_nowait((event["stream"], data))
+            return True
+        end = Result.parse(event["result"]) if "result" in event else _error(event["error"])
+        if self._overflowed and isinstance(end, Result):
+            end = replace(end, reason="LIMIT_OUTPUT", limits_hit=tuple(dict.fromkeys((*end.limits_hit, "LIMIT_OUTPUT"))))
+        self.ended = True
+        self._events.put_nowait(end)
+        return True
 
 
 class Sandboxes:
@@ -273,8 +298,13 @@ class Sandboxes:
         return Sandbox(spec, server=self)
 
     def attach(self, name: str) -> Process:
-        """The stream of a process that the server has named."""
-        return self._streams.setdefault(name, Process(self, name))
+        """The stream of a process that the server has named. The caller keeps it: it is forgotten
+        here when its command has ended."""
+        stream = self._streams.setdefault(name, Process(self, name))
+        stream.attached = True
+        if stream.ended:
+            del self._streams[name]
+        return stream
 
     async def call(self, method: str, **params: Any) -> Any:
         """One request of the protocol. A canceled call kills its command."""
@@ -325,9 +355,11 @@ class Sandboxes:
     def _dispatch(self, response: dict[str, Any]) -> None:
         if (event := response.get("event")) is not None:
             name = event["process"]
-            self.attach(name).deliver(event)
-            if "stream" not in event:
-                self._streams.pop(name, None)
+            stream = self._streams.setdefault(name, Process(self, name))
+            if not stream.deliver(event):
+                self._send({"id": 0, "method": "kill", "params": {"process": name}})
+            if stream.ended and stream.attached:
+                del self._streams[name]
             return
         future = self._calls.get(response.get("id", 0))
         if future is None or future.done():

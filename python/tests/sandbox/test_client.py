@@ -10,6 +10,8 @@ import pytest
 from rollout.sandbox import Bind, Limits, Sandbox, SandboxError, Sandboxes, Spec, python_binds
 from rollout_testing.daemon import sandbox_binary
 
+NO_OUTPUT = {"stdout": "", "stderr": ""}
+
 
 @pytest.fixture(autouse=True)
 def program(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,6 +64,48 @@ async def test_an_interpreter_answers_line_by_line() -> None:
             await shell.write(b"echo $x >&2; exit 3\n", eof=True)
             assert await shell.read() == ("stderr", b"41\n")
             assert (await shell.wait()).exit_code == 3
+
+
+async def test_the_end_of_a_process_is_kept_until_it_is_read() -> None:
+    async with Sandboxes() as server:
+        process = {"process": "process-1"}
+        for event in ({"stream": "stdout", "data": "early"}, {"result": {"reason": "EXITED", "exit_code": 0, **NO_OUTPUT}}):
+            server._dispatch({"event": process | event})  # pyright: ignore[reportPrivateUsage]
+        short = server.attach("process-1")
+        async with asyncio.timeout(5):
+            assert await short.read() == ("stdout", b"early")
+            assert (await short.wait()).ok
+        async with server.open(Spec()) as box:
+            for n in range(10):
+                short = await box.start(["echo", str(n)])
+                await asyncio.sleep(0.05)
+                assert [data async for _, data in short] == [b"%d\n" % n]
+        assert not server._streams  # pyright: ignore[reportPrivateUsage]
+
+
+async def test_a_process_whose_output_is_not_read_is_killed() -> None:
+    async with Sandbox() as box:
+        loud = await box.start(["yes"])
+        while not (await box.run(["sh", "-c", "! pgrep -x yes"])).ok:
+            await asyncio.sleep(0.05)
+        unread = 0
+        async for _, data in loud:
+            unread += len(data)
+        result = await loud.wait()
+    assert (result.reason, result.limits_hit, result.ok) == ("LIMIT_OUTPUT", ("LIMIT_OUTPUT",), False)
+    assert unread <= 16 << 20
+
+
+async def test_a_prestarted_command_keeps_its_own_limits_and_input() -> None:
+    async with Sandboxes() as server:
+        await server.warm(Spec(), 1, ["sh"], stdin=b"echo warm\n", output_bytes=1000)
+        async with server.open(Spec()) as box:
+            shell = box.prestarted
+            assert shell is not None
+            async with asyncio.timeout(10):
+                assert await shell.read() == ("stdout", b"warm\n")
+                await shell.write(b"yes\n")
+                assert (await shell.wait()).reason == "LIMIT_OUTPUT"
 
 
 async def test_limits_end_a_command_with_their_reason() -> None:
