@@ -8,12 +8,13 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from blake3 import blake3
 
-from rollout.environment import Observation, Refusal, Result, Task, Turn
+from rollout.environment import Observation, Refusal, Result, Task, Turn, failed, reason_of
+from rollout.errors import RolloutError
 from rollout.hosting import wire
 from rollout.hosting.child import ChildProcess
 from rollout.hosting.host import NO_DEADLINE, Source
@@ -59,7 +60,7 @@ class Hosted:
             child.process.kill()
 
     async def reset(self, tasks: Sequence[Task]) -> list[Observation | Refusal]:
-        """The first observation of each task."""
+        """The first observation of each task. An error of a process refuses its tasks alone."""
 
         async def begin(child: _Child, some: list[Task]) -> list[Observation | Refusal]:
             request = pb.ResetEnvironmentRequest(plugin=self._class, tasks=[wire.task_to(task) for task in some])
@@ -67,14 +68,19 @@ class Hosted:
                 answer = await child.call("ResetEnvironment", request)
             except wire.EnvironmentExited:  # perhaps because of another episode
                 answer = await child.call("ResetEnvironment", request)
-            for task in some:
-                self._of[task.key] = _Home(child, child.starts, set(task.samples))
-            return [wire.start_from(start) for start in answer.starts]
+            starts = [wire.start_from(start) for start in answer.starts]
+            for task, start in zip(some, starts, strict=True):
+                if not isinstance(start, Refusal):
+                    self._of[task.key] = _Home(child, child.starts, set(task.samples))
+            return starts
 
-        return await self._divided(tasks, lambda task: self._child(task.key), begin)
+        def refusal(error: Exception) -> Observation | Refusal:
+            return Refusal(reason_of(error, "ENVIRONMENT_FAILED"), str(error))
+
+        return await self._divided(tasks, lambda task: self._child(task.key), begin, refusal)
 
     async def step(self, turns: Sequence[Turn]) -> list[Observation | Result]:
-        """The answer to each turn."""
+        """The answer to each turn. An error of a process fails its turns alone."""
 
         async def answer(child: _Child, some: list[Turn]) -> list[Observation | Result]:
             lost = [self._lost(turn.task.key) for turn in some]
@@ -86,16 +92,20 @@ class Hosted:
             if not some:
                 return []
             request = pb.StepEnvironmentRequest(plugin=self._class, turns=[wire.turn_to(turn) for turn in some])
-            answers = [wire.answer_from(each) for each in (await child.call("StepEnvironment", request)).answers]
-            for turn, each in zip(some, answers, strict=True):
-                if isinstance(each, Result):
-                    self._forget(turn.task.key, turn.sample)
-            return answers
+            return [wire.answer_from(each) for each in (await child.call("StepEnvironment", request)).answers]
 
-        return await self._divided(turns, lambda turn: self._child(turn.task.key), answer)
+        def failure(error: Exception) -> Observation | Result:
+            return replace(failed(reason_of(error, "ENVIRONMENT_FAILED")), message=str(error))
+
+        answers = await self._divided(turns, lambda turn: self._child(turn.task.key), answer, failure)
+        for turn, each in zip(turns, answers, strict=True):
+            if isinstance(each, Result):
+                self._forget(turn.task.key, turn.sample)
+        return answers
 
     async def close(self, episodes: Sequence[tuple[str, int]]) -> None:
-        """Release these episodes, unless their process has ended."""
+        """Release these episodes, unless their process has ended. An error of a process does not keep
+        the episodes of others open."""
 
         async def release(child: _Child, some: list[tuple[str, int]]) -> list[None]:
             for key, sample in some:
@@ -105,7 +115,10 @@ class Hosted:
                 await child.call("CloseEnvironment", pb.CloseEnvironmentRequest(plugin=self._class, episodes=keys))
             return [None] * len(some)
 
-        await self._divided(episodes, lambda episode: self._child(episode[0]), release)
+        def warn(error: Exception) -> None:
+            log.warning("%s failed to close episodes: %s", self.name, error)
+
+        await self._divided(episodes, lambda episode: self._child(episode[0]), release, warn)
 
     def _lost(self, key: str) -> bool:
         """Whether the process of a task has ended since its reset."""
@@ -127,17 +140,24 @@ class Hosted:
         items: Sequence[Any],
         child_of: Callable[[Any], _Child],
         call: Callable[[_Child, list[Any]], Coroutine[Any, Any, list[_T]]],
+        answer_of: Callable[[Exception], _T],
     ) -> list[_T]:
-        """Call each process once with its items, and return the answers in the order of the
-        items."""
+        """Call each process once with its items, and return the answers in the order of the items.
+        answer_of: the answer to each item of a call that raised."""
         places: dict[_Child, list[int]] = {}
         for place, item in enumerate(items):
             places.setdefault(child_of(item), []).append(place)
-        answers = await asyncio.gather(*(call(child, [items[i] for i in at]) for child, at in places.items()))
-        found = [
-            (i, answer) for at, some in zip(places.values(), answers, strict=True) for i, answer in zip(at, some, strict=True)
-        ]
-        return [answer for _, answer in sorted(found, key=lambda pair: pair[0])]
+        calls = (call(child, [items[i] for i in at]) for child, at in places.items())
+        found: dict[int, _T] = {}
+        for at, answers in zip(places.values(), await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(answers, Exception):
+                if not isinstance(answers, RolloutError):
+                    log.error("a process of `%s` could not be called", self._class, exc_info=answers)
+                answers = [answer_of(answers)] * len(at)
+            elif isinstance(answers, BaseException):  # a cancelled call
+                raise answers
+            found.update(zip(at, answers, strict=True))
+        return [found[place] for place in range(len(items))]
 
 
 @dataclass(slots=True)

@@ -466,3 +466,89 @@ async def test_a_failure_after_several_turns_has_no_rewards_of_tokens(outcome: A
     result = episode.result
     assert result is not None and (result.outcome, result.reason) == (outcome, "SIMULATOR_DOWN")
     assert result.token_rewards == result.turn_rewards == result.teacher_logprobs == ()
+
+
+DIVIDED = """
+import os
+from rollout.environment import Observation, Refusal, Result
+
+class Divided:
+    def __init__(self):
+        self.open = set()
+
+    async def reset(self, tasks):
+        if any(task.row == 1 for task in tasks):
+            raise ValueError("no reset")
+        return [Refusal("ROW_INVALID", "no") if task.row == 4 else Observation(text="1+1=") for task in tasks]
+
+    async def step(self, turns):
+        if any(turn.task.row == 2 for turn in turns):
+            os._exit(7)
+        return [Result() for _ in turns]
+
+    async def close(self, episodes): ...
+"""
+
+
+def divided(folder: Path) -> Hosted:
+    (folder / "divided.py").write_text(DIVIDED)
+    return Hosted({"kind": "environment", "plugin": "divided.py:Divided", "base_dir": str(folder)}, processes=2)
+
+
+def keys_of_both(environment: Hosted) -> tuple[str, str]:
+    """Two task keys of different processes."""
+    first, *others = (f"t{number}" for number in range(20))
+    return first, next(key for key in others if environment._child(key) is not environment._child(first))
+
+
+def row(key: str, number: int) -> Task:
+    return Task(key, b"{}", (0,), (0,), number)
+
+
+async def test_a_process_fails_its_own_tasks_and_turns_alone(tmp_path: Path) -> None:
+    environment = divided(tmp_path)
+    one, other = keys_of_both(environment)
+    await environment.start()
+    try:
+        refused, started = await environment.reset([row(one, 1), row(other, 0)])
+        assert isinstance(refused, Refusal) and refused.reason == "ENVIRONMENT_FAILED" and "no reset" in refused.message
+        assert isinstance(started, Observation) and list(environment._of) == [other]
+
+        tasks = [row(one, 2), row(other, 0)]
+        await environment.reset(tasks)
+        no_ids = np.zeros(0, np.int32)
+        gone, ended = await environment.step([Turn(task, 0, 0, "", no_ids, "", False) for task in tasks])
+        assert isinstance(gone, Result) and (gone.outcome, gone.reason) == ("infra_failed", "ENVIRONMENT_EXITED")
+        assert isinstance(ended, Result) and ended.outcome == "completed"
+    finally:
+        await environment.shutdown()
+
+
+async def test_a_hosted_environment_forgets_refused_tasks_and_lost_episodes(tmp_path: Path) -> None:
+    environment = divided(tmp_path)
+    one, other = keys_of_both(environment)
+    await environment.start()
+    try:
+        refused, _ = await environment.reset([row(one, 4), row(other, 2)])
+        assert isinstance(refused, Refusal) and list(environment._of) == [other]
+        turn = Turn(row(other, 2), 0, 0, "", np.zeros(0, np.int32), "", False)
+        for _ in range(2):  # the process ends, and is then known to have ended
+            [lost] = await environment.step([turn])
+            assert isinstance(lost, Result) and lost.reason == "ENVIRONMENT_EXITED"
+        assert not environment._of
+    finally:
+        await environment.shutdown()
+
+
+async def test_a_cancelled_call_of_several_processes_is_cancelled(tmp_path: Path) -> None:
+    environment = divided(tmp_path)
+
+    async def hang(*args: Any) -> Any:
+        await asyncio.Event().wait()
+
+    for child in environment._children:
+        child.call = hang  # type: ignore[method-assign]
+    one, other = keys_of_both(environment)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await environment.reset([row(one, 0), row(other, 0)])
