@@ -16,6 +16,7 @@ from typing import Any, Protocol, get_args
 import numpy as np
 
 from rollout.environment import Environment, Observation, Outcome, Refusal, Result, StatefulEnvironment, Task, Turn
+from rollout.hosting.answers import observation_of, same
 
 MOST_TURNS = 32
 
@@ -75,7 +76,7 @@ def task(harness: Harness, number: int, samples: tuple[int, ...] = (0, 1)) -> Ta
 def turn(harness: Harness, of: Task, sample: int, number: int, first: Observation, last: Observation) -> Turn:
     """Answer an observation like the policy."""
     text = harness.answer(last, number)
-    return Turn(of, sample, number, first.text, np.array(harness.encode(text), np.int32), text, False, first.token_ids)
+    return Turn(of, sample, number, first.text, np.array(harness.encode(text), np.int32), text, False, first.token_ids, text)
 
 
 async def begin(environment: Environment, tasks: list[Task]) -> list[Observation]:
@@ -114,9 +115,9 @@ async def play(environment: Environment, harness: Harness, tasks: list[Task]) ->
 
 
 def check_observation(observation: Observation) -> None:
-    """int32 tokens, at least one."""
-    ids = observation.token_ids
-    assert isinstance(observation, Observation) and ids.dtype == np.int32 and ids.ndim == 1 and len(ids), "int32 tokens"
+    """Check that the observation has messages, int32 tokens, or a text."""
+    assert isinstance(observation, Observation)
+    observation_of(observation, "the environment")
 
 
 def check_result(result: Result) -> None:
@@ -186,4 +187,4 @@ async def saved_episodes_continue(harness: Harness) -> None:
     if isinstance(first, Result):
         assert first == second
     elif isinstance(second, Observation):
-        assert first.text == second.text and first.token_ids.tolist() == second.token_ids.tolist()
+        assert same(first, second)

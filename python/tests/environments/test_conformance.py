@@ -101,6 +101,18 @@ class Countdown:
         self.left = dict(state["left"])
 
 
+class Said(Countdown):
+    """Observes texts in place of tokens."""
+
+    def _begin(self, task: Task) -> Observation | Refusal:
+        first = super()._begin(task)
+        return first if isinstance(first, Refusal) else Observation(text=first.text)
+
+    def _answer(self, key: str, turn: Turn) -> Observation | Result:
+        answer = super()._answer(key, turn)
+        return answer if isinstance(answer, Result) else Observation(messages=({"role": "user", "content": answer.text},))
+
+
 class Stateful(Harness):
     stateful = True
 
@@ -113,9 +125,10 @@ async def test_single_turn(case: str, text: Text) -> None:
     await envtest.run(case, Harness(text))
 
 
+@pytest.mark.parametrize("observes", [Countdown, Said])
 @pytest.mark.parametrize("case", envtest.applicable(Stateful))  # type: ignore[arg-type]
-async def test_an_environment_with_turns_and_state(case: str, text: Text) -> None:
-    await envtest.run(case, Stateful(text, Countdown))
+async def test_an_environment_with_turns_and_state(case: str, observes: type[Countdown], text: Text) -> None:
+    await envtest.run(case, Stateful(text, observes))
 
 
 class Endless(Countdown):
