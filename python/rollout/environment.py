@@ -167,7 +167,9 @@ class Environment(Protocol):
     its episodes are closed.
 
     An environment with ``batched = False`` is called with one task or turn at a time, so that a
-    slow episode delays no other.
+    slow episode delays no other. One with ``waits_for_siblings = True`` may keep a step waiting
+    until the other samples of the task have acted, which takes as long as they are sampled: its
+    steps have no deadline of their own, and the deadlines of the episode and the group end them.
     """
 
     async def reset(self, tasks: Sequence[Task]) -> Sequence[Observation | Refusal]:

@@ -40,6 +40,7 @@ class Gymnasium:
     """
 
     batched = False  # a turn must not wait for the answers to others, which may wait for its action
+    waits_for_siblings = True
 
     def __init__(
         self,

@@ -85,6 +85,7 @@ class Checked:
         """name: of the class. folder: of its file."""
         self.inner, self.name, self._folder = inner, name, folder
         self.batched: bool = getattr(inner, "batched", True)
+        self.waits_for_siblings: bool = getattr(inner, "waits_for_siblings", False)
 
     @property
     def saves_state(self) -> bool:

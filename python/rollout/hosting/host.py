@@ -100,6 +100,7 @@ class Host:
                 parameters_json=json.dumps(_described(plugin)["parameters"]) if kind == "tool" else "",
                 saves_state=isinstance(plugin, Checked) and plugin.saves_state,
                 one_at_a_time=isinstance(plugin, Checked) and not plugin.batched,
+                waits_for_siblings=isinstance(plugin, Checked) and plugin.waits_for_siblings,
             )
             for (kind, name), plugin in self._plugins.items()
         ]

@@ -313,8 +313,9 @@ class _Run:
             self._spawn(self._step([episode], [turn]))
 
     async def _step(self, episodes: list[Episode], turns: list[Turn]) -> None:
+        waits = getattr(self._environment, "waits_for_siblings", False)
         try:
-            async with asyncio.timeout(_seconds(self._limits.turn_seconds)):
+            async with asyncio.timeout(None if waits else _seconds(self._limits.turn_seconds)):
                 answers = answers_of(turns, await self._environment.step(turns), self._limits.name)
         except TimeoutError:
             answers = [replace(failed("ENVIRONMENT_TIMEOUT"), message=self._late("step"))] * len(turns)

@@ -42,7 +42,7 @@ class Hosted:
         """source: of an environment. command: the Python interpreter. verify: called before a
         process starts; raises if the source has changed."""
         self.name = source["plugin"]
-        self.batched = True
+        self.batched, self.waits_for_siblings = True, False
         self._class = self.name.rpartition(":")[2]
         self._verify = verify
         self._children = [_Child(ChildProcess([source], command), verify) for _ in range(processes)]
@@ -52,7 +52,8 @@ class Hosted:
         """Start the processes. Raises ``RolloutError``."""
         self._verify()
         handshakes = await asyncio.gather(*(child.process.start() for child in self._children))
-        self.batched = not handshakes[0].plugins[0].one_at_a_time
+        info = handshakes[0].plugins[0]
+        self.batched, self.waits_for_siblings = not info.one_at_a_time, info.waits_for_siblings
 
     async def shutdown(self) -> None:
         """Kill the processes."""
@@ -104,8 +105,8 @@ class Hosted:
         return answers
 
     async def close(self, episodes: Sequence[tuple[str, int]]) -> None:
-        """Release these episodes, unless their process has ended. An error of a process does not keep
-        the episodes of others open."""
+        """Release these episodes, unless their process has ended. An error of a process is
+        logged."""
 
         async def release(child: _Child, some: list[tuple[str, int]]) -> list[None]:
             for key, sample in some:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from rollout.environment import Environment, Observation, Refusal, Result, SingleEpisode, Task, Turn
+from rollout.environments.vector import Gymnasium
 from rollout.hosting.episodes import Checked, Episodes
 from rollout_testing.engine import ScriptedEngine
 from rollout_testing.templates import text_of
@@ -552,3 +553,41 @@ async def test_a_cancelled_call_of_several_processes_is_cancelled(tmp_path: Path
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
             await environment.reset([row(one, 0), row(other, 0)])
+
+
+WAITING = """
+import asyncio
+from rollout.environment import Observation, Result
+
+class Waiting:
+    batched = False
+    waits_for_siblings = True
+
+    async def reset(self, tasks):
+        return [Observation(text="1+1=") for _ in tasks]
+
+    async def step(self, turns):
+        await asyncio.sleep(1.5 if turns[0].sample == 0 else 100)
+        return [Result(1.0)]
+
+    async def close(self, episodes): ...
+"""
+
+
+async def test_a_step_that_waits_for_siblings_has_no_deadline_of_its_own(tmp_path: Path, text: Text) -> None:
+    """The deadline of a turn is over before the first sample's step ends; the second's never
+    does."""
+    (tmp_path / "waiting.py").write_text(WAITING)
+    environment = Hosted({"kind": "environment", "plugin": "waiting.py:Waiting", "base_dir": str(tmp_path)}, processes=1)
+    await environment.start()
+    try:
+        limits = {"turn_seconds": 1.0, "episode_seconds": 5.0}
+        episodes = await play(scripted(text, ["2"]), environment, text, samples=2, **limits)
+    finally:
+        await environment.shutdown()
+    found = [(e.result.outcome, e.result.reason) for e in episodes if e.result]
+    assert found == [("completed", ""), ("infra_failed", "EPISODE_TIMEOUT")]
+
+
+def test_a_step_of_a_vector_environment_waits_for_siblings() -> None:
+    assert Gymnasium.waits_for_siblings and not Gymnasium.batched

@@ -127,6 +127,7 @@ class PluginInfo(_message.Message):
     PARAMETERS_JSON_FIELD_NUMBER: _builtins.int
     SAVES_STATE_FIELD_NUMBER: _builtins.int
     ONE_AT_A_TIME_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_SIBLINGS_FIELD_NUMBER: _builtins.int
     kind: Global___PluginKind.ValueType
     """What it does."""
     name: _builtins.str
@@ -141,6 +142,10 @@ class PluginInfo(_message.Message):
     """Whether an environment should be called with one task or turn at a time, so that a slow episode
     delays no other. Its calls overlap.
     """
+    waits_for_siblings: _builtins.bool
+    """Whether a step of an environment may wait for the turns of the task's other samples, which are
+    still sampled. Such a step has no deadline of its own; those of the episode and the group hold.
+    """
     def __init__(
         self,
         *,
@@ -150,10 +155,11 @@ class PluginInfo(_message.Message):
         parameters_json: _builtins.str = ...,
         saves_state: _builtins.bool = ...,
         one_at_a_time: _builtins.bool = ...,
+        waits_for_siblings: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "kind", b"kind", "name", b"name", "one_at_a_time", b"one_at_a_time", "parameters_json", b"parameters_json", "saves_state", b"saves_state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "kind", b"kind", "name", b"name", "one_at_a_time", b"one_at_a_time", "parameters_json", b"parameters_json", "saves_state", b"saves_state", "waits_for_siblings", b"waits_for_siblings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -219,9 +219,12 @@ type PluginInfo struct {
 	SavesState bool `protobuf:"varint,5,opt,name=saves_state,json=savesState,proto3" json:"saves_state,omitempty"`
 	// Whether an environment should be called with one task or turn at a time, so that a slow episode
 	// delays no other. Its calls overlap.
-	OneAtATime    bool `protobuf:"varint,6,opt,name=one_at_a_time,json=oneAtATime,proto3" json:"one_at_a_time,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	OneAtATime bool `protobuf:"varint,6,opt,name=one_at_a_time,json=oneAtATime,proto3" json:"one_at_a_time,omitempty"`
+	// Whether a step of an environment may wait for the turns of the task's other samples, which are
+	// still sampled. Such a step has no deadline of its own; those of the episode and the group hold.
+	WaitsForSiblings bool `protobuf:"varint,7,opt,name=waits_for_siblings,json=waitsForSiblings,proto3" json:"waits_for_siblings,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *PluginInfo) Reset() {
@@ -292,6 +295,13 @@ func (x *PluginInfo) GetSavesState() bool {
 func (x *PluginInfo) GetOneAtATime() bool {
 	if x != nil {
 		return x.OneAtATime
+	}
+	return false
+}
+
+func (x *PluginInfo) GetWaitsForSiblings() bool {
+	if x != nil {
+		return x.WaitsForSiblings
 	}
 	return false
 }
@@ -2259,7 +2269,7 @@ const file_rollout_plugin_v1_plugin_proto_rawDesc = "" +
 	"\x11HandshakeResponse\x12%\n" +
 	"\x0eschema_version\x18\x01 \x01(\rR\rschemaVersion\x127\n" +
 	"\aplugins\x18\x02 \x03(\v2\x1d.rollout.plugin.v1.PluginInfoR\aplugins\x12\x1b\n" +
-	"\tmax_batch\x18\x03 \x01(\rR\bmaxBatch\"\xe2\x01\n" +
+	"\tmax_batch\x18\x03 \x01(\rR\bmaxBatch\"\x90\x02\n" +
 	"\n" +
 	"PluginInfo\x121\n" +
 	"\x04kind\x18\x01 \x01(\x0e2\x1d.rollout.plugin.v1.PluginKindR\x04kind\x12\x12\n" +
@@ -2269,7 +2279,8 @@ const file_rollout_plugin_v1_plugin_proto_rawDesc = "" +
 	"\vsaves_state\x18\x05 \x01(\bR\n" +
 	"savesState\x12!\n" +
 	"\rone_at_a_time\x18\x06 \x01(\bR\n" +
-	"oneAtATime\"i\n" +
+	"oneAtATime\x12,\n" +
+	"\x12waits_for_siblings\x18\a \x01(\bR\x10waitsForSiblings\"i\n" +
 	"\rRewardRequest\x12\x16\n" +
 	"\x06plugin\x18\x01 \x01(\tR\x06plugin\x12@\n" +
 	"\x06groups\x18\x02 \x03(\v2\x1e.rollout.plugin.v1.RewardGroupB\b\xbaH\x05\x92\x01\x02\b\x01R\x06groups\"m\n" +
