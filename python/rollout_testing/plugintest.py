@@ -46,7 +46,7 @@ def one(sample):
 async def slow(samples):
     return [1.0 for _ in samples]
 
-def add(a, b):
+def add(a: int, b: int) -> int:
     """Add two numbers."""
     return a + b
 
