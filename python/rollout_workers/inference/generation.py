@@ -135,7 +135,8 @@ async def _stored(session: OpenSession | None, completion: Completion, last: pb.
 
 
 def _check_version(request: pb.GenerateRequest, current: int | None) -> None:
-    """Raises ``WeightsNotFound`` if the request asks for another version. current: None: unknown."""
+    """Raises ``WeightsNotFound`` if the request asks for another version. current: None:
+    unknown."""
     if request.HasField("weights_version") and current is not None and request.weights_version != current:
         raise WeightsNotFound(
             f"weights version {request.weights_version} is not loaded; this worker serves version {current}",
