@@ -135,8 +135,8 @@ func undigested(e *Evidence) {
 	}
 }
 
-// leftOut changes a run to one whose groups may have one sample less, and fails the first sample of a
-// group.
+// leftOut changes a run to one whose groups may have one sample less, and fails the first sample of
+// a group.
 func leftOut(e *Evidence, group int) {
 	e.Ledger.Config.MinGroupSize = testSize - 1
 	s := e.Samples[testSize*group]

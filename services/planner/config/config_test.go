@@ -95,6 +95,7 @@ func TestExternalEnvironment(t *testing.T) {
 		"reward":        {good, "seed=0", "`[reward]` must be absent"},
 		"evaluation":    {external, "eval.every_steps=1", "`eval.every_steps` must be 0"},
 		"deterministic": {external, "deterministic=true", "`deterministic` must be false"},
+		"smaller":       {external, "limits.min_group_size=2", "`limits.min_group_size` must be 0"},
 		"rows":          {strings.NewReplacer("[algorithm.grpo]", "[algorithm.sft]", "group_size = 8", "").Replace(external), "seed=0", "needs an algorithm that samples"},
 	} {
 		r := read(t, c.text, append(set, c.set)...)

@@ -64,6 +64,13 @@ var traitRules = []traitRule{
 		},
 	},
 	{
+		"run_config.external_smaller", "`limits.min_group_size` must be 0 when `environment.kind = \"external\"`: a session that fails dissolves its group",
+		[]string{"limits.min_group_size", "environment.kind"},
+		func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
+			return algorithm.External(c) && c.GetLimits().GetMinGroupSize() > 0
+		},
+	},
+	{
 		"run_config.environment_reward", "`[reward]` must be absent for this `environment.kind`: the environment scores its episodes",
 		[]string{"reward", "environment.kind"},
 		func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
