@@ -57,13 +57,15 @@ func newFleet(s settings, dial func(string) (Conn, error), retry time.Duration, 
 	}
 }
 
-// inferenceWorker is what the fleet knows of one worker. The fleet's lock guards it, except path.
+// inferenceWorker is what the fleet knows of one worker. The fleet's lock guards it, except path
+// and release.
 type inferenceWorker struct {
 	name     string
 	address  string
 	client   inferencev1.InferenceWorkerServiceClient
 	cancel   context.CancelFunc
 	path     path                      // only its own goroutine uses it
+	release  func()                    // ends the renewal of its pause; nil: not paused; like path
 	loaded   *weightsv1.WeightsReceipt // nil before the first
 	refusal  string                    // why it did not load the wanted weights at the last attempt
 	noSource chan struct{}             // fleet.wanted at the time when no process had the weights for it; nil: never
@@ -122,6 +124,7 @@ func (f *fleet) serve(ctx context.Context, instances <-chan []discovery.Instance
 
 // follow brings one worker to the wanted weights each time they change, until it is fenced.
 func (f *fleet) follow(ctx context.Context, w *inferenceWorker) {
+	defer w.free()
 	pause := newBackoff(f.retry)
 	for ctx.Err() == nil {
 		f.mu.Lock()
@@ -129,6 +132,9 @@ func (f *fleet) follow(ctx context.Context, w *inferenceWorker) {
 		current := want == nil || w.has(want)
 		f.mu.Unlock()
 		if current {
+			if w.held() { // other weights were wanted meanwhile
+				_ = w.resume(ctx) // else the pause ends by itself
+			}
 			select {
 			case <-ctx.Done():
 			case <-wanted: // not changed: each of many workers that load the weights would wake all others
@@ -184,6 +190,10 @@ func (f *fleet) loaded(w *inferenceWorker, m *weightsv1.WeightsManifest, receipt
 func (f *fleet) refused(ctx context.Context, w *inferenceWorker, m *weightsv1.WeightsManifest, wanted chan struct{}, err error) {
 	f.silence(ctx, w) // before the others change
 	f.mu.Lock()
+	if ctx.Err() != nil { // the registry has dropped the worker
+		f.mu.Unlock()
+		return
+	}
 	first := !w.left
 	refusal, noSource := w.refusal, w.noSource
 	w.refusal, w.left, w.at = rpcerr.Text(err), true, behind

@@ -113,10 +113,7 @@ func (f *fleet) update(ctx context.Context, w *inferenceWorker, m *weightsv1.Wei
 		loaded, err := w.client.LoadWeights(ctx, &inferencev1.LoadWeightsRequest{Weights: withoutContents(m), Offers: offers})
 		return loaded.GetReceipt(), err
 	}
-	release := f.hold(ctx, w)
-	_, err = w.client.StageWeights(ctx, &inferencev1.StageWeightsRequest{Weights: withoutContents(m), Offers: offers})
-	release()
-	if err != nil {
+	if _, err := w.client.StageWeights(ctx, &inferencev1.StageWeightsRequest{Weights: withoutContents(m), Offers: offers}); err != nil {
 		return nil, err
 	}
 	if err := f.reach(ctx, w, staged, wanted); err != nil {
@@ -169,6 +166,7 @@ func (f *fleet) commitTogether(ctx context.Context, w *inferenceWorker, m *weigh
 	if err := pause(ctx, w); err != nil {
 		return nil, err
 	}
+	w.hold(ctx)
 	if err := f.reach(ctx, w, paused, wanted); err != nil {
 		return nil, err
 	}
@@ -179,8 +177,7 @@ func (f *fleet) commitTogether(ctx context.Context, w *inferenceWorker, m *weigh
 	if err := f.reach(ctx, w, committed, wanted); err != nil {
 		return nil, err
 	}
-	_, err = w.client.ResumeEngine(ctx, &inferencev1.ResumeEngineRequest{})
-	return receipt, err
+	return receipt, w.resume(ctx)
 }
 
 func (f *fleet) commit(ctx context.Context, w *inferenceWorker, m *weightsv1.WeightsManifest, drain bool) (*weightsv1.WeightsReceipt, error) {
@@ -202,32 +199,51 @@ func pause(ctx context.Context, w *inferenceWorker) error {
 	return err
 }
 
-// silence pauses a worker that is left out of an atomic update, as well as it can: one that can't
-// be reached serves no one either. It does nothing for other policies.
+// silence pauses a worker that is left out of an atomic update until it resumes, as well as it can:
+// one that can't be reached serves no one either. It does nothing for other policies.
 func (f *fleet) silence(ctx context.Context, w *inferenceWorker) {
 	if f.policy == updateAtomic {
-		ctx, cancel := context.WithTimeout(ctx, pauseTimeout)
-		defer cancel()
-		_ = pause(ctx, w)
+		w.pauseSoon(ctx)
+		w.hold(ctx)
 	}
 }
 
-// hold keeps a worker silent that is left out, until release is called.
-func (f *fleet) hold(ctx context.Context, w *inferenceWorker) (release func()) {
-	f.mu.Lock()
-	left := w.left
-	f.mu.Unlock()
-	if f.policy != updateAtomic || !left {
-		return func() {}
+// pauseSoon pauses a worker, if it answers in time.
+func (w *inferenceWorker) pauseSoon(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, pauseTimeout)
+	defer cancel()
+	_ = pause(ctx, w)
+}
+
+// hold renews the pause of a worker until free or resume, or until ctx ends.
+func (w *inferenceWorker) hold(ctx context.Context) {
+	if w.held() {
+		return
 	}
-	ctx, cancel := context.WithCancel(ctx)
+	waiting, stop := context.WithCancel(ctx)
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		for ctx.Err() == nil {
-			f.silence(ctx, w)
-			sleep(ctx, pauseSeconds*time.Second/3)
+		for sleep(waiting, pauseSeconds*time.Second/3); waiting.Err() == nil; sleep(waiting, pauseSeconds*time.Second/3) {
+			w.pauseSoon(ctx) // it ends before the worker resumes
 		}
 	}()
-	return func() { cancel(); <-done }
+	w.release = func() { stop(); <-done }
+}
+
+func (w *inferenceWorker) held() bool { return w.release != nil }
+
+// free lets the pause of a worker end by itself.
+func (w *inferenceWorker) free() {
+	if w.held() {
+		w.release()
+		w.release = nil
+	}
+}
+
+// resume ends the pause of a worker.
+func (w *inferenceWorker) resume(ctx context.Context) error {
+	w.free()
+	_, err := w.client.ResumeEngine(ctx, &inferencev1.ResumeEngineRequest{})
+	return err
 }

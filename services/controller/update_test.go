@@ -6,6 +6,7 @@ import (
 	"slices"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"google.golang.org/grpc"
@@ -42,6 +43,7 @@ type engine struct {
 
 	version, staged uint64
 	paused          bool
+	until           time.Time    // end of the pause
 	stage           func() error // nil: succeeds
 	commit          func() error
 	early           bool // committed before all engines had staged
@@ -123,7 +125,11 @@ func (e *engine) PauseEngine(_ context.Context, in *inferencev1.PauseEngineReque
 	if in.GetMaxSeconds() == 0 {
 		e.fleet.t.Error("a worker was paused for good")
 	}
-	e.do(func() { e.paused = true })
+	limit := time.Duration(in.GetMaxSeconds()) * time.Second
+	e.do(func() { e.paused, e.until = true, time.Now().Add(limit) })
+	time.AfterFunc(limit, func() {
+		e.do(func() { e.paused = e.paused && time.Now().Before(e.until) })
+	})
 	return &inferencev1.PauseEngineResponse{}, nil
 }
 
@@ -330,6 +336,57 @@ func TestASlowWorkerDelaysNoOtherInFlight(t *testing.T) {
 	all.eventually("the others serve the version", func() bool { return all.all[1].version == 1 && all.all[2].version == 1 })
 	close(slow)
 	deliverAll(t, f, 1)
+}
+
+// A worker that is slow to commit, or that can't load the weights for long, does not end the pauses
+// of the others or its own.
+func TestPausesLastUntilTheAtomicUpdateEnds(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		fails := time.Now().Add(20 * time.Minute)
+		f, all := newEngines(t, updateAtomic, 3, func(i int, e *engine) {
+			switch i {
+			case 0:
+				e.commit = func() error { time.Sleep(5 * time.Minute); return nil }
+			case 1:
+				e.stage = func() error {
+					if e.version == 1 && time.Now().Before(fails) {
+						time.Sleep(5 * time.Minute)
+						return status.Error(codes.FailedPrecondition, "no space for the weights")
+					}
+					return nil
+				}
+			}
+		})
+		if got, err := f.deliver(t.Context(), numbered(1), func(string, string) {}); err != nil || got != 3 {
+			t.Fatalf("%d workers loaded version 1, %v", got, err)
+		}
+		if got, err := f.deliver(t.Context(), numbered(2), func(string, string) {}); err != nil || got != 2 {
+			t.Fatalf("%d workers loaded version 2, %v", got, err)
+		}
+		time.Sleep(time.Hour)
+		all.neverMixed(updateAtomic)
+		all.mu.Lock()
+		defer all.mu.Unlock()
+		for _, e := range all.all {
+			if e.version != 2 || e.paused {
+				t.Errorf("%s serves version %d, paused %v", e.name, e.version, e.paused)
+			}
+		}
+	})
+}
+
+// The registry drops a worker while it fails: it is not named after that.
+func TestADroppedWorkerIsNotLeftOut(t *testing.T) {
+	t.Parallel()
+	f, all := newEngines(t, updateInFlight, 0, nil)
+	w := &inferenceWorker{name: "inference-1", client: &engine{fleet: all, name: "inference-1"}}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	f.refused(ctx, w, numbered(1), nil, status.Error(codes.Unavailable, "gone"))
+	if len(all.left) > 0 || w.left {
+		t.Errorf("left out: %v", all.left)
+	}
 }
 
 // A worker that joins an atomic fleet passes the open gates alone.
