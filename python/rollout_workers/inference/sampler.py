@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from rollout import names
 from rollout.buffer.v1.buffer_pb2 import GetMissingRequest, GroupKey
 from rollout.buffer.v1.buffer_pb2_grpc import BufferServiceStub
 from rollout.environment import Task
-from rollout.trajectory.v1.trajectory_pb2 import TrajectoryEnvelope
+from rollout.trajectory.v1.trajectory_pb2 import Outcome, TrajectoryEnvelope
 from rollout_workers.data.rows import Rows
 from rollout_workers.environments.episode import EpisodeRunner, FinishedGroup
 from rollout_workers.inference.artifact import move_out
@@ -86,7 +87,11 @@ class Outlet:
         tokens = sum(envelope.header.completion_tokens for envelope in envelopes)
         self._throughput.add(len(envelopes), tokens)
         self._meters.publish_seconds.record(time.monotonic() - began)
-        self._meters.samples.add(len(envelopes))
+        ends = Counter(
+            (Outcome.Name(envelope.header.outcome)[len("OUTCOME_") :], envelope.header.reason) for envelope in envelopes
+        )
+        for (outcome, reason), count in ends.items():
+            self._meters.samples.add(count, {"outcome": outcome, "reason": reason})
         self._meters.tokens.add(tokens)
 
 

@@ -87,7 +87,7 @@ class Meters:
 
     def __init__(self) -> None:
         meter = metrics.get_meter("rollout_workers")
-        self.samples = meter.create_counter("rollout.samples", description="samples finished, by outcome")
+        self.samples = meter.create_counter("rollout.samples", description="samples finished, by outcome and reason")
         self.tokens = meter.create_counter("rollout.tokens", description="completion tokens of finished samples")
         self.publish_seconds = meter.create_histogram("rollout.publish.duration", unit="s")
         self.train_seconds = meter.create_histogram("rollout.train.duration", unit="s")
