@@ -476,12 +476,14 @@ func (b *Box) Run(ctx context.Context, command Command) (Result, error) {
 	}()
 	result, err := p.Wait(ctx, time.Duration(command.WallTimeS*float64(time.Second)))
 	p.Stdin.Close()
+	// Another process may keep the pipes: only what is in them by now belongs to the command.
+	grace := time.Second
 	if command.KeepBackground {
-		// What stays may keep the pipes: only what is in them by now belongs to the command.
-		deadline := time.Now().Add(50 * time.Millisecond)
-		_ = p.Stdout.(*os.File).SetReadDeadline(deadline)
-		_ = p.Stderr.(*os.File).SetReadDeadline(deadline)
+		grace = 50 * time.Millisecond
 	}
+	deadline := time.Now().Add(grace)
+	_ = p.Stdout.(*os.File).SetReadDeadline(deadline)
+	_ = p.Stderr.(*os.File).SetReadDeadline(deadline)
 	readers.Wait()
 	p.Stdout.Close()
 	p.Stderr.Close()

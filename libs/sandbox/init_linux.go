@@ -42,9 +42,10 @@ type order struct {
 type prepare struct {
 	Landlock bool     `json:"landlock"`
 	Writable []string `json:"writable"`
-	Forks    bool     `json:"forks"`  // init decides on new processes
-	Groups   int      `json:"groups"` // cgroup.procs files that follow the socket
-	Join     bool     `json:"join"`   // join the groups before the command is known
+	Forks    bool     `json:"forks"`    // init decides on new processes
+	Unshared bool     `json:"unshared"` // deny memory that belongs to no process
+	Groups   int      `json:"groups"`   // cgroup.procs files that follow the socket
+	Join     bool     `json:"join"`     // join the groups before the command is known
 }
 
 // launch is a command as the stage gets it, with its stdin, stdout, and stderr.
@@ -401,7 +402,8 @@ func (b *initBox) newStage(join bool) (*stage, error) {
 	if err == nil {
 		err = transmit(st.conn, prepare{
 			Landlock: b.setup.Landlock, Writable: b.setup.Writable, Forks: b.setup.Watch != nil && b.setup.Watch.Pids > 0,
-			Groups: len(b.groups), Join: join,
+			Unshared: b.setup.Watch != nil && b.setup.Watch.MemoryBytes > 0,
+			Groups:   len(b.groups), Join: join,
 		})
 	}
 	var from stageNotice

@@ -44,11 +44,11 @@ func (h *Host) probe() Report {
 		r.Boundary[3].By = fmt.Sprintf("user namespace, uid %d", hostID)
 	}
 	landlocked := Enforcement{Name: "landlock", By: None}
-	if abi, err := ll.LandlockGetABIVersion(); err == nil && abi > 0 {
+	if abi, err := ll.LandlockGetABIVersion(); err == nil && abi > 1 { // ABI 1 can't allow what the rules need (refer)
 		landlocked.By = fmt.Sprintf("ABI %d", abi)
 		h.landlock = true
 	} else {
-		landlocked.Why, landlocked.Fix = "the kernel has no Landlock, or it is not in the list of its security modules",
+		landlocked.Why, landlocked.Fix = "the kernel has no Landlock of ABI 2 or later, or it is not in the list of its security modules",
 			"files are still contained by the mount namespace; add landlock to the boot parameter lsm= for a second barrier"
 	}
 	r.Boundary = append(r.Boundary, landlocked)

@@ -97,7 +97,7 @@ type process struct {
 
 // processes returns the processes of the box, without init and zombies.
 func processes() []process {
-	return slices.DeleteFunc(allProcesses(), func(p process) bool { return p.state == 'Z' || p.state == 'X' })
+	return slices.DeleteFunc(allProcesses(), func(p process) bool { return p.state == 'Z' && p.threads <= 1 || p.state == 'X' })
 }
 
 // allProcesses returns the processes of the box without init. A zombie counts until it is reaped.
@@ -109,20 +109,38 @@ func allProcesses() []process {
 		if err != nil || pid == 1 {
 			continue
 		}
-		raw, err := os.ReadFile(filepath.Join("/proc", entry.Name(), "stat"))
-		if err != nil {
+		dir := filepath.Join("/proc", entry.Name())
+		p, ok := readStat(filepath.Join(dir, "stat"))
+		if !ok {
 			continue
 		}
-		fields := bytes.Fields(raw[bytes.LastIndexByte(raw, ')')+1:])
-		if len(fields) < 22 {
-			continue
+		p.pid = pid
+		if p.state == 'Z' && p.threads > 1 { // its first thread has ended: another one has the state and the memory
+			tasks, _ := os.ReadDir(filepath.Join(dir, "task"))
+			for _, task := range tasks {
+				if q, ok := readStat(filepath.Join(dir, "task", task.Name(), "stat")); ok && q.state != 'Z' && q.state != 'X' {
+					p.state, p.rss = q.state, q.rss
+					break
+				}
+			}
 		}
-		number := func(i int) int { n, _ := strconv.Atoi(string(fields[i])); return n }
-		out = append(out, process{
-			pid: pid, parent: number(1), threads: max(1, number(17)), rss: int64(number(21)) * int64(os.Getpagesize()), state: fields[0][0],
-		})
+		out = append(out, p)
 	}
 	return out
+}
+
+// readStat reads the stat file of a process or a thread.
+func readStat(path string) (process, bool) {
+	raw, err := os.ReadFile(path)
+	if err != nil {
+		return process{}, false
+	}
+	fields := bytes.Fields(raw[bytes.LastIndexByte(raw, ')')+1:])
+	if len(fields) < 22 {
+		return process{}, false
+	}
+	number := func(i int) int { n, _ := strconv.Atoi(string(fields[i])); return n }
+	return process{parent: number(1), threads: max(1, number(17)), rss: int64(number(21)) * int64(os.Getpagesize()), state: fields[0][0]}, true
 }
 
 // proportional sums the memory of processes, each shared page once.

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -102,6 +103,18 @@ func buildRoot(setup setup) error {
 	if err := t.data(setup.DiskBytes); err != nil {
 		return err
 	}
+	// Before the binds are attached: a write must not reach a file of the host.
+	if err := os.MkdirAll(t.path("/etc"), 0o755); err != nil {
+		return err
+	}
+	for path, text := range etcFiles {
+		if slices.ContainsFunc(setup.Binds, func(b Bind) bool { return b.Target == path }) {
+			continue
+		}
+		if err := os.WriteFile(t.path(path), []byte(text), 0o644); err != nil {
+			return err
+		}
+	}
 	for i, m := range moves {
 		if err := t.attach(m.fd, m.target, m.folder); err != nil {
 			if at := i - (len(moves) - len(setup.Binds)); at >= 0 {
@@ -112,11 +125,6 @@ func buildRoot(setup setup) error {
 	}
 	if err := t.proc(); err != nil {
 		return err
-	}
-	for path, text := range etcFiles {
-		if err := os.WriteFile(t.path(path), []byte(text), 0o644); err != nil {
-			return err
-		}
 	}
 	for link, to := range map[string]string{
 		"/dev/fd": "/proc/self/fd", "/dev/stdin": "/proc/self/fd/0", "/dev/stdout": "/proc/self/fd/1", "/dev/stderr": "/proc/self/fd/2",

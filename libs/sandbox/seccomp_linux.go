@@ -80,9 +80,13 @@ func (r argumentRule) assemble(number uint32) []bpf.Instruction {
 // nothing, limit their number.
 var forkCalls = []string{"clone", "fork", "vfork"}
 
+// unsharedCalls create memory that is counted for no process. They are denied where the memory of
+// each process is watched.
+var unsharedCalls = []string{"memfd_create", "memfd_secret", "shmget", "msgget"}
+
 // assembleFilter translates the lists for this machine. With forks, init is asked about each new
 // process and thread.
-func assembleFilter(forks bool) ([]unix.SockFilter, error) {
+func assembleFilter(forks, unshared bool) ([]unix.SockFilter, error) {
 	info, err := arch.GetInfo("")
 	if err != nil {
 		return nil, err
@@ -90,7 +94,8 @@ func assembleFilter(forks bool) ([]unix.SockFilter, error) {
 	var denied, allowed []string
 	for _, name := range slices.Sorted(maps.Keys(info.SyscallNames)) {
 		switch {
-		case slices.Contains(deniedCalls, name), forks && slices.Contains(forkCalls, name):
+		case slices.Contains(deniedCalls, name), forks && slices.Contains(forkCalls, name),
+			unshared && slices.Contains(unsharedCalls, name):
 			denied = append(denied, name)
 		case !slices.Contains(unknownCalls, name):
 			allowed = append(allowed, name)

@@ -65,7 +65,7 @@ func (p prepare) restrict(conn *net.UnixConn) error {
 			return fmt.Errorf("apply Landlock: %w", err)
 		}
 	}
-	filter, err := assembleFilter(p.Forks)
+	filter, err := assembleFilter(p.Forks, p.Unshared)
 	if err != nil {
 		return err
 	}
@@ -169,10 +169,24 @@ func (f File) write(cwd string) error {
 	if mode == 0 {
 		mode = 0o644
 	}
-	if err := os.WriteFile(path, f.Content, mode); err != nil {
+	// A pipe or a device in its place would block, or take the content elsewhere.
+	file, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|unix.O_NONBLOCK|unix.O_NOFOLLOW, mode)
+	if err != nil {
 		return err
 	}
-	return os.Chmod(path, mode)
+	defer file.Close()
+	if info, err := file.Stat(); err != nil {
+		return err
+	} else if !info.Mode().IsRegular() {
+		return fmt.Errorf("%s is not a regular file", path)
+	}
+	if err := file.Truncate(0); err != nil {
+		return err
+	}
+	if _, err := file.Write(f.Content); err != nil {
+		return err
+	}
+	return file.Chmod(mode)
 }
 
 // find looks the program up in the PATH of the command.
@@ -202,7 +216,8 @@ func (l launch) find() (string, error) {
 // limit sets the rlimits, last: the Go runtime needs memory and threads.
 func (l launch) limit() error {
 	limits := map[int]uint64{
-		unix.RLIMIT_CORE: 0, unix.RLIMIT_NOFILE: uint64(l.OpenFiles),
+		// 1, not 0: a piped core_pattern ignores 0 and would start its program on the host.
+		unix.RLIMIT_CORE: 1, unix.RLIMIT_NOFILE: uint64(l.OpenFiles),
 	}
 	if l.Processes > 0 {
 		limits[unix.RLIMIT_NPROC] = uint64(l.Processes)
