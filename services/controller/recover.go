@@ -59,11 +59,7 @@ func (r *recovery) recover(ctx context.Context) (uint64, error) {
 		return 0, err
 	}
 	if state.GetStep() > last.GetStep() { // trained, not committed: the learner will repeat its result
-		err := r.delivery.resume(ctx)
-		if errors.Is(err, errNoSource) {
-			err = nil // the batch is complete, so no worker needs these weights
-		}
-		return last.GetStep(), err
+		return last.GetStep(), r.resume(ctx)
 	}
 	if last.GetStep() == base {
 		return base, r.begin(ctx, base, state.GetWeightsDigest())
@@ -155,14 +151,22 @@ func (r *recovery) verify(ctx context.Context, s *bufferv1.StepRecord, digest st
 	return nil
 }
 
-// redeliver delivers the weights of the last committed step. The learner publishes them again if it
-// has exactly these weights, even if their folder exists: another learner may have written it, and
-// this one could not offer them to workers that can't open the folder. Otherwise the folder that
-// was delivered first is used. Without that folder the run can't continue, because the ledger
-// refuses samples of other weights.
+// resume delivers the newest weights again. Without a source workers wait for the next ones.
+func (r *recovery) resume(ctx context.Context) error {
+	if err := r.delivery.resume(ctx); !errors.Is(err, errNoSource) {
+		return err
+	}
+	return nil
+}
+
+// redeliver delivers the weights of the last committed step, or the newest ones if the step
+// published none. The learner publishes them again if it has exactly these weights, even if their
+// folder exists: another learner may have written it, and this one could not offer them to workers
+// that can't open the folder. Otherwise the folder that was delivered first is used. Without that
+// folder the run can't continue, because the ledger refuses samples of other weights.
 func (r *recovery) redeliver(ctx context.Context, last *bufferv1.StepRecord, digest string) error {
 	if last.GetWeightsDigest() == "" {
-		return nil // they were not published, so no worker has them
+		return r.resume(ctx)
 	}
 	if digest != last.GetWeightsDigest() {
 		return r.redeliverFirst(ctx, last)

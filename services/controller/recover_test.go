@@ -51,7 +51,8 @@ func TestRecoveryWithOtherWeightsServesTheFirstOrEnds(t *testing.T) {
 	}
 }
 
-// The weights of the last step were not published, so they are neither compared nor delivered.
+// The weights of the last step were not published, so they are neither compared nor delivered. The
+// ones that the workers had before are delivered again.
 func TestRecoveryAtAStepWithoutADigest(t *testing.T) {
 	t.Parallel()
 	l := &publishing{}
@@ -62,6 +63,11 @@ func TestRecoveryAtAStepWithoutADigest(t *testing.T) {
 	}
 	if err := r.redeliver(t.Context(), last, digestOf("of the snapshot")); err != nil || l.asked != 0 || r.delivery.fleet.want != nil {
 		t.Errorf("%d publications, the workers should load %v: %v", l.asked, r.delivery.fleet.want, err)
+	}
+	folder := t.TempDir()
+	r = recovered(l, folder, &weightsv1.WeightsManifest{Version: 28, Digest: digestOf("older"), Directory: folder})
+	if err := r.redeliver(t.Context(), last, digestOf("of the snapshot")); err != nil || l.asked != 0 || r.delivery.fleet.want.GetVersion() != 28 {
+		t.Errorf("%d publications, the workers should load version 28, not %v: %v", l.asked, r.delivery.fleet.want, err)
 	}
 }
 
