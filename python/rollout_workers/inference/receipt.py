@@ -120,6 +120,8 @@ class EngineReceipts:
         verification nothing is sampled before the first ``load``."""
         if self._verification.mode == "none":
             self.version = -1
+            stats = self._engine.stats()
+            self.current = WeightsReceipt(version=stats.version, cache_epoch=stats.cache_epoch, verify="none")
             return self.current
         return self._store(await self._engine.weights_digest(), "full")
 

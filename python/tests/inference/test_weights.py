@@ -21,6 +21,7 @@ from rollout_workers.engines.transformers import TransformersEngine
 from rollout_workers.engines.transformers.config import EngineConfig
 from rollout_workers.inference import monitor, updates
 from rollout_workers.inference.model import Model, load
+from rollout_workers.inference.receipt import EngineReceipts, Verification
 from rollout_workers.weights import read_weights, weights_digest, write_weights
 
 from .test_server import reason_of
@@ -204,6 +205,17 @@ async def test_without_verification_nothing_is_read_back_and_the_receipt_shows_i
     engines = (await loader.status()).engines
     assert [(each.version, each.digest, each.verify) for each in engines] == [(1, manifest.digest, "none")]
     assert await loader.made.stop() == 0
+
+
+async def test_without_verification_the_first_receipt_has_the_version_of_the_engine(example: Example) -> None:
+    engine = TransformersEngine.load(example.model, EngineConfig(slots=2, max_len=32), version=7)
+    try:
+        receipts = EngineReceipts(engine, verification=Verification("none"))
+        receipt = await receipts.read_back()
+        assert (receipt.version, receipt.digest, receipt.verify) == (7, "", "none") and receipts.current == receipt
+        assert receipts.version == -1, "no group is sampled yet"
+    finally:
+        await engine.shutdown()
 
 
 async def test_random_tensors_are_compared_with_those_that_were_loaded(example: Example, tmp_path: Path, run: str) -> None:
