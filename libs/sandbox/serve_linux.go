@@ -159,14 +159,14 @@ func (s *server) handle(ctx context.Context, r Request) (any, error) {
 		defer s.pool.work.Go(ready.close)
 		return ready.box.Run(ctx, job.Command)
 	case "open":
-		return s.open("", p.Spec)
+		return s.open(ctx, "", p.Spec)
 	case "reset":
 		box, err := s.box(p.Box)
 		if err != nil {
 			return nil, err
 		}
 		s.discard(box)
-		return s.open(box.id, box.spec)
+		return s.open(ctx, box.id, box.spec)
 	case "exec":
 		box, err := s.box(p.Box)
 		if err != nil {
@@ -181,6 +181,13 @@ func (s *server) handle(ctx context.Context, r Request) (any, error) {
 		process, err := box.box.Start(p.Command)
 		if err != nil {
 			return nil, err
+		}
+		if ctx.Err() != nil { // the client does not wait for it
+			process.stop()
+			process.Stdin.Close()
+			process.Stdout.Close()
+			process.Stderr.Close()
+			return nil, fail(ReasonNoBox, "", "the start was canceled")
 		}
 		return map[string]string{"process": s.stream(box.id, process, p.Command)}, nil
 	case "write":
@@ -228,10 +235,14 @@ type opened struct {
 	Process string `json:"process,omitempty"`
 }
 
-func (s *server) open(id string, spec Spec) (any, error) {
+func (s *server) open(ctx context.Context, id string, spec Spec) (any, error) {
 	ready, err := s.pool.take(spec)
 	if err != nil {
 		return nil, err
+	}
+	if id == "" && ctx.Err() != nil { // the client does not wait for it; a box with an id is closed by it
+		ready.close()
+		return nil, fail(ReasonNoBox, "", "the open was canceled")
 	}
 	s.mu.Lock()
 	if id == "" {
