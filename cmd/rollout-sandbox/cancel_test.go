@@ -33,7 +33,7 @@ func TestACanceledOpenLeavesNoBox(t *testing.T) {
 			return strings.TrimSpace(string(out))
 		}
 		for deadline := time.Now().Add(5 * time.Second); children() != "" && time.Now().Before(deadline); {
-			time.Sleep(20 * time.Millisecond)
+			<-time.After(20 * time.Millisecond)
 		}
 		if left := children(); left != "" {
 			t.Errorf("processes %s of the box are left", left)
