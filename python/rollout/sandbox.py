@@ -264,7 +264,8 @@ class Sandboxes:
         self._process = await asyncio.create_subprocess_exec(
             binary, "serve", stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
-        self._reader = asyncio.create_task(self._read())
+        assert self._process.stdout is not None
+        self._reader = asyncio.create_task(self._read(self._process.stdout))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -337,9 +338,7 @@ class Sandboxes:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.write(len(body).to_bytes(4, "big") + body)
 
-    async def _read(self) -> None:
-        assert self._process is not None and self._process.stdout is not None
-        stdout = self._process.stdout
+    async def _read(self, stdout: asyncio.StreamReader) -> None:
         try:
             while True:
                 size = int.from_bytes(await stdout.readexactly(4), "big")
