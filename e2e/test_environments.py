@@ -146,7 +146,7 @@ def plan(folder: Path, config: str, interpreter: str) -> str:
     file = ROOT / "examples/environments" / f".{folder.name}.toml"
     file.write_text(config.replace("../../plugins/gymnasium/bin/python", interpreter))
     try:
-        command = [str(ROOT / "bin/rollout"), "plan", "--config", str(file), "--out", str(folder / "plan.lock")]
+        command = [str(ROOT / "bin/rollout"), "plan", "--config", str(file), "--output", str(folder / "plan.lock")]
         done = subprocess.run([*command, "--state-dir", str(folder / "state")], capture_output=True, text=True, check=False)
         subprocess.run(
             [str(ROOT / "bin/rollout"), "daemon", "stop", "--state-dir", str(folder / "state")], check=False, capture_output=True

@@ -7,7 +7,7 @@ import asyncio
 import json
 import re
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeAlias, cast
 
@@ -54,6 +54,15 @@ class ToolError(RolloutError):
     """A call that is the policy's mistake. Its text is the result that the policy reads."""
 
     reason: ClassVar[str] = "TOOL_RAISED"
+
+
+class ToolTimeout(RolloutError):
+    """A tool took longer than ``environment.tool_timeout_seconds``."""
+
+    reason: ClassVar[str] = "TOOL_TIMEOUT"
+
+    def __init__(self, name: str, seconds: float) -> None:
+        super().__init__(f"the tool `{name}` took longer than {seconds:g} s")
 
 
 class Toolbox(Protocol):
@@ -164,9 +173,9 @@ class Boxed:
 class Search:
     """``search``: finds lines in the text files of a folder."""
 
-    def __init__(self, folder: str, most: int = 20) -> None:
-        """folder: of the files. most: lines of a result."""
-        self._folder, self._most = Path(folder), most
+    def __init__(self, folder: str, seconds: float, most: int = 20) -> None:
+        """folder: of the files. seconds: longest time of a call. most: lines of a result."""
+        self._folder, self._seconds, self._most = Path(folder), seconds, most
         if not self._folder.is_dir():
             raise RolloutError(f"the folder of `search`, {folder}, does not exist", fix="correct `environment.args.search`")
         self.schemas: Schemas = (function_schema(_search, "search"),)
@@ -179,7 +188,7 @@ class Search:
         words = [word.lower() for word in re.findall(r"\w+", _text_of(call, "query"))]
         if not words:
             raise ToolError("the query has no words")
-        return await asyncio.to_thread(self._find, words)
+        return await _in_time("search", self._seconds, asyncio.to_thread(self._find, words))
 
     async def close(self, episode: Key) -> None:
         """Do nothing, because episodes keep nothing."""
@@ -214,7 +223,7 @@ class Fetch:
 
     async def call(self, episode: Key, call: ToolCall) -> str:
         """The text of the page."""
-        return await asyncio.to_thread(self._get, _text_of(call, "url"))
+        return await _in_time("fetch", self._seconds, asyncio.to_thread(self._get, _text_of(call, "url")))
 
     async def close(self, episode: Key) -> None:
         """Do nothing, because episodes keep nothing."""
@@ -239,6 +248,15 @@ class Fetch:
             except requests.RequestException as error:
                 raise ToolError(f"{url}: {error}") from error
         raise ToolError(f"{url}: too many redirections")
+
+
+async def _in_time(name: str, seconds: float, work: Coroutine[Any, Any, str]) -> str:
+    """The result of the work of a tool. Raises ``ToolTimeout``."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await work
+    except TimeoutError:
+        raise ToolTimeout(name, seconds) from None
 
 
 def _text_of(call: ToolCall, name: str) -> str:

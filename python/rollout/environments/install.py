@@ -42,17 +42,17 @@ def install(name: str, folder: str | os.PathLike[str], *, again: bool = False) -
         raise PluginUnknown(f"there is no environment `{name}` to install", fix=f"name one of: {', '.join(PLUGINS)}")
     lock = _lock(name)
     target = Path(os.path.abspath(folder))
-    made, stamp = target / "bin" / "python", target / "rollout.stamp"
+    made, stamp = target / "bin" / "python", target / "rollout.plugin"  # empty until the installation is complete
     state = f"{sha256(lock.read_bytes()).hexdigest()} {sys.version_info[:2]} {_OURS} {_version()}\n"
     if not again and made.exists() and stamp.exists() and stamp.read_text() == state:
         return made
-    mark = target / "rollout.plugin"
-    if target.exists() and not mark.exists() and (not target.is_dir() or any(target.iterdir())):
+    if target.exists() and not stamp.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InstallFailed(f"{target} has other files, which would be lost", fix="name an empty or a new folder with --folder")
-    stamp.unlink(missing_ok=True)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _run(["-m", "venv", "--clear", str(target)], sys.executable, "make a virtual environment", "install Python's venv module")
-    mark.write_text(f"{name}\n")
+    if target.exists():
+        shutil.rmtree(target)
+    target.mkdir(parents=True)
+    stamp.write_text("")
+    _run(["-m", "venv", str(target)], sys.executable, "make a virtual environment", "install Python's venv module")
     pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--require-hashes", "-r", str(lock)]
     _run(pip, str(made), f"install {lock.name}", "see the lines above; the packages come from pip's index")
     site = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(target), "platbase": str(target)}))
@@ -83,11 +83,11 @@ def command(spec: str) -> int:
 
 
 def _packages(name: str) -> dict[str, str]:
-    """The versions of the packages that the environment is made for."""
-    wanted = {"gymnasium": ("gymnasium",), "reasoning_gym": ("reasoning-gym",)}[name]
+    """The version of the package that the environment is made for."""
+    wanted = name.replace("_", "-")
     lines = _lock(name).read_text().splitlines()
     pinned = dict(line.removesuffix(" \\").split(" ;")[0].split("==") for line in lines if "==" in line and line[0].isalpha())
-    return {package: pinned[package] for package in wanted}
+    return {wanted: pinned[wanted]}
 
 
 def _lock(name: str) -> Path:

@@ -18,6 +18,7 @@ import numpy as np
 from rollout.environment import Observation, Refusal, Result, Task, Turn
 from rollout.environments import ArgumentInvalid, PackageMissing
 
+_WORD = re.compile(r"\w+")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
 
@@ -185,10 +186,10 @@ class Gymnasium:
         """The action in the text; None without a valid one."""
         spaces = self._gym.spaces
         if self._actions:
-            said = re.findall(r"\w+", text.lower())
-            named = [i for i, name in enumerate(self._actions) if re.findall(r"\w+", name.lower())[-1:] == said[-1:]]
-            found = [i for i in named if text.lower().strip().rstrip(".!").endswith(self._actions[i].lower())]
-            return found[0] + int(space.start) if found else None
+            said = _WORD.findall(text.lower())
+            found = [at for at, name in enumerate(self._actions) if (words := _WORD.findall(name.lower())) == said[-len(words) :]]
+            best = max(found, key=lambda at: len(self._actions[at]), default=None)  # "go up" is not "up"
+            return None if best is None else best + int(space.start)
         if isinstance(space, spaces.Text):
             return text if space.contains(text) else None
         numbers = _NUMBER.findall(text)

@@ -23,7 +23,8 @@ from rollout.plugin.loading import load_object
 from rollout.plugin.schema import function_schema
 from rollout.probe.reward import local_files, watchdog
 from rollout.probe.tokenizer import Json
-from rollout.tools import Search, named_tools
+from rollout.sandbox import Sandbox
+from rollout.tools import BOXED, Search, named_tools
 
 
 def dry_episode(request: Json, hung: Callable[[EnvironmentTimeout], None], began: Callable[[], None]) -> Json:
@@ -59,7 +60,9 @@ def _dry_tools(request: Json, began: Callable[[], None]) -> Json:
     for file in files:
         function_schema(load_object(file, base_dir))
     if "search" in ours:
-        Search(os.path.join(str(base_dir), str(json.loads(request["args"])["search"])))
+        Search(os.path.join(str(base_dir), str(json.loads(request["args"])["search"])), 0.0)
+    if set(ours) & set(BOXED) and (error := Sandbox.probe().error):
+        raise error
     return {"files": local_files(folders) if files else [], "name": "tools", "seconds": time.monotonic() - start}
 
 

@@ -16,7 +16,20 @@ from rollout.errors import RolloutError
 from rollout.hosting.child import ChildProcess
 from rollout.hosting.wire import PluginTimeout
 from rollout.plugin.v1 import plugin_pb2 as pb
-from rollout.tools import BOXED, Boxed, Fetch, Key, Schemas, Search, Toolbox, ToolError, ToolsInvalid, named_tools, shortened
+from rollout.tools import (
+    BOXED,
+    Boxed,
+    Fetch,
+    Key,
+    Schemas,
+    Search,
+    Toolbox,
+    ToolError,
+    ToolsInvalid,
+    ToolTimeout,
+    named_tools,
+    shortened,
+)
 from rollout_workers.data.prompts import PromptInvalid, PromptReader
 from rollout_workers.environments.registry import Context
 from rollout_workers.environments.single_turn import SingleTurn
@@ -40,7 +53,7 @@ def toolboxes(args: Mapping[str, Any], base_dir: str, seconds: float, python: st
     if boxed := [name for name in ours if name in BOXED]:
         found.append(Boxed(boxed, seconds))
     if "search" in ours:
-        found.append(Search(os.path.join(base_dir, args["search"])))
+        found.append(Search(os.path.join(base_dir, args["search"]), seconds))
     if "fetch" in ours:
         found.append(Fetch(args["fetch"], seconds))
     if files:
@@ -49,8 +62,8 @@ def toolboxes(args: Mapping[str, Any], base_dir: str, seconds: float, python: st
 
 
 class Functions:
-    """Functions of files, in child processes: a call that takes too long ends its process, and with
-    it the other calls there."""
+    """Functions of files, in child processes with one call at a time. A call that takes too long
+    ends its process, and the next one there begins another."""
 
     def __init__(self, files: Sequence[str], base_dir: str, seconds: float, python: str = sys.executable) -> None:
         """files: ``file.py:function`` of each. seconds: longest time of a call."""
@@ -85,7 +98,7 @@ class Functions:
             )
             [result] = (await child.call("CallTool", pb.CallToolRequest(calls=[wanted]), self._seconds)).results
         except PluginTimeout as error:
-            raise ToolBroken(f"the tool `{call.name}` took longer than {self._seconds:g} s", "TOOL_TIMEOUT") from error
+            raise ToolTimeout(call.name, self._seconds) from error
         finally:
             self._free.put_nowait(child)
         if result.infrastructure:

@@ -153,7 +153,7 @@ async def test_the_sandboxed_tools_keep_files_and_variables_of_an_episode(monkey
 
 async def test_search_finds_lines_and_fetch_asks_listed_hosts_only(tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text("The moon is far.\nThe sun is far and hot.\n")
-    search = Search(str(tmp_path))
+    search = Search(str(tmp_path), 5.0)
     assert await search.call(("t", 0), ToolCall("c", "search", {"query": "hot sun"})) == "a.md:2: The sun is far and hot."
     assert await search.call(("t", 0), ToolCall("c", "search", {"query": "mars"})) == "nothing found"
     with pytest.raises(ToolError, match=r"allowed are example\.org"):
