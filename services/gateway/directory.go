@@ -171,7 +171,7 @@ func (d *directory) refresh(ctx context.Context, w *worker) time.Duration {
 	}
 	if err == nil {
 		w.model, w.slots = cmp.Or(status.GetModel(), w.run), int(status.GetSlots())
-		w.version = status.GetReceipt().GetVersion()
+		w.version, w.paused = status.GetReceipt().GetVersion(), status.GetPaused()
 		d.dispatch()
 	}
 	return pollUsual

@@ -3,6 +3,7 @@ package gateway
 import (
 	"encoding/binary"
 	"hash/fnv"
+	"slices"
 	"time"
 )
 
@@ -42,6 +43,7 @@ type candidate struct {
 	completions int       // in flight
 	breaker     breaker
 	reserved    bool // for evaluations: it takes only requests for the version that it serves
+	paused      bool // new requests would wait in the worker, for new weights
 }
 
 // obstacle is why no worker can take a request.
@@ -57,19 +59,16 @@ const (
 )
 
 // route chooses the worker of a request: the first in the order of a rendezvous hash of the
-// affinity that is not overloaded, otherwise the one with the lowest load. Without a worker it
-// returns the obstacle, and after which time the choice may differ without any other change (0:
-// never).
+// affinity that is not overloaded, otherwise the one with the lowest load. A paused worker gets a
+// request only if all of them are paused. Without a worker it returns the obstacle, and after which
+// time the choice may differ without any other change (0: never).
 func route(now time.Time, workers []candidate, n need) (id string, why obstacle, again time.Duration) {
 	why = noWorker
 	var usable []candidate
-	var load, share float64
 	for _, w := range workers {
 		reason, pause := w.refuses(now, n)
 		if reason == noObstacle {
 			usable = append(usable, w)
-			load += float64(w.tokens)
-			share += w.share(now)
 		} else {
 			why = max(why, reason)
 		}
@@ -79,6 +78,15 @@ func route(now time.Time, workers []candidate, n need) (id string, why obstacle,
 	}
 	if len(usable) == 0 {
 		return "", why, again
+	}
+	running := func(c candidate) bool { return !c.paused }
+	if slices.ContainsFunc(usable, running) { // otherwise the request waits in a worker for the end of the pause
+		usable = slices.DeleteFunc(usable, func(c candidate) bool { return c.paused })
+	}
+	var load, share float64
+	for _, w := range usable {
+		load += float64(w.tokens)
+		share += w.share(now)
 	}
 	var best, near *candidate
 	var highest uint64

@@ -54,6 +54,8 @@ func TestRoute(t *testing.T) {
 		"all breakers are open":      {workers: []candidate{with(a, func(c *candidate) { c.breaker = open })}, why: allFailed, again: 3 * time.Second},
 		"a half-open breaker":        {workers: []candidate{with(a, func(c *candidate) { c.breaker = halfOpen })}, id: "a"},
 		"one probe at a time":        {workers: []candidate{with(a, func(c *candidate) { c.breaker = probed })}, why: allFailed},
+		"a paused worker":            {workers: []candidate{with(a, func(c *candidate) { c.paused = true }), with(b, func(c *candidate) { c.tokens = 900 })}, id: "b"},
+		"all workers are paused":     {workers: []candidate{with(a, func(c *candidate) { c.paused = true })}, id: "a"},
 		"a full worker":              {workers: []candidate{with(a, func(c *candidate) { c.slots, c.completions = 2, 4 }), with(b, func(c *candidate) { c.tokens = 900 })}, need: need{completions: 1}, id: "b"},
 		"all workers are full":       {workers: []candidate{with(a, func(c *candidate) { c.slots, c.completions = 2, 4 })}, need: need{completions: 1}, why: allFull},
 		"an idle worker is not":      {workers: []candidate{with(a, func(c *candidate) { c.slots = 2 })}, need: need{completions: 100}, id: "a"},

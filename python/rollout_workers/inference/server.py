@@ -125,6 +125,7 @@ class InferenceServer(InferenceWorkerServiceServicer):
             engines=[_engine_receipt(self._receipts.current)],
             staged_version=self._receipts.staged,
             reserved=self._who.reserved,
+            paused=stats.paused or self._updates.draining,
         )
 
     async def _add_digests(self, piece: pb.GenerateResponse) -> None:

@@ -210,7 +210,7 @@ async def test_pause_abort_resume(caller: Caller) -> None:
     await caller.call("PauseEngine", pb.PauseEngineRequest())
     running = asyncio.create_task(caller.generate(text("1+1="), n=2, name="long", max_tokens=20))
     status = await until(lambda: _status(caller, lambda s: s.queued + s.active))
-    assert status.activity == "paused (ResumeEngine)"
+    assert status.activity == "paused (ResumeEngine)" and status.paused
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await caller.generate(text("1+1="), name="long")
     assert reason_of(caught.value) == (grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST")

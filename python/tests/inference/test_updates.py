@@ -175,4 +175,5 @@ async def _samples(worker: Loader, samples: int) -> bool:
 
 
 async def _drains(worker: Loader) -> bool:
-    return "before it loads weights version 1" in (await worker.status()).activity
+    status = await worker.status()
+    return status.paused and "before it loads weights version 1" in status.activity

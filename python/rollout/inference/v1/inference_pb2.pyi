@@ -1469,6 +1469,7 @@ class GetInferenceStatusResponse(_message.Message):
     ENGINES_FIELD_NUMBER: _builtins.int
     STAGED_VERSION_FIELD_NUMBER: _builtins.int
     RESERVED_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
     active: _builtins.int
     """Slots in use."""
     slots: _builtins.int
@@ -1497,6 +1498,8 @@ class GetInferenceStatusResponse(_message.Message):
     """Weights version that is staged and not committed; absent: none."""
     reserved: _builtins.bool
     """Whether the worker only evaluates (eval.workers)."""
+    paused: _builtins.bool
+    """Whether new requests wait: the engine is paused, or a commit waits for the running requests."""
     @_builtins.property
     def receipt(self) -> _weights_pb2.WeightsReceipt:
         """Weights that the engine has loaded."""
@@ -1524,10 +1527,11 @@ class GetInferenceStatusResponse(_message.Message):
         engines: _abc.Iterable[_weights_pb2.EngineReceipt] | None = ...,
         staged_version: _builtins.int | None = ...,
         reserved: _builtins.bool = ...,
+        paused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_staged_version", b"_staged_version", "receipt", b"receipt", "staged_version", b"staged_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_staged_version", b"_staged_version", "active", b"active", "activity", b"activity", "engines", b"engines", "max_model_len", b"max_model_len", "model", b"model", "process_id", b"process_id", "queued", b"queued", "receipt", b"receipt", "reserved", b"reserved", "reward_retries", b"reward_retries", "samples", b"samples", "samples_per_second", b"samples_per_second", "slots", b"slots", "staged_version", b"staged_version", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_staged_version", b"_staged_version", "active", b"active", "activity", b"activity", "engines", b"engines", "max_model_len", b"max_model_len", "model", b"model", "paused", b"paused", "process_id", b"process_id", "queued", b"queued", "receipt", b"receipt", "reserved", b"reserved", "reward_retries", b"reward_retries", "samples", b"samples", "samples_per_second", b"samples_per_second", "slots", b"slots", "staged_version", b"staged_version", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__staged_version: _TypeAlias = _typing.Literal["staged_version"]  # noqa: Y015
     _WhichOneofArgType__staged_version: _TypeAlias = _typing.Literal["_staged_version", b"_staged_version"]  # noqa: Y015

@@ -2766,7 +2766,9 @@ type GetInferenceStatusResponse struct {
 	// Weights version that is staged and not committed; absent: none.
 	StagedVersion *uint64 `protobuf:"varint,15,opt,name=staged_version,json=stagedVersion,proto3,oneof" json:"staged_version,omitempty"`
 	// Whether the worker only evaluates (eval.workers).
-	Reserved      bool `protobuf:"varint,16,opt,name=reserved,proto3" json:"reserved,omitempty"`
+	Reserved bool `protobuf:"varint,16,opt,name=reserved,proto3" json:"reserved,omitempty"`
+	// Whether new requests wait: the engine is paused, or a commit waits for the running requests.
+	Paused        bool `protobuf:"varint,17,opt,name=paused,proto3" json:"paused,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2909,6 +2911,13 @@ func (x *GetInferenceStatusResponse) GetStagedVersion() uint64 {
 func (x *GetInferenceStatusResponse) GetReserved() bool {
 	if x != nil {
 		return x.Reserved
+	}
+	return false
+}
+
+func (x *GetInferenceStatusResponse) GetPaused() bool {
+	if x != nil {
+		return x.Paused
 	}
 	return false
 }
@@ -3143,7 +3152,7 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\x13PauseEngineResponse\"\x15\n" +
 	"\x13ResumeEngineRequest\"\x16\n" +
 	"\x14ResumeEngineResponse\"\x1b\n" +
-	"\x19GetInferenceStatusRequest\"\xe0\x04\n" +
+	"\x19GetInferenceStatusRequest\"\xf8\x04\n" +
 	"\x1aGetInferenceStatusResponse\x12<\n" +
 	"\areceipt\x18\x01 \x01(\v2\".rollout.weights.v1.WeightsReceiptR\areceipt\x12\x16\n" +
 	"\x06active\x18\x02 \x01(\rR\x06active\x12\x14\n" +
@@ -3162,7 +3171,8 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\x0ereward_retries\x18\r \x01(\x04R\rrewardRetries\x12;\n" +
 	"\aengines\x18\x0e \x03(\v2!.rollout.weights.v1.EngineReceiptR\aengines\x12*\n" +
 	"\x0estaged_version\x18\x0f \x01(\x04H\x00R\rstagedVersion\x88\x01\x01\x12\x1a\n" +
-	"\breserved\x18\x10 \x01(\bR\breservedB\x11\n" +
+	"\breserved\x18\x10 \x01(\bR\breserved\x12\x16\n" +
+	"\x06paused\x18\x11 \x01(\bR\x06pausedB\x11\n" +
 	"\x0f_staged_version2\xf1\b\n" +
 	"\x16InferenceWorkerService\x12b\n" +
 	"\vLoadWeights\x12(.rollout.inference.v1.LoadWeightsRequest\x1a).rollout.inference.v1.LoadWeightsResponse\x12e\n" +
