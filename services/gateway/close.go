@@ -42,7 +42,7 @@ func (a *agents) Close(ctx context.Context, req *gatewayv1.CloseSessionRequest) 
 		return nil, err
 	}
 	if session.GetEnd() == nil {
-		if session.Task, err = a.claim(ctx, session, req.GetSessionId()); err != nil {
+		if session.Task, err = a.claim(ctx, session, req.GetSessionId(), end.GetOutcome()); err != nil {
 			return nil, err
 		}
 		end.Key = session.GetTask().GetKey()
@@ -89,7 +89,7 @@ func (a *agents) endOf(session *Session, req *gatewayv1.CloseSessionRequest) (*E
 
 // claim returns the task of a session. A session without one becomes a group of one: it takes the
 // place of the next prompt group of its run, if the samples of a group are not compared.
-func (a *agents) claim(ctx context.Context, session *Session, name string) (*Task, error) {
+func (a *agents) claim(ctx context.Context, session *Session, name string, outcome trajectoryv1.Outcome) (*Task, error) {
 	if task := session.GetTask(); task != nil {
 		return task, nil
 	}
@@ -99,6 +99,11 @@ func (a *agents) claim(ctx context.Context, session *Session, name string) (*Tas
 	}
 	if size := run.config.GetSampling().GetGroupSize(); size != 1 {
 		return nil, ErrSessionGroup.WithMessage("session %s belongs to no prompt group, and the %d samples of a group are compared", name, size)
+	}
+	if outcome == trajectoryv1.Outcome_OUTCOME_COMPLETED || outcome == trajectoryv1.Outcome_OUTCOME_TRUNCATED {
+		if err := checkSampled(run.config, session, name); err != nil {
+			return nil, err
+		}
 	}
 	groups, err := run.fetch(ctx, 1, claimWait)
 	if err != nil {

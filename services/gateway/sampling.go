@@ -10,10 +10,11 @@ import (
 )
 
 // checkSampling refuses parameters of a request whose samples the run could not train on, because
-// its probabilities are of the run's own parameters. Requests in sessions that are not trained on
-// are free.
+// its probabilities are of the run's own parameters. Requests in sessions without a task are free,
+// but if such a session is closed with a result, checkSampled refuses it.
 func (a *agents) checkSampling(ctx context.Context, session *conversation, params *inferencev1.SamplingParams) error {
 	if session.task == nil {
+		session.params = params // it may get a task when it is closed
 		return nil
 	}
 	run, err := a.run(ctx, session.run)
@@ -22,6 +23,17 @@ func (a *agents) checkSampling(ctx context.Context, session *conversation, param
 	}
 	if problem, fix := untrainable(run.config, params); problem != "" {
 		return ErrSampling.WithMessage("session %s is trained on, and %s", session.id, problem).Fix(fix)
+	}
+	return nil
+}
+
+// checkSampled is checkSampling for a session that gets its task when it is closed.
+func checkSampled(config *configv1.RunConfig, session *Session, name string) error {
+	for _, segment := range session.GetSegments() {
+		if problem, fix := untrainable(config, segment.GetParams()); problem != "" {
+			return ErrSampling.WithMessage("request %s of session %s can't be trained on: %s", segment.GetRequestId(), name, problem).
+				Fix(fix + "; close this session with the outcome ABORTED")
+		}
 	}
 	return nil
 }

@@ -11,8 +11,35 @@ import (
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
+	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 	"github.com/rollout-rl/rollout/services/gateway"
 )
+
+// A session that gets its task when it is closed is refused then: until then, it may be an
+// evaluation.
+func TestSamplingOfASessionWithoutAGroup(t *testing.T) {
+	t.Parallel()
+	a := setup(t, func(c *configv1.RunConfig) {
+		c.Sampling.GroupSize, c.Sampling.Temperature = proto.Uint32(1), proto.Float64(1)
+		c.Algorithm = &configv1.AlgorithmConfig{Kind: &configv1.AlgorithmConfig_ReinforcePp{ReinforcePp: &configv1.ReinforcePpConfig{Loss: &configv1.PolicyLossConfig{ImportanceCorrection: proto.String("truncate")}}}}
+	})
+	a.publish(3)
+	greedy := `{"model":"tiny","prompt":[1,2],"temperature":0}`
+	for _, name := range []string{"sess-greedy", "sess-failed"} {
+		if resp, body := do(t, a.gateway, "POST", "/sessions/"+name+"/v1/completions", greedy, ""); resp.StatusCode != http.StatusOK {
+			t.Fatalf("%s: %s", resp.Status, body)
+		}
+	}
+	_, err := a.close(&gateway.Task{SessionId: "sess-greedy"}, 1)
+	if rpcerr.Reason(err) != gateway.ReasonSampling || !strings.Contains(err.Error(), "temperature 0 is greedy") || !strings.Contains(rpcerr.Fix(err), "omit temperature") {
+		t.Errorf("%v; %s", err, rpcerr.Fix(err))
+	}
+	// Failures are not trained on, and the refused session took no prompt group.
+	failed := &gatewayv1.CloseSessionRequest{SessionId: "sess-failed", Outcome: trajectoryv1.Outcome_OUTCOME_INFRA_FAILED}
+	if got, err := a.gateway.CloseSession(t.Context(), failed); err != nil || got.GetEnd().GetKey().GetIndex() != 3 {
+		t.Errorf("got %v, %v", got, err)
+	}
+}
 
 // In a session that is trained on, parameters may differ from those of the run as far as the
 // importance weight corrects for that.

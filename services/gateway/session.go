@@ -29,11 +29,12 @@ type conversation struct {
 	store    Store
 	id       string
 	run      string
-	chat     bool       // whether all prompts are chats
-	skipped  int        // segments before those that were read
-	segments []*Segment // the others, in the order of the store
-	task     *Task      // the sample that the session was issued for; nil: none
-	forked   bool       // whether another request appended to the session in the meantime
+	chat     bool                        // whether all prompts are chats
+	skipped  int                         // segments before those that were read
+	segments []*Segment                  // the others, in the order of the store
+	task     *Task                       // the sample that the session was issued for; nil: none
+	params   *inferencev1.SamplingParams // of the request, if the session has no task
+	forked   bool                        // whether another request appended to the session in the meantime
 }
 
 // open reads the session of a request; name "": a new one. Another gateway may have appended to it,
@@ -133,7 +134,7 @@ func (c *conversation) append(ctx context.Context, w *worker, done *completion, 
 		rows[i] = &Segment{Segment: segment, RequestId: done.request, Time: timestamp(done.ended)}
 	}
 	last := rows[len(rows)-1]
-	last.FinishReason, last.Text = done.finish, done.text.String()
+	last.FinishReason, last.Text, last.Params = done.finish, done.text.String(), c.params
 	if len(rows) > 1 {
 		rows[0].Text = prompt.GetText()
 	}

@@ -307,6 +307,7 @@ class SessionSegment(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     TIME_FIELD_NUMBER: _builtins.int
+    PARAMS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Request."""
     finish_reason: _builtins.str
@@ -323,6 +324,12 @@ class SessionSegment(_message.Message):
     def time(self) -> _timestamp_pb2.Timestamp:
         """When it was appended, UTC."""
 
+    @_builtins.property
+    def params(self) -> _inference_pb2.SamplingParams:
+        """Parameters of the request of a completion, if the session was not issued for a sample yet: when
+        it is closed, the run may not be able to train on samples with them.
+        """
+
     def __init__(
         self,
         *,
@@ -331,10 +338,11 @@ class SessionSegment(_message.Message):
         finish_reason: _builtins.str = ...,
         text: _builtins.str = ...,
         time: _timestamp_pb2.Timestamp | None = ...,
+        params: _inference_pb2.SamplingParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["segment", b"segment", "time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params", "segment", b"segment", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "request_id", b"request_id", "segment", b"segment", "text", b"text", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "params", b"params", "request_id", b"request_id", "segment", b"segment", "text", b"text", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

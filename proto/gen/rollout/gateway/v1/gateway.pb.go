@@ -572,7 +572,10 @@ type SessionSegment struct {
 	// Text, where it is known: of a completion, or of a prompt that was sent as text.
 	Text string `protobuf:"bytes,4,opt,name=text,proto3" json:"text,omitempty"`
 	// When it was appended, UTC.
-	Time          *timestamppb.Timestamp `protobuf:"bytes,5,opt,name=time,proto3" json:"time,omitempty"`
+	Time *timestamppb.Timestamp `protobuf:"bytes,5,opt,name=time,proto3" json:"time,omitempty"`
+	// Parameters of the request of a completion, if the session was not issued for a sample yet: when
+	// it is closed, the run may not be able to train on samples with them.
+	Params        *v1.SamplingParams `protobuf:"bytes,6,opt,name=params,proto3" json:"params,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -638,6 +641,13 @@ func (x *SessionSegment) GetText() string {
 func (x *SessionSegment) GetTime() *timestamppb.Timestamp {
 	if x != nil {
 		return x.Time
+	}
+	return nil
+}
+
+func (x *SessionSegment) GetParams() *v1.SamplingParams {
+	if x != nil {
+		return x.Params
 	}
 	return nil
 }
@@ -1213,14 +1223,15 @@ const file_rollout_gateway_v1_gateway_proto_rawDesc = "" +
 	"\bsegments\x18\x02 \x03(\v2\".rollout.gateway.v1.SessionSegmentR\bsegments\x12\x15\n" +
 	"\x06run_id\x18\x03 \x01(\tR\x05runId\x123\n" +
 	"\x04task\x18\x04 \x01(\v2\x1f.rollout.gateway.v1.SessionTaskR\x04task\x120\n" +
-	"\x03end\x18\x05 \x01(\v2\x1e.rollout.gateway.v1.SessionEndR\x03endJ\x04\b\x01\x10\x02R\x05turns\"\xcf\x01\n" +
+	"\x03end\x18\x05 \x01(\v2\x1e.rollout.gateway.v1.SessionEndR\x03endJ\x04\b\x01\x10\x02R\x05turns\"\x8d\x02\n" +
 	"\x0eSessionSegment\x125\n" +
 	"\asegment\x18\x01 \x01(\v2\x1b.rollout.session.v1.SegmentR\asegment\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x02 \x01(\tR\trequestId\x12#\n" +
 	"\rfinish_reason\x18\x03 \x01(\tR\ffinishReason\x12\x12\n" +
 	"\x04text\x18\x04 \x01(\tR\x04text\x12.\n" +
-	"\x04time\x18\x05 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\"\x8f\x01\n" +
+	"\x04time\x18\x05 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x12<\n" +
+	"\x06params\x18\x06 \x01(\v2$.rollout.inference.v1.SamplingParamsR\x06params\"\x8f\x01\n" +
 	"\x12NextPromptsRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12'\n" +
 	"\n" +
@@ -1332,31 +1343,32 @@ var file_rollout_gateway_v1_gateway_proto_depIdxs = []int32{
 	13, // 7: rollout.gateway.v1.GetSessionResponse.end:type_name -> rollout.gateway.v1.SessionEnd
 	20, // 8: rollout.gateway.v1.SessionSegment.segment:type_name -> rollout.session.v1.Segment
 	16, // 9: rollout.gateway.v1.SessionSegment.time:type_name -> google.protobuf.Timestamp
-	10, // 10: rollout.gateway.v1.NextPromptsResponse.sessions:type_name -> rollout.gateway.v1.SessionTask
-	21, // 11: rollout.gateway.v1.SessionTask.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	16, // 12: rollout.gateway.v1.SessionTask.deadline:type_name -> google.protobuf.Timestamp
-	14, // 13: rollout.gateway.v1.CloseSessionRequest.metrics:type_name -> rollout.gateway.v1.CloseSessionRequest.MetricsEntry
-	22, // 14: rollout.gateway.v1.CloseSessionRequest.outcome:type_name -> rollout.trajectory.v1.Outcome
-	13, // 15: rollout.gateway.v1.CloseSessionResponse.end:type_name -> rollout.gateway.v1.SessionEnd
-	22, // 16: rollout.gateway.v1.SessionEnd.outcome:type_name -> rollout.trajectory.v1.Outcome
-	15, // 17: rollout.gateway.v1.SessionEnd.metrics:type_name -> rollout.gateway.v1.SessionEnd.MetricsEntry
-	21, // 18: rollout.gateway.v1.SessionEnd.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	16, // 19: rollout.gateway.v1.SessionEnd.time:type_name -> google.protobuf.Timestamp
-	1,  // 20: rollout.gateway.v1.RolloutGatewayService.ListModels:input_type -> rollout.gateway.v1.ListModelsRequest
-	3,  // 21: rollout.gateway.v1.RolloutGatewayService.Complete:input_type -> rollout.gateway.v1.CompleteRequest
-	5,  // 22: rollout.gateway.v1.RolloutGatewayService.GetSession:input_type -> rollout.gateway.v1.GetSessionRequest
-	8,  // 23: rollout.gateway.v1.RolloutGatewayService.NextPrompts:input_type -> rollout.gateway.v1.NextPromptsRequest
-	11, // 24: rollout.gateway.v1.RolloutGatewayService.CloseSession:input_type -> rollout.gateway.v1.CloseSessionRequest
-	2,  // 25: rollout.gateway.v1.RolloutGatewayService.ListModels:output_type -> rollout.gateway.v1.ListModelsResponse
-	4,  // 26: rollout.gateway.v1.RolloutGatewayService.Complete:output_type -> rollout.gateway.v1.CompleteResponse
-	6,  // 27: rollout.gateway.v1.RolloutGatewayService.GetSession:output_type -> rollout.gateway.v1.GetSessionResponse
-	9,  // 28: rollout.gateway.v1.RolloutGatewayService.NextPrompts:output_type -> rollout.gateway.v1.NextPromptsResponse
-	12, // 29: rollout.gateway.v1.RolloutGatewayService.CloseSession:output_type -> rollout.gateway.v1.CloseSessionResponse
-	25, // [25:30] is the sub-list for method output_type
-	20, // [20:25] is the sub-list for method input_type
-	20, // [20:20] is the sub-list for extension type_name
-	20, // [20:20] is the sub-list for extension extendee
-	0,  // [0:20] is the sub-list for field type_name
+	18, // 10: rollout.gateway.v1.SessionSegment.params:type_name -> rollout.inference.v1.SamplingParams
+	10, // 11: rollout.gateway.v1.NextPromptsResponse.sessions:type_name -> rollout.gateway.v1.SessionTask
+	21, // 12: rollout.gateway.v1.SessionTask.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	16, // 13: rollout.gateway.v1.SessionTask.deadline:type_name -> google.protobuf.Timestamp
+	14, // 14: rollout.gateway.v1.CloseSessionRequest.metrics:type_name -> rollout.gateway.v1.CloseSessionRequest.MetricsEntry
+	22, // 15: rollout.gateway.v1.CloseSessionRequest.outcome:type_name -> rollout.trajectory.v1.Outcome
+	13, // 16: rollout.gateway.v1.CloseSessionResponse.end:type_name -> rollout.gateway.v1.SessionEnd
+	22, // 17: rollout.gateway.v1.SessionEnd.outcome:type_name -> rollout.trajectory.v1.Outcome
+	15, // 18: rollout.gateway.v1.SessionEnd.metrics:type_name -> rollout.gateway.v1.SessionEnd.MetricsEntry
+	21, // 19: rollout.gateway.v1.SessionEnd.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	16, // 20: rollout.gateway.v1.SessionEnd.time:type_name -> google.protobuf.Timestamp
+	1,  // 21: rollout.gateway.v1.RolloutGatewayService.ListModels:input_type -> rollout.gateway.v1.ListModelsRequest
+	3,  // 22: rollout.gateway.v1.RolloutGatewayService.Complete:input_type -> rollout.gateway.v1.CompleteRequest
+	5,  // 23: rollout.gateway.v1.RolloutGatewayService.GetSession:input_type -> rollout.gateway.v1.GetSessionRequest
+	8,  // 24: rollout.gateway.v1.RolloutGatewayService.NextPrompts:input_type -> rollout.gateway.v1.NextPromptsRequest
+	11, // 25: rollout.gateway.v1.RolloutGatewayService.CloseSession:input_type -> rollout.gateway.v1.CloseSessionRequest
+	2,  // 26: rollout.gateway.v1.RolloutGatewayService.ListModels:output_type -> rollout.gateway.v1.ListModelsResponse
+	4,  // 27: rollout.gateway.v1.RolloutGatewayService.Complete:output_type -> rollout.gateway.v1.CompleteResponse
+	6,  // 28: rollout.gateway.v1.RolloutGatewayService.GetSession:output_type -> rollout.gateway.v1.GetSessionResponse
+	9,  // 29: rollout.gateway.v1.RolloutGatewayService.NextPrompts:output_type -> rollout.gateway.v1.NextPromptsResponse
+	12, // 30: rollout.gateway.v1.RolloutGatewayService.CloseSession:output_type -> rollout.gateway.v1.CloseSessionResponse
+	26, // [26:31] is the sub-list for method output_type
+	21, // [21:26] is the sub-list for method input_type
+	21, // [21:21] is the sub-list for extension type_name
+	21, // [21:21] is the sub-list for extension extendee
+	0,  // [0:21] is the sub-list for field type_name
 }
 
 func init() { file_rollout_gateway_v1_gateway_proto_init() }
