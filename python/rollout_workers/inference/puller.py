@@ -1,7 +1,8 @@
 """Decides which work items to pull and when to start them.
 
 Items are pulled as slots free up. An item waits until the engine has the weights that it requires
-and a free slot. While it waits, another worker that is idle may get it instead (``sharing``).
+and a free slot. While it waits, another worker that is idle may get it instead (``sharing``). While
+the engine is paused, no item waits here: other workers get them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Puller:
         self._no_prefetch = False  # set while another worker is idle: request nothing until a slot is free
         self._outdated = False  # set when a worker with newer weights was given work: request nothing until they arrive
         self._duplicates: dict[str, list[WorkItem]] = {}  # further deliveries of items that wait or are active
-        self._stopped = False
+        self._stopped = self._paused = False
+        self._returning: set[asyncio.Task[None]] = set()  # that give back items which arrived during a pause
         self._weights_watch: asyncio.Task[None] | None = None
         self.idle = asyncio.Event()
         self.idle.set()
@@ -64,6 +66,11 @@ class Puller:
     def active(self) -> int:
         """Number of groups that were started and are unfinished."""
         return len(self._active)
+
+    @property
+    def paused(self) -> bool:
+        """Whether groups are neither requested nor started."""
+        return self._paused
 
     @property
     def free(self) -> int:
@@ -81,7 +88,23 @@ class Puller:
         self._queue, self._begin = queue, begin
         if self._receipts is not None:
             self._weights_watch = asyncio.create_task(self._follow_weights(self._receipts), name="puller")
-        queue.set_room(self._capacity)
+        self._request_more()
+
+    async def pause(self) -> None:
+        """Start no group and request none until ``resume``, and give back those that wait. Active
+        ones continue. Items that need no weights need no engine: nothing changes for them.
+        Idempotent."""
+        if self._receipts is None:
+            return
+        self._paused = True
+        self._request_more()
+        await self._release_waiting()
+
+    def resume(self) -> None:
+        """Request groups again. Idempotent."""
+        self._paused = False
+        self._begin_ready()
+        self._request_more()
 
     def deliver(self, items: list[WorkItem]) -> None:
         """Add items that arrived together."""
@@ -93,6 +116,11 @@ class Puller:
             self._waiting[item.key] = item
             fresh.append(item)
         self._request_more()
+        if self._paused:  # they were requested before
+            returning = asyncio.create_task(self._release_waiting(), name="puller")
+            self._returning.add(returning)
+            returning.add_done_callback(self._returning.discard)
+            return
         self._prepare(fresh)
         self._begin_ready()
 
@@ -155,9 +183,13 @@ class Puller:
         if self._queue is None:
             return
         await self._queue.stop()
+        await self._release_waiting()
+
+    async def _release_waiting(self) -> None:
         waiting = list(self._waiting.values())
         self._waiting.clear()
-        await self._queue.give_back(self._with_duplicates(waiting))
+        if self._queue is not None and waiting:
+            await self._queue.give_back(self._with_duplicates(waiting))
 
     async def _follow_weights(self, receipts: EngineReceipts) -> None:
         while True:
@@ -169,7 +201,7 @@ class Puller:
             await receipts.changed.wait()
 
     def _begin_ready(self) -> None:
-        if self._stopped:
+        if self._stopped or self._paused:
             return
         batch: list[WorkItem] = []
         for item in self.ready():
@@ -198,7 +230,7 @@ class Puller:
 
     def _request_more(self) -> None:
         if self._queue is not None and not self._stopped:
-            none = self._outdated or (self._no_prefetch and self.free <= 0)
+            none = self._paused or self._outdated or (self._no_prefetch and self.free <= 0)
             self._queue.set_room(0 if none else max(0, self._wanted()))
 
     def _wanted(self) -> int:

@@ -38,13 +38,14 @@ class InferenceServer(InferenceWorkerServiceServicer):
         lifecycle: Lifecycle,
         rewards: Scorer | None,
         updates: WeightsUpdates,
+        pauses: Pauses,
     ) -> None:
         """evaluation, rewards: None if the plan has none."""
         self._who, self._engine, self._receipts = context.who, context.model.engine, context.receipts
         self._model, self._max_model_len = context.config.name, context.config.engine.max_model_len
         self._generation, self._evaluation = generation, evaluation
         self._puller, self._throughput, self._lifecycle = puller, context.throughput, lifecycle
-        self._rewards, self._updates, self._pauses = rewards, updates, Pauses(self._engine)
+        self._rewards, self._updates, self._pauses = rewards, updates, pauses
 
     async def LoadWeights(self, request: pb.LoadWeightsRequest, context: grpc.aio.ServicerContext) -> pb.LoadWeightsResponse:
         self._check_run(request.weights.run_id)

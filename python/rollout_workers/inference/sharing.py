@@ -62,7 +62,7 @@ class Sharing:
 
     def _wanted(self) -> int:
         """The number of groups that were requested for free slots but did not arrive."""
-        if self._puller.waiting:
+        if self._puller.waiting or self._puller.paused:
             return 0
         return max(0, min(self._puller.free // self._group_slots, self._queue.outstanding))
 

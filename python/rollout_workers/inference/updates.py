@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from rollout.weights.v1.weights_pb2 import WeightsManifest, WeightsOffer, WeightsReceipt
 from rollout_workers.engines.base import Engine
 from rollout_workers.inference.admission import Admission
+from rollout_workers.inference.puller import Puller
 from rollout_workers.inference.receipt import CurrentWeightsMismatch, EngineReceipts, WeightsDigestMismatch
 from rollout_workers.weights.transfer.cache import WeightsCache, described
 from rollout_workers.worker.lifecycle import Lifecycle
@@ -99,10 +100,11 @@ class WeightsUpdates:
 
 
 class Pauses:
-    """Pauses an engine, at most for a time that the caller names."""
+    """Pauses an engine, at most for a time that the caller names, and gives the groups that it has
+    not started to other workers."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, puller: Puller) -> None:
+        self._engine, self._puller = engine, puller
         self._end: asyncio.TimerHandle | None = None
         self._resuming: asyncio.Task[None] | None = None
 
@@ -111,12 +113,14 @@ class Pauses:
         self._cancel()
         if most_seconds:
             self._end = asyncio.get_running_loop().call_later(most_seconds, self._expire, most_seconds)
+        await self._puller.pause()
         await self._engine.pause()
 
     async def resume(self) -> None:
         """Continue decoding."""
         self._cancel()
         await self._engine.resume()
+        self._puller.resume()
 
     def _cancel(self) -> None:
         if self._end is not None:

@@ -31,7 +31,7 @@ from rollout_workers.inference.pipeline import Pipeline, SamplingContext
 from rollout_workers.inference.receipt import EngineReceipts, Verification
 from rollout_workers.inference.server import InferenceServer
 from rollout_workers.inference.sharing import Sharing
-from rollout_workers.inference.updates import WeightsUpdates
+from rollout_workers.inference.updates import Pauses, WeightsUpdates
 from rollout_workers.rewards.config import scorer_of
 from rollout_workers.rewards.pinned import Pinned
 from rollout_workers.rewards.rewards import RewardSource, Scorer
@@ -90,18 +90,19 @@ async def run_inference_worker(
         if spec.plan.config.weights.update == "rolling" or who.reserved:
             admission = Admission(model.engine)
             model = replace(model, engine=cast(Engine, admission))
-        if _starts_paused(spec.plan.config) and not who.reserved:
-            await model.engine.pause()
         parts = _environment_context(spec, model, lifecycle, rewards)
         environment = await cleanup.enter_async_context(environments.opened(parts))
         context = SamplingContext.build(who, parts, environment, model, receipts)
         publisher = Publisher(client, who.trajectory_subject, who.trajectory_stream, who.process)
         pipeline = Pipeline.build(context, publisher, services, clients)
+        pauses = Pauses(model.engine, pipeline.puller)
+        if _starts_paused(spec.plan.config) and not who.reserved:
+            await pauses.pause(0)
 
         server = Server(spec.token, tls=of_mesh(spec))
         cleanup.push_async_callback(server.stop, 0)
         updates = WeightsUpdates(receipts, weights_cache, lifecycle, admission)
-        servicer = _servicer(spec, context, pipeline, lifecycle, rewards, updates)
+        servicer = _servicer(spec, context, pipeline, lifecycle, rewards, updates, pauses)
         registration = await _serve(spec, who, lifecycle, server, servicer, delivery.WeightsServer(who, weights_cache))
         queue = await pipeline.start(client, heartbeat, who, reconnects)
         background = [
@@ -171,6 +172,7 @@ def _servicer(
     lifecycle: Lifecycle,
     rewards: Scorer | None,
     updates: WeightsUpdates,
+    pauses: Pauses,
 ) -> InferenceServer:
     config, engine, text = context.config, context.model.engine, context.model.text
     evaluation = None
@@ -186,7 +188,7 @@ def _servicer(
             chat=config.model.chat_template,
         )
     generation = Generation(context.model, context.params, config.engine.max_model_len, family=config.model.chat_family)
-    return InferenceServer(context, generation, evaluation, pipeline.puller, lifecycle, rewards, updates)
+    return InferenceServer(context, generation, evaluation, pipeline.puller, lifecycle, rewards, updates, pauses)
 
 
 async def _serve(

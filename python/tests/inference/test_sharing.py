@@ -17,6 +17,7 @@ from rollout_testing.worker import InProcess
 from rollout_workers.data.prompts import Text
 from rollout_workers.inference.model import Model
 from rollout_workers.inference.puller import Puller
+from rollout_workers.inference.receipt import EngineReceipts
 from rollout_workers.worker.stream import WorkItem, WorkQueue
 
 GROUP = 4
@@ -110,6 +111,28 @@ async def test_a_group_that_fails_frees_its_slots(puller: Puller, begun: list[in
     puller.deliver(items(0, 1, 2))
     await puller.drop(items(0))
     assert begun == [0, 1, 2] and puller.free == 0
+
+
+async def test_a_paused_worker_starts_and_holds_nothing(queue: Recorder, begun: list[int]) -> None:
+    receipts = EngineReceipts(cast(Any, None))
+    puller = Puller(receipts, capacity=4, slots=2 * GROUP, group_size=GROUP, prepare=lambda items: None)
+    puller.start(cast(WorkQueue, queue), lambda items: begun.extend(item.group.position for item in items))
+    puller.deliver(items(0, 1, 2))
+    await puller.pause()
+    assert begun == [0, 1] and puller.active == 2, "samples in progress stay"
+    assert [item.group.position for item in queue.back] == [2] and queue.rooms[-1] == 0
+    puller.sampled("0/0/0")
+    await puller.done(items(0))
+    puller.deliver(items(3))  # it was requested before the pause
+    await until(lambda: len(queue.back) == 2)
+    receipts.changed.set()  # of an update that reached the paused engine
+    await asyncio.sleep(0)
+    assert begun == [0, 1] and puller.waiting == 0 and queue.rooms[-1] == 0
+    puller.resume()
+    assert queue.rooms[-1] == 3
+    puller.deliver(items(3))
+    assert begun == [0, 1, 3]
+    await puller.stop()
 
 
 async def test_waiting_groups_are_shared_last_first(puller: Puller, begun: list[int], queue: Recorder) -> None:
