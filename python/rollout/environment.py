@@ -101,8 +101,9 @@ class Turn:
     """One answer of the policy. sample: number in the task. number: of the turn, from 0. text:
     without special tokens and stop text.
 
-    prompt, prompt_ids: text and tokens (int32[N]) of the first observation. truncated: whether the
-    answer ended at the token limit.
+    prompt, prompt_ids: text and tokens (int32[N]) of the first observation. context_ids: int32[C],
+    all tokens of the episode before the answer; empty in another process than the worker's.
+    truncated: whether the answer ended at the token limit.
 
     content, reasoning, tool_calls: the parts of the answer in an episode of messages; in other
     episodes content is the text.
@@ -116,6 +117,7 @@ class Turn:
     text: str
     truncated: bool
     prompt_ids: NDArray[np.int32] = field(default_factory=lambda: _NO_IDS)
+    context_ids: NDArray[np.int32] = field(default_factory=lambda: _NO_IDS, kw_only=True)
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
@@ -136,9 +138,10 @@ class Result:
     per turn. They are added to those of the observations. ``environment.credit`` says which tokens
     a reward counts for.
 
-    token_rewards, teacher_logprobs: one per token of the last turn, or empty. steps: rewards of
-    parts of the last turn, which become ``token_rewards`` before an environment returns the result
-    (``process_reward.spread``).
+    token_rewards: one per token of the last turn, or empty. teacher_logprobs: one per token of the
+    episode after the first observation, or empty: the log-probability that a teacher gives it after
+    the tokens before it. steps: rewards of parts of the last turn, which become ``token_rewards``
+    before an environment returns the result (``process_reward.spread``).
     """
 
     reward: float = 0.0

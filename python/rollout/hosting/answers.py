@@ -109,9 +109,14 @@ def _result(result: Result, turn: Turn, of: str) -> Result:
     turns, tokens = turn.number + 1, len(turn.token_ids)
     if len(result.turn_rewards) not in (0, turns):
         raise wrong(f"{len(result.turn_rewards)} turn_rewards", f"the episode has {turns} turns")
-    for values, name in ((result.token_rewards, "token_rewards"), (result.teacher_logprobs, "teacher_logprobs")):
-        if len(values) not in (0, tokens):
-            raise wrong(f"{len(values)} {name}", f"the last turn has {tokens} tokens")
+    if len(result.token_rewards) not in (0, tokens):
+        raise wrong(f"{len(result.token_rewards)} token_rewards", f"the last turn has {tokens} tokens")
+    completion = max(0, len(turn.context_ids) - len(turn.prompt_ids)) + tokens
+    if len(result.teacher_logprobs) not in (0, completion):
+        raise wrong(
+            f"{len(result.teacher_logprobs)} teacher_logprobs",
+            f"the episode has {completion} tokens after the first observation",
+        )
     return replace(
         result,
         reward=_number(result.reward, "the reward", of),

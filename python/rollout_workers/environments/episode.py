@@ -208,7 +208,14 @@ class _Run:
 
     async def _begin(self, tasks: Sequence[Task]) -> None:
         requests: list[GroupRequest] = []
-        for task, first in zip(tasks, await self._reset(tasks), strict=True):
+        begun = [episode for task in tasks for episode in self._groups[task.key]]
+        try:
+            starts = await self._reset(tasks)
+        finally:
+            over = [episode for episode in begun if episode.result is not None]
+            if over and self._limits.turns:
+                self._release_soon(over)  # they were closed before the environment had begun them
+        for task, first in zip(tasks, starts, strict=True):
             episodes = [episode for episode in self._groups.get(task.key, ()) if episode.result is None]
             if not isinstance(first, Refusal):
                 try:
@@ -371,6 +378,7 @@ class _Run:
             text=text,
             truncated=output.finish_reason == "length",
             prompt_ids=prompt.token_ids,
+            context_ids=episode.context()[: -len(output.token_ids) or None] if episode.turns > 1 else prompt.token_ids,
             content=content,
             reasoning=reasoning,
             tool_calls=calls,

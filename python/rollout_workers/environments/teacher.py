@@ -14,7 +14,7 @@ import numpy as np
 
 from rollout.config.v1.algorithm_pb2 import TeacherEndpointConfig
 from rollout.config.v1.run_config_pb2 import RunConfig
-from rollout.environment import Environment, Observation, Refusal, Result, Task, Turn, failed
+from rollout.environment import Environment, ManagedEnvironment, Observation, Refusal, Result, Task, Turn, failed
 from rollout.teacher import TeacherEndpoint, TeacherError
 from rollout_workers.data.prompts import Text
 from rollout_workers.worker.secret import read_secret
@@ -35,8 +35,17 @@ class TeacherEnvironment:
     def __init__(self, inner: Environment, teacher: TeacherEndpoint, *, retries: int, concurrency: int) -> None:
         """concurrency: number of concurrent calls."""
         self._inner, self._teacher, self._retries = inner, teacher, retries
+        self.batched = getattr(inner, "batched", True)
+        self.waits_for_siblings = getattr(inner, "waits_for_siblings", False)
         self._threads = ThreadPoolExecutor(concurrency, "teacher")
         self._logged: set[str] = set()
+
+    async def start(self) -> None:
+        """Start the inner environment, which may declare only then how it is called."""
+        if isinstance(self._inner, ManagedEnvironment):
+            await self._inner.start()
+        self.batched = getattr(self._inner, "batched", True)
+        self.waits_for_siblings = getattr(self._inner, "waits_for_siblings", False)
 
     async def reset(self, tasks: Sequence[Task]) -> Sequence[Observation | Refusal]:
         """Reset the inner environment."""
@@ -45,29 +54,35 @@ class TeacherEnvironment:
     async def step(self, turns: Sequence[Turn]) -> list[Observation | Result]:
         """Step the inner environment. Results of finished episodes have the teacher's
         log-probabilities."""
-        answers, with_teacher = await asyncio.gather(
-            self._inner.step(turns), asyncio.gather(*(self._ask(turn) for turn in turns))
-        )
-        return [self._with(answer, logprobs) for answer, logprobs in zip(answers, with_teacher, strict=True)]
+        answers = await self._inner.step(turns)
+        return await asyncio.gather(*(self._with(answer, turn) for answer, turn in zip(answers, turns, strict=True)))
 
     async def close(self, episodes: Sequence[tuple[str, int]]) -> None:
         """Close the episodes of the inner environment."""
         await self._inner.close(episodes)
 
-    def shutdown(self) -> None:
+    async def shutdown(self) -> None:
+        """Stop the inner environment and the calls of the teacher."""
+        self.stop()
+        if isinstance(self._inner, ManagedEnvironment):
+            await self._inner.shutdown()
+
+    def stop(self) -> None:
         """Stop the threads and cancel the calls that wait for one. Idempotent. Does not wait for
         running calls, which end at the teacher's time limit."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._teacher.close()
 
-    @staticmethod
-    def _with(answer: Observation | Result, logprobs: tuple[float, ...] | TeacherError) -> Observation | Result:
+    async def _with(self, answer: Observation | Result, turn: Turn) -> Observation | Result:
         if not isinstance(answer, Result) or answer.outcome not in ("completed", "truncated"):
             return answer
+        logprobs = await self._ask(turn)
         return failed(logprobs.reason) if isinstance(logprobs, TeacherError) else replace(answer, teacher_logprobs=logprobs)
 
     async def _ask(self, turn: Turn) -> tuple[float, ...] | TeacherError:
-        ids = np.concatenate((turn.prompt_ids, turn.token_ids)).tolist()
+        """The log-probabilities of all tokens of the episode after the first observation."""
+        context = turn.context_ids if len(turn.context_ids) else turn.prompt_ids
+        ids = np.concatenate((context, turn.token_ids)).tolist()
         pause = _PAUSE_SECONDS
         for left in range(self._retries, -1, -1):
             try:
@@ -94,7 +109,7 @@ def with_teacher(config: RunConfig, inner: Environment, text: Text, closing: Exi
         return inner
     endpoint = config.algorithm.distillation.endpoint
     made = TeacherEnvironment(inner, client(endpoint, text), retries=endpoint.retries, concurrency=endpoint.concurrency or 8)
-    closing.callback(made.shutdown)
+    closing.callback(made.stop)
     return made
 
 

@@ -15,6 +15,7 @@ from rollout.environments.vector import Gymnasium
 from rollout.hosting.episodes import Checked, Episodes
 from rollout_testing.engine import ScriptedEngine
 from rollout_testing.templates import text_of
+from rollout_testing.waiting import until
 from rollout_workers.data.prompts import Text
 from rollout_workers.engines.base import GroupRequest, SamplingParams
 from rollout_workers.environments.dialogue import Dialogue
@@ -289,6 +290,46 @@ async def test_a_hung_environment_costs_its_deadline_alone(limit: str, reason: s
     assert asyncio.get_running_loop().time() - began < 5
     assert hung.result is not None and (hung.result.outcome, hung.result.reason) == ("infra_failed", reason)
     assert other.result is not None and other.result.outcome == "completed"
+
+
+class SlowStart:
+    """Begins its episodes only when ``go`` is set, also if the call is cancelled before, as another
+    process would."""
+
+    def __init__(self) -> None:
+        self.go, self.begun, self.open = asyncio.Event(), asyncio.Event(), set[tuple[str, int]]()
+
+    async def reset(self, tasks: Sequence[Task]) -> list[Observation | Refusal]:
+        try:
+            await self.go.wait()
+        finally:
+            self.open |= {(task.key, sample) for task in tasks for sample in task.samples}
+            self.begun.set()
+        return [Observation(text="1+1=")] * len(tasks)
+
+    async def step(self, turns: Sequence[Turn]) -> list[Observation | Result]:
+        return [Result(1.0)] * len(turns)
+
+    async def close(self, episodes: Sequence[tuple[str, int]]) -> None:
+        self.open -= set(episodes)
+
+
+@pytest.mark.parametrize("finishes", [True, False])
+async def test_an_episode_that_expires_while_it_begins_is_closed(finishes: bool, text: Text) -> None:
+    environment = SlowStart()
+    runner = EpisodeRunner(
+        scripted(text, ["2"]),
+        environment,
+        text,
+        SamplingParams(max_tokens=8),
+        limits=Limits("test", turns=True, episode_seconds=0.05),
+    )
+    async for [group] in runner.run([Task("t", b"{}", (0, 1), (0, 1))]):
+        assert {e.result.reason for e in group.episodes if e.result} == {"EPISODE_TIMEOUT"}
+        if finishes:
+            environment.go.set()
+            await environment.begun.wait()
+    await until(lambda: environment.begun.is_set() and not environment.open, seconds=10)
 
 
 async def test_a_group_ends_at_its_deadline_while_it_is_sampled(text: Text) -> None:
