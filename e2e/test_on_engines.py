@@ -26,12 +26,12 @@ import json, urllib.request
 
 def judged(samples):
     """How likely the other policy is to start with a digit after a completion."""
-    body = {"model": MODEL, "prompt": [sample["completion"] or "1" for sample in samples], "max_tokens": 1, "temperature": 0}
+    body = {"model": MODEL, "prompt": [sample.completion or "1" for sample in samples], "max_tokens": 1, "temperature": 0}
     request = urllib.request.Request(URL, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
         choices = sorted(json.load(answer)["choices"], key=lambda choice: choice["index"])
     assert len(choices) == len(samples)
-    return [float(choice["text"][:1].isdigit()) + len(sample["completion"]) / 10 for choice, sample in zip(choices, samples)]
+    return [float(choice["text"][:1].isdigit()) + len(sample.completion) / 10 for choice, sample in zip(choices, samples)]
 '''
 
 
