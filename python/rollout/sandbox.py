@@ -249,10 +249,18 @@ class Process:
 
 
 class Sandboxes:
-    """A ``rollout-sandbox serve`` process, one per worker: boxes are built and kept warm by it."""
+    """A ``rollout-sandbox serve`` process, one per worker: boxes are built and kept warm by it.
+
+    If the process ends, its calls fail with BOX_LOST, and the next ``open``, ``run``, or ``warm``
+    starts another one, which keeps the same boxes warm.
+    """
 
     def __init__(self, binary: str | None = None) -> None:
         self._binary = binary
+        self.starts = 0
+        """How often the process was started: a box of an earlier one is lost."""
+        self._warm: dict[str, dict[str, Any]] = {}  # the last request of each spec
+        self._starting = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._sequence = 0
@@ -260,13 +268,18 @@ class Sandboxes:
         self._streams: dict[str, Process] = {}
 
     async def __aenter__(self) -> Self:
+        await self._start()
+        return self
+
+    async def _start(self) -> None:
         binary = self._binary or find_binary()
         self._process = await asyncio.create_subprocess_exec(
             binary, "serve", stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
         assert self._process.stdout is not None
+        self._streams = {}
         self._reader = asyncio.create_task(self._read(self._process.stdout))
-        return self
+        self.starts += 1
 
     async def __aexit__(self, *_: object) -> None:
         process, self._process = self._process, None
@@ -289,6 +302,7 @@ class Sandboxes:
         if prestart is not None:
             params["prestart"] = _command(prestart, **command)
         await self.call("warm", **params)
+        self._warm[json.dumps(params["spec"])] = params
 
     async def run(self, spec: Spec, argv: Sequence[str], **command: Any) -> Result:
         """Run one command in a new box. See :meth:`Sandbox.run` for the arguments."""
@@ -309,15 +323,22 @@ class Sandboxes:
 
     async def call(self, method: str, **params: Any) -> Any:
         """One request of the protocol. A canceled call kills its command."""
-        process = self._process
-        if (
-            process is None
-            or process.stdin is None
-            or process.returncode is not None
-            or self._reader is None
-            or self._reader.done()
-        ):
+        if self._process is None:
             raise SandboxError("BOX_LOST", "rollout-sandbox does not run", fix="use it inside `async with`")
+        async with self._starting:
+            if self._ended() and method in ("open", "run", "warm"):
+                await self._start()
+                for warm in self._warm.values():
+                    await self._exchange("warm", warm)
+        return await self._exchange(method, params)
+
+    def _ended(self) -> bool:
+        return self._process is None or self._process.returncode is not None or self._reader is None or self._reader.done()
+
+    async def _exchange(self, method: str, params: dict[str, Any]) -> Any:
+        process = self._process
+        if process is None or process.stdin is None or self._ended():
+            raise SandboxError("BOX_LOST", "rollout-sandbox ended", fix="see its standard error")
         self._sequence += 1
         number = self._sequence
         future = self._calls[number] = asyncio.get_running_loop().create_future()
@@ -377,6 +398,7 @@ class Sandbox:
         self._server = server or Sandboxes()
         self._own = server is None
         self._box: str | None = None
+        self._start = 0  # of the server's process that has the box
         self.prestarted: Process | None = None
         """The command of :meth:`Sandboxes.warm` that runs in this box already."""
 
@@ -404,12 +426,12 @@ class Sandbox:
     async def __aexit__(self, *_: object) -> None:
         if self._own:
             await self._server.__aexit__()
-        elif self._box is not None:
+        elif self._box is not None and self._start == self._server.starts:
             await self._server.call("close", box=self._box)
         self._box = None
 
     def _opened(self, answer: dict[str, Any]) -> None:
-        self._box = answer["box"]
+        self._box, self._start = answer["box"], self._server.starts
         self.prestarted = self._server.attach(answer["process"]) if "process" in answer else None
 
     async def run(self, argv: Sequence[str], **command: Any) -> Result:
@@ -419,17 +441,23 @@ class Sandbox:
         ``/home/sandbox``. files: contents by path, written before. wall_time_s, output_bytes:
         instead of the box's. keep_background: keep processes that the command leaves running.
         """
-        return Result.parse(await self._server.call("exec", box=self._box, command=_command(argv, **command)))
+        return Result.parse(await self._call("exec", command=_command(argv, **command)))
 
     async def start(self, argv: Sequence[str], **command: Any) -> Process:
         """Start a command and use its input and output while it runs; arguments as in :meth:`run`.
         Without ``wall_time_s`` it may run as long as the box."""
-        answer = await self._server.call("start", box=self._box, command=_command(argv, **command))
+        answer = await self._call("start", command=_command(argv, **command))
         return self._server.attach(answer["process"])
 
     async def reset(self) -> None:
         """Replace the box by a new one: no file and no process is left."""
-        self._opened(await self._server.call("reset", box=self._box))
+        self._opened(await self._call("reset"))
+
+    async def _call(self, method: str, **params: Any) -> Any:
+        """A call of this box, and not of one with its name in a later process of the server."""
+        if self._box is not None and self._start != self._server.starts:
+            raise SandboxError("BOX_LOST", "the box ended with its rollout-sandbox", fix="open another one")
+        return await self._server.call(method, box=self._box, **params)
 
 
 def _command(

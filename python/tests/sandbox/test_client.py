@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 
 import pytest
@@ -147,3 +149,19 @@ async def test_calls_fail_when_the_server_is_gone(monkeypatch: pytest.MonkeyPatc
         async with Sandbox():
             pass
     assert lost.value.reason == "BOX_LOST"
+
+
+async def test_a_killed_server_is_started_again_and_its_boxes_are_lost() -> None:
+    async with Sandboxes() as server:
+        await server.warm(Spec(), 1)
+        async with server.open(Spec()) as box:
+            os.kill(server.pid, signal.SIGKILL)
+            with pytest.raises(SandboxError) as lost:
+                await box.run(["sleep", "30"])
+            assert lost.value.reason == "BOX_LOST"
+            async with server.open(Spec()) as other:
+                assert (await other.run(["echo", "up"])).stdout == b"up\n"
+                with pytest.raises(SandboxError) as gone:  # `other` may have its name
+                    await box.run(["echo", "elsewhere"])
+                assert gone.value.reason == "BOX_LOST"
+        assert server.starts == 2
