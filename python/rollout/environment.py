@@ -194,7 +194,8 @@ class StatefulEnvironment(Protocol):
     """An environment whose open episodes can be saved and restored."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The open episodes as plain data. Not called during other calls of the environment."""
+        """The open episodes as plain data, at most 16 MiB as JSON. Called between turns: not during
+        other calls of the environment."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, get_args
 import numpy as np
 
 from rollout.environment import Environment, Observation, Outcome, Refusal, Result, StatefulEnvironment, Task, Turn
-from rollout.hosting.answers import observation_of, same
+from rollout.hosting.answers import observation_of, same, state_of
 
 MOST_TURNS = 32
 
@@ -176,15 +176,20 @@ async def closing_is_idempotent(harness: Harness) -> None:
 
 @case
 async def saved_episodes_continue(harness: Harness) -> None:
-    """A restored copy answers like the original. For environments with ``state_dict``."""
-    wanted = task(harness, 0)
+    """A restored copy answers each turn like the original: it is restored again after every turn,
+    in place of what it had. The state is JSON of a bounded size. For environments with
+    ``state_dict``."""
+    wanted = task(harness, 2)
     async with harness.start() as environment, harness.start() as copy:
-        [start] = await begin(environment, [wanted])
         assert isinstance(environment, StatefulEnvironment) and isinstance(copy, StatefulEnvironment)
-        copy.load_state_dict(json.loads(json.dumps(dict(environment.state_dict()))))
-        [first], [second] = [await each.step([turn(harness, wanted, 0, 0, start, start)]) for each in (environment, copy)]
-    assert type(first) is type(second)
-    if isinstance(first, Result):
-        assert first == second
-    elif isinstance(second, Observation):
-        assert same(first, second)
+        await begin(copy, [task(harness, 1)])
+        [start] = await begin(environment, [wanted])
+        last = start
+        for number in range(MOST_TURNS):
+            copy.load_state_dict(json.loads(state_of(environment.state_dict(), type(environment).__name__)))
+            [first], [second] = [await each.step([turn(harness, wanted, 0, number, start, last)]) for each in (environment, copy)]
+            if isinstance(first, Result) or isinstance(second, Result):
+                assert first == second
+                return
+            assert same(first, second), f"after turn {number}, the restored copy observes something else"
+            last = first

@@ -15,7 +15,7 @@ from rollout.environment import Observation, Outcome, Refusal, Result, Task, Tur
 from rollout.errors import RolloutError
 
 MOST_BYTES = 16 << 20
-"""Largest observation."""
+"""Largest observation, and largest state of the open episodes of a process."""
 _EXPECTED = "expected an Observation, a Result, a text, or a list of messages"
 
 
@@ -30,6 +30,23 @@ def starts_of(tasks: Sequence[Task], values: Any, name: str) -> list[Observation
     ``EnvironmentBadResult``."""
     of = f"`{name}.reset`"
     return [value if isinstance(value, Refusal) else observation_of(value, of) for value in _each(values, len(tasks), of, "task")]
+
+
+def state_of(state: Any, name: str) -> bytes:
+    """The state of open episodes as JSON. name: of the environment's class. Raises
+    ``EnvironmentBadResult``."""
+    of, fix = f"`{name}.state_dict`", "save what the next turn needs, as plain data"
+    if not isinstance(state, Mapping):
+        raise EnvironmentBadResult(f"{of} returned {type(state).__name__}; expected a dict", fix=fix)
+    try:
+        data = json.dumps(dict(cast("Mapping[str, Any]", state))).encode()
+    except (TypeError, ValueError) as error:
+        raise EnvironmentBadResult(f"{of} returned what JSON can't hold: {error}", fix=fix) from error
+    if len(data) > MOST_BYTES:
+        raise EnvironmentBadResult(
+            f"{of} returned a state of {len(data) / 1e6:.0f} MB; the limit is {MOST_BYTES / 1e6:.0f} MB", fix=fix
+        )
+    return data
 
 
 def answers_of(turns: Sequence[Turn], values: Any, name: str) -> list[Observation | Result]:

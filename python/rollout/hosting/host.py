@@ -12,6 +12,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from rollout.hosting import wire
+from rollout.hosting.answers import state_of
 from rollout.hosting.episodes import Checked, load_environment
 from rollout.hosting.wire import PluginSchema, PluginUnknown, PluginUnsupported
 from rollout.plugin.calling import call_reward, call_reward_async
@@ -140,7 +141,7 @@ class Host:
             case _ if not environment.saves_state:
                 raise PluginUnsupported(f"the environment does not implement {method}")
             case "SaveEnvironment":
-                return pb.SaveEnvironmentResponse(state=json.dumps(dict(environment.state_dict())).encode())
+                return pb.SaveEnvironmentResponse(state=state_of(environment.state_dict(), environment.name))
             case _:
                 environment.load_state_dict(json.loads(request.state))
                 return pb.LoadEnvironmentResponse()

@@ -12,6 +12,7 @@ import pytest
 
 from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.environment import Environment, Observation, Refusal, Result, Task, Turn
+from rollout.hosting.answers import EnvironmentBadResult
 from rollout_testing import envtest
 from rollout_workers.data.prompts import PromptReader, Text
 from rollout_workers.environments import registry
@@ -172,6 +173,28 @@ class Forgetful(Countdown):
         self.left = {"task-0/0": 9}
 
 
+class Partial(Countdown):
+    """Saves the number of turns that were left at the start."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"left": dict.fromkeys(self.left, self.first)}
+
+    def _begin(self, task: Task) -> Observation | Refusal:
+        first = super()._begin(task)
+        self.first = max(self.left.values(), default=0)
+        return first
+
+
+class Unbounded(Countdown):
+    def state_dict(self) -> Mapping[str, Any]:
+        return {**super().state_dict(), "memory": "x" * (17 << 20)}
+
+
+class Unwritable(Countdown):
+    def state_dict(self) -> Mapping[str, Any]:
+        return {**super().state_dict(), "memory": object()}
+
+
 class Strict(Countdown):
     """Rejects a second close."""
 
@@ -189,11 +212,14 @@ class Strict(Countdown):
         (Lenient, "an_invalid_row_is_refused_alone"),
         (Ordered, "resets_and_results_follow_from_task_and_turns"),
         (Forgetful, "saved_episodes_continue"),
+        (Partial, "saved_episodes_continue"),
+        (Unbounded, "saved_episodes_continue"),
+        (Unwritable, "saved_episodes_continue"),
         (Strict, "closing_is_idempotent"),
     ],
 )
 async def test_a_broken_environment_fails(broken: type[Countdown], case: str, text: Text) -> None:
-    with pytest.raises((AssertionError, KeyError)):
+    with pytest.raises((AssertionError, KeyError, EnvironmentBadResult)):
         await envtest.run(case, Stateful(text, broken))
 
 
