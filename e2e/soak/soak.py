@@ -28,9 +28,9 @@ GROUPS, SAMPLES = 8, 8
 
 def write(folder: Path, sessions: int, workers: int) -> Path:
     """The config of a run whose samples are the sessions."""
-    job = Job(folder, workers=workers, mode="async", staleness=8, keep_payloads=True, snapshot=0)
+    job = Job(folder, workers=workers, mode="async", staleness=8, keep_payloads=True, snapshot=0, agents=True)
     path = job.write()
-    text = path.read_text().replace('[reward]\nplugin = "reward.py:letters"\nretries = 0\n', '[environment]\nkind = "external"\n')
+    text = path.read_text()
     steps = sessions // (GROUPS * SAMPLES)
     for name, value in {
         "steps": steps,
@@ -40,7 +40,7 @@ def write(folder: Path, sessions: int, workers: int) -> Path:
         "max_model_len": 512,
     }.items():
         text = "\n".join(f"{name} = {value}" if line.startswith(f"{name} = ") else line for line in text.splitlines())
-    path.write_text(text.replace("group_attempts = 2", "group_attempts = 20\nagent_seconds = 600"))
+    path.write_text(text.replace("group_attempts = 20", "group_attempts = 20\nagent_seconds = 600"))
     (folder / "train.jsonl").write_text("".join(json.dumps({"prompt": f"row {n}:"}) + "\n" for n in range(steps * GROUPS)))
     return path
 

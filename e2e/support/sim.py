@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -22,6 +23,8 @@ from rollout_workers.environments.episode import sample_seed
 
 SEED, ROWS, GROUPS, SAMPLES = 11, 30, 4, 3
 UNAVAILABLE = 69
+TURN_SECONDS = 10
+"""The deadline of a turn, which only a process that hangs exceeds."""
 
 _CONFIG = """
 name = "sim"
@@ -38,10 +41,7 @@ train = "train.jsonl"
 group_size = {samples}
 max_tokens = 12
 
-[reward]
-plugin = "reward.py:letters"
-retries = 0
-
+{scores}
 [algorithm.{algorithm}]
 
 [train]
@@ -51,11 +51,11 @@ learning_rate = 1e-3
 
 [engine]
 slots = 12
-max_model_len = 64
+max_model_len = {context}
 workers = {workers}
 
 [limits]
-group_attempts = 2
+group_attempts = {attempts}
 worker_restarts = 1000
 
 [staleness]
@@ -85,6 +85,23 @@ def letters(samples):
 '''
 
 
+_SCORED = """[reward]
+plugin = "reward.py:letters"
+retries = 0
+"""
+
+_EXTERNAL = """[environment]
+kind = "external"
+"""
+
+_PLAYED = """[environment]
+kind = "python"
+path = "game.py:Game"
+args = {{ boxes = {boxes} }}
+max_turns = 8
+turn_timeout_seconds = {turn_seconds}
+"""
+
 _FLAT = """
 
 _letters = letters
@@ -110,6 +127,12 @@ class Job:
     """The path of weights to the workers."""
     draws: bool = False
     """Dynamic sampling, with a reward that is equal for all answers to every third prompt."""
+    turns: bool = False
+    """Episodes of several turns (`game.py`) in place of a reward. No row fails each time."""
+    agents: bool = False
+    """An agent plays the samples in sessions of the gateway."""
+    boxes: bool = False
+    """Every turn of an episode runs a command in a sandbox."""
 
     def write(self) -> Path:
         """Write the config and its files to one folder."""
@@ -118,6 +141,8 @@ class Job:
         rows = [json.dumps({"prompt": f"row {n}:", "answer": str(n)}) for n in range(ROWS)]
         (self.folder / "train.jsonl").write_text("\n".join(rows) + "\n")
         (self.folder / "reward.py").write_text(_REWARD + (_FLAT if self.draws else ""))
+        shutil.copyfile(Path(__file__).with_name("game.py"), self.folder / "game.py")
+        played = _PLAYED.format(boxes="true" if self.boxes else "false", turn_seconds=TURN_SECONDS)
         path = self.folder / "job.toml"
         path.write_text(
             _CONFIG.format(
@@ -132,6 +157,9 @@ class Job:
                 keep="true" if self.keep_payloads else "false",
                 way=self.way,
                 algorithm="dapo" if self.draws else "grpo",
+                scores=played if self.turns else _EXTERNAL if self.agents else _SCORED,
+                attempts=100 if self.turns else 20 if self.agents else 2,
+                context=256 if self.turns or self.agents else 64,
             )
         )
         return path
@@ -206,8 +234,8 @@ def audited_offline(running: Mesh, run: str) -> dict:
 
 
 def replay(running: Mesh, run: str, code: int = 0) -> dict:
-    """The output of `rollout replay`."""
-    worker = f"{sys.executable} -m rollout_testing.sim"
+    """The output of `rollout replay`, with the workers of the services."""
+    worker = running.arguments[running.arguments.index("--worker-command") + 1]
     command = [
         str(ROOT / "bin" / "rollout"),
         "--format",
@@ -266,6 +294,8 @@ def journals_agree(running: Mesh, run: str, job: Job) -> dict[str, int]:
             assert used.setdefault(name, step.step) == step.step, (
                 f"{name} was trained by step {used[name]} and by step {step.step}"
             )
+            if job.turns or job.agents:
+                continue  # turns have weights of their own, which `recording.ids_agree` compares
             key = ref.key
             version = receipts[name]
             digest = digests.get(version) or _initial(job)

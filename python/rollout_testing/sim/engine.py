@@ -41,14 +41,13 @@ class SimEngine:
         folder: str,
         version: int,
         slots: int,
-        journal: Journal | None = None,
         seconds: float = 0.0,
         began: Journal | None = None,
     ) -> None:
         self.words = policy.read(folder)
         self._staged: policy.Words | None = None
         self._began = began
-        self._version, self._slots, self._journal, self._seconds = version, slots, journal, seconds
+        self._version, self._slots, self._seconds = version, slots, seconds
         self._epoch = self._samples = self._prompts = 0
         self._running: dict[str, bool] = {}  # request -> aborted
         self._gate = asyncio.Event()
@@ -80,14 +79,6 @@ class SimEngine:
         ids, logprobs = policy.sample(self.words, np.asarray(request.prompt_ids).tolist(), seed, most)
         finish = "aborted" if aborted else "stop" if ids[-1] == 0 else "length"
         ids, logprobs = ids[len(request.continued) :], logprobs[len(request.continued) :]
-        if self._journal is not None:
-            self._journal.write(
-                request=request.request_id,
-                seed=seed,
-                version=self._version,
-                digest=policy.digest(self.words).root,
-                tokens=ids.tolist(),
-            )
         self._samples += len(ids)
         self._prompts += len(request.prompt_ids)
         text = decode(ids.tolist()) if request.stream or request.params.stop else None

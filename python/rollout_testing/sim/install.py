@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.run.v1.run_pb2 import WorkerSpec
@@ -95,16 +95,20 @@ def lasting(config: RunConfig, step: int) -> bool:
 
 def load(spec: WorkerSpec, *_: Any) -> Any:
     """Replaces ``rollout_workers.inference.model.load``."""
+    from rollout_testing.recorded import Recorded
+    from rollout_testing.sim import policy
     from rollout_testing.sim.engine import CAPABILITIES, SimEngine, SimText
     from rollout_testing.sim.journal import Journal
+    from rollout_workers.engines.base import Engine
     from rollout_workers.inference.model import Model
     from rollout_workers.worker.spec import model_directory
 
     folder = spec.initial_weights or model_directory(spec)
     pace = float(os.environ.get(PACE_VARIABLE, "0"))
     journal, began = (Journal(spec.run_directory, name) for name in (spec.worker_id, f"began-{spec.worker_id}"))
-    engine = SimEngine(folder, spec.initial_version, spec.plan.config.engine.slots, journal, pace, began)
-    return Model(engine, SimText(), kind="simulated", capabilities=CAPABILITIES)
+    engine = SimEngine(folder, spec.initial_version, spec.plan.config.engine.slots, pace, began)
+    recorded = cast("Engine", Recorded(engine, journal, policy.digest(engine.words).root))
+    return Model(recorded, SimText(), kind="simulated", capabilities=CAPABILITIES)
 
 
 def load_text(_: WorkerSpec) -> Any:
