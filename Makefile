@@ -153,8 +153,8 @@ check-sglang: build venv-dev ## Run the suite of engines and the tests of SGLang
 ENGINE ?= transformers
 CLIENTS ?=
 .PHONY: check-environments
-check-environments: build venv-dev ## Play and train in the environments of gymnasium and reasoning-gym, with their real packages
-	@scripts/e2e e2e/test_environments.py
+check-environments: build venv-dev ## Play and train in the environments of gymnasium, reasoning-gym and verifiers, with their real packages
+	@scripts/e2e e2e/test_environments.py e2e/test_verifiers.py
 
 .PHONY: check-clients
 check-clients: build venv-dev ## Run unmodified clients in Python, Node and Go, fixed weights, then changing ones (ENGINE=transformers|vllm|sglang CLIENTS=openai,go)

@@ -7,15 +7,32 @@ it. The files here import their package when the environment is constructed.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import ClassVar
 
 from rollout.errors import RolloutError
 
 FOLDER = str(Path(__file__).parent)
-PLUGINS = {"gymnasium": "vector.py:Gymnasium", "reasoning_gym": "procedural.py:ReasoningGym"}
+PLUGINS = {
+    "gymnasium": "vector.py:Gymnasium",
+    "reasoning_gym": "procedural.py:ReasoningGym",
+    "verifiers": "dialogs.py:Verifiers",
+}
 """Kind -> ``file.py:Class`` in this folder. ``locks/KIND.lock`` has the versions of its
 packages."""
+
+
+def source(kind: str, path: str, base_dir: str, args: str) -> dict[str, str]:
+    """The class of an environment that runs in child processes (``rollout.hosting.host.Source``).
+
+    path: ``environment.path``, the class itself, or an argument of the class for ``kind``. base_dir:
+    where it starts. args: ``[environment.args]`` as JSON.
+    """
+    ours = PLUGINS.get(kind, "")
+    if ours and path:
+        args = json.dumps(json.loads(args or "{}") | {"path": path, "base_dir": base_dir})
+    return {"kind": "environment", "plugin": ours or path, "base_dir": FOLDER if ours else base_dir, "args": args}
 
 
 class PackageMissing(RolloutError):

@@ -126,7 +126,7 @@ class Checked:
     async def _guarded(self, method: str, call: Any) -> Any:
         try:
             return await awaited(call() if callable(call) else call)
-        except (KeyboardInterrupt, GeneratorExit, asyncio.CancelledError, EnvironmentBadResult):
+        except (KeyboardInterrupt, GeneratorExit, asyncio.CancelledError, EnvironmentBadResult, EnvironmentFailed):
             raise
         except BaseException as error:
             what = "called sys.exit" if isinstance(error, SystemExit) else f"raised {one_line(error)}"

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from rollout.environment import Refusal, Result, Task, Turn
-from rollout.environments import FOLDER, PLUGINS
+from rollout.environments import source
 from rollout.hosting.answers import EnvironmentBadResult
 from rollout.hosting.episodes import Checked, load_environment
 from rollout.hosting.wire import EnvironmentTimeout
@@ -32,22 +32,22 @@ def dry_episode(request: Json, hung: Callable[[EnvironmentTimeout], None], began
     from another thread after a timeout."""
     if request.get("kind") == "tools":
         return _dry_tools(request, began)
-    ours = PLUGINS.get(request.get("kind", ""), "")
-    plugin, base_dir = (ours, FOLDER) if ours else (request["plugin"], request["base_dir"])
+    path, users = request["plugin"], request["base_dir"]
+    loaded = source(request.get("kind", ""), path, users, request.get("args") or "{}")
     limit = float(request["timeout_seconds"])
-    file, name = split_plugin(plugin)
-    folders = {Path(base_dir), Path(os.path.abspath(os.path.join(base_dir, file))).parent}
+    file, name = split_plugin(loaded["plugin"])
+    folders = {Path(users), Path(os.path.abspath(os.path.join(users, split_plugin(path)[0]))).parent} if path else set[Path]()
     began()
     start = time.monotonic()
     watch = watchdog(hung, folders, limit, EnvironmentTimeout, "make it faster or raise `environment.turn_timeout_seconds`")
     with watch(f"importing {file}"):
-        environment = load_environment(plugin, base_dir, json.loads(request.get("args") or "{}"))
+        environment = load_environment(loaded["plugin"], loaded["base_dir"], json.loads(loaded["args"]))
     tasks = [
         Task(f"plan/{number}", json.dumps(row).encode(), (0, 1), (2 * number, 2 * number + 1), number)
         for number, row in enumerate(request["rows"])
     ]
     asyncio.run(_play(environment, tasks, watch))
-    return {"files": [] if ours else local_files(folders), "name": name, "seconds": time.monotonic() - start}
+    return {"files": local_files(folders) if path else [], "name": name, "seconds": time.monotonic() - start}
 
 
 def _dry_tools(request: Json, began: Callable[[], None]) -> Json:
@@ -78,7 +78,8 @@ async def _play(environment: Checked, tasks: list[Task], watch: Callable[[str], 
                     f"`{environment.name}.reset` refused training row {task.row + 1}: {first.message} ({first.reason})",
                     fix="correct the row, or what the environment expects of it",
                 )
-            turns.append(Turn(task, 0, 0, first.text, np.zeros(0, np.int32), "", False, first.token_ids))
+            for sample in task.samples if environment.waits_for_siblings else (0,):
+                turns.append(Turn(task, sample, 0, first.text, np.zeros(0, np.int32), "", False, first.token_ids))
         with watch(f"`{environment.name}.step`"):
             answers = await environment.step(turns)
         for answer in answers:

@@ -54,6 +54,7 @@ ENVIRONMENTS: dict[str, str] = {
     "tools": "rollout_workers.environments.tools:build",
     "gymnasium": "rollout_workers.environments.python:build",
     "reasoning_gym": "rollout_workers.environments.python:build",
+    "verifiers": "rollout_workers.environments.python:build",
 }
 """Name -> ``module:function`` of the constructor. The module is imported when the environment is
 built."""

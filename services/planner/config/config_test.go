@@ -119,7 +119,7 @@ func TestPythonEnvironment(t *testing.T) {
 	}
 	for name, c := range map[string]struct{ text, set, want string }{
 		"reward":        {good, "seed=0", "`[reward]` must be absent"},
-		"path":          {good, `environment.kind="single_turn"`, "`environment.path` must be set if and only if"},
+		"path":          {good, `environment.kind="single_turn"`, "`environment.path` must be set for"},
 		"pattern":       {text, `environment.path="guess"`, "environment.path"},
 		"credit":        {strings.Replace(text, "[algorithm.grpo]", "[algorithm.rloo]", 1), `environment.credit="turn"`, "its tokens have no rewards of their own"},
 		"rows":          {strings.NewReplacer("[algorithm.grpo]", "[algorithm.sft]", "group_size = 8", "").Replace(text), "seed=0", "needs an algorithm that samples"},

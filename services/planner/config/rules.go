@@ -279,7 +279,7 @@ var fixes = map[string]string{
 	"run_config.external_teacher":       "write `teacher` with a folder instead",
 	"run_config.external_deterministic": "remove `deterministic`",
 	"run_config.external_smaller":       "remove `min_group_size`",
-	"run_config.environment_path":       "write `path = \"guess.py:Guess\"` in [environment] for `kind = \"python\"` only",
+	"run_config.environment_path":       "write `path = \"guess.py:Guess\"` in [environment] for `kind = \"python\"` or `\"verifiers\"` only",
 	"run_config.tools_chat":             "write `chat_template = true` in [model]",
 	"run_config.environment_reward":     "remove the table [reward]",
 	"run_config.environment_rows":       "use an algorithm such as [algorithm.grpo], or remove `kind` from [environment]",

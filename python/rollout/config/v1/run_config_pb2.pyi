@@ -1266,11 +1266,13 @@ class EnvironmentConfig(_message.Message):
     """The environment. `single_turn`: the dataset's prompt, one completion, its reward. `python`: a
     class of yours, see `path`. `external`: an agent outside of the run takes the prompts from the
     gateway (`NextPrompts`), samples through it, and returns the rewards. `gymnasium`,
-    `reasoning_gym`: environments of these packages, see `python`. `tools`: the policy calls
+    `reasoning_gym`, `verifiers`: environments of these packages, see `python`. `tools`: the policy calls
     functions until it answers, and the reward scores the answer (docs/tools.md).
     """
     path: _builtins.str
-    """`file.py:Class` of the environment, for `kind = "python"`. It runs in child processes."""
+    """`file.py:Class` of the environment, for `kind = "python"`. It runs in child processes. For `kind
+    = "verifiers"`: `file.py:load_environment`, unless `id` in `args` names an installed one.
+    """
     args: _builtins.str
     """Arguments of the environment, a table with any keys: those of the constructor for `kind =
     "python"`.
