@@ -151,7 +151,8 @@ CASES: dict[str, list[tuple[int, Said]]] = {
     "tools": [(0, ("double", {"number": 2})), (1, "4"), (0, "4 it is")],
     "strict": [(0, ("double", {"wrong": 2}))],
     "memory": [
-        (0, ("remembered", {"number": 2})), (1, ("remembered", {"number": 5})), (0, ("remembered", {"number": 2})), (0, "4"), (1, "5"),
+        (0, ("remembered", {"number": 2})), (1, ("remembered", {"number": 5})),
+        (0, ("remembered", {"number": 2})), (0, "4"), (1, "5"),
     ],
     "group": [(0, "4"), (1, "not 4 but 5")],
     **{kind: [(0, "4"), (0, "4")] for kind in KINDS if kind not in ("single", "turns", "tools", "strict", "memory", "group")},
