@@ -153,7 +153,7 @@ check-sglang: build venv-dev ## Run the suite of engines and the tests of SGLang
 ENGINE ?= transformers
 CLIENTS ?=
 .PHONY: check-environments
-check-environments: build venv-dev ## Play and train in the environments of gymnasium, reasoning-gym and verifiers, with their real packages
+check-environments: build venv-dev ## Play and train in the environments of gymnasium, mcp, reasoning-gym and verifiers, with their real packages
 	@scripts/e2e e2e/test_environments.py e2e/test_verifiers.py
 
 .PHONY: check-clients

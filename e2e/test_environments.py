@@ -16,6 +16,7 @@ import pytest
 from rollout.environment import Observation, Refusal, Result, Task, Turn
 from rollout.environments import FOLDER, PLUGINS
 from rollout.environments.install import InstallFailed, install
+from rollout_testing.mcptest import McpSuite, begin, call, opened
 from rollout_workers.environments.hosted import Hosted
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,6 +134,41 @@ async def test_reasoning_gym_scores_the_answer_inside_the_tags(hosted: Callable[
     assert isinstance(wrong, Result) and wrong.reward < 0.1 and wrong.metrics == {"exact": 0.0}
 
 
+@pytest.fixture(scope="module", params=["1.x", "2.x"])
+def mcp_command(request: pytest.FixtureRequest, interpreter: Callable[[str], str]) -> list[str]:
+    """The command of a server of each major version of the package mcp."""
+    server = str(ROOT / "e2e" / "mcp_server.py")
+    if request.param == "2.x":
+        return [interpreter("mcp"), server]
+    folder = ROOT / ".tools" / "mcp-1"
+    python = folder / "bin" / "python"
+    if not python.exists():
+        uv = str(ROOT / ".venv/bin/uv")
+        subprocess.run([uv, "venv", "--quiet", "--python", str(ROOT / ".venv/bin/python"), str(folder)], check=True)
+        lock = str(ROOT / "e2e/clients/locks/mcp-1.lock")
+        subprocess.run([uv, "pip", "install", "--quiet", "--python", str(python), "--require-hashes", "-r", lock], check=True)
+    return [str(python), server]
+
+
+class TestMcpServers(McpSuite):
+    @pytest.fixture(autouse=True)
+    def _server(self, mcp_command: list[str]) -> None:
+        self.command = mcp_command
+
+    async def test_streamable_http(self) -> None:
+        process = await asyncio.create_subprocess_exec(*self.command, "--http", stdout=asyncio.subprocess.PIPE)
+        try:
+            assert process.stdout is not None
+            port = int(await process.stdout.readline())
+            async with opened(60.0, capitals={"url": f"http://127.0.0.1:{port}/mcp", "start_seconds": 120}) as environment:
+                await begin(environment)
+                assert await call(environment, "lookup", country="bali") == "moru"
+                assert "there is no country oslo" in str(await call(environment, "lookup", country="oslo"))
+        finally:
+            process.kill()
+            await process.wait()
+
+
 def test_an_install_deletes_no_files_of_others(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(InstallFailed, match="has other files, which would be lost"):
@@ -183,19 +219,23 @@ def test_a_policy_learns_frozen_lake(tmp_path: Path, interpreter: Callable[[str]
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.5, rewards
 
 
-def test_a_policy_learns_to_use_a_calculator(tmp_path: Path) -> None:
-    subprocess.run([str(ROOT / ".venv/bin/python"), str(ROOT / "examples/tools/prepare.py")], check=True, capture_output=True)
+@pytest.mark.parametrize("example", ["tools", "mcp"])
+def test_a_policy_learns_to_use_a_tool(tmp_path: Path, interpreter: Callable[[str], str], example: str) -> None:
+    folder = ROOT / "examples" / example
+    subprocess.run([str(ROOT / ".venv/bin/python"), str(folder / "prepare.py")], check=True, capture_output=True)
     state = ["--state-dir", str(tmp_path / "state")]
 
     def train(config: str, *arguments: str) -> str:
-        command = [str(ROOT / "bin/rollout"), "run", "--config", str(ROOT / "examples/tools" / config), *state, *arguments]
+        command = [str(ROOT / "bin/rollout"), "run", "--config", str(folder / config), *state, *arguments]
         done = subprocess.run(command, text=True, capture_output=True, timeout=280, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 
     try:
         train("sft.toml")
-        said = train("grpo.toml", "--from", "calculator-sft", "--set", "train.steps=40")
+        warm = {"tools": "calculator-sft", "mcp": "capitals-sft"}[example]
+        python = ["--set", f'environment.python="{interpreter("mcp")}"'] if example == "mcp" else []
+        said = train("grpo.toml", "--from", warm, "--set", "train.steps=40", *python)
     finally:
         subprocess.run([str(ROOT / "bin/rollout"), "daemon", "stop", *state], check=False, capture_output=True)
     evaluations = [float(value) for value in re.findall(r"eval after step [0-9]+  reward ([0-9.]+)", said)]

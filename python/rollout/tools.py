@@ -7,11 +7,13 @@ import asyncio
 import json
 import re
 import urllib.parse
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeAlias, cast
 
-from rollout.environment import ToolCall
+from rollout.environment import Observation, ToolCall, Turn, failed, reason_of
+from rollout.environment import Result as EpisodeResult
 from rollout.errors import RolloutError
 from rollout.plugin.schema import function_schema
 from rollout.sandbox import Process, Result, Sandbox, Sandboxes, Spec, python_binds
@@ -61,8 +63,8 @@ class ToolTimeout(RolloutError):
 
     reason: ClassVar[str] = "TOOL_TIMEOUT"
 
-    def __init__(self, name: str, seconds: float) -> None:
-        super().__init__(f"the tool `{name}` took longer than {seconds:g} s")
+    def __init__(self, name: str, seconds: float, of: str = "") -> None:
+        super().__init__(f"the tool `{name}`{of} took longer than {seconds:g} s")
 
 
 class Toolbox(Protocol):
@@ -86,6 +88,40 @@ class Toolbox(Protocol):
     async def shutdown(self) -> None:
         """Stop processes. Idempotent."""
         ...
+
+
+async def answered(turn: Turn, call: Callable[[ToolCall], Awaitable[tuple[str, bool]]]) -> Observation | EpisodeResult:
+    """The messages with the results of a turn's calls, which run concurrently, or a failure of the
+    infrastructure.
+
+    call: returns the text of a result, and whether the call was a mistake. It raises ``ToolError``
+    for a mistake of the policy, any other error for a failure.
+    """
+
+    async def one(wanted: ToolCall) -> tuple[str, bool]:
+        if wanted.error:
+            return wanted.error, True
+        try:
+            return await call(wanted)
+        except ToolError as error:
+            return str(error), True
+
+    texts: list[tuple[str, bool]] = []
+    for found in await asyncio.gather(*(one(wanted) for wanted in turn.tool_calls), return_exceptions=True):
+        if isinstance(found, BaseException):
+            return replace(failed(reason_of(found, "TOOL_FAILED")), message=str(found))
+        texts.append(found)
+    messages = [
+        {"role": "tool", "tool_call_id": wanted.id, "name": wanted.name, "content": text}
+        for wanted, (text, _) in zip(turn.tool_calls, texts, strict=True)
+    ]
+    metrics = {"tools/calls": float(len(texts)), "tools/errors": float(sum(wrong for _, wrong in texts))}
+    return Observation(messages=tuple(messages), metrics=metrics)
+
+
+def unknown_tool(name: str, names: Iterable[str]) -> str:
+    """What the policy reads after a call of a tool that does not exist."""
+    return f"there is no tool `{name}`; the tools are: {', '.join(names)}"
 
 
 def shortened(text: str, longest: int = LONGEST) -> str:

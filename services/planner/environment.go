@@ -17,11 +17,12 @@ import (
 const environmentPath, environmentArgs, environmentPython = "environment.path", "environment.args", "environment.python"
 
 // environmentCheck plays a turn in an environment of several turns: a class of the user's, or one
-// that rollout has for the kind. Of tools it only imports the functions.
+// that rollout has for the kind. Of tools it only imports the functions, and MCP servers list theirs.
 type environmentCheck struct {
 	config   *configv1.EnvironmentConfig
 	findings findings
 	files    *files
+	tools    []*planv1.Tool // of MCP servers
 }
 
 // ours reports whether the class of the environment is rollout's.
@@ -80,6 +81,11 @@ func (d *environmentCheck) answer(answer *probe.Answer, err error, pythonWorks b
 	case answer.Environment.Error != nil:
 		d.findings.problems.Add(d.files.pythonProblem(answer.Environment.Error, field))
 	default:
+		for _, tool := range answer.Environment.Tools {
+			d.tools = append(d.tools, &planv1.Tool{
+				Server: tool.Server, Name: tool.Name, Description: tool.Description, ParametersJson: tool.Parameters, Digest: tool.Digest,
+			})
+		}
 		for _, file := range answer.Environment.Files {
 			d.files.add(&planv1.Input{
 				Role: planv1.InputRole_INPUT_ROLE_ENVIRONMENT, Path: input.Relative(d.files.baseDir, file, name),

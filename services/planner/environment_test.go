@@ -69,6 +69,71 @@ func TestPlanPlaysTheEnvironment(t *testing.T) {
 	}
 }
 
+// servesOneTool speaks just enough of MCP for its tools to be listed.
+const servesOneTool = `import json, sys
+
+for line in sys.stdin:
+    request = json.loads(line)
+    if "id" not in request:
+        continue
+    answer = {"jsonrpc": "2.0", "id": request["id"]}
+    if request["method"] == "initialize":
+        version = request["params"]["protocolVersion"]
+        answer["result"] = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": {"name": "s", "version": "1"}}
+    elif request["method"] == "tools/list":
+        schema = {"type": "object", "properties": {"country": {"type": "string"}}}
+        answer["result"] = {"tools": [{"name": "lookup", "description": "Find.", "inputSchema": schema}]}
+    else:
+        answer["error"] = {"code": -32601, "message": "unknown"}
+    print(json.dumps(answer), flush=True)
+`
+
+// The plan starts the MCP servers and pins their tools and files.
+func TestPlanListsToolsOfServers(t *testing.T) {
+	t.Parallel()
+	s := server(t)
+	plan := func(args string) *planv1.CreatePlanResponse {
+		dir := project(t, "def exact(samples):\n    return [0.0 for _ in samples]\n")
+		template := `{"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}`
+		for name, text := range map[string]string{"capitals.py": servesOneTool, "model/tokenizer_config.json": template} {
+			if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o644); err != nil {
+				t.Fatal(err)
+			}
+		}
+		response, err := s.CreatePlan(t.Context(), &planv1.CreatePlanRequest{Source: &planv1.ConfigSource{
+			Toml: []byte(configText), File: "run.toml", BaseDir: dir,
+			Set: []string{`environment.kind="mcp"`, "model.chat_template=true", "environment.args.servers=" + args},
+		}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return response
+	}
+	good := plan(`{capitals={command=["python", "capitals.py"]}}`)
+	if tools := good.GetPlan().GetTools(); len(tools) != 1 || tools[0].GetServer() != "capitals" || tools[0].GetName() != "lookup" ||
+		tools[0].GetParametersJson() != `{"properties": {"country": {"type": "string"}}, "type": "object"}` || !strings.HasPrefix(tools[0].GetDigest(), "sha256-") {
+		t.Errorf("tools %v, problems %v", tools, good.GetProblems())
+	}
+	if !slices.ContainsFunc(good.GetPlan().GetInputs(), func(in *planv1.Input) bool {
+		return in.GetRole() == planv1.InputRole_INPUT_ROLE_ENVIRONMENT && in.GetPath() == "capitals.py"
+	}) {
+		t.Errorf("inputs %v", good.GetPlan().GetInputs())
+	}
+	for args, want := range map[string]string{
+		`{capitals={command=["pyhton", "capitals.py"]}}`:                 "the MCP server `capitals` can't be started: pyhton: No such file or directory",
+		`{capitals={command=["python", "-c", "exit(3)"]}}`:               "the MCP server `capitals` ended (exit code 3)",
+		`{capitals={command=["python", "capitals.py"], allow=["find"]}}`: "offers no tool `find`, which `allow` names",
+		`{capitals={url="http://example.org/mcp"}}`:                      "is on the host example.org",
+		`{capitals={command=["python", "capitals.py"], timeout=3}}`:      "has the unknown key `timeout`",
+		`{}`: "`environment.args.servers` names no server",
+	} {
+		list := plan(args).GetProblems()
+		if len(list) != 1 || !strings.Contains(list[0].GetMessage(), want) || list[0].GetFix() == "" {
+			t.Errorf("%s: %v", args, list)
+		}
+	}
+}
+
 const calculator = `def add(a: int, b: int) -> int:
     """Add two numbers."""
     return a + b

@@ -16,6 +16,7 @@ from rollout.errors import RolloutError
 FOLDER = str(Path(__file__).parent)
 PLUGINS = {
     "gymnasium": "vector.py:Gymnasium",
+    "mcp": "mcp_tools.py:McpTools",
     "reasoning_gym": "procedural.py:ReasoningGym",
     "verifiers": "dialogs.py:Verifiers",
 }

@@ -35,7 +35,8 @@ Answer::
                               "drop": [], "cut": 0, "unknown": 1, "strange": [{"row": 3, "text": "é", "field": "prompt"}]}]}
                   | {"error": ...},
      "teacher": {"tokens": 12} | {"error": ...},
-     "environment": {"files": ["/.../guess.py"], "name": "Guess", "seconds": 0.1} | {"error": ...},
+     "environment": {"files": ["/.../guess.py"], "name": "Guess", "seconds": 0.1,
+                     "tools": [{"server", "name", "description", "parameters", "digest"}] (of mcp)} | {"error": ...},
      "wandb_key": false}
 
 with ``error`` being ``{"reason", "message", "fix", "file", "line", "column", "text"}``.

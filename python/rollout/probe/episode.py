@@ -15,6 +15,7 @@ import numpy as np
 
 from rollout.environment import Refusal, Result, Task, Turn
 from rollout.environments import source
+from rollout.environments.mcp_tools import McpTools, settings_of
 from rollout.hosting.answers import EnvironmentBadResult
 from rollout.hosting.episodes import Checked, load_environment
 from rollout.hosting.wire import EnvironmentTimeout
@@ -32,6 +33,8 @@ def dry_episode(request: Json, hung: Callable[[EnvironmentTimeout], None], began
     from another thread after a timeout."""
     if request.get("kind") == "tools":
         return _dry_tools(request, began)
+    if request.get("kind") == "mcp":
+        return asyncio.run(_dry_servers(request, began))
     path, users = request["plugin"], request["base_dir"]
     loaded = source(request.get("kind", ""), path, users, request.get("args") or "{}")
     limit = float(request["timeout_seconds"])
@@ -64,6 +67,25 @@ def _dry_tools(request: Json, began: Callable[[], None]) -> Json:
     if set(ours) & set(BOXED) and (error := Sandbox.probe().error):
         raise error
     return {"files": local_files(folders) if files else [], "name": "tools", "seconds": time.monotonic() - start}
+
+
+async def _dry_servers(request: Json, began: Callable[[], None]) -> Json:
+    """Start the MCP servers, and list their tools. Each server has its own deadline."""
+    base_dir, args = str(request["base_dir"]), json.loads(request.get("args") or "{}")
+    began()
+    start = time.monotonic()
+    environment = McpTools(args, base_dir)
+    try:
+        tools = await environment.tools()
+    finally:
+        await environment.shutdown()
+    described = [
+        {"server": t.server, "name": t.name, "description": t.description, "parameters": json.dumps(t.parameters, sort_keys=True),
+         "digest": t.digest}
+        for t in tools
+    ]  # fmt: skip
+    files = {file for settings in settings_of(args).values() for file in settings.files(base_dir)}
+    return {"files": sorted(files), "name": "mcp", "seconds": time.monotonic() - start, "tools": described}
 
 
 async def _play(environment: Checked, tasks: list[Task], watch: Callable[[str], AbstractContextManager[None]]) -> None:

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.environment import Environment, ManagedEnvironment
+from rollout.plan.v1.plan_pb2 import Tool
 from rollout_workers.data.prompts import PromptReader, Text
 from rollout_workers.rewards.rewards import Scorer
 
@@ -30,7 +31,9 @@ from rollout_workers.rewards.rewards import Scorer
 class Context:
     """The parts from which an environment is built. rewards: None if the plan has no reward. text:
     the tokenizer. base_dir: folder of the config's relative paths. verify: raises if a source file
-    of the environment differs from the plan; call it before the file is loaded."""
+    of the environment differs from the plan; call it before the file is loaded. tools: of the plan;
+    None without a plan. changed: ends the worker with this message, because the environment differs
+    from the plan."""
 
     config: RunConfig
     prompts: PromptReader
@@ -38,6 +41,8 @@ class Context:
     text: Text
     base_dir: str = "."
     verify: Callable[[], None] = lambda: None
+    tools: Sequence[Tool] | None = None
+    changed: Callable[[str], None] = lambda message: None
 
     @property
     def args(self) -> dict[str, Any]:
@@ -52,6 +57,7 @@ ENVIRONMENTS: dict[str, str] = {
     "external": "rollout_workers.environments.external:build",
     "python": "rollout_workers.environments.python:build",
     "tools": "rollout_workers.environments.tools:build",
+    "mcp": "rollout_workers.environments.mcp:build",
     "gymnasium": "rollout_workers.environments.python:build",
     "reasoning_gym": "rollout_workers.environments.python:build",
     "verifiers": "rollout_workers.environments.python:build",

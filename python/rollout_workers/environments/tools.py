@@ -9,9 +9,10 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from rollout.environment import Observation, Refusal, Result, Task, ToolCall, Turn, failed, reason_of
+from rollout.environment import Observation, Refusal, Result, Task, ToolCall, Turn
 from rollout.errors import RolloutError
 from rollout.hosting.child import ChildProcess
 from rollout.hosting.wire import PluginTimeout
@@ -27,8 +28,10 @@ from rollout.tools import (
     ToolError,
     ToolsInvalid,
     ToolTimeout,
+    answered,
     named_tools,
     shortened,
+    unknown_tool,
 )
 from rollout_workers.data.prompts import PromptInvalid, PromptReader
 from rollout_workers.environments.registry import Context
@@ -181,27 +184,14 @@ class Tools:
             [result] = await self._answers.step([replace(turn, text=turn.content)])
             await self.close([episode])
             return result
-        texts: list[tuple[str, bool]] = []
-        for found in await asyncio.gather(*(self._call(episode, call) for call in turn.tool_calls), return_exceptions=True):
-            if isinstance(found, BaseException):
-                await self.close([episode])
-                return replace(failed(reason_of(found, "TOOL_FAILED")), message=str(found))
-            texts.append(found)
-        messages = [
-            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
-            for call, (text, _) in zip(turn.tool_calls, texts, strict=True)
-        ]
-        metrics = {"tools/calls": float(len(texts)), "tools/errors": float(sum(wrong for _, wrong in texts))}
-        return Observation(messages=tuple(messages), metrics=metrics)
+        answer = await answered(turn, partial(self._call, episode))
+        if isinstance(answer, Result):
+            await self.close([episode])
+        return answer
 
     async def _call(self, episode: Key, call: ToolCall) -> tuple[str, bool]:
         """The text of a result, and whether the call was a mistake."""
         box = self._by_name.get(call.name)
         if box is None:
-            return f"there is no tool `{call.name}`; the tools are: {', '.join(self._by_name)}", True
-        if call.error:
-            return call.error, True
-        try:
-            return await box.call(episode, call), False
-        except ToolError as error:
-            return str(error), True
+            raise ToolError(unknown_tool(call.name, self._by_name))
+        return await box.call(episode, call), False

@@ -162,7 +162,9 @@ def _environment_context(spec: WorkerSpec, model: Model, lifecycle: Lifecycle, r
     config = spec.plan.config
     pinned = Pinned(spec.plan.inputs, spec.base_dir, lifecycle.crash, environment=True)
     prompts = PromptReader.of_samples(config, model.text)
-    return environments.Context(config, prompts, rewards, model.text, spec.base_dir, pinned.verify_running)
+    return environments.Context(
+        config, prompts, rewards, model.text, spec.base_dir, pinned.verify_running, spec.plan.tools, lifecycle.crash
+    )
 
 
 def _servicer(

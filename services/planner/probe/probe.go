@@ -163,8 +163,18 @@ type Answer struct {
 	} `json:"teacher"`
 	Environment *struct {
 		Files []string `json:"files"`
+		Tools []Tool   `json:"tools"` // of MCP servers
 		Error *Error   `json:"error"`
 	} `json:"environment"`
+}
+
+// Tool is a tool of an MCP server. Parameters is a JSON schema.
+type Tool struct {
+	Server      string `json:"server"`
+	Name        string `json:"name"`
+	Description string `json:"description"`
+	Parameters  string `json:"parameters"`
+	Digest      string `json:"digest"`
 }
 
 // DataAnswer describes the rows of a file that was written, or the error of the source with a name.

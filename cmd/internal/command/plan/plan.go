@@ -3,9 +3,13 @@ package plan
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"path/filepath"
+	"slices"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -157,6 +161,7 @@ func planText(env *cli.Env, path string, source *planv1.ConfigSource, response *
 		total += in.GetBytes()
 	}
 	text := fmt.Sprintf("%s %s\n%s\n%s\n%s", s.Bold(path), s.Dim(plan.GetPlanId()), gist(plan.GetConfig()), settingsText(s, response.GetSettings()), table.String())
+	text += toolsText(s, plan.GetTools())
 	checked := "every row and the model folder were checked"
 	if plan.GetConfig().GetReward() != nil {
 		checked = "every row, the model folder and the reward were checked"
@@ -169,6 +174,21 @@ func planText(env *cli.Env, path string, source *planv1.ConfigSource, response *
 		run += " --base-dir " + source.GetBaseDir()
 	}
 	return text + "next: " + s.Cyan(run) + "\n"
+}
+
+// toolsText lists the tools of MCP servers, with the names of their arguments.
+func toolsText(s output.Style, tools []*planv1.Tool) string {
+	var table output.Table
+	for _, tool := range tools {
+		var schema struct {
+			Properties map[string]any `json:"properties"`
+		}
+		_ = json.Unmarshal([]byte(tool.GetParametersJson()), &schema) // another schema has no names to show
+		names := strings.Join(slices.Sorted(maps.Keys(schema.Properties)), ", ")
+		first, _, _ := strings.Cut(strings.TrimSpace(tool.GetDescription()), "\n")
+		table.Row("  tool", tool.GetServer()+": "+tool.GetName()+"("+names+")", s.Dim(output.Short(tool.GetDigest())), first)
+	}
+	return table.String()
 }
 
 // settingsText lists settings, each with its origin.

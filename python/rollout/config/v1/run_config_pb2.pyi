@@ -1266,8 +1266,9 @@ class EnvironmentConfig(_message.Message):
     """The environment. `single_turn`: the dataset's prompt, one completion, its reward. `python`: a
     class of yours, see `path`. `external`: an agent outside of the run takes the prompts from the
     gateway (`NextPrompts`), samples through it, and returns the rewards. `gymnasium`,
-    `reasoning_gym`, `verifiers`: environments of these packages, see `python`. `tools`: the policy calls
-    functions until it answers, and the reward scores the answer (docs/tools.md).
+    `reasoning_gym`, `verifiers`: environments of these packages, see `python`. `tools`: the policy
+    calls functions until it answers, and the reward scores the answer (docs/tools.md). `mcp`: the
+    same with the tools of MCP servers, see `args` and `python`.
     """
     path: _builtins.str
     """`file.py:Class` of the environment, for `kind = "python"`. It runs in child processes. For `kind

@@ -119,6 +119,7 @@ class Plan(_message.Message):
     CONFIG_FIELD_NUMBER: _builtins.int
     INPUTS_FIELD_NUMBER: _builtins.int
     PACKAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
     format: _builtins.int
     """Version of this format: 2. Plans of another format are refused."""
     plan_id: _builtins.str
@@ -135,6 +136,12 @@ class Plan(_message.Message):
     def packages(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Versions of the packages that decide what the run computes, by distribution name."""
 
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """The tools that MCP servers offer to the policy, in the order of the servers' names, then as
+        each server lists them; empty unless `environment.kind = "mcp"`.
+        """
+
     def __init__(
         self,
         *,
@@ -143,14 +150,55 @@ class Plan(_message.Message):
         config: _run_config_pb2.RunConfig | None = ...,
         inputs: _abc.Iterable[Global___Input] | None = ...,
         packages: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "format", b"format", "inputs", b"inputs", "packages", b"packages", "plan_id", b"plan_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "format", b"format", "inputs", b"inputs", "packages", b"packages", "plan_id", b"plan_id", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Plan: _TypeAlias = Plan  # noqa: Y015
+
+@_typing.final
+class Tool(_message.Message):
+    """Tool is a tool of an MCP server, as the policy reads it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVER_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    PARAMETERS_JSON_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    server: _builtins.str
+    """Name of the server in the configuration."""
+    name: _builtins.str
+    """Name of the tool."""
+    description: _builtins.str
+    """What it does."""
+    parameters_json: _builtins.str
+    """JSON schema of its arguments, with sorted keys."""
+    digest: _builtins.str
+    """`sha256-<hex>` of name, description, and schema. A worker whose server has another list of
+    tools ends the run with ENVIRONMENT_CHANGED.
+    """
+    def __init__(
+        self,
+        *,
+        server: _builtins.str = ...,
+        name: _builtins.str = ...,
+        description: _builtins.str = ...,
+        parameters_json: _builtins.str = ...,
+        digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "digest", b"digest", "name", b"name", "parameters_json", b"parameters_json", "server", b"server"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tool: _TypeAlias = Tool  # noqa: Y015
 
 @_typing.final
 class Input(_message.Message):

@@ -1563,8 +1563,9 @@ type EnvironmentConfig struct {
 	// The environment. `single_turn`: the dataset's prompt, one completion, its reward. `python`: a
 	// class of yours, see `path`. `external`: an agent outside of the run takes the prompts from the
 	// gateway (`NextPrompts`), samples through it, and returns the rewards. `gymnasium`,
-	// `reasoning_gym`, `verifiers`: environments of these packages, see `python`. `tools`: the policy calls
-	// functions until it answers, and the reward scores the answer (docs/tools.md).
+	// `reasoning_gym`, `verifiers`: environments of these packages, see `python`. `tools`: the policy
+	// calls functions until it answers, and the reward scores the answer (docs/tools.md). `mcp`: the
+	// same with the tools of MCP servers, see `args` and `python`.
 	Kind *string `protobuf:"bytes,1,opt,name=kind,proto3,oneof" json:"kind,omitempty"`
 	// `file.py:Class` of the environment, for `kind = "python"`. It runs in child processes. For `kind
 	// = "verifiers"`: `file.py:load_environment`, unless `id` in `args` names an installed one.
@@ -2476,7 +2477,7 @@ var File_rollout_config_v1_run_config_proto protoreflect.FileDescriptor
 
 const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
-	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xb7\x1d\n" +
+	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xce\x1d\n" +
 	"\tRunConfig\x12Q\n" +
 	"\x04name\x18\x01 \x01(\tB8\xbaH \xc8\x01\x01r\x1b2\x19^[a-z0-9][a-z0-9-]{0,62}$\xca\xda\x18\x11\x12\x0f\"addition-grpo\"H\x00R\x04name\x88\x01\x01\x12.\n" +
 	"\x04seed\x18\x02 \x01(\x04B\x15\xbaH\v2\t\x18\xff\xff\xff\xff\xff\xff\xff\x0f\xca\xda\x18\x03\n" +
@@ -2501,13 +2502,13 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\vcompletions\x18( \x01(\v2$.rollout.config.v1.CompletionsConfigR\vcompletions\x12:\n" +
 	"\aweights\x18\x18 \x01(\v2 .rollout.config.v1.WeightsConfigR\aweights\x124\n" +
 	"\x05sinks\x18) \x01(\v2\x1e.rollout.config.v1.SinksConfigR\x05sinks\x127\n" +
-	"\x06health\x182 \x01(\v2\x1f.rollout.config.v1.HealthConfigR\x06health:\x80\x13\xbaH\xfc\x12\x1a\x98\x02\n" +
+	"\x06health\x182 \x01(\v2\x1f.rollout.config.v1.HealthConfigR\x06health:\x97\x13\xbaH\x93\x13\x1a\x98\x02\n" +
 	"\x16run_config.reward_kind\x12c`[reward]` takes exactly one of `plugin`, `expression`, `[reward.model]` and `[reward.composite.*]`\x1a\x98\x01!has(this.reward) || [has(this.reward.plugin), has(this.reward.expression), has(this.reward.model), has(this.reward.composite)].filter(x, x).size() == 1\x1a\xe3\x01\n" +
 	"\x16run_config.kto_weights\x12Z`algorithm.kto.desirable_weight` and `algorithm.kto.undesirable_weight` must not both be 0\x1am!has(this.algorithm.kto) || this.algorithm.kto.desirable_weight + this.algorithm.kto.undesirable_weight > 0.0\x1a\xf3\x01\n" +
 	"\x12run_config.teacher\x12a`[algorithm.distillation]` takes exactly one of `teacher` and `[algorithm.distillation.endpoint]`\x1az!has(this.algorithm.distillation) || has(this.algorithm.distillation.teacher) != has(this.algorithm.distillation.endpoint)\x1a\xea\x01\n" +
 	"\x1erun_config.teacher_temperature\x12x`sampling.temperature` must be 1.0 for `[algorithm.distillation.endpoint]`: endpoints return logprobs at temperature 1.0\x1aN!has(this.algorithm.distillation.endpoint) || this.sampling.temperature == 1.0\x1a\x84\x02\n" +
-	"\x1brun_config.environment_path\x12z`environment.path` must be set for `environment.kind = \"python\"`, may be set for \"verifiers\", and must be absent otherwise\x1aithis.environment.kind == 'verifiers' || has(this.environment.path) == (this.environment.kind == 'python')\x1a\x96\x01\n" +
-	"\x15run_config.tools_chat\x12?`environment.kind = \"tools\"` needs `model.chat_template = true`\x1a<this.environment.kind != 'tools' || this.model.chat_template\x1a}\n" +
+	"\x1brun_config.environment_path\x12z`environment.path` must be set for `environment.kind = \"python\"`, may be set for \"verifiers\", and must be absent otherwise\x1aithis.environment.kind == 'verifiers' || has(this.environment.path) == (this.environment.kind == 'python')\x1a\xad\x01\n" +
+	"\x15run_config.tools_chat\x12J`environment.kind = \"tools\"` and `\"mcp\"` need `model.chat_template = true`\x1aH!(this.environment.kind in ['tools', 'mcp']) || this.model.chat_template\x1a}\n" +
 	"\x1erun_config.deterministic_async\x12,`deterministic = true` needs `mode = \"sync\"`\x1a-!(this.deterministic && this.mode == 'async')\x1a\x95\x01\n" +
 	"\x15run_config.data_train\x127either `data.train` or `[data.train_mix.*]` must be set\x1aC!has(this.data) || has(this.data.train) != has(this.data.train_mix)\x1a\x84\x02\n" +
 	"\x17run_config.data_weights\x12E`[data.train_mix.*]` takes a `weight` in all of its tables or in none\x1a\xa1\x01!has(this.data.train_mix) || this.data.train_mix.all(k, has(this.data.train_mix[k].weight)) || !this.data.train_mix.exists(k, has(this.data.train_mix[k].weight))\x1a\x8e\x01\n" +
@@ -2812,9 +2813,9 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x0e_max_model_lenB\n" +
 	"\n" +
 	"\b_threadsB\t\n" +
-	"\a_python\"\xdc\t\n" +
-	"\x11EnvironmentConfig\x12\xaa\x01\n" +
-	"\x04kind\x18\x01 \x01(\tB\x90\x01\xbaHMrKR\vsingle_turnR\bexternalR\x06pythonR\x05toolsR\tgymnasiumR\rreasoning_gymR\tverifiers\xca\xda\x18<\n" +
+	"\a_python\"\xe1\t\n" +
+	"\x11EnvironmentConfig\x12\xaf\x01\n" +
+	"\x04kind\x18\x01 \x01(\tB\x95\x01\xbaHRrPR\vsingle_turnR\bexternalR\x06pythonR\x05toolsR\x03mcpR\tgymnasiumR\rreasoning_gymR\tverifiers\xca\xda\x18<\n" +
 	"\r\"single_turn\"B\x06pythonB\tgymnasiumB\rreasoning_gymB\tverifiersH\x00R\x04kind\x88\x01\x01\x12\\\n" +
 	"\x04path\x18\x02 \x01(\tBC\xbaH&r$2\"^[^:]+\\.py:[A-Za-z_][A-Za-z0-9_]*$\xca\xda\x18\x16\x12\x10\"guess.py:Guess\"\x18\x01 \x01H\x01R\x04path\x88\x01\x01\x122\n" +
 	"\x04args\x18\x03 \x01(\tB\x19\xca\xda\x18\x15\x12\x0f{ highest = 9 } \x018\x01H\x02R\x04args\x88\x01\x01\x125\n" +

@@ -161,7 +161,10 @@ type Plan struct {
 	// Every file the run reads, sorted by role, then path.
 	Inputs []*Input `protobuf:"bytes,4,rep,name=inputs,proto3" json:"inputs,omitempty"`
 	// Versions of the packages that decide what the run computes, by distribution name.
-	Packages      map[string]string `protobuf:"bytes,5,rep,name=packages,proto3" json:"packages,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Packages map[string]string `protobuf:"bytes,5,rep,name=packages,proto3" json:"packages,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// The tools that MCP servers offer to the policy, in the order of the servers' names, then as
+	// each server lists them; empty unless `environment.kind = "mcp"`.
+	Tools         []*Tool `protobuf:"bytes,6,rep,name=tools,proto3" json:"tools,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -231,6 +234,96 @@ func (x *Plan) GetPackages() map[string]string {
 	return nil
 }
 
+func (x *Plan) GetTools() []*Tool {
+	if x != nil {
+		return x.Tools
+	}
+	return nil
+}
+
+// Tool is a tool of an MCP server, as the policy reads it.
+type Tool struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Name of the server in the configuration.
+	Server string `protobuf:"bytes,1,opt,name=server,proto3" json:"server,omitempty"`
+	// Name of the tool.
+	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// What it does.
+	Description string `protobuf:"bytes,3,opt,name=description,proto3" json:"description,omitempty"`
+	// JSON schema of its arguments, with sorted keys.
+	ParametersJson string `protobuf:"bytes,4,opt,name=parameters_json,json=parametersJson,proto3" json:"parameters_json,omitempty"`
+	// `sha256-<hex>` of name, description, and schema. A worker whose server has another list of
+	// tools ends the run with ENVIRONMENT_CHANGED.
+	Digest        string `protobuf:"bytes,5,opt,name=digest,proto3" json:"digest,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Tool) Reset() {
+	*x = Tool{}
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Tool) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Tool) ProtoMessage() {}
+
+func (x *Tool) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Tool.ProtoReflect.Descriptor instead.
+func (*Tool) Descriptor() ([]byte, []int) {
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *Tool) GetServer() string {
+	if x != nil {
+		return x.Server
+	}
+	return ""
+}
+
+func (x *Tool) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Tool) GetDescription() string {
+	if x != nil {
+		return x.Description
+	}
+	return ""
+}
+
+func (x *Tool) GetParametersJson() string {
+	if x != nil {
+		return x.ParametersJson
+	}
+	return ""
+}
+
+func (x *Tool) GetDigest() string {
+	if x != nil {
+		return x.Digest
+	}
+	return ""
+}
+
 // Input is one file that the run reads.
 type Input struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -262,7 +355,7 @@ type Input struct {
 
 func (x *Input) Reset() {
 	*x = Input{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[1]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -274,7 +367,7 @@ func (x *Input) String() string {
 func (*Input) ProtoMessage() {}
 
 func (x *Input) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[1]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -287,7 +380,7 @@ func (x *Input) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Input.ProtoReflect.Descriptor instead.
 func (*Input) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{1}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *Input) GetRole() InputRole {
@@ -378,7 +471,7 @@ type Source struct {
 
 func (x *Source) Reset() {
 	*x = Source{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[2]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -390,7 +483,7 @@ func (x *Source) String() string {
 func (*Source) ProtoMessage() {}
 
 func (x *Source) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[2]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -403,7 +496,7 @@ func (x *Source) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Source.ProtoReflect.Descriptor instead.
 func (*Source) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{2}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *Source) GetName() string {
@@ -477,7 +570,7 @@ type SourceFile struct {
 
 func (x *SourceFile) Reset() {
 	*x = SourceFile{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[3]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -489,7 +582,7 @@ func (x *SourceFile) String() string {
 func (*SourceFile) ProtoMessage() {}
 
 func (x *SourceFile) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[3]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -502,7 +595,7 @@ func (x *SourceFile) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SourceFile.ProtoReflect.Descriptor instead.
 func (*SourceFile) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{3}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *SourceFile) GetPath() string {
@@ -554,7 +647,7 @@ type Problem struct {
 
 func (x *Problem) Reset() {
 	*x = Problem{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[4]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -566,7 +659,7 @@ func (x *Problem) String() string {
 func (*Problem) ProtoMessage() {}
 
 func (x *Problem) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[4]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -579,7 +672,7 @@ func (x *Problem) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Problem.ProtoReflect.Descriptor instead.
 func (*Problem) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{4}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Problem) GetReason() string {
@@ -662,7 +755,7 @@ type ConfigSource struct {
 
 func (x *ConfigSource) Reset() {
 	*x = ConfigSource{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[5]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -674,7 +767,7 @@ func (x *ConfigSource) String() string {
 func (*ConfigSource) ProtoMessage() {}
 
 func (x *ConfigSource) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[5]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -687,7 +780,7 @@ func (x *ConfigSource) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConfigSource.ProtoReflect.Descriptor instead.
 func (*ConfigSource) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{5}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ConfigSource) GetToml() []byte {
@@ -729,7 +822,7 @@ type ValidateConfigRequest struct {
 
 func (x *ValidateConfigRequest) Reset() {
 	*x = ValidateConfigRequest{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[6]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -741,7 +834,7 @@ func (x *ValidateConfigRequest) String() string {
 func (*ValidateConfigRequest) ProtoMessage() {}
 
 func (x *ValidateConfigRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[6]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -754,7 +847,7 @@ func (x *ValidateConfigRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ValidateConfigRequest.ProtoReflect.Descriptor instead.
 func (*ValidateConfigRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{6}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *ValidateConfigRequest) GetSource() *ConfigSource {
@@ -777,7 +870,7 @@ type ValidateConfigResponse struct {
 
 func (x *ValidateConfigResponse) Reset() {
 	*x = ValidateConfigResponse{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[7]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -789,7 +882,7 @@ func (x *ValidateConfigResponse) String() string {
 func (*ValidateConfigResponse) ProtoMessage() {}
 
 func (x *ValidateConfigResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[7]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -802,7 +895,7 @@ func (x *ValidateConfigResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ValidateConfigResponse.ProtoReflect.Descriptor instead.
 func (*ValidateConfigResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{7}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *ValidateConfigResponse) GetProblems() []*Problem {
@@ -830,7 +923,7 @@ type CreatePlanRequest struct {
 
 func (x *CreatePlanRequest) Reset() {
 	*x = CreatePlanRequest{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[8]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -842,7 +935,7 @@ func (x *CreatePlanRequest) String() string {
 func (*CreatePlanRequest) ProtoMessage() {}
 
 func (x *CreatePlanRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[8]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -855,7 +948,7 @@ func (x *CreatePlanRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreatePlanRequest.ProtoReflect.Descriptor instead.
 func (*CreatePlanRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{8}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *CreatePlanRequest) GetSource() *ConfigSource {
@@ -884,7 +977,7 @@ type CreatePlanResponse struct {
 
 func (x *CreatePlanResponse) Reset() {
 	*x = CreatePlanResponse{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[9]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -896,7 +989,7 @@ func (x *CreatePlanResponse) String() string {
 func (*CreatePlanResponse) ProtoMessage() {}
 
 func (x *CreatePlanResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[9]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -909,7 +1002,7 @@ func (x *CreatePlanResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreatePlanResponse.ProtoReflect.Descriptor instead.
 func (*CreatePlanResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{9}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *CreatePlanResponse) GetProblems() []*Problem {
@@ -964,7 +1057,7 @@ type Setting struct {
 
 func (x *Setting) Reset() {
 	*x = Setting{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[10]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -976,7 +1069,7 @@ func (x *Setting) String() string {
 func (*Setting) ProtoMessage() {}
 
 func (x *Setting) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[10]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -989,7 +1082,7 @@ func (x *Setting) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Setting.ProtoReflect.Descriptor instead.
 func (*Setting) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{10}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Setting) GetKey() string {
@@ -1038,7 +1131,7 @@ type VerifyPlanRequest struct {
 
 func (x *VerifyPlanRequest) Reset() {
 	*x = VerifyPlanRequest{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[11]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1050,7 +1143,7 @@ func (x *VerifyPlanRequest) String() string {
 func (*VerifyPlanRequest) ProtoMessage() {}
 
 func (x *VerifyPlanRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[11]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1063,7 +1156,7 @@ func (x *VerifyPlanRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyPlanRequest.ProtoReflect.Descriptor instead.
 func (*VerifyPlanRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{11}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *VerifyPlanRequest) GetLock() []byte {
@@ -1110,7 +1203,7 @@ type VerifyPlanResponse struct {
 
 func (x *VerifyPlanResponse) Reset() {
 	*x = VerifyPlanResponse{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[12]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1122,7 +1215,7 @@ func (x *VerifyPlanResponse) String() string {
 func (*VerifyPlanResponse) ProtoMessage() {}
 
 func (x *VerifyPlanResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[12]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1135,7 +1228,7 @@ func (x *VerifyPlanResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyPlanResponse.ProtoReflect.Descriptor instead.
 func (*VerifyPlanResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{12}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *VerifyPlanResponse) GetProblems() []*Problem {
@@ -1172,7 +1265,7 @@ type RenewPlanRequest struct {
 
 func (x *RenewPlanRequest) Reset() {
 	*x = RenewPlanRequest{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[13]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1184,7 +1277,7 @@ func (x *RenewPlanRequest) String() string {
 func (*RenewPlanRequest) ProtoMessage() {}
 
 func (x *RenewPlanRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[13]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1197,7 +1290,7 @@ func (x *RenewPlanRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewPlanRequest.ProtoReflect.Descriptor instead.
 func (*RenewPlanRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{13}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *RenewPlanRequest) GetPlan() *Plan {
@@ -1229,7 +1322,7 @@ type RenewPlanResponse struct {
 
 func (x *RenewPlanResponse) Reset() {
 	*x = RenewPlanResponse{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[14]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1241,7 +1334,7 @@ func (x *RenewPlanResponse) String() string {
 func (*RenewPlanResponse) ProtoMessage() {}
 
 func (x *RenewPlanResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[14]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1254,7 +1347,7 @@ func (x *RenewPlanResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewPlanResponse.ProtoReflect.Descriptor instead.
 func (*RenewPlanResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{14}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *RenewPlanResponse) GetProblems() []*Problem {
@@ -1282,16 +1375,23 @@ var File_rollout_plan_v1_plan_proto protoreflect.FileDescriptor
 
 const file_rollout_plan_v1_plan_proto_rawDesc = "" +
 	"\n" +
-	"\x1arollout/plan/v1/plan.proto\x12\x0frollout.plan.v1\x1a\x1bbuf/validate/validate.proto\x1a\"rollout/config/v1/run_config.proto\"\xd4\x02\n" +
+	"\x1arollout/plan/v1/plan.proto\x12\x0frollout.plan.v1\x1a\x1bbuf/validate/validate.proto\x1a\"rollout/config/v1/run_config.proto\"\x81\x03\n" +
 	"\x04Plan\x12\x1f\n" +
 	"\x06format\x18\x01 \x01(\rB\a\xbaH\x04*\x02\b\x02R\x06format\x125\n" +
 	"\aplan_id\x18\x02 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\x06planId\x12<\n" +
 	"\x06config\x18\x03 \x01(\v2\x1c.rollout.config.v1.RunConfigB\x06\xbaH\x03\xc8\x01\x01R\x06config\x128\n" +
 	"\x06inputs\x18\x04 \x03(\v2\x16.rollout.plan.v1.InputB\b\xbaH\x05\x92\x01\x02\b\x01R\x06inputs\x12?\n" +
-	"\bpackages\x18\x05 \x03(\v2#.rollout.plan.v1.Plan.PackagesEntryR\bpackages\x1a;\n" +
+	"\bpackages\x18\x05 \x03(\v2#.rollout.plan.v1.Plan.PackagesEntryR\bpackages\x12+\n" +
+	"\x05tools\x18\x06 \x03(\v2\x15.rollout.plan.v1.ToolR\x05tools\x1a;\n" +
 	"\rPackagesEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xc7\x02\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xc5\x01\n" +
+	"\x04Tool\x12\x1f\n" +
+	"\x06server\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x06server\x12\x1b\n" +
+	"\x04name\x18\x02 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x04name\x12 \n" +
+	"\vdescription\x18\x03 \x01(\tR\vdescription\x12'\n" +
+	"\x0fparameters_json\x18\x04 \x01(\tR\x0eparametersJson\x124\n" +
+	"\x06digest\x18\x05 \x01(\tB\x1c\xbaH\x19r\x172\x15^sha256-[0-9a-f]{64}$R\x06digest\"\xc7\x02\n" +
 	"\x05Input\x12:\n" +
 	"\x04role\x18\x01 \x01(\x0e2\x1a.rollout.plan.v1.InputRoleB\n" +
 	"\xbaH\a\x82\x01\x04\x10\x01 \x00R\x04role\x12\x1b\n" +
@@ -1401,62 +1501,64 @@ func file_rollout_plan_v1_plan_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_plan_v1_plan_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_rollout_plan_v1_plan_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
+var file_rollout_plan_v1_plan_proto_msgTypes = make([]protoimpl.MessageInfo, 17)
 var file_rollout_plan_v1_plan_proto_goTypes = []any{
 	(InputRole)(0),                 // 0: rollout.plan.v1.InputRole
 	(SettingOrigin)(0),             // 1: rollout.plan.v1.SettingOrigin
 	(*Plan)(nil),                   // 2: rollout.plan.v1.Plan
-	(*Input)(nil),                  // 3: rollout.plan.v1.Input
-	(*Source)(nil),                 // 4: rollout.plan.v1.Source
-	(*SourceFile)(nil),             // 5: rollout.plan.v1.SourceFile
-	(*Problem)(nil),                // 6: rollout.plan.v1.Problem
-	(*ConfigSource)(nil),           // 7: rollout.plan.v1.ConfigSource
-	(*ValidateConfigRequest)(nil),  // 8: rollout.plan.v1.ValidateConfigRequest
-	(*ValidateConfigResponse)(nil), // 9: rollout.plan.v1.ValidateConfigResponse
-	(*CreatePlanRequest)(nil),      // 10: rollout.plan.v1.CreatePlanRequest
-	(*CreatePlanResponse)(nil),     // 11: rollout.plan.v1.CreatePlanResponse
-	(*Setting)(nil),                // 12: rollout.plan.v1.Setting
-	(*VerifyPlanRequest)(nil),      // 13: rollout.plan.v1.VerifyPlanRequest
-	(*VerifyPlanResponse)(nil),     // 14: rollout.plan.v1.VerifyPlanResponse
-	(*RenewPlanRequest)(nil),       // 15: rollout.plan.v1.RenewPlanRequest
-	(*RenewPlanResponse)(nil),      // 16: rollout.plan.v1.RenewPlanResponse
-	nil,                            // 17: rollout.plan.v1.Plan.PackagesEntry
-	(*v1.RunConfig)(nil),           // 18: rollout.config.v1.RunConfig
+	(*Tool)(nil),                   // 3: rollout.plan.v1.Tool
+	(*Input)(nil),                  // 4: rollout.plan.v1.Input
+	(*Source)(nil),                 // 5: rollout.plan.v1.Source
+	(*SourceFile)(nil),             // 6: rollout.plan.v1.SourceFile
+	(*Problem)(nil),                // 7: rollout.plan.v1.Problem
+	(*ConfigSource)(nil),           // 8: rollout.plan.v1.ConfigSource
+	(*ValidateConfigRequest)(nil),  // 9: rollout.plan.v1.ValidateConfigRequest
+	(*ValidateConfigResponse)(nil), // 10: rollout.plan.v1.ValidateConfigResponse
+	(*CreatePlanRequest)(nil),      // 11: rollout.plan.v1.CreatePlanRequest
+	(*CreatePlanResponse)(nil),     // 12: rollout.plan.v1.CreatePlanResponse
+	(*Setting)(nil),                // 13: rollout.plan.v1.Setting
+	(*VerifyPlanRequest)(nil),      // 14: rollout.plan.v1.VerifyPlanRequest
+	(*VerifyPlanResponse)(nil),     // 15: rollout.plan.v1.VerifyPlanResponse
+	(*RenewPlanRequest)(nil),       // 16: rollout.plan.v1.RenewPlanRequest
+	(*RenewPlanResponse)(nil),      // 17: rollout.plan.v1.RenewPlanResponse
+	nil,                            // 18: rollout.plan.v1.Plan.PackagesEntry
+	(*v1.RunConfig)(nil),           // 19: rollout.config.v1.RunConfig
 }
 var file_rollout_plan_v1_plan_proto_depIdxs = []int32{
-	18, // 0: rollout.plan.v1.Plan.config:type_name -> rollout.config.v1.RunConfig
-	3,  // 1: rollout.plan.v1.Plan.inputs:type_name -> rollout.plan.v1.Input
-	17, // 2: rollout.plan.v1.Plan.packages:type_name -> rollout.plan.v1.Plan.PackagesEntry
-	0,  // 3: rollout.plan.v1.Input.role:type_name -> rollout.plan.v1.InputRole
-	4,  // 4: rollout.plan.v1.Input.sources:type_name -> rollout.plan.v1.Source
-	5,  // 5: rollout.plan.v1.Source.files:type_name -> rollout.plan.v1.SourceFile
-	7,  // 6: rollout.plan.v1.ValidateConfigRequest.source:type_name -> rollout.plan.v1.ConfigSource
-	6,  // 7: rollout.plan.v1.ValidateConfigResponse.problems:type_name -> rollout.plan.v1.Problem
-	18, // 8: rollout.plan.v1.ValidateConfigResponse.config:type_name -> rollout.config.v1.RunConfig
-	7,  // 9: rollout.plan.v1.CreatePlanRequest.source:type_name -> rollout.plan.v1.ConfigSource
-	6,  // 10: rollout.plan.v1.CreatePlanResponse.problems:type_name -> rollout.plan.v1.Problem
-	2,  // 11: rollout.plan.v1.CreatePlanResponse.plan:type_name -> rollout.plan.v1.Plan
-	6,  // 12: rollout.plan.v1.CreatePlanResponse.warnings:type_name -> rollout.plan.v1.Problem
-	12, // 13: rollout.plan.v1.CreatePlanResponse.settings:type_name -> rollout.plan.v1.Setting
-	1,  // 14: rollout.plan.v1.Setting.origin:type_name -> rollout.plan.v1.SettingOrigin
-	6,  // 15: rollout.plan.v1.VerifyPlanResponse.problems:type_name -> rollout.plan.v1.Problem
-	2,  // 16: rollout.plan.v1.VerifyPlanResponse.plan:type_name -> rollout.plan.v1.Plan
-	2,  // 17: rollout.plan.v1.RenewPlanRequest.plan:type_name -> rollout.plan.v1.Plan
-	6,  // 18: rollout.plan.v1.RenewPlanResponse.problems:type_name -> rollout.plan.v1.Problem
-	2,  // 19: rollout.plan.v1.RenewPlanResponse.plan:type_name -> rollout.plan.v1.Plan
-	8,  // 20: rollout.plan.v1.PlannerService.ValidateConfig:input_type -> rollout.plan.v1.ValidateConfigRequest
-	10, // 21: rollout.plan.v1.PlannerService.CreatePlan:input_type -> rollout.plan.v1.CreatePlanRequest
-	13, // 22: rollout.plan.v1.PlannerService.VerifyPlan:input_type -> rollout.plan.v1.VerifyPlanRequest
-	15, // 23: rollout.plan.v1.PlannerService.RenewPlan:input_type -> rollout.plan.v1.RenewPlanRequest
-	9,  // 24: rollout.plan.v1.PlannerService.ValidateConfig:output_type -> rollout.plan.v1.ValidateConfigResponse
-	11, // 25: rollout.plan.v1.PlannerService.CreatePlan:output_type -> rollout.plan.v1.CreatePlanResponse
-	14, // 26: rollout.plan.v1.PlannerService.VerifyPlan:output_type -> rollout.plan.v1.VerifyPlanResponse
-	16, // 27: rollout.plan.v1.PlannerService.RenewPlan:output_type -> rollout.plan.v1.RenewPlanResponse
-	24, // [24:28] is the sub-list for method output_type
-	20, // [20:24] is the sub-list for method input_type
-	20, // [20:20] is the sub-list for extension type_name
-	20, // [20:20] is the sub-list for extension extendee
-	0,  // [0:20] is the sub-list for field type_name
+	19, // 0: rollout.plan.v1.Plan.config:type_name -> rollout.config.v1.RunConfig
+	4,  // 1: rollout.plan.v1.Plan.inputs:type_name -> rollout.plan.v1.Input
+	18, // 2: rollout.plan.v1.Plan.packages:type_name -> rollout.plan.v1.Plan.PackagesEntry
+	3,  // 3: rollout.plan.v1.Plan.tools:type_name -> rollout.plan.v1.Tool
+	0,  // 4: rollout.plan.v1.Input.role:type_name -> rollout.plan.v1.InputRole
+	5,  // 5: rollout.plan.v1.Input.sources:type_name -> rollout.plan.v1.Source
+	6,  // 6: rollout.plan.v1.Source.files:type_name -> rollout.plan.v1.SourceFile
+	8,  // 7: rollout.plan.v1.ValidateConfigRequest.source:type_name -> rollout.plan.v1.ConfigSource
+	7,  // 8: rollout.plan.v1.ValidateConfigResponse.problems:type_name -> rollout.plan.v1.Problem
+	19, // 9: rollout.plan.v1.ValidateConfigResponse.config:type_name -> rollout.config.v1.RunConfig
+	8,  // 10: rollout.plan.v1.CreatePlanRequest.source:type_name -> rollout.plan.v1.ConfigSource
+	7,  // 11: rollout.plan.v1.CreatePlanResponse.problems:type_name -> rollout.plan.v1.Problem
+	2,  // 12: rollout.plan.v1.CreatePlanResponse.plan:type_name -> rollout.plan.v1.Plan
+	7,  // 13: rollout.plan.v1.CreatePlanResponse.warnings:type_name -> rollout.plan.v1.Problem
+	13, // 14: rollout.plan.v1.CreatePlanResponse.settings:type_name -> rollout.plan.v1.Setting
+	1,  // 15: rollout.plan.v1.Setting.origin:type_name -> rollout.plan.v1.SettingOrigin
+	7,  // 16: rollout.plan.v1.VerifyPlanResponse.problems:type_name -> rollout.plan.v1.Problem
+	2,  // 17: rollout.plan.v1.VerifyPlanResponse.plan:type_name -> rollout.plan.v1.Plan
+	2,  // 18: rollout.plan.v1.RenewPlanRequest.plan:type_name -> rollout.plan.v1.Plan
+	7,  // 19: rollout.plan.v1.RenewPlanResponse.problems:type_name -> rollout.plan.v1.Problem
+	2,  // 20: rollout.plan.v1.RenewPlanResponse.plan:type_name -> rollout.plan.v1.Plan
+	9,  // 21: rollout.plan.v1.PlannerService.ValidateConfig:input_type -> rollout.plan.v1.ValidateConfigRequest
+	11, // 22: rollout.plan.v1.PlannerService.CreatePlan:input_type -> rollout.plan.v1.CreatePlanRequest
+	14, // 23: rollout.plan.v1.PlannerService.VerifyPlan:input_type -> rollout.plan.v1.VerifyPlanRequest
+	16, // 24: rollout.plan.v1.PlannerService.RenewPlan:input_type -> rollout.plan.v1.RenewPlanRequest
+	10, // 25: rollout.plan.v1.PlannerService.ValidateConfig:output_type -> rollout.plan.v1.ValidateConfigResponse
+	12, // 26: rollout.plan.v1.PlannerService.CreatePlan:output_type -> rollout.plan.v1.CreatePlanResponse
+	15, // 27: rollout.plan.v1.PlannerService.VerifyPlan:output_type -> rollout.plan.v1.VerifyPlanResponse
+	17, // 28: rollout.plan.v1.PlannerService.RenewPlan:output_type -> rollout.plan.v1.RenewPlanResponse
+	25, // [25:29] is the sub-list for method output_type
+	21, // [21:25] is the sub-list for method input_type
+	21, // [21:21] is the sub-list for extension type_name
+	21, // [21:21] is the sub-list for extension extendee
+	0,  // [0:21] is the sub-list for field type_name
 }
 
 func init() { file_rollout_plan_v1_plan_proto_init() }
@@ -1470,7 +1572,7 @@ func file_rollout_plan_v1_plan_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_plan_v1_plan_proto_rawDesc), len(file_rollout_plan_v1_plan_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   16,
+			NumMessages:   17,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

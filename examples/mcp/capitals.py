@@ -1,0 +1,25 @@
+"""An MCP server over a table of invented countries and their capitals.
+
+python capitals.py capitals.json
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from mcp.server import MCPServer
+
+CAPITALS = json.loads(Path(sys.argv[1]).read_text())
+server = MCPServer("capitals")
+
+
+@server.tool()
+def lookup(country: str) -> str:
+    """Find the capital of a country."""
+    if country not in CAPITALS:
+        raise ValueError(f"there is no country {country}")
+    return CAPITALS[country]
+
+
+if __name__ == "__main__":
+    server.run()
