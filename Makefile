@@ -167,7 +167,7 @@ soak-sessions: build venv-dev ## Play sessions while workers are killed and weig
 
 .PHONY: check-schemathesis
 check-schemathesis: build venv-dev ## Send generated requests to every endpoint of /openapi.json: no server error
-	@scripts/check_clients transformers --schemathesis 600
+	@scripts/check_clients transformers --schemathesis 300
 
 .PHONY: check-packages
 check-packages: build venv-dev ## Build the Python and Go packages, install each alone, and use it

@@ -112,9 +112,6 @@ def test_secrets_are_only_in_their_files(tmp_path: Path) -> None:
     holder.write_text("planted-nats-token-0123456789")
     holder.chmod(0o600)
     state = tmp_path / "state"
-    create = [ROLLOUT, "keys", "create", "ada", "--scope", "read", "--state-dir", str(state)]
-    made = subprocess.run(create, check=True, capture_output=True, text=True)
-    key = made.stdout.strip()
     arguments = ("--nats-token", f"file:{holder}", "--blob-access-key", "id", "--blob-secret-key", "env:PLANTED_S3")
     collector = Collector()
     environment = {"PLANTED_S3": "planted-s3-secret-0123456789", "ROLLOUT_API_KEY": "planted-api-key-0123456789"}
@@ -123,6 +120,9 @@ def test_secrets_are_only_in_their_files(tmp_path: Path) -> None:
     job = Job(tmp_path / "job", steps=6)
     try:
         running.start()
+        create = [ROLLOUT, "keys", "create", "ada", "--scope", "read", "--state-dir", str(state)]
+        local = {"HOME": str(tmp_path)}
+        key = subprocess.run(create, check=True, capture_output=True, text=True, env=local).stdout.strip()
         run = submit(running, running.plan(job.write()), job)
         running.until_step(run, 2)
         seen = told_by_processes(running, run)

@@ -32,6 +32,7 @@ type mesh struct {
 	discovery *discovery.Client
 	server    *rpc.Server
 	dialer    *rpc.Dialer
+	keys      *apikey.Ring // of the gateway's store
 	events    *telemetry.Events
 	log       *slog.Logger // records with a run become events
 	certs     *cert.Source // nil: plain text
@@ -137,8 +138,9 @@ func (m *mesh) buildEdge(ctx context.Context, targets []target, group *lifecycle
 	m.events = telemetry.NewEvents(m.bus, bus.EventSubject, "rolloutd", plain)
 	m.log = slog.New(m.events.Handler(handler))
 	group.Add("events", m.events.Run)
+	m.keys = apikey.NewRing(m.syncKeys, plain)
 	var err error
-	m.server, err = rpc.NewServer(rpc.ServerOptions{Log: plain, Token: m.endpoints.token, Keys: apikey.Open(m.endpoints.keysFile), TLS: serves(m.certs), Drain: m.cfg.Drain})
+	m.server, err = rpc.NewServer(rpc.ServerOptions{Log: plain, Token: m.endpoints.token, Keys: m.keys, TLS: serves(m.certs), Drain: m.cfg.Drain})
 	if err != nil {
 		return err
 	}
@@ -150,6 +152,7 @@ func (m *mesh) buildEdge(ctx context.Context, targets []target, group *lifecycle
 	m.dialer = rpc.NewDialer(rpc.DialerOptions{
 		Local: m.server, Hosted: m.localServices(targets), Lookup: m.discovery.Resolver(), Token: m.endpoints.token, TLS: m.certs, Log: plain,
 	})
+	group.Add("keys", m.keys.Run)
 	group.Add("rpc", m.server.Run)
 	return nil
 }

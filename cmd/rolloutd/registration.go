@@ -27,7 +27,7 @@ type registration struct {
 func (m *mesh) registration(targets []target, gateway string) *registration {
 	a := &registration{m: m, runtime: config.Runtime{
 		PID: os.Getpid(), GRPC: m.endpoints.grpc, Gateway: gateway, NATS: m.endpoints.nats, Consul: m.endpoints.consul,
-		TokenFile: m.endpoints.tokenFile, KeysFile: m.endpoints.keysFile, CAFile: m.cfg.TLS.CAFile, CertFile: m.cfg.TLS.CertFile, KeyFile: m.cfg.TLS.KeyFile, Version: version,
+		TokenFile: m.endpoints.tokenFile, CAFile: m.cfg.TLS.CAFile, CertFile: m.cfg.TLS.CertFile, KeyFile: m.cfg.TLS.KeyFile, Version: version,
 	}}
 	for _, t := range targets {
 		a.runtime.Targets = append(a.runtime.Targets, t.name)

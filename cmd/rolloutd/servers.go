@@ -36,7 +36,6 @@ var errUnavailable = rpcerr.New(codes.Unavailable, "ROLLOUTD_NO_SERVERS", "NATS 
 type endpoints struct {
 	token       string // the mesh token
 	tokenFile   string
-	keysFile    string      // API keys
 	grpc        string      // host:port of this process
 	nats        string      // URL
 	natsAccess  bus.Options // credentials and TLS for NATS
@@ -106,16 +105,15 @@ func (m *mesh) startServers(ctx context.Context, targets []target, group *lifecy
 // find sets what is known before a server is started: tokens, and servers of other processes.
 func (e *endpoints) find(ctx context.Context, cfg config.Config, targets []target, environ []string) error {
 	ownNATS, ownRegistry := hosts(targets, natsTarget), hosts(targets, registryTarget)
-	e.nats, e.consul, e.tokenFile, e.keysFile = cfg.NATS.URL, cfg.Consul.Address, cfg.TokenFile, cfg.KeysFile
+	e.nats, e.consul, e.tokenFile = cfg.NATS.URL, cfg.Consul.Address, cfg.TokenFile
 	if cfg.Join != "" {
 		joined, err := awaitJoined(ctx, cfg.Join, e.nats == "" && !ownNATS, e.consul == "" && !ownRegistry)
 		if err != nil {
 			return err
 		}
 		e.nats, e.consul = first(e.nats, joined.NATS), first(e.consul, joined.Consul)
-		e.tokenFile, e.keysFile = first(e.tokenFile, joined.TokenFile), first(e.keysFile, joined.KeysFile)
+		e.tokenFile = first(e.tokenFile, joined.TokenFile)
 	}
-	e.keysFile = first(e.keysFile, keysFile(cfg.StateDir))
 	var err error
 	if e.tokenFile == "" {
 		e.tokenFile = tokenFile(cfg.StateDir)

@@ -7,7 +7,6 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/rollout-rl/rollout/cmd/internal/backend"
-	"github.com/rollout-rl/rollout/libs/apikey"
 	"github.com/rollout-rl/rollout/libs/config"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	"github.com/rollout-rl/rollout/proto/gen/names"
@@ -132,8 +131,11 @@ func newGateway(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
+	if err := importKeys(ctx, store, m.logger(names.GatewayService), m.cfg.StateDir, m.cfg.Join); err != nil {
+		return hosted{close: store.Close}, err
+	}
 	s, err := gateway.New(gateway.Config{
-		Address: address, Keys: apikey.Open(m.endpoints.keysFile), TrustOwner: m.cfg.Gateway.TrustsOwner(), TLS: gatewayTLS(m.cfg.Gateway.Listen, m.certs),
+		Address: address, Keys: m.keys, TrustOwner: m.cfg.Gateway.TrustsOwner(), TLS: gatewayTLS(m.cfg.Gateway.Listen, m.certs),
 	}, gateway.Deps{
 		Store: store, Registry: m.discovery, Scheduler: runs, Work: m.bus, Buffer: ledger, Runs: records, Dial: dialer[gateway.Conn](m), Log: m.logger(names.GatewayService),
 	})

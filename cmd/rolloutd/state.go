@@ -21,7 +21,6 @@ import (
 
 // Files of the state folder, in addition to rolloutd.json.
 func tokenFile(state string) string   { return filepath.Join(state, "token") }
-func keysFile(state string) string    { return filepath.Join(state, "api-keys.json") }
 func natsDir(state string) string     { return filepath.Join(state, "nats") }
 func segmentDir(state string) string  { return filepath.Join(state, "segments") }
 func artifactDir(state string) string { return filepath.Join(state, "artifacts") }

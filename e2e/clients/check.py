@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 from counting import problem
+from fuzzed import fuzzed
 from mesh import ROOT
 from served import PYTHON, Served, served
 
@@ -150,26 +151,6 @@ def check(engine: str, suites: list[Suite], seconds: float, folder: Path, only: 
                 results.append({"client": "httpx", "case": about, "times": watch.completions, "error": error, "weights": weights})
                 print(f"{weights:8} {about}: {error or 'ok'}", flush=True)
     return results
-
-
-def fuzzed(seconds: float, folder: Path) -> int:
-    """Send requests that Schemathesis generates from /openapi.json. Returns its exit code: 0 if no
-    response is a server error."""
-    program = (str(TOOLS / "schemathesis" / "bin" / "python"), "-m", "schemathesis.cli")
-    with served(folder / "fuzzed", "transformers") as at:
-        at.ready()
-        checks = ["--checks", "not_a_server_error", "--continue-on-failure", "--max-time", str(int(seconds))]
-        settings = [
-            "--header",
-            f"Authorization: Bearer {at.key}",
-            "--request-timeout",
-            "60",
-            "--max-examples",
-            "50",
-            "--no-color",
-        ]
-        command = [*program, "run", f"{at.url}/openapi.json", *checks, *settings, "--phases", "fuzzing", "--no-shrink"]
-        return subprocess.run(command, cwd=folder, check=False).returncode
 
 
 def table(results: list[dict[str, object]]) -> str:

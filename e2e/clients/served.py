@@ -78,7 +78,7 @@ class Served:
             listed = httpx.get(f"{self.url}/v1/models", headers={"authorization": f"Bearer {self.key}"}, timeout=60)
             return self.model in [model["id"] for model in listed.json()["data"]]
 
-        until(serves, "a worker", 300)
+        until(serves, "a worker", 600)
 
     def version(self) -> int:
         """The newest weights version of the run."""

@@ -1,30 +1,29 @@
-// Package apikey is the keys with which people and their programs call a control plane. A key is
-// 256 random bits, shown once; a file keeps its hash, name and scope (Keep), and every process that
-// is called reads that file again when it has changed (Ring).
+// Package apikey checks the keys with which people and their programs call a control plane. A key
+// is 256 random bits, shown once. The gateway's database has its hash, name, scope, and limits;
+// every process that is called keeps a copy that is at most a second old (Ring).
 package apikey
 
 import (
+	"context"
 	"crypto/rand"
 	"crypto/sha256"
-	"crypto/subtle"
 	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
 	"os"
-	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
-	"sync"
-	"syscall"
 	"time"
 
 	"google.golang.org/grpc/codes"
+	"google.golang.org/protobuf/encoding/protojson"
+	"google.golang.org/protobuf/types/known/timestamppb"
 
-	"github.com/rollout-rl/rollout/libs/atomicfile"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	keyv1 "github.com/rollout-rl/rollout/proto/gen/rollout/key/v1"
 )
 
 // Scope says which calls a key may make.
@@ -38,7 +37,7 @@ const (
 	Session Scope = "session" // sample policies, and end sessions with a reward, which trains on them
 	Read    Scope = "read"    // look at everything
 	Submit  Scope = "submit"  // plan, start and steer runs, and all of the above
-	Admin   Scope = "admin"   // delete, and change other users' objects
+	Admin   Scope = "admin"   // delete, change other users' objects, and manage keys
 	Mesh    Scope = "mesh"
 )
 
@@ -62,172 +61,84 @@ func (s Scope) Allows(needed Scope) bool { return slices.Contains(allowed[s], ne
 var (
 	ErrScope   = rpcerr.New(codes.InvalidArgument, "API_KEY_SCOPE", "a scope is sample, session, read, submit or admin")
 	ErrName    = rpcerr.New(codes.InvalidArgument, "API_KEY_NAME", "a name is at most 64 of a-z, 0-9, and . @ _ - between")
-	ErrExists  = rpcerr.New(codes.AlreadyExists, "API_KEY_EXISTS", "there is a key of that name")
-	ErrMissing = rpcerr.New(codes.NotFound, "API_KEY_MISSING", "no key has that name")
+	ErrExists  = rpcerr.New(codes.AlreadyExists, "API_KEY_EXISTS", "there is a key of that name").Fix("revoke it first, or choose another name")
+	ErrMissing = rpcerr.New(codes.NotFound, "API_KEY_MISSING", "no key has that name").Fix("`rollout keys list` shows them")
 	ErrLimit   = rpcerr.New(codes.InvalidArgument, "API_KEY_LIMIT", "a limit per minute is a positive number, and the expiry of a key is in the future")
 	ErrExpired = rpcerr.New(codes.Unauthenticated, "API_KEY_EXPIRED", "the API key has expired")
 	ErrFile    = rpcerr.New(codes.FailedPrecondition, "API_KEY_FILE", "the file of API keys can't be used")
+	// ErrUnknown means that the keys can't be read, so that no key is accepted.
+	ErrUnknown = rpcerr.New(codes.Unavailable, "API_KEYS_UNAVAILABLE", "the API keys can't be read from the gateway").RetryAfter(time.Second)
 )
 
 const prefix = "rk-" // marks a key, so that scanners of repositories recognize it
 
 var name = regexp.MustCompile(`^[a-z0-9]([a-z0-9.@_-]{0,62}[a-z0-9])?$`)
 
-// Record is one entry of the file of API keys: rollout.key.v1.ApiKey in its JSON form.
-type Record struct {
-	Name    string    `json:"name"`
-	Scope   Scope     `json:"scope"`
-	Hash    string    `json:"sha256"` // of the key; it is random, so nothing slower is needed
-	Created time.Time `json:"created"`
-	Project string    `json:"project,omitempty"` // whose runs the key may use; empty: the default project
-	Limits
+// Record describes a key.
+type Record = keyv1.ApiKey
+
+// New completes the record of a new key with its hash and the time, and returns the key. ErrName,
+// ErrScope, ErrLimit.
+func New(r *Record, now time.Time) (key string, err error) {
+	if !name.MatchString(r.GetName()) {
+		return "", ErrName
+	}
+	if !slices.Contains(Scopes(), Scope(r.GetScope())) {
+		return "", ErrScope
+	}
+	if r.GetRequestsPerMinute() < 0 || r.GetTokensPerMinute() < 0 || r.GetExpires() != nil && !r.GetExpires().AsTime().After(now) {
+		return "", ErrLimit
+	}
+	key = prefix + strings.ToLower(rand.Text()+rand.Text())
+	r.Sha256, r.Created = Hash(key), timestamppb.New(now.UTC().Truncate(time.Second))
+	return key, nil
 }
 
-// Limits restrict the use of a key.
-type Limits struct {
-	Expires *time.Time `json:"expires,omitempty"` // nil: never
-	// RequestsPerMinute and TokensPerMinute are the completions of policies that the key may request,
-	// and the tokens of prompts and completions. 0: any number. Each gateway process counts alone.
-	RequestsPerMinute int `json:"requestsPerMinute,omitempty"`
-	TokensPerMinute   int `json:"tokensPerMinute,omitempty"`
+// Hash returns the SHA-256 of a key in hexadecimal. A key is random, so nothing slower is needed.
+func Hash(key string) string {
+	sum := sha256.Sum256([]byte(key))
+	return hex.EncodeToString(sum[:])
 }
 
-// Keep is a file of keys. Changes are made under a lock file in the same folder.
-type Keep struct{ Path string }
-
-// List returns the existing keys; none if the file does not exist. It returns ErrFile.
-func (k Keep) List() ([]Record, error) {
-	data, err := os.ReadFile(k.Path)
+// ReadFile returns the keys of a file, which is a JSON list of records. Earlier versions stored keys
+// in one. None if there is no file. ErrFile.
+func ReadFile(path string) ([]*Record, error) {
+	data, err := os.ReadFile(path)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil
 	}
-	var list []Record
+	var list []json.RawMessage
 	if err == nil {
 		err = json.Unmarshal(data, &list)
 	}
-	if err != nil {
-		return nil, ErrFile.WithMessage("the file of API keys %s can't be read: %v", k.Path, err)
-	}
-	if info, err := os.Stat(k.Path); err == nil && info.Mode().Perm()&0o022 != 0 {
-		return nil, ErrFile.WithMessage("others may write %s, and with it give themselves keys", k.Path).Fix("chmod 600 " + k.Path)
-	}
-	return list, nil
-}
-
-// Create makes a key and keeps its hash. The key cannot be shown again. ErrName, ErrScope,
-// ErrLimit, ErrExists.
-func (k Keep) Create(who string, scope Scope, limits Limits, now time.Time) (key string, err error) {
-	if !name.MatchString(who) {
-		return "", ErrName
-	}
-	if !slices.Contains(Scopes(), scope) {
-		return "", ErrScope
-	}
-	if limits.RequestsPerMinute < 0 || limits.TokensPerMinute < 0 || limits.Expires != nil && !limits.Expires.After(now) {
-		return "", ErrLimit
-	}
-	if limits.Expires != nil {
-		expires := limits.Expires.UTC().Truncate(time.Second)
-		limits.Expires = &expires
-	}
-	key = prefix + strings.ToLower(rand.Text()+rand.Text())
-	return key, k.change(func(list []Record) ([]Record, error) {
-		if slices.ContainsFunc(list, func(r Record) bool { return r.Name == who }) {
-			return nil, ErrExists.WithMessage("there is a key of the name %s", who).Fix("revoke it first, or choose another name")
+	out := make([]*Record, len(list))
+	for i, raw := range list {
+		out[i] = &Record{}
+		if err == nil {
+			err = protojson.Unmarshal(raw, out[i])
 		}
-		sum := sha256.Sum256([]byte(key))
-		return append(list, Record{Name: who, Scope: scope, Hash: hex.EncodeToString(sum[:]), Created: now.UTC().Truncate(time.Second), Limits: limits}), nil
-	})
-}
-
-// Revoke removes a key; the next call with it is refused. ErrMissing.
-func (k Keep) Revoke(who string) error {
-	return k.change(func(list []Record) ([]Record, error) {
-		rest := slices.DeleteFunc(slices.Clone(list), func(r Record) bool { return r.Name == who })
-		if len(rest) == len(list) {
-			return nil, ErrMissing.WithMessage("no key is named %s", who).Fix("`rollout keys list` shows them")
-		}
-		return rest, nil
-	})
-}
-
-func (k Keep) change(by func([]Record) ([]Record, error)) error {
-	if err := os.MkdirAll(filepath.Dir(k.Path), 0o700); err != nil {
-		return fmt.Errorf("make the folder of API keys: %w", err)
-	}
-	lock, err := os.OpenFile(k.Path+".lock", os.O_CREATE|os.O_RDWR, 0o600)
-	if err != nil {
-		return fmt.Errorf("lock the API keys: %w", err)
-	}
-	defer lock.Close()
-	if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX); err != nil {
-		return fmt.Errorf("lock the API keys: %w", err)
-	}
-	list, err := k.List()
-	if err == nil {
-		list, err = by(list)
-	}
-	if err != nil {
-		return err
-	}
-	data, err := json.MarshalIndent(list, "", "  ")
-	if err != nil {
-		return err
-	}
-	if err := atomicfile.Write(k.Path, append(data, '\n'), 0o600); err != nil {
-		return fmt.Errorf("write the API keys: %w", err)
-	}
-	return nil
-}
-
-// Ring is the keys of a file as a process checks them. Its methods may be called from many
-// goroutines.
-type Ring struct {
-	keep Keep
-	now  func() time.Time
-
-	mu    sync.Mutex
-	seen  os.FileInfo // of the file that was read last; nil: none
-	list  []Record
-	fails error
-}
-
-// Open makes a Ring; the file need not be there yet.
-func Open(path string) *Ring { return &Ring{keep: Keep{path}, now: time.Now} }
-
-// Find returns the owner of a key. All keys are compared, each in constant time. If the file can no
-// longer be read, every key is refused. ErrFile, ErrExpired.
-func (r *Ring) Find(key string) (found Record, ok bool, err error) {
-	list, err := r.current()
-	sum := sha256.Sum256([]byte(key))
-	digest := []byte(hex.EncodeToString(sum[:]))
-	for _, k := range list {
-		if subtle.ConstantTimeCompare(digest, []byte(k.Hash)) == 1 {
-			found, ok = k, true
+		if err == nil && (!name.MatchString(out[i].GetName()) || !slices.Contains(Scopes(), Scope(out[i].GetScope())) || len(out[i].GetSha256()) != 2*sha256.Size) {
+			err = fmt.Errorf("entry %d has no valid name, scope, and sha256", i)
 		}
 	}
-	if ok && err == nil && found.Expires != nil && !found.Expires.After(r.now()) {
-		return Record{}, false, ErrExpired.WithMessage("the API key %s expired at %s", found.Name, found.Expires.Format(time.RFC3339)).
-			Fix("ask for a new key (`rollout keys create`)")
+	if err != nil {
+		return nil, ErrFile.WithMessage("the file of API keys %s can't be read: %v", path, err).Fix("correct the file, or remove it and create the keys again")
 	}
-	return found, ok && err == nil, err
+	if info, err := os.Stat(path); err == nil && info.Mode().Perm()&0o022 != 0 {
+		return nil, ErrFile.WithMessage("others may write %s, and with it give themselves keys", path).Fix("chmod 600 " + path)
+	}
+	return out, nil
 }
 
-func (r *Ring) current() ([]Record, error) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	info, err := os.Stat(r.keep.Path)
-	if err != nil {
-		r.seen, r.list, r.fails = nil, nil, nil
-		if !errors.Is(err, fs.ErrNotExist) {
-			r.fails = ErrFile.Wrap(err)
-		}
-		return r.list, r.fails
-	}
-	if r.seen != nil && os.SameFile(r.seen, info) && r.seen.ModTime().Equal(info.ModTime()) && r.seen.Size() == info.Size() && r.seen.Mode() == info.Mode() {
-		return r.list, r.fails
-	}
-	r.seen = info
-	r.list, r.fails = r.keep.List()
-	return r.list, r.fails
+type recordKey struct{}
+
+// With returns a context of a call with a key.
+func With(ctx context.Context, r *Record) context.Context {
+	return context.WithValue(ctx, recordKey{}, r)
+}
+
+// From returns the key of a call; nil if the call has none, as those with the mesh token.
+func From(ctx context.Context) *Record {
+	r, _ := ctx.Value(recordKey{}).(*Record)
+	return r
 }

@@ -5,13 +5,16 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
-	"reflect"
-	"strings"
-	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
+	"google.golang.org/protobuf/encoding/protojson"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/timestamppb"
+
 	"github.com/rollout-rl/rollout/libs/apikey"
+	"github.com/rollout-rl/rollout/libs/apikey/apikeytest"
 )
 
 func TestScopes(t *testing.T) {
@@ -29,65 +32,136 @@ func TestScopes(t *testing.T) {
 	}
 }
 
-func TestKeysComeAndGo(t *testing.T) {
+func TestNewKeysAreChecked(t *testing.T) {
 	t.Parallel()
-	keep := apikey.Keep{Path: filepath.Join(t.TempDir(), "keys", "api-keys.json")}
-	ring := apikey.Open(keep.Path)
-	if _, ok, err := ring.Find(""); ok || err != nil {
-		t.Errorf("without a file: %v %v", ok, err)
-	}
-	var wg sync.WaitGroup
-	keys := make([]string, 4)
-	for i, who := range []string{"ada", "bob", "eve", "ci@example.org"} {
-		wg.Go(func() {
-			var err error
-			if keys[i], err = keep.Create(who, apikey.Submit, apikey.Limits{}, time.Now()); err != nil {
-				t.Error(err)
-			}
-		})
-	}
-	wg.Wait()
-	for _, key := range keys {
-		if got, ok, err := ring.Find(key); !ok || err != nil || got.Scope != apikey.Submit {
-			t.Errorf("%+v %v %v", got, ok, err)
+	now := time.Now()
+	past := timestamppb.New(now.Add(-time.Hour))
+	for _, c := range []struct {
+		record *apikey.Record
+		want   error
+	}{
+		{&apikey.Record{Name: "a b", Scope: "read"}, apikey.ErrName},
+		{&apikey.Record{Name: "", Scope: "read"}, apikey.ErrName},
+		{&apikey.Record{Name: "ada", Scope: "root"}, apikey.ErrScope},
+		{&apikey.Record{Name: "ada", Scope: string(apikey.Mesh)}, apikey.ErrScope},
+		{&apikey.Record{Name: "ada", Scope: "read", Expires: past}, apikey.ErrLimit},
+		{&apikey.Record{Name: "ada", Scope: "read", RequestsPerMinute: -1}, apikey.ErrLimit},
+		{&apikey.Record{Name: "ada", Scope: "read", TokensPerMinute: -1}, apikey.ErrLimit},
+		{&apikey.Record{Name: "ci@example.org", Scope: "read"}, nil},
+	} {
+		if _, err := apikey.New(c.record, now); !errors.Is(err, c.want) {
+			t.Errorf("%v: %v, want %v", c.record, err, c.want)
 		}
-		if _, ok, _ := ring.Find(key + "x"); ok {
-			t.Error("a longer key passes")
-		}
-	}
-	data, err := os.ReadFile(keep.Path)
-	if info, _ := os.Stat(keep.Path); err != nil || info.Mode().Perm() != 0o600 || strings.Contains(string(data), keys[0]) {
-		t.Errorf("the file: %v %s", err, data)
-	}
-	if err := keep.Revoke("ada"); err != nil {
-		t.Fatal(err)
-	}
-	if _, ok, _ := ring.Find(keys[0]); ok {
-		t.Error("a revoked key passes")
-	}
-	if _, ok, _ := ring.Find(keys[1]); !ok {
-		t.Error("another key was removed too")
-	}
-	_, again := keep.Create("bob", apikey.Read, apikey.Limits{}, time.Now())
-	_, scope := keep.Create("new", "root", apikey.Limits{}, time.Now())
-	_, mesh := keep.Create("new", apikey.Mesh, apikey.Limits{}, time.Now())
-	_, bad := keep.Create("a b", apikey.Read, apikey.Limits{}, time.Now())
-	for want, got := range map[error]error{apikey.ErrExists: again, apikey.ErrMissing: keep.Revoke("ada"), apikey.ErrScope: errors.Join(scope, mesh), apikey.ErrName: bad} {
-		if !errors.Is(got, want) {
-			t.Errorf("%v, want %v", got, want)
-		}
-	}
-	if err := os.Chmod(keep.Path, 0o666); err != nil {
-		t.Fatal(err)
-	}
-	if _, ok, err := ring.Find(keys[1]); ok || !errors.Is(err, apikey.ErrFile) {
-		t.Errorf("a file that others may write: %v %v", ok, err)
 	}
 }
 
-// The file of keys is a list of rollout.key.v1.ApiKey in JSON; records without a project belong to
-// the default project.
-func TestRecordsAreApiKeys(t *testing.T) {
+// find returns whether a key is accepted.
+func find(t *testing.T, keys *apikeytest.Keys, key string) (ok bool, err error) {
+	t.Helper()
+	found, err := keys.Ring.Find(t.Context(), key)
+	return found != nil, err
+}
+
+// A new key is accepted at once, and a revoked one refused a second later.
+func TestKeysComeAndGo(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		keys := apikeytest.New(t)
+		if ok, err := find(t, keys, "rk-unknown"); ok || err != nil {
+			t.Errorf("an unknown key: %v %v", ok, err)
+		}
+		began := time.Now()
+		ada := keys.Create(t, &apikey.Record{Name: "ada", Scope: "submit"}, time.Now())
+		bob := keys.Create(t, &apikey.Record{Name: "bob", Scope: "read"}, time.Now())
+		for _, key := range []string{ada, bob} {
+			if ok, err := find(t, keys, key); !ok || err != nil {
+				t.Errorf("%v %v", ok, err)
+			}
+			if ok, err := find(t, keys, key+"x"); ok || err != nil {
+				t.Errorf("a longer key: %v %v", ok, err)
+			}
+		}
+		if waited := time.Since(began); waited > 500*time.Millisecond {
+			t.Errorf("four keys waited %v", waited)
+		}
+		keys.Revoke("ada")
+		<-time.After(1100 * time.Millisecond)
+		if ok, err := find(t, keys, ada); ok || err != nil {
+			t.Errorf("a revoked key: %v %v", ok, err)
+		}
+		if ok, err := find(t, keys, bob); !ok || err != nil {
+			t.Errorf("another key: %v %v", ok, err)
+		}
+		if ok, err := find(t, keys, apikey.Hash(bob)); ok || err != nil {
+			t.Errorf("a hash: %v %v", ok, err)
+		}
+	})
+}
+
+// Keys that can't be read again are accepted for half a minute.
+func TestKeysOutliveARestartOfTheGateway(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		keys := apikeytest.New(t)
+		ada := keys.Create(t, &apikey.Record{Name: "ada", Scope: "read"}, time.Now())
+		if ok, err := find(t, keys, ada); !ok || err != nil {
+			t.Fatalf("%v %v", ok, err)
+		}
+		keys.Fail(errors.New("the gateway is gone"))
+		<-time.After(25 * time.Second)
+		if ok, err := find(t, keys, ada); !ok || err != nil {
+			t.Errorf("after 25 s: %v %v", ok, err)
+		}
+		if ok, err := find(t, keys, "rk-unknown"); ok || !errors.Is(err, apikey.ErrUnknown) {
+			t.Errorf("an unknown key: %v %v", ok, err)
+		}
+		<-time.After(10 * time.Second)
+		if ok, err := find(t, keys, ada); ok || !errors.Is(err, apikey.ErrUnknown) {
+			t.Errorf("after more than 30 s: %v %v", ok, err)
+		}
+		keys.Fail(nil)
+		if ok, err := find(t, keys, ada); !ok || err != nil {
+			t.Errorf("when the gateway is back: %v %v", ok, err)
+		}
+	})
+}
+
+// The use of a key is reported at most once a minute.
+func TestUsesAreReported(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		keys := apikeytest.New(t)
+		ada := keys.Create(t, &apikey.Record{Name: "ada", Scope: "read"}, time.Now())
+		for range 90 {
+			if ok, err := find(t, keys, ada); !ok || err != nil {
+				t.Fatalf("%v %v", ok, err)
+			}
+			<-time.After(time.Second)
+		}
+		used := keys.Used()
+		if len(used) != 2 || used[0].GetSha256() != apikey.Hash(ada) || time.Since(used[1].GetTime().AsTime()) > time.Minute {
+			t.Errorf("reported %v at %v", used, time.Now())
+		}
+	})
+}
+
+func TestKeysExpire(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		keys := apikeytest.New(t)
+		ada := keys.Create(t, &apikey.Record{Name: "ada", Scope: "sample", Expires: timestamppb.New(time.Now().Add(time.Hour))}, time.Now())
+		if ok, err := find(t, keys, ada); !ok || err != nil {
+			t.Errorf("before: %v %v", ok, err)
+		}
+		<-time.After(time.Hour)
+		if _, err := find(t, keys, ada); !errors.Is(err, apikey.ErrExpired) {
+			t.Errorf("after: %v", err)
+		}
+	})
+}
+
+// The file of earlier versions is a list of rollout.key.v1.ApiKey in JSON.
+func TestFilesOfKeysAreRead(t *testing.T) {
 	t.Parallel()
 	data, err := os.ReadFile("../../schemas/golden/contracts.json")
 	if err != nil {
@@ -111,21 +185,37 @@ func TestRecordsAreApiKeys(t *testing.T) {
 		t.Fatal(err)
 	}
 	path := filepath.Join(t.TempDir(), "keys.json")
+	if list, err := apikey.ReadFile(path); list != nil || err != nil {
+		t.Errorf("no file: %v %v", list, err)
+	}
 	if err := os.WriteFile(path, file, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	list, err := apikey.Keep{Path: path}.List()
-	if err != nil || len(list) != 2 || list[0].Project != "" || list[1].Project != "math" {
-		t.Fatalf("records: %+v, %v", list, err)
+	list, err := apikey.ReadFile(path)
+	if err != nil || len(list) != len(keys) || len(list) < 2 {
+		t.Fatalf("records: %v, %v", list, err)
 	}
 	for i, record := range list {
-		data, err := json.Marshal(record)
-		if err != nil {
+		want := &apikey.Record{}
+		if err := protojson.Unmarshal(keys[i], want); err != nil || !proto.Equal(record, want) {
+			t.Errorf("record %v, want %s", record, keys[i])
+		}
+	}
+	if err := os.Chmod(path, 0o666); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := apikey.ReadFile(path); !errors.Is(err, apikey.ErrFile) {
+		t.Errorf("a file that others may write: %v", err)
+	}
+	for _, bad := range []string{"{", `[{"name":"ada"}]`, `[{"name":"ada","scope":"mesh","sha256":"` + apikey.Hash("") + `"}]`} {
+		if err := os.WriteFile(path, []byte(bad), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		var got, want map[string]any
-		if json.Unmarshal(data, &got) != nil || json.Unmarshal(keys[i], &want) != nil || !reflect.DeepEqual(got, want) {
-			t.Errorf("record: %s, want %s", data, keys[i])
+		if err := os.Chmod(path, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := apikey.ReadFile(path); !errors.Is(err, apikey.ErrFile) {
+			t.Errorf("%s: %v", bad, err)
 		}
 	}
 }

@@ -1,7 +1,6 @@
 package apikey
 
 import (
-	"context"
 	"sync"
 	"time"
 
@@ -13,20 +12,8 @@ import (
 // ErrRate means that a key is over one of its limits. It has the time to wait.
 var ErrRate = rpcerr.New(codes.ResourceExhausted, "RATE_LIMITED", "the API key is over its limit")
 
-type recordKey struct{}
-
-// With returns a context of a call with a key.
-func With(ctx context.Context, r Record) context.Context {
-	return context.WithValue(ctx, recordKey{}, r)
-}
-
-// From returns the key of a call; ok is false if the call has none, as those with the mesh token.
-func From(ctx context.Context) (r Record, ok bool) {
-	r, ok = ctx.Value(recordKey{}).(Record)
-	return r, ok
-}
-
-// Limiter counts the requests and tokens of keys against their limits. Safe for concurrent use.
+// Limiter counts the requests and tokens of keys against their limits, in one process. Safe for
+// concurrent use.
 type Limiter struct {
 	mu   sync.Mutex
 	used map[string]*usage // by name of the key
@@ -42,13 +29,13 @@ type bucket struct {
 }
 
 // refill brings the bucket to now.
-func (b *bucket) refill(limit int, now time.Time) {
+func (b *bucket) refill(limit int32, now time.Time) {
 	b.missing = max(0, b.missing-float64(limit)*max(0, now.Sub(b.at).Minutes()))
 	b.at = now
 }
 
 // wait is how long until the bucket has n. The caller has refilled it.
-func (b *bucket) wait(limit int, n float64) time.Duration {
+func (b *bucket) wait(limit int32, n float64) time.Duration {
 	over := b.missing + n - float64(limit)
 	if limit == 0 || over <= 0 {
 		return 0
@@ -56,42 +43,42 @@ func (b *bucket) wait(limit int, n float64) time.Duration {
 	return time.Duration(over / float64(limit) * float64(time.Minute))
 }
 
-func (l *Limiter) of(r Record, now time.Time) *usage {
+func (l *Limiter) of(r *Record, now time.Time) *usage {
 	if l.used == nil {
 		l.used = map[string]*usage{}
 	}
-	u := l.used[r.Name]
+	u := l.used[r.GetName()]
 	if u == nil {
 		u = &usage{}
-		l.used[r.Name] = u
+		l.used[r.GetName()] = u
 	}
-	u.requests.refill(r.RequestsPerMinute, now)
-	u.tokens.refill(r.TokensPerMinute, now)
+	u.requests.refill(r.GetRequestsPerMinute(), now)
+	u.tokens.refill(r.GetTokensPerMinute(), now)
 	return u
 }
 
 // Begin counts a request. A request begins if the key has a request and any token left, because its
 // tokens are known at its end. ErrRate.
-func (l *Limiter) Begin(r Record, now time.Time) error {
-	if r.RequestsPerMinute == 0 && r.TokensPerMinute == 0 {
+func (l *Limiter) Begin(r *Record, now time.Time) error {
+	if r.GetRequestsPerMinute() == 0 && r.GetTokensPerMinute() == 0 {
 		return nil
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	u := l.of(r, now)
-	if wait := u.requests.wait(r.RequestsPerMinute, 1); wait > 0 {
-		return ErrRate.WithMessage("the API key %s is over its limit of %d requests a minute", r.Name, r.RequestsPerMinute).RetryAfter(wait)
+	if wait := u.requests.wait(r.GetRequestsPerMinute(), 1); wait > 0 {
+		return ErrRate.WithMessage("the API key %s is over its limit of %d requests a minute", r.GetName(), r.GetRequestsPerMinute()).RetryAfter(wait)
 	}
-	if wait := u.tokens.wait(r.TokensPerMinute, 1); wait > 0 {
-		return ErrRate.WithMessage("the API key %s is over its limit of %d tokens a minute", r.Name, r.TokensPerMinute).RetryAfter(wait)
+	if wait := u.tokens.wait(r.GetTokensPerMinute(), 1); wait > 0 {
+		return ErrRate.WithMessage("the API key %s is over its limit of %d tokens a minute", r.GetName(), r.GetTokensPerMinute()).RetryAfter(wait)
 	}
 	u.requests.missing++
 	return nil
 }
 
 // Add counts the tokens of a request.
-func (l *Limiter) Add(r Record, tokens int, now time.Time) {
-	if r.TokensPerMinute == 0 {
+func (l *Limiter) Add(r *Record, tokens int, now time.Time) {
+	if r.GetTokensPerMinute() == 0 {
 		return
 	}
 	l.mu.Lock()

@@ -18,7 +18,6 @@ type Config struct {
 	Target    []string      `toml:"target"`
 	Join      string        `toml:"join"`
 	TokenFile string        `toml:"token_file"`
-	KeysFile  string        `toml:"api_keys_file"`
 	Listen    string        `toml:"listen"`
 	Host      string        `toml:"advertise_host"`
 	Insecure  bool          `toml:"insecure_listen"`

@@ -65,9 +65,9 @@ token = "file:nats-token"
 url = "file:~/url"
 `)
 	folder := filepath.Dir(path)
-	got := load(t, nil, "--config", path, "--api-keys-file", "/flag/keys")
+	got := load(t, nil, "--config", path)
 	for _, c := range [][2]string{
-		{got.StateDir, "/home/u/state"}, {got.TokenFile, "/a/token"}, {got.KeysFile, "/flag/keys"},
+		{got.StateDir, "/home/u/state"}, {got.TokenFile, "/a/token"},
 		{got.TLS.CertFile, filepath.Join(folder, "certs/c.pem")}, {got.TLS.KeyFile, filepath.Join(filepath.Dir(folder), "k.pem")},
 		{got.NATS.Token.String(), "file:" + filepath.Join(folder, "nats-token")}, {got.Database.URL, "file:/home/u/url"},
 	} {

@@ -21,7 +21,6 @@ var keys = []key{
 	{"target", "what this process hosts: all, or a comma list of the targets below", func(c *Config) any { return &c.Target }},
 	{"join", "state folder of another rolloutd whose NATS, registry and token this one uses", func(c *Config) any { return &c.Join }},
 	{"token_file", "file of the mesh token (0600); empty: token in the state folder, made where it is missing, or that of the joined process", func(c *Config) any { return &c.TokenFile }},
-	{"api_keys_file", "file of the API keys that `rollout keys` makes; empty: api-keys.json in the state folder, or that of the joined process", func(c *Config) any { return &c.KeysFile }},
 	{"listen", "gRPC address; port 0 takes a free one", func(c *Config) any { return &c.Listen }},
 	{"advertise_host", "host under which peers reach this process; default: that of the gRPC address", func(c *Config) any { return &c.Host }},
 	{"insecure_listen", "allow addresses that are not loopback in plain text: only on a private network", func(c *Config) any { return &c.Insecure }},

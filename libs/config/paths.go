@@ -12,7 +12,7 @@ import (
 // paths returns the fields that contain a path. Paths inside references are in Refs.
 func (c *Config) paths() []*string {
 	return []*string{
-		&c.StateDir, &c.SharedDir, &c.Join, &c.TokenFile, &c.KeysFile,
+		&c.StateDir, &c.SharedDir, &c.Join, &c.TokenFile,
 		&c.NATS.CAFile, &c.NATS.CertFile, &c.NATS.KeyFile, &c.Consul.CAFile, &c.Consul.CertFile, &c.Consul.KeyFile,
 		&c.TLS.CertFile, &c.TLS.KeyFile, &c.TLS.CAFile, &c.TLS.WorkerCertFile, &c.TLS.WorkerKeyFile,
 	}

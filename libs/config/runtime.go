@@ -17,7 +17,6 @@ type Runtime struct {
 	NATS      string   `json:"nats"`              // URL
 	Consul    string   `json:"consul"`            // host:port, or an URL where it speaks TLS
 	TokenFile string   `json:"token_file"`
-	KeysFile  string   `json:"api_keys_file"`
 	CAFile    string   `json:"ca_file,omitempty"` // of TLS: whom to trust
 	CertFile  string   `json:"cert_file,omitempty"`
 	KeyFile   string   `json:"key_file,omitempty"`

@@ -122,11 +122,14 @@ func (c Config) Secrets() (out []Secret) {
 	return out
 }
 
+// apiKeys is what replaces files of API keys.
+const apiKeys = "nothing: API keys are in the database of the gateway; move the file to api-keys.json in the state folder of the gateway, which imports it when it starts"
+
 // replaced maps removed keys to those that replace them. A reference says whether it is a file or a
 // variable.
 var replaced = map[string]string{
-	"gateway.api_keys_file": "api_keys_file, with the keys that `rollout keys create` makes",
-	"nats.token_file":       `nats.token = "file:PATH"`, "nats.token_env": `nats.token = "env:NAME"`,
+	"api_keys_file": apiKeys, "gateway.api_keys_file": apiKeys,
+	"nats.token_file": `nats.token = "file:PATH"`, "nats.token_env": `nats.token = "env:NAME"`,
 	"nats.password_file": `nats.password = "file:PATH"`, "nats.password_env": `nats.password = "env:NAME"`,
 	"nats.nkey_file":    `nats.nkey = "file:PATH"`,
 	"consul.token_file": `consul.token = "file:PATH"`, "consul.token_env": `consul.token = "env:NAME"`,

@@ -64,14 +64,14 @@ func (a authenticator) check(ctx context.Context, method string) (context.Contex
 	if !ok || a.keys == nil {
 		return ctx, ErrUnauthenticated
 	}
-	record, ok, err := a.keys.Find(key)
+	record, err := a.keys.Find(ctx, key)
 	if err != nil {
 		return ctx, err
 	}
-	if !ok {
+	if record == nil {
 		return ctx, ErrUnauthenticated
 	}
-	if needed := scopeOf(method); !record.Scope.Allows(needed) {
+	if needed := scopeOf(method); !apikey.Scope(record.GetScope()).Allows(needed) {
 		return ctx, insufficient(record, needed)
 	}
 	return apikey.With(ctx, record), nil

@@ -1,13 +1,13 @@
 package rpc_test
 
 import (
-	"path/filepath"
 	"testing"
 	"time"
 
 	"google.golang.org/grpc/codes"
 
 	"github.com/rollout-rl/rollout/libs/apikey"
+	"github.com/rollout-rl/rollout/libs/apikey/apikeytest"
 	"github.com/rollout-rl/rollout/libs/rpc"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
@@ -16,13 +16,10 @@ import (
 // A key allows the calls of its scope. Other calls fail with a fix, and a revoked key is refused.
 func TestAPIKeys(t *testing.T) {
 	t.Parallel()
-	keep := apikey.Keep{Path: filepath.Join(t.TempDir(), "keys.json")}
-	b := setup(t, &events{list: ok, tail: ok}, rpc.ServerOptions{Keys: apikey.Open(keep.Path)})
+	keys := apikeytest.New(t)
+	b := setup(t, &events{list: ok, tail: ok}, rpc.ServerOptions{Keys: keys.Ring})
 	for _, scope := range []apikey.Scope{apikey.Read, apikey.Submit, apikey.Admin} {
-		key, err := keep.Create(string(scope), scope, apikey.Limits{}, time.Now())
-		if err != nil {
-			t.Fatal(err)
-		}
+		key := keys.Create(t, &apikey.Record{Name: string(scope), Scope: string(scope)}, time.Now())
 		conn, err := rpc.NewDialer(rpc.DialerOptions{Token: key}).DialWorker(b.address)
 		if err != nil {
 			t.Fatal(err)
@@ -51,8 +48,9 @@ func TestAPIKeys(t *testing.T) {
 		if rpcerr.Reason(err) != "SCOPE_INSUFFICIENT" {
 			t.Errorf("%s does what only the mesh may: %v", scope, err)
 		}
-		if err := keep.Revoke(string(scope)); err != nil {
-			t.Fatal(err)
+		keys.Revoke(string(scope))
+		for deadline := time.Now().Add(10 * time.Second); list() == nil && time.Now().Before(deadline); {
+			<-time.After(50 * time.Millisecond)
 		}
 		if err := list(); rpcerr.Reason(err) != rpcerr.ReasonUnauthenticated {
 			t.Errorf("%s after it was revoked: %v", scope, err)

@@ -48,12 +48,14 @@ var scopes = table(map[apikey.Scope]map[string]string{
 		// These read and write files of the host that the caller names.
 		"rollout.storage.v1.ArtifactService": "ImportArtifacts ExportArtifacts DeleteArtifacts",
 		"rollout.buffer.v1.BufferService":    "ExcludeGroups ReissueGroups TrimPayloads",
+		"rollout.key.v1.ApiKeyService":       "CreateApiKey ListApiKeys RevokeApiKey",
 	},
 	apikey.Mesh: {
 		"rollout.run.v1.SchedulerInternalService":     "CompleteRun GetCursor VerifyWorkers",
 		"rollout.buffer.v1.BufferService":             "OpenLedger CloseLedger RecordWeights PutTrajectories LeaseBatch CommitStep",
 		"rollout.learner.v1.LearnerControllerService": "StartRun StopRun",
 		"rollout.storage.v1.EventService":             "AppendEvents",
+		"rollout.key.v1.ApiKeyInternalService":        "SyncApiKeys",
 	},
 })
 
@@ -77,9 +79,9 @@ func scopeOf(method string) apikey.Scope {
 	return apikey.Mesh
 }
 
-func insufficient(key apikey.Record, needed apikey.Scope) error {
-	e := ErrScope.WithMessage("the API key %s has the scope %s, and this asks for %s", key.Name, key.Scope, needed).
-		With("scope", string(key.Scope)).With("needed", string(needed))
+func insufficient(key *apikey.Record, needed apikey.Scope) error {
+	e := ErrScope.WithMessage("the API key %s has the scope %s, and this asks for %s", key.GetName(), key.GetScope(), needed).
+		With("scope", key.GetScope()).With("needed", string(needed))
 	if needed == apikey.Mesh {
 		return e.Fix("no key may: it is what processes of the mesh do among themselves")
 	}

@@ -9,6 +9,7 @@ import (
 
 	_ "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	_ "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
+	_ "github.com/rollout-rl/rollout/proto/gen/rollout/key/v1"
 	_ "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	_ "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	_ "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -39,7 +40,7 @@ func TestEveryMethodHasAScope(t *testing.T) {
 		}
 		return true
 	})
-	if len(packages) != 8 { // the scheduler has two
+	if len(packages) != 9 { // the scheduler has two
 		t.Errorf("packages %v", packages)
 	}
 	for method := range scopes {

@@ -39,7 +39,7 @@ func TestTeacher(t *testing.T) {
 func TestAgents(t *testing.T) {
 	t.Parallel()
 	ring, key := keyring(t, apikey.Submit)
-	s, store := serve(t, gateway.Config{Keys: ring}, &fakeWorker{model: "tiny"})
+	s, store := serve(t, gateway.Config{Keys: ring}, &fakeWorker{model: "tiny", remembers: true})
 	got := python(t, "agents.py", s.URL(), key)
 	all := "one two three"
 	want := map[string]any{

@@ -3,7 +3,6 @@ package gateway_test
 import (
 	"bytes"
 	"encoding/json"
-	"fmt"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -13,7 +12,6 @@ import (
 
 	"google.golang.org/protobuf/encoding/protojson"
 
-	sessionv1 "github.com/rollout-rl/rollout/proto/gen/rollout/session/v1"
 	"github.com/rollout-rl/rollout/services/gateway"
 )
 
@@ -168,46 +166,6 @@ func responsesTable() []exchange {
 	}
 }
 
-// A response continues a stored one in its session.
-func TestResponsesContinue(t *testing.T) {
-	t.Parallel()
-	worker := &fakeWorker{model: "tiny"}
-	s, _ := serve(t, gateway.Config{}, worker)
-	respond := func(body string) (id, session string) {
-		t.Helper()
-		resp, answer := do(t, s, "POST", "/v1/responses", body, "")
-		var got struct{ ID string }
-		if err := json.Unmarshal([]byte(answer), &got); err != nil || resp.StatusCode != http.StatusOK {
-			t.Fatalf("%s %s", resp.Status, answer)
-		}
-		return got.ID, resp.Header.Get("x-rollout-session")
-	}
-	first, session := respond(`{"model":"tiny","input":"hi","instructions":"be brief"}`)
-	second, same := respond(`{"model":"tiny","input":"and?","previous_response_id":"` + first + `"}`)
-	if session == "" || same != session {
-		t.Errorf("the sessions are %q and %q", session, same)
-	}
-	var said []string
-	for _, m := range worker.last.GetPrompts()[0].GetChat().GetMessages() {
-		said = append(said, m.GetRole()+": "+m.GetContent())
-	}
-	if got := strings.Join(said, "|"); got != "user: hi|assistant: one two three|user: and?" {
-		t.Errorf("the worker was sent %s", got)
-	}
-	if resp, body := do(t, s, "GET", "/v1/responses/"+second, "", ""); resp.StatusCode != http.StatusOK || !strings.Contains(body, `"previous_response_id":"`+first+`"`) {
-		t.Errorf("%s %s", resp.Status, body)
-	}
-	if resp, body := do(t, s, "GET", "/v1/responses/"+second+"/input_items", "", ""); resp.StatusCode != http.StatusOK || !strings.Contains(body, "and?") {
-		t.Errorf("%s %s", resp.Status, body)
-	}
-	if resp, body := do(t, s, "DELETE", "/v1/responses/"+first, "", ""); resp.StatusCode != http.StatusOK {
-		t.Errorf("%s %s", resp.Status, body)
-	}
-	if resp, body := do(t, s, "POST", "/v1/responses", `{"model":"tiny","input":"x","previous_response_id":"`+first+`"}`, ""); resp.StatusCode != http.StatusNotFound {
-		t.Errorf("%s %s", resp.Status, body)
-	}
-}
-
 func anthropicTable() []exchange {
 	path := "/v1/messages"
 	hello := `"model":"tiny","max_tokens":9,"messages":[{"role":"user","content":"hi"}]`
@@ -305,49 +263,5 @@ func sglangTable() []exchange {
 		{name: "context overflow", method: "POST", path: path, body: `{"text":"x","sampling_params":{"max_new_tokens":100}}`},
 		{name: "unknown token", method: "POST", path: path, body: `{"input_ids":[9999]}`},
 		{name: "wrong method", method: "GET", path: path},
-	}
-}
-
-// A gateway that does not have a response in memory continues it from the ledger.
-func TestResponsesContinueFromTheLedger(t *testing.T) {
-	t.Parallel()
-	worker := &fakeWorker{model: "tiny"}
-	s, store := serve(t, gateway.Config{}, worker)
-	request := strings.Repeat("a", 26)
-	var rows []*gateway.Segment
-	for i, said := range []struct{ parent, request, message string }{
-		{"", request, `{"role":"system","content":"be brief"}`},
-		{"s0", request, `{"role":"user","content":"hi"}`},
-		{"s1", request, `{"role":"assistant","content":"hello","reasoning_content":"hm","tool_calls":[{"id":"c","type":"function","function":{"name":"f","arguments":"{}"}}]}`},
-		{"s1", "other", `{"role":"assistant","content":"another branch"}`},
-	} {
-		role := []sessionv1.Role{sessionv1.Role_ROLE_SYSTEM, sessionv1.Role_ROLE_USER, sessionv1.Role_ROLE_ASSISTANT, sessionv1.Role_ROLE_ASSISTANT}[i]
-		rows = append(rows, &gateway.Segment{RequestId: "req-" + said.request, Segment: &sessionv1.Segment{
-			SegmentId: fmt.Sprint("s", i), SessionId: "chat", ParentSegmentId: said.parent, Role: role, Messages: []string{said.message},
-		}})
-	}
-	if _, err := store.Append(t.Context(), "chat", "run-tiny", rows); err != nil {
-		t.Fatal(err)
-	}
-	for id, want := range map[string]string{
-		"resp_" + request + "i_chat": "user: hi|assistant: hello|tool: no page", "resp_" + request + "_chat": "system: be brief|user: hi|assistant: hello|tool: no page",
-	} {
-		resp, body := do(t, s, "POST", "/v1/responses", `{"model":"tiny","previous_response_id":"`+id+`","input":[{"type":"function_call_output","call_id":"c","output":"no page"}]}`, "")
-		var said []string
-		sent := worker.last.GetPrompts()[0].GetChat().GetMessages()
-		for _, m := range sent {
-			said = append(said, m.GetRole()+": "+m.GetContent())
-		}
-		if got := strings.Join(said, "|"); resp.StatusCode != http.StatusOK || got != want || resp.Header.Get("x-rollout-session") != "chat" {
-			t.Errorf("%s: %s %s: the worker was sent %s", id, resp.Status, body, got)
-		}
-		if called := sent[len(sent)-2]; called.GetReasoning() != "hm" || called.GetToolCalls()[0].GetName() != "f" {
-			t.Errorf("the turn lost its call: %v", called)
-		}
-	}
-	for _, id := range []string{"resp_" + request + "_none", "resp_x_chat", "resp_" + request} {
-		if resp, body := do(t, s, "POST", "/v1/responses", `{"model":"tiny","input":"x","previous_response_id":"`+id+`"}`, ""); resp.StatusCode != http.StatusNotFound {
-			t.Errorf("%s: %s %s", id, resp.Status, body)
-		}
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"fmt"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
@@ -88,6 +89,17 @@ func sampled(req *gatewayv1.CompleteRequest) []*inferencev1.GenerateResponse {
 	return pieces
 }
 
+func (strict) KeepResponse(_ context.Context, r *Response) error {
+	if !json.Valid(r.Body) || !json.Valid(r.Input) {
+		return fmt.Errorf("the response %s or its input %s is not JSON", r.Body, r.Input)
+	}
+	return nil
+}
+
+func (strict) Response(context.Context, string) (*Response, error) { return nil, ErrResponse }
+
+func (strict) DeleteResponse(context.Context, string) error { return ErrResponse }
+
 func (strict) Messages(context.Context, string, string) ([]string, error) { return nil, ErrSession }
 
 func (s strict) Tokenize(_ context.Context, model string, req *inferencev1.TokenizeRequest) (*inferencev1.TokenizeResponse, error) {
@@ -153,7 +165,7 @@ func FuzzDialects(f *testing.F) {
 			t.Fatal(err)
 		}
 		req.URL.Path = path
-		front := &edge.Edge{Options: edge.Options{Backend: strict{t}, Log: slog.New(slog.DiscardHandler), Now: time.Now}}
+		front := &edge.Edge{Options: edge.Options{Backend: strict{t}, Responses: strict{t}, Log: slog.New(slog.DiscardHandler), Now: time.Now}}
 		w := httptest.NewRecorder()
 		handler(front, strict{t}).ServeHTTP(w, req)
 		if w.Code >= http.StatusInternalServerError {

@@ -19,8 +19,11 @@ import (
 
 	"google.golang.org/grpc/codes"
 
+	"github.com/rollout-rl/rollout/libs/apikey"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
+	keyv1 "github.com/rollout-rl/rollout/proto/gen/rollout/key/v1"
+	"github.com/rollout-rl/rollout/services/gateway/edge"
 )
 
 // Reasons of errors.
@@ -40,6 +43,7 @@ const (
 	ReasonNoGroup      = "SESSION_WITHOUT_GROUP"
 	ReasonNotExternal  = "ENVIRONMENT_NOT_EXTERNAL"
 	ReasonSampling     = "SAMPLING_NOT_TRAINABLE"
+	ReasonResponse     = "RESPONSE_NOT_FOUND"
 )
 
 // Errors of the service, compared with errors.Is.
@@ -62,6 +66,7 @@ var (
 			Fix("set environment.kind = \"external\" in the configuration of the run")
 	ErrSampling        = rpcerr.New(codes.InvalidArgument, ReasonSampling, "the run can't train on samples with these parameters")
 	ErrSegmentConflict = rpcerr.New(codes.Aborted, ReasonSegment, "the session has a different segment with this id")
+	ErrResponse        = rpcerr.New(codes.NotFound, ReasonResponse, "no stored response has this id")
 )
 
 // Segment is a segment of a session and the request that appended it.
@@ -76,8 +81,18 @@ type Task = gatewayv1.SessionTask
 // End is how a session ended.
 type End = gatewayv1.SessionEnd
 
-// Store keeps the ledger of sessions. Several gateways may share one.
+// Response is a stored response of the Responses API.
+type Response = edge.StoredResponse
+
+// Store is the database of the service. Several gateways may share one.
 type Store interface {
+	SessionStore
+	ResponseStore
+	KeyStore
+}
+
+// SessionStore keeps the ledger of sessions.
+type SessionStore interface {
 	// Append adds segments to a session, parents first, and creates the session for the run. first
 	// is the number of segments that it had before. A segment that it has already is skipped.
 	// Segments survive a crash of the process when it returns. ErrSessionRun if the session belongs
@@ -102,6 +117,34 @@ type Store interface {
 	// Due returns sessions that were due before a time, the oldest first, at most limit. Each is then
 	// due at again, so that of several gateways one takes it.
 	Due(ctx context.Context, before, again time.Time, limit int) ([]string, error)
-	// Expire deletes the sessions whose newest segment is older than before, and returns how many.
+	// Expire deletes the sessions whose newest segment is older than before with their responses, and
+	// returns how many sessions.
 	Expire(ctx context.Context, before time.Time) (sessions int, err error)
+}
+
+// ResponseStore keeps responses until their session expires.
+type ResponseStore interface {
+	// KeepResponse stores a response. It is durable on return.
+	KeepResponse(ctx context.Context, r *Response) error
+	// Response returns a response. ErrResponse.
+	Response(ctx context.Context, id string) (*Response, error)
+	// DeleteResponse deletes a response. ErrResponse.
+	DeleteResponse(ctx context.Context, id string) error
+}
+
+// KeyStore keeps the hashes of API keys.
+type KeyStore interface {
+	// AddKeys stores the keys whose names and hashes are new, and returns how many.
+	AddKeys(ctx context.Context, keys []*apikey.Record) (added int, err error)
+	// RemoveKey deletes a key, and reports whether it was there.
+	RemoveKey(ctx context.Context, name string) (removed bool, err error)
+	// ListKeys returns keys in the order of their names, from the first one after a name on.
+	ListKeys(ctx context.Context, after string, limit int) ([]*apikey.Record, error)
+	// Keys returns all keys if their revision is not the known one. Each change of a key makes a new
+	// revision; without any change it is 0.
+	Keys(ctx context.Context, known int64) (revision int64, keys []*apikey.Record, err error)
+	// UseKeys records when keys were used. Earlier times than the stored ones are ignored.
+	UseKeys(ctx context.Context, used []*keyv1.ApiKeyUse) error
+	// ExpireKeys deletes the keys that expired before a time, and returns how many.
+	ExpireKeys(ctx context.Context, before time.Time) (removed int, err error)
 }

@@ -2,12 +2,14 @@ package gateway_test
 
 import (
 	"net/http"
-	"path/filepath"
 	"strings"
 	"testing"
 	"time"
 
+	"google.golang.org/protobuf/types/known/timestamppb"
+
 	"github.com/rollout-rl/rollout/libs/apikey"
+	"github.com/rollout-rl/rollout/libs/apikey/apikeytest"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	"github.com/rollout-rl/rollout/services/gateway"
@@ -16,20 +18,12 @@ import (
 // Each dialect refuses keys in its own shape.
 func TestKeysThatAreExpiredOutOfScopeOrOverTheirLimit(t *testing.T) {
 	t.Parallel()
-	keep := apikey.Keep{Path: filepath.Join(t.TempDir(), "api-keys.json")}
-	create := func(name string, scope apikey.Scope, limits apikey.Limits, now time.Time) string {
-		key, err := keep.Create(name, scope, limits, now)
-		if err != nil {
-			t.Fatal(err)
-		}
-		return key
-	}
-	past := time.Now().Add(-time.Hour)
-	old := create("old", apikey.Sample, apikey.Limits{Expires: &past}, past.Add(-time.Hour))
-	read := create("read", apikey.Read, apikey.Limits{}, past)
-	few := create("few", apikey.Sample, apikey.Limits{RequestsPerMinute: 1}, past)
-	small := create("small", apikey.Session, apikey.Limits{TokensPerMinute: 4}, past)
-	s, _ := serve(t, gateway.Config{Keys: apikey.Open(keep.Path)}, &fakeWorker{model: "tiny"})
+	keys, past := apikeytest.New(t), time.Now().Add(-time.Hour)
+	old := keys.Create(t, &apikey.Record{Name: "old", Scope: "sample", Expires: timestamppb.New(past)}, past.Add(-time.Hour))
+	read := keys.Create(t, &apikey.Record{Name: "read", Scope: "read"}, past)
+	few := keys.Create(t, &apikey.Record{Name: "few", Scope: "sample", RequestsPerMinute: 1}, past)
+	small := keys.Create(t, &apikey.Record{Name: "small", Scope: "session", TokensPerMinute: 4}, past)
+	s, _ := serve(t, gateway.Config{Keys: keys.Ring}, &fakeWorker{model: "tiny"})
 	text, messages := "/v1/completions", "/v1/messages"
 	completion, message := `{"model":"tiny","prompt":"a"}`, `{"model":"tiny","max_tokens":2,"messages":[{"role":"user","content":"hi"}]}`
 	for _, c := range []struct {
@@ -58,7 +52,7 @@ func TestKeysThatAreExpiredOutOfScopeOrOverTheirLimit(t *testing.T) {
 	if resp, body := do(t, s, http.MethodGet, "/v1/models", "", few); resp.StatusCode != http.StatusOK {
 		t.Errorf("a key that may sample lists models: %s %s", resp.Status, body)
 	}
-	record, _, err := apikey.Open(keep.Path).Find(few)
+	record, err := keys.Ring.Find(t.Context(), few)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -7,12 +7,14 @@ import (
 	"io"
 	"net"
 	"net/http"
-	"path/filepath"
 	"strings"
 	"testing"
 	"time"
 
+	"google.golang.org/protobuf/types/known/timestamppb"
+
 	"github.com/rollout-rl/rollout/libs/apikey"
+	"github.com/rollout-rl/rollout/libs/apikey/apikeytest"
 	"github.com/rollout-rl/rollout/services/gateway"
 )
 
@@ -66,19 +68,12 @@ func checkRefusal(t *testing.T, path string, status int, body string, want int, 
 // Every endpoint refuses bad requests with an error in the shape of its dialect.
 func TestEveryEndpointRefusesInItsDialect(t *testing.T) {
 	t.Parallel()
-	keep := apikey.Keep{Path: filepath.Join(t.TempDir(), "api-keys.json")}
-	past := time.Now().Add(-time.Hour)
-	create := func(name string, scope apikey.Scope, limits apikey.Limits) string {
-		key, err := keep.Create(name, scope, limits, past.Add(-time.Hour))
-		if err != nil {
-			t.Fatal(err)
-		}
-		return key
-	}
-	expired := create("expired", apikey.Session, apikey.Limits{Expires: &past})
-	read, session := create("read", apikey.Read, apikey.Limits{}), create("session", apikey.Session, apikey.Limits{})
-	few := create("few", apikey.Session, apikey.Limits{RequestsPerMinute: 1})
-	s, _ := serve(t, gateway.Config{Keys: apikey.Open(keep.Path)}, &fakeWorker{model: "tiny"})
+	keys, past := apikeytest.New(t), time.Now().Add(-time.Hour)
+	create := func(r *apikey.Record) string { return keys.Create(t, r, past.Add(-time.Hour)) }
+	expired := create(&apikey.Record{Name: "expired", Scope: "session", Expires: timestamppb.New(past)})
+	read, session := create(&apikey.Record{Name: "read", Scope: "read"}), create(&apikey.Record{Name: "session", Scope: "session"})
+	few := create(&apikey.Record{Name: "few", Scope: "session", RequestsPerMinute: 1})
+	s, _ := serve(t, gateway.Config{Keys: keys.Ring}, &fakeWorker{model: "tiny"})
 	if resp, body := do(t, s, http.MethodPost, "/v1/completions", endpoints["/v1/completions"], few); resp.StatusCode != http.StatusOK {
 		t.Fatalf("the first request of the minute: %s", body)
 	}

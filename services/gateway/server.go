@@ -15,6 +15,7 @@ import (
 
 	workers "github.com/rollout-rl/rollout/libs/worker"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
+	keyv1 "github.com/rollout-rl/rollout/proto/gen/rollout/key/v1"
 	"github.com/rollout-rl/rollout/services/gateway/agent"
 	"github.com/rollout-rl/rollout/services/gateway/anthropic"
 	"github.com/rollout-rl/rollout/services/gateway/edge"
@@ -56,7 +57,7 @@ func New(cfg Config, deps Deps) (*Server, error) {
 	}
 	svc := &service{Deps: deps, queueTimeout: cmp.Or(cfg.QueueTimeout, DefaultQueueTimeout), workers: workers, metrics: metrics}
 	front := &edge.Edge{Options: edge.Options{
-		Backend: svc, Keys: cfg.Keys, TrustOwner: cfg.TrustOwner, BodyTimeout: cfg.BodyTimeout, Log: deps.Log, Now: deps.Now,
+		Backend: svc, Responses: deps.Store, Keys: cfg.Keys, TrustOwner: cfg.TrustOwner, BodyTimeout: cfg.BodyTimeout, Log: deps.Log, Now: deps.Now,
 	}}
 	s := &Server{
 		svc: svc, listener: listener, secure: cfg.TLS != nil,
@@ -100,9 +101,12 @@ func (s *Server) serveHTTP() error {
 	return s.http.Serve(s.listener)
 }
 
-// Register adds the service to a gRPC server.
+// Register adds the services to a gRPC server.
 func (s *Server) Register(r grpc.ServiceRegistrar) {
 	gatewayv1.RegisterRolloutGatewayServiceServer(r, s)
+	k := &keys{store: s.svc.Store, now: s.svc.Now}
+	keyv1.RegisterApiKeyServiceServer(r, k)
+	keyv1.RegisterApiKeyInternalServiceServer(r, k)
 }
 
 // verifyRetry is the pause after the scheduler did not verify the registrations of workers.

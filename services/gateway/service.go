@@ -41,8 +41,8 @@ func (s *service) Complete(ctx context.Context, req *gatewayv1.CompleteRequest, 
 		return err
 	}
 	defer leave()
-	key, limited := apikey.From(ctx)
-	if limited {
+	key := apikey.From(ctx)
+	if key != nil {
 		if err := s.limits.Begin(key, time.Now()); err != nil {
 			return err
 		}
@@ -69,7 +69,7 @@ func (s *service) Complete(ctx context.Context, req *gatewayv1.CompleteRequest, 
 		},
 	})
 	seen.end(ctx, rec, err)
-	if limited {
+	if key != nil {
 		s.limits.Add(key, rec.promptTokens()+rec.tokens, time.Now())
 	}
 	return err
@@ -235,21 +235,25 @@ func (s *service) Session(ctx context.Context, session string) (*Session, error)
 }
 
 const (
-	sessionTTL  = 7 * 24 * time.Hour // since the newest segment; an active session keeps all of them
+	sessionTTL  = 7 * 24 * time.Hour  // since the newest segment; an active session keeps all of them
+	keyTTL      = 30 * 24 * time.Hour // since a key has expired; until then it is refused as expired
 	expireEvery = time.Hour
 )
 
-// expire deletes old sessions, now and periodically, until ctx ends.
+// expire deletes old sessions and keys, now and periodically, until ctx ends.
 func (s *service) expire(ctx context.Context) {
 	tick := time.NewTicker(expireEvery)
 	defer tick.Stop()
 	for {
 		n, err := s.Store.Expire(ctx, s.Now().Add(-sessionTTL))
+		if err == nil {
+			_, err = s.Store.ExpireKeys(ctx, s.Now().Add(-keyTTL))
+		}
 		switch {
 		case ctx.Err() != nil:
 			return
 		case err != nil:
-			s.Log.WarnContext(ctx, "deleting expired sessions failed and is repeated", "error", err)
+			s.Log.WarnContext(ctx, "deleting expired sessions and API keys failed and is repeated", "error", err)
 		case n > 0:
 			s.Log.InfoContext(ctx, "deleted expired sessions", "sessions", n)
 		}

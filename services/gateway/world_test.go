@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
-	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -25,6 +24,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/libs/apikey"
+	"github.com/rollout-rl/rollout/libs/apikey/apikeytest"
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
@@ -50,6 +50,7 @@ type fakeWorker struct {
 	reserved     bool          // for evaluations
 	deregistered chan struct{} // if set, the registry does not list it once this is closed
 	generate     sampler       // if set, it samples
+	remembers    bool          // makes the segments of chats with their messages, as a real worker
 
 	mu      sync.Mutex
 	last    *inferencev1.GenerateRequest
@@ -95,6 +96,9 @@ func (f *fakeWorker) Generate(req *inferencev1.GenerateRequest, stream grpc.Serv
 	if f.broken {
 		return status.Error(codes.Unavailable, "the engine is gone")
 	}
+	if f.remembers && req.GetSession().GetKnown() > 0 {
+		return rpcerr.New(codes.FailedPrecondition, "SESSION_SEGMENTS_MISSING", "the worker has no segments")
+	}
 	if f.exits {
 		return status.Error(codes.Canceled, "grpc: the client connection is closing")
 	}
@@ -122,6 +126,9 @@ func (f *fakeWorker) Generate(req *inferencev1.GenerateRequest, stream grpc.Serv
 				piece.Prompt, piece.Sample = uint32(p), n
 				if i == len(said)-1 {
 					last(req, p, piece)
+					if f.remembers {
+						piece.Segments = remembered(req, said)
+					}
 				}
 				if f.breaks && i == 1 {
 					return status.Error(codes.Unavailable, "the engine is gone")
@@ -339,10 +346,11 @@ func (r *registry) Watch(ctx context.Context, _ string) <-chan []discovery.Insta
 
 // ledger is a store in memory.
 type ledger struct {
-	gateway.Store // the methods for agents are not used
+	gateway.Store // the methods for agents and keys are not used
 
 	mu       sync.Mutex
 	sessions map[string]*gateway.Session
+	stored   sync.Map       // responses by id
 	expired  chan time.Time // receives the time of each Expire
 	log      lockedLog
 	meters   metric.MeterProvider // of the gateway; nil: the global one
@@ -354,6 +362,27 @@ func (l *ledger) Expire(_ context.Context, before time.Time) (int, error) {
 	default: // another gateway
 	}
 	return 0, nil
+}
+
+func (l *ledger) ExpireKeys(context.Context, time.Time) (int, error) { return 0, nil }
+
+func (l *ledger) KeepResponse(_ context.Context, r *gateway.Response) error {
+	l.stored.Store(r.ID, r)
+	return nil
+}
+
+func (l *ledger) Response(_ context.Context, id string) (*gateway.Response, error) {
+	if found, ok := l.stored.Load(id); ok {
+		return found.(*gateway.Response), nil
+	}
+	return nil, gateway.ErrResponse
+}
+
+func (l *ledger) DeleteResponse(_ context.Context, id string) error {
+	if _, ok := l.stored.LoadAndDelete(id); !ok {
+		return gateway.ErrResponse
+	}
+	return nil
 }
 
 // lockedLog is the log of a gateway.
@@ -508,10 +537,6 @@ func runWith(t *testing.T, cfg gateway.Config, store *ledger, edit func(*gateway
 // keyring returns a key and a ring that accepts it.
 func keyring(t *testing.T, scope apikey.Scope) (ring *apikey.Ring, key string) {
 	t.Helper()
-	keep := apikey.Keep{Path: filepath.Join(t.TempDir(), "api-keys.json")}
-	key, err := keep.Create("ada", scope, apikey.Limits{}, time.Now())
-	if err != nil {
-		t.Fatal(err)
-	}
-	return apikey.Open(keep.Path), key
+	keys := apikeytest.New(t)
+	return keys.Ring, keys.Create(t, &apikey.Record{Name: "ada", Scope: string(scope)}, time.Now())
 }

@@ -28,6 +28,7 @@ import (
 	"github.com/rollout-rl/rollout/proto/gen/names"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
+	keyv1 "github.com/rollout-rl/rollout/proto/gen/rollout/key/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -74,6 +75,7 @@ type Client struct {
 	Events    storagev1.EventServiceClient
 	Artifacts storagev1.ArtifactServiceClient
 	Gateway   gatewayv1.RolloutGatewayServiceClient
+	Keys      keyv1.ApiKeyServiceClient
 
 	Name       string // of the control plane, in messages
 	Replicated bool   // a replica may take over from a service that fails; false for the local daemon
@@ -101,6 +103,7 @@ func (c *Client) stubs() *Client {
 	c.Events = storagev1.NewEventServiceClient(c.conn(names.StorageService))
 	c.Artifacts = storagev1.NewArtifactServiceClient(c.conn(names.StorageService))
 	c.Gateway = gatewayv1.NewRolloutGatewayServiceClient(c.conn(names.GatewayService))
+	c.Keys = keyv1.NewApiKeyServiceClient(c.conn(names.GatewayService))
 	return c
 }
 

@@ -26,7 +26,6 @@ type Info struct {
 	NATS      string   `json:"nats"`
 	Consul    string   `json:"consul"`
 	TokenFile string   `json:"token_file"`
-	KeysFile  string   `json:"api_keys_file"`
 	CAFile    string   `json:"ca_file,omitempty"` // with which clients call it if it uses TLS
 	CertFile  string   `json:"cert_file,omitempty"`
 	KeyFile   string   `json:"key_file,omitempty"`

@@ -22,7 +22,7 @@ type writer struct {
 }
 
 // Whole implements edge.Writer.
-func (f *writer) Whole(a *edge.Answer, all []*edge.Completion) any {
+func (f *writer) Whole(a *edge.Answer, all []*edge.Completion) (any, error) {
 	c := &edge.Completion{}
 	if len(all) > 0 {
 		c = all[0]
@@ -42,7 +42,7 @@ func (f *writer) Whole(a *edge.Answer, all []*edge.Completion) any {
 	out["content"], out["usage"] = content, usage(a)
 	out["stop_reason"], out["stop_sequence"] = f.reason(c)
 	f.extras(out, c)
-	return out
+	return out, nil
 }
 
 // message returns a message without content.

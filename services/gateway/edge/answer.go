@@ -43,7 +43,7 @@ func (a *Answer) Fingerprint() string {
 // Writer writes the responses of one endpoint to one request.
 type Writer interface {
 	// Whole returns the body of a response that is not streamed. The completions are in order.
-	Whole(a *Answer, all []*Completion) any
+	Whole(a *Answer, all []*Completion) (any, error)
 	// Piece writes the events of a piece.
 	Piece(s *Stream, a *Answer, piece *Completion) error
 	// End writes the events after the last piece.
@@ -129,7 +129,11 @@ func (e *Edge) whole(w http.ResponseWriter, r *http.Request, a *Answer, writer W
 		all = append(all, completions[index].Whole())
 	}
 	a.setHeader(w.Header())
-	return WriteJSON(w, http.StatusOK, writer.Whole(a, all))
+	body, err := writer.Whole(a, all)
+	if err != nil {
+		return err
+	}
+	return WriteJSON(w, http.StatusOK, body)
 }
 
 // stream writes server-sent events. An error before the first piece is returned; after it, the
@@ -152,12 +156,13 @@ func (e *Edge) stream(w http.ResponseWriter, r *http.Request, a *Answer, writer 
 		}
 		return s.flush()
 	})
-	switch {
-	case !begun:
+	if !begun {
 		return err
-	case err == nil:
-		_ = writer.End(s, a) // the client may be gone
-	case r.Context().Err() == nil:
+	}
+	if err == nil {
+		err = writer.End(s, a)
+	}
+	if err != nil && r.Context().Err() == nil {
 		failure := ErrorOf(err, a.Model, prompt)
 		e.logged(w, r, failure, err)
 		_ = writer.Failed(s, failure)

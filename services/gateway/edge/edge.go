@@ -47,9 +47,25 @@ type Backend interface {
 	Detokenize(ctx context.Context, model string, req *inferencev1.DetokenizeRequest) (*inferencev1.DetokenizeResponse, error)
 }
 
+// Responses keeps the responses of the Responses API. Errors are NOT_FOUND for an unknown id.
+type Responses interface {
+	KeepResponse(ctx context.Context, r *StoredResponse) error
+	Response(ctx context.Context, id string) (*StoredResponse, error)
+	DeleteResponse(ctx context.Context, id string) error
+}
+
+// StoredResponse is a response that a client can read again and continue.
+type StoredResponse struct {
+	ID      string
+	Session string
+	Body    []byte // JSON, as the client received it
+	Input   []byte // JSON, the list of the items of its input
+}
+
 // Options are the dependencies of the edge.
 type Options struct {
 	Backend    Backend
+	Responses  Responses
 	Keys       *apikey.Ring // nil: no key is needed
 	TrustOwner bool         // the user of this process and root need no key over loopback
 	// BodyTimeout is how long a request may take to send its body.
@@ -140,7 +156,7 @@ func (e *Edge) serve(w http.ResponseWriter, r *http.Request, routes []Route) {
 			return
 		}
 		if key != nil {
-			r = r.WithContext(apikey.With(r.Context(), *key))
+			r = r.WithContext(apikey.With(r.Context(), key))
 		}
 		r.Body = http.MaxBytesReader(w, r.Body, maxBody)
 		if err := route.Serve(w, r); err != nil {
@@ -164,11 +180,11 @@ func (e *Edge) admit(w http.ResponseWriter, r *http.Request, route Route) (*apik
 	if e.Keys == nil || route.Open {
 		return nil, local(r)
 	}
-	key, ok, err := e.Keys.Find(sentKey(r))
-	if !ok && err == nil && e.TrustOwner && fromOwner(r.Context()) {
+	key, err := e.Keys.Find(r.Context(), sentKey(r))
+	if key == nil && err == nil && e.TrustOwner && fromOwner(r.Context()) {
 		return nil, local(r)
 	}
-	if !ok {
+	if key == nil || err != nil {
 		w.Header().Set("WWW-Authenticate", "Bearer")
 		if err == nil {
 			err = e.noKey(r.Context())
@@ -182,14 +198,14 @@ func (e *Edge) admit(w http.ResponseWriter, r *http.Request, route Route) (*apik
 			needed = apikey.Any
 		}
 	}
-	if !key.Scope.Allows(needed) {
+	if !apikey.Scope(key.GetScope()).Allows(needed) {
 		return nil, &Error{
 			Status: http.StatusForbidden, Code: "insufficient_permissions",
-			Message: "the API key " + key.Name + " has the scope " + string(key.Scope) + ", but this request needs " + string(needed),
+			Message: "the API key " + key.GetName() + " has the scope " + key.GetScope() + ", but this request needs " + string(needed),
 			Fix:     "use a key with that scope (`rollout keys create NAME --scope " + string(needed) + "`)",
 		}
 	}
-	return &key, nil
+	return key, nil
 }
 
 // sentKey returns the key of a request, in the header of OpenAI's or of Anthropic's clients.

@@ -136,7 +136,7 @@ func ChatLogprobs(tokens []edge.Token, asID bool) *chatLogprobs {
 }
 
 // Whole implements edge.Writer.
-func (f *chatWriter) Whole(a *edge.Answer, all []*edge.Completion) any {
+func (f *chatWriter) Whole(a *edge.Answer, all []*edge.Completion) (any, error) {
 	out := f.envelope(a)
 	out.Object, out.Usage = "chat.completion", usageOf(a.Usage)
 	for _, c := range all {
@@ -153,7 +153,7 @@ func (f *chatWriter) Whole(a *edge.Answer, all []*edge.Completion) any {
 			out.promptParts = prompt
 		}
 	}
-	return out
+	return out, nil
 }
 
 // Piece implements edge.Writer.

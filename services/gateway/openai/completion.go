@@ -167,7 +167,7 @@ func (f *textWriter) echo(c *edge.Completion) string {
 }
 
 // Whole implements edge.Writer.
-func (f *textWriter) Whole(a *edge.Answer, all []*edge.Completion) any {
+func (f *textWriter) Whole(a *edge.Answer, all []*edge.Completion) (any, error) {
 	out := f.envelope(a)
 	out.Usage = usageOf(a.Usage)
 	for _, c := range all {
@@ -181,7 +181,7 @@ func (f *textWriter) Whole(a *edge.Answer, all []*edge.Completion) any {
 		}
 		out.Choices = append(out.Choices, choice)
 	}
-	return out
+	return out, nil
 }
 
 // Piece implements edge.Writer. An echo with logprobs begins the stream of its choice, so the

@@ -23,7 +23,7 @@ import (
 
 // Routes are the endpoints of the dialect.
 func Routes(e *edge.Edge) []edge.Route {
-	h := &handler{Edge: e, stored: newResponseStore()}
+	h := &handler{e}
 	route := func(method, path, about string, request any, serve func(w http.ResponseWriter, r *http.Request) error, required ...string) edge.Route {
 		return edge.Route{
 			Method: method, Path: path, Tag: "OpenAI", About: about, Request: request, Required: required, Serve: serve, Body: edge.PlainBody,
@@ -42,10 +42,7 @@ func Routes(e *edge.Edge) []edge.Route {
 	}
 }
 
-type handler struct {
-	*edge.Edge
-	stored *responseStore
-}
+type handler struct{ *edge.Edge }
 
 type modelJSON struct {
 	ID      string `json:"id"`

@@ -4,7 +4,6 @@ import (
 	"encoding/json"
 	"strconv"
 
-	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	"github.com/rollout-rl/rollout/services/gateway/edge"
 )
 
@@ -14,10 +13,9 @@ type object = map[string]any
 // responseWriter writes a completion as a response. Its output is a list of items: reasoning, a
 // message, function calls; at most one of them is open.
 type responseWriter struct {
-	body    *responsesRequest
-	stored  *responseStore
-	history []*inferencev1.ChatMessage
-	items   []json.RawMessage
+	body  *responsesRequest
+	items []json.RawMessage // of the input
+	keep  func(*edge.StoredResponse) error
 
 	stream   *edge.Stream // nil: no events
 	failed   error        // of the stream
@@ -31,7 +29,7 @@ type responseWriter struct {
 }
 
 // Whole implements edge.Writer.
-func (f *responseWriter) Whole(a *edge.Answer, all []*edge.Completion) any {
+func (f *responseWriter) Whole(a *edge.Answer, all []*edge.Completion) (any, error) {
 	if len(all) > 0 {
 		f.add(a, all[0])
 	}
@@ -52,7 +50,10 @@ func (f *responseWriter) Piece(s *edge.Stream, a *edge.Answer, piece *edge.Compl
 
 // End implements edge.Writer.
 func (f *responseWriter) End(_ *edge.Stream, a *edge.Answer) error {
-	done := f.finish(a)
+	done, err := f.finish(a)
+	if err != nil {
+		return err
+	}
 	status, _ := done["status"].(string)
 	f.event("response."+status, object{"response": done})
 	return f.failed
@@ -194,40 +195,35 @@ func (f *responseWriter) score(tokens []edge.Token) []sampledLogprob {
 	return ChatLogprobs(text, false).Content
 }
 
-// finish returns the whole response, and stores it.
-func (f *responseWriter) finish(a *edge.Answer) object {
+// finish returns the whole response. It is stored before, so that the client can read it again.
+func (f *responseWriter) finish(a *edge.Answer) (object, error) {
 	status := "completed"
 	if f.said.Whole().Finish == "length" {
 		status = "incomplete"
 	}
 	out := f.response(a, status)
-	if f.kept() {
-		said := &inferencev1.ChatMessage{Role: "assistant", Content: f.said.Whole().Message.Content, Reasoning: f.said.Whole().Message.Reasoning}
-		for _, call := range f.said.Whole().Message.Calls {
-			said.ToolCalls = append(said.ToolCalls, &inferencev1.ToolCall{Id: call.ID, Name: call.Name, Arguments: call.Arguments})
-		}
-		messages := append(f.history[:len(f.history):len(f.history)], said)
-		f.stored.put(f.id(a), &storedResponse{session: a.Session, messages: messages, items: f.items, body: out})
+	if !f.kept() {
+		return out, nil
 	}
-	return out
+	body, err := json.Marshal(out)
+	if err != nil {
+		return nil, err
+	}
+	items, err := json.Marshal(f.items)
+	if err != nil {
+		return nil, err
+	}
+	return out, f.keep(&edge.StoredResponse{ID: responseID(a.ID), Session: a.Session, Body: body, Input: items})
 }
 
 // kept reports whether a later response may continue this one.
 func (f *responseWriter) kept() bool { return f.body.Store == nil || *f.body.Store }
 
-func (f *responseWriter) id(a *edge.Answer) string {
-	id := responseID{request: a.ID, instructions: f.body.Instructions != nil && *f.body.Instructions != ""}
-	if f.kept() {
-		id.session = a.Session
-	}
-	return id.String()
-}
-
 // response returns the response object.
 func (f *responseWriter) response(a *edge.Answer, status string) object {
 	b := f.body
 	out := object{
-		"id": f.id(a), "object": "response", "created_at": a.Created.Unix(), "status": status, "background": false, "error": nil,
+		"id": responseID(a.ID), "object": "response", "created_at": a.Created.Unix(), "status": status, "background": false, "error": nil,
 		"incomplete_details": nil, "instructions": b.Instructions, "max_output_tokens": b.MaxOutputTokens, "model": a.Model,
 		"output": []any{}, "parallel_tool_calls": b.ParallelToolCalls == nil || *b.ParallelToolCalls, "previous_response_id": b.PreviousResponseID,
 		"reasoning": b.Reasoning, "store": f.kept(), "temperature": b.Temperature, "top_p": b.TopP,

@@ -95,7 +95,7 @@ func (h *handler) createResponse(w http.ResponseWriter, r *http.Request) error {
 	}
 	req.Prompts = []*inferencev1.Prompt{{Kind: &inferencev1.Prompt_Chat{Chat: chat}}}
 	req.Params, req.Parse, req.TokenBytes = params, true, body.logprobs()
-	writer := &responseWriter{body: &body, stored: h.stored, history: history, items: items}
+	writer := &responseWriter{body: &body, items: items, keep: func(stored *edge.StoredResponse) error { return h.Responses.KeepResponse(r.Context(), stored) }}
 	return h.Complete(w, r, req, body.Stream, writer, "input")
 }
 

@@ -5,8 +5,8 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
+	"regexp"
 	"strings"
-	"sync"
 
 	"google.golang.org/grpc/codes"
 
@@ -15,52 +15,36 @@ import (
 	"github.com/rollout-rl/rollout/services/gateway/edge"
 )
 
-// maxStored is the number of responses that a gateway has in memory. The oldest are dropped.
-const maxStored = 4096
+// responseID returns the id of the response to a request.
+func responseID(request string) string { return "resp_" + request }
 
-// responseID is the id of a response: the request and, if the response may be continued, the
-// session, by which any gateway finds its messages in the ledger. The instructions of a response
-// are not part of a later one, so the id says whether there are any.
-type responseID struct {
-	request      string
-	session      string // "": not stored
-	instructions bool
-}
+// validID matches the ids of responses.
+var validID = regexp.MustCompile(`^resp_[0-9a-z]{26}$`)
 
-func (r responseID) String() string {
-	switch {
-	case r.session == "":
-		return "resp_" + r.request
-	case r.instructions:
-		return "resp_" + r.request + "i_" + r.session
+// read returns a stored response. param is the parameter that names it; "": the URL does.
+func (h *handler) read(ctx context.Context, param, id string) (*edge.StoredResponse, error) {
+	if !validID.MatchString(id) {
+		return nil, unknownResponse(param, id)
 	}
-	return "resp_" + r.request + "_" + r.session
-}
-
-func parseResponseID(text string) responseID {
-	request, session, _ := strings.Cut(strings.TrimPrefix(text, "resp_"), "_")
-	trimmed, instructions := strings.CutSuffix(request, "i")
-	if !instructions || len(trimmed) < requestLength {
-		return responseID{request: request, session: session}
+	found, err := h.Responses.Response(ctx, id)
+	if rpcerr.Code(err) == codes.NotFound {
+		return nil, unknownResponse(param, id)
 	}
-	return responseID{request: trimmed, session: session, instructions: true}
+	return found, err
 }
 
-// requestLength is the characters of the id of a request.
-const requestLength = 26
-
-// history returns the messages up to the output of a stored response, and its session.
+// history returns the messages up to the output of a stored response, and its session. They are in
+// the ledger of the session. The instructions of a response are not part of a later one.
 func (h *handler) history(ctx context.Context, id string) ([]*inferencev1.ChatMessage, string, error) {
-	if found, known := h.stored.get(id); found != nil {
-		return found.messages, found.session, nil
-	} else if known {
-		return nil, "", unknownResponse("previous_response_id", id) // deleted
+	stored, err := h.read(ctx, "previous_response_id", id)
+	if err != nil {
+		return nil, "", err
 	}
-	parsed := parseResponseID(id)
-	if parsed.session == "" {
-		return nil, "", unknownResponse("previous_response_id", id)
+	var body struct{ Instructions string }
+	if err := json.Unmarshal(stored.Body, &body); err != nil {
+		return nil, "", fmt.Errorf("response %s: %w", id, err)
 	}
-	texts, err := h.Backend.Messages(ctx, parsed.session, "req-"+parsed.request)
+	texts, err := h.Backend.Messages(ctx, stored.Session, "req-"+strings.TrimPrefix(id, "resp_"))
 	if rpcerr.Code(err) == codes.NotFound {
 		return nil, "", unknownResponse("previous_response_id", id)
 	}
@@ -71,65 +55,18 @@ func (h *handler) history(ctx context.Context, id string) ([]*inferencev1.ChatMe
 	for i, text := range texts {
 		var m message
 		if err := json.Unmarshal([]byte(text), &m); err != nil {
-			return nil, "", fmt.Errorf("message %d of session %s: %w", i, parsed.session, err)
+			return nil, "", fmt.Errorf("message %d of session %s: %w", i, stored.Session, err)
 		}
 		converted, err := m.proto(fmt.Sprintf("messages[%d]", i))
 		if err != nil {
-			return nil, "", fmt.Errorf("message %d of session %s: %w", i, parsed.session, err)
+			return nil, "", fmt.Errorf("message %d of session %s: %w", i, stored.Session, err)
 		}
-		if i == 0 && parsed.instructions && converted.GetRole() == "system" {
+		if i == 0 && body.Instructions != "" && converted.GetRole() == "system" {
 			continue
 		}
 		out = append(out, converted)
 	}
-	return out, parsed.session, nil
-}
-
-// storedResponse is a response that a later one may continue.
-type storedResponse struct {
-	session  string
-	messages []*inferencev1.ChatMessage // up to its output, without instructions
-	items    []json.RawMessage          // of its input
-	body     any
-}
-
-// responseStore keeps the newest responses in memory. Their tokens are in the ledger of the
-// session.
-type responseStore struct {
-	mu    sync.Mutex
-	byID  map[string]*storedResponse
-	order []string
-}
-
-func newResponseStore() *responseStore { return &responseStore{byID: map[string]*storedResponse{}} }
-
-func (s *responseStore) put(id string, r *storedResponse) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.byID[id] = r
-	s.order = append(s.order, id)
-	if len(s.order) > maxStored {
-		delete(s.byID, s.order[0])
-		s.order = s.order[1:]
-	}
-}
-
-// get returns nil for a response that is not in memory. known: whether it was.
-func (s *responseStore) get(id string) (found *storedResponse, known bool) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	found, known = s.byID[id]
-	return found, known
-}
-
-func (s *responseStore) remove(id string) bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	found := s.byID[id]
-	if found != nil {
-		s.byID[id] = nil
-	}
-	return found != nil
+	return out, stored.Session, nil
 }
 
 func unknownResponse(param, id string) *edge.Error {
@@ -140,25 +77,32 @@ func unknownResponse(param, id string) *edge.Error {
 }
 
 func (h *handler) response(w http.ResponseWriter, r *http.Request) error {
-	found, _ := h.stored.get(r.PathValue("id"))
-	if found == nil {
-		return unknownResponse("", r.PathValue("id"))
+	found, err := h.read(r.Context(), "", r.PathValue("id"))
+	if err != nil {
+		return err
 	}
-	return edge.WriteJSON(w, http.StatusOK, found.body)
+	return edge.WriteJSON(w, http.StatusOK, json.RawMessage(found.Body))
 }
 
 func (h *handler) deleteResponse(w http.ResponseWriter, r *http.Request) error {
 	id := r.PathValue("id")
-	if !h.stored.remove(id) {
+	if !validID.MatchString(id) {
 		return unknownResponse("", id)
+	}
+	err := h.Responses.DeleteResponse(r.Context(), id)
+	if rpcerr.Code(err) == codes.NotFound {
+		return unknownResponse("", id)
+	}
+	if err != nil {
+		return err
 	}
 	return edge.WriteJSON(w, http.StatusOK, map[string]any{"id": id, "object": "response", "deleted": true})
 }
 
 func (h *handler) responseInput(w http.ResponseWriter, r *http.Request) error {
-	found, _ := h.stored.get(r.PathValue("id"))
-	if found == nil {
-		return unknownResponse("", r.PathValue("id"))
+	found, err := h.read(r.Context(), "", r.PathValue("id"))
+	if err != nil {
+		return err
 	}
-	return edge.WriteJSON(w, http.StatusOK, map[string]any{"object": "list", "data": found.items, "has_more": false})
+	return edge.WriteJSON(w, http.StatusOK, map[string]any{"object": "list", "data": json.RawMessage(found.Input), "has_more": false})
 }

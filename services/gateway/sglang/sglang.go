@@ -299,15 +299,15 @@ type writer struct {
 type object = map[string]any
 
 // Whole implements edge.Writer.
-func (f *writer) Whole(a *edge.Answer, all []*edge.Completion) any {
+func (f *writer) Whole(a *edge.Answer, all []*edge.Completion) (any, error) {
 	out := []object{}
 	for _, c := range all {
 		out = append(out, f.output(a, c))
 	}
 	if !f.list && len(out) == 1 {
-		return out[0]
+		return out[0], nil
 	}
-	return out
+	return out, nil
 }
 
 // Piece implements edge.Writer.

@@ -1,4 +1,4 @@
-// Package sqlstore keeps the ledger of sessions in a SQL database.
+// Package sqlstore keeps the ledger of sessions, responses, and API keys in a SQL database.
 package sqlstore
 
 import (
@@ -122,8 +122,10 @@ func (s *Store) expire(ctx context.Context, before time.Time) (deleted int, err 
 			return err
 		}
 		for _, name := range old {
-			if _, err := tx.ExecContext(ctx, `DELETE FROM segment WHERE session_id = $1`, name); err != nil {
-				return err
+			for _, of := range []string{"segment", "response"} {
+				if _, err := tx.ExecContext(ctx, `DELETE FROM `+of+` WHERE session_id = $1`, name); err != nil {
+					return err
+				}
 			}
 		}
 		deleted = len(old)

@@ -57,6 +57,13 @@ func Run(t *testing.T, open func(t *testing.T) gateway.Store) {
 	t.Run("a session ends once", func(t *testing.T) { finished(t, open(t)) })
 	t.Run("each session is due once", func(t *testing.T) { due(t, open(t)) })
 	t.Run("sessions expire after their newest segment", func(t *testing.T) { expired(t, open(t)) })
+	t.Run("responses are kept until they are deleted or their session expires", func(t *testing.T) { responses(t, open(t)) })
+	t.Run("API keys have unique names and hashes", func(t *testing.T) { uniqueKeys(t, open(t)) })
+	t.Run("each change of the API keys makes a revision", func(t *testing.T) { revisions(t, open(t)) })
+	t.Run("concurrent changes of API keys are all stored", func(t *testing.T) { concurrentKeys(t, open(t)) })
+	t.Run("API keys are listed in pages", func(t *testing.T) { pages(t, open(t)) })
+	t.Run("the last use of an API key is recorded", func(t *testing.T) { uses(t, open(t)) })
+	t.Run("expired API keys are deleted", func(t *testing.T) { expiredKeys(t, open(t)) })
 }
 
 func returned(t *testing.T, store gateway.Store) {

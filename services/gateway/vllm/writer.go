@@ -74,10 +74,10 @@ func (f *writer) response(a *edge.Answer, all ...*edge.Completion) response {
 }
 
 // Whole implements edge.Writer.
-func (f *writer) Whole(a *edge.Answer, all []*edge.Completion) any {
+func (f *writer) Whole(a *edge.Answer, all []*edge.Completion) (any, error) {
 	out := f.response(a, all...)
 	out.Usage = usageOf(a)
-	return out
+	return out, nil
 }
 
 // Piece implements edge.Writer.

@@ -3,9 +3,11 @@
 isort:skip_file
 Package rollout.key.v1 is the API keys of a control plane."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -19,9 +21,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class ApiKey(_message.Message):
-    """ApiKey is one record of the file of API keys, which is a JSON list of them. The key itself is not
-    stored.
-    """
+    """ApiKey describes a key. The key itself is not stored."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -33,20 +33,21 @@ class ApiKey(_message.Message):
     EXPIRES_FIELD_NUMBER: _builtins.int
     REQUESTS_PER_MINUTE_FIELD_NUMBER: _builtins.int
     TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    LAST_USED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name of the key's owner, unique in the file."""
+    """Name of the key's owner, unique."""
     scope: _builtins.str
     """`sample`: sample policies; `session`: also end sessions with a reward; `read`: read everything;
-    `submit`: all of these, and plan, start, and control runs; `admin`: also delete.
+    `submit`: all of these, and plan, start, and control runs; `admin`: also delete, and manage keys.
     """
     sha256: _builtins.str
-    """SHA-256 of the key, in hexadecimal."""
+    """SHA-256 of the key, in hexadecimal. ListApiKeys leaves it out."""
     project: _builtins.str
     """Project whose runs the key may use; empty: the default project."""
     requests_per_minute: _builtins.int
     """Completions that the key may request a minute, in each gateway process; 0: any number."""
     tokens_per_minute: _builtins.int
-    """Tokens of prompts and completions a minute; 0: any number."""
+    """Tokens of prompts and completions a minute, in each gateway process; 0: any number."""
     @_builtins.property
     def created(self) -> _timestamp_pb2.Timestamp:
         """When the key was created, UTC."""
@@ -54,6 +55,10 @@ class ApiKey(_message.Message):
     @_builtins.property
     def expires(self) -> _timestamp_pb2.Timestamp:
         """When the key expires, UTC; absent: never."""
+
+    @_builtins.property
+    def last_used(self) -> _timestamp_pb2.Timestamp:
+        """When the key was last used, UTC, to within about a minute; absent: never."""
 
     def __init__(
         self,
@@ -66,11 +71,251 @@ class ApiKey(_message.Message):
         expires: _timestamp_pb2.Timestamp | None = ...,
         requests_per_minute: _builtins.int = ...,
         tokens_per_minute: _builtins.int = ...,
+        last_used: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "expires", b"expires"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "expires", b"expires", "last_used", b"last_used"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "expires", b"expires", "name", b"name", "project", b"project", "requests_per_minute", b"requests_per_minute", "scope", b"scope", "sha256", b"sha256", "tokens_per_minute", b"tokens_per_minute"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "expires", b"expires", "last_used", b"last_used", "name", b"name", "project", b"project", "requests_per_minute", b"requests_per_minute", "scope", b"scope", "sha256", b"sha256", "tokens_per_minute", b"tokens_per_minute"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ApiKey: _TypeAlias = ApiKey  # noqa: Y015
+
+@_typing.final
+class CreateApiKeyRequest(_message.Message):
+    """CreateApiKeyRequest has the properties of the new key, as in ApiKey."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SCOPE_FIELD_NUMBER: _builtins.int
+    EXPIRES_FIELD_NUMBER: _builtins.int
+    REQUESTS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the key's owner."""
+    scope: _builtins.str
+    """Scope of the key."""
+    requests_per_minute: _builtins.int
+    """Completions a minute; 0: any number."""
+    tokens_per_minute: _builtins.int
+    """Tokens a minute; 0: any number."""
+    @_builtins.property
+    def expires(self) -> _timestamp_pb2.Timestamp:
+        """When the key expires; absent: never."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        scope: _builtins.str = ...,
+        expires: _timestamp_pb2.Timestamp | None = ...,
+        requests_per_minute: _builtins.int = ...,
+        tokens_per_minute: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expires", b"expires"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires", b"expires", "name", b"name", "requests_per_minute", b"requests_per_minute", "scope", b"scope", "tokens_per_minute", b"tokens_per_minute"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateApiKeyRequest: _TypeAlias = CreateApiKeyRequest  # noqa: Y015
+
+@_typing.final
+class CreateApiKeyResponse(_message.Message):
+    """CreateApiKeyResponse has the key, which can't be shown again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """The key: a secret."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateApiKeyResponse: _TypeAlias = CreateApiKeyResponse  # noqa: Y015
+
+@_typing.final
+class ListApiKeysRequest(_message.Message):
+    """ListApiKeysRequest requests a page of keys."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """Number of keys; 0: 100."""
+    page_token: _builtins.str
+    """`next_page_token` of the previous page; empty: the first page."""
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListApiKeysRequest: _TypeAlias = ListApiKeysRequest  # noqa: Y015
+
+@_typing.final
+class ListApiKeysResponse(_message.Message):
+    """ListApiKeysResponse is a page of keys."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Where the next page starts; empty: this is the last one."""
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___ApiKey]:
+        """Keys, by name."""
+
+    def __init__(
+        self,
+        *,
+        keys: _abc.Iterable[Global___ApiKey] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListApiKeysResponse: _TypeAlias = ListApiKeysResponse  # noqa: Y015
+
+@_typing.final
+class RevokeApiKeyRequest(_message.Message):
+    """RevokeApiKeyRequest names a key."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the key's owner."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevokeApiKeyRequest: _TypeAlias = RevokeApiKeyRequest  # noqa: Y015
+
+@_typing.final
+class RevokeApiKeyResponse(_message.Message):
+    """RevokeApiKeyResponse is empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevokeApiKeyResponse: _TypeAlias = RevokeApiKeyResponse  # noqa: Y015
+
+@_typing.final
+class ApiKeyUse(_message.Message):
+    """ApiKeyUse says when a key was used."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHA256_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    sha256: _builtins.str
+    """SHA-256 of the key, in hexadecimal."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When it was last used."""
+
+    def __init__(
+        self,
+        *,
+        sha256: _builtins.str = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sha256", b"sha256", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ApiKeyUse: _TypeAlias = ApiKeyUse  # noqa: Y015
+
+@_typing.final
+class SyncApiKeysRequest(_message.Message):
+    """SyncApiKeysRequest says which keys a process has."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISION_FIELD_NUMBER: _builtins.int
+    USED_FIELD_NUMBER: _builtins.int
+    revision: _builtins.int
+    """Revision of its keys; 0: it has none."""
+    @_builtins.property
+    def used(self) -> _containers.RepeatedCompositeFieldContainer[Global___ApiKeyUse]:
+        """Keys that it accepted since it last reported them."""
+
+    def __init__(
+        self,
+        *,
+        revision: _builtins.int = ...,
+        used: _abc.Iterable[Global___ApiKeyUse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["revision", b"revision", "used", b"used"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SyncApiKeysRequest: _TypeAlias = SyncApiKeysRequest  # noqa: Y015
+
+@_typing.final
+class SyncApiKeysResponse(_message.Message):
+    """SyncApiKeysResponse has the keys with their hashes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISION_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    revision: _builtins.int
+    """Revision of the stored keys. It changes with every change of a key."""
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___ApiKey]:
+        """All keys, if the revision differs from the one of the request."""
+
+    def __init__(
+        self,
+        *,
+        revision: _builtins.int = ...,
+        keys: _abc.Iterable[Global___ApiKey] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SyncApiKeysResponse: _TypeAlias = SyncApiKeysResponse  # noqa: Y015

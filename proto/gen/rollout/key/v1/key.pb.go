@@ -25,16 +25,15 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// ApiKey is one record of the file of API keys, which is a JSON list of them. The key itself is not
-// stored.
+// ApiKey describes a key. The key itself is not stored.
 type ApiKey struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Name of the key's owner, unique in the file.
+	// Name of the key's owner, unique.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// `sample`: sample policies; `session`: also end sessions with a reward; `read`: read everything;
-	// `submit`: all of these, and plan, start, and control runs; `admin`: also delete.
+	// `submit`: all of these, and plan, start, and control runs; `admin`: also delete, and manage keys.
 	Scope string `protobuf:"bytes,2,opt,name=scope,proto3" json:"scope,omitempty"`
-	// SHA-256 of the key, in hexadecimal.
+	// SHA-256 of the key, in hexadecimal. ListApiKeys leaves it out.
 	Sha256 string `protobuf:"bytes,3,opt,name=sha256,proto3" json:"sha256,omitempty"`
 	// When the key was created, UTC.
 	Created *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=created,proto3" json:"created,omitempty"`
@@ -44,10 +43,12 @@ type ApiKey struct {
 	Expires *timestamppb.Timestamp `protobuf:"bytes,6,opt,name=expires,proto3" json:"expires,omitempty"`
 	// Completions that the key may request a minute, in each gateway process; 0: any number.
 	RequestsPerMinute int32 `protobuf:"varint,7,opt,name=requests_per_minute,json=requestsPerMinute,proto3" json:"requests_per_minute,omitempty"`
-	// Tokens of prompts and completions a minute; 0: any number.
+	// Tokens of prompts and completions a minute, in each gateway process; 0: any number.
 	TokensPerMinute int32 `protobuf:"varint,8,opt,name=tokens_per_minute,json=tokensPerMinute,proto3" json:"tokens_per_minute,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// When the key was last used, UTC, to within about a minute; absent: never.
+	LastUsed      *timestamppb.Timestamp `protobuf:"bytes,9,opt,name=last_used,json=lastUsed,proto3" json:"last_used,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ApiKey) Reset() {
@@ -136,20 +137,547 @@ func (x *ApiKey) GetTokensPerMinute() int32 {
 	return 0
 }
 
+func (x *ApiKey) GetLastUsed() *timestamppb.Timestamp {
+	if x != nil {
+		return x.LastUsed
+	}
+	return nil
+}
+
+// CreateApiKeyRequest has the properties of the new key, as in ApiKey.
+type CreateApiKeyRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Name of the key's owner.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// Scope of the key.
+	Scope string `protobuf:"bytes,2,opt,name=scope,proto3" json:"scope,omitempty"`
+	// When the key expires; absent: never.
+	Expires *timestamppb.Timestamp `protobuf:"bytes,3,opt,name=expires,proto3" json:"expires,omitempty"`
+	// Completions a minute; 0: any number.
+	RequestsPerMinute int32 `protobuf:"varint,4,opt,name=requests_per_minute,json=requestsPerMinute,proto3" json:"requests_per_minute,omitempty"`
+	// Tokens a minute; 0: any number.
+	TokensPerMinute int32 `protobuf:"varint,5,opt,name=tokens_per_minute,json=tokensPerMinute,proto3" json:"tokens_per_minute,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *CreateApiKeyRequest) Reset() {
+	*x = CreateApiKeyRequest{}
+	mi := &file_rollout_key_v1_key_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CreateApiKeyRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CreateApiKeyRequest) ProtoMessage() {}
+
+func (x *CreateApiKeyRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_key_v1_key_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CreateApiKeyRequest.ProtoReflect.Descriptor instead.
+func (*CreateApiKeyRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_key_v1_key_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *CreateApiKeyRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *CreateApiKeyRequest) GetScope() string {
+	if x != nil {
+		return x.Scope
+	}
+	return ""
+}
+
+func (x *CreateApiKeyRequest) GetExpires() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Expires
+	}
+	return nil
+}
+
+func (x *CreateApiKeyRequest) GetRequestsPerMinute() int32 {
+	if x != nil {
+		return x.RequestsPerMinute
+	}
+	return 0
+}
+
+func (x *CreateApiKeyRequest) GetTokensPerMinute() int32 {
+	if x != nil {
+		return x.TokensPerMinute
+	}
+	return 0
+}
+
+// CreateApiKeyResponse has the key, which can't be shown again.
+type CreateApiKeyResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The key: a secret.
+	Key           string `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CreateApiKeyResponse) Reset() {
+	*x = CreateApiKeyResponse{}
+	mi := &file_rollout_key_v1_key_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CreateApiKeyResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CreateApiKeyResponse) ProtoMessage() {}
+
+func (x *CreateApiKeyResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_key_v1_key_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CreateApiKeyResponse.ProtoReflect.Descriptor instead.
+func (*CreateApiKeyResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_key_v1_key_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *CreateApiKeyResponse) GetKey() string {
+	if x != nil {
+		return x.Key
+	}
+	return ""
+}
+
+// ListApiKeysRequest requests a page of keys.
+type ListApiKeysRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Number of keys; 0: 100.
+	PageSize uint32 `protobuf:"varint,1,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
+	// `next_page_token` of the previous page; empty: the first page.
+	PageToken     string `protobuf:"bytes,2,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListApiKeysRequest) Reset() {
+	*x = ListApiKeysRequest{}
+	mi := &file_rollout_key_v1_key_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListApiKeysRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListApiKeysRequest) ProtoMessage() {}
+
+func (x *ListApiKeysRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_key_v1_key_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListApiKeysRequest.ProtoReflect.Descriptor instead.
+func (*ListApiKeysRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_key_v1_key_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *ListApiKeysRequest) GetPageSize() uint32 {
+	if x != nil {
+		return x.PageSize
+	}
+	return 0
+}
+
+func (x *ListApiKeysRequest) GetPageToken() string {
+	if x != nil {
+		return x.PageToken
+	}
+	return ""
+}
+
+// ListApiKeysResponse is a page of keys.
+type ListApiKeysResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Keys, by name.
+	Keys []*ApiKey `protobuf:"bytes,1,rep,name=keys,proto3" json:"keys,omitempty"`
+	// Where the next page starts; empty: this is the last one.
+	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListApiKeysResponse) Reset() {
+	*x = ListApiKeysResponse{}
+	mi := &file_rollout_key_v1_key_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListApiKeysResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListApiKeysResponse) ProtoMessage() {}
+
+func (x *ListApiKeysResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_key_v1_key_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListApiKeysResponse.ProtoReflect.Descriptor instead.
+func (*ListApiKeysResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_key_v1_key_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *ListApiKeysResponse) GetKeys() []*ApiKey {
+	if x != nil {
+		return x.Keys
+	}
+	return nil
+}
+
+func (x *ListApiKeysResponse) GetNextPageToken() string {
+	if x != nil {
+		return x.NextPageToken
+	}
+	return ""
+}
+
+// RevokeApiKeyRequest names a key.
+type RevokeApiKeyRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Name of the key's owner.
+	Name          string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RevokeApiKeyRequest) Reset() {
+	*x = RevokeApiKeyRequest{}
+	mi := &file_rollout_key_v1_key_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RevokeApiKeyRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RevokeApiKeyRequest) ProtoMessage() {}
+
+func (x *RevokeApiKeyRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_key_v1_key_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RevokeApiKeyRequest.ProtoReflect.Descriptor instead.
+func (*RevokeApiKeyRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_key_v1_key_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *RevokeApiKeyRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+// RevokeApiKeyResponse is empty.
+type RevokeApiKeyResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RevokeApiKeyResponse) Reset() {
+	*x = RevokeApiKeyResponse{}
+	mi := &file_rollout_key_v1_key_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RevokeApiKeyResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RevokeApiKeyResponse) ProtoMessage() {}
+
+func (x *RevokeApiKeyResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_key_v1_key_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RevokeApiKeyResponse.ProtoReflect.Descriptor instead.
+func (*RevokeApiKeyResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_key_v1_key_proto_rawDescGZIP(), []int{6}
+}
+
+// ApiKeyUse says when a key was used.
+type ApiKeyUse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// SHA-256 of the key, in hexadecimal.
+	Sha256 string `protobuf:"bytes,1,opt,name=sha256,proto3" json:"sha256,omitempty"`
+	// When it was last used.
+	Time          *timestamppb.Timestamp `protobuf:"bytes,2,opt,name=time,proto3" json:"time,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ApiKeyUse) Reset() {
+	*x = ApiKeyUse{}
+	mi := &file_rollout_key_v1_key_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ApiKeyUse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ApiKeyUse) ProtoMessage() {}
+
+func (x *ApiKeyUse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_key_v1_key_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ApiKeyUse.ProtoReflect.Descriptor instead.
+func (*ApiKeyUse) Descriptor() ([]byte, []int) {
+	return file_rollout_key_v1_key_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *ApiKeyUse) GetSha256() string {
+	if x != nil {
+		return x.Sha256
+	}
+	return ""
+}
+
+func (x *ApiKeyUse) GetTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Time
+	}
+	return nil
+}
+
+// SyncApiKeysRequest says which keys a process has.
+type SyncApiKeysRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Revision of its keys; 0: it has none.
+	Revision int64 `protobuf:"varint,1,opt,name=revision,proto3" json:"revision,omitempty"`
+	// Keys that it accepted since it last reported them.
+	Used          []*ApiKeyUse `protobuf:"bytes,2,rep,name=used,proto3" json:"used,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SyncApiKeysRequest) Reset() {
+	*x = SyncApiKeysRequest{}
+	mi := &file_rollout_key_v1_key_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SyncApiKeysRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SyncApiKeysRequest) ProtoMessage() {}
+
+func (x *SyncApiKeysRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_key_v1_key_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SyncApiKeysRequest.ProtoReflect.Descriptor instead.
+func (*SyncApiKeysRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_key_v1_key_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *SyncApiKeysRequest) GetRevision() int64 {
+	if x != nil {
+		return x.Revision
+	}
+	return 0
+}
+
+func (x *SyncApiKeysRequest) GetUsed() []*ApiKeyUse {
+	if x != nil {
+		return x.Used
+	}
+	return nil
+}
+
+// SyncApiKeysResponse has the keys with their hashes.
+type SyncApiKeysResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Revision of the stored keys. It changes with every change of a key.
+	Revision int64 `protobuf:"varint,1,opt,name=revision,proto3" json:"revision,omitempty"`
+	// All keys, if the revision differs from the one of the request.
+	Keys          []*ApiKey `protobuf:"bytes,2,rep,name=keys,proto3" json:"keys,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SyncApiKeysResponse) Reset() {
+	*x = SyncApiKeysResponse{}
+	mi := &file_rollout_key_v1_key_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SyncApiKeysResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SyncApiKeysResponse) ProtoMessage() {}
+
+func (x *SyncApiKeysResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_key_v1_key_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SyncApiKeysResponse.ProtoReflect.Descriptor instead.
+func (*SyncApiKeysResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_key_v1_key_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *SyncApiKeysResponse) GetRevision() int64 {
+	if x != nil {
+		return x.Revision
+	}
+	return 0
+}
+
+func (x *SyncApiKeysResponse) GetKeys() []*ApiKey {
+	if x != nil {
+		return x.Keys
+	}
+	return nil
+}
+
 var File_rollout_key_v1_key_proto protoreflect.FileDescriptor
 
 const file_rollout_key_v1_key_proto_rawDesc = "" +
 	"\n" +
-	"\x18rollout/key/v1/key.proto\x12\x0erollout.key.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xe5\x03\n" +
+	"\x18rollout/key/v1/key.proto\x12\x0erollout.key.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xa1\x04\n" +
 	"\x06ApiKey\x12B\n" +
 	"\x04name\x18\x01 \x01(\tB.\xbaH+r)2'^[a-z0-9]([a-z0-9.@_-]{0,62}[a-z0-9])?$R\x04name\x12A\n" +
-	"\x05scope\x18\x02 \x01(\tB+\xbaH(r&R\x06sampleR\asessionR\x04readR\x06submitR\x05adminR\x05scope\x12-\n" +
-	"\x06sha256\x18\x03 \x01(\tB\x15\xbaH\x12r\x102\x0e^[0-9a-f]{64}$R\x06sha256\x124\n" +
+	"\x05scope\x18\x02 \x01(\tB+\xbaH(r&R\x06sampleR\asessionR\x04readR\x06submitR\x05adminR\x05scope\x120\n" +
+	"\x06sha256\x18\x03 \x01(\tB\x18\xbaH\x15\xd8\x01\x01r\x102\x0e^[0-9a-f]{64}$R\x06sha256\x124\n" +
 	"\acreated\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\x12K\n" +
 	"\aproject\x18\x05 \x01(\tB1\xbaH.r,2*^([a-z0-9]([a-z0-9.@_-]{0,62}[a-z0-9])?)?$R\aproject\x124\n" +
 	"\aexpires\x18\x06 \x01(\v2\x1a.google.protobuf.TimestampR\aexpires\x127\n" +
 	"\x13requests_per_minute\x18\a \x01(\x05B\a\xbaH\x04\x1a\x02(\x00R\x11requestsPerMinute\x123\n" +
-	"\x11tokens_per_minute\x18\b \x01(\x05B\a\xbaH\x04\x1a\x02(\x00R\x0ftokensPerMinuteB\xb6\x01\n" +
+	"\x11tokens_per_minute\x18\b \x01(\x05B\a\xbaH\x04\x1a\x02(\x00R\x0ftokensPerMinute\x127\n" +
+	"\tlast_used\x18\t \x01(\v2\x1a.google.protobuf.TimestampR\blastUsed\"\xd1\x01\n" +
+	"\x13CreateApiKeyRequest\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
+	"\x05scope\x18\x02 \x01(\tR\x05scope\x124\n" +
+	"\aexpires\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\aexpires\x12.\n" +
+	"\x13requests_per_minute\x18\x04 \x01(\x05R\x11requestsPerMinute\x12*\n" +
+	"\x11tokens_per_minute\x18\x05 \x01(\x05R\x0ftokensPerMinute\"(\n" +
+	"\x14CreateApiKeyResponse\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\"Z\n" +
+	"\x12ListApiKeysRequest\x12%\n" +
+	"\tpage_size\x18\x01 \x01(\rB\b\xbaH\x05*\x03\x18\xe8\aR\bpageSize\x12\x1d\n" +
+	"\n" +
+	"page_token\x18\x02 \x01(\tR\tpageToken\"i\n" +
+	"\x13ListApiKeysResponse\x12*\n" +
+	"\x04keys\x18\x01 \x03(\v2\x16.rollout.key.v1.ApiKeyR\x04keys\x12&\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\")\n" +
+	"\x13RevokeApiKeyRequest\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\"\x16\n" +
+	"\x14RevokeApiKeyResponse\"r\n" +
+	"\tApiKeyUse\x12-\n" +
+	"\x06sha256\x18\x01 \x01(\tB\x15\xbaH\x12r\x102\x0e^[0-9a-f]{64}$R\x06sha256\x126\n" +
+	"\x04time\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampB\x06\xbaH\x03\xc8\x01\x01R\x04time\"_\n" +
+	"\x12SyncApiKeysRequest\x12\x1a\n" +
+	"\brevision\x18\x01 \x01(\x03R\brevision\x12-\n" +
+	"\x04used\x18\x02 \x03(\v2\x19.rollout.key.v1.ApiKeyUseR\x04used\"]\n" +
+	"\x13SyncApiKeysResponse\x12\x1a\n" +
+	"\brevision\x18\x01 \x01(\x03R\brevision\x12*\n" +
+	"\x04keys\x18\x02 \x03(\v2\x16.rollout.key.v1.ApiKeyR\x04keys2\x9d\x02\n" +
+	"\rApiKeyService\x12Y\n" +
+	"\fCreateApiKey\x12#.rollout.key.v1.CreateApiKeyRequest\x1a$.rollout.key.v1.CreateApiKeyResponse\x12V\n" +
+	"\vListApiKeys\x12\".rollout.key.v1.ListApiKeysRequest\x1a#.rollout.key.v1.ListApiKeysResponse\x12Y\n" +
+	"\fRevokeApiKey\x12#.rollout.key.v1.RevokeApiKeyRequest\x1a$.rollout.key.v1.RevokeApiKeyResponse2o\n" +
+	"\x15ApiKeyInternalService\x12V\n" +
+	"\vSyncApiKeys\x12\".rollout.key.v1.SyncApiKeysRequest\x1a#.rollout.key.v1.SyncApiKeysResponseB\xb6\x01\n" +
 	"\x12com.rollout.key.v1B\bKeyProtoP\x01Z<github.com/rollout-rl/rollout/proto/gen/rollout/key/v1;keyv1\xa2\x02\x03RKX\xaa\x02\x0eRollout.Key.V1\xca\x02\x0eRollout\\Key\\V1\xe2\x02\x1aRollout\\Key\\V1\\GPBMetadata\xea\x02\x10Rollout::Key::V1b\x06proto3"
 
 var (
@@ -164,19 +692,42 @@ func file_rollout_key_v1_key_proto_rawDescGZIP() []byte {
 	return file_rollout_key_v1_key_proto_rawDescData
 }
 
-var file_rollout_key_v1_key_proto_msgTypes = make([]protoimpl.MessageInfo, 1)
+var file_rollout_key_v1_key_proto_msgTypes = make([]protoimpl.MessageInfo, 10)
 var file_rollout_key_v1_key_proto_goTypes = []any{
 	(*ApiKey)(nil),                // 0: rollout.key.v1.ApiKey
-	(*timestamppb.Timestamp)(nil), // 1: google.protobuf.Timestamp
+	(*CreateApiKeyRequest)(nil),   // 1: rollout.key.v1.CreateApiKeyRequest
+	(*CreateApiKeyResponse)(nil),  // 2: rollout.key.v1.CreateApiKeyResponse
+	(*ListApiKeysRequest)(nil),    // 3: rollout.key.v1.ListApiKeysRequest
+	(*ListApiKeysResponse)(nil),   // 4: rollout.key.v1.ListApiKeysResponse
+	(*RevokeApiKeyRequest)(nil),   // 5: rollout.key.v1.RevokeApiKeyRequest
+	(*RevokeApiKeyResponse)(nil),  // 6: rollout.key.v1.RevokeApiKeyResponse
+	(*ApiKeyUse)(nil),             // 7: rollout.key.v1.ApiKeyUse
+	(*SyncApiKeysRequest)(nil),    // 8: rollout.key.v1.SyncApiKeysRequest
+	(*SyncApiKeysResponse)(nil),   // 9: rollout.key.v1.SyncApiKeysResponse
+	(*timestamppb.Timestamp)(nil), // 10: google.protobuf.Timestamp
 }
 var file_rollout_key_v1_key_proto_depIdxs = []int32{
-	1, // 0: rollout.key.v1.ApiKey.created:type_name -> google.protobuf.Timestamp
-	1, // 1: rollout.key.v1.ApiKey.expires:type_name -> google.protobuf.Timestamp
-	2, // [2:2] is the sub-list for method output_type
-	2, // [2:2] is the sub-list for method input_type
-	2, // [2:2] is the sub-list for extension type_name
-	2, // [2:2] is the sub-list for extension extendee
-	0, // [0:2] is the sub-list for field type_name
+	10, // 0: rollout.key.v1.ApiKey.created:type_name -> google.protobuf.Timestamp
+	10, // 1: rollout.key.v1.ApiKey.expires:type_name -> google.protobuf.Timestamp
+	10, // 2: rollout.key.v1.ApiKey.last_used:type_name -> google.protobuf.Timestamp
+	10, // 3: rollout.key.v1.CreateApiKeyRequest.expires:type_name -> google.protobuf.Timestamp
+	0,  // 4: rollout.key.v1.ListApiKeysResponse.keys:type_name -> rollout.key.v1.ApiKey
+	10, // 5: rollout.key.v1.ApiKeyUse.time:type_name -> google.protobuf.Timestamp
+	7,  // 6: rollout.key.v1.SyncApiKeysRequest.used:type_name -> rollout.key.v1.ApiKeyUse
+	0,  // 7: rollout.key.v1.SyncApiKeysResponse.keys:type_name -> rollout.key.v1.ApiKey
+	1,  // 8: rollout.key.v1.ApiKeyService.CreateApiKey:input_type -> rollout.key.v1.CreateApiKeyRequest
+	3,  // 9: rollout.key.v1.ApiKeyService.ListApiKeys:input_type -> rollout.key.v1.ListApiKeysRequest
+	5,  // 10: rollout.key.v1.ApiKeyService.RevokeApiKey:input_type -> rollout.key.v1.RevokeApiKeyRequest
+	8,  // 11: rollout.key.v1.ApiKeyInternalService.SyncApiKeys:input_type -> rollout.key.v1.SyncApiKeysRequest
+	2,  // 12: rollout.key.v1.ApiKeyService.CreateApiKey:output_type -> rollout.key.v1.CreateApiKeyResponse
+	4,  // 13: rollout.key.v1.ApiKeyService.ListApiKeys:output_type -> rollout.key.v1.ListApiKeysResponse
+	6,  // 14: rollout.key.v1.ApiKeyService.RevokeApiKey:output_type -> rollout.key.v1.RevokeApiKeyResponse
+	9,  // 15: rollout.key.v1.ApiKeyInternalService.SyncApiKeys:output_type -> rollout.key.v1.SyncApiKeysResponse
+	12, // [12:16] is the sub-list for method output_type
+	8,  // [8:12] is the sub-list for method input_type
+	8,  // [8:8] is the sub-list for extension type_name
+	8,  // [8:8] is the sub-list for extension extendee
+	0,  // [0:8] is the sub-list for field type_name
 }
 
 func init() { file_rollout_key_v1_key_proto_init() }
@@ -190,9 +741,9 @@ func file_rollout_key_v1_key_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_key_v1_key_proto_rawDesc), len(file_rollout_key_v1_key_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   1,
+			NumMessages:   10,
 			NumExtensions: 0,
-			NumServices:   0,
+			NumServices:   2,
 		},
 		GoTypes:           file_rollout_key_v1_key_proto_goTypes,
 		DependencyIndexes: file_rollout_key_v1_key_proto_depIdxs,
