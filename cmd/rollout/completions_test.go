@@ -19,6 +19,7 @@ func TestCompletions(t *testing.T) {
 	t.Parallel()
 	for name, args := range map[string]string{
 		"completions": "", "completions-step": "--step 1", "completions-all-json": "--all --format json", "completions-no-step": "--step 2", "completions-both": "--step 1 --all",
+		"completions-tokens": "--group 7 --sample 2 --tokens", "completions-no-sample": "--group 7 --sample 3",
 	} {
 		f := &fake{history: keptStory(), state: runv1.RunState_RUN_STATE_SUCCEEDED}
 		got := call{plane: newPlane(t, f)}.run(t, append([]string{"completions", "addition-grpo", "--server", "here"}, strings.Fields(args)...)...)

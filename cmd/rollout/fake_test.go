@@ -433,6 +433,22 @@ func (f fakeGateway) Complete(r *gatewayv1.CompleteRequest, stream grpc.ServerSt
 	return nil
 }
 
+// episodeJSON is a stored episode of three turns: one calls tools, one is not trained on.
+const episodeJSON = `{"epoch":1,"index":7,"sample":2,"prompt":"","completion":"","reward":1,"advantage":0.25,"tokens":11,"truncated":false,
+	"outcome":"COMPLETED","metrics":{"episode/turns":3},"prompt_tokens":4,
+	"turns":[
+		{"sampled":false,"start":0,"end":4,"messages":[{"role":"system","content":"Use tools."},{"role":"user","content":"17+25?"}]},
+		{"sampled":true,"start":4,"end":7,"reward":0.5,"metrics":{"tools/calls":2},"messages":[{"role":"assistant","content":"","reasoning_content":"add them",
+			"tool_calls":[{"id":"a","function":{"name":"add","arguments":"{\"a\": 17, \"b\": 25}"}},{"id":"b","function":{"name":"now","arguments":{}}}]}]},
+		{"sampled":false,"start":7,"end":10,"messages":[{"role":"tool","name":"add","tool_call_id":"a","content":"42"},{"role":"tool","name":"now","content":[{"type":"text","text":"noon"}]}]},
+		{"sampled":true,"start":10,"end":12,"messages":[{"role":"assistant","content":"\u001b[2J<b>42</b>"}]},
+		{"sampled":false,"start":12,"end":13,"text":"sure?"},
+		{"sampled":true,"start":13,"end":15,"text":"yes"}],
+	"times":{"began_unix_ms":1790000000000,"turns":[
+		{"asked_ms":4,"sampled_ms":854,"answered_ms":3400,"tool_ms":[12,2500]},{"asked_ms":3400,"sampled_ms":4000,"answered_ms":4030},{"asked_ms":4030,"sampled_ms":4500}]},
+	"spans":[{"version":1,"start":0,"end":3},{"version":2,"start":3,"end":11}],
+	"token_ids":[11,12,13,21,22,23,31,32,41,51],"logprobs":[-0.5,-0.25,-0.125,0,0,0,-1,-2,0,-3],"trained":[[0,3],[9,10]]}`
+
 // keptStory is the story of a run with the completions of two steps; the first was committed twice.
 func keptStory() []*eventv1.Event {
 	events := story()
@@ -444,7 +460,8 @@ func keptStory() []*eventv1.Event {
 			{"epoch":0,"index":4,"sample":1,"prompt":"17+25=","completion":"\u001b[2J<b>42</b>","reward":1,"advantage":0.5,"tokens":4,"truncated":true}]`},
 		{1, `[{"epoch":0,"index":4,"sample":0,"prompt":"again","completion":"","reward":0,"tokens":1}]`},
 		{3, `[{"epoch":1,"index":0,"sample":0,"prompt":"1+1=","completion":"2","reward":1,"advantage":null,"tokens":2},
-			{"epoch":1,"index":1,"sample":0,"prompt":"1+2=","completion":"4","reward":0,"advantage":null,"tokens":2}]`},
+			{"epoch":1,"index":1,"sample":0,"prompt":"1+2=","completion":"4","reward":0,"advantage":null,"tokens":2},
+			` + episodeJSON + `]`},
 	} {
 		n := len(events) + 1
 		events = append(events, &eventv1.Event{

@@ -73,7 +73,8 @@ class Observation:
 
     tools: of a first observation with messages or a text, the functions that the policy may call in
     this episode, as in OpenAI's API. reward, metrics: of the turn before it. A metric of several
-    turns is summed.
+    turns is summed. tool_seconds: how long each tool call of that turn took, in the order of the
+    calls; empty if it is not known.
     """
 
     token_ids: NDArray[np.int32] = field(default_factory=lambda: _NO_IDS)
@@ -82,6 +83,7 @@ class Observation:
     tools: tuple[Mapping[str, Any], ...] = ()
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    tool_seconds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 import urllib.parse
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -98,6 +99,10 @@ async def answered(turn: Turn, call: Callable[[ToolCall], Awaitable[tuple[str, b
     for a mistake of the policy, any other error for a failure.
     """
 
+    async def timed(wanted: ToolCall) -> tuple[str, bool, float]:
+        began = time.monotonic()
+        return *await one(wanted), time.monotonic() - began
+
     async def one(wanted: ToolCall) -> tuple[str, bool]:
         if wanted.error:
             return wanted.error, True
@@ -106,17 +111,17 @@ async def answered(turn: Turn, call: Callable[[ToolCall], Awaitable[tuple[str, b
         except ToolError as error:
             return str(error), True
 
-    texts: list[tuple[str, bool]] = []
-    for found in await asyncio.gather(*(one(wanted) for wanted in turn.tool_calls), return_exceptions=True):
+    texts: list[tuple[str, bool, float]] = []
+    for found in await asyncio.gather(*(timed(wanted) for wanted in turn.tool_calls), return_exceptions=True):
         if isinstance(found, BaseException):
             return replace(failed(reason_of(found, "TOOL_FAILED")), message=str(found))
         texts.append(found)
     messages = [
         {"role": "tool", "tool_call_id": wanted.id, "name": wanted.name, "content": text}
-        for wanted, (text, _) in zip(turn.tool_calls, texts, strict=True)
+        for wanted, (text, _, _) in zip(turn.tool_calls, texts, strict=True)
     ]
-    metrics = {"tools/calls": float(len(texts)), "tools/errors": float(sum(wrong for _, wrong in texts))}
-    return Observation(messages=tuple(messages), metrics=metrics)
+    metrics = {"tools/calls": float(len(texts)), "tools/errors": float(sum(wrong for _, wrong, _ in texts))}
+    return Observation(messages=tuple(messages), metrics=metrics, tool_seconds=tuple(seconds for _, _, seconds in texts))
 
 
 def unknown_tool(name: str, names: Iterable[str]) -> str:

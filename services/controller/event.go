@@ -94,17 +94,11 @@ func (r *reporter) step(batch *bufferv1.Batch, result *learnerv1.TrainResult, ti
 
 // completions emits the recorded completions of a step. Call it before step, so that a receiver
 // of the event of the step has them.
-func (r *reporter) completions(result *learnerv1.TrainResult) {
+func (r *reporter) completions(batch *bufferv1.Batch, result *learnerv1.TrainResult) {
 	if len(result.GetCompletions()) == 0 {
 		return
 	}
-	recorded := make([]completion.Completion, 0, len(result.GetCompletions()))
-	for _, c := range result.GetCompletions() {
-		recorded = append(recorded, completion.Completion{
-			Epoch: c.GetEpoch(), Index: c.GetIndex(), Sample: c.GetSample(), Prompt: c.GetPrompt(), Completion: c.GetCompletion(),
-			Reward: c.GetReward(), Advantage: c.Advantage, Tokens: c.GetTokens(), Truncated: c.GetTruncated(),
-		})
-	}
+	recorded := completion.Of(result.GetCompletions(), batch.GetSamples())
 	text, err := json.Marshal(recorded)
 	if err != nil { // a number that JSON can't represent; the learner refuses such a step
 		r.log.Warn("the completions of a step were not emitted", "step", result.GetStep(), "error", err)

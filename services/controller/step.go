@@ -95,7 +95,7 @@ func (s *stepper) step(ctx context.Context, step uint64) error {
 	times["time/commit"] = s.since(from)
 	times["time/step"] = s.since(s.committed)
 	s.committed = s.now()
-	s.events.completions(result)
+	s.events.completions(batch, result)
 	metrics := s.events.step(batch, result, times)
 	if err := s.vitals.observe(ctx, step, metrics); err != nil {
 		return err

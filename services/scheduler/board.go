@@ -218,6 +218,7 @@ func spaceWait(reason, message string) *waitv1.Wait {
 func (v *view) queues() *runv1.Queues {
 	q := &runv1.Queues{
 		Ready: v.ledger.GetReady(), Leased: v.ledger.GetLeased(), Consumed: v.ledger.GetConsumed(), Excluded: v.ledger.GetExcluded(),
+		Failures: v.ledger.GetFailures(),
 	}
 	elsewhere := v.first + q.GetReady() + q.GetLeased() + q.GetConsumed() + q.GetExcluded()
 	if v.position > elsewhere {

@@ -46,7 +46,7 @@ func statusOf(state runv1.RunState, step uint64) *runv1.RunStatus {
 	return &runv1.RunStatus{
 		Run:   &runv1.Run{RunId: "run-01kapq3n8jz3gq5p1cs0e8q0vd", Name: "addition-grpo", State: state, Step: step, TotalSteps: 40},
 		Phase: "LEASING", WaitingFor: "12 groups of batch 13 from the inference workers",
-		Queues: &runv1.Queues{InFlight: 12, Ready: 20, Leased: 0, Consumed: 384, Excluded: 1},
+		Queues: &runv1.Queues{InFlight: 12, Ready: 20, Leased: 0, Consumed: 384, Excluded: 1, Failures: map[string]uint64{"REWARD_TIMEOUT": 3, "TOOL_FAILED": 1200}},
 		Workers: []*runv1.Worker{
 			{WorkerId: "inference-0", Healthy: true, WeightsVersion: 12, Activity: "decodes 64 slots", SamplesPerSecond: 1140.4},
 			{WorkerId: "learner-0", WeightsVersion: 12, Activity: "loads the model", Restarts: 2},
@@ -273,7 +273,7 @@ func TestScreenNeverShrinks(t *testing.T) {
 	m.Run.Update(&runv1.RunStatus{Run: &runv1.Run{State: runv1.RunState_RUN_STATE_SUCCEEDED}})
 	m.Done = true
 	view := m.View().Content
-	if after := strings.Count(view, "\n"); after != before || m.blank != 5 { // the wait, the groups, two workers, the hint
+	if after := strings.Count(view, "\n"); after != before || m.blank != 6 { // the wait, the groups, the failures, two workers, the hint
 		t.Errorf("%d lines became %d, of them %d empty:\n%s", before, after, m.blank, view)
 	}
 }

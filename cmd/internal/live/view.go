@@ -1,7 +1,10 @@
 package live
 
 import (
+	"cmp"
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 	"time"
 
@@ -41,6 +44,9 @@ func (r *Run) View(s output.Style, width int, zone *time.Location, hint string) 
 	if q := status.GetQueues(); q != nil {
 		lines = append(lines, label(s, "groups")+fmt.Sprintf("%s in flight  %s ready  %s leased  %s consumed  %s excluded",
 			output.Count(q.GetInFlight()), output.Count(q.GetReady()), output.Count(q.GetLeased()), output.Count(q.GetConsumed()), output.Count(q.GetExcluded())))
+		if failures := r.Failures(); failures != "" {
+			lines = append(lines, label(s, "failed")+s.Yellow(failures))
+		}
 	}
 	lines = append(lines, r.workers(s)...)
 	for _, w := range r.Warnings {
@@ -53,6 +59,23 @@ func (r *Run) View(s output.Style, width int, zone *time.Location, hint string) 
 		lines[i] = ansi.Truncate(strings.ReplaceAll(line, "\n", " "), max(width, 20), "…")
 	}
 	return strings.Join(lines, "\n") + "\n"
+}
+
+// Failures describes the samples that failed because of infrastructure by reason, the most frequent
+// ones first; "" if there are none.
+func (r *Run) Failures() string {
+	failures := r.Status.GetQueues().GetFailures()
+	reasons := slices.Collect(maps.Keys(failures))
+	slices.SortFunc(reasons, func(a, b string) int { return cmp.Or(cmp.Compare(failures[b], failures[a]), cmp.Compare(a, b)) })
+	total, texts := uint64(0), []string{}
+	for _, reason := range reasons {
+		total += failures[reason]
+		texts = append(texts, output.Count(failures[reason])+" "+reason)
+	}
+	if total == 0 {
+		return ""
+	}
+	return output.Plural(total, "sample") + ": " + strings.Join(texts, ", ")
 }
 
 // waited returns how long the run has been waiting, from two seconds on.

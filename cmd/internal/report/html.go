@@ -137,6 +137,7 @@ func (d *Data) facts() []fact {
 		{"plan", run.GetPlan().GetPlanId()},
 		{"weights", run.GetWeightsDigest()},
 	}
+	facts = append(facts, fact{"failed", d.Run.Failures()})
 	if run.GetEndTime() != nil {
 		facts = append(facts, fact{"took", output.Duration(run.GetEndTime().AsTime().Sub(run.GetCreateTime().AsTime()).Round(time.Second))})
 	}

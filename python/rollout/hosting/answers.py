@@ -92,7 +92,12 @@ def observation_of(value: Any, of: str) -> Observation:
             f"{of} returned a message whose tool_calls are not a list of calls",
             fix='write [{"id": ..., "function": {"name": ..., "arguments": ...}}]',
         )
-    return replace(value, reward=_number(value.reward, "the reward", of), metrics=_metrics(value.metrics, of))
+    return replace(
+        value,
+        reward=_number(value.reward, "the reward", of),
+        metrics=_metrics(value.metrics, of),
+        tool_seconds=tuple(_number(seconds, "a duration in tool_seconds", of) for seconds in value.tool_seconds),
+    )
 
 
 def same(first: Observation | Refusal, second: Observation | Refusal) -> bool:

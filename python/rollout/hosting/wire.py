@@ -234,12 +234,13 @@ def observation_to(observation: Observation) -> pb.EnvironmentObservation:
         tools=[json.dumps(dict(tool), ensure_ascii=False) for tool in observation.tools],
         reward=observation.reward,
         metrics=observation.metrics,
+        tool_seconds=observation.tool_seconds,
     )
 
 
 def observation_from(m: pb.EnvironmentObservation) -> Observation:
     messages, tools = (tuple(json.loads(each) for each in texts) for texts in (m.messages, m.tools))
-    return Observation(_ids(m.token_ids), m.text, messages, tools, m.reward, dict(m.metrics))
+    return Observation(_ids(m.token_ids), m.text, messages, tools, m.reward, dict(m.metrics), tuple(m.tool_seconds))
 
 
 def start_to(start: Observation | Refusal) -> pb.EnvironmentStart:

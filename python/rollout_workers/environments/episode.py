@@ -10,7 +10,8 @@ import asyncio
 import logging
 import math
 import struct
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,13 +34,24 @@ _NOTHING = Observation()
 _UNLIMITED = Limits()
 
 
+@dataclass(slots=True)
+class Clock:
+    """When a turn was asked for, sampled, and answered: seconds since 1970. 0: not yet. tools:
+    duration of each tool call in seconds."""
+
+    asked: float
+    sampled: float = 0.0
+    answered: float = 0.0
+    tools: tuple[float, ...] = ()
+
+
 @dataclass(slots=True, eq=False)
 class Episode:
     """One sample of a task, which grows until it has a result.
 
     prompt: the first observation. parts: the sampled outputs and further observations (without
-    logprobs), in order, with the text of each in ``texts``. rewards: of each turn so far. message:
-    what the policy said last, in an episode of messages.
+    logprobs), in order, with the text of each in ``texts``. rewards, turn_metrics: of each turn so
+    far. said: what the policy said in each turn, in an episode of messages. clocks: of each turn.
     """
 
     task: Task
@@ -48,8 +60,11 @@ class Episode:
     parts: list[SampleOutput | Observation] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    turn_metrics: list[Mapping[str, float]] = field(default_factory=list[Mapping[str, float]])
     metrics: dict[str, float] = field(default_factory=dict[str, float])
-    message: Message | None = None
+    said: list[Message] = field(default_factory=list[Message])
+    began: float = field(default_factory=time.time)
+    clocks: list[Clock] = field(default_factory=list["Clock"])
     result: Result | None = None
 
     @property
@@ -253,6 +268,9 @@ class _Run:
         self._requests[name] = (episodes, len(episodes))
         params = self._params
         if self._limits.turns:
+            now = time.time()
+            for episode in episodes:
+                episode.clocks.append(Clock(now))
             room = self._limits.max_tokens - len(prompt)
             params = replace(params, max_tokens=max(1, min(params.max_tokens, room)))
         return GroupRequest(name, prompt, seeds, params, session=session if self._limits.turns else "")
@@ -276,6 +294,8 @@ class _Run:
         episode = episodes[output.sample]
         if episode.result is None:
             episode.parts.append(output)
+            if episode.clocks:
+                episode.clocks[-1].sampled = time.time()
         if missing > 1:
             self._requests[output.request_id] = (episodes, missing - 1)
         else:
@@ -364,11 +384,11 @@ class _Run:
         content, reasoning, calls = text, "", ()
         if prompt.messages:
             before = episode.parts[-2].token_ids if len(episode.parts) > 1 else prompt.token_ids
-            episode.message = self._dialogue.message(
-                before, output, prompt.tools, f"{episode.task.key}#{episode.sample}.{number}"
-            )
-            content, reasoning = str(episode.message["content"]), str(episode.message.get("reasoning_content", ""))
-            calls = calls_of(episode.message)
+            name = f"{episode.task.key}#{episode.sample}.{number}"
+            message = self._dialogue.message(before, output, prompt.tools, name)
+            episode.said.append(message)
+            content, reasoning = str(message["content"]), str(message.get("reasoning_content", ""))
+            calls = calls_of(message)
         return Turn(
             task=episode.task,
             sample=episode.sample,
@@ -393,6 +413,8 @@ class _Run:
                 continue
             for name, value in answer.metrics.items():
                 episode.metrics[name] = episode.metrics.get(name, 0.0) + value
+            if episode.clocks:
+                episode.clocks[-1].answered = time.time()
             if isinstance(answer, Result):
                 episode.rewards.append(0.0)
                 cut = turn.truncated and answer.outcome == "completed"
@@ -400,6 +422,9 @@ class _Run:
                 results.append(replace(answer, outcome="truncated") if cut else answer)
                 continue
             episode.rewards.append(answer.reward)
+            if episode.clocks:
+                episode.turn_metrics.append(answer.metrics)
+                episode.clocks[-1].tools = answer.tool_seconds
             try:
                 further = self._following(episode, turn, answer)
             except Exception as error:
@@ -422,7 +447,7 @@ class _Run:
         """The observation with its tokens; None if the episode has no room for another turn."""
         if turn.number + 1 >= self._limits.max_turns:
             return None
-        said = episode.message or {"role": "assistant", "content": turn.text}
+        said = episode.said[-1] if episode.said else {"role": "assistant", "content": turn.text}
         further = self._dialogue.following(said, turn.token_ids, answer, episode.prompt.tools)
         return further if len(episode.context()) + len(further.token_ids) < self._limits.max_tokens else None
 
@@ -492,8 +517,8 @@ class _Run:
             return result
         rewards = episode.rewards + [0.0] * (episode.turns - len(episode.rewards))
         metrics = {**episode.metrics, "episode/turns": float(episode.turns)}
-        total = sum(rewards) + sum(result.turn_rewards)
-        if total:
+        episode.rewards = [a + b for a, b in zip(rewards, result.turn_rewards or [0.0] * len(rewards), strict=True)]
+        if total := sum(episode.rewards):
             metrics["reward/turns"] = total
         return replace(credited(result, episode.turn_spans(), rewards, self._limits.credit), metrics=metrics)
 

@@ -3,13 +3,14 @@ samples have equal bytes."""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import crc32c
 import numpy as np
 
-from rollout.environment import Observation, Refusal
+from rollout.environment import Message, Observation, Refusal
 from rollout.run.v1.run_pb2 import PromptGroup
 from rollout.trajectory.v1 import trajectory_pb2 as pb
 from rollout_workers.data.supervised import Example
@@ -18,6 +19,8 @@ from rollout_workers.environments.episode import Episode, FinishedGroup
 from rollout_workers.inference.receipt import EngineReceipts
 
 INLINE_BYTES = 256 << 10
+TIMES_BYTES = 4096
+"""The largest ``EpisodeTimes``: the ledger stores it in the row of the sample."""
 _OUTCOMES: dict[str, pb.Outcome.ValueType] = {
     "completed": pb.OUTCOME_COMPLETED,
     "truncated": pb.OUTCOME_TRUNCATED,
@@ -97,6 +100,9 @@ def _encode_episode(episode: Episode, head: _Head, receipts: EngineReceipts) -> 
     trajectory.completion = "".join(episode.texts)
     trajectory.token_rewards = _by_token(result.token_rewards, head.tokens, completion)
     trajectory.teacher_logprobs = _by_token(result.teacher_logprobs, head.tokens, completion)
+    del trajectory.turns[:]
+    if episode.clocks:
+        trajectory.turns.extend(_turns(episode))
     payload = trajectory.SerializeToString(deterministic=True)
 
     receipt = receipts.of(spans[-1].version if spans else None)
@@ -114,7 +120,64 @@ def _encode_episode(episode: Episode, head: _Head, receipts: EngineReceipts) -> 
     header.tokens = head.tokens + completion
     header.completion_tokens = completion
     header.token_rewards = bool(trajectory.token_rewards)
+    if episode.clocks:
+        header.times.CopyFrom(_times(episode))
     return envelope
+
+
+def _turns(episode: Episode) -> Iterator[pb.Turn]:
+    """The prompt and the turns of an episode, with what was said, and the reward of each."""
+    first, at = episode.prompt, len(episode.prompt.token_ids)
+    yield _read(first, 0, at)
+    number = 0
+    for part, text in zip(episode.parts, episode.texts, strict=False):  # an output that can't be decoded has no text
+        start, at = at, at + len(part.token_ids)
+        if not isinstance(part, SampleOutput):
+            yield _read(part, start, at)
+            continue
+        turn = pb.Turn(sampled=True, start=start, end=at)
+        if number < len(episode.said):
+            turn.messages.append(_json(episode.said[number]))
+        else:
+            turn.text = text
+        if number < len(episode.rewards):
+            turn.reward = episode.rewards[number]
+        if number < len(episode.turn_metrics):
+            turn.metrics.update(episode.turn_metrics[number])
+        number += 1
+        yield turn
+
+
+def _read(observation: Observation, start: int, end: int) -> pb.Turn:
+    """What the policy read."""
+    if observation.messages:
+        return pb.Turn(start=start, end=end, messages=map(_json, observation.messages))
+    return pb.Turn(start=start, end=end, text=observation.text)
+
+
+def _json(message: Message) -> str:
+    return json.dumps(dict(message), ensure_ascii=False)
+
+
+def _times(episode: Episode) -> pb.EpisodeTimes:
+    """The course of an episode, of at most ``TIMES_BYTES``."""
+
+    def ms(seconds: float) -> int:
+        return min(max(0, round(1000 * seconds)), (1 << 32) - 1)
+
+    def since(moment: float) -> int:
+        return ms(moment - episode.began) if moment else 0
+
+    times = pb.EpisodeTimes(began_unix_ms=round(1000 * episode.began))
+    for clock in episode.clocks:
+        tools = [ms(seconds) for seconds in clock.tools]
+        turn = times.turns.add(
+            asked_ms=since(clock.asked), sampled_ms=since(clock.sampled), answered_ms=since(clock.answered), tool_ms=tools
+        )
+        if len(tools) > 256 or times.ByteSize() > TIMES_BYTES:
+            times.turns.remove(turn)
+            break
+    return times
 
 
 def _all_raw(episode: Episode) -> bool:
@@ -175,7 +238,7 @@ def in_messages(envelopes: Iterable[pb.TrajectoryEnvelope], most_bytes: int) -> 
     held: list[pb.TrajectoryEnvelope] = []
     size = 0
     for envelope in envelopes:
-        cost = len(envelope.payload) + len(envelope.payload_ref) + 1024
+        cost = len(envelope.payload) + len(envelope.payload_ref) + envelope.header.times.ByteSize() + 1024
         if held and size + cost > most_bytes:
             batches.append(pb.TrajectoryBatch(trajectories=held))
             held, size = [], 0

@@ -144,6 +144,8 @@ def _sample(trajectory: Trajectory) -> TrainSample:
         teacher_logprobs=teacher,
         metrics=dict(trajectory.metrics),
         part=key.part,
+        turns=trajectory.turns,
+        spans=spans,
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollout.plugin import flaw
+from rollout.trajectory.v1.trajectory_pb2 import Turn, VersionSpan
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +53,10 @@ class TrainSample:
     part: int = 0
     """Number of the part, from 0. Parts have the reward of their sample, and count once where the
     samples of a group are compared."""
+    turns: Sequence[Turn] = ()
+    spans: Sequence[VersionSpan] = ()
+    """The turns of an episode with several, and the weights that sampled the completion; for display
+    only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,19 @@ import pytest
 from rollout.environment import Environment, Observation, Refusal, Result, SingleEpisode, Task, Turn
 from rollout.environments.vector import Gymnasium
 from rollout.hosting.episodes import Checked, Episodes
+from rollout.run.v1.run_pb2 import PromptGroup
+from rollout.trajectory.v1.trajectory_pb2 import Trajectory, TrajectoryHeader
+from rollout.weights.v1.weights_pb2 import WeightsReceipt
 from rollout_testing.engine import ScriptedEngine
 from rollout_testing.templates import text_of
 from rollout_testing.waiting import until
 from rollout_workers.data.prompts import Text
 from rollout_workers.engines.base import GroupRequest, SamplingParams
 from rollout_workers.environments.dialogue import Dialogue
-from rollout_workers.environments.episode import Episode, EpisodeRunner
+from rollout_workers.environments.episode import Clock, Episode, EpisodeRunner, FinishedGroup
 from rollout_workers.environments.hosted import Hosted
 from rollout_workers.environments.limits import Limits, credited
+from rollout_workers.inference.encode import encode_group
 from rollout_workers.rewards.process_reward import NOTHING
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
@@ -74,6 +79,40 @@ async def test_the_tokens_of_turns_carry_their_rewards(text: Text) -> None:
     [episode] = await play(scripted(text, ["2", "33", "4"]), single(Counting), text, credit="turn")
     assert episode.result is not None and episode.result.reward == 10.0
     assert episode.result.token_rewards == (1.0, 0, 0, 0, 0, 2.0, 0, 0, 0, NOTHING)
+
+
+def encoded(episode: Episode) -> tuple[TrajectoryHeader, Trajectory]:
+    receipts: Any = types.SimpleNamespace(of=lambda version: WeightsReceipt(version=0), digest=lambda version: "")
+    [envelope] = encode_group(PromptGroup(run_id="r", group_size=1), FinishedGroup(episode.task, (episode,)), receipts, "w")
+    return envelope.header, Trajectory.FromString(envelope.payload)
+
+
+async def test_a_trajectory_has_its_turns_and_the_header_their_times(text: Text) -> None:
+    """Payloads of equal episodes have equal bytes, so that the times are in the header alone."""
+    headers, trajectories = zip(
+        *[encoded((await play(scripted(text, ["2", "33", "4"]), single(Counting), text))[0]) for _ in range(2)], strict=True
+    )
+    assert trajectories[0] == trajectories[1]
+    turns = trajectories[0].turns
+    assert [(turn.sampled, turn.start, turn.end, turn.text, turn.reward, dict(turn.metrics)) for turn in turns] == [
+        (False, 0, 4, "1+1=", 0.0, {}),
+        (True, 4, 5, "2", 1.0, {"steps": 1.0}),
+        (False, 5, 8, "+1=", 0.0, {}),
+        (True, 8, 10, "33", 2.0, {"steps": 1.0}),
+        (False, 10, 13, "+1=", 0.0, {}),
+        (True, 13, 14, "4", 0.0, {}),
+    ]
+    times = headers[0].times
+    moments = [moment for turn in times.turns for moment in (turn.asked_ms, turn.sampled_ms, turn.answered_ms)]
+    assert len(moments) == 9 and moments == sorted(moments) and times.began_unix_ms > 1_600_000_000_000
+
+
+async def test_the_times_of_a_long_episode_are_bounded(text: Text) -> None:
+    [episode] = await play(scripted(text, ["2", "33", "4"]), single(Counting), text)
+    episode.clocks = [Clock(episode.began, episode.began + 9e5, episode.began + 1e6, (0.25, -1.0, 1e9)) for _ in range(500)]
+    header, _ = encoded(episode)
+    assert 100 < len(header.times.turns) < 500 and header.times.ByteSize() <= 4096
+    assert list(header.times.turns[0].tool_ms) == [250, 0, (1 << 32) - 1]
 
 
 def test_credit_follows_a_plain_computation() -> None:

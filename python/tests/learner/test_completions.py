@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from rollout.config.v1.run_config_pb2 import RunConfig
+from rollout.trajectory.v1.trajectory_pb2 import Turn, VersionSpan
 from rollout_workers.learner.completions import MOST_CHARACTERS, Keep, keep_of
 from rollout_workers.learner.payload import PARTS
 from rollout_workers.trainer.types import TrainSample
@@ -46,6 +48,18 @@ def test_the_number_of_steps_and_the_length_of_texts_are_limited() -> None:
     assert len(json.dumps([[c.prompt, c.completion] for c in kept], ensure_ascii=False)) < 110_000  # the maximum size of an event
     [one] = Keep(per_step=1, every_steps=1).of(1, long, {})
     assert len(one.completion) == MOST_CHARACTERS
+
+
+def test_an_episode_keeps_its_turns_and_tokens() -> None:
+    call = {"role": "assistant", "content": "x" * 9000, "tool_calls": [{"function": {"name": "add", "arguments": "y" * 9000}}]}
+    turns = [Turn(start=0, end=4, text="p" * 9000), Turn(sampled=True, start=4, end=6, messages=[json.dumps(call)], reward=0.5)]
+    one = replace(sample(0, 0), turns=turns * 300, spans=[VersionSpan(version=3, end=2)], metrics={"m": 1.0})
+    [kept] = Keep(per_step=1, every_steps=1).of(1, [one], {})
+    assert (kept.token_ids, kept.logprobs, kept.loss_mask) == (one.token_ids[4:].tobytes(), bytes(8), b"\1\1")
+    assert (len(kept.turns), kept.turns[1].reward, kept.version_spans[0].version, dict(kept.metrics)) == (128, 0.5, 3, {"m": 1.0})
+    message = json.loads(kept.turns[1].messages[0])
+    assert message["content"].endswith("x…") and message["tool_calls"][0]["function"]["arguments"].endswith("y…")
+    assert len(kept.SerializeToString()) < 20_000
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"slices"
 
+	"google.golang.org/protobuf/proto"
+
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 )
 
@@ -18,6 +20,7 @@ const (
 	ReasonPayloadMissing  = "PAYLOAD_MISSING"
 	ReasonPayloadCorrupt  = "PAYLOAD_CORRUPT"
 	ReasonStale           = "STALE"
+	ReasonUnknown         = "INFRA_FAILED" // of a failed sample that names none
 	ReasonZeroAdvantage   = "ZERO_ADVANTAGE" // all rewards of the group are equal
 )
 
@@ -179,7 +182,7 @@ func (a *admission) decide(ctx context.Context, number int, arrival *Arrival) er
 	failed := h.GetOutcome() == trajectoryv1.Outcome_OUTCOME_INFRA_FAILED
 	if g.State != Open || key.GetAttempt() < g.Attempt || slices.Contains(a.have[p][key.GetSample()], key.GetPart()) {
 		if failed && a.failed[p] && key.GetAttempt() == g.Attempt {
-			a.ledger.InfraFailed++
+			a.ledger.fail(h.GetReason())
 			a.tally.Failed++
 			return nil
 		}
@@ -188,13 +191,13 @@ func (a *admission) decide(ctx context.Context, number int, arrival *Arrival) er
 	}
 	switch h.GetOutcome() {
 	case trajectoryv1.Outcome_OUTCOME_INFRA_FAILED:
-		a.ledger.InfraFailed++
+		a.ledger.fail(h.GetReason())
 		a.tally.Failed++
 		if h.GetLeftOut() && a.spare(p, key.GetSample()) {
 			break
 		}
 		a.failed[p] = true
-		return a.dissolve(ctx, g, cmp.Or(h.GetReason(), "INFRA_FAILED"))
+		return a.dissolve(ctx, g, cmp.Or(h.GetReason(), ReasonUnknown))
 	case trajectoryv1.Outcome_OUTCOME_ABORTED:
 		return a.dissolve(ctx, g, cmp.Or(h.GetReason(), "ABORTED"))
 	}
@@ -241,7 +244,7 @@ func (a *admission) accept(g *Group, arrival *Arrival) {
 	s := Sample{
 		Position: g.Position, Sample: h.GetKey().GetSample(), Part: h.GetKey().GetPart(), Attempt: g.Attempt,
 		Segment: arrival.Segment, Offset: arrival.Offset, Length: arrival.Length, CRC: arrival.CRC, Ref: arrival.Ref,
-		Reward: h.GetReward(), Outcome: h.GetOutcome(), MinVersion: h.GetMinVersion(),
+		Reward: h.GetReward(), Outcome: h.GetOutcome(), MinVersion: h.GetMinVersion(), Times: timesOf(h),
 	}
 	if a.ledger.Config.GetReceipts() {
 		s.ReceiptVersion = h.GetReceipt().GetVersion()
@@ -262,6 +265,41 @@ func (a *admission) accept(g *Group, arrival *Arrival) {
 	a.changed = append(a.changed, g.Position)
 	a.ledger.Samples++
 	a.tally.Accepted++
+}
+
+// TimesBytes is the largest size of the times of a sample that are stored in its row.
+const TimesBytes = 4096
+
+// timesOf is the times of a sample as they are stored; nil if there are none or they are too large.
+func timesOf(h *trajectoryv1.TrajectoryHeader) []byte {
+	if h.GetTimes() == nil {
+		return nil
+	}
+	raw, err := proto.Marshal(h.GetTimes())
+	if err != nil || len(raw) > TimesBytes {
+		return nil
+	}
+	return raw
+}
+
+// Failures are counted by at most failureReasons reasons, because producers choose them; the others
+// are counted as otherReason.
+const (
+	failureReasons = 64
+	otherReason    = "OTHER"
+)
+
+// fail counts a sample that failed because of infrastructure.
+func (l *Ledger) fail(reason string) {
+	l.InfraFailed++
+	reason = cmp.Or(reason, ReasonUnknown)
+	if _, known := l.Failures[reason]; !known && len(l.Failures) >= failureReasons {
+		reason = otherReason
+	}
+	if l.Failures == nil {
+		l.Failures = map[string]uint64{}
+	}
+	l.Failures[reason]++
 }
 
 func (a *admission) drop() {

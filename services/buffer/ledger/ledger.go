@@ -70,6 +70,7 @@ type Ledger struct {
 	Duplicates     uint64
 	Refused        uint64
 	InfraFailed    uint64
+	Failures       map[string]uint64 // of those, by reason, since the ledger counts them; see fail
 	Skipped        uint64 // excluded groups that a leased or committed step has passed
 }
 
@@ -104,6 +105,7 @@ type Sample struct {
 	MinVersion     uint64
 	ReceiptVersion uint64
 	ReceiptDigest  string // "" once it was verified against the recorded digest
+	Times          []byte // trajectoryv1.EpisodeTimes, at most TimesBytes; nil: not known
 }
 
 // Step is a leased step. It is committed once Chain is set.

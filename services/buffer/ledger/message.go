@@ -3,6 +3,8 @@ package ledger
 import (
 	"context"
 
+	"google.golang.org/protobuf/proto"
+
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 )
@@ -13,7 +15,7 @@ func StateMessage(ctx context.Context, r Reader) (*bufferv1.LedgerState, error) 
 	state := &bufferv1.LedgerState{
 		Step: l.Step, Open: l.Groups[Open], Ready: l.Groups[Ready], Leased: l.Groups[Leased], Consumed: l.Groups[Consumed],
 		Excluded: l.Groups[Excluded], Samples: l.Samples, Duplicates: l.Duplicates, Refused: l.Refused, InfraFailed: l.InfraFailed,
-		WeightsVersion: l.WeightsVersion, WeightsDigest: l.WeightsDigest, Skipped: l.Skipped,
+		WeightsVersion: l.WeightsVersion, WeightsDigest: l.WeightsDigest, Skipped: l.Skipped, Failures: l.Failures,
 	}
 	if l.Groups[Dissolved] == 0 {
 		return state, nil
@@ -44,10 +46,17 @@ func (l *Ledger) groupKey(g *Group) *bufferv1.GroupKey {
 // SampleMessage is a sample without the path of its segment.
 func (l *Ledger) SampleMessage(a *Sample) *bufferv1.SampleRef {
 	rows := l.Config.GetRows()
+	var times *trajectoryv1.EpisodeTimes
+	if len(a.Times) > 0 {
+		times = &trajectoryv1.EpisodeTimes{}
+		if proto.Unmarshal(a.Times, times) != nil { // for people: a step does not fail because of them
+			times = nil
+		}
+	}
 	return &bufferv1.SampleRef{
 		Key: &trajectoryv1.TrajectoryKey{RunId: l.Run, Epoch: uint32(a.Position / rows), Index: a.Position % rows,
 			Attempt: a.Attempt, Sample: a.Sample, Part: a.Part},
-		Offset: a.Offset, Length: a.Length, Crc32C: a.CRC, Reward: a.Reward, Outcome: a.Outcome, PayloadRef: a.Ref,
+		Offset: a.Offset, Length: a.Length, Crc32C: a.CRC, Reward: a.Reward, Outcome: a.Outcome, PayloadRef: a.Ref, Times: times,
 	}
 }
 

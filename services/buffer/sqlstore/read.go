@@ -109,7 +109,7 @@ func (r *reader) samples(ctx context.Context, query string, args ...any) (out []
 		var s ledger.Sample
 		var digest sql.NullString
 		err := scan(&s.Position, &s.Sample, &s.Part, &s.Attempt, &s.Segment, &s.Offset, &s.Length, &s.CRC, &s.Ref, &s.Reward,
-			&s.Outcome, &s.MinVersion, &s.ReceiptVersion, &digest)
+			&s.Outcome, &s.MinVersion, &s.ReceiptVersion, &digest, &s.Times)
 		s.ReceiptDigest = digest.String
 		out = append(out, s)
 		return err

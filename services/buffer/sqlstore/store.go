@@ -4,6 +4,7 @@ package sqlstore
 import (
 	"context"
 	"database/sql"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"sync"
@@ -118,6 +119,9 @@ func (s *Store) change(ctx context.Context, run string, fn func(ledger.Tx) error
 	}
 }
 
+// none is a ledger without failures, in its row.
+const none = "{}"
+
 // reader implements ledger.Reader within a transaction.
 type reader struct {
 	tx     *sql.Tx
@@ -132,6 +136,7 @@ func (s *Store) begin(ctx context.Context, tx *sql.Tx, writes bool, run string) 
 	l := &ledger.Ledger{Run: run}
 	r := &reader{tx: tx, sql: s.sql, writes: writes, ledger: l}
 	var raw []byte
+	var failures string
 	g := &l.Groups
 	text := s.sql.ledger
 	if writes {
@@ -143,13 +148,18 @@ func (s *Store) begin(ctx context.Context, tx *sql.Tx, writes bool, run string) 
 		return scan(
 			&r.id, &raw, &l.Closed, &l.Revision, &l.Step, &l.Chain, &l.Arrivals, &l.Trimmed, &l.WeightsVersion, &l.WeightsDigest,
 			&g[ledger.Open], &g[ledger.Ready], &g[ledger.Leased], &g[ledger.Consumed], &g[ledger.Excluded], &g[ledger.Dissolved],
-			&l.Samples, &l.Duplicates, &l.Refused, &l.InfraFailed, &l.Incarnation, &l.Skipped)
+			&l.Samples, &l.Duplicates, &l.Refused, &l.InfraFailed, &l.Incarnation, &l.Skipped, &failures)
 	})
 	if err != nil {
 		return nil, fmt.Errorf("read ledger of %s: %w", run, err)
 	}
 	if !found {
 		return nil, ledger.ErrNoLedger.With("run", run)
+	}
+	if failures != none {
+		if err := json.Unmarshal([]byte(failures), &l.Failures); err != nil {
+			return nil, fmt.Errorf("read failures of %s: %w", run, err)
+		}
 	}
 	l.Config, err = s.config(run, raw)
 	return r, err
@@ -171,10 +181,18 @@ func (s *Store) config(run string, raw []byte) (*bufferv1.LedgerConfig, error) {
 func (r *reader) save(ctx context.Context) error {
 	l := r.ledger
 	g := &l.Groups
+	failures := none
+	if len(l.Failures) > 0 {
+		raw, err := json.Marshal(l.Failures)
+		if err != nil {
+			return fmt.Errorf("save failures of %s: %w", l.Run, err)
+		}
+		failures = string(raw)
+	}
 	_, err := r.exec(ctx, r.sql.save,
 		l.Closed, l.Revision, l.Step, l.Chain, l.Arrivals, l.Trimmed, l.WeightsVersion, l.WeightsDigest,
 		g[ledger.Open], g[ledger.Ready], g[ledger.Leased], g[ledger.Consumed], g[ledger.Excluded], g[ledger.Dissolved],
-		l.Samples, l.Duplicates, l.Refused, l.InfraFailed, l.Incarnation, l.Skipped, r.id)
+		l.Samples, l.Duplicates, l.Refused, l.InfraFailed, l.Incarnation, l.Skipped, failures, r.id)
 	if err != nil {
 		return fmt.Errorf("save ledger of %s: %w", l.Run, err)
 	}

@@ -26,7 +26,7 @@ func (w *writer) AddSamples(ctx context.Context, samples []ledger.Sample) error 
 		s := &samples[i]
 		digest := sql.NullString{String: sqldb.Text(s.ReceiptDigest), Valid: s.ReceiptDigest != ""}
 		return []any{s.Position, s.Sample, s.Part, s.Attempt, s.Segment, s.Offset, s.Length, s.CRC, sqldb.Text(s.Ref), s.Reward, int32(s.Outcome),
-			s.MinVersion, s.ReceiptVersion, digest}
+			s.MinVersion, s.ReceiptVersion, digest, s.Times}
 	})
 }
 
@@ -34,7 +34,7 @@ func (w *writer) AddSamples(ctx context.Context, samples []ledger.Sample) error 
 func (w *writer) rows(ctx context.Context, what string, insert map[int]string, n int, row func(i int) []any) error {
 	for _, size := range chunks {
 		for ; n >= size; n -= size {
-			args := make([]any, 0, 15*size)
+			args := make([]any, 0, 16*size)
 			for i := n - size; i < n; i++ {
 				args = append(append(args, w.id), row(i)...)
 			}

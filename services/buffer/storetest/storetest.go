@@ -228,7 +228,7 @@ func sample(position uint64, n, part uint32) ledger.Sample {
 
 func samples(t *testing.T, b *bundle) {
 	byRef := sample(7, 0, 0)
-	byRef.Segment, byRef.Ref = 0, "blake3-x"
+	byRef.Segment, byRef.Ref, byRef.Times = 0, "blake3-x", []byte{0, 1, 255}
 	b.update(func(tx ledger.Tx) error {
 		return errors.Join(
 			tx.AddSamples(t.Context(), []ledger.Sample{sample(7, 1, 1), sample(8, 0, 0), sample(7, 1, 0), byRef, sample(9, 0, 0)}),
@@ -390,6 +390,7 @@ func fill(t *testing.T, b *bundle) {
 		l.Step, l.Chain, l.Arrivals, l.Trimmed, l.WeightsVersion, l.WeightsDigest = 5, "c", 6, 7, 8, "w"
 		l.Groups = [7]uint64{0, 1, 2, 3, 4, 5, 6}
 		l.Samples, l.Duplicates, l.Refused, l.InfraFailed, l.Skipped = 9, 10, 11, 12, 13
+		l.Failures = map[string]uint64{"ENVIRONMENT_TIMEOUT": 7, "\"": 5}
 		return errors.Join(
 			tx.PutGroups(t.Context(), []*ledger.Group{{Position: 1, State: ledger.Consumed, Step: 5}}),
 			tx.AddSamples(t.Context(), []ledger.Sample{sample(1, 0, 0)}),
@@ -403,7 +404,7 @@ func reopen(t *testing.T, b *bundle) {
 	before := b.ledger()
 	b.store = b.open(t, b.folder)
 	equal(t, "ledger", b.ledger(), before)
-	if before.InfraFailed != 12 || before.Skipped != 13 || before.Groups[ledger.Dissolved] != 6 || before.WeightsDigest != "w" || before.Trimmed != 7 {
+	if before.InfraFailed != 12 || before.Failures["ENVIRONMENT_TIMEOUT"] != 7 || before.Failures["\""] != 5 || before.Skipped != 13 || before.Groups[ledger.Dissolved] != 6 || before.WeightsDigest != "w" || before.Trimmed != 7 {
 		t.Errorf("not everything was stored: %+v", before)
 	}
 	b.view(func(r ledger.Reader) error {

@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -24,18 +25,25 @@ import (
 func Command(env *cli.Env) *cobra.Command {
 	var step uint64
 	var all bool
+	var only selection
 	cmd := &cobra.Command{
 		Use:   "completions RUN",
 		Short: "Show sampled completions with rewards and advantages",
 		Long: `Show completions that the run was trained on, with rewards and advantages: those of the newest step, of one step, or of all steps.
 [completions] in the configuration sets how many are stored.
 
+An episode with several turns is shown turn by turn: what the policy read, what it said, its tool calls with their arguments, and for each
+turn the reward, the weights that sampled it, and how long it took. Text that is not trained on is dim. With --tokens each token has its
+id and logprob; brackets mark tokens that are not trained on. docs/metrics.md describes the JSON.
+
 ` + cli.FolderHelp + " " + cli.RunHelp,
 		Example: `  rollout completions addition-grpo
   rollout completions addition-grpo --step 40
+  rollout completions guess --group 7 --sample 2 --tokens
   rollout completions addition-grpo --all --format json`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
+			only.all = all
 			return env.Plane.Records(cmd, func(ctx context.Context, r record.Reader) error {
 				status, err := r.Run(ctx, args[0])
 				if err != nil {
@@ -47,7 +55,7 @@ func Command(env *cli.Env) *cobra.Command {
 					if err != nil {
 						return err
 					}
-					return show(env, run, newest)
+					return show(env, run, newest, only)
 				}
 				found := false
 				if err := record.Completions(ctx, r, run.GetRunId(), func(k record.Kept) error {
@@ -55,24 +63,41 @@ func Command(env *cli.Env) *cobra.Command {
 						return nil
 					}
 					found = true
-					return show(env, run, k)
+					return show(env, run, k, only)
 				}); err != nil || found {
 					return err
 				}
-				return show(env, run, record.Kept{Step: step})
+				return show(env, run, record.Kept{Step: step}, only)
 			})
 		},
 	}
 	cmd.Flags().Uint64Var(&step, "step", 0, "`step` whose completions are shown (default: the newest with completions)")
 	cmd.Flags().BoolVar(&all, "all", false, "show the completions of every step")
+	cmd.Flags().Int64Var(&only.group, "group", -1, "show the `row` of the epoch's order only, as printed")
+	cmd.Flags().Int64Var(&only.sample, "sample", -1, "show the sample with this `number` in its group only")
+	cmd.Flags().BoolVar(&only.tokens, "tokens", false, "show the tokens of episodes with several turns: ids, logprobs, and which are trained on")
 	cmd.MarkFlagsMutuallyExclusive("step", "all")
 	return cmd
 }
 
+// selection is what is shown of a step. A negative group or sample selects all.
+type selection struct {
+	group, sample int64
+	tokens, all   bool
+}
+
+func (s selection) drops(c completion.Completion) bool {
+	return s.group >= 0 && c.Index != uint64(s.group) || s.sample >= 0 && int64(c.Sample) != s.sample
+}
+
 // show prints the completions of a step.
-func show(env *cli.Env, run *runv1.Run, k record.Kept) error {
+func show(env *cli.Env, run *runv1.Run, k record.Kept, only selection) error {
 	if len(k.Completions) == 0 {
 		return noCompletions(run, k.Step)
+	}
+	if k.Completions = slices.DeleteFunc(k.Completions, only.drops); len(k.Completions) == 0 && !only.all {
+		return exit.New(exit.NoInput, fmt.Sprintf("list those of the step with `rollout completions %s --step %d`", run.GetRunId(), k.Step),
+			"run %s has stored no such completion of step %d", run.GetRunId(), k.Step)
 	}
 	if env.JSON() {
 		for _, c := range k.Completions {
@@ -85,7 +110,7 @@ func show(env *cli.Env, run *runv1.Run, k record.Kept) error {
 		}
 		return nil
 	}
-	_, err := fmt.Fprint(env.Stdout, keptText(env, k))
+	_, err := fmt.Fprint(env.Stdout, keptText(env, k, only.tokens))
 	return err
 }
 
@@ -120,7 +145,7 @@ func noCompletions(run *runv1.Run, step uint64) error {
 	return exit.New(exit.NoInput, "see `per_step` and `every_steps` of [completions] in its configuration", "run %s has stored %s", id, what)
 }
 
-func keptText(env *cli.Env, k record.Kept) string {
+func keptText(env *cli.Env, k record.Kept, tokens bool) string {
 	s := env.Style()
 	var b strings.Builder
 	fmt.Fprintf(&b, "%s\n", s.Bold(fmt.Sprintf("step %d", k.Step)))
@@ -129,17 +154,22 @@ func keptText(env *cli.Env, k record.Kept) string {
 		if i == 0 || c.Index != k.Completions[i-1].Index || c.Epoch != k.Completions[i-1].Epoch {
 			b.WriteString(table.String())
 			table = output.Table{}
-			fmt.Fprintf(&b, "epoch %d, row %d  %s\n", c.Epoch, c.Index, s.Cyan(strings.Join(shown(turns(c.Prompt)), "  ")))
+			title := fmt.Sprintf("epoch %d, row %d", c.Epoch, c.Index)
+			if len(c.Turns) == 0 {
+				title += "  " + s.Cyan(strings.Join(shown(turns(c.Prompt)), "  "))
+			}
+			b.WriteString(title + "\n")
 		}
-		advantage := "-"
-		if c.Advantage != nil {
-			advantage = fmt.Sprintf("%+.3f", *c.Advantage)
+		if len(c.Turns) > 0 {
+			e := episode{of: c, style: s, tokens: tokens}
+			b.WriteString(e.text())
+			continue
 		}
 		lines := shown(turns(c.Completion))
 		if c.Truncated {
 			lines[len(lines)-1] += s.Dim(" (cut off)")
 		}
-		table.Row(fmt.Sprintf("  %d", c.Sample), "reward "+output.Number(c.Reward), "advantage "+advantage, fmt.Sprintf("%d tokens", c.Tokens), lines[0])
+		table.Row(fmt.Sprintf("  %d", c.Sample), "reward "+output.Number(c.Reward), "advantage "+signed(c.Advantage), fmt.Sprintf("%d tokens", c.Tokens), lines[0])
 		for _, line := range lines[1:] {
 			table.Row("", "", "", "", line)
 		}

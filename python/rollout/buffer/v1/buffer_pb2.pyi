@@ -283,6 +283,7 @@ class SampleRef(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     PAYLOAD_REF_FIELD_NUMBER: _builtins.int
+    TIMES_FIELD_NUMBER: _builtins.int
     segment: _builtins.str
     """Segment file on the buffer's host."""
     offset: _builtins.int
@@ -303,6 +304,12 @@ class SampleRef(_message.Message):
     def key(self) -> _trajectory_pb2.TrajectoryKey:
         """Key."""
 
+    @_builtins.property
+    def times(self) -> _trajectory_pb2.EpisodeTimes:
+        """When its turns were sampled and answered, from the header; absent if it is not known, or takes
+        more than 4,096 bytes.
+        """
+
     def __init__(
         self,
         *,
@@ -314,10 +321,11 @@ class SampleRef(_message.Message):
         reward: _builtins.float = ...,
         outcome: _trajectory_pb2.Outcome.ValueType = ...,
         payload_ref: _builtins.str = ...,
+        times: _trajectory_pb2.EpisodeTimes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "key", b"key", "length", b"length", "offset", b"offset", "outcome", b"outcome", "payload_ref", b"payload_ref", "reward", b"reward", "segment", b"segment"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "key", b"key", "length", b"length", "offset", b"offset", "outcome", b"outcome", "payload_ref", b"payload_ref", "reward", b"reward", "segment", b"segment", "times", b"times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -439,6 +447,26 @@ class LedgerState(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class FailuresEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     STEP_FIELD_NUMBER: _builtins.int
     OPEN_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
@@ -456,6 +484,7 @@ class LedgerState(_message.Message):
     STALLED_MESSAGE_FIELD_NUMBER: _builtins.int
     SAMPLE_BYTES_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Last committed step; 0 before the first."""
     open: _builtins.int
@@ -494,6 +523,13 @@ class LedgerState(_message.Message):
     def dissolved(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupRecord]:
         """Groups that wait for a decision of the scheduler."""
 
+    @_builtins.property
+    def failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Samples that failed because of infrastructure, by the reason of INFRA_FAILED, since the ledger
+        was created. Reasons after the first 64 are counted as OTHER. Failures that were recorded before
+        this field existed are in `infra_failed` alone.
+        """
+
     def __init__(
         self,
         *,
@@ -514,10 +550,11 @@ class LedgerState(_message.Message):
         stalled_message: _builtins.str = ...,
         sample_bytes: _builtins.int = ...,
         skipped: _builtins.int = ...,
+        failures: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumed", b"consumed", "dissolved", b"dissolved", "duplicates", b"duplicates", "excluded", b"excluded", "infra_failed", b"infra_failed", "leased", b"leased", "open", b"open", "ready", b"ready", "refused", b"refused", "sample_bytes", b"sample_bytes", "samples", b"samples", "skipped", b"skipped", "stalled_message", b"stalled_message", "stalled_reason", b"stalled_reason", "step", b"step", "weights_digest", b"weights_digest", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumed", b"consumed", "dissolved", b"dissolved", "duplicates", b"duplicates", "excluded", b"excluded", "failures", b"failures", "infra_failed", b"infra_failed", "leased", b"leased", "open", b"open", "ready", b"ready", "refused", b"refused", "sample_bytes", b"sample_bytes", "samples", b"samples", "skipped", b"skipped", "stalled_message", b"stalled_message", "stalled_reason", b"stalled_reason", "step", b"step", "weights_digest", b"weights_digest", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,11 +26,12 @@ from buf.validate import validate_pb2 as buf_dot_validate_dot_validate__pb2
 from rollout.buffer.v1 import buffer_pb2 as rollout_dot_buffer_dot_v1_dot_buffer__pb2
 from rollout.plan.v1 import plan_pb2 as rollout_dot_plan_dot_v1_dot_plan__pb2
 from rollout.snapshot.v1 import snapshot_pb2 as rollout_dot_snapshot_dot_v1_dot_snapshot__pb2
+from rollout.trajectory.v1 import trajectory_pb2 as rollout_dot_trajectory_dot_v1_dot_trajectory__pb2
 from rollout.wait.v1 import wait_pb2 as rollout_dot_wait_dot_v1_dot_wait__pb2
 from rollout.weights.v1 import weights_pb2 as rollout_dot_weights_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollout/learner/v1/learner.proto\x12\x12rollout.learner.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\x1erollout/buffer/v1/buffer.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\"rollout/snapshot/v1/snapshot.proto\x1a\x1arollout/wait/v1/wait.proto\x1a rollout/weights/v1/weights.proto\"\x9c\x02\n\x08Progress\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12(\n\x05phase\x18\x02 \x01(\x0e\x32\x19.rollout.learner.v1.Phase\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x04 \x01(\x04\x12\x13\n\x0bwaiting_for\x18\x05 \x01(\t\x12\x34\n\x07weights\x18\x06 \x01(\x0b\x32#.rollout.weights.v1.WeightsManifest\x12\x0f\n\x07message\x18\x07 \x01(\t\x12#\n\x04wait\x18\x08 \x01(\x0b\x32\x15.rollout.wait.v1.Wait\x12\x32\n\x07lagging\x18\t \x03(\x0b\x32!.rollout.learner.v1.LaggingWorker\"D\n\rLaggingWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x9a\x01\n\x0fStartRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12+\n\x04plan\x18\x02 \x01(\x0b\x32\x15.rollout.plan.v1.PlanB\x06\xbaH\x03\xc8\x01\x01\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\x12\x15\n\rrun_directory\x18\x04 \x01(\t\x12\x15\n\rfrom_snapshot\x18\x05 \x01(\t\"\x12\n\x10StartRunResponse\"M\n\x0eStopRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\r\n\x05\x64rain\x18\x02 \x01(\x08\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\"A\n\x0fStopRunResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1c.rollout.learner.v1.Progress\"-\n\x12GetProgressRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"E\n\x13GetProgressResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1c.rollout.learner.v1.Progress\"/\n\x14WatchProgressRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"G\n\x15WatchProgressResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1c.rollout.learner.v1.Progress\"S\n\x11InitializeRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x17\n\x0fstate_directory\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\"N\n\x12InitializeResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\x12\x12\n\nprocess_id\x18\x03 \x01(\t\"\x80\x01\n\x0cTrainRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x15\n\x04step\x18\x02 \x01(\x04\x42\x07\xbaH\x04\x32\x02(\x01\x12/\n\x05\x62\x61tch\x18\x03 \x01(\x0b\x32\x18.rollout.buffer.v1.BatchB\x06\xbaH\x03\xc8\x01\x01\x12\x0f\n\x07publish\x18\x04 \x01(\x08\"\x81\x01\n\rTrainResponse\x12\x35\n\x08progress\x18\x01 \x01(\x0b\x32!.rollout.learner.v1.TrainProgressH\x00\x12\x31\n\x06result\x18\x02 \x01(\x0b\x32\x1f.rollout.learner.v1.TrainResultH\x00\x42\x06\n\x04kind\",\n\rTrainProgress\x12\x0c\n\x04\x64one\x18\x01 \x01(\r\x12\r\n\x05total\x18\x02 \x01(\r\"\x8d\x02\n\x0bTrainResult\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\x12\x34\n\x07weights\x18\x03 \x01(\x0b\x32#.rollout.weights.v1.WeightsManifest\x12=\n\x07metrics\x18\x04 \x03(\x0b\x32,.rollout.learner.v1.TrainResult.MetricsEntry\x12\x33\n\x0b\x63ompletions\x18\x05 \x03(\x0b\x32\x1e.rollout.learner.v1.Completion\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xb7\x01\n\nCompletion\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\x04\x12\x0e\n\x06sample\x18\x03 \x01(\r\x12\x0e\n\x06prompt\x18\x04 \x01(\t\x12\x12\n\ncompletion\x18\x05 \x01(\t\x12\x0e\n\x06reward\x18\x06 \x01(\x01\x12\x16\n\tadvantage\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06tokens\x18\x08 \x01(\r\x12\x11\n\ttruncated\x18\t \x01(\x08\x42\x0c\n\n_advantage\"0\n\x15PublishWeightsRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"N\n\x16PublishWeightsResponse\x12\x34\n\x07weights\x18\x01 \x01(\x0b\x32#.rollout.weights.v1.WeightsManifest\"\x8f\x01\n\x13OfferWeightsRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12,\n\x06\x64igest\x18\x02 \x01(\tB\x1c\xbaH\x19r\x17\x32\x15^blake3-[0-9a-f]{64}$\x12\x13\n\x0b\x62\x61se_digest\x18\x03 \x01(\t\x12\r\n\x05store\x18\x04 \x01(\x08\x12\r\n\x05whole\x18\x05 \x01(\x08\"H\n\x14OfferWeightsResponse\x12\x30\n\x06offers\x18\x01 \x03(\x0b\x32 .rollout.weights.v1.WeightsOffer\"<\n\x13\x45valuateLossRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x0c\n\x04step\x18\x02 \x01(\x04\"\xad\x01\n\x14\x45valuateLossResponse\x12\x46\n\x07metrics\x18\x01 \x03(\x0b\x32\x35.rollout.learner.v1.EvaluateLossResponse.MetricsEntry\x12\x0c\n\x04rows\x18\x02 \x01(\r\x12\x0f\n\x07refused\x18\x03 \x01(\r\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"U\n\x10SaveStateRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x1a\n\tdirectory\x18\x03 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"]\n\x11SaveStateResponse\x12\x30\n\x05\x66iles\x18\x01 \x03(\x0b\x32!.rollout.snapshot.v1.SnapshotFile\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\"\x19\n\x17GetLearnerStatusRequest\"{\n\x18GetLearnerStatusResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0binitialized\x18\x02 \x01(\x08\x12\x10\n\x08\x61\x63tivity\x18\x03 \x01(\t\x12\x12\n\nprocess_id\x18\x04 \x01(\t\x12\x16\n\x0eweights_digest\x18\x05 \x01(\t*\x83\x02\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPHASE_PREPARING\x10\x01\x12\x11\n\rPHASE_LEASING\x10\x02\x12\x12\n\x0ePHASE_TRAINING\x10\x03\x12\x14\n\x10PHASE_COMMITTING\x10\x04\x12\x14\n\x10PHASE_DELIVERING\x10\x05\x12\x14\n\x10PHASE_EVALUATING\x10\x06\x12\x16\n\x12PHASE_SNAPSHOTTING\x10\x07\x12\x14\n\x10PHASE_RECOVERING\x10\x08\x12\x12\n\x0ePHASE_FINISHED\x10\t\x12\x11\n\rPHASE_STOPPED\x10\n\x12\x10\n\x0cPHASE_FAILED\x10\x0b\x32\x8d\x03\n\x18LearnerControllerService\x12U\n\x08StartRun\x12#.rollout.learner.v1.StartRunRequest\x1a$.rollout.learner.v1.StartRunResponse\x12R\n\x07StopRun\x12\".rollout.learner.v1.StopRunRequest\x1a#.rollout.learner.v1.StopRunResponse\x12^\n\x0bGetProgress\x12&.rollout.learner.v1.GetProgressRequest\x1a\'.rollout.learner.v1.GetProgressResponse\x12\x66\n\rWatchProgress\x12(.rollout.learner.v1.WatchProgressRequest\x1a).rollout.learner.v1.WatchProgressResponse0\x01\x32\xbb\x05\n\x14LearnerWorkerService\x12[\n\nInitialize\x12%.rollout.learner.v1.InitializeRequest\x1a&.rollout.learner.v1.InitializeResponse\x12N\n\x05Train\x12 .rollout.learner.v1.TrainRequest\x1a!.rollout.learner.v1.TrainResponse0\x01\x12g\n\x0ePublishWeights\x12).rollout.learner.v1.PublishWeightsRequest\x1a*.rollout.learner.v1.PublishWeightsResponse\x12\x61\n\x0cOfferWeights\x12\'.rollout.learner.v1.OfferWeightsRequest\x1a(.rollout.learner.v1.OfferWeightsResponse\x12\x61\n\x0c\x45valuateLoss\x12\'.rollout.learner.v1.EvaluateLossRequest\x1a(.rollout.learner.v1.EvaluateLossResponse\x12X\n\tSaveState\x12$.rollout.learner.v1.SaveStateRequest\x1a%.rollout.learner.v1.SaveStateResponse\x12m\n\x10GetLearnerStatus\x12+.rollout.learner.v1.GetLearnerStatusRequest\x1a,.rollout.learner.v1.GetLearnerStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollout/learner/v1/learner.proto\x12\x12rollout.learner.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\x1erollout/buffer/v1/buffer.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\"rollout/snapshot/v1/snapshot.proto\x1a&rollout/trajectory/v1/trajectory.proto\x1a\x1arollout/wait/v1/wait.proto\x1a rollout/weights/v1/weights.proto\"\x9c\x02\n\x08Progress\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12(\n\x05phase\x18\x02 \x01(\x0e\x32\x19.rollout.learner.v1.Phase\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x04 \x01(\x04\x12\x13\n\x0bwaiting_for\x18\x05 \x01(\t\x12\x34\n\x07weights\x18\x06 \x01(\x0b\x32#.rollout.weights.v1.WeightsManifest\x12\x0f\n\x07message\x18\x07 \x01(\t\x12#\n\x04wait\x18\x08 \x01(\x0b\x32\x15.rollout.wait.v1.Wait\x12\x32\n\x07lagging\x18\t \x03(\x0b\x32!.rollout.learner.v1.LaggingWorker\"D\n\rLaggingWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x9a\x01\n\x0fStartRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12+\n\x04plan\x18\x02 \x01(\x0b\x32\x15.rollout.plan.v1.PlanB\x06\xbaH\x03\xc8\x01\x01\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\x12\x15\n\rrun_directory\x18\x04 \x01(\t\x12\x15\n\rfrom_snapshot\x18\x05 \x01(\t\"\x12\n\x10StartRunResponse\"M\n\x0eStopRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\r\n\x05\x64rain\x18\x02 \x01(\x08\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\"A\n\x0fStopRunResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1c.rollout.learner.v1.Progress\"-\n\x12GetProgressRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"E\n\x13GetProgressResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1c.rollout.learner.v1.Progress\"/\n\x14WatchProgressRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"G\n\x15WatchProgressResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1c.rollout.learner.v1.Progress\"S\n\x11InitializeRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x17\n\x0fstate_directory\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\"N\n\x12InitializeResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\x12\x12\n\nprocess_id\x18\x03 \x01(\t\"\x80\x01\n\x0cTrainRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x15\n\x04step\x18\x02 \x01(\x04\x42\x07\xbaH\x04\x32\x02(\x01\x12/\n\x05\x62\x61tch\x18\x03 \x01(\x0b\x32\x18.rollout.buffer.v1.BatchB\x06\xbaH\x03\xc8\x01\x01\x12\x0f\n\x07publish\x18\x04 \x01(\x08\"\x81\x01\n\rTrainResponse\x12\x35\n\x08progress\x18\x01 \x01(\x0b\x32!.rollout.learner.v1.TrainProgressH\x00\x12\x31\n\x06result\x18\x02 \x01(\x0b\x32\x1f.rollout.learner.v1.TrainResultH\x00\x42\x06\n\x04kind\",\n\rTrainProgress\x12\x0c\n\x04\x64one\x18\x01 \x01(\r\x12\r\n\x05total\x18\x02 \x01(\r\"\x8d\x02\n\x0bTrainResult\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\x12\x34\n\x07weights\x18\x03 \x01(\x0b\x32#.rollout.weights.v1.WeightsManifest\x12=\n\x07metrics\x18\x04 \x03(\x0b\x32,.rollout.learner.v1.TrainResult.MetricsEntry\x12\x33\n\x0b\x63ompletions\x18\x05 \x03(\x0b\x32\x1e.rollout.learner.v1.Completion\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x9a\x04\n\nCompletion\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\x04\x12\x0e\n\x06sample\x18\x03 \x01(\r\x12\x0e\n\x06prompt\x18\x04 \x01(\t\x12\x12\n\ncompletion\x18\x05 \x01(\t\x12\x0e\n\x06reward\x18\x06 \x01(\x01\x12\x16\n\tadvantage\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06tokens\x18\x08 \x01(\r\x12\x11\n\ttruncated\x18\t \x01(\x08\x12\x0c\n\x04part\x18\n \x01(\r\x12\x15\n\rprompt_tokens\x18\x0b \x01(\r\x12<\n\x07metrics\x18\x0c \x03(\x0b\x32+.rollout.learner.v1.Completion.MetricsEntry\x12*\n\x05turns\x18\r \x03(\x0b\x32\x1b.rollout.trajectory.v1.Turn\x12\x39\n\rversion_spans\x18\x0e \x03(\x0b\x32\".rollout.trajectory.v1.VersionSpan\x12\x11\n\ttoken_ids\x18\x0f \x01(\x0c\x12\x10\n\x08logprobs\x18\x10 \x01(\x0c\x12\x11\n\tloss_mask\x18\x11 \x01(\x0c\x12/\n\x07outcome\x18\x12 \x01(\x0e\x32\x1e.rollout.trajectory.v1.Outcome\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0c\n\n_advantage\"0\n\x15PublishWeightsRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"N\n\x16PublishWeightsResponse\x12\x34\n\x07weights\x18\x01 \x01(\x0b\x32#.rollout.weights.v1.WeightsManifest\"\x8f\x01\n\x13OfferWeightsRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12,\n\x06\x64igest\x18\x02 \x01(\tB\x1c\xbaH\x19r\x17\x32\x15^blake3-[0-9a-f]{64}$\x12\x13\n\x0b\x62\x61se_digest\x18\x03 \x01(\t\x12\r\n\x05store\x18\x04 \x01(\x08\x12\r\n\x05whole\x18\x05 \x01(\x08\"H\n\x14OfferWeightsResponse\x12\x30\n\x06offers\x18\x01 \x03(\x0b\x32 .rollout.weights.v1.WeightsOffer\"<\n\x13\x45valuateLossRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x0c\n\x04step\x18\x02 \x01(\x04\"\xad\x01\n\x14\x45valuateLossResponse\x12\x46\n\x07metrics\x18\x01 \x03(\x0b\x32\x35.rollout.learner.v1.EvaluateLossResponse.MetricsEntry\x12\x0c\n\x04rows\x18\x02 \x01(\r\x12\x0f\n\x07refused\x18\x03 \x01(\r\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"U\n\x10SaveStateRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x1a\n\tdirectory\x18\x03 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"]\n\x11SaveStateResponse\x12\x30\n\x05\x66iles\x18\x01 \x03(\x0b\x32!.rollout.snapshot.v1.SnapshotFile\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\"\x19\n\x17GetLearnerStatusRequest\"{\n\x18GetLearnerStatusResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0binitialized\x18\x02 \x01(\x08\x12\x10\n\x08\x61\x63tivity\x18\x03 \x01(\t\x12\x12\n\nprocess_id\x18\x04 \x01(\t\x12\x16\n\x0eweights_digest\x18\x05 \x01(\t*\x83\x02\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPHASE_PREPARING\x10\x01\x12\x11\n\rPHASE_LEASING\x10\x02\x12\x12\n\x0ePHASE_TRAINING\x10\x03\x12\x14\n\x10PHASE_COMMITTING\x10\x04\x12\x14\n\x10PHASE_DELIVERING\x10\x05\x12\x14\n\x10PHASE_EVALUATING\x10\x06\x12\x16\n\x12PHASE_SNAPSHOTTING\x10\x07\x12\x14\n\x10PHASE_RECOVERING\x10\x08\x12\x12\n\x0ePHASE_FINISHED\x10\t\x12\x11\n\rPHASE_STOPPED\x10\n\x12\x10\n\x0cPHASE_FAILED\x10\x0b\x32\x8d\x03\n\x18LearnerControllerService\x12U\n\x08StartRun\x12#.rollout.learner.v1.StartRunRequest\x1a$.rollout.learner.v1.StartRunResponse\x12R\n\x07StopRun\x12\".rollout.learner.v1.StopRunRequest\x1a#.rollout.learner.v1.StopRunResponse\x12^\n\x0bGetProgress\x12&.rollout.learner.v1.GetProgressRequest\x1a\'.rollout.learner.v1.GetProgressResponse\x12\x66\n\rWatchProgress\x12(.rollout.learner.v1.WatchProgressRequest\x1a).rollout.learner.v1.WatchProgressResponse0\x01\x32\xbb\x05\n\x14LearnerWorkerService\x12[\n\nInitialize\x12%.rollout.learner.v1.InitializeRequest\x1a&.rollout.learner.v1.InitializeResponse\x12N\n\x05Train\x12 .rollout.learner.v1.TrainRequest\x1a!.rollout.learner.v1.TrainResponse0\x01\x12g\n\x0ePublishWeights\x12).rollout.learner.v1.PublishWeightsRequest\x1a*.rollout.learner.v1.PublishWeightsResponse\x12\x61\n\x0cOfferWeights\x12\'.rollout.learner.v1.OfferWeightsRequest\x1a(.rollout.learner.v1.OfferWeightsResponse\x12\x61\n\x0c\x45valuateLoss\x12\'.rollout.learner.v1.EvaluateLossRequest\x1a(.rollout.learner.v1.EvaluateLossResponse\x12X\n\tSaveState\x12$.rollout.learner.v1.SaveStateRequest\x1a%.rollout.learner.v1.SaveStateResponse\x12m\n\x10GetLearnerStatus\x12+.rollout.learner.v1.GetLearnerStatusRequest\x1a,.rollout.learner.v1.GetLearnerStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -57,6 +58,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAINREQUEST'].fields_by_name['batch']._serialized_options = b'\272H\003\310\001\001'
   _globals['_TRAINRESULT_METRICSENTRY']._loaded_options = None
   _globals['_TRAINRESULT_METRICSENTRY']._serialized_options = b'8\001'
+  _globals['_COMPLETION_METRICSENTRY']._loaded_options = None
+  _globals['_COMPLETION_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_PUBLISHWEIGHTSREQUEST'].fields_by_name['run_id']._loaded_options = None
   _globals['_PUBLISHWEIGHTSREQUEST'].fields_by_name['run_id']._serialized_options = b'\272H\004r\002\020\001'
   _globals['_OFFERWEIGHTSREQUEST'].fields_by_name['run_id']._loaded_options = None
@@ -71,68 +74,70 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAVESTATEREQUEST'].fields_by_name['run_id']._serialized_options = b'\272H\004r\002\020\001'
   _globals['_SAVESTATEREQUEST'].fields_by_name['directory']._loaded_options = None
   _globals['_SAVESTATEREQUEST'].fields_by_name['directory']._serialized_options = b'\272H\004r\002\020\001'
-  _globals['_PHASE']._serialized_start=3018
-  _globals['_PHASE']._serialized_end=3277
-  _globals['_PROGRESS']._serialized_start=244
-  _globals['_PROGRESS']._serialized_end=528
-  _globals['_LAGGINGWORKER']._serialized_start=530
-  _globals['_LAGGINGWORKER']._serialized_end=598
-  _globals['_STARTRUNREQUEST']._serialized_start=601
-  _globals['_STARTRUNREQUEST']._serialized_end=755
-  _globals['_STARTRUNRESPONSE']._serialized_start=757
-  _globals['_STARTRUNRESPONSE']._serialized_end=775
-  _globals['_STOPRUNREQUEST']._serialized_start=777
-  _globals['_STOPRUNREQUEST']._serialized_end=854
-  _globals['_STOPRUNRESPONSE']._serialized_start=856
-  _globals['_STOPRUNRESPONSE']._serialized_end=921
-  _globals['_GETPROGRESSREQUEST']._serialized_start=923
-  _globals['_GETPROGRESSREQUEST']._serialized_end=968
-  _globals['_GETPROGRESSRESPONSE']._serialized_start=970
-  _globals['_GETPROGRESSRESPONSE']._serialized_end=1039
-  _globals['_WATCHPROGRESSREQUEST']._serialized_start=1041
-  _globals['_WATCHPROGRESSREQUEST']._serialized_end=1088
-  _globals['_WATCHPROGRESSRESPONSE']._serialized_start=1090
-  _globals['_WATCHPROGRESSRESPONSE']._serialized_end=1161
-  _globals['_INITIALIZEREQUEST']._serialized_start=1163
-  _globals['_INITIALIZEREQUEST']._serialized_end=1246
-  _globals['_INITIALIZERESPONSE']._serialized_start=1248
-  _globals['_INITIALIZERESPONSE']._serialized_end=1326
-  _globals['_TRAINREQUEST']._serialized_start=1329
-  _globals['_TRAINREQUEST']._serialized_end=1457
-  _globals['_TRAINRESPONSE']._serialized_start=1460
-  _globals['_TRAINRESPONSE']._serialized_end=1589
-  _globals['_TRAINPROGRESS']._serialized_start=1591
-  _globals['_TRAINPROGRESS']._serialized_end=1635
-  _globals['_TRAINRESULT']._serialized_start=1638
-  _globals['_TRAINRESULT']._serialized_end=1907
-  _globals['_TRAINRESULT_METRICSENTRY']._serialized_start=1861
-  _globals['_TRAINRESULT_METRICSENTRY']._serialized_end=1907
-  _globals['_COMPLETION']._serialized_start=1910
-  _globals['_COMPLETION']._serialized_end=2093
-  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_start=2095
-  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_end=2143
-  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_start=2145
-  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_end=2223
-  _globals['_OFFERWEIGHTSREQUEST']._serialized_start=2226
-  _globals['_OFFERWEIGHTSREQUEST']._serialized_end=2369
-  _globals['_OFFERWEIGHTSRESPONSE']._serialized_start=2371
-  _globals['_OFFERWEIGHTSRESPONSE']._serialized_end=2443
-  _globals['_EVALUATELOSSREQUEST']._serialized_start=2445
-  _globals['_EVALUATELOSSREQUEST']._serialized_end=2505
-  _globals['_EVALUATELOSSRESPONSE']._serialized_start=2508
-  _globals['_EVALUATELOSSRESPONSE']._serialized_end=2681
-  _globals['_EVALUATELOSSRESPONSE_METRICSENTRY']._serialized_start=1861
-  _globals['_EVALUATELOSSRESPONSE_METRICSENTRY']._serialized_end=1907
-  _globals['_SAVESTATEREQUEST']._serialized_start=2683
-  _globals['_SAVESTATEREQUEST']._serialized_end=2768
-  _globals['_SAVESTATERESPONSE']._serialized_start=2770
-  _globals['_SAVESTATERESPONSE']._serialized_end=2863
-  _globals['_GETLEARNERSTATUSREQUEST']._serialized_start=2865
-  _globals['_GETLEARNERSTATUSREQUEST']._serialized_end=2890
-  _globals['_GETLEARNERSTATUSRESPONSE']._serialized_start=2892
-  _globals['_GETLEARNERSTATUSRESPONSE']._serialized_end=3015
-  _globals['_LEARNERCONTROLLERSERVICE']._serialized_start=3280
-  _globals['_LEARNERCONTROLLERSERVICE']._serialized_end=3677
-  _globals['_LEARNERWORKERSERVICE']._serialized_start=3680
-  _globals['_LEARNERWORKERSERVICE']._serialized_end=4379
+  _globals['_PHASE']._serialized_start=3413
+  _globals['_PHASE']._serialized_end=3672
+  _globals['_PROGRESS']._serialized_start=284
+  _globals['_PROGRESS']._serialized_end=568
+  _globals['_LAGGINGWORKER']._serialized_start=570
+  _globals['_LAGGINGWORKER']._serialized_end=638
+  _globals['_STARTRUNREQUEST']._serialized_start=641
+  _globals['_STARTRUNREQUEST']._serialized_end=795
+  _globals['_STARTRUNRESPONSE']._serialized_start=797
+  _globals['_STARTRUNRESPONSE']._serialized_end=815
+  _globals['_STOPRUNREQUEST']._serialized_start=817
+  _globals['_STOPRUNREQUEST']._serialized_end=894
+  _globals['_STOPRUNRESPONSE']._serialized_start=896
+  _globals['_STOPRUNRESPONSE']._serialized_end=961
+  _globals['_GETPROGRESSREQUEST']._serialized_start=963
+  _globals['_GETPROGRESSREQUEST']._serialized_end=1008
+  _globals['_GETPROGRESSRESPONSE']._serialized_start=1010
+  _globals['_GETPROGRESSRESPONSE']._serialized_end=1079
+  _globals['_WATCHPROGRESSREQUEST']._serialized_start=1081
+  _globals['_WATCHPROGRESSREQUEST']._serialized_end=1128
+  _globals['_WATCHPROGRESSRESPONSE']._serialized_start=1130
+  _globals['_WATCHPROGRESSRESPONSE']._serialized_end=1201
+  _globals['_INITIALIZEREQUEST']._serialized_start=1203
+  _globals['_INITIALIZEREQUEST']._serialized_end=1286
+  _globals['_INITIALIZERESPONSE']._serialized_start=1288
+  _globals['_INITIALIZERESPONSE']._serialized_end=1366
+  _globals['_TRAINREQUEST']._serialized_start=1369
+  _globals['_TRAINREQUEST']._serialized_end=1497
+  _globals['_TRAINRESPONSE']._serialized_start=1500
+  _globals['_TRAINRESPONSE']._serialized_end=1629
+  _globals['_TRAINPROGRESS']._serialized_start=1631
+  _globals['_TRAINPROGRESS']._serialized_end=1675
+  _globals['_TRAINRESULT']._serialized_start=1678
+  _globals['_TRAINRESULT']._serialized_end=1947
+  _globals['_TRAINRESULT_METRICSENTRY']._serialized_start=1901
+  _globals['_TRAINRESULT_METRICSENTRY']._serialized_end=1947
+  _globals['_COMPLETION']._serialized_start=1950
+  _globals['_COMPLETION']._serialized_end=2488
+  _globals['_COMPLETION_METRICSENTRY']._serialized_start=1901
+  _globals['_COMPLETION_METRICSENTRY']._serialized_end=1947
+  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_start=2490
+  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_end=2538
+  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_start=2540
+  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_end=2618
+  _globals['_OFFERWEIGHTSREQUEST']._serialized_start=2621
+  _globals['_OFFERWEIGHTSREQUEST']._serialized_end=2764
+  _globals['_OFFERWEIGHTSRESPONSE']._serialized_start=2766
+  _globals['_OFFERWEIGHTSRESPONSE']._serialized_end=2838
+  _globals['_EVALUATELOSSREQUEST']._serialized_start=2840
+  _globals['_EVALUATELOSSREQUEST']._serialized_end=2900
+  _globals['_EVALUATELOSSRESPONSE']._serialized_start=2903
+  _globals['_EVALUATELOSSRESPONSE']._serialized_end=3076
+  _globals['_EVALUATELOSSRESPONSE_METRICSENTRY']._serialized_start=1901
+  _globals['_EVALUATELOSSRESPONSE_METRICSENTRY']._serialized_end=1947
+  _globals['_SAVESTATEREQUEST']._serialized_start=3078
+  _globals['_SAVESTATEREQUEST']._serialized_end=3163
+  _globals['_SAVESTATERESPONSE']._serialized_start=3165
+  _globals['_SAVESTATERESPONSE']._serialized_end=3258
+  _globals['_GETLEARNERSTATUSREQUEST']._serialized_start=3260
+  _globals['_GETLEARNERSTATUSREQUEST']._serialized_end=3285
+  _globals['_GETLEARNERSTATUSRESPONSE']._serialized_start=3287
+  _globals['_GETLEARNERSTATUSRESPONSE']._serialized_end=3410
+  _globals['_LEARNERCONTROLLERSERVICE']._serialized_start=3675
+  _globals['_LEARNERCONTROLLERSERVICE']._serialized_end=4072
+  _globals['_LEARNERWORKERSERVICE']._serialized_start=4075
+  _globals['_LEARNERWORKERSERVICE']._serialized_end=4774
 # @@protoc_insertion_point(module_scope)

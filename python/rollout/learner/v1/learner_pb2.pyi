@@ -13,6 +13,7 @@ from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from rollout.buffer.v1 import buffer_pb2 as _buffer_pb2
 from rollout.plan.v1 import plan_pb2 as _plan_pb2
 from rollout.snapshot.v1 import snapshot_pb2 as _snapshot_pb2
+from rollout.trajectory.v1 import trajectory_pb2 as _trajectory_pb2
 from rollout.wait.v1 import wait_pb2 as _wait_pb2
 from rollout.weights.v1 import weights_pb2 as _weights_pb2
 import builtins as _builtins
@@ -619,6 +620,26 @@ class Completion(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     EPOCH_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
@@ -628,6 +649,15 @@ class Completion(_message.Message):
     ADVANTAGE_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     TRUNCATED_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
+    VERSION_SPANS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    LOSS_MASK_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch."""
     index: _builtins.int
@@ -646,6 +676,32 @@ class Completion(_message.Message):
     """Tokens of the completion."""
     truncated: _builtins.bool
     """Whether the completion reached the token limit."""
+    part: _builtins.int
+    """Part of the sample, from 0."""
+    prompt_tokens: _builtins.int
+    """Tokens of the prompt."""
+    token_ids: _builtins.bytes
+    """int32[N] little-endian: the first N tokens of the completion."""
+    logprobs: _builtins.bytes
+    """float32[N] little-endian: their logprobs when they were sampled; 0 for tokens that were read."""
+    loss_mask: _builtins.bytes
+    """uint8[N]: 1 where the token is trained on."""
+    outcome: _trajectory_pb2.Outcome.ValueType
+    """How the sample ended."""
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Further numbers that the reward or the environment returned."""
+
+    @_builtins.property
+    def turns(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Turn]:
+        """The prompt and the turns, with long texts truncated; the last ones are left out if they are too
+        many. Empty if episodes have one turn.
+        """
+
+    @_builtins.property
+    def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.VersionSpan]:
+        """Weights that sampled the completion."""
+
     def __init__(
         self,
         *,
@@ -658,10 +714,19 @@ class Completion(_message.Message):
         advantage: _builtins.float | None = ...,
         tokens: _builtins.int = ...,
         truncated: _builtins.bool = ...,
+        part: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        turns: _abc.Iterable[_trajectory_pb2.Turn] | None = ...,
+        version_spans: _abc.Iterable[_trajectory_pb2.VersionSpan] | None = ...,
+        token_ids: _builtins.bytes = ...,
+        logprobs: _builtins.bytes = ...,
+        loss_mask: _builtins.bytes = ...,
+        outcome: _trajectory_pb2.Outcome.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_advantage", b"_advantage", "advantage", b"advantage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advantage", b"_advantage", "advantage", b"advantage", "completion", b"completion", "epoch", b"epoch", "index", b"index", "prompt", b"prompt", "reward", b"reward", "sample", b"sample", "tokens", b"tokens", "truncated", b"truncated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advantage", b"_advantage", "advantage", b"advantage", "completion", b"completion", "epoch", b"epoch", "index", b"index", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "metrics", b"metrics", "outcome", b"outcome", "part", b"part", "prompt", b"prompt", "prompt_tokens", b"prompt_tokens", "reward", b"reward", "sample", b"sample", "token_ids", b"token_ids", "tokens", b"tokens", "truncated", b"truncated", "turns", b"turns", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__advantage: _TypeAlias = _typing.Literal["advantage"]  # noqa: Y015
     _WhichOneofArgType__advantage: _TypeAlias = _typing.Literal["_advantage", b"_advantage"]  # noqa: Y015

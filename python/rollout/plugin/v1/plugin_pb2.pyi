@@ -489,6 +489,7 @@ class EnvironmentObservation(_message.Message):
     TOOLS_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    TOOL_SECONDS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text; the worker tokenizes it if `token_ids` and `messages` are empty."""
     token_ids: _builtins.bytes
@@ -513,6 +514,12 @@ class EnvironmentObservation(_message.Message):
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Further numbers of that turn."""
 
+    @_builtins.property
+    def tool_seconds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Duration of each tool call of the turn before it in seconds, in the order of the calls; empty if
+        it is not known.
+        """
+
     def __init__(
         self,
         *,
@@ -523,10 +530,11 @@ class EnvironmentObservation(_message.Message):
         tools: _abc.Iterable[_builtins.str] | None = ...,
         reward: _builtins.float = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        tool_seconds: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "metrics", b"metrics", "reward", b"reward", "tensors", b"tensors", "text", b"text", "token_ids", b"token_ids", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "metrics", b"metrics", "reward", b"reward", "tensors", b"tensors", "text", b"text", "token_ids", b"token_ids", "tool_seconds", b"tool_seconds", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -349,11 +349,32 @@ class Queues(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class FailuresEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     LEASED_FIELD_NUMBER: _builtins.int
     CONSUMED_FIELD_NUMBER: _builtins.int
     EXCLUDED_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
     in_flight: _builtins.int
     """Issued and not complete in the buffer."""
     ready: _builtins.int
@@ -364,6 +385,13 @@ class Queues(_message.Message):
     """Consumed by a step."""
     excluded: _builtins.int
     """Excluded for a typed reason."""
+    @_builtins.property
+    def failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Samples that failed because of infrastructure, by the reason of INFRA_FAILED
+        (rollout.buffer.v1.LedgerState.failures). They are retried, and their groups are in the other
+        numbers.
+        """
+
     def __init__(
         self,
         *,
@@ -372,10 +400,11 @@ class Queues(_message.Message):
         leased: _builtins.int = ...,
         consumed: _builtins.int = ...,
         excluded: _builtins.int = ...,
+        failures: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumed", b"consumed", "excluded", b"excluded", "in_flight", b"in_flight", "leased", b"leased", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumed", b"consumed", "excluded", b"excluded", "failures", b"failures", "in_flight", b"in_flight", "leased", b"leased", "ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -139,6 +139,151 @@ class VersionSpan(_message.Message):
 Global___VersionSpan: _TypeAlias = VersionSpan  # noqa: Y015
 
 @_typing.final
+class Turn(_message.Message):
+    """Turn is a run of tokens of an episode with several turns: those that the policy sampled at once, or
+    those that it read before it sampled again.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SAMPLED_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    sampled: _builtins.bool
+    """Whether the policy sampled the tokens."""
+    start: _builtins.int
+    """First token, counted from the prompt's first."""
+    end: _builtins.int
+    """One past the last token."""
+    text: _builtins.str
+    """What the tokens say; empty if `messages` say it."""
+    reward: _builtins.float
+    """Reward of a sampled turn, in addition to that of the episode."""
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The messages in the form of OpenAI's API, each as JSON: of a sampled turn one, with its content,
+        reasoning, and tool calls; of another one for instance the results of tools. Empty if the
+        episode is not a chat.
+        """
+
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Further numbers that the environment returned for a sampled turn."""
+
+    def __init__(
+        self,
+        *,
+        sampled: _builtins.bool = ...,
+        start: _builtins.int = ...,
+        end: _builtins.int = ...,
+        text: _builtins.str = ...,
+        messages: _abc.Iterable[_builtins.str] | None = ...,
+        reward: _builtins.float = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "messages", b"messages", "metrics", b"metrics", "reward", b"reward", "sampled", b"sampled", "start", b"start", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Turn: _TypeAlias = Turn  # noqa: Y015
+
+@_typing.final
+class TurnTimes(_message.Message):
+    """TurnTimes says when a sampled turn was asked for, sampled, and answered, in milliseconds since the
+    beginning of the episode.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ASKED_MS_FIELD_NUMBER: _builtins.int
+    SAMPLED_MS_FIELD_NUMBER: _builtins.int
+    ANSWERED_MS_FIELD_NUMBER: _builtins.int
+    TOOL_MS_FIELD_NUMBER: _builtins.int
+    asked_ms: _builtins.int
+    """The engine was asked for it."""
+    sampled_ms: _builtins.int
+    """Its last token was sampled. The time since `asked_ms` includes the wait for a slot."""
+    answered_ms: _builtins.int
+    """The environment had answered. The time since `sampled_ms` includes the calls of tools."""
+    @_builtins.property
+    def tool_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Duration of each tool call, in the order of the turn's calls. Calls of a turn run concurrently."""
+
+    def __init__(
+        self,
+        *,
+        asked_ms: _builtins.int = ...,
+        sampled_ms: _builtins.int = ...,
+        answered_ms: _builtins.int = ...,
+        tool_ms: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered_ms", b"answered_ms", "asked_ms", b"asked_ms", "sampled_ms", b"sampled_ms", "tool_ms", b"tool_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TurnTimes: _TypeAlias = TurnTimes  # noqa: Y015
+
+@_typing.final
+class EpisodeTimes(_message.Message):
+    """EpisodeTimes is the course of an episode by the worker's clock. It travels with the header, because
+    payloads of equal samples have equal bytes.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGAN_UNIX_MS_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
+    began_unix_ms: _builtins.int
+    """Beginning of the episode: milliseconds since 1970, UTC."""
+    @_builtins.property
+    def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___TurnTimes]:
+        """Of each sampled turn, in order. Turns at the end are left out if all would take more than 4,096
+        bytes.
+        """
+
+    def __init__(
+        self,
+        *,
+        began_unix_ms: _builtins.int = ...,
+        turns: _abc.Iterable[Global___TurnTimes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["began_unix_ms", b"began_unix_ms", "turns", b"turns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EpisodeTimes: _TypeAlias = EpisodeTimes  # noqa: Y015
+
+@_typing.final
 class Trajectory(_message.Message):
     """Trajectory is one sample. Token arrays are raw little-endian bytes, so that a reader maps them
     without parsing.
@@ -181,6 +326,7 @@ class Trajectory(_message.Message):
     COMPLETION_FIELD_NUMBER: _builtins.int
     TOKEN_REWARDS_FIELD_NUMBER: _builtins.int
     TEACHER_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """int32[T] little-endian: prompt, then completion."""
     logprobs: _builtins.bytes
@@ -225,6 +371,10 @@ class Trajectory(_message.Message):
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Further numbers that the reward returned."""
 
+    @_builtins.property
+    def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___Turn]:
+        """The prompt and the turns, in order and without gaps. Empty if episodes have one turn."""
+
     def __init__(
         self,
         *,
@@ -243,10 +393,11 @@ class Trajectory(_message.Message):
         completion: _builtins.str = ...,
         token_rewards: _builtins.bytes = ...,
         teacher_logprobs: _builtins.bytes = ...,
+        turns: _abc.Iterable[Global___Turn] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "key", b"key", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "metrics", b"metrics", "outcome", b"outcome", "prompt", b"prompt", "prompt_tokens", b"prompt_tokens", "raw_logprobs", b"raw_logprobs", "reason", b"reason", "reward", b"reward", "teacher_logprobs", b"teacher_logprobs", "token_ids", b"token_ids", "token_rewards", b"token_rewards", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "key", b"key", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "metrics", b"metrics", "outcome", b"outcome", "prompt", b"prompt", "prompt_tokens", b"prompt_tokens", "raw_logprobs", b"raw_logprobs", "reason", b"reason", "reward", b"reward", "teacher_logprobs", b"teacher_logprobs", "token_ids", b"token_ids", "token_rewards", b"token_rewards", "turns", b"turns", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -275,6 +426,7 @@ class TrajectoryHeader(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     PARENT_FIELD_NUMBER: _builtins.int
     LEFT_OUT_FIELD_NUMBER: _builtins.int
+    TIMES_FIELD_NUMBER: _builtins.int
     group_size: _builtins.int
     """Samples that make the group complete."""
     outcome: Global___Outcome.ValueType
@@ -323,6 +475,10 @@ class TrajectoryHeader(_message.Message):
     def parent(self) -> Global___EpisodeLink:
         """Episode that started this one, e.g. as a sub-agent; absent if none did."""
 
+    @_builtins.property
+    def times(self) -> Global___EpisodeTimes:
+        """When its turns were sampled and answered. Absent if it is not known."""
+
     def __init__(
         self,
         *,
@@ -343,10 +499,11 @@ class TrajectoryHeader(_message.Message):
         path: Global___TrajectoryPath | None = ...,
         parent: Global___EpisodeLink | None = ...,
         left_out: _builtins.bool = ...,
+        times: Global___EpisodeTimes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "parent", b"parent", "path", b"path", "receipt", b"receipt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "parent", b"parent", "path", b"path", "receipt", b"receipt", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "group_size", b"group_size", "key", b"key", "left_out", b"left_out", "max_version", b"max_version", "min_version", b"min_version", "outcome", b"outcome", "parent", b"parent", "parts", b"parts", "path", b"path", "reason", b"reason", "receipt", b"receipt", "reward", b"reward", "row", b"row", "token_rewards", b"token_rewards", "tokens", b"tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "group_size", b"group_size", "key", b"key", "left_out", b"left_out", "max_version", b"max_version", "min_version", b"min_version", "outcome", b"outcome", "parent", b"parent", "parts", b"parts", "path", b"path", "reason", b"reason", "receipt", b"receipt", "reward", b"reward", "row", b"row", "times", b"times", "token_rewards", b"token_rewards", "tokens", b"tokens", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -523,7 +523,10 @@ type SampleRef struct {
 	Outcome v1.Outcome `protobuf:"varint,7,opt,name=outcome,proto3,enum=rollout.trajectory.v1.Outcome" json:"outcome,omitempty"`
 	// Content id of the serialized Trajectory in the storage service, if it is not in a segment. Then
 	// segment, offset, and length are not set. ReadPayloads reads it as well.
-	PayloadRef    string `protobuf:"bytes,8,opt,name=payload_ref,json=payloadRef,proto3" json:"payload_ref,omitempty"`
+	PayloadRef string `protobuf:"bytes,8,opt,name=payload_ref,json=payloadRef,proto3" json:"payload_ref,omitempty"`
+	// When its turns were sampled and answered, from the header; absent if it is not known, or takes
+	// more than 4,096 bytes.
+	Times         *v1.EpisodeTimes `protobuf:"bytes,9,opt,name=times,proto3" json:"times,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -612,6 +615,13 @@ func (x *SampleRef) GetPayloadRef() string {
 		return x.PayloadRef
 	}
 	return ""
+}
+
+func (x *SampleRef) GetTimes() *v1.EpisodeTimes {
+	if x != nil {
+		return x.Times
+	}
+	return nil
 }
 
 // Batch is what one step trains on: complete groups by position, each with its samples in order.
@@ -880,7 +890,11 @@ type LedgerState struct {
 	// Average payload size of the last samples in bytes; 0 if none arrived since the buffer started.
 	SampleBytes uint64 `protobuf:"varint,16,opt,name=sample_bytes,json=sampleBytes,proto3" json:"sample_bytes,omitempty"`
 	// Excluded groups that a leased or committed step has passed.
-	Skipped       uint64 `protobuf:"varint,17,opt,name=skipped,proto3" json:"skipped,omitempty"`
+	Skipped uint64 `protobuf:"varint,17,opt,name=skipped,proto3" json:"skipped,omitempty"`
+	// Samples that failed because of infrastructure, by the reason of INFRA_FAILED, since the ledger
+	// was created. Reasons after the first 64 are counted as OTHER. Failures that were recorded before
+	// this field existed are in `infra_failed` alone.
+	Failures      map[string]uint64 `protobuf:"bytes,18,rep,name=failures,proto3" json:"failures,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1032,6 +1046,13 @@ func (x *LedgerState) GetSkipped() uint64 {
 		return x.Skipped
 	}
 	return 0
+}
+
+func (x *LedgerState) GetFailures() map[string]uint64 {
+	if x != nil {
+		return x.Failures
+	}
+	return nil
 }
 
 // OpenLedgerRequest names run and config.
@@ -3342,7 +3363,7 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\vmin_version\x18\t \x01(\x04R\n" +
 	"minVersion\x12\x18\n" +
 	"\aarrival\x18\n" +
-	" \x01(\x04R\aarrival\"\x98\x02\n" +
+	" \x01(\x04R\aarrival\"\xd3\x02\n" +
 	"\tSampleRef\x126\n" +
 	"\x03key\x18\x01 \x01(\v2$.rollout.trajectory.v1.TrajectoryKeyR\x03key\x12\x18\n" +
 	"\asegment\x18\x02 \x01(\tR\asegment\x12\x16\n" +
@@ -3352,7 +3373,8 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x06reward\x18\x06 \x01(\x01R\x06reward\x128\n" +
 	"\aoutcome\x18\a \x01(\x0e2\x1e.rollout.trajectory.v1.OutcomeR\aoutcome\x12\x1f\n" +
 	"\vpayload_ref\x18\b \x01(\tR\n" +
-	"payloadRef\"\x94\x02\n" +
+	"payloadRef\x129\n" +
+	"\x05times\x18\t \x01(\v2#.rollout.trajectory.v1.EpisodeTimesR\x05times\"\x94\x02\n" +
 	"\x05Batch\x12\x15\n" +
 	"\x06run_id\x18\x01 \x01(\tR\x05runId\x12\x12\n" +
 	"\x04step\x18\x02 \x01(\x04R\x04step\x12\x19\n" +
@@ -3372,7 +3394,7 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x05chain\x18\x06 \x01(\tR\x05chain\x12\x1a\n" +
 	"\bexcluded\x18\a \x01(\rR\bexcluded\x12%\n" +
 	"\x0ezero_advantage\x18\b \x01(\rR\rzeroAdvantage\x12!\n" +
-	"\fend_position\x18\t \x01(\x04R\vendPosition\"\xad\x04\n" +
+	"\fend_position\x18\t \x01(\x04R\vendPosition\"\xb4\x05\n" +
 	"\vLedgerState\x12\x12\n" +
 	"\x04step\x18\x01 \x01(\x04R\x04step\x12\x12\n" +
 	"\x04open\x18\x02 \x01(\x04R\x04open\x12\x14\n" +
@@ -3393,7 +3415,11 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x0estalled_reason\x18\x0e \x01(\tR\rstalledReason\x12'\n" +
 	"\x0fstalled_message\x18\x0f \x01(\tR\x0estalledMessage\x12!\n" +
 	"\fsample_bytes\x18\x10 \x01(\x04R\vsampleBytes\x12\x18\n" +
-	"\askipped\x18\x11 \x01(\x04R\askipped\"\x96\x01\n" +
+	"\askipped\x18\x11 \x01(\x04R\askipped\x12H\n" +
+	"\bfailures\x18\x12 \x03(\v2,.rollout.buffer.v1.LedgerState.FailuresEntryR\bfailures\x1a;\n" +
+	"\rFailuresEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\x04R\x05value:\x028\x01\"\x96\x01\n" +
 	"\x11OpenLedgerRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12?\n" +
 	"\x06config\x18\x02 \x01(\v2\x1f.rollout.buffer.v1.LedgerConfigB\x06\xbaH\x03\xc8\x01\x01R\x06config\x12 \n" +
@@ -3586,7 +3612,7 @@ func file_rollout_buffer_v1_buffer_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_buffer_v1_buffer_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_rollout_buffer_v1_buffer_proto_msgTypes = make([]protoimpl.MessageInfo, 46)
+var file_rollout_buffer_v1_buffer_proto_msgTypes = make([]protoimpl.MessageInfo, 47)
 var file_rollout_buffer_v1_buffer_proto_goTypes = []any{
 	(LeaseOrder)(0),                 // 0: rollout.buffer.v1.LeaseOrder
 	(GroupState)(0),                 // 1: rollout.buffer.v1.GroupState
@@ -3636,83 +3662,87 @@ var file_rollout_buffer_v1_buffer_proto_goTypes = []any{
 	(*SegmentRecord)(nil),           // 45: rollout.buffer.v1.SegmentRecord
 	(*WeightsRecord)(nil),           // 46: rollout.buffer.v1.WeightsRecord
 	(*SampleRecord)(nil),            // 47: rollout.buffer.v1.SampleRecord
-	(*v1.TrajectoryKey)(nil),        // 48: rollout.trajectory.v1.TrajectoryKey
-	(v1.Outcome)(0),                 // 49: rollout.trajectory.v1.Outcome
-	(*v1.TrajectoryBatch)(nil),      // 50: rollout.trajectory.v1.TrajectoryBatch
-	(*v1.VersionSpan)(nil),          // 51: rollout.trajectory.v1.VersionSpan
+	nil,                             // 48: rollout.buffer.v1.LedgerState.FailuresEntry
+	(*v1.TrajectoryKey)(nil),        // 49: rollout.trajectory.v1.TrajectoryKey
+	(v1.Outcome)(0),                 // 50: rollout.trajectory.v1.Outcome
+	(*v1.EpisodeTimes)(nil),         // 51: rollout.trajectory.v1.EpisodeTimes
+	(*v1.TrajectoryBatch)(nil),      // 52: rollout.trajectory.v1.TrajectoryBatch
+	(*v1.VersionSpan)(nil),          // 53: rollout.trajectory.v1.VersionSpan
 }
 var file_rollout_buffer_v1_buffer_proto_depIdxs = []int32{
 	0,  // 0: rollout.buffer.v1.LedgerConfig.order:type_name -> rollout.buffer.v1.LeaseOrder
 	3,  // 1: rollout.buffer.v1.GroupRecord.key:type_name -> rollout.buffer.v1.GroupKey
 	1,  // 2: rollout.buffer.v1.GroupRecord.state:type_name -> rollout.buffer.v1.GroupState
-	48, // 3: rollout.buffer.v1.SampleRef.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	49, // 4: rollout.buffer.v1.SampleRef.outcome:type_name -> rollout.trajectory.v1.Outcome
-	5,  // 5: rollout.buffer.v1.Batch.samples:type_name -> rollout.buffer.v1.SampleRef
-	4,  // 6: rollout.buffer.v1.LedgerState.dissolved:type_name -> rollout.buffer.v1.GroupRecord
-	2,  // 7: rollout.buffer.v1.OpenLedgerRequest.config:type_name -> rollout.buffer.v1.LedgerConfig
-	8,  // 8: rollout.buffer.v1.OpenLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
-	50, // 9: rollout.buffer.v1.PutTrajectoriesRequest.puts:type_name -> rollout.trajectory.v1.TrajectoryBatch
-	17, // 10: rollout.buffer.v1.PutTrajectoriesResponse.results:type_name -> rollout.buffer.v1.PutResult
-	18, // 11: rollout.buffer.v1.PutResult.refused:type_name -> rollout.buffer.v1.PutRefusal
-	3,  // 12: rollout.buffer.v1.GetMissingRequest.groups:type_name -> rollout.buffer.v1.GroupKey
-	21, // 13: rollout.buffer.v1.GetMissingResponse.groups:type_name -> rollout.buffer.v1.MissingSamples
-	6,  // 14: rollout.buffer.v1.LeaseBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
-	7,  // 15: rollout.buffer.v1.CommitStepResponse.step:type_name -> rollout.buffer.v1.StepRecord
-	6,  // 16: rollout.buffer.v1.GetBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
-	7,  // 17: rollout.buffer.v1.ListStepsResponse.steps:type_name -> rollout.buffer.v1.StepRecord
-	1,  // 18: rollout.buffer.v1.ListGroupsRequest.states:type_name -> rollout.buffer.v1.GroupState
-	4,  // 19: rollout.buffer.v1.ListGroupsResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
-	3,  // 20: rollout.buffer.v1.ExcludeGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
-	3,  // 21: rollout.buffer.v1.ReissueGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
-	8,  // 22: rollout.buffer.v1.WatchLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
-	44, // 23: rollout.buffer.v1.ExportLedgerResponse.ledger:type_name -> rollout.buffer.v1.LedgerRecord
-	45, // 24: rollout.buffer.v1.ExportLedgerResponse.segments:type_name -> rollout.buffer.v1.SegmentRecord
-	46, // 25: rollout.buffer.v1.ExportLedgerResponse.weights:type_name -> rollout.buffer.v1.WeightsRecord
-	7,  // 26: rollout.buffer.v1.ExportLedgerResponse.steps:type_name -> rollout.buffer.v1.StepRecord
-	4,  // 27: rollout.buffer.v1.ExportLedgerResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
-	47, // 28: rollout.buffer.v1.ExportLedgerResponse.samples:type_name -> rollout.buffer.v1.SampleRecord
-	2,  // 29: rollout.buffer.v1.LedgerRecord.config:type_name -> rollout.buffer.v1.LedgerConfig
-	8,  // 30: rollout.buffer.v1.LedgerRecord.state:type_name -> rollout.buffer.v1.LedgerState
-	5,  // 31: rollout.buffer.v1.SampleRecord.ref:type_name -> rollout.buffer.v1.SampleRef
-	48, // 32: rollout.buffer.v1.SampleRecord.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	51, // 33: rollout.buffer.v1.SampleRecord.spans:type_name -> rollout.trajectory.v1.VersionSpan
-	9,  // 34: rollout.buffer.v1.BufferService.OpenLedger:input_type -> rollout.buffer.v1.OpenLedgerRequest
-	11, // 35: rollout.buffer.v1.BufferService.CloseLedger:input_type -> rollout.buffer.v1.CloseLedgerRequest
-	13, // 36: rollout.buffer.v1.BufferService.RecordWeights:input_type -> rollout.buffer.v1.RecordWeightsRequest
-	15, // 37: rollout.buffer.v1.BufferService.PutTrajectories:input_type -> rollout.buffer.v1.PutTrajectoriesRequest
-	19, // 38: rollout.buffer.v1.BufferService.GetMissing:input_type -> rollout.buffer.v1.GetMissingRequest
-	22, // 39: rollout.buffer.v1.BufferService.LeaseBatch:input_type -> rollout.buffer.v1.LeaseBatchRequest
-	24, // 40: rollout.buffer.v1.BufferService.CommitStep:input_type -> rollout.buffer.v1.CommitStepRequest
-	26, // 41: rollout.buffer.v1.BufferService.GetBatch:input_type -> rollout.buffer.v1.GetBatchRequest
-	28, // 42: rollout.buffer.v1.BufferService.ListSteps:input_type -> rollout.buffer.v1.ListStepsRequest
-	30, // 43: rollout.buffer.v1.BufferService.ListGroups:input_type -> rollout.buffer.v1.ListGroupsRequest
-	32, // 44: rollout.buffer.v1.BufferService.ExcludeGroups:input_type -> rollout.buffer.v1.ExcludeGroupsRequest
-	34, // 45: rollout.buffer.v1.BufferService.ReissueGroups:input_type -> rollout.buffer.v1.ReissueGroupsRequest
-	36, // 46: rollout.buffer.v1.BufferService.ReadPayloads:input_type -> rollout.buffer.v1.ReadPayloadsRequest
-	38, // 47: rollout.buffer.v1.BufferService.WatchLedger:input_type -> rollout.buffer.v1.WatchLedgerRequest
-	42, // 48: rollout.buffer.v1.BufferService.ExportLedger:input_type -> rollout.buffer.v1.ExportLedgerRequest
-	40, // 49: rollout.buffer.v1.BufferService.TrimPayloads:input_type -> rollout.buffer.v1.TrimPayloadsRequest
-	10, // 50: rollout.buffer.v1.BufferService.OpenLedger:output_type -> rollout.buffer.v1.OpenLedgerResponse
-	12, // 51: rollout.buffer.v1.BufferService.CloseLedger:output_type -> rollout.buffer.v1.CloseLedgerResponse
-	14, // 52: rollout.buffer.v1.BufferService.RecordWeights:output_type -> rollout.buffer.v1.RecordWeightsResponse
-	16, // 53: rollout.buffer.v1.BufferService.PutTrajectories:output_type -> rollout.buffer.v1.PutTrajectoriesResponse
-	20, // 54: rollout.buffer.v1.BufferService.GetMissing:output_type -> rollout.buffer.v1.GetMissingResponse
-	23, // 55: rollout.buffer.v1.BufferService.LeaseBatch:output_type -> rollout.buffer.v1.LeaseBatchResponse
-	25, // 56: rollout.buffer.v1.BufferService.CommitStep:output_type -> rollout.buffer.v1.CommitStepResponse
-	27, // 57: rollout.buffer.v1.BufferService.GetBatch:output_type -> rollout.buffer.v1.GetBatchResponse
-	29, // 58: rollout.buffer.v1.BufferService.ListSteps:output_type -> rollout.buffer.v1.ListStepsResponse
-	31, // 59: rollout.buffer.v1.BufferService.ListGroups:output_type -> rollout.buffer.v1.ListGroupsResponse
-	33, // 60: rollout.buffer.v1.BufferService.ExcludeGroups:output_type -> rollout.buffer.v1.ExcludeGroupsResponse
-	35, // 61: rollout.buffer.v1.BufferService.ReissueGroups:output_type -> rollout.buffer.v1.ReissueGroupsResponse
-	37, // 62: rollout.buffer.v1.BufferService.ReadPayloads:output_type -> rollout.buffer.v1.ReadPayloadsResponse
-	39, // 63: rollout.buffer.v1.BufferService.WatchLedger:output_type -> rollout.buffer.v1.WatchLedgerResponse
-	43, // 64: rollout.buffer.v1.BufferService.ExportLedger:output_type -> rollout.buffer.v1.ExportLedgerResponse
-	41, // 65: rollout.buffer.v1.BufferService.TrimPayloads:output_type -> rollout.buffer.v1.TrimPayloadsResponse
-	50, // [50:66] is the sub-list for method output_type
-	34, // [34:50] is the sub-list for method input_type
-	34, // [34:34] is the sub-list for extension type_name
-	34, // [34:34] is the sub-list for extension extendee
-	0,  // [0:34] is the sub-list for field type_name
+	49, // 3: rollout.buffer.v1.SampleRef.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	50, // 4: rollout.buffer.v1.SampleRef.outcome:type_name -> rollout.trajectory.v1.Outcome
+	51, // 5: rollout.buffer.v1.SampleRef.times:type_name -> rollout.trajectory.v1.EpisodeTimes
+	5,  // 6: rollout.buffer.v1.Batch.samples:type_name -> rollout.buffer.v1.SampleRef
+	4,  // 7: rollout.buffer.v1.LedgerState.dissolved:type_name -> rollout.buffer.v1.GroupRecord
+	48, // 8: rollout.buffer.v1.LedgerState.failures:type_name -> rollout.buffer.v1.LedgerState.FailuresEntry
+	2,  // 9: rollout.buffer.v1.OpenLedgerRequest.config:type_name -> rollout.buffer.v1.LedgerConfig
+	8,  // 10: rollout.buffer.v1.OpenLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
+	52, // 11: rollout.buffer.v1.PutTrajectoriesRequest.puts:type_name -> rollout.trajectory.v1.TrajectoryBatch
+	17, // 12: rollout.buffer.v1.PutTrajectoriesResponse.results:type_name -> rollout.buffer.v1.PutResult
+	18, // 13: rollout.buffer.v1.PutResult.refused:type_name -> rollout.buffer.v1.PutRefusal
+	3,  // 14: rollout.buffer.v1.GetMissingRequest.groups:type_name -> rollout.buffer.v1.GroupKey
+	21, // 15: rollout.buffer.v1.GetMissingResponse.groups:type_name -> rollout.buffer.v1.MissingSamples
+	6,  // 16: rollout.buffer.v1.LeaseBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
+	7,  // 17: rollout.buffer.v1.CommitStepResponse.step:type_name -> rollout.buffer.v1.StepRecord
+	6,  // 18: rollout.buffer.v1.GetBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
+	7,  // 19: rollout.buffer.v1.ListStepsResponse.steps:type_name -> rollout.buffer.v1.StepRecord
+	1,  // 20: rollout.buffer.v1.ListGroupsRequest.states:type_name -> rollout.buffer.v1.GroupState
+	4,  // 21: rollout.buffer.v1.ListGroupsResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
+	3,  // 22: rollout.buffer.v1.ExcludeGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
+	3,  // 23: rollout.buffer.v1.ReissueGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
+	8,  // 24: rollout.buffer.v1.WatchLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
+	44, // 25: rollout.buffer.v1.ExportLedgerResponse.ledger:type_name -> rollout.buffer.v1.LedgerRecord
+	45, // 26: rollout.buffer.v1.ExportLedgerResponse.segments:type_name -> rollout.buffer.v1.SegmentRecord
+	46, // 27: rollout.buffer.v1.ExportLedgerResponse.weights:type_name -> rollout.buffer.v1.WeightsRecord
+	7,  // 28: rollout.buffer.v1.ExportLedgerResponse.steps:type_name -> rollout.buffer.v1.StepRecord
+	4,  // 29: rollout.buffer.v1.ExportLedgerResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
+	47, // 30: rollout.buffer.v1.ExportLedgerResponse.samples:type_name -> rollout.buffer.v1.SampleRecord
+	2,  // 31: rollout.buffer.v1.LedgerRecord.config:type_name -> rollout.buffer.v1.LedgerConfig
+	8,  // 32: rollout.buffer.v1.LedgerRecord.state:type_name -> rollout.buffer.v1.LedgerState
+	5,  // 33: rollout.buffer.v1.SampleRecord.ref:type_name -> rollout.buffer.v1.SampleRef
+	49, // 34: rollout.buffer.v1.SampleRecord.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	53, // 35: rollout.buffer.v1.SampleRecord.spans:type_name -> rollout.trajectory.v1.VersionSpan
+	9,  // 36: rollout.buffer.v1.BufferService.OpenLedger:input_type -> rollout.buffer.v1.OpenLedgerRequest
+	11, // 37: rollout.buffer.v1.BufferService.CloseLedger:input_type -> rollout.buffer.v1.CloseLedgerRequest
+	13, // 38: rollout.buffer.v1.BufferService.RecordWeights:input_type -> rollout.buffer.v1.RecordWeightsRequest
+	15, // 39: rollout.buffer.v1.BufferService.PutTrajectories:input_type -> rollout.buffer.v1.PutTrajectoriesRequest
+	19, // 40: rollout.buffer.v1.BufferService.GetMissing:input_type -> rollout.buffer.v1.GetMissingRequest
+	22, // 41: rollout.buffer.v1.BufferService.LeaseBatch:input_type -> rollout.buffer.v1.LeaseBatchRequest
+	24, // 42: rollout.buffer.v1.BufferService.CommitStep:input_type -> rollout.buffer.v1.CommitStepRequest
+	26, // 43: rollout.buffer.v1.BufferService.GetBatch:input_type -> rollout.buffer.v1.GetBatchRequest
+	28, // 44: rollout.buffer.v1.BufferService.ListSteps:input_type -> rollout.buffer.v1.ListStepsRequest
+	30, // 45: rollout.buffer.v1.BufferService.ListGroups:input_type -> rollout.buffer.v1.ListGroupsRequest
+	32, // 46: rollout.buffer.v1.BufferService.ExcludeGroups:input_type -> rollout.buffer.v1.ExcludeGroupsRequest
+	34, // 47: rollout.buffer.v1.BufferService.ReissueGroups:input_type -> rollout.buffer.v1.ReissueGroupsRequest
+	36, // 48: rollout.buffer.v1.BufferService.ReadPayloads:input_type -> rollout.buffer.v1.ReadPayloadsRequest
+	38, // 49: rollout.buffer.v1.BufferService.WatchLedger:input_type -> rollout.buffer.v1.WatchLedgerRequest
+	42, // 50: rollout.buffer.v1.BufferService.ExportLedger:input_type -> rollout.buffer.v1.ExportLedgerRequest
+	40, // 51: rollout.buffer.v1.BufferService.TrimPayloads:input_type -> rollout.buffer.v1.TrimPayloadsRequest
+	10, // 52: rollout.buffer.v1.BufferService.OpenLedger:output_type -> rollout.buffer.v1.OpenLedgerResponse
+	12, // 53: rollout.buffer.v1.BufferService.CloseLedger:output_type -> rollout.buffer.v1.CloseLedgerResponse
+	14, // 54: rollout.buffer.v1.BufferService.RecordWeights:output_type -> rollout.buffer.v1.RecordWeightsResponse
+	16, // 55: rollout.buffer.v1.BufferService.PutTrajectories:output_type -> rollout.buffer.v1.PutTrajectoriesResponse
+	20, // 56: rollout.buffer.v1.BufferService.GetMissing:output_type -> rollout.buffer.v1.GetMissingResponse
+	23, // 57: rollout.buffer.v1.BufferService.LeaseBatch:output_type -> rollout.buffer.v1.LeaseBatchResponse
+	25, // 58: rollout.buffer.v1.BufferService.CommitStep:output_type -> rollout.buffer.v1.CommitStepResponse
+	27, // 59: rollout.buffer.v1.BufferService.GetBatch:output_type -> rollout.buffer.v1.GetBatchResponse
+	29, // 60: rollout.buffer.v1.BufferService.ListSteps:output_type -> rollout.buffer.v1.ListStepsResponse
+	31, // 61: rollout.buffer.v1.BufferService.ListGroups:output_type -> rollout.buffer.v1.ListGroupsResponse
+	33, // 62: rollout.buffer.v1.BufferService.ExcludeGroups:output_type -> rollout.buffer.v1.ExcludeGroupsResponse
+	35, // 63: rollout.buffer.v1.BufferService.ReissueGroups:output_type -> rollout.buffer.v1.ReissueGroupsResponse
+	37, // 64: rollout.buffer.v1.BufferService.ReadPayloads:output_type -> rollout.buffer.v1.ReadPayloadsResponse
+	39, // 65: rollout.buffer.v1.BufferService.WatchLedger:output_type -> rollout.buffer.v1.WatchLedgerResponse
+	43, // 66: rollout.buffer.v1.BufferService.ExportLedger:output_type -> rollout.buffer.v1.ExportLedgerResponse
+	41, // 67: rollout.buffer.v1.BufferService.TrimPayloads:output_type -> rollout.buffer.v1.TrimPayloadsResponse
+	52, // [52:68] is the sub-list for method output_type
+	36, // [36:52] is the sub-list for method input_type
+	36, // [36:36] is the sub-list for extension type_name
+	36, // [36:36] is the sub-list for extension extendee
+	0,  // [0:36] is the sub-list for field type_name
 }
 
 func init() { file_rollout_buffer_v1_buffer_proto_init() }
@@ -3726,7 +3756,7 @@ func file_rollout_buffer_v1_buffer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_buffer_v1_buffer_proto_rawDesc), len(file_rollout_buffer_v1_buffer_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   46,
+			NumMessages:   47,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -13,7 +13,8 @@ import (
 	_ "buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
 	v13 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	v12 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
-	v14 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+	v15 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+	v14 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 	v11 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 	v1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
@@ -1170,7 +1171,26 @@ type Completion struct {
 	// Tokens of the completion.
 	Tokens uint32 `protobuf:"varint,8,opt,name=tokens,proto3" json:"tokens,omitempty"`
 	// Whether the completion reached the token limit.
-	Truncated     bool `protobuf:"varint,9,opt,name=truncated,proto3" json:"truncated,omitempty"`
+	Truncated bool `protobuf:"varint,9,opt,name=truncated,proto3" json:"truncated,omitempty"`
+	// Part of the sample, from 0.
+	Part uint32 `protobuf:"varint,10,opt,name=part,proto3" json:"part,omitempty"`
+	// Tokens of the prompt.
+	PromptTokens uint32 `protobuf:"varint,11,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`
+	// Further numbers that the reward or the environment returned.
+	Metrics map[string]float64 `protobuf:"bytes,12,rep,name=metrics,proto3" json:"metrics,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
+	// The prompt and the turns, with long texts truncated; the last ones are left out if they are too
+	// many. Empty if episodes have one turn.
+	Turns []*v14.Turn `protobuf:"bytes,13,rep,name=turns,proto3" json:"turns,omitempty"`
+	// Weights that sampled the completion.
+	VersionSpans []*v14.VersionSpan `protobuf:"bytes,14,rep,name=version_spans,json=versionSpans,proto3" json:"version_spans,omitempty"`
+	// int32[N] little-endian: the first N tokens of the completion.
+	TokenIds []byte `protobuf:"bytes,15,opt,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
+	// float32[N] little-endian: their logprobs when they were sampled; 0 for tokens that were read.
+	Logprobs []byte `protobuf:"bytes,16,opt,name=logprobs,proto3" json:"logprobs,omitempty"`
+	// uint8[N]: 1 where the token is trained on.
+	LossMask []byte `protobuf:"bytes,17,opt,name=loss_mask,json=lossMask,proto3" json:"loss_mask,omitempty"`
+	// How the sample ended.
+	Outcome       v14.Outcome `protobuf:"varint,18,opt,name=outcome,proto3,enum=rollout.trajectory.v1.Outcome" json:"outcome,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1266,6 +1286,69 @@ func (x *Completion) GetTruncated() bool {
 		return x.Truncated
 	}
 	return false
+}
+
+func (x *Completion) GetPart() uint32 {
+	if x != nil {
+		return x.Part
+	}
+	return 0
+}
+
+func (x *Completion) GetPromptTokens() uint32 {
+	if x != nil {
+		return x.PromptTokens
+	}
+	return 0
+}
+
+func (x *Completion) GetMetrics() map[string]float64 {
+	if x != nil {
+		return x.Metrics
+	}
+	return nil
+}
+
+func (x *Completion) GetTurns() []*v14.Turn {
+	if x != nil {
+		return x.Turns
+	}
+	return nil
+}
+
+func (x *Completion) GetVersionSpans() []*v14.VersionSpan {
+	if x != nil {
+		return x.VersionSpans
+	}
+	return nil
+}
+
+func (x *Completion) GetTokenIds() []byte {
+	if x != nil {
+		return x.TokenIds
+	}
+	return nil
+}
+
+func (x *Completion) GetLogprobs() []byte {
+	if x != nil {
+		return x.Logprobs
+	}
+	return nil
+}
+
+func (x *Completion) GetLossMask() []byte {
+	if x != nil {
+		return x.LossMask
+	}
+	return nil
+}
+
+func (x *Completion) GetOutcome() v14.Outcome {
+	if x != nil {
+		return x.Outcome
+	}
+	return v14.Outcome(0)
 }
 
 // PublishWeightsRequest names a run.
@@ -1676,7 +1759,7 @@ func (x *SaveStateRequest) GetDirectory() string {
 type SaveStateResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Files written, relative to the folder.
-	Files []*v14.SnapshotFile `protobuf:"bytes,1,rep,name=files,proto3" json:"files,omitempty"`
+	Files []*v15.SnapshotFile `protobuf:"bytes,1,rep,name=files,proto3" json:"files,omitempty"`
 	// Digest of the weights in the state.
 	WeightsDigest string `protobuf:"bytes,2,opt,name=weights_digest,json=weightsDigest,proto3" json:"weights_digest,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -1713,7 +1796,7 @@ func (*SaveStateResponse) Descriptor() ([]byte, []int) {
 	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{24}
 }
 
-func (x *SaveStateResponse) GetFiles() []*v14.SnapshotFile {
+func (x *SaveStateResponse) GetFiles() []*v15.SnapshotFile {
 	if x != nil {
 		return x.Files
 	}
@@ -1850,7 +1933,7 @@ var File_rollout_learner_v1_learner_proto protoreflect.FileDescriptor
 
 const file_rollout_learner_v1_learner_proto_rawDesc = "" +
 	"\n" +
-	" rollout/learner/v1/learner.proto\x12\x12rollout.learner.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1erollout/buffer/v1/buffer.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\"rollout/snapshot/v1/snapshot.proto\x1a\x1arollout/wait/v1/wait.proto\x1a rollout/weights/v1/weights.proto\"\xe9\x02\n" +
+	" rollout/learner/v1/learner.proto\x12\x12rollout.learner.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1erollout/buffer/v1/buffer.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\"rollout/snapshot/v1/snapshot.proto\x1a&rollout/trajectory/v1/trajectory.proto\x1a\x1arollout/wait/v1/wait.proto\x1a rollout/weights/v1/weights.proto\"\xe9\x02\n" +
 	"\bProgress\x12\x15\n" +
 	"\x06run_id\x18\x01 \x01(\tR\x05runId\x12/\n" +
 	"\x05phase\x18\x02 \x01(\x0e2\x19.rollout.learner.v1.PhaseR\x05phase\x12\x12\n" +
@@ -1917,7 +2000,7 @@ const file_rollout_learner_v1_learner_proto_rawDesc = "" +
 	"\vcompletions\x18\x05 \x03(\v2\x1e.rollout.learner.v1.CompletionR\vcompletions\x1a:\n" +
 	"\fMetricsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\"\x87\x02\n" +
+	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\"\xcf\x05\n" +
 	"\n" +
 	"Completion\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\rR\x05epoch\x12\x14\n" +
@@ -1930,7 +2013,20 @@ const file_rollout_learner_v1_learner_proto_rawDesc = "" +
 	"\x06reward\x18\x06 \x01(\x01R\x06reward\x12!\n" +
 	"\tadvantage\x18\a \x01(\x01H\x00R\tadvantage\x88\x01\x01\x12\x16\n" +
 	"\x06tokens\x18\b \x01(\rR\x06tokens\x12\x1c\n" +
-	"\ttruncated\x18\t \x01(\bR\ttruncatedB\f\n" +
+	"\ttruncated\x18\t \x01(\bR\ttruncated\x12\x12\n" +
+	"\x04part\x18\n" +
+	" \x01(\rR\x04part\x12#\n" +
+	"\rprompt_tokens\x18\v \x01(\rR\fpromptTokens\x12E\n" +
+	"\ametrics\x18\f \x03(\v2+.rollout.learner.v1.Completion.MetricsEntryR\ametrics\x121\n" +
+	"\x05turns\x18\r \x03(\v2\x1b.rollout.trajectory.v1.TurnR\x05turns\x12G\n" +
+	"\rversion_spans\x18\x0e \x03(\v2\".rollout.trajectory.v1.VersionSpanR\fversionSpans\x12\x1b\n" +
+	"\ttoken_ids\x18\x0f \x01(\fR\btokenIds\x12\x1a\n" +
+	"\blogprobs\x18\x10 \x01(\fR\blogprobs\x12\x1b\n" +
+	"\tloss_mask\x18\x11 \x01(\fR\blossMask\x128\n" +
+	"\aoutcome\x18\x12 \x01(\x0e2\x1e.rollout.trajectory.v1.OutcomeR\aoutcome\x1a:\n" +
+	"\fMetricsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01B\f\n" +
 	"\n" +
 	"_advantage\"7\n" +
 	"\x15PublishWeightsRequest\x12\x1e\n" +
@@ -2014,7 +2110,7 @@ func file_rollout_learner_v1_learner_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_learner_v1_learner_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_learner_v1_learner_proto_msgTypes = make([]protoimpl.MessageInfo, 29)
+var file_rollout_learner_v1_learner_proto_msgTypes = make([]protoimpl.MessageInfo, 30)
 var file_rollout_learner_v1_learner_proto_goTypes = []any{
 	(Phase)(0),                       // 0: rollout.learner.v1.Phase
 	(*Progress)(nil),                 // 1: rollout.learner.v1.Progress
@@ -2045,60 +2141,68 @@ var file_rollout_learner_v1_learner_proto_goTypes = []any{
 	(*GetLearnerStatusRequest)(nil),  // 26: rollout.learner.v1.GetLearnerStatusRequest
 	(*GetLearnerStatusResponse)(nil), // 27: rollout.learner.v1.GetLearnerStatusResponse
 	nil,                              // 28: rollout.learner.v1.TrainResult.MetricsEntry
-	nil,                              // 29: rollout.learner.v1.EvaluateLossResponse.MetricsEntry
-	(*v1.WeightsManifest)(nil),       // 30: rollout.weights.v1.WeightsManifest
-	(*v11.Wait)(nil),                 // 31: rollout.wait.v1.Wait
-	(*v12.Plan)(nil),                 // 32: rollout.plan.v1.Plan
-	(*v13.Batch)(nil),                // 33: rollout.buffer.v1.Batch
-	(*v1.WeightsOffer)(nil),          // 34: rollout.weights.v1.WeightsOffer
-	(*v14.SnapshotFile)(nil),         // 35: rollout.snapshot.v1.SnapshotFile
+	nil,                              // 29: rollout.learner.v1.Completion.MetricsEntry
+	nil,                              // 30: rollout.learner.v1.EvaluateLossResponse.MetricsEntry
+	(*v1.WeightsManifest)(nil),       // 31: rollout.weights.v1.WeightsManifest
+	(*v11.Wait)(nil),                 // 32: rollout.wait.v1.Wait
+	(*v12.Plan)(nil),                 // 33: rollout.plan.v1.Plan
+	(*v13.Batch)(nil),                // 34: rollout.buffer.v1.Batch
+	(*v14.Turn)(nil),                 // 35: rollout.trajectory.v1.Turn
+	(*v14.VersionSpan)(nil),          // 36: rollout.trajectory.v1.VersionSpan
+	(v14.Outcome)(0),                 // 37: rollout.trajectory.v1.Outcome
+	(*v1.WeightsOffer)(nil),          // 38: rollout.weights.v1.WeightsOffer
+	(*v15.SnapshotFile)(nil),         // 39: rollout.snapshot.v1.SnapshotFile
 }
 var file_rollout_learner_v1_learner_proto_depIdxs = []int32{
 	0,  // 0: rollout.learner.v1.Progress.phase:type_name -> rollout.learner.v1.Phase
-	30, // 1: rollout.learner.v1.Progress.weights:type_name -> rollout.weights.v1.WeightsManifest
-	31, // 2: rollout.learner.v1.Progress.wait:type_name -> rollout.wait.v1.Wait
+	31, // 1: rollout.learner.v1.Progress.weights:type_name -> rollout.weights.v1.WeightsManifest
+	32, // 2: rollout.learner.v1.Progress.wait:type_name -> rollout.wait.v1.Wait
 	2,  // 3: rollout.learner.v1.Progress.lagging:type_name -> rollout.learner.v1.LaggingWorker
-	32, // 4: rollout.learner.v1.StartRunRequest.plan:type_name -> rollout.plan.v1.Plan
+	33, // 4: rollout.learner.v1.StartRunRequest.plan:type_name -> rollout.plan.v1.Plan
 	1,  // 5: rollout.learner.v1.StopRunResponse.progress:type_name -> rollout.learner.v1.Progress
 	1,  // 6: rollout.learner.v1.GetProgressResponse.progress:type_name -> rollout.learner.v1.Progress
 	1,  // 7: rollout.learner.v1.WatchProgressResponse.progress:type_name -> rollout.learner.v1.Progress
-	33, // 8: rollout.learner.v1.TrainRequest.batch:type_name -> rollout.buffer.v1.Batch
+	34, // 8: rollout.learner.v1.TrainRequest.batch:type_name -> rollout.buffer.v1.Batch
 	15, // 9: rollout.learner.v1.TrainResponse.progress:type_name -> rollout.learner.v1.TrainProgress
 	16, // 10: rollout.learner.v1.TrainResponse.result:type_name -> rollout.learner.v1.TrainResult
-	30, // 11: rollout.learner.v1.TrainResult.weights:type_name -> rollout.weights.v1.WeightsManifest
+	31, // 11: rollout.learner.v1.TrainResult.weights:type_name -> rollout.weights.v1.WeightsManifest
 	28, // 12: rollout.learner.v1.TrainResult.metrics:type_name -> rollout.learner.v1.TrainResult.MetricsEntry
 	17, // 13: rollout.learner.v1.TrainResult.completions:type_name -> rollout.learner.v1.Completion
-	30, // 14: rollout.learner.v1.PublishWeightsResponse.weights:type_name -> rollout.weights.v1.WeightsManifest
-	34, // 15: rollout.learner.v1.OfferWeightsResponse.offers:type_name -> rollout.weights.v1.WeightsOffer
-	29, // 16: rollout.learner.v1.EvaluateLossResponse.metrics:type_name -> rollout.learner.v1.EvaluateLossResponse.MetricsEntry
-	35, // 17: rollout.learner.v1.SaveStateResponse.files:type_name -> rollout.snapshot.v1.SnapshotFile
-	3,  // 18: rollout.learner.v1.LearnerControllerService.StartRun:input_type -> rollout.learner.v1.StartRunRequest
-	5,  // 19: rollout.learner.v1.LearnerControllerService.StopRun:input_type -> rollout.learner.v1.StopRunRequest
-	7,  // 20: rollout.learner.v1.LearnerControllerService.GetProgress:input_type -> rollout.learner.v1.GetProgressRequest
-	9,  // 21: rollout.learner.v1.LearnerControllerService.WatchProgress:input_type -> rollout.learner.v1.WatchProgressRequest
-	11, // 22: rollout.learner.v1.LearnerWorkerService.Initialize:input_type -> rollout.learner.v1.InitializeRequest
-	13, // 23: rollout.learner.v1.LearnerWorkerService.Train:input_type -> rollout.learner.v1.TrainRequest
-	18, // 24: rollout.learner.v1.LearnerWorkerService.PublishWeights:input_type -> rollout.learner.v1.PublishWeightsRequest
-	20, // 25: rollout.learner.v1.LearnerWorkerService.OfferWeights:input_type -> rollout.learner.v1.OfferWeightsRequest
-	22, // 26: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:input_type -> rollout.learner.v1.EvaluateLossRequest
-	24, // 27: rollout.learner.v1.LearnerWorkerService.SaveState:input_type -> rollout.learner.v1.SaveStateRequest
-	26, // 28: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:input_type -> rollout.learner.v1.GetLearnerStatusRequest
-	4,  // 29: rollout.learner.v1.LearnerControllerService.StartRun:output_type -> rollout.learner.v1.StartRunResponse
-	6,  // 30: rollout.learner.v1.LearnerControllerService.StopRun:output_type -> rollout.learner.v1.StopRunResponse
-	8,  // 31: rollout.learner.v1.LearnerControllerService.GetProgress:output_type -> rollout.learner.v1.GetProgressResponse
-	10, // 32: rollout.learner.v1.LearnerControllerService.WatchProgress:output_type -> rollout.learner.v1.WatchProgressResponse
-	12, // 33: rollout.learner.v1.LearnerWorkerService.Initialize:output_type -> rollout.learner.v1.InitializeResponse
-	14, // 34: rollout.learner.v1.LearnerWorkerService.Train:output_type -> rollout.learner.v1.TrainResponse
-	19, // 35: rollout.learner.v1.LearnerWorkerService.PublishWeights:output_type -> rollout.learner.v1.PublishWeightsResponse
-	21, // 36: rollout.learner.v1.LearnerWorkerService.OfferWeights:output_type -> rollout.learner.v1.OfferWeightsResponse
-	23, // 37: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:output_type -> rollout.learner.v1.EvaluateLossResponse
-	25, // 38: rollout.learner.v1.LearnerWorkerService.SaveState:output_type -> rollout.learner.v1.SaveStateResponse
-	27, // 39: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:output_type -> rollout.learner.v1.GetLearnerStatusResponse
-	29, // [29:40] is the sub-list for method output_type
-	18, // [18:29] is the sub-list for method input_type
-	18, // [18:18] is the sub-list for extension type_name
-	18, // [18:18] is the sub-list for extension extendee
-	0,  // [0:18] is the sub-list for field type_name
+	29, // 14: rollout.learner.v1.Completion.metrics:type_name -> rollout.learner.v1.Completion.MetricsEntry
+	35, // 15: rollout.learner.v1.Completion.turns:type_name -> rollout.trajectory.v1.Turn
+	36, // 16: rollout.learner.v1.Completion.version_spans:type_name -> rollout.trajectory.v1.VersionSpan
+	37, // 17: rollout.learner.v1.Completion.outcome:type_name -> rollout.trajectory.v1.Outcome
+	31, // 18: rollout.learner.v1.PublishWeightsResponse.weights:type_name -> rollout.weights.v1.WeightsManifest
+	38, // 19: rollout.learner.v1.OfferWeightsResponse.offers:type_name -> rollout.weights.v1.WeightsOffer
+	30, // 20: rollout.learner.v1.EvaluateLossResponse.metrics:type_name -> rollout.learner.v1.EvaluateLossResponse.MetricsEntry
+	39, // 21: rollout.learner.v1.SaveStateResponse.files:type_name -> rollout.snapshot.v1.SnapshotFile
+	3,  // 22: rollout.learner.v1.LearnerControllerService.StartRun:input_type -> rollout.learner.v1.StartRunRequest
+	5,  // 23: rollout.learner.v1.LearnerControllerService.StopRun:input_type -> rollout.learner.v1.StopRunRequest
+	7,  // 24: rollout.learner.v1.LearnerControllerService.GetProgress:input_type -> rollout.learner.v1.GetProgressRequest
+	9,  // 25: rollout.learner.v1.LearnerControllerService.WatchProgress:input_type -> rollout.learner.v1.WatchProgressRequest
+	11, // 26: rollout.learner.v1.LearnerWorkerService.Initialize:input_type -> rollout.learner.v1.InitializeRequest
+	13, // 27: rollout.learner.v1.LearnerWorkerService.Train:input_type -> rollout.learner.v1.TrainRequest
+	18, // 28: rollout.learner.v1.LearnerWorkerService.PublishWeights:input_type -> rollout.learner.v1.PublishWeightsRequest
+	20, // 29: rollout.learner.v1.LearnerWorkerService.OfferWeights:input_type -> rollout.learner.v1.OfferWeightsRequest
+	22, // 30: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:input_type -> rollout.learner.v1.EvaluateLossRequest
+	24, // 31: rollout.learner.v1.LearnerWorkerService.SaveState:input_type -> rollout.learner.v1.SaveStateRequest
+	26, // 32: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:input_type -> rollout.learner.v1.GetLearnerStatusRequest
+	4,  // 33: rollout.learner.v1.LearnerControllerService.StartRun:output_type -> rollout.learner.v1.StartRunResponse
+	6,  // 34: rollout.learner.v1.LearnerControllerService.StopRun:output_type -> rollout.learner.v1.StopRunResponse
+	8,  // 35: rollout.learner.v1.LearnerControllerService.GetProgress:output_type -> rollout.learner.v1.GetProgressResponse
+	10, // 36: rollout.learner.v1.LearnerControllerService.WatchProgress:output_type -> rollout.learner.v1.WatchProgressResponse
+	12, // 37: rollout.learner.v1.LearnerWorkerService.Initialize:output_type -> rollout.learner.v1.InitializeResponse
+	14, // 38: rollout.learner.v1.LearnerWorkerService.Train:output_type -> rollout.learner.v1.TrainResponse
+	19, // 39: rollout.learner.v1.LearnerWorkerService.PublishWeights:output_type -> rollout.learner.v1.PublishWeightsResponse
+	21, // 40: rollout.learner.v1.LearnerWorkerService.OfferWeights:output_type -> rollout.learner.v1.OfferWeightsResponse
+	23, // 41: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:output_type -> rollout.learner.v1.EvaluateLossResponse
+	25, // 42: rollout.learner.v1.LearnerWorkerService.SaveState:output_type -> rollout.learner.v1.SaveStateResponse
+	27, // 43: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:output_type -> rollout.learner.v1.GetLearnerStatusResponse
+	33, // [33:44] is the sub-list for method output_type
+	22, // [22:33] is the sub-list for method input_type
+	22, // [22:22] is the sub-list for extension type_name
+	22, // [22:22] is the sub-list for extension extendee
+	0,  // [0:22] is the sub-list for field type_name
 }
 
 func init() { file_rollout_learner_v1_learner_proto_init() }
@@ -2117,7 +2221,7 @@ func file_rollout_learner_v1_learner_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_learner_v1_learner_proto_rawDesc), len(file_rollout_learner_v1_learner_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   29,
+			NumMessages:   30,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

@@ -818,7 +818,10 @@ type EnvironmentObservation struct {
 	// Reward and metrics of the turn before it.
 	Reward float64 `protobuf:"fixed64,6,opt,name=reward,proto3" json:"reward,omitempty"`
 	// Further numbers of that turn.
-	Metrics       map[string]float64 `protobuf:"bytes,7,rep,name=metrics,proto3" json:"metrics,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
+	Metrics map[string]float64 `protobuf:"bytes,7,rep,name=metrics,proto3" json:"metrics,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
+	// Duration of each tool call of the turn before it in seconds, in the order of the calls; empty if
+	// it is not known.
+	ToolSeconds   []float64 `protobuf:"fixed64,8,rep,packed,name=tool_seconds,json=toolSeconds,proto3" json:"tool_seconds,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -898,6 +901,13 @@ func (x *EnvironmentObservation) GetReward() float64 {
 func (x *EnvironmentObservation) GetMetrics() map[string]float64 {
 	if x != nil {
 		return x.Metrics
+	}
+	return nil
+}
+
+func (x *EnvironmentObservation) GetToolSeconds() []float64 {
+	if x != nil {
+		return x.ToolSeconds
 	}
 	return nil
 }
@@ -2317,7 +2327,7 @@ const file_rollout_plugin_v1_plugin_proto_rawDesc = "" +
 	"\n" +
 	"EpisodeKey\x12\x1b\n" +
 	"\x04task\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x04task\x12\x16\n" +
-	"\x06sample\x18\x02 \x01(\rR\x06sample\"\xca\x03\n" +
+	"\x06sample\x18\x02 \x01(\rR\x06sample\"\xed\x03\n" +
 	"\x16EnvironmentObservation\x12\x12\n" +
 	"\x04text\x18\x01 \x01(\tR\x04text\x12\x1b\n" +
 	"\ttoken_ids\x18\x02 \x01(\fR\btokenIds\x12P\n" +
@@ -2325,7 +2335,8 @@ const file_rollout_plugin_v1_plugin_proto_rawDesc = "" +
 	"\bmessages\x18\x04 \x03(\tR\bmessages\x12\x14\n" +
 	"\x05tools\x18\x05 \x03(\tR\x05tools\x12\x16\n" +
 	"\x06reward\x18\x06 \x01(\x01R\x06reward\x12P\n" +
-	"\ametrics\x18\a \x03(\v26.rollout.plugin.v1.EnvironmentObservation.MetricsEntryR\ametrics\x1aU\n" +
+	"\ametrics\x18\a \x03(\v26.rollout.plugin.v1.EnvironmentObservation.MetricsEntryR\ametrics\x12!\n" +
+	"\ftool_seconds\x18\b \x03(\x01R\vtoolSeconds\x1aU\n" +
 	"\fTensorsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12/\n" +
 	"\x05value\x18\x02 \x01(\v2\x19.rollout.tensor.v1.TensorR\x05value:\x028\x01\x1a:\n" +

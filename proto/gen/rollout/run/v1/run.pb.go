@@ -658,7 +658,11 @@ type Queues struct {
 	// Consumed by a step.
 	Consumed uint64 `protobuf:"varint,4,opt,name=consumed,proto3" json:"consumed,omitempty"`
 	// Excluded for a typed reason.
-	Excluded      uint64 `protobuf:"varint,5,opt,name=excluded,proto3" json:"excluded,omitempty"`
+	Excluded uint64 `protobuf:"varint,5,opt,name=excluded,proto3" json:"excluded,omitempty"`
+	// Samples that failed because of infrastructure, by the reason of INFRA_FAILED
+	// (rollout.buffer.v1.LedgerState.failures). They are retried, and their groups are in the other
+	// numbers.
+	Failures      map[string]uint64 `protobuf:"bytes,6,rep,name=failures,proto3" json:"failures,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -726,6 +730,13 @@ func (x *Queues) GetExcluded() uint64 {
 		return x.Excluded
 	}
 	return 0
+}
+
+func (x *Queues) GetFailures() map[string]uint64 {
+	if x != nil {
+		return x.Failures
+	}
+	return nil
 }
 
 // RunStatus is a run with its queues and workers at one time.
@@ -2414,13 +2425,17 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	" \x01(\x01R\x0ftokensPerSecond\x12\x1d\n" +
 	"\n" +
 	"process_id\x18\v \x01(\tR\tprocessId\x12\x1a\n" +
-	"\breserved\x18\f \x01(\bR\breserved\"\x8b\x01\n" +
+	"\breserved\x18\f \x01(\bR\breserved\"\x8a\x02\n" +
 	"\x06Queues\x12\x1b\n" +
 	"\tin_flight\x18\x01 \x01(\x04R\binFlight\x12\x14\n" +
 	"\x05ready\x18\x02 \x01(\x04R\x05ready\x12\x16\n" +
 	"\x06leased\x18\x03 \x01(\x04R\x06leased\x12\x1a\n" +
 	"\bconsumed\x18\x04 \x01(\x04R\bconsumed\x12\x1a\n" +
-	"\bexcluded\x18\x05 \x01(\x04R\bexcluded\"\xe9\x02\n" +
+	"\bexcluded\x18\x05 \x01(\x04R\bexcluded\x12@\n" +
+	"\bfailures\x18\x06 \x03(\v2$.rollout.run.v1.Queues.FailuresEntryR\bfailures\x1a;\n" +
+	"\rFailuresEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\x04R\x05value:\x028\x01\"\xe9\x02\n" +
 	"\tRunStatus\x12%\n" +
 	"\x03run\x18\x01 \x01(\v2\x13.rollout.run.v1.RunR\x03run\x12.\n" +
 	"\x06queues\x18\x02 \x01(\v2\x16.rollout.run.v1.QueuesR\x06queues\x120\n" +
@@ -2568,7 +2583,7 @@ func file_rollout_run_v1_run_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_run_v1_run_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_run_v1_run_proto_msgTypes = make([]protoimpl.MessageInfo, 30)
+var file_rollout_run_v1_run_proto_msgTypes = make([]protoimpl.MessageInfo, 31)
 var file_rollout_run_v1_run_proto_goTypes = []any{
 	(RunState)(0),                 // 0: rollout.run.v1.RunState
 	(*Run)(nil),                   // 1: rollout.run.v1.Run
@@ -2601,60 +2616,62 @@ var file_rollout_run_v1_run_proto_goTypes = []any{
 	(*VerifyWorkersResponse)(nil), // 28: rollout.run.v1.VerifyWorkersResponse
 	(*GetCursorRequest)(nil),      // 29: rollout.run.v1.GetCursorRequest
 	(*GetCursorResponse)(nil),     // 30: rollout.run.v1.GetCursorResponse
-	(*v1.Plan)(nil),               // 31: rollout.plan.v1.Plan
-	(*timestamppb.Timestamp)(nil), // 32: google.protobuf.Timestamp
-	(*v11.Wait)(nil),              // 33: rollout.wait.v1.Wait
+	nil,                           // 31: rollout.run.v1.Queues.FailuresEntry
+	(*v1.Plan)(nil),               // 32: rollout.plan.v1.Plan
+	(*timestamppb.Timestamp)(nil), // 33: google.protobuf.Timestamp
+	(*v11.Wait)(nil),              // 34: rollout.wait.v1.Wait
 }
 var file_rollout_run_v1_run_proto_depIdxs = []int32{
-	31, // 0: rollout.run.v1.Run.plan:type_name -> rollout.plan.v1.Plan
+	32, // 0: rollout.run.v1.Run.plan:type_name -> rollout.plan.v1.Plan
 	0,  // 1: rollout.run.v1.Run.state:type_name -> rollout.run.v1.RunState
-	32, // 2: rollout.run.v1.Run.create_time:type_name -> google.protobuf.Timestamp
-	32, // 3: rollout.run.v1.Run.end_time:type_name -> google.protobuf.Timestamp
-	1,  // 4: rollout.run.v1.RunStatus.run:type_name -> rollout.run.v1.Run
-	5,  // 5: rollout.run.v1.RunStatus.queues:type_name -> rollout.run.v1.Queues
-	4,  // 6: rollout.run.v1.RunStatus.workers:type_name -> rollout.run.v1.Worker
-	3,  // 7: rollout.run.v1.RunStatus.cursor:type_name -> rollout.run.v1.Cursor
-	32, // 8: rollout.run.v1.RunStatus.waiting_since:type_name -> google.protobuf.Timestamp
-	33, // 9: rollout.run.v1.RunStatus.waits:type_name -> rollout.wait.v1.Wait
-	31, // 10: rollout.run.v1.WorkerSpec.plan:type_name -> rollout.plan.v1.Plan
-	9,  // 11: rollout.run.v1.WorkerSpec.nats:type_name -> rollout.run.v1.NatsAccess
-	8,  // 12: rollout.run.v1.WorkerSpec.tls:type_name -> rollout.run.v1.WorkerTls
-	1,  // 13: rollout.run.v1.CreateRunResponse.run:type_name -> rollout.run.v1.Run
-	6,  // 14: rollout.run.v1.GetRunResponse.status:type_name -> rollout.run.v1.RunStatus
-	0,  // 15: rollout.run.v1.ListRunsRequest.states:type_name -> rollout.run.v1.RunState
-	1,  // 16: rollout.run.v1.ListRunsResponse.runs:type_name -> rollout.run.v1.Run
-	1,  // 17: rollout.run.v1.CancelRunResponse.run:type_name -> rollout.run.v1.Run
-	1,  // 18: rollout.run.v1.PauseRunResponse.run:type_name -> rollout.run.v1.Run
-	1,  // 19: rollout.run.v1.ResumeRunResponse.run:type_name -> rollout.run.v1.Run
-	6,  // 20: rollout.run.v1.WatchRunResponse.status:type_name -> rollout.run.v1.RunStatus
-	0,  // 21: rollout.run.v1.CompleteRunRequest.state:type_name -> rollout.run.v1.RunState
-	26, // 22: rollout.run.v1.VerifyWorkersRequest.workers:type_name -> rollout.run.v1.WorkerRegistration
-	3,  // 23: rollout.run.v1.GetCursorResponse.cursor:type_name -> rollout.run.v1.Cursor
-	10, // 24: rollout.run.v1.SchedulerService.CreateRun:input_type -> rollout.run.v1.CreateRunRequest
-	12, // 25: rollout.run.v1.SchedulerService.GetRun:input_type -> rollout.run.v1.GetRunRequest
-	14, // 26: rollout.run.v1.SchedulerService.ListRuns:input_type -> rollout.run.v1.ListRunsRequest
-	16, // 27: rollout.run.v1.SchedulerService.CancelRun:input_type -> rollout.run.v1.CancelRunRequest
-	18, // 28: rollout.run.v1.SchedulerService.PauseRun:input_type -> rollout.run.v1.PauseRunRequest
-	20, // 29: rollout.run.v1.SchedulerService.ResumeRun:input_type -> rollout.run.v1.ResumeRunRequest
-	22, // 30: rollout.run.v1.SchedulerService.WatchRun:input_type -> rollout.run.v1.WatchRunRequest
-	24, // 31: rollout.run.v1.SchedulerInternalService.CompleteRun:input_type -> rollout.run.v1.CompleteRunRequest
-	27, // 32: rollout.run.v1.SchedulerInternalService.VerifyWorkers:input_type -> rollout.run.v1.VerifyWorkersRequest
-	29, // 33: rollout.run.v1.SchedulerInternalService.GetCursor:input_type -> rollout.run.v1.GetCursorRequest
-	11, // 34: rollout.run.v1.SchedulerService.CreateRun:output_type -> rollout.run.v1.CreateRunResponse
-	13, // 35: rollout.run.v1.SchedulerService.GetRun:output_type -> rollout.run.v1.GetRunResponse
-	15, // 36: rollout.run.v1.SchedulerService.ListRuns:output_type -> rollout.run.v1.ListRunsResponse
-	17, // 37: rollout.run.v1.SchedulerService.CancelRun:output_type -> rollout.run.v1.CancelRunResponse
-	19, // 38: rollout.run.v1.SchedulerService.PauseRun:output_type -> rollout.run.v1.PauseRunResponse
-	21, // 39: rollout.run.v1.SchedulerService.ResumeRun:output_type -> rollout.run.v1.ResumeRunResponse
-	23, // 40: rollout.run.v1.SchedulerService.WatchRun:output_type -> rollout.run.v1.WatchRunResponse
-	25, // 41: rollout.run.v1.SchedulerInternalService.CompleteRun:output_type -> rollout.run.v1.CompleteRunResponse
-	28, // 42: rollout.run.v1.SchedulerInternalService.VerifyWorkers:output_type -> rollout.run.v1.VerifyWorkersResponse
-	30, // 43: rollout.run.v1.SchedulerInternalService.GetCursor:output_type -> rollout.run.v1.GetCursorResponse
-	34, // [34:44] is the sub-list for method output_type
-	24, // [24:34] is the sub-list for method input_type
-	24, // [24:24] is the sub-list for extension type_name
-	24, // [24:24] is the sub-list for extension extendee
-	0,  // [0:24] is the sub-list for field type_name
+	33, // 2: rollout.run.v1.Run.create_time:type_name -> google.protobuf.Timestamp
+	33, // 3: rollout.run.v1.Run.end_time:type_name -> google.protobuf.Timestamp
+	31, // 4: rollout.run.v1.Queues.failures:type_name -> rollout.run.v1.Queues.FailuresEntry
+	1,  // 5: rollout.run.v1.RunStatus.run:type_name -> rollout.run.v1.Run
+	5,  // 6: rollout.run.v1.RunStatus.queues:type_name -> rollout.run.v1.Queues
+	4,  // 7: rollout.run.v1.RunStatus.workers:type_name -> rollout.run.v1.Worker
+	3,  // 8: rollout.run.v1.RunStatus.cursor:type_name -> rollout.run.v1.Cursor
+	33, // 9: rollout.run.v1.RunStatus.waiting_since:type_name -> google.protobuf.Timestamp
+	34, // 10: rollout.run.v1.RunStatus.waits:type_name -> rollout.wait.v1.Wait
+	32, // 11: rollout.run.v1.WorkerSpec.plan:type_name -> rollout.plan.v1.Plan
+	9,  // 12: rollout.run.v1.WorkerSpec.nats:type_name -> rollout.run.v1.NatsAccess
+	8,  // 13: rollout.run.v1.WorkerSpec.tls:type_name -> rollout.run.v1.WorkerTls
+	1,  // 14: rollout.run.v1.CreateRunResponse.run:type_name -> rollout.run.v1.Run
+	6,  // 15: rollout.run.v1.GetRunResponse.status:type_name -> rollout.run.v1.RunStatus
+	0,  // 16: rollout.run.v1.ListRunsRequest.states:type_name -> rollout.run.v1.RunState
+	1,  // 17: rollout.run.v1.ListRunsResponse.runs:type_name -> rollout.run.v1.Run
+	1,  // 18: rollout.run.v1.CancelRunResponse.run:type_name -> rollout.run.v1.Run
+	1,  // 19: rollout.run.v1.PauseRunResponse.run:type_name -> rollout.run.v1.Run
+	1,  // 20: rollout.run.v1.ResumeRunResponse.run:type_name -> rollout.run.v1.Run
+	6,  // 21: rollout.run.v1.WatchRunResponse.status:type_name -> rollout.run.v1.RunStatus
+	0,  // 22: rollout.run.v1.CompleteRunRequest.state:type_name -> rollout.run.v1.RunState
+	26, // 23: rollout.run.v1.VerifyWorkersRequest.workers:type_name -> rollout.run.v1.WorkerRegistration
+	3,  // 24: rollout.run.v1.GetCursorResponse.cursor:type_name -> rollout.run.v1.Cursor
+	10, // 25: rollout.run.v1.SchedulerService.CreateRun:input_type -> rollout.run.v1.CreateRunRequest
+	12, // 26: rollout.run.v1.SchedulerService.GetRun:input_type -> rollout.run.v1.GetRunRequest
+	14, // 27: rollout.run.v1.SchedulerService.ListRuns:input_type -> rollout.run.v1.ListRunsRequest
+	16, // 28: rollout.run.v1.SchedulerService.CancelRun:input_type -> rollout.run.v1.CancelRunRequest
+	18, // 29: rollout.run.v1.SchedulerService.PauseRun:input_type -> rollout.run.v1.PauseRunRequest
+	20, // 30: rollout.run.v1.SchedulerService.ResumeRun:input_type -> rollout.run.v1.ResumeRunRequest
+	22, // 31: rollout.run.v1.SchedulerService.WatchRun:input_type -> rollout.run.v1.WatchRunRequest
+	24, // 32: rollout.run.v1.SchedulerInternalService.CompleteRun:input_type -> rollout.run.v1.CompleteRunRequest
+	27, // 33: rollout.run.v1.SchedulerInternalService.VerifyWorkers:input_type -> rollout.run.v1.VerifyWorkersRequest
+	29, // 34: rollout.run.v1.SchedulerInternalService.GetCursor:input_type -> rollout.run.v1.GetCursorRequest
+	11, // 35: rollout.run.v1.SchedulerService.CreateRun:output_type -> rollout.run.v1.CreateRunResponse
+	13, // 36: rollout.run.v1.SchedulerService.GetRun:output_type -> rollout.run.v1.GetRunResponse
+	15, // 37: rollout.run.v1.SchedulerService.ListRuns:output_type -> rollout.run.v1.ListRunsResponse
+	17, // 38: rollout.run.v1.SchedulerService.CancelRun:output_type -> rollout.run.v1.CancelRunResponse
+	19, // 39: rollout.run.v1.SchedulerService.PauseRun:output_type -> rollout.run.v1.PauseRunResponse
+	21, // 40: rollout.run.v1.SchedulerService.ResumeRun:output_type -> rollout.run.v1.ResumeRunResponse
+	23, // 41: rollout.run.v1.SchedulerService.WatchRun:output_type -> rollout.run.v1.WatchRunResponse
+	25, // 42: rollout.run.v1.SchedulerInternalService.CompleteRun:output_type -> rollout.run.v1.CompleteRunResponse
+	28, // 43: rollout.run.v1.SchedulerInternalService.VerifyWorkers:output_type -> rollout.run.v1.VerifyWorkersResponse
+	30, // 44: rollout.run.v1.SchedulerInternalService.GetCursor:output_type -> rollout.run.v1.GetCursorResponse
+	35, // [35:45] is the sub-list for method output_type
+	25, // [25:35] is the sub-list for method input_type
+	25, // [25:25] is the sub-list for extension type_name
+	25, // [25:25] is the sub-list for extension extendee
+	0,  // [0:25] is the sub-list for field type_name
 }
 
 func init() { file_rollout_run_v1_run_proto_init() }
@@ -2668,7 +2685,7 @@ func file_rollout_run_v1_run_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_run_v1_run_proto_rawDesc), len(file_rollout_run_v1_run_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   30,
+			NumMessages:   31,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

@@ -254,6 +254,240 @@ func (x *VersionSpan) GetDigest() string {
 	return ""
 }
 
+// Turn is a run of tokens of an episode with several turns: those that the policy sampled at once, or
+// those that it read before it sampled again.
+type Turn struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Whether the policy sampled the tokens.
+	Sampled bool `protobuf:"varint,1,opt,name=sampled,proto3" json:"sampled,omitempty"`
+	// First token, counted from the prompt's first.
+	Start uint32 `protobuf:"varint,2,opt,name=start,proto3" json:"start,omitempty"`
+	// One past the last token.
+	End uint32 `protobuf:"varint,3,opt,name=end,proto3" json:"end,omitempty"`
+	// What the tokens say; empty if `messages` say it.
+	Text string `protobuf:"bytes,4,opt,name=text,proto3" json:"text,omitempty"`
+	// The messages in the form of OpenAI's API, each as JSON: of a sampled turn one, with its content,
+	// reasoning, and tool calls; of another one for instance the results of tools. Empty if the
+	// episode is not a chat.
+	Messages []string `protobuf:"bytes,5,rep,name=messages,proto3" json:"messages,omitempty"`
+	// Reward of a sampled turn, in addition to that of the episode.
+	Reward float64 `protobuf:"fixed64,6,opt,name=reward,proto3" json:"reward,omitempty"`
+	// Further numbers that the environment returned for a sampled turn.
+	Metrics       map[string]float64 `protobuf:"bytes,7,rep,name=metrics,proto3" json:"metrics,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Turn) Reset() {
+	*x = Turn{}
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Turn) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Turn) ProtoMessage() {}
+
+func (x *Turn) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Turn.ProtoReflect.Descriptor instead.
+func (*Turn) Descriptor() ([]byte, []int) {
+	return file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *Turn) GetSampled() bool {
+	if x != nil {
+		return x.Sampled
+	}
+	return false
+}
+
+func (x *Turn) GetStart() uint32 {
+	if x != nil {
+		return x.Start
+	}
+	return 0
+}
+
+func (x *Turn) GetEnd() uint32 {
+	if x != nil {
+		return x.End
+	}
+	return 0
+}
+
+func (x *Turn) GetText() string {
+	if x != nil {
+		return x.Text
+	}
+	return ""
+}
+
+func (x *Turn) GetMessages() []string {
+	if x != nil {
+		return x.Messages
+	}
+	return nil
+}
+
+func (x *Turn) GetReward() float64 {
+	if x != nil {
+		return x.Reward
+	}
+	return 0
+}
+
+func (x *Turn) GetMetrics() map[string]float64 {
+	if x != nil {
+		return x.Metrics
+	}
+	return nil
+}
+
+// TurnTimes says when a sampled turn was asked for, sampled, and answered, in milliseconds since the
+// beginning of the episode.
+type TurnTimes struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The engine was asked for it.
+	AskedMs uint32 `protobuf:"varint,1,opt,name=asked_ms,json=askedMs,proto3" json:"asked_ms,omitempty"`
+	// Its last token was sampled. The time since `asked_ms` includes the wait for a slot.
+	SampledMs uint32 `protobuf:"varint,2,opt,name=sampled_ms,json=sampledMs,proto3" json:"sampled_ms,omitempty"`
+	// The environment had answered. The time since `sampled_ms` includes the calls of tools.
+	AnsweredMs uint32 `protobuf:"varint,3,opt,name=answered_ms,json=answeredMs,proto3" json:"answered_ms,omitempty"`
+	// Duration of each tool call, in the order of the turn's calls. Calls of a turn run concurrently.
+	ToolMs        []uint32 `protobuf:"varint,4,rep,packed,name=tool_ms,json=toolMs,proto3" json:"tool_ms,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TurnTimes) Reset() {
+	*x = TurnTimes{}
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TurnTimes) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TurnTimes) ProtoMessage() {}
+
+func (x *TurnTimes) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TurnTimes.ProtoReflect.Descriptor instead.
+func (*TurnTimes) Descriptor() ([]byte, []int) {
+	return file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *TurnTimes) GetAskedMs() uint32 {
+	if x != nil {
+		return x.AskedMs
+	}
+	return 0
+}
+
+func (x *TurnTimes) GetSampledMs() uint32 {
+	if x != nil {
+		return x.SampledMs
+	}
+	return 0
+}
+
+func (x *TurnTimes) GetAnsweredMs() uint32 {
+	if x != nil {
+		return x.AnsweredMs
+	}
+	return 0
+}
+
+func (x *TurnTimes) GetToolMs() []uint32 {
+	if x != nil {
+		return x.ToolMs
+	}
+	return nil
+}
+
+// EpisodeTimes is the course of an episode by the worker's clock. It travels with the header, because
+// payloads of equal samples have equal bytes.
+type EpisodeTimes struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Beginning of the episode: milliseconds since 1970, UTC.
+	BeganUnixMs uint64 `protobuf:"varint,1,opt,name=began_unix_ms,json=beganUnixMs,proto3" json:"began_unix_ms,omitempty"`
+	// Of each sampled turn, in order. Turns at the end are left out if all would take more than 4,096
+	// bytes.
+	Turns         []*TurnTimes `protobuf:"bytes,2,rep,name=turns,proto3" json:"turns,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EpisodeTimes) Reset() {
+	*x = EpisodeTimes{}
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EpisodeTimes) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EpisodeTimes) ProtoMessage() {}
+
+func (x *EpisodeTimes) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EpisodeTimes.ProtoReflect.Descriptor instead.
+func (*EpisodeTimes) Descriptor() ([]byte, []int) {
+	return file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *EpisodeTimes) GetBeganUnixMs() uint64 {
+	if x != nil {
+		return x.BeganUnixMs
+	}
+	return 0
+}
+
+func (x *EpisodeTimes) GetTurns() []*TurnTimes {
+	if x != nil {
+		return x.Turns
+	}
+	return nil
+}
+
 // Trajectory is one sample. Token arrays are raw little-endian bytes, so that a reader maps them
 // without parsing.
 type Trajectory struct {
@@ -292,13 +526,15 @@ type Trajectory struct {
 	// float32[T] little-endian: logprob of each completion token under a teacher that an endpoint
 	// serves, 0 for the prompt. Empty where there is none.
 	TeacherLogprobs []byte `protobuf:"bytes,15,opt,name=teacher_logprobs,json=teacherLogprobs,proto3" json:"teacher_logprobs,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// The prompt and the turns, in order and without gaps. Empty if episodes have one turn.
+	Turns         []*Turn `protobuf:"bytes,16,rep,name=turns,proto3" json:"turns,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Trajectory) Reset() {
 	*x = Trajectory{}
-	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[2]
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -310,7 +546,7 @@ func (x *Trajectory) String() string {
 func (*Trajectory) ProtoMessage() {}
 
 func (x *Trajectory) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[2]
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -323,7 +559,7 @@ func (x *Trajectory) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Trajectory.ProtoReflect.Descriptor instead.
 func (*Trajectory) Descriptor() ([]byte, []int) {
-	return file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{2}
+	return file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Trajectory) GetKey() *TrajectoryKey {
@@ -431,6 +667,13 @@ func (x *Trajectory) GetTeacherLogprobs() []byte {
 	return nil
 }
 
+func (x *Trajectory) GetTurns() []*Turn {
+	if x != nil {
+		return x.Turns
+	}
+	return nil
+}
+
 // TrajectoryHeader is what the ledger needs of a trajectory; the buffer never parses the payload.
 type TrajectoryHeader struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -470,14 +713,16 @@ type TrajectoryHeader struct {
 	Parent *EpisodeLink `protobuf:"bytes,16,opt,name=parent,proto3" json:"parent,omitempty"`
 	// Whether a sample that is INFRA_FAILED may be left out of its group. It is if the group can have
 	// `limits.min_group_size` usable samples without it, and dissolves the group otherwise.
-	LeftOut       bool `protobuf:"varint,17,opt,name=left_out,json=leftOut,proto3" json:"left_out,omitempty"`
+	LeftOut bool `protobuf:"varint,17,opt,name=left_out,json=leftOut,proto3" json:"left_out,omitempty"`
+	// When its turns were sampled and answered. Absent if it is not known.
+	Times         *EpisodeTimes `protobuf:"bytes,18,opt,name=times,proto3" json:"times,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *TrajectoryHeader) Reset() {
 	*x = TrajectoryHeader{}
-	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[3]
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -489,7 +734,7 @@ func (x *TrajectoryHeader) String() string {
 func (*TrajectoryHeader) ProtoMessage() {}
 
 func (x *TrajectoryHeader) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[3]
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -502,7 +747,7 @@ func (x *TrajectoryHeader) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrajectoryHeader.ProtoReflect.Descriptor instead.
 func (*TrajectoryHeader) Descriptor() ([]byte, []int) {
-	return file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{3}
+	return file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *TrajectoryHeader) GetKey() *TrajectoryKey {
@@ -624,6 +869,13 @@ func (x *TrajectoryHeader) GetLeftOut() bool {
 	return false
 }
 
+func (x *TrajectoryHeader) GetTimes() *EpisodeTimes {
+	if x != nil {
+		return x.Times
+	}
+	return nil
+}
+
 // TrajectoryPath is the segments of a session (rollout.session.v1.Segment) that form a trajectory.
 type TrajectoryPath struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -637,7 +889,7 @@ type TrajectoryPath struct {
 
 func (x *TrajectoryPath) Reset() {
 	*x = TrajectoryPath{}
-	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[4]
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -649,7 +901,7 @@ func (x *TrajectoryPath) String() string {
 func (*TrajectoryPath) ProtoMessage() {}
 
 func (x *TrajectoryPath) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[4]
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -662,7 +914,7 @@ func (x *TrajectoryPath) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrajectoryPath.ProtoReflect.Descriptor instead.
 func (*TrajectoryPath) Descriptor() ([]byte, []int) {
-	return file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{4}
+	return file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *TrajectoryPath) GetSessionId() string {
@@ -694,7 +946,7 @@ type EpisodeLink struct {
 
 func (x *EpisodeLink) Reset() {
 	*x = EpisodeLink{}
-	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[5]
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -706,7 +958,7 @@ func (x *EpisodeLink) String() string {
 func (*EpisodeLink) ProtoMessage() {}
 
 func (x *EpisodeLink) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[5]
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -719,7 +971,7 @@ func (x *EpisodeLink) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EpisodeLink.ProtoReflect.Descriptor instead.
 func (*EpisodeLink) Descriptor() ([]byte, []int) {
-	return file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{5}
+	return file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *EpisodeLink) GetKey() *TrajectoryKey {
@@ -761,7 +1013,7 @@ type TrajectoryEnvelope struct {
 
 func (x *TrajectoryEnvelope) Reset() {
 	*x = TrajectoryEnvelope{}
-	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[6]
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -773,7 +1025,7 @@ func (x *TrajectoryEnvelope) String() string {
 func (*TrajectoryEnvelope) ProtoMessage() {}
 
 func (x *TrajectoryEnvelope) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[6]
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -786,7 +1038,7 @@ func (x *TrajectoryEnvelope) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrajectoryEnvelope.ProtoReflect.Descriptor instead.
 func (*TrajectoryEnvelope) Descriptor() ([]byte, []int) {
-	return file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{6}
+	return file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *TrajectoryEnvelope) GetHeader() *TrajectoryHeader {
@@ -828,7 +1080,7 @@ type TrajectoryBatch struct {
 
 func (x *TrajectoryBatch) Reset() {
 	*x = TrajectoryBatch{}
-	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[7]
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -840,7 +1092,7 @@ func (x *TrajectoryBatch) String() string {
 func (*TrajectoryBatch) ProtoMessage() {}
 
 func (x *TrajectoryBatch) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[7]
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -853,7 +1105,7 @@ func (x *TrajectoryBatch) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrajectoryBatch.ProtoReflect.Descriptor instead.
 func (*TrajectoryBatch) Descriptor() ([]byte, []int) {
-	return file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{7}
+	return file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *TrajectoryBatch) GetTrajectories() []*TrajectoryEnvelope {
@@ -879,7 +1131,28 @@ const file_rollout_trajectory_v1_trajectory_proto_rawDesc = "" +
 	"\aversion\x18\x01 \x01(\x04R\aversion\x12\x14\n" +
 	"\x05start\x18\x02 \x01(\rR\x05start\x12\x10\n" +
 	"\x03end\x18\x03 \x01(\rR\x03end\x12\x16\n" +
-	"\x06digest\x18\x04 \x01(\tR\x06digest\"\xab\x05\n" +
+	"\x06digest\x18\x04 \x01(\tR\x06digest\"\x90\x02\n" +
+	"\x04Turn\x12\x18\n" +
+	"\asampled\x18\x01 \x01(\bR\asampled\x12\x14\n" +
+	"\x05start\x18\x02 \x01(\rR\x05start\x12\x10\n" +
+	"\x03end\x18\x03 \x01(\rR\x03end\x12\x12\n" +
+	"\x04text\x18\x04 \x01(\tR\x04text\x12\x1a\n" +
+	"\bmessages\x18\x05 \x03(\tR\bmessages\x12\x16\n" +
+	"\x06reward\x18\x06 \x01(\x01R\x06reward\x12B\n" +
+	"\ametrics\x18\a \x03(\v2(.rollout.trajectory.v1.Turn.MetricsEntryR\ametrics\x1a:\n" +
+	"\fMetricsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\"\x8a\x01\n" +
+	"\tTurnTimes\x12\x19\n" +
+	"\basked_ms\x18\x01 \x01(\rR\aaskedMs\x12\x1d\n" +
+	"\n" +
+	"sampled_ms\x18\x02 \x01(\rR\tsampledMs\x12\x1f\n" +
+	"\vanswered_ms\x18\x03 \x01(\rR\n" +
+	"answeredMs\x12\"\n" +
+	"\atool_ms\x18\x04 \x03(\rB\t\xbaH\x06\x92\x01\x03\x10\x80\x02R\x06toolMs\"u\n" +
+	"\fEpisodeTimes\x12\"\n" +
+	"\rbegan_unix_ms\x18\x01 \x01(\x04R\vbeganUnixMs\x12A\n" +
+	"\x05turns\x18\x02 \x03(\v2 .rollout.trajectory.v1.TurnTimesB\t\xbaH\x06\x92\x01\x03\x10\x80\bR\x05turns\"\xde\x05\n" +
 	"\n" +
 	"Trajectory\x12>\n" +
 	"\x03key\x18\x01 \x01(\v2$.rollout.trajectory.v1.TrajectoryKeyB\x06\xbaH\x03\xc8\x01\x01R\x03key\x12\x1b\n" +
@@ -899,10 +1172,11 @@ const file_rollout_trajectory_v1_trajectory_proto_rawDesc = "" +
 	"completion\x18\r \x01(\tR\n" +
 	"completion\x12#\n" +
 	"\rtoken_rewards\x18\x0e \x01(\fR\ftokenRewards\x12)\n" +
-	"\x10teacher_logprobs\x18\x0f \x01(\fR\x0fteacherLogprobs\x1a:\n" +
+	"\x10teacher_logprobs\x18\x0f \x01(\fR\x0fteacherLogprobs\x121\n" +
+	"\x05turns\x18\x10 \x03(\v2\x1b.rollout.trajectory.v1.TurnR\x05turns\x1a:\n" +
 	"\fMetricsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\"\xb1\x05\n" +
+	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\"\xec\x05\n" +
 	"\x10TrajectoryHeader\x12>\n" +
 	"\x03key\x18\x01 \x01(\v2$.rollout.trajectory.v1.TrajectoryKeyB\x06\xbaH\x03\xc8\x01\x01R\x03key\x12&\n" +
 	"\n" +
@@ -925,7 +1199,8 @@ const file_rollout_trajectory_v1_trajectory_proto_rawDesc = "" +
 	"\x05parts\x18\x0e \x01(\rR\x05parts\x129\n" +
 	"\x04path\x18\x0f \x01(\v2%.rollout.trajectory.v1.TrajectoryPathR\x04path\x12:\n" +
 	"\x06parent\x18\x10 \x01(\v2\".rollout.trajectory.v1.EpisodeLinkR\x06parent\x12\x19\n" +
-	"\bleft_out\x18\x11 \x01(\bR\aleftOut\"c\n" +
+	"\bleft_out\x18\x11 \x01(\bR\aleftOut\x129\n" +
+	"\x05times\x18\x12 \x01(\v2#.rollout.trajectory.v1.EpisodeTimesR\x05times\"c\n" +
 	"\x0eTrajectoryPath\x12&\n" +
 	"\n" +
 	"session_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\tsessionId\x12)\n" +
@@ -966,38 +1241,46 @@ func file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_trajectory_v1_trajectory_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_trajectory_v1_trajectory_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
+var file_rollout_trajectory_v1_trajectory_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
 var file_rollout_trajectory_v1_trajectory_proto_goTypes = []any{
 	(Outcome)(0),               // 0: rollout.trajectory.v1.Outcome
 	(*TrajectoryKey)(nil),      // 1: rollout.trajectory.v1.TrajectoryKey
 	(*VersionSpan)(nil),        // 2: rollout.trajectory.v1.VersionSpan
-	(*Trajectory)(nil),         // 3: rollout.trajectory.v1.Trajectory
-	(*TrajectoryHeader)(nil),   // 4: rollout.trajectory.v1.TrajectoryHeader
-	(*TrajectoryPath)(nil),     // 5: rollout.trajectory.v1.TrajectoryPath
-	(*EpisodeLink)(nil),        // 6: rollout.trajectory.v1.EpisodeLink
-	(*TrajectoryEnvelope)(nil), // 7: rollout.trajectory.v1.TrajectoryEnvelope
-	(*TrajectoryBatch)(nil),    // 8: rollout.trajectory.v1.TrajectoryBatch
-	nil,                        // 9: rollout.trajectory.v1.Trajectory.MetricsEntry
-	(*v1.WeightsReceipt)(nil),  // 10: rollout.weights.v1.WeightsReceipt
+	(*Turn)(nil),               // 3: rollout.trajectory.v1.Turn
+	(*TurnTimes)(nil),          // 4: rollout.trajectory.v1.TurnTimes
+	(*EpisodeTimes)(nil),       // 5: rollout.trajectory.v1.EpisodeTimes
+	(*Trajectory)(nil),         // 6: rollout.trajectory.v1.Trajectory
+	(*TrajectoryHeader)(nil),   // 7: rollout.trajectory.v1.TrajectoryHeader
+	(*TrajectoryPath)(nil),     // 8: rollout.trajectory.v1.TrajectoryPath
+	(*EpisodeLink)(nil),        // 9: rollout.trajectory.v1.EpisodeLink
+	(*TrajectoryEnvelope)(nil), // 10: rollout.trajectory.v1.TrajectoryEnvelope
+	(*TrajectoryBatch)(nil),    // 11: rollout.trajectory.v1.TrajectoryBatch
+	nil,                        // 12: rollout.trajectory.v1.Turn.MetricsEntry
+	nil,                        // 13: rollout.trajectory.v1.Trajectory.MetricsEntry
+	(*v1.WeightsReceipt)(nil),  // 14: rollout.weights.v1.WeightsReceipt
 }
 var file_rollout_trajectory_v1_trajectory_proto_depIdxs = []int32{
-	1,  // 0: rollout.trajectory.v1.Trajectory.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	2,  // 1: rollout.trajectory.v1.Trajectory.version_spans:type_name -> rollout.trajectory.v1.VersionSpan
-	9,  // 2: rollout.trajectory.v1.Trajectory.metrics:type_name -> rollout.trajectory.v1.Trajectory.MetricsEntry
-	0,  // 3: rollout.trajectory.v1.Trajectory.outcome:type_name -> rollout.trajectory.v1.Outcome
-	1,  // 4: rollout.trajectory.v1.TrajectoryHeader.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	0,  // 5: rollout.trajectory.v1.TrajectoryHeader.outcome:type_name -> rollout.trajectory.v1.Outcome
-	10, // 6: rollout.trajectory.v1.TrajectoryHeader.receipt:type_name -> rollout.weights.v1.WeightsReceipt
-	5,  // 7: rollout.trajectory.v1.TrajectoryHeader.path:type_name -> rollout.trajectory.v1.TrajectoryPath
-	6,  // 8: rollout.trajectory.v1.TrajectoryHeader.parent:type_name -> rollout.trajectory.v1.EpisodeLink
-	1,  // 9: rollout.trajectory.v1.EpisodeLink.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	4,  // 10: rollout.trajectory.v1.TrajectoryEnvelope.header:type_name -> rollout.trajectory.v1.TrajectoryHeader
-	7,  // 11: rollout.trajectory.v1.TrajectoryBatch.trajectories:type_name -> rollout.trajectory.v1.TrajectoryEnvelope
-	12, // [12:12] is the sub-list for method output_type
-	12, // [12:12] is the sub-list for method input_type
-	12, // [12:12] is the sub-list for extension type_name
-	12, // [12:12] is the sub-list for extension extendee
-	0,  // [0:12] is the sub-list for field type_name
+	12, // 0: rollout.trajectory.v1.Turn.metrics:type_name -> rollout.trajectory.v1.Turn.MetricsEntry
+	4,  // 1: rollout.trajectory.v1.EpisodeTimes.turns:type_name -> rollout.trajectory.v1.TurnTimes
+	1,  // 2: rollout.trajectory.v1.Trajectory.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	2,  // 3: rollout.trajectory.v1.Trajectory.version_spans:type_name -> rollout.trajectory.v1.VersionSpan
+	13, // 4: rollout.trajectory.v1.Trajectory.metrics:type_name -> rollout.trajectory.v1.Trajectory.MetricsEntry
+	0,  // 5: rollout.trajectory.v1.Trajectory.outcome:type_name -> rollout.trajectory.v1.Outcome
+	3,  // 6: rollout.trajectory.v1.Trajectory.turns:type_name -> rollout.trajectory.v1.Turn
+	1,  // 7: rollout.trajectory.v1.TrajectoryHeader.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	0,  // 8: rollout.trajectory.v1.TrajectoryHeader.outcome:type_name -> rollout.trajectory.v1.Outcome
+	14, // 9: rollout.trajectory.v1.TrajectoryHeader.receipt:type_name -> rollout.weights.v1.WeightsReceipt
+	8,  // 10: rollout.trajectory.v1.TrajectoryHeader.path:type_name -> rollout.trajectory.v1.TrajectoryPath
+	9,  // 11: rollout.trajectory.v1.TrajectoryHeader.parent:type_name -> rollout.trajectory.v1.EpisodeLink
+	5,  // 12: rollout.trajectory.v1.TrajectoryHeader.times:type_name -> rollout.trajectory.v1.EpisodeTimes
+	1,  // 13: rollout.trajectory.v1.EpisodeLink.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	7,  // 14: rollout.trajectory.v1.TrajectoryEnvelope.header:type_name -> rollout.trajectory.v1.TrajectoryHeader
+	10, // 15: rollout.trajectory.v1.TrajectoryBatch.trajectories:type_name -> rollout.trajectory.v1.TrajectoryEnvelope
+	16, // [16:16] is the sub-list for method output_type
+	16, // [16:16] is the sub-list for method input_type
+	16, // [16:16] is the sub-list for extension type_name
+	16, // [16:16] is the sub-list for extension extendee
+	0,  // [0:16] is the sub-list for field type_name
 }
 
 func init() { file_rollout_trajectory_v1_trajectory_proto_init() }
@@ -1011,7 +1294,7 @@ func file_rollout_trajectory_v1_trajectory_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_trajectory_v1_trajectory_proto_rawDesc), len(file_rollout_trajectory_v1_trajectory_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   9,
+			NumMessages:   13,
 			NumExtensions: 0,
 			NumServices:   0,
 		},
