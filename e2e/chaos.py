@@ -1,4 +1,4 @@
-"""Random faults during a job: `make chaos KILLS=n SEED=s SHAPE=embedded|servers`.
+"""Random faults during a job: `make chaos KILLS=n SEED=s SHAPE=embedded|servers AGENTS=0|1`.
 
 Each round is one run with a few faults at random moments, also during recovery and during earlier
 faults (``faults``). After the round `rollout audit` must pass, the weights must equal those of a
@@ -12,6 +12,10 @@ results are stored after each round, so an interrupted test resumes where it sto
 With ASYNC=1 the run is asynchronous, so its weights depend on timing. Instead of comparing them
 with a run without faults, the recorded batches are trained again (`rollout replay`), and each step
 must have the recorded weights.
+
+With AGENTS=1 the samples are episodes of several turns of an environment that runs commands in
+sandboxes. Its processes are killed, stopped, and hang, and the sandboxes are killed. An episode that
+they interrupt must be played again, and never be scored.
 
 With TORCH=1 the workers use the addition example's untrained model. They write no journals, so only
 the ledger shows whether each prompt was consumed once.
@@ -37,11 +41,14 @@ from faults import Faults
 from mesh import ENDED, Mesh, describe
 from model import ModelJob
 from production import PACE, Production
+from recording import ids_agree
 from sim import Job, audited, audited_offline, replay, sim_mesh, submit
 
 from rollout.run.v1 import run_pb2
 
 FAULTS_A_ROUND = {"embedded": 5, "servers": 10}
+FAULTS_OF_AGENTS = 20
+"""Faults of a round with episodes of several turns, which takes longer."""
 STALLED_SECONDS = 400.0
 TORCH_STALLED_SECONDS = 900.0
 """Time limits are long, because on a busy machine a worker imports torch for minutes, and again
@@ -92,6 +99,8 @@ class Tally:
             f"  {f['excluded']} groups excluded for a reason, {f['infra_failed']} samples failed, "
             f"{f['duplicates_dropped']} duplicates"
         )
+        if f["turns"]:
+            print(f"  {f['turns']} turns trained, each with the ids that an engine returned")
         digests = "reached again by replay" if replayed else "equal to the undisturbed run's"
         print(f"  0 samples lost, 0 trained twice, 0 partial groups, every digest {digests}")
 
@@ -106,9 +115,8 @@ def survive(
     while True:
         now = time.monotonic()
         if faults.total() < kills and now >= due:
-            faults.strike()
+            moved = now if faults.strike() else moved
             due = now + dice.choice((dice.uniform(0, 0.3), dice.uniform(0.5, 6)))  # during recovery or during work
-            moved = now
         faults.fix()
         with contextlib.suppress(grpc.RpcError, OSError, KeyError, ValueError):
             seen = running.scheduler.GetRun(run_pb2.GetRunRequest(run_id=run), timeout=3).status
@@ -142,6 +150,8 @@ def check(running: Mesh, run: str, job: Job | ModelJob, reference: str) -> Count
         replayed = replay(running, run)
         assert replayed["same"] and replayed["steps"][-1]["step"] == asynchronous.steps, replayed
     figures = Counter(job.agree(running, run))
+    if isinstance(job, Job) and job.turns:
+        figures["turns"] = ids_agree(running, run)[1]
     figures.update({name: report["counts"][name] for name in ("duplicates_dropped", "infra_failed")})
     return figures
 
@@ -155,20 +165,24 @@ def main() -> int:
     parser.add_argument("--shape", choices=("embedded", "servers"), default="embedded")
     parser.add_argument("--torch", type=int, choices=(0, 1), default=0, help="1: workers with a real model")
     parser.add_argument("--asynchronous", type=int, choices=(0, 1), default=0, help="1: an asynchronous run, which is replayed")
+    parser.add_argument("--agents", type=int, choices=(0, 1), default=0, help="1: episodes of several turns, with sandboxes")
     parser.add_argument("--folder", type=Path, help="folder for all files (default: .cache/chaos/<shape>-<seed>)")
     given = parser.parse_args()
     name = f"{given.shape}-{given.seed}" + ("-torch" if given.torch else "") + ("-async" if given.asynchronous else "")
+    name += "-agents" if given.agents else ""
     folder = (given.folder or Path(".cache/chaos") / name).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     tally = Tally.load(folder / "tally.json")
     if tally.kills:
         print(f"continuing after {tally.kills} faults in {tally.rounds} rounds")
     shutil.rmtree(folder / "state", ignore_errors=True)
-    if given.torch and given.asynchronous:
-        parser.error("TORCH=1 excludes ASYNC=1: the run with a real model is synchronous")
+    if given.torch and (given.asynchronous or given.agents):
+        parser.error("TORCH=1 excludes ASYNC=1 and AGENTS=1: the run with a real model is synchronous, and has one turn")
     asynchronous = {"mode": "async", "staleness": 2, "keep_payloads": True} if given.asynchronous else {}
-    job = ModelJob() if given.torch else Job(folder / "job", steps=30, **asynchronous)
-    (job.folder / "tried").unlink(missing_ok=True)
+    agents = {"turns": True, "boxes": True, "keep_payloads": True} if given.agents else {}
+    job = ModelJob() if given.torch else Job(folder / "job", steps=30, **(asynchronous | agents))
+    for name in ("tried", "hang", "hung"):
+        (job.folder / name).unlink(missing_ok=True)
     shape = "all" if given.shape == "embedded" else "replicas"
     state = folder / "state"
     place = state if shape == "all" else state / "mesh"
@@ -187,7 +201,7 @@ def main() -> int:
 
 
 def go_on(production: Production, job: Job | ModelJob, tally: Tally, given: argparse.Namespace) -> None:
-    running, faults = production.running, Faults(production)
+    running, faults = production.running, Faults(production, job.folder if given.agents else None)
     lock = job.plan(running)
     if not tally.reference:
         run, _ = survive(running, faults, lock, job, 0, UNTOUCHED)
@@ -197,7 +211,8 @@ def go_on(production: Production, job: Job | ModelJob, tally: Tally, given: argp
         print(f"undisturbed: {tally.reference}", flush=True)
     while tally.kills < given.kills:
         began, dice = time.monotonic(), random.Random(f"{given.seed}/{tally.rounds}")
-        most = min(FAULTS_A_ROUND[given.shape], given.kills - tally.kills)
+        a_round = FAULTS_OF_AGENTS if given.agents else FAULTS_A_ROUND[given.shape]
+        most = min(a_round, given.kills - tally.kills)
         run, done = survive(running, faults, lock, job, most, dice)
         tally.figures += check(running, run, job, tally.reference)
         seconds = time.monotonic() - began

@@ -18,6 +18,7 @@ from proxy import trouble
 from sim import UNAVAILABLE
 
 from rollout.run.v1 import run_pb2
+from rollout_testing.processes import children
 
 FROZEN_SECONDS = 6.0
 AWAY_SECONDS = 3.0
@@ -29,7 +30,10 @@ class Faults:
     """Injects faults into one run after another, and undoes them. `fix` restarts what was killed,
     like a supervisor of services."""
 
-    def __init__(self, production: Production) -> None:
+    def __init__(self, production: Production, game: Path | None = None) -> None:
+        """game: the folder of the job's environment (`game.py`), whose processes and boxes get
+        faults too."""
+        self.game = game
         self.running, self.servers, self.proxy = production.running, production.servers, production.proxy
         self.dice = random.Random(0)
         self.done: Counter[str] = Counter()
@@ -49,16 +53,23 @@ class Faults:
     def total(self) -> int:
         return self.done.total()
 
-    def strike(self) -> None:
-        """Inject one random fault."""
+    def strike(self) -> bool:
+        """Inject one random fault. Returns False if there is nothing to hurt yet."""
         self.workers = [(name, pid) for name, pid in self.workers if is_worker(pid)]
         kinds = [self._hurt_worker] if self.workers else []
+        players, boxes = self._players() if self.game else ([], [])
+        if self.game and not players:
+            return False  # runs without a game get faults while they start
+        if players:
+            kinds += [lambda: self._hurt_player(players)]
+        if boxes:
+            kinds += [lambda: self._hurt_box(boxes)]
         if any(map(self.running.alive, self.running.members())):
             kinds += [self._hurt_member]
         if self.servers.by_name:
             kinds += [self._hurt_server, self._hurt_link]
         if not kinds:
-            return  # all were killed already
+            return False  # all were killed already
         # The first fault that finds a worker kills one, so that even a few faults on many processes
         # include it.
         first = self.workers and not self._killed_worker
@@ -66,6 +77,7 @@ class Faults:
         self.done[what] += 1
         with (self.running.state.parent / "faults.log").open("a") as log:
             log.write(f"{datetime.now(UTC):%H:%M:%S.%f} {self.run} {what}\n")
+        return True
 
     def fix(self) -> None:
         """Undo the faults that are due: resume, restart, reconnect. Processes that exited by
@@ -120,6 +132,35 @@ class Faults:
         _send(pid, signal.SIGKILL)
         self._killed_worker = True
         return f"kill -9 {name}"
+
+    def _players(self) -> tuple[list[int], list[int]]:
+        """The processes of environments, and the sandboxes that they started with their boxes."""
+        workers = [pid for name, pid in self.workers if name.startswith("inference")]
+        players = [pid for worker in workers for pid in children(worker, "rollout.hosting.child")]
+        return players, [pid for player in players for pid in children(player)]
+
+    def _hurt_player(self, players: list[int]) -> str:
+        assert self.game is not None
+        pid = self.dice.choice(players)
+        match self.dice.choice(("kill -9", "SIGSTOP", "hang")):
+            case "hang":
+                (self.game / "hang").touch()
+                return "hang environment"
+            case "SIGSTOP":
+                self._stop(lambda number: _send(pid, number))
+                return "SIGSTOP environment"
+            case _:
+                _send(pid, signal.SIGKILL)
+                return "kill -9 environment"
+
+    def _hurt_box(self, boxes: list[int]) -> str:
+        pid = self.dice.choice(boxes)
+        with contextlib.suppress(OSError):
+            if b"serve" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                _send(pid, signal.SIGKILL)
+                return "kill -9 rollout-sandbox"
+        _send(pid, signal.SIGKILL)
+        return "kill -9 box"
 
     def _hurt_server(self) -> str:
         server = self.dice.choice(list(self.servers.by_name.values()))
