@@ -53,6 +53,9 @@ max_steps = {staleness}
 
 [snapshot]
 every_steps = 0
+
+[limits]
+worker_start_seconds = 1800
 """
 FIXED = '[environment]\nkind = "external"'
 TRAINED = '[reward]\nplugin = "reward.py:nothing"'
@@ -78,7 +81,7 @@ class Served:
             listed = httpx.get(f"{self.url}/v1/models", headers={"authorization": f"Bearer {self.key}"}, timeout=60)
             return self.model in [model["id"] for model in listed.json()["data"]]
 
-        until(serves, "a worker", 600)
+        until(serves, "a worker", 1800)
 
     def version(self) -> int:
         """The newest weights version of the run."""
