@@ -1,5 +1,5 @@
 """``make check-schemathesis``: requests that Schemathesis generates from /openapi.json, with a valid
-key. Prints how many were sent to each endpoint, and with which results. Fails if a response is a
+key, to a gateway whose workers have no model and start in a second (`rollout_testing.sim`). Prints how many were sent to each endpoint, and with which results. Fails if a response is a
 server error, or if an endpoint got no request."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-from mesh import ROOT
-from served import Served, served
+from mesh import ENDED, ROOT, Mesh, until
+from sim import Job, sim_mesh, stop, submit
 
 HERE = Path(__file__).parent
 PROGRAM = ROOT / ".tools" / "clients" / "schemathesis" / "bin" / "schemathesis"
@@ -25,29 +25,35 @@ EXAMPLES = 5
 
 def fuzzed(seconds: float, folder: Path) -> int:
     """Returns the exit code: 0 if every endpoint got requests and none was a server error."""
-    with served(folder / "fuzzed", "transformers") as at:
-        at.ready()
-        key = create_key(at)
-        with httpx.Client(base_url=at.url, headers={"authorization": f"Bearer {key}"}, timeout=60) as client:
+    running = sim_mesh(folder / "state")
+    running.state.mkdir()
+    job = Job(folder / "job", steps=100_000, agents=True)
+    try:
+        run = submit(running.start(), job.plan(running), job)
+        url, key = str(running.daemon()["gateway"]), create_key(running)
+        with httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=60) as client:
+            until(lambda: client.get("/v1/models").raise_for_status().json()["data"], "a worker", 600)
             operations = operations_of(client.get("/openapi.json").raise_for_status().json())
-            made = client.post("/v1/responses", json={"model": at.model, "input": "count", "max_output_tokens": 4})
+            made = client.post("/v1/responses", json={"model": "sim", "input": "count", "max_output_tokens": 4})
             response = made.raise_for_status().json()["id"]
         log = folder / "requests.jsonl"
         log.touch()
-        environment = {"FUZZED_MODEL": at.model, "FUZZED_RESPONSE": response, "FUZZED_LOG": str(log)}
+        environment = {"FUZZED_MODEL": "sim", "FUZZED_RESPONSE": response, "FUZZED_LOG": str(log)}
         with progress(log):
-            done = run(at.url, key, seconds, folder, environment)
-        found = results(log)
-    return report(operations, found, done)
+            done = schemathesis(url, key, seconds, folder, environment)
+        assert running.status(run).run.state not in ENDED
+    finally:
+        stop(running)
+    return report(operations, results(log), done)
 
 
-def create_key(at: Served) -> str:
+def create_key(running: Mesh) -> str:
     """An API key that may call every endpoint, made as a user does."""
-    command = [ROOT / "bin" / "rollout", "keys", "create", "fuzzed", "--scope", "session", "--state-dir", str(at.running.state)]
+    command = [ROOT / "bin" / "rollout", "keys", "create", "fuzzed", "--scope", "session", "--state-dir", str(running.state)]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def run(url: str, key: str, seconds: float, folder: Path, environment: dict[str, str]) -> int:
+def schemathesis(url: str, key: str, seconds: float, folder: Path, environment: dict[str, str]) -> int:
     """Runs Schemathesis. Its output goes to a file, of which the end is printed if it failed."""
     command = [str(PROGRAM), "run", f"{url}/openapi.json", "--header", f"Authorization: Bearer {key}"]
     command += ["--phases", "fuzzing", "--checks", "not_a_server_error", "--continue-on-failure", "--max-failures", "50"]

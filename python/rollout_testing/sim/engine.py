@@ -168,8 +168,15 @@ class SimText(Text):
     def size(self) -> int:  # type: ignore[override]
         return 128
 
+    @property
+    def special(self) -> Mapping[int, str]:  # type: ignore[override]
+        return {}
+
     def whole(self, sequences: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
         return self.decode(sequences)
+
+    def pieces(self, ids: np.ndarray) -> list[str]:
+        return [decode([at]) for at in ids.tolist()]
 
     def token_bytes(self, ids: np.ndarray) -> list[bytes]:
         return [decode([at]).encode() for at in ids.tolist()]
