@@ -97,6 +97,10 @@ bench-gateway: build venv-dev ## Measure what the gateway adds to a call of a wo
 bench-sandbox: build venv-dev ## Measure how long boxes take to start, and run 200 at once
 	@PYTHONPATH=python $(PYTHON) bench/sandbox.py --check $(ARGS)
 
+.PHONY: bench-episodes
+bench-episodes: build venv-dev ## Measure how busy 1,000 concurrent episodes of 20 turns keep the slots of simulated engines
+	@PYTHONPATH=python:e2e:e2e/support $(PYTHON) bench/episodes.py --check $(ARGS)
+
 .PHONY: bench-weights
 bench-weights: build venv-bench ## Measure patches of weights against XOR + zstd, and their delivery against a plain copy
 	@$(PYTHON) bench/weights.py $(ARGS)
