@@ -65,12 +65,18 @@ func version(r *http.Request, param, header string, sent *Integer) (*uint64, err
 	return &n, nil
 }
 
-// Session returns the session of a request: of its URL, headers, or body. They must agree.
+// Session returns the session of a request: of its URL, headers, or body. They must agree. Only
+// X-Session-ID is ignored if the URL names a session: clients such as verifiers set it to an id of
+// theirs, and an agent has set the URL to the session of its episode.
 func Session(r *http.Request, body string) (string, error) {
 	found, source := "", ""
+	header := r.Header.Get("X-Session-ID")
+	if r.PathValue("session") != "" {
+		header = ""
+	}
 	for _, at := range []struct{ name, id string }{
 		{"URL", r.PathValue("session")},
-		{"header X-Session-ID", r.Header.Get("X-Session-ID")},
+		{"header X-Session-ID", header},
 		{"header x-rollout-session", r.Header.Get("x-rollout-session")},
 		{"field session_id", body},
 	} {
