@@ -15,6 +15,8 @@ import schemathesis
 
 MODEL, RESPONSE, LOG = (os.environ[f"FUZZED_{name}"] for name in ("MODEL", "RESPONSE", "LOG"))
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens")
+FUTURE = ("min_weights_version", "min_weight_version", "x-rollout-min-weights-version")
+"""Fields and headers that wait for weights, which never come: 503 with WEIGHTS_NOT_REACHED."""
 TURN = {"role": "user", "content": "count"}
 VALID = {
     "messages": [TURN],
@@ -37,13 +39,16 @@ def chance(value: object) -> int:
 @schemathesis.hook
 def map_body(context: schemathesis.HookContext, body: Any) -> Any:
     """Name the served model in nine of ten objects, replace some further fields by valid values, and
-    keep completions short. The other bodies stay as they were generated."""
+    keep completions short. Wait for no weights. The other bodies stay as they were generated."""
     if not isinstance(body, dict) or chance(body) < 10:
         return body
     body = {"model": MODEL} | body | ({"model": MODEL} if "model" in body else {})
     for name in LENGTHS:
         if isinstance(body.get(name), int) and body[name] > 8:
             body[name] = 8
+    for name in FUTURE:
+        if isinstance(body.get(name), int) and body[name] > 0:
+            body[name] = 0
     for name, value in VALID.items():
         if name in body and chance((name, body)) < 70:
             body[name] = value
@@ -55,6 +60,12 @@ def map_path_parameters(context: schemathesis.HookContext, path_parameters: Any)
     """Name the stored response, the model, and a valid session in most paths that have one."""
     known = {"id": RESPONSE, "model": MODEL, "session": "fuzzed"}
     return {name: known.get(name, value) if chance((name, value)) < 70 else value for name, value in path_parameters.items()}
+
+
+@schemathesis.hook
+def map_headers(context: schemathesis.HookContext, headers: Any) -> Any:
+    """Wait for no weights."""
+    return {name: "0" if name in FUTURE and str(value).isdigit() else value for name, value in (headers or {}).items()}
 
 
 @schemathesis.hook
