@@ -79,7 +79,7 @@ func (d *Data) HTML(w io.Writer) error {
 	err := page.Execute(w, map[string]any{
 		"Style": template.CSS(style), //nolint:gosec // our own style sheet
 		"Name":  run.GetName(), "State": live.State(run.GetState()), "Succeeded": run.GetReason() == "",
-		"Notes": d.notes(), "Facts": d.facts(), "Panels": d.panels(), "Measures": d.measures(), "Answers": d.answers(), "Kept": d.Kept,
+		"Notes": d.notes(), "Facts": d.facts(), "Panels": d.panels(), "Measures": d.measures(), "Answers": d.answers(), "Kept": d.Kept, "Episodes": episodes(d.Kept),
 	})
 	if err != nil {
 		return fmt.Errorf("write the page: %w", err)
@@ -137,7 +137,6 @@ func (d *Data) facts() []fact {
 		{"plan", run.GetPlan().GetPlanId()},
 		{"weights", run.GetWeightsDigest()},
 	}
-	facts = append(facts, fact{"failed", d.Run.Failures()})
 	if run.GetEndTime() != nil {
 		facts = append(facts, fact{"took", output.Duration(run.GetEndTime().AsTime().Sub(run.GetCreateTime().AsTime()).Round(time.Second))})
 	}
