@@ -323,7 +323,7 @@ func TestForkBombsNextToARunningCommandAreKilled(t *testing.T) {
 		b := c.open(spec())
 		var kept struct{ Process string }
 		c.must("start", map[string]any{"box": b.ID, "command": sandbox.Command{Argv: []string{"cat"}}}, &kept)
-		r := b.exec(sandbox.Command{Argv: []string{"/bin/sh", "-c", "b() { b | b & }; b; sleep 5"}, WallTimeS: 0.5, OutputBytes: 1 << 20})
+		r := b.exec(sandbox.Command{Argv: []string{"/bin/sh", "-c", "b() { b | b & }; b; sleep 20"}, WallTimeS: 10, OutputBytes: 1 << 20})
 		if r.Reason != sandbox.LimitWall && r.Reason != sandbox.LimitPids || !slices.Contains(r.LimitsHit, sandbox.LimitPids) {
 			t.Errorf("reason %s, limits %v", r.Reason, r.LimitsHit)
 		}

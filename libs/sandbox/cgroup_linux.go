@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync/atomic"
@@ -26,20 +27,36 @@ type cgroups struct {
 	memory, pids, cpu controller
 }
 
+// hierarchies is what findCgroups knows of this host.
+type hierarchies struct {
+	own map[string]string                   // see ownCgroups
+	try func(parent, file string) error     // tryGroup
+	has func(mount, controller string) bool // whether cgroup v2 has the controller
+}
+
 // findCgroups tries to create a group in each hierarchy, and keeps where it worked.
 func findCgroups() cgroups {
-	own := ownCgroups()
+	return hierarchies{own: ownCgroups(), try: tryGroup, has: hasController}.find()
+}
+
+func hasController(mount, name string) bool {
+	raw, err := os.ReadFile(filepath.Join(mount, "cgroup.controllers"))
+	return err == nil && slices.Contains(strings.Fields(string(raw)), name)
+}
+
+func (h hierarchies) find() cgroups {
+	own := h.own
 	find := func(name string, files ...string) controller {
 		var why string
 		if dir := own[name]; dir != "" {
-			err := tryGroup(dir, files[0])
+			err := h.try(dir, files[0])
 			if err == nil {
 				return controller{version: 1, parent: dir}
 			}
 			why = "cgroup v1: " + err.Error()
 		}
 		if mount, dir := own["v2 mount"], own["v2"]; mount != "" {
-			if raw, err := os.ReadFile(filepath.Join(mount, "cgroup.controllers")); err != nil || !strings.Contains(" "+strings.TrimSpace(string(raw))+" ", " "+name+" ") {
+			if !h.has(mount, name) {
 				if why == "" {
 					why = "cgroup v2 has no controller " + name
 				}
@@ -47,7 +64,7 @@ func findCgroups() cgroups {
 			}
 			// A group with processes can't pass controllers on, so the nearest one that does is used.
 			for {
-				err := tryGroup(dir, files[1])
+				err := h.try(dir, files[1])
 				if err == nil {
 					return controller{version: 2, parent: dir}
 				}
@@ -65,10 +82,34 @@ func findCgroups() cgroups {
 		}
 		return controller{why: why}
 	}
-	return cgroups{
+	found := cgroups{
 		memory: find("memory", "memory.limit_in_bytes", "memory.max"),
 		pids:   find("pids", "pids.max", "pids.max"),
 		cpu:    find("cpu", "cpu.cfs_quota_us", "cpu.max"),
+	}
+	h.share(map[string]*controller{"memory.max": &found.memory, "pids.max": &found.pids, "cpu.max": &found.cpu})
+	return found
+}
+
+// share gives the controllers of cgroup v2 one parent: a process is in a single group of it, and
+// would leave the first one by joining the second. What a group passes on, each group above it
+// passes on, too, so the highest parent should have all of them.
+func (h hierarchies) share(controllers map[string]*controller) {
+	parent := ""
+	for _, c := range controllers {
+		if c.version == 2 && (parent == "" || len(c.parent) < len(parent)) {
+			parent = c.parent
+		}
+	}
+	for file, c := range controllers {
+		if c.version != 2 || c.parent == parent {
+			continue
+		}
+		if err := h.try(parent, file); err != nil {
+			*c = controller{why: fmt.Sprintf("cgroup v2: %s enforces it, but not %s, where the groups of boxes are: %v", c.parent, parent, err)}
+			continue
+		}
+		c.parent = parent
 	}
 }
 

@@ -290,16 +290,20 @@ func (p *Process) end(n notice) {
 	})
 }
 
-// Start starts a command. The caller reads Stdout and Stderr, closes all three files, and waits.
-func (b *Box) Start(command Command) (*Process, error) {
+// Start starts a command, which may run as long as the box unless it has a wall time. The caller
+// reads Stdout and Stderr, closes all three files, and waits. A start that the context ends, or that
+// takes longer than startLimit, closes the box if the command does not end.
+func (b *Box) Start(ctx context.Context, command Command) (*Process, error) {
+	wall := command.WallTimeS
 	command, err := command.fill(b.spec.Limits)
 	if err != nil {
 		return nil, err
 	}
-	return b.start(command)
+	command.WallTimeS = wall
+	return b.start(ctx, command)
 }
 
-func (b *Box) start(command Command) (*Process, error) {
+func (b *Box) start(ctx context.Context, command Command) (*Process, error) {
 	var theirs, ours [3]*os.File
 	var all []*os.File
 	closeAll := func() {
@@ -325,7 +329,7 @@ func (b *Box) start(command Command) (*Process, error) {
 	limits := b.spec.Limits
 	l := launch{
 		Argv: command.Argv, Env: command.Env, Cwd: command.Cwd, Files: command.Files, KeepBackground: command.KeepBackground,
-		OpenFiles: limits.OpenFiles,
+		WallTimeS: command.WallTimeS, OpenFiles: limits.OpenFiles,
 	}
 	if b.group.pids == "" && !slices.Contains(b.spec.BestEffort, Pids) {
 		l.Processes = limits.Pids
@@ -351,6 +355,8 @@ func (b *Box) start(command Command) (*Process, error) {
 		closeAll()
 		return nil, fail(ReasonLost, "open another one", "the box has ended: %v %s", err, b.log)
 	}
+	limit := time.NewTimer(startLimit)
+	defer limit.Stop()
 	select {
 	case <-p.started:
 	case <-p.ended:
@@ -358,6 +364,14 @@ func (b *Box) start(command Command) (*Process, error) {
 			closeAll()
 			return nil, p.last.Error
 		}
+	case <-ctx.Done():
+		p.stop()
+		closeAll()
+		return nil, fail(ReasonStart, "", "%s was canceled before it was executed", command.Argv[0])
+	case <-limit.C:
+		p.stop()
+		closeAll()
+		return nil, fail(ReasonStart, "a file of the command may be on a disk that does not respond", "%s was not executed within %v", command.Argv[0], startLimit)
 	}
 	p.startS = time.Since(p.began).Seconds()
 	p.began = time.Now()
@@ -374,17 +388,30 @@ func (p *Process) Kill() {
 }
 
 // killGrace is how long init may take to end a command before its whole box is killed.
-const killGrace = 3 * time.Second
+const killGrace = strayGrace + 2*time.Second
+
+// startLimit is how long a command may take until it is executed.
+const startLimit = 30 * time.Second
 
 // stop ends the command for a reason that the supervisor knows.
 func (p *Process) stop() {
 	p.Kill()
+	limit := time.NewTimer(killGrace)
+	defer limit.Stop()
 	select {
 	case <-p.ended:
-	case <-time.After(killGrace):
-		_ = p.box.process.Process.Kill()
-		<-p.ended
+		return
+	case <-p.started:
+		p.Kill() // the first one may have come before there was a process
+		select {
+		case <-p.ended:
+			return
+		case <-limit.C:
+		}
+	case <-limit.C:
 	}
+	_ = p.box.process.Process.Kill()
+	<-p.ended
 }
 
 // Wait returns the end of the command, without its output. The context and the wall time kill it.
@@ -460,7 +487,7 @@ func (b *Box) Run(ctx context.Context, command Command) (Result, error) {
 	if err != nil {
 		return Result{}, err
 	}
-	p, err := b.start(command)
+	p, err := b.start(ctx, command)
 	if err != nil {
 		return Result{}, err
 	}
@@ -475,18 +502,7 @@ func (b *Box) Run(ctx context.Context, command Command) (Result, error) {
 		p.Stdin.Close()
 	}()
 	result, err := p.Wait(ctx, time.Duration(command.WallTimeS*float64(time.Second)))
-	p.Stdin.Close()
-	// Another process may keep the pipes: only what is in them by now belongs to the command.
-	grace := time.Second
-	if command.KeepBackground {
-		grace = 50 * time.Millisecond
-	}
-	deadline := time.Now().Add(grace)
-	_ = p.Stdout.(*os.File).SetReadDeadline(deadline)
-	_ = p.Stderr.(*os.File).SetReadDeadline(deadline)
-	readers.Wait()
-	p.Stdout.Close()
-	p.Stderr.Close()
+	p.drain(&readers, command.KeepBackground)
 	if err != nil {
 		return Result{}, err
 	}
@@ -496,6 +512,23 @@ func (b *Box) Run(ctx context.Context, command Command) (Result, error) {
 		result.Reason, result.LimitsHit = LimitOutput, append(result.LimitsHit, LimitOutput) // it ended before it was killed
 	}
 	return result, nil
+}
+
+// drain waits for the readers of a command that has ended and closes its files. Another process may
+// keep the pipes: only what is in them by now belongs to the command.
+func (p *Process) drain(readers *sync.WaitGroup, kept bool) {
+	p.Stdin.Close()
+	grace := time.Second
+	if kept {
+		grace = 50 * time.Millisecond
+	}
+	deadline := time.Now().Add(grace)
+	for _, file := range []io.ReadCloser{p.Stdout, p.Stderr} {
+		_ = file.(*os.File).SetReadDeadline(deadline)
+	}
+	readers.Wait()
+	p.Stdout.Close()
+	p.Stderr.Close()
 }
 
 // output collects two streams up to a common limit.

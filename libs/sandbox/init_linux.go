@@ -58,6 +58,14 @@ type launch struct {
 	AddressBytes   int64             `json:"address_bytes,omitempty"` // 0: unlimited
 	Processes      int               `json:"processes,omitempty"`     // 0: unlimited
 	KeepBackground bool              `json:"keep_background,omitempty"`
+	WallTimeS      float64           `json:"wall_time_s,omitempty"` // of the processes that it keeps; 0: unlimited
+}
+
+func (l launch) keptUntil() time.Time {
+	if l.WallTimeS == 0 {
+		return time.Time{}
+	}
+	return time.Now().Add(time.Duration(l.WallTimeS * float64(time.Second)))
 }
 
 // notice is a message from init to the supervisor.
@@ -140,6 +148,9 @@ type initBox struct {
 	commands map[int]*command
 	stages   map[int]bool // pids of stages that wait for their command
 
+	keepUntil   time.Time // when the processes that commands kept are killed, unless keepForever
+	keepForever bool
+
 	sparing sync.Mutex // guards spare; held while it is started, which a start waits for
 	spare   *stage     // waits while no command runs, so that the next one starts quickly
 }
@@ -155,7 +166,8 @@ type stage struct {
 type command struct {
 	id, pid int
 	keep    bool
-	failed  bool // it was not executed
+	until   time.Time // when the processes that it keeps are killed; zero: with the box
+	failed  bool      // it was not executed
 	denials *denials
 	hit     map[string]bool // limits that were reached
 	settled chan struct{}   // closed when it was executed, or could not be
@@ -317,7 +329,7 @@ func (b *initBox) start(id int, l launch, files []*os.File) error {
 		own, _ := os.ReadDir("/proc/self/task")
 		l.Processes += len(own) + 8 // the kernel counts the threads of init, too, which may become a few more
 	}
-	c := &command{id: id, keep: l.KeepBackground, hit: map[string]bool{}, settled: make(chan struct{}), ended: make(chan struct{})}
+	c := &command{id: id, keep: l.KeepBackground, until: l.keptUntil(), hit: map[string]bool{}, settled: make(chan struct{}), ended: make(chan struct{})}
 	b.sparing.Lock()
 	st := b.spare
 	b.spare = nil
@@ -515,7 +527,9 @@ func (b *initBox) finish(c *command, status unix.WaitStatus, usage unix.Rusage) 
 	b.mu.Lock()
 	keep := c.keep
 	b.mu.Unlock()
-	if !keep {
+	if keep {
+		go b.observeKept(c)
+	} else {
 		e.Remaining = !b.killStrays()
 	}
 	b.mu.Lock()

@@ -118,7 +118,7 @@ func (p *pool) build(w Warm) (*readyBox, error) {
 	r := &readyBox{box: box}
 	if w.Prestart != nil {
 		r.command = *w.Prestart
-		if r.prestart, err = box.Start(*w.Prestart); err != nil {
+		if r.prestart, err = box.Start(p.ctx, *w.Prestart); err != nil {
 			box.Close()
 			return nil, err
 		}

@@ -68,6 +68,36 @@ func (b *initBox) check(c *command) time.Duration {
 	return min(max(left, watchLeast), watchMost)
 }
 
+// observeKept watches what a command left running, until it ends or until the time is up: the wall
+// time of a command is that of all it started. The kept processes of several commands can't be told
+// apart, so they end with the last of these times.
+func (b *initBox) observeKept(c *command) {
+	b.mu.Lock()
+	if c.until.IsZero() {
+		b.keepForever = true
+	}
+	if c.until.After(b.keepUntil) {
+		b.keepUntil = c.until
+	}
+	b.mu.Unlock()
+	wait := watchLeast
+	for {
+		<-time.After(wait)
+		wait = b.check(c)
+		b.mu.Lock()
+		none := len(b.strays()) == 0
+		late := !b.keepForever && time.Now().After(b.keepUntil)
+		b.mu.Unlock()
+		if none {
+			return
+		}
+		if late {
+			b.killStrays()
+			return
+		}
+	}
+}
+
 func (b *initBox) reach(c *command, reason string) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -171,10 +201,14 @@ func (b *initBox) kill(id int) {
 	}
 }
 
+// strayGrace is how long killed processes may take to end. On a machine with many runnable
+// processes that takes longer than a second.
+const strayGrace = 10 * time.Second
+
 // killStrays kills every process that no running command is an ancestor of, also daemons. It
 // reports whether none is left.
 func (b *initBox) killStrays() bool {
-	for range 200 {
+	for deadline := time.Now().Add(strayGrace); time.Now().Before(deadline); {
 		b.mu.Lock()
 		left := b.strike()
 		b.mu.Unlock()

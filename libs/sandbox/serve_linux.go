@@ -178,7 +178,7 @@ func (s *server) handle(ctx context.Context, r Request) (any, error) {
 		if err != nil {
 			return nil, err
 		}
-		process, err := box.box.Start(p.Command)
+		process, err := box.box.Start(ctx, p.Command)
 		if err != nil {
 			return nil, err
 		}
@@ -325,10 +325,7 @@ func (s *server) stream(box string, process *Process, command Command) string {
 	s.work.Go(func() {
 		defer cancel(nil)
 		result, err := process.Wait(ctx, time.Duration(command.WallTimeS*float64(time.Second)))
-		process.Stdin.Close()
-		readers.Wait()
-		process.Stdout.Close()
-		process.Stderr.Close()
+		process.drain(&readers, command.KeepBackground)
 		s.mu.Lock()
 		delete(s.processes, id)
 		s.mu.Unlock()
