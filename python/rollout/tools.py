@@ -4,6 +4,8 @@ over a folder, and ``fetch``."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import re
 import time
@@ -25,6 +27,7 @@ Schemas: TypeAlias = tuple[Mapping[str, Any], ...]
 """Functions as in ``tools`` of OpenAI's API."""
 LONGEST = 16_000
 """Characters of a result that the policy reads; the middle of a longer one is left out."""
+_LONGEST_LINE = 16 << 20  # bytes of an answer of the interpreter: it sends 1 MiB of text, escaped
 BOXED = ("python", "bash", "edit")
 NAMES = (*BOXED, "search", "fetch")
 
@@ -150,6 +153,7 @@ class Boxed:
         self._boxes: dict[Key, Sandbox] = {}
         self._shells: dict[Key, Process] = {}
         self._locks: dict[Key, asyncio.Lock] = {}
+        self._numbers = itertools.count()  # of calls
         functions: dict[str, Callable[..., Any]] = {"python": _python, "bash": _bash, "edit": _edit}
         self.schemas: Schemas = tuple(function_schema(functions[name], name) for name in names)
 
@@ -186,19 +190,25 @@ class Boxed:
         return self._boxes[episode]
 
     async def _run_python(self, episode: Key, box: Sandbox, code: str) -> str:
-        shell = self._shells.get(episode)
+        shell = self._shells.pop(episode, None)  # back only if it answers: a late answer is no call's
         if shell is None:
-            shell = self._shells[episode] = await box.start(["python3", "-u", "-c", _SHELL], output_bytes=1 << 30)
+            shell = await box.start(["python3", "-u", "-c", _SHELL], output_bytes=1 << 30)
+        number = next(self._numbers)
         try:
             async with asyncio.timeout(self._seconds):
-                await shell.write(json.dumps(code).encode() + b"\n")
-                return shortened(json.loads(await _line(shell)))
+                await shell.write(json.dumps([number, code]).encode() + b"\n")
+                answer = await _answer(shell, number)
+            self._shells[episode] = shell
+            return shortened(answer)
+        except asyncio.CancelledError:
+            await asyncio.shield(shell.kill())
+            raise
         except TimeoutError:
             ended = f"longer than {self._seconds:g} s"
         except EOFError:
+            await shell.kill()
             end = await shell.wait()
             ended = f"the interpreter ended: {end.reason}" + (f", exit code {end.exit_code}" if end.exit_code > 0 else "")
-        self._shells.pop(episode, None)
         await shell.kill()
         raise ToolError(f"{ended}; the next call begins with a new interpreter, files are kept")
 
@@ -316,16 +326,24 @@ def _shown(result: Result) -> str:
     return shortened(text.lstrip("\n"))
 
 
-async def _line(shell: Process) -> bytes:
-    """The next line of the interpreter. Raises ``EOFError`` at its end."""
-    line = b""
-    while not line.endswith(b"\n"):
+async def _answer(shell: Process, number: int) -> str:
+    """The answer of the interpreter to a call. Lines of other calls, and those that the code wrote,
+    are skipped. Raises ``EOFError`` at its end, or if a line is too long to be an answer."""
+    line = bytearray()
+    while True:
         event = await shell.read()
-        if event is None:
+        if event is None or len(line) > _LONGEST_LINE:
             raise EOFError
-        if event[0] == "stdout":
-            line += event[1]
-    return line
+        if event[0] != "stdout":
+            continue
+        *lines, rest = event[1].split(b"\n")
+        for part in lines:
+            with contextlib.suppress(ValueError):
+                answer: Any = json.loads(line + part)
+                if isinstance(answer, list) and answer[:1] == [number] and isinstance(answer[-1], str):
+                    return answer[-1]
+            line = bytearray()
+        line += rest
 
 
 def _python(code: str) -> None:
@@ -378,7 +396,8 @@ names = {"__name__": "__main__"}
 for line in sys.stdin:
     os.ftruncate(sink, 0)
     try:
-        tree = ast.parse(json.loads(line), "code")
+        number, code = json.loads(line)
+        tree = ast.parse(code, "code")
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, "code", "exec"), names)
         if last is not None:
@@ -394,7 +413,7 @@ for line in sys.stdin:
     sys.stderr.flush()
     with open(path, errors="replace") as file:
         text = file.read(1 << 20)
-    answers.write(json.dumps(text.rstrip("\\n")) + "\\n")
+    answers.write(json.dumps([number, text.rstrip("\\n")]) + "\\n")
     answers.flush()
 """
 _EDITOR = """

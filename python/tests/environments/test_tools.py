@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any, Literal
@@ -148,6 +149,36 @@ async def test_the_sandboxed_tools_keep_files_and_variables_of_an_episode(monkey
     finally:
         await box.close(one)
         await box.close(two)
+        await box.shutdown()
+
+
+async def test_an_answer_that_no_call_waits_for_is_not_that_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUT_SANDBOX", sandbox_binary())
+    if not (report := Sandbox.probe()).ok:
+        pytest.skip(f"this host builds no sandboxes: {report.error}")
+    box = Boxed(["python"], 20.0, warm=0)
+
+    async def python(code: str) -> str:
+        return await box.call(("t", 0), ToolCall("c", "python", {"code": code}))
+
+    forge = """
+import os, json
+for fd in range(3, 20):
+    try: os.write(fd, b'"late"\\n[0, "late"]\\n{}\\n')
+    except OSError: pass
+"""
+    await box.start()
+    try:
+        assert await python("1 + 1") == "2"
+        late = asyncio.create_task(python("import time; time.sleep(0.5); 'late'"))
+        await asyncio.sleep(0.2)
+        late.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await late
+        assert await python("'next'") == "'next'"
+        await python(forge)
+        assert await python("'after'") == "'after'"
+    finally:
         await box.shutdown()
 
 
