@@ -17,6 +17,7 @@ type Part struct {
 	Expression string                       // "" for other kinds
 	Model      *configv1.ScoringModelConfig // nil for other kinds
 	Timeout    float64
+	Sandbox    bool // a plugin that runs in a sandbox
 }
 
 // Parts are the rewards of a run by name, in the order in which workers sum them; empty where
@@ -27,7 +28,7 @@ func Parts(config *configv1.RunConfig) []Part {
 		return nil
 	}
 	if len(reward.GetComposite()) == 0 {
-		return []Part{{Field: "reward", Plugin: reward.GetPlugin(), Expression: reward.GetExpression(), Model: reward.GetModel(), Timeout: reward.GetTimeoutSeconds()}}
+		return []Part{{Field: "reward", Plugin: reward.GetPlugin(), Expression: reward.GetExpression(), Model: reward.GetModel(), Timeout: reward.GetTimeoutSeconds(), Sandbox: reward.GetSandbox() && reward.Plugin != nil}}
 	}
 	var parts []Part
 	for _, name := range slices.Sorted(maps.Keys(reward.GetComposite())) {
@@ -36,8 +37,13 @@ func Parts(config *configv1.RunConfig) []Part {
 		if part.TimeoutSeconds != nil {
 			timeout = part.GetTimeoutSeconds()
 		}
+		sandbox := reward.GetSandbox()
+		if part.Sandbox != nil {
+			sandbox = part.GetSandbox()
+		}
 		parts = append(parts, Part{
 			Name: name, Field: "reward.composite." + name, Plugin: part.GetPlugin(), Expression: part.GetExpression(), Model: part.GetModel(), Timeout: timeout,
+			Sandbox: sandbox && part.Plugin != nil,
 		})
 	}
 	return parts

@@ -116,6 +116,13 @@ func (d *rewardCheck) calls(rows scoredRows, trained *input.Model) []*dryCall {
 			row := rows.eval.First[0]
 			request.HeldOut = []probe.Sample{{Prompt: row.Prompt, Completion: rows.eval.Reference(row), Row: row.JSON}}
 		}
+		if part.Sandbox {
+			limits := d.config.GetReward().GetLimits()
+			request.Sandbox = &probe.Limits{
+				MemoryBytes: limits.GetMemoryBytes(), Pids: limits.GetPids(), CPUs: limits.GetCpus(), OutputBytes: limits.GetOutputBytes(),
+				DiskBytes: limits.GetDiskBytes(),
+			}
+		}
 		if trained != nil {
 			request.Model = d.files.resolve(d.config.GetModel().GetPath())
 		}
@@ -140,6 +147,10 @@ func (d *rewardCheck) answer(call *dryCall, pythonWorks bool) {
 	if e := call.answer.Reward.Error; e != nil {
 		if call.part.Expression != "" {
 			d.expressionProblem(e, call.field)
+			return
+		}
+		if key := map[string]string{"LIMIT_NOT_ENFORCEABLE": "limits.cpus", "REWARD_SANDBOX": "sandbox"}[e.Reason]; key != "" {
+			d.findings.report("reward."+key, e.Reason, e.Message, e.Fix)
 			return
 		}
 		d.findings.problems.Add(d.files.pythonProblem(e, call.field))

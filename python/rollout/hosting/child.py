@@ -1,23 +1,25 @@
 """Runs plugins in a child process. The parent uses ``ChildProcess``; the child runs ``python -m
 rollout.hosting.child``.
 
-The child's stdin is a socket to the parent. A frame has eight bytes with its length, eight with the
-number of the call, and a body. The body of a request is the method's name, a zero byte, and the
-message. The body of an answer is one byte (0: a message, 1: a ``google.rpc.Status``) and the
-message. The first request is ``Load``, with the sources as JSON; ``Cancel`` has no answer of its
-own. Calls of environments overlap. The output of a plugin goes to the parent's log. The child exits
-when the socket closes, even during a call.
+The child's stdin is a socket to the parent; in a box (``boxed.py``) stdin and stdout are pipes. A
+frame has eight bytes with its length, eight with the number of the call, and a body. The body of a
+request is the method's name, a zero byte, and the message. The body of an answer is one byte (0: a
+message, 1: a ``google.rpc.Status``) and the message. The first request is ``Load``, with the
+sources as JSON; ``Cancel`` has no answer of its own. Calls of environments overlap. The output of a
+plugin goes to the parent's log. The child exits when the socket closes, even during a call.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import json
 import os
 import signal
 import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -32,10 +34,10 @@ from rollout.hosting import wire
 from rollout.hosting.host import RESPONSES, Host, Source, request_type
 from rollout.plugin.v1 import plugin_pb2 as pb
 
-_START_SECONDS = 120.0
+START_SECONDS = 120.0
 _CANCEL_SECONDS = 2.0
 """How long a cancelled call of an environment may take to end."""
-_HEAD = struct.Struct("<QQ")
+HEAD = struct.Struct("<QQ")
 _OWN = {"ROLLOUT_WORKER_SPEC", "ROLLOUT_API_KEY"}
 
 
@@ -92,7 +94,7 @@ class ChildProcess:
         self._reading = asyncio.create_task(_receive(reader, self._answers), name="plugin")
         try:
             sources = json.dumps([dict(source) for source in self._sources]).encode()
-            await self._exchange("Load", sources, _START_SECONDS, "importing the plugin")
+            await self._exchange("Load", sources, START_SECONDS, "importing the plugin")
             handshake = await self._call("Handshake", pb.HandshakeRequest(schema_version=wire.SCHEMA_VERSION), 10.0)
         except BaseException:
             await self.close()
@@ -178,7 +180,7 @@ class ChildProcess:
 
     async def _send(self, number: int, body: bytes) -> None:
         assert self._writer is not None
-        self._writer.write(_HEAD.pack(len(body), number) + body)
+        self._writer.write(HEAD.pack(len(body), number) + body)
         await self._writer.drain()
 
     async def _cancelled(self, number: int) -> bool:
@@ -200,7 +202,7 @@ async def _receive(reader: asyncio.StreamReader, answers: dict[int, asyncio.Futu
     """Give each answer to its call. When the connection ends, all calls fail with ``EOFError``."""
     try:
         while True:
-            size, number = _HEAD.unpack(await reader.readexactly(_HEAD.size))
+            size, number = HEAD.unpack(await reader.readexactly(HEAD.size))
             body = await reader.readexactly(size)
             if (answered := answers.get(number)) is not None and not answered.done():
                 answered.set_result(body)
@@ -223,18 +225,42 @@ async def _ended(process: subprocess.Popen[bytes] | None) -> str:
 
 def main() -> None:
     """Answer requests until the socket closes."""
+    boxed = not stat.S_ISSOCK(os.fstat(0).st_mode)
     requests = os.fdopen(os.dup(0), "rb")
-    answers = os.fdopen(os.dup(0), "wb")
+    answers = os.fdopen(os.dup(1 if boxed else 0), "wb")
+    if boxed:
+        os.dup2(2, 1)  # output of the user's code
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    asyncio.run(_Child(requests, answers).run())
+    asyncio.run(_Child(requests, answers, boxed).run())
+
+
+_NETWORK = {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ECONNREFUSED, errno.EADDRNOTAVAIL}
+
+
+def exhausted(error: BaseException | None) -> str:
+    """What the sandbox of a plugin lacks, if that is why it raised: a reason; empty if not."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        code = error.errno if isinstance(error, OSError) else None
+        if isinstance(error, MemoryError) or code == errno.ENOMEM:
+            return "REWARD_OUT_OF_MEMORY"
+        if isinstance(error, socket.gaierror) or code in _NETWORK:
+            return "REWARD_NO_NETWORK"
+        if code == errno.EAGAIN or (isinstance(error, RuntimeError) and "can't start new thread" in str(error)):
+            return "REWARD_PIDS_LIMIT"
+        if code in (errno.ENOSPC, errno.EDQUOT):
+            return "REWARD_DISK_LIMIT"
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 class _Child:
     """The process of the plugins: one task per call."""
 
-    def __init__(self, requests: BinaryIO, answers: BinaryIO) -> None:
-        self._requests, self._answers = requests, answers
+    def __init__(self, requests: BinaryIO, answers: BinaryIO, boxed: bool) -> None:
+        self._requests, self._answers, self._boxed = requests, answers, boxed
         self._host = Host({})
         self._calls: dict[int, asyncio.Task[None]] = {}
 
@@ -261,6 +287,8 @@ class _Child:
         except asyncio.CancelledError:
             answer = b"\1" + wire.status_of(wire.PluginTimeout("the call was cancelled")).SerializeToString()
         except Exception as error:
+            if self._boxed and (reason := exhausted(error)):
+                error = wire.with_reason(error, reason)
             if not isinstance(error, RolloutError):
                 error = wire.PluginError(f"{method} raised {type(error).__name__}: {error}")
             answer = b"\1" + wire.status_of(error).SerializeToString()
@@ -269,14 +297,14 @@ class _Child:
 
     def _reply(self, number: int, answer: bytes) -> None:
         sys.stdout.flush()
-        self._answers.write(_HEAD.pack(len(answer), number) + answer)
+        self._answers.write(HEAD.pack(len(answer), number) + answer)
         self._answers.flush()
 
     def _read(self, loop: asyncio.AbstractEventLoop, arrived: asyncio.Queue[tuple[int, bytes]]) -> None:
         """Read requests until the socket closes, then exit the process, even during a request."""
         try:
-            while len(head := self._requests.read(_HEAD.size)) == _HEAD.size:
-                size, number = _HEAD.unpack(head)
+            while len(head := self._requests.read(HEAD.size)) == HEAD.size:
+                size, number = HEAD.unpack(head)
                 if len(body := self._requests.read(size)) < size:
                     return
                 loop.call_soon_threadsafe(arrived.put_nowait, (number, body))

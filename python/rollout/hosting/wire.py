@@ -171,6 +171,14 @@ def error_of(status: status_pb2.Status) -> RolloutError:
     return error
 
 
+def with_reason(error: Exception, reason: str) -> RolloutError:
+    """The same error with another reason."""
+    found = error if isinstance(error, RolloutError) else RolloutError(f"{type(error).__name__}: {error}")
+    other = PluginError(found.message, fix=found.fix, place=found.place)
+    other.__dict__["reason"] = reason
+    return other
+
+
 def reward_error(error: RolloutError) -> RewardError:
     """The same error as a ``RewardError``."""
     return error if isinstance(error, RewardError) else RewardFailed(error.message, fix=error.fix, place=error.place)

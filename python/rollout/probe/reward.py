@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import difflib
+import json
 import linecache
 import os
 import sys
@@ -17,8 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.dataset import rows
 from rollout.errors import Place, RolloutError
+from rollout.hosting.boxed import BoxLimits, binds_of, box_environment, check_host, ended, reported
+from rollout.hosting.child import START_SECONDS, exhausted
+from rollout.hosting.wire import PluginError, with_reason
 from rollout.plugin import RewardError, RewardFunction, RewardTimeout, Sample, call_reward, load_reward, split_plugin
 from rollout.probe.tokenizer import BadModel, Json, tokenizer_of
+from rollout.sandbox import Sandboxes
 
 if TYPE_CHECKING:
     from rollout.expression import FieldUse
@@ -29,6 +35,17 @@ PACKAGE = Path(__file__).parent.parent
 def dry_call(request: Json, hung: Callable[[RewardTimeout], None], began: Callable[[], None]) -> Json:
     """Import the reward and call it once. Calls ``began`` before, and ``hung`` from another thread
     after a timeout."""
+    if (limits := request.get("sandbox")) is not None:
+        return asyncio.run(_boxed_call(request, BoxLimits(**limits), began))
+    try:
+        return _call(request, hung, began)
+    except RolloutError as error:
+        if request.get("in_box") and (reason := exhausted(error)):
+            raise with_reason(error, reason) from error
+        raise
+
+
+def _call(request: Json, hung: Callable[[RewardTimeout], None], began: Callable[[], None]) -> Json:
     expression, base_dir = request.get("expression"), request["base_dir"]
     plugin = request.get("plugin", "")
     limit = float(request["timeout_seconds"])
@@ -65,6 +82,45 @@ def dry_call(request: Json, hung: Callable[[RewardTimeout], None], began: Callab
     }
 
 
+async def _boxed_call(request: Json, limits: BoxLimits, began: Callable[[], None]) -> Json:
+    """The same call by a probe in a box, as the run makes it."""
+    check_host(limits)
+    inner: Json = {name: value for name, value in request.items() if name not in ("sandbox", "model")} | {"in_box": True}
+    for name in ("samples", "held_out"):
+        each = request.get(name, [])
+        ids = [list(sample.token_ids) for sample in samples_of(each, request.get("model", ""))]
+        inner[name] = [{**sample, "token_ids": tokens} for sample, tokens in zip(each, ids, strict=True)]
+    calls = 2 + bool(inner["held_out"])
+    began()
+    start = time.monotonic()
+    async with Sandboxes() as server:
+        result = await server.run(
+            limits.spec(binds_of(request["plugin"], request["base_dir"])),
+            [sys.executable, "-m", "rollout.probe"],
+            stdin=json.dumps({"reward": inner}).encode(),
+            env=box_environment(),
+            wall_time_s=START_SECONDS + calls * float(request["timeout_seconds"]),
+            output_bytes=limits.output_bytes,
+        )
+    sys.stderr.buffer.write(result.stderr)
+    answer = _last_json(result.stdout)
+    if "reward" not in answer:
+        raise ended(result, limits, f"`{split_plugin(request['plugin'])[1]}`", result.stderr)
+    if found := answer["reward"].get("error"):
+        place = Place(found["file"], found["line"], found["column"], found["text"]) if found.get("file") else None
+        error = PluginError(found["message"], fix=found["fix"], place=place)
+        error.__dict__["reason"] = found["reason"]
+        raise reported(error)
+    return answer["reward"] | {"seconds": time.monotonic() - start}
+
+
+def _last_json(text: bytes) -> Json:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {}
+
+
 def watchdog(
     hung: Callable[[Any], None], folders: set[Path], limit: float, error: type[RolloutError], fix: str
 ) -> Callable[[str], AbstractContextManager[None]]:
@@ -98,7 +154,9 @@ def samples_of(samples: list[Json], model: str) -> list[Sample]:
             tokenizer = tokenizer_of(Path(model))
             texts = [sample["completion"] for sample in samples]
             ids = [encoded.ids for encoded in tokenizer.encode_batch(texts, add_special_tokens=False)]
-    return [Sample(s["prompt"], s["completion"], s["row"], tokens) for s, tokens in zip(samples, ids, strict=True)]
+    return [
+        Sample(s["prompt"], s["completion"], s["row"], s.get("token_ids", tokens)) for s, tokens in zip(samples, ids, strict=True)
+    ]
 
 
 def compiled(text: str, files: list[Json]) -> RewardFunction:

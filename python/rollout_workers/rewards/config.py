@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rollout.config.v1.run_config_pb2 import RewardConfig, RewardPartConfig, ScoringModelConfig
+from rollout.config.v1.run_config_pb2 import RewardConfig, RewardLimitsConfig, RewardPartConfig, ScoringModelConfig
+from rollout.hosting.boxed import BoxLimits
 from rollout_workers.rewards.composite import Composite, Part
 from rollout_workers.rewards.pinned import Pinned
 from rollout_workers.rewards.plugin import RewardPool
@@ -18,7 +19,7 @@ def scorer_of(config: RewardConfig, base_dir: str, worker: Worker, pinned: Pinne
     the N-th reward model, ``reward-N``. pinned: the files of plugins in the plan of a run."""
     if not config.composite:
         return Rewards(
-            _source(config, base_dir, worker, 0, pinned), timeout_seconds=config.timeout_seconds, retries=config.retries
+            _source(config, config, base_dir, worker, 0, pinned), timeout_seconds=config.timeout_seconds, retries=config.retries
         )
     parts: list[Part] = []
     served = 0
@@ -46,7 +47,7 @@ def _part(name: str, config: RewardConfig, base_dir: str, worker: Worker, served
         name,
         part.weight,
         Rewards(
-            _source(part, base_dir, worker, served, pinned),
+            _source(config, part, base_dir, worker, served, pinned),
             timeout_seconds=part.timeout_seconds if part.HasField("timeout_seconds") else config.timeout_seconds,
             retries=part.retries if part.HasField("retries") else config.retries,
         ),
@@ -54,10 +55,26 @@ def _part(name: str, config: RewardConfig, base_dir: str, worker: Worker, served
 
 
 def _source(
-    config: RewardConfig | RewardPartConfig, base_dir: str, worker: Worker, served: int, pinned: Pinned | None
+    reward: RewardConfig,
+    config: RewardConfig | RewardPartConfig,
+    base_dir: str,
+    worker: Worker,
+    served: int,
+    pinned: Pinned | None,
 ) -> RewardSource:
     if config.HasField("model"):
         return worker(served)
     if config.HasField("expression"):
         return RewardPool({"expression": config.expression})
-    return RewardPool({"plugin": config.plugin, "base_dir": base_dir}, pinned)
+    boxed = config.sandbox if config.HasField("sandbox") else reward.sandbox
+    return RewardPool({"plugin": config.plugin, "base_dir": base_dir}, pinned, _limits(reward.limits) if boxed else None)
+
+
+def _limits(limits: RewardLimitsConfig) -> BoxLimits:
+    return BoxLimits(
+        memory_bytes=limits.memory_bytes,
+        pids=limits.pids,
+        cpus=limits.cpus,
+        output_bytes=limits.output_bytes,
+        disk_bytes=limits.disk_bytes,
+    )

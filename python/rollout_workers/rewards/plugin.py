@@ -2,21 +2,24 @@
 
 A reward is user code: it may hang, crash, print, or block the interpreter for seconds. In a child
 process it can't disturb sampling, and a call that takes too long is killed. Expressions also run
-there, so a slow one delays nothing else.
+there, so a slow one delays nothing else. With ``reward.sandbox`` the process of a plugin is in a box.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 from rollout.errors import RolloutError
 from rollout.hosting import wire
+from rollout.hosting.boxed import BoxedProcess, BoxLimits, check_host
 from rollout.hosting.child import ChildProcess
 from rollout.hosting.host import Source
 from rollout.hosting.runner import Runner
-from rollout.plugin import Score
+from rollout.plugin import RewardShapeError, Score
 from rollout.plugin.v1 import plugin_pb2 as pb
+from rollout.sandbox import Sandboxes
 from rollout_workers.rewards.pinned import Pinned, RewardChanged
 from rollout_workers.rewards.rewards import RewardGroup
 
@@ -54,7 +57,13 @@ class PluginRewards:
             response = await self._runner.call("Reward", request, timeout)
         except RolloutError as error:
             raise wire.reward_error(error) from error
-        return wire.scores_from(response.scores)
+        scores = wire.scores_from(response.scores)
+        samples = sum(len(group.samples) for group in groups)
+        if len(scores) != samples or not all(math.isfinite(score.reward) for score in scores):
+            raise RewardShapeError(
+                f"the reward's process returned {len(scores)} scores for {samples} samples, or one that is not finite"
+            )
+        return scores
 
     async def close(self) -> None:
         """Stop the runner."""
@@ -65,14 +74,19 @@ class RewardPool:
     """A :class:`RewardSource` of up to four child processes. It starts one more when calls
     overlap."""
 
-    def __init__(self, source: Source, pinned: Pinned | None = None) -> None:
-        """pinned: the files that each process must load."""
-        self._source, self._pinned = source, pinned
-        self._idle: list[ChildProcess] = []
+    def __init__(self, source: Source, pinned: Pinned | None = None, box: BoxLimits | None = None) -> None:
+        """pinned: the files that each process must load. box: each process is in a box with these
+        limits."""
+        self._source, self._pinned, self._box = source, pinned, box
+        self._server = Sandboxes() if box is not None else None
+        self._idle: list[ChildProcess | BoxedProcess] = []
         self._slots = asyncio.Semaphore(_PROCESSES)
 
     async def start(self) -> None:
         """Start one process and load the reward. Raises ``RewardError``."""
+        if self._box is not None and self._server is not None:
+            await asyncio.to_thread(check_host, self._box)
+            await self._server.__aenter__()
         self._idle.append(await self._begin())
 
     async def call(self, groups: Sequence[RewardGroup], timeout: float) -> list[Score]:
@@ -92,13 +106,19 @@ class RewardPool:
 
     async def close(self) -> None:
         """Kill the processes."""
-        for process in self._idle:
-            process.kill()
-        self._idle.clear()
+        idle, self._idle = self._idle, []
+        for process in idle:
+            await process.close()
+        if self._server is not None:
+            await self._server.__aexit__()
 
-    async def _begin(self) -> ChildProcess:
+    async def _begin(self) -> ChildProcess | BoxedProcess:
         if self._pinned is not None:
             self._pinned.verify()
-        process = ChildProcess([self._source])
+        process: ChildProcess | BoxedProcess
+        if self._box is not None and self._server is not None:
+            process = BoxedProcess(self._server, self._source["plugin"], self._source["base_dir"], self._box)
+        else:
+            process = ChildProcess([self._source])
         await PluginRewards(process).start()
         return process

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from rollout.sandbox import Sandbox
+from rollout_testing.daemon import sandbox_binary
+
 SOURCE = Path(__file__).parents[2]
 SAMPLE = {"prompt": "1+1=", "completion": "2", "row": {"answer": "2"}}
 
@@ -93,6 +96,42 @@ def test_an_error_is_placed(tmp_path: Path) -> None:
     error = call(tmp_path, "def reward(s):\n    return [s[0].row['anwser']]\n")["error"]
     assert (error["reason"], error["line"], error["column"]) == ("REWARD_RAISED", 2, 5)
     assert error["text"].strip() == "return [s[0].row['anwser']]"
+
+
+LIMITS = {"memory_bytes": 512 << 20, "pids": 64, "cpus": 0.0, "output_bytes": 1 << 20, "disk_bytes": 8 << 20}
+
+
+@pytest.mark.parametrize(
+    ("body", "reason", "line"),
+    [
+        ("from neighbour import one\ndef reward(s): return [one()]\n", "", 0),
+        ("def reward(s):\n    return [float(open('/etc/shadow').read() == '')]\n", "REWARD_RAISED", 2),
+        ("import socket\ndef reward(s):\n    socket.create_connection(('127.0.0.1', 9))\n", "REWARD_NO_NETWORK", 3),
+        ("def reward(s):\n    return bytearray(8 << 30)\n", "REWARD_OUT_OF_MEMORY", 0),
+        ("import os\ndef reward(s):\n    os.kill(os.getpid(), 9)\n", "REWARD_KILLED", 0),
+    ],
+)
+def test_a_reward_with_a_sandbox_is_called_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, reason: str, line: int
+) -> None:
+    monkeypatch.setenv("ROLLOUT_SANDBOX", sandbox_binary())
+    if error := Sandbox.probe().error:
+        pytest.skip(f"this host builds no sandboxes: {error}")
+    (tmp_path / "neighbour.py").write_text("def one(): return 1.0\n")
+    (tmp_path / "reward.py").write_text(body)
+    request = {
+        "plugin": "reward.py:reward",
+        "base_dir": str(tmp_path),
+        "timeout_seconds": 30.0,
+        "samples": [SAMPLE],
+        "sandbox": LIMITS,
+    }
+    answer = probe({"reward": request})["reward"]
+    if not reason:
+        assert answer["scores"] == [{"reward": 1.0, "metrics": {}}]
+        assert set(answer["files"]) == {str(tmp_path / "reward.py"), str(tmp_path / "neighbour.py")}
+        return
+    assert (answer["error"]["reason"], answer["error"]["line"] if line else 0) == (reason, line)
 
 
 @pytest.fixture(scope="module")

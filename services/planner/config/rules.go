@@ -272,6 +272,7 @@ var fixes = map[string]string{
 	"run_config.sync_staleness":         "remove `staleness.max_steps`, or write `mode = \"async\"`",
 	"run_config.reward":                 "add [reward] with `plugin = \"reward.py:function\"`",
 	"run_config.reward_kind":            "write `plugin = \"reward.py:function\"` only",
+	"run_config.reward_sandbox":         "remove `sandbox` from [reward]",
 	"run_config.reward_part":            "write `plugin = \"reward.py:function\"` only",
 	"run_config.external_reward":        "remove the table [reward], and close each session with its reward",
 	"run_config.external_eval":          "remove `every_steps` from [eval], and watch `reward/mean` instead",

@@ -93,6 +93,16 @@ type Reward struct {
 	HeldOut        []Sample `json:"held_out,omitempty"`
 	Files          []Rows   `json:"files,omitempty"`
 	Model          string   `json:"model,omitempty"`
+	Sandbox        *Limits  `json:"sandbox,omitempty"` // of the sandbox in which it is called; nil: none
+}
+
+// Limits are those of a sandbox; CPUs 0 is none.
+type Limits struct {
+	MemoryBytes uint64  `json:"memory_bytes"`
+	Pids        uint32  `json:"pids"`
+	CPUs        float64 `json:"cpus"`
+	OutputBytes uint64  `json:"output_bytes"`
+	DiskBytes   uint64  `json:"disk_bytes"`
 }
 
 // Environment asks for one turn of an environment on each of the rows: of the class Plugin, or of
@@ -318,18 +328,22 @@ func (p *Prober) Ask(ctx context.Context, request Request) (*Answer, error) {
 // usersLimit is the time limit of the user's code: the import and each call. 0 without such code.
 func (p *Prober) usersLimit(request Request) time.Duration {
 	var calls, seconds float64
+	delay := cmp.Or(p.KillDelay, killDelay)
 	switch {
 	case request.Reward != nil:
 		calls, seconds = 2, request.Reward.TimeoutSeconds
 		if len(request.Reward.HeldOut) > 0 {
 			calls++
 		}
+		if request.Reward.Sandbox != nil { // a second interpreter starts in it
+			delay += startUp
+		}
 	case request.Environment != nil:
 		calls, seconds = 4, request.Environment.TimeoutSeconds // import, reset, step, close
 	default:
 		return 0
 	}
-	return time.Duration(calls*seconds*float64(time.Second)) + cmp.Or(p.KillDelay, killDelay)
+	return time.Duration(calls*seconds*float64(time.Second)) + delay
 }
 
 // killed is the error of the user's code that did not return.

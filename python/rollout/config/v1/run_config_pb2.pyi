@@ -665,6 +665,8 @@ class RewardConfig(_message.Message):
     EXPRESSION_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     COMPOSITE_FIELD_NUMBER: _builtins.int
+    SANDBOX_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
     plugin: _builtins.str
     """`file.py:function`: takes a list of samples (`.prompt`, `.completion`, `.row`, `.token_ids`)
     and returns a list of floats, or of mappings with `reward` and additional named metrics, or
@@ -681,6 +683,11 @@ class RewardConfig(_message.Message):
     is a number, or a boolean that counts as 1 or 0. It reads no other data and has no side
     effects.
     """
+    sandbox: _builtins.bool
+    """Whether plugins run in a sandbox (docs/tools.md): a separate user without the files, processes,
+    and network of the host, within `[reward.limits]`. It is the default for each
+    `[reward.composite.*]`; expressions need none.
+    """
     @_builtins.property
     def model(self) -> Global___ScoringModelConfig:
         """A trained reward model. A worker of the run serves it."""
@@ -692,6 +699,10 @@ class RewardConfig(_message.Message):
         them fails.
         """
 
+    @_builtins.property
+    def limits(self) -> Global___RewardLimitsConfig:
+        """Limits of each sandbox."""
+
     def __init__(
         self,
         *,
@@ -701,10 +712,12 @@ class RewardConfig(_message.Message):
         expression: _builtins.str | None = ...,
         model: Global___ScoringModelConfig | None = ...,
         composite: _abc.Mapping[_builtins.str, Global___RewardPartConfig] | None = ...,
+        sandbox: _builtins.bool | None = ...,
+        limits: Global___RewardLimitsConfig | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_expression", b"_expression", "_plugin", b"_plugin", "_retries", b"_retries", "_timeout_seconds", b"_timeout_seconds", "expression", b"expression", "model", b"model", "plugin", b"plugin", "retries", b"retries", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expression", b"_expression", "_plugin", b"_plugin", "_retries", b"_retries", "_sandbox", b"_sandbox", "_timeout_seconds", b"_timeout_seconds", "expression", b"expression", "limits", b"limits", "model", b"model", "plugin", b"plugin", "retries", b"retries", "sandbox", b"sandbox", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expression", b"_expression", "_plugin", b"_plugin", "_retries", b"_retries", "_timeout_seconds", b"_timeout_seconds", "composite", b"composite", "expression", b"expression", "model", b"model", "plugin", b"plugin", "retries", b"retries", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expression", b"_expression", "_plugin", b"_plugin", "_retries", b"_retries", "_sandbox", b"_sandbox", "_timeout_seconds", b"_timeout_seconds", "composite", b"composite", "expression", b"expression", "limits", b"limits", "model", b"model", "plugin", b"plugin", "retries", b"retries", "sandbox", b"sandbox", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expression: _TypeAlias = _typing.Literal["expression"]  # noqa: Y015
     _WhichOneofArgType__expression: _TypeAlias = _typing.Literal["_expression", b"_expression"]  # noqa: Y015
@@ -712,6 +725,8 @@ class RewardConfig(_message.Message):
     _WhichOneofArgType__plugin: _TypeAlias = _typing.Literal["_plugin", b"_plugin"]  # noqa: Y015
     _WhichOneofReturnType__retries: _TypeAlias = _typing.Literal["retries"]  # noqa: Y015
     _WhichOneofArgType__retries: _TypeAlias = _typing.Literal["_retries", b"_retries"]  # noqa: Y015
+    _WhichOneofReturnType__sandbox: _TypeAlias = _typing.Literal["sandbox"]  # noqa: Y015
+    _WhichOneofArgType__sandbox: _TypeAlias = _typing.Literal["_sandbox", b"_sandbox"]  # noqa: Y015
     _WhichOneofReturnType__timeout_seconds: _TypeAlias = _typing.Literal["timeout_seconds"]  # noqa: Y015
     _WhichOneofArgType__timeout_seconds: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds"]  # noqa: Y015
     @_typing.overload
@@ -721,9 +736,70 @@ class RewardConfig(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__retries) -> _WhichOneofReturnType__retries | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sandbox) -> _WhichOneofReturnType__sandbox | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_seconds) -> _WhichOneofReturnType__timeout_seconds | None: ...
 
 Global___RewardConfig: _TypeAlias = RewardConfig  # noqa: Y015
+
+@_typing.final
+class RewardLimitsConfig(_message.Message):
+    """RewardLimitsConfig sets the limits of the sandboxes of a reward. Each of up to four processes of a
+    plugin has its own sandbox. `reward.timeout_seconds` limits the time of a call.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    PIDS_FIELD_NUMBER: _builtins.int
+    CPUS_FIELD_NUMBER: _builtins.int
+    OUTPUT_BYTES_FIELD_NUMBER: _builtins.int
+    DISK_BYTES_FIELD_NUMBER: _builtins.int
+    memory_bytes: _builtins.int
+    """Memory of all its processes together, with the files that they write."""
+    pids: _builtins.int
+    """Processes and threads."""
+    cpus: _builtins.float
+    """CPU seconds per second. 0: no limit."""
+    output_bytes: _builtins.int
+    """Bytes that a call may print and return."""
+    disk_bytes: _builtins.int
+    """Bytes of the files that they may write, all of them temporary."""
+    def __init__(
+        self,
+        *,
+        memory_bytes: _builtins.int | None = ...,
+        pids: _builtins.int | None = ...,
+        cpus: _builtins.float | None = ...,
+        output_bytes: _builtins.int | None = ...,
+        disk_bytes: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cpus", b"_cpus", "_disk_bytes", b"_disk_bytes", "_memory_bytes", b"_memory_bytes", "_output_bytes", b"_output_bytes", "_pids", b"_pids", "cpus", b"cpus", "disk_bytes", b"disk_bytes", "memory_bytes", b"memory_bytes", "output_bytes", b"output_bytes", "pids", b"pids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cpus", b"_cpus", "_disk_bytes", b"_disk_bytes", "_memory_bytes", b"_memory_bytes", "_output_bytes", b"_output_bytes", "_pids", b"_pids", "cpus", b"cpus", "disk_bytes", b"disk_bytes", "memory_bytes", b"memory_bytes", "output_bytes", b"output_bytes", "pids", b"pids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cpus: _TypeAlias = _typing.Literal["cpus"]  # noqa: Y015
+    _WhichOneofArgType__cpus: _TypeAlias = _typing.Literal["_cpus", b"_cpus"]  # noqa: Y015
+    _WhichOneofReturnType__disk_bytes: _TypeAlias = _typing.Literal["disk_bytes"]  # noqa: Y015
+    _WhichOneofArgType__disk_bytes: _TypeAlias = _typing.Literal["_disk_bytes", b"_disk_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__memory_bytes: _TypeAlias = _typing.Literal["memory_bytes"]  # noqa: Y015
+    _WhichOneofArgType__memory_bytes: _TypeAlias = _typing.Literal["_memory_bytes", b"_memory_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__output_bytes: _TypeAlias = _typing.Literal["output_bytes"]  # noqa: Y015
+    _WhichOneofArgType__output_bytes: _TypeAlias = _typing.Literal["_output_bytes", b"_output_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__pids: _TypeAlias = _typing.Literal["pids"]  # noqa: Y015
+    _WhichOneofArgType__pids: _TypeAlias = _typing.Literal["_pids", b"_pids"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cpus) -> _WhichOneofReturnType__cpus | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__disk_bytes) -> _WhichOneofReturnType__disk_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_bytes) -> _WhichOneofReturnType__memory_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__output_bytes) -> _WhichOneofReturnType__output_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pids) -> _WhichOneofReturnType__pids | None: ...
+
+Global___RewardLimitsConfig: _TypeAlias = RewardLimitsConfig  # noqa: Y015
 
 @_typing.final
 class ScoringModelConfig(_message.Message):
@@ -794,6 +870,7 @@ class RewardPartConfig(_message.Message):
     EXPRESSION_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     RETRIES_FIELD_NUMBER: _builtins.int
+    SANDBOX_FIELD_NUMBER: _builtins.int
     weight: _builtins.float
     """Weight of its score in the sum."""
     plugin: _builtins.str
@@ -804,6 +881,8 @@ class RewardPartConfig(_message.Message):
     """Timeout of one call, in seconds. Absent: `reward.timeout_seconds`."""
     retries: _builtins.int
     """Retries of a failed call. Absent: `reward.retries`."""
+    sandbox: _builtins.bool
+    """Whether the plugin runs in a sandbox. Absent: `reward.sandbox`."""
     @_builtins.property
     def model(self) -> Global___ScoringModelConfig:
         """A trained reward model, see `[reward.model]`."""
@@ -817,10 +896,11 @@ class RewardPartConfig(_message.Message):
         expression: _builtins.str | None = ...,
         timeout_seconds: _builtins.float | None = ...,
         retries: _builtins.int | None = ...,
+        sandbox: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_expression", b"_expression", "_plugin", b"_plugin", "_retries", b"_retries", "_timeout_seconds", b"_timeout_seconds", "_weight", b"_weight", "expression", b"expression", "model", b"model", "plugin", b"plugin", "retries", b"retries", "timeout_seconds", b"timeout_seconds", "weight", b"weight"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expression", b"_expression", "_plugin", b"_plugin", "_retries", b"_retries", "_sandbox", b"_sandbox", "_timeout_seconds", b"_timeout_seconds", "_weight", b"_weight", "expression", b"expression", "model", b"model", "plugin", b"plugin", "retries", b"retries", "sandbox", b"sandbox", "timeout_seconds", b"timeout_seconds", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expression", b"_expression", "_plugin", b"_plugin", "_retries", b"_retries", "_timeout_seconds", b"_timeout_seconds", "_weight", b"_weight", "expression", b"expression", "model", b"model", "plugin", b"plugin", "retries", b"retries", "timeout_seconds", b"timeout_seconds", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expression", b"_expression", "_plugin", b"_plugin", "_retries", b"_retries", "_sandbox", b"_sandbox", "_timeout_seconds", b"_timeout_seconds", "_weight", b"_weight", "expression", b"expression", "model", b"model", "plugin", b"plugin", "retries", b"retries", "sandbox", b"sandbox", "timeout_seconds", b"timeout_seconds", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expression: _TypeAlias = _typing.Literal["expression"]  # noqa: Y015
     _WhichOneofArgType__expression: _TypeAlias = _typing.Literal["_expression", b"_expression"]  # noqa: Y015
@@ -828,6 +908,8 @@ class RewardPartConfig(_message.Message):
     _WhichOneofArgType__plugin: _TypeAlias = _typing.Literal["_plugin", b"_plugin"]  # noqa: Y015
     _WhichOneofReturnType__retries: _TypeAlias = _typing.Literal["retries"]  # noqa: Y015
     _WhichOneofArgType__retries: _TypeAlias = _typing.Literal["_retries", b"_retries"]  # noqa: Y015
+    _WhichOneofReturnType__sandbox: _TypeAlias = _typing.Literal["sandbox"]  # noqa: Y015
+    _WhichOneofArgType__sandbox: _TypeAlias = _typing.Literal["_sandbox", b"_sandbox"]  # noqa: Y015
     _WhichOneofReturnType__timeout_seconds: _TypeAlias = _typing.Literal["timeout_seconds"]  # noqa: Y015
     _WhichOneofArgType__timeout_seconds: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds"]  # noqa: Y015
     _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
@@ -838,6 +920,8 @@ class RewardPartConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__plugin) -> _WhichOneofReturnType__plugin | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__retries) -> _WhichOneofReturnType__retries | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sandbox) -> _WhichOneofReturnType__sandbox | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_seconds) -> _WhichOneofReturnType__timeout_seconds | None: ...
     @_typing.overload

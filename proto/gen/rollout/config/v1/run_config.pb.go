@@ -815,7 +815,13 @@ type RewardConfig struct {
 	// Several rewards, each in its own named table, such as `[reward.composite.format]`. The reward
 	// is their weighted sum, and each is a metric, `reward/NAME`. A sample has no reward if one of
 	// them fails.
-	Composite     map[string]*RewardPartConfig `protobuf:"bytes,6,rep,name=composite,proto3" json:"composite,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Composite map[string]*RewardPartConfig `protobuf:"bytes,6,rep,name=composite,proto3" json:"composite,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// Whether plugins run in a sandbox (docs/tools.md): a separate user without the files, processes,
+	// and network of the host, within `[reward.limits]`. It is the default for each
+	// `[reward.composite.*]`; expressions need none.
+	Sandbox *bool `protobuf:"varint,7,opt,name=sandbox,proto3,oneof" json:"sandbox,omitempty"`
+	// Limits of each sandbox.
+	Limits        *RewardLimitsConfig `protobuf:"bytes,8,opt,name=limits,proto3" json:"limits,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -892,6 +898,103 @@ func (x *RewardConfig) GetComposite() map[string]*RewardPartConfig {
 	return nil
 }
 
+func (x *RewardConfig) GetSandbox() bool {
+	if x != nil && x.Sandbox != nil {
+		return *x.Sandbox
+	}
+	return false
+}
+
+func (x *RewardConfig) GetLimits() *RewardLimitsConfig {
+	if x != nil {
+		return x.Limits
+	}
+	return nil
+}
+
+// RewardLimitsConfig sets the limits of the sandboxes of a reward. Each of up to four processes of a
+// plugin has its own sandbox. `reward.timeout_seconds` limits the time of a call.
+type RewardLimitsConfig struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Memory of all its processes together, with the files that they write.
+	MemoryBytes *uint64 `protobuf:"varint,1,opt,name=memory_bytes,json=memoryBytes,proto3,oneof" json:"memory_bytes,omitempty"`
+	// Processes and threads.
+	Pids *uint32 `protobuf:"varint,2,opt,name=pids,proto3,oneof" json:"pids,omitempty"`
+	// CPU seconds per second. 0: no limit.
+	Cpus *float64 `protobuf:"fixed64,3,opt,name=cpus,proto3,oneof" json:"cpus,omitempty"`
+	// Bytes that a call may print and return.
+	OutputBytes *uint64 `protobuf:"varint,4,opt,name=output_bytes,json=outputBytes,proto3,oneof" json:"output_bytes,omitempty"`
+	// Bytes of the files that they may write, all of them temporary.
+	DiskBytes     *uint64 `protobuf:"varint,5,opt,name=disk_bytes,json=diskBytes,proto3,oneof" json:"disk_bytes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RewardLimitsConfig) Reset() {
+	*x = RewardLimitsConfig{}
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RewardLimitsConfig) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RewardLimitsConfig) ProtoMessage() {}
+
+func (x *RewardLimitsConfig) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RewardLimitsConfig.ProtoReflect.Descriptor instead.
+func (*RewardLimitsConfig) Descriptor() ([]byte, []int) {
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *RewardLimitsConfig) GetMemoryBytes() uint64 {
+	if x != nil && x.MemoryBytes != nil {
+		return *x.MemoryBytes
+	}
+	return 0
+}
+
+func (x *RewardLimitsConfig) GetPids() uint32 {
+	if x != nil && x.Pids != nil {
+		return *x.Pids
+	}
+	return 0
+}
+
+func (x *RewardLimitsConfig) GetCpus() float64 {
+	if x != nil && x.Cpus != nil {
+		return *x.Cpus
+	}
+	return 0
+}
+
+func (x *RewardLimitsConfig) GetOutputBytes() uint64 {
+	if x != nil && x.OutputBytes != nil {
+		return *x.OutputBytes
+	}
+	return 0
+}
+
+func (x *RewardLimitsConfig) GetDiskBytes() uint64 {
+	if x != nil && x.DiskBytes != nil {
+		return *x.DiskBytes
+	}
+	return 0
+}
+
 // ScoringModelConfig sets a reward model that a worker of the run serves. It reads the tokens of
 // prompt and completion, so it must have the same tokenizer as the trained model.
 type ScoringModelConfig struct {
@@ -912,7 +1015,7 @@ type ScoringModelConfig struct {
 
 func (x *ScoringModelConfig) Reset() {
 	*x = ScoringModelConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[6]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -924,7 +1027,7 @@ func (x *ScoringModelConfig) String() string {
 func (*ScoringModelConfig) ProtoMessage() {}
 
 func (x *ScoringModelConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[6]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -937,7 +1040,7 @@ func (x *ScoringModelConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ScoringModelConfig.ProtoReflect.Descriptor instead.
 func (*ScoringModelConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{6}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *ScoringModelConfig) GetPath() string {
@@ -983,14 +1086,16 @@ type RewardPartConfig struct {
 	// Timeout of one call, in seconds. Absent: `reward.timeout_seconds`.
 	TimeoutSeconds *float64 `protobuf:"fixed64,5,opt,name=timeout_seconds,json=timeoutSeconds,proto3,oneof" json:"timeout_seconds,omitempty"`
 	// Retries of a failed call. Absent: `reward.retries`.
-	Retries       *uint32 `protobuf:"varint,6,opt,name=retries,proto3,oneof" json:"retries,omitempty"`
+	Retries *uint32 `protobuf:"varint,6,opt,name=retries,proto3,oneof" json:"retries,omitempty"`
+	// Whether the plugin runs in a sandbox. Absent: `reward.sandbox`.
+	Sandbox       *bool `protobuf:"varint,7,opt,name=sandbox,proto3,oneof" json:"sandbox,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *RewardPartConfig) Reset() {
 	*x = RewardPartConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1002,7 +1107,7 @@ func (x *RewardPartConfig) String() string {
 func (*RewardPartConfig) ProtoMessage() {}
 
 func (x *RewardPartConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1015,7 +1120,7 @@ func (x *RewardPartConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RewardPartConfig.ProtoReflect.Descriptor instead.
 func (*RewardPartConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{7}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *RewardPartConfig) GetWeight() float64 {
@@ -1058,6 +1163,13 @@ func (x *RewardPartConfig) GetRetries() uint32 {
 		return *x.Retries
 	}
 	return 0
+}
+
+func (x *RewardPartConfig) GetSandbox() bool {
+	if x != nil && x.Sandbox != nil {
+		return *x.Sandbox
+	}
+	return false
 }
 
 // TrainConfig sets steps, optimizer, and learning-rate schedule.
@@ -1126,7 +1238,7 @@ type TrainConfig struct {
 
 func (x *TrainConfig) Reset() {
 	*x = TrainConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1138,7 +1250,7 @@ func (x *TrainConfig) String() string {
 func (*TrainConfig) ProtoMessage() {}
 
 func (x *TrainConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1151,7 +1263,7 @@ func (x *TrainConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrainConfig.ProtoReflect.Descriptor instead.
 func (*TrainConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{8}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *TrainConfig) GetSteps() uint64 {
@@ -1322,7 +1434,7 @@ type LoraConfig struct {
 
 func (x *LoraConfig) Reset() {
 	*x = LoraConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1334,7 +1446,7 @@ func (x *LoraConfig) String() string {
 func (*LoraConfig) ProtoMessage() {}
 
 func (x *LoraConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1347,7 +1459,7 @@ func (x *LoraConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoraConfig.ProtoReflect.Descriptor instead.
 func (*LoraConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{9}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *LoraConfig) GetRank() uint32 {
@@ -1407,7 +1519,7 @@ type WeightsConfig struct {
 
 func (x *WeightsConfig) Reset() {
 	*x = WeightsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1419,7 +1531,7 @@ func (x *WeightsConfig) String() string {
 func (*WeightsConfig) ProtoMessage() {}
 
 func (x *WeightsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1432,7 +1544,7 @@ func (x *WeightsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WeightsConfig.ProtoReflect.Descriptor instead.
 func (*WeightsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{10}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *WeightsConfig) GetPatch() string {
@@ -1487,7 +1599,7 @@ type EngineConfig struct {
 
 func (x *EngineConfig) Reset() {
 	*x = EngineConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1499,7 +1611,7 @@ func (x *EngineConfig) String() string {
 func (*EngineConfig) ProtoMessage() {}
 
 func (x *EngineConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1512,7 +1624,7 @@ func (x *EngineConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EngineConfig.ProtoReflect.Descriptor instead.
 func (*EngineConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{11}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *EngineConfig) GetKind() string {
@@ -1609,7 +1721,7 @@ type EnvironmentConfig struct {
 
 func (x *EnvironmentConfig) Reset() {
 	*x = EnvironmentConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1621,7 +1733,7 @@ func (x *EnvironmentConfig) String() string {
 func (*EnvironmentConfig) ProtoMessage() {}
 
 func (x *EnvironmentConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1634,7 +1746,7 @@ func (x *EnvironmentConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EnvironmentConfig.ProtoReflect.Descriptor instead.
 func (*EnvironmentConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{12}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *EnvironmentConfig) GetKind() string {
@@ -1733,7 +1845,7 @@ type StalenessConfig struct {
 
 func (x *StalenessConfig) Reset() {
 	*x = StalenessConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1745,7 +1857,7 @@ func (x *StalenessConfig) String() string {
 func (*StalenessConfig) ProtoMessage() {}
 
 func (x *StalenessConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1758,7 +1870,7 @@ func (x *StalenessConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StalenessConfig.ProtoReflect.Descriptor instead.
 func (*StalenessConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{13}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *StalenessConfig) GetMaxSteps() uint32 {
@@ -1791,7 +1903,7 @@ type EvalConfig struct {
 
 func (x *EvalConfig) Reset() {
 	*x = EvalConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1803,7 +1915,7 @@ func (x *EvalConfig) String() string {
 func (*EvalConfig) ProtoMessage() {}
 
 func (x *EvalConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1816,7 +1928,7 @@ func (x *EvalConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvalConfig.ProtoReflect.Descriptor instead.
 func (*EvalConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{14}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *EvalConfig) GetEverySteps() uint64 {
@@ -1863,7 +1975,7 @@ type SnapshotConfig struct {
 
 func (x *SnapshotConfig) Reset() {
 	*x = SnapshotConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1875,7 +1987,7 @@ func (x *SnapshotConfig) String() string {
 func (*SnapshotConfig) ProtoMessage() {}
 
 func (x *SnapshotConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1888,7 +2000,7 @@ func (x *SnapshotConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotConfig.ProtoReflect.Descriptor instead.
 func (*SnapshotConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{15}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *SnapshotConfig) GetEverySteps() uint64 {
@@ -1927,7 +2039,7 @@ type CompletionsConfig struct {
 
 func (x *CompletionsConfig) Reset() {
 	*x = CompletionsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1939,7 +2051,7 @@ func (x *CompletionsConfig) String() string {
 func (*CompletionsConfig) ProtoMessage() {}
 
 func (x *CompletionsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1952,7 +2064,7 @@ func (x *CompletionsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CompletionsConfig.ProtoReflect.Descriptor instead.
 func (*CompletionsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{16}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *CompletionsConfig) GetPerStep() uint32 {
@@ -1986,7 +2098,7 @@ type SinksConfig struct {
 
 func (x *SinksConfig) Reset() {
 	*x = SinksConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1998,7 +2110,7 @@ func (x *SinksConfig) String() string {
 func (*SinksConfig) ProtoMessage() {}
 
 func (x *SinksConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2011,7 +2123,7 @@ func (x *SinksConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SinksConfig.ProtoReflect.Descriptor instead.
 func (*SinksConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{17}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *SinksConfig) GetTensorboard() *TensorboardConfig {
@@ -2047,7 +2159,7 @@ type TensorboardConfig struct {
 
 func (x *TensorboardConfig) Reset() {
 	*x = TensorboardConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2059,7 +2171,7 @@ func (x *TensorboardConfig) String() string {
 func (*TensorboardConfig) ProtoMessage() {}
 
 func (x *TensorboardConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2072,7 +2184,7 @@ func (x *TensorboardConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TensorboardConfig.ProtoReflect.Descriptor instead.
 func (*TensorboardConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{18}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *TensorboardConfig) GetDirectory() string {
@@ -2100,7 +2212,7 @@ type WandbConfig struct {
 
 func (x *WandbConfig) Reset() {
 	*x = WandbConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2112,7 +2224,7 @@ func (x *WandbConfig) String() string {
 func (*WandbConfig) ProtoMessage() {}
 
 func (x *WandbConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2125,7 +2237,7 @@ func (x *WandbConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WandbConfig.ProtoReflect.Descriptor instead.
 func (*WandbConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{19}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *WandbConfig) GetProject() string {
@@ -2171,7 +2283,7 @@ type MlflowConfig struct {
 
 func (x *MlflowConfig) Reset() {
 	*x = MlflowConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2183,7 +2295,7 @@ func (x *MlflowConfig) String() string {
 func (*MlflowConfig) ProtoMessage() {}
 
 func (x *MlflowConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2196,7 +2308,7 @@ func (x *MlflowConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MlflowConfig.ProtoReflect.Descriptor instead.
 func (*MlflowConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{20}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *MlflowConfig) GetTrackingUri() string {
@@ -2255,7 +2367,7 @@ type HealthConfig struct {
 
 func (x *HealthConfig) Reset() {
 	*x = HealthConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2267,7 +2379,7 @@ func (x *HealthConfig) String() string {
 func (*HealthConfig) ProtoMessage() {}
 
 func (x *HealthConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2280,7 +2392,7 @@ func (x *HealthConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HealthConfig.ProtoReflect.Descriptor instead.
 func (*HealthConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{21}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *HealthConfig) GetOnCollapse() string {
@@ -2396,7 +2508,7 @@ type LimitsConfig struct {
 
 func (x *LimitsConfig) Reset() {
 	*x = LimitsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[22]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2408,7 +2520,7 @@ func (x *LimitsConfig) String() string {
 func (*LimitsConfig) ProtoMessage() {}
 
 func (x *LimitsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[22]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2421,7 +2533,7 @@ func (x *LimitsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LimitsConfig.ProtoReflect.Descriptor instead.
 func (*LimitsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{22}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *LimitsConfig) GetGroupAttempts() uint32 {
@@ -2477,7 +2589,7 @@ var File_rollout_config_v1_run_config_proto protoreflect.FileDescriptor
 
 const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
-	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xce\x1d\n" +
+	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xd9\x1f\n" +
 	"\tRunConfig\x12Q\n" +
 	"\x04name\x18\x01 \x01(\tB8\xbaH \xc8\x01\x01r\x1b2\x19^[a-z0-9][a-z0-9-]{0,62}$\xca\xda\x18\x11\x12\x0f\"addition-grpo\"H\x00R\x04name\x88\x01\x01\x12.\n" +
 	"\x04seed\x18\x02 \x01(\x04B\x15\xbaH\v2\t\x18\xff\xff\xff\xff\xff\xff\xff\x0f\xca\xda\x18\x03\n" +
@@ -2502,8 +2614,9 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\vcompletions\x18( \x01(\v2$.rollout.config.v1.CompletionsConfigR\vcompletions\x12:\n" +
 	"\aweights\x18\x18 \x01(\v2 .rollout.config.v1.WeightsConfigR\aweights\x124\n" +
 	"\x05sinks\x18) \x01(\v2\x1e.rollout.config.v1.SinksConfigR\x05sinks\x127\n" +
-	"\x06health\x182 \x01(\v2\x1f.rollout.config.v1.HealthConfigR\x06health:\x97\x13\xbaH\x93\x13\x1a\x98\x02\n" +
-	"\x16run_config.reward_kind\x12c`[reward]` takes exactly one of `plugin`, `expression`, `[reward.model]` and `[reward.composite.*]`\x1a\x98\x01!has(this.reward) || [has(this.reward.plugin), has(this.reward.expression), has(this.reward.model), has(this.reward.composite)].filter(x, x).size() == 1\x1a\xe3\x01\n" +
+	"\x06health\x182 \x01(\v2\x1f.rollout.config.v1.HealthConfigR\x06health:\xa2\x15\xbaH\x9e\x15\x1a\x98\x02\n" +
+	"\x16run_config.reward_kind\x12c`[reward]` takes exactly one of `plugin`, `expression`, `[reward.model]` and `[reward.composite.*]`\x1a\x98\x01!has(this.reward) || [has(this.reward.plugin), has(this.reward.expression), has(this.reward.model), has(this.reward.composite)].filter(x, x).size() == 1\x1a\x88\x02\n" +
+	"\x19run_config.reward_sandbox\x12U`reward.sandbox` needs a `plugin`: expressions and reward models run no code of yours\x1a\x93\x01!has(this.reward) || !this.reward.sandbox || has(this.reward.plugin) || this.reward.composite.exists(name, has(this.reward.composite[name].plugin))\x1a\xe3\x01\n" +
 	"\x16run_config.kto_weights\x12Z`algorithm.kto.desirable_weight` and `algorithm.kto.undesirable_weight` must not both be 0\x1am!has(this.algorithm.kto) || this.algorithm.kto.desirable_weight + this.algorithm.kto.undesirable_weight > 0.0\x1a\xf3\x01\n" +
 	"\x12run_config.teacher\x12a`[algorithm.distillation]` takes exactly one of `teacher` and `[algorithm.distillation.endpoint]`\x1az!has(this.algorithm.distillation) || has(this.algorithm.distillation.teacher) != has(this.algorithm.distillation.endpoint)\x1a\xea\x01\n" +
 	"\x1erun_config.teacher_temperature\x12x`sampling.temperature` must be 1.0 for `[algorithm.distillation.endpoint]`: endpoints return logprobs at temperature 1.0\x1aN!has(this.algorithm.distillation.endpoint) || this.sampling.temperature == 1.0\x1a\x84\x02\n" +
@@ -2652,7 +2765,7 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x06_top_kB\b\n" +
 	"\x06_min_pB\x10\n" +
 	"\x0e_refill_roundsB\x13\n" +
-	"\x11_refill_shortfall\"\xb2\x05\n" +
+	"\x11_refill_shortfall\"\xa9\x06\n" +
 	"\fRewardConfig\x12g\n" +
 	"\x06plugin\x18\x01 \x01(\tBJ\xbaH&r$2\"^[^:]+\\.py:[A-Za-z_][A-Za-z0-9_]*$\xca\xda\x18\x1d\x12\x17\"reward.py:exact_match\"\x18\x01 \x01H\x00R\x06plugin\x88\x01\x01\x12O\n" +
 	"\x0ftimeout_seconds\x18\x02 \x01(\x01B!\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x06\n" +
@@ -2663,7 +2776,10 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"expression\x18\x04 \x01(\tB5\xbaH\x04r\x02\x10\x01\xca\xda\x18*\x12&'completion == row.answer ? 1.0 : 0.0' \x01H\x03R\n" +
 	"expression\x88\x01\x01\x12;\n" +
 	"\x05model\x18\x05 \x01(\v2%.rollout.config.v1.ScoringModelConfigR\x05model\x12\x82\x01\n" +
-	"\tcomposite\x18\x06 \x03(\v2..rollout.config.v1.RewardConfig.CompositeEntryB4\xbaH1\x9a\x01.\",r*2\x16^[a-z][a-z0-9_]{0,62}$Z\x04meanZ\x03stdZ\x05partsR\tcomposite\x1aa\n" +
+	"\tcomposite\x18\x06 \x03(\v2..rollout.config.v1.RewardConfig.CompositeEntryB4\xbaH1\x9a\x01.\",r*2\x16^[a-z][a-z0-9_]{0,62}$Z\x04meanZ\x03stdZ\x05partsR\tcomposite\x12*\n" +
+	"\asandbox\x18\a \x01(\bB\v\xca\xda\x18\a\n" +
+	"\x05falseH\x04R\asandbox\x88\x01\x01\x12=\n" +
+	"\x06limits\x18\b \x01(\v2%.rollout.config.v1.RewardLimitsConfigR\x06limits\x1aa\n" +
 	"\x0eCompositeEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x129\n" +
 	"\x05value\x18\x02 \x01(\v2#.rollout.config.v1.RewardPartConfigR\x05value:\x028\x01B\t\n" +
@@ -2671,7 +2787,29 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x10_timeout_secondsB\n" +
 	"\n" +
 	"\b_retriesB\r\n" +
-	"\v_expression\"\xc4\x02\n" +
+	"\v_expressionB\n" +
+	"\n" +
+	"\b_sandbox\"\x98\x03\n" +
+	"\x12RewardLimitsConfig\x12I\n" +
+	"\fmemory_bytes\x18\x01 \x01(\x04B!\xbaH\x0e2\f\x18\x80\x80\x80\x80\x80 (\x80\x80\x80 \xca\xda\x18\f\n" +
+	"\n" +
+	"2147483648H\x00R\vmemoryBytes\x88\x01\x01\x12-\n" +
+	"\x04pids\x18\x02 \x01(\rB\x14\xbaH\b*\x06\x18\x80\x80\x02(\x10\xca\xda\x18\x05\n" +
+	"\x03128H\x01R\x04pids\x88\x01\x01\x129\n" +
+	"\x04cpus\x18\x03 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\x90@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x030.0H\x02R\x04cpus\x88\x01\x01\x12E\n" +
+	"\foutput_bytes\x18\x04 \x01(\x04B\x1d\xbaH\f2\n" +
+	"\x18\x80\x80\x80\x80\x04(\x80\x80\x04\xca\xda\x18\n" +
+	"\n" +
+	"\b67108864H\x03R\voutputBytes\x88\x01\x01\x12C\n" +
+	"\n" +
+	"disk_bytes\x18\x05 \x01(\x04B\x1f\xbaH\r2\v\x18\x80\x80\x80\x80\x80 (\x80\x80\x04\xca\xda\x18\v\n" +
+	"\t134217728H\x04R\tdiskBytes\x88\x01\x01B\x0f\n" +
+	"\r_memory_bytesB\a\n" +
+	"\x05_pidsB\a\n" +
+	"\x05_cpusB\x0f\n" +
+	"\r_output_bytesB\r\n" +
+	"\v_disk_bytes\"\xc4\x02\n" +
 	"\x12ScoringModelConfig\x12:\n" +
 	"\x04path\x18\x01 \x01(\tB!\xbaH\a\xc8\x01\x01r\x02\x10\x01\xca\xda\x18\x13\x12\x0f\"models/reward\"\x18\x01H\x00R\x04path\x88\x01\x01\x12K\n" +
 	"\x05dtype\x18\x02 \x01(\tB0\xbaH\x1er\x1cR\afloat32R\bbfloat16R\afloat16\xca\xda\x18\v\n" +
@@ -2684,7 +2822,7 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x06_dtypeB\x13\n" +
 	"\x11_tokens_per_batchB\n" +
 	"\n" +
-	"\b_threads\"\xd9\x05\n" +
+	"\b_threads\"\x8c\x06\n" +
 	"\x10RewardPartConfig\x12=\n" +
 	"\x06weight\x18\x01 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x80\x84.A)\x00\x00\x00\x00\x80\x84.\xc1\xca\xda\x18\x05\n" +
 	"\x031.0H\x00R\x06weight\x88\x01\x01\x12g\n" +
@@ -2694,14 +2832,17 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"expression\x18\x03 \x01(\tB5\xbaH\x04r\x02\x10\x01\xca\xda\x18*\x12&'completion == row.answer ? 1.0 : 0.0' \x01H\x02R\n" +
 	"expression\x88\x01\x01\x12K\n" +
 	"\x0ftimeout_seconds\x18\x05 \x01(\x01B\x1d\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x02 \x01H\x03R\x0etimeoutSeconds\x88\x01\x01\x12,\n" +
-	"\aretries\x18\x06 \x01(\rB\r\xbaH\x04*\x02\x18d\xca\xda\x18\x02 \x01H\x04R\aretries\x88\x01\x01:\xc3\x01\xbaH\xbf\x01\x1a\xbc\x01\n" +
+	"\aretries\x18\x06 \x01(\rB\r\xbaH\x04*\x02\x18d\xca\xda\x18\x02 \x01H\x04R\aretries\x88\x01\x01\x12%\n" +
+	"\asandbox\x18\a \x01(\bB\x06\xca\xda\x18\x02 \x01H\x05R\asandbox\x88\x01\x01:\xc3\x01\xbaH\xbf\x01\x1a\xbc\x01\n" +
 	"\x16run_config.reward_part\x12N`[reward.composite.*]` takes exactly one of `plugin`, `expression` and `model`\x1aR[has(this.plugin), has(this.expression), has(this.model)].filter(x, x).size() == 1B\t\n" +
 	"\a_weightB\t\n" +
 	"\a_pluginB\r\n" +
 	"\v_expressionB\x12\n" +
 	"\x10_timeout_secondsB\n" +
 	"\n" +
-	"\b_retries\"\xba\r\n" +
+	"\b_retriesB\n" +
+	"\n" +
+	"\b_sandbox\"\xba\r\n" +
 	"\vTrainConfig\x127\n" +
 	"\x05steps\x18\x01 \x01(\x04B\x1c\xbaH\t2\a\x18\x80\xc2\xd7/(\x01\xca\xda\x18\f\x12\x02402\x06lengthH\x00R\x05steps\x88\x01\x01\x12C\n" +
 	"\x06epochs\x18+ \x01(\x01B&\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00j\xf8@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\v\x12\x0112\x06lengthH\x01R\x06epochs\x88\x01\x01\x12@\n" +
@@ -3011,7 +3152,7 @@ func file_rollout_config_v1_run_config_proto_rawDescGZIP() []byte {
 	return file_rollout_config_v1_run_config_proto_rawDescData
 }
 
-var file_rollout_config_v1_run_config_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
+var file_rollout_config_v1_run_config_proto_msgTypes = make([]protoimpl.MessageInfo, 26)
 var file_rollout_config_v1_run_config_proto_goTypes = []any{
 	(*RunConfig)(nil),          // 0: rollout.config.v1.RunConfig
 	(*ModelConfig)(nil),        // 1: rollout.config.v1.ModelConfig
@@ -3019,59 +3160,61 @@ var file_rollout_config_v1_run_config_proto_goTypes = []any{
 	(*DataSourceConfig)(nil),   // 3: rollout.config.v1.DataSourceConfig
 	(*SamplingConfig)(nil),     // 4: rollout.config.v1.SamplingConfig
 	(*RewardConfig)(nil),       // 5: rollout.config.v1.RewardConfig
-	(*ScoringModelConfig)(nil), // 6: rollout.config.v1.ScoringModelConfig
-	(*RewardPartConfig)(nil),   // 7: rollout.config.v1.RewardPartConfig
-	(*TrainConfig)(nil),        // 8: rollout.config.v1.TrainConfig
-	(*LoraConfig)(nil),         // 9: rollout.config.v1.LoraConfig
-	(*WeightsConfig)(nil),      // 10: rollout.config.v1.WeightsConfig
-	(*EngineConfig)(nil),       // 11: rollout.config.v1.EngineConfig
-	(*EnvironmentConfig)(nil),  // 12: rollout.config.v1.EnvironmentConfig
-	(*StalenessConfig)(nil),    // 13: rollout.config.v1.StalenessConfig
-	(*EvalConfig)(nil),         // 14: rollout.config.v1.EvalConfig
-	(*SnapshotConfig)(nil),     // 15: rollout.config.v1.SnapshotConfig
-	(*CompletionsConfig)(nil),  // 16: rollout.config.v1.CompletionsConfig
-	(*SinksConfig)(nil),        // 17: rollout.config.v1.SinksConfig
-	(*TensorboardConfig)(nil),  // 18: rollout.config.v1.TensorboardConfig
-	(*WandbConfig)(nil),        // 19: rollout.config.v1.WandbConfig
-	(*MlflowConfig)(nil),       // 20: rollout.config.v1.MlflowConfig
-	(*HealthConfig)(nil),       // 21: rollout.config.v1.HealthConfig
-	(*LimitsConfig)(nil),       // 22: rollout.config.v1.LimitsConfig
-	nil,                        // 23: rollout.config.v1.DataConfig.TrainMixEntry
-	nil,                        // 24: rollout.config.v1.RewardConfig.CompositeEntry
-	(*AlgorithmConfig)(nil),    // 25: rollout.config.v1.AlgorithmConfig
+	(*RewardLimitsConfig)(nil), // 6: rollout.config.v1.RewardLimitsConfig
+	(*ScoringModelConfig)(nil), // 7: rollout.config.v1.ScoringModelConfig
+	(*RewardPartConfig)(nil),   // 8: rollout.config.v1.RewardPartConfig
+	(*TrainConfig)(nil),        // 9: rollout.config.v1.TrainConfig
+	(*LoraConfig)(nil),         // 10: rollout.config.v1.LoraConfig
+	(*WeightsConfig)(nil),      // 11: rollout.config.v1.WeightsConfig
+	(*EngineConfig)(nil),       // 12: rollout.config.v1.EngineConfig
+	(*EnvironmentConfig)(nil),  // 13: rollout.config.v1.EnvironmentConfig
+	(*StalenessConfig)(nil),    // 14: rollout.config.v1.StalenessConfig
+	(*EvalConfig)(nil),         // 15: rollout.config.v1.EvalConfig
+	(*SnapshotConfig)(nil),     // 16: rollout.config.v1.SnapshotConfig
+	(*CompletionsConfig)(nil),  // 17: rollout.config.v1.CompletionsConfig
+	(*SinksConfig)(nil),        // 18: rollout.config.v1.SinksConfig
+	(*TensorboardConfig)(nil),  // 19: rollout.config.v1.TensorboardConfig
+	(*WandbConfig)(nil),        // 20: rollout.config.v1.WandbConfig
+	(*MlflowConfig)(nil),       // 21: rollout.config.v1.MlflowConfig
+	(*HealthConfig)(nil),       // 22: rollout.config.v1.HealthConfig
+	(*LimitsConfig)(nil),       // 23: rollout.config.v1.LimitsConfig
+	nil,                        // 24: rollout.config.v1.DataConfig.TrainMixEntry
+	nil,                        // 25: rollout.config.v1.RewardConfig.CompositeEntry
+	(*AlgorithmConfig)(nil),    // 26: rollout.config.v1.AlgorithmConfig
 }
 var file_rollout_config_v1_run_config_proto_depIdxs = []int32{
 	1,  // 0: rollout.config.v1.RunConfig.model:type_name -> rollout.config.v1.ModelConfig
 	2,  // 1: rollout.config.v1.RunConfig.data:type_name -> rollout.config.v1.DataConfig
 	4,  // 2: rollout.config.v1.RunConfig.sampling:type_name -> rollout.config.v1.SamplingConfig
 	5,  // 3: rollout.config.v1.RunConfig.reward:type_name -> rollout.config.v1.RewardConfig
-	25, // 4: rollout.config.v1.RunConfig.algorithm:type_name -> rollout.config.v1.AlgorithmConfig
-	8,  // 5: rollout.config.v1.RunConfig.train:type_name -> rollout.config.v1.TrainConfig
-	11, // 6: rollout.config.v1.RunConfig.engine:type_name -> rollout.config.v1.EngineConfig
-	12, // 7: rollout.config.v1.RunConfig.environment:type_name -> rollout.config.v1.EnvironmentConfig
-	13, // 8: rollout.config.v1.RunConfig.staleness:type_name -> rollout.config.v1.StalenessConfig
-	14, // 9: rollout.config.v1.RunConfig.eval:type_name -> rollout.config.v1.EvalConfig
-	15, // 10: rollout.config.v1.RunConfig.snapshot:type_name -> rollout.config.v1.SnapshotConfig
-	22, // 11: rollout.config.v1.RunConfig.limits:type_name -> rollout.config.v1.LimitsConfig
-	9,  // 12: rollout.config.v1.RunConfig.lora:type_name -> rollout.config.v1.LoraConfig
-	16, // 13: rollout.config.v1.RunConfig.completions:type_name -> rollout.config.v1.CompletionsConfig
-	10, // 14: rollout.config.v1.RunConfig.weights:type_name -> rollout.config.v1.WeightsConfig
-	17, // 15: rollout.config.v1.RunConfig.sinks:type_name -> rollout.config.v1.SinksConfig
-	21, // 16: rollout.config.v1.RunConfig.health:type_name -> rollout.config.v1.HealthConfig
-	23, // 17: rollout.config.v1.DataConfig.train_mix:type_name -> rollout.config.v1.DataConfig.TrainMixEntry
-	6,  // 18: rollout.config.v1.RewardConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
-	24, // 19: rollout.config.v1.RewardConfig.composite:type_name -> rollout.config.v1.RewardConfig.CompositeEntry
-	6,  // 20: rollout.config.v1.RewardPartConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
-	18, // 21: rollout.config.v1.SinksConfig.tensorboard:type_name -> rollout.config.v1.TensorboardConfig
-	19, // 22: rollout.config.v1.SinksConfig.wandb:type_name -> rollout.config.v1.WandbConfig
-	20, // 23: rollout.config.v1.SinksConfig.mlflow:type_name -> rollout.config.v1.MlflowConfig
-	3,  // 24: rollout.config.v1.DataConfig.TrainMixEntry.value:type_name -> rollout.config.v1.DataSourceConfig
-	7,  // 25: rollout.config.v1.RewardConfig.CompositeEntry.value:type_name -> rollout.config.v1.RewardPartConfig
-	26, // [26:26] is the sub-list for method output_type
-	26, // [26:26] is the sub-list for method input_type
-	26, // [26:26] is the sub-list for extension type_name
-	26, // [26:26] is the sub-list for extension extendee
-	0,  // [0:26] is the sub-list for field type_name
+	26, // 4: rollout.config.v1.RunConfig.algorithm:type_name -> rollout.config.v1.AlgorithmConfig
+	9,  // 5: rollout.config.v1.RunConfig.train:type_name -> rollout.config.v1.TrainConfig
+	12, // 6: rollout.config.v1.RunConfig.engine:type_name -> rollout.config.v1.EngineConfig
+	13, // 7: rollout.config.v1.RunConfig.environment:type_name -> rollout.config.v1.EnvironmentConfig
+	14, // 8: rollout.config.v1.RunConfig.staleness:type_name -> rollout.config.v1.StalenessConfig
+	15, // 9: rollout.config.v1.RunConfig.eval:type_name -> rollout.config.v1.EvalConfig
+	16, // 10: rollout.config.v1.RunConfig.snapshot:type_name -> rollout.config.v1.SnapshotConfig
+	23, // 11: rollout.config.v1.RunConfig.limits:type_name -> rollout.config.v1.LimitsConfig
+	10, // 12: rollout.config.v1.RunConfig.lora:type_name -> rollout.config.v1.LoraConfig
+	17, // 13: rollout.config.v1.RunConfig.completions:type_name -> rollout.config.v1.CompletionsConfig
+	11, // 14: rollout.config.v1.RunConfig.weights:type_name -> rollout.config.v1.WeightsConfig
+	18, // 15: rollout.config.v1.RunConfig.sinks:type_name -> rollout.config.v1.SinksConfig
+	22, // 16: rollout.config.v1.RunConfig.health:type_name -> rollout.config.v1.HealthConfig
+	24, // 17: rollout.config.v1.DataConfig.train_mix:type_name -> rollout.config.v1.DataConfig.TrainMixEntry
+	7,  // 18: rollout.config.v1.RewardConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
+	25, // 19: rollout.config.v1.RewardConfig.composite:type_name -> rollout.config.v1.RewardConfig.CompositeEntry
+	6,  // 20: rollout.config.v1.RewardConfig.limits:type_name -> rollout.config.v1.RewardLimitsConfig
+	7,  // 21: rollout.config.v1.RewardPartConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
+	19, // 22: rollout.config.v1.SinksConfig.tensorboard:type_name -> rollout.config.v1.TensorboardConfig
+	20, // 23: rollout.config.v1.SinksConfig.wandb:type_name -> rollout.config.v1.WandbConfig
+	21, // 24: rollout.config.v1.SinksConfig.mlflow:type_name -> rollout.config.v1.MlflowConfig
+	3,  // 25: rollout.config.v1.DataConfig.TrainMixEntry.value:type_name -> rollout.config.v1.DataSourceConfig
+	8,  // 26: rollout.config.v1.RewardConfig.CompositeEntry.value:type_name -> rollout.config.v1.RewardPartConfig
+	27, // [27:27] is the sub-list for method output_type
+	27, // [27:27] is the sub-list for method input_type
+	27, // [27:27] is the sub-list for extension type_name
+	27, // [27:27] is the sub-list for extension extendee
+	0,  // [0:27] is the sub-list for field type_name
 }
 
 func init() { file_rollout_config_v1_run_config_proto_init() }
@@ -3104,13 +3247,14 @@ func file_rollout_config_v1_run_config_proto_init() {
 	file_rollout_config_v1_run_config_proto_msgTypes[20].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[21].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[22].OneofWrappers = []any{}
+	file_rollout_config_v1_run_config_proto_msgTypes[23].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_config_v1_run_config_proto_rawDesc), len(file_rollout_config_v1_run_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   25,
+			NumMessages:   26,
 			NumExtensions: 0,
 			NumServices:   0,
 		},
