@@ -1,4 +1,4 @@
-"""Compares trajectories with what the engines returned (`rollout_testing.recorded`)."""
+"""Compares trajectories with what the engines returned (`rollout_testing.sim.recorded`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Calls = Mapping[tuple[tuple[int, ...], tuple[int, ...]], list[dict[str, Any]]]
 
 def recorded_mesh(state: Path, shape: str = "all") -> Mesh:
     """Services whose inference workers record what their engines return."""
-    worker = ("--worker-command", f"{sys.executable} -m rollout_testing.recorded", "--worker-python", sys.executable)
+    worker = ("--worker-command", f"{sys.executable} -m rollout_testing.sim.recorded", "--worker-python", sys.executable)
     return Mesh(state, shape, arguments=worker, environment={"PYTHONPATH": str(ROOT / "python")})
 
 

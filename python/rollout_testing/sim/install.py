@@ -95,10 +95,10 @@ def lasting(config: RunConfig, step: int) -> bool:
 
 def load(spec: WorkerSpec, *_: Any) -> Any:
     """Replaces ``rollout_workers.inference.model.load``."""
-    from rollout_testing.recorded import Recorded
     from rollout_testing.sim import policy
     from rollout_testing.sim.engine import CAPABILITIES, SimEngine, SimText
     from rollout_testing.sim.journal import Journal
+    from rollout_testing.sim.recorded import Recorded
     from rollout_workers.engines.base import Engine
     from rollout_workers.inference.model import Model
     from rollout_workers.worker.spec import model_directory

@@ -1,5 +1,5 @@
-"""``python -m rollout_testing.recorded KIND``: the real worker, whose engine writes each sample to a
-journal, so that a test can compare trajectories with what the engine returned."""
+"""``python -m rollout_testing.sim.recorded KIND``: the real worker, whose engine writes each sample
+to a journal, so that a test can compare trajectories with what the engine returned."""
 
 from __future__ import annotations
 
