@@ -25,7 +25,7 @@ type engineCheck struct {
 // into those that the model is checked with.
 func (d *engineCheck) read(ctx context.Context, model *modelCheck) error {
 	kind, path := d.config.GetKind(), d.config.GetPython()
-	if path == "" && (kind == "" || kind == defaultEngine) {
+	if path == "" && (kind == "" || kind == defaultEngine || d.config.GetUrl() != "") {
 		return nil
 	}
 	field, python := "engine.kind", d.prober.Python
@@ -43,7 +43,7 @@ func (d *engineCheck) read(ctx context.Context, model *modelCheck) error {
 	case err != nil:
 		d.findings.report(field, problem.Probe, fmt.Sprintf("%s can't describe the engine `%s`: %v", python, kind, err),
 			"install the package rollout-workers of this version into its environment")
-	case answer.Missing != "":
+	case answer.Missing != "" && d.config.GetUrl() == "": // the package is in the environment of a server
 		d.findings.report(field, problem.PackageMissing, fmt.Sprintf("the engine `%s` needs the package %s, which %s lacks", kind, answer.Missing, python),
 			fmt.Sprintf("name an interpreter with both in `engine.python`; in a checkout, `make engine-%s` makes `.tools/%s/bin/python`", kind, kind))
 	default:

@@ -65,6 +65,7 @@ func TestPlanAsksTheInterpreterOfTheEngine(t *testing.T) {
 	}{
 		{"no file", "", []string{"engine.python=absent/python"}, "the file absent/python does not exist"},
 		{"no workers in it", "echo 'No module named rollout_workers' >&2; exit 1", nil, "can't describe the engine `vllm`: No module named rollout_workers"},
+		{"a server has it", `echo '{"capabilities": {"greedy": true, "verifies": ["full"]}, "missing": "vllm"}'`, []string{"engine.url=http://127.0.0.1:8000"}, ""},
 		{"no engine in it", `echo '{"capabilities": {}, "missing": "vllm"}'`, nil, "the engine `vllm` needs the package vllm, which"},
 		{
 			"its capabilities count", `echo '{"capabilities": {"greedy": false, "verifies": ["full"]}, "missing": ""}'`, []string{"eval.every_steps=1", `data.eval="train.jsonl"`},

@@ -74,7 +74,8 @@ class LoadRequest:
     slots: number of samples that are decoded concurrently. max_len: tokens of prompt and
     completion. threads: CPU threads; 0: the library's default. devices: ``cpu``, or the worker's
     GPUs as ``cuda:N``; an engine that needs one GPU uses the first. verify: ``weights.verify``;
-    with ``none`` an engine also loads models whose tensors it can't read back.
+    with ``none`` an engine also loads models whose tensors it can't read back. url: of a server that
+    has the model already; empty: the engine runs in this process or starts its own.
     """
 
     folder: str
@@ -86,6 +87,7 @@ class LoadRequest:
     threads: int = 0
     devices: tuple[str, ...] = ("cpu",)
     verify: str = "full"
+    url: str = ""
 
 
 Loader = Callable[[LoadRequest], Engine]
@@ -95,11 +97,12 @@ Loader = Callable[[LoadRequest], Engine]
 class Entry:
     """One engine. loader: ``module:function``, imported when the engine is loaded; the function
     blocks. package: the module that the environment must have for it; empty: no other than those of
-    every worker."""
+    every worker. remote: the loader for ``LoadRequest.url``, which needs no package; empty: none."""
 
     loader: str
     capabilities: Capabilities
     package: str = ""
+    remote: str = ""
 
 
 ENGINES: dict[str, Entry] = {
@@ -152,6 +155,7 @@ ENGINES: dict[str, Entry] = {
             swaps_in_flight=True,
         ),
         package="vllm",
+        remote="rollout_workers.engines.vllm.remote:load",
     ),
     "sglang": Entry(
         "rollout_workers.engines.sglang.engine:load",
@@ -198,7 +202,10 @@ def entry(kind: str) -> Entry:
 
 def load(kind: str, request: LoadRequest) -> Engine:
     """Load an engine; blocks. Raises :class:`UnknownEngine` and the errors of its loader."""
-    module, _, function = entry(kind).loader.partition(":")
+    found = entry(kind)
+    if request.url and not found.remote:
+        raise UnknownEngine(f'the engine {kind!r} has no servers: remove `engine.url`, or set `engine.kind = "vllm"`')
+    module, _, function = (found.remote if request.url else found.loader).partition(":")
     return cast(Loader, getattr(importlib.import_module(module), function))(request)
 
 

@@ -57,6 +57,7 @@ def load(spec: WorkerSpec) -> Model:
             threads=spec.threads,
             devices=devices_of(spec),
             verify=config.weights.verify or "full",
+            url=config.engine.url,
         ),
     )
     text = Text.load(model_directory(spec))

@@ -49,6 +49,39 @@ func problems(r *Reading) string {
 	return b.String()
 }
 
+// A server of vLLM takes weights from any client, so it is on this host or behind TLS, and has one
+// worker.
+func TestEngineURL(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		name string
+		set  []string
+		want string // part of the only problem; empty: none
+	}{
+		{"loopback", []string{"engine.kind=vllm", "engine.url=http://127.0.0.1:8000"}, ""},
+		{"localhost", []string{"engine.kind=vllm", "engine.url=http://localhost:8000/"}, ""},
+		{"IPv6", []string{"engine.kind=vllm", "engine.url=http://[::1]:8000"}, ""},
+		{"TLS", []string{"engine.kind=vllm", "engine.url=https://engine.example"}, ""},
+		{"another host", []string{"engine.kind=vllm", "engine.url=http://10.0.0.7:8000"}, "`engine.url` must have a loopback address, or begin with `https://`"},
+		{"a name that only begins like one", []string{"engine.kind=vllm", "engine.url=http://127.0.0.1.example:8000"}, "must have a loopback address"},
+		{"a user before another host", []string{"engine.kind=vllm", "engine.url=http://localhost:1@engine.example"}, "must have a loopback address"},
+		{"another scheme", []string{"engine.kind=vllm", "engine.url=unix:/run/vllm"}, "engine.url"},
+		{"another engine", []string{"engine.url=http://127.0.0.1:8000"}, "`engine.url` needs `engine.kind = \"vllm\"`"},
+		{"workers", []string{"engine.kind=vllm", "engine.url=http://127.0.0.1:8000", "engine.workers=2"}, "`engine.workers` must be 1 with `engine.url`"},
+	} {
+		found := read(t, good, c.set...).Sorted()
+		if c.want == "" {
+			if len(found) > 0 {
+				t.Errorf("%s: %v", c.name, found)
+			}
+			continue
+		}
+		if len(found) != 1 || !strings.Contains(found[0].GetMessage()+found[0].GetField(), c.want) || found[0].GetFix() == "" {
+			t.Errorf("%s: got %v, want %q", c.name, found, c.want)
+		}
+	}
+}
+
 func TestPlanIsNotAConfig(t *testing.T) {
 	t.Parallel()
 	r := read(t, "{\n  \"config\": {\n    \"name\": \"a\"\n  }\n}\n", "train.steps=3")

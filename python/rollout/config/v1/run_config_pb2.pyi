@@ -1270,6 +1270,7 @@ class EngineConfig(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     THREADS_FIELD_NUMBER: _builtins.int
     PYTHON_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """The engine of the workers. `transformers` needs nothing else; `vllm` and `sglang` need a
     separate environment, see `python`.
@@ -1287,6 +1288,12 @@ class EngineConfig(_message.Message):
     a path, such as `.tools/vllm/bin/python`, of an environment that also has `rollout-workers`.
     Empty: that of the other workers.
     """
+    url: _builtins.str
+    """Address of a vLLM server that you started, instead of one in the worker; only with
+    `kind = "vllm"` and one worker. Its routes for reinforcement learning have no authentication, so
+    `http://` needs a loopback address. The server reads weights from files, so it needs the same
+    file system. docs/engines.md has the command.
+    """
     def __init__(
         self,
         *,
@@ -1296,10 +1303,11 @@ class EngineConfig(_message.Message):
         max_model_len: _builtins.int | None = ...,
         threads: _builtins.int | None = ...,
         python: _builtins.str | None = ...,
+        url: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_kind", b"_kind", "_max_model_len", b"_max_model_len", "_python", b"_python", "_slots", b"_slots", "_threads", b"_threads", "_workers", b"_workers", "kind", b"kind", "max_model_len", b"max_model_len", "python", b"python", "slots", b"slots", "threads", b"threads", "workers", b"workers"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_kind", b"_kind", "_max_model_len", b"_max_model_len", "_python", b"_python", "_slots", b"_slots", "_threads", b"_threads", "_url", b"_url", "_workers", b"_workers", "kind", b"kind", "max_model_len", b"max_model_len", "python", b"python", "slots", b"slots", "threads", b"threads", "url", b"url", "workers", b"workers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kind", b"_kind", "_max_model_len", b"_max_model_len", "_python", b"_python", "_slots", b"_slots", "_threads", b"_threads", "_workers", b"_workers", "kind", b"kind", "max_model_len", b"max_model_len", "python", b"python", "slots", b"slots", "threads", b"threads", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kind", b"_kind", "_max_model_len", b"_max_model_len", "_python", b"_python", "_slots", b"_slots", "_threads", b"_threads", "_url", b"_url", "_workers", b"_workers", "kind", b"kind", "max_model_len", b"max_model_len", "python", b"python", "slots", b"slots", "threads", b"threads", "url", b"url", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__kind: _TypeAlias = _typing.Literal["kind"]  # noqa: Y015
     _WhichOneofArgType__kind: _TypeAlias = _typing.Literal["_kind", b"_kind"]  # noqa: Y015
@@ -1311,6 +1319,8 @@ class EngineConfig(_message.Message):
     _WhichOneofArgType__slots: _TypeAlias = _typing.Literal["_slots", b"_slots"]  # noqa: Y015
     _WhichOneofReturnType__threads: _TypeAlias = _typing.Literal["threads"]  # noqa: Y015
     _WhichOneofArgType__threads: _TypeAlias = _typing.Literal["_threads", b"_threads"]  # noqa: Y015
+    _WhichOneofReturnType__url: _TypeAlias = _typing.Literal["url"]  # noqa: Y015
+    _WhichOneofArgType__url: _TypeAlias = _typing.Literal["_url", b"_url"]  # noqa: Y015
     _WhichOneofReturnType__workers: _TypeAlias = _typing.Literal["workers"]  # noqa: Y015
     _WhichOneofArgType__workers: _TypeAlias = _typing.Literal["_workers", b"_workers"]  # noqa: Y015
     @_typing.overload
@@ -1323,6 +1333,8 @@ class EngineConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__slots) -> _WhichOneofReturnType__slots | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__threads) -> _WhichOneofReturnType__threads | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__url) -> _WhichOneofReturnType__url | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__workers) -> _WhichOneofReturnType__workers | None: ...
 

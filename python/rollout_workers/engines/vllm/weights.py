@@ -99,6 +99,10 @@ class LoadedWeights:
         """Load the staged tensors into the model. Raises ``NothingStaged``."""
         self._load(self._staging.take())
 
+    def replace(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load other tensors into the model, all of it."""
+        self._load(tensors)
+
     def digest(self) -> WeightsDigest:
         """The digest of the model's tensors, in the dtypes of their source. Raises
         ``ModelUnsupported``."""

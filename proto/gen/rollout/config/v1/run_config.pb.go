@@ -1592,7 +1592,12 @@ type EngineConfig struct {
 	// Python interpreter of the inference workers, for engines whose packages exclude the learner's:
 	// a path, such as `.tools/vllm/bin/python`, of an environment that also has `rollout-workers`.
 	// Empty: that of the other workers.
-	Python        *string `protobuf:"bytes,6,opt,name=python,proto3,oneof" json:"python,omitempty"`
+	Python *string `protobuf:"bytes,6,opt,name=python,proto3,oneof" json:"python,omitempty"`
+	// Address of a vLLM server that you started, instead of one in the worker; only with
+	// `kind = "vllm"` and one worker. Its routes for reinforcement learning have no authentication, so
+	// `http://` needs a loopback address. The server reads weights from files, so it needs the same
+	// file system. docs/engines.md has the command.
+	Url           *string `protobuf:"bytes,7,opt,name=url,proto3,oneof" json:"url,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1665,6 +1670,13 @@ func (x *EngineConfig) GetThreads() uint32 {
 func (x *EngineConfig) GetPython() string {
 	if x != nil && x.Python != nil {
 		return *x.Python
+	}
+	return ""
+}
+
+func (x *EngineConfig) GetUrl() string {
+	if x != nil && x.Url != nil {
+		return *x.Url
 	}
 	return ""
 }
@@ -2589,7 +2601,7 @@ var File_rollout_config_v1_run_config_proto protoreflect.FileDescriptor
 
 const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
-	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xd9\x1f\n" +
+	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xbc$\n" +
 	"\tRunConfig\x12Q\n" +
 	"\x04name\x18\x01 \x01(\tB8\xbaH \xc8\x01\x01r\x1b2\x19^[a-z0-9][a-z0-9-]{0,62}$\xca\xda\x18\x11\x12\x0f\"addition-grpo\"H\x00R\x04name\x88\x01\x01\x12.\n" +
 	"\x04seed\x18\x02 \x01(\x04B\x15\xbaH\v2\t\x18\xff\xff\xff\xff\xff\xff\xff\x0f\xca\xda\x18\x03\n" +
@@ -2614,14 +2626,17 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\vcompletions\x18( \x01(\v2$.rollout.config.v1.CompletionsConfigR\vcompletions\x12:\n" +
 	"\aweights\x18\x18 \x01(\v2 .rollout.config.v1.WeightsConfigR\aweights\x124\n" +
 	"\x05sinks\x18) \x01(\v2\x1e.rollout.config.v1.SinksConfigR\x05sinks\x127\n" +
-	"\x06health\x182 \x01(\v2\x1f.rollout.config.v1.HealthConfigR\x06health:\xa2\x15\xbaH\x9e\x15\x1a\x98\x02\n" +
+	"\x06health\x182 \x01(\v2\x1f.rollout.config.v1.HealthConfigR\x06health:\x85\x1a\xbaH\x81\x1a\x1a\x98\x02\n" +
 	"\x16run_config.reward_kind\x12c`[reward]` takes exactly one of `plugin`, `expression`, `[reward.model]` and `[reward.composite.*]`\x1a\x98\x01!has(this.reward) || [has(this.reward.plugin), has(this.reward.expression), has(this.reward.model), has(this.reward.composite)].filter(x, x).size() == 1\x1a\x88\x02\n" +
 	"\x19run_config.reward_sandbox\x12U`reward.sandbox` needs a `plugin`: expressions and reward models run no code of yours\x1a\x93\x01!has(this.reward) || !this.reward.sandbox || has(this.reward.plugin) || this.reward.composite.exists(name, has(this.reward.composite[name].plugin))\x1a\xe3\x01\n" +
 	"\x16run_config.kto_weights\x12Z`algorithm.kto.desirable_weight` and `algorithm.kto.undesirable_weight` must not both be 0\x1am!has(this.algorithm.kto) || this.algorithm.kto.desirable_weight + this.algorithm.kto.undesirable_weight > 0.0\x1a\xf3\x01\n" +
 	"\x12run_config.teacher\x12a`[algorithm.distillation]` takes exactly one of `teacher` and `[algorithm.distillation.endpoint]`\x1az!has(this.algorithm.distillation) || has(this.algorithm.distillation.teacher) != has(this.algorithm.distillation.endpoint)\x1a\xea\x01\n" +
 	"\x1erun_config.teacher_temperature\x12x`sampling.temperature` must be 1.0 for `[algorithm.distillation.endpoint]`: endpoints return logprobs at temperature 1.0\x1aN!has(this.algorithm.distillation.endpoint) || this.sampling.temperature == 1.0\x1a\x84\x02\n" +
 	"\x1brun_config.environment_path\x12z`environment.path` must be set for `environment.kind = \"python\"`, may be set for \"verifiers\", and must be absent otherwise\x1aithis.environment.kind == 'verifiers' || has(this.environment.path) == (this.environment.kind == 'python')\x1a\xad\x01\n" +
-	"\x15run_config.tools_chat\x12J`environment.kind = \"tools\"` and `\"mcp\"` need `model.chat_template = true`\x1aH!(this.environment.kind in ['tools', 'mcp']) || this.model.chat_template\x1a}\n" +
+	"\x15run_config.tools_chat\x12J`environment.kind = \"tools\"` and `\"mcp\"` need `model.chat_template = true`\x1aH!(this.environment.kind in ['tools', 'mcp']) || this.model.chat_template\x1aw\n" +
+	"\x15run_config.engine_url\x12)`engine.url` needs `engine.kind = \"vllm\"`\x1a3!has(this.engine.url) || this.engine.kind == 'vllm'\x1a\xbb\x02\n" +
+	"\x1arun_config.engine_url_host\x12s`engine.url` must have a loopback address, or begin with `https://`: any client can load weights into a vLLM server\x1a\xa7\x01!has(this.engine.url) || !this.engine.url.startsWith('http://') || this.engine.url.matches('^http://(localhost|127[.][0-9]+[.][0-9]+[.][0-9]+|[[]::1[]])(:[0-9]+)?/?$')\x1a\xa9\x01\n" +
+	"\x1drun_config.engine_url_workers\x12T`engine.workers` must be 1 with `engine.url`: a server has the weights of one worker\x1a2!has(this.engine.url) || this.engine.workers == 1u\x1a}\n" +
 	"\x1erun_config.deterministic_async\x12,`deterministic = true` needs `mode = \"sync\"`\x1a-!(this.deterministic && this.mode == 'async')\x1a\x95\x01\n" +
 	"\x15run_config.data_train\x127either `data.train` or `[data.train_mix.*]` must be set\x1aC!has(this.data) || has(this.data.train) != has(this.data.train_mix)\x1a\x84\x02\n" +
 	"\x17run_config.data_weights\x12E`[data.train_mix.*]` takes a `weight` in all of its tables or in none\x1a\xa1\x01!has(this.data.train_mix) || this.data.train_mix.all(k, has(this.data.train_mix[k].weight)) || !this.data.train_mix.exists(k, has(this.data.train_mix[k].weight))\x1a\x8e\x01\n" +
@@ -2934,7 +2949,7 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x06_patchB\x06\n" +
 	"\x04_wayB\t\n" +
 	"\a_verifyB\t\n" +
-	"\a_update\"\x9c\x03\n" +
+	"\a_update\"\xf2\x03\n" +
 	"\fEngineConfig\x12N\n" +
 	"\x04kind\x18\x01 \x01(\tB5\xbaH\x1er\x1cR\ftransformersR\x04vllmR\x06sglang\xca\xda\x18\x10\n" +
 	"\x0e\"transformers\"H\x00R\x04kind\x88\x01\x01\x120\n" +
@@ -2946,7 +2961,8 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x042048H\x03R\vmaxModelLen\x88\x01\x01\x12.\n" +
 	"\athreads\x18\x05 \x01(\rB\x0f\xbaH\x05*\x03\x18\x80\b\xca\xda\x18\x03\n" +
 	"\x010H\x04R\athreads\x88\x01\x01\x12#\n" +
-	"\x06python\x18\x06 \x01(\tB\x06\xca\xda\x18\x02 \x01H\x05R\x06python\x88\x01\x01B\a\n" +
+	"\x06python\x18\x06 \x01(\tB\x06\xca\xda\x18\x02 \x01H\x05R\x06python\x88\x01\x01\x12L\n" +
+	"\x03url\x18\a \x01(\tB5\xbaH\x13r\x112\x0f^https?://[^/]+\xca\xda\x18\x1b\x12\x17\"http://127.0.0.1:8000\" \x01H\x06R\x03url\x88\x01\x01B\a\n" +
 	"\x05_kindB\n" +
 	"\n" +
 	"\b_workersB\b\n" +
@@ -2954,7 +2970,8 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x0e_max_model_lenB\n" +
 	"\n" +
 	"\b_threadsB\t\n" +
-	"\a_python\"\xe1\t\n" +
+	"\a_pythonB\x06\n" +
+	"\x04_url\"\xe1\t\n" +
 	"\x11EnvironmentConfig\x12\xaf\x01\n" +
 	"\x04kind\x18\x01 \x01(\tB\x95\x01\xbaHRrPR\vsingle_turnR\bexternalR\x06pythonR\x05toolsR\x03mcpR\tgymnasiumR\rreasoning_gymR\tverifiers\xca\xda\x18<\n" +
 	"\r\"single_turn\"B\x06pythonB\tgymnasiumB\rreasoning_gymB\tverifiersH\x00R\x04kind\x88\x01\x01\x12\\\n" +
