@@ -58,6 +58,8 @@ def map_body(context: schemathesis.HookContext, body: Any) -> Any:
 @schemathesis.hook
 def map_path_parameters(context: schemathesis.HookContext, path_parameters: Any) -> Any:
     """Name the stored response, the model, and a valid session in most paths that have one."""
+    if not path_parameters:
+        return path_parameters
     known = {"id": RESPONSE, "model": MODEL, "session": "fuzzed"}
     return {name: known.get(name, value) if chance((name, value)) < 70 else value for name, value in path_parameters.items()}
 
@@ -65,7 +67,9 @@ def map_path_parameters(context: schemathesis.HookContext, path_parameters: Any)
 @schemathesis.hook
 def map_headers(context: schemathesis.HookContext, headers: Any) -> Any:
     """Wait for no weights."""
-    return {name: "0" if name in FUTURE and str(value).isdigit() else value for name, value in (headers or {}).items()}
+    if not headers:
+        return headers
+    return {name: "0" if name in FUTURE and str(value).isdigit() else value for name, value in headers.items()}
 
 
 @schemathesis.hook
