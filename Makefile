@@ -197,6 +197,11 @@ learn-check: build ## Train every family of algorithms past its threshold (FAMIL
 learn-agent-openai: build venv-dev ## Train on the games of an agent with the OpenAI client, and on shuffled rewards: only the first may improve
 	@PATH="$(CURDIR)/bin:$$PATH" $(PYTHON) examples/agent_openai/compare.py --seeds $(SEEDS)
 
+ENVIRONMENTS ?=
+.PHONY: learn-agents
+learn-agents: build venv-dev ## Train in environments with their rewards, and with shuffled ones: only the first may improve (ENVIRONMENTS=guess,gymnasium SEEDS=0 RESUME=1)
+	@$(PYTHON) bench/learn_agents.py --environments '$(ENVIRONMENTS)' --seeds $(SEEDS) $(if $(RESUME),--resume)
+
 .PHONY: check-compose
 check-compose: venv-dev ## Check that docker-compose.yml parses and publishes only the allowed ports
 	@$(PYTHON) scripts/check_compose.py

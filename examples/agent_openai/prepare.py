@@ -4,8 +4,8 @@ of the hints, and the numbers to guess.
     python examples/agent_openai/prepare.py [--model DIR] [--data DIR]
 
 Writes the model's folder, ``games.jsonl`` (conversations for the warm-up), and ``numbers.jsonl``
-with rows such as ``{"prompt": [{"role": "user", "content": "guess 1-5:"}], "number": 4}``. A second
-call finds what is there and changes nothing.
+with rows such as ``{"prompt": [{"role": "user", "content": "guess 1-5:"}], "number": 4}``;
+``held-out.jsonl`` has rows for evaluations. A second call finds what is there and changes nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LARGEST, GUESSES = 5, 3
 HINTS = {False: "lower:", True: "higher:"}
 """By whether the number is higher than the guess."""
 
-GAMES, NUMBERS, SEED = 4096, 1000, 0
+GAMES, NUMBERS, HELD_OUT, SEED = 4096, 1000, 400, 0
 FOLLOWED = 0.5
 """The share of guesses of the warm-up that fit all hints."""
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -43,6 +43,7 @@ def main() -> None:
     addition.write_rows(arguments.data / "games.jsonl", [{"messages": game(draw)} for _ in range(GAMES)])
     numbers = [{"prompt": opening(), "number": 1 + at % LARGEST} for at in range(NUMBERS)]
     addition.write_rows(arguments.data / "numbers.jsonl", numbers)
+    addition.write_rows(arguments.data / "held-out.jsonl", [{**row, "held_out": True} for row in numbers[:HELD_OUT]])
     addition.CHAT_TEMPLATE = CHAT_TEMPLATE  # each turn of the assistant ends with the end token
     addition.write_model(arguments.model)
     print(f"model {arguments.model}\ndata  {arguments.data}")

@@ -46,7 +46,7 @@ def main() -> None:
     addition.write_rows(arguments.data / "warmup.jsonl", [{"messages": conversation(draw)} for _ in range(CONVERSATIONS)])
     rows = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a, b in pairs(draw, SUMS + HELD_OUT)]
     addition.write_rows(arguments.data / "train.jsonl", rows[HELD_OUT:])
-    addition.write_rows(arguments.data / "eval.jsonl", rows[:HELD_OUT])
+    addition.write_rows(arguments.data / "eval.jsonl", [{**row, "held_out": True} for row in rows[:HELD_OUT]])
     write_model(addition, arguments.model)
     print(f"model {arguments.model}\ndata  {arguments.data}")
 

@@ -412,7 +412,7 @@ func TestInfrastructureFailuresHaveNoReward(t *testing.T) {
 	t.Parallel()
 	failed := trajectoryv1.Outcome_OUTCOME_INFRA_FAILED
 	got := score([]*inferencev1.EvalSample{{Reward: 1, Metrics: map[string]float64{"accuracy": 1}}, {Reward: 0.5}, {Outcome: failed}})
-	want := map[string]float64{"eval/reward": 0.75, "eval/accuracy": 1, "eval/samples": 3, "eval/failed": 1}
+	want := map[string]float64{"eval/reward": 0.75, "eval/reward_stderr": 0.25, "eval/accuracy": 1, "eval/samples": 3, "eval/failed": 1}
 	if !maps.Equal(got, want) {
 		t.Fatalf("got %v, want %v", got, want)
 	}

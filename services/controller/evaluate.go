@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"math"
 	"slices"
 	"time"
 
@@ -158,17 +159,18 @@ func sortByRow(samples []*inferencev1.EvalSample) {
 	slices.SortStableFunc(samples, func(a, b *inferencev1.EvalSample) int { return cmp.Compare(a.GetRow(), b.GetRow()) })
 }
 
-// score averages rewards and metrics over the samples that have a reward. Infrastructure failures
-// are counted separately, never as a reward of 0.
+// score averages rewards and metrics over the samples that have a reward, with the standard error of
+// the mean reward. Infrastructure failures are counted separately, never as a reward of 0.
 func score(samples []*inferencev1.EvalSample) map[string]float64 {
 	sums, counts := map[string]float64{}, map[string]float64{}
-	failures := 0.0
+	failures, squares := 0.0, 0.0
 	for _, s := range samples {
 		if !scored(s) {
 			failures++
 			continue
 		}
 		sums["eval/reward"] += s.GetReward()
+		squares += s.GetReward() * s.GetReward()
 		counts["eval/reward"]++
 		for name, value := range s.GetMetrics() {
 			sums["eval/"+name] += value
@@ -178,6 +180,10 @@ func score(samples []*inferencev1.EvalSample) map[string]float64 {
 	out := map[string]float64{"eval/samples": float64(len(samples)), "eval/failed": failures}
 	for name, sum := range sums {
 		out[name] = sum / counts[name]
+	}
+	if n := counts["eval/reward"]; n > 1 {
+		mean := out["eval/reward"]
+		out["eval/reward_stderr"] = math.Sqrt(max(0, squares/n-mean*mean) / (n - 1))
 	}
 	return out
 }

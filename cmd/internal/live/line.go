@@ -117,6 +117,9 @@ func evalText(metrics map[string]float64, s output.Style) string {
 	var parts []string
 	for _, name := range evalNames(metrics) {
 		parts = append(parts, strings.TrimPrefix(name, "eval/")+" "+s.Bold(output.Number(metrics[name])))
+		if spread, ok := metrics[name+"_stderr"]; ok {
+			parts[len(parts)-1] += " ± " + output.Number(spread)
+		}
 	}
 	if n := metrics["eval/samples"]; n > 0 {
 		parts = append(parts, fmt.Sprintf("(%s samples)", output.Count(n)))
@@ -131,7 +134,7 @@ func evalText(metrics map[string]float64, s output.Style) string {
 func evalNames(metrics map[string]float64) []string {
 	var names []string
 	for name := range metrics {
-		if strings.HasPrefix(name, "eval/") && name != "eval/samples" && name != "eval/failed" {
+		if strings.HasPrefix(name, "eval/") && name != "eval/samples" && name != "eval/failed" && name != "eval/reward_stderr" {
 			names = append(names, name)
 		}
 	}

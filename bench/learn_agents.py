@@ -1,0 +1,202 @@
+"""Checks that agents learn: in each environment the policy must improve on held-out episodes with
+the environment's rewards, and must not with shuffled ones.
+
+    python bench/learn_agents.py [--environments guess,calculator,...] [--seeds 0,1,2] [--resume]
+
+Each environment is an example of the repository, with its warm-up. For each seed two runs start with
+the weights of the warm-up: one with the rewards of the environment, and one in which each episode
+gets the reward of an earlier one, chosen at random (bench/shuffled.py). A gain is the difference of
+the mean rewards of the evaluations before the first and after the last step; both have standard
+errors. The exit code is 1 unless every gain with the environment's rewards is more than three
+standard errors, and no gain with shuffled rewards is. Results are written to
+.cache/learn-agents/results.json when they are ready; --resume keeps them and runs the missing ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "python"))
+
+from rollout.client import connect  # noqa: E402
+from rollout.environments.install import install  # noqa: E402
+
+EXAMPLES = ROOT / "examples"
+CACHE = ROOT / ".cache" / "learn-agents"
+RESULTS = CACHE / "results.json"
+ERRORS = 3
+"""A gain above this many standard errors is one."""
+REAL, SHUFFLED = "environment", "shuffled"
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """An environment to learn. The paths are relative to ``examples``."""
+
+    config: str
+    prepare: str
+    steps: int
+    shuffled: tuple[str, ...]
+    """Overrides of the run with shuffled rewards."""
+    warm_up: str = ""
+    package: str = ""
+    """The name for ``rollout plugin install``."""
+
+
+def shuffled_class(name: str) -> tuple[str, ...]:
+    """Overrides for an environment whose class scores its episodes."""
+    return ("environment.kind='python'", f"environment.path='{ROOT}/bench/shuffled.py:{name}'")
+
+
+LEARNED: Mapping[str, Example] = {
+    "guess": Example(
+        "environments/guess.toml",
+        "agent_openai/prepare.py",
+        60,
+        shuffled_class("ShuffledGuess"),
+        warm_up="agent_openai/sft.toml",
+    ),
+    "calculator": Example(
+        "tools/grpo.toml",
+        "tools/prepare.py",
+        40,
+        (f"reward.plugin='{ROOT}/bench/shuffled.py:exact'",),
+        warm_up="tools/sft.toml",
+    ),
+    "gymnasium": Example(
+        "environments/frozen_lake.toml",
+        "addition/prepare.py",
+        60,
+        shuffled_class("ShuffledGymnasium"),
+        package="gymnasium",
+    ),
+    "reasoning_gym": Example(
+        "environments/chain_sum.toml",
+        "environments/prepare.py",
+        60,
+        shuffled_class("ShuffledReasoningGym"),
+        warm_up="environments/chain_sum_sft.toml",
+        package="reasoning_gym",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The mean rewards of held-out episodes before and after training, with standard errors."""
+
+    environment: str
+    seed: int
+    rewards: str
+    before: float
+    before_error: float
+    after: float
+    after_error: float
+    seconds: int
+
+    @property
+    def errors(self) -> float:
+        """The gain in standard errors."""
+        gain, error = self.after - self.before, math.hypot(self.before_error, self.after_error)
+        return gain / error if error else math.copysign(math.inf, gain) if gain else 0.0
+
+    @property
+    def expected(self) -> bool:
+        """Whether the policy has improved, or, with shuffled rewards, has not."""
+        return (self.errors > ERRORS) is (self.rewards == REAL)
+
+    def __str__(self) -> str:
+        return (
+            f"| {self.environment} | {self.seed} | {self.rewards} | {self.before:.3f} ± {self.before_error:.3f} "
+            f"| {self.after:.3f} ± {self.after_error:.3f} | {self.errors:+.1f} | {self.seconds} s |"
+            f"{'' if self.expected else ' **unexpected**'}"
+        )
+
+
+def main() -> int:
+    """Train and print a table."""
+    parser = argparse.ArgumentParser(description="Train in each environment with its rewards and with shuffled ones.")
+    parser.add_argument("--environments", default="", help=f"comma-separated, of {','.join(LEARNED)} (default: all)")
+    parser.add_argument("--seeds", default="0,1,2", help="comma-separated (default: %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="keep the results in results.json, and run only the missing ones")
+    options = parser.parse_args()
+    names = options.environments.split(",") if options.environments else list(LEARNED)
+    if unknown := [name for name in names if name not in LEARNED]:
+        parser.error(f"no environment {', '.join(unknown)}; choose from {', '.join(LEARNED)}")
+    asked = [(name, int(seed), kind) for name in names for seed in options.seeds.split(",") for kind in (REAL, SHUFFLED)]
+    found = load() if options.resume else {}
+    shutil.rmtree(CACHE / "state", ignore_errors=True)
+    try:
+        warm: set[str] = set()
+        for name, seed, kind in asked:
+            if (name, seed, kind) in found:
+                continue
+            if name not in warm:
+                prepare(name)
+                warm.add(name)
+            found[name, seed, kind] = result = train(name, seed, kind)
+            save(list(found.values()))
+            print(result, flush=True)
+    finally:
+        rollout("daemon", "stop", "--now")
+    results = [found[key] for key in asked]
+    print("\n| environment | seed | rewards | before | after | gain / standard error | time |\n|---|---|---|---|---|---|---|")
+    print("\n".join(map(str, results)))
+    return 0 if all(result.expected for result in results) else 1
+
+
+def prepare(name: str) -> None:
+    """Make the example's files, and train its warm-up."""
+    example = LEARNED[name]
+    subprocess.run([sys.executable, str(EXAMPLES / example.prepare)], check=True, stdout=subprocess.DEVNULL)
+    if example.warm_up:
+        rollout("run", "--config", str(EXAMPLES / example.warm_up), "--no-report", "--set", f"name='{name}-warm-up'")
+
+
+def train(name: str, seed: int, kind: str) -> Result:
+    """Train one run, and return what its first and last evaluation measured."""
+    example, run, began = LEARNED[name], f"{name}-{seed}-{kind}", time.monotonic()
+    sets = [f"name='{run}'", f"seed={seed}", f"train.steps={example.steps}", f"eval.every_steps={example.steps}"]
+    if example.package:
+        sets.append(f"environment.python='{install(example.package, ROOT / '.tools' / 'plugins' / example.package)}'")
+    sets += example.shuffled if kind == SHUFFLED else ()
+    start = ["--from", f"{name}-warm-up"] if example.warm_up else []
+    overrides = [word for override in sets for word in ("--set", override)]
+    rollout("run", "--config", str(EXAMPLES / example.config), *start, "--no-report", *overrides)
+    with connect(state=CACHE / "state") as client:
+        measured = client.metrics(run, ["eval/reward", "eval/reward_stderr"])
+    rewards, errors = (dict(measured[metric]) for metric in ("eval/reward", "eval/reward_stderr"))
+    last = example.steps
+    return Result(name, seed, kind, rewards[0], errors[0], rewards[last], errors[last], round(time.monotonic() - began))
+
+
+def rollout(*arguments: str) -> None:
+    """Call the command-line tool."""
+    command = [str(ROOT / "bin" / "rollout"), "--state-dir", str(CACHE / "state"), *arguments]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+
+
+def load() -> dict[tuple[str, int, str], Result]:
+    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    return {(row["environment"], row["seed"], row["rewards"]): Result(**row) for row in rows}
+
+
+def save(results: Sequence[Result]) -> None:
+    CACHE.mkdir(parents=True, exist_ok=True)
+    staged = RESULTS.with_suffix(".new")
+    staged.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+    staged.rename(RESULTS)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
