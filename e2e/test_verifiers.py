@@ -4,6 +4,7 @@ run of ours, and 0.4 through its training client, which exchanges token ids with
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -136,7 +137,8 @@ async def play_all(running: Mesh, run: str, player: str, model: Path) -> dict[tu
             process.stdin.close()
             await collecting
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            process.kill()
         await process.wait()
     return traces
 
