@@ -60,15 +60,17 @@ const sdk = (policy) => ({
   async tools() {
     const tools = { switch: ai.tool({ description: 'a lamp', inputSchema: z.object({ on: z.boolean() }), execute: async () => 'done' }) };
     const done = await ai.generateText({
-      model: policy, ...settings, maxOutputTokens: 400, tools, toolChoice: 'required', stopWhen: ai.stepCountIs(2),
+      model: policy, ...settings, maxOutputTokens: 400, tools, toolChoice: 'required', providerOptions: oneCall, stopWhen: ai.stepCountIs(2),
       prepareStep: ({ stepNumber }) => (stepNumber ? { toolChoice: 'none' } : {}),
     });
     assert.equal(typeof done.steps[0].toolCalls[0].input.on, 'boolean');
-    assert.equal(done.steps[0].toolResults[0].output, 'done');
+    assert.equal(done.steps[0].toolResults[0]?.output, 'done', JSON.stringify(done.steps[0].response));
     assert.equal(done.steps.length, 2);
   },
 });
 
+// a model with random weights may otherwise write calls up to its limit
+const oneCall = { openai: { parallelToolCalls: false }, rollout: { parallel_tool_calls: false } };
 const provider = createOpenAI({ baseURL: `${url}/v1`, apiKey: key });
 const compatible = createOpenAICompatible({ name: 'rollout', baseURL: `${url}/v1`, apiKey: key, supportsStructuredOutputs: true });
 

@@ -71,7 +71,7 @@ type Ledger struct {
 	Refused        uint64
 	InfraFailed    uint64
 	Failures       map[string]uint64 // of those, by reason, since the ledger counts them; see fail
-	Skipped        uint64 // excluded groups that a leased or committed step has passed
+	Skipped        uint64            // excluded groups that a leased or committed step has passed
 }
 
 // Group is one prompt group with its newest attempt.
