@@ -20,7 +20,7 @@ const (
 	ReasonPayloadMissing  = "PAYLOAD_MISSING"
 	ReasonPayloadCorrupt  = "PAYLOAD_CORRUPT"
 	ReasonStale           = "STALE"
-	ReasonUnknown         = "INFRA_FAILED" // of a failed sample that names none
+	ReasonUnknown         = "INFRA_FAILED"   // of a failed sample that names none
 	ReasonZeroAdvantage   = "ZERO_ADVANTAGE" // all rewards of the group are equal
 )
 
