@@ -35,6 +35,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 from faults import Faults
@@ -178,8 +179,8 @@ def main() -> int:
     shutil.rmtree(folder / "state", ignore_errors=True)
     if given.torch and (given.asynchronous or given.agents):
         parser.error("TORCH=1 excludes ASYNC=1 and AGENTS=1: the run with a real model is synchronous, and has one turn")
-    asynchronous = {"mode": "async", "staleness": 2, "keep_payloads": True} if given.asynchronous else {}
-    agents = {"turns": True, "boxes": True, "keep_payloads": True} if given.agents else {}
+    asynchronous: dict[str, Any] = {"mode": "async", "staleness": 2, "keep_payloads": True} if given.asynchronous else {}
+    agents: dict[str, Any] = {"turns": True, "boxes": True, "keep_payloads": True} if given.agents else {}
     job = ModelJob() if given.torch else Job(folder / "job", steps=30, **(asynchronous | agents))
     for name in ("tried", "hang", "hung"):
         (job.folder / name).unlink(missing_ok=True)

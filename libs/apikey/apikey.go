@@ -101,7 +101,7 @@ func Hash(key string) string {
 }
 
 // ReadFile returns the keys of a file, which is a JSON list of records. Earlier versions stored keys
-// in one. None if there is no file. ErrFile.
+// in one. None without a file. ErrFile.
 func ReadFile(path string) ([]*Record, error) {
 	data, err := os.ReadFile(path)
 	if errors.Is(err, fs.ErrNotExist) {

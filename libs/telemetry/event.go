@@ -179,7 +179,7 @@ func (e *Events) ship(ctx context.Context, batch []*eventv1.Event) {
 	}
 }
 
-// publish publishes a message, also if ctx ends meanwhile.
+// publish publishes a message, also if ctx ends while it does.
 func (e *Events) publish(ctx context.Context, subject string, batch *eventv1.EventBatch) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), publishWait)
 	defer cancel()

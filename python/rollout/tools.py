@@ -190,7 +190,7 @@ class Boxed:
         return self._boxes[episode]
 
     async def _run_python(self, episode: Key, box: Sandbox, code: str) -> str:
-        shell = self._shells.pop(episode, None)  # back only if it answers: a late answer is no call's
+        shell = self._shells.pop(episode, None)  # back only if it answers: a late answer belongs to no call
         if shell is None:
             shell = await box.start(["python3", "-u", "-c", _SHELL], output_bytes=1 << 30)
         number = next(self._numbers)

@@ -37,7 +37,7 @@ class ConversationUnsupported(EnvironmentFailed):
 
 
 class Verifiers:
-    """Each sample is a rollout of the environment with a state of its own. The rollout asks for a
+    """Each sample is a rollout of the environment with its own state. The rollout asks for a
     turn through a client of verifiers, whose call ends when the turn has been sampled. The prompt
     of a turn must be the earlier messages and further ones: then the episode is one sequence of
     tokens. The rubric gives the reward and the metrics.

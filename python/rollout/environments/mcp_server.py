@@ -54,7 +54,7 @@ class Settings:
     command: program and arguments of a server that speaks over its standard input and output; empty
     for one at ``url``. env: names of environment variables that it gets. headers: HTTP header ->
     name of the environment variable with its value. remote: whether ``url`` may be another host.
-    per_episode: whether each episode has a process of its own. allow: the only tools that are
+    per_episode: whether each episode has a separate process. allow: the only tools that are
     offered; empty: all. deny: tools that are not. start_seconds: longest time of a start.
     """
 

@@ -231,7 +231,7 @@ async def test_the_configuration_chooses_the_rewards_with_boxes(source: dict[str
         part.weight, part.plugin = 1.0, source["plugin"]
         if not boxed:
             part.sandbox = False
-    scorer = scorer_of(config, source["base_dir"], lambda number: pytest.fail("there is no model"))
+    scorer = scorer_of(config, source["base_dir"], lambda number: pytest.fail("no model expected"))
     await scorer.start()
     try:
         row = json.dumps({"do": "readable", "at": "/etc/shadow"}).encode()

@@ -353,7 +353,7 @@ class RemoteServer:
                 f"nothing answers at {self._url} (`engine.url`): {error!r}; " + start_it(self._request)
             ) from error
         except (ValueError, LookupError, TypeError) as error:
-            raise ServerUnreachable(f"{self._url} (`engine.url`) is no server of vLLM; " + start_it(self._request)) from error
+            raise ServerUnreachable(f"{self._url} (`engine.url`) is not a server of vLLM; " + start_it(self._request)) from error
 
     async def _status(self, method: str, path: str) -> int:
         return (await self._client.request(method, self._url + path, json={}, timeout=10)).status_code
