@@ -3,12 +3,12 @@ the environment's rewards, and must not with shuffled ones.
 
     python bench/learn_agents.py [--environments guess,calculator,...] [--seeds 0,1,2] [--resume]
 
-Each environment is an example of the repository, with its warm-up. For each seed two runs start with
-the weights of the warm-up: one with the rewards of the environment, and one in which each episode
-gets the reward of an earlier one, chosen at random (bench/shuffled.py). A gain is the difference of
-the mean rewards of the evaluations before the first and after the last step; both have standard
-errors. The exit code is 1 unless every gain with the environment's rewards is more than three
-standard errors, and no gain with shuffled rewards is. Results are written to
+Each environment is an example of the repository, with its warm-up. For each seed two runs start
+with the weights of the warm-up: one with the rewards of the environment, and one in which each
+episode gets the reward of an earlier one, chosen at random (bench/shuffled.py). A gain is the
+difference of the mean rewards of the evaluations before the first and after the last step; both
+have standard errors. The exit code is 1 unless every gain with the environment's rewards is more
+than three standard errors, and no gain with shuffled rewards is. Results are written to
 .cache/learn-agents/results.json when they are ready; --resume keeps them and runs the missing ones.
 """
 

@@ -14,8 +14,8 @@ with a run without faults, the recorded batches are trained again (`rollout repl
 must have the recorded weights.
 
 With AGENTS=1 the samples are episodes of several turns of an environment that runs commands in
-sandboxes. Its processes are killed, stopped, and hang, and the sandboxes are killed. An episode that
-they interrupt must be played again, and never be scored.
+sandboxes. Its processes are killed, stopped, and hang, and the sandboxes are killed. An episode
+that they interrupt must be played again, and never be scored.
 
 With TORCH=1 the workers use the addition example's untrained model. They write no journals, so only
 the ledger shows whether each prompt was consumed once.

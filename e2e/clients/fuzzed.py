@@ -1,7 +1,7 @@
-"""``make check-schemathesis``: requests that Schemathesis generates from /openapi.json, with a valid
-key, to a gateway whose workers have no model and start in a second (`rollout_testing.sim`). Prints
-how many were sent to each endpoint, and with which results. Fails if a response is a server error,
-or if an endpoint got no request."""
+"""``make check-schemathesis``: requests that Schemathesis generates from /openapi.json, with a
+valid key, to a gateway whose workers have no model and start in a second (`rollout_testing.sim`).
+Prints how many were sent to each endpoint, and with which results. Fails if a response is a server
+error, or if an endpoint got no request."""
 
 from __future__ import annotations
 

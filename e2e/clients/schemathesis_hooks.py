@@ -38,8 +38,9 @@ def chance(value: object) -> int:
 
 @schemathesis.hook
 def map_body(context: schemathesis.HookContext, body: Any) -> Any:
-    """Name the served model in nine of ten objects, replace some further fields by valid values, and
-    keep completions short. Wait for no weights. The other bodies stay as they were generated."""
+    """Name the served model in nine of ten objects, replace some further fields by valid values,
+    and keep completions short. Wait for no weights. The other bodies stay as they were
+    generated."""
     if not isinstance(body, dict) or chance(body) < 10:
         return body
     body = {"model": MODEL} | body | ({"model": MODEL} if "model" in body else {})

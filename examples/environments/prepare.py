@@ -1,11 +1,11 @@
-"""Prepare the example of reasoning-gym: a tiny model with random weights, answers of a careless student
-to questions of the dataset ``chain_sum``, and the numbers of the questions.
+"""Prepare the example of reasoning-gym: a tiny model with random weights, answers of a careless
+student to questions of the dataset ``chain_sum``, and the numbers of the questions.
 
     python examples/environments/prepare.py [--model DIR] [--data DIR]
 
 Writes the model's folder, ``warmup.jsonl`` (questions in the form of the package, half of them with
-a random answer), and ``train.jsonl`` and ``eval.jsonl`` with rows such as ``{"index": 7}``. A second
-call finds what is there and changes nothing.
+a random answer), and ``train.jsonl`` and ``eval.jsonl`` with rows such as ``{"index": 7}``. A
+second call finds what is there and changes nothing.
 """
 
 from __future__ import annotations

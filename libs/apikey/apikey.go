@@ -100,8 +100,8 @@ func Hash(key string) string {
 	return hex.EncodeToString(sum[:])
 }
 
-// ReadFile returns the keys of a file, which is a JSON list of records. Earlier versions stored keys
-// in one. None without a file. ErrFile.
+// ReadFile returns the keys of a file, which is a JSON list of records. Earlier versions stored
+// keys in one. None without a file. ErrFile.
 func ReadFile(path string) ([]*Record, error) {
 	data, err := os.ReadFile(path)
 	if errors.Is(err, fs.ErrNotExist) {

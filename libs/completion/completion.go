@@ -37,8 +37,8 @@ type Completion struct {
 	Trained      [][2]int           `json:"trained,omitempty"`   // first and one past the last of those that are trained on
 }
 
-// Turn is a run of tokens that the policy sampled or read. Start and End count from the first token of
-// the prompt.
+// Turn is a run of tokens that the policy sampled or read. Start and End count from the first token
+// of the prompt.
 type Turn struct {
 	Sampled  bool               `json:"sampled"`
 	Start    uint32             `json:"start"`

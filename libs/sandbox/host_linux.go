@@ -291,8 +291,8 @@ func (p *Process) end(n notice) {
 }
 
 // Start starts a command, which may run as long as the box unless it has a wall time. The caller
-// reads Stdout and Stderr, closes all three files, and waits. A start that the context ends, or that
-// takes longer than startLimit, closes the box if the command does not end.
+// reads Stdout and Stderr, closes all three files, and waits. A start that the context ends, or
+// that takes longer than startLimit, closes the box if the command does not end.
 func (b *Box) Start(ctx context.Context, command Command) (*Process, error) {
 	wall := command.WallTimeS
 	command, err := command.fill(b.spec.Limits)

@@ -159,8 +159,8 @@ func sortByRow(samples []*inferencev1.EvalSample) {
 	slices.SortStableFunc(samples, func(a, b *inferencev1.EvalSample) int { return cmp.Compare(a.GetRow(), b.GetRow()) })
 }
 
-// score averages rewards and metrics over the samples that have a reward, with the standard error of
-// the mean reward. Infrastructure failures are counted separately, never as a reward of 0.
+// score averages rewards and metrics over the samples that have a reward, with the standard error
+// of the mean reward. Infrastructure failures are counted separately, never as a reward of 0.
 func score(samples []*inferencev1.EvalSample) map[string]float64 {
 	sums, counts := map[string]float64{}, map[string]float64{}
 	failures, squares := 0.0, 0.0

@@ -25,7 +25,8 @@ type replica struct {
 	keys keyv1.ApiKeyServiceClient
 }
 
-// newReplica runs a gateway as a process does: it checks keys with a ring that reads them over gRPC.
+// newReplica runs a gateway as a process does: it checks keys with a ring that reads them over
+// gRPC.
 func newReplica(t *testing.T, place sqldb.Place) *replica {
 	t.Helper()
 	store, err := sqlstore.Open(t.Context(), place)
@@ -66,8 +67,8 @@ func (r *replica) complete(t *testing.T, key string) int {
 	return resp.StatusCode
 }
 
-// A key that is created on one gateway works on another one at once. A revoked one is refused by all
-// of them. Each gateway counts its limit alone.
+// A key that is created on one gateway works on another one at once. A revoked one is refused by
+// all of them. Each gateway counts its limit alone.
 func TestReplicasShareKeys(t *testing.T) {
 	t.Parallel()
 	folder := sqldb.Files(t.TempDir())

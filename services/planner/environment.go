@@ -17,7 +17,8 @@ import (
 const environmentPath, environmentArgs, environmentPython = "environment.path", "environment.args", "environment.python"
 
 // environmentCheck plays a turn in an environment of several turns: a class of the user's, or one
-// that rollout has for the kind. Of tools it only imports the functions, and MCP servers list theirs.
+// that rollout has for the kind. Of tools it only imports the functions, and MCP servers list
+// theirs.
 type environmentCheck struct {
 	config   *configv1.EnvironmentConfig
 	findings findings

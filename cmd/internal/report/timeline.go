@@ -89,8 +89,8 @@ func took(times *completion.Times) uint32 {
 	return end
 }
 
-// timeline draws an episode on one axis of time: bars of sampling, of the environment, and of tools,
-// which are part of the environment's time, and the reward of each turn.
+// timeline draws an episode on one axis of time: bars of sampling, of the environment, and of
+// tools, which are part of the environment's time, and the reward of each turn.
 func timeline(c completion.Completion) template.HTML {
 	const width, left, right, row = 560.0, 90.0, 30.0, 26.0
 	total := float64(max(took(c.Times), 1))

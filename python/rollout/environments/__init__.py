@@ -27,8 +27,8 @@ packages."""
 def source(kind: str, path: str, base_dir: str, args: str) -> dict[str, str]:
     """The class of an environment that runs in child processes (``rollout.hosting.host.Source``).
 
-    path: ``environment.path``, the class itself, or an argument of the class for ``kind``. base_dir:
-    where it starts. args: ``[environment.args]`` as JSON.
+    path: ``environment.path``, the class itself, or an argument of the class for ``kind``.
+    base_dir: where it starts. args: ``[environment.args]`` as JSON.
     """
     ours = PLUGINS.get(kind, "")
     if ours and path:

@@ -52,7 +52,8 @@ class McpTools:
         pinned: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
         """args: ``[environment.args]``. base_dir: folder in which servers start. seconds: longest
-        time of a call. pinned: of each server, the digests of its tools by name; None: any tools."""
+        time of a call. pinned: of each server, the digests of its tools by name; None: any
+        tools."""
         self._settings = settings_of(args)
         package()  # it takes a while to import, which does not count as start of a server
         self._base_dir, self._seconds, self._pinned = base_dir, seconds, pinned

@@ -153,7 +153,8 @@ def binds_of(plugin: str, base_dir: str) -> list[Bind]:
 
 
 def _imported_from(entry: str) -> bool:
-    """Whether a box needs a folder of the import path: not the working directory, which `-m` adds."""
+    """Whether a box needs a folder of the import path: not the working directory, which `-m`
+    adds."""
     if not entry or not os.path.exists(entry):
         return False
     own = os.path.join(entry, "rollout", "hosting")

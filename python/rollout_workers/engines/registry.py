@@ -74,8 +74,8 @@ class LoadRequest:
     slots: number of samples that are decoded concurrently. max_len: tokens of prompt and
     completion. threads: CPU threads; 0: the library's default. devices: ``cpu``, or the worker's
     GPUs as ``cuda:N``; an engine that needs one GPU uses the first. verify: ``weights.verify``;
-    with ``none`` an engine also loads models whose tensors it can't read back. url: of a server that
-    has the model already; empty: the engine runs in this process or starts its own.
+    with ``none`` an engine also loads models whose tensors it can't read back. url: of a server
+    that has the model already; empty: the engine runs in this process or starts its own.
     """
 
     folder: str
@@ -97,7 +97,8 @@ Loader = Callable[[LoadRequest], Engine]
 class Entry:
     """One engine. loader: ``module:function``, imported when the engine is loaded; the function
     blocks. package: the module that the environment must have for it; empty: no other than those of
-    every worker. remote: the loader for ``LoadRequest.url``, which needs no package; empty: none."""
+    every worker. remote: the loader for ``LoadRequest.url``, which needs no package; empty:
+    none."""
 
     loader: str
     capabilities: Capabilities

@@ -52,8 +52,8 @@ def keep_of(config: RunConfig) -> Keep | None:
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """What is kept of a sample. characters: of each of its texts, and of its turns together. tokens:
-    of the completion."""
+    """What is kept of a sample. characters: of each of its texts, and of its turns together.
+    tokens: of the completion."""
 
     characters: int
     turns: int

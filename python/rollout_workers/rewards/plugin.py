@@ -2,7 +2,8 @@
 
 A reward is user code: it may hang, crash, print, or block the interpreter for seconds. In a child
 process it can't disturb sampling, and a call that takes too long is killed. Expressions also run
-there, so a slow one delays nothing else. With ``reward.sandbox`` the process of a plugin is in a box.
+there, so a slow one delays nothing else. With ``reward.sandbox`` the process of a plugin is in a
+box.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ class TrainSample:
     samples of a group are compared."""
     turns: Sequence[Turn] = ()
     spans: Sequence[VersionSpan] = ()
-    """The turns of an episode with several, and the weights that sampled the completion; for display
-    only."""
+    """The turns of an episode with several, and the weights that sampled the completion; for
+    display only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """A server of the MCP protocol without a package, for tests: one table, and every way to misbehave.
 
-python mcp_double.py [--tools more|fewer|other] [--trouble exit|hang|text|junk|large|long|change] [--http]
+python mcp_double.py [--tools more|fewer|other] [--trouble exit|hang|text|junk|large|long|change]
+[--http]
 """
 
 from __future__ import annotations

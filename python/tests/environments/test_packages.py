@@ -1,4 +1,5 @@
-"""The classes of packages without their package: each message names the command that installs it."""
+"""The classes of packages without their package: each message names the command that installs
+it."""
 
 from __future__ import annotations
 

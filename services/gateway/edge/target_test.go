@@ -1,6 +1,7 @@
 package edge
 
 import (
+	"net/http"
 	"net/http/httptest"
 	"testing"
 )
@@ -20,7 +21,7 @@ func TestSessionOfARequest(t *testing.T) {
 		"client and field": {client: "a", field: "b", problem: `the header X-Session-ID names the session "a", and the field session_id "b"; send one`},
 		"twice the same":   {url: "a", ours: "a", field: "a", want: "a"},
 	} {
-		r := httptest.NewRequest("POST", "/", nil)
+		r := httptest.NewRequest(http.MethodPost, "/", nil)
 		r.SetPathValue("session", c.url)
 		r.Header.Set("X-Session-ID", c.client)
 		r.Header.Set("x-rollout-session", c.ours)

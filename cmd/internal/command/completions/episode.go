@@ -179,7 +179,8 @@ func (e *episode) versions(t completion.Turn) string {
 	return strings.Join(slices.Compact(found), "+")
 }
 
-// trained is the number of tokens of a turn that are trained on, if all of its tokens were recorded.
+// trained is the number of tokens of a turn that are trained on, if all of its tokens were
+// recorded.
 func (e *episode) trained(t completion.Turn) (n int, known bool) {
 	from, to := int(t.Start)-int(e.of.PromptTokens), int(t.End)-int(e.of.PromptTokens)
 	if from < 0 || to > len(e.of.TokenIDs) {

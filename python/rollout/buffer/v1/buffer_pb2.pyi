@@ -526,8 +526,8 @@ class LedgerState(_message.Message):
     @_builtins.property
     def failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Samples that failed because of infrastructure, by the reason of INFRA_FAILED, since the ledger
-        was created. Reasons after the first 64 are counted as OTHER. Failures that were recorded before
-        this field existed are in `infra_failed` alone.
+        was created. Reasons after the first 64 are counted as OTHER. Failures that were recorded
+        before this field existed are in `infra_failed` alone.
         """
 
     def __init__(

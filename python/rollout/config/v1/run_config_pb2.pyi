@@ -744,8 +744,8 @@ Global___RewardConfig: _TypeAlias = RewardConfig  # noqa: Y015
 
 @_typing.final
 class RewardLimitsConfig(_message.Message):
-    """RewardLimitsConfig sets the limits of the sandboxes of a reward. Each of up to four processes of a
-    plugin has its own sandbox. `reward.timeout_seconds` limits the time of a call.
+    """RewardLimitsConfig sets the limits of the sandboxes of a reward. Each of up to four processes of
+    a plugin has its own sandbox. `reward.timeout_seconds` limits the time of a call.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1290,9 +1290,9 @@ class EngineConfig(_message.Message):
     """
     url: _builtins.str
     """Address of a vLLM server that you started, instead of one in the worker; only with
-    `kind = "vllm"` and one worker. Its routes for reinforcement learning have no authentication, so
-    `http://` needs a loopback address. The server reads weights from files, so it needs the same
-    file system. docs/engines.md has the command.
+    `kind = "vllm"` and one worker. Its routes for reinforcement learning have no authentication,
+    so `http://` needs a loopback address. The server reads weights from files, so it needs the
+    same file system. docs/engines.md has the command.
     """
     def __init__(
         self,
@@ -1367,8 +1367,8 @@ class EnvironmentConfig(_message.Message):
     same with the tools of MCP servers, see `args` and `python`.
     """
     path: _builtins.str
-    """`file.py:Class` of the environment, for `kind = "python"`. It runs in child processes. For `kind
-    = "verifiers"`: `file.py:load_environment`, unless `id` in `args` names an installed one.
+    """`file.py:Class` of the environment, for `kind = "python"`. It runs in child processes. For
+    `kind = "verifiers"`: `file.py:load_environment`, unless `id` in `args` names an installed one.
     """
     args: _builtins.str
     """Arguments of the environment, a table with any keys: those of the constructor for `kind =

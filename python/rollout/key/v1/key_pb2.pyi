@@ -38,7 +38,8 @@ class ApiKey(_message.Message):
     """Name of the key's owner, unique."""
     scope: _builtins.str
     """`sample`: sample policies; `session`: also end sessions with a reward; `read`: read everything;
-    `submit`: all of these, and plan, start, and control runs; `admin`: also delete, and manage keys.
+    `submit`: all of these, and plan, start, and control runs; `admin`: also delete, and manage
+    keys.
     """
     sha256: _builtins.str
     """SHA-256 of the key, in hexadecimal. ListApiKeys leaves it out."""

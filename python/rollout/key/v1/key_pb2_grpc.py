@@ -59,8 +59,8 @@ class ApiKeyServiceServicer:
     """
 
     def CreateApiKey(self, request, context):
-        """CreateApiKey creates a key and returns it. Only its hash is stored. API_KEY_NAME, API_KEY_SCOPE,
-        API_KEY_LIMIT, API_KEY_EXISTS.
+        """CreateApiKey creates a key and returns it. Only its hash is stored. API_KEY_NAME,
+        API_KEY_SCOPE, API_KEY_LIMIT, API_KEY_EXISTS.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

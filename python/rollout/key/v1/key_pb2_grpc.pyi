@@ -36,8 +36,8 @@ class ApiKeyServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ApiKeyServiceAsyncStub: ...
     CreateApiKey: _grpc.UnaryUnaryMultiCallable[_key_pb2.CreateApiKeyRequest, _key_pb2.CreateApiKeyResponse]
-    """CreateApiKey creates a key and returns it. Only its hash is stored. API_KEY_NAME, API_KEY_SCOPE,
-    API_KEY_LIMIT, API_KEY_EXISTS.
+    """CreateApiKey creates a key and returns it. Only its hash is stored. API_KEY_NAME,
+    API_KEY_SCOPE, API_KEY_LIMIT, API_KEY_EXISTS.
     """
     ListApiKeys: _grpc.UnaryUnaryMultiCallable[_key_pb2.ListApiKeysRequest, _key_pb2.ListApiKeysResponse]
     """ListApiKeys lists the keys by name, without their hashes."""
@@ -52,8 +52,8 @@ class ApiKeyServiceAsyncStub(ApiKeyServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateApiKey: _aio.UnaryUnaryMultiCallable[_key_pb2.CreateApiKeyRequest, _key_pb2.CreateApiKeyResponse]  # type: ignore[assignment]
-    """CreateApiKey creates a key and returns it. Only its hash is stored. API_KEY_NAME, API_KEY_SCOPE,
-    API_KEY_LIMIT, API_KEY_EXISTS.
+    """CreateApiKey creates a key and returns it. Only its hash is stored. API_KEY_NAME,
+    API_KEY_SCOPE, API_KEY_LIMIT, API_KEY_EXISTS.
     """
     ListApiKeys: _aio.UnaryUnaryMultiCallable[_key_pb2.ListApiKeysRequest, _key_pb2.ListApiKeysResponse]  # type: ignore[assignment]
     """ListApiKeys lists the keys by name, without their hashes."""
@@ -71,8 +71,8 @@ class ApiKeyServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _key_pb2.CreateApiKeyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_key_pb2.CreateApiKeyResponse, _abc.Awaitable[_key_pb2.CreateApiKeyResponse]]:
-        """CreateApiKey creates a key and returns it. Only its hash is stored. API_KEY_NAME, API_KEY_SCOPE,
-        API_KEY_LIMIT, API_KEY_EXISTS.
+        """CreateApiKey creates a key and returns it. Only its hash is stored. API_KEY_NAME,
+        API_KEY_SCOPE, API_KEY_LIMIT, API_KEY_EXISTS.
         """
 
     @_abc_1.abstractmethod

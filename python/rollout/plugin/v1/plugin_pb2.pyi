@@ -516,8 +516,8 @@ class EnvironmentObservation(_message.Message):
 
     @_builtins.property
     def tool_seconds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Duration of each tool call of the turn before it in seconds, in the order of the calls; empty if
-        it is not known.
+        """Duration of each tool call of the turn before it in seconds, in the order of the calls; empty
+        if it is not known.
         """
 
     def __init__(

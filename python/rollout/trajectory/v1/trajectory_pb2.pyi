@@ -140,8 +140,8 @@ Global___VersionSpan: _TypeAlias = VersionSpan  # noqa: Y015
 
 @_typing.final
 class Turn(_message.Message):
-    """Turn is a run of tokens of an episode with several turns: those that the policy sampled at once, or
-    those that it read before it sampled again.
+    """Turn is a run of tokens of an episode with several turns: those that the policy sampled at once,
+    or those that it read before it sampled again.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -185,9 +185,9 @@ class Turn(_message.Message):
     """Reward of a sampled turn, in addition to that of the episode."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The messages in the form of OpenAI's API, each as JSON: of a sampled turn one, with its content,
-        reasoning, and tool calls; of another one for instance the results of tools. Empty if the
-        episode is not a chat.
+        """The messages in the form of OpenAI's API, each as JSON: of a sampled turn one, with its
+        content, reasoning, and tool calls; of another one for instance the results of tools. Empty if
+        the episode is not a chat.
         """
 
     @_builtins.property
@@ -215,8 +215,8 @@ Global___Turn: _TypeAlias = Turn  # noqa: Y015
 
 @_typing.final
 class TurnTimes(_message.Message):
-    """TurnTimes says when a sampled turn was asked for, sampled, and answered, in milliseconds since the
-    beginning of the episode.
+    """TurnTimes says when a sampled turn was asked for, sampled, and answered, in milliseconds since
+    the beginning of the episode.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -253,8 +253,8 @@ Global___TurnTimes: _TypeAlias = TurnTimes  # noqa: Y015
 
 @_typing.final
 class EpisodeTimes(_message.Message):
-    """EpisodeTimes is the course of an episode by the worker's clock. It travels with the header, because
-    payloads of equal samples have equal bytes.
+    """EpisodeTimes is the course of an episode by the worker's clock. It travels with the header,
+    because payloads of equal samples have equal bytes.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

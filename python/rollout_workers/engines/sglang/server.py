@@ -338,7 +338,8 @@ def _shut_down(engine: Any, loop: asyncio.AbstractEventLoop) -> None:
     _end_children(set(engine.get_all_child_pids()))
     manager = engine.tokenizer_manager
     for socket in (manager.recv_from_detokenizer, manager.send_to_scheduler, engine.send_to_rpc):
-        # A context that is collected later waits for messages to the ended processes, without a limit.
+        # A context that is collected later waits for messages to the ended processes, without a
+        # limit.
         socket.context.destroy(linger=0)
     loop.close()
 

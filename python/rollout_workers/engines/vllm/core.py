@@ -71,7 +71,8 @@ class Core:
             distributed_executor_backend="uni",
             disable_log_stats=True,
         ).create_engine_config()
-        # Of whichever library compiles a constraint: with any whitespace, a sample could be spaces up to its limit.
+        # Of whichever library compiles a constraint: with any whitespace, a sample could be spaces
+        # up to its limit.
         config.structured_outputs_config.disable_any_whitespace = True
         config.cache_config.kv_cache_memory_bytes = _cache_bytes(config, settings)
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)

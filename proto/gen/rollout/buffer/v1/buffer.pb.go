@@ -892,8 +892,8 @@ type LedgerState struct {
 	// Excluded groups that a leased or committed step has passed.
 	Skipped uint64 `protobuf:"varint,17,opt,name=skipped,proto3" json:"skipped,omitempty"`
 	// Samples that failed because of infrastructure, by the reason of INFRA_FAILED, since the ledger
-	// was created. Reasons after the first 64 are counted as OTHER. Failures that were recorded before
-	// this field existed are in `infra_failed` alone.
+	// was created. Reasons after the first 64 are counted as OTHER. Failures that were recorded
+	// before this field existed are in `infra_failed` alone.
 	Failures      map[string]uint64 `protobuf:"bytes,18,rep,name=failures,proto3" json:"failures,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -912,8 +912,8 @@ func (x *RewardConfig) GetLimits() *RewardLimitsConfig {
 	return nil
 }
 
-// RewardLimitsConfig sets the limits of the sandboxes of a reward. Each of up to four processes of a
-// plugin has its own sandbox. `reward.timeout_seconds` limits the time of a call.
+// RewardLimitsConfig sets the limits of the sandboxes of a reward. Each of up to four processes of
+// a plugin has its own sandbox. `reward.timeout_seconds` limits the time of a call.
 type RewardLimitsConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Memory of all its processes together, with the files that they write.
@@ -1594,9 +1594,9 @@ type EngineConfig struct {
 	// Empty: that of the other workers.
 	Python *string `protobuf:"bytes,6,opt,name=python,proto3,oneof" json:"python,omitempty"`
 	// Address of a vLLM server that you started, instead of one in the worker; only with
-	// `kind = "vllm"` and one worker. Its routes for reinforcement learning have no authentication, so
-	// `http://` needs a loopback address. The server reads weights from files, so it needs the same
-	// file system. docs/engines.md has the command.
+	// `kind = "vllm"` and one worker. Its routes for reinforcement learning have no authentication,
+	// so `http://` needs a loopback address. The server reads weights from files, so it needs the
+	// same file system. docs/engines.md has the command.
 	Url           *string `protobuf:"bytes,7,opt,name=url,proto3,oneof" json:"url,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1691,8 +1691,8 @@ type EnvironmentConfig struct {
 	// calls functions until it answers, and the reward scores the answer (docs/tools.md). `mcp`: the
 	// same with the tools of MCP servers, see `args` and `python`.
 	Kind *string `protobuf:"bytes,1,opt,name=kind,proto3,oneof" json:"kind,omitempty"`
-	// `file.py:Class` of the environment, for `kind = "python"`. It runs in child processes. For `kind
-	// = "verifiers"`: `file.py:load_environment`, unless `id` in `args` names an installed one.
+	// `file.py:Class` of the environment, for `kind = "python"`. It runs in child processes. For
+	// `kind = "verifiers"`: `file.py:load_environment`, unless `id` in `args` names an installed one.
 	Path *string `protobuf:"bytes,2,opt,name=path,proto3,oneof" json:"path,omitempty"`
 	// Arguments of the environment, a table with any keys: those of the constructor for `kind =
 	// "python"`.

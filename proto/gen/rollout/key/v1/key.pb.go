@@ -31,7 +31,8 @@ type ApiKey struct {
 	// Name of the key's owner, unique.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// `sample`: sample policies; `session`: also end sessions with a reward; `read`: read everything;
-	// `submit`: all of these, and plan, start, and control runs; `admin`: also delete, and manage keys.
+	// `submit`: all of these, and plan, start, and control runs; `admin`: also delete, and manage
+	// keys.
 	Scope string `protobuf:"bytes,2,opt,name=scope,proto3" json:"scope,omitempty"`
 	// SHA-256 of the key, in hexadecimal. ListApiKeys leaves it out.
 	Sha256 string `protobuf:"bytes,3,opt,name=sha256,proto3" json:"sha256,omitempty"`

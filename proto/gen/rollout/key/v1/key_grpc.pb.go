@@ -33,8 +33,8 @@ const (
 // ApiKeyService creates, lists, and revokes API keys. The gateway serves it and stores the keys in
 // its database, so that all of its replicas have the same ones.
 type ApiKeyServiceClient interface {
-	// CreateApiKey creates a key and returns it. Only its hash is stored. API_KEY_NAME, API_KEY_SCOPE,
-	// API_KEY_LIMIT, API_KEY_EXISTS.
+	// CreateApiKey creates a key and returns it. Only its hash is stored. API_KEY_NAME,
+	// API_KEY_SCOPE, API_KEY_LIMIT, API_KEY_EXISTS.
 	CreateApiKey(ctx context.Context, in *CreateApiKeyRequest, opts ...grpc.CallOption) (*CreateApiKeyResponse, error)
 	// ListApiKeys lists the keys by name, without their hashes.
 	ListApiKeys(ctx context.Context, in *ListApiKeysRequest, opts ...grpc.CallOption) (*ListApiKeysResponse, error)
@@ -87,8 +87,8 @@ func (c *apiKeyServiceClient) RevokeApiKey(ctx context.Context, in *RevokeApiKey
 // ApiKeyService creates, lists, and revokes API keys. The gateway serves it and stores the keys in
 // its database, so that all of its replicas have the same ones.
 type ApiKeyServiceServer interface {
-	// CreateApiKey creates a key and returns it. Only its hash is stored. API_KEY_NAME, API_KEY_SCOPE,
-	// API_KEY_LIMIT, API_KEY_EXISTS.
+	// CreateApiKey creates a key and returns it. Only its hash is stored. API_KEY_NAME,
+	// API_KEY_SCOPE, API_KEY_LIMIT, API_KEY_EXISTS.
 	CreateApiKey(context.Context, *CreateApiKeyRequest) (*CreateApiKeyResponse, error)
 	// ListApiKeys lists the keys by name, without their hashes.
 	ListApiKeys(context.Context, *ListApiKeysRequest) (*ListApiKeysResponse, error)

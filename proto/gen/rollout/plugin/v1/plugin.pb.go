@@ -819,8 +819,8 @@ type EnvironmentObservation struct {
 	Reward float64 `protobuf:"fixed64,6,opt,name=reward,proto3" json:"reward,omitempty"`
 	// Further numbers of that turn.
 	Metrics map[string]float64 `protobuf:"bytes,7,rep,name=metrics,proto3" json:"metrics,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
-	// Duration of each tool call of the turn before it in seconds, in the order of the calls; empty if
-	// it is not known.
+	// Duration of each tool call of the turn before it in seconds, in the order of the calls; empty
+	// if it is not known.
 	ToolSeconds   []float64 `protobuf:"fixed64,8,rep,packed,name=tool_seconds,json=toolSeconds,proto3" json:"tool_seconds,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

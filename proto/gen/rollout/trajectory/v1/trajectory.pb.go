@@ -254,8 +254,8 @@ func (x *VersionSpan) GetDigest() string {
 	return ""
 }
 
-// Turn is a run of tokens of an episode with several turns: those that the policy sampled at once, or
-// those that it read before it sampled again.
+// Turn is a run of tokens of an episode with several turns: those that the policy sampled at once,
+// or those that it read before it sampled again.
 type Turn struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Whether the policy sampled the tokens.
@@ -266,9 +266,9 @@ type Turn struct {
 	End uint32 `protobuf:"varint,3,opt,name=end,proto3" json:"end,omitempty"`
 	// What the tokens say; empty if `messages` say it.
 	Text string `protobuf:"bytes,4,opt,name=text,proto3" json:"text,omitempty"`
-	// The messages in the form of OpenAI's API, each as JSON: of a sampled turn one, with its content,
-	// reasoning, and tool calls; of another one for instance the results of tools. Empty if the
-	// episode is not a chat.
+	// The messages in the form of OpenAI's API, each as JSON: of a sampled turn one, with its
+	// content, reasoning, and tool calls; of another one for instance the results of tools. Empty if
+	// the episode is not a chat.
 	Messages []string `protobuf:"bytes,5,rep,name=messages,proto3" json:"messages,omitempty"`
 	// Reward of a sampled turn, in addition to that of the episode.
 	Reward float64 `protobuf:"fixed64,6,opt,name=reward,proto3" json:"reward,omitempty"`
@@ -357,8 +357,8 @@ func (x *Turn) GetMetrics() map[string]float64 {
 	return nil
 }
 
-// TurnTimes says when a sampled turn was asked for, sampled, and answered, in milliseconds since the
-// beginning of the episode.
+// TurnTimes says when a sampled turn was asked for, sampled, and answered, in milliseconds since
+// the beginning of the episode.
 type TurnTimes struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The engine was asked for it.
@@ -431,8 +431,8 @@ func (x *TurnTimes) GetToolMs() []uint32 {
 	return nil
 }
 
-// EpisodeTimes is the course of an episode by the worker's clock. It travels with the header, because
-// payloads of equal samples have equal bytes.
+// EpisodeTimes is the course of an episode by the worker's clock. It travels with the header,
+// because payloads of equal samples have equal bytes.
 type EpisodeTimes struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Beginning of the episode: milliseconds since 1970, UTC.
