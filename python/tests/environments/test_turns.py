@@ -539,8 +539,9 @@ async def test_a_failure_after_several_turns_has_no_rewards_of_tokens(outcome: A
             if turn.number == 0:
                 return Observation(text="+1=")
             tokens = (1.0,) * len(turn.token_ids)
+            scored = (1.0,) * (len(turn.context_ids) - len(turn.prompt_ids)) + tokens
             return Result(
-                0.0, {}, outcome, "SIMULATOR_DOWN", token_rewards=tokens, teacher_logprobs=tokens, turn_rewards=(1.0, 1.0)
+                0.0, {}, outcome, "SIMULATOR_DOWN", token_rewards=tokens, teacher_logprobs=scored, turn_rewards=(1.0, 1.0)
             )
 
     [episode] = await play(scripted(text, ["2", "33"]), single(Failing), text)
