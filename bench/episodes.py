@@ -124,7 +124,7 @@ def work(kind: str) -> None:
         engines: list[Paced] = []
 
         class Paced(SimEngine):
-            """Decodes each sample in a slot of its own, and counts the time that slots decode."""
+            """Decodes each sample in its slot, and counts the time that slots decode."""
 
             def __init__(self, *args: Any) -> None:
                 super().__init__(*args)

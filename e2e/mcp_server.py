@@ -23,7 +23,7 @@ calls = 0
 def lookup(country: str) -> str:
     """Find the capital of a country."""
     if country not in CAPITALS:
-        raise ValueError(f"there is no country {country}")
+        raise ValueError(f"unknown country {country}")
     return CAPITALS[country]
 
 

@@ -17,7 +17,7 @@ server = MCPServer("capitals")
 def lookup(country: str) -> str:
     """Find the capital of a country."""
     if country not in CAPITALS:
-        raise ValueError(f"there is no country {country}")
+        raise ValueError(f"unknown country {country}")
     return CAPITALS[country]
 
 

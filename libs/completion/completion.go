@@ -44,7 +44,7 @@ type Turn struct {
 	Start    uint32             `json:"start"`
 	End      uint32             `json:"end"`
 	Text     string             `json:"text,omitempty"`
-	Messages []json.RawMessage  `json:"messages,omitempty"` // in the form of OpenAI's API; then there is no text
+	Messages []json.RawMessage  `json:"messages,omitempty"` // in the form of OpenAI's API; then Text is empty
 	Reward   float64            `json:"reward,omitempty"`
 	Metrics  map[string]float64 `json:"metrics,omitempty"`
 }

@@ -69,8 +69,8 @@ func (b *initBox) check(c *command) time.Duration {
 }
 
 // observeKept watches what a command left running, until it ends or until the time is up: the wall
-// time of a command is that of all it started. The kept processes of several commands can't be told
-// apart, so they end with the last of these times.
+// time of a command is that of all it started. The kept processes of several commands can't be
+// distinguished, so they end with the last of these times.
 func (b *initBox) observeKept(c *command) {
 	b.mu.Lock()
 	if c.until.IsZero() {

@@ -5,7 +5,7 @@
     close(..)    -> these episodes are over or abandoned
 
 A *task* is one prompt group: its samples share the first observation, so an engine runs the prompt
-once. From the second turn on, every sample is an episode of its own. A single-turn environment
+once. From the second turn on, each sample is a separate episode. A single-turn environment
 answers the first ``step`` with Results; one with tools answers with Observations that hold the
 tool's output. ``rollout_testing.envtest`` checks an implementation.
 
@@ -174,7 +174,7 @@ class Environment(Protocol):
     An environment with ``batched = False`` is called with one task or turn at a time, so that a
     slow episode delays no other. One with ``waits_for_siblings = True`` may keep a step waiting
     until the other samples of the task have acted, which takes as long as they are sampled: its
-    steps have no deadline of their own, and the deadlines of the episode and the group end them.
+    steps have no deadline; those of the episode and the group end them.
     """
 
     async def reset(self, tasks: Sequence[Task]) -> Sequence[Observation | Refusal]:

@@ -49,7 +49,7 @@ def named_tools(args: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     found = cast("list[str]", names)
     files, ours = [name for name in found if ":" in name], [name for name in found if ":" not in name]
     if wrong := sorted(set(ours) - set(NAMES)):
-        raise ToolsInvalid(f"there is no tool `{wrong[0]}`", fix=f"name file.py:function, or one of: {', '.join(NAMES)}")
+        raise ToolsInvalid(f"unknown tool `{wrong[0]}`", fix=f"name file.py:function, or one of: {', '.join(NAMES)}")
     for name, what in (("search", "a folder"), ("fetch", "the hosts that may be asked")):
         if name in ours and not args.get(name):
             raise ToolsInvalid(f"the tool `{name}` needs `environment.args.{name}`", fix=f"name {what}")
@@ -129,7 +129,7 @@ async def answered(turn: Turn, call: Callable[[ToolCall], Awaitable[tuple[str, b
 
 def unknown_tool(name: str, names: Iterable[str]) -> str:
     """What the policy reads after a call of a tool that does not exist."""
-    return f"there is no tool `{name}`; the tools are: {', '.join(names)}"
+    return f"unknown tool `{name}`; the tools are: {', '.join(names)}"
 
 
 def shortened(text: str, longest: int = LONGEST) -> str:
@@ -245,7 +245,7 @@ class Search:
         """Do nothing, because episodes keep nothing."""
 
     async def shutdown(self) -> None:
-        """Do nothing, because there is no process."""
+        """Do nothing: no process was started."""
 
     def _find(self, words: list[str]) -> str:
         found: list[tuple[int, str, int, str]] = []
@@ -280,7 +280,7 @@ class Fetch:
         """Do nothing, because episodes keep nothing."""
 
     async def shutdown(self) -> None:
-        """Do nothing, because there is no process."""
+        """Do nothing: no process was started."""
 
     def _get(self, url: str) -> str:
         import requests

@@ -77,11 +77,11 @@ class McpSuite:
             schema = first.tools[0]["function"]["parameters"]
             assert schema["properties"]["country"]["type"] == "string" and schema["required"] == ["country"]
             assert await call(environment, "lookup", country="bali") == "moru"
-            assert "there is no country oslo" in str(await call(environment, "lookup", country="oslo"))
+            assert "unknown country oslo" in str(await call(environment, "lookup", country="oslo"))
             assert str(await call(environment, "lookup", country="oslo")).startswith("error: ")
             assert str(await call(environment, "lookup")).startswith("error: ")
             assert json.loads(str(await call(environment, "table"))) == {"bali": "moru", "kepo": "tasi"}
-            assert await call(environment, "find") == f"error: there is no tool `find`; the tools are: {', '.join(TOOLS)}"
+            assert await call(environment, "find") == f"error: unknown tool `find`; the tools are: {', '.join(TOOLS)}"
             said = failure(await call(environment, "picture"))
             assert said.startswith(
                 "TOOL_BAD_RESULT: the tool `picture` of the MCP server `capitals` returned content of the type image/png"
@@ -105,7 +105,7 @@ class McpSuite:
             assert "offers no tool `count`, which `allow` names; it offers: lookup" in refused.message
         async with opened(capitals=self.server(deny=["leave", "sleep"])) as environment:
             assert [tool["function"]["name"] for tool in (await begin(environment)).tools] == TOOLS[:4]
-            assert str(await call(environment, "leave")).startswith("error: there is no tool `leave`")
+            assert str(await call(environment, "leave")).startswith("error: unknown tool `leave`")
 
     async def test_a_hung_call_is_canceled_and_the_next_episode_works(self) -> None:
         async with opened(1.0, capitals=self.server()) as environment:

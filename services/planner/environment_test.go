@@ -176,7 +176,7 @@ func TestPlanImportsTools(t *testing.T) {
 	for args, want := range map[string]string{
 		`{tools=["calculator.py:plain"]}`: "the tool `plain` has no docstring",
 		`{tools=["calculator.py:sub"]}`:   "no function `sub` is defined in calculator.py",
-		`{tools=["pyhton"]}`:              "there is no tool `pyhton`",
+		`{tools=["pyhton"]}`:              "unknown tool `pyhton`",
 		`{tools=["search"]}`:              "the tool `search` needs `environment.args.search`",
 		`{}`:                              "`environment.args.tools` names no tools",
 	} {

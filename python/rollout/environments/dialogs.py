@@ -400,7 +400,7 @@ def _installed(verifiers: Any, name: str, args: dict[str, Any]) -> Any:
         cause = error.__cause__ or error
         if isinstance(cause, ModuleNotFoundError) and cause.name == name.replace("-", "_").split("/")[-1]:
             raise ArgumentInvalid(
-                f"there is no environment `{name}` of verifiers: {cause}",
+                f"verifiers has no environment `{name}`: {cause}",
                 fix="install its package into `environment.python` with its pip, or correct `id` in [environment.args]",
             ) from error
         raise EnvironmentImport(

@@ -5,7 +5,7 @@ The child's stdin is a socket to the parent; in a box (``boxed.py``) stdin and s
 frame has eight bytes with its length, eight with the number of the call, and a body. The body of a
 request is the method's name, a zero byte, and the message. The body of an answer is one byte (0: a
 message, 1: a ``google.rpc.Status``) and the message. The first request is ``Load``, with the
-sources as JSON; ``Cancel`` has no answer of its own. Calls of environments overlap. The output of a
+sources as JSON; ``Cancel`` has no answer. Calls of environments overlap. The output of a
 plugin goes to the parent's log. The child exits when the socket closes, even during a call.
 """
 

@@ -100,7 +100,7 @@ class Server:
             if "country" not in arguments:
                 raise LookupError("`country` is missing")
             known = arguments["country"] in CAPITALS
-            text = CAPITALS[arguments["country"]] if known else f"there is no country {arguments['country']}"
+            text = CAPITALS[arguments["country"]] if known else f"unknown country {arguments['country']}"
             return {"content": [{"type": "text", "text": text}], "isError": not known}
         if name == "count":
             return {"content": [{"type": "text", "text": str(self.calls)}]}
@@ -111,7 +111,7 @@ class Server:
         if name == "sleep":
             time.sleep(arguments["seconds"])
             return {"content": [{"type": "text", "text": "awake"}]}
-        print("told to leave", file=sys.stderr, flush=True)
+        print("asked to leave", file=sys.stderr, flush=True)
         os._exit(7)
 
 

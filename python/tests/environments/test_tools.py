@@ -87,7 +87,7 @@ async def test_calls_of_a_turn_give_messages_and_an_answer_without_a_call_is_sco
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (ToolCall("c", "multiply", {}), "there is no tool `multiply`; the tools are: add, sleep, leave"),
+        (ToolCall("c", "multiply", {}), "unknown tool `multiply`; the tools are: add, sleep, leave"),
         (ToolCall("c", "add", {"b": 1}), "TypeError: add() missing 1 required positional argument: 'a'"),
         (ToolCall("c", "add", error="the arguments are not JSON: x", raw="x"), "the arguments are not JSON: x"),
     ],
@@ -195,7 +195,7 @@ async def test_search_finds_lines_and_fetch_asks_listed_hosts_only(tmp_path: Pat
     ("args", "said"),
     [
         ({}, "`environment.args.tools` names no tools"),
-        ({"tools": ["pyton"]}, "there is no tool `pyton`"),
+        ({"tools": ["pyton"]}, "unknown tool `pyton`"),
         ({"tools": ["search"]}, "the tool `search` needs `environment.args.search`"),
         ({"tools": ["bash"], "timeout": 3}, "`environment.args.timeout` is unknown"),
     ],

@@ -24,7 +24,7 @@ import httpx2
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout_workers.engines.base import Constraint, GroupRequest, SamplingParams
+from rollout_workers.engines.base import GroupRequest, SamplingParams
 from rollout_workers.engines.errors import (
     EngineClosed,
     EngineError,
@@ -36,7 +36,7 @@ from rollout_workers.engines.errors import (
 from rollout_workers.engines.registry import LoadRequest
 from rollout_workers.engines.served.engine import ServedEngine, has_tokenizer
 from rollout_workers.engines.served.server import Asked, Scored
-from rollout_workers.engines.vllm.seeds import token_seed
+from rollout_workers.engines.vllm.parameters import constraint_of, parameters_of
 from rollout_workers.engines.vllm.serve import ServerModel, ServerOptions, ServerUnreachable, start_it
 from rollout_workers.weights import named_weights
 from rollout_workers.weights.pretrained import load_whole
@@ -261,34 +261,17 @@ class RemoteServer:
 
     def _params(self, asked: Asked) -> dict[str, Any]:
         params, before = asked.params, len(asked.continued)
-        most = min(params.max_tokens - before, asked.room)
         ends = [*params.stop_token_ids, *(() if params.ignore_eos else asked.end_ids)]
-        penalties: dict[str, Any] = {
-            "repetition_penalty": params.repetition_penalty,
-            "presence_penalty": params.presence_penalty,
-            "frequency_penalty": params.frequency_penalty,
-        }
-        found: dict[str, Any] = {
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "min_p": params.min_p,
-            "seed": token_seed(asked.seed, before),
-            "max_tokens": most,
-            "min_tokens": min(max(0, params.min_tokens - before), most),
-            "stop_token_ids": list(dict.fromkeys(ends)),
-            "ignore_eos": True,  # stop_token_ids has the end tokens
-            "logprobs": params.top_logprobs + 1 if params.top_logprobs else 0,
-            "logit_bias": {str(token): bias for token, bias in params.logit_bias} or None,
-            "structured_outputs": None if params.constraint is None else _constraint(params.constraint),
-            "detokenize": False,
-        }
+        most = min(params.max_tokens - before, asked.room)
+        found = parameters_of(params, seed=asked.seed, max_tokens=most, stop_ids=ends, continued=asked.continued)
+        found["logprobs"] = params.top_logprobs + 1 if params.top_logprobs else 0  # the sampled token may be among them
+        if params.constraint is not None:
+            found["structured_outputs"] = constraint_of(params.constraint)
+        extra = found.pop("extra_args") or {}
         if self._extended:
-            found["extra_args"] = {"rollout_seed": asked.seed, "rollout_sampled_before": before}
-            if before and (params.presence_penalty or params.frequency_penalty):
-                found["extra_args"] |= {"continued": asked.continued, **penalties}
-                return found
-        return found | penalties
+            return found | {"extra_args": {**extra, "rollout_seed": asked.seed, "rollout_sampled_before": before}}
+        extra.pop("continued", None)  # the server has no processor that counts these tokens
+        return found | extra
 
     async def _load(self, folder: str) -> None:
         if not self._extended:
@@ -446,15 +429,6 @@ def _chunk(
             for token in tokens
         ]
     return {"meta_info": meta}
-
-
-def _constraint(constraint: Constraint) -> dict[str, Any]:
-    kind, value = constraint.kind, constraint.value
-    if kind == "json_object":
-        return {"json_object": True}
-    if kind == "choices":
-        return {"choice": json.loads(value)}
-    return {{"json_schema": "json", "regex": "regex", "grammar": "grammar"}[kind]: value}
 
 
 def _refused(params: SamplingParams, text: str) -> EngineError:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +12,8 @@ from vllm.sampling_params import SamplingParams as VllmParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from rollout_workers.engines.base import Constraint, SamplingParams
-from rollout_workers.engines.vllm.seeds import token_seed
+from rollout_workers.engines.base import SamplingParams
+from rollout_workers.engines.vllm.parameters import constraint_of, parameters_of
 
 
 def params_of(
@@ -22,44 +21,9 @@ def params_of(
 ) -> VllmParams:
     """vLLM's parameters for one sample. continued: the tokens that an earlier request sampled,
     which vLLM gets as a part of the prompt."""
-    penalties: dict[str, Any] = {
-        "repetition_penalty": params.repetition_penalty,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-    }
-    extra = None
-    if continued and (params.presence_penalty or params.frequency_penalty):
-        extra, penalties = {"continued": list(continued), **penalties}, {}
-    return VllmParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        seed=token_seed(seed, len(continued)),
-        max_tokens=max_tokens,
-        min_tokens=min(max(0, params.min_tokens - len(continued)), max_tokens),
-        stop_token_ids=list(dict.fromkeys(stop_ids)),
-        ignore_eos=True,  # stop_ids has the end tokens
-        logprobs=params.top_logprobs,
-        logit_bias=dict(params.logit_bias) or None,
-        structured_outputs=None if params.constraint is None else _constraint(params.constraint),
-        detokenize=False,
-        extra_args=extra,
-        **penalties,
-    )
-
-
-def _constraint(constraint: Constraint) -> StructuredOutputsParams:
-    kind, value = constraint.kind, constraint.value
-    if kind == "json_schema":
-        return StructuredOutputsParams(json=value)
-    if kind == "json_object":
-        return StructuredOutputsParams(json_object=True)
-    if kind == "regex":
-        return StructuredOutputsParams(regex=value)
-    if kind == "grammar":
-        return StructuredOutputsParams(grammar=value)
-    return StructuredOutputsParams(choice=json.loads(value))
+    fields = parameters_of(params, seed=seed, max_tokens=max_tokens, stop_ids=stop_ids, continued=continued)
+    constraint = None if params.constraint is None else StructuredOutputsParams(**constraint_of(params.constraint))
+    return VllmParams(structured_outputs=constraint, **fields)
 
 
 class ContinuedPenalties(AdapterLogitsProcessor):

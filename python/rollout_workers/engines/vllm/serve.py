@@ -59,6 +59,8 @@ def options(request: LoadRequest, *, host: str, port: str) -> list[str]:
         *("--generation-config", "vllm"),
         *("--worker-extension-cls", EXTENSION),
         *("--logits-processors", PENALTIES),
+        # with any whitespace between the parts of JSON, a sample could be spaces up to its limit
+        *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
         "--enable-scale-out",
         "--enable-prompt-tokens-details",
         "--no-async-scheduling",
