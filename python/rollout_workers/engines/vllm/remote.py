@@ -143,6 +143,7 @@ class RemoteServer:
                 if response.status_code != 200:
                     raise _refused(asked.params, (await response.aread()).decode(errors="replace"))
                 cached = 0
+                ending: tuple[Any, dict[str, Any] | None] = ((), None)  # sent with what the server reports after it
                 async for line in response.aiter_lines():
                     if not line.startswith("data: ") or line == "data: [DONE]":
                         continue
@@ -151,7 +152,6 @@ class RemoteServer:
                         raise _refused(asked.params, json.dumps(piece["error"]))
                     cached = ((piece.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens") or cached
                     for choice in piece["choices"]:
-                        finish: dict[str, Any] | None = None
                         tokens = (choice.get("logprobs") or {}).get("content") or []
                         count += len(tokens)
                         if spans[-1][0] != self._version:
@@ -167,8 +167,11 @@ class RemoteServer:
                                 spans = [
                                     [self._own(span["version"]), span["start"], span["end"]] for span in choice["weight_versions"]
                                 ]
-                        yield _chunk(tokens, asked.params.top_logprobs, count, spans, finish)
-                yield _chunk((), 0, count, spans, None, cached)
+                            ending = (tokens, finish)
+                        else:
+                            yield _chunk(tokens, asked.params.top_logprobs, count, spans)
+                tokens, finish = ending
+                yield _chunk(tokens, asked.params.top_logprobs, count, spans, finish, cached)
 
     async def score(self, prompt: list[int], top: int, /) -> Scored:
         """Score a prompt. Raises ``EngineFailed``."""
@@ -267,11 +270,9 @@ class RemoteServer:
         found["logprobs"] = params.top_logprobs + 1 if params.top_logprobs else 0  # the sampled token may be among them
         if params.constraint is not None:
             found["structured_outputs"] = constraint_of(params.constraint)
-        extra = found.pop("extra_args") or {}
         if self._extended:
-            return found | {"extra_args": {**extra, "rollout_seed": asked.seed, "rollout_sampled_before": before}}
-        extra.pop("continued", None)  # the server has no processor that counts these tokens
-        return found | extra
+            found["extra_args"] = {**(found["extra_args"] or {}), "rollout_seed": asked.seed, "rollout_sampled_before": before}
+        return found
 
     async def _load(self, folder: str) -> None:
         if not self._extended:
@@ -294,7 +295,10 @@ class RemoteServer:
 
     async def _post(self, path: str, body: Any = None) -> Any:
         try:
-            response = await self._client.post(self._url + path, json=body, timeout=_CALL_SECONDS)
+            # A new connection each time: the server may close one after a call that fails.
+            response = await self._client.post(
+                self._url + path, json=body, timeout=_CALL_SECONDS, headers={"Connection": "close"}
+            )
         except httpx2.HTTPError as error:
             raise EngineFailed(f"the server at {self._url} did not answer {path.partition('?')[0]}: {error!r}") from error
         if response.status_code != 200:

@@ -54,6 +54,7 @@ def options(request: LoadRequest, *, host: str, port: str) -> list[str]:
         *("--dtype", request.dtype),
         *("--max-model-len", str(request.max_len + 1)),
         *("--max-num-seqs", str(request.slots)),
+        *("--block-size", "32"),  # of the prefix cache, see core.py
         *("--logprobs-mode", "processed_logprobs"),
         *("--max-logprobs", "21"),  # the sampled token may not be among the 20 best
         *("--generation-config", "vllm"),
