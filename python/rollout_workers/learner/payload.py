@@ -144,8 +144,8 @@ def _sample(trajectory: Trajectory) -> TrainSample:
         teacher_logprobs=teacher,
         metrics=dict(trajectory.metrics),
         part=key.part,
-        turns=trajectory.turns,
-        spans=spans,
+        turns=tuple(trajectory.turns),  # ranks get samples pickled
+        spans=tuple(spans),
     )
 
 

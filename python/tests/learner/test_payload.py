@@ -3,6 +3,7 @@ order."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ async def test_reads_payloads_from_segments(nowhere: Services, run: str, tmp_pat
     assert first.token_ids.dtype == np.int32 and first.logprobs.dtype == np.float32
     assert first.loss_mask.tolist() == [0] * first.prompt_length + [1] * (len(first.token_ids) - first.prompt_length)
     assert (first.reward, first.version) == (1.0, 2)
+    sent = pickle.loads(pickle.dumps(first))  # as to another rank of the learner
+    assert same(sent, first) and (sent.turns, sent.spans) == (first.turns, first.spans)
     assert sorted(samples, key=lambda s: (s.group_key, s.sample)) == samples
 
 
