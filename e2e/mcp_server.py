@@ -10,9 +10,11 @@ import sys
 try:
     from mcp.server import MCPServer
     from mcp.server.mcpserver import Image
+    from mcp.server.mcpserver.exceptions import ToolError
 except ImportError:  # 1.x
     from mcp.server.fastmcp import FastMCP as MCPServer
     from mcp.server.fastmcp import Image
+    from mcp.server.fastmcp.exceptions import ToolError
 
 CAPITALS = {"bali": "moru", "kepo": "tasi"}
 server = MCPServer("capitals")
@@ -23,7 +25,7 @@ calls = 0
 def lookup(country: str) -> str:
     """Find the capital of a country."""
     if country not in CAPITALS:
-        raise ValueError(f"unknown country {country}")
+        raise ToolError(f"unknown country {country}")
     return CAPITALS[country]
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
 
 CAPITALS = json.loads(Path(sys.argv[1]).read_text())
 server = MCPServer("capitals")
@@ -17,7 +18,7 @@ server = MCPServer("capitals")
 def lookup(country: str) -> str:
     """Find the capital of a country."""
     if country not in CAPITALS:
-        raise ValueError(f"unknown country {country}")
+        raise ToolError(f"unknown country {country}")  # the policy reads it
     return CAPITALS[country]
 
 
