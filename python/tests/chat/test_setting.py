@@ -39,5 +39,5 @@ def test_the_worker_parses_chats_as_configured(family: str, monkeypatch: pytest.
         params=None,
         puller=None,
     )
-    worker._servicer(cast(Any, None), parts, parts, cast(Any, None), None, cast(Any, None))
+    worker._servicer(cast(Any, None), parts, parts, cast(Any, None), None, cast(Any, None), cast(Any, None))
     assert made == [family]
