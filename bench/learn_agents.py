@@ -1,15 +1,17 @@
 """Checks that agents learn: in each environment the policy must improve on held-out episodes with
 the environment's rewards, and must not with shuffled ones.
 
-    python bench/learn_agents.py [--environments guess,calculator,...] [--seeds 0,1,2] [--resume]
+    python bench/learn_agents.py [--environments guess,mcp,...] [--seeds 0,1,2] [--controls 0]
+        [--resume]
 
-Each environment is an example of the repository, with its warm-up. For each seed two runs start
-with the weights of the warm-up: one with the rewards of the environment, and one in which each
-episode gets the reward of an earlier one, chosen at random (bench/shuffled.py). A gain is the
-difference of the mean rewards of the evaluations before the first and after the last step; both
+Each environment is an example of the repository, with its warm-up. Runs start with the weights of
+the warm-up: one for each seed with the rewards of the environment, and one for each control seed in
+which an episode gets the reward of an earlier one, chosen at random (bench/shuffled.py). A gain is
+the difference of the mean rewards of the evaluations before the first and after the last step; both
 have standard errors. The exit code is 1 unless every gain with the environment's rewards is more
-than three standard errors, and no gain with shuffled rewards is. Results are written to
-.cache/learn-agents/results.json when they are ready; --resume keeps them and runs the missing ones.
+than three standard errors, and no gain with shuffled rewards is. Results and the weights of the
+warm-ups are written to .cache/learn-agents when they are ready; --resume keeps them and runs what
+is missing.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from rollout.environments.install import install  # noqa: E402
 
 EXAMPLES = ROOT / "examples"
 CACHE = ROOT / ".cache" / "learn-agents"
-RESULTS = CACHE / "results.json"
+RESULTS, STATE, WARM = CACHE / "results.json", CACHE / "state", CACHE / "warm"
 ERRORS = 3
 """A gain above this many standard errors is one."""
 REAL, SHUFFLED = "environment", "shuffled"
@@ -48,6 +50,8 @@ class Example:
     steps: int
     shuffled: tuple[str, ...]
     """Overrides of the run with shuffled rewards."""
+    sets: tuple[str, ...] = ()
+    """Overrides of both runs."""
     warm_up: str = ""
     package: str = ""
     """The name for ``rollout plugin install``."""
@@ -64,6 +68,7 @@ LEARNED: Mapping[str, Example] = {
         "agent_openai/prepare.py",
         60,
         shuffled_class("ShuffledGuess"),
+        sets=("train.learning_rate=5e-4",),
         warm_up="agent_openai/sft.toml",
     ),
     "calculator": Example(
@@ -76,8 +81,9 @@ LEARNED: Mapping[str, Example] = {
     "gymnasium": Example(
         "environments/frozen_lake.toml",
         "addition/prepare.py",
-        60,
+        40,
         shuffled_class("ShuffledGymnasium"),
+        sets=("train.groups_per_step=4",),
         package="gymnasium",
     ),
     "reasoning_gym": Example(
@@ -87,6 +93,26 @@ LEARNED: Mapping[str, Example] = {
         shuffled_class("ShuffledReasoningGym"),
         warm_up="environments/chain_sum_sft.toml",
         package="reasoning_gym",
+    ),
+    "mcp": Example(
+        "mcp/grpo.toml",
+        "mcp/prepare.py",
+        40,
+        (f"reward.plugin='{ROOT}/bench/shuffled.py:exact'",),
+        warm_up="mcp/sft.toml",
+        package="mcp",
+    ),
+    "verifiers": Example(
+        "environments/verifiers_guess.toml",
+        "agent_openai/prepare.py",
+        60,
+        (
+            *shuffled_class("ShuffledVerifiers"),
+            "environment.args.path='guess_verifiers.py:load_environment'",
+            f"environment.args.base_dir='{EXAMPLES}/environments'",
+        ),
+        warm_up="agent_openai/sft.toml",
+        package="verifiers",
     ),
 }
 
@@ -128,25 +154,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Train in each environment with its rewards and with shuffled ones.")
     parser.add_argument("--environments", default="", help=f"comma-separated, of {','.join(LEARNED)} (default: all)")
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated (default: %(default)s)")
-    parser.add_argument("--resume", action="store_true", help="keep the results in results.json, and run only the missing ones")
+    parser.add_argument("--controls", default="0", help="seeds of the runs with shuffled rewards (default: %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="keep results and warm-ups, and run only what is missing")
     options = parser.parse_args()
     names = options.environments.split(",") if options.environments else list(LEARNED)
     if unknown := [name for name in names if name not in LEARNED]:
         parser.error(f"no environment {', '.join(unknown)}; choose from {', '.join(LEARNED)}")
-    asked = [(name, int(seed), kind) for name in names for seed in options.seeds.split(",") for kind in (REAL, SHUFFLED)]
+    runs = [(seed, REAL) for seed in numbers(options.seeds)] + [(seed, SHUFFLED) for seed in numbers(options.controls)]
+    asked = [(name, seed, kind) for name in names for seed, kind in runs]
+    if not options.resume:
+        shutil.rmtree(WARM, ignore_errors=True)
     found = load() if options.resume else {}
-    shutil.rmtree(CACHE / "state", ignore_errors=True)
+    shutil.rmtree(STATE, ignore_errors=True)
     try:
-        warm: set[str] = set()
-        for name, seed, kind in asked:
-            if (name, seed, kind) in found:
-                continue
-            if name not in warm:
-                prepare(name)
-                warm.add(name)
-            found[name, seed, kind] = result = train(name, seed, kind)
-            save(list(found.values()))
-            print(result, flush=True)
+        for key in asked:
+            if key not in found:
+                found[key] = train(*key)
+                save(list(found.values()))
+            print(found[key], flush=True)
     finally:
         rollout("daemon", "stop", "--now")
     results = [found[key] for key in asked]
@@ -155,25 +180,35 @@ def main() -> int:
     return 0 if all(result.expected for result in results) else 1
 
 
-def prepare(name: str) -> None:
-    """Make the example's files, and train its warm-up."""
-    example = LEARNED[name]
-    subprocess.run([sys.executable, str(EXAMPLES / example.prepare)], check=True, stdout=subprocess.DEVNULL)
-    if example.warm_up:
-        rollout("run", "--config", str(EXAMPLES / example.warm_up), "--no-report", "--set", f"name='{name}-warm-up'")
+def numbers(listed: str) -> list[int]:
+    """The seeds of an option, which may be empty."""
+    return [int(seed) for seed in listed.split(",") if seed]
+
+
+def warm_weights(example: Example) -> Path:
+    """The folder with the weights of an example's warm-up, which it trains unless they are there."""
+    name = "-".join(Path(example.warm_up).with_suffix("").parts).replace("_", "-")
+    folder = WARM / name
+    if not folder.exists():
+        rollout("run", "--config", str(EXAMPLES / example.warm_up), "--no-report", "--set", f"name='{name}'")
+        rollout("export", "weights", name, "--to", str(folder))
+    return folder
 
 
 def train(name: str, seed: int, kind: str) -> Result:
     """Train one run, and return what its first and last evaluation measured."""
-    example, run, began = LEARNED[name], f"{name}-{seed}-{kind}", time.monotonic()
-    sets = [f"name='{run}'", f"seed={seed}", f"train.steps={example.steps}", f"eval.every_steps={example.steps}"]
+    example, run = LEARNED[name], f"{name}-{seed}-{kind}".replace("_", "-")
+    subprocess.run([sys.executable, str(EXAMPLES / example.prepare)], check=True, stdout=subprocess.DEVNULL)
+    sets = [f"name='{run}'", f"seed={seed}", f"train.steps={example.steps}", f"eval.every_steps={example.steps}", *example.sets]
+    if example.warm_up:
+        sets.append(f"model.path='{warm_weights(example)}'")
     if example.package:
         sets.append(f"environment.python='{install(example.package, ROOT / '.tools' / 'plugins' / example.package)}'")
     sets += example.shuffled if kind == SHUFFLED else ()
-    start = ["--from", f"{name}-warm-up"] if example.warm_up else []
     overrides = [word for override in sets for word in ("--set", override)]
-    rollout("run", "--config", str(EXAMPLES / example.config), *start, "--no-report", *overrides)
-    with connect(state=CACHE / "state") as client:
+    began = time.monotonic()
+    rollout("run", "--config", str(EXAMPLES / example.config), "--no-report", *overrides)
+    with connect(state=STATE) as client:
         measured = client.metrics(run, ["eval/reward", "eval/reward_stderr"])
     rewards, errors = (dict(measured[metric]) for metric in ("eval/reward", "eval/reward_stderr"))
     last = example.steps
@@ -182,7 +217,7 @@ def train(name: str, seed: int, kind: str) -> Result:
 
 def rollout(*arguments: str) -> None:
     """Call the command-line tool."""
-    command = [str(ROOT / "bin" / "rollout"), "--state-dir", str(CACHE / "state"), *arguments]
+    command = [str(ROOT / "bin" / "rollout"), "--state-dir", str(STATE), *arguments]
     subprocess.run(command, check=True, stdout=sys.stderr)
 
 

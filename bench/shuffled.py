@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.environment import Observation, Result, SingleEpisode, Turn
+from rollout.environments.dialogs import Verifiers
 from rollout.environments.procedural import ReasoningGym
 from rollout.environments.vector import Gymnasium
 from rollout.plugin import Sample
@@ -84,8 +85,15 @@ class ShuffledReasoningGym(ReasoningGym):
         return shuffle(super().step(turn), turn)
 
 
+class ShuffledVerifiers(Verifiers):
+    """An environment of verifiers."""
+
+    async def step(self, turns: Sequence[Turn]) -> list[Any]:
+        return [shuffle(answer, turn) for answer, turn in zip(await super().step(turns), turns, strict=True)]
+
+
 def exact(samples: Sequence[Sample]) -> list[float]:
-    """The reward of the calculator example."""
+    """The reward of the calculator example and of the MCP example."""
     rewards = example("tools/calculator.py", "exact")(samples)
     return [
         reward if sample.row.get("held_out") else EPISODES.swap(reward) for sample, reward in zip(samples, rewards, strict=True)

@@ -5,7 +5,8 @@ of the hints, and the numbers to guess.
 
 Writes the model's folder, ``games.jsonl`` (conversations for the warm-up), and ``numbers.jsonl``
 with rows such as ``{"prompt": [{"role": "user", "content": "guess 1-5:"}], "number": 4}``;
-``held-out.jsonl`` has rows for evaluations. A second call finds what is there and changes nothing.
+``held-out.jsonl`` has rows for evaluations, and ``held-out-verifiers.jsonl`` those of the same game
+in verifiers. A second call finds what is there and changes nothing.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ def main() -> None:
     numbers = [{"prompt": opening(), "number": 1 + at % LARGEST} for at in range(NUMBERS)]
     addition.write_rows(arguments.data / "numbers.jsonl", numbers)
     addition.write_rows(arguments.data / "held-out.jsonl", [{**row, "held_out": True} for row in numbers[:HELD_OUT]])
+    indices = [{"index": at % LARGEST, "held_out": True} for at in range(HELD_OUT)]
+    addition.write_rows(arguments.data / "held-out-verifiers.jsonl", indices)
     addition.CHAT_TEMPLATE = CHAT_TEMPLATE  # each turn of the assistant ends with the end token
     addition.write_model(arguments.model)
     print(f"model {arguments.model}\ndata  {arguments.data}")

@@ -4,7 +4,7 @@ that looks capitals up, a table of invented countries, and countries to look up.
     python examples/mcp/prepare.py [--model DIR] [--data DIR]
 
 Writes the model's folder, ``capitals.json`` (the table), ``warmup.jsonl`` (conversations), and
-``train.jsonl`` and ``eval.jsonl`` with rows such as ``{"prompt": "bali", "answer": "moru"}``. A
+``train.jsonl`` and ``held-out.jsonl`` with rows such as ``{"prompt": "bali", "answer": "moru"}``. A
 second call finds what is there and changes nothing.
 """
 
@@ -45,7 +45,7 @@ def main() -> None:
     arguments.data.mkdir(parents=True, exist_ok=True)
     addition.write_rows(arguments.data / "warmup.jsonl", warmup)
     addition.write_rows(arguments.data / "train.jsonl", rows[HELD_OUT:])
-    addition.write_rows(arguments.data / "eval.jsonl", rows[:HELD_OUT])
+    addition.write_rows(arguments.data / "held-out.jsonl", [{**row, "held_out": True} for row in rows[:HELD_OUT]])
     if not (arguments.data / "capitals.json").exists():
         (arguments.data / "capitals.json").write_text(json.dumps(table, indent=0) + "\n")
     tools.CALL = CALL
