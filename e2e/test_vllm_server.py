@@ -179,3 +179,12 @@ async def test_a_server_without_the_extension_needs_verify_none(harness: ServedH
         assert [span.version for span in after.version_spans] == [1]
     finally:
         await engine.shutdown()
+
+
+def test_a_server_with_the_logprobs_of_another_distribution_is_refused(harness: ServedHarness) -> None:
+    raw = Served(harness.folder, "--logprobs-mode", "raw_logprobs")
+    try:
+        with pytest.raises(serve.ServerOptions, match="another distribution"):
+            registry.load("vllm", wanted(harness.folder, raw.port))
+    finally:
+        raw.close()

@@ -61,7 +61,8 @@ def main() -> None:
     # thread
     sys.setswitchinterval(0.0003)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for chatty in ("httpx", "httpx2"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # torch warns about faster settings that we do not use
     if command := COMMANDS.get(arguments.kind):
         command(arguments.spec or "")
