@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from mesh import Mesh
-from recording import ids_agree
+from mesh import ROOT, Mesh
+from recording import ids_agree, trained
 from sim import Job, audited, finish, journals_agree, replay, sim_mesh, stop, submit
 
 from rollout.gateway.v1 import gateway_pb2
 from rollout.gateway.v1.gateway_pb2_grpc import RolloutGatewayServiceStub
 from rollout.inference.v1 import inference_pb2
 from rollout.run.v1 import run_pb2
+from rollout.trajectory.v1.trajectory_pb2 import Trajectory
 from rollout_testing.processes import children
 
 
@@ -60,6 +62,36 @@ def test_kills_between_turns_without_a_model(mode: str, tmp_path: Path) -> None:
     finally:
         stop(running)
     assert replayed["same"] and replayed["steps"][-1]["step"] == job.steps, replayed
+
+
+def test_child_sessions_are_trajectories_of_their_sample(tmp_path: Path) -> None:
+    """Each is a part of the sample whose episode opened it. Two runs have the same bits."""
+    job = Job(tmp_path / "job", steps=5, turns=True, helpers=True, keep_payloads=True)
+    running = sim_mesh(tmp_path / "state").start()
+    try:
+        lock = running.plan(job.write())
+        runs = [submit(running, lock, job) for _ in range(2)]
+        assert len({finish(running, run) for run in runs}) == 1
+        assert audited(running, runs[0])["whole"]
+        samples: dict[tuple[int, int], list[Trajectory]] = {}
+        for trajectory in trained(running, runs[0]):
+            samples.setdefault((trajectory.key.index, trajectory.key.sample), []).append(trajectory)
+        assert len(samples) == 5 * 4 * 3
+        for parent, *children in samples.values():
+            assert 1 <= len(children) <= 3 and parent.metrics["episode/child_sessions"] == len(children)
+            assert [child.key.part for child in children] == list(range(1, len(children) + 1))
+            assert [(c.parent.part, c.parent.turn, c.parent.child) for c in children] == [(0, 0, n) for n in range(len(children))]
+            assert [sum(turn.sampled for turn in c.turns) for c in children] == [2, 1, 1][: len(children)]
+            assert children[0].parent.rewarded and children[0].reward == len(children[0].turns[1].text) / 8
+            assert all(not c.parent.rewarded and c.reward == parent.reward for c in children[1:])
+        trajectories, parts = ids_agree(running, runs[0])
+        assert trajectories == sum(map(len, samples.values())) and parts > 2 * trajectories
+        command = [str(ROOT / "bin" / "rollout"), "completions", runs[0], "--step", "1", "--state-dir", str(running.state)]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+        assert "\n    child session 1, opened after turn 1" in shown, shown
+        running.stop()
+    finally:
+        stop(running)
 
 
 def test_the_ids_of_sessions_are_those_of_the_engines(tmp_path: Path) -> None:

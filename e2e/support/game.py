@@ -7,6 +7,7 @@ interpreter.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -22,8 +23,8 @@ BOX = Spec(limits=Limits(memory_bytes=64 << 20, pids=8), best_effort=("memory_by
 class Game(SingleEpisode):
     server: ClassVar[Sandboxes | None] = None
 
-    def __init__(self, boxes: bool = False) -> None:
-        self.boxes = boxes
+    def __init__(self, boxes: bool = False, helpers: bool = False) -> None:
+        self.boxes, self.helpers = boxes, helpers
 
     async def reset(self, task: Task) -> str:
         self.turns: list[str] = []
@@ -36,9 +37,20 @@ class Game(SingleEpisode):
         count = sum(c.isalpha() for text in self.turns for c in text)
         if self.boxes:
             count = await _doubled(count)
+        if self.helpers and turn.number == 0:
+            count += await self._helped(turn)
         if turn.number == 1 + turn.seed % 4:
             return Result(reward=float(count), metrics={"turns": len(self.turns)})
         return Observation(text=f"[{count}]", reward=len(turn.text) / 8)
+
+    async def _helped(self, turn: Turn) -> int:
+        """The letters that one to three helpers say at the same time. The first is asked again, and
+        has a reward of its own."""
+        helpers = [self.sessions.open() for _ in range(1 + turn.seed % 3)]
+        replies = await asyncio.gather(*(helper.chat(f"help {helper.number} with {turn.text}:") for helper in helpers))
+        replies.append(await helpers[0].chat("more:"))
+        helpers[0].reward = len(replies[0].text) / 8
+        return sum(c.isalpha() for reply in replies for c in reply.text)
 
 
 def _hang() -> None:

@@ -97,7 +97,7 @@ kind = "external"
 _PLAYED = """[environment]
 kind = "python"
 path = "game.py:Game"
-args = {{ boxes = {boxes} }}
+args = {{ boxes = {boxes}, helpers = {helpers} }}
 max_turns = 8
 turn_timeout_seconds = {turn_seconds}
 """
@@ -133,6 +133,8 @@ class Job:
     """An agent plays the samples in sessions of the gateway."""
     boxes: bool = False
     """Every turn of an episode runs a command in a sandbox."""
+    helpers: bool = False
+    """Every episode opens one to three child sessions after its first turn."""
 
     def write(self) -> Path:
         """Write the config and its files to one folder."""
@@ -142,7 +144,8 @@ class Job:
         (self.folder / "train.jsonl").write_text("\n".join(rows) + "\n")
         (self.folder / "reward.py").write_text(_REWARD + (_FLAT if self.draws else ""))
         shutil.copyfile(Path(__file__).with_name("game.py"), self.folder / "game.py")
-        played = _PLAYED.format(boxes="true" if self.boxes else "false", turn_seconds=TURN_SECONDS)
+        boxes, helpers = ("true" if on else "false" for on in (self.boxes, self.helpers))
+        played = _PLAYED.format(boxes=boxes, helpers=helpers, turn_seconds=TURN_SECONDS)
         path = self.folder / "job.toml"
         path.write_text(
             _CONFIG.format(

@@ -19,6 +19,7 @@ type Completion struct {
 	Index      uint64   `json:"index"`
 	Sample     uint32   `json:"sample"`
 	Part       uint32   `json:"part,omitempty"`
+	Parent     *Parent  `json:"parent,omitempty"` // of a child session
 	Prompt     string   `json:"prompt"`
 	Completion string   `json:"completion"`
 	Reward     float64  `json:"reward"`
@@ -35,6 +36,13 @@ type Completion struct {
 	TokenIDs     []int32            `json:"token_ids,omitempty"` // the first tokens of the completion
 	Logprobs     []float64          `json:"logprobs,omitempty"`  // of those, when they were sampled; 0 for tokens that were read
 	Trained      [][2]int           `json:"trained,omitempty"`   // first and one past the last of those that are trained on
+}
+
+// Parent is the episode that opened a child session.
+type Parent struct {
+	Part  uint32 `json:"part"`
+	Turn  uint32 `json:"turn"`  // after which the child began
+	Child uint32 `json:"child"` // number of the child in the episode
 }
 
 // Turn is a run of tokens that the policy sampled or read. Start and End count from the first token
@@ -93,6 +101,9 @@ func Of(recorded []*learnerv1.Completion, samples []*bufferv1.SampleRef) []Compl
 		}
 		if c.GetOutcome() != 0 {
 			made.Outcome = strings.TrimPrefix(c.GetOutcome().String(), "OUTCOME_")
+		}
+		if p := c.GetParent(); p != nil {
+			made.Parent = &Parent{Part: p.GetPart(), Turn: p.GetTurn(), Child: p.GetChild()}
 		}
 		for _, s := range c.GetVersionSpans() {
 			made.Spans = append(made.Spans, Span{s.GetVersion(), s.GetStart(), s.GetEnd()})

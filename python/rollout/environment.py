@@ -1,7 +1,8 @@
 """The protocol of environments: batched and asynchronous. Imports no torch.
 
     reset(tasks) -> per task, what its episodes begin with
-    step(turns)  -> per turn, an Observation (the episode continues) or a Result (it has ended)
+    step(turns)  -> per turn, an Observation (the episode continues), a Result (it has ended), or
+                    ChildTurns (the same turn comes again, with the replies of child sessions)
     close(..)    -> these episodes are over or abandoned
 
 A *task* is one prompt group: its samples share the first observation, so an engine runs the prompt
@@ -25,14 +26,16 @@ is written for one episode, or it implements ``Environment`` itself::
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.errors import RolloutError
 from rollout.plugin import Step
 
 Outcome = Literal["completed", "truncated", "aborted", "infra_failed"]
@@ -99,6 +102,44 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ChildTurn:
+    """What a child session reads before its next turn.
+
+    child: number of the session in its episode, from 0; a new number opens a session. observation:
+    as of an episode; only the first one of a session names tools. model: who answers. With
+    ``policy`` the session becomes a trajectory of the same sample.
+    """
+
+    child: int
+    observation: Observation
+    model: str = "policy"
+
+
+@dataclass(frozen=True, slots=True)
+class ChildTurns:
+    """Asks child sessions for their next turns, at most one of each. They are sampled together, and
+    the environment is called with the same turn again, which then has their replies."""
+
+    turns: tuple[ChildTurn, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reply:
+    """A turn of a child session: the fields are those of ``Turn``. error: machine-readable reason
+    why there is no answer; empty if there is one. message: of the error, one line."""
+
+    child: int
+    text: str = ""
+    token_ids: NDArray[np.int32] = field(default_factory=lambda: _NO_IDS)
+    truncated: bool = False
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    error: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Turn:
     """One answer of the policy. sample: number in the task. number: of the turn, from 0. text:
     without special tokens and stop text.
@@ -109,6 +150,9 @@ class Turn:
 
     content, reasoning, tool_calls: the parts of the answer in an episode of messages; in other
     episodes content is the text.
+
+    replies: of the child sessions that the environment asked after this turn, in the order in which
+    it asked; empty in the first call with the turn.
     """
 
     task: Task
@@ -123,6 +167,7 @@ class Turn:
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    replies: tuple[Reply, ...] = ()
 
     @property
     def seed(self) -> int:
@@ -143,7 +188,8 @@ class Result:
     token_rewards: one per token of the last turn, or empty. teacher_logprobs: one per token of the
     episode after the first observation, or empty: the log-probability that a teacher gives it after
     the tokens before it. steps: rewards of parts of the last turn, which become ``token_rewards``
-    before an environment returns the result (``process_reward.spread``).
+    before an environment returns the result (``process_reward.spread``). child_rewards: of child
+    sessions by number; the others have the reward of the episode.
     """
 
     reward: float = 0.0
@@ -155,6 +201,11 @@ class Result:
     steps: tuple[Step, ...] = ()
     turn_rewards: tuple[float, ...] = ()
     message: str = ""
+    child_rewards: Mapping[int, float] = field(default_factory=dict[int, float])
+
+
+Answer: TypeAlias = Observation | Result | ChildTurns
+"""What an environment answers to a turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +232,8 @@ class Environment(Protocol):
         """The first observation of each task, in order."""
         ...
 
-    async def step(self, turns: Sequence[Turn]) -> Sequence[Observation | Result]:
-        """The observation or the result after each turn, in order."""
+    async def step(self, turns: Sequence[Turn]) -> Sequence[Answer]:
+        """The answer to each turn, in order."""
         ...
 
     async def close(self, episodes: Sequence[tuple[str, int]]) -> None:
@@ -218,14 +269,108 @@ class ManagedEnvironment(Protocol):
         ...
 
 
+class SessionError(RolloutError):
+    """A child session has no answer. ``reason`` says why."""
+
+    reason = "CHILD_SESSION"
+
+
+class ChildSession:
+    """A conversation with a model inside an episode. Example, in ``step`` of a ``SingleEpisode``::
+
+        critic = self.sessions.open()
+        reply = await critic.chat("Is this right? " + turn.text)
+
+    reward: of the session, if it is not that of the episode; set it before the episode ends.
+    """
+
+    def __init__(self, sessions: Sessions, number: int, model: str, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._sessions, self._tools = sessions, tuple(tools)
+        self.number, self.model = number, model
+        self.reward: float | None = None
+
+    async def chat(self, said: str | Sequence[Message]) -> Reply:
+        """The next turn of the session after a text or messages, those since its last turn. Raises
+        ``SessionError``."""
+        messages = () if isinstance(said, str) else tuple(said)
+        observation = Observation(text=said if isinstance(said, str) else "", messages=messages, tools=self._tools)
+        self._tools = ()
+        return await self._sessions.ask(ChildTurn(self.number, observation, self.model))
+
+
+class Sessions:
+    """The child sessions of an episode. Sessions that are asked at the same time, for example with
+    ``asyncio.gather``, are sampled together. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._opened: list[ChildSession] = []
+        self._asked: list[ChildTurn] = []
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._some = asyncio.Event()
+
+    def open(self, model: str = "policy", *, tools: Sequence[Mapping[str, Any]] = ()) -> ChildSession:
+        """A session, which has the next number. model: who answers. tools: the functions that it
+        may call, as in OpenAI's API."""
+        session = ChildSession(self, len(self._opened), model, tools)
+        self._opened.append(session)
+        return session
+
+    async def ask(self, turn: ChildTurn) -> Reply:
+        """The reply of a session. Raises ``SessionError``."""
+        if turn.child in self._waiting:
+            raise SessionError(f"child session {turn.child} is still answering", fix="await each `chat` before the next one")
+        answered = self._waiting[turn.child] = asyncio.get_running_loop().create_future()
+        self._asked.append(turn)
+        self._some.set()
+        try:
+            reply = await answered
+        finally:
+            self._waiting.pop(turn.child, None)
+        if reply.error:
+            error = SessionError(reply.message)
+            error.__dict__["reason"] = reply.error
+            raise error
+        return reply
+
+    async def asked(self) -> None:
+        """Wait until a session is asked."""
+        await self._some.wait()
+        await asyncio.sleep(0)  # for the others of a `gather`
+
+    def taken(self) -> ChildTurns:
+        """What the sessions have been asked since the last call."""
+        turns, self._asked = tuple(self._asked), []
+        self._some.clear()
+        return ChildTurns(turns)
+
+    def answer(self, replies: Sequence[Reply]) -> None:
+        """Give the replies to those that wait for them."""
+        for reply in replies:
+            if (waiting := self._waiting.get(reply.child)) is not None and not waiting.done():
+                waiting.set_result(reply)
+
+    def rewards(self) -> dict[int, float]:
+        """The rewards that were set, by number."""
+        return {session.number: session.reward for session in self._opened if session.reward is not None}
+
+
 class SingleEpisode:
     """Base class of an environment that is written for one episode: each sample has its own
     instance. The arguments of the constructor are those of ``[environment.args]``. Methods may be
     ``async`` or not, and may return a text or a list of messages for an observation.
 
+    ``self.sessions`` opens child sessions, which ``step`` may ask if it is ``async``.
+
     For snapshots of open episodes, define ``state_dict(self)`` and ``load_state_dict(self, state)``
     over plain data.
     """
+
+    sessions: Sessions
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        made = super().__new__(cls)
+        made.sessions = Sessions()
+        return made
 
     def reset(self, task: Task) -> Any:
         """The first observation. It must depend on ``task.row_json`` and ``task.seed`` only,

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, cast, get_args
 
 import numpy as np
 
-from rollout.environment import Observation, Outcome, Refusal, Result, Task, Turn
+from rollout.environment import Answer, ChildTurn, ChildTurns, Observation, Outcome, Refusal, Result, Task, Turn
 from rollout.errors import RolloutError
 
 MOST_BYTES = 16 << 20
@@ -49,17 +49,38 @@ def state_of(state: Any, name: str) -> bytes:
     return data
 
 
-def answers_of(turns: Sequence[Turn], values: Any, name: str) -> list[Observation | Result]:
+def answers_of(turns: Sequence[Turn], values: Any, name: str) -> list[Answer]:
     """The answer to each turn; a wrong one is replaced by a failure. Raises
     ``EnvironmentBadResult`` if the number of answers differs."""
     of = f"`{name}.step`"
-    found: list[Observation | Result] = []
+    found: list[Answer] = []
     for turn, value in zip(turns, _each(values, len(turns), of, "turn"), strict=True):
         try:
-            found.append(_result(value, turn, of) if isinstance(value, Result) else observation_of(value, of))
+            found.append(_answer(value, turn, of))
         except EnvironmentBadResult as error:
             found.append(Result(outcome="infra_failed", reason=error.reason, message=str(error)))
     return found
+
+
+def _answer(value: Any, turn: Turn, of: str) -> Answer:
+    match value:
+        case Result():
+            return _result(value, turn, of)
+        case ChildTurns():
+            return _children(value, of)
+        case _:
+            return observation_of(value, of)
+
+
+def _children(asked: ChildTurns, of: str) -> ChildTurns:
+    turns: Any = asked.turns
+    numbers = [getattr(turn, "child", None) for turn in turns]
+    if not numbers or len(set(numbers)) != len(numbers) or not all(type(n) is int and n >= 0 for n in numbers):
+        raise EnvironmentBadResult(
+            f"{of} returned turns of the child sessions {numbers}",
+            fix="give each session that is asked one turn, and a number from 0",
+        )
+    return ChildTurns(tuple(ChildTurn(turn.child, observation_of(turn.observation, of), str(turn.model)) for turn in turns))
 
 
 def observation_of(value: Any, of: str) -> Observation:
@@ -144,6 +165,7 @@ def _result(result: Result, turn: Turn, of: str) -> Result:
         reward=_number(result.reward, "the reward", of),
         metrics=_metrics(result.metrics, of),
         turn_rewards=tuple(_number(value, "a turn reward", of) for value in result.turn_rewards),
+        child_rewards={int(child): _number(value, "a child reward", of) for child, value in result.child_rewards.items()},
         token_rewards=tuple(_number(value, "a token reward", of) for value in result.token_rewards),
     )
 

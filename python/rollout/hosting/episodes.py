@@ -8,10 +8,11 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-from rollout.environment import Environment, Observation, Refusal, Result, SingleEpisode, Task, Turn
+from rollout.environment import Answer, Environment, Observation, Refusal, Result, Sessions, SingleEpisode, Task, Turn
 from rollout.errors import Place, RolloutError
 from rollout.hosting.answers import EnvironmentBadResult, answers_of, observation_of, same, starts_of
 from rollout.plugin.loading import load_object, split_plugin
@@ -107,7 +108,7 @@ class Checked:
         """The first observation of each task."""
         return starts_of(tasks, await self._guarded("reset", lambda: self.inner.reset(tasks)), self.name)
 
-    async def step(self, turns: Sequence[Turn]) -> list[Observation | Result]:
+    async def step(self, turns: Sequence[Turn]) -> list[Answer]:
         """The answer to each turn."""
         return answers_of(turns, await self._guarded("step", lambda: self.inner.step(turns)), self.name)
 
@@ -147,6 +148,7 @@ class Episodes:
     def __init__(self, make: Callable[[], SingleEpisode]) -> None:
         self._make = make
         self._open: dict[tuple[str, int], SingleEpisode] = {}
+        self._steps: dict[tuple[str, int], _Step] = {}  # that have begun and not ended
         self.saves_state = callable(getattr(make(), "state_dict", None))
 
     async def reset(self, tasks: Sequence[Task]) -> list[Observation | Refusal]:
@@ -160,11 +162,16 @@ class Episodes:
     async def close(self, episodes: Sequence[tuple[str, int]]) -> None:
         """Close the instances of these episodes."""
         for key in episodes:
+            if (step := self._steps.pop(key, None)) is not None:
+                await step.cancel()
             if (episode := self._open.pop(key, None)) is not None:
                 await awaited(episode.close())
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The state of every instance."""
+        """The state of every instance. Raises ``EnvironmentFailed`` if one waits for a child
+        session."""
+        if self._steps:
+            raise EnvironmentFailed(f"{len(self._steps)} episodes wait for child sessions", fix="save the others' state later")
         open_ = cast("dict[tuple[str, int], Any]", self._open)
         return {"episodes": [[key, sample, episode.state_dict()] for (key, sample), episode in open_.items()]}
 
@@ -203,12 +210,53 @@ class Episodes:
 
     async def _step(self, turn: Turn) -> Any:
         key = turn.task.key, turn.sample
-        if key not in self._open:
+        episode, step = self._open.get(key), self._steps.pop(key, None)
+        if episode is None or (step is None and turn.replies):
             raise EnvironmentFailed(f"sample {turn.sample} of {turn.task.key} has no open episode: its process has ended")
-        answer = await awaited(self._open[key].step(turn))
+        if step is None:
+            answer = episode.step(turn)
+            if not inspect.isawaitable(answer):
+                return await self._ended(key, answer)
+            step = _Step(asyncio.ensure_future(answer), episode.sessions)
+        else:
+            step.sessions.answer(turn.replies)
+        if await step.asks():
+            self._steps[key] = step
+            return step.sessions.taken()
+        answer = step.call.result()
+        if isinstance(answer, Result) and (rewards := step.sessions.rewards()):
+            answer = replace(answer, child_rewards={**rewards, **answer.child_rewards})
+        return await self._ended(key, answer)
+
+    async def _ended(self, key: tuple[str, int], answer: Any) -> Any:
         if isinstance(answer, Result):
             await self.close([key])
         return answer
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A call of ``step`` that may ask child sessions."""
+
+    call: asyncio.Future[Any]
+    sessions: Sessions
+
+    async def asks(self) -> bool:
+        """Whether the call asks a session before it ends."""
+        asked = asyncio.create_task(self.sessions.asked())
+        try:
+            await asyncio.wait({self.call, asked}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            await self.cancel()
+            raise
+        finally:
+            asked.cancel()
+        return not self.call.done()
+
+    async def cancel(self) -> None:
+        """Cancel the call, and wait until it has ended."""
+        self.call.cancel()
+        await asyncio.wait({self.call})
 
 
 async def awaited(value: Any) -> Any:

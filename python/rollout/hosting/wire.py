@@ -13,7 +13,19 @@ import numpy as np
 from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from rollout.environment import Observation, Outcome, Refusal, Result, Task, ToolCall, Turn
+from rollout.environment import (
+    Answer,
+    ChildTurn,
+    ChildTurns,
+    Observation,
+    Outcome,
+    Refusal,
+    Reply,
+    Result,
+    Task,
+    ToolCall,
+    Turn,
+)
 from rollout.errors import Place, RolloutError
 from rollout.plugin.score import (
     RewardError,
@@ -273,17 +285,39 @@ def turn_to(turn: Turn) -> pb.EnvironmentTurn:
         prompt_ids=turn.prompt_ids.astype("<i4").tobytes(),
         content=turn.content,
         reasoning=turn.reasoning,
-        tool_calls=[
-            pb.TurnToolCall(
-                id=call.id,
-                name=call.name,
-                arguments_json="" if call.error else json.dumps(dict(call.arguments)),
-                error=call.error,
-                raw=call.raw,
+        tool_calls=_calls_to(turn.tool_calls),
+        replies=[
+            pb.EnvironmentReply(
+                child=reply.child,
+                text=reply.text,
+                token_ids=reply.token_ids.astype("<i4").tobytes(),
+                truncated=reply.truncated,
+                content=reply.content,
+                reasoning=reply.reasoning,
+                tool_calls=_calls_to(reply.tool_calls),
+                error=reply.error,
+                message=reply.message,
             )
-            for call in turn.tool_calls
+            for reply in turn.replies
         ],
     )
+
+
+def _calls_to(calls: Iterable[ToolCall]) -> list[pb.TurnToolCall]:
+    return [
+        pb.TurnToolCall(
+            id=call.id,
+            name=call.name,
+            arguments_json="" if call.error else json.dumps(dict(call.arguments)),
+            error=call.error,
+            raw=call.raw,
+        )
+        for call in calls
+    ]
+
+
+def _calls_from(messages: Iterable[pb.TurnToolCall]) -> tuple[ToolCall, ...]:
+    return tuple(ToolCall(c.id, c.name, json.loads(c.arguments_json or "{}"), c.error, c.raw) for c in messages)
 
 
 def turn_from(m: pb.EnvironmentTurn) -> Turn:
@@ -296,15 +330,34 @@ def turn_from(m: pb.EnvironmentTurn) -> Turn:
         m.text,
         m.truncated,
         _ids(m.prompt_ids),
-        m.content,
-        m.reasoning,
-        tuple(ToolCall(c.id, c.name, json.loads(c.arguments_json or "{}"), c.error, c.raw) for c in m.tool_calls),
+        content=m.content,
+        reasoning=m.reasoning,
+        tool_calls=_calls_from(m.tool_calls),
+        replies=tuple(
+            Reply(
+                r.child,
+                r.text,
+                _ids(r.token_ids),
+                r.truncated,
+                r.content,
+                r.reasoning,
+                _calls_from(r.tool_calls),
+                r.error,
+                r.message,
+            )
+            for r in m.replies
+        ),
     )
 
 
-def answer_to(answer: Observation | Result) -> pb.EnvironmentAnswer:
+def answer_to(answer: Answer) -> pb.EnvironmentAnswer:
     if isinstance(answer, Observation):
         return pb.EnvironmentAnswer(observation=observation_to(answer))
+    if isinstance(answer, ChildTurns):
+        turns = [
+            pb.EnvironmentChildTurn(child=t.child, observation=observation_to(t.observation), model=t.model) for t in answer.turns
+        ]
+        return pb.EnvironmentAnswer(children=pb.EnvironmentChildTurns(turns=turns))
     score = _score_to(answer.reward, answer.metrics, answer.token_rewards, answer.steps)
     result = pb.EnvironmentResult(
         outcome=_OUTCOMES[answer.outcome],
@@ -312,13 +365,17 @@ def answer_to(answer: Observation | Result) -> pb.EnvironmentAnswer:
         reason=answer.reason,
         turn_rewards=answer.turn_rewards,
         message=answer.message,
+        child_rewards=answer.child_rewards,
     )
     return pb.EnvironmentAnswer(result=result)
 
 
-def answer_from(m: pb.EnvironmentAnswer) -> Observation | Result:
+def answer_from(m: pb.EnvironmentAnswer) -> Answer:
     if m.HasField("observation"):
         return observation_from(m.observation)
+    if m.HasField("children"):
+        turns = m.children.turns
+        return ChildTurns(tuple(ChildTurn(t.child, observation_from(t.observation), t.model or "policy") for t in turns))
     [score] = scores_from([m.result.score])
     return Result(
         score.reward,
@@ -329,4 +386,5 @@ def answer_from(m: pb.EnvironmentAnswer) -> Observation | Result:
         steps=tuple(score.steps),
         turn_rewards=tuple(m.result.turn_rewards),
         message=m.result.message,
+        child_rewards=dict(m.result.child_rewards),
     )

@@ -19,7 +19,21 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from rollout.environment import Environment, Message, Observation, Refusal, Result, Task, Turn, failed, reason_of
+from rollout.environment import (
+    Answer,
+    ChildTurn,
+    ChildTurns,
+    Environment,
+    Message,
+    Observation,
+    Refusal,
+    Reply,
+    Result,
+    Task,
+    Turn,
+    failed,
+    reason_of,
+)
 from rollout.errors import RolloutError
 from rollout.hosting.answers import answers_of, starts_of
 from rollout_workers.data.prompts import Text
@@ -52,6 +66,10 @@ class Episode:
     prompt: the first observation. parts: the sampled outputs and further observations (without
     logprobs), in order, with the text of each in ``texts``. rewards, turn_metrics: of each turn so
     far. said: what the policy said in each turn, in an episode of messages. clocks: of each turn.
+
+    children: the child sessions by number. asked: the turn after which the environment asked some
+    of them, until all have replied; replies: so far. Of a child, parent is the episode that opened
+    it, after the turn ``since``.
     """
 
     task: Task
@@ -66,6 +84,29 @@ class Episode:
     began: float = field(default_factory=time.time)
     clocks: list[Clock] = field(default_factory=list["Clock"])
     result: Result | None = None
+    children: dict[int, Episode] = field(default_factory=dict[int, "Episode"])
+    asked: tuple[Turn, ChildTurns] | None = None
+    replies: dict[int, Reply] = field(default_factory=dict[int, Reply])
+    parent: Episode | None = None
+    number: int = 0
+    since: int = 0
+
+    @property
+    def root(self) -> Episode:
+        """The episode that the environment runs: this one, or the one that opened it."""
+        return self.parent or self
+
+    @property
+    def seed(self) -> int:
+        """The seed of the first turn."""
+        seed = self.task.seeds[self.place]
+        return seed if self.parent is None else child_seed(seed, self.number)
+
+    @property
+    def name(self) -> str:
+        """Unique among the open episodes."""
+        name = f"{self.task.key}#{self.sample}"
+        return name if self.parent is None else f"{name}/{self.number}"
 
     @property
     def sample(self) -> int:
@@ -79,6 +120,12 @@ class Episode:
     @property
     def turns(self) -> int:
         return sum(isinstance(part, SampleOutput) for part in self.parts)
+
+    @property
+    def cut(self) -> bool:
+        """Whether the last turn ended at the token limit."""
+        last = self.parts[-1] if self.parts else None
+        return isinstance(last, SampleOutput) and last.finish_reason == "length"
 
     def spans(self) -> list[VersionSpan]:
         """The versions of the weights over the completion, without gaps: an observation between two
@@ -109,8 +156,14 @@ class Episode:
             at += len(part.token_ids)
         return spans
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens, with those of the child sessions."""
+        own = len(self.prompt.token_ids) + sum(len(part.token_ids) for part in self.parts)
+        return own + sum(child.tokens for child in self.children.values())
+
     def context(self) -> NDArray[np.int32]:
-        """All tokens of the episode."""
+        """All tokens of the episode, without those of the child sessions."""
         return np.concatenate([self.prompt.token_ids, *(part.token_ids for part in self.parts)])
 
 
@@ -263,15 +316,23 @@ class _Run:
     # Sampling
 
     def _request(
-        self, name: str, episodes: list[Episode], prompt: NDArray[np.int32], seeds: tuple[int, ...], session: str
+        self,
+        name: str,
+        episodes: list[Episode],
+        prompt: NDArray[np.int32],
+        seeds: tuple[int, ...],
+        session: str,
+        share: int = 1,
     ) -> GroupRequest:
+        """share: number of sessions among which the rest of the episode's tokens is divided."""
         self._requests[name] = (episodes, len(episodes))
         params = self._params
         if self._limits.turns:
             now = time.time()
             for episode in episodes:
                 episode.clocks.append(Clock(now))
-            room = self._limits.max_tokens - len(prompt)
+            left = (self._limits.max_tokens - episodes[0].root.tokens) // share
+            room = min(left, self._limits.context - len(prompt))
             params = replace(params, max_tokens=max(1, min(params.max_tokens, room)))
         return GroupRequest(name, prompt, seeds, params, session=session if self._limits.turns else "")
 
@@ -285,7 +346,7 @@ class _Run:
             log.exception("the engine failed %d requests", len(requests))
             for request in requests:
                 episodes, _ = self._requests.pop(request.request_id, ([], 0))
-                self._give_up(episodes, failed(reason_of(error, "ENGINE_FAILED")))
+                self._give_up([episode.root for episode in episodes], failed(reason_of(error, "ENGINE_FAILED")))
         finally:
             await outputs.aclose()  # type: ignore[attr-defined]
 
@@ -321,16 +382,20 @@ class _Run:
         for episode, output, text in self._texts(ready):
             episode.texts.append(text)
             if output.finish_reason == "aborted":
-                self._give_up([episode], Result(outcome="aborted", reason="ABORTED"))
+                self._give_up([episode.root], Result(outcome="aborted", reason="ABORTED"))
             elif output.finish_reason == "error":
-                self._give_up([episode], failed(reason_of(output.error or RuntimeError(), "ENGINE_ERROR")))
+                self._give_up([episode.root], failed(reason_of(output.error or RuntimeError(), "ENGINE_ERROR")))
             else:
                 try:
-                    turns.append(self._turn(episode, output, text))
+                    turn = self._turn(episode, output, text)
                 except Exception as error:
-                    self._break(episode, error)
+                    self._break(episode.root, error)
                     continue
-                answered.append(episode)
+                if episode.parent is not None:
+                    turn = _replied(episode, turn)
+                if turn is not None:
+                    answered.append(episode.root)
+                    turns.append(turn)
         if not turns:
             return
         if getattr(self._environment, "batched", True):
@@ -384,8 +449,7 @@ class _Run:
         content, reasoning, calls = text, "", ()
         if prompt.messages:
             before = episode.parts[-2].token_ids if len(episode.parts) > 1 else prompt.token_ids
-            name = f"{episode.task.key}#{episode.sample}.{number}"
-            message = self._dialogue.message(before, output, prompt.tools, name)
+            message = self._dialogue.message(before, output, prompt.tools, f"{episode.name}.{number}")
             episode.said.append(message)
             content, reasoning = str(message["content"]), str(message.get("reasoning_content", ""))
             calls = calls_of(message)
@@ -404,12 +468,17 @@ class _Run:
             tool_calls=calls,
         )
 
-    def _continue(self, episodes: list[Episode], turns: list[Turn], answers: Sequence[Observation | Result]) -> None:
+    def _continue(self, episodes: list[Episode], turns: list[Turn], answers: Sequence[Answer]) -> None:
         requests: list[GroupRequest] = []
         ended: list[Episode] = []
         results: list[Result] = []
         for episode, turn, answer in zip(episodes, turns, answers, strict=True):
             if episode.result is not None:  # its time was over
+                continue
+            for clock in [each.clocks[-1] for each in (episode, *episode.children.values()) if each.clocks]:
+                clock.answered = clock.answered or time.time()
+            if isinstance(answer, ChildTurns):
+                requests.extend(self._ask(episode, turn, answer))
                 continue
             for name, value in answer.metrics.items():
                 episode.metrics[name] = episode.metrics.get(name, 0.0) + value
@@ -435,10 +504,7 @@ class _Run:
                 continue
             episode.parts.append(further)
             episode.texts.append(further.text)
-            seed = turn_seed(episode.task.seeds[episode.place], turn.number + 1)
-            session = f"{episode.task.key}#{episode.sample}"
-            name = f"{session}.{turn.number + 1}"
-            requests.append(self._request(name, [episode], episode.context(), (seed,), session))
+            requests.append(self._further(episode))
         self._end(ended, results)
         if requests:
             self._spawn(self._sample(requests))
@@ -447,9 +513,60 @@ class _Run:
         """The observation with its tokens; None if the episode has no room for another turn."""
         if turn.number + 1 >= self._limits.max_turns:
             return None
-        said = episode.said[-1] if episode.said else {"role": "assistant", "content": turn.text}
-        further = self._dialogue.following(said, turn.token_ids, answer, episode.prompt.tools)
-        return further if len(episode.context()) + len(further.token_ids) < self._limits.max_tokens else None
+        further = self._after(episode, answer)
+        size, limits = len(further.token_ids), self._limits
+        if episode.tokens + size >= limits.max_tokens or len(episode.context()) + size >= limits.context:
+            return None
+        return further
+
+    def _after(self, episode: Episode, answer: Observation) -> Observation:
+        """An observation after the last turn of an episode, with its tokens."""
+        said = episode.said[-1] if episode.said else {"role": "assistant", "content": episode.texts[-1]}
+        return self._dialogue.following(said, episode.parts[-1].token_ids, answer, episode.prompt.tools)
+
+    def _further(self, episode: Episode, share: int = 1) -> GroupRequest:
+        """The request of the next turn of an episode."""
+        number = episode.turns
+        seed = turn_seed(episode.seed, number) if number else episode.seed
+        return self._request(f"{episode.name}.{number}", [episode], episode.context(), (seed,), episode.name, share)
+
+    # Child sessions
+
+    def _ask(self, episode: Episode, turn: Turn, asked: ChildTurns) -> list[GroupRequest]:
+        """The requests of child sessions. Sessions beyond the limit have an error as their
+        reply."""
+        turn = replace(turn, replies=())
+        episode.asked, episode.replies = (turn, asked), {}
+        try:
+            found = [self._child(episode, turn, each) for each in asked.turns]
+        except Exception as error:
+            self._break(episode, error)
+            return []
+        children = [child for child in found if child is not None]
+        limits = self._limits
+        if episode.tokens + len(children) > limits.max_tokens or any(len(c.context()) >= limits.context for c in children):
+            self._give_up([episode], Result(outcome="truncated"))
+            return []
+        if not children:
+            self._spawn(self._step([episode], [_with_replies(episode)]))
+        return [self._further(child, len(children)) for child in children]
+
+    def _child(self, episode: Episode, turn: Turn, asked: ChildTurn) -> Episode | None:
+        """The child session with what it reads next; None if there may be no further one."""
+        child = episode.children.get(asked.child)
+        if child is None and len(episode.children) >= self._limits.max_children:
+            message = f"the episode has {len(episode.children)} child sessions already; raise `environment.max_child_sessions`"
+            episode.replies[asked.child] = Reply(asked.child, error="CHILD_SESSIONS", message=message)
+            return None
+        if child is None:
+            prompt = self._dialogue.begin(asked.observation)
+            child = Episode(episode.task, episode.place, prompt, parent=episode, number=asked.child, since=turn.number)
+            episode.children[asked.child] = child
+            return child
+        further = self._after(child, asked.observation)
+        child.parts.append(further)
+        child.texts.append(further.text)
+        return child
 
     # Ending
 
@@ -463,7 +580,8 @@ class _Run:
             if not late:
                 return
             log.warning("%d samples of %s took longer than %g s in %s", len(late), late[0].task.key, seconds, self._limits.name)
-            requests = [name for name, (of, _) in self._requests.items() if of and all(e in late for e in of if e.result is None)]
+            open_ = self._requests.items()
+            requests = [name for name, (of, _) in open_ if of and all(e.root in late for e in of if e.result is None)]
             self._give_up(late, failed(reason))
             if requests:
                 self._spawn(self._abort(requests))
@@ -484,6 +602,9 @@ class _Run:
         open_ = [episode for episode in episodes if episode.result is None]
         if open_ and self._limits.turns:
             self._release_soon(open_)
+        asking = [name for name, (of, _) in self._requests.items() if any(e.parent in open_ for e in of if e.parent)]
+        if asking:
+            self._spawn(self._abort(asking))
         self._end(open_, [result] * len(open_))
 
     def _release_soon(self, episodes: Sequence[Episode]) -> None:
@@ -501,6 +622,10 @@ class _Run:
     def _end(self, episodes: Sequence[Episode], results: Sequence[Result]) -> None:
         for episode, result in zip(episodes, results, strict=True):
             episode.result = self._credited(episode, result)
+            reward = result.reward + sum(episode.rewards) + sum(result.token_rewards)
+            for child in episode.children.values():
+                outcome = "truncated" if result.outcome == "completed" and child.cut else result.outcome
+                child.result = Result(result.child_rewards.get(child.number, reward), outcome=outcome, reason=result.reason)
             key = episode.task.key
             if self._limits.turns:
                 self._freed(key)
@@ -517,6 +642,8 @@ class _Run:
             return result
         rewards = episode.rewards + [0.0] * (episode.turns - len(episode.rewards))
         metrics = {**episode.metrics, "episode/turns": float(episode.turns)}
+        if episode.children:
+            metrics["episode/child_sessions"] = float(len(episode.children))
         episode.rewards = [a + b for a, b in zip(rewards, result.turn_rewards or [0.0] * len(rewards), strict=True)]
         if total := sum(episode.rewards):
             metrics["reward/turns"] = total
@@ -537,6 +664,29 @@ def _reason(error: Exception, what: str) -> str:
 
 def _seconds(limit: float) -> float | None:
     return None if math.isinf(limit) else limit
+
+
+def _replied(child: Episode, turn: Turn) -> Turn | None:
+    """Record the reply of a child session. Returns the turn of the parent if all have replied."""
+    parent = child.root
+    parent.replies[child.number] = Reply(
+        child.number, turn.text, turn.token_ids, turn.truncated, turn.content, turn.reasoning, turn.tool_calls
+    )
+    assert parent.asked is not None
+    return _with_replies(parent) if len(parent.replies) == len(parent.asked[1].turns) else None
+
+
+def _with_replies(episode: Episode) -> Turn:
+    """The turn after which the environment asked, with the replies in the order of asking."""
+    assert episode.asked is not None
+    turn, asked = episode.asked
+    return replace(turn, replies=tuple(episode.replies[each.child] for each in asked.turns))
+
+
+def child_seed(seed: int, child: int) -> int:
+    """The seed of the first turn of a child session (docs/wire.md, "Seeds")."""
+    digest = blake3(b"rollout.child.v1" + struct.pack("<QQ", seed, child)).digest()
+    return int.from_bytes(digest[:8], "little") & (1 << 63) - 1
 
 
 def turn_seed(seed: int, turn: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from blake3 import blake3
 
-from rollout.environment import Observation, Refusal, Result, Task, Turn, failed, reason_of
+from rollout.environment import Answer, Observation, Refusal, Result, Task, Turn, failed, reason_of
 from rollout.errors import RolloutError
 from rollout.hosting import wire
 from rollout.hosting.child import ChildProcess
@@ -80,10 +80,10 @@ class Hosted:
 
         return await self._divided(tasks, lambda task: self._child(task.key), begin, refusal)
 
-    async def step(self, turns: Sequence[Turn]) -> list[Observation | Result]:
+    async def step(self, turns: Sequence[Turn]) -> list[Answer]:
         """The answer to each turn. An error of a process fails its turns alone."""
 
-        async def answer(child: _Child, some: list[Turn]) -> list[Observation | Result]:
+        async def answer(child: _Child, some: list[Turn]) -> list[Answer]:
             lost = [self._lost(turn.task.key) for turn in some]
             if any(lost):
                 message = f"the process of `{self._class}` has ended, and with it this episode"
@@ -95,7 +95,7 @@ class Hosted:
             request = pb.StepEnvironmentRequest(plugin=self._class, turns=[wire.turn_to(turn) for turn in some])
             return [wire.answer_from(each) for each in (await child.call("StepEnvironment", request)).answers]
 
-        def failure(error: Exception) -> Observation | Result:
+        def failure(error: Exception) -> Answer:
             return replace(failed(reason_of(error, "ENVIRONMENT_FAILED")), message=str(error))
 
         answers = await self._divided(turns, lambda turn: self._child(turn.task.key), answer, failure)

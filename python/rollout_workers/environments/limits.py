@@ -21,14 +21,17 @@ class Limits:
     """Limits of ``[environment]``. The defaults limit nothing.
 
     name: of the environment, in messages. turns: whether episodes may have several turns.
-    max_tokens: of an episode, prompt and observations included. seconds: of a step, an episode, and
-    a group.
+    max_tokens: of an episode, prompt, observations, and child sessions included. context: tokens of
+    an episode without its child sessions, and of a child session. seconds: of a step, an episode,
+    and a group.
     """
 
     name: str = "the environment"
     turns: bool = False
     max_turns: int = 1 << 30
     max_tokens: int = 1 << 30
+    context: int = 1 << 30
+    max_children: int = 0
     turn_seconds: float = _NEVER
     episode_seconds: float = _NEVER
     group_seconds: float = _NEVER
@@ -44,7 +47,9 @@ class Limits:
             name=environment.path or environment.kind,
             turns=True,
             max_turns=environment.max_turns,
-            max_tokens=min(environment.max_episode_tokens or context, context),
+            max_tokens=environment.max_episode_tokens or context,
+            context=context,
+            max_children=environment.max_child_sessions,
             turn_seconds=environment.turn_timeout_seconds,
             episode_seconds=environment.episode_timeout_seconds,
             group_seconds=environment.group_timeout_seconds or _NEVER,

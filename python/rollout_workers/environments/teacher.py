@@ -14,7 +14,18 @@ import numpy as np
 
 from rollout.config.v1.algorithm_pb2 import TeacherEndpointConfig
 from rollout.config.v1.run_config_pb2 import RunConfig
-from rollout.environment import Environment, ManagedEnvironment, Observation, Refusal, Result, Task, Turn, failed
+from rollout.environment import (
+    Answer,
+    ChildTurns,
+    Environment,
+    ManagedEnvironment,
+    Observation,
+    Refusal,
+    Result,
+    Task,
+    Turn,
+    failed,
+)
 from rollout.teacher import TeacherEndpoint, TeacherError
 from rollout_workers.data.prompts import Text
 from rollout_workers.worker.secret import read_secret
@@ -51,7 +62,7 @@ class TeacherEnvironment:
         """Reset the inner environment."""
         return await self._inner.reset(tasks)
 
-    async def step(self, turns: Sequence[Turn]) -> list[Observation | Result]:
+    async def step(self, turns: Sequence[Turn]) -> list[Answer]:
         """Step the inner environment. Results of finished episodes have the teacher's
         log-probabilities."""
         answers = await self._inner.step(turns)
@@ -73,7 +84,9 @@ class TeacherEnvironment:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._teacher.close()
 
-    async def _with(self, answer: Observation | Result, turn: Turn) -> Observation | Result:
+    async def _with(self, answer: Answer, turn: Turn) -> Answer:
+        if isinstance(answer, ChildTurns):
+            return replace(failed("TEACHER_CHILD_SESSIONS"), message="a teacher endpoint scores no child sessions; use `teacher`")
         if not isinstance(answer, Result) or answer.outcome not in ("completed", "truncated"):
             return answer
         logprobs = await self._ask(turn)

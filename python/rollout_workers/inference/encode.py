@@ -34,34 +34,57 @@ if sys.byteorder != "little":
 def encode_group(
     group: PromptGroup, finished: FinishedGroup, receipts: EngineReceipts, worker: str, min_size: int = 0
 ) -> list[pb.TrajectoryEnvelope]:
-    """One envelope per episode. worker: the worker's id, which only the header contains. min_size:
+    """One envelope per episode, followed by those of its child sessions. An episode that is not
+    trained on has one without them. worker: the worker's id, which only the header contains. min_size:
     usable samples with which the buffer completes the group without failed ones; 0: the group needs
     all. The buffer decides, because the episodes may be only some of the group's."""
     if not finished.episodes:
         return []
     head = _Head(group, finished.episodes[0].prompt, worker)
-    envelopes = [_encode_episode(episode, head, receipts) for episode in finished.episodes]
+    envelopes: list[pb.TrajectoryEnvelope] = []
+    for episode in finished.episodes:
+        children = _children(episode)
+        parts = 1 + len(children)
+        envelopes.append(_encode_episode(episode, head, receipts, parts))
+        for number, child in enumerate(children, 1):
+            begun = _Head(group, child.prompt, worker, _link(episode, child))
+            envelopes.append(_encode_episode(child, begun, receipts, parts, number))
     if 0 < min_size < group.group_size:
         for envelope in envelopes:
             envelope.header.left_out = envelope.header.outcome == pb.OUTCOME_INFRA_FAILED
     return envelopes
 
 
+def _children(episode: Episode) -> list[Episode]:
+    """The child sessions that are trained on, by number."""
+    if episode.result is None or episode.result.outcome not in ("completed", "truncated"):
+        return []
+    return [child for _, child in sorted(episode.children.items()) if child.turns]
+
+
+def _link(episode: Episode, child: Episode) -> pb.EpisodeLink:
+    assert episode.result is not None
+    return pb.EpisodeLink(turn=child.since, child=child.number, rewarded=child.number in episode.result.child_rewards)
+
+
 class _Head:
     """The fields that the samples of a group share. The messages are reused for one sample after
     another, because creating new ones took most of the time of a short sample."""
 
-    def __init__(self, group: PromptGroup, prompt: Observation, worker: str) -> None:
+    def __init__(self, group: PromptGroup, prompt: Observation, worker: str, parent: pb.EpisodeLink | None = None) -> None:
         self.tokens = len(prompt.token_ids)
         self.ids = prompt.token_ids.astype(np.int32, copy=False).tobytes()
         self.zeros = bytes(4 * self.tokens)
         self.mask = bytes(self.tokens)
         key = _key(group, 0)
-        self.trajectory = pb.Trajectory(key=key, prompt_tokens=self.tokens, prompt=prompt.text)
-        self.header = pb.TrajectoryHeader(key=key, group_size=group.group_size, worker_id=worker, row=group.row, parts=1)
+        self.trajectory = pb.Trajectory(key=key, prompt_tokens=self.tokens, prompt=prompt.text, parent=parent)
+        self.header = pb.TrajectoryHeader(key=key, group_size=group.group_size, worker_id=worker, row=group.row)
 
 
-def _encode_episode(episode: Episode, head: _Head, receipts: EngineReceipts) -> pb.TrajectoryEnvelope:
+def _encode_episode(
+    episode: Episode, head: _Head, receipts: EngineReceipts, parts: int, number: int = 0
+) -> pb.TrajectoryEnvelope:
+    """parts: of the sample. number: of this part."""
     result = episode.result
     assert result is not None
     trained = result.outcome in ("completed", "truncated")
@@ -82,7 +105,7 @@ def _encode_episode(episode: Episode, head: _Head, receipts: EngineReceipts) -> 
     spans = episode.spans()
     outcome = _OUTCOMES[result.outcome]
     trajectory = head.trajectory
-    trajectory.key.sample = episode.sample
+    trajectory.key.sample, trajectory.key.part = episode.sample, number
     trajectory.token_ids = b"".join(ids)
     trajectory.logprobs = b"".join(logprobs)
     trajectory.raw_logprobs = b"".join(raw) if _all_raw(episode) else b""
@@ -110,7 +133,7 @@ def _encode_episode(episode: Episode, head: _Head, receipts: EngineReceipts) -> 
     envelope = pb.TrajectoryEnvelope(payload=payload, crc32c=crc32c.crc32c(payload))
     header = envelope.header
     header.CopyFrom(head.header)
-    header.key.sample = episode.sample
+    header.key.sample, header.key.part, header.parts = episode.sample, number, parts
     header.outcome = outcome
     header.reason = result.reason
     header.reward = result.reward
@@ -233,20 +256,32 @@ def encode_example(group: PromptGroup, example: Example | Refusal, worker: str, 
 
 
 def in_messages(envelopes: Iterable[pb.TrajectoryEnvelope], most_bytes: int) -> list[pb.TrajectoryBatch]:
-    """Pack envelopes into messages of at most ``most_bytes``. Each envelope must fit by itself."""
+    """Pack envelopes into messages of at most ``most_bytes``. The parts of a sample are in one
+    message, into which they must fit."""
     batches: list[pb.TrajectoryBatch] = []
     held: list[pb.TrajectoryEnvelope] = []
     size = 0
-    for envelope in envelopes:
-        cost = len(envelope.payload) + len(envelope.payload_ref) + envelope.header.times.ByteSize() + 1024
+    for parts in _samples(envelopes):
+        cost = sum(len(e.payload) + len(e.payload_ref) + e.header.times.ByteSize() + 1024 for e in parts)
         if held and size + cost > most_bytes:
             batches.append(pb.TrajectoryBatch(trajectories=held))
             held, size = [], 0
-        held.append(envelope)
+        held.extend(parts)
         size += cost
     if held:
         batches.append(pb.TrajectoryBatch(trajectories=held))
     return batches
+
+
+def _samples(envelopes: Iterable[pb.TrajectoryEnvelope]) -> list[list[pb.TrajectoryEnvelope]]:
+    """The parts of each sample."""
+    found: list[list[pb.TrajectoryEnvelope]] = []
+    for envelope in envelopes:
+        if envelope.header.key.part:
+            found[-1].append(envelope)
+        else:
+            found.append([envelope])
+    return found
 
 
 def _by_token(values: Sequence[float], prompt: int, completion: int) -> bytes:
@@ -264,5 +299,11 @@ def _key(group: PromptGroup, sample: int) -> pb.TrajectoryKey:
 
 
 def large(envelopes: Sequence[pb.TrajectoryEnvelope]) -> list[pb.TrajectoryEnvelope]:
-    """The envelopes whose payload must be stored separately."""
-    return [envelope for envelope in envelopes if len(envelope.payload) > INLINE_BYTES]
+    """The envelopes whose payload must be stored separately: it is large by itself, or the parts of
+    its sample are together."""
+    return [
+        part
+        for parts in _samples(envelopes)
+        for part in parts
+        if len(part.payload) > INLINE_BYTES or sum(len(each.payload) for each in parts) > 2 * INLINE_BYTES
+    ]

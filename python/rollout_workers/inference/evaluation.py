@@ -88,7 +88,8 @@ class Evaluation:
                 async for groups in finished:
                     for group in groups:
                         [episode] = group.episodes
-                        if any(span.version != request.version for span in episode.spans()):
+                        sampled = (episode, *episode.children.values())
+                        if any(span.version != request.version for each in sampled for span in each.spans()):
                             raise self._wrong_version(request.version)
                         scored[group.task.row // parts] = _sample(group.task.row, episode)
                     while chunk := take_chunk(scored, sent, len(tasks)):

@@ -82,6 +82,7 @@ def _completion(sample: TrainSample, advantage: float | None, limits: _Limits) -
         token_ids=sample.token_ids[kept].tobytes(),
         logprobs=sample.logprobs[kept].tobytes(),
         loss_mask=sample.loss_mask[kept].tobytes(),
+        parent=sample.parent,
     )
 
 

@@ -146,6 +146,7 @@ def _sample(trajectory: Trajectory) -> TrainSample:
         part=key.part,
         turns=tuple(trajectory.turns),  # ranks get samples pickled
         spans=tuple(spans),
+        parent=trajectory.parent if trajectory.HasField("parent") else None,
     )
 
 

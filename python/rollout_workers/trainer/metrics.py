@@ -53,7 +53,7 @@ from rollout_workers.trainer.types import TrainSample
 
 def describe_batch(samples: Sequence[TrainSample], *, step: int, sampled: bool) -> dict[str, float]:
     """The metrics of the samples themselves. sampled: the policy sampled them, so rewards and
-    versions apply."""
+    versions apply. A sample of several parts has one reward, that of the first."""
     lengths = np.array([len(sample.token_ids) - sample.prompt_length for sample in samples])
     metrics = {
         "samples": float(len(samples)),
@@ -64,7 +64,7 @@ def describe_batch(samples: Sequence[TrainSample], *, step: int, sampled: bool) 
         "length/max": float(lengths.max()),
     }
     if sampled:
-        rewards = np.array([sample.reward for sample in samples])
+        rewards = np.array([sample.reward for sample in samples if not sample.part])
         metrics["reward/mean"] = float(rewards.mean())
         metrics["reward/std"] = float(rewards.std())
         metrics = _reward_metrics(samples) | metrics

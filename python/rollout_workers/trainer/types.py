@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.plugin import flaw
-from rollout.trajectory.v1.trajectory_pb2 import Turn, VersionSpan
+from rollout.trajectory.v1.trajectory_pb2 import EpisodeLink, Turn, VersionSpan
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +57,14 @@ class TrainSample:
     spans: Sequence[VersionSpan] = ()
     """The turns of an episode with several, and the weights that sampled the completion; for
     display only."""
+    parent: EpisodeLink | None = None
+    """Of a child session, the episode that opened it."""
+
+    @property
+    def has_own_reward(self) -> bool:
+        """Whether this part is compared by its reward with such parts of the group's other
+        samples, and not with their first parts."""
+        return self.parent is not None and self.parent.rewarded
 
 
 @dataclass(frozen=True, slots=True)

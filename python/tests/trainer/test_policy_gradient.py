@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rollout.trajectory.v1.trajectory_pb2 import EpisodeLink
 from rollout_workers.algorithms import DapoConfig, GrpoConfig
 from rollout_workers.algorithms.advantage import group_relative
 from rollout_workers.trainer import Trainer, TrainSample
@@ -116,3 +117,27 @@ def test_the_parts_of_a_forked_sample_count_once_in_its_group(model_dir: Path, f
     forked = [*whole[:number], *parts, *whole[number + 1 :]]
     wanted = oracle_gradient(learner, grpo_loss(learner.policy.model, whole, 1.0))
     torch.testing.assert_close(gradient(learner, forked), wanted, atol=2e-6, rtol=2e-4)
+
+
+def test_child_sessions_with_rewards_of_their_own_are_compared_with_each_other(model_dir: Path) -> None:
+    """Others have the advantage of the sample that they belong to."""
+    whole = [dataclasses.replace(sample, sample=16 * sample.sample) for sample in sampled_batch(0)]
+    plain = trainer(model_dir).train_step(whole, 1).advantages
+    samples: list[TrainSample] = []
+    for number, sample in enumerate(whole):
+        own, shared = (EpisodeLink(child=child, rewarded=child == 0) for child in (0, 1))
+        samples += [
+            sample,
+            dataclasses.replace(sample, sample=sample.sample + 1, part=1, parent=own, reward=float(number % 3)),
+            dataclasses.replace(sample, sample=sample.sample + 2, part=2, parent=shared),
+        ]
+    learner = trainer(model_dir)
+    result = learner.train_step(samples, 1)
+    groups = {sample.group_key for sample in whole}
+    numbers = {key: number for number, key in enumerate(sorted(groups))}
+    rewards = torch.tensor([float(number % 3) for number in range(len(whole))], dtype=torch.float64)
+    wanted = group_relative(rewards, torch.tensor([numbers[sample.group_key] for sample in whole]))
+    for sample, advantage in zip(whole, wanted.tolist(), strict=True):
+        found = [result.advantages[sample.group_key, sample.sample + part] for part in range(3)]
+        assert found == pytest.approx([plain[sample.group_key, sample.sample], advantage, found[0]], abs=1e-6)
+    assert result.metrics["reward/mean"] == pytest.approx(np.mean([sample.reward for sample in whole]))

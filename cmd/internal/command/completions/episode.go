@@ -57,6 +57,9 @@ func (e *episode) text() string {
 }
 
 func (e *episode) line(level int, text string) {
+	if e.of.Parent != nil {
+		level++ // below the episode that opened it
+	}
 	e.out.WriteString(strings.Repeat("  ", level) + text + "\n")
 }
 
@@ -64,7 +67,9 @@ func (e *episode) line(level int, text string) {
 func (e *episode) head(turns int) []string {
 	c := e.of
 	cells := []string{fmt.Sprintf("sample %d", c.Sample)}
-	if c.Part > 0 {
+	if c.Parent != nil {
+		cells[0] = fmt.Sprintf("child session %d, opened after turn %d", c.Parent.Child+1, c.Parent.Turn+1)
+	} else if c.Part > 0 {
 		cells = append(cells, fmt.Sprintf("part %d", c.Part))
 	}
 	cells = append(cells, "reward "+output.Number(c.Reward), "advantage "+signed(c.Advantage), c.Outcome,

@@ -1358,6 +1358,7 @@ class EnvironmentConfig(_message.Message):
     CREDIT_FIELD_NUMBER: _builtins.int
     CONCURRENCY_FIELD_NUMBER: _builtins.int
     PYTHON_FIELD_NUMBER: _builtins.int
+    MAX_CHILD_SESSIONS_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """The environment. `single_turn`: the dataset's prompt, one completion, its reward. `python`: a
     class of yours, see `path`. `external`: an agent outside of the run takes the prompts from the
@@ -1379,9 +1380,10 @@ class EnvironmentConfig(_message.Message):
     with the rewards so far.
     """
     max_episode_tokens: _builtins.int
-    """Largest number of tokens of an episode: the prompt, all turns, and all observations. 0: as many
-    as `engine.max_model_len`. `sampling.max_tokens` is the limit of each turn. An episode that
-    reaches either limit is TRUNCATED.
+    """Largest number of tokens of an episode: the prompt, all turns, all observations, and those of
+    child sessions. 0: as many as `engine.max_model_len`, which is also the limit of the episode
+    without its child sessions, and of each of these. `sampling.max_tokens` is the limit of each
+    turn. An episode that reaches one of the limits is TRUNCATED.
     """
     tool_timeout_seconds: _builtins.float
     """Longest time of one call of a tool, in seconds."""
@@ -1412,6 +1414,10 @@ class EnvironmentConfig(_message.Message):
     """Python interpreter of the environment, for packages that exclude the learner's: a path, such as
     the one that `rollout plugin install gymnasium` prints. Empty: that of the workers.
     """
+    max_child_sessions: _builtins.int
+    """Largest number of child sessions of an episode. An environment that asks a further one gets the
+    error CHILD_SESSIONS.
+    """
     def __init__(
         self,
         *,
@@ -1427,10 +1433,11 @@ class EnvironmentConfig(_message.Message):
         credit: _builtins.str | None = ...,
         concurrency: _builtins.float | None = ...,
         python: _builtins.str | None = ...,
+        max_child_sessions: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_args", b"_args", "_concurrency", b"_concurrency", "_credit", b"_credit", "_episode_timeout_seconds", b"_episode_timeout_seconds", "_group_timeout_seconds", b"_group_timeout_seconds", "_kind", b"_kind", "_max_episode_tokens", b"_max_episode_tokens", "_max_turns", b"_max_turns", "_path", b"_path", "_python", b"_python", "_tool_timeout_seconds", b"_tool_timeout_seconds", "_turn_timeout_seconds", b"_turn_timeout_seconds", "args", b"args", "concurrency", b"concurrency", "credit", b"credit", "episode_timeout_seconds", b"episode_timeout_seconds", "group_timeout_seconds", b"group_timeout_seconds", "kind", b"kind", "max_episode_tokens", b"max_episode_tokens", "max_turns", b"max_turns", "path", b"path", "python", b"python", "tool_timeout_seconds", b"tool_timeout_seconds", "turn_timeout_seconds", b"turn_timeout_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_args", b"_args", "_concurrency", b"_concurrency", "_credit", b"_credit", "_episode_timeout_seconds", b"_episode_timeout_seconds", "_group_timeout_seconds", b"_group_timeout_seconds", "_kind", b"_kind", "_max_child_sessions", b"_max_child_sessions", "_max_episode_tokens", b"_max_episode_tokens", "_max_turns", b"_max_turns", "_path", b"_path", "_python", b"_python", "_tool_timeout_seconds", b"_tool_timeout_seconds", "_turn_timeout_seconds", b"_turn_timeout_seconds", "args", b"args", "concurrency", b"concurrency", "credit", b"credit", "episode_timeout_seconds", b"episode_timeout_seconds", "group_timeout_seconds", b"group_timeout_seconds", "kind", b"kind", "max_child_sessions", b"max_child_sessions", "max_episode_tokens", b"max_episode_tokens", "max_turns", b"max_turns", "path", b"path", "python", b"python", "tool_timeout_seconds", b"tool_timeout_seconds", "turn_timeout_seconds", b"turn_timeout_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_args", b"_args", "_concurrency", b"_concurrency", "_credit", b"_credit", "_episode_timeout_seconds", b"_episode_timeout_seconds", "_group_timeout_seconds", b"_group_timeout_seconds", "_kind", b"_kind", "_max_episode_tokens", b"_max_episode_tokens", "_max_turns", b"_max_turns", "_path", b"_path", "_python", b"_python", "_tool_timeout_seconds", b"_tool_timeout_seconds", "_turn_timeout_seconds", b"_turn_timeout_seconds", "args", b"args", "concurrency", b"concurrency", "credit", b"credit", "episode_timeout_seconds", b"episode_timeout_seconds", "group_timeout_seconds", b"group_timeout_seconds", "kind", b"kind", "max_episode_tokens", b"max_episode_tokens", "max_turns", b"max_turns", "path", b"path", "python", b"python", "tool_timeout_seconds", b"tool_timeout_seconds", "turn_timeout_seconds", b"turn_timeout_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_args", b"_args", "_concurrency", b"_concurrency", "_credit", b"_credit", "_episode_timeout_seconds", b"_episode_timeout_seconds", "_group_timeout_seconds", b"_group_timeout_seconds", "_kind", b"_kind", "_max_child_sessions", b"_max_child_sessions", "_max_episode_tokens", b"_max_episode_tokens", "_max_turns", b"_max_turns", "_path", b"_path", "_python", b"_python", "_tool_timeout_seconds", b"_tool_timeout_seconds", "_turn_timeout_seconds", b"_turn_timeout_seconds", "args", b"args", "concurrency", b"concurrency", "credit", b"credit", "episode_timeout_seconds", b"episode_timeout_seconds", "group_timeout_seconds", b"group_timeout_seconds", "kind", b"kind", "max_child_sessions", b"max_child_sessions", "max_episode_tokens", b"max_episode_tokens", "max_turns", b"max_turns", "path", b"path", "python", b"python", "tool_timeout_seconds", b"tool_timeout_seconds", "turn_timeout_seconds", b"turn_timeout_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__args: _TypeAlias = _typing.Literal["args"]  # noqa: Y015
     _WhichOneofArgType__args: _TypeAlias = _typing.Literal["_args", b"_args"]  # noqa: Y015
@@ -1444,6 +1451,8 @@ class EnvironmentConfig(_message.Message):
     _WhichOneofArgType__group_timeout_seconds: _TypeAlias = _typing.Literal["_group_timeout_seconds", b"_group_timeout_seconds"]  # noqa: Y015
     _WhichOneofReturnType__kind: _TypeAlias = _typing.Literal["kind"]  # noqa: Y015
     _WhichOneofArgType__kind: _TypeAlias = _typing.Literal["_kind", b"_kind"]  # noqa: Y015
+    _WhichOneofReturnType__max_child_sessions: _TypeAlias = _typing.Literal["max_child_sessions"]  # noqa: Y015
+    _WhichOneofArgType__max_child_sessions: _TypeAlias = _typing.Literal["_max_child_sessions", b"_max_child_sessions"]  # noqa: Y015
     _WhichOneofReturnType__max_episode_tokens: _TypeAlias = _typing.Literal["max_episode_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_episode_tokens: _TypeAlias = _typing.Literal["_max_episode_tokens", b"_max_episode_tokens"]  # noqa: Y015
     _WhichOneofReturnType__max_turns: _TypeAlias = _typing.Literal["max_turns"]  # noqa: Y015
@@ -1468,6 +1477,8 @@ class EnvironmentConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__group_timeout_seconds) -> _WhichOneofReturnType__group_timeout_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__kind) -> _WhichOneofReturnType__kind | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_child_sessions) -> _WhichOneofReturnType__max_child_sessions | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_episode_tokens) -> _WhichOneofReturnType__max_episode_tokens | None: ...
     @_typing.overload

@@ -658,6 +658,7 @@ class Completion(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     LOSS_MASK_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch."""
     index: _builtins.int
@@ -702,6 +703,10 @@ class Completion(_message.Message):
     def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.VersionSpan]:
         """Weights that sampled the completion."""
 
+    @_builtins.property
+    def parent(self) -> _trajectory_pb2.EpisodeLink:
+        """Of a child session, the episode that opened it."""
+
     def __init__(
         self,
         *,
@@ -723,10 +728,11 @@ class Completion(_message.Message):
         logprobs: _builtins.bytes = ...,
         loss_mask: _builtins.bytes = ...,
         outcome: _trajectory_pb2.Outcome.ValueType = ...,
+        parent: _trajectory_pb2.EpisodeLink | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_advantage", b"_advantage", "advantage", b"advantage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_advantage", b"_advantage", "advantage", b"advantage", "parent", b"parent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advantage", b"_advantage", "advantage", b"advantage", "completion", b"completion", "epoch", b"epoch", "index", b"index", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "metrics", b"metrics", "outcome", b"outcome", "part", b"part", "prompt", b"prompt", "prompt_tokens", b"prompt_tokens", "reward", b"reward", "sample", b"sample", "token_ids", b"token_ids", "tokens", b"tokens", "truncated", b"truncated", "turns", b"turns", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advantage", b"_advantage", "advantage", b"advantage", "completion", b"completion", "epoch", b"epoch", "index", b"index", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "metrics", b"metrics", "outcome", b"outcome", "parent", b"parent", "part", b"part", "prompt", b"prompt", "prompt_tokens", b"prompt_tokens", "reward", b"reward", "sample", b"sample", "token_ids", b"token_ids", "tokens", b"tokens", "truncated", b"truncated", "turns", b"turns", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__advantage: _TypeAlias = _typing.Literal["advantage"]  # noqa: Y015
     _WhichOneofArgType__advantage: _TypeAlias = _typing.Literal["_advantage", b"_advantage"]  # noqa: Y015

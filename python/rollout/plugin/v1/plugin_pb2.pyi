@@ -583,6 +583,7 @@ class EnvironmentTurn(_message.Message):
     CONTENT_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    REPLIES_FIELD_NUMBER: _builtins.int
     sample: _builtins.int
     """Sample of the task."""
     number: _builtins.int
@@ -609,6 +610,12 @@ class EnvironmentTurn(_message.Message):
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___TurnToolCall]:
         """Functions that the answer calls."""
 
+    @_builtins.property
+    def replies(self) -> _containers.RepeatedCompositeFieldContainer[Global___EnvironmentReply]:
+        """What child sessions answered, if the environment asked them after this turn. It is then called
+        with the same turn again.
+        """
+
     def __init__(
         self,
         *,
@@ -623,14 +630,71 @@ class EnvironmentTurn(_message.Message):
         content: _builtins.str = ...,
         reasoning: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___TurnToolCall] | None = ...,
+        replies: _abc.Iterable[Global___EnvironmentReply] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "number", b"number", "prompt", b"prompt", "prompt_ids", b"prompt_ids", "reasoning", b"reasoning", "sample", b"sample", "task", b"task", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "truncated", b"truncated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "number", b"number", "prompt", b"prompt", "prompt_ids", b"prompt_ids", "reasoning", b"reasoning", "replies", b"replies", "sample", b"sample", "task", b"task", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "truncated", b"truncated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EnvironmentTurn: _TypeAlias = EnvironmentTurn  # noqa: Y015
+
+@_typing.final
+class EnvironmentReply(_message.Message):
+    """EnvironmentReply is a turn of a child session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHILD_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TRUNCATED_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    child: _builtins.int
+    """Number of the session."""
+    text: _builtins.str
+    """Answer without special tokens and stop text."""
+    token_ids: _builtins.bytes
+    """int32[N] little-endian: tokens of the answer."""
+    truncated: _builtins.bool
+    """Whether the answer ended at the token limit."""
+    content: _builtins.str
+    """Answer without reasoning and tool calls, in a session of messages; else the answer."""
+    reasoning: _builtins.str
+    """Reasoning of the answer."""
+    error: _builtins.str
+    """Machine-readable reason why there is no answer; empty if there is one."""
+    message: _builtins.str
+    """One line about the error, for people."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___TurnToolCall]:
+        """Functions that the answer calls."""
+
+    def __init__(
+        self,
+        *,
+        child: _builtins.int = ...,
+        text: _builtins.str = ...,
+        token_ids: _builtins.bytes = ...,
+        truncated: _builtins.bool = ...,
+        content: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___TurnToolCall] | None = ...,
+        error: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["child", b"child", "content", b"content", "error", b"error", "message", b"message", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "truncated", b"truncated"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EnvironmentReply: _TypeAlias = EnvironmentReply  # noqa: Y015
 
 @_typing.final
 class TurnToolCall(_message.Message):
@@ -676,11 +740,32 @@ class EnvironmentResult(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class ChildRewardsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     OUTCOME_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     TURN_REWARDS_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    CHILD_REWARDS_FIELD_NUMBER: _builtins.int
     outcome: _trajectory_pb2.Outcome.ValueType
     """How it ended."""
     reason: _builtins.str
@@ -695,6 +780,10 @@ class EnvironmentResult(_message.Message):
     def turn_rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Reward of each turn, in addition to those of the observations; empty, or one per turn."""
 
+    @_builtins.property
+    def child_rewards(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Rewards of child sessions, by number. The others have the reward of the episode."""
+
     def __init__(
         self,
         *,
@@ -703,14 +792,71 @@ class EnvironmentResult(_message.Message):
         reason: _builtins.str = ...,
         turn_rewards: _abc.Iterable[_builtins.float] | None = ...,
         message: _builtins.str = ...,
+        child_rewards: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "outcome", b"outcome", "reason", b"reason", "score", b"score", "turn_rewards", b"turn_rewards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["child_rewards", b"child_rewards", "message", b"message", "outcome", b"outcome", "reason", b"reason", "score", b"score", "turn_rewards", b"turn_rewards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EnvironmentResult: _TypeAlias = EnvironmentResult  # noqa: Y015
+
+@_typing.final
+class EnvironmentChildTurns(_message.Message):
+    """EnvironmentChildTurns asks child sessions for their next turns."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TURNS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___EnvironmentChildTurn]:
+        """One per session."""
+
+    def __init__(
+        self,
+        *,
+        turns: _abc.Iterable[Global___EnvironmentChildTurn] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["turns", b"turns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EnvironmentChildTurns: _TypeAlias = EnvironmentChildTurns  # noqa: Y015
+
+@_typing.final
+class EnvironmentChildTurn(_message.Message):
+    """EnvironmentChildTurn is what a child session reads before its next turn."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHILD_FIELD_NUMBER: _builtins.int
+    OBSERVATION_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    child: _builtins.int
+    """Number of the session in its episode, from 0. A new number opens a session."""
+    model: _builtins.str
+    """Who answers; empty: the policy."""
+    @_builtins.property
+    def observation(self) -> Global___EnvironmentObservation:
+        """What it reads. The tools are those of the first observation of the session."""
+
+    def __init__(
+        self,
+        *,
+        child: _builtins.int = ...,
+        observation: Global___EnvironmentObservation | None = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["observation", b"observation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["child", b"child", "model", b"model", "observation", b"observation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EnvironmentChildTurn: _TypeAlias = EnvironmentChildTurn  # noqa: Y015
 
 @_typing.final
 class ResetEnvironmentRequest(_message.Message):
@@ -856,6 +1002,7 @@ class EnvironmentAnswer(_message.Message):
 
     OBSERVATION_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
+    CHILDREN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def observation(self) -> Global___EnvironmentObservation:
         """The episode continues."""
@@ -864,17 +1011,22 @@ class EnvironmentAnswer(_message.Message):
     def result(self) -> Global___EnvironmentResult:
         """The episode ended."""
 
+    @_builtins.property
+    def children(self) -> Global___EnvironmentChildTurns:
+        """Child sessions are asked. The next step has the same turn, with their replies."""
+
     def __init__(
         self,
         *,
         observation: Global___EnvironmentObservation | None = ...,
         result: Global___EnvironmentResult | None = ...,
+        children: Global___EnvironmentChildTurns | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "observation", b"observation", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["children", b"children", "kind", b"kind", "observation", b"observation", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "observation", b"observation", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["children", b"children", "kind", b"kind", "observation", b"observation", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["observation", "result"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["observation", "result", "children"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

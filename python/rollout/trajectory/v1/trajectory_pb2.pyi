@@ -83,7 +83,7 @@ class TrajectoryKey(_message.Message):
     sample: _builtins.int
     """Sample in the group, from 0."""
     part: _builtins.int
-    """Piece of a forked or multi-turn episode, from 0."""
+    """Piece of a forked episode, or child session of an episode, from 0."""
     def __init__(
         self,
         *,
@@ -327,6 +327,7 @@ class Trajectory(_message.Message):
     TOKEN_REWARDS_FIELD_NUMBER: _builtins.int
     TEACHER_LOGPROBS_FIELD_NUMBER: _builtins.int
     TURNS_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """int32[T] little-endian: prompt, then completion."""
     logprobs: _builtins.bytes
@@ -375,6 +376,10 @@ class Trajectory(_message.Message):
     def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___Turn]:
         """The prompt and the turns, in order and without gaps. Empty if episodes have one turn."""
 
+    @_builtins.property
+    def parent(self) -> Global___EpisodeLink:
+        """Episode that opened this one as a child session; absent if none did."""
+
     def __init__(
         self,
         *,
@@ -394,10 +399,11 @@ class Trajectory(_message.Message):
         token_rewards: _builtins.bytes = ...,
         teacher_logprobs: _builtins.bytes = ...,
         turns: _abc.Iterable[Global___Turn] | None = ...,
+        parent: Global___EpisodeLink | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "parent", b"parent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "key", b"key", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "metrics", b"metrics", "outcome", b"outcome", "prompt", b"prompt", "prompt_tokens", b"prompt_tokens", "raw_logprobs", b"raw_logprobs", "reason", b"reason", "reward", b"reward", "teacher_logprobs", b"teacher_logprobs", "token_ids", b"token_ids", "token_rewards", b"token_rewards", "turns", b"turns", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "key", b"key", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "metrics", b"metrics", "outcome", b"outcome", "parent", b"parent", "prompt", b"prompt", "prompt_tokens", b"prompt_tokens", "raw_logprobs", b"raw_logprobs", "reason", b"reason", "reward", b"reward", "teacher_logprobs", b"teacher_logprobs", "token_ids", b"token_ids", "token_rewards", b"token_rewards", "turns", b"turns", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -424,7 +430,6 @@ class TrajectoryHeader(_message.Message):
     TOKEN_REWARDS_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
-    PARENT_FIELD_NUMBER: _builtins.int
     LEFT_OUT_FIELD_NUMBER: _builtins.int
     TIMES_FIELD_NUMBER: _builtins.int
     group_size: _builtins.int
@@ -472,10 +477,6 @@ class TrajectoryHeader(_message.Message):
         """Path of the session that this trajectory is; absent if it belongs to no session."""
 
     @_builtins.property
-    def parent(self) -> Global___EpisodeLink:
-        """Episode that started this one, e.g. as a sub-agent; absent if none did."""
-
-    @_builtins.property
     def times(self) -> Global___EpisodeTimes:
         """When its turns were sampled and answered. Absent if it is not known."""
 
@@ -497,13 +498,12 @@ class TrajectoryHeader(_message.Message):
         token_rewards: _builtins.bool = ...,
         parts: _builtins.int = ...,
         path: Global___TrajectoryPath | None = ...,
-        parent: Global___EpisodeLink | None = ...,
         left_out: _builtins.bool = ...,
         times: Global___EpisodeTimes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "parent", b"parent", "path", b"path", "receipt", b"receipt", "times", b"times"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "path", b"path", "receipt", b"receipt", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "group_size", b"group_size", "key", b"key", "left_out", b"left_out", "max_version", b"max_version", "min_version", b"min_version", "outcome", b"outcome", "parent", b"parent", "parts", b"parts", "path", b"path", "reason", b"reason", "receipt", b"receipt", "reward", b"reward", "row", b"row", "times", b"times", "token_rewards", b"token_rewards", "tokens", b"tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "group_size", b"group_size", "key", b"key", "left_out", b"left_out", "max_version", b"max_version", "min_version", b"min_version", "outcome", b"outcome", "parts", b"parts", "path", b"path", "reason", b"reason", "receipt", b"receipt", "reward", b"reward", "row", b"row", "times", b"times", "token_rewards", b"token_rewards", "tokens", b"tokens", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -539,31 +539,35 @@ Global___TrajectoryPath: _TypeAlias = TrajectoryPath  # noqa: Y015
 
 @_typing.final
 class EpisodeLink(_message.Message):
-    """EpisodeLink points at the episode that started another one."""
+    """EpisodeLink points at the episode that opened another one, of the same sample."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    KEY_FIELD_NUMBER: _builtins.int
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    SEGMENT_ID_FIELD_NUMBER: _builtins.int
-    session_id: _builtins.str
-    """Session of the parent."""
-    segment_id: _builtins.str
-    """Last segment of the parent before the child began."""
-    @_builtins.property
-    def key(self) -> Global___TrajectoryKey:
-        """Trajectory of the parent."""
-
+    PART_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
+    CHILD_FIELD_NUMBER: _builtins.int
+    REWARDED_FIELD_NUMBER: _builtins.int
+    part: _builtins.int
+    """Part of the parent."""
+    turn: _builtins.int
+    """Turn of the parent after which the child began, from 0."""
+    child: _builtins.int
+    """Number of the child in its parent, from 0, in the order in which they were opened."""
+    rewarded: _builtins.bool
+    """Whether the child has a reward of its own. It is then compared with the other such children of
+    the group, and otherwise has the advantage of its sample.
+    """
     def __init__(
         self,
         *,
-        key: Global___TrajectoryKey | None = ...,
-        session_id: _builtins.str = ...,
-        segment_id: _builtins.str = ...,
+        part: _builtins.int = ...,
+        turn: _builtins.int = ...,
+        child: _builtins.int = ...,
+        rewarded: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "segment_id", b"segment_id", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["child", b"child", "part", b"part", "rewarded", b"rewarded", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

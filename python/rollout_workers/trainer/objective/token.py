@@ -208,7 +208,8 @@ class Tokens:
         by_token = _by_parts(samples)
         if algorithm.advantages is not None and not by_token:
             first, sample = _distinct(samples)
-            advantages = algorithm.advantages(rewards[first], self._groups[first])[sample]
+            groups = torch.unique(_compared(samples, self._groups)[first], return_inverse=True)[1]
+            advantages = algorithm.advantages(rewards[first], groups)[sample]
             active = torch.zeros(self._number).index_add_(0, self._groups, (advantages != 0).float())
             self.metrics["zero_advantage_groups"] = float((active == 0).float().mean())
             self._advantages = advantages.float()
@@ -225,7 +226,7 @@ class Tokens:
         known: Mapping[str, Tensor] = {name: tensor.double() for name, tensor in self._known.items()}
         return EstimatorBatch(
             rewards=rewards,
-            groups=self._groups,
+            groups=torch.unique(_compared(samples, self._groups), return_inverse=True)[1],
             sample=index.sample,
             token_rewards=index.gather([_parts(s) for s in samples]) if by_token else None,
             logprobs=known.get("logprobs"),
@@ -318,17 +319,25 @@ def _trained(samples: Sequence[TrainSample]) -> float:
 
 def _distinct(samples: Sequence[TrainSample]) -> tuple[Tensor, Tensor]:
     """int64 [D], int64 [S]: the first part of each sample, and the sample of each part. A sample of
-    several parts is one in the baseline of its group."""
+    several parts is one in the baseline of its group; a child session with a reward of its own is
+    one, too."""
     places: dict[tuple[str, int], int] = {}
     first: list[int] = []
     sample: list[int] = []
     for at, part in enumerate(samples):
-        key = part.group_key, part.sample - part.part
+        key = part.group_key, part.sample if part.has_own_reward else part.sample - part.part
         if key not in places:
             places[key] = len(first)
             first.append(at)
         sample.append(places[key])
     return torch.tensor(first, dtype=torch.int64), torch.tensor(sample, dtype=torch.int64)
+
+
+def _compared(samples: Sequence[TrainSample], groups: Tensor) -> Tensor:
+    """int64 [S]: the group in which each sample is compared. The child sessions with rewards of
+    their own are a group next to the one that they belong to."""
+    own = torch.from_numpy(np.array([sample.has_own_reward for sample in samples], np.int64))
+    return 2 * groups + own
 
 
 def _by_parts(samples: Sequence[TrainSample]) -> bool:

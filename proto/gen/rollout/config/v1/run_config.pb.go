@@ -1700,9 +1700,10 @@ type EnvironmentConfig struct {
 	// Largest number of turns of an episode. An episode that has not ended after them is TRUNCATED
 	// with the rewards so far.
 	MaxTurns *uint32 `protobuf:"varint,4,opt,name=max_turns,json=maxTurns,proto3,oneof" json:"max_turns,omitempty"`
-	// Largest number of tokens of an episode: the prompt, all turns, and all observations. 0: as many
-	// as `engine.max_model_len`. `sampling.max_tokens` is the limit of each turn. An episode that
-	// reaches either limit is TRUNCATED.
+	// Largest number of tokens of an episode: the prompt, all turns, all observations, and those of
+	// child sessions. 0: as many as `engine.max_model_len`, which is also the limit of the episode
+	// without its child sessions, and of each of these. `sampling.max_tokens` is the limit of each
+	// turn. An episode that reaches one of the limits is TRUNCATED.
 	MaxEpisodeTokens *uint32 `protobuf:"varint,5,opt,name=max_episode_tokens,json=maxEpisodeTokens,proto3,oneof" json:"max_episode_tokens,omitempty"`
 	// Longest time of one call of a tool, in seconds.
 	ToolTimeoutSeconds *float64 `protobuf:"fixed64,6,opt,name=tool_timeout_seconds,json=toolTimeoutSeconds,proto3,oneof" json:"tool_timeout_seconds,omitempty"`
@@ -1726,9 +1727,12 @@ type EnvironmentConfig struct {
 	Concurrency *float64 `protobuf:"fixed64,11,opt,name=concurrency,proto3,oneof" json:"concurrency,omitempty"`
 	// Python interpreter of the environment, for packages that exclude the learner's: a path, such as
 	// the one that `rollout plugin install gymnasium` prints. Empty: that of the workers.
-	Python        *string `protobuf:"bytes,12,opt,name=python,proto3,oneof" json:"python,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Python *string `protobuf:"bytes,12,opt,name=python,proto3,oneof" json:"python,omitempty"`
+	// Largest number of child sessions of an episode. An environment that asks a further one gets the
+	// error CHILD_SESSIONS.
+	MaxChildSessions *uint32 `protobuf:"varint,13,opt,name=max_child_sessions,json=maxChildSessions,proto3,oneof" json:"max_child_sessions,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *EnvironmentConfig) Reset() {
@@ -1843,6 +1847,13 @@ func (x *EnvironmentConfig) GetPython() string {
 		return *x.Python
 	}
 	return ""
+}
+
+func (x *EnvironmentConfig) GetMaxChildSessions() uint32 {
+	if x != nil && x.MaxChildSessions != nil {
+		return *x.MaxChildSessions
+	}
+	return 0
 }
 
 // StalenessConfig limits how far sampling runs ahead.
@@ -2971,7 +2982,8 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
 	"\b_threadsB\t\n" +
 	"\a_pythonB\x06\n" +
-	"\x04_url\"\xe1\t\n" +
+	"\x04_url\"\xbd\n" +
+	"\n" +
 	"\x11EnvironmentConfig\x12\xaf\x01\n" +
 	"\x04kind\x18\x01 \x01(\tB\x95\x01\xbaHRrPR\vsingle_turnR\bexternalR\x06pythonR\x05toolsR\x03mcpR\tgymnasiumR\rreasoning_gymR\tverifiers\xca\xda\x18<\n" +
 	"\r\"single_turn\"B\x06pythonB\tgymnasiumB\rreasoning_gymB\tverifiersH\x00R\x04kind\x88\x01\x01\x12\\\n" +
@@ -2995,7 +3007,9 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\vconcurrency\x18\v \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00P@)\x00\x00\x00\x00\x00\x00\xf0?\xca\xda\x18\x05\n" +
 	"\x032.0H\n" +
 	"R\vconcurrency\x88\x01\x01\x12C\n" +
-	"\x06python\x18\f \x01(\tB&\xca\xda\x18\"\x12\x1e\"plugins/gymnasium/bin/python\" \x01H\vR\x06python\x88\x01\x01B\a\n" +
+	"\x06python\x18\f \x01(\tB&\xca\xda\x18\"\x12\x1e\"plugins/gymnasium/bin/python\" \x01H\vR\x06python\x88\x01\x01\x12C\n" +
+	"\x12max_child_sessions\x18\r \x01(\rB\x10\xbaH\x05*\x03\x18\x80\b\xca\xda\x18\x04\n" +
+	"\x0216H\fR\x10maxChildSessions\x88\x01\x01B\a\n" +
 	"\x05_kindB\a\n" +
 	"\x05_pathB\a\n" +
 	"\x05_argsB\f\n" +
@@ -3008,7 +3022,8 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x16_group_timeout_secondsB\t\n" +
 	"\a_creditB\x0e\n" +
 	"\f_concurrencyB\t\n" +
-	"\a_python\"Q\n" +
+	"\a_pythonB\x15\n" +
+	"\x13_max_child_sessions\"Q\n" +
 	"\x0fStalenessConfig\x120\n" +
 	"\tmax_steps\x18\x01 \x01(\rB\x0e\xbaH\x04*\x02\x18@\xca\xda\x18\x03\n" +
 	"\x010H\x00R\bmaxSteps\x88\x01\x01B\f\n" +

@@ -1190,7 +1190,9 @@ type Completion struct {
 	// uint8[N]: 1 where the token is trained on.
 	LossMask []byte `protobuf:"bytes,17,opt,name=loss_mask,json=lossMask,proto3" json:"loss_mask,omitempty"`
 	// How the sample ended.
-	Outcome       v14.Outcome `protobuf:"varint,18,opt,name=outcome,proto3,enum=rollout.trajectory.v1.Outcome" json:"outcome,omitempty"`
+	Outcome v14.Outcome `protobuf:"varint,18,opt,name=outcome,proto3,enum=rollout.trajectory.v1.Outcome" json:"outcome,omitempty"`
+	// Of a child session, the episode that opened it.
+	Parent        *v14.EpisodeLink `protobuf:"bytes,19,opt,name=parent,proto3" json:"parent,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1349,6 +1351,13 @@ func (x *Completion) GetOutcome() v14.Outcome {
 		return x.Outcome
 	}
 	return v14.Outcome(0)
+}
+
+func (x *Completion) GetParent() *v14.EpisodeLink {
+	if x != nil {
+		return x.Parent
+	}
+	return nil
 }
 
 // PublishWeightsRequest names a run.
@@ -2000,7 +2009,7 @@ const file_rollout_learner_v1_learner_proto_rawDesc = "" +
 	"\vcompletions\x18\x05 \x03(\v2\x1e.rollout.learner.v1.CompletionR\vcompletions\x1a:\n" +
 	"\fMetricsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\"\xcf\x05\n" +
+	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\"\x8b\x06\n" +
 	"\n" +
 	"Completion\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\rR\x05epoch\x12\x14\n" +
@@ -2023,7 +2032,8 @@ const file_rollout_learner_v1_learner_proto_rawDesc = "" +
 	"\ttoken_ids\x18\x0f \x01(\fR\btokenIds\x12\x1a\n" +
 	"\blogprobs\x18\x10 \x01(\fR\blogprobs\x12\x1b\n" +
 	"\tloss_mask\x18\x11 \x01(\fR\blossMask\x128\n" +
-	"\aoutcome\x18\x12 \x01(\x0e2\x1e.rollout.trajectory.v1.OutcomeR\aoutcome\x1a:\n" +
+	"\aoutcome\x18\x12 \x01(\x0e2\x1e.rollout.trajectory.v1.OutcomeR\aoutcome\x12:\n" +
+	"\x06parent\x18\x13 \x01(\v2\".rollout.trajectory.v1.EpisodeLinkR\x06parent\x1a:\n" +
 	"\fMetricsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01B\f\n" +
@@ -2150,8 +2160,9 @@ var file_rollout_learner_v1_learner_proto_goTypes = []any{
 	(*v14.Turn)(nil),                 // 35: rollout.trajectory.v1.Turn
 	(*v14.VersionSpan)(nil),          // 36: rollout.trajectory.v1.VersionSpan
 	(v14.Outcome)(0),                 // 37: rollout.trajectory.v1.Outcome
-	(*v1.WeightsOffer)(nil),          // 38: rollout.weights.v1.WeightsOffer
-	(*v15.SnapshotFile)(nil),         // 39: rollout.snapshot.v1.SnapshotFile
+	(*v14.EpisodeLink)(nil),          // 38: rollout.trajectory.v1.EpisodeLink
+	(*v1.WeightsOffer)(nil),          // 39: rollout.weights.v1.WeightsOffer
+	(*v15.SnapshotFile)(nil),         // 40: rollout.snapshot.v1.SnapshotFile
 }
 var file_rollout_learner_v1_learner_proto_depIdxs = []int32{
 	0,  // 0: rollout.learner.v1.Progress.phase:type_name -> rollout.learner.v1.Phase
@@ -2172,37 +2183,38 @@ var file_rollout_learner_v1_learner_proto_depIdxs = []int32{
 	35, // 15: rollout.learner.v1.Completion.turns:type_name -> rollout.trajectory.v1.Turn
 	36, // 16: rollout.learner.v1.Completion.version_spans:type_name -> rollout.trajectory.v1.VersionSpan
 	37, // 17: rollout.learner.v1.Completion.outcome:type_name -> rollout.trajectory.v1.Outcome
-	31, // 18: rollout.learner.v1.PublishWeightsResponse.weights:type_name -> rollout.weights.v1.WeightsManifest
-	38, // 19: rollout.learner.v1.OfferWeightsResponse.offers:type_name -> rollout.weights.v1.WeightsOffer
-	30, // 20: rollout.learner.v1.EvaluateLossResponse.metrics:type_name -> rollout.learner.v1.EvaluateLossResponse.MetricsEntry
-	39, // 21: rollout.learner.v1.SaveStateResponse.files:type_name -> rollout.snapshot.v1.SnapshotFile
-	3,  // 22: rollout.learner.v1.LearnerControllerService.StartRun:input_type -> rollout.learner.v1.StartRunRequest
-	5,  // 23: rollout.learner.v1.LearnerControllerService.StopRun:input_type -> rollout.learner.v1.StopRunRequest
-	7,  // 24: rollout.learner.v1.LearnerControllerService.GetProgress:input_type -> rollout.learner.v1.GetProgressRequest
-	9,  // 25: rollout.learner.v1.LearnerControllerService.WatchProgress:input_type -> rollout.learner.v1.WatchProgressRequest
-	11, // 26: rollout.learner.v1.LearnerWorkerService.Initialize:input_type -> rollout.learner.v1.InitializeRequest
-	13, // 27: rollout.learner.v1.LearnerWorkerService.Train:input_type -> rollout.learner.v1.TrainRequest
-	18, // 28: rollout.learner.v1.LearnerWorkerService.PublishWeights:input_type -> rollout.learner.v1.PublishWeightsRequest
-	20, // 29: rollout.learner.v1.LearnerWorkerService.OfferWeights:input_type -> rollout.learner.v1.OfferWeightsRequest
-	22, // 30: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:input_type -> rollout.learner.v1.EvaluateLossRequest
-	24, // 31: rollout.learner.v1.LearnerWorkerService.SaveState:input_type -> rollout.learner.v1.SaveStateRequest
-	26, // 32: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:input_type -> rollout.learner.v1.GetLearnerStatusRequest
-	4,  // 33: rollout.learner.v1.LearnerControllerService.StartRun:output_type -> rollout.learner.v1.StartRunResponse
-	6,  // 34: rollout.learner.v1.LearnerControllerService.StopRun:output_type -> rollout.learner.v1.StopRunResponse
-	8,  // 35: rollout.learner.v1.LearnerControllerService.GetProgress:output_type -> rollout.learner.v1.GetProgressResponse
-	10, // 36: rollout.learner.v1.LearnerControllerService.WatchProgress:output_type -> rollout.learner.v1.WatchProgressResponse
-	12, // 37: rollout.learner.v1.LearnerWorkerService.Initialize:output_type -> rollout.learner.v1.InitializeResponse
-	14, // 38: rollout.learner.v1.LearnerWorkerService.Train:output_type -> rollout.learner.v1.TrainResponse
-	19, // 39: rollout.learner.v1.LearnerWorkerService.PublishWeights:output_type -> rollout.learner.v1.PublishWeightsResponse
-	21, // 40: rollout.learner.v1.LearnerWorkerService.OfferWeights:output_type -> rollout.learner.v1.OfferWeightsResponse
-	23, // 41: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:output_type -> rollout.learner.v1.EvaluateLossResponse
-	25, // 42: rollout.learner.v1.LearnerWorkerService.SaveState:output_type -> rollout.learner.v1.SaveStateResponse
-	27, // 43: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:output_type -> rollout.learner.v1.GetLearnerStatusResponse
-	33, // [33:44] is the sub-list for method output_type
-	22, // [22:33] is the sub-list for method input_type
-	22, // [22:22] is the sub-list for extension type_name
-	22, // [22:22] is the sub-list for extension extendee
-	0,  // [0:22] is the sub-list for field type_name
+	38, // 18: rollout.learner.v1.Completion.parent:type_name -> rollout.trajectory.v1.EpisodeLink
+	31, // 19: rollout.learner.v1.PublishWeightsResponse.weights:type_name -> rollout.weights.v1.WeightsManifest
+	39, // 20: rollout.learner.v1.OfferWeightsResponse.offers:type_name -> rollout.weights.v1.WeightsOffer
+	30, // 21: rollout.learner.v1.EvaluateLossResponse.metrics:type_name -> rollout.learner.v1.EvaluateLossResponse.MetricsEntry
+	40, // 22: rollout.learner.v1.SaveStateResponse.files:type_name -> rollout.snapshot.v1.SnapshotFile
+	3,  // 23: rollout.learner.v1.LearnerControllerService.StartRun:input_type -> rollout.learner.v1.StartRunRequest
+	5,  // 24: rollout.learner.v1.LearnerControllerService.StopRun:input_type -> rollout.learner.v1.StopRunRequest
+	7,  // 25: rollout.learner.v1.LearnerControllerService.GetProgress:input_type -> rollout.learner.v1.GetProgressRequest
+	9,  // 26: rollout.learner.v1.LearnerControllerService.WatchProgress:input_type -> rollout.learner.v1.WatchProgressRequest
+	11, // 27: rollout.learner.v1.LearnerWorkerService.Initialize:input_type -> rollout.learner.v1.InitializeRequest
+	13, // 28: rollout.learner.v1.LearnerWorkerService.Train:input_type -> rollout.learner.v1.TrainRequest
+	18, // 29: rollout.learner.v1.LearnerWorkerService.PublishWeights:input_type -> rollout.learner.v1.PublishWeightsRequest
+	20, // 30: rollout.learner.v1.LearnerWorkerService.OfferWeights:input_type -> rollout.learner.v1.OfferWeightsRequest
+	22, // 31: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:input_type -> rollout.learner.v1.EvaluateLossRequest
+	24, // 32: rollout.learner.v1.LearnerWorkerService.SaveState:input_type -> rollout.learner.v1.SaveStateRequest
+	26, // 33: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:input_type -> rollout.learner.v1.GetLearnerStatusRequest
+	4,  // 34: rollout.learner.v1.LearnerControllerService.StartRun:output_type -> rollout.learner.v1.StartRunResponse
+	6,  // 35: rollout.learner.v1.LearnerControllerService.StopRun:output_type -> rollout.learner.v1.StopRunResponse
+	8,  // 36: rollout.learner.v1.LearnerControllerService.GetProgress:output_type -> rollout.learner.v1.GetProgressResponse
+	10, // 37: rollout.learner.v1.LearnerControllerService.WatchProgress:output_type -> rollout.learner.v1.WatchProgressResponse
+	12, // 38: rollout.learner.v1.LearnerWorkerService.Initialize:output_type -> rollout.learner.v1.InitializeResponse
+	14, // 39: rollout.learner.v1.LearnerWorkerService.Train:output_type -> rollout.learner.v1.TrainResponse
+	19, // 40: rollout.learner.v1.LearnerWorkerService.PublishWeights:output_type -> rollout.learner.v1.PublishWeightsResponse
+	21, // 41: rollout.learner.v1.LearnerWorkerService.OfferWeights:output_type -> rollout.learner.v1.OfferWeightsResponse
+	23, // 42: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:output_type -> rollout.learner.v1.EvaluateLossResponse
+	25, // 43: rollout.learner.v1.LearnerWorkerService.SaveState:output_type -> rollout.learner.v1.SaveStateResponse
+	27, // 44: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:output_type -> rollout.learner.v1.GetLearnerStatusResponse
+	34, // [34:45] is the sub-list for method output_type
+	23, // [23:34] is the sub-list for method input_type
+	23, // [23:23] is the sub-list for extension type_name
+	23, // [23:23] is the sub-list for extension extendee
+	0,  // [0:23] is the sub-list for field type_name
 }
 
 func init() { file_rollout_learner_v1_learner_proto_init() }

@@ -991,7 +991,10 @@ type EnvironmentTurn struct {
 	// Reasoning of the answer.
 	Reasoning string `protobuf:"bytes,10,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
 	// Functions that the answer calls.
-	ToolCalls     []*TurnToolCall `protobuf:"bytes,11,rep,name=tool_calls,json=toolCalls,proto3" json:"tool_calls,omitempty"`
+	ToolCalls []*TurnToolCall `protobuf:"bytes,11,rep,name=tool_calls,json=toolCalls,proto3" json:"tool_calls,omitempty"`
+	// What child sessions answered, if the environment asked them after this turn. It is then called
+	// with the same turn again.
+	Replies       []*EnvironmentReply `protobuf:"bytes,12,rep,name=replies,proto3" json:"replies,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1103,6 +1106,131 @@ func (x *EnvironmentTurn) GetToolCalls() []*TurnToolCall {
 	return nil
 }
 
+func (x *EnvironmentTurn) GetReplies() []*EnvironmentReply {
+	if x != nil {
+		return x.Replies
+	}
+	return nil
+}
+
+// EnvironmentReply is a turn of a child session.
+type EnvironmentReply struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Number of the session.
+	Child uint32 `protobuf:"varint,1,opt,name=child,proto3" json:"child,omitempty"`
+	// Answer without special tokens and stop text.
+	Text string `protobuf:"bytes,2,opt,name=text,proto3" json:"text,omitempty"`
+	// int32[N] little-endian: tokens of the answer.
+	TokenIds []byte `protobuf:"bytes,3,opt,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
+	// Whether the answer ended at the token limit.
+	Truncated bool `protobuf:"varint,4,opt,name=truncated,proto3" json:"truncated,omitempty"`
+	// Answer without reasoning and tool calls, in a session of messages; else the answer.
+	Content string `protobuf:"bytes,5,opt,name=content,proto3" json:"content,omitempty"`
+	// Reasoning of the answer.
+	Reasoning string `protobuf:"bytes,6,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
+	// Functions that the answer calls.
+	ToolCalls []*TurnToolCall `protobuf:"bytes,7,rep,name=tool_calls,json=toolCalls,proto3" json:"tool_calls,omitempty"`
+	// Machine-readable reason why there is no answer; empty if there is one.
+	Error string `protobuf:"bytes,8,opt,name=error,proto3" json:"error,omitempty"`
+	// One line about the error, for people.
+	Message       string `protobuf:"bytes,9,opt,name=message,proto3" json:"message,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EnvironmentReply) Reset() {
+	*x = EnvironmentReply{}
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EnvironmentReply) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EnvironmentReply) ProtoMessage() {}
+
+func (x *EnvironmentReply) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EnvironmentReply.ProtoReflect.Descriptor instead.
+func (*EnvironmentReply) Descriptor() ([]byte, []int) {
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *EnvironmentReply) GetChild() uint32 {
+	if x != nil {
+		return x.Child
+	}
+	return 0
+}
+
+func (x *EnvironmentReply) GetText() string {
+	if x != nil {
+		return x.Text
+	}
+	return ""
+}
+
+func (x *EnvironmentReply) GetTokenIds() []byte {
+	if x != nil {
+		return x.TokenIds
+	}
+	return nil
+}
+
+func (x *EnvironmentReply) GetTruncated() bool {
+	if x != nil {
+		return x.Truncated
+	}
+	return false
+}
+
+func (x *EnvironmentReply) GetContent() string {
+	if x != nil {
+		return x.Content
+	}
+	return ""
+}
+
+func (x *EnvironmentReply) GetReasoning() string {
+	if x != nil {
+		return x.Reasoning
+	}
+	return ""
+}
+
+func (x *EnvironmentReply) GetToolCalls() []*TurnToolCall {
+	if x != nil {
+		return x.ToolCalls
+	}
+	return nil
+}
+
+func (x *EnvironmentReply) GetError() string {
+	if x != nil {
+		return x.Error
+	}
+	return ""
+}
+
+func (x *EnvironmentReply) GetMessage() string {
+	if x != nil {
+		return x.Message
+	}
+	return ""
+}
+
 // TurnToolCall is a call of a function in an answer of the policy.
 type TurnToolCall struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1122,7 +1250,7 @@ type TurnToolCall struct {
 
 func (x *TurnToolCall) Reset() {
 	*x = TurnToolCall{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[14]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1134,7 +1262,7 @@ func (x *TurnToolCall) String() string {
 func (*TurnToolCall) ProtoMessage() {}
 
 func (x *TurnToolCall) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[14]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1147,7 +1275,7 @@ func (x *TurnToolCall) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TurnToolCall.ProtoReflect.Descriptor instead.
 func (*TurnToolCall) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{14}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *TurnToolCall) GetId() string {
@@ -1197,14 +1325,16 @@ type EnvironmentResult struct {
 	// Reward of each turn, in addition to those of the observations; empty, or one per turn.
 	TurnRewards []float64 `protobuf:"fixed64,4,rep,packed,name=turn_rewards,json=turnRewards,proto3" json:"turn_rewards,omitempty"`
 	// One line about a failure, for people.
-	Message       string `protobuf:"bytes,5,opt,name=message,proto3" json:"message,omitempty"`
+	Message string `protobuf:"bytes,5,opt,name=message,proto3" json:"message,omitempty"`
+	// Rewards of child sessions, by number. The others have the reward of the episode.
+	ChildRewards  map[uint32]float64 `protobuf:"bytes,6,rep,name=child_rewards,json=childRewards,proto3" json:"child_rewards,omitempty" protobuf_key:"varint,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *EnvironmentResult) Reset() {
 	*x = EnvironmentResult{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[15]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1216,7 +1346,7 @@ func (x *EnvironmentResult) String() string {
 func (*EnvironmentResult) ProtoMessage() {}
 
 func (x *EnvironmentResult) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[15]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1229,7 +1359,7 @@ func (x *EnvironmentResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EnvironmentResult.ProtoReflect.Descriptor instead.
 func (*EnvironmentResult) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{15}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *EnvironmentResult) GetOutcome() v11.Outcome {
@@ -1267,6 +1397,123 @@ func (x *EnvironmentResult) GetMessage() string {
 	return ""
 }
 
+func (x *EnvironmentResult) GetChildRewards() map[uint32]float64 {
+	if x != nil {
+		return x.ChildRewards
+	}
+	return nil
+}
+
+// EnvironmentChildTurns asks child sessions for their next turns.
+type EnvironmentChildTurns struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// One per session.
+	Turns         []*EnvironmentChildTurn `protobuf:"bytes,1,rep,name=turns,proto3" json:"turns,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EnvironmentChildTurns) Reset() {
+	*x = EnvironmentChildTurns{}
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EnvironmentChildTurns) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EnvironmentChildTurns) ProtoMessage() {}
+
+func (x *EnvironmentChildTurns) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EnvironmentChildTurns.ProtoReflect.Descriptor instead.
+func (*EnvironmentChildTurns) Descriptor() ([]byte, []int) {
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *EnvironmentChildTurns) GetTurns() []*EnvironmentChildTurn {
+	if x != nil {
+		return x.Turns
+	}
+	return nil
+}
+
+// EnvironmentChildTurn is what a child session reads before its next turn.
+type EnvironmentChildTurn struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Number of the session in its episode, from 0. A new number opens a session.
+	Child uint32 `protobuf:"varint,1,opt,name=child,proto3" json:"child,omitempty"`
+	// What it reads. The tools are those of the first observation of the session.
+	Observation *EnvironmentObservation `protobuf:"bytes,2,opt,name=observation,proto3" json:"observation,omitempty"`
+	// Who answers; empty: the policy.
+	Model         string `protobuf:"bytes,3,opt,name=model,proto3" json:"model,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EnvironmentChildTurn) Reset() {
+	*x = EnvironmentChildTurn{}
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EnvironmentChildTurn) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EnvironmentChildTurn) ProtoMessage() {}
+
+func (x *EnvironmentChildTurn) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EnvironmentChildTurn.ProtoReflect.Descriptor instead.
+func (*EnvironmentChildTurn) Descriptor() ([]byte, []int) {
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *EnvironmentChildTurn) GetChild() uint32 {
+	if x != nil {
+		return x.Child
+	}
+	return 0
+}
+
+func (x *EnvironmentChildTurn) GetObservation() *EnvironmentObservation {
+	if x != nil {
+		return x.Observation
+	}
+	return nil
+}
+
+func (x *EnvironmentChildTurn) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
 // ResetEnvironmentRequest starts tasks.
 type ResetEnvironmentRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1280,7 +1527,7 @@ type ResetEnvironmentRequest struct {
 
 func (x *ResetEnvironmentRequest) Reset() {
 	*x = ResetEnvironmentRequest{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[16]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1292,7 +1539,7 @@ func (x *ResetEnvironmentRequest) String() string {
 func (*ResetEnvironmentRequest) ProtoMessage() {}
 
 func (x *ResetEnvironmentRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[16]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1305,7 +1552,7 @@ func (x *ResetEnvironmentRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetEnvironmentRequest.ProtoReflect.Descriptor instead.
 func (*ResetEnvironmentRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{16}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *ResetEnvironmentRequest) GetPlugin() string {
@@ -1333,7 +1580,7 @@ type ResetEnvironmentResponse struct {
 
 func (x *ResetEnvironmentResponse) Reset() {
 	*x = ResetEnvironmentResponse{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[17]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1345,7 +1592,7 @@ func (x *ResetEnvironmentResponse) String() string {
 func (*ResetEnvironmentResponse) ProtoMessage() {}
 
 func (x *ResetEnvironmentResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[17]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1358,7 +1605,7 @@ func (x *ResetEnvironmentResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetEnvironmentResponse.ProtoReflect.Descriptor instead.
 func (*ResetEnvironmentResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{17}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *ResetEnvironmentResponse) GetStarts() []*EnvironmentStart {
@@ -1384,7 +1631,7 @@ type EnvironmentStart struct {
 
 func (x *EnvironmentStart) Reset() {
 	*x = EnvironmentStart{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[18]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1396,7 +1643,7 @@ func (x *EnvironmentStart) String() string {
 func (*EnvironmentStart) ProtoMessage() {}
 
 func (x *EnvironmentStart) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[18]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1409,7 +1656,7 @@ func (x *EnvironmentStart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EnvironmentStart.ProtoReflect.Descriptor instead.
 func (*EnvironmentStart) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{18}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *EnvironmentStart) GetKind() isEnvironmentStart_Kind {
@@ -1468,7 +1715,7 @@ type StepEnvironmentRequest struct {
 
 func (x *StepEnvironmentRequest) Reset() {
 	*x = StepEnvironmentRequest{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[19]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1480,7 +1727,7 @@ func (x *StepEnvironmentRequest) String() string {
 func (*StepEnvironmentRequest) ProtoMessage() {}
 
 func (x *StepEnvironmentRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[19]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1493,7 +1740,7 @@ func (x *StepEnvironmentRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StepEnvironmentRequest.ProtoReflect.Descriptor instead.
 func (*StepEnvironmentRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{19}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *StepEnvironmentRequest) GetPlugin() string {
@@ -1521,7 +1768,7 @@ type StepEnvironmentResponse struct {
 
 func (x *StepEnvironmentResponse) Reset() {
 	*x = StepEnvironmentResponse{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[20]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1533,7 +1780,7 @@ func (x *StepEnvironmentResponse) String() string {
 func (*StepEnvironmentResponse) ProtoMessage() {}
 
 func (x *StepEnvironmentResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[20]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1546,7 +1793,7 @@ func (x *StepEnvironmentResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StepEnvironmentResponse.ProtoReflect.Descriptor instead.
 func (*StepEnvironmentResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{20}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *StepEnvironmentResponse) GetAnswers() []*EnvironmentAnswer {
@@ -1565,6 +1812,7 @@ type EnvironmentAnswer struct {
 	//
 	//	*EnvironmentAnswer_Observation
 	//	*EnvironmentAnswer_Result
+	//	*EnvironmentAnswer_Children
 	Kind          isEnvironmentAnswer_Kind `protobuf_oneof:"kind"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1572,7 +1820,7 @@ type EnvironmentAnswer struct {
 
 func (x *EnvironmentAnswer) Reset() {
 	*x = EnvironmentAnswer{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[21]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1584,7 +1832,7 @@ func (x *EnvironmentAnswer) String() string {
 func (*EnvironmentAnswer) ProtoMessage() {}
 
 func (x *EnvironmentAnswer) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[21]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1597,7 +1845,7 @@ func (x *EnvironmentAnswer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EnvironmentAnswer.ProtoReflect.Descriptor instead.
 func (*EnvironmentAnswer) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{21}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *EnvironmentAnswer) GetKind() isEnvironmentAnswer_Kind {
@@ -1625,6 +1873,15 @@ func (x *EnvironmentAnswer) GetResult() *EnvironmentResult {
 	return nil
 }
 
+func (x *EnvironmentAnswer) GetChildren() *EnvironmentChildTurns {
+	if x != nil {
+		if x, ok := x.Kind.(*EnvironmentAnswer_Children); ok {
+			return x.Children
+		}
+	}
+	return nil
+}
+
 type isEnvironmentAnswer_Kind interface {
 	isEnvironmentAnswer_Kind()
 }
@@ -1639,9 +1896,16 @@ type EnvironmentAnswer_Result struct {
 	Result *EnvironmentResult `protobuf:"bytes,2,opt,name=result,proto3,oneof"`
 }
 
+type EnvironmentAnswer_Children struct {
+	// Child sessions are asked. The next step has the same turn, with their replies.
+	Children *EnvironmentChildTurns `protobuf:"bytes,3,opt,name=children,proto3,oneof"`
+}
+
 func (*EnvironmentAnswer_Observation) isEnvironmentAnswer_Kind() {}
 
 func (*EnvironmentAnswer_Result) isEnvironmentAnswer_Kind() {}
+
+func (*EnvironmentAnswer_Children) isEnvironmentAnswer_Kind() {}
 
 // CloseEnvironmentRequest names episodes.
 type CloseEnvironmentRequest struct {
@@ -1656,7 +1920,7 @@ type CloseEnvironmentRequest struct {
 
 func (x *CloseEnvironmentRequest) Reset() {
 	*x = CloseEnvironmentRequest{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[22]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1668,7 +1932,7 @@ func (x *CloseEnvironmentRequest) String() string {
 func (*CloseEnvironmentRequest) ProtoMessage() {}
 
 func (x *CloseEnvironmentRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[22]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1681,7 +1945,7 @@ func (x *CloseEnvironmentRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CloseEnvironmentRequest.ProtoReflect.Descriptor instead.
 func (*CloseEnvironmentRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{22}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *CloseEnvironmentRequest) GetPlugin() string {
@@ -1707,7 +1971,7 @@ type CloseEnvironmentResponse struct {
 
 func (x *CloseEnvironmentResponse) Reset() {
 	*x = CloseEnvironmentResponse{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[23]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1719,7 +1983,7 @@ func (x *CloseEnvironmentResponse) String() string {
 func (*CloseEnvironmentResponse) ProtoMessage() {}
 
 func (x *CloseEnvironmentResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[23]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1732,7 +1996,7 @@ func (x *CloseEnvironmentResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CloseEnvironmentResponse.ProtoReflect.Descriptor instead.
 func (*CloseEnvironmentResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{23}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{26}
 }
 
 // SaveEnvironmentRequest names an environment.
@@ -1746,7 +2010,7 @@ type SaveEnvironmentRequest struct {
 
 func (x *SaveEnvironmentRequest) Reset() {
 	*x = SaveEnvironmentRequest{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[24]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1758,7 +2022,7 @@ func (x *SaveEnvironmentRequest) String() string {
 func (*SaveEnvironmentRequest) ProtoMessage() {}
 
 func (x *SaveEnvironmentRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[24]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1771,7 +2035,7 @@ func (x *SaveEnvironmentRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SaveEnvironmentRequest.ProtoReflect.Descriptor instead.
 func (*SaveEnvironmentRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{24}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *SaveEnvironmentRequest) GetPlugin() string {
@@ -1792,7 +2056,7 @@ type SaveEnvironmentResponse struct {
 
 func (x *SaveEnvironmentResponse) Reset() {
 	*x = SaveEnvironmentResponse{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[25]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1804,7 +2068,7 @@ func (x *SaveEnvironmentResponse) String() string {
 func (*SaveEnvironmentResponse) ProtoMessage() {}
 
 func (x *SaveEnvironmentResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[25]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1817,7 +2081,7 @@ func (x *SaveEnvironmentResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SaveEnvironmentResponse.ProtoReflect.Descriptor instead.
 func (*SaveEnvironmentResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{25}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *SaveEnvironmentResponse) GetState() []byte {
@@ -1840,7 +2104,7 @@ type LoadEnvironmentRequest struct {
 
 func (x *LoadEnvironmentRequest) Reset() {
 	*x = LoadEnvironmentRequest{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[26]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1852,7 +2116,7 @@ func (x *LoadEnvironmentRequest) String() string {
 func (*LoadEnvironmentRequest) ProtoMessage() {}
 
 func (x *LoadEnvironmentRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[26]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1865,7 +2129,7 @@ func (x *LoadEnvironmentRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadEnvironmentRequest.ProtoReflect.Descriptor instead.
 func (*LoadEnvironmentRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{26}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *LoadEnvironmentRequest) GetPlugin() string {
@@ -1891,7 +2155,7 @@ type LoadEnvironmentResponse struct {
 
 func (x *LoadEnvironmentResponse) Reset() {
 	*x = LoadEnvironmentResponse{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[27]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1903,7 +2167,7 @@ func (x *LoadEnvironmentResponse) String() string {
 func (*LoadEnvironmentResponse) ProtoMessage() {}
 
 func (x *LoadEnvironmentResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[27]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1916,7 +2180,7 @@ func (x *LoadEnvironmentResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadEnvironmentResponse.ProtoReflect.Descriptor instead.
 func (*LoadEnvironmentResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{27}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{30}
 }
 
 // CallToolRequest is tool calls.
@@ -1930,7 +2194,7 @@ type CallToolRequest struct {
 
 func (x *CallToolRequest) Reset() {
 	*x = CallToolRequest{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[28]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1942,7 +2206,7 @@ func (x *CallToolRequest) String() string {
 func (*CallToolRequest) ProtoMessage() {}
 
 func (x *CallToolRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[28]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1955,7 +2219,7 @@ func (x *CallToolRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CallToolRequest.ProtoReflect.Descriptor instead.
 func (*CallToolRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{28}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *CallToolRequest) GetCalls() []*ToolCall {
@@ -1982,7 +2246,7 @@ type ToolCall struct {
 
 func (x *ToolCall) Reset() {
 	*x = ToolCall{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[29]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1994,7 +2258,7 @@ func (x *ToolCall) String() string {
 func (*ToolCall) ProtoMessage() {}
 
 func (x *ToolCall) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[29]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2007,7 +2271,7 @@ func (x *ToolCall) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ToolCall.ProtoReflect.Descriptor instead.
 func (*ToolCall) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{29}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *ToolCall) GetTool() string {
@@ -2049,7 +2313,7 @@ type CallToolResponse struct {
 
 func (x *CallToolResponse) Reset() {
 	*x = CallToolResponse{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[30]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2061,7 +2325,7 @@ func (x *CallToolResponse) String() string {
 func (*CallToolResponse) ProtoMessage() {}
 
 func (x *CallToolResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[30]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2074,7 +2338,7 @@ func (x *CallToolResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CallToolResponse.ProtoReflect.Descriptor instead.
 func (*CallToolResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{30}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *CallToolResponse) GetResults() []*ToolResult {
@@ -2102,7 +2366,7 @@ type ToolResult struct {
 
 func (x *ToolResult) Reset() {
 	*x = ToolResult{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[31]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2114,7 +2378,7 @@ func (x *ToolResult) String() string {
 func (*ToolResult) ProtoMessage() {}
 
 func (x *ToolResult) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[31]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2127,7 +2391,7 @@ func (x *ToolResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ToolResult.ProtoReflect.Descriptor instead.
 func (*ToolResult) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{31}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *ToolResult) GetCallId() string {
@@ -2171,7 +2435,7 @@ type EvaluateRequest struct {
 
 func (x *EvaluateRequest) Reset() {
 	*x = EvaluateRequest{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[32]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2183,7 +2447,7 @@ func (x *EvaluateRequest) String() string {
 func (*EvaluateRequest) ProtoMessage() {}
 
 func (x *EvaluateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[32]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2196,7 +2460,7 @@ func (x *EvaluateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvaluateRequest.ProtoReflect.Descriptor instead.
 func (*EvaluateRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{32}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *EvaluateRequest) GetPlugin() string {
@@ -2227,7 +2491,7 @@ type EvaluateResponse struct {
 
 func (x *EvaluateResponse) Reset() {
 	*x = EvaluateResponse{}
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[33]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2239,7 +2503,7 @@ func (x *EvaluateResponse) String() string {
 func (*EvaluateResponse) ProtoMessage() {}
 
 func (x *EvaluateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[33]
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2252,7 +2516,7 @@ func (x *EvaluateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvaluateResponse.ProtoReflect.Descriptor instead.
 func (*EvaluateResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{33}
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *EvaluateResponse) GetScores() []*RewardScore {
@@ -2345,7 +2609,7 @@ const file_rollout_plugin_v1_plugin_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\"O\n" +
 	"\x12EnvironmentRefusal\x12\x1f\n" +
 	"\x06reason\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x06reason\x12\x18\n" +
-	"\amessage\x18\x02 \x01(\tR\amessage\"\xff\x02\n" +
+	"\amessage\x18\x02 \x01(\tR\amessage\"\xbe\x03\n" +
 	"\x0fEnvironmentTurn\x12>\n" +
 	"\x04task\x18\x01 \x01(\v2\".rollout.plugin.v1.EnvironmentTaskB\x06\xbaH\x03\xc8\x01\x01R\x04task\x12\x16\n" +
 	"\x06sample\x18\x02 \x01(\rR\x06sample\x12\x16\n" +
@@ -2360,20 +2624,42 @@ const file_rollout_plugin_v1_plugin_proto_rawDesc = "" +
 	"\treasoning\x18\n" +
 	" \x01(\tR\treasoning\x12>\n" +
 	"\n" +
-	"tool_calls\x18\v \x03(\v2\x1f.rollout.plugin.v1.TurnToolCallR\ttoolCalls\"\x81\x01\n" +
+	"tool_calls\x18\v \x03(\v2\x1f.rollout.plugin.v1.TurnToolCallR\ttoolCalls\x12=\n" +
+	"\areplies\x18\f \x03(\v2#.rollout.plugin.v1.EnvironmentReplyR\areplies\"\x9f\x02\n" +
+	"\x10EnvironmentReply\x12\x14\n" +
+	"\x05child\x18\x01 \x01(\rR\x05child\x12\x12\n" +
+	"\x04text\x18\x02 \x01(\tR\x04text\x12\x1b\n" +
+	"\ttoken_ids\x18\x03 \x01(\fR\btokenIds\x12\x1c\n" +
+	"\ttruncated\x18\x04 \x01(\bR\ttruncated\x12\x18\n" +
+	"\acontent\x18\x05 \x01(\tR\acontent\x12\x1c\n" +
+	"\treasoning\x18\x06 \x01(\tR\treasoning\x12>\n" +
+	"\n" +
+	"tool_calls\x18\a \x03(\v2\x1f.rollout.plugin.v1.TurnToolCallR\ttoolCalls\x12\x14\n" +
+	"\x05error\x18\b \x01(\tR\x05error\x12\x18\n" +
+	"\amessage\x18\t \x01(\tR\amessage\"\x81\x01\n" +
 	"\fTurnToolCall\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12%\n" +
 	"\x0earguments_json\x18\x03 \x01(\tR\rargumentsJson\x12\x14\n" +
 	"\x05error\x18\x04 \x01(\tR\x05error\x12\x10\n" +
-	"\x03raw\x18\x05 \x01(\tR\x03raw\"\xe4\x01\n" +
+	"\x03raw\x18\x05 \x01(\tR\x03raw\"\x82\x03\n" +
 	"\x11EnvironmentResult\x12D\n" +
 	"\aoutcome\x18\x01 \x01(\x0e2\x1e.rollout.trajectory.v1.OutcomeB\n" +
 	"\xbaH\a\x82\x01\x04\x10\x01 \x00R\aoutcome\x124\n" +
 	"\x05score\x18\x02 \x01(\v2\x1e.rollout.plugin.v1.RewardScoreR\x05score\x12\x16\n" +
 	"\x06reason\x18\x03 \x01(\tR\x06reason\x12!\n" +
 	"\fturn_rewards\x18\x04 \x03(\x01R\vturnRewards\x12\x18\n" +
-	"\amessage\x18\x05 \x01(\tR\amessage\"u\n" +
+	"\amessage\x18\x05 \x01(\tR\amessage\x12[\n" +
+	"\rchild_rewards\x18\x06 \x03(\v26.rollout.plugin.v1.EnvironmentResult.ChildRewardsEntryR\fchildRewards\x1a?\n" +
+	"\x11ChildRewardsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\rR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\"`\n" +
+	"\x15EnvironmentChildTurns\x12G\n" +
+	"\x05turns\x18\x01 \x03(\v2'.rollout.plugin.v1.EnvironmentChildTurnB\b\xbaH\x05\x92\x01\x02\b\x01R\x05turns\"\x97\x01\n" +
+	"\x14EnvironmentChildTurn\x12\x14\n" +
+	"\x05child\x18\x01 \x01(\rR\x05child\x12S\n" +
+	"\vobservation\x18\x02 \x01(\v2).rollout.plugin.v1.EnvironmentObservationB\x06\xbaH\x03\xc8\x01\x01R\vobservation\x12\x14\n" +
+	"\x05model\x18\x03 \x01(\tR\x05model\"u\n" +
 	"\x17ResetEnvironmentRequest\x12\x16\n" +
 	"\x06plugin\x18\x01 \x01(\tR\x06plugin\x12B\n" +
 	"\x05tasks\x18\x02 \x03(\v2\".rollout.plugin.v1.EnvironmentTaskB\b\xbaH\x05\x92\x01\x02\b\x01R\x05tasks\"W\n" +
@@ -2387,10 +2673,11 @@ const file_rollout_plugin_v1_plugin_proto_rawDesc = "" +
 	"\x06plugin\x18\x01 \x01(\tR\x06plugin\x12B\n" +
 	"\x05turns\x18\x02 \x03(\v2\".rollout.plugin.v1.EnvironmentTurnB\b\xbaH\x05\x92\x01\x02\b\x01R\x05turns\"Y\n" +
 	"\x17StepEnvironmentResponse\x12>\n" +
-	"\aanswers\x18\x01 \x03(\v2$.rollout.plugin.v1.EnvironmentAnswerR\aanswers\"\xb1\x01\n" +
+	"\aanswers\x18\x01 \x03(\v2$.rollout.plugin.v1.EnvironmentAnswerR\aanswers\"\xf9\x01\n" +
 	"\x11EnvironmentAnswer\x12M\n" +
 	"\vobservation\x18\x01 \x01(\v2).rollout.plugin.v1.EnvironmentObservationH\x00R\vobservation\x12>\n" +
-	"\x06result\x18\x02 \x01(\v2$.rollout.plugin.v1.EnvironmentResultH\x00R\x06resultB\r\n" +
+	"\x06result\x18\x02 \x01(\v2$.rollout.plugin.v1.EnvironmentResultH\x00R\x06result\x12F\n" +
+	"\bchildren\x18\x03 \x01(\v2(.rollout.plugin.v1.EnvironmentChildTurnsH\x00R\bchildrenB\r\n" +
 	"\x04kind\x12\x05\xbaH\x02\b\x01\"v\n" +
 	"\x17CloseEnvironmentRequest\x12\x16\n" +
 	"\x06plugin\x18\x01 \x01(\tR\x06plugin\x12C\n" +
@@ -2460,7 +2747,7 @@ func file_rollout_plugin_v1_plugin_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_plugin_v1_plugin_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_plugin_v1_plugin_proto_msgTypes = make([]protoimpl.MessageInfo, 38)
+var file_rollout_plugin_v1_plugin_proto_msgTypes = make([]protoimpl.MessageInfo, 42)
 var file_rollout_plugin_v1_plugin_proto_goTypes = []any{
 	(PluginKind)(0),                  // 0: rollout.plugin.v1.PluginKind
 	(*HandshakeRequest)(nil),         // 1: rollout.plugin.v1.HandshakeRequest
@@ -2477,32 +2764,36 @@ var file_rollout_plugin_v1_plugin_proto_goTypes = []any{
 	(*EnvironmentObservation)(nil),   // 12: rollout.plugin.v1.EnvironmentObservation
 	(*EnvironmentRefusal)(nil),       // 13: rollout.plugin.v1.EnvironmentRefusal
 	(*EnvironmentTurn)(nil),          // 14: rollout.plugin.v1.EnvironmentTurn
-	(*TurnToolCall)(nil),             // 15: rollout.plugin.v1.TurnToolCall
-	(*EnvironmentResult)(nil),        // 16: rollout.plugin.v1.EnvironmentResult
-	(*ResetEnvironmentRequest)(nil),  // 17: rollout.plugin.v1.ResetEnvironmentRequest
-	(*ResetEnvironmentResponse)(nil), // 18: rollout.plugin.v1.ResetEnvironmentResponse
-	(*EnvironmentStart)(nil),         // 19: rollout.plugin.v1.EnvironmentStart
-	(*StepEnvironmentRequest)(nil),   // 20: rollout.plugin.v1.StepEnvironmentRequest
-	(*StepEnvironmentResponse)(nil),  // 21: rollout.plugin.v1.StepEnvironmentResponse
-	(*EnvironmentAnswer)(nil),        // 22: rollout.plugin.v1.EnvironmentAnswer
-	(*CloseEnvironmentRequest)(nil),  // 23: rollout.plugin.v1.CloseEnvironmentRequest
-	(*CloseEnvironmentResponse)(nil), // 24: rollout.plugin.v1.CloseEnvironmentResponse
-	(*SaveEnvironmentRequest)(nil),   // 25: rollout.plugin.v1.SaveEnvironmentRequest
-	(*SaveEnvironmentResponse)(nil),  // 26: rollout.plugin.v1.SaveEnvironmentResponse
-	(*LoadEnvironmentRequest)(nil),   // 27: rollout.plugin.v1.LoadEnvironmentRequest
-	(*LoadEnvironmentResponse)(nil),  // 28: rollout.plugin.v1.LoadEnvironmentResponse
-	(*CallToolRequest)(nil),          // 29: rollout.plugin.v1.CallToolRequest
-	(*ToolCall)(nil),                 // 30: rollout.plugin.v1.ToolCall
-	(*CallToolResponse)(nil),         // 31: rollout.plugin.v1.CallToolResponse
-	(*ToolResult)(nil),               // 32: rollout.plugin.v1.ToolResult
-	(*EvaluateRequest)(nil),          // 33: rollout.plugin.v1.EvaluateRequest
-	(*EvaluateResponse)(nil),         // 34: rollout.plugin.v1.EvaluateResponse
-	nil,                              // 35: rollout.plugin.v1.RewardScore.MetricsEntry
-	nil,                              // 36: rollout.plugin.v1.EnvironmentObservation.TensorsEntry
-	nil,                              // 37: rollout.plugin.v1.EnvironmentObservation.MetricsEntry
-	nil,                              // 38: rollout.plugin.v1.EvaluateResponse.MetricsEntry
-	(v11.Outcome)(0),                 // 39: rollout.trajectory.v1.Outcome
-	(*v1.Tensor)(nil),                // 40: rollout.tensor.v1.Tensor
+	(*EnvironmentReply)(nil),         // 15: rollout.plugin.v1.EnvironmentReply
+	(*TurnToolCall)(nil),             // 16: rollout.plugin.v1.TurnToolCall
+	(*EnvironmentResult)(nil),        // 17: rollout.plugin.v1.EnvironmentResult
+	(*EnvironmentChildTurns)(nil),    // 18: rollout.plugin.v1.EnvironmentChildTurns
+	(*EnvironmentChildTurn)(nil),     // 19: rollout.plugin.v1.EnvironmentChildTurn
+	(*ResetEnvironmentRequest)(nil),  // 20: rollout.plugin.v1.ResetEnvironmentRequest
+	(*ResetEnvironmentResponse)(nil), // 21: rollout.plugin.v1.ResetEnvironmentResponse
+	(*EnvironmentStart)(nil),         // 22: rollout.plugin.v1.EnvironmentStart
+	(*StepEnvironmentRequest)(nil),   // 23: rollout.plugin.v1.StepEnvironmentRequest
+	(*StepEnvironmentResponse)(nil),  // 24: rollout.plugin.v1.StepEnvironmentResponse
+	(*EnvironmentAnswer)(nil),        // 25: rollout.plugin.v1.EnvironmentAnswer
+	(*CloseEnvironmentRequest)(nil),  // 26: rollout.plugin.v1.CloseEnvironmentRequest
+	(*CloseEnvironmentResponse)(nil), // 27: rollout.plugin.v1.CloseEnvironmentResponse
+	(*SaveEnvironmentRequest)(nil),   // 28: rollout.plugin.v1.SaveEnvironmentRequest
+	(*SaveEnvironmentResponse)(nil),  // 29: rollout.plugin.v1.SaveEnvironmentResponse
+	(*LoadEnvironmentRequest)(nil),   // 30: rollout.plugin.v1.LoadEnvironmentRequest
+	(*LoadEnvironmentResponse)(nil),  // 31: rollout.plugin.v1.LoadEnvironmentResponse
+	(*CallToolRequest)(nil),          // 32: rollout.plugin.v1.CallToolRequest
+	(*ToolCall)(nil),                 // 33: rollout.plugin.v1.ToolCall
+	(*CallToolResponse)(nil),         // 34: rollout.plugin.v1.CallToolResponse
+	(*ToolResult)(nil),               // 35: rollout.plugin.v1.ToolResult
+	(*EvaluateRequest)(nil),          // 36: rollout.plugin.v1.EvaluateRequest
+	(*EvaluateResponse)(nil),         // 37: rollout.plugin.v1.EvaluateResponse
+	nil,                              // 38: rollout.plugin.v1.RewardScore.MetricsEntry
+	nil,                              // 39: rollout.plugin.v1.EnvironmentObservation.TensorsEntry
+	nil,                              // 40: rollout.plugin.v1.EnvironmentObservation.MetricsEntry
+	nil,                              // 41: rollout.plugin.v1.EnvironmentResult.ChildRewardsEntry
+	nil,                              // 42: rollout.plugin.v1.EvaluateResponse.MetricsEntry
+	(v11.Outcome)(0),                 // 43: rollout.trajectory.v1.Outcome
+	(*v1.Tensor)(nil),                // 44: rollout.tensor.v1.Tensor
 }
 var file_rollout_plugin_v1_plugin_proto_depIdxs = []int32{
 	3,  // 0: rollout.plugin.v1.HandshakeResponse.plugins:type_name -> rollout.plugin.v1.PluginInfo
@@ -2510,53 +2801,59 @@ var file_rollout_plugin_v1_plugin_proto_depIdxs = []int32{
 	5,  // 2: rollout.plugin.v1.RewardRequest.groups:type_name -> rollout.plugin.v1.RewardGroup
 	6,  // 3: rollout.plugin.v1.RewardGroup.samples:type_name -> rollout.plugin.v1.RewardSample
 	8,  // 4: rollout.plugin.v1.RewardResponse.scores:type_name -> rollout.plugin.v1.RewardScore
-	35, // 5: rollout.plugin.v1.RewardScore.metrics:type_name -> rollout.plugin.v1.RewardScore.MetricsEntry
+	38, // 5: rollout.plugin.v1.RewardScore.metrics:type_name -> rollout.plugin.v1.RewardScore.MetricsEntry
 	9,  // 6: rollout.plugin.v1.RewardScore.steps:type_name -> rollout.plugin.v1.StepReward
-	36, // 7: rollout.plugin.v1.EnvironmentObservation.tensors:type_name -> rollout.plugin.v1.EnvironmentObservation.TensorsEntry
-	37, // 8: rollout.plugin.v1.EnvironmentObservation.metrics:type_name -> rollout.plugin.v1.EnvironmentObservation.MetricsEntry
+	39, // 7: rollout.plugin.v1.EnvironmentObservation.tensors:type_name -> rollout.plugin.v1.EnvironmentObservation.TensorsEntry
+	40, // 8: rollout.plugin.v1.EnvironmentObservation.metrics:type_name -> rollout.plugin.v1.EnvironmentObservation.MetricsEntry
 	10, // 9: rollout.plugin.v1.EnvironmentTurn.task:type_name -> rollout.plugin.v1.EnvironmentTask
-	15, // 10: rollout.plugin.v1.EnvironmentTurn.tool_calls:type_name -> rollout.plugin.v1.TurnToolCall
-	39, // 11: rollout.plugin.v1.EnvironmentResult.outcome:type_name -> rollout.trajectory.v1.Outcome
-	8,  // 12: rollout.plugin.v1.EnvironmentResult.score:type_name -> rollout.plugin.v1.RewardScore
-	10, // 13: rollout.plugin.v1.ResetEnvironmentRequest.tasks:type_name -> rollout.plugin.v1.EnvironmentTask
-	19, // 14: rollout.plugin.v1.ResetEnvironmentResponse.starts:type_name -> rollout.plugin.v1.EnvironmentStart
-	12, // 15: rollout.plugin.v1.EnvironmentStart.observation:type_name -> rollout.plugin.v1.EnvironmentObservation
-	13, // 16: rollout.plugin.v1.EnvironmentStart.refusal:type_name -> rollout.plugin.v1.EnvironmentRefusal
-	14, // 17: rollout.plugin.v1.StepEnvironmentRequest.turns:type_name -> rollout.plugin.v1.EnvironmentTurn
-	22, // 18: rollout.plugin.v1.StepEnvironmentResponse.answers:type_name -> rollout.plugin.v1.EnvironmentAnswer
-	12, // 19: rollout.plugin.v1.EnvironmentAnswer.observation:type_name -> rollout.plugin.v1.EnvironmentObservation
-	16, // 20: rollout.plugin.v1.EnvironmentAnswer.result:type_name -> rollout.plugin.v1.EnvironmentResult
-	11, // 21: rollout.plugin.v1.CloseEnvironmentRequest.episodes:type_name -> rollout.plugin.v1.EpisodeKey
-	30, // 22: rollout.plugin.v1.CallToolRequest.calls:type_name -> rollout.plugin.v1.ToolCall
-	11, // 23: rollout.plugin.v1.ToolCall.episode:type_name -> rollout.plugin.v1.EpisodeKey
-	32, // 24: rollout.plugin.v1.CallToolResponse.results:type_name -> rollout.plugin.v1.ToolResult
-	5,  // 25: rollout.plugin.v1.EvaluateRequest.groups:type_name -> rollout.plugin.v1.RewardGroup
-	8,  // 26: rollout.plugin.v1.EvaluateResponse.scores:type_name -> rollout.plugin.v1.RewardScore
-	38, // 27: rollout.plugin.v1.EvaluateResponse.metrics:type_name -> rollout.plugin.v1.EvaluateResponse.MetricsEntry
-	40, // 28: rollout.plugin.v1.EnvironmentObservation.TensorsEntry.value:type_name -> rollout.tensor.v1.Tensor
-	1,  // 29: rollout.plugin.v1.PluginService.Handshake:input_type -> rollout.plugin.v1.HandshakeRequest
-	4,  // 30: rollout.plugin.v1.PluginService.Reward:input_type -> rollout.plugin.v1.RewardRequest
-	17, // 31: rollout.plugin.v1.PluginService.ResetEnvironment:input_type -> rollout.plugin.v1.ResetEnvironmentRequest
-	20, // 32: rollout.plugin.v1.PluginService.StepEnvironment:input_type -> rollout.plugin.v1.StepEnvironmentRequest
-	23, // 33: rollout.plugin.v1.PluginService.CloseEnvironment:input_type -> rollout.plugin.v1.CloseEnvironmentRequest
-	25, // 34: rollout.plugin.v1.PluginService.SaveEnvironment:input_type -> rollout.plugin.v1.SaveEnvironmentRequest
-	27, // 35: rollout.plugin.v1.PluginService.LoadEnvironment:input_type -> rollout.plugin.v1.LoadEnvironmentRequest
-	29, // 36: rollout.plugin.v1.PluginService.CallTool:input_type -> rollout.plugin.v1.CallToolRequest
-	33, // 37: rollout.plugin.v1.PluginService.Evaluate:input_type -> rollout.plugin.v1.EvaluateRequest
-	2,  // 38: rollout.plugin.v1.PluginService.Handshake:output_type -> rollout.plugin.v1.HandshakeResponse
-	7,  // 39: rollout.plugin.v1.PluginService.Reward:output_type -> rollout.plugin.v1.RewardResponse
-	18, // 40: rollout.plugin.v1.PluginService.ResetEnvironment:output_type -> rollout.plugin.v1.ResetEnvironmentResponse
-	21, // 41: rollout.plugin.v1.PluginService.StepEnvironment:output_type -> rollout.plugin.v1.StepEnvironmentResponse
-	24, // 42: rollout.plugin.v1.PluginService.CloseEnvironment:output_type -> rollout.plugin.v1.CloseEnvironmentResponse
-	26, // 43: rollout.plugin.v1.PluginService.SaveEnvironment:output_type -> rollout.plugin.v1.SaveEnvironmentResponse
-	28, // 44: rollout.plugin.v1.PluginService.LoadEnvironment:output_type -> rollout.plugin.v1.LoadEnvironmentResponse
-	31, // 45: rollout.plugin.v1.PluginService.CallTool:output_type -> rollout.plugin.v1.CallToolResponse
-	34, // 46: rollout.plugin.v1.PluginService.Evaluate:output_type -> rollout.plugin.v1.EvaluateResponse
-	38, // [38:47] is the sub-list for method output_type
-	29, // [29:38] is the sub-list for method input_type
-	29, // [29:29] is the sub-list for extension type_name
-	29, // [29:29] is the sub-list for extension extendee
-	0,  // [0:29] is the sub-list for field type_name
+	16, // 10: rollout.plugin.v1.EnvironmentTurn.tool_calls:type_name -> rollout.plugin.v1.TurnToolCall
+	15, // 11: rollout.plugin.v1.EnvironmentTurn.replies:type_name -> rollout.plugin.v1.EnvironmentReply
+	16, // 12: rollout.plugin.v1.EnvironmentReply.tool_calls:type_name -> rollout.plugin.v1.TurnToolCall
+	43, // 13: rollout.plugin.v1.EnvironmentResult.outcome:type_name -> rollout.trajectory.v1.Outcome
+	8,  // 14: rollout.plugin.v1.EnvironmentResult.score:type_name -> rollout.plugin.v1.RewardScore
+	41, // 15: rollout.plugin.v1.EnvironmentResult.child_rewards:type_name -> rollout.plugin.v1.EnvironmentResult.ChildRewardsEntry
+	19, // 16: rollout.plugin.v1.EnvironmentChildTurns.turns:type_name -> rollout.plugin.v1.EnvironmentChildTurn
+	12, // 17: rollout.plugin.v1.EnvironmentChildTurn.observation:type_name -> rollout.plugin.v1.EnvironmentObservation
+	10, // 18: rollout.plugin.v1.ResetEnvironmentRequest.tasks:type_name -> rollout.plugin.v1.EnvironmentTask
+	22, // 19: rollout.plugin.v1.ResetEnvironmentResponse.starts:type_name -> rollout.plugin.v1.EnvironmentStart
+	12, // 20: rollout.plugin.v1.EnvironmentStart.observation:type_name -> rollout.plugin.v1.EnvironmentObservation
+	13, // 21: rollout.plugin.v1.EnvironmentStart.refusal:type_name -> rollout.plugin.v1.EnvironmentRefusal
+	14, // 22: rollout.plugin.v1.StepEnvironmentRequest.turns:type_name -> rollout.plugin.v1.EnvironmentTurn
+	25, // 23: rollout.plugin.v1.StepEnvironmentResponse.answers:type_name -> rollout.plugin.v1.EnvironmentAnswer
+	12, // 24: rollout.plugin.v1.EnvironmentAnswer.observation:type_name -> rollout.plugin.v1.EnvironmentObservation
+	17, // 25: rollout.plugin.v1.EnvironmentAnswer.result:type_name -> rollout.plugin.v1.EnvironmentResult
+	18, // 26: rollout.plugin.v1.EnvironmentAnswer.children:type_name -> rollout.plugin.v1.EnvironmentChildTurns
+	11, // 27: rollout.plugin.v1.CloseEnvironmentRequest.episodes:type_name -> rollout.plugin.v1.EpisodeKey
+	33, // 28: rollout.plugin.v1.CallToolRequest.calls:type_name -> rollout.plugin.v1.ToolCall
+	11, // 29: rollout.plugin.v1.ToolCall.episode:type_name -> rollout.plugin.v1.EpisodeKey
+	35, // 30: rollout.plugin.v1.CallToolResponse.results:type_name -> rollout.plugin.v1.ToolResult
+	5,  // 31: rollout.plugin.v1.EvaluateRequest.groups:type_name -> rollout.plugin.v1.RewardGroup
+	8,  // 32: rollout.plugin.v1.EvaluateResponse.scores:type_name -> rollout.plugin.v1.RewardScore
+	42, // 33: rollout.plugin.v1.EvaluateResponse.metrics:type_name -> rollout.plugin.v1.EvaluateResponse.MetricsEntry
+	44, // 34: rollout.plugin.v1.EnvironmentObservation.TensorsEntry.value:type_name -> rollout.tensor.v1.Tensor
+	1,  // 35: rollout.plugin.v1.PluginService.Handshake:input_type -> rollout.plugin.v1.HandshakeRequest
+	4,  // 36: rollout.plugin.v1.PluginService.Reward:input_type -> rollout.plugin.v1.RewardRequest
+	20, // 37: rollout.plugin.v1.PluginService.ResetEnvironment:input_type -> rollout.plugin.v1.ResetEnvironmentRequest
+	23, // 38: rollout.plugin.v1.PluginService.StepEnvironment:input_type -> rollout.plugin.v1.StepEnvironmentRequest
+	26, // 39: rollout.plugin.v1.PluginService.CloseEnvironment:input_type -> rollout.plugin.v1.CloseEnvironmentRequest
+	28, // 40: rollout.plugin.v1.PluginService.SaveEnvironment:input_type -> rollout.plugin.v1.SaveEnvironmentRequest
+	30, // 41: rollout.plugin.v1.PluginService.LoadEnvironment:input_type -> rollout.plugin.v1.LoadEnvironmentRequest
+	32, // 42: rollout.plugin.v1.PluginService.CallTool:input_type -> rollout.plugin.v1.CallToolRequest
+	36, // 43: rollout.plugin.v1.PluginService.Evaluate:input_type -> rollout.plugin.v1.EvaluateRequest
+	2,  // 44: rollout.plugin.v1.PluginService.Handshake:output_type -> rollout.plugin.v1.HandshakeResponse
+	7,  // 45: rollout.plugin.v1.PluginService.Reward:output_type -> rollout.plugin.v1.RewardResponse
+	21, // 46: rollout.plugin.v1.PluginService.ResetEnvironment:output_type -> rollout.plugin.v1.ResetEnvironmentResponse
+	24, // 47: rollout.plugin.v1.PluginService.StepEnvironment:output_type -> rollout.plugin.v1.StepEnvironmentResponse
+	27, // 48: rollout.plugin.v1.PluginService.CloseEnvironment:output_type -> rollout.plugin.v1.CloseEnvironmentResponse
+	29, // 49: rollout.plugin.v1.PluginService.SaveEnvironment:output_type -> rollout.plugin.v1.SaveEnvironmentResponse
+	31, // 50: rollout.plugin.v1.PluginService.LoadEnvironment:output_type -> rollout.plugin.v1.LoadEnvironmentResponse
+	34, // 51: rollout.plugin.v1.PluginService.CallTool:output_type -> rollout.plugin.v1.CallToolResponse
+	37, // 52: rollout.plugin.v1.PluginService.Evaluate:output_type -> rollout.plugin.v1.EvaluateResponse
+	44, // [44:53] is the sub-list for method output_type
+	35, // [35:44] is the sub-list for method input_type
+	35, // [35:35] is the sub-list for extension type_name
+	35, // [35:35] is the sub-list for extension extendee
+	0,  // [0:35] is the sub-list for field type_name
 }
 
 func init() { file_rollout_plugin_v1_plugin_proto_init() }
@@ -2564,13 +2861,14 @@ func file_rollout_plugin_v1_plugin_proto_init() {
 	if File_rollout_plugin_v1_plugin_proto != nil {
 		return
 	}
-	file_rollout_plugin_v1_plugin_proto_msgTypes[18].OneofWrappers = []any{
+	file_rollout_plugin_v1_plugin_proto_msgTypes[21].OneofWrappers = []any{
 		(*EnvironmentStart_Observation)(nil),
 		(*EnvironmentStart_Refusal)(nil),
 	}
-	file_rollout_plugin_v1_plugin_proto_msgTypes[21].OneofWrappers = []any{
+	file_rollout_plugin_v1_plugin_proto_msgTypes[24].OneofWrappers = []any{
 		(*EnvironmentAnswer_Observation)(nil),
 		(*EnvironmentAnswer_Result)(nil),
+		(*EnvironmentAnswer_Children)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
@@ -2578,7 +2876,7 @@ func file_rollout_plugin_v1_plugin_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_plugin_v1_plugin_proto_rawDesc), len(file_rollout_plugin_v1_plugin_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   38,
+			NumMessages:   42,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -102,7 +102,7 @@ type TrajectoryKey struct {
 	Attempt uint32 `protobuf:"varint,4,opt,name=attempt,proto3" json:"attempt,omitempty"`
 	// Sample in the group, from 0.
 	Sample uint32 `protobuf:"varint,5,opt,name=sample,proto3" json:"sample,omitempty"`
-	// Piece of a forked or multi-turn episode, from 0.
+	// Piece of a forked episode, or child session of an episode, from 0.
 	Part          uint32 `protobuf:"varint,6,opt,name=part,proto3" json:"part,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -527,7 +527,9 @@ type Trajectory struct {
 	// serves, 0 for the prompt. Empty where there is none.
 	TeacherLogprobs []byte `protobuf:"bytes,15,opt,name=teacher_logprobs,json=teacherLogprobs,proto3" json:"teacher_logprobs,omitempty"`
 	// The prompt and the turns, in order and without gaps. Empty if episodes have one turn.
-	Turns         []*Turn `protobuf:"bytes,16,rep,name=turns,proto3" json:"turns,omitempty"`
+	Turns []*Turn `protobuf:"bytes,16,rep,name=turns,proto3" json:"turns,omitempty"`
+	// Episode that opened this one as a child session; absent if none did.
+	Parent        *EpisodeLink `protobuf:"bytes,17,opt,name=parent,proto3" json:"parent,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -674,6 +676,13 @@ func (x *Trajectory) GetTurns() []*Turn {
 	return nil
 }
 
+func (x *Trajectory) GetParent() *EpisodeLink {
+	if x != nil {
+		return x.Parent
+	}
+	return nil
+}
+
 // TrajectoryHeader is what the ledger needs of a trajectory; the buffer never parses the payload.
 type TrajectoryHeader struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -709,8 +718,6 @@ type TrajectoryHeader struct {
 	Parts uint32 `protobuf:"varint,14,opt,name=parts,proto3" json:"parts,omitempty"`
 	// Path of the session that this trajectory is; absent if it belongs to no session.
 	Path *TrajectoryPath `protobuf:"bytes,15,opt,name=path,proto3" json:"path,omitempty"`
-	// Episode that started this one, e.g. as a sub-agent; absent if none did.
-	Parent *EpisodeLink `protobuf:"bytes,16,opt,name=parent,proto3" json:"parent,omitempty"`
 	// Whether a sample that is INFRA_FAILED may be left out of its group. It is if the group can have
 	// `limits.min_group_size` usable samples without it, and dissolves the group otherwise.
 	LeftOut bool `protobuf:"varint,17,opt,name=left_out,json=leftOut,proto3" json:"left_out,omitempty"`
@@ -855,13 +862,6 @@ func (x *TrajectoryHeader) GetPath() *TrajectoryPath {
 	return nil
 }
 
-func (x *TrajectoryHeader) GetParent() *EpisodeLink {
-	if x != nil {
-		return x.Parent
-	}
-	return nil
-}
-
 func (x *TrajectoryHeader) GetLeftOut() bool {
 	if x != nil {
 		return x.LeftOut
@@ -931,15 +931,18 @@ func (x *TrajectoryPath) GetSegmentIds() []string {
 	return nil
 }
 
-// EpisodeLink points at the episode that started another one.
+// EpisodeLink points at the episode that opened another one, of the same sample.
 type EpisodeLink struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Trajectory of the parent.
-	Key *TrajectoryKey `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
-	// Session of the parent.
-	SessionId string `protobuf:"bytes,2,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
-	// Last segment of the parent before the child began.
-	SegmentId     string `protobuf:"bytes,3,opt,name=segment_id,json=segmentId,proto3" json:"segment_id,omitempty"`
+	// Part of the parent.
+	Part uint32 `protobuf:"varint,4,opt,name=part,proto3" json:"part,omitempty"`
+	// Turn of the parent after which the child began, from 0.
+	Turn uint32 `protobuf:"varint,5,opt,name=turn,proto3" json:"turn,omitempty"`
+	// Number of the child in its parent, from 0, in the order in which they were opened.
+	Child uint32 `protobuf:"varint,6,opt,name=child,proto3" json:"child,omitempty"`
+	// Whether the child has a reward of its own. It is then compared with the other such children of
+	// the group, and otherwise has the advantage of its sample.
+	Rewarded      bool `protobuf:"varint,7,opt,name=rewarded,proto3" json:"rewarded,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -974,25 +977,32 @@ func (*EpisodeLink) Descriptor() ([]byte, []int) {
 	return file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{8}
 }
 
-func (x *EpisodeLink) GetKey() *TrajectoryKey {
+func (x *EpisodeLink) GetPart() uint32 {
 	if x != nil {
-		return x.Key
+		return x.Part
 	}
-	return nil
+	return 0
 }
 
-func (x *EpisodeLink) GetSessionId() string {
+func (x *EpisodeLink) GetTurn() uint32 {
 	if x != nil {
-		return x.SessionId
+		return x.Turn
 	}
-	return ""
+	return 0
 }
 
-func (x *EpisodeLink) GetSegmentId() string {
+func (x *EpisodeLink) GetChild() uint32 {
 	if x != nil {
-		return x.SegmentId
+		return x.Child
 	}
-	return ""
+	return 0
+}
+
+func (x *EpisodeLink) GetRewarded() bool {
+	if x != nil {
+		return x.Rewarded
+	}
+	return false
 }
 
 // TrajectoryEnvelope is a header with its payload.
@@ -1152,7 +1162,7 @@ const file_rollout_trajectory_v1_trajectory_proto_rawDesc = "" +
 	"\atool_ms\x18\x04 \x03(\rB\t\xbaH\x06\x92\x01\x03\x10\x80\x02R\x06toolMs\"u\n" +
 	"\fEpisodeTimes\x12\"\n" +
 	"\rbegan_unix_ms\x18\x01 \x01(\x04R\vbeganUnixMs\x12A\n" +
-	"\x05turns\x18\x02 \x03(\v2 .rollout.trajectory.v1.TurnTimesB\t\xbaH\x06\x92\x01\x03\x10\x80\bR\x05turns\"\xde\x05\n" +
+	"\x05turns\x18\x02 \x03(\v2 .rollout.trajectory.v1.TurnTimesB\t\xbaH\x06\x92\x01\x03\x10\x80\bR\x05turns\"\x9a\x06\n" +
 	"\n" +
 	"Trajectory\x12>\n" +
 	"\x03key\x18\x01 \x01(\v2$.rollout.trajectory.v1.TrajectoryKeyB\x06\xbaH\x03\xc8\x01\x01R\x03key\x12\x1b\n" +
@@ -1173,10 +1183,11 @@ const file_rollout_trajectory_v1_trajectory_proto_rawDesc = "" +
 	"completion\x12#\n" +
 	"\rtoken_rewards\x18\x0e \x01(\fR\ftokenRewards\x12)\n" +
 	"\x10teacher_logprobs\x18\x0f \x01(\fR\x0fteacherLogprobs\x121\n" +
-	"\x05turns\x18\x10 \x03(\v2\x1b.rollout.trajectory.v1.TurnR\x05turns\x1a:\n" +
+	"\x05turns\x18\x10 \x03(\v2\x1b.rollout.trajectory.v1.TurnR\x05turns\x12:\n" +
+	"\x06parent\x18\x11 \x01(\v2\".rollout.trajectory.v1.EpisodeLinkR\x06parent\x1a:\n" +
 	"\fMetricsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\"\xec\x05\n" +
+	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\"\xbe\x05\n" +
 	"\x10TrajectoryHeader\x12>\n" +
 	"\x03key\x18\x01 \x01(\v2$.rollout.trajectory.v1.TrajectoryKeyB\x06\xbaH\x03\xc8\x01\x01R\x03key\x12&\n" +
 	"\n" +
@@ -1197,21 +1208,21 @@ const file_rollout_trajectory_v1_trajectory_proto_rawDesc = "" +
 	"\x03row\x18\f \x01(\x04R\x03row\x12#\n" +
 	"\rtoken_rewards\x18\r \x01(\bR\ftokenRewards\x12\x14\n" +
 	"\x05parts\x18\x0e \x01(\rR\x05parts\x129\n" +
-	"\x04path\x18\x0f \x01(\v2%.rollout.trajectory.v1.TrajectoryPathR\x04path\x12:\n" +
-	"\x06parent\x18\x10 \x01(\v2\".rollout.trajectory.v1.EpisodeLinkR\x06parent\x12\x19\n" +
+	"\x04path\x18\x0f \x01(\v2%.rollout.trajectory.v1.TrajectoryPathR\x04path\x12\x19\n" +
 	"\bleft_out\x18\x11 \x01(\bR\aleftOut\x129\n" +
-	"\x05times\x18\x12 \x01(\v2#.rollout.trajectory.v1.EpisodeTimesR\x05times\"c\n" +
+	"\x05times\x18\x12 \x01(\v2#.rollout.trajectory.v1.EpisodeTimesR\x05timesJ\x04\b\x10\x10\x11R\x06parent\"c\n" +
 	"\x0eTrajectoryPath\x12&\n" +
 	"\n" +
 	"session_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\tsessionId\x12)\n" +
 	"\vsegment_ids\x18\x02 \x03(\tB\b\xbaH\x05\x92\x01\x02\b\x01R\n" +
-	"segmentIds\"\x83\x01\n" +
-	"\vEpisodeLink\x126\n" +
-	"\x03key\x18\x01 \x01(\v2$.rollout.trajectory.v1.TrajectoryKeyR\x03key\x12\x1d\n" +
-	"\n" +
-	"session_id\x18\x02 \x01(\tR\tsessionId\x12\x1d\n" +
-	"\n" +
-	"segment_id\x18\x03 \x01(\tR\tsegmentId\"\xbd\x01\n" +
+	"segmentIds\"\x96\x01\n" +
+	"\vEpisodeLink\x12\x12\n" +
+	"\x04part\x18\x04 \x01(\rR\x04part\x12\x12\n" +
+	"\x04turn\x18\x05 \x01(\rR\x04turn\x12\x14\n" +
+	"\x05child\x18\x06 \x01(\rR\x05child\x12\x1a\n" +
+	"\brewarded\x18\a \x01(\bR\brewardedJ\x04\b\x01\x10\x02J\x04\b\x02\x10\x03J\x04\b\x03\x10\x04R\x03keyR\n" +
+	"session_idR\n" +
+	"segment_id\"\xbd\x01\n" +
 	"\x12TrajectoryEnvelope\x12G\n" +
 	"\x06header\x18\x01 \x01(\v2'.rollout.trajectory.v1.TrajectoryHeaderB\x06\xbaH\x03\xc8\x01\x01R\x06header\x12\x18\n" +
 	"\apayload\x18\x02 \x01(\fR\apayload\x12\x1f\n" +
@@ -1267,20 +1278,19 @@ var file_rollout_trajectory_v1_trajectory_proto_depIdxs = []int32{
 	13, // 4: rollout.trajectory.v1.Trajectory.metrics:type_name -> rollout.trajectory.v1.Trajectory.MetricsEntry
 	0,  // 5: rollout.trajectory.v1.Trajectory.outcome:type_name -> rollout.trajectory.v1.Outcome
 	3,  // 6: rollout.trajectory.v1.Trajectory.turns:type_name -> rollout.trajectory.v1.Turn
-	1,  // 7: rollout.trajectory.v1.TrajectoryHeader.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	0,  // 8: rollout.trajectory.v1.TrajectoryHeader.outcome:type_name -> rollout.trajectory.v1.Outcome
-	14, // 9: rollout.trajectory.v1.TrajectoryHeader.receipt:type_name -> rollout.weights.v1.WeightsReceipt
-	8,  // 10: rollout.trajectory.v1.TrajectoryHeader.path:type_name -> rollout.trajectory.v1.TrajectoryPath
-	9,  // 11: rollout.trajectory.v1.TrajectoryHeader.parent:type_name -> rollout.trajectory.v1.EpisodeLink
+	9,  // 7: rollout.trajectory.v1.Trajectory.parent:type_name -> rollout.trajectory.v1.EpisodeLink
+	1,  // 8: rollout.trajectory.v1.TrajectoryHeader.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	0,  // 9: rollout.trajectory.v1.TrajectoryHeader.outcome:type_name -> rollout.trajectory.v1.Outcome
+	14, // 10: rollout.trajectory.v1.TrajectoryHeader.receipt:type_name -> rollout.weights.v1.WeightsReceipt
+	8,  // 11: rollout.trajectory.v1.TrajectoryHeader.path:type_name -> rollout.trajectory.v1.TrajectoryPath
 	5,  // 12: rollout.trajectory.v1.TrajectoryHeader.times:type_name -> rollout.trajectory.v1.EpisodeTimes
-	1,  // 13: rollout.trajectory.v1.EpisodeLink.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	7,  // 14: rollout.trajectory.v1.TrajectoryEnvelope.header:type_name -> rollout.trajectory.v1.TrajectoryHeader
-	10, // 15: rollout.trajectory.v1.TrajectoryBatch.trajectories:type_name -> rollout.trajectory.v1.TrajectoryEnvelope
-	16, // [16:16] is the sub-list for method output_type
-	16, // [16:16] is the sub-list for method input_type
-	16, // [16:16] is the sub-list for extension type_name
-	16, // [16:16] is the sub-list for extension extendee
-	0,  // [0:16] is the sub-list for field type_name
+	7,  // 13: rollout.trajectory.v1.TrajectoryEnvelope.header:type_name -> rollout.trajectory.v1.TrajectoryHeader
+	10, // 14: rollout.trajectory.v1.TrajectoryBatch.trajectories:type_name -> rollout.trajectory.v1.TrajectoryEnvelope
+	15, // [15:15] is the sub-list for method output_type
+	15, // [15:15] is the sub-list for method input_type
+	15, // [15:15] is the sub-list for extension type_name
+	15, // [15:15] is the sub-list for extension extendee
+	0,  // [0:15] is the sub-list for field type_name
 }
 
 func init() { file_rollout_trajectory_v1_trajectory_proto_init() }
