@@ -41,7 +41,7 @@ class Game(SingleEpisode):
             count += await self._helped(turn)
         if turn.number == 1 + turn.seed % 4:
             return Result(reward=float(count), metrics={"turns": len(self.turns)})
-        return Observation(text=f"[{count}]", reward=len(turn.text) / 8)
+        return Observation(text=f"({count})", reward=len(turn.text) / 8)
 
     async def _helped(self, turn: Turn) -> int:
         """The letters that one to three helpers say at the same time. The first is asked again, and
