@@ -38,6 +38,8 @@ CACHE = ROOT / ".cache" / "learn-agents"
 RESULTS, STATE, WARM = CACHE / "results.json", CACHE / "state", CACHE / "warm"
 ERRORS = 3
 """A gain above this many standard errors is one."""
+ONE_CORE = "engine.threads=1", "train.threads=1"
+"""Overrides of all runs: the model is so small that more threads only wait for each other."""
 REAL, SHUFFLED = "environment", "shuffled"
 
 
@@ -74,8 +76,9 @@ LEARNED: Mapping[str, Example] = {
     "calculator": Example(
         "tools/grpo.toml",
         "tools/prepare.py",
-        40,
+        15,
         (f"reward.plugin='{ROOT}/bench/shuffled.py:exact'",),
+        sets=("train.groups_per_step=8",),
         warm_up="tools/sft.toml",
     ),
     "gymnasium": Example(
@@ -89,7 +92,7 @@ LEARNED: Mapping[str, Example] = {
     "reasoning_gym": Example(
         "environments/chain_sum.toml",
         "environments/prepare.py",
-        60,
+        30,
         shuffled_class("ShuffledReasoningGym"),
         warm_up="environments/chain_sum_sft.toml",
         package="reasoning_gym",
@@ -97,8 +100,9 @@ LEARNED: Mapping[str, Example] = {
     "mcp": Example(
         "mcp/grpo.toml",
         "mcp/prepare.py",
-        40,
+        15,
         (f"reward.plugin='{ROOT}/bench/shuffled.py:exact'",),
+        sets=("train.groups_per_step=8",),
         warm_up="mcp/sft.toml",
         package="mcp",
     ),
@@ -190,7 +194,7 @@ def warm_weights(example: Example) -> Path:
     name = "-".join(Path(example.warm_up).with_suffix("").parts).replace("_", "-")
     folder = WARM / name
     if not folder.exists():
-        rollout("run", "--config", str(EXAMPLES / example.warm_up), "--no-report", "--set", f"name='{name}'")
+        rollout("run", "--config", str(EXAMPLES / example.warm_up), "--no-report", *overrides(f"name='{name}'", ONE_CORE[1]))
         rollout("export", "weights", name, "--to", str(folder))
     return folder
 
@@ -205,14 +209,18 @@ def train(name: str, seed: int, kind: str) -> Result:
     if example.package:
         sets.append(f"environment.python='{install(example.package, ROOT / '.tools' / 'plugins' / example.package)}'")
     sets += example.shuffled if kind == SHUFFLED else ()
-    overrides = [word for override in sets for word in ("--set", override)]
     began = time.monotonic()
-    rollout("run", "--config", str(EXAMPLES / example.config), "--no-report", *overrides)
+    rollout("run", "--config", str(EXAMPLES / example.config), "--no-report", *overrides(*sets, *ONE_CORE))
     with connect(state=STATE) as client:
         measured = client.metrics(run, ["eval/reward", "eval/reward_stderr"])
     rewards, errors = (dict(measured[metric]) for metric in ("eval/reward", "eval/reward_stderr"))
     last = example.steps
     return Result(name, seed, kind, rewards[0], errors[0], rewards[last], errors[last], round(time.monotonic() - began))
+
+
+def overrides(*settings: str) -> list[str]:
+    """The arguments of the command line that override keys of a configuration."""
+    return [word for setting in settings for word in ("--set", setting)]
 
 
 def rollout(*arguments: str) -> None:
