@@ -84,9 +84,8 @@ LEARNED: Mapping[str, Example] = {
     "gymnasium": Example(
         "environments/frozen_lake.toml",
         "addition/prepare.py",
-        40,
+        60,
         shuffled_class("ShuffledGymnasium"),
-        sets=("train.groups_per_step=4",),
         package="gymnasium",
     ),
     "reasoning_gym": Example(
