@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"net/http"
 	"slices"
 	"strings"
@@ -289,6 +290,17 @@ func TestTheTextOfAConversation(t *testing.T) {
 	got := a.buffer.have[task.GetKey().String()]
 	if got.GetPrompt() != "\n[user] hi\n" || got.GetCompletion() != "three\n[user] hi\n[assistant] three" {
 		t.Errorf("got %q, %q", got.GetPrompt(), got.GetCompletion())
+	}
+	var turns []string
+	for at, turn := range got.GetTurns() {
+		turns = append(turns, fmt.Sprintf("%t %d %d %s", turn.GetSampled(), turn.GetStart(), turn.GetEnd(), strings.Join(turn.GetMessages(), ", ")+turn.GetText()))
+		if at > 0 && turn.GetStart() != got.GetTurns()[at-1].GetEnd() {
+			t.Errorf("turn %d begins at %d", at, turn.GetStart())
+		}
+	}
+	if len(turns) != 4 || got.GetTurns()[0].GetEnd() != got.GetPromptTokens() || int(got.GetTurns()[3].GetEnd())*4 != len(got.GetTokenIds()) ||
+		!got.GetTurns()[1].GetSampled() || got.GetTurns()[2].GetSampled() || !strings.Contains(turns[2], `"user"`) {
+		t.Errorf("the turns are %q", turns)
 	}
 }
 

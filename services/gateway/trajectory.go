@@ -146,7 +146,7 @@ func (p path) encode(end *End, seen map[string]bool) (*trajectoryv1.Trajectory, 
 	if allRaw {
 		t.RawLogprobs = raw.Bytes()
 	}
-	t.Prompt, t.Completion = prompt.String(), completion.String()
+	t.Prompt, t.Completion, t.Turns = prompt.String(), completion.String(), p.turns()
 	h.Tokens, h.CompletionTokens = t.GetPromptTokens()+at, at
 	for i, span := range t.GetVersionSpans() {
 		if i == 0 || span.GetVersion() < h.GetMinVersion() {
@@ -158,6 +158,27 @@ func (p path) encode(end *End, seen map[string]bool) (*trajectoryv1.Trajectory, 
 		}
 	}
 	return t, h
+}
+
+// turns are what the policy sampled and read, in order and without gaps. Segments that were read
+// one after the other are one turn.
+func (p path) turns() []*trajectoryv1.Turn {
+	var out []*trajectoryv1.Turn
+	var at uint32
+	for _, s := range p {
+		segment, start := s.GetSegment(), at
+		at += segment.GetTokens()
+		if n := len(out); n == 0 || byPolicy(s) || out[n-1].GetSampled() {
+			out = append(out, &trajectoryv1.Turn{Sampled: byPolicy(s), Start: start})
+		}
+		turn := out[len(out)-1]
+		turn.End = at
+		turn.Messages = append(turn.Messages, segment.GetMessages()...)
+		if len(segment.GetMessages()) == 0 {
+			turn.Text += s.GetText()
+		}
+	}
+	return out
 }
 
 // appendSpan adds the tokens from start to end. Tokens between two completions belong to the span
