@@ -1,6 +1,7 @@
 """The policy adds, and judges its own sum in a child session: `1` for right, `0` for wrong."""
 
 import json
+
 from rollout.environment import Result, SingleEpisode
 
 

@@ -126,7 +126,7 @@ class ChildTurns:
 @dataclass(frozen=True, slots=True, eq=False)
 class Reply:
     """A turn of a child session: the fields are those of ``Turn``. error: machine-readable reason
-    why there is no answer; empty if there is one. message: of the error, one line."""
+    why the session did not answer, or empty. message: of the error, one line."""
 
     child: int
     text: str = ""
@@ -309,8 +309,9 @@ class Sessions:
         self._some = asyncio.Event()
 
     def open(self, model: str = "policy", *, tools: Sequence[Mapping[str, Any]] = ()) -> ChildSession:
-        """A session, which has the next number. model: who answers. tools: the functions that it
-        may call, as in OpenAI's API."""
+        """A session, which has the next number. model: who answers; only the ``policy`` does, and
+        ``chat`` raises CHILD_MODEL for others. tools: the functions that it may call, as in
+        OpenAI's API."""
         session = ChildSession(self, len(self._opened), model, tools)
         self._opened.append(session)
         return session

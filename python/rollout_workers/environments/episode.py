@@ -553,6 +553,10 @@ class _Run:
 
     def _child(self, episode: Episode, turn: Turn, asked: ChildTurn) -> Episode | None:
         """The child session with what it reads next; None if there may be no further one."""
+        if asked.model != "policy":
+            message = f"`open({asked.model!r})`: no such model answers sessions; open it with `policy`"
+            episode.replies[asked.child] = Reply(asked.child, error="CHILD_MODEL", message=message)
+            return None
         child = episode.children.get(asked.child)
         if child is None and len(episode.children) >= self._limits.max_children:
             message = f"the episode has {len(episode.children)} child sessions already; raise `environment.max_child_sessions`"

@@ -270,6 +270,19 @@ async def test_one_session_answers_one_question_at_a_time(text: Text) -> None:
     assert {e.result.reason for e in episodes if e.result} == {"CHILD_SESSION"}
 
 
+async def test_only_the_policy_answers_sessions(text: Text) -> None:
+    class Judged(SingleEpisode):
+        def reset(self, task: Task) -> str:
+            return "1+1="
+
+        async def step(self, turn: Turn) -> Result:
+            await self.sessions.open("judge").chat("1")
+            return Result(1.0)
+
+    episodes = await play(echo(text), single(Judged), text)
+    assert {e.result.reason for e in episodes if e.result} == {"CHILD_MODEL"}
+
+
 async def test_episodes_that_wait_for_a_child_are_not_saved() -> None:
     class Saved(SingleEpisode):
         def reset(self, task: Task) -> str:
