@@ -58,8 +58,8 @@ func (d *dataCheck) dataset(field, path string, prepared map[string]preparedRows
 		File: rows.file, Path: path, PromptField: d.config.GetData().GetPromptField(),
 		ReferenceField: d.config.GetData().GetAnswerField(), ChatTemplate: d.config.GetModel().GetChatTemplate(),
 	}
-	if algorithm.EnvironmentRewards(d.config) {
-		data.PromptField = "" // the environment reads the rows
+	if algorithm.EnvironmentRewards(d.config) || !d.findings.Readable("environment.kind") {
+		data.PromptField = "" // the environment reads the rows, or may do so
 	}
 	if d.taught(role) {
 		data.AnswerField, data.Preference = d.answer(), d.preference()

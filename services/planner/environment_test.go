@@ -69,6 +69,27 @@ func TestPlanPlaysTheEnvironment(t *testing.T) {
 	}
 }
 
+// A misspelled kind is one problem: it says neither who scores the episodes nor what the rows hold.
+func TestMisspelledKindIsOneProblem(t *testing.T) {
+	t.Parallel()
+	dir := project(t, "")
+	for name, text := range map[string]string{"guess.py": strings.Replace(guess, "ANSWER", "1", 1), "lib.py": "hint = 'go'\n", "train.jsonl": "{\"secret\": 7}\n"} {
+		if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	text := strings.NewReplacer("[reward]", "", `plugin = "reward.py:exact"`, "").Replace(configText)
+	response, err := server(t).CreatePlan(t.Context(), &planv1.CreatePlanRequest{Source: &planv1.ConfigSource{
+		Toml: []byte(text), File: "run.toml", BaseDir: dir, Set: []string{`environment.kind="pyton"`, `environment.path="guess.py:Guess"`, "environment.args={highest=9}"},
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if list := response.GetProblems(); len(list) != 1 || list[0].GetFix() != `did you mean "python"?` {
+		t.Errorf("problems %v", list)
+	}
+}
+
 // servesOneTool speaks just enough of MCP for its tools to be listed.
 const servesOneTool = `import json, sys
 

@@ -26,10 +26,10 @@ type rowEditor interface {
 	truncated(data *input.Dataset, rows uint64)
 }
 
-// request asks for the length of every prompt; nil without datasets or a usable model. folder is
-// that of the model.
+// request asks for the length of every prompt; nil without datasets or a usable model, and if an
+// environment reads the rows. folder is that of the model.
 func (d *promptCheck) request(datasets []*input.Dataset, model *input.Model, folder string) *probe.Tokenizer {
-	if model == nil || len(datasets) == 0 || d.config.GetAlgorithm() == nil || algorithm.EnvironmentRewards(d.config) {
+	if model == nil || len(datasets) == 0 || d.config.GetAlgorithm() == nil || datasets[0].PromptField == "" {
 		return nil
 	}
 	cfg := d.config

@@ -23,7 +23,7 @@ var traitRules = []traitRule{
 	},
 	{
 		"run_config.reward", "`[algorithm.*]` needs a `[reward]` table",
-		[]string{"reward"},
+		[]string{"reward", "environment.kind"},
 		func(c *configv1.RunConfig, t *configv1.AlgorithmTraits) bool {
 			return t.GetNeedsReward() && !algorithm.Rewarded(c) && !algorithm.External(c)
 		},
@@ -153,7 +153,7 @@ var traitRules = []traitRule{
 	},
 	{
 		"run_config.eval_data", "`eval.every_steps` needs `data.eval`, and a `[reward]` table where the algorithm samples",
-		[]string{"eval.every_steps", "data.eval", "reward"},
+		[]string{"eval.every_steps", "data.eval", "reward", "environment.kind"},
 		func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
 			return c.GetEval().GetEverySteps() > 0 && !algorithm.External(c) && (c.GetData().GetEval() == "" || !algorithm.Rewarded(c) && !algorithm.FromData(c))
 		},
