@@ -179,6 +179,8 @@ def _metrics(metrics: Any, of: str) -> dict[str, float]:
 
 def _number(value: Any, what: str, of: str) -> float:
     try:
+        if isinstance(value, str | bytes):
+            raise TypeError
         number = float(value)
     except (TypeError, ValueError):
         raise EnvironmentBadResult(f"{of} returned {_shown(value)} as {what}", fix="expected a finite number") from None

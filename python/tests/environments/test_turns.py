@@ -219,6 +219,11 @@ MISBEHAVIOR: dict[str, tuple[Callable[[Turn], Any], str, str]] = {
         "ENVIRONMENT_BAD_RESULT",
         "`Acting.step` returned str 'yes' as the reward; expected a finite number",
     ),
+    "a number in a text": (
+        lambda turn: Result("1.0"),  # type: ignore[arg-type]
+        "ENVIRONMENT_BAD_RESULT",
+        "`Acting.step` returned str '1.0' as the reward; expected a finite number",
+    ),
     "nothing": (
         lambda turn: None,
         "ENVIRONMENT_BAD_RESULT",
