@@ -69,7 +69,8 @@ def _schema(hint: Any, of: str) -> dict[str, Any]:
         return {"type": "array", "items": _schema(inner[0], of)}
     if origin in (dict, Mapping) and len(inner) == 2 and inner[0] is str:
         return {"type": "object", "additionalProperties": _schema(inner[1], of)}
+    written = hint.__qualname__ if isinstance(hint, type) else hint
     raise ToolInvalid(
-        f"{of} has the type {hint}, which has no JSON schema",
+        f"{of} has the type {written}, which has no JSON schema",
         fix="use str, int, float, bool, list, dict, Literal, or a union of them",
     )

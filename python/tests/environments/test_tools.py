@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
@@ -214,6 +215,10 @@ def test_a_function_without_types_or_docstring_is_no_tool() -> None:
         """Say."""
         return x
 
+    def counted(x: Fraction) -> Fraction:
+        """Say."""
+        return x
+
     def typed(kind: Literal["a", "b"], sizes: list[int] | None = None) -> None:
         """Say."""
 
@@ -221,6 +226,8 @@ def test_a_function_without_types_or_docstring_is_no_tool() -> None:
         function_schema(plain)
     with pytest.raises(ToolInvalid, match="has no type"):
         function_schema(untyped)
+    with pytest.raises(ToolInvalid, match="`x` of the tool `counted` has the type Fraction, which"):
+        function_schema(counted)
     assert function_schema(typed)["function"]["parameters"]["properties"] == {
         "kind": {"enum": ["a", "b"]},
         "sizes": {"type": "array", "items": {"type": "integer"}},
