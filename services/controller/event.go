@@ -242,7 +242,7 @@ func (r *reporter) warnFlat(step uint64, metrics map[string]float64) {
 	}
 	r.emit(&eventv1.Event{
 		Kind: "step.flat", Level: eventv1.Level_LEVEL_WARN, Step: step,
-		Message: fmt.Sprintf("the last %d steps had no gradient: %s. Look at completions (`rollout report %s`), then give partial credit in the "+
+		Message: fmt.Sprintf("the last %d steps had no gradient: %s. Look at completions (`rollout completions %s`), then give partial credit in the "+
 			"reward, choose prompts that the policy sometimes solves, or raise `temperature` or `group_size` in [sampling]", r.flat.steps, rewards, r.runID),
 		Metrics: map[string]float64{"steps": float64(r.flat.steps), "reward/mean": metrics["reward/mean"]},
 	})

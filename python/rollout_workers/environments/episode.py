@@ -417,7 +417,8 @@ class _Run:
             answers = [replace(failed(reason_of(error, "ENVIRONMENT_FAILED")), message=str(error))] * len(turns)
         for episode, answer in zip(episodes, answers, strict=True):
             if isinstance(answer, Result) and answer.message and episode.result is None:
-                log.warning("sample %d of %s has no result: %s", episode.sample, episode.task.key, answer.message)
+                key, row = episode.task.key, episode.task.row
+                log.warning("sample %d of %s (row %d) has no result: %s", episode.sample, key, row, answer.message)
         broken = [e for e, a in zip(episodes, answers, strict=True) if isinstance(a, Result) and a.outcome == "infra_failed"]
         if broken:
             self._release_soon(broken)
