@@ -668,7 +668,7 @@ class EnvironmentReply(_message.Message):
     reasoning: _builtins.str
     """Reasoning of the answer."""
     error: _builtins.str
-    """Machine-readable reason why there is no answer; empty if there is one."""
+    """Machine-readable reason why the session did not answer, or empty."""
     message: _builtins.str
     """One line about the error, for people."""
     @_builtins.property

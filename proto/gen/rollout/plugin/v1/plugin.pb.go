@@ -1130,7 +1130,7 @@ type EnvironmentReply struct {
 	Reasoning string `protobuf:"bytes,6,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
 	// Functions that the answer calls.
 	ToolCalls []*TurnToolCall `protobuf:"bytes,7,rep,name=tool_calls,json=toolCalls,proto3" json:"tool_calls,omitempty"`
-	// Machine-readable reason why there is no answer; empty if there is one.
+	// Machine-readable reason why the session did not answer, or empty.
 	Error string `protobuf:"bytes,8,opt,name=error,proto3" json:"error,omitempty"`
 	// One line about the error, for people.
 	Message       string `protobuf:"bytes,9,opt,name=message,proto3" json:"message,omitempty"`
