@@ -144,7 +144,7 @@ class PluginInfo(_message.Message):
     """
     waits_for_siblings: _builtins.bool
     """Whether a step of an environment may wait for the turns of the task's other samples, which are
-    still sampled. Such a step has no deadline of its own; those of the episode and the group hold.
+    still sampled. Such a step has no deadline; those of the episode and the group hold.
     """
     def __init__(
         self,

@@ -221,7 +221,7 @@ type PluginInfo struct {
 	// delays no other. Its calls overlap.
 	OneAtATime bool `protobuf:"varint,6,opt,name=one_at_a_time,json=oneAtATime,proto3" json:"one_at_a_time,omitempty"`
 	// Whether a step of an environment may wait for the turns of the task's other samples, which are
-	// still sampled. Such a step has no deadline of its own; those of the episode and the group hold.
+	// still sampled. Such a step has no deadline; those of the episode and the group hold.
 	WaitsForSiblings bool `protobuf:"varint,7,opt,name=waits_for_siblings,json=waitsForSiblings,proto3" json:"waits_for_siblings,omitempty"`
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
