@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.environment import Observation, Refusal, Result, Task, Turn
+from rollout.environment import ChildTurns, Observation, Refusal, Result, Task, Turn
 from rollout.environments import FOLDER, PLUGINS
 from rollout.environments.install import InstallFailed, install
 from rollout_testing.mcptest import McpSuite, begin, call, opened
@@ -58,7 +58,9 @@ async def play(environment: Hosted, of: Task, scripts: dict[int, list[str]]) -> 
     async def episode(sample: int, actions: list[str]) -> list[Observation | Result]:
         answers: list[Observation | Result] = []
         for number, action in enumerate(actions):
-            answers += await environment.step([turn(of, sample, number, action)])
+            [answer] = await environment.step([turn(of, sample, number, action)])
+            assert not isinstance(answer, ChildTurns)
+            answers.append(answer)
         return answers
 
     found = await asyncio.gather(*(episode(sample, actions) for sample, actions in scripts.items()))

@@ -45,7 +45,7 @@ class Game(SingleEpisode):
 
     async def _helped(self, turn: Turn) -> int:
         """The letters that one to three helpers say at the same time. The first is asked again, and
-        has a reward of its own."""
+        has its own reward."""
         helpers = [self.sessions.open() for _ in range(1 + turn.seed % 3)]
         replies = await asyncio.gather(*(helper.chat(f"help {helper.number} with {turn.text}:") for helper in helpers))
         replies.append(await helpers[0].chat("more:"))

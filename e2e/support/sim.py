@@ -298,7 +298,7 @@ def journals_agree(running: Mesh, run: str, job: Job) -> dict[str, int]:
                 f"{name} was trained by step {used[name]} and by step {step.step}"
             )
             if job.turns or job.agents:
-                continue  # turns have weights of their own, which `recording.ids_agree` compares
+                continue  # turns have their own weights, which `recording.ids_agree` compares
             key = ref.key
             version = receipts[name]
             digest = digests.get(version) or _initial(job)

@@ -12,7 +12,7 @@ import (
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 )
 
-// A completion is joined with the times of its own sample, and is JSON whatever its numbers are.
+// A completion is joined with the times of the same sample, and is JSON whatever its numbers are.
 func TestOf(t *testing.T) {
 	t.Parallel()
 	var logprobs bytes.Buffer

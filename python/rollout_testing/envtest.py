@@ -15,7 +15,7 @@ from typing import Any, Protocol, get_args
 
 import numpy as np
 
-from rollout.environment import Environment, Observation, Outcome, Refusal, Result, StatefulEnvironment, Task, Turn
+from rollout.environment import ChildTurns, Environment, Observation, Outcome, Refusal, Result, StatefulEnvironment, Task, Turn
 from rollout.hosting.answers import observation_of, same, state_of
 
 MOST_TURNS = 32
@@ -106,6 +106,7 @@ async def play(environment: Environment, harness: Harness, tasks: list[Task]) ->
                 check_result(answer)
                 results[t.key, s] = answer
             else:
+                assert not isinstance(answer, ChildTurns), "no policy for child sessions"
                 check_observation(answer)
                 left.append((t, s, first, answer))
         open_ = left
@@ -191,5 +192,8 @@ async def saved_episodes_continue(harness: Harness) -> None:
             if isinstance(first, Result) or isinstance(second, Result):
                 assert first == second
                 return
+            assert isinstance(first, Observation) and isinstance(second, Observation), (
+                "the suite has no policy for child sessions"
+            )
             assert same(first, second), f"after turn {number}, the restored copy observes something else"
             last = first

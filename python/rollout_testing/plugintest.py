@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout.environment import Observation, Refusal, Result, Task, Turn
+from rollout.environment import Answer, Observation, Refusal, Result, Task, Turn
 from rollout.errors import RolloutError
 from rollout.hosting import wire
 from rollout.hosting.host import Source
@@ -210,7 +210,7 @@ async def an_environment_runs_episodes(runner: Runner) -> None:
     assert isinstance(first, Observation) and first.text == "t" and first.token_ids.tolist() == [7, 8]
     assert refused == Refusal("ROW_INVALID", "not an object")
 
-    async def step(text: str, truncated: bool = False) -> Observation | Result:
+    async def step(text: str, truncated: bool = False) -> Answer:
         turn = Turn(task, 2, 0, "t", np.array([1], np.int32), text, truncated, first.token_ids)
         [answer] = (await runner.call("StepEnvironment", pb.StepEnvironmentRequest(turns=[wire.turn_to(turn)]), 60)).answers
         return wire.answer_from(answer)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from rollout.environment import Observation, Refusal, Result, Task, Turn
+from rollout.environment import Answer, Observation, Refusal, Task, Turn
 from rollout.environments import source
 from rollout.errors import RolloutError
 from rollout.plan.v1.plan_pb2 import Tool
@@ -84,7 +84,7 @@ class McpTools:
                 found.append(Refusal(error.reason, str(error)))
         return found
 
-    async def step(self, turns: Sequence[Turn]) -> list[Observation | Result]:
+    async def step(self, turns: Sequence[Turn]) -> list[Answer]:
         """The results of the calls, or the reward of the answer."""
         return list(await asyncio.gather(*(self._step(turn) for turn in turns)))
 
@@ -92,7 +92,7 @@ class McpTools:
         """End what belongs to the episodes."""
         await self._calls.close(episodes)
 
-    async def _step(self, turn: Turn) -> Observation | Result:
+    async def _step(self, turn: Turn) -> Answer:
         if turn.tool_calls and not turn.truncated:
             [answer] = await self._calls.step([turn])
             return answer

@@ -356,7 +356,7 @@ class Trajectory(_message.Message):
     """
     teacher_logprobs: _builtins.bytes
     """float32[T] little-endian: logprob of each completion token under a teacher that an endpoint
-    serves, 0 for the prompt. Empty where there is none.
+    serves, 0 for the prompt. Empty without one.
     """
     @_builtins.property
     def key(self) -> Global___TrajectoryKey:
@@ -554,7 +554,7 @@ class EpisodeLink(_message.Message):
     child: _builtins.int
     """Number of the child in its parent, from 0, in the order in which they were opened."""
     rewarded: _builtins.bool
-    """Whether the child has a reward of its own. It is then compared with the other such children of
+    """Whether the child has its own reward. It is then compared with the other such children of
     the group, and otherwise has the advantage of its sample.
     """
     def __init__(

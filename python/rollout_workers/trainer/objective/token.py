@@ -319,7 +319,7 @@ def _trained(samples: Sequence[TrainSample]) -> float:
 
 def _distinct(samples: Sequence[TrainSample]) -> tuple[Tensor, Tensor]:
     """int64 [D], int64 [S]: the first part of each sample, and the sample of each part. A sample of
-    several parts is one in the baseline of its group; a child session with a reward of its own is
+    several parts is one in the baseline of its group; a child session with its own reward is
     one, too."""
     places: dict[tuple[str, int], int] = {}
     first: list[int] = []

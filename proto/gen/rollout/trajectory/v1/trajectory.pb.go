@@ -524,7 +524,7 @@ type Trajectory struct {
 	// Empty where the reward is of the whole completion alone.
 	TokenRewards []byte `protobuf:"bytes,14,opt,name=token_rewards,json=tokenRewards,proto3" json:"token_rewards,omitempty"`
 	// float32[T] little-endian: logprob of each completion token under a teacher that an endpoint
-	// serves, 0 for the prompt. Empty where there is none.
+	// serves, 0 for the prompt. Empty without one.
 	TeacherLogprobs []byte `protobuf:"bytes,15,opt,name=teacher_logprobs,json=teacherLogprobs,proto3" json:"teacher_logprobs,omitempty"`
 	// The prompt and the turns, in order and without gaps. Empty if episodes have one turn.
 	Turns []*Turn `protobuf:"bytes,16,rep,name=turns,proto3" json:"turns,omitempty"`
@@ -940,7 +940,7 @@ type EpisodeLink struct {
 	Turn uint32 `protobuf:"varint,5,opt,name=turn,proto3" json:"turn,omitempty"`
 	// Number of the child in its parent, from 0, in the order in which they were opened.
 	Child uint32 `protobuf:"varint,6,opt,name=child,proto3" json:"child,omitempty"`
-	// Whether the child has a reward of its own. It is then compared with the other such children of
+	// Whether the child has its own reward. It is then compared with the other such children of
 	// the group, and otherwise has the advantage of its sample.
 	Rewarded      bool `protobuf:"varint,7,opt,name=rewarded,proto3" json:"rewarded,omitempty"`
 	unknownFields protoimpl.UnknownFields
