@@ -189,7 +189,8 @@ def numbers(listed: str) -> list[int]:
 
 
 def warm_weights(example: Example) -> Path:
-    """The folder with the weights of an example's warm-up, which it trains unless they are there."""
+    """The folder with the weights of an example's warm-up, which it trains unless they are
+    there."""
     name = "-".join(Path(example.warm_up).with_suffix("").parts).replace("_", "-")
     folder = WARM / name
     if not folder.exists():

@@ -35,9 +35,9 @@ def encode_group(
     group: PromptGroup, finished: FinishedGroup, receipts: EngineReceipts, worker: str, min_size: int = 0
 ) -> list[pb.TrajectoryEnvelope]:
     """One envelope per episode, followed by those of its child sessions. An episode that is not
-    trained on has one without them. worker: the worker's id, which only the header contains. min_size:
-    usable samples with which the buffer completes the group without failed ones; 0: the group needs
-    all. The buffer decides, because the episodes may be only some of the group's."""
+    trained on has one without them. worker: the worker's id, which only the header contains.
+    min_size: usable samples with which the buffer completes the group without failed ones; 0: the
+    group needs all. The buffer decides, because the episodes may be only some of the group's."""
     if not finished.episodes:
         return []
     head = _Head(group, finished.episodes[0].prompt, worker)

@@ -2,9 +2,9 @@
 a separate process.
 
 Excluded are tests that compare bits of the CPU's kernels, and tests in which code of Hugging Face
-creates tensors in a way that only a real device supports. Every operation costs ten times what it does on the
-CPU, so ``make test`` runs what covers each operation once; with ``FAR_DEVICE=all``, as in ``make check-full``,
-the suites are whole.
+creates tensors in a way that only a real device supports. Every operation costs ten times what it
+does on the CPU, so ``make test`` runs what covers each operation once; with ``FAR_DEVICE=all``, as
+in ``make check-full``, the suites are whole.
 """
 
 from __future__ import annotations

@@ -358,7 +358,8 @@ class RemoteServer:
 
     async def _check_logprobs(self) -> None:
         """The only token that is allowed has probability 1. (``top_k = 1`` leaves several tokens if
-        their logits are equal, as after a token with an embedding of zeros.) Raises ``ServerOptions``.
+        their logits are equal, as after a token with an embedding of zeros.) Raises
+        ``ServerOptions``.
         """
         params = {"temperature": 1, "allowed_token_ids": [1], "max_tokens": 1, "logprobs": 0, "detokenize": False}
         answer = await self._post("/inference/v1/generate", {"token_ids": [0], "sampling_params": params})
