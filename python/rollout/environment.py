@@ -28,9 +28,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, Self, TypeAlias, cast, overload, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -275,6 +276,14 @@ class SessionError(RolloutError):
     reason = "CHILD_SESSION"
 
 
+class Chat(Protocol):
+    """A model that is not the policy, such as ``rollout.endpoint.Endpoint``."""
+
+    async def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
+        """The model's answer to a conversation. Raises ``SessionError``."""
+        ...
+
+
 class ChildSession:
     """A conversation with a model inside an episode. Example, in ``step`` of a ``SingleEpisode``::
 
@@ -298,6 +307,30 @@ class ChildSession:
         return await self._sessions.ask(ChildTurn(self.number, observation, self.model))
 
 
+class OtherSession:
+    """A conversation with a model that is not the policy. It is not trained on, and not in the
+    run's trajectories."""
+
+    def __init__(self, model: Chat, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._model, self._tools = model, tuple(tools)
+        self.messages: list[Message] = []
+        """The conversation so far."""
+
+    async def chat(self, said: str | Sequence[Message]) -> Reply:
+        """The next turn of the session after a text or messages, those since its last turn. Raises
+        ``SessionError``, after which the same can be said again."""
+        asked = [*self.messages, *([{"role": "user", "content": said}] if isinstance(said, str) else said)]
+        reply = await self._model.chat(asked, self._tools)
+        answer: dict[str, Any] = {"role": "assistant", "content": reply.content}
+        if reply.tool_calls:
+            answer["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.raw}}
+                for call in reply.tool_calls
+            ]
+        self.messages = [*asked, answer]
+        return reply
+
+
 class Sessions:
     """The child sessions of an episode. Sessions that are asked at the same time, for example with
     ``asyncio.gather``, are sampled together. Belongs to one event loop."""
@@ -308,10 +341,17 @@ class Sessions:
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._some = asyncio.Event()
 
-    def open(self, model: str = "policy", *, tools: Sequence[Mapping[str, Any]] = ()) -> ChildSession:
-        """A session, which has the next number. model: who answers; only the ``policy`` does, and
-        ``chat`` raises CHILD_MODEL for others. tools: the functions that it may call, as in
-        OpenAI's API."""
+    @overload
+    def open(self, model: str = "policy", *, tools: Sequence[Mapping[str, Any]] = ()) -> ChildSession: ...
+    @overload
+    def open(self, model: Chat, *, tools: Sequence[Mapping[str, Any]] = ()) -> OtherSession: ...
+    def open(self, model: str | Chat = "policy", *, tools: Sequence[Mapping[str, Any]] = ()) -> ChildSession | OtherSession:
+        """A session. model: who answers, the ``policy`` or another model; ``chat`` raises
+        CHILD_MODEL for other names. tools: the functions that it may call, as in OpenAI's API.
+
+        The sessions of the policy are numbered in the order of ``open``."""
+        if not isinstance(model, str):
+            return OtherSession(model, tools)
         session = ChildSession(self, len(self._opened), model, tools)
         self._opened.append(session)
         return session
@@ -395,3 +435,22 @@ def reason_of(error: BaseException, otherwise: str) -> str:
     """The machine-readable reason of an exception."""
     reason: Any = getattr(error, "reason", None)
     return reason if isinstance(reason, str) and reason else otherwise
+
+
+def calls_of(message: Mapping[str, Any]) -> tuple[ToolCall, ...]:
+    """The tool calls of a message, with parsed arguments."""
+    found: list[ToolCall] = []
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        raw, error = str(function["arguments"]), ""
+        arguments: dict[str, Any] = {}
+        try:
+            read: Any = json.loads(raw or "{}")
+            if isinstance(read, dict):
+                arguments = cast(dict[str, Any], read)
+            else:
+                error = f"the arguments are {type(read).__name__}, not an object"
+        except ValueError as problem:
+            error = f"the arguments are not JSON: {problem}"
+        found.append(ToolCall(str(call["id"]), str(function["name"]), arguments, error, raw))
+    return tuple(found)

@@ -3,7 +3,6 @@ never made from text again: the next prompt is the earlier ids and those of the 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.environment import Message, Observation, ToolCall
+from rollout.environment import Message, Observation
 from rollout_workers.chat.families import ParserChoice
 from rollout_workers.chat.requests import ChatRequest, call_id
 from rollout_workers.chat.writer import MessageWriter
@@ -76,19 +75,3 @@ class Dialogue:
                 )
             return observation.messages
         return ({"role": "user", "content": observation.text},) if self._chat else ()
-
-
-def calls_of(message: Message) -> tuple[ToolCall, ...]:
-    """The tool calls of a message, with parsed arguments."""
-    found: list[ToolCall] = []
-    for call in message.get("tool_calls") or ():
-        function = call["function"]
-        raw, arguments, error = str(function["arguments"]), {}, ""
-        try:
-            arguments = json.loads(raw or "{}")
-            if not isinstance(arguments, dict):
-                arguments, error = {}, f"the arguments are {type(arguments).__name__}, not an object"
-        except ValueError as problem:
-            error = f"the arguments are not JSON: {problem}"
-        found.append(ToolCall(str(call["id"]), str(function["name"]), arguments, error, raw))
-    return tuple(found)

@@ -31,6 +31,7 @@ from rollout.environment import (
     Result,
     Task,
     Turn,
+    calls_of,
     failed,
     reason_of,
 )
@@ -38,7 +39,7 @@ from rollout.errors import RolloutError
 from rollout.hosting.answers import answers_of, starts_of
 from rollout_workers.data.prompts import Text
 from rollout_workers.engines.base import Engine, GroupRequest, SampleOutput, SamplingParams, VersionSpan
-from rollout_workers.environments.dialogue import Dialogue, calls_of
+from rollout_workers.environments.dialogue import Dialogue
 from rollout_workers.environments.limits import Limits, credited
 
 log = logging.getLogger(__name__)
@@ -555,7 +556,7 @@ class _Run:
     def _child(self, episode: Episode, turn: Turn, asked: ChildTurn) -> Episode | None:
         """The child session with what it reads next; None if there may be no further one."""
         if asked.model != "policy":
-            message = f"`open({asked.model!r})`: no such model answers sessions; open it with `policy`"
+            message = f"`open({asked.model!r})`: unknown model; open `policy` or a `rollout.endpoint.Endpoint`"
             episode.replies[asked.child] = Reply(asked.child, error="CHILD_MODEL", message=message)
             return None
         child = episode.children.get(asked.child)
