@@ -14,6 +14,7 @@ Example, in an environment with ``args = { url = "http://127.0.0.1:8000/v1", mod
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,12 +23,14 @@ from typing import Any, cast
 import requests
 
 from rollout.environment import Message, Reply, SessionError, calls_of
-from rollout.secret import secret
+from rollout.secret import read_secret
 
-_CALLS = 64
-"""At the same time; further ones wait."""
 _EXCERPT = 300
 _LONGEST_PAUSE = 10.0
+_THREADS = ThreadPoolExecutor(64, "endpoint")
+"""Of all endpoints of the process, because each episode may have its own: the calls at the same
+time; others wait."""
+_LOCAL = threading.local()
 
 
 class EndpointUnreachable(SessionError):
@@ -61,12 +64,11 @@ class Endpoint:
         """url: of the API, which usually ends with ``/v1``. api_key: a reference to the key,
         ``env:NAME`` or ``file:PATH``. timeout_seconds: of one call with its retries. parameters:
         of each request, for example ``temperature`` and ``max_tokens``. Raises
-        ``SecretMissing``."""
+        ``SecretError``."""
         self._url = url.rstrip("/") + "/chat/completions"
         self._body: dict[str, Any] = {"model": model, **parameters}
-        self._headers = {"Authorization": f"Bearer {key}"} if (key := secret(api_key)) else {}
+        self._headers = {"Authorization": f"Bearer {key}"} if (key := read_secret(api_key, "`api_key`")) else {}
         self._timeout = timeout_seconds
-        self._threads = ThreadPoolExecutor(_CALLS, "endpoint")
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
         """The model's answer to a conversation. A server that is unreachable or overloaded is asked
@@ -75,7 +77,7 @@ class Endpoint:
         loop, ends, pause = asyncio.get_running_loop(), time.monotonic() + self._timeout, 0.25
         while True:
             try:
-                return _reply(await loop.run_in_executor(self._threads, self._post, body, ends), self._url)
+                return _reply(await loop.run_in_executor(_THREADS, self._post, body, ends), self._url)
             except EndpointUnreachable:
                 if time.monotonic() + pause >= ends:
                     raise
@@ -85,7 +87,7 @@ class Endpoint:
     def _post(self, body: Mapping[str, Any], ends: float) -> Any:
         seconds = max(ends - time.monotonic(), 0.001)
         try:
-            response = requests.post(self._url, json=body, headers=self._headers, timeout=seconds)
+            response = _connections().post(self._url, json=body, headers=self._headers, timeout=seconds)
             if not response.ok:
                 raise self._refused(response)
             return response.json()
@@ -109,6 +111,13 @@ class Endpoint:
         if response.status_code in (401, 403):
             return EndpointRefused(message, fix="set `api_key` to a reference to its key, such as `env:NAME`")
         return EndpointRefused(message, fix="correct the URL, the model, or the parameters")
+
+
+def _connections() -> requests.Session:
+    """Those of this thread, which stay open between calls."""
+    if not hasattr(_LOCAL, "session"):
+        _LOCAL.session = requests.Session()
+    return _LOCAL.session
 
 
 def _reply(answer: Any, url: str) -> Reply:

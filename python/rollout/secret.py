@@ -1,29 +1,40 @@
-"""References to secrets: ``env:NAME`` and ``file:PATH``."""
+"""Reads secrets from files and environment variables, so that a worker's spec contains only
+references to them."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 from rollout.errors import RolloutError
 
 
-class SecretMissing(RolloutError):
-    """A reference to a secret has no value."""
+class SecretError(RolloutError):
+    """A reference to a secret is invalid, or the secret is missing."""
 
-    reason = "SECRET_REFERENCE"
+    reason: ClassVar[str] = "SECRET_REFERENCE"
 
 
-def secret(reference: str) -> str:
-    """The value of ``env:NAME`` or ``file:PATH``; an empty reference is an empty secret. Raises
-    :class:`SecretMissing`."""
+def read_secret(reference: str, name: str, environment: Mapping[str, str] = os.environ) -> str:
+    """The secret that ``file:PATH`` or ``env:NAME`` refers to; an empty reference is an empty
+    secret. name: the field's name for errors, which never contain the value. Raises
+    :class:`SecretError`."""
     kind, _, rest = reference.partition(":")
-    if reference and (kind not in ("env", "file") or not rest):
-        raise SecretMissing("`api_key` must be a reference to a secret, not the secret", fix="write `file:PATH` or `env:NAME`")
-    try:
-        text = (os.environ.get(rest, "") if kind == "env" else Path(rest).read_text() if rest else "").strip()
-    except OSError as error:
-        raise SecretMissing(f"can't read {rest}: {error.strerror}", fix="correct `api_key`") from error
-    if reference and not text:
-        raise SecretMissing(f"`{reference}` is empty or not set", fix="set it where rolloutd runs")
-    return text
+    if not reference:
+        return ""
+    if kind == "env" and rest:
+        text = environment.get(rest, "").strip()
+        if not text:
+            raise SecretError(f"{name}: the environment variable {rest} is empty or not set", fix="set it where rolloutd runs")
+        return text
+    if kind == "file" and rest:
+        try:
+            text = Path(rest).read_text().strip()
+        except OSError as error:
+            raise SecretError(f"{name}: can't read {rest}: {error.strerror}") from error
+        if not text:
+            raise SecretError(f"{name}: the file {rest} is empty")
+        return text
+    raise SecretError(f"{name}: the value must be a reference to a secret, not the secret", fix="write `file:PATH` or `env:NAME`")

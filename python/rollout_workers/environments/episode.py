@@ -477,8 +477,8 @@ class _Run:
         for episode, turn, answer in zip(episodes, turns, answers, strict=True):
             if episode.result is not None:  # its time was over
                 continue
-            for clock in [each.clocks[-1] for each in (episode, *episode.children.values()) if each.clocks]:
-                clock.answered = clock.answered or time.time()
+            for child in episode.children.values():
+                child.clocks[-1].answered = child.clocks[-1].answered or time.time()
             if isinstance(answer, ChildTurns):
                 requests.extend(self._ask(episode, turn, answer))
                 continue

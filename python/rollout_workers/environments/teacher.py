@@ -26,9 +26,9 @@ from rollout.environment import (
     Turn,
     failed,
 )
+from rollout.secret import read_secret
 from rollout.teacher import TeacherEndpoint, TeacherError
 from rollout_workers.data.prompts import Text
-from rollout_workers.worker.secret import read_secret
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.errors import RolloutError
 from rollout.plan.v1 import plan_pb2
 from rollout.run.v1.run_pb2 import NatsAccess, WorkerSpec
-from rollout_workers.worker.secret import SecretError, read_secret
+from rollout.secret import SecretError, read_secret
 
 SPEC_VARIABLE = "ROLLOUT_WORKER_SPEC"
 

@@ -16,7 +16,7 @@ import pytest
 from rollout.endpoint import Endpoint
 from rollout.environment import Result, SessionError, SingleEpisode, Task, Turn
 from rollout.hosting.episodes import Episodes
-from rollout.secret import SecretMissing
+from rollout.secret import SecretError
 
 Json = dict[str, Any]
 TOOL: Json = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -173,6 +173,6 @@ def test_the_key_is_a_reference(tmp_path: Path) -> None:
     (tmp_path / "key").write_text(" k \n")
     Endpoint("http://127.0.0.1:9/v1", "m", api_key=f"file:{tmp_path}/key")
     for wrong in ("sk-123", "env:", "env:NO_SUCH_KEY", f"file:{tmp_path}/none"):
-        with pytest.raises(SecretMissing) as caught:
+        with pytest.raises(SecretError) as caught:
             Endpoint("http://127.0.0.1:9/v1", "m", api_key=wrong)
         assert "sk-123" not in str(caught.value)
