@@ -62,7 +62,7 @@ func work(run string, replicas int) (jetstream.StreamConfig, jetstream.ConsumerC
 	return jetstream.StreamConfig{
 			Name:        names.WorkStream(run),
 			Description: "prompt groups of " + run,
-			Subjects:    []string{names.WorkSubject(run)},
+			Subjects:    []string{names.WorkSubject(run), names.WorkSubject(run) + ".>"}, // WorkItem.Subject names the items of the scheduler
 			Retention:   jetstream.WorkQueuePolicy,
 			Storage:     jetstream.FileStorage,
 			Discard:     jetstream.DiscardNew,

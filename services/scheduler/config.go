@@ -91,6 +91,8 @@ type Bus interface {
 	DeleteRun(ctx context.Context, run string) error
 	Runs(ctx context.Context) ([]string, error)
 	WorkMark(ctx context.Context, run string) (uint64, error)
+	// InspectRun lists the work and the missing streams of a run.
+	InspectRun(ctx context.Context, run string) (*bus.RunState, error)
 	PurgeWork(ctx context.Context, run string, before uint64) error
 	Publish(ctx context.Context, messages ...bus.Message) error
 	// EventsStored returns when the storage service has stored every event on the bus.

@@ -230,6 +230,19 @@ func (s *stream) PurgeWork(_ context.Context, _ string, before uint64) error {
 	return nil
 }
 
+func (s *stream) InspectRun(context.Context, string) (*bus.RunState, error) {
+	state := &bus.RunState{Work: map[bus.WorkItem]struct{}{}}
+	s.m.read(func() {
+		if s.m.streams != "there" {
+			state.Missing = []string{"stream WORK"}
+		}
+		for _, g := range s.m.queue {
+			state.Work[bus.WorkItem{Position: g.GetPosition(), Attempt: g.GetAttempt()}] = struct{}{}
+		}
+	})
+	return state, nil
+}
+
 func (s *stream) EventsStored(context.Context) error {
 	s.m.events.mu.Lock()
 	defer s.m.events.mu.Unlock()

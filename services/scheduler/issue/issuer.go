@@ -2,6 +2,7 @@ package issue
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -17,7 +18,6 @@ import (
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/telemetry"
-	"github.com/rollout-rl/rollout/proto/gen/names"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -31,6 +31,9 @@ const AttemptsExhausted = "ATTEMPTS_EXHAUSTED"
 const (
 	chunk = 512    // groups published at a time
 	page  = 10_000 // groups listed from the ledger at a time
+
+	// sweepEvery is the interval of sweeps. A group is lost if two of them in a row miss it.
+	sweepEvery = 2 * time.Second
 )
 
 var errMoved = rpcerr.New(codes.Unavailable, "LEDGER_MOVED", "the ledger has changed since it was read")
@@ -43,8 +46,11 @@ type Buffer interface {
 	ReissueGroups(ctx context.Context, in *bufferv1.ReissueGroupsRequest, opts ...grpc.CallOption) (*bufferv1.ReissueGroupsResponse, error)
 }
 
-// Stream is the work stream.
+// Stream is the work stream, and what the servers have of a run.
 type Stream interface {
+	// EnsureRun creates what is missing of the run's streams and consumers.
+	EnsureRun(ctx context.Context, run string) error
+	InspectRun(ctx context.Context, run string) (*bus.RunState, error)
 	Publish(ctx context.Context, messages ...bus.Message) error
 }
 
@@ -82,11 +88,11 @@ type Data struct {
 	Rows   uint64
 }
 
-// Issuer publishes the prompt groups of a run. It acts on each state that the ledger sends and does
-// not poll. Its methods are called from one goroutine.
+// Issuer publishes the prompt groups of a run. Its methods are called from one goroutine.
 //
-//	reconcile once: issued by the cursor, not complete in the ledger -> published again with the same attempt
-//	then, per ledger state: dissolved groups -> next attempt, or excluded; room in the window -> advance the cursor, then publish
+//	at the start: issued by the cursor, not complete in the ledger -> published again with the same attempt
+//	per ledger state: dissolved groups -> next attempt, or excluded; room in the window -> advance the cursor, then publish
+//	every few seconds: missing streams -> created again; groups that were lost -> published again (see sweep)
 type Issuer struct {
 	Deps
 	run      *runv1.Run
@@ -100,12 +106,10 @@ type Issuer struct {
 	// stream. Once the ledger has opened the next attempt, its states do not contain the group any
 	// more.
 	unpublished map[uint64]*bufferv1.GroupRecord
-}
-
-// item is a group to publish.
-type item struct {
-	position uint64
-	attempt  uint32
+	done        uint64                  // each position before it is consumed or excluded
+	unseen      map[bus.WorkItem]uint64 // items that the last sweep found nowhere -> the newest trajectories at that time
+	rounds      uint64                  // how often lost groups were published again
+	nonce       string                  // tells the ids of this issuer's messages from those of others
 }
 
 // Open verifies and indexes the dataset and makes the issuer of a run at a position. The caller
@@ -120,7 +124,7 @@ func Open(deps Deps, run *runv1.Run, window Window, data Data, position uint64) 
 	return &Issuer{
 		Deps: deps, run: run, window: window, data: data, file: file, position: position,
 		order:   dataset.Order{Seed: config.GetSeed(), Rows: data.Rows, Shuffle: config.GetData().GetShuffle()},
-		settled: map[uint64]uint32{}, unpublished: map[uint64]*bufferv1.GroupRecord{},
+		settled: map[uint64]uint32{}, unpublished: map[uint64]*bufferv1.GroupRecord{}, unseen: map[bus.WorkItem]uint64{}, nonce: rand.Text(),
 	}, nil
 }
 
@@ -145,6 +149,8 @@ func (i *Issuer) issue(ctx context.Context) error {
 	if err := i.Retry.Until(ctx, "the ledger's groups (buffer)", i.reconcile); err != nil {
 		return err
 	}
+	sweeps := time.NewTicker(sweepEvery)
+	defer sweeps.Stop()
 	for {
 		changed := i.Board.Changes()
 		if err := i.Retry.Until(ctx, "publishing prompt groups (NATS, buffer)", i.act); err != nil {
@@ -154,6 +160,10 @@ func (i *Issuer) issue(ctx context.Context) error {
 		case <-ctx.Done():
 			return nil
 		case <-changed:
+		case <-sweeps.C:
+			if err := i.Retry.Until(ctx, "the streams of the run (NATS, buffer)", i.sweep); err != nil {
+				return err
+			}
 		}
 	}
 }
@@ -182,6 +192,18 @@ func (i *Issuer) watch(ctx context.Context) error {
 // completely. The cursor is never behind the ledger: it is durable before the publish, and if a
 // disk lost it, the last position of the ledger moves it.
 func (i *Issuer) reconcile(ctx context.Context) error {
+	lost, err := i.lacking(ctx)
+	if err != nil {
+		return err
+	}
+	if len(lost) > 0 {
+		i.Log.InfoContext(ctx, "groups of an earlier incarnation are issued again", telemetry.AttrRun, i.run.GetRunId(), "groups", len(lost))
+	}
+	return i.publish(ctx, lost)
+}
+
+// lacking returns the items that were issued and that the ledger does not have completely.
+func (i *Issuer) lacking(ctx context.Context) ([]bus.WorkItem, error) {
 	from := i.window.First
 	switch {
 	case i.window.Completion:
@@ -190,28 +212,33 @@ func (i *Issuer) reconcile(ctx context.Context) error {
 	default:
 		from = i.window.start(i.Board.Ledger().GetStep()) // the windows of committed steps are complete
 	}
+	from = max(from, i.done)
 	known, last, err := i.list(ctx, from)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	if last > i.position {
 		if err := i.advance(ctx, last); err != nil {
-			return err
+			return nil, err
 		}
 	}
-	var lost []item
+	size := max(1, algorithm.GroupSize(i.run.GetPlan().GetConfig()))
+	var items []bus.WorkItem
 	for p := from; p < i.position; p++ {
-		g, there := known[p]
-		if !there {
-			lost = append(lost, item{position: p})
-		} else if g.GetState() == bufferv1.GroupState_GROUP_STATE_OPEN {
-			lost = append(lost, item{position: p, attempt: g.GetKey().GetAttempt()})
+		switch g := known[p]; g.GetState() {
+		case bufferv1.GroupState_GROUP_STATE_UNSPECIFIED: // unknown to the ledger
+			items = append(items, bus.WorkItem{Position: p})
+		case bufferv1.GroupState_GROUP_STATE_OPEN:
+			if g.GetSamples() < size { // otherwise it waits for the digest of its weights
+				items = append(items, bus.WorkItem{Position: p, Attempt: g.GetKey().GetAttempt()})
+			}
+		case bufferv1.GroupState_GROUP_STATE_CONSUMED, bufferv1.GroupState_GROUP_STATE_EXCLUDED:
+			if i.done = max(i.done, from); i.done == p {
+				i.done++
+			}
 		}
 	}
-	if len(lost) > 0 {
-		i.Log.InfoContext(ctx, "groups of an earlier incarnation are issued again", telemetry.AttrRun, i.run.GetRunId(), "groups", len(lost))
-	}
-	return i.publish(ctx, lost)
+	return items, nil
 }
 
 // list returns the groups of the ledger from a position on, and the position after the last one.
@@ -235,8 +262,8 @@ func (i *Issuer) list(ctx context.Context, from uint64) (known map[uint64]*buffe
 
 // act does what the newest ledger state requires. It may be repeated after an error at any point.
 func (i *Issuer) act(ctx context.Context) error {
-	ledger, state := i.Board.Ledger(), i.Board.State()
-	if ledger == nil || (state != runv1.RunState_RUN_STATE_STARTING && state != runv1.RunState_RUN_STATE_RUNNING) {
+	ledger := i.Board.Ledger()
+	if !i.issues() {
 		return nil
 	}
 	if err := i.settle(ctx, ledger.GetDissolved()); err != nil {
@@ -245,9 +272,9 @@ func (i *Issuer) act(ctx context.Context) error {
 	upto := i.limit(ledger, i.upto(ledger))
 	for i.position < upto {
 		to := min(upto, i.position+chunk)
-		var items []item
+		var items []bus.WorkItem
 		for p := i.position; p < to; p++ {
-			items = append(items, item{position: p})
+			items = append(items, bus.WorkItem{Position: p})
 		}
 		if err := i.advance(ctx, to); err != nil {
 			return err
@@ -315,11 +342,11 @@ func (i *Issuer) reissue(ctx context.Context, groups []*bufferv1.GroupRecord) er
 		return nil
 	}
 	req := &bufferv1.ReissueGroupsRequest{RunId: i.run.GetRunId(), Incarnation: i.run.GetIncarnation()}
-	var items []item
+	var items []bus.WorkItem
 	for _, g := range groups {
 		k := g.GetKey()
 		req.Groups = append(req.Groups, &bufferv1.GroupKey{Epoch: k.GetEpoch(), Index: k.GetIndex(), Attempt: k.GetAttempt() + 1})
-		items = append(items, item{position: g.GetPosition(), attempt: k.GetAttempt() + 1})
+		items = append(items, bus.WorkItem{Position: g.GetPosition(), Attempt: k.GetAttempt() + 1})
 		i.unpublished[g.GetPosition()] = g
 	}
 	if _, err := i.Buffer.ReissueGroups(ctx, req); err != nil {
@@ -385,7 +412,7 @@ func (i *Issuer) advance(ctx context.Context, to uint64) error {
 }
 
 // publish returns when the work stream has stored the groups. It may be repeated.
-func (i *Issuer) publish(ctx context.Context, items []item) error {
+func (i *Issuer) publish(ctx context.Context, items []bus.WorkItem) error {
 	for len(items) > 0 {
 		n := min(len(items), chunk)
 		messages := make([]bus.Message, 0, n)
@@ -399,6 +426,9 @@ func (i *Issuer) publish(ctx context.Context, items []item) error {
 		bounded, cancel := context.WithTimeout(ctx, 10*time.Second)
 		err := i.Stream.Publish(bounded, messages...)
 		cancel()
+		if errors.Is(err, bus.ErrNoStream) {
+			return i.ensure(ctx, err)
+		}
 		if err != nil {
 			return err
 		}
@@ -408,10 +438,10 @@ func (i *Issuer) publish(ctx context.Context, items []item) error {
 	return nil
 }
 
-// message builds the prompt group of a position. The stream drops a message with the id of an
-// earlier one.
-func (i *Issuer) message(it item) (bus.Message, error) {
-	place := dataset.PlaceOf(it.position, i.data.Rows)
+// message builds the prompt group of an item. The stream drops a message with the id of an earlier
+// one, as after a publish that is repeated, so an item that is issued again has another id.
+func (i *Issuer) message(it bus.WorkItem) (bus.Message, error) {
+	place := dataset.PlaceOf(it.Position, i.data.Rows)
 	row := i.order.Row(place)
 	text, err := i.file.Row(row)
 	if err != nil {
@@ -420,13 +450,13 @@ func (i *Issuer) message(it item) (bus.Message, error) {
 	run, config := i.run.GetRunId(), i.run.GetPlan().GetConfig()
 	size := algorithm.GroupSize(config)
 	group := &runv1.PromptGroup{
-		RunId: run, Epoch: place.Epoch, Index: place.Index, Attempt: it.attempt, Position: it.position,
+		RunId: run, Epoch: place.Epoch, Index: place.Index, Attempt: it.Attempt, Position: it.Position,
 		Row: row, RowJson: text, GroupSize: size,
 		Seeds:      dataset.Seeds(config.GetSeed(), place, int(size)),
-		MinVersion: i.window.MinVersion(it.position, i.window.Made(i.Board.Ledger())),
+		MinVersion: i.window.MinVersion(it.Position, i.window.Made(i.Board.Ledger())),
 	}
 	return bus.Message{
-		Subject: names.WorkSubject(run), Body: group,
-		ID: fmt.Sprintf("%s/%d/%d/%d/%d", run, place.Epoch, place.Index, it.attempt, i.run.GetIncarnation()),
+		Subject: it.Subject(run), Body: group,
+		ID: fmt.Sprintf("%s/%d/%d/%s/%d", run, it.Position, it.Attempt, i.nonce, i.rounds),
 	}, nil
 }

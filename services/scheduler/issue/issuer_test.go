@@ -34,6 +34,8 @@ type around struct {
 	known  []*bufferv1.GroupRecord
 	lost   int // answers of ReissueGroups that do not arrive
 	full   int // publishes that fail
+
+	servers *bus.RunState
 }
 
 func (a *around) note(format string, args ...any) {
@@ -56,6 +58,13 @@ func (a *around) Publish(_ context.Context, messages ...bus.Message) error {
 	}
 	return nil
 }
+
+func (a *around) EnsureRun(context.Context, string) error {
+	a.note("ensure")
+	return nil
+}
+
+func (a *around) InspectRun(context.Context, string) (*bus.RunState, error) { return a.servers, nil }
 
 func (a *around) ListGroups(_ context.Context, in *bufferv1.ListGroupsRequest, _ ...grpc.CallOption) (*bufferv1.ListGroupsResponse, error) {
 	out := &bufferv1.ListGroupsResponse{}
