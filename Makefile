@@ -225,6 +225,12 @@ check-servers: build venv-dev $(SERVERS) ## Run the suites that need a real serv
 check-hosts: build venv-dev $(SERVERS) ## Cut off hosts (network namespaces) of a running job; needs root, otherwise it is skipped
 	@scripts/postgres && scripts/e2e e2e/test_hosts.py
 
+.PHONY: check-explain
+check-explain: build venv-dev ## Plant stalls in states and in a running job; `rollout explain` must name the root of each
+	@cd libs && go test ./explain
+	@cd cmd && go test ./rollout -run Explain
+	@scripts/e2e e2e/test_explain.py
+
 .PHONY: check-e2e
 check-e2e: build venv-dev $(GRPCURL) ## Run the end-to-end scenarios: one process, then seven
 	@scripts/e2e

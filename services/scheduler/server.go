@@ -122,7 +122,7 @@ func (s *Server) GetRun(ctx context.Context, req *runv1.GetRunRequest) (*runv1.G
 	if err != nil {
 		return nil, err
 	}
-	status, err := s.watcher.status(ctx, run, true)
+	status, err := s.watcher.status(ctx, run, true, req.GetInFlight())
 	if err != nil {
 		return nil, err
 	}

@@ -26,13 +26,18 @@ type watcher struct {
 	conductors *conductors
 }
 
-// status is the status of a run now. With fresh, its inference workers are asked first.
-func (w *watcher) status(ctx context.Context, run *Run, fresh bool) (*runv1.RunStatus, error) {
+// status is the status of a run now. With fresh, its inference workers are asked first; with
+// inFlight, every worker is asked what it does.
+func (w *watcher) status(ctx context.Context, run *Run, fresh, inFlight bool) (*runv1.RunStatus, error) {
 	if c := w.conductors.get(run.GetRunId()); c != nil {
 		if fresh {
 			c.poller.poll(ctx)
 		}
-		return c.board.status(), nil
+		status := c.board.status()
+		if inFlight {
+			c.poller.inspect(ctx, status)
+		}
+		return status, nil
 	}
 	cursor, err := w.store.Cursor(ctx, run.GetRunId())
 	if err != nil {
@@ -89,7 +94,7 @@ func (w *watcher) watch(ctx context.Context, runID string, send func(*runv1.RunS
 // sendRecord sends the recorded status of a run that is not active here, unless it was sent last.
 // It returns what was sent last.
 func (w *watcher) sendRecord(ctx context.Context, run *Run, last *runv1.RunStatus, send func(*runv1.RunStatus) error) (*runv1.RunStatus, error) {
-	status, err := w.status(ctx, run, false)
+	status, err := w.status(ctx, run, false, false)
 	if err != nil || proto.Equal(status, last) {
 		return last, err
 	}

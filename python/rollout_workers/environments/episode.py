@@ -11,7 +11,8 @@ import logging
 import math
 import struct
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -188,6 +189,7 @@ class _Parts:
     dialogue: Dialogue
     freed: Callable[[str], None]
     releases: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+    runs: set[_Run] = field(default_factory=set["_Run"])
 
 
 class EpisodeRunner:
@@ -214,12 +216,24 @@ class EpisodeRunner:
         """Yield groups when they finish; each list has the groups that finished together. Closing
         the iterator aborts the others."""
         run = _Run(self._parts)
+        self._parts.runs.add(run)
         try:
             run.begin(tasks)
             while run.open:
                 yield await run.finished()
         finally:
+            self._parts.runs.discard(run)
             await run.close()
+
+    def doing(self) -> dict[str, tuple[str, float]]:
+        """What is done for each unfinished task, by its key: ``GENERATE`` or ``ENVIRONMENT``, and
+        since when, in seconds since 1970. If its samples differ, the oldest."""
+        found: dict[str, tuple[str, float]] = {}
+        for run in self._parts.runs:
+            for key, doing, since in run.doing():
+                if key not in found or since < found[key][1]:
+                    found[key] = doing, since
+        return found
 
 
 class _Run:
@@ -236,6 +250,7 @@ class _Run:
         self._timers: list[asyncio.TimerHandle] = []
         self._wake = asyncio.Event()
         self._step_planned = False
+        self._calls: dict[object, tuple[float, Sequence[str]]] = {}  # calls of the environment: since when, keys of tasks
 
     @property
     def open(self) -> bool:
@@ -258,6 +273,25 @@ class _Run:
             self._wake.clear()
         done, self._done = self._done, []
         return done
+
+    def doing(self) -> Iterator[tuple[str, str, float]]:
+        """Key of the task, what is done, since when."""
+        for since, keys in self._calls.values():
+            for key in keys:
+                yield key, "ENVIRONMENT", since
+        for episodes, _ in self._requests.values():
+            for episode in episodes:
+                if episode.result is None:
+                    yield episode.task.key, "GENERATE", episode.clocks[-1].asked if episode.clocks else episode.began
+
+    @contextmanager
+    def _calling(self, keys: Sequence[str]) -> Iterator[None]:
+        call = object()
+        self._calls[call] = time.time(), keys
+        try:
+            yield
+        finally:
+            del self._calls[call]
 
     async def close(self) -> None:
         for timer in self._timers:
@@ -305,7 +339,8 @@ class _Run:
     async def _reset(self, tasks: Sequence[Task]) -> Sequence[Observation | Refusal]:
         try:
             async with asyncio.timeout(_seconds(self._limits.turn_seconds)):
-                return starts_of(tasks, await self._environment.reset(tasks), self._limits.name)
+                with self._calling([task.key for task in tasks]):
+                    return starts_of(tasks, await self._environment.reset(tasks), self._limits.name)
         except TimeoutError:
             refusal = Refusal("ENVIRONMENT_TIMEOUT", self._late("reset"))
         except Exception as error:
@@ -409,7 +444,8 @@ class _Run:
         waits = getattr(self._environment, "waits_for_siblings", False)
         try:
             async with asyncio.timeout(None if waits else _seconds(self._limits.turn_seconds)):
-                answers = answers_of(turns, await self._environment.step(turns), self._limits.name)
+                with self._calling([episode.task.key for episode in episodes]):
+                    answers = answers_of(turns, await self._environment.step(turns), self._limits.name)
         except TimeoutError:
             answers = [replace(failed("ENVIRONMENT_TIMEOUT"), message=self._late("step"))] * len(turns)
         except Exception as error:

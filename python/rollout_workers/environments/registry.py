@@ -17,7 +17,7 @@ import importlib
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from rollout.config.v1.run_config_pb2 import RunConfig
@@ -25,6 +25,7 @@ from rollout.environment import Environment, ManagedEnvironment
 from rollout.plan.v1.plan_pb2 import Tool
 from rollout_workers.data.prompts import PromptReader, Text
 from rollout_workers.rewards.rewards import Scorer
+from rollout_workers.worker.calls import Calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Context:
     the tokenizer. base_dir: folder of the config's relative paths. verify: raises if a source file
     of the environment differs from the plan; call it before the file is loaded. tools: of the plan;
     None without a plan. changed: ends the worker with this message, because the environment differs
-    from the plan."""
+    from the plan. calls: where open calls of tools are recorded."""
 
     config: RunConfig
     prompts: PromptReader
@@ -43,6 +44,7 @@ class Context:
     verify: Callable[[], None] = lambda: None
     tools: Sequence[Tool] | None = None
     changed: Callable[[str], None] = lambda message: None
+    calls: Calls = field(default_factory=Calls)
 
     @property
     def args(self) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from rollout_workers.data.prompts import PromptInvalid, PromptReader
 from rollout_workers.environments.registry import Context
 from rollout_workers.environments.single_turn import SingleTurn
 from rollout_workers.environments.single_turn import build as build_single_turn
+from rollout_workers.worker.calls import Call, Calls
 
 _PROCESSES = min(4, os.cpu_count() or 1)
 
@@ -46,7 +47,14 @@ def build(context: Context) -> Tools:
     environment = context.config.environment
     python = os.path.join(context.base_dir, environment.python) if environment.python else sys.executable
     boxes = toolboxes(context.args, context.base_dir, environment.tool_timeout_seconds, python)
-    return Tools(build_single_turn(context), context.prompts, boxes, context.verify)
+    return Tools(
+        build_single_turn(context),
+        context.prompts,
+        boxes,
+        context.verify,
+        calls=context.calls,
+        seconds=environment.tool_timeout_seconds,
+    )
 
 
 def toolboxes(args: Mapping[str, Any], base_dir: str, seconds: float, python: str) -> list[Toolbox]:
@@ -134,9 +142,18 @@ class Tools:
     batched = False  # a slow tool delays no other episode
 
     def __init__(
-        self, answers: SingleTurn, prompts: PromptReader, boxes: Sequence[Toolbox], verify: Callable[[], None] = lambda: None
+        self,
+        answers: SingleTurn,
+        prompts: PromptReader,
+        boxes: Sequence[Toolbox],
+        verify: Callable[[], None] = lambda: None,
+        *,
+        calls: Calls | None = None,
+        seconds: float = 0.0,
     ) -> None:
-        """answers: scores the last turn. verify: raises if a file of a tool has changed."""
+        """answers: scores the last turn. verify: raises if a file of a tool has changed. calls:
+        where open calls are recorded. seconds: longest time of a call."""
+        self._calls, self._seconds = calls or Calls(), seconds
         self._answers, self._prompts, self._boxes, self._verify = answers, prompts, list(boxes), verify
         self._by_name: dict[str, Toolbox] = {}
         self._schemas: Schemas = ()
@@ -184,14 +201,15 @@ class Tools:
             [result] = await self._answers.step([replace(turn, text=turn.content)])
             await self.close([episode])
             return result
-        answer = await answered(turn, partial(self._call, episode))
+        answer = await answered(turn, partial(self._call, episode, turn.task.row_json))
         if isinstance(answer, Result):
             await self.close([episode])
         return answer
 
-    async def _call(self, episode: Key, call: ToolCall) -> tuple[str, bool]:
+    async def _call(self, episode: Key, row: bytes, call: ToolCall) -> tuple[str, bool]:
         """The text of a result, and whether the call was a mistake."""
         box = self._by_name.get(call.name)
         if box is None:
             raise ToolError(unknown_tool(call.name, self._by_name))
-        return await box.call(episode, call), False
+        with self._calls.open(Call("TOOL_CALL", call.name, (row,), self._seconds)):
+            return await box.call(episode, call), False

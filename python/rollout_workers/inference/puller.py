@@ -67,6 +67,14 @@ class Puller:
         """Number of groups that were started and are unfinished."""
         return len(self._active)
 
+    def waiting_items(self) -> list[tuple[WorkItem, bool]]:
+        """The groups that wait, each with whether it waits for weights."""
+        return [(item, not self._has_weights(item)) for item in self._waiting.values()]
+
+    def active_items(self) -> list[WorkItem]:
+        """The groups that were started and are unfinished."""
+        return list(self._active.values())
+
     @property
     def paused(self) -> bool:
         """Whether groups are neither requested nor started."""

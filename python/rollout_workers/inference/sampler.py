@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from opentelemetry.context import Context
 
@@ -41,6 +41,7 @@ class Outlet:
         self._publisher, self._services, self._throughput, self._puller = publisher, services, throughput, puller
         self._meters = Meters()
         self._waiting: list[_Parcel] = []
+        self._leaving: list[_Parcel] = []  # that are being published
         self._task: asyncio.Task[None] | None = None
 
     def send(self, items: Sequence[WorkItem], envelopes: Sequence[TrajectoryEnvelope]) -> None:
@@ -49,6 +50,10 @@ class Outlet:
         self._waiting.append(_Parcel(items, envelopes, outgoing()))
         if self._task is None:
             self._task = asyncio.create_task(self._send_all(), name="publish")
+
+    def unsent(self) -> dict[str, float]:
+        """When each item that is not acknowledged was sent, by its key, in seconds since 1970."""
+        return {item.key: parcel.since for parcel in (*self._leaving, *self._waiting) for item in parcel.items}
 
     async def drain(self) -> None:
         """Return when everything that was sent is published and acknowledged."""
@@ -65,9 +70,10 @@ class Outlet:
     async def _send_all(self) -> None:
         try:
             while self._waiting:
-                parcels, self._waiting = self._waiting, []
-                await self._publish(parcels)
+                self._leaving, self._waiting = self._waiting, []
+                await self._publish(self._leaving)
         finally:
+            self._leaving = []
             self._task = None
 
     async def _publish(self, parcels: list[_Parcel]) -> None:
@@ -100,6 +106,7 @@ class _Parcel:
     items: Sequence[WorkItem]
     envelopes: Sequence[TrajectoryEnvelope]
     headers: dict[str, str]
+    since: float = field(default_factory=time.time)
 
 
 class Sampler:
@@ -131,6 +138,14 @@ class Sampler:
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._outlet.drain()
+
+    def doing(self) -> dict[str, tuple[str, float]]:
+        """What is done for each item that is being sampled (:meth:`EpisodeRunner.doing`)."""
+        return self._runner.doing()
+
+    def unsent(self) -> dict[str, float]:
+        """The items that are being published (:meth:`Outlet.unsent`)."""
+        return self._outlet.unsent()
 
     async def stop(self) -> None:
         """Cancel all tasks. Their items are delivered again."""
@@ -223,6 +238,14 @@ class RowSender:
             made = self._rows.examples([item.group.row_json for item in items])
             envelopes = [encode_row(item.group, row, self._who.worker) for item, row in zip(items, made, strict=True)]
             self._outlet.send(items, [envelope for row in envelopes for envelope in row])
+
+    def doing(self) -> dict[str, tuple[str, float]]:
+        """Nothing is sampled."""
+        return {}
+
+    def unsent(self) -> dict[str, float]:
+        """The items that are being published (:meth:`Outlet.unsent`)."""
+        return self._outlet.unsent()
 
     async def drain(self) -> None:
         """Return when all rows are published and acknowledged."""

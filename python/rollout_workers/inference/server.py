@@ -13,6 +13,7 @@ from rollout.inference.v1.inference_pb2_grpc import InferenceWorkerServiceServic
 from rollout.weights.v1.weights_pb2 import EngineReceipt, WeightsReceipt
 from rollout_workers.inference.evaluation import Evaluation, NoEvaluation
 from rollout_workers.inference.generation import Generation
+from rollout_workers.inference.in_flight import InFlight
 from rollout_workers.inference.pipeline import SamplingContext
 from rollout_workers.inference.puller import Puller
 from rollout_workers.inference.updates import Pauses, WeightsUpdates
@@ -35,6 +36,7 @@ class InferenceServer(InferenceWorkerServiceServicer):
         generation: Generation,
         evaluation: Evaluation | None,
         puller: Puller,
+        in_flight: InFlight,
         lifecycle: Lifecycle,
         rewards: Scorer | None,
         updates: WeightsUpdates,
@@ -45,7 +47,7 @@ class InferenceServer(InferenceWorkerServiceServicer):
         self._model, self._max_model_len = context.config.name, context.config.engine.max_model_len
         self._generation, self._evaluation = generation, evaluation
         self._puller, self._throughput, self._lifecycle = puller, context.throughput, lifecycle
-        self._rewards, self._updates, self._pauses = rewards, updates, pauses
+        self._rewards, self._updates, self._pauses, self._in_flight = rewards, updates, pauses, in_flight
 
     async def LoadWeights(self, request: pb.LoadWeightsRequest, context: grpc.aio.ServicerContext) -> pb.LoadWeightsResponse:
         self._check_run(request.weights.run_id)
@@ -127,6 +129,7 @@ class InferenceServer(InferenceWorkerServiceServicer):
             staged_version=self._receipts.staged,
             reserved=self._who.reserved,
             paused=stats.paused or self._updates.draining,
+            in_flight=self._in_flight.activities() if request.in_flight else (),
         )
 
     async def _add_digests(self, piece: pb.GenerateResponse) -> None:

@@ -25,6 +25,7 @@ from rollout_workers.environments.limits import Limits
 from rollout_workers.inference.admission import Admission
 from rollout_workers.inference.evaluation import Evaluation
 from rollout_workers.inference.generation import Generation
+from rollout_workers.inference.in_flight import InFlight
 from rollout_workers.inference.model import Model, load
 from rollout_workers.inference.monitor import report_throughput, verify_weights
 from rollout_workers.inference.pipeline import Pipeline, SamplingContext
@@ -40,6 +41,7 @@ from rollout_workers.weights.transfer import service as delivery
 from rollout_workers.weights.transfer.cache import WeightsCache
 from rollout_workers.weights.transfer.fetch import Fetcher
 from rollout_workers.worker.bus import Reconnects, connect_worker
+from rollout_workers.worker.calls import Calls
 from rollout_workers.worker.discovery import Services
 from rollout_workers.worker.events import Events
 from rollout_workers.worker.heartbeat import Heartbeat
@@ -73,7 +75,8 @@ async def run_inference_worker(
         cleanup.push_async_callback(services.close)
         weights_cache = WeightsCache(spec.run_id, spec.run_directory, spec.worker_id, Fetcher(spec.run_id, services))
         cleanup.callback(weights_cache.close)
-        rewards = _rewards(spec, services, lifecycle)
+        calls = Calls()
+        rewards = _rewards(spec, services, lifecycle, calls)
         if rewards is not None:
             cleanup.push_async_callback(rewards.close)
         cleanup.push_async_callback(_disconnect, connecting)
@@ -90,7 +93,7 @@ async def run_inference_worker(
         if spec.plan.config.weights.update == "rolling" or who.reserved:
             admission = Admission(model.engine)
             model = replace(model, engine=cast(Engine, admission))
-        parts = _environment_context(spec, model, lifecycle, rewards)
+        parts = _environment_context(spec, model, lifecycle, rewards, calls)
         environment = await cleanup.enter_async_context(environments.opened(parts))
         context = SamplingContext.build(who, parts, environment, model, receipts)
         publisher = Publisher(client, who.trajectory_subject, who.trajectory_stream, who.process)
@@ -102,7 +105,7 @@ async def run_inference_worker(
         server = Server(spec.token, tls=of_mesh(spec))
         cleanup.push_async_callback(server.stop, 0)
         updates = WeightsUpdates(receipts, weights_cache, lifecycle, admission)
-        servicer = _servicer(spec, context, pipeline, lifecycle, rewards, updates, pauses)
+        servicer = _servicer(spec, context, pipeline, calls, lifecycle, rewards, updates, pauses)
         registration = await _serve(spec, who, lifecycle, server, servicer, delivery.WeightsServer(who, weights_cache))
         queue = await pipeline.start(client, heartbeat, who, reconnects)
         background = [
@@ -147,7 +150,7 @@ def _starts_paused(config: RunConfig) -> bool:
     return config.weights.update == "atomic" and not algorithm.traits(algorithm.name_of(config)).scores
 
 
-def _rewards(spec: WorkerSpec, services: Services, lifecycle: Lifecycle) -> Scorer | None:
+def _rewards(spec: WorkerSpec, services: Services, lifecycle: Lifecycle, calls: Calls) -> Scorer | None:
     config = spec.plan.config
     if not config.HasField("reward"):
         return None
@@ -155,15 +158,17 @@ def _rewards(spec: WorkerSpec, services: Services, lifecycle: Lifecycle) -> Scor
     def worker(number: int) -> RewardSource:
         return RewardWorker(services, spec.run_id, f"reward-{number}", start_seconds=config.limits.worker_start_seconds or 300.0)
 
-    return scorer_of(config.reward, spec.base_dir, worker, Pinned(spec.plan.inputs, spec.base_dir, lifecycle.crash))
+    return scorer_of(config.reward, spec.base_dir, worker, Pinned(spec.plan.inputs, spec.base_dir, lifecycle.crash), calls)
 
 
-def _environment_context(spec: WorkerSpec, model: Model, lifecycle: Lifecycle, rewards: Scorer | None) -> environments.Context:
+def _environment_context(
+    spec: WorkerSpec, model: Model, lifecycle: Lifecycle, rewards: Scorer | None, calls: Calls
+) -> environments.Context:
     config = spec.plan.config
     pinned = Pinned(spec.plan.inputs, spec.base_dir, lifecycle.crash, environment=True)
     prompts = PromptReader.of_samples(config, model.text)
     return environments.Context(
-        config, prompts, rewards, model.text, spec.base_dir, pinned.verify_running, spec.plan.tools, lifecycle.crash
+        config, prompts, rewards, model.text, spec.base_dir, pinned.verify_running, spec.plan.tools, lifecycle.crash, calls
     )
 
 
@@ -171,6 +176,7 @@ def _servicer(
     spec: WorkerSpec,
     context: SamplingContext,
     pipeline: Pipeline,
+    calls: Calls,
     lifecycle: Lifecycle,
     rewards: Scorer | None,
     updates: WeightsUpdates,
@@ -190,7 +196,8 @@ def _servicer(
             chat=config.model.chat_template,
         )
     generation = Generation(context.model, context.params, config.engine.max_model_len, family=config.model.chat_family)
-    return InferenceServer(context, generation, evaluation, pipeline.puller, lifecycle, rewards, updates, pauses)
+    in_flight = InFlight(pipeline.puller, pipeline.consumer, calls, Limits.of(config))
+    return InferenceServer(context, generation, evaluation, pipeline.puller, in_flight, lifecycle, rewards, updates, pauses)
 
 
 async def _serve(

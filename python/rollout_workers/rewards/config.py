@@ -10,21 +10,29 @@ from rollout_workers.rewards.composite import Composite, Part
 from rollout_workers.rewards.pinned import Pinned
 from rollout_workers.rewards.plugin import RewardPool
 from rollout_workers.rewards.rewards import Rewards, RewardSource, Scorer
+from rollout_workers.worker.calls import Calls
 
 Worker = Callable[[int], RewardSource]
 
 
-def scorer_of(config: RewardConfig, base_dir: str, worker: Worker, pinned: Pinned | None = None) -> Scorer:
+def scorer_of(
+    config: RewardConfig, base_dir: str, worker: Worker, pinned: Pinned | None = None, calls: Calls | None = None
+) -> Scorer:
     """base_dir: folder to which the paths of plugins are relative. worker: returns the source for
-    the N-th reward model, ``reward-N``. pinned: the files of plugins in the plan of a run."""
+    the N-th reward model, ``reward-N``. pinned: the files of plugins in the plan of a run. calls:
+    where open calls are recorded."""
     if not config.composite:
         return Rewards(
-            _source(config, config, base_dir, worker, 0, pinned), timeout_seconds=config.timeout_seconds, retries=config.retries
+            _source(config, config, base_dir, worker, 0, pinned),
+            timeout_seconds=config.timeout_seconds,
+            retries=config.retries,
+            name=_name(config, 0),
+            calls=calls,
         )
     parts: list[Part] = []
     served = 0
     for name in part_names(config):
-        parts.append(_part(name, config, base_dir, worker, served, pinned))
+        parts.append(_part(name, config, base_dir, worker, served, pinned, calls))
         served += config.composite[name].HasField("model")
     return Composite(parts)
 
@@ -41,7 +49,22 @@ def part_names(config: RewardConfig) -> Sequence[str]:
     return sorted(config.composite)
 
 
-def _part(name: str, config: RewardConfig, base_dir: str, worker: Worker, served: int, pinned: Pinned | None) -> Part:
+def _name(config: RewardConfig | RewardPartConfig, served: int) -> str:
+    """The name of a reward, for people."""
+    if config.HasField("model"):
+        return f"reward-{served}"
+    return "reward.expression" if config.HasField("expression") else config.plugin
+
+
+def _part(
+    name: str,
+    config: RewardConfig,
+    base_dir: str,
+    worker: Worker,
+    served: int,
+    pinned: Pinned | None,
+    calls: Calls | None,
+) -> Part:
     part = config.composite[name]
     return Part(
         name,
@@ -50,6 +73,8 @@ def _part(name: str, config: RewardConfig, base_dir: str, worker: Worker, served
             _source(config, part, base_dir, worker, served, pinned),
             timeout_seconds=part.timeout_seconds if part.HasField("timeout_seconds") else config.timeout_seconds,
             retries=part.retries if part.HasField("retries") else config.retries,
+            name=_name(part, served),
+            calls=calls,
         ),
     )
 

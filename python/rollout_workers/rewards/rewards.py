@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 
 from rollout.environment import Result, failed, reason_of
 from rollout.plugin import RewardError, Score
+from rollout_workers.worker.calls import Call, Calls
 
 log = logging.getLogger(__name__)
 
@@ -103,9 +104,12 @@ class _Waiting:
 class Rewards:
     """A :class:`Scorer` with a single source."""
 
-    def __init__(self, source: RewardSource, *, timeout_seconds: float, retries: int) -> None:
-        """timeout_seconds: of one call. retries: how often a failed call is repeated."""
-        self._source = source
+    def __init__(
+        self, source: RewardSource, *, timeout_seconds: float, retries: int, name: str = "", calls: Calls | None = None
+    ) -> None:
+        """timeout_seconds: of one call. retries: how often a failed call is repeated. name: of the
+        reward, in calls. calls: where its open calls are recorded."""
+        self._source, self._name, self._open = source, name, calls or Calls()
         self._timeout, self._retries = timeout_seconds, retries
         self._waiting: deque[_Waiting] = deque()
         self._most_groups = _MOST_GROUPS
@@ -195,7 +199,9 @@ class Rewards:
         call = object()
         self._calls[call] = time.monotonic()
         try:
-            scores = await self._source.call(groups, self._timeout)
+            rows = tuple(group.row_json for group in groups)
+            with self._open.open(Call("REWARD", self._name, rows, self._timeout)):
+                scores = await self._source.call(groups, self._timeout)
         finally:
             del self._calls[call]
         made = {id(score): score for score in scores}  # samples may share an object

@@ -10,6 +10,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from rollout.session.v1 import session_pb2 as _session_pb2
 from rollout.trajectory.v1 import trajectory_pb2 as _trajectory_pb2
+from rollout.wait.v1 import wait_pb2 as _wait_pb2
 from rollout.weights.v1 import weights_pb2 as _weights_pb2
 import builtins as _builtins
 import sys
@@ -1432,16 +1433,21 @@ Global___ResumeEngineResponse: _TypeAlias = ResumeEngineResponse  # noqa: Y015
 
 @_typing.final
 class GetInferenceStatusRequest(_message.Message):
-    """GetInferenceStatusRequest is empty."""
+    """GetInferenceStatusRequest asks for the state."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    in_flight: _builtins.bool
+    """Whether to return `in_flight`."""
     def __init__(
         self,
+        *,
+        in_flight: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_flight", b"in_flight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1470,6 +1476,7 @@ class GetInferenceStatusResponse(_message.Message):
     STAGED_VERSION_FIELD_NUMBER: _builtins.int
     RESERVED_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_FIELD_NUMBER: _builtins.int
     active: _builtins.int
     """Slots in use."""
     slots: _builtins.int
@@ -1508,6 +1515,10 @@ class GetInferenceStatusResponse(_message.Message):
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[_weights_pb2.EngineReceipt]:
         """Weights version and digest of each engine of the worker."""
 
+    @_builtins.property
+    def in_flight(self) -> _containers.RepeatedCompositeFieldContainer[_wait_pb2.Activity]:
+        """If requested: what the worker does now for its groups, the longest first."""
+
     def __init__(
         self,
         *,
@@ -1528,10 +1539,11 @@ class GetInferenceStatusResponse(_message.Message):
         staged_version: _builtins.int | None = ...,
         reserved: _builtins.bool = ...,
         paused: _builtins.bool = ...,
+        in_flight: _abc.Iterable[_wait_pb2.Activity] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_staged_version", b"_staged_version", "receipt", b"receipt", "staged_version", b"staged_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_staged_version", b"_staged_version", "active", b"active", "activity", b"activity", "engines", b"engines", "max_model_len", b"max_model_len", "model", b"model", "paused", b"paused", "process_id", b"process_id", "queued", b"queued", "receipt", b"receipt", "reserved", b"reserved", "reward_retries", b"reward_retries", "samples", b"samples", "samples_per_second", b"samples_per_second", "slots", b"slots", "staged_version", b"staged_version", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_staged_version", b"_staged_version", "active", b"active", "activity", b"activity", "engines", b"engines", "in_flight", b"in_flight", "max_model_len", b"max_model_len", "model", b"model", "paused", b"paused", "process_id", b"process_id", "queued", b"queued", "receipt", b"receipt", "reserved", b"reserved", "reward_retries", b"reward_retries", "samples", b"samples", "samples_per_second", b"samples_per_second", "slots", b"slots", "staged_version", b"staged_version", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__staged_version: _TypeAlias = _typing.Literal["staged_version"]  # noqa: Y015
     _WhichOneofArgType__staged_version: _TypeAlias = _typing.Literal["_staged_version", b"_staged_version"]  # noqa: Y015

@@ -3,9 +3,12 @@
 isort:skip_file
 Package rollout.wait.v1 explains a stall: what a run waits for, and who can end the wait."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from google.protobuf.internal import containers as _containers
+from rollout.event.v1 import event_pb2 as _event_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -56,3 +59,137 @@ class Wait(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Wait: _TypeAlias = Wait  # noqa: Y015
+
+@_typing.final
+class Activity(_message.Message):
+    """Activity is what a worker does now for some of its groups."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DOING_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    LIMIT_SECONDS_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    doing: _builtins.str
+    """`GENERATE`, `TOOL_CALL`, `ENVIRONMENT`, `REWARD`, `PUBLISH`, or a wait: `WEIGHTS` for newer
+    weights, `SLOT` for a free slot of the engine.
+    """
+    name: _builtins.str
+    """Name of the tool, the environment, or the reward; empty for the others."""
+    limit_seconds: _builtins.float
+    """Longest duration, in seconds; 0: no limit."""
+    groups: _builtins.int
+    """Number of groups."""
+    @_builtins.property
+    def since(self) -> _timestamp_pb2.Timestamp:
+        """Since when the first of the groups is in it, UTC."""
+
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Positions of the prompts, at most 32 of them, ascending (PromptGroup.position)."""
+
+    def __init__(
+        self,
+        *,
+        doing: _builtins.str = ...,
+        name: _builtins.str = ...,
+        since: _timestamp_pb2.Timestamp | None = ...,
+        limit_seconds: _builtins.float = ...,
+        positions: _abc.Iterable[_builtins.int] | None = ...,
+        groups: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["doing", b"doing", "groups", b"groups", "limit_seconds", b"limit_seconds", "name", b"name", "positions", b"positions", "since", b"since"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Activity: _TypeAlias = Activity  # noqa: Y015
+
+@_typing.final
+class Explanation(_message.Message):
+    """Explanation is why a run waits, or why it has ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
+    OTHERS_FIELD_NUMBER: _builtins.int
+    UNANSWERED_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    name: _builtins.str
+    """Name of the run."""
+    state: _builtins.str
+    """State of the run, e.g. `RUNNING`."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When it was observed, UTC."""
+
+    @_builtins.property
+    def chain(self) -> _containers.RepeatedCompositeFieldContainer[Global___Wait]:
+        """From what the run waits for to the root cause. Each wait is the reason of the one before it."""
+
+    @_builtins.property
+    def others(self) -> _containers.RepeatedCompositeFieldContainer[Global___Wait]:
+        """Waits that the chain does not explain."""
+
+    @_builtins.property
+    def unanswered(self) -> _containers.RepeatedCompositeFieldContainer[Global___Unanswered]:
+        """Services and workers that were asked and did not answer, each with the error."""
+
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[_event_pb2.Event]:
+        """The newest events of the run, oldest first."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        state: _builtins.str = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        chain: _abc.Iterable[Global___Wait] | None = ...,
+        others: _abc.Iterable[Global___Wait] | None = ...,
+        unanswered: _abc.Iterable[Global___Unanswered] | None = ...,
+        events: _abc.Iterable[_event_pb2.Event] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "events", b"events", "name", b"name", "others", b"others", "run_id", b"run_id", "state", b"state", "time", b"time", "unanswered", b"unanswered"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Explanation: _TypeAlias = Explanation  # noqa: Y015
+
+@_typing.final
+class Unanswered(_message.Message):
+    """Unanswered is a service or worker that did not answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name."""
+    error: _builtins.str
+    """The error, as text."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Unanswered: _TypeAlias = Unanswered  # noqa: Y015

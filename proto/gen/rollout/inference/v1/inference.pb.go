@@ -12,6 +12,7 @@ import (
 	_ "buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
 	v1 "github.com/rollout-rl/rollout/proto/gen/rollout/session/v1"
 	v12 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
+	v13 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 	v11 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
@@ -2695,9 +2696,11 @@ func (*ResumeEngineResponse) Descriptor() ([]byte, []int) {
 	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{35}
 }
 
-// GetInferenceStatusRequest is empty.
+// GetInferenceStatusRequest asks for the state.
 type GetInferenceStatusRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Whether to return `in_flight`.
+	InFlight      bool `protobuf:"varint,1,opt,name=in_flight,json=inFlight,proto3" json:"in_flight,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2730,6 +2733,13 @@ func (x *GetInferenceStatusRequest) ProtoReflect() protoreflect.Message {
 // Deprecated: Use GetInferenceStatusRequest.ProtoReflect.Descriptor instead.
 func (*GetInferenceStatusRequest) Descriptor() ([]byte, []int) {
 	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{36}
+}
+
+func (x *GetInferenceStatusRequest) GetInFlight() bool {
+	if x != nil {
+		return x.InFlight
+	}
+	return false
 }
 
 // GetInferenceStatusResponse is the state of the worker.
@@ -2768,7 +2778,9 @@ type GetInferenceStatusResponse struct {
 	// Whether the worker only evaluates (eval.workers).
 	Reserved bool `protobuf:"varint,16,opt,name=reserved,proto3" json:"reserved,omitempty"`
 	// Whether new requests wait: the engine is paused, or a commit waits for the running requests.
-	Paused        bool `protobuf:"varint,17,opt,name=paused,proto3" json:"paused,omitempty"`
+	Paused bool `protobuf:"varint,17,opt,name=paused,proto3" json:"paused,omitempty"`
+	// If requested: what the worker does now for its groups, the longest first.
+	InFlight      []*v13.Activity `protobuf:"bytes,18,rep,name=in_flight,json=inFlight,proto3" json:"in_flight,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2922,11 +2934,18 @@ func (x *GetInferenceStatusResponse) GetPaused() bool {
 	return false
 }
 
+func (x *GetInferenceStatusResponse) GetInFlight() []*v13.Activity {
+	if x != nil {
+		return x.InFlight
+	}
+	return nil
+}
+
 var File_rollout_inference_v1_inference_proto protoreflect.FileDescriptor
 
 const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\n" +
-	"$rollout/inference/v1/inference.proto\x12\x14rollout.inference.v1\x1a\x1bbuf/validate/validate.proto\x1a rollout/session/v1/session.proto\x1a&rollout/trajectory/v1/trajectory.proto\x1a rollout/weights/v1/weights.proto\"\xcb\b\n" +
+	"$rollout/inference/v1/inference.proto\x12\x14rollout.inference.v1\x1a\x1bbuf/validate/validate.proto\x1a rollout/session/v1/session.proto\x1a&rollout/trajectory/v1/trajectory.proto\x1a\x1arollout/wait/v1/wait.proto\x1a rollout/weights/v1/weights.proto\"\xcb\b\n" +
 	"\x0eSamplingParams\x12>\n" +
 	"\vtemperature\x18\x01 \x01(\x01B\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00$@)\x00\x00\x00\x00\x00\x00\x00\x00H\x00R\vtemperature\x88\x01\x01\x121\n" +
 	"\x05top_p\x18\x02 \x01(\x01B\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?!\x00\x00\x00\x00\x00\x00\x00\x00H\x01R\x04topP\x88\x01\x01\x12\x18\n" +
@@ -3151,8 +3170,9 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"maxSeconds\"\x15\n" +
 	"\x13PauseEngineResponse\"\x15\n" +
 	"\x13ResumeEngineRequest\"\x16\n" +
-	"\x14ResumeEngineResponse\"\x1b\n" +
-	"\x19GetInferenceStatusRequest\"\xf8\x04\n" +
+	"\x14ResumeEngineResponse\"8\n" +
+	"\x19GetInferenceStatusRequest\x12\x1b\n" +
+	"\tin_flight\x18\x01 \x01(\bR\binFlight\"\xb0\x05\n" +
 	"\x1aGetInferenceStatusResponse\x12<\n" +
 	"\areceipt\x18\x01 \x01(\v2\".rollout.weights.v1.WeightsReceiptR\areceipt\x12\x16\n" +
 	"\x06active\x18\x02 \x01(\rR\x06active\x12\x14\n" +
@@ -3172,7 +3192,8 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\aengines\x18\x0e \x03(\v2!.rollout.weights.v1.EngineReceiptR\aengines\x12*\n" +
 	"\x0estaged_version\x18\x0f \x01(\x04H\x00R\rstagedVersion\x88\x01\x01\x12\x1a\n" +
 	"\breserved\x18\x10 \x01(\bR\breserved\x12\x16\n" +
-	"\x06paused\x18\x11 \x01(\bR\x06pausedB\x11\n" +
+	"\x06paused\x18\x11 \x01(\bR\x06paused\x126\n" +
+	"\tin_flight\x18\x12 \x03(\v2\x19.rollout.wait.v1.ActivityR\binFlightB\x11\n" +
 	"\x0f_staged_version2\xf1\b\n" +
 	"\x16InferenceWorkerService\x12b\n" +
 	"\vLoadWeights\x12(.rollout.inference.v1.LoadWeightsRequest\x1a).rollout.inference.v1.LoadWeightsResponse\x12e\n" +
@@ -3252,6 +3273,7 @@ var file_rollout_inference_v1_inference_proto_goTypes = []any{
 	(*v11.EngineReceipt)(nil),          // 45: rollout.weights.v1.EngineReceipt
 	(*v12.VersionSpan)(nil),            // 46: rollout.trajectory.v1.VersionSpan
 	(v12.Outcome)(0),                   // 47: rollout.trajectory.v1.Outcome
+	(*v13.Activity)(nil),               // 48: rollout.wait.v1.Activity
 }
 var file_rollout_inference_v1_inference_proto_depIdxs = []int32{
 	39, // 0: rollout.inference.v1.SamplingParams.logit_bias:type_name -> rollout.inference.v1.SamplingParams.LogitBiasEntry
@@ -3290,33 +3312,34 @@ var file_rollout_inference_v1_inference_proto_depIdxs = []int32{
 	11, // 33: rollout.inference.v1.DetokenizeRequest.prompts:type_name -> rollout.inference.v1.TokenIds
 	44, // 34: rollout.inference.v1.GetInferenceStatusResponse.receipt:type_name -> rollout.weights.v1.WeightsReceipt
 	45, // 35: rollout.inference.v1.GetInferenceStatusResponse.engines:type_name -> rollout.weights.v1.EngineReceipt
-	13, // 36: rollout.inference.v1.InferenceWorkerService.LoadWeights:input_type -> rollout.inference.v1.LoadWeightsRequest
-	15, // 37: rollout.inference.v1.InferenceWorkerService.StageWeights:input_type -> rollout.inference.v1.StageWeightsRequest
-	17, // 38: rollout.inference.v1.InferenceWorkerService.CommitWeights:input_type -> rollout.inference.v1.CommitWeightsRequest
-	19, // 39: rollout.inference.v1.InferenceWorkerService.Generate:input_type -> rollout.inference.v1.GenerateRequest
-	24, // 40: rollout.inference.v1.InferenceWorkerService.Evaluate:input_type -> rollout.inference.v1.EvaluateRequest
-	27, // 41: rollout.inference.v1.InferenceWorkerService.Tokenize:input_type -> rollout.inference.v1.TokenizeRequest
-	29, // 42: rollout.inference.v1.InferenceWorkerService.Detokenize:input_type -> rollout.inference.v1.DetokenizeRequest
-	31, // 43: rollout.inference.v1.InferenceWorkerService.AbortRequests:input_type -> rollout.inference.v1.AbortRequestsRequest
-	33, // 44: rollout.inference.v1.InferenceWorkerService.PauseEngine:input_type -> rollout.inference.v1.PauseEngineRequest
-	35, // 45: rollout.inference.v1.InferenceWorkerService.ResumeEngine:input_type -> rollout.inference.v1.ResumeEngineRequest
-	37, // 46: rollout.inference.v1.InferenceWorkerService.GetInferenceStatus:input_type -> rollout.inference.v1.GetInferenceStatusRequest
-	14, // 47: rollout.inference.v1.InferenceWorkerService.LoadWeights:output_type -> rollout.inference.v1.LoadWeightsResponse
-	16, // 48: rollout.inference.v1.InferenceWorkerService.StageWeights:output_type -> rollout.inference.v1.StageWeightsResponse
-	18, // 49: rollout.inference.v1.InferenceWorkerService.CommitWeights:output_type -> rollout.inference.v1.CommitWeightsResponse
-	20, // 50: rollout.inference.v1.InferenceWorkerService.Generate:output_type -> rollout.inference.v1.GenerateResponse
-	25, // 51: rollout.inference.v1.InferenceWorkerService.Evaluate:output_type -> rollout.inference.v1.EvaluateResponse
-	28, // 52: rollout.inference.v1.InferenceWorkerService.Tokenize:output_type -> rollout.inference.v1.TokenizeResponse
-	30, // 53: rollout.inference.v1.InferenceWorkerService.Detokenize:output_type -> rollout.inference.v1.DetokenizeResponse
-	32, // 54: rollout.inference.v1.InferenceWorkerService.AbortRequests:output_type -> rollout.inference.v1.AbortRequestsResponse
-	34, // 55: rollout.inference.v1.InferenceWorkerService.PauseEngine:output_type -> rollout.inference.v1.PauseEngineResponse
-	36, // 56: rollout.inference.v1.InferenceWorkerService.ResumeEngine:output_type -> rollout.inference.v1.ResumeEngineResponse
-	38, // 57: rollout.inference.v1.InferenceWorkerService.GetInferenceStatus:output_type -> rollout.inference.v1.GetInferenceStatusResponse
-	47, // [47:58] is the sub-list for method output_type
-	36, // [36:47] is the sub-list for method input_type
-	36, // [36:36] is the sub-list for extension type_name
-	36, // [36:36] is the sub-list for extension extendee
-	0,  // [0:36] is the sub-list for field type_name
+	48, // 36: rollout.inference.v1.GetInferenceStatusResponse.in_flight:type_name -> rollout.wait.v1.Activity
+	13, // 37: rollout.inference.v1.InferenceWorkerService.LoadWeights:input_type -> rollout.inference.v1.LoadWeightsRequest
+	15, // 38: rollout.inference.v1.InferenceWorkerService.StageWeights:input_type -> rollout.inference.v1.StageWeightsRequest
+	17, // 39: rollout.inference.v1.InferenceWorkerService.CommitWeights:input_type -> rollout.inference.v1.CommitWeightsRequest
+	19, // 40: rollout.inference.v1.InferenceWorkerService.Generate:input_type -> rollout.inference.v1.GenerateRequest
+	24, // 41: rollout.inference.v1.InferenceWorkerService.Evaluate:input_type -> rollout.inference.v1.EvaluateRequest
+	27, // 42: rollout.inference.v1.InferenceWorkerService.Tokenize:input_type -> rollout.inference.v1.TokenizeRequest
+	29, // 43: rollout.inference.v1.InferenceWorkerService.Detokenize:input_type -> rollout.inference.v1.DetokenizeRequest
+	31, // 44: rollout.inference.v1.InferenceWorkerService.AbortRequests:input_type -> rollout.inference.v1.AbortRequestsRequest
+	33, // 45: rollout.inference.v1.InferenceWorkerService.PauseEngine:input_type -> rollout.inference.v1.PauseEngineRequest
+	35, // 46: rollout.inference.v1.InferenceWorkerService.ResumeEngine:input_type -> rollout.inference.v1.ResumeEngineRequest
+	37, // 47: rollout.inference.v1.InferenceWorkerService.GetInferenceStatus:input_type -> rollout.inference.v1.GetInferenceStatusRequest
+	14, // 48: rollout.inference.v1.InferenceWorkerService.LoadWeights:output_type -> rollout.inference.v1.LoadWeightsResponse
+	16, // 49: rollout.inference.v1.InferenceWorkerService.StageWeights:output_type -> rollout.inference.v1.StageWeightsResponse
+	18, // 50: rollout.inference.v1.InferenceWorkerService.CommitWeights:output_type -> rollout.inference.v1.CommitWeightsResponse
+	20, // 51: rollout.inference.v1.InferenceWorkerService.Generate:output_type -> rollout.inference.v1.GenerateResponse
+	25, // 52: rollout.inference.v1.InferenceWorkerService.Evaluate:output_type -> rollout.inference.v1.EvaluateResponse
+	28, // 53: rollout.inference.v1.InferenceWorkerService.Tokenize:output_type -> rollout.inference.v1.TokenizeResponse
+	30, // 54: rollout.inference.v1.InferenceWorkerService.Detokenize:output_type -> rollout.inference.v1.DetokenizeResponse
+	32, // 55: rollout.inference.v1.InferenceWorkerService.AbortRequests:output_type -> rollout.inference.v1.AbortRequestsResponse
+	34, // 56: rollout.inference.v1.InferenceWorkerService.PauseEngine:output_type -> rollout.inference.v1.PauseEngineResponse
+	36, // 57: rollout.inference.v1.InferenceWorkerService.ResumeEngine:output_type -> rollout.inference.v1.ResumeEngineResponse
+	38, // 58: rollout.inference.v1.InferenceWorkerService.GetInferenceStatus:output_type -> rollout.inference.v1.GetInferenceStatusResponse
+	48, // [48:59] is the sub-list for method output_type
+	37, // [37:48] is the sub-list for method input_type
+	37, // [37:37] is the sub-list for extension type_name
+	37, // [37:37] is the sub-list for extension extendee
+	0,  // [0:37] is the sub-list for field type_name
 }
 
 func init() { file_rollout_inference_v1_inference_proto_init() }

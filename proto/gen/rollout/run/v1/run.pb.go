@@ -527,7 +527,11 @@ type Worker struct {
 	// Id of the process that the launcher started, opaque and unique; empty while no process runs.
 	ProcessId string `protobuf:"bytes,11,opt,name=process_id,json=processId,proto3" json:"process_id,omitempty"`
 	// Whether it is reserved for evaluations (eval.workers).
-	Reserved      bool `protobuf:"varint,12,opt,name=reserved,proto3" json:"reserved,omitempty"`
+	Reserved bool `protobuf:"varint,12,opt,name=reserved,proto3" json:"reserved,omitempty"`
+	// If requested: what it does now for its groups, the longest first; inference workers only.
+	InFlight []*v11.Activity `protobuf:"bytes,13,rep,name=in_flight,json=inFlight,proto3" json:"in_flight,omitempty"`
+	// If requested: why it does nothing, e.g. that its process is stopped.
+	Waits         []*v11.Wait `protobuf:"bytes,14,rep,name=waits,proto3" json:"waits,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -644,6 +648,20 @@ func (x *Worker) GetReserved() bool {
 		return x.Reserved
 	}
 	return false
+}
+
+func (x *Worker) GetInFlight() []*v11.Activity {
+	if x != nil {
+		return x.InFlight
+	}
+	return nil
+}
+
+func (x *Worker) GetWaits() []*v11.Wait {
+	if x != nil {
+		return x.Waits
+	}
+	return nil
 }
 
 // Queues counts the groups of a run by stage.
@@ -1389,7 +1407,9 @@ func (x *CreateRunResponse) GetRun() *Run {
 type GetRunRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run id, or a unique prefix of it, or a name (then the newest run of it).
-	RunId         string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// Whether to ask every worker what it does now (Worker.in_flight, Worker.waits).
+	InFlight      bool `protobuf:"varint,2,opt,name=in_flight,json=inFlight,proto3" json:"in_flight,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1429,6 +1449,13 @@ func (x *GetRunRequest) GetRunId() string {
 		return x.RunId
 	}
 	return ""
+}
+
+func (x *GetRunRequest) GetInFlight() bool {
+	if x != nil {
+		return x.InFlight
+	}
+	return false
 }
 
 // GetRunResponse holds the run and its status.
@@ -2410,7 +2437,7 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\bposition\x18\x01 \x01(\x04R\bposition\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\rR\x05epoch\x12\x14\n" +
 	"\x05index\x18\x03 \x01(\x04R\x05index\x12\x12\n" +
-	"\x04rows\x18\x04 \x01(\x04R\x04rows\"\xf5\x02\n" +
+	"\x04rows\x18\x04 \x01(\x04R\x04rows\"\xda\x03\n" +
 	"\x06Worker\x12\x1b\n" +
 	"\tworker_id\x18\x01 \x01(\tR\bworkerId\x12\x12\n" +
 	"\x04kind\x18\x02 \x01(\tR\x04kind\x12\x18\n" +
@@ -2425,7 +2452,9 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	" \x01(\x01R\x0ftokensPerSecond\x12\x1d\n" +
 	"\n" +
 	"process_id\x18\v \x01(\tR\tprocessId\x12\x1a\n" +
-	"\breserved\x18\f \x01(\bR\breserved\"\x8a\x02\n" +
+	"\breserved\x18\f \x01(\bR\breserved\x126\n" +
+	"\tin_flight\x18\r \x03(\v2\x19.rollout.wait.v1.ActivityR\binFlight\x12+\n" +
+	"\x05waits\x18\x0e \x03(\v2\x15.rollout.wait.v1.WaitR\x05waits\"\x8a\x02\n" +
 	"\x06Queues\x12\x1b\n" +
 	"\tin_flight\x18\x01 \x01(\x04R\binFlight\x12\x14\n" +
 	"\x05ready\x18\x02 \x01(\x04R\x05ready\x12\x16\n" +
@@ -2492,9 +2521,10 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\x0fidempotency_key\x18\x03 \x01(\tB\b\xbaH\x05r\x03\x18\x80\x01R\x0eidempotencyKey\x12#\n" +
 	"\rfrom_snapshot\x18\x04 \x01(\tR\ffromSnapshot\":\n" +
 	"\x11CreateRunResponse\x12%\n" +
-	"\x03run\x18\x01 \x01(\v2\x13.rollout.run.v1.RunR\x03run\"/\n" +
+	"\x03run\x18\x01 \x01(\v2\x13.rollout.run.v1.RunR\x03run\"L\n" +
 	"\rGetRunRequest\x12\x1e\n" +
-	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"C\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x1b\n" +
+	"\tin_flight\x18\x02 \x01(\bR\binFlight\"C\n" +
 	"\x0eGetRunResponse\x121\n" +
 	"\x06status\x18\x01 \x01(\v2\x19.rollout.run.v1.RunStatusR\x06status\"\x98\x01\n" +
 	"\x0fListRunsRequest\x12?\n" +
@@ -2619,59 +2649,62 @@ var file_rollout_run_v1_run_proto_goTypes = []any{
 	nil,                           // 31: rollout.run.v1.Queues.FailuresEntry
 	(*v1.Plan)(nil),               // 32: rollout.plan.v1.Plan
 	(*timestamppb.Timestamp)(nil), // 33: google.protobuf.Timestamp
-	(*v11.Wait)(nil),              // 34: rollout.wait.v1.Wait
+	(*v11.Activity)(nil),          // 34: rollout.wait.v1.Activity
+	(*v11.Wait)(nil),              // 35: rollout.wait.v1.Wait
 }
 var file_rollout_run_v1_run_proto_depIdxs = []int32{
 	32, // 0: rollout.run.v1.Run.plan:type_name -> rollout.plan.v1.Plan
 	0,  // 1: rollout.run.v1.Run.state:type_name -> rollout.run.v1.RunState
 	33, // 2: rollout.run.v1.Run.create_time:type_name -> google.protobuf.Timestamp
 	33, // 3: rollout.run.v1.Run.end_time:type_name -> google.protobuf.Timestamp
-	31, // 4: rollout.run.v1.Queues.failures:type_name -> rollout.run.v1.Queues.FailuresEntry
-	1,  // 5: rollout.run.v1.RunStatus.run:type_name -> rollout.run.v1.Run
-	5,  // 6: rollout.run.v1.RunStatus.queues:type_name -> rollout.run.v1.Queues
-	4,  // 7: rollout.run.v1.RunStatus.workers:type_name -> rollout.run.v1.Worker
-	3,  // 8: rollout.run.v1.RunStatus.cursor:type_name -> rollout.run.v1.Cursor
-	33, // 9: rollout.run.v1.RunStatus.waiting_since:type_name -> google.protobuf.Timestamp
-	34, // 10: rollout.run.v1.RunStatus.waits:type_name -> rollout.wait.v1.Wait
-	32, // 11: rollout.run.v1.WorkerSpec.plan:type_name -> rollout.plan.v1.Plan
-	9,  // 12: rollout.run.v1.WorkerSpec.nats:type_name -> rollout.run.v1.NatsAccess
-	8,  // 13: rollout.run.v1.WorkerSpec.tls:type_name -> rollout.run.v1.WorkerTls
-	1,  // 14: rollout.run.v1.CreateRunResponse.run:type_name -> rollout.run.v1.Run
-	6,  // 15: rollout.run.v1.GetRunResponse.status:type_name -> rollout.run.v1.RunStatus
-	0,  // 16: rollout.run.v1.ListRunsRequest.states:type_name -> rollout.run.v1.RunState
-	1,  // 17: rollout.run.v1.ListRunsResponse.runs:type_name -> rollout.run.v1.Run
-	1,  // 18: rollout.run.v1.CancelRunResponse.run:type_name -> rollout.run.v1.Run
-	1,  // 19: rollout.run.v1.PauseRunResponse.run:type_name -> rollout.run.v1.Run
-	1,  // 20: rollout.run.v1.ResumeRunResponse.run:type_name -> rollout.run.v1.Run
-	6,  // 21: rollout.run.v1.WatchRunResponse.status:type_name -> rollout.run.v1.RunStatus
-	0,  // 22: rollout.run.v1.CompleteRunRequest.state:type_name -> rollout.run.v1.RunState
-	26, // 23: rollout.run.v1.VerifyWorkersRequest.workers:type_name -> rollout.run.v1.WorkerRegistration
-	3,  // 24: rollout.run.v1.GetCursorResponse.cursor:type_name -> rollout.run.v1.Cursor
-	10, // 25: rollout.run.v1.SchedulerService.CreateRun:input_type -> rollout.run.v1.CreateRunRequest
-	12, // 26: rollout.run.v1.SchedulerService.GetRun:input_type -> rollout.run.v1.GetRunRequest
-	14, // 27: rollout.run.v1.SchedulerService.ListRuns:input_type -> rollout.run.v1.ListRunsRequest
-	16, // 28: rollout.run.v1.SchedulerService.CancelRun:input_type -> rollout.run.v1.CancelRunRequest
-	18, // 29: rollout.run.v1.SchedulerService.PauseRun:input_type -> rollout.run.v1.PauseRunRequest
-	20, // 30: rollout.run.v1.SchedulerService.ResumeRun:input_type -> rollout.run.v1.ResumeRunRequest
-	22, // 31: rollout.run.v1.SchedulerService.WatchRun:input_type -> rollout.run.v1.WatchRunRequest
-	24, // 32: rollout.run.v1.SchedulerInternalService.CompleteRun:input_type -> rollout.run.v1.CompleteRunRequest
-	27, // 33: rollout.run.v1.SchedulerInternalService.VerifyWorkers:input_type -> rollout.run.v1.VerifyWorkersRequest
-	29, // 34: rollout.run.v1.SchedulerInternalService.GetCursor:input_type -> rollout.run.v1.GetCursorRequest
-	11, // 35: rollout.run.v1.SchedulerService.CreateRun:output_type -> rollout.run.v1.CreateRunResponse
-	13, // 36: rollout.run.v1.SchedulerService.GetRun:output_type -> rollout.run.v1.GetRunResponse
-	15, // 37: rollout.run.v1.SchedulerService.ListRuns:output_type -> rollout.run.v1.ListRunsResponse
-	17, // 38: rollout.run.v1.SchedulerService.CancelRun:output_type -> rollout.run.v1.CancelRunResponse
-	19, // 39: rollout.run.v1.SchedulerService.PauseRun:output_type -> rollout.run.v1.PauseRunResponse
-	21, // 40: rollout.run.v1.SchedulerService.ResumeRun:output_type -> rollout.run.v1.ResumeRunResponse
-	23, // 41: rollout.run.v1.SchedulerService.WatchRun:output_type -> rollout.run.v1.WatchRunResponse
-	25, // 42: rollout.run.v1.SchedulerInternalService.CompleteRun:output_type -> rollout.run.v1.CompleteRunResponse
-	28, // 43: rollout.run.v1.SchedulerInternalService.VerifyWorkers:output_type -> rollout.run.v1.VerifyWorkersResponse
-	30, // 44: rollout.run.v1.SchedulerInternalService.GetCursor:output_type -> rollout.run.v1.GetCursorResponse
-	35, // [35:45] is the sub-list for method output_type
-	25, // [25:35] is the sub-list for method input_type
-	25, // [25:25] is the sub-list for extension type_name
-	25, // [25:25] is the sub-list for extension extendee
-	0,  // [0:25] is the sub-list for field type_name
+	34, // 4: rollout.run.v1.Worker.in_flight:type_name -> rollout.wait.v1.Activity
+	35, // 5: rollout.run.v1.Worker.waits:type_name -> rollout.wait.v1.Wait
+	31, // 6: rollout.run.v1.Queues.failures:type_name -> rollout.run.v1.Queues.FailuresEntry
+	1,  // 7: rollout.run.v1.RunStatus.run:type_name -> rollout.run.v1.Run
+	5,  // 8: rollout.run.v1.RunStatus.queues:type_name -> rollout.run.v1.Queues
+	4,  // 9: rollout.run.v1.RunStatus.workers:type_name -> rollout.run.v1.Worker
+	3,  // 10: rollout.run.v1.RunStatus.cursor:type_name -> rollout.run.v1.Cursor
+	33, // 11: rollout.run.v1.RunStatus.waiting_since:type_name -> google.protobuf.Timestamp
+	35, // 12: rollout.run.v1.RunStatus.waits:type_name -> rollout.wait.v1.Wait
+	32, // 13: rollout.run.v1.WorkerSpec.plan:type_name -> rollout.plan.v1.Plan
+	9,  // 14: rollout.run.v1.WorkerSpec.nats:type_name -> rollout.run.v1.NatsAccess
+	8,  // 15: rollout.run.v1.WorkerSpec.tls:type_name -> rollout.run.v1.WorkerTls
+	1,  // 16: rollout.run.v1.CreateRunResponse.run:type_name -> rollout.run.v1.Run
+	6,  // 17: rollout.run.v1.GetRunResponse.status:type_name -> rollout.run.v1.RunStatus
+	0,  // 18: rollout.run.v1.ListRunsRequest.states:type_name -> rollout.run.v1.RunState
+	1,  // 19: rollout.run.v1.ListRunsResponse.runs:type_name -> rollout.run.v1.Run
+	1,  // 20: rollout.run.v1.CancelRunResponse.run:type_name -> rollout.run.v1.Run
+	1,  // 21: rollout.run.v1.PauseRunResponse.run:type_name -> rollout.run.v1.Run
+	1,  // 22: rollout.run.v1.ResumeRunResponse.run:type_name -> rollout.run.v1.Run
+	6,  // 23: rollout.run.v1.WatchRunResponse.status:type_name -> rollout.run.v1.RunStatus
+	0,  // 24: rollout.run.v1.CompleteRunRequest.state:type_name -> rollout.run.v1.RunState
+	26, // 25: rollout.run.v1.VerifyWorkersRequest.workers:type_name -> rollout.run.v1.WorkerRegistration
+	3,  // 26: rollout.run.v1.GetCursorResponse.cursor:type_name -> rollout.run.v1.Cursor
+	10, // 27: rollout.run.v1.SchedulerService.CreateRun:input_type -> rollout.run.v1.CreateRunRequest
+	12, // 28: rollout.run.v1.SchedulerService.GetRun:input_type -> rollout.run.v1.GetRunRequest
+	14, // 29: rollout.run.v1.SchedulerService.ListRuns:input_type -> rollout.run.v1.ListRunsRequest
+	16, // 30: rollout.run.v1.SchedulerService.CancelRun:input_type -> rollout.run.v1.CancelRunRequest
+	18, // 31: rollout.run.v1.SchedulerService.PauseRun:input_type -> rollout.run.v1.PauseRunRequest
+	20, // 32: rollout.run.v1.SchedulerService.ResumeRun:input_type -> rollout.run.v1.ResumeRunRequest
+	22, // 33: rollout.run.v1.SchedulerService.WatchRun:input_type -> rollout.run.v1.WatchRunRequest
+	24, // 34: rollout.run.v1.SchedulerInternalService.CompleteRun:input_type -> rollout.run.v1.CompleteRunRequest
+	27, // 35: rollout.run.v1.SchedulerInternalService.VerifyWorkers:input_type -> rollout.run.v1.VerifyWorkersRequest
+	29, // 36: rollout.run.v1.SchedulerInternalService.GetCursor:input_type -> rollout.run.v1.GetCursorRequest
+	11, // 37: rollout.run.v1.SchedulerService.CreateRun:output_type -> rollout.run.v1.CreateRunResponse
+	13, // 38: rollout.run.v1.SchedulerService.GetRun:output_type -> rollout.run.v1.GetRunResponse
+	15, // 39: rollout.run.v1.SchedulerService.ListRuns:output_type -> rollout.run.v1.ListRunsResponse
+	17, // 40: rollout.run.v1.SchedulerService.CancelRun:output_type -> rollout.run.v1.CancelRunResponse
+	19, // 41: rollout.run.v1.SchedulerService.PauseRun:output_type -> rollout.run.v1.PauseRunResponse
+	21, // 42: rollout.run.v1.SchedulerService.ResumeRun:output_type -> rollout.run.v1.ResumeRunResponse
+	23, // 43: rollout.run.v1.SchedulerService.WatchRun:output_type -> rollout.run.v1.WatchRunResponse
+	25, // 44: rollout.run.v1.SchedulerInternalService.CompleteRun:output_type -> rollout.run.v1.CompleteRunResponse
+	28, // 45: rollout.run.v1.SchedulerInternalService.VerifyWorkers:output_type -> rollout.run.v1.VerifyWorkersResponse
+	30, // 46: rollout.run.v1.SchedulerInternalService.GetCursor:output_type -> rollout.run.v1.GetCursorResponse
+	37, // [37:47] is the sub-list for method output_type
+	27, // [27:37] is the sub-list for method input_type
+	27, // [27:27] is the sub-list for extension type_name
+	27, // [27:27] is the sub-list for extension extendee
+	0,  // [0:27] is the sub-list for field type_name
 }
 
 func init() { file_rollout_run_v1_run_proto_init() }

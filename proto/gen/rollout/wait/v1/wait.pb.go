@@ -10,6 +10,7 @@ package waitv1
 
 import (
 	_ "buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
+	v1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
 	timestamppb "google.golang.org/protobuf/types/known/timestamppb"
@@ -107,17 +108,295 @@ func (x *Wait) GetFix() string {
 	return ""
 }
 
+// Activity is what a worker does now for some of its groups.
+type Activity struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// `GENERATE`, `TOOL_CALL`, `ENVIRONMENT`, `REWARD`, `PUBLISH`, or a wait: `WEIGHTS` for newer
+	// weights, `SLOT` for a free slot of the engine.
+	Doing string `protobuf:"bytes,1,opt,name=doing,proto3" json:"doing,omitempty"`
+	// Name of the tool, the environment, or the reward; empty for the others.
+	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// Since when the first of the groups is in it, UTC.
+	Since *timestamppb.Timestamp `protobuf:"bytes,3,opt,name=since,proto3" json:"since,omitempty"`
+	// Longest duration, in seconds; 0: no limit.
+	LimitSeconds float64 `protobuf:"fixed64,4,opt,name=limit_seconds,json=limitSeconds,proto3" json:"limit_seconds,omitempty"`
+	// Positions of the prompts, at most 32 of them, ascending (PromptGroup.position).
+	Positions []uint64 `protobuf:"varint,5,rep,packed,name=positions,proto3" json:"positions,omitempty"`
+	// Number of groups.
+	Groups        uint32 `protobuf:"varint,6,opt,name=groups,proto3" json:"groups,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Activity) Reset() {
+	*x = Activity{}
+	mi := &file_rollout_wait_v1_wait_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Activity) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Activity) ProtoMessage() {}
+
+func (x *Activity) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_wait_v1_wait_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Activity.ProtoReflect.Descriptor instead.
+func (*Activity) Descriptor() ([]byte, []int) {
+	return file_rollout_wait_v1_wait_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *Activity) GetDoing() string {
+	if x != nil {
+		return x.Doing
+	}
+	return ""
+}
+
+func (x *Activity) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Activity) GetSince() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Since
+	}
+	return nil
+}
+
+func (x *Activity) GetLimitSeconds() float64 {
+	if x != nil {
+		return x.LimitSeconds
+	}
+	return 0
+}
+
+func (x *Activity) GetPositions() []uint64 {
+	if x != nil {
+		return x.Positions
+	}
+	return nil
+}
+
+func (x *Activity) GetGroups() uint32 {
+	if x != nil {
+		return x.Groups
+	}
+	return 0
+}
+
+// Explanation is why a run waits, or why it has ended.
+type Explanation struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run.
+	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// Name of the run.
+	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// State of the run, e.g. `RUNNING`.
+	State string `protobuf:"bytes,3,opt,name=state,proto3" json:"state,omitempty"`
+	// When it was observed, UTC.
+	Time *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=time,proto3" json:"time,omitempty"`
+	// From what the run waits for to the root cause. Each wait is the reason of the one before it.
+	Chain []*Wait `protobuf:"bytes,5,rep,name=chain,proto3" json:"chain,omitempty"`
+	// Waits that the chain does not explain.
+	Others []*Wait `protobuf:"bytes,6,rep,name=others,proto3" json:"others,omitempty"`
+	// Services and workers that were asked and did not answer, each with the error.
+	Unanswered []*Unanswered `protobuf:"bytes,7,rep,name=unanswered,proto3" json:"unanswered,omitempty"`
+	// The newest events of the run, oldest first.
+	Events        []*v1.Event `protobuf:"bytes,8,rep,name=events,proto3" json:"events,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Explanation) Reset() {
+	*x = Explanation{}
+	mi := &file_rollout_wait_v1_wait_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Explanation) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Explanation) ProtoMessage() {}
+
+func (x *Explanation) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_wait_v1_wait_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Explanation.ProtoReflect.Descriptor instead.
+func (*Explanation) Descriptor() ([]byte, []int) {
+	return file_rollout_wait_v1_wait_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *Explanation) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+func (x *Explanation) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Explanation) GetState() string {
+	if x != nil {
+		return x.State
+	}
+	return ""
+}
+
+func (x *Explanation) GetTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Time
+	}
+	return nil
+}
+
+func (x *Explanation) GetChain() []*Wait {
+	if x != nil {
+		return x.Chain
+	}
+	return nil
+}
+
+func (x *Explanation) GetOthers() []*Wait {
+	if x != nil {
+		return x.Others
+	}
+	return nil
+}
+
+func (x *Explanation) GetUnanswered() []*Unanswered {
+	if x != nil {
+		return x.Unanswered
+	}
+	return nil
+}
+
+func (x *Explanation) GetEvents() []*v1.Event {
+	if x != nil {
+		return x.Events
+	}
+	return nil
+}
+
+// Unanswered is a service or worker that did not answer.
+type Unanswered struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Name.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// The error, as text.
+	Error         string `protobuf:"bytes,2,opt,name=error,proto3" json:"error,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Unanswered) Reset() {
+	*x = Unanswered{}
+	mi := &file_rollout_wait_v1_wait_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Unanswered) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Unanswered) ProtoMessage() {}
+
+func (x *Unanswered) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_wait_v1_wait_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Unanswered.ProtoReflect.Descriptor instead.
+func (*Unanswered) Descriptor() ([]byte, []int) {
+	return file_rollout_wait_v1_wait_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *Unanswered) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Unanswered) GetError() string {
+	if x != nil {
+		return x.Error
+	}
+	return ""
+}
+
 var File_rollout_wait_v1_wait_proto protoreflect.FileDescriptor
 
 const file_rollout_wait_v1_wait_proto_rawDesc = "" +
 	"\n" +
-	"\x1arollout/wait/v1/wait.proto\x12\x0frollout.wait.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xb7\x01\n" +
+	"\x1arollout/wait/v1/wait.proto\x12\x0frollout.wait.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1crollout/event/v1/event.proto\"\xb7\x01\n" +
 	"\x04Wait\x12\x1d\n" +
 	"\x05owner\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05owner\x120\n" +
 	"\x06reason\x18\x02 \x01(\tB\x18\xbaH\x15r\x132\x11^[A-Z][A-Z0-9_]*$R\x06reason\x120\n" +
 	"\x05since\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\x05since\x12\x1a\n" +
 	"\bevidence\x18\x04 \x01(\tR\bevidence\x12\x10\n" +
-	"\x03fix\x18\x05 \x01(\tR\x03fixB\xbe\x01\n" +
+	"\x03fix\x18\x05 \x01(\tR\x03fix\"\xd8\x01\n" +
+	"\bActivity\x12+\n" +
+	"\x05doing\x18\x01 \x01(\tB\x15\xbaH\x12r\x102\x0e^[A-Z][A-Z_]*$R\x05doing\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x120\n" +
+	"\x05since\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\x05since\x12#\n" +
+	"\rlimit_seconds\x18\x04 \x01(\x01R\flimitSeconds\x12\x1c\n" +
+	"\tpositions\x18\x05 \x03(\x04R\tpositions\x12\x16\n" +
+	"\x06groups\x18\x06 \x01(\rR\x06groups\"\xc8\x02\n" +
+	"\vExplanation\x12\x15\n" +
+	"\x06run_id\x18\x01 \x01(\tR\x05runId\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12\x14\n" +
+	"\x05state\x18\x03 \x01(\tR\x05state\x12.\n" +
+	"\x04time\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x12+\n" +
+	"\x05chain\x18\x05 \x03(\v2\x15.rollout.wait.v1.WaitR\x05chain\x12-\n" +
+	"\x06others\x18\x06 \x03(\v2\x15.rollout.wait.v1.WaitR\x06others\x12;\n" +
+	"\n" +
+	"unanswered\x18\a \x03(\v2\x1b.rollout.wait.v1.UnansweredR\n" +
+	"unanswered\x12/\n" +
+	"\x06events\x18\b \x03(\v2\x17.rollout.event.v1.EventR\x06events\"6\n" +
+	"\n" +
+	"Unanswered\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
+	"\x05error\x18\x02 \x01(\tR\x05errorB\xbe\x01\n" +
 	"\x13com.rollout.wait.v1B\tWaitProtoP\x01Z>github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1;waitv1\xa2\x02\x03RWX\xaa\x02\x0fRollout.Wait.V1\xca\x02\x0fRollout\\Wait\\V1\xe2\x02\x1bRollout\\Wait\\V1\\GPBMetadata\xea\x02\x11Rollout::Wait::V1b\x06proto3"
 
 var (
@@ -132,18 +411,28 @@ func file_rollout_wait_v1_wait_proto_rawDescGZIP() []byte {
 	return file_rollout_wait_v1_wait_proto_rawDescData
 }
 
-var file_rollout_wait_v1_wait_proto_msgTypes = make([]protoimpl.MessageInfo, 1)
+var file_rollout_wait_v1_wait_proto_msgTypes = make([]protoimpl.MessageInfo, 4)
 var file_rollout_wait_v1_wait_proto_goTypes = []any{
 	(*Wait)(nil),                  // 0: rollout.wait.v1.Wait
-	(*timestamppb.Timestamp)(nil), // 1: google.protobuf.Timestamp
+	(*Activity)(nil),              // 1: rollout.wait.v1.Activity
+	(*Explanation)(nil),           // 2: rollout.wait.v1.Explanation
+	(*Unanswered)(nil),            // 3: rollout.wait.v1.Unanswered
+	(*timestamppb.Timestamp)(nil), // 4: google.protobuf.Timestamp
+	(*v1.Event)(nil),              // 5: rollout.event.v1.Event
 }
 var file_rollout_wait_v1_wait_proto_depIdxs = []int32{
-	1, // 0: rollout.wait.v1.Wait.since:type_name -> google.protobuf.Timestamp
-	1, // [1:1] is the sub-list for method output_type
-	1, // [1:1] is the sub-list for method input_type
-	1, // [1:1] is the sub-list for extension type_name
-	1, // [1:1] is the sub-list for extension extendee
-	0, // [0:1] is the sub-list for field type_name
+	4, // 0: rollout.wait.v1.Wait.since:type_name -> google.protobuf.Timestamp
+	4, // 1: rollout.wait.v1.Activity.since:type_name -> google.protobuf.Timestamp
+	4, // 2: rollout.wait.v1.Explanation.time:type_name -> google.protobuf.Timestamp
+	0, // 3: rollout.wait.v1.Explanation.chain:type_name -> rollout.wait.v1.Wait
+	0, // 4: rollout.wait.v1.Explanation.others:type_name -> rollout.wait.v1.Wait
+	3, // 5: rollout.wait.v1.Explanation.unanswered:type_name -> rollout.wait.v1.Unanswered
+	5, // 6: rollout.wait.v1.Explanation.events:type_name -> rollout.event.v1.Event
+	7, // [7:7] is the sub-list for method output_type
+	7, // [7:7] is the sub-list for method input_type
+	7, // [7:7] is the sub-list for extension type_name
+	7, // [7:7] is the sub-list for extension extendee
+	0, // [0:7] is the sub-list for field type_name
 }
 
 func init() { file_rollout_wait_v1_wait_proto_init() }
@@ -157,7 +446,7 @@ func file_rollout_wait_v1_wait_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_wait_v1_wait_proto_rawDesc), len(file_rollout_wait_v1_wait_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   1,
+			NumMessages:   4,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

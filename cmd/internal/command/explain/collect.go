@@ -1,0 +1,173 @@
+package explain
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/rollout-rl/rollout/cmd/internal/cli"
+	"github.com/rollout-rl/rollout/cmd/internal/client"
+	"github.com/rollout-rl/rollout/cmd/internal/record"
+	"github.com/rollout-rl/rollout/libs/exit"
+	"github.com/rollout-rl/rollout/libs/explain"
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
+	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
+)
+
+const (
+	answerTimeout = 6 * time.Second // of one service; the scheduler waits up to 2.5 s for the workers
+	mostMissing   = 1000
+	logLines      = 8
+	logBytes      = 16 << 10
+)
+
+// collector reads the state of a run.
+type collector struct {
+	env    *cli.Env
+	reader record.Reader
+	name   string
+	events int
+	runID  string // once it is known
+}
+
+// collect asks everything that knows the run. What does not answer is listed; an error is that
+// there is no such run.
+func (c *collector) collect(ctx context.Context) (explain.State, error) {
+	s := explain.State{Time: c.env.Now().UTC(), Name: c.name}
+	services, running := c.reader.(record.Services)
+	s.Dead = !running
+	missed := func(name string, err error) error {
+		if err == nil || !silent(err) || ctx.Err() != nil {
+			return err
+		}
+		s.Unanswered = append(s.Unanswered, &waitv1.Unanswered{Name: name, Error: exit.From(err).Error()})
+		return nil
+	}
+	var err error
+	if running {
+		s.Status, err = c.ask(ctx, services.Client)
+	} else {
+		s.Status, err = c.reader.Run(ctx, c.name)
+	}
+	if err := missed("scheduler", err); err != nil {
+		return s, err
+	}
+	if c.runID = s.Status.GetRun().GetRunId(); c.runID == "" && strings.HasPrefix(c.name, "run-") {
+		c.runID = c.name
+	}
+	if running {
+		c.services(ctx, services.Client, &s)
+	}
+	if running && c.runID != "" && !explain.Ended(s) {
+		s.Missing, err = c.missing(ctx, services.Client)
+		_ = missed("buffer", err) // another error is of a run whose ledger is not open yet
+	}
+	if c.runID != "" && c.events > 0 {
+		s.Events, err = c.lastEvents(ctx)
+		_ = missed("storage", err)
+	}
+	s.Time = c.env.Now().UTC()
+	s.Logs = logs(s.Status)
+	return s, nil
+}
+
+// silent reports whether an error says that a service could not be asked.
+func silent(err error) bool {
+	switch status.Code(err) {
+	case codes.Unavailable, codes.DeadlineExceeded, codes.Canceled, codes.Unimplemented, codes.ResourceExhausted:
+		return true
+	}
+	return errors.Is(err, context.DeadlineExceeded)
+}
+
+func (c *collector) ask(ctx context.Context, from *client.Client) (*runv1.RunStatus, error) {
+	ctx, cancel := context.WithTimeout(ctx, answerTimeout)
+	defer cancel()
+	got, err := from.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: c.name, InFlight: true})
+	return got.GetStatus(), err
+}
+
+// missing returns the groups that have not arrived completely.
+func (c *collector) missing(ctx context.Context, from *client.Client) ([]*bufferv1.GroupRecord, error) {
+	ctx, cancel := context.WithTimeout(ctx, answerTimeout)
+	defer cancel()
+	got, err := from.Buffer.ListGroups(ctx, &bufferv1.ListGroupsRequest{
+		RunId: c.runID, Limit: mostMissing, States: []bufferv1.GroupState{bufferv1.GroupState_GROUP_STATE_OPEN, bufferv1.GroupState_GROUP_STATE_DISSOLVED},
+	})
+	return got.GetGroups(), err
+}
+
+func (c *collector) lastEvents(ctx context.Context) ([]*eventv1.Event, error) {
+	ctx, cancel := context.WithTimeout(ctx, answerTimeout)
+	defer cancel()
+	events, err := c.reader.Events(ctx, &storagev1.EventFilter{RunId: c.runID, MinLevel: eventv1.Level_LEVEL_INFO, Kinds: told}, c.events, true)
+	slices.SortStableFunc(events, func(x, y *eventv1.Event) int { return x.GetTime().AsTime().Compare(y.GetTime().AsTime()) })
+	return events, err
+}
+
+// told are the kinds of events that explain a stall. Those with numbers of every second do not.
+var told = []string{
+	"log", "run.state", "step.committed", "weights.delivered", "weights.left_out", "phase", "worker.started", "worker.exited", "group.excluded",
+	"snapshot.created", "eval.finished", "health.collapse",
+}
+
+// services lists the services that are unhealthy or do not answer.
+func (c *collector) services(ctx context.Context, from *client.Client, s *explain.State) {
+	ctx, cancel := context.WithTimeout(ctx, answerTimeout)
+	defer cancel()
+	for _, target := range client.Targets {
+		if slices.ContainsFunc(s.Unanswered, func(u *waitv1.Unanswered) bool { return u.GetName() == target.Name }) {
+			continue
+		}
+		got, err := from.Health(ctx, target.Name, target.Service)
+		switch {
+		case status.Code(err) == codes.NotFound: // not hosted there
+		case err != nil:
+			s.Unanswered = append(s.Unanswered, &waitv1.Unanswered{Name: target.Name, Error: exit.From(err).Error()})
+		case got.GetStatus().String() != "SERVING":
+			s.Unanswered = append(s.Unanswered, &waitv1.Unanswered{Name: target.Name, Error: "its health check fails: it is starting, or a dependency of it is unreachable"})
+		}
+	}
+}
+
+// logs returns the last lines of workers that do not serve, where their logs are on this host.
+func logs(s *runv1.RunStatus) map[string][]string {
+	out := map[string][]string{}
+	for _, w := range s.GetWorkers() {
+		if w.GetHealthy() {
+			continue
+		}
+		if lines := lastLines(filepath.Join(s.GetRun().GetDirectory(), "workers", w.GetWorkerId()+".log")); len(lines) > 0 {
+			out[w.GetWorkerId()] = lines
+		}
+	}
+	return out
+}
+
+func lastLines(path string) []string {
+	file, err := os.Open(path)
+	if err != nil {
+		return nil
+	}
+	defer func() { _ = file.Close() }()
+	info, err := file.Stat()
+	if err != nil {
+		return nil
+	}
+	text := make([]byte, min(info.Size(), logBytes))
+	if _, err := file.ReadAt(text, info.Size()-int64(len(text))); err != nil {
+		return nil
+	}
+	lines := strings.Split(strings.TrimSpace(string(text)), "\n")
+	return lines[max(0, len(lines)-logLines):]
+}

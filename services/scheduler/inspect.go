@@ -1,0 +1,114 @@
+package scheduler
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"google.golang.org/protobuf/types/known/timestamppb"
+
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/libs/worker"
+	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
+	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
+)
+
+// inspectTimeout is how long a worker has to answer what it does.
+const inspectTimeout = 2 * time.Second
+
+// inspect asks every worker what it does now, and completes the workers of a status with it: groups
+// in flight, and why a worker does nothing.
+func (p *poller) inspect(ctx context.Context, status *runv1.RunStatus) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.closed {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, inspectTimeout)
+	defer cancel()
+	var wg sync.WaitGroup
+	for _, w := range status.GetWorkers() {
+		if w.GetPid() != 0 {
+			w.Waits = append(w.Waits, processWait(w)...)
+		}
+		if !w.GetHealthy() {
+			continue
+		}
+		conn, err := p.connect(w.GetAddress())
+		if err != nil {
+			w.Waits = append(w.Waits, p.silent(w, err))
+			continue
+		}
+		wg.Go(func() {
+			if err := ask(ctx, conn, w); err != nil {
+				w.Waits = append(w.Waits, p.silent(w, err))
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// ask asks one worker. Workers of other kinds than inference and learner have nothing in flight.
+func ask(ctx context.Context, conn Conn, w *runv1.Worker) error {
+	switch w.GetKind() {
+	case worker.Inference.Name:
+		got, err := inferencev1.NewInferenceWorkerServiceClient(conn).GetInferenceStatus(ctx, &inferencev1.GetInferenceStatusRequest{InFlight: true})
+		if err != nil {
+			return err
+		}
+		w.InFlight, w.Activity = got.GetInFlight(), got.GetActivity()
+		if got.GetPaused() {
+			w.Waits = append(w.Waits, &waitv1.Wait{
+				Owner: "learner-controller", Reason: "ENGINE_PAUSED", Evidence: w.GetWorkerId() + " samples nothing: its engine is " + got.GetActivity(),
+				Fix: "none is needed during an update of the weights; else call ResumeEngine, or restart the worker: `kill " + fmt.Sprint(w.GetPid()) + "`",
+			})
+		}
+	case worker.Learner.Name:
+		got, err := learnerv1.NewLearnerWorkerServiceClient(conn).GetLearnerStatus(ctx, &learnerv1.GetLearnerStatusRequest{})
+		if err != nil {
+			return err
+		}
+		w.Activity = got.GetActivity()
+	}
+	return nil
+}
+
+func (p *poller) silent(w *runv1.Worker, err error) *waitv1.Wait {
+	return &waitv1.Wait{
+		Owner: w.GetWorkerId(), Reason: "WORKER_SILENT", Since: timestamppb.New(p.Now().UTC()),
+		Evidence: fmt.Sprintf("%s is registered and does not answer within %s: %s", w.GetWorkerId(), inspectTimeout, rpcerr.Text(err)),
+		Fix:      "see its output with `rollout logs worker " + p.run + " " + w.GetWorkerId() + "`; a worker that is killed is restarted, and its groups move to another one",
+	}
+}
+
+// processWait is what the kernel of this host knows of a worker's process: that it is stopped by a
+// signal, or waits for a disk.
+func processWait(w *runv1.Worker) []*waitv1.Wait {
+	text, err := os.ReadFile("/proc/" + strconv.Itoa(int(w.GetPid())) + "/stat")
+	if err != nil {
+		return nil // another operating system, or the process has just exited
+	}
+	fields := strings.Fields(string(text[strings.LastIndexByte(string(text), ')')+1:]))
+	if len(fields) == 0 {
+		return nil
+	}
+	process := fmt.Sprintf("the process of %s (%d)", w.GetWorkerId(), w.GetPid())
+	switch fields[0] {
+	case "T", "t":
+		return []*waitv1.Wait{{
+			Owner: "user", Reason: "WORKER_STOPPED", Evidence: process + " is stopped by a signal or a debugger", Fix: fmt.Sprintf("continue it: `kill -CONT %d`", w.GetPid()),
+		}}
+	case "D":
+		return []*waitv1.Wait{{
+			Owner: "user", Reason: "WORKER_IN_IO", Evidence: process + " waits in the kernel, for a disk or a network file system",
+			Fix: "check the disks and mounts that the worker uses (`dmesg`, `mount`)",
+		}}
+	}
+	return nil
+}
