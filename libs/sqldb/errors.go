@@ -33,9 +33,9 @@ var (
 	ErrConflict    = rpcerr.New(codes.Aborted, "DATABASE_CONFLICT", "other transactions were always first").RetryAfter(100 * time.Millisecond)
 	ErrTimeout     = rpcerr.New(codes.DeadlineExceeded, "DATABASE_TIMEOUT", "the database gave up on a statement that took longer than database.statement_timeout_s")
 	ErrFull        = rpcerr.New(codes.ResourceExhausted, "DATABASE_FULL", "the database has no space left").RetryAfter(time.Second)
-	// ErrUnknown: the answer to a commit was lost, and the database does not know the transaction any
-	// more. Read before you repeat it.
-	ErrUnknown = rpcerr.New(codes.Unknown, "DATABASE_COMMIT_UNKNOWN", "the answer to a commit was lost and the database does not know the transaction any more")
+	// ErrUnknown: the answer to a commit was lost, and the database does not answer any more. The
+	// transaction may have been committed. An idempotent call is repeated, as after ErrUnavailable.
+	ErrUnknown = rpcerr.New(codes.Unavailable, "DATABASE_COMMIT_UNKNOWN", "the answer to a commit was lost and the database does not answer any more").RetryAfter(time.Second)
 )
 
 const fixUnread = "copy the state folder, each file of it, to where you may write (`cp -r`), and name the copy with --state-dir"
@@ -45,6 +45,7 @@ const (
 	serializationFailure  = "40001"
 	deadlockDetected      = "40P01"
 	idleTimeout           = "25P03"
+	readOnly              = "25006" // the server is a standby
 	queryCanceled         = "57014"
 	diskFull              = "53100"
 	insufficientPrivilege = "42501"
@@ -87,7 +88,7 @@ func transient(err error) bool {
 	var network net.Error
 	var connect *pgconn.ConnectError
 	switch code := state(err); {
-	case strings.HasPrefix(code, "08"), code == "57P01", code == "57P02", code == "57P03", code == "53300", code == idleTimeout:
+	case strings.HasPrefix(code, "08"), code == "57P01", code == "57P02", code == "57P03", code == "53300", code == idleTimeout, code == readOnly:
 		return true
 	case code != "":
 		return false

@@ -2,7 +2,6 @@ package sqldb
 
 import (
 	"context"
-	"database/sql"
 	"errors"
 	"fmt"
 	"strconv"
@@ -41,6 +40,7 @@ type Postgres struct {
 type server struct {
 	login  pgx.ConnConfig // as the URL's user
 	schema string
+	marks  marks
 }
 
 // Schema is the name of a service's schema and role.
@@ -151,26 +151,6 @@ func (s *server) prepare(ctx context.Context) error {
 				return domain(err)
 			}
 		}
-		return nil
+		return prepareMarks(ctx, conn, quote(s.schema))
 	})
-}
-
-// outcome asks whether a transaction whose commit had no answer took place.
-func (s *server) outcome(ctx context.Context, pool *sql.DB, xid string) (committed bool, err error) {
-	wait := backoff{limit: resolveWithin}
-	for {
-		var status sql.NullString
-		err := pool.QueryRowContext(ctx, "SELECT pg_xact_status($1::text::xid8)", xid).Scan(&status)
-		switch {
-		case err == nil && status.String == "committed":
-			return true, nil
-		case err == nil && status.String == "aborted":
-			return false, nil
-		case err != nil && !transient(err), err == nil && !status.Valid: // too old, or another server's
-			return false, ErrUnknown.With("transaction", xid)
-		}
-		if !wait.next(ctx) {
-			return false, ErrUnknown.With("transaction", xid)
-		}
-	}
 }

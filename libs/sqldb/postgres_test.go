@@ -207,8 +207,22 @@ func TestPostgresLostCommit(t *testing.T) {
 // wire is a proxy before the server. After cut it drops the first connection that sends something:
 // before it passed that on, or before the answer comes back.
 type wire struct {
-	url   string
-	armed atomic.Int32 // 1: pass it on, 2: do not
+	url    string
+	target atomic.Value // address of the server
+	armed  atomic.Int32 // 1: pass it on, 2: do not
+	dead   func()       // called before the connection is dropped
+}
+
+// fail is cut where another server replaces the first one: meanwhile makes it ready.
+func (w *wire) fail(arrives bool, meanwhile func() error, next string) {
+	w.dead = func() {
+		if err := meanwhile(); err != nil {
+			panic(err)
+		}
+		u, _ := url.Parse(next)
+		w.target.Store(u.Host)
+	}
+	w.cut(arrives)
 }
 
 func (w *wire) cut(arrives bool) {
@@ -225,21 +239,22 @@ func newWire(t *testing.T, server string) *wire {
 	if err != nil {
 		t.Fatal(err)
 	}
-	target := u.Host
+	w := &wire{dead: func() {}}
+	w.target.Store(u.Host)
 	lis, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { lis.Close() })
 	u.Host = lis.Addr().String()
-	w := &wire{url: u.String()}
+	w.url = u.String()
 	go func() {
 		for {
 			client, err := lis.Accept()
 			if err != nil {
 				return
 			}
-			server, err := net.Dial("tcp", target)
+			server, err := net.Dial("tcp", w.target.Load().(string))
 			if err != nil {
 				client.Close()
 				continue
@@ -257,7 +272,11 @@ func (w *wire) carry(client, server net.Conn) {
 		buf := make([]byte, 1<<16)
 		for {
 			n, err := server.Read(buf)
-			if dropping.Load() || err != nil {
+			if dropping.Load() {
+				w.dead()
+				return
+			}
+			if err != nil {
 				return
 			}
 			if _, err := client.Write(buf[:n]); err != nil {
@@ -276,6 +295,7 @@ func (w *wire) carry(client, server net.Conn) {
 		case 1:
 			dropping.Store(true)
 		case 2:
+			w.dead()
 			client.Close()
 			return
 		}

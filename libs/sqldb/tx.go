@@ -3,6 +3,7 @@ package sqldb
 import (
 	"context"
 	"database/sql"
+	"database/sql/driver"
 	"errors"
 	"fmt"
 
@@ -14,10 +15,10 @@ import (
 // database failed: rpcerr.ErrDiskFull if the file of the database could not grow.
 //
 // On PostgreSQL fn may be called again after a transaction that was certainly not committed: the
-// server aborted it (serialization, deadlock), or the connection broke before the commit was sent.
-// So fn must reset its results on each call. A commit whose answer was lost is never repeated; the
-// server is asked for its result. Errors: ErrUnavailable, ErrConflict, ErrUnknown, or the fence's
-// error.
+// server aborted it (serialization, deadlock), the connection broke before the commit was sent, or
+// the server is a standby. So fn must reset its results on each call. If the answer to a commit was
+// lost, the server is asked for the result, or the standby that was promoted in its place; see
+// mark. Errors: ErrUnavailable, ErrConflict, ErrUnknown, or the fence's error.
 func (db *DB) Tx(ctx context.Context, fn func(tx *sql.Tx) error) error {
 	if !db.Postgres() {
 		return sqliteError(once(ctx, db.write, nil, db.behind(ctx, fn)))
@@ -175,14 +176,18 @@ func (db *DB) connected(ctx context.Context, fn func(conn *sql.Conn) (again bool
 		return transient(err), fmt.Errorf("connect to the database: %w", err)
 	}
 	defer conn.Close()
-	return fn(conn)
+	again, err := fn(conn)
+	if state(err) == readOnly { // the next connection may find the primary
+		_ = conn.Raw(func(any) error { return driver.ErrBadConn })
+	}
+	return again, err
 }
 
 // broken reports whether a connection is unusable. The server rolls back its uncommitted work.
 func broken(conn *sql.Conn) bool {
 	gone := true
-	_ = conn.Raw(func(driver any) error {
-		gone = driver.(*stdlib.Conn).Conn().IsClosed()
+	_ = conn.Raw(func(c any) error {
+		gone = c.(*stdlib.Conn).Conn().IsClosed()
 		return nil
 	})
 	return gone
@@ -190,10 +195,12 @@ func broken(conn *sql.Conn) bool {
 
 // attempt is one try of a write transaction.
 func (db *DB) attempt(ctx context.Context, fn func(tx *sql.Tx) error) (again bool, err error) {
-	var xid string
+	m := db.postgres.marks.take()
+	defer db.postgres.marks.put(m)
+	lost := false
 	again, err = db.connected(ctx, func(conn *sql.Conn) (bool, error) {
 		err := once(ctx, conn, nil, func(tx *sql.Tx) error {
-			if err := tx.QueryRowContext(ctx, "SELECT pg_current_xact_id()::text").Scan(&xid); err != nil {
+			if err := m.set(ctx, tx); err != nil {
 				return err
 			}
 			return fn(tx)
@@ -202,20 +209,18 @@ func (db *DB) attempt(ctx context.Context, fn func(tx *sql.Tx) error) (again boo
 			return false, nil
 		}
 		var commit *commitError
-		lost := errors.As(err, &commit) && state(err) == "" && broken(conn)
-		if lost {
+		code := state(err)
+		if lost = errors.As(err, &commit) && code == "" && broken(conn); lost {
 			return false, err
 		}
-		xid = ""
-		code := state(err)
-		return code == serializationFailure || code == deadlockDetected || broken(conn), err
+		return code == serializationFailure || code == deadlockDetected || code == readOnly || broken(conn), err
 	})
-	if err == nil || again || xid == "" {
+	if !lost {
 		return again, err
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), resolveWithin)
 	defer cancel()
-	committed, unknown := db.postgres.outcome(ctx, db.write, xid)
+	committed, unknown := m.committed(ctx, db.write)
 	if unknown != nil {
 		return false, errors.Join(unknown, err)
 	}

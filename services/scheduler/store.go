@@ -16,8 +16,8 @@ type Store interface {
 	// Update reads a run, applies change, and writes it, in one transaction. An error of change is
 	// returned and nothing is written. ErrNotFound.
 	Update(ctx context.Context, id string, change func(*Run) error) (*Run, error)
-	// Advance moves the cursor from one position to a later one. ErrCursor if the cursor is not at
-	// from.
+	// Advance moves the cursor from one position to a later one. Idempotent. ErrCursor if the cursor
+	// is at neither.
 	Advance(ctx context.Context, id string, from, to uint64) error
 	// KeepQueues stores the queues of a run, for the time when it is not active.
 	KeepQueues(ctx context.Context, id string, q *runv1.Queues) error

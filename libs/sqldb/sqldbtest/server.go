@@ -28,6 +28,7 @@ type Server struct {
 	Port int
 
 	bin   string
+	home  string // folder of Data and of standbys
 	cmd   *exec.Cmd
 	log   *bytes.Buffer // complete after the server ended
 	ended chan struct{}
@@ -50,7 +51,7 @@ func Start() (*Server, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Server{bin: bin, Data: filepath.Join(dir, "data")}
+	s := &Server{bin: bin, home: dir, Data: filepath.Join(dir, "data")}
 	if os.Getuid() == 0 {
 		u, err := account()
 		if err != nil {
@@ -64,16 +65,82 @@ func Start() (*Server, error) {
 	if out, err := initdb.CombinedOutput(); err != nil {
 		return nil, fmt.Errorf("initdb: %w\n%s", err, out)
 	}
-	ports, err := freeport.Take(1)
-	if err != nil {
+	if err := s.listen(); err != nil {
 		return nil, err
 	}
-	s.Port = ports[0]
-	s.URL = fmt.Sprintf("postgres://rollout@127.0.0.1:%d/postgres?sslmode=disable", s.Port)
 	if err := s.Run(); err != nil {
 		return nil, err
 	}
 	return s, s.cleanAfter(dir)
+}
+
+// listen chooses a port.
+func (s *Server) listen() error {
+	ports, err := freeport.Take(1)
+	if err != nil {
+		return err
+	}
+	s.Port = ports[0]
+	s.URL = fmt.Sprintf("postgres://rollout@127.0.0.1:%d/postgres?sslmode=disable", s.Port)
+	return nil
+}
+
+// Standby starts a replica with the given name, without which this server commits nothing
+// (synchronous replication), and returns when it streams. It ends with the process.
+func (s *Server) Standby(ctx context.Context, name string) (*Server, error) {
+	standby := &Server{bin: s.bin, home: s.home, Data: filepath.Join(s.home, name)}
+	copied := s.command("pg_basebackup", "-D", standby.Data, "-R", "-X", "stream", "-c", "fast", "--no-sync",
+		"-d", fmt.Sprintf("host=127.0.0.1 port=%d user=rollout application_name=%s", s.Port, name))
+	if out, err := copied.CombinedOutput(); err != nil {
+		return nil, fmt.Errorf("pg_basebackup: %w\n%s", err, out)
+	}
+	if err := standby.listen(); err != nil {
+		return nil, err
+	}
+	if err := standby.Run(); err != nil {
+		return nil, err
+	}
+	if err := standby.cleanAfter(""); err != nil {
+		return nil, err
+	}
+	conn, err := pgx.Connect(ctx, s.URL)
+	if err != nil {
+		return nil, err
+	}
+	defer conn.Close(context.WithoutCancel(ctx))
+	for _, statement := range []string{"ALTER SYSTEM SET synchronous_standby_names = '" + name + "'", "SELECT pg_reload_conf()"} {
+		if _, err := conn.Exec(ctx, statement); err != nil {
+			return nil, err
+		}
+	}
+	tick := time.NewTicker(20 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		var ready bool
+		if err := conn.QueryRow(ctx, "SELECT count(*) = 1 FROM pg_stat_replication WHERE sync_state = 'sync' AND state = 'streaming'").Scan(&ready); err != nil || ready {
+			return standby, err
+		}
+		select {
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		case <-tick.C:
+		}
+	}
+}
+
+// Promote makes a standby a server that accepts writes, alone.
+func (s *Server) Promote(ctx context.Context) error {
+	conn, err := pgx.Connect(ctx, s.URL)
+	if err != nil {
+		return err
+	}
+	defer conn.Close(context.WithoutCancel(ctx))
+	for _, statement := range []string{"SELECT pg_promote()", "ALTER SYSTEM SET synchronous_standby_names = ''", "SELECT pg_reload_conf()"} {
+		if _, err := conn.Exec(ctx, statement); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // Run starts the server on its folder, also after Kill, and returns when it answers.
@@ -113,10 +180,11 @@ func (s *Server) Kill() {
 }
 
 // cleanAfter starts a process that waits for the end of this one, however it ends, then stops the
-// server and removes its folder.
+// server and removes the folder, unless it is "".
 func (s *Server) cleanAfter(dir string) error {
 	cleaner := exec.Command("sh", "-c",
-		`cat >/dev/null; kill -INT "$(head -n 1 "$0/data/postmaster.pid")" 2>/dev/null; while [ -e "$0/data/postmaster.pid" ]; do sleep 0.1; done; rm -rf "$0"`, dir)
+		`cat >/dev/null; kill -INT "$(head -n 1 "$0/postmaster.pid")" 2>/dev/null; while [ -e "$0/postmaster.pid" ]; do sleep 0.1; done; [ -z "$1" ] || rm -rf "$1"`,
+		s.Data, dir)
 	cleaner.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	var err error
 	if s.held, err = cleaner.StdinPipe(); err != nil {

@@ -102,7 +102,7 @@ func (s *Store) Advance(ctx context.Context, id string, from, to uint64) error {
 	if to <= from {
 		return scheduler.ErrCursor.With("run", id).With("from", fmt.Sprint(from))
 	}
-	n, err := s.db.Exec(ctx, `UPDATE cursor SET position = $1 WHERE run_id = $2 AND position = $3`, int64(to), id, int64(from))
+	n, err := s.db.Exec(ctx, `UPDATE cursor SET position = $1 WHERE run_id = $2 AND position IN ($1, $3)`, int64(to), id, int64(from))
 	if err != nil {
 		return fmt.Errorf("advance the cursor of %s: %w", id, err)
 	}
