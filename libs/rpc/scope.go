@@ -23,7 +23,7 @@ var scopes = table(map[apikey.Scope]map[string]string{
 		"rollout.run.v1.SchedulerService":             "GetRun ListRuns WatchRun",
 		"rollout.serving.v1.ServingService":           "ListServings",
 		"rollout.gateway.v1.RolloutGatewayService":    "GetSession",
-		"rollout.buffer.v1.BufferService":             "GetMissing GetBatch ListSteps ListGroups ReadPayloads WatchLedger ExportLedger",
+		"rollout.buffer.v1.BufferService":             "GetMissing GetBatch ListSteps ListGroups ListIncompleteGroups ReadPayloads WatchLedger ExportLedger",
 		"rollout.learner.v1.LearnerControllerService": "GetProgress WatchProgress",
 		"rollout.snapshot.v1.SnapshotService":         "GetSnapshot ListSnapshots",
 		"rollout.storage.v1.ArtifactService":          "GetArtifact StatArtifacts",

@@ -239,6 +239,51 @@ func TestExportDuringATrim(t *testing.T) {
 	}
 }
 
+// twice runs each view twice, as PostgreSQL may, and reports whether one is open.
+type twice struct {
+	ledger.Store
+	open bool
+}
+
+func (s *twice) View(ctx context.Context, run string, fn func(ledger.Reader) error) error {
+	return s.Store.View(ctx, run, func(r ledger.Reader) error {
+		s.open = true
+		defer func() { s.open = false }()
+		return errors.Join(fn(r), fn(r))
+	})
+}
+
+// PostgreSQL ends transactions that are idle for two seconds, and an export reads files and waits
+// for its reader.
+func TestExportSendsOutsideOfTheTransaction(t *testing.T) {
+	t.Parallel()
+	s := setup(t)
+	s.open(ledgerConfig())
+	s.record(0)
+	s.publish(append(groupOf(0, 0, 0), groupOf(1, 0, 0)...)...)
+	s.commit(s.lease(1))
+	store, err := sqlstore.Open(t.Context(), sqldb.Files(filepath.Join(s.folder, "db")))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer store.Close()
+	watched := &twice{Store: store}
+	got := &bufferv1.ExportLedgerResponse{}
+	from := buffer.Payloads{Folder: filepath.Join(s.folder, "segments", run)}
+	if err := buffer.Export(t.Context(), watched, run, from, func(rows *bufferv1.ExportLedgerResponse) error {
+		if watched.open {
+			t.Error("a transaction is open")
+		}
+		proto.Merge(got, rows)
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if len(got.GetSteps()) != 1 || len(got.GetWeights()) != 2 || len(got.GetGroups()) != 2 || len(got.GetSamples()) != 2*size || len(got.GetSegments()) != 1 {
+		t.Errorf("%d steps, %d versions, %d groups, %d samples, %d segments", len(got.GetSteps()), len(got.GetWeights()), len(got.GetGroups()), len(got.GetSamples()), len(got.GetSegments()))
+	}
+}
+
 // A commit with trim deletes the payloads of its step and those before, and may be repeated.
 func TestCommitTrims(t *testing.T) {
 	t.Parallel()

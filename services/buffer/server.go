@@ -11,8 +11,16 @@ import (
 	"github.com/rollout-rl/rollout/services/buffer/ledger"
 )
 
-// listDefault is the number of groups that ListGroups returns if no limit is given.
-const listDefault = 10_000
+// page is the number of rows that a list returns if no limit is given.
+const page = 10_000
+
+// limit is the number of rows that a request allows.
+func limit(requested uint32) int {
+	if requested == 0 {
+		return page
+	}
+	return int(requested)
+}
 
 // Server serves the contract. Validation rules of the contract are checked before a call arrives
 // here (libs/rpc).
@@ -181,7 +189,8 @@ func (s *Server) GetBatch(ctx context.Context, req *bufferv1.GetBatchRequest) (*
 func (s *Server) ListSteps(ctx context.Context, req *bufferv1.ListStepsRequest) (*bufferv1.ListStepsResponse, error) {
 	out := &bufferv1.ListStepsResponse{}
 	return out, s.store.View(ctx, req.GetRunId(), func(r ledger.Reader) error {
-		steps, err := r.Steps(ctx, req.GetFromStep())
+		steps, err := r.Steps(ctx, ledger.StepQuery{From: req.GetFromStep(), Limit: limit(req.GetLimit()), Newest: req.GetNewest()})
+		out.Steps = nil
 		for _, step := range steps {
 			out.Steps = append(out.Steps, step.Message())
 		}
@@ -192,12 +201,27 @@ func (s *Server) ListSteps(ctx context.Context, req *bufferv1.ListStepsRequest) 
 // ListGroups implements the contract.
 func (s *Server) ListGroups(ctx context.Context, req *bufferv1.ListGroupsRequest) (*bufferv1.ListGroupsResponse, error) {
 	out := &bufferv1.ListGroupsResponse{}
-	q := ledger.GroupQuery{From: req.GetFromPosition(), States: req.GetStates(), Limit: int(req.GetLimit())}
-	if q.Limit == 0 {
-		q.Limit = listDefault
-	}
+	q := ledger.GroupQuery{From: req.GetFromPosition(), States: req.GetStates(), Limit: limit(req.GetLimit())}
 	return out, s.store.View(ctx, req.GetRunId(), func(r ledger.Reader) error {
 		groups, err := r.ListGroups(ctx, q)
+		out.Groups = nil
+		for _, g := range groups {
+			out.Groups = append(out.Groups, r.Ledger().GroupMessage(g))
+		}
+		return err
+	})
+}
+
+// ListIncompleteGroups implements the contract.
+func (s *Server) ListIncompleteGroups(ctx context.Context, req *bufferv1.ListIncompleteGroupsRequest) (*bufferv1.ListIncompleteGroupsResponse, error) {
+	out := &bufferv1.ListIncompleteGroupsResponse{}
+	return out, s.store.View(ctx, req.GetRunId(), func(r ledger.Reader) error {
+		end, err := r.End(ctx)
+		if err != nil {
+			return err
+		}
+		groups, err := ledger.Incomplete(ctx, r, req.GetFromPosition(), max(end, req.GetEndPosition()), limit(req.GetLimit()))
+		out.Groups, out.EndPosition = nil, end
 		for _, g := range groups {
 			out.Groups = append(out.Groups, r.Ledger().GroupMessage(g))
 		}
@@ -269,7 +293,7 @@ func (s *Server) WatchLedger(req *bufferv1.WatchLedgerRequest, stream grpc.Serve
 
 // ExportLedger implements the contract.
 func (s *Server) ExportLedger(req *bufferv1.ExportLedgerRequest, stream grpc.ServerStreamingServer[bufferv1.ExportLedgerResponse]) error {
-	from := Payloads{Folder: s.cfg.folder(req.GetRunId()), Blobs: s.payloads.blobs, Artifact: s.payloads.artifact}
+	from := Payloads{Folder: s.cfg.folder(req.GetRunId()), Blobs: s.payloads.blobs, Artifact: s.payloads.artifact, Scratch: s.cfg.Segments}
 	return Export(stream.Context(), s.store, req.GetRunId(), from, stream.Send)
 }
 

@@ -16,9 +16,26 @@ type ledger struct {
 	retries   retries
 }
 
-// steps returns the committed steps in order, beginning with the given one.
-func (l *ledger) steps(ctx context.Context, from uint64) ([]*bufferv1.StepRecord, error) {
-	listed, err := call(ctx, l.retries, "buffer", l.buffer.ListSteps, &bufferv1.ListStepsRequest{RunId: l.runID, FromStep: from})
+// step returns a committed step, or nil.
+func (l *ledger) step(ctx context.Context, number uint64) (*bufferv1.StepRecord, error) {
+	listed, err := l.list(ctx, &bufferv1.ListStepsRequest{RunId: l.runID, FromStep: number, Limit: 1})
+	if err != nil || len(listed) == 0 || listed[0].GetStep() != number {
+		return nil, err
+	}
+	return listed[0], nil
+}
+
+// newest returns the last committed step, or nil before the first one.
+func (l *ledger) newest(ctx context.Context) (*bufferv1.StepRecord, error) {
+	listed, err := l.list(ctx, &bufferv1.ListStepsRequest{RunId: l.runID, Newest: true, Limit: 1})
+	if err != nil || len(listed) == 0 {
+		return nil, err
+	}
+	return listed[0], nil
+}
+
+func (l *ledger) list(ctx context.Context, req *bufferv1.ListStepsRequest) ([]*bufferv1.StepRecord, error) {
+	listed, err := call(ctx, l.retries, "buffer", l.buffer.ListSteps, req)
 	if err != nil {
 		return nil, fmt.Errorf("list committed steps: %w", err)
 	}
@@ -71,14 +88,12 @@ func (l *ledger) trim(ctx context.Context, through uint64) error {
 
 // nextPosition is the position of the first group that the step after the given one consumes.
 func (l *ledger) nextPosition(ctx context.Context, step uint64) (uint64, error) {
-	listed, err := l.steps(ctx, step)
+	s, err := l.step(ctx, step)
 	if err != nil {
 		return 0, err
 	}
-	for _, s := range listed {
-		if s.GetStep() == step && s.GetEndPosition() > 0 {
-			return s.GetEndPosition(), nil
-		}
+	if s.GetEndPosition() > 0 {
+		return s.GetEndPosition(), nil
 	}
 	return step * uint64(l.cfg.GetTrain().GetGroupsPerStep()), nil // an older ledger has no end positions
 }

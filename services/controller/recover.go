@@ -34,21 +34,16 @@ type recovery struct {
 
 // recover does everything up to the last committed step, and returns that step.
 func (r *recovery) recover(ctx context.Context) (uint64, error) {
-	steps, err := r.ledger.steps(ctx, 0)
+	last, err := r.ledger.newest(ctx)
 	if err != nil {
 		return 0, err
-	}
-	recorded := map[uint64]*bufferv1.StepRecord{}
-	for _, s := range steps {
-		recorded[s.GetStep()] = s
 	}
 	base, err := r.snapshotter.base(ctx)
 	if err != nil {
 		return 0, err
 	}
-	last := &bufferv1.StepRecord{Step: base}
-	if n := len(steps); n > 0 {
-		last = steps[n-1]
+	if last == nil {
+		last = &bufferv1.StepRecord{Step: base}
 	}
 	r.progress.committed(last.GetStep())
 	if err := r.vitals.halted(ctx); err != nil { // an earlier process did not deliver its report
@@ -65,7 +60,11 @@ func (r *recovery) recover(ctx context.Context) (uint64, error) {
 		return base, r.begin(ctx, base, state.GetWeightsDigest())
 	}
 	at, digest := state.GetStep(), state.GetWeightsDigest()
-	if err := r.verify(ctx, recorded[at], digest); err != nil {
+	made, err := r.ledger.step(ctx, at)
+	if err != nil {
+		return 0, err
+	}
+	if err := r.verify(ctx, made, digest); err != nil {
 		return 0, err
 	}
 	if at == last.GetStep() && r.vitals.behind(at) {
@@ -74,7 +73,10 @@ func (r *recovery) recover(ctx context.Context) (uint64, error) {
 		}
 	}
 	for ; at < last.GetStep(); at++ {
-		if digest, err = r.retrain(ctx, recorded[at+1]); err != nil {
+		if made, err = r.ledger.step(ctx, at+1); err != nil {
+			return 0, err
+		}
+		if digest, err = r.retrain(ctx, made); err != nil {
 			return 0, err
 		}
 	}

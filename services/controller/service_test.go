@@ -74,11 +74,19 @@ func (w *world) GetBatch(_ context.Context, in *bufferv1.GetBatchRequest, _ ...g
 	return &bufferv1.GetBatchResponse{Batch: batch(in.GetStep())}, err
 }
 
-func (w *world) ListSteps(context.Context, *bufferv1.ListStepsRequest, ...grpc.CallOption) (*bufferv1.ListStepsResponse, error) {
+func (w *world) ListSteps(_ context.Context, in *bufferv1.ListStepsRequest, _ ...grpc.CallOption) (*bufferv1.ListStepsResponse, error) {
 	_, err := w.at("ListSteps")
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return &bufferv1.ListStepsResponse{Steps: append([]*bufferv1.StepRecord(nil), w.steps...)}, err
+	steps := slices.DeleteFunc(slices.Clone(w.steps), func(s *bufferv1.StepRecord) bool { return s.GetStep() < in.GetFromStep() })
+	if n := int(in.GetLimit()); len(steps) > n {
+		if in.GetNewest() {
+			steps = steps[len(steps)-n:]
+		} else {
+			steps = steps[:n]
+		}
+	}
+	return &bufferv1.ListStepsResponse{Steps: steps}, err
 }
 
 func (w *world) TrimPayloads(context.Context, *bufferv1.TrimPayloadsRequest, ...grpc.CallOption) (*bufferv1.TrimPayloadsResponse, error) {

@@ -66,7 +66,7 @@ type Buffer interface {
 	CloseLedger(ctx context.Context, in *bufferv1.CloseLedgerRequest, opts ...grpc.CallOption) (*bufferv1.CloseLedgerResponse, error)
 	WatchLedger(ctx context.Context, in *bufferv1.WatchLedgerRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[bufferv1.WatchLedgerResponse], error)
 	ListSteps(ctx context.Context, in *bufferv1.ListStepsRequest, opts ...grpc.CallOption) (*bufferv1.ListStepsResponse, error)
-	ListGroups(ctx context.Context, in *bufferv1.ListGroupsRequest, opts ...grpc.CallOption) (*bufferv1.ListGroupsResponse, error)
+	ListIncompleteGroups(ctx context.Context, in *bufferv1.ListIncompleteGroupsRequest, opts ...grpc.CallOption) (*bufferv1.ListIncompleteGroupsResponse, error)
 	ExcludeGroups(ctx context.Context, in *bufferv1.ExcludeGroupsRequest, opts ...grpc.CallOption) (*bufferv1.ExcludeGroupsResponse, error)
 	ReissueGroups(ctx context.Context, in *bufferv1.ReissueGroupsRequest, opts ...grpc.CallOption) (*bufferv1.ReissueGroupsResponse, error)
 }

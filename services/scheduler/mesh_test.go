@@ -444,16 +444,24 @@ func (l *ledger) ListSteps(_ context.Context, in *bufferv1.ListStepsRequest, _ .
 		for step := in.GetFromStep(); step <= l.m.step; step++ {
 			out.Steps = append(out.Steps, &bufferv1.StepRecord{Step: step, WeightsDigest: fmt.Sprint("digest-", step)})
 		}
+		if n := int(in.GetLimit()); in.GetNewest() && len(out.GetSteps()) > n {
+			out.Steps = out.GetSteps()[len(out.GetSteps())-n:]
+		}
 	})
 	return out, nil
 }
 
-func (l *ledger) ListGroups(_ context.Context, in *bufferv1.ListGroupsRequest, _ ...grpc.CallOption) (*bufferv1.ListGroupsResponse, error) {
-	out := &bufferv1.ListGroupsResponse{}
+func (l *ledger) ListIncompleteGroups(_ context.Context, in *bufferv1.ListIncompleteGroupsRequest, _ ...grpc.CallOption) (*bufferv1.ListIncompleteGroupsResponse, error) {
+	out := &bufferv1.ListIncompleteGroupsResponse{}
 	l.m.read(func() {
-		for _, p := range l.m.positions() {
-			if p >= in.GetFromPosition() && len(out.GetGroups()) < int(in.GetLimit()) {
-				out.Groups = append(out.Groups, proto.CloneOf(l.m.groups[p]))
+		for p := range l.m.groups {
+			out.EndPosition = max(out.GetEndPosition(), p+1)
+		}
+		for p := in.GetFromPosition(); p < max(out.GetEndPosition(), in.GetEndPosition()) && len(out.GetGroups()) < int(in.GetLimit()); p++ {
+			if g := l.m.groups[p]; g == nil {
+				out.Groups = append(out.Groups, &bufferv1.GroupRecord{Position: p})
+			} else if g.GetState() == bufferv1.GroupState_GROUP_STATE_OPEN {
+				out.Groups = append(out.Groups, proto.CloneOf(g))
 			}
 		}
 	})

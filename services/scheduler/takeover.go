@@ -92,7 +92,7 @@ func (t *takeover) catchUpOne(ctx context.Context, id string) error {
 	}
 	var resp *bufferv1.ListStepsResponse
 	for {
-		resp, err = t.Buffer.ListSteps(ctx, &bufferv1.ListStepsRequest{RunId: id, FromStep: run.GetStep() + 1})
+		resp, err = t.Buffer.ListSteps(ctx, &bufferv1.ListStepsRequest{RunId: id, FromStep: run.GetStep() + 1, Newest: true, Limit: 1})
 		if err == nil || !retry.Transient(err) || ctx.Err() != nil {
 			break
 		}
@@ -106,7 +106,7 @@ func (t *takeover) catchUpOne(ctx context.Context, id string) error {
 	if err != nil {
 		return err
 	}
-	last := resp.GetSteps()[len(resp.GetSteps())-1]
+	last := resp.GetSteps()[0]
 	_, err = t.records.update(ctx, id, func(r *Run) error {
 		r.Step = max(r.GetStep(), last.GetStep())
 		folder := WeightsFolder(r, last.GetStep())

@@ -122,6 +122,12 @@ type Step struct {
 	End           uint64  // position at which the next step begins
 }
 
+// Weights is a recorded version of the weights.
+type Weights struct {
+	Version uint64
+	Digest  string
+}
+
 // Segment is a segment file as the ledger knows it.
 type Segment struct {
 	Number  uint32

@@ -42,10 +42,16 @@ type Reader interface {
 	Pending(ctx context.Context, version uint64) ([]Sample, error)
 	// Step returns a leased or committed step, or nil.
 	Step(ctx context.Context, step uint64) (*Step, error)
-	// Steps returns the committed steps from a step on, in order.
-	Steps(ctx context.Context, from uint64) ([]*Step, error)
+	// Count returns the number of groups at positions from a first one up to end.
+	Count(ctx context.Context, from, end uint64) (uint64, error)
+	// End returns the position after the last group, or 0.
+	End(ctx context.Context) (uint64, error)
+	// Steps returns committed steps in order.
+	Steps(ctx context.Context, q StepQuery) ([]*Step, error)
 	// Weights returns the recorded digests of the versions; unknown ones are left out.
 	Weights(ctx context.Context, versions []uint64) (map[uint64]string, error)
+	// ListWeights returns versions and digests by version, at most limit, from a version on.
+	ListWeights(ctx context.Context, from uint64, limit int) ([]Weights, error)
 	// Segments returns the segments by number.
 	Segments(ctx context.Context) ([]Segment, error)
 	// Uncovered returns the numbers of the segments with a sample that no step up to the given one
@@ -81,4 +87,11 @@ type GroupQuery struct {
 	To     uint64  // position after the last one; 0: no end
 	States []State // only groups in these states; empty: all
 	Limit  int     // largest number of groups; 0: all
+}
+
+// StepQuery selects committed steps.
+type StepQuery struct {
+	From   uint64 // first step
+	Limit  int    // largest number of steps
+	Newest bool   // the last ones instead of the first ones
 }

@@ -5,6 +5,7 @@ import (
 	"database/sql"
 	"encoding/json"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/rollout-rl/rollout/services/buffer/ledger"
@@ -151,14 +152,33 @@ func (r *reader) Step(ctx context.Context, step uint64) (*ledger.Step, error) {
 }
 
 // Steps implements ledger.Reader.
-func (r *reader) Steps(ctx context.Context, from uint64) (out []*ledger.Step, err error) {
-	query := `SELECT ` + stepColumns + ` FROM step WHERE ledger = $1 AND step >= $2 AND chain <> '' ORDER BY step`
-	err = r.list(ctx, "steps", query, []any{r.id, from}, func(scan func(...any) error) error {
+func (r *reader) Steps(ctx context.Context, q ledger.StepQuery) (out []*ledger.Step, err error) {
+	order := "step"
+	if q.Newest {
+		order = "step DESC"
+	}
+	query := `SELECT ` + stepColumns + ` FROM step WHERE ledger = $1 AND step >= $2 AND chain <> '' ORDER BY ` + order + ` LIMIT $3`
+	err = r.list(ctx, "steps", query, []any{r.id, q.From, q.Limit}, func(scan func(...any) error) error {
 		s, err := scanStep(scan)
 		out = append(out, s)
 		return err
 	})
+	if q.Newest {
+		slices.Reverse(out)
+	}
 	return out, err
+}
+
+// Count implements ledger.Reader.
+func (r *reader) Count(ctx context.Context, from, end uint64) (n uint64, err error) {
+	query := `SELECT count(*) FROM prompt_group WHERE ledger = $1 AND position >= $2 AND position < $3`
+	return n, r.list(ctx, "groups", query, []any{r.id, from, end}, func(scan func(...any) error) error { return scan(&n) })
+}
+
+// End implements ledger.Reader.
+func (r *reader) End(ctx context.Context) (end uint64, err error) {
+	query := `SELECT position + 1 FROM prompt_group WHERE ledger = $1 ORDER BY position DESC LIMIT 1`
+	return end, r.list(ctx, "groups", query, []any{r.id}, func(scan func(...any) error) error { return scan(&end) })
 }
 
 // Weights implements ledger.Reader.
@@ -169,6 +189,18 @@ func (r *reader) Weights(ctx context.Context, versions []uint64) (map[uint64]str
 		var digest string
 		err := scan(&version, &digest)
 		out[version] = digest
+		return err
+	})
+	return out, err
+}
+
+// ListWeights implements ledger.Reader.
+func (r *reader) ListWeights(ctx context.Context, from uint64, limit int) (out []ledger.Weights, err error) {
+	query := `SELECT version, digest FROM weights WHERE ledger = $1 AND version >= $2 ORDER BY version LIMIT $3`
+	err = r.list(ctx, "weights", query, []any{r.id, from, limit}, func(scan func(...any) error) error {
+		var w ledger.Weights
+		err := scan(&w.Version, &w.Digest)
+		out = append(out, w)
 		return err
 	})
 	return out, err

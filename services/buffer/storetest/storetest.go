@@ -3,6 +3,7 @@ package storetest
 
 import (
 	"errors"
+	"fmt"
 	"slices"
 	"sync"
 	"testing"
@@ -213,6 +214,14 @@ func groups(t *testing.T, b *bundle) {
 			equal(t, "list", got, c.want)
 			errs = append(errs, err)
 		}
+		for _, c := range []struct{ from, end, want uint64 }{{0, 10, 5}, {2, 4, 2}, {4, 4, 0}, {5, 9, 0}} {
+			n, err := r.Count(t.Context(), c.from, c.end)
+			equal(t, "count", n, c.want)
+			errs = append(errs, err)
+		}
+		end, errEnd := r.End(t.Context())
+		equal(t, "end", end, uint64(10))
+		errs = append(errs, errEnd)
 		arrived, err2 := r.Arrived(t.Context(), 10)
 		equal(t, "arrived", arrived, []*ledger.Group{third, second})
 		one, err3 := r.Arrived(t.Context(), 1)
@@ -292,10 +301,29 @@ func steps(t *testing.T, b *bundle) {
 		five, err := r.Step(t.Context(), 5)
 		six, err2 := r.Step(t.Context(), 6)
 		seven, err3 := r.Step(t.Context(), 7)
-		committed, err4 := r.Steps(t.Context(), 0)
-		later, err5 := r.Steps(t.Context(), 6)
+		committed, err4 := r.Steps(t.Context(), ledger.StepQuery{Limit: 10})
+		later, err5 := r.Steps(t.Context(), ledger.StepQuery{From: 6, Limit: 10})
 		equal(t, "steps", []any{five, six, seven, committed, len(later)}, []any{done, leased, (*ledger.Step)(nil), []*ledger.Step{done}, 0})
 		return errors.Join(err, err2, err3, err4, err5)
+	})
+	b.update(func(tx ledger.Tx) error {
+		return errors.Join(tx.PutStep(t.Context(), &ledger.Step{Step: 6, Chain: "c"}), tx.PutStep(t.Context(), &ledger.Step{Step: 7, Chain: "c"}))
+	})
+	b.view(func(r ledger.Reader) error {
+		for want, q := range map[string]ledger.StepQuery{
+			"[5 6]": {Limit: 2}, "[6]": {From: 6, Limit: 1}, "[6 7]": {Limit: 2, Newest: true}, "[7]": {From: 7, Limit: 2, Newest: true},
+		} {
+			listed, err := r.Steps(t.Context(), q)
+			if err != nil {
+				return err
+			}
+			numbers := []uint64{}
+			for _, s := range listed {
+				numbers = append(numbers, s.Step)
+			}
+			equal(t, "steps", fmt.Sprint(numbers), want)
+		}
+		return nil
 	})
 }
 
@@ -331,7 +359,11 @@ func weights(t *testing.T, b *bundle) {
 		equal(t, "weights", got, map[uint64]string{0: "a", 1: "b"})
 		none, err2 := r.Weights(t.Context(), nil)
 		equal(t, "none", len(none), 0)
-		return errors.Join(err, err2)
+		first, err3 := r.ListWeights(t.Context(), 0, 1)
+		equal(t, "first", first, []ledger.Weights{{Version: 0, Digest: "a"}})
+		later, err4 := r.ListWeights(t.Context(), 1, 5)
+		equal(t, "later", later, []ledger.Weights{{Version: 1, Digest: "b"}})
+		return errors.Join(err, err2, err3, err4)
 	})
 }
 
@@ -372,7 +404,7 @@ func apart(t *testing.T, b *bundle) {
 		w, err3 := r.Weights(t.Context(), []uint64{1})
 		seg, err4 := r.Segments(t.Context())
 		u, err5 := r.Uncovered(t.Context(), 0)
-		steps, err6 := r.Steps(t.Context(), 0)
+		steps, err6 := r.Steps(t.Context(), ledger.StepQuery{Limit: 10})
 		if n := len(g) + len(s) + len(w) + len(seg) + len(u) + len(steps); n > 0 {
 			t.Errorf("%d rows of another run", n)
 		}

@@ -30,7 +30,7 @@ const AttemptsExhausted = "ATTEMPTS_EXHAUSTED"
 
 const (
 	chunk = 512    // groups published at a time
-	page  = 10_000 // groups listed from the ledger at a time
+	page  = 10_000 // incomplete groups listed from the ledger at a time
 
 	// sweepEvery is the interval of sweeps. A group is lost if two of them in a row miss it.
 	sweepEvery = 2 * time.Second
@@ -41,7 +41,7 @@ var errMoved = rpcerr.New(codes.Unavailable, "LEDGER_MOVED", "the ledger has cha
 // Buffer is the part of the ledger that the issuer uses.
 type Buffer interface {
 	WatchLedger(ctx context.Context, in *bufferv1.WatchLedgerRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[bufferv1.WatchLedgerResponse], error)
-	ListGroups(ctx context.Context, in *bufferv1.ListGroupsRequest, opts ...grpc.CallOption) (*bufferv1.ListGroupsResponse, error)
+	ListIncompleteGroups(ctx context.Context, in *bufferv1.ListIncompleteGroupsRequest, opts ...grpc.CallOption) (*bufferv1.ListIncompleteGroupsResponse, error)
 	ExcludeGroups(ctx context.Context, in *bufferv1.ExcludeGroupsRequest, opts ...grpc.CallOption) (*bufferv1.ExcludeGroupsResponse, error)
 	ReissueGroups(ctx context.Context, in *bufferv1.ReissueGroupsRequest, opts ...grpc.CallOption) (*bufferv1.ReissueGroupsResponse, error)
 }
@@ -106,7 +106,6 @@ type Issuer struct {
 	// stream. Once the ledger has opened the next attempt, its states do not contain the group any
 	// more.
 	unpublished map[uint64]*bufferv1.GroupRecord
-	done        uint64                  // each position before it is consumed or excluded
 	unseen      map[bus.WorkItem]uint64 // items that the last sweep found nowhere -> the newest trajectories at that time
 	rounds      uint64                  // how often lost groups were published again
 	nonce       string                  // tells the ids of this issuer's messages from those of others
@@ -202,8 +201,9 @@ func (i *Issuer) reconcile(ctx context.Context) error {
 	return i.publish(ctx, lost)
 }
 
-// lacking returns the items that were issued and that the ledger does not have completely.
-func (i *Issuer) lacking(ctx context.Context) ([]bus.WorkItem, error) {
+// lacking returns the items that were issued and that the ledger does not have completely. Neither
+// their number nor what it costs to find them grows with the run.
+func (i *Issuer) lacking(ctx context.Context) (items []bus.WorkItem, err error) {
 	from := i.window.First
 	switch {
 	case i.window.Completion:
@@ -212,50 +212,27 @@ func (i *Issuer) lacking(ctx context.Context) ([]bus.WorkItem, error) {
 	default:
 		from = i.window.start(i.Board.Ledger().GetStep()) // the windows of committed steps are complete
 	}
-	from = max(from, i.done)
-	known, last, err := i.list(ctx, from)
-	if err != nil {
-		return nil, err
-	}
-	if last > i.position {
-		if err := i.advance(ctx, last); err != nil {
+	size := max(1, algorithm.GroupSize(i.run.GetPlan().GetConfig()))
+	for {
+		listed, err := i.Buffer.ListIncompleteGroups(ctx, &bufferv1.ListIncompleteGroupsRequest{
+			RunId: i.run.GetRunId(), FromPosition: from, EndPosition: i.position, Limit: page,
+		})
+		if err != nil {
 			return nil, err
 		}
-	}
-	size := max(1, algorithm.GroupSize(i.run.GetPlan().GetConfig()))
-	var items []bus.WorkItem
-	for p := from; p < i.position; p++ {
-		switch g := known[p]; g.GetState() {
-		case bufferv1.GroupState_GROUP_STATE_UNSPECIFIED: // unknown to the ledger
-			items = append(items, bus.WorkItem{Position: p})
-		case bufferv1.GroupState_GROUP_STATE_OPEN:
+		if end := listed.GetEndPosition(); end > i.position {
+			if err := i.advance(ctx, end); err != nil {
+				return nil, err
+			}
+		}
+		for _, g := range listed.GetGroups() {
 			if g.GetSamples() < size { // otherwise it waits for the digest of its weights
-				items = append(items, bus.WorkItem{Position: p, Attempt: g.GetKey().GetAttempt()})
+				items = append(items, bus.WorkItem{Position: g.GetPosition(), Attempt: g.GetKey().GetAttempt()})
 			}
-		case bufferv1.GroupState_GROUP_STATE_CONSUMED, bufferv1.GroupState_GROUP_STATE_EXCLUDED:
-			if i.done = max(i.done, from); i.done == p {
-				i.done++
-			}
+			from = g.GetPosition() + 1
 		}
-	}
-	return items, nil
-}
-
-// list returns the groups of the ledger from a position on, and the position after the last one.
-func (i *Issuer) list(ctx context.Context, from uint64) (known map[uint64]*bufferv1.GroupRecord, last uint64, err error) {
-	known = map[uint64]*bufferv1.GroupRecord{}
-	for next := from; ; {
-		resp, err := i.Buffer.ListGroups(ctx, &bufferv1.ListGroupsRequest{RunId: i.run.GetRunId(), FromPosition: next, Limit: page})
-		if err != nil {
-			return nil, 0, err
-		}
-		for _, g := range resp.GetGroups() {
-			known[g.GetPosition()] = g
-			last = max(last, g.GetPosition()+1)
-			next = g.GetPosition() + 1
-		}
-		if len(resp.GetGroups()) < page {
-			return known, last, nil
+		if len(listed.GetGroups()) < page {
+			return items, nil
 		}
 	}
 }

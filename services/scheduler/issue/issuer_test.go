@@ -66,10 +66,17 @@ func (a *around) EnsureRun(context.Context, string) error {
 
 func (a *around) InspectRun(context.Context, string) (*bus.RunState, error) { return a.servers, nil }
 
-func (a *around) ListGroups(_ context.Context, in *bufferv1.ListGroupsRequest, _ ...grpc.CallOption) (*bufferv1.ListGroupsResponse, error) {
-	out := &bufferv1.ListGroupsResponse{}
+func (a *around) ListIncompleteGroups(_ context.Context, in *bufferv1.ListIncompleteGroupsRequest, _ ...grpc.CallOption) (*bufferv1.ListIncompleteGroupsResponse, error) {
+	out := &bufferv1.ListIncompleteGroupsResponse{}
+	known := map[uint64]*bufferv1.GroupRecord{}
 	for _, g := range a.known {
-		if g.GetPosition() >= in.GetFromPosition() {
+		known[g.GetPosition()] = g
+		out.EndPosition = max(out.EndPosition, g.GetPosition()+1)
+	}
+	for p := in.GetFromPosition(); p < max(out.GetEndPosition(), in.GetEndPosition()) && len(out.GetGroups()) < int(in.GetLimit()); p++ {
+		if g := known[p]; g == nil {
+			out.Groups = append(out.Groups, group(p, 0, 0, 0))
+		} else if g.GetState() == open {
 			out.Groups = append(out.Groups, g)
 		}
 	}

@@ -53,13 +53,13 @@ func (c *courier) InspectRun(ctx context.Context, run string) (*bus.RunState, er
 	return c.bus.InspectRun(ctx, run)
 }
 
-func (c *courier) ListGroups(_ context.Context, in *bufferv1.ListGroupsRequest, _ ...grpc.CallOption) (*bufferv1.ListGroupsResponse, error) {
+func (c *courier) ListIncompleteGroups(_ context.Context, in *bufferv1.ListIncompleteGroupsRequest, _ ...grpc.CallOption) (*bufferv1.ListIncompleteGroupsResponse, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	out := &bufferv1.ListGroupsResponse{}
+	out := &bufferv1.ListIncompleteGroupsResponse{}
 	for p := in.GetFromPosition(); p < sixGroups; p++ {
-		if c.arrived[p] > 0 {
-			out.Groups = append(out.Groups, group(p, 0, ready, 0))
+		if c.arrived[p] == 0 {
+			out.Groups = append(out.Groups, group(p, 0, 0, 0))
 		}
 	}
 	return out, nil

@@ -1086,19 +1086,27 @@ class ListStepsRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     FROM_STEP_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    NEWEST_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     from_step: _builtins.int
     """First step to return."""
+    limit: _builtins.int
+    """Largest number of steps; 0: 10,000."""
+    newest: _builtins.bool
+    """Whether to return the newest steps instead of the first ones."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         from_step: _builtins.int = ...,
+        limit: _builtins.int = ...,
+        newest: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_step", b"from_step", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_step", b"from_step", "limit", b"limit", "newest", b"newest", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1187,6 +1195,68 @@ class ListGroupsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListGroupsResponse: _TypeAlias = ListGroupsResponse  # noqa: Y015
+
+@_typing.final
+class ListIncompleteGroupsRequest(_message.Message):
+    """ListIncompleteGroupsRequest names a range of positions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    FROM_POSITION_FIELD_NUMBER: _builtins.int
+    END_POSITION_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    from_position: _builtins.int
+    """First position to return."""
+    end_position: _builtins.int
+    """Position after the last one to return, or after the last group if that is later."""
+    limit: _builtins.int
+    """Largest number of groups; 0: 10,000."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        from_position: _builtins.int = ...,
+        end_position: _builtins.int = ...,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_position", b"end_position", "from_position", b"from_position", "limit", b"limit", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListIncompleteGroupsRequest: _TypeAlias = ListIncompleteGroupsRequest  # noqa: Y015
+
+@_typing.final
+class ListIncompleteGroupsResponse(_message.Message):
+    """ListIncompleteGroupsResponse is the groups."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: _builtins.int
+    END_POSITION_FIELD_NUMBER: _builtins.int
+    end_position: _builtins.int
+    """Position after the last group of the ledger."""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupRecord]:
+        """Groups by position. A position without a group has attempt 0 and no state."""
+
+    def __init__(
+        self,
+        *,
+        groups: _abc.Iterable[Global___GroupRecord] | None = ...,
+        end_position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_position", b"end_position", "groups", b"groups"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListIncompleteGroupsResponse: _TypeAlias = ListIncompleteGroupsResponse  # noqa: Y015
 
 @_typing.final
 class ExcludeGroupsRequest(_message.Message):
@@ -1458,8 +1528,9 @@ Global___ExportLedgerRequest: _TypeAlias = ExportLedgerRequest  # noqa: Y015
 
 @_typing.final
 class ExportLedgerResponse(_message.Message):
-    """ExportLedgerResponse is a part of the rows. The first message has the ledger and its segments. If
-    payloads were trimmed during the export, the last message has the ledger again.
+    """ExportLedgerResponse is a part of the rows: first the ledger, then segments, weights, steps,
+    groups and samples, each in as many messages as necessary. If payloads were trimmed during the
+    export, the last message has the ledger again.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

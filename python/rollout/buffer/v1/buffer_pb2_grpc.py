@@ -85,6 +85,11 @@ class BufferServiceStub:
                 request_serializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.ListGroupsRequest.SerializeToString,
                 response_deserializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.ListGroupsResponse.FromString,
                 _registered_method=True)
+        self.ListIncompleteGroups = channel.unary_unary(
+                '/rollout.buffer.v1.BufferService/ListIncompleteGroups',
+                request_serializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.ListIncompleteGroupsRequest.SerializeToString,
+                response_deserializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.ListIncompleteGroupsResponse.FromString,
+                _registered_method=True)
         self.ExcludeGroups = channel.unary_unary(
                 '/rollout.buffer.v1.BufferService/ExcludeGroups',
                 request_serializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.ExcludeGroupsRequest.SerializeToString,
@@ -200,6 +205,14 @@ class BufferServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListIncompleteGroups(self, request, context):
+        """ListIncompleteGroups returns the groups by position that lack samples and are not dissolved or
+        excluded: those that are open, and positions without a group.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ExcludeGroups(self, request, context):
         """ExcludeGroups excludes groups for a typed reason. Idempotent.
         """
@@ -297,6 +310,11 @@ def add_BufferServiceServicer_to_server(servicer, server):
                     servicer.ListGroups,
                     request_deserializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.ListGroupsRequest.FromString,
                     response_serializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.ListGroupsResponse.SerializeToString,
+            ),
+            'ListIncompleteGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListIncompleteGroups,
+                    request_deserializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.ListIncompleteGroupsRequest.FromString,
+                    response_serializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.ListIncompleteGroupsResponse.SerializeToString,
             ),
             'ExcludeGroups': grpc.unary_unary_rpc_method_handler(
                     servicer.ExcludeGroups,
@@ -600,6 +618,33 @@ class BufferService:
             '/rollout.buffer.v1.BufferService/ListGroups',
             rollout_dot_buffer_dot_v1_dot_buffer__pb2.ListGroupsRequest.SerializeToString,
             rollout_dot_buffer_dot_v1_dot_buffer__pb2.ListGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListIncompleteGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.buffer.v1.BufferService/ListIncompleteGroups',
+            rollout_dot_buffer_dot_v1_dot_buffer__pb2.ListIncompleteGroupsRequest.SerializeToString,
+            rollout_dot_buffer_dot_v1_dot_buffer__pb2.ListIncompleteGroupsResponse.FromString,
             options,
             channel_credentials,
             insecure,

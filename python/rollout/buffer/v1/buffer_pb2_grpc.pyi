@@ -69,6 +69,10 @@ class BufferServiceStub:
     """ListSteps returns committed steps in order."""
     ListGroups: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.ListGroupsRequest, _buffer_pb2.ListGroupsResponse]
     """ListGroups returns groups by position."""
+    ListIncompleteGroups: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.ListIncompleteGroupsRequest, _buffer_pb2.ListIncompleteGroupsResponse]
+    """ListIncompleteGroups returns the groups by position that lack samples and are not dissolved or
+    excluded: those that are open, and positions without a group.
+    """
     ExcludeGroups: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.ExcludeGroupsRequest, _buffer_pb2.ExcludeGroupsResponse]
     """ExcludeGroups excludes groups for a typed reason. Idempotent."""
     ReissueGroups: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.ReissueGroupsRequest, _buffer_pb2.ReissueGroupsResponse]
@@ -127,6 +131,10 @@ class BufferServiceAsyncStub(BufferServiceStub):
     """ListSteps returns committed steps in order."""
     ListGroups: _aio.UnaryUnaryMultiCallable[_buffer_pb2.ListGroupsRequest, _buffer_pb2.ListGroupsResponse]  # type: ignore[assignment]
     """ListGroups returns groups by position."""
+    ListIncompleteGroups: _aio.UnaryUnaryMultiCallable[_buffer_pb2.ListIncompleteGroupsRequest, _buffer_pb2.ListIncompleteGroupsResponse]  # type: ignore[assignment]
+    """ListIncompleteGroups returns the groups by position that lack samples and are not dissolved or
+    excluded: those that are open, and positions without a group.
+    """
     ExcludeGroups: _aio.UnaryUnaryMultiCallable[_buffer_pb2.ExcludeGroupsRequest, _buffer_pb2.ExcludeGroupsResponse]  # type: ignore[assignment]
     """ExcludeGroups excludes groups for a typed reason. Idempotent."""
     ReissueGroups: _aio.UnaryUnaryMultiCallable[_buffer_pb2.ReissueGroupsRequest, _buffer_pb2.ReissueGroupsResponse]  # type: ignore[assignment]
@@ -242,6 +250,16 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_pb2.ListGroupsResponse, _abc.Awaitable[_buffer_pb2.ListGroupsResponse]]:
         """ListGroups returns groups by position."""
+
+    @_abc_1.abstractmethod
+    def ListIncompleteGroups(
+        self,
+        request: _buffer_pb2.ListIncompleteGroupsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_buffer_pb2.ListIncompleteGroupsResponse, _abc.Awaitable[_buffer_pb2.ListIncompleteGroupsResponse]]:
+        """ListIncompleteGroups returns the groups by position that lack samples and are not dissolved or
+        excluded: those that are open, and positions without a group.
+        """
 
     @_abc_1.abstractmethod
     def ExcludeGroups(

@@ -2094,7 +2094,11 @@ type ListStepsRequest struct {
 	// Run.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	// First step to return.
-	FromStep      uint64 `protobuf:"varint,2,opt,name=from_step,json=fromStep,proto3" json:"from_step,omitempty"`
+	FromStep uint64 `protobuf:"varint,2,opt,name=from_step,json=fromStep,proto3" json:"from_step,omitempty"`
+	// Largest number of steps; 0: 10,000.
+	Limit uint32 `protobuf:"varint,3,opt,name=limit,proto3" json:"limit,omitempty"`
+	// Whether to return the newest steps instead of the first ones.
+	Newest        bool `protobuf:"varint,4,opt,name=newest,proto3" json:"newest,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2141,6 +2145,20 @@ func (x *ListStepsRequest) GetFromStep() uint64 {
 		return x.FromStep
 	}
 	return 0
+}
+
+func (x *ListStepsRequest) GetLimit() uint32 {
+	if x != nil {
+		return x.Limit
+	}
+	return 0
+}
+
+func (x *ListStepsRequest) GetNewest() bool {
+	if x != nil {
+		return x.Newest
+	}
+	return false
 }
 
 // ListStepsResponse is the steps.
@@ -2308,6 +2326,134 @@ func (x *ListGroupsResponse) GetGroups() []*GroupRecord {
 	return nil
 }
 
+// ListIncompleteGroupsRequest names a range of positions.
+type ListIncompleteGroupsRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run.
+	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// First position to return.
+	FromPosition uint64 `protobuf:"varint,2,opt,name=from_position,json=fromPosition,proto3" json:"from_position,omitempty"`
+	// Position after the last one to return, or after the last group if that is later.
+	EndPosition uint64 `protobuf:"varint,3,opt,name=end_position,json=endPosition,proto3" json:"end_position,omitempty"`
+	// Largest number of groups; 0: 10,000.
+	Limit         uint32 `protobuf:"varint,4,opt,name=limit,proto3" json:"limit,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListIncompleteGroupsRequest) Reset() {
+	*x = ListIncompleteGroupsRequest{}
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[30]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListIncompleteGroupsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListIncompleteGroupsRequest) ProtoMessage() {}
+
+func (x *ListIncompleteGroupsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[30]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListIncompleteGroupsRequest.ProtoReflect.Descriptor instead.
+func (*ListIncompleteGroupsRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{30}
+}
+
+func (x *ListIncompleteGroupsRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+func (x *ListIncompleteGroupsRequest) GetFromPosition() uint64 {
+	if x != nil {
+		return x.FromPosition
+	}
+	return 0
+}
+
+func (x *ListIncompleteGroupsRequest) GetEndPosition() uint64 {
+	if x != nil {
+		return x.EndPosition
+	}
+	return 0
+}
+
+func (x *ListIncompleteGroupsRequest) GetLimit() uint32 {
+	if x != nil {
+		return x.Limit
+	}
+	return 0
+}
+
+// ListIncompleteGroupsResponse is the groups.
+type ListIncompleteGroupsResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Groups by position. A position without a group has attempt 0 and no state.
+	Groups []*GroupRecord `protobuf:"bytes,1,rep,name=groups,proto3" json:"groups,omitempty"`
+	// Position after the last group of the ledger.
+	EndPosition   uint64 `protobuf:"varint,2,opt,name=end_position,json=endPosition,proto3" json:"end_position,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListIncompleteGroupsResponse) Reset() {
+	*x = ListIncompleteGroupsResponse{}
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[31]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListIncompleteGroupsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListIncompleteGroupsResponse) ProtoMessage() {}
+
+func (x *ListIncompleteGroupsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[31]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListIncompleteGroupsResponse.ProtoReflect.Descriptor instead.
+func (*ListIncompleteGroupsResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{31}
+}
+
+func (x *ListIncompleteGroupsResponse) GetGroups() []*GroupRecord {
+	if x != nil {
+		return x.Groups
+	}
+	return nil
+}
+
+func (x *ListIncompleteGroupsResponse) GetEndPosition() uint64 {
+	if x != nil {
+		return x.EndPosition
+	}
+	return 0
+}
+
 // ExcludeGroupsRequest names groups and a reason.
 type ExcludeGroupsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2325,7 +2471,7 @@ type ExcludeGroupsRequest struct {
 
 func (x *ExcludeGroupsRequest) Reset() {
 	*x = ExcludeGroupsRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[30]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2337,7 +2483,7 @@ func (x *ExcludeGroupsRequest) String() string {
 func (*ExcludeGroupsRequest) ProtoMessage() {}
 
 func (x *ExcludeGroupsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[30]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2350,7 +2496,7 @@ func (x *ExcludeGroupsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExcludeGroupsRequest.ProtoReflect.Descriptor instead.
 func (*ExcludeGroupsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{30}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *ExcludeGroupsRequest) GetRunId() string {
@@ -2390,7 +2536,7 @@ type ExcludeGroupsResponse struct {
 
 func (x *ExcludeGroupsResponse) Reset() {
 	*x = ExcludeGroupsResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[31]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2402,7 +2548,7 @@ func (x *ExcludeGroupsResponse) String() string {
 func (*ExcludeGroupsResponse) ProtoMessage() {}
 
 func (x *ExcludeGroupsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[31]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2415,7 +2561,7 @@ func (x *ExcludeGroupsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExcludeGroupsResponse.ProtoReflect.Descriptor instead.
 func (*ExcludeGroupsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{31}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{33}
 }
 
 // ReissueGroupsRequest names groups.
@@ -2433,7 +2579,7 @@ type ReissueGroupsRequest struct {
 
 func (x *ReissueGroupsRequest) Reset() {
 	*x = ReissueGroupsRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[32]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2445,7 +2591,7 @@ func (x *ReissueGroupsRequest) String() string {
 func (*ReissueGroupsRequest) ProtoMessage() {}
 
 func (x *ReissueGroupsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[32]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2458,7 +2604,7 @@ func (x *ReissueGroupsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReissueGroupsRequest.ProtoReflect.Descriptor instead.
 func (*ReissueGroupsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{32}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *ReissueGroupsRequest) GetRunId() string {
@@ -2491,7 +2637,7 @@ type ReissueGroupsResponse struct {
 
 func (x *ReissueGroupsResponse) Reset() {
 	*x = ReissueGroupsResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[33]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2503,7 +2649,7 @@ func (x *ReissueGroupsResponse) String() string {
 func (*ReissueGroupsResponse) ProtoMessage() {}
 
 func (x *ReissueGroupsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[33]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2516,7 +2662,7 @@ func (x *ReissueGroupsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReissueGroupsResponse.ProtoReflect.Descriptor instead.
 func (*ReissueGroupsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{33}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{35}
 }
 
 // ReadPayloadsRequest asks for the payloads of a step's batch.
@@ -2532,7 +2678,7 @@ type ReadPayloadsRequest struct {
 
 func (x *ReadPayloadsRequest) Reset() {
 	*x = ReadPayloadsRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[34]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2544,7 +2690,7 @@ func (x *ReadPayloadsRequest) String() string {
 func (*ReadPayloadsRequest) ProtoMessage() {}
 
 func (x *ReadPayloadsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[34]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2557,7 +2703,7 @@ func (x *ReadPayloadsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadPayloadsRequest.ProtoReflect.Descriptor instead.
 func (*ReadPayloadsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{34}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *ReadPayloadsRequest) GetRunId() string {
@@ -2585,7 +2731,7 @@ type ReadPayloadsResponse struct {
 
 func (x *ReadPayloadsResponse) Reset() {
 	*x = ReadPayloadsResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[35]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2597,7 +2743,7 @@ func (x *ReadPayloadsResponse) String() string {
 func (*ReadPayloadsResponse) ProtoMessage() {}
 
 func (x *ReadPayloadsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[35]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2610,7 +2756,7 @@ func (x *ReadPayloadsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadPayloadsResponse.ProtoReflect.Descriptor instead.
 func (*ReadPayloadsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{35}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *ReadPayloadsResponse) GetPayloads() [][]byte {
@@ -2631,7 +2777,7 @@ type WatchLedgerRequest struct {
 
 func (x *WatchLedgerRequest) Reset() {
 	*x = WatchLedgerRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[36]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2643,7 +2789,7 @@ func (x *WatchLedgerRequest) String() string {
 func (*WatchLedgerRequest) ProtoMessage() {}
 
 func (x *WatchLedgerRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[36]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2656,7 +2802,7 @@ func (x *WatchLedgerRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchLedgerRequest.ProtoReflect.Descriptor instead.
 func (*WatchLedgerRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{36}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *WatchLedgerRequest) GetRunId() string {
@@ -2677,7 +2823,7 @@ type WatchLedgerResponse struct {
 
 func (x *WatchLedgerResponse) Reset() {
 	*x = WatchLedgerResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[37]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2689,7 +2835,7 @@ func (x *WatchLedgerResponse) String() string {
 func (*WatchLedgerResponse) ProtoMessage() {}
 
 func (x *WatchLedgerResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[37]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2702,7 +2848,7 @@ func (x *WatchLedgerResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchLedgerResponse.ProtoReflect.Descriptor instead.
 func (*WatchLedgerResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{37}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *WatchLedgerResponse) GetState() *LedgerState {
@@ -2725,7 +2871,7 @@ type TrimPayloadsRequest struct {
 
 func (x *TrimPayloadsRequest) Reset() {
 	*x = TrimPayloadsRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[38]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2737,7 +2883,7 @@ func (x *TrimPayloadsRequest) String() string {
 func (*TrimPayloadsRequest) ProtoMessage() {}
 
 func (x *TrimPayloadsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[38]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2750,7 +2896,7 @@ func (x *TrimPayloadsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrimPayloadsRequest.ProtoReflect.Descriptor instead.
 func (*TrimPayloadsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{38}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *TrimPayloadsRequest) GetRunId() string {
@@ -2778,7 +2924,7 @@ type TrimPayloadsResponse struct {
 
 func (x *TrimPayloadsResponse) Reset() {
 	*x = TrimPayloadsResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[39]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2790,7 +2936,7 @@ func (x *TrimPayloadsResponse) String() string {
 func (*TrimPayloadsResponse) ProtoMessage() {}
 
 func (x *TrimPayloadsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[39]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2803,7 +2949,7 @@ func (x *TrimPayloadsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrimPayloadsResponse.ProtoReflect.Descriptor instead.
 func (*TrimPayloadsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{39}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *TrimPayloadsResponse) GetBytes() uint64 {
@@ -2824,7 +2970,7 @@ type ExportLedgerRequest struct {
 
 func (x *ExportLedgerRequest) Reset() {
 	*x = ExportLedgerRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[40]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2836,7 +2982,7 @@ func (x *ExportLedgerRequest) String() string {
 func (*ExportLedgerRequest) ProtoMessage() {}
 
 func (x *ExportLedgerRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[40]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2849,7 +2995,7 @@ func (x *ExportLedgerRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExportLedgerRequest.ProtoReflect.Descriptor instead.
 func (*ExportLedgerRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{40}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *ExportLedgerRequest) GetRunId() string {
@@ -2859,8 +3005,9 @@ func (x *ExportLedgerRequest) GetRunId() string {
 	return ""
 }
 
-// ExportLedgerResponse is a part of the rows. The first message has the ledger and its segments. If
-// payloads were trimmed during the export, the last message has the ledger again.
+// ExportLedgerResponse is a part of the rows: first the ledger, then segments, weights, steps,
+// groups and samples, each in as many messages as necessary. If payloads were trimmed during the
+// export, the last message has the ledger again.
 type ExportLedgerResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The ledger.
@@ -2881,7 +3028,7 @@ type ExportLedgerResponse struct {
 
 func (x *ExportLedgerResponse) Reset() {
 	*x = ExportLedgerResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[41]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2893,7 +3040,7 @@ func (x *ExportLedgerResponse) String() string {
 func (*ExportLedgerResponse) ProtoMessage() {}
 
 func (x *ExportLedgerResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[41]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2906,7 +3053,7 @@ func (x *ExportLedgerResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExportLedgerResponse.ProtoReflect.Descriptor instead.
 func (*ExportLedgerResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{41}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *ExportLedgerResponse) GetLedger() *LedgerRecord {
@@ -2972,7 +3119,7 @@ type LedgerRecord struct {
 
 func (x *LedgerRecord) Reset() {
 	*x = LedgerRecord{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[42]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2984,7 +3131,7 @@ func (x *LedgerRecord) String() string {
 func (*LedgerRecord) ProtoMessage() {}
 
 func (x *LedgerRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[42]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2997,7 +3144,7 @@ func (x *LedgerRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LedgerRecord.ProtoReflect.Descriptor instead.
 func (*LedgerRecord) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{42}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *LedgerRecord) GetConfig() *LedgerConfig {
@@ -3065,7 +3212,7 @@ type SegmentRecord struct {
 
 func (x *SegmentRecord) Reset() {
 	*x = SegmentRecord{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[43]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3077,7 +3224,7 @@ func (x *SegmentRecord) String() string {
 func (*SegmentRecord) ProtoMessage() {}
 
 func (x *SegmentRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[43]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3090,7 +3237,7 @@ func (x *SegmentRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SegmentRecord.ProtoReflect.Descriptor instead.
 func (*SegmentRecord) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{43}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *SegmentRecord) GetNumber() uint32 {
@@ -3155,7 +3302,7 @@ type WeightsRecord struct {
 
 func (x *WeightsRecord) Reset() {
 	*x = WeightsRecord{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[44]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3167,7 +3314,7 @@ func (x *WeightsRecord) String() string {
 func (*WeightsRecord) ProtoMessage() {}
 
 func (x *WeightsRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[44]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3180,7 +3327,7 @@ func (x *WeightsRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WeightsRecord.ProtoReflect.Descriptor instead.
 func (*WeightsRecord) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{44}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *WeightsRecord) GetVersion() uint64 {
@@ -3226,7 +3373,7 @@ type SampleRecord struct {
 
 func (x *SampleRecord) Reset() {
 	*x = SampleRecord{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[45]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3238,7 +3385,7 @@ func (x *SampleRecord) String() string {
 func (*SampleRecord) ProtoMessage() {}
 
 func (x *SampleRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[45]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3251,7 +3398,7 @@ func (x *SampleRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SampleRecord.ProtoReflect.Descriptor instead.
 func (*SampleRecord) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{45}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *SampleRecord) GetRef() *SampleRef {
@@ -3480,10 +3627,12 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x1b\n" +
 	"\x04step\x18\x02 \x01(\x04B\a\xbaH\x042\x02(\x01R\x04step\"B\n" +
 	"\x10GetBatchResponse\x12.\n" +
-	"\x05batch\x18\x01 \x01(\v2\x18.rollout.buffer.v1.BatchR\x05batch\"O\n" +
+	"\x05batch\x18\x01 \x01(\v2\x18.rollout.buffer.v1.BatchR\x05batch\"\x88\x01\n" +
 	"\x10ListStepsRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x1b\n" +
-	"\tfrom_step\x18\x02 \x01(\x04R\bfromStep\"H\n" +
+	"\tfrom_step\x18\x02 \x01(\x04R\bfromStep\x12\x1f\n" +
+	"\x05limit\x18\x03 \x01(\rB\t\xbaH\x06*\x04\x18\xa0\x8d\x06R\x05limit\x12\x16\n" +
+	"\x06newest\x18\x04 \x01(\bR\x06newest\"H\n" +
 	"\x11ListStepsResponse\x123\n" +
 	"\x05steps\x18\x01 \x03(\v2\x1d.rollout.buffer.v1.StepRecordR\x05steps\"\xbf\x01\n" +
 	"\x11ListGroupsRequest\x12\x1e\n" +
@@ -3493,7 +3642,15 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x06states\x18\x04 \x03(\x0e2\x1d.rollout.buffer.v1.GroupStateB\r\xbaH\n" +
 	"\x92\x01\a\"\x05\x82\x01\x02\x10\x01R\x06states\"L\n" +
 	"\x12ListGroupsResponse\x126\n" +
-	"\x06groups\x18\x01 \x03(\v2\x1e.rollout.buffer.v1.GroupRecordR\x06groups\"\xb8\x01\n" +
+	"\x06groups\x18\x01 \x03(\v2\x1e.rollout.buffer.v1.GroupRecordR\x06groups\"\xa6\x01\n" +
+	"\x1bListIncompleteGroupsRequest\x12\x1e\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12#\n" +
+	"\rfrom_position\x18\x02 \x01(\x04R\ffromPosition\x12!\n" +
+	"\fend_position\x18\x03 \x01(\x04R\vendPosition\x12\x1f\n" +
+	"\x05limit\x18\x04 \x01(\rB\t\xbaH\x06*\x04\x18\xa0\x8d\x06R\x05limit\"y\n" +
+	"\x1cListIncompleteGroupsResponse\x126\n" +
+	"\x06groups\x18\x01 \x03(\v2\x1e.rollout.buffer.v1.GroupRecordR\x06groups\x12!\n" +
+	"\fend_position\x18\x02 \x01(\x04R\vendPosition\"\xb8\x01\n" +
 	"\x14ExcludeGroupsRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12=\n" +
 	"\x06groups\x18\x02 \x03(\v2\x1b.rollout.buffer.v1.GroupKeyB\b\xbaH\x05\x92\x01\x02\b\x01R\x06groups\x12\x1f\n" +
@@ -3574,7 +3731,7 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x12GROUP_STATE_LEASED\x10\x03\x12\x18\n" +
 	"\x14GROUP_STATE_CONSUMED\x10\x04\x12\x18\n" +
 	"\x14GROUP_STATE_EXCLUDED\x10\x05\x12\x19\n" +
-	"\x15GROUP_STATE_DISSOLVED\x10\x062\xfe\v\n" +
+	"\x15GROUP_STATE_DISSOLVED\x10\x062\xf7\f\n" +
 	"\rBufferService\x12Y\n" +
 	"\n" +
 	"OpenLedger\x12$.rollout.buffer.v1.OpenLedgerRequest\x1a%.rollout.buffer.v1.OpenLedgerResponse\x12\\\n" +
@@ -3590,7 +3747,8 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\bGetBatch\x12\".rollout.buffer.v1.GetBatchRequest\x1a#.rollout.buffer.v1.GetBatchResponse\x12V\n" +
 	"\tListSteps\x12#.rollout.buffer.v1.ListStepsRequest\x1a$.rollout.buffer.v1.ListStepsResponse\x12Y\n" +
 	"\n" +
-	"ListGroups\x12$.rollout.buffer.v1.ListGroupsRequest\x1a%.rollout.buffer.v1.ListGroupsResponse\x12b\n" +
+	"ListGroups\x12$.rollout.buffer.v1.ListGroupsRequest\x1a%.rollout.buffer.v1.ListGroupsResponse\x12w\n" +
+	"\x14ListIncompleteGroups\x12..rollout.buffer.v1.ListIncompleteGroupsRequest\x1a/.rollout.buffer.v1.ListIncompleteGroupsResponse\x12b\n" +
 	"\rExcludeGroups\x12'.rollout.buffer.v1.ExcludeGroupsRequest\x1a(.rollout.buffer.v1.ExcludeGroupsResponse\x12b\n" +
 	"\rReissueGroups\x12'.rollout.buffer.v1.ReissueGroupsRequest\x1a(.rollout.buffer.v1.ReissueGroupsResponse\x12a\n" +
 	"\fReadPayloads\x12&.rollout.buffer.v1.ReadPayloadsRequest\x1a'.rollout.buffer.v1.ReadPayloadsResponse0\x01\x12^\n" +
@@ -3612,76 +3770,78 @@ func file_rollout_buffer_v1_buffer_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_buffer_v1_buffer_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_rollout_buffer_v1_buffer_proto_msgTypes = make([]protoimpl.MessageInfo, 47)
+var file_rollout_buffer_v1_buffer_proto_msgTypes = make([]protoimpl.MessageInfo, 49)
 var file_rollout_buffer_v1_buffer_proto_goTypes = []any{
-	(LeaseOrder)(0),                 // 0: rollout.buffer.v1.LeaseOrder
-	(GroupState)(0),                 // 1: rollout.buffer.v1.GroupState
-	(*LedgerConfig)(nil),            // 2: rollout.buffer.v1.LedgerConfig
-	(*GroupKey)(nil),                // 3: rollout.buffer.v1.GroupKey
-	(*GroupRecord)(nil),             // 4: rollout.buffer.v1.GroupRecord
-	(*SampleRef)(nil),               // 5: rollout.buffer.v1.SampleRef
-	(*Batch)(nil),                   // 6: rollout.buffer.v1.Batch
-	(*StepRecord)(nil),              // 7: rollout.buffer.v1.StepRecord
-	(*LedgerState)(nil),             // 8: rollout.buffer.v1.LedgerState
-	(*OpenLedgerRequest)(nil),       // 9: rollout.buffer.v1.OpenLedgerRequest
-	(*OpenLedgerResponse)(nil),      // 10: rollout.buffer.v1.OpenLedgerResponse
-	(*CloseLedgerRequest)(nil),      // 11: rollout.buffer.v1.CloseLedgerRequest
-	(*CloseLedgerResponse)(nil),     // 12: rollout.buffer.v1.CloseLedgerResponse
-	(*RecordWeightsRequest)(nil),    // 13: rollout.buffer.v1.RecordWeightsRequest
-	(*RecordWeightsResponse)(nil),   // 14: rollout.buffer.v1.RecordWeightsResponse
-	(*PutTrajectoriesRequest)(nil),  // 15: rollout.buffer.v1.PutTrajectoriesRequest
-	(*PutTrajectoriesResponse)(nil), // 16: rollout.buffer.v1.PutTrajectoriesResponse
-	(*PutResult)(nil),               // 17: rollout.buffer.v1.PutResult
-	(*PutRefusal)(nil),              // 18: rollout.buffer.v1.PutRefusal
-	(*GetMissingRequest)(nil),       // 19: rollout.buffer.v1.GetMissingRequest
-	(*GetMissingResponse)(nil),      // 20: rollout.buffer.v1.GetMissingResponse
-	(*MissingSamples)(nil),          // 21: rollout.buffer.v1.MissingSamples
-	(*LeaseBatchRequest)(nil),       // 22: rollout.buffer.v1.LeaseBatchRequest
-	(*LeaseBatchResponse)(nil),      // 23: rollout.buffer.v1.LeaseBatchResponse
-	(*CommitStepRequest)(nil),       // 24: rollout.buffer.v1.CommitStepRequest
-	(*CommitStepResponse)(nil),      // 25: rollout.buffer.v1.CommitStepResponse
-	(*GetBatchRequest)(nil),         // 26: rollout.buffer.v1.GetBatchRequest
-	(*GetBatchResponse)(nil),        // 27: rollout.buffer.v1.GetBatchResponse
-	(*ListStepsRequest)(nil),        // 28: rollout.buffer.v1.ListStepsRequest
-	(*ListStepsResponse)(nil),       // 29: rollout.buffer.v1.ListStepsResponse
-	(*ListGroupsRequest)(nil),       // 30: rollout.buffer.v1.ListGroupsRequest
-	(*ListGroupsResponse)(nil),      // 31: rollout.buffer.v1.ListGroupsResponse
-	(*ExcludeGroupsRequest)(nil),    // 32: rollout.buffer.v1.ExcludeGroupsRequest
-	(*ExcludeGroupsResponse)(nil),   // 33: rollout.buffer.v1.ExcludeGroupsResponse
-	(*ReissueGroupsRequest)(nil),    // 34: rollout.buffer.v1.ReissueGroupsRequest
-	(*ReissueGroupsResponse)(nil),   // 35: rollout.buffer.v1.ReissueGroupsResponse
-	(*ReadPayloadsRequest)(nil),     // 36: rollout.buffer.v1.ReadPayloadsRequest
-	(*ReadPayloadsResponse)(nil),    // 37: rollout.buffer.v1.ReadPayloadsResponse
-	(*WatchLedgerRequest)(nil),      // 38: rollout.buffer.v1.WatchLedgerRequest
-	(*WatchLedgerResponse)(nil),     // 39: rollout.buffer.v1.WatchLedgerResponse
-	(*TrimPayloadsRequest)(nil),     // 40: rollout.buffer.v1.TrimPayloadsRequest
-	(*TrimPayloadsResponse)(nil),    // 41: rollout.buffer.v1.TrimPayloadsResponse
-	(*ExportLedgerRequest)(nil),     // 42: rollout.buffer.v1.ExportLedgerRequest
-	(*ExportLedgerResponse)(nil),    // 43: rollout.buffer.v1.ExportLedgerResponse
-	(*LedgerRecord)(nil),            // 44: rollout.buffer.v1.LedgerRecord
-	(*SegmentRecord)(nil),           // 45: rollout.buffer.v1.SegmentRecord
-	(*WeightsRecord)(nil),           // 46: rollout.buffer.v1.WeightsRecord
-	(*SampleRecord)(nil),            // 47: rollout.buffer.v1.SampleRecord
-	nil,                             // 48: rollout.buffer.v1.LedgerState.FailuresEntry
-	(*v1.TrajectoryKey)(nil),        // 49: rollout.trajectory.v1.TrajectoryKey
-	(v1.Outcome)(0),                 // 50: rollout.trajectory.v1.Outcome
-	(*v1.EpisodeTimes)(nil),         // 51: rollout.trajectory.v1.EpisodeTimes
-	(*v1.TrajectoryBatch)(nil),      // 52: rollout.trajectory.v1.TrajectoryBatch
-	(*v1.VersionSpan)(nil),          // 53: rollout.trajectory.v1.VersionSpan
+	(LeaseOrder)(0),                      // 0: rollout.buffer.v1.LeaseOrder
+	(GroupState)(0),                      // 1: rollout.buffer.v1.GroupState
+	(*LedgerConfig)(nil),                 // 2: rollout.buffer.v1.LedgerConfig
+	(*GroupKey)(nil),                     // 3: rollout.buffer.v1.GroupKey
+	(*GroupRecord)(nil),                  // 4: rollout.buffer.v1.GroupRecord
+	(*SampleRef)(nil),                    // 5: rollout.buffer.v1.SampleRef
+	(*Batch)(nil),                        // 6: rollout.buffer.v1.Batch
+	(*StepRecord)(nil),                   // 7: rollout.buffer.v1.StepRecord
+	(*LedgerState)(nil),                  // 8: rollout.buffer.v1.LedgerState
+	(*OpenLedgerRequest)(nil),            // 9: rollout.buffer.v1.OpenLedgerRequest
+	(*OpenLedgerResponse)(nil),           // 10: rollout.buffer.v1.OpenLedgerResponse
+	(*CloseLedgerRequest)(nil),           // 11: rollout.buffer.v1.CloseLedgerRequest
+	(*CloseLedgerResponse)(nil),          // 12: rollout.buffer.v1.CloseLedgerResponse
+	(*RecordWeightsRequest)(nil),         // 13: rollout.buffer.v1.RecordWeightsRequest
+	(*RecordWeightsResponse)(nil),        // 14: rollout.buffer.v1.RecordWeightsResponse
+	(*PutTrajectoriesRequest)(nil),       // 15: rollout.buffer.v1.PutTrajectoriesRequest
+	(*PutTrajectoriesResponse)(nil),      // 16: rollout.buffer.v1.PutTrajectoriesResponse
+	(*PutResult)(nil),                    // 17: rollout.buffer.v1.PutResult
+	(*PutRefusal)(nil),                   // 18: rollout.buffer.v1.PutRefusal
+	(*GetMissingRequest)(nil),            // 19: rollout.buffer.v1.GetMissingRequest
+	(*GetMissingResponse)(nil),           // 20: rollout.buffer.v1.GetMissingResponse
+	(*MissingSamples)(nil),               // 21: rollout.buffer.v1.MissingSamples
+	(*LeaseBatchRequest)(nil),            // 22: rollout.buffer.v1.LeaseBatchRequest
+	(*LeaseBatchResponse)(nil),           // 23: rollout.buffer.v1.LeaseBatchResponse
+	(*CommitStepRequest)(nil),            // 24: rollout.buffer.v1.CommitStepRequest
+	(*CommitStepResponse)(nil),           // 25: rollout.buffer.v1.CommitStepResponse
+	(*GetBatchRequest)(nil),              // 26: rollout.buffer.v1.GetBatchRequest
+	(*GetBatchResponse)(nil),             // 27: rollout.buffer.v1.GetBatchResponse
+	(*ListStepsRequest)(nil),             // 28: rollout.buffer.v1.ListStepsRequest
+	(*ListStepsResponse)(nil),            // 29: rollout.buffer.v1.ListStepsResponse
+	(*ListGroupsRequest)(nil),            // 30: rollout.buffer.v1.ListGroupsRequest
+	(*ListGroupsResponse)(nil),           // 31: rollout.buffer.v1.ListGroupsResponse
+	(*ListIncompleteGroupsRequest)(nil),  // 32: rollout.buffer.v1.ListIncompleteGroupsRequest
+	(*ListIncompleteGroupsResponse)(nil), // 33: rollout.buffer.v1.ListIncompleteGroupsResponse
+	(*ExcludeGroupsRequest)(nil),         // 34: rollout.buffer.v1.ExcludeGroupsRequest
+	(*ExcludeGroupsResponse)(nil),        // 35: rollout.buffer.v1.ExcludeGroupsResponse
+	(*ReissueGroupsRequest)(nil),         // 36: rollout.buffer.v1.ReissueGroupsRequest
+	(*ReissueGroupsResponse)(nil),        // 37: rollout.buffer.v1.ReissueGroupsResponse
+	(*ReadPayloadsRequest)(nil),          // 38: rollout.buffer.v1.ReadPayloadsRequest
+	(*ReadPayloadsResponse)(nil),         // 39: rollout.buffer.v1.ReadPayloadsResponse
+	(*WatchLedgerRequest)(nil),           // 40: rollout.buffer.v1.WatchLedgerRequest
+	(*WatchLedgerResponse)(nil),          // 41: rollout.buffer.v1.WatchLedgerResponse
+	(*TrimPayloadsRequest)(nil),          // 42: rollout.buffer.v1.TrimPayloadsRequest
+	(*TrimPayloadsResponse)(nil),         // 43: rollout.buffer.v1.TrimPayloadsResponse
+	(*ExportLedgerRequest)(nil),          // 44: rollout.buffer.v1.ExportLedgerRequest
+	(*ExportLedgerResponse)(nil),         // 45: rollout.buffer.v1.ExportLedgerResponse
+	(*LedgerRecord)(nil),                 // 46: rollout.buffer.v1.LedgerRecord
+	(*SegmentRecord)(nil),                // 47: rollout.buffer.v1.SegmentRecord
+	(*WeightsRecord)(nil),                // 48: rollout.buffer.v1.WeightsRecord
+	(*SampleRecord)(nil),                 // 49: rollout.buffer.v1.SampleRecord
+	nil,                                  // 50: rollout.buffer.v1.LedgerState.FailuresEntry
+	(*v1.TrajectoryKey)(nil),             // 51: rollout.trajectory.v1.TrajectoryKey
+	(v1.Outcome)(0),                      // 52: rollout.trajectory.v1.Outcome
+	(*v1.EpisodeTimes)(nil),              // 53: rollout.trajectory.v1.EpisodeTimes
+	(*v1.TrajectoryBatch)(nil),           // 54: rollout.trajectory.v1.TrajectoryBatch
+	(*v1.VersionSpan)(nil),               // 55: rollout.trajectory.v1.VersionSpan
 }
 var file_rollout_buffer_v1_buffer_proto_depIdxs = []int32{
 	0,  // 0: rollout.buffer.v1.LedgerConfig.order:type_name -> rollout.buffer.v1.LeaseOrder
 	3,  // 1: rollout.buffer.v1.GroupRecord.key:type_name -> rollout.buffer.v1.GroupKey
 	1,  // 2: rollout.buffer.v1.GroupRecord.state:type_name -> rollout.buffer.v1.GroupState
-	49, // 3: rollout.buffer.v1.SampleRef.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	50, // 4: rollout.buffer.v1.SampleRef.outcome:type_name -> rollout.trajectory.v1.Outcome
-	51, // 5: rollout.buffer.v1.SampleRef.times:type_name -> rollout.trajectory.v1.EpisodeTimes
+	51, // 3: rollout.buffer.v1.SampleRef.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	52, // 4: rollout.buffer.v1.SampleRef.outcome:type_name -> rollout.trajectory.v1.Outcome
+	53, // 5: rollout.buffer.v1.SampleRef.times:type_name -> rollout.trajectory.v1.EpisodeTimes
 	5,  // 6: rollout.buffer.v1.Batch.samples:type_name -> rollout.buffer.v1.SampleRef
 	4,  // 7: rollout.buffer.v1.LedgerState.dissolved:type_name -> rollout.buffer.v1.GroupRecord
-	48, // 8: rollout.buffer.v1.LedgerState.failures:type_name -> rollout.buffer.v1.LedgerState.FailuresEntry
+	50, // 8: rollout.buffer.v1.LedgerState.failures:type_name -> rollout.buffer.v1.LedgerState.FailuresEntry
 	2,  // 9: rollout.buffer.v1.OpenLedgerRequest.config:type_name -> rollout.buffer.v1.LedgerConfig
 	8,  // 10: rollout.buffer.v1.OpenLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
-	52, // 11: rollout.buffer.v1.PutTrajectoriesRequest.puts:type_name -> rollout.trajectory.v1.TrajectoryBatch
+	54, // 11: rollout.buffer.v1.PutTrajectoriesRequest.puts:type_name -> rollout.trajectory.v1.TrajectoryBatch
 	17, // 12: rollout.buffer.v1.PutTrajectoriesResponse.results:type_name -> rollout.buffer.v1.PutResult
 	18, // 13: rollout.buffer.v1.PutResult.refused:type_name -> rollout.buffer.v1.PutRefusal
 	3,  // 14: rollout.buffer.v1.GetMissingRequest.groups:type_name -> rollout.buffer.v1.GroupKey
@@ -3692,57 +3852,60 @@ var file_rollout_buffer_v1_buffer_proto_depIdxs = []int32{
 	7,  // 19: rollout.buffer.v1.ListStepsResponse.steps:type_name -> rollout.buffer.v1.StepRecord
 	1,  // 20: rollout.buffer.v1.ListGroupsRequest.states:type_name -> rollout.buffer.v1.GroupState
 	4,  // 21: rollout.buffer.v1.ListGroupsResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
-	3,  // 22: rollout.buffer.v1.ExcludeGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
-	3,  // 23: rollout.buffer.v1.ReissueGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
-	8,  // 24: rollout.buffer.v1.WatchLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
-	44, // 25: rollout.buffer.v1.ExportLedgerResponse.ledger:type_name -> rollout.buffer.v1.LedgerRecord
-	45, // 26: rollout.buffer.v1.ExportLedgerResponse.segments:type_name -> rollout.buffer.v1.SegmentRecord
-	46, // 27: rollout.buffer.v1.ExportLedgerResponse.weights:type_name -> rollout.buffer.v1.WeightsRecord
-	7,  // 28: rollout.buffer.v1.ExportLedgerResponse.steps:type_name -> rollout.buffer.v1.StepRecord
-	4,  // 29: rollout.buffer.v1.ExportLedgerResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
-	47, // 30: rollout.buffer.v1.ExportLedgerResponse.samples:type_name -> rollout.buffer.v1.SampleRecord
-	2,  // 31: rollout.buffer.v1.LedgerRecord.config:type_name -> rollout.buffer.v1.LedgerConfig
-	8,  // 32: rollout.buffer.v1.LedgerRecord.state:type_name -> rollout.buffer.v1.LedgerState
-	5,  // 33: rollout.buffer.v1.SampleRecord.ref:type_name -> rollout.buffer.v1.SampleRef
-	49, // 34: rollout.buffer.v1.SampleRecord.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	53, // 35: rollout.buffer.v1.SampleRecord.spans:type_name -> rollout.trajectory.v1.VersionSpan
-	9,  // 36: rollout.buffer.v1.BufferService.OpenLedger:input_type -> rollout.buffer.v1.OpenLedgerRequest
-	11, // 37: rollout.buffer.v1.BufferService.CloseLedger:input_type -> rollout.buffer.v1.CloseLedgerRequest
-	13, // 38: rollout.buffer.v1.BufferService.RecordWeights:input_type -> rollout.buffer.v1.RecordWeightsRequest
-	15, // 39: rollout.buffer.v1.BufferService.PutTrajectories:input_type -> rollout.buffer.v1.PutTrajectoriesRequest
-	19, // 40: rollout.buffer.v1.BufferService.GetMissing:input_type -> rollout.buffer.v1.GetMissingRequest
-	22, // 41: rollout.buffer.v1.BufferService.LeaseBatch:input_type -> rollout.buffer.v1.LeaseBatchRequest
-	24, // 42: rollout.buffer.v1.BufferService.CommitStep:input_type -> rollout.buffer.v1.CommitStepRequest
-	26, // 43: rollout.buffer.v1.BufferService.GetBatch:input_type -> rollout.buffer.v1.GetBatchRequest
-	28, // 44: rollout.buffer.v1.BufferService.ListSteps:input_type -> rollout.buffer.v1.ListStepsRequest
-	30, // 45: rollout.buffer.v1.BufferService.ListGroups:input_type -> rollout.buffer.v1.ListGroupsRequest
-	32, // 46: rollout.buffer.v1.BufferService.ExcludeGroups:input_type -> rollout.buffer.v1.ExcludeGroupsRequest
-	34, // 47: rollout.buffer.v1.BufferService.ReissueGroups:input_type -> rollout.buffer.v1.ReissueGroupsRequest
-	36, // 48: rollout.buffer.v1.BufferService.ReadPayloads:input_type -> rollout.buffer.v1.ReadPayloadsRequest
-	38, // 49: rollout.buffer.v1.BufferService.WatchLedger:input_type -> rollout.buffer.v1.WatchLedgerRequest
-	42, // 50: rollout.buffer.v1.BufferService.ExportLedger:input_type -> rollout.buffer.v1.ExportLedgerRequest
-	40, // 51: rollout.buffer.v1.BufferService.TrimPayloads:input_type -> rollout.buffer.v1.TrimPayloadsRequest
-	10, // 52: rollout.buffer.v1.BufferService.OpenLedger:output_type -> rollout.buffer.v1.OpenLedgerResponse
-	12, // 53: rollout.buffer.v1.BufferService.CloseLedger:output_type -> rollout.buffer.v1.CloseLedgerResponse
-	14, // 54: rollout.buffer.v1.BufferService.RecordWeights:output_type -> rollout.buffer.v1.RecordWeightsResponse
-	16, // 55: rollout.buffer.v1.BufferService.PutTrajectories:output_type -> rollout.buffer.v1.PutTrajectoriesResponse
-	20, // 56: rollout.buffer.v1.BufferService.GetMissing:output_type -> rollout.buffer.v1.GetMissingResponse
-	23, // 57: rollout.buffer.v1.BufferService.LeaseBatch:output_type -> rollout.buffer.v1.LeaseBatchResponse
-	25, // 58: rollout.buffer.v1.BufferService.CommitStep:output_type -> rollout.buffer.v1.CommitStepResponse
-	27, // 59: rollout.buffer.v1.BufferService.GetBatch:output_type -> rollout.buffer.v1.GetBatchResponse
-	29, // 60: rollout.buffer.v1.BufferService.ListSteps:output_type -> rollout.buffer.v1.ListStepsResponse
-	31, // 61: rollout.buffer.v1.BufferService.ListGroups:output_type -> rollout.buffer.v1.ListGroupsResponse
-	33, // 62: rollout.buffer.v1.BufferService.ExcludeGroups:output_type -> rollout.buffer.v1.ExcludeGroupsResponse
-	35, // 63: rollout.buffer.v1.BufferService.ReissueGroups:output_type -> rollout.buffer.v1.ReissueGroupsResponse
-	37, // 64: rollout.buffer.v1.BufferService.ReadPayloads:output_type -> rollout.buffer.v1.ReadPayloadsResponse
-	39, // 65: rollout.buffer.v1.BufferService.WatchLedger:output_type -> rollout.buffer.v1.WatchLedgerResponse
-	43, // 66: rollout.buffer.v1.BufferService.ExportLedger:output_type -> rollout.buffer.v1.ExportLedgerResponse
-	41, // 67: rollout.buffer.v1.BufferService.TrimPayloads:output_type -> rollout.buffer.v1.TrimPayloadsResponse
-	52, // [52:68] is the sub-list for method output_type
-	36, // [36:52] is the sub-list for method input_type
-	36, // [36:36] is the sub-list for extension type_name
-	36, // [36:36] is the sub-list for extension extendee
-	0,  // [0:36] is the sub-list for field type_name
+	4,  // 22: rollout.buffer.v1.ListIncompleteGroupsResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
+	3,  // 23: rollout.buffer.v1.ExcludeGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
+	3,  // 24: rollout.buffer.v1.ReissueGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
+	8,  // 25: rollout.buffer.v1.WatchLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
+	46, // 26: rollout.buffer.v1.ExportLedgerResponse.ledger:type_name -> rollout.buffer.v1.LedgerRecord
+	47, // 27: rollout.buffer.v1.ExportLedgerResponse.segments:type_name -> rollout.buffer.v1.SegmentRecord
+	48, // 28: rollout.buffer.v1.ExportLedgerResponse.weights:type_name -> rollout.buffer.v1.WeightsRecord
+	7,  // 29: rollout.buffer.v1.ExportLedgerResponse.steps:type_name -> rollout.buffer.v1.StepRecord
+	4,  // 30: rollout.buffer.v1.ExportLedgerResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
+	49, // 31: rollout.buffer.v1.ExportLedgerResponse.samples:type_name -> rollout.buffer.v1.SampleRecord
+	2,  // 32: rollout.buffer.v1.LedgerRecord.config:type_name -> rollout.buffer.v1.LedgerConfig
+	8,  // 33: rollout.buffer.v1.LedgerRecord.state:type_name -> rollout.buffer.v1.LedgerState
+	5,  // 34: rollout.buffer.v1.SampleRecord.ref:type_name -> rollout.buffer.v1.SampleRef
+	51, // 35: rollout.buffer.v1.SampleRecord.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	55, // 36: rollout.buffer.v1.SampleRecord.spans:type_name -> rollout.trajectory.v1.VersionSpan
+	9,  // 37: rollout.buffer.v1.BufferService.OpenLedger:input_type -> rollout.buffer.v1.OpenLedgerRequest
+	11, // 38: rollout.buffer.v1.BufferService.CloseLedger:input_type -> rollout.buffer.v1.CloseLedgerRequest
+	13, // 39: rollout.buffer.v1.BufferService.RecordWeights:input_type -> rollout.buffer.v1.RecordWeightsRequest
+	15, // 40: rollout.buffer.v1.BufferService.PutTrajectories:input_type -> rollout.buffer.v1.PutTrajectoriesRequest
+	19, // 41: rollout.buffer.v1.BufferService.GetMissing:input_type -> rollout.buffer.v1.GetMissingRequest
+	22, // 42: rollout.buffer.v1.BufferService.LeaseBatch:input_type -> rollout.buffer.v1.LeaseBatchRequest
+	24, // 43: rollout.buffer.v1.BufferService.CommitStep:input_type -> rollout.buffer.v1.CommitStepRequest
+	26, // 44: rollout.buffer.v1.BufferService.GetBatch:input_type -> rollout.buffer.v1.GetBatchRequest
+	28, // 45: rollout.buffer.v1.BufferService.ListSteps:input_type -> rollout.buffer.v1.ListStepsRequest
+	30, // 46: rollout.buffer.v1.BufferService.ListGroups:input_type -> rollout.buffer.v1.ListGroupsRequest
+	32, // 47: rollout.buffer.v1.BufferService.ListIncompleteGroups:input_type -> rollout.buffer.v1.ListIncompleteGroupsRequest
+	34, // 48: rollout.buffer.v1.BufferService.ExcludeGroups:input_type -> rollout.buffer.v1.ExcludeGroupsRequest
+	36, // 49: rollout.buffer.v1.BufferService.ReissueGroups:input_type -> rollout.buffer.v1.ReissueGroupsRequest
+	38, // 50: rollout.buffer.v1.BufferService.ReadPayloads:input_type -> rollout.buffer.v1.ReadPayloadsRequest
+	40, // 51: rollout.buffer.v1.BufferService.WatchLedger:input_type -> rollout.buffer.v1.WatchLedgerRequest
+	44, // 52: rollout.buffer.v1.BufferService.ExportLedger:input_type -> rollout.buffer.v1.ExportLedgerRequest
+	42, // 53: rollout.buffer.v1.BufferService.TrimPayloads:input_type -> rollout.buffer.v1.TrimPayloadsRequest
+	10, // 54: rollout.buffer.v1.BufferService.OpenLedger:output_type -> rollout.buffer.v1.OpenLedgerResponse
+	12, // 55: rollout.buffer.v1.BufferService.CloseLedger:output_type -> rollout.buffer.v1.CloseLedgerResponse
+	14, // 56: rollout.buffer.v1.BufferService.RecordWeights:output_type -> rollout.buffer.v1.RecordWeightsResponse
+	16, // 57: rollout.buffer.v1.BufferService.PutTrajectories:output_type -> rollout.buffer.v1.PutTrajectoriesResponse
+	20, // 58: rollout.buffer.v1.BufferService.GetMissing:output_type -> rollout.buffer.v1.GetMissingResponse
+	23, // 59: rollout.buffer.v1.BufferService.LeaseBatch:output_type -> rollout.buffer.v1.LeaseBatchResponse
+	25, // 60: rollout.buffer.v1.BufferService.CommitStep:output_type -> rollout.buffer.v1.CommitStepResponse
+	27, // 61: rollout.buffer.v1.BufferService.GetBatch:output_type -> rollout.buffer.v1.GetBatchResponse
+	29, // 62: rollout.buffer.v1.BufferService.ListSteps:output_type -> rollout.buffer.v1.ListStepsResponse
+	31, // 63: rollout.buffer.v1.BufferService.ListGroups:output_type -> rollout.buffer.v1.ListGroupsResponse
+	33, // 64: rollout.buffer.v1.BufferService.ListIncompleteGroups:output_type -> rollout.buffer.v1.ListIncompleteGroupsResponse
+	35, // 65: rollout.buffer.v1.BufferService.ExcludeGroups:output_type -> rollout.buffer.v1.ExcludeGroupsResponse
+	37, // 66: rollout.buffer.v1.BufferService.ReissueGroups:output_type -> rollout.buffer.v1.ReissueGroupsResponse
+	39, // 67: rollout.buffer.v1.BufferService.ReadPayloads:output_type -> rollout.buffer.v1.ReadPayloadsResponse
+	41, // 68: rollout.buffer.v1.BufferService.WatchLedger:output_type -> rollout.buffer.v1.WatchLedgerResponse
+	45, // 69: rollout.buffer.v1.BufferService.ExportLedger:output_type -> rollout.buffer.v1.ExportLedgerResponse
+	43, // 70: rollout.buffer.v1.BufferService.TrimPayloads:output_type -> rollout.buffer.v1.TrimPayloadsResponse
+	54, // [54:71] is the sub-list for method output_type
+	37, // [37:54] is the sub-list for method input_type
+	37, // [37:37] is the sub-list for extension type_name
+	37, // [37:37] is the sub-list for extension extendee
+	0,  // [0:37] is the sub-list for field type_name
 }
 
 func init() { file_rollout_buffer_v1_buffer_proto_init() }
@@ -3756,7 +3919,7 @@ func file_rollout_buffer_v1_buffer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_buffer_v1_buffer_proto_rawDesc), len(file_rollout_buffer_v1_buffer_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   47,
+			NumMessages:   49,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

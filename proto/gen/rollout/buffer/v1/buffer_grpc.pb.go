@@ -22,22 +22,23 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	BufferService_OpenLedger_FullMethodName      = "/rollout.buffer.v1.BufferService/OpenLedger"
-	BufferService_CloseLedger_FullMethodName     = "/rollout.buffer.v1.BufferService/CloseLedger"
-	BufferService_RecordWeights_FullMethodName   = "/rollout.buffer.v1.BufferService/RecordWeights"
-	BufferService_PutTrajectories_FullMethodName = "/rollout.buffer.v1.BufferService/PutTrajectories"
-	BufferService_GetMissing_FullMethodName      = "/rollout.buffer.v1.BufferService/GetMissing"
-	BufferService_LeaseBatch_FullMethodName      = "/rollout.buffer.v1.BufferService/LeaseBatch"
-	BufferService_CommitStep_FullMethodName      = "/rollout.buffer.v1.BufferService/CommitStep"
-	BufferService_GetBatch_FullMethodName        = "/rollout.buffer.v1.BufferService/GetBatch"
-	BufferService_ListSteps_FullMethodName       = "/rollout.buffer.v1.BufferService/ListSteps"
-	BufferService_ListGroups_FullMethodName      = "/rollout.buffer.v1.BufferService/ListGroups"
-	BufferService_ExcludeGroups_FullMethodName   = "/rollout.buffer.v1.BufferService/ExcludeGroups"
-	BufferService_ReissueGroups_FullMethodName   = "/rollout.buffer.v1.BufferService/ReissueGroups"
-	BufferService_ReadPayloads_FullMethodName    = "/rollout.buffer.v1.BufferService/ReadPayloads"
-	BufferService_WatchLedger_FullMethodName     = "/rollout.buffer.v1.BufferService/WatchLedger"
-	BufferService_ExportLedger_FullMethodName    = "/rollout.buffer.v1.BufferService/ExportLedger"
-	BufferService_TrimPayloads_FullMethodName    = "/rollout.buffer.v1.BufferService/TrimPayloads"
+	BufferService_OpenLedger_FullMethodName           = "/rollout.buffer.v1.BufferService/OpenLedger"
+	BufferService_CloseLedger_FullMethodName          = "/rollout.buffer.v1.BufferService/CloseLedger"
+	BufferService_RecordWeights_FullMethodName        = "/rollout.buffer.v1.BufferService/RecordWeights"
+	BufferService_PutTrajectories_FullMethodName      = "/rollout.buffer.v1.BufferService/PutTrajectories"
+	BufferService_GetMissing_FullMethodName           = "/rollout.buffer.v1.BufferService/GetMissing"
+	BufferService_LeaseBatch_FullMethodName           = "/rollout.buffer.v1.BufferService/LeaseBatch"
+	BufferService_CommitStep_FullMethodName           = "/rollout.buffer.v1.BufferService/CommitStep"
+	BufferService_GetBatch_FullMethodName             = "/rollout.buffer.v1.BufferService/GetBatch"
+	BufferService_ListSteps_FullMethodName            = "/rollout.buffer.v1.BufferService/ListSteps"
+	BufferService_ListGroups_FullMethodName           = "/rollout.buffer.v1.BufferService/ListGroups"
+	BufferService_ListIncompleteGroups_FullMethodName = "/rollout.buffer.v1.BufferService/ListIncompleteGroups"
+	BufferService_ExcludeGroups_FullMethodName        = "/rollout.buffer.v1.BufferService/ExcludeGroups"
+	BufferService_ReissueGroups_FullMethodName        = "/rollout.buffer.v1.BufferService/ReissueGroups"
+	BufferService_ReadPayloads_FullMethodName         = "/rollout.buffer.v1.BufferService/ReadPayloads"
+	BufferService_WatchLedger_FullMethodName          = "/rollout.buffer.v1.BufferService/WatchLedger"
+	BufferService_ExportLedger_FullMethodName         = "/rollout.buffer.v1.BufferService/ExportLedger"
+	BufferService_TrimPayloads_FullMethodName         = "/rollout.buffer.v1.BufferService/TrimPayloads"
 )
 
 // BufferServiceClient is the client API for BufferService service.
@@ -75,6 +76,9 @@ type BufferServiceClient interface {
 	ListSteps(ctx context.Context, in *ListStepsRequest, opts ...grpc.CallOption) (*ListStepsResponse, error)
 	// ListGroups returns groups by position.
 	ListGroups(ctx context.Context, in *ListGroupsRequest, opts ...grpc.CallOption) (*ListGroupsResponse, error)
+	// ListIncompleteGroups returns the groups by position that lack samples and are not dissolved or
+	// excluded: those that are open, and positions without a group.
+	ListIncompleteGroups(ctx context.Context, in *ListIncompleteGroupsRequest, opts ...grpc.CallOption) (*ListIncompleteGroupsResponse, error)
 	// ExcludeGroups excludes groups for a typed reason. Idempotent.
 	ExcludeGroups(ctx context.Context, in *ExcludeGroupsRequest, opts ...grpc.CallOption) (*ExcludeGroupsResponse, error)
 	// ReissueGroups opens the next attempt of dissolved groups. Idempotent by attempt.
@@ -194,6 +198,16 @@ func (c *bufferServiceClient) ListGroups(ctx context.Context, in *ListGroupsRequ
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(ListGroupsResponse)
 	err := c.cc.Invoke(ctx, BufferService_ListGroups_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *bufferServiceClient) ListIncompleteGroups(ctx context.Context, in *ListIncompleteGroupsRequest, opts ...grpc.CallOption) (*ListIncompleteGroupsResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ListIncompleteGroupsResponse)
+	err := c.cc.Invoke(ctx, BufferService_ListIncompleteGroups_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -322,6 +336,9 @@ type BufferServiceServer interface {
 	ListSteps(context.Context, *ListStepsRequest) (*ListStepsResponse, error)
 	// ListGroups returns groups by position.
 	ListGroups(context.Context, *ListGroupsRequest) (*ListGroupsResponse, error)
+	// ListIncompleteGroups returns the groups by position that lack samples and are not dissolved or
+	// excluded: those that are open, and positions without a group.
+	ListIncompleteGroups(context.Context, *ListIncompleteGroupsRequest) (*ListIncompleteGroupsResponse, error)
 	// ExcludeGroups excludes groups for a typed reason. Idempotent.
 	ExcludeGroups(context.Context, *ExcludeGroupsRequest) (*ExcludeGroupsResponse, error)
 	// ReissueGroups opens the next attempt of dissolved groups. Idempotent by attempt.
@@ -376,6 +393,9 @@ func (UnimplementedBufferServiceServer) ListSteps(context.Context, *ListStepsReq
 }
 func (UnimplementedBufferServiceServer) ListGroups(context.Context, *ListGroupsRequest) (*ListGroupsResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method ListGroups not implemented")
+}
+func (UnimplementedBufferServiceServer) ListIncompleteGroups(context.Context, *ListIncompleteGroupsRequest) (*ListIncompleteGroupsResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ListIncompleteGroups not implemented")
 }
 func (UnimplementedBufferServiceServer) ExcludeGroups(context.Context, *ExcludeGroupsRequest) (*ExcludeGroupsResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method ExcludeGroups not implemented")
@@ -596,6 +616,24 @@ func _BufferService_ListGroups_Handler(srv interface{}, ctx context.Context, dec
 	return interceptor(ctx, in, info, handler)
 }
 
+func _BufferService_ListIncompleteGroups_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ListIncompleteGroupsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(BufferServiceServer).ListIncompleteGroups(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: BufferService_ListIncompleteGroups_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(BufferServiceServer).ListIncompleteGroups(ctx, req.(*ListIncompleteGroupsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _BufferService_ExcludeGroups_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(ExcludeGroupsRequest)
 	if err := dec(in); err != nil {
@@ -729,6 +767,10 @@ var BufferService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "ListGroups",
 			Handler:    _BufferService_ListGroups_Handler,
+		},
+		{
+			MethodName: "ListIncompleteGroups",
+			Handler:    _BufferService_ListIncompleteGroups_Handler,
 		},
 		{
 			MethodName: "ExcludeGroups",
