@@ -24,6 +24,7 @@ type Evidence struct {
 	Ledger      *bufferv1.LedgerRecord // nil if the run has no ledger
 	Segments    []*bufferv1.SegmentRecord
 	Weights     []*bufferv1.WeightsRecord
+	Lineages    []*bufferv1.LineageRecord
 	Steps       []*bufferv1.StepRecord
 	Groups      []*bufferv1.GroupRecord
 	Samples     []*bufferv1.SampleRecord
@@ -45,7 +46,8 @@ type Report struct {
 	Whole    bool           `json:"whole"` // no breaks were found
 	Steps    uint64         `json:"steps"` // committed by this run
 	Chain    string         `json:"chain"`
-	Digest   string         `json:"weights_digest"`
+	Digest   string         `json:"weights_digest"` // of the last step, in its newest lineage
+	Lineages []Lineage      `json:"lineages"`       // without the first one
 	Epochs   []Epoch        `json:"epochs"`
 	Excluded map[string]int `json:"excluded"` // groups by reason
 	Samples  Samples        `json:"samples"`
@@ -62,6 +64,15 @@ type Report struct {
 type Skipped struct {
 	Check  string `json:"check"`
 	Reason string `json:"reason"`
+}
+
+// Lineage is a lineage of the weights: what was retrained with other bits after a loss, and the
+// versions since.
+type Lineage struct {
+	Lineage    uint32 `json:"lineage"`
+	First      uint64 `json:"first_version"`
+	Step       uint64 `json:"step"`        // last committed step when it began
+	OldLineage string `json:"old_lineage"` // what became of samples of the lost weights
 }
 
 // Epoch counts the prompts of one pass over the dataset.

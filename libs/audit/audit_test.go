@@ -205,6 +205,9 @@ var breaks = map[string]func(*Evidence){
 	"GROUP_MISSING":            func(e *Evidence) { e.Groups = slices.Delete(e.Groups, 1, 2) },
 	"GROUP_STATE_UNKNOWN":      func(e *Evidence) { e.Groups[3].State = 99 },
 	"GROUP_TWICE":              func(e *Evidence) { e.Groups = append(e.Groups, e.Groups[1]) },
+	"LINEAGE_BROKEN":           func(e *Evidence) { lose(e); e.Lineages[0].FirstVersion = 1 },
+	"LINEAGE_FORBIDDEN":        func(e *Evidence) { lose(e); e.Run.Plan.Config.Deterministic = proto.Bool(true) },
+	"LINEAGE_GAP":              func(e *Evidence) { e.Ledger.State.Lineage = 1 },
 	"LEASED_BY_NO_STEP":        func(e *Evidence) { e.Steps = e.Steps[:2] },
 	"LEDGER_CONFIG":            func(e *Evidence) { e.Ledger.Config.GroupSize = 3 },
 	"LEDGER_COUNTS":            func(e *Evidence) { e.Ledger.State.Consumed = 3 },
@@ -253,6 +256,36 @@ var breaks = map[string]func(*Evidence){
 	"WEIGHTS_MISSING": func(e *Evidence) { e.Weights = e.Weights[1:] },
 	"WEIGHTS_SWAPPED": func(e *Evidence) { e.Weights[1].Digest = digestOf(9) },
 	"WRONG_STEP":      func(e *Evidence) { e.Groups[0].Step = 2 },
+}
+
+// lose changes an intact run to one whose weights version 2 was lost and retrained with other bits.
+func lose(e *Evidence) {
+	e.Run.Plan.Config.Deterministic = proto.Bool(false)
+	e.Run.WeightsDigest = digestOf(12)
+	e.Lineages = []*bufferv1.LineageRecord{{Lineage: 1, FirstVersion: 2, Step: 2, OldLineage: bufferv1.OldLineage_OLD_LINEAGE_KEEP}}
+	e.Weights = append(e.Weights, &bufferv1.WeightsRecord{Version: 2, Digest: digestOf(12), Lineage: 1, RetrainedAt: 2})
+	e.Ledger.State.Lineage = 1
+	e.Ledger.Chain = retrainedLink(e.Ledger.GetChain(), e.Weights[3])
+}
+
+// A run whose weights were lost is whole: the leased batch has samples of the lost weights, and
+// further ones have samples of the retrained weights.
+func TestALineageIsWhole(t *testing.T) {
+	t.Parallel()
+	e := intact()
+	lose(e)
+	e.Samples[7].Spans[0].Digest = digestOf(12)
+	r := Check(e)
+	if !r.Whole || r.Digest != digestOf(12) {
+		t.Fatalf("%s %+v", r.Digest, r.Breaks)
+	}
+	if want := []Lineage{{Lineage: 1, First: 2, Step: 2, OldLineage: "keep"}}; !slices.Equal(r.Lineages, want) {
+		t.Errorf("lineages %+v", r.Lineages)
+	}
+	e.Weights[3].Digest, e.Samples[7].Spans[0].Digest = digestOf(13), digestOf(13)
+	if r := Check(e); r.Whole || r.Breaks[0].Kind != "LEDGER_HEAD" {
+		t.Errorf("changed retrained weights: %+v", r.Breaks)
+	}
 }
 
 func TestEachBreakIsReported(t *testing.T) {
@@ -315,7 +348,7 @@ func TestALedgerWithoutARunIsChecked(t *testing.T) {
 	t.Parallel()
 	needRun := []string{
 		"CURSOR_BEHIND", "CURSOR_BEYOND", "LEDGER_MISSING", "RUN_AHEAD", "RUN_DIGEST", "RUN_INCOMPLETE", "SNAPSHOT_AHEAD", "SNAPSHOT_CORRUPT",
-		"SNAPSHOT_CURSOR", "SNAPSHOT_DIGEST", "SNAPSHOT_MISSING", "LEDGER_CONFIG", "GROUP_MISSING", "WEIGHTS_FILE_CHANGED", "WEIGHTS_FILE_MISSING",
+		"SNAPSHOT_CURSOR", "SNAPSHOT_DIGEST", "SNAPSHOT_MISSING", "LEDGER_CONFIG", "LINEAGE_FORBIDDEN", "GROUP_MISSING", "WEIGHTS_FILE_CHANGED", "WEIGHTS_FILE_MISSING",
 	}
 	for kind, change := range breaks {
 		if slices.Contains(needRun, kind) {

@@ -29,14 +29,14 @@ type rows struct {
 	*Evidence
 	layout
 	stepOf    map[uint64]*bufferv1.StepRecord
-	weightsOf map[uint64]string                   // digest by version
+	weightsOf map[uint64]map[uint32]string        // digest by version and lineage
 	groupAt   map[uint64]*bufferv1.GroupRecord    // by position
 	samplesAt map[uint64][]*bufferv1.SampleRecord // by position, in the order of the batch
 }
 
 func newRows(e *Evidence) *rows {
 	r := &rows{
-		Evidence: e, layout: layout{e.Ledger.GetConfig(), e.Steps}, stepOf: map[uint64]*bufferv1.StepRecord{}, weightsOf: map[uint64]string{},
+		Evidence: e, layout: layout{e.Ledger.GetConfig(), e.Steps}, stepOf: map[uint64]*bufferv1.StepRecord{}, weightsOf: map[uint64]map[uint32]string{},
 		groupAt: map[uint64]*bufferv1.GroupRecord{}, samplesAt: map[uint64][]*bufferv1.SampleRecord{},
 	}
 	for _, s := range e.Steps {
@@ -45,7 +45,10 @@ func newRows(e *Evidence) *rows {
 		}
 	}
 	for _, w := range e.Weights {
-		r.weightsOf[w.GetVersion()] = w.GetDigest()
+		if r.weightsOf[w.GetVersion()] == nil {
+			r.weightsOf[w.GetVersion()] = map[uint32]string{}
+		}
+		r.weightsOf[w.GetVersion()][w.GetLineage()] = w.GetDigest()
 	}
 	for _, g := range e.Groups {
 		if r.groupAt[g.GetPosition()] == nil {
@@ -63,6 +66,26 @@ func newRows(e *Evidence) *rows {
 		})
 	}
 	return r
+}
+
+// recorded reports whether a version has a digest in some lineage: samples of lost weights name it.
+func (r *rows) recorded(version uint64, digest string) bool {
+	for _, known := range r.weightsOf[version] {
+		if known == digest {
+			return true
+		}
+	}
+	return false
+}
+
+// current returns the digest of a version in its newest lineage; "" if it has none.
+func (r *rows) current(version uint64) string {
+	for _, l := range slices.Backward(r.Lineages) {
+		if l.GetFirstVersion() <= version {
+			return r.weightsOf[version][l.GetLineage()]
+		}
+	}
+	return r.weightsOf[version][0]
 }
 
 // state returns the short name of the run's state; without a run, "".
@@ -148,7 +171,7 @@ func newFindings(r *rows) *findings {
 	state := r.Ledger.GetState()
 	return &findings{r, &Report{
 		RunID: r.Run.GetRunId(), Name: r.Run.GetName(), State: r.state(), Chain: r.Ledger.GetChain(),
-		Excluded: map[string]int{}, Breaks: []Break{}, Epochs: []Epoch{}, Skipped: []Skipped{},
+		Excluded: map[string]int{}, Breaks: []Break{}, Epochs: []Epoch{}, Lineages: []Lineage{}, Skipped: []Skipped{},
 		Counts: map[string]int64{
 			"duplicates_dropped": int64(state.GetDuplicates()), "refused": int64(state.GetRefused()), "infra_failed": int64(state.GetInfraFailed()),
 		},

@@ -143,12 +143,11 @@ func failed(s *bufferv1.SampleRecord) bool {
 // s-1.
 func (c sampleCheck) receipt(g *bufferv1.GroupRecord, s *bufferv1.SampleRecord) {
 	at := c.ofSample(s)
-	digest, known := c.weightsOf[s.GetReceiptVersion()]
 	switch {
-	case !known:
+	case len(c.weightsOf[s.GetReceiptVersion()]) == 0:
 		c.add(at, "RECEIPT_UNKNOWN", "it was sampled by weights version %d, which is not recorded", s.GetReceiptVersion())
-	case s.GetReceiptDigest() != "" && s.GetReceiptDigest() != digest:
-		c.add(at, "RECEIPT_MISMATCH", "its engine had %s as weights version %d; %s is recorded", s.GetReceiptDigest(), s.GetReceiptVersion(), digest)
+	case s.GetReceiptDigest() != "" && !c.recorded(s.GetReceiptVersion(), s.GetReceiptDigest()):
+		c.add(at, "RECEIPT_MISMATCH", "its engine had %s as weights version %d; %s is recorded", s.GetReceiptDigest(), s.GetReceiptVersion(), c.current(s.GetReceiptVersion()))
 	case s.GetReceiptDigest() != "":
 		c.add(at, "RECEIPT_UNSETTLED", "its receipt was not compared with the recorded weights")
 	}
@@ -164,7 +163,7 @@ func (c sampleCheck) receipt(g *bufferv1.GroupRecord, s *bufferv1.SampleRecord) 
 func (c sampleCheck) spans(g *bufferv1.GroupRecord, s *bufferv1.SampleRecord) {
 	at, end, named := c.ofSample(s), uint32(0), len(s.GetSpans()) > 0
 	for _, span := range s.GetSpans() {
-		digest, known := c.weightsOf[span.GetVersion()]
+		known := len(c.weightsOf[span.GetVersion()]) > 0
 		switch {
 		case span.GetStart() != end || span.GetEnd() <= span.GetStart():
 			c.add(at, "SPANS_BROKEN", "tokens %d to %d have no weights version", end, span.GetStart())
@@ -176,9 +175,9 @@ func (c sampleCheck) spans(g *bufferv1.GroupRecord, s *bufferv1.SampleRecord) {
 			named = false
 		case !known && g.GetState() != consumed: // the digest may not have arrived yet
 			named = false
-		case span.GetDigest() != digest:
+		case !c.recorded(span.GetVersion(), span.GetDigest()):
 			c.add(at, "RECEIPT_MISMATCH", "tokens %d to %d were sampled by %s as weights version %d; %q is recorded",
-				span.GetStart(), span.GetEnd(), span.GetDigest(), span.GetVersion(), digest)
+				span.GetStart(), span.GetEnd(), span.GetDigest(), span.GetVersion(), c.current(span.GetVersion()))
 		}
 		end = span.GetEnd()
 	}

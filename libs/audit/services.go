@@ -141,6 +141,7 @@ func (e *Evidence) Add(rows *bufferv1.ExportLedgerResponse) {
 	}
 	e.Segments = append(e.Segments, rows.GetSegments()...)
 	e.Weights = append(e.Weights, rows.GetWeights()...)
+	e.Lineages = append(e.Lineages, rows.GetLineages()...)
 	e.Steps = append(e.Steps, rows.GetSteps()...)
 	e.Groups = append(e.Groups, rows.GetGroups()...)
 	e.Samples = append(e.Samples, rows.GetSamples()...)

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"encoding/binary"
 	"slices"
+	"strings"
 
 	"github.com/rollout-rl/rollout/libs/id"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
@@ -16,9 +17,11 @@ type stepCheck struct {
 }
 
 // chain checks that committed steps are numbered without a gap, that each chain link is made from
-// the previous one, and that each weights digest is the recorded one.
+// the previous one and the versions that were retrained after it, and that each weights digest is
+// the recorded one.
 func (c stepCheck) chain() {
 	expected, link, checked := c.config.GetFirstStep()+1, "", map[uint64]bool{}
+	retrained := c.lineages()
 	for _, s := range c.Steps {
 		at := Break{Step: s.GetStep()}
 		if checked[s.GetStep()] {
@@ -35,9 +38,12 @@ func (c stepCheck) chain() {
 			c.add(at, "CHAIN_BROKEN", "step %d: its batch, its digest and the previous link make the link %s; %s is recorded", s.GetStep(), want, s.GetChain())
 		}
 		expected, link = s.GetStep()+1, s.GetChain()
+		for _, w := range retrained[s.GetStep()] {
+			link = retrainedLink(link, w)
+		}
 		c.report.Steps++
-		c.report.Digest = s.GetWeightsDigest()
-		switch digest, known := c.weightsOf[s.GetStep()]; {
+		c.report.Digest = cmp.Or(c.current(s.GetStep()), s.GetWeightsDigest())
+		switch digest, known := c.weightsOf[s.GetStep()][s.GetLineage()]; {
 		case s.GetWeightsDigest() == "" && !c.Run.GetPlan().GetConfig().GetDeterministic():
 		case !known:
 			c.add(at, "WEIGHTS_MISSING", "step %d made weights version %d, which is not recorded", s.GetStep(), s.GetStep())
@@ -45,13 +51,50 @@ func (c stepCheck) chain() {
 			c.add(at, "WEIGHTS_SWAPPED", "step %d made %s; weights version %d is recorded as %s", s.GetStep(), s.GetWeightsDigest(), s.GetStep(), digest)
 		}
 	}
-	if first := c.config.GetFirstStep(); c.report.Steps > 0 && c.config.GetReceipts() && c.weightsOf[first] == "" {
+	if first := c.config.GetFirstStep(); c.report.Steps > 0 && c.config.GetReceipts() && len(c.weightsOf[first]) == 0 {
 		c.add(Break{Step: first}, "WEIGHTS_MISSING", "the run began with weights version %d, which is not recorded", first)
 	}
 	if last := expected - 1; c.Ledger.GetState().GetStep() != last || c.Ledger.GetChain() != link {
 		c.add(Break{Step: last}, "LEDGER_HEAD", "the ledger's head is step %d, link %q; its last step record is %d, link %q",
 			c.Ledger.GetState().GetStep(), c.Ledger.GetChain(), last, link)
 	}
+}
+
+// lineages checks that lineages are numbered, and that each begins with a version that was retrained
+// after the weights of a committed step were lost. It returns the retrained versions by the last
+// step that was committed before, in the order in which they were recorded.
+func (c stepCheck) lineages() map[uint64][]*bufferv1.WeightsRecord {
+	for i, l := range c.Lineages {
+		at := Break{Step: l.GetFirstVersion()}
+		switch {
+		case l.GetLineage() != uint32(i)+1:
+			c.add(at, "LINEAGE_GAP", "lineage %d follows lineage %d", l.GetLineage(), i)
+		case c.weightsOf[l.GetFirstVersion()][l.GetLineage()] == "":
+			c.add(at, "LINEAGE_BROKEN", "lineage %d begins with weights version %d, which is not recorded in it", l.GetLineage(), l.GetFirstVersion())
+		case c.Run.GetPlan().GetConfig().GetDeterministic():
+			c.add(at, "LINEAGE_FORBIDDEN", "lineage %d begins with weights version %d; the run is deterministic, so retraining must give the same bits",
+				l.GetLineage(), l.GetFirstVersion())
+		}
+		c.report.Lineages = append(c.report.Lineages, Lineage{
+			Lineage: l.GetLineage(), First: l.GetFirstVersion(), Step: l.GetStep(),
+			OldLineage: strings.ToLower(strings.TrimPrefix(l.GetOldLineage().String(), "OLD_LINEAGE_")),
+		})
+	}
+	if newest := c.Ledger.GetState().GetLineage(); int(newest) != len(c.Lineages) {
+		c.add(Break{}, "LINEAGE_GAP", "the ledger is at lineage %d; it has records of %d", newest, len(c.Lineages))
+	}
+	retrained := map[uint64][]*bufferv1.WeightsRecord{}
+	for _, w := range c.Weights {
+		if w.GetRetrainedAt() > 0 {
+			retrained[w.GetRetrainedAt()] = append(retrained[w.GetRetrainedAt()], w)
+		}
+	}
+	for _, list := range retrained {
+		slices.SortFunc(list, func(x, y *bufferv1.WeightsRecord) int {
+			return cmp.Or(cmp.Compare(x.GetLineage(), y.GetLineage()), cmp.Compare(x.GetVersion(), y.GetVersion()))
+		})
+	}
+	return retrained
 }
 
 // windows checks, with dynamic sampling, that the windows of steps are adjacent and that groups
@@ -129,6 +172,15 @@ func chainLink(previous string, s *bufferv1.StepRecord) string {
 	h := id.NewHasher()
 	b := binary.LittleEndian.AppendUint64([]byte("rollout.chain.v1"+previous), s.GetStep())
 	_, _ = h.Write(append(b, s.GetBatchId()+s.GetWeightsDigest()...)) // a hasher never fails
+	return h.ID()
+}
+
+// retrainedLink is blake3 over "rollout.retrained.v1", the previous link, lineage and version as 8
+// bytes little-endian each, and the weights digest.
+func retrainedLink(previous string, w *bufferv1.WeightsRecord) string {
+	h := id.NewHasher()
+	b := binary.LittleEndian.AppendUint64([]byte("rollout.retrained.v1"+previous), uint64(w.GetLineage()))
+	_, _ = h.Write(append(binary.LittleEndian.AppendUint64(b, w.GetVersion()), w.GetDigest()...)) // a hasher never fails
 	return h.ID()
 }
 

@@ -112,9 +112,13 @@ func (s *spool) fill(ctx context.Context, r ledger.Reader) error {
 	if err != nil {
 		return err
 	}
+	lineages, err := lineageRecords(ctx, r)
+	if err != nil {
+		return err
+	}
 	if err := s.add(&bufferv1.ExportLedgerResponse{Ledger: &bufferv1.LedgerRecord{
 		Config: l.Config, State: state, Chain: l.Chain, Trimmed: l.Trimmed, Closed: l.Closed,
-	}}); err != nil {
+	}, Lineages: lineages}); err != nil {
 		return err
 	}
 	if err := s.segments(ctx, r); err != nil {
@@ -157,22 +161,28 @@ func (s *spool) segments(ctx context.Context, r ledger.Reader) error {
 }
 
 func (s *spool) weights(ctx context.Context, r ledger.Reader) error {
-	for next, full := uint64(0), true; full; {
+	for next := uint64(0); ; {
 		weights, err := r.ListWeights(ctx, next, page)
-		if err != nil {
+		if err != nil || len(weights) == 0 {
 			return err
 		}
 		out := &bufferv1.ExportLedgerResponse{}
 		for _, w := range weights {
-			out.Weights = append(out.Weights, &bufferv1.WeightsRecord{Version: w.Version, Digest: w.Digest})
+			out.Weights = append(out.Weights, &bufferv1.WeightsRecord{Version: w.Version, Digest: w.Digest, Lineage: w.Lineage, RetrainedAt: w.Retrained})
 			next = w.Version + 1
 		}
 		if err := s.add(out); err != nil {
 			return err
 		}
-		full = len(weights) == page
 	}
-	return nil
+}
+
+func lineageRecords(ctx context.Context, r ledger.Reader) (out []*bufferv1.LineageRecord, err error) {
+	lineages, err := r.Lineages(ctx)
+	for _, l := range lineages {
+		out = append(out, &bufferv1.LineageRecord{Lineage: l.Number, FirstVersion: l.First, Step: l.Step, OldLineage: l.Old})
+	}
+	return out, err
 }
 
 // steps writes the committed steps, and the one that is leased. It returns their number and the

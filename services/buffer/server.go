@@ -79,17 +79,19 @@ func (s *Server) RecordWeights(ctx context.Context, req *bufferv1.RecordWeightsR
 	if err != nil {
 		return nil, err
 	}
-	var refused []ledger.Refusal
+	var recorded ledger.Recorded
 	err = r.Update(ctx, func(tx ledger.Tx) (err error) {
-		refused, err = ledger.RecordWeights(ctx, tx, req.GetVersion(), req.GetDigest())
+		recorded, err = ledger.RecordWeights(ctx, tx, req.GetVersion(), req.GetDigest(), req.GetOldLineage())
 		return err
 	})
 	if err != nil {
 		return nil, err
 	}
 	crashpoint.Here("buffer/recorded") // the digest is recorded, the controller does not know
-	r.reporter.Refused(refused)
-	return &bufferv1.RecordWeightsResponse{}, nil
+	r.reporter.Refused(recorded.Refused)
+	return &bufferv1.RecordWeightsResponse{
+		Lineage: recorded.Lineage, Forked: recorded.Forked, LostDigest: recorded.Lost, Reissued: recorded.Reissued,
+	}, nil
 }
 
 // PutTrajectories implements the contract.

@@ -41,14 +41,15 @@
 // learner repeats the result of its last step. Every start therefore does the same: load the newest
 // state k, train on the recorded batches k+1..n again, and continue with step n+1. In deterministic
 // mode each repeated step must give the recorded digest, or the run fails with REPLAY_DIVERGED.
-// Otherwise a difference is logged, the ledger keeps the recorded digest, and workers keep serving
-// the weights that were delivered first, from the folder of the run.
+// Otherwise the first step with another digest begins a new lineage of the weights, which the ledger
+// records and the workers serve from then on. Samples of the lost weights are kept or sampled again
+// (recovery.old_lineage).
 //
 // A learner is lost when a call to it breaks, or when another process is registered in its place.
 // The second rule matters while the drive waits for samples or for workers to load weights, because
 // it calls no learner then. Weights can be lost too: the last worker that loaded them dies, and the
 // learner does not have them either. A drive that waits for samples or evaluations then prepares
-// again and delivers what the learner has, or fails with REPLAY_DIVERGED.
+// again and delivers what the learner has.
 package controller
 
 import (

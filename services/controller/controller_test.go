@@ -12,6 +12,9 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -237,8 +240,48 @@ func TestReplayThatDivergesFailsTheRun(t *testing.T) {
 	}
 }
 
-// A run fails if retraining gives different weights and no process has the first ones.
-func TestDivergedWeightsWithoutASourceFailTheRun(t *testing.T) {
+// Retraining gives different weights in a run that does not promise bits, and no process has the
+// first ones: the retrained weights begin a lineage, are served, and the run continues.
+func TestRetrainedWeightsAreServed(t *testing.T) {
+	t.Parallel()
+	for _, policy := range []string{"keep", "reissue"} {
+		t.Run(policy, func(t *testing.T) {
+			t.Parallel()
+			undisturbed := newWorld(t)
+			s, stop := begin(t, undisturbed)
+			finish(t, s)
+			stop()
+			w := newWorld(t)
+			w.apart = true
+			w.fault = nth(undisturbed.trace, "Train", 4) + 1 // one more call: the first version is loaded in two attempts, because its folder can't be opened
+			w.onFault = func() {
+				w.kill(w.learner.address)
+				w.kill(w.inference.address)
+				w.startInference()
+				registered(t, s, w.inference.address) // else the delivery finds no worker that lacks the weights
+				w.startLearner()
+				w.learner.drift = "x"
+			}
+			s, stop = w.start()
+			defer stop()
+			req := request(t, steps)
+			req.Plan.Config.Deterministic = proto.Bool(false)
+			req.Plan.Config.Recovery = &configv1.RecoveryConfig{OldLineage: &policy}
+			if _, err := s.StartRun(t.Context(), req); err != nil {
+				t.Fatal(err)
+			}
+			finish(t, s)
+			continuesLineage(t, w)
+			if want := bufferv1.OldLineage_value["OLD_LINEAGE_"+strings.ToUpper(policy)]; int32(w.oldLineage) != want {
+				t.Errorf("the ledger was asked for %s", w.oldLineage)
+			}
+		})
+	}
+}
+
+// The same with a worker that survives its learner, and dies later. Both it and its successor get the
+// retrained weights.
+func TestRetrainedWeightsAreServedByWorkersThatSurvive(t *testing.T) {
 	t.Parallel()
 	undisturbed := newWorld(t)
 	s, stop := begin(t, undisturbed)
@@ -246,14 +289,20 @@ func TestDivergedWeightsWithoutASourceFailTheRun(t *testing.T) {
 	stop()
 	w := newWorld(t)
 	w.apart = true
-	w.fault = nth(undisturbed.trace, "Train", 4) + 1 // one more call: the first version is loaded in two attempts, because its folder can't be opened
+	w.fault = nth(undisturbed.trace, "Train", 4) + 1 // see above
 	w.onFault = func() {
 		w.kill(w.learner.address)
-		w.kill(w.inference.address)
-		w.startInference()
-		registered(t, s, w.inference.address) // else the delivery finds no worker that lacks the weights
 		w.startLearner()
 		w.learner.drift = "x"
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		w.starved = sync.OnceFunc(func() { // later, while the drive waits for samples
+			w.kill(w.inference.address)
+			w.startInference()
+			w.mu.Lock()
+			w.starved = nil
+			w.mu.Unlock()
+		})
 	}
 	s, stop = w.start()
 	defer stop()
@@ -262,11 +311,31 @@ func TestDivergedWeightsWithoutASourceFailTheRun(t *testing.T) {
 	if _, err := s.StartRun(t.Context(), req); err != nil {
 		t.Fatal(err)
 	}
-	p := wait(t, s, "end", func(p *learnerv1.Progress) bool { return ended(p.GetPhase()) })
-	d, _ := s.find(t.Context(), run)
-	<-d.done
-	if p.GetPhase() != failed || len(w.completed) != 1 || w.completed[0].GetReason() != ReasonDiverged {
-		t.Fatalf("ended as %s, reported to the scheduler: %v", p.GetPhase(), w.completed)
+	finish(t, s)
+	continuesLineage(t, w)
+}
+
+// continuesLineage checks that step 3 was retrained with other bits, and that the steps after it
+// and the weights of the workers continue from these.
+func continuesLineage(t *testing.T, w *world) {
+	t.Helper()
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	forks := slices.DeleteFunc(slices.Clone(w.events), func(e *eventv1.Event) bool { return e.GetKind() != "lineage.forked" })
+	again := digestOf(digestAt(2), digestOf("batch", uint64(3))+"x")
+	if len(forks) != 1 || forks[0].GetStep() != 3 || forks[0].GetAttributes()["lost"] != digestAt(3) || w.retrained[3] != again {
+		t.Fatalf("events %v, retrained %v, want %s", forks, w.retrained, again)
+	}
+	if got := w.steps[3].GetWeightsDigest(); got != digestOf(again, digestOf("batch", uint64(4))+"x") {
+		t.Errorf("step 4 made %s", got)
+	}
+	if n := len(w.completed); n == 0 || w.completed[n-1].GetState() != runv1.RunState_RUN_STATE_SUCCEEDED {
+		t.Errorf("reported to the scheduler: %v", w.completed)
+	}
+	w.inference.mu.Lock()
+	defer w.inference.mu.Unlock()
+	if got := w.inference.receipt.GetDigest(); got != w.steps[steps-1].GetWeightsDigest() {
+		t.Errorf("the inference worker has %s loaded at the end", got)
 	}
 }
 
@@ -286,42 +355,6 @@ func registered(t *testing.T, s *Server, address string) {
 			return
 		}
 		<-changed
-	}
-}
-
-// The last worker with the first weights dies later, while the drive waits for its samples.
-func TestDivergedWeightsFailTheRunWhenTheirLastWorkerDies(t *testing.T) {
-	t.Parallel()
-	undisturbed := newWorld(t)
-	s, stop := begin(t, undisturbed)
-	finish(t, s)
-	stop()
-	w := newWorld(t)
-	w.apart = true
-	w.fault = nth(undisturbed.trace, "Train", 4) + 1 // one more call: the first version is loaded in two attempts, because its folder can't be opened
-	w.onFault = func() {
-		w.kill(w.learner.address)
-		w.startLearner()
-		w.learner.drift = "x"
-		w.mu.Lock()
-		defer w.mu.Unlock()
-		w.starved = sync.OnceFunc(func() {
-			w.kill(w.inference.address)
-			w.startInference()
-		})
-	}
-	s, stop = w.start()
-	defer stop()
-	req := request(t, steps)
-	req.Plan.Config.Deterministic = proto.Bool(false)
-	if _, err := s.StartRun(t.Context(), req); err != nil {
-		t.Fatal(err)
-	}
-	p := wait(t, s, "end", func(p *learnerv1.Progress) bool { return ended(p.GetPhase()) })
-	d, _ := s.find(t.Context(), run)
-	<-d.done
-	if p.GetPhase() != failed || len(w.completed) != 1 || w.completed[0].GetReason() != ReasonDiverged {
-		t.Fatalf("ended as %s, reported to the scheduler: %v", p.GetPhase(), w.completed)
 	}
 }
 

@@ -20,7 +20,8 @@ type delivery struct {
 	events   *reporter
 	now      func() time.Time
 
-	newest *weightsv1.WeightsManifest // published last; nil before the first
+	newest  *weightsv1.WeightsManifest // published last; nil before the first
+	lineage uint32                     // of the weights that the learner has
 }
 
 // announce lets the workers begin to load m, before deliver makes m the newest weights.
@@ -49,11 +50,10 @@ func (d *delivery) deliver(ctx context.Context, m *weightsv1.WeightsManifest) er
 	return nil
 }
 
-// resume delivers the newest weights again. If their folder is gone, workers that join wait for the
-// weights of the next step.
+// resume delivers the newest weights again. errNoSource if there are none, or their folder is gone.
 func (d *delivery) resume(ctx context.Context) error {
 	if d.newest == nil || missing(d.newest) {
-		return nil
+		return errNoSource
 	}
 	return d.deliver(ctx, d.newest)
 }

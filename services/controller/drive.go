@@ -52,7 +52,7 @@ func newDrive(cfg Config, deps Deps, from *Drive) *drive {
 		RunId: set.runID, Phase: from.Phase, Step: from.Step, TotalSteps: set.steps, Weights: from.Weights,
 	})
 	fleet := newFleet(set, deps.Dial, cfg.Retry, &lagging{reporter: events, progress: progress})
-	delivery := &delivery{settings: set, fleet: fleet, progress: progress, events: events, now: deps.Now, newest: from.Weights}
+	delivery := &delivery{settings: set, fleet: fleet, progress: progress, events: events, now: deps.Now, newest: from.Weights, lineage: from.Weights.GetLineage()}
 	drain := make(chan struct{})
 	room := &room{disk: deps.Disk(set.directory), progress: progress, pause: cfg.DiskPause, draining: drain}
 	retries := retries{first: cfg.Retry, progress: progress, room: room}

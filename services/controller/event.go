@@ -119,6 +119,22 @@ func (r *reporter) delivered(w *weightsv1.WeightsManifest, workers int, seconds 
 	})
 }
 
+// forked emits that a retrained version has other bits than the lost one, and begins a lineage.
+func (r *reporter) forked(version uint64, digest string, got *bufferv1.RecordWeightsResponse) {
+	message := fmt.Sprintf("the weights of step %d were lost, and training on the recorded batches again gave other bits: version %d begins lineage %d",
+		version, version, got.GetLineage())
+	if reissued := got.GetReissued(); reissued > 0 {
+		message += fmt.Sprintf("; %d groups with samples of lost weights are sampled again", reissued)
+	}
+	r.emit(&eventv1.Event{
+		Kind: "lineage.forked", Level: eventv1.Level_LEVEL_WARN, Step: version, Message: message,
+		Attributes: map[string]string{
+			"lineage": strconv.FormatUint(uint64(got.GetLineage()), 10), "version": strconv.FormatUint(version, 10),
+			"lost": got.GetLostDigest(), "digest": digest,
+		},
+	})
+}
+
 func (r *reporter) fenced(worker string, err error) {
 	r.emit(&eventv1.Event{
 		Kind: "worker.fenced", Level: eventv1.Level_LEVEL_ERROR, Attributes: map[string]string{"worker": worker},

@@ -50,6 +50,18 @@ func (l *ledger) recordWeights(ctx context.Context, version uint64, digest strin
 	return nil
 }
 
+// recordRetrained records the digest of a version that was trained again in a run that does not
+// promise bits.
+func (l *ledger) recordRetrained(ctx context.Context, version uint64, digest string) (*bufferv1.RecordWeightsResponse, error) {
+	got, err := call(ctx, l.retries, "buffer", l.buffer.RecordWeights, &bufferv1.RecordWeightsRequest{
+		RunId: l.runID, Version: version, Digest: digest, OldLineage: l.oldLineage,
+	})
+	if err != nil {
+		return nil, fmt.Errorf("record the retrained weights of step %d: %w", version, err)
+	}
+	return got, nil
+}
+
 // lease leases the batch of a step. The response has no batch while groups are missing.
 func (l *ledger) lease(ctx context.Context, step uint64) (*bufferv1.LeaseBatchResponse, error) {
 	got, err := call(ctx, l.retries, "buffer", l.buffer.LeaseBatch, &bufferv1.LeaseBatchRequest{RunId: l.runID, Step: step, WaitSeconds: l.leaseWait.Seconds()})

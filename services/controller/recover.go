@@ -5,15 +5,12 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"path/filepath"
 
-	"github.com/rollout-rl/rollout/libs/algorithm"
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/refusal"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
-	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 )
 
 // recovery brings a learner and the inference workers to the last committed step of a run.
@@ -140,16 +137,31 @@ func (r *recovery) repeat(ctx context.Context, last *bufferv1.StepRecord) error 
 }
 
 // verify compares the digest of retrained weights with the record of the step; s is nil for a state
-// that no step of this run made. A step whose weights were not digested has nothing to compare.
+// that no step of this run made. A step whose weights were not digested has nothing to compare. If
+// the run does not promise bits, other weights begin a new lineage.
 func (r *recovery) verify(ctx context.Context, s *bufferv1.StepRecord, digest string) error {
-	if s == nil || s.GetWeightsDigest() == digest || s.GetWeightsDigest() == "" {
+	switch {
+	case s == nil, digest == "", s.GetWeightsDigest() == "":
 		return nil
-	}
-	if r.deterministic {
+	case !r.deterministic:
+		return r.lineage(ctx, s.GetStep(), digest)
+	case s.GetWeightsDigest() != digest:
 		return fmt.Errorf("step %d: recorded %s, retrained %s: %w", s.GetStep(), s.GetWeightsDigest(), digest, ErrDiverged)
 	}
-	r.log.WarnContext(ctx, "a retrained step gave different weights (the run is not deterministic); the ledger keeps the recorded digest",
-		"step", s.GetStep(), "recorded", s.GetWeightsDigest(), "retrained", digest)
+	return nil
+}
+
+// lineage records retrained weights of a committed step. The ledger compares them with the newest
+// record of the version, which may be that of an earlier recovery.
+func (r *recovery) lineage(ctx context.Context, version uint64, digest string) error {
+	got, err := r.ledger.recordRetrained(ctx, version, digest)
+	if err != nil {
+		return err
+	}
+	r.delivery.lineage = got.GetLineage()
+	if got.GetForked() {
+		r.events.forked(version, digest, got)
+	}
 	return nil
 }
 
@@ -162,47 +174,25 @@ func (r *recovery) resume(ctx context.Context) error {
 }
 
 // redeliver delivers the weights of the last committed step, or the newest ones if the step
-// published none. The learner publishes them again if it has exactly these weights, even if their
-// folder exists: another learner may have written it, and this one could not offer them to workers
-// that can't open the folder. Otherwise the folder that was delivered first is used. Without that
-// folder the run can't continue, because the ledger refuses samples of other weights.
+// published none. The learner publishes them again, even if their folder exists: another learner
+// may have written it, and this one could not offer them to workers that can't open the folder.
 func (r *recovery) redeliver(ctx context.Context, last *bufferv1.StepRecord, digest string) error {
 	if last.GetWeightsDigest() == "" {
-		return r.resume(ctx)
-	}
-	if digest != last.GetWeightsDigest() {
-		return r.redeliverFirst(ctx, last)
+		err := r.delivery.resume(ctx)
+		if !errors.Is(err, errNoSource) || !r.generates() || r.deterministic {
+			return err
+		}
+		// The newest published weights are lost. The workers get those of the last step instead.
 	}
 	weights, err := r.learner.publish(ctx, r.room)
 	if err != nil {
 		return err
 	}
+	if !r.deterministic && weights.GetDigest() != digest {
+		if err := r.lineage(ctx, weights.GetVersion(), weights.GetDigest()); err != nil {
+			return err
+		}
+	}
+	weights.Lineage = r.delivery.lineage
 	return r.delivery.deliver(ctx, weights)
-}
-
-// redeliverFirst delivers the weights that a committed step gave at first.
-func (r *recovery) redeliverFirst(ctx context.Context, last *bufferv1.StepRecord) error {
-	first, err := r.firstDelivery(last), errNoSource
-	if !missing(first) {
-		err = r.delivery.deliver(ctx, first)
-	}
-	switch {
-	case !errors.Is(err, errNoSource):
-		return err
-	case algorithm.FromData(r.cfg):
-		return nil // no worker samples with them
-	}
-	return fmt.Errorf("step %d: the weights %s are gone and retraining did not reproduce them; start a new run from the newest snapshot with `rollout run --config FILE --from %s --continue`: %w",
-		last.GetStep(), last.GetWeightsDigest(), r.runID, ErrDiverged)
-}
-
-// firstDelivery names the folder in which the weights of a committed step were published at first.
-func (r *recovery) firstDelivery(s *bufferv1.StepRecord) *weightsv1.WeightsManifest {
-	if w := r.delivery.newest; w.GetVersion() == s.GetStep() && w.GetDigest() == s.GetWeightsDigest() {
-		return w
-	}
-	return &weightsv1.WeightsManifest{
-		RunId: r.runID, Version: s.GetStep(), Digest: s.GetWeightsDigest(),
-		Directory: filepath.Join(r.directory, "weights", fmt.Sprintf("v%06d", s.GetStep())),
-	}
 }

@@ -2,10 +2,6 @@ package controller
 
 import (
 	"context"
-	"errors"
-	"os"
-	"path/filepath"
-	"strings"
 	"testing"
 	"time"
 
@@ -27,47 +23,30 @@ func (p *publishing) PublishWeights(context.Context, *learnerv1.PublishWeightsRe
 	return &learnerv1.PublishWeightsResponse{Weights: p.weights}, nil
 }
 
-// If retraining gave different weights, the ones that were delivered first are delivered again.
-// Without them the run fails at once.
-func TestRecoveryWithOtherWeightsServesTheFirstOrEnds(t *testing.T) {
-	t.Parallel()
-	folder := t.TempDir()
-	l := &publishing{}
-	r := recovered(l, folder, &weightsv1.WeightsManifest{Version: 29, Digest: digestOf("older"), Directory: folder})
-	last := &bufferv1.StepRecord{Step: 30, WeightsDigest: digestOf("first")}
-	err := r.redeliver(t.Context(), last, digestOf("again"))
-	if !errors.Is(err, ErrDiverged) || !strings.Contains(err.Error(), "rollout run --config FILE --from "+run+" --continue") {
-		t.Fatalf("got %v", err)
-	}
-	first := filepath.Join(folder, "weights", "v000030")
-	if err := os.MkdirAll(first, 0o700); err != nil {
-		t.Fatal(err)
-	}
-	if err := r.redeliver(t.Context(), last, digestOf("again")); err != nil {
-		t.Fatal(err)
-	}
-	if w := r.delivery.fleet.want; w.GetVersion() != 30 || w.GetDigest() != last.GetWeightsDigest() || w.GetDirectory() != first || l.asked != 0 {
-		t.Fatalf("the workers should load %v; %d publications", w, l.asked)
-	}
-}
-
 // The weights of the last step were not published, so they are neither compared nor delivered. The
-// ones that the workers had before are delivered again.
+// ones that the workers had before are delivered again; without them, those of the last step.
 func TestRecoveryAtAStepWithoutADigest(t *testing.T) {
 	t.Parallel()
-	l := &publishing{}
-	r := recovered(l, t.TempDir(), nil)
+	folder := t.TempDir()
+	l := &publishing{weights: &weightsv1.WeightsManifest{Version: 30, Digest: digestOf("of the learner"), Directory: folder}}
 	last := &bufferv1.StepRecord{Step: 30, Chain: "c"}
+	r := recovered(l, folder, &weightsv1.WeightsManifest{Version: 28, Digest: digestOf("older"), Directory: folder})
 	if err := r.verify(t.Context(), last, digestOf("of the snapshot")); err != nil {
 		t.Error(err)
 	}
-	if err := r.redeliver(t.Context(), last, digestOf("of the snapshot")); err != nil || l.asked != 0 || r.delivery.fleet.want != nil {
-		t.Errorf("%d publications, the workers should load %v: %v", l.asked, r.delivery.fleet.want, err)
-	}
-	folder := t.TempDir()
-	r = recovered(l, folder, &weightsv1.WeightsManifest{Version: 28, Digest: digestOf("older"), Directory: folder})
 	if err := r.redeliver(t.Context(), last, digestOf("of the snapshot")); err != nil || l.asked != 0 || r.delivery.fleet.want.GetVersion() != 28 {
 		t.Errorf("%d publications, the workers should load version 28, not %v: %v", l.asked, r.delivery.fleet.want, err)
+	}
+	w := newWorld(t)
+	w.steps = make([]*bufferv1.StepRecord, 30)
+	w.steps[29] = last
+	r = recovered(l, folder, nil)
+	r.ledger = &ledger{settings: r.settings, buffer: w, retries: retries{first: time.Millisecond, progress: r.delivery.progress, room: r.room}}
+	if err := r.redeliver(t.Context(), last, digestOf("of the snapshot")); err != nil || l.asked != 1 || r.delivery.fleet.want.GetVersion() != 30 {
+		t.Errorf("%d publications, the workers should load version 30, not %v: %v", l.asked, r.delivery.fleet.want, err)
+	}
+	if w.retrained[30] != digestOf("of the learner") {
+		t.Errorf("the ledger records %v", w.retrained)
 	}
 }
 

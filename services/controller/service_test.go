@@ -24,10 +24,31 @@ func (w *world) RecordWeights(_ context.Context, in *bufferv1.RecordWeightsReque
 	effect, err := w.at("RecordWeights")
 	if effect {
 		w.mu.Lock()
+		defer w.mu.Unlock()
+		if in.GetVersion() > 0 {
+			return w.recordRetrained(in), err
+		}
 		w.initial = in.GetDigest()
-		w.mu.Unlock()
 	}
 	return &bufferv1.RecordWeightsResponse{}, err
+}
+
+// recordRetrained begins a lineage if a version has another digest than before, like the ledger.
+func (w *world) recordRetrained(in *bufferv1.RecordWeightsRequest) *bufferv1.RecordWeightsResponse {
+	before := w.steps[in.GetVersion()-1].GetWeightsDigest()
+	if d, again := w.retrained[in.GetVersion()]; again {
+		before = d
+	}
+	out := &bufferv1.RecordWeightsResponse{Forked: before != "" && before != in.GetDigest(), LostDigest: before}
+	if out.Forked {
+		w.lineage++
+		w.oldLineage = in.GetOldLineage()
+	}
+	if before != in.GetDigest() {
+		w.retrained[in.GetVersion()] = in.GetDigest()
+	}
+	out.Lineage = w.lineage
+	return out
 }
 
 func (w *world) LeaseBatch(ctx context.Context, in *bufferv1.LeaseBatchRequest, _ ...grpc.CallOption) (*bufferv1.LeaseBatchResponse, error) {

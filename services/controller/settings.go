@@ -2,6 +2,7 @@ package controller
 
 import (
 	"github.com/rollout-rl/rollout/libs/algorithm"
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
@@ -18,7 +19,8 @@ type settings struct {
 	steps         uint64
 	deterministic bool
 	rows          uint64
-	maxBatches    uint32 // with dynamic sampling: how many batches' worth of groups a step may sample; else 0
+	oldLineage    bufferv1.OldLineage // what becomes of samples of lost weights; of a deterministic run UNSPECIFIED
+	maxBatches    uint32              // with dynamic sampling: how many batches' worth of groups a step may sample; else 0
 }
 
 func newSettings(spec *learnerv1.StartRunRequest) settings {
@@ -27,6 +29,13 @@ func newSettings(spec *learnerv1.StartRunRequest) settings {
 		runID: spec.GetRunId(), incarnation: spec.GetIncarnation(), directory: spec.GetRunDirectory(),
 		fromSnapshot: spec.GetFromSnapshot(), planID: spec.GetPlan().GetPlanId(), cfg: cfg,
 		steps: cfg.GetTrain().GetSteps(), deterministic: cfg.GetDeterministic(), maxBatches: algorithm.DrawBatches(cfg),
+	}
+	switch {
+	case s.deterministic:
+	case cfg.GetRecovery().GetOldLineage() == "reissue":
+		s.oldLineage = bufferv1.OldLineage_OLD_LINEAGE_REISSUE
+	default:
+		s.oldLineage = bufferv1.OldLineage_OLD_LINEAGE_KEEP
 	}
 	for _, in := range spec.GetPlan().GetInputs() {
 		if in.GetRole() == planv1.InputRole_INPUT_ROLE_TRAIN_DATA {

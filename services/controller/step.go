@@ -177,6 +177,7 @@ func (s *stepper) published(ctx context.Context, result *learnerv1.TrainResult) 
 	if digest := result.GetWeightsDigest(); digest != "" && weights.GetDigest() != digest {
 		return nil, fmt.Errorf("publish step %d: the learner trained %s and wrote %s: %w", result.GetStep(), result.GetWeightsDigest(), weights.GetDigest(), ErrDiverged)
 	}
+	weights.Lineage = s.delivery.lineage
 	return weights, nil
 }
 

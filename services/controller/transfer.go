@@ -119,6 +119,6 @@ func (p *path) succeeded() {
 func withoutContents(w *weightsv1.WeightsManifest) *weightsv1.WeightsManifest {
 	return &weightsv1.WeightsManifest{
 		RunId: w.GetRunId(), Version: w.GetVersion(), Digest: w.GetDigest(), Directory: w.GetDirectory(), Dtype: w.GetDtype(),
-		Bytes: w.GetBytes(), Form: w.GetForm(),
+		Bytes: w.GetBytes(), Form: w.GetForm(), Lineage: w.GetLineage(),
 	}
 }

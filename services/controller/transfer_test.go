@@ -161,7 +161,7 @@ func TestWithoutALearnerWorkersStreamFromEachOther(t *testing.T) {
 func TestAWorkerIsSentAllButTensorsAndFiles(t *testing.T) {
 	t.Parallel()
 	full := &weightsv1.WeightsManifest{
-		RunId: "run-1", Version: 3, Digest: digestOf("3"), Directory: "/v3", Dtype: "float32", Bytes: 64, Form: weightsv1.WeightsForm_WEIGHTS_FORM_ADAPTER,
+		RunId: "run-1", Version: 3, Digest: digestOf("3"), Directory: "/v3", Dtype: "float32", Bytes: 64, Form: weightsv1.WeightsForm_WEIGHTS_FORM_ADAPTER, Lineage: 1,
 		Tensors: []*weightsv1.Tensor{{Name: "w", Digest: digestOf("w")}}, Files: []*weightsv1.WeightsFile{{Name: "model.safetensors", Bytes: 64}},
 	}
 	fields := full.ProtoReflect().Descriptor().Fields()

@@ -39,15 +39,18 @@ type world struct {
 	t  *testing.T
 	mu sync.Mutex
 
-	steps     []*bufferv1.StepRecord
-	initial   string // digest recorded for version 0
-	snapshots []*snapshotv1.Snapshot
-	pinned    []string // ids of snapshots, as often as they were pinned
-	stored    *Drive
-	completed []*runv1.CompleteRunRequest
-	events    []*eventv1.Event
-	flushed   int              // number of events on the bus
-	late      []*eventv1.Event // events that were not on the bus when an end was reported to the scheduler
+	steps      []*bufferv1.StepRecord
+	initial    string            // digest recorded for version 0
+	retrained  map[uint64]string // digests of versions that were retrained with other bits
+	lineage    uint32
+	oldLineage bufferv1.OldLineage // of the request that began the lineage
+	snapshots  []*snapshotv1.Snapshot
+	pinned     []string // ids of snapshots, as often as they were pinned
+	stored     *Drive
+	completed  []*runv1.CompleteRunRequest
+	events     []*eventv1.Event
+	flushed    int              // number of events on the bus
+	late       []*eventv1.Event // events that were not on the bus when an end was reported to the scheduler
 
 	calls   int
 	fault   int            // number of the call that fails; 0: none
@@ -79,7 +82,7 @@ type subscribe struct {
 }
 
 func newWorld(t *testing.T) *world {
-	w := &world{t: t, disk: &fakeDisk{}, servers: map[string]*bufconn.Listener{}, stops: map[string]func(){}, killed: map[string]*atomic.Bool{}}
+	w := &world{t: t, disk: &fakeDisk{}, retrained: map[uint64]string{}, servers: map[string]*bufconn.Listener{}, stops: map[string]func(){}, killed: map[string]*atomic.Bool{}}
 	w.startInference()
 	w.startLearner()
 	t.Cleanup(func() {

@@ -33,6 +33,7 @@ type Run struct {
 	Step      map[string]float64 // metrics of the last step
 	Warnings  []*Warning         // the newest
 	Snapshot  *eventv1.Event     // the newest
+	Lineage   string             // newest lineage of the weights; "": no weights were lost
 	Excluded  map[string]string  // groups that no attempt completed, with the reason of the last failure
 	committed []time.Time        // times of the last steps since the last pause
 	lastStep  uint64
@@ -113,6 +114,8 @@ func (r *Run) Add(e *eventv1.Event) {
 		r.addEval(e)
 	case "snapshot.created":
 		r.Snapshot = e
+	case "lineage.forked":
+		r.Lineage = e.GetAttributes()["lineage"]
 	}
 }
 

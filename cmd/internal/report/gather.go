@@ -35,7 +35,7 @@ const evalsMax = 10000
 const warningsMax = 1000
 
 // noted are the kinds of warnings that a report lists. Others repeat the state of the run.
-var noted = []string{"log", "group.excluded", "step.flat", "health.collapse"}
+var noted = []string{"log", "group.excluded", "step.flat", "health.collapse", "lineage.forked"}
 
 // Gather reads a run's status, metrics, evaluations and completions.
 func Gather(ctx context.Context, r record.Reader, name string) (*Data, error) {

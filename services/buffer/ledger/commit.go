@@ -32,7 +32,7 @@ func Commit(ctx context.Context, tx Tx, step uint64, batch, digest string) (*Ste
 	}
 	l.Groups[Leased] -= n
 	l.Groups[Consumed] += n
-	s.WeightsDigest, s.Chain = digest, chainDigest(l.Chain, step, batch, digest)
+	s.WeightsDigest, s.Lineage, s.Chain = digest, l.Lineage, chainDigest(l.Chain, step, batch, digest)
 	l.Step, l.Chain = step, s.Chain
 	if err := tx.PutStep(ctx, s); err != nil {
 		return nil, nil, err
@@ -40,7 +40,16 @@ func Commit(ctx context.Context, tx Tx, step uint64, batch, digest string) (*Ste
 	if digest == "" { // no worker has these weights
 		return s, nil, nil
 	}
-	refused, err := RecordWeights(ctx, tx, step, digest)
+	d, err := readDigests(ctx, tx, []uint64{step})
+	switch recorded := d.in(step, l.Lineage); {
+	case err != nil:
+		return nil, nil, err
+	case recorded == digest:
+		return s, nil, nil
+	case recorded != "":
+		return nil, nil, ErrDigest.With("version", fmt.Sprint(step)).With("recorded_digest", recorded)
+	}
+	refused, err := record(ctx, tx, Weights{Version: step, Lineage: l.Lineage, Digest: digest})
 	return s, refused, err
 }
 
@@ -52,84 +61,4 @@ func chainDigest(previous string, step uint64, batch, digest string) string {
 	_, _ = h.Write(binary.LittleEndian.AppendUint64(nil, step))
 	_, _ = h.Write([]byte(batch + digest))
 	return h.ID()
-}
-
-// RecordWeights records the digest of a version and verifies the samples that waited for it. It
-// returns those that do not match. ErrDigest.
-func RecordWeights(ctx context.Context, tx Tx, version uint64, digest string) ([]Refusal, error) {
-	l := tx.Ledger()
-	known, err := tx.Weights(ctx, []uint64{version})
-	if err != nil {
-		return nil, err
-	}
-	if recorded, ok := known[version]; ok {
-		if recorded != digest {
-			return nil, ErrDigest.With("version", fmt.Sprint(version)).With("recorded_digest", recorded)
-		}
-		return nil, nil
-	}
-	if err := tx.PutWeights(ctx, version, digest); err != nil {
-		return nil, err
-	}
-	if l.WeightsDigest == "" || version >= l.WeightsVersion {
-		l.WeightsVersion, l.WeightsDigest = version, digest
-	}
-	return verify(ctx, tx, version, digest)
-}
-
-// verify checks the samples that arrived before the digest of their version. Groups with a wrong
-// receipt are dissolved.
-func verify(ctx context.Context, tx Tx, version uint64, digest string) ([]Refusal, error) {
-	l := tx.Ledger()
-	waiting, err := tx.Pending(ctx, version)
-	if err != nil || len(waiting) == 0 {
-		return nil, err
-	}
-	rows := l.Config.GetRows()
-	var refused []Refusal
-	var positions []uint64
-	wrong, verified := map[uint64]bool{}, map[uint64]uint32{}
-	for i := range waiting {
-		s := &waiting[i]
-		positions = append(positions, s.Position)
-		verified[s.Position]++
-		if s.ReceiptDigest != digest {
-			wrong[s.Position] = true
-			l.Refused++
-			refused = append(refused, Refusal{Reason: ReasonReceiptMismatch, Epoch: uint32(s.Position / rows), Index: s.Position % rows,
-				Attempt: s.Attempt, Sample: s.Sample})
-		}
-	}
-	if err := tx.Verify(ctx, version); err != nil {
-		return nil, err
-	}
-	positions = unique(positions)
-	groups, err := tx.Groups(ctx, distinctCopy(positions))
-	if err != nil {
-		return nil, err
-	}
-	spreads, err := rewardsOf(ctx, tx, positions)
-	if err != nil {
-		return nil, err
-	}
-	var changed []*Group
-	for _, p := range positions {
-		g := groups[p]
-		changed = append(changed, g)
-		if wrong[p] {
-			if err := tx.DropSamples(ctx, p); err != nil {
-				return nil, err
-			}
-			g.Failures++
-			if err := l.move(g, Dissolved, ReasonReceiptMismatch); err != nil {
-				return nil, err
-			}
-			continue
-		}
-		g.Pending -= verified[p]
-		if err := l.complete(g, spreads[p]); err != nil {
-			return nil, err
-		}
-	}
-	return refused, tx.PutGroups(ctx, changed)
 }

@@ -72,6 +72,7 @@ type Ledger struct {
 	InfraFailed    uint64
 	Failures       map[string]uint64 // of those, by reason, since the ledger counts them; see fail
 	Skipped        uint64            // excluded groups that a leased or committed step has passed
+	Lineage        uint32            // newest lineage of the weights
 }
 
 // Group is one prompt group with its newest attempt.
@@ -120,12 +121,7 @@ type Step struct {
 	Zero          uint32  // excluded groups with ReasonZeroAdvantage
 	ZeroReward    float64 // mean reward of those
 	End           uint64  // position at which the next step begins
-}
-
-// Weights is a recorded version of the weights.
-type Weights struct {
-	Version uint64
-	Digest  string
+	Lineage       uint32  // of the weights that it made
 }
 
 // Segment is a segment file as the ledger knows it.

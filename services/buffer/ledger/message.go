@@ -15,7 +15,7 @@ func StateMessage(ctx context.Context, r Reader) (*bufferv1.LedgerState, error) 
 	state := &bufferv1.LedgerState{
 		Step: l.Step, Open: l.Groups[Open], Ready: l.Groups[Ready], Leased: l.Groups[Leased], Consumed: l.Groups[Consumed],
 		Excluded: l.Groups[Excluded], Samples: l.Samples, Duplicates: l.Duplicates, Refused: l.Refused, InfraFailed: l.InfraFailed,
-		WeightsVersion: l.WeightsVersion, WeightsDigest: l.WeightsDigest, Skipped: l.Skipped, Failures: l.Failures,
+		WeightsVersion: l.WeightsVersion, WeightsDigest: l.WeightsDigest, Skipped: l.Skipped, Failures: l.Failures, Lineage: l.Lineage,
 	}
 	if l.Groups[Dissolved] == 0 {
 		return state, nil
@@ -64,6 +64,6 @@ func (l *Ledger) SampleMessage(a *Sample) *bufferv1.SampleRef {
 func (s *Step) Message() *bufferv1.StepRecord {
 	return &bufferv1.StepRecord{
 		Step: s.Step, BatchId: s.Batch, WeightsDigest: s.WeightsDigest, Groups: s.Groups, Samples: s.Samples, Chain: s.Chain,
-		Excluded: s.Excluded, ZeroAdvantage: s.Zero, EndPosition: s.End,
+		Excluded: s.Excluded, ZeroAdvantage: s.Zero, EndPosition: s.End, Lineage: s.Lineage,
 	}
 }

@@ -48,10 +48,13 @@ type Reader interface {
 	End(ctx context.Context) (uint64, error)
 	// Steps returns committed steps in order.
 	Steps(ctx context.Context, q StepQuery) ([]*Step, error)
-	// Weights returns the recorded digests of the versions; unknown ones are left out.
-	Weights(ctx context.Context, versions []uint64) (map[uint64]string, error)
-	// ListWeights returns versions and digests by version, at most limit, from a version on.
+	// Weights returns the recorded weights of the versions, by version and lineage.
+	Weights(ctx context.Context, versions []uint64) ([]Weights, error)
+	// ListWeights returns the weights of at most limit versions, from a version on, by version and
+	// lineage.
 	ListWeights(ctx context.Context, from uint64, limit int) ([]Weights, error)
+	// Lineages returns the lineages by number, without lineage 0.
+	Lineages(ctx context.Context) ([]Lineage, error)
 	// Segments returns the segments by number.
 	Segments(ctx context.Context) ([]Segment, error)
 	// Uncovered returns the numbers of the segments with a sample that no step up to the given one
@@ -75,8 +78,10 @@ type Tx interface {
 	// TakeGroups moves every group of a step's batch from one state to another and returns their
 	// number. The caller updates the counts of the Ledger.
 	TakeGroups(ctx context.Context, step uint64, from, to State) (uint64, error)
-	// PutWeights records the digest of a version that is not recorded yet.
-	PutWeights(ctx context.Context, version uint64, digest string) error
+	// PutWeights inserts a version that its lineage does not have yet.
+	PutWeights(ctx context.Context, weights Weights) error
+	// PutLineage inserts a lineage that does not exist yet.
+	PutLineage(ctx context.Context, lineage Lineage) error
 	// PutSegment inserts or replaces a segment.
 	PutSegment(ctx context.Context, segment Segment) error
 }

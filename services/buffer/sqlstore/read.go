@@ -138,7 +138,7 @@ func (r *reader) Pending(ctx context.Context, version uint64) ([]ledger.Sample, 
 
 func scanStep(scan func(...any) error) (*ledger.Step, error) {
 	s := &ledger.Step{}
-	return s, scan(&s.Step, &s.Batch, &s.Groups, &s.Samples, &s.Excluded, &s.WeightsDigest, &s.Chain, &s.Zero, &s.ZeroReward, &s.End)
+	return s, scan(&s.Step, &s.Batch, &s.Groups, &s.Samples, &s.Excluded, &s.WeightsDigest, &s.Chain, &s.Zero, &s.ZeroReward, &s.End, &s.Lineage)
 }
 
 // Step implements ledger.Reader.
@@ -182,13 +182,23 @@ func (r *reader) End(ctx context.Context) (end uint64, err error) {
 }
 
 // Weights implements ledger.Reader.
-func (r *reader) Weights(ctx context.Context, versions []uint64) (map[uint64]string, error) {
-	out := make(map[uint64]string, len(versions))
-	err := r.list(ctx, "weights", r.sql.weights, []any{r.id, set(versions)}, func(scan func(...any) error) error {
-		var version uint64
-		var digest string
-		err := scan(&version, &digest)
-		out[version] = digest
+func (r *reader) Weights(ctx context.Context, versions []uint64) (out []ledger.Weights, err error) {
+	err = r.list(ctx, "weights", r.sql.weights, []any{r.id, set(versions)}, func(scan func(...any) error) error {
+		var w ledger.Weights
+		err := scan(&w.Version, &w.Lineage, &w.Digest, &w.Retrained)
+		out = append(out, w)
+		return err
+	})
+	return out, err
+}
+
+// Lineages implements ledger.Reader.
+func (r *reader) Lineages(ctx context.Context) (out []ledger.Lineage, err error) {
+	query := `SELECT lineage, first_version, step, old_lineage FROM lineage WHERE ledger = $1 ORDER BY lineage`
+	err = r.list(ctx, "lineages", query, []any{r.id}, func(scan func(...any) error) error {
+		var l ledger.Lineage
+		err := scan(&l.Number, &l.First, &l.Step, &l.Old)
+		out = append(out, l)
 		return err
 	})
 	return out, err
@@ -196,10 +206,11 @@ func (r *reader) Weights(ctx context.Context, versions []uint64) (map[uint64]str
 
 // ListWeights implements ledger.Reader.
 func (r *reader) ListWeights(ctx context.Context, from uint64, limit int) (out []ledger.Weights, err error) {
-	query := `SELECT version, digest FROM weights WHERE ledger = $1 AND version >= $2 ORDER BY version LIMIT $3`
+	query := `SELECT version, lineage, digest, retrained FROM weights WHERE ledger = $1 AND version IN
+		(SELECT DISTINCT version FROM weights WHERE ledger = $1 AND version >= $2 ORDER BY version LIMIT $3) ORDER BY version, lineage`
 	err = r.list(ctx, "weights", query, []any{r.id, from, limit}, func(scan func(...any) error) error {
 		var w ledger.Weights
-		err := scan(&w.Version, &w.Digest)
+		err := scan(&w.Version, &w.Lineage, &w.Digest, &w.Retrained)
 		out = append(out, w)
 		return err
 	})

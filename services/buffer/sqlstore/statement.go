@@ -24,7 +24,7 @@ const (
 	groupColumns  = `position, attempt, state, reason, step, samples, pending, failures, min_version, arrival, token_rewards`
 	sampleColumns = `s.position, s.sample, s.part, s.attempt, s.segment, s.byte_offset, s.byte_length, s.crc32c, s.ref, s.reward,
 	s.outcome, s.min_version, s.receipt_version, s.receipt_digest, s.times`
-	stepColumns = `step, batch, group_count, sample_count, excluded_count, weights_digest, chain, zero_count, zero_reward, end_position`
+	stepColumns = `step, batch, group_count, sample_count, excluded_count, weights_digest, chain, zero_count, zero_reward, end_position, lineage`
 	sampleOrder = ` ORDER BY s.position, s.sample, s.part`
 )
 
@@ -32,7 +32,7 @@ const (
 // gets the index by name: its planner does not know that a step is small and a ledger large.
 func newStatements(db *sqldb.DB) *statements {
 	ledger := `SELECT id, config, closed, revision, step, chain, arrivals, trimmed, weights_version, weights_digest,
-		open, ready, leased, consumed, excluded, dissolved, samples, duplicates, refused, infra_failed, incarnation, skipped, failures FROM ledger WHERE run = $1`
+		open, ready, leased, consumed, excluded, dissolved, samples, duplicates, refused, infra_failed, incarnation, skipped, failures, lineage FROM ledger WHERE run = $1`
 	st := &statements{
 		putGroups: map[int]string{}, addSamples: map[int]string{},
 		ledger: ledger,
@@ -46,10 +46,10 @@ func newStatements(db *sqldb.DB) *statements {
 		pending: `SELECT ` + sampleColumns + ` FROM sample s` + db.Indexed("sample_pending") + `
 		WHERE s.ledger = $1 AND s.receipt_version = $2 AND s.receipt_digest IS NOT NULL` + sampleOrder,
 		step:    `SELECT ` + stepColumns + ` FROM step WHERE ledger = $1 AND step = $2`,
-		weights: `SELECT version, digest FROM weights WHERE ledger = $1 AND version ` + db.Among(2),
+		weights: `SELECT version, lineage, digest, retrained FROM weights WHERE ledger = $1 AND version ` + db.Among(2) + ` ORDER BY version, lineage`,
 		save: `UPDATE ledger SET closed = $1, revision = $2, step = $3, chain = $4, arrivals = $5, trimmed = $6,
 		weights_version = $7, weights_digest = $8, open = $9, ready = $10, leased = $11, consumed = $12, excluded = $13, dissolved = $14,
-		samples = $15, duplicates = $16, refused = $17, infra_failed = $18, incarnation = $19, skipped = $20, failures = $21 WHERE id = $22`,
+		samples = $15, duplicates = $16, refused = $17, infra_failed = $18, incarnation = $19, skipped = $20, failures = $21, lineage = $22 WHERE id = $23`,
 		verify: `UPDATE sample` + db.Indexed("sample_pending") + ` SET receipt_digest = NULL
 		WHERE ledger = $1 AND receipt_version = $2 AND receipt_digest IS NOT NULL`,
 		take: `UPDATE prompt_group` + db.Indexed("prompt_group_step") + ` SET state = $4 WHERE ledger = $1 AND step = $2 AND step > 0 AND state = $3`,

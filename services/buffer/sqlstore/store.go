@@ -148,7 +148,7 @@ func (s *Store) begin(ctx context.Context, tx *sql.Tx, writes bool, run string) 
 		return scan(
 			&r.id, &raw, &l.Closed, &l.Revision, &l.Step, &l.Chain, &l.Arrivals, &l.Trimmed, &l.WeightsVersion, &l.WeightsDigest,
 			&g[ledger.Open], &g[ledger.Ready], &g[ledger.Leased], &g[ledger.Consumed], &g[ledger.Excluded], &g[ledger.Dissolved],
-			&l.Samples, &l.Duplicates, &l.Refused, &l.InfraFailed, &l.Incarnation, &l.Skipped, &failures)
+			&l.Samples, &l.Duplicates, &l.Refused, &l.InfraFailed, &l.Incarnation, &l.Skipped, &failures, &l.Lineage)
 	})
 	if err != nil {
 		return nil, fmt.Errorf("read ledger of %s: %w", run, err)
@@ -192,7 +192,7 @@ func (r *reader) save(ctx context.Context) error {
 	_, err := r.exec(ctx, r.sql.save,
 		l.Closed, l.Revision, l.Step, l.Chain, l.Arrivals, l.Trimmed, l.WeightsVersion, l.WeightsDigest,
 		g[ledger.Open], g[ledger.Ready], g[ledger.Leased], g[ledger.Consumed], g[ledger.Excluded], g[ledger.Dissolved],
-		l.Samples, l.Duplicates, l.Refused, l.InfraFailed, l.Incarnation, l.Skipped, failures, r.id)
+		l.Samples, l.Duplicates, l.Refused, l.InfraFailed, l.Incarnation, l.Skipped, failures, l.Lineage, r.id)
 	if err != nil {
 		return fmt.Errorf("save ledger of %s: %w", l.Run, err)
 	}

@@ -68,11 +68,11 @@ func (w *writer) Verify(ctx context.Context, version uint64) error {
 
 // PutStep implements ledger.Tx.
 func (w *writer) PutStep(ctx context.Context, s *ledger.Step) error {
-	_, err := w.exec(ctx, "write step", `INSERT INTO step (ledger, `+stepColumns+`) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)
+	_, err := w.exec(ctx, "write step", `INSERT INTO step (ledger, `+stepColumns+`) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)
 		ON CONFLICT (ledger, step) DO UPDATE SET batch = excluded.batch, group_count = excluded.group_count, sample_count = excluded.sample_count,
 			excluded_count = excluded.excluded_count, weights_digest = excluded.weights_digest, chain = excluded.chain,
-			zero_count = excluded.zero_count, zero_reward = excluded.zero_reward, end_position = excluded.end_position`,
-		s.Step, s.Batch, s.Groups, s.Samples, s.Excluded, s.WeightsDigest, s.Chain, s.Zero, s.ZeroReward, s.End)
+			zero_count = excluded.zero_count, zero_reward = excluded.zero_reward, end_position = excluded.end_position, lineage = excluded.lineage`,
+		s.Step, s.Batch, s.Groups, s.Samples, s.Excluded, s.WeightsDigest, s.Chain, s.Zero, s.ZeroReward, s.End, s.Lineage)
 	return err
 }
 
@@ -83,8 +83,16 @@ func (w *writer) TakeGroups(ctx context.Context, step uint64, from, to ledger.St
 }
 
 // PutWeights implements ledger.Tx.
-func (w *writer) PutWeights(ctx context.Context, version uint64, digest string) error {
-	_, err := w.exec(ctx, "record weights", `INSERT INTO weights (ledger, version, digest) VALUES ($1, $2, $3)`, version, digest)
+func (w *writer) PutWeights(ctx context.Context, v ledger.Weights) error {
+	_, err := w.exec(ctx, "record weights", `INSERT INTO weights (ledger, version, lineage, digest, retrained) VALUES ($1, $2, $3, $4, $5)`,
+		v.Version, v.Lineage, v.Digest, v.Retrained)
+	return err
+}
+
+// PutLineage implements ledger.Tx.
+func (w *writer) PutLineage(ctx context.Context, l ledger.Lineage) error {
+	_, err := w.exec(ctx, "record lineage", `INSERT INTO lineage (ledger, lineage, first_version, step, old_lineage) VALUES ($1, $2, $3, $4, $5)`,
+		l.Number, l.First, l.Step, int32(l.Old))
 	return err
 }
 

@@ -127,7 +127,7 @@ func allOrNothing(t *testing.T, b *bundle) {
 	boom := errors.New("boom")
 	err := b.store.Update(t.Context(), run, func(tx ledger.Tx) error {
 		tx.Ledger().Samples = 7
-		return errors.Join(tx.PutGroups(t.Context(), []*ledger.Group{{Position: 1, State: ledger.Open}}), tx.PutWeights(t.Context(), 1, "d"), boom)
+		return errors.Join(tx.PutGroups(t.Context(), []*ledger.Group{{Position: 1, State: ledger.Open}}), tx.PutWeights(t.Context(), ledger.Weights{Version: 1, Digest: "d"}), boom)
 	})
 	if !errors.Is(err, boom) {
 		t.Fatalf("got %v", err)
@@ -293,7 +293,7 @@ func pending(t *testing.T, b *bundle) {
 
 func steps(t *testing.T, b *bundle) {
 	leased := &ledger.Step{Step: 6, Batch: "b6", Groups: 2, Samples: 4, Excluded: 1, Zero: 1, ZeroReward: 0.25, End: 9}
-	done := &ledger.Step{Step: 5, Batch: "b5", Groups: 1, WeightsDigest: "w", Chain: "c", Zero: 2, ZeroReward: -1, End: 6}
+	done := &ledger.Step{Step: 5, Batch: "b5", Groups: 1, WeightsDigest: "w", Chain: "c", Zero: 2, ZeroReward: -1, End: 6, Lineage: 3}
 	b.update(func(tx ledger.Tx) error {
 		return errors.Join(tx.PutStep(t.Context(), &ledger.Step{Step: 5, Batch: "b5"}), tx.PutStep(t.Context(), leased), tx.PutStep(t.Context(), done))
 	})
@@ -351,19 +351,26 @@ func takeGroups(t *testing.T, b *bundle) {
 }
 
 func weights(t *testing.T, b *bundle) {
+	all := []ledger.Weights{{Digest: "a"}, {Version: 1, Digest: "b"}, {Version: 1, Lineage: 1, Digest: "c", Retrained: 4}}
+	lineage := ledger.Lineage{Number: 1, First: 1, Step: 4, Old: bufferv1.OldLineage_OLD_LINEAGE_REISSUE}
 	b.update(func(tx ledger.Tx) error {
-		return errors.Join(tx.PutWeights(t.Context(), 0, "a"), tx.PutWeights(t.Context(), 1, "b"))
+		tx.Ledger().Lineage = 1
+		return errors.Join(tx.PutWeights(t.Context(), all[2]), tx.PutWeights(t.Context(), all[0]), tx.PutWeights(t.Context(), all[1]),
+			tx.PutLineage(t.Context(), lineage))
 	})
 	b.view(func(r ledger.Reader) error {
 		got, err := r.Weights(t.Context(), []uint64{0, 1, 2})
-		equal(t, "weights", got, map[uint64]string{0: "a", 1: "b"})
+		equal(t, "weights", got, all)
 		none, err2 := r.Weights(t.Context(), nil)
 		equal(t, "none", len(none), 0)
 		first, err3 := r.ListWeights(t.Context(), 0, 1)
-		equal(t, "first", first, []ledger.Weights{{Version: 0, Digest: "a"}})
-		later, err4 := r.ListWeights(t.Context(), 1, 5)
-		equal(t, "later", later, []ledger.Weights{{Version: 1, Digest: "b"}})
-		return errors.Join(err, err2, err3, err4)
+		equal(t, "first", first, all[:1])
+		later, err4 := r.ListWeights(t.Context(), 1, 1)
+		equal(t, "later", later, all[1:])
+		lineages, err5 := r.Lineages(t.Context())
+		equal(t, "lineages", lineages, []ledger.Lineage{lineage})
+		equal(t, "newest lineage", r.Ledger().Lineage, uint32(1))
+		return errors.Join(err, err2, err3, err4, err5)
 	})
 }
 
@@ -426,7 +433,7 @@ func fill(t *testing.T, b *bundle) {
 		return errors.Join(
 			tx.PutGroups(t.Context(), []*ledger.Group{{Position: 1, State: ledger.Consumed, Step: 5}}),
 			tx.AddSamples(t.Context(), []ledger.Sample{sample(1, 0, 0)}),
-			tx.PutStep(t.Context(), &ledger.Step{Step: 5, WeightsDigest: "w"}), tx.PutWeights(t.Context(), 1, "w"),
+			tx.PutStep(t.Context(), &ledger.Step{Step: 5, WeightsDigest: "w"}), tx.PutWeights(t.Context(), ledger.Weights{Version: 1, Digest: "w"}),
 			tx.PutSegment(t.Context(), ledger.Segment{Number: 1}))
 	})
 }

@@ -167,6 +167,9 @@ func reportText(s output.Style, r *audit.Report) string {
 	}
 	add("chain", "%s, head %s", output.Plural(r.Steps, "step"), r.Chain)
 	add("weights", "%s", r.Digest)
+	for _, l := range r.Lineages {
+		add("lineage", "%d begins with version %d, which was lost and retrained with other bits after step %d; samples of the lost weights: %s", l.Lineage, l.First, l.Step, l.OldLineage)
+	}
 	for _, skipped := range r.Skipped {
 		add("skipped", "%s: %s", skipped.Check, skipped.Reason)
 	}

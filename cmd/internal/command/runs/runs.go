@@ -119,7 +119,7 @@ const maxShown = 200
 func gather(ctx context.Context, r record.Reader, status *runv1.RunStatus) (*live.Run, error) {
 	shown := &live.Run{}
 	shown.Update(status)
-	for _, kind := range []string{"step.committed", "eval.finished", "health.collapse"} {
+	for _, kind := range []string{"step.committed", "eval.finished", "health.collapse", "lineage.forked"} {
 		events, err := r.Events(ctx, &storagev1.EventFilter{RunId: status.GetRun().GetRunId(), Kinds: []string{kind}}, maxShown, true)
 		if err != nil {
 			return nil, err
@@ -153,6 +153,9 @@ func runText(env *cli.Env, r *live.Run) string {
 	add("folder", run.GetDirectory())
 	add("weights", run.GetWeightsDirectory())
 	add("digest", run.GetWeightsDigest())
+	if r.Lineage != "" {
+		add("lineage", r.Lineage+": weights were lost, and retraining gave other bits")
+	}
 	return text + table.String()
 }
 

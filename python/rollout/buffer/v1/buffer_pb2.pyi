@@ -52,6 +52,34 @@ LEASE_ORDER_COMPLETION: LeaseOrder.ValueType  # 2
 """The groups that were completed first."""
 Global___LeaseOrder: _TypeAlias = LeaseOrder  # noqa: Y015
 
+class _OldLineage:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OldLineageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OldLineage.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    OLD_LINEAGE_UNSPECIFIED: _OldLineage.ValueType  # 0
+    """Weights must be reproduced: another digest is refused."""
+    OLD_LINEAGE_KEEP: _OldLineage.ValueType  # 1
+    """The samples stay valid within `max_staleness`, as samples of other weights."""
+    OLD_LINEAGE_REISSUE: _OldLineage.ValueType  # 2
+    """Groups with such samples that no step has leased are dissolved, reason OLD_LINEAGE, and later
+    samples are refused.
+    """
+
+class OldLineage(_OldLineage, metaclass=_OldLineageEnumTypeWrapper):
+    """OldLineage is what becomes of samples of weights that were lost and retrained with other bits."""
+
+OLD_LINEAGE_UNSPECIFIED: OldLineage.ValueType  # 0
+"""Weights must be reproduced: another digest is refused."""
+OLD_LINEAGE_KEEP: OldLineage.ValueType  # 1
+"""The samples stay valid within `max_staleness`, as samples of other weights."""
+OLD_LINEAGE_REISSUE: OldLineage.ValueType  # 2
+"""Groups with such samples that no step has leased are dissolved, reason OLD_LINEAGE, and later
+samples are refused.
+"""
+Global___OldLineage: _TypeAlias = OldLineage  # noqa: Y015
+
 class _GroupState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -398,6 +426,7 @@ class StepRecord(_message.Message):
     EXCLUDED_FIELD_NUMBER: _builtins.int
     ZERO_ADVANTAGE_FIELD_NUMBER: _builtins.int
     END_POSITION_FIELD_NUMBER: _builtins.int
+    LINEAGE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Step, from 1."""
     batch_id: _builtins.str
@@ -420,6 +449,8 @@ class StepRecord(_message.Message):
     """Position at which the next step begins. If leases go by completion: the number of positions
     that were used. 0 in steps that were recorded before this field existed.
     """
+    lineage: _builtins.int
+    """Lineage of the weights that the step made."""
     def __init__(
         self,
         *,
@@ -432,10 +463,11 @@ class StepRecord(_message.Message):
         excluded: _builtins.int = ...,
         zero_advantage: _builtins.int = ...,
         end_position: _builtins.int = ...,
+        lineage: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "chain", b"chain", "end_position", b"end_position", "excluded", b"excluded", "groups", b"groups", "samples", b"samples", "step", b"step", "weights_digest", b"weights_digest", "zero_advantage", b"zero_advantage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "chain", b"chain", "end_position", b"end_position", "excluded", b"excluded", "groups", b"groups", "lineage", b"lineage", "samples", b"samples", "step", b"step", "weights_digest", b"weights_digest", "zero_advantage", b"zero_advantage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -485,6 +517,7 @@ class LedgerState(_message.Message):
     SAMPLE_BYTES_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
+    LINEAGE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Last committed step; 0 before the first."""
     open: _builtins.int
@@ -519,6 +552,8 @@ class LedgerState(_message.Message):
     """Average payload size of the last samples in bytes; 0 if none arrived since the buffer started."""
     skipped: _builtins.int
     """Excluded groups that a leased or committed step has passed."""
+    lineage: _builtins.int
+    """Newest lineage of the weights; 0: no weights were lost and retrained with other bits."""
     @_builtins.property
     def dissolved(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupRecord]:
         """Groups that wait for a decision of the scheduler."""
@@ -551,10 +586,11 @@ class LedgerState(_message.Message):
         sample_bytes: _builtins.int = ...,
         skipped: _builtins.int = ...,
         failures: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        lineage: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumed", b"consumed", "dissolved", b"dissolved", "duplicates", b"duplicates", "excluded", b"excluded", "failures", b"failures", "infra_failed", b"infra_failed", "leased", b"leased", "open", b"open", "ready", b"ready", "refused", b"refused", "sample_bytes", b"sample_bytes", "samples", b"samples", "skipped", b"skipped", "stalled_message", b"stalled_message", "stalled_reason", b"stalled_reason", "step", b"step", "weights_digest", b"weights_digest", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumed", b"consumed", "dissolved", b"dissolved", "duplicates", b"duplicates", "excluded", b"excluded", "failures", b"failures", "infra_failed", b"infra_failed", "leased", b"leased", "lineage", b"lineage", "open", b"open", "ready", b"ready", "refused", b"refused", "sample_bytes", b"sample_bytes", "samples", b"samples", "skipped", b"skipped", "stalled_message", b"stalled_message", "stalled_reason", b"stalled_reason", "step", b"step", "weights_digest", b"weights_digest", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -670,22 +706,26 @@ class RecordWeightsRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    OLD_LINEAGE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     version: _builtins.int
     """Version."""
     digest: _builtins.str
     """Digest."""
+    old_lineage: Global___OldLineage.ValueType
+    """What becomes of samples of the lost weights, if another digest is recorded."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         version: _builtins.int = ...,
         digest: _builtins.str = ...,
+        old_lineage: Global___OldLineage.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "run_id", b"run_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "old_lineage", b"old_lineage", "run_id", b"run_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -693,16 +733,33 @@ Global___RecordWeightsRequest: _TypeAlias = RecordWeightsRequest  # noqa: Y015
 
 @_typing.final
 class RecordWeightsResponse(_message.Message):
-    """RecordWeightsResponse is empty."""
+    """RecordWeightsResponse is what was recorded."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    LINEAGE_FIELD_NUMBER: _builtins.int
+    FORKED_FIELD_NUMBER: _builtins.int
+    LOST_DIGEST_FIELD_NUMBER: _builtins.int
+    REISSUED_FIELD_NUMBER: _builtins.int
+    lineage: _builtins.int
+    """Lineage of the version."""
+    forked: _builtins.bool
+    """Whether the version begins this lineage."""
+    lost_digest: _builtins.str
+    """Digest of the version in the lineage before, if it begins a lineage."""
+    reissued: _builtins.int
+    """Groups that were dissolved because of their samples of lost weights."""
     def __init__(
         self,
+        *,
+        lineage: _builtins.int = ...,
+        forked: _builtins.bool = ...,
+        lost_digest: _builtins.str = ...,
+        reissued: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forked", b"forked", "lineage", b"lineage", "lost_digest", b"lost_digest", "reissued", b"reissued"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1541,6 +1598,7 @@ class ExportLedgerResponse(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    LINEAGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ledger(self) -> Global___LedgerRecord:
         """The ledger."""
@@ -1565,6 +1623,10 @@ class ExportLedgerResponse(_message.Message):
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRecord]:
         """Samples by position, sample, and part."""
 
+    @_builtins.property
+    def lineages(self) -> _containers.RepeatedCompositeFieldContainer[Global___LineageRecord]:
+        """Lineages of the weights by number, without lineage 0."""
+
     def __init__(
         self,
         *,
@@ -1574,10 +1636,11 @@ class ExportLedgerResponse(_message.Message):
         steps: _abc.Iterable[Global___StepRecord] | None = ...,
         groups: _abc.Iterable[Global___GroupRecord] | None = ...,
         samples: _abc.Iterable[Global___SampleRecord] | None = ...,
+        lineages: _abc.Iterable[Global___LineageRecord] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "ledger", b"ledger", "samples", b"samples", "segments", b"segments", "steps", b"steps", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "ledger", b"ledger", "lineages", b"lineages", "samples", b"samples", "segments", b"segments", "steps", b"steps", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1683,23 +1746,69 @@ class WeightsRecord(_message.Message):
 
     VERSION_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    LINEAGE_FIELD_NUMBER: _builtins.int
+    RETRAINED_AT_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Version."""
     digest: _builtins.str
     """Digest."""
+    lineage: _builtins.int
+    """Lineage."""
+    retrained_at: _builtins.int
+    """Last committed step when the version was retrained; 0: it was not retrained."""
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         digest: _builtins.str = ...,
+        lineage: _builtins.int = ...,
+        retrained_at: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "lineage", b"lineage", "retrained_at", b"retrained_at", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WeightsRecord: _TypeAlias = WeightsRecord  # noqa: Y015
+
+@_typing.final
+class LineageRecord(_message.Message):
+    """LineageRecord is a lineage: the versions that were made after some weights were lost, and
+    retraining gave other bits.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINEAGE_FIELD_NUMBER: _builtins.int
+    FIRST_VERSION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    OLD_LINEAGE_FIELD_NUMBER: _builtins.int
+    lineage: _builtins.int
+    """Number, from 1."""
+    first_version: _builtins.int
+    """First version of the lineage. The versions before it belong to earlier lineages; those of
+    earlier lineages from this number on are lost.
+    """
+    step: _builtins.int
+    """Last committed step when the lineage began."""
+    old_lineage: Global___OldLineage.ValueType
+    """What becomes of samples of the lost weights."""
+    def __init__(
+        self,
+        *,
+        lineage: _builtins.int = ...,
+        first_version: _builtins.int = ...,
+        step: _builtins.int = ...,
+        old_lineage: Global___OldLineage.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_version", b"first_version", "lineage", b"lineage", "old_lineage", b"old_lineage", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LineageRecord: _TypeAlias = LineageRecord  # noqa: Y015
 
 @_typing.final
 class SampleRecord(_message.Message):

@@ -142,9 +142,10 @@ class BufferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RecordWeights(self, request, context):
-        """RecordWeights records the digest of a version that no step made, such as the initial one.
-        Idempotent. Another digest for a known version is refused with FAILED_PRECONDITION, reason
-        WEIGHTS_DIGEST_CONFLICT.
+        """RecordWeights records the digest of a version that no step made, such as the initial one, or
+        that was trained again after its weights were lost. Idempotent. Another digest for a known
+        version begins a new lineage at this version, if `old_lineage` is set; otherwise it is refused
+        with FAILED_PRECONDITION, reason WEIGHTS_DIGEST_CONFLICT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

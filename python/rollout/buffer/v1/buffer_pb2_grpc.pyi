@@ -42,9 +42,10 @@ class BufferServiceStub:
     CloseLedger: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.CloseLedgerRequest, _buffer_pb2.CloseLedgerResponse]
     """CloseLedger stops ingest; the ledger stays. Idempotent."""
     RecordWeights: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.RecordWeightsRequest, _buffer_pb2.RecordWeightsResponse]
-    """RecordWeights records the digest of a version that no step made, such as the initial one.
-    Idempotent. Another digest for a known version is refused with FAILED_PRECONDITION, reason
-    WEIGHTS_DIGEST_CONFLICT.
+    """RecordWeights records the digest of a version that no step made, such as the initial one, or
+    that was trained again after its weights were lost. Idempotent. Another digest for a known
+    version begins a new lineage at this version, if `old_lineage` is set; otherwise it is refused
+    with FAILED_PRECONDITION, reason WEIGHTS_DIGEST_CONFLICT.
     """
     PutTrajectories: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.PutTrajectoriesRequest, _buffer_pb2.PutTrajectoriesResponse]
     """PutTrajectories adds samples to the ledger without the run's stream, for programs that bring
@@ -104,9 +105,10 @@ class BufferServiceAsyncStub(BufferServiceStub):
     CloseLedger: _aio.UnaryUnaryMultiCallable[_buffer_pb2.CloseLedgerRequest, _buffer_pb2.CloseLedgerResponse]  # type: ignore[assignment]
     """CloseLedger stops ingest; the ledger stays. Idempotent."""
     RecordWeights: _aio.UnaryUnaryMultiCallable[_buffer_pb2.RecordWeightsRequest, _buffer_pb2.RecordWeightsResponse]  # type: ignore[assignment]
-    """RecordWeights records the digest of a version that no step made, such as the initial one.
-    Idempotent. Another digest for a known version is refused with FAILED_PRECONDITION, reason
-    WEIGHTS_DIGEST_CONFLICT.
+    """RecordWeights records the digest of a version that no step made, such as the initial one, or
+    that was trained again after its weights were lost. Idempotent. Another digest for a known
+    version begins a new lineage at this version, if `old_lineage` is set; otherwise it is refused
+    with FAILED_PRECONDITION, reason WEIGHTS_DIGEST_CONFLICT.
     """
     PutTrajectories: _aio.UnaryUnaryMultiCallable[_buffer_pb2.PutTrajectoriesRequest, _buffer_pb2.PutTrajectoriesResponse]  # type: ignore[assignment]
     """PutTrajectories adds samples to the ledger without the run's stream, for programs that bring
@@ -181,9 +183,10 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_pb2.RecordWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_pb2.RecordWeightsResponse, _abc.Awaitable[_buffer_pb2.RecordWeightsResponse]]:
-        """RecordWeights records the digest of a version that no step made, such as the initial one.
-        Idempotent. Another digest for a known version is refused with FAILED_PRECONDITION, reason
-        WEIGHTS_DIGEST_CONFLICT.
+        """RecordWeights records the digest of a version that no step made, such as the initial one, or
+        that was trained again after its weights were lost. Idempotent. Another digest for a known
+        version begins a new lineage at this version, if `old_lineage` is set; otherwise it is refused
+        with FAILED_PRECONDITION, reason WEIGHTS_DIGEST_CONFLICT.
         """
 
     @_abc_1.abstractmethod

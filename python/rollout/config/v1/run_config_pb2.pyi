@@ -46,6 +46,7 @@ class RunConfig(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     SINKS_FIELD_NUMBER: _builtins.int
     HEALTH_FIELD_NUMBER: _builtins.int
+    RECOVERY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """A short name of the run: lower-case letters, digits, and dashes."""
     seed: _builtins.int
@@ -128,6 +129,10 @@ class RunConfig(_message.Message):
     def health(self) -> Global___HealthConfig:
         """What counts as a collapse of the run, and what happens then."""
 
+    @_builtins.property
+    def recovery(self) -> Global___RecoveryConfig:
+        """What follows the loss of weights."""
+
     def __init__(
         self,
         *,
@@ -152,10 +157,11 @@ class RunConfig(_message.Message):
         weights: Global___WeightsConfig | None = ...,
         sinks: Global___SinksConfig | None = ...,
         health: Global___HealthConfig | None = ...,
+        recovery: Global___RecoveryConfig | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_mode", b"_mode", "_name", b"_name", "_seed", b"_seed", "algorithm", b"algorithm", "completions", b"completions", "data", b"data", "deterministic", b"deterministic", "engine", b"engine", "environment", b"environment", "eval", b"eval", "health", b"health", "limits", b"limits", "lora", b"lora", "mode", b"mode", "model", b"model", "name", b"name", "reward", b"reward", "sampling", b"sampling", "seed", b"seed", "sinks", b"sinks", "snapshot", b"snapshot", "staleness", b"staleness", "train", b"train", "weights", b"weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_mode", b"_mode", "_name", b"_name", "_seed", b"_seed", "algorithm", b"algorithm", "completions", b"completions", "data", b"data", "deterministic", b"deterministic", "engine", b"engine", "environment", b"environment", "eval", b"eval", "health", b"health", "limits", b"limits", "lora", b"lora", "mode", b"mode", "model", b"model", "name", b"name", "recovery", b"recovery", "reward", b"reward", "sampling", b"sampling", "seed", b"seed", "sinks", b"sinks", "snapshot", b"snapshot", "staleness", b"staleness", "train", b"train", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_mode", b"_mode", "_name", b"_name", "_seed", b"_seed", "algorithm", b"algorithm", "completions", b"completions", "data", b"data", "deterministic", b"deterministic", "engine", b"engine", "environment", b"environment", "eval", b"eval", "health", b"health", "limits", b"limits", "lora", b"lora", "mode", b"mode", "model", b"model", "name", b"name", "reward", b"reward", "sampling", b"sampling", "seed", b"seed", "sinks", b"sinks", "snapshot", b"snapshot", "staleness", b"staleness", "train", b"train", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_mode", b"_mode", "_name", b"_name", "_seed", b"_seed", "algorithm", b"algorithm", "completions", b"completions", "data", b"data", "deterministic", b"deterministic", "engine", b"engine", "environment", b"environment", "eval", b"eval", "health", b"health", "limits", b"limits", "lora", b"lora", "mode", b"mode", "model", b"model", "name", b"name", "recovery", b"recovery", "reward", b"reward", "sampling", b"sampling", "seed", b"seed", "sinks", b"sinks", "snapshot", b"snapshot", "staleness", b"staleness", "train", b"train", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deterministic: _TypeAlias = _typing.Literal["deterministic"]  # noqa: Y015
     _WhichOneofArgType__deterministic: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic"]  # noqa: Y015
@@ -175,6 +181,36 @@ class RunConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
 
 Global___RunConfig: _TypeAlias = RunConfig  # noqa: Y015
+
+@_typing.final
+class RecoveryConfig(_message.Message):
+    """RecoveryConfig sets how a run continues after its newest weights were lost, and training on the
+    recorded batches again gave other bits. The retrained versions form a new lineage
+    (docs/reliability.md). A deterministic run fails instead.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OLD_LINEAGE_FIELD_NUMBER: _builtins.int
+    old_lineage: _builtins.str
+    """What becomes of samples of the lost weights that no step has leased: `keep` trains on them
+    within `staleness.max_steps`, as on samples of any older weights; `reissue` drops their groups
+    and samples the prompts again.
+    """
+    def __init__(
+        self,
+        *,
+        old_lineage: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_old_lineage", b"_old_lineage", "old_lineage", b"old_lineage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_old_lineage", b"_old_lineage", "old_lineage", b"old_lineage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__old_lineage: _TypeAlias = _typing.Literal["old_lineage"]  # noqa: Y015
+    _WhichOneofArgType__old_lineage: _TypeAlias = _typing.Literal["_old_lineage", b"_old_lineage"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__old_lineage) -> _WhichOneofReturnType__old_lineage | None: ...
+
+Global___RecoveryConfig: _TypeAlias = RecoveryConfig  # noqa: Y015
 
 @_typing.final
 class ModelConfig(_message.Message):
@@ -1964,7 +2000,6 @@ class LimitsConfig(_message.Message):
     RANK_TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     AGENT_SECONDS_FIELD_NUMBER: _builtins.int
     MIN_GROUP_SIZE_FIELD_NUMBER: _builtins.int
-    STALL_SECONDS_FIELD_NUMBER: _builtins.int
     group_attempts: _builtins.int
     """Attempts of a prompt group before it is excluded with a typed reason."""
     worker_restarts: _builtins.int
@@ -1989,11 +2024,6 @@ class LimitsConfig(_message.Message):
     on if others failed (docs/algorithms.md, "Smaller groups"). A group with fewer is issued again,
     up to `group_attempts` times. 0: `sampling.group_size`, so that all samples must be usable.
     """
-    stall_seconds: _builtins.float
-    """Longest time without progress, in seconds, for an engine that has samples to decode (no token)
-    and for a learner in a step (no micro-batch). After it the worker stops itself and is restarted;
-    other workers get its prompt groups.
-    """
     def __init__(
         self,
         *,
@@ -2004,11 +2034,10 @@ class LimitsConfig(_message.Message):
         rank_timeout_seconds: _builtins.float | None = ...,
         agent_seconds: _builtins.float | None = ...,
         min_group_size: _builtins.int | None = ...,
-        stall_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_agent_seconds", b"_agent_seconds", "_group_attempts", b"_group_attempts", "_min_group_size", b"_min_group_size", "_queue_bytes", b"_queue_bytes", "_rank_timeout_seconds", b"_rank_timeout_seconds", "_stall_seconds", b"_stall_seconds", "_worker_restarts", b"_worker_restarts", "_worker_start_seconds", b"_worker_start_seconds", "agent_seconds", b"agent_seconds", "group_attempts", b"group_attempts", "min_group_size", b"min_group_size", "queue_bytes", b"queue_bytes", "rank_timeout_seconds", b"rank_timeout_seconds", "stall_seconds", b"stall_seconds", "worker_restarts", b"worker_restarts", "worker_start_seconds", b"worker_start_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_agent_seconds", b"_agent_seconds", "_group_attempts", b"_group_attempts", "_min_group_size", b"_min_group_size", "_queue_bytes", b"_queue_bytes", "_rank_timeout_seconds", b"_rank_timeout_seconds", "_worker_restarts", b"_worker_restarts", "_worker_start_seconds", b"_worker_start_seconds", "agent_seconds", b"agent_seconds", "group_attempts", b"group_attempts", "min_group_size", b"min_group_size", "queue_bytes", b"queue_bytes", "rank_timeout_seconds", b"rank_timeout_seconds", "worker_restarts", b"worker_restarts", "worker_start_seconds", b"worker_start_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_agent_seconds", b"_agent_seconds", "_group_attempts", b"_group_attempts", "_min_group_size", b"_min_group_size", "_queue_bytes", b"_queue_bytes", "_rank_timeout_seconds", b"_rank_timeout_seconds", "_stall_seconds", b"_stall_seconds", "_worker_restarts", b"_worker_restarts", "_worker_start_seconds", b"_worker_start_seconds", "agent_seconds", b"agent_seconds", "group_attempts", b"group_attempts", "min_group_size", b"min_group_size", "queue_bytes", b"queue_bytes", "rank_timeout_seconds", b"rank_timeout_seconds", "stall_seconds", b"stall_seconds", "worker_restarts", b"worker_restarts", "worker_start_seconds", b"worker_start_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_agent_seconds", b"_agent_seconds", "_group_attempts", b"_group_attempts", "_min_group_size", b"_min_group_size", "_queue_bytes", b"_queue_bytes", "_rank_timeout_seconds", b"_rank_timeout_seconds", "_worker_restarts", b"_worker_restarts", "_worker_start_seconds", b"_worker_start_seconds", "agent_seconds", b"agent_seconds", "group_attempts", b"group_attempts", "min_group_size", b"min_group_size", "queue_bytes", b"queue_bytes", "rank_timeout_seconds", b"rank_timeout_seconds", "worker_restarts", b"worker_restarts", "worker_start_seconds", b"worker_start_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__agent_seconds: _TypeAlias = _typing.Literal["agent_seconds"]  # noqa: Y015
     _WhichOneofArgType__agent_seconds: _TypeAlias = _typing.Literal["_agent_seconds", b"_agent_seconds"]  # noqa: Y015
@@ -2020,8 +2049,6 @@ class LimitsConfig(_message.Message):
     _WhichOneofArgType__queue_bytes: _TypeAlias = _typing.Literal["_queue_bytes", b"_queue_bytes"]  # noqa: Y015
     _WhichOneofReturnType__rank_timeout_seconds: _TypeAlias = _typing.Literal["rank_timeout_seconds"]  # noqa: Y015
     _WhichOneofArgType__rank_timeout_seconds: _TypeAlias = _typing.Literal["_rank_timeout_seconds", b"_rank_timeout_seconds"]  # noqa: Y015
-    _WhichOneofReturnType__stall_seconds: _TypeAlias = _typing.Literal["stall_seconds"]  # noqa: Y015
-    _WhichOneofArgType__stall_seconds: _TypeAlias = _typing.Literal["_stall_seconds", b"_stall_seconds"]  # noqa: Y015
     _WhichOneofReturnType__worker_restarts: _TypeAlias = _typing.Literal["worker_restarts"]  # noqa: Y015
     _WhichOneofArgType__worker_restarts: _TypeAlias = _typing.Literal["_worker_restarts", b"_worker_restarts"]  # noqa: Y015
     _WhichOneofReturnType__worker_start_seconds: _TypeAlias = _typing.Literal["worker_start_seconds"]  # noqa: Y015
@@ -2036,8 +2063,6 @@ class LimitsConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_bytes) -> _WhichOneofReturnType__queue_bytes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rank_timeout_seconds) -> _WhichOneofReturnType__rank_timeout_seconds | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__stall_seconds) -> _WhichOneofReturnType__stall_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__worker_restarts) -> _WhichOneofReturnType__worker_restarts | None: ...
     @_typing.overload

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from buf.validate import validate_pb2 as buf_dot_validate_dot_validate__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollout/weights/v1/weights.proto\x12\x12rollout.weights.v1\x1a\x1b\x62uf/validate/validate.proto\"\xa6\x02\n\x0fWeightsManifest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12,\n\x06\x64igest\x18\x03 \x01(\tB\x1c\xbaH\x19r\x17\x32\x15^blake3-[0-9a-f]{64}$\x12+\n\x07tensors\x18\x04 \x03(\x0b\x32\x1a.rollout.weights.v1.Tensor\x12.\n\x05\x66iles\x18\x05 \x03(\x0b\x32\x1f.rollout.weights.v1.WeightsFile\x12\x11\n\tdirectory\x18\x06 \x01(\t\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\r\n\x05\x62ytes\x18\x08 \x01(\x04\x12-\n\x04\x66orm\x18\t \x01(\x0e\x32\x1f.rollout.weights.v1.WeightsForm\"k\n\x06Tensor\x12\x15\n\x04name\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12,\n\x06\x64igest\x18\x04 \x01(\tB\x1c\xbaH\x19r\x17\x32\x15^blake3-[0-9a-f]{64}$\"*\n\x0bWeightsFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"V\n\x0eWeightsReceipt\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x13\n\x0b\x63\x61\x63he_epoch\x18\x03 \x01(\x04\x12\x0e\n\x06verify\x18\x04 \x01(\t\"Y\n\rEngineReceipt\x12\x17\n\x06\x65ngine\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x0e\n\x06verify\x18\x04 \x01(\t\"\xd9\x01\n\x0cWeightsOffer\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12,\n\x06\x64igest\x18\x02 \x01(\tB\x1c\xbaH\x19r\x17\x32\x15^blake3-[0-9a-f]{64}$\x12-\n\x04\x66orm\x18\x03 \x01(\x0e\x32\x1f.rollout.weights.v1.WeightsForm\x12\x14\n\x0c\x62\x61se_version\x18\x04 \x01(\x04\x12\x13\n\x0b\x62\x61se_digest\x18\x05 \x01(\t\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x12\n\ncontent_id\x18\x07 \x01(\t\x12\r\n\x05peers\x18\x08 \x03(\t\"\xba\x01\n\x13\x46\x65tchWeightsRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12,\n\x06\x64igest\x18\x02 \x01(\tB\x1c\xbaH\x19r\x17\x32\x15^blake3-[0-9a-f]{64}$\x12\x37\n\x04\x66orm\x18\x03 \x01(\x0e\x32\x1f.rollout.weights.v1.WeightsFormB\x08\xbaH\x05\x82\x01\x02\x10\x01\x12\x13\n\x0b\x62\x61se_digest\x18\x04 \x01(\t\x12\x0e\n\x06offset\x18\x05 \x01(\x04\"Z\n\x14\x46\x65tchWeightsResponse\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\r\n\x05\x63hunk\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x03 \x01(\r\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04*u\n\x0bWeightsForm\x12\x1c\n\x18WEIGHTS_FORM_UNSPECIFIED\x10\x00\x12\x16\n\x12WEIGHTS_FORM_WHOLE\x10\x01\x12\x16\n\x12WEIGHTS_FORM_PATCH\x10\x02\x12\x18\n\x14WEIGHTS_FORM_ADAPTER\x10\x03\x32u\n\x0eWeightsService\x12\x63\n\x0c\x46\x65tchWeights\x12\'.rollout.weights.v1.FetchWeightsRequest\x1a(.rollout.weights.v1.FetchWeightsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollout/weights/v1/weights.proto\x12\x12rollout.weights.v1\x1a\x1b\x62uf/validate/validate.proto\"\xb7\x02\n\x0fWeightsManifest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12,\n\x06\x64igest\x18\x03 \x01(\tB\x1c\xbaH\x19r\x17\x32\x15^blake3-[0-9a-f]{64}$\x12+\n\x07tensors\x18\x04 \x03(\x0b\x32\x1a.rollout.weights.v1.Tensor\x12.\n\x05\x66iles\x18\x05 \x03(\x0b\x32\x1f.rollout.weights.v1.WeightsFile\x12\x11\n\tdirectory\x18\x06 \x01(\t\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\r\n\x05\x62ytes\x18\x08 \x01(\x04\x12-\n\x04\x66orm\x18\t \x01(\x0e\x32\x1f.rollout.weights.v1.WeightsForm\x12\x0f\n\x07lineage\x18\n \x01(\r\"k\n\x06Tensor\x12\x15\n\x04name\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12,\n\x06\x64igest\x18\x04 \x01(\tB\x1c\xbaH\x19r\x17\x32\x15^blake3-[0-9a-f]{64}$\"*\n\x0bWeightsFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"V\n\x0eWeightsReceipt\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x13\n\x0b\x63\x61\x63he_epoch\x18\x03 \x01(\x04\x12\x0e\n\x06verify\x18\x04 \x01(\t\"Y\n\rEngineReceipt\x12\x17\n\x06\x65ngine\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x0e\n\x06verify\x18\x04 \x01(\t\"\xd9\x01\n\x0cWeightsOffer\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12,\n\x06\x64igest\x18\x02 \x01(\tB\x1c\xbaH\x19r\x17\x32\x15^blake3-[0-9a-f]{64}$\x12-\n\x04\x66orm\x18\x03 \x01(\x0e\x32\x1f.rollout.weights.v1.WeightsForm\x12\x14\n\x0c\x62\x61se_version\x18\x04 \x01(\x04\x12\x13\n\x0b\x62\x61se_digest\x18\x05 \x01(\t\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x12\n\ncontent_id\x18\x07 \x01(\t\x12\r\n\x05peers\x18\x08 \x03(\t\"\xba\x01\n\x13\x46\x65tchWeightsRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12,\n\x06\x64igest\x18\x02 \x01(\tB\x1c\xbaH\x19r\x17\x32\x15^blake3-[0-9a-f]{64}$\x12\x37\n\x04\x66orm\x18\x03 \x01(\x0e\x32\x1f.rollout.weights.v1.WeightsFormB\x08\xbaH\x05\x82\x01\x02\x10\x01\x12\x13\n\x0b\x62\x61se_digest\x18\x04 \x01(\t\x12\x0e\n\x06offset\x18\x05 \x01(\x04\"Z\n\x14\x46\x65tchWeightsResponse\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\r\n\x05\x63hunk\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x03 \x01(\r\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04*u\n\x0bWeightsForm\x12\x1c\n\x18WEIGHTS_FORM_UNSPECIFIED\x10\x00\x12\x16\n\x12WEIGHTS_FORM_WHOLE\x10\x01\x12\x16\n\x12WEIGHTS_FORM_PATCH\x10\x02\x12\x18\n\x14WEIGHTS_FORM_ADAPTER\x10\x03\x32u\n\x0eWeightsService\x12\x63\n\x0c\x46\x65tchWeights\x12\'.rollout.weights.v1.FetchWeightsRequest\x1a(.rollout.weights.v1.FetchWeightsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -50,24 +50,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FETCHWEIGHTSREQUEST'].fields_by_name['digest']._serialized_options = b'\272H\031r\0272\025^blake3-[0-9a-f]{64}$'
   _globals['_FETCHWEIGHTSREQUEST'].fields_by_name['form']._loaded_options = None
   _globals['_FETCHWEIGHTSREQUEST'].fields_by_name['form']._serialized_options = b'\272H\005\202\001\002\020\001'
-  _globals['_WEIGHTSFORM']._serialized_start=1215
-  _globals['_WEIGHTSFORM']._serialized_end=1332
+  _globals['_WEIGHTSFORM']._serialized_start=1232
+  _globals['_WEIGHTSFORM']._serialized_end=1349
   _globals['_WEIGHTSMANIFEST']._serialized_start=86
-  _globals['_WEIGHTSMANIFEST']._serialized_end=380
-  _globals['_TENSOR']._serialized_start=382
-  _globals['_TENSOR']._serialized_end=489
-  _globals['_WEIGHTSFILE']._serialized_start=491
-  _globals['_WEIGHTSFILE']._serialized_end=533
-  _globals['_WEIGHTSRECEIPT']._serialized_start=535
-  _globals['_WEIGHTSRECEIPT']._serialized_end=621
-  _globals['_ENGINERECEIPT']._serialized_start=623
-  _globals['_ENGINERECEIPT']._serialized_end=712
-  _globals['_WEIGHTSOFFER']._serialized_start=715
-  _globals['_WEIGHTSOFFER']._serialized_end=932
-  _globals['_FETCHWEIGHTSREQUEST']._serialized_start=935
-  _globals['_FETCHWEIGHTSREQUEST']._serialized_end=1121
-  _globals['_FETCHWEIGHTSRESPONSE']._serialized_start=1123
-  _globals['_FETCHWEIGHTSRESPONSE']._serialized_end=1213
-  _globals['_WEIGHTSSERVICE']._serialized_start=1334
-  _globals['_WEIGHTSSERVICE']._serialized_end=1451
+  _globals['_WEIGHTSMANIFEST']._serialized_end=397
+  _globals['_TENSOR']._serialized_start=399
+  _globals['_TENSOR']._serialized_end=506
+  _globals['_WEIGHTSFILE']._serialized_start=508
+  _globals['_WEIGHTSFILE']._serialized_end=550
+  _globals['_WEIGHTSRECEIPT']._serialized_start=552
+  _globals['_WEIGHTSRECEIPT']._serialized_end=638
+  _globals['_ENGINERECEIPT']._serialized_start=640
+  _globals['_ENGINERECEIPT']._serialized_end=729
+  _globals['_WEIGHTSOFFER']._serialized_start=732
+  _globals['_WEIGHTSOFFER']._serialized_end=949
+  _globals['_FETCHWEIGHTSREQUEST']._serialized_start=952
+  _globals['_FETCHWEIGHTSREQUEST']._serialized_end=1138
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_start=1140
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_end=1230
+  _globals['_WEIGHTSSERVICE']._serialized_start=1351
+  _globals['_WEIGHTSSERVICE']._serialized_end=1468
 # @@protoc_insertion_point(module_scope)

@@ -66,6 +66,7 @@ class WeightsManifest(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     FORM_FIELD_NUMBER: _builtins.int
+    LINEAGE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run that produced the version."""
     version: _builtins.int
@@ -80,6 +81,8 @@ class WeightsManifest(_message.Message):
     """Size of all tensors in bytes."""
     form: Global___WeightsForm.ValueType
     """Form of the files: whole or adapter. The digest is that of the whole weights in both cases."""
+    lineage: _builtins.int
+    """Lineage of the version: how often weights were lost and retrained with other bits before."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tensor]:
         """Tensors, sorted by name."""
@@ -100,10 +103,11 @@ class WeightsManifest(_message.Message):
         dtype: _builtins.str = ...,
         bytes: _builtins.int = ...,
         form: Global___WeightsForm.ValueType = ...,
+        lineage: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "digest", b"digest", "directory", b"directory", "dtype", b"dtype", "files", b"files", "form", b"form", "run_id", b"run_id", "tensors", b"tensors", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "digest", b"digest", "directory", b"directory", "dtype", b"dtype", "files", b"files", "form", b"form", "lineage", b"lineage", "run_id", b"run_id", "tensors", b"tensors", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -81,6 +81,60 @@ func (LeaseOrder) EnumDescriptor() ([]byte, []int) {
 	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{0}
 }
 
+// OldLineage is what becomes of samples of weights that were lost and retrained with other bits.
+type OldLineage int32
+
+const (
+	// Weights must be reproduced: another digest is refused.
+	OldLineage_OLD_LINEAGE_UNSPECIFIED OldLineage = 0
+	// The samples stay valid within `max_staleness`, as samples of other weights.
+	OldLineage_OLD_LINEAGE_KEEP OldLineage = 1
+	// Groups with such samples that no step has leased are dissolved, reason OLD_LINEAGE, and later
+	// samples are refused.
+	OldLineage_OLD_LINEAGE_REISSUE OldLineage = 2
+)
+
+// Enum value maps for OldLineage.
+var (
+	OldLineage_name = map[int32]string{
+		0: "OLD_LINEAGE_UNSPECIFIED",
+		1: "OLD_LINEAGE_KEEP",
+		2: "OLD_LINEAGE_REISSUE",
+	}
+	OldLineage_value = map[string]int32{
+		"OLD_LINEAGE_UNSPECIFIED": 0,
+		"OLD_LINEAGE_KEEP":        1,
+		"OLD_LINEAGE_REISSUE":     2,
+	}
+)
+
+func (x OldLineage) Enum() *OldLineage {
+	p := new(OldLineage)
+	*p = x
+	return p
+}
+
+func (x OldLineage) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (OldLineage) Descriptor() protoreflect.EnumDescriptor {
+	return file_rollout_buffer_v1_buffer_proto_enumTypes[1].Descriptor()
+}
+
+func (OldLineage) Type() protoreflect.EnumType {
+	return &file_rollout_buffer_v1_buffer_proto_enumTypes[1]
+}
+
+func (x OldLineage) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use OldLineage.Descriptor instead.
+func (OldLineage) EnumDescriptor() ([]byte, []int) {
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{1}
+}
+
 // GroupState is the state of a group in the ledger.
 type GroupState int32
 
@@ -135,11 +189,11 @@ func (x GroupState) String() string {
 }
 
 func (GroupState) Descriptor() protoreflect.EnumDescriptor {
-	return file_rollout_buffer_v1_buffer_proto_enumTypes[1].Descriptor()
+	return file_rollout_buffer_v1_buffer_proto_enumTypes[2].Descriptor()
 }
 
 func (GroupState) Type() protoreflect.EnumType {
-	return &file_rollout_buffer_v1_buffer_proto_enumTypes[1]
+	return &file_rollout_buffer_v1_buffer_proto_enumTypes[2]
 }
 
 func (x GroupState) Number() protoreflect.EnumNumber {
@@ -148,7 +202,7 @@ func (x GroupState) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use GroupState.Descriptor instead.
 func (GroupState) EnumDescriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{1}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{2}
 }
 
 // LedgerConfig is what the buffer needs to know about a run.
@@ -755,7 +809,9 @@ type StepRecord struct {
 	ZeroAdvantage uint32 `protobuf:"varint,8,opt,name=zero_advantage,json=zeroAdvantage,proto3" json:"zero_advantage,omitempty"`
 	// Position at which the next step begins. If leases go by completion: the number of positions
 	// that were used. 0 in steps that were recorded before this field existed.
-	EndPosition   uint64 `protobuf:"varint,9,opt,name=end_position,json=endPosition,proto3" json:"end_position,omitempty"`
+	EndPosition uint64 `protobuf:"varint,9,opt,name=end_position,json=endPosition,proto3" json:"end_position,omitempty"`
+	// Lineage of the weights that the step made.
+	Lineage       uint32 `protobuf:"varint,10,opt,name=lineage,proto3" json:"lineage,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -853,6 +909,13 @@ func (x *StepRecord) GetEndPosition() uint64 {
 	return 0
 }
 
+func (x *StepRecord) GetLineage() uint32 {
+	if x != nil {
+		return x.Lineage
+	}
+	return 0
+}
+
 // LedgerState is the ledger in numbers.
 type LedgerState struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -894,7 +957,9 @@ type LedgerState struct {
 	// Samples that failed because of infrastructure, by the reason of INFRA_FAILED, since the ledger
 	// was created. Reasons after the first 64 are counted as OTHER. Failures that were recorded
 	// before this field existed are in `infra_failed` alone.
-	Failures      map[string]uint64 `protobuf:"bytes,18,rep,name=failures,proto3" json:"failures,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
+	Failures map[string]uint64 `protobuf:"bytes,18,rep,name=failures,proto3" json:"failures,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
+	// Newest lineage of the weights; 0: no weights were lost and retrained with other bits.
+	Lineage       uint32 `protobuf:"varint,19,opt,name=lineage,proto3" json:"lineage,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1053,6 +1118,13 @@ func (x *LedgerState) GetFailures() map[string]uint64 {
 		return x.Failures
 	}
 	return nil
+}
+
+func (x *LedgerState) GetLineage() uint32 {
+	if x != nil {
+		return x.Lineage
+	}
+	return 0
 }
 
 // OpenLedgerRequest names run and config.
@@ -1266,7 +1338,9 @@ type RecordWeightsRequest struct {
 	// Version.
 	Version uint64 `protobuf:"varint,2,opt,name=version,proto3" json:"version,omitempty"`
 	// Digest.
-	Digest        string `protobuf:"bytes,3,opt,name=digest,proto3" json:"digest,omitempty"`
+	Digest string `protobuf:"bytes,3,opt,name=digest,proto3" json:"digest,omitempty"`
+	// What becomes of samples of the lost weights, if another digest is recorded.
+	OldLineage    OldLineage `protobuf:"varint,4,opt,name=old_lineage,json=oldLineage,proto3,enum=rollout.buffer.v1.OldLineage" json:"old_lineage,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1322,9 +1396,24 @@ func (x *RecordWeightsRequest) GetDigest() string {
 	return ""
 }
 
-// RecordWeightsResponse is empty.
+func (x *RecordWeightsRequest) GetOldLineage() OldLineage {
+	if x != nil {
+		return x.OldLineage
+	}
+	return OldLineage_OLD_LINEAGE_UNSPECIFIED
+}
+
+// RecordWeightsResponse is what was recorded.
 type RecordWeightsResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Lineage of the version.
+	Lineage uint32 `protobuf:"varint,1,opt,name=lineage,proto3" json:"lineage,omitempty"`
+	// Whether the version begins this lineage.
+	Forked bool `protobuf:"varint,2,opt,name=forked,proto3" json:"forked,omitempty"`
+	// Digest of the version in the lineage before, if it begins a lineage.
+	LostDigest string `protobuf:"bytes,3,opt,name=lost_digest,json=lostDigest,proto3" json:"lost_digest,omitempty"`
+	// Groups that were dissolved because of their samples of lost weights.
+	Reissued      uint32 `protobuf:"varint,4,opt,name=reissued,proto3" json:"reissued,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1357,6 +1446,34 @@ func (x *RecordWeightsResponse) ProtoReflect() protoreflect.Message {
 // Deprecated: Use RecordWeightsResponse.ProtoReflect.Descriptor instead.
 func (*RecordWeightsResponse) Descriptor() ([]byte, []int) {
 	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *RecordWeightsResponse) GetLineage() uint32 {
+	if x != nil {
+		return x.Lineage
+	}
+	return 0
+}
+
+func (x *RecordWeightsResponse) GetForked() bool {
+	if x != nil {
+		return x.Forked
+	}
+	return false
+}
+
+func (x *RecordWeightsResponse) GetLostDigest() string {
+	if x != nil {
+		return x.LostDigest
+	}
+	return ""
+}
+
+func (x *RecordWeightsResponse) GetReissued() uint32 {
+	if x != nil {
+		return x.Reissued
+	}
+	return 0
 }
 
 // PutTrajectoriesRequest holds samples.
@@ -3021,7 +3138,9 @@ type ExportLedgerResponse struct {
 	// Groups by position.
 	Groups []*GroupRecord `protobuf:"bytes,5,rep,name=groups,proto3" json:"groups,omitempty"`
 	// Samples by position, sample, and part.
-	Samples       []*SampleRecord `protobuf:"bytes,6,rep,name=samples,proto3" json:"samples,omitempty"`
+	Samples []*SampleRecord `protobuf:"bytes,6,rep,name=samples,proto3" json:"samples,omitempty"`
+	// Lineages of the weights by number, without lineage 0.
+	Lineages      []*LineageRecord `protobuf:"bytes,7,rep,name=lineages,proto3" json:"lineages,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3094,6 +3213,13 @@ func (x *ExportLedgerResponse) GetGroups() []*GroupRecord {
 func (x *ExportLedgerResponse) GetSamples() []*SampleRecord {
 	if x != nil {
 		return x.Samples
+	}
+	return nil
+}
+
+func (x *ExportLedgerResponse) GetLineages() []*LineageRecord {
+	if x != nil {
+		return x.Lineages
 	}
 	return nil
 }
@@ -3295,7 +3421,11 @@ type WeightsRecord struct {
 	// Version.
 	Version uint64 `protobuf:"varint,1,opt,name=version,proto3" json:"version,omitempty"`
 	// Digest.
-	Digest        string `protobuf:"bytes,2,opt,name=digest,proto3" json:"digest,omitempty"`
+	Digest string `protobuf:"bytes,2,opt,name=digest,proto3" json:"digest,omitempty"`
+	// Lineage.
+	Lineage uint32 `protobuf:"varint,3,opt,name=lineage,proto3" json:"lineage,omitempty"`
+	// Last committed step when the version was retrained; 0: it was not retrained.
+	RetrainedAt   uint64 `protobuf:"varint,4,opt,name=retrained_at,json=retrainedAt,proto3" json:"retrained_at,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3344,6 +3474,95 @@ func (x *WeightsRecord) GetDigest() string {
 	return ""
 }
 
+func (x *WeightsRecord) GetLineage() uint32 {
+	if x != nil {
+		return x.Lineage
+	}
+	return 0
+}
+
+func (x *WeightsRecord) GetRetrainedAt() uint64 {
+	if x != nil {
+		return x.RetrainedAt
+	}
+	return 0
+}
+
+// LineageRecord is a lineage: the versions that were made after some weights were lost, and
+// retraining gave other bits.
+type LineageRecord struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Number, from 1.
+	Lineage uint32 `protobuf:"varint,1,opt,name=lineage,proto3" json:"lineage,omitempty"`
+	// First version of the lineage. The versions before it belong to earlier lineages; those of
+	// earlier lineages from this number on are lost.
+	FirstVersion uint64 `protobuf:"varint,2,opt,name=first_version,json=firstVersion,proto3" json:"first_version,omitempty"`
+	// Last committed step when the lineage began.
+	Step uint64 `protobuf:"varint,3,opt,name=step,proto3" json:"step,omitempty"`
+	// What becomes of samples of the lost weights.
+	OldLineage    OldLineage `protobuf:"varint,4,opt,name=old_lineage,json=oldLineage,proto3,enum=rollout.buffer.v1.OldLineage" json:"old_lineage,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LineageRecord) Reset() {
+	*x = LineageRecord{}
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[47]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LineageRecord) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LineageRecord) ProtoMessage() {}
+
+func (x *LineageRecord) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[47]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LineageRecord.ProtoReflect.Descriptor instead.
+func (*LineageRecord) Descriptor() ([]byte, []int) {
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{47}
+}
+
+func (x *LineageRecord) GetLineage() uint32 {
+	if x != nil {
+		return x.Lineage
+	}
+	return 0
+}
+
+func (x *LineageRecord) GetFirstVersion() uint64 {
+	if x != nil {
+		return x.FirstVersion
+	}
+	return 0
+}
+
+func (x *LineageRecord) GetStep() uint64 {
+	if x != nil {
+		return x.Step
+	}
+	return 0
+}
+
+func (x *LineageRecord) GetOldLineage() OldLineage {
+	if x != nil {
+		return x.OldLineage
+	}
+	return OldLineage_OLD_LINEAGE_UNSPECIFIED
+}
+
 // SampleRecord is a sample with the contents of its payload.
 type SampleRecord struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -3373,7 +3592,7 @@ type SampleRecord struct {
 
 func (x *SampleRecord) Reset() {
 	*x = SampleRecord{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[47]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3385,7 +3604,7 @@ func (x *SampleRecord) String() string {
 func (*SampleRecord) ProtoMessage() {}
 
 func (x *SampleRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[47]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3398,7 +3617,7 @@ func (x *SampleRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SampleRecord.ProtoReflect.Descriptor instead.
 func (*SampleRecord) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{47}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *SampleRecord) GetRef() *SampleRef {
@@ -3530,7 +3749,7 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x06groups\x18\x05 \x01(\rR\x06groups\x12\x1a\n" +
 	"\bexcluded\x18\x06 \x01(\rR\bexcluded\x12%\n" +
 	"\x0ezero_advantage\x18\a \x01(\rR\rzeroAdvantage\x122\n" +
-	"\x15zero_advantage_reward\x18\b \x01(\x01R\x13zeroAdvantageReward\"\x90\x02\n" +
+	"\x15zero_advantage_reward\x18\b \x01(\x01R\x13zeroAdvantageReward\"\xaa\x02\n" +
 	"\n" +
 	"StepRecord\x12\x12\n" +
 	"\x04step\x18\x01 \x01(\x04R\x04step\x12\x19\n" +
@@ -3541,7 +3760,9 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x05chain\x18\x06 \x01(\tR\x05chain\x12\x1a\n" +
 	"\bexcluded\x18\a \x01(\rR\bexcluded\x12%\n" +
 	"\x0ezero_advantage\x18\b \x01(\rR\rzeroAdvantage\x12!\n" +
-	"\fend_position\x18\t \x01(\x04R\vendPosition\"\xb4\x05\n" +
+	"\fend_position\x18\t \x01(\x04R\vendPosition\x12\x18\n" +
+	"\alineage\x18\n" +
+	" \x01(\rR\alineage\"\xce\x05\n" +
 	"\vLedgerState\x12\x12\n" +
 	"\x04step\x18\x01 \x01(\x04R\x04step\x12\x12\n" +
 	"\x04open\x18\x02 \x01(\x04R\x04open\x12\x14\n" +
@@ -3563,7 +3784,8 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x0fstalled_message\x18\x0f \x01(\tR\x0estalledMessage\x12!\n" +
 	"\fsample_bytes\x18\x10 \x01(\x04R\vsampleBytes\x12\x18\n" +
 	"\askipped\x18\x11 \x01(\x04R\askipped\x12H\n" +
-	"\bfailures\x18\x12 \x03(\v2,.rollout.buffer.v1.LedgerState.FailuresEntryR\bfailures\x1a;\n" +
+	"\bfailures\x18\x12 \x03(\v2,.rollout.buffer.v1.LedgerState.FailuresEntryR\bfailures\x12\x18\n" +
+	"\alineage\x18\x13 \x01(\rR\alineage\x1a;\n" +
 	"\rFailuresEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x04R\x05value:\x028\x01\"\x96\x01\n" +
@@ -3576,12 +3798,19 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x12CloseLedgerRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12 \n" +
 	"\vincarnation\x18\x02 \x01(\rR\vincarnation\"\x15\n" +
-	"\x13CloseLedgerResponse\"\x86\x01\n" +
+	"\x13CloseLedgerResponse\"\xd0\x01\n" +
 	"\x14RecordWeightsRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x18\n" +
 	"\aversion\x18\x02 \x01(\x04R\aversion\x124\n" +
-	"\x06digest\x18\x03 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\x06digest\"\x17\n" +
-	"\x15RecordWeightsResponse\"\x9c\x01\n" +
+	"\x06digest\x18\x03 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\x06digest\x12H\n" +
+	"\vold_lineage\x18\x04 \x01(\x0e2\x1d.rollout.buffer.v1.OldLineageB\b\xbaH\x05\x82\x01\x02\x10\x01R\n" +
+	"oldLineage\"\x86\x01\n" +
+	"\x15RecordWeightsResponse\x12\x18\n" +
+	"\alineage\x18\x01 \x01(\rR\alineage\x12\x16\n" +
+	"\x06forked\x18\x02 \x01(\bR\x06forked\x12\x1f\n" +
+	"\vlost_digest\x18\x03 \x01(\tR\n" +
+	"lostDigest\x12\x1a\n" +
+	"\breissued\x18\x04 \x01(\rR\breissued\"\x9c\x01\n" +
 	"\x16PutTrajectoriesRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12B\n" +
 	"\x04puts\x18\x02 \x03(\v2&.rollout.trajectory.v1.TrajectoryBatchB\x06\xbaH\x03\xd8\x01\x03R\x04putsJ\x04\b\x03\x10\x04J\x04\b\x04\x10\x05R\bfinishedR\breturned\"Q\n" +
@@ -3677,14 +3906,15 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x14TrimPayloadsResponse\x12\x14\n" +
 	"\x05bytes\x18\x01 \x01(\x04R\x05bytes\"5\n" +
 	"\x13ExportLedgerRequest\x12\x1e\n" +
-	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"\xf1\x02\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"\xaf\x03\n" +
 	"\x14ExportLedgerResponse\x127\n" +
 	"\x06ledger\x18\x01 \x01(\v2\x1f.rollout.buffer.v1.LedgerRecordR\x06ledger\x12<\n" +
 	"\bsegments\x18\x02 \x03(\v2 .rollout.buffer.v1.SegmentRecordR\bsegments\x12:\n" +
 	"\aweights\x18\x03 \x03(\v2 .rollout.buffer.v1.WeightsRecordR\aweights\x123\n" +
 	"\x05steps\x18\x04 \x03(\v2\x1d.rollout.buffer.v1.StepRecordR\x05steps\x126\n" +
 	"\x06groups\x18\x05 \x03(\v2\x1e.rollout.buffer.v1.GroupRecordR\x06groups\x129\n" +
-	"\asamples\x18\x06 \x03(\v2\x1f.rollout.buffer.v1.SampleRecordR\asamples\"\xdd\x01\n" +
+	"\asamples\x18\x06 \x03(\v2\x1f.rollout.buffer.v1.SampleRecordR\asamples\x12<\n" +
+	"\blineages\x18\a \x03(\v2 .rollout.buffer.v1.LineageRecordR\blineages\"\xdd\x01\n" +
 	"\fLedgerRecord\x127\n" +
 	"\x06config\x18\x01 \x01(\v2\x1f.rollout.buffer.v1.LedgerConfigR\x06config\x124\n" +
 	"\x05state\x18\x02 \x01(\v2\x1e.rollout.buffer.v1.LedgerStateR\x05state\x12\x14\n" +
@@ -3701,10 +3931,18 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\amissing\x18\x05 \x01(\bR\amissing\x12\x12\n" +
 	"\x04flaw\x18\x06 \x01(\tR\x04flaw\x12\x1f\n" +
 	"\vflaw_offset\x18\a \x01(\x04R\n" +
-	"flawOffset\"A\n" +
+	"flawOffset\"~\n" +
 	"\rWeightsRecord\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\x04R\aversion\x12\x16\n" +
-	"\x06digest\x18\x02 \x01(\tR\x06digest\"\x83\x03\n" +
+	"\x06digest\x18\x02 \x01(\tR\x06digest\x12\x18\n" +
+	"\alineage\x18\x03 \x01(\rR\alineage\x12!\n" +
+	"\fretrained_at\x18\x04 \x01(\x04R\vretrainedAt\"\xa2\x01\n" +
+	"\rLineageRecord\x12\x18\n" +
+	"\alineage\x18\x01 \x01(\rR\alineage\x12#\n" +
+	"\rfirst_version\x18\x02 \x01(\x04R\ffirstVersion\x12\x12\n" +
+	"\x04step\x18\x03 \x01(\x04R\x04step\x12>\n" +
+	"\vold_lineage\x18\x04 \x01(\x0e2\x1d.rollout.buffer.v1.OldLineageR\n" +
+	"oldLineage\"\x83\x03\n" +
 	"\fSampleRecord\x12.\n" +
 	"\x03ref\x18\x01 \x01(\v2\x1c.rollout.buffer.v1.SampleRefR\x03ref\x12\x18\n" +
 	"\asegment\x18\x02 \x01(\rR\asegment\x12\x1f\n" +
@@ -3722,7 +3960,12 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"LeaseOrder\x12\x1b\n" +
 	"\x17LEASE_ORDER_UNSPECIFIED\x10\x00\x12\x18\n" +
 	"\x14LEASE_ORDER_POSITION\x10\x01\x12\x1a\n" +
-	"\x16LEASE_ORDER_COMPLETION\x10\x02*\xbd\x01\n" +
+	"\x16LEASE_ORDER_COMPLETION\x10\x02*X\n" +
+	"\n" +
+	"OldLineage\x12\x1b\n" +
+	"\x17OLD_LINEAGE_UNSPECIFIED\x10\x00\x12\x14\n" +
+	"\x10OLD_LINEAGE_KEEP\x10\x01\x12\x17\n" +
+	"\x13OLD_LINEAGE_REISSUE\x10\x02*\xbd\x01\n" +
 	"\n" +
 	"GroupState\x12\x1b\n" +
 	"\x17GROUP_STATE_UNSPECIFIED\x10\x00\x12\x14\n" +
@@ -3769,143 +4012,148 @@ func file_rollout_buffer_v1_buffer_proto_rawDescGZIP() []byte {
 	return file_rollout_buffer_v1_buffer_proto_rawDescData
 }
 
-var file_rollout_buffer_v1_buffer_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_rollout_buffer_v1_buffer_proto_msgTypes = make([]protoimpl.MessageInfo, 49)
+var file_rollout_buffer_v1_buffer_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
+var file_rollout_buffer_v1_buffer_proto_msgTypes = make([]protoimpl.MessageInfo, 50)
 var file_rollout_buffer_v1_buffer_proto_goTypes = []any{
 	(LeaseOrder)(0),                      // 0: rollout.buffer.v1.LeaseOrder
-	(GroupState)(0),                      // 1: rollout.buffer.v1.GroupState
-	(*LedgerConfig)(nil),                 // 2: rollout.buffer.v1.LedgerConfig
-	(*GroupKey)(nil),                     // 3: rollout.buffer.v1.GroupKey
-	(*GroupRecord)(nil),                  // 4: rollout.buffer.v1.GroupRecord
-	(*SampleRef)(nil),                    // 5: rollout.buffer.v1.SampleRef
-	(*Batch)(nil),                        // 6: rollout.buffer.v1.Batch
-	(*StepRecord)(nil),                   // 7: rollout.buffer.v1.StepRecord
-	(*LedgerState)(nil),                  // 8: rollout.buffer.v1.LedgerState
-	(*OpenLedgerRequest)(nil),            // 9: rollout.buffer.v1.OpenLedgerRequest
-	(*OpenLedgerResponse)(nil),           // 10: rollout.buffer.v1.OpenLedgerResponse
-	(*CloseLedgerRequest)(nil),           // 11: rollout.buffer.v1.CloseLedgerRequest
-	(*CloseLedgerResponse)(nil),          // 12: rollout.buffer.v1.CloseLedgerResponse
-	(*RecordWeightsRequest)(nil),         // 13: rollout.buffer.v1.RecordWeightsRequest
-	(*RecordWeightsResponse)(nil),        // 14: rollout.buffer.v1.RecordWeightsResponse
-	(*PutTrajectoriesRequest)(nil),       // 15: rollout.buffer.v1.PutTrajectoriesRequest
-	(*PutTrajectoriesResponse)(nil),      // 16: rollout.buffer.v1.PutTrajectoriesResponse
-	(*PutResult)(nil),                    // 17: rollout.buffer.v1.PutResult
-	(*PutRefusal)(nil),                   // 18: rollout.buffer.v1.PutRefusal
-	(*GetMissingRequest)(nil),            // 19: rollout.buffer.v1.GetMissingRequest
-	(*GetMissingResponse)(nil),           // 20: rollout.buffer.v1.GetMissingResponse
-	(*MissingSamples)(nil),               // 21: rollout.buffer.v1.MissingSamples
-	(*LeaseBatchRequest)(nil),            // 22: rollout.buffer.v1.LeaseBatchRequest
-	(*LeaseBatchResponse)(nil),           // 23: rollout.buffer.v1.LeaseBatchResponse
-	(*CommitStepRequest)(nil),            // 24: rollout.buffer.v1.CommitStepRequest
-	(*CommitStepResponse)(nil),           // 25: rollout.buffer.v1.CommitStepResponse
-	(*GetBatchRequest)(nil),              // 26: rollout.buffer.v1.GetBatchRequest
-	(*GetBatchResponse)(nil),             // 27: rollout.buffer.v1.GetBatchResponse
-	(*ListStepsRequest)(nil),             // 28: rollout.buffer.v1.ListStepsRequest
-	(*ListStepsResponse)(nil),            // 29: rollout.buffer.v1.ListStepsResponse
-	(*ListGroupsRequest)(nil),            // 30: rollout.buffer.v1.ListGroupsRequest
-	(*ListGroupsResponse)(nil),           // 31: rollout.buffer.v1.ListGroupsResponse
-	(*ListIncompleteGroupsRequest)(nil),  // 32: rollout.buffer.v1.ListIncompleteGroupsRequest
-	(*ListIncompleteGroupsResponse)(nil), // 33: rollout.buffer.v1.ListIncompleteGroupsResponse
-	(*ExcludeGroupsRequest)(nil),         // 34: rollout.buffer.v1.ExcludeGroupsRequest
-	(*ExcludeGroupsResponse)(nil),        // 35: rollout.buffer.v1.ExcludeGroupsResponse
-	(*ReissueGroupsRequest)(nil),         // 36: rollout.buffer.v1.ReissueGroupsRequest
-	(*ReissueGroupsResponse)(nil),        // 37: rollout.buffer.v1.ReissueGroupsResponse
-	(*ReadPayloadsRequest)(nil),          // 38: rollout.buffer.v1.ReadPayloadsRequest
-	(*ReadPayloadsResponse)(nil),         // 39: rollout.buffer.v1.ReadPayloadsResponse
-	(*WatchLedgerRequest)(nil),           // 40: rollout.buffer.v1.WatchLedgerRequest
-	(*WatchLedgerResponse)(nil),          // 41: rollout.buffer.v1.WatchLedgerResponse
-	(*TrimPayloadsRequest)(nil),          // 42: rollout.buffer.v1.TrimPayloadsRequest
-	(*TrimPayloadsResponse)(nil),         // 43: rollout.buffer.v1.TrimPayloadsResponse
-	(*ExportLedgerRequest)(nil),          // 44: rollout.buffer.v1.ExportLedgerRequest
-	(*ExportLedgerResponse)(nil),         // 45: rollout.buffer.v1.ExportLedgerResponse
-	(*LedgerRecord)(nil),                 // 46: rollout.buffer.v1.LedgerRecord
-	(*SegmentRecord)(nil),                // 47: rollout.buffer.v1.SegmentRecord
-	(*WeightsRecord)(nil),                // 48: rollout.buffer.v1.WeightsRecord
-	(*SampleRecord)(nil),                 // 49: rollout.buffer.v1.SampleRecord
-	nil,                                  // 50: rollout.buffer.v1.LedgerState.FailuresEntry
-	(*v1.TrajectoryKey)(nil),             // 51: rollout.trajectory.v1.TrajectoryKey
-	(v1.Outcome)(0),                      // 52: rollout.trajectory.v1.Outcome
-	(*v1.EpisodeTimes)(nil),              // 53: rollout.trajectory.v1.EpisodeTimes
-	(*v1.TrajectoryBatch)(nil),           // 54: rollout.trajectory.v1.TrajectoryBatch
-	(*v1.VersionSpan)(nil),               // 55: rollout.trajectory.v1.VersionSpan
+	(OldLineage)(0),                      // 1: rollout.buffer.v1.OldLineage
+	(GroupState)(0),                      // 2: rollout.buffer.v1.GroupState
+	(*LedgerConfig)(nil),                 // 3: rollout.buffer.v1.LedgerConfig
+	(*GroupKey)(nil),                     // 4: rollout.buffer.v1.GroupKey
+	(*GroupRecord)(nil),                  // 5: rollout.buffer.v1.GroupRecord
+	(*SampleRef)(nil),                    // 6: rollout.buffer.v1.SampleRef
+	(*Batch)(nil),                        // 7: rollout.buffer.v1.Batch
+	(*StepRecord)(nil),                   // 8: rollout.buffer.v1.StepRecord
+	(*LedgerState)(nil),                  // 9: rollout.buffer.v1.LedgerState
+	(*OpenLedgerRequest)(nil),            // 10: rollout.buffer.v1.OpenLedgerRequest
+	(*OpenLedgerResponse)(nil),           // 11: rollout.buffer.v1.OpenLedgerResponse
+	(*CloseLedgerRequest)(nil),           // 12: rollout.buffer.v1.CloseLedgerRequest
+	(*CloseLedgerResponse)(nil),          // 13: rollout.buffer.v1.CloseLedgerResponse
+	(*RecordWeightsRequest)(nil),         // 14: rollout.buffer.v1.RecordWeightsRequest
+	(*RecordWeightsResponse)(nil),        // 15: rollout.buffer.v1.RecordWeightsResponse
+	(*PutTrajectoriesRequest)(nil),       // 16: rollout.buffer.v1.PutTrajectoriesRequest
+	(*PutTrajectoriesResponse)(nil),      // 17: rollout.buffer.v1.PutTrajectoriesResponse
+	(*PutResult)(nil),                    // 18: rollout.buffer.v1.PutResult
+	(*PutRefusal)(nil),                   // 19: rollout.buffer.v1.PutRefusal
+	(*GetMissingRequest)(nil),            // 20: rollout.buffer.v1.GetMissingRequest
+	(*GetMissingResponse)(nil),           // 21: rollout.buffer.v1.GetMissingResponse
+	(*MissingSamples)(nil),               // 22: rollout.buffer.v1.MissingSamples
+	(*LeaseBatchRequest)(nil),            // 23: rollout.buffer.v1.LeaseBatchRequest
+	(*LeaseBatchResponse)(nil),           // 24: rollout.buffer.v1.LeaseBatchResponse
+	(*CommitStepRequest)(nil),            // 25: rollout.buffer.v1.CommitStepRequest
+	(*CommitStepResponse)(nil),           // 26: rollout.buffer.v1.CommitStepResponse
+	(*GetBatchRequest)(nil),              // 27: rollout.buffer.v1.GetBatchRequest
+	(*GetBatchResponse)(nil),             // 28: rollout.buffer.v1.GetBatchResponse
+	(*ListStepsRequest)(nil),             // 29: rollout.buffer.v1.ListStepsRequest
+	(*ListStepsResponse)(nil),            // 30: rollout.buffer.v1.ListStepsResponse
+	(*ListGroupsRequest)(nil),            // 31: rollout.buffer.v1.ListGroupsRequest
+	(*ListGroupsResponse)(nil),           // 32: rollout.buffer.v1.ListGroupsResponse
+	(*ListIncompleteGroupsRequest)(nil),  // 33: rollout.buffer.v1.ListIncompleteGroupsRequest
+	(*ListIncompleteGroupsResponse)(nil), // 34: rollout.buffer.v1.ListIncompleteGroupsResponse
+	(*ExcludeGroupsRequest)(nil),         // 35: rollout.buffer.v1.ExcludeGroupsRequest
+	(*ExcludeGroupsResponse)(nil),        // 36: rollout.buffer.v1.ExcludeGroupsResponse
+	(*ReissueGroupsRequest)(nil),         // 37: rollout.buffer.v1.ReissueGroupsRequest
+	(*ReissueGroupsResponse)(nil),        // 38: rollout.buffer.v1.ReissueGroupsResponse
+	(*ReadPayloadsRequest)(nil),          // 39: rollout.buffer.v1.ReadPayloadsRequest
+	(*ReadPayloadsResponse)(nil),         // 40: rollout.buffer.v1.ReadPayloadsResponse
+	(*WatchLedgerRequest)(nil),           // 41: rollout.buffer.v1.WatchLedgerRequest
+	(*WatchLedgerResponse)(nil),          // 42: rollout.buffer.v1.WatchLedgerResponse
+	(*TrimPayloadsRequest)(nil),          // 43: rollout.buffer.v1.TrimPayloadsRequest
+	(*TrimPayloadsResponse)(nil),         // 44: rollout.buffer.v1.TrimPayloadsResponse
+	(*ExportLedgerRequest)(nil),          // 45: rollout.buffer.v1.ExportLedgerRequest
+	(*ExportLedgerResponse)(nil),         // 46: rollout.buffer.v1.ExportLedgerResponse
+	(*LedgerRecord)(nil),                 // 47: rollout.buffer.v1.LedgerRecord
+	(*SegmentRecord)(nil),                // 48: rollout.buffer.v1.SegmentRecord
+	(*WeightsRecord)(nil),                // 49: rollout.buffer.v1.WeightsRecord
+	(*LineageRecord)(nil),                // 50: rollout.buffer.v1.LineageRecord
+	(*SampleRecord)(nil),                 // 51: rollout.buffer.v1.SampleRecord
+	nil,                                  // 52: rollout.buffer.v1.LedgerState.FailuresEntry
+	(*v1.TrajectoryKey)(nil),             // 53: rollout.trajectory.v1.TrajectoryKey
+	(v1.Outcome)(0),                      // 54: rollout.trajectory.v1.Outcome
+	(*v1.EpisodeTimes)(nil),              // 55: rollout.trajectory.v1.EpisodeTimes
+	(*v1.TrajectoryBatch)(nil),           // 56: rollout.trajectory.v1.TrajectoryBatch
+	(*v1.VersionSpan)(nil),               // 57: rollout.trajectory.v1.VersionSpan
 }
 var file_rollout_buffer_v1_buffer_proto_depIdxs = []int32{
 	0,  // 0: rollout.buffer.v1.LedgerConfig.order:type_name -> rollout.buffer.v1.LeaseOrder
-	3,  // 1: rollout.buffer.v1.GroupRecord.key:type_name -> rollout.buffer.v1.GroupKey
-	1,  // 2: rollout.buffer.v1.GroupRecord.state:type_name -> rollout.buffer.v1.GroupState
-	51, // 3: rollout.buffer.v1.SampleRef.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	52, // 4: rollout.buffer.v1.SampleRef.outcome:type_name -> rollout.trajectory.v1.Outcome
-	53, // 5: rollout.buffer.v1.SampleRef.times:type_name -> rollout.trajectory.v1.EpisodeTimes
-	5,  // 6: rollout.buffer.v1.Batch.samples:type_name -> rollout.buffer.v1.SampleRef
-	4,  // 7: rollout.buffer.v1.LedgerState.dissolved:type_name -> rollout.buffer.v1.GroupRecord
-	50, // 8: rollout.buffer.v1.LedgerState.failures:type_name -> rollout.buffer.v1.LedgerState.FailuresEntry
-	2,  // 9: rollout.buffer.v1.OpenLedgerRequest.config:type_name -> rollout.buffer.v1.LedgerConfig
-	8,  // 10: rollout.buffer.v1.OpenLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
-	54, // 11: rollout.buffer.v1.PutTrajectoriesRequest.puts:type_name -> rollout.trajectory.v1.TrajectoryBatch
-	17, // 12: rollout.buffer.v1.PutTrajectoriesResponse.results:type_name -> rollout.buffer.v1.PutResult
-	18, // 13: rollout.buffer.v1.PutResult.refused:type_name -> rollout.buffer.v1.PutRefusal
-	3,  // 14: rollout.buffer.v1.GetMissingRequest.groups:type_name -> rollout.buffer.v1.GroupKey
-	21, // 15: rollout.buffer.v1.GetMissingResponse.groups:type_name -> rollout.buffer.v1.MissingSamples
-	6,  // 16: rollout.buffer.v1.LeaseBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
-	7,  // 17: rollout.buffer.v1.CommitStepResponse.step:type_name -> rollout.buffer.v1.StepRecord
-	6,  // 18: rollout.buffer.v1.GetBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
-	7,  // 19: rollout.buffer.v1.ListStepsResponse.steps:type_name -> rollout.buffer.v1.StepRecord
-	1,  // 20: rollout.buffer.v1.ListGroupsRequest.states:type_name -> rollout.buffer.v1.GroupState
-	4,  // 21: rollout.buffer.v1.ListGroupsResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
-	4,  // 22: rollout.buffer.v1.ListIncompleteGroupsResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
-	3,  // 23: rollout.buffer.v1.ExcludeGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
-	3,  // 24: rollout.buffer.v1.ReissueGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
-	8,  // 25: rollout.buffer.v1.WatchLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
-	46, // 26: rollout.buffer.v1.ExportLedgerResponse.ledger:type_name -> rollout.buffer.v1.LedgerRecord
-	47, // 27: rollout.buffer.v1.ExportLedgerResponse.segments:type_name -> rollout.buffer.v1.SegmentRecord
-	48, // 28: rollout.buffer.v1.ExportLedgerResponse.weights:type_name -> rollout.buffer.v1.WeightsRecord
-	7,  // 29: rollout.buffer.v1.ExportLedgerResponse.steps:type_name -> rollout.buffer.v1.StepRecord
-	4,  // 30: rollout.buffer.v1.ExportLedgerResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
-	49, // 31: rollout.buffer.v1.ExportLedgerResponse.samples:type_name -> rollout.buffer.v1.SampleRecord
-	2,  // 32: rollout.buffer.v1.LedgerRecord.config:type_name -> rollout.buffer.v1.LedgerConfig
-	8,  // 33: rollout.buffer.v1.LedgerRecord.state:type_name -> rollout.buffer.v1.LedgerState
-	5,  // 34: rollout.buffer.v1.SampleRecord.ref:type_name -> rollout.buffer.v1.SampleRef
-	51, // 35: rollout.buffer.v1.SampleRecord.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	55, // 36: rollout.buffer.v1.SampleRecord.spans:type_name -> rollout.trajectory.v1.VersionSpan
-	9,  // 37: rollout.buffer.v1.BufferService.OpenLedger:input_type -> rollout.buffer.v1.OpenLedgerRequest
-	11, // 38: rollout.buffer.v1.BufferService.CloseLedger:input_type -> rollout.buffer.v1.CloseLedgerRequest
-	13, // 39: rollout.buffer.v1.BufferService.RecordWeights:input_type -> rollout.buffer.v1.RecordWeightsRequest
-	15, // 40: rollout.buffer.v1.BufferService.PutTrajectories:input_type -> rollout.buffer.v1.PutTrajectoriesRequest
-	19, // 41: rollout.buffer.v1.BufferService.GetMissing:input_type -> rollout.buffer.v1.GetMissingRequest
-	22, // 42: rollout.buffer.v1.BufferService.LeaseBatch:input_type -> rollout.buffer.v1.LeaseBatchRequest
-	24, // 43: rollout.buffer.v1.BufferService.CommitStep:input_type -> rollout.buffer.v1.CommitStepRequest
-	26, // 44: rollout.buffer.v1.BufferService.GetBatch:input_type -> rollout.buffer.v1.GetBatchRequest
-	28, // 45: rollout.buffer.v1.BufferService.ListSteps:input_type -> rollout.buffer.v1.ListStepsRequest
-	30, // 46: rollout.buffer.v1.BufferService.ListGroups:input_type -> rollout.buffer.v1.ListGroupsRequest
-	32, // 47: rollout.buffer.v1.BufferService.ListIncompleteGroups:input_type -> rollout.buffer.v1.ListIncompleteGroupsRequest
-	34, // 48: rollout.buffer.v1.BufferService.ExcludeGroups:input_type -> rollout.buffer.v1.ExcludeGroupsRequest
-	36, // 49: rollout.buffer.v1.BufferService.ReissueGroups:input_type -> rollout.buffer.v1.ReissueGroupsRequest
-	38, // 50: rollout.buffer.v1.BufferService.ReadPayloads:input_type -> rollout.buffer.v1.ReadPayloadsRequest
-	40, // 51: rollout.buffer.v1.BufferService.WatchLedger:input_type -> rollout.buffer.v1.WatchLedgerRequest
-	44, // 52: rollout.buffer.v1.BufferService.ExportLedger:input_type -> rollout.buffer.v1.ExportLedgerRequest
-	42, // 53: rollout.buffer.v1.BufferService.TrimPayloads:input_type -> rollout.buffer.v1.TrimPayloadsRequest
-	10, // 54: rollout.buffer.v1.BufferService.OpenLedger:output_type -> rollout.buffer.v1.OpenLedgerResponse
-	12, // 55: rollout.buffer.v1.BufferService.CloseLedger:output_type -> rollout.buffer.v1.CloseLedgerResponse
-	14, // 56: rollout.buffer.v1.BufferService.RecordWeights:output_type -> rollout.buffer.v1.RecordWeightsResponse
-	16, // 57: rollout.buffer.v1.BufferService.PutTrajectories:output_type -> rollout.buffer.v1.PutTrajectoriesResponse
-	20, // 58: rollout.buffer.v1.BufferService.GetMissing:output_type -> rollout.buffer.v1.GetMissingResponse
-	23, // 59: rollout.buffer.v1.BufferService.LeaseBatch:output_type -> rollout.buffer.v1.LeaseBatchResponse
-	25, // 60: rollout.buffer.v1.BufferService.CommitStep:output_type -> rollout.buffer.v1.CommitStepResponse
-	27, // 61: rollout.buffer.v1.BufferService.GetBatch:output_type -> rollout.buffer.v1.GetBatchResponse
-	29, // 62: rollout.buffer.v1.BufferService.ListSteps:output_type -> rollout.buffer.v1.ListStepsResponse
-	31, // 63: rollout.buffer.v1.BufferService.ListGroups:output_type -> rollout.buffer.v1.ListGroupsResponse
-	33, // 64: rollout.buffer.v1.BufferService.ListIncompleteGroups:output_type -> rollout.buffer.v1.ListIncompleteGroupsResponse
-	35, // 65: rollout.buffer.v1.BufferService.ExcludeGroups:output_type -> rollout.buffer.v1.ExcludeGroupsResponse
-	37, // 66: rollout.buffer.v1.BufferService.ReissueGroups:output_type -> rollout.buffer.v1.ReissueGroupsResponse
-	39, // 67: rollout.buffer.v1.BufferService.ReadPayloads:output_type -> rollout.buffer.v1.ReadPayloadsResponse
-	41, // 68: rollout.buffer.v1.BufferService.WatchLedger:output_type -> rollout.buffer.v1.WatchLedgerResponse
-	45, // 69: rollout.buffer.v1.BufferService.ExportLedger:output_type -> rollout.buffer.v1.ExportLedgerResponse
-	43, // 70: rollout.buffer.v1.BufferService.TrimPayloads:output_type -> rollout.buffer.v1.TrimPayloadsResponse
-	54, // [54:71] is the sub-list for method output_type
-	37, // [37:54] is the sub-list for method input_type
-	37, // [37:37] is the sub-list for extension type_name
-	37, // [37:37] is the sub-list for extension extendee
-	0,  // [0:37] is the sub-list for field type_name
+	4,  // 1: rollout.buffer.v1.GroupRecord.key:type_name -> rollout.buffer.v1.GroupKey
+	2,  // 2: rollout.buffer.v1.GroupRecord.state:type_name -> rollout.buffer.v1.GroupState
+	53, // 3: rollout.buffer.v1.SampleRef.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	54, // 4: rollout.buffer.v1.SampleRef.outcome:type_name -> rollout.trajectory.v1.Outcome
+	55, // 5: rollout.buffer.v1.SampleRef.times:type_name -> rollout.trajectory.v1.EpisodeTimes
+	6,  // 6: rollout.buffer.v1.Batch.samples:type_name -> rollout.buffer.v1.SampleRef
+	5,  // 7: rollout.buffer.v1.LedgerState.dissolved:type_name -> rollout.buffer.v1.GroupRecord
+	52, // 8: rollout.buffer.v1.LedgerState.failures:type_name -> rollout.buffer.v1.LedgerState.FailuresEntry
+	3,  // 9: rollout.buffer.v1.OpenLedgerRequest.config:type_name -> rollout.buffer.v1.LedgerConfig
+	9,  // 10: rollout.buffer.v1.OpenLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
+	1,  // 11: rollout.buffer.v1.RecordWeightsRequest.old_lineage:type_name -> rollout.buffer.v1.OldLineage
+	56, // 12: rollout.buffer.v1.PutTrajectoriesRequest.puts:type_name -> rollout.trajectory.v1.TrajectoryBatch
+	18, // 13: rollout.buffer.v1.PutTrajectoriesResponse.results:type_name -> rollout.buffer.v1.PutResult
+	19, // 14: rollout.buffer.v1.PutResult.refused:type_name -> rollout.buffer.v1.PutRefusal
+	4,  // 15: rollout.buffer.v1.GetMissingRequest.groups:type_name -> rollout.buffer.v1.GroupKey
+	22, // 16: rollout.buffer.v1.GetMissingResponse.groups:type_name -> rollout.buffer.v1.MissingSamples
+	7,  // 17: rollout.buffer.v1.LeaseBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
+	8,  // 18: rollout.buffer.v1.CommitStepResponse.step:type_name -> rollout.buffer.v1.StepRecord
+	7,  // 19: rollout.buffer.v1.GetBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
+	8,  // 20: rollout.buffer.v1.ListStepsResponse.steps:type_name -> rollout.buffer.v1.StepRecord
+	2,  // 21: rollout.buffer.v1.ListGroupsRequest.states:type_name -> rollout.buffer.v1.GroupState
+	5,  // 22: rollout.buffer.v1.ListGroupsResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
+	5,  // 23: rollout.buffer.v1.ListIncompleteGroupsResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
+	4,  // 24: rollout.buffer.v1.ExcludeGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
+	4,  // 25: rollout.buffer.v1.ReissueGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
+	9,  // 26: rollout.buffer.v1.WatchLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
+	47, // 27: rollout.buffer.v1.ExportLedgerResponse.ledger:type_name -> rollout.buffer.v1.LedgerRecord
+	48, // 28: rollout.buffer.v1.ExportLedgerResponse.segments:type_name -> rollout.buffer.v1.SegmentRecord
+	49, // 29: rollout.buffer.v1.ExportLedgerResponse.weights:type_name -> rollout.buffer.v1.WeightsRecord
+	8,  // 30: rollout.buffer.v1.ExportLedgerResponse.steps:type_name -> rollout.buffer.v1.StepRecord
+	5,  // 31: rollout.buffer.v1.ExportLedgerResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
+	51, // 32: rollout.buffer.v1.ExportLedgerResponse.samples:type_name -> rollout.buffer.v1.SampleRecord
+	50, // 33: rollout.buffer.v1.ExportLedgerResponse.lineages:type_name -> rollout.buffer.v1.LineageRecord
+	3,  // 34: rollout.buffer.v1.LedgerRecord.config:type_name -> rollout.buffer.v1.LedgerConfig
+	9,  // 35: rollout.buffer.v1.LedgerRecord.state:type_name -> rollout.buffer.v1.LedgerState
+	1,  // 36: rollout.buffer.v1.LineageRecord.old_lineage:type_name -> rollout.buffer.v1.OldLineage
+	6,  // 37: rollout.buffer.v1.SampleRecord.ref:type_name -> rollout.buffer.v1.SampleRef
+	53, // 38: rollout.buffer.v1.SampleRecord.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	57, // 39: rollout.buffer.v1.SampleRecord.spans:type_name -> rollout.trajectory.v1.VersionSpan
+	10, // 40: rollout.buffer.v1.BufferService.OpenLedger:input_type -> rollout.buffer.v1.OpenLedgerRequest
+	12, // 41: rollout.buffer.v1.BufferService.CloseLedger:input_type -> rollout.buffer.v1.CloseLedgerRequest
+	14, // 42: rollout.buffer.v1.BufferService.RecordWeights:input_type -> rollout.buffer.v1.RecordWeightsRequest
+	16, // 43: rollout.buffer.v1.BufferService.PutTrajectories:input_type -> rollout.buffer.v1.PutTrajectoriesRequest
+	20, // 44: rollout.buffer.v1.BufferService.GetMissing:input_type -> rollout.buffer.v1.GetMissingRequest
+	23, // 45: rollout.buffer.v1.BufferService.LeaseBatch:input_type -> rollout.buffer.v1.LeaseBatchRequest
+	25, // 46: rollout.buffer.v1.BufferService.CommitStep:input_type -> rollout.buffer.v1.CommitStepRequest
+	27, // 47: rollout.buffer.v1.BufferService.GetBatch:input_type -> rollout.buffer.v1.GetBatchRequest
+	29, // 48: rollout.buffer.v1.BufferService.ListSteps:input_type -> rollout.buffer.v1.ListStepsRequest
+	31, // 49: rollout.buffer.v1.BufferService.ListGroups:input_type -> rollout.buffer.v1.ListGroupsRequest
+	33, // 50: rollout.buffer.v1.BufferService.ListIncompleteGroups:input_type -> rollout.buffer.v1.ListIncompleteGroupsRequest
+	35, // 51: rollout.buffer.v1.BufferService.ExcludeGroups:input_type -> rollout.buffer.v1.ExcludeGroupsRequest
+	37, // 52: rollout.buffer.v1.BufferService.ReissueGroups:input_type -> rollout.buffer.v1.ReissueGroupsRequest
+	39, // 53: rollout.buffer.v1.BufferService.ReadPayloads:input_type -> rollout.buffer.v1.ReadPayloadsRequest
+	41, // 54: rollout.buffer.v1.BufferService.WatchLedger:input_type -> rollout.buffer.v1.WatchLedgerRequest
+	45, // 55: rollout.buffer.v1.BufferService.ExportLedger:input_type -> rollout.buffer.v1.ExportLedgerRequest
+	43, // 56: rollout.buffer.v1.BufferService.TrimPayloads:input_type -> rollout.buffer.v1.TrimPayloadsRequest
+	11, // 57: rollout.buffer.v1.BufferService.OpenLedger:output_type -> rollout.buffer.v1.OpenLedgerResponse
+	13, // 58: rollout.buffer.v1.BufferService.CloseLedger:output_type -> rollout.buffer.v1.CloseLedgerResponse
+	15, // 59: rollout.buffer.v1.BufferService.RecordWeights:output_type -> rollout.buffer.v1.RecordWeightsResponse
+	17, // 60: rollout.buffer.v1.BufferService.PutTrajectories:output_type -> rollout.buffer.v1.PutTrajectoriesResponse
+	21, // 61: rollout.buffer.v1.BufferService.GetMissing:output_type -> rollout.buffer.v1.GetMissingResponse
+	24, // 62: rollout.buffer.v1.BufferService.LeaseBatch:output_type -> rollout.buffer.v1.LeaseBatchResponse
+	26, // 63: rollout.buffer.v1.BufferService.CommitStep:output_type -> rollout.buffer.v1.CommitStepResponse
+	28, // 64: rollout.buffer.v1.BufferService.GetBatch:output_type -> rollout.buffer.v1.GetBatchResponse
+	30, // 65: rollout.buffer.v1.BufferService.ListSteps:output_type -> rollout.buffer.v1.ListStepsResponse
+	32, // 66: rollout.buffer.v1.BufferService.ListGroups:output_type -> rollout.buffer.v1.ListGroupsResponse
+	34, // 67: rollout.buffer.v1.BufferService.ListIncompleteGroups:output_type -> rollout.buffer.v1.ListIncompleteGroupsResponse
+	36, // 68: rollout.buffer.v1.BufferService.ExcludeGroups:output_type -> rollout.buffer.v1.ExcludeGroupsResponse
+	38, // 69: rollout.buffer.v1.BufferService.ReissueGroups:output_type -> rollout.buffer.v1.ReissueGroupsResponse
+	40, // 70: rollout.buffer.v1.BufferService.ReadPayloads:output_type -> rollout.buffer.v1.ReadPayloadsResponse
+	42, // 71: rollout.buffer.v1.BufferService.WatchLedger:output_type -> rollout.buffer.v1.WatchLedgerResponse
+	46, // 72: rollout.buffer.v1.BufferService.ExportLedger:output_type -> rollout.buffer.v1.ExportLedgerResponse
+	44, // 73: rollout.buffer.v1.BufferService.TrimPayloads:output_type -> rollout.buffer.v1.TrimPayloadsResponse
+	57, // [57:74] is the sub-list for method output_type
+	40, // [40:57] is the sub-list for method input_type
+	40, // [40:40] is the sub-list for extension type_name
+	40, // [40:40] is the sub-list for extension extendee
+	0,  // [0:40] is the sub-list for field type_name
 }
 
 func init() { file_rollout_buffer_v1_buffer_proto_init() }
@@ -3918,8 +4166,8 @@ func file_rollout_buffer_v1_buffer_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_buffer_v1_buffer_proto_rawDesc), len(file_rollout_buffer_v1_buffer_proto_rawDesc)),
-			NumEnums:      2,
-			NumMessages:   49,
+			NumEnums:      3,
+			NumMessages:   50,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

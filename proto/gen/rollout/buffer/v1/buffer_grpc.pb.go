@@ -52,9 +52,10 @@ type BufferServiceClient interface {
 	OpenLedger(ctx context.Context, in *OpenLedgerRequest, opts ...grpc.CallOption) (*OpenLedgerResponse, error)
 	// CloseLedger stops ingest; the ledger stays. Idempotent.
 	CloseLedger(ctx context.Context, in *CloseLedgerRequest, opts ...grpc.CallOption) (*CloseLedgerResponse, error)
-	// RecordWeights records the digest of a version that no step made, such as the initial one.
-	// Idempotent. Another digest for a known version is refused with FAILED_PRECONDITION, reason
-	// WEIGHTS_DIGEST_CONFLICT.
+	// RecordWeights records the digest of a version that no step made, such as the initial one, or
+	// that was trained again after its weights were lost. Idempotent. Another digest for a known
+	// version begins a new lineage at this version, if `old_lineage` is set; otherwise it is refused
+	// with FAILED_PRECONDITION, reason WEIGHTS_DIGEST_CONFLICT.
 	RecordWeights(ctx context.Context, in *RecordWeightsRequest, opts ...grpc.CallOption) (*RecordWeightsResponse, error)
 	// PutTrajectories adds samples to the ledger without the run's stream, for programs that bring
 	// their own sampler. A request holds several puts. When it returns, payloads and ledger rows are
@@ -312,9 +313,10 @@ type BufferServiceServer interface {
 	OpenLedger(context.Context, *OpenLedgerRequest) (*OpenLedgerResponse, error)
 	// CloseLedger stops ingest; the ledger stays. Idempotent.
 	CloseLedger(context.Context, *CloseLedgerRequest) (*CloseLedgerResponse, error)
-	// RecordWeights records the digest of a version that no step made, such as the initial one.
-	// Idempotent. Another digest for a known version is refused with FAILED_PRECONDITION, reason
-	// WEIGHTS_DIGEST_CONFLICT.
+	// RecordWeights records the digest of a version that no step made, such as the initial one, or
+	// that was trained again after its weights were lost. Idempotent. Another digest for a known
+	// version begins a new lineage at this version, if `old_lineage` is set; otherwise it is refused
+	// with FAILED_PRECONDITION, reason WEIGHTS_DIGEST_CONFLICT.
 	RecordWeights(context.Context, *RecordWeightsRequest) (*RecordWeightsResponse, error)
 	// PutTrajectories adds samples to the ledger without the run's stream, for programs that bring
 	// their own sampler. A request holds several puts. When it returns, payloads and ledger rows are

@@ -69,7 +69,9 @@ type RunConfig struct {
 	// Trackers that receive the metrics, in addition to the storage service.
 	Sinks *SinksConfig `protobuf:"bytes,41,opt,name=sinks,proto3" json:"sinks,omitempty"`
 	// What counts as a collapse of the run, and what happens then.
-	Health        *HealthConfig `protobuf:"bytes,50,opt,name=health,proto3" json:"health,omitempty"`
+	Health *HealthConfig `protobuf:"bytes,50,opt,name=health,proto3" json:"health,omitempty"`
+	// What follows the loss of weights.
+	Recovery      *RecoveryConfig `protobuf:"bytes,51,opt,name=recovery,proto3" json:"recovery,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -251,6 +253,63 @@ func (x *RunConfig) GetHealth() *HealthConfig {
 	return nil
 }
 
+func (x *RunConfig) GetRecovery() *RecoveryConfig {
+	if x != nil {
+		return x.Recovery
+	}
+	return nil
+}
+
+// RecoveryConfig sets how a run continues after its newest weights were lost, and training on the
+// recorded batches again gave other bits. The retrained versions form a new lineage
+// (docs/reliability.md). A deterministic run fails instead.
+type RecoveryConfig struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What becomes of samples of the lost weights that no step has leased: `keep` trains on them
+	// within `staleness.max_steps`, as on samples of any older weights; `reissue` drops their groups
+	// and samples the prompts again.
+	OldLineage    *string `protobuf:"bytes,1,opt,name=old_lineage,json=oldLineage,proto3,oneof" json:"old_lineage,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RecoveryConfig) Reset() {
+	*x = RecoveryConfig{}
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RecoveryConfig) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RecoveryConfig) ProtoMessage() {}
+
+func (x *RecoveryConfig) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RecoveryConfig.ProtoReflect.Descriptor instead.
+func (*RecoveryConfig) Descriptor() ([]byte, []int) {
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *RecoveryConfig) GetOldLineage() string {
+	if x != nil && x.OldLineage != nil {
+		return *x.OldLineage
+	}
+	return ""
+}
+
 // ModelConfig sets the weights and how text becomes tokens.
 type ModelConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -271,7 +330,7 @@ type ModelConfig struct {
 
 func (x *ModelConfig) Reset() {
 	*x = ModelConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[1]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -283,7 +342,7 @@ func (x *ModelConfig) String() string {
 func (*ModelConfig) ProtoMessage() {}
 
 func (x *ModelConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[1]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -296,7 +355,7 @@ func (x *ModelConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ModelConfig.ProtoReflect.Descriptor instead.
 func (*ModelConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{1}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *ModelConfig) GetPath() string {
@@ -384,7 +443,7 @@ type DataConfig struct {
 
 func (x *DataConfig) Reset() {
 	*x = DataConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[2]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -396,7 +455,7 @@ func (x *DataConfig) String() string {
 func (*DataConfig) ProtoMessage() {}
 
 func (x *DataConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[2]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -409,7 +468,7 @@ func (x *DataConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DataConfig.ProtoReflect.Descriptor instead.
 func (*DataConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{2}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *DataConfig) GetTrain() string {
@@ -563,7 +622,7 @@ type DataSourceConfig struct {
 
 func (x *DataSourceConfig) Reset() {
 	*x = DataSourceConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[3]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -575,7 +634,7 @@ func (x *DataSourceConfig) String() string {
 func (*DataSourceConfig) ProtoMessage() {}
 
 func (x *DataSourceConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[3]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -588,7 +647,7 @@ func (x *DataSourceConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DataSourceConfig.ProtoReflect.Descriptor instead.
 func (*DataSourceConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{3}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *DataSourceConfig) GetPath() string {
@@ -701,7 +760,7 @@ type SamplingConfig struct {
 
 func (x *SamplingConfig) Reset() {
 	*x = SamplingConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[4]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -713,7 +772,7 @@ func (x *SamplingConfig) String() string {
 func (*SamplingConfig) ProtoMessage() {}
 
 func (x *SamplingConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[4]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -726,7 +785,7 @@ func (x *SamplingConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SamplingConfig.ProtoReflect.Descriptor instead.
 func (*SamplingConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{4}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *SamplingConfig) GetGroupSize() uint32 {
@@ -828,7 +887,7 @@ type RewardConfig struct {
 
 func (x *RewardConfig) Reset() {
 	*x = RewardConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[5]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -840,7 +899,7 @@ func (x *RewardConfig) String() string {
 func (*RewardConfig) ProtoMessage() {}
 
 func (x *RewardConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[5]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -853,7 +912,7 @@ func (x *RewardConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RewardConfig.ProtoReflect.Descriptor instead.
 func (*RewardConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{5}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *RewardConfig) GetPlugin() string {
@@ -932,7 +991,7 @@ type RewardLimitsConfig struct {
 
 func (x *RewardLimitsConfig) Reset() {
 	*x = RewardLimitsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[6]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -944,7 +1003,7 @@ func (x *RewardLimitsConfig) String() string {
 func (*RewardLimitsConfig) ProtoMessage() {}
 
 func (x *RewardLimitsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[6]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -957,7 +1016,7 @@ func (x *RewardLimitsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RewardLimitsConfig.ProtoReflect.Descriptor instead.
 func (*RewardLimitsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{6}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *RewardLimitsConfig) GetMemoryBytes() uint64 {
@@ -1015,7 +1074,7 @@ type ScoringModelConfig struct {
 
 func (x *ScoringModelConfig) Reset() {
 	*x = ScoringModelConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1027,7 +1086,7 @@ func (x *ScoringModelConfig) String() string {
 func (*ScoringModelConfig) ProtoMessage() {}
 
 func (x *ScoringModelConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1040,7 +1099,7 @@ func (x *ScoringModelConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ScoringModelConfig.ProtoReflect.Descriptor instead.
 func (*ScoringModelConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{7}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *ScoringModelConfig) GetPath() string {
@@ -1095,7 +1154,7 @@ type RewardPartConfig struct {
 
 func (x *RewardPartConfig) Reset() {
 	*x = RewardPartConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1107,7 +1166,7 @@ func (x *RewardPartConfig) String() string {
 func (*RewardPartConfig) ProtoMessage() {}
 
 func (x *RewardPartConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1120,7 +1179,7 @@ func (x *RewardPartConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RewardPartConfig.ProtoReflect.Descriptor instead.
 func (*RewardPartConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{8}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *RewardPartConfig) GetWeight() float64 {
@@ -1238,7 +1297,7 @@ type TrainConfig struct {
 
 func (x *TrainConfig) Reset() {
 	*x = TrainConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1250,7 +1309,7 @@ func (x *TrainConfig) String() string {
 func (*TrainConfig) ProtoMessage() {}
 
 func (x *TrainConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1263,7 +1322,7 @@ func (x *TrainConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrainConfig.ProtoReflect.Descriptor instead.
 func (*TrainConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{9}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *TrainConfig) GetSteps() uint64 {
@@ -1434,7 +1493,7 @@ type LoraConfig struct {
 
 func (x *LoraConfig) Reset() {
 	*x = LoraConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1446,7 +1505,7 @@ func (x *LoraConfig) String() string {
 func (*LoraConfig) ProtoMessage() {}
 
 func (x *LoraConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1459,7 +1518,7 @@ func (x *LoraConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoraConfig.ProtoReflect.Descriptor instead.
 func (*LoraConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{10}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *LoraConfig) GetRank() uint32 {
@@ -1519,7 +1578,7 @@ type WeightsConfig struct {
 
 func (x *WeightsConfig) Reset() {
 	*x = WeightsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1531,7 +1590,7 @@ func (x *WeightsConfig) String() string {
 func (*WeightsConfig) ProtoMessage() {}
 
 func (x *WeightsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1544,7 +1603,7 @@ func (x *WeightsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WeightsConfig.ProtoReflect.Descriptor instead.
 func (*WeightsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{11}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *WeightsConfig) GetPatch() string {
@@ -1604,7 +1663,7 @@ type EngineConfig struct {
 
 func (x *EngineConfig) Reset() {
 	*x = EngineConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1616,7 +1675,7 @@ func (x *EngineConfig) String() string {
 func (*EngineConfig) ProtoMessage() {}
 
 func (x *EngineConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1629,7 +1688,7 @@ func (x *EngineConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EngineConfig.ProtoReflect.Descriptor instead.
 func (*EngineConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{12}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *EngineConfig) GetKind() string {
@@ -1737,7 +1796,7 @@ type EnvironmentConfig struct {
 
 func (x *EnvironmentConfig) Reset() {
 	*x = EnvironmentConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1749,7 +1808,7 @@ func (x *EnvironmentConfig) String() string {
 func (*EnvironmentConfig) ProtoMessage() {}
 
 func (x *EnvironmentConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1762,7 +1821,7 @@ func (x *EnvironmentConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EnvironmentConfig.ProtoReflect.Descriptor instead.
 func (*EnvironmentConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{13}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *EnvironmentConfig) GetKind() string {
@@ -1868,7 +1927,7 @@ type StalenessConfig struct {
 
 func (x *StalenessConfig) Reset() {
 	*x = StalenessConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1880,7 +1939,7 @@ func (x *StalenessConfig) String() string {
 func (*StalenessConfig) ProtoMessage() {}
 
 func (x *StalenessConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1893,7 +1952,7 @@ func (x *StalenessConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StalenessConfig.ProtoReflect.Descriptor instead.
 func (*StalenessConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{14}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *StalenessConfig) GetMaxSteps() uint32 {
@@ -1926,7 +1985,7 @@ type EvalConfig struct {
 
 func (x *EvalConfig) Reset() {
 	*x = EvalConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1938,7 +1997,7 @@ func (x *EvalConfig) String() string {
 func (*EvalConfig) ProtoMessage() {}
 
 func (x *EvalConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1951,7 +2010,7 @@ func (x *EvalConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvalConfig.ProtoReflect.Descriptor instead.
 func (*EvalConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{15}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *EvalConfig) GetEverySteps() uint64 {
@@ -1998,7 +2057,7 @@ type SnapshotConfig struct {
 
 func (x *SnapshotConfig) Reset() {
 	*x = SnapshotConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2010,7 +2069,7 @@ func (x *SnapshotConfig) String() string {
 func (*SnapshotConfig) ProtoMessage() {}
 
 func (x *SnapshotConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2023,7 +2082,7 @@ func (x *SnapshotConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotConfig.ProtoReflect.Descriptor instead.
 func (*SnapshotConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{16}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *SnapshotConfig) GetEverySteps() uint64 {
@@ -2062,7 +2121,7 @@ type CompletionsConfig struct {
 
 func (x *CompletionsConfig) Reset() {
 	*x = CompletionsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2074,7 +2133,7 @@ func (x *CompletionsConfig) String() string {
 func (*CompletionsConfig) ProtoMessage() {}
 
 func (x *CompletionsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2087,7 +2146,7 @@ func (x *CompletionsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CompletionsConfig.ProtoReflect.Descriptor instead.
 func (*CompletionsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{17}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *CompletionsConfig) GetPerStep() uint32 {
@@ -2121,7 +2180,7 @@ type SinksConfig struct {
 
 func (x *SinksConfig) Reset() {
 	*x = SinksConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2133,7 +2192,7 @@ func (x *SinksConfig) String() string {
 func (*SinksConfig) ProtoMessage() {}
 
 func (x *SinksConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2146,7 +2205,7 @@ func (x *SinksConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SinksConfig.ProtoReflect.Descriptor instead.
 func (*SinksConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{18}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *SinksConfig) GetTensorboard() *TensorboardConfig {
@@ -2182,7 +2241,7 @@ type TensorboardConfig struct {
 
 func (x *TensorboardConfig) Reset() {
 	*x = TensorboardConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2194,7 +2253,7 @@ func (x *TensorboardConfig) String() string {
 func (*TensorboardConfig) ProtoMessage() {}
 
 func (x *TensorboardConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2207,7 +2266,7 @@ func (x *TensorboardConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TensorboardConfig.ProtoReflect.Descriptor instead.
 func (*TensorboardConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{19}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *TensorboardConfig) GetDirectory() string {
@@ -2235,7 +2294,7 @@ type WandbConfig struct {
 
 func (x *WandbConfig) Reset() {
 	*x = WandbConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2247,7 +2306,7 @@ func (x *WandbConfig) String() string {
 func (*WandbConfig) ProtoMessage() {}
 
 func (x *WandbConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2260,7 +2319,7 @@ func (x *WandbConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WandbConfig.ProtoReflect.Descriptor instead.
 func (*WandbConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{20}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *WandbConfig) GetProject() string {
@@ -2306,7 +2365,7 @@ type MlflowConfig struct {
 
 func (x *MlflowConfig) Reset() {
 	*x = MlflowConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2318,7 +2377,7 @@ func (x *MlflowConfig) String() string {
 func (*MlflowConfig) ProtoMessage() {}
 
 func (x *MlflowConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2331,7 +2390,7 @@ func (x *MlflowConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MlflowConfig.ProtoReflect.Descriptor instead.
 func (*MlflowConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{21}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *MlflowConfig) GetTrackingUri() string {
@@ -2390,7 +2449,7 @@ type HealthConfig struct {
 
 func (x *HealthConfig) Reset() {
 	*x = HealthConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[22]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2402,7 +2461,7 @@ func (x *HealthConfig) String() string {
 func (*HealthConfig) ProtoMessage() {}
 
 func (x *HealthConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[22]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2415,7 +2474,7 @@ func (x *HealthConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HealthConfig.ProtoReflect.Descriptor instead.
 func (*HealthConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{22}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *HealthConfig) GetOnCollapse() string {
@@ -2524,18 +2583,14 @@ type LimitsConfig struct {
 	// Smallest number of usable samples (COMPLETED or TRUNCATED) with which a prompt group is trained
 	// on if others failed (docs/algorithms.md, "Smaller groups"). A group with fewer is issued again,
 	// up to `group_attempts` times. 0: `sampling.group_size`, so that all samples must be usable.
-	MinGroupSize *uint32 `protobuf:"varint,12,opt,name=min_group_size,json=minGroupSize,proto3,oneof" json:"min_group_size,omitempty"`
-	// Longest time without progress, in seconds, for an engine that has samples to decode (no token)
-	// and for a learner in a step (no micro-batch). After it the worker stops itself and is restarted;
-	// other workers get its prompt groups.
-	StallSeconds  *float64 `protobuf:"fixed64,20,opt,name=stall_seconds,json=stallSeconds,proto3,oneof" json:"stall_seconds,omitempty"`
+	MinGroupSize  *uint32 `protobuf:"varint,12,opt,name=min_group_size,json=minGroupSize,proto3,oneof" json:"min_group_size,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *LimitsConfig) Reset() {
 	*x = LimitsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[23]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2547,7 +2602,7 @@ func (x *LimitsConfig) String() string {
 func (*LimitsConfig) ProtoMessage() {}
 
 func (x *LimitsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[23]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2560,7 +2615,7 @@ func (x *LimitsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LimitsConfig.ProtoReflect.Descriptor instead.
 func (*LimitsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{23}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *LimitsConfig) GetGroupAttempts() uint32 {
@@ -2612,18 +2667,11 @@ func (x *LimitsConfig) GetMinGroupSize() uint32 {
 	return 0
 }
 
-func (x *LimitsConfig) GetStallSeconds() float64 {
-	if x != nil && x.StallSeconds != nil {
-		return *x.StallSeconds
-	}
-	return 0
-}
-
 var File_rollout_config_v1_run_config_proto protoreflect.FileDescriptor
 
 const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
-	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xbc$\n" +
+	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xfb$\n" +
 	"\tRunConfig\x12Q\n" +
 	"\x04name\x18\x01 \x01(\tB8\xbaH \xc8\x01\x01r\x1b2\x19^[a-z0-9][a-z0-9-]{0,62}$\xca\xda\x18\x11\x12\x0f\"addition-grpo\"H\x00R\x04name\x88\x01\x01\x12.\n" +
 	"\x04seed\x18\x02 \x01(\x04B\x15\xbaH\v2\t\x18\xff\xff\xff\xff\xff\xff\xff\x0f\xca\xda\x18\x03\n" +
@@ -2648,7 +2696,8 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\vcompletions\x18( \x01(\v2$.rollout.config.v1.CompletionsConfigR\vcompletions\x12:\n" +
 	"\aweights\x18\x18 \x01(\v2 .rollout.config.v1.WeightsConfigR\aweights\x124\n" +
 	"\x05sinks\x18) \x01(\v2\x1e.rollout.config.v1.SinksConfigR\x05sinks\x127\n" +
-	"\x06health\x182 \x01(\v2\x1f.rollout.config.v1.HealthConfigR\x06health:\x85\x1a\xbaH\x81\x1a\x1a\x98\x02\n" +
+	"\x06health\x182 \x01(\v2\x1f.rollout.config.v1.HealthConfigR\x06health\x12=\n" +
+	"\brecovery\x183 \x01(\v2!.rollout.config.v1.RecoveryConfigR\brecovery:\x85\x1a\xbaH\x81\x1a\x1a\x98\x02\n" +
 	"\x16run_config.reward_kind\x12c`[reward]` takes exactly one of `plugin`, `expression`, `[reward.model]` and `[reward.composite.*]`\x1a\x98\x01!has(this.reward) || [has(this.reward.plugin), has(this.reward.expression), has(this.reward.model), has(this.reward.composite)].filter(x, x).size() == 1\x1a\x88\x02\n" +
 	"\x19run_config.reward_sandbox\x12U`reward.sandbox` needs a `plugin`: expressions and reward models run no code of yours\x1a\x93\x01!has(this.reward) || !this.reward.sandbox || has(this.reward.plugin) || this.reward.composite.exists(name, has(this.reward.composite[name].plugin))\x1a\xe3\x01\n" +
 	"\x16run_config.kto_weights\x12Z`algorithm.kto.desirable_weight` and `algorithm.kto.undesirable_weight` must not both be 0\x1am!has(this.algorithm.kto) || this.algorithm.kto.desirable_weight + this.algorithm.kto.undesirable_weight > 0.0\x1a\xf3\x01\n" +
@@ -2668,7 +2717,12 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x05_nameB\a\n" +
 	"\x05_seedB\a\n" +
 	"\x05_modeB\x10\n" +
-	"\x0e_deterministic\"\x84\x03\n" +
+	"\x0e_deterministic\"h\n" +
+	"\x0eRecoveryConfig\x12F\n" +
+	"\vold_lineage\x18\x01 \x01(\tB \xbaH\x11r\x0fR\x04keepR\areissue\xca\xda\x18\b\n" +
+	"\x06\"keep\"H\x00R\n" +
+	"oldLineage\x88\x01\x01B\x0e\n" +
+	"\f_old_lineage\"\x84\x03\n" +
 	"\vModelConfig\x128\n" +
 	"\x04path\x18\x01 \x01(\tB\x1f\xbaH\a\xc8\x01\x01r\x02\x10\x01\xca\xda\x18\x11\x12\r\"models/tiny\"\x18\x01H\x00R\x04path\x88\x01\x01\x12B\n" +
 	"\x05dtype\x18\x02 \x01(\tB'\xbaH\x15r\x13R\afloat32R\bbfloat16\xca\xda\x18\v\n" +
@@ -3156,7 +3210,7 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
 	"_kl_engineB\x10\n" +
 	"\x0e_clipped_shareB\x0e\n" +
-	"\f_loss_factor\"\xf9\x05\n" +
+	"\f_loss_factor\"\x99\x05\n" +
 	"\fLimitsConfig\x12<\n" +
 	"\x0egroup_attempts\x18\x01 \x01(\rB\x10\xbaH\x06*\x04\x18d(\x01\xca\xda\x18\x03\n" +
 	"\x013H\x00R\rgroupAttempts\x88\x01\x01\x12=\n" +
@@ -3173,17 +3227,14 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\ragent_seconds\x18\v \x01(\x01B\"\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\a\n" +
 	"\x05600.0H\x05R\fagentSeconds\x88\x01\x01\x12:\n" +
 	"\x0emin_group_size\x18\f \x01(\rB\x0f\xbaH\x05*\x03\x18\x80\b\xca\xda\x18\x03\n" +
-	"\x010H\x06R\fminGroupSize\x88\x01\x01\x12L\n" +
-	"\rstall_seconds\x18\x14 \x01(\x01B\"\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\a\n" +
-	"\x05300.0H\aR\fstallSeconds\x88\x01\x01B\x11\n" +
+	"\x010H\x06R\fminGroupSize\x88\x01\x01B\x11\n" +
 	"\x0f_group_attemptsB\x12\n" +
 	"\x10_worker_restartsB\x17\n" +
 	"\x15_worker_start_secondsB\x0e\n" +
 	"\f_queue_bytesB\x17\n" +
 	"\x15_rank_timeout_secondsB\x10\n" +
 	"\x0e_agent_secondsB\x11\n" +
-	"\x0f_min_group_sizeB\x10\n" +
-	"\x0e_stall_secondsB\xd1\x01\n" +
+	"\x0f_min_group_sizeB\xd1\x01\n" +
 	"\x15com.rollout.config.v1B\x0eRunConfigProtoP\x01ZBgithub.com/rollout-rl/rollout/proto/gen/rollout/config/v1;configv1\xa2\x02\x03RCX\xaa\x02\x11Rollout.Config.V1\xca\x02\x11Rollout\\Config\\V1\xe2\x02\x1dRollout\\Config\\V1\\GPBMetadata\xea\x02\x13Rollout::Config::V1b\x06proto3"
 
 var (
@@ -3198,69 +3249,71 @@ func file_rollout_config_v1_run_config_proto_rawDescGZIP() []byte {
 	return file_rollout_config_v1_run_config_proto_rawDescData
 }
 
-var file_rollout_config_v1_run_config_proto_msgTypes = make([]protoimpl.MessageInfo, 26)
+var file_rollout_config_v1_run_config_proto_msgTypes = make([]protoimpl.MessageInfo, 27)
 var file_rollout_config_v1_run_config_proto_goTypes = []any{
 	(*RunConfig)(nil),          // 0: rollout.config.v1.RunConfig
-	(*ModelConfig)(nil),        // 1: rollout.config.v1.ModelConfig
-	(*DataConfig)(nil),         // 2: rollout.config.v1.DataConfig
-	(*DataSourceConfig)(nil),   // 3: rollout.config.v1.DataSourceConfig
-	(*SamplingConfig)(nil),     // 4: rollout.config.v1.SamplingConfig
-	(*RewardConfig)(nil),       // 5: rollout.config.v1.RewardConfig
-	(*RewardLimitsConfig)(nil), // 6: rollout.config.v1.RewardLimitsConfig
-	(*ScoringModelConfig)(nil), // 7: rollout.config.v1.ScoringModelConfig
-	(*RewardPartConfig)(nil),   // 8: rollout.config.v1.RewardPartConfig
-	(*TrainConfig)(nil),        // 9: rollout.config.v1.TrainConfig
-	(*LoraConfig)(nil),         // 10: rollout.config.v1.LoraConfig
-	(*WeightsConfig)(nil),      // 11: rollout.config.v1.WeightsConfig
-	(*EngineConfig)(nil),       // 12: rollout.config.v1.EngineConfig
-	(*EnvironmentConfig)(nil),  // 13: rollout.config.v1.EnvironmentConfig
-	(*StalenessConfig)(nil),    // 14: rollout.config.v1.StalenessConfig
-	(*EvalConfig)(nil),         // 15: rollout.config.v1.EvalConfig
-	(*SnapshotConfig)(nil),     // 16: rollout.config.v1.SnapshotConfig
-	(*CompletionsConfig)(nil),  // 17: rollout.config.v1.CompletionsConfig
-	(*SinksConfig)(nil),        // 18: rollout.config.v1.SinksConfig
-	(*TensorboardConfig)(nil),  // 19: rollout.config.v1.TensorboardConfig
-	(*WandbConfig)(nil),        // 20: rollout.config.v1.WandbConfig
-	(*MlflowConfig)(nil),       // 21: rollout.config.v1.MlflowConfig
-	(*HealthConfig)(nil),       // 22: rollout.config.v1.HealthConfig
-	(*LimitsConfig)(nil),       // 23: rollout.config.v1.LimitsConfig
-	nil,                        // 24: rollout.config.v1.DataConfig.TrainMixEntry
-	nil,                        // 25: rollout.config.v1.RewardConfig.CompositeEntry
-	(*AlgorithmConfig)(nil),    // 26: rollout.config.v1.AlgorithmConfig
+	(*RecoveryConfig)(nil),     // 1: rollout.config.v1.RecoveryConfig
+	(*ModelConfig)(nil),        // 2: rollout.config.v1.ModelConfig
+	(*DataConfig)(nil),         // 3: rollout.config.v1.DataConfig
+	(*DataSourceConfig)(nil),   // 4: rollout.config.v1.DataSourceConfig
+	(*SamplingConfig)(nil),     // 5: rollout.config.v1.SamplingConfig
+	(*RewardConfig)(nil),       // 6: rollout.config.v1.RewardConfig
+	(*RewardLimitsConfig)(nil), // 7: rollout.config.v1.RewardLimitsConfig
+	(*ScoringModelConfig)(nil), // 8: rollout.config.v1.ScoringModelConfig
+	(*RewardPartConfig)(nil),   // 9: rollout.config.v1.RewardPartConfig
+	(*TrainConfig)(nil),        // 10: rollout.config.v1.TrainConfig
+	(*LoraConfig)(nil),         // 11: rollout.config.v1.LoraConfig
+	(*WeightsConfig)(nil),      // 12: rollout.config.v1.WeightsConfig
+	(*EngineConfig)(nil),       // 13: rollout.config.v1.EngineConfig
+	(*EnvironmentConfig)(nil),  // 14: rollout.config.v1.EnvironmentConfig
+	(*StalenessConfig)(nil),    // 15: rollout.config.v1.StalenessConfig
+	(*EvalConfig)(nil),         // 16: rollout.config.v1.EvalConfig
+	(*SnapshotConfig)(nil),     // 17: rollout.config.v1.SnapshotConfig
+	(*CompletionsConfig)(nil),  // 18: rollout.config.v1.CompletionsConfig
+	(*SinksConfig)(nil),        // 19: rollout.config.v1.SinksConfig
+	(*TensorboardConfig)(nil),  // 20: rollout.config.v1.TensorboardConfig
+	(*WandbConfig)(nil),        // 21: rollout.config.v1.WandbConfig
+	(*MlflowConfig)(nil),       // 22: rollout.config.v1.MlflowConfig
+	(*HealthConfig)(nil),       // 23: rollout.config.v1.HealthConfig
+	(*LimitsConfig)(nil),       // 24: rollout.config.v1.LimitsConfig
+	nil,                        // 25: rollout.config.v1.DataConfig.TrainMixEntry
+	nil,                        // 26: rollout.config.v1.RewardConfig.CompositeEntry
+	(*AlgorithmConfig)(nil),    // 27: rollout.config.v1.AlgorithmConfig
 }
 var file_rollout_config_v1_run_config_proto_depIdxs = []int32{
-	1,  // 0: rollout.config.v1.RunConfig.model:type_name -> rollout.config.v1.ModelConfig
-	2,  // 1: rollout.config.v1.RunConfig.data:type_name -> rollout.config.v1.DataConfig
-	4,  // 2: rollout.config.v1.RunConfig.sampling:type_name -> rollout.config.v1.SamplingConfig
-	5,  // 3: rollout.config.v1.RunConfig.reward:type_name -> rollout.config.v1.RewardConfig
-	26, // 4: rollout.config.v1.RunConfig.algorithm:type_name -> rollout.config.v1.AlgorithmConfig
-	9,  // 5: rollout.config.v1.RunConfig.train:type_name -> rollout.config.v1.TrainConfig
-	12, // 6: rollout.config.v1.RunConfig.engine:type_name -> rollout.config.v1.EngineConfig
-	13, // 7: rollout.config.v1.RunConfig.environment:type_name -> rollout.config.v1.EnvironmentConfig
-	14, // 8: rollout.config.v1.RunConfig.staleness:type_name -> rollout.config.v1.StalenessConfig
-	15, // 9: rollout.config.v1.RunConfig.eval:type_name -> rollout.config.v1.EvalConfig
-	16, // 10: rollout.config.v1.RunConfig.snapshot:type_name -> rollout.config.v1.SnapshotConfig
-	23, // 11: rollout.config.v1.RunConfig.limits:type_name -> rollout.config.v1.LimitsConfig
-	10, // 12: rollout.config.v1.RunConfig.lora:type_name -> rollout.config.v1.LoraConfig
-	17, // 13: rollout.config.v1.RunConfig.completions:type_name -> rollout.config.v1.CompletionsConfig
-	11, // 14: rollout.config.v1.RunConfig.weights:type_name -> rollout.config.v1.WeightsConfig
-	18, // 15: rollout.config.v1.RunConfig.sinks:type_name -> rollout.config.v1.SinksConfig
-	22, // 16: rollout.config.v1.RunConfig.health:type_name -> rollout.config.v1.HealthConfig
-	24, // 17: rollout.config.v1.DataConfig.train_mix:type_name -> rollout.config.v1.DataConfig.TrainMixEntry
-	7,  // 18: rollout.config.v1.RewardConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
-	25, // 19: rollout.config.v1.RewardConfig.composite:type_name -> rollout.config.v1.RewardConfig.CompositeEntry
-	6,  // 20: rollout.config.v1.RewardConfig.limits:type_name -> rollout.config.v1.RewardLimitsConfig
-	7,  // 21: rollout.config.v1.RewardPartConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
-	19, // 22: rollout.config.v1.SinksConfig.tensorboard:type_name -> rollout.config.v1.TensorboardConfig
-	20, // 23: rollout.config.v1.SinksConfig.wandb:type_name -> rollout.config.v1.WandbConfig
-	21, // 24: rollout.config.v1.SinksConfig.mlflow:type_name -> rollout.config.v1.MlflowConfig
-	3,  // 25: rollout.config.v1.DataConfig.TrainMixEntry.value:type_name -> rollout.config.v1.DataSourceConfig
-	8,  // 26: rollout.config.v1.RewardConfig.CompositeEntry.value:type_name -> rollout.config.v1.RewardPartConfig
-	27, // [27:27] is the sub-list for method output_type
-	27, // [27:27] is the sub-list for method input_type
-	27, // [27:27] is the sub-list for extension type_name
-	27, // [27:27] is the sub-list for extension extendee
-	0,  // [0:27] is the sub-list for field type_name
+	2,  // 0: rollout.config.v1.RunConfig.model:type_name -> rollout.config.v1.ModelConfig
+	3,  // 1: rollout.config.v1.RunConfig.data:type_name -> rollout.config.v1.DataConfig
+	5,  // 2: rollout.config.v1.RunConfig.sampling:type_name -> rollout.config.v1.SamplingConfig
+	6,  // 3: rollout.config.v1.RunConfig.reward:type_name -> rollout.config.v1.RewardConfig
+	27, // 4: rollout.config.v1.RunConfig.algorithm:type_name -> rollout.config.v1.AlgorithmConfig
+	10, // 5: rollout.config.v1.RunConfig.train:type_name -> rollout.config.v1.TrainConfig
+	13, // 6: rollout.config.v1.RunConfig.engine:type_name -> rollout.config.v1.EngineConfig
+	14, // 7: rollout.config.v1.RunConfig.environment:type_name -> rollout.config.v1.EnvironmentConfig
+	15, // 8: rollout.config.v1.RunConfig.staleness:type_name -> rollout.config.v1.StalenessConfig
+	16, // 9: rollout.config.v1.RunConfig.eval:type_name -> rollout.config.v1.EvalConfig
+	17, // 10: rollout.config.v1.RunConfig.snapshot:type_name -> rollout.config.v1.SnapshotConfig
+	24, // 11: rollout.config.v1.RunConfig.limits:type_name -> rollout.config.v1.LimitsConfig
+	11, // 12: rollout.config.v1.RunConfig.lora:type_name -> rollout.config.v1.LoraConfig
+	18, // 13: rollout.config.v1.RunConfig.completions:type_name -> rollout.config.v1.CompletionsConfig
+	12, // 14: rollout.config.v1.RunConfig.weights:type_name -> rollout.config.v1.WeightsConfig
+	19, // 15: rollout.config.v1.RunConfig.sinks:type_name -> rollout.config.v1.SinksConfig
+	23, // 16: rollout.config.v1.RunConfig.health:type_name -> rollout.config.v1.HealthConfig
+	1,  // 17: rollout.config.v1.RunConfig.recovery:type_name -> rollout.config.v1.RecoveryConfig
+	25, // 18: rollout.config.v1.DataConfig.train_mix:type_name -> rollout.config.v1.DataConfig.TrainMixEntry
+	8,  // 19: rollout.config.v1.RewardConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
+	26, // 20: rollout.config.v1.RewardConfig.composite:type_name -> rollout.config.v1.RewardConfig.CompositeEntry
+	7,  // 21: rollout.config.v1.RewardConfig.limits:type_name -> rollout.config.v1.RewardLimitsConfig
+	8,  // 22: rollout.config.v1.RewardPartConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
+	20, // 23: rollout.config.v1.SinksConfig.tensorboard:type_name -> rollout.config.v1.TensorboardConfig
+	21, // 24: rollout.config.v1.SinksConfig.wandb:type_name -> rollout.config.v1.WandbConfig
+	22, // 25: rollout.config.v1.SinksConfig.mlflow:type_name -> rollout.config.v1.MlflowConfig
+	4,  // 26: rollout.config.v1.DataConfig.TrainMixEntry.value:type_name -> rollout.config.v1.DataSourceConfig
+	9,  // 27: rollout.config.v1.RewardConfig.CompositeEntry.value:type_name -> rollout.config.v1.RewardPartConfig
+	28, // [28:28] is the sub-list for method output_type
+	28, // [28:28] is the sub-list for method input_type
+	28, // [28:28] is the sub-list for extension type_name
+	28, // [28:28] is the sub-list for extension extendee
+	0,  // [0:28] is the sub-list for field type_name
 }
 
 func init() { file_rollout_config_v1_run_config_proto_init() }
@@ -3294,13 +3347,14 @@ func file_rollout_config_v1_run_config_proto_init() {
 	file_rollout_config_v1_run_config_proto_msgTypes[21].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[22].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[23].OneofWrappers = []any{}
+	file_rollout_config_v1_run_config_proto_msgTypes[24].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_config_v1_run_config_proto_rawDesc), len(file_rollout_config_v1_run_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   26,
+			NumMessages:   27,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -102,7 +102,9 @@ type WeightsManifest struct {
 	// Size of all tensors in bytes.
 	Bytes uint64 `protobuf:"varint,8,opt,name=bytes,proto3" json:"bytes,omitempty"`
 	// Form of the files: whole or adapter. The digest is that of the whole weights in both cases.
-	Form          WeightsForm `protobuf:"varint,9,opt,name=form,proto3,enum=rollout.weights.v1.WeightsForm" json:"form,omitempty"`
+	Form WeightsForm `protobuf:"varint,9,opt,name=form,proto3,enum=rollout.weights.v1.WeightsForm" json:"form,omitempty"`
+	// Lineage of the version: how often weights were lost and retrained with other bits before.
+	Lineage       uint32 `protobuf:"varint,10,opt,name=lineage,proto3" json:"lineage,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -198,6 +200,13 @@ func (x *WeightsManifest) GetForm() WeightsForm {
 		return x.Form
 	}
 	return WeightsForm_WEIGHTS_FORM_UNSPECIFIED
+}
+
+func (x *WeightsManifest) GetLineage() uint32 {
+	if x != nil {
+		return x.Lineage
+	}
+	return 0
 }
 
 // Tensor is one tensor.
@@ -744,7 +753,7 @@ var File_rollout_weights_v1_weights_proto protoreflect.FileDescriptor
 
 const file_rollout_weights_v1_weights_proto_rawDesc = "" +
 	"\n" +
-	" rollout/weights/v1/weights.proto\x12\x12rollout.weights.v1\x1a\x1bbuf/validate/validate.proto\"\xed\x02\n" +
+	" rollout/weights/v1/weights.proto\x12\x12rollout.weights.v1\x1a\x1bbuf/validate/validate.proto\"\x87\x03\n" +
 	"\x0fWeightsManifest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x18\n" +
 	"\aversion\x18\x02 \x01(\x04R\aversion\x124\n" +
@@ -754,7 +763,9 @@ const file_rollout_weights_v1_weights_proto_rawDesc = "" +
 	"\tdirectory\x18\x06 \x01(\tR\tdirectory\x12\x14\n" +
 	"\x05dtype\x18\a \x01(\tR\x05dtype\x12\x14\n" +
 	"\x05bytes\x18\b \x01(\x04R\x05bytes\x123\n" +
-	"\x04form\x18\t \x01(\x0e2\x1f.rollout.weights.v1.WeightsFormR\x04form\"\x87\x01\n" +
+	"\x04form\x18\t \x01(\x0e2\x1f.rollout.weights.v1.WeightsFormR\x04form\x12\x18\n" +
+	"\alineage\x18\n" +
+	" \x01(\rR\alineage\"\x87\x01\n" +
 	"\x06Tensor\x12\x1b\n" +
 	"\x04name\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x04name\x12\x14\n" +
 	"\x05dtype\x18\x02 \x01(\tR\x05dtype\x12\x14\n" +
