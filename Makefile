@@ -137,11 +137,15 @@ check: ## Run everything that CI runs
 	@.ci/run
 
 .PHONY: check-full
-check-full: check check-race check-device check-engines check-environments check-playground bench ## CI, the race detector over all Go tests, the whole suites on the fake device, vLLM, SGLang, the playground, and the benches
+check-full: check check-slow check-race check-device check-engines check-environments check-playground bench ## CI, the slow end-to-end scenarios, the race detector over all Go tests, the whole suites on the fake device, vLLM, SGLang, the playground, and the benches
 
 .PHONY: check-race
 check-race: build venv-dev ## Run the Go tests under the race detector (needs a C compiler)
 	@scripts/test --race
+
+.PHONY: check-slow
+check-slow: build venv-dev ## Run the end-to-end scenarios that check-e2e leaves out because they are slow
+	@scripts/e2e e2e -m slow
 
 .PHONY: check-device
 check-device: venv-dev ## Run the whole suites of engine and learner on the fake device that stands in for a GPU

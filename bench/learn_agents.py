@@ -4,14 +4,14 @@ the environment's rewards, and must not with shuffled ones.
     python bench/learn_agents.py [--environments guess,mcp,...] [--seeds 0,1,2] [--controls 0]
         [--resume]
 
-Each environment is an example of the repository, with its warm-up. Runs start with the weights of
-the warm-up: one for each seed with the rewards of the environment, and one for each control seed in
-which an episode gets the reward of an earlier one, chosen at random (bench/shuffled.py). A gain is
-the difference of the mean rewards of the evaluations before the first and after the last step; both
-have standard errors. The exit code is 1 unless every gain with the environment's rewards is more
-than three standard errors, and no gain with shuffled rewards is. Results and the weights of the
-warm-ups are written to .cache/learn-agents when they are ready; --resume keeps them and runs what
-is missing.
+Each environment is an example of the repository, with its warm-up; ``smollm2`` is reasoning-gym
+with a pretrained model and no warm-up. Runs start with the weights of the warm-up: one for each
+seed with the rewards of the environment, and one for each control seed in which an episode gets the
+reward of an earlier one, chosen at random (bench/shuffled.py). A gain is the difference of the mean
+rewards of the evaluations before the first and after the last step; both have standard errors. The
+exit code is 1 unless every gain with the environment's rewards is more than three standard errors,
+and no gain with shuffled rewards is. Results and the weights of the warm-ups are written to
+.cache/learn-agents when they are ready; --resume keeps them and runs what is missing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ RESULTS, STATE, WARM = CACHE / "results.json", CACHE / "state", CACHE / "warm"
 ERRORS = 3
 """A gain above this many standard errors is one."""
 ONE_CORE = "engine.threads=1", "train.threads=1"
-"""Overrides of all runs: the model is so small that more threads only wait for each other."""
+"""Overrides of runs of the tiny model, which is so small that more threads only wait for each
+other."""
 REAL, SHUFFLED = "environment", "shuffled"
 
 
@@ -57,6 +58,8 @@ class Example:
     warm_up: str = ""
     package: str = ""
     """The name for ``rollout plugin install``."""
+    pretrained: bool = False
+    """Whether the model is SmolLM2-135M-Instruct instead of the tiny model."""
 
 
 def shuffled_class(name: str) -> tuple[str, ...]:
@@ -95,6 +98,14 @@ LEARNED: Mapping[str, Example] = {
         shuffled_class("ShuffledReasoningGym"),
         warm_up="environments/chain_sum_sft.toml",
         package="reasoning_gym",
+    ),
+    "smollm2": Example(
+        "environments/chain_sum_smollm2.toml",
+        "environments/prepare.py",
+        8,
+        shuffled_class("ShuffledReasoningGym"),
+        package="reasoning_gym",
+        pretrained=True,
     ),
     "mcp": Example(
         "mcp/grpo.toml",
@@ -202,7 +213,8 @@ def warm_weights(example: Example) -> Path:
 def train(name: str, seed: int, kind: str) -> Result:
     """Train one run, and return what its first and last evaluation measured."""
     example, run = LEARNED[name], f"{name}-{seed}-{kind}".replace("_", "-")
-    subprocess.run([sys.executable, str(EXAMPLES / example.prepare)], check=True, stdout=subprocess.DEVNULL)
+    for script in (example.prepare, *(["smollm2/prepare.py"] if example.pretrained else [])):
+        subprocess.run([sys.executable, str(EXAMPLES / script)], check=True, stdout=subprocess.DEVNULL)
     sets = [f"name='{run}'", f"seed={seed}", f"train.steps={example.steps}", f"eval.every_steps={example.steps}", *example.sets]
     if example.warm_up:
         sets.append(f"model.path='{warm_weights(example)}'")
@@ -210,7 +222,13 @@ def train(name: str, seed: int, kind: str) -> Result:
         sets.append(f"environment.python='{install(example.package, ROOT / '.tools' / 'plugins' / example.package)}'")
     sets += example.shuffled if kind == SHUFFLED else ()
     began = time.monotonic()
-    rollout("run", "--config", str(EXAMPLES / example.config), "--no-report", *overrides(*sets, *ONE_CORE))
+    rollout(
+        "run",
+        "--config",
+        str(EXAMPLES / example.config),
+        "--no-report",
+        *overrides(*sets, *(() if example.pretrained else ONE_CORE)),
+    )
     with connect(state=STATE) as client:
         measured = client.metrics(run, ["eval/reward", "eval/reward_stderr"])
     rewards, errors = (dict(measured[metric]) for metric in ("eval/reward", "eval/reward_stderr"))

@@ -57,6 +57,7 @@ workers = {workers}
 [limits]
 group_attempts = {attempts}
 worker_restarts = 1000
+stall_seconds = {stall}
 
 [staleness]
 max_steps = {staleness}
@@ -133,6 +134,8 @@ class Job:
     """An agent plays the samples in sessions of the gateway."""
     boxes: bool = False
     """Every turn of an episode runs a command in a sandbox."""
+    stall_seconds: float = 300.0
+    """After which a worker without progress restarts."""
     helpers: bool = False
     """Every episode opens one to three child sessions after its first turn."""
 
@@ -155,6 +158,7 @@ class Job:
                 steps=self.steps,
                 groups=GROUPS,
                 workers=self.workers,
+                stall=self.stall_seconds,
                 staleness=self.staleness,
                 snapshot=self.snapshot,
                 keep="true" if self.keep_payloads else "false",

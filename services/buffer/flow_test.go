@@ -404,3 +404,60 @@ func TestAStepTrainsOnEveryPartOfASample(t *testing.T) {
 		t.Errorf("%v, %v", steps, err)
 	}
 }
+
+// partsOfSample makes a sample of several parts.
+func partsOfSample(position uint64, n, parts uint32) []*trajectoryv1.TrajectoryEnvelope {
+	out := make([]*trajectoryv1.TrajectoryEnvelope, parts)
+	for part := range out {
+		h := proto.CloneOf(sampleOf(position, 0, n).GetHeader())
+		h.Parts, h.Key.Part = parts, uint32(part)
+		out[part] = seal(h)
+	}
+	return out
+}
+
+// A group with a sample that lacks a part must not be trained on.
+func TestAGroupIsReadyWhenItsSamplesHaveAllParts(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		sent          []*trajectoryv1.TrajectoryEnvelope
+		ready         uint64
+		refused, left uint64 // left: duplicates
+	}{
+		"complete":            {partsOfSample(0, 0, 3), 1, 0, 0},
+		"the last is absent":  {partsOfSample(0, 0, 3)[:2], 0, 1, 0},
+		"the first is absent": {partsOfSample(0, 0, 3)[1:], 0, 1, 0},
+		"beyond the number":   {partsOfSample(0, 0, 2)[1:], 0, 1, 0},
+		"one part twice":      {append(partsOfSample(0, 0, 2)[:1], partsOfSample(0, 0, 2)[0]), 0, 1, 0},
+		// It was sampled twice, with another number of parts: the parts of two samples must not be mixed.
+		"two samples": {append(partsOfSample(0, 0, 2), partsOfSample(0, 0, 3)...), 1, 0, 3},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s := setup(t)
+			s.open(ledgerConfig())
+			s.record(0)
+			if _, err := s.put(append(groupOf(0, 0, 0)[1:], c.sent...)); err != nil {
+				t.Fatal(err)
+			}
+			l := s.until("the group", func(l *bufferv1.LedgerState) bool { return l.GetReady()+uint64(len(l.GetDissolved())) == 1 })
+			if l.GetReady() != c.ready || l.GetRefused() != c.refused || l.GetDuplicates() < c.left {
+				t.Errorf("%v", l)
+			}
+			if c.ready == 0 && l.GetDissolved()[0].GetReason() != "PARTS_MISSING" {
+				t.Errorf("it was dissolved with %s", l.GetDissolved()[0].GetReason())
+			}
+		})
+	}
+	s := setup(t) // the second one arrives later
+	s.open(ledgerConfig())
+	s.record(0)
+	for _, parts := range []uint32{2, 3} {
+		if _, err := s.put(partsOfSample(0, 0, parts)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if l := s.until("the duplicates", func(l *bufferv1.LedgerState) bool { return l.GetDuplicates() > 0 }); l.GetDuplicates() != 3 || l.GetSamples() != 2 {
+		t.Errorf("%v", l)
+	}
+}

@@ -71,6 +71,8 @@ class ChildProcess:
         self._numbers = itertools.count()
         self._turn, self._starting = asyncio.Lock(), asyncio.Lock()
         self._watches: set[asyncio.Task[None]] = set()
+        self._blocked_by = ""
+        """The call that blocked the process, which was killed therefore; empty if none did."""
         self.broken = False
 
     @property
@@ -90,7 +92,7 @@ class ChildProcess:
             )
         ours.setblocking(False)
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
-        self._answers = {}
+        self._answers, self._blocked_by = {}, ""
         self._reading = asyncio.create_task(_receive(reader, self._answers), name="plugin")
         try:
             sources = json.dumps([dict(source) for source in self._sources]).encode()
@@ -142,10 +144,17 @@ class ChildProcess:
                 await self._send(number, method.encode() + b"\0" + message)
                 answer = await answered
         except TimeoutError:
-            if not (overlapping and await self._cancelled(number)):
-                self._kill_only(process)
-            raise wire.timeout_error(method, timeout, what) from None
+            blocked = not (overlapping and await self._cancelled(number))
+            if blocked:
+                self._kill_only(process, what)
+            raise wire.timeout_error(method, timeout, what, blocked=overlapping and blocked) from None
         except (OSError, EOFError):
+            if process is self._process and self._blocked_by:
+                raise wire.ended_error(
+                    method,
+                    f"{what} has no answer, because {self._blocked_by} blocked the process, which was ended",
+                    "await in the method that blocked, or run its work in a thread",
+                ) from None
             code = await _ended(process)
             self._kill_only(process)
             raise wire.ended_error(method, f"{what} ended its process ({code})", "see the worker's log") from None
@@ -153,7 +162,7 @@ class ChildProcess:
             if not overlapping:
                 self._kill_only(process)
             elif not self.broken:
-                self._watch_cancelled(number, process)
+                self._watch_cancelled(number, process, what)
             raise
         finally:
             if answers.get(number) is answered:
@@ -162,20 +171,21 @@ class ChildProcess:
             raise wire.error_of(status_pb2.Status.FromString(answer[1:]))
         return answer[1:]
 
-    def _watch_cancelled(self, number: int, process: subprocess.Popen[bytes] | None) -> None:
+    def _watch_cancelled(self, number: int, process: subprocess.Popen[bytes] | None, what: str) -> None:
         """Cancel a call in the background, and kill the process if it is blocked."""
 
         async def watch() -> None:
             if not await self._cancelled(number):
-                self._kill_only(process)
+                self._kill_only(process, what)
 
         task = asyncio.create_task(watch(), name="cancel")
         self._watches.add(task)
         task.add_done_callback(self._watches.discard)
 
-    def _kill_only(self, process: subprocess.Popen[bytes] | None) -> None:
+    def _kill_only(self, process: subprocess.Popen[bytes] | None, blocked_by: str = "") -> None:
         """Kill the process of a call, unless another one has replaced it."""
         if process is self._process:
+            self._blocked_by = self._blocked_by or blocked_by
             self.kill()
 
     async def _send(self, number: int, body: bytes) -> None:

@@ -116,9 +116,12 @@ _ERRORS: dict[str, type[RolloutError]] = {
 }
 
 
-def timeout_error(method: str, seconds: float, what: str) -> RolloutError:
-    """The error of a call that missed its deadline."""
+def timeout_error(method: str, seconds: float, what: str, *, blocked: bool = False) -> RolloutError:
+    """The error of a call that missed its deadline. blocked: whether it did not let others run."""
     text = f"{what} took longer than {seconds:g} s"
+    if blocked:
+        fix = "await in it, or run its work in a thread; if it only needs longer, raise `environment.turn_timeout_seconds`"
+        return EnvironmentTimeout(f"{text} and blocked the process, which was ended", fix=fix)
     if method in ("Reward", "Load"):
         return RewardTimeout(text, fix="make it faster or raise `reward.timeout_seconds`")
     if of_environment(method):

@@ -8,9 +8,10 @@ import functools
 import inspect
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from rollout.plugin.place import definition, folder_of, last_frame, name_of, one_line
+from rollout.plugin.place import definition, folder_of, last_frame, missing_module, name_of, one_line
 from rollout.plugin.result import scores
 from rollout.plugin.score import RewardError, RewardFailed, RewardFunction, RewardTimeout, Sample, Score
 
@@ -79,9 +80,15 @@ def _raised(function: RewardFunction) -> Generator[None]:
         raise
     except BaseException as error:
         what = "called sys.exit" if isinstance(error, SystemExit) else f"raised {one_line(error)}"
+        code = definition(function)
+        fix = (
+            "correct the function: it must score every completion, including an empty one"
+            " (during training a group whose reward raises is retried, then excluded)"
+        )
+        if isinstance(error, ModuleNotFoundError) and error.name and code:
+            fix = missing_module(error.name, Path(code.file), Path(code.file).name)
         raise RewardFailed(
             f"`{name_of(function)}` {what}",
-            fix="correct the function: it must score every completion, including an empty one"
-            " (during training a group whose reward raises is retried, then excluded)",
+            fix=fix,
             place=last_frame(error, folder_of(function)) or definition(function),
         ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib.util
 import inspect
@@ -15,7 +14,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from rollout.errors import Place
-from rollout.plugin.place import definition, last_frame, one_line
+from rollout.plugin.place import definition, last_frame, missing_module, one_line
 from rollout.plugin.score import RewardFunction, RewardImportError
 
 
@@ -106,24 +105,10 @@ def _import(path: Path, file: str) -> ModuleType:
         what = "calls sys.exit" if isinstance(error, SystemExit) else f"raises {one_line(error)}"
         fix = "run `python " + file + "` to reproduce it"
         if isinstance(error, ModuleNotFoundError) and error.name:
-            fix = _missing(error.name, path, file)
+            fix = missing_module(error.name, path, file)
         place = last_frame(error, path.parent) or Place(str(path))
         raise RewardImportError(f"importing {file} {what}", fix=fix, place=place) from error
     return module
-
-
-def _missing(name: str, path: Path, file: str) -> str:
-    """The fix for a missing module. A typo in the name of a user's file is more likely than a
-    missing package."""
-    top = name.partition(".")[0]
-    here = sorted({entry.stem for entry in path.parent.iterdir() if entry.suffix == ".py" or (entry / "__init__.py").exists()})
-    near = difflib.get_close_matches(top, [stem for stem in here if stem != path.stem], n=1)
-    if near:
-        return f"did you mean `{near[0]}`, which is next to {file}?"
-    return (
-        f"correct the name: there is no {top}.py next to {file} and no package `{top}` in the workers' Python ({sys.executable});"
-        " if it is a package, install it there"
-    )
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import linecache
+import sys
 import traceback
 from pathlib import Path
 
@@ -46,3 +48,17 @@ def name_of(function: RewardFunction) -> str:
 def one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def missing_module(name: str, path: Path, file: str) -> str:
+    """The fix for a module that ``path``, shown as ``file``, does not find. A typo in the name of a
+    user's file is more likely than a missing package."""
+    top = name.partition(".")[0]
+    here = sorted({entry.stem for entry in path.parent.iterdir() if entry.suffix == ".py" or (entry / "__init__.py").exists()})
+    near = difflib.get_close_matches(top, [stem for stem in here if stem != path.stem], n=1)
+    if near:
+        return f"did you mean `{near[0]}`, which is next to {file}?"
+    return (
+        f"correct the name: there is no {top}.py next to {file} and no package `{top}` in the workers' Python ({sys.executable});"
+        " if it is a package, install it there"
+    )

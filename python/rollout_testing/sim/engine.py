@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rollout_testing.sim import policy
+from rollout_testing.sim.hang import hangs
 from rollout_testing.sim.journal import Journal
 from rollout_workers.data.prompts import Text
 from rollout_workers.engines.base import (
@@ -52,7 +53,7 @@ class SimEngine:
         self._running: dict[str, bool] = {}  # request -> aborted
         self._gate = asyncio.Event()
         self._gate.set()
-        self._closed = False
+        self._closed = self._hangs = False
 
     async def generate(self, batch: Sequence[GroupRequest]) -> AsyncIterator[SampleDelta | SampleOutput]:
         if self._closed:
@@ -72,6 +73,9 @@ class SimEngine:
 
     async def _sample(self, request: GroupRequest, sample: int) -> SampleOutput:
         seed = request.seeds[sample]
+        self._hangs = self._hangs or hangs("engine")
+        if self._hangs:
+            await asyncio.Event().wait()
         await asyncio.sleep(self._seconds * (seed % 256) / 256)
         await self._gate.wait()
         aborted = self._running[request.request_id]

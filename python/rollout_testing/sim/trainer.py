@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rollout_testing.sim import policy
+from rollout_testing.sim.hang import hangs
 from rollout_testing.sim.journal import Journal
 from rollout_workers.trainer.types import BadBatch, StateUnreadable, StepOutOfTurn, StepResult, TrainSample
 
@@ -41,6 +43,8 @@ class SimTrainer:
             raise StepOutOfTurn(f"step {step} was requested, but the learner is at step {self.step}")
         if not samples:
             raise BadBatch("the batch has no samples")
+        if hangs("trainer"):
+            threading.Event().wait()
         began = time.perf_counter()
         ordered = sorted(samples, key=lambda sample: (sample.group_key, sample.sample))
         self.words = policy.learn(self.words, [_bytes(sample, self.config.off_policy) for sample in ordered], step)

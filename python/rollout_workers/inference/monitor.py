@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 
+from rollout_workers.engines.base import Engine
 from rollout_workers.inference.receipt import CurrentWeightsMismatch, EngineReceipts
 from rollout_workers.inference.throughput import Throughput
 from rollout_workers.worker.events import Events
@@ -34,6 +35,34 @@ async def report_throughput(throughput: Throughput, events: Events, receipts: En
                     "time/engine_forward": done.forward,
                 },
             )
+
+
+def progress_of(engine: Engine) -> tuple[int, ...] | None:
+    """A value that changes when the engine computes; None while it has no samples or is paused.
+    Thread-safe."""
+    stats = engine.stats()
+    if stats.paused or not stats.active + stats.queued:
+        return None
+    return (stats.steps, stats.generated_tokens, stats.prefilled_tokens, stats.cache_epoch)
+
+
+class Answers:
+    """Sends a request without effect to the engine again and again. An engine that is stuck outside
+    of decoding, for example in a swap, does not answer."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.count = 0
+
+    async def run(self) -> None:
+        """Ask until cancelled."""
+        while True:
+            try:
+                await self._engine.abort(())
+            except Exception:  # closed or failed, which requests report
+                log.debug("the engine refuses requests", exc_info=True)
+            self.count += 1
+            await asyncio.sleep(1)
 
 
 async def verify_weights(receipts: EngineReceipts, lifecycle: Lifecycle) -> None:

@@ -27,7 +27,7 @@ from rollout_workers.inference.evaluation import Evaluation
 from rollout_workers.inference.generation import Generation
 from rollout_workers.inference.in_flight import InFlight
 from rollout_workers.inference.model import Model, load
-from rollout_workers.inference.monitor import report_throughput, verify_weights
+from rollout_workers.inference.monitor import Answers, progress_of, report_throughput, verify_weights
 from rollout_workers.inference.pipeline import Pipeline, SamplingContext
 from rollout_workers.inference.receipt import EngineReceipts, Verification
 from rollout_workers.inference.server import InferenceServer
@@ -52,6 +52,7 @@ from rollout_workers.worker.serving import Server
 from rollout_workers.worker.spec import Identity, held_out_file
 from rollout_workers.worker.stream import WorkQueue
 from rollout_workers.worker.tls import of_agent, of_mesh
+from rollout_workers.worker.watchdog import LoopBeat, Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -108,19 +109,34 @@ async def run_inference_worker(
         servicer = _servicer(spec, context, pipeline, calls, lifecycle, rewards, updates, pauses)
         registration = await _serve(spec, who, lifecycle, server, servicer, delivery.WeightsServer(who, weights_cache))
         queue = await pipeline.start(client, heartbeat, who, reconnects)
+        beat, answers = LoopBeat(), Answers(model.engine)
+        watchdog = _watchdog(spec, model.engine, beat, answers)
+        cleanup.callback(watchdog.stop)
+        watchdog.start()
         background = [
             *((asyncio.create_task(_sharing(context, client, pipeline, queue).run(), name="sharing"),) if pipeline.pulls else ()),
             asyncio.create_task(report_throughput(context.throughput, events, receipts), name="throughput"),
             asyncio.create_task(verify_weights(receipts, lifecycle), name="verify"),
+            asyncio.create_task(beat.run(), name="beat"),
+            asyncio.create_task(answers.run(), name="answers"),
         ]
 
         await lifecycle.wait()
+        watchdog.stop()
         for task in background:
             task.cancel()
         await asyncio.to_thread(registration.stop)
         leaves_at = time.monotonic() + _GRACE_SECONDS
         await pipeline.drain(lifecycle)
         await server.stop(max(0.0, leaves_at - time.monotonic()))
+
+
+def _watchdog(spec: WorkerSpec, engine: Engine, beat: LoopBeat, answers: Answers) -> Watchdog:
+    watchdog = Watchdog(spec.plan.config.limits.stall_seconds)
+    watchdog.add("the engine has samples and computed no token", lambda: progress_of(engine))
+    watchdog.add("the engine answered no request", lambda: answers.count)
+    watchdog.add("the event loop of the worker was blocked", lambda: beat.count)
+    return watchdog
 
 
 async def _disconnect(connecting: asyncio.Task[Client]) -> None:

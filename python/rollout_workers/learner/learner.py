@@ -63,6 +63,11 @@ class Learner:
         return self._thread.step
 
     @property
+    def trained(self) -> tuple[int, int] | None:
+        """``Steps.trained``."""
+        return self._steps.trained
+
+    @property
     def activity(self) -> str:
         """What the learner does now."""
         return self._thread.activity

@@ -39,6 +39,9 @@ class Steps:
         self._last: _LastStep | None = None
         self._current: tuple[int, str, asyncio.Task[pb.TrainResult]] | None = None
         self._listeners: list[Progress] = []
+        self.trained: tuple[int, int] | None = None
+        """Step and finished micro-batches of the step that is being made; None: there is none. May
+        be read in any thread."""
 
     async def train(self, batch: Batch, publish: bool, read: ReadSamples, progress: Progress) -> pb.TrainResult:
         """Make the batch's step. A repeated call with the same batch returns the same result.
@@ -116,7 +119,16 @@ class Steps:
 
     def _step(self, trainer: Trainer, samples: list[TrainSample], step: int, progress: Progress) -> pb.TrainResult:
         """Make a step. Runs in the trainer's thread."""
-        made = trainer.train_step(samples, step, progress)
+
+        def trained(done: int, total: int) -> None:
+            self.trained = (step, done)
+            progress(done, total)
+
+        self.trained = (step, 0)
+        try:
+            made = trainer.train_step(samples, step, trained)
+        finally:
+            self.trained = None
         result = pb.TrainResult(step=step, metrics=dict(made.metrics))
         if self._keep is not None:
             result.completions.extend(self._keep.of(step, samples, made.advantages))

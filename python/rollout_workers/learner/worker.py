@@ -36,6 +36,7 @@ from rollout_workers.worker.registration import Registration
 from rollout_workers.worker.serving import Server
 from rollout_workers.worker.spec import Identity, is_deterministic, model_directory
 from rollout_workers.worker.tls import of_agent, of_mesh
+from rollout_workers.worker.watchdog import LIMIT_SECONDS, Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +105,11 @@ async def run_learner_worker(
         await asyncio.to_thread(registration.start)
         log.info("serving on %s", address)
 
+        watchdog = _watchdog(spec, learner)
+        watchdog.start()
         async with feeding(spec, who, lifecycle, heartbeat, services):
             await lifecycle.wait()
+        watchdog.stop()
         await learner.drain()
         await asyncio.to_thread(registration.stop)
         await server.stop(_GRACE_SECONDS)
@@ -116,3 +120,12 @@ async def run_learner_worker(
         await asyncio.to_thread(team.close)
         await asyncio.to_thread(publication.close)
         await services.close()
+
+
+def _watchdog(spec: WorkerSpec, learner: Learner) -> Watchdog:
+    config = spec.plan.config
+    # with several ranks, the others first report a rank that blocks them
+    least = config.limits.rank_timeout_seconds if config.train.ranks > 1 else 0.0
+    watchdog = Watchdog(max(config.limits.stall_seconds or LIMIT_SECONDS, least))
+    watchdog.add("the learner finished no micro-batch of its step", lambda: learner.trained)
+    return watchdog

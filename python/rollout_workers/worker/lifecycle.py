@@ -2,6 +2,7 @@
 
 starting -> serving -SIGTERM, SIGINT-> draining -> exited (exit code 0)
                     -fence()--------> exited (exit code 3)
+                    -no progress----> exited (exit code 4), see watchdog.py
 any -end of file on stdin-> exited at once    any -second signal-> exited at once (exit code 130)
 """
 
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 EXIT_DONE = 0
 EXIT_CRASH = 1
 EXIT_FENCED = 3
+EXIT_STALLED = 4
 EXIT_REFUSED = 78
 """The configuration can't work (EX_CONFIG of sysexits), so the worker is not restarted."""
 EXIT_HARD = 130

@@ -13,7 +13,10 @@ import pytest
 
 from rollout.environment import Environment, Observation, Refusal, Result, SingleEpisode, Task, Turn
 from rollout.environments.vector import Gymnasium
+from rollout.hosting import wire
+from rollout.hosting.child import ChildProcess
 from rollout.hosting.episodes import Checked, Episodes
+from rollout.plugin.v1 import plugin_pb2 as pb
 from rollout.run.v1.run_pb2 import PromptGroup
 from rollout.trajectory.v1.trajectory_pb2 import Trajectory, TrajectoryHeader
 from rollout.weights.v1.weights_pb2 import WeightsReceipt
@@ -677,3 +680,27 @@ async def test_a_step_that_waits_for_siblings_has_no_deadline_of_its_own(tmp_pat
 
 def test_a_step_of_a_vector_environment_waits_for_siblings() -> None:
     assert Gymnasium.waits_for_siblings and not Gymnasium.batched
+
+
+async def test_the_errors_of_a_blocked_process_name_the_call_that_blocks(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import asyncio, time\nfrom rollout.environment import SingleEpisode\n\n\nclass Slow(SingleEpisode):\n"
+        "    async def reset(self, task):\n        await asyncio.sleep(0.2)\n        time.sleep(100)\n"
+        "    async def step(self, turn):\n        await asyncio.sleep(100)\n"
+    )
+    process = ChildProcess([{"kind": "environment", "plugin": "slow.py:Slow", "base_dir": str(tmp_path)}])
+    await process.start()
+    try:
+        task = pb.ResetEnvironmentRequest(plugin="Slow", tasks=[wire.task_to(Task("a", b"{}", (0,), (1,)))])
+        found = await asyncio.gather(
+            process.call("ResetEnvironment", task, 0.5),
+            process.call("ResetEnvironment", task, 60.0),
+            return_exceptions=True,
+        )
+    finally:
+        await process.close()
+    blocked, beside = found
+    assert isinstance(blocked, wire.EnvironmentTimeout) and "`Slow.reset` took longer than 0.5 s and blocked" in str(blocked)
+    assert "run its work in a thread" in blocked.fix
+    assert isinstance(beside, wire.EnvironmentExited)
+    assert "has no answer, because `Slow.reset` blocked the process" in str(beside)

@@ -200,6 +200,13 @@ def test_a_missing_module_may_be_a_typo(tmp_path: Path) -> None:
     assert "install" in caught.value.fix
 
 
+def test_a_module_that_a_reward_misses_when_it_is_called(tmp_path: Path) -> None:
+    with pytest.raises(RewardFailed) as caught:
+        call_reward(reward(tmp_path, "def reward(s):\n    import unobtainium.core\n"), [Sample("", "")])
+    assert "no unobtainium.py next to reward.py and no package `unobtainium`" in caught.value.fix
+    assert "workers' Python" in caught.value.fix
+
+
 def test_fixes_do_not_contradict_each_other(tmp_path: Path) -> None:
     fixes: list[str] = []
     for body in ("raise ValueError('no')", "return [float('nan')]"):

@@ -17,6 +17,7 @@ const (
 	ReasonGroupSize       = "GROUP_SIZE_MISMATCH"
 	ReasonReceiptMissing  = "RECEIPT_MISSING"
 	ReasonReceiptMismatch = "RECEIPT_MISMATCH"
+	ReasonPartsMissing    = "PARTS_MISSING" // the put lacks other parts of the sample
 	ReasonPayloadMissing  = "PAYLOAD_MISSING"
 	ReasonPayloadCorrupt  = "PAYLOAD_CORRUPT"
 	ReasonStale           = "STALE"
@@ -69,11 +70,12 @@ func (r Refusal) String() string {
 }
 
 // Admit accepts, drops, or refuses the arrivals of some puts in order, and returns a tally for each
-// put. All parts of a sample must be in one put.
+// put. All parts of a sample must be in one put, so that a sample has all of its parts or none: one
+// whose put lacks some is refused.
 func Admit(ctx context.Context, tx Tx, puts [][]Arrival) ([]Tally, error) {
 	a := &admission{
 		tx: tx, ledger: tx.Ledger(), have: map[uint64]map[uint32][]uint32{}, spreads: map[uint64]spread{}, stored: map[uint64]bool{},
-		fresh: map[uint64][]Sample{}, leftOut: map[uint64]map[uint32]bool{}, failed: map[uint64]bool{},
+		parts: map[sampleKey]uint32{}, fresh: map[uint64][]Sample{}, leftOut: map[uint64]map[uint32]bool{}, failed: map[uint64]bool{},
 	}
 	if err := a.load(ctx, puts); err != nil {
 		return nil, err
@@ -81,6 +83,7 @@ func Admit(ctx context.Context, tx Tx, puts [][]Arrival) ([]Tally, error) {
 	tallies := make([]Tally, len(puts))
 	for n, put := range puts {
 		a.tally = &tallies[n]
+		a.whole = whole(put)
 		for i := range put {
 			if err := a.decide(ctx, i, &put[i]); err != nil {
 				return nil, err
@@ -99,11 +102,57 @@ type admission struct {
 	spreads map[uint64]spread              // of the rewards, by position
 	stored  map[uint64]bool                // positions with rows from earlier transactions
 	weights digests
-	fresh   map[uint64][]Sample        // accepted by this call, by position
-	leftOut map[uint64]map[uint32]bool // position -> failed samples that are left out of the group
-	failed  map[uint64]bool            // positions that this call dissolved: all their failures are counted
-	changed []uint64                   // positions in the order in which they changed
-	tally   *Tally                     // of the current put
+	fresh   map[uint64][]Sample                       // accepted by this call, by position
+	leftOut map[uint64]map[uint32]bool                // position -> failed samples that are left out of the group
+	failed  map[uint64]bool                           // positions that this call dissolved: all their failures are counted
+	changed []uint64                                  // positions in the order in which they changed
+	tally   *Tally                                    // of the current put
+	whole   func(*trajectoryv1.TrajectoryHeader) bool // whether the current put has all parts of a sample
+	parts   map[sampleKey]uint32                      // of the samples of several parts that this call has accepted
+}
+
+// sampleKey names a sample of an attempt.
+type sampleKey struct {
+	epoch           uint32
+	index           uint64
+	attempt, sample uint32
+}
+
+func keyOf(h *trajectoryv1.TrajectoryHeader) sampleKey {
+	k := h.GetKey()
+	return sampleKey{k.GetEpoch(), k.GetIndex(), k.GetAttempt(), k.GetSample()}
+}
+
+// partsOf is the number of parts of the sample that an arrival belongs to.
+func partsOf(h *trajectoryv1.TrajectoryHeader) uint32 { return max(1, h.GetParts()) }
+
+// whole returns whether a put has all parts of the sample of an arrival. Arrivals that were sampled
+// twice may have another number of parts each time: only parts of the same number belong together.
+func whole(put []Arrival) func(*trajectoryv1.TrajectoryHeader) bool {
+	type version struct {
+		sampleKey
+		parts uint32
+	}
+	have := map[version]map[uint32]bool{}
+	for i := range put {
+		h := put[i].Header
+		if partsOf(h) == 1 {
+			continue
+		}
+		v := version{keyOf(h), partsOf(h)}
+		if have[v] == nil {
+			have[v] = map[uint32]bool{}
+		}
+		if h.GetKey().GetPart() < v.parts {
+			have[v][h.GetKey().GetPart()] = true
+		}
+	}
+	return func(h *trajectoryv1.TrajectoryHeader) bool {
+		if h.GetKey().GetPart() >= partsOf(h) {
+			return false
+		}
+		return partsOf(h) == 1 || len(have[version{keyOf(h), partsOf(h)}]) == int(partsOf(h))
+	}
 }
 
 // load reads what the decisions need, in three queries.
@@ -179,7 +228,7 @@ func (a *admission) decide(ctx context.Context, number int, arrival *Arrival) er
 		}
 	}
 	failed := h.GetOutcome() == trajectoryv1.Outcome_OUTCOME_INFRA_FAILED
-	if g.State != Open || key.GetAttempt() < g.Attempt || slices.Contains(a.have[p][key.GetSample()], key.GetPart()) {
+	if g.State != Open || key.GetAttempt() < g.Attempt || a.known(p, h) {
 		if failed && a.failed[p] && key.GetAttempt() == g.Attempt {
 			a.ledger.fail(h.GetReason())
 			a.tally.Failed++
@@ -208,6 +257,13 @@ func (a *admission) decide(ctx context.Context, number int, arrival *Arrival) er
 	return nil
 }
 
+// known reports whether an arrival is a duplicate: its sample has all of its parts, or the call has
+// accepted this part or another number of parts.
+func (a *admission) known(position uint64, h *trajectoryv1.TrajectoryHeader) bool {
+	have := a.have[position][h.GetKey().GetSample()]
+	return len(have) > 0 && (a.parts[keyOf(h)] != partsOf(h) || slices.Contains(have, h.GetKey().GetPart()))
+}
+
 // spare reports whether a group can have enough usable samples without this one.
 func (a *admission) spare(position uint64, sample uint32) bool {
 	without, least := len(a.leftOut[position]), a.ledger.Config.GetMinGroupSize()
@@ -223,6 +279,8 @@ func (a *admission) flaw(arrival *Arrival) string {
 	switch {
 	case arrival.Flaw != "":
 		return arrival.Flaw
+	case !a.whole(h):
+		return ReasonPartsMissing
 	case h.GetGroupSize() != a.ledger.Config.GetGroupSize():
 		return ReasonGroupSize
 	case !a.ledger.Config.GetReceipts():
@@ -255,6 +313,9 @@ func (a *admission) accept(g *Group, arrival *Arrival) {
 	}
 	if a.have[g.Position][s.Sample] == nil {
 		g.Samples++
+	}
+	if partsOf(h) > 1 {
+		a.parts[keyOf(h)] = partsOf(h)
 	}
 	g.TokenRewards = g.TokenRewards || h.GetTokenRewards()
 	a.count(&s)

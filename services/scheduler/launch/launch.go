@@ -7,6 +7,8 @@ package launch
 
 import (
 	"fmt"
+	"slices"
+	"strings"
 	"time"
 )
 
@@ -52,6 +54,13 @@ func PID(p Process) int {
 // incarnation replaced.
 const FencedCode = 3
 
+// StalledCode is the exit code of a worker that stopped itself because its engine or trainer made
+// no progress. The last line of its output begins with stalledLine.
+const (
+	StalledCode = 4
+	stalledLine = "stalled: "
+)
+
 // RefusedCode is the exit code of a worker whose input cannot work, such as weights that lack a
 // tensor (EX_CONFIG). A restart would end the same way.
 const RefusedCode = 78
@@ -72,8 +81,20 @@ func (e Exit) String() string {
 		return "was ended by signal " + e.Signal
 	case e.Code == FencedCode:
 		return fmt.Sprintf("was fenced (exit code %d)", e.Code)
+	case e.Code == StalledCode:
+		return fmt.Sprintf("made no progress and stopped itself (exit code %d)%s", e.Code, e.stall())
 	case e.Code == RefusedCode:
 		return fmt.Sprintf("cannot work with its input (exit code %d)", e.Code)
 	}
 	return fmt.Sprintf("exited with code %d", e.Code)
+}
+
+// stall is the reason that a stalled worker gave, after a colon; "" if it gave none.
+func (e Exit) stall() string {
+	for _, line := range slices.Backward(e.LastLines) {
+		if why, found := strings.CutPrefix(line, stalledLine); found {
+			return ": " + why
+		}
+	}
+	return ""
 }

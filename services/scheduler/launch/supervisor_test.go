@@ -244,3 +244,19 @@ func TestBackoffIsBounded(t *testing.T) {
 		}
 	})
 }
+
+func TestAStalledWorkerSaysWhy(t *testing.T) {
+	t.Parallel()
+	lines := []string{"Thread 0x1:", "stalled: the engine computed no token for 300 s"}
+	for _, c := range []struct {
+		lines []string
+		want  string
+	}{
+		{lines, "made no progress and stopped itself (exit code 4): the engine computed no token for 300 s"},
+		{nil, "made no progress and stopped itself (exit code 4)"},
+	} {
+		if got := (launch.Exit{Code: launch.StalledCode, LastLines: c.lines}).String(); got != c.want {
+			t.Errorf("%q, want %q", got, c.want)
+		}
+	}
+}

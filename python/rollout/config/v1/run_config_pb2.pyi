@@ -2000,6 +2000,7 @@ class LimitsConfig(_message.Message):
     RANK_TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     AGENT_SECONDS_FIELD_NUMBER: _builtins.int
     MIN_GROUP_SIZE_FIELD_NUMBER: _builtins.int
+    STALL_SECONDS_FIELD_NUMBER: _builtins.int
     group_attempts: _builtins.int
     """Attempts of a prompt group before it is excluded with a typed reason."""
     worker_restarts: _builtins.int
@@ -2024,6 +2025,11 @@ class LimitsConfig(_message.Message):
     on if others failed (docs/algorithms.md, "Smaller groups"). A group with fewer is issued again,
     up to `group_attempts` times. 0: `sampling.group_size`, so that all samples must be usable.
     """
+    stall_seconds: _builtins.float
+    """Longest time without progress, in seconds, for an engine that has samples to decode (no token)
+    and for a learner in a step (no micro-batch). After it the worker stops itself and is restarted;
+    other workers get its prompt groups.
+    """
     def __init__(
         self,
         *,
@@ -2034,10 +2040,11 @@ class LimitsConfig(_message.Message):
         rank_timeout_seconds: _builtins.float | None = ...,
         agent_seconds: _builtins.float | None = ...,
         min_group_size: _builtins.int | None = ...,
+        stall_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_agent_seconds", b"_agent_seconds", "_group_attempts", b"_group_attempts", "_min_group_size", b"_min_group_size", "_queue_bytes", b"_queue_bytes", "_rank_timeout_seconds", b"_rank_timeout_seconds", "_worker_restarts", b"_worker_restarts", "_worker_start_seconds", b"_worker_start_seconds", "agent_seconds", b"agent_seconds", "group_attempts", b"group_attempts", "min_group_size", b"min_group_size", "queue_bytes", b"queue_bytes", "rank_timeout_seconds", b"rank_timeout_seconds", "worker_restarts", b"worker_restarts", "worker_start_seconds", b"worker_start_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_agent_seconds", b"_agent_seconds", "_group_attempts", b"_group_attempts", "_min_group_size", b"_min_group_size", "_queue_bytes", b"_queue_bytes", "_rank_timeout_seconds", b"_rank_timeout_seconds", "_stall_seconds", b"_stall_seconds", "_worker_restarts", b"_worker_restarts", "_worker_start_seconds", b"_worker_start_seconds", "agent_seconds", b"agent_seconds", "group_attempts", b"group_attempts", "min_group_size", b"min_group_size", "queue_bytes", b"queue_bytes", "rank_timeout_seconds", b"rank_timeout_seconds", "stall_seconds", b"stall_seconds", "worker_restarts", b"worker_restarts", "worker_start_seconds", b"worker_start_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_agent_seconds", b"_agent_seconds", "_group_attempts", b"_group_attempts", "_min_group_size", b"_min_group_size", "_queue_bytes", b"_queue_bytes", "_rank_timeout_seconds", b"_rank_timeout_seconds", "_worker_restarts", b"_worker_restarts", "_worker_start_seconds", b"_worker_start_seconds", "agent_seconds", b"agent_seconds", "group_attempts", b"group_attempts", "min_group_size", b"min_group_size", "queue_bytes", b"queue_bytes", "rank_timeout_seconds", b"rank_timeout_seconds", "worker_restarts", b"worker_restarts", "worker_start_seconds", b"worker_start_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_agent_seconds", b"_agent_seconds", "_group_attempts", b"_group_attempts", "_min_group_size", b"_min_group_size", "_queue_bytes", b"_queue_bytes", "_rank_timeout_seconds", b"_rank_timeout_seconds", "_stall_seconds", b"_stall_seconds", "_worker_restarts", b"_worker_restarts", "_worker_start_seconds", b"_worker_start_seconds", "agent_seconds", b"agent_seconds", "group_attempts", b"group_attempts", "min_group_size", b"min_group_size", "queue_bytes", b"queue_bytes", "rank_timeout_seconds", b"rank_timeout_seconds", "stall_seconds", b"stall_seconds", "worker_restarts", b"worker_restarts", "worker_start_seconds", b"worker_start_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__agent_seconds: _TypeAlias = _typing.Literal["agent_seconds"]  # noqa: Y015
     _WhichOneofArgType__agent_seconds: _TypeAlias = _typing.Literal["_agent_seconds", b"_agent_seconds"]  # noqa: Y015
@@ -2049,6 +2056,8 @@ class LimitsConfig(_message.Message):
     _WhichOneofArgType__queue_bytes: _TypeAlias = _typing.Literal["_queue_bytes", b"_queue_bytes"]  # noqa: Y015
     _WhichOneofReturnType__rank_timeout_seconds: _TypeAlias = _typing.Literal["rank_timeout_seconds"]  # noqa: Y015
     _WhichOneofArgType__rank_timeout_seconds: _TypeAlias = _typing.Literal["_rank_timeout_seconds", b"_rank_timeout_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__stall_seconds: _TypeAlias = _typing.Literal["stall_seconds"]  # noqa: Y015
+    _WhichOneofArgType__stall_seconds: _TypeAlias = _typing.Literal["_stall_seconds", b"_stall_seconds"]  # noqa: Y015
     _WhichOneofReturnType__worker_restarts: _TypeAlias = _typing.Literal["worker_restarts"]  # noqa: Y015
     _WhichOneofArgType__worker_restarts: _TypeAlias = _typing.Literal["_worker_restarts", b"_worker_restarts"]  # noqa: Y015
     _WhichOneofReturnType__worker_start_seconds: _TypeAlias = _typing.Literal["worker_start_seconds"]  # noqa: Y015
@@ -2063,6 +2072,8 @@ class LimitsConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_bytes) -> _WhichOneofReturnType__queue_bytes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rank_timeout_seconds) -> _WhichOneofReturnType__rank_timeout_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stall_seconds) -> _WhichOneofReturnType__stall_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__worker_restarts) -> _WhichOneofReturnType__worker_restarts | None: ...
     @_typing.overload

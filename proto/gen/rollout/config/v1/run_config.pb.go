@@ -2583,7 +2583,11 @@ type LimitsConfig struct {
 	// Smallest number of usable samples (COMPLETED or TRUNCATED) with which a prompt group is trained
 	// on if others failed (docs/algorithms.md, "Smaller groups"). A group with fewer is issued again,
 	// up to `group_attempts` times. 0: `sampling.group_size`, so that all samples must be usable.
-	MinGroupSize  *uint32 `protobuf:"varint,12,opt,name=min_group_size,json=minGroupSize,proto3,oneof" json:"min_group_size,omitempty"`
+	MinGroupSize *uint32 `protobuf:"varint,12,opt,name=min_group_size,json=minGroupSize,proto3,oneof" json:"min_group_size,omitempty"`
+	// Longest time without progress, in seconds, for an engine that has samples to decode (no token)
+	// and for a learner in a step (no micro-batch). After it the worker stops itself and is restarted;
+	// other workers get its prompt groups.
+	StallSeconds  *float64 `protobuf:"fixed64,20,opt,name=stall_seconds,json=stallSeconds,proto3,oneof" json:"stall_seconds,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2663,6 +2667,13 @@ func (x *LimitsConfig) GetAgentSeconds() float64 {
 func (x *LimitsConfig) GetMinGroupSize() uint32 {
 	if x != nil && x.MinGroupSize != nil {
 		return *x.MinGroupSize
+	}
+	return 0
+}
+
+func (x *LimitsConfig) GetStallSeconds() float64 {
+	if x != nil && x.StallSeconds != nil {
+		return *x.StallSeconds
 	}
 	return 0
 }
@@ -3210,7 +3221,7 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
 	"_kl_engineB\x10\n" +
 	"\x0e_clipped_shareB\x0e\n" +
-	"\f_loss_factor\"\x99\x05\n" +
+	"\f_loss_factor\"\xf9\x05\n" +
 	"\fLimitsConfig\x12<\n" +
 	"\x0egroup_attempts\x18\x01 \x01(\rB\x10\xbaH\x06*\x04\x18d(\x01\xca\xda\x18\x03\n" +
 	"\x013H\x00R\rgroupAttempts\x88\x01\x01\x12=\n" +
@@ -3227,14 +3238,17 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\ragent_seconds\x18\v \x01(\x01B\"\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\a\n" +
 	"\x05600.0H\x05R\fagentSeconds\x88\x01\x01\x12:\n" +
 	"\x0emin_group_size\x18\f \x01(\rB\x0f\xbaH\x05*\x03\x18\x80\b\xca\xda\x18\x03\n" +
-	"\x010H\x06R\fminGroupSize\x88\x01\x01B\x11\n" +
+	"\x010H\x06R\fminGroupSize\x88\x01\x01\x12L\n" +
+	"\rstall_seconds\x18\x14 \x01(\x01B\"\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\a\n" +
+	"\x05300.0H\aR\fstallSeconds\x88\x01\x01B\x11\n" +
 	"\x0f_group_attemptsB\x12\n" +
 	"\x10_worker_restartsB\x17\n" +
 	"\x15_worker_start_secondsB\x0e\n" +
 	"\f_queue_bytesB\x17\n" +
 	"\x15_rank_timeout_secondsB\x10\n" +
 	"\x0e_agent_secondsB\x11\n" +
-	"\x0f_min_group_sizeB\xd1\x01\n" +
+	"\x0f_min_group_sizeB\x10\n" +
+	"\x0e_stall_secondsB\xd1\x01\n" +
 	"\x15com.rollout.config.v1B\x0eRunConfigProtoP\x01ZBgithub.com/rollout-rl/rollout/proto/gen/rollout/config/v1;configv1\xa2\x02\x03RCX\xaa\x02\x11Rollout.Config.V1\xca\x02\x11Rollout\\Config\\V1\xe2\x02\x1dRollout\\Config\\V1\\GPBMetadata\xea\x02\x13Rollout::Config::V1b\x06proto3"
 
 var (
