@@ -233,7 +233,7 @@ check-hosts: build venv-dev $(SERVERS) ## Cut off hosts (network namespaces) of 
 check-explain: build venv-dev ## Plant stalls in states and in a running job; `rollout explain` must name the root of each
 	@cd libs && go test ./explain
 	@cd cmd && go test ./rollout -run Explain
-	@scripts/e2e e2e/test_explain.py
+	@scripts/e2e e2e/test_explain.py e2e/test_traces.py
 
 .PHONY: check-e2e
 check-e2e: build venv-dev $(GRPCURL) ## Run the end-to-end scenarios: one process, then seven
@@ -249,8 +249,8 @@ generate: $(BUF) $(RULES) $(PROTOC_GEN_GO) $(PROTOC_GEN_GO_GRPC) $(PROTOC_GEN_JS
 schema-gen: generate ## Regenerate schemas/ (the same as generate)
 
 .PHONY: docs
-docs: build ## Regenerate docs/reference/ and the tables of docs/migrating.md and docs/engines.md
-	@$(PYTHON) scripts/reference.py && $(PYTHON) scripts/engines.py
+docs: build ## Regenerate docs/reference/ and the tables of docs/migrating.md, docs/engines.md and docs/metrics.md
+	@$(PYTHON) scripts/reference.py && $(PYTHON) scripts/engines.py && $(PYTHON) scripts/metrics.py
 
 .PHONY: oracles
 oracles: venv-dev ## Regenerate the reference losses and docs/algorithms.md

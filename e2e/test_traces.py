@@ -1,10 +1,10 @@
-"""One trace through all components: the services, NATS, and the Python workers export their spans
-to a collector."""
+"""A group can be followed through all components: the services, NATS, and the Python workers export
+their spans to a collector."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,26 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 )
 from sim import Job, finish, sim_mesh, stop, submit
 
-SAMPLED = [("rolloutd", "bus publish"), ("inference-worker", "sample")]
-TRAINED = [
-    ("rolloutd", "step"),
-    ("rolloutd", "rollout.buffer.v1.BufferService/LeaseBatch"),
-    ("rolloutd", "rollout.buffer.v1.BufferService/CommitStep"),
-    ("learner-worker", "rollout.learner.v1.LearnerWorkerService/Train"),
+LEASE = "rollout.buffer.v1.BufferService/LeaseBatch"
+SAMPLED = [
+    ("rolloutd", "bus publish"),
+    ("inference-worker", "sample"),
+    ("inference-worker", "environment reset"),
+    ("inference-worker", "generate"),
+    ("inference-worker", "environment step"),
+    ("inference-worker", "reward"),
+    ("inference-worker", "publish"),
+    ("rolloutd", "ingest"),
 ]
+"""The spans of a group before its batch is leased: the lease has links to those of its groups."""
+STEPPED = [
+    ("rolloutd", "step"),
+    ("rolloutd", LEASE),
+    ("learner-worker", "rollout.learner.v1.LearnerWorkerService/Train"),
+    ("rolloutd", "rollout.buffer.v1.BufferService/CommitStep"),
+    ("inference-worker", "rollout.inference.v1.InferenceWorkerService/LoadWeights"),
+]
+"""The spans in the trace of a step."""
 METERS = {"rpc.server.call.duration", "rollout.samples", "rollout.train.duration"}
 KEY = ("x-key", "s3cret")
 
@@ -39,6 +52,7 @@ class Collector(TraceServiceServicer, MetricsServiceServicer):
 
     def __init__(self) -> None:
         self.traces: dict[bytes, set[tuple[str, str]]] = {}
+        self.spans: dict[bytes, tuple[str, Any]] = {}  # service and span by id
         self.meters: set[str] = set()
 
     def Export(self, request: Any, context: Any) -> Any:
@@ -51,11 +65,50 @@ class Collector(TraceServiceServicer, MetricsServiceServicer):
             service = next(a.value.string_value for a in resource.resource.attributes if a.key == "service.name")
             for span in (span for scope in resource.scope_spans for span in scope.spans):
                 self.traces.setdefault(span.trace_id, set()).add((service, span.name))
+                self.spans[span.span_id] = service, span
         return traces.ExportTraceServiceResponse()
 
-    def whole(self, hops: list[tuple[str, str]]) -> bool:
-        """Whether one trace has all of these spans."""
-        return any(set(hops) <= spans for spans in list(self.traces.values()))
+    def connected(self) -> list[str]:
+        """What the best lease lacks of the path of a group, from its issue to the delivery of the
+        weights that were trained on it; empty: nothing."""
+        spans = dict(self.spans)  # it grows meanwhile
+        children: dict[bytes, list[bytes]] = {}
+        for span_id, (service, span) in spans.items():
+            if service == "inference-worker":
+                children.setdefault(span.parent_span_id, []).append(span_id)
+        lacks = [f"{name} of {service}" for service, name in (*SAMPLED, *STEPPED)]
+        for _, lease in spans.values():
+            if lease.name != LEASE or not lease.links:
+                continue
+            before = _before(lease, spans)
+            before |= _closure(before, lambda i: children.get(i, ()))
+            sampled = {(spans[i][0], spans[i][1].name) for i in before if i in spans}
+            missing = [f"{name} of {service}" for service, name in SAMPLED if (service, name) not in sampled]
+            step = set(self.traces[lease.trace_id])
+            missing += [f"{name} of {service}" for service, name in STEPPED if (service, name) not in step]
+            lacks = min(lacks, missing, key=len)
+        return lacks
+
+
+def _before(lease: Any, spans: dict[bytes, tuple[str, Any]]) -> set[bytes]:
+    """The spans from which a lease follows, over links and parents."""
+
+    def origins(span_id: bytes) -> list[bytes]:
+        if span_id not in spans:
+            return []
+        span = spans[span_id][1]
+        return [span.parent_span_id, *(link.span_id for link in span.links)]
+
+    return _closure({link.span_id for link in lease.links}, origins)
+
+
+def _closure(start: set[bytes], following: Callable[[bytes], Iterable[bytes]]) -> set[bytes]:
+    reached, ahead = set(start), list(start)
+    while ahead:
+        more = [i for i in following(ahead.pop()) if i not in reached]
+        reached.update(more)
+        ahead += more
+    return reached
 
 
 @pytest.fixture
@@ -69,7 +122,9 @@ def collector() -> Iterator[tuple[Collector, str]]:
     server.stop(None)
 
 
-def test_each_step_of_a_run_is_one_trace(collector: tuple[Collector, str], tmp_path: Path) -> None:
+def test_a_group_is_traced_from_its_issue_to_the_delivery_of_its_weights(
+    collector: tuple[Collector, str], tmp_path: Path
+) -> None:
     collected, endpoint = collector
     running = sim_mesh(
         tmp_path / "state",
@@ -83,8 +138,8 @@ def test_each_step_of_a_run_is_one_trace(collector: tuple[Collector, str], tmp_p
         job = Job(tmp_path / "job", steps=3)
         finish(running, submit(running, running.plan(job.write()), job))
         deadline = time.monotonic() + 30
-        while not (collected.whole(SAMPLED) and collected.whole(TRAINED) and collected.meters >= METERS):
-            assert time.monotonic() < deadline, (collected.traces.values(), collected.meters)
+        while lacks := [*collected.connected(), *(METERS - collected.meters)]:
+            assert time.monotonic() < deadline, (lacks, {(service, span.name) for service, span in collected.spans.values()})
             time.sleep(0.1)
     finally:
         stop(running)

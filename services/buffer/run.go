@@ -22,6 +22,7 @@ type run struct {
 	store    ledger.Store
 	state    *liveState
 	reporter *ingest.Reporter
+	origins  *ingest.Origins
 	open     func(ctx context.Context, r *run) (*ingest.Ingester, error)
 	active   *atomic.Int64 // runs that ingest
 

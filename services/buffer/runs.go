@@ -64,7 +64,7 @@ func (rs *runs) get(id string) (*run, error) {
 	r := rs.byID[id]
 	if r == nil {
 		log := rs.deps.Log.With(telemetry.AttrRun, id, telemetry.AttrEvent, false)
-		r = &run{id: id, store: rs.deps.Store, state: newLiveState(), reporter: ingest.NewReporter(id, rs.deps.Events, log), open: rs.openIngest,
+		r = &run{id: id, store: rs.deps.Store, state: newLiveState(), reporter: ingest.NewReporter(id, rs.deps.Events, log), origins: ingest.NewOrigins(), open: rs.openIngest,
 			active: &rs.active, left: rs.life.Err() != nil}
 		rs.byID[id] = r
 	}
@@ -83,7 +83,7 @@ func (rs *runs) openIngest(ctx context.Context, r *run) (*ingest.Ingester, error
 	}
 	return ingest.Open(ctx, cfg, ingest.Deps{
 		Ledger: r, State: r.state, Source: rs.deps.Bus, Bucket: segment.NewBucket(rs.deps.Blobs, r.id, folder), Queue: rs.queue,
-		Reserve: rs.reserve, Reporter: r.reporter, Log: rs.deps.Log.With(telemetry.AttrRun, r.id, telemetry.AttrEvent, false),
+		Reserve: rs.reserve, Reporter: r.reporter, Origins: r.origins, Log: rs.deps.Log.With(telemetry.AttrRun, r.id, telemetry.AttrEvent, false),
 	})
 }
 

@@ -8,6 +8,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 	"github.com/rollout-rl/rollout/services/buffer/ledger"
 )
 
@@ -140,6 +141,13 @@ func (s *Server) LeaseBatch(ctx context.Context, req *bufferv1.LeaseBatchRequest
 	}
 	if batch != nil {
 		waiting = ""
+		r.origins.Link(ctx, func(yield func(*trajectoryv1.TrajectoryKey) bool) {
+			for _, sample := range batch.GetSamples() {
+				if !yield(sample.GetKey()) {
+					return
+				}
+			}
+		})
 	}
 	return &bufferv1.LeaseBatchResponse{Batch: batch, WaitingFor: waiting}, nil
 }

@@ -25,9 +25,9 @@ type delivery struct {
 }
 
 // announce lets the workers begin to load m, before deliver makes m the newest weights.
-func (d *delivery) announce(m *weightsv1.WeightsManifest) {
+func (d *delivery) announce(ctx context.Context, m *weightsv1.WeightsManifest) {
 	if d.generates() {
-		d.fleet.setWanted(m)
+		d.fleet.setWanted(ctx, m)
 	}
 }
 

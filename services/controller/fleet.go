@@ -11,6 +11,8 @@ import (
 	"sync"
 	"time"
 
+	"go.opentelemetry.io/otel/trace"
+
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
@@ -31,6 +33,7 @@ type fleet struct {
 	mu      sync.Mutex
 	learner *learner // that offers weights; nil: none
 	want    *weightsv1.WeightsManifest
+	origin  trace.SpanContext           // of the step that made the wanted weights
 	wanted  chan struct{}               // closed and replaced when want changes
 	round   *round                      // of want
 	turns   int                         // workers that commit by turns now
@@ -128,7 +131,7 @@ func (f *fleet) follow(ctx context.Context, w *inferenceWorker) {
 	pause := newBackoff(f.retry)
 	for ctx.Err() == nil {
 		f.mu.Lock()
-		want, wanted, l := f.want, f.wanted, f.learner
+		want, wanted, origin, l := f.want, f.wanted, f.origin, f.learner
 		current := want == nil || w.has(want)
 		f.mu.Unlock()
 		if current {
@@ -141,7 +144,7 @@ func (f *fleet) follow(ctx context.Context, w *inferenceWorker) {
 			}
 			continue
 		}
-		receipt, err := f.update(ctx, w, want, l, wanted)
+		receipt, err := f.update(trace.ContextWithSpanContext(ctx, origin), w, want, l, wanted)
 		switch {
 		case errors.Is(err, errOutdated), err == nil && receipt.GetDigest() == want.GetDigest():
 			pause.reset()
@@ -233,11 +236,12 @@ func (f *fleet) broadcast() {
 	f.changed = make(chan struct{})
 }
 
-// setWanted changes the wanted weights and does not wait for the workers.
-func (f *fleet) setWanted(m *weightsv1.WeightsManifest) {
+// setWanted changes the wanted weights and does not wait for the workers, whose calls continue the
+// trace of ctx.
+func (f *fleet) setWanted(ctx context.Context, m *weightsv1.WeightsManifest) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.want, f.round = m, newRound()
+	f.want, f.origin, f.round = m, trace.SpanContextFromContext(ctx), newRound()
 	for _, w := range f.workers {
 		w.at = behind
 	}
@@ -251,7 +255,7 @@ func (f *fleet) setWanted(m *weightsv1.WeightsManifest) {
 // returns at once: later workers load the weights before they get work. errNoSource if no worker
 // has them and one finds no process that does.
 func (f *fleet) deliver(ctx context.Context, m *weightsv1.WeightsManifest, waiting func(workers, reason string)) (int, error) {
-	f.setWanted(m)
+	f.setWanted(ctx, m)
 	for {
 		now, changed := f.status(m)
 		switch {

@@ -83,7 +83,7 @@ func (s *stepper) step(ctx context.Context, step uint64) error {
 	if weights != nil {
 		// Workers load during the commit, so that sampling continues. The ledger accepts what they
 		// sample with these weights once the commit has recorded them.
-		s.delivery.announce(weights)
+		s.delivery.announce(ctx, weights)
 		crashpoint.Here("controller/announced") // workers may sample with the new weights, the step is not committed
 	}
 	s.progress.enter(committing, "buffer")

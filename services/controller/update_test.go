@@ -235,11 +235,11 @@ func TestAnAnnouncedVersionIsDelivered(t *testing.T) {
 	for _, p := range []policy{updateInFlight, updateRolling, updateAtomic} {
 		f, all := newEngines(t, p, 4, nil)
 		for version := range uint64(20) {
-			f.setWanted(numbered(version))
+			f.setWanted(t.Context(), numbered(version))
 			all.eventually("a worker serves the version", func() bool {
 				return slices.ContainsFunc(all.all, func(e *engine) bool { return e.version == version && !e.paused })
 			})
-			f.setWanted(numbered(version))
+			f.setWanted(t.Context(), numbered(version))
 		}
 		deliverAll(t, f, 20)
 		all.neverMixed(p)
@@ -332,7 +332,7 @@ func TestASlowWorkerDelaysNoOtherInFlight(t *testing.T) {
 			e.stage = func() error { <-slow; return nil }
 		}
 	})
-	f.setWanted(numbered(1))
+	f.setWanted(t.Context(), numbered(1))
 	all.eventually("the others serve the version", func() bool { return all.all[1].version == 1 && all.all[2].version == 1 })
 	close(slow)
 	deliverAll(t, f, 1)

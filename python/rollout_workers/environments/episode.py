@@ -42,6 +42,7 @@ from rollout_workers.data.prompts import Text
 from rollout_workers.engines.base import Engine, GroupRequest, SampleOutput, SamplingParams, VersionSpan
 from rollout_workers.environments.dialogue import Dialogue
 from rollout_workers.environments.limits import Limits, credited
+from rollout_workers.worker.telemetry import span
 
 log = logging.getLogger(__name__)
 
@@ -285,11 +286,12 @@ class _Run:
                     yield episode.task.key, "GENERATE", episode.clocks[-1].asked if episode.clocks else episode.began
 
     @contextmanager
-    def _calling(self, keys: Sequence[str]) -> Iterator[None]:
+    def _calling(self, method: str, keys: Sequence[str]) -> Iterator[None]:
         call = object()
         self._calls[call] = time.time(), keys
         try:
-            yield
+            with span(f"environment {method}", environment=self._limits.name, episodes=len(keys)):
+                yield
         finally:
             del self._calls[call]
 
@@ -339,7 +341,7 @@ class _Run:
     async def _reset(self, tasks: Sequence[Task]) -> Sequence[Observation | Refusal]:
         try:
             async with asyncio.timeout(_seconds(self._limits.turn_seconds)):
-                with self._calling([task.key for task in tasks]):
+                with self._calling("reset", [task.key for task in tasks]):
                     return starts_of(tasks, await self._environment.reset(tasks), self._limits.name)
         except TimeoutError:
             refusal = Refusal("ENVIRONMENT_TIMEOUT", self._late("reset"))
@@ -375,9 +377,10 @@ class _Run:
     async def _sample(self, requests: list[GroupRequest]) -> None:
         outputs = self._engine.generate(requests)
         try:
-            async for output in outputs:
-                if isinstance(output, SampleOutput):
-                    self._take(output)
+            with span("generate", requests=len(requests)):
+                async for output in outputs:
+                    if isinstance(output, SampleOutput):
+                        self._take(output)
         except Exception as error:
             log.exception("the engine failed %d requests", len(requests))
             for request in requests:
@@ -444,7 +447,7 @@ class _Run:
         waits = getattr(self._environment, "waits_for_siblings", False)
         try:
             async with asyncio.timeout(None if waits else _seconds(self._limits.turn_seconds)):
-                with self._calling([episode.task.key for episode in episodes]):
+                with self._calling("step", [episode.task.key for episode in episodes]):
                     answers = answers_of(turns, await self._environment.step(turns), self._limits.name)
         except TimeoutError:
             answers = [replace(failed("ENVIRONMENT_TIMEOUT"), message=self._late("step"))] * len(turns)

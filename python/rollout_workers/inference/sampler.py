@@ -28,7 +28,7 @@ from rollout_workers.worker.discovery import Services, call
 from rollout_workers.worker.publisher import Publisher
 from rollout_workers.worker.spec import Identity
 from rollout_workers.worker.stream import WorkItem
-from rollout_workers.worker.telemetry import Meters, incoming, outgoing, span
+from rollout_workers.worker.telemetry import Meters, distinct, incoming, outgoing, span
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,8 @@ class Outlet:
             for envelope in large(envelopes):
                 await move_out(envelope, self._services)
             for batch in in_messages(envelopes, self._publisher.most_bytes):
-                await self._publisher.publish(batch.SerializeToString(), parcels[0].headers)
+                with span("publish", distinct(incoming(parcel.headers) for parcel in parcels), groups=len(items)):
+                    await self._publisher.publish(batch.SerializeToString(), outgoing())
         except Exception:
             log.exception("%d groups could not be published; returning them to the queue", len(items))
             await self._puller.drop(items)

@@ -19,9 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from opentelemetry.context import Context, get_current
+
 from rollout.environment import Result, failed, reason_of
 from rollout.plugin import RewardError, Score
 from rollout_workers.worker.calls import Call, Calls
+from rollout_workers.worker.telemetry import distinct
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +101,7 @@ class Scorer(Protocol):
 @dataclass(slots=True)
 class _Waiting:
     group: RewardGroup
+    caller: Context = field(default_factory=get_current)
     done: asyncio.Future[list[Result]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -152,7 +156,7 @@ class Rewards:
             while self._waiting:
                 batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._most_groups))]
                 try:
-                    results = await self._call([w.group for w in batch])
+                    results = await self._call(batch)
                 except RewardError as error:
                     self._split(batch, error)
                 except BaseException:
@@ -182,7 +186,7 @@ class Rewards:
             for _ in range(used, self._retries + 1):
                 self.retries += 1
                 try:
-                    [results] = await self._call([waiting.group])
+                    [results] = await self._call([waiting])
                 except RewardError as again:
                     error = again
                 else:
@@ -194,13 +198,14 @@ class Rewards:
         finally:
             _settle(waiting, [failed(reason_of(error, "REWARD_RAISED"))] * len(waiting.group.samples))
 
-    async def _call(self, groups: list[RewardGroup]) -> list[list[Result]]:
+    async def _call(self, batch: list[_Waiting]) -> list[list[Result]]:
         """Call the source once for all samples. Raises ``RewardError``."""
+        groups = [waiting.group for waiting in batch]
         call = object()
         self._calls[call] = time.monotonic()
         try:
             rows = tuple(group.row_json for group in groups)
-            with self._open.open(Call("REWARD", self._name, rows, self._timeout)):
+            with self._open.open(Call("REWARD", self._name, rows, self._timeout, distinct(waiting.caller for waiting in batch))):
                 scores = await self._source.call(groups, self._timeout)
         finally:
             del self._calls[call]

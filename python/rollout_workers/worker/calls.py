@@ -1,4 +1,5 @@
-"""The calls to code of the user that have not returned, so that a stall can name them."""
+"""The calls to code of the user: a span for each, and those that have not returned, so that a stall
+can name them."""
 
 from __future__ import annotations
 
@@ -7,16 +8,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from opentelemetry.context import Context
+
+from rollout_workers.worker.telemetry import span
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """One call. doing: ``REWARD`` or ``TOOL_CALL``. rows: the rows (JSON) of its samples. limit: in
-    seconds. since: seconds since 1970."""
+    seconds. callers: the distinct trace contexts in which it was asked for; none: the current one.
+    since: seconds since 1970."""
 
     doing: str
     name: str
     rows: tuple[bytes, ...]
     limit: float
+    callers: tuple[Context, ...] = ()
     since: float = field(default_factory=time.time)
 
 
@@ -32,7 +39,8 @@ class Calls:
         """The call is open until the context ends."""
         self._open[id(call)] = call
         try:
-            yield
+            with span(call.doing.lower().replace("_", " "), call.callers, function=call.name):
+                yield
         finally:
             del self._open[id(call)]
 

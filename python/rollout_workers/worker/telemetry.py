@@ -71,6 +71,12 @@ def outgoing(context: Context | None = None) -> dict[str, str]:
     return headers
 
 
+def distinct(contexts: Iterable[Context]) -> tuple[Context, ...]:
+    """The contexts with different spans, without those outside of a trace."""
+    by_span = {trace.get_current_span(context).get_span_context().span_id: context for context in contexts}
+    return tuple(context for span_id, context in by_span.items() if span_id)
+
+
 @contextmanager
 def span(name: str, parents: Iterable[Context] = (), **attributes: str | int) -> Iterator[trace.Span]:
     """A span that is current inside ``with``. The first context is its parent, the others are
@@ -89,5 +95,9 @@ class Meters:
         meter = metrics.get_meter("rollout_workers")
         self.samples = meter.create_counter("rollout.samples", description="samples finished, by outcome and reason")
         self.tokens = meter.create_counter("rollout.tokens", description="completion tokens of finished samples")
-        self.publish_seconds = meter.create_histogram("rollout.publish.duration", unit="s")
-        self.train_seconds = meter.create_histogram("rollout.train.duration", unit="s")
+        self.publish_seconds = meter.create_histogram(
+            "rollout.publish.duration", unit="s", description="time until a stream has stored samples"
+        )
+        self.train_seconds = meter.create_histogram(
+            "rollout.train.duration", unit="s", description="time of a step of the learner"
+        )

@@ -42,7 +42,7 @@ class Parts:
 def test_each_group_is_in_one_activity_and_the_longest_comes_first() -> None:
     parts, calls = cast(Any, Parts()), Calls()
     flight = InFlight(parts, parts, calls, Limits(name="game.py:Game", turns=True, turn_seconds=300))
-    with calls.open(Call("REWARD", "judge.py:judge", (b'{"row": 2}',), 60.0, time.time() - 25)):
+    with calls.open(Call("REWARD", "judge.py:judge", (b'{"row": 2}',), 60.0, since=time.time() - 25)):
         found = flight.activities()
     assert [(a.doing, a.name, a.limit_seconds, list(a.positions), a.groups) for a in found] == [
         ("WEIGHTS", "", 0, [80], 1),

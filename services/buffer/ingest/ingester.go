@@ -57,6 +57,7 @@ type Deps struct {
 	Queue    *FairQueue
 	Reserve  *disk.Reserve
 	Reporter *Reporter
+	Origins  *Origins
 	Log      *slog.Logger
 }
 
@@ -100,7 +101,7 @@ func Open(ctx context.Context, cfg Config, deps Deps) (*Ingester, error) {
 			writer: writer, recorded: writer.Tail()},
 	}
 	if deps.Source != nil {
-		i.stream = &stream{run: cfg.Run, source: deps.Source, ingest: i.ingest, budget: cfg.Budget, space: i.space, reporter: deps.Reporter, log: deps.Log}
+		i.stream = &stream{run: cfg.Run, source: deps.Source, ingest: i.ingest, budget: cfg.Budget, space: i.space, reporter: deps.Reporter, origins: deps.Origins, log: deps.Log}
 	}
 	return i, nil
 }

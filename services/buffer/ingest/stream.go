@@ -30,6 +30,7 @@ type stream struct {
 	budget   func() uint64
 	space    *space
 	reporter *Reporter
+	origins  *Origins
 	log      *slog.Logger
 }
 
@@ -81,6 +82,8 @@ func (s *stream) consumeFrom(ctx context.Context, consumer *bus.Consumer) error 
 // are delivered again.
 func (s *stream) take(ctx context.Context, deliveries []*bus.Delivery) error {
 	defer keepPending(deliveries)()
+	ctx, span := begin(ctx, deliveries)
+	defer span.End()
 	var envelopes []*trajectoryv1.TrajectoryEnvelope
 	var good, malformed []*bus.Delivery
 	for _, d := range deliveries {
@@ -96,6 +99,7 @@ func (s *stream) take(ctx context.Context, deliveries []*bus.Delivery) error {
 	r.malformed = len(malformed)
 	r.add(envelopes)
 	if err := s.ingest(ctx, r); err != nil {
+		span.RecordError(err)
 		if ctx.Err() != nil {
 			return err // they are delivered again
 		}
@@ -106,6 +110,7 @@ func (s *stream) take(ctx context.Context, deliveries []*bus.Delivery) error {
 		pause(ctx, retryIngest)
 		return err
 	}
+	s.origins.add(span.SpanContext(), envelopes)
 	crashpoint.Here("buffer/ingested") // rows are committed, messages not acknowledged
 	for _, d := range malformed {
 		_ = d.Term("not a TrajectoryBatch")
