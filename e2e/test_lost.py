@@ -4,12 +4,12 @@ are made again."""
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from faults import lose_host
 from mesh import Mesh, until
 from sim import Job, audited, finish, journals_agree, sim_mesh, stop, submit
 
@@ -26,13 +26,28 @@ def test_lost_weights_are_made_again(phase: str, way: str, tmp_path: Path) -> No
     try:
         run = submit(running, running.plan(job.write()), job)
         workers = hold(running, run, phase)
-        send(signal.SIGKILL, workers)
-        for version in Path(running.status(run).run.directory, "weights").glob("v*"):
-            if version.is_symlink():
-                shutil.rmtree(version.resolve())  # like the memory of a host that failed
+        lose_host(Path(running.status(run).run.directory), [worker.pid for worker in workers])
         finish(running, run)
         assert audited(running, run)["whole"]
         journals_agree(running, run, job)
+    finally:
+        stop(running)
+
+
+@pytest.mark.parametrize("policy", ["keep", "reissue"])
+def test_lost_weights_with_other_bits_begin_a_lineage(policy: str, tmp_path: Path) -> None:
+    job = Job(tmp_path / "job", steps=STEPS, mode="async", staleness=2, old_lineage=policy)
+    running = sim_mesh(tmp_path / "state", seconds=0.05, ROLLOUT_SIM_INEXACT="1").start()
+    try:
+        run = submit(running, running.plan(job.write()), job)
+        status = running.until_step(run, LOSE_AT)
+        lose_host(Path(status.run.directory), [worker.pid for worker in status.workers])
+        finish(running, run)
+        report = audited(running, run)
+        assert report["whole"] and report["steps"] == STEPS
+        assert [lineage["lineage"] for lineage in report["lineages"]] == [1]
+        assert report["lineages"][0]["old_lineage"] == policy
+        assert report["weights_digest"] == running.status(run).run.weights_digest
     finally:
         stop(running)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -39,6 +40,7 @@ class Faults:
         self.done: Counter[str] = Counter()
         self.run = ""
         self.workers: list[tuple[str, int]] = []
+        self.directory = ""
         self._killed_worker = False
         self._cures: list[tuple[float, Callable[[], None]]] = []
         self._returning: set[str] = set()  # processes of the services that will be restarted
@@ -49,6 +51,7 @@ class Faults:
     def see(self, status: run_pb2.RunStatus) -> None:
         """Read the list of current workers."""
         self.workers = [(worker.worker_id, worker.pid) for worker in status.workers if worker.pid]
+        self.directory = status.run.directory
 
     def total(self) -> int:
         return self.done.total()
@@ -57,6 +60,8 @@ class Faults:
         """Inject one random fault. Returns False if there is nothing to hurt yet."""
         self.workers = [(name, pid) for name, pid in self.workers if is_worker(pid)]
         kinds = [self._hurt_worker] if self.workers else []
+        if self.workers and self.directory and self.running.shape == "all":
+            kinds += [self._lose_host]
         players, boxes = self._players() if self.game else ([], [])
         if self.game and not players:
             return False  # runs without a game get faults while they start
@@ -127,6 +132,11 @@ class Faults:
             self._stop(lambda number: _send(pid, number))
             return f"SIGSTOP {name}"
         return self._kill_worker(name, pid)
+
+    def _lose_host(self) -> str:
+        lose_host(Path(self.directory), [pid for _, pid in self.workers])
+        self._killed_worker = True
+        return "lose the host of the workers"
 
     def _kill_worker(self, name: str, pid: int) -> str:
         _send(pid, signal.SIGKILL)
@@ -202,6 +212,16 @@ class Faults:
 
     def _later(self, seconds: float, cure: Callable[[], None]) -> None:
         self._cures.append((time.monotonic() + seconds, cure))
+
+
+def lose_host(directory: Path, pids: Sequence[int]) -> None:
+    """Kill the workers of a run and remove the weights in shared memory, as when their host fails.
+    directory: the folder of the run."""
+    for pid in pids:
+        _send(pid, signal.SIGKILL)
+    for version in (directory / "weights").glob("v*"):
+        if version.is_symlink():
+            shutil.rmtree(version.resolve(), ignore_errors=True)
 
 
 def is_worker(pid: int) -> bool:

@@ -68,6 +68,9 @@ keep_payloads = {keep}
 
 [weights]
 way = "{way}"
+
+[recovery]
+old_lineage = "{old_lineage}"
 """
 
 _REWARD = '''"""The share of letters. Row 7 can't be scored; row 13 not the first time that anybody tries."""
@@ -124,6 +127,7 @@ class Job:
     workers: int = 2
     snapshot: int = 5
     keep_payloads: bool = False
+    old_lineage: str = "keep"
     way: str = "auto"
     """The path of weights to the workers."""
     draws: bool = False
@@ -163,6 +167,7 @@ class Job:
                 snapshot=self.snapshot,
                 keep="true" if self.keep_payloads else "false",
                 way=self.way,
+                old_lineage=self.old_lineage,
                 algorithm="dapo" if self.draws else "grpo",
                 scores=played if self.turns else _EXTERNAL if self.agents else _SCORED,
                 attempts=100 if self.turns else 20 if self.agents else 2,

@@ -22,6 +22,9 @@ _OPTIMIZER = "optimizer.bin"
 BYTES_VARIABLE = "ROLLOUT_SIM_STATE_BYTES"
 """Size of the file of a state that stands for an optimizer, other bytes in each step; none where it
 is not set."""
+INEXACT_VARIABLE = "ROLLOUT_SIM_INEXACT"
+"""If it is set, every process computes other bits, like a trainer whose kernels are not
+deterministic."""
 
 
 class SimTrainer:
@@ -35,6 +38,7 @@ class SimTrainer:
         self.config_folder = self.model_dir
         self.step = 0
         self.words = policy.read(model_dir)
+        self._noise = [os.urandom(8)] if os.environ.get(INEXACT_VARIABLE) else []
 
     def train_step(
         self, samples: Sequence[TrainSample], step: int, on_progress: Callable[[int, int], None] | None = None
@@ -47,7 +51,7 @@ class SimTrainer:
             threading.Event().wait()
         began = time.perf_counter()
         ordered = sorted(samples, key=lambda sample: (sample.group_key, sample.sample))
-        self.words = policy.learn(self.words, [_bytes(sample, self.config.off_policy) for sample in ordered], step)
+        self.words = policy.learn(self.words, [_bytes(sample, self.config.off_policy) for sample in ordered] + self._noise, step)
         self.step = step
         if self.journal is not None:
             names = [f"{_name(sample.group_key)}/{sample.sample >> 12}" for sample in ordered]
