@@ -35,7 +35,12 @@ def letters(samples):
 
 def explained(running: Mesh, run: str, *arguments: str) -> dict[str, Any]:
     """The explanation as JSON."""
-    command = [str(ROOT / "bin" / "rollout"), "--format", "json", "explain", run, *arguments, "--state-dir", str(running.state)]
+    command = [str(ROOT / "bin" / "rollout"), "--format", "json", "explain", run, *arguments]
+    if running.shape == "all":
+        command += ["--state-dir", str(running.state)]
+    else:
+        daemon = running.daemon()
+        command += ["--consul", str(daemon["consul"]), "--token-file", str(daemon["token_file"])]
     outcome = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert outcome.returncode == 0, f"{outcome.returncode}: {outcome.stdout[-3000:]}{outcome.stderr[-3000:]}"
     return json.loads(outcome.stdout)
@@ -151,3 +156,56 @@ def test_explain_reads_the_state_of_a_dead_control_plane(stalled: Stalled) -> No
     found = explained(stalled.running, stalled.run)
     assert [wait["reason"] for wait in found["chain"]][:2] == ["INTERRUPTED", "NO_CONTROL_PLANE"], found
     assert "rollout run --resume" in found["chain"][1]["fix"] and found["events"], found
+
+
+@contextlib.contextmanager
+def _frozen(running: Mesh, name: str) -> Iterator[None]:
+    running.processes[name].send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        running.processes[name].send_signal(signal.SIGCONT)
+
+
+@pytest.fixture(scope="module")
+def seven(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stalled]:
+    folder = tmp_path_factory.mktemp("seven")
+    job = Job(folder / "job", steps=100_000, workers=1, snapshot=1000)
+    config = job.write()
+    (job.folder / "reward.py").write_text(_HANGS)
+    running = sim_mesh(folder / "state", "seven", seconds=0.02)
+    running.start()
+    try:
+        run = submit(running, running.plan(config), job)
+        running.until_step(run, 1)
+        yield Stalled(running, run, job.folder)
+    finally:
+        stop(running)
+
+
+@pytest.mark.parametrize(
+    ("service", "root", "word"),
+    [
+        ("buffer", "NO_ANSWER", "buffer"),
+        ("learner-controller", "NO_ANSWER", "learner-controller"),
+        ("storage", "REWARD_CALL", "reward.py"),
+    ],
+)
+def test_explain_works_without_a_service(seven: Stalled, service: str, root: str, word: str) -> None:
+    """The rest is explained, and the service is listed. Without storage the events are missing; the
+    reward that hangs is named."""
+    hangs = _flag(seven.folder / "hang") if service == "storage" else contextlib.nullcontext()
+    with hangs, _frozen(seven.running, service):
+        found: dict[str, Any] = {}
+
+        def named() -> bool:
+            found.update(explained(seven.running, seven.run))
+            silent = any(u["name"] == service for u in found.get("unanswered", ()))
+            return silent and found["chain"][-1]["reason"] == root
+
+        with contextlib.suppress(AssertionError):
+            until(named, f"the explanation without {service}", 60)
+        assert found["chain"][-1]["reason"] == root and word in found["chain"][-1]["evidence"], found["chain"]
+        assert service in [u["name"] for u in found["unanswered"]], found["unanswered"]
+    step = seven.running.status(seven.run).run.step
+    until(lambda: seven.running.status(seven.run).run.step > step, "the run to continue", 60)

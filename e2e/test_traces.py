@@ -71,7 +71,7 @@ class Collector(TraceServiceServicer, MetricsServiceServicer):
     def connected(self) -> list[str]:
         """What the best lease lacks of the path of a group, from its issue to the delivery of the
         weights that were trained on it; empty: nothing."""
-        spans = dict(self.spans)  # it grows meanwhile
+        spans = dict(self.spans)  # the exports of other threads add to it
         children: dict[bytes, list[bytes]] = {}
         for span_id, (service, span) in spans.items():
             if service == "inference-worker":

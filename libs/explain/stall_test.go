@@ -70,7 +70,7 @@ func phase(name string, waits ...*waitv1.Wait) func(*State) {
 	return func(s *State) { s.Status.Phase, s.Status.Waits = name, waits }
 }
 
-// hindered gives a worker a wait of its own.
+// hindered gives a worker a wait.
 func hindered(worker int, w *waitv1.Wait) func(*State) {
 	return func(s *State) { s.Status.Workers[worker].Waits = append(s.Status.Workers[worker].Waits, w) }
 }
@@ -253,8 +253,8 @@ func TestTheRootOfEachStallIsNamed(t *testing.T) {
 	}
 }
 
-// Every link has an owner, a reason, and evidence, and every stall has a fix somewhere in its chain,
-// except those that end by themselves.
+// Every link has an owner, a reason, and evidence, and every chain has a fix, except those of waits
+// that end without one.
 func TestEveryWaitIsComplete(t *testing.T) {
 	selfEnding := map[string]bool{"NOTHING": true, "SUCCEEDED": true, "GROUPS_MISSING": true}
 	for _, c := range stalls {
