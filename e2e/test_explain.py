@@ -209,3 +209,29 @@ def test_explain_works_without_a_service(seven: Stalled, service: str, root: str
         assert service in [u["name"] for u in found["unanswered"]], found["unanswered"]
     step = seven.running.status(seven.run).run.step
     until(lambda: seven.running.status(seven.run).run.step > step, "the run to continue", 60)
+
+
+def test_explain_names_missing_agents_and_why_a_run_ended(tmp_path: Path) -> None:
+    job = Job(tmp_path / "job", agents=True, workers=1)
+    running = sim_mesh(tmp_path / "state")
+    running.start()
+    try:
+        run = submit(running, running.plan(job.write()), job)
+        found: dict[str, Any] = {}
+
+        def named() -> bool:
+            found.update(explained(running, run))
+            return found["chain"][-1]["reason"] == "GROUPS_MISSING"
+
+        with contextlib.suppress(AssertionError):
+            until(named, "the wait for agents", 60)
+        root = found["chain"][-1]
+        assert root["reason"] == "GROUPS_MISSING" and "start an agent that takes prompts from http://" in root["fix"], found[
+            "chain"
+        ]
+        running.scheduler.CancelRun(run_pb2.CancelRunRequest(run_id=run))
+        until(lambda: explained(running, run)["state"] == "CANCELLED", "the end of the run", 30)
+        [ended] = explained(running, run)["chain"]
+        assert ended["reason"] == "CANCELLED" and f"rollout run --resume {run}" in ended["fix"], ended
+    finally:
+        stop(running)

@@ -14,10 +14,13 @@ import (
 
 // Reasons of the scheduler and the controller that decide which link of the chain a wait is.
 const (
-	leasing  = "LEASING"
-	noAnswer = "NO_ANSWER"
-	diskFull = "DISK_FULL"
+	leasing   = "LEASING"
+	noAnswer  = "NO_ANSWER"
+	queueFull = "QUEUE_FULL"
 )
+
+// ends is the fix of waits that end without one.
+const ends = "it ends by itself; see the output of a worker with `rollout logs worker RUN WORKER`"
 
 // obvious is how long something may take before it counts as the cause of a wait, where another
 // cause is known.
@@ -27,7 +30,9 @@ const obvious = 10 * time.Second
 func (e *explainer) active() {
 	waits := e.Status.GetWaits()
 	phase := first(waits, func(w *waitv1.Wait) bool { return w.GetReason() == e.Status.GetPhase() })
-	root := first(waits, func(w *waitv1.Wait) bool { return w != phase && (w.GetOwner() == "user" || w.GetReason() == noAnswer) })
+	root := first(waits, func(w *waitv1.Wait) bool {
+		return w != phase && (w.GetOwner() == "user" || w.GetReason() == noAnswer || w.GetReason() == queueFull && phase.GetReason() == leasing)
+	})
 	switch {
 	case root != nil:
 		e.toRoot(phase, root)
@@ -70,22 +75,12 @@ func (e *explainer) toRoot(phase, root *waitv1.Wait) {
 		return
 	}
 	last := e.chain[len(e.chain)-1]
-	last.Fix = cmp.Or(last.GetFix(), serviceFixes[root.GetOwner()], "check with `rollout status` and `rollout doctor` that it runs and can be reached")
+	last.Fix = cmp.Or(last.GetFix(), "check with `rollout status` and `rollout doctor` that it runs and can be reached")
 	for _, u := range e.Unanswered {
 		if strings.Contains(root.GetEvidence(), u.GetName()) {
 			last.Evidence += "; it does not answer this command either: " + u.GetError()
 		}
 	}
-}
-
-// serviceFixes are by the owner of a wait without an answer.
-var serviceFixes = map[string]string{
-	"its servers":        "start the servers of `nats.url` again; the run continues by itself",
-	"NATS":               "check that the servers of `nats.url` run and have space (`rollout doctor`); the run continues by itself",
-	"NATS, buffer":       "check that NATS and the buffer run (`rollout status`, `rollout doctor`); the run continues by itself",
-	"buffer":             "check that the buffer runs (`rollout status`); the run continues by itself",
-	"learner-controller": "check that the learner-controller runs (`rollout status`); the run continues by itself",
-	"learner":            "the learner is slower than the workers: give it more cores or GPUs, or raise `limits.queue_bytes`",
 }
 
 // nothing explains a run without a wait.
@@ -98,7 +93,7 @@ func (e *explainer) nothing() {
 func (e *explainer) busy(phase *waitv1.Wait) {
 	e.head(phase)
 	last := e.chain[len(e.chain)-1]
-	last.Fix = cmp.Or(last.GetFix(), "it ends by itself; see the output of a worker with `rollout logs worker "+e.run.GetRunId()+" WORKER`")
+	last.Fix = cmp.Or(last.GetFix(), strings.ReplaceAll(ends, "RUN WORKER", e.run.GetRunId()+" WORKER"))
 	for _, w := range e.Status.GetWorkers() {
 		if !strings.Contains(phase.GetEvidence(), w.GetWorkerId()) {
 			continue
@@ -120,7 +115,8 @@ func (e *explainer) workers(w *waitv1.Wait) {
 		return
 	}
 	last := e.chain[len(e.chain)-1]
-	last.Fix = cmp.Or(last.GetFix(), "it ends by itself; see the output of a worker with `rollout logs worker "+e.run.GetRunId()+" WORKER`")
+	last.Fix = cmp.Or(last.GetFix(), ends)
+	last.Fix = strings.ReplaceAll(last.GetFix(), "RUN WORKER", e.run.GetRunId()+" WORKER")
 	for _, worker := range e.Status.GetWorkers() {
 		if worker.GetHealthy() || !strings.Contains(w.GetEvidence(), worker.GetWorkerId()) {
 			continue

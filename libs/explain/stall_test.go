@@ -150,7 +150,7 @@ var stalls = []struct {
 	{"a worker left the registry", []func(*State){away(0, "worker", "WORKER_UNREGISTERED", "inference-0 to register again or exit: it left the registry (worker process)")}, "WORKER_UNREGISTERED"},
 	{"the learner has not registered", []func(*State){phase(""), away(2, "worker", "WORKER_LOADING", "learner-0 to load the model (worker process)")}, "WORKER_LOADING"},
 	{"the learner is restarted", []func(*State){
-		phase("RECOVERING", wait("scheduler restarts it", "RECOVERING", 9, "a learner worker (scheduler restarts it)", "")),
+		phase("RECOVERING", wait("scheduler", "RECOVERING", 9, "a learner worker (scheduler restarts it)", "")),
 		away(2, "scheduler", "WORKER_RESTARTING", "learner-0 to be restarted (scheduler): it exited with signal 9"),
 	}, "WORKER_RESTARTING"},
 	{"the learner is stopped", []func(*State){
@@ -166,9 +166,9 @@ var stalls = []struct {
 	{"the disk of the segments is full", []func(*State){phase("LEASING", full, wait("inference workers", "LEASING", 20, "3 of 4 groups of step 12 (inference workers)", ""))}, "DISK_FULL"},
 	{"the disk is full and the run paused itself", []func(*State){func(s *State) { s.Status.Run.State = runv1.RunState_RUN_STATE_PAUSED }, phase("LEASING", full)}, "DISK_FULL"},
 	{"NATS is down", []func(*State){
-		phase("LEASING", wait("its servers", "NO_ANSWER", 15, "NATS to answer again (its servers): no server of nats.url answers; run `rollout doctor` for details", ""), wait("inference workers", "LEASING", 15, "3 of 4 groups of step 12 (inference workers)", "")),
+		phase("LEASING", wait("nats", "NO_ANSWER", 15, "NATS to answer again (its servers): no server of nats.url answers; run `rollout doctor` for details", ""), wait("inference workers", "LEASING", 15, "3 of 4 groups of step 12 (inference workers)", "")),
 	}, "NO_ANSWER"},
-	{"publishing prompts is not acknowledged", []func(*State){phase("LEASING", wait("NATS", "NO_ANSWER", 15, "publishing prompt groups (NATS): no answer yet", ""))}, "NO_ANSWER"},
+	{"publishing prompts is not acknowledged", []func(*State){phase("LEASING", wait("nats", "NO_ANSWER", 15, "publishing prompt groups (NATS): no answer yet", ""))}, "NO_ANSWER"},
 	{"the buffer is down", []func(*State){
 		phase("", wait("buffer", "NO_ANSWER", 15, "the ledger's changes (buffer): connection refused", "")),
 		func(s *State) {
@@ -176,7 +176,10 @@ var stalls = []struct {
 		},
 	}, "NO_ANSWER"},
 	{"the controller is down", []func(*State){phase("", wait("learner-controller", "NO_ANSWER", 15, "the controller to answer again (learner-controller): connection refused", ""))}, "NO_ANSWER"},
-	{"the learner is slower than the queue", []func(*State){phase("TRAINING", wait("learner", "NO_ANSWER", 15, "the learner to take samples (learner): no more groups of 64 KiB are issued above 256 MiB (limits.queue_bytes)", ""))}, "NO_ANSWER"},
+	{"the queue is full", []func(*State){
+		phase("LEASING", wait("learner", "QUEUE_FULL", 15, "the learner to take samples (learner): no more groups of 64 KiB are issued above 1 MiB (limits.queue_bytes)", "raise `limits.queue_bytes`"),
+			wait("inference workers", "LEASING", 15, "3 of 4 groups of step 12 (inference workers)", "")),
+	}, "QUEUE_FULL"},
 	{"the scheduler is down", []func(*State){func(s *State) {
 		*s = State{Time: noon, Unanswered: []*waitv1.Unanswered{{Name: "scheduler", Error: "connection refused"}}}
 	}}, "NO_ANSWER"},

@@ -317,7 +317,11 @@ func (v *view) currentWaits() []*waitv1.Wait {
 		if o.full && stall != nil { // a consequence
 			continue
 		}
-		wait := &waitv1.Wait{Owner: ownerOf(what), Reason: "NO_ANSWER", Evidence: what + ": " + o.why}
+		owner := ownerOf(what)
+		wait := &waitv1.Wait{Owner: owner, Reason: "NO_ANSWER", Evidence: what + ": " + o.why, Fix: fixes[owner]}
+		if owner == ownerLearner { // it answers, and is slower than the workers
+			wait.Reason = "QUEUE_FULL"
+		}
 		if o.full {
 			wait.Owner, wait.Reason, wait.Fix = "user", rpcerr.ReasonDiskFull, rpcerr.Fix(rpcerr.ErrDiskFull)
 		}
@@ -339,14 +343,33 @@ func (v *view) currentWaits() []*waitv1.Wait {
 // ownerAgents owns the waits for agents outside of the run.
 const ownerAgents = "agents"
 
-// ownerOf returns the words in parentheses at the end of a sentence, which name the owner of the
-// wait.
+// ownerLearner owns the wait for a learner that is slower than the workers.
+const ownerLearner = "learner"
+
+// fixes are what the owner of a wait for an answer can do.
+var fixes = map[string]string{
+	"nats":               "check that the servers of `nats.url` run and have space (`rollout doctor`); the run continues by itself",
+	"nats, buffer":       "check that NATS and the buffer run (`rollout status`, `rollout doctor`); the run continues by itself",
+	"buffer":             "check that the buffer runs (`rollout status`); the run continues by itself",
+	"learner-controller": "check that the learner-controller runs (`rollout status`); the run continues by itself",
+	"scheduler":          "check the disk and the database of the scheduler (`rollout doctor`); the run continues by itself",
+	ownerLearner:         "give the learner more cores or GPUs, or raise `limits.queue_bytes`",
+}
+
+// ownerOf returns the owner of the wait that a sentence describes: the words in parentheses at its
+// end name it.
 func ownerOf(sentence string) string {
 	at := strings.LastIndex(sentence, "(")
-	if owner, found := strings.CutSuffix(sentence[at+1:], ")"); at >= 0 && found {
-		return owner
+	words, found := strings.CutSuffix(sentence[at+1:], ")")
+	switch {
+	case at < 0 || !found:
+		return "learner-controller"
+	case words == "its servers":
+		return "nats"
+	case strings.HasPrefix(words, "scheduler "): // what it does
+		return "scheduler"
 	}
-	return "learner-controller"
+	return strings.ReplaceAll(words, "NATS", "nats")
 }
 
 // settle records the current waits. A wait that continues keeps its time.

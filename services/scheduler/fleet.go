@@ -116,10 +116,13 @@ func (f *fleet) absent() *absence {
 		by[what] = append(by[what], id)
 	}
 	for _, what := range order {
-		f.summary.waits = append(f.summary.waits, &waitv1.Wait{Owner: what.owner, Reason: what.reason, Evidence: nameSome(by[what]) + " " + what.what})
+		f.summary.waits = append(f.summary.waits, &waitv1.Wait{Owner: what.owner, Reason: what.reason, Evidence: nameSome(by[what]) + " " + what.what, Fix: absentFix})
 	}
 	return f.summary
 }
+
+// absentFix is what can be done for a worker that does not serve.
+const absentFix = "it ends by itself; see the output of a worker with `rollout logs worker RUN WORKER`"
 
 // nameSome lists the first ids and counts the rest.
 func nameSome(ids []string) string {
