@@ -83,6 +83,10 @@ bench-stealing: build venv-dev ## Measure pulled work against a static split, tw
 bench-scale: build venv-dev ## Measure one control plane with 10, 100 and 1,000 simulated workers
 	@PYTHONPATH=python:e2e:e2e/support $(PYTHON) bench/scale.py --check $(ARGS)
 
+.PHONY: bench-recovery
+bench-recovery: ## Measure what a resume asks of a ledger with 300,000 steps and 3,000,000 groups in SQLite (3 minutes)
+	@cd services && go test -tags recovery -run TestRecoveryCost -v -timeout 30m ./buffer
+
 .PHONY: bench-buffer
 bench-buffer: build venv-dev ## Measure the path from worker to learner next to TransferQueue, Ray, and ZeroMQ
 	@scripts/venv_buffer
@@ -150,6 +154,12 @@ check-slow: build venv-dev ## Run the end-to-end scenarios that check-e2e leaves
 .PHONY: check-device
 check-device: venv-dev ## Run the whole suites of engine and learner on the fake device that stands in for a GPU
 	@cd python && FAR_DEVICE=all ../.venv/bin/python -m pytest tests/far
+
+FAILOVERS ?= 50
+.PHONY: check-failover
+check-failover: ## Kill the primary of PostgreSQL under load and promote its synchronous standby (FAILOVERS=50)
+	@scripts/postgres
+	@cd libs && ROLLOUT_TEST_SERVERS=1 go test -run TestPostgresFailover -v -timeout 60m ./sqldb -failovers $(FAILOVERS)
 
 .PHONY: check-playground
 check-playground: ## Use the page of the gateway in headless Chromium (needs chromium on PATH)

@@ -72,6 +72,11 @@ func (t *Table) Read(ctx context.Context) (Lease, error) {
 func (t *Table) Take(ctx context.Context, seen Lease, holder, address string) (Lease, error) {
 	next := Lease{Epoch: seen.Epoch + 1, Beat: 1, Holder: holder, Address: address}
 	err := t.db.Tx(ctx, func(tx *sql.Tx) error {
+		if t.db.Postgres() { // a failover must not give an epoch to a second holder
+			if _, err := tx.ExecContext(ctx, `SET LOCAL synchronous_commit = on`); err != nil {
+				return err
+			}
+		}
 		if _, err := tx.ExecContext(ctx, `INSERT INTO lease (name, epoch, beat, holder, address) VALUES ($1, 0, 0, '', '') ON CONFLICT (name) DO NOTHING`, t.name); err != nil {
 			return err
 		}

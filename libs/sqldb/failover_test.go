@@ -2,8 +2,13 @@ package sqldb_test
 
 import (
 	"database/sql"
+	"errors"
+	"flag"
 	"fmt"
+	"math/rand/v2"
+	"sync"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 
@@ -65,6 +70,82 @@ func TestPostgresFailoverDuringCommit(t *testing.T) {
 			}
 		})
 	}
+}
+
+var failovers = flag.Int("failovers", 2, "how often TestPostgresFailovers replaces the primary")
+
+// Four writers count in transactions while the primary is killed and its standby promoted, again
+// and again. Each transaction that returned took place once, and none failed for good.
+func TestPostgresFailovers(t *testing.T) {
+	sqldbtest.Require(t)
+	const writers = 4
+	primary, err := sqldbtest.Start()
+	if err != nil {
+		t.Fatal(err)
+	}
+	wire := newWire(t, primary.URL)
+	db := migrate(t, sqldbtest.Open(t, sqldb.Postgres{URL: wire.url, Prefix: "t"}, "x"))
+	if _, err := db.Exec(t.Context(), "DELETE FROM parent"); err != nil {
+		t.Fatal(err)
+	}
+	stop := make(chan struct{})
+	var done, again [writers]int
+	var running sync.WaitGroup
+	for w := range writers {
+		running.Go(func() {
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+				}
+				next := done[w] + 1
+				err := db.Tx(t.Context(), func(tx *sql.Tx) error { // fails if it is repeated after it took place
+					_, err := tx.ExecContext(t.Context(), "INSERT INTO parent (id) VALUES ($1)", writers*next+w)
+					return err
+				})
+				switch {
+				case err == nil:
+					done[w] = next
+				case errors.Is(err, sqldb.ErrUnavailable):
+					again[w]++
+				case errors.Is(err, sqldb.ErrUnknown): // no server answered for ten seconds
+					t.Errorf("writer %d: unknown: %v", w, err)
+					return
+				default:
+					t.Errorf("writer %d: %v", w, err)
+					return
+				}
+			}
+		})
+	}
+	for n := range *failovers {
+		standby, err := primary.Standby(t.Context(), fmt.Sprintf("standby%d", n))
+		if err != nil {
+			t.Fatal(err)
+		}
+		<-time.After(time.Duration(rand.IntN(300)) * time.Millisecond)
+		primary.Kill()
+		if err := standby.Promote(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		wire.lead(standby.URL)
+		primary = standby
+		if t.Failed() {
+			break
+		}
+	}
+	close(stop)
+	running.Wait()
+	total := 0
+	for w := range writers {
+		total += done[w]
+		var n int
+		if err := db.One(t.Context(), fmt.Sprintf("SELECT count(*) FROM parent WHERE id %% %d = %d", writers, w), nil, &n); err != nil || n != done[w] {
+			t.Errorf("writer %d: %d transactions took place, %d returned: %v", w, n, done[w], err)
+		}
+	}
+	t.Logf("%d failovers, %d transactions, %d calls found no primary for five seconds and were repeated", *failovers, total, again[0]+again[1]+again[2]+again[3])
 }
 
 // reach commits transactions until one with the number xid or a later one was committed.

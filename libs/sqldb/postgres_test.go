@@ -213,16 +213,21 @@ type wire struct {
 	dead   func()       // called before the connection is dropped
 }
 
-// fail is cut where another server replaces the first one: meanwhile makes it ready.
-func (w *wire) fail(arrives bool, meanwhile func() error, next string) {
+// fail is cut where another server replaces the first one: ready prepares it.
+func (w *wire) fail(arrives bool, ready func() error, next string) {
 	w.dead = func() {
-		if err := meanwhile(); err != nil {
+		if err := ready(); err != nil {
 			panic(err)
 		}
-		u, _ := url.Parse(next)
-		w.target.Store(u.Host)
+		w.lead(next)
 	}
 	w.cut(arrives)
+}
+
+// lead passes new connections on to another server.
+func (w *wire) lead(server string) {
+	u, _ := url.Parse(server)
+	w.target.Store(u.Host)
 }
 
 func (w *wire) cut(arrives bool) {

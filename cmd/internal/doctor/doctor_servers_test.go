@@ -96,6 +96,35 @@ func TestEverythingIsFound(t *testing.T) {
 	}
 }
 
+// A failover to an asynchronous standby loses what was committed last.
+func TestAsynchronousStandby(t *testing.T) {
+	t.Parallel()
+	primary, err := sqldbtest.Start()
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := config.Default(t.TempDir())
+	c.Database.URL = primary.URL
+	replication := func() doctor.Finding {
+		return find(doctor.Check(t.Context(), doctor.Input{Config: c, Now: time.Now}), "database", "replication")
+	}
+	if f := replication(); f.Status != doctor.Skipped {
+		t.Errorf("without a standby: %+v", f)
+	}
+	if _, err := primary.Standby(t.Context(), "standby"); err != nil {
+		t.Fatal(err)
+	}
+	if f := replication(); f.Status != doctor.OK {
+		t.Errorf("synchronous: %+v", f)
+	}
+	if err := primary.Exec(t.Context(), "ALTER SYSTEM SET synchronous_standby_names = ''", "SELECT pg_reload_conf()", "SELECT pg_sleep(0.2)"); err != nil {
+		t.Fatal(err)
+	}
+	if f := replication(); f.Status != doctor.Warning || !strings.Contains(f.Fix, "synchronous_standby_names") {
+		t.Errorf("asynchronous: %+v", f)
+	}
+}
+
 // Servers that cannot store the messages of a run, and an account that may not create our streams.
 func TestNATSWithoutRoom(t *testing.T) {
 	t.Parallel()

@@ -108,10 +108,8 @@ func (s *Server) Standby(ctx context.Context, name string) (*Server, error) {
 		return nil, err
 	}
 	defer conn.Close(context.WithoutCancel(ctx))
-	for _, statement := range []string{"ALTER SYSTEM SET synchronous_standby_names = '" + name + "'", "SELECT pg_reload_conf()"} {
-		if _, err := conn.Exec(ctx, statement); err != nil {
-			return nil, err
-		}
+	if err := s.Exec(ctx, "ALTER SYSTEM SET synchronous_standby_names = '"+name+"'", "SELECT pg_reload_conf()"); err != nil {
+		return nil, err
 	}
 	tick := time.NewTicker(20 * time.Millisecond)
 	defer tick.Stop()
@@ -130,14 +128,19 @@ func (s *Server) Standby(ctx context.Context, name string) (*Server, error) {
 
 // Promote makes a standby a server that accepts writes, alone.
 func (s *Server) Promote(ctx context.Context) error {
+	return s.Exec(ctx, "SELECT pg_promote()", "ALTER SYSTEM SET synchronous_standby_names = ''", "SELECT pg_reload_conf()")
+}
+
+// Exec runs statements as the superuser.
+func (s *Server) Exec(ctx context.Context, statements ...string) error {
 	conn, err := pgx.Connect(ctx, s.URL)
 	if err != nil {
 		return err
 	}
 	defer conn.Close(context.WithoutCancel(ctx))
-	for _, statement := range []string{"SELECT pg_promote()", "ALTER SYSTEM SET synchronous_standby_names = ''", "SELECT pg_reload_conf()"} {
+	for _, statement := range statements {
 		if _, err := conn.Exec(ctx, statement); err != nil {
-			return err
+			return fmt.Errorf("%s: %w", statement, err)
 		}
 	}
 	return nil

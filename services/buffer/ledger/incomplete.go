@@ -46,20 +46,28 @@ func (g *gaps) find(ctx context.Context, from, end uint64) error {
 	if err != nil {
 		return err
 	}
+	type part struct{ from, end, missing uint64 }
+	var parts []part
 	rest, begin := end-from-known, end
 	for size := uint64(block); rest > 0; size *= 2 {
-		last := begin
-		begin -= min(size, begin-from)
-		n, err := g.Count(ctx, begin, last)
-		if err != nil {
+		p := part{begin - min(size, begin-from), begin, rest}
+		if p.from > from { // otherwise it has all the rest
+			n, err := g.Count(ctx, p.from, p.end)
+			if err != nil {
+				return err
+			}
+			p.missing = min(rest, p.end-p.from-n)
+		}
+		rest -= p.missing
+		begin = p.from
+		parts = append(parts, p)
+	}
+	for _, p := range slices.Backward(parts) {
+		if err := g.collect(ctx, p.from, p.end, p.missing); err != nil {
 			return err
 		}
-		rest -= min(rest, last-begin-n)
-		if begin == from {
-			break
-		}
 	}
-	return g.collect(ctx, begin, end)
+	return nil
 }
 
 // known is the number of groups in a range that ends after the last group.
@@ -74,22 +82,23 @@ func (g *gaps) known(ctx context.Context, from, end uint64) (n uint64, err error
 	return n, nil
 }
 
-// collect adds the positions of a range in order. It divides the range until a half has no gaps, or
-// is small.
-func (g *gaps) collect(ctx context.Context, from, end uint64) error {
-	if from >= end || len(g.positions) >= g.limit {
+// collect adds the positions of a range in order, of which a number is missing. It divides the range
+// until a half lacks none, or is small.
+func (g *gaps) collect(ctx context.Context, from, end, missing uint64) error {
+	if missing == 0 || len(g.positions) >= g.limit {
 		return nil
 	}
 	if end-from > block {
-		n, err := g.Count(ctx, from, end)
-		if err != nil || n == end-from {
-			return err
-		}
 		middle := from + (end-from)/2
-		if err := g.collect(ctx, from, middle); err != nil {
+		n, err := g.Count(ctx, from, middle)
+		if err != nil {
 			return err
 		}
-		return g.collect(ctx, middle, end)
+		left := min(missing, middle-from-n)
+		if err := g.collect(ctx, from, middle, left); err != nil {
+			return err
+		}
+		return g.collect(ctx, middle, end, missing-left)
 	}
 	there, err := g.ListGroups(ctx, GroupQuery{From: from, To: end})
 	if err != nil {

@@ -1,0 +1,175 @@
+//go:build recovery
+
+package buffer_test
+
+import (
+	"context"
+	"database/sql"
+	"errors"
+	"fmt"
+	"io"
+	"path/filepath"
+	"runtime"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+)
+
+const (
+	perCommit = 10
+	manySteps = 300_000
+	inFlight  = 4 * perCommit
+	// moreTime is how much longer a recovery may take after all of these steps than after ten.
+	moreTime = 5 * time.Second
+	// moreBytes is how much more memory it may need.
+	moreBytes = 16 << 20
+)
+
+// `make bench-recovery`: what scheduler and controller ask of the ledger when they resume an
+// asynchronous run, after 10 steps and after 300,000 steps with 3,000,000 groups in SQLite. The
+// last row is the worst case: a group of the first step is missing.
+func TestRecoveryCost(t *testing.T) {
+	small := recovery(t, 10, false)
+	for _, early := range []bool{false, true} {
+		large := recovery(t, manySteps, early)
+		if more := large.recovery - small.recovery; more > moreTime {
+			t.Errorf("the recovery took %v more", more)
+		}
+		if large.heap > small.heap+moreBytes {
+			t.Errorf("the recovery needed %d MiB, that of a new run %d MiB", large.heap>>20, small.heap>>20)
+		}
+	}
+}
+
+type cost struct {
+	recovery time.Duration
+	heap     uint64 // the largest one, bytes
+}
+
+func recovery(t *testing.T, steps uint64, early bool) cost {
+	t.Helper()
+	s := setup(t)
+	c := &bufferv1.LedgerConfig{GroupsPerStep: perCommit, GroupSize: 1, Order: bufferv1.LeaseOrder_LEASE_ORDER_COMPLETION, Rows: 1000, MaxStaleness: 3, Receipts: true}
+	s.open(c)
+	s.record(0)
+	s.stop()
+	fill(t, filepath.Join(s.folder, "db", "buffer.sqlite"), steps, early)
+
+	runtime.GC()
+	var m runtime.MemStats
+	runtime.ReadMemStats(&m)
+	base, peak, ended := m.HeapAlloc, atomic.Uint64{}, make(chan struct{})
+	watched := make(chan struct{})
+	go func() {
+		defer close(watched)
+		tick := time.NewTicker(5 * time.Millisecond)
+		defer tick.Stop()
+		for {
+			var m runtime.MemStats
+			runtime.ReadMemStats(&m)
+			peak.Store(max(peak.Load(), m.HeapAlloc))
+			select {
+			case <-ended:
+				return
+			case <-tick.C:
+			}
+		}
+	}()
+	began := time.Now()
+	s.start()
+	s.open(c)
+	ask := func(req *bufferv1.ListStepsRequest) *bufferv1.StepRecord {
+		t.Helper()
+		req.RunId = run
+		listed, err := s.client.ListSteps(t.Context(), req)
+		if err != nil || len(listed.GetSteps()) != 1 || listed.GetSteps()[0].GetStep() != steps {
+			t.Fatalf("%v: %v", listed, err)
+		}
+		return listed.GetSteps()[0]
+	}
+	ask(&bufferv1.ListStepsRequest{Newest: true, Limit: 1})
+	ask(&bufferv1.ListStepsRequest{FromStep: steps, Limit: 1})
+	if _, err := s.client.GetBatch(t.Context(), &bufferv1.GetBatchRequest{RunId: run, Step: steps}); err != nil {
+		t.Fatalf("batch of step %d: %v", steps, err)
+	}
+	listed, err := s.client.ListIncompleteGroups(t.Context(), &bufferv1.ListIncompleteGroupsRequest{RunId: run, EndPosition: steps*perCommit + inFlight, Limit: 10_000})
+	want := inFlight
+	if early {
+		want++
+	}
+	if err != nil || len(listed.GetGroups()) != want {
+		t.Fatalf("%d incomplete groups, want %d: %v", len(listed.GetGroups()), want, err)
+	}
+	out := cost{recovery: time.Since(began)}
+	close(ended)
+	<-watched
+	out.heap = peak.Load() - min(peak.Load(), base)
+
+	if early {
+		t.Logf("%d steps, %d groups, the first one is missing: recovery %v, heap %.1f MiB", steps, steps*perCommit, out.recovery.Round(time.Millisecond), float64(out.heap)/(1<<20))
+		return out
+	}
+	began = time.Now()
+	rows, largest := export(t, s)
+	t.Logf("%d steps, %d groups: recovery %v, heap %.1f MiB; export of %d rows %v, largest message %.1f MiB",
+		steps, steps*perCommit, out.recovery.Round(time.Millisecond), float64(out.heap)/(1<<20), rows, time.Since(began).Round(time.Millisecond), float64(largest)/(1<<20))
+	return out
+}
+
+func export(t *testing.T, s *bench) (rows, largest int) {
+	t.Helper()
+	stream, err := s.client.ExportLedger(t.Context(), &bufferv1.ExportLedgerRequest{RunId: run})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for {
+		m, err := stream.Recv()
+		if errors.Is(err, io.EOF) {
+			return rows, largest
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		rows += len(m.GetSteps()) + len(m.GetGroups()) + len(m.GetWeights()) + len(m.GetSegments())
+		largest = max(largest, proto.Size(m))
+	}
+}
+
+// fill writes committed steps whose groups are consumed and whose payloads are trimmed.
+func fill(t *testing.T, path string, steps uint64, early bool) {
+	t.Helper()
+	db, err := sql.Open("sqlite", path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer db.Close()
+	first := 0
+	if early {
+		first = 1
+	}
+	for _, statement := range []string{
+		fmt.Sprintf(`WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < %d)
+			INSERT INTO step (ledger, step, batch, group_count, sample_count, excluded_count, weights_digest, chain, end_position)
+			SELECT 1, i, 'blake3-' || printf('%%064x', i), %d, %d, 0, 'blake3-' || printf('%%064x', i + 1), 'blake3-' || printf('%%064x', i), i * %d FROM n`,
+			steps, perCommit, perCommit, perCommit),
+		`INSERT INTO weights (ledger, version, digest) SELECT 1, step, weights_digest FROM step`,
+		fmt.Sprintf(`WITH RECURSIVE n(i) AS (SELECT %d UNION ALL SELECT i + 1 FROM n WHERE i < %d)
+			INSERT INTO prompt_group (ledger, position, attempt, state, step, samples, min_version, arrival)
+			SELECT 1, i, 0, 4, i / %d + 1, 1, i / %d, i + 1 FROM n`, first, steps*perCommit-1, perCommit, perCommit),
+		fmt.Sprintf(`WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < %d)
+			INSERT INTO segment (ledger, number, bytes, trimmed) SELECT 1, i, 67108864, 1 FROM n`, max(1, steps/30)),
+		fmt.Sprintf(`INSERT INTO sample (ledger, position, sample, part, attempt, segment, byte_offset, byte_length, crc32c, ref, reward, outcome, min_version, receipt_version)
+			SELECT 1, position, 0, 0, 0, 1, 0, 10, 1, '', 1.0, 1, min_version, min_version FROM prompt_group WHERE step = %d`, steps),
+		fmt.Sprintf(`UPDATE ledger SET step = %d, chain = (SELECT chain FROM step WHERE step = %d), arrivals = %d, consumed = %d, samples = %d,
+			trimmed = %d, weights_version = %d, weights_digest = (SELECT weights_digest FROM step WHERE step = %d)`,
+			steps, steps, steps*perCommit, steps*perCommit-uint64(first), steps*perCommit, steps, steps, steps),
+	} {
+		if _, err := db.ExecContext(context.Background(), statement); err != nil {
+			t.Fatalf("%s: %v", statement, err)
+		}
+	}
+}
