@@ -74,8 +74,8 @@ func (s *Server) create(ctx context.Context, source *planv1.ConfigSource) (*plan
 }
 
 // renew plans the configuration of an old plan again. Without its text the problems have no place.
-func (s *Server) renew(ctx context.Context, old *planv1.Plan, baseDir string) (*planv1.RenewPlanResponse, error) {
-	c := s.checks(s.reader.Again(old.GetConfig()), baseDir, old.GetInputs())
+func (s *Server) renew(ctx context.Context, old *planv1.Plan, baseDir string, set []string) (*planv1.RenewPlanResponse, error) {
+	c := s.checks(s.reader.Again(old.GetConfig(), set...), baseDir, old.GetInputs())
 	plan, data, err := c.plan(ctx)
 	if err != nil || plan == nil {
 		return &planv1.RenewPlanResponse{Problems: c.Sorted()}, err

@@ -175,6 +175,32 @@ func TestRenewPlanReadsTheInputsAgain(t *testing.T) {
 	}
 }
 
+func TestRenewPlanOverridesSettings(t *testing.T) {
+	t.Parallel()
+	dir := project(t, "def exact(samples): return [1.0 for s in samples]\n")
+	s := server(t)
+	first := create(t, s, dir)
+	renew := func(set ...string) *planv1.RenewPlanResponse {
+		t.Helper()
+		response, err := s.RenewPlan(t.Context(), &planv1.RenewPlanRequest{Plan: first.GetPlan(), BaseDir: dir, Set: set})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return response
+	}
+	longer := renew("train.steps=77", `name="longer"`)
+	want := proto.CloneOf(first.GetPlan().GetConfig())
+	want.Train.Steps, want.Name = proto.Uint64(77), proto.String("longer")
+	if !proto.Equal(longer.GetPlan().GetConfig(), want) {
+		t.Errorf("problems %v\ngot  %v\nwant %v", longer.GetProblems(), longer.GetPlan().GetConfig(), want)
+	}
+	for override, reason := range map[string]string{"train.stepz=3": "UNKNOWN_KEY", "train.steps=0": "OUT_OF_RANGE", "train.steps": "SYNTAX", `train.steps="x"`: "WRONG_TYPE"} {
+		if p := renew(override).GetProblems(); len(p) == 0 || p[0].GetReason() != reason {
+			t.Errorf("%s: %v", override, p)
+		}
+	}
+}
+
 func TestPlanKillsARewardThatBlocksTheInterpreter(t *testing.T) {
 	t.Parallel()
 	dir := project(t, "import re\n\ndef exact(samples):\n    return [float(bool(re.match('(a+)+$', 'a' * 64 + 'b'))) for s in samples]\n")

@@ -42,12 +42,12 @@ func (s *Server) CreatePlan(ctx context.Context, request *planv1.CreatePlanReque
 	return s.create(ctx, source)
 }
 
-// RenewPlan plans the same configuration for the current inputs.
+// RenewPlan plans the same configuration, with overrides, for the current inputs.
 func (s *Server) RenewPlan(ctx context.Context, request *planv1.RenewPlanRequest) (*planv1.RenewPlanResponse, error) {
 	if !filepath.IsAbs(request.GetBaseDir()) {
 		return nil, ErrBaseDir.Field("base_dir", "give the absolute folder of the configuration file")
 	}
-	return s.renew(ctx, request.GetPlan(), request.GetBaseDir())
+	return s.renew(ctx, request.GetPlan(), request.GetBaseDir(), request.GetSet())
 }
 
 // VerifyPlan reads the inputs of a plan again and reports those that changed.

@@ -10,6 +10,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 )
 
 // Handler is what the service does differently for each kind of snapshot.
@@ -60,16 +61,15 @@ func (trainState) Check(s *Snapshot, bad *rpcerr.Error) *rpcerr.Error {
 
 // Restore implements Handler. The new run has the plan of the run that the snapshot belongs to.
 func (t trainState) Restore(ctx context.Context, s *Snapshot) (*runv1.Run, error) {
-	origin, err := t.scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: s.GetRunId()})
+	origin, err := t.origin(ctx, s)
 	if err != nil {
 		return nil, fmt.Errorf("find the plan of %s: %w", s.GetRunId(), err)
 	}
-	run := origin.GetStatus().GetRun()
-	lock, err := id.CanonicalJSON(run.GetPlan())
+	lock, err := id.CanonicalJSON(origin.GetPlan())
 	if err != nil {
-		return nil, fmt.Errorf("write the plan of %s: %w", run.GetRunId(), err)
+		return nil, fmt.Errorf("write the plan of %s: %w", s.GetRunId(), err)
 	}
-	made, err := t.scheduler.CreateRun(ctx, &runv1.CreateRunRequest{Lock: lock, BaseDir: run.GetBaseDir(), FromSnapshot: s.GetSnapshotId()})
+	made, err := t.scheduler.CreateRun(ctx, &runv1.CreateRunRequest{Lock: lock, BaseDir: origin.GetBaseDir(), FromSnapshot: s.GetSnapshotId()})
 	if err == nil {
 		return made.GetRun(), nil
 	}
@@ -77,4 +77,15 @@ func (t trainState) Restore(ctx context.Context, s *Snapshot) (*runv1.Run, error
 		return nil, e.Fix("restore the inputs, or start the new run with the changed ones: `rollout snapshot restore " + s.GetSnapshotId() + " --accept-changes`")
 	}
 	return nil, fmt.Errorf("restore %s: %w", s.GetSnapshotId(), err)
+}
+
+// origin returns what is known of the run of a snapshot: from the manifest of an imported one, else
+// from the scheduler.
+func (t trainState) origin(ctx context.Context, s *Snapshot) (*snapshotv1.Origin, error) {
+	if s.GetOrigin() != nil {
+		return s.GetOrigin(), nil
+	}
+	got, err := t.scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: s.GetRunId()})
+	run := got.GetStatus().GetRun()
+	return &snapshotv1.Origin{Plan: run.GetPlan(), BaseDir: run.GetBaseDir()}, err
 }

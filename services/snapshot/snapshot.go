@@ -65,7 +65,7 @@ func KeyOf(s *Snapshot) Key {
 func sameContent(a, b *Snapshot) bool {
 	content := func(s *Snapshot) *Snapshot {
 		s = proto.CloneOf(s)
-		s.SnapshotId, s.CreateTime, s.Bytes = "", nil, 0
+		s.SnapshotId, s.CreateTime, s.Bytes, s.Origin = "", nil, 0, nil
 		for _, f := range s.GetFiles() {
 			f.Bytes = 0
 		}

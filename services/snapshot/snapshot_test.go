@@ -242,6 +242,28 @@ func TestRetentionKeepsPinnedSnapshots(t *testing.T) {
 	}
 }
 
+func TestAnImportedSnapshotIsRestoredWithItsOwnPlan(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	imported := storetest.Snap("", "run-elsewhere", 1, "a")
+	imported.Origin = &snapshotv1.Origin{Plan: &planv1.Plan{Format: 2}, BaseDir: "/imported"}
+	first, err := w.CreateSnapshot(t.Context(), &snapshotv1.CreateSnapshotRequest{Snapshot: imported, Directory: "/scratch"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := w.RestoreSnapshot(t.Context(), &snapshotv1.RestoreSnapshotRequest{SnapshotId: first.GetSnapshot().GetSnapshotId()}); err != nil {
+		t.Fatal(err)
+	}
+	if got := w.scheduler.created; got.GetBaseDir() != "/imported" || string(got.GetLock()) != `{"format":2}` {
+		t.Errorf("asked for %v", got)
+	}
+	imported.Origin.BaseDir = "/elsewhere"
+	again, err := w.CreateSnapshot(t.Context(), &snapshotv1.CreateSnapshotRequest{Snapshot: imported, Directory: "/scratch"})
+	if err != nil || again.GetSnapshot().GetSnapshotId() != first.GetSnapshot().GetSnapshotId() {
+		t.Errorf("imported twice: %v, %v", again, err)
+	}
+}
+
 func TestAKindWithoutAHandlerIsRefused(t *testing.T) {
 	t.Parallel()
 	w := setup(t)

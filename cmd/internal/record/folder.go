@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"io"
 	"os"
 	"path/filepath"
 	"slices"
@@ -204,4 +205,19 @@ func (f *Folder) Materialize(ctx context.Context, s *snapshotv1.Snapshot, folder
 		return err
 	}
 	return replay.Artifacts{CAS: artifacts}.Snapshot(ctx, s, folder)
+}
+
+// Artifact implements Reader.
+func (f *Folder) Artifact(ctx context.Context, content string, w io.Writer) (err error) {
+	artifacts, err := evidence.Folder(f.state).Artifacts()
+	if err != nil {
+		return err
+	}
+	r, err := artifacts.Open(ctx, content)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, r.Close()) }()
+	_, err = io.Copy(w, r)
+	return err
 }

@@ -5,6 +5,7 @@ package record
 import (
 	"context"
 	"encoding/json"
+	"io"
 
 	"github.com/rollout-rl/rollout/libs/completion"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
@@ -31,6 +32,8 @@ type Reader interface {
 	NewestSnapshot(ctx context.Context, runID string) (*snapshotv1.Snapshot, error)
 	// Materialize writes the files of a snapshot into a new folder, verified.
 	Materialize(ctx context.Context, s *snapshotv1.Snapshot, folder string) error
+	// Artifact writes the bytes with a content id to w, and fails if they have another one.
+	Artifact(ctx context.Context, content string, w io.Writer) error
 }
 
 // page is how many events are read at a time: events with completions are large.

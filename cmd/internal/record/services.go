@@ -2,6 +2,8 @@ package record
 
 import (
 	"context"
+	"errors"
+	"io"
 
 	"github.com/rollout-rl/rollout/cmd/internal/client"
 	"github.com/rollout-rl/rollout/libs/trainstate"
@@ -65,4 +67,24 @@ func (s Services) Materialize(ctx context.Context, snap *snapshotv1.Snapshot, fo
 		SnapshotId: snap.GetSnapshotId(), Directory: folder, Paths: trainstate.Paths(snap),
 	})
 	return err
+}
+
+// Artifact implements Reader.
+func (s Services) Artifact(ctx context.Context, content string, w io.Writer) error {
+	stream, err := s.Client.Artifacts.GetArtifact(ctx, &storagev1.GetArtifactRequest{ContentId: content})
+	if err != nil {
+		return err
+	}
+	for {
+		part, err := stream.Recv()
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		if _, err := w.Write(part.GetChunk()); err != nil {
+			return err
+		}
+	}
 }

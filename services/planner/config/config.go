@@ -61,17 +61,9 @@ func (r *Reader) Read(source *planv1.ConfigSource) *Reading {
 		faults = faults[:1]
 		root, _ = document.Parse(document.NewSource(source.GetFile(), nil, 1))
 	}
-	for i, override := range source.GetSet() {
-		faults = append(faults, document.Override(root, override, i+1)...)
-	}
 	reading.root = root
-	for _, fault := range faults {
-		reason := problem.DuplicateKey
-		if !fault.Duplicate {
-			reason, reading.holes = problem.Syntax, true
-		}
-		reading.Problems.At(fault.Span, reason, "", fault.Message, fault.Fix)
-	}
+	reading.faults(faults)
+	reading.override(source.GetSet())
 	(&binder{reading}).bind(root, reading.Config.ProtoReflect(), "")
 	reading.defaults()
 	check := &checker{reading}
@@ -80,17 +72,37 @@ func (r *Reader) Read(source *planv1.ConfigSource) *Reading {
 	return reading
 }
 
-// Again checks a configuration without its text, so its problems have no place.
-func (r *Reader) Again(config *configv1.RunConfig) *Reading {
-	reading := &Reading{
-		Config: proto.CloneOf(config), source: document.NewSource("", nil, 1), root: &document.Value{}, broken: map[string]bool{},
-	}
+// Again checks a configuration without its text, so its problems have no place. set: overrides of
+// the configuration; their problems have the number of the override.
+func (r *Reader) Again(config *configv1.RunConfig, set ...string) *Reading {
+	reading := &Reading{Config: proto.CloneOf(config), source: document.NewSource("", nil, 1), broken: map[string]bool{}}
 	if reading.Config == nil {
 		reading.Config = &configv1.RunConfig{}
 	}
+	reading.root, _ = document.Parse(reading.source)
+	reading.override(set)
+	(&binder{reading}).bind(reading.root, reading.Config.ProtoReflect(), "")
 	reading.defaults()
 	(&checker{reading}).rules(r.validator)
 	return reading
+}
+
+// override adds overrides to the text.
+func (r *Reading) override(set []string) {
+	for i, override := range set {
+		r.faults(document.Override(r.root, override, i+1))
+	}
+}
+
+// faults reports errors of the syntax.
+func (r *Reading) faults(faults []document.Fault) {
+	for _, fault := range faults {
+		reason := problem.DuplicateKey
+		if !fault.Duplicate {
+			reason, r.holes = problem.Syntax, true
+		}
+		r.Problems.At(fault.Span, reason, "", fault.Message, fault.Fix)
+	}
 }
 
 // Place is the place of a key: its value, or the header of the nearest table that contains it, or

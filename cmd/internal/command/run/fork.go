@@ -23,11 +23,11 @@ import (
 // InputsChanged reports whether the control plane refused a plan because its inputs have changed.
 func InputsChanged(err error) bool { return rpcerr.Reason(err) == "PLAN_INPUTS_CHANGED" }
 
-// Fork starts a new run with the configuration of an old one and the current inputs, from a
-// snapshot or, if that is nil, from the beginning. The old run is not changed: its ledger belongs
-// to its plan.
-func Fork(ctx context.Context, env *cli.Env, c *client.Client, old *runv1.Run, from *snapshotv1.Snapshot) (*runv1.Run, error) {
-	renewed, err := c.Planner.RenewPlan(ctx, &planv1.RenewPlanRequest{Plan: old.GetPlan(), BaseDir: old.GetBaseDir()})
+// Fork starts a new run with the configuration of an old one, overrides of it, and the current
+// inputs, from a snapshot or, if that is nil, from the beginning. The old run is not changed: its
+// ledger belongs to its plan.
+func Fork(ctx context.Context, env *cli.Env, c *client.Client, old *runv1.Run, from *snapshotv1.Snapshot, set ...string) (*runv1.Run, error) {
+	renewed, err := c.Planner.RenewPlan(ctx, &planv1.RenewPlanRequest{Plan: old.GetPlan(), BaseDir: old.GetBaseDir(), Set: set})
 	if err != nil {
 		return nil, err
 	}
@@ -46,8 +46,11 @@ func Fork(ctx context.Context, env *cli.Env, c *client.Client, old *runv1.Run, f
 			start += fmt.Sprintf(" (the old run made %s steps)", output.Count(old.GetStep()))
 		}
 	}
-	env.Note("%s is not changed; the new run %s %s. Changed inputs: %s",
-		old.GetRunId(), run.GetRunId(), start, strings.Join(differences(old.GetPlan(), renewed.GetPlan()), ", "))
+	changes := "Changed inputs: " + strings.Join(differences(old.GetPlan(), renewed.GetPlan()), ", ")
+	if len(set) > 0 {
+		changes += ". Changed settings: " + strings.Join(set, ", ")
+	}
+	env.Note("%s is not changed; the new run %s %s. %s", old.GetRunId(), run.GetRunId(), start, changes)
 	return run, nil
 }
 

@@ -10,17 +10,14 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/rollout-rl/rollout/cmd/internal/cli"
-	"github.com/rollout-rl/rollout/cmd/internal/client"
-	"github.com/rollout-rl/rollout/cmd/internal/command/run"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 	"github.com/rollout-rl/rollout/cmd/internal/record"
-	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 )
 
 // Command returns `rollout snapshot`.
 func Command(env *cli.Env) *cobra.Command {
-	cmd := cli.Group("snapshot", "List, show and restore snapshots", listCommand(env), showCommand(env), restoreCommand(env))
+	cmd := cli.Group("snapshot", "List, show, restore, export and import snapshots", listCommand(env), showCommand(env), restoreCommand(env), exportCommand(env), importCommand(env))
 	cmd.Aliases = []string{"snapshots"}
 	return cmd
 }
@@ -113,50 +110,3 @@ func snapshotText(env *cli.Env, snapshot *snapshotv1.Snapshot) string {
 		output.Bytes(snapshot.GetBytes()), files.String())
 }
 
-func restoreCommand(env *cli.Env) *cobra.Command {
-	var detach, acceptChanges bool
-	cmd := &cobra.Command{
-		Use:   "restore SNAPSHOT",
-		Short: "Start a new run from a snapshot and watch it",
-		Long: "Start a new run from a snapshot and watch it. The run of the snapshot is not changed.\n\n" +
-			"The new run has the plan of the old one. If its inputs have changed, the changes are listed and no run is started; with --accept-changes\nthe new run gets a new plan with the current inputs.",
-		Example: `  rollout snapshot restore snap-01kapq5q5m
-  rollout snapshot restore snap-01kapq5q5m --detach
-  rollout snapshot restore snap-01kapq5q5m --accept-changes`,
-		Args: cobra.ExactArgs(1),
-		RunE: func(cmd *cobra.Command, args []string) error {
-			var restored *runv1.Run
-			err := env.Plane.With(cmd, func(ctx context.Context, c *client.Client) error {
-				got, err := c.Snapshot.GetSnapshot(ctx, &snapshotv1.GetSnapshotRequest{SnapshotId: args[0]})
-				if err != nil {
-					return err
-				}
-				response, err := c.Snapshot.RestoreSnapshot(ctx, &snapshotv1.RestoreSnapshotRequest{SnapshotId: got.GetSnapshot().GetSnapshotId()})
-				if restored = response.GetRun(); !acceptChanges || !run.InputsChanged(err) {
-					return err
-				}
-				origin, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: got.GetSnapshot().GetRunId()})
-				if err != nil {
-					return err
-				}
-				restored, err = run.Fork(ctx, env, c, origin.GetStatus().GetRun(), got.GetSnapshot())
-				return err
-			})
-			if err != nil {
-				return err
-			}
-			if detach {
-				return env.Message(restored, func() string { return restored.GetRunId() + "\n" })
-			}
-			c, err := env.Plane.Connect(cmd.Context(), true)
-			if err != nil {
-				return err
-			}
-			defer c.Close()
-			return run.Watch(cmd.Context(), env, c, restored.GetRunId(), true)
-		},
-	}
-	cmd.Flags().BoolVar(&acceptChanges, "accept-changes", false, "if inputs have changed, use the current ones")
-	cmd.Flags().BoolVarP(&detach, "detach", "d", false, "print the id of the new run and exit")
-	return cmd
-}

@@ -674,21 +674,27 @@ class RenewPlanRequest(_message.Message):
 
     PLAN_FIELD_NUMBER: _builtins.int
     BASE_DIR_FIELD_NUMBER: _builtins.int
+    SET_FIELD_NUMBER: _builtins.int
     base_dir: _builtins.str
     """Absolute folder that paths are relative to."""
     @_builtins.property
     def plan(self) -> Global___Plan:
         """The plan."""
 
+    @_builtins.property
+    def set(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Overrides, as in `ConfigSource`."""
+
     def __init__(
         self,
         *,
         plan: Global___Plan | None = ...,
         base_dir: _builtins.str = ...,
+        set: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "plan", b"plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "plan", b"plan", "set", b"set"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,10 +24,11 @@ _sym_db = _symbol_database.Default()
 
 from buf.validate import validate_pb2 as buf_dot_validate_dot_validate__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from rollout.plan.v1 import plan_pb2 as rollout_dot_plan_dot_v1_dot_plan__pb2
 from rollout.run.v1 import run_pb2 as rollout_dot_run_dot_v1_dot_run__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"rollout/snapshot/v1/snapshot.proto\x12\x13rollout.snapshot.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18rollout/run/v1/run.proto\"\xc4\x03\n\x08Snapshot\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12/\n\x04kind\x18\x03 \x01(\x0e\x32!.rollout.snapshot.v1.SnapshotKind\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x05 \x01(\t\x12&\n\x06\x63ursor\x18\x06 \x01(\x0b\x32\x16.rollout.run.v1.Cursor\x12\x30\n\x05\x66iles\x18\x07 \x03(\x0b\x32!.rollout.snapshot.v1.SnapshotFile\x12\x0f\n\x07plan_id\x18\x08 \x01(\t\x12/\n\x0b\x63reate_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x33\n\x03rng\x18\n \x03(\x0b\x32&.rollout.snapshot.v1.Snapshot.RngEntry\x12\r\n\x05\x62ytes\x18\x0b \x01(\x04\x12\x30\n\x04name\x18\x0c \x01(\tB\"\xbaH\x1fr\x1d\x18\x64\x32\x19^([a-z0-9][a-z0-9._-]*)?$\x1a*\n\x08RngEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"b\n\x0cSnapshotFile\x12\x15\n\x04path\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12,\n\x06\x64igest\x18\x02 \x01(\tB\x1c\xbaH\x19r\x17\x32\x15^blake3-[0-9a-f]{64}$\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\"z\n\x15\x43reateSnapshotRequest\x12\x37\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1d.rollout.snapshot.v1.SnapshotB\x06\xbaH\x03\xc8\x01\x01\x12\x1a\n\tdirectory\x18\x02 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x0c\n\x04keep\x18\x03 \x01(\r\"I\n\x16\x43reateSnapshotResponse\x12/\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1d.rollout.snapshot.v1.Snapshot\"2\n\x12GetSnapshotRequest\x12\x1c\n\x0bsnapshot_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"F\n\x13GetSnapshotResponse\x12/\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1d.rollout.snapshot.v1.Snapshot\"\x88\x01\n\x14ListSnapshotsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12/\n\x04kind\x18\x02 \x01(\x0e\x32!.rollout.snapshot.v1.SnapshotKind\x12\x1b\n\tpage_size\x18\x03 \x01(\rB\x08\xbaH\x05*\x03\x18\xe8\x07\x12\x12\n\npage_token\x18\x04 \x01(\t\"b\n\x15ListSnapshotsResponse\x12\x30\n\tsnapshots\x18\x01 \x03(\x0b\x32\x1d.rollout.snapshot.v1.Snapshot\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"e\n\x1aMaterializeSnapshotRequest\x12\x1c\n\x0bsnapshot_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x1a\n\tdirectory\x18\x02 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\r\n\x05paths\x18\x03 \x03(\t\"N\n\x1bMaterializeSnapshotResponse\x12/\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1d.rollout.snapshot.v1.Snapshot\"6\n\x16RestoreSnapshotRequest\x12\x1c\n\x0bsnapshot_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\";\n\x17RestoreSnapshotResponse\x12 \n\x03run\x18\x01 \x01(\x0b\x32\x13.rollout.run.v1.Run\"2\n\x12PinSnapshotRequest\x12\x1c\n\x0bsnapshot_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"F\n\x13PinSnapshotResponse\x12/\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1d.rollout.snapshot.v1.Snapshot\"5\n\x15\x44\x65leteSnapshotRequest\x12\x1c\n\x0bsnapshot_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"\x18\n\x16\x44\x65leteSnapshotResponse*\x9d\x01\n\x0cSnapshotKind\x12\x1d\n\x19SNAPSHOT_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19SNAPSHOT_KIND_TRAIN_STATE\x10\x01\x12\x18\n\x14SNAPSHOT_KIND_BUFFER\x10\x02\x12\x19\n\x15SNAPSHOT_KIND_PROCESS\x10\x03\x12\x1a\n\x16SNAPSHOT_KIND_EPISODIC\x10\x04\x32\xfb\x05\n\x0fSnapshotService\x12i\n\x0e\x43reateSnapshot\x12*.rollout.snapshot.v1.CreateSnapshotRequest\x1a+.rollout.snapshot.v1.CreateSnapshotResponse\x12`\n\x0bGetSnapshot\x12\'.rollout.snapshot.v1.GetSnapshotRequest\x1a(.rollout.snapshot.v1.GetSnapshotResponse\x12\x66\n\rListSnapshots\x12).rollout.snapshot.v1.ListSnapshotsRequest\x1a*.rollout.snapshot.v1.ListSnapshotsResponse\x12x\n\x13MaterializeSnapshot\x12/.rollout.snapshot.v1.MaterializeSnapshotRequest\x1a\x30.rollout.snapshot.v1.MaterializeSnapshotResponse\x12l\n\x0fRestoreSnapshot\x12+.rollout.snapshot.v1.RestoreSnapshotRequest\x1a,.rollout.snapshot.v1.RestoreSnapshotResponse\x12`\n\x0bPinSnapshot\x12\'.rollout.snapshot.v1.PinSnapshotRequest\x1a(.rollout.snapshot.v1.PinSnapshotResponse\x12i\n\x0e\x44\x65leteSnapshot\x12*.rollout.snapshot.v1.DeleteSnapshotRequest\x1a+.rollout.snapshot.v1.DeleteSnapshotResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"rollout/snapshot/v1/snapshot.proto\x12\x13rollout.snapshot.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\x18rollout/run/v1/run.proto\"\xf1\x03\n\x08Snapshot\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12/\n\x04kind\x18\x03 \x01(\x0e\x32!.rollout.snapshot.v1.SnapshotKind\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x05 \x01(\t\x12&\n\x06\x63ursor\x18\x06 \x01(\x0b\x32\x16.rollout.run.v1.Cursor\x12\x30\n\x05\x66iles\x18\x07 \x03(\x0b\x32!.rollout.snapshot.v1.SnapshotFile\x12\x0f\n\x07plan_id\x18\x08 \x01(\t\x12/\n\x0b\x63reate_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x33\n\x03rng\x18\n \x03(\x0b\x32&.rollout.snapshot.v1.Snapshot.RngEntry\x12\r\n\x05\x62ytes\x18\x0b \x01(\x04\x12\x30\n\x04name\x18\x0c \x01(\tB\"\xbaH\x1fr\x1d\x18\x64\x32\x19^([a-z0-9][a-z0-9._-]*)?$\x12+\n\x06origin\x18\r \x01(\x0b\x32\x1b.rollout.snapshot.v1.Origin\x1a*\n\x08RngEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"?\n\x06Origin\x12#\n\x04plan\x18\x01 \x01(\x0b\x32\x15.rollout.plan.v1.Plan\x12\x10\n\x08\x62\x61se_dir\x18\x02 \x01(\t\"b\n\x0cSnapshotFile\x12\x15\n\x04path\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12,\n\x06\x64igest\x18\x02 \x01(\tB\x1c\xbaH\x19r\x17\x32\x15^blake3-[0-9a-f]{64}$\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\"z\n\x15\x43reateSnapshotRequest\x12\x37\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1d.rollout.snapshot.v1.SnapshotB\x06\xbaH\x03\xc8\x01\x01\x12\x1a\n\tdirectory\x18\x02 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x0c\n\x04keep\x18\x03 \x01(\r\"I\n\x16\x43reateSnapshotResponse\x12/\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1d.rollout.snapshot.v1.Snapshot\"2\n\x12GetSnapshotRequest\x12\x1c\n\x0bsnapshot_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"F\n\x13GetSnapshotResponse\x12/\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1d.rollout.snapshot.v1.Snapshot\"\x88\x01\n\x14ListSnapshotsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12/\n\x04kind\x18\x02 \x01(\x0e\x32!.rollout.snapshot.v1.SnapshotKind\x12\x1b\n\tpage_size\x18\x03 \x01(\rB\x08\xbaH\x05*\x03\x18\xe8\x07\x12\x12\n\npage_token\x18\x04 \x01(\t\"b\n\x15ListSnapshotsResponse\x12\x30\n\tsnapshots\x18\x01 \x03(\x0b\x32\x1d.rollout.snapshot.v1.Snapshot\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"e\n\x1aMaterializeSnapshotRequest\x12\x1c\n\x0bsnapshot_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x1a\n\tdirectory\x18\x02 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\r\n\x05paths\x18\x03 \x03(\t\"N\n\x1bMaterializeSnapshotResponse\x12/\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1d.rollout.snapshot.v1.Snapshot\"6\n\x16RestoreSnapshotRequest\x12\x1c\n\x0bsnapshot_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\";\n\x17RestoreSnapshotResponse\x12 \n\x03run\x18\x01 \x01(\x0b\x32\x13.rollout.run.v1.Run\"2\n\x12PinSnapshotRequest\x12\x1c\n\x0bsnapshot_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"F\n\x13PinSnapshotResponse\x12/\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1d.rollout.snapshot.v1.Snapshot\"5\n\x15\x44\x65leteSnapshotRequest\x12\x1c\n\x0bsnapshot_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"\x18\n\x16\x44\x65leteSnapshotResponse*\x9d\x01\n\x0cSnapshotKind\x12\x1d\n\x19SNAPSHOT_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19SNAPSHOT_KIND_TRAIN_STATE\x10\x01\x12\x18\n\x14SNAPSHOT_KIND_BUFFER\x10\x02\x12\x19\n\x15SNAPSHOT_KIND_PROCESS\x10\x03\x12\x1a\n\x16SNAPSHOT_KIND_EPISODIC\x10\x04\x32\xfb\x05\n\x0fSnapshotService\x12i\n\x0e\x43reateSnapshot\x12*.rollout.snapshot.v1.CreateSnapshotRequest\x1a+.rollout.snapshot.v1.CreateSnapshotResponse\x12`\n\x0bGetSnapshot\x12\'.rollout.snapshot.v1.GetSnapshotRequest\x1a(.rollout.snapshot.v1.GetSnapshotResponse\x12\x66\n\rListSnapshots\x12).rollout.snapshot.v1.ListSnapshotsRequest\x1a*.rollout.snapshot.v1.ListSnapshotsResponse\x12x\n\x13MaterializeSnapshot\x12/.rollout.snapshot.v1.MaterializeSnapshotRequest\x1a\x30.rollout.snapshot.v1.MaterializeSnapshotResponse\x12l\n\x0fRestoreSnapshot\x12+.rollout.snapshot.v1.RestoreSnapshotRequest\x1a,.rollout.snapshot.v1.RestoreSnapshotResponse\x12`\n\x0bPinSnapshot\x12\'.rollout.snapshot.v1.PinSnapshotRequest\x1a(.rollout.snapshot.v1.PinSnapshotResponse\x12i\n\x0e\x44\x65leteSnapshot\x12*.rollout.snapshot.v1.DeleteSnapshotRequest\x1a+.rollout.snapshot.v1.DeleteSnapshotResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -60,42 +61,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PINSNAPSHOTREQUEST'].fields_by_name['snapshot_id']._serialized_options = b'\272H\004r\002\020\001'
   _globals['_DELETESNAPSHOTREQUEST'].fields_by_name['snapshot_id']._loaded_options = None
   _globals['_DELETESNAPSHOTREQUEST'].fields_by_name['snapshot_id']._serialized_options = b'\272H\004r\002\020\001'
-  _globals['_SNAPSHOTKIND']._serialized_start=1770
-  _globals['_SNAPSHOTKIND']._serialized_end=1927
-  _globals['_SNAPSHOT']._serialized_start=148
-  _globals['_SNAPSHOT']._serialized_end=600
-  _globals['_SNAPSHOT_RNGENTRY']._serialized_start=558
-  _globals['_SNAPSHOT_RNGENTRY']._serialized_end=600
-  _globals['_SNAPSHOTFILE']._serialized_start=602
-  _globals['_SNAPSHOTFILE']._serialized_end=700
-  _globals['_CREATESNAPSHOTREQUEST']._serialized_start=702
-  _globals['_CREATESNAPSHOTREQUEST']._serialized_end=824
-  _globals['_CREATESNAPSHOTRESPONSE']._serialized_start=826
-  _globals['_CREATESNAPSHOTRESPONSE']._serialized_end=899
-  _globals['_GETSNAPSHOTREQUEST']._serialized_start=901
-  _globals['_GETSNAPSHOTREQUEST']._serialized_end=951
-  _globals['_GETSNAPSHOTRESPONSE']._serialized_start=953
-  _globals['_GETSNAPSHOTRESPONSE']._serialized_end=1023
-  _globals['_LISTSNAPSHOTSREQUEST']._serialized_start=1026
-  _globals['_LISTSNAPSHOTSREQUEST']._serialized_end=1162
-  _globals['_LISTSNAPSHOTSRESPONSE']._serialized_start=1164
-  _globals['_LISTSNAPSHOTSRESPONSE']._serialized_end=1262
-  _globals['_MATERIALIZESNAPSHOTREQUEST']._serialized_start=1264
-  _globals['_MATERIALIZESNAPSHOTREQUEST']._serialized_end=1365
-  _globals['_MATERIALIZESNAPSHOTRESPONSE']._serialized_start=1367
-  _globals['_MATERIALIZESNAPSHOTRESPONSE']._serialized_end=1445
-  _globals['_RESTORESNAPSHOTREQUEST']._serialized_start=1447
-  _globals['_RESTORESNAPSHOTREQUEST']._serialized_end=1501
-  _globals['_RESTORESNAPSHOTRESPONSE']._serialized_start=1503
-  _globals['_RESTORESNAPSHOTRESPONSE']._serialized_end=1562
-  _globals['_PINSNAPSHOTREQUEST']._serialized_start=1564
-  _globals['_PINSNAPSHOTREQUEST']._serialized_end=1614
-  _globals['_PINSNAPSHOTRESPONSE']._serialized_start=1616
-  _globals['_PINSNAPSHOTRESPONSE']._serialized_end=1686
-  _globals['_DELETESNAPSHOTREQUEST']._serialized_start=1688
-  _globals['_DELETESNAPSHOTREQUEST']._serialized_end=1741
-  _globals['_DELETESNAPSHOTRESPONSE']._serialized_start=1743
-  _globals['_DELETESNAPSHOTRESPONSE']._serialized_end=1767
-  _globals['_SNAPSHOTSERVICE']._serialized_start=1930
-  _globals['_SNAPSHOTSERVICE']._serialized_end=2693
+  _globals['_SNAPSHOTKIND']._serialized_start=1908
+  _globals['_SNAPSHOTKIND']._serialized_end=2065
+  _globals['_SNAPSHOT']._serialized_start=176
+  _globals['_SNAPSHOT']._serialized_end=673
+  _globals['_SNAPSHOT_RNGENTRY']._serialized_start=631
+  _globals['_SNAPSHOT_RNGENTRY']._serialized_end=673
+  _globals['_ORIGIN']._serialized_start=675
+  _globals['_ORIGIN']._serialized_end=738
+  _globals['_SNAPSHOTFILE']._serialized_start=740
+  _globals['_SNAPSHOTFILE']._serialized_end=838
+  _globals['_CREATESNAPSHOTREQUEST']._serialized_start=840
+  _globals['_CREATESNAPSHOTREQUEST']._serialized_end=962
+  _globals['_CREATESNAPSHOTRESPONSE']._serialized_start=964
+  _globals['_CREATESNAPSHOTRESPONSE']._serialized_end=1037
+  _globals['_GETSNAPSHOTREQUEST']._serialized_start=1039
+  _globals['_GETSNAPSHOTREQUEST']._serialized_end=1089
+  _globals['_GETSNAPSHOTRESPONSE']._serialized_start=1091
+  _globals['_GETSNAPSHOTRESPONSE']._serialized_end=1161
+  _globals['_LISTSNAPSHOTSREQUEST']._serialized_start=1164
+  _globals['_LISTSNAPSHOTSREQUEST']._serialized_end=1300
+  _globals['_LISTSNAPSHOTSRESPONSE']._serialized_start=1302
+  _globals['_LISTSNAPSHOTSRESPONSE']._serialized_end=1400
+  _globals['_MATERIALIZESNAPSHOTREQUEST']._serialized_start=1402
+  _globals['_MATERIALIZESNAPSHOTREQUEST']._serialized_end=1503
+  _globals['_MATERIALIZESNAPSHOTRESPONSE']._serialized_start=1505
+  _globals['_MATERIALIZESNAPSHOTRESPONSE']._serialized_end=1583
+  _globals['_RESTORESNAPSHOTREQUEST']._serialized_start=1585
+  _globals['_RESTORESNAPSHOTREQUEST']._serialized_end=1639
+  _globals['_RESTORESNAPSHOTRESPONSE']._serialized_start=1641
+  _globals['_RESTORESNAPSHOTRESPONSE']._serialized_end=1700
+  _globals['_PINSNAPSHOTREQUEST']._serialized_start=1702
+  _globals['_PINSNAPSHOTREQUEST']._serialized_end=1752
+  _globals['_PINSNAPSHOTRESPONSE']._serialized_start=1754
+  _globals['_PINSNAPSHOTRESPONSE']._serialized_end=1824
+  _globals['_DELETESNAPSHOTREQUEST']._serialized_start=1826
+  _globals['_DELETESNAPSHOTREQUEST']._serialized_end=1879
+  _globals['_DELETESNAPSHOTRESPONSE']._serialized_start=1881
+  _globals['_DELETESNAPSHOTRESPONSE']._serialized_end=1905
+  _globals['_SNAPSHOTSERVICE']._serialized_start=2068
+  _globals['_SNAPSHOTSERVICE']._serialized_end=2831
 # @@protoc_insertion_point(module_scope)

@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from rollout.plan.v1 import plan_pb2 as _plan_pb2
 from rollout.run.v1 import run_pb2 as _run_pb2
 import builtins as _builtins
 import sys
@@ -93,6 +94,7 @@ class Snapshot(_message.Message):
     RNG_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
     snapshot_id: _builtins.str
     """`snap-<ulid>`."""
     run_id: _builtins.str
@@ -131,6 +133,12 @@ class Snapshot(_message.Message):
         from the seed and the key of the sample.
         """
 
+    @_builtins.property
+    def origin(self) -> Global___Origin:
+        """The run, if the snapshot was imported from another control plane. Otherwise the scheduler has
+        the run.
+        """
+
     def __init__(
         self,
         *,
@@ -146,14 +154,43 @@ class Snapshot(_message.Message):
         rng: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         bytes: _builtins.int = ...,
         name: _builtins.str = ...,
+        origin: Global___Origin | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "cursor", b"cursor"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "cursor", b"cursor", "origin", b"origin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "create_time", b"create_time", "cursor", b"cursor", "files", b"files", "kind", b"kind", "name", b"name", "plan_id", b"plan_id", "rng", b"rng", "run_id", b"run_id", "snapshot_id", b"snapshot_id", "step", b"step", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "create_time", b"create_time", "cursor", b"cursor", "files", b"files", "kind", b"kind", "name", b"name", "origin", b"origin", "plan_id", b"plan_id", "rng", b"rng", "run_id", b"run_id", "snapshot_id", b"snapshot_id", "step", b"step", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Snapshot: _TypeAlias = Snapshot  # noqa: Y015
+
+@_typing.final
+class Origin(_message.Message):
+    """Origin is what a restore needs to know of the run of a snapshot."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLAN_FIELD_NUMBER: _builtins.int
+    BASE_DIR_FIELD_NUMBER: _builtins.int
+    base_dir: _builtins.str
+    """Folder that the paths of the plan are relative to."""
+    @_builtins.property
+    def plan(self) -> _plan_pb2.Plan:
+        """Plan of the run."""
+
+    def __init__(
+        self,
+        *,
+        plan: _plan_pb2.Plan | None = ...,
+        base_dir: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "plan", b"plan"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Origin: _TypeAlias = Origin  # noqa: Y015
 
 @_typing.final
 class SnapshotFile(_message.Message):

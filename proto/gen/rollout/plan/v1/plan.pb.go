@@ -1258,7 +1258,9 @@ type RenewPlanRequest struct {
 	// The plan.
 	Plan *Plan `protobuf:"bytes,1,opt,name=plan,proto3" json:"plan,omitempty"`
 	// Absolute folder that paths are relative to.
-	BaseDir       string `protobuf:"bytes,2,opt,name=base_dir,json=baseDir,proto3" json:"base_dir,omitempty"`
+	BaseDir string `protobuf:"bytes,2,opt,name=base_dir,json=baseDir,proto3" json:"base_dir,omitempty"`
+	// Overrides, as in `ConfigSource`.
+	Set           []string `protobuf:"bytes,3,rep,name=set,proto3" json:"set,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1305,6 +1307,13 @@ func (x *RenewPlanRequest) GetBaseDir() string {
 		return x.BaseDir
 	}
 	return ""
+}
+
+func (x *RenewPlanRequest) GetSet() []string {
+	if x != nil {
+		return x.Set
+	}
+	return nil
 }
 
 // RenewPlanResponse contains the new plan, or the problems that prevent it.
@@ -1459,10 +1468,11 @@ const file_rollout_plan_v1_plan_proto_rawDesc = "" +
 	"\x12VerifyPlanResponse\x124\n" +
 	"\bproblems\x18\x01 \x03(\v2\x18.rollout.plan.v1.ProblemR\bproblems\x12)\n" +
 	"\x04plan\x18\x02 \x01(\v2\x15.rollout.plan.v1.PlanR\x04plan\x12)\n" +
-	"\x10inputs_directory\x18\x03 \x01(\tR\x0finputsDirectory\"`\n" +
+	"\x10inputs_directory\x18\x03 \x01(\tR\x0finputsDirectory\"r\n" +
 	"\x10RenewPlanRequest\x121\n" +
 	"\x04plan\x18\x01 \x01(\v2\x15.rollout.plan.v1.PlanB\x06\xbaH\x03\xc8\x01\x01R\x04plan\x12\x19\n" +
-	"\bbase_dir\x18\x02 \x01(\tR\abaseDir\"\x88\x01\n" +
+	"\bbase_dir\x18\x02 \x01(\tR\abaseDir\x12\x10\n" +
+	"\x03set\x18\x03 \x03(\tR\x03set\"\x88\x01\n" +
 	"\x11RenewPlanResponse\x124\n" +
 	"\bproblems\x18\x01 \x03(\v2\x18.rollout.plan.v1.ProblemR\bproblems\x12)\n" +
 	"\x04plan\x18\x02 \x01(\v2\x15.rollout.plan.v1.PlanR\x04plan\x12\x12\n" +

@@ -10,6 +10,7 @@ package snapshotv1
 
 import (
 	_ "buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
+	v11 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	v1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
@@ -117,7 +118,10 @@ type Snapshot struct {
 	Bytes uint64 `protobuf:"varint,11,opt,name=bytes,proto3" json:"bytes,omitempty"`
 	// Distinguishes snapshots of the same run, kind, and step. Empty for the one that the run itself
 	// takes.
-	Name          string `protobuf:"bytes,12,opt,name=name,proto3" json:"name,omitempty"`
+	Name string `protobuf:"bytes,12,opt,name=name,proto3" json:"name,omitempty"`
+	// The run, if the snapshot was imported from another control plane. Otherwise the scheduler has
+	// the run.
+	Origin        *Origin `protobuf:"bytes,13,opt,name=origin,proto3" json:"origin,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -236,6 +240,68 @@ func (x *Snapshot) GetName() string {
 	return ""
 }
 
+func (x *Snapshot) GetOrigin() *Origin {
+	if x != nil {
+		return x.Origin
+	}
+	return nil
+}
+
+// Origin is what a restore needs to know of the run of a snapshot.
+type Origin struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Plan of the run.
+	Plan *v11.Plan `protobuf:"bytes,1,opt,name=plan,proto3" json:"plan,omitempty"`
+	// Folder that the paths of the plan are relative to.
+	BaseDir       string `protobuf:"bytes,2,opt,name=base_dir,json=baseDir,proto3" json:"base_dir,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Origin) Reset() {
+	*x = Origin{}
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Origin) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Origin) ProtoMessage() {}
+
+func (x *Origin) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Origin.ProtoReflect.Descriptor instead.
+func (*Origin) Descriptor() ([]byte, []int) {
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *Origin) GetPlan() *v11.Plan {
+	if x != nil {
+		return x.Plan
+	}
+	return nil
+}
+
+func (x *Origin) GetBaseDir() string {
+	if x != nil {
+		return x.BaseDir
+	}
+	return ""
+}
+
 // SnapshotFile is one file of a snapshot.
 type SnapshotFile struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -251,7 +317,7 @@ type SnapshotFile struct {
 
 func (x *SnapshotFile) Reset() {
 	*x = SnapshotFile{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[1]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -263,7 +329,7 @@ func (x *SnapshotFile) String() string {
 func (*SnapshotFile) ProtoMessage() {}
 
 func (x *SnapshotFile) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[1]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -276,7 +342,7 @@ func (x *SnapshotFile) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotFile.ProtoReflect.Descriptor instead.
 func (*SnapshotFile) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{1}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *SnapshotFile) GetPath() string {
@@ -316,7 +382,7 @@ type CreateSnapshotRequest struct {
 
 func (x *CreateSnapshotRequest) Reset() {
 	*x = CreateSnapshotRequest{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[2]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -328,7 +394,7 @@ func (x *CreateSnapshotRequest) String() string {
 func (*CreateSnapshotRequest) ProtoMessage() {}
 
 func (x *CreateSnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[2]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -341,7 +407,7 @@ func (x *CreateSnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateSnapshotRequest.ProtoReflect.Descriptor instead.
 func (*CreateSnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{2}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *CreateSnapshotRequest) GetSnapshot() *Snapshot {
@@ -376,7 +442,7 @@ type CreateSnapshotResponse struct {
 
 func (x *CreateSnapshotResponse) Reset() {
 	*x = CreateSnapshotResponse{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[3]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -388,7 +454,7 @@ func (x *CreateSnapshotResponse) String() string {
 func (*CreateSnapshotResponse) ProtoMessage() {}
 
 func (x *CreateSnapshotResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[3]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -401,7 +467,7 @@ func (x *CreateSnapshotResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateSnapshotResponse.ProtoReflect.Descriptor instead.
 func (*CreateSnapshotResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{3}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *CreateSnapshotResponse) GetSnapshot() *Snapshot {
@@ -422,7 +488,7 @@ type GetSnapshotRequest struct {
 
 func (x *GetSnapshotRequest) Reset() {
 	*x = GetSnapshotRequest{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[4]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -434,7 +500,7 @@ func (x *GetSnapshotRequest) String() string {
 func (*GetSnapshotRequest) ProtoMessage() {}
 
 func (x *GetSnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[4]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -447,7 +513,7 @@ func (x *GetSnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSnapshotRequest.ProtoReflect.Descriptor instead.
 func (*GetSnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{4}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *GetSnapshotRequest) GetSnapshotId() string {
@@ -468,7 +534,7 @@ type GetSnapshotResponse struct {
 
 func (x *GetSnapshotResponse) Reset() {
 	*x = GetSnapshotResponse{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[5]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -480,7 +546,7 @@ func (x *GetSnapshotResponse) String() string {
 func (*GetSnapshotResponse) ProtoMessage() {}
 
 func (x *GetSnapshotResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[5]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -493,7 +559,7 @@ func (x *GetSnapshotResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSnapshotResponse.ProtoReflect.Descriptor instead.
 func (*GetSnapshotResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{5}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *GetSnapshotResponse) GetSnapshot() *Snapshot {
@@ -520,7 +586,7 @@ type ListSnapshotsRequest struct {
 
 func (x *ListSnapshotsRequest) Reset() {
 	*x = ListSnapshotsRequest{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[6]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -532,7 +598,7 @@ func (x *ListSnapshotsRequest) String() string {
 func (*ListSnapshotsRequest) ProtoMessage() {}
 
 func (x *ListSnapshotsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[6]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -545,7 +611,7 @@ func (x *ListSnapshotsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSnapshotsRequest.ProtoReflect.Descriptor instead.
 func (*ListSnapshotsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{6}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *ListSnapshotsRequest) GetRunId() string {
@@ -589,7 +655,7 @@ type ListSnapshotsResponse struct {
 
 func (x *ListSnapshotsResponse) Reset() {
 	*x = ListSnapshotsResponse{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[7]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -601,7 +667,7 @@ func (x *ListSnapshotsResponse) String() string {
 func (*ListSnapshotsResponse) ProtoMessage() {}
 
 func (x *ListSnapshotsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[7]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -614,7 +680,7 @@ func (x *ListSnapshotsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSnapshotsResponse.ProtoReflect.Descriptor instead.
 func (*ListSnapshotsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{7}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *ListSnapshotsResponse) GetSnapshots() []*Snapshot {
@@ -646,7 +712,7 @@ type MaterializeSnapshotRequest struct {
 
 func (x *MaterializeSnapshotRequest) Reset() {
 	*x = MaterializeSnapshotRequest{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[8]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -658,7 +724,7 @@ func (x *MaterializeSnapshotRequest) String() string {
 func (*MaterializeSnapshotRequest) ProtoMessage() {}
 
 func (x *MaterializeSnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[8]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -671,7 +737,7 @@ func (x *MaterializeSnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MaterializeSnapshotRequest.ProtoReflect.Descriptor instead.
 func (*MaterializeSnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{8}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *MaterializeSnapshotRequest) GetSnapshotId() string {
@@ -706,7 +772,7 @@ type MaterializeSnapshotResponse struct {
 
 func (x *MaterializeSnapshotResponse) Reset() {
 	*x = MaterializeSnapshotResponse{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[9]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -718,7 +784,7 @@ func (x *MaterializeSnapshotResponse) String() string {
 func (*MaterializeSnapshotResponse) ProtoMessage() {}
 
 func (x *MaterializeSnapshotResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[9]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -731,7 +797,7 @@ func (x *MaterializeSnapshotResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MaterializeSnapshotResponse.ProtoReflect.Descriptor instead.
 func (*MaterializeSnapshotResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{9}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *MaterializeSnapshotResponse) GetSnapshot() *Snapshot {
@@ -752,7 +818,7 @@ type RestoreSnapshotRequest struct {
 
 func (x *RestoreSnapshotRequest) Reset() {
 	*x = RestoreSnapshotRequest{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[10]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -764,7 +830,7 @@ func (x *RestoreSnapshotRequest) String() string {
 func (*RestoreSnapshotRequest) ProtoMessage() {}
 
 func (x *RestoreSnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[10]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -777,7 +843,7 @@ func (x *RestoreSnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RestoreSnapshotRequest.ProtoReflect.Descriptor instead.
 func (*RestoreSnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{10}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *RestoreSnapshotRequest) GetSnapshotId() string {
@@ -798,7 +864,7 @@ type RestoreSnapshotResponse struct {
 
 func (x *RestoreSnapshotResponse) Reset() {
 	*x = RestoreSnapshotResponse{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[11]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -810,7 +876,7 @@ func (x *RestoreSnapshotResponse) String() string {
 func (*RestoreSnapshotResponse) ProtoMessage() {}
 
 func (x *RestoreSnapshotResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[11]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -823,7 +889,7 @@ func (x *RestoreSnapshotResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RestoreSnapshotResponse.ProtoReflect.Descriptor instead.
 func (*RestoreSnapshotResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{11}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *RestoreSnapshotResponse) GetRun() *v1.Run {
@@ -844,7 +910,7 @@ type PinSnapshotRequest struct {
 
 func (x *PinSnapshotRequest) Reset() {
 	*x = PinSnapshotRequest{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[12]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -856,7 +922,7 @@ func (x *PinSnapshotRequest) String() string {
 func (*PinSnapshotRequest) ProtoMessage() {}
 
 func (x *PinSnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[12]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -869,7 +935,7 @@ func (x *PinSnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PinSnapshotRequest.ProtoReflect.Descriptor instead.
 func (*PinSnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{12}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *PinSnapshotRequest) GetSnapshotId() string {
@@ -890,7 +956,7 @@ type PinSnapshotResponse struct {
 
 func (x *PinSnapshotResponse) Reset() {
 	*x = PinSnapshotResponse{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[13]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -902,7 +968,7 @@ func (x *PinSnapshotResponse) String() string {
 func (*PinSnapshotResponse) ProtoMessage() {}
 
 func (x *PinSnapshotResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[13]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -915,7 +981,7 @@ func (x *PinSnapshotResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PinSnapshotResponse.ProtoReflect.Descriptor instead.
 func (*PinSnapshotResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{13}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *PinSnapshotResponse) GetSnapshot() *Snapshot {
@@ -936,7 +1002,7 @@ type DeleteSnapshotRequest struct {
 
 func (x *DeleteSnapshotRequest) Reset() {
 	*x = DeleteSnapshotRequest{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[14]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -948,7 +1014,7 @@ func (x *DeleteSnapshotRequest) String() string {
 func (*DeleteSnapshotRequest) ProtoMessage() {}
 
 func (x *DeleteSnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[14]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -961,7 +1027,7 @@ func (x *DeleteSnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSnapshotRequest.ProtoReflect.Descriptor instead.
 func (*DeleteSnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{14}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *DeleteSnapshotRequest) GetSnapshotId() string {
@@ -980,7 +1046,7 @@ type DeleteSnapshotResponse struct {
 
 func (x *DeleteSnapshotResponse) Reset() {
 	*x = DeleteSnapshotResponse{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[15]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -992,7 +1058,7 @@ func (x *DeleteSnapshotResponse) String() string {
 func (*DeleteSnapshotResponse) ProtoMessage() {}
 
 func (x *DeleteSnapshotResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[15]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1005,14 +1071,14 @@ func (x *DeleteSnapshotResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSnapshotResponse.ProtoReflect.Descriptor instead.
 func (*DeleteSnapshotResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{15}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{16}
 }
 
 var File_rollout_snapshot_v1_snapshot_proto protoreflect.FileDescriptor
 
 const file_rollout_snapshot_v1_snapshot_proto_rawDesc = "" +
 	"\n" +
-	"\"rollout/snapshot/v1/snapshot.proto\x12\x13rollout.snapshot.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18rollout/run/v1/run.proto\"\xb3\x04\n" +
+	"\"rollout/snapshot/v1/snapshot.proto\x12\x13rollout.snapshot.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\x18rollout/run/v1/run.proto\"\xe8\x04\n" +
 	"\bSnapshot\x12\x1f\n" +
 	"\vsnapshot_id\x18\x01 \x01(\tR\n" +
 	"snapshotId\x12\x15\n" +
@@ -1028,10 +1094,14 @@ const file_rollout_snapshot_v1_snapshot_proto_rawDesc = "" +
 	"\x03rng\x18\n" +
 	" \x03(\v2&.rollout.snapshot.v1.Snapshot.RngEntryR\x03rng\x12\x14\n" +
 	"\x05bytes\x18\v \x01(\x04R\x05bytes\x126\n" +
-	"\x04name\x18\f \x01(\tB\"\xbaH\x1fr\x1d\x18d2\x19^([a-z0-9][a-z0-9._-]*)?$R\x04name\x1a6\n" +
+	"\x04name\x18\f \x01(\tB\"\xbaH\x1fr\x1d\x18d2\x19^([a-z0-9][a-z0-9._-]*)?$R\x04name\x123\n" +
+	"\x06origin\x18\r \x01(\v2\x1b.rollout.snapshot.v1.OriginR\x06origin\x1a6\n" +
 	"\bRngEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"w\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"N\n" +
+	"\x06Origin\x12)\n" +
+	"\x04plan\x18\x01 \x01(\v2\x15.rollout.plan.v1.PlanR\x04plan\x12\x19\n" +
+	"\bbase_dir\x18\x02 \x01(\tR\abaseDir\"w\n" +
 	"\fSnapshotFile\x12\x1b\n" +
 	"\x04path\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x04path\x124\n" +
 	"\x06digest\x18\x02 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\x06digest\x12\x14\n" +
@@ -1106,63 +1176,67 @@ func file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_snapshot_v1_snapshot_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_snapshot_v1_snapshot_proto_msgTypes = make([]protoimpl.MessageInfo, 17)
+var file_rollout_snapshot_v1_snapshot_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
 var file_rollout_snapshot_v1_snapshot_proto_goTypes = []any{
 	(SnapshotKind)(0),                   // 0: rollout.snapshot.v1.SnapshotKind
 	(*Snapshot)(nil),                    // 1: rollout.snapshot.v1.Snapshot
-	(*SnapshotFile)(nil),                // 2: rollout.snapshot.v1.SnapshotFile
-	(*CreateSnapshotRequest)(nil),       // 3: rollout.snapshot.v1.CreateSnapshotRequest
-	(*CreateSnapshotResponse)(nil),      // 4: rollout.snapshot.v1.CreateSnapshotResponse
-	(*GetSnapshotRequest)(nil),          // 5: rollout.snapshot.v1.GetSnapshotRequest
-	(*GetSnapshotResponse)(nil),         // 6: rollout.snapshot.v1.GetSnapshotResponse
-	(*ListSnapshotsRequest)(nil),        // 7: rollout.snapshot.v1.ListSnapshotsRequest
-	(*ListSnapshotsResponse)(nil),       // 8: rollout.snapshot.v1.ListSnapshotsResponse
-	(*MaterializeSnapshotRequest)(nil),  // 9: rollout.snapshot.v1.MaterializeSnapshotRequest
-	(*MaterializeSnapshotResponse)(nil), // 10: rollout.snapshot.v1.MaterializeSnapshotResponse
-	(*RestoreSnapshotRequest)(nil),      // 11: rollout.snapshot.v1.RestoreSnapshotRequest
-	(*RestoreSnapshotResponse)(nil),     // 12: rollout.snapshot.v1.RestoreSnapshotResponse
-	(*PinSnapshotRequest)(nil),          // 13: rollout.snapshot.v1.PinSnapshotRequest
-	(*PinSnapshotResponse)(nil),         // 14: rollout.snapshot.v1.PinSnapshotResponse
-	(*DeleteSnapshotRequest)(nil),       // 15: rollout.snapshot.v1.DeleteSnapshotRequest
-	(*DeleteSnapshotResponse)(nil),      // 16: rollout.snapshot.v1.DeleteSnapshotResponse
-	nil,                                 // 17: rollout.snapshot.v1.Snapshot.RngEntry
-	(*v1.Cursor)(nil),                   // 18: rollout.run.v1.Cursor
-	(*timestamppb.Timestamp)(nil),       // 19: google.protobuf.Timestamp
-	(*v1.Run)(nil),                      // 20: rollout.run.v1.Run
+	(*Origin)(nil),                      // 2: rollout.snapshot.v1.Origin
+	(*SnapshotFile)(nil),                // 3: rollout.snapshot.v1.SnapshotFile
+	(*CreateSnapshotRequest)(nil),       // 4: rollout.snapshot.v1.CreateSnapshotRequest
+	(*CreateSnapshotResponse)(nil),      // 5: rollout.snapshot.v1.CreateSnapshotResponse
+	(*GetSnapshotRequest)(nil),          // 6: rollout.snapshot.v1.GetSnapshotRequest
+	(*GetSnapshotResponse)(nil),         // 7: rollout.snapshot.v1.GetSnapshotResponse
+	(*ListSnapshotsRequest)(nil),        // 8: rollout.snapshot.v1.ListSnapshotsRequest
+	(*ListSnapshotsResponse)(nil),       // 9: rollout.snapshot.v1.ListSnapshotsResponse
+	(*MaterializeSnapshotRequest)(nil),  // 10: rollout.snapshot.v1.MaterializeSnapshotRequest
+	(*MaterializeSnapshotResponse)(nil), // 11: rollout.snapshot.v1.MaterializeSnapshotResponse
+	(*RestoreSnapshotRequest)(nil),      // 12: rollout.snapshot.v1.RestoreSnapshotRequest
+	(*RestoreSnapshotResponse)(nil),     // 13: rollout.snapshot.v1.RestoreSnapshotResponse
+	(*PinSnapshotRequest)(nil),          // 14: rollout.snapshot.v1.PinSnapshotRequest
+	(*PinSnapshotResponse)(nil),         // 15: rollout.snapshot.v1.PinSnapshotResponse
+	(*DeleteSnapshotRequest)(nil),       // 16: rollout.snapshot.v1.DeleteSnapshotRequest
+	(*DeleteSnapshotResponse)(nil),      // 17: rollout.snapshot.v1.DeleteSnapshotResponse
+	nil,                                 // 18: rollout.snapshot.v1.Snapshot.RngEntry
+	(*v1.Cursor)(nil),                   // 19: rollout.run.v1.Cursor
+	(*timestamppb.Timestamp)(nil),       // 20: google.protobuf.Timestamp
+	(*v11.Plan)(nil),                    // 21: rollout.plan.v1.Plan
+	(*v1.Run)(nil),                      // 22: rollout.run.v1.Run
 }
 var file_rollout_snapshot_v1_snapshot_proto_depIdxs = []int32{
 	0,  // 0: rollout.snapshot.v1.Snapshot.kind:type_name -> rollout.snapshot.v1.SnapshotKind
-	18, // 1: rollout.snapshot.v1.Snapshot.cursor:type_name -> rollout.run.v1.Cursor
-	2,  // 2: rollout.snapshot.v1.Snapshot.files:type_name -> rollout.snapshot.v1.SnapshotFile
-	19, // 3: rollout.snapshot.v1.Snapshot.create_time:type_name -> google.protobuf.Timestamp
-	17, // 4: rollout.snapshot.v1.Snapshot.rng:type_name -> rollout.snapshot.v1.Snapshot.RngEntry
-	1,  // 5: rollout.snapshot.v1.CreateSnapshotRequest.snapshot:type_name -> rollout.snapshot.v1.Snapshot
-	1,  // 6: rollout.snapshot.v1.CreateSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
-	1,  // 7: rollout.snapshot.v1.GetSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
-	0,  // 8: rollout.snapshot.v1.ListSnapshotsRequest.kind:type_name -> rollout.snapshot.v1.SnapshotKind
-	1,  // 9: rollout.snapshot.v1.ListSnapshotsResponse.snapshots:type_name -> rollout.snapshot.v1.Snapshot
-	1,  // 10: rollout.snapshot.v1.MaterializeSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
-	20, // 11: rollout.snapshot.v1.RestoreSnapshotResponse.run:type_name -> rollout.run.v1.Run
-	1,  // 12: rollout.snapshot.v1.PinSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
-	3,  // 13: rollout.snapshot.v1.SnapshotService.CreateSnapshot:input_type -> rollout.snapshot.v1.CreateSnapshotRequest
-	5,  // 14: rollout.snapshot.v1.SnapshotService.GetSnapshot:input_type -> rollout.snapshot.v1.GetSnapshotRequest
-	7,  // 15: rollout.snapshot.v1.SnapshotService.ListSnapshots:input_type -> rollout.snapshot.v1.ListSnapshotsRequest
-	9,  // 16: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:input_type -> rollout.snapshot.v1.MaterializeSnapshotRequest
-	11, // 17: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:input_type -> rollout.snapshot.v1.RestoreSnapshotRequest
-	13, // 18: rollout.snapshot.v1.SnapshotService.PinSnapshot:input_type -> rollout.snapshot.v1.PinSnapshotRequest
-	15, // 19: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:input_type -> rollout.snapshot.v1.DeleteSnapshotRequest
-	4,  // 20: rollout.snapshot.v1.SnapshotService.CreateSnapshot:output_type -> rollout.snapshot.v1.CreateSnapshotResponse
-	6,  // 21: rollout.snapshot.v1.SnapshotService.GetSnapshot:output_type -> rollout.snapshot.v1.GetSnapshotResponse
-	8,  // 22: rollout.snapshot.v1.SnapshotService.ListSnapshots:output_type -> rollout.snapshot.v1.ListSnapshotsResponse
-	10, // 23: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:output_type -> rollout.snapshot.v1.MaterializeSnapshotResponse
-	12, // 24: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:output_type -> rollout.snapshot.v1.RestoreSnapshotResponse
-	14, // 25: rollout.snapshot.v1.SnapshotService.PinSnapshot:output_type -> rollout.snapshot.v1.PinSnapshotResponse
-	16, // 26: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:output_type -> rollout.snapshot.v1.DeleteSnapshotResponse
-	20, // [20:27] is the sub-list for method output_type
-	13, // [13:20] is the sub-list for method input_type
-	13, // [13:13] is the sub-list for extension type_name
-	13, // [13:13] is the sub-list for extension extendee
-	0,  // [0:13] is the sub-list for field type_name
+	19, // 1: rollout.snapshot.v1.Snapshot.cursor:type_name -> rollout.run.v1.Cursor
+	3,  // 2: rollout.snapshot.v1.Snapshot.files:type_name -> rollout.snapshot.v1.SnapshotFile
+	20, // 3: rollout.snapshot.v1.Snapshot.create_time:type_name -> google.protobuf.Timestamp
+	18, // 4: rollout.snapshot.v1.Snapshot.rng:type_name -> rollout.snapshot.v1.Snapshot.RngEntry
+	2,  // 5: rollout.snapshot.v1.Snapshot.origin:type_name -> rollout.snapshot.v1.Origin
+	21, // 6: rollout.snapshot.v1.Origin.plan:type_name -> rollout.plan.v1.Plan
+	1,  // 7: rollout.snapshot.v1.CreateSnapshotRequest.snapshot:type_name -> rollout.snapshot.v1.Snapshot
+	1,  // 8: rollout.snapshot.v1.CreateSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
+	1,  // 9: rollout.snapshot.v1.GetSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
+	0,  // 10: rollout.snapshot.v1.ListSnapshotsRequest.kind:type_name -> rollout.snapshot.v1.SnapshotKind
+	1,  // 11: rollout.snapshot.v1.ListSnapshotsResponse.snapshots:type_name -> rollout.snapshot.v1.Snapshot
+	1,  // 12: rollout.snapshot.v1.MaterializeSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
+	22, // 13: rollout.snapshot.v1.RestoreSnapshotResponse.run:type_name -> rollout.run.v1.Run
+	1,  // 14: rollout.snapshot.v1.PinSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
+	4,  // 15: rollout.snapshot.v1.SnapshotService.CreateSnapshot:input_type -> rollout.snapshot.v1.CreateSnapshotRequest
+	6,  // 16: rollout.snapshot.v1.SnapshotService.GetSnapshot:input_type -> rollout.snapshot.v1.GetSnapshotRequest
+	8,  // 17: rollout.snapshot.v1.SnapshotService.ListSnapshots:input_type -> rollout.snapshot.v1.ListSnapshotsRequest
+	10, // 18: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:input_type -> rollout.snapshot.v1.MaterializeSnapshotRequest
+	12, // 19: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:input_type -> rollout.snapshot.v1.RestoreSnapshotRequest
+	14, // 20: rollout.snapshot.v1.SnapshotService.PinSnapshot:input_type -> rollout.snapshot.v1.PinSnapshotRequest
+	16, // 21: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:input_type -> rollout.snapshot.v1.DeleteSnapshotRequest
+	5,  // 22: rollout.snapshot.v1.SnapshotService.CreateSnapshot:output_type -> rollout.snapshot.v1.CreateSnapshotResponse
+	7,  // 23: rollout.snapshot.v1.SnapshotService.GetSnapshot:output_type -> rollout.snapshot.v1.GetSnapshotResponse
+	9,  // 24: rollout.snapshot.v1.SnapshotService.ListSnapshots:output_type -> rollout.snapshot.v1.ListSnapshotsResponse
+	11, // 25: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:output_type -> rollout.snapshot.v1.MaterializeSnapshotResponse
+	13, // 26: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:output_type -> rollout.snapshot.v1.RestoreSnapshotResponse
+	15, // 27: rollout.snapshot.v1.SnapshotService.PinSnapshot:output_type -> rollout.snapshot.v1.PinSnapshotResponse
+	17, // 28: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:output_type -> rollout.snapshot.v1.DeleteSnapshotResponse
+	22, // [22:29] is the sub-list for method output_type
+	15, // [15:22] is the sub-list for method input_type
+	15, // [15:15] is the sub-list for extension type_name
+	15, // [15:15] is the sub-list for extension extendee
+	0,  // [0:15] is the sub-list for field type_name
 }
 
 func init() { file_rollout_snapshot_v1_snapshot_proto_init() }
@@ -1176,7 +1250,7 @@ func file_rollout_snapshot_v1_snapshot_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_snapshot_v1_snapshot_proto_rawDesc), len(file_rollout_snapshot_v1_snapshot_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   17,
+			NumMessages:   18,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
