@@ -292,7 +292,11 @@ func planChanged(way string) error {
 }
 
 func (f fakePlanner) RenewPlan(_ context.Context, r *planv1.RenewPlanRequest) (*planv1.RenewPlanResponse, error) {
-	f.ask("RenewPlan %s in %s", r.GetPlan().GetConfig().GetName(), r.GetBaseDir())
+	name := r.GetPlan().GetConfig().GetName()
+	if len(r.GetSet()) > 0 {
+		name += " with " + strings.Join(r.GetSet(), " ")
+	}
+	f.ask("RenewPlan %s in %s", name, r.GetBaseDir())
 	renewed := plan()
 	renewed.Inputs[0].Digest = "blake3-" + strings.Repeat("99", 32)
 	renewed.Inputs = append(renewed.Inputs, &planv1.Input{Role: planv1.InputRole_INPUT_ROLE_REWARD, Path: "grade.py", Digest: "blake3-" + strings.Repeat("77", 32)})

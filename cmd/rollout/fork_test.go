@@ -33,6 +33,8 @@ func TestChangedInputs(t *testing.T) {
 		"restore-accept": {
 			args: "snapshot restore snap-01kapq5 --detach --accept-changes", fake: changed, asked: "RestoreSnapshot " + id + "\n" + forked,
 		},
+		"restore-set":       {args: "snapshot fork snap-01kapq5 --detach --set train.steps=9", fake: done, asked: strings.Replace(forked, " in ", " with train.steps=9 in ", 1)},
+		"export-without-to": {args: "snapshot export snap-01kapq5"},
 	})
 }
 
