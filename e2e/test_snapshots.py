@@ -1,5 +1,5 @@
-"""A snapshot that one control plane exports continues on another, whose host shares nothing with the
-first."""
+"""A snapshot that one control plane exports continues on another, whose host shares nothing with
+the first."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ func (s store) Put(_ context.Context, _ string, r io.Reader) (string, error) {
 }
 
 // example returns a snapshot with two artifacts, one of which it names twice, and a plan in folder
-// `jobs/sum` with a reward beside it and data two folders above.
+// `jobs/sum` with a reward in it and data two folders above.
 func example(t *testing.T) (*snapshotv1.Snapshot, store) {
 	t.Helper()
 	artifacts, root := store{}, t.TempDir()
