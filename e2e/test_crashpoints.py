@@ -44,6 +44,7 @@ AFTER_A_START = {
     "learner/initialized": "learner/registered",
 }
 AFTER_A_START |= {"inference/registered": "inference/swapped"}
+DELETION = ("scheduler/deleting", "buffer/emptied", "scheduler/deleted")
 LAST = ("controller/finished", "scheduler/closed", "scheduler/ended", "controller/reported")
 
 
@@ -56,6 +57,7 @@ def points() -> list[str]:
     }
     found |= {name for names in crash.POINTS.values() for name in names}
     found = {name for name in found if not name.startswith("gateway/")}  # of agents: test_agents.py
+    found -= set(DELETION)  # test_delete.py
     middle = sorted(found - {*FIRST, *LAST, *AFTER_A_START})
     for late, before in AFTER_A_START.items():
         middle.insert(middle.index(before) + 1, late)

@@ -11,6 +11,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	"github.com/rollout-rl/rollout/proto/gen/names"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -188,6 +189,14 @@ func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
+	sessions, err := client(m, names.GatewayService, gatewayv1.NewRolloutGatewayServiceClient)
+	if err != nil {
+		return hosted{}, err
+	}
+	log, err := client(m, names.StorageService, storagev1.NewEventServiceClient)
+	if err != nil {
+		return hosted{}, err
+	}
 	store, err := schedulerstore.Open(ctx, m.place)
 	if err != nil {
 		return hosted{}, err
@@ -210,7 +219,7 @@ func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
 	}
 	return elect(m, names.SchedulerService, store, shape, func(store *schedulerstore.Store) (*scheduler.Server, error) {
 		return scheduler.New(cfg, scheduler.Deps{
-			Store: store, Planner: plans, Buffer: ledger, Controller: learner, Snapshots: snapshots, Bus: m.bus, Registry: m.discovery,
+			Store: store, Planner: plans, Buffer: ledger, Controller: learner, Snapshots: snapshots, Sessions: sessions, EventLog: log, Bus: m.bus, Registry: m.discovery,
 			Launcher: local.Launcher{Log: local.LogLimits{Bytes: int64(m.cfg.Worker.LogBytes), LinesPerSecond: m.cfg.Worker.LogRate}},
 			Dial:     dialer[scheduler.Conn](m), Events: m.events, Log: m.logger(names.SchedulerService),
 		})

@@ -44,6 +44,7 @@ var scopes = table(map[apikey.Scope]map[string]string{
 		"rollout.storage.v1.ArtifactService":  "PutArtifact",
 	},
 	apikey.Admin: {
+		"rollout.run.v1.SchedulerService":     "DeleteRun",
 		"rollout.snapshot.v1.SnapshotService": "DeleteSnapshot",
 		// These read and write files of the host that the caller names.
 		"rollout.storage.v1.ArtifactService": "ImportArtifacts ExportArtifacts DeleteArtifacts",
@@ -52,9 +53,11 @@ var scopes = table(map[apikey.Scope]map[string]string{
 	},
 	apikey.Mesh: {
 		"rollout.run.v1.SchedulerInternalService":     "CompleteRun GetCursor VerifyWorkers",
-		"rollout.buffer.v1.BufferService":             "OpenLedger CloseLedger RecordWeights PutTrajectories LeaseBatch CommitStep",
-		"rollout.learner.v1.LearnerControllerService": "StartRun StopRun",
-		"rollout.storage.v1.EventService":             "AppendEvents",
+		"rollout.buffer.v1.BufferService":             "OpenLedger CloseLedger RecordWeights PutTrajectories LeaseBatch CommitStep DeleteRun",
+		"rollout.learner.v1.LearnerControllerService": "StartRun StopRun DeleteRun",
+		"rollout.gateway.v1.RolloutGatewayService":    "DeleteRun",
+		"rollout.snapshot.v1.SnapshotService":         "UnpinSnapshot DeleteRun",
+		"rollout.storage.v1.EventService":             "AppendEvents DeleteRun",
 		"rollout.key.v1.ApiKeyInternalService":        "SyncApiKeys",
 	},
 })

@@ -32,6 +32,12 @@ func (d Dialect) Among(n int) string {
 		fmt.Sprintf("IN (SELECT value::bigint FROM json_array_elements_text($%d::json))", n))
 }
 
+// AmongTexts is Among for a JSON list of texts.
+func (d Dialect) AmongTexts(n int) string {
+	return d.choose(fmt.Sprintf("IN (SELECT value FROM json_each($%d))", n),
+		fmt.Sprintf("IN (SELECT value FROM json_array_elements_text($%d::json))", n))
+}
+
 // Rows is a VALUES list of n rows, with parameters in order and the given number of columns. SQLite
 // gets unnumbered parameters, because it searches the whole list for each numbered one, which for
 // 64 samples took as long as writing them.

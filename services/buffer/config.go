@@ -65,9 +65,10 @@ type Deps struct {
 	Datasync  func(*os.File) error // makes a segment durable; nil: fdatasync
 }
 
-// Artifacts downloads payloads that were too large for a message; storagev1.ArtifactServiceClient
-// is one.
+// Artifacts downloads and deletes payloads that were too large for a message;
+// storagev1.ArtifactServiceClient is one.
 type Artifacts interface {
+	DeleteArtifacts(ctx context.Context, in *storagev1.DeleteArtifactsRequest, opts ...grpc.CallOption) (*storagev1.DeleteArtifactsResponse, error)
 	GetArtifact(ctx context.Context, in *storagev1.GetArtifactRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[storagev1.GetArtifactResponse], error)
 }
 

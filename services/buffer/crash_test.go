@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"sync"
 	"testing"
 	"time"
 
@@ -355,14 +356,55 @@ func TestTrimDropsWhatASnapshotCovers(t *testing.T) {
 	s.commit(s.lease(8))
 }
 
-// artifacts is a storage service with one artifact.
-type artifacts struct{ payload []byte }
+// artifacts is a storage service with some artifacts.
+type artifacts struct {
+	mu   sync.Mutex
+	have map[string][]byte
+	away bool
+}
 
-func (a artifacts) GetArtifact(ctx context.Context, in *storagev1.GetArtifactRequest, _ ...grpc.CallOption) (grpc.ServerStreamingClient[storagev1.GetArtifactResponse], error) {
-	if in.GetContentId() != id.Content(a.payload) {
+func (a *artifacts) put(payload []byte) string {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.have == nil {
+		a.have = map[string][]byte{}
+	}
+	a.have[id.Content(payload)] = payload
+	return id.Content(payload)
+}
+
+func (a *artifacts) count() int {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return len(a.have)
+}
+
+func (a *artifacts) setAway(away bool) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.away = away
+}
+
+func (a *artifacts) GetArtifact(ctx context.Context, in *storagev1.GetArtifactRequest, _ ...grpc.CallOption) (grpc.ServerStreamingClient[storagev1.GetArtifactResponse], error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	payload, ok := a.have[in.GetContentId()]
+	if !ok {
 		return nil, rpcerr.New(codes.NotFound, "ARTIFACT_NOT_FOUND", "no")
 	}
-	return &download{ctx: ctx, left: [][]byte{a.payload[:10], a.payload[10:]}}, nil
+	return &download{ctx: ctx, left: [][]byte{payload[:10], payload[10:]}}, nil
+}
+
+func (a *artifacts) DeleteArtifacts(_ context.Context, in *storagev1.DeleteArtifactsRequest, _ ...grpc.CallOption) (*storagev1.DeleteArtifactsResponse, error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.away || in.GetRunId() != run {
+		return nil, rpcerr.New(codes.Unavailable, "AWAY", "away")
+	}
+	for _, content := range in.GetContentIds() {
+		delete(a.have, content)
+	}
+	return &storagev1.DeleteArtifactsResponse{}, nil
 }
 
 type download struct {
@@ -398,7 +440,9 @@ func TestPayloadByReference(t *testing.T) {
 	if _, err := s.payloads(1); rpcerr.Reason(err) != "ARTIFACTS_UNAVAILABLE" {
 		t.Errorf("without storage: %v", err)
 	}
-	s.deps.Artifacts = artifacts{payload}
+	stored := &artifacts{}
+	stored.put(payload)
+	s.deps.Artifacts = stored
 	s.restart()
 	if got, err := s.payloads(1); err != nil || len(got) != 2*size || got[0].GetKey().GetSample() != 0 {
 		t.Errorf("%d payloads: %v", len(got), err)

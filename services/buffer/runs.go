@@ -71,6 +71,15 @@ func (rs *runs) get(id string) (*run, error) {
 	return r, nil
 }
 
+// forget releases the memory of a run that was deleted.
+func (rs *runs) forget(r *run) {
+	rs.mu.Lock()
+	defer rs.mu.Unlock()
+	if rs.byID[r.id] == r {
+		delete(rs.byID, r.id)
+	}
+}
+
 // openIngest makes the ingester of a run.
 func (rs *runs) openIngest(ctx context.Context, r *run) (*ingest.Ingester, error) {
 	ctx, cancel := context.WithCancel(ctx)

@@ -2,6 +2,7 @@ package buffer
 
 import (
 	"context"
+	"sync"
 	"time"
 
 	"google.golang.org/grpc"
@@ -32,6 +33,7 @@ type Server struct {
 	runs     *runs
 	leases   *leases
 	payloads *payloads
+	cleaner  *cleaner
 }
 
 // New makes the service. The caller owns the Store and closes it after Run.
@@ -43,14 +45,21 @@ func New(cfg Config, deps Deps) (*Server, error) {
 	return &Server{
 		cfg: cfg, store: deps.Store, runs: runs, leases: &leases{cfg: cfg, life: runs.life},
 		payloads: &payloads{cfg: cfg, store: deps.Store, blobs: deps.Blobs, artifacts: deps.Artifacts},
+		cleaner:  newCleaner(deps),
 	}, nil
 }
 
 // Register implements the target.
 func (s *Server) Register(r grpc.ServiceRegistrar) { bufferv1.RegisterBufferServiceServer(r, s) }
 
-// Run resumes the ingest of open ledgers, and stops all ingest when ctx ends.
-func (s *Server) Run(ctx context.Context) error { return s.runs.serve(ctx) }
+// Run resumes the ingest of open ledgers, and stops all ingest when ctx ends. It deletes the
+// payloads that are not needed any more.
+func (s *Server) Run(ctx context.Context) error {
+	var wait sync.WaitGroup
+	defer wait.Wait()
+	wait.Go(func() { s.cleaner.serve(ctx) })
+	return s.runs.serve(ctx)
+}
 
 // OpenLedger implements the contract.
 func (s *Server) OpenLedger(ctx context.Context, req *bufferv1.OpenLedgerRequest) (*bufferv1.OpenLedgerResponse, error) {
@@ -175,6 +184,9 @@ func (s *Server) CommitStep(ctx context.Context, req *bufferv1.CommitStepRequest
 	r.reporter.Refused(refused)
 	if _, err := s.payloads.delete(ctx, r.id, trimmed); err != nil {
 		return nil, err
+	}
+	if req.GetTrim() {
+		s.cleaner.soon()
 	}
 	return &bufferv1.CommitStepResponse{Step: step.Message()}, nil
 }
@@ -325,5 +337,6 @@ func (s *Server) TrimPayloads(ctx context.Context, req *bufferv1.TrimPayloadsReq
 	if err != nil {
 		return nil, err
 	}
+	s.cleaner.soon()
 	return &bufferv1.TrimPayloadsResponse{Bytes: freed}, nil
 }

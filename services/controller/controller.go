@@ -114,6 +114,8 @@ type Store interface {
 	Save(ctx context.Context, d *Drive) error
 	// Get returns the drive of a run. ErrNotFound.
 	Get(ctx context.Context, run string) (*Drive, error)
+	// Delete deletes the drive of a run. An unknown run is no error.
+	Delete(ctx context.Context, run string) error
 	// Active returns the drives that a restarted controller continues, ordered by run.
 	Active(ctx context.Context) ([]*Drive, error)
 }

@@ -132,6 +132,27 @@ func (s *Server) StopRun(ctx context.Context, req *learnerv1.StopRunRequest) (*l
 	return &learnerv1.StopRunResponse{Progress: p}, nil
 }
 
+// DeleteRun implements the contract.
+func (s *Server) DeleteRun(ctx context.Context, req *learnerv1.DeleteRunRequest) (*learnerv1.DeleteRunResponse, error) {
+	s.mu.Lock()
+	d := s.drives[req.GetRunId()]
+	s.mu.Unlock()
+	if d != nil {
+		if err := d.stop(ctx, false); err != nil {
+			return nil, err
+		}
+		s.mu.Lock()
+		if s.drives[d.runID] == d {
+			delete(s.drives, d.runID)
+		}
+		s.mu.Unlock()
+	}
+	if err := s.deps.Store.Delete(ctx, req.GetRunId()); err != nil {
+		return nil, err
+	}
+	return &learnerv1.DeleteRunResponse{}, nil
+}
+
 // GetProgress implements the contract.
 func (s *Server) GetProgress(ctx context.Context, req *learnerv1.GetProgressRequest) (*learnerv1.GetProgressResponse, error) {
 	d, err := s.find(ctx, req.GetRunId())

@@ -120,6 +120,8 @@ type SessionStore interface {
 	// Expire deletes the sessions whose newest segment is older than before with their responses, and
 	// returns how many sessions.
 	Expire(ctx context.Context, before time.Time) (sessions int, err error)
+	// DeleteRun deletes the sessions of a run with their responses, in transactions of bounded size.
+	DeleteRun(ctx context.Context, run string) error
 }
 
 // ResponseStore keeps responses until their session expires.

@@ -170,6 +170,14 @@ func (s *Server) NextPrompts(ctx context.Context, req *gatewayv1.NextPromptsRequ
 	return s.agents.Next(ctx, model, int(req.GetMaxGroups()), time.Duration(req.GetWaitSeconds()*float64(time.Second)))
 }
 
+// DeleteRun implements the contract.
+func (s *Server) DeleteRun(ctx context.Context, req *gatewayv1.DeleteRunRequest) (*gatewayv1.DeleteRunResponse, error) {
+	if err := s.svc.Store.DeleteRun(ctx, req.GetRunId()); err != nil {
+		return nil, err
+	}
+	return &gatewayv1.DeleteRunResponse{}, nil
+}
+
 // CloseSession implements the contract.
 func (s *Server) CloseSession(ctx context.Context, req *gatewayv1.CloseSessionRequest) (*gatewayv1.CloseSessionResponse, error) {
 	end, err := s.agents.Close(ctx, req)

@@ -46,7 +46,7 @@ func (s *scope) emit(e *eventv1.Event) { s.records.emit(s.board.record(), e) }
 type conductor struct {
 	*scope
 	resumeOnStart bool
-	spawn         func(func()) // runs what outlives the conductor
+	live          sync.WaitGroup // the conductor, and what outlives it
 	supervision   *supervision
 	trackers      *trackers
 	control       *control
@@ -64,7 +64,7 @@ func newConductor(owner *conductors, run *Run) *conductor {
 	done := make(chan struct{})
 	supervision := newSupervision(s, owner.cfg.Worker, func() bool { return owner.count() == 1 })
 	return &conductor{
-		scope: s, resumeOnStart: owner.cfg.ResumeOnStart, spawn: owner.wg.Go, supervision: supervision,
+		scope: s, resumeOnStart: owner.cfg.ResumeOnStart, supervision: supervision,
 		trackers: newTrackers(s, supervision, owner.cfg.Worker.Limits, owner.base, done),
 		control:  newControl(s), poller: newPoller(s), closing: &closing{s}, done: done,
 	}
@@ -77,7 +77,7 @@ func (c *conductor) conduct(ctx context.Context) {
 	if run, err := c.records.writable(ctx, c.run); err != nil || !active(run.GetState()) {
 		return // cancelled before the start
 	}
-	c.spawn(c.trackers.serve)
+	c.live.Go(c.trackers.serve)
 	parts, cancel := context.WithCancel(ctx)
 	defer cancel()
 	finished := make(chan struct{})
@@ -257,10 +257,11 @@ type conductors struct {
 	mu       sync.Mutex
 	stopping bool
 	byRun    map[string]*conductor
+	leaving  map[string]chan struct{} // closed when nothing of the run is active any more
 }
 
 func newConductors(cfg Config, deps Deps, records *records) *conductors {
-	c := &conductors{cfg: cfg, deps: deps, records: records, byRun: map[string]*conductor{}}
+	c := &conductors{cfg: cfg, deps: deps, records: records, byRun: map[string]*conductor{}, leaving: map[string]chan struct{}{}}
 	c.base, c.stop = context.WithCancel(context.Background())
 	return c
 }
@@ -275,7 +276,9 @@ func (c *conductors) start(run *Run) error {
 	conductor := newConductor(c, run)
 	c.byRun[run.GetRunId()] = conductor
 	detach := c.records.attach(run.GetRunId(), conductor.board)
-	c.wg.Go(func() {
+	before, gone := c.leaving[conductor.run], make(chan struct{})
+	c.leaving[conductor.run] = gone
+	conductor.live.Go(func() {
 		conductor.conduct(c.base)
 		c.mu.Lock()
 		defer c.mu.Unlock()
@@ -284,7 +287,36 @@ func (c *conductors) start(run *Run) error {
 		}
 		detach()
 	})
+	c.wg.Go(func() {
+		conductor.live.Wait()
+		if before != nil { // of the incarnation before
+			<-before
+		}
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		close(gone)
+		if c.leaving[conductor.run] == gone {
+			delete(c.leaving, conductor.run)
+		}
+	})
 	return nil
+}
+
+// gone waits until nothing of a run is active: its conductor, and the process that writes to its
+// trackers.
+func (c *conductors) gone(ctx context.Context, runID string) error {
+	c.mu.Lock()
+	leaving := c.leaving[runID]
+	c.mu.Unlock()
+	if leaving == nil {
+		return nil
+	}
+	select {
+	case <-leaving:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
 }
 
 // get returns the conductor of a run; nil if the run is not active here.

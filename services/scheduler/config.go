@@ -15,10 +15,12 @@ import (
 	"github.com/rollout-rl/rollout/libs/discovery"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 	"github.com/rollout-rl/rollout/services/scheduler/launch"
 )
 
@@ -69,6 +71,7 @@ type Buffer interface {
 	ListIncompleteGroups(ctx context.Context, in *bufferv1.ListIncompleteGroupsRequest, opts ...grpc.CallOption) (*bufferv1.ListIncompleteGroupsResponse, error)
 	ExcludeGroups(ctx context.Context, in *bufferv1.ExcludeGroupsRequest, opts ...grpc.CallOption) (*bufferv1.ExcludeGroupsResponse, error)
 	ReissueGroups(ctx context.Context, in *bufferv1.ReissueGroupsRequest, opts ...grpc.CallOption) (*bufferv1.ReissueGroupsResponse, error)
+	DeleteRun(ctx context.Context, in *bufferv1.DeleteRunRequest, opts ...grpc.CallOption) (*bufferv1.DeleteRunResponse, error)
 }
 
 // Controller drives the learner.
@@ -77,10 +80,24 @@ type Controller interface {
 	StopRun(ctx context.Context, in *learnerv1.StopRunRequest, opts ...grpc.CallOption) (*learnerv1.StopRunResponse, error)
 	GetProgress(ctx context.Context, in *learnerv1.GetProgressRequest, opts ...grpc.CallOption) (*learnerv1.GetProgressResponse, error)
 	WatchProgress(ctx context.Context, in *learnerv1.WatchProgressRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[learnerv1.WatchProgressResponse], error)
+	DeleteRun(ctx context.Context, in *learnerv1.DeleteRunRequest, opts ...grpc.CallOption) (*learnerv1.DeleteRunResponse, error)
 }
 
-// Snapshots finds and pins the snapshot that a run starts from.
+// Sessions deletes the sessions of a run.
+type Sessions interface {
+	DeleteRun(ctx context.Context, in *gatewayv1.DeleteRunRequest, opts ...grpc.CallOption) (*gatewayv1.DeleteRunResponse, error)
+}
+
+// Log deletes the events, metrics, and artifacts of a run.
+type Log interface {
+	DeleteRun(ctx context.Context, in *storagev1.DeleteRunRequest, opts ...grpc.CallOption) (*storagev1.DeleteRunResponse, error)
+}
+
+// Snapshots finds and pins the snapshot that a run starts from, and deletes those of a run.
 type Snapshots interface {
+	UnpinSnapshot(ctx context.Context, in *snapshotv1.UnpinSnapshotRequest, opts ...grpc.CallOption) (*snapshotv1.UnpinSnapshotResponse, error)
+	DeleteSnapshot(ctx context.Context, in *snapshotv1.DeleteSnapshotRequest, opts ...grpc.CallOption) (*snapshotv1.DeleteSnapshotResponse, error)
+	DeleteRun(ctx context.Context, in *snapshotv1.DeleteRunRequest, opts ...grpc.CallOption) (*snapshotv1.DeleteRunResponse, error)
 	GetSnapshot(ctx context.Context, in *snapshotv1.GetSnapshotRequest, opts ...grpc.CallOption) (*snapshotv1.GetSnapshotResponse, error)
 	PinSnapshot(ctx context.Context, in *snapshotv1.PinSnapshotRequest, opts ...grpc.CallOption) (*snapshotv1.PinSnapshotResponse, error)
 }
@@ -126,6 +143,8 @@ type Deps struct {
 	Buffer     Buffer
 	Controller Controller
 	Snapshots  Snapshots
+	Sessions   Sessions
+	EventLog   Log
 	Bus        Bus
 	Registry   Registry
 	Launcher   launch.Launcher
@@ -156,7 +175,7 @@ func (d *Deps) check() error {
 		missing bool
 	}{
 		{"store", d.Store == nil}, {"planner", d.Planner == nil}, {"buffer", d.Buffer == nil}, {"controller", d.Controller == nil},
-		{"snapshots", d.Snapshots == nil}, {"bus", d.Bus == nil}, {"registry", d.Registry == nil}, {"launcher", d.Launcher == nil},
+		{"snapshots", d.Snapshots == nil}, {"sessions", d.Sessions == nil}, {"event log", d.EventLog == nil}, {"bus", d.Bus == nil}, {"registry", d.Registry == nil}, {"launcher", d.Launcher == nil},
 		{"dial", d.Dial == nil}, {"events", d.Events == nil},
 	} {
 		if p.missing {

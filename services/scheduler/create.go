@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 
 	"google.golang.org/protobuf/types/known/timestamppb"
 
@@ -30,6 +31,9 @@ type runs struct {
 	stateDir   string
 	records    *records
 	conductors *conductors
+	// origins is locked for reading while a run is created from a snapshot, and for writing while a
+	// deletion decides which snapshots are needed.
+	origins sync.RWMutex
 }
 
 // create verifies the plan, records the run and starts it.
@@ -48,6 +52,8 @@ func (s *runs) create(ctx context.Context, req *runv1.CreateRunRequest) (*Run, e
 		return nil, err
 	}
 	var cursor Cursor
+	s.origins.RLock() // no deletion may miss the new run
+	defer s.origins.RUnlock()
 	from := req.GetFromSnapshot()
 	if from != "" {
 		if from, cursor, err = s.startingPoint(ctx, plan, from); err != nil {
@@ -179,6 +185,9 @@ func (s *runs) startingPoint(ctx context.Context, plan *planv1.Plan, snapshot st
 		return "", Cursor{}, fmt.Errorf("start from snapshot: %w", err)
 	}
 	snap := resp.GetSnapshot()
+	if err := s.startable(ctx, snap); err != nil {
+		return "", Cursor{}, err
+	}
 	if snap.GetKind() != snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE {
 		return "", Cursor{}, ErrSnapshotKind.With("snapshot", snap.GetSnapshotId()).
 			WithMessage("snapshot %s is not of kind train_state: a run cannot start from it", snap.GetSnapshotId())

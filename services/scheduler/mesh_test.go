@@ -32,6 +32,7 @@ type mesh struct {
 	bus        *stream
 	busAway    bool // no NATS server answers
 	events     *events
+	erased     *erased
 	ledger     *ledger
 	controller *controller
 

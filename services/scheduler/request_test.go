@@ -599,6 +599,7 @@ func TestNewRefusesAStateWithRunsOfAnotherPlanFormat(t *testing.T) {
 	}
 	_, err := scheduler.New(w.config, scheduler.Deps{
 		Store: w.store, Planner: w.planner, Buffer: w.mesh.ledger, Controller: w.mesh.controller, Snapshots: w.snapshots,
+		Sessions: w.erased.sessions(), EventLog: w.erased.log(),
 		Bus: w.mesh.bus, Registry: w.registry, Launcher: w.launcher, Dial: w.dial, Events: w.events, Log: slog.New(slog.DiscardHandler),
 	})
 	if !errors.Is(err, scheduler.ErrStateFormat) || !strings.Contains(err.Error(), old.GetRunId()) || !strings.Contains(rpcerr.Fix(err), "delete these runs") {

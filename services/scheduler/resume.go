@@ -43,6 +43,8 @@ func (s *runs) restart(ctx context.Context, runID string, adopted bool) (*Run, e
 	switch run.GetState() {
 	case Succeeded:
 		return nil, finished(run)
+	case Deleting:
+		return nil, ErrNotResumable.With("run", runID).With("state", run.GetState().String()).WithMessage("run %s is being deleted", runID)
 	case Draining:
 		if !orphan {
 			return nil, ErrNotResumable.With("run", runID).With("state", run.GetState().String()).

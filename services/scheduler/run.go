@@ -19,6 +19,7 @@
 //	                                             --> CANCELLED     CancelRun without drain
 //	                                             --> INTERRUPTED   the service stopped or died, and the next one does not resume runs itself
 //	INTERRUPTED, FAILED, CANCELLED --ResumeRun--> STARTING         with the next incarnation
+//	SUCCEEDED, FAILED, CANCELLED, INTERRUPTED --DeleteRun--> DELETING, until the record is deleted as the last trace of the run
 //
 //	STARTING, RUNNING --> PAUSED                                    PauseRun; the buffer cannot ingest; the learner refused a gradient
 //	PAUSED --> STARTING                                             ResumeRun; the buffer ingests again. After a refused gradient only
@@ -66,6 +67,7 @@ const (
 	Succeeded   = runv1.RunState_RUN_STATE_SUCCEEDED
 	Failed      = runv1.RunState_RUN_STATE_FAILED
 	Cancelled   = runv1.RunState_RUN_STATE_CANCELLED
+	Deleting    = runv1.RunState_RUN_STATE_DELETING
 )
 
 // Errors of this service. An error with a fix is shown to people, so its message must name the run.
@@ -76,6 +78,8 @@ var (
 	ErrNotResumable = rpcerr.New(codes.FailedPrecondition, "RUN_NOT_RESUMABLE", "the run cannot be resumed")
 	ErrNotPausable  = rpcerr.New(codes.FailedPrecondition, "RUN_NOT_PAUSABLE", "only a run that is starting or running can be paused").
 			Fix("`rollout runs list --state starting,running` shows such runs")
+	ErrActive      = rpcerr.New(codes.FailedPrecondition, "RUN_ACTIVE", "an active run cannot be deleted")
+	ErrInUse       = rpcerr.New(codes.FailedPrecondition, "RUN_IN_USE", "files of the run are in use")
 	ErrTransition  = rpcerr.New(codes.FailedPrecondition, "RUN_STATE", "the state of the run does not allow this")
 	ErrPlanChanged = rpcerr.New(codes.FailedPrecondition, "PLAN_INPUTS_CHANGED", "inputs of the plan have changed since it was made").
 			Fix("restore them, or make the plan again with `rollout plan`")
@@ -101,10 +105,11 @@ var transitions = map[State][]State{
 	Running:     {Paused, Draining, Succeeded, Failed, Cancelled, Interrupted},
 	Paused:      {Starting, Running, Draining, Succeeded, Failed, Cancelled, Interrupted},
 	Draining:    {Succeeded, Failed, Cancelled, Interrupted},
-	Interrupted: {Starting, Cancelled},
-	Failed:      {Starting},
-	Cancelled:   {Starting},
-	Succeeded:   nil,
+	Interrupted: {Starting, Cancelled, Deleting},
+	Failed:      {Starting, Deleting},
+	Cancelled:   {Starting, Deleting},
+	Succeeded:   {Deleting},
+	Deleting:    nil,
 }
 
 // activeStates are the states in which a run has a conductor.

@@ -24,6 +24,7 @@ type Server struct {
 	servings   *servings
 	runs       *runs
 	takeover   *takeover
+	deletion   *deletion
 	watcher    *watcher
 	left       []string      // runs that a dead process left active
 	caughtUp   chan struct{} // closed when their records have the last steps
@@ -50,12 +51,13 @@ func New(cfg Config, deps Deps) (*Server, error) {
 	if err != nil {
 		return nil, err
 	}
+	deletion := &deletion{Deps: deps, records: records, runs: runs, servings: servings}
 	left, err := takeover.left(ctx)
 	if err != nil {
 		return nil, err
 	}
 	return &Server{
-		store: deps.Store, log: deps.Log, conductors: conductors, servings: servings, runs: runs, takeover: takeover,
+		store: deps.Store, log: deps.Log, conductors: conductors, servings: servings, runs: runs, takeover: takeover, deletion: deletion,
 		watcher: &watcher{store: deps.Store, conductors: conductors}, left: left, caughtUp: make(chan struct{}),
 	}, nil
 }
@@ -81,6 +83,7 @@ func (s *Server) Run(ctx context.Context) error {
 		}
 		s.takeover.sweep(ctx)
 	})
+	wg.Go(func() { s.deletion.serve(ctx) })
 	if s.takeover.resumeOnStart {
 		for _, id := range s.left {
 			wg.Go(func() { s.takeover.adopt(ctx, id) })
@@ -195,6 +198,11 @@ func (s *Server) ResumeRun(ctx context.Context, req *runv1.ResumeRunRequest) (*r
 		return nil, err
 	}
 	return &runv1.ResumeRunResponse{Run: run}, nil
+}
+
+// DeleteRun implements the contract.
+func (s *Server) DeleteRun(ctx context.Context, req *runv1.DeleteRunRequest) (*runv1.DeleteRunResponse, error) {
+	return s.deletion.request(ctx, req.GetRunId(), req.GetDryRun())
 }
 
 // WatchRun implements the contract. It ends when the run has ended, and with ErrStopping when this

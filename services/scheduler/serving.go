@@ -253,6 +253,19 @@ func (s *servings) list() (out []*serving) {
 	return out
 }
 
+// reads returns the name of a served model whose folder is in a folder, with that folder; "" if
+// there is none.
+func (s *servings) reads(folder string) (name, path string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, each := range s.list() {
+		if within(each.about.GetModel(), folder) {
+			return each.about.GetName(), each.about.GetModel()
+		}
+	}
+	return "", ""
+}
+
 // verify reports which registrations belong to workers of a served model.
 func (s *servings) verify(servingID string) (*supervision, bool) {
 	s.mu.Lock()

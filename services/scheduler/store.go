@@ -21,6 +21,8 @@ type Store interface {
 	Advance(ctx context.Context, id string, from, to uint64) error
 	// KeepQueues stores the queues of a run, for the time when it is not active.
 	KeepQueues(ctx context.Context, id string, q *runv1.Queues) error
+	// Delete deletes a run with its cursor. An unknown run is no error.
+	Delete(ctx context.Context, id string) error
 }
 
 // Reader reads runs.

@@ -49,6 +49,7 @@ type world struct {
 	mesh      *mesh
 	planner   *planner
 	snapshots *snapshots
+	erased    *erased
 	registry  *registry
 	launcher  *launcher
 	events    *events
@@ -79,11 +80,11 @@ func setup(t *testing.T) *world {
 
 func setupAt(t *testing.T, place sqldb.Place) *world {
 	t.Helper()
-	w := &world{t: t, dir: t.TempDir(), planner: &planner{}, snapshots: &snapshots{}, events: &events{}}
+	w := &world{t: t, dir: t.TempDir(), planner: &planner{}, snapshots: &snapshots{}, events: &events{}, erased: &erased{}}
 	w.registry = &registry{lists: map[string][]discovery.Instance{}, changed: make(chan struct{})}
 	w.launcher = &launcher{registry: w.registry}
 	w.mesh = newMesh(t)
-	w.mesh.events = w.events
+	w.mesh.events, w.mesh.erased, w.snapshots.erased = w.events, w.erased, w.erased
 	var text bytes.Buffer
 	for row := range rows {
 		fmt.Fprintf(&text, `{"prompt": "row %d"}`+"\n", row)
@@ -132,7 +133,7 @@ func (w *world) start() *generation {
 	var err error
 	g.Server, err = scheduler.New(w.config, scheduler.Deps{
 		Store: gatedStore{w.store, g.gate}, Planner: w.planner, Buffer: gatedBuffer{w.mesh.ledger, g.gate}, Controller: gatedController{w.mesh.controller, g.gate},
-		Snapshots: w.snapshots, Bus: bus, Registry: w.registry, Launcher: launcher, Dial: w.dial, Events: w.events, Log: log,
+		Snapshots: w.snapshots, Sessions: w.erased.sessions(), EventLog: w.erased.log(), Bus: bus, Registry: w.registry, Launcher: launcher, Dial: w.dial, Events: w.events, Log: log,
 	})
 	if err != nil {
 		w.t.Fatal(err)
@@ -269,6 +270,7 @@ func (p *planner) VerifyPlan(context.Context, *planv1.VerifyPlanRequest, ...grpc
 type snapshots struct {
 	snap   *snapshotv1.Snapshot
 	pinned []string
+	erased *erased
 }
 
 func (s *snapshots) GetSnapshot(context.Context, *snapshotv1.GetSnapshotRequest, ...grpc.CallOption) (*snapshotv1.GetSnapshotResponse, error) {

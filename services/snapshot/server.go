@@ -118,6 +118,23 @@ func (s *Server) PinSnapshot(ctx context.Context, req *snapshotv1.PinSnapshotReq
 	return &snapshotv1.PinSnapshotResponse{Snapshot: snap}, nil
 }
 
+// UnpinSnapshot implements the contract.
+func (s *Server) UnpinSnapshot(ctx context.Context, req *snapshotv1.UnpinSnapshotRequest) (*snapshotv1.UnpinSnapshotResponse, error) {
+	if err := s.svc.Store.Unpin(ctx, req.GetSnapshotId()); err != nil {
+		return nil, err
+	}
+	return &snapshotv1.UnpinSnapshotResponse{}, nil
+}
+
+// DeleteRun implements the contract.
+func (s *Server) DeleteRun(ctx context.Context, req *snapshotv1.DeleteRunRequest) (*snapshotv1.DeleteRunResponse, error) {
+	kept, err := s.svc.deleteRun(ctx, req.GetRunId(), req.GetKeep())
+	if err != nil {
+		return nil, err
+	}
+	return &snapshotv1.DeleteRunResponse{Kept: kept}, nil
+}
+
 // RestoreSnapshot implements the contract.
 func (s *Server) RestoreSnapshot(ctx context.Context, req *snapshotv1.RestoreSnapshotRequest) (*snapshotv1.RestoreSnapshotResponse, error) {
 	run, err := s.svc.restore(ctx, req.GetSnapshotId())
@@ -130,6 +147,9 @@ func (s *Server) RestoreSnapshot(ctx context.Context, req *snapshotv1.RestoreSna
 // DeleteSnapshot implements the contract. It takes only complete ids, so that no prefix deletes a
 // snapshot by accident.
 func (s *Server) DeleteSnapshot(ctx context.Context, req *snapshotv1.DeleteSnapshotRequest) (*snapshotv1.DeleteSnapshotResponse, error) {
+	if err := s.svc.removable(ctx, req.GetSnapshotId()); err != nil {
+		return nil, err
+	}
 	if err := s.svc.remove(ctx, req.GetSnapshotId()); err != nil {
 		return nil, err
 	}

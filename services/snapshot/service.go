@@ -8,11 +8,13 @@ import (
 	"slices"
 	"sync"
 
+	"google.golang.org/grpc/codes"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/trainstate"
 	"github.com/rollout-rl/rollout/proto/gen/names"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
@@ -131,6 +133,37 @@ func (s *service) retain(ctx context.Context, newest *Snapshot, keep int) error 
 	return s.remove(ctx, old...)
 }
 
+// removable returns ErrInUse for the newest snapshot of an active run, which needs it to recover. An
+// unknown id is no error.
+func (s *service) removable(ctx context.Context, id string) error {
+	snap, err := s.Store.Get(ctx, id)
+	if errors.Is(err, ErrNotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	newest, err := s.Store.List(ctx, Filter{Run: snap.GetRunId(), Kind: snap.GetKind(), Limit: 1})
+	if err != nil || len(newest) == 0 || newest[0].GetSnapshotId() != snap.GetSnapshotId() {
+		return err
+	}
+	got, err := s.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: snap.GetRunId()})
+	if rpcerr.Code(err) == codes.NotFound {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("find the run of %s: %w", id, err)
+	}
+	switch run := got.GetStatus().GetRun(); run.GetState() {
+	case runv1.RunState_RUN_STATE_SUCCEEDED, runv1.RunState_RUN_STATE_FAILED, runv1.RunState_RUN_STATE_CANCELLED,
+		runv1.RunState_RUN_STATE_INTERRUPTED, runv1.RunState_RUN_STATE_DELETING:
+		return nil
+	default:
+		return ErrInUse.With("snapshot", id).WithMessage("snapshot %s is the newest one of the active run %s, which needs it to recover", id, run.GetRunId()).
+			Fix("cancel the run first: `rollout runs cancel " + run.GetRunId() + "`")
+	}
+}
+
 // remove deletes manifests, and the artifacts that no other manifest names.
 func (s *service) remove(ctx context.Context, ids ...string) error {
 	if err := s.Store.Delete(ctx, ids...); err != nil {
@@ -190,6 +223,38 @@ func (s *service) pin(ctx context.Context, idOrPrefix string) (*Snapshot, error)
 		return nil, err
 	}
 	return snap, s.Store.Pin(ctx, snap.GetSnapshotId())
+}
+
+// deletePage is the number of manifests that are deleted at a time.
+const deletePage = 100
+
+// deleteRun deletes the snapshots of a run except those to keep, and returns the ids of the kept
+// ones. The pin of another one was left by a run that was not created, or is deleted.
+func (s *service) deleteRun(ctx context.Context, run string, keep []string) (kept []string, err error) {
+	for after := ""; ; {
+		page, err := s.Store.List(ctx, Filter{Run: run, After: after, Limit: deletePage})
+		if err != nil {
+			return nil, err
+		}
+		var gone []string
+		for _, snap := range page {
+			after = snap.GetSnapshotId()
+			if slices.Contains(keep, after) {
+				kept = append(kept, after)
+				continue
+			}
+			if err := s.Store.Unpin(ctx, after); err != nil && !errors.Is(err, ErrNotFound) {
+				return nil, err
+			}
+			gone = append(gone, after)
+		}
+		if err := s.Store.Delete(ctx, gone...); err != nil {
+			return nil, err
+		}
+		if len(page) < deletePage {
+			return kept, s.sweep(ctx)
+		}
+	}
 }
 
 // restore creates a run that continues from a snapshot.

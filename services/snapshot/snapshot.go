@@ -37,9 +37,11 @@ var (
 	ErrNotFound  = rpcerr.New(codes.NotFound, "SNAPSHOT_NOT_FOUND", "the snapshot was not found").Fix("`rollout snapshot list` shows the existing ones")
 	ErrAmbiguous = rpcerr.New(codes.FailedPrecondition, "SNAPSHOT_AMBIGUOUS", "several snapshots have this prefix").
 			Fix("give more of the id; `rollout snapshot list` shows the ids")
-	ErrInvalid     = rpcerr.New(codes.InvalidArgument, "SNAPSHOT_INVALID", "the manifest of the snapshot is invalid")
-	ErrMismatch    = rpcerr.New(codes.DataLoss, "SNAPSHOT_FILE_MISMATCH", "a file of the snapshot does not have the digest in its manifest")
-	ErrConflict    = rpcerr.New(codes.AlreadyExists, "SNAPSHOT_CONFLICT", "a snapshot of the same run, kind, step, and name has other content")
+	ErrInvalid  = rpcerr.New(codes.InvalidArgument, "SNAPSHOT_INVALID", "the manifest of the snapshot is invalid")
+	ErrMismatch = rpcerr.New(codes.DataLoss, "SNAPSHOT_FILE_MISMATCH", "a file of the snapshot does not have the digest in its manifest")
+	ErrConflict = rpcerr.New(codes.AlreadyExists, "SNAPSHOT_CONFLICT", "a snapshot of the same run, kind, step, and name has other content")
+	ErrInUse    = rpcerr.New(codes.FailedPrecondition, "SNAPSHOT_IN_USE", "a run started from the snapshot").
+			Fix("delete the run that started from it first: `rollout runs delete RUN`")
 	ErrUnsupported = rpcerr.New(codes.Unimplemented, "SNAPSHOT_KIND_UNSUPPORTED", "snapshots of this kind are not supported")
 )
 

@@ -105,12 +105,15 @@ func (a *artifacts) list() []string {
 	return out
 }
 
-type scheduler struct{ created *runv1.CreateRunRequest }
+type scheduler struct {
+	created *runv1.CreateRunRequest
+	state   runv1.RunState // of every run
+}
 
 func (s *scheduler) GetRun(_ context.Context, in *runv1.GetRunRequest, _ ...grpc.CallOption) (*runv1.GetRunResponse, error) {
 	name := "origin"
 	plan := &planv1.Plan{Format: 2, Config: &configv1.RunConfig{Name: &name}}
-	return &runv1.GetRunResponse{Status: &runv1.RunStatus{Run: &runv1.Run{RunId: in.GetRunId(), Plan: plan, BaseDir: "/data"}}}, nil
+	return &runv1.GetRunResponse{Status: &runv1.RunStatus{Run: &runv1.Run{RunId: in.GetRunId(), Plan: plan, BaseDir: "/data", State: s.state}}}, nil
 }
 
 func (s *scheduler) CreateRun(_ context.Context, in *runv1.CreateRunRequest, _ ...grpc.CallOption) (*runv1.CreateRunResponse, error) {
@@ -137,7 +140,7 @@ func setup(t *testing.T) *world {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = store.Close() })
-	w := &world{store: store, artifacts: &artifacts{stored: map[string]bool{}}, scheduler: &scheduler{}, events: make(events, 100)}
+	w := &world{store: store, artifacts: &artifacts{stored: map[string]bool{}}, scheduler: &scheduler{state: runv1.RunState_RUN_STATE_SUCCEEDED}, events: make(events, 100)}
 	clock := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
 	w.Server, err = snapshot.New(snapshot.Config{}, snapshot.Deps{
 		Store: store, Artifacts: w.artifacts, Scheduler: w.scheduler, Events: w.events,
@@ -431,5 +434,47 @@ func TestPages(t *testing.T) {
 		if rpcerr.Code(err) != codes.InvalidArgument || len(e.Violations()) != 1 || e.Violations()[0].Path != "page_token" {
 			t.Errorf("the page token %q: %v", token, err)
 		}
+	}
+}
+
+func TestDeleteRunKeepsWhatIsNeeded(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	kept := w.take(t, 1, 0, "a", "b")
+	w.take(t, 2, 0, "b", "c")
+	pinned := w.take(t, 3, 0, "d") // by a run that was not created
+	for _, snap := range []*snapshot.Snapshot{kept, pinned} {
+		if _, err := w.PinSnapshot(t.Context(), &snapshotv1.PinSnapshotRequest{SnapshotId: snap.GetSnapshotId()}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	got, err := w.DeleteRun(t.Context(), &snapshotv1.DeleteRunRequest{RunId: "run-a", Keep: []string{kept.GetSnapshotId(), "snap-other"}})
+	if err != nil || !slices.Equal(got.GetKept(), []string{kept.GetSnapshotId()}) || !slices.Equal(w.artifacts.list(), []string{"a", "b"}) {
+		t.Fatalf("%v, %v, storage has %v", got, err, w.artifacts.list())
+	}
+	if got, err = w.DeleteRun(t.Context(), &snapshotv1.DeleteRunRequest{RunId: "run-a"}); err != nil || len(got.GetKept())+len(w.artifacts.list()) > 0 {
+		t.Errorf("%v, %v, storage has %v", got, err, w.artifacts.list())
+	}
+}
+
+// An active run recovers from its newest snapshot.
+func TestNewestSnapshotOfAnActiveRunIsNotDeleted(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	old, newest := w.take(t, 1, 0, "a"), w.take(t, 2, 0, "b")
+	w.scheduler.state = runv1.RunState_RUN_STATE_RUNNING
+	remove := func(snap *snapshot.Snapshot) error {
+		_, err := w.DeleteSnapshot(t.Context(), &snapshotv1.DeleteSnapshotRequest{SnapshotId: snap.GetSnapshotId()})
+		return err
+	}
+	if err := remove(newest); !errors.Is(err, snapshot.ErrInUse) {
+		t.Errorf("the newest: %v", err)
+	}
+	if err := remove(old); err != nil {
+		t.Errorf("the older one: %v", err)
+	}
+	w.scheduler.state = runv1.RunState_RUN_STATE_SUCCEEDED
+	if err := remove(newest); err != nil {
+		t.Errorf("of an ended run: %v", err)
 	}
 }

@@ -9,10 +9,12 @@ type Store interface {
 	// and is returned instead.
 	Record(ctx context.Context, s *Snapshot) (*Snapshot, error)
 	// Delete deletes manifests. The digests that they name become candidates. It ignores unknown
-	// ids.
+	// ids. ErrInUse if one is pinned; then none is deleted.
 	Delete(ctx context.Context, ids ...string) error
 	// Pin exempts a manifest from retention, because a run started from it. ErrNotFound.
 	Pin(ctx context.Context, id string) error
+	// Unpin ends the exemption. ErrNotFound.
+	Unpin(ctx context.Context, id string) error
 	// Note makes digests candidates: a sweep deletes their artifacts unless a manifest names them.
 	Note(ctx context.Context, digests []string) error
 	// Forget removes digests from the candidates.

@@ -21,8 +21,12 @@ const chunkBytes = 1 << 20
 
 // PutArtifact implements the contract.
 func (s *Server) PutArtifact(stream grpc.ClientStreamingServer[storagev1.PutArtifactRequest, storagev1.PutArtifactResponse]) error {
-	content, size, err := s.deps.Artifacts.Put(stream.Context(), &uploads{stream: stream})
+	from := &uploads{stream: stream}
+	content, size, err := s.deps.Artifacts.Put(stream.Context(), from)
 	if err != nil {
+		return err
+	}
+	if err := s.deps.Store.Own(stream.Context(), from.run, content); err != nil {
 		return err
 	}
 	return stream.SendAndClose(&storagev1.PutArtifactResponse{ContentId: content, Bytes: uint64(size)})
@@ -32,6 +36,8 @@ func (s *Server) PutArtifact(stream grpc.ClientStreamingServer[storagev1.PutArti
 type uploads struct {
 	stream grpc.ClientStreamingServer[storagev1.PutArtifactRequest, storagev1.PutArtifactResponse]
 	rest   []byte
+	run    string // of the first message
+	begun  bool
 }
 
 func (u *uploads) Read(p []byte) (int, error) {
@@ -39,6 +45,9 @@ func (u *uploads) Read(p []byte) (int, error) {
 		req, err := u.stream.Recv()
 		if err != nil {
 			return 0, err
+		}
+		if !u.begun {
+			u.run, u.begun = req.GetRunId(), true
 		}
 		u.rest = req.GetChunk()
 	}
@@ -92,6 +101,9 @@ func (s *Server) ImportArtifacts(ctx context.Context, req *storagev1.ImportArtif
 		}
 		if f.GetContentId() != "" && f.GetContentId() != content {
 			return nil, ErrMismatch.With("path", f.GetPath()).With("announced", f.GetContentId()).With("found", content)
+		}
+		if err := s.deps.Store.Own(ctx, "", content); err != nil {
+			return nil, err
 		}
 		resp.Artifacts = append(resp.Artifacts, &storagev1.ArtifactInfo{ContentId: content, Bytes: uint64(size), Exists: true})
 	}
@@ -165,12 +177,55 @@ func (s *Server) StatArtifacts(ctx context.Context, req *storagev1.StatArtifacts
 
 // DeleteArtifacts implements the contract.
 func (s *Server) DeleteArtifacts(ctx context.Context, req *storagev1.DeleteArtifactsRequest) (*storagev1.DeleteArtifactsResponse, error) {
-	for _, content := range req.GetContentIds() {
+	if err := s.deleteArtifacts(ctx, req.GetRunId(), req.GetContentIds()); err != nil {
+		return nil, err
+	}
+	return &storagev1.DeleteArtifactsResponse{}, nil
+}
+
+// deleteArtifacts deletes what only this owner has stored: a run, or "" for what belongs to no run.
+// A run deletes nothing that was not stored for it. The record of the owner is deleted after the
+// bytes, so that a repeated call finds them.
+func (s *Server) deleteArtifacts(ctx context.Context, run string, contents []string) error {
+	owners, err := s.deps.Store.OwnersOf(ctx, contents)
+	if err != nil {
+		return err
+	}
+	for _, content := range contents {
+		known := owners[content]
+		only := len(known) == 1 && known[0] == run
+		unknown := len(known) == 0 && run == "" // stored before owners were recorded
+		if !only && !unknown {
+			continue
+		}
 		if err := s.deps.Artifacts.Delete(ctx, content); err != nil {
+			return err
+		}
+	}
+	return s.deps.Store.Disown(ctx, run, contents)
+}
+
+// deletePage is the number of artifacts that are deleted at a time.
+const deletePage = 256
+
+// DeleteRun implements the contract.
+func (s *Server) DeleteRun(ctx context.Context, req *storagev1.DeleteRunRequest) (*storagev1.DeleteRunResponse, error) {
+	for {
+		owned, err := s.deps.Store.Owned(ctx, req.GetRunId(), deletePage)
+		if err != nil {
+			return nil, err
+		}
+		if len(owned) == 0 {
+			break
+		}
+		if err := s.deleteArtifacts(ctx, req.GetRunId(), owned); err != nil {
 			return nil, err
 		}
 	}
-	return &storagev1.DeleteArtifactsResponse{}, nil
+	if err := s.deps.Store.DeleteRun(ctx, req.GetRunId()); err != nil {
+		return nil, err
+	}
+	return &storagev1.DeleteRunResponse{}, nil
 }
 
 // typed converts the errors of the blob port.

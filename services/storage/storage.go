@@ -39,8 +39,9 @@ type Filter struct {
 	After    uint64 // sequence
 }
 
-// Store keeps events and metrics.
+// Store keeps events, metrics, and the runs that artifacts belong to.
 type Store interface {
+	Owners
 	// Append stores events in order and gives each a sequence number. It skips events whose id is
 	// already stored, and returns how many were new. They survive a crash of the process when it
 	// returns.
@@ -49,6 +50,20 @@ type Store interface {
 	List(ctx context.Context, f Filter, limit int, newest bool) ([]*Event, error)
 	// Series returns the metrics of a run from a step on, by name. Without names it returns all.
 	Series(ctx context.Context, run string, names []string, from uint64) ([]*storagev1.Series, error)
+	// DeleteRun deletes the events and metrics of a run, in transactions of bounded size.
+	DeleteRun(ctx context.Context, run string) error
+}
+
+// Owners records for which runs an artifact was stored.
+type Owners interface {
+	// Own records that an artifact was stored for a run; "": for none.
+	Own(ctx context.Context, run, digest string) error
+	// OwnersOf returns the runs that each of the digests was stored for.
+	OwnersOf(ctx context.Context, digests []string) (map[string][]string, error)
+	// Owned returns digests that were stored for a run, at most limit.
+	Owned(ctx context.Context, run string, limit int) ([]string, error)
+	// Disown forgets that artifacts were stored for a run.
+	Disown(ctx context.Context, run string, digests []string) error
 }
 
 // Measured reports whether the metrics of an event kind belong to its step.

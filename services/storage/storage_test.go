@@ -265,3 +265,75 @@ func TestImportAndExport(t *testing.T) {
 		}
 	}
 }
+
+// put stores an artifact for a run.
+func put(t *testing.T, s setup, run, data string) string {
+	t.Helper()
+	stream, err := s.artifacts.PutArtifact(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for n, chunk := range []string{data[:1], data[1:]} {
+		if n > 0 {
+			run = "" // only the first message names it
+		}
+		if err := stream.Send(&storagev1.PutArtifactRequest{Chunk: []byte(chunk), RunId: run}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	stored, err := stream.CloseAndRecv()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return stored.GetContentId()
+}
+
+// An artifact is deleted with the last run that stored it, and a snapshot's file with no run.
+func TestArtifactsAreDeletedWithTheirRuns(t *testing.T) {
+	t.Parallel()
+	s := serve(t)
+	own, shared := put(t, s, "run-a", "own"), put(t, s, "run-a", "shared")
+	put(t, s, "run-b", "shared")
+	file := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(file, []byte("of a snapshot"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	imported, err := s.artifacts.ImportArtifacts(t.Context(), &storagev1.ImportArtifactsRequest{Files: []*storagev1.LocalFile{{Path: file}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	snapshot := imported.GetArtifacts()[0].GetContentId()
+	if again := put(t, s, "run-a", "of a snapshot"); again != snapshot {
+		t.Fatalf("%s is not %s", again, snapshot)
+	}
+	left := func(want ...bool) {
+		t.Helper()
+		stat, err := s.artifacts.StatArtifacts(t.Context(), &storagev1.StatArtifactsRequest{ContentIds: []string{own, shared, snapshot}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for n, a := range stat.GetArtifacts() {
+			if a.GetExists() != want[n] {
+				t.Errorf("artifact %d exists: %t, want %t", n, a.GetExists(), want[n])
+			}
+		}
+	}
+	remove := func(run string) {
+		t.Helper()
+		if _, err := s.artifacts.DeleteArtifacts(t.Context(), &storagev1.DeleteArtifactsRequest{ContentIds: []string{own, shared, snapshot}, RunId: run}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	remove("run-c") // has stored none of them
+	left(true, true, true)
+	for range 2 {
+		if _, err := s.events.DeleteRun(t.Context(), &storagev1.DeleteRunRequest{RunId: "run-a"}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	left(false, true, true)
+	remove("run-b")
+	left(false, false, true)
+	remove("") // the snapshot service
+	left(false, false, false)
+}

@@ -19,10 +19,11 @@ async def move_out(envelope: TrajectoryEnvelope, services: Services) -> None:
     """Store the payload and replace it by its content id. Retries until the storage service accepts
     it."""
     payload = envelope.payload
+    run = envelope.header.key.run_id
 
     async def chunks() -> AsyncIterator[PutArtifactRequest]:
         for start in range(0, len(payload), _CHUNK):
-            yield PutArtifactRequest(chunk=payload[start : start + _CHUNK])
+            yield PutArtifactRequest(chunk=payload[start : start + _CHUNK], run_id=run if start == 0 else "")
 
     async for _ in attempts("the storage service does not accept a payload"):
         try:

@@ -90,7 +90,32 @@ func Admit(ctx context.Context, tx Tx, puts [][]Arrival) ([]Tally, error) {
 			}
 		}
 	}
-	return tallies, a.store(ctx)
+	if err := a.store(ctx); err != nil {
+		return nil, err
+	}
+	return tallies, a.markUnused(ctx, puts)
+}
+
+// markUnused marks the payloads in the storage service whose arrivals were not accepted.
+func (a *admission) markUnused(ctx context.Context, puts [][]Arrival) error {
+	accepted := map[string]bool{}
+	for _, samples := range a.fresh {
+		for i := range samples {
+			accepted[samples[i].Ref] = true
+		}
+	}
+	var unused []string
+	for _, put := range puts {
+		for i := range put {
+			if ref := put[i].Ref; ref != "" && !accepted[ref] {
+				unused = append(unused, ref)
+			}
+		}
+	}
+	if len(unused) == 0 {
+		return nil
+	}
+	return a.tx.MarkUnused(ctx, unused)
 }
 
 // admission is the state of one call of Admit.

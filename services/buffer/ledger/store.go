@@ -13,6 +13,11 @@ type Store interface {
 	Create(ctx context.Context, run string, config *bufferv1.LedgerConfig) error
 	// Runs lists the runs whose ledger is not closed.
 	Runs(ctx context.Context) ([]string, error)
+	// WithUnused lists the runs with unused payloads, also those whose ledger is closed.
+	WithUnused(ctx context.Context) ([]string, error)
+	// Delete deletes the ledger of a run in transactions of bounded size, the row of the ledger last.
+	// An unknown run is no error.
+	Delete(ctx context.Context, run string) error
 	// View runs fn on a consistent snapshot. It never waits for a writer. ErrNoLedger.
 	View(ctx context.Context, run string, fn func(Reader) error) error
 	// Update runs fn in a transaction; the transactions of one ledger are serialized. fn may change
@@ -60,6 +65,9 @@ type Reader interface {
 	// Uncovered returns the numbers of the segments with a sample that no step up to the given one
 	// has consumed.
 	Uncovered(ctx context.Context, through uint64) (map[uint32]bool, error)
+	// Unused returns payloads of the storage service that were marked as unused, at most limit. needed
+	// are those that a sample whose payload is not trimmed has.
+	Unused(ctx context.Context, limit int) (unused, needed []string, err error)
 }
 
 // Tx is a Reader that also writes. It sees its own writes.
@@ -69,7 +77,14 @@ type Tx interface {
 	PutGroups(ctx context.Context, groups []*Group) error
 	// AddSamples inserts samples, none of which exists.
 	AddSamples(ctx context.Context, samples []Sample) error
-	// DropSamples deletes all samples of a group.
+	// MarkUnused marks payloads of the storage service as unused.
+	MarkUnused(ctx context.Context, refs []string) error
+	// MarkTrimmed marks the payloads of the steps after one up to another as unused, those in the
+	// storage service.
+	MarkTrimmed(ctx context.Context, after, through uint64) error
+	// Forget removes the marks of payloads.
+	Forget(ctx context.Context, refs []string) error
+	// DropSamples deletes all samples of a group and marks their payloads as unused.
 	DropSamples(ctx context.Context, position uint64) error
 	// Verify clears the receipt digests of the samples that wait for a version.
 	Verify(ctx context.Context, version uint64) error

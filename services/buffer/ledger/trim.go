@@ -8,13 +8,17 @@ type Trimmed struct {
 	Deleted  []uint32  // those whose files can be deleted now
 }
 
-// Trim marks the segments that only the steps up to one need as trimmed. The last segment may still
-// be written to and is kept. The caller deletes the files afterwards.
+// Trim marks the segments that only the steps up to one need as trimmed, and their payloads in the
+// storage service as unused. The last segment may still be written to and is kept. The caller
+// deletes the files afterwards.
 func Trim(ctx context.Context, tx Tx, through uint64) (Trimmed, error) {
 	l := tx.Ledger()
 	through = min(through, l.Step)
 	if through <= l.Trimmed {
 		return Trimmed{}, nil
+	}
+	if err := tx.MarkTrimmed(ctx, l.Trimmed, through); err != nil {
+		return Trimmed{}, err
 	}
 	l.Trimmed = through
 	segments, err := tx.Segments(ctx)

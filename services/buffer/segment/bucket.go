@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"iter"
+	"math"
 	"os"
 
 	"github.com/rollout-rl/rollout/libs/blob"
@@ -101,6 +102,9 @@ func (b *Bucket) numbers(ctx context.Context) iter.Seq2[uint32, error] {
 		}
 	}
 }
+
+// DeleteAll deletes all blobs of the run.
+func (b *Bucket) DeleteAll(ctx context.Context) error { return b.Delete(ctx, math.MaxUint32, nil) }
 
 // Delete deletes the blobs below a number, except those to keep: segments that were trimmed, and
 // those that the ledger never knew.

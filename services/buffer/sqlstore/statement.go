@@ -12,7 +12,7 @@ import (
 // do it: parsing took a third of a transaction of 8 samples.
 type statements struct {
 	ledger, lock, groups, samples, batch, pending, step, weights string
-	save, verify, take, putSegment                               string
+	save, verify, take, putSegment, markTrimmed, forget          string
 	join                                                         string // keeps the order in which it is written
 	live                                                         string // prompt_group, read by the index of groups that a step may still take
 
@@ -55,8 +55,13 @@ func newStatements(db *sqldb.DB) *statements {
 		take: `UPDATE prompt_group` + db.Indexed("prompt_group_step") + ` SET state = $4 WHERE ledger = $1 AND step = $2 AND step > 0 AND state = $3`,
 		putSegment: `INSERT INTO segment (ledger, number, bytes, trimmed) VALUES ($1, $2, $3, $4)
 		ON CONFLICT (ledger, number) DO UPDATE SET bytes = excluded.bytes, trimmed = excluded.trimmed`,
-		join: db.JoinInOrder(),
-		live: `prompt_group` + db.Indexed("prompt_group_live"),
+		markTrimmed: `INSERT INTO unused_payload (ledger, ref)
+		SELECT DISTINCT s.ledger, s.ref FROM prompt_group g` + db.Indexed("prompt_group_step") + `
+		` + db.JoinInOrder() + ` sample s ON s.ledger = g.ledger AND s.position = g.position AND s.ref <> ''
+		WHERE g.ledger = $1 AND g.step > 0 AND g.step > $2 AND g.step <= $3 ON CONFLICT DO NOTHING`,
+		forget: `DELETE FROM unused_payload WHERE ledger = $1 AND ref ` + db.AmongTexts(2),
+		join:   db.JoinInOrder(),
+		live:   `prompt_group` + db.Indexed("prompt_group_live"),
 	}
 	for _, n := range chunks {
 		st.putGroups[n], st.addSamples[n] = putGroups(db, n), addSamples(db, n)

@@ -56,6 +56,10 @@ func (w *writer) exec(ctx context.Context, what, statement string, args ...any) 
 
 // DropSamples implements ledger.Tx.
 func (w *writer) DropSamples(ctx context.Context, position uint64) error {
+	if _, err := w.exec(ctx, "mark dropped payloads as unused", `INSERT INTO unused_payload (ledger, ref)
+		SELECT DISTINCT ledger, ref FROM sample WHERE ledger = $1 AND position = $2 AND ref <> '' ON CONFLICT DO NOTHING`, position); err != nil {
+		return err
+	}
 	_, err := w.exec(ctx, "drop samples", `DELETE FROM sample WHERE ledger = $1 AND position = $2`, position)
 	return err
 }

@@ -41,6 +41,8 @@ func Run(t *testing.T, open func(t *testing.T, folder string) ledger.Store) {
 		"UncoveredSegments":     uncovered,
 		"RunsAreApart":          apart,
 		"EverythingIsThereThen": reopen,
+		"UnusedPayloads":        unused,
+		"DeleteLeavesNothing":   deleted,
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -450,5 +452,90 @@ func reopen(t *testing.T, b *bundle) {
 		s, err := r.BatchSamples(t.Context(), 5)
 		equal(t, "samples", s, []ledger.Sample{sample(1, 0, 0)})
 		return err
+	})
+}
+
+// unused marks the payloads of dropped, refused, and trimmed samples.
+func unused(t *testing.T, b *bundle) {
+	sample := func(position uint64, ref string) ledger.Sample {
+		return ledger.Sample{Position: position, Ref: ref, Outcome: trajectoryv1.Outcome_OUTCOME_COMPLETED}
+	}
+	want := func(what string, unused, needed []string) {
+		t.Helper()
+		b.view(func(r ledger.Reader) error {
+			u, n, err := r.Unused(t.Context(), 100)
+			if !slices.Equal(u, unused) || !slices.Equal(n, needed) {
+				t.Errorf("%s: unused %v, needed %v; want %v and %v", what, u, n, unused, needed)
+			}
+			return err
+		})
+	}
+	b.update(func(tx ledger.Tx) error {
+		groups := []*ledger.Group{{Position: 1, State: ledger.Consumed, Step: 5}, {Position: 2, State: ledger.Consumed, Step: 6}, {Position: 3, State: ledger.Open}, {Position: 4, State: ledger.Open}}
+		return errors.Join(tx.PutGroups(t.Context(), groups), tx.AddSamples(t.Context(), []ledger.Sample{
+			sample(1, "a"), sample(2, "b"), sample(3, "c"), sample(4, "d"), {Position: 1, Sample: 1, Segment: 1},
+		}))
+	})
+	want("nothing is marked", nil, nil)
+	b.update(func(tx ledger.Tx) error { return tx.DropSamples(t.Context(), 3) })
+	b.update(func(tx ledger.Tx) error { return tx.MarkUnused(t.Context(), []string{"d", "e", "e"}) })
+	want("dropped, refused, and repeated", []string{"c", "e"}, []string{"d"})
+	if runs, err := b.store.WithUnused(t.Context()); err != nil || !slices.Equal(runs, []string{run}) {
+		t.Errorf("runs %v, %v", runs, err)
+	}
+	b.update(func(tx ledger.Tx) error { return tx.Forget(t.Context(), []string{"c", "d", "e"}) })
+	want("forgotten", nil, nil)
+	b.update(func(tx ledger.Tx) error {
+		tx.Ledger().Trimmed = 5
+		return tx.MarkTrimmed(t.Context(), 0, 5)
+	})
+	want("trimmed", []string{"a"}, nil)
+}
+
+// deleted deletes one ledger, more than a transaction of it, and leaves the other.
+func deleted(t *testing.T, b *bundle) {
+	const other = "run-01jz0000000000000000000001"
+	b.create(other)
+	fill := func(run string) {
+		if err := b.store.Update(t.Context(), run, func(tx ledger.Tx) error {
+			var err error
+			for p := uint64(0); p < 9000; p += 100 {
+				err = errors.Join(err, tx.PutGroups(t.Context(), []*ledger.Group{{Position: p, State: ledger.Open}}),
+					tx.AddSamples(t.Context(), []ledger.Sample{{Position: p}}))
+			}
+			return errors.Join(err, tx.PutStep(t.Context(), &ledger.Step{Step: 5, Batch: "b"}), tx.PutWeights(t.Context(), 5, "w"),
+				tx.PutSegment(t.Context(), ledger.Segment{Number: 1}), tx.MarkUnused(t.Context(), []string{"u"}))
+		}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	fill(run)
+	fill(other)
+	for range 2 { // an unknown run is no error
+		if err := b.store.Delete(t.Context(), run); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := b.store.View(t.Context(), run, func(ledger.Reader) error { return nil }); !errors.Is(err, ledger.ErrNoLedger) {
+		t.Errorf("the deleted ledger: %v", err)
+	}
+	if err := b.store.View(t.Context(), other, func(r ledger.Reader) error {
+		groups, err := r.ListGroups(t.Context(), ledger.GroupQuery{})
+		if len(groups) != 90 {
+			t.Errorf("the other ledger has %d groups", len(groups))
+		}
+		return err
+	}); err != nil {
+		t.Error(err)
+	}
+	b.create(run) // with the same id nothing returns
+	b.view(func(r ledger.Reader) error {
+		groups, err := r.ListGroups(t.Context(), ledger.GroupQuery{})
+		steps, failed := r.Steps(t.Context(), 0)
+		segments, also := r.Segments(t.Context())
+		if len(groups)+len(steps)+len(segments) > 0 || r.Ledger().Revision != 0 {
+			t.Errorf("%d groups, %d steps, %d segments are left", len(groups), len(steps), len(segments))
+		}
+		return errors.Join(err, failed, also)
 	})
 }

@@ -94,6 +94,14 @@ func (s *Store) Get(ctx context.Context, run string) (*controller.Drive, error) 
 	return found[0], nil
 }
 
+// Delete implements controller.Store.
+func (s *Store) Delete(ctx context.Context, run string) error {
+	if _, err := s.db.Exec(ctx, `DELETE FROM drive WHERE run_id = $1`, run); err != nil {
+		return fmt.Errorf("delete drive of %s: %w", run, err)
+	}
+	return nil
+}
+
 // Active implements controller.Store.
 func (s *Store) Active(ctx context.Context) ([]*controller.Drive, error) {
 	all, err := s.query(ctx, columns+`WHERE active ORDER BY run_id`)

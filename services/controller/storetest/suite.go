@@ -67,6 +67,19 @@ func Run(t *testing.T, open func(t *testing.T) (store controller.Store, reopen f
 		}
 		equal(t, got, newer)
 	})
+	t.Run("a deleted drive is unknown", func(t *testing.T) {
+		store, _ := open(t)
+		if err := errors.Join(store.Save(t.Context(), drive("run-a", 1)), store.Save(t.Context(), drive("run-b", 1)),
+			store.Delete(t.Context(), "run-a"), store.Delete(t.Context(), "run-x")); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := store.Get(t.Context(), "run-a"); !errors.Is(err, controller.ErrNotFound) {
+			t.Errorf("got %v", err)
+		}
+		if _, err := store.Get(t.Context(), "run-b"); err != nil {
+			t.Error(err)
+		}
+	})
 	t.Run("only active drives are listed, by run", func(t *testing.T) {
 		store, _ := open(t)
 		ended := drive("run-b", 1)

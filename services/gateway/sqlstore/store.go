@@ -97,27 +97,39 @@ func describe(session *gateway.Session, task, ended []byte) error {
 	return nil
 }
 
-// expireBatch is how many sessions are deleted in one transaction.
-const expireBatch = 64
+// deleteBatch is how many sessions are deleted in one transaction.
+const deleteBatch = 64
 
 // Expire implements gateway.Store.
 func (s *Store) Expire(ctx context.Context, before time.Time) (sessions int, err error) {
+	return s.deleteAll(ctx, `updated_ms < $1`, before.UnixMilli())
+}
+
+// DeleteRun implements gateway.Store.
+func (s *Store) DeleteRun(ctx context.Context, run string) error {
+	_, err := s.deleteAll(ctx, `run_id = $1`, run)
+	return err
+}
+
+// deleteAll deletes the sessions that a condition selects.
+func (s *Store) deleteAll(ctx context.Context, condition string, arg any) (sessions int, err error) {
 	for {
-		n, err := s.expire(ctx, before)
-		if sessions += n; n < expireBatch || err != nil {
+		n, err := s.deleteSome(ctx, condition, arg)
+		if sessions += n; n < deleteBatch || err != nil {
 			if err != nil {
-				err = fmt.Errorf("delete expired sessions: %w", err)
+				err = fmt.Errorf("delete sessions: %w", err)
 			}
 			return sessions, err
 		}
 	}
 }
 
-// expire deletes some old sessions. A session that gets a segment in the meantime stays.
-func (s *Store) expire(ctx context.Context, before time.Time) (deleted int, err error) {
+// deleteSome deletes some sessions, those first that are old. A session that the condition does not
+// select any more, as when it gets a segment in the meantime, stays.
+func (s *Store) deleteSome(ctx context.Context, condition string, arg any) (deleted int, err error) {
 	err = s.db.Tx(ctx, func(tx *sql.Tx) error {
-		old, err := names(ctx, tx, `DELETE FROM session WHERE updated_ms < $1 AND session_id IN
-			(SELECT session_id FROM session WHERE updated_ms < $1 ORDER BY updated_ms LIMIT $2) RETURNING session_id`, before.UnixMilli(), expireBatch)
+		old, err := names(ctx, tx, `DELETE FROM session WHERE `+condition+` AND session_id IN
+			(SELECT session_id FROM session WHERE `+condition+` ORDER BY updated_ms LIMIT $2) RETURNING session_id`, arg, deleteBatch)
 		if err != nil {
 			return err
 		}

@@ -57,6 +57,7 @@ func Run(t *testing.T, open func(t *testing.T) gateway.Store) {
 	t.Run("a session ends once", func(t *testing.T) { finished(t, open(t)) })
 	t.Run("each session is due once", func(t *testing.T) { due(t, open(t)) })
 	t.Run("sessions expire after their newest segment", func(t *testing.T) { expired(t, open(t)) })
+	t.Run("the sessions of a run are deleted", func(t *testing.T) { runDeleted(t, open(t)) })
 	t.Run("responses are kept until they are deleted or their session expires", func(t *testing.T) { responses(t, open(t)) })
 	t.Run("API keys have unique names and hashes", func(t *testing.T) { uniqueKeys(t, open(t)) })
 	t.Run("each change of the API keys makes a revision", func(t *testing.T) { revisions(t, open(t)) })
@@ -227,5 +228,37 @@ func expired(t *testing.T, store gateway.Store) {
 	add("sess-old-0", 0) // its segments are gone too
 	if got, err := store.Session(t.Context(), "sess-old-0", 0); err != nil || len(got.GetSegments()) != 1 {
 		t.Errorf("got %v, %v", got, err)
+	}
+}
+
+// runDeleted deletes more sessions than one transaction does, and leaves those of another run.
+func runDeleted(t *testing.T, store gateway.Store) {
+	t.Helper()
+	for n := range 150 {
+		name := fmt.Sprintf("sess-%03d", n)
+		of := run
+		if n == 70 {
+			of = "run-2"
+		}
+		if _, err := store.Append(t.Context(), name, of, []*gateway.Segment{segment(name, "s0", "", "aaaa", time.Now())}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := store.KeepResponse(t.Context(), &gateway.Response{ID: "resp-1", Session: "sess-000", Body: []byte("{}"), Input: []byte("[]")}); err != nil {
+		t.Fatal(err)
+	}
+	if err := store.DeleteRun(t.Context(), run); err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range []string{"sess-000", "sess-149"} {
+		if _, err := store.Session(t.Context(), name, 0); !errors.Is(err, gateway.ErrSession) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if _, err := store.Response(t.Context(), "resp-1"); !errors.Is(err, gateway.ErrResponse) {
+		t.Errorf("its response: %v", err)
+	}
+	if got, err := store.Session(t.Context(), "sess-070", 0); err != nil || len(got.GetSegments()) != 1 {
+		t.Errorf("the session of another run: %v, %v", got, err)
 	}
 }

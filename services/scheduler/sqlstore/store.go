@@ -124,6 +124,22 @@ func (s *Store) KeepQueues(ctx context.Context, id string, q *runv1.Queues) erro
 	return nil
 }
 
+// Delete implements scheduler.Store.
+func (s *Store) Delete(ctx context.Context, id string) error {
+	err := s.db.Tx(ctx, func(tx *sql.Tx) error {
+		for _, table := range []string{"cursor", "run"} {
+			if _, err := tx.ExecContext(ctx, `DELETE FROM `+table+` WHERE run_id = $1`, id); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return fmt.Errorf("delete run %s: %w", id, err)
+	}
+	return nil
+}
+
 // Get implements scheduler.Reader.
 func (s *Store) Get(ctx context.Context, id string) (*scheduler.Run, error) {
 	run, err := s.first(ctx, `SELECT record FROM run WHERE run_id = $1`, id)

@@ -84,8 +84,15 @@ func (s *Store) Delete(ctx context.Context, ids ...string) error {
 				SELECT digest FROM snapshot_file WHERE snapshot_id = $1 ON CONFLICT DO NOTHING`, id); err != nil {
 				return err
 			}
-			if _, err := tx.ExecContext(ctx, `DELETE FROM snapshot WHERE snapshot_id = $1`, id); err != nil {
+			if _, err := tx.ExecContext(ctx, `DELETE FROM snapshot WHERE snapshot_id = $1 AND NOT pinned`, id); err != nil {
 				return err
+			}
+			var pinned int
+			if err := tx.QueryRowContext(ctx, `SELECT count(*) FROM snapshot WHERE snapshot_id = $1`, id).Scan(&pinned); err != nil {
+				return err
+			}
+			if pinned > 0 {
+				return snapshot.ErrInUse.With("snapshot", id).WithMessage("snapshot %s is needed: a run started from it", id)
 			}
 		}
 		return nil
@@ -98,9 +105,18 @@ func (s *Store) Delete(ctx context.Context, ids ...string) error {
 
 // Pin implements snapshot.Store.
 func (s *Store) Pin(ctx context.Context, id string) error {
-	n, err := s.db.Exec(ctx, `UPDATE snapshot SET pinned = TRUE WHERE snapshot_id = $1`, id)
+	return s.setPinned(ctx, id, `UPDATE snapshot SET pinned = TRUE WHERE snapshot_id = $1`)
+}
+
+// Unpin implements snapshot.Store.
+func (s *Store) Unpin(ctx context.Context, id string) error {
+	return s.setPinned(ctx, id, `UPDATE snapshot SET pinned = FALSE WHERE snapshot_id = $1`)
+}
+
+func (s *Store) setPinned(ctx context.Context, id, statement string) error {
+	n, err := s.db.Exec(ctx, statement, id)
 	if err != nil {
-		return fmt.Errorf("pin snapshot %s: %w", id, err)
+		return fmt.Errorf("pin or unpin snapshot %s: %w", id, err)
 	}
 	if n == 0 {
 		return snapshot.ErrNotFound.With("snapshot", id).WithMessage("snapshot %q was not found", id)

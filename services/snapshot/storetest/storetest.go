@@ -177,4 +177,16 @@ func pin(t *testing.T, s snapshot.Store) {
 	if err := s.Pin(t.Context(), "snap-9"); !errors.Is(err, snapshot.ErrNotFound) {
 		t.Fatalf("an unknown one was pinned: %v", err)
 	}
+	if err := s.Delete(t.Context(), "snap-2", "snap-1"); !errors.Is(err, snapshot.ErrInUse) {
+		t.Fatalf("a pinned one was deleted: %v", err)
+	}
+	if got, err := s.List(t.Context(), snapshot.Filter{}); err != nil || len(got) != 2 {
+		t.Fatalf("after a refused deletion: %v, %v", ids(got), err)
+	}
+	if err := errors.Join(s.Unpin(t.Context(), "snap-1"), s.Delete(t.Context(), "snap-1")); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Unpin(t.Context(), "snap-9"); !errors.Is(err, snapshot.ErrNotFound) {
+		t.Fatalf("an unknown one was unpinned: %v", err)
+	}
 }

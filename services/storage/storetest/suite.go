@@ -77,6 +77,49 @@ func Run(t *testing.T, open func(t *testing.T) storage.Store) {
 			t.Fatalf("got %v, %v", all, err)
 		}
 	})
+	t.Run("the events and metrics of a run are deleted", func(t *testing.T) {
+		var events []*storage.Event
+		for n := range 6000 { // more than one transaction deletes
+			events = append(events, event(n, func(e *storage.Event) {
+				e.Step, e.Kind, e.Metrics = uint64(n), "step.committed", map[string]float64{"loss": 1, "entropy": 2}
+				if n == 3000 {
+					e.RunId = "run-b"
+				}
+			}))
+		}
+		store := fill(t, events...)
+		if err := store.DeleteRun(t.Context(), "run-a"); err != nil {
+			t.Fatal(err)
+		}
+		want(t, store, storage.Filter{}, 10, false, "3000")
+		for run, names := range map[string]int{"run-a": 0, "run-b": 2} {
+			if all, err := store.Series(t.Context(), run, nil, 0); err != nil || len(all) != names {
+				t.Errorf("%s has %d metrics, %v", run, len(all), err)
+			}
+		}
+	})
+	t.Run("an artifact has several owners", func(t *testing.T) {
+		store := open(t)
+		for _, run := range []string{"", "run-a", "run-a", "run-b"} {
+			if err := store.Own(t.Context(), run, "x"); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := store.Own(t.Context(), "run-a", "y"); err != nil {
+			t.Fatal(err)
+		}
+		owned, err := store.Owned(t.Context(), "run-a", 10)
+		if err != nil || !slices.Equal(owned, []string{"x", "y"}) {
+			t.Errorf("owned %v, %v", owned, err)
+		}
+		if err := store.Disown(t.Context(), "run-a", owned); err != nil {
+			t.Fatal(err)
+		}
+		owners, err := store.OwnersOf(t.Context(), []string{"x", "y", "z"})
+		if err != nil || len(owners) != 1 || !slices.Equal(owners["x"], []string{"", "run-b"}) {
+			t.Errorf("owners %v, %v", owners, err)
+		}
+	})
 	t.Run("the newest value of a repeated step counts", func(t *testing.T) {
 		step := func(n int, step uint64, kind string, metrics map[string]float64) *storage.Event {
 			return event(n, func(e *storage.Event) { e.Step, e.Kind, e.Metrics = step, kind, metrics })

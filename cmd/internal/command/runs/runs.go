@@ -22,8 +22,8 @@ import (
 
 // Command returns `rollout runs`.
 func Command(env *cli.Env) *cobra.Command {
-	return cli.Group("runs", "List, show, cancel, pause and resume runs",
-		listCommand(env), showCommand(env), cancelCommand(env), pauseCommand(env), resumeCommand(env))
+	return cli.Group("runs", "List, show, cancel, pause, resume and delete runs",
+		listCommand(env), showCommand(env), cancelCommand(env), pauseCommand(env), resumeCommand(env), deleteCommand(env))
 }
 
 func listCommand(env *cli.Env) *cobra.Command {
@@ -38,12 +38,9 @@ func listCommand(env *cli.Env) *cobra.Command {
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			request := &runv1.ListRunsRequest{PageSize: limit}
-			for _, name := range states {
-				state, ok := runv1.RunState_value["RUN_STATE_"+strings.ToUpper(name)]
-				if !ok || state == 0 {
-					return cli.Usage("invalid argument %q for --state: must be one of %s", name, strings.Join(stateNames(), ", "))
-				}
-				request.States = append(request.States, runv1.RunState(state))
+			var err error
+			if request.States, err = statesOf(states); err != nil {
+				return err
 			}
 			return env.Plane.Browse(cmd, func(ctx context.Context, r record.Reader) error {
 				response, err := r.Runs(ctx, request)
@@ -58,6 +55,18 @@ func listCommand(env *cli.Env) *cobra.Command {
 	cmd.Flags().Uint32VarP(&limit, "limit", "n", 20, "maximum number of runs")
 	_ = cmd.RegisterFlagCompletionFunc("state", cobra.FixedCompletions(stateNames(), cobra.ShellCompDirectiveNoFileComp))
 	return cmd
+}
+
+// statesOf returns the states that --state names.
+func statesOf(names []string) (states []runv1.RunState, err error) {
+	for _, name := range names {
+		state, ok := runv1.RunState_value["RUN_STATE_"+strings.ToUpper(name)]
+		if !ok || state == 0 {
+			return nil, cli.Usage("invalid argument %q for --state: must be one of %s", name, strings.Join(stateNames(), ", "))
+		}
+		states = append(states, runv1.RunState(state))
+	}
+	return states, nil
 }
 
 func stateNames() []string {

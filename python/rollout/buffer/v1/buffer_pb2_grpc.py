@@ -120,6 +120,11 @@ class BufferServiceStub:
                 request_serializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.TrimPayloadsRequest.SerializeToString,
                 response_deserializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.TrimPayloadsResponse.FromString,
                 _registered_method=True)
+        self.DeleteRun = channel.unary_unary(
+                '/rollout.buffer.v1.BufferService/DeleteRun',
+                request_serializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.DeleteRunRequest.SerializeToString,
+                response_deserializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.DeleteRunResponse.FromString,
+                _registered_method=True)
 
 
 class BufferServiceServicer:
@@ -259,6 +264,13 @@ class BufferServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteRun(self, request, context):
+        """DeleteRun deletes the ledger of a run and its payloads. Idempotent, also for unknown runs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BufferServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -346,6 +358,11 @@ def add_BufferServiceServicer_to_server(servicer, server):
                     servicer.TrimPayloads,
                     request_deserializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.TrimPayloadsRequest.FromString,
                     response_serializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.TrimPayloadsResponse.SerializeToString,
+            ),
+            'DeleteRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteRun,
+                    request_deserializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.DeleteRunRequest.FromString,
+                    response_serializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.DeleteRunResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -808,6 +825,33 @@ class BufferService:
             '/rollout.buffer.v1.BufferService/TrimPayloads',
             rollout_dot_buffer_dot_v1_dot_buffer__pb2.TrimPayloadsRequest.SerializeToString,
             rollout_dot_buffer_dot_v1_dot_buffer__pb2.TrimPayloadsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.buffer.v1.BufferService/DeleteRun',
+            rollout_dot_buffer_dot_v1_dot_buffer__pb2.DeleteRunRequest.SerializeToString,
+            rollout_dot_buffer_dot_v1_dot_buffer__pb2.DeleteRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -92,6 +92,8 @@ class BufferServiceStub:
     """TrimPayloads allows the buffer to delete the payloads of the steps up to one, because a
     snapshot covers them.
     """
+    DeleteRun: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.DeleteRunRequest, _buffer_pb2.DeleteRunResponse]
+    """DeleteRun deletes the ledger of a run and its payloads. Idempotent, also for unknown runs."""
 
 @_typing.type_check_only
 class BufferServiceAsyncStub(BufferServiceStub):
@@ -155,6 +157,8 @@ class BufferServiceAsyncStub(BufferServiceStub):
     """TrimPayloads allows the buffer to delete the payloads of the steps up to one, because a
     snapshot covers them.
     """
+    DeleteRun: _aio.UnaryUnaryMultiCallable[_buffer_pb2.DeleteRunRequest, _buffer_pb2.DeleteRunResponse]  # type: ignore[assignment]
+    """DeleteRun deletes the ledger of a run and its payloads. Idempotent, also for unknown runs."""
 
 class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
     """BufferService is the ledger's interface for scheduler, learner-controller, workers, and auditors."""
@@ -317,5 +321,13 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         """TrimPayloads allows the buffer to delete the payloads of the steps up to one, because a
         snapshot covers them.
         """
+
+    @_abc_1.abstractmethod
+    def DeleteRun(
+        self,
+        request: _buffer_pb2.DeleteRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_buffer_pb2.DeleteRunResponse, _abc.Awaitable[_buffer_pb2.DeleteRunResponse]]:
+        """DeleteRun deletes the ledger of a run and its payloads. Idempotent, also for unknown runs."""
 
 def add_BufferServiceServicer_to_server(servicer: BufferServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -60,6 +60,11 @@ class RolloutGatewayServiceStub:
                 request_serializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.CloseSessionRequest.SerializeToString,
                 response_deserializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.CloseSessionResponse.FromString,
                 _registered_method=True)
+        self.DeleteRun = channel.unary_unary(
+                '/rollout.gateway.v1.RolloutGatewayService/DeleteRun',
+                request_serializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.DeleteRunRequest.SerializeToString,
+                response_deserializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.DeleteRunResponse.FromString,
+                _registered_method=True)
 
 
 class RolloutGatewayServiceServicer:
@@ -107,6 +112,14 @@ class RolloutGatewayServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteRun(self, request, context):
+        """DeleteRun deletes the sessions of a run with their stored responses. Idempotent, also for
+        unknown runs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RolloutGatewayServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -134,6 +147,11 @@ def add_RolloutGatewayServiceServicer_to_server(servicer, server):
                     servicer.CloseSession,
                     request_deserializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.CloseSessionRequest.FromString,
                     response_serializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.CloseSessionResponse.SerializeToString,
+            ),
+            'DeleteRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteRun,
+                    request_deserializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.DeleteRunRequest.FromString,
+                    response_serializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.DeleteRunResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -272,6 +290,33 @@ class RolloutGatewayService:
             '/rollout.gateway.v1.RolloutGatewayService/CloseSession',
             rollout_dot_gateway_dot_v1_dot_gateway__pb2.CloseSessionRequest.SerializeToString,
             rollout_dot_gateway_dot_v1_dot_gateway__pb2.CloseSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.gateway.v1.RolloutGatewayService/DeleteRun',
+            rollout_dot_gateway_dot_v1_dot_gateway__pb2.DeleteRunRequest.SerializeToString,
+            rollout_dot_gateway_dot_v1_dot_gateway__pb2.DeleteRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -54,6 +54,10 @@ class RolloutGatewayServiceStub:
     """CloseSession ends a session with a reward. Each leaf of its tree becomes a trajectory of the
     run. Idempotent; another reward or outcome than before is refused with reason SESSION_CLOSED.
     """
+    DeleteRun: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.DeleteRunRequest, _gateway_pb2.DeleteRunResponse]
+    """DeleteRun deletes the sessions of a run with their stored responses. Idempotent, also for
+    unknown runs.
+    """
 
 @_typing.type_check_only
 class RolloutGatewayServiceAsyncStub(RolloutGatewayServiceStub):
@@ -78,6 +82,10 @@ class RolloutGatewayServiceAsyncStub(RolloutGatewayServiceStub):
     CloseSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.CloseSessionRequest, _gateway_pb2.CloseSessionResponse]  # type: ignore[assignment]
     """CloseSession ends a session with a reward. Each leaf of its tree becomes a trajectory of the
     run. Idempotent; another reward or outcome than before is refused with reason SESSION_CLOSED.
+    """
+    DeleteRun: _aio.UnaryUnaryMultiCallable[_gateway_pb2.DeleteRunRequest, _gateway_pb2.DeleteRunResponse]  # type: ignore[assignment]
+    """DeleteRun deletes the sessions of a run with their stored responses. Idempotent, also for
+    unknown runs.
     """
 
 class RolloutGatewayServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -130,6 +138,16 @@ class RolloutGatewayServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_gateway_pb2.CloseSessionResponse, _abc.Awaitable[_gateway_pb2.CloseSessionResponse]]:
         """CloseSession ends a session with a reward. Each leaf of its tree becomes a trajectory of the
         run. Idempotent; another reward or outcome than before is refused with reason SESSION_CLOSED.
+        """
+
+    @_abc_1.abstractmethod
+    def DeleteRun(
+        self,
+        request: _gateway_pb2.DeleteRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.DeleteRunResponse, _abc.Awaitable[_gateway_pb2.DeleteRunResponse]]:
+        """DeleteRun deletes the sessions of a run with their stored responses. Idempotent, also for
+        unknown runs.
         """
 
 def add_RolloutGatewayServiceServicer_to_server(servicer: RolloutGatewayServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -55,6 +55,11 @@ class LearnerControllerServiceStub:
                 request_serializer=rollout_dot_learner_dot_v1_dot_learner__pb2.WatchProgressRequest.SerializeToString,
                 response_deserializer=rollout_dot_learner_dot_v1_dot_learner__pb2.WatchProgressResponse.FromString,
                 _registered_method=True)
+        self.DeleteRun = channel.unary_unary(
+                '/rollout.learner.v1.LearnerControllerService/DeleteRun',
+                request_serializer=rollout_dot_learner_dot_v1_dot_learner__pb2.DeleteRunRequest.SerializeToString,
+                response_deserializer=rollout_dot_learner_dot_v1_dot_learner__pb2.DeleteRunResponse.FromString,
+                _registered_method=True)
 
 
 class LearnerControllerServiceServicer:
@@ -90,6 +95,13 @@ class LearnerControllerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteRun(self, request, context):
+        """DeleteRun stops driving a run and forgets it. Idempotent, also for unknown runs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_LearnerControllerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +124,11 @@ def add_LearnerControllerServiceServicer_to_server(servicer, server):
                     servicer.WatchProgress,
                     request_deserializer=rollout_dot_learner_dot_v1_dot_learner__pb2.WatchProgressRequest.FromString,
                     response_serializer=rollout_dot_learner_dot_v1_dot_learner__pb2.WatchProgressResponse.SerializeToString,
+            ),
+            'DeleteRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteRun,
+                    request_deserializer=rollout_dot_learner_dot_v1_dot_learner__pb2.DeleteRunRequest.FromString,
+                    response_serializer=rollout_dot_learner_dot_v1_dot_learner__pb2.DeleteRunResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -223,6 +240,33 @@ class LearnerControllerService:
             '/rollout.learner.v1.LearnerControllerService/WatchProgress',
             rollout_dot_learner_dot_v1_dot_learner__pb2.WatchProgressRequest.SerializeToString,
             rollout_dot_learner_dot_v1_dot_learner__pb2.WatchProgressResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.learner.v1.LearnerControllerService/DeleteRun',
+            rollout_dot_learner_dot_v1_dot_learner__pb2.DeleteRunRequest.SerializeToString,
+            rollout_dot_learner_dot_v1_dot_learner__pb2.DeleteRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

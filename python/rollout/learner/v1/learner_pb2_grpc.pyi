@@ -45,6 +45,8 @@ class LearnerControllerServiceStub:
     """GetProgress returns the current progress."""
     WatchProgress: _grpc.UnaryStreamMultiCallable[_learner_pb2.WatchProgressRequest, _learner_pb2.WatchProgressResponse]
     """WatchProgress streams the progress immediately and at each change, until a final phase."""
+    DeleteRun: _grpc.UnaryUnaryMultiCallable[_learner_pb2.DeleteRunRequest, _learner_pb2.DeleteRunResponse]
+    """DeleteRun stops driving a run and forgets it. Idempotent, also for unknown runs."""
 
 @_typing.type_check_only
 class LearnerControllerServiceAsyncStub(LearnerControllerServiceStub):
@@ -61,6 +63,8 @@ class LearnerControllerServiceAsyncStub(LearnerControllerServiceStub):
     """GetProgress returns the current progress."""
     WatchProgress: _aio.UnaryStreamMultiCallable[_learner_pb2.WatchProgressRequest, _learner_pb2.WatchProgressResponse]  # type: ignore[assignment]
     """WatchProgress streams the progress immediately and at each change, until a final phase."""
+    DeleteRun: _aio.UnaryUnaryMultiCallable[_learner_pb2.DeleteRunRequest, _learner_pb2.DeleteRunResponse]  # type: ignore[assignment]
+    """DeleteRun stops driving a run and forgets it. Idempotent, also for unknown runs."""
 
 class LearnerControllerServiceServicer(metaclass=_abc_1.ABCMeta):
     """LearnerControllerService owns the state machine of the learner."""
@@ -98,6 +102,14 @@ class LearnerControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_learner_pb2.WatchProgressResponse], _abc.AsyncIterator[_learner_pb2.WatchProgressResponse]]:
         """WatchProgress streams the progress immediately and at each change, until a final phase."""
+
+    @_abc_1.abstractmethod
+    def DeleteRun(
+        self,
+        request: _learner_pb2.DeleteRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_learner_pb2.DeleteRunResponse, _abc.Awaitable[_learner_pb2.DeleteRunResponse]]:
+        """DeleteRun stops driving a run and forgets it. Idempotent, also for unknown runs."""
 
 def add_LearnerControllerServiceServicer_to_server(servicer: LearnerControllerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -53,6 +53,8 @@ class _RunStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunState.Val
     """Stopped by an error; see `reason` and `message`."""
     RUN_STATE_CANCELLED: _RunState.ValueType  # 9
     """Cancelled by request."""
+    RUN_STATE_DELETING: _RunState.ValueType  # 10
+    """Its data is being deleted, which the leader continues after a crash. The record is deleted last."""
 
 class RunState(_RunState, metaclass=_RunStateEnumTypeWrapper):
     """RunState is the state of a run.
@@ -62,6 +64,7 @@ class RunState(_RunState, metaclass=_RunStateEnumTypeWrapper):
                     |          v  |
                     |         PAUSED
                     any of these -> FAILED | INTERRUPTED; INTERRUPTED, FAILED, CANCELLED -> STARTING by ResumeRun
+                    SUCCEEDED, FAILED, CANCELLED, INTERRUPTED -> DELETING by DeleteRun, until nothing is left
     """
 
 RUN_STATE_UNSPECIFIED: RunState.ValueType  # 0
@@ -87,6 +90,8 @@ RUN_STATE_FAILED: RunState.ValueType  # 8
 """Stopped by an error; see `reason` and `message`."""
 RUN_STATE_CANCELLED: RunState.ValueType  # 9
 """Cancelled by request."""
+RUN_STATE_DELETING: RunState.ValueType  # 10
+"""Its data is being deleted, which the leader continues after a crash. The record is deleted last."""
 Global___RunState: _TypeAlias = RunState  # noqa: Y015
 
 @_typing.final
@@ -1007,6 +1012,62 @@ class ResumeRunResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResumeRunResponse: _TypeAlias = ResumeRunResponse  # noqa: Y015
+
+@_typing.final
+class DeleteRunRequest(_message.Message):
+    """DeleteRunRequest names a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run id. Neither a prefix nor a name, so that no run is deleted by accident."""
+    dry_run: _builtins.bool
+    """Whether the request is only checked, and nothing is deleted."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        dry_run: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dry_run", b"dry_run", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteRunRequest: _TypeAlias = DeleteRunRequest  # noqa: Y015
+
+@_typing.final
+class DeleteRunResponse(_message.Message):
+    """DeleteRunResponse describes what was deleted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    KEPT_SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def run(self) -> Global___Run:
+        """The run, as it was before."""
+
+    @_builtins.property
+    def kept_snapshots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Snapshots of the run that stay, because other runs started from them."""
+
+    def __init__(
+        self,
+        *,
+        run: Global___Run | None = ...,
+        kept_snapshots: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept_snapshots", b"kept_snapshots", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteRunResponse: _TypeAlias = DeleteRunResponse  # noqa: Y015
 
 @_typing.final
 class WatchRunRequest(_message.Message):

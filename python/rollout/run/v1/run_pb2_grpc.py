@@ -65,6 +65,11 @@ class SchedulerServiceStub:
                 request_serializer=rollout_dot_run_dot_v1_dot_run__pb2.ResumeRunRequest.SerializeToString,
                 response_deserializer=rollout_dot_run_dot_v1_dot_run__pb2.ResumeRunResponse.FromString,
                 _registered_method=True)
+        self.DeleteRun = channel.unary_unary(
+                '/rollout.run.v1.SchedulerService/DeleteRun',
+                request_serializer=rollout_dot_run_dot_v1_dot_run__pb2.DeleteRunRequest.SerializeToString,
+                response_deserializer=rollout_dot_run_dot_v1_dot_run__pb2.DeleteRunResponse.FromString,
+                _registered_method=True)
         self.WatchRun = channel.unary_stream(
                 '/rollout.run.v1.SchedulerService/WatchRun',
                 request_serializer=rollout_dot_run_dot_v1_dot_run__pb2.WatchRunRequest.SerializeToString,
@@ -123,6 +128,18 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteRun(self, request, context):
+        """DeleteRun deletes everything that is stored of a run that has ended: record, ledger, payloads,
+        events, metrics, streams, sessions, snapshots, weights, and logs. Snapshots that other runs
+        started from stay until those runs are deleted. Returns when nothing is left; after an error or
+        a crash the leader finishes the deletion by itself. Idempotent until the record is gone, then
+        NOT_FOUND. FAILED_PRECONDITION, reason RUN_ACTIVE, while the run is active; reason RUN_IN_USE if
+        another run or a served model reads files of its folder.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchRun(self, request, context):
         """WatchRun streams the status at once and on every change (at most a few a second) until the run
         has ended.
@@ -163,6 +180,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.ResumeRun,
                     request_deserializer=rollout_dot_run_dot_v1_dot_run__pb2.ResumeRunRequest.FromString,
                     response_serializer=rollout_dot_run_dot_v1_dot_run__pb2.ResumeRunResponse.SerializeToString,
+            ),
+            'DeleteRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteRun,
+                    request_deserializer=rollout_dot_run_dot_v1_dot_run__pb2.DeleteRunRequest.FromString,
+                    response_serializer=rollout_dot_run_dot_v1_dot_run__pb2.DeleteRunResponse.SerializeToString,
             ),
             'WatchRun': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchRun,
@@ -333,6 +355,33 @@ class SchedulerService:
             '/rollout.run.v1.SchedulerService/ResumeRun',
             rollout_dot_run_dot_v1_dot_run__pb2.ResumeRunRequest.SerializeToString,
             rollout_dot_run_dot_v1_dot_run__pb2.ResumeRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.run.v1.SchedulerService/DeleteRun',
+            rollout_dot_run_dot_v1_dot_run__pb2.DeleteRunRequest.SerializeToString,
+            rollout_dot_run_dot_v1_dot_run__pb2.DeleteRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -56,6 +56,14 @@ class SchedulerServiceStub:
     gradient has paused begins its next incarnation and tries the step again with the recorded
     batch. FAILED_PRECONDITION, reason RUN_NOT_RESUMABLE, if the run has succeeded.
     """
+    DeleteRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.DeleteRunRequest, _run_pb2.DeleteRunResponse]
+    """DeleteRun deletes everything that is stored of a run that has ended: record, ledger, payloads,
+    events, metrics, streams, sessions, snapshots, weights, and logs. Snapshots that other runs
+    started from stay until those runs are deleted. Returns when nothing is left; after an error or
+    a crash the leader finishes the deletion by itself. Idempotent until the record is gone, then
+    NOT_FOUND. FAILED_PRECONDITION, reason RUN_ACTIVE, while the run is active; reason RUN_IN_USE if
+    another run or a served model reads files of its folder.
+    """
     WatchRun: _grpc.UnaryStreamMultiCallable[_run_pb2.WatchRunRequest, _run_pb2.WatchRunResponse]
     """WatchRun streams the status at once and on every change (at most a few a second) until the run
     has ended.
@@ -86,6 +94,14 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """ResumeRun continues a paused, interrupted, failed, or cancelled run. A run that a refused
     gradient has paused begins its next incarnation and tries the step again with the recorded
     batch. FAILED_PRECONDITION, reason RUN_NOT_RESUMABLE, if the run has succeeded.
+    """
+    DeleteRun: _aio.UnaryUnaryMultiCallable[_run_pb2.DeleteRunRequest, _run_pb2.DeleteRunResponse]  # type: ignore[assignment]
+    """DeleteRun deletes everything that is stored of a run that has ended: record, ledger, payloads,
+    events, metrics, streams, sessions, snapshots, weights, and logs. Snapshots that other runs
+    started from stay until those runs are deleted. Returns when nothing is left; after an error or
+    a crash the leader finishes the deletion by itself. Idempotent until the record is gone, then
+    NOT_FOUND. FAILED_PRECONDITION, reason RUN_ACTIVE, while the run is active; reason RUN_IN_USE if
+    another run or a served model reads files of its folder.
     """
     WatchRun: _aio.UnaryStreamMultiCallable[_run_pb2.WatchRunRequest, _run_pb2.WatchRunResponse]  # type: ignore[assignment]
     """WatchRun streams the status at once and on every change (at most a few a second) until the run
@@ -150,6 +166,20 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         """ResumeRun continues a paused, interrupted, failed, or cancelled run. A run that a refused
         gradient has paused begins its next incarnation and tries the step again with the recorded
         batch. FAILED_PRECONDITION, reason RUN_NOT_RESUMABLE, if the run has succeeded.
+        """
+
+    @_abc_1.abstractmethod
+    def DeleteRun(
+        self,
+        request: _run_pb2.DeleteRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.DeleteRunResponse, _abc.Awaitable[_run_pb2.DeleteRunResponse]]:
+        """DeleteRun deletes everything that is stored of a run that has ended: record, ledger, payloads,
+        events, metrics, streams, sessions, snapshots, weights, and logs. Snapshots that other runs
+        started from stay until those runs are deleted. Returns when nothing is left; after an error or
+        a crash the leader finishes the deletion by itself. Idempotent until the record is gone, then
+        NOT_FOUND. FAILED_PRECONDITION, reason RUN_ACTIVE, while the run is active; reason RUN_IN_USE if
+        another run or a served model reads files of its folder.
         """
 
     @_abc_1.abstractmethod

@@ -65,10 +65,20 @@ class SnapshotServiceStub:
                 request_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.PinSnapshotRequest.SerializeToString,
                 response_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.PinSnapshotResponse.FromString,
                 _registered_method=True)
+        self.UnpinSnapshot = channel.unary_unary(
+                '/rollout.snapshot.v1.SnapshotService/UnpinSnapshot',
+                request_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.UnpinSnapshotRequest.SerializeToString,
+                response_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.UnpinSnapshotResponse.FromString,
+                _registered_method=True)
         self.DeleteSnapshot = channel.unary_unary(
                 '/rollout.snapshot.v1.SnapshotService/DeleteSnapshot',
                 request_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.DeleteSnapshotRequest.SerializeToString,
                 response_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.DeleteSnapshotResponse.FromString,
+                _registered_method=True)
+        self.DeleteRun = channel.unary_unary(
+                '/rollout.snapshot.v1.SnapshotService/DeleteRun',
+                request_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.DeleteRunRequest.SerializeToString,
+                response_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.DeleteRunResponse.FromString,
                 _registered_method=True)
 
 
@@ -124,8 +134,24 @@ class SnapshotServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UnpinSnapshot(self, request, context):
+        """UnpinSnapshot ends the exemption: no run that started from it exists any more. Idempotent.
+        NOT_FOUND, reason SNAPSHOT_NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteSnapshot(self, request, context):
         """DeleteSnapshot deletes a manifest, and the files that no other manifest names. Idempotent.
+        FAILED_PRECONDITION, reason SNAPSHOT_IN_USE, if a run started from it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteRun(self, request, context):
+        """DeleteRun deletes the snapshots of a run, except some. Idempotent, also for unknown runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -164,10 +190,20 @@ def add_SnapshotServiceServicer_to_server(servicer, server):
                     request_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.PinSnapshotRequest.FromString,
                     response_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.PinSnapshotResponse.SerializeToString,
             ),
+            'UnpinSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnpinSnapshot,
+                    request_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.UnpinSnapshotRequest.FromString,
+                    response_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.UnpinSnapshotResponse.SerializeToString,
+            ),
             'DeleteSnapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteSnapshot,
                     request_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.DeleteSnapshotRequest.FromString,
                     response_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.DeleteSnapshotResponse.SerializeToString,
+            ),
+            'DeleteRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteRun,
+                    request_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.DeleteRunRequest.FromString,
+                    response_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.DeleteRunResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -344,6 +380,33 @@ class SnapshotService:
             _registered_method=True)
 
     @staticmethod
+    def UnpinSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.snapshot.v1.SnapshotService/UnpinSnapshot',
+            rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.UnpinSnapshotRequest.SerializeToString,
+            rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.UnpinSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def DeleteSnapshot(request,
             target,
             options=(),
@@ -360,6 +423,33 @@ class SnapshotService:
             '/rollout.snapshot.v1.SnapshotService/DeleteSnapshot',
             rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.DeleteSnapshotRequest.SerializeToString,
             rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.DeleteSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.snapshot.v1.SnapshotService/DeleteRun',
+            rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.DeleteRunRequest.SerializeToString,
+            rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.DeleteRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

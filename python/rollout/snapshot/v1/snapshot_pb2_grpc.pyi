@@ -55,8 +55,16 @@ class SnapshotServiceStub:
     """PinSnapshot exempts a snapshot from retention, because a run starts from it. Idempotent.
     NOT_FOUND, reason SNAPSHOT_NOT_FOUND.
     """
+    UnpinSnapshot: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.UnpinSnapshotRequest, _snapshot_pb2.UnpinSnapshotResponse]
+    """UnpinSnapshot ends the exemption: no run that started from it exists any more. Idempotent.
+    NOT_FOUND, reason SNAPSHOT_NOT_FOUND.
+    """
     DeleteSnapshot: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.DeleteSnapshotRequest, _snapshot_pb2.DeleteSnapshotResponse]
-    """DeleteSnapshot deletes a manifest, and the files that no other manifest names. Idempotent."""
+    """DeleteSnapshot deletes a manifest, and the files that no other manifest names. Idempotent.
+    FAILED_PRECONDITION, reason SNAPSHOT_IN_USE, if a run started from it.
+    """
+    DeleteRun: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.DeleteRunRequest, _snapshot_pb2.DeleteRunResponse]
+    """DeleteRun deletes the snapshots of a run, except some. Idempotent, also for unknown runs."""
 
 @_typing.type_check_only
 class SnapshotServiceAsyncStub(SnapshotServiceStub):
@@ -85,8 +93,16 @@ class SnapshotServiceAsyncStub(SnapshotServiceStub):
     """PinSnapshot exempts a snapshot from retention, because a run starts from it. Idempotent.
     NOT_FOUND, reason SNAPSHOT_NOT_FOUND.
     """
+    UnpinSnapshot: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.UnpinSnapshotRequest, _snapshot_pb2.UnpinSnapshotResponse]  # type: ignore[assignment]
+    """UnpinSnapshot ends the exemption: no run that started from it exists any more. Idempotent.
+    NOT_FOUND, reason SNAPSHOT_NOT_FOUND.
+    """
     DeleteSnapshot: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.DeleteSnapshotRequest, _snapshot_pb2.DeleteSnapshotResponse]  # type: ignore[assignment]
-    """DeleteSnapshot deletes a manifest, and the files that no other manifest names. Idempotent."""
+    """DeleteSnapshot deletes a manifest, and the files that no other manifest names. Idempotent.
+    FAILED_PRECONDITION, reason SNAPSHOT_IN_USE, if a run started from it.
+    """
+    DeleteRun: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.DeleteRunRequest, _snapshot_pb2.DeleteRunResponse]  # type: ignore[assignment]
+    """DeleteRun deletes the snapshots of a run, except some. Idempotent, also for unknown runs."""
 
 class SnapshotServiceServicer(metaclass=_abc_1.ABCMeta):
     """SnapshotService owns the manifests and their retention."""
@@ -150,11 +166,31 @@ class SnapshotServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def UnpinSnapshot(
+        self,
+        request: _snapshot_pb2.UnpinSnapshotRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshot_pb2.UnpinSnapshotResponse, _abc.Awaitable[_snapshot_pb2.UnpinSnapshotResponse]]:
+        """UnpinSnapshot ends the exemption: no run that started from it exists any more. Idempotent.
+        NOT_FOUND, reason SNAPSHOT_NOT_FOUND.
+        """
+
+    @_abc_1.abstractmethod
     def DeleteSnapshot(
         self,
         request: _snapshot_pb2.DeleteSnapshotRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_snapshot_pb2.DeleteSnapshotResponse, _abc.Awaitable[_snapshot_pb2.DeleteSnapshotResponse]]:
-        """DeleteSnapshot deletes a manifest, and the files that no other manifest names. Idempotent."""
+        """DeleteSnapshot deletes a manifest, and the files that no other manifest names. Idempotent.
+        FAILED_PRECONDITION, reason SNAPSHOT_IN_USE, if a run started from it.
+        """
+
+    @_abc_1.abstractmethod
+    def DeleteRun(
+        self,
+        request: _snapshot_pb2.DeleteRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshot_pb2.DeleteRunResponse, _abc.Awaitable[_snapshot_pb2.DeleteRunResponse]]:
+        """DeleteRun deletes the snapshots of a run, except some. Idempotent, also for unknown runs."""
 
 def add_SnapshotServiceServicer_to_server(servicer: SnapshotServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -111,7 +111,8 @@ class ArtifactServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteArtifacts(self, request, context):
-        """DeleteArtifacts deletes artifacts. Idempotent.
+        """DeleteArtifacts deletes artifacts, except those that were stored for another run too.
+        Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -355,6 +356,11 @@ class EventServiceStub:
                 request_serializer=rollout_dot_storage_dot_v1_dot_storage__pb2.QueryMetricsRequest.SerializeToString,
                 response_deserializer=rollout_dot_storage_dot_v1_dot_storage__pb2.QueryMetricsResponse.FromString,
                 _registered_method=True)
+        self.DeleteRun = channel.unary_unary(
+                '/rollout.storage.v1.EventService/DeleteRun',
+                request_serializer=rollout_dot_storage_dot_v1_dot_storage__pb2.DeleteRunRequest.SerializeToString,
+                response_deserializer=rollout_dot_storage_dot_v1_dot_storage__pb2.DeleteRunResponse.FromString,
+                _registered_method=True)
 
 
 class EventServiceServicer:
@@ -389,6 +395,14 @@ class EventServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteRun(self, request, context):
+        """DeleteRun deletes the events and metrics of a run, and the artifacts that only this run has
+        stored with its id. Idempotent, also for unknown runs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EventServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -411,6 +425,11 @@ def add_EventServiceServicer_to_server(servicer, server):
                     servicer.QueryMetrics,
                     request_deserializer=rollout_dot_storage_dot_v1_dot_storage__pb2.QueryMetricsRequest.FromString,
                     response_serializer=rollout_dot_storage_dot_v1_dot_storage__pb2.QueryMetricsResponse.SerializeToString,
+            ),
+            'DeleteRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteRun,
+                    request_deserializer=rollout_dot_storage_dot_v1_dot_storage__pb2.DeleteRunRequest.FromString,
+                    response_serializer=rollout_dot_storage_dot_v1_dot_storage__pb2.DeleteRunResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -522,6 +541,33 @@ class EventService:
             '/rollout.storage.v1.EventService/QueryMetrics',
             rollout_dot_storage_dot_v1_dot_storage__pb2.QueryMetricsRequest.SerializeToString,
             rollout_dot_storage_dot_v1_dot_storage__pb2.QueryMetricsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.storage.v1.EventService/DeleteRun',
+            rollout_dot_storage_dot_v1_dot_storage__pb2.DeleteRunRequest.SerializeToString,
+            rollout_dot_storage_dot_v1_dot_storage__pb2.DeleteRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

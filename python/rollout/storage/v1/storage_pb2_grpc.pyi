@@ -52,7 +52,9 @@ class ArtifactServiceStub:
     StatArtifacts: _grpc.UnaryUnaryMultiCallable[_storage_pb2.StatArtifactsRequest, _storage_pb2.StatArtifactsResponse]
     """StatArtifacts returns which artifacts exist. Batched."""
     DeleteArtifacts: _grpc.UnaryUnaryMultiCallable[_storage_pb2.DeleteArtifactsRequest, _storage_pb2.DeleteArtifactsResponse]
-    """DeleteArtifacts deletes artifacts. Idempotent."""
+    """DeleteArtifacts deletes artifacts, except those that were stored for another run too.
+    Idempotent.
+    """
 
 @_typing.type_check_only
 class ArtifactServiceAsyncStub(ArtifactServiceStub):
@@ -78,7 +80,9 @@ class ArtifactServiceAsyncStub(ArtifactServiceStub):
     StatArtifacts: _aio.UnaryUnaryMultiCallable[_storage_pb2.StatArtifactsRequest, _storage_pb2.StatArtifactsResponse]  # type: ignore[assignment]
     """StatArtifacts returns which artifacts exist. Batched."""
     DeleteArtifacts: _aio.UnaryUnaryMultiCallable[_storage_pb2.DeleteArtifactsRequest, _storage_pb2.DeleteArtifactsResponse]  # type: ignore[assignment]
-    """DeleteArtifacts deletes artifacts. Idempotent."""
+    """DeleteArtifacts deletes artifacts, except those that were stored for another run too.
+    Idempotent.
+    """
 
 class ArtifactServiceServicer(metaclass=_abc_1.ABCMeta):
     """ArtifactService stores bytes by the digest of their content."""
@@ -137,7 +141,9 @@ class ArtifactServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _storage_pb2.DeleteArtifactsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_storage_pb2.DeleteArtifactsResponse, _abc.Awaitable[_storage_pb2.DeleteArtifactsResponse]]:
-        """DeleteArtifacts deletes artifacts. Idempotent."""
+        """DeleteArtifacts deletes artifacts, except those that were stored for another run too.
+        Idempotent.
+        """
 
 def add_ArtifactServiceServicer_to_server(servicer: ArtifactServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
@@ -156,6 +162,10 @@ class EventServiceStub:
     """TailEvents streams the stored events in order, then new ones until the client disconnects."""
     QueryMetrics: _grpc.UnaryUnaryMultiCallable[_storage_pb2.QueryMetricsRequest, _storage_pb2.QueryMetricsResponse]
     """QueryMetrics returns metrics by step."""
+    DeleteRun: _grpc.UnaryUnaryMultiCallable[_storage_pb2.DeleteRunRequest, _storage_pb2.DeleteRunResponse]
+    """DeleteRun deletes the events and metrics of a run, and the artifacts that only this run has
+    stored with its id. Idempotent, also for unknown runs.
+    """
 
 @_typing.type_check_only
 class EventServiceAsyncStub(EventServiceStub):
@@ -170,6 +180,10 @@ class EventServiceAsyncStub(EventServiceStub):
     """TailEvents streams the stored events in order, then new ones until the client disconnects."""
     QueryMetrics: _aio.UnaryUnaryMultiCallable[_storage_pb2.QueryMetricsRequest, _storage_pb2.QueryMetricsResponse]  # type: ignore[assignment]
     """QueryMetrics returns metrics by step."""
+    DeleteRun: _aio.UnaryUnaryMultiCallable[_storage_pb2.DeleteRunRequest, _storage_pb2.DeleteRunResponse]  # type: ignore[assignment]
+    """DeleteRun deletes the events and metrics of a run, and the artifacts that only this run has
+    stored with its id. Idempotent, also for unknown runs.
+    """
 
 class EventServiceServicer(metaclass=_abc_1.ABCMeta):
     """EventService stores events and metrics."""
@@ -205,5 +219,15 @@ class EventServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_storage_pb2.QueryMetricsResponse, _abc.Awaitable[_storage_pb2.QueryMetricsResponse]]:
         """QueryMetrics returns metrics by step."""
+
+    @_abc_1.abstractmethod
+    def DeleteRun(
+        self,
+        request: _storage_pb2.DeleteRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_storage_pb2.DeleteRunResponse, _abc.Awaitable[_storage_pb2.DeleteRunResponse]]:
+        """DeleteRun deletes the events and metrics of a run, and the artifacts that only this run has
+        stored with its id. Idempotent, also for unknown runs.
+        """
 
 def add_EventServiceServicer_to_server(servicer: EventServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -47,7 +47,7 @@ class StoredWeights:
         stub = await self._services.stub(names.STORAGE_SERVICE, ArtifactServiceStub)
 
         async def chunks() -> AsyncIterator[PutArtifactRequest]:
-            yield PutArtifactRequest(chunk=preamble)
+            yield PutArtifactRequest(chunk=preamble, run_id=self._run)
             for start in range(0, len(data), _CHUNK):
                 yield PutArtifactRequest(chunk=bytes(data[start : start + _CHUNK]))
 
@@ -71,7 +71,7 @@ class StoredWeights:
         """Remove an artifact. If that fails, it stays in the ledger."""
         try:
             if contents:
-                request = DeleteArtifactsRequest(content_ids=contents)
+                request = DeleteArtifactsRequest(content_ids=contents, run_id=self._run)
                 await call(self._services, names.STORAGE_SERVICE, ArtifactServiceStub, "DeleteArtifacts", request, tries=1)
                 gone = set(contents)
                 self._kept = [content for content in self._kept if content not in gone]

@@ -3076,6 +3076,89 @@ func (x *TrimPayloadsResponse) GetBytes() uint64 {
 	return 0
 }
 
+// DeleteRunRequest names a run.
+type DeleteRunRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run.
+	RunId         string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DeleteRunRequest) Reset() {
+	*x = DeleteRunRequest{}
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[42]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DeleteRunRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DeleteRunRequest) ProtoMessage() {}
+
+func (x *DeleteRunRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[42]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DeleteRunRequest.ProtoReflect.Descriptor instead.
+func (*DeleteRunRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{42}
+}
+
+func (x *DeleteRunRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+// DeleteRunResponse is empty.
+type DeleteRunResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DeleteRunResponse) Reset() {
+	*x = DeleteRunResponse{}
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[43]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DeleteRunResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DeleteRunResponse) ProtoMessage() {}
+
+func (x *DeleteRunResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[43]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DeleteRunResponse.ProtoReflect.Descriptor instead.
+func (*DeleteRunResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{43}
+}
+
 // ExportLedgerRequest names a run.
 type ExportLedgerRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -3087,7 +3170,7 @@ type ExportLedgerRequest struct {
 
 func (x *ExportLedgerRequest) Reset() {
 	*x = ExportLedgerRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[42]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3099,7 +3182,7 @@ func (x *ExportLedgerRequest) String() string {
 func (*ExportLedgerRequest) ProtoMessage() {}
 
 func (x *ExportLedgerRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[42]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3112,7 +3195,7 @@ func (x *ExportLedgerRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExportLedgerRequest.ProtoReflect.Descriptor instead.
 func (*ExportLedgerRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{42}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *ExportLedgerRequest) GetRunId() string {
@@ -3147,7 +3230,7 @@ type ExportLedgerResponse struct {
 
 func (x *ExportLedgerResponse) Reset() {
 	*x = ExportLedgerResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[43]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3159,7 +3242,7 @@ func (x *ExportLedgerResponse) String() string {
 func (*ExportLedgerResponse) ProtoMessage() {}
 
 func (x *ExportLedgerResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[43]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3172,7 +3255,7 @@ func (x *ExportLedgerResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExportLedgerResponse.ProtoReflect.Descriptor instead.
 func (*ExportLedgerResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{43}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *ExportLedgerResponse) GetLedger() *LedgerRecord {
@@ -3245,7 +3328,7 @@ type LedgerRecord struct {
 
 func (x *LedgerRecord) Reset() {
 	*x = LedgerRecord{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[44]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3257,7 +3340,7 @@ func (x *LedgerRecord) String() string {
 func (*LedgerRecord) ProtoMessage() {}
 
 func (x *LedgerRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[44]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3270,7 +3353,7 @@ func (x *LedgerRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LedgerRecord.ProtoReflect.Descriptor instead.
 func (*LedgerRecord) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{44}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *LedgerRecord) GetConfig() *LedgerConfig {
@@ -3338,7 +3421,7 @@ type SegmentRecord struct {
 
 func (x *SegmentRecord) Reset() {
 	*x = SegmentRecord{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[45]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3350,7 +3433,7 @@ func (x *SegmentRecord) String() string {
 func (*SegmentRecord) ProtoMessage() {}
 
 func (x *SegmentRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[45]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3363,7 +3446,7 @@ func (x *SegmentRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SegmentRecord.ProtoReflect.Descriptor instead.
 func (*SegmentRecord) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{45}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *SegmentRecord) GetNumber() uint32 {
@@ -3432,7 +3515,7 @@ type WeightsRecord struct {
 
 func (x *WeightsRecord) Reset() {
 	*x = WeightsRecord{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[46]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3444,7 +3527,7 @@ func (x *WeightsRecord) String() string {
 func (*WeightsRecord) ProtoMessage() {}
 
 func (x *WeightsRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[46]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3457,7 +3540,7 @@ func (x *WeightsRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WeightsRecord.ProtoReflect.Descriptor instead.
 func (*WeightsRecord) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{46}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *WeightsRecord) GetVersion() uint64 {
@@ -3507,7 +3590,7 @@ type LineageRecord struct {
 
 func (x *LineageRecord) Reset() {
 	*x = LineageRecord{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[47]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3519,7 +3602,7 @@ func (x *LineageRecord) String() string {
 func (*LineageRecord) ProtoMessage() {}
 
 func (x *LineageRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[47]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3532,7 +3615,7 @@ func (x *LineageRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LineageRecord.ProtoReflect.Descriptor instead.
 func (*LineageRecord) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{47}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *LineageRecord) GetLineage() uint32 {
@@ -3592,7 +3675,7 @@ type SampleRecord struct {
 
 func (x *SampleRecord) Reset() {
 	*x = SampleRecord{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[48]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3604,7 +3687,7 @@ func (x *SampleRecord) String() string {
 func (*SampleRecord) ProtoMessage() {}
 
 func (x *SampleRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[48]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3617,7 +3700,7 @@ func (x *SampleRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SampleRecord.ProtoReflect.Descriptor instead.
 func (*SampleRecord) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{48}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{50}
 }
 
 func (x *SampleRecord) GetRef() *SampleRef {
@@ -3904,7 +3987,10 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12!\n" +
 	"\fthrough_step\x18\x02 \x01(\x04R\vthroughStep\",\n" +
 	"\x14TrimPayloadsResponse\x12\x14\n" +
-	"\x05bytes\x18\x01 \x01(\x04R\x05bytes\"5\n" +
+	"\x05bytes\x18\x01 \x01(\x04R\x05bytes\"2\n" +
+	"\x10DeleteRunRequest\x12\x1e\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"\x13\n" +
+	"\x11DeleteRunResponse\"5\n" +
 	"\x13ExportLedgerRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"\xaf\x03\n" +
 	"\x14ExportLedgerResponse\x127\n" +
@@ -3974,7 +4060,7 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x12GROUP_STATE_LEASED\x10\x03\x12\x18\n" +
 	"\x14GROUP_STATE_CONSUMED\x10\x04\x12\x18\n" +
 	"\x14GROUP_STATE_EXCLUDED\x10\x05\x12\x19\n" +
-	"\x15GROUP_STATE_DISSOLVED\x10\x062\xf7\f\n" +
+	"\x15GROUP_STATE_DISSOLVED\x10\x062\xcf\r\n" +
 	"\rBufferService\x12Y\n" +
 	"\n" +
 	"OpenLedger\x12$.rollout.buffer.v1.OpenLedgerRequest\x1a%.rollout.buffer.v1.OpenLedgerResponse\x12\\\n" +
@@ -3997,7 +4083,8 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\fReadPayloads\x12&.rollout.buffer.v1.ReadPayloadsRequest\x1a'.rollout.buffer.v1.ReadPayloadsResponse0\x01\x12^\n" +
 	"\vWatchLedger\x12%.rollout.buffer.v1.WatchLedgerRequest\x1a&.rollout.buffer.v1.WatchLedgerResponse0\x01\x12a\n" +
 	"\fExportLedger\x12&.rollout.buffer.v1.ExportLedgerRequest\x1a'.rollout.buffer.v1.ExportLedgerResponse0\x01\x12_\n" +
-	"\fTrimPayloads\x12&.rollout.buffer.v1.TrimPayloadsRequest\x1a'.rollout.buffer.v1.TrimPayloadsResponseB\xce\x01\n" +
+	"\fTrimPayloads\x12&.rollout.buffer.v1.TrimPayloadsRequest\x1a'.rollout.buffer.v1.TrimPayloadsResponse\x12V\n" +
+	"\tDeleteRun\x12#.rollout.buffer.v1.DeleteRunRequest\x1a$.rollout.buffer.v1.DeleteRunResponseB\xce\x01\n" +
 	"\x15com.rollout.buffer.v1B\vBufferProtoP\x01ZBgithub.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1;bufferv1\xa2\x02\x03RBX\xaa\x02\x11Rollout.Buffer.V1\xca\x02\x11Rollout\\Buffer\\V1\xe2\x02\x1dRollout\\Buffer\\V1\\GPBMetadata\xea\x02\x13Rollout::Buffer::V1b\x06proto3"
 
 var (
@@ -4013,7 +4100,7 @@ func file_rollout_buffer_v1_buffer_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_buffer_v1_buffer_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_rollout_buffer_v1_buffer_proto_msgTypes = make([]protoimpl.MessageInfo, 50)
+var file_rollout_buffer_v1_buffer_proto_msgTypes = make([]protoimpl.MessageInfo, 52)
 var file_rollout_buffer_v1_buffer_proto_goTypes = []any{
 	(LeaseOrder)(0),                      // 0: rollout.buffer.v1.LeaseOrder
 	(OldLineage)(0),                      // 1: rollout.buffer.v1.OldLineage
@@ -4060,34 +4147,36 @@ var file_rollout_buffer_v1_buffer_proto_goTypes = []any{
 	(*WatchLedgerResponse)(nil),          // 42: rollout.buffer.v1.WatchLedgerResponse
 	(*TrimPayloadsRequest)(nil),          // 43: rollout.buffer.v1.TrimPayloadsRequest
 	(*TrimPayloadsResponse)(nil),         // 44: rollout.buffer.v1.TrimPayloadsResponse
-	(*ExportLedgerRequest)(nil),          // 45: rollout.buffer.v1.ExportLedgerRequest
-	(*ExportLedgerResponse)(nil),         // 46: rollout.buffer.v1.ExportLedgerResponse
-	(*LedgerRecord)(nil),                 // 47: rollout.buffer.v1.LedgerRecord
-	(*SegmentRecord)(nil),                // 48: rollout.buffer.v1.SegmentRecord
-	(*WeightsRecord)(nil),                // 49: rollout.buffer.v1.WeightsRecord
-	(*LineageRecord)(nil),                // 50: rollout.buffer.v1.LineageRecord
-	(*SampleRecord)(nil),                 // 51: rollout.buffer.v1.SampleRecord
-	nil,                                  // 52: rollout.buffer.v1.LedgerState.FailuresEntry
-	(*v1.TrajectoryKey)(nil),             // 53: rollout.trajectory.v1.TrajectoryKey
-	(v1.Outcome)(0),                      // 54: rollout.trajectory.v1.Outcome
-	(*v1.EpisodeTimes)(nil),              // 55: rollout.trajectory.v1.EpisodeTimes
-	(*v1.TrajectoryBatch)(nil),           // 56: rollout.trajectory.v1.TrajectoryBatch
-	(*v1.VersionSpan)(nil),               // 57: rollout.trajectory.v1.VersionSpan
+	(*DeleteRunRequest)(nil),             // 45: rollout.buffer.v1.DeleteRunRequest
+	(*DeleteRunResponse)(nil),            // 46: rollout.buffer.v1.DeleteRunResponse
+	(*ExportLedgerRequest)(nil),          // 47: rollout.buffer.v1.ExportLedgerRequest
+	(*ExportLedgerResponse)(nil),         // 48: rollout.buffer.v1.ExportLedgerResponse
+	(*LedgerRecord)(nil),                 // 49: rollout.buffer.v1.LedgerRecord
+	(*SegmentRecord)(nil),                // 50: rollout.buffer.v1.SegmentRecord
+	(*WeightsRecord)(nil),                // 51: rollout.buffer.v1.WeightsRecord
+	(*LineageRecord)(nil),                // 52: rollout.buffer.v1.LineageRecord
+	(*SampleRecord)(nil),                 // 53: rollout.buffer.v1.SampleRecord
+	nil,                                  // 54: rollout.buffer.v1.LedgerState.FailuresEntry
+	(*v1.TrajectoryKey)(nil),             // 55: rollout.trajectory.v1.TrajectoryKey
+	(v1.Outcome)(0),                      // 56: rollout.trajectory.v1.Outcome
+	(*v1.EpisodeTimes)(nil),              // 57: rollout.trajectory.v1.EpisodeTimes
+	(*v1.TrajectoryBatch)(nil),           // 58: rollout.trajectory.v1.TrajectoryBatch
+	(*v1.VersionSpan)(nil),               // 59: rollout.trajectory.v1.VersionSpan
 }
 var file_rollout_buffer_v1_buffer_proto_depIdxs = []int32{
 	0,  // 0: rollout.buffer.v1.LedgerConfig.order:type_name -> rollout.buffer.v1.LeaseOrder
 	4,  // 1: rollout.buffer.v1.GroupRecord.key:type_name -> rollout.buffer.v1.GroupKey
 	2,  // 2: rollout.buffer.v1.GroupRecord.state:type_name -> rollout.buffer.v1.GroupState
-	53, // 3: rollout.buffer.v1.SampleRef.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	54, // 4: rollout.buffer.v1.SampleRef.outcome:type_name -> rollout.trajectory.v1.Outcome
-	55, // 5: rollout.buffer.v1.SampleRef.times:type_name -> rollout.trajectory.v1.EpisodeTimes
+	55, // 3: rollout.buffer.v1.SampleRef.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	56, // 4: rollout.buffer.v1.SampleRef.outcome:type_name -> rollout.trajectory.v1.Outcome
+	57, // 5: rollout.buffer.v1.SampleRef.times:type_name -> rollout.trajectory.v1.EpisodeTimes
 	6,  // 6: rollout.buffer.v1.Batch.samples:type_name -> rollout.buffer.v1.SampleRef
 	5,  // 7: rollout.buffer.v1.LedgerState.dissolved:type_name -> rollout.buffer.v1.GroupRecord
-	52, // 8: rollout.buffer.v1.LedgerState.failures:type_name -> rollout.buffer.v1.LedgerState.FailuresEntry
+	54, // 8: rollout.buffer.v1.LedgerState.failures:type_name -> rollout.buffer.v1.LedgerState.FailuresEntry
 	3,  // 9: rollout.buffer.v1.OpenLedgerRequest.config:type_name -> rollout.buffer.v1.LedgerConfig
 	9,  // 10: rollout.buffer.v1.OpenLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
 	1,  // 11: rollout.buffer.v1.RecordWeightsRequest.old_lineage:type_name -> rollout.buffer.v1.OldLineage
-	56, // 12: rollout.buffer.v1.PutTrajectoriesRequest.puts:type_name -> rollout.trajectory.v1.TrajectoryBatch
+	58, // 12: rollout.buffer.v1.PutTrajectoriesRequest.puts:type_name -> rollout.trajectory.v1.TrajectoryBatch
 	18, // 13: rollout.buffer.v1.PutTrajectoriesResponse.results:type_name -> rollout.buffer.v1.PutResult
 	19, // 14: rollout.buffer.v1.PutResult.refused:type_name -> rollout.buffer.v1.PutRefusal
 	4,  // 15: rollout.buffer.v1.GetMissingRequest.groups:type_name -> rollout.buffer.v1.GroupKey
@@ -4102,19 +4191,19 @@ var file_rollout_buffer_v1_buffer_proto_depIdxs = []int32{
 	4,  // 24: rollout.buffer.v1.ExcludeGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
 	4,  // 25: rollout.buffer.v1.ReissueGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
 	9,  // 26: rollout.buffer.v1.WatchLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
-	47, // 27: rollout.buffer.v1.ExportLedgerResponse.ledger:type_name -> rollout.buffer.v1.LedgerRecord
-	48, // 28: rollout.buffer.v1.ExportLedgerResponse.segments:type_name -> rollout.buffer.v1.SegmentRecord
-	49, // 29: rollout.buffer.v1.ExportLedgerResponse.weights:type_name -> rollout.buffer.v1.WeightsRecord
+	49, // 27: rollout.buffer.v1.ExportLedgerResponse.ledger:type_name -> rollout.buffer.v1.LedgerRecord
+	50, // 28: rollout.buffer.v1.ExportLedgerResponse.segments:type_name -> rollout.buffer.v1.SegmentRecord
+	51, // 29: rollout.buffer.v1.ExportLedgerResponse.weights:type_name -> rollout.buffer.v1.WeightsRecord
 	8,  // 30: rollout.buffer.v1.ExportLedgerResponse.steps:type_name -> rollout.buffer.v1.StepRecord
 	5,  // 31: rollout.buffer.v1.ExportLedgerResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
-	51, // 32: rollout.buffer.v1.ExportLedgerResponse.samples:type_name -> rollout.buffer.v1.SampleRecord
-	50, // 33: rollout.buffer.v1.ExportLedgerResponse.lineages:type_name -> rollout.buffer.v1.LineageRecord
+	53, // 32: rollout.buffer.v1.ExportLedgerResponse.samples:type_name -> rollout.buffer.v1.SampleRecord
+	52, // 33: rollout.buffer.v1.ExportLedgerResponse.lineages:type_name -> rollout.buffer.v1.LineageRecord
 	3,  // 34: rollout.buffer.v1.LedgerRecord.config:type_name -> rollout.buffer.v1.LedgerConfig
 	9,  // 35: rollout.buffer.v1.LedgerRecord.state:type_name -> rollout.buffer.v1.LedgerState
 	1,  // 36: rollout.buffer.v1.LineageRecord.old_lineage:type_name -> rollout.buffer.v1.OldLineage
 	6,  // 37: rollout.buffer.v1.SampleRecord.ref:type_name -> rollout.buffer.v1.SampleRef
-	53, // 38: rollout.buffer.v1.SampleRecord.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	57, // 39: rollout.buffer.v1.SampleRecord.spans:type_name -> rollout.trajectory.v1.VersionSpan
+	55, // 38: rollout.buffer.v1.SampleRecord.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	59, // 39: rollout.buffer.v1.SampleRecord.spans:type_name -> rollout.trajectory.v1.VersionSpan
 	10, // 40: rollout.buffer.v1.BufferService.OpenLedger:input_type -> rollout.buffer.v1.OpenLedgerRequest
 	12, // 41: rollout.buffer.v1.BufferService.CloseLedger:input_type -> rollout.buffer.v1.CloseLedgerRequest
 	14, // 42: rollout.buffer.v1.BufferService.RecordWeights:input_type -> rollout.buffer.v1.RecordWeightsRequest
@@ -4130,27 +4219,29 @@ var file_rollout_buffer_v1_buffer_proto_depIdxs = []int32{
 	37, // 52: rollout.buffer.v1.BufferService.ReissueGroups:input_type -> rollout.buffer.v1.ReissueGroupsRequest
 	39, // 53: rollout.buffer.v1.BufferService.ReadPayloads:input_type -> rollout.buffer.v1.ReadPayloadsRequest
 	41, // 54: rollout.buffer.v1.BufferService.WatchLedger:input_type -> rollout.buffer.v1.WatchLedgerRequest
-	45, // 55: rollout.buffer.v1.BufferService.ExportLedger:input_type -> rollout.buffer.v1.ExportLedgerRequest
+	47, // 55: rollout.buffer.v1.BufferService.ExportLedger:input_type -> rollout.buffer.v1.ExportLedgerRequest
 	43, // 56: rollout.buffer.v1.BufferService.TrimPayloads:input_type -> rollout.buffer.v1.TrimPayloadsRequest
-	11, // 57: rollout.buffer.v1.BufferService.OpenLedger:output_type -> rollout.buffer.v1.OpenLedgerResponse
-	13, // 58: rollout.buffer.v1.BufferService.CloseLedger:output_type -> rollout.buffer.v1.CloseLedgerResponse
-	15, // 59: rollout.buffer.v1.BufferService.RecordWeights:output_type -> rollout.buffer.v1.RecordWeightsResponse
-	17, // 60: rollout.buffer.v1.BufferService.PutTrajectories:output_type -> rollout.buffer.v1.PutTrajectoriesResponse
-	21, // 61: rollout.buffer.v1.BufferService.GetMissing:output_type -> rollout.buffer.v1.GetMissingResponse
-	24, // 62: rollout.buffer.v1.BufferService.LeaseBatch:output_type -> rollout.buffer.v1.LeaseBatchResponse
-	26, // 63: rollout.buffer.v1.BufferService.CommitStep:output_type -> rollout.buffer.v1.CommitStepResponse
-	28, // 64: rollout.buffer.v1.BufferService.GetBatch:output_type -> rollout.buffer.v1.GetBatchResponse
-	30, // 65: rollout.buffer.v1.BufferService.ListSteps:output_type -> rollout.buffer.v1.ListStepsResponse
-	32, // 66: rollout.buffer.v1.BufferService.ListGroups:output_type -> rollout.buffer.v1.ListGroupsResponse
-	34, // 67: rollout.buffer.v1.BufferService.ListIncompleteGroups:output_type -> rollout.buffer.v1.ListIncompleteGroupsResponse
-	36, // 68: rollout.buffer.v1.BufferService.ExcludeGroups:output_type -> rollout.buffer.v1.ExcludeGroupsResponse
-	38, // 69: rollout.buffer.v1.BufferService.ReissueGroups:output_type -> rollout.buffer.v1.ReissueGroupsResponse
-	40, // 70: rollout.buffer.v1.BufferService.ReadPayloads:output_type -> rollout.buffer.v1.ReadPayloadsResponse
-	42, // 71: rollout.buffer.v1.BufferService.WatchLedger:output_type -> rollout.buffer.v1.WatchLedgerResponse
-	46, // 72: rollout.buffer.v1.BufferService.ExportLedger:output_type -> rollout.buffer.v1.ExportLedgerResponse
-	44, // 73: rollout.buffer.v1.BufferService.TrimPayloads:output_type -> rollout.buffer.v1.TrimPayloadsResponse
-	57, // [57:74] is the sub-list for method output_type
-	40, // [40:57] is the sub-list for method input_type
+	45, // 57: rollout.buffer.v1.BufferService.DeleteRun:input_type -> rollout.buffer.v1.DeleteRunRequest
+	11, // 58: rollout.buffer.v1.BufferService.OpenLedger:output_type -> rollout.buffer.v1.OpenLedgerResponse
+	13, // 59: rollout.buffer.v1.BufferService.CloseLedger:output_type -> rollout.buffer.v1.CloseLedgerResponse
+	15, // 60: rollout.buffer.v1.BufferService.RecordWeights:output_type -> rollout.buffer.v1.RecordWeightsResponse
+	17, // 61: rollout.buffer.v1.BufferService.PutTrajectories:output_type -> rollout.buffer.v1.PutTrajectoriesResponse
+	21, // 62: rollout.buffer.v1.BufferService.GetMissing:output_type -> rollout.buffer.v1.GetMissingResponse
+	24, // 63: rollout.buffer.v1.BufferService.LeaseBatch:output_type -> rollout.buffer.v1.LeaseBatchResponse
+	26, // 64: rollout.buffer.v1.BufferService.CommitStep:output_type -> rollout.buffer.v1.CommitStepResponse
+	28, // 65: rollout.buffer.v1.BufferService.GetBatch:output_type -> rollout.buffer.v1.GetBatchResponse
+	30, // 66: rollout.buffer.v1.BufferService.ListSteps:output_type -> rollout.buffer.v1.ListStepsResponse
+	32, // 67: rollout.buffer.v1.BufferService.ListGroups:output_type -> rollout.buffer.v1.ListGroupsResponse
+	34, // 68: rollout.buffer.v1.BufferService.ListIncompleteGroups:output_type -> rollout.buffer.v1.ListIncompleteGroupsResponse
+	36, // 69: rollout.buffer.v1.BufferService.ExcludeGroups:output_type -> rollout.buffer.v1.ExcludeGroupsResponse
+	38, // 70: rollout.buffer.v1.BufferService.ReissueGroups:output_type -> rollout.buffer.v1.ReissueGroupsResponse
+	40, // 71: rollout.buffer.v1.BufferService.ReadPayloads:output_type -> rollout.buffer.v1.ReadPayloadsResponse
+	42, // 72: rollout.buffer.v1.BufferService.WatchLedger:output_type -> rollout.buffer.v1.WatchLedgerResponse
+	48, // 73: rollout.buffer.v1.BufferService.ExportLedger:output_type -> rollout.buffer.v1.ExportLedgerResponse
+	44, // 74: rollout.buffer.v1.BufferService.TrimPayloads:output_type -> rollout.buffer.v1.TrimPayloadsResponse
+	46, // 75: rollout.buffer.v1.BufferService.DeleteRun:output_type -> rollout.buffer.v1.DeleteRunResponse
+	58, // [58:76] is the sub-list for method output_type
+	40, // [40:58] is the sub-list for method input_type
 	40, // [40:40] is the sub-list for extension type_name
 	40, // [40:40] is the sub-list for extension extendee
 	0,  // [0:40] is the sub-list for field type_name
@@ -4167,7 +4258,7 @@ func file_rollout_buffer_v1_buffer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_buffer_v1_buffer_proto_rawDesc), len(file_rollout_buffer_v1_buffer_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   50,
+			NumMessages:   52,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -39,6 +39,7 @@ const (
 	BufferService_WatchLedger_FullMethodName          = "/rollout.buffer.v1.BufferService/WatchLedger"
 	BufferService_ExportLedger_FullMethodName         = "/rollout.buffer.v1.BufferService/ExportLedger"
 	BufferService_TrimPayloads_FullMethodName         = "/rollout.buffer.v1.BufferService/TrimPayloads"
+	BufferService_DeleteRun_FullMethodName            = "/rollout.buffer.v1.BufferService/DeleteRun"
 )
 
 // BufferServiceClient is the client API for BufferService service.
@@ -95,6 +96,8 @@ type BufferServiceClient interface {
 	// TrimPayloads allows the buffer to delete the payloads of the steps up to one, because a
 	// snapshot covers them.
 	TrimPayloads(ctx context.Context, in *TrimPayloadsRequest, opts ...grpc.CallOption) (*TrimPayloadsResponse, error)
+	// DeleteRun deletes the ledger of a run and its payloads. Idempotent, also for unknown runs.
+	DeleteRun(ctx context.Context, in *DeleteRunRequest, opts ...grpc.CallOption) (*DeleteRunResponse, error)
 }
 
 type bufferServiceClient struct {
@@ -302,6 +305,16 @@ func (c *bufferServiceClient) TrimPayloads(ctx context.Context, in *TrimPayloads
 	return out, nil
 }
 
+func (c *bufferServiceClient) DeleteRun(ctx context.Context, in *DeleteRunRequest, opts ...grpc.CallOption) (*DeleteRunResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(DeleteRunResponse)
+	err := c.cc.Invoke(ctx, BufferService_DeleteRun_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // BufferServiceServer is the server API for BufferService service.
 // All implementations must embed UnimplementedBufferServiceServer
 // for forward compatibility.
@@ -356,6 +369,8 @@ type BufferServiceServer interface {
 	// TrimPayloads allows the buffer to delete the payloads of the steps up to one, because a
 	// snapshot covers them.
 	TrimPayloads(context.Context, *TrimPayloadsRequest) (*TrimPayloadsResponse, error)
+	// DeleteRun deletes the ledger of a run and its payloads. Idempotent, also for unknown runs.
+	DeleteRun(context.Context, *DeleteRunRequest) (*DeleteRunResponse, error)
 	mustEmbedUnimplementedBufferServiceServer()
 }
 
@@ -416,6 +431,9 @@ func (UnimplementedBufferServiceServer) ExportLedger(*ExportLedgerRequest, grpc.
 }
 func (UnimplementedBufferServiceServer) TrimPayloads(context.Context, *TrimPayloadsRequest) (*TrimPayloadsResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method TrimPayloads not implemented")
+}
+func (UnimplementedBufferServiceServer) DeleteRun(context.Context, *DeleteRunRequest) (*DeleteRunResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method DeleteRun not implemented")
 }
 func (UnimplementedBufferServiceServer) mustEmbedUnimplementedBufferServiceServer() {}
 func (UnimplementedBufferServiceServer) testEmbeddedByValue()                       {}
@@ -723,6 +741,24 @@ func _BufferService_TrimPayloads_Handler(srv interface{}, ctx context.Context, d
 	return interceptor(ctx, in, info, handler)
 }
 
+func _BufferService_DeleteRun_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(DeleteRunRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(BufferServiceServer).DeleteRun(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: BufferService_DeleteRun_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(BufferServiceServer).DeleteRun(ctx, req.(*DeleteRunRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // BufferService_ServiceDesc is the grpc.ServiceDesc for BufferService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -785,6 +821,10 @@ var BufferService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "TrimPayloads",
 			Handler:    _BufferService_TrimPayloads_Handler,
+		},
+		{
+			MethodName: "DeleteRun",
+			Handler:    _BufferService_DeleteRun_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{

@@ -29,6 +29,89 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// DeleteRunRequest names a run.
+type DeleteRunRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run.
+	RunId         string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DeleteRunRequest) Reset() {
+	*x = DeleteRunRequest{}
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[0]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DeleteRunRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DeleteRunRequest) ProtoMessage() {}
+
+func (x *DeleteRunRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[0]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DeleteRunRequest.ProtoReflect.Descriptor instead.
+func (*DeleteRunRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{0}
+}
+
+func (x *DeleteRunRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+// DeleteRunResponse is empty.
+type DeleteRunResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DeleteRunResponse) Reset() {
+	*x = DeleteRunResponse{}
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DeleteRunResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DeleteRunResponse) ProtoMessage() {}
+
+func (x *DeleteRunResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DeleteRunResponse.ProtoReflect.Descriptor instead.
+func (*DeleteRunResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{1}
+}
+
 // Model is one policy.
 type Model struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -52,7 +135,7 @@ type Model struct {
 
 func (x *Model) Reset() {
 	*x = Model{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[0]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -64,7 +147,7 @@ func (x *Model) String() string {
 func (*Model) ProtoMessage() {}
 
 func (x *Model) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[0]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -77,7 +160,7 @@ func (x *Model) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Model.ProtoReflect.Descriptor instead.
 func (*Model) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{0}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *Model) GetName() string {
@@ -138,7 +221,7 @@ type ListModelsRequest struct {
 
 func (x *ListModelsRequest) Reset() {
 	*x = ListModelsRequest{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[1]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -150,7 +233,7 @@ func (x *ListModelsRequest) String() string {
 func (*ListModelsRequest) ProtoMessage() {}
 
 func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[1]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -163,7 +246,7 @@ func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsRequest.ProtoReflect.Descriptor instead.
 func (*ListModelsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{1}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{3}
 }
 
 // ListModelsResponse is the policies.
@@ -177,7 +260,7 @@ type ListModelsResponse struct {
 
 func (x *ListModelsResponse) Reset() {
 	*x = ListModelsResponse{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[2]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -189,7 +272,7 @@ func (x *ListModelsResponse) String() string {
 func (*ListModelsResponse) ProtoMessage() {}
 
 func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[2]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -202,7 +285,7 @@ func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsResponse.ProtoReflect.Descriptor instead.
 func (*ListModelsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{2}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *ListModelsResponse) GetModels() []*Model {
@@ -248,7 +331,7 @@ type CompleteRequest struct {
 
 func (x *CompleteRequest) Reset() {
 	*x = CompleteRequest{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[3]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -260,7 +343,7 @@ func (x *CompleteRequest) String() string {
 func (*CompleteRequest) ProtoMessage() {}
 
 func (x *CompleteRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[3]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -273,7 +356,7 @@ func (x *CompleteRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CompleteRequest.ProtoReflect.Descriptor instead.
 func (*CompleteRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{3}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *CompleteRequest) GetModel() string {
@@ -384,7 +467,7 @@ type CompleteResponse struct {
 
 func (x *CompleteResponse) Reset() {
 	*x = CompleteResponse{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[4]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -396,7 +479,7 @@ func (x *CompleteResponse) String() string {
 func (*CompleteResponse) ProtoMessage() {}
 
 func (x *CompleteResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[4]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -409,7 +492,7 @@ func (x *CompleteResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CompleteResponse.ProtoReflect.Descriptor instead.
 func (*CompleteResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{4}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *CompleteResponse) GetSessionId() string {
@@ -451,7 +534,7 @@ type GetSessionRequest struct {
 
 func (x *GetSessionRequest) Reset() {
 	*x = GetSessionRequest{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[5]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -463,7 +546,7 @@ func (x *GetSessionRequest) String() string {
 func (*GetSessionRequest) ProtoMessage() {}
 
 func (x *GetSessionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[5]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -476,7 +559,7 @@ func (x *GetSessionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSessionRequest.ProtoReflect.Descriptor instead.
 func (*GetSessionRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{5}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *GetSessionRequest) GetSessionId() string {
@@ -503,7 +586,7 @@ type GetSessionResponse struct {
 
 func (x *GetSessionResponse) Reset() {
 	*x = GetSessionResponse{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[6]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -515,7 +598,7 @@ func (x *GetSessionResponse) String() string {
 func (*GetSessionResponse) ProtoMessage() {}
 
 func (x *GetSessionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[6]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -528,7 +611,7 @@ func (x *GetSessionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSessionResponse.ProtoReflect.Descriptor instead.
 func (*GetSessionResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{6}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *GetSessionResponse) GetSegments() []*SessionSegment {
@@ -582,7 +665,7 @@ type SessionSegment struct {
 
 func (x *SessionSegment) Reset() {
 	*x = SessionSegment{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[7]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -594,7 +677,7 @@ func (x *SessionSegment) String() string {
 func (*SessionSegment) ProtoMessage() {}
 
 func (x *SessionSegment) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[7]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -607,7 +690,7 @@ func (x *SessionSegment) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionSegment.ProtoReflect.Descriptor instead.
 func (*SessionSegment) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{7}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *SessionSegment) GetSegment() *v11.Segment {
@@ -667,7 +750,7 @@ type NextPromptsRequest struct {
 
 func (x *NextPromptsRequest) Reset() {
 	*x = NextPromptsRequest{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[8]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -679,7 +762,7 @@ func (x *NextPromptsRequest) String() string {
 func (*NextPromptsRequest) ProtoMessage() {}
 
 func (x *NextPromptsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[8]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -692,7 +775,7 @@ func (x *NextPromptsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NextPromptsRequest.ProtoReflect.Descriptor instead.
 func (*NextPromptsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{8}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *NextPromptsRequest) GetModel() string {
@@ -731,7 +814,7 @@ type NextPromptsResponse struct {
 
 func (x *NextPromptsResponse) Reset() {
 	*x = NextPromptsResponse{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[9]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -743,7 +826,7 @@ func (x *NextPromptsResponse) String() string {
 func (*NextPromptsResponse) ProtoMessage() {}
 
 func (x *NextPromptsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[9]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -756,7 +839,7 @@ func (x *NextPromptsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NextPromptsResponse.ProtoReflect.Descriptor instead.
 func (*NextPromptsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{9}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *NextPromptsResponse) GetRunId() string {
@@ -811,7 +894,7 @@ type SessionTask struct {
 
 func (x *SessionTask) Reset() {
 	*x = SessionTask{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[10]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -823,7 +906,7 @@ func (x *SessionTask) String() string {
 func (*SessionTask) ProtoMessage() {}
 
 func (x *SessionTask) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[10]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -836,7 +919,7 @@ func (x *SessionTask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionTask.ProtoReflect.Descriptor instead.
 func (*SessionTask) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{10}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *SessionTask) GetSessionId() string {
@@ -938,7 +1021,7 @@ type CloseSessionRequest struct {
 
 func (x *CloseSessionRequest) Reset() {
 	*x = CloseSessionRequest{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[11]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -950,7 +1033,7 @@ func (x *CloseSessionRequest) String() string {
 func (*CloseSessionRequest) ProtoMessage() {}
 
 func (x *CloseSessionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[11]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -963,7 +1046,7 @@ func (x *CloseSessionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CloseSessionRequest.ProtoReflect.Descriptor instead.
 func (*CloseSessionRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{11}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *CloseSessionRequest) GetSessionId() string {
@@ -1019,7 +1102,7 @@ type CloseSessionResponse struct {
 
 func (x *CloseSessionResponse) Reset() {
 	*x = CloseSessionResponse{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[12]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1031,7 +1114,7 @@ func (x *CloseSessionResponse) String() string {
 func (*CloseSessionResponse) ProtoMessage() {}
 
 func (x *CloseSessionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[12]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1044,7 +1127,7 @@ func (x *CloseSessionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CloseSessionResponse.ProtoReflect.Descriptor instead.
 func (*CloseSessionResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{12}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *CloseSessionResponse) GetEnd() *SessionEnd {
@@ -1082,7 +1165,7 @@ type SessionEnd struct {
 
 func (x *SessionEnd) Reset() {
 	*x = SessionEnd{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[13]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1094,7 +1177,7 @@ func (x *SessionEnd) String() string {
 func (*SessionEnd) ProtoMessage() {}
 
 func (x *SessionEnd) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[13]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1107,7 +1190,7 @@ func (x *SessionEnd) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionEnd.ProtoReflect.Descriptor instead.
 func (*SessionEnd) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{13}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *SessionEnd) GetOutcome() v12.Outcome {
@@ -1177,7 +1260,10 @@ var File_rollout_gateway_v1_gateway_proto protoreflect.FileDescriptor
 
 const file_rollout_gateway_v1_gateway_proto_rawDesc = "" +
 	"\n" +
-	" rollout/gateway/v1/gateway.proto\x12\x12rollout.gateway.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a$rollout/inference/v1/inference.proto\x1a rollout/session/v1/session.proto\x1a&rollout/trajectory/v1/trajectory.proto\"\x8e\x02\n" +
+	" rollout/gateway/v1/gateway.proto\x12\x12rollout.gateway.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a$rollout/inference/v1/inference.proto\x1a rollout/session/v1/session.proto\x1a&rollout/trajectory/v1/trajectory.proto\"2\n" +
+	"\x10DeleteRunRequest\x12\x1e\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"\x13\n" +
+	"\x11DeleteRunResponse\"\x8e\x02\n" +
 	"\x05Model\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x15\n" +
 	"\x06run_id\x18\x02 \x01(\tR\x05runId\x12'\n" +
@@ -1283,7 +1369,7 @@ const file_rollout_gateway_v1_gateway_proto_rawDesc = "" +
 	"\x04time\x18\t \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x1a:\n" +
 	"\fMetricsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x012\xed\x03\n" +
+	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x012\xc7\x04\n" +
 	"\x15RolloutGatewayService\x12[\n" +
 	"\n" +
 	"ListModels\x12%.rollout.gateway.v1.ListModelsRequest\x1a&.rollout.gateway.v1.ListModelsResponse\x12W\n" +
@@ -1291,7 +1377,8 @@ const file_rollout_gateway_v1_gateway_proto_rawDesc = "" +
 	"\n" +
 	"GetSession\x12%.rollout.gateway.v1.GetSessionRequest\x1a&.rollout.gateway.v1.GetSessionResponse\x12^\n" +
 	"\vNextPrompts\x12&.rollout.gateway.v1.NextPromptsRequest\x1a'.rollout.gateway.v1.NextPromptsResponse\x12a\n" +
-	"\fCloseSession\x12'.rollout.gateway.v1.CloseSessionRequest\x1a(.rollout.gateway.v1.CloseSessionResponseB\xd6\x01\n" +
+	"\fCloseSession\x12'.rollout.gateway.v1.CloseSessionRequest\x1a(.rollout.gateway.v1.CloseSessionResponse\x12X\n" +
+	"\tDeleteRun\x12$.rollout.gateway.v1.DeleteRunRequest\x1a%.rollout.gateway.v1.DeleteRunResponseB\xd6\x01\n" +
 	"\x16com.rollout.gateway.v1B\fGatewayProtoP\x01ZDgithub.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1;gatewayv1\xa2\x02\x03RGX\xaa\x02\x12Rollout.Gateway.V1\xca\x02\x12Rollout\\Gateway\\V1\xe2\x02\x1eRollout\\Gateway\\V1\\GPBMetadata\xea\x02\x14Rollout::Gateway::V1b\x06proto3"
 
 var (
@@ -1306,66 +1393,70 @@ func file_rollout_gateway_v1_gateway_proto_rawDescGZIP() []byte {
 	return file_rollout_gateway_v1_gateway_proto_rawDescData
 }
 
-var file_rollout_gateway_v1_gateway_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
+var file_rollout_gateway_v1_gateway_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
 var file_rollout_gateway_v1_gateway_proto_goTypes = []any{
-	(*Model)(nil),                 // 0: rollout.gateway.v1.Model
-	(*ListModelsRequest)(nil),     // 1: rollout.gateway.v1.ListModelsRequest
-	(*ListModelsResponse)(nil),    // 2: rollout.gateway.v1.ListModelsResponse
-	(*CompleteRequest)(nil),       // 3: rollout.gateway.v1.CompleteRequest
-	(*CompleteResponse)(nil),      // 4: rollout.gateway.v1.CompleteResponse
-	(*GetSessionRequest)(nil),     // 5: rollout.gateway.v1.GetSessionRequest
-	(*GetSessionResponse)(nil),    // 6: rollout.gateway.v1.GetSessionResponse
-	(*SessionSegment)(nil),        // 7: rollout.gateway.v1.SessionSegment
-	(*NextPromptsRequest)(nil),    // 8: rollout.gateway.v1.NextPromptsRequest
-	(*NextPromptsResponse)(nil),   // 9: rollout.gateway.v1.NextPromptsResponse
-	(*SessionTask)(nil),           // 10: rollout.gateway.v1.SessionTask
-	(*CloseSessionRequest)(nil),   // 11: rollout.gateway.v1.CloseSessionRequest
-	(*CloseSessionResponse)(nil),  // 12: rollout.gateway.v1.CloseSessionResponse
-	(*SessionEnd)(nil),            // 13: rollout.gateway.v1.SessionEnd
-	nil,                           // 14: rollout.gateway.v1.CloseSessionRequest.MetricsEntry
-	nil,                           // 15: rollout.gateway.v1.SessionEnd.MetricsEntry
-	(*timestamppb.Timestamp)(nil), // 16: google.protobuf.Timestamp
-	(*v1.Prompt)(nil),             // 17: rollout.inference.v1.Prompt
-	(*v1.SamplingParams)(nil),     // 18: rollout.inference.v1.SamplingParams
-	(*v1.GenerateResponse)(nil),   // 19: rollout.inference.v1.GenerateResponse
-	(*v11.Segment)(nil),           // 20: rollout.session.v1.Segment
-	(*v12.TrajectoryKey)(nil),     // 21: rollout.trajectory.v1.TrajectoryKey
-	(v12.Outcome)(0),              // 22: rollout.trajectory.v1.Outcome
+	(*DeleteRunRequest)(nil),      // 0: rollout.gateway.v1.DeleteRunRequest
+	(*DeleteRunResponse)(nil),     // 1: rollout.gateway.v1.DeleteRunResponse
+	(*Model)(nil),                 // 2: rollout.gateway.v1.Model
+	(*ListModelsRequest)(nil),     // 3: rollout.gateway.v1.ListModelsRequest
+	(*ListModelsResponse)(nil),    // 4: rollout.gateway.v1.ListModelsResponse
+	(*CompleteRequest)(nil),       // 5: rollout.gateway.v1.CompleteRequest
+	(*CompleteResponse)(nil),      // 6: rollout.gateway.v1.CompleteResponse
+	(*GetSessionRequest)(nil),     // 7: rollout.gateway.v1.GetSessionRequest
+	(*GetSessionResponse)(nil),    // 8: rollout.gateway.v1.GetSessionResponse
+	(*SessionSegment)(nil),        // 9: rollout.gateway.v1.SessionSegment
+	(*NextPromptsRequest)(nil),    // 10: rollout.gateway.v1.NextPromptsRequest
+	(*NextPromptsResponse)(nil),   // 11: rollout.gateway.v1.NextPromptsResponse
+	(*SessionTask)(nil),           // 12: rollout.gateway.v1.SessionTask
+	(*CloseSessionRequest)(nil),   // 13: rollout.gateway.v1.CloseSessionRequest
+	(*CloseSessionResponse)(nil),  // 14: rollout.gateway.v1.CloseSessionResponse
+	(*SessionEnd)(nil),            // 15: rollout.gateway.v1.SessionEnd
+	nil,                           // 16: rollout.gateway.v1.CloseSessionRequest.MetricsEntry
+	nil,                           // 17: rollout.gateway.v1.SessionEnd.MetricsEntry
+	(*timestamppb.Timestamp)(nil), // 18: google.protobuf.Timestamp
+	(*v1.Prompt)(nil),             // 19: rollout.inference.v1.Prompt
+	(*v1.SamplingParams)(nil),     // 20: rollout.inference.v1.SamplingParams
+	(*v1.GenerateResponse)(nil),   // 21: rollout.inference.v1.GenerateResponse
+	(*v11.Segment)(nil),           // 22: rollout.session.v1.Segment
+	(*v12.TrajectoryKey)(nil),     // 23: rollout.trajectory.v1.TrajectoryKey
+	(v12.Outcome)(0),              // 24: rollout.trajectory.v1.Outcome
 }
 var file_rollout_gateway_v1_gateway_proto_depIdxs = []int32{
-	16, // 0: rollout.gateway.v1.Model.create_time:type_name -> google.protobuf.Timestamp
-	0,  // 1: rollout.gateway.v1.ListModelsResponse.models:type_name -> rollout.gateway.v1.Model
-	17, // 2: rollout.gateway.v1.CompleteRequest.prompts:type_name -> rollout.inference.v1.Prompt
-	18, // 3: rollout.gateway.v1.CompleteRequest.params:type_name -> rollout.inference.v1.SamplingParams
-	19, // 4: rollout.gateway.v1.CompleteResponse.piece:type_name -> rollout.inference.v1.GenerateResponse
-	7,  // 5: rollout.gateway.v1.GetSessionResponse.segments:type_name -> rollout.gateway.v1.SessionSegment
-	10, // 6: rollout.gateway.v1.GetSessionResponse.task:type_name -> rollout.gateway.v1.SessionTask
-	13, // 7: rollout.gateway.v1.GetSessionResponse.end:type_name -> rollout.gateway.v1.SessionEnd
-	20, // 8: rollout.gateway.v1.SessionSegment.segment:type_name -> rollout.session.v1.Segment
-	16, // 9: rollout.gateway.v1.SessionSegment.time:type_name -> google.protobuf.Timestamp
-	18, // 10: rollout.gateway.v1.SessionSegment.params:type_name -> rollout.inference.v1.SamplingParams
-	10, // 11: rollout.gateway.v1.NextPromptsResponse.sessions:type_name -> rollout.gateway.v1.SessionTask
-	21, // 12: rollout.gateway.v1.SessionTask.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	16, // 13: rollout.gateway.v1.SessionTask.deadline:type_name -> google.protobuf.Timestamp
-	14, // 14: rollout.gateway.v1.CloseSessionRequest.metrics:type_name -> rollout.gateway.v1.CloseSessionRequest.MetricsEntry
-	22, // 15: rollout.gateway.v1.CloseSessionRequest.outcome:type_name -> rollout.trajectory.v1.Outcome
-	13, // 16: rollout.gateway.v1.CloseSessionResponse.end:type_name -> rollout.gateway.v1.SessionEnd
-	22, // 17: rollout.gateway.v1.SessionEnd.outcome:type_name -> rollout.trajectory.v1.Outcome
-	15, // 18: rollout.gateway.v1.SessionEnd.metrics:type_name -> rollout.gateway.v1.SessionEnd.MetricsEntry
-	21, // 19: rollout.gateway.v1.SessionEnd.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	16, // 20: rollout.gateway.v1.SessionEnd.time:type_name -> google.protobuf.Timestamp
-	1,  // 21: rollout.gateway.v1.RolloutGatewayService.ListModels:input_type -> rollout.gateway.v1.ListModelsRequest
-	3,  // 22: rollout.gateway.v1.RolloutGatewayService.Complete:input_type -> rollout.gateway.v1.CompleteRequest
-	5,  // 23: rollout.gateway.v1.RolloutGatewayService.GetSession:input_type -> rollout.gateway.v1.GetSessionRequest
-	8,  // 24: rollout.gateway.v1.RolloutGatewayService.NextPrompts:input_type -> rollout.gateway.v1.NextPromptsRequest
-	11, // 25: rollout.gateway.v1.RolloutGatewayService.CloseSession:input_type -> rollout.gateway.v1.CloseSessionRequest
-	2,  // 26: rollout.gateway.v1.RolloutGatewayService.ListModels:output_type -> rollout.gateway.v1.ListModelsResponse
-	4,  // 27: rollout.gateway.v1.RolloutGatewayService.Complete:output_type -> rollout.gateway.v1.CompleteResponse
-	6,  // 28: rollout.gateway.v1.RolloutGatewayService.GetSession:output_type -> rollout.gateway.v1.GetSessionResponse
-	9,  // 29: rollout.gateway.v1.RolloutGatewayService.NextPrompts:output_type -> rollout.gateway.v1.NextPromptsResponse
-	12, // 30: rollout.gateway.v1.RolloutGatewayService.CloseSession:output_type -> rollout.gateway.v1.CloseSessionResponse
-	26, // [26:31] is the sub-list for method output_type
-	21, // [21:26] is the sub-list for method input_type
+	18, // 0: rollout.gateway.v1.Model.create_time:type_name -> google.protobuf.Timestamp
+	2,  // 1: rollout.gateway.v1.ListModelsResponse.models:type_name -> rollout.gateway.v1.Model
+	19, // 2: rollout.gateway.v1.CompleteRequest.prompts:type_name -> rollout.inference.v1.Prompt
+	20, // 3: rollout.gateway.v1.CompleteRequest.params:type_name -> rollout.inference.v1.SamplingParams
+	21, // 4: rollout.gateway.v1.CompleteResponse.piece:type_name -> rollout.inference.v1.GenerateResponse
+	9,  // 5: rollout.gateway.v1.GetSessionResponse.segments:type_name -> rollout.gateway.v1.SessionSegment
+	12, // 6: rollout.gateway.v1.GetSessionResponse.task:type_name -> rollout.gateway.v1.SessionTask
+	15, // 7: rollout.gateway.v1.GetSessionResponse.end:type_name -> rollout.gateway.v1.SessionEnd
+	22, // 8: rollout.gateway.v1.SessionSegment.segment:type_name -> rollout.session.v1.Segment
+	18, // 9: rollout.gateway.v1.SessionSegment.time:type_name -> google.protobuf.Timestamp
+	20, // 10: rollout.gateway.v1.SessionSegment.params:type_name -> rollout.inference.v1.SamplingParams
+	12, // 11: rollout.gateway.v1.NextPromptsResponse.sessions:type_name -> rollout.gateway.v1.SessionTask
+	23, // 12: rollout.gateway.v1.SessionTask.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	18, // 13: rollout.gateway.v1.SessionTask.deadline:type_name -> google.protobuf.Timestamp
+	16, // 14: rollout.gateway.v1.CloseSessionRequest.metrics:type_name -> rollout.gateway.v1.CloseSessionRequest.MetricsEntry
+	24, // 15: rollout.gateway.v1.CloseSessionRequest.outcome:type_name -> rollout.trajectory.v1.Outcome
+	15, // 16: rollout.gateway.v1.CloseSessionResponse.end:type_name -> rollout.gateway.v1.SessionEnd
+	24, // 17: rollout.gateway.v1.SessionEnd.outcome:type_name -> rollout.trajectory.v1.Outcome
+	17, // 18: rollout.gateway.v1.SessionEnd.metrics:type_name -> rollout.gateway.v1.SessionEnd.MetricsEntry
+	23, // 19: rollout.gateway.v1.SessionEnd.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	18, // 20: rollout.gateway.v1.SessionEnd.time:type_name -> google.protobuf.Timestamp
+	3,  // 21: rollout.gateway.v1.RolloutGatewayService.ListModels:input_type -> rollout.gateway.v1.ListModelsRequest
+	5,  // 22: rollout.gateway.v1.RolloutGatewayService.Complete:input_type -> rollout.gateway.v1.CompleteRequest
+	7,  // 23: rollout.gateway.v1.RolloutGatewayService.GetSession:input_type -> rollout.gateway.v1.GetSessionRequest
+	10, // 24: rollout.gateway.v1.RolloutGatewayService.NextPrompts:input_type -> rollout.gateway.v1.NextPromptsRequest
+	13, // 25: rollout.gateway.v1.RolloutGatewayService.CloseSession:input_type -> rollout.gateway.v1.CloseSessionRequest
+	0,  // 26: rollout.gateway.v1.RolloutGatewayService.DeleteRun:input_type -> rollout.gateway.v1.DeleteRunRequest
+	4,  // 27: rollout.gateway.v1.RolloutGatewayService.ListModels:output_type -> rollout.gateway.v1.ListModelsResponse
+	6,  // 28: rollout.gateway.v1.RolloutGatewayService.Complete:output_type -> rollout.gateway.v1.CompleteResponse
+	8,  // 29: rollout.gateway.v1.RolloutGatewayService.GetSession:output_type -> rollout.gateway.v1.GetSessionResponse
+	11, // 30: rollout.gateway.v1.RolloutGatewayService.NextPrompts:output_type -> rollout.gateway.v1.NextPromptsResponse
+	14, // 31: rollout.gateway.v1.RolloutGatewayService.CloseSession:output_type -> rollout.gateway.v1.CloseSessionResponse
+	1,  // 32: rollout.gateway.v1.RolloutGatewayService.DeleteRun:output_type -> rollout.gateway.v1.DeleteRunResponse
+	27, // [27:33] is the sub-list for method output_type
+	21, // [21:27] is the sub-list for method input_type
 	21, // [21:21] is the sub-list for extension type_name
 	21, // [21:21] is the sub-list for extension extendee
 	0,  // [0:21] is the sub-list for field type_name
@@ -1376,14 +1467,14 @@ func file_rollout_gateway_v1_gateway_proto_init() {
 	if File_rollout_gateway_v1_gateway_proto != nil {
 		return
 	}
-	file_rollout_gateway_v1_gateway_proto_msgTypes[3].OneofWrappers = []any{}
+	file_rollout_gateway_v1_gateway_proto_msgTypes[5].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_gateway_v1_gateway_proto_rawDesc), len(file_rollout_gateway_v1_gateway_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   16,
+			NumMessages:   18,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -27,6 +27,7 @@ const (
 	RolloutGatewayService_GetSession_FullMethodName   = "/rollout.gateway.v1.RolloutGatewayService/GetSession"
 	RolloutGatewayService_NextPrompts_FullMethodName  = "/rollout.gateway.v1.RolloutGatewayService/NextPrompts"
 	RolloutGatewayService_CloseSession_FullMethodName = "/rollout.gateway.v1.RolloutGatewayService/CloseSession"
+	RolloutGatewayService_DeleteRun_FullMethodName    = "/rollout.gateway.v1.RolloutGatewayService/DeleteRun"
 )
 
 // RolloutGatewayServiceClient is the client API for RolloutGatewayService service.
@@ -51,6 +52,9 @@ type RolloutGatewayServiceClient interface {
 	// CloseSession ends a session with a reward. Each leaf of its tree becomes a trajectory of the
 	// run. Idempotent; another reward or outcome than before is refused with reason SESSION_CLOSED.
 	CloseSession(ctx context.Context, in *CloseSessionRequest, opts ...grpc.CallOption) (*CloseSessionResponse, error)
+	// DeleteRun deletes the sessions of a run with their stored responses. Idempotent, also for
+	// unknown runs.
+	DeleteRun(ctx context.Context, in *DeleteRunRequest, opts ...grpc.CallOption) (*DeleteRunResponse, error)
 }
 
 type rolloutGatewayServiceClient struct {
@@ -120,6 +124,16 @@ func (c *rolloutGatewayServiceClient) CloseSession(ctx context.Context, in *Clos
 	return out, nil
 }
 
+func (c *rolloutGatewayServiceClient) DeleteRun(ctx context.Context, in *DeleteRunRequest, opts ...grpc.CallOption) (*DeleteRunResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(DeleteRunResponse)
+	err := c.cc.Invoke(ctx, RolloutGatewayService_DeleteRun_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // RolloutGatewayServiceServer is the server API for RolloutGatewayService service.
 // All implementations must embed UnimplementedRolloutGatewayServiceServer
 // for forward compatibility.
@@ -142,6 +156,9 @@ type RolloutGatewayServiceServer interface {
 	// CloseSession ends a session with a reward. Each leaf of its tree becomes a trajectory of the
 	// run. Idempotent; another reward or outcome than before is refused with reason SESSION_CLOSED.
 	CloseSession(context.Context, *CloseSessionRequest) (*CloseSessionResponse, error)
+	// DeleteRun deletes the sessions of a run with their stored responses. Idempotent, also for
+	// unknown runs.
+	DeleteRun(context.Context, *DeleteRunRequest) (*DeleteRunResponse, error)
 	mustEmbedUnimplementedRolloutGatewayServiceServer()
 }
 
@@ -166,6 +183,9 @@ func (UnimplementedRolloutGatewayServiceServer) NextPrompts(context.Context, *Ne
 }
 func (UnimplementedRolloutGatewayServiceServer) CloseSession(context.Context, *CloseSessionRequest) (*CloseSessionResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method CloseSession not implemented")
+}
+func (UnimplementedRolloutGatewayServiceServer) DeleteRun(context.Context, *DeleteRunRequest) (*DeleteRunResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method DeleteRun not implemented")
 }
 func (UnimplementedRolloutGatewayServiceServer) mustEmbedUnimplementedRolloutGatewayServiceServer() {}
 func (UnimplementedRolloutGatewayServiceServer) testEmbeddedByValue()                               {}
@@ -271,6 +291,24 @@ func _RolloutGatewayService_CloseSession_Handler(srv interface{}, ctx context.Co
 	return interceptor(ctx, in, info, handler)
 }
 
+func _RolloutGatewayService_DeleteRun_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(DeleteRunRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(RolloutGatewayServiceServer).DeleteRun(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: RolloutGatewayService_DeleteRun_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(RolloutGatewayServiceServer).DeleteRun(ctx, req.(*DeleteRunRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // RolloutGatewayService_ServiceDesc is the grpc.ServiceDesc for RolloutGatewayService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -293,6 +331,10 @@ var RolloutGatewayService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "CloseSession",
 			Handler:    _RolloutGatewayService_CloseSession_Handler,
+		},
+		{
+			MethodName: "DeleteRun",
+			Handler:    _RolloutGatewayService_DeleteRun_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{

@@ -311,6 +311,89 @@ func (x *LaggingWorker) GetMessage() string {
 	return ""
 }
 
+// DeleteRunRequest names a run.
+type DeleteRunRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run.
+	RunId         string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DeleteRunRequest) Reset() {
+	*x = DeleteRunRequest{}
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DeleteRunRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DeleteRunRequest) ProtoMessage() {}
+
+func (x *DeleteRunRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DeleteRunRequest.ProtoReflect.Descriptor instead.
+func (*DeleteRunRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *DeleteRunRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+// DeleteRunResponse is empty.
+type DeleteRunResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DeleteRunResponse) Reset() {
+	*x = DeleteRunResponse{}
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DeleteRunResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DeleteRunResponse) ProtoMessage() {}
+
+func (x *DeleteRunResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DeleteRunResponse.ProtoReflect.Descriptor instead.
+func (*DeleteRunResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{3}
+}
+
 // StartRunRequest names a run and its plan.
 type StartRunRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -330,7 +413,7 @@ type StartRunRequest struct {
 
 func (x *StartRunRequest) Reset() {
 	*x = StartRunRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[2]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -342,7 +425,7 @@ func (x *StartRunRequest) String() string {
 func (*StartRunRequest) ProtoMessage() {}
 
 func (x *StartRunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[2]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -355,7 +438,7 @@ func (x *StartRunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartRunRequest.ProtoReflect.Descriptor instead.
 func (*StartRunRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{2}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *StartRunRequest) GetRunId() string {
@@ -402,7 +485,7 @@ type StartRunResponse struct {
 
 func (x *StartRunResponse) Reset() {
 	*x = StartRunResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[3]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -414,7 +497,7 @@ func (x *StartRunResponse) String() string {
 func (*StartRunResponse) ProtoMessage() {}
 
 func (x *StartRunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[3]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -427,7 +510,7 @@ func (x *StartRunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartRunResponse.ProtoReflect.Descriptor instead.
 func (*StartRunResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{3}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{5}
 }
 
 // StopRunRequest names a run.
@@ -446,7 +529,7 @@ type StopRunRequest struct {
 
 func (x *StopRunRequest) Reset() {
 	*x = StopRunRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[4]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -458,7 +541,7 @@ func (x *StopRunRequest) String() string {
 func (*StopRunRequest) ProtoMessage() {}
 
 func (x *StopRunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[4]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -471,7 +554,7 @@ func (x *StopRunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopRunRequest.ProtoReflect.Descriptor instead.
 func (*StopRunRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{4}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *StopRunRequest) GetRunId() string {
@@ -506,7 +589,7 @@ type StopRunResponse struct {
 
 func (x *StopRunResponse) Reset() {
 	*x = StopRunResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[5]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -518,7 +601,7 @@ func (x *StopRunResponse) String() string {
 func (*StopRunResponse) ProtoMessage() {}
 
 func (x *StopRunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[5]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -531,7 +614,7 @@ func (x *StopRunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopRunResponse.ProtoReflect.Descriptor instead.
 func (*StopRunResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{5}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *StopRunResponse) GetProgress() *Progress {
@@ -552,7 +635,7 @@ type GetProgressRequest struct {
 
 func (x *GetProgressRequest) Reset() {
 	*x = GetProgressRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[6]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -564,7 +647,7 @@ func (x *GetProgressRequest) String() string {
 func (*GetProgressRequest) ProtoMessage() {}
 
 func (x *GetProgressRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[6]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -577,7 +660,7 @@ func (x *GetProgressRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetProgressRequest.ProtoReflect.Descriptor instead.
 func (*GetProgressRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{6}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *GetProgressRequest) GetRunId() string {
@@ -598,7 +681,7 @@ type GetProgressResponse struct {
 
 func (x *GetProgressResponse) Reset() {
 	*x = GetProgressResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[7]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -610,7 +693,7 @@ func (x *GetProgressResponse) String() string {
 func (*GetProgressResponse) ProtoMessage() {}
 
 func (x *GetProgressResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[7]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -623,7 +706,7 @@ func (x *GetProgressResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetProgressResponse.ProtoReflect.Descriptor instead.
 func (*GetProgressResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{7}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *GetProgressResponse) GetProgress() *Progress {
@@ -644,7 +727,7 @@ type WatchProgressRequest struct {
 
 func (x *WatchProgressRequest) Reset() {
 	*x = WatchProgressRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[8]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -656,7 +739,7 @@ func (x *WatchProgressRequest) String() string {
 func (*WatchProgressRequest) ProtoMessage() {}
 
 func (x *WatchProgressRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[8]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -669,7 +752,7 @@ func (x *WatchProgressRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchProgressRequest.ProtoReflect.Descriptor instead.
 func (*WatchProgressRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{8}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *WatchProgressRequest) GetRunId() string {
@@ -690,7 +773,7 @@ type WatchProgressResponse struct {
 
 func (x *WatchProgressResponse) Reset() {
 	*x = WatchProgressResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[9]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -702,7 +785,7 @@ func (x *WatchProgressResponse) String() string {
 func (*WatchProgressResponse) ProtoMessage() {}
 
 func (x *WatchProgressResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[9]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -715,7 +798,7 @@ func (x *WatchProgressResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchProgressResponse.ProtoReflect.Descriptor instead.
 func (*WatchProgressResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{9}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *WatchProgressResponse) GetProgress() *Progress {
@@ -740,7 +823,7 @@ type InitializeRequest struct {
 
 func (x *InitializeRequest) Reset() {
 	*x = InitializeRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[10]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -752,7 +835,7 @@ func (x *InitializeRequest) String() string {
 func (*InitializeRequest) ProtoMessage() {}
 
 func (x *InitializeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[10]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -765,7 +848,7 @@ func (x *InitializeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InitializeRequest.ProtoReflect.Descriptor instead.
 func (*InitializeRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{10}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *InitializeRequest) GetRunId() string {
@@ -804,7 +887,7 @@ type InitializeResponse struct {
 
 func (x *InitializeResponse) Reset() {
 	*x = InitializeResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[11]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -816,7 +899,7 @@ func (x *InitializeResponse) String() string {
 func (*InitializeResponse) ProtoMessage() {}
 
 func (x *InitializeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[11]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -829,7 +912,7 @@ func (x *InitializeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InitializeResponse.ProtoReflect.Descriptor instead.
 func (*InitializeResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{11}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *InitializeResponse) GetStep() uint64 {
@@ -870,7 +953,7 @@ type TrainRequest struct {
 
 func (x *TrainRequest) Reset() {
 	*x = TrainRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[12]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -882,7 +965,7 @@ func (x *TrainRequest) String() string {
 func (*TrainRequest) ProtoMessage() {}
 
 func (x *TrainRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[12]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -895,7 +978,7 @@ func (x *TrainRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrainRequest.ProtoReflect.Descriptor instead.
 func (*TrainRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{12}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *TrainRequest) GetRunId() string {
@@ -942,7 +1025,7 @@ type TrainResponse struct {
 
 func (x *TrainResponse) Reset() {
 	*x = TrainResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[13]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -954,7 +1037,7 @@ func (x *TrainResponse) String() string {
 func (*TrainResponse) ProtoMessage() {}
 
 func (x *TrainResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[13]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -967,7 +1050,7 @@ func (x *TrainResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrainResponse.ProtoReflect.Descriptor instead.
 func (*TrainResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{13}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *TrainResponse) GetKind() isTrainResponse_Kind {
@@ -1026,7 +1109,7 @@ type TrainProgress struct {
 
 func (x *TrainProgress) Reset() {
 	*x = TrainProgress{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[14]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1038,7 +1121,7 @@ func (x *TrainProgress) String() string {
 func (*TrainProgress) ProtoMessage() {}
 
 func (x *TrainProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[14]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1051,7 +1134,7 @@ func (x *TrainProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrainProgress.ProtoReflect.Descriptor instead.
 func (*TrainProgress) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{14}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *TrainProgress) GetDone() uint32 {
@@ -1088,7 +1171,7 @@ type TrainResult struct {
 
 func (x *TrainResult) Reset() {
 	*x = TrainResult{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[15]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1100,7 +1183,7 @@ func (x *TrainResult) String() string {
 func (*TrainResult) ProtoMessage() {}
 
 func (x *TrainResult) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[15]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1113,7 +1196,7 @@ func (x *TrainResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrainResult.ProtoReflect.Descriptor instead.
 func (*TrainResult) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{15}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *TrainResult) GetStep() uint64 {
@@ -1199,7 +1282,7 @@ type Completion struct {
 
 func (x *Completion) Reset() {
 	*x = Completion{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[16]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1211,7 +1294,7 @@ func (x *Completion) String() string {
 func (*Completion) ProtoMessage() {}
 
 func (x *Completion) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[16]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1224,7 +1307,7 @@ func (x *Completion) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Completion.ProtoReflect.Descriptor instead.
 func (*Completion) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{16}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Completion) GetEpoch() uint32 {
@@ -1371,7 +1454,7 @@ type PublishWeightsRequest struct {
 
 func (x *PublishWeightsRequest) Reset() {
 	*x = PublishWeightsRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[17]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1383,7 +1466,7 @@ func (x *PublishWeightsRequest) String() string {
 func (*PublishWeightsRequest) ProtoMessage() {}
 
 func (x *PublishWeightsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[17]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1396,7 +1479,7 @@ func (x *PublishWeightsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PublishWeightsRequest.ProtoReflect.Descriptor instead.
 func (*PublishWeightsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{17}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *PublishWeightsRequest) GetRunId() string {
@@ -1417,7 +1500,7 @@ type PublishWeightsResponse struct {
 
 func (x *PublishWeightsResponse) Reset() {
 	*x = PublishWeightsResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[18]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1429,7 +1512,7 @@ func (x *PublishWeightsResponse) String() string {
 func (*PublishWeightsResponse) ProtoMessage() {}
 
 func (x *PublishWeightsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[18]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1442,7 +1525,7 @@ func (x *PublishWeightsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PublishWeightsResponse.ProtoReflect.Descriptor instead.
 func (*PublishWeightsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{18}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *PublishWeightsResponse) GetWeights() *v1.WeightsManifest {
@@ -1471,7 +1554,7 @@ type OfferWeightsRequest struct {
 
 func (x *OfferWeightsRequest) Reset() {
 	*x = OfferWeightsRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[19]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1483,7 +1566,7 @@ func (x *OfferWeightsRequest) String() string {
 func (*OfferWeightsRequest) ProtoMessage() {}
 
 func (x *OfferWeightsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[19]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1496,7 +1579,7 @@ func (x *OfferWeightsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OfferWeightsRequest.ProtoReflect.Descriptor instead.
 func (*OfferWeightsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{19}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *OfferWeightsRequest) GetRunId() string {
@@ -1546,7 +1629,7 @@ type OfferWeightsResponse struct {
 
 func (x *OfferWeightsResponse) Reset() {
 	*x = OfferWeightsResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[20]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1558,7 +1641,7 @@ func (x *OfferWeightsResponse) String() string {
 func (*OfferWeightsResponse) ProtoMessage() {}
 
 func (x *OfferWeightsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[20]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1571,7 +1654,7 @@ func (x *OfferWeightsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OfferWeightsResponse.ProtoReflect.Descriptor instead.
 func (*OfferWeightsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{20}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *OfferWeightsResponse) GetOffers() []*v1.WeightsOffer {
@@ -1594,7 +1677,7 @@ type EvaluateLossRequest struct {
 
 func (x *EvaluateLossRequest) Reset() {
 	*x = EvaluateLossRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[21]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1606,7 +1689,7 @@ func (x *EvaluateLossRequest) String() string {
 func (*EvaluateLossRequest) ProtoMessage() {}
 
 func (x *EvaluateLossRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[21]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1619,7 +1702,7 @@ func (x *EvaluateLossRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvaluateLossRequest.ProtoReflect.Descriptor instead.
 func (*EvaluateLossRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{21}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *EvaluateLossRequest) GetRunId() string {
@@ -1651,7 +1734,7 @@ type EvaluateLossResponse struct {
 
 func (x *EvaluateLossResponse) Reset() {
 	*x = EvaluateLossResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[22]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1663,7 +1746,7 @@ func (x *EvaluateLossResponse) String() string {
 func (*EvaluateLossResponse) ProtoMessage() {}
 
 func (x *EvaluateLossResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[22]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1676,7 +1759,7 @@ func (x *EvaluateLossResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvaluateLossResponse.ProtoReflect.Descriptor instead.
 func (*EvaluateLossResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{22}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *EvaluateLossResponse) GetMetrics() map[string]float64 {
@@ -1715,7 +1798,7 @@ type SaveStateRequest struct {
 
 func (x *SaveStateRequest) Reset() {
 	*x = SaveStateRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[23]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1727,7 +1810,7 @@ func (x *SaveStateRequest) String() string {
 func (*SaveStateRequest) ProtoMessage() {}
 
 func (x *SaveStateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[23]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1740,7 +1823,7 @@ func (x *SaveStateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SaveStateRequest.ProtoReflect.Descriptor instead.
 func (*SaveStateRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{23}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *SaveStateRequest) GetRunId() string {
@@ -1777,7 +1860,7 @@ type SaveStateResponse struct {
 
 func (x *SaveStateResponse) Reset() {
 	*x = SaveStateResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[24]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1789,7 +1872,7 @@ func (x *SaveStateResponse) String() string {
 func (*SaveStateResponse) ProtoMessage() {}
 
 func (x *SaveStateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[24]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1802,7 +1885,7 @@ func (x *SaveStateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SaveStateResponse.ProtoReflect.Descriptor instead.
 func (*SaveStateResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{24}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *SaveStateResponse) GetFiles() []*v15.SnapshotFile {
@@ -1828,7 +1911,7 @@ type GetLearnerStatusRequest struct {
 
 func (x *GetLearnerStatusRequest) Reset() {
 	*x = GetLearnerStatusRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[25]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1840,7 +1923,7 @@ func (x *GetLearnerStatusRequest) String() string {
 func (*GetLearnerStatusRequest) ProtoMessage() {}
 
 func (x *GetLearnerStatusRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[25]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1853,7 +1936,7 @@ func (x *GetLearnerStatusRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetLearnerStatusRequest.ProtoReflect.Descriptor instead.
 func (*GetLearnerStatusRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{25}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{27}
 }
 
 // GetLearnerStatusResponse is the state of the worker.
@@ -1875,7 +1958,7 @@ type GetLearnerStatusResponse struct {
 
 func (x *GetLearnerStatusResponse) Reset() {
 	*x = GetLearnerStatusResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[26]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1887,7 +1970,7 @@ func (x *GetLearnerStatusResponse) String() string {
 func (*GetLearnerStatusResponse) ProtoMessage() {}
 
 func (x *GetLearnerStatusResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[26]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1900,7 +1983,7 @@ func (x *GetLearnerStatusResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetLearnerStatusResponse.ProtoReflect.Descriptor instead.
 func (*GetLearnerStatusResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{26}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *GetLearnerStatusResponse) GetStep() uint64 {
@@ -1958,7 +2041,10 @@ const file_rollout_learner_v1_learner_proto_rawDesc = "" +
 	"\rLaggingWorker\x12\x1b\n" +
 	"\tworker_id\x18\x01 \x01(\tR\bworkerId\x12\x18\n" +
 	"\aversion\x18\x02 \x01(\x04R\aversion\x12\x18\n" +
-	"\amessage\x18\x03 \x01(\tR\amessage\"\xd0\x01\n" +
+	"\amessage\x18\x03 \x01(\tR\amessage\"2\n" +
+	"\x10DeleteRunRequest\x12\x1e\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"\x13\n" +
+	"\x11DeleteRunResponse\"\xd0\x01\n" +
 	"\x0fStartRunRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x121\n" +
 	"\x04plan\x18\x02 \x01(\v2\x15.rollout.plan.v1.PlanB\x06\xbaH\x03\xc8\x01\x01R\x04plan\x12 \n" +
@@ -2090,12 +2176,13 @@ const file_rollout_learner_v1_learner_proto_rawDesc = "" +
 	"\x0ePHASE_FINISHED\x10\t\x12\x11\n" +
 	"\rPHASE_STOPPED\x10\n" +
 	"\x12\x10\n" +
-	"\fPHASE_FAILED\x10\v2\x8d\x03\n" +
+	"\fPHASE_FAILED\x10\v2\xe7\x03\n" +
 	"\x18LearnerControllerService\x12U\n" +
 	"\bStartRun\x12#.rollout.learner.v1.StartRunRequest\x1a$.rollout.learner.v1.StartRunResponse\x12R\n" +
 	"\aStopRun\x12\".rollout.learner.v1.StopRunRequest\x1a#.rollout.learner.v1.StopRunResponse\x12^\n" +
 	"\vGetProgress\x12&.rollout.learner.v1.GetProgressRequest\x1a'.rollout.learner.v1.GetProgressResponse\x12f\n" +
-	"\rWatchProgress\x12(.rollout.learner.v1.WatchProgressRequest\x1a).rollout.learner.v1.WatchProgressResponse0\x012\xbb\x05\n" +
+	"\rWatchProgress\x12(.rollout.learner.v1.WatchProgressRequest\x1a).rollout.learner.v1.WatchProgressResponse0\x01\x12X\n" +
+	"\tDeleteRun\x12$.rollout.learner.v1.DeleteRunRequest\x1a%.rollout.learner.v1.DeleteRunResponse2\xbb\x05\n" +
 	"\x14LearnerWorkerService\x12[\n" +
 	"\n" +
 	"Initialize\x12%.rollout.learner.v1.InitializeRequest\x1a&.rollout.learner.v1.InitializeResponse\x12N\n" +
@@ -2120,98 +2207,102 @@ func file_rollout_learner_v1_learner_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_learner_v1_learner_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_learner_v1_learner_proto_msgTypes = make([]protoimpl.MessageInfo, 30)
+var file_rollout_learner_v1_learner_proto_msgTypes = make([]protoimpl.MessageInfo, 32)
 var file_rollout_learner_v1_learner_proto_goTypes = []any{
 	(Phase)(0),                       // 0: rollout.learner.v1.Phase
 	(*Progress)(nil),                 // 1: rollout.learner.v1.Progress
 	(*LaggingWorker)(nil),            // 2: rollout.learner.v1.LaggingWorker
-	(*StartRunRequest)(nil),          // 3: rollout.learner.v1.StartRunRequest
-	(*StartRunResponse)(nil),         // 4: rollout.learner.v1.StartRunResponse
-	(*StopRunRequest)(nil),           // 5: rollout.learner.v1.StopRunRequest
-	(*StopRunResponse)(nil),          // 6: rollout.learner.v1.StopRunResponse
-	(*GetProgressRequest)(nil),       // 7: rollout.learner.v1.GetProgressRequest
-	(*GetProgressResponse)(nil),      // 8: rollout.learner.v1.GetProgressResponse
-	(*WatchProgressRequest)(nil),     // 9: rollout.learner.v1.WatchProgressRequest
-	(*WatchProgressResponse)(nil),    // 10: rollout.learner.v1.WatchProgressResponse
-	(*InitializeRequest)(nil),        // 11: rollout.learner.v1.InitializeRequest
-	(*InitializeResponse)(nil),       // 12: rollout.learner.v1.InitializeResponse
-	(*TrainRequest)(nil),             // 13: rollout.learner.v1.TrainRequest
-	(*TrainResponse)(nil),            // 14: rollout.learner.v1.TrainResponse
-	(*TrainProgress)(nil),            // 15: rollout.learner.v1.TrainProgress
-	(*TrainResult)(nil),              // 16: rollout.learner.v1.TrainResult
-	(*Completion)(nil),               // 17: rollout.learner.v1.Completion
-	(*PublishWeightsRequest)(nil),    // 18: rollout.learner.v1.PublishWeightsRequest
-	(*PublishWeightsResponse)(nil),   // 19: rollout.learner.v1.PublishWeightsResponse
-	(*OfferWeightsRequest)(nil),      // 20: rollout.learner.v1.OfferWeightsRequest
-	(*OfferWeightsResponse)(nil),     // 21: rollout.learner.v1.OfferWeightsResponse
-	(*EvaluateLossRequest)(nil),      // 22: rollout.learner.v1.EvaluateLossRequest
-	(*EvaluateLossResponse)(nil),     // 23: rollout.learner.v1.EvaluateLossResponse
-	(*SaveStateRequest)(nil),         // 24: rollout.learner.v1.SaveStateRequest
-	(*SaveStateResponse)(nil),        // 25: rollout.learner.v1.SaveStateResponse
-	(*GetLearnerStatusRequest)(nil),  // 26: rollout.learner.v1.GetLearnerStatusRequest
-	(*GetLearnerStatusResponse)(nil), // 27: rollout.learner.v1.GetLearnerStatusResponse
-	nil,                              // 28: rollout.learner.v1.TrainResult.MetricsEntry
-	nil,                              // 29: rollout.learner.v1.Completion.MetricsEntry
-	nil,                              // 30: rollout.learner.v1.EvaluateLossResponse.MetricsEntry
-	(*v1.WeightsManifest)(nil),       // 31: rollout.weights.v1.WeightsManifest
-	(*v11.Wait)(nil),                 // 32: rollout.wait.v1.Wait
-	(*v12.Plan)(nil),                 // 33: rollout.plan.v1.Plan
-	(*v13.Batch)(nil),                // 34: rollout.buffer.v1.Batch
-	(*v14.Turn)(nil),                 // 35: rollout.trajectory.v1.Turn
-	(*v14.VersionSpan)(nil),          // 36: rollout.trajectory.v1.VersionSpan
-	(v14.Outcome)(0),                 // 37: rollout.trajectory.v1.Outcome
-	(*v14.EpisodeLink)(nil),          // 38: rollout.trajectory.v1.EpisodeLink
-	(*v1.WeightsOffer)(nil),          // 39: rollout.weights.v1.WeightsOffer
-	(*v15.SnapshotFile)(nil),         // 40: rollout.snapshot.v1.SnapshotFile
+	(*DeleteRunRequest)(nil),         // 3: rollout.learner.v1.DeleteRunRequest
+	(*DeleteRunResponse)(nil),        // 4: rollout.learner.v1.DeleteRunResponse
+	(*StartRunRequest)(nil),          // 5: rollout.learner.v1.StartRunRequest
+	(*StartRunResponse)(nil),         // 6: rollout.learner.v1.StartRunResponse
+	(*StopRunRequest)(nil),           // 7: rollout.learner.v1.StopRunRequest
+	(*StopRunResponse)(nil),          // 8: rollout.learner.v1.StopRunResponse
+	(*GetProgressRequest)(nil),       // 9: rollout.learner.v1.GetProgressRequest
+	(*GetProgressResponse)(nil),      // 10: rollout.learner.v1.GetProgressResponse
+	(*WatchProgressRequest)(nil),     // 11: rollout.learner.v1.WatchProgressRequest
+	(*WatchProgressResponse)(nil),    // 12: rollout.learner.v1.WatchProgressResponse
+	(*InitializeRequest)(nil),        // 13: rollout.learner.v1.InitializeRequest
+	(*InitializeResponse)(nil),       // 14: rollout.learner.v1.InitializeResponse
+	(*TrainRequest)(nil),             // 15: rollout.learner.v1.TrainRequest
+	(*TrainResponse)(nil),            // 16: rollout.learner.v1.TrainResponse
+	(*TrainProgress)(nil),            // 17: rollout.learner.v1.TrainProgress
+	(*TrainResult)(nil),              // 18: rollout.learner.v1.TrainResult
+	(*Completion)(nil),               // 19: rollout.learner.v1.Completion
+	(*PublishWeightsRequest)(nil),    // 20: rollout.learner.v1.PublishWeightsRequest
+	(*PublishWeightsResponse)(nil),   // 21: rollout.learner.v1.PublishWeightsResponse
+	(*OfferWeightsRequest)(nil),      // 22: rollout.learner.v1.OfferWeightsRequest
+	(*OfferWeightsResponse)(nil),     // 23: rollout.learner.v1.OfferWeightsResponse
+	(*EvaluateLossRequest)(nil),      // 24: rollout.learner.v1.EvaluateLossRequest
+	(*EvaluateLossResponse)(nil),     // 25: rollout.learner.v1.EvaluateLossResponse
+	(*SaveStateRequest)(nil),         // 26: rollout.learner.v1.SaveStateRequest
+	(*SaveStateResponse)(nil),        // 27: rollout.learner.v1.SaveStateResponse
+	(*GetLearnerStatusRequest)(nil),  // 28: rollout.learner.v1.GetLearnerStatusRequest
+	(*GetLearnerStatusResponse)(nil), // 29: rollout.learner.v1.GetLearnerStatusResponse
+	nil,                              // 30: rollout.learner.v1.TrainResult.MetricsEntry
+	nil,                              // 31: rollout.learner.v1.Completion.MetricsEntry
+	nil,                              // 32: rollout.learner.v1.EvaluateLossResponse.MetricsEntry
+	(*v1.WeightsManifest)(nil),       // 33: rollout.weights.v1.WeightsManifest
+	(*v11.Wait)(nil),                 // 34: rollout.wait.v1.Wait
+	(*v12.Plan)(nil),                 // 35: rollout.plan.v1.Plan
+	(*v13.Batch)(nil),                // 36: rollout.buffer.v1.Batch
+	(*v14.Turn)(nil),                 // 37: rollout.trajectory.v1.Turn
+	(*v14.VersionSpan)(nil),          // 38: rollout.trajectory.v1.VersionSpan
+	(v14.Outcome)(0),                 // 39: rollout.trajectory.v1.Outcome
+	(*v14.EpisodeLink)(nil),          // 40: rollout.trajectory.v1.EpisodeLink
+	(*v1.WeightsOffer)(nil),          // 41: rollout.weights.v1.WeightsOffer
+	(*v15.SnapshotFile)(nil),         // 42: rollout.snapshot.v1.SnapshotFile
 }
 var file_rollout_learner_v1_learner_proto_depIdxs = []int32{
 	0,  // 0: rollout.learner.v1.Progress.phase:type_name -> rollout.learner.v1.Phase
-	31, // 1: rollout.learner.v1.Progress.weights:type_name -> rollout.weights.v1.WeightsManifest
-	32, // 2: rollout.learner.v1.Progress.wait:type_name -> rollout.wait.v1.Wait
+	33, // 1: rollout.learner.v1.Progress.weights:type_name -> rollout.weights.v1.WeightsManifest
+	34, // 2: rollout.learner.v1.Progress.wait:type_name -> rollout.wait.v1.Wait
 	2,  // 3: rollout.learner.v1.Progress.lagging:type_name -> rollout.learner.v1.LaggingWorker
-	33, // 4: rollout.learner.v1.StartRunRequest.plan:type_name -> rollout.plan.v1.Plan
+	35, // 4: rollout.learner.v1.StartRunRequest.plan:type_name -> rollout.plan.v1.Plan
 	1,  // 5: rollout.learner.v1.StopRunResponse.progress:type_name -> rollout.learner.v1.Progress
 	1,  // 6: rollout.learner.v1.GetProgressResponse.progress:type_name -> rollout.learner.v1.Progress
 	1,  // 7: rollout.learner.v1.WatchProgressResponse.progress:type_name -> rollout.learner.v1.Progress
-	34, // 8: rollout.learner.v1.TrainRequest.batch:type_name -> rollout.buffer.v1.Batch
-	15, // 9: rollout.learner.v1.TrainResponse.progress:type_name -> rollout.learner.v1.TrainProgress
-	16, // 10: rollout.learner.v1.TrainResponse.result:type_name -> rollout.learner.v1.TrainResult
-	31, // 11: rollout.learner.v1.TrainResult.weights:type_name -> rollout.weights.v1.WeightsManifest
-	28, // 12: rollout.learner.v1.TrainResult.metrics:type_name -> rollout.learner.v1.TrainResult.MetricsEntry
-	17, // 13: rollout.learner.v1.TrainResult.completions:type_name -> rollout.learner.v1.Completion
-	29, // 14: rollout.learner.v1.Completion.metrics:type_name -> rollout.learner.v1.Completion.MetricsEntry
-	35, // 15: rollout.learner.v1.Completion.turns:type_name -> rollout.trajectory.v1.Turn
-	36, // 16: rollout.learner.v1.Completion.version_spans:type_name -> rollout.trajectory.v1.VersionSpan
-	37, // 17: rollout.learner.v1.Completion.outcome:type_name -> rollout.trajectory.v1.Outcome
-	38, // 18: rollout.learner.v1.Completion.parent:type_name -> rollout.trajectory.v1.EpisodeLink
-	31, // 19: rollout.learner.v1.PublishWeightsResponse.weights:type_name -> rollout.weights.v1.WeightsManifest
-	39, // 20: rollout.learner.v1.OfferWeightsResponse.offers:type_name -> rollout.weights.v1.WeightsOffer
-	30, // 21: rollout.learner.v1.EvaluateLossResponse.metrics:type_name -> rollout.learner.v1.EvaluateLossResponse.MetricsEntry
-	40, // 22: rollout.learner.v1.SaveStateResponse.files:type_name -> rollout.snapshot.v1.SnapshotFile
-	3,  // 23: rollout.learner.v1.LearnerControllerService.StartRun:input_type -> rollout.learner.v1.StartRunRequest
-	5,  // 24: rollout.learner.v1.LearnerControllerService.StopRun:input_type -> rollout.learner.v1.StopRunRequest
-	7,  // 25: rollout.learner.v1.LearnerControllerService.GetProgress:input_type -> rollout.learner.v1.GetProgressRequest
-	9,  // 26: rollout.learner.v1.LearnerControllerService.WatchProgress:input_type -> rollout.learner.v1.WatchProgressRequest
-	11, // 27: rollout.learner.v1.LearnerWorkerService.Initialize:input_type -> rollout.learner.v1.InitializeRequest
-	13, // 28: rollout.learner.v1.LearnerWorkerService.Train:input_type -> rollout.learner.v1.TrainRequest
-	18, // 29: rollout.learner.v1.LearnerWorkerService.PublishWeights:input_type -> rollout.learner.v1.PublishWeightsRequest
-	20, // 30: rollout.learner.v1.LearnerWorkerService.OfferWeights:input_type -> rollout.learner.v1.OfferWeightsRequest
-	22, // 31: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:input_type -> rollout.learner.v1.EvaluateLossRequest
-	24, // 32: rollout.learner.v1.LearnerWorkerService.SaveState:input_type -> rollout.learner.v1.SaveStateRequest
-	26, // 33: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:input_type -> rollout.learner.v1.GetLearnerStatusRequest
-	4,  // 34: rollout.learner.v1.LearnerControllerService.StartRun:output_type -> rollout.learner.v1.StartRunResponse
-	6,  // 35: rollout.learner.v1.LearnerControllerService.StopRun:output_type -> rollout.learner.v1.StopRunResponse
-	8,  // 36: rollout.learner.v1.LearnerControllerService.GetProgress:output_type -> rollout.learner.v1.GetProgressResponse
-	10, // 37: rollout.learner.v1.LearnerControllerService.WatchProgress:output_type -> rollout.learner.v1.WatchProgressResponse
-	12, // 38: rollout.learner.v1.LearnerWorkerService.Initialize:output_type -> rollout.learner.v1.InitializeResponse
-	14, // 39: rollout.learner.v1.LearnerWorkerService.Train:output_type -> rollout.learner.v1.TrainResponse
-	19, // 40: rollout.learner.v1.LearnerWorkerService.PublishWeights:output_type -> rollout.learner.v1.PublishWeightsResponse
-	21, // 41: rollout.learner.v1.LearnerWorkerService.OfferWeights:output_type -> rollout.learner.v1.OfferWeightsResponse
-	23, // 42: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:output_type -> rollout.learner.v1.EvaluateLossResponse
-	25, // 43: rollout.learner.v1.LearnerWorkerService.SaveState:output_type -> rollout.learner.v1.SaveStateResponse
-	27, // 44: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:output_type -> rollout.learner.v1.GetLearnerStatusResponse
-	34, // [34:45] is the sub-list for method output_type
-	23, // [23:34] is the sub-list for method input_type
+	36, // 8: rollout.learner.v1.TrainRequest.batch:type_name -> rollout.buffer.v1.Batch
+	17, // 9: rollout.learner.v1.TrainResponse.progress:type_name -> rollout.learner.v1.TrainProgress
+	18, // 10: rollout.learner.v1.TrainResponse.result:type_name -> rollout.learner.v1.TrainResult
+	33, // 11: rollout.learner.v1.TrainResult.weights:type_name -> rollout.weights.v1.WeightsManifest
+	30, // 12: rollout.learner.v1.TrainResult.metrics:type_name -> rollout.learner.v1.TrainResult.MetricsEntry
+	19, // 13: rollout.learner.v1.TrainResult.completions:type_name -> rollout.learner.v1.Completion
+	31, // 14: rollout.learner.v1.Completion.metrics:type_name -> rollout.learner.v1.Completion.MetricsEntry
+	37, // 15: rollout.learner.v1.Completion.turns:type_name -> rollout.trajectory.v1.Turn
+	38, // 16: rollout.learner.v1.Completion.version_spans:type_name -> rollout.trajectory.v1.VersionSpan
+	39, // 17: rollout.learner.v1.Completion.outcome:type_name -> rollout.trajectory.v1.Outcome
+	40, // 18: rollout.learner.v1.Completion.parent:type_name -> rollout.trajectory.v1.EpisodeLink
+	33, // 19: rollout.learner.v1.PublishWeightsResponse.weights:type_name -> rollout.weights.v1.WeightsManifest
+	41, // 20: rollout.learner.v1.OfferWeightsResponse.offers:type_name -> rollout.weights.v1.WeightsOffer
+	32, // 21: rollout.learner.v1.EvaluateLossResponse.metrics:type_name -> rollout.learner.v1.EvaluateLossResponse.MetricsEntry
+	42, // 22: rollout.learner.v1.SaveStateResponse.files:type_name -> rollout.snapshot.v1.SnapshotFile
+	5,  // 23: rollout.learner.v1.LearnerControllerService.StartRun:input_type -> rollout.learner.v1.StartRunRequest
+	7,  // 24: rollout.learner.v1.LearnerControllerService.StopRun:input_type -> rollout.learner.v1.StopRunRequest
+	9,  // 25: rollout.learner.v1.LearnerControllerService.GetProgress:input_type -> rollout.learner.v1.GetProgressRequest
+	11, // 26: rollout.learner.v1.LearnerControllerService.WatchProgress:input_type -> rollout.learner.v1.WatchProgressRequest
+	3,  // 27: rollout.learner.v1.LearnerControllerService.DeleteRun:input_type -> rollout.learner.v1.DeleteRunRequest
+	13, // 28: rollout.learner.v1.LearnerWorkerService.Initialize:input_type -> rollout.learner.v1.InitializeRequest
+	15, // 29: rollout.learner.v1.LearnerWorkerService.Train:input_type -> rollout.learner.v1.TrainRequest
+	20, // 30: rollout.learner.v1.LearnerWorkerService.PublishWeights:input_type -> rollout.learner.v1.PublishWeightsRequest
+	22, // 31: rollout.learner.v1.LearnerWorkerService.OfferWeights:input_type -> rollout.learner.v1.OfferWeightsRequest
+	24, // 32: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:input_type -> rollout.learner.v1.EvaluateLossRequest
+	26, // 33: rollout.learner.v1.LearnerWorkerService.SaveState:input_type -> rollout.learner.v1.SaveStateRequest
+	28, // 34: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:input_type -> rollout.learner.v1.GetLearnerStatusRequest
+	6,  // 35: rollout.learner.v1.LearnerControllerService.StartRun:output_type -> rollout.learner.v1.StartRunResponse
+	8,  // 36: rollout.learner.v1.LearnerControllerService.StopRun:output_type -> rollout.learner.v1.StopRunResponse
+	10, // 37: rollout.learner.v1.LearnerControllerService.GetProgress:output_type -> rollout.learner.v1.GetProgressResponse
+	12, // 38: rollout.learner.v1.LearnerControllerService.WatchProgress:output_type -> rollout.learner.v1.WatchProgressResponse
+	4,  // 39: rollout.learner.v1.LearnerControllerService.DeleteRun:output_type -> rollout.learner.v1.DeleteRunResponse
+	14, // 40: rollout.learner.v1.LearnerWorkerService.Initialize:output_type -> rollout.learner.v1.InitializeResponse
+	16, // 41: rollout.learner.v1.LearnerWorkerService.Train:output_type -> rollout.learner.v1.TrainResponse
+	21, // 42: rollout.learner.v1.LearnerWorkerService.PublishWeights:output_type -> rollout.learner.v1.PublishWeightsResponse
+	23, // 43: rollout.learner.v1.LearnerWorkerService.OfferWeights:output_type -> rollout.learner.v1.OfferWeightsResponse
+	25, // 44: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:output_type -> rollout.learner.v1.EvaluateLossResponse
+	27, // 45: rollout.learner.v1.LearnerWorkerService.SaveState:output_type -> rollout.learner.v1.SaveStateResponse
+	29, // 46: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:output_type -> rollout.learner.v1.GetLearnerStatusResponse
+	35, // [35:47] is the sub-list for method output_type
+	23, // [23:35] is the sub-list for method input_type
 	23, // [23:23] is the sub-list for extension type_name
 	23, // [23:23] is the sub-list for extension extendee
 	0,  // [0:23] is the sub-list for field type_name
@@ -2222,18 +2313,18 @@ func file_rollout_learner_v1_learner_proto_init() {
 	if File_rollout_learner_v1_learner_proto != nil {
 		return
 	}
-	file_rollout_learner_v1_learner_proto_msgTypes[13].OneofWrappers = []any{
+	file_rollout_learner_v1_learner_proto_msgTypes[15].OneofWrappers = []any{
 		(*TrainResponse_Progress)(nil),
 		(*TrainResponse_Result)(nil),
 	}
-	file_rollout_learner_v1_learner_proto_msgTypes[16].OneofWrappers = []any{}
+	file_rollout_learner_v1_learner_proto_msgTypes[18].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_learner_v1_learner_proto_rawDesc), len(file_rollout_learner_v1_learner_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   30,
+			NumMessages:   32,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

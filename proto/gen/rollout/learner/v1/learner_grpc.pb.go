@@ -26,6 +26,7 @@ const (
 	LearnerControllerService_StopRun_FullMethodName       = "/rollout.learner.v1.LearnerControllerService/StopRun"
 	LearnerControllerService_GetProgress_FullMethodName   = "/rollout.learner.v1.LearnerControllerService/GetProgress"
 	LearnerControllerService_WatchProgress_FullMethodName = "/rollout.learner.v1.LearnerControllerService/WatchProgress"
+	LearnerControllerService_DeleteRun_FullMethodName     = "/rollout.learner.v1.LearnerControllerService/DeleteRun"
 )
 
 // LearnerControllerServiceClient is the client API for LearnerControllerService service.
@@ -43,6 +44,8 @@ type LearnerControllerServiceClient interface {
 	GetProgress(ctx context.Context, in *GetProgressRequest, opts ...grpc.CallOption) (*GetProgressResponse, error)
 	// WatchProgress streams the progress immediately and at each change, until a final phase.
 	WatchProgress(ctx context.Context, in *WatchProgressRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchProgressResponse], error)
+	// DeleteRun stops driving a run and forgets it. Idempotent, also for unknown runs.
+	DeleteRun(ctx context.Context, in *DeleteRunRequest, opts ...grpc.CallOption) (*DeleteRunResponse, error)
 }
 
 type learnerControllerServiceClient struct {
@@ -102,6 +105,16 @@ func (c *learnerControllerServiceClient) WatchProgress(ctx context.Context, in *
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type LearnerControllerService_WatchProgressClient = grpc.ServerStreamingClient[WatchProgressResponse]
 
+func (c *learnerControllerServiceClient) DeleteRun(ctx context.Context, in *DeleteRunRequest, opts ...grpc.CallOption) (*DeleteRunResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(DeleteRunResponse)
+	err := c.cc.Invoke(ctx, LearnerControllerService_DeleteRun_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // LearnerControllerServiceServer is the server API for LearnerControllerService service.
 // All implementations must embed UnimplementedLearnerControllerServiceServer
 // for forward compatibility.
@@ -117,6 +130,8 @@ type LearnerControllerServiceServer interface {
 	GetProgress(context.Context, *GetProgressRequest) (*GetProgressResponse, error)
 	// WatchProgress streams the progress immediately and at each change, until a final phase.
 	WatchProgress(*WatchProgressRequest, grpc.ServerStreamingServer[WatchProgressResponse]) error
+	// DeleteRun stops driving a run and forgets it. Idempotent, also for unknown runs.
+	DeleteRun(context.Context, *DeleteRunRequest) (*DeleteRunResponse, error)
 	mustEmbedUnimplementedLearnerControllerServiceServer()
 }
 
@@ -138,6 +153,9 @@ func (UnimplementedLearnerControllerServiceServer) GetProgress(context.Context, 
 }
 func (UnimplementedLearnerControllerServiceServer) WatchProgress(*WatchProgressRequest, grpc.ServerStreamingServer[WatchProgressResponse]) error {
 	return status.Error(codes.Unimplemented, "method WatchProgress not implemented")
+}
+func (UnimplementedLearnerControllerServiceServer) DeleteRun(context.Context, *DeleteRunRequest) (*DeleteRunResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method DeleteRun not implemented")
 }
 func (UnimplementedLearnerControllerServiceServer) mustEmbedUnimplementedLearnerControllerServiceServer() {
 }
@@ -226,6 +244,24 @@ func _LearnerControllerService_WatchProgress_Handler(srv interface{}, stream grp
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type LearnerControllerService_WatchProgressServer = grpc.ServerStreamingServer[WatchProgressResponse]
 
+func _LearnerControllerService_DeleteRun_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(DeleteRunRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(LearnerControllerServiceServer).DeleteRun(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: LearnerControllerService_DeleteRun_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(LearnerControllerServiceServer).DeleteRun(ctx, req.(*DeleteRunRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // LearnerControllerService_ServiceDesc is the grpc.ServiceDesc for LearnerControllerService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -244,6 +280,10 @@ var LearnerControllerService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "GetProgress",
 			Handler:    _LearnerControllerService_GetProgress_Handler,
+		},
+		{
+			MethodName: "DeleteRun",
+			Handler:    _LearnerControllerService_DeleteRun_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{

@@ -35,6 +35,7 @@ const (
 //	              |          v  |
 //	              |         PAUSED
 //	              any of these -> FAILED | INTERRUPTED; INTERRUPTED, FAILED, CANCELLED -> STARTING by ResumeRun
+//	              SUCCEEDED, FAILED, CANCELLED, INTERRUPTED -> DELETING by DeleteRun, until nothing is left
 type RunState int32
 
 const (
@@ -60,21 +61,24 @@ const (
 	RunState_RUN_STATE_FAILED RunState = 8
 	// Cancelled by request.
 	RunState_RUN_STATE_CANCELLED RunState = 9
+	// Its data is being deleted, which the leader continues after a crash. The record is deleted last.
+	RunState_RUN_STATE_DELETING RunState = 10
 )
 
 // Enum value maps for RunState.
 var (
 	RunState_name = map[int32]string{
-		0: "RUN_STATE_UNSPECIFIED",
-		1: "RUN_STATE_PENDING",
-		2: "RUN_STATE_STARTING",
-		3: "RUN_STATE_RUNNING",
-		4: "RUN_STATE_PAUSED",
-		5: "RUN_STATE_DRAINING",
-		6: "RUN_STATE_INTERRUPTED",
-		7: "RUN_STATE_SUCCEEDED",
-		8: "RUN_STATE_FAILED",
-		9: "RUN_STATE_CANCELLED",
+		0:  "RUN_STATE_UNSPECIFIED",
+		1:  "RUN_STATE_PENDING",
+		2:  "RUN_STATE_STARTING",
+		3:  "RUN_STATE_RUNNING",
+		4:  "RUN_STATE_PAUSED",
+		5:  "RUN_STATE_DRAINING",
+		6:  "RUN_STATE_INTERRUPTED",
+		7:  "RUN_STATE_SUCCEEDED",
+		8:  "RUN_STATE_FAILED",
+		9:  "RUN_STATE_CANCELLED",
+		10: "RUN_STATE_DELETING",
 	}
 	RunState_value = map[string]int32{
 		"RUN_STATE_UNSPECIFIED": 0,
@@ -87,6 +91,7 @@ var (
 		"RUN_STATE_SUCCEEDED":   7,
 		"RUN_STATE_FAILED":      8,
 		"RUN_STATE_CANCELLED":   9,
+		"RUN_STATE_DELETING":    10,
 	}
 )
 
@@ -1908,6 +1913,116 @@ func (x *ResumeRunResponse) GetRun() *Run {
 	return nil
 }
 
+// DeleteRunRequest names a run.
+type DeleteRunRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run id. Neither a prefix nor a name, so that no run is deleted by accident.
+	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// Whether the request is only checked, and nothing is deleted.
+	DryRun        bool `protobuf:"varint,2,opt,name=dry_run,json=dryRun,proto3" json:"dry_run,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DeleteRunRequest) Reset() {
+	*x = DeleteRunRequest{}
+	mi := &file_rollout_run_v1_run_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DeleteRunRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DeleteRunRequest) ProtoMessage() {}
+
+func (x *DeleteRunRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_run_v1_run_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DeleteRunRequest.ProtoReflect.Descriptor instead.
+func (*DeleteRunRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *DeleteRunRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+func (x *DeleteRunRequest) GetDryRun() bool {
+	if x != nil {
+		return x.DryRun
+	}
+	return false
+}
+
+// DeleteRunResponse describes what was deleted.
+type DeleteRunResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The run, as it was before.
+	Run *Run `protobuf:"bytes,1,opt,name=run,proto3" json:"run,omitempty"`
+	// Snapshots of the run that stay, because other runs started from them.
+	KeptSnapshots []string `protobuf:"bytes,2,rep,name=kept_snapshots,json=keptSnapshots,proto3" json:"kept_snapshots,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DeleteRunResponse) Reset() {
+	*x = DeleteRunResponse{}
+	mi := &file_rollout_run_v1_run_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DeleteRunResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DeleteRunResponse) ProtoMessage() {}
+
+func (x *DeleteRunResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_run_v1_run_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DeleteRunResponse.ProtoReflect.Descriptor instead.
+func (*DeleteRunResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *DeleteRunResponse) GetRun() *Run {
+	if x != nil {
+		return x.Run
+	}
+	return nil
+}
+
+func (x *DeleteRunResponse) GetKeptSnapshots() []string {
+	if x != nil {
+		return x.KeptSnapshots
+	}
+	return nil
+}
+
 // WatchRunRequest names a run.
 type WatchRunRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1919,7 +2034,7 @@ type WatchRunRequest struct {
 
 func (x *WatchRunRequest) Reset() {
 	*x = WatchRunRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[21]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1931,7 +2046,7 @@ func (x *WatchRunRequest) String() string {
 func (*WatchRunRequest) ProtoMessage() {}
 
 func (x *WatchRunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[21]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1944,7 +2059,7 @@ func (x *WatchRunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchRunRequest.ProtoReflect.Descriptor instead.
 func (*WatchRunRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{21}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *WatchRunRequest) GetRunId() string {
@@ -1965,7 +2080,7 @@ type WatchRunResponse struct {
 
 func (x *WatchRunResponse) Reset() {
 	*x = WatchRunResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[22]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1977,7 +2092,7 @@ func (x *WatchRunResponse) String() string {
 func (*WatchRunResponse) ProtoMessage() {}
 
 func (x *WatchRunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[22]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1990,7 +2105,7 @@ func (x *WatchRunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchRunResponse.ProtoReflect.Descriptor instead.
 func (*WatchRunResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{22}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *WatchRunResponse) GetStatus() *RunStatus {
@@ -2019,7 +2134,7 @@ type CompleteRunRequest struct {
 
 func (x *CompleteRunRequest) Reset() {
 	*x = CompleteRunRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[23]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2031,7 +2146,7 @@ func (x *CompleteRunRequest) String() string {
 func (*CompleteRunRequest) ProtoMessage() {}
 
 func (x *CompleteRunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[23]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2044,7 +2159,7 @@ func (x *CompleteRunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CompleteRunRequest.ProtoReflect.Descriptor instead.
 func (*CompleteRunRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{23}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *CompleteRunRequest) GetRunId() string {
@@ -2091,7 +2206,7 @@ type CompleteRunResponse struct {
 
 func (x *CompleteRunResponse) Reset() {
 	*x = CompleteRunResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[24]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2103,7 +2218,7 @@ func (x *CompleteRunResponse) String() string {
 func (*CompleteRunResponse) ProtoMessage() {}
 
 func (x *CompleteRunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[24]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2116,7 +2231,7 @@ func (x *CompleteRunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CompleteRunResponse.ProtoReflect.Descriptor instead.
 func (*CompleteRunResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{24}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{26}
 }
 
 // WorkerRegistration is what a worker claims in the registry.
@@ -2136,7 +2251,7 @@ type WorkerRegistration struct {
 
 func (x *WorkerRegistration) Reset() {
 	*x = WorkerRegistration{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[25]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2148,7 +2263,7 @@ func (x *WorkerRegistration) String() string {
 func (*WorkerRegistration) ProtoMessage() {}
 
 func (x *WorkerRegistration) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[25]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2161,7 +2276,7 @@ func (x *WorkerRegistration) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WorkerRegistration.ProtoReflect.Descriptor instead.
 func (*WorkerRegistration) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{25}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *WorkerRegistration) GetWorkerId() string {
@@ -2207,7 +2322,7 @@ type VerifyWorkersRequest struct {
 
 func (x *VerifyWorkersRequest) Reset() {
 	*x = VerifyWorkersRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[26]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2219,7 +2334,7 @@ func (x *VerifyWorkersRequest) String() string {
 func (*VerifyWorkersRequest) ProtoMessage() {}
 
 func (x *VerifyWorkersRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[26]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2232,7 +2347,7 @@ func (x *VerifyWorkersRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyWorkersRequest.ProtoReflect.Descriptor instead.
 func (*VerifyWorkersRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{26}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *VerifyWorkersRequest) GetRunId() string {
@@ -2267,7 +2382,7 @@ type VerifyWorkersResponse struct {
 
 func (x *VerifyWorkersResponse) Reset() {
 	*x = VerifyWorkersResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[27]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2279,7 +2394,7 @@ func (x *VerifyWorkersResponse) String() string {
 func (*VerifyWorkersResponse) ProtoMessage() {}
 
 func (x *VerifyWorkersResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[27]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2292,7 +2407,7 @@ func (x *VerifyWorkersResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyWorkersResponse.ProtoReflect.Descriptor instead.
 func (*VerifyWorkersResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{27}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *VerifyWorkersResponse) GetAccepted() []bool {
@@ -2313,7 +2428,7 @@ type GetCursorRequest struct {
 
 func (x *GetCursorRequest) Reset() {
 	*x = GetCursorRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[28]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2325,7 +2440,7 @@ func (x *GetCursorRequest) String() string {
 func (*GetCursorRequest) ProtoMessage() {}
 
 func (x *GetCursorRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[28]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2338,7 +2453,7 @@ func (x *GetCursorRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCursorRequest.ProtoReflect.Descriptor instead.
 func (*GetCursorRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{28}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *GetCursorRequest) GetRunId() string {
@@ -2359,7 +2474,7 @@ type GetCursorResponse struct {
 
 func (x *GetCursorResponse) Reset() {
 	*x = GetCursorResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[29]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2371,7 +2486,7 @@ func (x *GetCursorResponse) String() string {
 func (*GetCursorResponse) ProtoMessage() {}
 
 func (x *GetCursorResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[29]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2384,7 +2499,7 @@ func (x *GetCursorResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCursorResponse.ProtoReflect.Descriptor instead.
 func (*GetCursorResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{29}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *GetCursorResponse) GetCursor() *Cursor {
@@ -2548,7 +2663,13 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\x10ResumeRunRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\":\n" +
 	"\x11ResumeRunResponse\x12%\n" +
-	"\x03run\x18\x01 \x01(\v2\x13.rollout.run.v1.RunR\x03run\"1\n" +
+	"\x03run\x18\x01 \x01(\v2\x13.rollout.run.v1.RunR\x03run\"K\n" +
+	"\x10DeleteRunRequest\x12\x1e\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x17\n" +
+	"\adry_run\x18\x02 \x01(\bR\x06dryRun\"a\n" +
+	"\x11DeleteRunResponse\x12%\n" +
+	"\x03run\x18\x01 \x01(\v2\x13.rollout.run.v1.RunR\x03run\x12%\n" +
+	"\x0ekept_snapshots\x18\x02 \x03(\tR\rkeptSnapshots\"1\n" +
 	"\x0fWatchRunRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"E\n" +
 	"\x10WatchRunResponse\x121\n" +
@@ -2574,7 +2695,7 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\x10GetCursorRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"C\n" +
 	"\x11GetCursorResponse\x12.\n" +
-	"\x06cursor\x18\x01 \x01(\v2\x16.rollout.run.v1.CursorR\x06cursor*\xfc\x01\n" +
+	"\x06cursor\x18\x01 \x01(\v2\x16.rollout.run.v1.CursorR\x06cursor*\x94\x02\n" +
 	"\bRunState\x12\x19\n" +
 	"\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11RUN_STATE_PENDING\x10\x01\x12\x16\n" +
@@ -2585,14 +2706,17 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\x15RUN_STATE_INTERRUPTED\x10\x06\x12\x17\n" +
 	"\x13RUN_STATE_SUCCEEDED\x10\a\x12\x14\n" +
 	"\x10RUN_STATE_FAILED\x10\b\x12\x17\n" +
-	"\x13RUN_STATE_CANCELLED\x10\t2\xc0\x04\n" +
+	"\x13RUN_STATE_CANCELLED\x10\t\x12\x16\n" +
+	"\x12RUN_STATE_DELETING\x10\n" +
+	"2\x92\x05\n" +
 	"\x10SchedulerService\x12P\n" +
 	"\tCreateRun\x12 .rollout.run.v1.CreateRunRequest\x1a!.rollout.run.v1.CreateRunResponse\x12G\n" +
 	"\x06GetRun\x12\x1d.rollout.run.v1.GetRunRequest\x1a\x1e.rollout.run.v1.GetRunResponse\x12M\n" +
 	"\bListRuns\x12\x1f.rollout.run.v1.ListRunsRequest\x1a .rollout.run.v1.ListRunsResponse\x12P\n" +
 	"\tCancelRun\x12 .rollout.run.v1.CancelRunRequest\x1a!.rollout.run.v1.CancelRunResponse\x12M\n" +
 	"\bPauseRun\x12\x1f.rollout.run.v1.PauseRunRequest\x1a .rollout.run.v1.PauseRunResponse\x12P\n" +
-	"\tResumeRun\x12 .rollout.run.v1.ResumeRunRequest\x1a!.rollout.run.v1.ResumeRunResponse\x12O\n" +
+	"\tResumeRun\x12 .rollout.run.v1.ResumeRunRequest\x1a!.rollout.run.v1.ResumeRunResponse\x12P\n" +
+	"\tDeleteRun\x12 .rollout.run.v1.DeleteRunRequest\x1a!.rollout.run.v1.DeleteRunResponse\x12O\n" +
 	"\bWatchRun\x12\x1f.rollout.run.v1.WatchRunRequest\x1a .rollout.run.v1.WatchRunResponse0\x012\xa2\x02\n" +
 	"\x18SchedulerInternalService\x12V\n" +
 	"\vCompleteRun\x12\".rollout.run.v1.CompleteRunRequest\x1a#.rollout.run.v1.CompleteRunResponse\x12\\\n" +
@@ -2613,7 +2737,7 @@ func file_rollout_run_v1_run_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_run_v1_run_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_run_v1_run_proto_msgTypes = make([]protoimpl.MessageInfo, 31)
+var file_rollout_run_v1_run_proto_msgTypes = make([]protoimpl.MessageInfo, 33)
 var file_rollout_run_v1_run_proto_goTypes = []any{
 	(RunState)(0),                 // 0: rollout.run.v1.RunState
 	(*Run)(nil),                   // 1: rollout.run.v1.Run
@@ -2637,36 +2761,38 @@ var file_rollout_run_v1_run_proto_goTypes = []any{
 	(*PauseRunResponse)(nil),      // 19: rollout.run.v1.PauseRunResponse
 	(*ResumeRunRequest)(nil),      // 20: rollout.run.v1.ResumeRunRequest
 	(*ResumeRunResponse)(nil),     // 21: rollout.run.v1.ResumeRunResponse
-	(*WatchRunRequest)(nil),       // 22: rollout.run.v1.WatchRunRequest
-	(*WatchRunResponse)(nil),      // 23: rollout.run.v1.WatchRunResponse
-	(*CompleteRunRequest)(nil),    // 24: rollout.run.v1.CompleteRunRequest
-	(*CompleteRunResponse)(nil),   // 25: rollout.run.v1.CompleteRunResponse
-	(*WorkerRegistration)(nil),    // 26: rollout.run.v1.WorkerRegistration
-	(*VerifyWorkersRequest)(nil),  // 27: rollout.run.v1.VerifyWorkersRequest
-	(*VerifyWorkersResponse)(nil), // 28: rollout.run.v1.VerifyWorkersResponse
-	(*GetCursorRequest)(nil),      // 29: rollout.run.v1.GetCursorRequest
-	(*GetCursorResponse)(nil),     // 30: rollout.run.v1.GetCursorResponse
-	nil,                           // 31: rollout.run.v1.Queues.FailuresEntry
-	(*v1.Plan)(nil),               // 32: rollout.plan.v1.Plan
-	(*timestamppb.Timestamp)(nil), // 33: google.protobuf.Timestamp
-	(*v11.Activity)(nil),          // 34: rollout.wait.v1.Activity
-	(*v11.Wait)(nil),              // 35: rollout.wait.v1.Wait
+	(*DeleteRunRequest)(nil),      // 22: rollout.run.v1.DeleteRunRequest
+	(*DeleteRunResponse)(nil),     // 23: rollout.run.v1.DeleteRunResponse
+	(*WatchRunRequest)(nil),       // 24: rollout.run.v1.WatchRunRequest
+	(*WatchRunResponse)(nil),      // 25: rollout.run.v1.WatchRunResponse
+	(*CompleteRunRequest)(nil),    // 26: rollout.run.v1.CompleteRunRequest
+	(*CompleteRunResponse)(nil),   // 27: rollout.run.v1.CompleteRunResponse
+	(*WorkerRegistration)(nil),    // 28: rollout.run.v1.WorkerRegistration
+	(*VerifyWorkersRequest)(nil),  // 29: rollout.run.v1.VerifyWorkersRequest
+	(*VerifyWorkersResponse)(nil), // 30: rollout.run.v1.VerifyWorkersResponse
+	(*GetCursorRequest)(nil),      // 31: rollout.run.v1.GetCursorRequest
+	(*GetCursorResponse)(nil),     // 32: rollout.run.v1.GetCursorResponse
+	nil,                           // 33: rollout.run.v1.Queues.FailuresEntry
+	(*v1.Plan)(nil),               // 34: rollout.plan.v1.Plan
+	(*timestamppb.Timestamp)(nil), // 35: google.protobuf.Timestamp
+	(*v11.Activity)(nil),          // 36: rollout.wait.v1.Activity
+	(*v11.Wait)(nil),              // 37: rollout.wait.v1.Wait
 }
 var file_rollout_run_v1_run_proto_depIdxs = []int32{
-	32, // 0: rollout.run.v1.Run.plan:type_name -> rollout.plan.v1.Plan
+	34, // 0: rollout.run.v1.Run.plan:type_name -> rollout.plan.v1.Plan
 	0,  // 1: rollout.run.v1.Run.state:type_name -> rollout.run.v1.RunState
-	33, // 2: rollout.run.v1.Run.create_time:type_name -> google.protobuf.Timestamp
-	33, // 3: rollout.run.v1.Run.end_time:type_name -> google.protobuf.Timestamp
-	34, // 4: rollout.run.v1.Worker.in_flight:type_name -> rollout.wait.v1.Activity
-	35, // 5: rollout.run.v1.Worker.waits:type_name -> rollout.wait.v1.Wait
-	31, // 6: rollout.run.v1.Queues.failures:type_name -> rollout.run.v1.Queues.FailuresEntry
+	35, // 2: rollout.run.v1.Run.create_time:type_name -> google.protobuf.Timestamp
+	35, // 3: rollout.run.v1.Run.end_time:type_name -> google.protobuf.Timestamp
+	36, // 4: rollout.run.v1.Worker.in_flight:type_name -> rollout.wait.v1.Activity
+	37, // 5: rollout.run.v1.Worker.waits:type_name -> rollout.wait.v1.Wait
+	33, // 6: rollout.run.v1.Queues.failures:type_name -> rollout.run.v1.Queues.FailuresEntry
 	1,  // 7: rollout.run.v1.RunStatus.run:type_name -> rollout.run.v1.Run
 	5,  // 8: rollout.run.v1.RunStatus.queues:type_name -> rollout.run.v1.Queues
 	4,  // 9: rollout.run.v1.RunStatus.workers:type_name -> rollout.run.v1.Worker
 	3,  // 10: rollout.run.v1.RunStatus.cursor:type_name -> rollout.run.v1.Cursor
-	33, // 11: rollout.run.v1.RunStatus.waiting_since:type_name -> google.protobuf.Timestamp
-	35, // 12: rollout.run.v1.RunStatus.waits:type_name -> rollout.wait.v1.Wait
-	32, // 13: rollout.run.v1.WorkerSpec.plan:type_name -> rollout.plan.v1.Plan
+	35, // 11: rollout.run.v1.RunStatus.waiting_since:type_name -> google.protobuf.Timestamp
+	37, // 12: rollout.run.v1.RunStatus.waits:type_name -> rollout.wait.v1.Wait
+	34, // 13: rollout.run.v1.WorkerSpec.plan:type_name -> rollout.plan.v1.Plan
 	9,  // 14: rollout.run.v1.WorkerSpec.nats:type_name -> rollout.run.v1.NatsAccess
 	8,  // 15: rollout.run.v1.WorkerSpec.tls:type_name -> rollout.run.v1.WorkerTls
 	1,  // 16: rollout.run.v1.CreateRunResponse.run:type_name -> rollout.run.v1.Run
@@ -2676,35 +2802,38 @@ var file_rollout_run_v1_run_proto_depIdxs = []int32{
 	1,  // 20: rollout.run.v1.CancelRunResponse.run:type_name -> rollout.run.v1.Run
 	1,  // 21: rollout.run.v1.PauseRunResponse.run:type_name -> rollout.run.v1.Run
 	1,  // 22: rollout.run.v1.ResumeRunResponse.run:type_name -> rollout.run.v1.Run
-	6,  // 23: rollout.run.v1.WatchRunResponse.status:type_name -> rollout.run.v1.RunStatus
-	0,  // 24: rollout.run.v1.CompleteRunRequest.state:type_name -> rollout.run.v1.RunState
-	26, // 25: rollout.run.v1.VerifyWorkersRequest.workers:type_name -> rollout.run.v1.WorkerRegistration
-	3,  // 26: rollout.run.v1.GetCursorResponse.cursor:type_name -> rollout.run.v1.Cursor
-	10, // 27: rollout.run.v1.SchedulerService.CreateRun:input_type -> rollout.run.v1.CreateRunRequest
-	12, // 28: rollout.run.v1.SchedulerService.GetRun:input_type -> rollout.run.v1.GetRunRequest
-	14, // 29: rollout.run.v1.SchedulerService.ListRuns:input_type -> rollout.run.v1.ListRunsRequest
-	16, // 30: rollout.run.v1.SchedulerService.CancelRun:input_type -> rollout.run.v1.CancelRunRequest
-	18, // 31: rollout.run.v1.SchedulerService.PauseRun:input_type -> rollout.run.v1.PauseRunRequest
-	20, // 32: rollout.run.v1.SchedulerService.ResumeRun:input_type -> rollout.run.v1.ResumeRunRequest
-	22, // 33: rollout.run.v1.SchedulerService.WatchRun:input_type -> rollout.run.v1.WatchRunRequest
-	24, // 34: rollout.run.v1.SchedulerInternalService.CompleteRun:input_type -> rollout.run.v1.CompleteRunRequest
-	27, // 35: rollout.run.v1.SchedulerInternalService.VerifyWorkers:input_type -> rollout.run.v1.VerifyWorkersRequest
-	29, // 36: rollout.run.v1.SchedulerInternalService.GetCursor:input_type -> rollout.run.v1.GetCursorRequest
-	11, // 37: rollout.run.v1.SchedulerService.CreateRun:output_type -> rollout.run.v1.CreateRunResponse
-	13, // 38: rollout.run.v1.SchedulerService.GetRun:output_type -> rollout.run.v1.GetRunResponse
-	15, // 39: rollout.run.v1.SchedulerService.ListRuns:output_type -> rollout.run.v1.ListRunsResponse
-	17, // 40: rollout.run.v1.SchedulerService.CancelRun:output_type -> rollout.run.v1.CancelRunResponse
-	19, // 41: rollout.run.v1.SchedulerService.PauseRun:output_type -> rollout.run.v1.PauseRunResponse
-	21, // 42: rollout.run.v1.SchedulerService.ResumeRun:output_type -> rollout.run.v1.ResumeRunResponse
-	23, // 43: rollout.run.v1.SchedulerService.WatchRun:output_type -> rollout.run.v1.WatchRunResponse
-	25, // 44: rollout.run.v1.SchedulerInternalService.CompleteRun:output_type -> rollout.run.v1.CompleteRunResponse
-	28, // 45: rollout.run.v1.SchedulerInternalService.VerifyWorkers:output_type -> rollout.run.v1.VerifyWorkersResponse
-	30, // 46: rollout.run.v1.SchedulerInternalService.GetCursor:output_type -> rollout.run.v1.GetCursorResponse
-	37, // [37:47] is the sub-list for method output_type
-	27, // [27:37] is the sub-list for method input_type
-	27, // [27:27] is the sub-list for extension type_name
-	27, // [27:27] is the sub-list for extension extendee
-	0,  // [0:27] is the sub-list for field type_name
+	1,  // 23: rollout.run.v1.DeleteRunResponse.run:type_name -> rollout.run.v1.Run
+	6,  // 24: rollout.run.v1.WatchRunResponse.status:type_name -> rollout.run.v1.RunStatus
+	0,  // 25: rollout.run.v1.CompleteRunRequest.state:type_name -> rollout.run.v1.RunState
+	28, // 26: rollout.run.v1.VerifyWorkersRequest.workers:type_name -> rollout.run.v1.WorkerRegistration
+	3,  // 27: rollout.run.v1.GetCursorResponse.cursor:type_name -> rollout.run.v1.Cursor
+	10, // 28: rollout.run.v1.SchedulerService.CreateRun:input_type -> rollout.run.v1.CreateRunRequest
+	12, // 29: rollout.run.v1.SchedulerService.GetRun:input_type -> rollout.run.v1.GetRunRequest
+	14, // 30: rollout.run.v1.SchedulerService.ListRuns:input_type -> rollout.run.v1.ListRunsRequest
+	16, // 31: rollout.run.v1.SchedulerService.CancelRun:input_type -> rollout.run.v1.CancelRunRequest
+	18, // 32: rollout.run.v1.SchedulerService.PauseRun:input_type -> rollout.run.v1.PauseRunRequest
+	20, // 33: rollout.run.v1.SchedulerService.ResumeRun:input_type -> rollout.run.v1.ResumeRunRequest
+	22, // 34: rollout.run.v1.SchedulerService.DeleteRun:input_type -> rollout.run.v1.DeleteRunRequest
+	24, // 35: rollout.run.v1.SchedulerService.WatchRun:input_type -> rollout.run.v1.WatchRunRequest
+	26, // 36: rollout.run.v1.SchedulerInternalService.CompleteRun:input_type -> rollout.run.v1.CompleteRunRequest
+	29, // 37: rollout.run.v1.SchedulerInternalService.VerifyWorkers:input_type -> rollout.run.v1.VerifyWorkersRequest
+	31, // 38: rollout.run.v1.SchedulerInternalService.GetCursor:input_type -> rollout.run.v1.GetCursorRequest
+	11, // 39: rollout.run.v1.SchedulerService.CreateRun:output_type -> rollout.run.v1.CreateRunResponse
+	13, // 40: rollout.run.v1.SchedulerService.GetRun:output_type -> rollout.run.v1.GetRunResponse
+	15, // 41: rollout.run.v1.SchedulerService.ListRuns:output_type -> rollout.run.v1.ListRunsResponse
+	17, // 42: rollout.run.v1.SchedulerService.CancelRun:output_type -> rollout.run.v1.CancelRunResponse
+	19, // 43: rollout.run.v1.SchedulerService.PauseRun:output_type -> rollout.run.v1.PauseRunResponse
+	21, // 44: rollout.run.v1.SchedulerService.ResumeRun:output_type -> rollout.run.v1.ResumeRunResponse
+	23, // 45: rollout.run.v1.SchedulerService.DeleteRun:output_type -> rollout.run.v1.DeleteRunResponse
+	25, // 46: rollout.run.v1.SchedulerService.WatchRun:output_type -> rollout.run.v1.WatchRunResponse
+	27, // 47: rollout.run.v1.SchedulerInternalService.CompleteRun:output_type -> rollout.run.v1.CompleteRunResponse
+	30, // 48: rollout.run.v1.SchedulerInternalService.VerifyWorkers:output_type -> rollout.run.v1.VerifyWorkersResponse
+	32, // 49: rollout.run.v1.SchedulerInternalService.GetCursor:output_type -> rollout.run.v1.GetCursorResponse
+	39, // [39:50] is the sub-list for method output_type
+	28, // [28:39] is the sub-list for method input_type
+	28, // [28:28] is the sub-list for extension type_name
+	28, // [28:28] is the sub-list for extension extendee
+	0,  // [0:28] is the sub-list for field type_name
 }
 
 func init() { file_rollout_run_v1_run_proto_init() }
@@ -2718,7 +2847,7 @@ func file_rollout_run_v1_run_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_run_v1_run_proto_rawDesc), len(file_rollout_run_v1_run_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   31,
+			NumMessages:   33,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

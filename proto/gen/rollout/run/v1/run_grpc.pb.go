@@ -28,6 +28,7 @@ const (
 	SchedulerService_CancelRun_FullMethodName = "/rollout.run.v1.SchedulerService/CancelRun"
 	SchedulerService_PauseRun_FullMethodName  = "/rollout.run.v1.SchedulerService/PauseRun"
 	SchedulerService_ResumeRun_FullMethodName = "/rollout.run.v1.SchedulerService/ResumeRun"
+	SchedulerService_DeleteRun_FullMethodName = "/rollout.run.v1.SchedulerService/DeleteRun"
 	SchedulerService_WatchRun_FullMethodName  = "/rollout.run.v1.SchedulerService/WatchRun"
 )
 
@@ -54,6 +55,13 @@ type SchedulerServiceClient interface {
 	// gradient has paused begins its next incarnation and tries the step again with the recorded
 	// batch. FAILED_PRECONDITION, reason RUN_NOT_RESUMABLE, if the run has succeeded.
 	ResumeRun(ctx context.Context, in *ResumeRunRequest, opts ...grpc.CallOption) (*ResumeRunResponse, error)
+	// DeleteRun deletes everything that is stored of a run that has ended: record, ledger, payloads,
+	// events, metrics, streams, sessions, snapshots, weights, and logs. Snapshots that other runs
+	// started from stay until those runs are deleted. Returns when nothing is left; after an error or
+	// a crash the leader finishes the deletion by itself. Idempotent until the record is gone, then
+	// NOT_FOUND. FAILED_PRECONDITION, reason RUN_ACTIVE, while the run is active; reason RUN_IN_USE if
+	// another run or a served model reads files of its folder.
+	DeleteRun(ctx context.Context, in *DeleteRunRequest, opts ...grpc.CallOption) (*DeleteRunResponse, error)
 	// WatchRun streams the status at once and on every change (at most a few a second) until the run
 	// has ended.
 	WatchRun(ctx context.Context, in *WatchRunRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchRunResponse], error)
@@ -127,6 +135,16 @@ func (c *schedulerServiceClient) ResumeRun(ctx context.Context, in *ResumeRunReq
 	return out, nil
 }
 
+func (c *schedulerServiceClient) DeleteRun(ctx context.Context, in *DeleteRunRequest, opts ...grpc.CallOption) (*DeleteRunResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(DeleteRunResponse)
+	err := c.cc.Invoke(ctx, SchedulerService_DeleteRun_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *schedulerServiceClient) WatchRun(ctx context.Context, in *WatchRunRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchRunResponse], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	stream, err := c.cc.NewStream(ctx, &SchedulerService_ServiceDesc.Streams[0], SchedulerService_WatchRun_FullMethodName, cOpts...)
@@ -169,6 +187,13 @@ type SchedulerServiceServer interface {
 	// gradient has paused begins its next incarnation and tries the step again with the recorded
 	// batch. FAILED_PRECONDITION, reason RUN_NOT_RESUMABLE, if the run has succeeded.
 	ResumeRun(context.Context, *ResumeRunRequest) (*ResumeRunResponse, error)
+	// DeleteRun deletes everything that is stored of a run that has ended: record, ledger, payloads,
+	// events, metrics, streams, sessions, snapshots, weights, and logs. Snapshots that other runs
+	// started from stay until those runs are deleted. Returns when nothing is left; after an error or
+	// a crash the leader finishes the deletion by itself. Idempotent until the record is gone, then
+	// NOT_FOUND. FAILED_PRECONDITION, reason RUN_ACTIVE, while the run is active; reason RUN_IN_USE if
+	// another run or a served model reads files of its folder.
+	DeleteRun(context.Context, *DeleteRunRequest) (*DeleteRunResponse, error)
 	// WatchRun streams the status at once and on every change (at most a few a second) until the run
 	// has ended.
 	WatchRun(*WatchRunRequest, grpc.ServerStreamingServer[WatchRunResponse]) error
@@ -199,6 +224,9 @@ func (UnimplementedSchedulerServiceServer) PauseRun(context.Context, *PauseRunRe
 }
 func (UnimplementedSchedulerServiceServer) ResumeRun(context.Context, *ResumeRunRequest) (*ResumeRunResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method ResumeRun not implemented")
+}
+func (UnimplementedSchedulerServiceServer) DeleteRun(context.Context, *DeleteRunRequest) (*DeleteRunResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method DeleteRun not implemented")
 }
 func (UnimplementedSchedulerServiceServer) WatchRun(*WatchRunRequest, grpc.ServerStreamingServer[WatchRunResponse]) error {
 	return status.Error(codes.Unimplemented, "method WatchRun not implemented")
@@ -332,6 +360,24 @@ func _SchedulerService_ResumeRun_Handler(srv interface{}, ctx context.Context, d
 	return interceptor(ctx, in, info, handler)
 }
 
+func _SchedulerService_DeleteRun_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(DeleteRunRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(SchedulerServiceServer).DeleteRun(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: SchedulerService_DeleteRun_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(SchedulerServiceServer).DeleteRun(ctx, req.(*DeleteRunRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _SchedulerService_WatchRun_Handler(srv interface{}, stream grpc.ServerStream) error {
 	m := new(WatchRunRequest)
 	if err := stream.RecvMsg(m); err != nil {
@@ -373,6 +419,10 @@ var SchedulerService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "ResumeRun",
 			Handler:    _SchedulerService_ResumeRun_Handler,
+		},
+		{
+			MethodName: "DeleteRun",
+			Handler:    _SchedulerService_DeleteRun_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{

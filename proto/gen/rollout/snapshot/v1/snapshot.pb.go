@@ -991,6 +991,190 @@ func (x *PinSnapshotResponse) GetSnapshot() *Snapshot {
 	return nil
 }
 
+// UnpinSnapshotRequest names a snapshot.
+type UnpinSnapshotRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Snapshot id.
+	SnapshotId    string `protobuf:"bytes,1,opt,name=snapshot_id,json=snapshotId,proto3" json:"snapshot_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UnpinSnapshotRequest) Reset() {
+	*x = UnpinSnapshotRequest{}
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UnpinSnapshotRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UnpinSnapshotRequest) ProtoMessage() {}
+
+func (x *UnpinSnapshotRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UnpinSnapshotRequest.ProtoReflect.Descriptor instead.
+func (*UnpinSnapshotRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *UnpinSnapshotRequest) GetSnapshotId() string {
+	if x != nil {
+		return x.SnapshotId
+	}
+	return ""
+}
+
+// UnpinSnapshotResponse is empty.
+type UnpinSnapshotResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UnpinSnapshotResponse) Reset() {
+	*x = UnpinSnapshotResponse{}
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UnpinSnapshotResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UnpinSnapshotResponse) ProtoMessage() {}
+
+func (x *UnpinSnapshotResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UnpinSnapshotResponse.ProtoReflect.Descriptor instead.
+func (*UnpinSnapshotResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{16}
+}
+
+// DeleteRunRequest names a run.
+type DeleteRunRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run.
+	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// Ids of the snapshots that stay, because other runs started from them.
+	Keep          []string `protobuf:"bytes,2,rep,name=keep,proto3" json:"keep,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DeleteRunRequest) Reset() {
+	*x = DeleteRunRequest{}
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DeleteRunRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DeleteRunRequest) ProtoMessage() {}
+
+func (x *DeleteRunRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DeleteRunRequest.ProtoReflect.Descriptor instead.
+func (*DeleteRunRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *DeleteRunRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+func (x *DeleteRunRequest) GetKeep() []string {
+	if x != nil {
+		return x.Keep
+	}
+	return nil
+}
+
+// DeleteRunResponse names what stayed.
+type DeleteRunResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Ids of the snapshots that the run still has.
+	Kept          []string `protobuf:"bytes,1,rep,name=kept,proto3" json:"kept,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DeleteRunResponse) Reset() {
+	*x = DeleteRunResponse{}
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DeleteRunResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DeleteRunResponse) ProtoMessage() {}
+
+func (x *DeleteRunResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DeleteRunResponse.ProtoReflect.Descriptor instead.
+func (*DeleteRunResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *DeleteRunResponse) GetKept() []string {
+	if x != nil {
+		return x.Kept
+	}
+	return nil
+}
+
 // DeleteSnapshotRequest names a snapshot.
 type DeleteSnapshotRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1002,7 +1186,7 @@ type DeleteSnapshotRequest struct {
 
 func (x *DeleteSnapshotRequest) Reset() {
 	*x = DeleteSnapshotRequest{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[15]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1014,7 +1198,7 @@ func (x *DeleteSnapshotRequest) String() string {
 func (*DeleteSnapshotRequest) ProtoMessage() {}
 
 func (x *DeleteSnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[15]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1027,7 +1211,7 @@ func (x *DeleteSnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSnapshotRequest.ProtoReflect.Descriptor instead.
 func (*DeleteSnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{15}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *DeleteSnapshotRequest) GetSnapshotId() string {
@@ -1046,7 +1230,7 @@ type DeleteSnapshotResponse struct {
 
 func (x *DeleteSnapshotResponse) Reset() {
 	*x = DeleteSnapshotResponse{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[16]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1058,7 +1242,7 @@ func (x *DeleteSnapshotResponse) String() string {
 func (*DeleteSnapshotResponse) ProtoMessage() {}
 
 func (x *DeleteSnapshotResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[16]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1071,7 +1255,7 @@ func (x *DeleteSnapshotResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSnapshotResponse.ProtoReflect.Descriptor instead.
 func (*DeleteSnapshotResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{16}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{20}
 }
 
 var File_rollout_snapshot_v1_snapshot_proto protoreflect.FileDescriptor
@@ -1142,7 +1326,16 @@ const file_rollout_snapshot_v1_snapshot_proto_rawDesc = "" +
 	"\vsnapshot_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\n" +
 	"snapshotId\"P\n" +
 	"\x13PinSnapshotResponse\x129\n" +
-	"\bsnapshot\x18\x01 \x01(\v2\x1d.rollout.snapshot.v1.SnapshotR\bsnapshot\"A\n" +
+	"\bsnapshot\x18\x01 \x01(\v2\x1d.rollout.snapshot.v1.SnapshotR\bsnapshot\"@\n" +
+	"\x14UnpinSnapshotRequest\x12(\n" +
+	"\vsnapshot_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\n" +
+	"snapshotId\"\x17\n" +
+	"\x15UnpinSnapshotResponse\"F\n" +
+	"\x10DeleteRunRequest\x12\x1e\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x12\n" +
+	"\x04keep\x18\x02 \x03(\tR\x04keep\"'\n" +
+	"\x11DeleteRunResponse\x12\x12\n" +
+	"\x04kept\x18\x01 \x03(\tR\x04kept\"A\n" +
 	"\x15DeleteSnapshotRequest\x12(\n" +
 	"\vsnapshot_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\n" +
 	"snapshotId\"\x18\n" +
@@ -1152,15 +1345,17 @@ const file_rollout_snapshot_v1_snapshot_proto_rawDesc = "" +
 	"\x19SNAPSHOT_KIND_TRAIN_STATE\x10\x01\x12\x18\n" +
 	"\x14SNAPSHOT_KIND_BUFFER\x10\x02\x12\x19\n" +
 	"\x15SNAPSHOT_KIND_PROCESS\x10\x03\x12\x1a\n" +
-	"\x16SNAPSHOT_KIND_EPISODIC\x10\x042\xfb\x05\n" +
+	"\x16SNAPSHOT_KIND_EPISODIC\x10\x042\xbf\a\n" +
 	"\x0fSnapshotService\x12i\n" +
 	"\x0eCreateSnapshot\x12*.rollout.snapshot.v1.CreateSnapshotRequest\x1a+.rollout.snapshot.v1.CreateSnapshotResponse\x12`\n" +
 	"\vGetSnapshot\x12'.rollout.snapshot.v1.GetSnapshotRequest\x1a(.rollout.snapshot.v1.GetSnapshotResponse\x12f\n" +
 	"\rListSnapshots\x12).rollout.snapshot.v1.ListSnapshotsRequest\x1a*.rollout.snapshot.v1.ListSnapshotsResponse\x12x\n" +
 	"\x13MaterializeSnapshot\x12/.rollout.snapshot.v1.MaterializeSnapshotRequest\x1a0.rollout.snapshot.v1.MaterializeSnapshotResponse\x12l\n" +
 	"\x0fRestoreSnapshot\x12+.rollout.snapshot.v1.RestoreSnapshotRequest\x1a,.rollout.snapshot.v1.RestoreSnapshotResponse\x12`\n" +
-	"\vPinSnapshot\x12'.rollout.snapshot.v1.PinSnapshotRequest\x1a(.rollout.snapshot.v1.PinSnapshotResponse\x12i\n" +
-	"\x0eDeleteSnapshot\x12*.rollout.snapshot.v1.DeleteSnapshotRequest\x1a+.rollout.snapshot.v1.DeleteSnapshotResponseB\xde\x01\n" +
+	"\vPinSnapshot\x12'.rollout.snapshot.v1.PinSnapshotRequest\x1a(.rollout.snapshot.v1.PinSnapshotResponse\x12f\n" +
+	"\rUnpinSnapshot\x12).rollout.snapshot.v1.UnpinSnapshotRequest\x1a*.rollout.snapshot.v1.UnpinSnapshotResponse\x12i\n" +
+	"\x0eDeleteSnapshot\x12*.rollout.snapshot.v1.DeleteSnapshotRequest\x1a+.rollout.snapshot.v1.DeleteSnapshotResponse\x12Z\n" +
+	"\tDeleteRun\x12%.rollout.snapshot.v1.DeleteRunRequest\x1a&.rollout.snapshot.v1.DeleteRunResponseB\xde\x01\n" +
 	"\x17com.rollout.snapshot.v1B\rSnapshotProtoP\x01ZFgithub.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1;snapshotv1\xa2\x02\x03RSX\xaa\x02\x13Rollout.Snapshot.V1\xca\x02\x13Rollout\\Snapshot\\V1\xe2\x02\x1fRollout\\Snapshot\\V1\\GPBMetadata\xea\x02\x15Rollout::Snapshot::V1b\x06proto3"
 
 var (
@@ -1176,7 +1371,7 @@ func file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_snapshot_v1_snapshot_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_snapshot_v1_snapshot_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
+var file_rollout_snapshot_v1_snapshot_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
 var file_rollout_snapshot_v1_snapshot_proto_goTypes = []any{
 	(SnapshotKind)(0),                   // 0: rollout.snapshot.v1.SnapshotKind
 	(*Snapshot)(nil),                    // 1: rollout.snapshot.v1.Snapshot
@@ -1194,29 +1389,33 @@ var file_rollout_snapshot_v1_snapshot_proto_goTypes = []any{
 	(*RestoreSnapshotResponse)(nil),     // 13: rollout.snapshot.v1.RestoreSnapshotResponse
 	(*PinSnapshotRequest)(nil),          // 14: rollout.snapshot.v1.PinSnapshotRequest
 	(*PinSnapshotResponse)(nil),         // 15: rollout.snapshot.v1.PinSnapshotResponse
-	(*DeleteSnapshotRequest)(nil),       // 16: rollout.snapshot.v1.DeleteSnapshotRequest
-	(*DeleteSnapshotResponse)(nil),      // 17: rollout.snapshot.v1.DeleteSnapshotResponse
-	nil,                                 // 18: rollout.snapshot.v1.Snapshot.RngEntry
-	(*v1.Cursor)(nil),                   // 19: rollout.run.v1.Cursor
-	(*timestamppb.Timestamp)(nil),       // 20: google.protobuf.Timestamp
-	(*v11.Plan)(nil),                    // 21: rollout.plan.v1.Plan
-	(*v1.Run)(nil),                      // 22: rollout.run.v1.Run
+	(*UnpinSnapshotRequest)(nil),        // 16: rollout.snapshot.v1.UnpinSnapshotRequest
+	(*UnpinSnapshotResponse)(nil),       // 17: rollout.snapshot.v1.UnpinSnapshotResponse
+	(*DeleteRunRequest)(nil),            // 18: rollout.snapshot.v1.DeleteRunRequest
+	(*DeleteRunResponse)(nil),           // 19: rollout.snapshot.v1.DeleteRunResponse
+	(*DeleteSnapshotRequest)(nil),       // 20: rollout.snapshot.v1.DeleteSnapshotRequest
+	(*DeleteSnapshotResponse)(nil),      // 21: rollout.snapshot.v1.DeleteSnapshotResponse
+	nil,                                 // 22: rollout.snapshot.v1.Snapshot.RngEntry
+	(*v1.Cursor)(nil),                   // 23: rollout.run.v1.Cursor
+	(*timestamppb.Timestamp)(nil),       // 24: google.protobuf.Timestamp
+	(*v11.Plan)(nil),                    // 25: rollout.plan.v1.Plan
+	(*v1.Run)(nil),                      // 26: rollout.run.v1.Run
 }
 var file_rollout_snapshot_v1_snapshot_proto_depIdxs = []int32{
 	0,  // 0: rollout.snapshot.v1.Snapshot.kind:type_name -> rollout.snapshot.v1.SnapshotKind
-	19, // 1: rollout.snapshot.v1.Snapshot.cursor:type_name -> rollout.run.v1.Cursor
+	23, // 1: rollout.snapshot.v1.Snapshot.cursor:type_name -> rollout.run.v1.Cursor
 	3,  // 2: rollout.snapshot.v1.Snapshot.files:type_name -> rollout.snapshot.v1.SnapshotFile
-	20, // 3: rollout.snapshot.v1.Snapshot.create_time:type_name -> google.protobuf.Timestamp
-	18, // 4: rollout.snapshot.v1.Snapshot.rng:type_name -> rollout.snapshot.v1.Snapshot.RngEntry
+	24, // 3: rollout.snapshot.v1.Snapshot.create_time:type_name -> google.protobuf.Timestamp
+	22, // 4: rollout.snapshot.v1.Snapshot.rng:type_name -> rollout.snapshot.v1.Snapshot.RngEntry
 	2,  // 5: rollout.snapshot.v1.Snapshot.origin:type_name -> rollout.snapshot.v1.Origin
-	21, // 6: rollout.snapshot.v1.Origin.plan:type_name -> rollout.plan.v1.Plan
+	25, // 6: rollout.snapshot.v1.Origin.plan:type_name -> rollout.plan.v1.Plan
 	1,  // 7: rollout.snapshot.v1.CreateSnapshotRequest.snapshot:type_name -> rollout.snapshot.v1.Snapshot
 	1,  // 8: rollout.snapshot.v1.CreateSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
 	1,  // 9: rollout.snapshot.v1.GetSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
 	0,  // 10: rollout.snapshot.v1.ListSnapshotsRequest.kind:type_name -> rollout.snapshot.v1.SnapshotKind
 	1,  // 11: rollout.snapshot.v1.ListSnapshotsResponse.snapshots:type_name -> rollout.snapshot.v1.Snapshot
 	1,  // 12: rollout.snapshot.v1.MaterializeSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
-	22, // 13: rollout.snapshot.v1.RestoreSnapshotResponse.run:type_name -> rollout.run.v1.Run
+	26, // 13: rollout.snapshot.v1.RestoreSnapshotResponse.run:type_name -> rollout.run.v1.Run
 	1,  // 14: rollout.snapshot.v1.PinSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
 	4,  // 15: rollout.snapshot.v1.SnapshotService.CreateSnapshot:input_type -> rollout.snapshot.v1.CreateSnapshotRequest
 	6,  // 16: rollout.snapshot.v1.SnapshotService.GetSnapshot:input_type -> rollout.snapshot.v1.GetSnapshotRequest
@@ -1224,16 +1423,20 @@ var file_rollout_snapshot_v1_snapshot_proto_depIdxs = []int32{
 	10, // 18: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:input_type -> rollout.snapshot.v1.MaterializeSnapshotRequest
 	12, // 19: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:input_type -> rollout.snapshot.v1.RestoreSnapshotRequest
 	14, // 20: rollout.snapshot.v1.SnapshotService.PinSnapshot:input_type -> rollout.snapshot.v1.PinSnapshotRequest
-	16, // 21: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:input_type -> rollout.snapshot.v1.DeleteSnapshotRequest
-	5,  // 22: rollout.snapshot.v1.SnapshotService.CreateSnapshot:output_type -> rollout.snapshot.v1.CreateSnapshotResponse
-	7,  // 23: rollout.snapshot.v1.SnapshotService.GetSnapshot:output_type -> rollout.snapshot.v1.GetSnapshotResponse
-	9,  // 24: rollout.snapshot.v1.SnapshotService.ListSnapshots:output_type -> rollout.snapshot.v1.ListSnapshotsResponse
-	11, // 25: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:output_type -> rollout.snapshot.v1.MaterializeSnapshotResponse
-	13, // 26: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:output_type -> rollout.snapshot.v1.RestoreSnapshotResponse
-	15, // 27: rollout.snapshot.v1.SnapshotService.PinSnapshot:output_type -> rollout.snapshot.v1.PinSnapshotResponse
-	17, // 28: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:output_type -> rollout.snapshot.v1.DeleteSnapshotResponse
-	22, // [22:29] is the sub-list for method output_type
-	15, // [15:22] is the sub-list for method input_type
+	16, // 21: rollout.snapshot.v1.SnapshotService.UnpinSnapshot:input_type -> rollout.snapshot.v1.UnpinSnapshotRequest
+	20, // 22: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:input_type -> rollout.snapshot.v1.DeleteSnapshotRequest
+	18, // 23: rollout.snapshot.v1.SnapshotService.DeleteRun:input_type -> rollout.snapshot.v1.DeleteRunRequest
+	5,  // 24: rollout.snapshot.v1.SnapshotService.CreateSnapshot:output_type -> rollout.snapshot.v1.CreateSnapshotResponse
+	7,  // 25: rollout.snapshot.v1.SnapshotService.GetSnapshot:output_type -> rollout.snapshot.v1.GetSnapshotResponse
+	9,  // 26: rollout.snapshot.v1.SnapshotService.ListSnapshots:output_type -> rollout.snapshot.v1.ListSnapshotsResponse
+	11, // 27: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:output_type -> rollout.snapshot.v1.MaterializeSnapshotResponse
+	13, // 28: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:output_type -> rollout.snapshot.v1.RestoreSnapshotResponse
+	15, // 29: rollout.snapshot.v1.SnapshotService.PinSnapshot:output_type -> rollout.snapshot.v1.PinSnapshotResponse
+	17, // 30: rollout.snapshot.v1.SnapshotService.UnpinSnapshot:output_type -> rollout.snapshot.v1.UnpinSnapshotResponse
+	21, // 31: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:output_type -> rollout.snapshot.v1.DeleteSnapshotResponse
+	19, // 32: rollout.snapshot.v1.SnapshotService.DeleteRun:output_type -> rollout.snapshot.v1.DeleteRunResponse
+	24, // [24:33] is the sub-list for method output_type
+	15, // [15:24] is the sub-list for method input_type
 	15, // [15:15] is the sub-list for extension type_name
 	15, // [15:15] is the sub-list for extension extendee
 	0,  // [0:15] is the sub-list for field type_name
@@ -1250,7 +1453,7 @@ func file_rollout_snapshot_v1_snapshot_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_snapshot_v1_snapshot_proto_rawDesc), len(file_rollout_snapshot_v1_snapshot_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   18,
+			NumMessages:   22,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -27,7 +27,9 @@ const (
 	SnapshotService_MaterializeSnapshot_FullMethodName = "/rollout.snapshot.v1.SnapshotService/MaterializeSnapshot"
 	SnapshotService_RestoreSnapshot_FullMethodName     = "/rollout.snapshot.v1.SnapshotService/RestoreSnapshot"
 	SnapshotService_PinSnapshot_FullMethodName         = "/rollout.snapshot.v1.SnapshotService/PinSnapshot"
+	SnapshotService_UnpinSnapshot_FullMethodName       = "/rollout.snapshot.v1.SnapshotService/UnpinSnapshot"
 	SnapshotService_DeleteSnapshot_FullMethodName      = "/rollout.snapshot.v1.SnapshotService/DeleteSnapshot"
+	SnapshotService_DeleteRun_FullMethodName           = "/rollout.snapshot.v1.SnapshotService/DeleteRun"
 )
 
 // SnapshotServiceClient is the client API for SnapshotService service.
@@ -54,8 +56,14 @@ type SnapshotServiceClient interface {
 	// PinSnapshot exempts a snapshot from retention, because a run starts from it. Idempotent.
 	// NOT_FOUND, reason SNAPSHOT_NOT_FOUND.
 	PinSnapshot(ctx context.Context, in *PinSnapshotRequest, opts ...grpc.CallOption) (*PinSnapshotResponse, error)
+	// UnpinSnapshot ends the exemption: no run that started from it exists any more. Idempotent.
+	// NOT_FOUND, reason SNAPSHOT_NOT_FOUND.
+	UnpinSnapshot(ctx context.Context, in *UnpinSnapshotRequest, opts ...grpc.CallOption) (*UnpinSnapshotResponse, error)
 	// DeleteSnapshot deletes a manifest, and the files that no other manifest names. Idempotent.
+	// FAILED_PRECONDITION, reason SNAPSHOT_IN_USE, if a run started from it.
 	DeleteSnapshot(ctx context.Context, in *DeleteSnapshotRequest, opts ...grpc.CallOption) (*DeleteSnapshotResponse, error)
+	// DeleteRun deletes the snapshots of a run, except some. Idempotent, also for unknown runs.
+	DeleteRun(ctx context.Context, in *DeleteRunRequest, opts ...grpc.CallOption) (*DeleteRunResponse, error)
 }
 
 type snapshotServiceClient struct {
@@ -126,10 +134,30 @@ func (c *snapshotServiceClient) PinSnapshot(ctx context.Context, in *PinSnapshot
 	return out, nil
 }
 
+func (c *snapshotServiceClient) UnpinSnapshot(ctx context.Context, in *UnpinSnapshotRequest, opts ...grpc.CallOption) (*UnpinSnapshotResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(UnpinSnapshotResponse)
+	err := c.cc.Invoke(ctx, SnapshotService_UnpinSnapshot_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *snapshotServiceClient) DeleteSnapshot(ctx context.Context, in *DeleteSnapshotRequest, opts ...grpc.CallOption) (*DeleteSnapshotResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(DeleteSnapshotResponse)
 	err := c.cc.Invoke(ctx, SnapshotService_DeleteSnapshot_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *snapshotServiceClient) DeleteRun(ctx context.Context, in *DeleteRunRequest, opts ...grpc.CallOption) (*DeleteRunResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(DeleteRunResponse)
+	err := c.cc.Invoke(ctx, SnapshotService_DeleteRun_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -160,8 +188,14 @@ type SnapshotServiceServer interface {
 	// PinSnapshot exempts a snapshot from retention, because a run starts from it. Idempotent.
 	// NOT_FOUND, reason SNAPSHOT_NOT_FOUND.
 	PinSnapshot(context.Context, *PinSnapshotRequest) (*PinSnapshotResponse, error)
+	// UnpinSnapshot ends the exemption: no run that started from it exists any more. Idempotent.
+	// NOT_FOUND, reason SNAPSHOT_NOT_FOUND.
+	UnpinSnapshot(context.Context, *UnpinSnapshotRequest) (*UnpinSnapshotResponse, error)
 	// DeleteSnapshot deletes a manifest, and the files that no other manifest names. Idempotent.
+	// FAILED_PRECONDITION, reason SNAPSHOT_IN_USE, if a run started from it.
 	DeleteSnapshot(context.Context, *DeleteSnapshotRequest) (*DeleteSnapshotResponse, error)
+	// DeleteRun deletes the snapshots of a run, except some. Idempotent, also for unknown runs.
+	DeleteRun(context.Context, *DeleteRunRequest) (*DeleteRunResponse, error)
 	mustEmbedUnimplementedSnapshotServiceServer()
 }
 
@@ -190,8 +224,14 @@ func (UnimplementedSnapshotServiceServer) RestoreSnapshot(context.Context, *Rest
 func (UnimplementedSnapshotServiceServer) PinSnapshot(context.Context, *PinSnapshotRequest) (*PinSnapshotResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method PinSnapshot not implemented")
 }
+func (UnimplementedSnapshotServiceServer) UnpinSnapshot(context.Context, *UnpinSnapshotRequest) (*UnpinSnapshotResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method UnpinSnapshot not implemented")
+}
 func (UnimplementedSnapshotServiceServer) DeleteSnapshot(context.Context, *DeleteSnapshotRequest) (*DeleteSnapshotResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method DeleteSnapshot not implemented")
+}
+func (UnimplementedSnapshotServiceServer) DeleteRun(context.Context, *DeleteRunRequest) (*DeleteRunResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method DeleteRun not implemented")
 }
 func (UnimplementedSnapshotServiceServer) mustEmbedUnimplementedSnapshotServiceServer() {}
 func (UnimplementedSnapshotServiceServer) testEmbeddedByValue()                         {}
@@ -322,6 +362,24 @@ func _SnapshotService_PinSnapshot_Handler(srv interface{}, ctx context.Context, 
 	return interceptor(ctx, in, info, handler)
 }
 
+func _SnapshotService_UnpinSnapshot_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(UnpinSnapshotRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(SnapshotServiceServer).UnpinSnapshot(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: SnapshotService_UnpinSnapshot_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(SnapshotServiceServer).UnpinSnapshot(ctx, req.(*UnpinSnapshotRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _SnapshotService_DeleteSnapshot_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(DeleteSnapshotRequest)
 	if err := dec(in); err != nil {
@@ -336,6 +394,24 @@ func _SnapshotService_DeleteSnapshot_Handler(srv interface{}, ctx context.Contex
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(SnapshotServiceServer).DeleteSnapshot(ctx, req.(*DeleteSnapshotRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _SnapshotService_DeleteRun_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(DeleteRunRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(SnapshotServiceServer).DeleteRun(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: SnapshotService_DeleteRun_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(SnapshotServiceServer).DeleteRun(ctx, req.(*DeleteRunRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -372,8 +448,16 @@ var SnapshotService_ServiceDesc = grpc.ServiceDesc{
 			Handler:    _SnapshotService_PinSnapshot_Handler,
 		},
 		{
+			MethodName: "UnpinSnapshot",
+			Handler:    _SnapshotService_UnpinSnapshot_Handler,
+		},
+		{
 			MethodName: "DeleteSnapshot",
 			Handler:    _SnapshotService_DeleteSnapshot_Handler,
+		},
+		{
+			MethodName: "DeleteRun",
+			Handler:    _SnapshotService_DeleteRun_Handler,
 		},
 	},
 	Streams:  []grpc.StreamDesc{},

@@ -118,18 +118,104 @@ func (x *EventFilter) GetAfterSequence() uint64 {
 	return 0
 }
 
+// DeleteRunRequest names a run.
+type DeleteRunRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run.
+	RunId         string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DeleteRunRequest) Reset() {
+	*x = DeleteRunRequest{}
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DeleteRunRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DeleteRunRequest) ProtoMessage() {}
+
+func (x *DeleteRunRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DeleteRunRequest.ProtoReflect.Descriptor instead.
+func (*DeleteRunRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *DeleteRunRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+// DeleteRunResponse is empty.
+type DeleteRunResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DeleteRunResponse) Reset() {
+	*x = DeleteRunResponse{}
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DeleteRunResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DeleteRunResponse) ProtoMessage() {}
+
+func (x *DeleteRunResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DeleteRunResponse.ProtoReflect.Descriptor instead.
+func (*DeleteRunResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{2}
+}
+
 // PutArtifactRequest is a chunk.
 type PutArtifactRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// At most 1 MiB.
-	Chunk         []byte `protobuf:"bytes,1,opt,name=chunk,proto3" json:"chunk,omitempty"`
+	Chunk []byte `protobuf:"bytes,1,opt,name=chunk,proto3" json:"chunk,omitempty"`
+	// Run that the artifact belongs to, in the first message: it is deleted with the run. Empty: it
+	// stays until DeleteArtifacts.
+	RunId         string `protobuf:"bytes,2,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *PutArtifactRequest) Reset() {
 	*x = PutArtifactRequest{}
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[1]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -141,7 +227,7 @@ func (x *PutArtifactRequest) String() string {
 func (*PutArtifactRequest) ProtoMessage() {}
 
 func (x *PutArtifactRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[1]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -154,7 +240,7 @@ func (x *PutArtifactRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PutArtifactRequest.ProtoReflect.Descriptor instead.
 func (*PutArtifactRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{1}
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *PutArtifactRequest) GetChunk() []byte {
@@ -162,6 +248,13 @@ func (x *PutArtifactRequest) GetChunk() []byte {
 		return x.Chunk
 	}
 	return nil
+}
+
+func (x *PutArtifactRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
 }
 
 // PutArtifactResponse names the artifact.
@@ -177,7 +270,7 @@ type PutArtifactResponse struct {
 
 func (x *PutArtifactResponse) Reset() {
 	*x = PutArtifactResponse{}
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[2]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -189,7 +282,7 @@ func (x *PutArtifactResponse) String() string {
 func (*PutArtifactResponse) ProtoMessage() {}
 
 func (x *PutArtifactResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[2]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -202,7 +295,7 @@ func (x *PutArtifactResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PutArtifactResponse.ProtoReflect.Descriptor instead.
 func (*PutArtifactResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{2}
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *PutArtifactResponse) GetContentId() string {
@@ -233,7 +326,7 @@ type LocalFile struct {
 
 func (x *LocalFile) Reset() {
 	*x = LocalFile{}
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[3]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -245,7 +338,7 @@ func (x *LocalFile) String() string {
 func (*LocalFile) ProtoMessage() {}
 
 func (x *LocalFile) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[3]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -258,7 +351,7 @@ func (x *LocalFile) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LocalFile.ProtoReflect.Descriptor instead.
 func (*LocalFile) Descriptor() ([]byte, []int) {
-	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{3}
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *LocalFile) GetPath() string {
@@ -286,7 +379,7 @@ type ImportArtifactsRequest struct {
 
 func (x *ImportArtifactsRequest) Reset() {
 	*x = ImportArtifactsRequest{}
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[4]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -298,7 +391,7 @@ func (x *ImportArtifactsRequest) String() string {
 func (*ImportArtifactsRequest) ProtoMessage() {}
 
 func (x *ImportArtifactsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[4]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -311,7 +404,7 @@ func (x *ImportArtifactsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportArtifactsRequest.ProtoReflect.Descriptor instead.
 func (*ImportArtifactsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{4}
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ImportArtifactsRequest) GetFiles() []*LocalFile {
@@ -332,7 +425,7 @@ type ImportArtifactsResponse struct {
 
 func (x *ImportArtifactsResponse) Reset() {
 	*x = ImportArtifactsResponse{}
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[5]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -344,7 +437,7 @@ func (x *ImportArtifactsResponse) String() string {
 func (*ImportArtifactsResponse) ProtoMessage() {}
 
 func (x *ImportArtifactsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[5]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -357,7 +450,7 @@ func (x *ImportArtifactsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportArtifactsResponse.ProtoReflect.Descriptor instead.
 func (*ImportArtifactsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{5}
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *ImportArtifactsResponse) GetArtifacts() []*ArtifactInfo {
@@ -378,7 +471,7 @@ type ExportArtifactsRequest struct {
 
 func (x *ExportArtifactsRequest) Reset() {
 	*x = ExportArtifactsRequest{}
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[6]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -390,7 +483,7 @@ func (x *ExportArtifactsRequest) String() string {
 func (*ExportArtifactsRequest) ProtoMessage() {}
 
 func (x *ExportArtifactsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[6]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -403,7 +496,7 @@ func (x *ExportArtifactsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExportArtifactsRequest.ProtoReflect.Descriptor instead.
 func (*ExportArtifactsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{6}
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *ExportArtifactsRequest) GetFiles() []*LocalFile {
@@ -422,7 +515,7 @@ type ExportArtifactsResponse struct {
 
 func (x *ExportArtifactsResponse) Reset() {
 	*x = ExportArtifactsResponse{}
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[7]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -434,7 +527,7 @@ func (x *ExportArtifactsResponse) String() string {
 func (*ExportArtifactsResponse) ProtoMessage() {}
 
 func (x *ExportArtifactsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[7]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -447,7 +540,7 @@ func (x *ExportArtifactsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExportArtifactsResponse.ProtoReflect.Descriptor instead.
 func (*ExportArtifactsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{7}
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{9}
 }
 
 // ArtifactInfo is one artifact.
@@ -465,7 +558,7 @@ type ArtifactInfo struct {
 
 func (x *ArtifactInfo) Reset() {
 	*x = ArtifactInfo{}
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[8]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -477,7 +570,7 @@ func (x *ArtifactInfo) String() string {
 func (*ArtifactInfo) ProtoMessage() {}
 
 func (x *ArtifactInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[8]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -490,7 +583,7 @@ func (x *ArtifactInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ArtifactInfo.ProtoReflect.Descriptor instead.
 func (*ArtifactInfo) Descriptor() ([]byte, []int) {
-	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{8}
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *ArtifactInfo) GetContentId() string {
@@ -528,7 +621,7 @@ type GetArtifactRequest struct {
 
 func (x *GetArtifactRequest) Reset() {
 	*x = GetArtifactRequest{}
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[9]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -540,7 +633,7 @@ func (x *GetArtifactRequest) String() string {
 func (*GetArtifactRequest) ProtoMessage() {}
 
 func (x *GetArtifactRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[9]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -553,7 +646,7 @@ func (x *GetArtifactRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetArtifactRequest.ProtoReflect.Descriptor instead.
 func (*GetArtifactRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{9}
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *GetArtifactRequest) GetContentId() string {
@@ -581,7 +674,7 @@ type GetArtifactResponse struct {
 
 func (x *GetArtifactResponse) Reset() {
 	*x = GetArtifactResponse{}
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[10]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -593,7 +686,7 @@ func (x *GetArtifactResponse) String() string {
 func (*GetArtifactResponse) ProtoMessage() {}
 
 func (x *GetArtifactResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[10]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -606,7 +699,7 @@ func (x *GetArtifactResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetArtifactResponse.ProtoReflect.Descriptor instead.
 func (*GetArtifactResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{10}
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *GetArtifactResponse) GetChunk() []byte {
@@ -627,7 +720,7 @@ type StatArtifactsRequest struct {
 
 func (x *StatArtifactsRequest) Reset() {
 	*x = StatArtifactsRequest{}
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[11]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -639,7 +732,7 @@ func (x *StatArtifactsRequest) String() string {
 func (*StatArtifactsRequest) ProtoMessage() {}
 
 func (x *StatArtifactsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[11]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -652,7 +745,7 @@ func (x *StatArtifactsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatArtifactsRequest.ProtoReflect.Descriptor instead.
 func (*StatArtifactsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{11}
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *StatArtifactsRequest) GetContentIds() []string {
@@ -673,7 +766,7 @@ type StatArtifactsResponse struct {
 
 func (x *StatArtifactsResponse) Reset() {
 	*x = StatArtifactsResponse{}
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[12]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -685,7 +778,7 @@ func (x *StatArtifactsResponse) String() string {
 func (*StatArtifactsResponse) ProtoMessage() {}
 
 func (x *StatArtifactsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[12]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -698,7 +791,7 @@ func (x *StatArtifactsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatArtifactsResponse.ProtoReflect.Descriptor instead.
 func (*StatArtifactsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{12}
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *StatArtifactsResponse) GetArtifacts() []*ArtifactInfo {
@@ -712,14 +805,16 @@ func (x *StatArtifactsResponse) GetArtifacts() []*ArtifactInfo {
 type DeleteArtifactsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Content ids.
-	ContentIds    []string `protobuf:"bytes,1,rep,name=content_ids,json=contentIds,proto3" json:"content_ids,omitempty"`
+	ContentIds []string `protobuf:"bytes,1,rep,name=content_ids,json=contentIds,proto3" json:"content_ids,omitempty"`
+	// Run that they were stored for; others stay. Empty: no run.
+	RunId         string `protobuf:"bytes,2,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *DeleteArtifactsRequest) Reset() {
 	*x = DeleteArtifactsRequest{}
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[13]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -731,7 +826,7 @@ func (x *DeleteArtifactsRequest) String() string {
 func (*DeleteArtifactsRequest) ProtoMessage() {}
 
 func (x *DeleteArtifactsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[13]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -744,7 +839,7 @@ func (x *DeleteArtifactsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteArtifactsRequest.ProtoReflect.Descriptor instead.
 func (*DeleteArtifactsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{13}
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *DeleteArtifactsRequest) GetContentIds() []string {
@@ -752,6 +847,13 @@ func (x *DeleteArtifactsRequest) GetContentIds() []string {
 		return x.ContentIds
 	}
 	return nil
+}
+
+func (x *DeleteArtifactsRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
 }
 
 // DeleteArtifactsResponse is empty.
@@ -763,7 +865,7 @@ type DeleteArtifactsResponse struct {
 
 func (x *DeleteArtifactsResponse) Reset() {
 	*x = DeleteArtifactsResponse{}
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[14]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -775,7 +877,7 @@ func (x *DeleteArtifactsResponse) String() string {
 func (*DeleteArtifactsResponse) ProtoMessage() {}
 
 func (x *DeleteArtifactsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[14]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -788,7 +890,7 @@ func (x *DeleteArtifactsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteArtifactsResponse.ProtoReflect.Descriptor instead.
 func (*DeleteArtifactsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{14}
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{16}
 }
 
 // AppendEventsRequest has the events to store.
@@ -802,7 +904,7 @@ type AppendEventsRequest struct {
 
 func (x *AppendEventsRequest) Reset() {
 	*x = AppendEventsRequest{}
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[15]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -814,7 +916,7 @@ func (x *AppendEventsRequest) String() string {
 func (*AppendEventsRequest) ProtoMessage() {}
 
 func (x *AppendEventsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[15]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -827,7 +929,7 @@ func (x *AppendEventsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AppendEventsRequest.ProtoReflect.Descriptor instead.
 func (*AppendEventsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{15}
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *AppendEventsRequest) GetEvents() []*v1.Event {
@@ -846,7 +948,7 @@ type AppendEventsResponse struct {
 
 func (x *AppendEventsResponse) Reset() {
 	*x = AppendEventsResponse{}
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[16]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -858,7 +960,7 @@ func (x *AppendEventsResponse) String() string {
 func (*AppendEventsResponse) ProtoMessage() {}
 
 func (x *AppendEventsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[16]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -871,7 +973,7 @@ func (x *AppendEventsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AppendEventsResponse.ProtoReflect.Descriptor instead.
 func (*AppendEventsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{16}
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{18}
 }
 
 // ListEventsRequest selects events.
@@ -889,7 +991,7 @@ type ListEventsRequest struct {
 
 func (x *ListEventsRequest) Reset() {
 	*x = ListEventsRequest{}
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[17]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -901,7 +1003,7 @@ func (x *ListEventsRequest) String() string {
 func (*ListEventsRequest) ProtoMessage() {}
 
 func (x *ListEventsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[17]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -914,7 +1016,7 @@ func (x *ListEventsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListEventsRequest.ProtoReflect.Descriptor instead.
 func (*ListEventsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{17}
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *ListEventsRequest) GetFilter() *EventFilter {
@@ -949,7 +1051,7 @@ type ListEventsResponse struct {
 
 func (x *ListEventsResponse) Reset() {
 	*x = ListEventsResponse{}
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[18]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -961,7 +1063,7 @@ func (x *ListEventsResponse) String() string {
 func (*ListEventsResponse) ProtoMessage() {}
 
 func (x *ListEventsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[18]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -974,7 +1076,7 @@ func (x *ListEventsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListEventsResponse.ProtoReflect.Descriptor instead.
 func (*ListEventsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{18}
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *ListEventsResponse) GetEvents() []*v1.Event {
@@ -995,7 +1097,7 @@ type TailEventsRequest struct {
 
 func (x *TailEventsRequest) Reset() {
 	*x = TailEventsRequest{}
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[19]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1007,7 +1109,7 @@ func (x *TailEventsRequest) String() string {
 func (*TailEventsRequest) ProtoMessage() {}
 
 func (x *TailEventsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[19]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1020,7 +1122,7 @@ func (x *TailEventsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TailEventsRequest.ProtoReflect.Descriptor instead.
 func (*TailEventsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{19}
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *TailEventsRequest) GetFilter() *EventFilter {
@@ -1041,7 +1143,7 @@ type TailEventsResponse struct {
 
 func (x *TailEventsResponse) Reset() {
 	*x = TailEventsResponse{}
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[20]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1053,7 +1155,7 @@ func (x *TailEventsResponse) String() string {
 func (*TailEventsResponse) ProtoMessage() {}
 
 func (x *TailEventsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[20]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1066,7 +1168,7 @@ func (x *TailEventsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TailEventsResponse.ProtoReflect.Descriptor instead.
 func (*TailEventsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{20}
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *TailEventsResponse) GetEvents() []*v1.Event {
@@ -1091,7 +1193,7 @@ type QueryMetricsRequest struct {
 
 func (x *QueryMetricsRequest) Reset() {
 	*x = QueryMetricsRequest{}
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[21]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1103,7 +1205,7 @@ func (x *QueryMetricsRequest) String() string {
 func (*QueryMetricsRequest) ProtoMessage() {}
 
 func (x *QueryMetricsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[21]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1116,7 +1218,7 @@ func (x *QueryMetricsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QueryMetricsRequest.ProtoReflect.Descriptor instead.
 func (*QueryMetricsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{21}
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *QueryMetricsRequest) GetRunId() string {
@@ -1151,7 +1253,7 @@ type QueryMetricsResponse struct {
 
 func (x *QueryMetricsResponse) Reset() {
 	*x = QueryMetricsResponse{}
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[22]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1163,7 +1265,7 @@ func (x *QueryMetricsResponse) String() string {
 func (*QueryMetricsResponse) ProtoMessage() {}
 
 func (x *QueryMetricsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[22]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1176,7 +1278,7 @@ func (x *QueryMetricsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QueryMetricsResponse.ProtoReflect.Descriptor instead.
 func (*QueryMetricsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{22}
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *QueryMetricsResponse) GetSeries() []*Series {
@@ -1199,7 +1301,7 @@ type Series struct {
 
 func (x *Series) Reset() {
 	*x = Series{}
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[23]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1211,7 +1313,7 @@ func (x *Series) String() string {
 func (*Series) ProtoMessage() {}
 
 func (x *Series) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[23]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1224,7 +1326,7 @@ func (x *Series) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Series.ProtoReflect.Descriptor instead.
 func (*Series) Descriptor() ([]byte, []int) {
-	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{23}
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *Series) GetName() string {
@@ -1256,7 +1358,7 @@ type Point struct {
 
 func (x *Point) Reset() {
 	*x = Point{}
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[24]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1268,7 +1370,7 @@ func (x *Point) String() string {
 func (*Point) ProtoMessage() {}
 
 func (x *Point) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_storage_v1_storage_proto_msgTypes[24]
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1281,7 +1383,7 @@ func (x *Point) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Point.ProtoReflect.Descriptor instead.
 func (*Point) Descriptor() ([]byte, []int) {
-	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{24}
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *Point) GetStep() uint64 {
@@ -1316,9 +1418,13 @@ const file_rollout_storage_v1_storage_proto_rawDesc = "" +
 	"\tmin_level\x18\x03 \x01(\x0e2\x17.rollout.event.v1.LevelR\bminLevel\x120\n" +
 	"\x05since\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\x05since\x12\x14\n" +
 	"\x05kinds\x18\x05 \x03(\tR\x05kinds\x12%\n" +
-	"\x0eafter_sequence\x18\x06 \x01(\x04R\rafterSequence\"5\n" +
+	"\x0eafter_sequence\x18\x06 \x01(\x04R\rafterSequence\"2\n" +
+	"\x10DeleteRunRequest\x12\x1e\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"\x13\n" +
+	"\x11DeleteRunResponse\"L\n" +
 	"\x12PutArtifactRequest\x12\x1f\n" +
-	"\x05chunk\x18\x01 \x01(\fB\t\xbaH\x06z\x04\x18\x80\x80@R\x05chunk\"J\n" +
+	"\x05chunk\x18\x01 \x01(\fB\t\xbaH\x06z\x04\x18\x80\x80@R\x05chunk\x12\x15\n" +
+	"\x06run_id\x18\x02 \x01(\tR\x05runId\"J\n" +
 	"\x13PutArtifactResponse\x12\x1d\n" +
 	"\n" +
 	"content_id\x18\x01 \x01(\tR\tcontentId\x12\x14\n" +
@@ -1349,10 +1455,11 @@ const file_rollout_storage_v1_storage_proto_rawDesc = "" +
 	"\vcontent_ids\x18\x01 \x03(\tB\b\xbaH\x05\x92\x01\x02\b\x01R\n" +
 	"contentIds\"W\n" +
 	"\x15StatArtifactsResponse\x12>\n" +
-	"\tartifacts\x18\x01 \x03(\v2 .rollout.storage.v1.ArtifactInfoR\tartifacts\"C\n" +
+	"\tartifacts\x18\x01 \x03(\v2 .rollout.storage.v1.ArtifactInfoR\tartifacts\"Z\n" +
 	"\x16DeleteArtifactsRequest\x12)\n" +
 	"\vcontent_ids\x18\x01 \x03(\tB\b\xbaH\x05\x92\x01\x02\b\x01R\n" +
-	"contentIds\"\x19\n" +
+	"contentIds\x12\x15\n" +
+	"\x06run_id\x18\x02 \x01(\tR\x05runId\"\x19\n" +
 	"\x17DeleteArtifactsResponse\"P\n" +
 	"\x13AppendEventsRequest\x129\n" +
 	"\x06events\x18\x01 \x03(\v2\x17.rollout.event.v1.EventB\b\xbaH\x05\x92\x01\x02\b\x01R\x06events\"\x16\n" +
@@ -1386,14 +1493,15 @@ const file_rollout_storage_v1_storage_proto_rawDesc = "" +
 	"\x0fExportArtifacts\x12*.rollout.storage.v1.ExportArtifactsRequest\x1a+.rollout.storage.v1.ExportArtifactsResponse\x12`\n" +
 	"\vGetArtifact\x12&.rollout.storage.v1.GetArtifactRequest\x1a'.rollout.storage.v1.GetArtifactResponse0\x01\x12d\n" +
 	"\rStatArtifacts\x12(.rollout.storage.v1.StatArtifactsRequest\x1a).rollout.storage.v1.StatArtifactsResponse\x12j\n" +
-	"\x0fDeleteArtifacts\x12*.rollout.storage.v1.DeleteArtifactsRequest\x1a+.rollout.storage.v1.DeleteArtifactsResponse2\x90\x03\n" +
+	"\x0fDeleteArtifacts\x12*.rollout.storage.v1.DeleteArtifactsRequest\x1a+.rollout.storage.v1.DeleteArtifactsResponse2\xea\x03\n" +
 	"\fEventService\x12a\n" +
 	"\fAppendEvents\x12'.rollout.storage.v1.AppendEventsRequest\x1a(.rollout.storage.v1.AppendEventsResponse\x12[\n" +
 	"\n" +
 	"ListEvents\x12%.rollout.storage.v1.ListEventsRequest\x1a&.rollout.storage.v1.ListEventsResponse\x12]\n" +
 	"\n" +
 	"TailEvents\x12%.rollout.storage.v1.TailEventsRequest\x1a&.rollout.storage.v1.TailEventsResponse0\x01\x12a\n" +
-	"\fQueryMetrics\x12'.rollout.storage.v1.QueryMetricsRequest\x1a(.rollout.storage.v1.QueryMetricsResponseB\xd6\x01\n" +
+	"\fQueryMetrics\x12'.rollout.storage.v1.QueryMetricsRequest\x1a(.rollout.storage.v1.QueryMetricsResponse\x12X\n" +
+	"\tDeleteRun\x12$.rollout.storage.v1.DeleteRunRequest\x1a%.rollout.storage.v1.DeleteRunResponseB\xd6\x01\n" +
 	"\x16com.rollout.storage.v1B\fStorageProtoP\x01ZDgithub.com/rollout-rl/rollout/proto/gen/rollout/storage/v1;storagev1\xa2\x02\x03RSX\xaa\x02\x12Rollout.Storage.V1\xca\x02\x12Rollout\\Storage\\V1\xe2\x02\x1eRollout\\Storage\\V1\\GPBMetadata\xea\x02\x14Rollout::Storage::V1b\x06proto3"
 
 var (
@@ -1408,74 +1516,78 @@ func file_rollout_storage_v1_storage_proto_rawDescGZIP() []byte {
 	return file_rollout_storage_v1_storage_proto_rawDescData
 }
 
-var file_rollout_storage_v1_storage_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
+var file_rollout_storage_v1_storage_proto_msgTypes = make([]protoimpl.MessageInfo, 27)
 var file_rollout_storage_v1_storage_proto_goTypes = []any{
 	(*EventFilter)(nil),             // 0: rollout.storage.v1.EventFilter
-	(*PutArtifactRequest)(nil),      // 1: rollout.storage.v1.PutArtifactRequest
-	(*PutArtifactResponse)(nil),     // 2: rollout.storage.v1.PutArtifactResponse
-	(*LocalFile)(nil),               // 3: rollout.storage.v1.LocalFile
-	(*ImportArtifactsRequest)(nil),  // 4: rollout.storage.v1.ImportArtifactsRequest
-	(*ImportArtifactsResponse)(nil), // 5: rollout.storage.v1.ImportArtifactsResponse
-	(*ExportArtifactsRequest)(nil),  // 6: rollout.storage.v1.ExportArtifactsRequest
-	(*ExportArtifactsResponse)(nil), // 7: rollout.storage.v1.ExportArtifactsResponse
-	(*ArtifactInfo)(nil),            // 8: rollout.storage.v1.ArtifactInfo
-	(*GetArtifactRequest)(nil),      // 9: rollout.storage.v1.GetArtifactRequest
-	(*GetArtifactResponse)(nil),     // 10: rollout.storage.v1.GetArtifactResponse
-	(*StatArtifactsRequest)(nil),    // 11: rollout.storage.v1.StatArtifactsRequest
-	(*StatArtifactsResponse)(nil),   // 12: rollout.storage.v1.StatArtifactsResponse
-	(*DeleteArtifactsRequest)(nil),  // 13: rollout.storage.v1.DeleteArtifactsRequest
-	(*DeleteArtifactsResponse)(nil), // 14: rollout.storage.v1.DeleteArtifactsResponse
-	(*AppendEventsRequest)(nil),     // 15: rollout.storage.v1.AppendEventsRequest
-	(*AppendEventsResponse)(nil),    // 16: rollout.storage.v1.AppendEventsResponse
-	(*ListEventsRequest)(nil),       // 17: rollout.storage.v1.ListEventsRequest
-	(*ListEventsResponse)(nil),      // 18: rollout.storage.v1.ListEventsResponse
-	(*TailEventsRequest)(nil),       // 19: rollout.storage.v1.TailEventsRequest
-	(*TailEventsResponse)(nil),      // 20: rollout.storage.v1.TailEventsResponse
-	(*QueryMetricsRequest)(nil),     // 21: rollout.storage.v1.QueryMetricsRequest
-	(*QueryMetricsResponse)(nil),    // 22: rollout.storage.v1.QueryMetricsResponse
-	(*Series)(nil),                  // 23: rollout.storage.v1.Series
-	(*Point)(nil),                   // 24: rollout.storage.v1.Point
-	(v1.Level)(0),                   // 25: rollout.event.v1.Level
-	(*timestamppb.Timestamp)(nil),   // 26: google.protobuf.Timestamp
-	(*v1.Event)(nil),                // 27: rollout.event.v1.Event
+	(*DeleteRunRequest)(nil),        // 1: rollout.storage.v1.DeleteRunRequest
+	(*DeleteRunResponse)(nil),       // 2: rollout.storage.v1.DeleteRunResponse
+	(*PutArtifactRequest)(nil),      // 3: rollout.storage.v1.PutArtifactRequest
+	(*PutArtifactResponse)(nil),     // 4: rollout.storage.v1.PutArtifactResponse
+	(*LocalFile)(nil),               // 5: rollout.storage.v1.LocalFile
+	(*ImportArtifactsRequest)(nil),  // 6: rollout.storage.v1.ImportArtifactsRequest
+	(*ImportArtifactsResponse)(nil), // 7: rollout.storage.v1.ImportArtifactsResponse
+	(*ExportArtifactsRequest)(nil),  // 8: rollout.storage.v1.ExportArtifactsRequest
+	(*ExportArtifactsResponse)(nil), // 9: rollout.storage.v1.ExportArtifactsResponse
+	(*ArtifactInfo)(nil),            // 10: rollout.storage.v1.ArtifactInfo
+	(*GetArtifactRequest)(nil),      // 11: rollout.storage.v1.GetArtifactRequest
+	(*GetArtifactResponse)(nil),     // 12: rollout.storage.v1.GetArtifactResponse
+	(*StatArtifactsRequest)(nil),    // 13: rollout.storage.v1.StatArtifactsRequest
+	(*StatArtifactsResponse)(nil),   // 14: rollout.storage.v1.StatArtifactsResponse
+	(*DeleteArtifactsRequest)(nil),  // 15: rollout.storage.v1.DeleteArtifactsRequest
+	(*DeleteArtifactsResponse)(nil), // 16: rollout.storage.v1.DeleteArtifactsResponse
+	(*AppendEventsRequest)(nil),     // 17: rollout.storage.v1.AppendEventsRequest
+	(*AppendEventsResponse)(nil),    // 18: rollout.storage.v1.AppendEventsResponse
+	(*ListEventsRequest)(nil),       // 19: rollout.storage.v1.ListEventsRequest
+	(*ListEventsResponse)(nil),      // 20: rollout.storage.v1.ListEventsResponse
+	(*TailEventsRequest)(nil),       // 21: rollout.storage.v1.TailEventsRequest
+	(*TailEventsResponse)(nil),      // 22: rollout.storage.v1.TailEventsResponse
+	(*QueryMetricsRequest)(nil),     // 23: rollout.storage.v1.QueryMetricsRequest
+	(*QueryMetricsResponse)(nil),    // 24: rollout.storage.v1.QueryMetricsResponse
+	(*Series)(nil),                  // 25: rollout.storage.v1.Series
+	(*Point)(nil),                   // 26: rollout.storage.v1.Point
+	(v1.Level)(0),                   // 27: rollout.event.v1.Level
+	(*timestamppb.Timestamp)(nil),   // 28: google.protobuf.Timestamp
+	(*v1.Event)(nil),                // 29: rollout.event.v1.Event
 }
 var file_rollout_storage_v1_storage_proto_depIdxs = []int32{
-	25, // 0: rollout.storage.v1.EventFilter.min_level:type_name -> rollout.event.v1.Level
-	26, // 1: rollout.storage.v1.EventFilter.since:type_name -> google.protobuf.Timestamp
-	3,  // 2: rollout.storage.v1.ImportArtifactsRequest.files:type_name -> rollout.storage.v1.LocalFile
-	8,  // 3: rollout.storage.v1.ImportArtifactsResponse.artifacts:type_name -> rollout.storage.v1.ArtifactInfo
-	3,  // 4: rollout.storage.v1.ExportArtifactsRequest.files:type_name -> rollout.storage.v1.LocalFile
-	8,  // 5: rollout.storage.v1.StatArtifactsResponse.artifacts:type_name -> rollout.storage.v1.ArtifactInfo
-	27, // 6: rollout.storage.v1.AppendEventsRequest.events:type_name -> rollout.event.v1.Event
+	27, // 0: rollout.storage.v1.EventFilter.min_level:type_name -> rollout.event.v1.Level
+	28, // 1: rollout.storage.v1.EventFilter.since:type_name -> google.protobuf.Timestamp
+	5,  // 2: rollout.storage.v1.ImportArtifactsRequest.files:type_name -> rollout.storage.v1.LocalFile
+	10, // 3: rollout.storage.v1.ImportArtifactsResponse.artifacts:type_name -> rollout.storage.v1.ArtifactInfo
+	5,  // 4: rollout.storage.v1.ExportArtifactsRequest.files:type_name -> rollout.storage.v1.LocalFile
+	10, // 5: rollout.storage.v1.StatArtifactsResponse.artifacts:type_name -> rollout.storage.v1.ArtifactInfo
+	29, // 6: rollout.storage.v1.AppendEventsRequest.events:type_name -> rollout.event.v1.Event
 	0,  // 7: rollout.storage.v1.ListEventsRequest.filter:type_name -> rollout.storage.v1.EventFilter
-	27, // 8: rollout.storage.v1.ListEventsResponse.events:type_name -> rollout.event.v1.Event
+	29, // 8: rollout.storage.v1.ListEventsResponse.events:type_name -> rollout.event.v1.Event
 	0,  // 9: rollout.storage.v1.TailEventsRequest.filter:type_name -> rollout.storage.v1.EventFilter
-	27, // 10: rollout.storage.v1.TailEventsResponse.events:type_name -> rollout.event.v1.Event
-	23, // 11: rollout.storage.v1.QueryMetricsResponse.series:type_name -> rollout.storage.v1.Series
-	24, // 12: rollout.storage.v1.Series.points:type_name -> rollout.storage.v1.Point
-	26, // 13: rollout.storage.v1.Point.time:type_name -> google.protobuf.Timestamp
-	1,  // 14: rollout.storage.v1.ArtifactService.PutArtifact:input_type -> rollout.storage.v1.PutArtifactRequest
-	4,  // 15: rollout.storage.v1.ArtifactService.ImportArtifacts:input_type -> rollout.storage.v1.ImportArtifactsRequest
-	6,  // 16: rollout.storage.v1.ArtifactService.ExportArtifacts:input_type -> rollout.storage.v1.ExportArtifactsRequest
-	9,  // 17: rollout.storage.v1.ArtifactService.GetArtifact:input_type -> rollout.storage.v1.GetArtifactRequest
-	11, // 18: rollout.storage.v1.ArtifactService.StatArtifacts:input_type -> rollout.storage.v1.StatArtifactsRequest
-	13, // 19: rollout.storage.v1.ArtifactService.DeleteArtifacts:input_type -> rollout.storage.v1.DeleteArtifactsRequest
-	15, // 20: rollout.storage.v1.EventService.AppendEvents:input_type -> rollout.storage.v1.AppendEventsRequest
-	17, // 21: rollout.storage.v1.EventService.ListEvents:input_type -> rollout.storage.v1.ListEventsRequest
-	19, // 22: rollout.storage.v1.EventService.TailEvents:input_type -> rollout.storage.v1.TailEventsRequest
-	21, // 23: rollout.storage.v1.EventService.QueryMetrics:input_type -> rollout.storage.v1.QueryMetricsRequest
-	2,  // 24: rollout.storage.v1.ArtifactService.PutArtifact:output_type -> rollout.storage.v1.PutArtifactResponse
-	5,  // 25: rollout.storage.v1.ArtifactService.ImportArtifacts:output_type -> rollout.storage.v1.ImportArtifactsResponse
-	7,  // 26: rollout.storage.v1.ArtifactService.ExportArtifacts:output_type -> rollout.storage.v1.ExportArtifactsResponse
-	10, // 27: rollout.storage.v1.ArtifactService.GetArtifact:output_type -> rollout.storage.v1.GetArtifactResponse
-	12, // 28: rollout.storage.v1.ArtifactService.StatArtifacts:output_type -> rollout.storage.v1.StatArtifactsResponse
-	14, // 29: rollout.storage.v1.ArtifactService.DeleteArtifacts:output_type -> rollout.storage.v1.DeleteArtifactsResponse
-	16, // 30: rollout.storage.v1.EventService.AppendEvents:output_type -> rollout.storage.v1.AppendEventsResponse
-	18, // 31: rollout.storage.v1.EventService.ListEvents:output_type -> rollout.storage.v1.ListEventsResponse
-	20, // 32: rollout.storage.v1.EventService.TailEvents:output_type -> rollout.storage.v1.TailEventsResponse
-	22, // 33: rollout.storage.v1.EventService.QueryMetrics:output_type -> rollout.storage.v1.QueryMetricsResponse
-	24, // [24:34] is the sub-list for method output_type
-	14, // [14:24] is the sub-list for method input_type
+	29, // 10: rollout.storage.v1.TailEventsResponse.events:type_name -> rollout.event.v1.Event
+	25, // 11: rollout.storage.v1.QueryMetricsResponse.series:type_name -> rollout.storage.v1.Series
+	26, // 12: rollout.storage.v1.Series.points:type_name -> rollout.storage.v1.Point
+	28, // 13: rollout.storage.v1.Point.time:type_name -> google.protobuf.Timestamp
+	3,  // 14: rollout.storage.v1.ArtifactService.PutArtifact:input_type -> rollout.storage.v1.PutArtifactRequest
+	6,  // 15: rollout.storage.v1.ArtifactService.ImportArtifacts:input_type -> rollout.storage.v1.ImportArtifactsRequest
+	8,  // 16: rollout.storage.v1.ArtifactService.ExportArtifacts:input_type -> rollout.storage.v1.ExportArtifactsRequest
+	11, // 17: rollout.storage.v1.ArtifactService.GetArtifact:input_type -> rollout.storage.v1.GetArtifactRequest
+	13, // 18: rollout.storage.v1.ArtifactService.StatArtifacts:input_type -> rollout.storage.v1.StatArtifactsRequest
+	15, // 19: rollout.storage.v1.ArtifactService.DeleteArtifacts:input_type -> rollout.storage.v1.DeleteArtifactsRequest
+	17, // 20: rollout.storage.v1.EventService.AppendEvents:input_type -> rollout.storage.v1.AppendEventsRequest
+	19, // 21: rollout.storage.v1.EventService.ListEvents:input_type -> rollout.storage.v1.ListEventsRequest
+	21, // 22: rollout.storage.v1.EventService.TailEvents:input_type -> rollout.storage.v1.TailEventsRequest
+	23, // 23: rollout.storage.v1.EventService.QueryMetrics:input_type -> rollout.storage.v1.QueryMetricsRequest
+	1,  // 24: rollout.storage.v1.EventService.DeleteRun:input_type -> rollout.storage.v1.DeleteRunRequest
+	4,  // 25: rollout.storage.v1.ArtifactService.PutArtifact:output_type -> rollout.storage.v1.PutArtifactResponse
+	7,  // 26: rollout.storage.v1.ArtifactService.ImportArtifacts:output_type -> rollout.storage.v1.ImportArtifactsResponse
+	9,  // 27: rollout.storage.v1.ArtifactService.ExportArtifacts:output_type -> rollout.storage.v1.ExportArtifactsResponse
+	12, // 28: rollout.storage.v1.ArtifactService.GetArtifact:output_type -> rollout.storage.v1.GetArtifactResponse
+	14, // 29: rollout.storage.v1.ArtifactService.StatArtifacts:output_type -> rollout.storage.v1.StatArtifactsResponse
+	16, // 30: rollout.storage.v1.ArtifactService.DeleteArtifacts:output_type -> rollout.storage.v1.DeleteArtifactsResponse
+	18, // 31: rollout.storage.v1.EventService.AppendEvents:output_type -> rollout.storage.v1.AppendEventsResponse
+	20, // 32: rollout.storage.v1.EventService.ListEvents:output_type -> rollout.storage.v1.ListEventsResponse
+	22, // 33: rollout.storage.v1.EventService.TailEvents:output_type -> rollout.storage.v1.TailEventsResponse
+	24, // 34: rollout.storage.v1.EventService.QueryMetrics:output_type -> rollout.storage.v1.QueryMetricsResponse
+	2,  // 35: rollout.storage.v1.EventService.DeleteRun:output_type -> rollout.storage.v1.DeleteRunResponse
+	25, // [25:36] is the sub-list for method output_type
+	14, // [14:25] is the sub-list for method input_type
 	14, // [14:14] is the sub-list for extension type_name
 	14, // [14:14] is the sub-list for extension extendee
 	0,  // [0:14] is the sub-list for field type_name
@@ -1492,7 +1604,7 @@ func file_rollout_storage_v1_storage_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_storage_v1_storage_proto_rawDesc), len(file_rollout_storage_v1_storage_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   25,
+			NumMessages:   27,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

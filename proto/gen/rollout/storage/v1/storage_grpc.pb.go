@@ -49,7 +49,8 @@ type ArtifactServiceClient interface {
 	GetArtifact(ctx context.Context, in *GetArtifactRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[GetArtifactResponse], error)
 	// StatArtifacts returns which artifacts exist. Batched.
 	StatArtifacts(ctx context.Context, in *StatArtifactsRequest, opts ...grpc.CallOption) (*StatArtifactsResponse, error)
-	// DeleteArtifacts deletes artifacts. Idempotent.
+	// DeleteArtifacts deletes artifacts, except those that were stored for another run too.
+	// Idempotent.
 	DeleteArtifacts(ctx context.Context, in *DeleteArtifactsRequest, opts ...grpc.CallOption) (*DeleteArtifactsResponse, error)
 }
 
@@ -153,7 +154,8 @@ type ArtifactServiceServer interface {
 	GetArtifact(*GetArtifactRequest, grpc.ServerStreamingServer[GetArtifactResponse]) error
 	// StatArtifacts returns which artifacts exist. Batched.
 	StatArtifacts(context.Context, *StatArtifactsRequest) (*StatArtifactsResponse, error)
-	// DeleteArtifacts deletes artifacts. Idempotent.
+	// DeleteArtifacts deletes artifacts, except those that were stored for another run too.
+	// Idempotent.
 	DeleteArtifacts(context.Context, *DeleteArtifactsRequest) (*DeleteArtifactsResponse, error)
 	mustEmbedUnimplementedArtifactServiceServer()
 }
@@ -338,6 +340,7 @@ const (
 	EventService_ListEvents_FullMethodName   = "/rollout.storage.v1.EventService/ListEvents"
 	EventService_TailEvents_FullMethodName   = "/rollout.storage.v1.EventService/TailEvents"
 	EventService_QueryMetrics_FullMethodName = "/rollout.storage.v1.EventService/QueryMetrics"
+	EventService_DeleteRun_FullMethodName    = "/rollout.storage.v1.EventService/DeleteRun"
 )
 
 // EventServiceClient is the client API for EventService service.
@@ -354,6 +357,9 @@ type EventServiceClient interface {
 	TailEvents(ctx context.Context, in *TailEventsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[TailEventsResponse], error)
 	// QueryMetrics returns metrics by step.
 	QueryMetrics(ctx context.Context, in *QueryMetricsRequest, opts ...grpc.CallOption) (*QueryMetricsResponse, error)
+	// DeleteRun deletes the events and metrics of a run, and the artifacts that only this run has
+	// stored with its id. Idempotent, also for unknown runs.
+	DeleteRun(ctx context.Context, in *DeleteRunRequest, opts ...grpc.CallOption) (*DeleteRunResponse, error)
 }
 
 type eventServiceClient struct {
@@ -413,6 +419,16 @@ func (c *eventServiceClient) QueryMetrics(ctx context.Context, in *QueryMetricsR
 	return out, nil
 }
 
+func (c *eventServiceClient) DeleteRun(ctx context.Context, in *DeleteRunRequest, opts ...grpc.CallOption) (*DeleteRunResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(DeleteRunResponse)
+	err := c.cc.Invoke(ctx, EventService_DeleteRun_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // EventServiceServer is the server API for EventService service.
 // All implementations must embed UnimplementedEventServiceServer
 // for forward compatibility.
@@ -427,6 +443,9 @@ type EventServiceServer interface {
 	TailEvents(*TailEventsRequest, grpc.ServerStreamingServer[TailEventsResponse]) error
 	// QueryMetrics returns metrics by step.
 	QueryMetrics(context.Context, *QueryMetricsRequest) (*QueryMetricsResponse, error)
+	// DeleteRun deletes the events and metrics of a run, and the artifacts that only this run has
+	// stored with its id. Idempotent, also for unknown runs.
+	DeleteRun(context.Context, *DeleteRunRequest) (*DeleteRunResponse, error)
 	mustEmbedUnimplementedEventServiceServer()
 }
 
@@ -448,6 +467,9 @@ func (UnimplementedEventServiceServer) TailEvents(*TailEventsRequest, grpc.Serve
 }
 func (UnimplementedEventServiceServer) QueryMetrics(context.Context, *QueryMetricsRequest) (*QueryMetricsResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method QueryMetrics not implemented")
+}
+func (UnimplementedEventServiceServer) DeleteRun(context.Context, *DeleteRunRequest) (*DeleteRunResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method DeleteRun not implemented")
 }
 func (UnimplementedEventServiceServer) mustEmbedUnimplementedEventServiceServer() {}
 func (UnimplementedEventServiceServer) testEmbeddedByValue()                      {}
@@ -535,6 +557,24 @@ func _EventService_QueryMetrics_Handler(srv interface{}, ctx context.Context, de
 	return interceptor(ctx, in, info, handler)
 }
 
+func _EventService_DeleteRun_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(DeleteRunRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(EventServiceServer).DeleteRun(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: EventService_DeleteRun_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(EventServiceServer).DeleteRun(ctx, req.(*DeleteRunRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // EventService_ServiceDesc is the grpc.ServiceDesc for EventService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -553,6 +593,10 @@ var EventService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "QueryMetrics",
 			Handler:    _EventService_QueryMetrics_Handler,
+		},
+		{
+			MethodName: "DeleteRun",
+			Handler:    _EventService_DeleteRun_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{
