@@ -410,6 +410,27 @@ func (f fakeSnapshots) GetSnapshot(_ context.Context, r *snapshotv1.GetSnapshotR
 	return nil, rpcerr.New(codes.NotFound, "SNAPSHOT_NOT_FOUND", "snapshot %q does not exist", r.GetSnapshotId()).Fix("`rollout snapshot list` shows all snapshots")
 }
 
+func (f fakeSnapshots) DeleteSnapshot(_ context.Context, r *snapshotv1.DeleteSnapshotRequest) (*snapshotv1.DeleteSnapshotResponse, error) {
+	f.ask("DeleteSnapshot %s", r.GetSnapshotId())
+	return &snapshotv1.DeleteSnapshotResponse{}, nil
+}
+
+// DeleteRun refuses active runs. The fork keeps a snapshot.
+func (f fakeScheduler) DeleteRun(_ context.Context, r *runv1.DeleteRunRequest) (*runv1.DeleteRunResponse, error) {
+	if !r.GetDryRun() {
+		f.ask("DeleteRun %s", r.GetRunId())
+	}
+	status, err := f.lookup(r.GetRunId())
+	if err != nil {
+		return nil, err
+	}
+	if run := status.GetRun(); run.GetState() == runv1.RunState_RUN_STATE_RUNNING {
+		return nil, rpcerr.New(codes.FailedPrecondition, "RUN_ACTIVE", "run %s is RUNNING and cannot be deleted", run.GetRunId()).
+			Fix("cancel it first: `rollout runs cancel " + run.GetRunId() + "`")
+	}
+	return &runv1.DeleteRunResponse{Run: status.GetRun(), KeptSnapshots: []string{snapshot().GetSnapshotId()}}, nil
+}
+
 func (f fakeSnapshots) RestoreSnapshot(_ context.Context, r *snapshotv1.RestoreSnapshotRequest) (*snapshotv1.RestoreSnapshotResponse, error) {
 	f.ask("RestoreSnapshot %s", r.GetSnapshotId())
 	if f.changed {

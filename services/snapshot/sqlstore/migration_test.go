@@ -1,6 +1,7 @@
 package sqlstore_test
 
 import (
+	"errors"
 	"io/fs"
 	"slices"
 	"strings"
@@ -51,7 +52,7 @@ func TestTheNameMigrationKeepsManifests(t *testing.T) {
 		if unpinned, err := store.List(t.Context(), snapshot.Filter{Unpinned: true}); err != nil || len(unpinned) != 0 {
 			t.Errorf("unpinned: %v, %v", unpinned, err)
 		}
-		if err := store.Delete(t.Context(), "snap-1"); err != nil {
+		if err := errors.Join(store.Unpin(t.Context(), "snap-1"), store.Delete(t.Context(), "snap-1")); err != nil {
 			t.Fatal(err)
 		}
 		garbage, _, err := store.Garbage(t.Context())

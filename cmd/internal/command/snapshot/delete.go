@@ -54,7 +54,7 @@ func confirm(env *cli.Env, yes bool, chosen *snapshotv1.ListSnapshotsResponse) e
 		return nil
 	}
 	if !env.Interactive || env.JSON() {
-		return cli.Usage("%d snapshots would be deleted for good; confirm with --yes", len(chosen.GetSnapshots()))
+		return cli.Usage("snapshots would be deleted for good (%d); confirm with --yes", len(chosen.GetSnapshots()))
 	}
 	fmt.Fprintf(env.Stdout, "%sDelete for good? [y/N] ", snapshotsText(env, chosen))
 	var answer string
