@@ -20,11 +20,20 @@ from rollout.run.v1 import run_pb2
 from rollout.snapshot.v1 import snapshot_pb2
 
 
+def paths(running: Mesh) -> list[Path]:
+    """All files and folders, while NATS may remove some."""
+    return [Path(folder) / name for folder, folders, files in os.walk(running.state) for name in [*folders, *files]]
+
+
+def databases(running: Mesh) -> list[Path]:
+    return sorted(path for path in paths(running) if path.suffix == ".db")
+
+
 def traces(running: Mesh, run: str) -> list[str]:
     """Rows that contain the id of a run, and files that are named for it (streams are folders of
     the embedded NATS server)."""
     found = []
-    for path in sorted(running.state.rglob("*.db")):
+    for path in databases(running):
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
             for (table,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
                 for row in database.execute(f'SELECT * FROM "{table}"'):
@@ -32,7 +41,7 @@ def traces(running: Mesh, run: str) -> list[str]:
                         run.encode() in value for value in row if isinstance(value, bytes)
                     ):
                         found.append(f"{path.name}: {table}: {str(row)[:300]}")
-    found += [str(path) for path in running.state.rglob("*") if run in str(path)]
+    found += [str(path) for path in paths(running) if run in str(path)]
     found += [str(path) for path in Path("/dev/shm").glob(f"rollout-{os.getuid()}/{run}*")]
     return found
 
@@ -40,7 +49,7 @@ def traces(running: Mesh, run: str) -> list[str]:
 def rows(running: Mesh) -> dict[str, int]:
     """The number of rows of each table that belongs to runs."""
     out = {}
-    for path in sorted(running.state.rglob("*.db")):
+    for path in databases(running):
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
             for (table,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
                 where = " WHERE run_id <> ''" if table == "event" else ""  # others are of the services
@@ -75,12 +84,13 @@ def test_a_deleted_run_leaves_nothing(tmp_path: Path) -> None:
         assert command(running, "runs", "delete", run, code=64)["error"]["exit_code"] == 64  # --yes is missing
         deleted = command(running, "runs", "delete", run, "--yes")
         assert [each["run_id"] for each in deleted["runs"]] == [run] and not deleted["refused"]
-        assert traces(running, run) == []
+        until(lambda: traces(running, run) == [], "that nothing is left", 20)  # NATS removes folders afterwards
         assert rows(running) == before
         assert artifacts(running) == stored
         assert command(running, "runs", "delete", run, "--yes", code=66)["error"]["reason"] == "RUN_NOT_FOUND"
         command(running, "runs", "delete", "--state", "succeeded", "--yes")
-        assert traces(running, first) == [] and artifacts(running) == set()
+        until(lambda: traces(running, first) == [], "that nothing of the first run is left", 20)
+        assert artifacts(running) == set()
         assert not any(count for name, count in rows(running).items() if not name.endswith(("goose_db_version", "revision")))
     finally:
         stop(running)
@@ -104,7 +114,8 @@ def test_a_fork_keeps_its_snapshot(tmp_path: Path) -> None:
         kept = running.snapshots.GetSnapshot(snapshot_pb2.GetSnapshotRequest(snapshot_id=start.snapshot_id)).snapshot
         assert {file.digest for file in kept.files} <= artifacts(running)
         command(running, "runs", "delete", fork, "--yes")
-        assert artifacts(running) == set() and traces(running, origin) == [] and traces(running, fork) == []
+        assert artifacts(running) == set()
+        until(lambda: traces(running, origin) + traces(running, fork) == [], "that nothing is left", 20)
     finally:
         stop(running)
 

@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"fmt"
+	"time"
 
 	"google.golang.org/grpc"
 
@@ -45,7 +46,7 @@ func newStorage(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{close: store.Close}, err
 	}
-	s, err := storage.New(storage.Config{}, storage.Deps{
+	s, err := storage.New(storage.Config{EventAge: config.Days(m.cfg.Retention.EventsDays)}, storage.Deps{
 		Store: store, Artifacts: artifacts, Stream: m.bus, Log: m.logger(names.StorageService),
 	})
 	return hosted{service: s, close: store.Close}, err
@@ -203,7 +204,8 @@ func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
 	}
 	cfg := scheduler.Config{
 		// A replica that takes over continues the runs of the failed leader.
-		StateDir: m.cfg.SharedDir, ResumeOnStart: m.cfg.Worker.ResumeOnStart || m.replicated(),
+		Retention: retention(m.cfg.Retention),
+		StateDir:  m.cfg.SharedDir, ResumeOnStart: m.cfg.Worker.ResumeOnStart || m.replicated(),
 		Worker: scheduler.WorkerConfig{
 			Command: workerCommand(m.cfg.Worker), Cores: m.cfg.Worker.Cores,
 			Env: workerEnv(m.cfg, m.endpoints, m.environ), BusEnv: busEnv(m.cfg, m.endpoints, m.environ),
@@ -224,6 +226,19 @@ func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
 			Dial:     dialer[scheduler.Conn](m), Events: m.events, Log: m.logger(names.SchedulerService),
 		})
 	})
+}
+
+// retention is the age at which the scheduler deletes runs, by state.
+func retention(c config.Retention) map[scheduler.State]time.Duration {
+	out := map[scheduler.State]time.Duration{}
+	for state, days := range map[scheduler.State]int{
+		scheduler.Succeeded: c.SucceededDays, scheduler.Failed: c.FailedDays, scheduler.Cancelled: c.CancelledDays,
+	} {
+		if days > 0 {
+			out[state] = config.Days(days)
+		}
+	}
+	return out
 }
 
 // client returns a typed client of a service, hosted here or elsewhere.

@@ -74,6 +74,13 @@ func (c Config) finish() (Config, error) {
 	if c.Buffer.SegmentBytes < 0 {
 		fail("buffer.segment_bytes: %d is below 0", c.Buffer.SegmentBytes)
 	}
+	for name, days := range map[string]int{
+		"succeeded_days": c.Retention.SucceededDays, "failed_days": c.Retention.FailedDays, "cancelled_days": c.Retention.CancelledDays, "events_days": c.Retention.EventsDays,
+	} {
+		if days < 0 || days > 36500 {
+			fail("retention.%s: %d is not between 0 (never) and 36500", name, days)
+		}
+	}
 	if c.Worker.Cores < 0 {
 		fail("worker.cores: %d is below 0", c.Worker.Cores)
 	}

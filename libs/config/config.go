@@ -27,6 +27,7 @@ type Config struct {
 	Consul    Consul        `toml:"consul"`
 	Blob      Blob          `toml:"blob"`
 	Buffer    Buffer        `toml:"buffer"`
+	Retention Retention     `toml:"retention"`
 	Database  Database      `toml:"database"`
 	TLS       TLS           `toml:"tls"`
 	Log       Log           `toml:"log"`
@@ -85,6 +86,18 @@ type Buffer struct {
 	SegmentBytes int    `toml:"segment_bytes"`
 	Durability   string `toml:"durability"` // what acknowledged samples survive: "fsync" a power cut, "process" a kill of everything
 }
+
+// Retention says after how many days the scheduler deletes runs, by their last state, and the storage
+// service events. 0: never. Interrupted runs wait to be resumed, and are never deleted by age.
+type Retention struct {
+	SucceededDays int `toml:"succeeded_days"`
+	FailedDays    int `toml:"failed_days"`
+	CancelledDays int `toml:"cancelled_days"`
+	EventsDays    int `toml:"events_days"`
+}
+
+// Days is a number of days as a duration.
+func Days(n int) time.Duration { return time.Duration(n) * 24 * time.Hour }
 
 // Database is the database in which the services store their state: SQLite files below the state
 // folder, or one PostgreSQL database with a schema and a role for each service. URL is that of the

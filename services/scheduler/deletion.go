@@ -37,15 +37,27 @@ const deletionEvery = 10 * time.Second
 // crash the next leader finds the record and deletes the rest.
 type deletion struct {
 	Deps
-	records  *records
-	runs     *runs
-	servings *servings
-	one      sync.Mutex // held while a run is deleted
+	retention map[State]time.Duration
+	records   *records
+	runs      *runs
+	servings  *servings
+	one       sync.Mutex // held while a run is deleted
 }
 
-// serve finishes what an earlier process began or what has failed, until ctx ends.
+// retentionEvery is the interval at which runs are deleted by age.
+const retentionEvery = time.Hour
+
+// serve finishes what an earlier process began or what has failed, and deletes runs by age, until
+// ctx ends.
 func (d *deletion) serve(ctx context.Context) {
+	var swept time.Time
 	for {
+		if now := d.Now(); now.Sub(swept) >= retentionEvery {
+			swept = now
+			if err := d.sweep(ctx, now); err != nil && ctx.Err() == nil {
+				d.Log.WarnContext(ctx, "old runs could not be deleted, which is tried again in an hour", "error", err)
+			}
+		}
 		runs, err := d.Store.List(ctx, Filter{States: []State{Deleting}})
 		for _, run := range runs {
 			if _, failed := d.finish(ctx, run); failed != nil {
@@ -59,6 +71,28 @@ func (d *deletion) serve(ctx context.Context) {
 			return
 		}
 	}
+}
+
+// sweep deletes the runs that ended too long ago. Those that another run needs stay.
+func (d *deletion) sweep(ctx context.Context, now time.Time) error {
+	var failed error
+	for state, age := range d.retention {
+		var old []string
+		if err := d.each(ctx, func(run *Run) error {
+			if run.GetState() == state && run.GetEndTime() != nil && now.Sub(run.GetEndTime().AsTime()) >= age {
+				old = append(old, run.GetRunId())
+			}
+			return nil
+		}, state); err != nil {
+			return err
+		}
+		for _, id := range old {
+			if _, err := d.request(ctx, id, false); err != nil && !errors.Is(err, ErrInUse) && !errors.Is(err, ErrNotFound) {
+				failed = errors.Join(failed, err)
+			}
+		}
+	}
+	return failed
 }
 
 // request deletes a run, or with dry only checks whether it may be deleted. ErrNotFound, ErrActive,
@@ -153,10 +187,10 @@ func within(path, folder string) bool {
 // listPage is the number of runs that each reads at a time.
 const listPage = 500
 
-// each calls fn with every run.
-func (d *deletion) each(ctx context.Context, fn func(*Run) error) error {
+// each calls fn with every run, or with those in some states.
+func (d *deletion) each(ctx context.Context, fn func(*Run) error, states ...State) error {
 	for after := ""; ; {
-		runs, err := d.Store.List(ctx, Filter{After: after, Limit: listPage})
+		runs, err := d.Store.List(ctx, Filter{States: states, After: after, Limit: listPage})
 		if err != nil {
 			return err
 		}

@@ -9,10 +9,12 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
@@ -280,5 +282,37 @@ func TestNoRunStartsFromADeletedSnapshot(t *testing.T) {
 	_, err := w.generation.CreateRun(t.Context(), &runv1.CreateRunRequest{Lock: []byte("lock"), BaseDir: w.dir, FromSnapshot: origin})
 	if rpcerr.Reason(err) != "SNAPSHOT_NOT_RESTORABLE" || len(w.snapshots.pinned) > 0 {
 		t.Errorf("%v, pinned %v", err, w.snapshots.pinned)
+	}
+}
+
+// Runs that ended too long ago are deleted when the scheduler starts, and each hour.
+func TestRetention(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	now := time.Now()
+	w.config.Retention = map[scheduler.State]time.Duration{scheduler.Failed: 48 * time.Hour}
+	for id, run := range map[string]struct {
+		state scheduler.State
+		days  int
+	}{first: {scheduler.Failed, 3}, second: {scheduler.Failed, 1}, third: {scheduler.Succeeded, 3}} {
+		sample := storetest.Sample(id, "x", run.state)
+		sample.EndTime = timestamppb.New(now.AddDate(0, 0, -run.days))
+		w.add(sample)
+	}
+	w.start()
+	for _, err := w.store.Get(t.Context(), first); !errors.Is(err, scheduler.ErrNotFound); _, err = w.store.Get(t.Context(), first) {
+		if t.Context().Err() != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, id := range []string{second, third} {
+		if _, err := w.store.Get(t.Context(), id); err != nil {
+			t.Errorf("%s: %v", id, err)
+		}
+	}
+	for _, what := range w.erased.list() {
+		if !strings.HasSuffix(what, first) {
+			t.Errorf("deleted %s", what)
+		}
 	}
 }

@@ -16,6 +16,8 @@ type Config struct {
 	Fetch int
 	// Page is how many events a tail reads at a time. 0: 500.
 	Page int
+	// EventAge is the age at which events are deleted. 0: never.
+	EventAge time.Duration
 }
 
 func (c *Config) defaults() {

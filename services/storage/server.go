@@ -2,6 +2,8 @@ package storage
 
 import (
 	"context"
+	"sync"
+	"time"
 
 	"google.golang.org/grpc"
 
@@ -32,8 +34,32 @@ func (s *Server) Register(r grpc.ServiceRegistrar) {
 	storagev1.RegisterEventServiceServer(r, s)
 }
 
-// Run stores the events of the stream until ctx ends.
+// retentionEvery is the interval at which old events are deleted.
+const retentionEvery = time.Hour
+
+// retain deletes old events until ctx ends.
+func (s *Server) retain(ctx context.Context) {
+	tick := time.NewTicker(retentionEvery)
+	defer tick.Stop()
+	for {
+		if err := s.deps.Store.DeleteBefore(ctx, s.deps.Now().Add(-s.cfg.EventAge)); err != nil && ctx.Err() == nil {
+			s.deps.Log.WarnContext(ctx, "old events could not be deleted, which is tried again in an hour", "error", err)
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+	}
+}
+
+// Run stores the events of the stream, and deletes old ones, until ctx ends.
 func (s *Server) Run(ctx context.Context) error {
+	var wait sync.WaitGroup
+	defer wait.Wait()
+	if s.cfg.EventAge > 0 {
+		wait.Go(func() { s.retain(ctx) })
+	}
 	if s.deps.Stream != nil {
 		s.ingest(ctx)
 	}

@@ -50,6 +50,8 @@ type Store interface {
 	List(ctx context.Context, f Filter, limit int, newest bool) ([]*Event, error)
 	// Series returns the metrics of a run from a step on, by name. Without names it returns all.
 	Series(ctx context.Context, run string, names []string, from uint64) ([]*storagev1.Series, error)
+	// DeleteBefore deletes the events before a time, in transactions of bounded size.
+	DeleteBefore(ctx context.Context, before time.Time) error
 	// DeleteRun deletes the events and metrics of a run, in transactions of bounded size.
 	DeleteRun(ctx context.Context, run string) error
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"time"
 
 	"github.com/rollout-rl/rollout/libs/sqldb"
 )
@@ -20,6 +21,15 @@ func (s *Store) DeleteRun(ctx context.Context, run string) error {
 		if err := s.repeat(ctx, statement, run); err != nil {
 			return fmt.Errorf("delete the events and metrics of %s: %w", run, err)
 		}
+	}
+	return nil
+}
+
+// DeleteBefore implements storage.Store.
+func (s *Store) DeleteBefore(ctx context.Context, before time.Time) error {
+	statement := fmt.Sprintf(`DELETE FROM event WHERE sequence IN (SELECT sequence FROM event WHERE time_us < $1 ORDER BY time_us LIMIT %d)`, deleteRows)
+	if err := s.repeat(ctx, statement, before.UnixMicro()); err != nil {
+		return fmt.Errorf("delete old events: %w", err)
 	}
 	return nil
 }

@@ -98,6 +98,13 @@ func Run(t *testing.T, open func(t *testing.T) storage.Store) {
 			}
 		}
 	})
+	t.Run("old events are deleted", func(t *testing.T) {
+		store := fill(t, event(1, nil), event(2, func(e *storage.Event) { e.RunId = "" }), event(3, nil))
+		if err := store.DeleteBefore(t.Context(), start.Add(3*time.Second)); err != nil {
+			t.Fatal(err)
+		}
+		want(t, store, storage.Filter{}, 10, false, "3")
+	})
 	t.Run("an artifact has several owners", func(t *testing.T) {
 		store := open(t)
 		for _, run := range []string{"", "run-a", "run-a", "run-b"} {
