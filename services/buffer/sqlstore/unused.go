@@ -91,7 +91,7 @@ func (s *Store) Delete(ctx context.Context, run string) error {
 
 func (s *Store) delete(ctx context.Context, id int64) error {
 	for _, table := range []struct{ name, key string }{
-		{"sample", "position"}, {"prompt_group", "position"}, {"step", "step"}, {"weights", "version"}, {"segment", "number"},
+		{"sample", "position"}, {"prompt_group", "position"}, {"step", "step"}, {"weights", "version"}, {"lineage", "lineage"}, {"segment", "number"},
 	} {
 		statement := fmt.Sprintf(`DELETE FROM %s WHERE ledger = $1 AND %s < (SELECT min(%s) FROM %s WHERE ledger = $1) + %d`,
 			table.name, table.key, table.key, table.name, deletePositions)

@@ -503,7 +503,7 @@ func deleted(t *testing.T, b *bundle) {
 				err = errors.Join(err, tx.PutGroups(t.Context(), []*ledger.Group{{Position: p, State: ledger.Open}}),
 					tx.AddSamples(t.Context(), []ledger.Sample{{Position: p}}))
 			}
-			return errors.Join(err, tx.PutStep(t.Context(), &ledger.Step{Step: 5, Batch: "b"}), tx.PutWeights(t.Context(), 5, "w"),
+			return errors.Join(err, tx.PutStep(t.Context(), &ledger.Step{Step: 5, Batch: "b"}), tx.PutWeights(t.Context(), ledger.Weights{Version: 5, Digest: "w"}),
 				tx.PutSegment(t.Context(), ledger.Segment{Number: 1}), tx.MarkUnused(t.Context(), []string{"u"}))
 		}); err != nil {
 			t.Fatal(err)
@@ -531,7 +531,7 @@ func deleted(t *testing.T, b *bundle) {
 	b.create(run) // with the same id nothing returns
 	b.view(func(r ledger.Reader) error {
 		groups, err := r.ListGroups(t.Context(), ledger.GroupQuery{})
-		steps, failed := r.Steps(t.Context(), 0)
+		steps, failed := r.Steps(t.Context(), ledger.StepQuery{})
 		segments, also := r.Segments(t.Context())
 		if len(groups)+len(steps)+len(segments) > 0 || r.Ledger().Revision != 0 {
 			t.Errorf("%d groups, %d steps, %d segments are left", len(groups), len(steps), len(segments))
