@@ -19,11 +19,6 @@ import (
 
 // plane answers from an intact run. external is a ledger without a run.
 type plane struct {
-	runv1.SchedulerServiceClient
-	snapshotv1.SnapshotServiceClient
-	storagev1.ArtifactServiceClient
-	bufferv1.BufferServiceClient
-
 	evidence *Evidence
 	cursors  []uint64 // of the calls of GetRun
 	files    map[string]string
@@ -33,7 +28,38 @@ type plane struct {
 
 const external = "my-sampler-1"
 
-func (p *plane) services() Services { return Services{p, p, p, p} }
+// The clients of the services: the methods of a plane, and no others.
+type (
+	noRuns      struct{ runv1.SchedulerServiceClient }
+	noSnapshots struct {
+		snapshotv1.SnapshotServiceClient
+	}
+	noArtifacts struct {
+		storagev1.ArtifactServiceClient
+	}
+	noLedgers struct{ bufferv1.BufferServiceClient }
+
+	runs struct {
+		*plane
+		noRuns
+	}
+	manifests struct {
+		*plane
+		noSnapshots
+	}
+	artifacts struct {
+		*plane
+		noArtifacts
+	}
+	ledgers struct {
+		*plane
+		noLedgers
+	}
+)
+
+func (p *plane) services() Services {
+	return Services{runs{plane: p}, manifests{plane: p}, artifacts{plane: p}, ledgers{plane: p}}
+}
 
 func (p *plane) GetRun(_ context.Context, r *runv1.GetRunRequest, _ ...grpc.CallOption) (*runv1.GetRunResponse, error) {
 	if r.GetRunId() != testRun && r.GetRunId() != "sums" {

@@ -204,6 +204,8 @@ func (w *world) Get(context.Context, string) (*Drive, error) {
 	return w.stored, nil
 }
 
+func (w *world) Delete(context.Context, string) error { return nil }
+
 func (w *world) Active(context.Context) ([]*Drive, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
