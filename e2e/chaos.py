@@ -11,8 +11,8 @@ results are stored after each round, so an interrupted test resumes where it sto
 
 With ASYNC=1 the run is asynchronous, so its weights depend on timing. Instead of comparing them
 with a run without faults, the recorded batches are trained again (`rollout replay`), and each step
-must have the recorded weights. With TORCH=1 too, no bits are promised: the audit checks the lineages
-of the weights instead.
+must have the recorded weights. With TORCH=1 too, no bits are promised: the audit checks the
+lineages of the weights instead.
 
 With AGENTS=1 the samples are episodes of several turns of an environment that runs commands in
 sandboxes. Its processes are killed, stopped, and hang, and the sandboxes are killed. An episode

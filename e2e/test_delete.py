@@ -1,5 +1,5 @@
-"""A deleted run leaves nothing: no row, file, object, or stream, also if the services die during the
-deletion. What another run needs stays."""
+"""A deleted run leaves nothing: no row, file, object, or stream, also if the services die during
+the deletion. What another run needs stays."""
 
 from __future__ import annotations
 

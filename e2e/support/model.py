@@ -35,8 +35,8 @@ class ModelJob:
         return running.plan(self.folder / "job.toml", *_SET, *mode)
 
     def agree(self, running: Mesh, run: str) -> dict[str, int]:
-        """Check that each prompt is consumed by the step of its window. In an asynchronous run the audit
-        checks that each is consumed once."""
+        """Check that each prompt is consumed by the step of its window. In an asynchronous run the
+        audit checks that each is consumed once."""
         if self.mode == "async":
             return {"steps": STEPS, "trained": STEPS * GROUPS * SAMPLES}
         assert_consumed_once(running, run, steps=STEPS, groups_per_step=GROUPS, group_size=SAMPLES)

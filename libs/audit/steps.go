@@ -60,9 +60,9 @@ func (c stepCheck) chain() {
 	}
 }
 
-// lineages checks that lineages are numbered, and that each begins with a version that was retrained
-// after the weights of a committed step were lost. It returns the retrained versions by the last
-// step that was committed before, in the order in which they were recorded.
+// lineages checks that lineages are numbered, and that each begins with a version that was
+// retrained after the weights of a committed step were lost. It returns the retrained versions by
+// the last step that was committed before, in the order in which they were recorded.
 func (c stepCheck) lineages() map[uint64][]*bufferv1.WeightsRecord {
 	for i, l := range c.Lineages {
 		at := Break{Step: l.GetFirstVersion()}

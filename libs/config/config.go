@@ -87,8 +87,9 @@ type Buffer struct {
 	Durability   string `toml:"durability"` // what acknowledged samples survive: "fsync" a power cut, "process" a kill of everything
 }
 
-// Retention says after how many days the scheduler deletes runs, by their last state, and the storage
-// service events. 0: never. Interrupted runs wait to be resumed, and are never deleted by age.
+// Retention says after how many days the scheduler deletes runs, by their last state, and the
+// storage service events. 0: never. Interrupted runs wait to be resumed, and are never deleted by
+// age.
 type Retention struct {
 	SucceededDays int `toml:"succeeded_days"`
 	FailedDays    int `toml:"failed_days"`

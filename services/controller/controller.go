@@ -41,9 +41,9 @@
 // learner repeats the result of its last step. Every start therefore does the same: load the newest
 // state k, train on the recorded batches k+1..n again, and continue with step n+1. In deterministic
 // mode each repeated step must give the recorded digest, or the run fails with REPLAY_DIVERGED.
-// Otherwise the first step with another digest begins a new lineage of the weights, which the ledger
-// records and the workers serve from then on. Samples of the lost weights are kept or sampled again
-// (recovery.old_lineage).
+// Otherwise the first step with another digest begins a new lineage of the weights, which the
+// ledger records and the workers serve from then on. Samples of the lost weights are kept or
+// sampled again (recovery.old_lineage).
 //
 // A learner is lost when a call to it breaks, or when another process is registered in its place.
 // The second rule matters while the drive waits for samples or for workers to load weights, because

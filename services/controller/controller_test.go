@@ -279,8 +279,8 @@ func TestRetrainedWeightsAreServed(t *testing.T) {
 	}
 }
 
-// The same with a worker that survives its learner, and dies later. Both it and its successor get the
-// retrained weights.
+// The same with a worker that survives its learner, and dies later. Both it and its successor get
+// the retrained weights.
 func TestRetrainedWeightsAreServedByWorkersThatSurvive(t *testing.T) {
 	t.Parallel()
 	undisturbed := newWorld(t)

@@ -288,8 +288,8 @@ func (d *deletion) finish(ctx context.Context, run *Run) (kept []string, err err
 	return kept, d.Store.Delete(ctx, id)
 }
 
-// snapshots deletes the snapshots of a run that no other run started from, and the one that this run
-// started from if its own run is deleted and no other run needs it.
+// snapshots deletes the snapshots of a run that no other run started from, and the one that this
+// run started from if its own run is deleted and no other run needs it.
 func (d *deletion) snapshots(ctx context.Context, run *Run) (kept []string, err error) {
 	d.runs.origins.Lock()
 	defer d.runs.origins.Unlock()

@@ -133,8 +133,8 @@ func (s *service) retain(ctx context.Context, newest *Snapshot, keep int) error 
 	return s.remove(ctx, old...)
 }
 
-// removable returns ErrInUse for the newest snapshot of an active run, which needs it to recover. An
-// unknown id is no error.
+// removable returns ErrInUse for the newest snapshot of an active run, which needs it to recover.
+// An unknown id is no error.
 func (s *service) removable(ctx context.Context, id string) error {
 	snap, err := s.Store.Get(ctx, id)
 	if errors.Is(err, ErrNotFound) {

@@ -25,7 +25,8 @@ CHECK_SECONDS = 1.0
 LIMIT_SECONDS = 300.0
 """The default of ``limits.stall_seconds``."""
 _LAST_LINE = "stalled: "
-"""Begins the last line of the output. ``Exit.String`` in services/scheduler/launch shows the rest."""
+"""Begins the last line of the output. ``Exit.String`` in services/scheduler/launch shows the
+rest."""
 
 Observe = Callable[[], Hashable | None]
 

@@ -82,8 +82,8 @@ func (g *gaps) known(ctx context.Context, from, end uint64) (n uint64, err error
 	return n, nil
 }
 
-// collect adds the positions of a range in order, of which a number is missing. It divides the range
-// until a half lacks none, or is small.
+// collect adds the positions of a range in order, of which a number is missing. It divides the
+// range until a half lacks none, or is small.
 func (g *gaps) collect(ctx context.Context, from, end, missing uint64) error {
 	if missing == 0 || len(g.positions) >= g.limit {
 		return nil

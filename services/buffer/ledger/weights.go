@@ -81,8 +81,8 @@ func (d digests) in(version uint64, lineage uint32) string {
 	return ""
 }
 
-// flaw is the reason why a sample with a receipt must not be trained on, or "". pending: the version
-// is not recorded yet.
+// flaw is the reason why a sample with a receipt must not be trained on, or "". pending: the
+// version is not recorded yet.
 func (d digests) flaw(version uint64, digest string) (reason string, pending bool) {
 	if len(d.known[version]) == 0 {
 		return "", true

@@ -9,7 +9,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/sqldb"
 )
 
-// deleteRows is the number of rows that one transaction deletes, so that other writers wait briefly.
+// deleteRows is the number of rows that one transaction deletes, so that other writers wait
+// briefly.
 const deleteRows = 5000
 
 // DeleteRun implements storage.Store.

@@ -109,4 +109,3 @@ func snapshotText(env *cli.Env, snapshot *snapshotv1.Snapshot) string {
 	return fmt.Sprintf("%s\n%s%d files, %s\n%s", s.Bold(snapshot.GetSnapshotId()), head.String(), len(snapshot.GetFiles()),
 		output.Bytes(snapshot.GetBytes()), files.String())
 }
-

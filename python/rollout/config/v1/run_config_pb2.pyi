@@ -2027,8 +2027,8 @@ class LimitsConfig(_message.Message):
     """
     stall_seconds: _builtins.float
     """Longest time without progress, in seconds, for an engine that has samples to decode (no token)
-    and for a learner in a step (no micro-batch). After it the worker stops itself and is restarted;
-    other workers get its prompt groups.
+    and for a learner in a step (no micro-batch). After it the worker stops itself and is
+    restarted; other workers get its prompt groups.
     """
     def __init__(
         self,

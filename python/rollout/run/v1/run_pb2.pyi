@@ -54,7 +54,9 @@ class _RunStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunState.Val
     RUN_STATE_CANCELLED: _RunState.ValueType  # 9
     """Cancelled by request."""
     RUN_STATE_DELETING: _RunState.ValueType  # 10
-    """Its data is being deleted, which the leader continues after a crash. The record is deleted last."""
+    """Its data is being deleted, which the leader continues after a crash. The record is deleted
+    last.
+    """
 
 class RunState(_RunState, metaclass=_RunStateEnumTypeWrapper):
     """RunState is the state of a run.
@@ -91,7 +93,9 @@ RUN_STATE_FAILED: RunState.ValueType  # 8
 RUN_STATE_CANCELLED: RunState.ValueType  # 9
 """Cancelled by request."""
 RUN_STATE_DELETING: RunState.ValueType  # 10
-"""Its data is being deleted, which the leader continues after a crash. The record is deleted last."""
+"""Its data is being deleted, which the leader continues after a crash. The record is deleted
+last.
+"""
 Global___RunState: _TypeAlias = RunState  # noqa: Y015
 
 @_typing.final

@@ -133,8 +133,8 @@ class SchedulerServiceServicer:
         events, metrics, streams, sessions, snapshots, weights, and logs. Snapshots that other runs
         started from stay until those runs are deleted. Returns when nothing is left; after an error or
         a crash the leader finishes the deletion by itself. Idempotent until the record is gone, then
-        NOT_FOUND. FAILED_PRECONDITION, reason RUN_ACTIVE, while the run is active; reason RUN_IN_USE if
-        another run or a served model reads files of its folder.
+        NOT_FOUND. FAILED_PRECONDITION, reason RUN_ACTIVE, while the run is active; reason RUN_IN_USE
+        if another run or a served model reads files of its folder.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -61,8 +61,8 @@ class SchedulerServiceStub:
     events, metrics, streams, sessions, snapshots, weights, and logs. Snapshots that other runs
     started from stay until those runs are deleted. Returns when nothing is left; after an error or
     a crash the leader finishes the deletion by itself. Idempotent until the record is gone, then
-    NOT_FOUND. FAILED_PRECONDITION, reason RUN_ACTIVE, while the run is active; reason RUN_IN_USE if
-    another run or a served model reads files of its folder.
+    NOT_FOUND. FAILED_PRECONDITION, reason RUN_ACTIVE, while the run is active; reason RUN_IN_USE
+    if another run or a served model reads files of its folder.
     """
     WatchRun: _grpc.UnaryStreamMultiCallable[_run_pb2.WatchRunRequest, _run_pb2.WatchRunResponse]
     """WatchRun streams the status at once and on every change (at most a few a second) until the run
@@ -100,8 +100,8 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     events, metrics, streams, sessions, snapshots, weights, and logs. Snapshots that other runs
     started from stay until those runs are deleted. Returns when nothing is left; after an error or
     a crash the leader finishes the deletion by itself. Idempotent until the record is gone, then
-    NOT_FOUND. FAILED_PRECONDITION, reason RUN_ACTIVE, while the run is active; reason RUN_IN_USE if
-    another run or a served model reads files of its folder.
+    NOT_FOUND. FAILED_PRECONDITION, reason RUN_ACTIVE, while the run is active; reason RUN_IN_USE
+    if another run or a served model reads files of its folder.
     """
     WatchRun: _aio.UnaryStreamMultiCallable[_run_pb2.WatchRunRequest, _run_pb2.WatchRunResponse]  # type: ignore[assignment]
     """WatchRun streams the status at once and on every change (at most a few a second) until the run
@@ -178,8 +178,8 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         events, metrics, streams, sessions, snapshots, weights, and logs. Snapshots that other runs
         started from stay until those runs are deleted. Returns when nothing is left; after an error or
         a crash the leader finishes the deletion by itself. Idempotent until the record is gone, then
-        NOT_FOUND. FAILED_PRECONDITION, reason RUN_ACTIVE, while the run is active; reason RUN_IN_USE if
-        another run or a served model reads files of its folder.
+        NOT_FOUND. FAILED_PRECONDITION, reason RUN_ACTIVE, while the run is active; reason RUN_IN_USE
+        if another run or a served model reads files of its folder.
         """
 
     @_abc_1.abstractmethod

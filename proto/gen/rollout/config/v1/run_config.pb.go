@@ -2585,8 +2585,8 @@ type LimitsConfig struct {
 	// up to `group_attempts` times. 0: `sampling.group_size`, so that all samples must be usable.
 	MinGroupSize *uint32 `protobuf:"varint,12,opt,name=min_group_size,json=minGroupSize,proto3,oneof" json:"min_group_size,omitempty"`
 	// Longest time without progress, in seconds, for an engine that has samples to decode (no token)
-	// and for a learner in a step (no micro-batch). After it the worker stops itself and is restarted;
-	// other workers get its prompt groups.
+	// and for a learner in a step (no micro-batch). After it the worker stops itself and is
+	// restarted; other workers get its prompt groups.
 	StallSeconds  *float64 `protobuf:"fixed64,20,opt,name=stall_seconds,json=stallSeconds,proto3,oneof" json:"stall_seconds,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -61,7 +61,8 @@ const (
 	RunState_RUN_STATE_FAILED RunState = 8
 	// Cancelled by request.
 	RunState_RUN_STATE_CANCELLED RunState = 9
-	// Its data is being deleted, which the leader continues after a crash. The record is deleted last.
+	// Its data is being deleted, which the leader continues after a crash. The record is deleted
+	// last.
 	RunState_RUN_STATE_DELETING RunState = 10
 )
 

@@ -59,8 +59,8 @@ type SchedulerServiceClient interface {
 	// events, metrics, streams, sessions, snapshots, weights, and logs. Snapshots that other runs
 	// started from stay until those runs are deleted. Returns when nothing is left; after an error or
 	// a crash the leader finishes the deletion by itself. Idempotent until the record is gone, then
-	// NOT_FOUND. FAILED_PRECONDITION, reason RUN_ACTIVE, while the run is active; reason RUN_IN_USE if
-	// another run or a served model reads files of its folder.
+	// NOT_FOUND. FAILED_PRECONDITION, reason RUN_ACTIVE, while the run is active; reason RUN_IN_USE
+	// if another run or a served model reads files of its folder.
 	DeleteRun(ctx context.Context, in *DeleteRunRequest, opts ...grpc.CallOption) (*DeleteRunResponse, error)
 	// WatchRun streams the status at once and on every change (at most a few a second) until the run
 	// has ended.
@@ -191,8 +191,8 @@ type SchedulerServiceServer interface {
 	// events, metrics, streams, sessions, snapshots, weights, and logs. Snapshots that other runs
 	// started from stay until those runs are deleted. Returns when nothing is left; after an error or
 	// a crash the leader finishes the deletion by itself. Idempotent until the record is gone, then
-	// NOT_FOUND. FAILED_PRECONDITION, reason RUN_ACTIVE, while the run is active; reason RUN_IN_USE if
-	// another run or a served model reads files of its folder.
+	// NOT_FOUND. FAILED_PRECONDITION, reason RUN_ACTIVE, while the run is active; reason RUN_IN_USE
+	// if another run or a served model reads files of its folder.
 	DeleteRun(context.Context, *DeleteRunRequest) (*DeleteRunResponse, error)
 	// WatchRun streams the status at once and on every change (at most a few a second) until the run
 	// has ended.
