@@ -130,9 +130,13 @@ func TestLongLineIsCut(t *testing.T) {
 func TestWorkerPrintsOnAFullDisk(t *testing.T) {
 	t.Parallel()
 	small := disktest.Mount(t, "1m")
+	path := filepath.Join(small.Dir, "worker.log")
 	r, w := io.Pipe()
 	go func() {
 		fmt.Fprintln(w, "before")
+		for text := []byte(nil); len(text) == 0; text, _ = os.ReadFile(path) {
+			<-time.After(time.Millisecond) // until the line is in the file
+		}
 		small.Fill(0)
 		for n := range 5000 {
 			fmt.Fprintln(w, n, strings.Repeat("y", n%400))
@@ -141,7 +145,7 @@ func TestWorkerPrintsOnAFullDisk(t *testing.T) {
 		fmt.Fprintln(w, "after")
 		w.Close()
 	}()
-	_, text := written(t, filepath.Join(small.Dir, "worker.log"), LogLimits{LinesPerSecond: 10_000}, r)
+	_, text := written(t, path, LogLimits{LinesPerSecond: 10_000}, r)
 	if !strings.HasPrefix(text, "before\n") || !strings.Contains(text, "rollout: dropped ") || !strings.Contains(text, "\n4999 ") || !strings.Contains(text, "after\n") {
 		t.Errorf("%.2000s", text)
 	}
