@@ -54,7 +54,7 @@ func TestJSONIsStable(t *testing.T) {
 		t.Error(first.String())
 	}
 	var line bytes.Buffer
-	if err := Line(&line, "run", &runv1.GetRunRequest{RunId: "x"}); err != nil || line.String() != "{\"run\":{\"run_id\":\"x\"}}\n" {
+	if err := Line(&line, "run", &runv1.ResumeRunRequest{RunId: "x"}); err != nil || line.String() != "{\"run\":{\"run_id\":\"x\"}}\n" {
 		t.Errorf("%v %q", err, line.String())
 	}
 }
