@@ -26,7 +26,7 @@ def paths(running: Mesh) -> list[Path]:
 
 
 def databases(running: Mesh) -> list[Path]:
-    return sorted(path for path in paths(running) if path.suffix == ".db")
+    return sorted(path for path in paths(running) if path.suffix == ".sqlite")
 
 
 def traces(running: Mesh, run: str) -> list[str]:
