@@ -38,6 +38,7 @@ def test_the_worker_parses_chats_as_configured(family: str, monkeypatch: pytest.
         throughput=None,
         params=None,
         puller=None,
+        consumer=None,
     )
-    worker._servicer(cast(Any, None), parts, parts, cast(Any, None), None, cast(Any, None), cast(Any, None))
+    worker._servicer(cast(Any, None), parts, parts, *cast(Any, [None] * 5))
     assert made == [family]
