@@ -12,7 +12,7 @@ import (
 // Status is the result of a check.
 type Status string
 
-// Skipped: an earlier check of the server failed, or the server is not configured.
+// Skipped: an earlier check of the server failed, or there is nothing to check.
 const (
 	OK      Status = "ok"
 	Skipped Status = "skipped"

@@ -57,7 +57,8 @@ func TestEverythingIsFound(t *testing.T) {
 	p := healthy(t)
 	findings := doctor.Check(t.Context(), p)
 	for _, f := range findings {
-		if f.Status != doctor.OK && f.Server != "tls" && f.Server != "sandbox" { // rollout-sandbox is not installed here
+		standbys := f.Check == "replication" && f.Status == doctor.Skipped // there is none
+		if f.Status != doctor.OK && !standbys && f.Server != "tls" && f.Server != "sandbox" { // rollout-sandbox is not installed here
 			t.Errorf("of healthy servers: %+v", f)
 		}
 	}
