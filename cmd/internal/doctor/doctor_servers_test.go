@@ -57,7 +57,7 @@ func TestEverythingIsFound(t *testing.T) {
 	p := healthy(t)
 	findings := doctor.Check(t.Context(), p)
 	for _, f := range findings {
-		standbys := f.Check == "replication" && f.Status == doctor.Skipped // there is none
+		standbys := f.Check == "replication" && f.Status == doctor.Skipped                    // there is none
 		if f.Status != doctor.OK && !standbys && f.Server != "tls" && f.Server != "sandbox" { // rollout-sandbox is not installed here
 			t.Errorf("of healthy servers: %+v", f)
 		}
