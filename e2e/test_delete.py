@@ -57,6 +57,14 @@ def rows(running: Mesh) -> dict[str, int]:
     return {name: count for name, count in out.items() if not name.endswith(("/lease", "/sqlite_sequence"))}
 
 
+def told(running: Mesh, run: str) -> bool:
+    """Whether the last event of a run that has succeeded is stored. It may follow the status."""
+    path = next(path for path in databases(running) if path.name == "storage.sqlite")
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        states = database.execute("SELECT * FROM event WHERE run_id = ? AND kind = 'run.state'", (run,)).fetchall()
+    return any(b"SUCCEEDED" in value for row in states for value in row if isinstance(value, bytes))
+
+
 def artifacts(running: Mesh) -> set[str]:
     return {path.name for path in (running.state / "artifacts").rglob("blake3-*")}
 
@@ -76,6 +84,7 @@ def test_a_deleted_run_leaves_nothing(tmp_path: Path) -> None:
         lock = running.plan(job.write())
         first = submit(running, lock, job)
         finish(running, first)
+        until(lambda: told(running, first), "the last event of the first run", 20)
         before, stored = rows(running), artifacts(running)
         run = submit(running, lock, job)
         finish(running, run)
