@@ -214,7 +214,9 @@ func TestExportDuringATrim(t *testing.T) {
 	defer store.Close()
 	var covered []uint64
 	trimmed := 0
-	err = buffer.Export(t.Context(), store, run, buffer.Payloads{Folder: filepath.Join(s.folder, "segments", run)}, func(rows *bufferv1.ExportLedgerResponse) error {
+	err = buffer.Export(t.Context(), store, run, buffer.Payloads{
+		Folder: filepath.Join(s.folder, "segments", run), Scratch: filepath.Join(t.TempDir(), "not", "made"),
+	}, func(rows *bufferv1.ExportLedgerResponse) error {
 		if l := rows.GetLedger(); l != nil {
 			covered = append(covered, l.GetTrimmed())
 		}

@@ -57,6 +57,11 @@ type spool struct {
 }
 
 func newSpool(folder string) (*spool, error) {
+	if folder != "" { // it may not exist before the first segment
+		if err := os.MkdirAll(folder, 0o700); err != nil {
+			return nil, fmt.Errorf("export the ledger: %w", err)
+		}
+	}
 	f, err := os.CreateTemp(folder, ".export-*")
 	if err != nil {
 		return nil, fmt.Errorf("export the ledger: %w", err)
