@@ -5,6 +5,7 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 from conftest import GROUPS, SAMPLES
 from mesh import assert_consumed_once, mesh, until
 
@@ -14,6 +15,8 @@ STEPS = 30
 CONFIG = (f"train.steps={STEPS}", "snapshot.every_steps=5", "eval.every_steps=0")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # the workers of two runs, three times
 def test_a_run_survives_a_kill_of_each_process(config: Path, tmp_path: Path) -> None:
     with mesh(tmp_path / "reference") as running:
         run = running.submit(config, *CONFIG)
