@@ -185,6 +185,9 @@ func (f fakePlanner) CreatePlan(_ context.Context, r *planv1.CreatePlanRequest) 
 
 func (f fakePlanner) VerifyPlan(_ context.Context, r *planv1.VerifyPlanRequest) (*planv1.VerifyPlanResponse, error) {
 	f.ask("VerifyPlan %s", r.GetLock())
+	if f.changed {
+		return &planv1.VerifyPlanResponse{Plan: plan(), Problems: []*planv1.Problem{{Reason: "INPUT_CHANGED", File: "reward.py", Message: "it differs from the plan"}}}, nil
+	}
 	return &planv1.VerifyPlanResponse{Plan: plan()}, nil
 }
 

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	canonical "github.com/rollout-rl/rollout/libs/id"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
@@ -17,6 +18,11 @@ func TestChangedInputs(t *testing.T) {
 	changed := &fake{state: runv1.RunState_RUN_STATE_FAILED, changed: true}
 	id := snapshot().GetSnapshotId()
 	forked := "RenewPlan addition-grpo in /home/me/addition\nCreateRun \"the new plan\\n\" key true from " + id
+	set := strings.Replace(forked, " in ", " with train.steps=9 in ", 1)
+	lock, err := canonical.CanonicalJSON(done.run(runv1.RunState_RUN_STATE_SUCCEEDED, 0).GetPlan())
+	if err != nil {
+		t.Fatal(err)
+	}
 	runCases(t, map[string]commandCase{
 		"run-resume-done":    {args: "run --resume addition-grpo --detach", fake: done},
 		"run-resume-changed": {args: "run --resume addition-grpo", fake: changed, asked: "ResumeRun " + runID},
@@ -33,8 +39,10 @@ func TestChangedInputs(t *testing.T) {
 		"restore-accept": {
 			args: "snapshot restore snap-01kapq5 --detach --accept-changes", fake: changed, asked: "RestoreSnapshot " + id + "\n" + forked,
 		},
-		"restore-set":       {args: "snapshot fork snap-01kapq5 --detach --set train.steps=9", fake: done, asked: strings.Replace(forked, " in ", " with train.steps=9 in ", 1)},
-		"export-without-to": {args: "snapshot export snap-01kapq5"},
+		"restore-set":         {args: "snapshot fork snap-01kapq5 --detach --set train.steps=9", fake: done, asked: "VerifyPlan " + string(lock) + "\n" + set},
+		"restore-set-changed": {args: "snapshot fork snap-01kapq5 --detach --set train.steps=9", fake: changed, asked: "VerifyPlan " + string(lock)},
+		"restore-set-accept":  {args: "snapshot fork snap-01kapq5 --detach --set train.steps=9 --accept-changes", fake: changed, asked: set},
+		"export-without-to":   {args: "snapshot export snap-01kapq5"},
 	})
 }
 

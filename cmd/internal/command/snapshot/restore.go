@@ -2,12 +2,17 @@ package snapshot
 
 import (
 	"context"
+	"strings"
 
 	"github.com/spf13/cobra"
 
 	"github.com/rollout-rl/rollout/cmd/internal/cli"
 	"github.com/rollout-rl/rollout/cmd/internal/client"
 	"github.com/rollout-rl/rollout/cmd/internal/command/run"
+	"github.com/rollout-rl/rollout/libs/exit"
+	"github.com/rollout-rl/rollout/libs/id"
+	planformat "github.com/rollout-rl/rollout/libs/plan"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 )
@@ -42,6 +47,9 @@ func restoreCommand(env *cli.Env) *cobra.Command {
 					}
 				}
 				old, err := originOf(ctx, c, got.GetSnapshot())
+				if err == nil && !acceptChanges {
+					err = unchanged(ctx, c, old)
+				}
 				if err == nil {
 					restored, err = run.Fork(ctx, env, c, old, got.GetSnapshot(), set...)
 				}
@@ -74,4 +82,26 @@ func originOf(ctx context.Context, c *client.Client, s *snapshotv1.Snapshot) (*r
 	}
 	got, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: s.GetRunId()})
 	return got.GetStatus().GetRun(), err
+}
+
+// unchanged returns an error if the inputs of a run are not those of its plan.
+func unchanged(ctx context.Context, c *client.Client, old *runv1.Run) error {
+	lock, err := id.CanonicalJSON(old.GetPlan())
+	if err != nil {
+		return err
+	}
+	request := &planv1.VerifyPlanRequest{Lock: lock, File: "plan.lock", BaseDir: old.GetBaseDir()}
+	if old.GetDirectory() != "" { // the run is not imported
+		request.InputsDirectory = string(planformat.InputsOf(old.GetDirectory()))
+	}
+	verified, err := c.Planner.VerifyPlan(ctx, request)
+	if err != nil || len(verified.GetProblems()) == 0 {
+		return err
+	}
+	var changes []string
+	for _, p := range verified.GetProblems() {
+		changes = append(changes, strings.TrimPrefix(p.GetFile()+": "+p.GetMessage(), ": "))
+	}
+	return exit.New(exit.Data, "restore them, or start the new run with the current ones: add --accept-changes",
+		"inputs have changed since run %s was planned: %s", old.GetRunId(), strings.Join(changes, "; "))
 }

@@ -184,6 +184,7 @@ func (a artifacts) Put(ctx context.Context, content string, r io.Reader) (string
 		return "", err
 	}
 	hash := id.NewHasher()
+	// the wrapper hides WriteTo of the reader, whose writes could be larger than a message
 	if _, err := io.CopyBuffer(io.MultiWriter(hash, chunks{stream}), struct{ io.Reader }{r}, make([]byte, 1<<20)); err != nil {
 		return "", err
 	}
