@@ -394,12 +394,5 @@ func (a *agents) expire(ctx context.Context, name string) error {
 		return err
 	}
 	_, err = a.settle(ctx, name, session)
-	if rpcerr.Code(err) == codes.FailedPrecondition || rpcerr.Code(err) == codes.NotFound { // no ledger takes it
-		run, statusErr := a.status(ctx, session.GetRunId())
-		if rpcerr.Code(statusErr) == codes.NotFound || statusErr == nil && over(run.GetState()) {
-			session.End.Refused = []string{reasonRunEnded}
-			return a.store.Settle(ctx, name, session.GetEnd())
-		}
-	}
 	return err
 }

@@ -39,6 +39,7 @@ type buffer struct {
 	have   map[string]*trajectoryv1.Trajectory // by key
 	failed []string                            // reasons of failed samples
 	down   bool
+	closed bool // the run's ledger is closed
 }
 
 func (b *buffer) PutTrajectories(_ context.Context, in *bufferv1.PutTrajectoriesRequest, _ ...grpc.CallOption) (*bufferv1.PutTrajectoriesResponse, error) {
@@ -46,6 +47,9 @@ func (b *buffer) PutTrajectories(_ context.Context, in *bufferv1.PutTrajectories
 	defer b.mu.Unlock()
 	if b.down {
 		return nil, rpcerr.New(codes.Unavailable, "INGEST_FAILED", "down")
+	}
+	if b.closed {
+		return nil, rpcerr.New(codes.FailedPrecondition, "LEDGER_CLOSED", "closed")
 	}
 	b.puts++
 	result := &bufferv1.PutResult{}
@@ -272,6 +276,28 @@ func TestAnAgentTrainsARun(t *testing.T) {
 	a.scheduler.end()
 	if got, err := a.gateway.NextPrompts(t.Context(), &gatewayv1.NextPromptsRequest{Model: "tiny"}); err != nil || !got.GetEnded() {
 		t.Errorf("after the end: %v, %v", got, err)
+	}
+}
+
+// The scheduler closes the ledger before it records the end of the run. An agent that closes its
+// session then repeats the call, and learns that the run has ended.
+func TestASessionIsClosedAfterTheEndOfItsRun(t *testing.T) {
+	t.Parallel()
+	a := setup(t, func(*configv1.RunConfig) {})
+	a.publish(3)
+	task := a.next()[0]
+	a.play(task)
+	a.buffer.mu.Lock()
+	a.buffer.closed = true
+	a.buffer.mu.Unlock()
+	if _, err := a.close(task, 1); !errors.Is(err, gateway.ErrRunAway) || rpcerr.Code(err) != codes.Unavailable {
+		t.Fatalf("before the end is recorded: %v", err)
+	}
+	a.scheduler.end()
+	for range 2 {
+		if end, err := a.close(task, 1); err != nil || end.GetAccepted() || !slices.Equal(end.GetRefused(), []string{"RUN_ENDED"}) {
+			t.Fatalf("after it is recorded: %v, %v", end, err)
+		}
 	}
 }
 

@@ -138,6 +138,9 @@ func (a *agents) settle(ctx context.Context, name string, session *Session) (*En
 	}
 	put := &bufferv1.PutTrajectoriesRequest{RunId: session.GetRunId(), Puts: []*trajectoryv1.TrajectoryBatch{{Trajectories: envelopes}}}
 	answer, err := a.buffer.PutTrajectories(ctx, put)
+	if rpcerr.Code(err) == codes.FailedPrecondition || rpcerr.Code(err) == codes.NotFound {
+		return a.unsettled(ctx, name, session, err)
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -155,4 +158,20 @@ func (a *agents) settle(ctx context.Context, name string, session *Session) (*En
 	crashpoint.Here("gateway/settled") // the session is settled, its prompt group is not acknowledged
 	a.settled(ctx, GroupID(end.GetKey()))
 	return end, nil
+}
+
+// unsettled is the end of a session whose run has no open ledger. If the run is over, the session
+// ends without a sample. Otherwise its end waits: the ledger is closed a moment before the end of
+// the run is recorded, and an interrupted run opens it again.
+func (a *agents) unsettled(ctx context.Context, name string, session *Session, refusal error) (*End, error) {
+	run, err := a.status(ctx, session.GetRunId())
+	switch {
+	case rpcerr.Code(err) == codes.NotFound, err == nil && over(run.GetState()):
+		end := proto.CloneOf(session.GetEnd())
+		end.Refused = []string{reasonRunEnded}
+		return end, a.store.Settle(ctx, name, end)
+	case err != nil:
+		return nil, err
+	}
+	return nil, ErrRunAway.WithMessage("the end of session %s is recorded, and its run takes no sample now: %v", name, refusal)
 }

@@ -41,6 +41,7 @@ const (
 	ReasonClosed       = "SESSION_CLOSED"
 	ReasonEmpty        = "SESSION_EMPTY"
 	ReasonNoGroup      = "SESSION_WITHOUT_GROUP"
+	ReasonRunAway      = "RUN_TAKES_NO_SAMPLES"
 	ReasonNotExternal  = "ENVIRONMENT_NOT_EXTERNAL"
 	ReasonSampling     = "SAMPLING_NOT_TRAINABLE"
 	ReasonResponse     = "RESPONSE_NOT_FOUND"
@@ -62,6 +63,8 @@ var (
 			Fix("send at least one request in the session, or close it with the outcome INFRA_FAILED")
 	ErrSessionGroup = rpcerr.New(codes.FailedPrecondition, ReasonNoGroup, "the session belongs to no prompt group").
 			Fix("take sessions from NextPrompts (POST /v1/rollout/prompts), or set sampling.group_size = 1 with an algorithm that compares no groups")
+	ErrRunAway = rpcerr.New(codes.Unavailable, ReasonRunAway, "the run takes no sample now").RetryAfter(time.Second).
+			Fix("close the session again, or leave it: its end is recorded and reaches the run when it continues")
 	ErrNotExternal = rpcerr.New(codes.FailedPrecondition, ReasonNotExternal, "the run samples by itself").
 			Fix("set environment.kind = \"external\" in the configuration of the run")
 	ErrSampling        = rpcerr.New(codes.InvalidArgument, ReasonSampling, "the run can't train on samples with these parameters")

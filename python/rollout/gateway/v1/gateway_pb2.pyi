@@ -662,7 +662,7 @@ class SessionEnd(_message.Message):
 
     @_builtins.property
     def refused(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Reasons for which the buffer refused trajectories."""
+        """Reasons for which the buffer refused trajectories; `RUN_ENDED` if the run ended before."""
 
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:

@@ -107,6 +107,7 @@ class RolloutGatewayServiceServicer:
     def CloseSession(self, request, context):
         """CloseSession ends a session with a reward. Each leaf of its tree becomes a trajectory of the
         run. Idempotent; another reward or outcome than before is refused with reason SESSION_CLOSED.
+        UNAVAILABLE, reason RUN_TAKES_NO_SAMPLES, while the run ends or is paused: the end is recorded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

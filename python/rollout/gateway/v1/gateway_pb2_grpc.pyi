@@ -53,6 +53,7 @@ class RolloutGatewayServiceStub:
     CloseSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.CloseSessionRequest, _gateway_pb2.CloseSessionResponse]
     """CloseSession ends a session with a reward. Each leaf of its tree becomes a trajectory of the
     run. Idempotent; another reward or outcome than before is refused with reason SESSION_CLOSED.
+    UNAVAILABLE, reason RUN_TAKES_NO_SAMPLES, while the run ends or is paused: the end is recorded.
     """
     DeleteRun: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.DeleteRunRequest, _gateway_pb2.DeleteRunResponse]
     """DeleteRun deletes the sessions of a run with their stored responses. Idempotent, also for
@@ -82,6 +83,7 @@ class RolloutGatewayServiceAsyncStub(RolloutGatewayServiceStub):
     CloseSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.CloseSessionRequest, _gateway_pb2.CloseSessionResponse]  # type: ignore[assignment]
     """CloseSession ends a session with a reward. Each leaf of its tree becomes a trajectory of the
     run. Idempotent; another reward or outcome than before is refused with reason SESSION_CLOSED.
+    UNAVAILABLE, reason RUN_TAKES_NO_SAMPLES, while the run ends or is paused: the end is recorded.
     """
     DeleteRun: _aio.UnaryUnaryMultiCallable[_gateway_pb2.DeleteRunRequest, _gateway_pb2.DeleteRunResponse]  # type: ignore[assignment]
     """DeleteRun deletes the sessions of a run with their stored responses. Idempotent, also for
@@ -138,6 +140,7 @@ class RolloutGatewayServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_gateway_pb2.CloseSessionResponse, _abc.Awaitable[_gateway_pb2.CloseSessionResponse]]:
         """CloseSession ends a session with a reward. Each leaf of its tree becomes a trajectory of the
         run. Idempotent; another reward or outcome than before is refused with reason SESSION_CLOSED.
+        UNAVAILABLE, reason RUN_TAKES_NO_SAMPLES, while the run ends or is paused: the end is recorded.
         """
 
     @_abc_1.abstractmethod

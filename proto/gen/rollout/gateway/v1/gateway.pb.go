@@ -1155,7 +1155,7 @@ type SessionEnd struct {
 	// Whether the buffer took the trajectories for training. If not, the group was dissolved and is
 	// issued again, or it was complete already.
 	Accepted bool `protobuf:"varint,7,opt,name=accepted,proto3" json:"accepted,omitempty"`
-	// Reasons for which the buffer refused trajectories.
+	// Reasons for which the buffer refused trajectories; `RUN_ENDED` if the run ended before.
 	Refused []string `protobuf:"bytes,8,rep,name=refused,proto3" json:"refused,omitempty"`
 	// When it was closed, UTC.
 	Time          *timestamppb.Timestamp `protobuf:"bytes,9,opt,name=time,proto3" json:"time,omitempty"`

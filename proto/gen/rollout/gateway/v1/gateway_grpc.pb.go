@@ -51,6 +51,7 @@ type RolloutGatewayServiceClient interface {
 	NextPrompts(ctx context.Context, in *NextPromptsRequest, opts ...grpc.CallOption) (*NextPromptsResponse, error)
 	// CloseSession ends a session with a reward. Each leaf of its tree becomes a trajectory of the
 	// run. Idempotent; another reward or outcome than before is refused with reason SESSION_CLOSED.
+	// UNAVAILABLE, reason RUN_TAKES_NO_SAMPLES, while the run ends or is paused: the end is recorded.
 	CloseSession(ctx context.Context, in *CloseSessionRequest, opts ...grpc.CallOption) (*CloseSessionResponse, error)
 	// DeleteRun deletes the sessions of a run with their stored responses. Idempotent, also for
 	// unknown runs.
@@ -155,6 +156,7 @@ type RolloutGatewayServiceServer interface {
 	NextPrompts(context.Context, *NextPromptsRequest) (*NextPromptsResponse, error)
 	// CloseSession ends a session with a reward. Each leaf of its tree becomes a trajectory of the
 	// run. Idempotent; another reward or outcome than before is refused with reason SESSION_CLOSED.
+	// UNAVAILABLE, reason RUN_TAKES_NO_SAMPLES, while the run ends or is paused: the end is recorded.
 	CloseSession(context.Context, *CloseSessionRequest) (*CloseSessionResponse, error)
 	// DeleteRun deletes the sessions of a run with their stored responses. Idempotent, also for
 	// unknown runs.
