@@ -1,4 +1,7 @@
-"""Low-rank adapters (PEFT) on frozen weights."""
+"""Low-rank adapters (PEFT) on frozen weights.
+
+PEFT is imported by the first adapter: it takes seconds, and most runs train all weights.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -73,6 +73,9 @@ class Adapter:
         state. Raises ``BadSettings`` if a target is not a linear layer, or if PEFT does not support
         the combination.
         """
+        import peft
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
         _check_targets(model, config.targets)
         classifies = hasattr(model, HEAD)
         settings = peft.LoraConfig(
@@ -134,11 +137,15 @@ class Adapter:
 
     def tensors(self) -> dict[str, Tensor]:
         """The live adapters under PEFT's names."""
+        from peft.utils import get_peft_model_state_dict
+
         return get_peft_model_state_dict(self._peft, adapter_name=NAME)
 
     def differs(self, directory: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> str:
         """Why saved adapters of the same shapes do not fit this run's settings; empty if they
         do."""
+        import peft
+
         own: Any = self._peft.peft_config[NAME]
         saved: Any = peft.LoraConfig.from_pretrained(str(directory))
         if saved.lora_alpha != own.lora_alpha:
