@@ -115,7 +115,7 @@ func (m *mesh) connect(ctx context.Context, log *slog.Logger) error {
 	}
 	if err == nil {
 		m.discovery, err = discovery.NewClient(discovery.Options{
-			Address: m.endpoints.consul, Token: m.endpoints.consulToken, TLS: agentTLS, Log: log,
+			Address: m.endpoints.consul, Token: m.endpoints.consulToken, TLS: agentTLS, Seal: discovery.NewSeal(m.endpoints.token), Log: log,
 		})
 	}
 	if err == nil {

@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"slices"
 	"strconv"
+	"sync"
 	"time"
 
 	consul "github.com/hashicorp/consul/api"
@@ -24,8 +25,10 @@ const (
 
 // Client talks to one Consul agent. Its methods may be called from many goroutines.
 type Client struct {
-	api *consul.Client
-	log *slog.Logger
+	api     *consul.Client
+	seal    *Seal
+	log     *slog.Logger
+	foreign sync.Map // registrations that were reported as not authentic
 }
 
 // Options has the address of the agent and the access to it.
@@ -33,6 +36,7 @@ type Options struct {
 	Address string       // "host:port", or an URL: https:// asks for TLS
 	Token   string       // ACL token; "" sends none
 	TLS     *cert.Source // for https; nil trusts the system's authorities
+	Seal    *Seal        // signs services, and watches omit those without a valid signature; nil: neither
 	Log     *slog.Logger // nil discards
 }
 
@@ -76,7 +80,7 @@ func NewClient(o Options) (*Client, error) {
 	if err != nil {
 		return nil, fmt.Errorf("discovery client for %s: %w", o.Address, err)
 	}
-	return &Client{api: api, log: o.Log}, nil
+	return &Client{api: api, seal: o.Seal, log: o.Log}, nil
 }
 
 // Ready returns nil when the agent answers and takes the token. ErrUnavailable, ErrDenied.
@@ -172,7 +176,7 @@ func (c *Client) watch(ctx context.Context, name string, send func([]Instance)) 
 			next, kept.lost = 0, true
 		}
 		index = next
-		list = kept.merge(list, last, time.Now())
+		list = kept.merge(c.authentic(name, list), last, time.Now())
 		if first || !equal(list, last) {
 			first, last = false, list
 			send(list)

@@ -3,6 +3,7 @@ package discovery_test
 import (
 	"context"
 	"errors"
+	"maps"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -212,5 +213,54 @@ func TestWatchKeepsInstancesOverAnUnseenRestart(t *testing.T) {
 	case list := <-watch:
 		t.Fatalf("the watch sent %v", list)
 	case <-time.After(500 * time.Millisecond): // what must not happen can't be waited for
+	}
+}
+
+// A process that can write to Consul but lacks the mesh token cannot make clients connect to it:
+// neither with its own registration nor with a changed copy of an authentic one.
+func TestForeignRegistrationsAreNotDialed(t *testing.T) {
+	t.Parallel()
+	address := agent(t)
+	ours, err := discovery.NewClient(discovery.Options{Address: address, Token: token, Seal: discovery.NewSeal("mesh")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	other, err := discovery.NewClient(discovery.Options{Address: address, Token: token, Seal: discovery.NewSeal("another mesh")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	plain := client(t, address, token)
+	register := func(c *discovery.Client, s discovery.Service) {
+		t.Helper()
+		if _, err := c.Register(t.Context(), s); err != nil {
+			t.Fatal(err)
+		}
+	}
+	genuine := discovery.Service{Name: "buffer", ID: "genuine", Address: "127.0.0.1", Port: 1, Meta: map[string]string{discovery.MetaEpoch: "3"}}
+	register(ours, genuine)
+	registered, err := plain.Lookup(t.Context(), "buffer")
+	if err != nil || len(registered) != 1 {
+		t.Fatal(registered, err)
+	}
+	copied := func(id string, port int, meta ...string) discovery.Service {
+		s := discovery.Service{Name: "buffer", ID: id, Address: "127.0.0.1", Port: port, Meta: maps.Clone(registered[0].Meta)}
+		for i := 0; i < len(meta); i += 2 {
+			s.Meta[meta[i]] = meta[i+1]
+		}
+		return s
+	}
+	register(plain, discovery.Service{Name: "buffer", ID: "unsigned", Address: "127.0.0.1", Port: 2})
+	register(other, discovery.Service{Name: "buffer", ID: "other", Address: "127.0.0.1", Port: 3})
+	register(plain, copied("genuine-2", 1))
+	register(plain, copied("genuine", 4))
+	register(plain, copied("newer", 1, discovery.MetaEpoch, "9"))
+	register(plain, copied("lines", 1, "a", "1\nb=2"))
+	register(ours, genuine)
+	register(plain, discovery.Service{Name: "inference-worker", ID: "w", Address: "127.0.0.1", Port: 5})
+	if list := <-ours.Watch(t.Context(), "buffer"); len(list) != 1 || list[0].ID != "genuine" || list[0].Address != "127.0.0.1:1" {
+		t.Errorf("watch: %+v", list)
+	}
+	if list := <-ours.Watch(t.Context(), "inference-worker"); len(list) != 1 {
+		t.Errorf("workers are verified by the scheduler, not here: %+v", list)
 	}
 }

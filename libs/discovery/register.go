@@ -36,6 +36,9 @@ func (c *Client) Register(ctx context.Context, s Service) (*Registration, error)
 	if s.Reap == 0 {
 		s.Reap = DefaultReap
 	}
+	if c.seal != nil {
+		s.Meta = c.seal.Sign(s)
+	}
 	retry := backoff{}
 	for {
 		err := c.register(ctx, s)

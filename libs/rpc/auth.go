@@ -95,14 +95,6 @@ func notAPerson(ctx context.Context) error {
 	return nil
 }
 
-func (a authenticator) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
-	ctx, err := a.check(ctx, info.FullMethod)
-	if err != nil {
-		return nil, err
-	}
-	return next(ctx, req)
-}
-
 func (a authenticator) stream(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, next grpc.StreamHandler) error {
 	ctx, err := a.check(ss.Context(), info.FullMethod)
 	if err != nil {

@@ -11,6 +11,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"slices"
 	"sync"
 	"time"
 
@@ -61,6 +62,7 @@ type Server struct {
 	grpc   *grpc.Server
 	health *health.Server
 	memory *bufconn.Listener
+	auth   authenticator
 	log    *slog.Logger
 	drain  time.Duration
 
@@ -84,9 +86,9 @@ func NewServer(o ServerOptions) (*Server, error) {
 	if err != nil {
 		return nil, fmt.Errorf("make rpc server: %w", err)
 	}
-	s := &Server{health: health.NewServer(), memory: bufconn.Listen(inMemoryBuffer), log: o.Log, drain: o.Drain}
-	s.draining, s.endStreams = context.WithCancelCause(context.Background())
 	auth := authenticator{token: o.Token, keys: o.Keys}
+	s := &Server{health: health.NewServer(), memory: bufconn.Listen(inMemoryBuffer), auth: auth, log: o.Log, drain: o.Drain}
+	s.draining, s.endStreams = context.WithCancelCause(context.Background())
 	options := []grpc.ServerOption{
 		grpc.MaxRecvMsgSize(MaxMessage),
 		grpc.MaxSendMsgSize(MaxMessage),
@@ -96,8 +98,8 @@ func NewServer(o ServerOptions) (*Server, error) {
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: keepaliveTime / 2, PermitWithoutStream: true}),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: keepaliveTime, Timeout: keepaliveTimeout}),
 		// Outermost first: errors of all the others are mapped, a panic anywhere below is caught,
-		// unauthenticated calls go no further.
-		grpc.ChainUnaryInterceptor(rpcerr.Unary(o.Log), recoverUnary(o.Log), auth.unary, validate.unary),
+		// unauthenticated calls go no further. Unary calls are authenticated before, see RegisterService.
+		grpc.ChainUnaryInterceptor(rpcerr.Unary(o.Log), recoverUnary(o.Log), validate.unary),
 		grpc.ChainStreamInterceptor(s.drainStream, rpcerr.Stream(o.Log), recoverStream(o.Log), auth.stream, validate.stream),
 	}
 	if o.TLS != nil {
@@ -112,8 +114,24 @@ func NewServer(o ServerOptions) (*Server, error) {
 
 // RegisterService implements grpc.ServiceRegistrar. The service is NOT_SERVING under its proto name
 // until SetServing.
+//
+// A call is authenticated when its headers have arrived. gRPC reads and decodes the request of a
+// unary call before it calls an interceptor, so that the handlers of unary methods are wrapped:
+// the request of a refused caller is not read.
 func (s *Server) RegisterService(desc *grpc.ServiceDesc, impl any) {
-	s.grpc.RegisterService(desc, impl)
+	guarded := *desc
+	guarded.Methods = slices.Clone(desc.Methods)
+	for i, m := range desc.Methods {
+		name := "/" + desc.ServiceName + "/" + m.MethodName
+		guarded.Methods[i].Handler = func(srv any, ctx context.Context, decode func(any) error, next grpc.UnaryServerInterceptor) (any, error) {
+			ctx, err := s.auth.check(ctx, name)
+			if err != nil {
+				return nil, rpcerr.Edge(ctx, s.log, name, err)
+			}
+			return m.Handler(srv, ctx, decode, next)
+		}
+	}
+	s.grpc.RegisterService(&guarded, impl)
 	s.health.SetServingStatus(desc.ServiceName, healthpb.HealthCheckResponse_NOT_SERVING)
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -3,6 +3,7 @@ package client
 import (
 	"context"
 	"crypto/tls"
+	"encoding/json"
 	"encoding/pem"
 	"errors"
 	"fmt"
@@ -11,6 +12,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -24,6 +26,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/rollout-rl/rollout/libs/cert"
+	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/exit"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -94,6 +97,16 @@ func TestTokenTravelsWithEachCall(t *testing.T) {
 	}
 }
 
+// entry is an instance in the answer of an agent, which a service of the control plane has signed.
+func entry(service, address string, meta map[string]string) string {
+	host, port, _ := net.SplitHostPort(address)
+	number, _ := strconv.Atoi(port)
+	text, _ := json.Marshal(map[string]any{"Node": map[string]any{"Address": host}, "Service": map[string]any{
+		"ID": service + "-1", "Port": number, "Meta": discovery.NewSeal("secret").Sign(discovery.Service{Name: service, ID: service + "-1", Address: host, Port: number, Meta: meta}),
+	}})
+	return string(text)
+}
+
 func TestServicesApartAreLookedUp(t *testing.T) {
 	t.Parallel()
 	one := serve(t, func(s *grpc.Server) { planv1.RegisterPlannerServiceServer(s, planner{}) })
@@ -110,8 +123,8 @@ func TestServicesApartAreLookedUp(t *testing.T) {
 			fmt.Fprint(w, "[]")
 			return
 		}
-		_, port, _ := net.SplitHostPort(address)
-		fmt.Fprintf(w, `[{"Node": {"Address": "127.0.0.1"}, "Service": {"Address": "", "Port": %s}}]`, port)
+		foreign := fmt.Sprintf(`{"Service": {"ID": "other", "Address": "127.0.0.1", "Port": %d, "Meta": {"epoch": "99"}}}`, 1)
+		fmt.Fprintf(w, `[%s, %s]`, foreign, entry(filepath.Base(r.URL.Path), address, nil))
 	}))
 	t.Cleanup(agent.Close)
 	consul := strings.TrimPrefix(agent.URL, "http://")
@@ -152,8 +165,7 @@ func TestConsulHasItsOwnToken(t *testing.T) {
 			w.WriteHeader(http.StatusForbidden)
 			return
 		}
-		host, port, _ := net.SplitHostPort(at)
-		fmt.Fprintf(w, `[{"Service": {"Address": %q, "Port": %s}}]`, host, port)
+		fmt.Fprintf(w, `[%s]`, entry("scheduler", at, nil))
 	}))
 	t.Cleanup(agent.Close)
 	consul := strings.TrimPrefix(agent.URL, "http://")
@@ -190,8 +202,7 @@ func TestTheSuccessorIsFound(t *testing.T) {
 		}
 		var entries []string
 		for epoch, address := range addresses {
-			host, port, _ := net.SplitHostPort(address)
-			entries = append(entries, fmt.Sprintf(`{"Service": {"Address": %q, "Port": %s, "Meta": {"epoch": "%d"}}}`, host, port, epoch+9))
+			entries = append(entries, entry("scheduler", address, map[string]string{"epoch": strconv.Itoa(epoch + 9)}))
 		}
 		fmt.Fprintf(w, "[%s]", strings.Join(entries, ","))
 	}))

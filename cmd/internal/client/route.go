@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net"
 	"net/http"
@@ -14,6 +15,8 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+
+	"github.com/rollout-rl/rollout/libs/discovery"
 )
 
 // route connects to a service in another process, which it looks up at the first call.
@@ -80,7 +83,8 @@ func (r route) find(ctx context.Context) (*grpc.ClientConn, error) {
 
 // lookup asks a Consul agent, or the embedded registry, for a passing instance. Of several it
 // returns the one with the highest epoch, which is the leader: a killed one passes until its TTL
-// ends.
+// ends. With the mesh token it ignores registrations that no service of the control plane made; an
+// API key is too little to tell them apart.
 // API: https://developer.hashicorp.com/consul/api-docs/health#list-service-instances-for-service
 func lookup(ctx context.Context, o Options, token, service string) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, reachable)
@@ -108,6 +112,7 @@ func lookup(ctx context.Context, o Options, token, service string) (string, erro
 	var entries []struct {
 		Node    struct{ Address string }
 		Service struct {
+			ID      string
 			Address string
 			Port    int
 			Meta    map[string]string
@@ -116,20 +121,21 @@ func lookup(ctx context.Context, o Options, token, service string) (string, erro
 	if err := json.NewDecoder(response.Body).Decode(&entries); err != nil {
 		return "", fmt.Errorf("read its response: %w", err)
 	}
-	if len(entries) == 0 {
-		return "", fmt.Errorf("no instance is passing its health check")
-	}
-	newest, highest := entries[0], uint64(0)
+	newest, highest := "", uint64(0)
 	for _, e := range entries {
-		if epoch, err := strconv.ParseUint(e.Service.Meta["epoch"], 10, 64); err == nil && epoch > highest {
-			newest, highest = e, epoch
+		address := net.JoinHostPort(cmp.Or(e.Service.Address, e.Node.Address), strconv.Itoa(e.Service.Port))
+		if o.Key == "" && !discovery.NewSeal(token).Authentic(discovery.Instance{Name: service, ID: e.Service.ID, Address: address, Meta: e.Service.Meta}) {
+			continue
+		}
+		epoch, _ := strconv.ParseUint(e.Service.Meta[discovery.MetaEpoch], 10, 64) // 0 without one
+		if newest == "" || epoch > highest {
+			newest, highest = address, epoch
 		}
 	}
-	host := newest.Service.Address
-	if host == "" {
-		host = newest.Node.Address
+	if newest == "" {
+		return "", errors.New("no instance is passing its health check")
 	}
-	return net.JoinHostPort(host, strconv.Itoa(newest.Service.Port)), nil
+	return newest, nil
 }
 
 func ask(ctx context.Context, place, token string, o Options) (*http.Response, error) {

@@ -109,25 +109,27 @@ class _Edge(grpc.aio.ServerInterceptor):
         metadata = {key: value for key, value in handler_call_details.invocation_metadata if isinstance(value, str)}
         given = metadata.get("authorization", "").encode()
         allowed = hmac.compare_digest(given, self._expected)
+        if not allowed:
+            return _REFUSED
         if method.startswith(_REFLECTION):
-            return handler if allowed else _refuse_stream(handler)
+            return handler
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
-                _stream(cast(Any, handler.unary_stream), method, metadata, allowed),
+                _stream(cast(Any, handler.unary_stream), method, metadata),
                 handler.request_deserializer,
                 handler.response_serializer,
             )
         return grpc.unary_unary_rpc_method_handler(
-            _unary(cast(Any, handler.unary_unary), method, metadata, allowed),
+            _unary(cast(Any, handler.unary_unary), method, metadata),
             handler.request_deserializer,
             handler.response_serializer,
         )
 
 
-def _unary(behavior: Callable[..., Awaitable[Any]], method: str, metadata: dict[str, str], allowed: bool) -> Any:
+def _unary(behavior: Callable[..., Awaitable[Any]], method: str, metadata: dict[str, str]) -> Any:
     async def handle(request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
-            _admit(request, allowed)
+            validate(request)
             with span(method.strip("/"), [incoming(metadata)]):
                 return await behavior(request, context)
         except grpc.aio.AbortError:
@@ -138,10 +140,10 @@ def _unary(behavior: Callable[..., Awaitable[Any]], method: str, metadata: dict[
     return handle
 
 
-def _stream(behavior: Callable[..., AsyncIterator[Any]], method: str, metadata: dict[str, str], allowed: bool) -> Any:
+def _stream(behavior: Callable[..., AsyncIterator[Any]], method: str, metadata: dict[str, str]) -> Any:
     async def handle(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:
-            _admit(request, allowed)
+            validate(request)
             with span(method.strip("/"), [incoming(metadata)]):
                 async for response in behavior(request, context):
                     yield response
@@ -153,19 +155,11 @@ def _stream(behavior: Callable[..., AsyncIterator[Any]], method: str, metadata: 
     return handle
 
 
-def _refuse_stream(handler: Any) -> Any:
-    async def handle(requests: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        await abort(context, _no_token())
-        yield  # makes this function a generator
-
-    return grpc.stream_stream_rpc_method_handler(handle, handler.request_deserializer, handler.response_serializer)
+async def _refuse(requests: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+    error = Unauthenticated("the call has no token or a wrong one", fix="send metadata `authorization: Bearer <token>`")
+    await abort(context, error)
+    yield  # makes this function a generator
 
 
-def _admit(request: Any, allowed: bool) -> None:
-    if not allowed:
-        raise _no_token()
-    validate(request)
-
-
-def _no_token() -> Unauthenticated:
-    return Unauthenticated("the call has no token or a wrong one", fix="send metadata `authorization: Bearer <token>`")
+_REFUSED = grpc.stream_stream_rpc_method_handler(cast(Any, _refuse))
+"""The handler of calls without the token. It reads no request, so nothing of them is decoded."""
