@@ -29,7 +29,7 @@ func (p *Prober) Engine(ctx context.Context, python, kind string) (*Engine, erro
 	defer cancel()
 	var stdout bytes.Buffer
 	var stderr tail
-	cmd := exec.CommandContext(ctx, cmp.Or(python, p.Python), "-m", "rollout_workers.engines.registry", kind)
+	cmd := exec.CommandContext(ctx, cmp.Or(python, p.Python), "-P", "-m", "rollout_workers.engines.registry", kind)
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
 	cmd.Dir = os.TempDir()
 	cmd.Env = append(append([]string(nil), p.Env...), "PYTHONDONTWRITEBYTECODE=1")

@@ -289,7 +289,7 @@ func (p *Prober) Ask(ctx context.Context, request Request) (*Answer, error) {
 	if request.Environment != nil {
 		python = cmp.Or(request.Environment.Python, python)
 	}
-	cmd := exec.CommandContext(ctx, python, "-m", "rollout.probe")
+	cmd := exec.CommandContext(ctx, python, "-P", "-m", "rollout.probe")
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = bytes.NewReader(body), &stdout, &stderr
 	cmd.Dir = os.TempDir()
 	cmd.Env = append(append([]string(nil), p.Env...), "PYTHONDONTWRITEBYTECODE=1", "PYTHONUNBUFFERED=1", "TOKENIZERS_PARALLELISM=true")
