@@ -7,6 +7,7 @@ package replay
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -127,7 +128,7 @@ func (j *Job) spec(ctx context.Context) (string, error) {
 		if err != nil {
 			return "", errors.Join(err, f.Close())
 		}
-		errs = append(errs, w.Encode(map[string]any{"batch": batch, "digest": s.GetWeightsDigest()}))
+		errs = append(errs, w.Encode(map[string]any{"batch": batch, "digest": cmp.Or(current(e, s.GetStep()), s.GetWeightsDigest())}))
 	}
 	return path, errors.Join(errors.Join(errs...), f.Close())
 }
@@ -179,12 +180,6 @@ func (j *Job) head(ctx context.Context, base *snapshotv1.Snapshot, from uint64) 
 			return nil, err
 		}
 	}
-	digest := ""
-	for _, w := range e.Weights {
-		if w.GetVersion() == from {
-			digest = w.GetDigest()
-		}
-	}
 	state := ""
 	if base != nil {
 		state = filepath.Join(j.Scratch, "state")
@@ -192,7 +187,19 @@ func (j *Job) head(ctx context.Context, base *snapshotv1.Snapshot, from uint64) 
 			return nil, err
 		}
 	}
-	return map[string]any{"plan": plan, "base_dir": e.Run.GetBaseDir(), "threads": threads, "state_directory": state, "step": from, "digest": digest}, nil
+	return map[string]any{"plan": plan, "base_dir": e.Run.GetBaseDir(), "threads": threads, "state_directory": state, "step": from, "digest": current(e, from)}, nil
+}
+
+// current returns the digest of a version in the newest lineage that has it. The steps after the
+// version were trained from those weights. "" if none is recorded.
+func current(e *audit.Evidence, version uint64) (digest string) {
+	newest := uint32(0)
+	for _, w := range e.Weights {
+		if w.GetVersion() == version && w.GetLineage() >= newest {
+			newest, digest = w.GetLineage(), w.GetDigest()
+		}
+	}
+	return digest
 }
 
 // learnerThreads returns the threads of the run's last learner: results depend on them.

@@ -104,6 +104,24 @@ func records(t *testing.T, path string) (out []map[string]any) {
 	return out
 }
 
+// After the loss of steps 1 and 2 their batches were trained again, with other bits from version 1
+// on. The steps after them were trained from those, so that a replay compares with those.
+func TestTheNewestLineageIsReplayed(t *testing.T) {
+	t.Parallel()
+	e := recorded()
+	e.Lineages = []*bufferv1.LineageRecord{{Lineage: 1, FirstVersion: 1, Step: 2}}
+	e.Weights = append([]*bufferv1.WeightsRecord{{Version: 1, Lineage: 1, Digest: "v1"}, {Version: 2, Lineage: 1, Digest: "v2"}}, e.Weights...)
+	j, spec := job(t, e, line(0, "w0", "w0")+"\n"+line(1, "v1", "v1")+"\n"+line(2, "v2", "v2"), 0)
+	if err := j.Run(t.Context(), func(Step) {}); err != nil {
+		t.Fatal(err)
+	}
+	for at, want := range []string{"w0", "v1", "v2"} {
+		if got := records(t, spec)[at]["digest"]; got != want {
+			t.Errorf("version %d: %v, want %s", at, got, want)
+		}
+	}
+}
+
 func TestTheWorkerGetsTheBatches(t *testing.T) {
 	t.Parallel()
 	j, spec := job(t, recorded(), "a library prints\n"+line(0, "w0", "w0")+"\n"+line(1, "w1", "w1")+"\n"+line(2, "w2", "w2"), 0)
