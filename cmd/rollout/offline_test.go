@@ -83,7 +83,7 @@ func TestStateFolderShowsTheStepsOfTheLedger(t *testing.T) {
 	}
 	digest := id.Content([]byte("weights"))
 	ledgers := sqldbtest.Store(t, sqldb.Files(filepath.Join(state, "db")), bufferstore.Open)
-	if err := ledgers.Create(t.Context(), runID, &bufferv1.LedgerConfig{GroupsPerStep: 1, GroupSize: 1, Rows: 7}); err != nil {
+	if err := ledgers.Create(t.Context(), runID, &bufferv1.LedgerConfig{GroupsPerStep: 1, GroupSize: 1, Rows: 7}, nil); err != nil {
 		t.Fatal(err)
 	}
 	if err := ledgers.Update(t.Context(), runID, func(tx ledger.Tx) error {

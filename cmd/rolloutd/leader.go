@@ -43,17 +43,21 @@ type leasable[S any] interface {
 }
 
 // elect hosts a service that make builds on a store. Where replicas are possible, it builds an
-// instance for each term in which this process leads.
-func elect[S leasable[S], T lease.Service](m *mesh, name string, store S, shape func(grpc.ServiceRegistrar), make func(S) (T, error)) (hosted, error) {
+// instance for each term in which this process leads; otherwise each start is a term.
+func elect[S leasable[S], T lease.Service](ctx context.Context, m *mesh, name string, store S, shape func(grpc.ServiceRegistrar), make func(S, uint64) (T, error)) (hosted, error) {
+	table, log := store.Lease(), m.logger(name)
 	if !m.elected(name) {
-		s, err := make(store)
+		mine, err := table.Begin(ctx, m.process, m.endpoints.grpc)
+		if err != nil {
+			return hosted{close: store.Close}, err
+		}
+		s, err := make(store, mine.Epoch)
 		return hosted{service: s, close: store.Close}, err
 	}
-	table, log := store.Lease(), m.logger(name)
 	return hosted{close: store.Close, service: lease.NewElected(lease.Options{
 		Candidate: &lease.Candidate{Table: table, Holder: m.process, Address: m.endpoints.grpc, Log: log},
 		Shape:     shape,
-		Make:      func(epoch uint64) (lease.Service, error) { return make(store.Fenced(table.Fence(epoch))) },
+		Make:      func(epoch uint64) (lease.Service, error) { return make(store.Fenced(table.Fence(epoch)), epoch) },
 		Forward:   func() (grpc.ClientConnInterface, error) { return m.dialer.Conn(name) },
 		Began:     func(ctx context.Context, epoch uint64) func() { return m.registerLeader(ctx, name, epoch) },
 	})}, nil

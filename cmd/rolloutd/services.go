@@ -79,7 +79,7 @@ func newBuffer(ctx context.Context, m *mesh) (hosted, error) {
 		cfg.Segments = segmentDir(m.cfg.StateDir) // a cache of this process
 	}
 	shape := func(r grpc.ServiceRegistrar) { bufferv1.RegisterBufferServiceServer(r, nil) }
-	return elect(m, names.BufferService, store, shape, func(store *bufferstore.Store) (*buffer.Server, error) {
+	return elect(ctx, m, names.BufferService, store, shape, func(store *bufferstore.Store, _ uint64) (*buffer.Server, error) {
 		return buffer.New(cfg, buffer.Deps{
 			Store: store, Bus: m.bus, Blobs: payloads, Artifacts: artifacts, Events: m.events, Log: m.logger(names.BufferService),
 		})
@@ -100,7 +100,7 @@ func newSnapshot(ctx context.Context, m *mesh) (hosted, error) {
 		return hosted{}, err
 	}
 	shape := func(r grpc.ServiceRegistrar) { snapshotv1.RegisterSnapshotServiceServer(r, nil) }
-	return elect(m, names.SnapshotService, store, shape, func(store *snapshotstore.Store) (*snapshot.Server, error) {
+	return elect(ctx, m, names.SnapshotService, store, shape, func(store *snapshotstore.Store, _ uint64) (*snapshot.Server, error) {
 		return snapshot.New(snapshot.Config{}, snapshot.Deps{
 			Store: store, Artifacts: artifacts, Scheduler: runs, Events: m.events, Log: m.logger(names.SnapshotService),
 		})
@@ -165,9 +165,9 @@ func newController(ctx context.Context, m *mesh) (hosted, error) {
 		return hosted{}, err
 	}
 	shape := func(r grpc.ServiceRegistrar) { learnerv1.RegisterLearnerControllerServiceServer(r, nil) }
-	return elect(m, names.ControllerService, store, shape, func(store *controllerstore.Store) (*controller.Server, error) {
+	return elect(ctx, m, names.ControllerService, store, shape, func(store *controllerstore.Store, epoch uint64) (*controller.Server, error) {
 		return controller.New(controller.Config{}, controller.Deps{
-			Store: store, Buffer: ledger, Snapshots: snapshots, Scheduler: runs, Registry: m.discovery, Dial: dialer[controller.Conn](m),
+			Store: store, Buffer: ledger, Snapshots: snapshots, Scheduler: runs, Epoch: epoch, Registry: m.discovery, Dial: dialer[controller.Conn](m),
 			Events: m.events, Log: m.logger(names.ControllerService),
 		})
 	})
@@ -219,9 +219,9 @@ func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
 		runv1.RegisterSchedulerInternalServiceServer(r, nil)
 		servingv1.RegisterServingServiceServer(r, nil)
 	}
-	return elect(m, names.SchedulerService, store, shape, func(store *schedulerstore.Store) (*scheduler.Server, error) {
+	return elect(ctx, m, names.SchedulerService, store, shape, func(store *schedulerstore.Store, epoch uint64) (*scheduler.Server, error) {
 		return scheduler.New(cfg, scheduler.Deps{
-			Store: store, Planner: plans, Buffer: ledger, Controller: learner, Snapshots: snapshots, Sessions: sessions, EventLog: log, Bus: m.bus, Registry: m.discovery,
+			Store: store, Planner: plans, Buffer: ledger, Controller: learner, Snapshots: snapshots, Sessions: sessions, EventLog: log, Bus: m.bus, Registry: m.discovery, Epoch: epoch,
 			Launcher: local.Launcher{Log: local.LogLimits{Bytes: int64(m.cfg.Worker.LogBytes), LinesPerSecond: m.cfg.Worker.LogRate}},
 			Dial:     dialer[scheduler.Conn](m), Events: m.events, Log: m.logger(names.SchedulerService),
 		})

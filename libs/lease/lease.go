@@ -89,6 +89,16 @@ func (t *Table) Take(ctx context.Context, seen Lease, holder, address string) (L
 	return next, nil
 }
 
+// Begin makes holder the leader of the next epoch. Only for a database that no other process can
+// use: the one before has ended.
+func (t *Table) Begin(ctx context.Context, holder, address string) (Lease, error) {
+	before, err := t.Read(ctx)
+	if err != nil {
+		return Lease{}, err
+	}
+	return t.Take(ctx, before, holder, address)
+}
+
 // Renew extends the lease of its holder.
 func (t *Table) Renew(ctx context.Context, mine Lease) (Lease, error) {
 	err := t.db.Tx(ctx, func(tx *sql.Tx) error {

@@ -138,48 +138,6 @@ func TestClosedLedgerIngestsNothing(t *testing.T) {
 	s.samples(size)
 }
 
-// Callers that act for an older incarnation than the one that opened the ledger are refused, also
-// after a restart.
-func TestOlderIncarnationIsRefused(t *testing.T) {
-	t.Parallel()
-	s := setup(t)
-	open := func(incarnation uint32) error {
-		_, err := s.client.OpenLedger(t.Context(), &bufferv1.OpenLedgerRequest{RunId: run, Config: ledgerConfig(), Incarnation: incarnation})
-		return err
-	}
-	for _, incarnation := range []uint32{1, 3, 3, 0} {
-		if err := open(incarnation); err != nil {
-			t.Fatal(err)
-		}
-	}
-	s.restart()
-	keys := []*bufferv1.GroupKey{{Index: 1}}
-	for name, call := range map[string]func(incarnation uint32) error{
-		"OpenLedger": open,
-		"CloseLedger": func(incarnation uint32) error {
-			_, err := s.client.CloseLedger(t.Context(), &bufferv1.CloseLedgerRequest{RunId: run, Incarnation: incarnation})
-			return err
-		},
-		"ExcludeGroups": func(incarnation uint32) error {
-			_, err := s.client.ExcludeGroups(t.Context(), &bufferv1.ExcludeGroupsRequest{RunId: run, Groups: keys, Reason: "X", Incarnation: incarnation})
-			return err
-		},
-		"ReissueGroups": func(incarnation uint32) error {
-			_, err := s.client.ReissueGroups(t.Context(), &bufferv1.ReissueGroupsRequest{RunId: run, Groups: keys, Incarnation: incarnation})
-			return err
-		},
-	} {
-		if err := call(2); !errors.Is(fromWire(err), ledger.ErrStale) {
-			t.Errorf("%s in the name of incarnation 2 after 3: %v", name, err)
-		}
-	}
-	s.publish(groupOf(0, 0, 0)...)
-	s.samples(size) // the ledger is open
-	if _, err := s.client.CloseLedger(t.Context(), &bufferv1.CloseLedgerRequest{RunId: run, Incarnation: 3}); err != nil {
-		t.Error(err)
-	}
-}
-
 func TestLedgerMayBeOpenedBeforeItsStream(t *testing.T) {
 	t.Parallel()
 	s := setup(t)

@@ -117,8 +117,11 @@ func (s *Server) DeleteRun(ctx context.Context, req *bufferv1.DeleteRunRequest) 
 	if err != nil {
 		return nil, err
 	}
-	err = r.Update(ctx, func(tx ledger.Tx) error { tx.Ledger().Closed = true; return nil })
-	if err != nil && !errors.Is(err, ledger.ErrNoLedger) {
+	err = r.close(ctx, req.GetFence())
+	if errors.Is(err, ledger.ErrNoLedger) {
+		err = s.store.Admit(ctx, r.id, req.GetFence())
+	}
+	if err != nil {
 		return nil, err
 	}
 	r.stop(ledger.ErrClosed.With("run", r.id), false)

@@ -8,6 +8,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	"github.com/rollout-rl/rollout/services/buffer/ledger"
 	"github.com/rollout-rl/rollout/services/buffer/segment"
 )
@@ -19,8 +20,8 @@ type leases struct {
 }
 
 // lease returns the batch of a step. If it is not ready within wait, it returns nil and what the
-// step waits for.
-func (l *leases) lease(ctx context.Context, r *run, step uint64, wait time.Duration) (*bufferv1.Batch, string, error) {
+// step waits for. fence.ErrFenced.
+func (l *leases) lease(ctx context.Context, r *run, step uint64, wait time.Duration, by *fencev1.Fence) (*bufferv1.Batch, string, error) {
 	timer := time.NewTimer(wait)
 	defer timer.Stop()
 	for expired := wait <= 0; ; {
@@ -28,7 +29,7 @@ func (l *leases) lease(ctx context.Context, r *run, step uint64, wait time.Durat
 		if err != nil {
 			return nil, "", err
 		}
-		batch, waiting, config, err := l.try(ctx, r, step)
+		batch, waiting, config, err := l.try(ctx, r, step, by)
 		if err != nil || batch != nil || expired {
 			return batch, waiting, err
 		}
@@ -52,10 +53,13 @@ func (l *leases) lease(ctx context.Context, r *run, step uint64, wait time.Durat
 }
 
 // try leases the step if it is ready. It needs no write transaction if it is not.
-func (l *leases) try(ctx context.Context, r *run, step uint64) (batch *bufferv1.Batch, waiting string, config *bufferv1.LedgerConfig, err error) {
+func (l *leases) try(ctx context.Context, r *run, step uint64, by *fencev1.Fence) (batch *bufferv1.Batch, waiting string, config *bufferv1.LedgerConfig, err error) {
 	var ready ledger.Readiness
 	err = r.View(ctx, func(reader ledger.Reader) error {
 		config = reader.Ledger().Config
+		if err := reader.Admit(ctx, by); err != nil {
+			return err
+		}
 		if ready, err = ledger.CheckReadiness(ctx, reader, step); err != nil || ready.Step == nil {
 			return err
 		}
@@ -66,6 +70,9 @@ func (l *leases) try(ctx context.Context, r *run, step uint64) (batch *bufferv1.
 		return batch, ready.Waiting, config, err
 	}
 	err = r.Update(ctx, func(tx ledger.Tx) error {
+		if err := tx.Admit(ctx, by); err != nil {
+			return err
+		}
 		result, err := ledger.Lease(ctx, tx, step)
 		if err != nil {
 			return err

@@ -11,6 +11,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	"github.com/rollout-rl/rollout/services/buffer/ingest"
 	"github.com/rollout-rl/rollout/services/buffer/ledger"
 )
@@ -82,9 +83,9 @@ func (r *run) current(ctx context.Context) (*bufferv1.LedgerState, <-chan struct
 	return newest, changed, nil
 }
 
-// create creates or reopens the ledger and starts its ingest. ledger.ErrConfig, ledger.ErrStale.
-func (r *run) create(ctx context.Context, config *bufferv1.LedgerConfig, incarnation uint32) (*bufferv1.LedgerState, error) {
-	if err := r.store.Create(ctx, r.id, config); err != nil {
+// create creates or reopens the ledger and starts its ingest. ledger.ErrConfig, fence.ErrFenced.
+func (r *run) create(ctx context.Context, config *bufferv1.LedgerConfig, by *fencev1.Fence) (*bufferv1.LedgerState, error) {
+	if err := r.store.Create(ctx, r.id, config, by); err != nil {
 		return nil, err
 	}
 	crashpoint.Here("buffer/created") // the ledger exists, ingest does not run
@@ -93,11 +94,8 @@ func (r *run) create(ctx context.Context, config *bufferv1.LedgerConfig, incarna
 		if !proto.Equal(l.Config, config) {
 			return ledger.ErrConfig.With("run", r.id)
 		}
-		if err := l.CheckIncarnation(incarnation); err != nil {
-			return err
-		}
-		l.Closed, l.Incarnation = false, max(l.Incarnation, incarnation)
-		return nil
+		l.Closed = false
+		return tx.Admit(ctx, by)
 	})
 	if err != nil {
 		return nil, err
@@ -110,14 +108,11 @@ func (r *run) create(ctx context.Context, config *bufferv1.LedgerConfig, incarna
 }
 
 // close closes the ledger and stops its ingest. When it returns nothing more is appended.
-// ledger.ErrStale.
-func (r *run) close(ctx context.Context, incarnation uint32) error {
+// fence.ErrFenced.
+func (r *run) close(ctx context.Context, by *fencev1.Fence) error {
 	err := r.Update(ctx, func(tx ledger.Tx) error {
-		if err := tx.Ledger().CheckIncarnation(incarnation); err != nil {
-			return err
-		}
 		tx.Ledger().Closed = true
-		return nil
+		return tx.Admit(ctx, by)
 	})
 	if err != nil {
 		return err

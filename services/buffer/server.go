@@ -9,6 +9,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 	"github.com/rollout-rl/rollout/services/buffer/ledger"
 )
@@ -67,7 +68,7 @@ func (s *Server) OpenLedger(ctx context.Context, req *bufferv1.OpenLedgerRequest
 	if err != nil {
 		return nil, err
 	}
-	state, err := r.create(ctx, req.GetConfig(), req.GetIncarnation())
+	state, err := r.create(ctx, req.GetConfig(), req.GetFence())
 	if err != nil {
 		return nil, err
 	}
@@ -80,7 +81,7 @@ func (s *Server) CloseLedger(ctx context.Context, req *bufferv1.CloseLedgerReque
 	if err != nil {
 		return nil, err
 	}
-	return &bufferv1.CloseLedgerResponse{}, r.close(ctx, req.GetIncarnation())
+	return &bufferv1.CloseLedgerResponse{}, r.close(ctx, req.GetFence())
 }
 
 // RecordWeights implements the contract.
@@ -91,6 +92,9 @@ func (s *Server) RecordWeights(ctx context.Context, req *bufferv1.RecordWeightsR
 	}
 	var recorded ledger.Recorded
 	err = r.Update(ctx, func(tx ledger.Tx) (err error) {
+		if err := tx.Admit(ctx, req.GetFence()); err != nil {
+			return err
+		}
 		recorded, err = ledger.RecordWeights(ctx, tx, req.GetVersion(), req.GetDigest(), req.GetOldLineage())
 		return err
 	})
@@ -144,7 +148,7 @@ func (s *Server) LeaseBatch(ctx context.Context, req *bufferv1.LeaseBatchRequest
 		return nil, err
 	}
 	wait := time.Duration(req.GetWaitSeconds() * float64(time.Second))
-	batch, waiting, err := s.leases.lease(ctx, r, req.GetStep(), wait)
+	batch, waiting, err := s.leases.lease(ctx, r, req.GetStep(), wait, req.GetFence())
 	if err != nil {
 		return nil, err
 	}
@@ -171,6 +175,9 @@ func (s *Server) CommitStep(ctx context.Context, req *bufferv1.CommitStepRequest
 	var refused []ledger.Refusal
 	var trimmed ledger.Trimmed
 	err = r.Update(ctx, func(tx ledger.Tx) (err error) {
+		if err := tx.Admit(ctx, req.GetFence()); err != nil {
+			return err
+		}
 		step, refused, err = ledger.Commit(ctx, tx, req.GetStep(), req.GetBatchId(), req.GetWeightsDigest())
 		if err == nil && req.GetTrim() {
 			trimmed, err = ledger.Trim(ctx, tx, req.GetStep())
@@ -253,7 +260,7 @@ func (s *Server) ListIncompleteGroups(ctx context.Context, req *bufferv1.ListInc
 
 // ExcludeGroups implements the contract.
 func (s *Server) ExcludeGroups(ctx context.Context, req *bufferv1.ExcludeGroupsRequest) (*bufferv1.ExcludeGroupsResponse, error) {
-	err := s.decide(ctx, req.GetRunId(), req.GetIncarnation(), func(tx ledger.Tx) error {
+	err := s.decide(ctx, req.GetRunId(), req.GetFence(), func(tx ledger.Tx) error {
 		return ledger.Exclude(ctx, tx, req.GetGroups(), req.GetReason())
 	})
 	crashpoint.Here("buffer/excluded") // groups are excluded, the scheduler does not know
@@ -262,21 +269,21 @@ func (s *Server) ExcludeGroups(ctx context.Context, req *bufferv1.ExcludeGroupsR
 
 // ReissueGroups implements the contract.
 func (s *Server) ReissueGroups(ctx context.Context, req *bufferv1.ReissueGroupsRequest) (*bufferv1.ReissueGroupsResponse, error) {
-	err := s.decide(ctx, req.GetRunId(), req.GetIncarnation(), func(tx ledger.Tx) error {
+	err := s.decide(ctx, req.GetRunId(), req.GetFence(), func(tx ledger.Tx) error {
 		return ledger.Reissue(ctx, tx, req.GetGroups())
 	})
 	crashpoint.Here("buffer/reissued") // attempts are open, the scheduler does not know
 	return &bufferv1.ReissueGroupsResponse{}, err
 }
 
-// decide runs fn for a caller that acts for an incarnation of the run.
-func (s *Server) decide(ctx context.Context, run string, incarnation uint32, fn func(ledger.Tx) error) error {
+// decide runs fn unless a former leader has decided it.
+func (s *Server) decide(ctx context.Context, run string, by *fencev1.Fence, fn func(ledger.Tx) error) error {
 	r, err := s.runs.get(run)
 	if err != nil {
 		return err
 	}
 	return r.Update(ctx, func(tx ledger.Tx) error {
-		if err := tx.Ledger().CheckIncarnation(incarnation); err != nil {
+		if err := tx.Admit(ctx, by); err != nil {
 			return err
 		}
 		return fn(tx)
@@ -327,6 +334,9 @@ func (s *Server) TrimPayloads(ctx context.Context, req *bufferv1.TrimPayloadsReq
 	}
 	var trimmed ledger.Trimmed
 	err = r.Update(ctx, func(tx ledger.Tx) (err error) {
+		if err := tx.Admit(ctx, req.GetFence()); err != nil {
+			return err
+		}
 		trimmed, err = ledger.Trim(ctx, tx, req.GetThroughStep())
 		return err
 	})

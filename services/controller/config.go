@@ -92,6 +92,7 @@ type Deps struct {
 	Buffer    Buffer
 	Snapshots Snapshots
 	Scheduler Scheduler
+	Epoch     uint64 // of the lease of this controller
 	Registry  worker.Registry
 	// Dial connects to a worker at host:port; calls carry the mesh token.
 	Dial   func(address string) (Conn, error)

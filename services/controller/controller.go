@@ -58,6 +58,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 )
@@ -65,7 +66,6 @@ import (
 // Reasons of errors and of failed runs.
 const (
 	ReasonDiverged = "REPLAY_DIVERGED"
-	ReasonStale    = "STALE_INCARNATION"
 	ReasonUnknown  = "DRIVE_NOT_FOUND"
 	ReasonStep     = "STEP_FAILED"
 	ReasonEmpty    = "EVERY_GROUP_EXCLUDED"
@@ -74,7 +74,6 @@ const (
 // Errors of the service, compared with errors.Is.
 var (
 	ErrNotFound    = rpcerr.New(codes.NotFound, ReasonUnknown, "the controller does not know this run")
-	ErrStale       = rpcerr.New(codes.FailedPrecondition, ReasonStale, "the run has a newer incarnation")
 	ErrNothingLeft = rpcerr.New(codes.FailedPrecondition, ReasonEmpty, "every group of the step was excluded, so there is nothing to train on")
 	ErrDiverged    = rpcerr.New(codes.DataLoss, ReasonDiverged, "training on a recorded batch again gave different weights")
 )
@@ -109,13 +108,15 @@ type Drive struct {
 
 // Store keeps drives.
 type Store interface {
-	// Save writes a drive, by its run. Durable when it returns. ErrStale if the store has a newer
-	// incarnation of the run.
-	Save(ctx context.Context, d *Drive) error
+	// Admit refuses a request that a former leader decided. fence.ErrFenced.
+	Admit(ctx context.Context, run string, by *fencev1.Fence) error
+	// Save writes a drive, by its run. Durable when it returns. fence.ErrFenced if a former leader has
+	// decided it, or the store knows a newer incarnation of the run.
+	Save(ctx context.Context, d *Drive, by *fencev1.Fence) error
 	// Get returns the drive of a run. ErrNotFound.
 	Get(ctx context.Context, run string) (*Drive, error)
-	// Delete deletes the drive of a run. An unknown run is no error.
-	Delete(ctx context.Context, run string) error
+	// Delete deletes the drive of a run. An unknown run is no error. fence.ErrFenced.
+	Delete(ctx context.Context, run string, by *fencev1.Fence) error
 	// Active returns the drives that a restarted controller continues, ordered by run.
 	Active(ctx context.Context) ([]*Drive, error)
 }

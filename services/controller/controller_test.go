@@ -12,6 +12,8 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"github.com/rollout-rl/rollout/libs/fence"
+	"github.com/rollout-rl/rollout/libs/fence/fencetest"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
@@ -379,7 +381,7 @@ func TestStopWithDrainTakesASnapshot(t *testing.T) {
 		t.Fatal(err)
 	}
 	wait(t, s, "a step", func(p *learnerv1.Progress) bool { return p.GetStep() >= 3 })
-	stopped, err := s.StopRun(t.Context(), &learnerv1.StopRunRequest{RunId: run, Drain: true})
+	stopped, err := s.StopRun(t.Context(), &learnerv1.StopRunRequest{RunId: run, Drain: true, Fence: fencetest.Scheduler(1, 1)})
 	if err != nil || stopped.GetProgress().GetPhase() != learnerv1.Phase_PHASE_STOPPED {
 		t.Fatalf("got %v, %v", stopped, err)
 	}
@@ -392,24 +394,27 @@ func TestStopWithDrainTakesASnapshot(t *testing.T) {
 func TestOlderIncarnationIsRefused(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
-	w.stored = &Drive{Spec: &learnerv1.StartRunRequest{RunId: run, Incarnation: 5}, Phase: stopped}
+	w.stored = &Drive{Spec: &learnerv1.StartRunRequest{RunId: run, Fence: fencetest.Scheduler(5, 1)}, Phase: stopped}
+	if err := w.leaders.Admit(run, w.stored.Spec.GetFence()); err != nil {
+		t.Fatal(err)
+	}
 	s, stop := w.start()
 	defer stop()
 	if _, err := s.StartRun(t.Context(), request(t, steps)); err == nil {
 		t.Fatal("incarnation 1 was started after 5")
 	}
 	req := request(t, 100_000)
-	req.Incarnation = 6
+	req.Fence = fencetest.Scheduler(6, 1)
 	if _, err := s.StartRun(t.Context(), req); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := s.StopRun(t.Context(), &learnerv1.StopRunRequest{RunId: run, Incarnation: 5}); !errors.Is(err, ErrStale) {
+	if _, err := s.StopRun(t.Context(), &learnerv1.StopRunRequest{RunId: run, Fence: fencetest.Scheduler(5, 1)}); !errors.Is(err, fence.ErrFenced) {
 		t.Errorf("incarnation 5 stopped incarnation 6: %v", err)
 	}
 	if resp, err := s.GetProgress(t.Context(), &learnerv1.GetProgressRequest{RunId: run}); err != nil || ended(resp.GetProgress().GetPhase()) {
 		t.Errorf("after that: %v %v", resp, err)
 	}
-	if _, err := s.StopRun(t.Context(), &learnerv1.StopRunRequest{RunId: run, Incarnation: 6}); err != nil {
+	if _, err := s.StopRun(t.Context(), &learnerv1.StopRunRequest{RunId: run, Fence: fencetest.Scheduler(6, 1)}); err != nil {
 		t.Error(err)
 	}
 }

@@ -8,16 +8,21 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/discovery"
+	"github.com/rollout-rl/rollout/libs/fence"
 	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/refusal"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/worker"
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
 // errTaken ends a drive that another controller has taken over.
 var errTaken = errors.New("another controller leads and drives the run")
+
+// taken reports that another controller drives the run, or that the run has a newer incarnation.
+func taken(err error) bool { return errors.Is(err, errTaken) || fence.Refused(err) }
 
 // drive drives one run, with one learner after the other. Its own goroutine uses everything except
 // progress, stop, and done.
@@ -46,7 +51,7 @@ type drive struct {
 
 // newDrive makes a drive that continues from a stored one.
 func newDrive(cfg Config, deps Deps, from *Drive) *drive {
-	set, log := newSettings(from.Spec), deps.Log.With("run", from.Spec.GetRunId())
+	set, log := newSettings(from.Spec, deps.Epoch), deps.Log.With("run", from.Spec.GetRunId())
 	events := &reporter{settings: set, bus: deps.Events, now: deps.Now, log: log, samples: cfg.Samples}
 	progress := newProgress(events, &learnerv1.Progress{
 		RunId: set.runID, Phase: from.Phase, Step: from.Step, TotalSteps: set.steps, Weights: from.Weights,
@@ -61,7 +66,7 @@ func newDrive(cfg Config, deps Deps, from *Drive) *drive {
 	return &drive{
 		settings: set, cfg: cfg, deps: deps, log: log, spec: from.Spec, events: events, progress: progress,
 		retries: retries, room: room, fleet: fleet, delivery: delivery, reserved: newReserved(set, cfg, deps, progress, events, log), vitals: vitals,
-		record: &record{store: deps.Store, spec: from.Spec, progress: progress, delivery: delivery, vitals: vitals, log: log},
+		record: &record{store: deps.Store, spec: from.Spec, fence: set.fence, progress: progress, delivery: delivery, vitals: vitals, log: log},
 		drain:  drain, halted: halted, halt: halt, done: make(chan struct{}),
 	}
 }
@@ -107,12 +112,19 @@ func (d *drive) run(life context.Context) {
 	d.end(life, err, work.Err() != nil)
 }
 
-// stop ends the drive, with drain between two steps, and returns when it has ended.
-func (d *drive) stop(ctx context.Context, drain bool) error {
+// request makes the drive end, with drain between two steps.
+func (d *drive) request(drain bool) {
 	d.drainOnce.Do(func() { close(d.drain) })
 	if !drain {
 		d.halt()
 	}
+}
+
+// over reports whether the drive makes no further step.
+func (d *drive) over() bool { return ended(d.progress.phase()) || closed(d.done) }
+
+// wait returns when the drive has ended.
+func (d *drive) wait(ctx context.Context) error {
 	select {
 	case <-d.done:
 		return nil
@@ -159,7 +171,7 @@ func (d *drive) session(ctx context.Context, learners *learners) error {
 
 // end records how the drive ended and reports it to the scheduler.
 func (d *drive) end(ctx context.Context, err error, cancelled bool) {
-	if errors.Is(err, errTaken) || err != nil && d.record.save(ctx, true) {
+	if taken(err) || err != nil && d.record.save(ctx, true) {
 		d.log.WarnContext(ctx, errTaken.Error(), "error", err)
 		return
 	}
@@ -173,8 +185,8 @@ func (d *drive) end(ctx context.Context, err error, cancelled bool) {
 	}
 	d.progress.end(phase, message)
 	d.events.flush(ctx)
-	taken := d.record.save(ctx, report != nil) // active: a restarted controller repeats a report that is not delivered
-	if taken || report == nil {
+	lost := d.record.save(ctx, report != nil) // active: a restarted controller repeats a report that is not delivered
+	if lost || report == nil {
 		return
 	}
 	crashpoint.Here("controller/finished") // the end is stored, the scheduler does not know it
@@ -276,6 +288,7 @@ func (s *session) leave(ctx context.Context, step uint64) error {
 type record struct {
 	store    Store
 	spec     *learnerv1.StartRunRequest
+	fence    *fencev1.Fence
 	progress *progress
 	delivery *delivery
 	vitals   *vitals
@@ -289,9 +302,9 @@ func (r *record) save(ctx context.Context, active bool) (taken bool) {
 	p, _ := r.progress.read()
 	err := r.store.Save(ctx, &Drive{
 		Spec: r.spec, Phase: p.GetPhase(), Step: p.GetStep(), Active: active, Weights: r.delivery.newest, Health: r.vitals.monitor.State(),
-	})
+	}, r.fence)
 	if err != nil {
 		r.log.WarnContext(ctx, "the drive was not saved", "error", err)
 	}
-	return errors.Is(err, lease.ErrFenced) || errors.Is(err, ErrStale)
+	return errors.Is(err, lease.ErrFenced) || fence.Refused(err)
 }

@@ -44,7 +44,7 @@ func (l *ledger) list(ctx context.Context, req *bufferv1.ListStepsRequest) ([]*b
 
 // recordWeights records the digest of the weights that the run starts from.
 func (l *ledger) recordWeights(ctx context.Context, version uint64, digest string) error {
-	if _, err := call(ctx, l.retries, "buffer", l.buffer.RecordWeights, &bufferv1.RecordWeightsRequest{RunId: l.runID, Version: version, Digest: digest}); err != nil {
+	if _, err := call(ctx, l.retries, "buffer", l.buffer.RecordWeights, &bufferv1.RecordWeightsRequest{RunId: l.runID, Version: version, Digest: digest, Fence: l.fence}); err != nil {
 		return fmt.Errorf("record the initial weights: %w", err)
 	}
 	return nil
@@ -54,7 +54,7 @@ func (l *ledger) recordWeights(ctx context.Context, version uint64, digest strin
 // promise bits.
 func (l *ledger) recordRetrained(ctx context.Context, version uint64, digest string) (*bufferv1.RecordWeightsResponse, error) {
 	got, err := call(ctx, l.retries, "buffer", l.buffer.RecordWeights, &bufferv1.RecordWeightsRequest{
-		RunId: l.runID, Version: version, Digest: digest, OldLineage: l.oldLineage,
+		RunId: l.runID, Version: version, Digest: digest, OldLineage: l.oldLineage, Fence: l.fence,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("record the retrained weights of step %d: %w", version, err)
@@ -64,7 +64,7 @@ func (l *ledger) recordRetrained(ctx context.Context, version uint64, digest str
 
 // lease leases the batch of a step. The response has no batch while groups are missing.
 func (l *ledger) lease(ctx context.Context, step uint64) (*bufferv1.LeaseBatchResponse, error) {
-	got, err := call(ctx, l.retries, "buffer", l.buffer.LeaseBatch, &bufferv1.LeaseBatchRequest{RunId: l.runID, Step: step, WaitSeconds: l.leaseWait.Seconds()})
+	got, err := call(ctx, l.retries, "buffer", l.buffer.LeaseBatch, &bufferv1.LeaseBatchRequest{RunId: l.runID, Step: step, WaitSeconds: l.leaseWait.Seconds(), Fence: l.fence})
 	if err != nil {
 		return nil, fmt.Errorf("lease the batch of step %d: %w", step, err)
 	}
@@ -83,7 +83,7 @@ func (l *ledger) batch(ctx context.Context, step uint64) (*bufferv1.Batch, error
 // commit commits a step. The step exists when commit returns.
 func (l *ledger) commit(ctx context.Context, batch *bufferv1.Batch, digest string) error {
 	if _, err := call(ctx, l.retries, "buffer", l.buffer.CommitStep, &bufferv1.CommitStepRequest{
-		RunId: l.runID, Step: batch.GetStep(), BatchId: batch.GetBatchId(), WeightsDigest: digest,
+		RunId: l.runID, Step: batch.GetStep(), BatchId: batch.GetBatchId(), WeightsDigest: digest, Fence: l.fence,
 	}); err != nil {
 		return fmt.Errorf("commit step %d: %w", batch.GetStep(), err)
 	}
@@ -92,7 +92,7 @@ func (l *ledger) commit(ctx context.Context, batch *bufferv1.Batch, digest strin
 
 // trim lets the buffer delete the payloads of the steps up to the given one.
 func (l *ledger) trim(ctx context.Context, through uint64) error {
-	if _, err := call(ctx, l.retries, "buffer", l.buffer.TrimPayloads, &bufferv1.TrimPayloadsRequest{RunId: l.runID, ThroughStep: through}); err != nil {
+	if _, err := call(ctx, l.retries, "buffer", l.buffer.TrimPayloads, &bufferv1.TrimPayloadsRequest{RunId: l.runID, ThroughStep: through, Fence: l.fence}); err != nil {
 		return fmt.Errorf("trim payloads through step %d: %w", through, err)
 	}
 	return nil

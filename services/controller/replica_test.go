@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/rollout-rl/rollout/libs/lease"
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
@@ -16,11 +17,11 @@ type fencedStore struct {
 	lost atomic.Bool
 }
 
-func (s *fencedStore) Save(ctx context.Context, d *Drive) error {
+func (s *fencedStore) Save(ctx context.Context, d *Drive, by *fencev1.Fence) error {
 	if s.lost.Load() {
 		return lease.ErrFenced
 	}
-	return s.Store.Save(ctx, d)
+	return s.Store.Save(ctx, d, by)
 }
 
 // Two controllers drive one run: the first loses its lease at some call without noticing. It must

@@ -7,6 +7,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"github.com/rollout-rl/rollout/libs/fence/fencetest"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 )
@@ -99,7 +100,7 @@ func TestAStopCancelsTheEvaluation(t *testing.T) {
 		t.Fatal(err)
 	}
 	wait(t, s, "step 3", func(p *learnerv1.Progress) bool { return p.GetStep() >= 3 })
-	if _, err := s.StopRun(t.Context(), &learnerv1.StopRunRequest{RunId: run}); err != nil {
+	if _, err := s.StopRun(t.Context(), &learnerv1.StopRunRequest{RunId: run, Fence: fencetest.Scheduler(1, 1)}); err != nil {
 		t.Fatal(err)
 	}
 	if got := w.evaluations(); len(got) != 1 {

@@ -6,6 +6,7 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/rollout-rl/rollout/libs/fence/fencetest"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
@@ -104,7 +105,7 @@ func TestDrainOnAFullDisk(t *testing.T) {
 			s, stop := begin(t, w)
 			defer stop()
 			wait(t, s, "wait for space", stalled)
-			if _, err := s.StopRun(t.Context(), &learnerv1.StopRunRequest{RunId: run, Drain: true}); err != nil {
+			if _, err := s.StopRun(t.Context(), &learnerv1.StopRunRequest{RunId: run, Drain: true, Fence: fencetest.Scheduler(1, 1)}); err != nil {
 				t.Fatal(err)
 			}
 			p := wait(t, s, "end", func(p *learnerv1.Progress) bool { return ended(p.GetPhase()) })

@@ -2,11 +2,11 @@ package controller
 
 import (
 	"context"
-	"fmt"
 	"sync"
 
 	"google.golang.org/grpc"
 
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 )
 
@@ -80,18 +80,19 @@ func (s *Server) StartRun(ctx context.Context, req *learnerv1.StartRunRequest) (
 	for {
 		s.mu.Lock()
 		known := s.drives[req.GetRunId()]
-		if known == nil || ended(known.progress.phase()) {
+		if known == nil || known.over() {
 			defer s.mu.Unlock()
 			return s.start(ctx, req)
 		}
-		s.mu.Unlock()
-		switch {
-		case known.incarnation == req.GetIncarnation():
-			return &learnerv1.StartRunResponse{}, nil
-		case known.incarnation > req.GetIncarnation():
-			return nil, ErrStale.With("run", req.GetRunId())
+		err := s.deps.Store.Admit(ctx, req.GetRunId(), req.GetFence())
+		if err == nil && known.incarnation != req.GetFence().GetIncarnation() {
+			known.request(false)
 		}
-		if err := known.stop(ctx, false); err != nil {
+		s.mu.Unlock()
+		if err != nil || known.incarnation == req.GetFence().GetIncarnation() {
+			return &learnerv1.StartRunResponse{}, err
+		}
+		if err := known.wait(ctx); err != nil {
 			return nil, err
 		}
 	}
@@ -101,15 +102,14 @@ func (s *Server) StartRun(ctx context.Context, req *learnerv1.StartRunRequest) (
 func (s *Server) start(ctx context.Context, req *learnerv1.StartRunRequest) (*learnerv1.StartRunResponse, error) {
 	d := &Drive{Spec: req, Phase: preparing, Active: true}
 	if before, err := s.deps.Store.Get(ctx, req.GetRunId()); err == nil {
-		if before.Spec.GetIncarnation() > req.GetIncarnation() {
-			return nil, ErrStale.With("run", req.GetRunId())
-		}
-		if before.Spec.GetIncarnation() == req.GetIncarnation() && ended(before.Phase) {
-			return &learnerv1.StartRunResponse{}, nil // a late repetition of a request whose run has ended
+		known, asked := before.Spec.GetFence(), req.GetFence()
+		again := before.Phase == stopped && !before.Active && known.GetLeaderEpoch() < asked.GetLeaderEpoch() // another scheduler has stopped it
+		if known.GetIncarnation() == asked.GetIncarnation() && ended(before.Phase) && !again {                // a late repetition of a request whose run has ended
+			return &learnerv1.StartRunResponse{}, s.deps.Store.Admit(ctx, req.GetRunId(), asked)
 		}
 		d.Weights, d.Health = before.Weights, before.Health
 	}
-	if err := s.deps.Store.Save(ctx, d); err != nil {
+	if err := s.deps.Store.Save(ctx, d, req.GetFence()); err != nil {
 		return nil, err
 	}
 	s.add(newDrive(s.cfg, s.deps, d))
@@ -122,14 +122,26 @@ func (s *Server) StopRun(ctx context.Context, req *learnerv1.StopRunRequest) (*l
 	if err != nil {
 		return nil, err
 	}
-	if req.GetIncarnation() != 0 && req.GetIncarnation() < d.incarnation {
-		return nil, ErrStale.With("run", req.GetRunId()).With("newest", fmt.Sprint(d.incarnation))
-	}
-	if err := d.stop(ctx, req.GetDrain()); err != nil {
+	if err := s.stop(ctx, d, req.GetFence(), req.GetDrain()); err != nil {
 		return nil, err
 	}
 	p, _ := d.progress.read()
 	return &learnerv1.StopRunResponse{Progress: p}, nil
+}
+
+// stop stops a drive, unless a former leader has decided it, and returns when it has ended. A
+// request of the new leader comes either before both the check and the stop, or after both.
+func (s *Server) stop(ctx context.Context, d *drive, by *fencev1.Fence, drain bool) error {
+	s.mu.Lock()
+	err := s.deps.Store.Admit(ctx, d.runID, by)
+	if err == nil {
+		d.request(drain)
+	}
+	s.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	return d.wait(ctx)
 }
 
 // DeleteRun implements the contract.
@@ -138,7 +150,7 @@ func (s *Server) DeleteRun(ctx context.Context, req *learnerv1.DeleteRunRequest)
 	d := s.drives[req.GetRunId()]
 	s.mu.Unlock()
 	if d != nil {
-		if err := d.stop(ctx, false); err != nil {
+		if err := s.stop(ctx, d, req.GetFence(), false); err != nil {
 			return nil, err
 		}
 		s.mu.Lock()
@@ -147,7 +159,7 @@ func (s *Server) DeleteRun(ctx context.Context, req *learnerv1.DeleteRunRequest)
 		}
 		s.mu.Unlock()
 	}
-	if err := s.deps.Store.Delete(ctx, req.GetRunId()); err != nil {
+	if err := s.deps.Store.Delete(ctx, req.GetRunId(), req.GetFence()); err != nil {
 		return nil, err
 	}
 	return &learnerv1.DeleteRunResponse{}, nil

@@ -14,6 +14,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 )
@@ -188,7 +189,14 @@ func (w *world) CompleteRun(_ context.Context, in *runv1.CompleteRunRequest, _ .
 	return &runv1.CompleteRunResponse{}, err
 }
 
-func (w *world) Save(_ context.Context, d *Drive) error {
+func (w *world) Admit(_ context.Context, run string, by *fencev1.Fence) error {
+	return w.leaders.Admit(run, by)
+}
+
+func (w *world) Save(_ context.Context, d *Drive, by *fencev1.Fence) error {
+	if err := w.leaders.Admit(run, by); err != nil {
+		return err
+	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.stored = d
@@ -204,7 +212,7 @@ func (w *world) Get(context.Context, string) (*Drive, error) {
 	return w.stored, nil
 }
 
-func (w *world) Delete(context.Context, string) error { return nil }
+func (w *world) Delete(context.Context, string, *fencev1.Fence) error { return nil }
 
 func (w *world) Active(context.Context) ([]*Drive, error) {
 	w.mu.Lock()

@@ -2,8 +2,10 @@ package controller
 
 import (
 	"github.com/rollout-rl/rollout/libs/algorithm"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 )
@@ -12,6 +14,7 @@ import (
 type settings struct {
 	runID         string
 	incarnation   uint32
+	fence         *fencev1.Fence // what the calls to other services carry
 	directory     string
 	fromSnapshot  string // empty for a run that starts from the model
 	planID        string
@@ -23,11 +26,12 @@ type settings struct {
 	maxBatches    uint32              // with dynamic sampling: how many batches' worth of groups a step may sample; else 0
 }
 
-func newSettings(spec *learnerv1.StartRunRequest) settings {
+func newSettings(spec *learnerv1.StartRunRequest, epoch uint64) settings {
 	cfg := spec.GetPlan().GetConfig()
 	s := settings{
-		runID: spec.GetRunId(), incarnation: spec.GetIncarnation(), directory: spec.GetRunDirectory(),
+		runID: spec.GetRunId(), incarnation: spec.GetFence().GetIncarnation(), directory: spec.GetRunDirectory(),
 		fromSnapshot: spec.GetFromSnapshot(), planID: spec.GetPlan().GetPlanId(), cfg: cfg,
+		fence: &fencev1.Fence{Incarnation: spec.GetFence().GetIncarnation(), Role: names.ControllerService, LeaderEpoch: epoch},
 		steps: cfg.GetTrain().GetSteps(), deterministic: cfg.GetDeterministic(), maxBatches: algorithm.DrawBatches(cfg),
 	}
 	switch {

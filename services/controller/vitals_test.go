@@ -7,6 +7,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"github.com/rollout-rl/rollout/libs/fence/fencetest"
 	"github.com/rollout-rl/rollout/libs/refusal"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
@@ -103,7 +104,7 @@ func TestACollapsePausesTheRun(t *testing.T) {
 		t.Fatalf("reported after a restart: %v", w.completed)
 	}
 	resumed := proto.CloneOf(req)
-	resumed.Incarnation = 2
+	resumed.Fence = fencetest.Scheduler(2, 1)
 	w.mu.Lock()
 	w.incarnation = "2"
 	w.mu.Unlock()

@@ -18,6 +18,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/libs/discovery"
+	"github.com/rollout-rl/rollout/libs/fence/fencetest"
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/worker"
@@ -47,6 +48,7 @@ type world struct {
 	snapshots  []*snapshotv1.Snapshot
 	pinned     []string // ids of snapshots, as often as they were pinned
 	stored     *Drive
+	leaders    fencetest.Memory
 	completed  []*runv1.CompleteRunRequest
 	events     []*eventv1.Event
 	flushed    int              // number of events on the bus
@@ -276,7 +278,7 @@ func (w *world) request(t *testing.T) *learnerv1.StartRunRequest {
 
 func request(t *testing.T, steps uint64) *learnerv1.StartRunRequest {
 	return &learnerv1.StartRunRequest{
-		RunId: run, Incarnation: 1, RunDirectory: t.TempDir(),
+		RunId: run, Fence: fencetest.Scheduler(1, 1), RunDirectory: t.TempDir(),
 		Plan: &planv1.Plan{
 			Config: &configv1.RunConfig{
 				Deterministic: proto.Bool(true),

@@ -14,11 +14,13 @@ import (
 	"github.com/rollout-rl/rollout/libs/algorithm"
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/crashpoint"
+	"github.com/rollout-rl/rollout/libs/fence"
 	"github.com/rollout-rl/rollout/libs/refusal"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/telemetry"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	"github.com/rollout-rl/rollout/services/scheduler/issue"
 	"github.com/rollout-rl/rollout/services/scheduler/retry"
 )
@@ -30,11 +32,13 @@ type scope struct {
 	board   *board
 	retry   retry.Retrier
 	ending  endings
-	// The id and incarnation of the run. Services that know a newer incarnation refuse calls in the
-	// name of this one.
+	// The id and incarnation of the run.
 	run         string
 	incarnation uint32
 }
+
+// fence is what the calls to other services carry.
+func (s *scope) fence() *fencev1.Fence { return s.Deps.fence(s.incarnation) }
 
 // emit sends an event of the run.
 func (s *scope) emit(e *eventv1.Event) { s.records.emit(s.board.record(), e) }
@@ -89,7 +93,7 @@ func (c *conductor) conduct(ctx context.Context) {
 	var e *ending
 	select {
 	case e = <-c.ending:
-		if e == handOver {
+		if e == handOver || e == taken {
 			stop()
 			return
 		}
@@ -125,6 +129,11 @@ func (c *conductor) repeat(ctx context.Context) {
 	for {
 		err := c.runParts(ctx)
 		if err == nil || ctx.Err() != nil {
+			return
+		}
+		if fence.Refused(err) {
+			c.Log.WarnContext(ctx, taken.message, telemetry.AttrRun, c.run, "error", err)
+			c.ending.end(taken)
 			return
 		}
 		if rpcerr.Code(err) != codes.Unavailable && !rpcerr.DiskFull(err) && !errors.Is(err, bus.ErrNoStream) {
@@ -207,7 +216,7 @@ func runUntilFirst(ctx context.Context, parts []func(context.Context) error) err
 
 func (c *conductor) issue(ctx context.Context, run *Run, window issue.Window, data issue.Data, position uint64) error {
 	issuer, err := issue.Open(issue.Deps{
-		Buffer: c.Buffer, Stream: c.Bus, Cursor: c.Store, Board: c.board, Retry: c.retry, Emit: c.emit, Log: c.Log,
+		Buffer: c.Buffer, Stream: c.Bus, Cursor: c.Store, Board: c.board, Retry: c.retry, Emit: c.emit, Fence: c.fence(), Log: c.Log,
 	}, run, window, data, position)
 	if err != nil {
 		return err
@@ -236,7 +245,7 @@ func (c *conductor) open(ctx context.Context, config *bufferv1.LedgerConfig) err
 	}
 	crashpoint.Here("scheduler/streams") // streams exist and work is purged, the ledger is not open
 	return c.retry.Until(ctx, "the ledger of the run (buffer)", func(ctx context.Context) error {
-		resp, err := c.Buffer.OpenLedger(ctx, &bufferv1.OpenLedgerRequest{RunId: c.run, Config: config, Incarnation: c.incarnation})
+		resp, err := c.Buffer.OpenLedger(ctx, &bufferv1.OpenLedgerRequest{RunId: c.run, Config: config, Fence: c.fence()})
 		if err == nil {
 			c.board.SetLedger(resp.GetState())
 		}

@@ -13,8 +13,10 @@ import (
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/cert"
 	"github.com/rollout-rl/rollout/libs/discovery"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
@@ -155,6 +157,12 @@ type Deps struct {
 	Events     Events
 	Log        *slog.Logger     // nil discards
 	Now        func() time.Time // nil: time.Now
+	Epoch      uint64           // of the lease of this scheduler
+}
+
+// fence is what calls to other services carry, for an incarnation of a run; 0: for no run.
+func (d *Deps) fence(incarnation uint32) *fencev1.Fence {
+	return &fencev1.Fence{Incarnation: incarnation, Role: names.SchedulerService, LeaderEpoch: d.Epoch}
 }
 
 func (c *Config) check() error {

@@ -43,7 +43,7 @@ func (c *control) serve(ctx context.Context) error {
 	for {
 		if err := c.retry.Until(ctx, "the controller to take the run (learner-controller)", func(ctx context.Context) error {
 			_, err := c.Controller.StartRun(ctx, &learnerv1.StartRunRequest{
-				RunId: c.run, Plan: run.GetPlan(), Incarnation: c.incarnation, RunDirectory: run.GetDirectory(),
+				RunId: c.run, Plan: run.GetPlan(), Fence: c.fence(), RunDirectory: run.GetDirectory(),
 				FromSnapshot: run.GetFromSnapshot(),
 			})
 			return err
@@ -128,7 +128,7 @@ func (c *control) drain(ctx context.Context) error {
 	case <-c.draining:
 	}
 	return c.retry.Until(ctx, "the controller to finish the current step (learner-controller)", func(ctx context.Context) error {
-		resp, err := c.Controller.StopRun(ctx, &learnerv1.StopRunRequest{RunId: c.run, Drain: true, Incarnation: c.incarnation})
+		resp, err := c.Controller.StopRun(ctx, &learnerv1.StopRunRequest{RunId: c.run, Drain: true, Fence: c.fence()})
 		if err != nil {
 			return err
 		}

@@ -253,7 +253,7 @@ func sorted(set map[string]bool) []string {
 func (d *deletion) finish(ctx context.Context, run *Run) (kept []string, err error) {
 	d.one.Lock()
 	defer d.one.Unlock()
-	id := run.GetRunId()
+	id, by := run.GetRunId(), d.fence(run.GetIncarnation())
 	if err := d.runs.conductors.gone(ctx, id); err != nil {
 		return nil, err
 	}
@@ -262,10 +262,10 @@ func (d *deletion) finish(ctx context.Context, run *Run) (kept []string, err err
 		return nil, err
 	}
 	crashpoint.Here("scheduler/deleting") // the run is DELETING, its ledger exists
-	if _, err := d.Controller.DeleteRun(ctx, &learnerv1.DeleteRunRequest{RunId: id}); err != nil {
+	if _, err := d.Controller.DeleteRun(ctx, &learnerv1.DeleteRunRequest{RunId: id, Fence: by}); err != nil {
 		return nil, fmt.Errorf("learner-controller: %w", err)
 	}
-	if _, err := d.Buffer.DeleteRun(ctx, &bufferv1.DeleteRunRequest{RunId: id}); err != nil {
+	if _, err := d.Buffer.DeleteRun(ctx, &bufferv1.DeleteRunRequest{RunId: id, Fence: by}); err != nil {
 		return nil, fmt.Errorf("buffer: %w", err)
 	}
 	if _, err := d.Sessions.DeleteRun(ctx, &gatewayv1.DeleteRunRequest{RunId: id}); err != nil {

@@ -8,6 +8,7 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/rollout-rl/rollout/libs/crashpoint"
+	"github.com/rollout-rl/rollout/libs/fence"
 	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/sqldb"
@@ -27,6 +28,9 @@ func (e *ending) Error() string { return e.reason + ": " + e.message }
 
 // handOver ends a conductor and leaves the record as it is, for the next incarnation.
 var handOver = &ending{reason: "HAND_OVER", message: "the next incarnation continues the run"}
+
+// taken ends a conductor whose run another scheduler has taken over; the record belongs to that one.
+var taken = &ending{reason: "TAKEN", message: "the run is left to the scheduler that leads"}
 
 // endings holds the first ending of a run.
 type endings chan *ending
@@ -72,14 +76,14 @@ func (c *closing) mark(ctx context.Context) uint64 {
 
 // lostLead reports whether another scheduler leads, or may lead. The run then belongs to it, and
 // its ledger and streams must stay open. The other one may take the lead right after this check,
-// and this process may be suspended in between: its calls therefore carry the incarnation, and it
-// purges only work before its mark.
+// and this process may be suspended in between: its calls therefore carry a fence, and it purges only
+// work before its mark.
 func (c *closing) lostLead(ctx context.Context) bool {
 	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
 	defer cancel()
 	_, err := c.records.writable(ctx, c.run)
 	if errors.Is(err, lease.ErrFenced) || errors.Is(err, sqldb.ErrUnavailable) {
-		c.Log.WarnContext(ctx, "the run is left to the scheduler that leads", telemetry.AttrRun, c.run, "error", err)
+		c.Log.WarnContext(ctx, taken.message, telemetry.AttrRun, c.run, "error", err)
 		return true
 	}
 	return false
@@ -101,7 +105,7 @@ func (c *closing) before(ctx context.Context, e *ending) {
 	}
 	stopping, cancel := context.WithTimeout(ctx, 2*time.Second)
 	defer cancel()
-	if _, err := c.Controller.StopRun(stopping, &learnerv1.StopRunRequest{RunId: c.run, Incarnation: c.incarnation}); err != nil {
+	if _, err := c.Controller.StopRun(stopping, &learnerv1.StopRunRequest{RunId: c.run, Fence: c.fence()}); err != nil {
 		c.Log.DebugContext(ctx, "the controller could not be stopped", telemetry.AttrRun, c.run, "error", err)
 	}
 }
@@ -145,10 +149,15 @@ func (c *closing) after(ctx context.Context, e *ending, mark uint64) {
 	closeLedger := func() error {
 		closing, cancel := context.WithTimeout(ctx, 3*time.Second)
 		defer cancel()
-		_, err := c.Buffer.CloseLedger(closing, &bufferv1.CloseLedgerRequest{RunId: c.run, Incarnation: c.incarnation})
+		_, err := c.Buffer.CloseLedger(closing, &bufferv1.CloseLedgerRequest{RunId: c.run, Fence: c.fence()})
 		return errors.Join(err, c.Store.KeepQueues(ctx, c.run, c.board.queues()))
 	}
-	errs := []error{c.whenSpace(ctx, "the ledger of the run to be closed (buffer)", closeLedger)}
+	err := c.whenSpace(ctx, "the ledger of the run to be closed (buffer)", closeLedger)
+	if fence.Refused(err) {
+		c.Log.WarnContext(ctx, taken.message, telemetry.AttrRun, c.run, "error", err)
+		return
+	}
+	errs := []error{err}
 	crashpoint.Here("scheduler/closed") // the ledger is closed, the streams exist
 	closing, cancel := context.WithTimeout(ctx, 3*time.Second)
 	defer cancel()

@@ -18,7 +18,9 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/libs/bus"
+	"github.com/rollout-rl/rollout/libs/fence/fencetest"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
@@ -43,7 +45,7 @@ type mesh struct {
 
 	queue     []*runv1.PromptGroup
 	places    map[*runv1.PromptGroup]uint64 // in the work stream
-	refused   []string                      // what was asked in the name of an older incarnation
+	refused   []string                      // what a former scheduler asked for
 	published []*runv1.PromptGroup
 	ids       map[string]bool // message ids that the stream remembers
 	streams   string          // "", "there", "deleted"
@@ -51,7 +53,7 @@ type mesh struct {
 	duplicates int // samples of groups that were sampled already, or of another attempt
 	config     *bufferv1.LedgerConfig
 
-	incarnation uint32 // newest that opened the ledger
+	leaders fencetest.Memory
 
 	open     bool
 	groups   map[uint64]*bufferv1.GroupRecord
@@ -166,7 +168,7 @@ func (m *mesh) report(phase learnerv1.Phase, weights *weightsv1.WeightsManifest)
 
 func (m *mesh) complete(state runv1.RunState, reason, message string) {
 	g, req := m.scheduler, &runv1.CompleteRunRequest{
-		RunId: m.request.GetRunId(), Incarnation: m.request.GetIncarnation(), State: state, Reason: reason, Message: message,
+		RunId: m.request.GetRunId(), Incarnation: m.request.GetFence().GetIncarnation(), State: state, Reason: reason, Message: message,
 	}
 	go func() {
 		if _, err := g.internal.CompleteRun(context.Background(), req); err != nil {
@@ -296,23 +298,21 @@ func (m *mesh) bound() uint64 {
 // ---- the controller -----------------------------------------------------------------------------
 
 func (c *controller) StartRun(_ context.Context, in *learnerv1.StartRunRequest, _ ...grpc.CallOption) (*learnerv1.StartRunResponse, error) {
-	var err error
+	if err := c.m.admit("StartRun", in); err != nil {
+		return nil, err
+	}
 	c.m.do(func() {
-		switch known := c.m.request.GetIncarnation(); {
-		case known == in.GetIncarnation():
-			return
-		case known > in.GetIncarnation():
-			err = status.Error(codes.FailedPrecondition, "a newer incarnation of this run is known")
+		if c.m.request.GetFence().GetIncarnation() == in.GetFence().GetIncarnation() {
 			return
 		}
 		c.m.request, c.m.stopping = in, false
 		c.m.report(cmp.Or(c.m.begins, learnerv1.Phase_PHASE_LEASING), nil)
 	})
-	return &learnerv1.StartRunResponse{}, err
+	return &learnerv1.StartRunResponse{}, nil
 }
 
 func (c *controller) StopRun(_ context.Context, in *learnerv1.StopRunRequest, _ ...grpc.CallOption) (*learnerv1.StopRunResponse, error) {
-	if err := c.m.admit("StopRun", in.GetIncarnation()); err != nil {
+	if err := c.m.admit("StopRun", in); err != nil {
 		return nil, err
 	}
 	var p *learnerv1.Progress
@@ -370,11 +370,10 @@ func (f *follow[T]) Recv() (*T, error) {
 
 func (l *ledger) OpenLedger(_ context.Context, in *bufferv1.OpenLedgerRequest, _ ...grpc.CallOption) (*bufferv1.OpenLedgerResponse, error) {
 	var state *bufferv1.LedgerState
-	if err := l.m.admit("OpenLedger", in.GetIncarnation()); err != nil {
+	if err := l.m.admit("OpenLedger", in); err != nil {
 		return nil, err
 	}
 	l.m.do(func() {
-		l.m.incarnation = in.GetIncarnation()
 		if l.m.config != nil && !proto.Equal(l.m.config, in.GetConfig()) {
 			l.m.t.Errorf("the ledger was opened with %v, then with %v", l.m.config, in.GetConfig())
 		}
@@ -387,19 +386,20 @@ func (l *ledger) OpenLedger(_ context.Context, in *bufferv1.OpenLedgerRequest, _
 	return &bufferv1.OpenLedgerResponse{State: state}, nil
 }
 
-// admit refuses what is asked in the name of an older incarnation, as buffer and controller do.
-func (m *mesh) admit(what string, incarnation uint32) (err error) {
-	m.read(func() {
-		if incarnation < m.incarnation {
-			m.refused = append(m.refused, what)
-			err = status.Error(codes.FailedPrecondition, "a newer incarnation is known")
-		}
-	})
+// admit refuses what a former scheduler asks for, as buffer and controller do.
+func (m *mesh) admit(what string, in interface {
+	GetRunId() string
+	GetFence() *fencev1.Fence
+}) error {
+	err := m.leaders.Admit(in.GetRunId(), in.GetFence())
+	if err != nil {
+		m.read(func() { m.refused = append(m.refused, what) })
+	}
 	return err
 }
 
 func (l *ledger) CloseLedger(_ context.Context, in *bufferv1.CloseLedgerRequest, _ ...grpc.CallOption) (*bufferv1.CloseLedgerResponse, error) {
-	if err := l.m.admit("CloseLedger", in.GetIncarnation()); err != nil {
+	if err := l.m.admit("CloseLedger", in); err != nil {
 		return nil, err
 	}
 	l.m.do(func() { l.m.open = false })

@@ -74,7 +74,7 @@ func TestRefusedGradientPausesUntilResumeRun(t *testing.T) {
 		t.Errorf("after the scheduler was replaced: %v", r)
 	}
 	w.mesh.read(func() {
-		if n := w.mesh.request.GetIncarnation(); n != 1 {
+		if n := w.mesh.request.GetFence().GetIncarnation(); n != 1 {
 			t.Errorf("the controller was started with incarnation %d before the run was resumed", n)
 		}
 	})

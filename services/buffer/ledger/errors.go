@@ -15,13 +15,11 @@ var (
 	ErrGroupState = rpcerr.New(codes.FailedPrecondition, "GROUP_STATE_CONFLICT", "the group's state does not allow this")
 	ErrAttempt    = rpcerr.New(codes.FailedPrecondition, "GROUP_ATTEMPT_CONFLICT",
 		"the group is on a later attempt: list the groups and decide again")
-	ErrDigest  = rpcerr.New(codes.FailedPrecondition, "WEIGHTS_DIGEST_CONFLICT", "the version is recorded with another digest")
-	ErrOrder   = rpcerr.New(codes.FailedPrecondition, "STEP_OUT_OF_ORDER", "only the step after the last committed one can be leased")
-	ErrStep    = rpcerr.New(codes.FailedPrecondition, "STEP_CONFLICT", "the step was recorded with another batch or digest")
-	ErrLease   = rpcerr.New(codes.FailedPrecondition, "STEP_NOT_LEASED", "the step has no leased batch: call LeaseBatch first")
-	ErrNoBatch = rpcerr.New(codes.NotFound, "BATCH_NOT_FOUND", "the step has no batch: it was not leased in this run")
-	ErrStale   = rpcerr.New(codes.FailedPrecondition, "STALE_INCARNATION",
-		"the caller acts for an older incarnation of the run: a newer one has opened the ledger since")
+	ErrDigest    = rpcerr.New(codes.FailedPrecondition, "WEIGHTS_DIGEST_CONFLICT", "the version is recorded with another digest")
+	ErrOrder     = rpcerr.New(codes.FailedPrecondition, "STEP_OUT_OF_ORDER", "only the step after the last committed one can be leased")
+	ErrStep      = rpcerr.New(codes.FailedPrecondition, "STEP_CONFLICT", "the step was recorded with another batch or digest")
+	ErrLease     = rpcerr.New(codes.FailedPrecondition, "STEP_NOT_LEASED", "the step has no leased batch: call LeaseBatch first")
+	ErrNoBatch   = rpcerr.New(codes.NotFound, "BATCH_NOT_FOUND", "the step has no batch: it was not leased in this run")
 	ErrExhausted = rpcerr.New(codes.FailedPrecondition, "DYNAMIC_SAMPLING_EXHAUSTED",
 		"too few of the groups that a step may draw have rewards that differ").
 		Fix("give partial credit in the reward, use prompts that the policy solves sometimes, raise `group_size` or `refill_rounds` in " +

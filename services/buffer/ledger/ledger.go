@@ -57,7 +57,6 @@ type Ledger struct {
 	Run            string
 	Config         *bufferv1.LedgerConfig
 	Closed         bool   // ingest is stopped
-	Incarnation    uint32 // highest incarnation of the run that opened the ledger; 0: none was named
 	Revision       uint64 // incremented by every transaction
 	Step           uint64 // last committed step
 	Chain          string // chain digest of that step
@@ -129,15 +128,6 @@ type Segment struct {
 	Number  uint32
 	Bytes   uint64 // durable bytes; what follows them in the file does not count
 	Trimmed bool
-}
-
-// CheckIncarnation refuses callers that act for an older incarnation of the run than the one that
-// opened the ledger. 0 is not compared. ErrStale.
-func (l *Ledger) CheckIncarnation(incarnation uint32) error {
-	if incarnation == 0 || incarnation >= l.Incarnation {
-		return nil
-	}
-	return ErrStale.With("run", l.Run).With("incarnation", fmt.Sprint(incarnation)).With("newest", fmt.Sprint(l.Incarnation))
 }
 
 // position of a group over all epochs. ErrRange.

@@ -34,17 +34,6 @@ func TestTransitions(t *testing.T) {
 	}
 }
 
-// A caller of an older incarnation is refused; 0 is not compared.
-func TestIncarnations(t *testing.T) {
-	t.Parallel()
-	l := &Ledger{Incarnation: 3}
-	for incarnation, refused := range map[uint32]bool{0: false, 2: true, 3: false, 4: false} {
-		if err := l.CheckIncarnation(incarnation); errors.Is(err, ErrStale) != refused {
-			t.Errorf("incarnation %d: %v", incarnation, err)
-		}
-	}
-}
-
 // A waiting lease looks again only after a change that can give it a batch.
 func TestChangesThatMayLease(t *testing.T) {
 	t.Parallel()

@@ -4,13 +4,17 @@ import (
 	"context"
 
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 )
 
 // Store stores ledgers. Adapters are in folders next to this package and pass the suite in
 // storetest. Safe for concurrent use.
 type Store interface {
 	// Create creates the ledger of a run, or does nothing if there is one. Durable when it returns.
-	Create(ctx context.Context, run string, config *bufferv1.LedgerConfig) error
+	// fence.ErrFenced, then nothing is created.
+	Create(ctx context.Context, run string, config *bufferv1.LedgerConfig, by *fencev1.Fence) error
+	// Admit is Reader.Admit for a run that has no ledger.
+	Admit(ctx context.Context, run string, by *fencev1.Fence) error
 	// Runs lists the runs whose ledger is not closed.
 	Runs(ctx context.Context) ([]string, error)
 	// WithUnused lists the runs with unused payloads, also those whose ledger is closed.
@@ -31,6 +35,9 @@ type Store interface {
 type Reader interface {
 	// Ledger is the ledger itself.
 	Ledger() *Ledger
+	// Admit refuses a change that a former leader decided. A Tx also remembers who decided it. nil: a
+	// program without a scheduler. fence.ErrFenced.
+	Admit(ctx context.Context, by *fencev1.Fence) error
 	// Groups returns the groups at the positions; positions without a row are left out.
 	Groups(ctx context.Context, positions []uint64) (map[uint64]*Group, error)
 	// ListGroups returns groups by position.

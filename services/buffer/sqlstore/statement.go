@@ -32,7 +32,7 @@ const (
 // gets the index by name: its planner does not know that a step is small and a ledger large.
 func newStatements(db *sqldb.DB) *statements {
 	ledger := `SELECT id, config, closed, revision, step, chain, arrivals, trimmed, weights_version, weights_digest,
-		open, ready, leased, consumed, excluded, dissolved, samples, duplicates, refused, infra_failed, incarnation, skipped, failures, lineage FROM ledger WHERE run = $1`
+		open, ready, leased, consumed, excluded, dissolved, samples, duplicates, refused, infra_failed, skipped, failures, lineage FROM ledger WHERE run = $1`
 	st := &statements{
 		putGroups: map[int]string{}, addSamples: map[int]string{},
 		ledger: ledger,
@@ -49,7 +49,7 @@ func newStatements(db *sqldb.DB) *statements {
 		weights: `SELECT version, lineage, digest, retrained FROM weights WHERE ledger = $1 AND version ` + db.Among(2) + ` ORDER BY version, lineage`,
 		save: `UPDATE ledger SET closed = $1, revision = $2, step = $3, chain = $4, arrivals = $5, trimmed = $6,
 		weights_version = $7, weights_digest = $8, open = $9, ready = $10, leased = $11, consumed = $12, excluded = $13, dissolved = $14,
-		samples = $15, duplicates = $16, refused = $17, infra_failed = $18, incarnation = $19, skipped = $20, failures = $21, lineage = $22 WHERE id = $23`,
+		samples = $15, duplicates = $16, refused = $17, infra_failed = $18, skipped = $19, failures = $20, lineage = $21 WHERE id = $22`,
 		verify: `UPDATE sample` + db.Indexed("sample_pending") + ` SET receipt_digest = NULL
 		WHERE ledger = $1 AND receipt_version = $2 AND receipt_digest IS NOT NULL`,
 		take: `UPDATE prompt_group` + db.Indexed("prompt_group_step") + ` SET state = $4 WHERE ledger = $1 AND step = $2 AND step > 0 AND state = $3`,

@@ -12,10 +12,12 @@ import (
 	"google.golang.org/protobuf/encoding/protojson"
 
 	database "github.com/rollout-rl/rollout/database/buffer"
+	"github.com/rollout-rl/rollout/libs/fence"
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	"github.com/rollout-rl/rollout/services/buffer/ledger"
 )
 
@@ -60,17 +62,27 @@ func (s *Store) Fenced(fence sqldb.Fence) *Store {
 }
 
 // Create implements ledger.Store.
-func (s *Store) Create(ctx context.Context, run string, config *bufferv1.LedgerConfig) error {
+func (s *Store) Create(ctx context.Context, run string, config *bufferv1.LedgerConfig, by *fencev1.Fence) error {
 	raw, err := id.CanonicalJSON(config)
 	if err != nil {
 		return fmt.Errorf("create ledger: %w", err)
 	}
-	_, err = s.db.Exec(ctx, `INSERT INTO ledger (run, config, step) VALUES ($1, $2, $3) ON CONFLICT (run) DO NOTHING`,
-		run, raw, config.GetFirstStep())
+	err = s.db.Tx(ctx, func(tx *sql.Tx) error {
+		if _, err := tx.ExecContext(ctx, `INSERT INTO ledger (run, config, step) VALUES ($1, $2, $3) ON CONFLICT (run) DO NOTHING`,
+			run, raw, config.GetFirstStep()); err != nil {
+			return err
+		}
+		return fence.Admit(ctx, tx, s.db.Dialect, run, by)
+	})
 	if err != nil {
 		return fmt.Errorf("create ledger of %s: %w", run, err)
 	}
 	return nil
+}
+
+// Admit implements ledger.Store.
+func (s *Store) Admit(ctx context.Context, run string, by *fencev1.Fence) error {
+	return s.db.Tx(ctx, func(tx *sql.Tx) error { return fence.Admit(ctx, tx, s.db.Dialect, run, by) })
 }
 
 // Runs implements ledger.Store.
@@ -124,17 +136,18 @@ const none = "{}"
 
 // reader implements ledger.Reader within a transaction.
 type reader struct {
-	tx     *sql.Tx
-	sql    *statements
-	writes bool
-	id     int64
-	ledger *ledger.Ledger
+	tx      *sql.Tx
+	sql     *statements
+	dialect sqldb.Dialect
+	writes  bool
+	id      int64
+	ledger  *ledger.Ledger
 }
 
 // begin reads the ledger, and locks it if the transaction writes.
 func (s *Store) begin(ctx context.Context, tx *sql.Tx, writes bool, run string) (*reader, error) {
 	l := &ledger.Ledger{Run: run}
-	r := &reader{tx: tx, sql: s.sql, writes: writes, ledger: l}
+	r := &reader{tx: tx, sql: s.sql, dialect: s.db.Dialect, writes: writes, ledger: l}
 	var raw []byte
 	var failures string
 	g := &l.Groups
@@ -148,7 +161,7 @@ func (s *Store) begin(ctx context.Context, tx *sql.Tx, writes bool, run string) 
 		return scan(
 			&r.id, &raw, &l.Closed, &l.Revision, &l.Step, &l.Chain, &l.Arrivals, &l.Trimmed, &l.WeightsVersion, &l.WeightsDigest,
 			&g[ledger.Open], &g[ledger.Ready], &g[ledger.Leased], &g[ledger.Consumed], &g[ledger.Excluded], &g[ledger.Dissolved],
-			&l.Samples, &l.Duplicates, &l.Refused, &l.InfraFailed, &l.Incarnation, &l.Skipped, &failures, &l.Lineage)
+			&l.Samples, &l.Duplicates, &l.Refused, &l.InfraFailed, &l.Skipped, &failures, &l.Lineage)
 	})
 	if err != nil {
 		return nil, fmt.Errorf("read ledger of %s: %w", run, err)
@@ -192,11 +205,19 @@ func (r *reader) save(ctx context.Context) error {
 	_, err := r.exec(ctx, r.sql.save,
 		l.Closed, l.Revision, l.Step, l.Chain, l.Arrivals, l.Trimmed, l.WeightsVersion, l.WeightsDigest,
 		g[ledger.Open], g[ledger.Ready], g[ledger.Leased], g[ledger.Consumed], g[ledger.Excluded], g[ledger.Dissolved],
-		l.Samples, l.Duplicates, l.Refused, l.InfraFailed, l.Incarnation, l.Skipped, failures, l.Lineage, r.id)
+		l.Samples, l.Duplicates, l.Refused, l.InfraFailed, l.Skipped, failures, l.Lineage, r.id)
 	if err != nil {
 		return fmt.Errorf("save ledger of %s: %w", l.Run, err)
 	}
 	return nil
+}
+
+// Admit implements ledger.Reader.
+func (r *reader) Admit(ctx context.Context, by *fencev1.Fence) error {
+	if r.writes {
+		return fence.Admit(ctx, r.tx, r.dialect, r.ledger.Run, by)
+	}
+	return fence.Check(ctx, r.tx, r.ledger.Run, by)
 }
 
 // Ledger implements ledger.Reader. Its Config is shared and must not be modified.

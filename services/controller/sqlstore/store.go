@@ -4,14 +4,16 @@ package sqlstore
 import (
 	"context"
 	"database/sql"
-	"errors"
 	"fmt"
 
 	"google.golang.org/protobuf/proto"
 
 	schema "github.com/rollout-rl/rollout/database/controller"
+	"github.com/rollout-rl/rollout/libs/fence"
 	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/sqldb"
+	"github.com/rollout-rl/rollout/proto/gen/names"
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 	"github.com/rollout-rl/rollout/services/controller"
@@ -45,7 +47,7 @@ func (s *Store) Fenced(fence sqldb.Fence) *Store {
 }
 
 // Save implements controller.Store.
-func (s *Store) Save(ctx context.Context, d *controller.Drive) error {
+func (s *Store) Save(ctx context.Context, d *controller.Drive, by *fencev1.Fence) error {
 	spec, err := proto.Marshal(d.Spec)
 	if err != nil {
 		return fmt.Errorf("save drive: %w", err)
@@ -61,18 +63,15 @@ func (s *Store) Save(ctx context.Context, d *controller.Drive) error {
 		health = []byte{}
 	}
 	err = s.db.Tx(ctx, func(tx *sql.Tx) error {
-		res, err := tx.ExecContext(ctx, `INSERT INTO drive (run_id, incarnation, phase, step, active, spec, weights, health) VALUES ($1, $2, $3, $4, $5, $6, $7, $8)
+		_, err := tx.ExecContext(ctx, `INSERT INTO drive (run_id, incarnation, phase, step, active, spec, weights, health) VALUES ($1, $2, $3, $4, $5, $6, $7, $8)
 		ON CONFLICT (run_id) DO UPDATE SET incarnation = excluded.incarnation, phase = excluded.phase, step = excluded.step,
 			active = excluded.active, spec = excluded.spec, weights = excluded.weights,
-			health = excluded.health WHERE drive.incarnation <= excluded.incarnation`,
-			d.Spec.GetRunId(), d.Spec.GetIncarnation(), int32(d.Phase), int64(d.Step), d.Active, spec, weights, health)
+			health = excluded.health`,
+			d.Spec.GetRunId(), d.Spec.GetFence().GetIncarnation(), int32(d.Phase), int64(d.Step), d.Active, spec, weights, health)
 		if err != nil {
 			return err
 		}
-		if n, err := res.RowsAffected(); err != nil || n == 0 {
-			return errors.Join(err, controller.ErrStale.With("run", d.Spec.GetRunId()))
-		}
-		return nil
+		return fence.Admit(ctx, tx, s.db.Dialect, d.Spec.GetRunId(), by)
 	})
 	if err != nil {
 		return fmt.Errorf("save drive of %s: %w", d.Spec.GetRunId(), err)
@@ -80,7 +79,12 @@ func (s *Store) Save(ctx context.Context, d *controller.Drive) error {
 	return nil
 }
 
-const columns = `SELECT phase, step, active, spec, weights, health FROM drive `
+const columns = `SELECT phase, step, active, incarnation, spec, weights, health FROM drive `
+
+// Admit implements controller.Store.
+func (s *Store) Admit(ctx context.Context, run string, by *fencev1.Fence) error {
+	return s.db.Tx(ctx, func(tx *sql.Tx) error { return fence.Admit(ctx, tx, s.db.Dialect, run, by) })
+}
 
 // Get implements controller.Store.
 func (s *Store) Get(ctx context.Context, run string) (*controller.Drive, error) {
@@ -95,8 +99,17 @@ func (s *Store) Get(ctx context.Context, run string) (*controller.Drive, error) 
 }
 
 // Delete implements controller.Store.
-func (s *Store) Delete(ctx context.Context, run string) error {
-	if _, err := s.db.Exec(ctx, `DELETE FROM drive WHERE run_id = $1`, run); err != nil {
+func (s *Store) Delete(ctx context.Context, run string, by *fencev1.Fence) error {
+	err := s.db.Tx(ctx, func(tx *sql.Tx) error {
+		if err := fence.Admit(ctx, tx, s.db.Dialect, run, by); err != nil {
+			return err
+		}
+		if _, err := tx.ExecContext(ctx, `DELETE FROM drive WHERE run_id = $1`, run); err != nil {
+			return err
+		}
+		return fence.Forget(ctx, tx, run)
+	})
+	if err != nil {
 		return fmt.Errorf("delete drive of %s: %w", run, err)
 	}
 	return nil
@@ -123,14 +136,17 @@ func (s *Store) query(ctx context.Context, query string, args ...any) (all []*co
 func read(scan sqldb.Scan) (*controller.Drive, error) {
 	d := &controller.Drive{Spec: &learnerv1.StartRunRequest{}}
 	var phase int32
-	var step int64
+	var step, incarnation int64
 	var spec, weights []byte
-	if err := scan(&phase, &step, &d.Active, &spec, &weights, &d.Health); err != nil {
+	if err := scan(&phase, &step, &d.Active, &incarnation, &spec, &weights, &d.Health); err != nil {
 		return nil, fmt.Errorf("read drive: %w", err)
 	}
 	d.Phase, d.Step = learnerv1.Phase(phase), uint64(step)
 	if err := proto.Unmarshal(spec, d.Spec); err != nil {
 		return nil, fmt.Errorf("read drive: %w", err)
+	}
+	if d.Spec.Fence == nil { // stored by an earlier version
+		d.Spec.Fence = &fencev1.Fence{Incarnation: uint32(incarnation), Role: names.SchedulerService}
 	}
 	if len(weights) == 0 {
 		return d, nil

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"testing"
 
+	"github.com/rollout-rl/rollout/libs/fence/fencetest"
 	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	"github.com/rollout-rl/rollout/libs/sqldb/sqldbtest"
@@ -41,14 +42,14 @@ func TestFenced(t *testing.T) {
 		}
 		fenced := store.Fenced(table.Fence(mine.Epoch))
 		drive := &controller.Drive{Spec: &learnerv1.StartRunRequest{RunId: "run-a"}, Active: true}
-		if err := fenced.Save(t.Context(), drive); err != nil {
+		if err := fenced.Save(t.Context(), drive, fencetest.Controller(1, 1)); err != nil {
 			t.Fatal(err)
 		}
 		if _, err := table.Take(t.Context(), mine, "b", ""); err != nil {
 			t.Fatal(err)
 		}
 		drive.Step = 9
-		if err := fenced.Save(t.Context(), drive); !errors.Is(err, lease.ErrFenced) {
+		if err := fenced.Save(t.Context(), drive, fencetest.Controller(1, 1)); !errors.Is(err, lease.ErrFenced) {
 			t.Errorf("got %v", err)
 		}
 		if kept, err := fenced.Get(t.Context(), "run-a"); err != nil || kept.Step != 0 {

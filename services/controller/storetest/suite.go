@@ -7,6 +7,8 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"github.com/rollout-rl/rollout/libs/fence"
+	"github.com/rollout-rl/rollout/libs/fence/fencetest"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 	"github.com/rollout-rl/rollout/services/controller"
@@ -17,9 +19,12 @@ import (
 func Run(t *testing.T, open func(t *testing.T) (store controller.Store, reopen func() controller.Store)) {
 	drive := func(run string, incarnation uint32) *controller.Drive {
 		return &controller.Drive{
-			Spec:  &learnerv1.StartRunRequest{RunId: run, Incarnation: incarnation, RunDirectory: "/runs/" + run},
+			Spec:  &learnerv1.StartRunRequest{RunId: run, Fence: fencetest.Scheduler(incarnation, 1), RunDirectory: "/runs/" + run},
 			Phase: learnerv1.Phase_PHASE_TRAINING, Step: 7, Active: true,
 		}
+	}
+	save := func(t *testing.T, store controller.Store, d *controller.Drive) error {
+		return store.Save(t.Context(), d, fencetest.Controller(d.Spec.GetFence().GetIncarnation(), 1))
 	}
 	equal := func(t *testing.T, got, want *controller.Drive) {
 		t.Helper()
@@ -40,7 +45,7 @@ func Run(t *testing.T, open func(t *testing.T) (store controller.Store, reopen f
 		first.Health, second.Health = []byte(`{"step":6}`), []byte(`{"step":7}`)
 		second.Weights = &weightsv1.WeightsManifest{RunId: "run-a", Version: 7, Directory: "/w"}
 		for _, d := range []*controller.Drive{first, second} {
-			if err := store.Save(t.Context(), d); err != nil {
+			if err := save(t, store, d); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -53,12 +58,12 @@ func Run(t *testing.T, open func(t *testing.T) (store controller.Store, reopen f
 	t.Run("an older incarnation is refused", func(t *testing.T) {
 		store, _ := open(t)
 		newer := drive("run-a", 3)
-		if err := store.Save(t.Context(), newer); err != nil {
+		if err := save(t, store, newer); err != nil {
 			t.Fatal(err)
 		}
 		late := drive("run-a", 2)
 		late.Active, late.Phase = false, learnerv1.Phase_PHASE_STOPPED
-		if err := store.Save(t.Context(), late); !errors.Is(err, controller.ErrStale) {
+		if err := save(t, store, late); !errors.Is(err, fence.ErrFenced) {
 			t.Errorf("an older incarnation was saved: %v", err)
 		}
 		got, err := store.Get(t.Context(), "run-a")
@@ -67,10 +72,31 @@ func Run(t *testing.T, open func(t *testing.T) (store controller.Store, reopen f
 		}
 		equal(t, got, newer)
 	})
+	t.Run("a former scheduler changes nothing", func(t *testing.T) {
+		store, _ := open(t)
+		kept := drive("run-a", 1)
+		if err := errors.Join(save(t, store, kept), store.Admit(t.Context(), "run-a", fencetest.Scheduler(1, 2))); err != nil {
+			t.Fatal(err)
+		}
+		for what, err := range map[string]error{
+			"admitted": store.Admit(t.Context(), "run-b", fencetest.Scheduler(1, 1)),
+			"saved":    store.Save(t.Context(), drive("run-a", 2), fencetest.Scheduler(2, 1)),
+			"deleted":  store.Delete(t.Context(), "run-a", fencetest.Scheduler(1, 1)),
+		} {
+			if !errors.Is(err, fence.ErrFenced) {
+				t.Errorf("a former scheduler has %s: %v", what, err)
+			}
+		}
+		got, err := store.Get(t.Context(), "run-a")
+		if err != nil {
+			t.Fatal(err)
+		}
+		equal(t, got, kept)
+	})
 	t.Run("a deleted drive is unknown", func(t *testing.T) {
 		store, _ := open(t)
-		if err := errors.Join(store.Save(t.Context(), drive("run-a", 1)), store.Save(t.Context(), drive("run-b", 1)),
-			store.Delete(t.Context(), "run-a"), store.Delete(t.Context(), "run-x")); err != nil {
+		if err := errors.Join(save(t, store, drive("run-a", 1)), save(t, store, drive("run-b", 1)),
+			store.Delete(t.Context(), "run-a", fencetest.Scheduler(1, 1)), store.Delete(t.Context(), "run-x", fencetest.Scheduler(1, 1))); err != nil {
 			t.Fatal(err)
 		}
 		if _, err := store.Get(t.Context(), "run-a"); !errors.Is(err, controller.ErrNotFound) {
@@ -85,7 +111,7 @@ func Run(t *testing.T, open func(t *testing.T) (store controller.Store, reopen f
 		ended := drive("run-b", 1)
 		ended.Active, ended.Phase = false, learnerv1.Phase_PHASE_FINISHED
 		for _, d := range []*controller.Drive{drive("run-c", 1), ended, drive("run-a", 3)} {
-			if err := store.Save(t.Context(), d); err != nil {
+			if err := save(t, store, d); err != nil {
 				t.Fatal(err)
 			}
 		}

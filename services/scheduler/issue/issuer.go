@@ -20,6 +20,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/telemetry"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	"github.com/rollout-rl/rollout/services/scheduler/dataset"
 	"github.com/rollout-rl/rollout/services/scheduler/retry"
@@ -78,6 +79,7 @@ type Deps struct {
 	Board  Board
 	Retry  retry.Retrier
 	Emit   func(e *eventv1.Event)
+	Fence  *fencev1.Fence // what the calls to the buffer carry
 	Log    *slog.Logger
 }
 
@@ -318,7 +320,7 @@ func (i *Issuer) reissue(ctx context.Context, groups []*bufferv1.GroupRecord) er
 	if len(groups) == 0 {
 		return nil
 	}
-	req := &bufferv1.ReissueGroupsRequest{RunId: i.run.GetRunId(), Incarnation: i.run.GetIncarnation()}
+	req := &bufferv1.ReissueGroupsRequest{RunId: i.run.GetRunId(), Fence: i.Fence}
 	var items []bus.WorkItem
 	for _, g := range groups {
 		k := g.GetKey()
@@ -342,7 +344,7 @@ func (i *Issuer) exclude(ctx context.Context, groups []*bufferv1.GroupRecord) er
 	if len(groups) == 0 {
 		return nil
 	}
-	req := &bufferv1.ExcludeGroupsRequest{RunId: i.run.GetRunId(), Incarnation: i.run.GetIncarnation(), Reason: AttemptsExhausted}
+	req := &bufferv1.ExcludeGroupsRequest{RunId: i.run.GetRunId(), Fence: i.Fence, Reason: AttemptsExhausted}
 	for _, g := range groups {
 		req.Groups = append(req.Groups, g.GetKey())
 	}

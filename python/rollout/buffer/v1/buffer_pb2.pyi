@@ -10,6 +10,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from rollout.fence.v1 import fence_pb2 as _fence_pb2
 from rollout.trajectory.v1 import trajectory_pb2 as _trajectory_pb2
 import builtins as _builtins
 import sys
@@ -604,27 +605,29 @@ class OpenLedgerRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     CONFIG_FIELD_NUMBER: _builtins.int
-    INCARNATION_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
-    incarnation: _builtins.int
-    """Incarnation of the run that the caller acts for. If a higher one has opened the ledger, the
-    call is refused with FAILED_PRECONDITION, reason STALE_INCARNATION. 0: not compared.
-    """
     @_builtins.property
     def config(self) -> Global___LedgerConfig:
         """Config."""
+
+    @_builtins.property
+    def fence(self) -> _fence_pb2.Fence:
+        """Who decided the call. Programs that use the buffer without a scheduler send none; without one,
+        the ledger of a run that a scheduler has opened does not change.
+        """
 
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         config: Global___LedgerConfig | None = ...,
-        incarnation: _builtins.int = ...,
+        fence: _fence_pb2.Fence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "incarnation", b"incarnation", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "fence", b"fence", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -661,20 +664,22 @@ class CloseLedgerRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
-    INCARNATION_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
-    incarnation: _builtins.int
-    """As in OpenLedgerRequest."""
+    @_builtins.property
+    def fence(self) -> _fence_pb2.Fence:
+        """As in OpenLedgerRequest."""
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
-        incarnation: _builtins.int = ...,
+        fence: _fence_pb2.Fence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -707,6 +712,7 @@ class RecordWeightsRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     OLD_LINEAGE_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     version: _builtins.int
@@ -715,6 +721,10 @@ class RecordWeightsRequest(_message.Message):
     """Digest."""
     old_lineage: Global___OldLineage.ValueType
     """What becomes of samples of the lost weights, if another digest is recorded."""
+    @_builtins.property
+    def fence(self) -> _fence_pb2.Fence:
+        """As in OpenLedgerRequest."""
+
     def __init__(
         self,
         *,
@@ -722,10 +732,11 @@ class RecordWeightsRequest(_message.Message):
         version: _builtins.int = ...,
         digest: _builtins.str = ...,
         old_lineage: Global___OldLineage.ValueType = ...,
+        fence: _fence_pb2.Fence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "old_lineage", b"old_lineage", "run_id", b"run_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "fence", b"fence", "old_lineage", b"old_lineage", "run_id", b"run_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -968,22 +979,28 @@ class LeaseBatchRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     step: _builtins.int
     """Step, from 1: the last committed step + 1, or a step that was leased before."""
     wait_seconds: _builtins.float
     """Longest wait in seconds; 0: answer immediately."""
+    @_builtins.property
+    def fence(self) -> _fence_pb2.Fence:
+        """As in OpenLedgerRequest."""
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         step: _builtins.int = ...,
         wait_seconds: _builtins.float = ...,
+        fence: _fence_pb2.Fence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "step", b"step", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "run_id", b"run_id", "step", b"step", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1030,6 +1047,7 @@ class CommitStepRequest(_message.Message):
     BATCH_ID_FIELD_NUMBER: _builtins.int
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     TRIM_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     step: _builtins.int
@@ -1044,6 +1062,10 @@ class CommitStepRequest(_message.Message):
     """Whether to trim the payloads of the steps up to this one in the same transaction, as
     TrimPayloads does.
     """
+    @_builtins.property
+    def fence(self) -> _fence_pb2.Fence:
+        """As in OpenLedgerRequest."""
+
     def __init__(
         self,
         *,
@@ -1052,10 +1074,11 @@ class CommitStepRequest(_message.Message):
         batch_id: _builtins.str = ...,
         weights_digest: _builtins.str = ...,
         trim: _builtins.bool = ...,
+        fence: _fence_pb2.Fence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "run_id", b"run_id", "step", b"step", "trim", b"trim", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "fence", b"fence", "run_id", b"run_id", "step", b"step", "trim", b"trim", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1324,16 +1347,18 @@ class ExcludeGroupsRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
-    INCARNATION_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     reason: _builtins.str
     """Machine-readable reason, e.g. ATTEMPTS_EXHAUSTED."""
-    incarnation: _builtins.int
-    """As in OpenLedgerRequest."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupKey]:
         """Groups."""
+
+    @_builtins.property
+    def fence(self) -> _fence_pb2.Fence:
+        """As in OpenLedgerRequest."""
 
     def __init__(
         self,
@@ -1341,11 +1366,11 @@ class ExcludeGroupsRequest(_message.Message):
         run_id: _builtins.str = ...,
         groups: _abc.Iterable[Global___GroupKey] | None = ...,
         reason: _builtins.str = ...,
-        incarnation: _builtins.int = ...,
+        fence: _fence_pb2.Fence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "incarnation", b"incarnation", "reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "groups", b"groups", "reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1376,25 +1401,27 @@ class ReissueGroupsRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
-    INCARNATION_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
-    incarnation: _builtins.int
-    """As in OpenLedgerRequest."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupKey]:
         """Groups with the attempt to open."""
+
+    @_builtins.property
+    def fence(self) -> _fence_pb2.Fence:
+        """As in OpenLedgerRequest."""
 
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         groups: _abc.Iterable[Global___GroupKey] | None = ...,
-        incarnation: _builtins.int = ...,
+        fence: _fence_pb2.Fence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "incarnation", b"incarnation", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "groups", b"groups", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1521,19 +1548,25 @@ class TrimPayloadsRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     THROUGH_STEP_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     through_step: _builtins.int
     """Last covered step."""
+    @_builtins.property
+    def fence(self) -> _fence_pb2.Fence:
+        """As in OpenLedgerRequest."""
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         through_step: _builtins.int = ...,
+        fence: _fence_pb2.Fence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "through_step", b"through_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "run_id", b"run_id", "through_step", b"through_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1568,16 +1601,22 @@ class DeleteRunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
+    @_builtins.property
+    def fence(self) -> _fence_pb2.Fence:
+        """As in OpenLedgerRequest."""
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
+        fence: _fence_pb2.Fence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,9 +20,10 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Fence(_message.Message):
-    """Fence travels with every request that changes or deletes data. The owner of the data remembers
-    the highest (incarnation, leader_epoch) of each role and rejects lower ones with
-    FAILED_PRECONDITION, reason FENCED.
+    """Fence travels with every request that changes or deletes data by the decision of a leader. The
+    owner of the data remembers the highest leader_epoch of each role and the highest incarnation of
+    each run, and refuses lower ones with FAILED_PRECONDITION, reason FENCED, in the transaction of
+    the change.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -33,9 +34,11 @@ class Fence(_message.Message):
     incarnation: _builtins.int
     """Times the run was started, from 1. 0 if the change belongs to no run."""
     role: _builtins.str
-    """Who decided it, e.g. `scheduler`, `learner-controller`, or `learner`."""
+    """Service that decided it, such as `scheduler` or `learner-controller`, or `worker`."""
     leader_epoch: _builtins.int
-    """Epoch of the leader's lease, from 1; it grows with every change of the leader."""
+    """Epoch of the leader's lease, from 1; it grows with every change of the leader. 0 for workers,
+    which have no lease.
+    """
     def __init__(
         self,
         *,

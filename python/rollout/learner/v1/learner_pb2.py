@@ -24,6 +24,7 @@ _sym_db = _symbol_database.Default()
 
 from buf.validate import validate_pb2 as buf_dot_validate_dot_validate__pb2
 from rollout.buffer.v1 import buffer_pb2 as rollout_dot_buffer_dot_v1_dot_buffer__pb2
+from rollout.fence.v1 import fence_pb2 as rollout_dot_fence_dot_v1_dot_fence__pb2
 from rollout.plan.v1 import plan_pb2 as rollout_dot_plan_dot_v1_dot_plan__pb2
 from rollout.snapshot.v1 import snapshot_pb2 as rollout_dot_snapshot_dot_v1_dot_snapshot__pb2
 from rollout.trajectory.v1 import trajectory_pb2 as rollout_dot_trajectory_dot_v1_dot_trajectory__pb2
@@ -31,7 +32,7 @@ from rollout.wait.v1 import wait_pb2 as rollout_dot_wait_dot_v1_dot_wait__pb2
 from rollout.weights.v1 import weights_pb2 as rollout_dot_weights_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollout/learner/v1/learner.proto\x12\x12rollout.learner.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\x1erollout/buffer/v1/buffer.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\"rollout/snapshot/v1/snapshot.proto\x1a&rollout/trajectory/v1/trajectory.proto\x1a\x1arollout/wait/v1/wait.proto\x1a rollout/weights/v1/weights.proto\"\x9c\x02\n\x08Progress\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12(\n\x05phase\x18\x02 \x01(\x0e\x32\x19.rollout.learner.v1.Phase\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x04 \x01(\x04\x12\x13\n\x0bwaiting_for\x18\x05 \x01(\t\x12\x34\n\x07weights\x18\x06 \x01(\x0b\x32#.rollout.weights.v1.WeightsManifest\x12\x0f\n\x07message\x18\x07 \x01(\t\x12#\n\x04wait\x18\x08 \x01(\x0b\x32\x15.rollout.wait.v1.Wait\x12\x32\n\x07lagging\x18\t \x03(\x0b\x32!.rollout.learner.v1.LaggingWorker\"D\n\rLaggingWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0f\n\x07message\x18\x03 \x01(\t\"+\n\x10\x44\x65leteRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"\x13\n\x11\x44\x65leteRunResponse\"\x9a\x01\n\x0fStartRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12+\n\x04plan\x18\x02 \x01(\x0b\x32\x15.rollout.plan.v1.PlanB\x06\xbaH\x03\xc8\x01\x01\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\x12\x15\n\rrun_directory\x18\x04 \x01(\t\x12\x15\n\rfrom_snapshot\x18\x05 \x01(\t\"\x12\n\x10StartRunResponse\"M\n\x0eStopRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\r\n\x05\x64rain\x18\x02 \x01(\x08\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\"A\n\x0fStopRunResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1c.rollout.learner.v1.Progress\"-\n\x12GetProgressRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"E\n\x13GetProgressResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1c.rollout.learner.v1.Progress\"/\n\x14WatchProgressRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"G\n\x15WatchProgressResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1c.rollout.learner.v1.Progress\"S\n\x11InitializeRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x17\n\x0fstate_directory\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\"N\n\x12InitializeResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\x12\x12\n\nprocess_id\x18\x03 \x01(\t\"\x80\x01\n\x0cTrainRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x15\n\x04step\x18\x02 \x01(\x04\x42\x07\xbaH\x04\x32\x02(\x01\x12/\n\x05\x62\x61tch\x18\x03 \x01(\x0b\x32\x18.rollout.buffer.v1.BatchB\x06\xbaH\x03\xc8\x01\x01\x12\x0f\n\x07publish\x18\x04 \x01(\x08\"\x81\x01\n\rTrainResponse\x12\x35\n\x08progress\x18\x01 \x01(\x0b\x32!.rollout.learner.v1.TrainProgressH\x00\x12\x31\n\x06result\x18\x02 \x01(\x0b\x32\x1f.rollout.learner.v1.TrainResultH\x00\x42\x06\n\x04kind\",\n\rTrainProgress\x12\x0c\n\x04\x64one\x18\x01 \x01(\r\x12\r\n\x05total\x18\x02 \x01(\r\"\x8d\x02\n\x0bTrainResult\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\x12\x34\n\x07weights\x18\x03 \x01(\x0b\x32#.rollout.weights.v1.WeightsManifest\x12=\n\x07metrics\x18\x04 \x03(\x0b\x32,.rollout.learner.v1.TrainResult.MetricsEntry\x12\x33\n\x0b\x63ompletions\x18\x05 \x03(\x0b\x32\x1e.rollout.learner.v1.Completion\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xce\x04\n\nCompletion\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\x04\x12\x0e\n\x06sample\x18\x03 \x01(\r\x12\x0e\n\x06prompt\x18\x04 \x01(\t\x12\x12\n\ncompletion\x18\x05 \x01(\t\x12\x0e\n\x06reward\x18\x06 \x01(\x01\x12\x16\n\tadvantage\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06tokens\x18\x08 \x01(\r\x12\x11\n\ttruncated\x18\t \x01(\x08\x12\x0c\n\x04part\x18\n \x01(\r\x12\x15\n\rprompt_tokens\x18\x0b \x01(\r\x12<\n\x07metrics\x18\x0c \x03(\x0b\x32+.rollout.learner.v1.Completion.MetricsEntry\x12*\n\x05turns\x18\r \x03(\x0b\x32\x1b.rollout.trajectory.v1.Turn\x12\x39\n\rversion_spans\x18\x0e \x03(\x0b\x32\".rollout.trajectory.v1.VersionSpan\x12\x11\n\ttoken_ids\x18\x0f \x01(\x0c\x12\x10\n\x08logprobs\x18\x10 \x01(\x0c\x12\x11\n\tloss_mask\x18\x11 \x01(\x0c\x12/\n\x07outcome\x18\x12 \x01(\x0e\x32\x1e.rollout.trajectory.v1.Outcome\x12\x32\n\x06parent\x18\x13 \x01(\x0b\x32\".rollout.trajectory.v1.EpisodeLink\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0c\n\n_advantage\"0\n\x15PublishWeightsRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"N\n\x16PublishWeightsResponse\x12\x34\n\x07weights\x18\x01 \x01(\x0b\x32#.rollout.weights.v1.WeightsManifest\"\x8f\x01\n\x13OfferWeightsRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12,\n\x06\x64igest\x18\x02 \x01(\tB\x1c\xbaH\x19r\x17\x32\x15^blake3-[0-9a-f]{64}$\x12\x13\n\x0b\x62\x61se_digest\x18\x03 \x01(\t\x12\r\n\x05store\x18\x04 \x01(\x08\x12\r\n\x05whole\x18\x05 \x01(\x08\"H\n\x14OfferWeightsResponse\x12\x30\n\x06offers\x18\x01 \x03(\x0b\x32 .rollout.weights.v1.WeightsOffer\"<\n\x13\x45valuateLossRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x0c\n\x04step\x18\x02 \x01(\x04\"\xad\x01\n\x14\x45valuateLossResponse\x12\x46\n\x07metrics\x18\x01 \x03(\x0b\x32\x35.rollout.learner.v1.EvaluateLossResponse.MetricsEntry\x12\x0c\n\x04rows\x18\x02 \x01(\r\x12\x0f\n\x07refused\x18\x03 \x01(\r\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"U\n\x10SaveStateRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x1a\n\tdirectory\x18\x03 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"]\n\x11SaveStateResponse\x12\x30\n\x05\x66iles\x18\x01 \x03(\x0b\x32!.rollout.snapshot.v1.SnapshotFile\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\"\x19\n\x17GetLearnerStatusRequest\"{\n\x18GetLearnerStatusResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0binitialized\x18\x02 \x01(\x08\x12\x10\n\x08\x61\x63tivity\x18\x03 \x01(\t\x12\x12\n\nprocess_id\x18\x04 \x01(\t\x12\x16\n\x0eweights_digest\x18\x05 \x01(\t*\x83\x02\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPHASE_PREPARING\x10\x01\x12\x11\n\rPHASE_LEASING\x10\x02\x12\x12\n\x0ePHASE_TRAINING\x10\x03\x12\x14\n\x10PHASE_COMMITTING\x10\x04\x12\x14\n\x10PHASE_DELIVERING\x10\x05\x12\x14\n\x10PHASE_EVALUATING\x10\x06\x12\x16\n\x12PHASE_SNAPSHOTTING\x10\x07\x12\x14\n\x10PHASE_RECOVERING\x10\x08\x12\x12\n\x0ePHASE_FINISHED\x10\t\x12\x11\n\rPHASE_STOPPED\x10\n\x12\x10\n\x0cPHASE_FAILED\x10\x0b\x32\xe7\x03\n\x18LearnerControllerService\x12U\n\x08StartRun\x12#.rollout.learner.v1.StartRunRequest\x1a$.rollout.learner.v1.StartRunResponse\x12R\n\x07StopRun\x12\".rollout.learner.v1.StopRunRequest\x1a#.rollout.learner.v1.StopRunResponse\x12^\n\x0bGetProgress\x12&.rollout.learner.v1.GetProgressRequest\x1a\'.rollout.learner.v1.GetProgressResponse\x12\x66\n\rWatchProgress\x12(.rollout.learner.v1.WatchProgressRequest\x1a).rollout.learner.v1.WatchProgressResponse0\x01\x12X\n\tDeleteRun\x12$.rollout.learner.v1.DeleteRunRequest\x1a%.rollout.learner.v1.DeleteRunResponse2\xbb\x05\n\x14LearnerWorkerService\x12[\n\nInitialize\x12%.rollout.learner.v1.InitializeRequest\x1a&.rollout.learner.v1.InitializeResponse\x12N\n\x05Train\x12 .rollout.learner.v1.TrainRequest\x1a!.rollout.learner.v1.TrainResponse0\x01\x12g\n\x0ePublishWeights\x12).rollout.learner.v1.PublishWeightsRequest\x1a*.rollout.learner.v1.PublishWeightsResponse\x12\x61\n\x0cOfferWeights\x12\'.rollout.learner.v1.OfferWeightsRequest\x1a(.rollout.learner.v1.OfferWeightsResponse\x12\x61\n\x0c\x45valuateLoss\x12\'.rollout.learner.v1.EvaluateLossRequest\x1a(.rollout.learner.v1.EvaluateLossResponse\x12X\n\tSaveState\x12$.rollout.learner.v1.SaveStateRequest\x1a%.rollout.learner.v1.SaveStateResponse\x12m\n\x10GetLearnerStatus\x12+.rollout.learner.v1.GetLearnerStatusRequest\x1a,.rollout.learner.v1.GetLearnerStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollout/learner/v1/learner.proto\x12\x12rollout.learner.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\x1erollout/buffer/v1/buffer.proto\x1a\x1crollout/fence/v1/fence.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\"rollout/snapshot/v1/snapshot.proto\x1a&rollout/trajectory/v1/trajectory.proto\x1a\x1arollout/wait/v1/wait.proto\x1a rollout/weights/v1/weights.proto\"\x9c\x02\n\x08Progress\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12(\n\x05phase\x18\x02 \x01(\x0e\x32\x19.rollout.learner.v1.Phase\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x04 \x01(\x04\x12\x13\n\x0bwaiting_for\x18\x05 \x01(\t\x12\x34\n\x07weights\x18\x06 \x01(\x0b\x32#.rollout.weights.v1.WeightsManifest\x12\x0f\n\x07message\x18\x07 \x01(\t\x12#\n\x04wait\x18\x08 \x01(\x0b\x32\x15.rollout.wait.v1.Wait\x12\x32\n\x07lagging\x18\t \x03(\x0b\x32!.rollout.learner.v1.LaggingWorker\"D\n\rLaggingWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0f\n\x07message\x18\x03 \x01(\t\"[\n\x10\x44\x65leteRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12.\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32\x17.rollout.fence.v1.FenceB\x06\xbaH\x03\xc8\x01\x01\"\x13\n\x11\x44\x65leteRunResponse\"\xc8\x01\n\x0fStartRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12+\n\x04plan\x18\x02 \x01(\x0b\x32\x15.rollout.plan.v1.PlanB\x06\xbaH\x03\xc8\x01\x01\x12\x15\n\rrun_directory\x18\x04 \x01(\t\x12\x15\n\rfrom_snapshot\x18\x05 \x01(\t\x12.\n\x05\x66\x65nce\x18\x06 \x01(\x0b\x32\x17.rollout.fence.v1.FenceB\x06\xbaH\x03\xc8\x01\x01J\x04\x08\x03\x10\x04R\x0bincarnation\"\x12\n\x10StartRunResponse\"{\n\x0eStopRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\r\n\x05\x64rain\x18\x02 \x01(\x08\x12.\n\x05\x66\x65nce\x18\x04 \x01(\x0b\x32\x17.rollout.fence.v1.FenceB\x06\xbaH\x03\xc8\x01\x01J\x04\x08\x03\x10\x04R\x0bincarnation\"A\n\x0fStopRunResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1c.rollout.learner.v1.Progress\"-\n\x12GetProgressRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"E\n\x13GetProgressResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1c.rollout.learner.v1.Progress\"/\n\x14WatchProgressRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"G\n\x15WatchProgressResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1c.rollout.learner.v1.Progress\"S\n\x11InitializeRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x17\n\x0fstate_directory\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\"N\n\x12InitializeResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\x12\x12\n\nprocess_id\x18\x03 \x01(\t\"\x80\x01\n\x0cTrainRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x15\n\x04step\x18\x02 \x01(\x04\x42\x07\xbaH\x04\x32\x02(\x01\x12/\n\x05\x62\x61tch\x18\x03 \x01(\x0b\x32\x18.rollout.buffer.v1.BatchB\x06\xbaH\x03\xc8\x01\x01\x12\x0f\n\x07publish\x18\x04 \x01(\x08\"\x81\x01\n\rTrainResponse\x12\x35\n\x08progress\x18\x01 \x01(\x0b\x32!.rollout.learner.v1.TrainProgressH\x00\x12\x31\n\x06result\x18\x02 \x01(\x0b\x32\x1f.rollout.learner.v1.TrainResultH\x00\x42\x06\n\x04kind\",\n\rTrainProgress\x12\x0c\n\x04\x64one\x18\x01 \x01(\r\x12\r\n\x05total\x18\x02 \x01(\r\"\x8d\x02\n\x0bTrainResult\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\x12\x34\n\x07weights\x18\x03 \x01(\x0b\x32#.rollout.weights.v1.WeightsManifest\x12=\n\x07metrics\x18\x04 \x03(\x0b\x32,.rollout.learner.v1.TrainResult.MetricsEntry\x12\x33\n\x0b\x63ompletions\x18\x05 \x03(\x0b\x32\x1e.rollout.learner.v1.Completion\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xce\x04\n\nCompletion\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\x04\x12\x0e\n\x06sample\x18\x03 \x01(\r\x12\x0e\n\x06prompt\x18\x04 \x01(\t\x12\x12\n\ncompletion\x18\x05 \x01(\t\x12\x0e\n\x06reward\x18\x06 \x01(\x01\x12\x16\n\tadvantage\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06tokens\x18\x08 \x01(\r\x12\x11\n\ttruncated\x18\t \x01(\x08\x12\x0c\n\x04part\x18\n \x01(\r\x12\x15\n\rprompt_tokens\x18\x0b \x01(\r\x12<\n\x07metrics\x18\x0c \x03(\x0b\x32+.rollout.learner.v1.Completion.MetricsEntry\x12*\n\x05turns\x18\r \x03(\x0b\x32\x1b.rollout.trajectory.v1.Turn\x12\x39\n\rversion_spans\x18\x0e \x03(\x0b\x32\".rollout.trajectory.v1.VersionSpan\x12\x11\n\ttoken_ids\x18\x0f \x01(\x0c\x12\x10\n\x08logprobs\x18\x10 \x01(\x0c\x12\x11\n\tloss_mask\x18\x11 \x01(\x0c\x12/\n\x07outcome\x18\x12 \x01(\x0e\x32\x1e.rollout.trajectory.v1.Outcome\x12\x32\n\x06parent\x18\x13 \x01(\x0b\x32\".rollout.trajectory.v1.EpisodeLink\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0c\n\n_advantage\"0\n\x15PublishWeightsRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"N\n\x16PublishWeightsResponse\x12\x34\n\x07weights\x18\x01 \x01(\x0b\x32#.rollout.weights.v1.WeightsManifest\"\x8f\x01\n\x13OfferWeightsRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12,\n\x06\x64igest\x18\x02 \x01(\tB\x1c\xbaH\x19r\x17\x32\x15^blake3-[0-9a-f]{64}$\x12\x13\n\x0b\x62\x61se_digest\x18\x03 \x01(\t\x12\r\n\x05store\x18\x04 \x01(\x08\x12\r\n\x05whole\x18\x05 \x01(\x08\"H\n\x14OfferWeightsResponse\x12\x30\n\x06offers\x18\x01 \x03(\x0b\x32 .rollout.weights.v1.WeightsOffer\"<\n\x13\x45valuateLossRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x0c\n\x04step\x18\x02 \x01(\x04\"\xad\x01\n\x14\x45valuateLossResponse\x12\x46\n\x07metrics\x18\x01 \x03(\x0b\x32\x35.rollout.learner.v1.EvaluateLossResponse.MetricsEntry\x12\x0c\n\x04rows\x18\x02 \x01(\r\x12\x0f\n\x07refused\x18\x03 \x01(\r\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"U\n\x10SaveStateRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x1a\n\tdirectory\x18\x03 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"]\n\x11SaveStateResponse\x12\x30\n\x05\x66iles\x18\x01 \x03(\x0b\x32!.rollout.snapshot.v1.SnapshotFile\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\"\x19\n\x17GetLearnerStatusRequest\"{\n\x18GetLearnerStatusResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0binitialized\x18\x02 \x01(\x08\x12\x10\n\x08\x61\x63tivity\x18\x03 \x01(\t\x12\x12\n\nprocess_id\x18\x04 \x01(\t\x12\x16\n\x0eweights_digest\x18\x05 \x01(\t*\x83\x02\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPHASE_PREPARING\x10\x01\x12\x11\n\rPHASE_LEASING\x10\x02\x12\x12\n\x0ePHASE_TRAINING\x10\x03\x12\x14\n\x10PHASE_COMMITTING\x10\x04\x12\x14\n\x10PHASE_DELIVERING\x10\x05\x12\x14\n\x10PHASE_EVALUATING\x10\x06\x12\x16\n\x12PHASE_SNAPSHOTTING\x10\x07\x12\x14\n\x10PHASE_RECOVERING\x10\x08\x12\x12\n\x0ePHASE_FINISHED\x10\t\x12\x11\n\rPHASE_STOPPED\x10\n\x12\x10\n\x0cPHASE_FAILED\x10\x0b\x32\xe7\x03\n\x18LearnerControllerService\x12U\n\x08StartRun\x12#.rollout.learner.v1.StartRunRequest\x1a$.rollout.learner.v1.StartRunResponse\x12R\n\x07StopRun\x12\".rollout.learner.v1.StopRunRequest\x1a#.rollout.learner.v1.StopRunResponse\x12^\n\x0bGetProgress\x12&.rollout.learner.v1.GetProgressRequest\x1a\'.rollout.learner.v1.GetProgressResponse\x12\x66\n\rWatchProgress\x12(.rollout.learner.v1.WatchProgressRequest\x1a).rollout.learner.v1.WatchProgressResponse0\x01\x12X\n\tDeleteRun\x12$.rollout.learner.v1.DeleteRunRequest\x1a%.rollout.learner.v1.DeleteRunResponse2\xbb\x05\n\x14LearnerWorkerService\x12[\n\nInitialize\x12%.rollout.learner.v1.InitializeRequest\x1a&.rollout.learner.v1.InitializeResponse\x12N\n\x05Train\x12 .rollout.learner.v1.TrainRequest\x1a!.rollout.learner.v1.TrainResponse0\x01\x12g\n\x0ePublishWeights\x12).rollout.learner.v1.PublishWeightsRequest\x1a*.rollout.learner.v1.PublishWeightsResponse\x12\x61\n\x0cOfferWeights\x12\'.rollout.learner.v1.OfferWeightsRequest\x1a(.rollout.learner.v1.OfferWeightsResponse\x12\x61\n\x0c\x45valuateLoss\x12\'.rollout.learner.v1.EvaluateLossRequest\x1a(.rollout.learner.v1.EvaluateLossResponse\x12X\n\tSaveState\x12$.rollout.learner.v1.SaveStateRequest\x1a%.rollout.learner.v1.SaveStateResponse\x12m\n\x10GetLearnerStatus\x12+.rollout.learner.v1.GetLearnerStatusRequest\x1a,.rollout.learner.v1.GetLearnerStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,12 +41,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DELETERUNREQUEST'].fields_by_name['run_id']._loaded_options = None
   _globals['_DELETERUNREQUEST'].fields_by_name['run_id']._serialized_options = b'\272H\004r\002\020\001'
+  _globals['_DELETERUNREQUEST'].fields_by_name['fence']._loaded_options = None
+  _globals['_DELETERUNREQUEST'].fields_by_name['fence']._serialized_options = b'\272H\003\310\001\001'
   _globals['_STARTRUNREQUEST'].fields_by_name['run_id']._loaded_options = None
   _globals['_STARTRUNREQUEST'].fields_by_name['run_id']._serialized_options = b'\272H\004r\002\020\001'
   _globals['_STARTRUNREQUEST'].fields_by_name['plan']._loaded_options = None
   _globals['_STARTRUNREQUEST'].fields_by_name['plan']._serialized_options = b'\272H\003\310\001\001'
+  _globals['_STARTRUNREQUEST'].fields_by_name['fence']._loaded_options = None
+  _globals['_STARTRUNREQUEST'].fields_by_name['fence']._serialized_options = b'\272H\003\310\001\001'
   _globals['_STOPRUNREQUEST'].fields_by_name['run_id']._loaded_options = None
   _globals['_STOPRUNREQUEST'].fields_by_name['run_id']._serialized_options = b'\272H\004r\002\020\001'
+  _globals['_STOPRUNREQUEST'].fields_by_name['fence']._loaded_options = None
+  _globals['_STOPRUNREQUEST'].fields_by_name['fence']._serialized_options = b'\272H\003\310\001\001'
   _globals['_GETPROGRESSREQUEST'].fields_by_name['run_id']._loaded_options = None
   _globals['_GETPROGRESSREQUEST'].fields_by_name['run_id']._serialized_options = b'\272H\004r\002\020\001'
   _globals['_WATCHPROGRESSREQUEST'].fields_by_name['run_id']._loaded_options = None
@@ -76,74 +83,74 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAVESTATEREQUEST'].fields_by_name['run_id']._serialized_options = b'\272H\004r\002\020\001'
   _globals['_SAVESTATEREQUEST'].fields_by_name['directory']._loaded_options = None
   _globals['_SAVESTATEREQUEST'].fields_by_name['directory']._serialized_options = b'\272H\004r\002\020\001'
-  _globals['_PHASE']._serialized_start=3531
-  _globals['_PHASE']._serialized_end=3790
-  _globals['_PROGRESS']._serialized_start=284
-  _globals['_PROGRESS']._serialized_end=568
-  _globals['_LAGGINGWORKER']._serialized_start=570
-  _globals['_LAGGINGWORKER']._serialized_end=638
-  _globals['_DELETERUNREQUEST']._serialized_start=640
-  _globals['_DELETERUNREQUEST']._serialized_end=683
-  _globals['_DELETERUNRESPONSE']._serialized_start=685
-  _globals['_DELETERUNRESPONSE']._serialized_end=704
-  _globals['_STARTRUNREQUEST']._serialized_start=707
-  _globals['_STARTRUNREQUEST']._serialized_end=861
-  _globals['_STARTRUNRESPONSE']._serialized_start=863
-  _globals['_STARTRUNRESPONSE']._serialized_end=881
-  _globals['_STOPRUNREQUEST']._serialized_start=883
-  _globals['_STOPRUNREQUEST']._serialized_end=960
-  _globals['_STOPRUNRESPONSE']._serialized_start=962
-  _globals['_STOPRUNRESPONSE']._serialized_end=1027
-  _globals['_GETPROGRESSREQUEST']._serialized_start=1029
-  _globals['_GETPROGRESSREQUEST']._serialized_end=1074
-  _globals['_GETPROGRESSRESPONSE']._serialized_start=1076
-  _globals['_GETPROGRESSRESPONSE']._serialized_end=1145
-  _globals['_WATCHPROGRESSREQUEST']._serialized_start=1147
-  _globals['_WATCHPROGRESSREQUEST']._serialized_end=1194
-  _globals['_WATCHPROGRESSRESPONSE']._serialized_start=1196
-  _globals['_WATCHPROGRESSRESPONSE']._serialized_end=1267
-  _globals['_INITIALIZEREQUEST']._serialized_start=1269
-  _globals['_INITIALIZEREQUEST']._serialized_end=1352
-  _globals['_INITIALIZERESPONSE']._serialized_start=1354
-  _globals['_INITIALIZERESPONSE']._serialized_end=1432
-  _globals['_TRAINREQUEST']._serialized_start=1435
-  _globals['_TRAINREQUEST']._serialized_end=1563
-  _globals['_TRAINRESPONSE']._serialized_start=1566
-  _globals['_TRAINRESPONSE']._serialized_end=1695
-  _globals['_TRAINPROGRESS']._serialized_start=1697
-  _globals['_TRAINPROGRESS']._serialized_end=1741
-  _globals['_TRAINRESULT']._serialized_start=1744
-  _globals['_TRAINRESULT']._serialized_end=2013
-  _globals['_TRAINRESULT_METRICSENTRY']._serialized_start=1967
-  _globals['_TRAINRESULT_METRICSENTRY']._serialized_end=2013
-  _globals['_COMPLETION']._serialized_start=2016
-  _globals['_COMPLETION']._serialized_end=2606
-  _globals['_COMPLETION_METRICSENTRY']._serialized_start=1967
-  _globals['_COMPLETION_METRICSENTRY']._serialized_end=2013
-  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_start=2608
-  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_end=2656
-  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_start=2658
-  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_end=2736
-  _globals['_OFFERWEIGHTSREQUEST']._serialized_start=2739
-  _globals['_OFFERWEIGHTSREQUEST']._serialized_end=2882
-  _globals['_OFFERWEIGHTSRESPONSE']._serialized_start=2884
-  _globals['_OFFERWEIGHTSRESPONSE']._serialized_end=2956
-  _globals['_EVALUATELOSSREQUEST']._serialized_start=2958
-  _globals['_EVALUATELOSSREQUEST']._serialized_end=3018
-  _globals['_EVALUATELOSSRESPONSE']._serialized_start=3021
-  _globals['_EVALUATELOSSRESPONSE']._serialized_end=3194
-  _globals['_EVALUATELOSSRESPONSE_METRICSENTRY']._serialized_start=1967
-  _globals['_EVALUATELOSSRESPONSE_METRICSENTRY']._serialized_end=2013
-  _globals['_SAVESTATEREQUEST']._serialized_start=3196
-  _globals['_SAVESTATEREQUEST']._serialized_end=3281
-  _globals['_SAVESTATERESPONSE']._serialized_start=3283
-  _globals['_SAVESTATERESPONSE']._serialized_end=3376
-  _globals['_GETLEARNERSTATUSREQUEST']._serialized_start=3378
-  _globals['_GETLEARNERSTATUSREQUEST']._serialized_end=3403
-  _globals['_GETLEARNERSTATUSRESPONSE']._serialized_start=3405
-  _globals['_GETLEARNERSTATUSRESPONSE']._serialized_end=3528
-  _globals['_LEARNERCONTROLLERSERVICE']._serialized_start=3793
-  _globals['_LEARNERCONTROLLERSERVICE']._serialized_end=4280
-  _globals['_LEARNERWORKERSERVICE']._serialized_start=4283
-  _globals['_LEARNERWORKERSERVICE']._serialized_end=4982
+  _globals['_PHASE']._serialized_start=3701
+  _globals['_PHASE']._serialized_end=3960
+  _globals['_PROGRESS']._serialized_start=314
+  _globals['_PROGRESS']._serialized_end=598
+  _globals['_LAGGINGWORKER']._serialized_start=600
+  _globals['_LAGGINGWORKER']._serialized_end=668
+  _globals['_DELETERUNREQUEST']._serialized_start=670
+  _globals['_DELETERUNREQUEST']._serialized_end=761
+  _globals['_DELETERUNRESPONSE']._serialized_start=763
+  _globals['_DELETERUNRESPONSE']._serialized_end=782
+  _globals['_STARTRUNREQUEST']._serialized_start=785
+  _globals['_STARTRUNREQUEST']._serialized_end=985
+  _globals['_STARTRUNRESPONSE']._serialized_start=987
+  _globals['_STARTRUNRESPONSE']._serialized_end=1005
+  _globals['_STOPRUNREQUEST']._serialized_start=1007
+  _globals['_STOPRUNREQUEST']._serialized_end=1130
+  _globals['_STOPRUNRESPONSE']._serialized_start=1132
+  _globals['_STOPRUNRESPONSE']._serialized_end=1197
+  _globals['_GETPROGRESSREQUEST']._serialized_start=1199
+  _globals['_GETPROGRESSREQUEST']._serialized_end=1244
+  _globals['_GETPROGRESSRESPONSE']._serialized_start=1246
+  _globals['_GETPROGRESSRESPONSE']._serialized_end=1315
+  _globals['_WATCHPROGRESSREQUEST']._serialized_start=1317
+  _globals['_WATCHPROGRESSREQUEST']._serialized_end=1364
+  _globals['_WATCHPROGRESSRESPONSE']._serialized_start=1366
+  _globals['_WATCHPROGRESSRESPONSE']._serialized_end=1437
+  _globals['_INITIALIZEREQUEST']._serialized_start=1439
+  _globals['_INITIALIZEREQUEST']._serialized_end=1522
+  _globals['_INITIALIZERESPONSE']._serialized_start=1524
+  _globals['_INITIALIZERESPONSE']._serialized_end=1602
+  _globals['_TRAINREQUEST']._serialized_start=1605
+  _globals['_TRAINREQUEST']._serialized_end=1733
+  _globals['_TRAINRESPONSE']._serialized_start=1736
+  _globals['_TRAINRESPONSE']._serialized_end=1865
+  _globals['_TRAINPROGRESS']._serialized_start=1867
+  _globals['_TRAINPROGRESS']._serialized_end=1911
+  _globals['_TRAINRESULT']._serialized_start=1914
+  _globals['_TRAINRESULT']._serialized_end=2183
+  _globals['_TRAINRESULT_METRICSENTRY']._serialized_start=2137
+  _globals['_TRAINRESULT_METRICSENTRY']._serialized_end=2183
+  _globals['_COMPLETION']._serialized_start=2186
+  _globals['_COMPLETION']._serialized_end=2776
+  _globals['_COMPLETION_METRICSENTRY']._serialized_start=2137
+  _globals['_COMPLETION_METRICSENTRY']._serialized_end=2183
+  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_start=2778
+  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_end=2826
+  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_start=2828
+  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_end=2906
+  _globals['_OFFERWEIGHTSREQUEST']._serialized_start=2909
+  _globals['_OFFERWEIGHTSREQUEST']._serialized_end=3052
+  _globals['_OFFERWEIGHTSRESPONSE']._serialized_start=3054
+  _globals['_OFFERWEIGHTSRESPONSE']._serialized_end=3126
+  _globals['_EVALUATELOSSREQUEST']._serialized_start=3128
+  _globals['_EVALUATELOSSREQUEST']._serialized_end=3188
+  _globals['_EVALUATELOSSRESPONSE']._serialized_start=3191
+  _globals['_EVALUATELOSSRESPONSE']._serialized_end=3364
+  _globals['_EVALUATELOSSRESPONSE_METRICSENTRY']._serialized_start=2137
+  _globals['_EVALUATELOSSRESPONSE_METRICSENTRY']._serialized_end=2183
+  _globals['_SAVESTATEREQUEST']._serialized_start=3366
+  _globals['_SAVESTATEREQUEST']._serialized_end=3451
+  _globals['_SAVESTATERESPONSE']._serialized_start=3453
+  _globals['_SAVESTATERESPONSE']._serialized_end=3546
+  _globals['_GETLEARNERSTATUSREQUEST']._serialized_start=3548
+  _globals['_GETLEARNERSTATUSREQUEST']._serialized_end=3573
+  _globals['_GETLEARNERSTATUSRESPONSE']._serialized_start=3575
+  _globals['_GETLEARNERSTATUSRESPONSE']._serialized_end=3698
+  _globals['_LEARNERCONTROLLERSERVICE']._serialized_start=3963
+  _globals['_LEARNERCONTROLLERSERVICE']._serialized_end=4450
+  _globals['_LEARNERWORKERSERVICE']._serialized_start=4453
+  _globals['_LEARNERWORKERSERVICE']._serialized_end=5152
 # @@protoc_insertion_point(module_scope)

@@ -11,6 +11,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from rollout.buffer.v1 import buffer_pb2 as _buffer_pb2
+from rollout.fence.v1 import fence_pb2 as _fence_pb2
 from rollout.plan.v1 import plan_pb2 as _plan_pb2
 from rollout.snapshot.v1 import snapshot_pb2 as _snapshot_pb2
 from rollout.trajectory.v1 import trajectory_pb2 as _trajectory_pb2
@@ -196,16 +197,22 @@ class DeleteRunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
+    @_builtins.property
+    def fence(self) -> _fence_pb2.Fence:
+        """As in StartRunRequest."""
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
+        fence: _fence_pb2.Fence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -236,13 +243,11 @@ class StartRunRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
-    INCARNATION_FIELD_NUMBER: _builtins.int
     RUN_DIRECTORY_FIELD_NUMBER: _builtins.int
     FROM_SNAPSHOT_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
-    incarnation: _builtins.int
-    """Incarnation of the run."""
     run_directory: _builtins.str
     """Folder of the run."""
     from_snapshot: _builtins.str
@@ -251,18 +256,22 @@ class StartRunRequest(_message.Message):
     def plan(self) -> _plan_pb2.Plan:
         """Plan."""
 
+    @_builtins.property
+    def fence(self) -> _fence_pb2.Fence:
+        """The scheduler that leads, and the incarnation of the run."""
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         plan: _plan_pb2.Plan | None = ...,
-        incarnation: _builtins.int = ...,
         run_directory: _builtins.str = ...,
         from_snapshot: _builtins.str = ...,
+        fence: _fence_pb2.Fence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_snapshot", b"from_snapshot", "incarnation", b"incarnation", "plan", b"plan", "run_directory", b"run_directory", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "from_snapshot", b"from_snapshot", "plan", b"plan", "run_directory", b"run_directory", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -293,25 +302,25 @@ class StopRunRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
-    INCARNATION_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     drain: _builtins.bool
     """Whether to finish the current step and take a snapshot first."""
-    incarnation: _builtins.int
-    """Incarnation of the run that the caller knows. An older one than the controller drives is
-    refused: FAILED_PRECONDITION, reason STALE_INCARNATION. 0 is not compared.
-    """
+    @_builtins.property
+    def fence(self) -> _fence_pb2.Fence:
+        """As in StartRunRequest."""
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         drain: _builtins.bool = ...,
-        incarnation: _builtins.int = ...,
+        fence: _fence_pb2.Fence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "incarnation", b"incarnation", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "fence", b"fence", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -67,7 +67,7 @@ class LearnerControllerServiceServicer:
     """
 
     def StartRun(self, request, context):
-        """StartRun starts or continues to drive a run. Idempotent by incarnation.
+        """StartRun starts or continues to drive a run. Idempotent by fence.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

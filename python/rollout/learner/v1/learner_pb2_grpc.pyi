@@ -36,7 +36,7 @@ class LearnerControllerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> LearnerControllerServiceAsyncStub: ...
     StartRun: _grpc.UnaryUnaryMultiCallable[_learner_pb2.StartRunRequest, _learner_pb2.StartRunResponse]
-    """StartRun starts or continues to drive a run. Idempotent by incarnation."""
+    """StartRun starts or continues to drive a run. Idempotent by fence."""
     StopRun: _grpc.UnaryUnaryMultiCallable[_learner_pb2.StopRunRequest, _learner_pb2.StopRunResponse]
     """StopRun stops driving a run and returns when the drive has ended. With drain, it finishes the
     current step and takes a snapshot. Idempotent.
@@ -54,7 +54,7 @@ class LearnerControllerServiceAsyncStub(LearnerControllerServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     StartRun: _aio.UnaryUnaryMultiCallable[_learner_pb2.StartRunRequest, _learner_pb2.StartRunResponse]  # type: ignore[assignment]
-    """StartRun starts or continues to drive a run. Idempotent by incarnation."""
+    """StartRun starts or continues to drive a run. Idempotent by fence."""
     StopRun: _aio.UnaryUnaryMultiCallable[_learner_pb2.StopRunRequest, _learner_pb2.StopRunResponse]  # type: ignore[assignment]
     """StopRun stops driving a run and returns when the drive has ended. With drain, it finishes the
     current step and takes a snapshot. Idempotent.
@@ -75,7 +75,7 @@ class LearnerControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _learner_pb2.StartRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_learner_pb2.StartRunResponse, _abc.Awaitable[_learner_pb2.StartRunResponse]]:
-        """StartRun starts or continues to drive a run. Idempotent by incarnation."""
+        """StartRun starts or continues to drive a run. Idempotent by fence."""
 
     @_abc_1.abstractmethod
     def StopRun(

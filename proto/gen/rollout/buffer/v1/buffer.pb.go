@@ -11,6 +11,7 @@ package bufferv1
 
 import (
 	_ "buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
+	v11 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	v1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
@@ -1134,9 +1135,9 @@ type OpenLedgerRequest struct {
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	// Config.
 	Config *LedgerConfig `protobuf:"bytes,2,opt,name=config,proto3" json:"config,omitempty"`
-	// Incarnation of the run that the caller acts for. If a higher one has opened the ledger, the
-	// call is refused with FAILED_PRECONDITION, reason STALE_INCARNATION. 0: not compared.
-	Incarnation   uint32 `protobuf:"varint,3,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
+	// Who decided the call. Programs that use the buffer without a scheduler send none; without one,
+	// the ledger of a run that a scheduler has opened does not change.
+	Fence         *v11.Fence `protobuf:"bytes,4,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1185,11 +1186,11 @@ func (x *OpenLedgerRequest) GetConfig() *LedgerConfig {
 	return nil
 }
 
-func (x *OpenLedgerRequest) GetIncarnation() uint32 {
+func (x *OpenLedgerRequest) GetFence() *v11.Fence {
 	if x != nil {
-		return x.Incarnation
+		return x.Fence
 	}
-	return 0
+	return nil
 }
 
 // OpenLedgerResponse is the state.
@@ -1244,7 +1245,7 @@ type CloseLedgerRequest struct {
 	// Run.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	// As in OpenLedgerRequest.
-	Incarnation   uint32 `protobuf:"varint,2,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
+	Fence         *v11.Fence `protobuf:"bytes,3,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1286,11 +1287,11 @@ func (x *CloseLedgerRequest) GetRunId() string {
 	return ""
 }
 
-func (x *CloseLedgerRequest) GetIncarnation() uint32 {
+func (x *CloseLedgerRequest) GetFence() *v11.Fence {
 	if x != nil {
-		return x.Incarnation
+		return x.Fence
 	}
-	return 0
+	return nil
 }
 
 // CloseLedgerResponse is empty.
@@ -1340,7 +1341,9 @@ type RecordWeightsRequest struct {
 	// Digest.
 	Digest string `protobuf:"bytes,3,opt,name=digest,proto3" json:"digest,omitempty"`
 	// What becomes of samples of the lost weights, if another digest is recorded.
-	OldLineage    OldLineage `protobuf:"varint,4,opt,name=old_lineage,json=oldLineage,proto3,enum=rollout.buffer.v1.OldLineage" json:"old_lineage,omitempty"`
+	OldLineage OldLineage `protobuf:"varint,4,opt,name=old_lineage,json=oldLineage,proto3,enum=rollout.buffer.v1.OldLineage" json:"old_lineage,omitempty"`
+	// As in OpenLedgerRequest.
+	Fence         *v11.Fence `protobuf:"bytes,5,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1401,6 +1404,13 @@ func (x *RecordWeightsRequest) GetOldLineage() OldLineage {
 		return x.OldLineage
 	}
 	return OldLineage_OLD_LINEAGE_UNSPECIFIED
+}
+
+func (x *RecordWeightsRequest) GetFence() *v11.Fence {
+	if x != nil {
+		return x.Fence
+	}
+	return nil
 }
 
 // RecordWeightsResponse is what was recorded.
@@ -1862,7 +1872,9 @@ type LeaseBatchRequest struct {
 	// Step, from 1: the last committed step + 1, or a step that was leased before.
 	Step uint64 `protobuf:"varint,2,opt,name=step,proto3" json:"step,omitempty"`
 	// Longest wait in seconds; 0: answer immediately.
-	WaitSeconds   float64 `protobuf:"fixed64,3,opt,name=wait_seconds,json=waitSeconds,proto3" json:"wait_seconds,omitempty"`
+	WaitSeconds float64 `protobuf:"fixed64,3,opt,name=wait_seconds,json=waitSeconds,proto3" json:"wait_seconds,omitempty"`
+	// As in OpenLedgerRequest.
+	Fence         *v11.Fence `protobuf:"bytes,4,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1916,6 +1928,13 @@ func (x *LeaseBatchRequest) GetWaitSeconds() float64 {
 		return x.WaitSeconds
 	}
 	return 0
+}
+
+func (x *LeaseBatchRequest) GetFence() *v11.Fence {
+	if x != nil {
+		return x.Fence
+	}
+	return nil
 }
 
 // LeaseBatchResponse is the batch, or what it waits for.
@@ -1988,7 +2007,9 @@ type CommitStepRequest struct {
 	WeightsDigest string `protobuf:"bytes,4,opt,name=weights_digest,json=weightsDigest,proto3" json:"weights_digest,omitempty"`
 	// Whether to trim the payloads of the steps up to this one in the same transaction, as
 	// TrimPayloads does.
-	Trim          bool `protobuf:"varint,5,opt,name=trim,proto3" json:"trim,omitempty"`
+	Trim bool `protobuf:"varint,5,opt,name=trim,proto3" json:"trim,omitempty"`
+	// As in OpenLedgerRequest.
+	Fence         *v11.Fence `protobuf:"bytes,6,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2056,6 +2077,13 @@ func (x *CommitStepRequest) GetTrim() bool {
 		return x.Trim
 	}
 	return false
+}
+
+func (x *CommitStepRequest) GetFence() *v11.Fence {
+	if x != nil {
+		return x.Fence
+	}
+	return nil
 }
 
 // CommitStepResponse is the recorded step.
@@ -2581,7 +2609,7 @@ type ExcludeGroupsRequest struct {
 	// Machine-readable reason, e.g. ATTEMPTS_EXHAUSTED.
 	Reason string `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`
 	// As in OpenLedgerRequest.
-	Incarnation   uint32 `protobuf:"varint,4,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
+	Fence         *v11.Fence `protobuf:"bytes,5,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2637,11 +2665,11 @@ func (x *ExcludeGroupsRequest) GetReason() string {
 	return ""
 }
 
-func (x *ExcludeGroupsRequest) GetIncarnation() uint32 {
+func (x *ExcludeGroupsRequest) GetFence() *v11.Fence {
 	if x != nil {
-		return x.Incarnation
+		return x.Fence
 	}
-	return 0
+	return nil
 }
 
 // ExcludeGroupsResponse is empty.
@@ -2689,7 +2717,7 @@ type ReissueGroupsRequest struct {
 	// Groups with the attempt to open.
 	Groups []*GroupKey `protobuf:"bytes,2,rep,name=groups,proto3" json:"groups,omitempty"`
 	// As in OpenLedgerRequest.
-	Incarnation   uint32 `protobuf:"varint,3,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
+	Fence         *v11.Fence `protobuf:"bytes,4,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2738,11 +2766,11 @@ func (x *ReissueGroupsRequest) GetGroups() []*GroupKey {
 	return nil
 }
 
-func (x *ReissueGroupsRequest) GetIncarnation() uint32 {
+func (x *ReissueGroupsRequest) GetFence() *v11.Fence {
 	if x != nil {
-		return x.Incarnation
+		return x.Fence
 	}
-	return 0
+	return nil
 }
 
 // ReissueGroupsResponse is empty.
@@ -2981,7 +3009,9 @@ type TrimPayloadsRequest struct {
 	// Run.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	// Last covered step.
-	ThroughStep   uint64 `protobuf:"varint,2,opt,name=through_step,json=throughStep,proto3" json:"through_step,omitempty"`
+	ThroughStep uint64 `protobuf:"varint,2,opt,name=through_step,json=throughStep,proto3" json:"through_step,omitempty"`
+	// As in OpenLedgerRequest.
+	Fence         *v11.Fence `protobuf:"bytes,3,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3028,6 +3058,13 @@ func (x *TrimPayloadsRequest) GetThroughStep() uint64 {
 		return x.ThroughStep
 	}
 	return 0
+}
+
+func (x *TrimPayloadsRequest) GetFence() *v11.Fence {
+	if x != nil {
+		return x.Fence
+	}
+	return nil
 }
 
 // TrimPayloadsResponse tells what was freed.
@@ -3080,7 +3117,9 @@ func (x *TrimPayloadsResponse) GetBytes() uint64 {
 type DeleteRunRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run.
-	RunId         string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// As in OpenLedgerRequest.
+	Fence         *v11.Fence `protobuf:"bytes,2,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3120,6 +3159,13 @@ func (x *DeleteRunRequest) GetRunId() string {
 		return x.RunId
 	}
 	return ""
+}
+
+func (x *DeleteRunRequest) GetFence() *v11.Fence {
+	if x != nil {
+		return x.Fence
+	}
+	return nil
 }
 
 // DeleteRunResponse is empty.
@@ -3777,7 +3823,7 @@ var File_rollout_buffer_v1_buffer_proto protoreflect.FileDescriptor
 
 const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\n" +
-	"\x1erollout/buffer/v1/buffer.proto\x12\x11rollout.buffer.v1\x1a\x1bbuf/validate/validate.proto\x1a&rollout/trajectory/v1/trajectory.proto\"\xf2\x03\n" +
+	"\x1erollout/buffer/v1/buffer.proto\x12\x11rollout.buffer.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1crollout/fence/v1/fence.proto\x1a&rollout/trajectory/v1/trajectory.proto\"\xf2\x03\n" +
 	"\fLedgerConfig\x12/\n" +
 	"\x0fgroups_per_step\x18\x01 \x01(\rB\a\xbaH\x04*\x02(\x01R\rgroupsPerStep\x12&\n" +
 	"\n" +
@@ -3871,23 +3917,24 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\alineage\x18\x13 \x01(\rR\alineage\x1a;\n" +
 	"\rFailuresEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x04R\x05value:\x028\x01\"\x96\x01\n" +
+	"\x05value\x18\x02 \x01(\x04R\x05value:\x028\x01\"\xb6\x01\n" +
 	"\x11OpenLedgerRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12?\n" +
-	"\x06config\x18\x02 \x01(\v2\x1f.rollout.buffer.v1.LedgerConfigB\x06\xbaH\x03\xc8\x01\x01R\x06config\x12 \n" +
-	"\vincarnation\x18\x03 \x01(\rR\vincarnation\"J\n" +
+	"\x06config\x18\x02 \x01(\v2\x1f.rollout.buffer.v1.LedgerConfigB\x06\xbaH\x03\xc8\x01\x01R\x06config\x12-\n" +
+	"\x05fence\x18\x04 \x01(\v2\x17.rollout.fence.v1.FenceR\x05fenceJ\x04\b\x03\x10\x04R\vincarnation\"J\n" +
 	"\x12OpenLedgerResponse\x124\n" +
-	"\x05state\x18\x01 \x01(\v2\x1e.rollout.buffer.v1.LedgerStateR\x05state\"V\n" +
+	"\x05state\x18\x01 \x01(\v2\x1e.rollout.buffer.v1.LedgerStateR\x05state\"v\n" +
 	"\x12CloseLedgerRequest\x12\x1e\n" +
-	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12 \n" +
-	"\vincarnation\x18\x02 \x01(\rR\vincarnation\"\x15\n" +
-	"\x13CloseLedgerResponse\"\xd0\x01\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12-\n" +
+	"\x05fence\x18\x03 \x01(\v2\x17.rollout.fence.v1.FenceR\x05fenceJ\x04\b\x02\x10\x03R\vincarnation\"\x15\n" +
+	"\x13CloseLedgerResponse\"\xff\x01\n" +
 	"\x14RecordWeightsRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x18\n" +
 	"\aversion\x18\x02 \x01(\x04R\aversion\x124\n" +
 	"\x06digest\x18\x03 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\x06digest\x12H\n" +
 	"\vold_lineage\x18\x04 \x01(\x0e2\x1d.rollout.buffer.v1.OldLineageB\b\xbaH\x05\x82\x01\x02\x10\x01R\n" +
-	"oldLineage\"\x86\x01\n" +
+	"oldLineage\x12-\n" +
+	"\x05fence\x18\x05 \x01(\v2\x17.rollout.fence.v1.FenceR\x05fence\"\x86\x01\n" +
 	"\x15RecordWeightsResponse\x12\x18\n" +
 	"\alineage\x18\x01 \x01(\rR\alineage\x12\x16\n" +
 	"\x06forked\x18\x02 \x01(\bR\x06forked\x12\x1f\n" +
@@ -3918,21 +3965,23 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x12GetMissingResponse\x129\n" +
 	"\x06groups\x18\x01 \x03(\v2!.rollout.buffer.v1.MissingSamplesR\x06groups\"*\n" +
 	"\x0eMissingSamples\x12\x18\n" +
-	"\asamples\x18\x01 \x03(\rR\asamples\"\x8c\x01\n" +
+	"\asamples\x18\x01 \x03(\rR\asamples\"\xbb\x01\n" +
 	"\x11LeaseBatchRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x1b\n" +
 	"\x04step\x18\x02 \x01(\x04B\a\xbaH\x042\x02(\x01R\x04step\x12:\n" +
-	"\fwait_seconds\x18\x03 \x01(\x01B\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00N@)\x00\x00\x00\x00\x00\x00\x00\x00R\vwaitSeconds\"e\n" +
+	"\fwait_seconds\x18\x03 \x01(\x01B\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00N@)\x00\x00\x00\x00\x00\x00\x00\x00R\vwaitSeconds\x12-\n" +
+	"\x05fence\x18\x04 \x01(\v2\x17.rollout.fence.v1.FenceR\x05fence\"e\n" +
 	"\x12LeaseBatchResponse\x12.\n" +
 	"\x05batch\x18\x01 \x01(\v2\x18.rollout.buffer.v1.BatchR\x05batch\x12\x1f\n" +
 	"\vwaiting_for\x18\x02 \x01(\tR\n" +
-	"waitingFor\"\xe5\x01\n" +
+	"waitingFor\"\x94\x02\n" +
 	"\x11CommitStepRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x1b\n" +
 	"\x04step\x18\x02 \x01(\x04B\a\xbaH\x042\x02(\x01R\x04step\x127\n" +
 	"\bbatch_id\x18\x03 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\abatchId\x12F\n" +
 	"\x0eweights_digest\x18\x04 \x01(\tB\x1f\xbaH\x1cr\x1a2\x18^(blake3-[0-9a-f]{64})?$R\rweightsDigest\x12\x12\n" +
-	"\x04trim\x18\x05 \x01(\bR\x04trim\"G\n" +
+	"\x04trim\x18\x05 \x01(\bR\x04trim\x12-\n" +
+	"\x05fence\x18\x06 \x01(\v2\x17.rollout.fence.v1.FenceR\x05fence\"G\n" +
 	"\x12CommitStepResponse\x121\n" +
 	"\x04step\x18\x01 \x01(\v2\x1d.rollout.buffer.v1.StepRecordR\x04step\"N\n" +
 	"\x0fGetBatchRequest\x12\x1e\n" +
@@ -3962,17 +4011,17 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x05limit\x18\x04 \x01(\rB\t\xbaH\x06*\x04\x18\xa0\x8d\x06R\x05limit\"y\n" +
 	"\x1cListIncompleteGroupsResponse\x126\n" +
 	"\x06groups\x18\x01 \x03(\v2\x1e.rollout.buffer.v1.GroupRecordR\x06groups\x12!\n" +
-	"\fend_position\x18\x02 \x01(\x04R\vendPosition\"\xb8\x01\n" +
+	"\fend_position\x18\x02 \x01(\x04R\vendPosition\"\xd8\x01\n" +
 	"\x14ExcludeGroupsRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12=\n" +
 	"\x06groups\x18\x02 \x03(\v2\x1b.rollout.buffer.v1.GroupKeyB\b\xbaH\x05\x92\x01\x02\b\x01R\x06groups\x12\x1f\n" +
-	"\x06reason\x18\x03 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x06reason\x12 \n" +
-	"\vincarnation\x18\x04 \x01(\rR\vincarnation\"\x17\n" +
-	"\x15ExcludeGroupsResponse\"\x97\x01\n" +
+	"\x06reason\x18\x03 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x06reason\x12-\n" +
+	"\x05fence\x18\x05 \x01(\v2\x17.rollout.fence.v1.FenceR\x05fenceJ\x04\b\x04\x10\x05R\vincarnation\"\x17\n" +
+	"\x15ExcludeGroupsResponse\"\xb7\x01\n" +
 	"\x14ReissueGroupsRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12=\n" +
-	"\x06groups\x18\x02 \x03(\v2\x1b.rollout.buffer.v1.GroupKeyB\b\xbaH\x05\x92\x01\x02\b\x01R\x06groups\x12 \n" +
-	"\vincarnation\x18\x03 \x01(\rR\vincarnation\"\x17\n" +
+	"\x06groups\x18\x02 \x03(\v2\x1b.rollout.buffer.v1.GroupKeyB\b\xbaH\x05\x92\x01\x02\b\x01R\x06groups\x12-\n" +
+	"\x05fence\x18\x04 \x01(\v2\x17.rollout.fence.v1.FenceR\x05fenceJ\x04\b\x03\x10\x04R\vincarnation\"\x17\n" +
 	"\x15ReissueGroupsResponse\"R\n" +
 	"\x13ReadPayloadsRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x1b\n" +
@@ -3982,14 +4031,16 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x12WatchLedgerRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"K\n" +
 	"\x13WatchLedgerResponse\x124\n" +
-	"\x05state\x18\x01 \x01(\v2\x1e.rollout.buffer.v1.LedgerStateR\x05state\"X\n" +
+	"\x05state\x18\x01 \x01(\v2\x1e.rollout.buffer.v1.LedgerStateR\x05state\"\x87\x01\n" +
 	"\x13TrimPayloadsRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12!\n" +
-	"\fthrough_step\x18\x02 \x01(\x04R\vthroughStep\",\n" +
+	"\fthrough_step\x18\x02 \x01(\x04R\vthroughStep\x12-\n" +
+	"\x05fence\x18\x03 \x01(\v2\x17.rollout.fence.v1.FenceR\x05fence\",\n" +
 	"\x14TrimPayloadsResponse\x12\x14\n" +
-	"\x05bytes\x18\x01 \x01(\x04R\x05bytes\"2\n" +
+	"\x05bytes\x18\x01 \x01(\x04R\x05bytes\"a\n" +
 	"\x10DeleteRunRequest\x12\x1e\n" +
-	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"\x13\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12-\n" +
+	"\x05fence\x18\x02 \x01(\v2\x17.rollout.fence.v1.FenceR\x05fence\"\x13\n" +
 	"\x11DeleteRunResponse\"5\n" +
 	"\x13ExportLedgerRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"\xaf\x03\n" +
@@ -4160,8 +4211,9 @@ var file_rollout_buffer_v1_buffer_proto_goTypes = []any{
 	(*v1.TrajectoryKey)(nil),             // 55: rollout.trajectory.v1.TrajectoryKey
 	(v1.Outcome)(0),                      // 56: rollout.trajectory.v1.Outcome
 	(*v1.EpisodeTimes)(nil),              // 57: rollout.trajectory.v1.EpisodeTimes
-	(*v1.TrajectoryBatch)(nil),           // 58: rollout.trajectory.v1.TrajectoryBatch
-	(*v1.VersionSpan)(nil),               // 59: rollout.trajectory.v1.VersionSpan
+	(*v11.Fence)(nil),                    // 58: rollout.fence.v1.Fence
+	(*v1.TrajectoryBatch)(nil),           // 59: rollout.trajectory.v1.TrajectoryBatch
+	(*v1.VersionSpan)(nil),               // 60: rollout.trajectory.v1.VersionSpan
 }
 var file_rollout_buffer_v1_buffer_proto_depIdxs = []int32{
 	0,  // 0: rollout.buffer.v1.LedgerConfig.order:type_name -> rollout.buffer.v1.LeaseOrder
@@ -4174,77 +4226,86 @@ var file_rollout_buffer_v1_buffer_proto_depIdxs = []int32{
 	5,  // 7: rollout.buffer.v1.LedgerState.dissolved:type_name -> rollout.buffer.v1.GroupRecord
 	54, // 8: rollout.buffer.v1.LedgerState.failures:type_name -> rollout.buffer.v1.LedgerState.FailuresEntry
 	3,  // 9: rollout.buffer.v1.OpenLedgerRequest.config:type_name -> rollout.buffer.v1.LedgerConfig
-	9,  // 10: rollout.buffer.v1.OpenLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
-	1,  // 11: rollout.buffer.v1.RecordWeightsRequest.old_lineage:type_name -> rollout.buffer.v1.OldLineage
-	58, // 12: rollout.buffer.v1.PutTrajectoriesRequest.puts:type_name -> rollout.trajectory.v1.TrajectoryBatch
-	18, // 13: rollout.buffer.v1.PutTrajectoriesResponse.results:type_name -> rollout.buffer.v1.PutResult
-	19, // 14: rollout.buffer.v1.PutResult.refused:type_name -> rollout.buffer.v1.PutRefusal
-	4,  // 15: rollout.buffer.v1.GetMissingRequest.groups:type_name -> rollout.buffer.v1.GroupKey
-	22, // 16: rollout.buffer.v1.GetMissingResponse.groups:type_name -> rollout.buffer.v1.MissingSamples
-	7,  // 17: rollout.buffer.v1.LeaseBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
-	8,  // 18: rollout.buffer.v1.CommitStepResponse.step:type_name -> rollout.buffer.v1.StepRecord
-	7,  // 19: rollout.buffer.v1.GetBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
-	8,  // 20: rollout.buffer.v1.ListStepsResponse.steps:type_name -> rollout.buffer.v1.StepRecord
-	2,  // 21: rollout.buffer.v1.ListGroupsRequest.states:type_name -> rollout.buffer.v1.GroupState
-	5,  // 22: rollout.buffer.v1.ListGroupsResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
-	5,  // 23: rollout.buffer.v1.ListIncompleteGroupsResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
-	4,  // 24: rollout.buffer.v1.ExcludeGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
-	4,  // 25: rollout.buffer.v1.ReissueGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
-	9,  // 26: rollout.buffer.v1.WatchLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
-	49, // 27: rollout.buffer.v1.ExportLedgerResponse.ledger:type_name -> rollout.buffer.v1.LedgerRecord
-	50, // 28: rollout.buffer.v1.ExportLedgerResponse.segments:type_name -> rollout.buffer.v1.SegmentRecord
-	51, // 29: rollout.buffer.v1.ExportLedgerResponse.weights:type_name -> rollout.buffer.v1.WeightsRecord
-	8,  // 30: rollout.buffer.v1.ExportLedgerResponse.steps:type_name -> rollout.buffer.v1.StepRecord
-	5,  // 31: rollout.buffer.v1.ExportLedgerResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
-	53, // 32: rollout.buffer.v1.ExportLedgerResponse.samples:type_name -> rollout.buffer.v1.SampleRecord
-	52, // 33: rollout.buffer.v1.ExportLedgerResponse.lineages:type_name -> rollout.buffer.v1.LineageRecord
-	3,  // 34: rollout.buffer.v1.LedgerRecord.config:type_name -> rollout.buffer.v1.LedgerConfig
-	9,  // 35: rollout.buffer.v1.LedgerRecord.state:type_name -> rollout.buffer.v1.LedgerState
-	1,  // 36: rollout.buffer.v1.LineageRecord.old_lineage:type_name -> rollout.buffer.v1.OldLineage
-	6,  // 37: rollout.buffer.v1.SampleRecord.ref:type_name -> rollout.buffer.v1.SampleRef
-	55, // 38: rollout.buffer.v1.SampleRecord.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	59, // 39: rollout.buffer.v1.SampleRecord.spans:type_name -> rollout.trajectory.v1.VersionSpan
-	10, // 40: rollout.buffer.v1.BufferService.OpenLedger:input_type -> rollout.buffer.v1.OpenLedgerRequest
-	12, // 41: rollout.buffer.v1.BufferService.CloseLedger:input_type -> rollout.buffer.v1.CloseLedgerRequest
-	14, // 42: rollout.buffer.v1.BufferService.RecordWeights:input_type -> rollout.buffer.v1.RecordWeightsRequest
-	16, // 43: rollout.buffer.v1.BufferService.PutTrajectories:input_type -> rollout.buffer.v1.PutTrajectoriesRequest
-	20, // 44: rollout.buffer.v1.BufferService.GetMissing:input_type -> rollout.buffer.v1.GetMissingRequest
-	23, // 45: rollout.buffer.v1.BufferService.LeaseBatch:input_type -> rollout.buffer.v1.LeaseBatchRequest
-	25, // 46: rollout.buffer.v1.BufferService.CommitStep:input_type -> rollout.buffer.v1.CommitStepRequest
-	27, // 47: rollout.buffer.v1.BufferService.GetBatch:input_type -> rollout.buffer.v1.GetBatchRequest
-	29, // 48: rollout.buffer.v1.BufferService.ListSteps:input_type -> rollout.buffer.v1.ListStepsRequest
-	31, // 49: rollout.buffer.v1.BufferService.ListGroups:input_type -> rollout.buffer.v1.ListGroupsRequest
-	33, // 50: rollout.buffer.v1.BufferService.ListIncompleteGroups:input_type -> rollout.buffer.v1.ListIncompleteGroupsRequest
-	35, // 51: rollout.buffer.v1.BufferService.ExcludeGroups:input_type -> rollout.buffer.v1.ExcludeGroupsRequest
-	37, // 52: rollout.buffer.v1.BufferService.ReissueGroups:input_type -> rollout.buffer.v1.ReissueGroupsRequest
-	39, // 53: rollout.buffer.v1.BufferService.ReadPayloads:input_type -> rollout.buffer.v1.ReadPayloadsRequest
-	41, // 54: rollout.buffer.v1.BufferService.WatchLedger:input_type -> rollout.buffer.v1.WatchLedgerRequest
-	47, // 55: rollout.buffer.v1.BufferService.ExportLedger:input_type -> rollout.buffer.v1.ExportLedgerRequest
-	43, // 56: rollout.buffer.v1.BufferService.TrimPayloads:input_type -> rollout.buffer.v1.TrimPayloadsRequest
-	45, // 57: rollout.buffer.v1.BufferService.DeleteRun:input_type -> rollout.buffer.v1.DeleteRunRequest
-	11, // 58: rollout.buffer.v1.BufferService.OpenLedger:output_type -> rollout.buffer.v1.OpenLedgerResponse
-	13, // 59: rollout.buffer.v1.BufferService.CloseLedger:output_type -> rollout.buffer.v1.CloseLedgerResponse
-	15, // 60: rollout.buffer.v1.BufferService.RecordWeights:output_type -> rollout.buffer.v1.RecordWeightsResponse
-	17, // 61: rollout.buffer.v1.BufferService.PutTrajectories:output_type -> rollout.buffer.v1.PutTrajectoriesResponse
-	21, // 62: rollout.buffer.v1.BufferService.GetMissing:output_type -> rollout.buffer.v1.GetMissingResponse
-	24, // 63: rollout.buffer.v1.BufferService.LeaseBatch:output_type -> rollout.buffer.v1.LeaseBatchResponse
-	26, // 64: rollout.buffer.v1.BufferService.CommitStep:output_type -> rollout.buffer.v1.CommitStepResponse
-	28, // 65: rollout.buffer.v1.BufferService.GetBatch:output_type -> rollout.buffer.v1.GetBatchResponse
-	30, // 66: rollout.buffer.v1.BufferService.ListSteps:output_type -> rollout.buffer.v1.ListStepsResponse
-	32, // 67: rollout.buffer.v1.BufferService.ListGroups:output_type -> rollout.buffer.v1.ListGroupsResponse
-	34, // 68: rollout.buffer.v1.BufferService.ListIncompleteGroups:output_type -> rollout.buffer.v1.ListIncompleteGroupsResponse
-	36, // 69: rollout.buffer.v1.BufferService.ExcludeGroups:output_type -> rollout.buffer.v1.ExcludeGroupsResponse
-	38, // 70: rollout.buffer.v1.BufferService.ReissueGroups:output_type -> rollout.buffer.v1.ReissueGroupsResponse
-	40, // 71: rollout.buffer.v1.BufferService.ReadPayloads:output_type -> rollout.buffer.v1.ReadPayloadsResponse
-	42, // 72: rollout.buffer.v1.BufferService.WatchLedger:output_type -> rollout.buffer.v1.WatchLedgerResponse
-	48, // 73: rollout.buffer.v1.BufferService.ExportLedger:output_type -> rollout.buffer.v1.ExportLedgerResponse
-	44, // 74: rollout.buffer.v1.BufferService.TrimPayloads:output_type -> rollout.buffer.v1.TrimPayloadsResponse
-	46, // 75: rollout.buffer.v1.BufferService.DeleteRun:output_type -> rollout.buffer.v1.DeleteRunResponse
-	58, // [58:76] is the sub-list for method output_type
-	40, // [40:58] is the sub-list for method input_type
-	40, // [40:40] is the sub-list for extension type_name
-	40, // [40:40] is the sub-list for extension extendee
-	0,  // [0:40] is the sub-list for field type_name
+	58, // 10: rollout.buffer.v1.OpenLedgerRequest.fence:type_name -> rollout.fence.v1.Fence
+	9,  // 11: rollout.buffer.v1.OpenLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
+	58, // 12: rollout.buffer.v1.CloseLedgerRequest.fence:type_name -> rollout.fence.v1.Fence
+	1,  // 13: rollout.buffer.v1.RecordWeightsRequest.old_lineage:type_name -> rollout.buffer.v1.OldLineage
+	58, // 14: rollout.buffer.v1.RecordWeightsRequest.fence:type_name -> rollout.fence.v1.Fence
+	59, // 15: rollout.buffer.v1.PutTrajectoriesRequest.puts:type_name -> rollout.trajectory.v1.TrajectoryBatch
+	18, // 16: rollout.buffer.v1.PutTrajectoriesResponse.results:type_name -> rollout.buffer.v1.PutResult
+	19, // 17: rollout.buffer.v1.PutResult.refused:type_name -> rollout.buffer.v1.PutRefusal
+	4,  // 18: rollout.buffer.v1.GetMissingRequest.groups:type_name -> rollout.buffer.v1.GroupKey
+	22, // 19: rollout.buffer.v1.GetMissingResponse.groups:type_name -> rollout.buffer.v1.MissingSamples
+	58, // 20: rollout.buffer.v1.LeaseBatchRequest.fence:type_name -> rollout.fence.v1.Fence
+	7,  // 21: rollout.buffer.v1.LeaseBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
+	58, // 22: rollout.buffer.v1.CommitStepRequest.fence:type_name -> rollout.fence.v1.Fence
+	8,  // 23: rollout.buffer.v1.CommitStepResponse.step:type_name -> rollout.buffer.v1.StepRecord
+	7,  // 24: rollout.buffer.v1.GetBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
+	8,  // 25: rollout.buffer.v1.ListStepsResponse.steps:type_name -> rollout.buffer.v1.StepRecord
+	2,  // 26: rollout.buffer.v1.ListGroupsRequest.states:type_name -> rollout.buffer.v1.GroupState
+	5,  // 27: rollout.buffer.v1.ListGroupsResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
+	5,  // 28: rollout.buffer.v1.ListIncompleteGroupsResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
+	4,  // 29: rollout.buffer.v1.ExcludeGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
+	58, // 30: rollout.buffer.v1.ExcludeGroupsRequest.fence:type_name -> rollout.fence.v1.Fence
+	4,  // 31: rollout.buffer.v1.ReissueGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
+	58, // 32: rollout.buffer.v1.ReissueGroupsRequest.fence:type_name -> rollout.fence.v1.Fence
+	9,  // 33: rollout.buffer.v1.WatchLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
+	58, // 34: rollout.buffer.v1.TrimPayloadsRequest.fence:type_name -> rollout.fence.v1.Fence
+	58, // 35: rollout.buffer.v1.DeleteRunRequest.fence:type_name -> rollout.fence.v1.Fence
+	49, // 36: rollout.buffer.v1.ExportLedgerResponse.ledger:type_name -> rollout.buffer.v1.LedgerRecord
+	50, // 37: rollout.buffer.v1.ExportLedgerResponse.segments:type_name -> rollout.buffer.v1.SegmentRecord
+	51, // 38: rollout.buffer.v1.ExportLedgerResponse.weights:type_name -> rollout.buffer.v1.WeightsRecord
+	8,  // 39: rollout.buffer.v1.ExportLedgerResponse.steps:type_name -> rollout.buffer.v1.StepRecord
+	5,  // 40: rollout.buffer.v1.ExportLedgerResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
+	53, // 41: rollout.buffer.v1.ExportLedgerResponse.samples:type_name -> rollout.buffer.v1.SampleRecord
+	52, // 42: rollout.buffer.v1.ExportLedgerResponse.lineages:type_name -> rollout.buffer.v1.LineageRecord
+	3,  // 43: rollout.buffer.v1.LedgerRecord.config:type_name -> rollout.buffer.v1.LedgerConfig
+	9,  // 44: rollout.buffer.v1.LedgerRecord.state:type_name -> rollout.buffer.v1.LedgerState
+	1,  // 45: rollout.buffer.v1.LineageRecord.old_lineage:type_name -> rollout.buffer.v1.OldLineage
+	6,  // 46: rollout.buffer.v1.SampleRecord.ref:type_name -> rollout.buffer.v1.SampleRef
+	55, // 47: rollout.buffer.v1.SampleRecord.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	60, // 48: rollout.buffer.v1.SampleRecord.spans:type_name -> rollout.trajectory.v1.VersionSpan
+	10, // 49: rollout.buffer.v1.BufferService.OpenLedger:input_type -> rollout.buffer.v1.OpenLedgerRequest
+	12, // 50: rollout.buffer.v1.BufferService.CloseLedger:input_type -> rollout.buffer.v1.CloseLedgerRequest
+	14, // 51: rollout.buffer.v1.BufferService.RecordWeights:input_type -> rollout.buffer.v1.RecordWeightsRequest
+	16, // 52: rollout.buffer.v1.BufferService.PutTrajectories:input_type -> rollout.buffer.v1.PutTrajectoriesRequest
+	20, // 53: rollout.buffer.v1.BufferService.GetMissing:input_type -> rollout.buffer.v1.GetMissingRequest
+	23, // 54: rollout.buffer.v1.BufferService.LeaseBatch:input_type -> rollout.buffer.v1.LeaseBatchRequest
+	25, // 55: rollout.buffer.v1.BufferService.CommitStep:input_type -> rollout.buffer.v1.CommitStepRequest
+	27, // 56: rollout.buffer.v1.BufferService.GetBatch:input_type -> rollout.buffer.v1.GetBatchRequest
+	29, // 57: rollout.buffer.v1.BufferService.ListSteps:input_type -> rollout.buffer.v1.ListStepsRequest
+	31, // 58: rollout.buffer.v1.BufferService.ListGroups:input_type -> rollout.buffer.v1.ListGroupsRequest
+	33, // 59: rollout.buffer.v1.BufferService.ListIncompleteGroups:input_type -> rollout.buffer.v1.ListIncompleteGroupsRequest
+	35, // 60: rollout.buffer.v1.BufferService.ExcludeGroups:input_type -> rollout.buffer.v1.ExcludeGroupsRequest
+	37, // 61: rollout.buffer.v1.BufferService.ReissueGroups:input_type -> rollout.buffer.v1.ReissueGroupsRequest
+	39, // 62: rollout.buffer.v1.BufferService.ReadPayloads:input_type -> rollout.buffer.v1.ReadPayloadsRequest
+	41, // 63: rollout.buffer.v1.BufferService.WatchLedger:input_type -> rollout.buffer.v1.WatchLedgerRequest
+	47, // 64: rollout.buffer.v1.BufferService.ExportLedger:input_type -> rollout.buffer.v1.ExportLedgerRequest
+	43, // 65: rollout.buffer.v1.BufferService.TrimPayloads:input_type -> rollout.buffer.v1.TrimPayloadsRequest
+	45, // 66: rollout.buffer.v1.BufferService.DeleteRun:input_type -> rollout.buffer.v1.DeleteRunRequest
+	11, // 67: rollout.buffer.v1.BufferService.OpenLedger:output_type -> rollout.buffer.v1.OpenLedgerResponse
+	13, // 68: rollout.buffer.v1.BufferService.CloseLedger:output_type -> rollout.buffer.v1.CloseLedgerResponse
+	15, // 69: rollout.buffer.v1.BufferService.RecordWeights:output_type -> rollout.buffer.v1.RecordWeightsResponse
+	17, // 70: rollout.buffer.v1.BufferService.PutTrajectories:output_type -> rollout.buffer.v1.PutTrajectoriesResponse
+	21, // 71: rollout.buffer.v1.BufferService.GetMissing:output_type -> rollout.buffer.v1.GetMissingResponse
+	24, // 72: rollout.buffer.v1.BufferService.LeaseBatch:output_type -> rollout.buffer.v1.LeaseBatchResponse
+	26, // 73: rollout.buffer.v1.BufferService.CommitStep:output_type -> rollout.buffer.v1.CommitStepResponse
+	28, // 74: rollout.buffer.v1.BufferService.GetBatch:output_type -> rollout.buffer.v1.GetBatchResponse
+	30, // 75: rollout.buffer.v1.BufferService.ListSteps:output_type -> rollout.buffer.v1.ListStepsResponse
+	32, // 76: rollout.buffer.v1.BufferService.ListGroups:output_type -> rollout.buffer.v1.ListGroupsResponse
+	34, // 77: rollout.buffer.v1.BufferService.ListIncompleteGroups:output_type -> rollout.buffer.v1.ListIncompleteGroupsResponse
+	36, // 78: rollout.buffer.v1.BufferService.ExcludeGroups:output_type -> rollout.buffer.v1.ExcludeGroupsResponse
+	38, // 79: rollout.buffer.v1.BufferService.ReissueGroups:output_type -> rollout.buffer.v1.ReissueGroupsResponse
+	40, // 80: rollout.buffer.v1.BufferService.ReadPayloads:output_type -> rollout.buffer.v1.ReadPayloadsResponse
+	42, // 81: rollout.buffer.v1.BufferService.WatchLedger:output_type -> rollout.buffer.v1.WatchLedgerResponse
+	48, // 82: rollout.buffer.v1.BufferService.ExportLedger:output_type -> rollout.buffer.v1.ExportLedgerResponse
+	44, // 83: rollout.buffer.v1.BufferService.TrimPayloads:output_type -> rollout.buffer.v1.TrimPayloadsResponse
+	46, // 84: rollout.buffer.v1.BufferService.DeleteRun:output_type -> rollout.buffer.v1.DeleteRunResponse
+	67, // [67:85] is the sub-list for method output_type
+	49, // [49:67] is the sub-list for method input_type
+	49, // [49:49] is the sub-list for extension type_name
+	49, // [49:49] is the sub-list for extension extendee
+	0,  // [0:49] is the sub-list for field type_name
 }
 
 func init() { file_rollout_buffer_v1_buffer_proto_init() }

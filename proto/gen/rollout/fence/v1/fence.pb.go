@@ -25,16 +25,18 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Fence travels with every request that changes or deletes data. The owner of the data remembers
-// the highest (incarnation, leader_epoch) of each role and rejects lower ones with
-// FAILED_PRECONDITION, reason FENCED.
+// Fence travels with every request that changes or deletes data by the decision of a leader. The
+// owner of the data remembers the highest leader_epoch of each role and the highest incarnation of
+// each run, and refuses lower ones with FAILED_PRECONDITION, reason FENCED, in the transaction of
+// the change.
 type Fence struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Times the run was started, from 1. 0 if the change belongs to no run.
 	Incarnation uint32 `protobuf:"varint,1,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
-	// Who decided it, e.g. `scheduler`, `learner-controller`, or `learner`.
+	// Service that decided it, such as `scheduler` or `learner-controller`, or `worker`.
 	Role string `protobuf:"bytes,2,opt,name=role,proto3" json:"role,omitempty"`
-	// Epoch of the leader's lease, from 1; it grows with every change of the leader.
+	// Epoch of the leader's lease, from 1; it grows with every change of the leader. 0 for workers,
+	// which have no lease.
 	LeaderEpoch   uint64 `protobuf:"varint,3,opt,name=leader_epoch,json=leaderEpoch,proto3" json:"leader_epoch,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

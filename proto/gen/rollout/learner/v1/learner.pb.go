@@ -11,10 +11,11 @@ package learnerv1
 
 import (
 	_ "buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
-	v13 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
-	v12 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
-	v15 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
-	v14 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
+	v14 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	v12 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
+	v13 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	v16 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+	v15 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 	v11 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 	v1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
@@ -315,7 +316,9 @@ func (x *LaggingWorker) GetMessage() string {
 type DeleteRunRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run.
-	RunId         string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// As in StartRunRequest.
+	Fence         *v12.Fence `protobuf:"bytes,2,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -355,6 +358,13 @@ func (x *DeleteRunRequest) GetRunId() string {
 		return x.RunId
 	}
 	return ""
+}
+
+func (x *DeleteRunRequest) GetFence() *v12.Fence {
+	if x != nil {
+		return x.Fence
+	}
+	return nil
 }
 
 // DeleteRunResponse is empty.
@@ -400,13 +410,13 @@ type StartRunRequest struct {
 	// Run.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	// Plan.
-	Plan *v12.Plan `protobuf:"bytes,2,opt,name=plan,proto3" json:"plan,omitempty"`
-	// Incarnation of the run.
-	Incarnation uint32 `protobuf:"varint,3,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
+	Plan *v13.Plan `protobuf:"bytes,2,opt,name=plan,proto3" json:"plan,omitempty"`
 	// Folder of the run.
 	RunDirectory string `protobuf:"bytes,4,opt,name=run_directory,json=runDirectory,proto3" json:"run_directory,omitempty"`
 	// Snapshot to start from, for a restored or forked run.
-	FromSnapshot  string `protobuf:"bytes,5,opt,name=from_snapshot,json=fromSnapshot,proto3" json:"from_snapshot,omitempty"`
+	FromSnapshot string `protobuf:"bytes,5,opt,name=from_snapshot,json=fromSnapshot,proto3" json:"from_snapshot,omitempty"`
+	// The scheduler that leads, and the incarnation of the run.
+	Fence         *v12.Fence `protobuf:"bytes,6,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -448,18 +458,11 @@ func (x *StartRunRequest) GetRunId() string {
 	return ""
 }
 
-func (x *StartRunRequest) GetPlan() *v12.Plan {
+func (x *StartRunRequest) GetPlan() *v13.Plan {
 	if x != nil {
 		return x.Plan
 	}
 	return nil
-}
-
-func (x *StartRunRequest) GetIncarnation() uint32 {
-	if x != nil {
-		return x.Incarnation
-	}
-	return 0
 }
 
 func (x *StartRunRequest) GetRunDirectory() string {
@@ -474,6 +477,13 @@ func (x *StartRunRequest) GetFromSnapshot() string {
 		return x.FromSnapshot
 	}
 	return ""
+}
+
+func (x *StartRunRequest) GetFence() *v12.Fence {
+	if x != nil {
+		return x.Fence
+	}
+	return nil
 }
 
 // StartRunResponse is empty.
@@ -520,9 +530,8 @@ type StopRunRequest struct {
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	// Whether to finish the current step and take a snapshot first.
 	Drain bool `protobuf:"varint,2,opt,name=drain,proto3" json:"drain,omitempty"`
-	// Incarnation of the run that the caller knows. An older one than the controller drives is
-	// refused: FAILED_PRECONDITION, reason STALE_INCARNATION. 0 is not compared.
-	Incarnation   uint32 `protobuf:"varint,3,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
+	// As in StartRunRequest.
+	Fence         *v12.Fence `protobuf:"bytes,4,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -571,11 +580,11 @@ func (x *StopRunRequest) GetDrain() bool {
 	return false
 }
 
-func (x *StopRunRequest) GetIncarnation() uint32 {
+func (x *StopRunRequest) GetFence() *v12.Fence {
 	if x != nil {
-		return x.Incarnation
+		return x.Fence
 	}
-	return 0
+	return nil
 }
 
 // StopRunResponse is the last progress.
@@ -944,7 +953,7 @@ type TrainRequest struct {
 	// Step to make.
 	Step uint64 `protobuf:"varint,2,opt,name=step,proto3" json:"step,omitempty"`
 	// Batch to train on.
-	Batch *v13.Batch `protobuf:"bytes,3,opt,name=batch,proto3" json:"batch,omitempty"`
+	Batch *v14.Batch `protobuf:"bytes,3,opt,name=batch,proto3" json:"batch,omitempty"`
 	// Whether to publish the weights of the step.
 	Publish       bool `protobuf:"varint,4,opt,name=publish,proto3" json:"publish,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -995,7 +1004,7 @@ func (x *TrainRequest) GetStep() uint64 {
 	return 0
 }
 
-func (x *TrainRequest) GetBatch() *v13.Batch {
+func (x *TrainRequest) GetBatch() *v14.Batch {
 	if x != nil {
 		return x.Batch
 	}
@@ -1263,9 +1272,9 @@ type Completion struct {
 	Metrics map[string]float64 `protobuf:"bytes,12,rep,name=metrics,proto3" json:"metrics,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
 	// The prompt and the turns, with long texts truncated; the last ones are left out if they are too
 	// many. Empty if episodes have one turn.
-	Turns []*v14.Turn `protobuf:"bytes,13,rep,name=turns,proto3" json:"turns,omitempty"`
+	Turns []*v15.Turn `protobuf:"bytes,13,rep,name=turns,proto3" json:"turns,omitempty"`
 	// Weights that sampled the completion.
-	VersionSpans []*v14.VersionSpan `protobuf:"bytes,14,rep,name=version_spans,json=versionSpans,proto3" json:"version_spans,omitempty"`
+	VersionSpans []*v15.VersionSpan `protobuf:"bytes,14,rep,name=version_spans,json=versionSpans,proto3" json:"version_spans,omitempty"`
 	// int32[N] little-endian: the first N tokens of the completion.
 	TokenIds []byte `protobuf:"bytes,15,opt,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// float32[N] little-endian: their logprobs when they were sampled; 0 for tokens that were read.
@@ -1273,9 +1282,9 @@ type Completion struct {
 	// uint8[N]: 1 where the token is trained on.
 	LossMask []byte `protobuf:"bytes,17,opt,name=loss_mask,json=lossMask,proto3" json:"loss_mask,omitempty"`
 	// How the sample ended.
-	Outcome v14.Outcome `protobuf:"varint,18,opt,name=outcome,proto3,enum=rollout.trajectory.v1.Outcome" json:"outcome,omitempty"`
+	Outcome v15.Outcome `protobuf:"varint,18,opt,name=outcome,proto3,enum=rollout.trajectory.v1.Outcome" json:"outcome,omitempty"`
 	// Of a child session, the episode that opened it.
-	Parent        *v14.EpisodeLink `protobuf:"bytes,19,opt,name=parent,proto3" json:"parent,omitempty"`
+	Parent        *v15.EpisodeLink `protobuf:"bytes,19,opt,name=parent,proto3" json:"parent,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1394,14 +1403,14 @@ func (x *Completion) GetMetrics() map[string]float64 {
 	return nil
 }
 
-func (x *Completion) GetTurns() []*v14.Turn {
+func (x *Completion) GetTurns() []*v15.Turn {
 	if x != nil {
 		return x.Turns
 	}
 	return nil
 }
 
-func (x *Completion) GetVersionSpans() []*v14.VersionSpan {
+func (x *Completion) GetVersionSpans() []*v15.VersionSpan {
 	if x != nil {
 		return x.VersionSpans
 	}
@@ -1429,14 +1438,14 @@ func (x *Completion) GetLossMask() []byte {
 	return nil
 }
 
-func (x *Completion) GetOutcome() v14.Outcome {
+func (x *Completion) GetOutcome() v15.Outcome {
 	if x != nil {
 		return x.Outcome
 	}
-	return v14.Outcome(0)
+	return v15.Outcome(0)
 }
 
-func (x *Completion) GetParent() *v14.EpisodeLink {
+func (x *Completion) GetParent() *v15.EpisodeLink {
 	if x != nil {
 		return x.Parent
 	}
@@ -1851,7 +1860,7 @@ func (x *SaveStateRequest) GetDirectory() string {
 type SaveStateResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Files written, relative to the folder.
-	Files []*v15.SnapshotFile `protobuf:"bytes,1,rep,name=files,proto3" json:"files,omitempty"`
+	Files []*v16.SnapshotFile `protobuf:"bytes,1,rep,name=files,proto3" json:"files,omitempty"`
 	// Digest of the weights in the state.
 	WeightsDigest string `protobuf:"bytes,2,opt,name=weights_digest,json=weightsDigest,proto3" json:"weights_digest,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -1888,7 +1897,7 @@ func (*SaveStateResponse) Descriptor() ([]byte, []int) {
 	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{26}
 }
 
-func (x *SaveStateResponse) GetFiles() []*v15.SnapshotFile {
+func (x *SaveStateResponse) GetFiles() []*v16.SnapshotFile {
 	if x != nil {
 		return x.Files
 	}
@@ -2025,7 +2034,7 @@ var File_rollout_learner_v1_learner_proto protoreflect.FileDescriptor
 
 const file_rollout_learner_v1_learner_proto_rawDesc = "" +
 	"\n" +
-	" rollout/learner/v1/learner.proto\x12\x12rollout.learner.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1erollout/buffer/v1/buffer.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\"rollout/snapshot/v1/snapshot.proto\x1a&rollout/trajectory/v1/trajectory.proto\x1a\x1arollout/wait/v1/wait.proto\x1a rollout/weights/v1/weights.proto\"\xe9\x02\n" +
+	" rollout/learner/v1/learner.proto\x12\x12rollout.learner.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1erollout/buffer/v1/buffer.proto\x1a\x1crollout/fence/v1/fence.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\"rollout/snapshot/v1/snapshot.proto\x1a&rollout/trajectory/v1/trajectory.proto\x1a\x1arollout/wait/v1/wait.proto\x1a rollout/weights/v1/weights.proto\"\xe9\x02\n" +
 	"\bProgress\x12\x15\n" +
 	"\x06run_id\x18\x01 \x01(\tR\x05runId\x12/\n" +
 	"\x05phase\x18\x02 \x01(\x0e2\x19.rollout.learner.v1.PhaseR\x05phase\x12\x12\n" +
@@ -2041,21 +2050,22 @@ const file_rollout_learner_v1_learner_proto_rawDesc = "" +
 	"\rLaggingWorker\x12\x1b\n" +
 	"\tworker_id\x18\x01 \x01(\tR\bworkerId\x12\x18\n" +
 	"\aversion\x18\x02 \x01(\x04R\aversion\x12\x18\n" +
-	"\amessage\x18\x03 \x01(\tR\amessage\"2\n" +
+	"\amessage\x18\x03 \x01(\tR\amessage\"i\n" +
 	"\x10DeleteRunRequest\x12\x1e\n" +
-	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"\x13\n" +
-	"\x11DeleteRunResponse\"\xd0\x01\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x125\n" +
+	"\x05fence\x18\x02 \x01(\v2\x17.rollout.fence.v1.FenceB\x06\xbaH\x03\xc8\x01\x01R\x05fence\"\x13\n" +
+	"\x11DeleteRunResponse\"\xf8\x01\n" +
 	"\x0fStartRunRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x121\n" +
-	"\x04plan\x18\x02 \x01(\v2\x15.rollout.plan.v1.PlanB\x06\xbaH\x03\xc8\x01\x01R\x04plan\x12 \n" +
-	"\vincarnation\x18\x03 \x01(\rR\vincarnation\x12#\n" +
+	"\x04plan\x18\x02 \x01(\v2\x15.rollout.plan.v1.PlanB\x06\xbaH\x03\xc8\x01\x01R\x04plan\x12#\n" +
 	"\rrun_directory\x18\x04 \x01(\tR\frunDirectory\x12#\n" +
-	"\rfrom_snapshot\x18\x05 \x01(\tR\ffromSnapshot\"\x12\n" +
-	"\x10StartRunResponse\"h\n" +
+	"\rfrom_snapshot\x18\x05 \x01(\tR\ffromSnapshot\x125\n" +
+	"\x05fence\x18\x06 \x01(\v2\x17.rollout.fence.v1.FenceB\x06\xbaH\x03\xc8\x01\x01R\x05fenceJ\x04\b\x03\x10\x04R\vincarnation\"\x12\n" +
+	"\x10StartRunResponse\"\x90\x01\n" +
 	"\x0eStopRunRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x14\n" +
-	"\x05drain\x18\x02 \x01(\bR\x05drain\x12 \n" +
-	"\vincarnation\x18\x03 \x01(\rR\vincarnation\"K\n" +
+	"\x05drain\x18\x02 \x01(\bR\x05drain\x125\n" +
+	"\x05fence\x18\x04 \x01(\v2\x17.rollout.fence.v1.FenceB\x06\xbaH\x03\xc8\x01\x01R\x05fenceJ\x04\b\x03\x10\x04R\vincarnation\"K\n" +
 	"\x0fStopRunResponse\x128\n" +
 	"\bprogress\x18\x01 \x01(\v2\x1c.rollout.learner.v1.ProgressR\bprogress\"4\n" +
 	"\x12GetProgressRequest\x12\x1e\n" +
@@ -2244,68 +2254,72 @@ var file_rollout_learner_v1_learner_proto_goTypes = []any{
 	nil,                              // 32: rollout.learner.v1.EvaluateLossResponse.MetricsEntry
 	(*v1.WeightsManifest)(nil),       // 33: rollout.weights.v1.WeightsManifest
 	(*v11.Wait)(nil),                 // 34: rollout.wait.v1.Wait
-	(*v12.Plan)(nil),                 // 35: rollout.plan.v1.Plan
-	(*v13.Batch)(nil),                // 36: rollout.buffer.v1.Batch
-	(*v14.Turn)(nil),                 // 37: rollout.trajectory.v1.Turn
-	(*v14.VersionSpan)(nil),          // 38: rollout.trajectory.v1.VersionSpan
-	(v14.Outcome)(0),                 // 39: rollout.trajectory.v1.Outcome
-	(*v14.EpisodeLink)(nil),          // 40: rollout.trajectory.v1.EpisodeLink
-	(*v1.WeightsOffer)(nil),          // 41: rollout.weights.v1.WeightsOffer
-	(*v15.SnapshotFile)(nil),         // 42: rollout.snapshot.v1.SnapshotFile
+	(*v12.Fence)(nil),                // 35: rollout.fence.v1.Fence
+	(*v13.Plan)(nil),                 // 36: rollout.plan.v1.Plan
+	(*v14.Batch)(nil),                // 37: rollout.buffer.v1.Batch
+	(*v15.Turn)(nil),                 // 38: rollout.trajectory.v1.Turn
+	(*v15.VersionSpan)(nil),          // 39: rollout.trajectory.v1.VersionSpan
+	(v15.Outcome)(0),                 // 40: rollout.trajectory.v1.Outcome
+	(*v15.EpisodeLink)(nil),          // 41: rollout.trajectory.v1.EpisodeLink
+	(*v1.WeightsOffer)(nil),          // 42: rollout.weights.v1.WeightsOffer
+	(*v16.SnapshotFile)(nil),         // 43: rollout.snapshot.v1.SnapshotFile
 }
 var file_rollout_learner_v1_learner_proto_depIdxs = []int32{
 	0,  // 0: rollout.learner.v1.Progress.phase:type_name -> rollout.learner.v1.Phase
 	33, // 1: rollout.learner.v1.Progress.weights:type_name -> rollout.weights.v1.WeightsManifest
 	34, // 2: rollout.learner.v1.Progress.wait:type_name -> rollout.wait.v1.Wait
 	2,  // 3: rollout.learner.v1.Progress.lagging:type_name -> rollout.learner.v1.LaggingWorker
-	35, // 4: rollout.learner.v1.StartRunRequest.plan:type_name -> rollout.plan.v1.Plan
-	1,  // 5: rollout.learner.v1.StopRunResponse.progress:type_name -> rollout.learner.v1.Progress
-	1,  // 6: rollout.learner.v1.GetProgressResponse.progress:type_name -> rollout.learner.v1.Progress
-	1,  // 7: rollout.learner.v1.WatchProgressResponse.progress:type_name -> rollout.learner.v1.Progress
-	36, // 8: rollout.learner.v1.TrainRequest.batch:type_name -> rollout.buffer.v1.Batch
-	17, // 9: rollout.learner.v1.TrainResponse.progress:type_name -> rollout.learner.v1.TrainProgress
-	18, // 10: rollout.learner.v1.TrainResponse.result:type_name -> rollout.learner.v1.TrainResult
-	33, // 11: rollout.learner.v1.TrainResult.weights:type_name -> rollout.weights.v1.WeightsManifest
-	30, // 12: rollout.learner.v1.TrainResult.metrics:type_name -> rollout.learner.v1.TrainResult.MetricsEntry
-	19, // 13: rollout.learner.v1.TrainResult.completions:type_name -> rollout.learner.v1.Completion
-	31, // 14: rollout.learner.v1.Completion.metrics:type_name -> rollout.learner.v1.Completion.MetricsEntry
-	37, // 15: rollout.learner.v1.Completion.turns:type_name -> rollout.trajectory.v1.Turn
-	38, // 16: rollout.learner.v1.Completion.version_spans:type_name -> rollout.trajectory.v1.VersionSpan
-	39, // 17: rollout.learner.v1.Completion.outcome:type_name -> rollout.trajectory.v1.Outcome
-	40, // 18: rollout.learner.v1.Completion.parent:type_name -> rollout.trajectory.v1.EpisodeLink
-	33, // 19: rollout.learner.v1.PublishWeightsResponse.weights:type_name -> rollout.weights.v1.WeightsManifest
-	41, // 20: rollout.learner.v1.OfferWeightsResponse.offers:type_name -> rollout.weights.v1.WeightsOffer
-	32, // 21: rollout.learner.v1.EvaluateLossResponse.metrics:type_name -> rollout.learner.v1.EvaluateLossResponse.MetricsEntry
-	42, // 22: rollout.learner.v1.SaveStateResponse.files:type_name -> rollout.snapshot.v1.SnapshotFile
-	5,  // 23: rollout.learner.v1.LearnerControllerService.StartRun:input_type -> rollout.learner.v1.StartRunRequest
-	7,  // 24: rollout.learner.v1.LearnerControllerService.StopRun:input_type -> rollout.learner.v1.StopRunRequest
-	9,  // 25: rollout.learner.v1.LearnerControllerService.GetProgress:input_type -> rollout.learner.v1.GetProgressRequest
-	11, // 26: rollout.learner.v1.LearnerControllerService.WatchProgress:input_type -> rollout.learner.v1.WatchProgressRequest
-	3,  // 27: rollout.learner.v1.LearnerControllerService.DeleteRun:input_type -> rollout.learner.v1.DeleteRunRequest
-	13, // 28: rollout.learner.v1.LearnerWorkerService.Initialize:input_type -> rollout.learner.v1.InitializeRequest
-	15, // 29: rollout.learner.v1.LearnerWorkerService.Train:input_type -> rollout.learner.v1.TrainRequest
-	20, // 30: rollout.learner.v1.LearnerWorkerService.PublishWeights:input_type -> rollout.learner.v1.PublishWeightsRequest
-	22, // 31: rollout.learner.v1.LearnerWorkerService.OfferWeights:input_type -> rollout.learner.v1.OfferWeightsRequest
-	24, // 32: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:input_type -> rollout.learner.v1.EvaluateLossRequest
-	26, // 33: rollout.learner.v1.LearnerWorkerService.SaveState:input_type -> rollout.learner.v1.SaveStateRequest
-	28, // 34: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:input_type -> rollout.learner.v1.GetLearnerStatusRequest
-	6,  // 35: rollout.learner.v1.LearnerControllerService.StartRun:output_type -> rollout.learner.v1.StartRunResponse
-	8,  // 36: rollout.learner.v1.LearnerControllerService.StopRun:output_type -> rollout.learner.v1.StopRunResponse
-	10, // 37: rollout.learner.v1.LearnerControllerService.GetProgress:output_type -> rollout.learner.v1.GetProgressResponse
-	12, // 38: rollout.learner.v1.LearnerControllerService.WatchProgress:output_type -> rollout.learner.v1.WatchProgressResponse
-	4,  // 39: rollout.learner.v1.LearnerControllerService.DeleteRun:output_type -> rollout.learner.v1.DeleteRunResponse
-	14, // 40: rollout.learner.v1.LearnerWorkerService.Initialize:output_type -> rollout.learner.v1.InitializeResponse
-	16, // 41: rollout.learner.v1.LearnerWorkerService.Train:output_type -> rollout.learner.v1.TrainResponse
-	21, // 42: rollout.learner.v1.LearnerWorkerService.PublishWeights:output_type -> rollout.learner.v1.PublishWeightsResponse
-	23, // 43: rollout.learner.v1.LearnerWorkerService.OfferWeights:output_type -> rollout.learner.v1.OfferWeightsResponse
-	25, // 44: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:output_type -> rollout.learner.v1.EvaluateLossResponse
-	27, // 45: rollout.learner.v1.LearnerWorkerService.SaveState:output_type -> rollout.learner.v1.SaveStateResponse
-	29, // 46: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:output_type -> rollout.learner.v1.GetLearnerStatusResponse
-	35, // [35:47] is the sub-list for method output_type
-	23, // [23:35] is the sub-list for method input_type
-	23, // [23:23] is the sub-list for extension type_name
-	23, // [23:23] is the sub-list for extension extendee
-	0,  // [0:23] is the sub-list for field type_name
+	35, // 4: rollout.learner.v1.DeleteRunRequest.fence:type_name -> rollout.fence.v1.Fence
+	36, // 5: rollout.learner.v1.StartRunRequest.plan:type_name -> rollout.plan.v1.Plan
+	35, // 6: rollout.learner.v1.StartRunRequest.fence:type_name -> rollout.fence.v1.Fence
+	35, // 7: rollout.learner.v1.StopRunRequest.fence:type_name -> rollout.fence.v1.Fence
+	1,  // 8: rollout.learner.v1.StopRunResponse.progress:type_name -> rollout.learner.v1.Progress
+	1,  // 9: rollout.learner.v1.GetProgressResponse.progress:type_name -> rollout.learner.v1.Progress
+	1,  // 10: rollout.learner.v1.WatchProgressResponse.progress:type_name -> rollout.learner.v1.Progress
+	37, // 11: rollout.learner.v1.TrainRequest.batch:type_name -> rollout.buffer.v1.Batch
+	17, // 12: rollout.learner.v1.TrainResponse.progress:type_name -> rollout.learner.v1.TrainProgress
+	18, // 13: rollout.learner.v1.TrainResponse.result:type_name -> rollout.learner.v1.TrainResult
+	33, // 14: rollout.learner.v1.TrainResult.weights:type_name -> rollout.weights.v1.WeightsManifest
+	30, // 15: rollout.learner.v1.TrainResult.metrics:type_name -> rollout.learner.v1.TrainResult.MetricsEntry
+	19, // 16: rollout.learner.v1.TrainResult.completions:type_name -> rollout.learner.v1.Completion
+	31, // 17: rollout.learner.v1.Completion.metrics:type_name -> rollout.learner.v1.Completion.MetricsEntry
+	38, // 18: rollout.learner.v1.Completion.turns:type_name -> rollout.trajectory.v1.Turn
+	39, // 19: rollout.learner.v1.Completion.version_spans:type_name -> rollout.trajectory.v1.VersionSpan
+	40, // 20: rollout.learner.v1.Completion.outcome:type_name -> rollout.trajectory.v1.Outcome
+	41, // 21: rollout.learner.v1.Completion.parent:type_name -> rollout.trajectory.v1.EpisodeLink
+	33, // 22: rollout.learner.v1.PublishWeightsResponse.weights:type_name -> rollout.weights.v1.WeightsManifest
+	42, // 23: rollout.learner.v1.OfferWeightsResponse.offers:type_name -> rollout.weights.v1.WeightsOffer
+	32, // 24: rollout.learner.v1.EvaluateLossResponse.metrics:type_name -> rollout.learner.v1.EvaluateLossResponse.MetricsEntry
+	43, // 25: rollout.learner.v1.SaveStateResponse.files:type_name -> rollout.snapshot.v1.SnapshotFile
+	5,  // 26: rollout.learner.v1.LearnerControllerService.StartRun:input_type -> rollout.learner.v1.StartRunRequest
+	7,  // 27: rollout.learner.v1.LearnerControllerService.StopRun:input_type -> rollout.learner.v1.StopRunRequest
+	9,  // 28: rollout.learner.v1.LearnerControllerService.GetProgress:input_type -> rollout.learner.v1.GetProgressRequest
+	11, // 29: rollout.learner.v1.LearnerControllerService.WatchProgress:input_type -> rollout.learner.v1.WatchProgressRequest
+	3,  // 30: rollout.learner.v1.LearnerControllerService.DeleteRun:input_type -> rollout.learner.v1.DeleteRunRequest
+	13, // 31: rollout.learner.v1.LearnerWorkerService.Initialize:input_type -> rollout.learner.v1.InitializeRequest
+	15, // 32: rollout.learner.v1.LearnerWorkerService.Train:input_type -> rollout.learner.v1.TrainRequest
+	20, // 33: rollout.learner.v1.LearnerWorkerService.PublishWeights:input_type -> rollout.learner.v1.PublishWeightsRequest
+	22, // 34: rollout.learner.v1.LearnerWorkerService.OfferWeights:input_type -> rollout.learner.v1.OfferWeightsRequest
+	24, // 35: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:input_type -> rollout.learner.v1.EvaluateLossRequest
+	26, // 36: rollout.learner.v1.LearnerWorkerService.SaveState:input_type -> rollout.learner.v1.SaveStateRequest
+	28, // 37: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:input_type -> rollout.learner.v1.GetLearnerStatusRequest
+	6,  // 38: rollout.learner.v1.LearnerControllerService.StartRun:output_type -> rollout.learner.v1.StartRunResponse
+	8,  // 39: rollout.learner.v1.LearnerControllerService.StopRun:output_type -> rollout.learner.v1.StopRunResponse
+	10, // 40: rollout.learner.v1.LearnerControllerService.GetProgress:output_type -> rollout.learner.v1.GetProgressResponse
+	12, // 41: rollout.learner.v1.LearnerControllerService.WatchProgress:output_type -> rollout.learner.v1.WatchProgressResponse
+	4,  // 42: rollout.learner.v1.LearnerControllerService.DeleteRun:output_type -> rollout.learner.v1.DeleteRunResponse
+	14, // 43: rollout.learner.v1.LearnerWorkerService.Initialize:output_type -> rollout.learner.v1.InitializeResponse
+	16, // 44: rollout.learner.v1.LearnerWorkerService.Train:output_type -> rollout.learner.v1.TrainResponse
+	21, // 45: rollout.learner.v1.LearnerWorkerService.PublishWeights:output_type -> rollout.learner.v1.PublishWeightsResponse
+	23, // 46: rollout.learner.v1.LearnerWorkerService.OfferWeights:output_type -> rollout.learner.v1.OfferWeightsResponse
+	25, // 47: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:output_type -> rollout.learner.v1.EvaluateLossResponse
+	27, // 48: rollout.learner.v1.LearnerWorkerService.SaveState:output_type -> rollout.learner.v1.SaveStateResponse
+	29, // 49: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:output_type -> rollout.learner.v1.GetLearnerStatusResponse
+	38, // [38:50] is the sub-list for method output_type
+	26, // [26:38] is the sub-list for method input_type
+	26, // [26:26] is the sub-list for extension type_name
+	26, // [26:26] is the sub-list for extension extendee
+	0,  // [0:26] is the sub-list for field type_name
 }
 
 func init() { file_rollout_learner_v1_learner_proto_init() }

@@ -35,7 +35,7 @@ const (
 //
 // LearnerControllerService owns the state machine of the learner.
 type LearnerControllerServiceClient interface {
-	// StartRun starts or continues to drive a run. Idempotent by incarnation.
+	// StartRun starts or continues to drive a run. Idempotent by fence.
 	StartRun(ctx context.Context, in *StartRunRequest, opts ...grpc.CallOption) (*StartRunResponse, error)
 	// StopRun stops driving a run and returns when the drive has ended. With drain, it finishes the
 	// current step and takes a snapshot. Idempotent.
@@ -121,7 +121,7 @@ func (c *learnerControllerServiceClient) DeleteRun(ctx context.Context, in *Dele
 //
 // LearnerControllerService owns the state machine of the learner.
 type LearnerControllerServiceServer interface {
-	// StartRun starts or continues to drive a run. Idempotent by incarnation.
+	// StartRun starts or continues to drive a run. Idempotent by fence.
 	StartRun(context.Context, *StartRunRequest) (*StartRunResponse, error)
 	// StopRun stops driving a run and returns when the drive has ended. With drain, it finishes the
 	// current step and takes a snapshot. Idempotent.
