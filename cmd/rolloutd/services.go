@@ -95,6 +95,14 @@ func newSnapshot(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
+	ledgers, err := client(m, names.BufferService, bufferv1.NewBufferServiceClient)
+	if err != nil {
+		return hosted{}, err
+	}
+	learners, err := client(m, names.ControllerService, learnerv1.NewLearnerControllerServiceClient)
+	if err != nil {
+		return hosted{}, err
+	}
 	store, err := snapshotstore.Open(ctx, m.place)
 	if err != nil {
 		return hosted{}, err
@@ -102,7 +110,7 @@ func newSnapshot(ctx context.Context, m *mesh) (hosted, error) {
 	shape := func(r grpc.ServiceRegistrar) { snapshotv1.RegisterSnapshotServiceServer(r, nil) }
 	return elect(ctx, m, names.SnapshotService, store, shape, func(store *snapshotstore.Store, _ uint64) (*snapshot.Server, error) {
 		return snapshot.New(snapshot.Config{}, snapshot.Deps{
-			Store: store, Artifacts: artifacts, Scheduler: runs, Events: m.events, Log: m.logger(names.SnapshotService),
+			Store: store, Artifacts: artifacts, Scheduler: runs, Buffer: ledgers, Controller: learners, Events: m.events, Log: m.logger(names.SnapshotService),
 		})
 	})
 }

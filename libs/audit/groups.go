@@ -43,7 +43,7 @@ func (c groupCheck) group(g *bufferv1.GroupRecord) {
 	committed := step.GetChain() != ""
 	switch g.GetState() {
 	case consumed:
-		if !committed {
+		if !committed && !c.carried(g) {
 			c.add(at, "CONSUMED_BY_NO_STEP", "it is consumed by step %d, which is not committed", g.GetStep())
 		}
 	case leased:

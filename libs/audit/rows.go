@@ -123,11 +123,21 @@ func (l layout) positional() bool {
 // end is then in its record.
 func (l layout) dynamic() bool { return l.config.GetDrawBatches() > 0 }
 
+// begin returns the first position of the first step. If leases go by completion: how many positions
+// the steps before it had used.
+func (l layout) begin() uint64 { return l.config.GetFirstPosition() + l.config.GetCarried() }
+
+// carried reports whether a step before the run used the group, according to the snapshot that the
+// ledger began with.
+func (l layout) carried(g *bufferv1.GroupRecord) bool {
+	return l.config.GetSeed() != nil && g.GetStep() > 0 && g.GetStep() <= l.config.GetFirstStep()
+}
+
 // end returns the first position after the window of a step; with dynamic sampling, of the last
 // recorded step that is not later.
 func (l layout) end(step uint64) uint64 {
 	if step <= l.config.GetFirstStep() {
-		return l.config.GetFirstPosition()
+		return l.begin()
 	}
 	if l.dynamic() {
 		for _, s := range slices.Backward(l.steps) {
@@ -135,9 +145,9 @@ func (l layout) end(step uint64) uint64 {
 				return s.GetEndPosition()
 			}
 		}
-		return l.config.GetFirstPosition()
+		return l.begin()
 	}
-	return l.config.GetFirstPosition() + (step-l.config.GetFirstStep())*uint64(l.config.GetGroupsPerStep())
+	return l.begin() + (step-l.config.GetFirstStep())*uint64(l.config.GetGroupsPerStep())
 }
 
 // window returns the step whose window contains a position.

@@ -1,6 +1,8 @@
 package audit
 
 import (
+	"slices"
+
 	"google.golang.org/protobuf/proto"
 
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
@@ -44,6 +46,9 @@ func (c sampleCheck) records() {
 
 // size checks the number of samples of a group.
 func (c sampleCheck) size(g *bufferv1.GroupRecord) {
+	if c.carried(g) { // its samples are in the ledger of the run before
+		return
+	}
 	distinct := map[uint32]bool{}
 	for _, s := range c.samplesAt[g.GetPosition()] {
 		distinct[s.GetRef().GetKey().GetSample()] = true
@@ -105,6 +110,9 @@ func (c sampleCheck) sample(g *bufferv1.GroupRecord, s *bufferv1.SampleRecord, s
 	}
 	want := proto.CloneOf(k)
 	want.RunId = c.report.RunID
+	if from := s.GetKey().GetRunId(); slices.Contains(c.config.GetSeed().GetRunIds(), from) { // of the snapshot that the ledger began with
+		want.RunId = from
+	}
 	if !proto.Equal(want, s.GetKey()) {
 		c.add(c.ofSample(s), "PAYLOAD_FOREIGN", "its payload is that of sample %d of group %d/%d, attempt %d, of run %s",
 			s.GetKey().GetSample(), s.GetKey().GetEpoch(), s.GetKey().GetIndex(), s.GetKey().GetAttempt(), s.GetKey().GetRunId())

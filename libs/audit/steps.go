@@ -103,7 +103,12 @@ func (c stepCheck) windows() {
 	if !c.dynamic() {
 		return
 	}
-	end, skipped := c.config.GetFirstPosition(), uint64(0)
+	end, skipped := c.begin(), uint64(0)
+	for _, g := range c.Groups {
+		if g.GetState() == excluded && c.carried(g) {
+			skipped++
+		}
+	}
 	for _, s := range c.Steps {
 		end += uint64(s.GetGroups()) + uint64(s.GetExcluded())
 		skipped += uint64(s.GetExcluded())

@@ -25,7 +25,7 @@ var scopes = table(map[apikey.Scope]map[string]string{
 		"rollout.gateway.v1.RolloutGatewayService":    "GetSession",
 		"rollout.buffer.v1.BufferService":             "GetMissing GetBatch ListSteps ListGroups ListIncompleteGroups ReadPayloads WatchLedger ExportLedger",
 		"rollout.learner.v1.LearnerControllerService": "GetProgress WatchProgress",
-		"rollout.snapshot.v1.SnapshotService":         "GetSnapshot ListSnapshots",
+		"rollout.snapshot.v1.SnapshotService":         "GetSnapshot ListSnapshots VerifySnapshot",
 		"rollout.storage.v1.ArtifactService":          "GetArtifact StatArtifacts",
 		"rollout.storage.v1.EventService":             "ListEvents TailEvents QueryMetrics",
 		"grpc.reflection.v1.ServerReflection":         "ServerReflectionInfo",
@@ -40,7 +40,7 @@ var scopes = table(map[apikey.Scope]map[string]string{
 		// MaterializeSnapshot writes to a folder of the host that the caller chooses; `rollout replay`
 		// and `rollout export` need it. It gives no more access than submit, which can run any code as
 		// the user of the services: it only writes a snapshot's files.
-		"rollout.snapshot.v1.SnapshotService": "CreateSnapshot MaterializeSnapshot RestoreSnapshot PinSnapshot",
+		"rollout.snapshot.v1.SnapshotService": "CreateSnapshot TakeSnapshots MaterializeSnapshot RestoreSnapshot PinSnapshot",
 		"rollout.storage.v1.ArtifactService":  "PutArtifact",
 	},
 	apikey.Admin: {
@@ -53,8 +53,8 @@ var scopes = table(map[apikey.Scope]map[string]string{
 	},
 	apikey.Mesh: {
 		"rollout.run.v1.SchedulerInternalService":     "CompleteRun GetCursor VerifyWorkers",
-		"rollout.buffer.v1.BufferService":             "OpenLedger CloseLedger RecordWeights PutTrajectories LeaseBatch CommitStep DeleteRun",
-		"rollout.learner.v1.LearnerControllerService": "StartRun StopRun DeleteRun",
+		"rollout.buffer.v1.BufferService":             "OpenLedger CloseLedger RecordWeights PutTrajectories LeaseBatch CommitStep CutLedger DeleteRun",
+		"rollout.learner.v1.LearnerControllerService": "StartRun StopRun CutRun DeleteRun",
 		"rollout.gateway.v1.RolloutGatewayService":    "DeleteRun",
 		"rollout.snapshot.v1.SnapshotService":         "UnpinSnapshot DeleteRun",
 		"rollout.storage.v1.EventService":             "AppendEvents DeleteRun",

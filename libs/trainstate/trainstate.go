@@ -24,6 +24,25 @@ const (
 	Critic = "critic.safetensors"
 )
 
+// Parts of a snapshot that are not a training state.
+const (
+	// Ledger is the folder of the groups that no step had consumed.
+	Ledger = "buffer"
+	// LedgerRows is the file of their rows.
+	LedgerRows = "buffer/rows.binpb"
+	// LedgerPayloads is the file of their payloads.
+	LedgerPayloads = "buffer/payloads.bin"
+	// Episodes is the folder of the open episodes.
+	Episodes = "episodes"
+	// Processes is the folder of process images.
+	Processes = "processes"
+)
+
+// State returns a copy of a snapshot with the files of its training state.
+func State(s *snapshotv1.Snapshot) *snapshotv1.Snapshot {
+	return without(s, func(f *snapshotv1.SnapshotFile) bool { return In(f, Ledger) || In(f, Episodes) || In(f, Processes) })
+}
+
 // Has reports whether a snapshot has a part.
 func Has(s *snapshotv1.Snapshot, part string) bool {
 	return slices.ContainsFunc(s.GetFiles(), func(f *snapshotv1.SnapshotFile) bool { return In(f, part) })

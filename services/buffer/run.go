@@ -25,6 +25,7 @@ type run struct {
 	reporter *ingest.Reporter
 	origins  *ingest.Origins
 	open     func(ctx context.Context, r *run) (*ingest.Ingester, error)
+	seed     func(ctx context.Context, r *run, config *bufferv1.LedgerConfig) error
 	active   *atomic.Int64 // runs that ingest
 
 	mu       sync.Mutex // held while the ingest starts or stops; of this run alone
@@ -89,6 +90,11 @@ func (r *run) create(ctx context.Context, config *bufferv1.LedgerConfig, by *fen
 		return nil, err
 	}
 	crashpoint.Here("buffer/created") // the ledger exists, ingest does not run
+	if config.GetSeed() != nil {
+		if err := r.begin(ctx, config); err != nil {
+			return nil, err
+		}
+	}
 	err := r.Update(ctx, func(tx ledger.Tx) error {
 		l := tx.Ledger()
 		if !proto.Equal(l.Config, config) {
@@ -105,6 +111,13 @@ func (r *run) create(ctx context.Context, config *bufferv1.LedgerConfig, by *fen
 	}
 	state, _, err := r.current(ctx)
 	return state, err
+}
+
+// begin fills the ledger of a run that begins with the groups of a snapshot.
+func (r *run) begin(ctx context.Context, config *bufferv1.LedgerConfig) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.seed(ctx, r, config)
 }
 
 // close closes the ledger and stops its ingest. When it returns nothing more is appended.

@@ -64,7 +64,7 @@ func (rs *runs) get(id string) (*run, error) {
 	r := rs.byID[id]
 	if r == nil {
 		log := rs.deps.Log.With(telemetry.AttrRun, id, telemetry.AttrEvent, false)
-		r = &run{id: id, store: rs.deps.Store, state: newLiveState(), reporter: ingest.NewReporter(id, rs.deps.Events, log), origins: ingest.NewOrigins(), open: rs.openIngest,
+		r = &run{id: id, store: rs.deps.Store, state: newLiveState(), reporter: ingest.NewReporter(id, rs.deps.Events, log), origins: ingest.NewOrigins(), open: rs.openIngest, seed: rs.seed,
 			active: &rs.active, left: rs.life.Err() != nil}
 		rs.byID[id] = r
 	}

@@ -41,6 +41,7 @@ type drive struct {
 	reserved *reserved // nil without reserved workers
 	vitals   *vitals
 	record   *record
+	cuts     cuts // used by the requests of clients too
 
 	drain     chan struct{} // closed: stop between two steps
 	drainOnce sync.Once
@@ -236,7 +237,7 @@ func (d *drive) newSession(l *learner) *session {
 	}
 	snapshotter := &snapshotter{
 		settings: d.settings, learner: l, service: d.deps.Snapshots, ledger: ledger, progress: d.progress, retries: d.retries, log: d.log,
-		room: d.room, delivery: d.delivery,
+		room: d.room, delivery: d.delivery, cuts: &d.cuts,
 	}
 	due := &dueWork{settings: d.settings, evaluator: evaluator, snapshotter: snapshotter}
 	return &session{

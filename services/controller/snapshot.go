@@ -26,11 +26,14 @@ type snapshotter struct {
 	progress *progress
 	retries  retries
 	room     *room
+	cuts     *cuts
 	log      *slog.Logger
 }
 
 // nextSnapshot names the write in what people read.
 const nextSnapshot = "the next snapshot"
+
+const trainState = snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE
 
 // reasonConflict is the reason for refusing a snapshot whose key exists with other content.
 const reasonConflict = "SNAPSHOT_CONFLICT"
@@ -48,31 +51,15 @@ func (s *snapshotter) take(ctx context.Context, step uint64) error {
 }
 
 func (s *snapshotter) save(ctx context.Context, step uint64) error {
-	s.progress.enter(snapshotting, s.learner.worker+" to write its state")
 	dir := filepath.Join(s.directory, "state", fmt.Sprintf("step-%06d", step))
 	defer func() { _ = os.RemoveAll(dir) }()
-	need := s.room.stateBytes(s.delivery.newest)
-	if err := s.room.wait(ctx, need, nextSnapshot); err != nil {
-		return err
-	}
-	saved, err := repeat(ctx, s.room, need, nextSnapshot, func() (*learnerv1.SaveStateResponse, error) {
-		saved, err := s.learner.save(ctx, step, dir)
-		if err != nil {
-			_ = os.RemoveAll(dir) // an incomplete state uses space
-		}
-		return saved, err
-	})
-	if err != nil {
-		return err
-	}
-	crashpoint.Here("controller/saved") // the learner has written its state, no snapshot names it
-	position, err := s.ledger.nextPosition(ctx, step)
+	state, err := s.state(ctx, step, dir)
 	if err != nil {
 		return err
 	}
 	s.progress.waitFor("snapshot to store the files")
 	created, err := call(ctx, s.retries, "snapshot", s.service.CreateSnapshot, &snapshotv1.CreateSnapshotRequest{
-		Snapshot: s.manifest(step, position, saved), Directory: dir, Keep: s.cfg.GetSnapshot().GetKeep(),
+		Snapshot: state(trainState), Directory: dir, Keep: s.cfg.GetSnapshot().GetKeep(),
 	})
 	if rpcerr.Reason(err) == reasonConflict {
 		// The step was snapshotted before its learner was lost, and a retrained state can differ.
@@ -92,13 +79,36 @@ func (s *snapshotter) save(ctx context.Context, step uint64) error {
 	return nil
 }
 
-func (s *snapshotter) manifest(step, position uint64, saved *learnerv1.SaveStateResponse) *snapshotv1.Snapshot {
+// state has the learner write the training state of a committed step into a folder, and returns what
+// makes a manifest of it.
+func (s *snapshotter) state(ctx context.Context, step uint64, dir string) (manifest func(snapshotv1.SnapshotKind) *snapshotv1.Snapshot, err error) {
+	s.progress.enter(snapshotting, s.learner.worker+" to write its state")
+	need := s.room.stateBytes(s.delivery.newest)
+	if err := s.room.wait(ctx, need, nextSnapshot); err != nil {
+		return nil, err
+	}
+	saved, err := repeat(ctx, s.room, need, nextSnapshot, func() (*learnerv1.SaveStateResponse, error) {
+		saved, err := s.learner.save(ctx, step, dir)
+		if err != nil {
+			_ = os.RemoveAll(dir) // an incomplete state uses space
+		}
+		return saved, err
+	})
+	if err != nil {
+		return nil, err
+	}
+	crashpoint.Here("controller/saved") // the learner has written its state, no snapshot names it
+	position, err := s.ledger.nextPosition(ctx, step)
+	return func(kind snapshotv1.SnapshotKind) *snapshotv1.Snapshot { return s.manifest(kind, step, position, saved) }, err
+}
+
+func (s *snapshotter) manifest(kind snapshotv1.SnapshotKind, step, position uint64, saved *learnerv1.SaveStateResponse) *snapshotv1.Snapshot {
 	cursor := &runv1.Cursor{Position: position, Rows: s.rows}
 	if s.rows > 0 {
 		cursor.Epoch, cursor.Index = uint32(position/s.rows), position%s.rows
 	}
 	return &snapshotv1.Snapshot{
-		RunId: s.runID, Kind: snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE, Step: step,
+		RunId: s.runID, Kind: kind, Step: step,
 		WeightsDigest: saved.GetWeightsDigest(), Cursor: cursor, Files: saved.GetFiles(), PlanId: s.planID,
 		Rng: map[string]string{"inference-worker": "counter", "learner-worker": "optimizer.safetensors"},
 	}
@@ -151,7 +161,7 @@ func (s *snapshotter) load(ctx context.Context) (*learnerv1.InitializeResponse, 
 // from, into a folder, and returns its step. The folder is "" without a training state.
 func (s *snapshotter) materialize(ctx context.Context) (step uint64, dir string, err error) {
 	listed, err := call(ctx, s.retries, "snapshot", s.service.ListSnapshots, &snapshotv1.ListSnapshotsRequest{
-		RunId: s.runID, Kind: snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE, PageSize: 1,
+		RunId: s.runID, Kind: trainState, PageSize: 1,
 	})
 	if err != nil {
 		return 0, "", fmt.Errorf("find the newest snapshot: %w", err)
@@ -175,7 +185,7 @@ func (s *snapshotter) materialize(ctx context.Context) (step uint64, dir string,
 	dir = filepath.Join(s.directory, "state", "load-"+id)
 	s.progress.waitFor("snapshot %s to be written to a folder (snapshot)", id)
 	_, err = call(ctx, s.retries, "snapshot", s.service.MaterializeSnapshot, &snapshotv1.MaterializeSnapshotRequest{
-		SnapshotId: id, Directory: dir, Paths: trainstate.Paths(trainstate.Without(from, trainstate.Base)),
+		SnapshotId: id, Directory: dir, Paths: trainstate.Paths(trainstate.Without(trainstate.State(from), trainstate.Base)),
 	})
 	if err != nil {
 		return 0, "", fmt.Errorf("write snapshot %s to a folder: %w", id, err)

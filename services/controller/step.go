@@ -211,9 +211,13 @@ func (d *dueWork) after(ctx context.Context, step uint64) (done bool, err error)
 		done = true
 	}
 	if d.snapshots(step) {
-		return true, d.snapshotter.take(ctx, step)
+		if err := d.snapshotter.take(ctx, step); err != nil {
+			return true, err
+		}
+		done = true
 	}
-	return done, nil
+	cut, err := d.snapshotter.cut(ctx, step)
+	return done || cut, err
 }
 
 // stepMetrics joins the learner's metrics of a step with the times that the controller measured.

@@ -170,7 +170,11 @@ func (c *conductor) runParts(ctx context.Context) error {
 	}); err != nil {
 		return err
 	}
-	if err := c.open(ctx, window.LedgerConfig(run.GetPlan(), data.Rows)); err != nil {
+	config := window.LedgerConfig(run.GetPlan(), data.Rows)
+	if window, err = c.begin(ctx, run, window, config); err != nil {
+		return err
+	}
+	if err := c.open(ctx, config); err != nil {
 		return err
 	}
 	crashpoint.Here("scheduler/opened") // the ledger is open, no worker is started

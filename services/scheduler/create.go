@@ -18,6 +18,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/id"
 	planformat "github.com/rollout-rl/rollout/libs/plan"
 	"github.com/rollout-rl/rollout/libs/trainstate"
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -188,10 +189,6 @@ func (s *runs) startingPoint(ctx context.Context, plan *planv1.Plan, snapshot st
 	if err := s.startable(ctx, snap); err != nil {
 		return "", Cursor{}, err
 	}
-	if snap.GetKind() != snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE {
-		return "", Cursor{}, ErrSnapshotKind.With("snapshot", snap.GetSnapshotId()).
-			WithMessage("snapshot %s is not of kind train_state: a run cannot start from it", snap.GetSnapshotId())
-	}
 	if train := plan.GetConfig().GetTrain(); snap.GetStep() >= train.GetSteps() {
 		longer := fmt.Sprintf("raise `train.steps` above %d", snap.GetStep())
 		if train.Epochs != nil {
@@ -210,8 +207,49 @@ func (s *runs) startingPoint(ctx context.Context, plan *planv1.Plan, snapshot st
 	if _, err := s.Snapshots.PinSnapshot(ctx, &snapshotv1.PinSnapshotRequest{SnapshotId: snap.GetSnapshotId()}); err != nil {
 		return "", Cursor{}, fmt.Errorf("pin the snapshot that the run starts from: %w", err)
 	}
-	position := snap.GetCursor().GetPosition()
-	return snap.GetSnapshotId(), Cursor{Position: position, First: position, FirstStep: snap.GetStep()}, nil
+	first := snap.GetCursor().GetPosition()
+	if seedOf(snap) != nil {
+		first = snap.GetFirstUnconsumed()
+	}
+	return snap.GetSnapshotId(), Cursor{Position: first, First: first, FirstStep: snap.GetStep()}, nil
+}
+
+// begin completes the ledger's config, and the window, of a run that starts from a snapshot with
+// the groups that no step had consumed.
+func (c *conductor) begin(ctx context.Context, run *Run, window issue.Window, config *bufferv1.LedgerConfig) (issue.Window, error) {
+	if run.GetFromSnapshot() == "" {
+		return window, nil
+	}
+	err := c.retry.Until(ctx, "the snapshot that the run starts from (snapshot)", func(ctx context.Context) error {
+		got, err := c.Snapshots.GetSnapshot(ctx, &snapshotv1.GetSnapshotRequest{SnapshotId: run.GetFromSnapshot()})
+		if err != nil {
+			return err
+		}
+		snap := got.GetSnapshot()
+		if config.Seed = seedOf(snap); config.Seed != nil {
+			config.Carried = snap.GetCursor().GetPosition() - window.First
+		}
+		return nil
+	})
+	window.Carried = config.GetCarried()
+	return window, err
+}
+
+// seedOf returns where a snapshot has the groups of its ledger; nil if it has none.
+func seedOf(snap *snapshotv1.Snapshot) *bufferv1.LedgerSeed {
+	seed := &bufferv1.LedgerSeed{RunIds: snap.GetSampledBy()}
+	for _, f := range snap.GetFiles() {
+		switch f.GetPath() {
+		case trainstate.LedgerRows:
+			seed.Rows = f.GetDigest()
+		case trainstate.LedgerPayloads:
+			seed.Payloads = f.GetDigest()
+		}
+	}
+	if seed.GetRows() == "" || seed.GetPayloads() == "" {
+		return nil
+	}
+	return seed
 }
 
 // mismatch describes why a run of a plan cannot start from a training state, judged by its files;

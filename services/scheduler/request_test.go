@@ -436,11 +436,6 @@ func TestRestoredRun(t *testing.T) {
 	if !errors.Is(err, scheduler.ErrNothingToDo) || !strings.Contains(rpcerr.Fix(err), "raise `train.epochs` above 4, which counts from the first step") {
 		t.Fatalf("a run without epochs: %v; %s", err, rpcerr.Fix(err))
 	}
-	w.snapshots.snap.Kind = snapshotv1.SnapshotKind_SNAPSHOT_KIND_BUFFER
-	_, err = w.generation.CreateRun(t.Context(), &runv1.CreateRunRequest{Lock: []byte("lock"), BaseDir: w.dir, FromSnapshot: "snap-f"})
-	if !errors.Is(err, scheduler.ErrSnapshotKind) {
-		t.Fatalf("got %v", err)
-	}
 }
 
 func TestFailureOfTheControllerFailsTheRun(t *testing.T) {

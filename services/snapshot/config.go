@@ -8,7 +8,9 @@ import (
 
 	"google.golang.org/grpc"
 
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
@@ -24,6 +26,17 @@ type Artifacts interface {
 	ImportArtifacts(ctx context.Context, in *storagev1.ImportArtifactsRequest, opts ...grpc.CallOption) (*storagev1.ImportArtifactsResponse, error)
 	ExportArtifacts(ctx context.Context, in *storagev1.ExportArtifactsRequest, opts ...grpc.CallOption) (*storagev1.ExportArtifactsResponse, error)
 	DeleteArtifacts(ctx context.Context, in *storagev1.DeleteArtifactsRequest, opts ...grpc.CallOption) (*storagev1.DeleteArtifactsResponse, error)
+	GetArtifact(ctx context.Context, in *storagev1.GetArtifactRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[storagev1.GetArtifactResponse], error)
+}
+
+// Ledgers is the part of the buffer service that this service calls.
+type Ledgers interface {
+	CutLedger(ctx context.Context, in *bufferv1.CutLedgerRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[bufferv1.CutLedgerResponse], error)
+}
+
+// Controller is the part of the learner controller that this service calls.
+type Controller interface {
+	CutRun(ctx context.Context, in *learnerv1.CutRunRequest, opts ...grpc.CallOption) (*learnerv1.CutRunResponse, error)
 }
 
 // Scheduler is the part of the scheduler that this service calls.
@@ -43,7 +56,10 @@ type Deps struct {
 	Store     Store
 	Artifacts Artifacts
 	Scheduler Scheduler
-	Events    Events
+	Buffer    Ledgers
+	// Controller ends the step that a run makes before snapshots are taken.
+	Controller Controller
+	Events     Events
 	Log       *slog.Logger     // nil discards
 	Now       func() time.Time // nil: time.Now
 }
@@ -58,6 +74,12 @@ func (d *Deps) check() error {
 	}
 	if d.Scheduler == nil {
 		errs = append(errs, errors.New("snapshot: missing dependency: scheduler"))
+	}
+	if d.Buffer == nil {
+		errs = append(errs, errors.New("snapshot: missing dependency: buffer"))
+	}
+	if d.Controller == nil {
+		errs = append(errs, errors.New("snapshot: missing dependency: learner controller"))
 	}
 	if d.Events == nil {
 		errs = append(errs, errors.New("snapshot: missing dependency: event publisher"))

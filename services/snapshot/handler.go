@@ -13,20 +13,32 @@ import (
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 )
 
-// Handler is what the service does differently for each kind of snapshot.
+// Handler is what the service does differently for each kind of snapshot. Export and import need
+// nothing of a kind: a manifest names every file.
 type Handler interface {
+	// Capture writes what the kind stores of a run into a folder, and adds the files to its new
+	// manifest, which has those of the training state. The run commits no step in the meantime.
+	Capture(ctx context.Context, s *Snapshot, to Folder) error
 	// Check adds a violation to bad for each field of a new manifest that the kind does not allow.
 	Check(s *Snapshot, bad *rpcerr.Error) *rpcerr.Error
+	// Verify returns what is wrong with a snapshot whose files have their digests.
+	Verify(ctx context.Context, s *Snapshot, from Files) ([]*Flaw, error)
 	// Restore creates a run that continues from a snapshot.
 	Restore(ctx context.Context, s *Snapshot) (*runv1.Run, error)
 }
+
+// Flaw is damage in a file of a snapshot.
+type Flaw = snapshotv1.SnapshotFlaw
 
 type handlers map[Kind]Handler
 
 // newHandlers is the table of the supported kinds.
 func newHandlers(deps Deps) handlers {
+	state := trainState{deps.Scheduler}
+	ledger := bufferKind{trainState: state, buffer: deps.Buffer}
 	return handlers{
-		TrainState: trainState{deps.Scheduler},
+		TrainState: state,
+		Buffer:     ledger,
 	}
 }
 
@@ -50,6 +62,12 @@ func kindName(kind Kind) string {
 
 // trainState handles what a learner saves: weights, optimizer, schedule, and random states.
 type trainState struct{ scheduler Scheduler }
+
+// Capture implements Handler. The learner has written the files.
+func (trainState) Capture(context.Context, *Snapshot, Folder) error { return nil }
+
+// Verify implements Handler. The digests say everything.
+func (trainState) Verify(context.Context, *Snapshot, Files) ([]*Flaw, error) { return nil, nil }
 
 // Check implements Handler.
 func (trainState) Check(s *Snapshot, bad *rpcerr.Error) *rpcerr.Error {

@@ -55,11 +55,29 @@ func (s *Server) Run(ctx context.Context) error {
 
 // CreateSnapshot implements the contract.
 func (s *Server) CreateSnapshot(ctx context.Context, req *snapshotv1.CreateSnapshotRequest) (*snapshotv1.CreateSnapshotResponse, error) {
-	snap, err := s.svc.create(ctx, req.GetSnapshot(), req.GetDirectory(), int(req.GetKeep()))
+	snap, err := s.svc.create(ctx, req)
 	if err != nil {
 		return nil, err
 	}
 	return &snapshotv1.CreateSnapshotResponse{Snapshot: snap}, nil
+}
+
+// TakeSnapshots implements the contract.
+func (s *Server) TakeSnapshots(ctx context.Context, req *snapshotv1.TakeSnapshotsRequest) (*snapshotv1.TakeSnapshotsResponse, error) {
+	made, err := s.svc.take(ctx, req.GetRunId(), req.GetKinds(), req.GetName())
+	if err != nil {
+		return nil, err
+	}
+	return &snapshotv1.TakeSnapshotsResponse{Snapshots: made}, nil
+}
+
+// VerifySnapshot implements the contract.
+func (s *Server) VerifySnapshot(ctx context.Context, req *snapshotv1.VerifySnapshotRequest) (*snapshotv1.VerifySnapshotResponse, error) {
+	snap, flaws, err := s.svc.verify(ctx, req.GetSnapshotId())
+	if err != nil {
+		return nil, err
+	}
+	return &snapshotv1.VerifySnapshotResponse{Snapshot: snap, Flaws: flaws}, nil
 }
 
 // GetSnapshot implements the contract.

@@ -1,12 +1,14 @@
 package snapshot
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"path/filepath"
 	"slices"
 	"sync"
+	"time"
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/protobuf/proto"
@@ -18,7 +20,9 @@ import (
 	"github.com/rollout-rl/rollout/libs/trainstate"
 	"github.com/rollout-rl/rollout/proto/gen/names"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
 
@@ -31,18 +35,33 @@ type service struct {
 	files sync.RWMutex
 }
 
-// create imports the files of a folder, records the manifest, and applies retention. A repeated
-// call returns the first snapshot. ErrConflict if that one has other content.
-func (s *service) create(ctx context.Context, want *Snapshot, dir string, keep int) (*Snapshot, error) {
+// create captures what the kind adds, imports the files of a folder, records the manifest, and
+// applies retention. A repeated call returns the first snapshot. ErrConflict if that one has other
+// content; what is captured is not compared, because it depends on the time of the call.
+func (s *service) create(ctx context.Context, req *snapshotv1.CreateSnapshotRequest) (*Snapshot, error) {
+	want, dir, keep := req.GetSnapshot(), req.GetDirectory(), int(req.GetKeep())
 	if err := s.check(want, dir); err != nil {
 		return nil, err
 	}
 	first, err := s.Store.Find(ctx, KeyOf(want))
+	if err == nil && req.GetCapture() {
+		return first, nil
+	}
 	if err == nil {
 		return repeated(first, want)
 	}
 	if !errors.Is(err, ErrNotFound) {
 		return nil, err
+	}
+	if req.GetCapture() {
+		want = proto.CloneOf(want)
+		if err := s.handlers[want.GetKind()].Capture(ctx, want, Folder{Dir: dir}); err != nil {
+			return nil, fmt.Errorf("capture the %s of %s at step %d: %w", kindName(want.GetKind()), want.GetRunId(), want.GetStep(), err)
+		}
+		crashpoint.Here("snapshot/captured") // its files are written, nothing is stored
+	}
+	if bad := s.handlers[want.GetKind()].Check(want, ErrInvalid); len(bad.Violations()) > 0 {
+		return nil, bad
 	}
 	snap, recorded, err := s.record(ctx, want, dir)
 	if err != nil {
@@ -83,13 +102,17 @@ func (s *service) record(ctx context.Context, want *Snapshot, dir string) (snap 
 	}
 	crashpoint.Here("snapshot/imported") // files are imported, no manifest names them
 	made := proto.CloneOf(want)
+	known, err := s.knownBlocks(ctx, made, resp.GetArtifacts())
+	if err != nil {
+		return nil, false, err
+	}
 	now := s.Now().UTC()
 	made.SnapshotId, made.CreateTime, made.Bytes = newID(now), timestamppb.New(now), 0
 	for i, f := range made.GetFiles() {
 		if i >= len(resp.GetArtifacts()) || resp.GetArtifacts()[i].GetContentId() != f.GetDigest() {
 			return nil, false, ErrMismatch.With("path", f.GetPath()).With("digest", f.GetDigest())
 		}
-		f.Bytes = resp.GetArtifacts()[i].GetBytes()
+		f.Bytes, f.Blocks = resp.GetArtifacts()[i].GetBytes(), []byte(cmp.Or(string(resp.GetArtifacts()[i].GetBlocks()), known[f.GetDigest()], string(f.GetBlocks())))
 		if !trainstate.In(f, trainstate.Base) {
 			made.Bytes += f.GetBytes()
 		}
@@ -101,6 +124,59 @@ func (s *service) record(ctx context.Context, want *Snapshot, dir string) (snap 
 	crashpoint.Here("snapshot/recorded") // the manifest exists, its files are still candidates
 	// If the key existed already, the files that only the new manifest names remain candidates.
 	return snap, snap.GetSnapshotId() == made.GetSnapshotId(), s.Store.Forget(ctx, digests(snap))
+}
+
+// knownBlocks returns the checksums of files that were stored before, by digest, from the newest
+// manifest of the run.
+func (s *service) knownBlocks(ctx context.Context, of *Snapshot, imported []*storagev1.ArtifactInfo) (map[string]string, error) {
+	if !slices.ContainsFunc(imported, func(a *storagev1.ArtifactInfo) bool { return len(a.GetBlocks()) == 0 && a.GetBytes() > 0 }) {
+		return nil, nil
+	}
+	newest, err := s.Store.List(ctx, Filter{Run: of.GetRunId(), Limit: 1})
+	known := map[string]string{}
+	for _, before := range newest {
+		for _, f := range before.GetFiles() {
+			known[f.GetDigest()] = string(f.GetBlocks())
+		}
+	}
+	return known, err
+}
+
+// take takes snapshots of a run at its next committed step.
+func (s *service) take(ctx context.Context, name string, kinds []Kind, label string) ([]*Snapshot, error) {
+	for _, kind := range kinds {
+		if _, err := s.handlers.of(kind); err != nil {
+			return nil, err
+		}
+	}
+	for {
+		got, err := s.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: name})
+		if err != nil {
+			return nil, err
+		}
+		run := got.GetStatus().GetRun()
+		made, err := s.Controller.CutRun(ctx, &learnerv1.CutRunRequest{RunId: run.GetRunId(), Kinds: kinds, Name: label})
+		if err == nil || rpcerr.Reason(err) != "RUN_NOT_TRAINING" || inactive(run.GetState()) {
+			return made.GetSnapshots(), err
+		}
+		select { // the run is being started
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		case <-time.After(startPause):
+		}
+	}
+}
+
+// startPause is the time after which a run that is being started is asked again.
+const startPause = 200 * time.Millisecond
+
+// inactive reports whether a run in a state commits no step unless someone resumes it.
+func inactive(state runv1.RunState) bool {
+	switch state {
+	case runv1.RunState_RUN_STATE_PENDING, runv1.RunState_RUN_STATE_STARTING, runv1.RunState_RUN_STATE_RUNNING:
+		return false
+	}
+	return true
 }
 
 // localFiles names the files of a snapshot in a folder.
@@ -292,12 +368,8 @@ func (s *service) check(snap *Snapshot, dir string) error {
 	}
 	if snap.GetKind() == 0 {
 		bad = bad.Field("snapshot.kind", "must be set")
-	} else {
-		handler, err := s.handlers.of(snap.GetKind())
-		if err != nil {
-			return err
-		}
-		bad = handler.Check(snap, bad)
+	} else if _, err := s.handlers.of(snap.GetKind()); err != nil {
+		return err
 	}
 	if len(bad.Violations()) > 0 {
 		return bad

@@ -29,8 +29,11 @@ type Snapshot = snapshotv1.Snapshot
 // Kind is what a snapshot contains.
 type Kind = snapshotv1.SnapshotKind
 
-// TrainState is the kind that a run can be restored from.
-const TrainState = snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE
+// The kinds.
+const (
+	TrainState = snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE
+	Buffer     = snapshotv1.SnapshotKind_SNAPSHOT_KIND_BUFFER
+)
 
 // Errors of this service.
 var (
@@ -69,7 +72,7 @@ func sameContent(a, b *Snapshot) bool {
 		s = proto.CloneOf(s)
 		s.SnapshotId, s.CreateTime, s.Bytes, s.Origin = "", nil, 0, nil
 		for _, f := range s.GetFiles() {
-			f.Bytes = 0
+			f.Bytes, f.Blocks = 0, nil
 		}
 		return s
 	}

@@ -3,6 +3,7 @@ package snapshot_test
 import (
 	"context"
 	"errors"
+	"io"
 	"maps"
 	"slices"
 	"strings"
@@ -16,8 +17,10 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/sqldb"
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
@@ -94,6 +97,10 @@ func (a *artifacts) DeleteArtifacts(_ context.Context, in *storagev1.DeleteArtif
 	return &storagev1.DeleteArtifactsResponse{}, nil
 }
 
+func (a *artifacts) GetArtifact(ctx context.Context, in *storagev1.GetArtifactRequest, _ ...grpc.CallOption) (grpc.ServerStreamingClient[storagev1.GetArtifactResponse], error) {
+	return nil, status.Error(codes.Unimplemented, "the test has no bytes")
+}
+
 func (a *artifacts) list() []string {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -107,6 +114,7 @@ func (a *artifacts) list() []string {
 
 type scheduler struct {
 	created *runv1.CreateRunRequest
+	cut     *learnerv1.CutRunRequest
 	state   runv1.RunState // of every run
 }
 
@@ -121,6 +129,33 @@ func (s *scheduler) CreateRun(_ context.Context, in *runv1.CreateRunRequest, _ .
 	return &runv1.CreateRunResponse{Run: &runv1.Run{RunId: "run-new"}}, nil
 }
 
+func (s *scheduler) CutRun(_ context.Context, in *learnerv1.CutRunRequest, _ ...grpc.CallOption) (*learnerv1.CutRunResponse, error) {
+	s.cut = in
+	return &learnerv1.CutRunResponse{}, nil
+}
+
+// ledgers is a buffer with one ledger.
+type ledgers struct{ parts []*bufferv1.CutLedgerResponse }
+
+func (l *ledgers) CutLedger(ctx context.Context, _ *bufferv1.CutLedgerRequest, _ ...grpc.CallOption) (grpc.ServerStreamingClient[bufferv1.CutLedgerResponse], error) {
+	return &parts[bufferv1.CutLedgerResponse]{left: l.parts}, nil
+}
+
+// parts is a stream of messages.
+type parts[T any] struct {
+	grpc.ClientStream
+	left []*T
+}
+
+func (p *parts[T]) Recv() (*T, error) {
+	if len(p.left) == 0 {
+		return nil, io.EOF
+	}
+	first := p.left[0]
+	p.left = p.left[1:]
+	return first, nil
+}
+
 type events chan *eventv1.Event
 
 func (e events) Emit(event *eventv1.Event) { e <- event }
@@ -130,6 +165,7 @@ type world struct {
 	store     snapshot.Store
 	artifacts *artifacts
 	scheduler *scheduler
+	ledgers   *ledgers
 	events    events
 }
 
@@ -140,10 +176,10 @@ func setup(t *testing.T) *world {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = store.Close() })
-	w := &world{store: store, artifacts: &artifacts{stored: map[string]bool{}}, scheduler: &scheduler{state: runv1.RunState_RUN_STATE_SUCCEEDED}, events: make(events, 100)}
+	w := &world{store: store, artifacts: &artifacts{stored: map[string]bool{}}, ledgers: &ledgers{}, scheduler: &scheduler{state: runv1.RunState_RUN_STATE_SUCCEEDED}, events: make(events, 100)}
 	clock := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
 	w.Server, err = snapshot.New(snapshot.Config{}, snapshot.Deps{
-		Store: store, Artifacts: w.artifacts, Scheduler: w.scheduler, Events: w.events,
+		Store: store, Artifacts: w.artifacts, Scheduler: w.scheduler, Buffer: w.ledgers, Controller: w.scheduler, Events: w.events,
 		Now: func() time.Time { clock = clock.Add(time.Second); return clock },
 	})
 	if err != nil {
@@ -271,18 +307,18 @@ func TestAKindWithoutAHandlerIsRefused(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
 	stored := storetest.Snap("snap-1", "run-a", 1, "a") // like another version of the service wrote it
-	stored.Kind = snapshotv1.SnapshotKind_SNAPSHOT_KIND_EPISODIC
+	stored.Kind = snapshotv1.SnapshotKind_SNAPSHOT_KIND_PROCESS
 	if _, err := w.store.Record(t.Context(), stored); err != nil {
 		t.Fatal(err)
 	}
 	made := storetest.Snap("", "run-a", 1, "a")
-	made.Kind = snapshotv1.SnapshotKind_SNAPSHOT_KIND_BUFFER
+	made.Kind = snapshotv1.SnapshotKind_SNAPSHOT_KIND_EPISODIC
 	_, create := w.CreateSnapshot(t.Context(), &snapshotv1.CreateSnapshotRequest{Snapshot: made, Directory: "/scratch"})
 	_, list := w.ListSnapshots(t.Context(), &snapshotv1.ListSnapshotsRequest{Kind: snapshotv1.SnapshotKind_SNAPSHOT_KIND_PROCESS})
 	_, restore := w.RestoreSnapshot(t.Context(), &snapshotv1.RestoreSnapshotRequest{SnapshotId: "snap-1"})
-	for kind, err := range map[string]error{"buffer": create, "process": list, "episodic": restore} {
+	for kind, err := range map[string]error{"episodic": create, "process": errors.Join(list, restore)} {
 		e, _ := rpcerr.From(err)
-		if !errors.Is(err, snapshot.ErrUnsupported) || e.Metadata()["kind"] != kind || e.Metadata()["supported"] != "train_state" {
+		if !errors.Is(err, snapshot.ErrUnsupported) || e.Metadata()["kind"] != kind || e.Metadata()["supported"] != "train_state, buffer" {
 			t.Errorf("%s: %v", kind, err)
 		}
 	}

@@ -105,9 +105,26 @@ func (s *Server) ImportArtifacts(ctx context.Context, req *storagev1.ImportArtif
 		if err := s.deps.Store.Own(ctx, "", content); err != nil {
 			return nil, err
 		}
-		resp.Artifacts = append(resp.Artifacts, &storagev1.ArtifactInfo{ContentId: content, Bytes: uint64(size), Exists: true})
+		blocks, err := blocks(f.GetPath())
+		if err != nil {
+			return nil, err
+		}
+		resp.Artifacts = append(resp.Artifacts, &storagev1.ArtifactInfo{ContentId: content, Bytes: uint64(size), Exists: true, Blocks: blocks})
 	}
 	return resp, nil
+}
+
+// blocks returns the checksums of the blocks of a file; nil if it does not exist.
+func blocks(path string) ([]byte, error) {
+	f, err := os.Open(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read %s: %w", path, err)
+	}
+	defer func() { _ = f.Close() }()
+	return blob.Blocks(f)
 }
 
 // importFile stores a file. A file that does not exist needs an artifact with its content id.

@@ -151,7 +151,7 @@ func (l *Ledger) window(step uint64) (from, to uint64) {
 		return l.next(), l.next() + l.drawLimit()
 	}
 	n := uint64(c.GetGroupsPerStep())
-	from = c.GetFirstPosition() + (step-c.GetFirstStep()-1)*n
+	from = c.GetFirstPosition() + c.GetCarried() + (step-c.GetFirstStep()-1)*n
 	return from, from + n
 }
 

@@ -35,6 +35,7 @@ func (l *Ledger) GroupMessage(g *Group) *bufferv1.GroupRecord {
 	return &bufferv1.GroupRecord{
 		Key: l.groupKey(g), Position: g.Position, State: g.State, Reason: g.Reason, Step: g.Step, Samples: g.Samples, Failures: g.Failures,
 		Pending: g.Pending, MinVersion: g.MinVersion, Arrival: g.Arrival,
+		TokenRewards: g.TokenRewards,
 	}
 }
 

@@ -26,6 +26,7 @@ import (
 type Window struct {
 	First         uint64 // first position of the run
 	FirstStep     uint64 // steps before the run, from the snapshot that it was restored from
+	Carried       uint64 // groups from First on that those steps used
 	Steps         uint64 // steps of the plan
 	GroupsPerStep uint64
 	Staleness     uint64
@@ -103,9 +104,9 @@ func (w Window) Within(upto, next, done, most uint64) uint64 {
 // start is the first position of the window that follows this many steps.
 func (w Window) start(steps uint64) uint64 {
 	if steps <= w.FirstStep {
-		return w.First
+		return w.First + w.Carried
 	}
-	return w.First + (steps-w.FirstStep)*w.GroupsPerStep
+	return w.First + w.Carried + (steps-w.FirstStep)*w.GroupsPerStep
 }
 
 // MinVersion is the oldest weights version that may sample the group at a position. newest is the

@@ -144,6 +144,8 @@ class LedgerConfig(_message.Message):
     PARTIAL_FIELD_NUMBER: _builtins.int
     EXTERNAL_FIELD_NUMBER: _builtins.int
     MIN_GROUP_SIZE_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    CARRIED_FIELD_NUMBER: _builtins.int
     groups_per_step: _builtins.int
     """Groups per step."""
     group_size: _builtins.int
@@ -183,6 +185,12 @@ class LedgerConfig(_message.Message):
     left out count as its other samples; with fewer usable ones the group is dissolved. 0: a group
     needs all of its samples.
     """
+    carried: _builtins.int
+    """Groups from `first_position` on that steps up to `first_step` had consumed or passed."""
+    @_builtins.property
+    def seed(self) -> Global___LedgerSeed:
+        """Groups that the ledger begins with, from a snapshot; absent: none."""
+
     def __init__(
         self,
         *,
@@ -199,14 +207,50 @@ class LedgerConfig(_message.Message):
         partial: _builtins.bool = ...,
         external: _builtins.bool = ...,
         min_group_size: _builtins.int = ...,
+        seed: Global___LedgerSeed | None = ...,
+        carried: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draw_batches", b"draw_batches", "external", b"external", "first_position", b"first_position", "first_step", b"first_step", "group_attempts", b"group_attempts", "group_size", b"group_size", "groups_per_step", b"groups_per_step", "max_staleness", b"max_staleness", "min_group_size", b"min_group_size", "order", b"order", "partial", b"partial", "receipts", b"receipts", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carried", b"carried", "draw_batches", b"draw_batches", "external", b"external", "first_position", b"first_position", "first_step", b"first_step", "group_attempts", b"group_attempts", "group_size", b"group_size", "groups_per_step", b"groups_per_step", "max_staleness", b"max_staleness", "min_group_size", b"min_group_size", "order", b"order", "partial", b"partial", "receipts", b"receipts", "rows", b"rows", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LedgerConfig: _TypeAlias = LedgerConfig  # noqa: Y015
+
+@_typing.final
+class LedgerSeed(_message.Message):
+    """LedgerSeed names what a snapshot of kind `buffer` has of a ledger."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    PAYLOADS_FIELD_NUMBER: _builtins.int
+    RUN_IDS_FIELD_NUMBER: _builtins.int
+    rows: _builtins.str
+    """Content id of the rows: CutLedgerResponse messages without payloads, each after its size as a
+    varint.
+    """
+    payloads: _builtins.str
+    """Content id of the payloads; the rows have their offsets."""
+    @_builtins.property
+    def run_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Runs that sampled the groups. Their ids are in the payloads."""
+
+    def __init__(
+        self,
+        *,
+        rows: _builtins.str = ...,
+        payloads: _builtins.str = ...,
+        run_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["payloads", b"payloads", "rows", b"rows", "run_ids", b"run_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LedgerSeed: _TypeAlias = LedgerSeed  # noqa: Y015
 
 @_typing.final
 class GroupKey(_message.Message):
@@ -254,6 +298,7 @@ class GroupRecord(_message.Message):
     PENDING_FIELD_NUMBER: _builtins.int
     MIN_VERSION_FIELD_NUMBER: _builtins.int
     ARRIVAL_FIELD_NUMBER: _builtins.int
+    TOKEN_REWARDS_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """Position over all epochs."""
     state: Global___GroupState.ValueType
@@ -272,6 +317,8 @@ class GroupRecord(_message.Message):
     """Oldest weights version of its samples."""
     arrival: _builtins.int
     """Number in the order of completion and exclusion, from 1; 0 before."""
+    token_rewards: _builtins.bool
+    """Whether a sample has rewards per token, so that samples of equal reward may differ."""
     @_builtins.property
     def key(self) -> Global___GroupKey:
         """Key with the newest attempt."""
@@ -289,10 +336,11 @@ class GroupRecord(_message.Message):
         pending: _builtins.int = ...,
         min_version: _builtins.int = ...,
         arrival: _builtins.int = ...,
+        token_rewards: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival", b"arrival", "failures", b"failures", "key", b"key", "min_version", b"min_version", "pending", b"pending", "position", b"position", "reason", b"reason", "samples", b"samples", "state", b"state", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival", b"arrival", "failures", b"failures", "key", b"key", "min_version", b"min_version", "pending", b"pending", "position", b"position", "reason", b"reason", "samples", b"samples", "state", b"state", "step", b"step", "token_rewards", b"token_rewards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1725,6 +1773,80 @@ class ExportLedgerResponse(_message.Message):
 Global___ExportLedgerResponse: _TypeAlias = ExportLedgerResponse  # noqa: Y015
 
 @_typing.final
+class CutLedgerRequest(_message.Message):
+    """CutLedgerRequest names a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CutLedgerRequest: _TypeAlias = CutLedgerRequest  # noqa: Y015
+
+@_typing.final
+class CutLedgerResponse(_message.Message):
+    """CutLedgerResponse is a part of the rows: first the ledger and the weights of its samples, then
+    groups by position, each with its samples, in as many messages as necessary.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEDGER_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    PAYLOADS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ledger(self) -> Global___LedgerRecord:
+        """The ledger."""
+
+    @_builtins.property
+    def weights(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightsRecord]:
+        """Weights that sampled the samples, by version."""
+
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupRecord]:
+        """Groups by position."""
+
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRecord]:
+        """Their samples. `ref` has no segment; its offset is that in the payloads of all messages
+        together.
+        """
+
+    @_builtins.property
+    def payloads(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Payloads of the samples, in order."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Global___LedgerRecord | None = ...,
+        weights: _abc.Iterable[Global___WeightsRecord] | None = ...,
+        groups: _abc.Iterable[Global___GroupRecord] | None = ...,
+        samples: _abc.Iterable[Global___SampleRecord] | None = ...,
+        payloads: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "ledger", b"ledger", "payloads", b"payloads", "samples", b"samples", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CutLedgerResponse: _TypeAlias = CutLedgerResponse  # noqa: Y015
+
+@_typing.final
 class LedgerRecord(_message.Message):
     """LedgerRecord is the ledger without its groups."""
 
@@ -1736,6 +1858,7 @@ class LedgerRecord(_message.Message):
     TRIMMED_FIELD_NUMBER: _builtins.int
     CLOSED_FIELD_NUMBER: _builtins.int
     FOLDER_FIELD_NUMBER: _builtins.int
+    FIRST_UNCONSUMED_FIELD_NUMBER: _builtins.int
     chain: _builtins.str
     """Chain digest of the last committed step."""
     trimmed: _builtins.int
@@ -1744,6 +1867,8 @@ class LedgerRecord(_message.Message):
     """Whether ingest is stopped."""
     folder: _builtins.str
     """Folder of the segments on the buffer's host."""
+    first_unconsumed: _builtins.int
+    """Of a cut: the first position whose group no committed step has consumed."""
     @_builtins.property
     def config(self) -> Global___LedgerConfig:
         """Config."""
@@ -1761,10 +1886,11 @@ class LedgerRecord(_message.Message):
         trimmed: _builtins.int = ...,
         closed: _builtins.bool = ...,
         folder: _builtins.str = ...,
+        first_unconsumed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "closed", b"closed", "config", b"config", "folder", b"folder", "state", b"state", "trimmed", b"trimmed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "closed", b"closed", "config", b"config", "first_unconsumed", b"first_unconsumed", "folder", b"folder", "state", b"state", "trimmed", b"trimmed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

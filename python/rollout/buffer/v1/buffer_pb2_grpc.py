@@ -115,6 +115,11 @@ class BufferServiceStub:
                 request_serializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.ExportLedgerRequest.SerializeToString,
                 response_deserializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.ExportLedgerResponse.FromString,
                 _registered_method=True)
+        self.CutLedger = channel.unary_stream(
+                '/rollout.buffer.v1.BufferService/CutLedger',
+                request_serializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.CutLedgerRequest.SerializeToString,
+                response_deserializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.CutLedgerResponse.FromString,
+                _registered_method=True)
         self.TrimPayloads = channel.unary_unary(
                 '/rollout.buffer.v1.BufferService/TrimPayloads',
                 request_serializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.TrimPayloadsRequest.SerializeToString,
@@ -256,6 +261,14 @@ class BufferServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CutLedger(self, request, context):
+        """CutLedger streams the groups of a ledger that no committed step has consumed, at one moment, with
+        their payloads. Groups of a leased batch are complete again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def TrimPayloads(self, request, context):
         """TrimPayloads allows the buffer to delete the payloads of the steps up to one, because a
         snapshot covers them.
@@ -353,6 +366,11 @@ def add_BufferServiceServicer_to_server(servicer, server):
                     servicer.ExportLedger,
                     request_deserializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.ExportLedgerRequest.FromString,
                     response_serializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.ExportLedgerResponse.SerializeToString,
+            ),
+            'CutLedger': grpc.unary_stream_rpc_method_handler(
+                    servicer.CutLedger,
+                    request_deserializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.CutLedgerRequest.FromString,
+                    response_serializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.CutLedgerResponse.SerializeToString,
             ),
             'TrimPayloads': grpc.unary_unary_rpc_method_handler(
                     servicer.TrimPayloads,
@@ -798,6 +816,33 @@ class BufferService:
             '/rollout.buffer.v1.BufferService/ExportLedger',
             rollout_dot_buffer_dot_v1_dot_buffer__pb2.ExportLedgerRequest.SerializeToString,
             rollout_dot_buffer_dot_v1_dot_buffer__pb2.ExportLedgerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CutLedger(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rollout.buffer.v1.BufferService/CutLedger',
+            rollout_dot_buffer_dot_v1_dot_buffer__pb2.CutLedgerRequest.SerializeToString,
+            rollout_dot_buffer_dot_v1_dot_buffer__pb2.CutLedgerResponse.FromString,
             options,
             channel_credentials,
             insecure,

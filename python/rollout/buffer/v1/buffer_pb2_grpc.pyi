@@ -88,6 +88,10 @@ class BufferServiceStub:
     """ExportLedger streams every row of a ledger at one moment, with the contents of the payload
     files, for auditors.
     """
+    CutLedger: _grpc.UnaryStreamMultiCallable[_buffer_pb2.CutLedgerRequest, _buffer_pb2.CutLedgerResponse]
+    """CutLedger streams the groups of a ledger that no committed step has consumed, at one moment, with
+    their payloads. Groups of a leased batch are complete again.
+    """
     TrimPayloads: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.TrimPayloadsRequest, _buffer_pb2.TrimPayloadsResponse]
     """TrimPayloads allows the buffer to delete the payloads of the steps up to one, because a
     snapshot covers them.
@@ -152,6 +156,10 @@ class BufferServiceAsyncStub(BufferServiceStub):
     ExportLedger: _aio.UnaryStreamMultiCallable[_buffer_pb2.ExportLedgerRequest, _buffer_pb2.ExportLedgerResponse]  # type: ignore[assignment]
     """ExportLedger streams every row of a ledger at one moment, with the contents of the payload
     files, for auditors.
+    """
+    CutLedger: _aio.UnaryStreamMultiCallable[_buffer_pb2.CutLedgerRequest, _buffer_pb2.CutLedgerResponse]  # type: ignore[assignment]
+    """CutLedger streams the groups of a ledger that no committed step has consumed, at one moment, with
+    their payloads. Groups of a leased batch are complete again.
     """
     TrimPayloads: _aio.UnaryUnaryMultiCallable[_buffer_pb2.TrimPayloadsRequest, _buffer_pb2.TrimPayloadsResponse]  # type: ignore[assignment]
     """TrimPayloads allows the buffer to delete the payloads of the steps up to one, because a
@@ -310,6 +318,16 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_buffer_pb2.ExportLedgerResponse], _abc.AsyncIterator[_buffer_pb2.ExportLedgerResponse]]:
         """ExportLedger streams every row of a ledger at one moment, with the contents of the payload
         files, for auditors.
+        """
+
+    @_abc_1.abstractmethod
+    def CutLedger(
+        self,
+        request: _buffer_pb2.CutLedgerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_buffer_pb2.CutLedgerResponse], _abc.AsyncIterator[_buffer_pb2.CutLedgerResponse]]:
+        """CutLedger streams the groups of a ledger that no committed step has consumed, at one moment, with
+        their payloads. Groups of a leased batch are complete again.
         """
 
     @_abc_1.abstractmethod

@@ -191,6 +191,62 @@ class LaggingWorker(_message.Message):
 Global___LaggingWorker: _TypeAlias = LaggingWorker  # noqa: Y015
 
 @_typing.final
+class CutRunRequest(_message.Message):
+    """CutRunRequest names a run and the snapshots to take."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    KINDS_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    name: _builtins.str
+    """Name of the snapshots."""
+    @_builtins.property
+    def kinds(self) -> _containers.RepeatedScalarFieldContainer[_snapshot_pb2.SnapshotKind.ValueType]:
+        """Kinds."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        kinds: _abc.Iterable[_snapshot_pb2.SnapshotKind.ValueType] | None = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kinds", b"kinds", "name", b"name", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CutRunRequest: _TypeAlias = CutRunRequest  # noqa: Y015
+
+@_typing.final
+class CutRunResponse(_message.Message):
+    """CutRunResponse is the manifests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def snapshots(self) -> _containers.RepeatedCompositeFieldContainer[_snapshot_pb2.Snapshot]:
+        """One per kind, in order."""
+
+    def __init__(
+        self,
+        *,
+        snapshots: _abc.Iterable[_snapshot_pb2.Snapshot] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["snapshots", b"snapshots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CutRunResponse: _TypeAlias = CutRunResponse  # noqa: Y015
+
+@_typing.final
 class DeleteRunRequest(_message.Message):
     """DeleteRunRequest names a run."""
 

@@ -55,6 +55,11 @@ class LearnerControllerServiceStub:
                 request_serializer=rollout_dot_learner_dot_v1_dot_learner__pb2.WatchProgressRequest.SerializeToString,
                 response_deserializer=rollout_dot_learner_dot_v1_dot_learner__pb2.WatchProgressResponse.FromString,
                 _registered_method=True)
+        self.CutRun = channel.unary_unary(
+                '/rollout.learner.v1.LearnerControllerService/CutRun',
+                request_serializer=rollout_dot_learner_dot_v1_dot_learner__pb2.CutRunRequest.SerializeToString,
+                response_deserializer=rollout_dot_learner_dot_v1_dot_learner__pb2.CutRunResponse.FromString,
+                _registered_method=True)
         self.DeleteRun = channel.unary_unary(
                 '/rollout.learner.v1.LearnerControllerService/DeleteRun',
                 request_serializer=rollout_dot_learner_dot_v1_dot_learner__pb2.DeleteRunRequest.SerializeToString,
@@ -95,6 +100,15 @@ class LearnerControllerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CutRun(self, request, context):
+        """CutRun takes snapshots of a run after its next commit and returns when they exist. No step is
+        committed in the meantime. FAILED_PRECONDITION, reason RUN_NOT_TRAINING, if the run ends before
+        or no controller drives it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteRun(self, request, context):
         """DeleteRun stops driving a run and forgets it. Idempotent, also for unknown runs.
         """
@@ -124,6 +138,11 @@ def add_LearnerControllerServiceServicer_to_server(servicer, server):
                     servicer.WatchProgress,
                     request_deserializer=rollout_dot_learner_dot_v1_dot_learner__pb2.WatchProgressRequest.FromString,
                     response_serializer=rollout_dot_learner_dot_v1_dot_learner__pb2.WatchProgressResponse.SerializeToString,
+            ),
+            'CutRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.CutRun,
+                    request_deserializer=rollout_dot_learner_dot_v1_dot_learner__pb2.CutRunRequest.FromString,
+                    response_serializer=rollout_dot_learner_dot_v1_dot_learner__pb2.CutRunResponse.SerializeToString,
             ),
             'DeleteRun': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteRun,
@@ -240,6 +259,33 @@ class LearnerControllerService:
             '/rollout.learner.v1.LearnerControllerService/WatchProgress',
             rollout_dot_learner_dot_v1_dot_learner__pb2.WatchProgressRequest.SerializeToString,
             rollout_dot_learner_dot_v1_dot_learner__pb2.WatchProgressResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CutRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.learner.v1.LearnerControllerService/CutRun',
+            rollout_dot_learner_dot_v1_dot_learner__pb2.CutRunRequest.SerializeToString,
+            rollout_dot_learner_dot_v1_dot_learner__pb2.CutRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,11 @@ class LearnerControllerServiceStub:
     """GetProgress returns the current progress."""
     WatchProgress: _grpc.UnaryStreamMultiCallable[_learner_pb2.WatchProgressRequest, _learner_pb2.WatchProgressResponse]
     """WatchProgress streams the progress immediately and at each change, until a final phase."""
+    CutRun: _grpc.UnaryUnaryMultiCallable[_learner_pb2.CutRunRequest, _learner_pb2.CutRunResponse]
+    """CutRun takes snapshots of a run after its next commit and returns when they exist. No step is
+    committed in the meantime. FAILED_PRECONDITION, reason RUN_NOT_TRAINING, if the run ends before
+    or no controller drives it.
+    """
     DeleteRun: _grpc.UnaryUnaryMultiCallable[_learner_pb2.DeleteRunRequest, _learner_pb2.DeleteRunResponse]
     """DeleteRun stops driving a run and forgets it. Idempotent, also for unknown runs."""
 
@@ -63,6 +68,11 @@ class LearnerControllerServiceAsyncStub(LearnerControllerServiceStub):
     """GetProgress returns the current progress."""
     WatchProgress: _aio.UnaryStreamMultiCallable[_learner_pb2.WatchProgressRequest, _learner_pb2.WatchProgressResponse]  # type: ignore[assignment]
     """WatchProgress streams the progress immediately and at each change, until a final phase."""
+    CutRun: _aio.UnaryUnaryMultiCallable[_learner_pb2.CutRunRequest, _learner_pb2.CutRunResponse]  # type: ignore[assignment]
+    """CutRun takes snapshots of a run after its next commit and returns when they exist. No step is
+    committed in the meantime. FAILED_PRECONDITION, reason RUN_NOT_TRAINING, if the run ends before
+    or no controller drives it.
+    """
     DeleteRun: _aio.UnaryUnaryMultiCallable[_learner_pb2.DeleteRunRequest, _learner_pb2.DeleteRunResponse]  # type: ignore[assignment]
     """DeleteRun stops driving a run and forgets it. Idempotent, also for unknown runs."""
 
@@ -102,6 +112,17 @@ class LearnerControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_learner_pb2.WatchProgressResponse], _abc.AsyncIterator[_learner_pb2.WatchProgressResponse]]:
         """WatchProgress streams the progress immediately and at each change, until a final phase."""
+
+    @_abc_1.abstractmethod
+    def CutRun(
+        self,
+        request: _learner_pb2.CutRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_learner_pb2.CutRunResponse, _abc.Awaitable[_learner_pb2.CutRunResponse]]:
+        """CutRun takes snapshots of a run after its next commit and returns when they exist. No step is
+        committed in the meantime. FAILED_PRECONDITION, reason RUN_NOT_TRAINING, if the run ends before
+        or no controller drives it.
+        """
 
     @_abc_1.abstractmethod
     def DeleteRun(

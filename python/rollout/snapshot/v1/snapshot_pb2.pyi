@@ -33,15 +33,19 @@ class _SnapshotKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Snapshot
     SNAPSHOT_KIND_TRAIN_STATE: _SnapshotKind.ValueType  # 1
     """Weights, optimizer, schedule, random states, dataset cursor, step."""
     SNAPSHOT_KIND_BUFFER: _SnapshotKind.ValueType  # 2
-    """The buffer's ledger and segments."""
+    """The groups of the buffer's ledger that no step had consumed, with their payloads: `buffer/`."""
     SNAPSHOT_KIND_PROCESS: _SnapshotKind.ValueType  # 3
     """A whole process."""
     SNAPSHOT_KIND_EPISODIC: _SnapshotKind.ValueType  # 4
-    """The state of one episode's environment."""
+    """The open episodes, each after its last completed turn: `episodes/`. Includes the files of
+    `buffer`.
+    """
 
 class SnapshotKind(_SnapshotKind, metaclass=_SnapshotKindEnumTypeWrapper):
     """SnapshotKind is what a snapshot contains. The service has a handler for each kind that it
-    supports, and refuses the others with SNAPSHOT_KIND_UNSUPPORTED. Now it supports train_state.
+    supports, and refuses the others with SNAPSHOT_KIND_UNSUPPORTED. Each kind includes the files of
+    `train_state`, which all snapshots of a step share, so that a run can be restored from any of
+    them.
     """
 
 SNAPSHOT_KIND_UNSPECIFIED: SnapshotKind.ValueType  # 0
@@ -49,11 +53,13 @@ SNAPSHOT_KIND_UNSPECIFIED: SnapshotKind.ValueType  # 0
 SNAPSHOT_KIND_TRAIN_STATE: SnapshotKind.ValueType  # 1
 """Weights, optimizer, schedule, random states, dataset cursor, step."""
 SNAPSHOT_KIND_BUFFER: SnapshotKind.ValueType  # 2
-"""The buffer's ledger and segments."""
+"""The groups of the buffer's ledger that no step had consumed, with their payloads: `buffer/`."""
 SNAPSHOT_KIND_PROCESS: SnapshotKind.ValueType  # 3
 """A whole process."""
 SNAPSHOT_KIND_EPISODIC: SnapshotKind.ValueType  # 4
-"""The state of one episode's environment."""
+"""The open episodes, each after its last completed turn: `episodes/`. Includes the files of
+`buffer`.
+"""
 Global___SnapshotKind: _TypeAlias = SnapshotKind  # noqa: Y015
 
 @_typing.final
@@ -95,6 +101,8 @@ class Snapshot(_message.Message):
     BYTES_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     ORIGIN_FIELD_NUMBER: _builtins.int
+    FIRST_UNCONSUMED_FIELD_NUMBER: _builtins.int
+    SAMPLED_BY_FIELD_NUMBER: _builtins.int
     snapshot_id: _builtins.str
     """`snap-<ulid>`."""
     run_id: _builtins.str
@@ -113,6 +121,8 @@ class Snapshot(_message.Message):
     """Distinguishes snapshots of the same run, kind, and step. Empty for the one that the run itself
     takes.
     """
+    first_unconsumed: _builtins.int
+    """Of kind `buffer`: the first position whose group no committed step has consumed."""
     @_builtins.property
     def cursor(self) -> _run_pb2.Cursor:
         """Dataset cursor after the step: the position of the first group that the next step consumes."""
@@ -139,6 +149,10 @@ class Snapshot(_message.Message):
         the run.
         """
 
+    @_builtins.property
+    def sampled_by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of kind `buffer`: the runs that sampled the groups, whose ids are in the payloads."""
+
     def __init__(
         self,
         *,
@@ -155,10 +169,12 @@ class Snapshot(_message.Message):
         bytes: _builtins.int = ...,
         name: _builtins.str = ...,
         origin: Global___Origin | None = ...,
+        first_unconsumed: _builtins.int = ...,
+        sampled_by: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "cursor", b"cursor", "origin", b"origin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "create_time", b"create_time", "cursor", b"cursor", "files", b"files", "kind", b"kind", "name", b"name", "origin", b"origin", "plan_id", b"plan_id", "rng", b"rng", "run_id", b"run_id", "snapshot_id", b"snapshot_id", "step", b"step", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "create_time", b"create_time", "cursor", b"cursor", "files", b"files", "first_unconsumed", b"first_unconsumed", "kind", b"kind", "name", b"name", "origin", b"origin", "plan_id", b"plan_id", "rng", b"rng", "run_id", b"run_id", "sampled_by", b"sampled_by", "snapshot_id", b"snapshot_id", "step", b"step", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -201,22 +217,28 @@ class SnapshotFile(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """Path relative to the folder of the state, with slashes."""
     digest: _builtins.str
     """`blake3-<hex>` of the bytes."""
     bytes: _builtins.int
     """Size in bytes."""
+    blocks: _builtins.bytes
+    """CRC-32C of each block of 1 MiB, little-endian, 4 bytes each, so that damage is found by its
+    offset. Empty in snapshots that were taken before this field existed.
+    """
     def __init__(
         self,
         *,
         path: _builtins.str = ...,
         digest: _builtins.str = ...,
         bytes: _builtins.int = ...,
+        blocks: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "digest", b"digest", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes", "digest", b"digest", "path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -231,12 +253,17 @@ class CreateSnapshotRequest(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     DIRECTORY_FIELD_NUMBER: _builtins.int
     KEEP_FIELD_NUMBER: _builtins.int
+    CAPTURE_FIELD_NUMBER: _builtins.int
     directory: _builtins.str
     """Folder with the files. They are linked instead of copied if storage is on the same disk, so
     they must not change afterwards. Files whose content is stored already may be absent.
     """
     keep: _builtins.int
     """How many snapshots of this run, kind, and name to keep, including this one. 0 keeps all."""
+    capture: _builtins.bool
+    """Whether the service adds what the kind stores besides the files of the manifest, from the other
+    services. The run commits no step in the meantime.
+    """
     @_builtins.property
     def snapshot(self) -> Global___Snapshot:
         """Manifest without id, time, and size."""
@@ -247,14 +274,157 @@ class CreateSnapshotRequest(_message.Message):
         snapshot: Global___Snapshot | None = ...,
         directory: _builtins.str = ...,
         keep: _builtins.int = ...,
+        capture: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "keep", b"keep", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture", b"capture", "directory", b"directory", "keep", b"keep", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreateSnapshotRequest: _TypeAlias = CreateSnapshotRequest  # noqa: Y015
+
+@_typing.final
+class TakeSnapshotsRequest(_message.Message):
+    """TakeSnapshotsRequest names a run and kinds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    KINDS_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    name: _builtins.str
+    """Name of the snapshots; see Snapshot."""
+    @_builtins.property
+    def kinds(self) -> _containers.RepeatedScalarFieldContainer[Global___SnapshotKind.ValueType]:
+        """Kinds, each at most once."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        kinds: _abc.Iterable[Global___SnapshotKind.ValueType] | None = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kinds", b"kinds", "name", b"name", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeSnapshotsRequest: _TypeAlias = TakeSnapshotsRequest  # noqa: Y015
+
+@_typing.final
+class TakeSnapshotsResponse(_message.Message):
+    """TakeSnapshotsResponse is the manifests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def snapshots(self) -> _containers.RepeatedCompositeFieldContainer[Global___Snapshot]:
+        """One per kind, in order."""
+
+    def __init__(
+        self,
+        *,
+        snapshots: _abc.Iterable[Global___Snapshot] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["snapshots", b"snapshots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeSnapshotsResponse: _TypeAlias = TakeSnapshotsResponse  # noqa: Y015
+
+@_typing.final
+class VerifySnapshotRequest(_message.Message):
+    """VerifySnapshotRequest names a snapshot."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    snapshot_id: _builtins.str
+    """Snapshot id, or a unique prefix of it."""
+    def __init__(
+        self,
+        *,
+        snapshot_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["snapshot_id", b"snapshot_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifySnapshotRequest: _TypeAlias = VerifySnapshotRequest  # noqa: Y015
+
+@_typing.final
+class VerifySnapshotResponse(_message.Message):
+    """VerifySnapshotResponse is what was found."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    FLAWS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def snapshot(self) -> Global___Snapshot:
+        """The manifest."""
+
+    @_builtins.property
+    def flaws(self) -> _containers.RepeatedCompositeFieldContainer[Global___SnapshotFlaw]:
+        """Damage, by file and offset; empty: the snapshot is intact."""
+
+    def __init__(
+        self,
+        *,
+        snapshot: Global___Snapshot | None = ...,
+        flaws: _abc.Iterable[Global___SnapshotFlaw] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["snapshot", b"snapshot"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["flaws", b"flaws", "snapshot", b"snapshot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifySnapshotResponse: _TypeAlias = VerifySnapshotResponse  # noqa: Y015
+
+@_typing.final
+class SnapshotFlaw(_message.Message):
+    """SnapshotFlaw is damage in a file of a snapshot."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """Path of the file."""
+    offset: _builtins.int
+    """First byte of the damaged range."""
+    bytes: _builtins.int
+    """Length of the range in bytes. 0: from the offset to the end, or the file is missing."""
+    message: _builtins.str
+    """What is wrong, one sentence."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        offset: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "message", b"message", "offset", b"offset", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SnapshotFlaw: _TypeAlias = SnapshotFlaw  # noqa: Y015
 
 @_typing.final
 class CreateSnapshotResponse(_message.Message):

@@ -40,6 +40,16 @@ class SnapshotServiceStub:
                 request_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.CreateSnapshotRequest.SerializeToString,
                 response_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.CreateSnapshotResponse.FromString,
                 _registered_method=True)
+        self.TakeSnapshots = channel.unary_unary(
+                '/rollout.snapshot.v1.SnapshotService/TakeSnapshots',
+                request_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.TakeSnapshotsRequest.SerializeToString,
+                response_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.TakeSnapshotsResponse.FromString,
+                _registered_method=True)
+        self.VerifySnapshot = channel.unary_unary(
+                '/rollout.snapshot.v1.SnapshotService/VerifySnapshot',
+                request_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.VerifySnapshotRequest.SerializeToString,
+                response_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.VerifySnapshotResponse.FromString,
+                _registered_method=True)
         self.GetSnapshot = channel.unary_unary(
                 '/rollout.snapshot.v1.SnapshotService/GetSnapshot',
                 request_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.GetSnapshotRequest.SerializeToString,
@@ -91,6 +101,21 @@ class SnapshotServiceServicer:
         Idempotent by run, kind, step, and name: a repeated call returns the first snapshot.
         ALREADY_EXISTS, reason SNAPSHOT_CONFLICT, if the content is different. UNIMPLEMENTED, reason
         SNAPSHOT_KIND_UNSUPPORTED, for a kind without a handler.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TakeSnapshots(self, request, context):
+        """TakeSnapshots takes snapshots of a run that trains, all at the next committed step, and returns
+        when they exist. FAILED_PRECONDITION, reason RUN_NOT_TRAINING, if no step will be committed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def VerifySnapshot(self, request, context):
+        """VerifySnapshot reads every byte of a snapshot and returns what is damaged.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -165,6 +190,16 @@ def add_SnapshotServiceServicer_to_server(servicer, server):
                     request_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.CreateSnapshotRequest.FromString,
                     response_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.CreateSnapshotResponse.SerializeToString,
             ),
+            'TakeSnapshots': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeSnapshots,
+                    request_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.TakeSnapshotsRequest.FromString,
+                    response_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.TakeSnapshotsResponse.SerializeToString,
+            ),
+            'VerifySnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.VerifySnapshot,
+                    request_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.VerifySnapshotRequest.FromString,
+                    response_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.VerifySnapshotResponse.SerializeToString,
+            ),
             'GetSnapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.GetSnapshot,
                     request_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.GetSnapshotRequest.FromString,
@@ -234,6 +269,60 @@ class SnapshotService:
             '/rollout.snapshot.v1.SnapshotService/CreateSnapshot',
             rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.CreateSnapshotRequest.SerializeToString,
             rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.CreateSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeSnapshots(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.snapshot.v1.SnapshotService/TakeSnapshots',
+            rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.TakeSnapshotsRequest.SerializeToString,
+            rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.TakeSnapshotsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def VerifySnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.snapshot.v1.SnapshotService/VerifySnapshot',
+            rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.VerifySnapshotRequest.SerializeToString,
+            rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.VerifySnapshotResponse.FromString,
             options,
             channel_credentials,
             insecure,

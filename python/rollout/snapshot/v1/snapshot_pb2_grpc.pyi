@@ -39,6 +39,12 @@ class SnapshotServiceStub:
     ALREADY_EXISTS, reason SNAPSHOT_CONFLICT, if the content is different. UNIMPLEMENTED, reason
     SNAPSHOT_KIND_UNSUPPORTED, for a kind without a handler.
     """
+    TakeSnapshots: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.TakeSnapshotsRequest, _snapshot_pb2.TakeSnapshotsResponse]
+    """TakeSnapshots takes snapshots of a run that trains, all at the next committed step, and returns
+    when they exist. FAILED_PRECONDITION, reason RUN_NOT_TRAINING, if no step will be committed.
+    """
+    VerifySnapshot: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.VerifySnapshotRequest, _snapshot_pb2.VerifySnapshotResponse]
+    """VerifySnapshot reads every byte of a snapshot and returns what is damaged."""
     GetSnapshot: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.GetSnapshotRequest, _snapshot_pb2.GetSnapshotResponse]
     """GetSnapshot returns a manifest. NOT_FOUND, reason SNAPSHOT_NOT_FOUND."""
     ListSnapshots: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.ListSnapshotsRequest, _snapshot_pb2.ListSnapshotsResponse]
@@ -77,6 +83,12 @@ class SnapshotServiceAsyncStub(SnapshotServiceStub):
     ALREADY_EXISTS, reason SNAPSHOT_CONFLICT, if the content is different. UNIMPLEMENTED, reason
     SNAPSHOT_KIND_UNSUPPORTED, for a kind without a handler.
     """
+    TakeSnapshots: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.TakeSnapshotsRequest, _snapshot_pb2.TakeSnapshotsResponse]  # type: ignore[assignment]
+    """TakeSnapshots takes snapshots of a run that trains, all at the next committed step, and returns
+    when they exist. FAILED_PRECONDITION, reason RUN_NOT_TRAINING, if no step will be committed.
+    """
+    VerifySnapshot: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.VerifySnapshotRequest, _snapshot_pb2.VerifySnapshotResponse]  # type: ignore[assignment]
+    """VerifySnapshot reads every byte of a snapshot and returns what is damaged."""
     GetSnapshot: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.GetSnapshotRequest, _snapshot_pb2.GetSnapshotResponse]  # type: ignore[assignment]
     """GetSnapshot returns a manifest. NOT_FOUND, reason SNAPSHOT_NOT_FOUND."""
     ListSnapshots: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.ListSnapshotsRequest, _snapshot_pb2.ListSnapshotsResponse]  # type: ignore[assignment]
@@ -118,6 +130,24 @@ class SnapshotServiceServicer(metaclass=_abc_1.ABCMeta):
         ALREADY_EXISTS, reason SNAPSHOT_CONFLICT, if the content is different. UNIMPLEMENTED, reason
         SNAPSHOT_KIND_UNSUPPORTED, for a kind without a handler.
         """
+
+    @_abc_1.abstractmethod
+    def TakeSnapshots(
+        self,
+        request: _snapshot_pb2.TakeSnapshotsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshot_pb2.TakeSnapshotsResponse, _abc.Awaitable[_snapshot_pb2.TakeSnapshotsResponse]]:
+        """TakeSnapshots takes snapshots of a run that trains, all at the next committed step, and returns
+        when they exist. FAILED_PRECONDITION, reason RUN_NOT_TRAINING, if no step will be committed.
+        """
+
+    @_abc_1.abstractmethod
+    def VerifySnapshot(
+        self,
+        request: _snapshot_pb2.VerifySnapshotRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshot_pb2.VerifySnapshotResponse, _abc.Awaitable[_snapshot_pb2.VerifySnapshotResponse]]:
+        """VerifySnapshot reads every byte of a snapshot and returns what is damaged."""
 
     @_abc_1.abstractmethod
     def GetSnapshot(

@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from rollout.event.v1 import event_pb2 as rollout_dot_event_dot_v1_dot_event__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollout/storage/v1/storage.proto\x12\x12rollout.storage.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1crollout/event/v1/event.proto\"\xad\x01\n\x0b\x45ventFilter\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08services\x18\x02 \x03(\t\x12*\n\tmin_level\x18\x03 \x01(\x0e\x32\x17.rollout.event.v1.Level\x12)\n\x05since\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05kinds\x18\x05 \x03(\t\x12\x16\n\x0e\x61\x66ter_sequence\x18\x06 \x01(\x04\"+\n\x10\x44\x65leteRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"\x13\n\x11\x44\x65leteRunResponse\">\n\x12PutArtifactRequest\x12\x18\n\x05\x63hunk\x18\x01 \x01(\x0c\x42\t\xbaH\x06z\x04\x18\x80\x80@\x12\x0e\n\x06run_id\x18\x02 \x01(\t\"8\n\x13PutArtifactResponse\x12\x12\n\ncontent_id\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"6\n\tLocalFile\x12\x15\n\x04path\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x12\n\ncontent_id\x18\x02 \x01(\t\"P\n\x16ImportArtifactsRequest\x12\x36\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x1d.rollout.storage.v1.LocalFileB\x08\xbaH\x05\x92\x01\x02\x08\x01\"N\n\x17ImportArtifactsResponse\x12\x33\n\tartifacts\x18\x01 \x03(\x0b\x32 .rollout.storage.v1.ArtifactInfo\"P\n\x16\x45xportArtifactsRequest\x12\x36\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x1d.rollout.storage.v1.LocalFileB\x08\xbaH\x05\x92\x01\x02\x08\x01\"\x19\n\x17\x45xportArtifactsResponse\"A\n\x0c\x41rtifactInfo\x12\x12\n\ncontent_id\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x65xists\x18\x03 \x01(\x08\"V\n\x12GetArtifactRequest\x12\x30\n\ncontent_id\x18\x01 \x01(\tB\x1c\xbaH\x19r\x17\x32\x15^blake3-[0-9a-f]{64}$\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"$\n\x13GetArtifactResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\"5\n\x14StatArtifactsRequest\x12\x1d\n\x0b\x63ontent_ids\x18\x01 \x03(\tB\x08\xbaH\x05\x92\x01\x02\x08\x01\"L\n\x15StatArtifactsResponse\x12\x33\n\tartifacts\x18\x01 \x03(\x0b\x32 .rollout.storage.v1.ArtifactInfo\"G\n\x16\x44\x65leteArtifactsRequest\x12\x1d\n\x0b\x63ontent_ids\x18\x01 \x03(\tB\x08\xbaH\x05\x92\x01\x02\x08\x01\x12\x0e\n\x06run_id\x18\x02 \x01(\t\"\x19\n\x17\x44\x65leteArtifactsResponse\"H\n\x13\x41ppendEventsRequest\x12\x31\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.rollout.event.v1.EventB\x08\xbaH\x05\x92\x01\x02\x08\x01\"\x16\n\x14\x41ppendEventsResponse\"n\n\x11ListEventsRequest\x12/\n\x06\x66ilter\x18\x01 \x01(\x0b\x32\x1f.rollout.storage.v1.EventFilter\x12\x18\n\x05limit\x18\x02 \x01(\rB\t\xbaH\x06*\x04\x18\xa0\x8d\x06\x12\x0e\n\x06newest\x18\x03 \x01(\x08\"=\n\x12ListEventsResponse\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.rollout.event.v1.Event\"D\n\x11TailEventsRequest\x12/\n\x06\x66ilter\x18\x01 \x01(\x0b\x32\x1f.rollout.storage.v1.EventFilter\"=\n\x12TailEventsResponse\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.rollout.event.v1.Event\"P\n\x13QueryMetricsRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\r\n\x05names\x18\x02 \x03(\t\x12\x11\n\tfrom_step\x18\x03 \x01(\x04\"B\n\x14QueryMetricsResponse\x12*\n\x06series\x18\x01 \x03(\x0b\x32\x1a.rollout.storage.v1.Series\"A\n\x06Series\x12\x0c\n\x04name\x18\x01 \x01(\t\x12)\n\x06points\x18\x02 \x03(\x0b\x32\x19.rollout.storage.v1.Point\"N\n\x05Point\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\r\n\x05value\x18\x02 \x01(\x01\x12(\n\x04time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp2\xff\x04\n\x0f\x41rtifactService\x12`\n\x0bPutArtifact\x12&.rollout.storage.v1.PutArtifactRequest\x1a\'.rollout.storage.v1.PutArtifactResponse(\x01\x12j\n\x0fImportArtifacts\x12*.rollout.storage.v1.ImportArtifactsRequest\x1a+.rollout.storage.v1.ImportArtifactsResponse\x12j\n\x0f\x45xportArtifacts\x12*.rollout.storage.v1.ExportArtifactsRequest\x1a+.rollout.storage.v1.ExportArtifactsResponse\x12`\n\x0bGetArtifact\x12&.rollout.storage.v1.GetArtifactRequest\x1a\'.rollout.storage.v1.GetArtifactResponse0\x01\x12\x64\n\rStatArtifacts\x12(.rollout.storage.v1.StatArtifactsRequest\x1a).rollout.storage.v1.StatArtifactsResponse\x12j\n\x0f\x44\x65leteArtifacts\x12*.rollout.storage.v1.DeleteArtifactsRequest\x1a+.rollout.storage.v1.DeleteArtifactsResponse2\xea\x03\n\x0c\x45ventService\x12\x61\n\x0c\x41ppendEvents\x12\'.rollout.storage.v1.AppendEventsRequest\x1a(.rollout.storage.v1.AppendEventsResponse\x12[\n\nListEvents\x12%.rollout.storage.v1.ListEventsRequest\x1a&.rollout.storage.v1.ListEventsResponse\x12]\n\nTailEvents\x12%.rollout.storage.v1.TailEventsRequest\x1a&.rollout.storage.v1.TailEventsResponse0\x01\x12\x61\n\x0cQueryMetrics\x12\'.rollout.storage.v1.QueryMetricsRequest\x1a(.rollout.storage.v1.QueryMetricsResponse\x12X\n\tDeleteRun\x12$.rollout.storage.v1.DeleteRunRequest\x1a%.rollout.storage.v1.DeleteRunResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollout/storage/v1/storage.proto\x12\x12rollout.storage.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1crollout/event/v1/event.proto\"\xad\x01\n\x0b\x45ventFilter\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08services\x18\x02 \x03(\t\x12*\n\tmin_level\x18\x03 \x01(\x0e\x32\x17.rollout.event.v1.Level\x12)\n\x05since\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05kinds\x18\x05 \x03(\t\x12\x16\n\x0e\x61\x66ter_sequence\x18\x06 \x01(\x04\"+\n\x10\x44\x65leteRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"\x13\n\x11\x44\x65leteRunResponse\">\n\x12PutArtifactRequest\x12\x18\n\x05\x63hunk\x18\x01 \x01(\x0c\x42\t\xbaH\x06z\x04\x18\x80\x80@\x12\x0e\n\x06run_id\x18\x02 \x01(\t\"8\n\x13PutArtifactResponse\x12\x12\n\ncontent_id\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"6\n\tLocalFile\x12\x15\n\x04path\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x12\n\ncontent_id\x18\x02 \x01(\t\"P\n\x16ImportArtifactsRequest\x12\x36\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x1d.rollout.storage.v1.LocalFileB\x08\xbaH\x05\x92\x01\x02\x08\x01\"N\n\x17ImportArtifactsResponse\x12\x33\n\tartifacts\x18\x01 \x03(\x0b\x32 .rollout.storage.v1.ArtifactInfo\"P\n\x16\x45xportArtifactsRequest\x12\x36\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x1d.rollout.storage.v1.LocalFileB\x08\xbaH\x05\x92\x01\x02\x08\x01\"\x19\n\x17\x45xportArtifactsResponse\"Q\n\x0c\x41rtifactInfo\x12\x12\n\ncontent_id\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x65xists\x18\x03 \x01(\x08\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x0c\"V\n\x12GetArtifactRequest\x12\x30\n\ncontent_id\x18\x01 \x01(\tB\x1c\xbaH\x19r\x17\x32\x15^blake3-[0-9a-f]{64}$\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"$\n\x13GetArtifactResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\"5\n\x14StatArtifactsRequest\x12\x1d\n\x0b\x63ontent_ids\x18\x01 \x03(\tB\x08\xbaH\x05\x92\x01\x02\x08\x01\"L\n\x15StatArtifactsResponse\x12\x33\n\tartifacts\x18\x01 \x03(\x0b\x32 .rollout.storage.v1.ArtifactInfo\"G\n\x16\x44\x65leteArtifactsRequest\x12\x1d\n\x0b\x63ontent_ids\x18\x01 \x03(\tB\x08\xbaH\x05\x92\x01\x02\x08\x01\x12\x0e\n\x06run_id\x18\x02 \x01(\t\"\x19\n\x17\x44\x65leteArtifactsResponse\"H\n\x13\x41ppendEventsRequest\x12\x31\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.rollout.event.v1.EventB\x08\xbaH\x05\x92\x01\x02\x08\x01\"\x16\n\x14\x41ppendEventsResponse\"n\n\x11ListEventsRequest\x12/\n\x06\x66ilter\x18\x01 \x01(\x0b\x32\x1f.rollout.storage.v1.EventFilter\x12\x18\n\x05limit\x18\x02 \x01(\rB\t\xbaH\x06*\x04\x18\xa0\x8d\x06\x12\x0e\n\x06newest\x18\x03 \x01(\x08\"=\n\x12ListEventsResponse\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.rollout.event.v1.Event\"D\n\x11TailEventsRequest\x12/\n\x06\x66ilter\x18\x01 \x01(\x0b\x32\x1f.rollout.storage.v1.EventFilter\"=\n\x12TailEventsResponse\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.rollout.event.v1.Event\"P\n\x13QueryMetricsRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\r\n\x05names\x18\x02 \x03(\t\x12\x11\n\tfrom_step\x18\x03 \x01(\x04\"B\n\x14QueryMetricsResponse\x12*\n\x06series\x18\x01 \x03(\x0b\x32\x1a.rollout.storage.v1.Series\"A\n\x06Series\x12\x0c\n\x04name\x18\x01 \x01(\t\x12)\n\x06points\x18\x02 \x03(\x0b\x32\x19.rollout.storage.v1.Point\"N\n\x05Point\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\r\n\x05value\x18\x02 \x01(\x01\x12(\n\x04time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp2\xff\x04\n\x0f\x41rtifactService\x12`\n\x0bPutArtifact\x12&.rollout.storage.v1.PutArtifactRequest\x1a\'.rollout.storage.v1.PutArtifactResponse(\x01\x12j\n\x0fImportArtifacts\x12*.rollout.storage.v1.ImportArtifactsRequest\x1a+.rollout.storage.v1.ImportArtifactsResponse\x12j\n\x0f\x45xportArtifacts\x12*.rollout.storage.v1.ExportArtifactsRequest\x1a+.rollout.storage.v1.ExportArtifactsResponse\x12`\n\x0bGetArtifact\x12&.rollout.storage.v1.GetArtifactRequest\x1a\'.rollout.storage.v1.GetArtifactResponse0\x01\x12\x64\n\rStatArtifacts\x12(.rollout.storage.v1.StatArtifactsRequest\x1a).rollout.storage.v1.StatArtifactsResponse\x12j\n\x0f\x44\x65leteArtifacts\x12*.rollout.storage.v1.DeleteArtifactsRequest\x1a+.rollout.storage.v1.DeleteArtifactsResponse2\xea\x03\n\x0c\x45ventService\x12\x61\n\x0c\x41ppendEvents\x12\'.rollout.storage.v1.AppendEventsRequest\x1a(.rollout.storage.v1.AppendEventsResponse\x12[\n\nListEvents\x12%.rollout.storage.v1.ListEventsRequest\x1a&.rollout.storage.v1.ListEventsResponse\x12]\n\nTailEvents\x12%.rollout.storage.v1.TailEventsRequest\x1a&.rollout.storage.v1.TailEventsResponse0\x01\x12\x61\n\x0cQueryMetrics\x12\'.rollout.storage.v1.QueryMetricsRequest\x1a(.rollout.storage.v1.QueryMetricsResponse\x12X\n\tDeleteRun\x12$.rollout.storage.v1.DeleteRunRequest\x1a%.rollout.storage.v1.DeleteRunResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -77,41 +77,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXPORTARTIFACTSRESPONSE']._serialized_start=812
   _globals['_EXPORTARTIFACTSRESPONSE']._serialized_end=837
   _globals['_ARTIFACTINFO']._serialized_start=839
-  _globals['_ARTIFACTINFO']._serialized_end=904
-  _globals['_GETARTIFACTREQUEST']._serialized_start=906
-  _globals['_GETARTIFACTREQUEST']._serialized_end=992
-  _globals['_GETARTIFACTRESPONSE']._serialized_start=994
-  _globals['_GETARTIFACTRESPONSE']._serialized_end=1030
-  _globals['_STATARTIFACTSREQUEST']._serialized_start=1032
-  _globals['_STATARTIFACTSREQUEST']._serialized_end=1085
-  _globals['_STATARTIFACTSRESPONSE']._serialized_start=1087
-  _globals['_STATARTIFACTSRESPONSE']._serialized_end=1163
-  _globals['_DELETEARTIFACTSREQUEST']._serialized_start=1165
-  _globals['_DELETEARTIFACTSREQUEST']._serialized_end=1236
-  _globals['_DELETEARTIFACTSRESPONSE']._serialized_start=1238
-  _globals['_DELETEARTIFACTSRESPONSE']._serialized_end=1263
-  _globals['_APPENDEVENTSREQUEST']._serialized_start=1265
-  _globals['_APPENDEVENTSREQUEST']._serialized_end=1337
-  _globals['_APPENDEVENTSRESPONSE']._serialized_start=1339
-  _globals['_APPENDEVENTSRESPONSE']._serialized_end=1361
-  _globals['_LISTEVENTSREQUEST']._serialized_start=1363
-  _globals['_LISTEVENTSREQUEST']._serialized_end=1473
-  _globals['_LISTEVENTSRESPONSE']._serialized_start=1475
-  _globals['_LISTEVENTSRESPONSE']._serialized_end=1536
-  _globals['_TAILEVENTSREQUEST']._serialized_start=1538
-  _globals['_TAILEVENTSREQUEST']._serialized_end=1606
-  _globals['_TAILEVENTSRESPONSE']._serialized_start=1608
-  _globals['_TAILEVENTSRESPONSE']._serialized_end=1669
-  _globals['_QUERYMETRICSREQUEST']._serialized_start=1671
-  _globals['_QUERYMETRICSREQUEST']._serialized_end=1751
-  _globals['_QUERYMETRICSRESPONSE']._serialized_start=1753
-  _globals['_QUERYMETRICSRESPONSE']._serialized_end=1819
-  _globals['_SERIES']._serialized_start=1821
-  _globals['_SERIES']._serialized_end=1886
-  _globals['_POINT']._serialized_start=1888
-  _globals['_POINT']._serialized_end=1966
-  _globals['_ARTIFACTSERVICE']._serialized_start=1969
-  _globals['_ARTIFACTSERVICE']._serialized_end=2608
-  _globals['_EVENTSERVICE']._serialized_start=2611
-  _globals['_EVENTSERVICE']._serialized_end=3101
+  _globals['_ARTIFACTINFO']._serialized_end=920
+  _globals['_GETARTIFACTREQUEST']._serialized_start=922
+  _globals['_GETARTIFACTREQUEST']._serialized_end=1008
+  _globals['_GETARTIFACTRESPONSE']._serialized_start=1010
+  _globals['_GETARTIFACTRESPONSE']._serialized_end=1046
+  _globals['_STATARTIFACTSREQUEST']._serialized_start=1048
+  _globals['_STATARTIFACTSREQUEST']._serialized_end=1101
+  _globals['_STATARTIFACTSRESPONSE']._serialized_start=1103
+  _globals['_STATARTIFACTSRESPONSE']._serialized_end=1179
+  _globals['_DELETEARTIFACTSREQUEST']._serialized_start=1181
+  _globals['_DELETEARTIFACTSREQUEST']._serialized_end=1252
+  _globals['_DELETEARTIFACTSRESPONSE']._serialized_start=1254
+  _globals['_DELETEARTIFACTSRESPONSE']._serialized_end=1279
+  _globals['_APPENDEVENTSREQUEST']._serialized_start=1281
+  _globals['_APPENDEVENTSREQUEST']._serialized_end=1353
+  _globals['_APPENDEVENTSRESPONSE']._serialized_start=1355
+  _globals['_APPENDEVENTSRESPONSE']._serialized_end=1377
+  _globals['_LISTEVENTSREQUEST']._serialized_start=1379
+  _globals['_LISTEVENTSREQUEST']._serialized_end=1489
+  _globals['_LISTEVENTSRESPONSE']._serialized_start=1491
+  _globals['_LISTEVENTSRESPONSE']._serialized_end=1552
+  _globals['_TAILEVENTSREQUEST']._serialized_start=1554
+  _globals['_TAILEVENTSREQUEST']._serialized_end=1622
+  _globals['_TAILEVENTSRESPONSE']._serialized_start=1624
+  _globals['_TAILEVENTSRESPONSE']._serialized_end=1685
+  _globals['_QUERYMETRICSREQUEST']._serialized_start=1687
+  _globals['_QUERYMETRICSREQUEST']._serialized_end=1767
+  _globals['_QUERYMETRICSRESPONSE']._serialized_start=1769
+  _globals['_QUERYMETRICSRESPONSE']._serialized_end=1835
+  _globals['_SERIES']._serialized_start=1837
+  _globals['_SERIES']._serialized_end=1902
+  _globals['_POINT']._serialized_start=1904
+  _globals['_POINT']._serialized_end=1982
+  _globals['_ARTIFACTSERVICE']._serialized_start=1985
+  _globals['_ARTIFACTSERVICE']._serialized_end=2624
+  _globals['_EVENTSERVICE']._serialized_start=2627
+  _globals['_EVENTSERVICE']._serialized_end=3117
 # @@protoc_insertion_point(module_scope)

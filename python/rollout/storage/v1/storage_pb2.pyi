@@ -289,22 +289,28 @@ class ArtifactInfo(_message.Message):
     CONTENT_ID_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     EXISTS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
     content_id: _builtins.str
     """`blake3-<hex>`."""
     bytes: _builtins.int
     """Size in bytes."""
     exists: _builtins.bool
     """Whether it exists."""
+    blocks: _builtins.bytes
+    """Of an import: CRC-32C of each block of 1 MiB, little-endian, 4 bytes each. Empty if the file did
+    not exist.
+    """
     def __init__(
         self,
         *,
         content_id: _builtins.str = ...,
         bytes: _builtins.int = ...,
         exists: _builtins.bool = ...,
+        blocks: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "content_id", b"content_id", "exists", b"exists"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes", "content_id", b"content_id", "exists", b"exists"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -242,7 +242,11 @@ type LedgerConfig struct {
 	// Smallest number of usable samples with which a group is complete. Failed samples that may be
 	// left out count as its other samples; with fewer usable ones the group is dissolved. 0: a group
 	// needs all of its samples.
-	MinGroupSize  uint32 `protobuf:"varint,13,opt,name=min_group_size,json=minGroupSize,proto3" json:"min_group_size,omitempty"`
+	MinGroupSize uint32 `protobuf:"varint,13,opt,name=min_group_size,json=minGroupSize,proto3" json:"min_group_size,omitempty"`
+	// Groups that the ledger begins with, from a snapshot; absent: none.
+	Seed *LedgerSeed `protobuf:"bytes,14,opt,name=seed,proto3" json:"seed,omitempty"`
+	// Groups from `first_position` on that steps up to `first_step` had consumed or passed.
+	Carried       uint64 `protobuf:"varint,15,opt,name=carried,proto3" json:"carried,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -368,6 +372,85 @@ func (x *LedgerConfig) GetMinGroupSize() uint32 {
 	return 0
 }
 
+func (x *LedgerConfig) GetSeed() *LedgerSeed {
+	if x != nil {
+		return x.Seed
+	}
+	return nil
+}
+
+func (x *LedgerConfig) GetCarried() uint64 {
+	if x != nil {
+		return x.Carried
+	}
+	return 0
+}
+
+// LedgerSeed names what a snapshot of kind `buffer` has of a ledger.
+type LedgerSeed struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Content id of the rows: CutLedgerResponse messages without payloads, each after its size as a
+	// varint.
+	Rows string `protobuf:"bytes,1,opt,name=rows,proto3" json:"rows,omitempty"`
+	// Content id of the payloads; the rows have their offsets.
+	Payloads string `protobuf:"bytes,2,opt,name=payloads,proto3" json:"payloads,omitempty"`
+	// Runs that sampled the groups. Their ids are in the payloads.
+	RunIds        []string `protobuf:"bytes,3,rep,name=run_ids,json=runIds,proto3" json:"run_ids,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LedgerSeed) Reset() {
+	*x = LedgerSeed{}
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LedgerSeed) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LedgerSeed) ProtoMessage() {}
+
+func (x *LedgerSeed) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LedgerSeed.ProtoReflect.Descriptor instead.
+func (*LedgerSeed) Descriptor() ([]byte, []int) {
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *LedgerSeed) GetRows() string {
+	if x != nil {
+		return x.Rows
+	}
+	return ""
+}
+
+func (x *LedgerSeed) GetPayloads() string {
+	if x != nil {
+		return x.Payloads
+	}
+	return ""
+}
+
+func (x *LedgerSeed) GetRunIds() []string {
+	if x != nil {
+		return x.RunIds
+	}
+	return nil
+}
+
 // GroupKey names one attempt at a group.
 type GroupKey struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -383,7 +466,7 @@ type GroupKey struct {
 
 func (x *GroupKey) Reset() {
 	*x = GroupKey{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[1]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -395,7 +478,7 @@ func (x *GroupKey) String() string {
 func (*GroupKey) ProtoMessage() {}
 
 func (x *GroupKey) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[1]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -408,7 +491,7 @@ func (x *GroupKey) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GroupKey.ProtoReflect.Descriptor instead.
 func (*GroupKey) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{1}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *GroupKey) GetEpoch() uint32 {
@@ -454,14 +537,16 @@ type GroupRecord struct {
 	// Oldest weights version of its samples.
 	MinVersion uint64 `protobuf:"varint,9,opt,name=min_version,json=minVersion,proto3" json:"min_version,omitempty"`
 	// Number in the order of completion and exclusion, from 1; 0 before.
-	Arrival       uint64 `protobuf:"varint,10,opt,name=arrival,proto3" json:"arrival,omitempty"`
+	Arrival uint64 `protobuf:"varint,10,opt,name=arrival,proto3" json:"arrival,omitempty"`
+	// Whether a sample has rewards per token, so that samples of equal reward may differ.
+	TokenRewards  bool `protobuf:"varint,11,opt,name=token_rewards,json=tokenRewards,proto3" json:"token_rewards,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GroupRecord) Reset() {
 	*x = GroupRecord{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[2]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -473,7 +558,7 @@ func (x *GroupRecord) String() string {
 func (*GroupRecord) ProtoMessage() {}
 
 func (x *GroupRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[2]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -486,7 +571,7 @@ func (x *GroupRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GroupRecord.ProtoReflect.Descriptor instead.
 func (*GroupRecord) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{2}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *GroupRecord) GetKey() *GroupKey {
@@ -559,6 +644,13 @@ func (x *GroupRecord) GetArrival() uint64 {
 	return 0
 }
 
+func (x *GroupRecord) GetTokenRewards() bool {
+	if x != nil {
+		return x.TokenRewards
+	}
+	return false
+}
+
 // SampleRef is the location of the payload of a sample.
 type SampleRef struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -588,7 +680,7 @@ type SampleRef struct {
 
 func (x *SampleRef) Reset() {
 	*x = SampleRef{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[3]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -600,7 +692,7 @@ func (x *SampleRef) String() string {
 func (*SampleRef) ProtoMessage() {}
 
 func (x *SampleRef) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[3]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -613,7 +705,7 @@ func (x *SampleRef) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SampleRef.ProtoReflect.Descriptor instead.
 func (*SampleRef) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{3}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *SampleRef) GetKey() *v1.TrajectoryKey {
@@ -704,7 +796,7 @@ type Batch struct {
 
 func (x *Batch) Reset() {
 	*x = Batch{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[4]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -716,7 +808,7 @@ func (x *Batch) String() string {
 func (*Batch) ProtoMessage() {}
 
 func (x *Batch) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[4]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -729,7 +821,7 @@ func (x *Batch) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Batch.ProtoReflect.Descriptor instead.
 func (*Batch) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{4}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Batch) GetRunId() string {
@@ -819,7 +911,7 @@ type StepRecord struct {
 
 func (x *StepRecord) Reset() {
 	*x = StepRecord{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[5]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -831,7 +923,7 @@ func (x *StepRecord) String() string {
 func (*StepRecord) ProtoMessage() {}
 
 func (x *StepRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[5]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -844,7 +936,7 @@ func (x *StepRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StepRecord.ProtoReflect.Descriptor instead.
 func (*StepRecord) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{5}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *StepRecord) GetStep() uint64 {
@@ -967,7 +1059,7 @@ type LedgerState struct {
 
 func (x *LedgerState) Reset() {
 	*x = LedgerState{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[6]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -979,7 +1071,7 @@ func (x *LedgerState) String() string {
 func (*LedgerState) ProtoMessage() {}
 
 func (x *LedgerState) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[6]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -992,7 +1084,7 @@ func (x *LedgerState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LedgerState.ProtoReflect.Descriptor instead.
 func (*LedgerState) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{6}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *LedgerState) GetStep() uint64 {
@@ -1144,7 +1236,7 @@ type OpenLedgerRequest struct {
 
 func (x *OpenLedgerRequest) Reset() {
 	*x = OpenLedgerRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[7]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1156,7 +1248,7 @@ func (x *OpenLedgerRequest) String() string {
 func (*OpenLedgerRequest) ProtoMessage() {}
 
 func (x *OpenLedgerRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[7]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1169,7 +1261,7 @@ func (x *OpenLedgerRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpenLedgerRequest.ProtoReflect.Descriptor instead.
 func (*OpenLedgerRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{7}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *OpenLedgerRequest) GetRunId() string {
@@ -1204,7 +1296,7 @@ type OpenLedgerResponse struct {
 
 func (x *OpenLedgerResponse) Reset() {
 	*x = OpenLedgerResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[8]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1216,7 +1308,7 @@ func (x *OpenLedgerResponse) String() string {
 func (*OpenLedgerResponse) ProtoMessage() {}
 
 func (x *OpenLedgerResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[8]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1229,7 +1321,7 @@ func (x *OpenLedgerResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpenLedgerResponse.ProtoReflect.Descriptor instead.
 func (*OpenLedgerResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{8}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *OpenLedgerResponse) GetState() *LedgerState {
@@ -1252,7 +1344,7 @@ type CloseLedgerRequest struct {
 
 func (x *CloseLedgerRequest) Reset() {
 	*x = CloseLedgerRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[9]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1264,7 +1356,7 @@ func (x *CloseLedgerRequest) String() string {
 func (*CloseLedgerRequest) ProtoMessage() {}
 
 func (x *CloseLedgerRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[9]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1277,7 +1369,7 @@ func (x *CloseLedgerRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CloseLedgerRequest.ProtoReflect.Descriptor instead.
 func (*CloseLedgerRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{9}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *CloseLedgerRequest) GetRunId() string {
@@ -1303,7 +1395,7 @@ type CloseLedgerResponse struct {
 
 func (x *CloseLedgerResponse) Reset() {
 	*x = CloseLedgerResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[10]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1315,7 +1407,7 @@ func (x *CloseLedgerResponse) String() string {
 func (*CloseLedgerResponse) ProtoMessage() {}
 
 func (x *CloseLedgerResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[10]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1328,7 +1420,7 @@ func (x *CloseLedgerResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CloseLedgerResponse.ProtoReflect.Descriptor instead.
 func (*CloseLedgerResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{10}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{11}
 }
 
 // RecordWeightsRequest names a version and its digest.
@@ -1350,7 +1442,7 @@ type RecordWeightsRequest struct {
 
 func (x *RecordWeightsRequest) Reset() {
 	*x = RecordWeightsRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[11]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1362,7 +1454,7 @@ func (x *RecordWeightsRequest) String() string {
 func (*RecordWeightsRequest) ProtoMessage() {}
 
 func (x *RecordWeightsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[11]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1375,7 +1467,7 @@ func (x *RecordWeightsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RecordWeightsRequest.ProtoReflect.Descriptor instead.
 func (*RecordWeightsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{11}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *RecordWeightsRequest) GetRunId() string {
@@ -1430,7 +1522,7 @@ type RecordWeightsResponse struct {
 
 func (x *RecordWeightsResponse) Reset() {
 	*x = RecordWeightsResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[12]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1442,7 +1534,7 @@ func (x *RecordWeightsResponse) String() string {
 func (*RecordWeightsResponse) ProtoMessage() {}
 
 func (x *RecordWeightsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[12]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1455,7 +1547,7 @@ func (x *RecordWeightsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RecordWeightsResponse.ProtoReflect.Descriptor instead.
 func (*RecordWeightsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{12}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *RecordWeightsResponse) GetLineage() uint32 {
@@ -1500,7 +1592,7 @@ type PutTrajectoriesRequest struct {
 
 func (x *PutTrajectoriesRequest) Reset() {
 	*x = PutTrajectoriesRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[13]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1512,7 +1604,7 @@ func (x *PutTrajectoriesRequest) String() string {
 func (*PutTrajectoriesRequest) ProtoMessage() {}
 
 func (x *PutTrajectoriesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[13]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1525,7 +1617,7 @@ func (x *PutTrajectoriesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PutTrajectoriesRequest.ProtoReflect.Descriptor instead.
 func (*PutTrajectoriesRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{13}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *PutTrajectoriesRequest) GetRunId() string {
@@ -1553,7 +1645,7 @@ type PutTrajectoriesResponse struct {
 
 func (x *PutTrajectoriesResponse) Reset() {
 	*x = PutTrajectoriesResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[14]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1565,7 +1657,7 @@ func (x *PutTrajectoriesResponse) String() string {
 func (*PutTrajectoriesResponse) ProtoMessage() {}
 
 func (x *PutTrajectoriesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[14]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1578,7 +1670,7 @@ func (x *PutTrajectoriesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PutTrajectoriesResponse.ProtoReflect.Descriptor instead.
 func (*PutTrajectoriesResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{14}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *PutTrajectoriesResponse) GetResults() []*PutResult {
@@ -1606,7 +1698,7 @@ type PutResult struct {
 
 func (x *PutResult) Reset() {
 	*x = PutResult{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[15]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1618,7 +1710,7 @@ func (x *PutResult) String() string {
 func (*PutResult) ProtoMessage() {}
 
 func (x *PutResult) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[15]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1631,7 +1723,7 @@ func (x *PutResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PutResult.ProtoReflect.Descriptor instead.
 func (*PutResult) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{15}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *PutResult) GetAccepted() uint32 {
@@ -1675,7 +1767,7 @@ type PutRefusal struct {
 
 func (x *PutRefusal) Reset() {
 	*x = PutRefusal{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[16]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1687,7 +1779,7 @@ func (x *PutRefusal) String() string {
 func (*PutRefusal) ProtoMessage() {}
 
 func (x *PutRefusal) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[16]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1700,7 +1792,7 @@ func (x *PutRefusal) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PutRefusal.ProtoReflect.Descriptor instead.
 func (*PutRefusal) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{16}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *PutRefusal) GetTrajectory() uint32 {
@@ -1730,7 +1822,7 @@ type GetMissingRequest struct {
 
 func (x *GetMissingRequest) Reset() {
 	*x = GetMissingRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[17]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1742,7 +1834,7 @@ func (x *GetMissingRequest) String() string {
 func (*GetMissingRequest) ProtoMessage() {}
 
 func (x *GetMissingRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[17]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1755,7 +1847,7 @@ func (x *GetMissingRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetMissingRequest.ProtoReflect.Descriptor instead.
 func (*GetMissingRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{17}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *GetMissingRequest) GetRunId() string {
@@ -1783,7 +1875,7 @@ type GetMissingResponse struct {
 
 func (x *GetMissingResponse) Reset() {
 	*x = GetMissingResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[18]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1795,7 +1887,7 @@ func (x *GetMissingResponse) String() string {
 func (*GetMissingResponse) ProtoMessage() {}
 
 func (x *GetMissingResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[18]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1808,7 +1900,7 @@ func (x *GetMissingResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetMissingResponse.ProtoReflect.Descriptor instead.
 func (*GetMissingResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{18}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *GetMissingResponse) GetGroups() []*MissingSamples {
@@ -1829,7 +1921,7 @@ type MissingSamples struct {
 
 func (x *MissingSamples) Reset() {
 	*x = MissingSamples{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[19]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1841,7 +1933,7 @@ func (x *MissingSamples) String() string {
 func (*MissingSamples) ProtoMessage() {}
 
 func (x *MissingSamples) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[19]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1854,7 +1946,7 @@ func (x *MissingSamples) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MissingSamples.ProtoReflect.Descriptor instead.
 func (*MissingSamples) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{19}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *MissingSamples) GetSamples() []uint32 {
@@ -1881,7 +1973,7 @@ type LeaseBatchRequest struct {
 
 func (x *LeaseBatchRequest) Reset() {
 	*x = LeaseBatchRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[20]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1893,7 +1985,7 @@ func (x *LeaseBatchRequest) String() string {
 func (*LeaseBatchRequest) ProtoMessage() {}
 
 func (x *LeaseBatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[20]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1906,7 +1998,7 @@ func (x *LeaseBatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeaseBatchRequest.ProtoReflect.Descriptor instead.
 func (*LeaseBatchRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{20}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *LeaseBatchRequest) GetRunId() string {
@@ -1951,7 +2043,7 @@ type LeaseBatchResponse struct {
 
 func (x *LeaseBatchResponse) Reset() {
 	*x = LeaseBatchResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[21]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1963,7 +2055,7 @@ func (x *LeaseBatchResponse) String() string {
 func (*LeaseBatchResponse) ProtoMessage() {}
 
 func (x *LeaseBatchResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[21]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1976,7 +2068,7 @@ func (x *LeaseBatchResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeaseBatchResponse.ProtoReflect.Descriptor instead.
 func (*LeaseBatchResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{21}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *LeaseBatchResponse) GetBatch() *Batch {
@@ -2016,7 +2108,7 @@ type CommitStepRequest struct {
 
 func (x *CommitStepRequest) Reset() {
 	*x = CommitStepRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[22]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2028,7 +2120,7 @@ func (x *CommitStepRequest) String() string {
 func (*CommitStepRequest) ProtoMessage() {}
 
 func (x *CommitStepRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[22]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2041,7 +2133,7 @@ func (x *CommitStepRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CommitStepRequest.ProtoReflect.Descriptor instead.
 func (*CommitStepRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{22}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *CommitStepRequest) GetRunId() string {
@@ -2097,7 +2189,7 @@ type CommitStepResponse struct {
 
 func (x *CommitStepResponse) Reset() {
 	*x = CommitStepResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[23]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2109,7 +2201,7 @@ func (x *CommitStepResponse) String() string {
 func (*CommitStepResponse) ProtoMessage() {}
 
 func (x *CommitStepResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[23]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2122,7 +2214,7 @@ func (x *CommitStepResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CommitStepResponse.ProtoReflect.Descriptor instead.
 func (*CommitStepResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{23}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *CommitStepResponse) GetStep() *StepRecord {
@@ -2145,7 +2237,7 @@ type GetBatchRequest struct {
 
 func (x *GetBatchRequest) Reset() {
 	*x = GetBatchRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[24]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2157,7 +2249,7 @@ func (x *GetBatchRequest) String() string {
 func (*GetBatchRequest) ProtoMessage() {}
 
 func (x *GetBatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[24]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2170,7 +2262,7 @@ func (x *GetBatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetBatchRequest.ProtoReflect.Descriptor instead.
 func (*GetBatchRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{24}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *GetBatchRequest) GetRunId() string {
@@ -2198,7 +2290,7 @@ type GetBatchResponse struct {
 
 func (x *GetBatchResponse) Reset() {
 	*x = GetBatchResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[25]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2210,7 +2302,7 @@ func (x *GetBatchResponse) String() string {
 func (*GetBatchResponse) ProtoMessage() {}
 
 func (x *GetBatchResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[25]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2223,7 +2315,7 @@ func (x *GetBatchResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetBatchResponse.ProtoReflect.Descriptor instead.
 func (*GetBatchResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{25}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *GetBatchResponse) GetBatch() *Batch {
@@ -2250,7 +2342,7 @@ type ListStepsRequest struct {
 
 func (x *ListStepsRequest) Reset() {
 	*x = ListStepsRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[26]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2262,7 +2354,7 @@ func (x *ListStepsRequest) String() string {
 func (*ListStepsRequest) ProtoMessage() {}
 
 func (x *ListStepsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[26]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2275,7 +2367,7 @@ func (x *ListStepsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListStepsRequest.ProtoReflect.Descriptor instead.
 func (*ListStepsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{26}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *ListStepsRequest) GetRunId() string {
@@ -2317,7 +2409,7 @@ type ListStepsResponse struct {
 
 func (x *ListStepsResponse) Reset() {
 	*x = ListStepsResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[27]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2329,7 +2421,7 @@ func (x *ListStepsResponse) String() string {
 func (*ListStepsResponse) ProtoMessage() {}
 
 func (x *ListStepsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[27]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2342,7 +2434,7 @@ func (x *ListStepsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListStepsResponse.ProtoReflect.Descriptor instead.
 func (*ListStepsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{27}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *ListStepsResponse) GetSteps() []*StepRecord {
@@ -2369,7 +2461,7 @@ type ListGroupsRequest struct {
 
 func (x *ListGroupsRequest) Reset() {
 	*x = ListGroupsRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[28]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2381,7 +2473,7 @@ func (x *ListGroupsRequest) String() string {
 func (*ListGroupsRequest) ProtoMessage() {}
 
 func (x *ListGroupsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[28]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2394,7 +2486,7 @@ func (x *ListGroupsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListGroupsRequest.ProtoReflect.Descriptor instead.
 func (*ListGroupsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{28}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *ListGroupsRequest) GetRunId() string {
@@ -2436,7 +2528,7 @@ type ListGroupsResponse struct {
 
 func (x *ListGroupsResponse) Reset() {
 	*x = ListGroupsResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[29]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2448,7 +2540,7 @@ func (x *ListGroupsResponse) String() string {
 func (*ListGroupsResponse) ProtoMessage() {}
 
 func (x *ListGroupsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[29]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2461,7 +2553,7 @@ func (x *ListGroupsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListGroupsResponse.ProtoReflect.Descriptor instead.
 func (*ListGroupsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{29}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *ListGroupsResponse) GetGroups() []*GroupRecord {
@@ -2488,7 +2580,7 @@ type ListIncompleteGroupsRequest struct {
 
 func (x *ListIncompleteGroupsRequest) Reset() {
 	*x = ListIncompleteGroupsRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[30]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2500,7 +2592,7 @@ func (x *ListIncompleteGroupsRequest) String() string {
 func (*ListIncompleteGroupsRequest) ProtoMessage() {}
 
 func (x *ListIncompleteGroupsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[30]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2513,7 +2605,7 @@ func (x *ListIncompleteGroupsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListIncompleteGroupsRequest.ProtoReflect.Descriptor instead.
 func (*ListIncompleteGroupsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{30}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *ListIncompleteGroupsRequest) GetRunId() string {
@@ -2557,7 +2649,7 @@ type ListIncompleteGroupsResponse struct {
 
 func (x *ListIncompleteGroupsResponse) Reset() {
 	*x = ListIncompleteGroupsResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[31]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2569,7 +2661,7 @@ func (x *ListIncompleteGroupsResponse) String() string {
 func (*ListIncompleteGroupsResponse) ProtoMessage() {}
 
 func (x *ListIncompleteGroupsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[31]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2582,7 +2674,7 @@ func (x *ListIncompleteGroupsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListIncompleteGroupsResponse.ProtoReflect.Descriptor instead.
 func (*ListIncompleteGroupsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{31}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *ListIncompleteGroupsResponse) GetGroups() []*GroupRecord {
@@ -2616,7 +2708,7 @@ type ExcludeGroupsRequest struct {
 
 func (x *ExcludeGroupsRequest) Reset() {
 	*x = ExcludeGroupsRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[32]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2628,7 +2720,7 @@ func (x *ExcludeGroupsRequest) String() string {
 func (*ExcludeGroupsRequest) ProtoMessage() {}
 
 func (x *ExcludeGroupsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[32]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2641,7 +2733,7 @@ func (x *ExcludeGroupsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExcludeGroupsRequest.ProtoReflect.Descriptor instead.
 func (*ExcludeGroupsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{32}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *ExcludeGroupsRequest) GetRunId() string {
@@ -2681,7 +2773,7 @@ type ExcludeGroupsResponse struct {
 
 func (x *ExcludeGroupsResponse) Reset() {
 	*x = ExcludeGroupsResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[33]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2693,7 +2785,7 @@ func (x *ExcludeGroupsResponse) String() string {
 func (*ExcludeGroupsResponse) ProtoMessage() {}
 
 func (x *ExcludeGroupsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[33]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2706,7 +2798,7 @@ func (x *ExcludeGroupsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExcludeGroupsResponse.ProtoReflect.Descriptor instead.
 func (*ExcludeGroupsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{33}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{34}
 }
 
 // ReissueGroupsRequest names groups.
@@ -2724,7 +2816,7 @@ type ReissueGroupsRequest struct {
 
 func (x *ReissueGroupsRequest) Reset() {
 	*x = ReissueGroupsRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[34]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2736,7 +2828,7 @@ func (x *ReissueGroupsRequest) String() string {
 func (*ReissueGroupsRequest) ProtoMessage() {}
 
 func (x *ReissueGroupsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[34]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2749,7 +2841,7 @@ func (x *ReissueGroupsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReissueGroupsRequest.ProtoReflect.Descriptor instead.
 func (*ReissueGroupsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{34}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *ReissueGroupsRequest) GetRunId() string {
@@ -2782,7 +2874,7 @@ type ReissueGroupsResponse struct {
 
 func (x *ReissueGroupsResponse) Reset() {
 	*x = ReissueGroupsResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[35]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2794,7 +2886,7 @@ func (x *ReissueGroupsResponse) String() string {
 func (*ReissueGroupsResponse) ProtoMessage() {}
 
 func (x *ReissueGroupsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[35]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2807,7 +2899,7 @@ func (x *ReissueGroupsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReissueGroupsResponse.ProtoReflect.Descriptor instead.
 func (*ReissueGroupsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{35}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{36}
 }
 
 // ReadPayloadsRequest asks for the payloads of a step's batch.
@@ -2823,7 +2915,7 @@ type ReadPayloadsRequest struct {
 
 func (x *ReadPayloadsRequest) Reset() {
 	*x = ReadPayloadsRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[36]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2835,7 +2927,7 @@ func (x *ReadPayloadsRequest) String() string {
 func (*ReadPayloadsRequest) ProtoMessage() {}
 
 func (x *ReadPayloadsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[36]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2848,7 +2940,7 @@ func (x *ReadPayloadsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadPayloadsRequest.ProtoReflect.Descriptor instead.
 func (*ReadPayloadsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{36}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *ReadPayloadsRequest) GetRunId() string {
@@ -2876,7 +2968,7 @@ type ReadPayloadsResponse struct {
 
 func (x *ReadPayloadsResponse) Reset() {
 	*x = ReadPayloadsResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[37]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2888,7 +2980,7 @@ func (x *ReadPayloadsResponse) String() string {
 func (*ReadPayloadsResponse) ProtoMessage() {}
 
 func (x *ReadPayloadsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[37]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2901,7 +2993,7 @@ func (x *ReadPayloadsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadPayloadsResponse.ProtoReflect.Descriptor instead.
 func (*ReadPayloadsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{37}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *ReadPayloadsResponse) GetPayloads() [][]byte {
@@ -2922,7 +3014,7 @@ type WatchLedgerRequest struct {
 
 func (x *WatchLedgerRequest) Reset() {
 	*x = WatchLedgerRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[38]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2934,7 +3026,7 @@ func (x *WatchLedgerRequest) String() string {
 func (*WatchLedgerRequest) ProtoMessage() {}
 
 func (x *WatchLedgerRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[38]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2947,7 +3039,7 @@ func (x *WatchLedgerRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchLedgerRequest.ProtoReflect.Descriptor instead.
 func (*WatchLedgerRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{38}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *WatchLedgerRequest) GetRunId() string {
@@ -2968,7 +3060,7 @@ type WatchLedgerResponse struct {
 
 func (x *WatchLedgerResponse) Reset() {
 	*x = WatchLedgerResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[39]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2980,7 +3072,7 @@ func (x *WatchLedgerResponse) String() string {
 func (*WatchLedgerResponse) ProtoMessage() {}
 
 func (x *WatchLedgerResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[39]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2993,7 +3085,7 @@ func (x *WatchLedgerResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchLedgerResponse.ProtoReflect.Descriptor instead.
 func (*WatchLedgerResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{39}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *WatchLedgerResponse) GetState() *LedgerState {
@@ -3018,7 +3110,7 @@ type TrimPayloadsRequest struct {
 
 func (x *TrimPayloadsRequest) Reset() {
 	*x = TrimPayloadsRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[40]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3030,7 +3122,7 @@ func (x *TrimPayloadsRequest) String() string {
 func (*TrimPayloadsRequest) ProtoMessage() {}
 
 func (x *TrimPayloadsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[40]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3043,7 +3135,7 @@ func (x *TrimPayloadsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrimPayloadsRequest.ProtoReflect.Descriptor instead.
 func (*TrimPayloadsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{40}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *TrimPayloadsRequest) GetRunId() string {
@@ -3078,7 +3170,7 @@ type TrimPayloadsResponse struct {
 
 func (x *TrimPayloadsResponse) Reset() {
 	*x = TrimPayloadsResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[41]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3090,7 +3182,7 @@ func (x *TrimPayloadsResponse) String() string {
 func (*TrimPayloadsResponse) ProtoMessage() {}
 
 func (x *TrimPayloadsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[41]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3103,7 +3195,7 @@ func (x *TrimPayloadsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrimPayloadsResponse.ProtoReflect.Descriptor instead.
 func (*TrimPayloadsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{41}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *TrimPayloadsResponse) GetBytes() uint64 {
@@ -3126,7 +3218,7 @@ type DeleteRunRequest struct {
 
 func (x *DeleteRunRequest) Reset() {
 	*x = DeleteRunRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[42]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3138,7 +3230,7 @@ func (x *DeleteRunRequest) String() string {
 func (*DeleteRunRequest) ProtoMessage() {}
 
 func (x *DeleteRunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[42]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3151,7 +3243,7 @@ func (x *DeleteRunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteRunRequest.ProtoReflect.Descriptor instead.
 func (*DeleteRunRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{42}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *DeleteRunRequest) GetRunId() string {
@@ -3177,7 +3269,7 @@ type DeleteRunResponse struct {
 
 func (x *DeleteRunResponse) Reset() {
 	*x = DeleteRunResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[43]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3189,7 +3281,7 @@ func (x *DeleteRunResponse) String() string {
 func (*DeleteRunResponse) ProtoMessage() {}
 
 func (x *DeleteRunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[43]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3202,7 +3294,7 @@ func (x *DeleteRunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteRunResponse.ProtoReflect.Descriptor instead.
 func (*DeleteRunResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{43}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{44}
 }
 
 // ExportLedgerRequest names a run.
@@ -3216,7 +3308,7 @@ type ExportLedgerRequest struct {
 
 func (x *ExportLedgerRequest) Reset() {
 	*x = ExportLedgerRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[44]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3228,7 +3320,7 @@ func (x *ExportLedgerRequest) String() string {
 func (*ExportLedgerRequest) ProtoMessage() {}
 
 func (x *ExportLedgerRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[44]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3241,7 +3333,7 @@ func (x *ExportLedgerRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExportLedgerRequest.ProtoReflect.Descriptor instead.
 func (*ExportLedgerRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{44}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *ExportLedgerRequest) GetRunId() string {
@@ -3276,7 +3368,7 @@ type ExportLedgerResponse struct {
 
 func (x *ExportLedgerResponse) Reset() {
 	*x = ExportLedgerResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[45]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3288,7 +3380,7 @@ func (x *ExportLedgerResponse) String() string {
 func (*ExportLedgerResponse) ProtoMessage() {}
 
 func (x *ExportLedgerResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[45]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3301,7 +3393,7 @@ func (x *ExportLedgerResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExportLedgerResponse.ProtoReflect.Descriptor instead.
 func (*ExportLedgerResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{45}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *ExportLedgerResponse) GetLedger() *LedgerRecord {
@@ -3353,6 +3445,136 @@ func (x *ExportLedgerResponse) GetLineages() []*LineageRecord {
 	return nil
 }
 
+// CutLedgerRequest names a run.
+type CutLedgerRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run.
+	RunId         string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CutLedgerRequest) Reset() {
+	*x = CutLedgerRequest{}
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[47]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CutLedgerRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CutLedgerRequest) ProtoMessage() {}
+
+func (x *CutLedgerRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[47]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CutLedgerRequest.ProtoReflect.Descriptor instead.
+func (*CutLedgerRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{47}
+}
+
+func (x *CutLedgerRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+// CutLedgerResponse is a part of the rows: first the ledger and the weights of its samples, then
+// groups by position, each with its samples, in as many messages as necessary.
+type CutLedgerResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The ledger.
+	Ledger *LedgerRecord `protobuf:"bytes,1,opt,name=ledger,proto3" json:"ledger,omitempty"`
+	// Weights that sampled the samples, by version.
+	Weights []*WeightsRecord `protobuf:"bytes,2,rep,name=weights,proto3" json:"weights,omitempty"`
+	// Groups by position.
+	Groups []*GroupRecord `protobuf:"bytes,3,rep,name=groups,proto3" json:"groups,omitempty"`
+	// Their samples. `ref` has no segment; its offset is that in the payloads of all messages
+	// together.
+	Samples []*SampleRecord `protobuf:"bytes,4,rep,name=samples,proto3" json:"samples,omitempty"`
+	// Payloads of the samples, in order.
+	Payloads      [][]byte `protobuf:"bytes,5,rep,name=payloads,proto3" json:"payloads,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CutLedgerResponse) Reset() {
+	*x = CutLedgerResponse{}
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[48]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CutLedgerResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CutLedgerResponse) ProtoMessage() {}
+
+func (x *CutLedgerResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[48]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CutLedgerResponse.ProtoReflect.Descriptor instead.
+func (*CutLedgerResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{48}
+}
+
+func (x *CutLedgerResponse) GetLedger() *LedgerRecord {
+	if x != nil {
+		return x.Ledger
+	}
+	return nil
+}
+
+func (x *CutLedgerResponse) GetWeights() []*WeightsRecord {
+	if x != nil {
+		return x.Weights
+	}
+	return nil
+}
+
+func (x *CutLedgerResponse) GetGroups() []*GroupRecord {
+	if x != nil {
+		return x.Groups
+	}
+	return nil
+}
+
+func (x *CutLedgerResponse) GetSamples() []*SampleRecord {
+	if x != nil {
+		return x.Samples
+	}
+	return nil
+}
+
+func (x *CutLedgerResponse) GetPayloads() [][]byte {
+	if x != nil {
+		return x.Payloads
+	}
+	return nil
+}
+
 // LedgerRecord is the ledger without its groups.
 type LedgerRecord struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -3367,14 +3589,16 @@ type LedgerRecord struct {
 	// Whether ingest is stopped.
 	Closed bool `protobuf:"varint,5,opt,name=closed,proto3" json:"closed,omitempty"`
 	// Folder of the segments on the buffer's host.
-	Folder        string `protobuf:"bytes,6,opt,name=folder,proto3" json:"folder,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Folder string `protobuf:"bytes,6,opt,name=folder,proto3" json:"folder,omitempty"`
+	// Of a cut: the first position whose group no committed step has consumed.
+	FirstUnconsumed uint64 `protobuf:"varint,7,opt,name=first_unconsumed,json=firstUnconsumed,proto3" json:"first_unconsumed,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *LedgerRecord) Reset() {
 	*x = LedgerRecord{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[46]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3386,7 +3610,7 @@ func (x *LedgerRecord) String() string {
 func (*LedgerRecord) ProtoMessage() {}
 
 func (x *LedgerRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[46]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3399,7 +3623,7 @@ func (x *LedgerRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LedgerRecord.ProtoReflect.Descriptor instead.
 func (*LedgerRecord) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{46}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *LedgerRecord) GetConfig() *LedgerConfig {
@@ -3444,6 +3668,13 @@ func (x *LedgerRecord) GetFolder() string {
 	return ""
 }
 
+func (x *LedgerRecord) GetFirstUnconsumed() uint64 {
+	if x != nil {
+		return x.FirstUnconsumed
+	}
+	return 0
+}
+
 // SegmentRecord is a segment as the ledger knows it, and its file as it is.
 type SegmentRecord struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -3467,7 +3698,7 @@ type SegmentRecord struct {
 
 func (x *SegmentRecord) Reset() {
 	*x = SegmentRecord{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[47]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3479,7 +3710,7 @@ func (x *SegmentRecord) String() string {
 func (*SegmentRecord) ProtoMessage() {}
 
 func (x *SegmentRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[47]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3492,7 +3723,7 @@ func (x *SegmentRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SegmentRecord.ProtoReflect.Descriptor instead.
 func (*SegmentRecord) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{47}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{50}
 }
 
 func (x *SegmentRecord) GetNumber() uint32 {
@@ -3561,7 +3792,7 @@ type WeightsRecord struct {
 
 func (x *WeightsRecord) Reset() {
 	*x = WeightsRecord{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[48]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3573,7 +3804,7 @@ func (x *WeightsRecord) String() string {
 func (*WeightsRecord) ProtoMessage() {}
 
 func (x *WeightsRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[48]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3586,7 +3817,7 @@ func (x *WeightsRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WeightsRecord.ProtoReflect.Descriptor instead.
 func (*WeightsRecord) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{48}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{51}
 }
 
 func (x *WeightsRecord) GetVersion() uint64 {
@@ -3636,7 +3867,7 @@ type LineageRecord struct {
 
 func (x *LineageRecord) Reset() {
 	*x = LineageRecord{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[49]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3648,7 +3879,7 @@ func (x *LineageRecord) String() string {
 func (*LineageRecord) ProtoMessage() {}
 
 func (x *LineageRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[49]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3661,7 +3892,7 @@ func (x *LineageRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LineageRecord.ProtoReflect.Descriptor instead.
 func (*LineageRecord) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{49}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{52}
 }
 
 func (x *LineageRecord) GetLineage() uint32 {
@@ -3721,7 +3952,7 @@ type SampleRecord struct {
 
 func (x *SampleRecord) Reset() {
 	*x = SampleRecord{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[50]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3733,7 +3964,7 @@ func (x *SampleRecord) String() string {
 func (*SampleRecord) ProtoMessage() {}
 
 func (x *SampleRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[50]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3746,7 +3977,7 @@ func (x *SampleRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SampleRecord.ProtoReflect.Descriptor instead.
 func (*SampleRecord) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{50}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{53}
 }
 
 func (x *SampleRecord) GetRef() *SampleRef {
@@ -3823,7 +4054,7 @@ var File_rollout_buffer_v1_buffer_proto protoreflect.FileDescriptor
 
 const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\n" +
-	"\x1erollout/buffer/v1/buffer.proto\x12\x11rollout.buffer.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1crollout/fence/v1/fence.proto\x1a&rollout/trajectory/v1/trajectory.proto\"\xf2\x03\n" +
+	"\x1erollout/buffer/v1/buffer.proto\x12\x11rollout.buffer.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1crollout/fence/v1/fence.proto\x1a&rollout/trajectory/v1/trajectory.proto\"\xbf\x04\n" +
 	"\fLedgerConfig\x12/\n" +
 	"\x0fgroups_per_step\x18\x01 \x01(\rB\a\xbaH\x04*\x02(\x01R\rgroupsPerStep\x12&\n" +
 	"\n" +
@@ -3841,11 +4072,18 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	" \x01(\rR\vdrawBatches\x12\x18\n" +
 	"\apartial\x18\v \x01(\bR\apartial\x12\x1a\n" +
 	"\bexternal\x18\f \x01(\bR\bexternal\x12$\n" +
-	"\x0emin_group_size\x18\r \x01(\rR\fminGroupSize\"P\n" +
+	"\x0emin_group_size\x18\r \x01(\rR\fminGroupSize\x121\n" +
+	"\x04seed\x18\x0e \x01(\v2\x1d.rollout.buffer.v1.LedgerSeedR\x04seed\x12\x18\n" +
+	"\acarried\x18\x0f \x01(\x04R\acarried\"\x91\x01\n" +
+	"\n" +
+	"LedgerSeed\x120\n" +
+	"\x04rows\x18\x01 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\x04rows\x128\n" +
+	"\bpayloads\x18\x02 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\bpayloads\x12\x17\n" +
+	"\arun_ids\x18\x03 \x03(\tR\x06runIds\"P\n" +
 	"\bGroupKey\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\rR\x05epoch\x12\x14\n" +
 	"\x05index\x18\x02 \x01(\x04R\x05index\x12\x18\n" +
-	"\aattempt\x18\x03 \x01(\rR\aattempt\"\xc4\x02\n" +
+	"\aattempt\x18\x03 \x01(\rR\aattempt\"\xe9\x02\n" +
 	"\vGroupRecord\x12-\n" +
 	"\x03key\x18\x01 \x01(\v2\x1b.rollout.buffer.v1.GroupKeyR\x03key\x12\x1a\n" +
 	"\bposition\x18\x02 \x01(\x04R\bposition\x123\n" +
@@ -3858,7 +4096,8 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\vmin_version\x18\t \x01(\x04R\n" +
 	"minVersion\x12\x18\n" +
 	"\aarrival\x18\n" +
-	" \x01(\x04R\aarrival\"\xd3\x02\n" +
+	" \x01(\x04R\aarrival\x12#\n" +
+	"\rtoken_rewards\x18\v \x01(\bR\ftokenRewards\"\xd3\x02\n" +
 	"\tSampleRef\x126\n" +
 	"\x03key\x18\x01 \x01(\v2$.rollout.trajectory.v1.TrajectoryKeyR\x03key\x12\x18\n" +
 	"\asegment\x18\x02 \x01(\tR\asegment\x12\x16\n" +
@@ -4051,14 +4290,23 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x05steps\x18\x04 \x03(\v2\x1d.rollout.buffer.v1.StepRecordR\x05steps\x126\n" +
 	"\x06groups\x18\x05 \x03(\v2\x1e.rollout.buffer.v1.GroupRecordR\x06groups\x129\n" +
 	"\asamples\x18\x06 \x03(\v2\x1f.rollout.buffer.v1.SampleRecordR\asamples\x12<\n" +
-	"\blineages\x18\a \x03(\v2 .rollout.buffer.v1.LineageRecordR\blineages\"\xdd\x01\n" +
+	"\blineages\x18\a \x03(\v2 .rollout.buffer.v1.LineageRecordR\blineages\"2\n" +
+	"\x10CutLedgerRequest\x12\x1e\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"\x97\x02\n" +
+	"\x11CutLedgerResponse\x127\n" +
+	"\x06ledger\x18\x01 \x01(\v2\x1f.rollout.buffer.v1.LedgerRecordR\x06ledger\x12:\n" +
+	"\aweights\x18\x02 \x03(\v2 .rollout.buffer.v1.WeightsRecordR\aweights\x126\n" +
+	"\x06groups\x18\x03 \x03(\v2\x1e.rollout.buffer.v1.GroupRecordR\x06groups\x129\n" +
+	"\asamples\x18\x04 \x03(\v2\x1f.rollout.buffer.v1.SampleRecordR\asamples\x12\x1a\n" +
+	"\bpayloads\x18\x05 \x03(\fR\bpayloads\"\x88\x02\n" +
 	"\fLedgerRecord\x127\n" +
 	"\x06config\x18\x01 \x01(\v2\x1f.rollout.buffer.v1.LedgerConfigR\x06config\x124\n" +
 	"\x05state\x18\x02 \x01(\v2\x1e.rollout.buffer.v1.LedgerStateR\x05state\x12\x14\n" +
 	"\x05chain\x18\x03 \x01(\tR\x05chain\x12\x18\n" +
 	"\atrimmed\x18\x04 \x01(\x04R\atrimmed\x12\x16\n" +
 	"\x06closed\x18\x05 \x01(\bR\x06closed\x12\x16\n" +
-	"\x06folder\x18\x06 \x01(\tR\x06folder\"\xc5\x01\n" +
+	"\x06folder\x18\x06 \x01(\tR\x06folder\x12)\n" +
+	"\x10first_unconsumed\x18\a \x01(\x04R\x0ffirstUnconsumed\"\xc5\x01\n" +
 	"\rSegmentRecord\x12\x16\n" +
 	"\x06number\x18\x01 \x01(\rR\x06number\x12\x14\n" +
 	"\x05bytes\x18\x02 \x01(\x04R\x05bytes\x12\x18\n" +
@@ -4111,7 +4359,7 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x12GROUP_STATE_LEASED\x10\x03\x12\x18\n" +
 	"\x14GROUP_STATE_CONSUMED\x10\x04\x12\x18\n" +
 	"\x14GROUP_STATE_EXCLUDED\x10\x05\x12\x19\n" +
-	"\x15GROUP_STATE_DISSOLVED\x10\x062\xcf\r\n" +
+	"\x15GROUP_STATE_DISSOLVED\x10\x062\xa9\x0e\n" +
 	"\rBufferService\x12Y\n" +
 	"\n" +
 	"OpenLedger\x12$.rollout.buffer.v1.OpenLedgerRequest\x1a%.rollout.buffer.v1.OpenLedgerResponse\x12\\\n" +
@@ -4133,7 +4381,8 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\rReissueGroups\x12'.rollout.buffer.v1.ReissueGroupsRequest\x1a(.rollout.buffer.v1.ReissueGroupsResponse\x12a\n" +
 	"\fReadPayloads\x12&.rollout.buffer.v1.ReadPayloadsRequest\x1a'.rollout.buffer.v1.ReadPayloadsResponse0\x01\x12^\n" +
 	"\vWatchLedger\x12%.rollout.buffer.v1.WatchLedgerRequest\x1a&.rollout.buffer.v1.WatchLedgerResponse0\x01\x12a\n" +
-	"\fExportLedger\x12&.rollout.buffer.v1.ExportLedgerRequest\x1a'.rollout.buffer.v1.ExportLedgerResponse0\x01\x12_\n" +
+	"\fExportLedger\x12&.rollout.buffer.v1.ExportLedgerRequest\x1a'.rollout.buffer.v1.ExportLedgerResponse0\x01\x12X\n" +
+	"\tCutLedger\x12#.rollout.buffer.v1.CutLedgerRequest\x1a$.rollout.buffer.v1.CutLedgerResponse0\x01\x12_\n" +
 	"\fTrimPayloads\x12&.rollout.buffer.v1.TrimPayloadsRequest\x1a'.rollout.buffer.v1.TrimPayloadsResponse\x12V\n" +
 	"\tDeleteRun\x12#.rollout.buffer.v1.DeleteRunRequest\x1a$.rollout.buffer.v1.DeleteRunResponseB\xce\x01\n" +
 	"\x15com.rollout.buffer.v1B\vBufferProtoP\x01ZBgithub.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1;bufferv1\xa2\x02\x03RBX\xaa\x02\x11Rollout.Buffer.V1\xca\x02\x11Rollout\\Buffer\\V1\xe2\x02\x1dRollout\\Buffer\\V1\\GPBMetadata\xea\x02\x13Rollout::Buffer::V1b\x06proto3"
@@ -4151,161 +4400,171 @@ func file_rollout_buffer_v1_buffer_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_buffer_v1_buffer_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_rollout_buffer_v1_buffer_proto_msgTypes = make([]protoimpl.MessageInfo, 52)
+var file_rollout_buffer_v1_buffer_proto_msgTypes = make([]protoimpl.MessageInfo, 55)
 var file_rollout_buffer_v1_buffer_proto_goTypes = []any{
 	(LeaseOrder)(0),                      // 0: rollout.buffer.v1.LeaseOrder
 	(OldLineage)(0),                      // 1: rollout.buffer.v1.OldLineage
 	(GroupState)(0),                      // 2: rollout.buffer.v1.GroupState
 	(*LedgerConfig)(nil),                 // 3: rollout.buffer.v1.LedgerConfig
-	(*GroupKey)(nil),                     // 4: rollout.buffer.v1.GroupKey
-	(*GroupRecord)(nil),                  // 5: rollout.buffer.v1.GroupRecord
-	(*SampleRef)(nil),                    // 6: rollout.buffer.v1.SampleRef
-	(*Batch)(nil),                        // 7: rollout.buffer.v1.Batch
-	(*StepRecord)(nil),                   // 8: rollout.buffer.v1.StepRecord
-	(*LedgerState)(nil),                  // 9: rollout.buffer.v1.LedgerState
-	(*OpenLedgerRequest)(nil),            // 10: rollout.buffer.v1.OpenLedgerRequest
-	(*OpenLedgerResponse)(nil),           // 11: rollout.buffer.v1.OpenLedgerResponse
-	(*CloseLedgerRequest)(nil),           // 12: rollout.buffer.v1.CloseLedgerRequest
-	(*CloseLedgerResponse)(nil),          // 13: rollout.buffer.v1.CloseLedgerResponse
-	(*RecordWeightsRequest)(nil),         // 14: rollout.buffer.v1.RecordWeightsRequest
-	(*RecordWeightsResponse)(nil),        // 15: rollout.buffer.v1.RecordWeightsResponse
-	(*PutTrajectoriesRequest)(nil),       // 16: rollout.buffer.v1.PutTrajectoriesRequest
-	(*PutTrajectoriesResponse)(nil),      // 17: rollout.buffer.v1.PutTrajectoriesResponse
-	(*PutResult)(nil),                    // 18: rollout.buffer.v1.PutResult
-	(*PutRefusal)(nil),                   // 19: rollout.buffer.v1.PutRefusal
-	(*GetMissingRequest)(nil),            // 20: rollout.buffer.v1.GetMissingRequest
-	(*GetMissingResponse)(nil),           // 21: rollout.buffer.v1.GetMissingResponse
-	(*MissingSamples)(nil),               // 22: rollout.buffer.v1.MissingSamples
-	(*LeaseBatchRequest)(nil),            // 23: rollout.buffer.v1.LeaseBatchRequest
-	(*LeaseBatchResponse)(nil),           // 24: rollout.buffer.v1.LeaseBatchResponse
-	(*CommitStepRequest)(nil),            // 25: rollout.buffer.v1.CommitStepRequest
-	(*CommitStepResponse)(nil),           // 26: rollout.buffer.v1.CommitStepResponse
-	(*GetBatchRequest)(nil),              // 27: rollout.buffer.v1.GetBatchRequest
-	(*GetBatchResponse)(nil),             // 28: rollout.buffer.v1.GetBatchResponse
-	(*ListStepsRequest)(nil),             // 29: rollout.buffer.v1.ListStepsRequest
-	(*ListStepsResponse)(nil),            // 30: rollout.buffer.v1.ListStepsResponse
-	(*ListGroupsRequest)(nil),            // 31: rollout.buffer.v1.ListGroupsRequest
-	(*ListGroupsResponse)(nil),           // 32: rollout.buffer.v1.ListGroupsResponse
-	(*ListIncompleteGroupsRequest)(nil),  // 33: rollout.buffer.v1.ListIncompleteGroupsRequest
-	(*ListIncompleteGroupsResponse)(nil), // 34: rollout.buffer.v1.ListIncompleteGroupsResponse
-	(*ExcludeGroupsRequest)(nil),         // 35: rollout.buffer.v1.ExcludeGroupsRequest
-	(*ExcludeGroupsResponse)(nil),        // 36: rollout.buffer.v1.ExcludeGroupsResponse
-	(*ReissueGroupsRequest)(nil),         // 37: rollout.buffer.v1.ReissueGroupsRequest
-	(*ReissueGroupsResponse)(nil),        // 38: rollout.buffer.v1.ReissueGroupsResponse
-	(*ReadPayloadsRequest)(nil),          // 39: rollout.buffer.v1.ReadPayloadsRequest
-	(*ReadPayloadsResponse)(nil),         // 40: rollout.buffer.v1.ReadPayloadsResponse
-	(*WatchLedgerRequest)(nil),           // 41: rollout.buffer.v1.WatchLedgerRequest
-	(*WatchLedgerResponse)(nil),          // 42: rollout.buffer.v1.WatchLedgerResponse
-	(*TrimPayloadsRequest)(nil),          // 43: rollout.buffer.v1.TrimPayloadsRequest
-	(*TrimPayloadsResponse)(nil),         // 44: rollout.buffer.v1.TrimPayloadsResponse
-	(*DeleteRunRequest)(nil),             // 45: rollout.buffer.v1.DeleteRunRequest
-	(*DeleteRunResponse)(nil),            // 46: rollout.buffer.v1.DeleteRunResponse
-	(*ExportLedgerRequest)(nil),          // 47: rollout.buffer.v1.ExportLedgerRequest
-	(*ExportLedgerResponse)(nil),         // 48: rollout.buffer.v1.ExportLedgerResponse
-	(*LedgerRecord)(nil),                 // 49: rollout.buffer.v1.LedgerRecord
-	(*SegmentRecord)(nil),                // 50: rollout.buffer.v1.SegmentRecord
-	(*WeightsRecord)(nil),                // 51: rollout.buffer.v1.WeightsRecord
-	(*LineageRecord)(nil),                // 52: rollout.buffer.v1.LineageRecord
-	(*SampleRecord)(nil),                 // 53: rollout.buffer.v1.SampleRecord
-	nil,                                  // 54: rollout.buffer.v1.LedgerState.FailuresEntry
-	(*v1.TrajectoryKey)(nil),             // 55: rollout.trajectory.v1.TrajectoryKey
-	(v1.Outcome)(0),                      // 56: rollout.trajectory.v1.Outcome
-	(*v1.EpisodeTimes)(nil),              // 57: rollout.trajectory.v1.EpisodeTimes
-	(*v11.Fence)(nil),                    // 58: rollout.fence.v1.Fence
-	(*v1.TrajectoryBatch)(nil),           // 59: rollout.trajectory.v1.TrajectoryBatch
-	(*v1.VersionSpan)(nil),               // 60: rollout.trajectory.v1.VersionSpan
+	(*LedgerSeed)(nil),                   // 4: rollout.buffer.v1.LedgerSeed
+	(*GroupKey)(nil),                     // 5: rollout.buffer.v1.GroupKey
+	(*GroupRecord)(nil),                  // 6: rollout.buffer.v1.GroupRecord
+	(*SampleRef)(nil),                    // 7: rollout.buffer.v1.SampleRef
+	(*Batch)(nil),                        // 8: rollout.buffer.v1.Batch
+	(*StepRecord)(nil),                   // 9: rollout.buffer.v1.StepRecord
+	(*LedgerState)(nil),                  // 10: rollout.buffer.v1.LedgerState
+	(*OpenLedgerRequest)(nil),            // 11: rollout.buffer.v1.OpenLedgerRequest
+	(*OpenLedgerResponse)(nil),           // 12: rollout.buffer.v1.OpenLedgerResponse
+	(*CloseLedgerRequest)(nil),           // 13: rollout.buffer.v1.CloseLedgerRequest
+	(*CloseLedgerResponse)(nil),          // 14: rollout.buffer.v1.CloseLedgerResponse
+	(*RecordWeightsRequest)(nil),         // 15: rollout.buffer.v1.RecordWeightsRequest
+	(*RecordWeightsResponse)(nil),        // 16: rollout.buffer.v1.RecordWeightsResponse
+	(*PutTrajectoriesRequest)(nil),       // 17: rollout.buffer.v1.PutTrajectoriesRequest
+	(*PutTrajectoriesResponse)(nil),      // 18: rollout.buffer.v1.PutTrajectoriesResponse
+	(*PutResult)(nil),                    // 19: rollout.buffer.v1.PutResult
+	(*PutRefusal)(nil),                   // 20: rollout.buffer.v1.PutRefusal
+	(*GetMissingRequest)(nil),            // 21: rollout.buffer.v1.GetMissingRequest
+	(*GetMissingResponse)(nil),           // 22: rollout.buffer.v1.GetMissingResponse
+	(*MissingSamples)(nil),               // 23: rollout.buffer.v1.MissingSamples
+	(*LeaseBatchRequest)(nil),            // 24: rollout.buffer.v1.LeaseBatchRequest
+	(*LeaseBatchResponse)(nil),           // 25: rollout.buffer.v1.LeaseBatchResponse
+	(*CommitStepRequest)(nil),            // 26: rollout.buffer.v1.CommitStepRequest
+	(*CommitStepResponse)(nil),           // 27: rollout.buffer.v1.CommitStepResponse
+	(*GetBatchRequest)(nil),              // 28: rollout.buffer.v1.GetBatchRequest
+	(*GetBatchResponse)(nil),             // 29: rollout.buffer.v1.GetBatchResponse
+	(*ListStepsRequest)(nil),             // 30: rollout.buffer.v1.ListStepsRequest
+	(*ListStepsResponse)(nil),            // 31: rollout.buffer.v1.ListStepsResponse
+	(*ListGroupsRequest)(nil),            // 32: rollout.buffer.v1.ListGroupsRequest
+	(*ListGroupsResponse)(nil),           // 33: rollout.buffer.v1.ListGroupsResponse
+	(*ListIncompleteGroupsRequest)(nil),  // 34: rollout.buffer.v1.ListIncompleteGroupsRequest
+	(*ListIncompleteGroupsResponse)(nil), // 35: rollout.buffer.v1.ListIncompleteGroupsResponse
+	(*ExcludeGroupsRequest)(nil),         // 36: rollout.buffer.v1.ExcludeGroupsRequest
+	(*ExcludeGroupsResponse)(nil),        // 37: rollout.buffer.v1.ExcludeGroupsResponse
+	(*ReissueGroupsRequest)(nil),         // 38: rollout.buffer.v1.ReissueGroupsRequest
+	(*ReissueGroupsResponse)(nil),        // 39: rollout.buffer.v1.ReissueGroupsResponse
+	(*ReadPayloadsRequest)(nil),          // 40: rollout.buffer.v1.ReadPayloadsRequest
+	(*ReadPayloadsResponse)(nil),         // 41: rollout.buffer.v1.ReadPayloadsResponse
+	(*WatchLedgerRequest)(nil),           // 42: rollout.buffer.v1.WatchLedgerRequest
+	(*WatchLedgerResponse)(nil),          // 43: rollout.buffer.v1.WatchLedgerResponse
+	(*TrimPayloadsRequest)(nil),          // 44: rollout.buffer.v1.TrimPayloadsRequest
+	(*TrimPayloadsResponse)(nil),         // 45: rollout.buffer.v1.TrimPayloadsResponse
+	(*DeleteRunRequest)(nil),             // 46: rollout.buffer.v1.DeleteRunRequest
+	(*DeleteRunResponse)(nil),            // 47: rollout.buffer.v1.DeleteRunResponse
+	(*ExportLedgerRequest)(nil),          // 48: rollout.buffer.v1.ExportLedgerRequest
+	(*ExportLedgerResponse)(nil),         // 49: rollout.buffer.v1.ExportLedgerResponse
+	(*CutLedgerRequest)(nil),             // 50: rollout.buffer.v1.CutLedgerRequest
+	(*CutLedgerResponse)(nil),            // 51: rollout.buffer.v1.CutLedgerResponse
+	(*LedgerRecord)(nil),                 // 52: rollout.buffer.v1.LedgerRecord
+	(*SegmentRecord)(nil),                // 53: rollout.buffer.v1.SegmentRecord
+	(*WeightsRecord)(nil),                // 54: rollout.buffer.v1.WeightsRecord
+	(*LineageRecord)(nil),                // 55: rollout.buffer.v1.LineageRecord
+	(*SampleRecord)(nil),                 // 56: rollout.buffer.v1.SampleRecord
+	nil,                                  // 57: rollout.buffer.v1.LedgerState.FailuresEntry
+	(*v1.TrajectoryKey)(nil),             // 58: rollout.trajectory.v1.TrajectoryKey
+	(v1.Outcome)(0),                      // 59: rollout.trajectory.v1.Outcome
+	(*v1.EpisodeTimes)(nil),              // 60: rollout.trajectory.v1.EpisodeTimes
+	(*v11.Fence)(nil),                    // 61: rollout.fence.v1.Fence
+	(*v1.TrajectoryBatch)(nil),           // 62: rollout.trajectory.v1.TrajectoryBatch
+	(*v1.VersionSpan)(nil),               // 63: rollout.trajectory.v1.VersionSpan
 }
 var file_rollout_buffer_v1_buffer_proto_depIdxs = []int32{
 	0,  // 0: rollout.buffer.v1.LedgerConfig.order:type_name -> rollout.buffer.v1.LeaseOrder
-	4,  // 1: rollout.buffer.v1.GroupRecord.key:type_name -> rollout.buffer.v1.GroupKey
-	2,  // 2: rollout.buffer.v1.GroupRecord.state:type_name -> rollout.buffer.v1.GroupState
-	55, // 3: rollout.buffer.v1.SampleRef.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	56, // 4: rollout.buffer.v1.SampleRef.outcome:type_name -> rollout.trajectory.v1.Outcome
-	57, // 5: rollout.buffer.v1.SampleRef.times:type_name -> rollout.trajectory.v1.EpisodeTimes
-	6,  // 6: rollout.buffer.v1.Batch.samples:type_name -> rollout.buffer.v1.SampleRef
-	5,  // 7: rollout.buffer.v1.LedgerState.dissolved:type_name -> rollout.buffer.v1.GroupRecord
-	54, // 8: rollout.buffer.v1.LedgerState.failures:type_name -> rollout.buffer.v1.LedgerState.FailuresEntry
-	3,  // 9: rollout.buffer.v1.OpenLedgerRequest.config:type_name -> rollout.buffer.v1.LedgerConfig
-	58, // 10: rollout.buffer.v1.OpenLedgerRequest.fence:type_name -> rollout.fence.v1.Fence
-	9,  // 11: rollout.buffer.v1.OpenLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
-	58, // 12: rollout.buffer.v1.CloseLedgerRequest.fence:type_name -> rollout.fence.v1.Fence
-	1,  // 13: rollout.buffer.v1.RecordWeightsRequest.old_lineage:type_name -> rollout.buffer.v1.OldLineage
-	58, // 14: rollout.buffer.v1.RecordWeightsRequest.fence:type_name -> rollout.fence.v1.Fence
-	59, // 15: rollout.buffer.v1.PutTrajectoriesRequest.puts:type_name -> rollout.trajectory.v1.TrajectoryBatch
-	18, // 16: rollout.buffer.v1.PutTrajectoriesResponse.results:type_name -> rollout.buffer.v1.PutResult
-	19, // 17: rollout.buffer.v1.PutResult.refused:type_name -> rollout.buffer.v1.PutRefusal
-	4,  // 18: rollout.buffer.v1.GetMissingRequest.groups:type_name -> rollout.buffer.v1.GroupKey
-	22, // 19: rollout.buffer.v1.GetMissingResponse.groups:type_name -> rollout.buffer.v1.MissingSamples
-	58, // 20: rollout.buffer.v1.LeaseBatchRequest.fence:type_name -> rollout.fence.v1.Fence
-	7,  // 21: rollout.buffer.v1.LeaseBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
-	58, // 22: rollout.buffer.v1.CommitStepRequest.fence:type_name -> rollout.fence.v1.Fence
-	8,  // 23: rollout.buffer.v1.CommitStepResponse.step:type_name -> rollout.buffer.v1.StepRecord
-	7,  // 24: rollout.buffer.v1.GetBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
-	8,  // 25: rollout.buffer.v1.ListStepsResponse.steps:type_name -> rollout.buffer.v1.StepRecord
-	2,  // 26: rollout.buffer.v1.ListGroupsRequest.states:type_name -> rollout.buffer.v1.GroupState
-	5,  // 27: rollout.buffer.v1.ListGroupsResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
-	5,  // 28: rollout.buffer.v1.ListIncompleteGroupsResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
-	4,  // 29: rollout.buffer.v1.ExcludeGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
-	58, // 30: rollout.buffer.v1.ExcludeGroupsRequest.fence:type_name -> rollout.fence.v1.Fence
-	4,  // 31: rollout.buffer.v1.ReissueGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
-	58, // 32: rollout.buffer.v1.ReissueGroupsRequest.fence:type_name -> rollout.fence.v1.Fence
-	9,  // 33: rollout.buffer.v1.WatchLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
-	58, // 34: rollout.buffer.v1.TrimPayloadsRequest.fence:type_name -> rollout.fence.v1.Fence
-	58, // 35: rollout.buffer.v1.DeleteRunRequest.fence:type_name -> rollout.fence.v1.Fence
-	49, // 36: rollout.buffer.v1.ExportLedgerResponse.ledger:type_name -> rollout.buffer.v1.LedgerRecord
-	50, // 37: rollout.buffer.v1.ExportLedgerResponse.segments:type_name -> rollout.buffer.v1.SegmentRecord
-	51, // 38: rollout.buffer.v1.ExportLedgerResponse.weights:type_name -> rollout.buffer.v1.WeightsRecord
-	8,  // 39: rollout.buffer.v1.ExportLedgerResponse.steps:type_name -> rollout.buffer.v1.StepRecord
-	5,  // 40: rollout.buffer.v1.ExportLedgerResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
-	53, // 41: rollout.buffer.v1.ExportLedgerResponse.samples:type_name -> rollout.buffer.v1.SampleRecord
-	52, // 42: rollout.buffer.v1.ExportLedgerResponse.lineages:type_name -> rollout.buffer.v1.LineageRecord
-	3,  // 43: rollout.buffer.v1.LedgerRecord.config:type_name -> rollout.buffer.v1.LedgerConfig
-	9,  // 44: rollout.buffer.v1.LedgerRecord.state:type_name -> rollout.buffer.v1.LedgerState
-	1,  // 45: rollout.buffer.v1.LineageRecord.old_lineage:type_name -> rollout.buffer.v1.OldLineage
-	6,  // 46: rollout.buffer.v1.SampleRecord.ref:type_name -> rollout.buffer.v1.SampleRef
-	55, // 47: rollout.buffer.v1.SampleRecord.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	60, // 48: rollout.buffer.v1.SampleRecord.spans:type_name -> rollout.trajectory.v1.VersionSpan
-	10, // 49: rollout.buffer.v1.BufferService.OpenLedger:input_type -> rollout.buffer.v1.OpenLedgerRequest
-	12, // 50: rollout.buffer.v1.BufferService.CloseLedger:input_type -> rollout.buffer.v1.CloseLedgerRequest
-	14, // 51: rollout.buffer.v1.BufferService.RecordWeights:input_type -> rollout.buffer.v1.RecordWeightsRequest
-	16, // 52: rollout.buffer.v1.BufferService.PutTrajectories:input_type -> rollout.buffer.v1.PutTrajectoriesRequest
-	20, // 53: rollout.buffer.v1.BufferService.GetMissing:input_type -> rollout.buffer.v1.GetMissingRequest
-	23, // 54: rollout.buffer.v1.BufferService.LeaseBatch:input_type -> rollout.buffer.v1.LeaseBatchRequest
-	25, // 55: rollout.buffer.v1.BufferService.CommitStep:input_type -> rollout.buffer.v1.CommitStepRequest
-	27, // 56: rollout.buffer.v1.BufferService.GetBatch:input_type -> rollout.buffer.v1.GetBatchRequest
-	29, // 57: rollout.buffer.v1.BufferService.ListSteps:input_type -> rollout.buffer.v1.ListStepsRequest
-	31, // 58: rollout.buffer.v1.BufferService.ListGroups:input_type -> rollout.buffer.v1.ListGroupsRequest
-	33, // 59: rollout.buffer.v1.BufferService.ListIncompleteGroups:input_type -> rollout.buffer.v1.ListIncompleteGroupsRequest
-	35, // 60: rollout.buffer.v1.BufferService.ExcludeGroups:input_type -> rollout.buffer.v1.ExcludeGroupsRequest
-	37, // 61: rollout.buffer.v1.BufferService.ReissueGroups:input_type -> rollout.buffer.v1.ReissueGroupsRequest
-	39, // 62: rollout.buffer.v1.BufferService.ReadPayloads:input_type -> rollout.buffer.v1.ReadPayloadsRequest
-	41, // 63: rollout.buffer.v1.BufferService.WatchLedger:input_type -> rollout.buffer.v1.WatchLedgerRequest
-	47, // 64: rollout.buffer.v1.BufferService.ExportLedger:input_type -> rollout.buffer.v1.ExportLedgerRequest
-	43, // 65: rollout.buffer.v1.BufferService.TrimPayloads:input_type -> rollout.buffer.v1.TrimPayloadsRequest
-	45, // 66: rollout.buffer.v1.BufferService.DeleteRun:input_type -> rollout.buffer.v1.DeleteRunRequest
-	11, // 67: rollout.buffer.v1.BufferService.OpenLedger:output_type -> rollout.buffer.v1.OpenLedgerResponse
-	13, // 68: rollout.buffer.v1.BufferService.CloseLedger:output_type -> rollout.buffer.v1.CloseLedgerResponse
-	15, // 69: rollout.buffer.v1.BufferService.RecordWeights:output_type -> rollout.buffer.v1.RecordWeightsResponse
-	17, // 70: rollout.buffer.v1.BufferService.PutTrajectories:output_type -> rollout.buffer.v1.PutTrajectoriesResponse
-	21, // 71: rollout.buffer.v1.BufferService.GetMissing:output_type -> rollout.buffer.v1.GetMissingResponse
-	24, // 72: rollout.buffer.v1.BufferService.LeaseBatch:output_type -> rollout.buffer.v1.LeaseBatchResponse
-	26, // 73: rollout.buffer.v1.BufferService.CommitStep:output_type -> rollout.buffer.v1.CommitStepResponse
-	28, // 74: rollout.buffer.v1.BufferService.GetBatch:output_type -> rollout.buffer.v1.GetBatchResponse
-	30, // 75: rollout.buffer.v1.BufferService.ListSteps:output_type -> rollout.buffer.v1.ListStepsResponse
-	32, // 76: rollout.buffer.v1.BufferService.ListGroups:output_type -> rollout.buffer.v1.ListGroupsResponse
-	34, // 77: rollout.buffer.v1.BufferService.ListIncompleteGroups:output_type -> rollout.buffer.v1.ListIncompleteGroupsResponse
-	36, // 78: rollout.buffer.v1.BufferService.ExcludeGroups:output_type -> rollout.buffer.v1.ExcludeGroupsResponse
-	38, // 79: rollout.buffer.v1.BufferService.ReissueGroups:output_type -> rollout.buffer.v1.ReissueGroupsResponse
-	40, // 80: rollout.buffer.v1.BufferService.ReadPayloads:output_type -> rollout.buffer.v1.ReadPayloadsResponse
-	42, // 81: rollout.buffer.v1.BufferService.WatchLedger:output_type -> rollout.buffer.v1.WatchLedgerResponse
-	48, // 82: rollout.buffer.v1.BufferService.ExportLedger:output_type -> rollout.buffer.v1.ExportLedgerResponse
-	44, // 83: rollout.buffer.v1.BufferService.TrimPayloads:output_type -> rollout.buffer.v1.TrimPayloadsResponse
-	46, // 84: rollout.buffer.v1.BufferService.DeleteRun:output_type -> rollout.buffer.v1.DeleteRunResponse
-	67, // [67:85] is the sub-list for method output_type
-	49, // [49:67] is the sub-list for method input_type
-	49, // [49:49] is the sub-list for extension type_name
-	49, // [49:49] is the sub-list for extension extendee
-	0,  // [0:49] is the sub-list for field type_name
+	4,  // 1: rollout.buffer.v1.LedgerConfig.seed:type_name -> rollout.buffer.v1.LedgerSeed
+	5,  // 2: rollout.buffer.v1.GroupRecord.key:type_name -> rollout.buffer.v1.GroupKey
+	2,  // 3: rollout.buffer.v1.GroupRecord.state:type_name -> rollout.buffer.v1.GroupState
+	58, // 4: rollout.buffer.v1.SampleRef.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	59, // 5: rollout.buffer.v1.SampleRef.outcome:type_name -> rollout.trajectory.v1.Outcome
+	60, // 6: rollout.buffer.v1.SampleRef.times:type_name -> rollout.trajectory.v1.EpisodeTimes
+	7,  // 7: rollout.buffer.v1.Batch.samples:type_name -> rollout.buffer.v1.SampleRef
+	6,  // 8: rollout.buffer.v1.LedgerState.dissolved:type_name -> rollout.buffer.v1.GroupRecord
+	57, // 9: rollout.buffer.v1.LedgerState.failures:type_name -> rollout.buffer.v1.LedgerState.FailuresEntry
+	3,  // 10: rollout.buffer.v1.OpenLedgerRequest.config:type_name -> rollout.buffer.v1.LedgerConfig
+	61, // 11: rollout.buffer.v1.OpenLedgerRequest.fence:type_name -> rollout.fence.v1.Fence
+	10, // 12: rollout.buffer.v1.OpenLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
+	61, // 13: rollout.buffer.v1.CloseLedgerRequest.fence:type_name -> rollout.fence.v1.Fence
+	1,  // 14: rollout.buffer.v1.RecordWeightsRequest.old_lineage:type_name -> rollout.buffer.v1.OldLineage
+	61, // 15: rollout.buffer.v1.RecordWeightsRequest.fence:type_name -> rollout.fence.v1.Fence
+	62, // 16: rollout.buffer.v1.PutTrajectoriesRequest.puts:type_name -> rollout.trajectory.v1.TrajectoryBatch
+	19, // 17: rollout.buffer.v1.PutTrajectoriesResponse.results:type_name -> rollout.buffer.v1.PutResult
+	20, // 18: rollout.buffer.v1.PutResult.refused:type_name -> rollout.buffer.v1.PutRefusal
+	5,  // 19: rollout.buffer.v1.GetMissingRequest.groups:type_name -> rollout.buffer.v1.GroupKey
+	23, // 20: rollout.buffer.v1.GetMissingResponse.groups:type_name -> rollout.buffer.v1.MissingSamples
+	61, // 21: rollout.buffer.v1.LeaseBatchRequest.fence:type_name -> rollout.fence.v1.Fence
+	8,  // 22: rollout.buffer.v1.LeaseBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
+	61, // 23: rollout.buffer.v1.CommitStepRequest.fence:type_name -> rollout.fence.v1.Fence
+	9,  // 24: rollout.buffer.v1.CommitStepResponse.step:type_name -> rollout.buffer.v1.StepRecord
+	8,  // 25: rollout.buffer.v1.GetBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
+	9,  // 26: rollout.buffer.v1.ListStepsResponse.steps:type_name -> rollout.buffer.v1.StepRecord
+	2,  // 27: rollout.buffer.v1.ListGroupsRequest.states:type_name -> rollout.buffer.v1.GroupState
+	6,  // 28: rollout.buffer.v1.ListGroupsResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
+	6,  // 29: rollout.buffer.v1.ListIncompleteGroupsResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
+	5,  // 30: rollout.buffer.v1.ExcludeGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
+	61, // 31: rollout.buffer.v1.ExcludeGroupsRequest.fence:type_name -> rollout.fence.v1.Fence
+	5,  // 32: rollout.buffer.v1.ReissueGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
+	61, // 33: rollout.buffer.v1.ReissueGroupsRequest.fence:type_name -> rollout.fence.v1.Fence
+	10, // 34: rollout.buffer.v1.WatchLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
+	61, // 35: rollout.buffer.v1.TrimPayloadsRequest.fence:type_name -> rollout.fence.v1.Fence
+	61, // 36: rollout.buffer.v1.DeleteRunRequest.fence:type_name -> rollout.fence.v1.Fence
+	52, // 37: rollout.buffer.v1.ExportLedgerResponse.ledger:type_name -> rollout.buffer.v1.LedgerRecord
+	53, // 38: rollout.buffer.v1.ExportLedgerResponse.segments:type_name -> rollout.buffer.v1.SegmentRecord
+	54, // 39: rollout.buffer.v1.ExportLedgerResponse.weights:type_name -> rollout.buffer.v1.WeightsRecord
+	9,  // 40: rollout.buffer.v1.ExportLedgerResponse.steps:type_name -> rollout.buffer.v1.StepRecord
+	6,  // 41: rollout.buffer.v1.ExportLedgerResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
+	56, // 42: rollout.buffer.v1.ExportLedgerResponse.samples:type_name -> rollout.buffer.v1.SampleRecord
+	55, // 43: rollout.buffer.v1.ExportLedgerResponse.lineages:type_name -> rollout.buffer.v1.LineageRecord
+	52, // 44: rollout.buffer.v1.CutLedgerResponse.ledger:type_name -> rollout.buffer.v1.LedgerRecord
+	54, // 45: rollout.buffer.v1.CutLedgerResponse.weights:type_name -> rollout.buffer.v1.WeightsRecord
+	6,  // 46: rollout.buffer.v1.CutLedgerResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
+	56, // 47: rollout.buffer.v1.CutLedgerResponse.samples:type_name -> rollout.buffer.v1.SampleRecord
+	3,  // 48: rollout.buffer.v1.LedgerRecord.config:type_name -> rollout.buffer.v1.LedgerConfig
+	10, // 49: rollout.buffer.v1.LedgerRecord.state:type_name -> rollout.buffer.v1.LedgerState
+	1,  // 50: rollout.buffer.v1.LineageRecord.old_lineage:type_name -> rollout.buffer.v1.OldLineage
+	7,  // 51: rollout.buffer.v1.SampleRecord.ref:type_name -> rollout.buffer.v1.SampleRef
+	58, // 52: rollout.buffer.v1.SampleRecord.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	63, // 53: rollout.buffer.v1.SampleRecord.spans:type_name -> rollout.trajectory.v1.VersionSpan
+	11, // 54: rollout.buffer.v1.BufferService.OpenLedger:input_type -> rollout.buffer.v1.OpenLedgerRequest
+	13, // 55: rollout.buffer.v1.BufferService.CloseLedger:input_type -> rollout.buffer.v1.CloseLedgerRequest
+	15, // 56: rollout.buffer.v1.BufferService.RecordWeights:input_type -> rollout.buffer.v1.RecordWeightsRequest
+	17, // 57: rollout.buffer.v1.BufferService.PutTrajectories:input_type -> rollout.buffer.v1.PutTrajectoriesRequest
+	21, // 58: rollout.buffer.v1.BufferService.GetMissing:input_type -> rollout.buffer.v1.GetMissingRequest
+	24, // 59: rollout.buffer.v1.BufferService.LeaseBatch:input_type -> rollout.buffer.v1.LeaseBatchRequest
+	26, // 60: rollout.buffer.v1.BufferService.CommitStep:input_type -> rollout.buffer.v1.CommitStepRequest
+	28, // 61: rollout.buffer.v1.BufferService.GetBatch:input_type -> rollout.buffer.v1.GetBatchRequest
+	30, // 62: rollout.buffer.v1.BufferService.ListSteps:input_type -> rollout.buffer.v1.ListStepsRequest
+	32, // 63: rollout.buffer.v1.BufferService.ListGroups:input_type -> rollout.buffer.v1.ListGroupsRequest
+	34, // 64: rollout.buffer.v1.BufferService.ListIncompleteGroups:input_type -> rollout.buffer.v1.ListIncompleteGroupsRequest
+	36, // 65: rollout.buffer.v1.BufferService.ExcludeGroups:input_type -> rollout.buffer.v1.ExcludeGroupsRequest
+	38, // 66: rollout.buffer.v1.BufferService.ReissueGroups:input_type -> rollout.buffer.v1.ReissueGroupsRequest
+	40, // 67: rollout.buffer.v1.BufferService.ReadPayloads:input_type -> rollout.buffer.v1.ReadPayloadsRequest
+	42, // 68: rollout.buffer.v1.BufferService.WatchLedger:input_type -> rollout.buffer.v1.WatchLedgerRequest
+	48, // 69: rollout.buffer.v1.BufferService.ExportLedger:input_type -> rollout.buffer.v1.ExportLedgerRequest
+	50, // 70: rollout.buffer.v1.BufferService.CutLedger:input_type -> rollout.buffer.v1.CutLedgerRequest
+	44, // 71: rollout.buffer.v1.BufferService.TrimPayloads:input_type -> rollout.buffer.v1.TrimPayloadsRequest
+	46, // 72: rollout.buffer.v1.BufferService.DeleteRun:input_type -> rollout.buffer.v1.DeleteRunRequest
+	12, // 73: rollout.buffer.v1.BufferService.OpenLedger:output_type -> rollout.buffer.v1.OpenLedgerResponse
+	14, // 74: rollout.buffer.v1.BufferService.CloseLedger:output_type -> rollout.buffer.v1.CloseLedgerResponse
+	16, // 75: rollout.buffer.v1.BufferService.RecordWeights:output_type -> rollout.buffer.v1.RecordWeightsResponse
+	18, // 76: rollout.buffer.v1.BufferService.PutTrajectories:output_type -> rollout.buffer.v1.PutTrajectoriesResponse
+	22, // 77: rollout.buffer.v1.BufferService.GetMissing:output_type -> rollout.buffer.v1.GetMissingResponse
+	25, // 78: rollout.buffer.v1.BufferService.LeaseBatch:output_type -> rollout.buffer.v1.LeaseBatchResponse
+	27, // 79: rollout.buffer.v1.BufferService.CommitStep:output_type -> rollout.buffer.v1.CommitStepResponse
+	29, // 80: rollout.buffer.v1.BufferService.GetBatch:output_type -> rollout.buffer.v1.GetBatchResponse
+	31, // 81: rollout.buffer.v1.BufferService.ListSteps:output_type -> rollout.buffer.v1.ListStepsResponse
+	33, // 82: rollout.buffer.v1.BufferService.ListGroups:output_type -> rollout.buffer.v1.ListGroupsResponse
+	35, // 83: rollout.buffer.v1.BufferService.ListIncompleteGroups:output_type -> rollout.buffer.v1.ListIncompleteGroupsResponse
+	37, // 84: rollout.buffer.v1.BufferService.ExcludeGroups:output_type -> rollout.buffer.v1.ExcludeGroupsResponse
+	39, // 85: rollout.buffer.v1.BufferService.ReissueGroups:output_type -> rollout.buffer.v1.ReissueGroupsResponse
+	41, // 86: rollout.buffer.v1.BufferService.ReadPayloads:output_type -> rollout.buffer.v1.ReadPayloadsResponse
+	43, // 87: rollout.buffer.v1.BufferService.WatchLedger:output_type -> rollout.buffer.v1.WatchLedgerResponse
+	49, // 88: rollout.buffer.v1.BufferService.ExportLedger:output_type -> rollout.buffer.v1.ExportLedgerResponse
+	51, // 89: rollout.buffer.v1.BufferService.CutLedger:output_type -> rollout.buffer.v1.CutLedgerResponse
+	45, // 90: rollout.buffer.v1.BufferService.TrimPayloads:output_type -> rollout.buffer.v1.TrimPayloadsResponse
+	47, // 91: rollout.buffer.v1.BufferService.DeleteRun:output_type -> rollout.buffer.v1.DeleteRunResponse
+	73, // [73:92] is the sub-list for method output_type
+	54, // [54:73] is the sub-list for method input_type
+	54, // [54:54] is the sub-list for extension type_name
+	54, // [54:54] is the sub-list for extension extendee
+	0,  // [0:54] is the sub-list for field type_name
 }
 
 func init() { file_rollout_buffer_v1_buffer_proto_init() }
@@ -4319,7 +4578,7 @@ func file_rollout_buffer_v1_buffer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_buffer_v1_buffer_proto_rawDesc), len(file_rollout_buffer_v1_buffer_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   52,
+			NumMessages:   55,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -38,6 +38,7 @@ const (
 	BufferService_ReadPayloads_FullMethodName         = "/rollout.buffer.v1.BufferService/ReadPayloads"
 	BufferService_WatchLedger_FullMethodName          = "/rollout.buffer.v1.BufferService/WatchLedger"
 	BufferService_ExportLedger_FullMethodName         = "/rollout.buffer.v1.BufferService/ExportLedger"
+	BufferService_CutLedger_FullMethodName            = "/rollout.buffer.v1.BufferService/CutLedger"
 	BufferService_TrimPayloads_FullMethodName         = "/rollout.buffer.v1.BufferService/TrimPayloads"
 	BufferService_DeleteRun_FullMethodName            = "/rollout.buffer.v1.BufferService/DeleteRun"
 )
@@ -93,6 +94,9 @@ type BufferServiceClient interface {
 	// ExportLedger streams every row of a ledger at one moment, with the contents of the payload
 	// files, for auditors.
 	ExportLedger(ctx context.Context, in *ExportLedgerRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ExportLedgerResponse], error)
+	// CutLedger streams the groups of a ledger that no committed step has consumed, at one moment, with
+	// their payloads. Groups of a leased batch are complete again.
+	CutLedger(ctx context.Context, in *CutLedgerRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[CutLedgerResponse], error)
 	// TrimPayloads allows the buffer to delete the payloads of the steps up to one, because a
 	// snapshot covers them.
 	TrimPayloads(ctx context.Context, in *TrimPayloadsRequest, opts ...grpc.CallOption) (*TrimPayloadsResponse, error)
@@ -295,6 +299,25 @@ func (c *bufferServiceClient) ExportLedger(ctx context.Context, in *ExportLedger
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type BufferService_ExportLedgerClient = grpc.ServerStreamingClient[ExportLedgerResponse]
 
+func (c *bufferServiceClient) CutLedger(ctx context.Context, in *CutLedgerRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[CutLedgerResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &BufferService_ServiceDesc.Streams[3], BufferService_CutLedger_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[CutLedgerRequest, CutLedgerResponse]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type BufferService_CutLedgerClient = grpc.ServerStreamingClient[CutLedgerResponse]
+
 func (c *bufferServiceClient) TrimPayloads(ctx context.Context, in *TrimPayloadsRequest, opts ...grpc.CallOption) (*TrimPayloadsResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(TrimPayloadsResponse)
@@ -366,6 +389,9 @@ type BufferServiceServer interface {
 	// ExportLedger streams every row of a ledger at one moment, with the contents of the payload
 	// files, for auditors.
 	ExportLedger(*ExportLedgerRequest, grpc.ServerStreamingServer[ExportLedgerResponse]) error
+	// CutLedger streams the groups of a ledger that no committed step has consumed, at one moment, with
+	// their payloads. Groups of a leased batch are complete again.
+	CutLedger(*CutLedgerRequest, grpc.ServerStreamingServer[CutLedgerResponse]) error
 	// TrimPayloads allows the buffer to delete the payloads of the steps up to one, because a
 	// snapshot covers them.
 	TrimPayloads(context.Context, *TrimPayloadsRequest) (*TrimPayloadsResponse, error)
@@ -428,6 +454,9 @@ func (UnimplementedBufferServiceServer) WatchLedger(*WatchLedgerRequest, grpc.Se
 }
 func (UnimplementedBufferServiceServer) ExportLedger(*ExportLedgerRequest, grpc.ServerStreamingServer[ExportLedgerResponse]) error {
 	return status.Error(codes.Unimplemented, "method ExportLedger not implemented")
+}
+func (UnimplementedBufferServiceServer) CutLedger(*CutLedgerRequest, grpc.ServerStreamingServer[CutLedgerResponse]) error {
+	return status.Error(codes.Unimplemented, "method CutLedger not implemented")
 }
 func (UnimplementedBufferServiceServer) TrimPayloads(context.Context, *TrimPayloadsRequest) (*TrimPayloadsResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method TrimPayloads not implemented")
@@ -723,6 +752,17 @@ func _BufferService_ExportLedger_Handler(srv interface{}, stream grpc.ServerStre
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type BufferService_ExportLedgerServer = grpc.ServerStreamingServer[ExportLedgerResponse]
 
+func _BufferService_CutLedger_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(CutLedgerRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(BufferServiceServer).CutLedger(m, &grpc.GenericServerStream[CutLedgerRequest, CutLedgerResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type BufferService_CutLedgerServer = grpc.ServerStreamingServer[CutLedgerResponse]
+
 func _BufferService_TrimPayloads_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(TrimPayloadsRequest)
 	if err := dec(in); err != nil {
@@ -841,6 +881,11 @@ var BufferService_ServiceDesc = grpc.ServiceDesc{
 		{
 			StreamName:    "ExportLedger",
 			Handler:       _BufferService_ExportLedger_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "CutLedger",
+			Handler:       _BufferService_CutLedger_Handler,
 			ServerStreams: true,
 		},
 	},

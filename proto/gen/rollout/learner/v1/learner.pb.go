@@ -11,11 +11,11 @@ package learnerv1
 
 import (
 	_ "buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
-	v14 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
-	v12 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
-	v13 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
-	v16 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
-	v15 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
+	v15 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	v13 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
+	v14 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	v12 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+	v16 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 	v11 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 	v1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
@@ -312,20 +312,130 @@ func (x *LaggingWorker) GetMessage() string {
 	return ""
 }
 
+// CutRunRequest names a run and the snapshots to take.
+type CutRunRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run.
+	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// Kinds.
+	Kinds []v12.SnapshotKind `protobuf:"varint,2,rep,packed,name=kinds,proto3,enum=rollout.snapshot.v1.SnapshotKind" json:"kinds,omitempty"`
+	// Name of the snapshots.
+	Name          string `protobuf:"bytes,3,opt,name=name,proto3" json:"name,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CutRunRequest) Reset() {
+	*x = CutRunRequest{}
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CutRunRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CutRunRequest) ProtoMessage() {}
+
+func (x *CutRunRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CutRunRequest.ProtoReflect.Descriptor instead.
+func (*CutRunRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *CutRunRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+func (x *CutRunRequest) GetKinds() []v12.SnapshotKind {
+	if x != nil {
+		return x.Kinds
+	}
+	return nil
+}
+
+func (x *CutRunRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+// CutRunResponse is the manifests.
+type CutRunResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// One per kind, in order.
+	Snapshots     []*v12.Snapshot `protobuf:"bytes,1,rep,name=snapshots,proto3" json:"snapshots,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CutRunResponse) Reset() {
+	*x = CutRunResponse{}
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CutRunResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CutRunResponse) ProtoMessage() {}
+
+func (x *CutRunResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CutRunResponse.ProtoReflect.Descriptor instead.
+func (*CutRunResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *CutRunResponse) GetSnapshots() []*v12.Snapshot {
+	if x != nil {
+		return x.Snapshots
+	}
+	return nil
+}
+
 // DeleteRunRequest names a run.
 type DeleteRunRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	// As in StartRunRequest.
-	Fence         *v12.Fence `protobuf:"bytes,2,opt,name=fence,proto3" json:"fence,omitempty"`
+	Fence         *v13.Fence `protobuf:"bytes,2,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *DeleteRunRequest) Reset() {
 	*x = DeleteRunRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[2]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -337,7 +447,7 @@ func (x *DeleteRunRequest) String() string {
 func (*DeleteRunRequest) ProtoMessage() {}
 
 func (x *DeleteRunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[2]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -350,7 +460,7 @@ func (x *DeleteRunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteRunRequest.ProtoReflect.Descriptor instead.
 func (*DeleteRunRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{2}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *DeleteRunRequest) GetRunId() string {
@@ -360,7 +470,7 @@ func (x *DeleteRunRequest) GetRunId() string {
 	return ""
 }
 
-func (x *DeleteRunRequest) GetFence() *v12.Fence {
+func (x *DeleteRunRequest) GetFence() *v13.Fence {
 	if x != nil {
 		return x.Fence
 	}
@@ -376,7 +486,7 @@ type DeleteRunResponse struct {
 
 func (x *DeleteRunResponse) Reset() {
 	*x = DeleteRunResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[3]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -388,7 +498,7 @@ func (x *DeleteRunResponse) String() string {
 func (*DeleteRunResponse) ProtoMessage() {}
 
 func (x *DeleteRunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[3]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -401,7 +511,7 @@ func (x *DeleteRunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteRunResponse.ProtoReflect.Descriptor instead.
 func (*DeleteRunResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{3}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{5}
 }
 
 // StartRunRequest names a run and its plan.
@@ -410,20 +520,20 @@ type StartRunRequest struct {
 	// Run.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	// Plan.
-	Plan *v13.Plan `protobuf:"bytes,2,opt,name=plan,proto3" json:"plan,omitempty"`
+	Plan *v14.Plan `protobuf:"bytes,2,opt,name=plan,proto3" json:"plan,omitempty"`
 	// Folder of the run.
 	RunDirectory string `protobuf:"bytes,4,opt,name=run_directory,json=runDirectory,proto3" json:"run_directory,omitempty"`
 	// Snapshot to start from, for a restored or forked run.
 	FromSnapshot string `protobuf:"bytes,5,opt,name=from_snapshot,json=fromSnapshot,proto3" json:"from_snapshot,omitempty"`
 	// The scheduler that leads, and the incarnation of the run.
-	Fence         *v12.Fence `protobuf:"bytes,6,opt,name=fence,proto3" json:"fence,omitempty"`
+	Fence         *v13.Fence `protobuf:"bytes,6,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *StartRunRequest) Reset() {
 	*x = StartRunRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[4]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -435,7 +545,7 @@ func (x *StartRunRequest) String() string {
 func (*StartRunRequest) ProtoMessage() {}
 
 func (x *StartRunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[4]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -448,7 +558,7 @@ func (x *StartRunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartRunRequest.ProtoReflect.Descriptor instead.
 func (*StartRunRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{4}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *StartRunRequest) GetRunId() string {
@@ -458,7 +568,7 @@ func (x *StartRunRequest) GetRunId() string {
 	return ""
 }
 
-func (x *StartRunRequest) GetPlan() *v13.Plan {
+func (x *StartRunRequest) GetPlan() *v14.Plan {
 	if x != nil {
 		return x.Plan
 	}
@@ -479,7 +589,7 @@ func (x *StartRunRequest) GetFromSnapshot() string {
 	return ""
 }
 
-func (x *StartRunRequest) GetFence() *v12.Fence {
+func (x *StartRunRequest) GetFence() *v13.Fence {
 	if x != nil {
 		return x.Fence
 	}
@@ -495,7 +605,7 @@ type StartRunResponse struct {
 
 func (x *StartRunResponse) Reset() {
 	*x = StartRunResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[5]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -507,7 +617,7 @@ func (x *StartRunResponse) String() string {
 func (*StartRunResponse) ProtoMessage() {}
 
 func (x *StartRunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[5]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -520,7 +630,7 @@ func (x *StartRunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartRunResponse.ProtoReflect.Descriptor instead.
 func (*StartRunResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{5}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{7}
 }
 
 // StopRunRequest names a run.
@@ -531,14 +641,14 @@ type StopRunRequest struct {
 	// Whether to finish the current step and take a snapshot first.
 	Drain bool `protobuf:"varint,2,opt,name=drain,proto3" json:"drain,omitempty"`
 	// As in StartRunRequest.
-	Fence         *v12.Fence `protobuf:"bytes,4,opt,name=fence,proto3" json:"fence,omitempty"`
+	Fence         *v13.Fence `protobuf:"bytes,4,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *StopRunRequest) Reset() {
 	*x = StopRunRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[6]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -550,7 +660,7 @@ func (x *StopRunRequest) String() string {
 func (*StopRunRequest) ProtoMessage() {}
 
 func (x *StopRunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[6]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -563,7 +673,7 @@ func (x *StopRunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopRunRequest.ProtoReflect.Descriptor instead.
 func (*StopRunRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{6}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *StopRunRequest) GetRunId() string {
@@ -580,7 +690,7 @@ func (x *StopRunRequest) GetDrain() bool {
 	return false
 }
 
-func (x *StopRunRequest) GetFence() *v12.Fence {
+func (x *StopRunRequest) GetFence() *v13.Fence {
 	if x != nil {
 		return x.Fence
 	}
@@ -598,7 +708,7 @@ type StopRunResponse struct {
 
 func (x *StopRunResponse) Reset() {
 	*x = StopRunResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[7]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -610,7 +720,7 @@ func (x *StopRunResponse) String() string {
 func (*StopRunResponse) ProtoMessage() {}
 
 func (x *StopRunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[7]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -623,7 +733,7 @@ func (x *StopRunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopRunResponse.ProtoReflect.Descriptor instead.
 func (*StopRunResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{7}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *StopRunResponse) GetProgress() *Progress {
@@ -644,7 +754,7 @@ type GetProgressRequest struct {
 
 func (x *GetProgressRequest) Reset() {
 	*x = GetProgressRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[8]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -656,7 +766,7 @@ func (x *GetProgressRequest) String() string {
 func (*GetProgressRequest) ProtoMessage() {}
 
 func (x *GetProgressRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[8]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -669,7 +779,7 @@ func (x *GetProgressRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetProgressRequest.ProtoReflect.Descriptor instead.
 func (*GetProgressRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{8}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *GetProgressRequest) GetRunId() string {
@@ -690,7 +800,7 @@ type GetProgressResponse struct {
 
 func (x *GetProgressResponse) Reset() {
 	*x = GetProgressResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[9]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -702,7 +812,7 @@ func (x *GetProgressResponse) String() string {
 func (*GetProgressResponse) ProtoMessage() {}
 
 func (x *GetProgressResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[9]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -715,7 +825,7 @@ func (x *GetProgressResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetProgressResponse.ProtoReflect.Descriptor instead.
 func (*GetProgressResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{9}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *GetProgressResponse) GetProgress() *Progress {
@@ -736,7 +846,7 @@ type WatchProgressRequest struct {
 
 func (x *WatchProgressRequest) Reset() {
 	*x = WatchProgressRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[10]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -748,7 +858,7 @@ func (x *WatchProgressRequest) String() string {
 func (*WatchProgressRequest) ProtoMessage() {}
 
 func (x *WatchProgressRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[10]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -761,7 +871,7 @@ func (x *WatchProgressRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchProgressRequest.ProtoReflect.Descriptor instead.
 func (*WatchProgressRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{10}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *WatchProgressRequest) GetRunId() string {
@@ -782,7 +892,7 @@ type WatchProgressResponse struct {
 
 func (x *WatchProgressResponse) Reset() {
 	*x = WatchProgressResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[11]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -794,7 +904,7 @@ func (x *WatchProgressResponse) String() string {
 func (*WatchProgressResponse) ProtoMessage() {}
 
 func (x *WatchProgressResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[11]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -807,7 +917,7 @@ func (x *WatchProgressResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchProgressResponse.ProtoReflect.Descriptor instead.
 func (*WatchProgressResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{11}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *WatchProgressResponse) GetProgress() *Progress {
@@ -832,7 +942,7 @@ type InitializeRequest struct {
 
 func (x *InitializeRequest) Reset() {
 	*x = InitializeRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[12]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -844,7 +954,7 @@ func (x *InitializeRequest) String() string {
 func (*InitializeRequest) ProtoMessage() {}
 
 func (x *InitializeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[12]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -857,7 +967,7 @@ func (x *InitializeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InitializeRequest.ProtoReflect.Descriptor instead.
 func (*InitializeRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{12}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *InitializeRequest) GetRunId() string {
@@ -896,7 +1006,7 @@ type InitializeResponse struct {
 
 func (x *InitializeResponse) Reset() {
 	*x = InitializeResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[13]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -908,7 +1018,7 @@ func (x *InitializeResponse) String() string {
 func (*InitializeResponse) ProtoMessage() {}
 
 func (x *InitializeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[13]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -921,7 +1031,7 @@ func (x *InitializeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InitializeResponse.ProtoReflect.Descriptor instead.
 func (*InitializeResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{13}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *InitializeResponse) GetStep() uint64 {
@@ -953,7 +1063,7 @@ type TrainRequest struct {
 	// Step to make.
 	Step uint64 `protobuf:"varint,2,opt,name=step,proto3" json:"step,omitempty"`
 	// Batch to train on.
-	Batch *v14.Batch `protobuf:"bytes,3,opt,name=batch,proto3" json:"batch,omitempty"`
+	Batch *v15.Batch `protobuf:"bytes,3,opt,name=batch,proto3" json:"batch,omitempty"`
 	// Whether to publish the weights of the step.
 	Publish       bool `protobuf:"varint,4,opt,name=publish,proto3" json:"publish,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -962,7 +1072,7 @@ type TrainRequest struct {
 
 func (x *TrainRequest) Reset() {
 	*x = TrainRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[14]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -974,7 +1084,7 @@ func (x *TrainRequest) String() string {
 func (*TrainRequest) ProtoMessage() {}
 
 func (x *TrainRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[14]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -987,7 +1097,7 @@ func (x *TrainRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrainRequest.ProtoReflect.Descriptor instead.
 func (*TrainRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{14}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *TrainRequest) GetRunId() string {
@@ -1004,7 +1114,7 @@ func (x *TrainRequest) GetStep() uint64 {
 	return 0
 }
 
-func (x *TrainRequest) GetBatch() *v14.Batch {
+func (x *TrainRequest) GetBatch() *v15.Batch {
 	if x != nil {
 		return x.Batch
 	}
@@ -1034,7 +1144,7 @@ type TrainResponse struct {
 
 func (x *TrainResponse) Reset() {
 	*x = TrainResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[15]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1046,7 +1156,7 @@ func (x *TrainResponse) String() string {
 func (*TrainResponse) ProtoMessage() {}
 
 func (x *TrainResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[15]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1059,7 +1169,7 @@ func (x *TrainResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrainResponse.ProtoReflect.Descriptor instead.
 func (*TrainResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{15}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *TrainResponse) GetKind() isTrainResponse_Kind {
@@ -1118,7 +1228,7 @@ type TrainProgress struct {
 
 func (x *TrainProgress) Reset() {
 	*x = TrainProgress{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[16]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1130,7 +1240,7 @@ func (x *TrainProgress) String() string {
 func (*TrainProgress) ProtoMessage() {}
 
 func (x *TrainProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[16]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1143,7 +1253,7 @@ func (x *TrainProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrainProgress.ProtoReflect.Descriptor instead.
 func (*TrainProgress) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{16}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *TrainProgress) GetDone() uint32 {
@@ -1180,7 +1290,7 @@ type TrainResult struct {
 
 func (x *TrainResult) Reset() {
 	*x = TrainResult{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[17]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1192,7 +1302,7 @@ func (x *TrainResult) String() string {
 func (*TrainResult) ProtoMessage() {}
 
 func (x *TrainResult) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[17]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1205,7 +1315,7 @@ func (x *TrainResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrainResult.ProtoReflect.Descriptor instead.
 func (*TrainResult) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{17}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *TrainResult) GetStep() uint64 {
@@ -1272,9 +1382,9 @@ type Completion struct {
 	Metrics map[string]float64 `protobuf:"bytes,12,rep,name=metrics,proto3" json:"metrics,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
 	// The prompt and the turns, with long texts truncated; the last ones are left out if they are too
 	// many. Empty if episodes have one turn.
-	Turns []*v15.Turn `protobuf:"bytes,13,rep,name=turns,proto3" json:"turns,omitempty"`
+	Turns []*v16.Turn `protobuf:"bytes,13,rep,name=turns,proto3" json:"turns,omitempty"`
 	// Weights that sampled the completion.
-	VersionSpans []*v15.VersionSpan `protobuf:"bytes,14,rep,name=version_spans,json=versionSpans,proto3" json:"version_spans,omitempty"`
+	VersionSpans []*v16.VersionSpan `protobuf:"bytes,14,rep,name=version_spans,json=versionSpans,proto3" json:"version_spans,omitempty"`
 	// int32[N] little-endian: the first N tokens of the completion.
 	TokenIds []byte `protobuf:"bytes,15,opt,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// float32[N] little-endian: their logprobs when they were sampled; 0 for tokens that were read.
@@ -1282,16 +1392,16 @@ type Completion struct {
 	// uint8[N]: 1 where the token is trained on.
 	LossMask []byte `protobuf:"bytes,17,opt,name=loss_mask,json=lossMask,proto3" json:"loss_mask,omitempty"`
 	// How the sample ended.
-	Outcome v15.Outcome `protobuf:"varint,18,opt,name=outcome,proto3,enum=rollout.trajectory.v1.Outcome" json:"outcome,omitempty"`
+	Outcome v16.Outcome `protobuf:"varint,18,opt,name=outcome,proto3,enum=rollout.trajectory.v1.Outcome" json:"outcome,omitempty"`
 	// Of a child session, the episode that opened it.
-	Parent        *v15.EpisodeLink `protobuf:"bytes,19,opt,name=parent,proto3" json:"parent,omitempty"`
+	Parent        *v16.EpisodeLink `protobuf:"bytes,19,opt,name=parent,proto3" json:"parent,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Completion) Reset() {
 	*x = Completion{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[18]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1303,7 +1413,7 @@ func (x *Completion) String() string {
 func (*Completion) ProtoMessage() {}
 
 func (x *Completion) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[18]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1316,7 +1426,7 @@ func (x *Completion) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Completion.ProtoReflect.Descriptor instead.
 func (*Completion) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{18}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Completion) GetEpoch() uint32 {
@@ -1403,14 +1513,14 @@ func (x *Completion) GetMetrics() map[string]float64 {
 	return nil
 }
 
-func (x *Completion) GetTurns() []*v15.Turn {
+func (x *Completion) GetTurns() []*v16.Turn {
 	if x != nil {
 		return x.Turns
 	}
 	return nil
 }
 
-func (x *Completion) GetVersionSpans() []*v15.VersionSpan {
+func (x *Completion) GetVersionSpans() []*v16.VersionSpan {
 	if x != nil {
 		return x.VersionSpans
 	}
@@ -1438,14 +1548,14 @@ func (x *Completion) GetLossMask() []byte {
 	return nil
 }
 
-func (x *Completion) GetOutcome() v15.Outcome {
+func (x *Completion) GetOutcome() v16.Outcome {
 	if x != nil {
 		return x.Outcome
 	}
-	return v15.Outcome(0)
+	return v16.Outcome(0)
 }
 
-func (x *Completion) GetParent() *v15.EpisodeLink {
+func (x *Completion) GetParent() *v16.EpisodeLink {
 	if x != nil {
 		return x.Parent
 	}
@@ -1463,7 +1573,7 @@ type PublishWeightsRequest struct {
 
 func (x *PublishWeightsRequest) Reset() {
 	*x = PublishWeightsRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[19]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1475,7 +1585,7 @@ func (x *PublishWeightsRequest) String() string {
 func (*PublishWeightsRequest) ProtoMessage() {}
 
 func (x *PublishWeightsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[19]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1488,7 +1598,7 @@ func (x *PublishWeightsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PublishWeightsRequest.ProtoReflect.Descriptor instead.
 func (*PublishWeightsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{19}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *PublishWeightsRequest) GetRunId() string {
@@ -1509,7 +1619,7 @@ type PublishWeightsResponse struct {
 
 func (x *PublishWeightsResponse) Reset() {
 	*x = PublishWeightsResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[20]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1521,7 +1631,7 @@ func (x *PublishWeightsResponse) String() string {
 func (*PublishWeightsResponse) ProtoMessage() {}
 
 func (x *PublishWeightsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[20]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1534,7 +1644,7 @@ func (x *PublishWeightsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PublishWeightsResponse.ProtoReflect.Descriptor instead.
 func (*PublishWeightsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{20}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *PublishWeightsResponse) GetWeights() *v1.WeightsManifest {
@@ -1563,7 +1673,7 @@ type OfferWeightsRequest struct {
 
 func (x *OfferWeightsRequest) Reset() {
 	*x = OfferWeightsRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[21]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1575,7 +1685,7 @@ func (x *OfferWeightsRequest) String() string {
 func (*OfferWeightsRequest) ProtoMessage() {}
 
 func (x *OfferWeightsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[21]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1588,7 +1698,7 @@ func (x *OfferWeightsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OfferWeightsRequest.ProtoReflect.Descriptor instead.
 func (*OfferWeightsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{21}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *OfferWeightsRequest) GetRunId() string {
@@ -1638,7 +1748,7 @@ type OfferWeightsResponse struct {
 
 func (x *OfferWeightsResponse) Reset() {
 	*x = OfferWeightsResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[22]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1650,7 +1760,7 @@ func (x *OfferWeightsResponse) String() string {
 func (*OfferWeightsResponse) ProtoMessage() {}
 
 func (x *OfferWeightsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[22]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1663,7 +1773,7 @@ func (x *OfferWeightsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OfferWeightsResponse.ProtoReflect.Descriptor instead.
 func (*OfferWeightsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{22}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *OfferWeightsResponse) GetOffers() []*v1.WeightsOffer {
@@ -1686,7 +1796,7 @@ type EvaluateLossRequest struct {
 
 func (x *EvaluateLossRequest) Reset() {
 	*x = EvaluateLossRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[23]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1698,7 +1808,7 @@ func (x *EvaluateLossRequest) String() string {
 func (*EvaluateLossRequest) ProtoMessage() {}
 
 func (x *EvaluateLossRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[23]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1711,7 +1821,7 @@ func (x *EvaluateLossRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvaluateLossRequest.ProtoReflect.Descriptor instead.
 func (*EvaluateLossRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{23}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *EvaluateLossRequest) GetRunId() string {
@@ -1743,7 +1853,7 @@ type EvaluateLossResponse struct {
 
 func (x *EvaluateLossResponse) Reset() {
 	*x = EvaluateLossResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[24]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1755,7 +1865,7 @@ func (x *EvaluateLossResponse) String() string {
 func (*EvaluateLossResponse) ProtoMessage() {}
 
 func (x *EvaluateLossResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[24]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1768,7 +1878,7 @@ func (x *EvaluateLossResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvaluateLossResponse.ProtoReflect.Descriptor instead.
 func (*EvaluateLossResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{24}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *EvaluateLossResponse) GetMetrics() map[string]float64 {
@@ -1807,7 +1917,7 @@ type SaveStateRequest struct {
 
 func (x *SaveStateRequest) Reset() {
 	*x = SaveStateRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[25]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1819,7 +1929,7 @@ func (x *SaveStateRequest) String() string {
 func (*SaveStateRequest) ProtoMessage() {}
 
 func (x *SaveStateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[25]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1832,7 +1942,7 @@ func (x *SaveStateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SaveStateRequest.ProtoReflect.Descriptor instead.
 func (*SaveStateRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{25}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *SaveStateRequest) GetRunId() string {
@@ -1860,7 +1970,7 @@ func (x *SaveStateRequest) GetDirectory() string {
 type SaveStateResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Files written, relative to the folder.
-	Files []*v16.SnapshotFile `protobuf:"bytes,1,rep,name=files,proto3" json:"files,omitempty"`
+	Files []*v12.SnapshotFile `protobuf:"bytes,1,rep,name=files,proto3" json:"files,omitempty"`
 	// Digest of the weights in the state.
 	WeightsDigest string `protobuf:"bytes,2,opt,name=weights_digest,json=weightsDigest,proto3" json:"weights_digest,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -1869,7 +1979,7 @@ type SaveStateResponse struct {
 
 func (x *SaveStateResponse) Reset() {
 	*x = SaveStateResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[26]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1881,7 +1991,7 @@ func (x *SaveStateResponse) String() string {
 func (*SaveStateResponse) ProtoMessage() {}
 
 func (x *SaveStateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[26]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1894,10 +2004,10 @@ func (x *SaveStateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SaveStateResponse.ProtoReflect.Descriptor instead.
 func (*SaveStateResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{26}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{28}
 }
 
-func (x *SaveStateResponse) GetFiles() []*v16.SnapshotFile {
+func (x *SaveStateResponse) GetFiles() []*v12.SnapshotFile {
 	if x != nil {
 		return x.Files
 	}
@@ -1920,7 +2030,7 @@ type GetLearnerStatusRequest struct {
 
 func (x *GetLearnerStatusRequest) Reset() {
 	*x = GetLearnerStatusRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[27]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1932,7 +2042,7 @@ func (x *GetLearnerStatusRequest) String() string {
 func (*GetLearnerStatusRequest) ProtoMessage() {}
 
 func (x *GetLearnerStatusRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[27]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1945,7 +2055,7 @@ func (x *GetLearnerStatusRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetLearnerStatusRequest.ProtoReflect.Descriptor instead.
 func (*GetLearnerStatusRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{27}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{29}
 }
 
 // GetLearnerStatusResponse is the state of the worker.
@@ -1967,7 +2077,7 @@ type GetLearnerStatusResponse struct {
 
 func (x *GetLearnerStatusResponse) Reset() {
 	*x = GetLearnerStatusResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[28]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1979,7 +2089,7 @@ func (x *GetLearnerStatusResponse) String() string {
 func (*GetLearnerStatusResponse) ProtoMessage() {}
 
 func (x *GetLearnerStatusResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[28]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1992,7 +2102,7 @@ func (x *GetLearnerStatusResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetLearnerStatusResponse.ProtoReflect.Descriptor instead.
 func (*GetLearnerStatusResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{28}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *GetLearnerStatusResponse) GetStep() uint64 {
@@ -2050,7 +2160,13 @@ const file_rollout_learner_v1_learner_proto_rawDesc = "" +
 	"\rLaggingWorker\x12\x1b\n" +
 	"\tworker_id\x18\x01 \x01(\tR\bworkerId\x12\x18\n" +
 	"\aversion\x18\x02 \x01(\x04R\aversion\x12\x18\n" +
-	"\amessage\x18\x03 \x01(\tR\amessage\"i\n" +
+	"\amessage\x18\x03 \x01(\tR\amessage\"\x86\x01\n" +
+	"\rCutRunRequest\x12\x1e\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12A\n" +
+	"\x05kinds\x18\x02 \x03(\x0e2!.rollout.snapshot.v1.SnapshotKindB\b\xbaH\x05\x92\x01\x02\b\x01R\x05kinds\x12\x12\n" +
+	"\x04name\x18\x03 \x01(\tR\x04name\"M\n" +
+	"\x0eCutRunResponse\x12;\n" +
+	"\tsnapshots\x18\x01 \x03(\v2\x1d.rollout.snapshot.v1.SnapshotR\tsnapshots\"i\n" +
 	"\x10DeleteRunRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x125\n" +
 	"\x05fence\x18\x02 \x01(\v2\x17.rollout.fence.v1.FenceB\x06\xbaH\x03\xc8\x01\x01R\x05fence\"\x13\n" +
@@ -2186,12 +2302,13 @@ const file_rollout_learner_v1_learner_proto_rawDesc = "" +
 	"\x0ePHASE_FINISHED\x10\t\x12\x11\n" +
 	"\rPHASE_STOPPED\x10\n" +
 	"\x12\x10\n" +
-	"\fPHASE_FAILED\x10\v2\xe7\x03\n" +
+	"\fPHASE_FAILED\x10\v2\xb8\x04\n" +
 	"\x18LearnerControllerService\x12U\n" +
 	"\bStartRun\x12#.rollout.learner.v1.StartRunRequest\x1a$.rollout.learner.v1.StartRunResponse\x12R\n" +
 	"\aStopRun\x12\".rollout.learner.v1.StopRunRequest\x1a#.rollout.learner.v1.StopRunResponse\x12^\n" +
 	"\vGetProgress\x12&.rollout.learner.v1.GetProgressRequest\x1a'.rollout.learner.v1.GetProgressResponse\x12f\n" +
-	"\rWatchProgress\x12(.rollout.learner.v1.WatchProgressRequest\x1a).rollout.learner.v1.WatchProgressResponse0\x01\x12X\n" +
+	"\rWatchProgress\x12(.rollout.learner.v1.WatchProgressRequest\x1a).rollout.learner.v1.WatchProgressResponse0\x01\x12O\n" +
+	"\x06CutRun\x12!.rollout.learner.v1.CutRunRequest\x1a\".rollout.learner.v1.CutRunResponse\x12X\n" +
 	"\tDeleteRun\x12$.rollout.learner.v1.DeleteRunRequest\x1a%.rollout.learner.v1.DeleteRunResponse2\xbb\x05\n" +
 	"\x14LearnerWorkerService\x12[\n" +
 	"\n" +
@@ -2217,109 +2334,117 @@ func file_rollout_learner_v1_learner_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_learner_v1_learner_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_learner_v1_learner_proto_msgTypes = make([]protoimpl.MessageInfo, 32)
+var file_rollout_learner_v1_learner_proto_msgTypes = make([]protoimpl.MessageInfo, 34)
 var file_rollout_learner_v1_learner_proto_goTypes = []any{
 	(Phase)(0),                       // 0: rollout.learner.v1.Phase
 	(*Progress)(nil),                 // 1: rollout.learner.v1.Progress
 	(*LaggingWorker)(nil),            // 2: rollout.learner.v1.LaggingWorker
-	(*DeleteRunRequest)(nil),         // 3: rollout.learner.v1.DeleteRunRequest
-	(*DeleteRunResponse)(nil),        // 4: rollout.learner.v1.DeleteRunResponse
-	(*StartRunRequest)(nil),          // 5: rollout.learner.v1.StartRunRequest
-	(*StartRunResponse)(nil),         // 6: rollout.learner.v1.StartRunResponse
-	(*StopRunRequest)(nil),           // 7: rollout.learner.v1.StopRunRequest
-	(*StopRunResponse)(nil),          // 8: rollout.learner.v1.StopRunResponse
-	(*GetProgressRequest)(nil),       // 9: rollout.learner.v1.GetProgressRequest
-	(*GetProgressResponse)(nil),      // 10: rollout.learner.v1.GetProgressResponse
-	(*WatchProgressRequest)(nil),     // 11: rollout.learner.v1.WatchProgressRequest
-	(*WatchProgressResponse)(nil),    // 12: rollout.learner.v1.WatchProgressResponse
-	(*InitializeRequest)(nil),        // 13: rollout.learner.v1.InitializeRequest
-	(*InitializeResponse)(nil),       // 14: rollout.learner.v1.InitializeResponse
-	(*TrainRequest)(nil),             // 15: rollout.learner.v1.TrainRequest
-	(*TrainResponse)(nil),            // 16: rollout.learner.v1.TrainResponse
-	(*TrainProgress)(nil),            // 17: rollout.learner.v1.TrainProgress
-	(*TrainResult)(nil),              // 18: rollout.learner.v1.TrainResult
-	(*Completion)(nil),               // 19: rollout.learner.v1.Completion
-	(*PublishWeightsRequest)(nil),    // 20: rollout.learner.v1.PublishWeightsRequest
-	(*PublishWeightsResponse)(nil),   // 21: rollout.learner.v1.PublishWeightsResponse
-	(*OfferWeightsRequest)(nil),      // 22: rollout.learner.v1.OfferWeightsRequest
-	(*OfferWeightsResponse)(nil),     // 23: rollout.learner.v1.OfferWeightsResponse
-	(*EvaluateLossRequest)(nil),      // 24: rollout.learner.v1.EvaluateLossRequest
-	(*EvaluateLossResponse)(nil),     // 25: rollout.learner.v1.EvaluateLossResponse
-	(*SaveStateRequest)(nil),         // 26: rollout.learner.v1.SaveStateRequest
-	(*SaveStateResponse)(nil),        // 27: rollout.learner.v1.SaveStateResponse
-	(*GetLearnerStatusRequest)(nil),  // 28: rollout.learner.v1.GetLearnerStatusRequest
-	(*GetLearnerStatusResponse)(nil), // 29: rollout.learner.v1.GetLearnerStatusResponse
-	nil,                              // 30: rollout.learner.v1.TrainResult.MetricsEntry
-	nil,                              // 31: rollout.learner.v1.Completion.MetricsEntry
-	nil,                              // 32: rollout.learner.v1.EvaluateLossResponse.MetricsEntry
-	(*v1.WeightsManifest)(nil),       // 33: rollout.weights.v1.WeightsManifest
-	(*v11.Wait)(nil),                 // 34: rollout.wait.v1.Wait
-	(*v12.Fence)(nil),                // 35: rollout.fence.v1.Fence
-	(*v13.Plan)(nil),                 // 36: rollout.plan.v1.Plan
-	(*v14.Batch)(nil),                // 37: rollout.buffer.v1.Batch
-	(*v15.Turn)(nil),                 // 38: rollout.trajectory.v1.Turn
-	(*v15.VersionSpan)(nil),          // 39: rollout.trajectory.v1.VersionSpan
-	(v15.Outcome)(0),                 // 40: rollout.trajectory.v1.Outcome
-	(*v15.EpisodeLink)(nil),          // 41: rollout.trajectory.v1.EpisodeLink
-	(*v1.WeightsOffer)(nil),          // 42: rollout.weights.v1.WeightsOffer
-	(*v16.SnapshotFile)(nil),         // 43: rollout.snapshot.v1.SnapshotFile
+	(*CutRunRequest)(nil),            // 3: rollout.learner.v1.CutRunRequest
+	(*CutRunResponse)(nil),           // 4: rollout.learner.v1.CutRunResponse
+	(*DeleteRunRequest)(nil),         // 5: rollout.learner.v1.DeleteRunRequest
+	(*DeleteRunResponse)(nil),        // 6: rollout.learner.v1.DeleteRunResponse
+	(*StartRunRequest)(nil),          // 7: rollout.learner.v1.StartRunRequest
+	(*StartRunResponse)(nil),         // 8: rollout.learner.v1.StartRunResponse
+	(*StopRunRequest)(nil),           // 9: rollout.learner.v1.StopRunRequest
+	(*StopRunResponse)(nil),          // 10: rollout.learner.v1.StopRunResponse
+	(*GetProgressRequest)(nil),       // 11: rollout.learner.v1.GetProgressRequest
+	(*GetProgressResponse)(nil),      // 12: rollout.learner.v1.GetProgressResponse
+	(*WatchProgressRequest)(nil),     // 13: rollout.learner.v1.WatchProgressRequest
+	(*WatchProgressResponse)(nil),    // 14: rollout.learner.v1.WatchProgressResponse
+	(*InitializeRequest)(nil),        // 15: rollout.learner.v1.InitializeRequest
+	(*InitializeResponse)(nil),       // 16: rollout.learner.v1.InitializeResponse
+	(*TrainRequest)(nil),             // 17: rollout.learner.v1.TrainRequest
+	(*TrainResponse)(nil),            // 18: rollout.learner.v1.TrainResponse
+	(*TrainProgress)(nil),            // 19: rollout.learner.v1.TrainProgress
+	(*TrainResult)(nil),              // 20: rollout.learner.v1.TrainResult
+	(*Completion)(nil),               // 21: rollout.learner.v1.Completion
+	(*PublishWeightsRequest)(nil),    // 22: rollout.learner.v1.PublishWeightsRequest
+	(*PublishWeightsResponse)(nil),   // 23: rollout.learner.v1.PublishWeightsResponse
+	(*OfferWeightsRequest)(nil),      // 24: rollout.learner.v1.OfferWeightsRequest
+	(*OfferWeightsResponse)(nil),     // 25: rollout.learner.v1.OfferWeightsResponse
+	(*EvaluateLossRequest)(nil),      // 26: rollout.learner.v1.EvaluateLossRequest
+	(*EvaluateLossResponse)(nil),     // 27: rollout.learner.v1.EvaluateLossResponse
+	(*SaveStateRequest)(nil),         // 28: rollout.learner.v1.SaveStateRequest
+	(*SaveStateResponse)(nil),        // 29: rollout.learner.v1.SaveStateResponse
+	(*GetLearnerStatusRequest)(nil),  // 30: rollout.learner.v1.GetLearnerStatusRequest
+	(*GetLearnerStatusResponse)(nil), // 31: rollout.learner.v1.GetLearnerStatusResponse
+	nil,                              // 32: rollout.learner.v1.TrainResult.MetricsEntry
+	nil,                              // 33: rollout.learner.v1.Completion.MetricsEntry
+	nil,                              // 34: rollout.learner.v1.EvaluateLossResponse.MetricsEntry
+	(*v1.WeightsManifest)(nil),       // 35: rollout.weights.v1.WeightsManifest
+	(*v11.Wait)(nil),                 // 36: rollout.wait.v1.Wait
+	(v12.SnapshotKind)(0),            // 37: rollout.snapshot.v1.SnapshotKind
+	(*v12.Snapshot)(nil),             // 38: rollout.snapshot.v1.Snapshot
+	(*v13.Fence)(nil),                // 39: rollout.fence.v1.Fence
+	(*v14.Plan)(nil),                 // 40: rollout.plan.v1.Plan
+	(*v15.Batch)(nil),                // 41: rollout.buffer.v1.Batch
+	(*v16.Turn)(nil),                 // 42: rollout.trajectory.v1.Turn
+	(*v16.VersionSpan)(nil),          // 43: rollout.trajectory.v1.VersionSpan
+	(v16.Outcome)(0),                 // 44: rollout.trajectory.v1.Outcome
+	(*v16.EpisodeLink)(nil),          // 45: rollout.trajectory.v1.EpisodeLink
+	(*v1.WeightsOffer)(nil),          // 46: rollout.weights.v1.WeightsOffer
+	(*v12.SnapshotFile)(nil),         // 47: rollout.snapshot.v1.SnapshotFile
 }
 var file_rollout_learner_v1_learner_proto_depIdxs = []int32{
 	0,  // 0: rollout.learner.v1.Progress.phase:type_name -> rollout.learner.v1.Phase
-	33, // 1: rollout.learner.v1.Progress.weights:type_name -> rollout.weights.v1.WeightsManifest
-	34, // 2: rollout.learner.v1.Progress.wait:type_name -> rollout.wait.v1.Wait
+	35, // 1: rollout.learner.v1.Progress.weights:type_name -> rollout.weights.v1.WeightsManifest
+	36, // 2: rollout.learner.v1.Progress.wait:type_name -> rollout.wait.v1.Wait
 	2,  // 3: rollout.learner.v1.Progress.lagging:type_name -> rollout.learner.v1.LaggingWorker
-	35, // 4: rollout.learner.v1.DeleteRunRequest.fence:type_name -> rollout.fence.v1.Fence
-	36, // 5: rollout.learner.v1.StartRunRequest.plan:type_name -> rollout.plan.v1.Plan
-	35, // 6: rollout.learner.v1.StartRunRequest.fence:type_name -> rollout.fence.v1.Fence
-	35, // 7: rollout.learner.v1.StopRunRequest.fence:type_name -> rollout.fence.v1.Fence
-	1,  // 8: rollout.learner.v1.StopRunResponse.progress:type_name -> rollout.learner.v1.Progress
-	1,  // 9: rollout.learner.v1.GetProgressResponse.progress:type_name -> rollout.learner.v1.Progress
-	1,  // 10: rollout.learner.v1.WatchProgressResponse.progress:type_name -> rollout.learner.v1.Progress
-	37, // 11: rollout.learner.v1.TrainRequest.batch:type_name -> rollout.buffer.v1.Batch
-	17, // 12: rollout.learner.v1.TrainResponse.progress:type_name -> rollout.learner.v1.TrainProgress
-	18, // 13: rollout.learner.v1.TrainResponse.result:type_name -> rollout.learner.v1.TrainResult
-	33, // 14: rollout.learner.v1.TrainResult.weights:type_name -> rollout.weights.v1.WeightsManifest
-	30, // 15: rollout.learner.v1.TrainResult.metrics:type_name -> rollout.learner.v1.TrainResult.MetricsEntry
-	19, // 16: rollout.learner.v1.TrainResult.completions:type_name -> rollout.learner.v1.Completion
-	31, // 17: rollout.learner.v1.Completion.metrics:type_name -> rollout.learner.v1.Completion.MetricsEntry
-	38, // 18: rollout.learner.v1.Completion.turns:type_name -> rollout.trajectory.v1.Turn
-	39, // 19: rollout.learner.v1.Completion.version_spans:type_name -> rollout.trajectory.v1.VersionSpan
-	40, // 20: rollout.learner.v1.Completion.outcome:type_name -> rollout.trajectory.v1.Outcome
-	41, // 21: rollout.learner.v1.Completion.parent:type_name -> rollout.trajectory.v1.EpisodeLink
-	33, // 22: rollout.learner.v1.PublishWeightsResponse.weights:type_name -> rollout.weights.v1.WeightsManifest
-	42, // 23: rollout.learner.v1.OfferWeightsResponse.offers:type_name -> rollout.weights.v1.WeightsOffer
-	32, // 24: rollout.learner.v1.EvaluateLossResponse.metrics:type_name -> rollout.learner.v1.EvaluateLossResponse.MetricsEntry
-	43, // 25: rollout.learner.v1.SaveStateResponse.files:type_name -> rollout.snapshot.v1.SnapshotFile
-	5,  // 26: rollout.learner.v1.LearnerControllerService.StartRun:input_type -> rollout.learner.v1.StartRunRequest
-	7,  // 27: rollout.learner.v1.LearnerControllerService.StopRun:input_type -> rollout.learner.v1.StopRunRequest
-	9,  // 28: rollout.learner.v1.LearnerControllerService.GetProgress:input_type -> rollout.learner.v1.GetProgressRequest
-	11, // 29: rollout.learner.v1.LearnerControllerService.WatchProgress:input_type -> rollout.learner.v1.WatchProgressRequest
-	3,  // 30: rollout.learner.v1.LearnerControllerService.DeleteRun:input_type -> rollout.learner.v1.DeleteRunRequest
-	13, // 31: rollout.learner.v1.LearnerWorkerService.Initialize:input_type -> rollout.learner.v1.InitializeRequest
-	15, // 32: rollout.learner.v1.LearnerWorkerService.Train:input_type -> rollout.learner.v1.TrainRequest
-	20, // 33: rollout.learner.v1.LearnerWorkerService.PublishWeights:input_type -> rollout.learner.v1.PublishWeightsRequest
-	22, // 34: rollout.learner.v1.LearnerWorkerService.OfferWeights:input_type -> rollout.learner.v1.OfferWeightsRequest
-	24, // 35: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:input_type -> rollout.learner.v1.EvaluateLossRequest
-	26, // 36: rollout.learner.v1.LearnerWorkerService.SaveState:input_type -> rollout.learner.v1.SaveStateRequest
-	28, // 37: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:input_type -> rollout.learner.v1.GetLearnerStatusRequest
-	6,  // 38: rollout.learner.v1.LearnerControllerService.StartRun:output_type -> rollout.learner.v1.StartRunResponse
-	8,  // 39: rollout.learner.v1.LearnerControllerService.StopRun:output_type -> rollout.learner.v1.StopRunResponse
-	10, // 40: rollout.learner.v1.LearnerControllerService.GetProgress:output_type -> rollout.learner.v1.GetProgressResponse
-	12, // 41: rollout.learner.v1.LearnerControllerService.WatchProgress:output_type -> rollout.learner.v1.WatchProgressResponse
-	4,  // 42: rollout.learner.v1.LearnerControllerService.DeleteRun:output_type -> rollout.learner.v1.DeleteRunResponse
-	14, // 43: rollout.learner.v1.LearnerWorkerService.Initialize:output_type -> rollout.learner.v1.InitializeResponse
-	16, // 44: rollout.learner.v1.LearnerWorkerService.Train:output_type -> rollout.learner.v1.TrainResponse
-	21, // 45: rollout.learner.v1.LearnerWorkerService.PublishWeights:output_type -> rollout.learner.v1.PublishWeightsResponse
-	23, // 46: rollout.learner.v1.LearnerWorkerService.OfferWeights:output_type -> rollout.learner.v1.OfferWeightsResponse
-	25, // 47: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:output_type -> rollout.learner.v1.EvaluateLossResponse
-	27, // 48: rollout.learner.v1.LearnerWorkerService.SaveState:output_type -> rollout.learner.v1.SaveStateResponse
-	29, // 49: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:output_type -> rollout.learner.v1.GetLearnerStatusResponse
-	38, // [38:50] is the sub-list for method output_type
-	26, // [26:38] is the sub-list for method input_type
-	26, // [26:26] is the sub-list for extension type_name
-	26, // [26:26] is the sub-list for extension extendee
-	0,  // [0:26] is the sub-list for field type_name
+	37, // 4: rollout.learner.v1.CutRunRequest.kinds:type_name -> rollout.snapshot.v1.SnapshotKind
+	38, // 5: rollout.learner.v1.CutRunResponse.snapshots:type_name -> rollout.snapshot.v1.Snapshot
+	39, // 6: rollout.learner.v1.DeleteRunRequest.fence:type_name -> rollout.fence.v1.Fence
+	40, // 7: rollout.learner.v1.StartRunRequest.plan:type_name -> rollout.plan.v1.Plan
+	39, // 8: rollout.learner.v1.StartRunRequest.fence:type_name -> rollout.fence.v1.Fence
+	39, // 9: rollout.learner.v1.StopRunRequest.fence:type_name -> rollout.fence.v1.Fence
+	1,  // 10: rollout.learner.v1.StopRunResponse.progress:type_name -> rollout.learner.v1.Progress
+	1,  // 11: rollout.learner.v1.GetProgressResponse.progress:type_name -> rollout.learner.v1.Progress
+	1,  // 12: rollout.learner.v1.WatchProgressResponse.progress:type_name -> rollout.learner.v1.Progress
+	41, // 13: rollout.learner.v1.TrainRequest.batch:type_name -> rollout.buffer.v1.Batch
+	19, // 14: rollout.learner.v1.TrainResponse.progress:type_name -> rollout.learner.v1.TrainProgress
+	20, // 15: rollout.learner.v1.TrainResponse.result:type_name -> rollout.learner.v1.TrainResult
+	35, // 16: rollout.learner.v1.TrainResult.weights:type_name -> rollout.weights.v1.WeightsManifest
+	32, // 17: rollout.learner.v1.TrainResult.metrics:type_name -> rollout.learner.v1.TrainResult.MetricsEntry
+	21, // 18: rollout.learner.v1.TrainResult.completions:type_name -> rollout.learner.v1.Completion
+	33, // 19: rollout.learner.v1.Completion.metrics:type_name -> rollout.learner.v1.Completion.MetricsEntry
+	42, // 20: rollout.learner.v1.Completion.turns:type_name -> rollout.trajectory.v1.Turn
+	43, // 21: rollout.learner.v1.Completion.version_spans:type_name -> rollout.trajectory.v1.VersionSpan
+	44, // 22: rollout.learner.v1.Completion.outcome:type_name -> rollout.trajectory.v1.Outcome
+	45, // 23: rollout.learner.v1.Completion.parent:type_name -> rollout.trajectory.v1.EpisodeLink
+	35, // 24: rollout.learner.v1.PublishWeightsResponse.weights:type_name -> rollout.weights.v1.WeightsManifest
+	46, // 25: rollout.learner.v1.OfferWeightsResponse.offers:type_name -> rollout.weights.v1.WeightsOffer
+	34, // 26: rollout.learner.v1.EvaluateLossResponse.metrics:type_name -> rollout.learner.v1.EvaluateLossResponse.MetricsEntry
+	47, // 27: rollout.learner.v1.SaveStateResponse.files:type_name -> rollout.snapshot.v1.SnapshotFile
+	7,  // 28: rollout.learner.v1.LearnerControllerService.StartRun:input_type -> rollout.learner.v1.StartRunRequest
+	9,  // 29: rollout.learner.v1.LearnerControllerService.StopRun:input_type -> rollout.learner.v1.StopRunRequest
+	11, // 30: rollout.learner.v1.LearnerControllerService.GetProgress:input_type -> rollout.learner.v1.GetProgressRequest
+	13, // 31: rollout.learner.v1.LearnerControllerService.WatchProgress:input_type -> rollout.learner.v1.WatchProgressRequest
+	3,  // 32: rollout.learner.v1.LearnerControllerService.CutRun:input_type -> rollout.learner.v1.CutRunRequest
+	5,  // 33: rollout.learner.v1.LearnerControllerService.DeleteRun:input_type -> rollout.learner.v1.DeleteRunRequest
+	15, // 34: rollout.learner.v1.LearnerWorkerService.Initialize:input_type -> rollout.learner.v1.InitializeRequest
+	17, // 35: rollout.learner.v1.LearnerWorkerService.Train:input_type -> rollout.learner.v1.TrainRequest
+	22, // 36: rollout.learner.v1.LearnerWorkerService.PublishWeights:input_type -> rollout.learner.v1.PublishWeightsRequest
+	24, // 37: rollout.learner.v1.LearnerWorkerService.OfferWeights:input_type -> rollout.learner.v1.OfferWeightsRequest
+	26, // 38: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:input_type -> rollout.learner.v1.EvaluateLossRequest
+	28, // 39: rollout.learner.v1.LearnerWorkerService.SaveState:input_type -> rollout.learner.v1.SaveStateRequest
+	30, // 40: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:input_type -> rollout.learner.v1.GetLearnerStatusRequest
+	8,  // 41: rollout.learner.v1.LearnerControllerService.StartRun:output_type -> rollout.learner.v1.StartRunResponse
+	10, // 42: rollout.learner.v1.LearnerControllerService.StopRun:output_type -> rollout.learner.v1.StopRunResponse
+	12, // 43: rollout.learner.v1.LearnerControllerService.GetProgress:output_type -> rollout.learner.v1.GetProgressResponse
+	14, // 44: rollout.learner.v1.LearnerControllerService.WatchProgress:output_type -> rollout.learner.v1.WatchProgressResponse
+	4,  // 45: rollout.learner.v1.LearnerControllerService.CutRun:output_type -> rollout.learner.v1.CutRunResponse
+	6,  // 46: rollout.learner.v1.LearnerControllerService.DeleteRun:output_type -> rollout.learner.v1.DeleteRunResponse
+	16, // 47: rollout.learner.v1.LearnerWorkerService.Initialize:output_type -> rollout.learner.v1.InitializeResponse
+	18, // 48: rollout.learner.v1.LearnerWorkerService.Train:output_type -> rollout.learner.v1.TrainResponse
+	23, // 49: rollout.learner.v1.LearnerWorkerService.PublishWeights:output_type -> rollout.learner.v1.PublishWeightsResponse
+	25, // 50: rollout.learner.v1.LearnerWorkerService.OfferWeights:output_type -> rollout.learner.v1.OfferWeightsResponse
+	27, // 51: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:output_type -> rollout.learner.v1.EvaluateLossResponse
+	29, // 52: rollout.learner.v1.LearnerWorkerService.SaveState:output_type -> rollout.learner.v1.SaveStateResponse
+	31, // 53: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:output_type -> rollout.learner.v1.GetLearnerStatusResponse
+	41, // [41:54] is the sub-list for method output_type
+	28, // [28:41] is the sub-list for method input_type
+	28, // [28:28] is the sub-list for extension type_name
+	28, // [28:28] is the sub-list for extension extendee
+	0,  // [0:28] is the sub-list for field type_name
 }
 
 func init() { file_rollout_learner_v1_learner_proto_init() }
@@ -2327,18 +2452,18 @@ func file_rollout_learner_v1_learner_proto_init() {
 	if File_rollout_learner_v1_learner_proto != nil {
 		return
 	}
-	file_rollout_learner_v1_learner_proto_msgTypes[15].OneofWrappers = []any{
+	file_rollout_learner_v1_learner_proto_msgTypes[17].OneofWrappers = []any{
 		(*TrainResponse_Progress)(nil),
 		(*TrainResponse_Result)(nil),
 	}
-	file_rollout_learner_v1_learner_proto_msgTypes[18].OneofWrappers = []any{}
+	file_rollout_learner_v1_learner_proto_msgTypes[20].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_learner_v1_learner_proto_rawDesc), len(file_rollout_learner_v1_learner_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   32,
+			NumMessages:   34,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

@@ -26,6 +26,7 @@ const (
 	LearnerControllerService_StopRun_FullMethodName       = "/rollout.learner.v1.LearnerControllerService/StopRun"
 	LearnerControllerService_GetProgress_FullMethodName   = "/rollout.learner.v1.LearnerControllerService/GetProgress"
 	LearnerControllerService_WatchProgress_FullMethodName = "/rollout.learner.v1.LearnerControllerService/WatchProgress"
+	LearnerControllerService_CutRun_FullMethodName        = "/rollout.learner.v1.LearnerControllerService/CutRun"
 	LearnerControllerService_DeleteRun_FullMethodName     = "/rollout.learner.v1.LearnerControllerService/DeleteRun"
 )
 
@@ -44,6 +45,10 @@ type LearnerControllerServiceClient interface {
 	GetProgress(ctx context.Context, in *GetProgressRequest, opts ...grpc.CallOption) (*GetProgressResponse, error)
 	// WatchProgress streams the progress immediately and at each change, until a final phase.
 	WatchProgress(ctx context.Context, in *WatchProgressRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchProgressResponse], error)
+	// CutRun takes snapshots of a run after its next commit and returns when they exist. No step is
+	// committed in the meantime. FAILED_PRECONDITION, reason RUN_NOT_TRAINING, if the run ends before
+	// or no controller drives it.
+	CutRun(ctx context.Context, in *CutRunRequest, opts ...grpc.CallOption) (*CutRunResponse, error)
 	// DeleteRun stops driving a run and forgets it. Idempotent, also for unknown runs.
 	DeleteRun(ctx context.Context, in *DeleteRunRequest, opts ...grpc.CallOption) (*DeleteRunResponse, error)
 }
@@ -105,6 +110,16 @@ func (c *learnerControllerServiceClient) WatchProgress(ctx context.Context, in *
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type LearnerControllerService_WatchProgressClient = grpc.ServerStreamingClient[WatchProgressResponse]
 
+func (c *learnerControllerServiceClient) CutRun(ctx context.Context, in *CutRunRequest, opts ...grpc.CallOption) (*CutRunResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(CutRunResponse)
+	err := c.cc.Invoke(ctx, LearnerControllerService_CutRun_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *learnerControllerServiceClient) DeleteRun(ctx context.Context, in *DeleteRunRequest, opts ...grpc.CallOption) (*DeleteRunResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(DeleteRunResponse)
@@ -130,6 +145,10 @@ type LearnerControllerServiceServer interface {
 	GetProgress(context.Context, *GetProgressRequest) (*GetProgressResponse, error)
 	// WatchProgress streams the progress immediately and at each change, until a final phase.
 	WatchProgress(*WatchProgressRequest, grpc.ServerStreamingServer[WatchProgressResponse]) error
+	// CutRun takes snapshots of a run after its next commit and returns when they exist. No step is
+	// committed in the meantime. FAILED_PRECONDITION, reason RUN_NOT_TRAINING, if the run ends before
+	// or no controller drives it.
+	CutRun(context.Context, *CutRunRequest) (*CutRunResponse, error)
 	// DeleteRun stops driving a run and forgets it. Idempotent, also for unknown runs.
 	DeleteRun(context.Context, *DeleteRunRequest) (*DeleteRunResponse, error)
 	mustEmbedUnimplementedLearnerControllerServiceServer()
@@ -153,6 +172,9 @@ func (UnimplementedLearnerControllerServiceServer) GetProgress(context.Context, 
 }
 func (UnimplementedLearnerControllerServiceServer) WatchProgress(*WatchProgressRequest, grpc.ServerStreamingServer[WatchProgressResponse]) error {
 	return status.Error(codes.Unimplemented, "method WatchProgress not implemented")
+}
+func (UnimplementedLearnerControllerServiceServer) CutRun(context.Context, *CutRunRequest) (*CutRunResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method CutRun not implemented")
 }
 func (UnimplementedLearnerControllerServiceServer) DeleteRun(context.Context, *DeleteRunRequest) (*DeleteRunResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method DeleteRun not implemented")
@@ -244,6 +266,24 @@ func _LearnerControllerService_WatchProgress_Handler(srv interface{}, stream grp
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type LearnerControllerService_WatchProgressServer = grpc.ServerStreamingServer[WatchProgressResponse]
 
+func _LearnerControllerService_CutRun_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(CutRunRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(LearnerControllerServiceServer).CutRun(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: LearnerControllerService_CutRun_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(LearnerControllerServiceServer).CutRun(ctx, req.(*CutRunRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _LearnerControllerService_DeleteRun_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(DeleteRunRequest)
 	if err := dec(in); err != nil {
@@ -280,6 +320,10 @@ var LearnerControllerService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "GetProgress",
 			Handler:    _LearnerControllerService_GetProgress_Handler,
+		},
+		{
+			MethodName: "CutRun",
+			Handler:    _LearnerControllerService_CutRun_Handler,
 		},
 		{
 			MethodName: "DeleteRun",

@@ -28,7 +28,9 @@ const (
 )
 
 // SnapshotKind is what a snapshot contains. The service has a handler for each kind that it
-// supports, and refuses the others with SNAPSHOT_KIND_UNSUPPORTED. Now it supports train_state.
+// supports, and refuses the others with SNAPSHOT_KIND_UNSUPPORTED. Each kind includes the files of
+// `train_state`, which all snapshots of a step share, so that a run can be restored from any of
+// them.
 type SnapshotKind int32
 
 const (
@@ -36,11 +38,12 @@ const (
 	SnapshotKind_SNAPSHOT_KIND_UNSPECIFIED SnapshotKind = 0
 	// Weights, optimizer, schedule, random states, dataset cursor, step.
 	SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE SnapshotKind = 1
-	// The buffer's ledger and segments.
+	// The groups of the buffer's ledger that no step had consumed, with their payloads: `buffer/`.
 	SnapshotKind_SNAPSHOT_KIND_BUFFER SnapshotKind = 2
 	// A whole process.
 	SnapshotKind_SNAPSHOT_KIND_PROCESS SnapshotKind = 3
-	// The state of one episode's environment.
+	// The open episodes, each after its last completed turn: `episodes/`. Includes the files of
+	// `buffer`.
 	SnapshotKind_SNAPSHOT_KIND_EPISODIC SnapshotKind = 4
 )
 
@@ -121,7 +124,11 @@ type Snapshot struct {
 	Name string `protobuf:"bytes,12,opt,name=name,proto3" json:"name,omitempty"`
 	// The run, if the snapshot was imported from another control plane. Otherwise the scheduler has
 	// the run.
-	Origin        *Origin `protobuf:"bytes,13,opt,name=origin,proto3" json:"origin,omitempty"`
+	Origin *Origin `protobuf:"bytes,13,opt,name=origin,proto3" json:"origin,omitempty"`
+	// Of kind `buffer`: the first position whose group no committed step has consumed.
+	FirstUnconsumed uint64 `protobuf:"varint,14,opt,name=first_unconsumed,json=firstUnconsumed,proto3" json:"first_unconsumed,omitempty"`
+	// Of kind `buffer`: the runs that sampled the groups, whose ids are in the payloads.
+	SampledBy     []string `protobuf:"bytes,15,rep,name=sampled_by,json=sampledBy,proto3" json:"sampled_by,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -247,6 +254,20 @@ func (x *Snapshot) GetOrigin() *Origin {
 	return nil
 }
 
+func (x *Snapshot) GetFirstUnconsumed() uint64 {
+	if x != nil {
+		return x.FirstUnconsumed
+	}
+	return 0
+}
+
+func (x *Snapshot) GetSampledBy() []string {
+	if x != nil {
+		return x.SampledBy
+	}
+	return nil
+}
+
 // Origin is what a restore needs to know of the run of a snapshot.
 type Origin struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -310,7 +331,10 @@ type SnapshotFile struct {
 	// `blake3-<hex>` of the bytes.
 	Digest string `protobuf:"bytes,2,opt,name=digest,proto3" json:"digest,omitempty"`
 	// Size in bytes.
-	Bytes         uint64 `protobuf:"varint,3,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	Bytes uint64 `protobuf:"varint,3,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	// CRC-32C of each block of 1 MiB, little-endian, 4 bytes each, so that damage is found by its
+	// offset. Empty in snapshots that were taken before this field existed.
+	Blocks        []byte `protobuf:"bytes,4,opt,name=blocks,proto3" json:"blocks,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -366,6 +390,13 @@ func (x *SnapshotFile) GetBytes() uint64 {
 	return 0
 }
 
+func (x *SnapshotFile) GetBlocks() []byte {
+	if x != nil {
+		return x.Blocks
+	}
+	return nil
+}
+
 // CreateSnapshotRequest describes a snapshot.
 type CreateSnapshotRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -375,7 +406,10 @@ type CreateSnapshotRequest struct {
 	// they must not change afterwards. Files whose content is stored already may be absent.
 	Directory string `protobuf:"bytes,2,opt,name=directory,proto3" json:"directory,omitempty"`
 	// How many snapshots of this run, kind, and name to keep, including this one. 0 keeps all.
-	Keep          uint32 `protobuf:"varint,3,opt,name=keep,proto3" json:"keep,omitempty"`
+	Keep uint32 `protobuf:"varint,3,opt,name=keep,proto3" json:"keep,omitempty"`
+	// Whether the service adds what the kind stores besides the files of the manifest, from the other
+	// services. The run commits no step in the meantime.
+	Capture       bool `protobuf:"varint,4,opt,name=capture,proto3" json:"capture,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -431,6 +465,297 @@ func (x *CreateSnapshotRequest) GetKeep() uint32 {
 	return 0
 }
 
+func (x *CreateSnapshotRequest) GetCapture() bool {
+	if x != nil {
+		return x.Capture
+	}
+	return false
+}
+
+// TakeSnapshotsRequest names a run and kinds.
+type TakeSnapshotsRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run.
+	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// Kinds, each at most once.
+	Kinds []SnapshotKind `protobuf:"varint,2,rep,packed,name=kinds,proto3,enum=rollout.snapshot.v1.SnapshotKind" json:"kinds,omitempty"`
+	// Name of the snapshots; see Snapshot.
+	Name          string `protobuf:"bytes,3,opt,name=name,proto3" json:"name,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TakeSnapshotsRequest) Reset() {
+	*x = TakeSnapshotsRequest{}
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TakeSnapshotsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TakeSnapshotsRequest) ProtoMessage() {}
+
+func (x *TakeSnapshotsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TakeSnapshotsRequest.ProtoReflect.Descriptor instead.
+func (*TakeSnapshotsRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *TakeSnapshotsRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+func (x *TakeSnapshotsRequest) GetKinds() []SnapshotKind {
+	if x != nil {
+		return x.Kinds
+	}
+	return nil
+}
+
+func (x *TakeSnapshotsRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+// TakeSnapshotsResponse is the manifests.
+type TakeSnapshotsResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// One per kind, in order.
+	Snapshots     []*Snapshot `protobuf:"bytes,1,rep,name=snapshots,proto3" json:"snapshots,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TakeSnapshotsResponse) Reset() {
+	*x = TakeSnapshotsResponse{}
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TakeSnapshotsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TakeSnapshotsResponse) ProtoMessage() {}
+
+func (x *TakeSnapshotsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TakeSnapshotsResponse.ProtoReflect.Descriptor instead.
+func (*TakeSnapshotsResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *TakeSnapshotsResponse) GetSnapshots() []*Snapshot {
+	if x != nil {
+		return x.Snapshots
+	}
+	return nil
+}
+
+// VerifySnapshotRequest names a snapshot.
+type VerifySnapshotRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Snapshot id, or a unique prefix of it.
+	SnapshotId    string `protobuf:"bytes,1,opt,name=snapshot_id,json=snapshotId,proto3" json:"snapshot_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *VerifySnapshotRequest) Reset() {
+	*x = VerifySnapshotRequest{}
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *VerifySnapshotRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*VerifySnapshotRequest) ProtoMessage() {}
+
+func (x *VerifySnapshotRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use VerifySnapshotRequest.ProtoReflect.Descriptor instead.
+func (*VerifySnapshotRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *VerifySnapshotRequest) GetSnapshotId() string {
+	if x != nil {
+		return x.SnapshotId
+	}
+	return ""
+}
+
+// VerifySnapshotResponse is what was found.
+type VerifySnapshotResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The manifest.
+	Snapshot *Snapshot `protobuf:"bytes,1,opt,name=snapshot,proto3" json:"snapshot,omitempty"`
+	// Damage, by file and offset; empty: the snapshot is intact.
+	Flaws         []*SnapshotFlaw `protobuf:"bytes,2,rep,name=flaws,proto3" json:"flaws,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *VerifySnapshotResponse) Reset() {
+	*x = VerifySnapshotResponse{}
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *VerifySnapshotResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*VerifySnapshotResponse) ProtoMessage() {}
+
+func (x *VerifySnapshotResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use VerifySnapshotResponse.ProtoReflect.Descriptor instead.
+func (*VerifySnapshotResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *VerifySnapshotResponse) GetSnapshot() *Snapshot {
+	if x != nil {
+		return x.Snapshot
+	}
+	return nil
+}
+
+func (x *VerifySnapshotResponse) GetFlaws() []*SnapshotFlaw {
+	if x != nil {
+		return x.Flaws
+	}
+	return nil
+}
+
+// SnapshotFlaw is damage in a file of a snapshot.
+type SnapshotFlaw struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Path of the file.
+	Path string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
+	// First byte of the damaged range.
+	Offset uint64 `protobuf:"varint,2,opt,name=offset,proto3" json:"offset,omitempty"`
+	// Length of the range in bytes. 0: from the offset to the end, or the file is missing.
+	Bytes uint64 `protobuf:"varint,3,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	// What is wrong, one sentence.
+	Message       string `protobuf:"bytes,4,opt,name=message,proto3" json:"message,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SnapshotFlaw) Reset() {
+	*x = SnapshotFlaw{}
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SnapshotFlaw) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SnapshotFlaw) ProtoMessage() {}
+
+func (x *SnapshotFlaw) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SnapshotFlaw.ProtoReflect.Descriptor instead.
+func (*SnapshotFlaw) Descriptor() ([]byte, []int) {
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *SnapshotFlaw) GetPath() string {
+	if x != nil {
+		return x.Path
+	}
+	return ""
+}
+
+func (x *SnapshotFlaw) GetOffset() uint64 {
+	if x != nil {
+		return x.Offset
+	}
+	return 0
+}
+
+func (x *SnapshotFlaw) GetBytes() uint64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
+func (x *SnapshotFlaw) GetMessage() string {
+	if x != nil {
+		return x.Message
+	}
+	return ""
+}
+
 // CreateSnapshotResponse is the manifest.
 type CreateSnapshotResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -442,7 +767,7 @@ type CreateSnapshotResponse struct {
 
 func (x *CreateSnapshotResponse) Reset() {
 	*x = CreateSnapshotResponse{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[4]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -454,7 +779,7 @@ func (x *CreateSnapshotResponse) String() string {
 func (*CreateSnapshotResponse) ProtoMessage() {}
 
 func (x *CreateSnapshotResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[4]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -467,7 +792,7 @@ func (x *CreateSnapshotResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateSnapshotResponse.ProtoReflect.Descriptor instead.
 func (*CreateSnapshotResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{4}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *CreateSnapshotResponse) GetSnapshot() *Snapshot {
@@ -488,7 +813,7 @@ type GetSnapshotRequest struct {
 
 func (x *GetSnapshotRequest) Reset() {
 	*x = GetSnapshotRequest{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[5]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -500,7 +825,7 @@ func (x *GetSnapshotRequest) String() string {
 func (*GetSnapshotRequest) ProtoMessage() {}
 
 func (x *GetSnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[5]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -513,7 +838,7 @@ func (x *GetSnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSnapshotRequest.ProtoReflect.Descriptor instead.
 func (*GetSnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{5}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *GetSnapshotRequest) GetSnapshotId() string {
@@ -534,7 +859,7 @@ type GetSnapshotResponse struct {
 
 func (x *GetSnapshotResponse) Reset() {
 	*x = GetSnapshotResponse{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[6]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -546,7 +871,7 @@ func (x *GetSnapshotResponse) String() string {
 func (*GetSnapshotResponse) ProtoMessage() {}
 
 func (x *GetSnapshotResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[6]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -559,7 +884,7 @@ func (x *GetSnapshotResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSnapshotResponse.ProtoReflect.Descriptor instead.
 func (*GetSnapshotResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{6}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *GetSnapshotResponse) GetSnapshot() *Snapshot {
@@ -586,7 +911,7 @@ type ListSnapshotsRequest struct {
 
 func (x *ListSnapshotsRequest) Reset() {
 	*x = ListSnapshotsRequest{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[7]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -598,7 +923,7 @@ func (x *ListSnapshotsRequest) String() string {
 func (*ListSnapshotsRequest) ProtoMessage() {}
 
 func (x *ListSnapshotsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[7]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -611,7 +936,7 @@ func (x *ListSnapshotsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSnapshotsRequest.ProtoReflect.Descriptor instead.
 func (*ListSnapshotsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{7}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *ListSnapshotsRequest) GetRunId() string {
@@ -655,7 +980,7 @@ type ListSnapshotsResponse struct {
 
 func (x *ListSnapshotsResponse) Reset() {
 	*x = ListSnapshotsResponse{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[8]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -667,7 +992,7 @@ func (x *ListSnapshotsResponse) String() string {
 func (*ListSnapshotsResponse) ProtoMessage() {}
 
 func (x *ListSnapshotsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[8]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -680,7 +1005,7 @@ func (x *ListSnapshotsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSnapshotsResponse.ProtoReflect.Descriptor instead.
 func (*ListSnapshotsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{8}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *ListSnapshotsResponse) GetSnapshots() []*Snapshot {
@@ -712,7 +1037,7 @@ type MaterializeSnapshotRequest struct {
 
 func (x *MaterializeSnapshotRequest) Reset() {
 	*x = MaterializeSnapshotRequest{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[9]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -724,7 +1049,7 @@ func (x *MaterializeSnapshotRequest) String() string {
 func (*MaterializeSnapshotRequest) ProtoMessage() {}
 
 func (x *MaterializeSnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[9]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -737,7 +1062,7 @@ func (x *MaterializeSnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MaterializeSnapshotRequest.ProtoReflect.Descriptor instead.
 func (*MaterializeSnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{9}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *MaterializeSnapshotRequest) GetSnapshotId() string {
@@ -772,7 +1097,7 @@ type MaterializeSnapshotResponse struct {
 
 func (x *MaterializeSnapshotResponse) Reset() {
 	*x = MaterializeSnapshotResponse{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[10]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -784,7 +1109,7 @@ func (x *MaterializeSnapshotResponse) String() string {
 func (*MaterializeSnapshotResponse) ProtoMessage() {}
 
 func (x *MaterializeSnapshotResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[10]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -797,7 +1122,7 @@ func (x *MaterializeSnapshotResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MaterializeSnapshotResponse.ProtoReflect.Descriptor instead.
 func (*MaterializeSnapshotResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{10}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *MaterializeSnapshotResponse) GetSnapshot() *Snapshot {
@@ -818,7 +1143,7 @@ type RestoreSnapshotRequest struct {
 
 func (x *RestoreSnapshotRequest) Reset() {
 	*x = RestoreSnapshotRequest{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[11]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -830,7 +1155,7 @@ func (x *RestoreSnapshotRequest) String() string {
 func (*RestoreSnapshotRequest) ProtoMessage() {}
 
 func (x *RestoreSnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[11]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -843,7 +1168,7 @@ func (x *RestoreSnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RestoreSnapshotRequest.ProtoReflect.Descriptor instead.
 func (*RestoreSnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{11}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *RestoreSnapshotRequest) GetSnapshotId() string {
@@ -864,7 +1189,7 @@ type RestoreSnapshotResponse struct {
 
 func (x *RestoreSnapshotResponse) Reset() {
 	*x = RestoreSnapshotResponse{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[12]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -876,7 +1201,7 @@ func (x *RestoreSnapshotResponse) String() string {
 func (*RestoreSnapshotResponse) ProtoMessage() {}
 
 func (x *RestoreSnapshotResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[12]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -889,7 +1214,7 @@ func (x *RestoreSnapshotResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RestoreSnapshotResponse.ProtoReflect.Descriptor instead.
 func (*RestoreSnapshotResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{12}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *RestoreSnapshotResponse) GetRun() *v1.Run {
@@ -910,7 +1235,7 @@ type PinSnapshotRequest struct {
 
 func (x *PinSnapshotRequest) Reset() {
 	*x = PinSnapshotRequest{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[13]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -922,7 +1247,7 @@ func (x *PinSnapshotRequest) String() string {
 func (*PinSnapshotRequest) ProtoMessage() {}
 
 func (x *PinSnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[13]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -935,7 +1260,7 @@ func (x *PinSnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PinSnapshotRequest.ProtoReflect.Descriptor instead.
 func (*PinSnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{13}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *PinSnapshotRequest) GetSnapshotId() string {
@@ -956,7 +1281,7 @@ type PinSnapshotResponse struct {
 
 func (x *PinSnapshotResponse) Reset() {
 	*x = PinSnapshotResponse{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[14]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -968,7 +1293,7 @@ func (x *PinSnapshotResponse) String() string {
 func (*PinSnapshotResponse) ProtoMessage() {}
 
 func (x *PinSnapshotResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[14]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -981,7 +1306,7 @@ func (x *PinSnapshotResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PinSnapshotResponse.ProtoReflect.Descriptor instead.
 func (*PinSnapshotResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{14}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *PinSnapshotResponse) GetSnapshot() *Snapshot {
@@ -1002,7 +1327,7 @@ type UnpinSnapshotRequest struct {
 
 func (x *UnpinSnapshotRequest) Reset() {
 	*x = UnpinSnapshotRequest{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[15]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1014,7 +1339,7 @@ func (x *UnpinSnapshotRequest) String() string {
 func (*UnpinSnapshotRequest) ProtoMessage() {}
 
 func (x *UnpinSnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[15]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1027,7 +1352,7 @@ func (x *UnpinSnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnpinSnapshotRequest.ProtoReflect.Descriptor instead.
 func (*UnpinSnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{15}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *UnpinSnapshotRequest) GetSnapshotId() string {
@@ -1046,7 +1371,7 @@ type UnpinSnapshotResponse struct {
 
 func (x *UnpinSnapshotResponse) Reset() {
 	*x = UnpinSnapshotResponse{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[16]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1058,7 +1383,7 @@ func (x *UnpinSnapshotResponse) String() string {
 func (*UnpinSnapshotResponse) ProtoMessage() {}
 
 func (x *UnpinSnapshotResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[16]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1071,7 +1396,7 @@ func (x *UnpinSnapshotResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnpinSnapshotResponse.ProtoReflect.Descriptor instead.
 func (*UnpinSnapshotResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{16}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{21}
 }
 
 // DeleteRunRequest names a run.
@@ -1087,7 +1412,7 @@ type DeleteRunRequest struct {
 
 func (x *DeleteRunRequest) Reset() {
 	*x = DeleteRunRequest{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[17]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1099,7 +1424,7 @@ func (x *DeleteRunRequest) String() string {
 func (*DeleteRunRequest) ProtoMessage() {}
 
 func (x *DeleteRunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[17]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1112,7 +1437,7 @@ func (x *DeleteRunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteRunRequest.ProtoReflect.Descriptor instead.
 func (*DeleteRunRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{17}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *DeleteRunRequest) GetRunId() string {
@@ -1140,7 +1465,7 @@ type DeleteRunResponse struct {
 
 func (x *DeleteRunResponse) Reset() {
 	*x = DeleteRunResponse{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[18]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1152,7 +1477,7 @@ func (x *DeleteRunResponse) String() string {
 func (*DeleteRunResponse) ProtoMessage() {}
 
 func (x *DeleteRunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[18]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1165,7 +1490,7 @@ func (x *DeleteRunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteRunResponse.ProtoReflect.Descriptor instead.
 func (*DeleteRunResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{18}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *DeleteRunResponse) GetKept() []string {
@@ -1186,7 +1511,7 @@ type DeleteSnapshotRequest struct {
 
 func (x *DeleteSnapshotRequest) Reset() {
 	*x = DeleteSnapshotRequest{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[19]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1198,7 +1523,7 @@ func (x *DeleteSnapshotRequest) String() string {
 func (*DeleteSnapshotRequest) ProtoMessage() {}
 
 func (x *DeleteSnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[19]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1211,7 +1536,7 @@ func (x *DeleteSnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSnapshotRequest.ProtoReflect.Descriptor instead.
 func (*DeleteSnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{19}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *DeleteSnapshotRequest) GetSnapshotId() string {
@@ -1230,7 +1555,7 @@ type DeleteSnapshotResponse struct {
 
 func (x *DeleteSnapshotResponse) Reset() {
 	*x = DeleteSnapshotResponse{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[20]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1242,7 +1567,7 @@ func (x *DeleteSnapshotResponse) String() string {
 func (*DeleteSnapshotResponse) ProtoMessage() {}
 
 func (x *DeleteSnapshotResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[20]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1255,14 +1580,14 @@ func (x *DeleteSnapshotResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSnapshotResponse.ProtoReflect.Descriptor instead.
 func (*DeleteSnapshotResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{20}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{25}
 }
 
 var File_rollout_snapshot_v1_snapshot_proto protoreflect.FileDescriptor
 
 const file_rollout_snapshot_v1_snapshot_proto_rawDesc = "" +
 	"\n" +
-	"\"rollout/snapshot/v1/snapshot.proto\x12\x13rollout.snapshot.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\x18rollout/run/v1/run.proto\"\xe8\x04\n" +
+	"\"rollout/snapshot/v1/snapshot.proto\x12\x13rollout.snapshot.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\x18rollout/run/v1/run.proto\"\xb2\x05\n" +
 	"\bSnapshot\x12\x1f\n" +
 	"\vsnapshot_id\x18\x01 \x01(\tR\n" +
 	"snapshotId\x12\x15\n" +
@@ -1279,21 +1604,43 @@ const file_rollout_snapshot_v1_snapshot_proto_rawDesc = "" +
 	" \x03(\v2&.rollout.snapshot.v1.Snapshot.RngEntryR\x03rng\x12\x14\n" +
 	"\x05bytes\x18\v \x01(\x04R\x05bytes\x126\n" +
 	"\x04name\x18\f \x01(\tB\"\xbaH\x1fr\x1d\x18d2\x19^([a-z0-9][a-z0-9._-]*)?$R\x04name\x123\n" +
-	"\x06origin\x18\r \x01(\v2\x1b.rollout.snapshot.v1.OriginR\x06origin\x1a6\n" +
+	"\x06origin\x18\r \x01(\v2\x1b.rollout.snapshot.v1.OriginR\x06origin\x12)\n" +
+	"\x10first_unconsumed\x18\x0e \x01(\x04R\x0ffirstUnconsumed\x12\x1d\n" +
+	"\n" +
+	"sampled_by\x18\x0f \x03(\tR\tsampledBy\x1a6\n" +
 	"\bRngEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"N\n" +
 	"\x06Origin\x12)\n" +
 	"\x04plan\x18\x01 \x01(\v2\x15.rollout.plan.v1.PlanR\x04plan\x12\x19\n" +
-	"\bbase_dir\x18\x02 \x01(\tR\abaseDir\"w\n" +
+	"\bbase_dir\x18\x02 \x01(\tR\abaseDir\"\x8f\x01\n" +
 	"\fSnapshotFile\x12\x1b\n" +
 	"\x04path\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x04path\x124\n" +
 	"\x06digest\x18\x02 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\x06digest\x12\x14\n" +
-	"\x05bytes\x18\x03 \x01(\x04R\x05bytes\"\x95\x01\n" +
+	"\x05bytes\x18\x03 \x01(\x04R\x05bytes\x12\x16\n" +
+	"\x06blocks\x18\x04 \x01(\fR\x06blocks\"\xaf\x01\n" +
 	"\x15CreateSnapshotRequest\x12A\n" +
 	"\bsnapshot\x18\x01 \x01(\v2\x1d.rollout.snapshot.v1.SnapshotB\x06\xbaH\x03\xc8\x01\x01R\bsnapshot\x12%\n" +
 	"\tdirectory\x18\x02 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\tdirectory\x12\x12\n" +
-	"\x04keep\x18\x03 \x01(\rR\x04keep\"S\n" +
+	"\x04keep\x18\x03 \x01(\rR\x04keep\x12\x18\n" +
+	"\acapture\x18\x04 \x01(\bR\acapture\"\xbc\x01\n" +
+	"\x14TakeSnapshotsRequest\x12\x1e\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12L\n" +
+	"\x05kinds\x18\x02 \x03(\x0e2!.rollout.snapshot.v1.SnapshotKindB\x13\xbaH\x10\x92\x01\r\b\x01\x18\x01\"\a\x82\x01\x04\x10\x01 \x00R\x05kinds\x126\n" +
+	"\x04name\x18\x03 \x01(\tB\"\xbaH\x1fr\x1d\x18d2\x19^([a-z0-9][a-z0-9._-]*)?$R\x04name\"T\n" +
+	"\x15TakeSnapshotsResponse\x12;\n" +
+	"\tsnapshots\x18\x01 \x03(\v2\x1d.rollout.snapshot.v1.SnapshotR\tsnapshots\"A\n" +
+	"\x15VerifySnapshotRequest\x12(\n" +
+	"\vsnapshot_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\n" +
+	"snapshotId\"\x8c\x01\n" +
+	"\x16VerifySnapshotResponse\x129\n" +
+	"\bsnapshot\x18\x01 \x01(\v2\x1d.rollout.snapshot.v1.SnapshotR\bsnapshot\x127\n" +
+	"\x05flaws\x18\x02 \x03(\v2!.rollout.snapshot.v1.SnapshotFlawR\x05flaws\"j\n" +
+	"\fSnapshotFlaw\x12\x12\n" +
+	"\x04path\x18\x01 \x01(\tR\x04path\x12\x16\n" +
+	"\x06offset\x18\x02 \x01(\x04R\x06offset\x12\x14\n" +
+	"\x05bytes\x18\x03 \x01(\x04R\x05bytes\x12\x18\n" +
+	"\amessage\x18\x04 \x01(\tR\amessage\"S\n" +
 	"\x16CreateSnapshotResponse\x129\n" +
 	"\bsnapshot\x18\x01 \x01(\v2\x1d.rollout.snapshot.v1.SnapshotR\bsnapshot\">\n" +
 	"\x12GetSnapshotRequest\x12(\n" +
@@ -1345,9 +1692,11 @@ const file_rollout_snapshot_v1_snapshot_proto_rawDesc = "" +
 	"\x19SNAPSHOT_KIND_TRAIN_STATE\x10\x01\x12\x18\n" +
 	"\x14SNAPSHOT_KIND_BUFFER\x10\x02\x12\x19\n" +
 	"\x15SNAPSHOT_KIND_PROCESS\x10\x03\x12\x1a\n" +
-	"\x16SNAPSHOT_KIND_EPISODIC\x10\x042\xbf\a\n" +
+	"\x16SNAPSHOT_KIND_EPISODIC\x10\x042\x92\t\n" +
 	"\x0fSnapshotService\x12i\n" +
-	"\x0eCreateSnapshot\x12*.rollout.snapshot.v1.CreateSnapshotRequest\x1a+.rollout.snapshot.v1.CreateSnapshotResponse\x12`\n" +
+	"\x0eCreateSnapshot\x12*.rollout.snapshot.v1.CreateSnapshotRequest\x1a+.rollout.snapshot.v1.CreateSnapshotResponse\x12f\n" +
+	"\rTakeSnapshots\x12).rollout.snapshot.v1.TakeSnapshotsRequest\x1a*.rollout.snapshot.v1.TakeSnapshotsResponse\x12i\n" +
+	"\x0eVerifySnapshot\x12*.rollout.snapshot.v1.VerifySnapshotRequest\x1a+.rollout.snapshot.v1.VerifySnapshotResponse\x12`\n" +
 	"\vGetSnapshot\x12'.rollout.snapshot.v1.GetSnapshotRequest\x1a(.rollout.snapshot.v1.GetSnapshotResponse\x12f\n" +
 	"\rListSnapshots\x12).rollout.snapshot.v1.ListSnapshotsRequest\x1a*.rollout.snapshot.v1.ListSnapshotsResponse\x12x\n" +
 	"\x13MaterializeSnapshot\x12/.rollout.snapshot.v1.MaterializeSnapshotRequest\x1a0.rollout.snapshot.v1.MaterializeSnapshotResponse\x12l\n" +
@@ -1371,75 +1720,88 @@ func file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_snapshot_v1_snapshot_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_snapshot_v1_snapshot_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
+var file_rollout_snapshot_v1_snapshot_proto_msgTypes = make([]protoimpl.MessageInfo, 27)
 var file_rollout_snapshot_v1_snapshot_proto_goTypes = []any{
 	(SnapshotKind)(0),                   // 0: rollout.snapshot.v1.SnapshotKind
 	(*Snapshot)(nil),                    // 1: rollout.snapshot.v1.Snapshot
 	(*Origin)(nil),                      // 2: rollout.snapshot.v1.Origin
 	(*SnapshotFile)(nil),                // 3: rollout.snapshot.v1.SnapshotFile
 	(*CreateSnapshotRequest)(nil),       // 4: rollout.snapshot.v1.CreateSnapshotRequest
-	(*CreateSnapshotResponse)(nil),      // 5: rollout.snapshot.v1.CreateSnapshotResponse
-	(*GetSnapshotRequest)(nil),          // 6: rollout.snapshot.v1.GetSnapshotRequest
-	(*GetSnapshotResponse)(nil),         // 7: rollout.snapshot.v1.GetSnapshotResponse
-	(*ListSnapshotsRequest)(nil),        // 8: rollout.snapshot.v1.ListSnapshotsRequest
-	(*ListSnapshotsResponse)(nil),       // 9: rollout.snapshot.v1.ListSnapshotsResponse
-	(*MaterializeSnapshotRequest)(nil),  // 10: rollout.snapshot.v1.MaterializeSnapshotRequest
-	(*MaterializeSnapshotResponse)(nil), // 11: rollout.snapshot.v1.MaterializeSnapshotResponse
-	(*RestoreSnapshotRequest)(nil),      // 12: rollout.snapshot.v1.RestoreSnapshotRequest
-	(*RestoreSnapshotResponse)(nil),     // 13: rollout.snapshot.v1.RestoreSnapshotResponse
-	(*PinSnapshotRequest)(nil),          // 14: rollout.snapshot.v1.PinSnapshotRequest
-	(*PinSnapshotResponse)(nil),         // 15: rollout.snapshot.v1.PinSnapshotResponse
-	(*UnpinSnapshotRequest)(nil),        // 16: rollout.snapshot.v1.UnpinSnapshotRequest
-	(*UnpinSnapshotResponse)(nil),       // 17: rollout.snapshot.v1.UnpinSnapshotResponse
-	(*DeleteRunRequest)(nil),            // 18: rollout.snapshot.v1.DeleteRunRequest
-	(*DeleteRunResponse)(nil),           // 19: rollout.snapshot.v1.DeleteRunResponse
-	(*DeleteSnapshotRequest)(nil),       // 20: rollout.snapshot.v1.DeleteSnapshotRequest
-	(*DeleteSnapshotResponse)(nil),      // 21: rollout.snapshot.v1.DeleteSnapshotResponse
-	nil,                                 // 22: rollout.snapshot.v1.Snapshot.RngEntry
-	(*v1.Cursor)(nil),                   // 23: rollout.run.v1.Cursor
-	(*timestamppb.Timestamp)(nil),       // 24: google.protobuf.Timestamp
-	(*v11.Plan)(nil),                    // 25: rollout.plan.v1.Plan
-	(*v1.Run)(nil),                      // 26: rollout.run.v1.Run
+	(*TakeSnapshotsRequest)(nil),        // 5: rollout.snapshot.v1.TakeSnapshotsRequest
+	(*TakeSnapshotsResponse)(nil),       // 6: rollout.snapshot.v1.TakeSnapshotsResponse
+	(*VerifySnapshotRequest)(nil),       // 7: rollout.snapshot.v1.VerifySnapshotRequest
+	(*VerifySnapshotResponse)(nil),      // 8: rollout.snapshot.v1.VerifySnapshotResponse
+	(*SnapshotFlaw)(nil),                // 9: rollout.snapshot.v1.SnapshotFlaw
+	(*CreateSnapshotResponse)(nil),      // 10: rollout.snapshot.v1.CreateSnapshotResponse
+	(*GetSnapshotRequest)(nil),          // 11: rollout.snapshot.v1.GetSnapshotRequest
+	(*GetSnapshotResponse)(nil),         // 12: rollout.snapshot.v1.GetSnapshotResponse
+	(*ListSnapshotsRequest)(nil),        // 13: rollout.snapshot.v1.ListSnapshotsRequest
+	(*ListSnapshotsResponse)(nil),       // 14: rollout.snapshot.v1.ListSnapshotsResponse
+	(*MaterializeSnapshotRequest)(nil),  // 15: rollout.snapshot.v1.MaterializeSnapshotRequest
+	(*MaterializeSnapshotResponse)(nil), // 16: rollout.snapshot.v1.MaterializeSnapshotResponse
+	(*RestoreSnapshotRequest)(nil),      // 17: rollout.snapshot.v1.RestoreSnapshotRequest
+	(*RestoreSnapshotResponse)(nil),     // 18: rollout.snapshot.v1.RestoreSnapshotResponse
+	(*PinSnapshotRequest)(nil),          // 19: rollout.snapshot.v1.PinSnapshotRequest
+	(*PinSnapshotResponse)(nil),         // 20: rollout.snapshot.v1.PinSnapshotResponse
+	(*UnpinSnapshotRequest)(nil),        // 21: rollout.snapshot.v1.UnpinSnapshotRequest
+	(*UnpinSnapshotResponse)(nil),       // 22: rollout.snapshot.v1.UnpinSnapshotResponse
+	(*DeleteRunRequest)(nil),            // 23: rollout.snapshot.v1.DeleteRunRequest
+	(*DeleteRunResponse)(nil),           // 24: rollout.snapshot.v1.DeleteRunResponse
+	(*DeleteSnapshotRequest)(nil),       // 25: rollout.snapshot.v1.DeleteSnapshotRequest
+	(*DeleteSnapshotResponse)(nil),      // 26: rollout.snapshot.v1.DeleteSnapshotResponse
+	nil,                                 // 27: rollout.snapshot.v1.Snapshot.RngEntry
+	(*v1.Cursor)(nil),                   // 28: rollout.run.v1.Cursor
+	(*timestamppb.Timestamp)(nil),       // 29: google.protobuf.Timestamp
+	(*v11.Plan)(nil),                    // 30: rollout.plan.v1.Plan
+	(*v1.Run)(nil),                      // 31: rollout.run.v1.Run
 }
 var file_rollout_snapshot_v1_snapshot_proto_depIdxs = []int32{
 	0,  // 0: rollout.snapshot.v1.Snapshot.kind:type_name -> rollout.snapshot.v1.SnapshotKind
-	23, // 1: rollout.snapshot.v1.Snapshot.cursor:type_name -> rollout.run.v1.Cursor
+	28, // 1: rollout.snapshot.v1.Snapshot.cursor:type_name -> rollout.run.v1.Cursor
 	3,  // 2: rollout.snapshot.v1.Snapshot.files:type_name -> rollout.snapshot.v1.SnapshotFile
-	24, // 3: rollout.snapshot.v1.Snapshot.create_time:type_name -> google.protobuf.Timestamp
-	22, // 4: rollout.snapshot.v1.Snapshot.rng:type_name -> rollout.snapshot.v1.Snapshot.RngEntry
+	29, // 3: rollout.snapshot.v1.Snapshot.create_time:type_name -> google.protobuf.Timestamp
+	27, // 4: rollout.snapshot.v1.Snapshot.rng:type_name -> rollout.snapshot.v1.Snapshot.RngEntry
 	2,  // 5: rollout.snapshot.v1.Snapshot.origin:type_name -> rollout.snapshot.v1.Origin
-	25, // 6: rollout.snapshot.v1.Origin.plan:type_name -> rollout.plan.v1.Plan
+	30, // 6: rollout.snapshot.v1.Origin.plan:type_name -> rollout.plan.v1.Plan
 	1,  // 7: rollout.snapshot.v1.CreateSnapshotRequest.snapshot:type_name -> rollout.snapshot.v1.Snapshot
-	1,  // 8: rollout.snapshot.v1.CreateSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
-	1,  // 9: rollout.snapshot.v1.GetSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
-	0,  // 10: rollout.snapshot.v1.ListSnapshotsRequest.kind:type_name -> rollout.snapshot.v1.SnapshotKind
-	1,  // 11: rollout.snapshot.v1.ListSnapshotsResponse.snapshots:type_name -> rollout.snapshot.v1.Snapshot
-	1,  // 12: rollout.snapshot.v1.MaterializeSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
-	26, // 13: rollout.snapshot.v1.RestoreSnapshotResponse.run:type_name -> rollout.run.v1.Run
-	1,  // 14: rollout.snapshot.v1.PinSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
-	4,  // 15: rollout.snapshot.v1.SnapshotService.CreateSnapshot:input_type -> rollout.snapshot.v1.CreateSnapshotRequest
-	6,  // 16: rollout.snapshot.v1.SnapshotService.GetSnapshot:input_type -> rollout.snapshot.v1.GetSnapshotRequest
-	8,  // 17: rollout.snapshot.v1.SnapshotService.ListSnapshots:input_type -> rollout.snapshot.v1.ListSnapshotsRequest
-	10, // 18: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:input_type -> rollout.snapshot.v1.MaterializeSnapshotRequest
-	12, // 19: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:input_type -> rollout.snapshot.v1.RestoreSnapshotRequest
-	14, // 20: rollout.snapshot.v1.SnapshotService.PinSnapshot:input_type -> rollout.snapshot.v1.PinSnapshotRequest
-	16, // 21: rollout.snapshot.v1.SnapshotService.UnpinSnapshot:input_type -> rollout.snapshot.v1.UnpinSnapshotRequest
-	20, // 22: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:input_type -> rollout.snapshot.v1.DeleteSnapshotRequest
-	18, // 23: rollout.snapshot.v1.SnapshotService.DeleteRun:input_type -> rollout.snapshot.v1.DeleteRunRequest
-	5,  // 24: rollout.snapshot.v1.SnapshotService.CreateSnapshot:output_type -> rollout.snapshot.v1.CreateSnapshotResponse
-	7,  // 25: rollout.snapshot.v1.SnapshotService.GetSnapshot:output_type -> rollout.snapshot.v1.GetSnapshotResponse
-	9,  // 26: rollout.snapshot.v1.SnapshotService.ListSnapshots:output_type -> rollout.snapshot.v1.ListSnapshotsResponse
-	11, // 27: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:output_type -> rollout.snapshot.v1.MaterializeSnapshotResponse
-	13, // 28: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:output_type -> rollout.snapshot.v1.RestoreSnapshotResponse
-	15, // 29: rollout.snapshot.v1.SnapshotService.PinSnapshot:output_type -> rollout.snapshot.v1.PinSnapshotResponse
-	17, // 30: rollout.snapshot.v1.SnapshotService.UnpinSnapshot:output_type -> rollout.snapshot.v1.UnpinSnapshotResponse
-	21, // 31: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:output_type -> rollout.snapshot.v1.DeleteSnapshotResponse
-	19, // 32: rollout.snapshot.v1.SnapshotService.DeleteRun:output_type -> rollout.snapshot.v1.DeleteRunResponse
-	24, // [24:33] is the sub-list for method output_type
-	15, // [15:24] is the sub-list for method input_type
-	15, // [15:15] is the sub-list for extension type_name
-	15, // [15:15] is the sub-list for extension extendee
-	0,  // [0:15] is the sub-list for field type_name
+	0,  // 8: rollout.snapshot.v1.TakeSnapshotsRequest.kinds:type_name -> rollout.snapshot.v1.SnapshotKind
+	1,  // 9: rollout.snapshot.v1.TakeSnapshotsResponse.snapshots:type_name -> rollout.snapshot.v1.Snapshot
+	1,  // 10: rollout.snapshot.v1.VerifySnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
+	9,  // 11: rollout.snapshot.v1.VerifySnapshotResponse.flaws:type_name -> rollout.snapshot.v1.SnapshotFlaw
+	1,  // 12: rollout.snapshot.v1.CreateSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
+	1,  // 13: rollout.snapshot.v1.GetSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
+	0,  // 14: rollout.snapshot.v1.ListSnapshotsRequest.kind:type_name -> rollout.snapshot.v1.SnapshotKind
+	1,  // 15: rollout.snapshot.v1.ListSnapshotsResponse.snapshots:type_name -> rollout.snapshot.v1.Snapshot
+	1,  // 16: rollout.snapshot.v1.MaterializeSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
+	31, // 17: rollout.snapshot.v1.RestoreSnapshotResponse.run:type_name -> rollout.run.v1.Run
+	1,  // 18: rollout.snapshot.v1.PinSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
+	4,  // 19: rollout.snapshot.v1.SnapshotService.CreateSnapshot:input_type -> rollout.snapshot.v1.CreateSnapshotRequest
+	5,  // 20: rollout.snapshot.v1.SnapshotService.TakeSnapshots:input_type -> rollout.snapshot.v1.TakeSnapshotsRequest
+	7,  // 21: rollout.snapshot.v1.SnapshotService.VerifySnapshot:input_type -> rollout.snapshot.v1.VerifySnapshotRequest
+	11, // 22: rollout.snapshot.v1.SnapshotService.GetSnapshot:input_type -> rollout.snapshot.v1.GetSnapshotRequest
+	13, // 23: rollout.snapshot.v1.SnapshotService.ListSnapshots:input_type -> rollout.snapshot.v1.ListSnapshotsRequest
+	15, // 24: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:input_type -> rollout.snapshot.v1.MaterializeSnapshotRequest
+	17, // 25: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:input_type -> rollout.snapshot.v1.RestoreSnapshotRequest
+	19, // 26: rollout.snapshot.v1.SnapshotService.PinSnapshot:input_type -> rollout.snapshot.v1.PinSnapshotRequest
+	21, // 27: rollout.snapshot.v1.SnapshotService.UnpinSnapshot:input_type -> rollout.snapshot.v1.UnpinSnapshotRequest
+	25, // 28: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:input_type -> rollout.snapshot.v1.DeleteSnapshotRequest
+	23, // 29: rollout.snapshot.v1.SnapshotService.DeleteRun:input_type -> rollout.snapshot.v1.DeleteRunRequest
+	10, // 30: rollout.snapshot.v1.SnapshotService.CreateSnapshot:output_type -> rollout.snapshot.v1.CreateSnapshotResponse
+	6,  // 31: rollout.snapshot.v1.SnapshotService.TakeSnapshots:output_type -> rollout.snapshot.v1.TakeSnapshotsResponse
+	8,  // 32: rollout.snapshot.v1.SnapshotService.VerifySnapshot:output_type -> rollout.snapshot.v1.VerifySnapshotResponse
+	12, // 33: rollout.snapshot.v1.SnapshotService.GetSnapshot:output_type -> rollout.snapshot.v1.GetSnapshotResponse
+	14, // 34: rollout.snapshot.v1.SnapshotService.ListSnapshots:output_type -> rollout.snapshot.v1.ListSnapshotsResponse
+	16, // 35: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:output_type -> rollout.snapshot.v1.MaterializeSnapshotResponse
+	18, // 36: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:output_type -> rollout.snapshot.v1.RestoreSnapshotResponse
+	20, // 37: rollout.snapshot.v1.SnapshotService.PinSnapshot:output_type -> rollout.snapshot.v1.PinSnapshotResponse
+	22, // 38: rollout.snapshot.v1.SnapshotService.UnpinSnapshot:output_type -> rollout.snapshot.v1.UnpinSnapshotResponse
+	26, // 39: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:output_type -> rollout.snapshot.v1.DeleteSnapshotResponse
+	24, // 40: rollout.snapshot.v1.SnapshotService.DeleteRun:output_type -> rollout.snapshot.v1.DeleteRunResponse
+	30, // [30:41] is the sub-list for method output_type
+	19, // [19:30] is the sub-list for method input_type
+	19, // [19:19] is the sub-list for extension type_name
+	19, // [19:19] is the sub-list for extension extendee
+	0,  // [0:19] is the sub-list for field type_name
 }
 
 func init() { file_rollout_snapshot_v1_snapshot_proto_init() }
@@ -1453,7 +1815,7 @@ func file_rollout_snapshot_v1_snapshot_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_snapshot_v1_snapshot_proto_rawDesc), len(file_rollout_snapshot_v1_snapshot_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   22,
+			NumMessages:   27,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

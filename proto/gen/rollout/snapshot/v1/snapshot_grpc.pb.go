@@ -22,6 +22,8 @@ const _ = grpc.SupportPackageIsVersion9
 
 const (
 	SnapshotService_CreateSnapshot_FullMethodName      = "/rollout.snapshot.v1.SnapshotService/CreateSnapshot"
+	SnapshotService_TakeSnapshots_FullMethodName       = "/rollout.snapshot.v1.SnapshotService/TakeSnapshots"
+	SnapshotService_VerifySnapshot_FullMethodName      = "/rollout.snapshot.v1.SnapshotService/VerifySnapshot"
 	SnapshotService_GetSnapshot_FullMethodName         = "/rollout.snapshot.v1.SnapshotService/GetSnapshot"
 	SnapshotService_ListSnapshots_FullMethodName       = "/rollout.snapshot.v1.SnapshotService/ListSnapshots"
 	SnapshotService_MaterializeSnapshot_FullMethodName = "/rollout.snapshot.v1.SnapshotService/MaterializeSnapshot"
@@ -43,6 +45,11 @@ type SnapshotServiceClient interface {
 	// ALREADY_EXISTS, reason SNAPSHOT_CONFLICT, if the content is different. UNIMPLEMENTED, reason
 	// SNAPSHOT_KIND_UNSUPPORTED, for a kind without a handler.
 	CreateSnapshot(ctx context.Context, in *CreateSnapshotRequest, opts ...grpc.CallOption) (*CreateSnapshotResponse, error)
+	// TakeSnapshots takes snapshots of a run that trains, all at the next committed step, and returns
+	// when they exist. FAILED_PRECONDITION, reason RUN_NOT_TRAINING, if no step will be committed.
+	TakeSnapshots(ctx context.Context, in *TakeSnapshotsRequest, opts ...grpc.CallOption) (*TakeSnapshotsResponse, error)
+	// VerifySnapshot reads every byte of a snapshot and returns what is damaged.
+	VerifySnapshot(ctx context.Context, in *VerifySnapshotRequest, opts ...grpc.CallOption) (*VerifySnapshotResponse, error)
 	// GetSnapshot returns a manifest. NOT_FOUND, reason SNAPSHOT_NOT_FOUND.
 	GetSnapshot(ctx context.Context, in *GetSnapshotRequest, opts ...grpc.CallOption) (*GetSnapshotResponse, error)
 	// ListSnapshots returns manifests, newest first. UNIMPLEMENTED, reason SNAPSHOT_KIND_UNSUPPORTED.
@@ -78,6 +85,26 @@ func (c *snapshotServiceClient) CreateSnapshot(ctx context.Context, in *CreateSn
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(CreateSnapshotResponse)
 	err := c.cc.Invoke(ctx, SnapshotService_CreateSnapshot_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *snapshotServiceClient) TakeSnapshots(ctx context.Context, in *TakeSnapshotsRequest, opts ...grpc.CallOption) (*TakeSnapshotsResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(TakeSnapshotsResponse)
+	err := c.cc.Invoke(ctx, SnapshotService_TakeSnapshots_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *snapshotServiceClient) VerifySnapshot(ctx context.Context, in *VerifySnapshotRequest, opts ...grpc.CallOption) (*VerifySnapshotResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(VerifySnapshotResponse)
+	err := c.cc.Invoke(ctx, SnapshotService_VerifySnapshot_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -175,6 +202,11 @@ type SnapshotServiceServer interface {
 	// ALREADY_EXISTS, reason SNAPSHOT_CONFLICT, if the content is different. UNIMPLEMENTED, reason
 	// SNAPSHOT_KIND_UNSUPPORTED, for a kind without a handler.
 	CreateSnapshot(context.Context, *CreateSnapshotRequest) (*CreateSnapshotResponse, error)
+	// TakeSnapshots takes snapshots of a run that trains, all at the next committed step, and returns
+	// when they exist. FAILED_PRECONDITION, reason RUN_NOT_TRAINING, if no step will be committed.
+	TakeSnapshots(context.Context, *TakeSnapshotsRequest) (*TakeSnapshotsResponse, error)
+	// VerifySnapshot reads every byte of a snapshot and returns what is damaged.
+	VerifySnapshot(context.Context, *VerifySnapshotRequest) (*VerifySnapshotResponse, error)
 	// GetSnapshot returns a manifest. NOT_FOUND, reason SNAPSHOT_NOT_FOUND.
 	GetSnapshot(context.Context, *GetSnapshotRequest) (*GetSnapshotResponse, error)
 	// ListSnapshots returns manifests, newest first. UNIMPLEMENTED, reason SNAPSHOT_KIND_UNSUPPORTED.
@@ -208,6 +240,12 @@ type UnimplementedSnapshotServiceServer struct{}
 
 func (UnimplementedSnapshotServiceServer) CreateSnapshot(context.Context, *CreateSnapshotRequest) (*CreateSnapshotResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method CreateSnapshot not implemented")
+}
+func (UnimplementedSnapshotServiceServer) TakeSnapshots(context.Context, *TakeSnapshotsRequest) (*TakeSnapshotsResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method TakeSnapshots not implemented")
+}
+func (UnimplementedSnapshotServiceServer) VerifySnapshot(context.Context, *VerifySnapshotRequest) (*VerifySnapshotResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method VerifySnapshot not implemented")
 }
 func (UnimplementedSnapshotServiceServer) GetSnapshot(context.Context, *GetSnapshotRequest) (*GetSnapshotResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method GetSnapshot not implemented")
@@ -268,6 +306,42 @@ func _SnapshotService_CreateSnapshot_Handler(srv interface{}, ctx context.Contex
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(SnapshotServiceServer).CreateSnapshot(ctx, req.(*CreateSnapshotRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _SnapshotService_TakeSnapshots_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(TakeSnapshotsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(SnapshotServiceServer).TakeSnapshots(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: SnapshotService_TakeSnapshots_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(SnapshotServiceServer).TakeSnapshots(ctx, req.(*TakeSnapshotsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _SnapshotService_VerifySnapshot_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(VerifySnapshotRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(SnapshotServiceServer).VerifySnapshot(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: SnapshotService_VerifySnapshot_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(SnapshotServiceServer).VerifySnapshot(ctx, req.(*VerifySnapshotRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -426,6 +500,14 @@ var SnapshotService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "CreateSnapshot",
 			Handler:    _SnapshotService_CreateSnapshot_Handler,
+		},
+		{
+			MethodName: "TakeSnapshots",
+			Handler:    _SnapshotService_TakeSnapshots_Handler,
+		},
+		{
+			MethodName: "VerifySnapshot",
+			Handler:    _SnapshotService_VerifySnapshot_Handler,
 		},
 		{
 			MethodName: "GetSnapshot",

@@ -551,7 +551,10 @@ type ArtifactInfo struct {
 	// Size in bytes.
 	Bytes uint64 `protobuf:"varint,2,opt,name=bytes,proto3" json:"bytes,omitempty"`
 	// Whether it exists.
-	Exists        bool `protobuf:"varint,3,opt,name=exists,proto3" json:"exists,omitempty"`
+	Exists bool `protobuf:"varint,3,opt,name=exists,proto3" json:"exists,omitempty"`
+	// Of an import: CRC-32C of each block of 1 MiB, little-endian, 4 bytes each. Empty if the file did
+	// not exist.
+	Blocks        []byte `protobuf:"bytes,4,opt,name=blocks,proto3" json:"blocks,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -605,6 +608,13 @@ func (x *ArtifactInfo) GetExists() bool {
 		return x.Exists
 	}
 	return false
+}
+
+func (x *ArtifactInfo) GetBlocks() []byte {
+	if x != nil {
+		return x.Blocks
+	}
+	return nil
 }
 
 // GetArtifactRequest names an artifact.
@@ -1439,12 +1449,13 @@ const file_rollout_storage_v1_storage_proto_rawDesc = "" +
 	"\tartifacts\x18\x01 \x03(\v2 .rollout.storage.v1.ArtifactInfoR\tartifacts\"W\n" +
 	"\x16ExportArtifactsRequest\x12=\n" +
 	"\x05files\x18\x01 \x03(\v2\x1d.rollout.storage.v1.LocalFileB\b\xbaH\x05\x92\x01\x02\b\x01R\x05files\"\x19\n" +
-	"\x17ExportArtifactsResponse\"[\n" +
+	"\x17ExportArtifactsResponse\"s\n" +
 	"\fArtifactInfo\x12\x1d\n" +
 	"\n" +
 	"content_id\x18\x01 \x01(\tR\tcontentId\x12\x14\n" +
 	"\x05bytes\x18\x02 \x01(\x04R\x05bytes\x12\x16\n" +
-	"\x06exists\x18\x03 \x01(\bR\x06exists\"i\n" +
+	"\x06exists\x18\x03 \x01(\bR\x06exists\x12\x16\n" +
+	"\x06blocks\x18\x04 \x01(\fR\x06blocks\"i\n" +
 	"\x12GetArtifactRequest\x12;\n" +
 	"\n" +
 	"content_id\x18\x01 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\tcontentId\x12\x16\n" +

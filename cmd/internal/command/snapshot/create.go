@@ -1,0 +1,130 @@
+package snapshot
+
+import (
+	"context"
+	"fmt"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/rollout-rl/rollout/cmd/internal/cli"
+	"github.com/rollout-rl/rollout/cmd/internal/client"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/libs/exit"
+	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+)
+
+// kinds are the kinds of snapshots in the order in which `--all` takes them.
+var kinds = []snapshotv1.SnapshotKind{
+	snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE,
+	snapshotv1.SnapshotKind_SNAPSHOT_KIND_BUFFER,
+}
+
+func createCommand(env *cli.Env) *cobra.Command {
+	var wanted []string
+	var name string
+	var all bool
+	cmd := &cobra.Command{
+		Use:   "create RUN",
+		Short: "Take snapshots of a run while it trains",
+		Long: "Take snapshots of a run while it trains, all at the next committed step. The run commits no step until they exist, and then continues.\n\n" +
+			"  train_state  weights, optimizer, schedule, random states, and the position in the data\n" +
+			"  buffer       the same, and the samples that no step has consumed: a restored run leases the same next batch\n\n" +
+			"They are not deleted by `snapshot.keep`, which counts the snapshots that the run takes itself.",
+		Example: "  rollout snapshot create addition-grpo\n  rollout snapshot create addition-grpo --kind train_state,buffer --name before-change\n  rollout snapshot create addition-grpo --all",
+		Args:    cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			asked, err := kindsOf(wanted, all)
+			if err != nil {
+				return err
+			}
+			return env.Plane.With(cmd, func(ctx context.Context, c *client.Client) error {
+				response, err := c.Snapshot.TakeSnapshots(ctx, &snapshotv1.TakeSnapshotsRequest{RunId: args[0], Kinds: asked, Name: name})
+				if err != nil {
+					return err
+				}
+				return env.Message(response, func() string {
+					return snapshotsText(env, &snapshotv1.ListSnapshotsResponse{Snapshots: response.GetSnapshots()})
+				})
+			})
+		},
+	}
+	cmd.Flags().StringSliceVar(&wanted, "kind", nil, "`kinds` to take, separated by commas: "+names()+" (default train_state)")
+	cmd.Flags().BoolVar(&all, "all", false, "take every kind")
+	cmd.Flags().StringVar(&name, "name", "manual", "`name` of the snapshots: a second request at the same step with the same name returns the first ones")
+	return cmd
+}
+
+func names() string {
+	var out []string
+	for _, kind := range kinds {
+		out = append(out, kindName(kind))
+	}
+	return strings.Join(out, ", ")
+}
+
+// kindsOf returns the kinds that the flags name, each once.
+func kindsOf(wanted []string, all bool) ([]snapshotv1.SnapshotKind, error) {
+	if all && len(wanted) > 0 {
+		return nil, cli.Usage("--all takes every kind: leave --kind out")
+	}
+	if all {
+		return kinds, nil
+	}
+	if len(wanted) == 0 {
+		return kinds[:1], nil
+	}
+	asked := map[string]bool{}
+	for _, name := range wanted {
+		asked[name] = true
+	}
+	var out []snapshotv1.SnapshotKind
+	for _, kind := range kinds {
+		if asked[kindName(kind)] {
+			out = append(out, kind)
+			delete(asked, kindName(kind))
+		}
+	}
+	for name := range asked {
+		return nil, cli.Usage("--kind %s: there is no such kind; use %s", name, names())
+	}
+	return out, nil
+}
+
+func verifyCommand(env *cli.Env) *cobra.Command {
+	return &cobra.Command{
+		Use:   "verify SNAPSHOT",
+		Short: "Read every byte of a snapshot and report damage",
+		Long: "Read every byte of a snapshot and report damage by file and offset. SNAPSHOT is its id, or a unique prefix of the id.\n\n" +
+			"Exits with code 65 if the snapshot is damaged.",
+		Example: "  rollout snapshot verify snap-01kapq5q5m",
+		Args:    cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return env.Plane.With(cmd, func(ctx context.Context, c *client.Client) error {
+				response, err := c.Snapshot.VerifySnapshot(ctx, &snapshotv1.VerifySnapshotRequest{SnapshotId: args[0]})
+				if err != nil {
+					return err
+				}
+				snapshot, flaws := response.GetSnapshot(), response.GetFlaws()
+				if err := env.Message(response, func() string { return flawsText(env, snapshot, flaws) }); err != nil || len(flaws) == 0 {
+					return err
+				}
+				return exit.New(exit.Data, "restore another one of `rollout snapshot list "+snapshot.GetRunId()+"`, or import an exported copy after `rollout snapshot delete "+snapshot.GetSnapshotId()+"`",
+					"snapshot %s is damaged in %d places", snapshot.GetSnapshotId(), len(flaws))
+			})
+		},
+	}
+}
+
+func flawsText(env *cli.Env, snapshot *snapshotv1.Snapshot, flaws []*snapshotv1.SnapshotFlaw) string {
+	if len(flaws) == 0 {
+		return fmt.Sprintf("%s is intact: %d files, %s\n", snapshot.GetSnapshotId(), len(snapshot.GetFiles()), output.Bytes(snapshot.GetBytes()))
+	}
+	s := env.Style()
+	var table output.Table
+	table.Row(s.Bold("FILE"), s.Bold("OFFSET"), s.Bold("PROBLEM"))
+	for _, flaw := range flaws {
+		table.Row(flaw.GetPath(), output.Count(flaw.GetOffset()), flaw.GetMessage())
+	}
+	return table.String()
+}
