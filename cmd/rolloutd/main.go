@@ -18,8 +18,10 @@ import (
 	"io"
 	"log/slog"
 	"os"
+	"os/signal"
 	"runtime"
 	"slices"
+	"syscall"
 
 	local "github.com/rollout-rl/rollout/cmd/internal/daemon"
 	"github.com/rollout-rl/rollout/libs/blob"
@@ -33,6 +35,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	"github.com/rollout-rl/rollout/libs/telemetry"
+	"github.com/rollout-rl/rollout/services/scheduler/launch/keeper"
 )
 
 // version is set by the linker.
@@ -43,7 +46,14 @@ var version = "unknown"
 // hundred puts. A GOMEMLIMIT must be 64 MB larger because of it.
 const slackBytes = 64 << 20
 
+// keeperArgument makes this program the keeper of workers (services/scheduler/launch/keeper), which
+// a scheduler starts.
+const keeperArgument = "keep-workers"
+
 func main() {
+	if slices.Equal(os.Args[1:], []string{keeperArgument}) {
+		keep()
+	}
 	slack := make([]byte, slackBytes)
 	if err := rpc.PoolBuffers(); err != nil {
 		fmt.Fprintln(os.Stderr, "rolloutd:", err)
@@ -54,6 +64,17 @@ func main() {
 	stop()
 	runtime.KeepAlive(slack)
 	os.Exit(code)
+}
+
+// keep is the main function of a keeper. It does not return.
+func keep() {
+	signals := make(chan os.Signal, 1)
+	signal.Notify(signals, syscall.SIGTERM, syscall.SIGINT)
+	if err := keeper.Serve(signals); err != nil {
+		fmt.Fprintln(os.Stderr, "rolloutd "+keeperArgument+":", err)
+		os.Exit(exit.Software)
+	}
+	os.Exit(0)
 }
 
 // run is main without access to the process.

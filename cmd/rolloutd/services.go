@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"fmt"
+	"os"
 	"time"
 
 	"google.golang.org/grpc"
@@ -27,6 +28,7 @@ import (
 	gatewaystore "github.com/rollout-rl/rollout/services/gateway/sqlstore"
 	"github.com/rollout-rl/rollout/services/planner"
 	"github.com/rollout-rl/rollout/services/scheduler"
+	"github.com/rollout-rl/rollout/services/scheduler/launch/keeper"
 	"github.com/rollout-rl/rollout/services/scheduler/launch/local"
 	schedulerstore "github.com/rollout-rl/rollout/services/scheduler/sqlstore"
 	"github.com/rollout-rl/rollout/services/snapshot"
@@ -227,11 +229,19 @@ func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
 		runv1.RegisterSchedulerInternalServiceServer(r, nil)
 		servingv1.RegisterServingServiceServer(r, nil)
 	}
+	program, err := os.Executable()
+	if err != nil {
+		return hosted{}, err
+	}
+	keepers := &keeper.Host{Program: []string{program, keeperArgument}}
 	return elect(ctx, m, names.SchedulerService, store, shape, func(store *schedulerstore.Store, epoch uint64) (*scheduler.Server, error) {
 		return scheduler.New(cfg, scheduler.Deps{
 			Store: store, Planner: plans, Buffer: ledger, Controller: learner, Snapshots: snapshots, Sessions: sessions, EventLog: log, Bus: m.bus, Registry: m.discovery, Epoch: epoch,
-			Launcher: local.Launcher{Log: local.LogLimits{Bytes: int64(m.cfg.Worker.LogBytes), LinesPerSecond: m.cfg.Worker.LogRate}},
-			Dial:     dialer[scheduler.Conn](m), Events: m.events, Log: m.logger(names.SchedulerService),
+			Launcher: keeper.Launcher{
+				Local: local.Launcher{Log: local.LogLimits{Bytes: int64(m.cfg.Worker.LogBytes), LinesPerSecond: m.cfg.Worker.LogRate}},
+				Host:  keepers, Epoch: epoch,
+			},
+			Dial: dialer[scheduler.Conn](m), Events: m.events, Log: m.logger(names.SchedulerService),
 		})
 	})
 }

@@ -16,6 +16,7 @@ import (
 
 // cancel stops a run; with drain it finishes the current step first.
 func (s *runs) cancel(ctx context.Context, runID string, drain bool) (*Run, error) {
+	_ = s.adoptions.wait(ctx, runID)
 	run, err := s.Store.Get(ctx, runID)
 	if err != nil {
 		return nil, err
@@ -78,6 +79,9 @@ func (s *runs) stopped(ctx context.Context, c *conductor) (*Run, error) {
 // complete handles the report of the controller that a run has ended, or is paused until it is
 // resumed by request.
 func (s *runs) complete(ctx context.Context, req *runv1.CompleteRunRequest) error {
+	if err := s.adoptions.wait(ctx, req.GetRunId()); err != nil {
+		return err
+	}
 	run, err := s.Store.Get(ctx, req.GetRunId())
 	if err != nil {
 		return err

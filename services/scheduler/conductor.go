@@ -15,6 +15,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/fence"
+	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/refusal"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/telemetry"
@@ -22,6 +23,7 @@ import (
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	"github.com/rollout-rl/rollout/services/scheduler/issue"
+	"github.com/rollout-rl/rollout/services/scheduler/launch"
 	"github.com/rollout-rl/rollout/services/scheduler/retry"
 )
 
@@ -50,6 +52,7 @@ func (s *scope) emit(e *eventv1.Event) { s.records.emit(s.board.record(), e) }
 type conductor struct {
 	*scope
 	resumeOnStart bool
+	adopts        bool           // the run continues with workers of a scheduler that died
 	live          sync.WaitGroup // the conductor, and what outlives it
 	supervision   *supervision
 	trackers      *trackers
@@ -59,7 +62,7 @@ type conductor struct {
 	done          chan struct{} // closed when conduct has returned
 }
 
-func newConductor(owner *conductors, run *Run) *conductor {
+func newConductor(owner *conductors, run *Run, workers map[string]adopted) *conductor {
 	board := newBoard(run, owner.deps.Now)
 	s := &scope{
 		Deps: owner.deps, records: owner.records, board: board, retry: retry.New(run.GetRunId(), board.blocked, owner.deps.Log),
@@ -67,8 +70,14 @@ func newConductor(owner *conductors, run *Run) *conductor {
 	}
 	done := make(chan struct{})
 	supervision := newSupervision(s, owner.cfg.Worker, func() bool { return owner.count() == 1 })
+	supervision.keep, supervision.adopted = owner.cfg.ResumeOnStart, workers
+	board.update(func(v *view) { // so that their registrations are accepted at once
+		for id, w := range workers {
+			v.fleet.put(id, w.view())
+		}
+	})
 	return &conductor{
-		scope: s, resumeOnStart: owner.cfg.ResumeOnStart, supervision: supervision,
+		scope: s, resumeOnStart: owner.cfg.ResumeOnStart, adopts: len(workers) > 0, supervision: supervision,
 		trackers: newTrackers(s, supervision, owner.cfg.Worker.Limits, owner.base, done),
 		control:  newControl(s), poller: newPoller(s), closing: &closing{s}, done: done,
 	}
@@ -79,22 +88,29 @@ func (c *conductor) conduct(ctx context.Context) {
 	defer c.poller.close()
 	defer close(c.done)
 	if run, err := c.records.writable(ctx, c.run); err != nil || !active(run.GetState()) {
+		c.supervision.discard(err)
 		return // cancelled before the start
 	}
 	c.live.Go(c.trackers.serve)
-	parts, cancel := context.WithCancel(ctx)
-	defer cancel()
+	parts, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
 	finished := make(chan struct{})
 	go func() {
 		defer close(finished)
 		c.repeat(parts)
+		c.supervision.discard(context.Cause(parts))
 	}()
-	stop := func() { cancel(); <-finished }
+	stop := func() { cancel(nil); <-finished }
+	leave := func() { cancel(launch.ErrRelease); <-finished } // the workers to the scheduler that leads
 	var e *ending
 	select {
 	case e = <-c.ending:
-		if e == handOver || e == taken {
+		switch e {
+		case handOver:
 			stop()
+			return
+		case taken:
+			leave()
 			return
 		}
 	case <-ctx.Done():
@@ -109,7 +125,7 @@ func (c *conductor) conduct(ctx context.Context) {
 	}
 	end := context.WithoutCancel(ctx)
 	if c.closing.lostLead(end) {
-		stop()
+		leave()
 		return
 	}
 	c.closing.before(end, e)
@@ -119,6 +135,16 @@ func (c *conductor) conduct(ctx context.Context) {
 		end, cancel := recording(ctx)
 		defer cancel()
 		c.closing.after(end, e, mark)
+	}
+}
+
+// left reports whether conduct has returned.
+func (c *conductor) left() bool {
+	select {
+	case <-c.done:
+		return true
+	default:
+		return false
 	}
 }
 
@@ -136,15 +162,25 @@ func (c *conductor) repeat(ctx context.Context) {
 			c.ending.end(taken)
 			return
 		}
-		if rpcerr.Code(err) != codes.Unavailable && !rpcerr.DiskFull(err) && !errors.Is(err, bus.ErrNoStream) {
+		if !restartable(err) {
 			c.ending.end(failure(err))
 			return
 		}
 		c.Log.WarnContext(ctx, "the parts of the run are restarted", telemetry.AttrRun, c.run, "error", err)
+		workers := c.adopt(ctx, c.board.record())
+		c.supervision.adopted, c.adopts = workers, len(workers) > 0
 		if retry.Sleep(ctx, time.Second) != nil {
 			return
 		}
 	}
+}
+
+// lost reports whether an error says that another scheduler leads.
+func lost(err error) bool { return errors.Is(err, lease.ErrFenced) || fence.Refused(err) }
+
+// restartable reports whether the parts of a run are started again after an error.
+func restartable(err error) bool {
+	return rpcerr.Code(err) == codes.Unavailable || rpcerr.DiskFull(err) || errors.Is(err, bus.ErrNoStream)
 }
 
 // runParts opens the run, and runs its parts until ctx ends or one fails.
@@ -191,10 +227,11 @@ func (c *conductor) runParts(ctx context.Context) error {
 }
 
 // runUntilFirst runs functions in parallel until one fails or ctx ends, and waits until all have
-// returned.
+// returned. If the error is not about the workers, they may continue: the cause is
+// launch.ErrRelease.
 func runUntilFirst(ctx context.Context, parts []func(context.Context) error) error {
-	running, cancel := context.WithCancel(ctx)
-	defer cancel()
+	running, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
 	var wg sync.WaitGroup
 	failed := make(chan error, 1)
 	for _, part := range parts {
@@ -213,14 +250,17 @@ func runUntilFirst(ctx context.Context, parts []func(context.Context) error) err
 	case <-ctx.Done():
 		err = ctx.Err()
 	}
-	cancel()
+	if restartable(err) || lost(err) {
+		cancel(launch.ErrRelease)
+	}
+	cancel(nil)
 	wg.Wait()
 	return err
 }
 
 func (c *conductor) issue(ctx context.Context, run *Run, window issue.Window, data issue.Data, position uint64) error {
 	issuer, err := issue.Open(issue.Deps{
-		Buffer: c.Buffer, Stream: c.Bus, Cursor: c.Store, Board: c.board, Retry: c.retry, Emit: c.emit, Fence: c.fence(), Log: c.Log,
+		Buffer: c.Buffer, Stream: c.Bus, Cursor: c.Store, Board: c.board, Retry: c.retry, Emit: c.emit, Fence: c.fence(), Log: c.Log, Continues: c.adopts,
 	}, run, window, data, position)
 	if err != nil {
 		return err
@@ -229,11 +269,11 @@ func (c *conductor) issue(ctx context.Context, run *Run, window issue.Window, da
 	return issuer.Run(ctx)
 }
 
-// open creates the streams and opens the ledger. Workers of older incarnations are gone, and the
-// issuer publishes again what they had pulled, so the work stream starts empty.
+// open creates the streams and opens the ledger. Without adopted workers, the issuer publishes again
+// what those of older incarnations had pulled, so the work stream starts empty.
 func (c *conductor) open(ctx context.Context, config *bufferv1.LedgerConfig) error {
 	if err := c.retry.Until(ctx, "the streams of the run (NATS)", func(ctx context.Context) error {
-		if err := c.Bus.EnsureRun(ctx, c.run); err != nil {
+		if err := c.Bus.EnsureRun(ctx, c.run); err != nil || c.adopts {
 			return err
 		}
 		mark, err := c.Bus.WorkMark(ctx, c.run)
@@ -264,7 +304,7 @@ type conductors struct {
 	records *records
 
 	base context.Context // ends when the scheduler stops
-	stop context.CancelFunc
+	stop context.CancelCauseFunc
 	wg   sync.WaitGroup
 
 	mu       sync.Mutex
@@ -275,18 +315,18 @@ type conductors struct {
 
 func newConductors(cfg Config, deps Deps, records *records) *conductors {
 	c := &conductors{cfg: cfg, deps: deps, records: records, byRun: map[string]*conductor{}, leaving: map[string]chan struct{}{}}
-	c.base, c.stop = context.WithCancel(context.Background())
+	c.base, c.stop = context.WithCancelCause(context.Background())
 	return c
 }
 
-// start begins to conduct a run.
-func (c *conductors) start(run *Run) error {
+// start begins to conduct a run, with workers that already run.
+func (c *conductors) start(run *Run, workers map[string]adopted) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.stopping {
 		return ErrStopping
 	}
-	conductor := newConductor(c, run)
+	conductor := newConductor(c, run, workers)
 	c.byRun[run.GetRunId()] = conductor
 	detach := c.records.attach(run.GetRunId(), conductor.board)
 	before, gone := c.leaving[conductor.run], make(chan struct{})
@@ -358,11 +398,12 @@ func (c *conductors) count() int {
 	return len(c.byRun)
 }
 
-// shutdown interrupts every run and waits for the conductors.
-func (c *conductors) shutdown() {
+// shutdown interrupts every run and waits for the conductors. With the cause launch.ErrRelease it
+// leaves the workers running.
+func (c *conductors) shutdown(cause error) {
 	c.mu.Lock()
 	c.stopping = true
 	c.mu.Unlock()
-	c.stop()
+	c.stop(cause)
 	c.wg.Wait()
 }

@@ -72,7 +72,6 @@ type Buffer interface {
 	OpenLedger(ctx context.Context, in *bufferv1.OpenLedgerRequest, opts ...grpc.CallOption) (*bufferv1.OpenLedgerResponse, error)
 	CloseLedger(ctx context.Context, in *bufferv1.CloseLedgerRequest, opts ...grpc.CallOption) (*bufferv1.CloseLedgerResponse, error)
 	WatchLedger(ctx context.Context, in *bufferv1.WatchLedgerRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[bufferv1.WatchLedgerResponse], error)
-	ListSteps(ctx context.Context, in *bufferv1.ListStepsRequest, opts ...grpc.CallOption) (*bufferv1.ListStepsResponse, error)
 	ListIncompleteGroups(ctx context.Context, in *bufferv1.ListIncompleteGroupsRequest, opts ...grpc.CallOption) (*bufferv1.ListIncompleteGroupsResponse, error)
 	ExcludeGroups(ctx context.Context, in *bufferv1.ExcludeGroupsRequest, opts ...grpc.CallOption) (*bufferv1.ExcludeGroupsResponse, error)
 	ReissueGroups(ctx context.Context, in *bufferv1.ReissueGroupsRequest, opts ...grpc.CallOption) (*bufferv1.ReissueGroupsResponse, error)

@@ -35,6 +35,9 @@ type runs struct {
 	// origins is locked for reading while a run is created from a snapshot, and for writing while a
 	// deletion decides which snapshots are needed.
 	origins sync.RWMutex
+	// beginning is held while it is decided which incarnation of an active run is conducted here.
+	beginning sync.Mutex
+	adoptions adoptions
 }
 
 // create verifies the plan, records the run and starts it.
@@ -77,7 +80,7 @@ func (s *runs) create(ctx context.Context, req *runv1.CreateRunRequest) (*Run, e
 	}
 	crashpoint.Here("scheduler/created") // the run is recorded and not active
 	s.records.announce(recorded)
-	return recorded, s.conductors.start(recorded)
+	return recorded, s.conductors.start(recorded, nil)
 }
 
 // folder is that of a run below the state folder.

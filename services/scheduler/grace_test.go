@@ -16,7 +16,7 @@ func TestInferenceWorkersGetTimeToFinishRequests(t *testing.T) {
 		cfg.Worker.Limits.StopGrace = given
 		run := &runv1.Run{RunId: "run-1"}
 		deps := Deps{Now: time.Now}
-		for _, sup := range newConductor(newConductors(cfg, deps, newRecords(deps)), run).supervision.supervisors(run, supervised(run)) {
+		for _, sup := range newConductor(newConductors(cfg, deps, newRecords(deps)), run, nil).supervision.supervisors(run, supervised(run)) {
 			want := want
 			if !strings.HasPrefix(sup.Worker, "inference") {
 				want = given

@@ -45,6 +45,7 @@ type mesh struct {
 
 	queue     []*runv1.PromptGroup
 	places    map[*runv1.PromptGroup]uint64 // in the work stream
+	retrained string                        // digest of the newest weights, if the one that the step recorded was lost
 	refused   []string                      // what a former scheduler asked for
 	published []*runv1.PromptGroup
 	ids       map[string]bool // message ids that the stream remembers
@@ -408,6 +409,9 @@ func (l *ledger) CloseLedger(_ context.Context, in *bufferv1.CloseLedgerRequest,
 
 func (m *mesh) state() *bufferv1.LedgerState {
 	s := &bufferv1.LedgerState{Step: m.step, StalledReason: m.stalled, StalledMessage: m.stalled}
+	if m.step > 0 {
+		s.WeightsVersion, s.WeightsDigest = m.step, cmp.Or(m.retrained, fmt.Sprint("digest-", m.step))
+	}
 	for _, p := range m.positions() {
 		switch g := m.groups[p]; g.GetState() {
 		case bufferv1.GroupState_GROUP_STATE_OPEN:
@@ -437,19 +441,6 @@ func (l *ledger) WatchLedger(ctx context.Context, _ *bufferv1.WatchLedgerRequest
 	return &follow[bufferv1.WatchLedgerResponse]{ctx: ctx, m: l.m, next: func() (*bufferv1.WatchLedgerResponse, bool) {
 		return &bufferv1.WatchLedgerResponse{State: l.m.state()}, false
 	}}, nil
-}
-
-func (l *ledger) ListSteps(_ context.Context, in *bufferv1.ListStepsRequest, _ ...grpc.CallOption) (*bufferv1.ListStepsResponse, error) {
-	out := &bufferv1.ListStepsResponse{}
-	l.m.read(func() {
-		for step := in.GetFromStep(); step <= l.m.step; step++ {
-			out.Steps = append(out.Steps, &bufferv1.StepRecord{Step: step, WeightsDigest: fmt.Sprint("digest-", step)})
-		}
-		if n := int(in.GetLimit()); in.GetNewest() && len(out.GetSteps()) > n {
-			out.Steps = out.GetSteps()[len(out.GetSteps())-n:]
-		}
-	})
-	return out, nil
 }
 
 func (l *ledger) ListIncompleteGroups(_ context.Context, in *bufferv1.ListIncompleteGroupsRequest, _ ...grpc.CallOption) (*bufferv1.ListIncompleteGroupsResponse, error) {

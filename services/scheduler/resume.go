@@ -15,6 +15,7 @@ import (
 // pause stops issuing. A run that a refused gradient has paused keeps that reason, because its
 // controller has stopped.
 func (s *runs) pause(ctx context.Context, runID string) (*Run, error) {
+	_ = s.adoptions.wait(ctx, runID)
 	return s.records.transition(ctx, runID, Paused, func(r *Run) error {
 		if st := r.GetState(); st != Starting && st != Running && st != Paused {
 			return ErrNotPausable.With("run", runID).With("state", st.String()).
@@ -29,6 +30,7 @@ func (s *runs) pause(ctx context.Context, runID string) (*Run, error) {
 
 // resume continues a run by request; see the state machine in run.go.
 func (s *runs) resume(ctx context.Context, runID string) (*Run, error) {
+	_ = s.adoptions.wait(ctx, runID)
 	return s.restart(ctx, runID, false)
 }
 
@@ -102,6 +104,11 @@ func resumable(run *Run, err error) error {
 // is the record on which the caller decided; if another call has begun an incarnation since, its
 // result is returned.
 func (s *runs) begin(ctx context.Context, seen *Run, to State) (*Run, error) {
+	s.beginning.Lock()
+	defer s.beginning.Unlock()
+	if c := s.conductors.get(seen.GetRunId()); c != nil && c.adopts && c.incarnation == seen.GetIncarnation() && !c.left() {
+		return s.Store.Get(ctx, seen.GetRunId()) // adopted since the caller decided
+	}
 	var begun bool
 	run, err := s.records.update(ctx, seen.GetRunId(), func(r *Run) error {
 		if begun = r.GetIncarnation() == seen.GetIncarnation(); !begun {
@@ -125,5 +132,5 @@ func (s *runs) begin(ctx context.Context, seen *Run, to State) (*Run, error) {
 	}
 	s.records.announce(run)
 	crashpoint.Here("scheduler/resumed") // the next incarnation is recorded and not active
-	return run, s.conductors.start(run)
+	return run, s.conductors.start(run, nil)
 }

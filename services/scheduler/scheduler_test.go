@@ -271,6 +271,30 @@ func TestListAfterAKillHasTheStepsOfTheLedger(t *testing.T) {
 	}
 }
 
+// If weights were lost and trained again with other bits, the digest in the record of their step is
+// that of weights that do not exist any more.
+func TestRecordAfterAKillNamesTheRetrainedWeights(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	w.mesh.held = true
+	w.start()
+	run := w.create(plan(6, "async", 2, false)).GetRunId()
+	directory := w.waitState(run, scheduler.Running).GetRun().GetDirectory()
+	w.kill()
+	if err := os.MkdirAll(filepath.Join(directory, "weights", "v000004"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	w.mesh.read(func() { w.mesh.step, w.mesh.retrained = 4, "digest-retrained" })
+	w.start()
+	list, err := w.generation.ListRuns(t.Context(), &runv1.ListRunsRequest{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := list.GetRuns()[0]; got.GetStep() != 4 || got.GetWeightsDigest() != "digest-retrained" {
+		t.Errorf("listed as %v", got)
+	}
+}
+
 func TestResumeOnStart(t *testing.T) {
 	t.Parallel()
 	w := setup(t)

@@ -2,6 +2,7 @@ package scheduler
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"sync"
 
@@ -9,9 +10,11 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	servingv1 "github.com/rollout-rl/rollout/proto/gen/rollout/serving/v1"
+	"github.com/rollout-rl/rollout/services/scheduler/launch"
 )
 
 // Server is the gRPC edge of the scheduler: one service for the clients of runs, one for those of
@@ -56,6 +59,9 @@ func New(cfg Config, deps Deps) (*Server, error) {
 	if err != nil {
 		return nil, err
 	}
+	if cfg.ResumeOnStart {
+		runs.adoptions.expect(left)
+	}
 	return &Server{
 		store: deps.Store, log: deps.Log, conductors: conductors, servings: servings, runs: runs, takeover: takeover, deletion: deletion,
 		watcher: &watcher{store: deps.Store, conductors: conductors}, left: left, caughtUp: make(chan struct{}),
@@ -71,7 +77,8 @@ func (s *Server) Register(r grpc.ServiceRegistrar) {
 
 // Run serves until ctx ends. When it returns, the workers of all runs and models are stopped, and
 // the records are INTERRUPTED, or PAUSED after a refused gradient. With Config.ResumeOnStart the
-// records stay active, and the next scheduler continues the runs.
+// records stay active, and the next scheduler continues the runs; if ctx ends because another one
+// leads, that one also adopts the workers.
 func (s *Server) Run(ctx context.Context) error {
 	s.takeover.catchUp(ctx, s.left)
 	close(s.caughtUp)
@@ -91,7 +98,11 @@ func (s *Server) Run(ctx context.Context) error {
 	}
 	<-ctx.Done()
 	s.servings.shutdown()
-	s.conductors.shutdown()
+	var cause error
+	if errors.Is(context.Cause(ctx), lease.ErrNotLeader) {
+		cause = launch.ErrRelease
+	}
+	s.conductors.shutdown(cause)
 	return nil
 }
 
@@ -240,7 +251,10 @@ func (s internalServer) CompleteRun(ctx context.Context, req *runv1.CompleteRunR
 }
 
 // VerifyWorkers implements the contract.
-func (s internalServer) VerifyWorkers(_ context.Context, req *runv1.VerifyWorkersRequest) (*runv1.VerifyWorkersResponse, error) {
+func (s internalServer) VerifyWorkers(ctx context.Context, req *runv1.VerifyWorkersRequest) (*runv1.VerifyWorkersResponse, error) {
+	if err := s.runs.adoptions.wait(ctx, req.GetRunId()); err != nil {
+		return nil, err
+	}
 	if c := s.conductors.get(req.GetRunId()); c != nil && c.incarnation == req.GetIncarnation() {
 		return &runv1.VerifyWorkersResponse{Accepted: c.supervision.verify(req.GetWorkers())}, nil
 	}

@@ -28,6 +28,8 @@ type supervision struct {
 	cfg     WorkerConfig
 	alone   func() bool                                    // whether no other run is active
 	weights func(run *Run) (folder string, version uint64) // that a worker loads; "": the model of the plan
+	keep    bool                                           // workers may outlive this scheduler
+	adopted map[string]adopted                             // workers that already run; emptied by the first supervisors
 }
 
 func newSupervision(s *scope, cfg WorkerConfig, alone func() bool) *supervision {
@@ -56,9 +58,16 @@ func (s *supervision) supervisors(run *Run, kinds []worker.Kind) []*launch.Super
 		for n := range kind.Count(run.GetPlan().GetConfig()) {
 			id := kind.Name + "-" + strconv.Itoa(n)
 			reserved := kind.Reserved(run.GetPlan().GetConfig(), n)
-			s.board.update(func(v *view) { v.fleet.put(id, workerView{kind: kind.Name, reserved: reserved}) })
+			now := workerView{kind: kind.Name}
+			continued, running := s.adopted[id]
+			if running {
+				now = continued.view()
+				s.announce(id, continued)
+			}
+			now.reserved = reserved
+			s.board.update(func(v *view) { v.fleet.put(id, now) })
 			out = append(out, &launch.Supervisor{
-				Worker: id, Launcher: s.Launcher, Limits: limits, Observer: s,
+				Worker: id, Launcher: s.Launcher, Limits: limits, Observer: s, Adopted: continued.process, Restarts: continued.Restarts,
 				Prepare: func(ctx context.Context) (command launch.Command, err error) {
 					err = s.retry.Until(ctx, "the spec of "+id+" to be written (scheduler)", func(context.Context) error {
 						command, err = s.command(id, kind)
@@ -75,6 +84,7 @@ func (s *supervision) supervisors(run *Run, kinds []worker.Kind) []*launch.Super
 			})
 		}
 	}
+	s.adopted = nil
 	return out
 }
 
@@ -112,7 +122,7 @@ func (s *supervision) command(id string, kind worker.Kind) (launch.Command, erro
 		env = append(env, s.cfg.BusEnv...)
 	}
 	env = append(env, spinning(run, s.alone())...)
-	return launch.Command{Args: append(s.program(run, kind), kind.Name), Env: env, Log: base + ".log"}, nil
+	return launch.Command{Args: append(s.program(run, kind), kind.Name), Env: env, Log: base + ".log", Keep: s.keep && !kind.Detached}, nil
 }
 
 // program starts a worker. An inference worker runs in the environment of its engine, if the
@@ -256,6 +266,7 @@ func (s *supervision) Started(id string, p launch.Process, restarts int) {
 	s.board.changeWorker(id, func(w *workerView) {
 		w.process, w.pid, w.restarts, w.why, w.status, w.served = p.ID(), launch.PID(p), restarts, "", nil, false
 	})
+	s.record(id, p, restarts)
 	s.emit(&eventv1.Event{
 		Kind: "worker.started", Level: eventv1.Level_LEVEL_INFO, Step: s.board.progress().GetStep(),
 		Message:    fmt.Sprintf("%s started as %s", id, p.ID()),

@@ -48,15 +48,25 @@ func (t *takeover) left(ctx context.Context) ([]string, error) {
 	return ids, nil
 }
 
-// adopt continues a run that a dead process left active, and retries while a service is
-// unavailable.
+// adopt continues a run that a dead process left active, with its workers if they still run, and
+// retries while a service is unavailable.
 func (t *takeover) adopt(ctx context.Context, runID string) {
+	defer t.runs.adoptions.settle(runID)
+	var workers map[string]adopted
+	if run, err := t.Store.Get(ctx, runID); err == nil {
+		workers = t.Deps.adopt(ctx, run)
+	}
 	for delay := 100 * time.Millisecond; ; delay = min(2*delay, 2*time.Second) {
-		_, err := t.runs.restart(ctx, runID, true)
-		if err == nil || ctx.Err() != nil {
+		err := t.runs.inherit(ctx, runID, workers)
+		if err == nil {
+			return
+		}
+		if ctx.Err() != nil || lost(err) {
+			releaseAll(workers)
 			return
 		}
 		if !retry.Transient(err) {
+			stopAll(workers)
 			t.Log.ErrorContext(ctx, "the run could not be resumed", telemetry.AttrRun, runID, "error", err)
 			if err := t.records.interrupt(ctx, runID, "it could not be resumed: "+rpcerr.Text(err)); err != nil {
 				t.Log.ErrorContext(ctx, "the record of the run still has an active state", telemetry.AttrRun, runID, "error", err)
@@ -65,6 +75,7 @@ func (t *takeover) adopt(ctx context.Context, runID string) {
 		}
 		t.Log.WarnContext(ctx, "the run cannot be resumed yet", telemetry.AttrRun, runID, "error", err)
 		if retry.Sleep(ctx, delay) != nil {
+			releaseAll(workers)
 			return
 		}
 	}
@@ -86,13 +97,10 @@ func (t *takeover) catchUp(ctx context.Context, ids []string) {
 }
 
 func (t *takeover) catchUpOne(ctx context.Context, id string) error {
-	run, err := t.Store.Get(ctx, id)
-	if err != nil {
-		return err
-	}
-	var resp *bufferv1.ListStepsResponse
+	var err error
+	var ledger *bufferv1.LedgerState
 	for {
-		resp, err = t.Buffer.ListSteps(ctx, &bufferv1.ListStepsRequest{RunId: id, FromStep: run.GetStep() + 1, Newest: true, Limit: 1})
+		ledger, err = t.ledger(ctx, id)
 		if err == nil || !retry.Transient(err) || ctx.Err() != nil {
 			break
 		}
@@ -100,22 +108,34 @@ func (t *takeover) catchUpOne(ctx context.Context, id string) error {
 			return err
 		}
 	}
-	if rpcerr.Code(err) == codes.NotFound || err == nil && len(resp.GetSteps()) == 0 {
-		return nil // killed before the ledger was opened, or between two steps
+	if rpcerr.Code(err) == codes.NotFound {
+		return nil // killed before the ledger was opened
 	}
 	if err != nil {
 		return err
 	}
-	last := resp.GetSteps()[0]
 	_, err = t.records.update(ctx, id, func(r *Run) error {
-		r.Step = max(r.GetStep(), last.GetStep())
-		folder := WeightsFolder(r, last.GetStep())
-		if _, err := os.Stat(folder); err == nil {
-			r.WeightsDirectory, r.WeightsDigest = folder, last.GetWeightsDigest()
+		r.Step = max(r.GetStep(), ledger.GetStep())
+		folder := WeightsFolder(r, ledger.GetWeightsVersion())
+		if _, err := os.Stat(folder); err == nil && ledger.GetWeightsDigest() != "" {
+			r.WeightsDirectory, r.WeightsDigest = folder, ledger.GetWeightsDigest()
 		}
 		return nil
 	})
 	return err
+}
+
+// ledger reads the state of a ledger. Its newest weights are those that a process has: the digests
+// in the records of steps may belong to a lineage that was lost.
+func (t *takeover) ledger(ctx context.Context, id string) (*bufferv1.LedgerState, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	stream, err := t.Buffer.WatchLedger(ctx, &bufferv1.WatchLedgerRequest{RunId: id})
+	if err != nil {
+		return nil, err
+	}
+	resp, err := stream.Recv()
+	return resp.GetState(), err
 }
 
 // WeightsFolder is the folder to which the learner of a run writes a version of the weights.

@@ -69,6 +69,7 @@ type generation struct {
 	serving  servingv1.ServingServiceServer
 	gate     *gate
 	stop     func()
+	end      func(cause error) // stop, for this reason
 }
 
 const rows = 7
@@ -146,15 +147,16 @@ func (w *world) start() *generation {
 			g.serving = serving
 		}
 	}))
-	ctx, cancel := context.WithCancel(context.Background())
+	ctx, cancel := context.WithCancelCause(context.Background())
 	ran := make(chan error, 1)
 	go func() { ran <- g.Run(ctx) }()
-	g.stop = sync.OnceFunc(func() {
-		cancel()
+	wait := sync.OnceFunc(func() {
 		if err := <-ran; err != nil {
 			w.t.Error(err)
 		}
 	})
+	g.end = func(cause error) { cancel(cause); wait() }
+	g.stop = func() { g.end(nil) }
 	w.t.Cleanup(g.stop)
 	w.generation = g
 	return g

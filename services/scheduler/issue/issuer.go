@@ -35,6 +35,9 @@ const (
 
 	// sweepEvery is the interval of sweeps. A group is lost if two of them in a row miss it.
 	sweepEvery = 2 * time.Second
+	// settleEvery is the interval of the first sweeps of an issuer that continues the work of another
+	// one, until each group was found.
+	settleEvery = 100 * time.Millisecond
 )
 
 var errMoved = rpcerr.New(codes.Unavailable, "LEDGER_MOVED", "the ledger has changed since it was read")
@@ -81,6 +84,8 @@ type Deps struct {
 	Emit   func(e *eventv1.Event)
 	Fence  *fencev1.Fence // what the calls to the buffer carry
 	Log    *slog.Logger
+	// Continues: the work that an earlier issuer has published is still on the stream or with a worker.
+	Continues bool
 }
 
 // Data is the training data of a plan.
@@ -92,7 +97,8 @@ type Data struct {
 
 // Issuer publishes the prompt groups of a run. Its methods are called from one goroutine.
 //
-//	at the start: issued by the cursor, not complete in the ledger -> published again with the same attempt
+//	at the start: issued by the cursor, not complete in the ledger -> published again with the same attempt;
+//	if it continues the work of another one, only what was lost (see sweep)
 //	per ledger state: dissolved groups -> next attempt, or excluded; room in the window -> advance the cursor, then publish
 //	every few seconds: missing streams -> created again; groups that were lost -> published again (see sweep)
 type Issuer struct {
@@ -147,10 +153,14 @@ func (i *Issuer) Run(ctx context.Context) error {
 }
 
 func (i *Issuer) issue(ctx context.Context) error {
-	if err := i.Retry.Until(ctx, "the ledger's groups (buffer)", i.reconcile); err != nil {
+	first, every := i.reconcile, sweepEvery
+	if i.Continues {
+		first, every = i.sweep, settleEvery
+	}
+	if err := i.Retry.Until(ctx, "the ledger's groups (buffer)", first); err != nil {
 		return err
 	}
-	sweeps := time.NewTicker(sweepEvery)
+	sweeps := time.NewTicker(every)
 	defer sweeps.Stop()
 	for {
 		changed := i.Board.Changes()
@@ -164,6 +174,10 @@ func (i *Issuer) issue(ctx context.Context) error {
 		case <-sweeps.C:
 			if err := i.Retry.Until(ctx, "the streams of the run (NATS, buffer)", i.sweep); err != nil {
 				return err
+			}
+			if len(i.unseen) == 0 && every != sweepEvery {
+				every = sweepEvery
+				sweeps.Reset(every)
 			}
 		}
 	}

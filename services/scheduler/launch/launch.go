@@ -1,11 +1,13 @@
 // Package launch starts worker processes and keeps them running.
 //
-// Launcher is the port. Package local implements it with child processes; package launchtest is the
-// suite that each implementation passes. Supervisor restarts the process of one worker until it is
-// stopped or the worker crashes too often.
+// Launcher is the port. Package local implements it with child processes, and package keeper with
+// processes that another scheduler can adopt; package launchtest is the suite that each
+// implementation passes. Supervisor restarts the process of one worker until it is stopped or the
+// worker crashes too often.
 package launch
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -18,14 +20,50 @@ type Command struct {
 	Env  []string // the whole environment, KEY=value
 	Dir  string   // working directory; "" is that of this process
 	Log  string   // file to which stdout and stderr are appended, as far as the limits of the launcher allow
+	Keep bool     // the process may outlive the process that called Launch, if the launcher is a Keeper
 }
 
 // Launcher starts processes.
 type Launcher interface {
 	// Launch returns once the process has started, which does not mean that it is healthy. The process
 	// gets a pipe as its standard input. The pipe closes when the process that called Launch exits for
-	// any reason, and the worker then exits too.
+	// any reason, and the worker then exits too. A Keeper closes the pipe of a kept process later.
 	Launch(c Command) (Process, error)
+}
+
+// Keeper is a launcher whose kept processes outlive the one that called Launch by a grace period. A
+// process that no one adopts within it is stopped.
+type Keeper interface {
+	Launcher
+	// Adopt makes the caller the owner of a kept process, also of one that has exited since. The
+	// earlier owner neither stops it nor observes its exit any more. ErrGone if there is no such
+	// process, or a newer leader owns it.
+	Adopt(handle string) (Process, error)
+}
+
+// Kept is a process that was launched with Command.Keep by a Keeper.
+type Kept interface {
+	Process
+	// Handle names the process for Adopt, on this host.
+	Handle() string
+	// Release gives up the process without stopping it.
+	Release()
+}
+
+// ErrGone reports that a process cannot be adopted.
+var ErrGone = errors.New("the process cannot be adopted")
+
+// ErrRelease is the cause of a context that ends because another scheduler takes over: a Supervisor
+// then leaves the process of its worker running.
+var ErrRelease = errors.New("another scheduler takes over the workers")
+
+// release gives up a process; false if it cannot outlive its owner.
+func release(p Process) bool {
+	kept, ok := p.(Kept)
+	if ok {
+		kept.Release()
+	}
+	return ok
 }
 
 // Process is a started process.

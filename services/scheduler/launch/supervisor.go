@@ -2,6 +2,7 @@ package launch
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"strings"
 	"time"
@@ -65,6 +66,10 @@ type Supervisor struct {
 	// Absent blocks until the process with this id has been missing from the registry for this long,
 	// or ctx ends.
 	Absent func(ctx context.Context, id string, timeout time.Duration) error
+	// Adopted is a process of this worker that an earlier supervisor has started, and Restarts is how
+	// often that one had restarted the worker. nil: Run starts the first process.
+	Adopted  Process
+	Restarts int
 }
 
 // CrashLoop is the error of a worker that was restarted too often, or that reported that a restart
@@ -89,17 +94,17 @@ func (e *CrashLoop) Error() string {
 	return text
 }
 
-// Run keeps the worker running. It returns nil after ctx ended and the process was stopped,
-// *CrashLoop when the worker crashes too often, and the wrapped error if Prepare fails.
+// Run keeps the worker running. It returns nil after ctx ended and the process was stopped, or left
+// running if the cause is ErrRelease; *CrashLoop when the worker crashes too often; and the wrapped
+// error if Prepare fails.
 func (s *Supervisor) Run(ctx context.Context) error {
 	limits := s.Limits.withDefaults()
 	var crashes []time.Time
-	for restarts := 0; ; restarts++ {
-		command, err := s.Prepare(ctx)
+	for restarts, adopted := s.Restarts, s.Adopted; ; restarts, adopted = restarts+1, nil {
+		exit, why, err := s.once(ctx, limits, adopted, restarts)
 		if err != nil {
-			return fmt.Errorf("prepare the start of %s: %w", s.Worker, err)
+			return err
 		}
-		exit, why := s.once(ctx, limits, command, restarts)
 		if ctx.Err() != nil {
 			return nil
 		}
@@ -118,16 +123,30 @@ func (s *Supervisor) Run(ctx context.Context) error {
 	}
 }
 
-// once starts the process and waits until it has exited.
-func (s *Supervisor) once(ctx context.Context, limits Limits, command Command, restarts int) (exit Exit, why string) {
-	process, err := s.Launcher.Launch(command)
+// once starts the process, unless there is an adopted one, and waits until it has exited.
+func (s *Supervisor) once(ctx context.Context, limits Limits, process Process, restarts int) (exit Exit, why string, err error) {
+	if process != nil {
+		exit, why = s.attend(ctx, limits, process)
+		return exit, why, nil
+	}
+	command, err := s.Prepare(ctx)
+	if err != nil {
+		return Exit{}, "", fmt.Errorf("prepare the start of %s: %w", s.Worker, err)
+	}
+	process, err = s.Launcher.Launch(command)
 	if err != nil {
 		exit, why = Exit{Code: -1}, "could not be started: "+err.Error()
 		s.Observer.Exited(s.Worker, nil, exit, why)
-		return exit, why
+		return exit, why, nil
 	}
 	s.Observer.Started(s.Worker, process, restarts)
+	exit, why = s.attend(ctx, limits, process)
+	return exit, why, nil
+}
 
+// attend waits until the process has exited, and stops it if it does not register or leaves the
+// registry.
+func (s *Supervisor) attend(ctx context.Context, limits Limits, process Process) (exit Exit, why string) {
 	waiting, stopWaiting := context.WithTimeout(ctx, limits.StartTimeout)
 	defer stopWaiting()
 	registered := make(chan error, 1)
@@ -144,6 +163,9 @@ func (s *Supervisor) once(ctx context.Context, limits Limits, command Command, r
 	for {
 		select {
 		case <-ctx.Done():
+			if errors.Is(context.Cause(ctx), ErrRelease) && release(process) {
+				return Exit{}, ""
+			}
 			grace := limits.StopGrace
 			if registered != nil { // it has nothing to drain yet, and an import may block its signal handler
 				grace = min(grace, startGrace)

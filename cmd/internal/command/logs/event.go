@@ -9,7 +9,7 @@ import (
 // their sources.
 var eventKinds = []string{
 	"run.state", "phase", "step.committed", "step.flat", "step.short", "health.collapse", "completions", "eval.finished", "eval.skipped", "weights.delivered", "lineage.forked", "weights.left_out", "weights.caught_up", "snapshot.created",
-	"worker.started", "worker.exited", "worker.fenced", "group.excluded", "group.lost", "stream.lost", "step.refused", "sink.failed", "sink.finished", "sampling", "log",
+	"worker.started", "worker.adopted", "worker.exited", "worker.fenced", "group.excluded", "group.lost", "stream.lost", "step.refused", "sink.failed", "sink.finished", "sampling", "log",
 }
 
 // eventServices returns the sources of events: services, rolloutd, and workers.

@@ -19,7 +19,7 @@ const timeout = 2 * time.Minute
 //
 // orphan starts a process through a launcher in another process, then kills that other process; the
 // suite checks that the standard input of the orphan closes. A test binary can start itself again
-// for this.
+// for this. nil: the launcher keeps processes.
 func Run(t *testing.T, launcher launch.Launcher, orphan func(t *testing.T, c launch.Command)) {
 	for name, test := range map[string]func(*testing.T, launch.Launcher){
 		"a process gets its environment and directory": environment,
@@ -37,6 +37,9 @@ func Run(t *testing.T, launcher launch.Launcher, orphan func(t *testing.T, c lau
 			t.Parallel()
 			test(t, launcher)
 		})
+	}
+	if orphan == nil {
+		return
 	}
 	t.Run("standard input closes when the launcher's process dies", func(t *testing.T) {
 		t.Parallel()
