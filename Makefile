@@ -72,7 +72,7 @@ bench-train: build venv-bench ## Measure training against TRL: SFT, DPO, reward 
 	@$(PYTHON) bench/grpo_long.py
 
 .PHONY: bench-takeover
-bench-takeover: build venv-dev $(SERVERS) ## Measure takeover of scheduler, buffer and controller, and redispatch, medians of 20 kills
+bench-takeover: build venv-dev $(SERVERS) ## Measure takeover of scheduler, buffer and controller, and redispatch, medians of 10 kills
 	@scripts/postgres && PYTHONPATH=python:e2e:e2e/support $(PYTHON) bench/takeover.py --check $(ARGS)
 
 .PHONY: bench-stealing
