@@ -141,7 +141,7 @@ check: ## Run everything that CI runs
 	@.ci/run
 
 .PHONY: check-full
-check-full: check check-slow check-race check-device check-engines check-environments check-playground bench ## CI, the slow end-to-end scenarios, the race detector over all Go tests, the whole suites on the fake device, vLLM, SGLang, the playground, and the benches
+check-full: check check-slow check-race check-device check-process check-engines check-environments check-playground bench ## CI, the slow end-to-end scenarios, the race detector over all Go tests, the whole suites on the fake device, saved processes, vLLM, SGLang, the playground, and the benches
 
 .PHONY: check-race
 check-race: build venv-dev ## Run the Go tests under the race detector (needs a C compiler)
@@ -154,6 +154,10 @@ check-slow: build venv-dev ## Run the end-to-end scenarios that check-e2e leaves
 .PHONY: check-device
 check-device: venv-dev ## Run the whole suites of engine and learner on the fake device that stands in for a GPU
 	@cd python && FAR_DEVICE=all ../.venv/bin/python -m pytest tests/far
+
+.PHONY: check-process
+check-process: build venv-dev ## Save and restore processes with CRIU, which is built into .tools once; needs Linux and root, otherwise it is skipped
+	@scripts/check_process
 
 FAILOVERS ?= 50
 .PHONY: check-failover

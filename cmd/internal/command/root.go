@@ -22,6 +22,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/command/logs"
 	"github.com/rollout-rl/rollout/cmd/internal/command/plan"
 	"github.com/rollout-rl/rollout/cmd/internal/command/plugin"
+	"github.com/rollout-rl/rollout/cmd/internal/command/process"
 	"github.com/rollout-rl/rollout/cmd/internal/command/recipe"
 	"github.com/rollout-rl/rollout/cmd/internal/command/replay"
 	"github.com/rollout-rl/rollout/cmd/internal/command/report"
@@ -106,7 +107,7 @@ func Root(env *cli.Env) *cobra.Command {
 		runs.Command(env), explain.Command(env), logs.Command(env), status.Command(env), serve.Command(env), chat.Command(env), completions.Command(env), report.Command(env), compare.Command(env),
 		export.Command(env), infer.Command(env), audit.Command(env), replay.Command(env))
 	addGroup(root, "manage", "Manage:",
-		snapshot.Command(env), daemon.Command(env), doctor.Command(env), plugin.Command(env), certs.Command(env), keys.Command(env), version.Command(env))
+		snapshot.Command(env), daemon.Command(env), doctor.Command(env), process.Command(env), plugin.Command(env), certs.Command(env), keys.Command(env), version.Command(env))
 	root.SetHelpCommandGroupID("manage")
 	root.SetCompletionCommandGroupID("manage")
 	root.AddCommand(docs.Command(env))

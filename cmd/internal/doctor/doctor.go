@@ -6,6 +6,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/rollout-rl/rollout/libs/checkpoint"
 	"github.com/rollout-rl/rollout/libs/config"
 )
 
@@ -22,7 +23,7 @@ const (
 
 // Finding is the result of one check.
 type Finding struct {
-	Server string `json:"server"` // state, local, sandbox, database, nats, consul, blob, tls
+	Server string `json:"server"` // state, local, sandbox, process, database, nats, consul, blob, tls
 	Check  string `json:"check"`
 	Status Status `json:"status"`
 	Detail string `json:"detail,omitempty"`
@@ -43,7 +44,9 @@ type Input struct {
 	Config  config.Config
 	Environ []string
 	Sandbox string // path of rollout-sandbox; "" if it is not installed
-	Now     func() time.Time
+	// Processes saves and restores processes of this host; nil: not checked.
+	Processes checkpoint.Checkpointer
+	Now       func() time.Time
 }
 
 // report collects the findings of one server.
@@ -83,7 +86,7 @@ func Check(ctx context.Context, p Input) []Finding {
 	checks := []struct {
 		server string
 		check  func(context.Context, Input, *report)
-	}{{"state", state}, {"local", local}, {"sandbox", sandbox}, {"database", database}, {"nats", nats}, {"consul", consul}, {"blob", blobs}, {"tls", certificates}}
+	}{{"state", state}, {"local", local}, {"sandbox", sandbox}, {"process", process}, {"database", database}, {"nats", nats}, {"consul", consul}, {"blob", blobs}, {"tls", certificates}}
 	reports := make([]report, len(checks))
 	var wg sync.WaitGroup
 	for i, c := range checks {

@@ -11,6 +11,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/rollout-rl/rollout/cmd/internal/cli"
+	"github.com/rollout-rl/rollout/cmd/internal/command/process"
 	"github.com/rollout-rl/rollout/cmd/internal/doctor"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 	"github.com/rollout-rl/rollout/cmd/internal/program"
@@ -27,7 +28,7 @@ func Command(env *cli.Env) *cobra.Command {
 		Long: `Check the servers in the configuration of rolloutd: PostgreSQL, NATS, Consul, the bucket, certificates and the state folder. Each
 check shows how to fix what it found. Connectivity, versions, permissions, clocks, stream settings and free space are checked; for
 this a service is registered, a stream created and an object written, and removed again. The check of the sandbox shows what enforces
-the limits of tools on this host.
+the limits of tools on this host; that of processes saves and restores one, as snapshots of kind process do.
 
 The exit code is 0 if no check failed, 69 if a check failed, and 65 if the configuration is invalid.`,
 		Example: "  rollout doctor --config rolloutd.toml\n  rollout doctor --format json",
@@ -45,7 +46,7 @@ The exit code is 0 if no check failed, 69 if a check failed, and 65 if the confi
 				return exit.New(exit.Data, "see deploy/rolloutd.toml for all keys", "%w", err)
 			}
 			sandbox, _ := program.Find("rollout-sandbox") // the check reports that it is missing
-			return show(cmd.Context(), env, doctor.Input{Config: c, Environ: env.Environ, Sandbox: sandbox, Now: time.Now})
+			return show(cmd.Context(), env, doctor.Input{Config: c, Environ: env.Environ, Sandbox: sandbox, Processes: process.Checkpointer(), Now: time.Now})
 		},
 	}
 	cmd.Flags().StringVar(&file, "config", "", "configuration `file` of rolloutd (default: $XDG_CONFIG_HOME/rollout/rolloutd.toml)")
