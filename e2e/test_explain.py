@@ -221,14 +221,12 @@ def test_explain_names_missing_agents_and_why_a_run_ended(tmp_path: Path) -> Non
 
         def named() -> bool:
             found.update(explained(running, run))
-            return found["chain"][-1]["reason"] == "GROUPS_MISSING"
+            return found["chain"][-1]["reason"] == "NO_AGENT"
 
         with contextlib.suppress(AssertionError):
             until(named, "the wait for agents", 60)
         root = found["chain"][-1]
-        assert root["reason"] == "GROUPS_MISSING" and "start an agent that takes prompts from http://" in root["fix"], found[
-            "chain"
-        ]
+        assert root["reason"] == "NO_AGENT" and "start an agent that takes prompts from http://" in root["fix"], found["chain"]
         running.scheduler.CancelRun(run_pb2.CancelRunRequest(run_id=run))
         until(lambda: explained(running, run)["state"] == "CANCELLED", "the end of the run", 30)
         [ended] = explained(running, run)["chain"]

@@ -45,19 +45,25 @@ func (s stalledScheduler) GetRun(_ context.Context, r *runv1.GetRunRequest) (*ru
 	}
 	worker := &runv1.Worker{WorkerId: "inference-0", Kind: "inference", Healthy: true}
 	if r.GetInFlight() {
-		worker.InFlight = []*waitv1.Activity{{Doing: "REWARD", Name: "judge.py:judge", Since: at(13), LimitSeconds: 60, Positions: []uint64{88, 91}, Groups: 2}}
+		worker.Waits = []*waitv1.Wait{{
+			Owner: "judge.py:judge", Reason: "REWARD_CALL", Since: at(13), LimitSeconds: 60, Positions: []uint64{88, 91}, Groups: 2,
+			Evidence: "the reward call to judge.py:judge has taken 47 s of 60 s", Fix: "see why it is slow: `rollout logs worker " + runID + " inference-0`",
+		}}
 	}
 	return &runv1.GetRunResponse{Status: &runv1.RunStatus{
-		Run: s.run(runv1.RunState_RUN_STATE_RUNNING, 1), Phase: "LEASING", Workers: []*runv1.Worker{worker},
-		Waits: []*waitv1.Wait{{Owner: "inference workers", Reason: "LEASING", Since: at(10), Evidence: "2 of 32 groups of step 2 (inference workers)"}},
+		Run: s.run(runv1.RunState_RUN_STATE_RUNNING, 1), Phase: "LEASING", Cursor: &runv1.Cursor{Position: 96}, Workers: []*runv1.Worker{worker},
+		Waits: []*waitv1.Wait{{Owner: "worker", Reason: "GROUPS_MISSING", Since: at(10), Evidence: "2 of 32 groups of step 2 (inference workers)"}},
 	}}, nil
 }
 
-func (b stalledBuffer) ListGroups(_ context.Context, r *bufferv1.ListGroupsRequest) (*bufferv1.ListGroupsResponse, error) {
+func (b stalledBuffer) ListIncompleteGroups(_ context.Context, r *bufferv1.ListIncompleteGroupsRequest) (*bufferv1.ListIncompleteGroupsResponse, error) {
+	if r.GetEndPosition() != 96 {
+		return nil, status.Errorf(codes.InvalidArgument, "end %d", r.GetEndPosition())
+	}
 	if strings.Contains(b.gone, "buffer") {
 		return nil, status.Error(codes.Unavailable, "connection refused")
 	}
-	return &bufferv1.ListGroupsResponse{Groups: []*bufferv1.GroupRecord{
+	return &bufferv1.ListIncompleteGroupsResponse{Groups: []*bufferv1.GroupRecord{
 		{Position: 88, State: bufferv1.GroupState_GROUP_STATE_OPEN}, {Position: 91, State: bufferv1.GroupState_GROUP_STATE_OPEN},
 	}}, nil
 }

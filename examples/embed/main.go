@@ -132,7 +132,7 @@ func train(ctx context.Context, ledger bufferv1.BufferServiceClient, run string)
 		return err
 	}
 	if leased.GetBatch() == nil {
-		return fmt.Errorf("step 1 waits for %s", leased.GetWaitingFor())
+		return fmt.Errorf("step 1 waits for %v", leased.GetWaits())
 	}
 	read, err := payloads(ctx, ledger, run)
 	if err != nil {

@@ -7,41 +7,54 @@ import (
 	"strings"
 	"time"
 
+	"github.com/rollout-rl/rollout/libs/wait"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 )
 
-// Reasons of the scheduler and the controller that decide which link of the chain a wait is.
-const (
-	leasing   = "LEASING"
-	noAnswer  = "NO_ANSWER"
-	queueFull = "QUEUE_FULL"
-)
-
-// ends is the fix of waits that end without one.
-const ends = "it ends by itself; see the output of a worker with `rollout logs worker RUN WORKER`"
+// leasing is the phase in which the learner waits for the batch of its next step.
+const leasing = "LEASING"
 
 // obvious is how long something may take before it counts as the cause of a wait, where another
 // cause is known.
 const obvious = 10 * time.Second
 
+// ofBuffer: why a batch is not ready, the gravest first.
+var ofBuffer = []string{wait.LedgerClosed, wait.GroupsMissing, wait.NextAttempt, wait.WeightsNotRecorded}
+
+// ofWorkers: that workers do not serve.
+var ofWorkers = []string{wait.WorkerLoading, wait.WorkerUnregistered, wait.WorkerStarting, wait.WorkerRestarting}
+
+// ofGateway: what requests and agents wait for; the first explain the later ones.
+var ofGateway = []string{wait.WorkersMissing, wait.WorkersFailed, wait.Weights, wait.Slot, wait.NotWithWorkers, wait.SessionsOpen, wait.NoAgent}
+
+// hindrances are the reasons why a worker does nothing, the gravest first.
+var hindrances = []string{"DISK_FULL", wait.WorkerStopped, wait.WorkerInIO, wait.WorkerSilent, wait.EnginePaused, "ENGINE_DRAINS", wait.WeightsRefused, "PUBLISH_REFUSED"}
+
+func is(reasons ...string) func(*waitv1.Wait) bool {
+	return func(w *waitv1.Wait) bool { return slices.Contains(reasons, w.GetReason()) }
+}
+
 // active explains a run that has not ended.
 func (e *explainer) active() {
 	waits := e.Status.GetWaits()
 	phase := first(waits, func(w *waitv1.Wait) bool { return w.GetReason() == e.Status.GetPhase() })
+	lacks := gravest(waits, ofBuffer)
 	root := first(waits, func(w *waitv1.Wait) bool {
-		return w != phase && (w.GetOwner() == "user" || w.GetReason() == noAnswer || w.GetReason() == queueFull && phase.GetReason() == leasing)
+		return w != phase && (w.GetOwner() == wait.User || w.GetReason() == wait.NoAnswer || w.GetReason() == wait.QueueFull && lacks != nil)
 	})
 	switch {
 	case root != nil:
-		e.toRoot(phase, root)
-	case phase.GetReason() == leasing:
-		e.groups(phase)
+		e.toRoot(cmp.Or(phase, lacks), root)
+	case lacks != nil:
+		e.groups(lacks)
 	case phase != nil:
 		e.busy(phase)
+	case first(waits, is(ofWorkers...)) != nil:
+		e.workers(first(waits, is(ofWorkers...)))
 	case len(waits) > 0:
-		e.workers(waits[0])
+		e.head(waits[0])
 	default:
 		e.nothing()
 	}
@@ -59,10 +72,20 @@ func first(waits []*waitv1.Wait, is func(*waitv1.Wait) bool) *waitv1.Wait {
 	return nil
 }
 
-// head adds what the run waits for, in the words of the scheduler.
-func (e *explainer) head(w *waitv1.Wait) {
+// gravest is the wait with the first of these reasons that any of them has.
+func gravest(waits []*waitv1.Wait, reasons []string) *waitv1.Wait {
+	for _, reason := range reasons {
+		if found := first(waits, is(reason)); found != nil {
+			return found
+		}
+	}
+	return nil
+}
+
+// head adds what the run waits for.
+func (e *explainer) head(w *waitv1.Wait) *waitv1.Wait {
 	e.used[w] = true
-	e.because(w.GetOwner(), w.GetReason(), w.GetSince(), "the run waits for "+w.GetEvidence(), w.GetFix())
+	return e.because(w.GetOwner(), w.GetReason(), w.GetSince(), "the run waits for "+w.GetEvidence(), w.GetFix())
 }
 
 // toRoot explains a run that waits for a person or for a service that does not answer.
@@ -70,17 +93,25 @@ func (e *explainer) toRoot(phase, root *waitv1.Wait) {
 	if phase != nil {
 		e.head(phase)
 	}
-	e.head(root)
-	if root.GetReason() != noAnswer {
+	last := e.head(root)
+	if root.GetReason() != wait.NoAnswer {
 		return
 	}
-	last := e.chain[len(e.chain)-1]
 	last.Fix = cmp.Or(last.GetFix(), "check with `rollout status` and `rollout doctor` that it runs and can be reached")
+	if silent := e.silent(root); silent != nil {
+		last.Owner = silent.GetName()
+		last.Evidence += "; " + silent.GetName() + " does not answer this command either: " + silent.GetError()
+	}
+}
+
+// silent is the service of a wait that did not answer; nil if all did.
+func (e *explainer) silent(w *waitv1.Wait) *waitv1.Unanswered {
 	for _, u := range e.Unanswered {
-		if strings.Contains(root.GetEvidence(), u.GetName()) {
-			last.Evidence += "; it does not answer this command either: " + u.GetError()
+		if slices.Contains(w.GetSubjects(), u.GetName()) {
+			return u
 		}
 	}
+	return nil
 }
 
 // nothing explains a run without a wait.
@@ -89,39 +120,52 @@ func (e *explainer) nothing() {
 	e.because("rollout", "NOTHING", e.Status.GetWaitingSince(), "the run waits for nothing: it is "+phase+" at step "+steps(e.run), "")
 }
 
-// busy explains a phase in which named workers do something.
+// busy explains a phase in which named workers or a service do something.
 func (e *explainer) busy(phase *waitv1.Wait) {
-	e.head(phase)
-	last := e.chain[len(e.chain)-1]
-	last.Fix = cmp.Or(last.GetFix(), strings.ReplaceAll(ends, "RUN WORKER", e.run.GetRunId()+" WORKER"))
-	for _, w := range e.Status.GetWorkers() {
-		if !strings.Contains(phase.GetEvidence(), w.GetWorkerId()) {
-			continue
-		}
-		if cause := e.hindrance(w); cause != nil {
+	last := e.head(phase)
+	if silent := e.silent(phase); silent != nil {
+		e.because(silent.GetName(), wait.NoAnswer, phase.GetSince(), silent.GetName()+" does not answer: "+silent.GetError(),
+			"check with `rollout status` that it runs; the run continues by itself")
+		return
+	}
+	subjects := e.subjects(phase)
+	for _, w := range subjects {
+		if cause := hindrance(w); cause != nil {
 			e.add(cause)
 			return
 		}
 	}
-	if absent := first(e.Status.GetWaits(), absent); absent != nil {
+	if absent := first(e.Status.GetWaits(), is(ofWorkers...)); absent != nil {
 		e.workers(absent)
+		return
 	}
+	for _, w := range subjects {
+		if len(w.GetWaits()) > 0 && w.GetWaits()[0].GetGroups() == 0 { // what it computes
+			e.add(w.GetWaits()[0])
+			return
+		}
+	}
+	last.Fix = cmp.Or(last.GetFix(), "it ends by itself; see the output of a worker with `rollout logs worker "+e.run.GetRunId()+" WORKER`")
+}
+
+// subjects are the workers that a wait is for.
+func (e *explainer) subjects(w *waitv1.Wait) (out []*runv1.Worker) {
+	for _, worker := range e.Status.GetWorkers() {
+		if slices.Contains(w.GetSubjects(), worker.GetWorkerId()) {
+			out = append(out, worker)
+		}
+	}
+	return out
 }
 
 // workers explains that workers do not serve.
 func (e *explainer) workers(w *waitv1.Wait) {
-	e.head(w)
-	if !absent(w) {
-		return
-	}
-	last := e.chain[len(e.chain)-1]
-	last.Fix = cmp.Or(last.GetFix(), ends)
-	last.Fix = strings.ReplaceAll(last.GetFix(), "RUN WORKER", e.run.GetRunId()+" WORKER")
-	for _, worker := range e.Status.GetWorkers() {
-		if worker.GetHealthy() || !strings.Contains(w.GetEvidence(), worker.GetWorkerId()) {
+	last := e.head(w)
+	for _, worker := range e.subjects(w) {
+		if worker.GetHealthy() {
 			continue
 		}
-		if cause := e.hindrance(worker); cause != nil {
+		if cause := hindrance(worker); cause != nil {
 			e.add(cause)
 			return
 		}
@@ -135,53 +179,61 @@ func (e *explainer) workers(w *waitv1.Wait) {
 	}
 }
 
-func absent(w *waitv1.Wait) bool {
-	switch w.GetReason() {
-	case "WORKER_LOADING", "WORKER_UNREGISTERED", "WORKER_STARTING", "WORKER_RESTARTING":
-		return true
-	}
-	return false
-}
-
-// hindrances are the reasons of Worker.waits, the gravest first.
-var hindrances = []string{"WORKER_STOPPED", "WORKER_IN_IO", "WORKER_SILENT", "ENGINE_PAUSED"}
-
-// hindrance is why a worker does nothing; nil if it works.
-func (e *explainer) hindrance(w *runv1.Worker) *waitv1.Wait {
-	if len(w.GetWaits()) == 0 {
-		return nil
-	}
-	rank := func(w *waitv1.Wait) int { return slices.Index(hindrances, w.GetReason()) }
-	return slices.MinFunc(w.GetWaits(), func(a, b *waitv1.Wait) int { return cmp.Compare(rank(a), rank(b)) })
-}
+// hindrance is the gravest reason why a worker does nothing; nil if it works.
+func hindrance(w *runv1.Worker) *waitv1.Wait { return gravest(w.GetWaits(), hindrances) }
 
 // groups explains that the learner waits for the batch of its next step.
-func (e *explainer) groups(phase *waitv1.Wait) {
+func (e *explainer) groups(lacks *waitv1.Wait) {
 	step := e.run.GetStep() + 1
-	e.used[phase] = true
-	e.because("learner", leasing, phase.GetSince(), fmt.Sprintf("the learner waits for the batch of step %d", step), "")
-	e.because("buffer", "GROUPS_MISSING", phase.GetSince(), "the buffer lacks "+phase.GetEvidence()+e.missing(), phase.GetFix())
-	switch {
-	case phase.GetOwner() == "agents":
-		return // the fix of the phase is for them
-	case strings.Contains(phase.GetEvidence(), "is stopped (scheduler)"), strings.Contains(phase.GetEvidence(), "(learner-controller)") && !strings.Contains(phase.GetEvidence(), "workers)"):
-		return
+	e.because("learner", leasing, lacks.GetSince(), fmt.Sprintf("the learner waits for the batch of step %d", step), "")
+	last := e.because("buffer", lacks.GetReason(), lacks.GetSince(), "the buffer lacks "+lacks.GetEvidence()+e.missing(), lacks.GetFix())
+	e.used[lacks] = true
+	for _, w := range e.Status.GetWaits() { // the rest of what the buffer lacks
+		if is(ofBuffer...)(w) && !e.used[w] {
+			e.used[w] = true
+			last.Evidence += "; " + w.GetEvidence()
+		}
 	}
+	switch {
+	case lacks.GetReason() == wait.NextAttempt:
+		e.attempt(lacks)
+	case lacks.GetReason() != wait.GroupsMissing, lacks.GetOwner() == wait.Producers:
+	case lacks.GetOwner() == wait.Agents:
+		e.agents()
+	default:
+		e.sampling()
+	}
+}
+
+// attempt explains that groups failed.
+func (e *explainer) attempt(lacks *waitv1.Wait) {
 	for _, g := range e.Missing {
-		if g.GetState() == bufferv1.GroupState_GROUP_STATE_DISSOLVED && !strings.Contains(phase.GetEvidence(), "workers)") {
-			e.because("scheduler", "NEXT_ATTEMPT", phase.GetSince(), fmt.Sprintf("attempt %d of prompt %d failed: %s; the scheduler issues the next attempt", g.GetKey().GetAttempt(), g.GetPosition(), g.GetReason()),
+		if g.GetState() == bufferv1.GroupState_GROUP_STATE_DISSOLVED {
+			e.because("scheduler", "ISSUING_AGAIN", lacks.GetSince(), fmt.Sprintf("attempt %d of prompt %d failed: %s; the scheduler issues the next attempt", g.GetKey().GetAttempt(), g.GetPosition(), g.GetReason()),
 				"see why with `rollout logs tail "+e.run.GetRunId()+" --level warn`")
 			return
 		}
 	}
-	e.sampling()
+}
+
+// agents explains that agents outside of the run have not closed their sessions.
+func (e *explainer) agents() {
+	found := gravest(e.Status.GetWaits(), ofGateway)
+	if found == nil {
+		return
+	}
+	e.used[found] = true
+	e.add(found)
+	if absent := first(e.Status.GetWaits(), is(ofWorkers...)); absent != nil && found.GetReason() == wait.WorkersMissing {
+		e.workers(absent)
+	}
 }
 
 // missing names the groups that have not arrived.
 func (e *explainer) missing() string {
 	var positions []uint64
 	for _, g := range e.Missing {
-		if g.GetState() == bufferv1.GroupState_GROUP_STATE_OPEN {
+		if g.GetState() != bufferv1.GroupState_GROUP_STATE_DISSOLVED {
 			positions = append(positions, g.GetPosition())
 		}
 	}
@@ -191,36 +243,44 @@ func (e *explainer) missing() string {
 	return "; incomplete: " + prompts(positions, len(positions))
 }
 
-// held is an activity of a worker.
+// held is a wait of groups that a worker has.
 type held struct {
-	worker   *runv1.Worker
-	activity *waitv1.Activity
+	worker *runv1.Worker
+	wait   *waitv1.Wait
 }
 
 // sampling explains where the missing groups are.
 func (e *explainer) sampling() {
 	var all []held
 	var idle, hindered []*runv1.Worker
+	sampling := map[string]bool{}
 	for _, w := range e.Status.GetWorkers() {
-		if w.GetKind() != "inference" || w.GetReserved() || !w.GetHealthy() {
+		if w.GetKind() != "inference" || w.GetReserved() {
 			continue
 		}
+		sampling[w.GetWorkerId()] = true
+		if !w.GetHealthy() {
+			continue
+		}
+		groups := slices.DeleteFunc(slices.Clone(w.GetWaits()), func(w *waitv1.Wait) bool { return w.GetGroups() == 0 })
 		switch {
-		case e.hindrance(w) != nil:
+		case hindrance(w) != nil:
 			hindered = append(hindered, w)
-		case len(w.GetInFlight()) == 0:
+		case len(groups) == 0:
 			idle = append(idle, w)
 		}
-		for _, a := range w.GetInFlight() {
-			all = append(all, held{w, a})
+		for _, wait := range groups {
+			all = append(all, held{w, wait})
 		}
 	}
-	gone := first(e.Status.GetWaits(), func(w *waitv1.Wait) bool { return absent(w) && strings.Contains(w.GetEvidence(), "inference-") })
+	gone := first(e.Status.GetWaits(), func(w *waitv1.Wait) bool {
+		return is(ofWorkers...)(w) && slices.ContainsFunc(w.GetSubjects(), func(id string) bool { return sampling[id] })
+	})
 	slowest := e.slowest(all)
 	switch {
-	case len(hindered) > 0 && (slowest == nil || e.took(slowest.activity) < obvious || e.hindrance(hindered[0]).GetReason() != "ENGINE_PAUSED"):
-		e.add(e.hindrance(hindered[0]))
-	case slowest != nil && (gone == nil || e.took(slowest.activity) >= obvious):
+	case len(hindered) > 0 && (slowest == nil || e.took(slowest.wait) < obvious || !passing(hindrance(hindered[0]))):
+		e.add(hindrance(hindered[0]))
+	case slowest != nil && (gone == nil || e.took(slowest.wait) >= obvious):
 		e.doing(slowest)
 	case gone != nil:
 		e.workers(gone)
@@ -229,76 +289,41 @@ func (e *explainer) sampling() {
 	}
 }
 
-// took is how long the first group of an activity has been in it.
-func (e *explainer) took(a *waitv1.Activity) time.Duration { return e.Time.Sub(a.GetSince().AsTime()) }
-
-// class is 0 for a group that waits for the other groups of its worker.
-func class(h held) int {
-	if h.activity.GetDoing() == "SLOT" {
-		return 0
-	}
-	return 1
+// passing reports whether a hindrance usually ends by itself.
+func passing(w *waitv1.Wait) bool {
+	return slices.Contains([]string{wait.EnginePaused, "ENGINE_DRAINS", wait.WeightsRefused}, w.GetReason())
 }
 
-// slowest is the activity that explains the wait best: the longest one that does not wait for the
-// others.
+// took is how long the first group of a wait has been in it.
+func (e *explainer) took(w *waitv1.Wait) time.Duration { return e.Time.Sub(w.GetSince().AsTime()) }
+
+// slowest is the wait that explains the others best: the longest one that is not for a slot, which
+// waits for the other groups of its worker.
 func (e *explainer) slowest(all []held) *held {
 	if len(all) == 0 {
 		return nil
 	}
+	slot := func(h held) int {
+		if h.wait.GetReason() == wait.Slot {
+			return 0
+		}
+		return 1
+	}
 	worst := slices.MaxFunc(all, func(a, b held) int {
-		return cmp.Or(cmp.Compare(class(a), class(b)), cmp.Compare(e.took(a.activity), e.took(b.activity)))
+		return cmp.Or(cmp.Compare(slot(a), slot(b)), cmp.Compare(e.took(a.wait), e.took(b.wait)))
 	})
 	return &worst
 }
 
 // doing explains what a worker does with the missing groups.
 func (e *explainer) doing(h *held) {
-	id, a := h.worker.GetWorkerId(), h.activity
+	id := h.worker.GetWorkerId()
 	are := "are"
-	if a.GetGroups() == 1 {
+	if h.wait.GetGroups() == 1 {
 		are = "is"
 	}
-	e.because(id, "SAMPLING", a.GetSince(), fmt.Sprintf("%s %s with %s", prompts(a.GetPositions(), int(a.GetGroups())), are, id), "")
-	taken := Elapsed(e.took(a))
-	if limit := a.GetLimitSeconds(); limit > 0 {
-		taken += " of " + Elapsed(time.Duration(limit*float64(time.Second)))
-	}
-	logs := "`rollout logs worker " + e.run.GetRunId() + " " + id + "`"
-	switch a.GetDoing() {
-	case "REWARD":
-		e.because(cmp.Or(a.GetName(), "reward"), "REWARD_CALL", a.GetSince(), "the reward call to "+cmp.Or(a.GetName(), "the reward")+" has taken "+taken,
-			"see why it is slow: "+logs+", or `rollout plugin test` runs it alone; after the limit (reward.timeout_seconds) the call is ended and repeated")
-	case "TOOL_CALL":
-		e.because(a.GetName(), "TOOL_CALL", a.GetSince(), "the call of the tool "+a.GetName()+" has taken "+taken,
-			"see why it is slow: "+logs+"; after the limit (environment.tool_timeout_seconds) the call is ended, and the policy reads an error")
-	case "ENVIRONMENT":
-		e.because(cmp.Or(a.GetName(), "environment"), "ENVIRONMENT_STEP", a.GetSince(), "the environment "+cmp.Or(a.GetName(), "of the run")+" has computed a step for "+taken,
-			"see why it is slow: "+logs+"; after the limit (environment.turn_timeout_seconds) the samples fail and are retried")
-	case "GENERATE":
-		fix := "it ends by itself; fewer `sampling.max_tokens`, or more inference workers (engine.workers), make it shorter"
-		if h.worker.GetTokensPerSecond() == 0 && e.took(a) > obvious {
-			fix = "see why the engine makes no token: " + logs + "; if it hangs, kill the worker: it is restarted, and its groups move to another one"
-		}
-		e.because(id, "GENERATE", a.GetSince(), "the engine has generated for "+taken+speed(h.worker), fix)
-	case "PUBLISH":
-		e.because("nats", "PUBLISH", a.GetSince(), "the samples are finished, and NATS or the storage service has not accepted them for "+taken,
-			"check that NATS and storage run and have space: `rollout status`, `rollout doctor`")
-	case "WEIGHTS":
-		e.because("learner-controller", "WEIGHTS", a.GetSince(), fmt.Sprintf("%s has weights version %d and waits for newer ones, for %s", id, h.worker.GetWeightsVersion(), taken),
-			"see why they are not delivered: `rollout logs tail "+e.run.GetRunId()+" --kind weights.left_out,weights.delivered`")
-	case "SLOT":
-		e.because(id, "SLOT", a.GetSince(), "the groups wait for a free slot of the engine, for "+taken, "more slots (engine.slots) or more inference workers (engine.workers) make it shorter")
-	default:
-		e.because("buffer", a.GetDoing(), a.GetSince(), id+" asks the buffer which samples it has, for "+taken, "check that the buffer runs: `rollout status`")
-	}
-}
-
-func speed(w *runv1.Worker) string {
-	if w.GetTokensPerSecond() == 0 {
-		return ", and made no token in the last seconds"
-	}
-	return fmt.Sprintf(", at %.0f tokens a second", w.GetTokensPerSecond())
+	e.because(id, "SAMPLING", h.wait.GetSince(), fmt.Sprintf("%s %s with %s", prompts(h.wait.GetPositions(), int(h.wait.GetGroups())), are, id), "")
+	e.add(h.wait)
 }
 
 // lost explains that no worker has the missing groups.
@@ -316,6 +341,6 @@ func (e *explainer) lost(idle []*runv1.Worker) {
 			"see its log for errors of publishing; `rollout runs resume "+e.run.GetRunId()+"` continues a paused run")
 		return
 	}
-	e.because("nats", "NOT_WITH_WORKERS", nil, fmt.Sprintf("%s issued, and no worker has them: %s wait for work. They are on the work stream of NATS, or were lost there", count(int(q.GetInFlight()), "group"), strings.Join(ids, ", ")),
+	e.because(wait.NATS, wait.NotWithWorkers, nil, fmt.Sprintf("%s issued, and no worker has them: %s wait for work. They are on the work stream of NATS, or were lost there", count(int(q.GetInFlight()), "group"), strings.Join(ids, ", ")),
 		"the scheduler issues lost groups again; if this lasts, check NATS with `rollout doctor`")
 }

@@ -10,6 +10,7 @@ import (
 
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	"github.com/rollout-rl/rollout/libs/wait"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -20,8 +21,8 @@ import (
 type State struct {
 	Time       time.Time
 	Name       string                  // as the caller named the run
-	Status     *runv1.RunStatus        // with Worker.in_flight and Worker.waits; nil: the scheduler did not answer
-	Missing    []*bufferv1.GroupRecord // groups of the ledger that are open or dissolved, by position
+	Status     *runv1.RunStatus        // with Worker.waits; nil: the scheduler did not answer
+	Missing    []*bufferv1.GroupRecord // groups that lack samples, by position, then dissolved ones
 	Events     []*eventv1.Event        // the newest of the run, oldest first
 	Unanswered []*waitv1.Unanswered    // what was asked and did not answer
 	Dead       bool                    // no control plane runs; the state was read from its folder
@@ -72,9 +73,11 @@ type explainer struct {
 	used   map[*waitv1.Wait]bool // of the status
 }
 
-// because adds the reason of the last wait.
-func (e *explainer) because(owner, reason string, since *timestamppb.Timestamp, evidence, fix string) {
-	e.chain = append(e.chain, &waitv1.Wait{Owner: owner, Reason: reason, Since: since, Evidence: evidence, Fix: fix})
+// because adds the reason of the last wait, and returns it.
+func (e *explainer) because(owner, reason string, since *timestamppb.Timestamp, evidence, fix string) *waitv1.Wait {
+	w := &waitv1.Wait{Owner: owner, Reason: reason, Since: since, Evidence: evidence, Fix: fix}
+	e.chain = append(e.chain, w)
+	return w
 }
 
 func (e *explainer) add(waits ...*waitv1.Wait) { e.chain = append(e.chain, waits...) }
@@ -86,7 +89,7 @@ func (e *explainer) noScheduler() {
 			why = u.GetError()
 		}
 	}
-	e.because("scheduler", "NO_ANSWER", nil, "the scheduler, which knows the run, does not answer: "+why,
+	e.because("scheduler", wait.NoAnswer, nil, "the scheduler, which knows the run, does not answer: "+why,
 		"see which services run with `rollout status`; start the scheduler again, and it continues the run or records it as interrupted")
 }
 

@@ -37,12 +37,23 @@ func running() State {
 			{WorkerId: "inference-2", Kind: "inference", Healthy: true, Pid: 102, WeightsVersion: 11},
 			{WorkerId: "learner-0", Kind: "learner", Healthy: true, Pid: 103},
 		},
-		Waits: []*waitv1.Wait{wait("inference workers", "LEASING", 47, "3 of 4 groups of step 12 (inference workers)", "")},
+		Waits: []*waitv1.Wait{lacks(47)},
 	}, Missing: []*bufferv1.GroupRecord{open(88), open(91), open(97)}}
 }
 
-func wait(owner, reason string, seconds float64, evidence, fix string) *waitv1.Wait {
+func waiting(owner, reason string, seconds float64, evidence, fix string) *waitv1.Wait {
 	return &waitv1.Wait{Owner: owner, Reason: reason, Since: ago(seconds), Evidence: evidence, Fix: fix}
+}
+
+// lacks is what the buffer lacks.
+func lacks(seconds float64) *waitv1.Wait {
+	return waiting("worker", "GROUPS_MISSING", seconds, "3 of 4 groups of step 12 (inference workers)", "")
+}
+
+// by names the workers or services that a wait is for.
+func by(w *waitv1.Wait, subjects ...string) *waitv1.Wait {
+	w.Subjects = subjects
+	return w
 }
 
 func open(position uint64) *bufferv1.GroupRecord {
@@ -56,13 +67,21 @@ func dissolved(position uint64, attempt uint32, reason string) *bufferv1.GroupRe
 	}
 }
 
-func doing(what, name string, seconds, limit float64, positions ...uint64) *waitv1.Activity {
-	return &waitv1.Activity{Doing: what, Name: name, Since: ago(seconds), LimitSeconds: limit, Positions: positions, Groups: uint32(len(positions))}
+// groups are with inference-2, in a wait as its worker reports it.
+func groups(reason, owner string, seconds, limit float64, evidence string, positions ...uint64) *waitv1.Wait {
+	w := by(waiting(owner, reason, seconds, evidence, "a fix of the worker"), "inference-2")
+	w.LimitSeconds, w.Positions, w.Groups = limit, positions, uint32(len(positions))
+	return w
 }
 
-// with puts activities into inference-2.
-func with(activities ...*waitv1.Activity) func(*State) {
-	return func(s *State) { s.Status.Workers[1].InFlight = activities }
+// with puts groups into inference-2.
+func with(waits ...*waitv1.Wait) func(*State) {
+	return func(s *State) { s.Status.Workers[1].Waits = waits }
+}
+
+// external is a run whose groups agents sample, with waits of the gateway.
+func external(waits ...*waitv1.Wait) func(*State) {
+	return phase("LEASING", append([]*waitv1.Wait{waiting("agents", "GROUPS_MISSING", 400, "3 of 4 groups of step 12 (agents)", "")}, waits...)...)
 }
 
 // phase replaces the wait of the run.
@@ -79,8 +98,9 @@ func hindered(worker int, w *waitv1.Wait) func(*State) {
 func away(worker int, owner, reason, evidence string) func(*State) {
 	return func(s *State) {
 		w := s.Status.Workers[worker]
-		w.Healthy, w.InFlight = false, nil
-		s.Status.Waits = append([]*waitv1.Wait{wait(owner, reason, 20, evidence, "")}, s.Status.Waits...)
+		w.Healthy, w.Waits = false, nil
+		absent := by(waiting(owner, reason, 20, evidence, "it ends by itself; see the output of a worker with `rollout logs worker run-1 "+w.GetWorkerId()+"`"), w.GetWorkerId())
+		s.Status.Waits = append([]*waitv1.Wait{absent}, s.Status.Waits...)
 	}
 }
 
@@ -100,9 +120,9 @@ func failure(service, message, lines string) *eventv1.Event {
 }
 
 var (
-	stopped = wait("user", "WORKER_STOPPED", 30, "the process of inference-2 (102) is stopped by a signal or a debugger", "continue it: `kill -CONT 102`")
-	silent  = wait("inference-2", "WORKER_SILENT", 0, "inference-2 is registered and does not answer within 2s: context deadline exceeded", "see its output with `rollout logs worker run-1 inference-2`")
-	full    = wait("user", "DISK_FULL", 20, "space on the disk: 10 MiB are free on /state/segments, and 200 MiB are kept as a reserve", "delete files there; the run continues by itself")
+	stopped = waiting("user", "WORKER_STOPPED", 30, "the process of inference-2 (102) is stopped by a signal or a debugger", "continue it: `kill -CONT 102`")
+	silent  = waiting("inference-2", "WORKER_SILENT", 0, "inference-2 is registered and does not answer within 2s: context deadline exceeded", "see its output with `rollout logs worker run-1 inference-2`")
+	full    = waiting("user", "DISK_FULL", 20, "space on the disk: 10 MiB are free on /state/segments, and 200 MiB are kept as a reserve", "delete files there; the run continues by itself")
 )
 
 // stalls are states of runs that do not move, with the reason of the root of each.
@@ -111,25 +131,25 @@ var stalls = []struct {
 	plant []func(*State)
 	root  string
 }{
-	{"the reward hangs", []func(*State){with(doing("REWARD", "judge.py:judge", 47, 60, 88, 91, 97))}, "REWARD_CALL"},
-	{"one reward of several hangs", []func(*State){with(doing("REWARD", "style.py:style", 55, 60, 88), doing("GENERATE", "", 3, 0, 91, 97))}, "REWARD_CALL"},
-	{"the judge endpoint is down and its calls are repeated", []func(*State){with(doing("REWARD", "reward-0", 190, 200, 88))}, "REWARD_CALL"},
-	{"a tool is slow", []func(*State){with(doing("TOOL_CALL", "search", 28, 30, 91))}, "TOOL_CALL"},
-	{"a sandbox hangs", []func(*State){with(doing("TOOL_CALL", "python", 119, 120, 91), doing("SLOT", "", 300, 0, 97))}, "TOOL_CALL"},
-	{"an environment computes forever", []func(*State){with(doing("ENVIRONMENT", "game.py:Game", 61, 300, 88, 97))}, "ENVIRONMENT_STEP"},
-	{"a long completion", []func(*State){with(doing("GENERATE", "", 140, 0, 97)), func(s *State) { s.Status.Workers[1].TokensPerSecond = 31 }}, "GENERATE"},
-	{"the engine makes no token", []func(*State){with(doing("GENERATE", "", 3700, 0, 88, 91, 97))}, "GENERATE"},
-	{"no slots are free", []func(*State){with(doing("SLOT", "", 90, 0, 91, 97))}, "SLOT"},
-	{"samples cannot be published", []func(*State){with(doing("PUBLISH", "", 40, 0, 88, 91))}, "PUBLISH"},
-	{"weights do not arrive", []func(*State){with(doing("WEIGHTS", "", 35, 0, 88, 91, 97))}, "WEIGHTS"},
-	{"the buffer does not say which samples are missing", []func(*State){with(doing("PREPARE", "", 33, 0, 88))}, "PREPARE"},
+	{"the reward hangs", []func(*State){with(groups("REWARD_CALL", "judge.py:judge", 47, 60, "the reward call to judge.py:judge has taken 47 s of 60 s", 88, 91, 97))}, "REWARD_CALL"},
+	{"one reward of several hangs", []func(*State){with(groups("REWARD_CALL", "style.py:style", 55, 60, "the reward call to style.py:style has taken 55 s of 60 s", 88), groups("GENERATE", "inference-2", 3, 0, "the engine has generated for 3 s", 91, 97))}, "REWARD_CALL"},
+	{"the judge endpoint is down and its calls are repeated", []func(*State){with(groups("REWARD_CALL", "reward-0", 190, 200, "the reward call to reward-0 has taken 190 s of 200 s", 88))}, "REWARD_CALL"},
+	{"a tool is slow", []func(*State){with(groups("TOOL_CALL", "search", 28, 30, "the call of the tool search has taken 28 s of 30 s", 91))}, "TOOL_CALL"},
+	{"a sandbox hangs", []func(*State){with(groups("TOOL_CALL", "python", 119, 120, "the call of the tool python has taken 119 s of 120 s", 91), groups("SLOT", "inference-2", 300, 0, "the groups wait for a free slot of the engine, for 300 s", 97))}, "TOOL_CALL"},
+	{"an environment computes forever", []func(*State){with(groups("ENVIRONMENT_STEP", "game.py:Game", 61, 300, "the environment game.py:Game has computed a step for 61 s of 300 s", 88, 97))}, "ENVIRONMENT_STEP"},
+	{"a long completion", []func(*State){with(groups("GENERATE", "inference-2", 140, 0, "the engine has generated for 140 s", 97))}, "GENERATE"},
+	{"the engine makes no token", []func(*State){with(groups("GENERATE", "inference-2", 3700, 0, "the engine has generated for 3700 s", 88, 91, 97))}, "GENERATE"},
+	{"no slots are free", []func(*State){with(groups("SLOT", "inference-2", 90, 0, "the groups wait for a free slot of the engine, for 90 s", 91, 97))}, "SLOT"},
+	{"samples cannot be published", []func(*State){with(groups("PUBLISH", "nats", 40, 0, "the samples are finished, and NATS or the storage service has not accepted them for 40 s", 88, 91))}, "PUBLISH"},
+	{"weights do not arrive", []func(*State){with(groups("WEIGHTS", "learner-controller", 35, 0, "inference-2 has weights version 11 and waits for newer ones, for 35 s", 88, 91, 97))}, "WEIGHTS"},
+	{"the buffer does not say which samples are missing", []func(*State){with(groups("PREPARE", "buffer", 33, 0, "inference-2 asks the buffer which samples it has, for 33 s", 88))}, "PREPARE"},
 	{"an inference worker is stopped", []func(*State){hindered(1, stopped), hindered(1, silent)}, "WORKER_STOPPED"},
 	{"an inference worker hangs", []func(*State){hindered(1, silent)}, "WORKER_SILENT"},
 	{"a worker waits for a dead network file system", []func(*State){
-		hindered(1, wait("user", "WORKER_IN_IO", 0, "the process of inference-2 (102) waits in the kernel, for a disk or a network file system", "check the disks")), hindered(1, silent),
+		hindered(1, waiting("user", "WORKER_IN_IO", 0, "the process of inference-2 (102) waits in the kernel, for a disk or a network file system", "check the disks")), hindered(1, silent),
 	}, "WORKER_IN_IO"},
 	{"an engine was paused and not resumed", []func(*State){
-		hindered(1, wait("learner-controller", "ENGINE_PAUSED", 0, "inference-2 samples nothing: its engine is paused (ResumeEngine)", "call ResumeEngine")),
+		hindered(1, waiting("learner-controller", "ENGINE_PAUSED", 0, "inference-2 samples nothing: its engine is paused (ResumeEngine)", "call ResumeEngine")),
 	}, "ENGINE_PAUSED"},
 	{"groups are with no worker", nil, "NOT_WITH_WORKERS"},
 	{"nothing is issued", []func(*State){func(s *State) { s.Status.Queues = &runv1.Queues{Ready: 1}; s.Missing = nil }}, "NOT_ISSUED"},
@@ -150,53 +170,86 @@ var stalls = []struct {
 	{"a worker left the registry", []func(*State){away(0, "worker", "WORKER_UNREGISTERED", "inference-0 to register again or exit: it left the registry (worker process)")}, "WORKER_UNREGISTERED"},
 	{"the learner has not registered", []func(*State){phase(""), away(2, "worker", "WORKER_LOADING", "learner-0 to load the model (worker process)")}, "WORKER_LOADING"},
 	{"the learner is restarted", []func(*State){
-		phase("RECOVERING", wait("scheduler", "RECOVERING", 9, "a learner worker (scheduler restarts it)", "")),
+		phase("RECOVERING", waiting("scheduler", "RECOVERING", 9, "a learner worker (scheduler restarts it)", "")),
 		away(2, "scheduler", "WORKER_RESTARTING", "learner-0 to be restarted (scheduler): it exited with signal 9"),
 	}, "WORKER_RESTARTING"},
 	{"the learner is stopped", []func(*State){
-		phase("TRAINING", wait("learner-controller", "TRAINING", 30, "learner-0: 3 of 8 micro-batches of step 12", "")),
-		hindered(2, wait("user", "WORKER_STOPPED", 0, "the process of learner-0 (103) is stopped by a signal or a debugger", "continue it: `kill -CONT 103`")),
+		phase("TRAINING", by(waiting("learner-0", "TRAINING", 30, "learner-0 to train: 3 of 8 micro-batches of step 12 are done", ""), "learner-0")),
+		hindered(2, waiting("user", "WORKER_STOPPED", 0, "the process of learner-0 (103) is stopped by a signal or a debugger", "continue it: `kill -CONT 103`")),
 	}, "WORKER_STOPPED"},
-	{"the learner trains slowly", []func(*State){phase("TRAINING", wait("learner-controller", "TRAINING", 600, "learner-0: 3 of 8 micro-batches of step 12", ""))}, "TRAINING"},
+	{"the learner trains slowly", []func(*State){
+		phase("TRAINING", by(waiting("learner-0", "TRAINING", 600, "learner-0 to train: 3 of 8 micro-batches of step 12 are done", ""), "learner-0")),
+		hindered(2, by(waiting("learner-0", "TRAIN", 600, "learner-0 is training step 12 on 64 samples, for 600 s", "it ends by itself"), "learner-0")),
+	}, "TRAIN"},
+	{"the learner is between two calls", []func(*State){phase("TRAINING", by(waiting("learner-0", "TRAINING", 600, "learner-0 to train: 8 of 8 micro-batches of step 12 are done", ""), "learner-0"))}, "TRAINING"},
 	{"a worker cannot load the new weights", []func(*State){
-		phase("DELIVERING", wait("learner-controller", "DELIVERING", 40, "inference-2 to load weights version 12", "")), hindered(1, silent),
+		phase("DELIVERING", by(waiting("inference-2", "DELIVERING", 40, "inference-2 to load weights version 12", ""), "inference-2")), hindered(1, silent),
 	}, "WORKER_SILENT"},
-	{"the held-out prompts take long", []func(*State){phase("EVALUATING", wait("learner-controller", "EVALUATING", 90, "inference-0 to complete the held-out prompts", ""))}, "EVALUATING"},
-	{"a snapshot takes long", []func(*State){phase("SNAPSHOTTING", wait("learner-controller", "SNAPSHOTTING", 90, "snapshot to store the files", ""))}, "SNAPSHOTTING"},
-	{"the disk of the segments is full", []func(*State){phase("LEASING", full, wait("inference workers", "LEASING", 20, "3 of 4 groups of step 12 (inference workers)", ""))}, "DISK_FULL"},
+	{"the held-out prompts take long", []func(*State){phase("EVALUATING", by(waiting("inference-0", "EVALUATING", 90, "inference-0 to complete the held-out prompts", ""), "inference-0"))}, "EVALUATING"},
+	{"a snapshot takes long", []func(*State){phase("SNAPSHOTTING", by(waiting("snapshot", "SNAPSHOTTING", 90, "snapshot to store the files", "see its log"), "snapshot"))}, "SNAPSHOTTING"},
+	{"the snapshot service hangs", []func(*State){
+		phase("SNAPSHOTTING", by(waiting("snapshot", "SNAPSHOTTING", 90, "snapshot to store the files", ""), "snapshot")),
+		func(s *State) {
+			s.Unanswered = []*waitv1.Unanswered{{Name: "snapshot", Error: "context deadline exceeded"}}
+		},
+	}, "NO_ANSWER"},
+	{"the disk of a worker is full", []func(*State){hindered(1, by(waiting("user", "DISK_FULL", 20, "the samples of inference-2 are not accepted, and sampled again: 10 MiB are free", "free some space"), "inference-2"))}, "DISK_FULL"},
+	{"no weights of the newest version fit on the disk of a worker", []func(*State){
+		phase("DELIVERING", by(waiting("inference-2", "DELIVERING", 40, "inference-2 to load weights version 12", ""), "inference-2")),
+		hindered(1, by(waiting("user", "DISK_FULL", 20, "inference-2 could not load weights version 12, and tries again: 10 MiB are free", "free some space"), "inference-2")),
+	}, "DISK_FULL"},
+	{"the disk of the segments is full", []func(*State){phase("LEASING", full, lacks(20))}, "DISK_FULL"},
 	{"the disk is full and the run paused itself", []func(*State){func(s *State) { s.Status.Run.State = runv1.RunState_RUN_STATE_PAUSED }, phase("LEASING", full)}, "DISK_FULL"},
 	{"NATS is down", []func(*State){
-		phase("LEASING", wait("nats", "NO_ANSWER", 15, "NATS to answer again (its servers): no server of nats.url answers; run `rollout doctor` for details", ""), wait("inference workers", "LEASING", 15, "3 of 4 groups of step 12 (inference workers)", "")),
+		phase("LEASING", waiting("nats", "NO_ANSWER", 15, "NATS to answer again (its servers): no server of nats.url answers; run `rollout doctor` for details", ""), lacks(15)),
 	}, "NO_ANSWER"},
-	{"publishing prompts is not acknowledged", []func(*State){phase("LEASING", wait("nats", "NO_ANSWER", 15, "publishing prompt groups (NATS): no answer yet", ""))}, "NO_ANSWER"},
+	{"publishing prompts is not acknowledged", []func(*State){phase("LEASING", waiting("nats", "NO_ANSWER", 15, "publishing prompt groups (NATS): no answer yet", ""))}, "NO_ANSWER"},
 	{"the buffer is down", []func(*State){
-		phase("", wait("buffer", "NO_ANSWER", 15, "the ledger's changes (buffer): connection refused", "")),
+		phase("", by(waiting("buffer", "NO_ANSWER", 15, "the ledger's changes (buffer): connection refused", ""), "buffer")),
 		func(s *State) {
 			s.Unanswered = []*waitv1.Unanswered{{Name: "buffer", Error: "connection refused"}}
 		},
 	}, "NO_ANSWER"},
-	{"the controller is down", []func(*State){phase("", wait("learner-controller", "NO_ANSWER", 15, "the controller to answer again (learner-controller): connection refused", ""))}, "NO_ANSWER"},
+	{"publishing hangs because the buffer does", []func(*State){
+		phase("", by(waiting("nats", "NO_ANSWER", 15, "publishing prompt groups (NATS, buffer): no answer yet", ""), "nats", "buffer")),
+		func(s *State) {
+			s.Unanswered = []*waitv1.Unanswered{{Name: "buffer", Error: "context deadline exceeded"}}
+		},
+	}, "NO_ANSWER"},
+	{"the controller is down", []func(*State){phase("", waiting("learner-controller", "NO_ANSWER", 15, "the controller to answer again (learner-controller): connection refused", ""))}, "NO_ANSWER"},
 	{"the queue is full", []func(*State){
-		phase("LEASING", wait("learner", "QUEUE_FULL", 15, "the learner to take samples (learner): no more groups of 64 KiB are issued above 1 MiB (limits.queue_bytes)", "raise `limits.queue_bytes`"),
-			wait("inference workers", "LEASING", 15, "3 of 4 groups of step 12 (inference workers)", "")),
+		phase("LEASING", waiting("learner", "QUEUE_FULL", 15, "the learner to take samples (learner): no more groups of 64 KiB are issued above 1 MiB (limits.queue_bytes)", "raise `limits.queue_bytes`"),
+			lacks(15)),
 	}, "QUEUE_FULL"},
 	{"the scheduler is down", []func(*State){func(s *State) {
 		*s = State{Time: noon, Unanswered: []*waitv1.Unanswered{{Name: "scheduler", Error: "connection refused"}}}
 	}}, "NO_ANSWER"},
 	{"the run is paused", []func(*State){
 		func(s *State) { s.Status.Run.State = runv1.RunState_RUN_STATE_PAUSED },
-		phase("LEASING", wait("user", "PAUSED", 300, "you to resume the run (it was paused by request)", "rollout runs resume run-1")),
+		phase("LEASING", waiting("user", "PAUSED", 300, "you to resume the run (it was paused by request)", "rollout runs resume run-1")),
 	}, "PAUSED"},
 	{"a gradient was refused", []func(*State){
 		func(s *State) { s.Status.Run.State = runv1.RunState_RUN_STATE_PAUSED },
-		phase("", wait("user", "EXPLODING_GRADIENT", 300, "you to start a run with other settings: the gradient has norm 1e9", "rollout runs resume run-1")),
+		phase("", waiting("user", "EXPLODING_GRADIENT", 300, "you to start a run with other settings: the gradient has norm 1e9", "rollout runs resume run-1")),
 	}, "EXPLODING_GRADIENT"},
-	{"no agent takes prompts", []func(*State){phase("LEASING", wait("agents", "LEASING", 400, "3 of 4 groups of step 12 (agents)", "start an agent that takes prompts from http://127.0.0.1:7601, or see why the running ones close no sessions"))}, "GROUPS_MISSING"},
+	{"no agent takes prompts", []func(*State){external(waiting("agents", "NO_AGENT", 400, "no agent asks for prompts, and none has since the gateway started", "start an agent"))}, "NO_AGENT"},
+	{"agents close no sessions", []func(*State){external(waiting("agents", "SESSIONS_OPEN", 400, "agents have the sessions of 3 prompt groups and have not closed all of them", "see why the agents close no sessions"))}, "SESSIONS_OPEN"},
+	{"agents wait for a slot of an engine", []func(*State){external(
+		waiting("agents", "SESSIONS_OPEN", 400, "agents have the sessions of 3 prompt groups and have not closed all of them", "see why the agents close no sessions"),
+		waiting("worker", "SLOT", 40, "12 requests wait for a free slot of the 2 inference workers", "more slots (engine.slots)"),
+	)}, "SLOT"},
+	{"agents have no engine", []func(*State){
+		external(waiting("worker", "WORKERS_MISSING", 40, "agents ask for prompts, and get none before an inference worker is up", "see the workers")),
+		away(0, "worker", "WORKER_LOADING", "inference-0 to load the model (worker process)"),
+	}, "WORKER_LOADING"},
+	{"the gateway of the agents is down", []func(*State){external(by(waiting("rollout-gateway", "NO_ANSWER", 0, "the gateway, from which agents take prompts, to answer: connection refused", ""), "rollout-gateway"))}, "NO_ANSWER"},
 	{"a group failed and is issued again", []func(*State){
-		phase("LEASING", wait("scheduler", "LEASING", 4, "the next attempt of 1 dissolved groups (scheduler)", "")),
+		phase("LEASING", waiting("scheduler", "NEXT_ATTEMPT", 4, "the next attempt of 1 dissolved groups (scheduler)", "")),
 		func(s *State) { s.Missing = []*bufferv1.GroupRecord{dissolved(88, 1, "REWARD_RAISED")} },
-	}, "NEXT_ATTEMPT"},
-	{"the digest of the weights is not recorded", []func(*State){phase("LEASING", wait("learner-controller", "LEASING", 4, "the digest of the weights that sampled 2 groups (learner-controller)", ""))}, "GROUPS_MISSING"},
+	}, "ISSUING_AGAIN"},
+	{"the digest of the weights is not recorded", []func(*State){phase("LEASING", waiting("learner-controller", "WEIGHTS_NOT_RECORDED", 4, "the digest of the weights that sampled 2 groups (learner-controller)", ""))}, "WEIGHTS_NOT_RECORDED"},
+	{"the ledger is closed", []func(*State){phase("LEASING", lacks(9), waiting("scheduler", "LEDGER_CLOSED", 9, "the ledger to be opened again: ingest is stopped (scheduler)", ""))}, "LEDGER_CLOSED"},
+	{"a producer puts no rows", []func(*State){phase("LEASING", waiting("producers", "GROUPS_MISSING", 9, "3 of 4 groups of step 12 (workers that read rows, or external producers)", ""))}, "GROUPS_MISSING"},
 	{"nothing is wrong", []func(*State){phase("COMMITTING")}, "NOTHING"},
 	{"the control plane was killed", []func(*State){func(s *State) {
 		s.Dead, s.Events = true, []*eventv1.Event{{Kind: "step.committed", Time: ago(120), Service: "learner-controller"}}
@@ -259,7 +312,7 @@ func TestTheRootOfEachStallIsNamed(t *testing.T) {
 // Every link has an owner, a reason, and evidence, and every chain has a fix, except those of waits
 // that end without one.
 func TestEveryWaitIsComplete(t *testing.T) {
-	selfEnding := map[string]bool{"NOTHING": true, "SUCCEEDED": true, "GROUPS_MISSING": true}
+	selfEnding := map[string]bool{"NOTHING": true, "SUCCEEDED": true, "GROUPS_MISSING": true, "WEIGHTS_NOT_RECORDED": true, "LEDGER_CLOSED": true}
 	for _, c := range stalls {
 		fix := false
 		for _, w := range Of(planted(c.plant)).GetChain() {

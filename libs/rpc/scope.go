@@ -22,7 +22,7 @@ var scopes = table(map[apikey.Scope]map[string]string{
 		"rollout.plan.v1.PlannerService":              "ValidateConfig",
 		"rollout.run.v1.SchedulerService":             "GetRun ListRuns WatchRun",
 		"rollout.serving.v1.ServingService":           "ListServings",
-		"rollout.gateway.v1.RolloutGatewayService":    "GetSession",
+		"rollout.gateway.v1.RolloutGatewayService":    "GetSession ListWaits",
 		"rollout.buffer.v1.BufferService":             "GetMissing GetBatch ListSteps ListGroups ListIncompleteGroups ReadPayloads WatchLedger ExportLedger",
 		"rollout.learner.v1.LearnerControllerService": "GetProgress WatchProgress",
 		"rollout.snapshot.v1.SnapshotService":         "GetSnapshot ListSnapshots VerifySnapshot",

@@ -7,6 +7,7 @@ import (
 	"math"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -242,7 +243,7 @@ func (s *bench) lease(step uint64) *bufferv1.Batch {
 		s.Fatal(err)
 	}
 	if r.GetBatch() == nil {
-		s.Fatalf("step %d waits for %s", step, r.GetWaitingFor())
+		s.Fatalf("step %d waits for %v", step, r.GetWaits())
 	}
 	return r.GetBatch()
 }
@@ -256,7 +257,14 @@ func (s *bench) waiting(step uint64) string {
 	if r.GetBatch() != nil {
 		s.Fatalf("step %d has a batch already", step)
 	}
-	return r.GetWaitingFor()
+	var waits []string
+	for _, w := range r.GetWaits() {
+		if w.GetOwner() == "" || w.GetReason() == "" {
+			s.Fatalf("incomplete: %v", w)
+		}
+		waits = append(waits, w.GetEvidence())
+	}
+	return strings.Join(waits, "; ")
 }
 
 func (s *bench) commit(b *bufferv1.Batch) *bufferv1.StepRecord {

@@ -9,6 +9,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
+	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 	"github.com/rollout-rl/rollout/services/buffer/ledger"
 	"github.com/rollout-rl/rollout/services/buffer/segment"
 )
@@ -21,39 +22,39 @@ type leases struct {
 
 // lease returns the batch of a step. If it is not ready within wait, it returns nil and what the
 // step waits for. fence.ErrFenced.
-func (l *leases) lease(ctx context.Context, r *run, step uint64, wait time.Duration, by *fencev1.Fence) (*bufferv1.Batch, string, error) {
+func (l *leases) lease(ctx context.Context, r *run, step uint64, wait time.Duration, by *fencev1.Fence) (*bufferv1.Batch, []*waitv1.Wait, error) {
 	timer := time.NewTimer(wait)
 	defer timer.Stop()
 	for expired := wait <= 0; ; {
 		state, changed, err := r.current(ctx)
 		if err != nil {
-			return nil, "", err
+			return nil, nil, err
 		}
-		batch, waiting, config, err := l.try(ctx, r, step, by)
+		batch, waits, config, err := l.try(ctx, r, step, by)
 		if err != nil || batch != nil || expired {
-			return batch, waiting, err
+			return batch, waits, err
 		}
 		for retry := false; !retry && !expired; {
 			select {
 			case <-changed:
 				last := state
 				if state, changed, err = r.current(ctx); err != nil {
-					return nil, "", err
+					return nil, nil, err
 				}
 				retry = ledger.MayLease(config, step, last, state)
 			case <-timer.C: // a last attempt tells what the step waits for now
 				expired = true
 			case <-l.life.Done():
-				return nil, waiting, nil
+				return nil, waits, nil
 			case <-ctx.Done():
-				return nil, "", ctx.Err()
+				return nil, nil, ctx.Err()
 			}
 		}
 	}
 }
 
 // try leases the step if it is ready. It needs no write transaction if it is not.
-func (l *leases) try(ctx context.Context, r *run, step uint64, by *fencev1.Fence) (batch *bufferv1.Batch, waiting string, config *bufferv1.LedgerConfig, err error) {
+func (l *leases) try(ctx context.Context, r *run, step uint64, by *fencev1.Fence) (batch *bufferv1.Batch, waits []*waitv1.Wait, config *bufferv1.LedgerConfig, err error) {
 	var ready ledger.Readiness
 	err = r.View(ctx, func(reader ledger.Reader) error {
 		config = reader.Ledger().Config
@@ -67,7 +68,7 @@ func (l *leases) try(ctx context.Context, r *run, step uint64, by *fencev1.Fence
 		return err
 	})
 	if err != nil || !ready.Due {
-		return batch, ready.Waiting, config, err
+		return batch, ready.Waits, config, err
 	}
 	err = r.Update(ctx, func(tx ledger.Tx) error {
 		if err := tx.Admit(ctx, by); err != nil {
@@ -77,19 +78,19 @@ func (l *leases) try(ctx context.Context, r *run, step uint64, by *fencev1.Fence
 		if err != nil {
 			return err
 		}
-		batch, waiting = nil, result.Waiting
+		batch, waits = nil, result.Waits
 		if result.Step != nil {
 			batch, err = l.message(tx.Ledger(), result.Step, result.Samples)
 		}
 		return err
 	})
 	if err != nil {
-		return nil, "", config, err
+		return nil, nil, config, err
 	}
 	if batch != nil {
 		crashpoint.Here("buffer/leased") // groups are leased, the controller does not know
 	}
-	return batch, waiting, config, nil
+	return batch, waits, config, nil
 }
 
 // batch is the batch of a leased or committed step.

@@ -21,7 +21,7 @@ func onSmallDisk(t *testing.T, reserve uint64) (*bench, *disktest.Disk) {
 	return s, small
 }
 
-func stalled(l *bufferv1.LedgerState) bool { return l.GetStalledReason() == rpcerr.ReasonDiskFull }
+func stalled(l *bufferv1.LedgerState) bool { return l.GetStall().GetReason() == rpcerr.ReasonDiskFull }
 
 // consumedOnce fails unless both groups are consumed exactly once.
 func (s *bench) consumedOnce() {
@@ -50,7 +50,7 @@ func TestReserveIsKept(t *testing.T) {
 	state := s.until("a full disk", stalled)
 	// A fetch that was open when the disk filled still gets the group. A later one leaves it in the
 	// stream.
-	if n := state.GetSamples(); n != 0 && n != size || state.GetStalledMessage() == "" {
+	if n := state.GetSamples(); n != 0 && n != size || state.GetStall().GetEvidence() == "" {
 		t.Errorf("state %v", state)
 	}
 	s.publish(groupOf(1, 0, 0)...)

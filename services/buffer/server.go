@@ -148,12 +148,12 @@ func (s *Server) LeaseBatch(ctx context.Context, req *bufferv1.LeaseBatchRequest
 		return nil, err
 	}
 	wait := time.Duration(req.GetWaitSeconds() * float64(time.Second))
-	batch, waiting, err := s.leases.lease(ctx, r, req.GetStep(), wait, req.GetFence())
+	batch, waits, err := s.leases.lease(ctx, r, req.GetStep(), wait, req.GetFence())
 	if err != nil {
 		return nil, err
 	}
 	if batch != nil {
-		waiting = ""
+		waits = nil
 		r.origins.Link(ctx, func(yield func(*trajectoryv1.TrajectoryKey) bool) {
 			for _, sample := range batch.GetSamples() {
 				if !yield(sample.GetKey()) {
@@ -162,7 +162,7 @@ func (s *Server) LeaseBatch(ctx context.Context, req *bufferv1.LeaseBatchRequest
 			}
 		})
 	}
-	return &bufferv1.LeaseBatchResponse{Batch: batch, WaitingFor: waiting}, nil
+	return &bufferv1.LeaseBatchResponse{Batch: batch, Waits: waits}, nil
 }
 
 // CommitStep implements the contract.

@@ -6,6 +6,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 )
 
 // liveState holds the newest state of a ledger and wakes callers that wait for a change. Publishing
@@ -17,8 +18,8 @@ type liveState struct {
 	state    *bufferv1.LedgerState // never modified after it was published; nil before the first
 	changed  chan struct{}         // closed at the next change
 
-	stalledReason, stalledMessage string // why nothing is ingested; "" if it is
-	sampleBytes                   uint64 // average size of a payload
+	stall       *waitv1.Wait // why nothing is ingested; nil if it is
+	sampleBytes uint64       // average size of a payload
 }
 
 // averaged is about how many samples the average size goes back.
@@ -41,7 +42,7 @@ func (s *liveState) publish(revision uint64, state *bufferv1.LedgerState) {
 // set makes a state the newest one. The caller holds the lock.
 func (s *liveState) set(state *bufferv1.LedgerState) {
 	if state != nil {
-		state.StalledReason, state.StalledMessage, state.SampleBytes = s.stalledReason, s.stalledMessage, s.sampleBytes
+		state.Stall, state.SampleBytes = s.stall, s.sampleBytes
 	}
 	s.state = state
 	close(s.changed)
@@ -49,13 +50,13 @@ func (s *liveState) set(state *bufferv1.LedgerState) {
 }
 
 // SetStalled implements ingest.State.
-func (s *liveState) SetStalled(reason, message string) (changed bool) {
+func (s *liveState) SetStalled(stall *waitv1.Wait) (changed bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.stalledReason == reason {
+	if s.stall.GetReason() == stall.GetReason() {
 		return false
 	}
-	s.stalledReason, s.stalledMessage = reason, message
+	s.stall = stall
 	if s.state != nil {
 		s.set(proto.CloneOf(s.state))
 	}

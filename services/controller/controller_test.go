@@ -26,8 +26,8 @@ import (
 
 const steps = 4
 
-// wait waits until the progress satisfies is, or fails the test.
-func wait(t *testing.T, s *Server, what string, is func(p *learnerv1.Progress) bool) *learnerv1.Progress {
+// await waits until the progress satisfies is, or fails the test.
+func await(t *testing.T, s *Server, what string, is func(p *learnerv1.Progress) bool) *learnerv1.Progress {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
@@ -50,7 +50,7 @@ func wait(t *testing.T, s *Server, what string, is func(p *learnerv1.Progress) b
 
 func finish(t *testing.T, s *Server) {
 	t.Helper()
-	p := wait(t, s, "end", func(p *learnerv1.Progress) bool { return ended(p.GetPhase()) })
+	p := await(t, s, "end", func(p *learnerv1.Progress) bool { return ended(p.GetPhase()) })
 	if p.GetPhase() != finished {
 		t.Fatalf("ended as %s: %s", p.GetPhase(), p.GetMessage())
 	}
@@ -234,7 +234,7 @@ func TestReplayThatDivergesFailsTheRun(t *testing.T) {
 	}
 	s, stop = begin(t, w)
 	defer stop()
-	p := wait(t, s, "end", func(p *learnerv1.Progress) bool { return ended(p.GetPhase()) })
+	p := await(t, s, "end", func(p *learnerv1.Progress) bool { return ended(p.GetPhase()) })
 	d, _ := s.find(t.Context(), run)
 	<-d.done
 	if p.GetPhase() != failed || len(w.completed) != 1 || w.completed[0].GetReason() != ReasonDiverged {
@@ -380,7 +380,7 @@ func TestStopWithDrainTakesASnapshot(t *testing.T) {
 	if _, err := s.StartRun(t.Context(), request(t, 100_000)); err != nil {
 		t.Fatal(err)
 	}
-	wait(t, s, "a step", func(p *learnerv1.Progress) bool { return p.GetStep() >= 3 })
+	await(t, s, "a step", func(p *learnerv1.Progress) bool { return p.GetStep() >= 3 })
 	stopped, err := s.StopRun(t.Context(), &learnerv1.StopRunRequest{RunId: run, Drain: true, Fence: fencetest.Scheduler(1, 1)})
 	if err != nil || stopped.GetProgress().GetPhase() != learnerv1.Phase_PHASE_STOPPED {
 		t.Fatalf("got %v, %v", stopped, err)
@@ -425,7 +425,7 @@ func TestWorkerWithOtherWeightsIsFenced(t *testing.T) {
 	w.inference.corrupt = true
 	s, stop := begin(t, w)
 	defer stop()
-	p := wait(t, s, "wait for a worker with verified weights", func(p *learnerv1.Progress) bool { return p.GetPhase() == evaluating })
+	p := await(t, s, "wait for a worker with verified weights", func(p *learnerv1.Progress) bool { return p.GetPhase() == evaluating })
 	if p.GetStep() != 0 {
 		t.Fatalf("evaluated at step %d", p.GetStep())
 	}

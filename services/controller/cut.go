@@ -110,7 +110,7 @@ func (s *snapshotter) make(ctx context.Context, step uint64, asked *cut) (made [
 		return nil, err
 	}
 	for _, kind := range asked.kinds {
-		s.progress.waitFor("snapshot to store the files")
+		s.progress.waitFor(service("snapshot", "snapshot to store the files"))
 		manifest := state(kind)
 		manifest.Name = asked.name
 		created, err := call(ctx, s.retries, "snapshot", s.service.CreateSnapshot, &snapshotv1.CreateSnapshotRequest{

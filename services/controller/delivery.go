@@ -39,9 +39,9 @@ func (d *delivery) deliver(ctx context.Context, m *weightsv1.WeightsManifest) er
 		return nil
 	}
 	from := d.now()
-	d.progress.enter(delivering, "")
-	workers, err := d.fleet.deliver(ctx, m, func(workers, reason string) {
-		d.progress.waitFor("%s to load weights version %d%s", workers, m.GetVersion(), reason)
+	d.progress.enter(delivering)
+	workers, err := d.fleet.deliver(ctx, m, func(workers []string, reason string) {
+		d.progress.waitFor(work(fmt.Sprintf("to load weights version %d%s", m.GetVersion(), reason), workers...))
 	})
 	if err != nil {
 		return fmt.Errorf("deliver weights version %d: %w", m.GetVersion(), err)

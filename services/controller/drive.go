@@ -145,13 +145,13 @@ func (d *drive) drive(ctx context.Context, learners *learners) error {
 			return err
 		}
 		d.log.WarnContext(ctx, "the learner was lost; another one loads its state", "error", err)
-		d.progress.enter(recovering, "a learner worker (scheduler restarts it)")
+		d.progress.enter(recovering)
 	}
 }
 
 // session works with one learner until the run ends or the learner is lost.
 func (d *drive) session(ctx context.Context, learners *learners) error {
-	d.progress.waitFor("a learner worker (scheduler starts it)")
+	d.progress.waitFor(service("scheduler", "a learner worker (scheduler starts it)"))
 	l, err := learners.connect(ctx, d.deps.Dial, newBackoff(d.cfg.Retry))
 	if err != nil {
 		return err

@@ -13,6 +13,7 @@ import (
 
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
+	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 )
 
@@ -30,7 +31,7 @@ type evaluator struct {
 
 // evaluate evaluates the weights of a step and emits the result.
 func (e *evaluator) evaluate(ctx context.Context, step uint64) error {
-	e.progress.enter(evaluating, "")
+	e.progress.enter(evaluating)
 	if e.evaluatesLoss() {
 		return e.loss(ctx, step)
 	}
@@ -39,7 +40,7 @@ func (e *evaluator) evaluate(ctx context.Context, step uint64) error {
 
 // loss has the learner compute the loss of the held-out rows.
 func (e *evaluator) loss(ctx context.Context, step uint64) error {
-	e.progress.waitFor("%s to compute the loss of the held-out rows", e.learner.worker)
+	e.progress.waitFor(work("to compute the loss of the held-out rows", e.learner.worker))
 	got, err := e.learner.evaluateLoss(ctx, step)
 	if err != nil {
 		return err
@@ -73,7 +74,7 @@ type evalSampling struct {
 	fleet       *fleet
 	weights     *weightsv1.WeightsManifest
 	checkSource func() error
-	waitFor     func(format string, args ...any)
+	waitFor     func(...*waitv1.Wait)
 	log         *slog.Logger
 	retry       time.Duration // pause after every worker has failed
 }
@@ -92,14 +93,14 @@ func (s *evalSampling) part(ctx context.Context, first *inferenceWorker, part, p
 			if err := s.checkSource(); err != nil {
 				return nil, err
 			}
-			s.waitFor("an inference worker with weights version %d (scheduler restarts failed ones)", s.weights.GetVersion())
+			s.waitFor(service("scheduler", fmt.Sprintf("an inference worker with weights version %d (scheduler restarts failed ones)", s.weights.GetVersion())))
 			if err := s.wait(ctx, changed, len(tried) > 0); err != nil {
 				return nil, err
 			}
 			clear(tried)
 			continue
 		}
-		s.waitFor("%s to complete the held-out prompts", w.name)
+		s.waitFor(work("to complete the held-out prompts", w.name))
 		samples, err := s.sample(ctx, w, part, parts)
 		if err == nil {
 			return samples, nil

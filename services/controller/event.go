@@ -56,14 +56,14 @@ func (r *reporter) flush(ctx context.Context) {
 }
 
 func (r *reporter) phase(p *learnerv1.Progress) {
-	name := p.GetPhase().String()[len("PHASE_"):]
+	name := phaseName(p.GetPhase())
 	level := eventv1.Level_LEVEL_DEBUG
 	if p.GetPhase() == failed {
 		level = eventv1.Level_LEVEL_ERROR
 	}
 	r.emit(&eventv1.Event{
 		Kind: "phase", Level: level, Step: p.GetStep(), Message: "phase " + name,
-		Attributes: map[string]string{"phase": name, "waiting_for": p.GetWaitingFor()},
+		Attributes: map[string]string{"phase": name},
 	})
 }
 

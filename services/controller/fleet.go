@@ -254,7 +254,7 @@ func (f *fleet) setWanted(ctx context.Context, m *weightsv1.WeightsManifest) {
 // out has loaded them, and returns how many have; at least one if there are any. Without workers it
 // returns at once: later workers load the weights before they get work. errNoSource if no worker
 // has them and one finds no process that does.
-func (f *fleet) deliver(ctx context.Context, m *weightsv1.WeightsManifest, waiting func(workers, reason string)) (int, error) {
+func (f *fleet) deliver(ctx context.Context, m *weightsv1.WeightsManifest, waiting func(workers []string, reason string)) (int, error) {
 	f.setWanted(ctx, m)
 	for {
 		now, changed := f.status(m)
@@ -264,7 +264,7 @@ func (f *fleet) deliver(ctx context.Context, m *weightsv1.WeightsManifest, waiti
 		case now.loaded == 0 && now.noSource:
 			return now.loaded, fmt.Errorf("%w%s", errNoSource, now.refusal)
 		}
-		waiting(enumerate(append(now.missing, now.left...)), now.refusal)
+		waiting(append(now.missing, now.left...), now.refusal)
 		select {
 		case <-ctx.Done():
 			return now.loaded, ctx.Err()

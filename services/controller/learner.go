@@ -72,7 +72,8 @@ func (l *learner) train(ctx context.Context, batch *bufferv1.Batch, publish bool
 		if result := message.GetResult(); result != nil {
 			return result, nil
 		}
-		p.waitFor("%s: %d of %d micro-batches of step %d", l.worker, message.GetProgress().GetDone(), message.GetProgress().GetTotal(), step)
+		done := message.GetProgress()
+		p.waitFor(work(fmt.Sprintf("to train: %d of %d micro-batches of step %d are done", done.GetDone(), done.GetTotal(), step), l.worker))
 	}
 }
 

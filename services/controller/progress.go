@@ -1,13 +1,15 @@
 package controller
 
 import (
-	"fmt"
+	"cmp"
 	"slices"
+	"strings"
 	"sync"
 
 	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/libs/wait"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
@@ -54,10 +56,10 @@ func (p *progress) phase() learnerv1.Phase {
 	return now.GetPhase()
 }
 
-// enter moves to a phase; waitingFor names the owner of the wait and the reason.
-func (p *progress) enter(phase learnerv1.Phase, waitingFor string) {
+// enter moves to a phase, which waits for nothing yet.
+func (p *progress) enter(phase learnerv1.Phase) {
 	before := p.phase()
-	p.update(func(now *learnerv1.Progress) { now.Phase, now.WaitingFor, now.Wait = phase, waitingFor, nil })
+	p.update(func(now *learnerv1.Progress) { now.Phase, now.Waits, now.Wait = phase, nil, nil })
 	if before != phase {
 		now, _ := p.read()
 		p.events.phase(now)
@@ -67,15 +69,47 @@ func (p *progress) enter(phase learnerv1.Phase, waitingFor string) {
 // end moves to a final phase; message explains a failure.
 func (p *progress) end(phase learnerv1.Phase, message string) {
 	p.update(func(now *learnerv1.Progress) {
-		now.Phase, now.WaitingFor, now.Message, now.Wait = phase, "", message, nil
+		now.Phase, now.Waits, now.Message, now.Wait = phase, nil, message, nil
 	})
 	now, _ := p.read()
 	p.events.phase(now)
 }
 
-// waitFor names what the drive waits for within its phase.
-func (p *progress) waitFor(format string, args ...any) {
-	p.update(func(now *learnerv1.Progress) { now.WaitingFor = fmt.Sprintf(format, args...) })
+// waitFor replaces what the drive waits for within its phase. A wait without a reason gets the name
+// of the phase, one without an owner the worker that it is for.
+func (p *progress) waitFor(waits ...*waitv1.Wait) {
+	p.update(func(now *learnerv1.Progress) {
+		for _, w := range waits {
+			w.Reason = cmp.Or(w.GetReason(), phaseName(now.GetPhase()))
+			if w.GetOwner() == "" && len(w.GetSubjects()) == 1 {
+				w.Owner = w.GetSubjects()[0]
+			}
+			w.Owner = cmp.Or(w.GetOwner(), wait.Worker)
+		}
+		now.Waits = waits
+	})
+}
+
+// answered ends the wait for an answer of a service.
+func (p *progress) answered(service string) {
+	p.update(func(now *learnerv1.Progress) {
+		now.Waits = slices.DeleteFunc(now.Waits, func(w *waitv1.Wait) bool { return w.GetReason() == wait.NoAnswer && w.GetOwner() == service })
+	})
+}
+
+func phaseName(p learnerv1.Phase) string { return strings.TrimPrefix(p.String(), "PHASE_") }
+
+// work is the wait for what workers do.
+func work(does string, workers ...string) *waitv1.Wait {
+	return &waitv1.Wait{Subjects: workers[:min(len(workers), mostSubjects)], Evidence: enumerate(workers) + " " + does}
+}
+
+// mostSubjects is the number of workers that a wait lists.
+const mostSubjects = 32
+
+// service is the wait for what a service does.
+func service(name, evidence string) *waitv1.Wait {
+	return &waitv1.Wait{Owner: name, Subjects: []string{name}, Evidence: evidence}
 }
 
 // stall shows that the drive waits for space on a disk, and what is missing there; "": it does not.
@@ -85,9 +119,7 @@ func (p *progress) stall(missing string) {
 			now.Wait = nil
 			return
 		}
-		now.Wait = &waitv1.Wait{
-			Owner: "user", Reason: rpcerr.ReasonDiskFull, Evidence: "space on the disk: " + missing, Fix: rpcerr.Fix(rpcerr.ErrDiskFull),
-		}
+		now.Wait = wait.ForDisk(missing)
 	})
 }
 
@@ -105,7 +137,7 @@ type lagging struct {
 
 func (l *lagging) leftOut(worker string, version uint64, err error) {
 	l.reporter.leftOut(worker, version, err)
-	l.change(worker, &learnerv1.LaggingWorker{WorkerId: worker, Version: version, Message: rpcerr.Text(err)})
+	l.change(worker, &learnerv1.LaggingWorker{WorkerId: worker, Version: version, Message: rpcerr.Text(err), Reason: rpcerr.Reason(err)})
 }
 
 func (l *lagging) caughtUp(worker string, m *weightsv1.WeightsManifest) {

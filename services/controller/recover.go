@@ -105,7 +105,7 @@ func (r *recovery) begin(ctx context.Context, step uint64, digest string) error 
 
 // retrain trains on a recorded batch again, and returns the digest of the weights.
 func (r *recovery) retrain(ctx context.Context, s *bufferv1.StepRecord) (string, error) {
-	r.progress.waitFor("%s to train on the recorded batch of step %d again", r.learner.worker, s.GetStep())
+	r.progress.waitFor(work(fmt.Sprintf("to train on the recorded batch of step %d again", s.GetStep()), r.learner.worker))
 	batch, err := r.ledger.batch(ctx, s.GetStep())
 	if err != nil {
 		return "", err

@@ -20,7 +20,7 @@ func TestARefusedGradientPausesTheRun(t *testing.T) {
 	defer func() { stop() }()
 	halted := func(when string) {
 		t.Helper()
-		p := wait(t, s, "end", func(p *learnerv1.Progress) bool { return ended(p.GetPhase()) })
+		p := await(t, s, "end", func(p *learnerv1.Progress) bool { return ended(p.GetPhase()) })
 		d, _ := s.find(t.Context(), run)
 		<-d.done
 		if p.GetPhase() != stopped || p.GetStep() != 2 || w.stored.Active {

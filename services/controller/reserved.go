@@ -12,6 +12,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/worker"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
+	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 )
 
@@ -86,8 +87,8 @@ func (r *reserved) start(ctx context.Context, step uint64, m *weightsv1.WeightsM
 // pin brings the reserved workers to m, and returns when one has it. errNoSource if none can get
 // it.
 func (r *reserved) pin(ctx context.Context, m *weightsv1.WeightsManifest) error {
-	waitFor := func(workers, reason string) {
-		r.progress.waitFor("%s to load weights version %d for the evaluation%s", workers, m.GetVersion(), reason)
+	waitFor := func(workers []string, reason string) {
+		r.progress.waitFor(work(fmt.Sprintf("to load weights version %d for the evaluation%s", m.GetVersion(), reason), workers...))
 	}
 	for {
 		loaded, err := r.fleet.deliver(ctx, m, waitFor)
@@ -95,7 +96,7 @@ func (r *reserved) pin(ctx context.Context, m *weightsv1.WeightsManifest) error 
 			return err
 		}
 		_, changed := r.fleet.status(m)
-		waitFor("a worker that is reserved for evaluations (scheduler starts it)", "")
+		r.progress.waitFor(service("scheduler", "a worker that is reserved for evaluations (scheduler starts it)"))
 		select {
 		case <-changed:
 		case <-ctx.Done():
@@ -110,7 +111,7 @@ func (r *reserved) samples(ctx context.Context, m *weightsv1.WeightsManifest) ([
 	defer cancel()
 	sampling := &evalSampling{
 		settings: r.settings, fleet: r.fleet, weights: m, log: r.log, retry: r.retry,
-		checkSource: func() error { return r.fleet.checkSource(m) }, waitFor: func(string, ...any) {},
+		checkSource: func() error { return r.fleet.checkSource(m) }, waitFor: func(...*waitv1.Wait) {},
 	}
 	workers := r.fleet.holding(m)
 	parts := max(1, len(workers))
@@ -144,8 +145,8 @@ func (r *reserved) join(ctx context.Context) error {
 		return nil
 	}
 	if !closed(r.current.done) {
-		r.progress.enter(evaluating, "")
-		r.progress.waitFor("the reserved workers to end the evaluation of step %d", r.current.step)
+		r.progress.enter(evaluating)
+		r.progress.waitFor(&waitv1.Wait{Evidence: fmt.Sprintf("the reserved workers to end the evaluation of step %d", r.current.step)})
 	}
 	select {
 	case <-r.current.done:

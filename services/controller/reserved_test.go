@@ -37,8 +37,8 @@ func TestReservedWorkersEvaluateInTheBackground(t *testing.T) {
 	if _, err := s.StartRun(t.Context(), req); err != nil {
 		t.Fatal(err)
 	}
-	wait(t, s, "evaluation that is waited for", func(p *learnerv1.Progress) bool {
-		return p.GetStep() == 4 && p.GetWaitingFor() == "the reserved workers to end the evaluation of step 2"
+	await(t, s, "evaluation that is waited for", func(p *learnerv1.Progress) bool {
+		return p.GetStep() == 4 && len(p.GetWaits()) == 1 && p.GetWaits()[0].GetEvidence() == "the reserved workers to end the evaluation of step 2" && p.GetWaits()[0].GetReason() == "EVALUATING"
 	})
 	kept.mu.Lock()
 	if v := kept.receipt.GetVersion(); v != 2 {
@@ -77,7 +77,7 @@ func TestAReservedWorkerThatDiesIsReplaced(t *testing.T) {
 	if _, err := s.StartRun(t.Context(), req); err != nil {
 		t.Fatal(err)
 	}
-	wait(t, s, "step 3", func(p *learnerv1.Progress) bool { return p.GetStep() >= 3 })
+	await(t, s, "step 3", func(p *learnerv1.Progress) bool { return p.GetStep() >= 3 })
 	w.kill(first.address)
 	close(w.startReserved().hold)
 	finish(t, s)
@@ -99,7 +99,7 @@ func TestAStopCancelsTheEvaluation(t *testing.T) {
 	if _, err := s.StartRun(t.Context(), req); err != nil {
 		t.Fatal(err)
 	}
-	wait(t, s, "step 3", func(p *learnerv1.Progress) bool { return p.GetStep() >= 3 })
+	await(t, s, "step 3", func(p *learnerv1.Progress) bool { return p.GetStep() >= 3 })
 	if _, err := s.StopRun(t.Context(), &learnerv1.StopRunRequest{RunId: run, Fence: fencetest.Scheduler(1, 1)}); err != nil {
 		t.Fatal(err)
 	}

@@ -8,6 +8,8 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/libs/wait"
+	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 )
 
 // retries is how calls to services are repeated.
@@ -19,12 +21,13 @@ type retries struct {
 
 // call calls a service and repeats the call while the service does not answer, or has a full disk.
 // errNoRoom if the drive is asked to stop in the meantime.
-func call[Req, Resp any](ctx context.Context, r retries, service string, rpc func(context.Context, *Req, ...grpc.CallOption) (*Resp, error), req *Req) (*Resp, error) {
+func call[Req, Resp any](ctx context.Context, r retries, name string, rpc func(context.Context, *Req, ...grpc.CallOption) (*Resp, error), req *Req) (*Resp, error) {
 	pause := newBackoff(r.first)
 	for {
 		out, err := rpc(ctx, req)
 		if err == nil || ctx.Err() != nil || !transient(err) {
 			r.progress.stall("")
+			r.progress.answered(name)
 			return out, err
 		}
 		if rpcerr.DiskFull(err) {
@@ -33,7 +36,10 @@ func call[Req, Resp any](ctx context.Context, r retries, service string, rpc fun
 			}
 			continue
 		}
-		r.progress.waitFor("%s to answer: %s", service, rpcerr.Text(err))
+		r.progress.waitFor(&waitv1.Wait{
+			Owner: name, Reason: wait.NoAnswer, Subjects: []string{name}, Evidence: name + " to answer: " + rpcerr.Text(err),
+			Fix: "check that the service runs (`rollout status`, `rollout doctor`); the run continues by itself",
+		})
 		sleep(ctx, pause.next())
 	}
 }

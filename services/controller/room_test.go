@@ -55,7 +55,7 @@ func TestDriveWaitsForSpace(t *testing.T) {
 			w.disk.fill(what)
 			s, stop := begin(t, w)
 			defer stop()
-			wait(t, s, "wait for space", stalled)
+			await(t, s, "wait for space", stalled)
 			w.disk.fill()
 			finish(t, s)
 			correct(t, w)
@@ -104,11 +104,11 @@ func TestDrainOnAFullDisk(t *testing.T) {
 			w.disk.fill(what)
 			s, stop := begin(t, w)
 			defer stop()
-			wait(t, s, "wait for space", stalled)
+			await(t, s, "wait for space", stalled)
 			if _, err := s.StopRun(t.Context(), &learnerv1.StopRunRequest{RunId: run, Drain: true, Fence: fencetest.Scheduler(1, 1)}); err != nil {
 				t.Fatal(err)
 			}
-			p := wait(t, s, "end", func(p *learnerv1.Progress) bool { return ended(p.GetPhase()) })
+			p := await(t, s, "end", func(p *learnerv1.Progress) bool { return ended(p.GetPhase()) })
 			if p.GetPhase() != stopped || p.GetWait() != nil || len(w.snapshots) != 0 {
 				t.Errorf("%v, %d snapshots", p, len(w.snapshots))
 			}

@@ -17,6 +17,7 @@ import (
 	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 )
 
 // Ledger.
@@ -62,7 +63,7 @@ func (w *world) LeaseBatch(ctx context.Context, in *bufferv1.LeaseBatchRequest, 
 	if starved != nil {
 		starved()
 		sleep(ctx, time.Millisecond) // like the buffer, which delays its answer
-		return &bufferv1.LeaseBatchResponse{WaitingFor: "samples"}, nil
+		return &bufferv1.LeaseBatchResponse{Waits: []*waitv1.Wait{{Owner: "worker", Reason: "GROUPS_MISSING", Evidence: "samples"}}}, nil
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()

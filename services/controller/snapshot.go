@@ -57,7 +57,7 @@ func (s *snapshotter) save(ctx context.Context, step uint64) error {
 	if err != nil {
 		return err
 	}
-	s.progress.waitFor("snapshot to store the files")
+	s.progress.waitFor(service("snapshot", "snapshot to store the files"))
 	created, err := call(ctx, s.retries, "snapshot", s.service.CreateSnapshot, &snapshotv1.CreateSnapshotRequest{
 		Snapshot: state(trainState), Directory: dir, Keep: s.cfg.GetSnapshot().GetKeep(),
 	})
@@ -82,7 +82,8 @@ func (s *snapshotter) save(ctx context.Context, step uint64) error {
 // state has the learner write the training state of a committed step into a folder, and returns what
 // makes a manifest of it.
 func (s *snapshotter) state(ctx context.Context, step uint64, dir string) (manifest func(snapshotv1.SnapshotKind) *snapshotv1.Snapshot, err error) {
-	s.progress.enter(snapshotting, s.learner.worker+" to write its state")
+	s.progress.enter(snapshotting)
+	s.progress.waitFor(work("to write its state", s.learner.worker))
 	need := s.room.stateBytes(s.delivery.newest)
 	if err := s.room.wait(ctx, need, nextSnapshot); err != nil {
 		return nil, err
@@ -99,7 +100,9 @@ func (s *snapshotter) state(ctx context.Context, step uint64, dir string) (manif
 	}
 	crashpoint.Here("controller/saved") // the learner has written its state, no snapshot names it
 	position, err := s.ledger.nextPosition(ctx, step)
-	return func(kind snapshotv1.SnapshotKind) *snapshotv1.Snapshot { return s.manifest(kind, step, position, saved) }, err
+	return func(kind snapshotv1.SnapshotKind) *snapshotv1.Snapshot {
+		return s.manifest(kind, step, position, saved)
+	}, err
 }
 
 func (s *snapshotter) manifest(kind snapshotv1.SnapshotKind, step, position uint64, saved *learnerv1.SaveStateResponse) *snapshotv1.Snapshot {
@@ -145,7 +148,7 @@ func (s *snapshotter) load(ctx context.Context) (*learnerv1.InitializeResponse, 
 			return nil, err
 		}
 	}
-	s.progress.waitFor("%s to load the model and its state", s.learner.worker)
+	s.progress.waitFor(work("to load the model and its state", s.learner.worker))
 	state, err := s.learner.initialize(ctx, step, dir)
 	if err != nil {
 		return nil, err
@@ -183,7 +186,7 @@ func (s *snapshotter) materialize(ctx context.Context) (step uint64, dir string,
 	}
 	id := from.GetSnapshotId()
 	dir = filepath.Join(s.directory, "state", "load-"+id)
-	s.progress.waitFor("snapshot %s to be written to a folder (snapshot)", id)
+	s.progress.waitFor(service("snapshot", fmt.Sprintf("snapshot %s to be written to a folder (snapshot)", id)))
 	_, err = call(ctx, s.retries, "snapshot", s.service.MaterializeSnapshot, &snapshotv1.MaterializeSnapshotRequest{
 		SnapshotId: id, Directory: dir, Paths: trainstate.Paths(trainstate.Without(trainstate.State(from), trainstate.Base)),
 	})

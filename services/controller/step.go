@@ -52,7 +52,7 @@ func (s *stepper) step(ctx context.Context, step uint64) error {
 		s.committed = began
 	}
 
-	s.progress.enter(leasing, "")
+	s.progress.enter(leasing)
 	if err := s.room.waitForStep(ctx, s.delivery.newest); err != nil {
 		return err
 	}
@@ -67,7 +67,7 @@ func (s *stepper) step(ctx context.Context, step uint64) error {
 	crashpoint.Here("controller/leased") // the batch is leased, the learner does not have it
 
 	from := s.now()
-	s.progress.enter(training, "")
+	s.progress.enter(training)
 	result, err := s.train(ctx, batch, times)
 	if err != nil {
 		return err
@@ -86,7 +86,8 @@ func (s *stepper) step(ctx context.Context, step uint64) error {
 		s.delivery.announce(ctx, weights)
 		crashpoint.Here("controller/announced") // workers may sample with the new weights, the step is not committed
 	}
-	s.progress.enter(committing, "buffer")
+	s.progress.enter(committing)
+	s.progress.waitFor(service("buffer", "buffer to commit the step"))
 	if err := s.ledger.commit(ctx, batch, cmp.Or(result.GetWeightsDigest(), weights.GetDigest())); err != nil {
 		return err
 	}
@@ -140,7 +141,7 @@ func (s *stepper) lease(ctx context.Context, step uint64) (*bufferv1.Batch, erro
 		if err := s.delivery.checkSource(); err != nil { // no worker can sample the missing groups
 			return nil, err
 		}
-		s.progress.waitFor("%s", got.GetWaitingFor())
+		s.progress.waitFor(got.GetWaits()...)
 	}
 }
 

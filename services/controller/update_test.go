@@ -171,7 +171,7 @@ func deliverAll(t *testing.T, f *fleet, last uint64) (loaded int) {
 	defer cancel()
 	for version := range last + 1 {
 		var err error
-		if loaded, err = f.deliver(ctx, numbered(version), func(string, string) {}); err != nil {
+		if loaded, err = f.deliver(ctx, numbered(version), func([]string, string) {}); err != nil {
 			t.Fatalf("version %d: %v", version, err)
 		}
 	}
@@ -358,10 +358,10 @@ func TestPausesLastUntilTheAtomicUpdateEnds(t *testing.T) {
 				}
 			}
 		})
-		if got, err := f.deliver(t.Context(), numbered(1), func(string, string) {}); err != nil || got != 3 {
+		if got, err := f.deliver(t.Context(), numbered(1), func([]string, string) {}); err != nil || got != 3 {
 			t.Fatalf("%d workers loaded version 1, %v", got, err)
 		}
-		if got, err := f.deliver(t.Context(), numbered(2), func(string, string) {}); err != nil || got != 2 {
+		if got, err := f.deliver(t.Context(), numbered(2), func([]string, string) {}); err != nil || got != 2 {
 			t.Fatalf("%d workers loaded version 2, %v", got, err)
 		}
 		time.Sleep(time.Hour)

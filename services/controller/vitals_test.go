@@ -47,7 +47,7 @@ func driven(t *testing.T, s *Server, req *learnerv1.StartRunRequest) *learnerv1.
 	if _, err := s.StartRun(t.Context(), req); err != nil {
 		t.Fatal(err)
 	}
-	p := wait(t, s, "end", func(p *learnerv1.Progress) bool { return ended(p.GetPhase()) })
+	p := await(t, s, "end", func(p *learnerv1.Progress) bool { return ended(p.GetPhase()) })
 	d, _ := s.find(t.Context(), run)
 	<-d.done
 	return p

@@ -56,15 +56,18 @@ type agentRun struct {
 	config *configv1.RunConfig
 	work   Work
 
-	mu    sync.Mutex
-	held  map[string][]*workItem // by prompt group; several if it was published again
-	spare []*Task                // issued to an agent that did not wait for them
+	mu     sync.Mutex
+	held   map[string][]*workItem // by prompt group; several if it was published again
+	spare  []*Task                // issued to an agent that did not wait for them
+	asking int                    // agents that ask for prompts now
+	asked  time.Time              // when one began or ended to ask
 }
 
 // workItem is a prompt group on the run's work stream.
 type workItem struct {
 	*bus.Delivery
 	group *runv1.PromptGroup
+	since time.Time // when its sessions were issued
 }
 
 func (d *workItem) id() string {
@@ -126,6 +129,8 @@ func (a *agents) Next(ctx context.Context, model string, most int, wait time.Dur
 	if err != nil {
 		return nil, err
 	}
+	run.ask(1, a.now())
+	defer func() { run.ask(-1, a.now()) }()
 	response := &gatewayv1.NextPromptsResponse{RunId: run.id}
 	if over(found.GetState()) {
 		response.Ended = true
@@ -200,7 +205,7 @@ func (a *agents) issue(ctx context.Context, run *agentRun, d *workItem) ([]*Task
 	if err != nil {
 		return nil, err
 	}
-	run.hold(d)
+	run.hold(d, a.now())
 	if issued[0].GetSessionId() == tasks[0].GetSessionId() {
 		return issued, nil
 	}
@@ -232,7 +237,7 @@ func (r *agentRun) fetch(ctx context.Context, most int, wait time.Duration) ([]*
 	}
 	var out []*workItem
 	for _, f := range fetched {
-		d := &workItem{f, &runv1.PromptGroup{}}
+		d := &workItem{Delivery: f, group: &runv1.PromptGroup{}}
 		if err := f.Decode(d.group); err != nil {
 			_ = f.Term("not a PromptGroup")
 			continue
@@ -264,10 +269,19 @@ func (r *agentRun) tasks(d *workItem, now time.Time, url string) []*Task {
 	return out
 }
 
-// hold keeps a delivery until its group is settled.
-func (r *agentRun) hold(d *workItem) {
+// ask counts an agent that asks for prompts, or no longer does.
+func (r *agentRun) ask(agents int, now time.Time) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	r.asking += agents
+	r.asked = now
+}
+
+// hold keeps a delivery until its group is settled.
+func (r *agentRun) hold(d *workItem, now time.Time) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	d.since = now
 	r.held[d.id()] = append(r.held[d.id()], d)
 }
 

@@ -118,7 +118,7 @@ func (a *agents) claim(ctx context.Context, session *Session, name string, outco
 	if err != nil {
 		return nil, err
 	}
-	run.hold(groups[0])
+	run.hold(groups[0], a.now())
 	return task, nil
 }
 

@@ -37,6 +37,7 @@ type ticket struct {
 	need    need
 	granted chan *lease // receives at most one
 	why     obstacle
+	since   time.Time
 }
 
 func (t *ticket) versioned() bool { return t.need.version != nil || t.need.versionFloor != nil }
@@ -70,7 +71,7 @@ func (q *queue) remove(t *ticket) bool {
 // timeout has passed, and then returns the obstacle as an error. If no worker is up, or none serves
 // the version that the request needs, it waits only if patient.
 func (d *directory) acquire(ctx context.Context, run string, n need, timeout time.Duration, patient bool) (*lease, error) {
-	t := &ticket{run: run, need: n, granted: make(chan *lease, 1)}
+	t := &ticket{run: run, need: n, granted: make(chan *lease, 1), since: d.now()}
 	d.mu.Lock()
 	waiting := slices.ContainsFunc(d.queue.tickets, func(other *ticket) bool { return other.run == run && other.plain() })
 	again := time.Duration(0)

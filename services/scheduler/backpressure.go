@@ -3,10 +3,11 @@ package scheduler
 import (
 	"context"
 	"errors"
-	"strings"
 
 	"github.com/rollout-rl/rollout/libs/refusal"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
+	"github.com/rollout-rl/rollout/services/scheduler/retry"
 )
 
 // backpressure pauses a run while the buffer cannot ingest, or the controller waits for space on
@@ -17,7 +18,7 @@ type backpressure struct{ *scope }
 func (p *backpressure) serve(ctx context.Context) error {
 	for {
 		changed := p.board.Changes()
-		if err := p.retry.Until(ctx, "the record of the run (scheduler)", p.apply); err != nil {
+		if err := p.retry.Until(ctx, retry.Awaited{Owner: names.SchedulerService, What: "the record of the run (scheduler)"}, p.apply); err != nil {
 			return err
 		}
 		select {
@@ -40,7 +41,7 @@ func (p *backpressure) apply(ctx context.Context) (err error) {
 	switch {
 	case stall != nil && (state == Starting || state == Running):
 		_, err = p.records.transition(ctx, p.run, Paused, func(r *Run) error {
-			r.Reason, r.Message = stall.GetReason(), strings.TrimPrefix(stall.GetEvidence(), spaceOnDisk)
+			r.Reason, r.Message = stall.GetReason(), stall.GetEvidence()
 			return nil
 		})
 	case stall == nil && state == Paused && reason != "" && !refused:

@@ -15,12 +15,14 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/refusal"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/libs/wait"
 	"github.com/rollout-rl/rollout/libs/worker"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 	"github.com/rollout-rl/rollout/services/scheduler/dataset"
+	"github.com/rollout-rl/rollout/services/scheduler/retry"
 )
 
 // board holds what the parts of one active run observed last, and wakes those that wait for a
@@ -80,10 +82,10 @@ func (b *board) setProgress(p *learnerv1.Progress) {
 }
 
 // WaitFor shows what the run waits for and why; an empty reason ends the wait.
-func (b *board) WaitFor(what, why string) { b.wait(what, obstacle{why: why}) }
+func (b *board) WaitFor(what retry.Awaited, why string) { b.wait(what, obstacle{why: why}) }
 
 // blocked shows what the run waits for and the error that is why; nil ends the wait.
-func (b *board) blocked(what string, err error) {
+func (b *board) blocked(what retry.Awaited, err error) {
 	var o obstacle
 	if err != nil {
 		o = obstacle{why: rpcerr.Text(err), full: rpcerr.DiskFull(err)}
@@ -91,7 +93,7 @@ func (b *board) blocked(what string, err error) {
 	b.wait(what, o)
 }
 
-func (b *board) wait(what string, o obstacle) {
+func (b *board) wait(what retry.Awaited, o obstacle) {
 	b.mu.Lock()
 	same := b.view.waits[what] == o
 	b.mu.Unlock()
@@ -182,10 +184,10 @@ type view struct {
 	fleet    fleet
 	gateway  string // URL that agents take prompts from; empty: not registered
 
-	waits   map[string]obstacle // by what the run waits for
-	current []*waitv1.Wait      // as of the last settle
-	waiting string              // the evidence of all waits
-	since   time.Time           // when `waiting` changed last
+	waits   map[retry.Awaited]obstacle
+	current []*waitv1.Wait // as of the last settle
+	waiting string         // the evidence of all waits
+	since   time.Time      // when `waiting` changed last
 }
 
 // obstacle is why the run waits.
@@ -195,23 +197,16 @@ type obstacle struct {
 }
 
 func newView(run *Run) view {
-	return view{run: run, fleet: newFleet(), waits: map[string]obstacle{}}
+	return view{run: run, fleet: newFleet(), waits: map[retry.Awaited]obstacle{}}
 }
 
 // stall is what stops the run until someone frees space on a disk: the buffer or the controller
 // waits for it; nil if neither does.
 func (v *view) stall() *waitv1.Wait {
-	if reason := v.ledger.GetStalledReason(); reason != "" {
-		return spaceWait(reason, v.ledger.GetStalledMessage())
+	if stall := v.ledger.GetStall(); stall != nil {
+		return stall
 	}
 	return v.progress.GetWait()
-}
-
-// spaceOnDisk begins the evidence of such a wait.
-const spaceOnDisk = "space on the disk: "
-
-func spaceWait(reason, message string) *waitv1.Wait {
-	return &waitv1.Wait{Owner: "user", Reason: reason, Evidence: spaceOnDisk + message, Fix: rpcerr.Fix(rpcerr.ErrDiskFull)}
 }
 
 // queues counts the groups per stage. In flight is what was issued and is in no other stage.
@@ -271,11 +266,25 @@ func (v *view) workerList() []*runv1.Worker {
 		}
 		if l := lagging[id]; l != nil && w.healthy() {
 			m.Activity = fmt.Sprintf("could not load weights version %d and tries again: %s", l.GetVersion(), l.GetMessage())
+			m.Waits = append(m.Waits, refused(l))
 		}
 		out = append(out, m)
 	}
 	slices.SortStableFunc(out, func(a, b *runv1.Worker) int { return cmp.Compare(a.GetKind(), b.GetKind()) })
 	return out
+}
+
+// refused is the wait of a worker that could not load the newest weights.
+func refused(l *learnerv1.LaggingWorker) *waitv1.Wait {
+	w := &waitv1.Wait{
+		Owner: l.GetWorkerId(), Reason: wait.WeightsRefused, Subjects: []string{l.GetWorkerId()},
+		Evidence: fmt.Sprintf("%s could not load weights version %d, and tries again: %s", l.GetWorkerId(), l.GetVersion(), l.GetMessage()),
+		Fix:      "it tries again by itself; a worker that is killed is restarted, and loads them from the start",
+	}
+	if l.GetReason() == rpcerr.ReasonDiskFull {
+		w.Owner, w.Reason, w.Fix = wait.User, rpcerr.ReasonDiskFull, rpcerr.Fix(rpcerr.ErrDiskFull)
+	}
+	return w
 }
 
 // waitsForUser is the wait of a run that a refused gradient or the health check has paused.
@@ -296,102 +305,89 @@ func (v *view) currentWaits() []*waitv1.Wait {
 	}
 	resume := "rollout runs resume " + v.run.GetRunId()
 	if refusal.Paused(v.run) {
-		return []*waitv1.Wait{{Owner: "user", Reason: v.run.GetReason(), Evidence: waitsForUser(v.run), Fix: resume}}
+		return []*waitv1.Wait{{Owner: wait.User, Reason: v.run.GetReason(), Evidence: waitsForUser(v.run), Fix: resume}}
 	}
 	stall := v.stall()
 	if v.run.GetState() == Paused && v.run.GetReason() != "" {
 		if stall == nil { // the buffer and the controller have not reported since the run was resumed
-			stall = spaceWait(v.run.GetReason(), v.run.GetMessage())
+			stall = &waitv1.Wait{Owner: wait.User, Reason: v.run.GetReason(), Evidence: v.run.GetMessage(), Fix: rpcerr.Fix(rpcerr.ErrDiskFull)}
 		}
 		return []*waitv1.Wait{stall}
 	}
 	if v.run.GetState() == Paused {
-		return []*waitv1.Wait{{Owner: "user", Reason: "PAUSED", Evidence: "you to resume the run (it was paused by request)", Fix: resume}}
+		return []*waitv1.Wait{{Owner: wait.User, Reason: wait.Paused, Evidence: "you to resume the run (it was paused by request)", Fix: resume}}
 	}
 	var waits []*waitv1.Wait
 	if stall != nil {
 		waits = append(waits, stall)
 	}
-	for _, what := range slices.Sorted(maps.Keys(v.waits)) {
+	for _, what := range slices.SortedFunc(maps.Keys(v.waits), func(a, b retry.Awaited) int { return cmp.Compare(a.What, b.What) }) {
 		o := v.waits[what]
 		if o.full && stall != nil { // a consequence
 			continue
 		}
-		owner := ownerOf(what)
-		wait := &waitv1.Wait{Owner: owner, Reason: "NO_ANSWER", Evidence: what + ": " + o.why, Fix: fixes[owner]}
-		if owner == ownerLearner { // it answers, and is slower than the workers
-			wait.Reason = "QUEUE_FULL"
-		}
-		if o.full {
-			wait.Owner, wait.Reason, wait.Fix = "user", rpcerr.ReasonDiskFull, rpcerr.Fix(rpcerr.ErrDiskFull)
-		}
-		waits = append(waits, wait)
+		waits = append(waits, o.wait(what))
 	}
-	absent := v.fleet.absent()
+	absent := v.fleet.absent(v.run.GetRunId())
 	waits = append(waits, absent.waits...)
-	if text := v.progress.GetWaitingFor(); text != "" && !absent.learner { // else absent has the learner that the controller waits for
-		wait := &waitv1.Wait{Owner: ownerOf(text), Reason: v.progress.GetPhase().String()[len("PHASE_"):], Evidence: text}
-		if wait.GetOwner() == ownerAgents {
-			wait.Fix = "start an agent that takes prompts from " + cmp.Or(v.gateway, "the gateway") + ", or see why the running ones close no sessions"
-			wait.Evidence += ": " + wait.GetFix()
+	if absent.learner { // else the controller waits for the learner too
+		return waits
+	}
+	for _, w := range v.progress.GetWaits() {
+		if w.GetOwner() == wait.Agents {
+			w = proto.CloneOf(w)
+			w.Fix = "start an agent that takes prompts from " + cmp.Or(v.gateway, "the gateway") + ", or see why the running ones close no sessions"
+			w.Evidence += ": " + w.GetFix()
 		}
-		waits = append(waits, wait)
+		waits = append(waits, w)
 	}
 	return waits
 }
 
-// ownerAgents owns the waits for agents outside of the run.
-const ownerAgents = "agents"
-
-// ownerLearner owns the wait for a learner that is slower than the workers.
-const ownerLearner = "learner"
+// wait is the wait for an answer.
+func (o obstacle) wait(what retry.Awaited) *waitv1.Wait {
+	w := &waitv1.Wait{Owner: what.Owner, Reason: wait.NoAnswer, Evidence: what.What + ": " + o.why, Subjects: []string{what.Owner}, Fix: fixes[what.Owner]}
+	if what.Also != "" {
+		w.Subjects = append(w.Subjects, what.Also)
+	}
+	if what.Owner == wait.Learner { // it answers, and is slower than the workers
+		w.Reason, w.Subjects = wait.QueueFull, nil
+	}
+	if o.full {
+		w.Owner, w.Reason, w.Fix = wait.User, rpcerr.ReasonDiskFull, rpcerr.Fix(rpcerr.ErrDiskFull)
+	}
+	return w
+}
 
 // fixes are what the owner of a wait for an answer can do.
 var fixes = map[string]string{
-	"nats":               "check that the servers of `nats.url` run and have space (`rollout doctor`); the run continues by itself",
-	"nats, buffer":       "check that NATS and the buffer run (`rollout status`, `rollout doctor`); the run continues by itself",
+	wait.NATS:            "check that the servers of `nats.url` run and have space (`rollout doctor`); the run continues by itself",
 	"buffer":             "check that the buffer runs (`rollout status`); the run continues by itself",
 	"learner-controller": "check that the learner-controller runs (`rollout status`); the run continues by itself",
 	"scheduler":          "check the disk and the database of the scheduler (`rollout doctor`); the run continues by itself",
-	ownerLearner:         "give the learner more cores or GPUs, or raise `limits.queue_bytes`",
-}
-
-// ownerOf returns the owner of the wait that a sentence describes: the words in parentheses at its
-// end name it.
-func ownerOf(sentence string) string {
-	at := strings.LastIndex(sentence, "(")
-	words, found := strings.CutSuffix(sentence[at+1:], ")")
-	switch {
-	case at < 0 || !found:
-		return "learner-controller"
-	case words == "its servers":
-		return "nats"
-	case strings.HasPrefix(words, "scheduler "): // what it does
-		return "scheduler"
-	}
-	return strings.ReplaceAll(words, "NATS", "nats")
+	wait.Learner:         "give the learner more cores or GPUs, or raise `limits.queue_bytes`",
 }
 
 // settle records the current waits. A wait that continues keeps its time.
 func (v *view) settle(now time.Time) {
 	since := map[string]*timestamppb.Timestamp{}
-	same := func(wait *waitv1.Wait) string {
-		if wait.GetReason() == rpcerr.ReasonDiskFull { // the evidence has numbers that change
-			return wait.GetReason()
+	same := func(w *waitv1.Wait) string {
+		if w.GetReason() == rpcerr.ReasonDiskFull { // the evidence has numbers that change
+			return w.GetReason()
 		}
-		return wait.GetEvidence()
+		return w.GetEvidence()
 	}
-	for _, wait := range v.current {
-		since[same(wait)] = wait.GetSince()
+	for _, w := range v.current {
+		since[same(w)] = w.GetSince()
 	}
 	var sentences []string
 	v.current = nil
-	for _, wait := range v.currentWaits() {
-		wait = proto.CloneOf(wait)
-		if wait.Since = since[same(wait)]; wait.Since == nil {
-			wait.Since = timestamppb.New(now)
+	for _, w := range v.currentWaits() {
+		w = proto.CloneOf(w)
+		if w.Since = since[same(w)]; w.Since == nil {
+			w.Since = timestamppb.New(now)
 		}
-		v.current, sentences = append(v.current, wait), append(sentences, wait.GetEvidence())
+		v.current, sentences = append(v.current, w), append(sentences, w.GetEvidence())
 	}
 	if text := strings.Join(sentences, "; "); text != v.waiting {
 		v.waiting, v.since = text, now

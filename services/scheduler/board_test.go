@@ -7,6 +7,7 @@ import (
 
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
+	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 )
 
 // A wait names what is waited for, the owner, and since when; workers with the same wait are one
@@ -15,7 +16,7 @@ func TestWaits(t *testing.T) {
 	t.Parallel()
 	noon := time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)
 	v := newView(&Run{State: Starting})
-	v.progress = &learnerv1.Progress{WaitingFor: "a learner worker (scheduler starts it)"}
+	v.progress = &learnerv1.Progress{Waits: []*waitv1.Wait{{Owner: "scheduler", Reason: "PREPARING", Evidence: "a learner worker (scheduler starts it)"}}}
 	step := func(seconds int, want string, change func()) {
 		t.Helper()
 		change()
@@ -61,7 +62,7 @@ func TestWaits(t *testing.T) {
 func TestWaitForAgents(t *testing.T) {
 	t.Parallel()
 	v := newView(&Run{State: Running})
-	v.progress = &learnerv1.Progress{Phase: learnerv1.Phase_PHASE_LEASING, WaitingFor: "8 of 10 groups of step 4 (agents)"}
+	v.progress = &learnerv1.Progress{Phase: learnerv1.Phase_PHASE_LEASING, Waits: []*waitv1.Wait{{Owner: "agents", Reason: "GROUPS_MISSING", Evidence: "8 of 10 groups of step 4 (agents)"}}}
 	for gateway, want := range map[string]string{
 		"":                      "start an agent that takes prompts from the gateway, or see why the running ones close no sessions",
 		"http://127.0.0.1:8000": "start an agent that takes prompts from http://127.0.0.1:8000, or see why the running ones close no sessions",
@@ -69,7 +70,7 @@ func TestWaitForAgents(t *testing.T) {
 		v.gateway = gateway
 		v.settle(time.Now())
 		got := v.status().GetWaits()
-		if len(got) != 1 || got[0].GetOwner() != "agents" || got[0].GetReason() != "LEASING" || got[0].GetFix() != want ||
+		if len(got) != 1 || got[0].GetOwner() != "agents" || got[0].GetReason() != "GROUPS_MISSING" || got[0].GetFix() != want ||
 			got[0].GetEvidence() != "8 of 10 groups of step 4 (agents): "+want {
 			t.Errorf("got %v", got)
 		}
@@ -84,7 +85,7 @@ func TestWaitsOfMany(t *testing.T) {
 		c.put(fmt.Sprintf("inference-%03d", n), workerView{kind: "inference"})
 	}
 	want := "inference-000, inference-001, inference-002 and 997 more to be started (scheduler)"
-	if got := c.absent(); len(got.waits) != 1 || got.waits[0].GetEvidence() != want || got.learner {
+	if got := c.absent("run-1"); len(got.waits) != 1 || got.waits[0].GetEvidence() != want || got.learner {
 		t.Errorf("%v, want %q", got, want)
 	}
 }
@@ -103,14 +104,14 @@ func TestFleetWakesWaitersOfOneWorker(t *testing.T) {
 		t.Fatal("woken without a change")
 	default:
 	}
-	before := c.absent()
+	before := c.absent("run-1")
 	c.put("a", workerView{kind: "inference", process: "p4"})
 	select {
 	case <-woken:
 	default:
 		t.Fatal("not woken")
 	}
-	if c.absent() == before {
+	if c.absent("run-1") == before {
 		t.Error("the summary was not made again")
 	}
 }

@@ -19,6 +19,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/refusal"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/telemetry"
+	"github.com/rollout-rl/rollout/libs/wait"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
@@ -195,7 +197,7 @@ func (c *conductor) runParts(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if err := c.retry.Until(ctx, "the folder and the record of the run (scheduler)", func(ctx context.Context) error {
+	if err := c.retry.Until(ctx, retry.Awaited{Owner: names.SchedulerService, What: "the folder and the record of the run (scheduler)"}, func(ctx context.Context) error {
 		if err := os.MkdirAll(filepath.Join(run.GetDirectory(), "workers"), 0o700); err != nil {
 			return fmt.Errorf("make the folder of the run: %w", err)
 		}
@@ -272,7 +274,7 @@ func (c *conductor) issue(ctx context.Context, run *Run, window issue.Window, da
 // open creates the streams and opens the ledger. Without adopted workers, the issuer publishes again
 // what those of older incarnations had pulled, so the work stream starts empty.
 func (c *conductor) open(ctx context.Context, config *bufferv1.LedgerConfig) error {
-	if err := c.retry.Until(ctx, "the streams of the run (NATS)", func(ctx context.Context) error {
+	if err := c.retry.Until(ctx, retry.Awaited{Owner: wait.NATS, What: "the streams of the run (NATS)"}, func(ctx context.Context) error {
 		if err := c.Bus.EnsureRun(ctx, c.run); err != nil || c.adopts {
 			return err
 		}
@@ -288,7 +290,7 @@ func (c *conductor) open(ctx context.Context, config *bufferv1.LedgerConfig) err
 		return err
 	}
 	crashpoint.Here("scheduler/streams") // streams exist and work is purged, the ledger is not open
-	return c.retry.Until(ctx, "the ledger of the run (buffer)", func(ctx context.Context) error {
+	return c.retry.Until(ctx, retry.Awaited{Owner: names.BufferService, What: "the ledger of the run (buffer)"}, func(ctx context.Context) error {
 		resp, err := c.Buffer.OpenLedger(ctx, &bufferv1.OpenLedgerRequest{RunId: c.run, Config: config, Fence: c.fence()})
 		if err == nil {
 			c.board.SetLedger(resp.GetState())

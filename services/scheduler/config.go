@@ -87,8 +87,9 @@ type Controller interface {
 	DeleteRun(ctx context.Context, in *learnerv1.DeleteRunRequest, opts ...grpc.CallOption) (*learnerv1.DeleteRunResponse, error)
 }
 
-// Sessions deletes the sessions of a run.
+// Sessions is the gateway: it deletes the sessions of a run, and lists what they wait for.
 type Sessions interface {
+	ListWaits(ctx context.Context, in *gatewayv1.ListWaitsRequest, opts ...grpc.CallOption) (*gatewayv1.ListWaitsResponse, error)
 	DeleteRun(ctx context.Context, in *gatewayv1.DeleteRunRequest, opts ...grpc.CallOption) (*gatewayv1.DeleteRunResponse, error)
 }
 

@@ -9,6 +9,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/refusal"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	"github.com/rollout-rl/rollout/services/scheduler/retry"
 )
@@ -41,7 +42,7 @@ func (c *control) serve(ctx context.Context) error {
 		return nil
 	}
 	for {
-		if err := c.retry.Until(ctx, "the controller to take the run (learner-controller)", func(ctx context.Context) error {
+		if err := c.retry.Until(ctx, retry.Awaited{Owner: names.ControllerService, What: "the controller to take the run (learner-controller)"}, func(ctx context.Context) error {
 			_, err := c.Controller.StartRun(ctx, &learnerv1.StartRunRequest{
 				RunId: c.run, Plan: run.GetPlan(), Fence: c.fence(), RunDirectory: run.GetDirectory(),
 				FromSnapshot: run.GetFromSnapshot(),
@@ -58,12 +59,15 @@ func (c *control) serve(ctx context.Context) error {
 			<-ctx.Done()
 			return nil
 		}
-		c.board.blocked("the controller to answer again (learner-controller)", err)
+		c.board.blocked(controllerAnswers, err)
 		if err := retry.Sleep(ctx, 200*time.Millisecond); err != nil {
 			return nil
 		}
 	}
 }
+
+// controllerAnswers is the wait for the progress of the controller.
+var controllerAnswers = retry.Awaited{Owner: names.ControllerService, What: "the controller to answer again (learner-controller)"}
 
 // follow reads progress until the controller ends the stream (nil) or the stream breaks.
 func (c *control) follow(ctx context.Context) error {
@@ -76,7 +80,7 @@ func (c *control) follow(ctx context.Context) error {
 		if err != nil {
 			return retry.EndOfStream(err)
 		}
-		c.board.WaitFor("the controller to answer again (learner-controller)", "")
+		c.board.WaitFor(controllerAnswers, "")
 		c.board.setProgress(resp.GetProgress())
 		if err := c.keep(ctx); err != nil {
 			return err
@@ -115,7 +119,7 @@ func (c *control) written(err error) error {
 	if err != nil && !rpcerr.DiskFull(err) {
 		return err
 	}
-	c.board.blocked("the progress to be recorded (scheduler)", err)
+	c.board.blocked(retry.Awaited{Owner: names.SchedulerService, What: "the progress to be recorded (scheduler)"}, err)
 	return nil
 }
 
@@ -127,7 +131,7 @@ func (c *control) drain(ctx context.Context) error {
 		return nil
 	case <-c.draining:
 	}
-	return c.retry.Until(ctx, "the controller to finish the current step (learner-controller)", func(ctx context.Context) error {
+	return c.retry.Until(ctx, retry.Awaited{Owner: names.ControllerService, What: "the controller to finish the current step (learner-controller)"}, func(ctx context.Context) error {
 		resp, err := c.Controller.StopRun(ctx, &learnerv1.StopRunRequest{RunId: c.run, Drain: true, Fence: c.fence()})
 		if err != nil {
 			return err

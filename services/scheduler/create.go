@@ -18,12 +18,14 @@ import (
 	"github.com/rollout-rl/rollout/libs/id"
 	planformat "github.com/rollout-rl/rollout/libs/plan"
 	"github.com/rollout-rl/rollout/libs/trainstate"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	"github.com/rollout-rl/rollout/services/scheduler/issue"
+	"github.com/rollout-rl/rollout/services/scheduler/retry"
 )
 
 // runs creates, pauses, resumes, and cancels runs. Safe for concurrent use.
@@ -223,7 +225,7 @@ func (c *conductor) begin(ctx context.Context, run *Run, window issue.Window, co
 	if run.GetFromSnapshot() == "" {
 		return window, nil
 	}
-	err := c.retry.Until(ctx, "the snapshot that the run starts from (snapshot)", func(ctx context.Context) error {
+	err := c.retry.Until(ctx, retry.Awaited{Owner: names.SnapshotService, What: "the snapshot that the run starts from (snapshot)"}, func(ctx context.Context) error {
 		got, err := c.Snapshots.GetSnapshot(ctx, &snapshotv1.GetSnapshotRequest{SnapshotId: run.GetFromSnapshot()})
 		if err != nil {
 			return err

@@ -24,6 +24,7 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
+	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 	"github.com/rollout-rl/rollout/services/scheduler"
 	"github.com/rollout-rl/rollout/services/scheduler/storetest"
 )
@@ -65,6 +66,10 @@ type (
 	erasedSessions struct{ *erased }
 	erasedLog      struct{ *erased }
 )
+
+func (e erasedSessions) ListWaits(context.Context, *gatewayv1.ListWaitsRequest, ...grpc.CallOption) (*gatewayv1.ListWaitsResponse, error) {
+	return &gatewayv1.ListWaitsResponse{Waits: []*waitv1.Wait{{Owner: "agents", Reason: "NO_AGENT", Evidence: "no agent has asked for prompts"}}}, nil
+}
 
 func (e erasedSessions) DeleteRun(_ context.Context, in *gatewayv1.DeleteRunRequest, _ ...grpc.CallOption) (*gatewayv1.DeleteRunResponse, error) {
 	return &gatewayv1.DeleteRunResponse{}, e.add("sessions", in.GetRunId())

@@ -13,9 +13,11 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	"github.com/rollout-rl/rollout/libs/telemetry"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	"github.com/rollout-rl/rollout/services/scheduler/launch"
+	"github.com/rollout-rl/rollout/services/scheduler/retry"
 )
 
 // ending is how a run ends. It is an error so that parts can return it.
@@ -131,7 +133,7 @@ func recording(ctx context.Context) (context.Context, context.CancelFunc) {
 }
 
 // whenSpace calls write until the disk is not full or ctx ends. The run shows what it waits for.
-func (c *closing) whenSpace(ctx context.Context, what string, write func() error) (err error) {
+func (c *closing) whenSpace(ctx context.Context, what retry.Awaited, write func() error) (err error) {
 	_ = c.retry.Until(ctx, what, func(context.Context) error {
 		if err = write(); rpcerr.DiskFull(err) {
 			return err
@@ -152,7 +154,7 @@ func (c *closing) after(ctx context.Context, e *ending, mark uint64) {
 		_, err := c.Buffer.CloseLedger(closing, &bufferv1.CloseLedgerRequest{RunId: c.run, Fence: c.fence()})
 		return errors.Join(err, c.Store.KeepQueues(ctx, c.run, c.board.queues()))
 	}
-	err := c.whenSpace(ctx, "the ledger of the run to be closed (buffer)", closeLedger)
+	err := c.whenSpace(ctx, retry.Awaited{Owner: names.BufferService, What: "the ledger of the run to be closed (buffer)"}, closeLedger)
 	if fence.Refused(err) {
 		c.Log.WarnContext(ctx, taken.message, telemetry.AttrRun, c.run, "error", err)
 		return
@@ -177,7 +179,7 @@ func (c *closing) after(ctx context.Context, e *ending, mark uint64) {
 		}
 		return
 	}
-	if err := c.whenSpace(ctx, "the end of the run to be recorded (scheduler)", func() error {
+	if err := c.whenSpace(ctx, retry.Awaited{Owner: names.SchedulerService, What: "the end of the run to be recorded (scheduler)"}, func() error {
 		_, err := c.records.transition(ctx, c.run, e.state, func(r *Run) error {
 			r.Reason, r.Message = e.reason, e.message
 			if e.state != Interrupted {

@@ -6,6 +6,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/rollout-rl/rollout/libs/wait"
 	"github.com/rollout-rl/rollout/libs/worker"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
@@ -85,8 +86,8 @@ func (f *fleet) changes(id string) <-chan struct{} {
 // mostNamed is the number of workers that a sentence names.
 const mostNamed = 4
 
-// absent summarizes the workers that do not serve, grouped by reason.
-func (f *fleet) absent() *absence {
+// absent summarizes the workers of a run that do not serve, grouped by reason.
+func (f *fleet) absent(run string) *absence {
 	if f.summary != nil {
 		return f.summary
 	}
@@ -100,14 +101,14 @@ func (f *fleet) absent() *absence {
 			continue
 		}
 		f.summary.learner = f.summary.learner || w.kind == worker.Learner.Name
-		what := cause{"worker", "WORKER_LOADING", "to load the model (worker process)"}
+		what := cause{wait.Worker, wait.WorkerLoading, "to load the model (worker process)"}
 		if w.served {
-			what = cause{"worker", "WORKER_UNREGISTERED", "to register again or exit: it left the registry (worker process)"}
+			what = cause{wait.Worker, wait.WorkerUnregistered, "to register again or exit: it left the registry (worker process)"}
 		}
 		if w.process == "" {
-			what = cause{"scheduler", "WORKER_STARTING", "to be started (scheduler)"}
+			what = cause{"scheduler", wait.WorkerStarting, "to be started (scheduler)"}
 			if w.why != "" {
-				what = cause{"scheduler", "WORKER_RESTARTING", "to be restarted (scheduler): it " + w.why}
+				what = cause{"scheduler", wait.WorkerRestarting, "to be restarted (scheduler): it " + w.why}
 			}
 		}
 		if by[what] == nil {
@@ -116,13 +117,17 @@ func (f *fleet) absent() *absence {
 		by[what] = append(by[what], id)
 	}
 	for _, what := range order {
-		f.summary.waits = append(f.summary.waits, &waitv1.Wait{Owner: what.owner, Reason: what.reason, Evidence: nameSome(by[what]) + " " + what.what, Fix: absentFix})
+		ids := by[what]
+		f.summary.waits = append(f.summary.waits, &waitv1.Wait{
+			Owner: what.owner, Reason: what.reason, Evidence: nameSome(ids) + " " + what.what, Subjects: ids[:min(len(ids), mostSubjects)],
+			Fix: fmt.Sprintf("it ends by itself; see the output of a worker with `rollout logs worker %s %s`", run, ids[0]),
+		})
 	}
 	return f.summary
 }
 
-// absentFix is what can be done for a worker that does not serve.
-const absentFix = "it ends by itself; see the output of a worker with `rollout logs worker RUN WORKER`"
+// mostSubjects is the number of workers that a wait lists.
+const mostSubjects = 32
 
 // nameSome lists the first ids and counts the rest.
 func nameSome(ids []string) string {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -11,8 +12,12 @@ import (
 
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	"github.com/rollout-rl/rollout/libs/algorithm"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/libs/wait"
 	"github.com/rollout-rl/rollout/libs/worker"
+	"github.com/rollout-rl/rollout/proto/gen/names"
+	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -22,8 +27,7 @@ import (
 // inspectTimeout is how long a worker has to answer what it does.
 const inspectTimeout = 2 * time.Second
 
-// inspect asks every worker what it does now, and completes the workers of a status with it: groups
-// in flight, and why a worker does nothing.
+// inspect asks every worker and the gateway what they wait for now, and completes a status with it.
 func (p *poller) inspect(ctx context.Context, status *runv1.RunStatus) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -51,7 +55,26 @@ func (p *poller) inspect(ctx context.Context, status *runv1.RunStatus) {
 			}
 		})
 	}
+	var gateway []*waitv1.Wait
+	wg.Go(func() { gateway = p.gateway(ctx, status) })
 	wg.Wait()
+	status.Waits = append(slices.Clone(status.GetWaits()), gateway...)
+}
+
+// gateway asks what requests and agents wait for. A gateway that does not answer stops only a run
+// whose groups agents sample.
+func (p *poller) gateway(ctx context.Context, status *runv1.RunStatus) []*waitv1.Wait {
+	got, err := p.Sessions.ListWaits(ctx, &gatewayv1.ListWaitsRequest{RunId: p.run})
+	if err == nil {
+		return got.GetWaits()
+	}
+	if !algorithm.External(status.GetRun().GetPlan().GetConfig()) {
+		return nil
+	}
+	return []*waitv1.Wait{{
+		Owner: names.GatewayService, Reason: wait.NoAnswer, Subjects: []string{names.GatewayService}, Since: timestamppb.New(p.Now().UTC()),
+		Evidence: "the gateway, from which agents take prompts, to answer: " + rpcerr.Text(err), Fix: "check that the gateway runs (`rollout status`)",
+	}}
 }
 
 // ask asks one worker. Workers of other kinds than inference and learner have nothing in flight.
@@ -62,26 +85,23 @@ func ask(ctx context.Context, conn Conn, w *runv1.Worker) error {
 		if err != nil {
 			return err
 		}
-		w.InFlight, w.Activity = got.GetInFlight(), got.GetActivity()
-		if got.GetPaused() {
-			w.Waits = append(w.Waits, &waitv1.Wait{
-				Owner: "learner-controller", Reason: "ENGINE_PAUSED", Evidence: w.GetWorkerId() + " samples nothing: its engine is " + got.GetActivity(),
-				Fix: "none is needed during an update of the weights; else call ResumeEngine, or restart the worker: `kill " + fmt.Sprint(w.GetPid()) + "`",
-			})
-		}
+		w.Waits, w.Activity = append(w.Waits, got.GetWaits()...), got.GetActivity()
 	case worker.Learner.Name:
 		got, err := learnerv1.NewLearnerWorkerServiceClient(conn).GetLearnerStatus(ctx, &learnerv1.GetLearnerStatusRequest{})
 		if err != nil {
 			return err
 		}
 		w.Activity = got.GetActivity()
+		if got.GetWait() != nil {
+			w.Waits = append(w.Waits, got.GetWait())
+		}
 	}
 	return nil
 }
 
 func (p *poller) silent(w *runv1.Worker, err error) *waitv1.Wait {
 	return &waitv1.Wait{
-		Owner: w.GetWorkerId(), Reason: "WORKER_SILENT", Since: timestamppb.New(p.Now().UTC()),
+		Owner: w.GetWorkerId(), Reason: wait.WorkerSilent, Subjects: []string{w.GetWorkerId()}, Since: timestamppb.New(p.Now().UTC()),
 		Evidence: fmt.Sprintf("%s is registered and does not answer within %s: %s", w.GetWorkerId(), inspectTimeout, rpcerr.Text(err)),
 		Fix:      "see its output with `rollout logs worker " + p.run + " " + w.GetWorkerId() + "`; a worker that is killed is restarted, and its groups move to another one",
 	}
@@ -102,11 +122,11 @@ func processWait(w *runv1.Worker) []*waitv1.Wait {
 	switch fields[0] {
 	case "T", "t":
 		return []*waitv1.Wait{{
-			Owner: "user", Reason: "WORKER_STOPPED", Evidence: process + " is stopped by a signal or a debugger", Fix: fmt.Sprintf("continue it: `kill -CONT %d`", w.GetPid()),
+			Owner: wait.User, Reason: wait.WorkerStopped, Subjects: []string{w.GetWorkerId()}, Evidence: process + " is stopped by a signal or a debugger", Fix: fmt.Sprintf("continue it: `kill -CONT %d`", w.GetPid()),
 		}}
 	case "D":
 		return []*waitv1.Wait{{
-			Owner: "user", Reason: "WORKER_IN_IO", Evidence: process + " waits in the kernel, for a disk or a network file system",
+			Owner: wait.User, Reason: wait.WorkerInIO, Subjects: []string{w.GetWorkerId()}, Evidence: process + " waits in the kernel, for a disk or a network file system",
 			Fix: "check the disks and mounts that the worker uses (`dmesg`, `mount`)",
 		}}
 	}

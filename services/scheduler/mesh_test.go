@@ -408,7 +408,10 @@ func (l *ledger) CloseLedger(_ context.Context, in *bufferv1.CloseLedgerRequest,
 }
 
 func (m *mesh) state() *bufferv1.LedgerState {
-	s := &bufferv1.LedgerState{Step: m.step, StalledReason: m.stalled, StalledMessage: m.stalled}
+	s := &bufferv1.LedgerState{Step: m.step}
+	if m.stalled != "" {
+		s.Stall = &waitv1.Wait{Owner: "user", Reason: m.stalled, Evidence: m.stalled, Fix: "free some"}
+	}
 	if m.step > 0 {
 		s.WeightsVersion, s.WeightsDigest = m.step, cmp.Or(m.retrained, fmt.Sprint("digest-", m.step))
 	}

@@ -105,6 +105,22 @@ func TestCancelWhileStarting(t *testing.T) {
 	}
 }
 
+// A status with what is in flight has the waits of the gateway too.
+func TestTheGatewayIsAskedForItsWaits(t *testing.T) {
+	t.Parallel()
+	w, run := idle(t, plan(4, "sync", 0, false))
+	for inFlight, want := range map[bool]bool{true: true, false: false} {
+		got, err := w.generation.GetRun(t.Context(), &runv1.GetRunRequest{RunId: run, InFlight: inFlight})
+		if err != nil {
+			t.Fatal(err)
+		}
+		named := slices.ContainsFunc(got.GetStatus().GetWaits(), func(w *waitv1.Wait) bool { return w.GetReason() == "NO_AGENT" })
+		if named != want {
+			t.Errorf("in flight %v: %v", inFlight, got.GetStatus().GetWaits())
+		}
+	}
+}
+
 func TestPauseStopsIssuing(t *testing.T) {
 	t.Parallel()
 	w, run := idle(t, plan(4, "sync", 0, false))
@@ -202,7 +218,7 @@ func TestControllerWithoutSpacePausesTheRun(t *testing.T) {
 	w.mesh.do(report("the next snapshot needs 2.0 GiB"))
 	status := w.waitState(run, scheduler.Paused)
 	r := status.GetRun()
-	if r.GetReason() != rpcerr.ReasonDiskFull || r.GetMessage() != "the next snapshot needs 2.0 GiB" || len(status.GetWaits()) != 1 {
+	if r.GetReason() != rpcerr.ReasonDiskFull || r.GetMessage() != "space on the disk: the next snapshot needs 2.0 GiB" || len(status.GetWaits()) != 1 {
 		t.Fatalf("status %v", status)
 	}
 	if wait := status.GetWaits()[0]; wait.GetOwner() != "user" || wait.GetReason() != rpcerr.ReasonDiskFull || wait.GetFix() == "" || wait.GetSince() == nil {
@@ -541,7 +557,7 @@ func TestWatchIsRateLimited(t *testing.T) {
 		for n := 0; ctx.Err() == nil; n++ {
 			w.mesh.do(func() {
 				w.mesh.progress = proto.CloneOf(w.mesh.progress)
-				w.mesh.progress.WaitingFor = fmt.Sprint("change ", n)
+				w.mesh.progress.Waits = []*waitv1.Wait{{Owner: "learner-controller", Reason: "LEASING", Evidence: fmt.Sprint("change ", n)}}
 			})
 			<-often.C
 		}

@@ -216,7 +216,7 @@ func (s *serving) state() *servingv1.Serving {
 	}
 	if out.GetReadyWorkers() < out.GetWorkers() {
 		s.board.read(func(v *view) {
-			for _, wait := range v.fleet.absent().waits {
+			for _, wait := range v.fleet.absent(v.run.GetRunId()).waits {
 				out.Message = wait.GetEvidence()
 			}
 		})

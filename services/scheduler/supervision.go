@@ -20,6 +20,7 @@ import (
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	"github.com/rollout-rl/rollout/services/scheduler/launch"
+	"github.com/rollout-rl/rollout/services/scheduler/retry"
 )
 
 // supervision starts the workers of a run, restarts them, and verifies their registrations.
@@ -69,7 +70,7 @@ func (s *supervision) supervisors(run *Run, kinds []worker.Kind) []*launch.Super
 			out = append(out, &launch.Supervisor{
 				Worker: id, Launcher: s.Launcher, Limits: limits, Observer: s, Adopted: continued.process, Restarts: continued.Restarts,
 				Prepare: func(ctx context.Context) (command launch.Command, err error) {
-					err = s.retry.Until(ctx, "the spec of "+id+" to be written (scheduler)", func(context.Context) error {
+					err = s.retry.Until(ctx, retry.Awaited{Owner: names.SchedulerService, What: "the spec of " + id + " to be written (scheduler)"}, func(context.Context) error {
 						command, err = s.command(id, kind)
 						return err
 					})

@@ -8,6 +8,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/libs/refusal"
+	"github.com/rollout-rl/rollout/libs/wait"
 	"github.com/rollout-rl/rollout/libs/worker"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -195,7 +196,7 @@ func (p *poller) poll(ctx context.Context) {
 	if !p.Bus.Healthy() { // every other wait may follow from this one: work and samples travel over NATS
 		away = "no server of nats.url answers; run `rollout doctor` for details"
 	}
-	p.board.WaitFor("NATS to answer again (its servers)", away)
+	p.board.WaitFor(retry.Awaited{Owner: wait.NATS, What: "NATS to answer again (its servers)"}, away)
 	workers := p.board.workers()
 	ctx, cancel := context.WithTimeout(ctx, pollTimeout)
 	defer cancel()

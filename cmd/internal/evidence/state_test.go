@@ -119,7 +119,7 @@ func live(t *testing.T, server *buffer.Server, b *bus.Bus) {
 		leased, err := server.LeaseBatch(ctx, &bufferv1.LeaseBatchRequest{RunId: run, Step: uint64(step) + 1, WaitSeconds: 30})
 		must(t, err)
 		if leased.GetBatch() == nil {
-			t.Fatal(leased.GetWaitingFor())
+			t.Fatal(leased.GetWaits())
 		}
 		_, err = server.CommitStep(ctx, &bufferv1.CommitStepRequest{RunId: run, Step: uint64(step) + 1, BatchId: leased.GetBatch().GetBatchId(), WeightsDigest: digest(uint64(step) + 1)})
 		must(t, err)

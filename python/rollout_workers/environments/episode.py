@@ -227,7 +227,7 @@ class EpisodeRunner:
             await run.close()
 
     def doing(self) -> dict[str, tuple[str, float]]:
-        """What is done for each unfinished task, by its key: ``GENERATE`` or ``ENVIRONMENT``, and
+        """What is done for each unfinished task, by its key: ``GENERATE`` or ``ENVIRONMENT_STEP``, and
         since when, in seconds since 1970. If its samples differ, the oldest."""
         found: dict[str, tuple[str, float]] = {}
         for run in self._parts.runs:
@@ -279,7 +279,7 @@ class _Run:
         """Key of the task, what is done, since when."""
         for since, keys in self._calls.values():
             for key in keys:
-                yield key, "ENVIRONMENT", since
+                yield key, "ENVIRONMENT_STEP", since
         for episodes, _ in self._requests.values():
             for episode in episodes:
                 if episode.result is None:

@@ -1,24 +1,27 @@
-"""Describes what a worker does for each group that it has, when someone asks."""
+"""Describes what the groups of a worker wait for, when someone asks."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rollout.wait.v1.wait_pb2 import Activity
+from rollout.wait.v1.wait_pb2 import Wait
 from rollout_workers.environments.limits import Limits
 from rollout_workers.inference.puller import Puller
 from rollout_workers.inference.sampler import RowSender, Sampler
 from rollout_workers.worker.calls import Calls
+from rollout_workers.worker.spec import Identity
 
 _MOST_POSITIONS = 32
+_SLOW_SECONDS = 10.0  # without a token, after which the engine counts as hanging
 
 
 class Doing(NamedTuple):
-    """What happens to one group. since: seconds since 1970. limit: in seconds; 0: none."""
+    """What happens to one group. name: of the reward, the tool, or the environment. since: seconds
+    since 1970. limit: in seconds; 0: none."""
 
     doing: str
     name: str
@@ -29,16 +32,22 @@ class Doing(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class InFlight:
     """Reads the parts of a worker. They keep no record for this: nothing is computed until
-    ``activities`` is called."""
+    ``waits`` is called.
 
+    speed: tokens per second of the engine. version: of the weights it serves.
+    """
+
+    who: Identity
     puller: Puller
     consumer: Sampler | RowSender
     calls: Calls
     limits: Limits
+    speed: Callable[[], float]
+    version: Callable[[], int]
 
-    def activities(self) -> list[Activity]:
-        """What is done now, the longest first. Groups for which the same is done are one
-        activity."""
+    def waits(self) -> list[Wait]:
+        """What the groups wait for now, the longest first. Groups for which the same is done are
+        one wait. A publish that fails comes last; its groups go back to the queue."""
         now, monotonic = time.time(), time.monotonic()
         found: dict[int, Doing] = {}
         held, active = self.puller.waiting_items(), self.puller.active_items()
@@ -54,35 +63,125 @@ class InFlight:
                 found[item.group.position] = self._of_episode(episodes[item.key], item.group.row_json)
             else:
                 found[item.group.position] = Doing("PREPARE", "", arrived, 0.0)
-        return _joined(found)
+        return [*self._joined(found), *self._refused()]
 
     def _of_episode(self, episode: tuple[str, float], row: bytes) -> Doing:
         doing, since = episode
-        if doing != "ENVIRONMENT":
+        if doing != "ENVIRONMENT_STEP":
             return Doing(doing, "", since, 0.0)
         if call := self.calls.of(row):
             return Doing(call.doing, call.name, call.since, call.limit)
         limit = self.limits.turn_seconds
         return Doing(doing, self.limits.name if self.limits.turns else "", since, 0.0 if math.isinf(limit) else limit)
 
+    def _joined(self, found: dict[int, Doing]) -> list[Wait]:
+        same: dict[tuple[str, str, float], list[int]] = {}
+        for position, doing in found.items():
+            same.setdefault((doing.doing, doing.name, doing.limit), []).append(position)
+        joined = [self._wait(found, positions) for positions in same.values()]
+        return sorted(joined, key=lambda wait: (wait.since.seconds, wait.since.nanos))
 
-def _joined(found: dict[int, Doing]) -> list[Activity]:
-    same: dict[tuple[str, str, float], list[int]] = {}
-    for position, doing in found.items():
-        same.setdefault((doing.doing, doing.name, doing.limit), []).append(position)
-    joined = [_activity(found, positions) for positions in same.values()]
-    return sorted(joined, key=lambda activity: (activity.since.seconds, activity.since.nanos))
+    def _wait(self, found: dict[int, Doing], positions: Iterable[int]) -> Wait:
+        positions = sorted(positions)
+        oldest = min((found[position] for position in positions), key=lambda doing: doing.since)
+        owner, evidence, fix = self._words(oldest)
+        wait = Wait(
+            owner=owner,
+            reason=oldest.doing,
+            evidence=evidence,
+            fix=fix,
+            subjects=[self.who.worker],
+            limit_seconds=oldest.limit,
+            positions=positions[:_MOST_POSITIONS],
+            groups=len(positions),
+        )
+        wait.since.FromMilliseconds(int(oldest.since * 1000))
+        return wait
+
+    def _words(self, doing: Doing) -> tuple[str, str, str]:
+        """Owner, evidence, and fix."""
+        worker, name, passed = self.who.worker, doing.name, time.time() - doing.since
+        taken = elapsed(passed) + (f" of {elapsed(doing.limit)}" if doing.limit else "")
+        logs = f"`rollout logs worker {self.who.run} {worker}`"
+        match doing.doing:
+            case "REWARD_CALL":
+                return (
+                    name or "reward",
+                    f"the reward call to {name or 'the reward'} has taken {taken}",
+                    f"see why it is slow: {logs}, or `rollout plugin test` runs it alone; after the limit "
+                    "(reward.timeout_seconds) the call is ended and repeated",
+                )
+            case "TOOL_CALL":
+                return (
+                    name,
+                    f"the call of the tool {name} has taken {taken}",
+                    f"see why it is slow: {logs}; after the limit (environment.tool_timeout_seconds) the call is ended, "
+                    "and the policy reads an error",
+                )
+            case "ENVIRONMENT_STEP":
+                return (
+                    name or "environment",
+                    f"the environment {name or 'of the run'} has computed a step for {taken}",
+                    f"see why it is slow: {logs}; after the limit (environment.turn_timeout_seconds) the samples fail "
+                    "and are retried",
+                )
+            case "GENERATE":
+                speed = self.speed()
+                hangs = speed == 0 and passed > _SLOW_SECONDS
+                return (
+                    worker,
+                    f"the engine has generated for {taken}"
+                    + (f", at {speed:.0f} tokens a second" if speed else ", and made no token in the last seconds"),
+                    f"see why the engine makes no token: {logs}; after limits.stall_seconds the worker is restarted, and its "
+                    "groups move to another one"
+                    if hangs
+                    else "it ends by itself; fewer `sampling.max_tokens`, or more inference workers (engine.workers), make it "
+                    "shorter",
+                )
+            case "PUBLISH":
+                return (
+                    "nats",
+                    f"the samples are finished, and NATS or the storage service has not accepted them for {taken}",
+                    "check that NATS and storage run and have space: `rollout status`, `rollout doctor`",
+                )
+            case "WEIGHTS":
+                return (
+                    "learner-controller",
+                    f"{worker} has weights version {self.version()} and waits for newer ones, for {taken}",
+                    f"see why they are not delivered: `rollout logs tail {self.who.run} "
+                    "--kind weights.left_out,weights.delivered`",
+                )
+            case "SLOT":
+                return (
+                    worker,
+                    f"the groups wait for a free slot of the engine, for {taken}",
+                    "more slots (engine.slots) or more inference workers (engine.workers) make it shorter",
+                )
+        return (
+            "buffer",
+            f"{worker} asks the buffer which samples it has, for {taken}",
+            "check that the buffer runs: `rollout status`",
+        )
+
+    def _refused(self) -> list[Wait]:
+        failure = self.consumer.refused()
+        if failure is None:
+            return []
+        wait = Wait(
+            owner="user" if failure.full else "storage",
+            reason="DISK_FULL" if failure.full else "PUBLISH_REFUSED",
+            evidence=f"the samples of {self.who.worker} are not accepted, and sampled again: {failure.message}",
+            fix="free some space on that disk; the run continues by itself"
+            if failure.full
+            else "see the error in the log of the storage service, and with `rollout doctor`",
+            subjects=[self.who.worker],
+        )
+        wait.since.FromMilliseconds(int(failure.since * 1000))
+        return [wait]
 
 
-def _activity(found: dict[int, Doing], positions: Iterable[int]) -> Activity:
-    positions = sorted(positions)
-    oldest = min((found[position] for position in positions), key=lambda doing: doing.since)
-    activity = Activity(
-        doing=oldest.doing,
-        name=oldest.name,
-        limit_seconds=oldest.limit,
-        positions=positions[:_MOST_POSITIONS],
-        groups=len(positions),
-    )
-    activity.since.FromMilliseconds(int(oldest.since * 1000))
-    return activity
+def elapsed(seconds: float) -> str:
+    """A duration for people: seconds up to two minutes, then minutes, then hours."""
+    if seconds < 120:
+        return f"{max(0.0, seconds):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
 from collections import Counter
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+import grpc
 from opentelemetry.context import Context
 
 from rollout import names
@@ -33,6 +35,16 @@ from rollout_workers.worker.telemetry import Meters, distinct, incoming, outgoin
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why samples can't be published. since: of the first failure in a row, in seconds since 1970.
+    full: whether a disk is full."""
+
+    message: str
+    since: float
+    full: bool
+
+
 class Outlet:
     """Publishes envelopes, then acknowledges the items that they complete. Envelopes that arrive
     during a publish are sent together afterwards, so they share the stream's fsync."""
@@ -43,6 +55,7 @@ class Outlet:
         self._waiting: list[_Parcel] = []
         self._leaving: list[_Parcel] = []  # that are being published
         self._task: asyncio.Task[None] | None = None
+        self._refusal: Refusal | None = None
 
     def send(self, items: Sequence[WorkItem], envelopes: Sequence[TrajectoryEnvelope]) -> None:
         """Publish in the background. Items whose envelopes can't be published, for example because
@@ -54,6 +67,10 @@ class Outlet:
     def unsent(self) -> dict[str, float]:
         """When each item that is not acknowledged was sent, by its key, in seconds since 1970."""
         return {item.key: parcel.since for parcel in (*self._leaving, *self._waiting) for item in parcel.items}
+
+    def refused(self) -> Refusal | None:
+        """Why the last publish failed; None if it did not."""
+        return self._refusal
 
     async def drain(self) -> None:
         """Return when everything that was sent is published and acknowledged."""
@@ -86,10 +103,12 @@ class Outlet:
             for batch in in_messages(envelopes, self._publisher.most_bytes):
                 with span("publish", distinct(incoming(parcel.headers) for parcel in parcels), groups=len(items)):
                     await self._publisher.publish(batch.SerializeToString(), outgoing())
-        except Exception:
+        except Exception as error:
             log.exception("%d groups could not be published; returning them to the queue", len(items))
+            self._refusal = _refusal(error, self._refusal)
             await self._puller.drop(items)
             return
+        self._refusal = None
         await self._puller.done(items)
         tokens = sum(envelope.header.completion_tokens for envelope in envelopes)
         self._throughput.add(len(envelopes), tokens)
@@ -100,6 +119,13 @@ class Outlet:
         for (outcome, reason), count in ends.items():
             self._meters.samples.add(count, {"outcome": outcome, "reason": reason})
         self._meters.tokens.add(tokens)
+
+
+def _refusal(error: Exception, before: Refusal | None) -> Refusal:
+    full, message = isinstance(error, OSError) and error.errno == errno.ENOSPC, str(error)
+    if isinstance(error, grpc.aio.AioRpcError):
+        full, message = error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED, error.details() or error.code().name
+    return Refusal(message, before.since if before else time.time(), full)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +173,10 @@ class Sampler:
     def unsent(self) -> dict[str, float]:
         """The items that are being published (:meth:`Outlet.unsent`)."""
         return self._outlet.unsent()
+
+    def refused(self) -> Refusal | None:
+        """Why the last publish failed (:meth:`Outlet.refused`)."""
+        return self._outlet.refused()
 
     async def stop(self) -> None:
         """Cancel all tasks. Their items are delivered again."""
@@ -247,6 +277,10 @@ class RowSender:
     def unsent(self) -> dict[str, float]:
         """The items that are being published (:meth:`Outlet.unsent`)."""
         return self._outlet.unsent()
+
+    def refused(self) -> Refusal | None:
+        """Why the last publish failed (:meth:`Outlet.refused`)."""
+        return self._outlet.refused()
 
     async def drain(self) -> None:
         """Return when all rows are published and acknowledged."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
@@ -10,6 +11,7 @@ import grpc
 
 from rollout.inference.v1 import inference_pb2 as pb
 from rollout.inference.v1.inference_pb2_grpc import InferenceWorkerServiceServicer
+from rollout.wait.v1.wait_pb2 import Wait
 from rollout.weights.v1.weights_pb2 import EngineReceipt, WeightsReceipt
 from rollout_workers.inference.evaluation import Evaluation, NoEvaluation
 from rollout_workers.inference.generation import Generation
@@ -129,8 +131,35 @@ class InferenceServer(InferenceWorkerServiceServicer):
             staged_version=self._receipts.staged,
             reserved=self._who.reserved,
             paused=stats.paused or self._updates.draining,
-            in_flight=self._in_flight.activities() if request.in_flight else (),
+            waits=self._waits(stats.paused) if request.in_flight else (),
         )
+
+    def _waits(self, paused: bool) -> list[Wait]:
+        """What the groups wait for, and that the engine samples nothing."""
+        waits = self._in_flight.waits()
+        if paused:
+            restart = f"`kill {os.getpid()}` on its host"
+            waits.append(
+                Wait(
+                    owner="learner-controller",
+                    reason="ENGINE_PAUSED",
+                    evidence=f"{self._who.worker} samples nothing: its engine is {self._activity(paused)}",
+                    fix="none is needed during an update of the weights; else call ResumeEngine, or restart the worker: "
+                    + restart,
+                    subjects=[self._who.worker],
+                )
+            )
+        elif self._updates.draining:
+            waits.append(
+                Wait(
+                    owner=self._who.worker,
+                    reason="ENGINE_DRAINS",
+                    evidence=f"{self._who.worker} starts no sample: it is {self._activity(paused)}",
+                    fix="it ends by itself",
+                    subjects=[self._who.worker],
+                )
+            )
+        return waits
 
     async def _add_digests(self, piece: pb.GenerateResponse) -> None:
         """Add the digests of the weights that sampled the completion. Raises

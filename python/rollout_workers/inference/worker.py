@@ -212,7 +212,15 @@ def _servicer(
             chat=config.model.chat_template,
         )
     generation = Generation(context.model, context.params, config.engine.max_model_len, family=config.model.chat_family)
-    in_flight = InFlight(pipeline.puller, pipeline.consumer, calls, Limits.of(config))
+    in_flight = InFlight(
+        context.who,
+        pipeline.puller,
+        pipeline.consumer,
+        calls,
+        Limits.of(config),
+        speed=lambda: context.throughput.rates()[1],
+        version=lambda: context.receipts.version,
+    )
     return InferenceServer(context, generation, evaluation, pipeline.puller, in_flight, lifecycle, rewards, updates, pauses)
 
 

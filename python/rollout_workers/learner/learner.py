@@ -72,6 +72,11 @@ class Learner:
         """What the learner does now."""
         return self._thread.activity
 
+    @property
+    def wait(self) -> tuple[str, str, float] | None:
+        """``TrainerThread.wait``."""
+        return self._thread.wait
+
     async def initialize(self, state_directory: str, step: int) -> None:
         """Start from the model or from a saved state. A learner that is at ``step`` or later keeps
         its state.
@@ -79,7 +84,7 @@ class Learner:
         Raises ``StateUnreadable``.
         """
         if state_directory and not (self.initialized and self.step >= step):
-            with self._thread.doing(f"loading the state of step {step}"):
+            with self._thread.doing("LOAD_STATE", f"loading the state of step {step}"):
                 await self._thread.run(lambda trainer: trainer.load_state(state_directory))
             self._steps.forget()
             if self.step != step:
@@ -102,7 +107,7 @@ class Learner:
             _require_step(trainer, step, "evaluate")
             return self._held_out.of(trainer)
 
-        with self._thread.doing(f"computing the loss of held-out rows after step {step}"):
+        with self._thread.doing("EVALUATE_LOSS", f"computing the loss of held-out rows after step {step}"):
             return await self._thread.run(evaluate)
 
     async def save(self, step: int, directory: str) -> tuple[list[SnapshotFile], str]:
@@ -114,7 +119,7 @@ class Learner:
             _require_step(trainer, step, "save")
             return [_described(root, path) for path in trainer.save_state(root)], trainer.weights_digest().root
 
-        with self._thread.doing(f"saving the state of step {step}"):
+        with self._thread.doing("SAVE_STATE", f"saving the state of step {step}"):
             files, digest = await self._thread.run(write)  # including the digest, before the next step changes the weights
             return files + (await self._base.stage(root) if self._base is not None else []), digest
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
@@ -11,6 +12,7 @@ import grpc
 
 from rollout.learner.v1 import learner_pb2 as pb
 from rollout.learner.v1.learner_pb2_grpc import LearnerWorkerServiceServicer
+from rollout.wait.v1.wait_pb2 import Wait
 from rollout_workers.learner.learner import Learner
 from rollout_workers.learner.payload import read_batch
 from rollout_workers.trainer.types import TrainSample
@@ -97,7 +99,24 @@ class LearnerServer(LearnerWorkerServiceServicer):
             activity=self._learner.activity,
             process_id=self._who.process,
             weights_digest=self._learner.weights.digest,
+            wait=self._wait(),
         )
+
+    def _wait(self) -> Wait | None:
+        """What the learner computes now."""
+        if self._learner.wait is None:
+            return None
+        reason, what, since = self._learner.wait
+        worker = self._who.worker
+        wait = Wait(
+            owner=worker,
+            reason=reason,
+            evidence=f"{worker} is {what}, for {time.time() - since:.0f} s",
+            fix=f"it ends by itself; see the output of the worker with `rollout logs worker {self._who.run} {worker}`",
+            subjects=[worker],
+        )
+        wait.since.FromMilliseconds(int(since * 1000))
+        return wait
 
     @contextmanager
     def _leaving_superseded(self) -> Iterator[None]:

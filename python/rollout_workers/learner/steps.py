@@ -87,11 +87,11 @@ class Steps:
                 + (f", made from batch {last.batch_id}" if last and last.step == batch.step else "")
             )
         began = time.perf_counter()
-        with self._thread.doing(f"reading the batch of step {batch.step}"):
+        with self._thread.doing("READ_BATCH", f"reading the batch of step {batch.step}"):
             samples = await read()
         read_seconds = time.perf_counter() - began
         progress = _throttled(asyncio.get_running_loop(), self._report_progress)
-        with self._thread.doing(f"training step {batch.step} on {len(samples)} samples"):
+        with self._thread.doing("TRAIN", f"training step {batch.step} on {len(samples)} samples"):
             result = await self._thread.run(lambda trainer: self._step(trainer, samples, batch.step, progress))
             result.metrics["time/read"] = read_seconds
             self._last = _LastStep(batch.step, batch.batch_id, result, finished=False)  # also if its weights can't be written

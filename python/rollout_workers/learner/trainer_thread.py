@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -22,7 +23,7 @@ class TrainerThread:
     def __init__(self, trainer: Trainer, executor: ThreadPoolExecutor) -> None:
         """executor: one thread, in which ``trainer`` was built. See ``start``."""
         self._trainer, self._executor = trainer, executor
-        self._activities: list[str] = []
+        self._activities: list[tuple[str, str, float]] = []  # reason, what, since when
         self._idle = "waiting for Initialize (learner-controller)"
 
     @classmethod
@@ -43,16 +44,23 @@ class TrainerThread:
     @property
     def activity(self) -> str:
         """What the learner does now, for its status."""
-        return self._activities[-1] if self._activities else self._idle
+        return self._activities[-1][1] if self._activities else self._idle
+
+    @property
+    def wait(self) -> tuple[str, str, float] | None:
+        """Reason, what the learner does now, and since when, in seconds since 1970; None if it is
+        idle."""
+        return self._activities[-1] if self._activities else None
 
     @contextlib.contextmanager
-    def doing(self, activity: str) -> Iterator[None]:
-        """Report ``activity`` inside the block."""
-        self._activities.append(activity)
+    def doing(self, reason: str, activity: str) -> Iterator[None]:
+        """Report ``activity`` inside the block. reason: as in ``Wait.reason``."""
+        entry = reason, activity, time.time()
+        self._activities.append(entry)
         try:
             yield
         finally:
-            self._activities.remove(activity)
+            self._activities.remove(entry)
 
     def ready_for_batches(self) -> None:
         """Report from now on that an idle learner waits for a batch."""

@@ -205,7 +205,8 @@ class Rewards:
         self._calls[call] = time.monotonic()
         try:
             rows = tuple(group.row_json for group in groups)
-            with self._open.open(Call("REWARD", self._name, rows, self._timeout, distinct(waiting.caller for waiting in batch))):
+            callers = distinct(waiting.caller for waiting in batch)
+            with self._open.open(Call("REWARD_CALL", self._name, rows, self._timeout, callers)):
                 scores = await self._source.call(groups, self._timeout)
         finally:
             del self._calls[call]

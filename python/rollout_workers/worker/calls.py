@@ -12,10 +12,12 @@ from opentelemetry.context import Context
 
 from rollout_workers.worker.telemetry import span
 
+_SPANS = {"REWARD_CALL": "reward", "TOOL_CALL": "tool call"}
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call. doing: ``REWARD`` or ``TOOL_CALL``. rows: the rows (JSON) of its samples. limit: in
+    """One call. doing: ``REWARD_CALL`` or ``TOOL_CALL``. rows: the rows (JSON) of its samples. limit: in
     seconds. callers: the distinct trace contexts in which it was asked for; none: the current one.
     since: seconds since 1970."""
 
@@ -39,7 +41,7 @@ class Calls:
         """The call is open until the context ends."""
         self._open[id(call)] = call
         try:
-            with span(call.doing.lower().replace("_", " "), call.callers, function=call.name):
+            with span(_SPANS[call.doing], call.callers, function=call.name):
                 yield
         finally:
             del self._open[id(call)]

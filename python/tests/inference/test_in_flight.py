@@ -10,7 +10,9 @@ import pytest
 from rollout.run.v1.run_pb2 import PromptGroup
 from rollout_workers.environments.limits import Limits
 from rollout_workers.inference.in_flight import InFlight
+from rollout_workers.inference.sampler import Refusal
 from rollout_workers.worker.calls import Call, Calls
+from rollout_workers.worker.spec import Identity
 from rollout_workers.worker.stream import WorkItem
 
 
@@ -23,6 +25,8 @@ class Parts:
     """The puller and the sampler of a worker with six groups."""
 
     def __init__(self) -> None:
+        self.generating = 3.0
+        self.refusal: Refusal | None = None
         self.items = [item(index, 10.0 * (6 - index)) for index in range(6)]
 
     def waiting_items(self) -> list[tuple[WorkItem, bool]]:
@@ -33,27 +37,70 @@ class Parts:
 
     def doing(self) -> dict[str, tuple[str, float]]:
         now = time.time()
-        return {"0/2/0": ("ENVIRONMENT", now - 30), "0/3/0": ("ENVIRONMENT", now - 29), "0/4/0": ("GENERATE", now - 3)}
+        return {
+            "0/2/0": ("ENVIRONMENT_STEP", now - 30),
+            "0/3/0": ("ENVIRONMENT_STEP", now - 29),
+            "0/4/0": ("GENERATE", now - self.generating),
+        }
 
     def unsent(self) -> dict[str, float]:
         return {"0/5/0": time.time() - 1}
 
+    def refused(self) -> Refusal | None:
+        return self.refusal
 
-def test_each_group_is_in_one_activity_and_the_longest_comes_first() -> None:
-    parts, calls = cast(Any, Parts()), Calls()
-    flight = InFlight(parts, parts, calls, Limits(name="game.py:Game", turns=True, turn_seconds=300))
-    with calls.open(Call("REWARD", "judge.py:judge", (b'{"row": 2}',), 60.0, since=time.time() - 25)):
-        found = flight.activities()
-    assert [(a.doing, a.name, a.limit_seconds, list(a.positions), a.groups) for a in found] == [
-        ("WEIGHTS", "", 0, [80], 1),
-        ("SLOT", "", 0, [81], 1),
-        ("ENVIRONMENT", "game.py:Game", 300, [83], 1),
-        ("REWARD", "judge.py:judge", 60, [82], 1),
-        ("GENERATE", "", 0, [84], 1),
-        ("PUBLISH", "", 0, [85], 1),
+
+def in_flight(parts: Any, calls: Calls, speed: float = 0.0) -> InFlight:
+    limits = Limits(name="game.py:Game", turns=True, turn_seconds=300)
+    who = Identity("run-1", "inference-2", "inference", 1)
+    return InFlight(who, parts, parts, calls, limits, speed=lambda: speed, version=lambda: 11)
+
+
+def test_each_group_is_in_one_wait_and_the_longest_comes_first() -> None:
+    calls = Calls()
+    flight = in_flight(cast(Any, Parts()), calls)
+    with calls.open(Call("REWARD_CALL", "judge.py:judge", (b'{"row": 2}',), 60.0, since=time.time() - 25)):
+        found = flight.waits()
+    assert [(w.reason, w.owner, w.limit_seconds, list(w.positions), w.groups) for w in found] == [
+        ("WEIGHTS", "learner-controller", 0, [80], 1),
+        ("SLOT", "inference-2", 0, [81], 1),
+        ("ENVIRONMENT_STEP", "game.py:Game", 300, [83], 1),
+        ("REWARD_CALL", "judge.py:judge", 60, [82], 1),
+        ("GENERATE", "inference-2", 0, [84], 1),
+        ("PUBLISH", "nats", 0, [85], 1),
     ]
+    assert [w.evidence for w in found] == [
+        "inference-2 has weights version 11 and waits for newer ones, for 60 s",
+        "the groups wait for a free slot of the engine, for 50 s",
+        "the environment game.py:Game has computed a step for 29 s of 5 min",
+        "the reward call to judge.py:judge has taken 25 s of 60 s",
+        "the engine has generated for 3 s, and made no token in the last seconds",
+        "the samples are finished, and NATS or the storage service has not accepted them for 1 s",
+    ]
+    assert all(w.fix and list(w.subjects) == ["inference-2"] for w in found)
     assert time.time() - found[3].since.ToMilliseconds() / 1000 == pytest.approx(25, abs=1)
-    assert [a.name for a in flight.activities() if a.doing == "ENVIRONMENT"] == ["game.py:Game"], "the call has returned"
+    steps = [list(w.positions) for w in flight.waits() if w.reason == "ENVIRONMENT_STEP"]
+    assert steps == [[82, 83]], "the call has returned"
+
+
+def test_a_slow_engine_and_a_hanging_one_differ() -> None:
+    parts = Parts()
+    parts.generating = 40.0
+    hanging, slow = (
+        next(w for w in in_flight(cast(Any, parts), Calls(), speed).waits() if w.reason == "GENERATE") for speed in (0.0, 31.0)
+    )
+    assert hanging.evidence.endswith("made no token in the last seconds") and "limits.stall_seconds" in hanging.fix
+    assert slow.evidence == "the engine has generated for 40 s, at 31 tokens a second" and "engine.workers" in slow.fix
+
+
+def test_a_full_disk_is_named_while_samples_are_refused() -> None:
+    parts = Parts()
+    parts.refusal = Refusal("storage: 10 MiB are free", time.time() - 20, full=True)
+    refused = in_flight(cast(Any, parts), Calls()).waits()[-1]
+    assert (refused.owner, refused.reason, refused.groups) == ("user", "DISK_FULL", 0)
+    assert refused.evidence == "the samples of inference-2 are not accepted, and sampled again: storage: 10 MiB are free"
+    parts.refusal = Refusal("the payload is not known", time.time(), full=False)
+    assert in_flight(cast(Any, parts), Calls()).waits()[-1].reason == "PUBLISH_REFUSED"
 
 
 def test_a_call_is_open_until_it_returns() -> None:

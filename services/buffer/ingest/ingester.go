@@ -18,6 +18,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
+	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 	"github.com/rollout-rl/rollout/services/buffer/ledger"
 	"github.com/rollout-rl/rollout/services/buffer/segment"
 )
@@ -30,8 +31,8 @@ type Ledger interface {
 
 // State publishes facts about the ingest with the state of the ledger.
 type State interface {
-	// SetStalled records why nothing is ingested, "" if it is. It reports whether that changed.
-	SetStalled(reason, message string) bool
+	// SetStalled records why nothing is ingested, nil if it is. It reports whether that changed.
+	SetStalled(stall *waitv1.Wait) bool
 	// CountSamples adds payloads to the average size of a sample.
 	CountSamples(samples int, bytes uint64)
 }

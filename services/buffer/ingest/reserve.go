@@ -7,6 +7,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/disk"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/libs/wait"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 )
 
@@ -45,10 +46,10 @@ func (s *space) wait(ctx context.Context, failed bool) {
 func (s *space) check(ctx context.Context, failed bool) string {
 	missing := s.reserve.Missing(0, "", failed)
 	switch {
-	case missing != "" && s.state.SetStalled(rpcerr.ReasonDiskFull, missing):
+	case missing != "" && s.state.SetStalled(wait.ForDisk(missing)):
 		s.log.WarnContext(ctx, "ingest is paused: the disk is full", "reason", missing)
 		s.reporter.Event(eventv1.Level_LEVEL_ERROR, rpcerr.ReasonDiskFull, "no samples are accepted: "+missing)
-	case missing == "" && s.state.SetStalled("", ""):
+	case missing == "" && s.state.SetStalled(nil):
 		s.log.InfoContext(ctx, "ingest continues: the disk has space again")
 		s.reporter.Event(eventv1.Level_LEVEL_INFO, "DISK_SPACE", "the disk has space again; ingest continues")
 	}

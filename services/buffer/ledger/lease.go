@@ -5,17 +5,18 @@ import (
 	"context"
 	"encoding/binary"
 	"fmt"
-	"strings"
 
 	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/libs/wait"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 )
 
 // Readiness tells whether a step can be leased.
 type Readiness struct {
-	Step    *Step  // the step, if it is leased or committed already
-	Due     bool   // Lease would lease the step, or dissolve stale groups
-	Waiting string // otherwise: what the step waits for and which component provides it
+	Step  *Step          // the step, if it is leased or committed already
+	Due   bool           // Lease would lease the step, or dissolve stale groups
+	Waits []*waitv1.Wait // otherwise: what the step waits for
 }
 
 // CheckReadiness looks at the groups of a step without changing anything: most calls find that
@@ -38,14 +39,14 @@ func CheckReadiness(ctx context.Context, r Reader, step uint64) (Readiness, erro
 			s.example = dissolved[0]
 		}
 	}
-	return Readiness{Due: s.full(l) || len(s.stale) > 0, Waiting: s.waiting(l, step)}, s.check(l, step)
+	return Readiness{Due: s.full(l) || len(s.stale) > 0, Waits: s.waits(l, step)}, s.check(l, step)
 }
 
 // LeaseResult is the batch of a step, or what it waits for.
 type LeaseResult struct {
 	Step    *Step // nil: not leased
 	Samples []Sample
-	Waiting string // what a step without a batch waits for
+	Waits   []*waitv1.Wait // what a step without a batch waits for
 }
 
 // Lease takes the groups of a step. If some are stale it dissolves them instead, and the step has
@@ -69,7 +70,7 @@ func Lease(ctx context.Context, tx Tx, step uint64) (LeaseResult, error) {
 		}
 	}
 	if !s.full(l) {
-		return LeaseResult{Waiting: s.waiting(l, step)}, tx.PutGroups(ctx, s.stale)
+		return LeaseResult{Waits: s.waits(l, step)}, tx.PutGroups(ctx, s.stale)
 	}
 	if err := s.check(l, step); err != nil {
 		return LeaseResult{}, err
@@ -191,12 +192,8 @@ func (l *Ledger) stale(g *Group, step uint64) bool {
 	return l.Config.GetReceipts() && g.MinVersion+uint64(l.Config.GetMaxStaleness()) < step-1
 }
 
-// ownerAgents owns the waits for groups that agents outside of the run sample. The scheduler knows
-// what they connect to.
-const ownerAgents = "agents"
-
-// waiting describes what a lease waits for and which component provides it.
-func (d *selection) waiting(l *Ledger, step uint64) string {
+// waits lists what a lease waits for.
+func (d *selection) waits(l *Ledger, step uint64) (waits []*waitv1.Wait) {
 	want := int(l.Config.GetGroupsPerStep())
 	dissolved := d.missing[Dissolved] + len(d.stale)
 	byPosition := l.Config.GetOrder() == bufferv1.LeaseOrder_LEASE_ORDER_POSITION
@@ -210,27 +207,29 @@ func (d *selection) waiting(l *Ledger, step uint64) string {
 	if byPosition {
 		sampling -= dissolved
 	}
-	var parts []string
+	add := func(owner, reason string, groups int, format string, args ...any) {
+		waits = append(waits, &waitv1.Wait{Owner: owner, Reason: reason, Groups: uint32(groups), Evidence: fmt.Sprintf(format, args...)})
+	}
 	if sampling > 0 {
-		owner := "inference workers"
+		owner, by := wait.Worker, "inference workers"
 		switch {
 		case !l.Config.GetReceipts(): // no weights sampled them
-			owner = "workers that read rows, or external producers"
+			owner, by = wait.Producers, "workers that read rows, or external producers"
 		case l.Config.GetExternal():
-			owner = ownerAgents
+			owner, by = wait.Agents, "agents"
 		}
-		parts = append(parts, fmt.Sprintf("%d of %d groups of step %d (%s)%s", sampling, want, step, owner, d.excludedSoFar(l)))
+		add(owner, wait.GroupsMissing, sampling, "%d of %d groups of step %d (%s)%s", sampling, want, step, by, d.excludedSoFar(l))
 	}
 	if dissolved > 0 {
-		parts = append(parts, fmt.Sprintf("the next attempt of %d dissolved groups (scheduler)%s", dissolved, d.describeExample(l)))
+		add("scheduler", wait.NextAttempt, dissolved, "the next attempt of %d dissolved groups (scheduler)%s", dissolved, d.describeExample(l))
 	}
 	if d.pending > 0 {
-		parts = append(parts, fmt.Sprintf("the digest of the weights that sampled %d groups (learner-controller)", d.pending))
+		add("learner-controller", wait.WeightsNotRecorded, d.pending, "the digest of the weights that sampled %d groups (learner-controller)", d.pending)
 	}
 	if l.Closed {
-		parts = append(parts, "the ledger to be opened again: ingest is stopped (scheduler)")
+		add("scheduler", wait.LedgerClosed, 0, "the ledger to be opened again: ingest is stopped (scheduler)")
 	}
-	return strings.Join(parts, "; ")
+	return waits
 }
 
 // describeExample names a dissolved group: an external producer puts it again with the next

@@ -18,6 +18,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/telemetry"
+	"github.com/rollout-rl/rollout/libs/wait"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
@@ -69,7 +71,7 @@ type Board interface {
 	Ledger() *bufferv1.LedgerState
 	SetLedger(l *bufferv1.LedgerState)
 	SetPosition(position, first, rows uint64)
-	WaitFor(what, why string)
+	WaitFor(what retry.Awaited, why string)
 	// Changes is closed at the next change.
 	Changes() <-chan struct{}
 }
@@ -157,14 +159,14 @@ func (i *Issuer) issue(ctx context.Context) error {
 	if i.Continues {
 		first, every = i.sweep, settleEvery
 	}
-	if err := i.Retry.Until(ctx, "the ledger's groups (buffer)", first); err != nil {
+	if err := i.Retry.Until(ctx, retry.Awaited{Owner: names.BufferService, What: "the ledger's groups (buffer)"}, first); err != nil {
 		return err
 	}
 	sweeps := time.NewTicker(every)
 	defer sweeps.Stop()
 	for {
 		changed := i.Board.Changes()
-		if err := i.Retry.Until(ctx, "publishing prompt groups (NATS, buffer)", i.act); err != nil {
+		if err := i.Retry.Until(ctx, retry.Awaited{Owner: wait.NATS, Also: names.BufferService, What: "publishing prompt groups (NATS, buffer)"}, i.act); err != nil {
 			return err
 		}
 		select {
@@ -172,7 +174,7 @@ func (i *Issuer) issue(ctx context.Context) error {
 			return nil
 		case <-changed:
 		case <-sweeps.C:
-			if err := i.Retry.Until(ctx, "the streams of the run (NATS, buffer)", i.sweep); err != nil {
+			if err := i.Retry.Until(ctx, retry.Awaited{Owner: wait.NATS, Also: names.BufferService, What: "the streams of the run (NATS, buffer)"}, i.sweep); err != nil {
 				return err
 			}
 			if len(i.unseen) == 0 && every != sweepEvery {
@@ -186,7 +188,7 @@ func (i *Issuer) issue(ctx context.Context) error {
 // watch puts the states of the ledger on the board, where act finds them. It reopens a broken
 // stream.
 func (i *Issuer) watch(ctx context.Context) error {
-	const what = "the ledger's changes (buffer)"
+	what := retry.Awaited{Owner: names.BufferService, What: "the ledger's changes (buffer)"}
 	return i.Retry.Follow(ctx, what, func(ctx context.Context) error {
 		stream, err := i.Buffer.WatchLedger(ctx, &bufferv1.WatchLedgerRequest{RunId: i.run.GetRunId()})
 		if err != nil {
@@ -272,7 +274,7 @@ func (i *Issuer) act(ctx context.Context) error {
 		if err := i.advance(ctx, to); err != nil {
 			return err
 		}
-		if err := i.Retry.Until(ctx, "publishing prompt groups (NATS)", func(ctx context.Context) error { return i.publish(ctx, items) }); err != nil {
+		if err := i.Retry.Until(ctx, retry.Awaited{Owner: wait.NATS, What: "publishing prompt groups (NATS)"}, func(ctx context.Context) error { return i.publish(ctx, items) }); err != nil {
 			return err
 		}
 	}
@@ -300,7 +302,7 @@ func (i *Issuer) limit(ledger *bufferv1.LedgerState, upto uint64) uint64 {
 	if within < upto {
 		why = fmt.Sprintf("no more groups of %d KiB are issued above %d MiB (limits.queue_bytes)", bytes>>10, most>>20)
 	}
-	i.Board.WaitFor("the learner to take samples (learner)", why)
+	i.Board.WaitFor(retry.Awaited{Owner: wait.Learner, What: "the learner to take samples (learner)"}, why)
 	return within
 }
 

@@ -29,7 +29,7 @@ type around struct {
 	Buffer
 	ledger *bufferv1.LedgerState
 	state  runv1.RunState
-	waits  map[string]string
+	waits  map[retry.Awaited]string
 	asked  []string
 	known  []*bufferv1.GroupRecord
 	lost   int // answers of ReissueGroups that do not arrive
@@ -103,13 +103,13 @@ func (a *around) SetLedger(l *bufferv1.LedgerState)  { a.ledger = l }
 func (a *around) SetPosition(uint64, uint64, uint64) {}
 func (a *around) Changes() <-chan struct{}           { return nil }
 
-func (a *around) WaitFor(what, why string) {
+func (a *around) WaitFor(what retry.Awaited, why string) {
 	if a.waits[what] = why; why == "" {
 		delete(a.waits, what)
 	}
 }
 
-func (a *around) blocked(what string, why error) {
+func (a *around) blocked(what retry.Awaited, why error) {
 	text := ""
 	if why != nil {
 		text = rpcerr.Text(why)
@@ -125,7 +125,7 @@ func bench(t *testing.T, position uint64, state runv1.RunState, ledger *bufferv1
 	if err := os.WriteFile(path, text, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	a := &around{known: known, ledger: ledger, state: state, waits: map[string]string{}}
+	a := &around{known: known, ledger: ledger, state: state, waits: map[retry.Awaited]string{}}
 	attempts := uint32(2)
 	run := &runv1.Run{RunId: "run-1", Incarnation: 1, Plan: &planv1.Plan{Config: &configv1.RunConfig{
 		Limits: &configv1.LimitsConfig{GroupAttempts: &attempts},

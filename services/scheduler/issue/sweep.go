@@ -27,7 +27,7 @@ func (i *Issuer) sweep(ctx context.Context) error {
 	}
 	state, err := i.Stream.InspectRun(ctx, i.run.GetRunId())
 	if err != nil {
-		return wait(err)
+		return repeated(err)
 	}
 	if len(state.Missing) > 0 {
 		if err := i.restore(ctx, strings.Join(state.Missing, ", ")); err != nil {
@@ -86,7 +86,7 @@ func (i *Issuer) issues() bool {
 // restore creates the missing streams and consumers of the run.
 func (i *Issuer) restore(ctx context.Context, missing string) error {
 	if err := i.Stream.EnsureRun(ctx, i.run.GetRunId()); err != nil {
-		return wait(err)
+		return repeated(err)
 	}
 	i.Log.WarnContext(ctx, "streams of the run were missing and are created again", telemetry.AttrRun, i.run.GetRunId(), "missing", missing)
 	i.Emit(&eventv1.Event{
@@ -106,8 +106,8 @@ func (i *Issuer) ensure(ctx context.Context, err error) error {
 	return bus.ErrUnavailable.Wrap(err)
 }
 
-// wait makes an error of the servers that ends when their nodes are back a transient one.
-func wait(err error) error {
+// repeated makes an error of the servers that ends when their nodes are back a transient one.
+func repeated(err error) error {
 	if errors.Is(err, bus.ErrReplicas) || errors.Is(err, bus.ErrNoStream) {
 		return bus.ErrUnavailable.Wrap(err)
 	}

@@ -147,7 +147,7 @@ func courierOf(t *testing.T) (*Issuer, *courier) {
 	t.Cleanup(b.Close)
 	c := &courier{
 		t: t, bus: b, run: id.NewRun(time.Now()), arrived: map[uint64]int{}, complete: make(chan struct{}),
-		around: &around{state: running, ledger: &bufferv1.LedgerState{}, waits: map[string]string{}},
+		around: &around{state: running, ledger: &bufferv1.LedgerState{}, waits: map[retry.Awaited]string{}},
 	}
 	if err := b.EnsureRun(t.Context(), c.run); err != nil {
 		t.Fatal(err)

@@ -19,10 +19,16 @@ import (
 // slow is how long a call may take before it counts as a wait.
 const slow = 2 * time.Second
 
+// Awaited is what a run waits for. Owner: the service or dependency whose answer ends the wait;
+// Also: another one that it may be; empty: none. What: for people, with the owner in parentheses.
+type Awaited struct {
+	Owner, Also, What string
+}
+
 // Retrier repeats the calls of one run. Safe for concurrent use.
 type Retrier struct {
 	run  string
-	show func(what string, why error)
+	show func(what Awaited, why error)
 	log  *slog.Logger
 }
 
@@ -31,13 +37,13 @@ var errSlow = errors.New("no answer yet")
 
 // New makes a Retrier. show is called with what the run waits for and why; a nil error ends that
 // wait.
-func New(run string, show func(what string, why error), log *slog.Logger) Retrier {
+func New(run string, show func(what Awaited, why error), log *slog.Logger) Retrier {
 	return Retrier{run: run, show: show, log: log}
 }
 
 // Until repeats a call with backoff while it fails with a transient error. It returns nil, the
 // permanent error, or the error of ctx.
-func (r Retrier) Until(ctx context.Context, what string, call func(context.Context) error) error {
+func (r Retrier) Until(ctx context.Context, what Awaited, call func(context.Context) error) error {
 	delay := 50 * time.Millisecond
 	warned := false
 	for {
@@ -50,10 +56,10 @@ func (r Retrier) Until(ctx context.Context, what string, call func(context.Conte
 		}
 		r.show(what, err)
 		if rpcerr.Code(err) == codes.ResourceExhausted && !warned { // an operator has to free space
-			r.log.WarnContext(ctx, "the run waits for space", telemetry.AttrRun, r.run, "for", what, "reason", rpcerr.Reason(err), "fix", rpcerr.Fix(err))
+			r.log.WarnContext(ctx, "the run waits for space", telemetry.AttrRun, r.run, "for", what.What, "reason", rpcerr.Reason(err), "fix", rpcerr.Fix(err))
 			warned = true
 		}
-		r.log.DebugContext(ctx, "waiting", telemetry.AttrRun, r.run, "for", what, "error", err)
+		r.log.DebugContext(ctx, "waiting", telemetry.AttrRun, r.run, "for", what.What, "error", err)
 		if err := Sleep(ctx, delay); err != nil {
 			return err
 		}
@@ -63,7 +69,7 @@ func (r Retrier) Until(ctx context.Context, what string, call func(context.Conte
 
 // Follow repeats a call that reads a stream until ctx ends (nil) or the call fails with a permanent
 // error.
-func (r Retrier) Follow(ctx context.Context, what string, call func(context.Context) error) error {
+func (r Retrier) Follow(ctx context.Context, what Awaited, call func(context.Context) error) error {
 	for {
 		err := EndOfStream(call(ctx))
 		if ctx.Err() != nil {
@@ -83,7 +89,7 @@ func (r Retrier) Follow(ctx context.Context, what string, call func(context.Cont
 
 // showSlow shows a wait if the call has not returned in time. The caller calls the returned
 // function when it has.
-func (r Retrier) showSlow(what string) func() {
+func (r Retrier) showSlow(what Awaited) func() {
 	var mu sync.Mutex
 	returned := false
 	timer := time.AfterFunc(slow, func() {

@@ -17,6 +17,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/record"
 	"github.com/rollout-rl/rollout/libs/exit"
 	"github.com/rollout-rl/rollout/libs/explain"
+	"github.com/rollout-rl/rollout/libs/wait"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -27,6 +28,7 @@ import (
 const (
 	answerTimeout = 6 * time.Second // of one service; the scheduler waits up to 2.5 s for the workers
 	mostMissing   = 1000
+	mostFailed    = 16
 	logLines      = 8
 	logBytes      = 16 << 10
 )
@@ -69,7 +71,7 @@ func (c *collector) collect(ctx context.Context) (explain.State, error) {
 		c.services(ctx, services.Client, &s)
 	}
 	if running && c.runID != "" && !explain.Ended(s) {
-		s.Missing, err = c.missing(ctx, services.Client)
+		s.Missing, err = c.missing(ctx, services.Client, s.Status)
 		_ = missed("buffer", err) // another error is of a run whose ledger is not open yet
 	}
 	if c.runID != "" && c.events > 0 {
@@ -97,14 +99,21 @@ func (c *collector) ask(ctx context.Context, from *client.Client) (*runv1.RunSta
 	return got.GetStatus(), err
 }
 
-// missing returns the groups that have not arrived completely.
-func (c *collector) missing(ctx context.Context, from *client.Client) ([]*bufferv1.GroupRecord, error) {
+// missing returns the groups that were issued and lack samples, those of which the buffer has
+// nothing included, and some of those that failed.
+func (c *collector) missing(ctx context.Context, from *client.Client, status *runv1.RunStatus) ([]*bufferv1.GroupRecord, error) {
 	ctx, cancel := context.WithTimeout(ctx, answerTimeout)
 	defer cancel()
-	got, err := from.Buffer.ListGroups(ctx, &bufferv1.ListGroupsRequest{
-		RunId: c.runID, Limit: mostMissing, States: []bufferv1.GroupState{bufferv1.GroupState_GROUP_STATE_OPEN, bufferv1.GroupState_GROUP_STATE_DISSOLVED},
+	open, err := from.Buffer.ListIncompleteGroups(ctx, &bufferv1.ListIncompleteGroupsRequest{
+		RunId: c.runID, EndPosition: status.GetCursor().GetPosition(), Limit: mostMissing,
 	})
-	return got.GetGroups(), err
+	if err != nil || !slices.ContainsFunc(status.GetWaits(), func(w *waitv1.Wait) bool { return w.GetReason() == wait.NextAttempt }) {
+		return open.GetGroups(), err
+	}
+	failed, err := from.Buffer.ListGroups(ctx, &bufferv1.ListGroupsRequest{
+		RunId: c.runID, Limit: mostFailed, States: []bufferv1.GroupState{bufferv1.GroupState_GROUP_STATE_DISSOLVED},
+	})
+	return append(open.GetGroups(), failed.GetGroups()...), err
 }
 
 func (c *collector) lastEvents(ctx context.Context) ([]*eventv1.Event, error) {

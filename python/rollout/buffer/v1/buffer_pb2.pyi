@@ -12,6 +12,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from rollout.fence.v1 import fence_pb2 as _fence_pb2
 from rollout.trajectory.v1 import trajectory_pb2 as _trajectory_pb2
+from rollout.wait.v1 import wait_pb2 as _wait_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -561,12 +562,11 @@ class LedgerState(_message.Message):
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
     INFRA_FAILED_FIELD_NUMBER: _builtins.int
-    STALLED_REASON_FIELD_NUMBER: _builtins.int
-    STALLED_MESSAGE_FIELD_NUMBER: _builtins.int
     SAMPLE_BYTES_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
     LINEAGE_FIELD_NUMBER: _builtins.int
+    STALL_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Last committed step; 0 before the first."""
     open: _builtins.int
@@ -591,12 +591,6 @@ class LedgerState(_message.Message):
     """Version of the newest recorded weights."""
     infra_failed: _builtins.int
     """Samples that failed because of infrastructure."""
-    stalled_reason: _builtins.str
-    """Why nothing is ingested, e.g. DISK_FULL; empty otherwise. Ingest continues by itself when the
-    cause is gone.
-    """
-    stalled_message: _builtins.str
-    """The same as a sentence, with the fix."""
     sample_bytes: _builtins.int
     """Average payload size of the last samples in bytes; 0 if none arrived since the buffer started."""
     skipped: _builtins.int
@@ -612,6 +606,12 @@ class LedgerState(_message.Message):
         """Samples that failed because of infrastructure, by the reason of INFRA_FAILED, since the ledger
         was created. Reasons after the first 64 are counted as OTHER. Failures that were recorded
         before this field existed are in `infra_failed` alone.
+        """
+
+    @_builtins.property
+    def stall(self) -> _wait_pb2.Wait:
+        """Why nothing is ingested, e.g. DISK_FULL; absent otherwise. Ingest continues by itself when the
+        cause is gone.
         """
 
     def __init__(
@@ -630,16 +630,15 @@ class LedgerState(_message.Message):
         weights_digest: _builtins.str = ...,
         weights_version: _builtins.int = ...,
         infra_failed: _builtins.int = ...,
-        stalled_reason: _builtins.str = ...,
-        stalled_message: _builtins.str = ...,
         sample_bytes: _builtins.int = ...,
         skipped: _builtins.int = ...,
         failures: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         lineage: _builtins.int = ...,
+        stall: _wait_pb2.Wait | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stall", b"stall"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumed", b"consumed", "dissolved", b"dissolved", "duplicates", b"duplicates", "excluded", b"excluded", "failures", b"failures", "infra_failed", b"infra_failed", "leased", b"leased", "lineage", b"lineage", "open", b"open", "ready", b"ready", "refused", b"refused", "sample_bytes", b"sample_bytes", "samples", b"samples", "skipped", b"skipped", "stalled_message", b"stalled_message", "stalled_reason", b"stalled_reason", "step", b"step", "weights_digest", b"weights_digest", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumed", b"consumed", "dissolved", b"dissolved", "duplicates", b"duplicates", "excluded", b"excluded", "failures", b"failures", "infra_failed", b"infra_failed", "leased", b"leased", "lineage", b"lineage", "open", b"open", "ready", b"ready", "refused", b"refused", "sample_bytes", b"sample_bytes", "samples", b"samples", "skipped", b"skipped", "stall", b"stall", "step", b"step", "weights_digest", b"weights_digest", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1061,24 +1060,26 @@ class LeaseBatchResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     BATCH_FIELD_NUMBER: _builtins.int
-    WAITING_FOR_FIELD_NUMBER: _builtins.int
-    waiting_for: _builtins.str
-    """What it waits for and the component that provides it, for example "3 of 32 groups of step 7
-    (inference workers)".
-    """
+    WAITS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def batch(self) -> Global___Batch:
         """The batch; absent if it is not ready."""
+
+    @_builtins.property
+    def waits(self) -> _containers.RepeatedCompositeFieldContainer[_wait_pb2.Wait]:
+        """What it waits for: GROUPS_MISSING (owned by `worker`, `agents`, or `producers`), NEXT_ATTEMPT,
+        WEIGHTS_NOT_RECORDED, LEDGER_CLOSED.
+        """
 
     def __init__(
         self,
         *,
         batch: Global___Batch | None = ...,
-        waiting_for: _builtins.str = ...,
+        waits: _abc.Iterable[_wait_pb2.Wait] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -75,7 +75,7 @@ class Consumer:
         request = pb.LeaseBatchRequest(run_id=self._run, step=step, wait_seconds=wait_seconds)
         answer = call(self._stub.LeaseBatch, request, self._metadata)
         if not answer.HasField("batch"):
-            raise NotReady(f"step {step} waits for {answer.waiting_for}")
+            raise NotReady(f"step {step} waits for {'; '.join(wait.evidence for wait in answer.waits)}")
         batch: pb.Batch = answer.batch
         groups: dict[tuple[int, int], list[Sample]] = {}
         for ref, payload in zip(batch.samples, self._read(batch), strict=True):

@@ -13,6 +13,7 @@ from google.protobuf.internal import containers as _containers
 from rollout.inference.v1 import inference_pb2 as _inference_pb2
 from rollout.session.v1 import session_pb2 as _session_pb2
 from rollout.trajectory.v1 import trajectory_pb2 as _trajectory_pb2
+from rollout.wait.v1 import wait_pb2 as _wait_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -23,6 +24,54 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+@_typing.final
+class ListWaitsRequest(_message.Message):
+    """ListWaitsRequest names a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListWaitsRequest: _TypeAlias = ListWaitsRequest  # noqa: Y015
+
+@_typing.final
+class ListWaitsResponse(_message.Message):
+    """ListWaitsResponse is the waits."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAITS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def waits(self) -> _containers.RepeatedCompositeFieldContainer[_wait_pb2.Wait]:
+        """WORKERS_MISSING, WEIGHTS, WORKERS_FAILED, SLOT: requests wait for a worker. SESSIONS_OPEN: agents
+        have the sessions of these groups. NO_AGENT: no agent asks for prompts.
+        """
+
+    def __init__(
+        self,
+        *,
+        waits: _abc.Iterable[_wait_pb2.Wait] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["waits", b"waits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListWaitsResponse: _TypeAlias = ListWaitsResponse  # noqa: Y015
 
 @_typing.final
 class DeleteRunRequest(_message.Message):

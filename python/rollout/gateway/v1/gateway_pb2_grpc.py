@@ -60,6 +60,11 @@ class RolloutGatewayServiceStub:
                 request_serializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.CloseSessionRequest.SerializeToString,
                 response_deserializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.CloseSessionResponse.FromString,
                 _registered_method=True)
+        self.ListWaits = channel.unary_unary(
+                '/rollout.gateway.v1.RolloutGatewayService/ListWaits',
+                request_serializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.ListWaitsRequest.SerializeToString,
+                response_deserializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.ListWaitsResponse.FromString,
+                _registered_method=True)
         self.DeleteRun = channel.unary_unary(
                 '/rollout.gateway.v1.RolloutGatewayService/DeleteRun',
                 request_serializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.DeleteRunRequest.SerializeToString,
@@ -113,6 +118,13 @@ class RolloutGatewayServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListWaits(self, request, context):
+        """ListWaits returns what the requests and the agents of a run wait for at this gateway.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteRun(self, request, context):
         """DeleteRun deletes the sessions of a run with their stored responses. Idempotent, also for
         unknown runs.
@@ -148,6 +160,11 @@ def add_RolloutGatewayServiceServicer_to_server(servicer, server):
                     servicer.CloseSession,
                     request_deserializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.CloseSessionRequest.FromString,
                     response_serializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.CloseSessionResponse.SerializeToString,
+            ),
+            'ListWaits': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListWaits,
+                    request_deserializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.ListWaitsRequest.FromString,
+                    response_serializer=rollout_dot_gateway_dot_v1_dot_gateway__pb2.ListWaitsResponse.SerializeToString,
             ),
             'DeleteRun': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteRun,
@@ -291,6 +308,33 @@ class RolloutGatewayService:
             '/rollout.gateway.v1.RolloutGatewayService/CloseSession',
             rollout_dot_gateway_dot_v1_dot_gateway__pb2.CloseSessionRequest.SerializeToString,
             rollout_dot_gateway_dot_v1_dot_gateway__pb2.CloseSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListWaits(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.gateway.v1.RolloutGatewayService/ListWaits',
+            rollout_dot_gateway_dot_v1_dot_gateway__pb2.ListWaitsRequest.SerializeToString,
+            rollout_dot_gateway_dot_v1_dot_gateway__pb2.ListWaitsResponse.FromString,
             options,
             channel_credentials,
             insecure,

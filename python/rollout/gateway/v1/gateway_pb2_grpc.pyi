@@ -55,6 +55,8 @@ class RolloutGatewayServiceStub:
     run. Idempotent; another reward or outcome than before is refused with reason SESSION_CLOSED.
     UNAVAILABLE, reason RUN_TAKES_NO_SAMPLES, while the run ends or is paused: the end is recorded.
     """
+    ListWaits: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ListWaitsRequest, _gateway_pb2.ListWaitsResponse]
+    """ListWaits returns what the requests and the agents of a run wait for at this gateway."""
     DeleteRun: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.DeleteRunRequest, _gateway_pb2.DeleteRunResponse]
     """DeleteRun deletes the sessions of a run with their stored responses. Idempotent, also for
     unknown runs.
@@ -85,6 +87,8 @@ class RolloutGatewayServiceAsyncStub(RolloutGatewayServiceStub):
     run. Idempotent; another reward or outcome than before is refused with reason SESSION_CLOSED.
     UNAVAILABLE, reason RUN_TAKES_NO_SAMPLES, while the run ends or is paused: the end is recorded.
     """
+    ListWaits: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ListWaitsRequest, _gateway_pb2.ListWaitsResponse]  # type: ignore[assignment]
+    """ListWaits returns what the requests and the agents of a run wait for at this gateway."""
     DeleteRun: _aio.UnaryUnaryMultiCallable[_gateway_pb2.DeleteRunRequest, _gateway_pb2.DeleteRunResponse]  # type: ignore[assignment]
     """DeleteRun deletes the sessions of a run with their stored responses. Idempotent, also for
     unknown runs.
@@ -142,6 +146,14 @@ class RolloutGatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         run. Idempotent; another reward or outcome than before is refused with reason SESSION_CLOSED.
         UNAVAILABLE, reason RUN_TAKES_NO_SAMPLES, while the run ends or is paused: the end is recorded.
         """
+
+    @_abc_1.abstractmethod
+    def ListWaits(
+        self,
+        request: _gateway_pb2.ListWaitsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.ListWaitsResponse, _abc.Awaitable[_gateway_pb2.ListWaitsResponse]]:
+        """ListWaits returns what the requests and the agents of a run wait for at this gateway."""
 
     @_abc_1.abstractmethod
     def DeleteRun(

@@ -1439,7 +1439,7 @@ class GetInferenceStatusRequest(_message.Message):
 
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     in_flight: _builtins.bool
-    """Whether to return `in_flight`."""
+    """Whether to return `waits`."""
     def __init__(
         self,
         *,
@@ -1476,7 +1476,7 @@ class GetInferenceStatusResponse(_message.Message):
     STAGED_VERSION_FIELD_NUMBER: _builtins.int
     RESERVED_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
-    IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    WAITS_FIELD_NUMBER: _builtins.int
     active: _builtins.int
     """Slots in use."""
     slots: _builtins.int
@@ -1516,8 +1516,10 @@ class GetInferenceStatusResponse(_message.Message):
         """Weights version and digest of each engine of the worker."""
 
     @_builtins.property
-    def in_flight(self) -> _containers.RepeatedCompositeFieldContainer[_wait_pb2.Activity]:
-        """If requested: what the worker does now for its groups, the longest first."""
+    def waits(self) -> _containers.RepeatedCompositeFieldContainer[_wait_pb2.Wait]:
+        """If requested: what the groups of the worker wait for, the longest first, and why it samples
+        nothing, e.g. ENGINE_PAUSED.
+        """
 
     def __init__(
         self,
@@ -1539,11 +1541,11 @@ class GetInferenceStatusResponse(_message.Message):
         staged_version: _builtins.int | None = ...,
         reserved: _builtins.bool = ...,
         paused: _builtins.bool = ...,
-        in_flight: _abc.Iterable[_wait_pb2.Activity] | None = ...,
+        waits: _abc.Iterable[_wait_pb2.Wait] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_staged_version", b"_staged_version", "receipt", b"receipt", "staged_version", b"staged_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_staged_version", b"_staged_version", "active", b"active", "activity", b"activity", "engines", b"engines", "in_flight", b"in_flight", "max_model_len", b"max_model_len", "model", b"model", "paused", b"paused", "process_id", b"process_id", "queued", b"queued", "receipt", b"receipt", "reserved", b"reserved", "reward_retries", b"reward_retries", "samples", b"samples", "samples_per_second", b"samples_per_second", "slots", b"slots", "staged_version", b"staged_version", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_staged_version", b"_staged_version", "active", b"active", "activity", b"activity", "engines", b"engines", "max_model_len", b"max_model_len", "model", b"model", "paused", b"paused", "process_id", b"process_id", "queued", b"queued", "receipt", b"receipt", "reserved", b"reserved", "reward_retries", b"reward_retries", "samples", b"samples", "samples_per_second", b"samples_per_second", "slots", b"slots", "staged_version", b"staged_version", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__staged_version: _TypeAlias = _typing.Literal["staged_version"]  # noqa: Y015
     _WhichOneofArgType__staged_version: _TypeAlias = _typing.Literal["_staged_version", b"_staged_version"]  # noqa: Y015

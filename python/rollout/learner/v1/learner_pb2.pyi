@@ -106,11 +106,11 @@ class Progress(_message.Message):
     PHASE_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     TOTAL_STEPS_FIELD_NUMBER: _builtins.int
-    WAITING_FOR_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
     LAGGING_FIELD_NUMBER: _builtins.int
+    WAITS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     phase: Global___Phase.ValueType
@@ -119,8 +119,6 @@ class Progress(_message.Message):
     """Last committed step."""
     total_steps: _builtins.int
     """Number of steps of the run."""
-    waiting_for: _builtins.str
-    """What the run waits for and the owner of the wait, as text."""
     message: _builtins.str
     """Why the run failed, as text."""
     @_builtins.property
@@ -139,6 +137,12 @@ class Progress(_message.Message):
         by itself.
         """
 
+    @_builtins.property
+    def waits(self) -> _containers.RepeatedCompositeFieldContainer[_wait_pb2.Wait]:
+        """What the run waits for in this phase. Those without a reason of their own have the name of the
+        phase.
+        """
+
     def __init__(
         self,
         *,
@@ -146,15 +150,15 @@ class Progress(_message.Message):
         phase: Global___Phase.ValueType = ...,
         step: _builtins.int = ...,
         total_steps: _builtins.int = ...,
-        waiting_for: _builtins.str = ...,
         weights: _weights_pb2.WeightsManifest | None = ...,
         message: _builtins.str = ...,
         wait: _wait_pb2.Wait | None = ...,
         lagging: _abc.Iterable[Global___LaggingWorker] | None = ...,
+        waits: _abc.Iterable[_wait_pb2.Wait] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["wait", b"wait", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lagging", b"lagging", "message", b"message", "phase", b"phase", "run_id", b"run_id", "step", b"step", "total_steps", b"total_steps", "wait", b"wait", "waiting_for", b"waiting_for", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lagging", b"lagging", "message", b"message", "phase", b"phase", "run_id", b"run_id", "step", b"step", "total_steps", b"total_steps", "wait", b"wait", "waits", b"waits", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -169,22 +173,26 @@ class LaggingWorker(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """`inference-<number>`."""
     version: _builtins.int
     """Weights version that it could not load."""
     message: _builtins.str
     """Why, as text."""
+    reason: _builtins.str
+    """Reason of the error, e.g. DISK_FULL; empty if it has none."""
     def __init__(
         self,
         *,
         worker_id: _builtins.str = ...,
         version: _builtins.int = ...,
         message: _builtins.str = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reason", b"reason", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1118,6 +1126,7 @@ class GetLearnerStatusResponse(_message.Message):
     ACTIVITY_FIELD_NUMBER: _builtins.int
     PROCESS_ID_FIELD_NUMBER: _builtins.int
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Step of its state."""
     initialized: _builtins.bool
@@ -1128,6 +1137,10 @@ class GetLearnerStatusResponse(_message.Message):
     """Random number of the process, which differs after a restart."""
     weights_digest: _builtins.str
     """Digest of its weights."""
+    @_builtins.property
+    def wait(self) -> _wait_pb2.Wait:
+        """What it computes; absent if it is idle."""
+
     def __init__(
         self,
         *,
@@ -1136,10 +1149,11 @@ class GetLearnerStatusResponse(_message.Message):
         activity: _builtins.str = ...,
         process_id: _builtins.str = ...,
         weights_digest: _builtins.str = ...,
+        wait: _wait_pb2.Wait | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "initialized", b"initialized", "process_id", b"process_id", "step", b"step", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "initialized", b"initialized", "process_id", b"process_id", "step", b"step", "wait", b"wait", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -304,7 +304,6 @@ class Worker(_message.Message):
     TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     PROCESS_ID_FIELD_NUMBER: _builtins.int
     RESERVED_FIELD_NUMBER: _builtins.int
-    IN_FLIGHT_FIELD_NUMBER: _builtins.int
     WAITS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """`<kind>-<number>`, e.g. `inference-0`."""
@@ -331,12 +330,10 @@ class Worker(_message.Message):
     reserved: _builtins.bool
     """Whether it is reserved for evaluations (eval.workers)."""
     @_builtins.property
-    def in_flight(self) -> _containers.RepeatedCompositeFieldContainer[_wait_pb2.Activity]:
-        """If requested: what it does now for its groups, the longest first; inference workers only."""
-
-    @_builtins.property
     def waits(self) -> _containers.RepeatedCompositeFieldContainer[_wait_pb2.Wait]:
-        """If requested: why it does nothing, e.g. that its process is stopped."""
+        """If requested: what its groups wait for, the longest first, what it computes, and why it does
+        nothing, e.g. that its process is stopped.
+        """
 
     def __init__(
         self,
@@ -353,12 +350,11 @@ class Worker(_message.Message):
         tokens_per_second: _builtins.float = ...,
         process_id: _builtins.str = ...,
         reserved: _builtins.bool = ...,
-        in_flight: _abc.Iterable[_wait_pb2.Activity] | None = ...,
         waits: _abc.Iterable[_wait_pb2.Wait] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "address", b"address", "healthy", b"healthy", "in_flight", b"in_flight", "kind", b"kind", "pid", b"pid", "process_id", b"process_id", "reserved", b"reserved", "restarts", b"restarts", "samples_per_second", b"samples_per_second", "tokens_per_second", b"tokens_per_second", "waits", b"waits", "weights_version", b"weights_version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "address", b"address", "healthy", b"healthy", "kind", b"kind", "pid", b"pid", "process_id", b"process_id", "reserved", b"reserved", "restarts", b"restarts", "samples_per_second", b"samples_per_second", "tokens_per_second", b"tokens_per_second", "waits", b"waits", "weights_version", b"weights_version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -776,7 +772,9 @@ class GetRunRequest(_message.Message):
     run_id: _builtins.str
     """Run id, or a unique prefix of it, or a name (then the newest run of it)."""
     in_flight: _builtins.bool
-    """Whether to ask every worker what it does now (Worker.in_flight, Worker.waits)."""
+    """Whether to ask every worker and gateway what it waits for now (Worker.waits, and more
+    RunStatus.waits).
+    """
     def __init__(
         self,
         *,

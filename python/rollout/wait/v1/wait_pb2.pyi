@@ -31,17 +31,37 @@ class Wait(_message.Message):
     SINCE_FIELD_NUMBER: _builtins.int
     EVIDENCE_FIELD_NUMBER: _builtins.int
     FIX_FIELD_NUMBER: _builtins.int
+    SUBJECTS_FIELD_NUMBER: _builtins.int
+    LIMIT_SECONDS_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     owner: _builtins.str
-    """Who can end the wait: `user`, the name of a service, `worker`, or a dependency such as `nats`."""
+    """Who can end the wait: `user`, `agents`, the name of a service or a worker, a dependency such as
+    `nats`, or the reward, tool, or environment that computes.
+    """
     reason: _builtins.str
     """Machine-readable reason, e.g. WORKER_LOADING or EXPLODING_GRADIENT."""
     evidence: _builtins.str
     """What was observed, one line for people, e.g. `inference-0 to load the model (worker process)`."""
     fix: _builtins.str
     """What the owner can do, e.g. `rollout runs resume run-01..`; empty if the wait ends by itself."""
+    limit_seconds: _builtins.float
+    """Longest duration, in seconds, after which the call that is waited for is ended; 0: no limit."""
+    groups: _builtins.int
+    """Number of groups that wait; 0: the wait is not for groups."""
     @_builtins.property
     def since(self) -> _timestamp_pb2.Timestamp:
         """When this wait began, UTC."""
+
+    @_builtins.property
+    def subjects(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Services and workers that the wait is for, at most 32."""
+
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Positions of the prompts whose groups wait, at most 32 of them, ascending
+        (PromptGroup.position).
+        """
 
     def __init__(
         self,
@@ -51,62 +71,18 @@ class Wait(_message.Message):
         since: _timestamp_pb2.Timestamp | None = ...,
         evidence: _builtins.str = ...,
         fix: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evidence", b"evidence", "fix", b"fix", "owner", b"owner", "reason", b"reason", "since", b"since"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Wait: _TypeAlias = Wait  # noqa: Y015
-
-@_typing.final
-class Activity(_message.Message):
-    """Activity is what a worker does now for some of its groups."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    DOING_FIELD_NUMBER: _builtins.int
-    NAME_FIELD_NUMBER: _builtins.int
-    SINCE_FIELD_NUMBER: _builtins.int
-    LIMIT_SECONDS_FIELD_NUMBER: _builtins.int
-    POSITIONS_FIELD_NUMBER: _builtins.int
-    GROUPS_FIELD_NUMBER: _builtins.int
-    doing: _builtins.str
-    """`GENERATE`, `TOOL_CALL`, `ENVIRONMENT`, `REWARD`, `PUBLISH`, or a wait: `WEIGHTS` for newer
-    weights, `SLOT` for a free slot of the engine.
-    """
-    name: _builtins.str
-    """Name of the tool, the environment, or the reward; empty for the others."""
-    limit_seconds: _builtins.float
-    """Longest duration, in seconds; 0: no limit."""
-    groups: _builtins.int
-    """Number of groups."""
-    @_builtins.property
-    def since(self) -> _timestamp_pb2.Timestamp:
-        """Since when the first of the groups is in it, UTC."""
-
-    @_builtins.property
-    def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Positions of the prompts, at most 32 of them, ascending (PromptGroup.position)."""
-
-    def __init__(
-        self,
-        *,
-        doing: _builtins.str = ...,
-        name: _builtins.str = ...,
-        since: _timestamp_pb2.Timestamp | None = ...,
+        subjects: _abc.Iterable[_builtins.str] | None = ...,
         limit_seconds: _builtins.float = ...,
         positions: _abc.Iterable[_builtins.int] | None = ...,
         groups: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["doing", b"doing", "groups", b"groups", "limit_seconds", b"limit_seconds", "name", b"name", "positions", b"positions", "since", b"since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evidence", b"evidence", "fix", b"fix", "groups", b"groups", "limit_seconds", b"limit_seconds", "owner", b"owner", "positions", b"positions", "reason", b"reason", "since", b"since", "subjects", b"subjects"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Activity: _TypeAlias = Activity  # noqa: Y015
+Global___Wait: _TypeAlias = Wait  # noqa: Y015
 
 @_typing.final
 class Explanation(_message.Message):

@@ -11,8 +11,9 @@ package bufferv1
 
 import (
 	_ "buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
-	v11 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
+	v12 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	v1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
+	v11 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
 	reflect "reflect"
@@ -1038,11 +1039,6 @@ type LedgerState struct {
 	WeightsVersion uint64 `protobuf:"varint,12,opt,name=weights_version,json=weightsVersion,proto3" json:"weights_version,omitempty"`
 	// Samples that failed because of infrastructure.
 	InfraFailed uint64 `protobuf:"varint,13,opt,name=infra_failed,json=infraFailed,proto3" json:"infra_failed,omitempty"`
-	// Why nothing is ingested, e.g. DISK_FULL; empty otherwise. Ingest continues by itself when the
-	// cause is gone.
-	StalledReason string `protobuf:"bytes,14,opt,name=stalled_reason,json=stalledReason,proto3" json:"stalled_reason,omitempty"`
-	// The same as a sentence, with the fix.
-	StalledMessage string `protobuf:"bytes,15,opt,name=stalled_message,json=stalledMessage,proto3" json:"stalled_message,omitempty"`
 	// Average payload size of the last samples in bytes; 0 if none arrived since the buffer started.
 	SampleBytes uint64 `protobuf:"varint,16,opt,name=sample_bytes,json=sampleBytes,proto3" json:"sample_bytes,omitempty"`
 	// Excluded groups that a leased or committed step has passed.
@@ -1052,7 +1048,10 @@ type LedgerState struct {
 	// before this field existed are in `infra_failed` alone.
 	Failures map[string]uint64 `protobuf:"bytes,18,rep,name=failures,proto3" json:"failures,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
 	// Newest lineage of the weights; 0: no weights were lost and retrained with other bits.
-	Lineage       uint32 `protobuf:"varint,19,opt,name=lineage,proto3" json:"lineage,omitempty"`
+	Lineage uint32 `protobuf:"varint,19,opt,name=lineage,proto3" json:"lineage,omitempty"`
+	// Why nothing is ingested, e.g. DISK_FULL; absent otherwise. Ingest continues by itself when the
+	// cause is gone.
+	Stall         *v11.Wait `protobuf:"bytes,20,opt,name=stall,proto3" json:"stall,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1178,20 +1177,6 @@ func (x *LedgerState) GetInfraFailed() uint64 {
 	return 0
 }
 
-func (x *LedgerState) GetStalledReason() string {
-	if x != nil {
-		return x.StalledReason
-	}
-	return ""
-}
-
-func (x *LedgerState) GetStalledMessage() string {
-	if x != nil {
-		return x.StalledMessage
-	}
-	return ""
-}
-
 func (x *LedgerState) GetSampleBytes() uint64 {
 	if x != nil {
 		return x.SampleBytes
@@ -1220,6 +1205,13 @@ func (x *LedgerState) GetLineage() uint32 {
 	return 0
 }
 
+func (x *LedgerState) GetStall() *v11.Wait {
+	if x != nil {
+		return x.Stall
+	}
+	return nil
+}
+
 // OpenLedgerRequest names run and config.
 type OpenLedgerRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1229,7 +1221,7 @@ type OpenLedgerRequest struct {
 	Config *LedgerConfig `protobuf:"bytes,2,opt,name=config,proto3" json:"config,omitempty"`
 	// Who decided the call. Programs that use the buffer without a scheduler send none; without one,
 	// the ledger of a run that a scheduler has opened does not change.
-	Fence         *v11.Fence `protobuf:"bytes,4,opt,name=fence,proto3" json:"fence,omitempty"`
+	Fence         *v12.Fence `protobuf:"bytes,4,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1278,7 +1270,7 @@ func (x *OpenLedgerRequest) GetConfig() *LedgerConfig {
 	return nil
 }
 
-func (x *OpenLedgerRequest) GetFence() *v11.Fence {
+func (x *OpenLedgerRequest) GetFence() *v12.Fence {
 	if x != nil {
 		return x.Fence
 	}
@@ -1337,7 +1329,7 @@ type CloseLedgerRequest struct {
 	// Run.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	// As in OpenLedgerRequest.
-	Fence         *v11.Fence `protobuf:"bytes,3,opt,name=fence,proto3" json:"fence,omitempty"`
+	Fence         *v12.Fence `protobuf:"bytes,3,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1379,7 +1371,7 @@ func (x *CloseLedgerRequest) GetRunId() string {
 	return ""
 }
 
-func (x *CloseLedgerRequest) GetFence() *v11.Fence {
+func (x *CloseLedgerRequest) GetFence() *v12.Fence {
 	if x != nil {
 		return x.Fence
 	}
@@ -1435,7 +1427,7 @@ type RecordWeightsRequest struct {
 	// What becomes of samples of the lost weights, if another digest is recorded.
 	OldLineage OldLineage `protobuf:"varint,4,opt,name=old_lineage,json=oldLineage,proto3,enum=rollout.buffer.v1.OldLineage" json:"old_lineage,omitempty"`
 	// As in OpenLedgerRequest.
-	Fence         *v11.Fence `protobuf:"bytes,5,opt,name=fence,proto3" json:"fence,omitempty"`
+	Fence         *v12.Fence `protobuf:"bytes,5,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1498,7 +1490,7 @@ func (x *RecordWeightsRequest) GetOldLineage() OldLineage {
 	return OldLineage_OLD_LINEAGE_UNSPECIFIED
 }
 
-func (x *RecordWeightsRequest) GetFence() *v11.Fence {
+func (x *RecordWeightsRequest) GetFence() *v12.Fence {
 	if x != nil {
 		return x.Fence
 	}
@@ -1966,7 +1958,7 @@ type LeaseBatchRequest struct {
 	// Longest wait in seconds; 0: answer immediately.
 	WaitSeconds float64 `protobuf:"fixed64,3,opt,name=wait_seconds,json=waitSeconds,proto3" json:"wait_seconds,omitempty"`
 	// As in OpenLedgerRequest.
-	Fence         *v11.Fence `protobuf:"bytes,4,opt,name=fence,proto3" json:"fence,omitempty"`
+	Fence         *v12.Fence `protobuf:"bytes,4,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2022,7 +2014,7 @@ func (x *LeaseBatchRequest) GetWaitSeconds() float64 {
 	return 0
 }
 
-func (x *LeaseBatchRequest) GetFence() *v11.Fence {
+func (x *LeaseBatchRequest) GetFence() *v12.Fence {
 	if x != nil {
 		return x.Fence
 	}
@@ -2034,9 +2026,9 @@ type LeaseBatchResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The batch; absent if it is not ready.
 	Batch *Batch `protobuf:"bytes,1,opt,name=batch,proto3" json:"batch,omitempty"`
-	// What it waits for and the component that provides it, for example "3 of 32 groups of step 7
-	// (inference workers)".
-	WaitingFor    string `protobuf:"bytes,2,opt,name=waiting_for,json=waitingFor,proto3" json:"waiting_for,omitempty"`
+	// What it waits for: GROUPS_MISSING (owned by `worker`, `agents`, or `producers`), NEXT_ATTEMPT,
+	// WEIGHTS_NOT_RECORDED, LEDGER_CLOSED.
+	Waits         []*v11.Wait `protobuf:"bytes,3,rep,name=waits,proto3" json:"waits,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2078,11 +2070,11 @@ func (x *LeaseBatchResponse) GetBatch() *Batch {
 	return nil
 }
 
-func (x *LeaseBatchResponse) GetWaitingFor() string {
+func (x *LeaseBatchResponse) GetWaits() []*v11.Wait {
 	if x != nil {
-		return x.WaitingFor
+		return x.Waits
 	}
-	return ""
+	return nil
 }
 
 // CommitStepRequest commits a step.
@@ -2101,7 +2093,7 @@ type CommitStepRequest struct {
 	// TrimPayloads does.
 	Trim bool `protobuf:"varint,5,opt,name=trim,proto3" json:"trim,omitempty"`
 	// As in OpenLedgerRequest.
-	Fence         *v11.Fence `protobuf:"bytes,6,opt,name=fence,proto3" json:"fence,omitempty"`
+	Fence         *v12.Fence `protobuf:"bytes,6,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2171,7 +2163,7 @@ func (x *CommitStepRequest) GetTrim() bool {
 	return false
 }
 
-func (x *CommitStepRequest) GetFence() *v11.Fence {
+func (x *CommitStepRequest) GetFence() *v12.Fence {
 	if x != nil {
 		return x.Fence
 	}
@@ -2701,7 +2693,7 @@ type ExcludeGroupsRequest struct {
 	// Machine-readable reason, e.g. ATTEMPTS_EXHAUSTED.
 	Reason string `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`
 	// As in OpenLedgerRequest.
-	Fence         *v11.Fence `protobuf:"bytes,5,opt,name=fence,proto3" json:"fence,omitempty"`
+	Fence         *v12.Fence `protobuf:"bytes,5,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2757,7 +2749,7 @@ func (x *ExcludeGroupsRequest) GetReason() string {
 	return ""
 }
 
-func (x *ExcludeGroupsRequest) GetFence() *v11.Fence {
+func (x *ExcludeGroupsRequest) GetFence() *v12.Fence {
 	if x != nil {
 		return x.Fence
 	}
@@ -2809,7 +2801,7 @@ type ReissueGroupsRequest struct {
 	// Groups with the attempt to open.
 	Groups []*GroupKey `protobuf:"bytes,2,rep,name=groups,proto3" json:"groups,omitempty"`
 	// As in OpenLedgerRequest.
-	Fence         *v11.Fence `protobuf:"bytes,4,opt,name=fence,proto3" json:"fence,omitempty"`
+	Fence         *v12.Fence `protobuf:"bytes,4,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2858,7 +2850,7 @@ func (x *ReissueGroupsRequest) GetGroups() []*GroupKey {
 	return nil
 }
 
-func (x *ReissueGroupsRequest) GetFence() *v11.Fence {
+func (x *ReissueGroupsRequest) GetFence() *v12.Fence {
 	if x != nil {
 		return x.Fence
 	}
@@ -3103,7 +3095,7 @@ type TrimPayloadsRequest struct {
 	// Last covered step.
 	ThroughStep uint64 `protobuf:"varint,2,opt,name=through_step,json=throughStep,proto3" json:"through_step,omitempty"`
 	// As in OpenLedgerRequest.
-	Fence         *v11.Fence `protobuf:"bytes,3,opt,name=fence,proto3" json:"fence,omitempty"`
+	Fence         *v12.Fence `protobuf:"bytes,3,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3152,7 +3144,7 @@ func (x *TrimPayloadsRequest) GetThroughStep() uint64 {
 	return 0
 }
 
-func (x *TrimPayloadsRequest) GetFence() *v11.Fence {
+func (x *TrimPayloadsRequest) GetFence() *v12.Fence {
 	if x != nil {
 		return x.Fence
 	}
@@ -3211,7 +3203,7 @@ type DeleteRunRequest struct {
 	// Run.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	// As in OpenLedgerRequest.
-	Fence         *v11.Fence `protobuf:"bytes,2,opt,name=fence,proto3" json:"fence,omitempty"`
+	Fence         *v12.Fence `protobuf:"bytes,2,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3253,7 +3245,7 @@ func (x *DeleteRunRequest) GetRunId() string {
 	return ""
 }
 
-func (x *DeleteRunRequest) GetFence() *v11.Fence {
+func (x *DeleteRunRequest) GetFence() *v12.Fence {
 	if x != nil {
 		return x.Fence
 	}
@@ -4054,7 +4046,7 @@ var File_rollout_buffer_v1_buffer_proto protoreflect.FileDescriptor
 
 const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\n" +
-	"\x1erollout/buffer/v1/buffer.proto\x12\x11rollout.buffer.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1crollout/fence/v1/fence.proto\x1a&rollout/trajectory/v1/trajectory.proto\"\xbf\x04\n" +
+	"\x1erollout/buffer/v1/buffer.proto\x12\x11rollout.buffer.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1crollout/fence/v1/fence.proto\x1a&rollout/trajectory/v1/trajectory.proto\x1a\x1arollout/wait/v1/wait.proto\"\xbf\x04\n" +
 	"\fLedgerConfig\x12/\n" +
 	"\x0fgroups_per_step\x18\x01 \x01(\rB\a\xbaH\x04*\x02(\x01R\rgroupsPerStep\x12&\n" +
 	"\n" +
@@ -4130,7 +4122,7 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x0ezero_advantage\x18\b \x01(\rR\rzeroAdvantage\x12!\n" +
 	"\fend_position\x18\t \x01(\x04R\vendPosition\x12\x18\n" +
 	"\alineage\x18\n" +
-	" \x01(\rR\alineage\"\xce\x05\n" +
+	" \x01(\rR\alineage\"\xd8\x05\n" +
 	"\vLedgerState\x12\x12\n" +
 	"\x04step\x18\x01 \x01(\x04R\x04step\x12\x12\n" +
 	"\x04open\x18\x02 \x01(\x04R\x04open\x12\x14\n" +
@@ -4147,16 +4139,15 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	" \x01(\x04R\arefused\x12%\n" +
 	"\x0eweights_digest\x18\v \x01(\tR\rweightsDigest\x12'\n" +
 	"\x0fweights_version\x18\f \x01(\x04R\x0eweightsVersion\x12!\n" +
-	"\finfra_failed\x18\r \x01(\x04R\vinfraFailed\x12%\n" +
-	"\x0estalled_reason\x18\x0e \x01(\tR\rstalledReason\x12'\n" +
-	"\x0fstalled_message\x18\x0f \x01(\tR\x0estalledMessage\x12!\n" +
+	"\finfra_failed\x18\r \x01(\x04R\vinfraFailed\x12!\n" +
 	"\fsample_bytes\x18\x10 \x01(\x04R\vsampleBytes\x12\x18\n" +
 	"\askipped\x18\x11 \x01(\x04R\askipped\x12H\n" +
 	"\bfailures\x18\x12 \x03(\v2,.rollout.buffer.v1.LedgerState.FailuresEntryR\bfailures\x12\x18\n" +
-	"\alineage\x18\x13 \x01(\rR\alineage\x1a;\n" +
+	"\alineage\x18\x13 \x01(\rR\alineage\x12+\n" +
+	"\x05stall\x18\x14 \x01(\v2\x15.rollout.wait.v1.WaitR\x05stall\x1a;\n" +
 	"\rFailuresEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x04R\x05value:\x028\x01\"\xb6\x01\n" +
+	"\x05value\x18\x02 \x01(\x04R\x05value:\x028\x01J\x04\b\x0e\x10\x0fJ\x04\b\x0f\x10\x10R\x0estalled_reasonR\x0fstalled_message\"\xb6\x01\n" +
 	"\x11OpenLedgerRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12?\n" +
 	"\x06config\x18\x02 \x01(\v2\x1f.rollout.buffer.v1.LedgerConfigB\x06\xbaH\x03\xc8\x01\x01R\x06config\x12-\n" +
@@ -4209,11 +4200,10 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x1b\n" +
 	"\x04step\x18\x02 \x01(\x04B\a\xbaH\x042\x02(\x01R\x04step\x12:\n" +
 	"\fwait_seconds\x18\x03 \x01(\x01B\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00N@)\x00\x00\x00\x00\x00\x00\x00\x00R\vwaitSeconds\x12-\n" +
-	"\x05fence\x18\x04 \x01(\v2\x17.rollout.fence.v1.FenceR\x05fence\"e\n" +
+	"\x05fence\x18\x04 \x01(\v2\x17.rollout.fence.v1.FenceR\x05fence\"\x84\x01\n" +
 	"\x12LeaseBatchResponse\x12.\n" +
-	"\x05batch\x18\x01 \x01(\v2\x18.rollout.buffer.v1.BatchR\x05batch\x12\x1f\n" +
-	"\vwaiting_for\x18\x02 \x01(\tR\n" +
-	"waitingFor\"\x94\x02\n" +
+	"\x05batch\x18\x01 \x01(\v2\x18.rollout.buffer.v1.BatchR\x05batch\x12+\n" +
+	"\x05waits\x18\x03 \x03(\v2\x15.rollout.wait.v1.WaitR\x05waitsJ\x04\b\x02\x10\x03R\vwaiting_for\"\x94\x02\n" +
 	"\x11CommitStepRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x1b\n" +
 	"\x04step\x18\x02 \x01(\x04B\a\xbaH\x042\x02(\x01R\x04step\x127\n" +
@@ -4463,9 +4453,10 @@ var file_rollout_buffer_v1_buffer_proto_goTypes = []any{
 	(*v1.TrajectoryKey)(nil),             // 58: rollout.trajectory.v1.TrajectoryKey
 	(v1.Outcome)(0),                      // 59: rollout.trajectory.v1.Outcome
 	(*v1.EpisodeTimes)(nil),              // 60: rollout.trajectory.v1.EpisodeTimes
-	(*v11.Fence)(nil),                    // 61: rollout.fence.v1.Fence
-	(*v1.TrajectoryBatch)(nil),           // 62: rollout.trajectory.v1.TrajectoryBatch
-	(*v1.VersionSpan)(nil),               // 63: rollout.trajectory.v1.VersionSpan
+	(*v11.Wait)(nil),                     // 61: rollout.wait.v1.Wait
+	(*v12.Fence)(nil),                    // 62: rollout.fence.v1.Fence
+	(*v1.TrajectoryBatch)(nil),           // 63: rollout.trajectory.v1.TrajectoryBatch
+	(*v1.VersionSpan)(nil),               // 64: rollout.trajectory.v1.VersionSpan
 }
 var file_rollout_buffer_v1_buffer_proto_depIdxs = []int32{
 	0,  // 0: rollout.buffer.v1.LedgerConfig.order:type_name -> rollout.buffer.v1.LeaseOrder
@@ -4478,93 +4469,95 @@ var file_rollout_buffer_v1_buffer_proto_depIdxs = []int32{
 	7,  // 7: rollout.buffer.v1.Batch.samples:type_name -> rollout.buffer.v1.SampleRef
 	6,  // 8: rollout.buffer.v1.LedgerState.dissolved:type_name -> rollout.buffer.v1.GroupRecord
 	57, // 9: rollout.buffer.v1.LedgerState.failures:type_name -> rollout.buffer.v1.LedgerState.FailuresEntry
-	3,  // 10: rollout.buffer.v1.OpenLedgerRequest.config:type_name -> rollout.buffer.v1.LedgerConfig
-	61, // 11: rollout.buffer.v1.OpenLedgerRequest.fence:type_name -> rollout.fence.v1.Fence
-	10, // 12: rollout.buffer.v1.OpenLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
-	61, // 13: rollout.buffer.v1.CloseLedgerRequest.fence:type_name -> rollout.fence.v1.Fence
-	1,  // 14: rollout.buffer.v1.RecordWeightsRequest.old_lineage:type_name -> rollout.buffer.v1.OldLineage
-	61, // 15: rollout.buffer.v1.RecordWeightsRequest.fence:type_name -> rollout.fence.v1.Fence
-	62, // 16: rollout.buffer.v1.PutTrajectoriesRequest.puts:type_name -> rollout.trajectory.v1.TrajectoryBatch
-	19, // 17: rollout.buffer.v1.PutTrajectoriesResponse.results:type_name -> rollout.buffer.v1.PutResult
-	20, // 18: rollout.buffer.v1.PutResult.refused:type_name -> rollout.buffer.v1.PutRefusal
-	5,  // 19: rollout.buffer.v1.GetMissingRequest.groups:type_name -> rollout.buffer.v1.GroupKey
-	23, // 20: rollout.buffer.v1.GetMissingResponse.groups:type_name -> rollout.buffer.v1.MissingSamples
-	61, // 21: rollout.buffer.v1.LeaseBatchRequest.fence:type_name -> rollout.fence.v1.Fence
-	8,  // 22: rollout.buffer.v1.LeaseBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
-	61, // 23: rollout.buffer.v1.CommitStepRequest.fence:type_name -> rollout.fence.v1.Fence
-	9,  // 24: rollout.buffer.v1.CommitStepResponse.step:type_name -> rollout.buffer.v1.StepRecord
-	8,  // 25: rollout.buffer.v1.GetBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
-	9,  // 26: rollout.buffer.v1.ListStepsResponse.steps:type_name -> rollout.buffer.v1.StepRecord
-	2,  // 27: rollout.buffer.v1.ListGroupsRequest.states:type_name -> rollout.buffer.v1.GroupState
-	6,  // 28: rollout.buffer.v1.ListGroupsResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
-	6,  // 29: rollout.buffer.v1.ListIncompleteGroupsResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
-	5,  // 30: rollout.buffer.v1.ExcludeGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
-	61, // 31: rollout.buffer.v1.ExcludeGroupsRequest.fence:type_name -> rollout.fence.v1.Fence
-	5,  // 32: rollout.buffer.v1.ReissueGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
-	61, // 33: rollout.buffer.v1.ReissueGroupsRequest.fence:type_name -> rollout.fence.v1.Fence
-	10, // 34: rollout.buffer.v1.WatchLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
-	61, // 35: rollout.buffer.v1.TrimPayloadsRequest.fence:type_name -> rollout.fence.v1.Fence
-	61, // 36: rollout.buffer.v1.DeleteRunRequest.fence:type_name -> rollout.fence.v1.Fence
-	52, // 37: rollout.buffer.v1.ExportLedgerResponse.ledger:type_name -> rollout.buffer.v1.LedgerRecord
-	53, // 38: rollout.buffer.v1.ExportLedgerResponse.segments:type_name -> rollout.buffer.v1.SegmentRecord
-	54, // 39: rollout.buffer.v1.ExportLedgerResponse.weights:type_name -> rollout.buffer.v1.WeightsRecord
-	9,  // 40: rollout.buffer.v1.ExportLedgerResponse.steps:type_name -> rollout.buffer.v1.StepRecord
-	6,  // 41: rollout.buffer.v1.ExportLedgerResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
-	56, // 42: rollout.buffer.v1.ExportLedgerResponse.samples:type_name -> rollout.buffer.v1.SampleRecord
-	55, // 43: rollout.buffer.v1.ExportLedgerResponse.lineages:type_name -> rollout.buffer.v1.LineageRecord
-	52, // 44: rollout.buffer.v1.CutLedgerResponse.ledger:type_name -> rollout.buffer.v1.LedgerRecord
-	54, // 45: rollout.buffer.v1.CutLedgerResponse.weights:type_name -> rollout.buffer.v1.WeightsRecord
-	6,  // 46: rollout.buffer.v1.CutLedgerResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
-	56, // 47: rollout.buffer.v1.CutLedgerResponse.samples:type_name -> rollout.buffer.v1.SampleRecord
-	3,  // 48: rollout.buffer.v1.LedgerRecord.config:type_name -> rollout.buffer.v1.LedgerConfig
-	10, // 49: rollout.buffer.v1.LedgerRecord.state:type_name -> rollout.buffer.v1.LedgerState
-	1,  // 50: rollout.buffer.v1.LineageRecord.old_lineage:type_name -> rollout.buffer.v1.OldLineage
-	7,  // 51: rollout.buffer.v1.SampleRecord.ref:type_name -> rollout.buffer.v1.SampleRef
-	58, // 52: rollout.buffer.v1.SampleRecord.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	63, // 53: rollout.buffer.v1.SampleRecord.spans:type_name -> rollout.trajectory.v1.VersionSpan
-	11, // 54: rollout.buffer.v1.BufferService.OpenLedger:input_type -> rollout.buffer.v1.OpenLedgerRequest
-	13, // 55: rollout.buffer.v1.BufferService.CloseLedger:input_type -> rollout.buffer.v1.CloseLedgerRequest
-	15, // 56: rollout.buffer.v1.BufferService.RecordWeights:input_type -> rollout.buffer.v1.RecordWeightsRequest
-	17, // 57: rollout.buffer.v1.BufferService.PutTrajectories:input_type -> rollout.buffer.v1.PutTrajectoriesRequest
-	21, // 58: rollout.buffer.v1.BufferService.GetMissing:input_type -> rollout.buffer.v1.GetMissingRequest
-	24, // 59: rollout.buffer.v1.BufferService.LeaseBatch:input_type -> rollout.buffer.v1.LeaseBatchRequest
-	26, // 60: rollout.buffer.v1.BufferService.CommitStep:input_type -> rollout.buffer.v1.CommitStepRequest
-	28, // 61: rollout.buffer.v1.BufferService.GetBatch:input_type -> rollout.buffer.v1.GetBatchRequest
-	30, // 62: rollout.buffer.v1.BufferService.ListSteps:input_type -> rollout.buffer.v1.ListStepsRequest
-	32, // 63: rollout.buffer.v1.BufferService.ListGroups:input_type -> rollout.buffer.v1.ListGroupsRequest
-	34, // 64: rollout.buffer.v1.BufferService.ListIncompleteGroups:input_type -> rollout.buffer.v1.ListIncompleteGroupsRequest
-	36, // 65: rollout.buffer.v1.BufferService.ExcludeGroups:input_type -> rollout.buffer.v1.ExcludeGroupsRequest
-	38, // 66: rollout.buffer.v1.BufferService.ReissueGroups:input_type -> rollout.buffer.v1.ReissueGroupsRequest
-	40, // 67: rollout.buffer.v1.BufferService.ReadPayloads:input_type -> rollout.buffer.v1.ReadPayloadsRequest
-	42, // 68: rollout.buffer.v1.BufferService.WatchLedger:input_type -> rollout.buffer.v1.WatchLedgerRequest
-	48, // 69: rollout.buffer.v1.BufferService.ExportLedger:input_type -> rollout.buffer.v1.ExportLedgerRequest
-	50, // 70: rollout.buffer.v1.BufferService.CutLedger:input_type -> rollout.buffer.v1.CutLedgerRequest
-	44, // 71: rollout.buffer.v1.BufferService.TrimPayloads:input_type -> rollout.buffer.v1.TrimPayloadsRequest
-	46, // 72: rollout.buffer.v1.BufferService.DeleteRun:input_type -> rollout.buffer.v1.DeleteRunRequest
-	12, // 73: rollout.buffer.v1.BufferService.OpenLedger:output_type -> rollout.buffer.v1.OpenLedgerResponse
-	14, // 74: rollout.buffer.v1.BufferService.CloseLedger:output_type -> rollout.buffer.v1.CloseLedgerResponse
-	16, // 75: rollout.buffer.v1.BufferService.RecordWeights:output_type -> rollout.buffer.v1.RecordWeightsResponse
-	18, // 76: rollout.buffer.v1.BufferService.PutTrajectories:output_type -> rollout.buffer.v1.PutTrajectoriesResponse
-	22, // 77: rollout.buffer.v1.BufferService.GetMissing:output_type -> rollout.buffer.v1.GetMissingResponse
-	25, // 78: rollout.buffer.v1.BufferService.LeaseBatch:output_type -> rollout.buffer.v1.LeaseBatchResponse
-	27, // 79: rollout.buffer.v1.BufferService.CommitStep:output_type -> rollout.buffer.v1.CommitStepResponse
-	29, // 80: rollout.buffer.v1.BufferService.GetBatch:output_type -> rollout.buffer.v1.GetBatchResponse
-	31, // 81: rollout.buffer.v1.BufferService.ListSteps:output_type -> rollout.buffer.v1.ListStepsResponse
-	33, // 82: rollout.buffer.v1.BufferService.ListGroups:output_type -> rollout.buffer.v1.ListGroupsResponse
-	35, // 83: rollout.buffer.v1.BufferService.ListIncompleteGroups:output_type -> rollout.buffer.v1.ListIncompleteGroupsResponse
-	37, // 84: rollout.buffer.v1.BufferService.ExcludeGroups:output_type -> rollout.buffer.v1.ExcludeGroupsResponse
-	39, // 85: rollout.buffer.v1.BufferService.ReissueGroups:output_type -> rollout.buffer.v1.ReissueGroupsResponse
-	41, // 86: rollout.buffer.v1.BufferService.ReadPayloads:output_type -> rollout.buffer.v1.ReadPayloadsResponse
-	43, // 87: rollout.buffer.v1.BufferService.WatchLedger:output_type -> rollout.buffer.v1.WatchLedgerResponse
-	49, // 88: rollout.buffer.v1.BufferService.ExportLedger:output_type -> rollout.buffer.v1.ExportLedgerResponse
-	51, // 89: rollout.buffer.v1.BufferService.CutLedger:output_type -> rollout.buffer.v1.CutLedgerResponse
-	45, // 90: rollout.buffer.v1.BufferService.TrimPayloads:output_type -> rollout.buffer.v1.TrimPayloadsResponse
-	47, // 91: rollout.buffer.v1.BufferService.DeleteRun:output_type -> rollout.buffer.v1.DeleteRunResponse
-	73, // [73:92] is the sub-list for method output_type
-	54, // [54:73] is the sub-list for method input_type
-	54, // [54:54] is the sub-list for extension type_name
-	54, // [54:54] is the sub-list for extension extendee
-	0,  // [0:54] is the sub-list for field type_name
+	61, // 10: rollout.buffer.v1.LedgerState.stall:type_name -> rollout.wait.v1.Wait
+	3,  // 11: rollout.buffer.v1.OpenLedgerRequest.config:type_name -> rollout.buffer.v1.LedgerConfig
+	62, // 12: rollout.buffer.v1.OpenLedgerRequest.fence:type_name -> rollout.fence.v1.Fence
+	10, // 13: rollout.buffer.v1.OpenLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
+	62, // 14: rollout.buffer.v1.CloseLedgerRequest.fence:type_name -> rollout.fence.v1.Fence
+	1,  // 15: rollout.buffer.v1.RecordWeightsRequest.old_lineage:type_name -> rollout.buffer.v1.OldLineage
+	62, // 16: rollout.buffer.v1.RecordWeightsRequest.fence:type_name -> rollout.fence.v1.Fence
+	63, // 17: rollout.buffer.v1.PutTrajectoriesRequest.puts:type_name -> rollout.trajectory.v1.TrajectoryBatch
+	19, // 18: rollout.buffer.v1.PutTrajectoriesResponse.results:type_name -> rollout.buffer.v1.PutResult
+	20, // 19: rollout.buffer.v1.PutResult.refused:type_name -> rollout.buffer.v1.PutRefusal
+	5,  // 20: rollout.buffer.v1.GetMissingRequest.groups:type_name -> rollout.buffer.v1.GroupKey
+	23, // 21: rollout.buffer.v1.GetMissingResponse.groups:type_name -> rollout.buffer.v1.MissingSamples
+	62, // 22: rollout.buffer.v1.LeaseBatchRequest.fence:type_name -> rollout.fence.v1.Fence
+	8,  // 23: rollout.buffer.v1.LeaseBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
+	61, // 24: rollout.buffer.v1.LeaseBatchResponse.waits:type_name -> rollout.wait.v1.Wait
+	62, // 25: rollout.buffer.v1.CommitStepRequest.fence:type_name -> rollout.fence.v1.Fence
+	9,  // 26: rollout.buffer.v1.CommitStepResponse.step:type_name -> rollout.buffer.v1.StepRecord
+	8,  // 27: rollout.buffer.v1.GetBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
+	9,  // 28: rollout.buffer.v1.ListStepsResponse.steps:type_name -> rollout.buffer.v1.StepRecord
+	2,  // 29: rollout.buffer.v1.ListGroupsRequest.states:type_name -> rollout.buffer.v1.GroupState
+	6,  // 30: rollout.buffer.v1.ListGroupsResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
+	6,  // 31: rollout.buffer.v1.ListIncompleteGroupsResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
+	5,  // 32: rollout.buffer.v1.ExcludeGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
+	62, // 33: rollout.buffer.v1.ExcludeGroupsRequest.fence:type_name -> rollout.fence.v1.Fence
+	5,  // 34: rollout.buffer.v1.ReissueGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
+	62, // 35: rollout.buffer.v1.ReissueGroupsRequest.fence:type_name -> rollout.fence.v1.Fence
+	10, // 36: rollout.buffer.v1.WatchLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
+	62, // 37: rollout.buffer.v1.TrimPayloadsRequest.fence:type_name -> rollout.fence.v1.Fence
+	62, // 38: rollout.buffer.v1.DeleteRunRequest.fence:type_name -> rollout.fence.v1.Fence
+	52, // 39: rollout.buffer.v1.ExportLedgerResponse.ledger:type_name -> rollout.buffer.v1.LedgerRecord
+	53, // 40: rollout.buffer.v1.ExportLedgerResponse.segments:type_name -> rollout.buffer.v1.SegmentRecord
+	54, // 41: rollout.buffer.v1.ExportLedgerResponse.weights:type_name -> rollout.buffer.v1.WeightsRecord
+	9,  // 42: rollout.buffer.v1.ExportLedgerResponse.steps:type_name -> rollout.buffer.v1.StepRecord
+	6,  // 43: rollout.buffer.v1.ExportLedgerResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
+	56, // 44: rollout.buffer.v1.ExportLedgerResponse.samples:type_name -> rollout.buffer.v1.SampleRecord
+	55, // 45: rollout.buffer.v1.ExportLedgerResponse.lineages:type_name -> rollout.buffer.v1.LineageRecord
+	52, // 46: rollout.buffer.v1.CutLedgerResponse.ledger:type_name -> rollout.buffer.v1.LedgerRecord
+	54, // 47: rollout.buffer.v1.CutLedgerResponse.weights:type_name -> rollout.buffer.v1.WeightsRecord
+	6,  // 48: rollout.buffer.v1.CutLedgerResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
+	56, // 49: rollout.buffer.v1.CutLedgerResponse.samples:type_name -> rollout.buffer.v1.SampleRecord
+	3,  // 50: rollout.buffer.v1.LedgerRecord.config:type_name -> rollout.buffer.v1.LedgerConfig
+	10, // 51: rollout.buffer.v1.LedgerRecord.state:type_name -> rollout.buffer.v1.LedgerState
+	1,  // 52: rollout.buffer.v1.LineageRecord.old_lineage:type_name -> rollout.buffer.v1.OldLineage
+	7,  // 53: rollout.buffer.v1.SampleRecord.ref:type_name -> rollout.buffer.v1.SampleRef
+	58, // 54: rollout.buffer.v1.SampleRecord.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	64, // 55: rollout.buffer.v1.SampleRecord.spans:type_name -> rollout.trajectory.v1.VersionSpan
+	11, // 56: rollout.buffer.v1.BufferService.OpenLedger:input_type -> rollout.buffer.v1.OpenLedgerRequest
+	13, // 57: rollout.buffer.v1.BufferService.CloseLedger:input_type -> rollout.buffer.v1.CloseLedgerRequest
+	15, // 58: rollout.buffer.v1.BufferService.RecordWeights:input_type -> rollout.buffer.v1.RecordWeightsRequest
+	17, // 59: rollout.buffer.v1.BufferService.PutTrajectories:input_type -> rollout.buffer.v1.PutTrajectoriesRequest
+	21, // 60: rollout.buffer.v1.BufferService.GetMissing:input_type -> rollout.buffer.v1.GetMissingRequest
+	24, // 61: rollout.buffer.v1.BufferService.LeaseBatch:input_type -> rollout.buffer.v1.LeaseBatchRequest
+	26, // 62: rollout.buffer.v1.BufferService.CommitStep:input_type -> rollout.buffer.v1.CommitStepRequest
+	28, // 63: rollout.buffer.v1.BufferService.GetBatch:input_type -> rollout.buffer.v1.GetBatchRequest
+	30, // 64: rollout.buffer.v1.BufferService.ListSteps:input_type -> rollout.buffer.v1.ListStepsRequest
+	32, // 65: rollout.buffer.v1.BufferService.ListGroups:input_type -> rollout.buffer.v1.ListGroupsRequest
+	34, // 66: rollout.buffer.v1.BufferService.ListIncompleteGroups:input_type -> rollout.buffer.v1.ListIncompleteGroupsRequest
+	36, // 67: rollout.buffer.v1.BufferService.ExcludeGroups:input_type -> rollout.buffer.v1.ExcludeGroupsRequest
+	38, // 68: rollout.buffer.v1.BufferService.ReissueGroups:input_type -> rollout.buffer.v1.ReissueGroupsRequest
+	40, // 69: rollout.buffer.v1.BufferService.ReadPayloads:input_type -> rollout.buffer.v1.ReadPayloadsRequest
+	42, // 70: rollout.buffer.v1.BufferService.WatchLedger:input_type -> rollout.buffer.v1.WatchLedgerRequest
+	48, // 71: rollout.buffer.v1.BufferService.ExportLedger:input_type -> rollout.buffer.v1.ExportLedgerRequest
+	50, // 72: rollout.buffer.v1.BufferService.CutLedger:input_type -> rollout.buffer.v1.CutLedgerRequest
+	44, // 73: rollout.buffer.v1.BufferService.TrimPayloads:input_type -> rollout.buffer.v1.TrimPayloadsRequest
+	46, // 74: rollout.buffer.v1.BufferService.DeleteRun:input_type -> rollout.buffer.v1.DeleteRunRequest
+	12, // 75: rollout.buffer.v1.BufferService.OpenLedger:output_type -> rollout.buffer.v1.OpenLedgerResponse
+	14, // 76: rollout.buffer.v1.BufferService.CloseLedger:output_type -> rollout.buffer.v1.CloseLedgerResponse
+	16, // 77: rollout.buffer.v1.BufferService.RecordWeights:output_type -> rollout.buffer.v1.RecordWeightsResponse
+	18, // 78: rollout.buffer.v1.BufferService.PutTrajectories:output_type -> rollout.buffer.v1.PutTrajectoriesResponse
+	22, // 79: rollout.buffer.v1.BufferService.GetMissing:output_type -> rollout.buffer.v1.GetMissingResponse
+	25, // 80: rollout.buffer.v1.BufferService.LeaseBatch:output_type -> rollout.buffer.v1.LeaseBatchResponse
+	27, // 81: rollout.buffer.v1.BufferService.CommitStep:output_type -> rollout.buffer.v1.CommitStepResponse
+	29, // 82: rollout.buffer.v1.BufferService.GetBatch:output_type -> rollout.buffer.v1.GetBatchResponse
+	31, // 83: rollout.buffer.v1.BufferService.ListSteps:output_type -> rollout.buffer.v1.ListStepsResponse
+	33, // 84: rollout.buffer.v1.BufferService.ListGroups:output_type -> rollout.buffer.v1.ListGroupsResponse
+	35, // 85: rollout.buffer.v1.BufferService.ListIncompleteGroups:output_type -> rollout.buffer.v1.ListIncompleteGroupsResponse
+	37, // 86: rollout.buffer.v1.BufferService.ExcludeGroups:output_type -> rollout.buffer.v1.ExcludeGroupsResponse
+	39, // 87: rollout.buffer.v1.BufferService.ReissueGroups:output_type -> rollout.buffer.v1.ReissueGroupsResponse
+	41, // 88: rollout.buffer.v1.BufferService.ReadPayloads:output_type -> rollout.buffer.v1.ReadPayloadsResponse
+	43, // 89: rollout.buffer.v1.BufferService.WatchLedger:output_type -> rollout.buffer.v1.WatchLedgerResponse
+	49, // 90: rollout.buffer.v1.BufferService.ExportLedger:output_type -> rollout.buffer.v1.ExportLedgerResponse
+	51, // 91: rollout.buffer.v1.BufferService.CutLedger:output_type -> rollout.buffer.v1.CutLedgerResponse
+	45, // 92: rollout.buffer.v1.BufferService.TrimPayloads:output_type -> rollout.buffer.v1.TrimPayloadsResponse
+	47, // 93: rollout.buffer.v1.BufferService.DeleteRun:output_type -> rollout.buffer.v1.DeleteRunResponse
+	75, // [75:94] is the sub-list for method output_type
+	56, // [56:75] is the sub-list for method input_type
+	56, // [56:56] is the sub-list for extension type_name
+	56, // [56:56] is the sub-list for extension extendee
+	0,  // [0:56] is the sub-list for field type_name
 }
 
 func init() { file_rollout_buffer_v1_buffer_proto_init() }

@@ -11,9 +11,10 @@ package gatewayv1
 
 import (
 	_ "buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
-	v1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
-	v11 "github.com/rollout-rl/rollout/proto/gen/rollout/session/v1"
-	v12 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
+	v11 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
+	v12 "github.com/rollout-rl/rollout/proto/gen/rollout/session/v1"
+	v13 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
+	v1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
 	timestamppb "google.golang.org/protobuf/types/known/timestamppb"
@@ -29,6 +30,99 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// ListWaitsRequest names a run.
+type ListWaitsRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run.
+	RunId         string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListWaitsRequest) Reset() {
+	*x = ListWaitsRequest{}
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[0]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListWaitsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListWaitsRequest) ProtoMessage() {}
+
+func (x *ListWaitsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[0]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListWaitsRequest.ProtoReflect.Descriptor instead.
+func (*ListWaitsRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{0}
+}
+
+func (x *ListWaitsRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+// ListWaitsResponse is the waits.
+type ListWaitsResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// WORKERS_MISSING, WEIGHTS, WORKERS_FAILED, SLOT: requests wait for a worker. SESSIONS_OPEN: agents
+	// have the sessions of these groups. NO_AGENT: no agent asks for prompts.
+	Waits         []*v1.Wait `protobuf:"bytes,1,rep,name=waits,proto3" json:"waits,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListWaitsResponse) Reset() {
+	*x = ListWaitsResponse{}
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListWaitsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListWaitsResponse) ProtoMessage() {}
+
+func (x *ListWaitsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListWaitsResponse.ProtoReflect.Descriptor instead.
+func (*ListWaitsResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *ListWaitsResponse) GetWaits() []*v1.Wait {
+	if x != nil {
+		return x.Waits
+	}
+	return nil
+}
+
 // DeleteRunRequest names a run.
 type DeleteRunRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -40,7 +134,7 @@ type DeleteRunRequest struct {
 
 func (x *DeleteRunRequest) Reset() {
 	*x = DeleteRunRequest{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[0]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -52,7 +146,7 @@ func (x *DeleteRunRequest) String() string {
 func (*DeleteRunRequest) ProtoMessage() {}
 
 func (x *DeleteRunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[0]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -65,7 +159,7 @@ func (x *DeleteRunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteRunRequest.ProtoReflect.Descriptor instead.
 func (*DeleteRunRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{0}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *DeleteRunRequest) GetRunId() string {
@@ -84,7 +178,7 @@ type DeleteRunResponse struct {
 
 func (x *DeleteRunResponse) Reset() {
 	*x = DeleteRunResponse{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[1]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -96,7 +190,7 @@ func (x *DeleteRunResponse) String() string {
 func (*DeleteRunResponse) ProtoMessage() {}
 
 func (x *DeleteRunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[1]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -109,7 +203,7 @@ func (x *DeleteRunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteRunResponse.ProtoReflect.Descriptor instead.
 func (*DeleteRunResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{1}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{3}
 }
 
 // Model is one policy.
@@ -135,7 +229,7 @@ type Model struct {
 
 func (x *Model) Reset() {
 	*x = Model{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[2]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -147,7 +241,7 @@ func (x *Model) String() string {
 func (*Model) ProtoMessage() {}
 
 func (x *Model) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[2]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -160,7 +254,7 @@ func (x *Model) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Model.ProtoReflect.Descriptor instead.
 func (*Model) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{2}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Model) GetName() string {
@@ -221,7 +315,7 @@ type ListModelsRequest struct {
 
 func (x *ListModelsRequest) Reset() {
 	*x = ListModelsRequest{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[3]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -233,7 +327,7 @@ func (x *ListModelsRequest) String() string {
 func (*ListModelsRequest) ProtoMessage() {}
 
 func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[3]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -246,7 +340,7 @@ func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsRequest.ProtoReflect.Descriptor instead.
 func (*ListModelsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{3}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{5}
 }
 
 // ListModelsResponse is the policies.
@@ -260,7 +354,7 @@ type ListModelsResponse struct {
 
 func (x *ListModelsResponse) Reset() {
 	*x = ListModelsResponse{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[4]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -272,7 +366,7 @@ func (x *ListModelsResponse) String() string {
 func (*ListModelsResponse) ProtoMessage() {}
 
 func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[4]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -285,7 +379,7 @@ func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsResponse.ProtoReflect.Descriptor instead.
 func (*ListModelsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{4}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ListModelsResponse) GetModels() []*Model {
@@ -301,9 +395,9 @@ type CompleteRequest struct {
 	// Name or run id of the policy; empty: the only one.
 	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
 	// Prompts to complete.
-	Prompts []*v1.Prompt `protobuf:"bytes,2,rep,name=prompts,proto3" json:"prompts,omitempty"`
+	Prompts []*v11.Prompt `protobuf:"bytes,2,rep,name=prompts,proto3" json:"prompts,omitempty"`
 	// How to sample.
-	Params *v1.SamplingParams `protobuf:"bytes,3,opt,name=params,proto3" json:"params,omitempty"`
+	Params *v11.SamplingParams `protobuf:"bytes,3,opt,name=params,proto3" json:"params,omitempty"`
 	// Completions per prompt; 0: 1.
 	N uint32 `protobuf:"varint,4,opt,name=n,proto3" json:"n,omitempty"`
 	// Whether to return pieces while they are sampled.
@@ -331,7 +425,7 @@ type CompleteRequest struct {
 
 func (x *CompleteRequest) Reset() {
 	*x = CompleteRequest{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[5]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -343,7 +437,7 @@ func (x *CompleteRequest) String() string {
 func (*CompleteRequest) ProtoMessage() {}
 
 func (x *CompleteRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[5]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -356,7 +450,7 @@ func (x *CompleteRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CompleteRequest.ProtoReflect.Descriptor instead.
 func (*CompleteRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{5}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *CompleteRequest) GetModel() string {
@@ -366,14 +460,14 @@ func (x *CompleteRequest) GetModel() string {
 	return ""
 }
 
-func (x *CompleteRequest) GetPrompts() []*v1.Prompt {
+func (x *CompleteRequest) GetPrompts() []*v11.Prompt {
 	if x != nil {
 		return x.Prompts
 	}
 	return nil
 }
 
-func (x *CompleteRequest) GetParams() *v1.SamplingParams {
+func (x *CompleteRequest) GetParams() *v11.SamplingParams {
 	if x != nil {
 		return x.Params
 	}
@@ -456,7 +550,7 @@ type CompleteResponse struct {
 	// Session.
 	SessionId string `protobuf:"bytes,1,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
 	// The piece.
-	Piece *v1.GenerateResponse `protobuf:"bytes,2,opt,name=piece,proto3" json:"piece,omitempty"`
+	Piece *v11.GenerateResponse `protobuf:"bytes,2,opt,name=piece,proto3" json:"piece,omitempty"`
 	// Name of the policy.
 	Model string `protobuf:"bytes,3,opt,name=model,proto3" json:"model,omitempty"`
 	// Run of the policy.
@@ -467,7 +561,7 @@ type CompleteResponse struct {
 
 func (x *CompleteResponse) Reset() {
 	*x = CompleteResponse{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[6]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -479,7 +573,7 @@ func (x *CompleteResponse) String() string {
 func (*CompleteResponse) ProtoMessage() {}
 
 func (x *CompleteResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[6]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -492,7 +586,7 @@ func (x *CompleteResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CompleteResponse.ProtoReflect.Descriptor instead.
 func (*CompleteResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{6}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *CompleteResponse) GetSessionId() string {
@@ -502,7 +596,7 @@ func (x *CompleteResponse) GetSessionId() string {
 	return ""
 }
 
-func (x *CompleteResponse) GetPiece() *v1.GenerateResponse {
+func (x *CompleteResponse) GetPiece() *v11.GenerateResponse {
 	if x != nil {
 		return x.Piece
 	}
@@ -534,7 +628,7 @@ type GetSessionRequest struct {
 
 func (x *GetSessionRequest) Reset() {
 	*x = GetSessionRequest{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[7]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -546,7 +640,7 @@ func (x *GetSessionRequest) String() string {
 func (*GetSessionRequest) ProtoMessage() {}
 
 func (x *GetSessionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[7]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -559,7 +653,7 @@ func (x *GetSessionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSessionRequest.ProtoReflect.Descriptor instead.
 func (*GetSessionRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{7}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *GetSessionRequest) GetSessionId() string {
@@ -586,7 +680,7 @@ type GetSessionResponse struct {
 
 func (x *GetSessionResponse) Reset() {
 	*x = GetSessionResponse{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[8]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -598,7 +692,7 @@ func (x *GetSessionResponse) String() string {
 func (*GetSessionResponse) ProtoMessage() {}
 
 func (x *GetSessionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[8]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -611,7 +705,7 @@ func (x *GetSessionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSessionResponse.ProtoReflect.Descriptor instead.
 func (*GetSessionResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{8}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *GetSessionResponse) GetSegments() []*SessionSegment {
@@ -646,7 +740,7 @@ func (x *GetSessionResponse) GetEnd() *SessionEnd {
 type SessionSegment struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Segment, with inline tokens.
-	Segment *v11.Segment `protobuf:"bytes,1,opt,name=segment,proto3" json:"segment,omitempty"`
+	Segment *v12.Segment `protobuf:"bytes,1,opt,name=segment,proto3" json:"segment,omitempty"`
 	// Request.
 	RequestId string `protobuf:"bytes,2,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// Finish reason of a completion: `stop`, `length`, or `abort`. Empty for the segments of a
@@ -658,14 +752,14 @@ type SessionSegment struct {
 	Time *timestamppb.Timestamp `protobuf:"bytes,5,opt,name=time,proto3" json:"time,omitempty"`
 	// Parameters of the request of a completion, if the session was not issued for a sample yet: when
 	// it is closed, the run may not be able to train on samples with them.
-	Params        *v1.SamplingParams `protobuf:"bytes,6,opt,name=params,proto3" json:"params,omitempty"`
+	Params        *v11.SamplingParams `protobuf:"bytes,6,opt,name=params,proto3" json:"params,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SessionSegment) Reset() {
 	*x = SessionSegment{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[9]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -677,7 +771,7 @@ func (x *SessionSegment) String() string {
 func (*SessionSegment) ProtoMessage() {}
 
 func (x *SessionSegment) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[9]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -690,10 +784,10 @@ func (x *SessionSegment) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionSegment.ProtoReflect.Descriptor instead.
 func (*SessionSegment) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{9}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{11}
 }
 
-func (x *SessionSegment) GetSegment() *v11.Segment {
+func (x *SessionSegment) GetSegment() *v12.Segment {
 	if x != nil {
 		return x.Segment
 	}
@@ -728,7 +822,7 @@ func (x *SessionSegment) GetTime() *timestamppb.Timestamp {
 	return nil
 }
 
-func (x *SessionSegment) GetParams() *v1.SamplingParams {
+func (x *SessionSegment) GetParams() *v11.SamplingParams {
 	if x != nil {
 		return x.Params
 	}
@@ -750,7 +844,7 @@ type NextPromptsRequest struct {
 
 func (x *NextPromptsRequest) Reset() {
 	*x = NextPromptsRequest{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[10]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -762,7 +856,7 @@ func (x *NextPromptsRequest) String() string {
 func (*NextPromptsRequest) ProtoMessage() {}
 
 func (x *NextPromptsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[10]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -775,7 +869,7 @@ func (x *NextPromptsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NextPromptsRequest.ProtoReflect.Descriptor instead.
 func (*NextPromptsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{10}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *NextPromptsRequest) GetModel() string {
@@ -814,7 +908,7 @@ type NextPromptsResponse struct {
 
 func (x *NextPromptsResponse) Reset() {
 	*x = NextPromptsResponse{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[11]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -826,7 +920,7 @@ func (x *NextPromptsResponse) String() string {
 func (*NextPromptsResponse) ProtoMessage() {}
 
 func (x *NextPromptsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[11]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -839,7 +933,7 @@ func (x *NextPromptsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NextPromptsResponse.ProtoReflect.Descriptor instead.
 func (*NextPromptsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{11}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *NextPromptsResponse) GetRunId() string {
@@ -873,7 +967,7 @@ type SessionTask struct {
 	// Name of the policy.
 	Model string `protobuf:"bytes,3,opt,name=model,proto3" json:"model,omitempty"`
 	// The sample.
-	Key *v12.TrajectoryKey `protobuf:"bytes,4,opt,name=key,proto3" json:"key,omitempty"`
+	Key *v13.TrajectoryKey `protobuf:"bytes,4,opt,name=key,proto3" json:"key,omitempty"`
 	// Samples of the group.
 	GroupSize uint32 `protobuf:"varint,5,opt,name=group_size,json=groupSize,proto3" json:"group_size,omitempty"`
 	// Row of the dataset, from 0.
@@ -894,7 +988,7 @@ type SessionTask struct {
 
 func (x *SessionTask) Reset() {
 	*x = SessionTask{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[12]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -906,7 +1000,7 @@ func (x *SessionTask) String() string {
 func (*SessionTask) ProtoMessage() {}
 
 func (x *SessionTask) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[12]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -919,7 +1013,7 @@ func (x *SessionTask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionTask.ProtoReflect.Descriptor instead.
 func (*SessionTask) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{12}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *SessionTask) GetSessionId() string {
@@ -943,7 +1037,7 @@ func (x *SessionTask) GetModel() string {
 	return ""
 }
 
-func (x *SessionTask) GetKey() *v12.TrajectoryKey {
+func (x *SessionTask) GetKey() *v13.TrajectoryKey {
 	if x != nil {
 		return x.Key
 	}
@@ -1010,7 +1104,7 @@ type CloseSessionRequest struct {
 	Metrics map[string]float64 `protobuf:"bytes,3,rep,name=metrics,proto3" json:"metrics,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
 	// How it ended; unspecified: TRUNCATED if the last completion reached its token limit, else
 	// COMPLETED. INFRA_FAILED if the agent or its tools failed: the group is sampled again.
-	Outcome v12.Outcome `protobuf:"varint,4,opt,name=outcome,proto3,enum=rollout.trajectory.v1.Outcome" json:"outcome,omitempty"`
+	Outcome v13.Outcome `protobuf:"varint,4,opt,name=outcome,proto3,enum=rollout.trajectory.v1.Outcome" json:"outcome,omitempty"`
 	// Machine-readable reason of ABORTED or INFRA_FAILED, e.g. TOOL_TIMEOUT.
 	Reason string `protobuf:"bytes,5,opt,name=reason,proto3" json:"reason,omitempty"`
 	// Run that the session must belong to; empty: any.
@@ -1021,7 +1115,7 @@ type CloseSessionRequest struct {
 
 func (x *CloseSessionRequest) Reset() {
 	*x = CloseSessionRequest{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[13]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1033,7 +1127,7 @@ func (x *CloseSessionRequest) String() string {
 func (*CloseSessionRequest) ProtoMessage() {}
 
 func (x *CloseSessionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[13]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1046,7 +1140,7 @@ func (x *CloseSessionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CloseSessionRequest.ProtoReflect.Descriptor instead.
 func (*CloseSessionRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{13}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *CloseSessionRequest) GetSessionId() string {
@@ -1070,11 +1164,11 @@ func (x *CloseSessionRequest) GetMetrics() map[string]float64 {
 	return nil
 }
 
-func (x *CloseSessionRequest) GetOutcome() v12.Outcome {
+func (x *CloseSessionRequest) GetOutcome() v13.Outcome {
 	if x != nil {
 		return x.Outcome
 	}
-	return v12.Outcome(0)
+	return v13.Outcome(0)
 }
 
 func (x *CloseSessionRequest) GetReason() string {
@@ -1102,7 +1196,7 @@ type CloseSessionResponse struct {
 
 func (x *CloseSessionResponse) Reset() {
 	*x = CloseSessionResponse{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[14]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1114,7 +1208,7 @@ func (x *CloseSessionResponse) String() string {
 func (*CloseSessionResponse) ProtoMessage() {}
 
 func (x *CloseSessionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[14]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1127,7 +1221,7 @@ func (x *CloseSessionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CloseSessionResponse.ProtoReflect.Descriptor instead.
 func (*CloseSessionResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{14}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *CloseSessionResponse) GetEnd() *SessionEnd {
@@ -1141,7 +1235,7 @@ func (x *CloseSessionResponse) GetEnd() *SessionEnd {
 type SessionEnd struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// How.
-	Outcome v12.Outcome `protobuf:"varint,1,opt,name=outcome,proto3,enum=rollout.trajectory.v1.Outcome" json:"outcome,omitempty"`
+	Outcome v13.Outcome `protobuf:"varint,1,opt,name=outcome,proto3,enum=rollout.trajectory.v1.Outcome" json:"outcome,omitempty"`
 	// Machine-readable reason of ABORTED or INFRA_FAILED.
 	Reason string `protobuf:"bytes,2,opt,name=reason,proto3" json:"reason,omitempty"`
 	// Reward.
@@ -1149,7 +1243,7 @@ type SessionEnd struct {
 	// Further numbers.
 	Metrics map[string]float64 `protobuf:"bytes,4,rep,name=metrics,proto3" json:"metrics,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
 	// The sample that it is.
-	Key *v12.TrajectoryKey `protobuf:"bytes,5,opt,name=key,proto3" json:"key,omitempty"`
+	Key *v13.TrajectoryKey `protobuf:"bytes,5,opt,name=key,proto3" json:"key,omitempty"`
 	// Trajectories of the session, one per leaf.
 	Trajectories uint32 `protobuf:"varint,6,opt,name=trajectories,proto3" json:"trajectories,omitempty"`
 	// Whether the buffer took the trajectories for training. If not, the group was dissolved and is
@@ -1165,7 +1259,7 @@ type SessionEnd struct {
 
 func (x *SessionEnd) Reset() {
 	*x = SessionEnd{}
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[15]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1177,7 +1271,7 @@ func (x *SessionEnd) String() string {
 func (*SessionEnd) ProtoMessage() {}
 
 func (x *SessionEnd) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[15]
+	mi := &file_rollout_gateway_v1_gateway_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1190,14 +1284,14 @@ func (x *SessionEnd) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionEnd.ProtoReflect.Descriptor instead.
 func (*SessionEnd) Descriptor() ([]byte, []int) {
-	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{15}
+	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{17}
 }
 
-func (x *SessionEnd) GetOutcome() v12.Outcome {
+func (x *SessionEnd) GetOutcome() v13.Outcome {
 	if x != nil {
 		return x.Outcome
 	}
-	return v12.Outcome(0)
+	return v13.Outcome(0)
 }
 
 func (x *SessionEnd) GetReason() string {
@@ -1221,7 +1315,7 @@ func (x *SessionEnd) GetMetrics() map[string]float64 {
 	return nil
 }
 
-func (x *SessionEnd) GetKey() *v12.TrajectoryKey {
+func (x *SessionEnd) GetKey() *v13.TrajectoryKey {
 	if x != nil {
 		return x.Key
 	}
@@ -1260,7 +1354,11 @@ var File_rollout_gateway_v1_gateway_proto protoreflect.FileDescriptor
 
 const file_rollout_gateway_v1_gateway_proto_rawDesc = "" +
 	"\n" +
-	" rollout/gateway/v1/gateway.proto\x12\x12rollout.gateway.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a$rollout/inference/v1/inference.proto\x1a rollout/session/v1/session.proto\x1a&rollout/trajectory/v1/trajectory.proto\"2\n" +
+	" rollout/gateway/v1/gateway.proto\x12\x12rollout.gateway.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a$rollout/inference/v1/inference.proto\x1a rollout/session/v1/session.proto\x1a&rollout/trajectory/v1/trajectory.proto\x1a\x1arollout/wait/v1/wait.proto\"2\n" +
+	"\x10ListWaitsRequest\x12\x1e\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"@\n" +
+	"\x11ListWaitsResponse\x12+\n" +
+	"\x05waits\x18\x01 \x03(\v2\x15.rollout.wait.v1.WaitR\x05waits\"2\n" +
 	"\x10DeleteRunRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"\x13\n" +
 	"\x11DeleteRunResponse\"\x8e\x02\n" +
@@ -1369,7 +1467,7 @@ const file_rollout_gateway_v1_gateway_proto_rawDesc = "" +
 	"\x04time\x18\t \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x1a:\n" +
 	"\fMetricsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x012\xc7\x04\n" +
+	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x012\xa1\x05\n" +
 	"\x15RolloutGatewayService\x12[\n" +
 	"\n" +
 	"ListModels\x12%.rollout.gateway.v1.ListModelsRequest\x1a&.rollout.gateway.v1.ListModelsResponse\x12W\n" +
@@ -1378,6 +1476,7 @@ const file_rollout_gateway_v1_gateway_proto_rawDesc = "" +
 	"GetSession\x12%.rollout.gateway.v1.GetSessionRequest\x1a&.rollout.gateway.v1.GetSessionResponse\x12^\n" +
 	"\vNextPrompts\x12&.rollout.gateway.v1.NextPromptsRequest\x1a'.rollout.gateway.v1.NextPromptsResponse\x12a\n" +
 	"\fCloseSession\x12'.rollout.gateway.v1.CloseSessionRequest\x1a(.rollout.gateway.v1.CloseSessionResponse\x12X\n" +
+	"\tListWaits\x12$.rollout.gateway.v1.ListWaitsRequest\x1a%.rollout.gateway.v1.ListWaitsResponse\x12X\n" +
 	"\tDeleteRun\x12$.rollout.gateway.v1.DeleteRunRequest\x1a%.rollout.gateway.v1.DeleteRunResponseB\xd6\x01\n" +
 	"\x16com.rollout.gateway.v1B\fGatewayProtoP\x01ZDgithub.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1;gatewayv1\xa2\x02\x03RGX\xaa\x02\x12Rollout.Gateway.V1\xca\x02\x12Rollout\\Gateway\\V1\xe2\x02\x1eRollout\\Gateway\\V1\\GPBMetadata\xea\x02\x14Rollout::Gateway::V1b\x06proto3"
 
@@ -1393,73 +1492,79 @@ func file_rollout_gateway_v1_gateway_proto_rawDescGZIP() []byte {
 	return file_rollout_gateway_v1_gateway_proto_rawDescData
 }
 
-var file_rollout_gateway_v1_gateway_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
+var file_rollout_gateway_v1_gateway_proto_msgTypes = make([]protoimpl.MessageInfo, 20)
 var file_rollout_gateway_v1_gateway_proto_goTypes = []any{
-	(*DeleteRunRequest)(nil),      // 0: rollout.gateway.v1.DeleteRunRequest
-	(*DeleteRunResponse)(nil),     // 1: rollout.gateway.v1.DeleteRunResponse
-	(*Model)(nil),                 // 2: rollout.gateway.v1.Model
-	(*ListModelsRequest)(nil),     // 3: rollout.gateway.v1.ListModelsRequest
-	(*ListModelsResponse)(nil),    // 4: rollout.gateway.v1.ListModelsResponse
-	(*CompleteRequest)(nil),       // 5: rollout.gateway.v1.CompleteRequest
-	(*CompleteResponse)(nil),      // 6: rollout.gateway.v1.CompleteResponse
-	(*GetSessionRequest)(nil),     // 7: rollout.gateway.v1.GetSessionRequest
-	(*GetSessionResponse)(nil),    // 8: rollout.gateway.v1.GetSessionResponse
-	(*SessionSegment)(nil),        // 9: rollout.gateway.v1.SessionSegment
-	(*NextPromptsRequest)(nil),    // 10: rollout.gateway.v1.NextPromptsRequest
-	(*NextPromptsResponse)(nil),   // 11: rollout.gateway.v1.NextPromptsResponse
-	(*SessionTask)(nil),           // 12: rollout.gateway.v1.SessionTask
-	(*CloseSessionRequest)(nil),   // 13: rollout.gateway.v1.CloseSessionRequest
-	(*CloseSessionResponse)(nil),  // 14: rollout.gateway.v1.CloseSessionResponse
-	(*SessionEnd)(nil),            // 15: rollout.gateway.v1.SessionEnd
-	nil,                           // 16: rollout.gateway.v1.CloseSessionRequest.MetricsEntry
-	nil,                           // 17: rollout.gateway.v1.SessionEnd.MetricsEntry
-	(*timestamppb.Timestamp)(nil), // 18: google.protobuf.Timestamp
-	(*v1.Prompt)(nil),             // 19: rollout.inference.v1.Prompt
-	(*v1.SamplingParams)(nil),     // 20: rollout.inference.v1.SamplingParams
-	(*v1.GenerateResponse)(nil),   // 21: rollout.inference.v1.GenerateResponse
-	(*v11.Segment)(nil),           // 22: rollout.session.v1.Segment
-	(*v12.TrajectoryKey)(nil),     // 23: rollout.trajectory.v1.TrajectoryKey
-	(v12.Outcome)(0),              // 24: rollout.trajectory.v1.Outcome
+	(*ListWaitsRequest)(nil),      // 0: rollout.gateway.v1.ListWaitsRequest
+	(*ListWaitsResponse)(nil),     // 1: rollout.gateway.v1.ListWaitsResponse
+	(*DeleteRunRequest)(nil),      // 2: rollout.gateway.v1.DeleteRunRequest
+	(*DeleteRunResponse)(nil),     // 3: rollout.gateway.v1.DeleteRunResponse
+	(*Model)(nil),                 // 4: rollout.gateway.v1.Model
+	(*ListModelsRequest)(nil),     // 5: rollout.gateway.v1.ListModelsRequest
+	(*ListModelsResponse)(nil),    // 6: rollout.gateway.v1.ListModelsResponse
+	(*CompleteRequest)(nil),       // 7: rollout.gateway.v1.CompleteRequest
+	(*CompleteResponse)(nil),      // 8: rollout.gateway.v1.CompleteResponse
+	(*GetSessionRequest)(nil),     // 9: rollout.gateway.v1.GetSessionRequest
+	(*GetSessionResponse)(nil),    // 10: rollout.gateway.v1.GetSessionResponse
+	(*SessionSegment)(nil),        // 11: rollout.gateway.v1.SessionSegment
+	(*NextPromptsRequest)(nil),    // 12: rollout.gateway.v1.NextPromptsRequest
+	(*NextPromptsResponse)(nil),   // 13: rollout.gateway.v1.NextPromptsResponse
+	(*SessionTask)(nil),           // 14: rollout.gateway.v1.SessionTask
+	(*CloseSessionRequest)(nil),   // 15: rollout.gateway.v1.CloseSessionRequest
+	(*CloseSessionResponse)(nil),  // 16: rollout.gateway.v1.CloseSessionResponse
+	(*SessionEnd)(nil),            // 17: rollout.gateway.v1.SessionEnd
+	nil,                           // 18: rollout.gateway.v1.CloseSessionRequest.MetricsEntry
+	nil,                           // 19: rollout.gateway.v1.SessionEnd.MetricsEntry
+	(*v1.Wait)(nil),               // 20: rollout.wait.v1.Wait
+	(*timestamppb.Timestamp)(nil), // 21: google.protobuf.Timestamp
+	(*v11.Prompt)(nil),            // 22: rollout.inference.v1.Prompt
+	(*v11.SamplingParams)(nil),    // 23: rollout.inference.v1.SamplingParams
+	(*v11.GenerateResponse)(nil),  // 24: rollout.inference.v1.GenerateResponse
+	(*v12.Segment)(nil),           // 25: rollout.session.v1.Segment
+	(*v13.TrajectoryKey)(nil),     // 26: rollout.trajectory.v1.TrajectoryKey
+	(v13.Outcome)(0),              // 27: rollout.trajectory.v1.Outcome
 }
 var file_rollout_gateway_v1_gateway_proto_depIdxs = []int32{
-	18, // 0: rollout.gateway.v1.Model.create_time:type_name -> google.protobuf.Timestamp
-	2,  // 1: rollout.gateway.v1.ListModelsResponse.models:type_name -> rollout.gateway.v1.Model
-	19, // 2: rollout.gateway.v1.CompleteRequest.prompts:type_name -> rollout.inference.v1.Prompt
-	20, // 3: rollout.gateway.v1.CompleteRequest.params:type_name -> rollout.inference.v1.SamplingParams
-	21, // 4: rollout.gateway.v1.CompleteResponse.piece:type_name -> rollout.inference.v1.GenerateResponse
-	9,  // 5: rollout.gateway.v1.GetSessionResponse.segments:type_name -> rollout.gateway.v1.SessionSegment
-	12, // 6: rollout.gateway.v1.GetSessionResponse.task:type_name -> rollout.gateway.v1.SessionTask
-	15, // 7: rollout.gateway.v1.GetSessionResponse.end:type_name -> rollout.gateway.v1.SessionEnd
-	22, // 8: rollout.gateway.v1.SessionSegment.segment:type_name -> rollout.session.v1.Segment
-	18, // 9: rollout.gateway.v1.SessionSegment.time:type_name -> google.protobuf.Timestamp
-	20, // 10: rollout.gateway.v1.SessionSegment.params:type_name -> rollout.inference.v1.SamplingParams
-	12, // 11: rollout.gateway.v1.NextPromptsResponse.sessions:type_name -> rollout.gateway.v1.SessionTask
-	23, // 12: rollout.gateway.v1.SessionTask.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	18, // 13: rollout.gateway.v1.SessionTask.deadline:type_name -> google.protobuf.Timestamp
-	16, // 14: rollout.gateway.v1.CloseSessionRequest.metrics:type_name -> rollout.gateway.v1.CloseSessionRequest.MetricsEntry
-	24, // 15: rollout.gateway.v1.CloseSessionRequest.outcome:type_name -> rollout.trajectory.v1.Outcome
-	15, // 16: rollout.gateway.v1.CloseSessionResponse.end:type_name -> rollout.gateway.v1.SessionEnd
-	24, // 17: rollout.gateway.v1.SessionEnd.outcome:type_name -> rollout.trajectory.v1.Outcome
-	17, // 18: rollout.gateway.v1.SessionEnd.metrics:type_name -> rollout.gateway.v1.SessionEnd.MetricsEntry
-	23, // 19: rollout.gateway.v1.SessionEnd.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	18, // 20: rollout.gateway.v1.SessionEnd.time:type_name -> google.protobuf.Timestamp
-	3,  // 21: rollout.gateway.v1.RolloutGatewayService.ListModels:input_type -> rollout.gateway.v1.ListModelsRequest
-	5,  // 22: rollout.gateway.v1.RolloutGatewayService.Complete:input_type -> rollout.gateway.v1.CompleteRequest
-	7,  // 23: rollout.gateway.v1.RolloutGatewayService.GetSession:input_type -> rollout.gateway.v1.GetSessionRequest
-	10, // 24: rollout.gateway.v1.RolloutGatewayService.NextPrompts:input_type -> rollout.gateway.v1.NextPromptsRequest
-	13, // 25: rollout.gateway.v1.RolloutGatewayService.CloseSession:input_type -> rollout.gateway.v1.CloseSessionRequest
-	0,  // 26: rollout.gateway.v1.RolloutGatewayService.DeleteRun:input_type -> rollout.gateway.v1.DeleteRunRequest
-	4,  // 27: rollout.gateway.v1.RolloutGatewayService.ListModels:output_type -> rollout.gateway.v1.ListModelsResponse
-	6,  // 28: rollout.gateway.v1.RolloutGatewayService.Complete:output_type -> rollout.gateway.v1.CompleteResponse
-	8,  // 29: rollout.gateway.v1.RolloutGatewayService.GetSession:output_type -> rollout.gateway.v1.GetSessionResponse
-	11, // 30: rollout.gateway.v1.RolloutGatewayService.NextPrompts:output_type -> rollout.gateway.v1.NextPromptsResponse
-	14, // 31: rollout.gateway.v1.RolloutGatewayService.CloseSession:output_type -> rollout.gateway.v1.CloseSessionResponse
-	1,  // 32: rollout.gateway.v1.RolloutGatewayService.DeleteRun:output_type -> rollout.gateway.v1.DeleteRunResponse
-	27, // [27:33] is the sub-list for method output_type
-	21, // [21:27] is the sub-list for method input_type
-	21, // [21:21] is the sub-list for extension type_name
-	21, // [21:21] is the sub-list for extension extendee
-	0,  // [0:21] is the sub-list for field type_name
+	20, // 0: rollout.gateway.v1.ListWaitsResponse.waits:type_name -> rollout.wait.v1.Wait
+	21, // 1: rollout.gateway.v1.Model.create_time:type_name -> google.protobuf.Timestamp
+	4,  // 2: rollout.gateway.v1.ListModelsResponse.models:type_name -> rollout.gateway.v1.Model
+	22, // 3: rollout.gateway.v1.CompleteRequest.prompts:type_name -> rollout.inference.v1.Prompt
+	23, // 4: rollout.gateway.v1.CompleteRequest.params:type_name -> rollout.inference.v1.SamplingParams
+	24, // 5: rollout.gateway.v1.CompleteResponse.piece:type_name -> rollout.inference.v1.GenerateResponse
+	11, // 6: rollout.gateway.v1.GetSessionResponse.segments:type_name -> rollout.gateway.v1.SessionSegment
+	14, // 7: rollout.gateway.v1.GetSessionResponse.task:type_name -> rollout.gateway.v1.SessionTask
+	17, // 8: rollout.gateway.v1.GetSessionResponse.end:type_name -> rollout.gateway.v1.SessionEnd
+	25, // 9: rollout.gateway.v1.SessionSegment.segment:type_name -> rollout.session.v1.Segment
+	21, // 10: rollout.gateway.v1.SessionSegment.time:type_name -> google.protobuf.Timestamp
+	23, // 11: rollout.gateway.v1.SessionSegment.params:type_name -> rollout.inference.v1.SamplingParams
+	14, // 12: rollout.gateway.v1.NextPromptsResponse.sessions:type_name -> rollout.gateway.v1.SessionTask
+	26, // 13: rollout.gateway.v1.SessionTask.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	21, // 14: rollout.gateway.v1.SessionTask.deadline:type_name -> google.protobuf.Timestamp
+	18, // 15: rollout.gateway.v1.CloseSessionRequest.metrics:type_name -> rollout.gateway.v1.CloseSessionRequest.MetricsEntry
+	27, // 16: rollout.gateway.v1.CloseSessionRequest.outcome:type_name -> rollout.trajectory.v1.Outcome
+	17, // 17: rollout.gateway.v1.CloseSessionResponse.end:type_name -> rollout.gateway.v1.SessionEnd
+	27, // 18: rollout.gateway.v1.SessionEnd.outcome:type_name -> rollout.trajectory.v1.Outcome
+	19, // 19: rollout.gateway.v1.SessionEnd.metrics:type_name -> rollout.gateway.v1.SessionEnd.MetricsEntry
+	26, // 20: rollout.gateway.v1.SessionEnd.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	21, // 21: rollout.gateway.v1.SessionEnd.time:type_name -> google.protobuf.Timestamp
+	5,  // 22: rollout.gateway.v1.RolloutGatewayService.ListModels:input_type -> rollout.gateway.v1.ListModelsRequest
+	7,  // 23: rollout.gateway.v1.RolloutGatewayService.Complete:input_type -> rollout.gateway.v1.CompleteRequest
+	9,  // 24: rollout.gateway.v1.RolloutGatewayService.GetSession:input_type -> rollout.gateway.v1.GetSessionRequest
+	12, // 25: rollout.gateway.v1.RolloutGatewayService.NextPrompts:input_type -> rollout.gateway.v1.NextPromptsRequest
+	15, // 26: rollout.gateway.v1.RolloutGatewayService.CloseSession:input_type -> rollout.gateway.v1.CloseSessionRequest
+	0,  // 27: rollout.gateway.v1.RolloutGatewayService.ListWaits:input_type -> rollout.gateway.v1.ListWaitsRequest
+	2,  // 28: rollout.gateway.v1.RolloutGatewayService.DeleteRun:input_type -> rollout.gateway.v1.DeleteRunRequest
+	6,  // 29: rollout.gateway.v1.RolloutGatewayService.ListModels:output_type -> rollout.gateway.v1.ListModelsResponse
+	8,  // 30: rollout.gateway.v1.RolloutGatewayService.Complete:output_type -> rollout.gateway.v1.CompleteResponse
+	10, // 31: rollout.gateway.v1.RolloutGatewayService.GetSession:output_type -> rollout.gateway.v1.GetSessionResponse
+	13, // 32: rollout.gateway.v1.RolloutGatewayService.NextPrompts:output_type -> rollout.gateway.v1.NextPromptsResponse
+	16, // 33: rollout.gateway.v1.RolloutGatewayService.CloseSession:output_type -> rollout.gateway.v1.CloseSessionResponse
+	1,  // 34: rollout.gateway.v1.RolloutGatewayService.ListWaits:output_type -> rollout.gateway.v1.ListWaitsResponse
+	3,  // 35: rollout.gateway.v1.RolloutGatewayService.DeleteRun:output_type -> rollout.gateway.v1.DeleteRunResponse
+	29, // [29:36] is the sub-list for method output_type
+	22, // [22:29] is the sub-list for method input_type
+	22, // [22:22] is the sub-list for extension type_name
+	22, // [22:22] is the sub-list for extension extendee
+	0,  // [0:22] is the sub-list for field type_name
 }
 
 func init() { file_rollout_gateway_v1_gateway_proto_init() }
@@ -1467,14 +1572,14 @@ func file_rollout_gateway_v1_gateway_proto_init() {
 	if File_rollout_gateway_v1_gateway_proto != nil {
 		return
 	}
-	file_rollout_gateway_v1_gateway_proto_msgTypes[5].OneofWrappers = []any{}
+	file_rollout_gateway_v1_gateway_proto_msgTypes[7].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_gateway_v1_gateway_proto_rawDesc), len(file_rollout_gateway_v1_gateway_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   18,
+			NumMessages:   20,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -27,6 +27,7 @@ const (
 	RolloutGatewayService_GetSession_FullMethodName   = "/rollout.gateway.v1.RolloutGatewayService/GetSession"
 	RolloutGatewayService_NextPrompts_FullMethodName  = "/rollout.gateway.v1.RolloutGatewayService/NextPrompts"
 	RolloutGatewayService_CloseSession_FullMethodName = "/rollout.gateway.v1.RolloutGatewayService/CloseSession"
+	RolloutGatewayService_ListWaits_FullMethodName    = "/rollout.gateway.v1.RolloutGatewayService/ListWaits"
 	RolloutGatewayService_DeleteRun_FullMethodName    = "/rollout.gateway.v1.RolloutGatewayService/DeleteRun"
 )
 
@@ -53,6 +54,8 @@ type RolloutGatewayServiceClient interface {
 	// run. Idempotent; another reward or outcome than before is refused with reason SESSION_CLOSED.
 	// UNAVAILABLE, reason RUN_TAKES_NO_SAMPLES, while the run ends or is paused: the end is recorded.
 	CloseSession(ctx context.Context, in *CloseSessionRequest, opts ...grpc.CallOption) (*CloseSessionResponse, error)
+	// ListWaits returns what the requests and the agents of a run wait for at this gateway.
+	ListWaits(ctx context.Context, in *ListWaitsRequest, opts ...grpc.CallOption) (*ListWaitsResponse, error)
 	// DeleteRun deletes the sessions of a run with their stored responses. Idempotent, also for
 	// unknown runs.
 	DeleteRun(ctx context.Context, in *DeleteRunRequest, opts ...grpc.CallOption) (*DeleteRunResponse, error)
@@ -125,6 +128,16 @@ func (c *rolloutGatewayServiceClient) CloseSession(ctx context.Context, in *Clos
 	return out, nil
 }
 
+func (c *rolloutGatewayServiceClient) ListWaits(ctx context.Context, in *ListWaitsRequest, opts ...grpc.CallOption) (*ListWaitsResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ListWaitsResponse)
+	err := c.cc.Invoke(ctx, RolloutGatewayService_ListWaits_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *rolloutGatewayServiceClient) DeleteRun(ctx context.Context, in *DeleteRunRequest, opts ...grpc.CallOption) (*DeleteRunResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(DeleteRunResponse)
@@ -158,6 +171,8 @@ type RolloutGatewayServiceServer interface {
 	// run. Idempotent; another reward or outcome than before is refused with reason SESSION_CLOSED.
 	// UNAVAILABLE, reason RUN_TAKES_NO_SAMPLES, while the run ends or is paused: the end is recorded.
 	CloseSession(context.Context, *CloseSessionRequest) (*CloseSessionResponse, error)
+	// ListWaits returns what the requests and the agents of a run wait for at this gateway.
+	ListWaits(context.Context, *ListWaitsRequest) (*ListWaitsResponse, error)
 	// DeleteRun deletes the sessions of a run with their stored responses. Idempotent, also for
 	// unknown runs.
 	DeleteRun(context.Context, *DeleteRunRequest) (*DeleteRunResponse, error)
@@ -185,6 +200,9 @@ func (UnimplementedRolloutGatewayServiceServer) NextPrompts(context.Context, *Ne
 }
 func (UnimplementedRolloutGatewayServiceServer) CloseSession(context.Context, *CloseSessionRequest) (*CloseSessionResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method CloseSession not implemented")
+}
+func (UnimplementedRolloutGatewayServiceServer) ListWaits(context.Context, *ListWaitsRequest) (*ListWaitsResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ListWaits not implemented")
 }
 func (UnimplementedRolloutGatewayServiceServer) DeleteRun(context.Context, *DeleteRunRequest) (*DeleteRunResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method DeleteRun not implemented")
@@ -293,6 +311,24 @@ func _RolloutGatewayService_CloseSession_Handler(srv interface{}, ctx context.Co
 	return interceptor(ctx, in, info, handler)
 }
 
+func _RolloutGatewayService_ListWaits_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ListWaitsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(RolloutGatewayServiceServer).ListWaits(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: RolloutGatewayService_ListWaits_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(RolloutGatewayServiceServer).ListWaits(ctx, req.(*ListWaitsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _RolloutGatewayService_DeleteRun_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(DeleteRunRequest)
 	if err := dec(in); err != nil {
@@ -333,6 +369,10 @@ var RolloutGatewayService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "CloseSession",
 			Handler:    _RolloutGatewayService_CloseSession_Handler,
+		},
+		{
+			MethodName: "ListWaits",
+			Handler:    _RolloutGatewayService_ListWaits_Handler,
 		},
 		{
 			MethodName: "DeleteRun",

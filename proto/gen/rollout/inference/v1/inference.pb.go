@@ -2699,7 +2699,7 @@ func (*ResumeEngineResponse) Descriptor() ([]byte, []int) {
 // GetInferenceStatusRequest asks for the state.
 type GetInferenceStatusRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Whether to return `in_flight`.
+	// Whether to return `waits`.
 	InFlight      bool `protobuf:"varint,1,opt,name=in_flight,json=inFlight,proto3" json:"in_flight,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2779,8 +2779,9 @@ type GetInferenceStatusResponse struct {
 	Reserved bool `protobuf:"varint,16,opt,name=reserved,proto3" json:"reserved,omitempty"`
 	// Whether new requests wait: the engine is paused, or a commit waits for the running requests.
 	Paused bool `protobuf:"varint,17,opt,name=paused,proto3" json:"paused,omitempty"`
-	// If requested: what the worker does now for its groups, the longest first.
-	InFlight      []*v13.Activity `protobuf:"bytes,18,rep,name=in_flight,json=inFlight,proto3" json:"in_flight,omitempty"`
+	// If requested: what the groups of the worker wait for, the longest first, and why it samples
+	// nothing, e.g. ENGINE_PAUSED.
+	Waits         []*v13.Wait `protobuf:"bytes,19,rep,name=waits,proto3" json:"waits,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2934,9 +2935,9 @@ func (x *GetInferenceStatusResponse) GetPaused() bool {
 	return false
 }
 
-func (x *GetInferenceStatusResponse) GetInFlight() []*v13.Activity {
+func (x *GetInferenceStatusResponse) GetWaits() []*v13.Wait {
 	if x != nil {
-		return x.InFlight
+		return x.Waits
 	}
 	return nil
 }
@@ -3172,7 +3173,7 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\x13ResumeEngineRequest\"\x16\n" +
 	"\x14ResumeEngineResponse\"8\n" +
 	"\x19GetInferenceStatusRequest\x12\x1b\n" +
-	"\tin_flight\x18\x01 \x01(\bR\binFlight\"\xb0\x05\n" +
+	"\tin_flight\x18\x01 \x01(\bR\binFlight\"\xb6\x05\n" +
 	"\x1aGetInferenceStatusResponse\x12<\n" +
 	"\areceipt\x18\x01 \x01(\v2\".rollout.weights.v1.WeightsReceiptR\areceipt\x12\x16\n" +
 	"\x06active\x18\x02 \x01(\rR\x06active\x12\x14\n" +
@@ -3192,9 +3193,9 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\aengines\x18\x0e \x03(\v2!.rollout.weights.v1.EngineReceiptR\aengines\x12*\n" +
 	"\x0estaged_version\x18\x0f \x01(\x04H\x00R\rstagedVersion\x88\x01\x01\x12\x1a\n" +
 	"\breserved\x18\x10 \x01(\bR\breserved\x12\x16\n" +
-	"\x06paused\x18\x11 \x01(\bR\x06paused\x126\n" +
-	"\tin_flight\x18\x12 \x03(\v2\x19.rollout.wait.v1.ActivityR\binFlightB\x11\n" +
-	"\x0f_staged_version2\xf1\b\n" +
+	"\x06paused\x18\x11 \x01(\bR\x06paused\x12+\n" +
+	"\x05waits\x18\x13 \x03(\v2\x15.rollout.wait.v1.WaitR\x05waitsB\x11\n" +
+	"\x0f_staged_versionJ\x04\b\x12\x10\x13R\tin_flight2\xf1\b\n" +
 	"\x16InferenceWorkerService\x12b\n" +
 	"\vLoadWeights\x12(.rollout.inference.v1.LoadWeightsRequest\x1a).rollout.inference.v1.LoadWeightsResponse\x12e\n" +
 	"\fStageWeights\x12).rollout.inference.v1.StageWeightsRequest\x1a*.rollout.inference.v1.StageWeightsResponse\x12h\n" +
@@ -3273,7 +3274,7 @@ var file_rollout_inference_v1_inference_proto_goTypes = []any{
 	(*v11.EngineReceipt)(nil),          // 45: rollout.weights.v1.EngineReceipt
 	(*v12.VersionSpan)(nil),            // 46: rollout.trajectory.v1.VersionSpan
 	(v12.Outcome)(0),                   // 47: rollout.trajectory.v1.Outcome
-	(*v13.Activity)(nil),               // 48: rollout.wait.v1.Activity
+	(*v13.Wait)(nil),                   // 48: rollout.wait.v1.Wait
 }
 var file_rollout_inference_v1_inference_proto_depIdxs = []int32{
 	39, // 0: rollout.inference.v1.SamplingParams.logit_bias:type_name -> rollout.inference.v1.SamplingParams.LogitBiasEntry
@@ -3312,7 +3313,7 @@ var file_rollout_inference_v1_inference_proto_depIdxs = []int32{
 	11, // 33: rollout.inference.v1.DetokenizeRequest.prompts:type_name -> rollout.inference.v1.TokenIds
 	44, // 34: rollout.inference.v1.GetInferenceStatusResponse.receipt:type_name -> rollout.weights.v1.WeightsReceipt
 	45, // 35: rollout.inference.v1.GetInferenceStatusResponse.engines:type_name -> rollout.weights.v1.EngineReceipt
-	48, // 36: rollout.inference.v1.GetInferenceStatusResponse.in_flight:type_name -> rollout.wait.v1.Activity
+	48, // 36: rollout.inference.v1.GetInferenceStatusResponse.waits:type_name -> rollout.wait.v1.Wait
 	13, // 37: rollout.inference.v1.InferenceWorkerService.LoadWeights:input_type -> rollout.inference.v1.LoadWeightsRequest
 	15, // 38: rollout.inference.v1.InferenceWorkerService.StageWeights:input_type -> rollout.inference.v1.StageWeightsRequest
 	17, // 39: rollout.inference.v1.InferenceWorkerService.CommitWeights:input_type -> rollout.inference.v1.CommitWeightsRequest

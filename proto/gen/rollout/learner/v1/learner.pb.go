@@ -139,8 +139,6 @@ type Progress struct {
 	Step uint64 `protobuf:"varint,3,opt,name=step,proto3" json:"step,omitempty"`
 	// Number of steps of the run.
 	TotalSteps uint64 `protobuf:"varint,4,opt,name=total_steps,json=totalSteps,proto3" json:"total_steps,omitempty"`
-	// What the run waits for and the owner of the wait, as text.
-	WaitingFor string `protobuf:"bytes,5,opt,name=waiting_for,json=waitingFor,proto3" json:"waiting_for,omitempty"`
 	// Newest weights.
 	Weights *v1.WeightsManifest `protobuf:"bytes,6,opt,name=weights,proto3" json:"weights,omitempty"`
 	// Why the run failed, as text.
@@ -150,7 +148,10 @@ type Progress struct {
 	Wait *v11.Wait `protobuf:"bytes,8,opt,name=wait,proto3" json:"wait,omitempty"`
 	// Inference workers that could not load the newest weights and serve older ones. Each tries again
 	// by itself.
-	Lagging       []*LaggingWorker `protobuf:"bytes,9,rep,name=lagging,proto3" json:"lagging,omitempty"`
+	Lagging []*LaggingWorker `protobuf:"bytes,9,rep,name=lagging,proto3" json:"lagging,omitempty"`
+	// What the run waits for in this phase. Those without a reason of their own have the name of the
+	// phase.
+	Waits         []*v11.Wait `protobuf:"bytes,10,rep,name=waits,proto3" json:"waits,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -213,13 +214,6 @@ func (x *Progress) GetTotalSteps() uint64 {
 	return 0
 }
 
-func (x *Progress) GetWaitingFor() string {
-	if x != nil {
-		return x.WaitingFor
-	}
-	return ""
-}
-
 func (x *Progress) GetWeights() *v1.WeightsManifest {
 	if x != nil {
 		return x.Weights
@@ -248,6 +242,13 @@ func (x *Progress) GetLagging() []*LaggingWorker {
 	return nil
 }
 
+func (x *Progress) GetWaits() []*v11.Wait {
+	if x != nil {
+		return x.Waits
+	}
+	return nil
+}
+
 // LaggingWorker is an inference worker that was left out of an update of the weights.
 type LaggingWorker struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -256,7 +257,9 @@ type LaggingWorker struct {
 	// Weights version that it could not load.
 	Version uint64 `protobuf:"varint,2,opt,name=version,proto3" json:"version,omitempty"`
 	// Why, as text.
-	Message       string `protobuf:"bytes,3,opt,name=message,proto3" json:"message,omitempty"`
+	Message string `protobuf:"bytes,3,opt,name=message,proto3" json:"message,omitempty"`
+	// Reason of the error, e.g. DISK_FULL; empty if it has none.
+	Reason        string `protobuf:"bytes,4,opt,name=reason,proto3" json:"reason,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -308,6 +311,13 @@ func (x *LaggingWorker) GetVersion() uint64 {
 func (x *LaggingWorker) GetMessage() string {
 	if x != nil {
 		return x.Message
+	}
+	return ""
+}
+
+func (x *LaggingWorker) GetReason() string {
+	if x != nil {
+		return x.Reason
 	}
 	return ""
 }
@@ -2071,6 +2081,8 @@ type GetLearnerStatusResponse struct {
 	ProcessId string `protobuf:"bytes,4,opt,name=process_id,json=processId,proto3" json:"process_id,omitempty"`
 	// Digest of its weights.
 	WeightsDigest string `protobuf:"bytes,5,opt,name=weights_digest,json=weightsDigest,proto3" json:"weights_digest,omitempty"`
+	// What it computes; absent if it is idle.
+	Wait          *v11.Wait `protobuf:"bytes,6,opt,name=wait,proto3" json:"wait,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2140,27 +2152,35 @@ func (x *GetLearnerStatusResponse) GetWeightsDigest() string {
 	return ""
 }
 
+func (x *GetLearnerStatusResponse) GetWait() *v11.Wait {
+	if x != nil {
+		return x.Wait
+	}
+	return nil
+}
+
 var File_rollout_learner_v1_learner_proto protoreflect.FileDescriptor
 
 const file_rollout_learner_v1_learner_proto_rawDesc = "" +
 	"\n" +
-	" rollout/learner/v1/learner.proto\x12\x12rollout.learner.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1erollout/buffer/v1/buffer.proto\x1a\x1crollout/fence/v1/fence.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\"rollout/snapshot/v1/snapshot.proto\x1a&rollout/trajectory/v1/trajectory.proto\x1a\x1arollout/wait/v1/wait.proto\x1a rollout/weights/v1/weights.proto\"\xe9\x02\n" +
+	" rollout/learner/v1/learner.proto\x12\x12rollout.learner.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1erollout/buffer/v1/buffer.proto\x1a\x1crollout/fence/v1/fence.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\"rollout/snapshot/v1/snapshot.proto\x1a&rollout/trajectory/v1/trajectory.proto\x1a\x1arollout/wait/v1/wait.proto\x1a rollout/weights/v1/weights.proto\"\x88\x03\n" +
 	"\bProgress\x12\x15\n" +
 	"\x06run_id\x18\x01 \x01(\tR\x05runId\x12/\n" +
 	"\x05phase\x18\x02 \x01(\x0e2\x19.rollout.learner.v1.PhaseR\x05phase\x12\x12\n" +
 	"\x04step\x18\x03 \x01(\x04R\x04step\x12\x1f\n" +
 	"\vtotal_steps\x18\x04 \x01(\x04R\n" +
-	"totalSteps\x12\x1f\n" +
-	"\vwaiting_for\x18\x05 \x01(\tR\n" +
-	"waitingFor\x12=\n" +
+	"totalSteps\x12=\n" +
 	"\aweights\x18\x06 \x01(\v2#.rollout.weights.v1.WeightsManifestR\aweights\x12\x18\n" +
 	"\amessage\x18\a \x01(\tR\amessage\x12)\n" +
 	"\x04wait\x18\b \x01(\v2\x15.rollout.wait.v1.WaitR\x04wait\x12;\n" +
-	"\alagging\x18\t \x03(\v2!.rollout.learner.v1.LaggingWorkerR\alagging\"`\n" +
+	"\alagging\x18\t \x03(\v2!.rollout.learner.v1.LaggingWorkerR\alagging\x12+\n" +
+	"\x05waits\x18\n" +
+	" \x03(\v2\x15.rollout.wait.v1.WaitR\x05waitsJ\x04\b\x05\x10\x06R\vwaiting_for\"x\n" +
 	"\rLaggingWorker\x12\x1b\n" +
 	"\tworker_id\x18\x01 \x01(\tR\bworkerId\x12\x18\n" +
 	"\aversion\x18\x02 \x01(\x04R\aversion\x12\x18\n" +
-	"\amessage\x18\x03 \x01(\tR\amessage\"\x86\x01\n" +
+	"\amessage\x18\x03 \x01(\tR\amessage\x12\x16\n" +
+	"\x06reason\x18\x04 \x01(\tR\x06reason\"\x86\x01\n" +
 	"\rCutRunRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12A\n" +
 	"\x05kinds\x18\x02 \x03(\x0e2!.rollout.snapshot.v1.SnapshotKindB\b\xbaH\x05\x92\x01\x02\b\x01R\x05kinds\x12\x12\n" +
@@ -2281,14 +2301,15 @@ const file_rollout_learner_v1_learner_proto_rawDesc = "" +
 	"\x11SaveStateResponse\x127\n" +
 	"\x05files\x18\x01 \x03(\v2!.rollout.snapshot.v1.SnapshotFileR\x05files\x12%\n" +
 	"\x0eweights_digest\x18\x02 \x01(\tR\rweightsDigest\"\x19\n" +
-	"\x17GetLearnerStatusRequest\"\xb2\x01\n" +
+	"\x17GetLearnerStatusRequest\"\xdd\x01\n" +
 	"\x18GetLearnerStatusResponse\x12\x12\n" +
 	"\x04step\x18\x01 \x01(\x04R\x04step\x12 \n" +
 	"\vinitialized\x18\x02 \x01(\bR\vinitialized\x12\x1a\n" +
 	"\bactivity\x18\x03 \x01(\tR\bactivity\x12\x1d\n" +
 	"\n" +
 	"process_id\x18\x04 \x01(\tR\tprocessId\x12%\n" +
-	"\x0eweights_digest\x18\x05 \x01(\tR\rweightsDigest*\x83\x02\n" +
+	"\x0eweights_digest\x18\x05 \x01(\tR\rweightsDigest\x12)\n" +
+	"\x04wait\x18\x06 \x01(\v2\x15.rollout.wait.v1.WaitR\x04wait*\x83\x02\n" +
 	"\x05Phase\x12\x15\n" +
 	"\x11PHASE_UNSPECIFIED\x10\x00\x12\x13\n" +
 	"\x0fPHASE_PREPARING\x10\x01\x12\x11\n" +
@@ -2390,61 +2411,63 @@ var file_rollout_learner_v1_learner_proto_depIdxs = []int32{
 	35, // 1: rollout.learner.v1.Progress.weights:type_name -> rollout.weights.v1.WeightsManifest
 	36, // 2: rollout.learner.v1.Progress.wait:type_name -> rollout.wait.v1.Wait
 	2,  // 3: rollout.learner.v1.Progress.lagging:type_name -> rollout.learner.v1.LaggingWorker
-	37, // 4: rollout.learner.v1.CutRunRequest.kinds:type_name -> rollout.snapshot.v1.SnapshotKind
-	38, // 5: rollout.learner.v1.CutRunResponse.snapshots:type_name -> rollout.snapshot.v1.Snapshot
-	39, // 6: rollout.learner.v1.DeleteRunRequest.fence:type_name -> rollout.fence.v1.Fence
-	40, // 7: rollout.learner.v1.StartRunRequest.plan:type_name -> rollout.plan.v1.Plan
-	39, // 8: rollout.learner.v1.StartRunRequest.fence:type_name -> rollout.fence.v1.Fence
-	39, // 9: rollout.learner.v1.StopRunRequest.fence:type_name -> rollout.fence.v1.Fence
-	1,  // 10: rollout.learner.v1.StopRunResponse.progress:type_name -> rollout.learner.v1.Progress
-	1,  // 11: rollout.learner.v1.GetProgressResponse.progress:type_name -> rollout.learner.v1.Progress
-	1,  // 12: rollout.learner.v1.WatchProgressResponse.progress:type_name -> rollout.learner.v1.Progress
-	41, // 13: rollout.learner.v1.TrainRequest.batch:type_name -> rollout.buffer.v1.Batch
-	19, // 14: rollout.learner.v1.TrainResponse.progress:type_name -> rollout.learner.v1.TrainProgress
-	20, // 15: rollout.learner.v1.TrainResponse.result:type_name -> rollout.learner.v1.TrainResult
-	35, // 16: rollout.learner.v1.TrainResult.weights:type_name -> rollout.weights.v1.WeightsManifest
-	32, // 17: rollout.learner.v1.TrainResult.metrics:type_name -> rollout.learner.v1.TrainResult.MetricsEntry
-	21, // 18: rollout.learner.v1.TrainResult.completions:type_name -> rollout.learner.v1.Completion
-	33, // 19: rollout.learner.v1.Completion.metrics:type_name -> rollout.learner.v1.Completion.MetricsEntry
-	42, // 20: rollout.learner.v1.Completion.turns:type_name -> rollout.trajectory.v1.Turn
-	43, // 21: rollout.learner.v1.Completion.version_spans:type_name -> rollout.trajectory.v1.VersionSpan
-	44, // 22: rollout.learner.v1.Completion.outcome:type_name -> rollout.trajectory.v1.Outcome
-	45, // 23: rollout.learner.v1.Completion.parent:type_name -> rollout.trajectory.v1.EpisodeLink
-	35, // 24: rollout.learner.v1.PublishWeightsResponse.weights:type_name -> rollout.weights.v1.WeightsManifest
-	46, // 25: rollout.learner.v1.OfferWeightsResponse.offers:type_name -> rollout.weights.v1.WeightsOffer
-	34, // 26: rollout.learner.v1.EvaluateLossResponse.metrics:type_name -> rollout.learner.v1.EvaluateLossResponse.MetricsEntry
-	47, // 27: rollout.learner.v1.SaveStateResponse.files:type_name -> rollout.snapshot.v1.SnapshotFile
-	7,  // 28: rollout.learner.v1.LearnerControllerService.StartRun:input_type -> rollout.learner.v1.StartRunRequest
-	9,  // 29: rollout.learner.v1.LearnerControllerService.StopRun:input_type -> rollout.learner.v1.StopRunRequest
-	11, // 30: rollout.learner.v1.LearnerControllerService.GetProgress:input_type -> rollout.learner.v1.GetProgressRequest
-	13, // 31: rollout.learner.v1.LearnerControllerService.WatchProgress:input_type -> rollout.learner.v1.WatchProgressRequest
-	3,  // 32: rollout.learner.v1.LearnerControllerService.CutRun:input_type -> rollout.learner.v1.CutRunRequest
-	5,  // 33: rollout.learner.v1.LearnerControllerService.DeleteRun:input_type -> rollout.learner.v1.DeleteRunRequest
-	15, // 34: rollout.learner.v1.LearnerWorkerService.Initialize:input_type -> rollout.learner.v1.InitializeRequest
-	17, // 35: rollout.learner.v1.LearnerWorkerService.Train:input_type -> rollout.learner.v1.TrainRequest
-	22, // 36: rollout.learner.v1.LearnerWorkerService.PublishWeights:input_type -> rollout.learner.v1.PublishWeightsRequest
-	24, // 37: rollout.learner.v1.LearnerWorkerService.OfferWeights:input_type -> rollout.learner.v1.OfferWeightsRequest
-	26, // 38: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:input_type -> rollout.learner.v1.EvaluateLossRequest
-	28, // 39: rollout.learner.v1.LearnerWorkerService.SaveState:input_type -> rollout.learner.v1.SaveStateRequest
-	30, // 40: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:input_type -> rollout.learner.v1.GetLearnerStatusRequest
-	8,  // 41: rollout.learner.v1.LearnerControllerService.StartRun:output_type -> rollout.learner.v1.StartRunResponse
-	10, // 42: rollout.learner.v1.LearnerControllerService.StopRun:output_type -> rollout.learner.v1.StopRunResponse
-	12, // 43: rollout.learner.v1.LearnerControllerService.GetProgress:output_type -> rollout.learner.v1.GetProgressResponse
-	14, // 44: rollout.learner.v1.LearnerControllerService.WatchProgress:output_type -> rollout.learner.v1.WatchProgressResponse
-	4,  // 45: rollout.learner.v1.LearnerControllerService.CutRun:output_type -> rollout.learner.v1.CutRunResponse
-	6,  // 46: rollout.learner.v1.LearnerControllerService.DeleteRun:output_type -> rollout.learner.v1.DeleteRunResponse
-	16, // 47: rollout.learner.v1.LearnerWorkerService.Initialize:output_type -> rollout.learner.v1.InitializeResponse
-	18, // 48: rollout.learner.v1.LearnerWorkerService.Train:output_type -> rollout.learner.v1.TrainResponse
-	23, // 49: rollout.learner.v1.LearnerWorkerService.PublishWeights:output_type -> rollout.learner.v1.PublishWeightsResponse
-	25, // 50: rollout.learner.v1.LearnerWorkerService.OfferWeights:output_type -> rollout.learner.v1.OfferWeightsResponse
-	27, // 51: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:output_type -> rollout.learner.v1.EvaluateLossResponse
-	29, // 52: rollout.learner.v1.LearnerWorkerService.SaveState:output_type -> rollout.learner.v1.SaveStateResponse
-	31, // 53: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:output_type -> rollout.learner.v1.GetLearnerStatusResponse
-	41, // [41:54] is the sub-list for method output_type
-	28, // [28:41] is the sub-list for method input_type
-	28, // [28:28] is the sub-list for extension type_name
-	28, // [28:28] is the sub-list for extension extendee
-	0,  // [0:28] is the sub-list for field type_name
+	36, // 4: rollout.learner.v1.Progress.waits:type_name -> rollout.wait.v1.Wait
+	37, // 5: rollout.learner.v1.CutRunRequest.kinds:type_name -> rollout.snapshot.v1.SnapshotKind
+	38, // 6: rollout.learner.v1.CutRunResponse.snapshots:type_name -> rollout.snapshot.v1.Snapshot
+	39, // 7: rollout.learner.v1.DeleteRunRequest.fence:type_name -> rollout.fence.v1.Fence
+	40, // 8: rollout.learner.v1.StartRunRequest.plan:type_name -> rollout.plan.v1.Plan
+	39, // 9: rollout.learner.v1.StartRunRequest.fence:type_name -> rollout.fence.v1.Fence
+	39, // 10: rollout.learner.v1.StopRunRequest.fence:type_name -> rollout.fence.v1.Fence
+	1,  // 11: rollout.learner.v1.StopRunResponse.progress:type_name -> rollout.learner.v1.Progress
+	1,  // 12: rollout.learner.v1.GetProgressResponse.progress:type_name -> rollout.learner.v1.Progress
+	1,  // 13: rollout.learner.v1.WatchProgressResponse.progress:type_name -> rollout.learner.v1.Progress
+	41, // 14: rollout.learner.v1.TrainRequest.batch:type_name -> rollout.buffer.v1.Batch
+	19, // 15: rollout.learner.v1.TrainResponse.progress:type_name -> rollout.learner.v1.TrainProgress
+	20, // 16: rollout.learner.v1.TrainResponse.result:type_name -> rollout.learner.v1.TrainResult
+	35, // 17: rollout.learner.v1.TrainResult.weights:type_name -> rollout.weights.v1.WeightsManifest
+	32, // 18: rollout.learner.v1.TrainResult.metrics:type_name -> rollout.learner.v1.TrainResult.MetricsEntry
+	21, // 19: rollout.learner.v1.TrainResult.completions:type_name -> rollout.learner.v1.Completion
+	33, // 20: rollout.learner.v1.Completion.metrics:type_name -> rollout.learner.v1.Completion.MetricsEntry
+	42, // 21: rollout.learner.v1.Completion.turns:type_name -> rollout.trajectory.v1.Turn
+	43, // 22: rollout.learner.v1.Completion.version_spans:type_name -> rollout.trajectory.v1.VersionSpan
+	44, // 23: rollout.learner.v1.Completion.outcome:type_name -> rollout.trajectory.v1.Outcome
+	45, // 24: rollout.learner.v1.Completion.parent:type_name -> rollout.trajectory.v1.EpisodeLink
+	35, // 25: rollout.learner.v1.PublishWeightsResponse.weights:type_name -> rollout.weights.v1.WeightsManifest
+	46, // 26: rollout.learner.v1.OfferWeightsResponse.offers:type_name -> rollout.weights.v1.WeightsOffer
+	34, // 27: rollout.learner.v1.EvaluateLossResponse.metrics:type_name -> rollout.learner.v1.EvaluateLossResponse.MetricsEntry
+	47, // 28: rollout.learner.v1.SaveStateResponse.files:type_name -> rollout.snapshot.v1.SnapshotFile
+	36, // 29: rollout.learner.v1.GetLearnerStatusResponse.wait:type_name -> rollout.wait.v1.Wait
+	7,  // 30: rollout.learner.v1.LearnerControllerService.StartRun:input_type -> rollout.learner.v1.StartRunRequest
+	9,  // 31: rollout.learner.v1.LearnerControllerService.StopRun:input_type -> rollout.learner.v1.StopRunRequest
+	11, // 32: rollout.learner.v1.LearnerControllerService.GetProgress:input_type -> rollout.learner.v1.GetProgressRequest
+	13, // 33: rollout.learner.v1.LearnerControllerService.WatchProgress:input_type -> rollout.learner.v1.WatchProgressRequest
+	3,  // 34: rollout.learner.v1.LearnerControllerService.CutRun:input_type -> rollout.learner.v1.CutRunRequest
+	5,  // 35: rollout.learner.v1.LearnerControllerService.DeleteRun:input_type -> rollout.learner.v1.DeleteRunRequest
+	15, // 36: rollout.learner.v1.LearnerWorkerService.Initialize:input_type -> rollout.learner.v1.InitializeRequest
+	17, // 37: rollout.learner.v1.LearnerWorkerService.Train:input_type -> rollout.learner.v1.TrainRequest
+	22, // 38: rollout.learner.v1.LearnerWorkerService.PublishWeights:input_type -> rollout.learner.v1.PublishWeightsRequest
+	24, // 39: rollout.learner.v1.LearnerWorkerService.OfferWeights:input_type -> rollout.learner.v1.OfferWeightsRequest
+	26, // 40: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:input_type -> rollout.learner.v1.EvaluateLossRequest
+	28, // 41: rollout.learner.v1.LearnerWorkerService.SaveState:input_type -> rollout.learner.v1.SaveStateRequest
+	30, // 42: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:input_type -> rollout.learner.v1.GetLearnerStatusRequest
+	8,  // 43: rollout.learner.v1.LearnerControllerService.StartRun:output_type -> rollout.learner.v1.StartRunResponse
+	10, // 44: rollout.learner.v1.LearnerControllerService.StopRun:output_type -> rollout.learner.v1.StopRunResponse
+	12, // 45: rollout.learner.v1.LearnerControllerService.GetProgress:output_type -> rollout.learner.v1.GetProgressResponse
+	14, // 46: rollout.learner.v1.LearnerControllerService.WatchProgress:output_type -> rollout.learner.v1.WatchProgressResponse
+	4,  // 47: rollout.learner.v1.LearnerControllerService.CutRun:output_type -> rollout.learner.v1.CutRunResponse
+	6,  // 48: rollout.learner.v1.LearnerControllerService.DeleteRun:output_type -> rollout.learner.v1.DeleteRunResponse
+	16, // 49: rollout.learner.v1.LearnerWorkerService.Initialize:output_type -> rollout.learner.v1.InitializeResponse
+	18, // 50: rollout.learner.v1.LearnerWorkerService.Train:output_type -> rollout.learner.v1.TrainResponse
+	23, // 51: rollout.learner.v1.LearnerWorkerService.PublishWeights:output_type -> rollout.learner.v1.PublishWeightsResponse
+	25, // 52: rollout.learner.v1.LearnerWorkerService.OfferWeights:output_type -> rollout.learner.v1.OfferWeightsResponse
+	27, // 53: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:output_type -> rollout.learner.v1.EvaluateLossResponse
+	29, // 54: rollout.learner.v1.LearnerWorkerService.SaveState:output_type -> rollout.learner.v1.SaveStateResponse
+	31, // 55: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:output_type -> rollout.learner.v1.GetLearnerStatusResponse
+	43, // [43:56] is the sub-list for method output_type
+	30, // [30:43] is the sub-list for method input_type
+	30, // [30:30] is the sub-list for extension type_name
+	30, // [30:30] is the sub-list for extension extendee
+	0,  // [0:30] is the sub-list for field type_name
 }
 
 func init() { file_rollout_learner_v1_learner_proto_init() }

@@ -534,9 +534,8 @@ type Worker struct {
 	ProcessId string `protobuf:"bytes,11,opt,name=process_id,json=processId,proto3" json:"process_id,omitempty"`
 	// Whether it is reserved for evaluations (eval.workers).
 	Reserved bool `protobuf:"varint,12,opt,name=reserved,proto3" json:"reserved,omitempty"`
-	// If requested: what it does now for its groups, the longest first; inference workers only.
-	InFlight []*v11.Activity `protobuf:"bytes,13,rep,name=in_flight,json=inFlight,proto3" json:"in_flight,omitempty"`
-	// If requested: why it does nothing, e.g. that its process is stopped.
+	// If requested: what its groups wait for, the longest first, what it computes, and why it does
+	// nothing, e.g. that its process is stopped.
 	Waits         []*v11.Wait `protobuf:"bytes,14,rep,name=waits,proto3" json:"waits,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -654,13 +653,6 @@ func (x *Worker) GetReserved() bool {
 		return x.Reserved
 	}
 	return false
-}
-
-func (x *Worker) GetInFlight() []*v11.Activity {
-	if x != nil {
-		return x.InFlight
-	}
-	return nil
 }
 
 func (x *Worker) GetWaits() []*v11.Wait {
@@ -1414,7 +1406,8 @@ type GetRunRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run id, or a unique prefix of it, or a name (then the newest run of it).
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
-	// Whether to ask every worker what it does now (Worker.in_flight, Worker.waits).
+	// Whether to ask every worker and gateway what it waits for now (Worker.waits, and more
+	// RunStatus.waits).
 	InFlight      bool `protobuf:"varint,2,opt,name=in_flight,json=inFlight,proto3" json:"in_flight,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2553,7 +2546,7 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\bposition\x18\x01 \x01(\x04R\bposition\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\rR\x05epoch\x12\x14\n" +
 	"\x05index\x18\x03 \x01(\x04R\x05index\x12\x12\n" +
-	"\x04rows\x18\x04 \x01(\x04R\x04rows\"\xda\x03\n" +
+	"\x04rows\x18\x04 \x01(\x04R\x04rows\"\xb3\x03\n" +
 	"\x06Worker\x12\x1b\n" +
 	"\tworker_id\x18\x01 \x01(\tR\bworkerId\x12\x12\n" +
 	"\x04kind\x18\x02 \x01(\tR\x04kind\x12\x18\n" +
@@ -2568,9 +2561,8 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	" \x01(\x01R\x0ftokensPerSecond\x12\x1d\n" +
 	"\n" +
 	"process_id\x18\v \x01(\tR\tprocessId\x12\x1a\n" +
-	"\breserved\x18\f \x01(\bR\breserved\x126\n" +
-	"\tin_flight\x18\r \x03(\v2\x19.rollout.wait.v1.ActivityR\binFlight\x12+\n" +
-	"\x05waits\x18\x0e \x03(\v2\x15.rollout.wait.v1.WaitR\x05waits\"\x8a\x02\n" +
+	"\breserved\x18\f \x01(\bR\breserved\x12+\n" +
+	"\x05waits\x18\x0e \x03(\v2\x15.rollout.wait.v1.WaitR\x05waitsJ\x04\b\r\x10\x0eR\tin_flight\"\x8a\x02\n" +
 	"\x06Queues\x12\x1b\n" +
 	"\tin_flight\x18\x01 \x01(\x04R\binFlight\x12\x14\n" +
 	"\x05ready\x18\x02 \x01(\x04R\x05ready\x12\x16\n" +
@@ -2776,65 +2768,63 @@ var file_rollout_run_v1_run_proto_goTypes = []any{
 	nil,                           // 33: rollout.run.v1.Queues.FailuresEntry
 	(*v1.Plan)(nil),               // 34: rollout.plan.v1.Plan
 	(*timestamppb.Timestamp)(nil), // 35: google.protobuf.Timestamp
-	(*v11.Activity)(nil),          // 36: rollout.wait.v1.Activity
-	(*v11.Wait)(nil),              // 37: rollout.wait.v1.Wait
+	(*v11.Wait)(nil),              // 36: rollout.wait.v1.Wait
 }
 var file_rollout_run_v1_run_proto_depIdxs = []int32{
 	34, // 0: rollout.run.v1.Run.plan:type_name -> rollout.plan.v1.Plan
 	0,  // 1: rollout.run.v1.Run.state:type_name -> rollout.run.v1.RunState
 	35, // 2: rollout.run.v1.Run.create_time:type_name -> google.protobuf.Timestamp
 	35, // 3: rollout.run.v1.Run.end_time:type_name -> google.protobuf.Timestamp
-	36, // 4: rollout.run.v1.Worker.in_flight:type_name -> rollout.wait.v1.Activity
-	37, // 5: rollout.run.v1.Worker.waits:type_name -> rollout.wait.v1.Wait
-	33, // 6: rollout.run.v1.Queues.failures:type_name -> rollout.run.v1.Queues.FailuresEntry
-	1,  // 7: rollout.run.v1.RunStatus.run:type_name -> rollout.run.v1.Run
-	5,  // 8: rollout.run.v1.RunStatus.queues:type_name -> rollout.run.v1.Queues
-	4,  // 9: rollout.run.v1.RunStatus.workers:type_name -> rollout.run.v1.Worker
-	3,  // 10: rollout.run.v1.RunStatus.cursor:type_name -> rollout.run.v1.Cursor
-	35, // 11: rollout.run.v1.RunStatus.waiting_since:type_name -> google.protobuf.Timestamp
-	37, // 12: rollout.run.v1.RunStatus.waits:type_name -> rollout.wait.v1.Wait
-	34, // 13: rollout.run.v1.WorkerSpec.plan:type_name -> rollout.plan.v1.Plan
-	9,  // 14: rollout.run.v1.WorkerSpec.nats:type_name -> rollout.run.v1.NatsAccess
-	8,  // 15: rollout.run.v1.WorkerSpec.tls:type_name -> rollout.run.v1.WorkerTls
-	1,  // 16: rollout.run.v1.CreateRunResponse.run:type_name -> rollout.run.v1.Run
-	6,  // 17: rollout.run.v1.GetRunResponse.status:type_name -> rollout.run.v1.RunStatus
-	0,  // 18: rollout.run.v1.ListRunsRequest.states:type_name -> rollout.run.v1.RunState
-	1,  // 19: rollout.run.v1.ListRunsResponse.runs:type_name -> rollout.run.v1.Run
-	1,  // 20: rollout.run.v1.CancelRunResponse.run:type_name -> rollout.run.v1.Run
-	1,  // 21: rollout.run.v1.PauseRunResponse.run:type_name -> rollout.run.v1.Run
-	1,  // 22: rollout.run.v1.ResumeRunResponse.run:type_name -> rollout.run.v1.Run
-	1,  // 23: rollout.run.v1.DeleteRunResponse.run:type_name -> rollout.run.v1.Run
-	6,  // 24: rollout.run.v1.WatchRunResponse.status:type_name -> rollout.run.v1.RunStatus
-	0,  // 25: rollout.run.v1.CompleteRunRequest.state:type_name -> rollout.run.v1.RunState
-	28, // 26: rollout.run.v1.VerifyWorkersRequest.workers:type_name -> rollout.run.v1.WorkerRegistration
-	3,  // 27: rollout.run.v1.GetCursorResponse.cursor:type_name -> rollout.run.v1.Cursor
-	10, // 28: rollout.run.v1.SchedulerService.CreateRun:input_type -> rollout.run.v1.CreateRunRequest
-	12, // 29: rollout.run.v1.SchedulerService.GetRun:input_type -> rollout.run.v1.GetRunRequest
-	14, // 30: rollout.run.v1.SchedulerService.ListRuns:input_type -> rollout.run.v1.ListRunsRequest
-	16, // 31: rollout.run.v1.SchedulerService.CancelRun:input_type -> rollout.run.v1.CancelRunRequest
-	18, // 32: rollout.run.v1.SchedulerService.PauseRun:input_type -> rollout.run.v1.PauseRunRequest
-	20, // 33: rollout.run.v1.SchedulerService.ResumeRun:input_type -> rollout.run.v1.ResumeRunRequest
-	22, // 34: rollout.run.v1.SchedulerService.DeleteRun:input_type -> rollout.run.v1.DeleteRunRequest
-	24, // 35: rollout.run.v1.SchedulerService.WatchRun:input_type -> rollout.run.v1.WatchRunRequest
-	26, // 36: rollout.run.v1.SchedulerInternalService.CompleteRun:input_type -> rollout.run.v1.CompleteRunRequest
-	29, // 37: rollout.run.v1.SchedulerInternalService.VerifyWorkers:input_type -> rollout.run.v1.VerifyWorkersRequest
-	31, // 38: rollout.run.v1.SchedulerInternalService.GetCursor:input_type -> rollout.run.v1.GetCursorRequest
-	11, // 39: rollout.run.v1.SchedulerService.CreateRun:output_type -> rollout.run.v1.CreateRunResponse
-	13, // 40: rollout.run.v1.SchedulerService.GetRun:output_type -> rollout.run.v1.GetRunResponse
-	15, // 41: rollout.run.v1.SchedulerService.ListRuns:output_type -> rollout.run.v1.ListRunsResponse
-	17, // 42: rollout.run.v1.SchedulerService.CancelRun:output_type -> rollout.run.v1.CancelRunResponse
-	19, // 43: rollout.run.v1.SchedulerService.PauseRun:output_type -> rollout.run.v1.PauseRunResponse
-	21, // 44: rollout.run.v1.SchedulerService.ResumeRun:output_type -> rollout.run.v1.ResumeRunResponse
-	23, // 45: rollout.run.v1.SchedulerService.DeleteRun:output_type -> rollout.run.v1.DeleteRunResponse
-	25, // 46: rollout.run.v1.SchedulerService.WatchRun:output_type -> rollout.run.v1.WatchRunResponse
-	27, // 47: rollout.run.v1.SchedulerInternalService.CompleteRun:output_type -> rollout.run.v1.CompleteRunResponse
-	30, // 48: rollout.run.v1.SchedulerInternalService.VerifyWorkers:output_type -> rollout.run.v1.VerifyWorkersResponse
-	32, // 49: rollout.run.v1.SchedulerInternalService.GetCursor:output_type -> rollout.run.v1.GetCursorResponse
-	39, // [39:50] is the sub-list for method output_type
-	28, // [28:39] is the sub-list for method input_type
-	28, // [28:28] is the sub-list for extension type_name
-	28, // [28:28] is the sub-list for extension extendee
-	0,  // [0:28] is the sub-list for field type_name
+	36, // 4: rollout.run.v1.Worker.waits:type_name -> rollout.wait.v1.Wait
+	33, // 5: rollout.run.v1.Queues.failures:type_name -> rollout.run.v1.Queues.FailuresEntry
+	1,  // 6: rollout.run.v1.RunStatus.run:type_name -> rollout.run.v1.Run
+	5,  // 7: rollout.run.v1.RunStatus.queues:type_name -> rollout.run.v1.Queues
+	4,  // 8: rollout.run.v1.RunStatus.workers:type_name -> rollout.run.v1.Worker
+	3,  // 9: rollout.run.v1.RunStatus.cursor:type_name -> rollout.run.v1.Cursor
+	35, // 10: rollout.run.v1.RunStatus.waiting_since:type_name -> google.protobuf.Timestamp
+	36, // 11: rollout.run.v1.RunStatus.waits:type_name -> rollout.wait.v1.Wait
+	34, // 12: rollout.run.v1.WorkerSpec.plan:type_name -> rollout.plan.v1.Plan
+	9,  // 13: rollout.run.v1.WorkerSpec.nats:type_name -> rollout.run.v1.NatsAccess
+	8,  // 14: rollout.run.v1.WorkerSpec.tls:type_name -> rollout.run.v1.WorkerTls
+	1,  // 15: rollout.run.v1.CreateRunResponse.run:type_name -> rollout.run.v1.Run
+	6,  // 16: rollout.run.v1.GetRunResponse.status:type_name -> rollout.run.v1.RunStatus
+	0,  // 17: rollout.run.v1.ListRunsRequest.states:type_name -> rollout.run.v1.RunState
+	1,  // 18: rollout.run.v1.ListRunsResponse.runs:type_name -> rollout.run.v1.Run
+	1,  // 19: rollout.run.v1.CancelRunResponse.run:type_name -> rollout.run.v1.Run
+	1,  // 20: rollout.run.v1.PauseRunResponse.run:type_name -> rollout.run.v1.Run
+	1,  // 21: rollout.run.v1.ResumeRunResponse.run:type_name -> rollout.run.v1.Run
+	1,  // 22: rollout.run.v1.DeleteRunResponse.run:type_name -> rollout.run.v1.Run
+	6,  // 23: rollout.run.v1.WatchRunResponse.status:type_name -> rollout.run.v1.RunStatus
+	0,  // 24: rollout.run.v1.CompleteRunRequest.state:type_name -> rollout.run.v1.RunState
+	28, // 25: rollout.run.v1.VerifyWorkersRequest.workers:type_name -> rollout.run.v1.WorkerRegistration
+	3,  // 26: rollout.run.v1.GetCursorResponse.cursor:type_name -> rollout.run.v1.Cursor
+	10, // 27: rollout.run.v1.SchedulerService.CreateRun:input_type -> rollout.run.v1.CreateRunRequest
+	12, // 28: rollout.run.v1.SchedulerService.GetRun:input_type -> rollout.run.v1.GetRunRequest
+	14, // 29: rollout.run.v1.SchedulerService.ListRuns:input_type -> rollout.run.v1.ListRunsRequest
+	16, // 30: rollout.run.v1.SchedulerService.CancelRun:input_type -> rollout.run.v1.CancelRunRequest
+	18, // 31: rollout.run.v1.SchedulerService.PauseRun:input_type -> rollout.run.v1.PauseRunRequest
+	20, // 32: rollout.run.v1.SchedulerService.ResumeRun:input_type -> rollout.run.v1.ResumeRunRequest
+	22, // 33: rollout.run.v1.SchedulerService.DeleteRun:input_type -> rollout.run.v1.DeleteRunRequest
+	24, // 34: rollout.run.v1.SchedulerService.WatchRun:input_type -> rollout.run.v1.WatchRunRequest
+	26, // 35: rollout.run.v1.SchedulerInternalService.CompleteRun:input_type -> rollout.run.v1.CompleteRunRequest
+	29, // 36: rollout.run.v1.SchedulerInternalService.VerifyWorkers:input_type -> rollout.run.v1.VerifyWorkersRequest
+	31, // 37: rollout.run.v1.SchedulerInternalService.GetCursor:input_type -> rollout.run.v1.GetCursorRequest
+	11, // 38: rollout.run.v1.SchedulerService.CreateRun:output_type -> rollout.run.v1.CreateRunResponse
+	13, // 39: rollout.run.v1.SchedulerService.GetRun:output_type -> rollout.run.v1.GetRunResponse
+	15, // 40: rollout.run.v1.SchedulerService.ListRuns:output_type -> rollout.run.v1.ListRunsResponse
+	17, // 41: rollout.run.v1.SchedulerService.CancelRun:output_type -> rollout.run.v1.CancelRunResponse
+	19, // 42: rollout.run.v1.SchedulerService.PauseRun:output_type -> rollout.run.v1.PauseRunResponse
+	21, // 43: rollout.run.v1.SchedulerService.ResumeRun:output_type -> rollout.run.v1.ResumeRunResponse
+	23, // 44: rollout.run.v1.SchedulerService.DeleteRun:output_type -> rollout.run.v1.DeleteRunResponse
+	25, // 45: rollout.run.v1.SchedulerService.WatchRun:output_type -> rollout.run.v1.WatchRunResponse
+	27, // 46: rollout.run.v1.SchedulerInternalService.CompleteRun:output_type -> rollout.run.v1.CompleteRunResponse
+	30, // 47: rollout.run.v1.SchedulerInternalService.VerifyWorkers:output_type -> rollout.run.v1.VerifyWorkersResponse
+	32, // 48: rollout.run.v1.SchedulerInternalService.GetCursor:output_type -> rollout.run.v1.GetCursorResponse
+	38, // [38:49] is the sub-list for method output_type
+	27, // [27:38] is the sub-list for method input_type
+	27, // [27:27] is the sub-list for extension type_name
+	27, // [27:27] is the sub-list for extension extendee
+	0,  // [0:27] is the sub-list for field type_name
 }
 
 func init() { file_rollout_run_v1_run_proto_init() }

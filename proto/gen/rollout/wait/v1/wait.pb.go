@@ -29,7 +29,8 @@ const (
 // Wait is one thing that a run waits for.
 type Wait struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Who can end the wait: `user`, the name of a service, `worker`, or a dependency such as `nats`.
+	// Who can end the wait: `user`, `agents`, the name of a service or a worker, a dependency such as
+	// `nats`, or the reward, tool, or environment that computes.
 	Owner string `protobuf:"bytes,1,opt,name=owner,proto3" json:"owner,omitempty"`
 	// Machine-readable reason, e.g. WORKER_LOADING or EXPLODING_GRADIENT.
 	Reason string `protobuf:"bytes,2,opt,name=reason,proto3" json:"reason,omitempty"`
@@ -38,7 +39,16 @@ type Wait struct {
 	// What was observed, one line for people, e.g. `inference-0 to load the model (worker process)`.
 	Evidence string `protobuf:"bytes,4,opt,name=evidence,proto3" json:"evidence,omitempty"`
 	// What the owner can do, e.g. `rollout runs resume run-01..`; empty if the wait ends by itself.
-	Fix           string `protobuf:"bytes,5,opt,name=fix,proto3" json:"fix,omitempty"`
+	Fix string `protobuf:"bytes,5,opt,name=fix,proto3" json:"fix,omitempty"`
+	// Services and workers that the wait is for, at most 32.
+	Subjects []string `protobuf:"bytes,6,rep,name=subjects,proto3" json:"subjects,omitempty"`
+	// Longest duration, in seconds, after which the call that is waited for is ended; 0: no limit.
+	LimitSeconds float64 `protobuf:"fixed64,7,opt,name=limit_seconds,json=limitSeconds,proto3" json:"limit_seconds,omitempty"`
+	// Positions of the prompts whose groups wait, at most 32 of them, ascending
+	// (PromptGroup.position).
+	Positions []uint64 `protobuf:"varint,8,rep,packed,name=positions,proto3" json:"positions,omitempty"`
+	// Number of groups that wait; 0: the wait is not for groups.
+	Groups        uint32 `protobuf:"varint,9,opt,name=groups,proto3" json:"groups,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -108,92 +118,28 @@ func (x *Wait) GetFix() string {
 	return ""
 }
 
-// Activity is what a worker does now for some of its groups.
-type Activity struct {
-	state protoimpl.MessageState `protogen:"open.v1"`
-	// `GENERATE`, `TOOL_CALL`, `ENVIRONMENT`, `REWARD`, `PUBLISH`, or a wait: `WEIGHTS` for newer
-	// weights, `SLOT` for a free slot of the engine.
-	Doing string `protobuf:"bytes,1,opt,name=doing,proto3" json:"doing,omitempty"`
-	// Name of the tool, the environment, or the reward; empty for the others.
-	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
-	// Since when the first of the groups is in it, UTC.
-	Since *timestamppb.Timestamp `protobuf:"bytes,3,opt,name=since,proto3" json:"since,omitempty"`
-	// Longest duration, in seconds; 0: no limit.
-	LimitSeconds float64 `protobuf:"fixed64,4,opt,name=limit_seconds,json=limitSeconds,proto3" json:"limit_seconds,omitempty"`
-	// Positions of the prompts, at most 32 of them, ascending (PromptGroup.position).
-	Positions []uint64 `protobuf:"varint,5,rep,packed,name=positions,proto3" json:"positions,omitempty"`
-	// Number of groups.
-	Groups        uint32 `protobuf:"varint,6,opt,name=groups,proto3" json:"groups,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *Activity) Reset() {
-	*x = Activity{}
-	mi := &file_rollout_wait_v1_wait_proto_msgTypes[1]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *Activity) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*Activity) ProtoMessage() {}
-
-func (x *Activity) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_wait_v1_wait_proto_msgTypes[1]
+func (x *Wait) GetSubjects() []string {
 	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use Activity.ProtoReflect.Descriptor instead.
-func (*Activity) Descriptor() ([]byte, []int) {
-	return file_rollout_wait_v1_wait_proto_rawDescGZIP(), []int{1}
-}
-
-func (x *Activity) GetDoing() string {
-	if x != nil {
-		return x.Doing
-	}
-	return ""
-}
-
-func (x *Activity) GetName() string {
-	if x != nil {
-		return x.Name
-	}
-	return ""
-}
-
-func (x *Activity) GetSince() *timestamppb.Timestamp {
-	if x != nil {
-		return x.Since
+		return x.Subjects
 	}
 	return nil
 }
 
-func (x *Activity) GetLimitSeconds() float64 {
+func (x *Wait) GetLimitSeconds() float64 {
 	if x != nil {
 		return x.LimitSeconds
 	}
 	return 0
 }
 
-func (x *Activity) GetPositions() []uint64 {
+func (x *Wait) GetPositions() []uint64 {
 	if x != nil {
 		return x.Positions
 	}
 	return nil
 }
 
-func (x *Activity) GetGroups() uint32 {
+func (x *Wait) GetGroups() uint32 {
 	if x != nil {
 		return x.Groups
 	}
@@ -225,7 +171,7 @@ type Explanation struct {
 
 func (x *Explanation) Reset() {
 	*x = Explanation{}
-	mi := &file_rollout_wait_v1_wait_proto_msgTypes[2]
+	mi := &file_rollout_wait_v1_wait_proto_msgTypes[1]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -237,7 +183,7 @@ func (x *Explanation) String() string {
 func (*Explanation) ProtoMessage() {}
 
 func (x *Explanation) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_wait_v1_wait_proto_msgTypes[2]
+	mi := &file_rollout_wait_v1_wait_proto_msgTypes[1]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -250,7 +196,7 @@ func (x *Explanation) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Explanation.ProtoReflect.Descriptor instead.
 func (*Explanation) Descriptor() ([]byte, []int) {
-	return file_rollout_wait_v1_wait_proto_rawDescGZIP(), []int{2}
+	return file_rollout_wait_v1_wait_proto_rawDescGZIP(), []int{1}
 }
 
 func (x *Explanation) GetRunId() string {
@@ -322,7 +268,7 @@ type Unanswered struct {
 
 func (x *Unanswered) Reset() {
 	*x = Unanswered{}
-	mi := &file_rollout_wait_v1_wait_proto_msgTypes[3]
+	mi := &file_rollout_wait_v1_wait_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -334,7 +280,7 @@ func (x *Unanswered) String() string {
 func (*Unanswered) ProtoMessage() {}
 
 func (x *Unanswered) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_wait_v1_wait_proto_msgTypes[3]
+	mi := &file_rollout_wait_v1_wait_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -347,7 +293,7 @@ func (x *Unanswered) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Unanswered.ProtoReflect.Descriptor instead.
 func (*Unanswered) Descriptor() ([]byte, []int) {
-	return file_rollout_wait_v1_wait_proto_rawDescGZIP(), []int{3}
+	return file_rollout_wait_v1_wait_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *Unanswered) GetName() string {
@@ -368,20 +314,17 @@ var File_rollout_wait_v1_wait_proto protoreflect.FileDescriptor
 
 const file_rollout_wait_v1_wait_proto_rawDesc = "" +
 	"\n" +
-	"\x1arollout/wait/v1/wait.proto\x12\x0frollout.wait.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1crollout/event/v1/event.proto\"\xb7\x01\n" +
+	"\x1arollout/wait/v1/wait.proto\x12\x0frollout.wait.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1crollout/event/v1/event.proto\"\xae\x02\n" +
 	"\x04Wait\x12\x1d\n" +
 	"\x05owner\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05owner\x120\n" +
 	"\x06reason\x18\x02 \x01(\tB\x18\xbaH\x15r\x132\x11^[A-Z][A-Z0-9_]*$R\x06reason\x120\n" +
 	"\x05since\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\x05since\x12\x1a\n" +
 	"\bevidence\x18\x04 \x01(\tR\bevidence\x12\x10\n" +
-	"\x03fix\x18\x05 \x01(\tR\x03fix\"\xd8\x01\n" +
-	"\bActivity\x12+\n" +
-	"\x05doing\x18\x01 \x01(\tB\x15\xbaH\x12r\x102\x0e^[A-Z][A-Z_]*$R\x05doing\x12\x12\n" +
-	"\x04name\x18\x02 \x01(\tR\x04name\x120\n" +
-	"\x05since\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\x05since\x12#\n" +
-	"\rlimit_seconds\x18\x04 \x01(\x01R\flimitSeconds\x12\x1c\n" +
-	"\tpositions\x18\x05 \x03(\x04R\tpositions\x12\x16\n" +
-	"\x06groups\x18\x06 \x01(\rR\x06groups\"\xc8\x02\n" +
+	"\x03fix\x18\x05 \x01(\tR\x03fix\x12\x1a\n" +
+	"\bsubjects\x18\x06 \x03(\tR\bsubjects\x12#\n" +
+	"\rlimit_seconds\x18\a \x01(\x01R\flimitSeconds\x12\x1c\n" +
+	"\tpositions\x18\b \x03(\x04R\tpositions\x12\x16\n" +
+	"\x06groups\x18\t \x01(\rR\x06groups\"\xc8\x02\n" +
 	"\vExplanation\x12\x15\n" +
 	"\x06run_id\x18\x01 \x01(\tR\x05runId\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x14\n" +
@@ -411,28 +354,26 @@ func file_rollout_wait_v1_wait_proto_rawDescGZIP() []byte {
 	return file_rollout_wait_v1_wait_proto_rawDescData
 }
 
-var file_rollout_wait_v1_wait_proto_msgTypes = make([]protoimpl.MessageInfo, 4)
+var file_rollout_wait_v1_wait_proto_msgTypes = make([]protoimpl.MessageInfo, 3)
 var file_rollout_wait_v1_wait_proto_goTypes = []any{
 	(*Wait)(nil),                  // 0: rollout.wait.v1.Wait
-	(*Activity)(nil),              // 1: rollout.wait.v1.Activity
-	(*Explanation)(nil),           // 2: rollout.wait.v1.Explanation
-	(*Unanswered)(nil),            // 3: rollout.wait.v1.Unanswered
-	(*timestamppb.Timestamp)(nil), // 4: google.protobuf.Timestamp
-	(*v1.Event)(nil),              // 5: rollout.event.v1.Event
+	(*Explanation)(nil),           // 1: rollout.wait.v1.Explanation
+	(*Unanswered)(nil),            // 2: rollout.wait.v1.Unanswered
+	(*timestamppb.Timestamp)(nil), // 3: google.protobuf.Timestamp
+	(*v1.Event)(nil),              // 4: rollout.event.v1.Event
 }
 var file_rollout_wait_v1_wait_proto_depIdxs = []int32{
-	4, // 0: rollout.wait.v1.Wait.since:type_name -> google.protobuf.Timestamp
-	4, // 1: rollout.wait.v1.Activity.since:type_name -> google.protobuf.Timestamp
-	4, // 2: rollout.wait.v1.Explanation.time:type_name -> google.protobuf.Timestamp
-	0, // 3: rollout.wait.v1.Explanation.chain:type_name -> rollout.wait.v1.Wait
-	0, // 4: rollout.wait.v1.Explanation.others:type_name -> rollout.wait.v1.Wait
-	3, // 5: rollout.wait.v1.Explanation.unanswered:type_name -> rollout.wait.v1.Unanswered
-	5, // 6: rollout.wait.v1.Explanation.events:type_name -> rollout.event.v1.Event
-	7, // [7:7] is the sub-list for method output_type
-	7, // [7:7] is the sub-list for method input_type
-	7, // [7:7] is the sub-list for extension type_name
-	7, // [7:7] is the sub-list for extension extendee
-	0, // [0:7] is the sub-list for field type_name
+	3, // 0: rollout.wait.v1.Wait.since:type_name -> google.protobuf.Timestamp
+	3, // 1: rollout.wait.v1.Explanation.time:type_name -> google.protobuf.Timestamp
+	0, // 2: rollout.wait.v1.Explanation.chain:type_name -> rollout.wait.v1.Wait
+	0, // 3: rollout.wait.v1.Explanation.others:type_name -> rollout.wait.v1.Wait
+	2, // 4: rollout.wait.v1.Explanation.unanswered:type_name -> rollout.wait.v1.Unanswered
+	4, // 5: rollout.wait.v1.Explanation.events:type_name -> rollout.event.v1.Event
+	6, // [6:6] is the sub-list for method output_type
+	6, // [6:6] is the sub-list for method input_type
+	6, // [6:6] is the sub-list for extension type_name
+	6, // [6:6] is the sub-list for extension extendee
+	0, // [0:6] is the sub-list for field type_name
 }
 
 func init() { file_rollout_wait_v1_wait_proto_init() }
@@ -446,7 +387,7 @@ func file_rollout_wait_v1_wait_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_wait_v1_wait_proto_rawDesc), len(file_rollout_wait_v1_wait_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   4,
+			NumMessages:   3,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

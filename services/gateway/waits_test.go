@@ -1,0 +1,118 @@
+package gateway_test
+
+import (
+	"context"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
+	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
+	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
+	"github.com/rollout-rl/rollout/services/gateway"
+)
+
+// waits lists the waits of a run, each of which must be complete.
+func waits(t *testing.T, s *gateway.Server, run string) map[string]*waitv1.Wait {
+	t.Helper()
+	got, err := s.ListWaits(t.Context(), &gatewayv1.ListWaitsRequest{RunId: run})
+	if err != nil {
+		t.Fatal(err)
+	}
+	out := map[string]*waitv1.Wait{}
+	for _, w := range got.GetWaits() {
+		if w.GetOwner() == "" || w.GetEvidence() == "" || w.GetFix() == "" {
+			t.Errorf("incomplete: %v", w)
+		}
+		out[w.GetReason()] = w
+	}
+	return out
+}
+
+// eventually waits until a run has a wait with a reason.
+func eventually(t *testing.T, s *gateway.Server, run, reason string) *waitv1.Wait {
+	t.Helper()
+	tick, late := time.NewTicker(10*time.Millisecond), time.After(30*time.Second)
+	defer tick.Stop()
+	for {
+		if found := waits(t, s, run)[reason]; found != nil {
+			return found
+		}
+		select {
+		case <-tick.C:
+		case <-late:
+			t.Fatalf("no %s: %v", reason, waits(t, s, run))
+		}
+	}
+}
+
+func TestRequestsWithoutAWorkerAreWaits(t *testing.T) {
+	t.Parallel()
+	next, running := make(chan struct{}), atomic.Int32{}
+	s, _ := serve(t, gateway.Config{QueueTimeout: time.Minute}, blocking(next, &running))
+	if got := waits(t, s, "run-tiny"); len(got) != 0 {
+		t.Fatalf("an idle gateway waits for %v", got)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 8)
+	ask := func(req *gatewayv1.CompleteRequest) {
+		req.Prompts = textPrompts("a")
+		done <- s.Complete(req, &collected{ctx: ctx})
+	}
+	for range 4 {
+		go ask(&gatewayv1.CompleteRequest{})
+	}
+	full := eventually(t, s, "run-tiny", "SLOT")
+	if full.GetOwner() != "worker" || full.GetSince() == nil {
+		t.Errorf("got %v", full)
+	}
+	go ask(&gatewayv1.CompleteRequest{MinWeightsVersion: proto.Uint64(99)})
+	if old := eventually(t, s, "run-tiny", "WEIGHTS"); old.GetOwner() != "learner-controller" || old.GetEvidence() != "1 request waits for other weights than the inference workers serve (version 12)" {
+		t.Errorf("got %v", old)
+	}
+	if got := waits(t, s, "run-other"); len(got) != 0 {
+		t.Errorf("another run waits for %v", got)
+	}
+	cancel()
+	close(next)
+	for range 5 {
+		<-done
+	}
+}
+
+func TestWhatAgentsAreWaitedForIsAWait(t *testing.T) {
+	t.Parallel()
+	a := setup(t, func(*configv1.RunConfig) {})
+	absent := waits(t, a.gateway, agencyRun)["NO_AGENT"]
+	if absent.GetOwner() != "agents" || absent.GetEvidence() != "no agent asks for prompts, and none has since the gateway started" {
+		t.Errorf("got %v", absent)
+	}
+	asking, stop := context.WithCancel(t.Context())
+	asked := make(chan struct{})
+	go func() {
+		defer close(asked)
+		_, _ = a.gateway.NextPrompts(asking, &gatewayv1.NextPromptsRequest{Model: "tiny", MaxGroups: 1, WaitSeconds: 30})
+	}()
+	if none := eventually(t, a.gateway, agencyRun, "NOT_WITH_WORKERS"); none.GetOwner() != "nats" {
+		t.Errorf("got %v", none)
+	}
+	stop()
+	<-asked
+	a.publish(3)
+	tasks := a.next()
+	open := waits(t, a.gateway, agencyRun)["SESSIONS_OPEN"]
+	if open.GetOwner() != "agents" || open.GetGroups() != 1 || open.GetLimitSeconds() != 600 || open.GetSince() == nil {
+		t.Errorf("got %v", open)
+	}
+	for _, task := range tasks {
+		a.play(task)
+		if _, err := a.close(task, 1); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if gone := eventually(t, a.gateway, agencyRun, "NO_AGENT"); gone.GetSince() == nil {
+		t.Errorf("got %v", gone)
+	}
+}
