@@ -10,6 +10,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/apikey"
 	"github.com/rollout-rl/rollout/proto/gen/names"
 	keyv1 "github.com/rollout-rl/rollout/proto/gen/rollout/key/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	"github.com/rollout-rl/rollout/services/gateway"
 )
 
@@ -20,6 +21,16 @@ func (m *mesh) syncKeys(ctx context.Context, req *keyv1.SyncApiKeysRequest) (*ke
 		return nil, err
 	}
 	return keys.SyncApiKeys(ctx, req)
+}
+
+// projectOf asks the scheduler for the project of a run.
+func (m *mesh) projectOf(ctx context.Context, run string) (string, error) {
+	runs, err := client(m, names.SchedulerService, runv1.NewSchedulerInternalServiceClient)
+	if err != nil {
+		return "", err
+	}
+	found, err := runs.GetProject(apikey.With(ctx, nil), &runv1.GetProjectRequest{RunId: run})
+	return found.GetProject(), err
 }
 
 // importKeys stores the keys of the files api-keys.json in folders, in which earlier versions kept

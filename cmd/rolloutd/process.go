@@ -33,6 +33,7 @@ type mesh struct {
 	server    *rpc.Server
 	dialer    *rpc.Dialer
 	keys      *apikey.Ring // of the gateway's store
+	projects  *apikey.Projects
 	events    *telemetry.Events
 	log       *slog.Logger // records with a run become events
 	certs     *cert.Source // nil: plain text
@@ -138,9 +139,9 @@ func (m *mesh) buildEdge(ctx context.Context, targets []target, group *lifecycle
 	m.events = telemetry.NewEvents(m.bus, bus.EventSubject, "rolloutd", plain)
 	m.log = slog.New(m.events.Handler(handler))
 	group.Add("events", m.events.Run)
-	m.keys = apikey.NewRing(m.syncKeys, plain)
+	m.keys, m.projects = apikey.NewRing(m.syncKeys, plain), apikey.NewProjects(m.projectOf)
 	var err error
-	m.server, err = rpc.NewServer(rpc.ServerOptions{Log: plain, Token: m.endpoints.token, Keys: m.keys, TLS: serves(m.certs), Drain: m.cfg.Drain})
+	m.server, err = rpc.NewServer(rpc.ServerOptions{Log: plain, Token: m.endpoints.token, Keys: m.keys, Projects: m.projects, TLS: serves(m.certs), Drain: m.cfg.Drain})
 	if err != nil {
 		return err
 	}

@@ -49,7 +49,7 @@ func newStorage(ctx context.Context, m *mesh) (hosted, error) {
 		return hosted{close: store.Close}, err
 	}
 	s, err := storage.New(storage.Config{EventAge: config.Days(m.cfg.Retention.EventsDays)}, storage.Deps{
-		Store: store, Artifacts: artifacts, Stream: m.bus, Log: m.logger(names.StorageService),
+		Store: store, Artifacts: artifacts, Projects: m.projects, Stream: m.bus, Log: m.logger(names.StorageService),
 	})
 	return hosted{service: s, close: store.Close}, err
 }
@@ -112,7 +112,7 @@ func newSnapshot(ctx context.Context, m *mesh) (hosted, error) {
 	shape := func(r grpc.ServiceRegistrar) { snapshotv1.RegisterSnapshotServiceServer(r, nil) }
 	return elect(ctx, m, names.SnapshotService, store, shape, func(store *snapshotstore.Store, _ uint64) (*snapshot.Server, error) {
 		return snapshot.New(snapshot.Config{}, snapshot.Deps{
-			Store: store, Artifacts: artifacts, Scheduler: runs, Buffer: ledgers, Controller: learners, Events: m.events, Log: m.logger(names.SnapshotService),
+			Store: store, Artifacts: artifacts, Scheduler: runs, Buffer: ledgers, Controller: learners, Projects: m.projects, Events: m.events, Log: m.logger(names.SnapshotService),
 		})
 	})
 }
@@ -149,7 +149,7 @@ func newGateway(ctx context.Context, m *mesh) (hosted, error) {
 	s, err := gateway.New(gateway.Config{
 		Address: address, Keys: m.keys, TrustOwner: m.cfg.Gateway.TrustsOwner(), TLS: gatewayTLS(m.cfg.Gateway.Listen, m.certs),
 	}, gateway.Deps{
-		Store: store, Registry: m.discovery, Scheduler: runs, Work: m.bus, Buffer: ledger, Runs: records, Dial: dialer[gateway.Conn](m), Log: m.logger(names.GatewayService),
+		Store: store, Registry: m.discovery, Scheduler: runs, Work: m.bus, Buffer: ledger, Runs: records, Projects: m.projects, Dial: dialer[gateway.Conn](m), Log: m.logger(names.GatewayService),
 	})
 	if err != nil {
 		return hosted{close: store.Close}, err

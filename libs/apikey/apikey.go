@@ -86,6 +86,9 @@ func New(r *Record, now time.Time) (key string, err error) {
 	if !slices.Contains(Scopes(), Scope(r.GetScope())) {
 		return "", ErrScope
 	}
+	if r.GetProject() != "" && !name.MatchString(r.GetProject()) {
+		return "", ErrName.WithMessage("%q is not a name of a project: %s", r.GetProject(), ErrName)
+	}
 	if r.GetRequestsPerMinute() < 0 || r.GetTokensPerMinute() < 0 || r.GetExpires() != nil && !r.GetExpires().AsTime().After(now) {
 		return "", ErrLimit
 	}

@@ -18,6 +18,7 @@ import (
 	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/peer"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/libs/apikey"
 	"github.com/rollout-rl/rollout/libs/cert"
@@ -58,7 +59,10 @@ func (a authenticator) check(ctx context.Context, method string) (context.Contex
 		return ctx, ErrUnauthenticated
 	}
 	if subtle.ConstantTimeCompare([]byte(values[0]), []byte(bearer+a.token)) == 1 {
-		return ctx, notAPerson(ctx)
+		if err := notAPerson(ctx); err != nil {
+			return ctx, err
+		}
+		return onBehalf(ctx, md.Get(callerHeader))
 	}
 	key, ok := strings.CutPrefix(values[0], bearer)
 	if !ok || a.keys == nil {
@@ -75,6 +79,24 @@ func (a authenticator) check(ctx context.Context, method string) (context.Contex
 		return ctx, insufficient(record, needed)
 	}
 	return apikey.With(ctx, record), nil
+}
+
+// callerHeader has the key of the caller for whom a process calls another one (an apikey.Record). It
+// counts together with the mesh token only.
+const callerHeader = "rollout-caller-bin"
+
+// onBehalf gives a call that one process makes for the caller of another the key of that caller: a
+// replica forwards calls to the leader, and a service asks others on behalf of its caller. So they
+// see the runs of its project only.
+func onBehalf(ctx context.Context, values []string) (context.Context, error) {
+	if len(values) == 0 {
+		return ctx, nil
+	}
+	key := &apikey.Record{}
+	if err := proto.Unmarshal([]byte(values[0]), key); err != nil || len(values) > 1 {
+		return ctx, ErrUnauthenticated.WithMessage("the header %s is not valid", callerHeader)
+	}
+	return apikey.With(ctx, key), nil
 }
 
 // notAPerson refuses the mesh token from callers with a person's certificate. People must use keys,
@@ -112,13 +134,24 @@ type keyed struct {
 func (k keyed) Context() context.Context { return k.ctx }
 
 // perCall adds the token to each call.
-type perCall struct{ token string }
+type perCall struct {
+	token     string
+	toService bool // calls carry the key of the caller that they are made for
+}
 
-func (p perCall) GetRequestMetadata(context.Context, ...string) (map[string]string, error) {
+func (p perCall) GetRequestMetadata(ctx context.Context, _ ...string) (map[string]string, error) {
 	if p.token == "" {
 		return nil, nil
 	}
-	return map[string]string{header: bearer + p.token}, nil
+	out := map[string]string{header: bearer + p.token}
+	if key := apikey.From(ctx); key != nil && p.toService {
+		caller, err := proto.Marshal(&apikey.Record{Name: key.GetName(), Scope: key.GetScope(), Project: key.GetProject()})
+		if err != nil {
+			return nil, fmt.Errorf("send the key's name: %w", err)
+		}
+		out[callerHeader] = string(caller)
+	}
+	return out, nil
 }
 
 // RequireTransportSecurity returns false, because on loopback the token is sent in plain text

@@ -136,18 +136,18 @@ func (d *Dialer) Close() error {
 	return errors.Join(errs...)
 }
 
-func clientOptions(token string, t *cert.Source, log *slog.Logger, waitForReady bool) []grpc.DialOption {
+func clientOptions(token string, t *cert.Source, log *slog.Logger, service bool) []grpc.DialOption {
 	transport := insecure.NewCredentials()
 	if t != nil {
 		transport = Credentials(t, log)
 	}
 	return []grpc.DialOption{
 		grpc.WithTransportCredentials(transport),
-		grpc.WithPerRPCCredentials(perCall{token}),
+		grpc.WithPerRPCCredentials(perCall{token, service}),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(MaxMessage), grpc.MaxCallSendMsgSize(MaxMessage)),
 		grpc.WithInitialWindowSize(callWindow),
 		grpc.WithInitialConnWindowSize(connectionWindow),
-		grpc.WithDefaultServiceConfig(serviceConfig(waitForReady)),
+		grpc.WithDefaultServiceConfig(serviceConfig(service)),
 		grpc.WithDisableServiceConfig(), // no other comes from a resolver
 		grpc.WithConnectParams(grpc.ConnectParams{
 			Backoff:           backoff.Config{BaseDelay: 50 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: 2 * time.Second},

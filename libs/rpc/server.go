@@ -49,11 +49,13 @@ var ErrDraining = rpcerr.New(codes.Unavailable, rpcerr.ReasonDraining, "the serv
 
 // ServerOptions has the settings of a Server.
 type ServerOptions struct {
-	Log   *slog.Logger  // nil discards
-	Token string        // the token that every call except health needs; "": none
-	Keys  *apikey.Ring  // keys that are accepted instead, within their scope; nil: none
-	TLS   *cert.Source  // of the TCP listener; nil: plain text, for loopback
-	Drain time.Duration // how long running calls may take during the drain; 0: 10 s. Streams end after half of it
+	Log   *slog.Logger // nil discards
+	Token string       // the token that every call except health needs; "": none
+	Keys  *apikey.Ring // keys that are accepted instead, within their scope; nil: none
+	// Projects decides which runs a key sees; nil: all
+	Projects *apikey.Projects
+	TLS      *cert.Source  // of the TCP listener; nil: plain text, for loopback
+	Drain    time.Duration // how long running calls may take during the drain; 0: 10 s. Streams end after half of it
 }
 
 // Server is one gRPC server on two listeners. It is a grpc.ServiceRegistrar: register services
@@ -86,7 +88,7 @@ func NewServer(o ServerOptions) (*Server, error) {
 	if err != nil {
 		return nil, fmt.Errorf("make rpc server: %w", err)
 	}
-	auth := authenticator{token: o.Token, keys: o.Keys}
+	auth, guard := authenticator{token: o.Token, keys: o.Keys}, guard{o.Projects}
 	s := &Server{health: health.NewServer(), memory: bufconn.Listen(inMemoryBuffer), auth: auth, log: o.Log, drain: o.Drain}
 	s.draining, s.endStreams = context.WithCancelCause(context.Background())
 	options := []grpc.ServerOption{
@@ -99,8 +101,8 @@ func NewServer(o ServerOptions) (*Server, error) {
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: keepaliveTime, Timeout: keepaliveTimeout}),
 		// Outermost first: errors of all the others are mapped, a panic anywhere below is caught,
 		// unauthenticated calls go no further. Unary calls are authenticated before, see RegisterService.
-		grpc.ChainUnaryInterceptor(rpcerr.Unary(o.Log), recoverUnary(o.Log), validate.unary),
-		grpc.ChainStreamInterceptor(s.drainStream, rpcerr.Stream(o.Log), recoverStream(o.Log), auth.stream, validate.stream),
+		grpc.ChainUnaryInterceptor(rpcerr.Unary(o.Log), recoverUnary(o.Log), validate.unary, guard.unary),
+		grpc.ChainStreamInterceptor(s.drainStream, rpcerr.Stream(o.Log), recoverStream(o.Log), auth.stream, validate.stream, guard.stream),
 	}
 	if o.TLS != nil {
 		options = append(options, grpc.Creds(Credentials(o.TLS, o.Log)))

@@ -54,10 +54,11 @@ type Deps struct {
 	Buffer bufferv1.BufferServiceClient
 	Runs   runv1.SchedulerServiceClient
 	// Dial connects to a worker at host:port; calls carry the mesh token.
-	Dial   func(address string) (Conn, error)
-	Log    *slog.Logger         // nil discards
-	Now    func() time.Time     // nil: time.Now
-	Meters metric.MeterProvider // nil: the global one
+	Dial     func(address string) (Conn, error)
+	Log      *slog.Logger         // nil discards
+	Now      func() time.Time     // nil: time.Now
+	Projects *apikey.Projects     // nil: keys see the runs of all projects
+	Meters   metric.MeterProvider // nil: the global one
 }
 
 func (d *Deps) check() error {
@@ -66,6 +67,9 @@ func (d *Deps) check() error {
 	}
 	if (d.Work == nil) != (d.Runs == nil) || (d.Work == nil) != (d.Buffer == nil) {
 		return errors.New("gateway: work, buffer, and runs serve agents together: set all of them, or none")
+	}
+	if d.Projects != nil {
+		d.Store = projectStore{Store: d.Store, projects: d.Projects}
 	}
 	if d.Log == nil {
 		d.Log = slog.New(slog.DiscardHandler)

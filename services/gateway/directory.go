@@ -13,6 +13,7 @@ import (
 
 	"google.golang.org/grpc/codes"
 
+	"github.com/rollout-rl/rollout/libs/apikey"
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
@@ -24,6 +25,8 @@ type directory struct {
 	dial func(address string) (Conn, error)
 	log  *slog.Logger
 	now  func() time.Time
+	// projects decides which runs a caller sees; nil: all
+	projects *apikey.Projects
 
 	mu      sync.Mutex
 	workers map[string]*worker // by id
@@ -33,7 +36,7 @@ type directory struct {
 }
 
 func newDirectory(deps Deps) *directory {
-	return &directory{dial: deps.Dial, log: deps.Log, now: deps.Now, workers: map[string]*worker{}, queue: queue{poll: make(chan struct{})}}
+	return &directory{dial: deps.Dial, log: deps.Log, now: deps.Now, projects: deps.Projects, workers: map[string]*worker{}, queue: queue{poll: make(chan struct{})}}
 }
 
 // drainTimeout is how long requests in flight may take after their worker left the registry.
@@ -220,11 +223,16 @@ func (d *directory) serving() map[string][]*worker {
 }
 
 // resolve finds the run of a model. The model is a run id, or a name, which selects the newest run
-// with that name; "" selects the only run.
-func (d *directory) resolve(model string) (run, name string, err error) {
+// with that name; "" selects the only run. Only runs that the caller sees count.
+func (d *directory) resolve(ctx context.Context, model string) (run, name string, err error) {
+	d.mu.Lock()
+	runs := d.serving()
+	d.mu.Unlock()
+	if err := d.hide(ctx, runs); err != nil {
+		return "", "", err
+	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	runs := d.serving()
 	if len(runs) == 0 {
 		return "", "", ErrNoWorker
 	}
@@ -240,6 +248,21 @@ func (d *directory) resolve(model string) (run, name string, err error) {
 		return "", "", ErrUnknownModel.With("model", model)
 	}
 	return run, cmp.Or(model, name), nil
+}
+
+// hide removes the runs that the caller does not see, and those for which this is unknown, of which
+// it returns an error.
+func (d *directory) hide(ctx context.Context, runs map[string][]*worker) (failed error) {
+	for run := range runs {
+		sees, err := d.projects.Sees(ctx, run)
+		if err != nil {
+			failed = err
+		}
+		if !sees {
+			delete(runs, run)
+		}
+	}
+	return failed
 }
 
 // newer reports whether a run or served model began after another one; "" is older than all.
@@ -291,6 +314,11 @@ func (w *worker) status(ctx context.Context) (*inferencev1.GetInferenceStatusRes
 func (d *directory) models(ctx context.Context) []*gatewayv1.Model {
 	d.mu.Lock()
 	runs := d.serving()
+	d.mu.Unlock()
+	if err := d.hide(ctx, runs); err != nil {
+		d.log.WarnContext(ctx, "the list of models lacks runs whose project is unknown", "error", err)
+	}
+	d.mu.Lock()
 	newest, versions := map[string]string{}, map[string][]uint64{}
 	for run, workers := range runs {
 		versions[run] = held(workers)

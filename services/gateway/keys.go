@@ -2,6 +2,7 @@ package gateway
 
 import (
 	"context"
+	"slices"
 	"time"
 
 	"google.golang.org/protobuf/types/known/timestamppb"
@@ -20,8 +21,12 @@ type keys struct {
 
 // CreateApiKey implements the contract.
 func (k *keys) CreateApiKey(ctx context.Context, req *keyv1.CreateApiKeyRequest) (*keyv1.CreateApiKeyResponse, error) {
+	project, err := apikey.ProjectFor(ctx, req.GetProject())
+	if err != nil {
+		return nil, err
+	}
 	record := &apikey.Record{
-		Name: req.GetName(), Scope: req.GetScope(), RequestsPerMinute: req.GetRequestsPerMinute(), TokensPerMinute: req.GetTokensPerMinute(),
+		Name: req.GetName(), Scope: req.GetScope(), Project: project, RequestsPerMinute: req.GetRequestsPerMinute(), TokensPerMinute: req.GetTokensPerMinute(),
 	}
 	if req.GetExpires() != nil {
 		record.Expires = timestamppb.New(req.GetExpires().AsTime().Truncate(time.Second))
@@ -53,9 +58,12 @@ func (k *keys) ListApiKeys(ctx context.Context, req *keyv1.ListApiKeysRequest) (
 	if err != nil {
 		return nil, err
 	}
-	resp := &keyv1.ListApiKeysResponse{Keys: list}
+	resp := &keyv1.ListApiKeysResponse{}
 	for _, record := range list {
 		record.Sha256 = ""
+		if project, limited := apikey.ProjectOf(ctx); !limited || record.GetProject() == project {
+			resp.Keys = append(resp.Keys, record)
+		}
 	}
 	if len(list) == limit {
 		resp.NextPageToken = list[limit-1].GetName()
@@ -65,6 +73,9 @@ func (k *keys) ListApiKeys(ctx context.Context, req *keyv1.ListApiKeysRequest) (
 
 // RevokeApiKey implements the contract.
 func (k *keys) RevokeApiKey(ctx context.Context, req *keyv1.RevokeApiKeyRequest) (*keyv1.RevokeApiKeyResponse, error) {
+	if err := k.own(ctx, req.GetName()); err != nil {
+		return nil, err
+	}
 	removed, err := k.store.RemoveKey(ctx, req.GetName())
 	if err != nil {
 		return nil, err
@@ -73,6 +84,22 @@ func (k *keys) RevokeApiKey(ctx context.Context, req *keyv1.RevokeApiKeyRequest)
 		return nil, apikey.ErrMissing.WithMessage("no key is named %s", req.GetName())
 	}
 	return &keyv1.RevokeApiKeyResponse{}, nil
+}
+
+// own returns ErrMissing unless a key may manage the key of a name: those of its project.
+func (k *keys) own(ctx context.Context, name string) error {
+	project, limited := apikey.ProjectOf(ctx)
+	if !limited {
+		return nil
+	}
+	_, all, err := k.store.Keys(ctx, 0)
+	if err != nil {
+		return err
+	}
+	if slices.ContainsFunc(all, func(r *apikey.Record) bool { return r.GetName() == name && r.GetProject() == project }) {
+		return nil
+	}
+	return apikey.ErrMissing.WithMessage("no key is named %s", name)
 }
 
 // SyncApiKeys implements the contract.

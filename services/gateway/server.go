@@ -68,7 +68,7 @@ func New(cfg Config, deps Deps) (*Server, error) {
 	s.agents = &agents{
 		store: deps.Store, work: deps.Work, buffer: deps.Buffer, runs: deps.Runs, url: s.URL(), log: deps.Log, now: deps.Now, known: map[string]*agentRun{},
 		serves: func(run string) bool {
-			_, _, err := svc.workers.resolve(run)
+			_, _, err := svc.workers.resolve(context.Background(), run)
 			return err == nil
 		},
 	}
@@ -163,7 +163,7 @@ func (s *Server) NextPrompts(ctx context.Context, req *gatewayv1.NextPromptsRequ
 	model := req.GetModel()
 	if model == "" {
 		var err error
-		if model, _, err = s.svc.workers.resolve(""); err != nil {
+		if model, _, err = s.svc.workers.resolve(ctx, ""); err != nil {
 			return nil, err
 		}
 	}

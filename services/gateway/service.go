@@ -31,7 +31,9 @@ type service struct {
 }
 
 // Models returns the served policies, ordered by name.
-func (s *service) Models(ctx context.Context) []*gatewayv1.Model { return s.workers.models(ctx) }
+func (s *service) Models(ctx context.Context) []*gatewayv1.Model {
+	return s.workers.models(ctx)
+}
 
 // Complete calls send for each piece when it arrives. It stores the segments of a completion before
 // it sends the last piece of it.
@@ -47,7 +49,7 @@ func (s *service) Complete(ctx context.Context, req *gatewayv1.CompleteRequest, 
 			return err
 		}
 	}
-	run, name, err := s.workers.resolve(req.GetModel())
+	run, name, err := s.workers.resolve(ctx, req.GetModel())
 	if err != nil {
 		return err
 	}

@@ -27,7 +27,7 @@ func ask[T any](ctx context.Context, workers *directory, model string, call func
 		return out, err
 	}
 	defer leave()
-	run, _, err := workers.resolve(model)
+	run, _, err := workers.resolve(ctx, model)
 	if err != nil {
 		return out, err
 	}

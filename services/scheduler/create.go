@@ -14,6 +14,7 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/rollout-rl/rollout/libs/algorithm"
+	"github.com/rollout-rl/rollout/libs/apikey"
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/id"
 	planformat "github.com/rollout-rl/rollout/libs/plan"
@@ -44,7 +45,15 @@ type runs struct {
 
 // create verifies the plan, records the run and starts it.
 func (s *runs) create(ctx context.Context, req *runv1.CreateRunRequest) (*Run, error) {
-	if key := req.GetIdempotencyKey(); key != "" {
+	project, err := apikey.ProjectFor(ctx, req.GetProject())
+	if err != nil {
+		return nil, err
+	}
+	key := req.GetIdempotencyKey()
+	if key != "" && project != "" { // keys of projects are distinct; no project has a slash
+		key = project + "/" + key
+	}
+	if key != "" {
 		first, err := s.Store.ByKey(ctx, key)
 		if err == nil {
 			return first, nil
@@ -70,13 +79,13 @@ func (s *runs) create(ctx context.Context, req *runv1.CreateRunRequest) (*Run, e
 	run := &Run{
 		RunId: id.NewRun(now), Name: plan.GetConfig().GetName(), Plan: plan, BaseDir: req.GetBaseDir(), State: Pending,
 		CreateTime: timestamppb.New(now), FromSnapshot: from, Step: cursor.FirstStep, TotalSteps: plan.GetConfig().GetTrain().GetSteps(),
-		Incarnation: 1,
+		Incarnation: 1, Project: project,
 	}
 	s.setDirectory(run)
 	if err := takeInputs(plan, made, planformat.InputsOf(run.GetDirectory())); err != nil {
 		return nil, err
 	}
-	recorded, err := s.Store.Create(ctx, run, req.GetIdempotencyKey(), cursor)
+	recorded, err := s.Store.Create(ctx, run, key, cursor)
 	if err != nil || recorded.GetRunId() != run.GetRunId() {
 		return recorded, err
 	}

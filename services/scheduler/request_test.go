@@ -16,6 +16,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/protobuf/proto"
 
+	"github.com/rollout-rl/rollout/libs/apikey"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
@@ -324,6 +325,80 @@ func TestRunsAreListedPageByPage(t *testing.T) {
 	e, _ := rpcerr.From(err)
 	if rpcerr.Code(err) != codes.InvalidArgument || len(e.Violations()) != 1 || e.Violations()[0].Path != "page_token" {
 		t.Errorf("an invalid token: %v", err)
+	}
+}
+
+// A key sees, lists, and controls the runs of its project only, under any name of them.
+func TestAKeySeesTheRunsOfItsProject(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	w.mesh.held = true
+	w.start()
+	w.planner.set(plan(2, "sync", 0, false))
+	as := func(project string) context.Context {
+		return apikey.With(t.Context(), &apikey.Record{Name: "key", Scope: "admin", Project: project})
+	}
+	create := func(ctx context.Context, project, key string) *runv1.Run {
+		t.Helper()
+		made, err := w.generation.CreateRun(ctx, &runv1.CreateRunRequest{Lock: []byte("lock"), BaseDir: w.dir, Project: project, IdempotencyKey: key})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return made.GetRun()
+	}
+	math, code, plain := create(as("math"), "", "k"), create(t.Context(), "code", "k"), create(as(""), "", "k")
+	if math.GetProject() != "math" || code.GetProject() != "code" || plain.GetProject() != "" || math.GetRunId() == code.GetRunId() || plain.GetRunId() == math.GetRunId() {
+		t.Fatalf("projects %q, %q, %q", math.GetProject(), code.GetProject(), plain.GetProject())
+	}
+	if again := create(as("math"), "math", "k"); again.GetRunId() != math.GetRunId() {
+		t.Errorf("a repeat made %s", again.GetRunId())
+	}
+	if _, err := w.generation.CreateRun(as("math"), &runv1.CreateRunRequest{Lock: []byte("lock"), BaseDir: w.dir, Project: "code"}); !errors.Is(err, apikey.ErrProject) {
+		t.Errorf("a run in another project: %v", err)
+	}
+	ids := func(ctx context.Context, project *string) (out []string) {
+		t.Helper()
+		list, err := w.generation.ListRuns(ctx, &runv1.ListRunsRequest{Project: project})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, run := range list.GetRuns() {
+			out = append(out, run.GetRunId())
+		}
+		slices.Sort(out)
+		return out
+	}
+	for name, c := range map[string]struct {
+		ctx     context.Context
+		project *string
+		want    []string
+	}{
+		"no key": {t.Context(), nil, []string{math.GetRunId(), code.GetRunId(), plain.GetRunId()}}, "no key, of code": {t.Context(), proto.String("code"), []string{code.GetRunId()}},
+		"math": {as("math"), nil, []string{math.GetRunId()}}, "math, of code": {as("math"), proto.String("code"), nil},
+		"default": {as(""), nil, []string{plain.GetRunId()}}, "no key, of default": {t.Context(), proto.String(""), []string{plain.GetRunId()}},
+	} {
+		slices.Sort(c.want)
+		if got := ids(c.ctx, c.project); !slices.Equal(got, c.want) {
+			t.Errorf("%s lists %q, want %q", name, got, c.want)
+		}
+	}
+	if got, err := w.generation.GetRun(as("math"), &runv1.GetRunRequest{RunId: math.GetName()}); err != nil || got.GetStatus().GetRun().GetRunId() != math.GetRunId() {
+		t.Errorf("by name: %v, %v", got.GetStatus().GetRun().GetRunId(), err)
+	}
+	id := code.GetRunId()
+	for name, call := range map[string]func(ctx context.Context) error{
+		"GetRun":    func(ctx context.Context) error { _, err := w.generation.GetRun(ctx, &runv1.GetRunRequest{RunId: id}); return err },
+		"CancelRun": func(ctx context.Context) error { _, err := w.generation.CancelRun(ctx, &runv1.CancelRunRequest{RunId: id}); return err },
+		"PauseRun":  func(ctx context.Context) error { _, err := w.generation.PauseRun(ctx, &runv1.PauseRunRequest{RunId: id}); return err },
+		"ResumeRun": func(ctx context.Context) error { _, err := w.generation.ResumeRun(ctx, &runv1.ResumeRunRequest{RunId: id}); return err },
+		"DeleteRun": func(ctx context.Context) error { _, err := w.generation.DeleteRun(ctx, &runv1.DeleteRunRequest{RunId: id}); return err },
+	} {
+		if err := call(as("math")); rpcerr.Code(err) != codes.NotFound || rpcerr.Reason(err) != "RUN_NOT_FOUND" {
+			t.Errorf("%s of another project: %v", name, err)
+		}
+	}
+	if got := ids(t.Context(), proto.String("code")); len(got) != 1 {
+		t.Errorf("the run of another project: %q", got)
 	}
 }
 

@@ -9,6 +9,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 
+	"github.com/rollout-rl/rollout/libs/apikey"
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
@@ -132,7 +133,7 @@ func (s *Server) CreateRun(ctx context.Context, req *runv1.CreateRunRequest) (*r
 // GetRun implements the contract.
 func (s *Server) GetRun(ctx context.Context, req *runv1.GetRunRequest) (*runv1.GetRunResponse, error) {
 	s.current(ctx)
-	run, err := s.store.Resolve(ctx, req.GetRunId())
+	run, err := s.store.Resolve(ctx, visible(ctx), req.GetRunId())
 	if err != nil {
 		return nil, err
 	}
@@ -154,7 +155,14 @@ func (s *Server) ListRuns(ctx context.Context, req *runv1.ListRunsRequest) (*run
 	if size == 0 {
 		size = 100
 	}
-	runs, err := s.store.List(ctx, Filter{States: req.GetStates(), After: req.GetPageToken(), Limit: size + 1})
+	project := visible(ctx)
+	if project == nil || req.Project != nil && *req.Project != *project {
+		if project != nil { // of another project, whose runs the key does not see
+			return &runv1.ListRunsResponse{}, nil
+		}
+		project = req.Project
+	}
+	runs, err := s.store.List(ctx, Filter{States: req.GetStates(), Project: project, After: req.GetPageToken(), Limit: size + 1})
 	if err != nil {
 		return nil, err
 	}
@@ -213,6 +221,13 @@ func (s *Server) ResumeRun(ctx context.Context, req *runv1.ResumeRunRequest) (*r
 
 // DeleteRun implements the contract.
 func (s *Server) DeleteRun(ctx context.Context, req *runv1.DeleteRunRequest) (*runv1.DeleteRunResponse, error) {
+	if project := visible(ctx); project != nil {
+		run, err := s.store.Get(ctx, req.GetRunId())
+		if err != nil || run.GetProject() != *project {
+			return nil, NotFound(req.GetRunId())
+		}
+		ctx = apikey.With(ctx, nil) // the deletion looks at the runs of all projects
+	}
 	return s.deletion.request(ctx, req.GetRunId(), req.GetDryRun())
 }
 
@@ -230,8 +245,16 @@ func (s *Server) WatchRun(req *runv1.WatchRunRequest, stream grpc.ServerStreamin
 
 // resolve accepts what GetRun accepts: an id, a unique prefix, or a name.
 func (s *Server) resolve(ctx context.Context, ref string) (string, error) {
-	run, err := s.store.Resolve(ctx, ref)
+	run, err := s.store.Resolve(ctx, visible(ctx), ref)
 	return run.GetRunId(), err
+}
+
+// visible is the project whose runs a call sees; nil: all.
+func visible(ctx context.Context) *string {
+	if project, limited := apikey.ProjectOf(ctx); limited {
+		return &project
+	}
+	return nil
 }
 
 type internalServer struct {
@@ -262,6 +285,18 @@ func (s internalServer) VerifyWorkers(ctx context.Context, req *runv1.VerifyWork
 		return &runv1.VerifyWorkersResponse{Accepted: served.verify(req.GetWorkers())}, nil
 	}
 	return &runv1.VerifyWorkersResponse{Accepted: make([]bool, len(req.GetWorkers()))}, nil
+}
+
+// GetProject implements the contract.
+func (s internalServer) GetProject(ctx context.Context, req *runv1.GetProjectRequest) (*runv1.GetProjectResponse, error) {
+	if project, served := s.servings.project(req.GetRunId()); served {
+		return &runv1.GetProjectResponse{Project: project}, nil
+	}
+	run, err := s.store.Get(ctx, req.GetRunId())
+	if errors.Is(err, ErrNotFound) {
+		return nil, NotFound(req.GetRunId())
+	}
+	return &runv1.GetProjectResponse{Project: run.GetProject()}, err
 }
 
 // GetCursor implements the contract.

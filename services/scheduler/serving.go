@@ -16,6 +16,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	"github.com/rollout-rl/rollout/libs/apikey"
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/worker"
@@ -81,7 +82,7 @@ type serving struct {
 }
 
 // start begins to serve a model.
-func (s *servings) start(req *servingv1.ServeModelRequest) (*serving, error) {
+func (s *servings) start(project string, req *servingv1.ServeModelRequest) (*serving, error) {
 	config := servedConfig(req.GetConfig())
 	folder := config.GetModel().GetPath()
 	if !filepath.IsAbs(folder) {
@@ -109,6 +110,7 @@ func (s *servings) start(req *servingv1.ServeModelRequest) (*serving, error) {
 	record := &Run{
 		RunId: name, Name: config.GetName(), Plan: &planv1.Plan{Config: config}, BaseDir: req.GetBaseDir(), State: Running,
 		Directory: filepath.Join(s.folder(), name), CreateTime: timestamppb.New(now), Incarnation: 1,
+		Project: project,
 	}
 	if err := os.MkdirAll(filepath.Join(record.GetDirectory(), "workers"), 0o700); err != nil {
 		return nil, rpcerr.New(codes.Internal, "SERVING_FOLDER", "make the folder of the served model: %w", err)
@@ -253,6 +255,23 @@ func (s *servings) list() (out []*serving) {
 	return out
 }
 
+// visible is list for a caller. The caller has the lock.
+func (s *servings) visible(ctx context.Context) []*serving {
+	project := visible(ctx)
+	return slices.DeleteFunc(s.list(), func(each *serving) bool { return project != nil && each.board.record().GetProject() != *project })
+}
+
+// project returns the project of a served model; false if there is no such model.
+func (s *servings) project(servingID string) (string, bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	served := s.byID[servingID]
+	if served == nil {
+		return "", false
+	}
+	return served.board.record().GetProject(), true
+}
+
 // reads returns the name of a served model whose folder is in a folder, with that folder; "" if
 // there is none.
 func (s *servings) reads(folder string) (name, path string) {
@@ -280,7 +299,8 @@ func (s *servings) verify(servingID string) (*supervision, bool) {
 // ServeModel implements the contract.
 func (s *servings) ServeModel(req *servingv1.ServeModelRequest, stream grpc.ServerStreamingServer[servingv1.ServeModelResponse]) error {
 	ctx := stream.Context()
-	served, err := s.start(req)
+	project, _ := apikey.ProjectOf(ctx)
+	served, err := s.start(project, req)
 	if err != nil {
 		return err
 	}
@@ -313,21 +333,21 @@ func (s *servings) ServeModel(req *servingv1.ServeModelRequest, stream grpc.Serv
 }
 
 // ListServings implements the contract.
-func (s *servings) ListServings(context.Context, *servingv1.ListServingsRequest) (*servingv1.ListServingsResponse, error) {
+func (s *servings) ListServings(ctx context.Context, _ *servingv1.ListServingsRequest) (*servingv1.ListServingsResponse, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	resp := &servingv1.ListServingsResponse{}
-	for _, each := range s.list() {
+	for _, each := range s.visible(ctx) {
 		resp.Servings = append(resp.Servings, each.state())
 	}
 	return resp, nil
 }
 
 // StopServing implements the contract. Of several with a name it stops the newest.
-func (s *servings) StopServing(_ context.Context, req *servingv1.StopServingRequest) (*servingv1.StopServingResponse, error) {
+func (s *servings) StopServing(ctx context.Context, req *servingv1.StopServingRequest) (*servingv1.StopServingResponse, error) {
 	s.mu.Lock()
 	var found *serving
-	for _, each := range s.list() {
+	for _, each := range s.visible(ctx) {
 		if each.run == req.GetServingId() || each.about.GetName() == req.GetServingId() {
 			found = each
 		}

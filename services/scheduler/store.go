@@ -29,9 +29,9 @@ type Store interface {
 type Reader interface {
 	// Get returns a run. ErrNotFound.
 	Get(ctx context.Context, id string) (*Run, error)
-	// Resolve finds a run by id, by a unique prefix of an id, or the newest by name. ErrNotFound,
-	// ErrAmbiguous.
-	Resolve(ctx context.Context, ref string) (*Run, error)
+	// Resolve finds a run by id, by a unique prefix of an id, or the newest by name; with a project
+	// only among its runs. ErrNotFound, ErrAmbiguous.
+	Resolve(ctx context.Context, project *string, ref string) (*Run, error)
 	// ByKey finds the run that was created with an idempotency key. ErrNotFound.
 	ByKey(ctx context.Context, key string) (*Run, error)
 	// List returns runs, newest first (by id).
@@ -51,7 +51,8 @@ type Cursor struct {
 
 // Filter selects runs; zero fields select all.
 type Filter struct {
-	States []State
-	After  string // id after which the list continues
-	Limit  int    // 0: all
+	States  []State
+	Project *string // nil: of all projects
+	After   string  // id after which the list continues
+	Limit   int     // 0: all
 }

@@ -8,6 +8,7 @@ import (
 
 	"google.golang.org/grpc"
 
+	"github.com/rollout-rl/rollout/libs/apikey"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
@@ -60,8 +61,9 @@ type Deps struct {
 	// Controller ends the step that a run makes before snapshots are taken.
 	Controller Controller
 	Events     Events
-	Log       *slog.Logger     // nil discards
-	Now       func() time.Time // nil: time.Now
+	Projects   *apikey.Projects // nil: keys see the snapshots of all projects
+	Log        *slog.Logger     // nil discards
+	Now        func() time.Time // nil: time.Now
 }
 
 func (d *Deps) check() error {

@@ -2,6 +2,7 @@ package snapshot
 
 import (
 	"context"
+	"errors"
 	"strings"
 	"time"
 
@@ -82,7 +83,7 @@ func (s *Server) VerifySnapshot(ctx context.Context, req *snapshotv1.VerifySnaps
 
 // GetSnapshot implements the contract.
 func (s *Server) GetSnapshot(ctx context.Context, req *snapshotv1.GetSnapshotRequest) (*snapshotv1.GetSnapshotResponse, error) {
-	snap, err := s.svc.Store.Get(ctx, req.GetSnapshotId())
+	snap, err := s.svc.get(ctx, req.GetSnapshotId())
 	if err != nil {
 		return nil, err
 	}
@@ -106,7 +107,7 @@ func (s *Server) ListSnapshots(ctx context.Context, req *snapshotv1.ListSnapshot
 	if size == 0 {
 		size = s.cfg.PageSize
 	}
-	found, err := s.svc.Store.List(ctx, Filter{Run: req.GetRunId(), Kind: req.GetKind(), After: req.GetPageToken(), Limit: size + 1})
+	found, err := s.svc.list(ctx, Filter{Run: req.GetRunId(), Kind: req.GetKind(), After: req.GetPageToken(), Limit: size + 1})
 	if err != nil {
 		return nil, err
 	}
@@ -167,6 +168,9 @@ func (s *Server) RestoreSnapshot(ctx context.Context, req *snapshotv1.RestoreSna
 func (s *Server) DeleteSnapshot(ctx context.Context, req *snapshotv1.DeleteSnapshotRequest) (*snapshotv1.DeleteSnapshotResponse, error) {
 	if err := s.svc.removable(ctx, req.GetSnapshotId()); err != nil {
 		return nil, err
+	}
+	if _, err := s.svc.get(ctx, req.GetSnapshotId()); errors.Is(err, ErrNotFound) {
+		return &snapshotv1.DeleteSnapshotResponse{}, nil // as after a deletion, also if the caller does not see it
 	}
 	if err := s.svc.remove(ctx, req.GetSnapshotId()); err != nil {
 		return nil, err

@@ -14,6 +14,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	"github.com/rollout-rl/rollout/libs/apikey"
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
@@ -41,6 +42,9 @@ type service struct {
 func (s *service) create(ctx context.Context, req *snapshotv1.CreateSnapshotRequest) (*Snapshot, error) {
 	want, dir, keep := req.GetSnapshot(), req.GetDirectory(), int(req.GetKeep())
 	if err := s.check(want, dir); err != nil {
+		return nil, err
+	}
+	if err := s.own(ctx, want); err != nil {
 		return nil, err
 	}
 	first, err := s.Store.Find(ctx, KeyOf(want))
@@ -212,7 +216,7 @@ func (s *service) retain(ctx context.Context, newest *Snapshot, keep int) error 
 // removable returns ErrInUse for the newest snapshot of an active run, which needs it to recover.
 // An unknown id is no error.
 func (s *service) removable(ctx context.Context, id string) error {
-	snap, err := s.Store.Get(ctx, id)
+	snap, err := s.get(ctx, id)
 	if errors.Is(err, ErrNotFound) {
 		return nil
 	}
@@ -274,7 +278,7 @@ func (s *service) materialize(ctx context.Context, idOrPrefix, dir string, paths
 	}
 	s.files.RLock()
 	defer s.files.RUnlock()
-	snap, err := s.Store.Get(ctx, idOrPrefix)
+	snap, err := s.get(ctx, idOrPrefix)
 	if err != nil {
 		return nil, err
 	}
@@ -291,10 +295,69 @@ func (s *service) materialize(ctx context.Context, idOrPrefix, dir string, paths
 	return snap, nil
 }
 
+// get returns a snapshot that the caller sees. ErrNotFound.
+func (s *service) get(ctx context.Context, idOrPrefix string) (*Snapshot, error) {
+	snap, err := s.Store.Get(ctx, idOrPrefix)
+	if err != nil {
+		return nil, err
+	}
+	sees, err := s.sees(ctx, snap)
+	if err != nil {
+		return nil, err
+	}
+	if !sees {
+		return nil, ErrNotFound
+	}
+	return snap, nil
+}
+
+// sees reports whether the caller sees a snapshot: that of a run of its project, or one that its
+// project imported.
+func (s *service) sees(ctx context.Context, snap *Snapshot) (bool, error) {
+	if project, limited := apikey.ProjectOf(ctx); limited && snap.GetOrigin() != nil {
+		return snap.GetOrigin().GetProject() == project, nil
+	}
+	return s.Projects.Sees(ctx, snap.GetRunId())
+}
+
+// own sets the project of an imported snapshot, and returns an error unless the caller may create
+// snapshots of the run.
+func (s *service) own(ctx context.Context, want *Snapshot) error {
+	if want.GetOrigin() == nil {
+		return s.Projects.Check(ctx, want.GetRunId())
+	}
+	want.Origin.Project, _ = apikey.ProjectOf(ctx)
+	return s.Projects.CheckNew(ctx, want.GetRunId())
+}
+
+// list returns the snapshots of a filter that the caller sees.
+func (s *service) list(ctx context.Context, f Filter) (found []*Snapshot, err error) {
+	want := f.Limit
+	for {
+		page, err := s.Store.List(ctx, f)
+		if err != nil {
+			return nil, err
+		}
+		for _, snap := range page {
+			f.After = snap.GetSnapshotId()
+			sees, err := s.sees(ctx, snap)
+			if err != nil {
+				return nil, err
+			}
+			if sees && len(found) < want {
+				found = append(found, snap)
+			}
+		}
+		if len(found) >= want || len(page) < f.Limit {
+			return found, nil
+		}
+	}
+}
+
 // pin exempts a snapshot from retention: the run that starts from it may need it again until it has
 // a snapshot itself.
 func (s *service) pin(ctx context.Context, idOrPrefix string) (*Snapshot, error) {
-	snap, err := s.Store.Get(ctx, idOrPrefix)
+	snap, err := s.get(ctx, idOrPrefix)
 	if err != nil {
 		return nil, err
 	}
@@ -335,7 +398,7 @@ func (s *service) deleteRun(ctx context.Context, run string, keep []string) (kep
 
 // restore creates a run that continues from a snapshot.
 func (s *service) restore(ctx context.Context, idOrPrefix string) (*runv1.Run, error) {
-	snap, err := s.Store.Get(ctx, idOrPrefix)
+	snap, err := s.get(ctx, idOrPrefix)
 	if err != nil {
 		return nil, err
 	}

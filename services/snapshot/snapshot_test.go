@@ -15,6 +15,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/rollout-rl/rollout/libs/apikey"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
@@ -180,6 +181,12 @@ func setup(t *testing.T) *world {
 	clock := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
 	w.Server, err = snapshot.New(snapshot.Config{}, snapshot.Deps{
 		Store: store, Artifacts: w.artifacts, Scheduler: w.scheduler, Buffer: w.ledgers, Controller: w.scheduler, Events: w.events,
+		Projects: apikey.NewProjects(func(_ context.Context, run string) (string, error) {
+			if run != "run-a" {
+				return "", apikey.ErrNotVisible
+			}
+			return "math", nil
+		}),
 		Now: func() time.Time { clock = clock.Add(time.Second); return clock },
 	})
 	if err != nil {
@@ -512,5 +519,50 @@ func TestNewestSnapshotOfAnActiveRunIsNotDeleted(t *testing.T) {
 	w.scheduler.state = runv1.RunState_RUN_STATE_SUCCEEDED
 	if err := remove(newest); err != nil {
 		t.Errorf("of an ended run: %v", err)
+	}
+}
+
+// A key sees, lists, and deletes the snapshots of its project only: of its runs, and those that it
+// imported.
+func TestAKeySeesTheSnapshotsOfItsProject(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	as := func(project string) context.Context {
+		return apikey.With(t.Context(), &apikey.Record{Name: "key", Scope: "admin", Project: project})
+	}
+	own := w.take(t, 3, 0, "a") // of run-a, which belongs to math
+	imported := storetest.Snap("", "run-elsewhere", 5, "b")
+	imported.Origin = &snapshotv1.Origin{BaseDir: "/data", Project: "code"}
+	got, err := w.CreateSnapshot(as("bio"), &snapshotv1.CreateSnapshotRequest{Snapshot: imported, Directory: "/scratch"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for project, want := range map[string]string{"math": own.GetSnapshotId(), "bio": got.GetSnapshot().GetSnapshotId(), "code": ""} {
+		list, err := w.ListSnapshots(as(project), &snapshotv1.ListSnapshotsRequest{PageSize: 1})
+		if err != nil {
+			t.Fatal(err)
+		}
+		seen := ""
+		for _, snap := range list.GetSnapshots() {
+			seen += snap.GetSnapshotId()
+		}
+		if seen != want {
+			t.Errorf("%s lists %q, want %q", project, seen, want)
+		}
+		for _, id := range []string{own.GetSnapshotId(), got.GetSnapshot().GetSnapshotId()} {
+			if _, err := w.GetSnapshot(as(project), &snapshotv1.GetSnapshotRequest{SnapshotId: id}); (err == nil) != (id == want) || err != nil && !errors.Is(err, snapshot.ErrNotFound) {
+				t.Errorf("%s gets %s: %v", project, id, err)
+			}
+		}
+	}
+	other := storetest.Snap("", "run-a", 7, "c")
+	if _, err := w.CreateSnapshot(as("bio"), &snapshotv1.CreateSnapshotRequest{Snapshot: other, Directory: "/scratch"}); !errors.Is(err, apikey.ErrNotVisible) {
+		t.Errorf("a snapshot of another project's run: %v", err)
+	}
+	if _, err := w.DeleteSnapshot(as("bio"), &snapshotv1.DeleteSnapshotRequest{SnapshotId: own.GetSnapshotId()}); err != nil {
+		t.Error(err)
+	}
+	if _, err := w.GetSnapshot(t.Context(), &snapshotv1.GetSnapshotRequest{SnapshotId: own.GetSnapshotId()}); err != nil {
+		t.Errorf("another project deleted a snapshot: %v", err)
 	}
 }

@@ -73,7 +73,7 @@ func (d *download) Close() error {
 func (s *service) verify(ctx context.Context, idOrPrefix string) (*Snapshot, []*Flaw, error) {
 	s.files.RLock()
 	defer s.files.RUnlock()
-	snap, err := s.Store.Get(ctx, idOrPrefix)
+	snap, err := s.get(ctx, idOrPrefix)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -149,4 +149,3 @@ func (f writerFunc) Write(p []byte) (int, error) {
 type readerFunc func(p []byte) (int, error)
 
 func (f readerFunc) Read(p []byte) (int, error) { return f(p) }
-

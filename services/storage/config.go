@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"time"
 
+	"github.com/rollout-rl/rollout/libs/apikey"
 	"github.com/rollout-rl/rollout/libs/blob"
 	"github.com/rollout-rl/rollout/libs/bus"
 )
@@ -39,8 +40,9 @@ type Stream interface {
 type Deps struct {
 	Store     Store
 	Artifacts *blob.CAS
-	Stream    Stream       // nil: events only arrive by AppendEvents
-	Log       *slog.Logger // nil discards
+	Projects  *apikey.Projects // nil: keys see the events of all projects
+	Stream    Stream           // nil: events only arrive by AppendEvents
+	Log       *slog.Logger     // nil discards
 	Now       func() time.Time
 }
 

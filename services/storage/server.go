@@ -7,6 +7,8 @@ import (
 
 	"google.golang.org/grpc"
 
+	"github.com/rollout-rl/rollout/libs/apikey"
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
 
@@ -82,6 +84,9 @@ func (s *Server) ListEvents(ctx context.Context, req *storagev1.ListEventsReques
 		limit = 1000
 	}
 	events, err := s.deps.Store.List(ctx, FilterOf(req.GetFilter()), limit, req.GetNewest())
+	if err == nil {
+		events, err = s.visible(ctx, events)
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -99,6 +104,12 @@ func (s *Server) TailEvents(req *storagev1.TailEventsRequest, stream grpc.Server
 		}
 		if len(events) > 0 {
 			filter.After = events[len(events)-1].GetSequence()
+			if events, err = s.visible(stream.Context(), events); err != nil {
+				return err
+			}
+			if len(events) == 0 {
+				continue
+			}
 			if err := stream.Send(&storagev1.TailEventsResponse{Events: events}); err != nil {
 				return err
 			}
@@ -110,6 +121,24 @@ func (s *Server) TailEvents(req *storagev1.TailEventsRequest, stream grpc.Server
 		case <-more:
 		}
 	}
+}
+
+// visible drops the events of runs that the caller does not see, and those of no run.
+func (s *Server) visible(ctx context.Context, events []*eventv1.Event) ([]*eventv1.Event, error) {
+	if _, limited := apikey.ProjectOf(ctx); !limited || s.deps.Projects == nil {
+		return events, nil
+	}
+	var out []*eventv1.Event
+	for _, e := range events {
+		sees, err := s.deps.Projects.Sees(ctx, e.GetRunId())
+		if err != nil {
+			return nil, err
+		}
+		if sees {
+			out = append(out, e)
+		}
+	}
+	return out, nil
 }
 
 // QueryMetrics implements the contract.

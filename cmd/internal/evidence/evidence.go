@@ -37,7 +37,7 @@ func Read(ctx context.Context, place Place, name string, readFiles bool) (_ *aud
 	}
 	defer func() { err = errors.Join(err, runs.Close()) }()
 	e := &audit.Evidence{}
-	if e.Run, err = runs.Resolve(ctx, name); errors.Is(err, scheduler.ErrNotFound) {
+	if e.Run, err = runs.Resolve(ctx, nil, name); errors.Is(err, scheduler.ErrNotFound) {
 		e.Run, e.Unscheduled = &runv1.Run{RunId: name}, true
 		if none := readLedger(ctx, place, name, e); !errors.Is(none, ledger.ErrNoLedger) {
 			return e, none

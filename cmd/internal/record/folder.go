@@ -95,7 +95,7 @@ func (f *Folder) Close() error {
 
 // Runs implements Reader.
 func (f *Folder) Runs(ctx context.Context, page *runv1.ListRunsRequest) (*runv1.ListRunsResponse, error) {
-	runs, err := f.runs.List(ctx, scheduler.Filter{After: page.GetPageToken()})
+	runs, err := f.runs.List(ctx, scheduler.Filter{Project: page.Project, After: page.GetPageToken()})
 	if err != nil {
 		return nil, err
 	}
@@ -116,7 +116,7 @@ func (f *Folder) Runs(ctx context.Context, page *runv1.ListRunsRequest) (*runv1.
 
 // Run implements Reader. The queues are the last stored ones; workers are empty.
 func (f *Folder) Run(ctx context.Context, name string) (*runv1.RunStatus, error) {
-	run, err := f.runs.Resolve(ctx, name)
+	run, err := f.runs.Resolve(ctx, nil, name)
 	if err != nil {
 		return nil, err
 	}

@@ -52,9 +52,9 @@ func (s *Store) Create(ctx context.Context, run *scheduler.Run, key string, c sc
 	kept := run
 	err = s.db.Tx(ctx, func(tx *sql.Tx) error {
 		kept = run
-		res, err := tx.ExecContext(ctx, `INSERT INTO run (run_id, name, state, idempotency_key, record, queues) VALUES ($1, $2, $3, $4, $5, $6)
+		res, err := tx.ExecContext(ctx, `INSERT INTO run (run_id, name, state, idempotency_key, record, queues, project) VALUES ($1, $2, $3, $4, $5, $6, $7)
 				ON CONFLICT (idempotency_key) DO NOTHING`,
-			run.GetRunId(), run.GetName(), int32(run.GetState()), sql.NullString{String: key, Valid: key != ""}, record, []byte{})
+			run.GetRunId(), run.GetName(), int32(run.GetState()), sql.NullString{String: key, Valid: key != ""}, record, []byte{}, run.GetProject())
 		if err != nil {
 			return err
 		}
@@ -150,16 +150,20 @@ func (s *Store) Get(ctx context.Context, id string) (*scheduler.Run, error) {
 }
 
 // Resolve implements scheduler.Reader.
-func (s *Store) Resolve(ctx context.Context, ref string) (*scheduler.Run, error) {
+func (s *Store) Resolve(ctx context.Context, project *string, ref string) (*scheduler.Run, error) {
 	for _, q := range []struct {
-		query string
-		args  []any
+		where, order string
+		args         []any
 	}{
-		{`SELECT record FROM run WHERE run_id = $1`, []any{ref}},
-		{`SELECT record FROM run WHERE name = $1 ORDER BY run_id DESC LIMIT 1`, []any{ref}},
-		{`SELECT record FROM run WHERE substr(run_id, 1, $1) = $2 ORDER BY run_id LIMIT 2`, []any{len(ref), ref}},
+		{`run_id = $1`, ``, []any{ref}},
+		{`name = $1`, ` ORDER BY run_id DESC LIMIT 1`, []any{ref}},
+		{`substr(run_id, 1, $1) = $2`, ` ORDER BY run_id LIMIT 2`, []any{len(ref), ref}},
 	} {
-		found, err := s.query(ctx, q.query, q.args...)
+		if project != nil {
+			q.args = append(q.args, *project)
+			q.where += fmt.Sprintf(" AND project = $%d", len(q.args))
+		}
+		found, err := s.query(ctx, `SELECT record FROM run WHERE `+q.where+q.order, q.args...)
 		if err != nil {
 			return nil, fmt.Errorf("find run %s: %w", ref, err)
 		}
@@ -189,6 +193,10 @@ func (s *Store) List(ctx context.Context, f scheduler.Filter) ([]*scheduler.Run,
 			return nil, fmt.Errorf("list runs: %w", err)
 		}
 		args = append(args, string(states))
+	}
+	if f.Project != nil {
+		args = append(args, *f.Project)
+		where = append(where, fmt.Sprintf("project = $%d", len(args)))
 	}
 	if f.After != "" {
 		args = append(args, f.After)

@@ -148,7 +148,7 @@ func resolve(t *testing.T, s scheduler.Store) {
 		"run-aa2": "run-aa2", "run-aa1": "run-aa1", "run-ab1": "run-ab1", "first": "run-ab1", "second": "run-aa2", "run-ab12": "run-ab12",
 		"run-aa": scheduler.ErrAmbiguous, "third": scheduler.ErrNotFound, "run-b": scheduler.ErrNotFound,
 	} {
-		got, err := s.Resolve(t.Context(), ref)
+		got, err := s.Resolve(t.Context(), nil, ref)
 		if wanted, failing := want.(error); failing {
 			if !errors.Is(err, wanted) {
 				t.Errorf("%s: %v, %v", ref, got, err)

@@ -21,8 +21,8 @@ import (
 const keysLong = `Manage API keys, with which people and programs call a control plane instead of with its token.
 
 A key has a scope: sample can sample from policies, as agents do; session can also end sessions with a reward, which trains on them;
-read can read everything; submit can do all of that, and plan, start and control runs; admin can also delete, and manage keys. A key may
-expire, and may have limits on the completions that it requests, which each gateway process counts alone. A key is shown once; only its
+read can read everything; submit can do all of that, and plan, start and control runs; admin can also delete, and manage keys. A key
+belongs to a project, and sees its runs, sessions, snapshots and keys only. A key may expire, and may have limits on the completions that it requests, which each gateway process counts alone. A key is shown once; only its
 hash is stored, in the database of the gateway. Every process accepts a new key at once, and refuses a revoked one about a second later.
 To use a key, set ROLLOUT_API_KEY, or send it to the OpenAI-compatible endpoint as a bearer token.`
 
@@ -32,6 +32,7 @@ func Command(env *cli.Env) *cobra.Command {
 	cmd.Long = keysLong
 	cmd.Example = `  rollout keys create ada --scope submit
   rollout keys create agent --scope session --expires 720h --requests-per-minute 600
+  rollout keys create ci --scope read --project math
   rollout keys list
   rollout keys revoke ada`
 	return cmd
@@ -46,6 +47,7 @@ func createCommand(env *cli.Env) *cobra.Command {
 		Example: "  rollout keys create ada --scope submit\n  export ROLLOUT_API_KEY=$(rollout keys create ci --scope read)",
 	}
 	cmd.Flags().StringVar(&req.Scope, "scope", "read", "`scope` of the key: sample, session, read, submit or admin")
+	cmd.Flags().StringVar(&req.Project, "project", "", "`project` whose runs, sessions and snapshots the key sees (default: the default project)")
 	cmd.Flags().DurationVar(&expires, "expires", 0, "`duration` after which the key expires, such as 720h (default: never)")
 	cmd.Flags().Int32Var(&req.RequestsPerMinute, "requests-per-minute", 0, "`number` of completions that the key may request a minute (default: any)")
 	cmd.Flags().Int32Var(&req.TokensPerMinute, "tokens-per-minute", 0, "`number` of tokens of prompts and completions a minute (default: any)")
@@ -60,9 +62,13 @@ func createCommand(env *cli.Env) *cobra.Command {
 				return err
 			}
 			if env.JSON() {
-				return output.Value(env.Stdout, map[string]string{"name": req.GetName(), "scope": req.GetScope(), "key": made.GetKey()})
+				return output.Value(env.Stdout, map[string]string{"name": req.GetName(), "scope": req.GetScope(), "project": req.GetProject(), "key": made.GetKey()})
 			}
-			env.Note("created the key %s with the scope %s; it is shown only once", req.GetName(), req.GetScope())
+			where := ""
+			if req.GetProject() != "" {
+				where = " in the project " + req.GetProject()
+			}
+			env.Note("created the key %s with the scope %s%s; it is shown only once", req.GetName(), req.GetScope(), where)
 			_, err = fmt.Fprintln(env.Stdout, made.GetKey())
 			return err
 		})
@@ -101,9 +107,9 @@ func listCommand(env *cli.Env) *cobra.Command {
 			}
 			s := env.Style()
 			var table output.Table
-			table.Row(s.Bold("NAME"), s.Bold("SCOPE"), s.Bold("CREATED"), s.Bold("LAST USED"), s.Bold("EXPIRES"), s.Bold("PER MINUTE"))
+			table.Row(s.Bold("NAME"), s.Bold("SCOPE"), s.Bold("PROJECT"), s.Bold("CREATED"), s.Bold("LAST USED"), s.Bold("EXPIRES"), s.Bold("PER MINUTE"))
 			for _, k := range list {
-				table.Row(k.GetName(), k.GetScope(), env.Time(k.GetCreated().AsTime()), orNever(env, k.GetLastUsed()), orNever(env, k.GetExpires()), perMinute(k))
+				table.Row(k.GetName(), k.GetScope(), cmp.Or(k.GetProject(), "-"), env.Time(k.GetCreated().AsTime()), orNever(env, k.GetLastUsed()), orNever(env, k.GetExpires()), perMinute(k))
 			}
 			_, err = io.WriteString(env.Stdout, table.String())
 			return err
@@ -123,7 +129,7 @@ func orNever(env *cli.Env, t *timestamppb.Timestamp) string {
 func rows(list []*keyv1.ApiKey) []map[string]any {
 	out := []map[string]any{}
 	for _, k := range list {
-		row := map[string]any{"name": k.GetName(), "scope": k.GetScope(), "created": k.GetCreated().AsTime()}
+		row := map[string]any{"name": k.GetName(), "scope": k.GetScope(), "project": k.GetProject(), "created": k.GetCreated().AsTime()}
 		for name, t := range map[string]*timestamppb.Timestamp{"expires": k.GetExpires(), "last_used": k.GetLastUsed()} {
 			if t != nil {
 				row[name] = t.AsTime()

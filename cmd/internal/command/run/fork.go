@@ -35,7 +35,7 @@ func Fork(ctx context.Context, env *cli.Env, c *client.Client, old *runv1.Run, f
 		err := env.Message(renewed, func() string { return problem.Render(problems, env.Style()) })
 		return nil, errors.Join(err, problem.Exit(problems))
 	}
-	run, err := create(ctx, c, renewed.GetLock(), old.GetBaseDir(), from.GetSnapshotId())
+	run, err := create(ctx, c, old.GetProject(), renewed.GetLock(), old.GetBaseDir(), from.GetSnapshotId())
 	if err != nil {
 		return nil, err
 	}

@@ -30,10 +30,10 @@ import (
 // runFlags are the flags of `rollout run`.
 type runFlags struct {
 	cli.ConfigFlags
-	plan, baseDir, resume, from string
-	acceptChanges, keepStep     bool
-	detach, noReport            bool
-	dataOnly                    bool // refuse algorithms that sample
+	plan, baseDir, resume, from, project string
+	acceptChanges, keepStep              bool
+	detach, noReport                     bool
+	dataOnly                             bool // refuse algorithms that sample
 }
 
 // Command returns `rollout run`.
@@ -90,6 +90,7 @@ func (flags *runFlags) addRunFlags(cmd *cobra.Command) {
 	cmd.Flags().BoolVar(&flags.acceptChanges, "accept-changes", false, "with --resume: if inputs have changed, continue in a new run with the current inputs")
 	cmd.Flags().StringVar(&flags.from, "from", "", "`snapshot` whose weights the run starts with, or a run, which stands for its newest snapshot")
 	cmd.Flags().BoolVar(&flags.keepStep, "continue", false, "with --from: continue the whole training state: step, optimizer, schedule, and position in the data")
+	cmd.Flags().StringVar(&flags.project, "project", "", "`project` of the run (default: that of the API key, else the default project)")
 	cmd.Flags().BoolVarP(&flags.detach, "detach", "d", false, "print the id of the run and exit")
 	cmd.Flags().BoolVar(&flags.noReport, "no-report", false, "do not write a report at the end")
 	cmd.MarkFlagsMutuallyExclusive("config", "plan", "resume")
@@ -155,7 +156,7 @@ func start(ctx context.Context, env *cli.Env, c *client.Client, flags *runFlags)
 	if err := flags.fits(planned.GetPlan()); err != nil {
 		return nil, err
 	}
-	return create(ctx, c, planned.GetLock(), source.GetBaseDir(), from.GetSnapshotId())
+	return create(ctx, c, flags.project, planned.GetLock(), source.GetBaseDir(), from.GetSnapshotId())
 }
 
 // resume resumes a run. A finished run is returned unchanged: watching it shows its result.
@@ -216,13 +217,13 @@ func startPlan(ctx context.Context, env *cli.Env, c *client.Client, flags *runFl
 	if err != nil {
 		return nil, err
 	}
-	return create(ctx, c, lock, folder, from.GetSnapshotId())
+	return create(ctx, c, flags.project, lock, folder, from.GetSnapshotId())
 }
 
 // create creates a run; from is the snapshot to start from, or "".
-func create(ctx context.Context, c *client.Client, lock []byte, folder, from string) (*runv1.Run, error) {
+func create(ctx context.Context, c *client.Client, project string, lock []byte, folder, from string) (*runv1.Run, error) {
 	response, err := c.Scheduler.CreateRun(ctx, &runv1.CreateRunRequest{
-		Lock: lock, BaseDir: folder, IdempotencyKey: ulid.Make().String(), FromSnapshot: from,
+		Lock: lock, BaseDir: folder, IdempotencyKey: ulid.Make().String(), FromSnapshot: from, Project: project,
 	})
 	return response.GetRun(), err
 }

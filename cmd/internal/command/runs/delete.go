@@ -29,20 +29,26 @@ var deletable = []runv1.RunState{
 type deleteFlags struct {
 	olderThan   string
 	states      []string
+	project     *string
 	dryRun, yes bool
 }
 
 func deleteCommand(env *cli.Env) *cobra.Command {
 	var flags deleteFlags
+	var project string
 	cmd := &cobra.Command{
 		Use:   "delete [RUN...]",
 		Short: "Delete runs with everything that is stored of them",
 		Long: "Delete runs that have ended with everything that is stored of them: ledger, samples, events, metrics, sessions, snapshots, weights, and logs.\n" +
-			"Without RUN, --older-than and --state select runs. Snapshots that other runs started from stay until those runs are deleted.\n\n" + cli.RunHelp,
+			"Without RUN, --older-than, --state and --project select runs. Snapshots that other runs started from stay until those runs are deleted.\n\n" + cli.RunHelp,
 		Example: `  rollout runs delete addition-grpo
   rollout runs delete --state failed,cancelled --older-than 7d --dry-run
-  rollout runs delete --older-than 30d --yes`,
+  rollout runs delete --older-than 30d --yes
+  rollout runs delete --project math --state failed`,
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if cmd.Flags().Changed("project") {
+				flags.project = &project
+			}
 			return env.Plane.With(cmd, func(ctx context.Context, c *client.Client) error {
 				return flags.run(ctx, env, c.Scheduler, args)
 			})
@@ -50,6 +56,7 @@ func deleteCommand(env *cli.Env) *cobra.Command {
 	}
 	cmd.Flags().StringVar(&flags.olderThan, "older-than", "", "only runs that ended at least this `time` ago, such as 30d or 12h")
 	cmd.Flags().StringSliceVar(&flags.states, "state", nil, "only runs in these `states`, for example failed,cancelled")
+	cmd.Flags().StringVar(&project, "project", "", "only runs of this `project`; \"\": of the default project")
 	cmd.Flags().BoolVar(&flags.dryRun, "dry-run", false, "list what would be deleted, and delete nothing")
 	cmd.Flags().BoolVarP(&flags.yes, "yes", "y", false, "do not ask for confirmation")
 	_ = cmd.RegisterFlagCompletionFunc("state", cobra.FixedCompletions(stateNames(), cobra.ShellCompDirectiveNoFileComp))
@@ -119,10 +126,10 @@ func (f *deleteFlags) selected(ctx context.Context, now time.Time, c runv1.Sched
 		return nil, err
 	}
 	switch {
-	case len(args) > 0 && (len(states) > 0 || f.olderThan != ""):
-		return nil, cli.Usage("give runs, or --older-than and --state, not both")
-	case len(args) == 0 && len(states) == 0 && f.olderThan == "":
-		return nil, cli.Usage("no run is selected: give runs, or --older-than or --state")
+	case len(args) > 0 && (len(states) > 0 || f.olderThan != "" || f.project != nil):
+		return nil, cli.Usage("give runs, or --older-than, --state and --project, not both")
+	case len(args) == 0 && len(states) == 0 && f.olderThan == "" && f.project == nil:
+		return nil, cli.Usage("no run is selected: give runs, or --older-than, --state or --project")
 	}
 	for _, name := range args {
 		got, err := c.GetRun(ctx, &runv1.GetRunRequest{RunId: name})
@@ -137,7 +144,7 @@ func (f *deleteFlags) selected(ctx context.Context, now time.Time, c runv1.Sched
 	if len(states) == 0 {
 		states = deletable
 	}
-	request := &runv1.ListRunsRequest{States: states, PageSize: 1000}
+	request := &runv1.ListRunsRequest{States: states, Project: f.project, PageSize: 1000}
 	for {
 		page, err := c.ListRuns(ctx, request)
 		if err != nil {

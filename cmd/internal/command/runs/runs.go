@@ -29,6 +29,7 @@ func Command(env *cli.Env) *cobra.Command {
 func listCommand(env *cli.Env) *cobra.Command {
 	var states []string
 	var limit uint32
+	var project string
 	cmd := &cobra.Command{
 		Use:   "list",
 		Short: "List runs, newest first",
@@ -42,6 +43,9 @@ func listCommand(env *cli.Env) *cobra.Command {
 			if request.States, err = statesOf(states); err != nil {
 				return err
 			}
+			if cmd.Flags().Changed("project") {
+				request.Project = &project
+			}
 			return env.Plane.Browse(cmd, func(ctx context.Context, r record.Reader) error {
 				response, err := r.Runs(ctx, request)
 				if err != nil {
@@ -52,6 +56,7 @@ func listCommand(env *cli.Env) *cobra.Command {
 		},
 	}
 	cmd.Flags().StringSliceVar(&states, "state", nil, "only runs in these `states`, for example running,paused")
+	cmd.Flags().StringVar(&project, "project", "", "only runs of this `project`; \"\": of the default project")
 	cmd.Flags().Uint32VarP(&limit, "limit", "n", 20, "maximum number of runs")
 	_ = cmd.RegisterFlagCompletionFunc("state", cobra.FixedCompletions(stateNames(), cobra.ShellCompDirectiveNoFileComp))
 	return cmd

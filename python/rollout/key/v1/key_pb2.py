@@ -26,7 +26,7 @@ from buf.validate import validate_pb2 as buf_dot_validate_dot_validate__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rollout/key/v1/key.proto\x12\x0erollout.key.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xc3\x03\n\x06\x41piKey\x12<\n\x04name\x18\x01 \x01(\tB.\xbaH+r)2\'^[a-z0-9]([a-z0-9.@_-]{0,62}[a-z0-9])?$\x12:\n\x05scope\x18\x02 \x01(\tB+\xbaH(r&R\x06sampleR\x07sessionR\x04readR\x06submitR\x05\x61\x64min\x12(\n\x06sha256\x18\x03 \x01(\tB\x18\xbaH\x15r\x10\x32\x0e^[0-9a-f]{64}$\xd8\x01\x01\x12+\n\x07\x63reated\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x42\n\x07project\x18\x05 \x01(\tB1\xbaH.r,2*^([a-z0-9]([a-z0-9.@_-]{0,62}[a-z0-9])?)?$\x12+\n\x07\x65xpires\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12$\n\x13requests_per_minute\x18\x07 \x01(\x05\x42\x07\xbaH\x04\x1a\x02(\x00\x12\"\n\x11tokens_per_minute\x18\x08 \x01(\x05\x42\x07\xbaH\x04\x1a\x02(\x00\x12-\n\tlast_used\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x97\x01\n\x13\x43reateApiKeyRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05scope\x18\x02 \x01(\t\x12+\n\x07\x65xpires\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1b\n\x13requests_per_minute\x18\x04 \x01(\x05\x12\x19\n\x11tokens_per_minute\x18\x05 \x01(\x05\"#\n\x14\x43reateApiKeyResponse\x12\x0b\n\x03key\x18\x01 \x01(\t\"E\n\x12ListApiKeysRequest\x12\x1b\n\tpage_size\x18\x01 \x01(\rB\x08\xbaH\x05*\x03\x18\xe8\x07\x12\x12\n\npage_token\x18\x02 \x01(\t\"T\n\x13ListApiKeysResponse\x12$\n\x04keys\x18\x01 \x03(\x0b\x32\x16.rollout.key.v1.ApiKey\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"#\n\x13RevokeApiKeyRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x16\n\x14RevokeApiKeyResponse\"d\n\tApiKeyUse\x12%\n\x06sha256\x18\x01 \x01(\tB\x15\xbaH\x12r\x10\x32\x0e^[0-9a-f]{64}$\x12\x30\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x06\xbaH\x03\xc8\x01\x01\"O\n\x12SyncApiKeysRequest\x12\x10\n\x08revision\x18\x01 \x01(\x03\x12\'\n\x04used\x18\x02 \x03(\x0b\x32\x19.rollout.key.v1.ApiKeyUse\"M\n\x13SyncApiKeysResponse\x12\x10\n\x08revision\x18\x01 \x01(\x03\x12$\n\x04keys\x18\x02 \x03(\x0b\x32\x16.rollout.key.v1.ApiKey2\x9d\x02\n\rApiKeyService\x12Y\n\x0c\x43reateApiKey\x12#.rollout.key.v1.CreateApiKeyRequest\x1a$.rollout.key.v1.CreateApiKeyResponse\x12V\n\x0bListApiKeys\x12\".rollout.key.v1.ListApiKeysRequest\x1a#.rollout.key.v1.ListApiKeysResponse\x12Y\n\x0cRevokeApiKey\x12#.rollout.key.v1.RevokeApiKeyRequest\x1a$.rollout.key.v1.RevokeApiKeyResponse2o\n\x15\x41piKeyInternalService\x12V\n\x0bSyncApiKeys\x12\".rollout.key.v1.SyncApiKeysRequest\x1a#.rollout.key.v1.SyncApiKeysResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rollout/key/v1/key.proto\x12\x0erollout.key.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xc3\x03\n\x06\x41piKey\x12<\n\x04name\x18\x01 \x01(\tB.\xbaH+r)2\'^[a-z0-9]([a-z0-9.@_-]{0,62}[a-z0-9])?$\x12:\n\x05scope\x18\x02 \x01(\tB+\xbaH(r&R\x06sampleR\x07sessionR\x04readR\x06submitR\x05\x61\x64min\x12(\n\x06sha256\x18\x03 \x01(\tB\x18\xbaH\x15r\x10\x32\x0e^[0-9a-f]{64}$\xd8\x01\x01\x12+\n\x07\x63reated\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x42\n\x07project\x18\x05 \x01(\tB1\xbaH.r,2*^([a-z0-9]([a-z0-9.@_-]{0,62}[a-z0-9])?)?$\x12+\n\x07\x65xpires\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12$\n\x13requests_per_minute\x18\x07 \x01(\x05\x42\x07\xbaH\x04\x1a\x02(\x00\x12\"\n\x11tokens_per_minute\x18\x08 \x01(\x05\x42\x07\xbaH\x04\x1a\x02(\x00\x12-\n\tlast_used\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xa8\x01\n\x13\x43reateApiKeyRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05scope\x18\x02 \x01(\t\x12+\n\x07\x65xpires\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1b\n\x13requests_per_minute\x18\x04 \x01(\x05\x12\x19\n\x11tokens_per_minute\x18\x05 \x01(\x05\x12\x0f\n\x07project\x18\x06 \x01(\t\"#\n\x14\x43reateApiKeyResponse\x12\x0b\n\x03key\x18\x01 \x01(\t\"E\n\x12ListApiKeysRequest\x12\x1b\n\tpage_size\x18\x01 \x01(\rB\x08\xbaH\x05*\x03\x18\xe8\x07\x12\x12\n\npage_token\x18\x02 \x01(\t\"T\n\x13ListApiKeysResponse\x12$\n\x04keys\x18\x01 \x03(\x0b\x32\x16.rollout.key.v1.ApiKey\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"#\n\x13RevokeApiKeyRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x16\n\x14RevokeApiKeyResponse\"d\n\tApiKeyUse\x12%\n\x06sha256\x18\x01 \x01(\tB\x15\xbaH\x12r\x10\x32\x0e^[0-9a-f]{64}$\x12\x30\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x06\xbaH\x03\xc8\x01\x01\"O\n\x12SyncApiKeysRequest\x12\x10\n\x08revision\x18\x01 \x01(\x03\x12\'\n\x04used\x18\x02 \x03(\x0b\x32\x19.rollout.key.v1.ApiKeyUse\"M\n\x13SyncApiKeysResponse\x12\x10\n\x08revision\x18\x01 \x01(\x03\x12$\n\x04keys\x18\x02 \x03(\x0b\x32\x16.rollout.key.v1.ApiKey2\x9d\x02\n\rApiKeyService\x12Y\n\x0c\x43reateApiKey\x12#.rollout.key.v1.CreateApiKeyRequest\x1a$.rollout.key.v1.CreateApiKeyResponse\x12V\n\x0bListApiKeys\x12\".rollout.key.v1.ListApiKeysRequest\x1a#.rollout.key.v1.ListApiKeysResponse\x12Y\n\x0cRevokeApiKey\x12#.rollout.key.v1.RevokeApiKeyRequest\x1a$.rollout.key.v1.RevokeApiKeyResponse2o\n\x15\x41piKeyInternalService\x12V\n\x0bSyncApiKeys\x12\".rollout.key.v1.SyncApiKeysRequest\x1a#.rollout.key.v1.SyncApiKeysResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -54,25 +54,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_APIKEY']._serialized_start=107
   _globals['_APIKEY']._serialized_end=558
   _globals['_CREATEAPIKEYREQUEST']._serialized_start=561
-  _globals['_CREATEAPIKEYREQUEST']._serialized_end=712
-  _globals['_CREATEAPIKEYRESPONSE']._serialized_start=714
-  _globals['_CREATEAPIKEYRESPONSE']._serialized_end=749
-  _globals['_LISTAPIKEYSREQUEST']._serialized_start=751
-  _globals['_LISTAPIKEYSREQUEST']._serialized_end=820
-  _globals['_LISTAPIKEYSRESPONSE']._serialized_start=822
-  _globals['_LISTAPIKEYSRESPONSE']._serialized_end=906
-  _globals['_REVOKEAPIKEYREQUEST']._serialized_start=908
-  _globals['_REVOKEAPIKEYREQUEST']._serialized_end=943
-  _globals['_REVOKEAPIKEYRESPONSE']._serialized_start=945
-  _globals['_REVOKEAPIKEYRESPONSE']._serialized_end=967
-  _globals['_APIKEYUSE']._serialized_start=969
-  _globals['_APIKEYUSE']._serialized_end=1069
-  _globals['_SYNCAPIKEYSREQUEST']._serialized_start=1071
-  _globals['_SYNCAPIKEYSREQUEST']._serialized_end=1150
-  _globals['_SYNCAPIKEYSRESPONSE']._serialized_start=1152
-  _globals['_SYNCAPIKEYSRESPONSE']._serialized_end=1229
-  _globals['_APIKEYSERVICE']._serialized_start=1232
-  _globals['_APIKEYSERVICE']._serialized_end=1517
-  _globals['_APIKEYINTERNALSERVICE']._serialized_start=1519
-  _globals['_APIKEYINTERNALSERVICE']._serialized_end=1630
+  _globals['_CREATEAPIKEYREQUEST']._serialized_end=729
+  _globals['_CREATEAPIKEYRESPONSE']._serialized_start=731
+  _globals['_CREATEAPIKEYRESPONSE']._serialized_end=766
+  _globals['_LISTAPIKEYSREQUEST']._serialized_start=768
+  _globals['_LISTAPIKEYSREQUEST']._serialized_end=837
+  _globals['_LISTAPIKEYSRESPONSE']._serialized_start=839
+  _globals['_LISTAPIKEYSRESPONSE']._serialized_end=923
+  _globals['_REVOKEAPIKEYREQUEST']._serialized_start=925
+  _globals['_REVOKEAPIKEYREQUEST']._serialized_end=960
+  _globals['_REVOKEAPIKEYRESPONSE']._serialized_start=962
+  _globals['_REVOKEAPIKEYRESPONSE']._serialized_end=984
+  _globals['_APIKEYUSE']._serialized_start=986
+  _globals['_APIKEYUSE']._serialized_end=1086
+  _globals['_SYNCAPIKEYSREQUEST']._serialized_start=1088
+  _globals['_SYNCAPIKEYSREQUEST']._serialized_end=1167
+  _globals['_SYNCAPIKEYSRESPONSE']._serialized_start=1169
+  _globals['_SYNCAPIKEYSRESPONSE']._serialized_end=1246
+  _globals['_APIKEYSERVICE']._serialized_start=1249
+  _globals['_APIKEYSERVICE']._serialized_end=1534
+  _globals['_APIKEYINTERNALSERVICE']._serialized_start=1536
+  _globals['_APIKEYINTERNALSERVICE']._serialized_end=1647
 # @@protoc_insertion_point(module_scope)

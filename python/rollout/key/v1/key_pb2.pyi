@@ -44,7 +44,7 @@ class ApiKey(_message.Message):
     sha256: _builtins.str
     """SHA-256 of the key, in hexadecimal. ListApiKeys leaves it out."""
     project: _builtins.str
-    """Project whose runs the key may use; empty: the default project."""
+    """Project whose runs, sessions, and snapshots the key sees; empty: the default project."""
     requests_per_minute: _builtins.int
     """Completions that the key may request a minute, in each gateway process; 0: any number."""
     tokens_per_minute: _builtins.int
@@ -93,6 +93,7 @@ class CreateApiKeyRequest(_message.Message):
     EXPIRES_FIELD_NUMBER: _builtins.int
     REQUESTS_PER_MINUTE_FIELD_NUMBER: _builtins.int
     TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    PROJECT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the key's owner."""
     scope: _builtins.str
@@ -101,6 +102,10 @@ class CreateApiKeyRequest(_message.Message):
     """Completions a minute; 0: any number."""
     tokens_per_minute: _builtins.int
     """Tokens a minute; 0: any number."""
+    project: _builtins.str
+    """Project of the key; empty: the default project. A key creates keys of its own project only, and
+    may leave this empty.
+    """
     @_builtins.property
     def expires(self) -> _timestamp_pb2.Timestamp:
         """When the key expires; absent: never."""
@@ -113,10 +118,11 @@ class CreateApiKeyRequest(_message.Message):
         expires: _timestamp_pb2.Timestamp | None = ...,
         requests_per_minute: _builtins.int = ...,
         tokens_per_minute: _builtins.int = ...,
+        project: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expires", b"expires"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires", b"expires", "name", b"name", "requests_per_minute", b"requests_per_minute", "scope", b"scope", "tokens_per_minute", b"tokens_per_minute"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires", b"expires", "name", b"name", "project", b"project", "requests_per_minute", b"requests_per_minute", "scope", b"scope", "tokens_per_minute", b"tokens_per_minute"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

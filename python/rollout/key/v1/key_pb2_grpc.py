@@ -27,7 +27,8 @@ if _version_not_supported:
 
 class ApiKeyServiceStub:
     """ApiKeyService creates, lists, and revokes API keys. The gateway serves it and stores the keys in
-    its database, so that all of its replicas have the same ones.
+    its database, so that all of its replicas have the same ones. A caller with a key sees the keys of
+    its project only.
     """
 
     def __init__(self, channel):
@@ -55,12 +56,13 @@ class ApiKeyServiceStub:
 
 class ApiKeyServiceServicer:
     """ApiKeyService creates, lists, and revokes API keys. The gateway serves it and stores the keys in
-    its database, so that all of its replicas have the same ones.
+    its database, so that all of its replicas have the same ones. A caller with a key sees the keys of
+    its project only.
     """
 
     def CreateApiKey(self, request, context):
         """CreateApiKey creates a key and returns it. Only its hash is stored. API_KEY_NAME,
-        API_KEY_SCOPE, API_KEY_LIMIT, API_KEY_EXISTS.
+        API_KEY_SCOPE, API_KEY_LIMIT, API_KEY_EXISTS, API_KEY_PROJECT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -108,7 +110,8 @@ def add_ApiKeyServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class ApiKeyService:
     """ApiKeyService creates, lists, and revokes API keys. The gateway serves it and stores the keys in
-    its database, so that all of its replicas have the same ones.
+    its database, so that all of its replicas have the same ones. A caller with a key sees the keys of
+    its project only.
     """
 
     @staticmethod

@@ -28,7 +28,8 @@ GRPC_VERSION: str
 
 class ApiKeyServiceStub:
     """ApiKeyService creates, lists, and revokes API keys. The gateway serves it and stores the keys in
-    its database, so that all of its replicas have the same ones.
+    its database, so that all of its replicas have the same ones. A caller with a key sees the keys of
+    its project only.
     """
 
     @_typing.overload
@@ -37,7 +38,7 @@ class ApiKeyServiceStub:
     def __new__(cls, channel: _aio.Channel) -> ApiKeyServiceAsyncStub: ...
     CreateApiKey: _grpc.UnaryUnaryMultiCallable[_key_pb2.CreateApiKeyRequest, _key_pb2.CreateApiKeyResponse]
     """CreateApiKey creates a key and returns it. Only its hash is stored. API_KEY_NAME,
-    API_KEY_SCOPE, API_KEY_LIMIT, API_KEY_EXISTS.
+    API_KEY_SCOPE, API_KEY_LIMIT, API_KEY_EXISTS, API_KEY_PROJECT.
     """
     ListApiKeys: _grpc.UnaryUnaryMultiCallable[_key_pb2.ListApiKeysRequest, _key_pb2.ListApiKeysResponse]
     """ListApiKeys lists the keys by name, without their hashes."""
@@ -47,13 +48,14 @@ class ApiKeyServiceStub:
 @_typing.type_check_only
 class ApiKeyServiceAsyncStub(ApiKeyServiceStub):
     """ApiKeyService creates, lists, and revokes API keys. The gateway serves it and stores the keys in
-    its database, so that all of its replicas have the same ones.
+    its database, so that all of its replicas have the same ones. A caller with a key sees the keys of
+    its project only.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateApiKey: _aio.UnaryUnaryMultiCallable[_key_pb2.CreateApiKeyRequest, _key_pb2.CreateApiKeyResponse]  # type: ignore[assignment]
     """CreateApiKey creates a key and returns it. Only its hash is stored. API_KEY_NAME,
-    API_KEY_SCOPE, API_KEY_LIMIT, API_KEY_EXISTS.
+    API_KEY_SCOPE, API_KEY_LIMIT, API_KEY_EXISTS, API_KEY_PROJECT.
     """
     ListApiKeys: _aio.UnaryUnaryMultiCallable[_key_pb2.ListApiKeysRequest, _key_pb2.ListApiKeysResponse]  # type: ignore[assignment]
     """ListApiKeys lists the keys by name, without their hashes."""
@@ -62,7 +64,8 @@ class ApiKeyServiceAsyncStub(ApiKeyServiceStub):
 
 class ApiKeyServiceServicer(metaclass=_abc_1.ABCMeta):
     """ApiKeyService creates, lists, and revokes API keys. The gateway serves it and stores the keys in
-    its database, so that all of its replicas have the same ones.
+    its database, so that all of its replicas have the same ones. A caller with a key sees the keys of
+    its project only.
     """
 
     @_abc_1.abstractmethod
@@ -72,7 +75,7 @@ class ApiKeyServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_key_pb2.CreateApiKeyResponse, _abc.Awaitable[_key_pb2.CreateApiKeyResponse]]:
         """CreateApiKey creates a key and returns it. Only its hash is stored. API_KEY_NAME,
-        API_KEY_SCOPE, API_KEY_LIMIT, API_KEY_EXISTS.
+        API_KEY_SCOPE, API_KEY_LIMIT, API_KEY_EXISTS, API_KEY_PROJECT.
         """
 
     @_abc_1.abstractmethod

@@ -120,6 +120,7 @@ class Run(_message.Message):
     WEIGHTS_DIRECTORY_FIELD_NUMBER: _builtins.int
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    PROJECT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """`run-<ulid>`."""
     name: _builtins.str
@@ -148,6 +149,8 @@ class Run(_message.Message):
     """Digest of the newest weights."""
     incarnation: _builtins.int
     """Number of starts, from 1. Workers of older incarnations are ignored."""
+    project: _builtins.str
+    """Project that the run belongs to; empty: the default project."""
     @_builtins.property
     def plan(self) -> _plan_pb2.Plan:
         """Plan that it executes."""
@@ -179,10 +182,11 @@ class Run(_message.Message):
         weights_directory: _builtins.str = ...,
         weights_digest: _builtins.str = ...,
         incarnation: _builtins.int = ...,
+        project: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "end_time", b"end_time", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "create_time", b"create_time", "directory", b"directory", "end_time", b"end_time", "from_snapshot", b"from_snapshot", "incarnation", b"incarnation", "message", b"message", "name", b"name", "plan", b"plan", "reason", b"reason", "run_id", b"run_id", "state", b"state", "step", b"step", "total_steps", b"total_steps", "weights_digest", b"weights_digest", "weights_directory", b"weights_directory"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "create_time", b"create_time", "directory", b"directory", "end_time", b"end_time", "from_snapshot", b"from_snapshot", "incarnation", b"incarnation", "message", b"message", "name", b"name", "plan", b"plan", "project", b"project", "reason", b"reason", "run_id", b"run_id", "state", b"state", "step", b"step", "total_steps", b"total_steps", "weights_digest", b"weights_digest", "weights_directory", b"weights_directory"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -709,6 +713,7 @@ class CreateRunRequest(_message.Message):
     BASE_DIR_FIELD_NUMBER: _builtins.int
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
     FROM_SNAPSHOT_FIELD_NUMBER: _builtins.int
+    PROJECT_FIELD_NUMBER: _builtins.int
     lock: _builtins.bytes
     """The bytes of `plan.lock`."""
     base_dir: _builtins.str
@@ -721,6 +726,8 @@ class CreateRunRequest(_message.Message):
     """Snapshot whose training state the run continues: step, optimizer, schedule, and position in the
     data. Empty: step 0. To start at step 0 with its weights alone, name them as `model.path`.
     """
+    project: _builtins.str
+    """Project of the run. An API key creates runs of its own project only, and may leave this empty."""
     def __init__(
         self,
         *,
@@ -728,10 +735,11 @@ class CreateRunRequest(_message.Message):
         base_dir: _builtins.str = ...,
         idempotency_key: _builtins.str = ...,
         from_snapshot: _builtins.str = ...,
+        project: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "from_snapshot", b"from_snapshot", "idempotency_key", b"idempotency_key", "lock", b"lock"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "from_snapshot", b"from_snapshot", "idempotency_key", b"idempotency_key", "lock", b"lock", "project", b"project"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -822,10 +830,15 @@ class ListRunsRequest(_message.Message):
     STATES_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    PROJECT_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """Most runs returned; 0: 100."""
     page_token: _builtins.str
     """Run id after which the page starts, from `next_page_token`."""
+    project: _builtins.str
+    """Only runs of this project, empty for the default project. Absent: those of the caller's project,
+    or of all projects if the caller is no API key.
+    """
     @_builtins.property
     def states(self) -> _containers.RepeatedScalarFieldContainer[Global___RunState.ValueType]:
         """Only runs in one of these states; empty: all."""
@@ -836,12 +849,15 @@ class ListRunsRequest(_message.Message):
         states: _abc.Iterable[Global___RunState.ValueType] | None = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        project: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_project", b"_project", "project", b"project"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "states", b"states"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_project", b"_project", "page_size", b"page_size", "page_token", b"page_token", "project", b"project", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__project: _TypeAlias = _typing.Literal["project"]  # noqa: Y015
+    _WhichOneofArgType__project: _TypeAlias = _typing.Literal["_project", b"_project"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__project) -> _WhichOneofReturnType__project | None: ...
 
 Global___ListRunsRequest: _TypeAlias = ListRunsRequest  # noqa: Y015
 
@@ -1261,6 +1277,50 @@ class VerifyWorkersResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VerifyWorkersResponse: _TypeAlias = VerifyWorkersResponse  # noqa: Y015
+
+@_typing.final
+class GetProjectRequest(_message.Message):
+    """GetProjectRequest names a run or a served model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run id, or id of a served model."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetProjectRequest: _TypeAlias = GetProjectRequest  # noqa: Y015
+
+@_typing.final
+class GetProjectResponse(_message.Message):
+    """GetProjectResponse holds the project."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROJECT_FIELD_NUMBER: _builtins.int
+    project: _builtins.str
+    """The project; empty: the default project."""
+    def __init__(
+        self,
+        *,
+        project: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["project", b"project"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetProjectResponse: _TypeAlias = GetProjectResponse  # noqa: Y015
 
 @_typing.final
 class GetCursorRequest(_message.Message):

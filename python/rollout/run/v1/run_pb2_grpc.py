@@ -440,6 +440,11 @@ class SchedulerInternalServiceStub:
                 request_serializer=rollout_dot_run_dot_v1_dot_run__pb2.VerifyWorkersRequest.SerializeToString,
                 response_deserializer=rollout_dot_run_dot_v1_dot_run__pb2.VerifyWorkersResponse.FromString,
                 _registered_method=True)
+        self.GetProject = channel.unary_unary(
+                '/rollout.run.v1.SchedulerInternalService/GetProject',
+                request_serializer=rollout_dot_run_dot_v1_dot_run__pb2.GetProjectRequest.SerializeToString,
+                response_deserializer=rollout_dot_run_dot_v1_dot_run__pb2.GetProjectResponse.FromString,
+                _registered_method=True)
         self.GetCursor = channel.unary_unary(
                 '/rollout.run.v1.SchedulerInternalService/GetCursor',
                 request_serializer=rollout_dot_run_dot_v1_dot_run__pb2.GetCursorRequest.SerializeToString,
@@ -468,6 +473,13 @@ class SchedulerInternalServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetProject(self, request, context):
+        """GetProject returns the project of a run or of a served model. NOT_FOUND, reason RUN_NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetCursor(self, request, context):
         """GetCursor returns the durable cursor.
         """
@@ -487,6 +499,11 @@ def add_SchedulerInternalServiceServicer_to_server(servicer, server):
                     servicer.VerifyWorkers,
                     request_deserializer=rollout_dot_run_dot_v1_dot_run__pb2.VerifyWorkersRequest.FromString,
                     response_serializer=rollout_dot_run_dot_v1_dot_run__pb2.VerifyWorkersResponse.SerializeToString,
+            ),
+            'GetProject': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetProject,
+                    request_deserializer=rollout_dot_run_dot_v1_dot_run__pb2.GetProjectRequest.FromString,
+                    response_serializer=rollout_dot_run_dot_v1_dot_run__pb2.GetProjectResponse.SerializeToString,
             ),
             'GetCursor': grpc.unary_unary_rpc_method_handler(
                     servicer.GetCursor,
@@ -549,6 +566,33 @@ class SchedulerInternalService:
             '/rollout.run.v1.SchedulerInternalService/VerifyWorkers',
             rollout_dot_run_dot_v1_dot_run__pb2.VerifyWorkersRequest.SerializeToString,
             rollout_dot_run_dot_v1_dot_run__pb2.VerifyWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetProject(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.run.v1.SchedulerInternalService/GetProject',
+            rollout_dot_run_dot_v1_dot_run__pb2.GetProjectRequest.SerializeToString,
+            rollout_dot_run_dot_v1_dot_run__pb2.GetProjectResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -210,6 +210,8 @@ class SchedulerInternalServiceStub:
     this incarnation of the run. The secrets that prove it stay with the scheduler. Registrations
     of other incarnations, or of runs that it does not manage, do not.
     """
+    GetProject: _grpc.UnaryUnaryMultiCallable[_run_pb2.GetProjectRequest, _run_pb2.GetProjectResponse]
+    """GetProject returns the project of a run or of a served model. NOT_FOUND, reason RUN_NOT_FOUND."""
     GetCursor: _grpc.UnaryUnaryMultiCallable[_run_pb2.GetCursorRequest, _run_pb2.GetCursorResponse]
     """GetCursor returns the durable cursor."""
 
@@ -227,6 +229,8 @@ class SchedulerInternalServiceAsyncStub(SchedulerInternalServiceStub):
     this incarnation of the run. The secrets that prove it stay with the scheduler. Registrations
     of other incarnations, or of runs that it does not manage, do not.
     """
+    GetProject: _aio.UnaryUnaryMultiCallable[_run_pb2.GetProjectRequest, _run_pb2.GetProjectResponse]  # type: ignore[assignment]
+    """GetProject returns the project of a run or of a served model. NOT_FOUND, reason RUN_NOT_FOUND."""
     GetCursor: _aio.UnaryUnaryMultiCallable[_run_pb2.GetCursorRequest, _run_pb2.GetCursorResponse]  # type: ignore[assignment]
     """GetCursor returns the durable cursor."""
 
@@ -253,6 +257,14 @@ class SchedulerInternalServiceServicer(metaclass=_abc_1.ABCMeta):
         this incarnation of the run. The secrets that prove it stay with the scheduler. Registrations
         of other incarnations, or of runs that it does not manage, do not.
         """
+
+    @_abc_1.abstractmethod
+    def GetProject(
+        self,
+        request: _run_pb2.GetProjectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.GetProjectResponse, _abc.Awaitable[_run_pb2.GetProjectResponse]]:
+        """GetProject returns the project of a run or of a served model. NOT_FOUND, reason RUN_NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def GetCursor(

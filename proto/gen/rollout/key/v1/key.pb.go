@@ -38,7 +38,7 @@ type ApiKey struct {
 	Sha256 string `protobuf:"bytes,3,opt,name=sha256,proto3" json:"sha256,omitempty"`
 	// When the key was created, UTC.
 	Created *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=created,proto3" json:"created,omitempty"`
-	// Project whose runs the key may use; empty: the default project.
+	// Project whose runs, sessions, and snapshots the key sees; empty: the default project.
 	Project string `protobuf:"bytes,5,opt,name=project,proto3" json:"project,omitempty"`
 	// When the key expires, UTC; absent: never.
 	Expires *timestamppb.Timestamp `protobuf:"bytes,6,opt,name=expires,proto3" json:"expires,omitempty"`
@@ -158,8 +158,11 @@ type CreateApiKeyRequest struct {
 	RequestsPerMinute int32 `protobuf:"varint,4,opt,name=requests_per_minute,json=requestsPerMinute,proto3" json:"requests_per_minute,omitempty"`
 	// Tokens a minute; 0: any number.
 	TokensPerMinute int32 `protobuf:"varint,5,opt,name=tokens_per_minute,json=tokensPerMinute,proto3" json:"tokens_per_minute,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Project of the key; empty: the default project. A key creates keys of its own project only, and
+	// may leave this empty.
+	Project       string `protobuf:"bytes,6,opt,name=project,proto3" json:"project,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *CreateApiKeyRequest) Reset() {
@@ -225,6 +228,13 @@ func (x *CreateApiKeyRequest) GetTokensPerMinute() int32 {
 		return x.TokensPerMinute
 	}
 	return 0
+}
+
+func (x *CreateApiKeyRequest) GetProject() string {
+	if x != nil {
+		return x.Project
+	}
+	return ""
 }
 
 // CreateApiKeyResponse has the key, which can't be shown again.
@@ -645,13 +655,14 @@ const file_rollout_key_v1_key_proto_rawDesc = "" +
 	"\aexpires\x18\x06 \x01(\v2\x1a.google.protobuf.TimestampR\aexpires\x127\n" +
 	"\x13requests_per_minute\x18\a \x01(\x05B\a\xbaH\x04\x1a\x02(\x00R\x11requestsPerMinute\x123\n" +
 	"\x11tokens_per_minute\x18\b \x01(\x05B\a\xbaH\x04\x1a\x02(\x00R\x0ftokensPerMinute\x127\n" +
-	"\tlast_used\x18\t \x01(\v2\x1a.google.protobuf.TimestampR\blastUsed\"\xd1\x01\n" +
+	"\tlast_used\x18\t \x01(\v2\x1a.google.protobuf.TimestampR\blastUsed\"\xeb\x01\n" +
 	"\x13CreateApiKeyRequest\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
 	"\x05scope\x18\x02 \x01(\tR\x05scope\x124\n" +
 	"\aexpires\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\aexpires\x12.\n" +
 	"\x13requests_per_minute\x18\x04 \x01(\x05R\x11requestsPerMinute\x12*\n" +
-	"\x11tokens_per_minute\x18\x05 \x01(\x05R\x0ftokensPerMinute\"(\n" +
+	"\x11tokens_per_minute\x18\x05 \x01(\x05R\x0ftokensPerMinute\x12\x18\n" +
+	"\aproject\x18\x06 \x01(\tR\aproject\"(\n" +
 	"\x14CreateApiKeyResponse\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\"Z\n" +
 	"\x12ListApiKeysRequest\x12%\n" +

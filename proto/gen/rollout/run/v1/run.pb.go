@@ -158,7 +158,9 @@ type Run struct {
 	// Digest of the newest weights.
 	WeightsDigest string `protobuf:"bytes,15,opt,name=weights_digest,json=weightsDigest,proto3" json:"weights_digest,omitempty"`
 	// Number of starts, from 1. Workers of older incarnations are ignored.
-	Incarnation   uint32 `protobuf:"varint,16,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
+	Incarnation uint32 `protobuf:"varint,16,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
+	// Project that the run belongs to; empty: the default project.
+	Project       string `protobuf:"bytes,17,opt,name=project,proto3" json:"project,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -303,6 +305,13 @@ func (x *Run) GetIncarnation() uint32 {
 		return x.Incarnation
 	}
 	return 0
+}
+
+func (x *Run) GetProject() string {
+	if x != nil {
+		return x.Project
+	}
+	return ""
 }
 
 // PromptGroup is the unit of work: one prompt, to be sampled `group_size` times. It travels on
@@ -1292,7 +1301,9 @@ type CreateRunRequest struct {
 	IdempotencyKey string `protobuf:"bytes,3,opt,name=idempotency_key,json=idempotencyKey,proto3" json:"idempotency_key,omitempty"`
 	// Snapshot whose training state the run continues: step, optimizer, schedule, and position in the
 	// data. Empty: step 0. To start at step 0 with its weights alone, name them as `model.path`.
-	FromSnapshot  string `protobuf:"bytes,4,opt,name=from_snapshot,json=fromSnapshot,proto3" json:"from_snapshot,omitempty"`
+	FromSnapshot string `protobuf:"bytes,4,opt,name=from_snapshot,json=fromSnapshot,proto3" json:"from_snapshot,omitempty"`
+	// Project of the run. An API key creates runs of its own project only, and may leave this empty.
+	Project       string `protobuf:"bytes,5,opt,name=project,proto3" json:"project,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1351,6 +1362,13 @@ func (x *CreateRunRequest) GetIdempotencyKey() string {
 func (x *CreateRunRequest) GetFromSnapshot() string {
 	if x != nil {
 		return x.FromSnapshot
+	}
+	return ""
+}
+
+func (x *CreateRunRequest) GetProject() string {
+	if x != nil {
+		return x.Project
 	}
 	return ""
 }
@@ -1511,7 +1529,10 @@ type ListRunsRequest struct {
 	// Most runs returned; 0: 100.
 	PageSize uint32 `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	// Run id after which the page starts, from `next_page_token`.
-	PageToken     string `protobuf:"bytes,3,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
+	PageToken string `protobuf:"bytes,3,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
+	// Only runs of this project, empty for the default project. Absent: those of the caller's project,
+	// or of all projects if the caller is no API key.
+	Project       *string `protobuf:"bytes,4,opt,name=project,proto3,oneof" json:"project,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1563,6 +1584,13 @@ func (x *ListRunsRequest) GetPageSize() uint32 {
 func (x *ListRunsRequest) GetPageToken() string {
 	if x != nil {
 		return x.PageToken
+	}
+	return ""
+}
+
+func (x *ListRunsRequest) GetProject() string {
+	if x != nil && x.Project != nil {
+		return *x.Project
 	}
 	return ""
 }
@@ -2411,6 +2439,98 @@ func (x *VerifyWorkersResponse) GetAccepted() []bool {
 	return nil
 }
 
+// GetProjectRequest names a run or a served model.
+type GetProjectRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run id, or id of a served model.
+	RunId         string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetProjectRequest) Reset() {
+	*x = GetProjectRequest{}
+	mi := &file_rollout_run_v1_run_proto_msgTypes[30]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetProjectRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetProjectRequest) ProtoMessage() {}
+
+func (x *GetProjectRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_run_v1_run_proto_msgTypes[30]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetProjectRequest.ProtoReflect.Descriptor instead.
+func (*GetProjectRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{30}
+}
+
+func (x *GetProjectRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+// GetProjectResponse holds the project.
+type GetProjectResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The project; empty: the default project.
+	Project       string `protobuf:"bytes,1,opt,name=project,proto3" json:"project,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetProjectResponse) Reset() {
+	*x = GetProjectResponse{}
+	mi := &file_rollout_run_v1_run_proto_msgTypes[31]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetProjectResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetProjectResponse) ProtoMessage() {}
+
+func (x *GetProjectResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_run_v1_run_proto_msgTypes[31]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetProjectResponse.ProtoReflect.Descriptor instead.
+func (*GetProjectResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{31}
+}
+
+func (x *GetProjectResponse) GetProject() string {
+	if x != nil {
+		return x.Project
+	}
+	return ""
+}
+
 // GetCursorRequest names a run.
 type GetCursorRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2422,7 +2542,7 @@ type GetCursorRequest struct {
 
 func (x *GetCursorRequest) Reset() {
 	*x = GetCursorRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[30]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2434,7 +2554,7 @@ func (x *GetCursorRequest) String() string {
 func (*GetCursorRequest) ProtoMessage() {}
 
 func (x *GetCursorRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[30]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2447,7 +2567,7 @@ func (x *GetCursorRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCursorRequest.ProtoReflect.Descriptor instead.
 func (*GetCursorRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{30}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *GetCursorRequest) GetRunId() string {
@@ -2468,7 +2588,7 @@ type GetCursorResponse struct {
 
 func (x *GetCursorResponse) Reset() {
 	*x = GetCursorResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[31]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2480,7 +2600,7 @@ func (x *GetCursorResponse) String() string {
 func (*GetCursorResponse) ProtoMessage() {}
 
 func (x *GetCursorResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[31]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2493,7 +2613,7 @@ func (x *GetCursorResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCursorResponse.ProtoReflect.Descriptor instead.
 func (*GetCursorResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{31}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *GetCursorResponse) GetCursor() *Cursor {
@@ -2507,7 +2627,7 @@ var File_rollout_run_v1_run_proto protoreflect.FileDescriptor
 
 const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\n" +
-	"\x18rollout/run/v1/run.proto\x12\x0erollout.run.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\x1arollout/wait/v1/wait.proto\"\xba\x04\n" +
+	"\x18rollout/run/v1/run.proto\x12\x0erollout.run.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\x1arollout/wait/v1/wait.proto\"\xd4\x04\n" +
 	"\x03Run\x12\x15\n" +
 	"\x06run_id\x18\x01 \x01(\tR\x05runId\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12)\n" +
@@ -2527,7 +2647,8 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\tdirectory\x18\r \x01(\tR\tdirectory\x12+\n" +
 	"\x11weights_directory\x18\x0e \x01(\tR\x10weightsDirectory\x12%\n" +
 	"\x0eweights_digest\x18\x0f \x01(\tR\rweightsDigest\x12 \n" +
-	"\vincarnation\x18\x10 \x01(\rR\vincarnation\"\x9b\x02\n" +
+	"\vincarnation\x18\x10 \x01(\rR\vincarnation\x12\x18\n" +
+	"\aproject\x18\x11 \x01(\tR\aproject\"\x9b\x02\n" +
 	"\vPromptGroup\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\rR\x05epoch\x12\x14\n" +
@@ -2622,25 +2743,29 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\tnkey_seed\x18\x03 \x01(\tR\bnkeySeed\x12\x17\n" +
 	"\aca_file\x18\x04 \x01(\tR\x06caFile\x12\x1b\n" +
 	"\tcert_file\x18\x05 \x01(\tR\bcertFile\x12\x19\n" +
-	"\bkey_file\x18\x06 \x01(\tR\akeyFile\"\xb0\x01\n" +
+	"\bkey_file\x18\x06 \x01(\tR\akeyFile\"\xfd\x01\n" +
 	"\x10CreateRunRequest\x12 \n" +
 	"\x04lock\x18\x01 \x01(\fB\f\xbaH\tz\a\x10\x01\x18\x80\x80\x80\bR\x04lock\x12\"\n" +
 	"\bbase_dir\x18\x02 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\abaseDir\x121\n" +
 	"\x0fidempotency_key\x18\x03 \x01(\tB\b\xbaH\x05r\x03\x18\x80\x01R\x0eidempotencyKey\x12#\n" +
-	"\rfrom_snapshot\x18\x04 \x01(\tR\ffromSnapshot\":\n" +
+	"\rfrom_snapshot\x18\x04 \x01(\tR\ffromSnapshot\x12K\n" +
+	"\aproject\x18\x05 \x01(\tB1\xbaH.r,2*^([a-z0-9]([a-z0-9.@_-]{0,62}[a-z0-9])?)?$R\aproject\":\n" +
 	"\x11CreateRunResponse\x12%\n" +
 	"\x03run\x18\x01 \x01(\v2\x13.rollout.run.v1.RunR\x03run\"L\n" +
 	"\rGetRunRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x1b\n" +
 	"\tin_flight\x18\x02 \x01(\bR\binFlight\"C\n" +
 	"\x0eGetRunResponse\x121\n" +
-	"\x06status\x18\x01 \x01(\v2\x19.rollout.run.v1.RunStatusR\x06status\"\x98\x01\n" +
+	"\x06status\x18\x01 \x01(\v2\x19.rollout.run.v1.RunStatusR\x06status\"\xc3\x01\n" +
 	"\x0fListRunsRequest\x12?\n" +
 	"\x06states\x18\x01 \x03(\x0e2\x18.rollout.run.v1.RunStateB\r\xbaH\n" +
 	"\x92\x01\a\"\x05\x82\x01\x02\x10\x01R\x06states\x12%\n" +
 	"\tpage_size\x18\x02 \x01(\rB\b\xbaH\x05*\x03\x18\xe8\aR\bpageSize\x12\x1d\n" +
 	"\n" +
-	"page_token\x18\x03 \x01(\tR\tpageToken\"c\n" +
+	"page_token\x18\x03 \x01(\tR\tpageToken\x12\x1d\n" +
+	"\aproject\x18\x04 \x01(\tH\x00R\aproject\x88\x01\x01B\n" +
+	"\n" +
+	"\b_project\"c\n" +
 	"\x10ListRunsResponse\x12'\n" +
 	"\x04runs\x18\x01 \x03(\v2\x13.rollout.run.v1.RunR\x04runs\x12&\n" +
 	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"H\n" +
@@ -2684,7 +2809,11 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\vincarnation\x18\x02 \x01(\rR\vincarnation\x12<\n" +
 	"\aworkers\x18\x03 \x03(\v2\".rollout.run.v1.WorkerRegistrationR\aworkers\"3\n" +
 	"\x15VerifyWorkersResponse\x12\x1a\n" +
-	"\baccepted\x18\x01 \x03(\bR\baccepted\"2\n" +
+	"\baccepted\x18\x01 \x03(\bR\baccepted\"3\n" +
+	"\x11GetProjectRequest\x12\x1e\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\".\n" +
+	"\x12GetProjectResponse\x12\x18\n" +
+	"\aproject\x18\x01 \x01(\tR\aproject\"2\n" +
 	"\x10GetCursorRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"C\n" +
 	"\x11GetCursorResponse\x12.\n" +
@@ -2710,10 +2839,12 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\bPauseRun\x12\x1f.rollout.run.v1.PauseRunRequest\x1a .rollout.run.v1.PauseRunResponse\x12P\n" +
 	"\tResumeRun\x12 .rollout.run.v1.ResumeRunRequest\x1a!.rollout.run.v1.ResumeRunResponse\x12P\n" +
 	"\tDeleteRun\x12 .rollout.run.v1.DeleteRunRequest\x1a!.rollout.run.v1.DeleteRunResponse\x12O\n" +
-	"\bWatchRun\x12\x1f.rollout.run.v1.WatchRunRequest\x1a .rollout.run.v1.WatchRunResponse0\x012\xa2\x02\n" +
+	"\bWatchRun\x12\x1f.rollout.run.v1.WatchRunRequest\x1a .rollout.run.v1.WatchRunResponse0\x012\xf7\x02\n" +
 	"\x18SchedulerInternalService\x12V\n" +
 	"\vCompleteRun\x12\".rollout.run.v1.CompleteRunRequest\x1a#.rollout.run.v1.CompleteRunResponse\x12\\\n" +
-	"\rVerifyWorkers\x12$.rollout.run.v1.VerifyWorkersRequest\x1a%.rollout.run.v1.VerifyWorkersResponse\x12P\n" +
+	"\rVerifyWorkers\x12$.rollout.run.v1.VerifyWorkersRequest\x1a%.rollout.run.v1.VerifyWorkersResponse\x12S\n" +
+	"\n" +
+	"GetProject\x12!.rollout.run.v1.GetProjectRequest\x1a\".rollout.run.v1.GetProjectResponse\x12P\n" +
 	"\tGetCursor\x12 .rollout.run.v1.GetCursorRequest\x1a!.rollout.run.v1.GetCursorResponseB\xb6\x01\n" +
 	"\x12com.rollout.run.v1B\bRunProtoP\x01Z<github.com/rollout-rl/rollout/proto/gen/rollout/run/v1;runv1\xa2\x02\x03RRX\xaa\x02\x0eRollout.Run.V1\xca\x02\x0eRollout\\Run\\V1\xe2\x02\x1aRollout\\Run\\V1\\GPBMetadata\xea\x02\x10Rollout::Run::V1b\x06proto3"
 
@@ -2730,7 +2861,7 @@ func file_rollout_run_v1_run_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_run_v1_run_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_run_v1_run_proto_msgTypes = make([]protoimpl.MessageInfo, 33)
+var file_rollout_run_v1_run_proto_msgTypes = make([]protoimpl.MessageInfo, 35)
 var file_rollout_run_v1_run_proto_goTypes = []any{
 	(RunState)(0),                 // 0: rollout.run.v1.RunState
 	(*Run)(nil),                   // 1: rollout.run.v1.Run
@@ -2763,27 +2894,29 @@ var file_rollout_run_v1_run_proto_goTypes = []any{
 	(*WorkerRegistration)(nil),    // 28: rollout.run.v1.WorkerRegistration
 	(*VerifyWorkersRequest)(nil),  // 29: rollout.run.v1.VerifyWorkersRequest
 	(*VerifyWorkersResponse)(nil), // 30: rollout.run.v1.VerifyWorkersResponse
-	(*GetCursorRequest)(nil),      // 31: rollout.run.v1.GetCursorRequest
-	(*GetCursorResponse)(nil),     // 32: rollout.run.v1.GetCursorResponse
-	nil,                           // 33: rollout.run.v1.Queues.FailuresEntry
-	(*v1.Plan)(nil),               // 34: rollout.plan.v1.Plan
-	(*timestamppb.Timestamp)(nil), // 35: google.protobuf.Timestamp
-	(*v11.Wait)(nil),              // 36: rollout.wait.v1.Wait
+	(*GetProjectRequest)(nil),     // 31: rollout.run.v1.GetProjectRequest
+	(*GetProjectResponse)(nil),    // 32: rollout.run.v1.GetProjectResponse
+	(*GetCursorRequest)(nil),      // 33: rollout.run.v1.GetCursorRequest
+	(*GetCursorResponse)(nil),     // 34: rollout.run.v1.GetCursorResponse
+	nil,                           // 35: rollout.run.v1.Queues.FailuresEntry
+	(*v1.Plan)(nil),               // 36: rollout.plan.v1.Plan
+	(*timestamppb.Timestamp)(nil), // 37: google.protobuf.Timestamp
+	(*v11.Wait)(nil),              // 38: rollout.wait.v1.Wait
 }
 var file_rollout_run_v1_run_proto_depIdxs = []int32{
-	34, // 0: rollout.run.v1.Run.plan:type_name -> rollout.plan.v1.Plan
+	36, // 0: rollout.run.v1.Run.plan:type_name -> rollout.plan.v1.Plan
 	0,  // 1: rollout.run.v1.Run.state:type_name -> rollout.run.v1.RunState
-	35, // 2: rollout.run.v1.Run.create_time:type_name -> google.protobuf.Timestamp
-	35, // 3: rollout.run.v1.Run.end_time:type_name -> google.protobuf.Timestamp
-	36, // 4: rollout.run.v1.Worker.waits:type_name -> rollout.wait.v1.Wait
-	33, // 5: rollout.run.v1.Queues.failures:type_name -> rollout.run.v1.Queues.FailuresEntry
+	37, // 2: rollout.run.v1.Run.create_time:type_name -> google.protobuf.Timestamp
+	37, // 3: rollout.run.v1.Run.end_time:type_name -> google.protobuf.Timestamp
+	38, // 4: rollout.run.v1.Worker.waits:type_name -> rollout.wait.v1.Wait
+	35, // 5: rollout.run.v1.Queues.failures:type_name -> rollout.run.v1.Queues.FailuresEntry
 	1,  // 6: rollout.run.v1.RunStatus.run:type_name -> rollout.run.v1.Run
 	5,  // 7: rollout.run.v1.RunStatus.queues:type_name -> rollout.run.v1.Queues
 	4,  // 8: rollout.run.v1.RunStatus.workers:type_name -> rollout.run.v1.Worker
 	3,  // 9: rollout.run.v1.RunStatus.cursor:type_name -> rollout.run.v1.Cursor
-	35, // 10: rollout.run.v1.RunStatus.waiting_since:type_name -> google.protobuf.Timestamp
-	36, // 11: rollout.run.v1.RunStatus.waits:type_name -> rollout.wait.v1.Wait
-	34, // 12: rollout.run.v1.WorkerSpec.plan:type_name -> rollout.plan.v1.Plan
+	37, // 10: rollout.run.v1.RunStatus.waiting_since:type_name -> google.protobuf.Timestamp
+	38, // 11: rollout.run.v1.RunStatus.waits:type_name -> rollout.wait.v1.Wait
+	36, // 12: rollout.run.v1.WorkerSpec.plan:type_name -> rollout.plan.v1.Plan
 	9,  // 13: rollout.run.v1.WorkerSpec.nats:type_name -> rollout.run.v1.NatsAccess
 	8,  // 14: rollout.run.v1.WorkerSpec.tls:type_name -> rollout.run.v1.WorkerTls
 	1,  // 15: rollout.run.v1.CreateRunResponse.run:type_name -> rollout.run.v1.Run
@@ -2808,20 +2941,22 @@ var file_rollout_run_v1_run_proto_depIdxs = []int32{
 	24, // 34: rollout.run.v1.SchedulerService.WatchRun:input_type -> rollout.run.v1.WatchRunRequest
 	26, // 35: rollout.run.v1.SchedulerInternalService.CompleteRun:input_type -> rollout.run.v1.CompleteRunRequest
 	29, // 36: rollout.run.v1.SchedulerInternalService.VerifyWorkers:input_type -> rollout.run.v1.VerifyWorkersRequest
-	31, // 37: rollout.run.v1.SchedulerInternalService.GetCursor:input_type -> rollout.run.v1.GetCursorRequest
-	11, // 38: rollout.run.v1.SchedulerService.CreateRun:output_type -> rollout.run.v1.CreateRunResponse
-	13, // 39: rollout.run.v1.SchedulerService.GetRun:output_type -> rollout.run.v1.GetRunResponse
-	15, // 40: rollout.run.v1.SchedulerService.ListRuns:output_type -> rollout.run.v1.ListRunsResponse
-	17, // 41: rollout.run.v1.SchedulerService.CancelRun:output_type -> rollout.run.v1.CancelRunResponse
-	19, // 42: rollout.run.v1.SchedulerService.PauseRun:output_type -> rollout.run.v1.PauseRunResponse
-	21, // 43: rollout.run.v1.SchedulerService.ResumeRun:output_type -> rollout.run.v1.ResumeRunResponse
-	23, // 44: rollout.run.v1.SchedulerService.DeleteRun:output_type -> rollout.run.v1.DeleteRunResponse
-	25, // 45: rollout.run.v1.SchedulerService.WatchRun:output_type -> rollout.run.v1.WatchRunResponse
-	27, // 46: rollout.run.v1.SchedulerInternalService.CompleteRun:output_type -> rollout.run.v1.CompleteRunResponse
-	30, // 47: rollout.run.v1.SchedulerInternalService.VerifyWorkers:output_type -> rollout.run.v1.VerifyWorkersResponse
-	32, // 48: rollout.run.v1.SchedulerInternalService.GetCursor:output_type -> rollout.run.v1.GetCursorResponse
-	38, // [38:49] is the sub-list for method output_type
-	27, // [27:38] is the sub-list for method input_type
+	31, // 37: rollout.run.v1.SchedulerInternalService.GetProject:input_type -> rollout.run.v1.GetProjectRequest
+	33, // 38: rollout.run.v1.SchedulerInternalService.GetCursor:input_type -> rollout.run.v1.GetCursorRequest
+	11, // 39: rollout.run.v1.SchedulerService.CreateRun:output_type -> rollout.run.v1.CreateRunResponse
+	13, // 40: rollout.run.v1.SchedulerService.GetRun:output_type -> rollout.run.v1.GetRunResponse
+	15, // 41: rollout.run.v1.SchedulerService.ListRuns:output_type -> rollout.run.v1.ListRunsResponse
+	17, // 42: rollout.run.v1.SchedulerService.CancelRun:output_type -> rollout.run.v1.CancelRunResponse
+	19, // 43: rollout.run.v1.SchedulerService.PauseRun:output_type -> rollout.run.v1.PauseRunResponse
+	21, // 44: rollout.run.v1.SchedulerService.ResumeRun:output_type -> rollout.run.v1.ResumeRunResponse
+	23, // 45: rollout.run.v1.SchedulerService.DeleteRun:output_type -> rollout.run.v1.DeleteRunResponse
+	25, // 46: rollout.run.v1.SchedulerService.WatchRun:output_type -> rollout.run.v1.WatchRunResponse
+	27, // 47: rollout.run.v1.SchedulerInternalService.CompleteRun:output_type -> rollout.run.v1.CompleteRunResponse
+	30, // 48: rollout.run.v1.SchedulerInternalService.VerifyWorkers:output_type -> rollout.run.v1.VerifyWorkersResponse
+	32, // 49: rollout.run.v1.SchedulerInternalService.GetProject:output_type -> rollout.run.v1.GetProjectResponse
+	34, // 50: rollout.run.v1.SchedulerInternalService.GetCursor:output_type -> rollout.run.v1.GetCursorResponse
+	39, // [39:51] is the sub-list for method output_type
+	27, // [27:39] is the sub-list for method input_type
 	27, // [27:27] is the sub-list for extension type_name
 	27, // [27:27] is the sub-list for extension extendee
 	0,  // [0:27] is the sub-list for field type_name
@@ -2832,13 +2967,14 @@ func file_rollout_run_v1_run_proto_init() {
 	if File_rollout_run_v1_run_proto != nil {
 		return
 	}
+	file_rollout_run_v1_run_proto_msgTypes[13].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_run_v1_run_proto_rawDesc), len(file_rollout_run_v1_run_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   33,
+			NumMessages:   35,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

@@ -438,6 +438,7 @@ var SchedulerService_ServiceDesc = grpc.ServiceDesc{
 const (
 	SchedulerInternalService_CompleteRun_FullMethodName   = "/rollout.run.v1.SchedulerInternalService/CompleteRun"
 	SchedulerInternalService_VerifyWorkers_FullMethodName = "/rollout.run.v1.SchedulerInternalService/VerifyWorkers"
+	SchedulerInternalService_GetProject_FullMethodName    = "/rollout.run.v1.SchedulerInternalService/GetProject"
 	SchedulerInternalService_GetCursor_FullMethodName     = "/rollout.run.v1.SchedulerInternalService/GetCursor"
 )
 
@@ -454,6 +455,8 @@ type SchedulerInternalServiceClient interface {
 	// this incarnation of the run. The secrets that prove it stay with the scheduler. Registrations
 	// of other incarnations, or of runs that it does not manage, do not.
 	VerifyWorkers(ctx context.Context, in *VerifyWorkersRequest, opts ...grpc.CallOption) (*VerifyWorkersResponse, error)
+	// GetProject returns the project of a run or of a served model. NOT_FOUND, reason RUN_NOT_FOUND.
+	GetProject(ctx context.Context, in *GetProjectRequest, opts ...grpc.CallOption) (*GetProjectResponse, error)
 	// GetCursor returns the durable cursor.
 	GetCursor(ctx context.Context, in *GetCursorRequest, opts ...grpc.CallOption) (*GetCursorResponse, error)
 }
@@ -486,6 +489,16 @@ func (c *schedulerInternalServiceClient) VerifyWorkers(ctx context.Context, in *
 	return out, nil
 }
 
+func (c *schedulerInternalServiceClient) GetProject(ctx context.Context, in *GetProjectRequest, opts ...grpc.CallOption) (*GetProjectResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(GetProjectResponse)
+	err := c.cc.Invoke(ctx, SchedulerInternalService_GetProject_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *schedulerInternalServiceClient) GetCursor(ctx context.Context, in *GetCursorRequest, opts ...grpc.CallOption) (*GetCursorResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(GetCursorResponse)
@@ -509,6 +522,8 @@ type SchedulerInternalServiceServer interface {
 	// this incarnation of the run. The secrets that prove it stay with the scheduler. Registrations
 	// of other incarnations, or of runs that it does not manage, do not.
 	VerifyWorkers(context.Context, *VerifyWorkersRequest) (*VerifyWorkersResponse, error)
+	// GetProject returns the project of a run or of a served model. NOT_FOUND, reason RUN_NOT_FOUND.
+	GetProject(context.Context, *GetProjectRequest) (*GetProjectResponse, error)
 	// GetCursor returns the durable cursor.
 	GetCursor(context.Context, *GetCursorRequest) (*GetCursorResponse, error)
 	mustEmbedUnimplementedSchedulerInternalServiceServer()
@@ -526,6 +541,9 @@ func (UnimplementedSchedulerInternalServiceServer) CompleteRun(context.Context, 
 }
 func (UnimplementedSchedulerInternalServiceServer) VerifyWorkers(context.Context, *VerifyWorkersRequest) (*VerifyWorkersResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method VerifyWorkers not implemented")
+}
+func (UnimplementedSchedulerInternalServiceServer) GetProject(context.Context, *GetProjectRequest) (*GetProjectResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method GetProject not implemented")
 }
 func (UnimplementedSchedulerInternalServiceServer) GetCursor(context.Context, *GetCursorRequest) (*GetCursorResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method GetCursor not implemented")
@@ -588,6 +606,24 @@ func _SchedulerInternalService_VerifyWorkers_Handler(srv interface{}, ctx contex
 	return interceptor(ctx, in, info, handler)
 }
 
+func _SchedulerInternalService_GetProject_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(GetProjectRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(SchedulerInternalServiceServer).GetProject(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: SchedulerInternalService_GetProject_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(SchedulerInternalServiceServer).GetProject(ctx, req.(*GetProjectRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _SchedulerInternalService_GetCursor_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(GetCursorRequest)
 	if err := dec(in); err != nil {
@@ -620,6 +656,10 @@ var SchedulerInternalService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "VerifyWorkers",
 			Handler:    _SchedulerInternalService_VerifyWorkers_Handler,
+		},
+		{
+			MethodName: "GetProject",
+			Handler:    _SchedulerInternalService_GetProject_Handler,
 		},
 		{
 			MethodName: "GetCursor",

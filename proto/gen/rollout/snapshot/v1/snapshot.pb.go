@@ -274,7 +274,9 @@ type Origin struct {
 	// Plan of the run.
 	Plan *v11.Plan `protobuf:"bytes,1,opt,name=plan,proto3" json:"plan,omitempty"`
 	// Folder that the paths of the plan are relative to.
-	BaseDir       string `protobuf:"bytes,2,opt,name=base_dir,json=baseDir,proto3" json:"base_dir,omitempty"`
+	BaseDir string `protobuf:"bytes,2,opt,name=base_dir,json=baseDir,proto3" json:"base_dir,omitempty"`
+	// Project that imported the snapshot, which the service sets; empty: the default project.
+	Project       string `protobuf:"bytes,3,opt,name=project,proto3" json:"project,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -319,6 +321,13 @@ func (x *Origin) GetPlan() *v11.Plan {
 func (x *Origin) GetBaseDir() string {
 	if x != nil {
 		return x.BaseDir
+	}
+	return ""
+}
+
+func (x *Origin) GetProject() string {
+	if x != nil {
+		return x.Project
 	}
 	return ""
 }
@@ -1610,10 +1619,11 @@ const file_rollout_snapshot_v1_snapshot_proto_rawDesc = "" +
 	"sampled_by\x18\x0f \x03(\tR\tsampledBy\x1a6\n" +
 	"\bRngEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"N\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"h\n" +
 	"\x06Origin\x12)\n" +
 	"\x04plan\x18\x01 \x01(\v2\x15.rollout.plan.v1.PlanR\x04plan\x12\x19\n" +
-	"\bbase_dir\x18\x02 \x01(\tR\abaseDir\"\x8f\x01\n" +
+	"\bbase_dir\x18\x02 \x01(\tR\abaseDir\x12\x18\n" +
+	"\aproject\x18\x03 \x01(\tR\aproject\"\x8f\x01\n" +
 	"\fSnapshotFile\x12\x1b\n" +
 	"\x04path\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x04path\x124\n" +
 	"\x06digest\x18\x02 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\x06digest\x12\x14\n" +
