@@ -30,13 +30,12 @@ import statistics
 import sys
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import grpc
 from faults import is_worker
-from mesh import REPLICATED, ROOT, Mesh, until
+from mesh import REPLICATED, ROOT, until
 from production import Production
 from record import recorded
 from sim import SAMPLES, Job, audited, sim_mesh, submit
@@ -49,8 +48,9 @@ SCHEDULER_SECONDS = 3.0
 """The bar for the next step after each kill of the leading scheduler."""
 AHEAD = 3
 """Steps after a signal of which the last one has prompts that only the new leader can have issued."""
-PACE = 0.5
-"""The longest duration of a sample in seconds, so that workers always have unfinished prompts."""
+PACE, LONG_PACE = 0.1, 0.5
+"""The longest duration of a sample in seconds. The longer one is for kills of a worker, which must
+have unfinished prompts."""
 
 WORKER = "worker, kill -9"
 
@@ -72,18 +72,10 @@ class Bench:
         """The newest step that the learner has made."""
         return max((record["step"] for record in journal.read(self.directory, "learner")), default=0)
 
-    def leader(self, service: str) -> tuple[int, str]:
-        """Epoch and member of the newest registered leader."""
-        url = f"http://{self.running.daemon('planner')['consul']}/v1/health/service/{service}"
-        with urllib.request.urlopen(url, timeout=5) as response:
-            found = [(int(e["Service"]["Meta"]["epoch"]), e["Service"]["Port"]) for e in json.load(response)]
-        epoch, port = max(found)
-        return epoch, next(name for name in self.running.members() if listens(self.running, name) == port)
-
-    def take_over(self, service: str, stopping: bool) -> tuple[float, float, float]:
+    def take_over(self, service: str, stopping: bool) -> tuple[float, ...]:
         """The seconds until another replica leads, until the learner has made a step after the
-        signal, and the most between two of the next steps."""
-        epoch, name = self.leader(service)
+        signal, the most between two of the next steps, and those of a step without a fault."""
+        epoch, name = self.running.leader(service)
         workers = self.workers()
         step, times, led = self.newest(), [time.monotonic()], 0.0
         if stopping:
@@ -95,7 +87,7 @@ class Bench:
         def moved() -> bool:
             nonlocal led
             now = time.monotonic()
-            if not led and self.leader(service)[0] > epoch:
+            if not led and self.running.leader(service)[0] > epoch:
                 led = now - times[0]
             times.extend([now] * min(AHEAD + 1 - len(times), self.newest() - step + 1 - len(times)))
             return led > 0 and len(times) > AHEAD
@@ -106,10 +98,10 @@ class Bench:
             self.running.frozen.discard(name)
         else:
             self.running.start_service(name)
-        self.settle()
+        undisturbed = self.settle()
         if service == "scheduler":
             assert self.workers() == workers, f"workers were restarted: {workers}, then {self.workers()}"
-        return led, times[1] - times[0], max(b - a for a, b in itertools.pairwise(times))
+        return led, times[1] - times[0], max(b - a for a, b in itertools.pairwise(times)), undisturbed
 
     def workers(self) -> dict[str, int]:
         """The process of each worker."""
@@ -148,15 +140,15 @@ class Bench:
             done[record["request"]] = done.get(record["request"], 0) + 1
         return {request for request in begun[-8:] if done.get(request, 0) < SAMPLES}
 
-    def settle(self) -> None:
-        """Wait until the run works again: all workers serve, and two more steps are made."""
-        step = self.newest()
+    def settle(self) -> float:
+        """Wait until the run works again: all workers serve, and three more steps are made. The
+        seconds of each of the last two."""
         until(lambda: all(worker.address for worker in self.status().workers), "all workers", 120)
+        step = self.newest() + 1
+        until(lambda: self.newest() >= step, "another step", 120)
+        began = time.monotonic()
         until(lambda: self.newest() >= step + 2, "two more steps", 120)
-
-
-def listens(running: Mesh, name: str) -> int:
-    return int(json.loads((running.folder(name) / "ports.json").read_text())["grpc"])
+        return (time.monotonic() - began) / 2
 
 
 KEPT = ROOT / ".cache" / "bench" / "takeover.jsonl"
@@ -182,12 +174,12 @@ def rows() -> dict[str, tuple[str, bool]]:
     return table | {WORKER: ("", False)}
 
 
-def measure(kills: int, chosen: dict[str, tuple[str, bool]]) -> None:
+def measure(kills: int, chosen: dict[str, tuple[str, bool]], pace: float) -> None:
     """Repeat each kill until there are enough, with the same services, and store every figure."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         job = Job(root / "job", steps=1_000_000, snapshot=20)
-        with Production(root / "state", sim_mesh(root / "state" / "mesh", "replicas", seconds=PACE)) as production:
+        with Production(root / "state", sim_mesh(root / "state" / "mesh", "replicas", seconds=pace)) as production:
             bench = Bench(production, submit(production.running, production.running.plan(job.write()), job))
             bench.settle()
             dice = random.Random(time.time())
@@ -210,14 +202,14 @@ def tell(kills: int, chosen: dict[str, tuple[str, bool]], figures: dict[str, Any
     for name, (service, stopping) in chosen.items():
         columns = list(zip(*kept[name][:kills], strict=True))
         what = (
-            ("another leads after", "next step after", "longest time to a step")
+            ("another leads after", "next step after", "longest time to a step", "without a fault")
             if service
             else ("its prompts are started again after",)
         )
         medians = [f"{w} {statistics.median(c):.2f} s (max {max(c):.2f})" for w, c in zip(what, columns, strict=True)]
         print(f"{name:29} {', '.join(medians)}", flush=True)
         figures[name] = {w: {"median": statistics.median(c), "most": max(c)} for w, c in zip(what, columns, strict=True)}
-        late = service == "scheduler" and not stopping and max(columns[-1]) > SCHEDULER_SECONDS
+        late = service == "scheduler" and not stopping and max(columns[2]) > SCHEDULER_SECONDS
         slow += [name] if late or statistics.median(columns[0]) > BAR_SECONDS else []
     figures.update(bar=BAR_SECONDS, kills=kills, above=slow, met=not slow)
     return slow
@@ -236,9 +228,10 @@ def main() -> int:
     chosen = {name: row for name, row in rows().items() if given.only in (None, row[0] or "worker")}
     failures = 0
     with recorded("takeover") as figures:
-        while any(len(read_kept().get(name, [])) < given.kills for name in chosen):
+        while left := {name: row for name, row in chosen.items() if len(read_kept().get(name, [])) < given.kills}:
+            services = {name: row for name, row in left.items() if row[0]}
             try:
-                measure(given.kills, chosen)
+                measure(given.kills, services or left, PACE if services else LONG_PACE)
             except (AssertionError, OSError, grpc.RpcError) as error:
                 failures += 1
                 print(f"restarting all processes after {type(error).__name__}: {error}", flush=True)

@@ -1,13 +1,17 @@
 """The scenarios on real servers: PostgreSQL, Consul, a cluster of three NATS nodes, and S3 (`make
 check-servers`)."""
 
+import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from mesh import Mesh, mesh
+from conftest import GROUPS, SAMPLES
+from mesh import Mesh, assert_consumed_once, mesh
 from production import Production
 from scenario import six_steps
 from sim import audited
+from test_takeover import CONFIG, STEPS, events, pids
 
 from rollout.run.v1 import run_pb2
 
@@ -23,3 +27,34 @@ def test_six_steps_give_the_weights_of_one_process(config: Path, tmp_path: Path)
         stored = tmp_path / "servers" / "servers" / "s3" / "rollout" / "mesh"
         assert list(stored.glob("cas/*/*")), "no artifact is in the bucket"
         assert list(stored.glob("segments/*/*")), "no payload is in the bucket"
+
+
+@pytest.mark.timeout(900)
+def test_a_torch_run_continues_under_the_next_leader(config: Path, tmp_path: Path) -> None:
+    """Kills the leading scheduler three times. The workers stay, no step is made twice, and the
+    weights are those of an undisturbed run."""
+    with mesh(tmp_path / "embedded") as running:
+        run = running.submit(config, *CONFIG)
+        running.finish(run)
+        reference = assert_consumed_once(running, run, steps=STEPS, groups_per_step=GROUPS, group_size=SAMPLES)
+    with Production(tmp_path / "servers", Mesh(tmp_path / "servers" / "mesh", "replicas")) as production:
+        running = production.running
+        run = running.submit(config, *CONFIG)
+        before = pids(running.until_step(run, 2))
+        for round_ in range(3):
+            _, name = running.leader("scheduler")
+            step = running.status(run).run.step
+            running.kill(name)
+            killed = time.monotonic()
+            after = running.until_step(run, step + 3)
+            print(f"kill {round_ + 1}: {after.run.step - step} steps {time.monotonic() - killed:.2f} s after the kill")
+            assert pids(after) == before
+            running.start_service(name)
+        last = running.finish(run)
+        digest = assert_consumed_once(running, run, steps=STEPS, groups_per_step=GROUPS, group_size=SAMPLES)
+        assert (digest, last.incarnation) == (reference, 1)
+        made = Counter(event.step for event in events(running, run, "step.committed"))
+        assert made == Counter(range(1, STEPS + 1)), "a step was made twice"
+        assert len(events(running, run, "worker.started")) == len(before)
+        assert len(events(running, run, "worker.adopted")) == 3 * len(before)
+        assert audited(running, run)["whole"]

@@ -7,6 +7,7 @@ import (
 	"maps"
 	"net"
 	"strconv"
+	"time"
 
 	"google.golang.org/grpc"
 
@@ -14,6 +15,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/sqldb"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 )
 
@@ -55,12 +57,22 @@ func elect[S leasable[S], T lease.Service](ctx context.Context, m *mesh, name st
 		return hosted{service: s, close: store.Close}, err
 	}
 	return hosted{close: store.Close, service: lease.NewElected(lease.Options{
-		Candidate: &lease.Candidate{Table: table, Holder: m.process, Address: m.endpoints.grpc, Log: log},
+		Candidate: &lease.Candidate{Table: table, Holder: m.process, Address: m.endpoints.grpc, Log: log, TTL: leaseTTL(name)},
 		Shape:     shape,
 		Make:      func(epoch uint64) (lease.Service, error) { return make(store.Fenced(table.Fence(epoch)), epoch) },
 		Forward:   func() (grpc.ClientConnInterface, error) { return m.dialer.Conn(name) },
 		Began:     func(ctx context.Context, epoch uint64) func() { return m.registerLeader(ctx, name, epoch) },
 	})}, nil
+}
+
+// leaseTTL is how long the lease of a service is valid without a renewal; 0: the default. That of the
+// scheduler is shorter: a run waits for it, and a takeover by mistake costs little, because the next
+// leader adopts the workers.
+func leaseTTL(service string) time.Duration {
+	if service == names.SchedulerService {
+		return 1500 * time.Millisecond
+	}
+	return 0
 }
 
 // registerLeader registers this process as the leader of a service until ended is called.

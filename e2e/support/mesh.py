@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,6 +123,18 @@ class Mesh:
 
     def alive(self, name: str) -> bool:
         return name in self.processes and self.processes[name].poll() is None
+
+    def leader(self, service: str) -> tuple[int, str]:
+        """Epoch and process of the newest registered leader of a replicated service."""
+        url = f"http://{self.daemon('planner')['consul']}/v1/health/service/{service}"
+        with urllib.request.urlopen(url, timeout=5) as response:
+            found = [(int(e["Service"]["Meta"]["epoch"]), e["Service"]["Port"]) for e in json.load(response)]
+        epoch, port = max(found)
+        return epoch, next(name for name in self.members() if self.port(name) == port)
+
+    def port(self, name: str) -> int:
+        """The gRPC port of a process."""
+        return int(json.loads((self.folder(name) / "ports.json").read_text())["grpc"])
 
     def kill(self, name: str) -> None:
         """Kill a `rolloutd` with SIGKILL, and wait until it has exited."""

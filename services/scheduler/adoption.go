@@ -136,6 +136,8 @@ func (r *runs) continues(ctx context.Context, run *Run, workers map[string]adopt
 			return false, nil
 		}
 	}
+	ctx, cancel := context.WithTimeout(ctx, 2*time.Second) // it may be stopped
+	defer cancel()
 	resp, err := r.Controller.GetProgress(ctx, &learnerv1.GetProgressRequest{RunId: run.GetRunId()})
 	if rpcerr.Code(err) == codes.NotFound {
 		return true, nil

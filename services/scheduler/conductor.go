@@ -55,6 +55,7 @@ type conductor struct {
 	*scope
 	resumeOnStart bool
 	adopts        bool           // the run continues with workers of a scheduler that died
+	takesOver     bool           // the first time
 	live          sync.WaitGroup // the conductor, and what outlives it
 	supervision   *supervision
 	trackers      *trackers
@@ -79,7 +80,7 @@ func newConductor(owner *conductors, run *Run, workers map[string]adopted) *cond
 		}
 	})
 	return &conductor{
-		scope: s, resumeOnStart: owner.cfg.ResumeOnStart, adopts: len(workers) > 0, supervision: supervision,
+		scope: s, resumeOnStart: owner.cfg.ResumeOnStart, adopts: len(workers) > 0, takesOver: len(workers) > 0, supervision: supervision,
 		trackers: newTrackers(s, supervision, owner.cfg.Worker.Limits, owner.base, done),
 		control:  newControl(s), poller: newPoller(s), closing: &closing{s}, done: done,
 	}
@@ -170,7 +171,7 @@ func (c *conductor) repeat(ctx context.Context) {
 		}
 		c.Log.WarnContext(ctx, "the parts of the run are restarted", telemetry.AttrRun, c.run, "error", err)
 		workers := c.adopt(ctx, c.board.record())
-		c.supervision.adopted, c.adopts = workers, len(workers) > 0
+		c.supervision.adopted, c.adopts, c.takesOver = workers, len(workers) > 0, false
 		if retry.Sleep(ctx, time.Second) != nil {
 			return
 		}
@@ -272,9 +273,13 @@ func (c *conductor) issue(ctx context.Context, run *Run, window issue.Window, da
 }
 
 // open creates the streams and opens the ledger. Without adopted workers, the issuer publishes again
-// what those of older incarnations had pulled, so the work stream starts empty.
+// what those of older incarnations had pulled, so the work stream starts empty. With them, streams
+// that are missing are created by the first sweep of the issuer.
 func (c *conductor) open(ctx context.Context, config *bufferv1.LedgerConfig) error {
 	if err := c.retry.Until(ctx, retry.Awaited{Owner: wait.NATS, What: "the streams of the run (NATS)"}, func(ctx context.Context) error {
+		if c.takesOver {
+			return nil
+		}
 		if err := c.Bus.EnsureRun(ctx, c.run); err != nil || c.adopts {
 			return err
 		}
