@@ -393,7 +393,7 @@ func TestErrorsNameWhatToChange(t *testing.T) {
 	t.Parallel()
 	c := setup(t)
 	_, err := c.Dump(t.Context(), 1<<22+1, filepath.Join(t.TempDir(), "image"), true)
-	reason(t, err, checkpoint.ReasonNotFound)
+	_ = reason(t, err, checkpoint.ReasonNotFound)
 
 	opened := filepath.Join(t.TempDir(), "opened")
 	if err := os.WriteFile(opened, []byte("as it was"), 0o600); err != nil {
@@ -406,7 +406,7 @@ func TestErrorsNameWhatToChange(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, err = c.Dump(t.Context(), was.pid, dir, true)
-	reason(t, err, checkpoint.ReasonExists)
+	_ = reason(t, err, checkpoint.ReasonExists)
 	_, err = c.Restore(t.Context(), dir, checkpoint.Restore{})
 	if e := reason(t, err, checkpoint.ReasonStreams); !strings.Contains(e.Message, "socket") && !strings.Contains(e.Message, "descriptor") {
 		t.Error(e.Message)
@@ -430,7 +430,7 @@ func TestErrorsNameWhatToChange(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, err = c.Restore(t.Context(), dir, checkpoint.Restore{Streams: streams})
-	reason(t, err, checkpoint.ReasonFiles)
+	_ = reason(t, err, checkpoint.ReasonFiles)
 
 	// Damage in any file is found before anything runs.
 	i := slices.IndexFunc(image.Files, func(f checkpoint.File) bool { return strings.HasPrefix(f.Name, "pages-") })

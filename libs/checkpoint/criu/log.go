@@ -44,6 +44,7 @@ var known = []struct {
 }{
 	{regexp.MustCompile(`has bad (size|mode|build-ID)|[Bb]uild-ID`), checkpoint.ReasonFiles, "install the files of the host that saved the process: the same versions at the same paths"},
 	{regexp.MustCompile(`(Can't open|open|stat|Can't lookup).*(No such file|[Nn]o such)`), checkpoint.ReasonFiles, "copy the file from the host that saved the process, to the same path"},
+	{regexp.MustCompile(`Unable to connect a socket: Network is unreachable`), "", "start the loopback device of the network namespace, which CRIU needs: `ip link set lo up`"},
 	{regexp.MustCompile(`[Pp]ermission|not permitted|CAP_|privileges`), checkpoint.ReasonUnavailable, "run it as root; in a container, with all capabilities and without a filter of system calls"},
 	{regexp.MustCompile(`half of stream|[Ee]xternal socket|[Rr]unaway socket`), "", "let the process close its Unix sockets to other processes first"},
 	{regexp.MustCompile(`/dev/nvidia|/dev/kfd|/dev/dri`), "", "only processes without a GPU can be saved"},

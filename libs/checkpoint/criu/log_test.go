@@ -18,6 +18,7 @@ func TestAnErrorQuotesTheDecisiveLine(t *testing.T) {
 		"missing":      {"  5202: Error (criu/files-reg.c:2325): Can't open file tmp/opened on restore: No such file or directory\n", checkpoint.ReasonFiles, "Can't open file tmp/opened", "copy the file"},
 		"capability":   {"Error (criu/libnetlink.c:84): -1 reported by netlink: Operation not permitted\n", checkpoint.ReasonUnavailable, "netlink: Operation not permitted", "run it as root"},
 		"capabilities": {"CRIU needs to have the CAP_SYS_ADMIN or the CAP_CHECKPOINT_RESTORE capability: \nsetcap ...\n", checkpoint.ReasonUnavailable, "or the CAP_CHECKPOINT_RESTORE capability", "run it as root"},
+		"loopback":     {"Error (criu/kerndat.c:732): Unable to connect a socket: Network is unreachable\n", checkpoint.ReasonDump, "Network is unreachable", "ip link set lo up"},
 		"box":          {"(00.066112) Error (criu/mount.c:753): mnt: 85:./dev/shm doesn't have a proper root mount\n(00.066255) Error (criu/cr-dump.c:1975): Dumping FAILED.\n", checkpoint.ReasonDump, "proper root mount", "mounts of the host"},
 		"another":      {"(00.1) Error (criu/x.c:1): something else\n", checkpoint.ReasonDump, "CRIU: something else", "docs/reliability.md"},
 		"silent":       {"", checkpoint.ReasonDump, "CRIU ended with exit status 1 and wrote no reason", "criu check"},

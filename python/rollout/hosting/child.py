@@ -29,6 +29,7 @@ from typing import Any, BinaryIO
 
 from google.rpc import status_pb2  # pyright: ignore[reportMissingTypeStubs]
 
+from rollout import checkpoint
 from rollout.errors import RolloutError
 from rollout.hosting import wire
 from rollout.hosting.host import RESPONSES, Host, Source, request_type
@@ -65,6 +66,7 @@ class ChildProcess:
         """command: the Python interpreter, with arguments before ``-m``."""
         self._sources, self._command = list(sources), list(command)
         self._process: subprocess.Popen[bytes] | None = None
+        self._pid = 0
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._answers: dict[int, asyncio.Future[bytes]] = {}
@@ -79,7 +81,7 @@ class ChildProcess:
     def pid(self) -> int:
         """The process id; valid after ``start``."""
         assert self._process is not None
-        return self._process.pid
+        return self._pid
 
     async def start(self) -> pb.HandshakeResponse:
         ours, theirs = socket.socketpair()
@@ -90,10 +92,8 @@ class ChildProcess:
                 start_new_session=True,  # so that processes that the plugin starts end with it
                 env={**environment(), "PYTHONUNBUFFERED": "1"},
             )
-        ours.setblocking(False)
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
-        self._answers, self._blocked_by = {}, ""
-        self._reading = asyncio.create_task(_receive(reader, self._answers), name="plugin")
+        self._pid = self._process.pid
+        await self._connect(ours)
         try:
             sources = json.dumps([dict(source) for source in self._sources]).encode()
             await self._exchange("Load", sources, START_SECONDS, "importing the plugin")
@@ -103,6 +103,34 @@ class ChildProcess:
             raise
         self.broken = False
         return handshake
+
+    async def _connect(self, ours: socket.socket) -> None:
+        ours.setblocking(False)
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
+        self._answers, self._blocked_by = {}, ""
+        self._reading = asyncio.create_task(_receive(reader, self._answers), name="plugin")
+
+    async def save(self, folder: str, *, keep: bool = True) -> None:
+        """Save the process to a new folder, between two calls: its episodes continue from there.
+        keep: they also continue here. Raises ``CheckpointError``."""
+        if self._answers:
+            raise checkpoint.CheckpointError(
+                "PROCESS_BUSY", "a call of the process is in progress", fix="save it between two calls"
+            )
+        await checkpoint.save(self.pid, folder, keep=keep)
+        if not keep:
+            self.kill()
+
+    async def restore(self, folder: str, *, network: str = "") -> None:
+        """Continue a saved process, instead of ``start``. The folder can be restored several times.
+        network: path of the network namespace to continue in. Raises ``CheckpointError``."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            connected = {checkpoint.stream(folder): theirs.fileno()}
+            restored = await checkpoint.restore(folder, connected, network=network)
+        self._process, self._pid = restored.keeper, restored.pid
+        await self._connect(ours)
+        self.broken = False
 
     async def call(self, method: str, request: Any, timeout: float) -> Any:
         if wire.of_environment(method):
