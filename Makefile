@@ -164,6 +164,7 @@ FAILOVERS ?= 50
 check-failover: ## Kill the primary of PostgreSQL under load and promote its synchronous standby (FAILOVERS=50)
 	@scripts/postgres
 	@cd libs && ROLLOUT_TEST_SERVERS=1 go test -run TestPostgresFailover -v -timeout 60m ./sqldb -failovers $(FAILOVERS)
+	@$(MAKE) chaos KILLS=$(FAILOVERS) SHAPE=servers FAULTS=failover
 
 .PHONY: check-playground
 check-playground: ## Use the page of the gateway in headless Chromium (needs chromium on PATH)
@@ -232,8 +233,8 @@ check-compose: venv-dev ## Check that docker-compose.yml parses and publishes on
 servers: $(SERVERS) ## Build the real servers that check-servers starts (Consul, NATS, S3, GCS) into .tools, once
 
 .PHONY: chaos
-chaos: build venv-dev $(if $(filter servers,$(SHAPE)),$(SERVERS)) ## Inject random faults into a running job (KILLS=n SEED=s SHAPE=embedded|servers TORCH=0|1 ASYNC=0|1 AGENTS=0|1)
-	@scripts/chaos --kills $(KILLS) --seed $(SEED) --shape $(SHAPE) --torch $(TORCH) --asynchronous $(ASYNC) --agents $(AGENTS)
+chaos: build venv-dev $(if $(filter servers,$(SHAPE)),$(SERVERS)) ## Inject random faults into a running job (KILLS=n SEED=s SHAPE=embedded|servers TORCH=0|1 ASYNC=0|1 AGENTS=0|1 FAULTS="disk failover")
+	@scripts/chaos --kills $(KILLS) --seed $(SEED) --shape $(SHAPE) --torch $(TORCH) --asynchronous $(ASYNC) --agents $(AGENTS) $(if $(FAULTS),--faults $(FAULTS))
 
 .PHONY: check-servers
 check-servers: build venv-dev $(SERVERS) ## Run the suites that need a real server: PostgreSQL, Consul, NATS, S3, GCS, started by the tests

@@ -7,7 +7,8 @@ results are stored after each round, so an interrupted test resumes where it sto
 
     embedded   one rolloutd hosts everything
     servers    one rolloutd per service and a replica of scheduler, buffer and controller, on PostgreSQL, Consul, a NATS
-               cluster and S3, with every connection between them through a proxy
+               cluster and S3, with every connection between them through a proxy. PostgreSQL has a synchronous standby,
+               which is promoted when the primary is lost with its data
 
 With ASYNC=1 the run is asynchronous, so its weights depend on timing. Instead of comparing them
 with a run without faults, the recorded batches are trained again (`rollout replay`), and each step
@@ -39,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from faults import Faults
+from faults import KINDS, Faults
 from mesh import ENDED, Mesh, describe
 from model import ModelJob
 from production import PACE, Production
@@ -174,10 +175,12 @@ def main() -> int:
     parser.add_argument("--torch", type=int, choices=(0, 1), default=0, help="1: workers with a real model")
     parser.add_argument("--asynchronous", type=int, choices=(0, 1), default=0, help="1: an asynchronous run, which is replayed")
     parser.add_argument("--agents", type=int, choices=(0, 1), default=0, help="1: episodes of several turns, with sandboxes")
+    parser.add_argument("--faults", nargs="*", choices=KINDS, help="only these kinds of faults (default: all)")
     parser.add_argument("--folder", type=Path, help="folder for all files (default: .cache/chaos/<shape>-<seed>)")
     given = parser.parse_args()
     name = f"{given.shape}-{given.seed}" + ("-torch" if given.torch else "") + ("-async" if given.asynchronous else "")
     name += "-agents" if given.agents else ""
+    name += "".join(f"-{kind}" for kind in given.faults or ())
     folder = (given.folder or Path(".cache/chaos") / name).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     tally = Tally.load(folder / "tally.json")
@@ -206,14 +209,14 @@ def main() -> int:
             print(f"round {tally.rounds + 1} of seed {given.seed} failed; see the files in {folder}", file=sys.stderr)
             raise
     tally.print(f"{given.shape}, {'torch' if given.torch else 'no model'}", given.seed, bool(given.asynchronous))
-    if given.kills and not tally.workers_killed():
+    if given.kills and not given.faults and not tally.workers_killed():
         print(f"no worker was killed in {tally.kills} faults: run more faults (KILLS=n) or another SEED", file=sys.stderr)
         return 1
     return 0
 
 
 def go_on(production: Production, job: Job | ModelJob, tally: Tally, given: argparse.Namespace) -> None:
-    running, faults = production.running, Faults(production, job.folder if given.agents else None)
+    running, faults = production.running, Faults(production, job.folder if given.agents else None, given.faults or KINDS)
     lock = job.plan(running)
     if not tally.reference:
         run, _ = survive(running, faults, lock, job, 0, UNTOUCHED)

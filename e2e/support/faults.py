@@ -9,7 +9,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from sim import UNAVAILABLE
 from rollout.run.v1 import run_pb2
 from rollout_testing.processes import children
 
+KINDS = ("worker", "host", "environment", "sandbox", "service", "server", "link", "disk", "failover")
 FROZEN_SECONDS = 6.0
 AWAY_SECONDS = 3.0
 FROZEN = 0.3
@@ -31,10 +32,10 @@ class Faults:
     """Injects faults into one run after another, and undoes them. `fix` restarts what was killed,
     like a supervisor of services."""
 
-    def __init__(self, production: Production, game: Path | None = None) -> None:
+    def __init__(self, production: Production, game: Path | None = None, only: Collection[str] = KINDS) -> None:
         """game: the folder of the job's environment (`game.py`), whose processes and boxes get
-        faults too."""
-        self.game = game
+        faults too. only: the kinds of faults."""
+        self.game, self.only, self.standby = game, only, production.standby
         self.running, self.servers, self.proxy = production.running, production.servers, production.proxy
         self.dice = random.Random(0)
         self.done: Counter[str] = Counter()
@@ -59,25 +60,26 @@ class Faults:
     def strike(self) -> bool:
         """Inject one random fault. Returns False if there is nothing to hurt yet."""
         self.workers = [(name, pid) for name, pid in self.workers if is_worker(pid)]
-        kinds = [self._hurt_worker] if self.workers else []
-        if self.workers and self.directory and self.running.shape == "all":
-            kinds += [self._lose_host]
         players, boxes = self._players() if self.game else ([], [])
         if self.game and not players:
             return False  # runs without a game get faults while they start
-        if players:
-            kinds += [lambda: self._hurt_player(players)]
-        if boxes:
-            kinds += [lambda: self._hurt_box(boxes)]
-        if any(map(self.running.alive, self.running.members())):
-            kinds += [self._hurt_member]
-        if self.servers.by_name:
-            kinds += [self._hurt_server, self._hurt_link]
+        possible: dict[str, tuple[object, Callable[[], str]]] = {
+            "worker": (self.workers, self._hurt_worker),
+            "host": (self.workers and self.directory and self.running.shape == "all", self._lose_host),
+            "environment": (players, lambda: self._hurt_player(players)),
+            "sandbox": (boxes, lambda: self._hurt_box(boxes)),
+            "service": (any(map(self.running.alive, self.running.members())), self._hurt_member),
+            "server": (self.servers.by_name, self._hurt_server),
+            "link": (self.servers.by_name, self._hurt_link),
+            "disk": (self.servers.by_name and self._replicated(), self._lose_disk),
+            "failover": (self.standby and self.standby.ready(), self._fail_over),
+        }
+        kinds = [hurt for name, (can, hurt) in possible.items() if can and name in self.only]
         if not kinds:
             return False  # all were killed already
         # The first fault that finds a worker kills one, so that even a few faults on many processes
         # include it.
-        first = self.workers and not self._killed_worker
+        first = self.workers and not self._killed_worker and "worker" in self.only
         what = self._kill_worker(*self.dice.choice(self.workers)) if first else self.dice.choice(kinds)()
         self.done[what] += 1
         with (self.running.state.parent / "faults.log").open("a") as log:
@@ -180,6 +182,26 @@ class Faults:
         server.kill()
         self._bring_back(server.name, self.dice.uniform(0, AWAY_SECONDS))
         return f"kill -9 {server.name}"
+
+    def _replicated(self) -> bool:
+        """Whether every node of the NATS cluster has all data, so that one of them may lose its
+        own."""
+        return all(self.servers.by_name[name].serves() for name in self._nodes())
+
+    def _nodes(self) -> list[str]:
+        return [name for name in self.servers.by_name if name.startswith("nats-")]
+
+    def _lose_disk(self) -> str:
+        server = self.servers.by_name[self.dice.choice(self._nodes())]
+        server.kill()
+        shutil.rmtree(server.data)
+        self._bring_back(server.name, self.dice.uniform(0, AWAY_SECONDS))
+        return f"lose the disk of {server.name}"
+
+    def _fail_over(self) -> str:
+        assert self.standby is not None
+        self.standby.fail_over()
+        return "fail over postgres"
 
     def _hurt_link(self) -> str:
         link = self.dice.choice(list(self.proxy.links.values()))

@@ -12,6 +12,7 @@ from mesh import Mesh
 from proxy import Proxy
 from servers import Servers, free_ports
 from sim import stop
+from standby import Standby
 
 PACE = 0.1
 """The longest duration of a sample in seconds. A run must be long enough for faults."""
@@ -24,6 +25,7 @@ class Production:
         self.folder, self.running = folder, running
         self.servers = Servers(folder / "servers")
         self.proxy = Proxy()
+        self.standby: Standby | None = None
 
     def __enter__(self) -> Production:
         try:
@@ -48,6 +50,8 @@ class Production:
         ports = free_ports()
         for name in self.servers.by_name:
             self.proxy.link(name, ("127.0.0.1", next(ports)), ("127.0.0.1", self.servers.direct[name]))
+        self.standby = Standby(self.servers, self.proxy.links["postgres"])
+        self.standby.wait()
         for number, name in enumerate(self.running.members()):
             # Peers get another address of this host with the same port, where the proxy listens.
             port, host = next(ports), f"127.0.1.{number + 1}"
@@ -62,5 +66,7 @@ class Production:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGCONT)
         stop(self.running)
+        if self.standby is not None:
+            self.standby.stop()
         self.servers.stop()
         self.proxy.stop()

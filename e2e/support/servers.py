@@ -44,6 +44,8 @@ class Server:
     environment: dict[str, str] = field(default_factory=dict)
     user: str | None = None
     namespace: str | None = None
+    data: Path = Path("/nonexistent")
+    """The folder of the server's data."""
     process: subprocess.Popen[bytes] | None = None
 
     def launch(self) -> None:
@@ -157,10 +159,10 @@ url = "postgres://rollout@{self.host}:{port("postgres")}/postgres?sslmode=disabl
     def _postgres(self) -> None:
         binaries = postgres_binaries()
         self._data = Path(tempfile.mkdtemp(prefix="rollout-postgres-"))  # other users can't access the folder of a test
-        user = "postgres" if os.getuid() == 0 else None
+        user = self.postgres_user()
         if user:
             shutil.chown(self._data, user, user)
-        data, port = self._data / "data", self._port("postgres")
+        data = self._data / "data"
         initdb = f"{binaries}/initdb -D {data} -U rollout -A trust -E UTF8 --locale=C.UTF-8 --no-sync".split()
         made = subprocess.run(
             become(initdb, user=user),
@@ -171,19 +173,43 @@ url = "postgres://rollout@{self.host}:{port("postgres")}/postgres?sslmode=disabl
         assert made.returncode == 0, made.stdout + made.stderr
         with (data / "pg_hba.conf").open("a") as rules:
             rules.write("host all all 0.0.0.0/0 trust\n")
+        self.by_name["postgres"] = self.postgres("postgres", data)
+
+    def postgres_user(self) -> str | None:
+        """The user of PostgreSQL, which does not run as root."""
+        return "postgres" if os.getuid() == 0 else None
+
+    def postgres_folder(self) -> Path:
+        """The folder for the data of PostgreSQL and its standbys."""
+        assert self._data is not None
+        return self._data
+
+    def postgres(self, name: str, data: Path) -> Server:
+        """A PostgreSQL on a folder."""
+        binaries, port = postgres_binaries(), self._port(name)
         settings = (
             f"listen_addresses={self.host}",
             "unix_socket_directories=",
             "fsync=off",  # tests kill processes, not the system, which keeps written data
             "max_connections=300",
             "shared_buffers=32MB",
+            "wal_retrieve_retry_interval=100ms",
         )
         # The process of a connection needs a while to notice that the server was killed, and until
         # then PostgreSQL does not start again.
         command = [str(binaries / "postgres"), "-D", str(data), "-p", str(port)]
         for setting in settings:
             command += ["-c", setting]
-        self._add("postgres", command, lambda: answers_postgres(self.host, port), user=user)
+        log = self.folder / f"{name}.log"
+        return Server(
+            name,
+            command,
+            log,
+            lambda: answers_postgres(self.host, port),
+            user=self.postgres_user(),
+            namespace=self.namespace,
+            data=data,
+        )
 
     def _consul(self) -> None:
         http, server, serf = self._port("consul"), self._port("consul-server"), self._port("consul-serf")
@@ -204,6 +230,7 @@ url = "postgres://rollout@{self.host}:{port("postgres")}/postgres?sslmode=disabl
             folder = self.folder / name
             folder.mkdir(parents=True, exist_ok=True)
             monitor = self.direct[f"{name}-monitor"]
+            data = folder / "jetstream"
             (folder / "server.conf").write_text(
                 f'server_name: {name}\nlisten: "{self.host}:{self.direct[name]}"\nhttp: "{self.host}:{monitor}"\n'
                 f'authorization {{ token: "{"5ec2e7" * 10}" }}\n'
@@ -212,7 +239,7 @@ url = "postgres://rollout@{self.host}:{port("postgres")}/postgres?sslmode=disabl
                 f'cluster {{ name: test, listen: "{self.host}:{self.direct[f"{name}-cluster"]}", routes: [{routes}],'
                 " no_advertise: true }\n"
             )
-            self._add(name, [str(tool("nats-server")), "-c", str(folder / "server.conf")], healthy(self.host, monitor))
+            self._add(name, [str(tool("nats-server")), "-c", str(folder / "server.conf")], healthy(self.host, monitor), data=data)
 
     def _s3(self) -> None:
         port, data = self._port("s3"), self.folder / "s3"
