@@ -4,10 +4,7 @@ model."""
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import signal
-import subprocess
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mesh import ROOT, Mesh, until
+from mesh import until
+from planted import Stalled, crashing, explained, flag, frozen, job_of, stopped
 from sim import Job, sim_mesh, stop, submit
+from test_pressure import mounted
 
 from rollout.run.v1 import run_pb2
 
 _HANGS = """import pathlib
+import socket
 import time
 
 HERE = pathlib.Path(__file__).parent
@@ -29,54 +29,11 @@ HERE = pathlib.Path(__file__).parent
 def letters(samples):
     while (HERE / "hang").exists():
         time.sleep(0.05)
+    if (HERE / "judge").exists():
+        with socket.create_connection(("127.0.0.1", int((HERE / "judge").read_text()))) as judge:
+            judge.recv(1)
     return [1.0 for _ in samples]
 """
-
-
-def explained(running: Mesh, run: str, *arguments: str) -> dict[str, Any]:
-    """The explanation as JSON."""
-    command = [str(ROOT / "bin" / "rollout"), "--format", "json", "explain", run, *arguments]
-    if running.shape == "all":
-        command += ["--state-dir", str(running.state)]
-    else:
-        daemon = running.daemon()
-        command += ["--consul", str(daemon["consul"]), "--token-file", str(daemon["token_file"])]
-    outcome = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert outcome.returncode == 0, f"{outcome.returncode}: {outcome.stdout[-3000:]}{outcome.stderr[-3000:]}"
-    return json.loads(outcome.stdout)
-
-
-@dataclass(frozen=True)
-class Stalled:
-    """A running job."""
-
-    running: Mesh
-    run: str
-    folder: Path
-
-    def worker(self, name: str) -> run_pb2.Worker:
-        return next(w for w in self.running.status(self.run).workers if w.worker_id == name)
-
-
-@contextlib.contextmanager
-def _flag(path: Path) -> Iterator[None]:
-    path.touch()
-    try:
-        yield
-    finally:
-        path.unlink()
-
-
-@contextlib.contextmanager
-def _stopped(stalled: Stalled, *workers: str) -> Iterator[None]:
-    pids = [stalled.worker(name).pid for name in workers]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
 
 
 @contextlib.contextmanager
@@ -86,6 +43,13 @@ def _paused(stalled: Stalled) -> Iterator[None]:
         yield
     finally:
         stalled.running.scheduler.ResumeRun(run_pb2.ResumeRunRequest(run_id=stalled.run))
+
+
+@contextlib.contextmanager
+def _judged(stalled: Stalled) -> Iterator[None]:
+    """The judge accepts connections and never answers, until it is gone."""
+    with socket.create_server(("127.0.0.1", 0)) as judge, flag(stalled.folder / "judge", str(judge.getsockname()[1])):
+        yield
 
 
 @dataclass(frozen=True)
@@ -101,34 +65,38 @@ class Stall:
 
 
 STALLS = [
-    Stall("a reward hangs", lambda s: _flag(s.folder / "hang"), "REWARD_CALL", ("reward.py:letters", "of 40 s"), "plugin test"),
+    Stall("a reward hangs", lambda s: flag(s.folder / "hang"), "REWARD_CALL", ("reward.py:letters", "of 40 s"), "plugin test"),
     Stall(
         "the inference worker is stopped",
-        lambda s: _stopped(s, "inference-0"),
+        lambda s: stopped(s, "inference-0"),
         "WORKER_STOPPED",
         ("inference-0",),
         "kill -CONT",
     ),
-    Stall("the learner is stopped", lambda s: _stopped(s, "learner-0"), "WORKER_STOPPED", ("learner-0",), "kill -CONT"),
+    Stall("the learner is stopped", lambda s: stopped(s, "learner-0"), "WORKER_STOPPED", ("learner-0",), "kill -CONT"),
+    Stall("a judge does not answer", lambda s: _judged(s), "REWARD_CALL", ("reward.py:letters", "of 40 s"), "plugin test"),
+    Stall(
+        "all engines crash",
+        lambda s: crashing(s, "inference"),
+        "WORKER_OUTPUT",
+        ("inference-0",),
+        "rollout logs worker",
+    ),
     Stall("the run is paused", _paused, "PAUSED", ("paused by request",), "rollout runs resume"),
 ]
+
+
+def _hanging(config: Path) -> None:
+    """A reward with a deadline that hangs when a test wants it."""
+    config.with_name("reward.py").write_text(_HANGS)
+    config.write_text(config.read_text().replace("retries = 0", "retries = 0\ntimeout_seconds = 40"))
 
 
 @pytest.fixture(scope="module")
 def stalled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stalled]:
     folder = tmp_path_factory.mktemp("explain")
-    job = Job(folder / "job", steps=100_000, workers=1, snapshot=1000)
-    config = job.write()
-    (job.folder / "reward.py").write_text(_HANGS)
-    config.write_text(config.read_text().replace("retries = 0", "retries = 0\ntimeout_seconds = 40"))
-    running = sim_mesh(folder / "state", seconds=0.02)
-    running.start()
-    try:
-        run = submit(running, running.plan(config), job)
-        running.until_step(run, 1)
-        yield Stalled(running, run, job.folder)
-    finally:
-        stop(running)
+    with job_of(Job(folder / "job", steps=100_000, workers=1, snapshot=1000), folder / "state", edit=_hanging) as running:
+        yield running
 
 
 @pytest.mark.parametrize("stall", STALLS, ids=[stall.name for stall in STALLS])
@@ -145,7 +113,7 @@ def test_explain_names_the_root_of_a_stall(stalled: Stalled, stall: Stall) -> No
         root = found["chain"][-1]
         assert root["reason"] == stall.reason, found["chain"]
         assert all(word in root["evidence"] for word in stall.words), root
-        assert stall.fix in root["fix"], root
+        assert stall.fix in [wait["fix"] for wait in found["chain"] if wait["fix"]][-1], found["chain"]
     step = stalled.running.status(stalled.run).run.step
     until(lambda: stalled.running.status(stalled.run).run.step > step, "the run to continue", 60)
 
@@ -158,29 +126,11 @@ def test_explain_reads_the_state_of_a_dead_control_plane(stalled: Stalled) -> No
     assert "rollout run --resume" in found["chain"][1]["fix"] and found["events"], found
 
 
-@contextlib.contextmanager
-def _frozen(running: Mesh, name: str) -> Iterator[None]:
-    running.processes[name].send_signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        running.processes[name].send_signal(signal.SIGCONT)
-
-
 @pytest.fixture(scope="module")
 def seven(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stalled]:
     folder = tmp_path_factory.mktemp("seven")
-    job = Job(folder / "job", steps=100_000, workers=1, snapshot=1000)
-    config = job.write()
-    (job.folder / "reward.py").write_text(_HANGS)
-    running = sim_mesh(folder / "state", "seven", seconds=0.02)
-    running.start()
-    try:
-        run = submit(running, running.plan(config), job)
-        running.until_step(run, 1)
-        yield Stalled(running, run, job.folder)
-    finally:
-        stop(running)
+    with job_of(Job(folder / "job", steps=100_000, workers=1, snapshot=10), folder / "state", "seven", edit=_hanging) as running:
+        yield running
 
 
 @pytest.mark.parametrize(
@@ -189,13 +139,14 @@ def seven(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stalled]:
         ("buffer", "NO_ANSWER", "buffer"),
         ("learner-controller", "NO_ANSWER", "learner-controller"),
         ("storage", "REWARD_CALL", "reward.py"),
+        ("snapshot", "NO_ANSWER", "snapshot"),
     ],
 )
 def test_explain_works_without_a_service(seven: Stalled, service: str, root: str, word: str) -> None:
     """The rest is explained, and the service is listed. Without storage the events are missing; the
     reward that hangs is named."""
-    hangs = _flag(seven.folder / "hang") if service == "storage" else contextlib.nullcontext()
-    with hangs, _frozen(seven.running, service):
+    hangs = flag(seven.folder / "hang") if service == "storage" else contextlib.nullcontext()
+    with hangs, frozen(seven.running, service):
         found: dict[str, Any] = {}
 
         def named() -> bool:
@@ -233,3 +184,23 @@ def test_explain_names_missing_agents_and_why_a_run_ended(tmp_path: Path) -> Non
         assert ended["reason"] == "CANCELLED" and f"rollout run --resume {run}" in ended["fix"], ended
     finally:
         stop(running)
+
+
+def test_explain_names_a_full_disk(tmp_path: Path) -> None:
+    job = Job(tmp_path / "job", steps=100_000, workers=1, snapshot=1000)
+    with mounted(tmp_path / "state" / "segments", "8m") as disk, job_of(job, tmp_path / "state") as stalled:
+        disk.fill(leave=400 << 10)
+        root = stalled.root(lambda wait: wait["reason"] == "DISK_FULL", "the wait for space")
+        assert root["owner"] == "user" and "segments" in root["evidence"] and root["fix"], root
+        disk.empty()
+        stalled.continues()
+
+
+def test_explain_names_paused_nats(tmp_path: Path) -> None:
+    """NATS and the registry are in a process that is stopped."""
+    job = Job(tmp_path / "job", steps=100_000, workers=1, snapshot=1000)
+    with job_of(job, tmp_path / "state", "seven") as stalled:
+        with frozen(stalled.running, "servers"):
+            root = stalled.root(lambda wait: wait["owner"] == "nats", "the wait for NATS", 60)
+            assert root["reason"] in ("NO_ANSWER", "PUBLISH") and "rollout doctor" in root["fix"], root
+        stalled.continues()

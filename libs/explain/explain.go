@@ -82,9 +82,17 @@ func (e *explainer) because(owner, reason string, since *timestamppb.Timestamp, 
 
 func (e *explainer) add(waits ...*waitv1.Wait) { e.chain = append(e.chain, waits...) }
 
+// Registry is the name of Consul, or of the embedded registry, in State.Unanswered.
+const Registry = "consul"
+
 func (e *explainer) noScheduler() {
 	why := "no answer"
 	for _, u := range e.Unanswered {
+		if u.GetName() == Registry {
+			e.because(Registry, wait.NoAnswer, nil, "the scheduler, which knows the run, can't be looked up: "+u.GetError(),
+				"check that the Consul agent, or the process with `--target registry`, runs; with `--server` the command asks a service directly")
+			return
+		}
 		if u.GetName() == "scheduler" {
 			why = u.GetError()
 		}
@@ -133,14 +141,29 @@ func (e *explainer) ended() {
 	default:
 		e.because("user", orElse(e.run.GetReason(), "FAILED"), e.run.GetEndTime(), "the run failed at step "+steps(e.run)+": "+e.run.GetMessage(),
 			orElse(fixes[e.run.GetReason()], "correct the cause, then "+e.resume()))
+		if e.run.GetReason() == "EVERY_GROUP_EXCLUDED" {
+			e.exclusion()
+			return
+		}
 		e.lastFailure()
+	}
+}
+
+// exclusion adds why the last group was excluded.
+func (e *explainer) exclusion() {
+	for _, event := range slices.Backward(e.Events) {
+		if event.GetKind() == "group.excluded" {
+			e.because("user", orElse(event.GetAttributes()["last_reason"], "GROUP_EXCLUDED"), event.GetTime(), event.GetMessage(),
+				"see why with `rollout logs tail "+e.run.GetRunId()+" --level warn`; correct the cause, then "+e.resume())
+			return
+		}
 	}
 }
 
 // lastFailure adds the last error before the end, which the message of the run may not have.
 func (e *explainer) lastFailure() {
 	for _, event := range slices.Backward(e.Events) {
-		if event.GetLevel() != eventv1.Level_LEVEL_ERROR || event.GetKind() == "run.state" {
+		if event.GetLevel() != eventv1.Level_LEVEL_ERROR || event.GetKind() == "run.state" || event.GetKind() == "phase" {
 			continue
 		}
 		if strings.Contains(e.run.GetMessage(), event.GetMessage()) {

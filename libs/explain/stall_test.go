@@ -224,6 +224,9 @@ var stalls = []struct {
 	{"the scheduler is down", []func(*State){func(s *State) {
 		*s = State{Time: noon, Unanswered: []*waitv1.Unanswered{{Name: "scheduler", Error: "connection refused"}}}
 	}}, "NO_ANSWER"},
+	{"the registry is down", []func(*State){func(s *State) {
+		*s = State{Time: noon, Unanswered: []*waitv1.Unanswered{{Name: "consul", Error: "look up scheduler in Consul 127.0.0.1:8500: connection refused"}}}
+	}}, "NO_ANSWER"},
 	{"the run is paused", []func(*State){
 		func(s *State) { s.Status.Run.State = runv1.RunState_RUN_STATE_PAUSED },
 		phase("LEASING", waiting("user", "PAUSED", 300, "you to resume the run (it was paused by request)", "rollout runs resume run-1")),
@@ -258,6 +261,9 @@ var stalls = []struct {
 	{"the run failed: a worker crashes", []func(*State){ended(runv1.RunState_RUN_STATE_FAILED, "WORKER_CRASH_LOOP", "inference-0 left 6 times within ten minutes with code 1; its last lines:\nMemoryError")}, "WORKER_CRASH_LOOP"},
 	{"the run failed after an error", []func(*State){ended(runv1.RunState_RUN_STATE_FAILED, "INTERNAL", "the step could not be made",
 		failure("scheduler", "learner-0 exited with code 1", "RuntimeError: CUDA error: device-side assert"))}, "LAST_ERROR"},
+	{"every group was excluded", []func(*State){ended(runv1.RunState_RUN_STATE_FAILED, "EVERY_GROUP_EXCLUDED", "step 12: every group of the step was excluded",
+		&eventv1.Event{Kind: "group.excluded", Level: eventv1.Level_LEVEL_WARN, Service: "scheduler", Time: ago(62), Attributes: map[string]string{"last_reason": "REWARD_RAISED"}, Message: "group 0/3 is excluded: 3 attempts failed, the last one with REWARD_RAISED"},
+		&eventv1.Event{Kind: "phase", Level: eventv1.Level_LEVEL_ERROR, Service: "learner-controller", Message: "phase FAILED", Time: ago(61)})}, "REWARD_RAISED"},
 	{"the run was cancelled", []func(*State){ended(runv1.RunState_RUN_STATE_CANCELLED, "", "")}, "CANCELLED"},
 	{"the run succeeded", []func(*State){ended(runv1.RunState_RUN_STATE_SUCCEEDED, "", ""), func(s *State) { s.Status.Run.Step = 40 }}, "SUCCEEDED"},
 }

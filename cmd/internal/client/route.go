@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/rollout-rl/rollout/libs/discovery"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
 // route connects to a service in another process, which it looks up at the first call.
@@ -68,7 +69,11 @@ func (r route) find(ctx context.Context) (*grpc.ClientConn, error) {
 	}
 	address, err := lookup(ctx, r.c.options, r.c.token, r.service)
 	if err != nil {
-		return nil, status.Errorf(codes.Unavailable, "look up %s in Consul %s: %v", r.service, r.c.options.Consul, err)
+		reason := "SERVICE_NOT_FOUND"
+		if errors.Is(err, errRegistry) {
+			reason = ReasonRegistry
+		}
+		return nil, rpcerr.New(codes.Unavailable, reason, "look up %s in Consul %s: %v", r.service, r.c.options.Consul, err)
 	}
 	conn := r.c.conns[address]
 	if conn == nil {
@@ -80,6 +85,12 @@ func (r route) find(ctx context.Context) (*grpc.ClientConn, error) {
 	r.c.found[r.service] = conn
 	return conn, nil
 }
+
+// ReasonRegistry is the reason of a call to a service that could not be looked up, because the Consul
+// agent does not answer.
+const ReasonRegistry = "REGISTRY_UNREACHABLE"
+
+var errRegistry = errors.New("the agent does not answer")
 
 // lookup asks a Consul agent, or the embedded registry, for a passing instance. Of several it
 // returns the one with the highest epoch, which is the leader: a killed one passes until its TTL
@@ -100,7 +111,7 @@ func lookup(ctx context.Context, o Options, token, service string) (string, erro
 		response, err = ask(ctx, place.String(), token, o)
 	}
 	if err != nil {
-		return "", err
+		return "", fmt.Errorf("%w: %w", errRegistry, err)
 	}
 	defer response.Body.Close()
 	if response.StatusCode == http.StatusForbidden {

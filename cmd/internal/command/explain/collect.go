@@ -17,6 +17,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/record"
 	"github.com/rollout-rl/rollout/libs/exit"
 	"github.com/rollout-rl/rollout/libs/explain"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/wait"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
@@ -52,7 +53,7 @@ func (c *collector) collect(ctx context.Context) (explain.State, error) {
 		if err == nil || !silent(err) || ctx.Err() != nil {
 			return err
 		}
-		s.Unanswered = append(s.Unanswered, &waitv1.Unanswered{Name: name, Error: exit.From(err).Error()})
+		s.Unanswered = append(s.Unanswered, unanswered(name, err))
 		return nil
 	}
 	var err error
@@ -81,6 +82,14 @@ func (c *collector) collect(ctx context.Context) (explain.State, error) {
 	s.Time = c.env.Now().UTC()
 	s.Logs = logs(s.Status)
 	return s, nil
+}
+
+// unanswered names what did not answer: the service, or the registry in which it is looked up.
+func unanswered(service string, err error) *waitv1.Unanswered {
+	if rpcerr.Reason(err) == client.ReasonRegistry {
+		service = explain.Registry
+	}
+	return &waitv1.Unanswered{Name: service, Error: exit.From(err).Error()}
 }
 
 // silent reports whether an error says that a service could not be asked.
@@ -142,7 +151,7 @@ func (c *collector) services(ctx context.Context, from *client.Client, s *explai
 		switch {
 		case status.Code(err) == codes.NotFound: // not hosted there
 		case err != nil:
-			s.Unanswered = append(s.Unanswered, &waitv1.Unanswered{Name: target.Name, Error: exit.From(err).Error()})
+			s.Unanswered = append(s.Unanswered, unanswered(target.Name, err))
 		case got.GetStatus().String() != "SERVING":
 			s.Unanswered = append(s.Unanswered, &waitv1.Unanswered{Name: target.Name, Error: "its health check fails: it is starting, or a dependency of it is unreachable"})
 		}
