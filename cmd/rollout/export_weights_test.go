@@ -53,7 +53,7 @@ func storedRun(t *testing.T, run *runv1.Run) (state string) {
 			}
 			s.Files = append(s.Files, &snapshotv1.SnapshotFile{Path: path, Digest: content})
 		}
-		if _, err := snapshots.Record(t.Context(), s); err != nil {
+		if _, err := snapshots.Record(t.Context(), s, nil); err != nil {
 			t.Fatal(err)
 		}
 	}

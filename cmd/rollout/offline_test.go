@@ -31,7 +31,7 @@ func left(t *testing.T) (state string) {
 	if _, err := sqldbtest.Store(t, place, storagestore.Open).Append(t.Context(), story()); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := sqldbtest.Store(t, place, snapshotstore.Open).Record(t.Context(), snapshot()); err != nil {
+	if _, err := sqldbtest.Store(t, place, snapshotstore.Open).Record(t.Context(), snapshot(), nil); err != nil {
 		t.Fatal(err)
 	}
 	return state

@@ -81,9 +81,9 @@ func newBuffer(ctx context.Context, m *mesh) (hosted, error) {
 		cfg.Segments = segmentDir(m.cfg.StateDir) // a cache of this process
 	}
 	shape := func(r grpc.ServiceRegistrar) { bufferv1.RegisterBufferServiceServer(r, nil) }
-	return elect(ctx, m, names.BufferService, store, shape, func(store *bufferstore.Store, _ uint64) (*buffer.Server, error) {
+	return elect(ctx, m, names.BufferService, store, shape, func(store *bufferstore.Store, epoch uint64) (*buffer.Server, error) {
 		return buffer.New(cfg, buffer.Deps{
-			Store: store, Bus: m.bus, Blobs: payloads, Artifacts: artifacts, Events: m.events, Log: m.logger(names.BufferService),
+			Store: store, Bus: m.bus, Blobs: payloads, Artifacts: artifacts, Epoch: epoch, Events: m.events, Log: m.logger(names.BufferService),
 		})
 	})
 }
@@ -110,9 +110,9 @@ func newSnapshot(ctx context.Context, m *mesh) (hosted, error) {
 		return hosted{}, err
 	}
 	shape := func(r grpc.ServiceRegistrar) { snapshotv1.RegisterSnapshotServiceServer(r, nil) }
-	return elect(ctx, m, names.SnapshotService, store, shape, func(store *snapshotstore.Store, _ uint64) (*snapshot.Server, error) {
+	return elect(ctx, m, names.SnapshotService, store, shape, func(store *snapshotstore.Store, epoch uint64) (*snapshot.Server, error) {
 		return snapshot.New(snapshot.Config{}, snapshot.Deps{
-			Store: store, Artifacts: artifacts, Scheduler: runs, Buffer: ledgers, Controller: learners, Projects: m.projects, Events: m.events, Log: m.logger(names.SnapshotService),
+			Store: store, Artifacts: artifacts, Scheduler: runs, Buffer: ledgers, Controller: learners, Epoch: epoch, Projects: m.projects, Events: m.events, Log: m.logger(names.SnapshotService),
 		})
 	})
 }

@@ -58,6 +58,7 @@ func (c *Config) folder(run string) string { return filepath.Join(c.Segments, ru
 type Deps struct {
 	Store     ledger.Store
 	Bus       ingest.Source // nil: only puts are ingested
+	Epoch     uint64        // of the lease of this service
 	Artifacts Artifacts     // nil: payloads in the storage service cannot be read
 	Blobs     segment.Blobs // where payloads are durable; nil: on the local disk
 	Events    ingest.Events // nil: events are discarded

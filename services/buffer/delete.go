@@ -11,7 +11,9 @@ import (
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/telemetry"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 	"github.com/rollout-rl/rollout/services/buffer/ledger"
 )
@@ -26,12 +28,13 @@ const (
 type cleaner struct {
 	store     ledger.Store
 	artifacts Artifacts // nil: not reachable
+	fence     *fencev1.Fence
 	log       *slog.Logger
 	wake      chan struct{}
 }
 
 func newCleaner(deps Deps) *cleaner {
-	return &cleaner{store: deps.Store, artifacts: deps.Artifacts, log: deps.Log, wake: make(chan struct{}, 1)}
+	return &cleaner{store: deps.Store, artifacts: deps.Artifacts, fence: &fencev1.Fence{Role: names.BufferService, LeaderEpoch: deps.Epoch}, log: deps.Log, wake: make(chan struct{}, 1)}
 }
 
 // soon makes serve look for marks now.
@@ -106,7 +109,7 @@ func (c *cleaner) delete(ctx context.Context, run string, refs []string) error {
 	if len(contents) == 0 {
 		return nil
 	}
-	_, err := c.artifacts.DeleteArtifacts(ctx, &storagev1.DeleteArtifactsRequest{ContentIds: contents, RunId: run})
+	_, err := c.artifacts.DeleteArtifacts(ctx, &storagev1.DeleteArtifactsRequest{ContentIds: contents, RunId: run, Fence: c.fence})
 	return err
 }
 

@@ -114,7 +114,7 @@ func (s *snapshotter) make(ctx context.Context, step uint64, asked *cut) (made [
 		manifest := state(kind)
 		manifest.Name = asked.name
 		created, err := call(ctx, s.retries, "snapshot", s.service.CreateSnapshot, &snapshotv1.CreateSnapshotRequest{
-			Snapshot: manifest, Directory: dir, Capture: true,
+			Snapshot: manifest, Directory: dir, Capture: true, Fence: s.fence,
 		})
 		if err != nil {
 			return nil, err

@@ -202,7 +202,7 @@ func (d *drive) end(ctx context.Context, err error, cancelled bool) {
 // outcome returns the final phase of a drive and the report for the scheduler; nil for a requested
 // stop.
 func (d *drive) outcome(err error, cancelled bool) (learnerv1.Phase, *runv1.CompleteRunRequest) {
-	report := &runv1.CompleteRunRequest{RunId: d.runID, Incarnation: d.incarnation, State: runv1.RunState_RUN_STATE_SUCCEEDED}
+	report := &runv1.CompleteRunRequest{RunId: d.runID, Fence: d.fence, State: runv1.RunState_RUN_STATE_SUCCEEDED}
 	switch {
 	case err == nil:
 		return finished, report

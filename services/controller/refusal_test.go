@@ -32,7 +32,7 @@ func TestARefusedGradientPausesTheRun(t *testing.T) {
 		t.Fatalf("reported to the scheduler: %v", w.completed)
 	}
 	report := w.completed[0]
-	if report.GetState() != runv1.RunState_RUN_STATE_PAUSED || report.GetReason() != refusal.Exploding || report.GetIncarnation() != 1 ||
+	if report.GetState() != runv1.RunState_RUN_STATE_PAUSED || report.GetReason() != refusal.Exploding || report.GetFence().GetIncarnation() != 1 ||
 		!strings.Contains(report.GetMessage(), "kept in step.npz") {
 		t.Errorf("reported to the scheduler: %v", report)
 	}

@@ -59,7 +59,7 @@ func (s *snapshotter) save(ctx context.Context, step uint64) error {
 	}
 	s.progress.waitFor(service("snapshot", "snapshot to store the files"))
 	created, err := call(ctx, s.retries, "snapshot", s.service.CreateSnapshot, &snapshotv1.CreateSnapshotRequest{
-		Snapshot: state(trainState), Directory: dir, Keep: s.cfg.GetSnapshot().GetKeep(),
+		Snapshot: state(trainState), Directory: dir, Keep: s.cfg.GetSnapshot().GetKeep(), Fence: s.fence,
 	})
 	if rpcerr.Reason(err) == reasonConflict {
 		// The step was snapshotted before its learner was lost, and a retrained state can differ.

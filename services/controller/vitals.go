@@ -105,7 +105,7 @@ func (v *vitals) healthy(ctx context.Context, f health.Finding, keep bool) *snap
 			continue
 		}
 		if keep {
-			_, err = call(ctx, v.retries, "snapshot", v.snapshots.PinSnapshot, &snapshotv1.PinSnapshotRequest{SnapshotId: s.GetSnapshotId()})
+			_, err = call(ctx, v.retries, "snapshot", v.snapshots.PinSnapshot, &snapshotv1.PinSnapshotRequest{SnapshotId: s.GetSnapshotId(), Fence: v.fence})
 		}
 		if err != nil {
 			v.log.WarnContext(ctx, "the healthy snapshot is subject to snapshot.keep", "snapshot", s.GetSnapshotId(), "error", err)

@@ -21,6 +21,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/apikey"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	keyv1 "github.com/rollout-rl/rollout/proto/gen/rollout/key/v1"
 	"github.com/rollout-rl/rollout/services/gateway/edge"
@@ -124,7 +125,8 @@ type SessionStore interface {
 	// returns how many sessions.
 	Expire(ctx context.Context, before time.Time) (sessions int, err error)
 	// DeleteRun deletes the sessions of a run with their responses, in transactions of bounded size.
-	DeleteRun(ctx context.Context, run string) error
+	// fence.ErrFenced if a former leader has decided it.
+	DeleteRun(ctx context.Context, run string, by *fencev1.Fence) error
 }
 
 // ResponseStore keeps responses until their session expires.

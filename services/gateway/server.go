@@ -172,7 +172,7 @@ func (s *Server) NextPrompts(ctx context.Context, req *gatewayv1.NextPromptsRequ
 
 // DeleteRun implements the contract.
 func (s *Server) DeleteRun(ctx context.Context, req *gatewayv1.DeleteRunRequest) (*gatewayv1.DeleteRunResponse, error) {
-	if err := s.svc.Store.DeleteRun(ctx, req.GetRunId()); err != nil {
+	if err := s.svc.Store.DeleteRun(ctx, req.GetRunId(), req.GetFence()); err != nil {
 		return nil, err
 	}
 	return &gatewayv1.DeleteRunResponse{}, nil

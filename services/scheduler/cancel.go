@@ -77,18 +77,23 @@ func (s *runs) stopped(ctx context.Context, c *conductor) (*Run, error) {
 }
 
 // complete handles the report of the controller that a run has ended, or is paused until it is
-// resumed by request.
+// resumed by request. The report of a former controller is refused.
 func (s *runs) complete(ctx context.Context, req *runv1.CompleteRunRequest) error {
 	if err := s.adoptions.wait(ctx, req.GetRunId()); err != nil {
 		return err
 	}
+	s.reports.Lock() // a report of the next controller comes before this one, or after it
+	defer s.reports.Unlock()
 	run, err := s.Store.Get(ctx, req.GetRunId())
 	if err != nil {
 		return err
 	}
+	if err := s.Store.Admit(ctx, req.GetRunId(), req.GetFence()); err != nil {
+		return err
+	}
 	c := s.conductors.get(req.GetRunId())
-	if c == nil || run.GetIncarnation() != req.GetIncarnation() || !active(run.GetState()) {
-		s.Log.InfoContext(ctx, "the report about an older incarnation is ignored", telemetry.AttrRun, req.GetRunId(), "incarnation", req.GetIncarnation())
+	if c == nil || run.GetIncarnation() != req.GetFence().GetIncarnation() || !active(run.GetState()) {
+		s.Log.InfoContext(ctx, "the report about an older incarnation is ignored", telemetry.AttrRun, req.GetRunId(), "incarnation", req.GetFence().GetIncarnation())
 		return nil
 	}
 	if req.GetState() == Paused {
@@ -104,7 +109,7 @@ func (s *runs) complete(ctx context.Context, req *runv1.CompleteRunRequest) erro
 func (s *runs) pauseRefused(ctx context.Context, c *conductor, req *runv1.CompleteRunRequest) error {
 	progress, changed := c.board.progress(), false
 	run, err := s.records.update(ctx, req.GetRunId(), func(r *Run) error {
-		if changed = r.GetIncarnation() == req.GetIncarnation() && !refusal.Paused(r); !changed {
+		if changed = r.GetIncarnation() == req.GetFence().GetIncarnation() && !refusal.Paused(r); !changed {
 			return nil
 		}
 		if r.GetState() != Paused { // a pause by request or for lack of space gets the new reason

@@ -41,6 +41,7 @@ type runs struct {
 	// beginning is held while it is decided which incarnation of an active run is conducted here.
 	beginning sync.Mutex
 	adoptions adoptions
+	reports   sync.Mutex // held while a report of a controller is handled
 }
 
 // create verifies the plan, records the run and starts it.
@@ -218,7 +219,7 @@ func (s *runs) startingPoint(ctx context.Context, plan *planv1.Plan, snapshot st
 			WithMessage("snapshot %s %s: a run of this plan cannot start from it", snap.GetSnapshotId(), lacks).
 			Fix("to start at step 0 with its weights alone: `rollout run --config FILE --from " + snap.GetSnapshotId() + "`, without --continue")
 	}
-	if _, err := s.Snapshots.PinSnapshot(ctx, &snapshotv1.PinSnapshotRequest{SnapshotId: snap.GetSnapshotId()}); err != nil {
+	if _, err := s.Snapshots.PinSnapshot(ctx, &snapshotv1.PinSnapshotRequest{SnapshotId: snap.GetSnapshotId(), Fence: s.fence(0)}); err != nil {
 		return "", Cursor{}, fmt.Errorf("pin the snapshot that the run starts from: %w", err)
 	}
 	first := snap.GetCursor().GetPosition()

@@ -268,7 +268,7 @@ func (d *deletion) finish(ctx context.Context, run *Run) (kept []string, err err
 	if _, err := d.Buffer.DeleteRun(ctx, &bufferv1.DeleteRunRequest{RunId: id, Fence: by}); err != nil {
 		return nil, fmt.Errorf("buffer: %w", err)
 	}
-	if _, err := d.Sessions.DeleteRun(ctx, &gatewayv1.DeleteRunRequest{RunId: id}); err != nil {
+	if _, err := d.Sessions.DeleteRun(ctx, &gatewayv1.DeleteRunRequest{RunId: id, Fence: by}); err != nil {
 		return nil, fmt.Errorf("rollout-gateway: %w", err)
 	}
 	if kept, err = d.snapshots(ctx, run); err != nil {
@@ -281,7 +281,7 @@ func (d *deletion) finish(ctx context.Context, run *Run) (kept []string, err err
 	if err := errors.Join(d.Events.Flush(ctx), d.Bus.EventsStored(ctx)); err != nil {
 		return nil, err
 	}
-	if _, err := d.EventLog.DeleteRun(ctx, &storagev1.DeleteRunRequest{RunId: id}); err != nil {
+	if _, err := d.EventLog.DeleteRun(ctx, &storagev1.DeleteRunRequest{RunId: id, Fence: by}); err != nil {
 		return nil, fmt.Errorf("storage: %w", err)
 	}
 	crashpoint.Here("scheduler/deleted") // only the record is left
@@ -297,7 +297,7 @@ func (d *deletion) snapshots(ctx context.Context, run *Run) (kept []string, err 
 	if err != nil {
 		return nil, err
 	}
-	resp, err := d.Snapshots.DeleteRun(ctx, &snapshotv1.DeleteRunRequest{RunId: run.GetRunId(), Keep: sorted(needed)})
+	resp, err := d.Snapshots.DeleteRun(ctx, &snapshotv1.DeleteRunRequest{RunId: run.GetRunId(), Keep: sorted(needed), Fence: d.fence(run.GetIncarnation())})
 	if err != nil {
 		return nil, err
 	}
@@ -312,7 +312,7 @@ func (d *deletion) snapshots(ctx context.Context, run *Run) (kept []string, err 
 	if err != nil {
 		return nil, err
 	}
-	if _, err := d.Snapshots.UnpinSnapshot(ctx, &snapshotv1.UnpinSnapshotRequest{SnapshotId: from}); err != nil && rpcerr.Code(err) != codes.NotFound {
+	if _, err := d.Snapshots.UnpinSnapshot(ctx, &snapshotv1.UnpinSnapshotRequest{SnapshotId: from, Fence: d.fence(0)}); err != nil && rpcerr.Code(err) != codes.NotFound {
 		return nil, err
 	}
 	owner, err := d.Store.Get(ctx, got.GetSnapshot().GetRunId())
@@ -322,7 +322,7 @@ func (d *deletion) snapshots(ctx context.Context, run *Run) (kept []string, err 
 	if err != nil && !errors.Is(err, ErrNotFound) {
 		return nil, err
 	}
-	_, err = d.Snapshots.DeleteSnapshot(ctx, &snapshotv1.DeleteSnapshotRequest{SnapshotId: from})
+	_, err = d.Snapshots.DeleteSnapshot(ctx, &snapshotv1.DeleteSnapshotRequest{SnapshotId: from, Fence: d.fence(0)})
 	return resp.GetKept(), err
 }
 

@@ -169,7 +169,7 @@ func (m *mesh) report(phase learnerv1.Phase, weights *weightsv1.WeightsManifest)
 
 func (m *mesh) complete(state runv1.RunState, reason, message string) {
 	g, req := m.scheduler, &runv1.CompleteRunRequest{
-		RunId: m.request.GetRunId(), Incarnation: m.request.GetFence().GetIncarnation(), State: state, Reason: reason, Message: message,
+		RunId: m.request.GetRunId(), Fence: fencetest.Controller(m.request.GetFence().GetIncarnation(), 1), State: state, Reason: reason, Message: message,
 	}
 	go func() {
 		if _, err := g.internal.CompleteRun(context.Background(), req); err != nil {

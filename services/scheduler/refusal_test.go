@@ -5,6 +5,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/rollout-rl/rollout/libs/fence/fencetest"
 	"github.com/rollout-rl/rollout/libs/refusal"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	"github.com/rollout-rl/rollout/services/scheduler"
@@ -26,7 +27,7 @@ func refused(t *testing.T) (*world, string) {
 func (w *world) refuse(run string, incarnation uint32) {
 	w.t.Helper()
 	if _, err := w.generation.internal.CompleteRun(w.t.Context(), &runv1.CompleteRunRequest{
-		RunId: run, Incarnation: incarnation, State: scheduler.Paused, Reason: refusal.Exploding, Message: "step 1: kept in step-000001.npz",
+		RunId: run, Fence: fencetest.Controller(incarnation, 1), State: scheduler.Paused, Reason: refusal.Exploding, Message: "step 1: kept in step-000001.npz",
 	}); err != nil {
 		w.t.Fatal(err)
 	}
@@ -179,7 +180,7 @@ func TestACollapsePausesUntilResumeRun(t *testing.T) {
 	t.Parallel()
 	w, run := idle(t, plan(4, "sync", 0, false))
 	if _, err := w.generation.internal.CompleteRun(w.t.Context(), &runv1.CompleteRunRequest{
-		RunId: run, Incarnation: 1, State: scheduler.Paused, Reason: refusal.RewardCollapse, Message: "step 9: the reward collapsed",
+		RunId: run, Fence: fencetest.Controller(1, 1), State: scheduler.Paused, Reason: refusal.RewardCollapse, Message: "step 9: the reward collapsed",
 	}); err != nil {
 		t.Fatal(err)
 	}

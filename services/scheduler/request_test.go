@@ -17,6 +17,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/libs/apikey"
+	"github.com/rollout-rl/rollout/libs/fence/fencetest"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
@@ -387,11 +388,26 @@ func TestAKeySeesTheRunsOfItsProject(t *testing.T) {
 	}
 	id := code.GetRunId()
 	for name, call := range map[string]func(ctx context.Context) error{
-		"GetRun":    func(ctx context.Context) error { _, err := w.generation.GetRun(ctx, &runv1.GetRunRequest{RunId: id}); return err },
-		"CancelRun": func(ctx context.Context) error { _, err := w.generation.CancelRun(ctx, &runv1.CancelRunRequest{RunId: id}); return err },
-		"PauseRun":  func(ctx context.Context) error { _, err := w.generation.PauseRun(ctx, &runv1.PauseRunRequest{RunId: id}); return err },
-		"ResumeRun": func(ctx context.Context) error { _, err := w.generation.ResumeRun(ctx, &runv1.ResumeRunRequest{RunId: id}); return err },
-		"DeleteRun": func(ctx context.Context) error { _, err := w.generation.DeleteRun(ctx, &runv1.DeleteRunRequest{RunId: id}); return err },
+		"GetRun": func(ctx context.Context) error {
+			_, err := w.generation.GetRun(ctx, &runv1.GetRunRequest{RunId: id})
+			return err
+		},
+		"CancelRun": func(ctx context.Context) error {
+			_, err := w.generation.CancelRun(ctx, &runv1.CancelRunRequest{RunId: id})
+			return err
+		},
+		"PauseRun": func(ctx context.Context) error {
+			_, err := w.generation.PauseRun(ctx, &runv1.PauseRunRequest{RunId: id})
+			return err
+		},
+		"ResumeRun": func(ctx context.Context) error {
+			_, err := w.generation.ResumeRun(ctx, &runv1.ResumeRunRequest{RunId: id})
+			return err
+		},
+		"DeleteRun": func(ctx context.Context) error {
+			_, err := w.generation.DeleteRun(ctx, &runv1.DeleteRunRequest{RunId: id})
+			return err
+		},
 	} {
 		if err := call(as("math")); rpcerr.Code(err) != codes.NotFound || rpcerr.Reason(err) != "RUN_NOT_FOUND" {
 			t.Errorf("%s of another project: %v", name, err)
@@ -533,9 +549,9 @@ func TestFailureOfTheControllerFailsTheRun(t *testing.T) {
 	t.Parallel()
 	w, run := idle(t, plan(4, "sync", 0, false))
 	for _, end := range []*runv1.CompleteRunRequest{
-		{RunId: run, Incarnation: 0, State: scheduler.Succeeded},
-		{RunId: run, Incarnation: 1, State: scheduler.Failed, Reason: "REPLAY_DIVERGED", Message: "step 3"},
-		{RunId: run, Incarnation: 1, State: scheduler.Succeeded},
+		{RunId: run, Fence: fencetest.Controller(0, 1), State: scheduler.Succeeded},
+		{RunId: run, Fence: fencetest.Controller(1, 1), State: scheduler.Failed, Reason: "REPLAY_DIVERGED", Message: "step 3"},
+		{RunId: run, Fence: fencetest.Controller(1, 1), State: scheduler.Succeeded},
 	} {
 		if _, err := w.generation.internal.CompleteRun(t.Context(), end); err != nil {
 			t.Fatal(err)

@@ -3,6 +3,7 @@ package scheduler
 import (
 	"context"
 
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
@@ -21,6 +22,8 @@ type Store interface {
 	Advance(ctx context.Context, id string, from, to uint64) error
 	// KeepQueues stores the queues of a run, for the time when it is not active.
 	KeepQueues(ctx context.Context, id string, q *runv1.Queues) error
+	// Admit refuses a report that a former leader decided. fence.ErrFenced.
+	Admit(ctx context.Context, id string, by *fencev1.Fence) error
 	// Delete deletes a run with its cursor. An unknown run is no error.
 	Delete(ctx context.Context, id string) error
 }

@@ -64,6 +64,7 @@ type Deps struct {
 	Projects   *apikey.Projects // nil: keys see the snapshots of all projects
 	Log        *slog.Logger     // nil discards
 	Now        func() time.Time // nil: time.Now
+	Epoch      uint64           // of the lease of this service
 }
 
 func (d *Deps) check() error {

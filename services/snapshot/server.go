@@ -130,7 +130,7 @@ func (s *Server) MaterializeSnapshot(ctx context.Context, req *snapshotv1.Materi
 
 // PinSnapshot implements the contract.
 func (s *Server) PinSnapshot(ctx context.Context, req *snapshotv1.PinSnapshotRequest) (*snapshotv1.PinSnapshotResponse, error) {
-	snap, err := s.svc.pin(ctx, req.GetSnapshotId())
+	snap, err := s.svc.pin(ctx, req.GetSnapshotId(), req.GetFence())
 	if err != nil {
 		return nil, err
 	}
@@ -139,7 +139,7 @@ func (s *Server) PinSnapshot(ctx context.Context, req *snapshotv1.PinSnapshotReq
 
 // UnpinSnapshot implements the contract.
 func (s *Server) UnpinSnapshot(ctx context.Context, req *snapshotv1.UnpinSnapshotRequest) (*snapshotv1.UnpinSnapshotResponse, error) {
-	if err := s.svc.Store.Unpin(ctx, req.GetSnapshotId()); err != nil {
+	if err := s.svc.Store.Unpin(ctx, req.GetSnapshotId(), req.GetFence()); err != nil {
 		return nil, err
 	}
 	return &snapshotv1.UnpinSnapshotResponse{}, nil
@@ -147,7 +147,7 @@ func (s *Server) UnpinSnapshot(ctx context.Context, req *snapshotv1.UnpinSnapsho
 
 // DeleteRun implements the contract.
 func (s *Server) DeleteRun(ctx context.Context, req *snapshotv1.DeleteRunRequest) (*snapshotv1.DeleteRunResponse, error) {
-	kept, err := s.svc.deleteRun(ctx, req.GetRunId(), req.GetKeep())
+	kept, err := s.svc.deleteRun(ctx, req.GetRunId(), req.GetKeep(), req.GetFence())
 	if err != nil {
 		return nil, err
 	}
@@ -172,7 +172,7 @@ func (s *Server) DeleteSnapshot(ctx context.Context, req *snapshotv1.DeleteSnaps
 	if _, err := s.svc.get(ctx, req.GetSnapshotId()); errors.Is(err, ErrNotFound) {
 		return &snapshotv1.DeleteSnapshotResponse{}, nil // as after a deletion, also if the caller does not see it
 	}
-	if err := s.svc.remove(ctx, req.GetSnapshotId()); err != nil {
+	if err := s.svc.remove(ctx, req.GetFence(), req.GetSnapshotId()); err != nil {
 		return nil, err
 	}
 	return &snapshotv1.DeleteSnapshotResponse{}, nil

@@ -21,6 +21,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/trainstate"
 	"github.com/rollout-rl/rollout/proto/gen/names"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
@@ -36,15 +37,23 @@ type service struct {
 	files sync.RWMutex
 }
 
+// fence is what the calls to the storage service carry.
+func (s *service) fence() *fencev1.Fence {
+	return &fencev1.Fence{Role: names.SnapshotService, LeaderEpoch: s.Epoch}
+}
+
 // create captures what the kind adds, imports the files of a folder, records the manifest, and
 // applies retention. A repeated call returns the first snapshot. ErrConflict if that one has other
 // content; what is captured is not compared, because it depends on the time of the call.
 func (s *service) create(ctx context.Context, req *snapshotv1.CreateSnapshotRequest) (*Snapshot, error) {
-	want, dir, keep := req.GetSnapshot(), req.GetDirectory(), int(req.GetKeep())
+	want, dir, keep, by := req.GetSnapshot(), req.GetDirectory(), int(req.GetKeep()), req.GetFence()
 	if err := s.check(want, dir); err != nil {
 		return nil, err
 	}
 	if err := s.own(ctx, want); err != nil {
+		return nil, err
+	}
+	if err := s.Store.Admit(ctx, want.GetRunId(), by); err != nil {
 		return nil, err
 	}
 	first, err := s.Store.Find(ctx, KeyOf(want))
@@ -67,7 +76,7 @@ func (s *service) create(ctx context.Context, req *snapshotv1.CreateSnapshotRequ
 	if bad := s.handlers[want.GetKind()].Check(want, ErrInvalid); len(bad.Violations()) > 0 {
 		return nil, bad
 	}
-	snap, recorded, err := s.record(ctx, want, dir)
+	snap, recorded, err := s.record(ctx, want, dir, by)
 	if err != nil {
 		return nil, err
 	}
@@ -93,14 +102,14 @@ func repeated(first, want *Snapshot) (*Snapshot, error) {
 
 // record imports the files and records the manifest. recorded is false if the key existed already;
 // the snapshot is then the existing one.
-func (s *service) record(ctx context.Context, want *Snapshot, dir string) (snap *Snapshot, recorded bool, err error) {
+func (s *service) record(ctx context.Context, want *Snapshot, dir string, by *fencev1.Fence) (snap *Snapshot, recorded bool, err error) {
 	s.files.RLock()
 	defer s.files.RUnlock()
 	if err := s.Store.Note(ctx, digests(want)); err != nil {
 		return nil, false, err
 	}
 	crashpoint.Here("snapshot/noted") // its files are candidates of a sweep, not imported
-	resp, err := s.Artifacts.ImportArtifacts(ctx, &storagev1.ImportArtifactsRequest{Files: localFiles(want, dir)})
+	resp, err := s.Artifacts.ImportArtifacts(ctx, &storagev1.ImportArtifactsRequest{Files: localFiles(want, dir), Fence: s.fence()})
 	if err != nil {
 		return nil, false, fmt.Errorf("import the files of the snapshot of %s at step %d: %w", want.GetRunId(), want.GetStep(), err)
 	}
@@ -121,7 +130,7 @@ func (s *service) record(ctx context.Context, want *Snapshot, dir string) (snap 
 			made.Bytes += f.GetBytes()
 		}
 	}
-	snap, err = s.Store.Record(ctx, made)
+	snap, err = s.Store.Record(ctx, made, by)
 	if err != nil {
 		return nil, false, err
 	}
@@ -210,7 +219,7 @@ func (s *service) retain(ctx context.Context, newest *Snapshot, keep int) error 
 	for _, snap := range all[keep:] {
 		old = append(old, snap.GetSnapshotId())
 	}
-	return s.remove(ctx, old...)
+	return s.remove(ctx, nil, old...)
 }
 
 // removable returns ErrInUse for the newest snapshot of an active run, which needs it to recover.
@@ -245,8 +254,8 @@ func (s *service) removable(ctx context.Context, id string) error {
 }
 
 // remove deletes manifests, and the artifacts that no other manifest names.
-func (s *service) remove(ctx context.Context, ids ...string) error {
-	if err := s.Store.Delete(ctx, ids...); err != nil {
+func (s *service) remove(ctx context.Context, by *fencev1.Fence, ids ...string) error {
+	if err := s.Store.Delete(ctx, by, ids...); err != nil {
 		return err
 	}
 	crashpoint.Here("snapshot/deleted") // manifests are deleted, their files exist
@@ -262,7 +271,7 @@ func (s *service) sweep(ctx context.Context) error {
 		return err
 	}
 	if len(garbage) > 0 {
-		if _, err := s.Artifacts.DeleteArtifacts(ctx, &storagev1.DeleteArtifactsRequest{ContentIds: garbage}); err != nil {
+		if _, err := s.Artifacts.DeleteArtifacts(ctx, &storagev1.DeleteArtifactsRequest{ContentIds: garbage, Fence: s.fence()}); err != nil {
 			return fmt.Errorf("delete %d artifacts: %w", len(garbage), err)
 		}
 	}
@@ -356,12 +365,12 @@ func (s *service) list(ctx context.Context, f Filter) (found []*Snapshot, err er
 
 // pin exempts a snapshot from retention: the run that starts from it may need it again until it has
 // a snapshot itself.
-func (s *service) pin(ctx context.Context, idOrPrefix string) (*Snapshot, error) {
+func (s *service) pin(ctx context.Context, idOrPrefix string, by *fencev1.Fence) (*Snapshot, error) {
 	snap, err := s.get(ctx, idOrPrefix)
 	if err != nil {
 		return nil, err
 	}
-	return snap, s.Store.Pin(ctx, snap.GetSnapshotId())
+	return snap, s.Store.Pin(ctx, snap.GetSnapshotId(), by)
 }
 
 // deletePage is the number of manifests that are deleted at a time.
@@ -369,7 +378,10 @@ const deletePage = 100
 
 // deleteRun deletes the snapshots of a run except those to keep, and returns the ids of the kept
 // ones. The pin of another one was left by a run that was not created, or is deleted.
-func (s *service) deleteRun(ctx context.Context, run string, keep []string) (kept []string, err error) {
+func (s *service) deleteRun(ctx context.Context, run string, keep []string, by *fencev1.Fence) (kept []string, err error) {
+	if err := s.Store.Admit(ctx, run, by); err != nil {
+		return nil, err
+	}
 	for after := ""; ; {
 		page, err := s.Store.List(ctx, Filter{Run: run, After: after, Limit: deletePage})
 		if err != nil {
@@ -382,16 +394,16 @@ func (s *service) deleteRun(ctx context.Context, run string, keep []string) (kep
 				kept = append(kept, after)
 				continue
 			}
-			if err := s.Store.Unpin(ctx, after); err != nil && !errors.Is(err, ErrNotFound) {
+			if err := s.Store.Unpin(ctx, after, by); err != nil && !errors.Is(err, ErrNotFound) {
 				return nil, err
 			}
 			gone = append(gone, after)
 		}
-		if err := s.Store.Delete(ctx, gone...); err != nil {
+		if err := s.Store.Delete(ctx, by, gone...); err != nil {
 			return nil, err
 		}
 		if len(page) < deletePage {
-			return kept, s.sweep(ctx)
+			return kept, errors.Join(s.sweep(ctx), s.Store.ForgetRun(ctx, run))
 		}
 	}
 }

@@ -315,7 +315,7 @@ func TestAKindWithoutAHandlerIsRefused(t *testing.T) {
 	w := setup(t)
 	stored := storetest.Snap("snap-1", "run-a", 1, "a") // like another version of the service wrote it
 	stored.Kind = snapshotv1.SnapshotKind_SNAPSHOT_KIND_PROCESS
-	if _, err := w.store.Record(t.Context(), stored); err != nil {
+	if _, err := w.store.Record(t.Context(), stored, nil); err != nil {
 		t.Fatal(err)
 	}
 	made := storetest.Snap("", "run-a", 1, "a")

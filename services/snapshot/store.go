@@ -1,20 +1,30 @@
 package snapshot
 
-import "context"
+import (
+	"context"
+
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
+)
 
 // Store keeps manifests. Writes are durable when a method returns. Implementations pass storetest.
 type Store interface {
 	Reader
 	// Record stores a manifest and returns it. If there is one with the same key, that one stays
-	// and is returned instead.
-	Record(ctx context.Context, s *Snapshot) (*Snapshot, error)
+	// and is returned instead. by as in Admit.
+	Record(ctx context.Context, s *Snapshot, by *fencev1.Fence) (*Snapshot, error)
+	// Admit refuses a change that a former leader decided, of a run, or of none (""). A nil fence
+	// stands for the service itself, or a person, and is admitted. fence.ErrFenced.
+	Admit(ctx context.Context, run string, by *fencev1.Fence) error
 	// Delete deletes manifests. The digests that they name become candidates. It ignores unknown
-	// ids. ErrInUse if one is pinned; then none is deleted.
-	Delete(ctx context.Context, ids ...string) error
-	// Pin exempts a manifest from retention, because a run started from it. ErrNotFound.
-	Pin(ctx context.Context, id string) error
-	// Unpin ends the exemption. ErrNotFound.
-	Unpin(ctx context.Context, id string) error
+	// ids. ErrInUse if one is pinned; then none is deleted. by as in Admit.
+	Delete(ctx context.Context, by *fencev1.Fence, ids ...string) error
+	// Pin exempts a manifest from retention, because a run started from it. ErrNotFound. by as in
+	// Admit.
+	Pin(ctx context.Context, id string, by *fencev1.Fence) error
+	// Unpin ends the exemption. ErrNotFound. by as in Admit.
+	Unpin(ctx context.Context, id string, by *fencev1.Fence) error
+	// ForgetRun forgets who has changed snapshots of a run.
+	ForgetRun(ctx context.Context, run string) error
 	// Note makes digests candidates: a sweep deletes their artifacts unless a manifest names them.
 	Note(ctx context.Context, digests []string) error
 	// Forget removes digests from the candidates.

@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/rollout-rl/rollout/libs/blob"
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
 
@@ -21,12 +22,12 @@ const chunkBytes = 1 << 20
 
 // PutArtifact implements the contract.
 func (s *Server) PutArtifact(stream grpc.ClientStreamingServer[storagev1.PutArtifactRequest, storagev1.PutArtifactResponse]) error {
-	from := &uploads{stream: stream}
+	from := &uploads{stream: stream, admit: s.admit}
 	content, size, err := s.deps.Artifacts.Put(stream.Context(), from)
 	if err != nil {
 		return err
 	}
-	if err := s.deps.Store.Own(stream.Context(), from.run, content); err != nil {
+	if err := s.deps.Store.Own(stream.Context(), from.run, content, from.by); err != nil {
 		return err
 	}
 	return stream.SendAndClose(&storagev1.PutArtifactResponse{ContentId: content, Bytes: uint64(size)})
@@ -36,7 +37,9 @@ func (s *Server) PutArtifact(stream grpc.ClientStreamingServer[storagev1.PutArti
 type uploads struct {
 	stream grpc.ClientStreamingServer[storagev1.PutArtifactRequest, storagev1.PutArtifactResponse]
 	rest   []byte
+	admit  func(ctx context.Context, run string, by *fencev1.Fence) error
 	run    string // of the first message
+	by     *fencev1.Fence
 	begun  bool
 }
 
@@ -47,7 +50,10 @@ func (u *uploads) Read(p []byte) (int, error) {
 			return 0, err
 		}
 		if !u.begun {
-			u.run, u.begun = req.GetRunId(), true
+			u.run, u.by, u.begun = req.GetRunId(), req.GetFence(), true
+			if err := u.admit(u.stream.Context(), u.run, u.by); err != nil {
+				return 0, err
+			}
 		}
 		u.rest = req.GetChunk()
 	}
@@ -91,6 +97,9 @@ func (s *Server) open(ctx context.Context, req *storagev1.GetArtifactRequest) (i
 // ImportArtifacts implements the contract.
 func (s *Server) ImportArtifacts(ctx context.Context, req *storagev1.ImportArtifactsRequest) (*storagev1.ImportArtifactsResponse, error) {
 	resp := &storagev1.ImportArtifactsResponse{}
+	if err := s.admit(ctx, "", req.GetFence()); err != nil {
+		return nil, err
+	}
 	for _, f := range req.GetFiles() {
 		if !filepath.IsAbs(f.GetPath()) {
 			return nil, ErrPath.With("path", f.GetPath())
@@ -102,7 +111,7 @@ func (s *Server) ImportArtifacts(ctx context.Context, req *storagev1.ImportArtif
 		if f.GetContentId() != "" && f.GetContentId() != content {
 			return nil, ErrMismatch.With("path", f.GetPath()).With("announced", f.GetContentId()).With("found", content)
 		}
-		if err := s.deps.Store.Own(ctx, "", content); err != nil {
+		if err := s.deps.Store.Own(ctx, "", content, req.GetFence()); err != nil {
 			return nil, err
 		}
 		blocks, err := blocks(f.GetPath())
@@ -125,6 +134,15 @@ func blocks(path string) ([]byte, error) {
 	}
 	defer func() { _ = f.Close() }()
 	return blob.Blocks(f)
+}
+
+// admit refuses, before bytes are stored, what a former leader decided. The transaction that records
+// the owner of the bytes compares again.
+func (s *Server) admit(ctx context.Context, run string, by *fencev1.Fence) error {
+	if by == nil {
+		return nil
+	}
+	return s.deps.Store.Admit(ctx, run, by)
 }
 
 // importFile stores a file. A file that does not exist needs an artifact with its content id.
@@ -194,7 +212,7 @@ func (s *Server) StatArtifacts(ctx context.Context, req *storagev1.StatArtifacts
 
 // DeleteArtifacts implements the contract.
 func (s *Server) DeleteArtifacts(ctx context.Context, req *storagev1.DeleteArtifactsRequest) (*storagev1.DeleteArtifactsResponse, error) {
-	if err := s.deleteArtifacts(ctx, req.GetRunId(), req.GetContentIds()); err != nil {
+	if err := s.deleteArtifacts(ctx, req.GetRunId(), req.GetContentIds(), req.GetFence()); err != nil {
 		return nil, err
 	}
 	return &storagev1.DeleteArtifactsResponse{}, nil
@@ -203,23 +221,14 @@ func (s *Server) DeleteArtifacts(ctx context.Context, req *storagev1.DeleteArtif
 // deleteArtifacts deletes what only this owner has stored: a run, or "" for what belongs to no run.
 // A run deletes nothing that was not stored for it. The record of the owner is deleted after the
 // bytes, so that a repeated call finds them.
-func (s *Server) deleteArtifacts(ctx context.Context, run string, contents []string) error {
-	owners, err := s.deps.Store.OwnersOf(ctx, contents)
-	if err != nil {
-		return err
-	}
+func (s *Server) deleteArtifacts(ctx context.Context, run string, contents []string, by *fencev1.Fence) error {
 	for _, content := range contents {
-		known := owners[content]
-		only := len(known) == 1 && known[0] == run
-		unknown := len(known) == 0 && run == "" // stored before owners were recorded
-		if !only && !unknown {
-			continue
-		}
-		if err := s.deps.Artifacts.Delete(ctx, content); err != nil {
+		err := s.deps.Store.Disown(ctx, run, content, by, func() error { return s.deps.Artifacts.Delete(ctx, content) })
+		if err != nil {
 			return err
 		}
 	}
-	return s.deps.Store.Disown(ctx, run, contents)
+	return nil
 }
 
 // deletePage is the number of artifacts that are deleted at a time.
@@ -227,6 +236,9 @@ const deletePage = 256
 
 // DeleteRun implements the contract.
 func (s *Server) DeleteRun(ctx context.Context, req *storagev1.DeleteRunRequest) (*storagev1.DeleteRunResponse, error) {
+	if err := s.deps.Store.Admit(ctx, req.GetRunId(), req.GetFence()); err != nil {
+		return nil, err
+	}
 	for {
 		owned, err := s.deps.Store.Owned(ctx, req.GetRunId(), deletePage)
 		if err != nil {
@@ -235,7 +247,7 @@ func (s *Server) DeleteRun(ctx context.Context, req *storagev1.DeleteRunRequest)
 		if len(owned) == 0 {
 			break
 		}
-		if err := s.deleteArtifacts(ctx, req.GetRunId(), owned); err != nil {
+		if err := s.deleteArtifacts(ctx, req.GetRunId(), owned, req.GetFence()); err != nil {
 			return nil, err
 		}
 	}

@@ -14,6 +14,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
 
@@ -54,18 +55,23 @@ type Store interface {
 	DeleteBefore(ctx context.Context, before time.Time) error
 	// DeleteRun deletes the events and metrics of a run, in transactions of bounded size.
 	DeleteRun(ctx context.Context, run string) error
+	// Admit refuses a change that a former leader decided. run is "" for none. fence.ErrFenced.
+	Admit(ctx context.Context, run string, by *fencev1.Fence) error
 }
 
 // Owners records for which runs an artifact was stored.
 type Owners interface {
-	// Own records that an artifact was stored for a run; "": for none.
-	Own(ctx context.Context, run, digest string) error
-	// OwnersOf returns the runs that each of the digests was stored for.
-	OwnersOf(ctx context.Context, digests []string) (map[string][]string, error)
+	// Own records that an artifact was stored for a run; "": for none. by is nil for those whom no one
+	// replaces. fence.ErrFenced.
+	Own(ctx context.Context, run, digest string, by *fencev1.Fence) error
+	// OwnersOf returns the runs that an artifact was stored for.
+	OwnersOf(ctx context.Context, digest string) ([]string, error)
 	// Owned returns digests that were stored for a run, at most limit.
 	Owned(ctx context.Context, run string, limit int) ([]string, error)
-	// Disown forgets that artifacts were stored for a run.
-	Disown(ctx context.Context, run string, digests []string) error
+	// Disown forgets that an artifact was stored for a run. If it was stored for no other run, it
+	// calls remove before, in the same transaction. remove may be called more than once.
+	// fence.ErrFenced.
+	Disown(ctx context.Context, run, digest string, by *fencev1.Fence, remove func() error) error
 }
 
 // Measured reports whether the metrics of an event kind belong to its step.

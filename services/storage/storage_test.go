@@ -20,6 +20,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/blob"
 	"github.com/rollout-rl/rollout/libs/blob/files"
 	"github.com/rollout-rl/rollout/libs/bus"
+	"github.com/rollout-rl/rollout/libs/fence/fencetest"
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/sqldb"
@@ -165,7 +166,7 @@ func TestArtifactsAreStoredReadAndDeleted(t *testing.T) {
 		t.Fatalf("got %v, %v", stat, err)
 	}
 	for range 2 {
-		if _, err := s.artifacts.DeleteArtifacts(t.Context(), &storagev1.DeleteArtifactsRequest{ContentIds: []string{stored.GetContentId()}}); err != nil {
+		if _, err := s.artifacts.DeleteArtifacts(t.Context(), &storagev1.DeleteArtifactsRequest{ContentIds: []string{stored.GetContentId()}, Fence: fencetest.Scheduler(0, 1)}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -292,6 +293,7 @@ func put(t *testing.T, s setup, run, data string) string {
 func TestArtifactsAreDeletedWithTheirRuns(t *testing.T) {
 	t.Parallel()
 	s := serve(t)
+	by := fencetest.Scheduler(0, 1)
 	own, shared := put(t, s, "run-a", "own"), put(t, s, "run-a", "shared")
 	put(t, s, "run-b", "shared")
 	file := filepath.Join(t.TempDir(), "file")
@@ -320,14 +322,14 @@ func TestArtifactsAreDeletedWithTheirRuns(t *testing.T) {
 	}
 	remove := func(run string) {
 		t.Helper()
-		if _, err := s.artifacts.DeleteArtifacts(t.Context(), &storagev1.DeleteArtifactsRequest{ContentIds: []string{own, shared, snapshot}, RunId: run}); err != nil {
+		if _, err := s.artifacts.DeleteArtifacts(t.Context(), &storagev1.DeleteArtifactsRequest{ContentIds: []string{own, shared, snapshot}, RunId: run, Fence: by}); err != nil {
 			t.Fatal(err)
 		}
 	}
 	remove("run-c") // has stored none of them
 	left(true, true, true)
 	for range 2 {
-		if _, err := s.events.DeleteRun(t.Context(), &storagev1.DeleteRunRequest{RunId: "run-a"}); err != nil {
+		if _, err := s.events.DeleteRun(t.Context(), &storagev1.DeleteRunRequest{RunId: "run-a", Fence: by}); err != nil {
 			t.Fatal(err)
 		}
 	}

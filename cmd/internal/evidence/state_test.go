@@ -190,7 +190,7 @@ func snapshots(ctx context.Context, folder string) error {
 		return err
 	}
 	_, err = store.Record(ctx, &snapshotv1.Snapshot{SnapshotId: "snap-1", Files: []*snapshotv1.SnapshotFile{{Path: "state.json", Digest: kept, Bytes: 5}}, RunId: run, Kind: snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE, Step: 1,
-		WeightsDigest: digest(1), Cursor: &runv1.Cursor{Position: 2, Rows: rows}})
+		WeightsDigest: digest(1), Cursor: &runv1.Cursor{Position: 2, Rows: rows}}, nil)
 	return err
 }
 

@@ -55,7 +55,8 @@ async def run_learner_worker(
     services = Services(
         spec.consul_address, spec.token, consul_token=spec.consul_token, agent_files=of_agent(spec), tls=of_mesh(spec)
     )
-    catalog = Catalog(StoredWeights(spec.run_id, Path(spec.run_directory) / "weights" / "stored", services))
+    stored = Path(spec.run_directory) / "weights" / "stored"
+    catalog = Catalog(StoredWeights(spec.run_id, stored, services, spec.incarnation))
     try:
         publication = Publication(
             spec.run_id,

@@ -127,7 +127,7 @@ class World:
         (tmp_path / "config.json").write_text("{}")
         self.services = Services("", "token")
         self.storage = Storage(self)  # pyright: ignore[reportAbstractUsage]
-        self.stored = StoredWeights(RUN, tmp_path / "stored", self.services)
+        self.stored = StoredWeights(RUN, tmp_path / "stored", self.services, incarnation=1)
         self.catalog = Catalog(self.stored, threads=1)
         self.module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).requires_grad_(False).to(torch.bfloat16)
         self.engine = CurrentWeights(self.module)

@@ -11,7 +11,9 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	schema "github.com/rollout-rl/rollout/database/gateway"
+	"github.com/rollout-rl/rollout/libs/fence"
 	"github.com/rollout-rl/rollout/libs/sqldb"
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	"github.com/rollout-rl/rollout/services/gateway"
 )
 
@@ -106,9 +108,14 @@ func (s *Store) Expire(ctx context.Context, before time.Time) (sessions int, err
 }
 
 // DeleteRun implements gateway.Store.
-func (s *Store) DeleteRun(ctx context.Context, run string) error {
-	_, err := s.deleteAll(ctx, `run_id = $1`, run)
-	return err
+func (s *Store) DeleteRun(ctx context.Context, run string, by *fencev1.Fence) error {
+	if err := s.db.Tx(ctx, func(tx *sql.Tx) error { return fence.Admit(ctx, tx, s.db.Dialect, run, by) }); err != nil {
+		return fmt.Errorf("delete the sessions of %s: %w", run, err)
+	}
+	if _, err := s.deleteAll(ctx, `run_id = $1`, run); err != nil {
+		return err
+	}
+	return s.db.Tx(ctx, func(tx *sql.Tx) error { return fence.Forget(ctx, tx, run) })
 }
 
 // deleteAll deletes the sessions that a condition selects.

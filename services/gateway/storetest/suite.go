@@ -12,6 +12,8 @@ import (
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	"github.com/rollout-rl/rollout/libs/fence"
+	"github.com/rollout-rl/rollout/libs/fence/fencetest"
 	sessionv1 "github.com/rollout-rl/rollout/proto/gen/rollout/session/v1"
 	"github.com/rollout-rl/rollout/services/gateway"
 )
@@ -247,7 +249,13 @@ func runDeleted(t *testing.T, store gateway.Store) {
 	if err := store.KeepResponse(t.Context(), &gateway.Response{ID: "resp-1", Session: "sess-000", Body: []byte("{}"), Input: []byte("[]")}); err != nil {
 		t.Fatal(err)
 	}
-	if err := store.DeleteRun(t.Context(), run); err != nil {
+	if err := store.DeleteRun(t.Context(), "run-other", fencetest.Scheduler(1, 2)); err != nil {
+		t.Fatal(err)
+	}
+	if err := store.DeleteRun(t.Context(), run, fencetest.Scheduler(1, 1)); !errors.Is(err, fence.ErrFenced) {
+		t.Errorf("a former scheduler deletes sessions: %v", err)
+	}
+	if err := store.DeleteRun(t.Context(), run, fencetest.Scheduler(1, 2)); err != nil {
 		t.Fatal(err)
 	}
 	for _, name := range []string{"sess-000", "sess-149"} {

@@ -12,8 +12,10 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	schema "github.com/rollout-rl/rollout/database/scheduler"
+	"github.com/rollout-rl/rollout/libs/fence"
 	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/sqldb"
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	"github.com/rollout-rl/rollout/services/scheduler"
 )
@@ -132,12 +134,17 @@ func (s *Store) Delete(ctx context.Context, id string) error {
 				return err
 			}
 		}
-		return nil
+		return fence.Forget(ctx, tx, id)
 	})
 	if err != nil {
 		return fmt.Errorf("delete run %s: %w", id, err)
 	}
 	return nil
+}
+
+// Admit implements scheduler.Store.
+func (s *Store) Admit(ctx context.Context, id string, by *fencev1.Fence) error {
+	return s.db.Tx(ctx, func(tx *sql.Tx) error { return fence.Admit(ctx, tx, s.db.Dialect, id, by) })
 }
 
 // Get implements scheduler.Reader.

@@ -11,8 +11,10 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	schema "github.com/rollout-rl/rollout/database/snapshot"
+	"github.com/rollout-rl/rollout/libs/fence"
 	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/sqldb"
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	"github.com/rollout-rl/rollout/services/snapshot"
 )
 
@@ -42,7 +44,7 @@ func (s *Store) Fenced(fence sqldb.Fence) *Store {
 }
 
 // Record implements snapshot.Store.
-func (s *Store) Record(ctx context.Context, snap *snapshot.Snapshot) (*snapshot.Snapshot, error) {
+func (s *Store) Record(ctx context.Context, snap *snapshot.Snapshot, by *fencev1.Fence) (*snapshot.Snapshot, error) {
 	manifest, err := proto.Marshal(snap)
 	if err != nil {
 		return nil, fmt.Errorf("record snapshot: %w", err)
@@ -50,6 +52,9 @@ func (s *Store) Record(ctx context.Context, snap *snapshot.Snapshot) (*snapshot.
 	kept := snap
 	err = s.db.Tx(ctx, func(tx *sql.Tx) error {
 		kept = snap
+		if err := s.admit(ctx, tx, snap.GetRunId(), by); err != nil {
+			return err
+		}
 		res, err := tx.ExecContext(ctx, `INSERT INTO snapshot (snapshot_id, run_id, kind, step, name, manifest) VALUES ($1, $2, $3, $4, $5, $6)
 				ON CONFLICT (run_id, kind, step, name) DO NOTHING`,
 			snap.GetSnapshotId(), snap.GetRunId(), int32(snap.GetKind()), int64(snap.GetStep()), snap.GetName(), manifest)
@@ -76,9 +81,33 @@ func (s *Store) Record(ctx context.Context, snap *snapshot.Snapshot) (*snapshot.
 	return kept, nil
 }
 
+// Admit implements snapshot.Store.
+func (s *Store) Admit(ctx context.Context, run string, by *fencev1.Fence) error {
+	if by == nil {
+		return nil
+	}
+	return s.db.Tx(ctx, func(tx *sql.Tx) error { return s.admit(ctx, tx, run, by) })
+}
+
+// admit is Admit within a transaction. A fence of incarnation 0 belongs to no run.
+func (s *Store) admit(ctx context.Context, tx *sql.Tx, run string, by *fencev1.Fence) error {
+	if by.GetIncarnation() == 0 {
+		run = ""
+	}
+	return fence.Admit(ctx, tx, s.db.Dialect, run, by)
+}
+
+// ForgetRun implements snapshot.Store.
+func (s *Store) ForgetRun(ctx context.Context, run string) error {
+	return s.db.Tx(ctx, func(tx *sql.Tx) error { return fence.Forget(ctx, tx, run) })
+}
+
 // Delete implements snapshot.Store.
-func (s *Store) Delete(ctx context.Context, ids ...string) error {
+func (s *Store) Delete(ctx context.Context, by *fencev1.Fence, ids ...string) error {
 	err := s.db.Tx(ctx, func(tx *sql.Tx) error {
+		if err := s.admit(ctx, tx, "", by); err != nil {
+			return err
+		}
 		for _, id := range ids {
 			if _, err := tx.ExecContext(ctx, `INSERT INTO candidate (digest)
 				SELECT digest FROM snapshot_file WHERE snapshot_id = $1 ON CONFLICT DO NOTHING`, id); err != nil {
@@ -104,17 +133,28 @@ func (s *Store) Delete(ctx context.Context, ids ...string) error {
 }
 
 // Pin implements snapshot.Store.
-func (s *Store) Pin(ctx context.Context, id string) error {
-	return s.setPinned(ctx, id, `UPDATE snapshot SET pinned = TRUE WHERE snapshot_id = $1`)
+func (s *Store) Pin(ctx context.Context, id string, by *fencev1.Fence) error {
+	return s.setPinned(ctx, id, by, `UPDATE snapshot SET pinned = TRUE WHERE snapshot_id = $1`)
 }
 
 // Unpin implements snapshot.Store.
-func (s *Store) Unpin(ctx context.Context, id string) error {
-	return s.setPinned(ctx, id, `UPDATE snapshot SET pinned = FALSE WHERE snapshot_id = $1`)
+func (s *Store) Unpin(ctx context.Context, id string, by *fencev1.Fence) error {
+	return s.setPinned(ctx, id, by, `UPDATE snapshot SET pinned = FALSE WHERE snapshot_id = $1`)
 }
 
-func (s *Store) setPinned(ctx context.Context, id, statement string) error {
-	n, err := s.db.Exec(ctx, statement, id)
+func (s *Store) setPinned(ctx context.Context, id string, by *fencev1.Fence, statement string) error {
+	var n int64
+	err := s.db.Tx(ctx, func(tx *sql.Tx) error {
+		if err := s.admit(ctx, tx, "", by); err != nil {
+			return err
+		}
+		res, err := tx.ExecContext(ctx, statement, id)
+		if err != nil {
+			return err
+		}
+		n, err = res.RowsAffected()
+		return err
+	})
 	if err != nil {
 		return fmt.Errorf("pin or unpin snapshot %s: %w", id, err)
 	}

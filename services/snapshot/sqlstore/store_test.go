@@ -24,7 +24,7 @@ func TestAnotherProcessFindsWhatWasWritten(t *testing.T) {
 	sqldbtest.Run(t, func(t *testing.T, place func(*testing.T) sqldb.Place) {
 		p := place(t)
 		want := storetest.Snap("snap-1", "run-a", 1, "a")
-		if _, err := sqldbtest.Store(t, p, sqlstore.Open).Record(t.Context(), want); err != nil {
+		if _, err := sqldbtest.Store(t, p, sqlstore.Open).Record(t.Context(), want, nil); err != nil {
 			t.Fatal(err)
 		}
 		got, err := sqldbtest.Store(t, p, sqlstore.Open).Get(t.Context(), "snap-1")

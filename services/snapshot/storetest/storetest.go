@@ -45,7 +45,7 @@ func Digest(letter string) string { return "blake3-" + strings.Repeat(letter, 64
 
 func record(t *testing.T, s snapshot.Store, snap *snapshot.Snapshot) *snapshot.Snapshot {
 	t.Helper()
-	got, err := s.Record(t.Context(), snap)
+	got, err := s.Record(t.Context(), snap, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -87,7 +87,7 @@ func namesAreKeys(t *testing.T, s snapshot.Store) {
 	if got := record(t, s, again); !proto.Equal(got, named) {
 		t.Errorf("the second manifest of a named key replaced the first: %v", got)
 	}
-	if err := s.Delete(t.Context(), "snap-2"); err != nil {
+	if err := s.Delete(t.Context(), nil, "snap-2"); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := s.Find(t.Context(), snapshot.KeyOf(unnamed)); err != nil {
@@ -143,7 +143,7 @@ func candidates(t *testing.T, s snapshot.Store) {
 	if err := s.Note(t.Context(), []string{Digest("c"), Digest("d"), Digest("d")}); err != nil {
 		t.Fatal(err)
 	}
-	if err := s.Delete(t.Context(), "snap-1", "snap-unknown"); err != nil {
+	if err := s.Delete(t.Context(), nil, "snap-1", "snap-unknown"); err != nil {
 		t.Fatal(err)
 	}
 	garbage, named, err := s.Garbage(t.Context())
@@ -156,7 +156,7 @@ func candidates(t *testing.T, s snapshot.Store) {
 	if garbage, named, err = s.Garbage(t.Context()); err != nil || len(garbage)+len(named) != 0 {
 		t.Fatalf("after forgetting: %v, %v, %v", garbage, named, err)
 	}
-	if err := s.Delete(t.Context(), "snap-2"); err != nil {
+	if err := s.Delete(t.Context(), nil, "snap-2"); err != nil {
 		t.Fatal(err)
 	}
 	if garbage, _, _ = s.Garbage(t.Context()); !slices.Equal(garbage, []string{Digest("b"), Digest("c")}) {
@@ -167,26 +167,26 @@ func candidates(t *testing.T, s snapshot.Store) {
 func pin(t *testing.T, s snapshot.Store) {
 	record(t, s, Snap("snap-1", "run-a", 1, "a"))
 	record(t, s, Snap("snap-2", "run-a", 2, "a"))
-	if err := s.Pin(t.Context(), "snap-1"); err != nil {
+	if err := s.Pin(t.Context(), "snap-1", nil); err != nil {
 		t.Fatal(err)
 	}
 	got, err := s.List(t.Context(), snapshot.Filter{Unpinned: true})
 	if err != nil || !slices.Equal(ids(got), []string{"snap-2"}) {
 		t.Fatalf("unpinned: %v, %v", ids(got), err)
 	}
-	if err := s.Pin(t.Context(), "snap-9"); !errors.Is(err, snapshot.ErrNotFound) {
+	if err := s.Pin(t.Context(), "snap-9", nil); !errors.Is(err, snapshot.ErrNotFound) {
 		t.Fatalf("an unknown one was pinned: %v", err)
 	}
-	if err := s.Delete(t.Context(), "snap-2", "snap-1"); !errors.Is(err, snapshot.ErrInUse) {
+	if err := s.Delete(t.Context(), nil, "snap-2", "snap-1"); !errors.Is(err, snapshot.ErrInUse) {
 		t.Fatalf("a pinned one was deleted: %v", err)
 	}
 	if got, err := s.List(t.Context(), snapshot.Filter{}); err != nil || len(got) != 2 {
 		t.Fatalf("after a refused deletion: %v, %v", ids(got), err)
 	}
-	if err := errors.Join(s.Unpin(t.Context(), "snap-1"), s.Delete(t.Context(), "snap-1")); err != nil {
+	if err := errors.Join(s.Unpin(t.Context(), "snap-1", nil), s.Delete(t.Context(), nil, "snap-1")); err != nil {
 		t.Fatal(err)
 	}
-	if err := s.Unpin(t.Context(), "snap-9"); !errors.Is(err, snapshot.ErrNotFound) {
+	if err := s.Unpin(t.Context(), "snap-9", nil); !errors.Is(err, snapshot.ErrNotFound) {
 		t.Fatalf("an unknown one was unpinned: %v", err)
 	}
 }

@@ -2,11 +2,13 @@ package sqlstore
 
 import (
 	"context"
-	"encoding/json"
+	"database/sql"
 	"fmt"
 	"time"
 
+	"github.com/rollout-rl/rollout/libs/fence"
 	"github.com/rollout-rl/rollout/libs/sqldb"
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 )
 
 // deleteRows is the number of rows that one transaction deletes, so that other writers wait
@@ -23,7 +25,7 @@ func (s *Store) DeleteRun(ctx context.Context, run string) error {
 			return fmt.Errorf("delete the events and metrics of %s: %w", run, err)
 		}
 	}
-	return nil
+	return s.db.Tx(ctx, func(tx *sql.Tx) error { return fence.Forget(ctx, tx, run) })
 }
 
 // DeleteBefore implements storage.Store.
@@ -45,28 +47,47 @@ func (s *Store) repeat(ctx context.Context, statement string, args ...any) error
 	}
 }
 
+// Admit implements storage.Store. A fence of incarnation 0 belongs to no run.
+func (s *Store) Admit(ctx context.Context, run string, by *fencev1.Fence) error {
+	return s.db.Tx(ctx, func(tx *sql.Tx) error { return s.admit(ctx, tx, run, by) })
+}
+
+func (s *Store) admit(ctx context.Context, tx *sql.Tx, run string, by *fencev1.Fence) error {
+	if by != nil && by.GetIncarnation() == 0 {
+		run = ""
+	}
+	return fence.Admit(ctx, tx, s.db.Dialect, run, by)
+}
+
 // Own implements storage.Owners.
-func (s *Store) Own(ctx context.Context, run, digest string) error {
-	if _, err := s.db.Exec(ctx, `INSERT INTO artifact_owner (digest, run_id) VALUES ($1, $2) ON CONFLICT DO NOTHING`, digest, run); err != nil {
+func (s *Store) Own(ctx context.Context, run, digest string, by *fencev1.Fence) error {
+	err := s.db.Tx(ctx, func(tx *sql.Tx) error {
+		if by != nil {
+			if err := s.admit(ctx, tx, run, by); err != nil {
+				return err
+			}
+		}
+		_, err := tx.ExecContext(ctx, `INSERT INTO artifact_owner (digest, run_id) VALUES ($1, $2) ON CONFLICT DO NOTHING`, digest, run)
+		return err
+	})
+	if err != nil {
 		return fmt.Errorf("record that artifact %s belongs to %s: %w", digest, run, err)
 	}
 	return nil
 }
 
 // OwnersOf implements storage.Owners.
-func (s *Store) OwnersOf(ctx context.Context, digests []string) (map[string][]string, error) {
-	found := map[string][]string{}
-	err := s.db.Each(ctx, `SELECT digest, run_id FROM artifact_owner WHERE digest `+s.db.AmongTexts(1)+` ORDER BY run_id`, []any{list(digests)},
-		func(scan sqldb.Scan) error {
-			var digest, run string
-			err := scan(&digest, &run)
-			found[digest] = append(found[digest], run)
-			return err
-		})
+func (s *Store) OwnersOf(ctx context.Context, digest string) (runs []string, err error) {
+	err = s.db.Each(ctx, `SELECT run_id FROM artifact_owner WHERE digest = $1 ORDER BY run_id`, []any{digest}, func(scan sqldb.Scan) error {
+		var run string
+		err := scan(&run)
+		runs = append(runs, run)
+		return err
+	})
 	if err != nil {
-		return nil, fmt.Errorf("read the runs that %d artifacts belong to: %w", len(digests), err)
+		return nil, fmt.Errorf("read the runs that artifact %s belongs to: %w", digest, err)
 	}
-	return found, nil
+	return runs, nil
 }
 
 // Owned implements storage.Owners.
@@ -83,16 +104,28 @@ func (s *Store) Owned(ctx context.Context, run string, limit int) (digests []str
 	return digests, nil
 }
 
-// Disown implements storage.Owners.
-func (s *Store) Disown(ctx context.Context, run string, digests []string) error {
-	if _, err := s.db.Exec(ctx, `DELETE FROM artifact_owner WHERE run_id = $1 AND digest `+s.db.AmongTexts(2), run, list(digests)); err != nil {
-		return fmt.Errorf("forget the artifacts of %s: %w", run, err)
+// Disown implements storage.Owners. An artifact that was stored before owners were recorded belongs
+// to no run.
+func (s *Store) Disown(ctx context.Context, run, digest string, by *fencev1.Fence, remove func() error) error {
+	err := s.db.Tx(ctx, func(tx *sql.Tx) error {
+		if err := s.admit(ctx, tx, run, by); err != nil {
+			return err
+		}
+		var own, others int
+		if err := tx.QueryRowContext(ctx, `SELECT count(CASE WHEN run_id = $2 THEN 1 END), count(CASE WHEN run_id <> $2 THEN 1 END)
+			FROM artifact_owner WHERE digest = $1`, digest, run).Scan(&own, &others); err != nil {
+			return err
+		}
+		if others == 0 && (own > 0 || run == "") {
+			if err := remove(); err != nil {
+				return err
+			}
+		}
+		_, err := tx.ExecContext(ctx, `DELETE FROM artifact_owner WHERE digest = $1 AND run_id = $2`, digest, run)
+		return err
+	})
+	if err != nil {
+		return fmt.Errorf("forget that artifact %s belongs to %s: %w", digest, run, err)
 	}
 	return nil
-}
-
-// list is a list of texts for AmongTexts.
-func list(texts []string) string {
-	raw, _ := json.Marshal(append([]string{}, texts...)) // texts always marshal
-	return string(raw)
 }

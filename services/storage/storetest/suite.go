@@ -2,6 +2,7 @@
 package storetest
 
 import (
+	"errors"
 	"fmt"
 	"math"
 	"slices"
@@ -10,7 +11,9 @@ import (
 
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	"github.com/rollout-rl/rollout/libs/fence"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	"github.com/rollout-rl/rollout/services/storage"
 )
 
@@ -108,22 +111,54 @@ func Run(t *testing.T, open func(t *testing.T) storage.Store) {
 	t.Run("an artifact has several owners", func(t *testing.T) {
 		store := open(t)
 		for _, run := range []string{"", "run-a", "run-a", "run-b"} {
-			if err := store.Own(t.Context(), run, "x"); err != nil {
+			if err := store.Own(t.Context(), run, "x", nil); err != nil {
 				t.Fatal(err)
 			}
 		}
-		if err := store.Own(t.Context(), "run-a", "y"); err != nil {
+		if err := store.Own(t.Context(), "run-a", "y", nil); err != nil {
 			t.Fatal(err)
 		}
 		owned, err := store.Owned(t.Context(), "run-a", 10)
 		if err != nil || !slices.Equal(owned, []string{"x", "y"}) {
 			t.Errorf("owned %v, %v", owned, err)
 		}
-		if err := store.Disown(t.Context(), "run-a", owned); err != nil {
+		var removed []string
+		for _, digest := range owned {
+			if err := store.Disown(t.Context(), "run-a", digest, nil, func() error { removed = append(removed, digest); return nil }); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if !slices.Equal(removed, []string{"y"}) {
+			t.Errorf("removed %v", removed)
+		}
+		for digest, want := range map[string][]string{"x": {"", "run-b"}, "y": nil, "z": nil} {
+			if owners, err := store.OwnersOf(t.Context(), digest); err != nil || !slices.Equal(owners, want) {
+				t.Errorf("owners of %s: %v, %v", digest, owners, err)
+			}
+		}
+	})
+	t.Run("a former leader stores and removes nothing", func(t *testing.T) {
+		store := open(t)
+		if err := errors.Join(store.Own(t.Context(), "run-a", "x", by(1, 5)), store.Own(t.Context(), "", "y", by(0, 6))); err != nil {
 			t.Fatal(err)
 		}
-		owners, err := store.OwnersOf(t.Context(), []string{"x", "y", "z"})
-		if err != nil || len(owners) != 1 || !slices.Equal(owners["x"], []string{"", "run-b"}) {
+		remove := func() error { t.Error("a former leader removes bytes"); return nil }
+		for what, err := range map[string]error{
+			"stores":   store.Own(t.Context(), "run-b", "z", by(1, 5)),
+			"imports":  store.Own(t.Context(), "", "z", by(0, 5)),
+			"removes":  store.Disown(t.Context(), "run-a", "x", by(1, 5), remove),
+			"sweeps":   store.Disown(t.Context(), "", "y", by(0, 5), remove),
+			"old run":  store.Disown(t.Context(), "run-a", "x", by(0, 5), remove),
+			"unsigned": store.Disown(t.Context(), "run-a", "x", nil, remove),
+		} {
+			if !errors.Is(err, fence.ErrFenced) {
+				t.Errorf("%s: %v", what, err)
+			}
+		}
+		if owned, err := store.Owned(t.Context(), "run-a", 10); err != nil || !slices.Equal(owned, []string{"x"}) {
+			t.Errorf("owned %v, %v", owned, err)
+		}
+		if owners, err := store.OwnersOf(t.Context(), "z"); err != nil || len(owners) > 0 {
 			t.Errorf("owners %v, %v", owners, err)
 		}
 	})
@@ -160,4 +195,9 @@ func want(t *testing.T, store storage.Store, f storage.Filter, limit int, newest
 	if !slices.Equal(got, messages) {
 		t.Errorf("%+v: got %v, want %v", f, got, messages)
 	}
+}
+
+// by is the fence of a leader that stores artifacts.
+func by(incarnation uint32, epoch uint64) *fencev1.Fence {
+	return &fencev1.Fence{Incarnation: incarnation, Role: "snapshot", LeaderEpoch: epoch}
 }

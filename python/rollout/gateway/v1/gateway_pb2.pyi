@@ -10,6 +10,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from rollout.fence.v1 import fence_pb2 as _fence_pb2
 from rollout.inference.v1 import inference_pb2 as _inference_pb2
 from rollout.session.v1 import session_pb2 as _session_pb2
 from rollout.trajectory.v1 import trajectory_pb2 as _trajectory_pb2
@@ -80,16 +81,22 @@ class DeleteRunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
+    @_builtins.property
+    def fence(self) -> _fence_pb2.Fence:
+        """The scheduler that leads, and the incarnation of the run."""
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
+        fence: _fence_pb2.Fence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,6 +11,7 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from rollout.fence.v1 import fence_pb2 as _fence_pb2
 from rollout.plan.v1 import plan_pb2 as _plan_pb2
 from rollout.wait.v1 import wait_pb2 as _wait_pb2
 import builtins as _builtins
@@ -1143,7 +1144,7 @@ class CompleteRunRequest(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
-    INCARNATION_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run id."""
     state: Global___RunState.ValueType
@@ -1152,8 +1153,12 @@ class CompleteRunRequest(_message.Message):
     """Machine-readable reason of a failure or a pause."""
     message: _builtins.str
     """One line for people."""
-    incarnation: _builtins.int
-    """Incarnation that has ended or stopped; a report about another one is ignored."""
+    @_builtins.property
+    def fence(self) -> _fence_pb2.Fence:
+        """The controller that drove the run, and the incarnation that has ended or stopped. A report about
+        another incarnation than the scheduler's is ignored.
+        """
+
     def __init__(
         self,
         *,
@@ -1161,11 +1166,11 @@ class CompleteRunRequest(_message.Message):
         state: Global___RunState.ValueType = ...,
         reason: _builtins.str = ...,
         message: _builtins.str = ...,
-        incarnation: _builtins.int = ...,
+        fence: _fence_pb2.Fence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "message", b"message", "reason", b"reason", "run_id", b"run_id", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "message", b"message", "reason", b"reason", "run_id", b"run_id", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

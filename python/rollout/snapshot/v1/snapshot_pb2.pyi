@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from rollout.fence.v1 import fence_pb2 as _fence_pb2
 from rollout.plan.v1 import plan_pb2 as _plan_pb2
 from rollout.run.v1 import run_pb2 as _run_pb2
 import builtins as _builtins
@@ -258,6 +259,7 @@ class CreateSnapshotRequest(_message.Message):
     DIRECTORY_FIELD_NUMBER: _builtins.int
     KEEP_FIELD_NUMBER: _builtins.int
     CAPTURE_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     directory: _builtins.str
     """Folder with the files. They are linked instead of copied if storage is on the same disk, so
     they must not change afterwards. Files whose content is stored already may be absent.
@@ -272,6 +274,10 @@ class CreateSnapshotRequest(_message.Message):
     def snapshot(self) -> Global___Snapshot:
         """Manifest without id, time, and size."""
 
+    @_builtins.property
+    def fence(self) -> _fence_pb2.Fence:
+        """The controller that drives the run. Absent: a person creates or imports a snapshot."""
+
     def __init__(
         self,
         *,
@@ -279,10 +285,11 @@ class CreateSnapshotRequest(_message.Message):
         directory: _builtins.str = ...,
         keep: _builtins.int = ...,
         capture: _builtins.bool = ...,
+        fence: _fence_pb2.Fence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["snapshot", b"snapshot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture", b"capture", "directory", b"directory", "keep", b"keep", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture", b"capture", "directory", b"directory", "fence", b"fence", "keep", b"keep", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -671,16 +678,22 @@ class PinSnapshotRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     snapshot_id: _builtins.str
     """Snapshot id, or a unique prefix of it."""
+    @_builtins.property
+    def fence(self) -> _fence_pb2.Fence:
+        """Who decided it."""
+
     def __init__(
         self,
         *,
         snapshot_id: _builtins.str = ...,
+        fence: _fence_pb2.Fence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["snapshot_id", b"snapshot_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "snapshot_id", b"snapshot_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -717,16 +730,22 @@ class UnpinSnapshotRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     snapshot_id: _builtins.str
     """Snapshot id."""
+    @_builtins.property
+    def fence(self) -> _fence_pb2.Fence:
+        """Who decided it."""
+
     def __init__(
         self,
         *,
         snapshot_id: _builtins.str = ...,
+        fence: _fence_pb2.Fence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["snapshot_id", b"snapshot_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "snapshot_id", b"snapshot_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -757,21 +776,27 @@ class DeleteRunRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     KEEP_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     @_builtins.property
     def keep(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of the snapshots that stay, because other runs started from them."""
 
+    @_builtins.property
+    def fence(self) -> _fence_pb2.Fence:
+        """The scheduler that leads, and the incarnation of the run."""
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         keep: _abc.Iterable[_builtins.str] | None = ...,
+        fence: _fence_pb2.Fence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keep", b"keep", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "keep", b"keep", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -808,16 +833,22 @@ class DeleteSnapshotRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     snapshot_id: _builtins.str
     """Snapshot id."""
+    @_builtins.property
+    def fence(self) -> _fence_pb2.Fence:
+        """The scheduler that leads. Absent: a person decided it."""
+
     def __init__(
         self,
         *,
         snapshot_id: _builtins.str = ...,
+        fence: _fence_pb2.Fence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["snapshot_id", b"snapshot_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "snapshot_id", b"snapshot_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

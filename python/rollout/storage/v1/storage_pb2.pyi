@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from rollout.event.v1 import event_pb2 as _event_pb2
+from rollout.fence.v1 import fence_pb2 as _fence_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -77,16 +78,22 @@ class DeleteRunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
+    @_builtins.property
+    def fence(self) -> _fence_pb2.Fence:
+        """The scheduler that leads, and the incarnation of the run."""
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
+        fence: _fence_pb2.Fence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -117,21 +124,27 @@ class PutArtifactRequest(_message.Message):
 
     CHUNK_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     chunk: _builtins.bytes
     """At most 1 MiB."""
     run_id: _builtins.str
     """Run that the artifact belongs to, in the first message: it is deleted with the run. Empty: it
     stays until DeleteArtifacts.
     """
+    @_builtins.property
+    def fence(self) -> _fence_pb2.Fence:
+        """Who stores it, in the first message. Absent: no one who could be replaced."""
+
     def __init__(
         self,
         *,
         chunk: _builtins.bytes = ...,
         run_id: _builtins.str = ...,
+        fence: _fence_pb2.Fence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "fence", b"fence", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -198,18 +211,24 @@ class ImportArtifactsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FILES_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___LocalFile]:
         """Files."""
+
+    @_builtins.property
+    def fence(self) -> _fence_pb2.Fence:
+        """Who imports them. Absent: no one who could be replaced."""
 
     def __init__(
         self,
         *,
         files: _abc.Iterable[Global___LocalFile] | None = ...,
+        fence: _fence_pb2.Fence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "files", b"files"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -422,21 +441,27 @@ class DeleteArtifactsRequest(_message.Message):
 
     CONTENT_IDS_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run that they were stored for; others stay. Empty: no run."""
     @_builtins.property
     def content_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Content ids."""
 
+    @_builtins.property
+    def fence(self) -> _fence_pb2.Fence:
+        """Who decided it: a learner, or a service with incarnation 0."""
+
     def __init__(
         self,
         *,
         content_ids: _abc.Iterable[_builtins.str] | None = ...,
         run_id: _builtins.str = ...,
+        fence: _fence_pb2.Fence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_ids", b"content_ids", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_ids", b"content_ids", "fence", b"fence", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

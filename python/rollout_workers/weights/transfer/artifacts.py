@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 
 from rollout import names
+from rollout.fence.v1.fence_pb2 import Fence
 from rollout.storage.v1.storage_pb2 import DeleteArtifactsRequest, PutArtifactRequest
 from rollout.storage.v1.storage_pb2_grpc import ArtifactServiceStub
 from rollout_workers.worker.discovery import Services, ServiceUnavailable, call
@@ -30,8 +31,11 @@ class StoredWeights:
     """The artifacts of a run's learner. Their list is stored in the file ``ledger``, so that the
     next process can remove them."""
 
-    def __init__(self, run: str, ledger: Path, services: Services) -> None:
+    def __init__(self, run: str, ledger: Path, services: Services, incarnation: int) -> None:
+        """incarnation: of the run. The storage service refuses the learner once one of a later
+        incarnation has stored weights."""
         self._run, self._ledger, self._services = run, ledger, services
+        self._fence = Fence(incarnation=incarnation, role=names.worker_service("learner"))
         self._names: dict[str, str] = {}
         self._kept: list[str] = ledger.read_text().split() if ledger.is_file() else []
 
@@ -47,7 +51,7 @@ class StoredWeights:
         stub = await self._services.stub(names.STORAGE_SERVICE, ArtifactServiceStub)
 
         async def chunks() -> AsyncIterator[PutArtifactRequest]:
-            yield PutArtifactRequest(chunk=preamble, run_id=self._run)
+            yield PutArtifactRequest(chunk=preamble, run_id=self._run, fence=self._fence)
             for start in range(0, len(data), _CHUNK):
                 yield PutArtifactRequest(chunk=bytes(data[start : start + _CHUNK]))
 
@@ -71,7 +75,7 @@ class StoredWeights:
         """Remove an artifact. If that fails, it stays in the ledger."""
         try:
             if contents:
-                request = DeleteArtifactsRequest(content_ids=contents, run_id=self._run)
+                request = DeleteArtifactsRequest(content_ids=contents, run_id=self._run, fence=self._fence)
                 await call(self._services, names.STORAGE_SERVICE, ArtifactServiceStub, "DeleteArtifacts", request, tries=1)
                 gone = set(contents)
                 self._kept = [content for content in self._kept if content not in gone]

@@ -11,9 +11,10 @@ package gatewayv1
 
 import (
 	_ "buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
-	v11 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
-	v12 "github.com/rollout-rl/rollout/proto/gen/rollout/session/v1"
-	v13 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
+	v11 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
+	v12 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
+	v13 "github.com/rollout-rl/rollout/proto/gen/rollout/session/v1"
+	v14 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 	v1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
@@ -127,7 +128,9 @@ func (x *ListWaitsResponse) GetWaits() []*v1.Wait {
 type DeleteRunRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run.
-	RunId         string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// The scheduler that leads, and the incarnation of the run.
+	Fence         *v11.Fence `protobuf:"bytes,2,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -167,6 +170,13 @@ func (x *DeleteRunRequest) GetRunId() string {
 		return x.RunId
 	}
 	return ""
+}
+
+func (x *DeleteRunRequest) GetFence() *v11.Fence {
+	if x != nil {
+		return x.Fence
+	}
+	return nil
 }
 
 // DeleteRunResponse is empty.
@@ -395,9 +405,9 @@ type CompleteRequest struct {
 	// Name or run id of the policy; empty: the only one.
 	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
 	// Prompts to complete.
-	Prompts []*v11.Prompt `protobuf:"bytes,2,rep,name=prompts,proto3" json:"prompts,omitempty"`
+	Prompts []*v12.Prompt `protobuf:"bytes,2,rep,name=prompts,proto3" json:"prompts,omitempty"`
 	// How to sample.
-	Params *v11.SamplingParams `protobuf:"bytes,3,opt,name=params,proto3" json:"params,omitempty"`
+	Params *v12.SamplingParams `protobuf:"bytes,3,opt,name=params,proto3" json:"params,omitempty"`
 	// Completions per prompt; 0: 1.
 	N uint32 `protobuf:"varint,4,opt,name=n,proto3" json:"n,omitempty"`
 	// Whether to return pieces while they are sampled.
@@ -460,14 +470,14 @@ func (x *CompleteRequest) GetModel() string {
 	return ""
 }
 
-func (x *CompleteRequest) GetPrompts() []*v11.Prompt {
+func (x *CompleteRequest) GetPrompts() []*v12.Prompt {
 	if x != nil {
 		return x.Prompts
 	}
 	return nil
 }
 
-func (x *CompleteRequest) GetParams() *v11.SamplingParams {
+func (x *CompleteRequest) GetParams() *v12.SamplingParams {
 	if x != nil {
 		return x.Params
 	}
@@ -550,7 +560,7 @@ type CompleteResponse struct {
 	// Session.
 	SessionId string `protobuf:"bytes,1,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
 	// The piece.
-	Piece *v11.GenerateResponse `protobuf:"bytes,2,opt,name=piece,proto3" json:"piece,omitempty"`
+	Piece *v12.GenerateResponse `protobuf:"bytes,2,opt,name=piece,proto3" json:"piece,omitempty"`
 	// Name of the policy.
 	Model string `protobuf:"bytes,3,opt,name=model,proto3" json:"model,omitempty"`
 	// Run of the policy.
@@ -596,7 +606,7 @@ func (x *CompleteResponse) GetSessionId() string {
 	return ""
 }
 
-func (x *CompleteResponse) GetPiece() *v11.GenerateResponse {
+func (x *CompleteResponse) GetPiece() *v12.GenerateResponse {
 	if x != nil {
 		return x.Piece
 	}
@@ -740,7 +750,7 @@ func (x *GetSessionResponse) GetEnd() *SessionEnd {
 type SessionSegment struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Segment, with inline tokens.
-	Segment *v12.Segment `protobuf:"bytes,1,opt,name=segment,proto3" json:"segment,omitempty"`
+	Segment *v13.Segment `protobuf:"bytes,1,opt,name=segment,proto3" json:"segment,omitempty"`
 	// Request.
 	RequestId string `protobuf:"bytes,2,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// Finish reason of a completion: `stop`, `length`, or `abort`. Empty for the segments of a
@@ -752,7 +762,7 @@ type SessionSegment struct {
 	Time *timestamppb.Timestamp `protobuf:"bytes,5,opt,name=time,proto3" json:"time,omitempty"`
 	// Parameters of the request of a completion, if the session was not issued for a sample yet: when
 	// it is closed, the run may not be able to train on samples with them.
-	Params        *v11.SamplingParams `protobuf:"bytes,6,opt,name=params,proto3" json:"params,omitempty"`
+	Params        *v12.SamplingParams `protobuf:"bytes,6,opt,name=params,proto3" json:"params,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -787,7 +797,7 @@ func (*SessionSegment) Descriptor() ([]byte, []int) {
 	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{11}
 }
 
-func (x *SessionSegment) GetSegment() *v12.Segment {
+func (x *SessionSegment) GetSegment() *v13.Segment {
 	if x != nil {
 		return x.Segment
 	}
@@ -822,7 +832,7 @@ func (x *SessionSegment) GetTime() *timestamppb.Timestamp {
 	return nil
 }
 
-func (x *SessionSegment) GetParams() *v11.SamplingParams {
+func (x *SessionSegment) GetParams() *v12.SamplingParams {
 	if x != nil {
 		return x.Params
 	}
@@ -967,7 +977,7 @@ type SessionTask struct {
 	// Name of the policy.
 	Model string `protobuf:"bytes,3,opt,name=model,proto3" json:"model,omitempty"`
 	// The sample.
-	Key *v13.TrajectoryKey `protobuf:"bytes,4,opt,name=key,proto3" json:"key,omitempty"`
+	Key *v14.TrajectoryKey `protobuf:"bytes,4,opt,name=key,proto3" json:"key,omitempty"`
 	// Samples of the group.
 	GroupSize uint32 `protobuf:"varint,5,opt,name=group_size,json=groupSize,proto3" json:"group_size,omitempty"`
 	// Row of the dataset, from 0.
@@ -1037,7 +1047,7 @@ func (x *SessionTask) GetModel() string {
 	return ""
 }
 
-func (x *SessionTask) GetKey() *v13.TrajectoryKey {
+func (x *SessionTask) GetKey() *v14.TrajectoryKey {
 	if x != nil {
 		return x.Key
 	}
@@ -1104,7 +1114,7 @@ type CloseSessionRequest struct {
 	Metrics map[string]float64 `protobuf:"bytes,3,rep,name=metrics,proto3" json:"metrics,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
 	// How it ended; unspecified: TRUNCATED if the last completion reached its token limit, else
 	// COMPLETED. INFRA_FAILED if the agent or its tools failed: the group is sampled again.
-	Outcome v13.Outcome `protobuf:"varint,4,opt,name=outcome,proto3,enum=rollout.trajectory.v1.Outcome" json:"outcome,omitempty"`
+	Outcome v14.Outcome `protobuf:"varint,4,opt,name=outcome,proto3,enum=rollout.trajectory.v1.Outcome" json:"outcome,omitempty"`
 	// Machine-readable reason of ABORTED or INFRA_FAILED, e.g. TOOL_TIMEOUT.
 	Reason string `protobuf:"bytes,5,opt,name=reason,proto3" json:"reason,omitempty"`
 	// Run that the session must belong to; empty: any.
@@ -1164,11 +1174,11 @@ func (x *CloseSessionRequest) GetMetrics() map[string]float64 {
 	return nil
 }
 
-func (x *CloseSessionRequest) GetOutcome() v13.Outcome {
+func (x *CloseSessionRequest) GetOutcome() v14.Outcome {
 	if x != nil {
 		return x.Outcome
 	}
-	return v13.Outcome(0)
+	return v14.Outcome(0)
 }
 
 func (x *CloseSessionRequest) GetReason() string {
@@ -1235,7 +1245,7 @@ func (x *CloseSessionResponse) GetEnd() *SessionEnd {
 type SessionEnd struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// How.
-	Outcome v13.Outcome `protobuf:"varint,1,opt,name=outcome,proto3,enum=rollout.trajectory.v1.Outcome" json:"outcome,omitempty"`
+	Outcome v14.Outcome `protobuf:"varint,1,opt,name=outcome,proto3,enum=rollout.trajectory.v1.Outcome" json:"outcome,omitempty"`
 	// Machine-readable reason of ABORTED or INFRA_FAILED.
 	Reason string `protobuf:"bytes,2,opt,name=reason,proto3" json:"reason,omitempty"`
 	// Reward.
@@ -1243,7 +1253,7 @@ type SessionEnd struct {
 	// Further numbers.
 	Metrics map[string]float64 `protobuf:"bytes,4,rep,name=metrics,proto3" json:"metrics,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
 	// The sample that it is.
-	Key *v13.TrajectoryKey `protobuf:"bytes,5,opt,name=key,proto3" json:"key,omitempty"`
+	Key *v14.TrajectoryKey `protobuf:"bytes,5,opt,name=key,proto3" json:"key,omitempty"`
 	// Trajectories of the session, one per leaf.
 	Trajectories uint32 `protobuf:"varint,6,opt,name=trajectories,proto3" json:"trajectories,omitempty"`
 	// Whether the buffer took the trajectories for training. If not, the group was dissolved and is
@@ -1287,11 +1297,11 @@ func (*SessionEnd) Descriptor() ([]byte, []int) {
 	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{17}
 }
 
-func (x *SessionEnd) GetOutcome() v13.Outcome {
+func (x *SessionEnd) GetOutcome() v14.Outcome {
 	if x != nil {
 		return x.Outcome
 	}
-	return v13.Outcome(0)
+	return v14.Outcome(0)
 }
 
 func (x *SessionEnd) GetReason() string {
@@ -1315,7 +1325,7 @@ func (x *SessionEnd) GetMetrics() map[string]float64 {
 	return nil
 }
 
-func (x *SessionEnd) GetKey() *v13.TrajectoryKey {
+func (x *SessionEnd) GetKey() *v14.TrajectoryKey {
 	if x != nil {
 		return x.Key
 	}
@@ -1354,13 +1364,14 @@ var File_rollout_gateway_v1_gateway_proto protoreflect.FileDescriptor
 
 const file_rollout_gateway_v1_gateway_proto_rawDesc = "" +
 	"\n" +
-	" rollout/gateway/v1/gateway.proto\x12\x12rollout.gateway.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a$rollout/inference/v1/inference.proto\x1a rollout/session/v1/session.proto\x1a&rollout/trajectory/v1/trajectory.proto\x1a\x1arollout/wait/v1/wait.proto\"2\n" +
+	" rollout/gateway/v1/gateway.proto\x12\x12rollout.gateway.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1crollout/fence/v1/fence.proto\x1a$rollout/inference/v1/inference.proto\x1a rollout/session/v1/session.proto\x1a&rollout/trajectory/v1/trajectory.proto\x1a\x1arollout/wait/v1/wait.proto\"2\n" +
 	"\x10ListWaitsRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"@\n" +
 	"\x11ListWaitsResponse\x12+\n" +
-	"\x05waits\x18\x01 \x03(\v2\x15.rollout.wait.v1.WaitR\x05waits\"2\n" +
+	"\x05waits\x18\x01 \x03(\v2\x15.rollout.wait.v1.WaitR\x05waits\"i\n" +
 	"\x10DeleteRunRequest\x12\x1e\n" +
-	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"\x13\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x125\n" +
+	"\x05fence\x18\x02 \x01(\v2\x17.rollout.fence.v1.FenceB\x06\xbaH\x03\xc8\x01\x01R\x05fence\"\x13\n" +
 	"\x11DeleteRunResponse\"\x8e\x02\n" +
 	"\x05Model\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x15\n" +
@@ -1515,56 +1526,58 @@ var file_rollout_gateway_v1_gateway_proto_goTypes = []any{
 	nil,                           // 18: rollout.gateway.v1.CloseSessionRequest.MetricsEntry
 	nil,                           // 19: rollout.gateway.v1.SessionEnd.MetricsEntry
 	(*v1.Wait)(nil),               // 20: rollout.wait.v1.Wait
-	(*timestamppb.Timestamp)(nil), // 21: google.protobuf.Timestamp
-	(*v11.Prompt)(nil),            // 22: rollout.inference.v1.Prompt
-	(*v11.SamplingParams)(nil),    // 23: rollout.inference.v1.SamplingParams
-	(*v11.GenerateResponse)(nil),  // 24: rollout.inference.v1.GenerateResponse
-	(*v12.Segment)(nil),           // 25: rollout.session.v1.Segment
-	(*v13.TrajectoryKey)(nil),     // 26: rollout.trajectory.v1.TrajectoryKey
-	(v13.Outcome)(0),              // 27: rollout.trajectory.v1.Outcome
+	(*v11.Fence)(nil),             // 21: rollout.fence.v1.Fence
+	(*timestamppb.Timestamp)(nil), // 22: google.protobuf.Timestamp
+	(*v12.Prompt)(nil),            // 23: rollout.inference.v1.Prompt
+	(*v12.SamplingParams)(nil),    // 24: rollout.inference.v1.SamplingParams
+	(*v12.GenerateResponse)(nil),  // 25: rollout.inference.v1.GenerateResponse
+	(*v13.Segment)(nil),           // 26: rollout.session.v1.Segment
+	(*v14.TrajectoryKey)(nil),     // 27: rollout.trajectory.v1.TrajectoryKey
+	(v14.Outcome)(0),              // 28: rollout.trajectory.v1.Outcome
 }
 var file_rollout_gateway_v1_gateway_proto_depIdxs = []int32{
 	20, // 0: rollout.gateway.v1.ListWaitsResponse.waits:type_name -> rollout.wait.v1.Wait
-	21, // 1: rollout.gateway.v1.Model.create_time:type_name -> google.protobuf.Timestamp
-	4,  // 2: rollout.gateway.v1.ListModelsResponse.models:type_name -> rollout.gateway.v1.Model
-	22, // 3: rollout.gateway.v1.CompleteRequest.prompts:type_name -> rollout.inference.v1.Prompt
-	23, // 4: rollout.gateway.v1.CompleteRequest.params:type_name -> rollout.inference.v1.SamplingParams
-	24, // 5: rollout.gateway.v1.CompleteResponse.piece:type_name -> rollout.inference.v1.GenerateResponse
-	11, // 6: rollout.gateway.v1.GetSessionResponse.segments:type_name -> rollout.gateway.v1.SessionSegment
-	14, // 7: rollout.gateway.v1.GetSessionResponse.task:type_name -> rollout.gateway.v1.SessionTask
-	17, // 8: rollout.gateway.v1.GetSessionResponse.end:type_name -> rollout.gateway.v1.SessionEnd
-	25, // 9: rollout.gateway.v1.SessionSegment.segment:type_name -> rollout.session.v1.Segment
-	21, // 10: rollout.gateway.v1.SessionSegment.time:type_name -> google.protobuf.Timestamp
-	23, // 11: rollout.gateway.v1.SessionSegment.params:type_name -> rollout.inference.v1.SamplingParams
-	14, // 12: rollout.gateway.v1.NextPromptsResponse.sessions:type_name -> rollout.gateway.v1.SessionTask
-	26, // 13: rollout.gateway.v1.SessionTask.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	21, // 14: rollout.gateway.v1.SessionTask.deadline:type_name -> google.protobuf.Timestamp
-	18, // 15: rollout.gateway.v1.CloseSessionRequest.metrics:type_name -> rollout.gateway.v1.CloseSessionRequest.MetricsEntry
-	27, // 16: rollout.gateway.v1.CloseSessionRequest.outcome:type_name -> rollout.trajectory.v1.Outcome
-	17, // 17: rollout.gateway.v1.CloseSessionResponse.end:type_name -> rollout.gateway.v1.SessionEnd
-	27, // 18: rollout.gateway.v1.SessionEnd.outcome:type_name -> rollout.trajectory.v1.Outcome
-	19, // 19: rollout.gateway.v1.SessionEnd.metrics:type_name -> rollout.gateway.v1.SessionEnd.MetricsEntry
-	26, // 20: rollout.gateway.v1.SessionEnd.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	21, // 21: rollout.gateway.v1.SessionEnd.time:type_name -> google.protobuf.Timestamp
-	5,  // 22: rollout.gateway.v1.RolloutGatewayService.ListModels:input_type -> rollout.gateway.v1.ListModelsRequest
-	7,  // 23: rollout.gateway.v1.RolloutGatewayService.Complete:input_type -> rollout.gateway.v1.CompleteRequest
-	9,  // 24: rollout.gateway.v1.RolloutGatewayService.GetSession:input_type -> rollout.gateway.v1.GetSessionRequest
-	12, // 25: rollout.gateway.v1.RolloutGatewayService.NextPrompts:input_type -> rollout.gateway.v1.NextPromptsRequest
-	15, // 26: rollout.gateway.v1.RolloutGatewayService.CloseSession:input_type -> rollout.gateway.v1.CloseSessionRequest
-	0,  // 27: rollout.gateway.v1.RolloutGatewayService.ListWaits:input_type -> rollout.gateway.v1.ListWaitsRequest
-	2,  // 28: rollout.gateway.v1.RolloutGatewayService.DeleteRun:input_type -> rollout.gateway.v1.DeleteRunRequest
-	6,  // 29: rollout.gateway.v1.RolloutGatewayService.ListModels:output_type -> rollout.gateway.v1.ListModelsResponse
-	8,  // 30: rollout.gateway.v1.RolloutGatewayService.Complete:output_type -> rollout.gateway.v1.CompleteResponse
-	10, // 31: rollout.gateway.v1.RolloutGatewayService.GetSession:output_type -> rollout.gateway.v1.GetSessionResponse
-	13, // 32: rollout.gateway.v1.RolloutGatewayService.NextPrompts:output_type -> rollout.gateway.v1.NextPromptsResponse
-	16, // 33: rollout.gateway.v1.RolloutGatewayService.CloseSession:output_type -> rollout.gateway.v1.CloseSessionResponse
-	1,  // 34: rollout.gateway.v1.RolloutGatewayService.ListWaits:output_type -> rollout.gateway.v1.ListWaitsResponse
-	3,  // 35: rollout.gateway.v1.RolloutGatewayService.DeleteRun:output_type -> rollout.gateway.v1.DeleteRunResponse
-	29, // [29:36] is the sub-list for method output_type
-	22, // [22:29] is the sub-list for method input_type
-	22, // [22:22] is the sub-list for extension type_name
-	22, // [22:22] is the sub-list for extension extendee
-	0,  // [0:22] is the sub-list for field type_name
+	21, // 1: rollout.gateway.v1.DeleteRunRequest.fence:type_name -> rollout.fence.v1.Fence
+	22, // 2: rollout.gateway.v1.Model.create_time:type_name -> google.protobuf.Timestamp
+	4,  // 3: rollout.gateway.v1.ListModelsResponse.models:type_name -> rollout.gateway.v1.Model
+	23, // 4: rollout.gateway.v1.CompleteRequest.prompts:type_name -> rollout.inference.v1.Prompt
+	24, // 5: rollout.gateway.v1.CompleteRequest.params:type_name -> rollout.inference.v1.SamplingParams
+	25, // 6: rollout.gateway.v1.CompleteResponse.piece:type_name -> rollout.inference.v1.GenerateResponse
+	11, // 7: rollout.gateway.v1.GetSessionResponse.segments:type_name -> rollout.gateway.v1.SessionSegment
+	14, // 8: rollout.gateway.v1.GetSessionResponse.task:type_name -> rollout.gateway.v1.SessionTask
+	17, // 9: rollout.gateway.v1.GetSessionResponse.end:type_name -> rollout.gateway.v1.SessionEnd
+	26, // 10: rollout.gateway.v1.SessionSegment.segment:type_name -> rollout.session.v1.Segment
+	22, // 11: rollout.gateway.v1.SessionSegment.time:type_name -> google.protobuf.Timestamp
+	24, // 12: rollout.gateway.v1.SessionSegment.params:type_name -> rollout.inference.v1.SamplingParams
+	14, // 13: rollout.gateway.v1.NextPromptsResponse.sessions:type_name -> rollout.gateway.v1.SessionTask
+	27, // 14: rollout.gateway.v1.SessionTask.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	22, // 15: rollout.gateway.v1.SessionTask.deadline:type_name -> google.protobuf.Timestamp
+	18, // 16: rollout.gateway.v1.CloseSessionRequest.metrics:type_name -> rollout.gateway.v1.CloseSessionRequest.MetricsEntry
+	28, // 17: rollout.gateway.v1.CloseSessionRequest.outcome:type_name -> rollout.trajectory.v1.Outcome
+	17, // 18: rollout.gateway.v1.CloseSessionResponse.end:type_name -> rollout.gateway.v1.SessionEnd
+	28, // 19: rollout.gateway.v1.SessionEnd.outcome:type_name -> rollout.trajectory.v1.Outcome
+	19, // 20: rollout.gateway.v1.SessionEnd.metrics:type_name -> rollout.gateway.v1.SessionEnd.MetricsEntry
+	27, // 21: rollout.gateway.v1.SessionEnd.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	22, // 22: rollout.gateway.v1.SessionEnd.time:type_name -> google.protobuf.Timestamp
+	5,  // 23: rollout.gateway.v1.RolloutGatewayService.ListModels:input_type -> rollout.gateway.v1.ListModelsRequest
+	7,  // 24: rollout.gateway.v1.RolloutGatewayService.Complete:input_type -> rollout.gateway.v1.CompleteRequest
+	9,  // 25: rollout.gateway.v1.RolloutGatewayService.GetSession:input_type -> rollout.gateway.v1.GetSessionRequest
+	12, // 26: rollout.gateway.v1.RolloutGatewayService.NextPrompts:input_type -> rollout.gateway.v1.NextPromptsRequest
+	15, // 27: rollout.gateway.v1.RolloutGatewayService.CloseSession:input_type -> rollout.gateway.v1.CloseSessionRequest
+	0,  // 28: rollout.gateway.v1.RolloutGatewayService.ListWaits:input_type -> rollout.gateway.v1.ListWaitsRequest
+	2,  // 29: rollout.gateway.v1.RolloutGatewayService.DeleteRun:input_type -> rollout.gateway.v1.DeleteRunRequest
+	6,  // 30: rollout.gateway.v1.RolloutGatewayService.ListModels:output_type -> rollout.gateway.v1.ListModelsResponse
+	8,  // 31: rollout.gateway.v1.RolloutGatewayService.Complete:output_type -> rollout.gateway.v1.CompleteResponse
+	10, // 32: rollout.gateway.v1.RolloutGatewayService.GetSession:output_type -> rollout.gateway.v1.GetSessionResponse
+	13, // 33: rollout.gateway.v1.RolloutGatewayService.NextPrompts:output_type -> rollout.gateway.v1.NextPromptsResponse
+	16, // 34: rollout.gateway.v1.RolloutGatewayService.CloseSession:output_type -> rollout.gateway.v1.CloseSessionResponse
+	1,  // 35: rollout.gateway.v1.RolloutGatewayService.ListWaits:output_type -> rollout.gateway.v1.ListWaitsResponse
+	3,  // 36: rollout.gateway.v1.RolloutGatewayService.DeleteRun:output_type -> rollout.gateway.v1.DeleteRunResponse
+	30, // [30:37] is the sub-list for method output_type
+	23, // [23:30] is the sub-list for method input_type
+	23, // [23:23] is the sub-list for extension type_name
+	23, // [23:23] is the sub-list for extension extendee
+	0,  // [0:23] is the sub-list for field type_name
 }
 
 func init() { file_rollout_gateway_v1_gateway_proto_init() }

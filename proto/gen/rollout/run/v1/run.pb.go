@@ -11,6 +11,7 @@ package runv1
 
 import (
 	_ "buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
+	v12 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	v1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	v11 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
@@ -2148,8 +2149,9 @@ type CompleteRunRequest struct {
 	Reason string `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`
 	// One line for people.
 	Message string `protobuf:"bytes,4,opt,name=message,proto3" json:"message,omitempty"`
-	// Incarnation that has ended or stopped; a report about another one is ignored.
-	Incarnation   uint32 `protobuf:"varint,5,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
+	// The controller that drove the run, and the incarnation that has ended or stopped. A report about
+	// another incarnation than the scheduler's is ignored.
+	Fence         *v12.Fence `protobuf:"bytes,6,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2212,11 +2214,11 @@ func (x *CompleteRunRequest) GetMessage() string {
 	return ""
 }
 
-func (x *CompleteRunRequest) GetIncarnation() uint32 {
+func (x *CompleteRunRequest) GetFence() *v12.Fence {
 	if x != nil {
-		return x.Incarnation
+		return x.Fence
 	}
-	return 0
+	return nil
 }
 
 // CompleteRunResponse is empty.
@@ -2627,7 +2629,7 @@ var File_rollout_run_v1_run_proto protoreflect.FileDescriptor
 
 const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\n" +
-	"\x18rollout/run/v1/run.proto\x12\x0erollout.run.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\x1arollout/wait/v1/wait.proto\"\xd4\x04\n" +
+	"\x18rollout/run/v1/run.proto\x12\x0erollout.run.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1crollout/fence/v1/fence.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\x1arollout/wait/v1/wait.proto\"\xd4\x04\n" +
 	"\x03Run\x12\x15\n" +
 	"\x06run_id\x18\x01 \x01(\tR\x05runId\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12)\n" +
@@ -2791,13 +2793,13 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\x0fWatchRunRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"E\n" +
 	"\x10WatchRunResponse\x121\n" +
-	"\x06status\x18\x01 \x01(\v2\x19.rollout.run.v1.RunStatusR\x06status\"\xc8\x01\n" +
+	"\x06status\x18\x01 \x01(\v2\x19.rollout.run.v1.RunStatusR\x06status\"\xf0\x01\n" +
 	"\x12CompleteRunRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12>\n" +
 	"\x05state\x18\x02 \x01(\x0e2\x18.rollout.run.v1.RunStateB\x0e\xbaH\v\x82\x01\b\x18\x04\x18\a\x18\b\x18\tR\x05state\x12\x16\n" +
 	"\x06reason\x18\x03 \x01(\tR\x06reason\x12\x18\n" +
-	"\amessage\x18\x04 \x01(\tR\amessage\x12 \n" +
-	"\vincarnation\x18\x05 \x01(\rR\vincarnation\"\x15\n" +
+	"\amessage\x18\x04 \x01(\tR\amessage\x125\n" +
+	"\x05fence\x18\x06 \x01(\v2\x17.rollout.fence.v1.FenceB\x06\xbaH\x03\xc8\x01\x01R\x05fenceJ\x04\b\x05\x10\x06R\vincarnation\"\x15\n" +
 	"\x13CompleteRunResponse\"u\n" +
 	"\x12WorkerRegistration\x12\x1b\n" +
 	"\tworker_id\x18\x01 \x01(\tR\bworkerId\x12\x12\n" +
@@ -2902,6 +2904,7 @@ var file_rollout_run_v1_run_proto_goTypes = []any{
 	(*v1.Plan)(nil),               // 36: rollout.plan.v1.Plan
 	(*timestamppb.Timestamp)(nil), // 37: google.protobuf.Timestamp
 	(*v11.Wait)(nil),              // 38: rollout.wait.v1.Wait
+	(*v12.Fence)(nil),             // 39: rollout.fence.v1.Fence
 }
 var file_rollout_run_v1_run_proto_depIdxs = []int32{
 	36, // 0: rollout.run.v1.Run.plan:type_name -> rollout.plan.v1.Plan
@@ -2929,37 +2932,38 @@ var file_rollout_run_v1_run_proto_depIdxs = []int32{
 	1,  // 22: rollout.run.v1.DeleteRunResponse.run:type_name -> rollout.run.v1.Run
 	6,  // 23: rollout.run.v1.WatchRunResponse.status:type_name -> rollout.run.v1.RunStatus
 	0,  // 24: rollout.run.v1.CompleteRunRequest.state:type_name -> rollout.run.v1.RunState
-	28, // 25: rollout.run.v1.VerifyWorkersRequest.workers:type_name -> rollout.run.v1.WorkerRegistration
-	3,  // 26: rollout.run.v1.GetCursorResponse.cursor:type_name -> rollout.run.v1.Cursor
-	10, // 27: rollout.run.v1.SchedulerService.CreateRun:input_type -> rollout.run.v1.CreateRunRequest
-	12, // 28: rollout.run.v1.SchedulerService.GetRun:input_type -> rollout.run.v1.GetRunRequest
-	14, // 29: rollout.run.v1.SchedulerService.ListRuns:input_type -> rollout.run.v1.ListRunsRequest
-	16, // 30: rollout.run.v1.SchedulerService.CancelRun:input_type -> rollout.run.v1.CancelRunRequest
-	18, // 31: rollout.run.v1.SchedulerService.PauseRun:input_type -> rollout.run.v1.PauseRunRequest
-	20, // 32: rollout.run.v1.SchedulerService.ResumeRun:input_type -> rollout.run.v1.ResumeRunRequest
-	22, // 33: rollout.run.v1.SchedulerService.DeleteRun:input_type -> rollout.run.v1.DeleteRunRequest
-	24, // 34: rollout.run.v1.SchedulerService.WatchRun:input_type -> rollout.run.v1.WatchRunRequest
-	26, // 35: rollout.run.v1.SchedulerInternalService.CompleteRun:input_type -> rollout.run.v1.CompleteRunRequest
-	29, // 36: rollout.run.v1.SchedulerInternalService.VerifyWorkers:input_type -> rollout.run.v1.VerifyWorkersRequest
-	31, // 37: rollout.run.v1.SchedulerInternalService.GetProject:input_type -> rollout.run.v1.GetProjectRequest
-	33, // 38: rollout.run.v1.SchedulerInternalService.GetCursor:input_type -> rollout.run.v1.GetCursorRequest
-	11, // 39: rollout.run.v1.SchedulerService.CreateRun:output_type -> rollout.run.v1.CreateRunResponse
-	13, // 40: rollout.run.v1.SchedulerService.GetRun:output_type -> rollout.run.v1.GetRunResponse
-	15, // 41: rollout.run.v1.SchedulerService.ListRuns:output_type -> rollout.run.v1.ListRunsResponse
-	17, // 42: rollout.run.v1.SchedulerService.CancelRun:output_type -> rollout.run.v1.CancelRunResponse
-	19, // 43: rollout.run.v1.SchedulerService.PauseRun:output_type -> rollout.run.v1.PauseRunResponse
-	21, // 44: rollout.run.v1.SchedulerService.ResumeRun:output_type -> rollout.run.v1.ResumeRunResponse
-	23, // 45: rollout.run.v1.SchedulerService.DeleteRun:output_type -> rollout.run.v1.DeleteRunResponse
-	25, // 46: rollout.run.v1.SchedulerService.WatchRun:output_type -> rollout.run.v1.WatchRunResponse
-	27, // 47: rollout.run.v1.SchedulerInternalService.CompleteRun:output_type -> rollout.run.v1.CompleteRunResponse
-	30, // 48: rollout.run.v1.SchedulerInternalService.VerifyWorkers:output_type -> rollout.run.v1.VerifyWorkersResponse
-	32, // 49: rollout.run.v1.SchedulerInternalService.GetProject:output_type -> rollout.run.v1.GetProjectResponse
-	34, // 50: rollout.run.v1.SchedulerInternalService.GetCursor:output_type -> rollout.run.v1.GetCursorResponse
-	39, // [39:51] is the sub-list for method output_type
-	27, // [27:39] is the sub-list for method input_type
-	27, // [27:27] is the sub-list for extension type_name
-	27, // [27:27] is the sub-list for extension extendee
-	0,  // [0:27] is the sub-list for field type_name
+	39, // 25: rollout.run.v1.CompleteRunRequest.fence:type_name -> rollout.fence.v1.Fence
+	28, // 26: rollout.run.v1.VerifyWorkersRequest.workers:type_name -> rollout.run.v1.WorkerRegistration
+	3,  // 27: rollout.run.v1.GetCursorResponse.cursor:type_name -> rollout.run.v1.Cursor
+	10, // 28: rollout.run.v1.SchedulerService.CreateRun:input_type -> rollout.run.v1.CreateRunRequest
+	12, // 29: rollout.run.v1.SchedulerService.GetRun:input_type -> rollout.run.v1.GetRunRequest
+	14, // 30: rollout.run.v1.SchedulerService.ListRuns:input_type -> rollout.run.v1.ListRunsRequest
+	16, // 31: rollout.run.v1.SchedulerService.CancelRun:input_type -> rollout.run.v1.CancelRunRequest
+	18, // 32: rollout.run.v1.SchedulerService.PauseRun:input_type -> rollout.run.v1.PauseRunRequest
+	20, // 33: rollout.run.v1.SchedulerService.ResumeRun:input_type -> rollout.run.v1.ResumeRunRequest
+	22, // 34: rollout.run.v1.SchedulerService.DeleteRun:input_type -> rollout.run.v1.DeleteRunRequest
+	24, // 35: rollout.run.v1.SchedulerService.WatchRun:input_type -> rollout.run.v1.WatchRunRequest
+	26, // 36: rollout.run.v1.SchedulerInternalService.CompleteRun:input_type -> rollout.run.v1.CompleteRunRequest
+	29, // 37: rollout.run.v1.SchedulerInternalService.VerifyWorkers:input_type -> rollout.run.v1.VerifyWorkersRequest
+	31, // 38: rollout.run.v1.SchedulerInternalService.GetProject:input_type -> rollout.run.v1.GetProjectRequest
+	33, // 39: rollout.run.v1.SchedulerInternalService.GetCursor:input_type -> rollout.run.v1.GetCursorRequest
+	11, // 40: rollout.run.v1.SchedulerService.CreateRun:output_type -> rollout.run.v1.CreateRunResponse
+	13, // 41: rollout.run.v1.SchedulerService.GetRun:output_type -> rollout.run.v1.GetRunResponse
+	15, // 42: rollout.run.v1.SchedulerService.ListRuns:output_type -> rollout.run.v1.ListRunsResponse
+	17, // 43: rollout.run.v1.SchedulerService.CancelRun:output_type -> rollout.run.v1.CancelRunResponse
+	19, // 44: rollout.run.v1.SchedulerService.PauseRun:output_type -> rollout.run.v1.PauseRunResponse
+	21, // 45: rollout.run.v1.SchedulerService.ResumeRun:output_type -> rollout.run.v1.ResumeRunResponse
+	23, // 46: rollout.run.v1.SchedulerService.DeleteRun:output_type -> rollout.run.v1.DeleteRunResponse
+	25, // 47: rollout.run.v1.SchedulerService.WatchRun:output_type -> rollout.run.v1.WatchRunResponse
+	27, // 48: rollout.run.v1.SchedulerInternalService.CompleteRun:output_type -> rollout.run.v1.CompleteRunResponse
+	30, // 49: rollout.run.v1.SchedulerInternalService.VerifyWorkers:output_type -> rollout.run.v1.VerifyWorkersResponse
+	32, // 50: rollout.run.v1.SchedulerInternalService.GetProject:output_type -> rollout.run.v1.GetProjectResponse
+	34, // 51: rollout.run.v1.SchedulerInternalService.GetCursor:output_type -> rollout.run.v1.GetCursorResponse
+	40, // [40:52] is the sub-list for method output_type
+	28, // [28:40] is the sub-list for method input_type
+	28, // [28:28] is the sub-list for extension type_name
+	28, // [28:28] is the sub-list for extension extendee
+	0,  // [0:28] is the sub-list for field type_name
 }
 
 func init() { file_rollout_run_v1_run_proto_init() }

@@ -10,6 +10,7 @@ package snapshotv1
 
 import (
 	_ "buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
+	v12 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	v11 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	v1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
@@ -418,7 +419,9 @@ type CreateSnapshotRequest struct {
 	Keep uint32 `protobuf:"varint,3,opt,name=keep,proto3" json:"keep,omitempty"`
 	// Whether the service adds what the kind stores besides the files of the manifest, from the other
 	// services. The run commits no step in the meantime.
-	Capture       bool `protobuf:"varint,4,opt,name=capture,proto3" json:"capture,omitempty"`
+	Capture bool `protobuf:"varint,4,opt,name=capture,proto3" json:"capture,omitempty"`
+	// The controller that drives the run. Absent: a person creates or imports a snapshot.
+	Fence         *v12.Fence `protobuf:"bytes,5,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -479,6 +482,13 @@ func (x *CreateSnapshotRequest) GetCapture() bool {
 		return x.Capture
 	}
 	return false
+}
+
+func (x *CreateSnapshotRequest) GetFence() *v12.Fence {
+	if x != nil {
+		return x.Fence
+	}
+	return nil
 }
 
 // TakeSnapshotsRequest names a run and kinds.
@@ -1237,7 +1247,9 @@ func (x *RestoreSnapshotResponse) GetRun() *v1.Run {
 type PinSnapshotRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Snapshot id, or a unique prefix of it.
-	SnapshotId    string `protobuf:"bytes,1,opt,name=snapshot_id,json=snapshotId,proto3" json:"snapshot_id,omitempty"`
+	SnapshotId string `protobuf:"bytes,1,opt,name=snapshot_id,json=snapshotId,proto3" json:"snapshot_id,omitempty"`
+	// Who decided it.
+	Fence         *v12.Fence `protobuf:"bytes,2,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1277,6 +1289,13 @@ func (x *PinSnapshotRequest) GetSnapshotId() string {
 		return x.SnapshotId
 	}
 	return ""
+}
+
+func (x *PinSnapshotRequest) GetFence() *v12.Fence {
+	if x != nil {
+		return x.Fence
+	}
+	return nil
 }
 
 // PinSnapshotResponse is the manifest.
@@ -1329,7 +1348,9 @@ func (x *PinSnapshotResponse) GetSnapshot() *Snapshot {
 type UnpinSnapshotRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Snapshot id.
-	SnapshotId    string `protobuf:"bytes,1,opt,name=snapshot_id,json=snapshotId,proto3" json:"snapshot_id,omitempty"`
+	SnapshotId string `protobuf:"bytes,1,opt,name=snapshot_id,json=snapshotId,proto3" json:"snapshot_id,omitempty"`
+	// Who decided it.
+	Fence         *v12.Fence `protobuf:"bytes,2,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1369,6 +1390,13 @@ func (x *UnpinSnapshotRequest) GetSnapshotId() string {
 		return x.SnapshotId
 	}
 	return ""
+}
+
+func (x *UnpinSnapshotRequest) GetFence() *v12.Fence {
+	if x != nil {
+		return x.Fence
+	}
+	return nil
 }
 
 // UnpinSnapshotResponse is empty.
@@ -1414,7 +1442,9 @@ type DeleteRunRequest struct {
 	// Run.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	// Ids of the snapshots that stay, because other runs started from them.
-	Keep          []string `protobuf:"bytes,2,rep,name=keep,proto3" json:"keep,omitempty"`
+	Keep []string `protobuf:"bytes,2,rep,name=keep,proto3" json:"keep,omitempty"`
+	// The scheduler that leads, and the incarnation of the run.
+	Fence         *v12.Fence `protobuf:"bytes,3,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1459,6 +1489,13 @@ func (x *DeleteRunRequest) GetRunId() string {
 func (x *DeleteRunRequest) GetKeep() []string {
 	if x != nil {
 		return x.Keep
+	}
+	return nil
+}
+
+func (x *DeleteRunRequest) GetFence() *v12.Fence {
+	if x != nil {
+		return x.Fence
 	}
 	return nil
 }
@@ -1513,7 +1550,9 @@ func (x *DeleteRunResponse) GetKept() []string {
 type DeleteSnapshotRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Snapshot id.
-	SnapshotId    string `protobuf:"bytes,1,opt,name=snapshot_id,json=snapshotId,proto3" json:"snapshot_id,omitempty"`
+	SnapshotId string `protobuf:"bytes,1,opt,name=snapshot_id,json=snapshotId,proto3" json:"snapshot_id,omitempty"`
+	// The scheduler that leads. Absent: a person decided it.
+	Fence         *v12.Fence `protobuf:"bytes,2,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1553,6 +1592,13 @@ func (x *DeleteSnapshotRequest) GetSnapshotId() string {
 		return x.SnapshotId
 	}
 	return ""
+}
+
+func (x *DeleteSnapshotRequest) GetFence() *v12.Fence {
+	if x != nil {
+		return x.Fence
+	}
+	return nil
 }
 
 // DeleteSnapshotResponse is empty.
@@ -1596,7 +1642,7 @@ var File_rollout_snapshot_v1_snapshot_proto protoreflect.FileDescriptor
 
 const file_rollout_snapshot_v1_snapshot_proto_rawDesc = "" +
 	"\n" +
-	"\"rollout/snapshot/v1/snapshot.proto\x12\x13rollout.snapshot.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\x18rollout/run/v1/run.proto\"\xb2\x05\n" +
+	"\"rollout/snapshot/v1/snapshot.proto\x12\x13rollout.snapshot.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1crollout/fence/v1/fence.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\x18rollout/run/v1/run.proto\"\xb2\x05\n" +
 	"\bSnapshot\x12\x1f\n" +
 	"\vsnapshot_id\x18\x01 \x01(\tR\n" +
 	"snapshotId\x12\x15\n" +
@@ -1628,12 +1674,13 @@ const file_rollout_snapshot_v1_snapshot_proto_rawDesc = "" +
 	"\x04path\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x04path\x124\n" +
 	"\x06digest\x18\x02 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\x06digest\x12\x14\n" +
 	"\x05bytes\x18\x03 \x01(\x04R\x05bytes\x12\x16\n" +
-	"\x06blocks\x18\x04 \x01(\fR\x06blocks\"\xaf\x01\n" +
+	"\x06blocks\x18\x04 \x01(\fR\x06blocks\"\xde\x01\n" +
 	"\x15CreateSnapshotRequest\x12A\n" +
 	"\bsnapshot\x18\x01 \x01(\v2\x1d.rollout.snapshot.v1.SnapshotB\x06\xbaH\x03\xc8\x01\x01R\bsnapshot\x12%\n" +
 	"\tdirectory\x18\x02 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\tdirectory\x12\x12\n" +
 	"\x04keep\x18\x03 \x01(\rR\x04keep\x12\x18\n" +
-	"\acapture\x18\x04 \x01(\bR\acapture\"\xbc\x01\n" +
+	"\acapture\x18\x04 \x01(\bR\acapture\x12-\n" +
+	"\x05fence\x18\x05 \x01(\v2\x17.rollout.fence.v1.FenceR\x05fence\"\xbc\x01\n" +
 	"\x14TakeSnapshotsRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12L\n" +
 	"\x05kinds\x18\x02 \x03(\x0e2!.rollout.snapshot.v1.SnapshotKindB\x13\xbaH\x10\x92\x01\r\b\x01\x18\x01\"\a\x82\x01\x04\x10\x01 \x00R\x05kinds\x126\n" +
@@ -1678,24 +1725,28 @@ const file_rollout_snapshot_v1_snapshot_proto_rawDesc = "" +
 	"\vsnapshot_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\n" +
 	"snapshotId\"@\n" +
 	"\x17RestoreSnapshotResponse\x12%\n" +
-	"\x03run\x18\x01 \x01(\v2\x13.rollout.run.v1.RunR\x03run\">\n" +
+	"\x03run\x18\x01 \x01(\v2\x13.rollout.run.v1.RunR\x03run\"u\n" +
 	"\x12PinSnapshotRequest\x12(\n" +
 	"\vsnapshot_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\n" +
-	"snapshotId\"P\n" +
+	"snapshotId\x125\n" +
+	"\x05fence\x18\x02 \x01(\v2\x17.rollout.fence.v1.FenceB\x06\xbaH\x03\xc8\x01\x01R\x05fence\"P\n" +
 	"\x13PinSnapshotResponse\x129\n" +
-	"\bsnapshot\x18\x01 \x01(\v2\x1d.rollout.snapshot.v1.SnapshotR\bsnapshot\"@\n" +
+	"\bsnapshot\x18\x01 \x01(\v2\x1d.rollout.snapshot.v1.SnapshotR\bsnapshot\"w\n" +
 	"\x14UnpinSnapshotRequest\x12(\n" +
 	"\vsnapshot_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\n" +
-	"snapshotId\"\x17\n" +
-	"\x15UnpinSnapshotResponse\"F\n" +
+	"snapshotId\x125\n" +
+	"\x05fence\x18\x02 \x01(\v2\x17.rollout.fence.v1.FenceB\x06\xbaH\x03\xc8\x01\x01R\x05fence\"\x17\n" +
+	"\x15UnpinSnapshotResponse\"}\n" +
 	"\x10DeleteRunRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x12\n" +
-	"\x04keep\x18\x02 \x03(\tR\x04keep\"'\n" +
+	"\x04keep\x18\x02 \x03(\tR\x04keep\x125\n" +
+	"\x05fence\x18\x03 \x01(\v2\x17.rollout.fence.v1.FenceB\x06\xbaH\x03\xc8\x01\x01R\x05fence\"'\n" +
 	"\x11DeleteRunResponse\x12\x12\n" +
-	"\x04kept\x18\x01 \x03(\tR\x04kept\"A\n" +
+	"\x04kept\x18\x01 \x03(\tR\x04kept\"p\n" +
 	"\x15DeleteSnapshotRequest\x12(\n" +
 	"\vsnapshot_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\n" +
-	"snapshotId\"\x18\n" +
+	"snapshotId\x12-\n" +
+	"\x05fence\x18\x02 \x01(\v2\x17.rollout.fence.v1.FenceR\x05fence\"\x18\n" +
 	"\x16DeleteSnapshotResponse*\x9d\x01\n" +
 	"\fSnapshotKind\x12\x1d\n" +
 	"\x19SNAPSHOT_KIND_UNSPECIFIED\x10\x00\x12\x1d\n" +
@@ -1763,7 +1814,8 @@ var file_rollout_snapshot_v1_snapshot_proto_goTypes = []any{
 	(*v1.Cursor)(nil),                   // 28: rollout.run.v1.Cursor
 	(*timestamppb.Timestamp)(nil),       // 29: google.protobuf.Timestamp
 	(*v11.Plan)(nil),                    // 30: rollout.plan.v1.Plan
-	(*v1.Run)(nil),                      // 31: rollout.run.v1.Run
+	(*v12.Fence)(nil),                   // 31: rollout.fence.v1.Fence
+	(*v1.Run)(nil),                      // 32: rollout.run.v1.Run
 }
 var file_rollout_snapshot_v1_snapshot_proto_depIdxs = []int32{
 	0,  // 0: rollout.snapshot.v1.Snapshot.kind:type_name -> rollout.snapshot.v1.SnapshotKind
@@ -1774,44 +1826,49 @@ var file_rollout_snapshot_v1_snapshot_proto_depIdxs = []int32{
 	2,  // 5: rollout.snapshot.v1.Snapshot.origin:type_name -> rollout.snapshot.v1.Origin
 	30, // 6: rollout.snapshot.v1.Origin.plan:type_name -> rollout.plan.v1.Plan
 	1,  // 7: rollout.snapshot.v1.CreateSnapshotRequest.snapshot:type_name -> rollout.snapshot.v1.Snapshot
-	0,  // 8: rollout.snapshot.v1.TakeSnapshotsRequest.kinds:type_name -> rollout.snapshot.v1.SnapshotKind
-	1,  // 9: rollout.snapshot.v1.TakeSnapshotsResponse.snapshots:type_name -> rollout.snapshot.v1.Snapshot
-	1,  // 10: rollout.snapshot.v1.VerifySnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
-	9,  // 11: rollout.snapshot.v1.VerifySnapshotResponse.flaws:type_name -> rollout.snapshot.v1.SnapshotFlaw
-	1,  // 12: rollout.snapshot.v1.CreateSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
-	1,  // 13: rollout.snapshot.v1.GetSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
-	0,  // 14: rollout.snapshot.v1.ListSnapshotsRequest.kind:type_name -> rollout.snapshot.v1.SnapshotKind
-	1,  // 15: rollout.snapshot.v1.ListSnapshotsResponse.snapshots:type_name -> rollout.snapshot.v1.Snapshot
-	1,  // 16: rollout.snapshot.v1.MaterializeSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
-	31, // 17: rollout.snapshot.v1.RestoreSnapshotResponse.run:type_name -> rollout.run.v1.Run
-	1,  // 18: rollout.snapshot.v1.PinSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
-	4,  // 19: rollout.snapshot.v1.SnapshotService.CreateSnapshot:input_type -> rollout.snapshot.v1.CreateSnapshotRequest
-	5,  // 20: rollout.snapshot.v1.SnapshotService.TakeSnapshots:input_type -> rollout.snapshot.v1.TakeSnapshotsRequest
-	7,  // 21: rollout.snapshot.v1.SnapshotService.VerifySnapshot:input_type -> rollout.snapshot.v1.VerifySnapshotRequest
-	11, // 22: rollout.snapshot.v1.SnapshotService.GetSnapshot:input_type -> rollout.snapshot.v1.GetSnapshotRequest
-	13, // 23: rollout.snapshot.v1.SnapshotService.ListSnapshots:input_type -> rollout.snapshot.v1.ListSnapshotsRequest
-	15, // 24: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:input_type -> rollout.snapshot.v1.MaterializeSnapshotRequest
-	17, // 25: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:input_type -> rollout.snapshot.v1.RestoreSnapshotRequest
-	19, // 26: rollout.snapshot.v1.SnapshotService.PinSnapshot:input_type -> rollout.snapshot.v1.PinSnapshotRequest
-	21, // 27: rollout.snapshot.v1.SnapshotService.UnpinSnapshot:input_type -> rollout.snapshot.v1.UnpinSnapshotRequest
-	25, // 28: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:input_type -> rollout.snapshot.v1.DeleteSnapshotRequest
-	23, // 29: rollout.snapshot.v1.SnapshotService.DeleteRun:input_type -> rollout.snapshot.v1.DeleteRunRequest
-	10, // 30: rollout.snapshot.v1.SnapshotService.CreateSnapshot:output_type -> rollout.snapshot.v1.CreateSnapshotResponse
-	6,  // 31: rollout.snapshot.v1.SnapshotService.TakeSnapshots:output_type -> rollout.snapshot.v1.TakeSnapshotsResponse
-	8,  // 32: rollout.snapshot.v1.SnapshotService.VerifySnapshot:output_type -> rollout.snapshot.v1.VerifySnapshotResponse
-	12, // 33: rollout.snapshot.v1.SnapshotService.GetSnapshot:output_type -> rollout.snapshot.v1.GetSnapshotResponse
-	14, // 34: rollout.snapshot.v1.SnapshotService.ListSnapshots:output_type -> rollout.snapshot.v1.ListSnapshotsResponse
-	16, // 35: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:output_type -> rollout.snapshot.v1.MaterializeSnapshotResponse
-	18, // 36: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:output_type -> rollout.snapshot.v1.RestoreSnapshotResponse
-	20, // 37: rollout.snapshot.v1.SnapshotService.PinSnapshot:output_type -> rollout.snapshot.v1.PinSnapshotResponse
-	22, // 38: rollout.snapshot.v1.SnapshotService.UnpinSnapshot:output_type -> rollout.snapshot.v1.UnpinSnapshotResponse
-	26, // 39: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:output_type -> rollout.snapshot.v1.DeleteSnapshotResponse
-	24, // 40: rollout.snapshot.v1.SnapshotService.DeleteRun:output_type -> rollout.snapshot.v1.DeleteRunResponse
-	30, // [30:41] is the sub-list for method output_type
-	19, // [19:30] is the sub-list for method input_type
-	19, // [19:19] is the sub-list for extension type_name
-	19, // [19:19] is the sub-list for extension extendee
-	0,  // [0:19] is the sub-list for field type_name
+	31, // 8: rollout.snapshot.v1.CreateSnapshotRequest.fence:type_name -> rollout.fence.v1.Fence
+	0,  // 9: rollout.snapshot.v1.TakeSnapshotsRequest.kinds:type_name -> rollout.snapshot.v1.SnapshotKind
+	1,  // 10: rollout.snapshot.v1.TakeSnapshotsResponse.snapshots:type_name -> rollout.snapshot.v1.Snapshot
+	1,  // 11: rollout.snapshot.v1.VerifySnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
+	9,  // 12: rollout.snapshot.v1.VerifySnapshotResponse.flaws:type_name -> rollout.snapshot.v1.SnapshotFlaw
+	1,  // 13: rollout.snapshot.v1.CreateSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
+	1,  // 14: rollout.snapshot.v1.GetSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
+	0,  // 15: rollout.snapshot.v1.ListSnapshotsRequest.kind:type_name -> rollout.snapshot.v1.SnapshotKind
+	1,  // 16: rollout.snapshot.v1.ListSnapshotsResponse.snapshots:type_name -> rollout.snapshot.v1.Snapshot
+	1,  // 17: rollout.snapshot.v1.MaterializeSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
+	32, // 18: rollout.snapshot.v1.RestoreSnapshotResponse.run:type_name -> rollout.run.v1.Run
+	31, // 19: rollout.snapshot.v1.PinSnapshotRequest.fence:type_name -> rollout.fence.v1.Fence
+	1,  // 20: rollout.snapshot.v1.PinSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
+	31, // 21: rollout.snapshot.v1.UnpinSnapshotRequest.fence:type_name -> rollout.fence.v1.Fence
+	31, // 22: rollout.snapshot.v1.DeleteRunRequest.fence:type_name -> rollout.fence.v1.Fence
+	31, // 23: rollout.snapshot.v1.DeleteSnapshotRequest.fence:type_name -> rollout.fence.v1.Fence
+	4,  // 24: rollout.snapshot.v1.SnapshotService.CreateSnapshot:input_type -> rollout.snapshot.v1.CreateSnapshotRequest
+	5,  // 25: rollout.snapshot.v1.SnapshotService.TakeSnapshots:input_type -> rollout.snapshot.v1.TakeSnapshotsRequest
+	7,  // 26: rollout.snapshot.v1.SnapshotService.VerifySnapshot:input_type -> rollout.snapshot.v1.VerifySnapshotRequest
+	11, // 27: rollout.snapshot.v1.SnapshotService.GetSnapshot:input_type -> rollout.snapshot.v1.GetSnapshotRequest
+	13, // 28: rollout.snapshot.v1.SnapshotService.ListSnapshots:input_type -> rollout.snapshot.v1.ListSnapshotsRequest
+	15, // 29: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:input_type -> rollout.snapshot.v1.MaterializeSnapshotRequest
+	17, // 30: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:input_type -> rollout.snapshot.v1.RestoreSnapshotRequest
+	19, // 31: rollout.snapshot.v1.SnapshotService.PinSnapshot:input_type -> rollout.snapshot.v1.PinSnapshotRequest
+	21, // 32: rollout.snapshot.v1.SnapshotService.UnpinSnapshot:input_type -> rollout.snapshot.v1.UnpinSnapshotRequest
+	25, // 33: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:input_type -> rollout.snapshot.v1.DeleteSnapshotRequest
+	23, // 34: rollout.snapshot.v1.SnapshotService.DeleteRun:input_type -> rollout.snapshot.v1.DeleteRunRequest
+	10, // 35: rollout.snapshot.v1.SnapshotService.CreateSnapshot:output_type -> rollout.snapshot.v1.CreateSnapshotResponse
+	6,  // 36: rollout.snapshot.v1.SnapshotService.TakeSnapshots:output_type -> rollout.snapshot.v1.TakeSnapshotsResponse
+	8,  // 37: rollout.snapshot.v1.SnapshotService.VerifySnapshot:output_type -> rollout.snapshot.v1.VerifySnapshotResponse
+	12, // 38: rollout.snapshot.v1.SnapshotService.GetSnapshot:output_type -> rollout.snapshot.v1.GetSnapshotResponse
+	14, // 39: rollout.snapshot.v1.SnapshotService.ListSnapshots:output_type -> rollout.snapshot.v1.ListSnapshotsResponse
+	16, // 40: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:output_type -> rollout.snapshot.v1.MaterializeSnapshotResponse
+	18, // 41: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:output_type -> rollout.snapshot.v1.RestoreSnapshotResponse
+	20, // 42: rollout.snapshot.v1.SnapshotService.PinSnapshot:output_type -> rollout.snapshot.v1.PinSnapshotResponse
+	22, // 43: rollout.snapshot.v1.SnapshotService.UnpinSnapshot:output_type -> rollout.snapshot.v1.UnpinSnapshotResponse
+	26, // 44: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:output_type -> rollout.snapshot.v1.DeleteSnapshotResponse
+	24, // 45: rollout.snapshot.v1.SnapshotService.DeleteRun:output_type -> rollout.snapshot.v1.DeleteRunResponse
+	35, // [35:46] is the sub-list for method output_type
+	24, // [24:35] is the sub-list for method input_type
+	24, // [24:24] is the sub-list for extension type_name
+	24, // [24:24] is the sub-list for extension extendee
+	0,  // [0:24] is the sub-list for field type_name
 }
 
 func init() { file_rollout_snapshot_v1_snapshot_proto_init() }

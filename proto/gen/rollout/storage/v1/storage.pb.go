@@ -11,6 +11,7 @@ package storagev1
 import (
 	_ "buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
 	v1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	v11 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
 	timestamppb "google.golang.org/protobuf/types/known/timestamppb"
@@ -122,7 +123,9 @@ func (x *EventFilter) GetAfterSequence() uint64 {
 type DeleteRunRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run.
-	RunId         string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// The scheduler that leads, and the incarnation of the run.
+	Fence         *v11.Fence `protobuf:"bytes,2,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -162,6 +165,13 @@ func (x *DeleteRunRequest) GetRunId() string {
 		return x.RunId
 	}
 	return ""
+}
+
+func (x *DeleteRunRequest) GetFence() *v11.Fence {
+	if x != nil {
+		return x.Fence
+	}
+	return nil
 }
 
 // DeleteRunResponse is empty.
@@ -208,7 +218,9 @@ type PutArtifactRequest struct {
 	Chunk []byte `protobuf:"bytes,1,opt,name=chunk,proto3" json:"chunk,omitempty"`
 	// Run that the artifact belongs to, in the first message: it is deleted with the run. Empty: it
 	// stays until DeleteArtifacts.
-	RunId         string `protobuf:"bytes,2,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	RunId string `protobuf:"bytes,2,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// Who stores it, in the first message. Absent: no one who could be replaced.
+	Fence         *v11.Fence `protobuf:"bytes,3,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -255,6 +267,13 @@ func (x *PutArtifactRequest) GetRunId() string {
 		return x.RunId
 	}
 	return ""
+}
+
+func (x *PutArtifactRequest) GetFence() *v11.Fence {
+	if x != nil {
+		return x.Fence
+	}
+	return nil
 }
 
 // PutArtifactResponse names the artifact.
@@ -372,7 +391,9 @@ func (x *LocalFile) GetContentId() string {
 type ImportArtifactsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Files.
-	Files         []*LocalFile `protobuf:"bytes,1,rep,name=files,proto3" json:"files,omitempty"`
+	Files []*LocalFile `protobuf:"bytes,1,rep,name=files,proto3" json:"files,omitempty"`
+	// Who imports them. Absent: no one who could be replaced.
+	Fence         *v11.Fence `protobuf:"bytes,2,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -410,6 +431,13 @@ func (*ImportArtifactsRequest) Descriptor() ([]byte, []int) {
 func (x *ImportArtifactsRequest) GetFiles() []*LocalFile {
 	if x != nil {
 		return x.Files
+	}
+	return nil
+}
+
+func (x *ImportArtifactsRequest) GetFence() *v11.Fence {
+	if x != nil {
+		return x.Fence
 	}
 	return nil
 }
@@ -817,7 +845,9 @@ type DeleteArtifactsRequest struct {
 	// Content ids.
 	ContentIds []string `protobuf:"bytes,1,rep,name=content_ids,json=contentIds,proto3" json:"content_ids,omitempty"`
 	// Run that they were stored for; others stay. Empty: no run.
-	RunId         string `protobuf:"bytes,2,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	RunId string `protobuf:"bytes,2,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// Who decided it: a learner, or a service with incarnation 0.
+	Fence         *v11.Fence `protobuf:"bytes,3,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -864,6 +894,13 @@ func (x *DeleteArtifactsRequest) GetRunId() string {
 		return x.RunId
 	}
 	return ""
+}
+
+func (x *DeleteArtifactsRequest) GetFence() *v11.Fence {
+	if x != nil {
+		return x.Fence
+	}
+	return nil
 }
 
 // DeleteArtifactsResponse is empty.
@@ -1421,20 +1458,22 @@ var File_rollout_storage_v1_storage_proto protoreflect.FileDescriptor
 
 const file_rollout_storage_v1_storage_proto_rawDesc = "" +
 	"\n" +
-	" rollout/storage/v1/storage.proto\x12\x12rollout.storage.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1crollout/event/v1/event.proto\"\xe5\x01\n" +
+	" rollout/storage/v1/storage.proto\x12\x12rollout.storage.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1crollout/event/v1/event.proto\x1a\x1crollout/fence/v1/fence.proto\"\xe5\x01\n" +
 	"\vEventFilter\x12\x15\n" +
 	"\x06run_id\x18\x01 \x01(\tR\x05runId\x12\x1a\n" +
 	"\bservices\x18\x02 \x03(\tR\bservices\x124\n" +
 	"\tmin_level\x18\x03 \x01(\x0e2\x17.rollout.event.v1.LevelR\bminLevel\x120\n" +
 	"\x05since\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\x05since\x12\x14\n" +
 	"\x05kinds\x18\x05 \x03(\tR\x05kinds\x12%\n" +
-	"\x0eafter_sequence\x18\x06 \x01(\x04R\rafterSequence\"2\n" +
+	"\x0eafter_sequence\x18\x06 \x01(\x04R\rafterSequence\"i\n" +
 	"\x10DeleteRunRequest\x12\x1e\n" +
-	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"\x13\n" +
-	"\x11DeleteRunResponse\"L\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x125\n" +
+	"\x05fence\x18\x02 \x01(\v2\x17.rollout.fence.v1.FenceB\x06\xbaH\x03\xc8\x01\x01R\x05fence\"\x13\n" +
+	"\x11DeleteRunResponse\"{\n" +
 	"\x12PutArtifactRequest\x12\x1f\n" +
 	"\x05chunk\x18\x01 \x01(\fB\t\xbaH\x06z\x04\x18\x80\x80@R\x05chunk\x12\x15\n" +
-	"\x06run_id\x18\x02 \x01(\tR\x05runId\"J\n" +
+	"\x06run_id\x18\x02 \x01(\tR\x05runId\x12-\n" +
+	"\x05fence\x18\x03 \x01(\v2\x17.rollout.fence.v1.FenceR\x05fence\"J\n" +
 	"\x13PutArtifactResponse\x12\x1d\n" +
 	"\n" +
 	"content_id\x18\x01 \x01(\tR\tcontentId\x12\x14\n" +
@@ -1442,9 +1481,10 @@ const file_rollout_storage_v1_storage_proto_rawDesc = "" +
 	"\tLocalFile\x12\x1b\n" +
 	"\x04path\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x04path\x12\x1d\n" +
 	"\n" +
-	"content_id\x18\x02 \x01(\tR\tcontentId\"W\n" +
+	"content_id\x18\x02 \x01(\tR\tcontentId\"\x86\x01\n" +
 	"\x16ImportArtifactsRequest\x12=\n" +
-	"\x05files\x18\x01 \x03(\v2\x1d.rollout.storage.v1.LocalFileB\b\xbaH\x05\x92\x01\x02\b\x01R\x05files\"Y\n" +
+	"\x05files\x18\x01 \x03(\v2\x1d.rollout.storage.v1.LocalFileB\b\xbaH\x05\x92\x01\x02\b\x01R\x05files\x12-\n" +
+	"\x05fence\x18\x02 \x01(\v2\x17.rollout.fence.v1.FenceR\x05fence\"Y\n" +
 	"\x17ImportArtifactsResponse\x12>\n" +
 	"\tartifacts\x18\x01 \x03(\v2 .rollout.storage.v1.ArtifactInfoR\tartifacts\"W\n" +
 	"\x16ExportArtifactsRequest\x12=\n" +
@@ -1466,11 +1506,12 @@ const file_rollout_storage_v1_storage_proto_rawDesc = "" +
 	"\vcontent_ids\x18\x01 \x03(\tB\b\xbaH\x05\x92\x01\x02\b\x01R\n" +
 	"contentIds\"W\n" +
 	"\x15StatArtifactsResponse\x12>\n" +
-	"\tartifacts\x18\x01 \x03(\v2 .rollout.storage.v1.ArtifactInfoR\tartifacts\"Z\n" +
+	"\tartifacts\x18\x01 \x03(\v2 .rollout.storage.v1.ArtifactInfoR\tartifacts\"\x91\x01\n" +
 	"\x16DeleteArtifactsRequest\x12)\n" +
 	"\vcontent_ids\x18\x01 \x03(\tB\b\xbaH\x05\x92\x01\x02\b\x01R\n" +
 	"contentIds\x12\x15\n" +
-	"\x06run_id\x18\x02 \x01(\tR\x05runId\"\x19\n" +
+	"\x06run_id\x18\x02 \x01(\tR\x05runId\x125\n" +
+	"\x05fence\x18\x03 \x01(\v2\x17.rollout.fence.v1.FenceB\x06\xbaH\x03\xc8\x01\x01R\x05fence\"\x19\n" +
 	"\x17DeleteArtifactsResponse\"P\n" +
 	"\x13AppendEventsRequest\x129\n" +
 	"\x06events\x18\x01 \x03(\v2\x17.rollout.event.v1.EventB\b\xbaH\x05\x92\x01\x02\b\x01R\x06events\"\x16\n" +
@@ -1558,50 +1599,55 @@ var file_rollout_storage_v1_storage_proto_goTypes = []any{
 	(*Point)(nil),                   // 26: rollout.storage.v1.Point
 	(v1.Level)(0),                   // 27: rollout.event.v1.Level
 	(*timestamppb.Timestamp)(nil),   // 28: google.protobuf.Timestamp
-	(*v1.Event)(nil),                // 29: rollout.event.v1.Event
+	(*v11.Fence)(nil),               // 29: rollout.fence.v1.Fence
+	(*v1.Event)(nil),                // 30: rollout.event.v1.Event
 }
 var file_rollout_storage_v1_storage_proto_depIdxs = []int32{
 	27, // 0: rollout.storage.v1.EventFilter.min_level:type_name -> rollout.event.v1.Level
 	28, // 1: rollout.storage.v1.EventFilter.since:type_name -> google.protobuf.Timestamp
-	5,  // 2: rollout.storage.v1.ImportArtifactsRequest.files:type_name -> rollout.storage.v1.LocalFile
-	10, // 3: rollout.storage.v1.ImportArtifactsResponse.artifacts:type_name -> rollout.storage.v1.ArtifactInfo
-	5,  // 4: rollout.storage.v1.ExportArtifactsRequest.files:type_name -> rollout.storage.v1.LocalFile
-	10, // 5: rollout.storage.v1.StatArtifactsResponse.artifacts:type_name -> rollout.storage.v1.ArtifactInfo
-	29, // 6: rollout.storage.v1.AppendEventsRequest.events:type_name -> rollout.event.v1.Event
-	0,  // 7: rollout.storage.v1.ListEventsRequest.filter:type_name -> rollout.storage.v1.EventFilter
-	29, // 8: rollout.storage.v1.ListEventsResponse.events:type_name -> rollout.event.v1.Event
-	0,  // 9: rollout.storage.v1.TailEventsRequest.filter:type_name -> rollout.storage.v1.EventFilter
-	29, // 10: rollout.storage.v1.TailEventsResponse.events:type_name -> rollout.event.v1.Event
-	25, // 11: rollout.storage.v1.QueryMetricsResponse.series:type_name -> rollout.storage.v1.Series
-	26, // 12: rollout.storage.v1.Series.points:type_name -> rollout.storage.v1.Point
-	28, // 13: rollout.storage.v1.Point.time:type_name -> google.protobuf.Timestamp
-	3,  // 14: rollout.storage.v1.ArtifactService.PutArtifact:input_type -> rollout.storage.v1.PutArtifactRequest
-	6,  // 15: rollout.storage.v1.ArtifactService.ImportArtifacts:input_type -> rollout.storage.v1.ImportArtifactsRequest
-	8,  // 16: rollout.storage.v1.ArtifactService.ExportArtifacts:input_type -> rollout.storage.v1.ExportArtifactsRequest
-	11, // 17: rollout.storage.v1.ArtifactService.GetArtifact:input_type -> rollout.storage.v1.GetArtifactRequest
-	13, // 18: rollout.storage.v1.ArtifactService.StatArtifacts:input_type -> rollout.storage.v1.StatArtifactsRequest
-	15, // 19: rollout.storage.v1.ArtifactService.DeleteArtifacts:input_type -> rollout.storage.v1.DeleteArtifactsRequest
-	17, // 20: rollout.storage.v1.EventService.AppendEvents:input_type -> rollout.storage.v1.AppendEventsRequest
-	19, // 21: rollout.storage.v1.EventService.ListEvents:input_type -> rollout.storage.v1.ListEventsRequest
-	21, // 22: rollout.storage.v1.EventService.TailEvents:input_type -> rollout.storage.v1.TailEventsRequest
-	23, // 23: rollout.storage.v1.EventService.QueryMetrics:input_type -> rollout.storage.v1.QueryMetricsRequest
-	1,  // 24: rollout.storage.v1.EventService.DeleteRun:input_type -> rollout.storage.v1.DeleteRunRequest
-	4,  // 25: rollout.storage.v1.ArtifactService.PutArtifact:output_type -> rollout.storage.v1.PutArtifactResponse
-	7,  // 26: rollout.storage.v1.ArtifactService.ImportArtifacts:output_type -> rollout.storage.v1.ImportArtifactsResponse
-	9,  // 27: rollout.storage.v1.ArtifactService.ExportArtifacts:output_type -> rollout.storage.v1.ExportArtifactsResponse
-	12, // 28: rollout.storage.v1.ArtifactService.GetArtifact:output_type -> rollout.storage.v1.GetArtifactResponse
-	14, // 29: rollout.storage.v1.ArtifactService.StatArtifacts:output_type -> rollout.storage.v1.StatArtifactsResponse
-	16, // 30: rollout.storage.v1.ArtifactService.DeleteArtifacts:output_type -> rollout.storage.v1.DeleteArtifactsResponse
-	18, // 31: rollout.storage.v1.EventService.AppendEvents:output_type -> rollout.storage.v1.AppendEventsResponse
-	20, // 32: rollout.storage.v1.EventService.ListEvents:output_type -> rollout.storage.v1.ListEventsResponse
-	22, // 33: rollout.storage.v1.EventService.TailEvents:output_type -> rollout.storage.v1.TailEventsResponse
-	24, // 34: rollout.storage.v1.EventService.QueryMetrics:output_type -> rollout.storage.v1.QueryMetricsResponse
-	2,  // 35: rollout.storage.v1.EventService.DeleteRun:output_type -> rollout.storage.v1.DeleteRunResponse
-	25, // [25:36] is the sub-list for method output_type
-	14, // [14:25] is the sub-list for method input_type
-	14, // [14:14] is the sub-list for extension type_name
-	14, // [14:14] is the sub-list for extension extendee
-	0,  // [0:14] is the sub-list for field type_name
+	29, // 2: rollout.storage.v1.DeleteRunRequest.fence:type_name -> rollout.fence.v1.Fence
+	29, // 3: rollout.storage.v1.PutArtifactRequest.fence:type_name -> rollout.fence.v1.Fence
+	5,  // 4: rollout.storage.v1.ImportArtifactsRequest.files:type_name -> rollout.storage.v1.LocalFile
+	29, // 5: rollout.storage.v1.ImportArtifactsRequest.fence:type_name -> rollout.fence.v1.Fence
+	10, // 6: rollout.storage.v1.ImportArtifactsResponse.artifacts:type_name -> rollout.storage.v1.ArtifactInfo
+	5,  // 7: rollout.storage.v1.ExportArtifactsRequest.files:type_name -> rollout.storage.v1.LocalFile
+	10, // 8: rollout.storage.v1.StatArtifactsResponse.artifacts:type_name -> rollout.storage.v1.ArtifactInfo
+	29, // 9: rollout.storage.v1.DeleteArtifactsRequest.fence:type_name -> rollout.fence.v1.Fence
+	30, // 10: rollout.storage.v1.AppendEventsRequest.events:type_name -> rollout.event.v1.Event
+	0,  // 11: rollout.storage.v1.ListEventsRequest.filter:type_name -> rollout.storage.v1.EventFilter
+	30, // 12: rollout.storage.v1.ListEventsResponse.events:type_name -> rollout.event.v1.Event
+	0,  // 13: rollout.storage.v1.TailEventsRequest.filter:type_name -> rollout.storage.v1.EventFilter
+	30, // 14: rollout.storage.v1.TailEventsResponse.events:type_name -> rollout.event.v1.Event
+	25, // 15: rollout.storage.v1.QueryMetricsResponse.series:type_name -> rollout.storage.v1.Series
+	26, // 16: rollout.storage.v1.Series.points:type_name -> rollout.storage.v1.Point
+	28, // 17: rollout.storage.v1.Point.time:type_name -> google.protobuf.Timestamp
+	3,  // 18: rollout.storage.v1.ArtifactService.PutArtifact:input_type -> rollout.storage.v1.PutArtifactRequest
+	6,  // 19: rollout.storage.v1.ArtifactService.ImportArtifacts:input_type -> rollout.storage.v1.ImportArtifactsRequest
+	8,  // 20: rollout.storage.v1.ArtifactService.ExportArtifacts:input_type -> rollout.storage.v1.ExportArtifactsRequest
+	11, // 21: rollout.storage.v1.ArtifactService.GetArtifact:input_type -> rollout.storage.v1.GetArtifactRequest
+	13, // 22: rollout.storage.v1.ArtifactService.StatArtifacts:input_type -> rollout.storage.v1.StatArtifactsRequest
+	15, // 23: rollout.storage.v1.ArtifactService.DeleteArtifacts:input_type -> rollout.storage.v1.DeleteArtifactsRequest
+	17, // 24: rollout.storage.v1.EventService.AppendEvents:input_type -> rollout.storage.v1.AppendEventsRequest
+	19, // 25: rollout.storage.v1.EventService.ListEvents:input_type -> rollout.storage.v1.ListEventsRequest
+	21, // 26: rollout.storage.v1.EventService.TailEvents:input_type -> rollout.storage.v1.TailEventsRequest
+	23, // 27: rollout.storage.v1.EventService.QueryMetrics:input_type -> rollout.storage.v1.QueryMetricsRequest
+	1,  // 28: rollout.storage.v1.EventService.DeleteRun:input_type -> rollout.storage.v1.DeleteRunRequest
+	4,  // 29: rollout.storage.v1.ArtifactService.PutArtifact:output_type -> rollout.storage.v1.PutArtifactResponse
+	7,  // 30: rollout.storage.v1.ArtifactService.ImportArtifacts:output_type -> rollout.storage.v1.ImportArtifactsResponse
+	9,  // 31: rollout.storage.v1.ArtifactService.ExportArtifacts:output_type -> rollout.storage.v1.ExportArtifactsResponse
+	12, // 32: rollout.storage.v1.ArtifactService.GetArtifact:output_type -> rollout.storage.v1.GetArtifactResponse
+	14, // 33: rollout.storage.v1.ArtifactService.StatArtifacts:output_type -> rollout.storage.v1.StatArtifactsResponse
+	16, // 34: rollout.storage.v1.ArtifactService.DeleteArtifacts:output_type -> rollout.storage.v1.DeleteArtifactsResponse
+	18, // 35: rollout.storage.v1.EventService.AppendEvents:output_type -> rollout.storage.v1.AppendEventsResponse
+	20, // 36: rollout.storage.v1.EventService.ListEvents:output_type -> rollout.storage.v1.ListEventsResponse
+	22, // 37: rollout.storage.v1.EventService.TailEvents:output_type -> rollout.storage.v1.TailEventsResponse
+	24, // 38: rollout.storage.v1.EventService.QueryMetrics:output_type -> rollout.storage.v1.QueryMetricsResponse
+	2,  // 39: rollout.storage.v1.EventService.DeleteRun:output_type -> rollout.storage.v1.DeleteRunResponse
+	29, // [29:40] is the sub-list for method output_type
+	18, // [18:29] is the sub-list for method input_type
+	18, // [18:18] is the sub-list for extension type_name
+	18, // [18:18] is the sub-list for extension extendee
+	0,  // [0:18] is the sub-list for field type_name
 }
 
 func init() { file_rollout_storage_v1_storage_proto_init() }
