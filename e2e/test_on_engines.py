@@ -1,5 +1,6 @@
-"""What works on an engine besides rollouts: evaluations, `infer batch`, teachers, and judges. Run
-by `make check-engines` for the engines that have separate environments, with the tiny model.
+"""What works on an engine besides rollouts: evaluations, `infer batch`, teachers, judges, and the
+restart of an engine that is stopped. Run by `make check-engines` for the engines that have separate
+environments, with the tiny model.
 
 A judge is a reward that asks a model behind an endpoint; here that is the policy of the first run.
 """
@@ -8,12 +9,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 from conftest import GROUPS, ROOT, SAMPLES
-from mesh import Mesh, assert_consumed_once, mesh
+from mesh import Mesh, assert_consumed_once, mesh, until
+from planted import Stalled
 from scenario import SLOW
 from test_teaching import STUDENT
 
@@ -53,6 +57,28 @@ def test_everything_that_samples_works_on_the_engine(config: Path, tmp_path: Pat
             teaches(running, tmp_path, gateway, first, protocol)
         judges(running, tmp_path, config, gateway, first)
     infers(config, tmp_path, engine)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_stopped_engine_is_fenced_and_its_groups_move(config: Path, tmp_path: Path, engine: str) -> None:
+    """The engine computes in the process of its worker. `rollout explain` names the stopped one."""
+    with mesh(tmp_path / "state") as running:
+        run = running.submit(config, SLOW, "train.steps=999", "engine.workers=2", "limits.stall_seconds=20", *settings(engine))
+        running.until_step(run, 1)
+        job = Stalled(running, run, tmp_path)
+        stopped = job.worker("inference-0")
+        os.kill(stopped.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        root = job.root(lambda wait: wait["reason"] == "WORKER_STOPPED", "the stopped engine", 60)
+        assert "inference-0" in root["evidence"] and f"kill -CONT {stopped.pid}" in root["fix"], root
+        named = time.monotonic() - began
+        until(lambda: job.worker("inference-0").process_id not in ("", stopped.process_id), "a new engine", 300)
+        restarted = time.monotonic() - began
+        running.until_step(run, running.status(run).run.step + 2)
+        moved = time.monotonic() - began
+        print(f"{engine}: named after {named:.1f} s, restarted after {restarted:.1f} s, two steps later after {moved:.1f} s")
+        running.scheduler.CancelRun(run_pb2.CancelRunRequest(run_id=run))
 
 
 def teaches(running: Mesh, folder: Path, gateway: str, teacher: str, protocol: str) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from conftest import GROUPS, SAMPLES
 from mesh import Mesh, assert_consumed_once, mesh
+from planted import Stalled
 from production import Production
 from scenario import six_steps
-from sim import audited
+from sim import Job, audited, sim_mesh, submit
 from test_takeover import CONFIG, STEPS, events, pids
 
 from rollout.run.v1 import run_pb2
@@ -58,3 +59,20 @@ def test_a_torch_run_continues_under_the_next_leader(config: Path, tmp_path: Pat
         assert len(events(running, run, "worker.started")) == len(before)
         assert len(events(running, run, "worker.adopted")) == 3 * len(before)
         assert audited(running, run)["whole"]
+
+
+@pytest.mark.timeout(600)
+def test_explain_names_a_stopped_database(tmp_path: Path) -> None:
+    """PostgreSQL is killed under a run without a model, and started again."""
+    job = Job(tmp_path / "job", steps=100_000, workers=1, snapshot=1000)
+    with Production(tmp_path / "servers", sim_mesh(tmp_path / "servers" / "mesh", "replicas", seconds=0.05)) as production:
+        running = production.running
+        run = submit(running, running.plan(job.write()), job)
+        running.until_step(run, 1)
+        stalled, database = Stalled(running, run, job.folder), production.servers.by_name["postgres"]
+        database.kill()
+        root = stalled.root(lambda wait: wait["owner"] == "database", "the database", 60)
+        assert root["reason"] == "NO_ANSWER" and "PostgreSQL" in root["fix"], root
+        database.launch()
+        database.wait()
+        stalled.continues()

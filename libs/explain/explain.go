@@ -82,13 +82,22 @@ func (e *explainer) because(owner, reason string, since *timestamppb.Timestamp, 
 
 func (e *explainer) add(waits ...*waitv1.Wait) { e.chain = append(e.chain, waits...) }
 
-// Registry is the name of Consul, or of the embedded registry, in State.Unanswered.
-const Registry = "consul"
+// Names in State.Unanswered of what services need: Consul or the embedded registry, and PostgreSQL or
+// SQLite.
+const (
+	Registry = "consul"
+	Database = "database"
+)
 
 func (e *explainer) noScheduler() {
 	why := "no answer"
 	for _, u := range e.Unanswered {
-		if u.GetName() == Registry {
+		switch u.GetName() {
+		case Database:
+			e.because(Database, wait.NoAnswer, nil, "the database, without which the scheduler can't answer, does not answer: "+u.GetError(),
+				"check that PostgreSQL runs and can be reached (`rollout doctor`); runs continue by themselves")
+			return
+		case Registry:
 			e.because(Registry, wait.NoAnswer, nil, "the scheduler, which knows the run, can't be looked up: "+u.GetError(),
 				"check that the Consul agent, or the process with `--target registry`, runs; with `--server` the command asks a service directly")
 			return

@@ -224,6 +224,9 @@ var stalls = []struct {
 	{"the scheduler is down", []func(*State){func(s *State) {
 		*s = State{Time: noon, Unanswered: []*waitv1.Unanswered{{Name: "scheduler", Error: "connection refused"}}}
 	}}, "NO_ANSWER"},
+	{"the database is down", []func(*State){func(s *State) {
+		*s = State{Time: noon, Unanswered: []*waitv1.Unanswered{{Name: "database", Error: "the database does not answer"}}}
+	}}, "NO_ANSWER"},
 	{"the registry is down", []func(*State){func(s *State) {
 		*s = State{Time: noon, Unanswered: []*waitv1.Unanswered{{Name: "consul", Error: "look up scheduler in Consul 127.0.0.1:8500: connection refused"}}}
 	}}, "NO_ANSWER"},

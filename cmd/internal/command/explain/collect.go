@@ -84,10 +84,14 @@ func (c *collector) collect(ctx context.Context) (explain.State, error) {
 	return s, nil
 }
 
-// unanswered names what did not answer: the service, or the registry in which it is looked up.
+// unanswered names what did not answer: the service, the registry in which it is looked up, or its
+// database.
 func unanswered(service string, err error) *waitv1.Unanswered {
-	if rpcerr.Reason(err) == client.ReasonRegistry {
+	switch rpcerr.Reason(err) {
+	case client.ReasonRegistry:
 		service = explain.Registry
+	case "DATABASE_UNAVAILABLE":
+		service = explain.Database
 	}
 	return &waitv1.Unanswered{Name: service, Error: exit.From(err).Error()}
 }
