@@ -33,6 +33,7 @@ def events(running: Mesh, run: str, kind: str) -> list[event_pb2.Event]:
     return list(running.events.ListEvents(storage_pb2.ListEventsRequest(filter=chosen)).events)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # the workers of two runs with torch
 def test_a_torch_run_continues_under_the_next_scheduler(config: Path, tmp_path: Path) -> None:
     with mesh(tmp_path / "reference") as running:
@@ -62,6 +63,26 @@ def test_a_torch_run_continues_under_the_next_scheduler(config: Path, tmp_path: 
         assert len(events(running, run, "worker.started")) == len(before)
         assert len(events(running, run, "worker.adopted")) == 2 * len(before)
         until(lambda: not any(map(alive, before.values())), "the workers to exit", 30)
+        running.stop()
+    finally:
+        end(running)
+
+
+def test_a_daemon_that_hosts_everything_adopts_its_workers(tmp_path: Path) -> None:
+    """Its workers lose NATS and the registry too."""
+    job = Job(tmp_path / "job", steps=12)
+    running = sim_mesh(tmp_path / "state", "all", PACE, RESUMING)
+    try:
+        running.start()
+        run = submit(running, running.plan(job.write()), job)
+        before = running.until_step(run, 3)
+        running.kill("all")
+        running.start_service("all")
+        last = running.finish(run)
+        assert made(before) == list(range(1, 13))
+        assert last.incarnation == 1
+        assert len(events(running, run, "worker.started")) == len(before.workers)
+        assert audited(running, run)["whole"]
         running.stop()
     finally:
         end(running)

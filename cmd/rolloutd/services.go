@@ -215,7 +215,7 @@ func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
 	cfg := scheduler.Config{
 		// A replica that takes over continues the runs of the failed leader.
 		Retention: retention(m.cfg.Retention),
-		StateDir:  m.cfg.SharedDir, ResumeOnStart: m.cfg.Worker.ResumeOnStart || m.replicated(),
+		StateDir:  m.cfg.SharedDir, ResumeOnStart: m.cfg.Worker.ResumeOnStart || m.replicated(), Replicas: m.replicated(),
 		Worker: scheduler.WorkerConfig{
 			Command: workerCommand(m.cfg.Worker), Cores: m.cfg.Worker.Cores,
 			Env: workerEnv(m.cfg, m.endpoints, m.environ), BusEnv: busEnv(m.cfg, m.endpoints, m.environ),

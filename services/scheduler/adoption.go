@@ -91,11 +91,16 @@ func (d Deps) adopt(ctx context.Context, run *Run) map[string]adopted {
 	return found
 }
 
-// stopAll stops workers that no conductor continues.
-func stopAll(workers map[string]adopted) {
+// giveUp leaves adopted workers to the scheduler that leads, if that is the cause, or stops them.
+func giveUp(workers map[string]adopted, cause error) {
+	if lost(cause) {
+		cause = launch.ErrRelease
+	}
 	var wg sync.WaitGroup
 	for _, w := range workers {
-		wg.Go(func() { w.process.Stop(orphanGrace) })
+		if !launch.Leave(w.process, cause) {
+			wg.Go(func() { w.process.Stop(orphanGrace) })
+		}
 	}
 	wg.Wait()
 }
@@ -103,25 +108,10 @@ func stopAll(workers map[string]adopted) {
 // orphanGrace is the time that such a worker gets to exit.
 const orphanGrace = 2 * time.Second
 
-// releaseAll leaves workers to the scheduler that leads.
-func releaseAll(workers map[string]adopted) {
-	for _, w := range workers {
-		if kept, ok := w.process.(launch.Kept); ok {
-			kept.Release()
-		}
-	}
-}
-
-// discard gives up the adopted workers that no supervisor has: they are left to the scheduler that
-// leads if that is the cause, and stopped otherwise.
+// discard gives up the adopted workers that no supervisor has.
 func (s *supervision) discard(cause error) {
-	workers := s.adopted
+	giveUp(s.adopted, cause)
 	s.adopted = nil
-	if errors.Is(cause, launch.ErrRelease) || lost(cause) {
-		releaseAll(workers)
-		return
-	}
-	stopAll(workers)
 }
 
 // continues reports whether adopted workers can continue the run as if its scheduler had not died:
@@ -156,7 +146,7 @@ func (r *runs) inherit(ctx context.Context, runID string, workers map[string]ado
 	}
 	if !active(run.GetState()) { // cancelled in the meantime
 		r.abandon(ctx, run)
-		stopAll(workers)
+		giveUp(workers, nil)
 		return nil
 	}
 	same, err := r.continues(ctx, run, workers)
@@ -168,7 +158,7 @@ func (r *runs) inherit(ctx context.Context, runID string, workers map[string]ado
 			return err
 		}
 	}
-	stopAll(workers)
+	giveUp(workers, nil)
 	if same { // another request has ended the run, or begun its next incarnation
 		return nil
 	}

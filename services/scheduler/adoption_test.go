@@ -5,6 +5,7 @@ import (
 	"slices"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/sqldb"
@@ -27,8 +28,8 @@ type keptProcess struct {
 	keeper *keeper
 }
 
-func (p *keptProcess) Handle() string { return p.ID() }
-func (p *keptProcess) Release()       { p.keeper.own(p.process) }
+func (p *keptProcess) Handle() string        { return p.ID() }
+func (p *keptProcess) Release(time.Duration) { p.keeper.own(p.process) }
 
 func (k *keeper) own(p *process) *keptProcess {
 	k.mu.Lock()

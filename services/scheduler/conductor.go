@@ -405,8 +405,8 @@ func (c *conductors) count() int {
 	return len(c.byRun)
 }
 
-// shutdown interrupts every run and waits for the conductors. With the cause launch.ErrRelease it
-// leaves the workers running.
+// shutdown interrupts every run and waits for the conductors. With the cause launch.ErrRelease or
+// launch.ErrHandOver it leaves the workers running.
 func (c *conductors) shutdown(cause error) {
 	c.mu.Lock()
 	c.stopping = true

@@ -33,6 +33,8 @@ type Config struct {
 	// ResumeOnStart resumes the runs that were active when the service died. If it is off, they wait
 	// for ResumeRun: a local daemon that starts for another command should not begin to train.
 	ResumeOnStart bool
+	// Replicas: another scheduler takes over when this one stops, and adopts its workers.
+	Replicas bool
 	// Retention is after which time runs are deleted, by the state in which they ended. A state that
 	// is absent: never.
 	Retention map[State]time.Duration

@@ -30,6 +30,7 @@ type Server struct {
 	takeover   *takeover
 	deletion   *deletion
 	watcher    *watcher
+	replicas   bool
 	left       []string      // runs that a dead process left active
 	caughtUp   chan struct{} // closed when their records have the last steps
 }
@@ -65,7 +66,7 @@ func New(cfg Config, deps Deps) (*Server, error) {
 	}
 	return &Server{
 		store: deps.Store, log: deps.Log, conductors: conductors, servings: servings, runs: runs, takeover: takeover, deletion: deletion,
-		watcher: &watcher{store: deps.Store, conductors: conductors}, left: left, caughtUp: make(chan struct{}),
+		watcher: &watcher{store: deps.Store, conductors: conductors}, replicas: cfg.Replicas, left: left, caughtUp: make(chan struct{}),
 	}, nil
 }
 
@@ -79,7 +80,7 @@ func (s *Server) Register(r grpc.ServiceRegistrar) {
 // Run serves until ctx ends. When it returns, the workers of all runs and models are stopped, and
 // the records are INTERRUPTED, or PAUSED after a refused gradient. With Config.ResumeOnStart the
 // records stay active, and the next scheduler continues the runs; if ctx ends because another one
-// leads, that one also adopts the workers.
+// leads, or with Config.Replicas, that one also adopts the workers.
 func (s *Server) Run(ctx context.Context) error {
 	s.takeover.catchUp(ctx, s.left)
 	close(s.caughtUp)
@@ -100,8 +101,11 @@ func (s *Server) Run(ctx context.Context) error {
 	<-ctx.Done()
 	s.servings.shutdown()
 	var cause error
-	if errors.Is(context.Cause(ctx), lease.ErrNotLeader) {
+	switch {
+	case errors.Is(context.Cause(ctx), lease.ErrNotLeader):
 		cause = launch.ErrRelease
+	case s.replicas:
+		cause = launch.ErrHandOver
 	}
 	s.conductors.shutdown(cause)
 	return nil

@@ -16,6 +16,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/telemetry"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	"github.com/rollout-rl/rollout/services/scheduler/launch"
 	"github.com/rollout-rl/rollout/services/scheduler/retry"
 )
 
@@ -62,11 +63,11 @@ func (t *takeover) adopt(ctx context.Context, runID string) {
 			return
 		}
 		if ctx.Err() != nil || lost(err) {
-			releaseAll(workers)
+			giveUp(workers, launch.ErrRelease)
 			return
 		}
 		if !retry.Transient(err) {
-			stopAll(workers)
+			giveUp(workers, nil)
 			t.Log.ErrorContext(ctx, "the run could not be resumed", telemetry.AttrRun, runID, "error", err)
 			if err := t.records.interrupt(ctx, runID, "it could not be resumed: "+rpcerr.Text(err)); err != nil {
 				t.Log.ErrorContext(ctx, "the record of the run still has an active state", telemetry.AttrRun, runID, "error", err)
@@ -75,7 +76,7 @@ func (t *takeover) adopt(ctx context.Context, runID string) {
 		}
 		t.Log.WarnContext(ctx, "the run cannot be resumed yet", telemetry.AttrRun, runID, "error", err)
 		if retry.Sleep(ctx, delay) != nil {
-			releaseAll(workers)
+			giveUp(workers, launch.ErrRelease)
 			return
 		}
 	}

@@ -46,24 +46,41 @@ type Kept interface {
 	Process
 	// Handle names the process for Adopt, on this host.
 	Handle() string
-	// Release gives up the process without stopping it.
-	Release()
+	// Release gives up the process without stopping it. If no one adopts it within the grace period
+	// (0: that of the launcher), it is stopped.
+	Release(grace time.Duration)
 }
 
 // ErrGone reports that a process cannot be adopted.
 var ErrGone = errors.New("the process cannot be adopted")
 
-// ErrRelease is the cause of a context that ends because another scheduler takes over: a Supervisor
-// then leaves the process of its worker running.
-var ErrRelease = errors.New("another scheduler takes over the workers")
+// Causes with which the context of a Supervisor ends and the process of its worker stays.
+var (
+	// ErrRelease: another scheduler leads, or this one continues with the workers.
+	ErrRelease = errors.New("another scheduler takes over the workers")
+	// ErrHandOver: this scheduler stops, and its replica leads in a moment, if there is one.
+	ErrHandOver = errors.New("the scheduler stops and hands over its workers")
+)
 
-// release gives up a process; false if it cannot outlive its owner.
-func release(p Process) bool {
+// handOverGrace is how long a process waits for an owner after ErrHandOver. A lease that was set
+// free is taken within 0.2 s.
+const handOverGrace = 5 * time.Second
+
+// Leave gives up a process without stopping it, if the cause is ErrRelease or ErrHandOver and the
+// process is Kept; otherwise it returns false.
+func Leave(p Process, cause error) bool {
 	kept, ok := p.(Kept)
-	if ok {
-		kept.Release()
+	switch {
+	case !ok:
+		return false
+	case errors.Is(cause, ErrRelease):
+		kept.Release(0)
+		return true
+	case errors.Is(cause, ErrHandOver):
+		kept.Release(handOverGrace)
+		return true
 	}
-	return ok
+	return false
 }
 
 // Process is a started process.

@@ -2,7 +2,6 @@ package launch
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"strings"
 	"time"
@@ -95,7 +94,7 @@ func (e *CrashLoop) Error() string {
 }
 
 // Run keeps the worker running. It returns nil after ctx ended and the process was stopped, or left
-// running if the cause is ErrRelease; *CrashLoop when the worker crashes too often; and the wrapped
+// running if the cause is ErrRelease or ErrHandOver; *CrashLoop when the worker crashes too often; and the wrapped
 // error if Prepare fails.
 func (s *Supervisor) Run(ctx context.Context) error {
 	limits := s.Limits.withDefaults()
@@ -163,7 +162,7 @@ func (s *Supervisor) attend(ctx context.Context, limits Limits, process Process)
 	for {
 		select {
 		case <-ctx.Done():
-			if errors.Is(context.Cause(ctx), ErrRelease) && release(process) {
+			if Leave(process, context.Cause(ctx)) {
 				return Exit{}, ""
 			}
 			grace := limits.StopGrace

@@ -48,14 +48,15 @@ type (
 		Launch *launchRequest // or
 		Adopt  string         // id of a process
 		Epoch  uint64         // of the leader that calls
+		Grace  time.Duration  // of the process without an owner
 	}
 	launchRequest struct {
 		Command launch.Command
 		Log     local.LogLimits
-		Grace   time.Duration // without an owner
 	}
 	order struct {
-		Grace time.Duration // stop: ask the process to exit, and kill it after this time
+		Stop  bool          // ask the process to exit, and kill it after the grace period; or
+		Grace time.Duration // replace that of the process without an owner
 	}
 	reply struct {
 		ID    string       `json:",omitempty"`
@@ -141,7 +142,7 @@ func (l Launcher) Launch(c launch.Command) (launch.Process, error) {
 	if !c.Keep {
 		return l.Local.Launch(c)
 	}
-	ask := request{Launch: &launchRequest{Command: c, Log: l.Local.Log, Grace: cmp.Or(l.Grace, DefaultGrace)}, Epoch: l.Epoch}
+	ask := request{Launch: &launchRequest{Command: c, Log: l.Local.Log}, Epoch: l.Epoch, Grace: cmp.Or(l.Grace, DefaultGrace)}
 	for again := true; ; again = false {
 		conn, socket, err := l.Host.connect()
 		if err != nil {
@@ -161,7 +162,7 @@ func (l Launcher) Adopt(handle string) (launch.Process, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", launch.ErrGone, err)
 	}
-	p, err := own(conn, socket, request{Adopt: id, Epoch: l.Epoch})
+	p, err := own(conn, socket, request{Adopt: id, Epoch: l.Epoch, Grace: cmp.Or(l.Grace, DefaultGrace)})
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", launch.ErrGone, err)
 	}
@@ -241,7 +242,7 @@ func (p *process) Exit() launch.Exit {
 // Stop implements launch.Process. It leaves a process alone that was released or taken.
 func (p *process) Stop(grace time.Duration) {
 	p.stop.Do(func() {
-		if json.NewEncoder(p.conn).Encode(order{Grace: grace}) != nil {
+		if json.NewEncoder(p.conn).Encode(order{Stop: true, Grace: grace}) != nil {
 			_ = p.conn.Close() // the exit was reported, or the keeper is gone
 		}
 	})
@@ -252,7 +253,10 @@ func (p *process) Stop(grace time.Duration) {
 }
 
 // Release implements launch.Kept.
-func (p *process) Release() {
+func (p *process) Release(grace time.Duration) {
 	p.giveUp()
+	if grace > 0 {
+		_ = json.NewEncoder(p.conn).Encode(order{Grace: grace}) // fails if another scheduler owns it
+	}
 	_ = p.conn.Close()
 }

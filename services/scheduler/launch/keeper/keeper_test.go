@@ -238,6 +238,29 @@ func TestFormerLeaderDoesNotTouchWorkers(t *testing.T) {
 	}
 }
 
+// A scheduler that stops hands its worker over for a shorter time than one that dies.
+func TestHandedOverWorkerWaitsForALimitedTime(t *testing.T) {
+	t.Parallel()
+	c := launch.Command{Args: []string{"/bin/sh", "-c", "cat"}, Env: []string{"PATH=/bin:/usr/bin"}, Log: filepath.Join(t.TempDir(), "log"), Keep: true}
+	l := launcher(1, time.Hour)
+	p, err := l.Launch(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	handle, pid := handleOf(p), strconv.Itoa(launch.PID(p))
+	if !launch.Leave(p, launch.ErrRelease) {
+		t.Fatal("a kept process was not left")
+	}
+	if p, err = l.Adopt(handle); err != nil {
+		t.Fatal(err)
+	}
+	if kept, ok := p.(launch.Kept); ok {
+		kept.Release(time.Millisecond)
+	}
+	w := &worker{T: t}
+	w.until("the end of the worker", func() bool { return gone(pid) })
+}
+
 // A worker that exits while no scheduler owns it is reported to the one that adopts it.
 func TestExitOfAnOrphanIsReported(t *testing.T) {
 	t.Parallel()

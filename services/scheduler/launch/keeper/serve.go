@@ -151,8 +151,11 @@ func (s *server) serve(conn net.Conn) {
 		}
 		s.mu.Lock()
 		owned := k.owner == conn
+		if owned && !o.Stop {
+			k.grace = o.Grace
+		}
 		s.mu.Unlock()
-		if owned {
+		if owned && o.Stop {
 			go k.process.Stop(o.Grace)
 		}
 	}
@@ -169,7 +172,7 @@ func (s *server) begin(asked request, conn net.Conn) (string, *kept, error) {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	k := &kept{process: p, grace: asked.Launch.Grace, epoch: asked.Epoch, owner: conn}
+	k := &kept{process: p, grace: asked.Grace, epoch: asked.Epoch, owner: conn}
 	s.kept[p.ID()] = k
 	if s.closed { // a signal ends the keeper
 		go p.Stop(orphanStop)
@@ -196,7 +199,7 @@ func (s *server) adopt(asked request, conn net.Conn) (string, *kept, error) {
 		k.orphan.Stop()
 		k.orphan = nil
 	}
-	k.owner, k.epoch = conn, asked.Epoch
+	k.owner, k.epoch, k.grace = conn, asked.Epoch, asked.Grace
 	return asked.Adopt, k, nil
 }
 
