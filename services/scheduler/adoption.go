@@ -65,11 +65,11 @@ func (a adopted) view() workerView {
 // adopt makes this scheduler the owner of the worker processes of a run, by worker. It is empty if
 // the launcher does not keep processes, if they have exited, or if they run on another host.
 func (d Deps) adopt(ctx context.Context, run *Run) map[string]adopted {
+	found := map[string]adopted{}
 	keeper, ok := d.Launcher.(launch.Keeper)
 	if !ok {
-		return nil
+		return found
 	}
-	found := map[string]adopted{}
 	for _, kind := range supervised(run) {
 		for n := range kind.Count(run.GetPlan().GetConfig()) {
 			id := kind.Name + "-" + strconv.Itoa(n)
@@ -139,11 +139,7 @@ func (r *runs) continues(ctx context.Context, run *Run, workers map[string]adopt
 // inherit continues a run that a dead scheduler left active: with its workers, which this scheduler
 // has adopted, or in the next incarnation. After an error the workers are still adopted, and the
 // call may be repeated.
-func (r *runs) inherit(ctx context.Context, runID string, workers map[string]adopted) error {
-	run, err := r.Store.Get(ctx, runID)
-	if err != nil {
-		return err
-	}
+func (r *runs) inherit(ctx context.Context, run *Run, workers map[string]adopted) error {
 	if !active(run.GetState()) { // cancelled in the meantime
 		r.abandon(ctx, run)
 		giveUp(workers, nil)
@@ -162,7 +158,7 @@ func (r *runs) inherit(ctx context.Context, runID string, workers map[string]ado
 	if same { // another request has ended the run, or begun its next incarnation
 		return nil
 	}
-	_, err = r.restart(ctx, runID, true)
+	_, err = r.restart(ctx, run.GetRunId(), true)
 	return err
 }
 

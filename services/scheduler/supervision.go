@@ -70,7 +70,12 @@ func (s *supervision) supervisors(run *Run, kinds []worker.Kind) []*launch.Super
 			out = append(out, &launch.Supervisor{
 				Worker: id, Launcher: s.Launcher, Limits: limits, Observer: s, Adopted: continued.process, Restarts: continued.Restarts,
 				Prepare: func(ctx context.Context) (command launch.Command, err error) {
-					err = s.retry.Until(ctx, retry.Awaited{Owner: names.SchedulerService, What: "the spec of " + id + " to be written (scheduler)"}, func(context.Context) error {
+					err = s.retry.Until(ctx, retry.Awaited{Owner: names.SchedulerService, What: "the spec of " + id + " to be written (scheduler)"}, func(ctx context.Context) error {
+						if s.keep { // a scheduler that leads may have adopted the worker, and its spec must stay
+							if _, err := s.records.writable(ctx, s.run); err != nil {
+								return err
+							}
+						}
 						command, err = s.command(id, kind)
 						return err
 					})

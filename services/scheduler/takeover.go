@@ -53,12 +53,15 @@ func (t *takeover) left(ctx context.Context) ([]string, error) {
 // retries while a service is unavailable.
 func (t *takeover) adopt(ctx context.Context, runID string) {
 	defer t.runs.adoptions.settle(runID)
-	var workers map[string]adopted
-	if run, err := t.Store.Get(ctx, runID); err == nil {
-		workers = t.Deps.adopt(ctx, run)
-	}
+	var workers map[string]adopted // nil: not read yet
 	for delay := 100 * time.Millisecond; ; delay = min(2*delay, 2*time.Second) {
-		err := t.runs.inherit(ctx, runID, workers)
+		run, err := t.Store.Get(ctx, runID)
+		if err == nil {
+			if workers == nil {
+				workers = t.Deps.adopt(ctx, run)
+			}
+			err = t.runs.inherit(ctx, run, workers)
+		}
 		if err == nil {
 			return
 		}
