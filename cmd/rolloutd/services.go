@@ -112,7 +112,7 @@ func newSnapshot(ctx context.Context, m *mesh) (hosted, error) {
 	shape := func(r grpc.ServiceRegistrar) { snapshotv1.RegisterSnapshotServiceServer(r, nil) }
 	return elect(ctx, m, names.SnapshotService, store, shape, func(store *snapshotstore.Store, epoch uint64) (*snapshot.Server, error) {
 		return snapshot.New(snapshot.Config{}, snapshot.Deps{
-			Store: store, Artifacts: artifacts, Scheduler: runs, Buffer: ledgers, Controller: learners, Epoch: epoch, Projects: m.projects, Events: m.events, Log: m.logger(names.SnapshotService),
+			Store: store, Artifacts: artifacts, Scheduler: runs, Buffer: ledgers, Controller: learners, Processes: newProcesses(), Epoch: epoch, Projects: m.projects, Events: m.events, Log: m.logger(names.SnapshotService),
 		})
 	})
 }

@@ -128,8 +128,8 @@ type File struct {
 	Digest string `json:"digest"` // content id
 }
 
-// manifest is the file of a folder that describes it.
-const manifest = "process.json"
+// Manifest is the name of the file that describes the image of a folder.
+const Manifest = "process.json"
 
 const format = 1
 
@@ -160,7 +160,7 @@ func Write(dir string, m Image) (Image, error) {
 	if err != nil {
 		return m, err
 	}
-	f, err := os.OpenFile(filepath.Join(dir, manifest), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	f, err := os.OpenFile(filepath.Join(dir, Manifest), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return m, err
 	}
@@ -180,19 +180,24 @@ func digest(path string) (File, error) {
 
 // Read returns the manifest of a folder. *Error if it is missing or not understood.
 func Read(dir string) (Image, error) {
-	raw, err := os.ReadFile(filepath.Join(dir, manifest))
+	raw, err := os.ReadFile(filepath.Join(dir, Manifest))
 	if errors.Is(err, fs.ErrNotExist) {
-		return Image{}, Fail(ReasonImage, "name the folder that `rollout process dump` wrote", "%s has no %s", dir, manifest)
+		return Image{}, Fail(ReasonImage, "name the folder that `rollout process dump` wrote", "%s has no %s", dir, Manifest)
 	}
 	if err != nil {
 		return Image{}, Fail(ReasonImage, "", "the manifest of the image can't be read: %v", err)
 	}
+	return Parse(raw, filepath.Join(dir, Manifest))
+}
+
+// Parse returns the manifest that is in a file. *Error if it is not understood.
+func Parse(raw []byte, path string) (Image, error) {
 	var m Image
 	if err := json.Unmarshal(raw, &m); err != nil {
-		return Image{}, Fail(ReasonImage, "take the image from its source again", "%s is damaged: %v", filepath.Join(dir, manifest), err)
+		return Image{}, Fail(ReasonImage, "take the image from its source again", "%s is damaged: %v", path, err)
 	}
 	if m.Format != format || len(m.Processes) == 0 {
-		return Image{}, Fail(ReasonImage, "restore it with the version of rollout that made it", "%s has format %d; this version reads %d", filepath.Join(dir, manifest), m.Format, format)
+		return Image{}, Fail(ReasonImage, "restore it with the version of rollout that made it", "%s has format %d; this version reads %d", path, m.Format, format)
 	}
 	return m, nil
 }

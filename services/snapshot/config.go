@@ -9,6 +9,7 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/rollout-rl/rollout/libs/apikey"
+	"github.com/rollout-rl/rollout/libs/checkpoint"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
@@ -40,6 +41,14 @@ type Controller interface {
 	CutRun(ctx context.Context, in *learnerv1.CutRunRequest, opts ...grpc.CallOption) (*learnerv1.CutRunResponse, error)
 }
 
+// Processes saves the processes of the environments of a run that are on this host.
+type Processes interface {
+	// Of returns the ids of those of a run.
+	Of(run string) ([]int, error)
+	// Dump is that of checkpoint.Checkpointer.
+	Dump(ctx context.Context, pid int, dir string, keep bool) (checkpoint.Image, error)
+}
+
 // Scheduler is the part of the scheduler that this service calls.
 type Scheduler interface {
 	GetRun(ctx context.Context, in *runv1.GetRunRequest, opts ...grpc.CallOption) (*runv1.GetRunResponse, error)
@@ -60,6 +69,7 @@ type Deps struct {
 	Buffer    Ledgers
 	// Controller ends the step that a run makes before snapshots are taken.
 	Controller Controller
+	Processes  Processes
 	Events     Events
 	Projects   *apikey.Projects // nil: keys see the snapshots of all projects
 	Log        *slog.Logger     // nil discards
@@ -83,6 +93,9 @@ func (d *Deps) check() error {
 	}
 	if d.Controller == nil {
 		errs = append(errs, errors.New("snapshot: missing dependency: learner controller"))
+	}
+	if d.Processes == nil {
+		errs = append(errs, errors.New("snapshot: missing dependency: processes"))
 	}
 	if d.Events == nil {
 		errs = append(errs, errors.New("snapshot: missing dependency: event publisher"))

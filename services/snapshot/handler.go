@@ -39,6 +39,7 @@ func newHandlers(deps Deps) handlers {
 	return handlers{
 		TrainState: state,
 		Buffer:     ledger,
+		Process:    processKind{trainState: state, processes: deps.Processes},
 	}
 }
 

@@ -33,6 +33,7 @@ type Kind = snapshotv1.SnapshotKind
 const (
 	TrainState = snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE
 	Buffer     = snapshotv1.SnapshotKind_SNAPSHOT_KIND_BUFFER
+	Process    = snapshotv1.SnapshotKind_SNAPSHOT_KIND_PROCESS
 )
 
 // Errors of this service.

@@ -167,6 +167,7 @@ type world struct {
 	artifacts *artifacts
 	scheduler *scheduler
 	ledgers   *ledgers
+	processes *processes
 	events    events
 }
 
@@ -177,10 +178,10 @@ func setup(t *testing.T) *world {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = store.Close() })
-	w := &world{store: store, artifacts: &artifacts{stored: map[string]bool{}}, ledgers: &ledgers{}, scheduler: &scheduler{state: runv1.RunState_RUN_STATE_SUCCEEDED}, events: make(events, 100)}
+	w := &world{store: store, artifacts: &artifacts{stored: map[string]bool{}}, ledgers: &ledgers{}, processes: &processes{}, scheduler: &scheduler{state: runv1.RunState_RUN_STATE_SUCCEEDED}, events: make(events, 100)}
 	clock := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
 	w.Server, err = snapshot.New(snapshot.Config{}, snapshot.Deps{
-		Store: store, Artifacts: w.artifacts, Scheduler: w.scheduler, Buffer: w.ledgers, Controller: w.scheduler, Events: w.events,
+		Store: store, Artifacts: w.artifacts, Scheduler: w.scheduler, Buffer: w.ledgers, Controller: w.scheduler, Processes: w.processes, Events: w.events,
 		Projects: apikey.NewProjects(func(_ context.Context, run string) (string, error) {
 			if run != "run-a" {
 				return "", apikey.ErrNotVisible
@@ -314,18 +315,19 @@ func TestAKindWithoutAHandlerIsRefused(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
 	stored := storetest.Snap("snap-1", "run-a", 1, "a") // like another version of the service wrote it
-	stored.Kind = snapshotv1.SnapshotKind_SNAPSHOT_KIND_PROCESS
+	const later = snapshotv1.SnapshotKind(99)
+	stored.Kind = later
 	if _, err := w.store.Record(t.Context(), stored, nil); err != nil {
 		t.Fatal(err)
 	}
 	made := storetest.Snap("", "run-a", 1, "a")
 	made.Kind = snapshotv1.SnapshotKind_SNAPSHOT_KIND_EPISODIC
 	_, create := w.CreateSnapshot(t.Context(), &snapshotv1.CreateSnapshotRequest{Snapshot: made, Directory: "/scratch"})
-	_, list := w.ListSnapshots(t.Context(), &snapshotv1.ListSnapshotsRequest{Kind: snapshotv1.SnapshotKind_SNAPSHOT_KIND_PROCESS})
+	_, list := w.ListSnapshots(t.Context(), &snapshotv1.ListSnapshotsRequest{Kind: later})
 	_, restore := w.RestoreSnapshot(t.Context(), &snapshotv1.RestoreSnapshotRequest{SnapshotId: "snap-1"})
-	for kind, err := range map[string]error{"episodic": create, "process": errors.Join(list, restore)} {
+	for kind, err := range map[string]error{"episodic": create, "99": errors.Join(list, restore)} {
 		e, _ := rpcerr.From(err)
-		if !errors.Is(err, snapshot.ErrUnsupported) || e.Metadata()["kind"] != kind || e.Metadata()["supported"] != "train_state, buffer" {
+		if !errors.Is(err, snapshot.ErrUnsupported) || e.Metadata()["kind"] != kind || e.Metadata()["supported"] != "train_state, buffer, process" {
 			t.Errorf("%s: %v", kind, err)
 		}
 	}

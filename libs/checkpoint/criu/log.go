@@ -10,8 +10,8 @@ import (
 
 var line = regexp.MustCompile(`^(?:\([0-9.]+\)\s+)?(?:\d+: )?Error \([^)]*\): (.*)$`)
 
-// aside are errors of CRIU that are never the reason of a failure: the limit of its own open files,
-// and the summary at the end.
+// aside are errors of CRIU that are never the reason of a failure: its attempt to raise the limit
+// of open files, and the summary at the end.
 var aside = []string{"rlimit: Can't setup", "Dumping FAILED", "Restoring FAILED"}
 
 // decisive returns the line of a log that says why CRIU failed: the first error, which those after
@@ -49,7 +49,7 @@ var known = []struct {
 	{regexp.MustCompile(`half of stream|[Ee]xternal socket|[Rr]unaway socket`), "", "let the process close its Unix sockets to other processes first"},
 	{regexp.MustCompile(`/dev/nvidia|/dev/kfd|/dev/dri`), "", "only processes without a GPU can be saved"},
 	{regexp.MustCompile(`io_uring|seccomp notify|[Uu]nknown.*(fd|file)|unsupported`), "", "the process uses a kernel feature that CRIU does not save"},
-	{regexp.MustCompile(`proper root mount`), "", "the process has mounts of its own; only processes with the mounts of the host can be saved"},
+	{regexp.MustCompile(`proper root mount`), "", "the process has separate mounts; only processes with the mounts of the host can be saved"},
 }
 
 // failure is the error of a failed call of CRIU, with the decisive line of its log.

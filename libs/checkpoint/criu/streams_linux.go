@@ -63,8 +63,8 @@ func descriptors(pid int) ([]descriptor, error) {
 	return found, nil
 }
 
-// streams returns the descriptors of processes whose other end is elsewhere: Unix sockets and pipes,
-// and the first three where they are files or terminals.
+// streams returns the descriptors of processes whose other end is elsewhere: Unix sockets, pipes,
+// and of the first three also files and terminals.
 func streams(pids []int) ([]checkpoint.Stream, error) {
 	var all []descriptor
 	for _, pid := range pids {

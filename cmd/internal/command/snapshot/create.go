@@ -14,10 +14,11 @@ import (
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 )
 
-// kinds are the kinds of snapshots in the order in which `--all` takes them.
+// kinds are the kinds of snapshots in the order in which they are taken.
 var kinds = []snapshotv1.SnapshotKind{
 	snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE,
 	snapshotv1.SnapshotKind_SNAPSHOT_KIND_BUFFER,
+	snapshotv1.SnapshotKind_SNAPSHOT_KIND_PROCESS, // the last one, which `--all` leaves out: few hosts can
 }
 
 func createCommand(env *cli.Env) *cobra.Command {
@@ -29,7 +30,9 @@ func createCommand(env *cli.Env) *cobra.Command {
 		Short: "Take snapshots of a run while it trains",
 		Long: "Take snapshots of a run while it trains, all at the next committed step. The run commits no step until they exist, and then continues.\n\n" +
 			"  train_state  weights, optimizer, schedule, random states, and the position in the data\n" +
-			"  buffer       the same, and the samples that no step has consumed: a restored run leases the same next batch\n\n" +
+			"  buffer       the same, and the samples that no step has consumed: a restored run leases the same next batch\n" +
+			"  process      the first, and the processes of its environments on the host of the control plane, which `rollout process restore`\n" +
+			"               continues; needs CRIU, see `rollout doctor`\n\n" +
 			"They are not deleted by `snapshot.keep`, which counts the snapshots that the run takes itself.",
 		Example: "  rollout snapshot create addition-grpo\n  rollout snapshot create addition-grpo --kind train_state,buffer --name before-change\n  rollout snapshot create addition-grpo --all",
 		Args:    cobra.ExactArgs(1),
@@ -50,7 +53,7 @@ func createCommand(env *cli.Env) *cobra.Command {
 		},
 	}
 	cmd.Flags().StringSliceVar(&wanted, "kind", nil, "`kinds` to take, separated by commas: "+names()+" (default train_state)")
-	cmd.Flags().BoolVar(&all, "all", false, "take every kind")
+	cmd.Flags().BoolVar(&all, "all", false, "take every kind except process")
 	cmd.Flags().StringVar(&name, "name", "manual", "`name` of the snapshots: a second request at the same step with the same name returns the first ones")
 	return cmd
 }
@@ -66,10 +69,10 @@ func names() string {
 // kindsOf returns the kinds that the flags name, each once.
 func kindsOf(wanted []string, all bool) ([]snapshotv1.SnapshotKind, error) {
 	if all && len(wanted) > 0 {
-		return nil, cli.Usage("--all takes every kind: leave --kind out")
+		return nil, cli.Usage("--all takes every kind except process: leave --kind out")
 	}
 	if all {
-		return kinds, nil
+		return kinds[:len(kinds)-1], nil
 	}
 	if len(wanted) == 0 {
 		return kinds[:1], nil

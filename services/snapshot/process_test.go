@@ -1,0 +1,76 @@
+package snapshot_test
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"google.golang.org/grpc/codes"
+
+	"github.com/rollout-rl/rollout/libs/checkpoint"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+	"github.com/rollout-rl/rollout/services/snapshot/storetest"
+)
+
+// processes are those of one run. A dump writes one file.
+type processes struct {
+	pids  []int
+	error error
+}
+
+func (p *processes) Of(string) ([]int, error) { return p.pids, nil }
+
+func (p *processes) Dump(_ context.Context, _ int, dir string, keep bool) (checkpoint.Image, error) {
+	if p.error != nil || !keep {
+		return checkpoint.Image{}, p.error
+	}
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return checkpoint.Image{}, err
+	}
+	if err := os.WriteFile(filepath.Join(dir, "pages-1.img"), []byte("memory"), 0o600); err != nil {
+		return checkpoint.Image{}, err
+	}
+	return checkpoint.Write(dir, checkpoint.Image{Processes: []checkpoint.Task{{PID: 7}}})
+}
+
+func TestASnapshotOfProcessesHasAnImageOfEach(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	create := func(step uint64) (*snapshotv1.CreateSnapshotResponse, error) {
+		want := storetest.Snap("", "run-a", step, "a")
+		want.Kind = snapshotv1.SnapshotKind_SNAPSHOT_KIND_PROCESS
+		return w.CreateSnapshot(t.Context(), &snapshotv1.CreateSnapshotRequest{Snapshot: want, Directory: t.TempDir(), Capture: true})
+	}
+	w.processes.pids = []int{41, 43}
+	made, err := create(1)
+	if err != nil {
+		e, _ := rpcerr.From(err)
+		t.Fatal(err, e.Violations())
+	}
+	var paths []string
+	for _, f := range made.GetSnapshot().GetFiles()[1:] {
+		paths = append(paths, f.GetPath())
+	}
+	if got := strings.Join(paths, " "); got != "processes/41/pages-1.img processes/41/process.json processes/43/pages-1.img processes/43/process.json" {
+		t.Errorf("files: %s", got)
+	}
+
+	w.processes.error = checkpoint.Fail(checkpoint.ReasonConfined, "save the state", "process 41 is confined")
+	_, err = create(2)
+	if rpcerr.Reason(err) != checkpoint.ReasonConfined || rpcerr.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), "confined") {
+		t.Errorf("a confined process: %v", err)
+	}
+	w.processes.error, w.processes.pids = nil, nil
+	if _, err = create(3); rpcerr.Reason(err) != "PROCESS_NONE" {
+		t.Errorf("no process: %v", err)
+	}
+	without := storetest.Snap("", "run-a", 4, "a")
+	without.Kind = snapshotv1.SnapshotKind_SNAPSHOT_KIND_PROCESS
+	_, err = w.CreateSnapshot(t.Context(), &snapshotv1.CreateSnapshotRequest{Snapshot: without, Directory: "/scratch"})
+	if rpcerr.Reason(err) != "SNAPSHOT_INVALID" {
+		t.Errorf("without an image: %v", err)
+	}
+}
