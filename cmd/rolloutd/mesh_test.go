@@ -143,7 +143,7 @@ func dial(t *testing.T, r config.Runtime) *grpc.ClientConn {
 	if err != nil {
 		t.Fatal(err)
 	}
-	conn, err := rpc.NewDialer(rpc.DialerOptions{Token: token, TLS: certificates(t, r)}).DialWorker(r.GRPC)
+	conn, err := rpc.NewDialer(rpc.DialerOptions{Token: token, TLS: certificates(t, r)}).Dial(r.GRPC)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -15,11 +15,13 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/backend"
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/config"
+	"github.com/rollout-rl/rollout/libs/credential"
 	"github.com/rollout-rl/rollout/libs/discovery/registry"
 	"github.com/rollout-rl/rollout/libs/disk"
 	"github.com/rollout-rl/rollout/libs/lifecycle"
 	"github.com/rollout-rl/rollout/libs/rpc"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/services/scheduler"
 )
 
 const (
@@ -39,10 +41,10 @@ type endpoints struct {
 	grpc        string      // host:port of this process
 	nats        string      // URL
 	natsAccess  bus.Options // credentials and TLS for NATS
-	natsToken   config.Ref  // where the token of natsAccess is
+	natsToken   config.Ref  // where the token of natsAccess is; empty: workers use their own credentials
 	consul      string      // host:port, with the prefix https:// if it uses TLS
 	consulToken string
-	consulRef   config.Ref // where that token is
+	consulRef   config.Ref // where a configured one is
 }
 
 // startServers starts the embedded servers that this process hosts and finds the others. stop,
@@ -59,7 +61,7 @@ func (m *mesh) startServers(ctx context.Context, targets []target, group *lifecy
 		return stop, err
 	}
 	if hosts(targets, natsTarget) {
-		srv, err := startNATS(ctx, m.cfg, bus.EmbeddedOptions{Token: e.natsAccess.Token, NoSync: !m.cfg.NATS.Sync, TLS: mutual(m.certs), Log: log})
+		srv, err := startNATS(ctx, m.cfg, bus.EmbeddedOptions{Token: e.natsAccess.Token, Run: e.runOf, NoSync: !m.cfg.NATS.Sync, TLS: mutual(m.certs), Log: log})
 		if err != nil {
 			return stop, err
 		}
@@ -75,7 +77,7 @@ func (m *mesh) startServers(ctx context.Context, targets []target, group *lifecy
 		e.natsAccess.TLS = mutual(m.certs)
 	}
 	if hosts(targets, registryTarget) {
-		r := registry.New(e.consulToken)
+		r := registry.NewScoped(e.consulToken, e.runOf)
 		lis, err := listen(ctx, "consul.listen", m.cfg.Consul.Listen, lastPort(m.cfg.StateDir, "consul"), listenTCP)
 		if err != nil {
 			return stop, fmt.Errorf("listen for the registry: %w", err)
@@ -124,23 +126,35 @@ func (e *endpoints) find(ctx context.Context, cfg config.Config, targets []targe
 	if err != nil {
 		return err
 	}
-	mesh := config.File(e.tokenFile)
 	if e.natsAccess, err = backend.NATS(cfg.NATS, e.token, environ); err != nil {
 		return err
 	}
-	if e.natsToken = cfg.NATS.Token; e.natsToken.String() == "" && e.natsAccess.Token != "" {
-		e.natsToken = mesh
-	}
-	e.consulRef = cfg.Consul.Token
+	e.natsToken, e.consulRef = cfg.NATS.Token, cfg.Consul.Token
 	if cfg.Consul.Address == "" { // an embedded registry, of this process or the joined one
 		e.consulToken = e.token
-		if e.consulRef.String() == "" {
-			e.consulRef = mesh
-		}
 	}
 	token, err := cfg.Consul.Token.Read("consul.token", environ)
 	e.consulToken = first(token, e.consulToken)
 	return err
+}
+
+// runOf returns the run of a worker's credential; false if the text is none.
+func (e *endpoints) runOf(text string) (run string, ok bool) {
+	claims, ok := credential.Verify(e.token, text)
+	return claims.Run, ok && claims.Role != credential.Peer
+}
+
+// workerTokens returns the tokens of workers for NATS and the registry: references, or
+// scheduler.OwnCredential where the mesh token is the token of services.
+func (e *endpoints) workerTokens(cfg config.Config) (nats, consul string) {
+	nats, consul = e.natsToken.String(), e.consulRef.String()
+	if nats == "" && e.natsAccess.Token != "" {
+		nats = scheduler.OwnCredential
+	}
+	if consul == "" && cfg.Consul.Address == "" {
+		consul = scheduler.OwnCredential
+	}
+	return nats, consul
 }
 
 // ownRegistry reports whether the registry is an embedded one.

@@ -10,6 +10,7 @@ import (
 
 	"github.com/rollout-rl/rollout/cmd/internal/backend"
 	"github.com/rollout-rl/rollout/libs/config"
+	"github.com/rollout-rl/rollout/libs/credential"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	"github.com/rollout-rl/rollout/proto/gen/names"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
@@ -212,6 +213,7 @@ func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
+	natsToken, consulToken := m.endpoints.workerTokens(m.cfg)
 	cfg := scheduler.Config{
 		// A replica that takes over continues the runs of the failed leader.
 		Retention: retention(m.cfg.Retention),
@@ -219,9 +221,9 @@ func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
 		Worker: scheduler.WorkerConfig{
 			Command: workerCommand(m.cfg.Worker), Cores: m.cfg.Worker.Cores,
 			Env: workerEnv(m.cfg, m.endpoints, m.environ), BusEnv: busEnv(m.cfg, m.endpoints, m.environ),
-			NATSURL: m.endpoints.nats, NATSToken: m.endpoints.natsToken.String(), NATS: workerAccess(m.cfg, m.endpoints),
-			ConsulAddress: m.endpoints.consul, ConsulToken: m.endpoints.consulRef.String(), Consul: agentFiles(m.cfg, m.endpoints),
-			Token: config.File(m.endpoints.tokenFile).String(), TLS: workerTLS(m.cfg.TLS), OTLPEndpoint: variable(m.environ, "OTEL_EXPORTER_OTLP_ENDPOINT"),
+			NATSURL: m.endpoints.nats, NATSToken: natsToken, NATS: workerAccess(m.cfg, m.endpoints),
+			ConsulAddress: m.endpoints.consul, ConsulToken: consulToken, Consul: agentFiles(m.cfg, m.endpoints),
+			Issue: m.issue, TLS: workerTLS(m.cfg.TLS), OTLPEndpoint: variable(m.environ, "OTEL_EXPORTER_OTLP_ENDPOINT"),
 		},
 	}
 	shape := func(r grpc.ServiceRegistrar) {
@@ -269,11 +271,16 @@ func client[C any](m *mesh, service string, make func(grpc.ClientConnInterface) 
 	return make(conn), nil
 }
 
+// issue returns the credential of a worker of a run for a role.
+func (m *mesh) issue(run, role string) string {
+	return credential.Issue(m.endpoints.token, credential.Claims{Run: run, Role: role})
+}
+
 // dialer returns DialWorker with the connection type that a service expects.
-func dialer[C any](m *mesh) func(address string) (C, error) {
-	return func(address string) (C, error) {
+func dialer[C any](m *mesh) func(run, address string) (C, error) {
+	return func(run, address string) (C, error) {
 		var none C
-		conn, err := m.dialer.DialWorker(address)
+		conn, err := m.dialer.DialWorker(run, address)
 		if err != nil {
 			return none, err
 		}

@@ -54,7 +54,7 @@ func everyServiceIsFound(t *testing.T, s shape) {
 		if err != nil || len(list) != 1 || list[0].Address != s[name].runtime().GRPC {
 			t.Fatalf("%s in the registry: %+v %v", name, list, err)
 		}
-		conn, err := rpc.NewDialer(rpc.DialerOptions{TLS: certificates(t, r)}).DialWorker(list[0].Address) // health checks need no token
+		conn, err := rpc.NewDialer(rpc.DialerOptions{TLS: certificates(t, r)}).Dial(list[0].Address) // health checks need no token
 		if err != nil {
 			t.Fatal(err)
 		}

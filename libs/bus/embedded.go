@@ -2,6 +2,7 @@ package bus
 
 import (
 	"context"
+	"crypto/subtle"
 	"crypto/tls"
 	"errors"
 	"fmt"
@@ -17,15 +18,19 @@ import (
 	"github.com/nats-io/nats-server/v2/server"
 
 	"github.com/rollout-rl/rollout/libs/cert"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 )
 
 // EmbeddedOptions configures the embedded server. The zero value means loopback, a free port, and
 // no token.
 type EmbeddedOptions struct {
-	Host  string       // "" is 127.0.0.1
-	Port  int          // 0 picks a free port
-	Token string       // required from every client; "" for none
-	TLS   *cert.Source // of the listener; nil: plain text
+	Host  string // "" is 127.0.0.1
+	Port  int    // 0 picks a free port
+	Token string // required from every client; "" for none
+	// Run returns the run of a worker's credential. With it as token a client reaches the subjects of
+	// this run only. nil: no such tokens
+	Run func(token string) (run string, ok bool)
+	TLS *cert.Source // of the listener; nil: plain text
 	// NoSync skips the fsync of each stored message: acknowledged messages then survive the death of
 	// the process, but not a power cut.
 	NoSync bool
@@ -79,22 +84,22 @@ func (e *Embedded) start() error {
 		secure = o.TLS.Mesh()
 	}
 	srv, err := server.NewServer(&server.Options{
-		ServerName:            "rollout",
-		Host:                  o.Host,
-		Port:                  o.Port,
-		Authorization:         o.Token,
-		TLSConfig:             secure,
-		TLSTimeout:            tlsTimeout.Seconds(),
-		JetStream:             true,
-		StoreDir:              filepath.Clean(e.dir),
-		JetStreamMaxMemory:    64 << 20, // every stream is in files
-		JetStreamMaxStore:     1 << 40,  // the disk is the limit; streams bound themselves
-		SyncAlways:            !o.NoSync,
-		MaxPayload:            MaxPayload,
-		MaxPending:            256 << 20,
-		WriteDeadline:         10 * time.Second,
-		DisableShortFirstPing: true,
-		NoSigs:                true, // signals belong to the process
+		ServerName:                 "rollout",
+		Host:                       o.Host,
+		Port:                       o.Port,
+		CustomClientAuthentication: authorization{token: o.Token, run: o.Run},
+		TLSConfig:                  secure,
+		TLSTimeout:                 tlsTimeout.Seconds(),
+		JetStream:                  true,
+		StoreDir:                   filepath.Clean(e.dir),
+		JetStreamMaxMemory:         64 << 20, // every stream is in files
+		JetStreamMaxStore:          1 << 40,  // the disk is the limit; streams bound themselves
+		SyncAlways:                 !o.NoSync,
+		MaxPayload:                 MaxPayload,
+		MaxPending:                 256 << 20,
+		WriteDeadline:              10 * time.Second,
+		DisableShortFirstPing:      true,
+		NoSigs:                     true, // signals belong to the process
 	})
 	if err != nil {
 		return fmt.Errorf("start nats: %w", err)
@@ -111,6 +116,42 @@ func (e *Embedded) start() error {
 	}
 	e.srv = srv
 	return nil
+}
+
+// authorization checks the tokens of clients.
+type authorization struct {
+	token string
+	run   func(token string) (string, bool)
+}
+
+// Check implements server.Authentication.
+func (a authorization) Check(c server.ClientAuthentication) bool {
+	given := c.GetOpts().Token
+	if a.token == "" || subtle.ConstantTimeCompare([]byte(given), []byte(a.token)) == 1 {
+		return true
+	}
+	if a.run == nil {
+		return false
+	}
+	run, ok := a.run(given)
+	if ok {
+		c.RegisterUser(&server.User{Username: run, Permissions: permissions(run)})
+	}
+	return ok
+}
+
+// permissions are what the workers of a run do: pull work, acknowledge it, share it, and send
+// trajectories and events. Answers arrive in inboxes that no other run may listen on.
+func permissions(run string) *server.Permissions {
+	inbox, idle := "_INBOX_"+run+".>", names.IdleSubject(run)
+	return &server.Permissions{
+		Publish: &server.SubjectPermission{Allow: []string{
+			names.TrajSubject(run), idle, names.RunEventSubject(run), inbox,
+			"$JS.API.CONSUMER.MSG.NEXT." + names.WorkStream(run) + "." + names.WorkersConsumer, "$JS.API.STREAM.INFO." + names.WorkStream(run),
+			"$JS.API.STREAM.INFO." + names.TrajStream(run), "$JS.ACK." + names.WorkStream(run) + ".>", "$JS.ACK.*.*." + names.WorkStream(run) + ".>",
+		}},
+		Subscribe: &server.SubjectPermission{Allow: []string{inbox, idle, idle + " >"}},
+	}
 }
 
 // URL is the address for clients, "nats://127.0.0.1:PORT", or tls:// with TLS. It contains no

@@ -33,7 +33,7 @@ func TestRequestsAreAuthorizedBeforeTheyAreDecoded(t *testing.T) {
 		body[i] = 0xff
 	}
 	for name, key := range map[string]string{"none": "", "not a key": "wrong", "unknown key": "rk-unknown"} {
-		conn, err := rpc.NewDialer(rpc.DialerOptions{Token: key}).DialWorker(b.address)
+		conn, err := rpc.NewDialer(rpc.DialerOptions{Token: key}).Dial(b.address)
 		if err != nil {
 			t.Fatal(err)
 		}

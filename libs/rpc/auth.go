@@ -65,6 +65,9 @@ func (a authenticator) check(ctx context.Context, method string) (context.Contex
 		return onBehalf(ctx, md.Get(callerHeader))
 	}
 	key, ok := strings.CutPrefix(values[0], bearer)
+	if as, worker, err := a.asWorker(ctx, method, key); worker {
+		return as, err
+	}
 	if !ok || a.keys == nil {
 		return ctx, ErrUnauthenticated
 	}

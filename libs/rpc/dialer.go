@@ -21,6 +21,7 @@ import (
 	"google.golang.org/grpc/resolver"
 
 	"github.com/rollout-rl/rollout/libs/cert"
+	"github.com/rollout-rl/rollout/libs/credential"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
@@ -100,15 +101,26 @@ func (d *Dialer) dial(service string) (*grpc.ClientConn, error) {
 		}))...)
 }
 
-// DialWorker is a connection to one worker's address (host:port) with the mesh token. The caller
-// closes it. Calls fail at once with Unavailable if no process listens. Workers on this host are
+// DialWorker is a connection to the address (host:port) of a worker of a run, or of a served model.
+// Its calls carry the token that the workers of this run accept, and never the mesh token. The
+// caller closes it. Calls fail at once with Unavailable if no process listens. Workers on this host are
 // called in plain text unless the mesh's TLS is mutual: then every worker has a certificate.
-func (d *Dialer) DialWorker(address string) (*grpc.ClientConn, error) {
+func (d *Dialer) DialWorker(run, address string) (*grpc.ClientConn, error) {
+	return d.dialAddress(credential.Issue(d.o.Token, credential.Claims{Run: run, Role: credential.Peer}), address)
+}
+
+// Dial is a connection to the address (host:port) of one server, with the token of the Dialer. The
+// caller closes it. Otherwise it is like DialWorker.
+func (d *Dialer) Dial(address string) (*grpc.ClientConn, error) {
+	return d.dialAddress(d.o.Token, address)
+}
+
+func (d *Dialer) dialAddress(token, address string) (*grpc.ClientConn, error) {
 	t := d.o.TLS
 	if t != nil && !t.Mutual() && loopback(address) {
 		t = nil
 	}
-	options := clientOptions(d.o.Token, t, d.o.Log, false)
+	options := clientOptions(token, t, d.o.Log, false)
 	if !loopback(address) {
 		options = append(options, grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: workerKeepalive, Timeout: keepaliveTimeout}))
 	}

@@ -25,7 +25,7 @@ func TestAPIKeys(t *testing.T) {
 	b := setup(t, &events{list: ok, tail: ok}, rpc.ServerOptions{Keys: keys.Ring})
 	for _, scope := range []apikey.Scope{apikey.Read, apikey.Submit, apikey.Admin} {
 		key := keys.Create(t, &apikey.Record{Name: string(scope), Scope: string(scope)}, time.Now())
-		conn, err := rpc.NewDialer(rpc.DialerOptions{Token: key}).DialWorker(b.address)
+		conn, err := rpc.NewDialer(rpc.DialerOptions{Token: key}).Dial(b.address)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -68,7 +68,9 @@ func TestAPIKeys(t *testing.T) {
 func TestAKeyReachesItsProjectOnly(t *testing.T) {
 	t.Parallel()
 	keys := apikeytest.New(t)
-	projects := apikey.NewProjects(func(_ context.Context, run string) (string, error) { return map[string]string{"run-1": "math"}[run], nil })
+	projects := apikey.NewProjects(func(_ context.Context, run string) (string, error) {
+		return map[string]string{"run-1": "math"}[run], nil
+	})
 	var caller string
 	seen := func(ctx context.Context) error { caller = apikey.From(ctx).GetName(); return nil }
 	b := setup(t, &events{list: seen, tail: seen}, rpc.ServerOptions{Keys: keys.Ring, Projects: projects})
@@ -98,7 +100,7 @@ func TestAKeyReachesItsProjectOnly(t *testing.T) {
 		}
 	}
 	ada := &apikey.Record{Name: "ada", Scope: "read", Project: "math"}
-	direct, err := rpc.NewDialer(rpc.DialerOptions{Token: keys.Create(t, ada, time.Now())}).DialWorker(b.address)
+	direct, err := rpc.NewDialer(rpc.DialerOptions{Token: keys.Create(t, ada, time.Now())}).Dial(b.address)
 	if err != nil {
 		t.Fatal(err)
 	}

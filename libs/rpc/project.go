@@ -26,6 +26,11 @@ const (
 
 func (g guard) check(ctx context.Context, method string, req any) error {
 	m, ok := req.(proto.Message)
+	if ok {
+		if err := checkRun(ctx, method, m); err != nil {
+			return err
+		}
+	}
 	if _, limited := apikey.ProjectOf(ctx); !ok || !limited || g.projects == nil || method == imports || strings.HasPrefix(method, byName) {
 		return nil
 	}
@@ -43,7 +48,11 @@ func runsIn(m protoreflect.Message) (runs []string) {
 		switch {
 		case f.Name() == "run_id" && f.Kind() == protoreflect.StringKind && f.Cardinality() != protoreflect.Repeated:
 			runs = append(runs, v.String())
-		case f.Message() != nil && !f.IsMap() && f.Cardinality() != protoreflect.Repeated:
+		case f.Message() != nil && f.IsList():
+			for i := range v.List().Len() {
+				runs = append(runs, runsIn(v.List().Get(i).Message())...)
+			}
+		case f.Message() != nil && !f.IsMap():
 			runs = append(runs, runsIn(v.Message())...)
 		}
 		return true

@@ -123,7 +123,7 @@ func each(t *testing.T, b *bundle, test func(t *testing.T, conn grpc.ClientConnI
 		test(t, conn)
 	})
 	t.Run("tcp", func(t *testing.T) {
-		conn, err := d.DialWorker(b.address)
+		conn, err := d.Dial(b.address)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -160,7 +160,7 @@ func TestToken(t *testing.T) {
 	t.Parallel()
 	b := setup(t, &events{list: ok, tail: ok}, rpc.ServerOptions{})
 	for _, bad := range []string{"", "wrong", token + "x"} {
-		conn, err := rpc.NewDialer(rpc.DialerOptions{Token: bad}).DialWorker(b.address)
+		conn, err := rpc.NewDialer(rpc.DialerOptions{Token: bad}).Dial(b.address)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -254,7 +254,7 @@ func TestDrainLetsACallEndAndTellsAStream(t *testing.T) {
 		list: func(context.Context) error { started <- struct{}{}; <-release; return nil },
 		tail: func(ctx context.Context) error { started <- struct{}{}; <-ctx.Done(); close(release); return ctx.Err() },
 	}, rpc.ServerOptions{Drain: 4 * time.Second})
-	conn, err := rpc.NewDialer(rpc.DialerOptions{Token: token}).DialWorker(b.address)
+	conn, err := rpc.NewDialer(rpc.DialerOptions{Token: token}).Dial(b.address)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -290,7 +290,7 @@ func TestDrainCutsOffWhatDoesNotEnd(t *testing.T) {
 	started, release := make(chan struct{}), make(chan struct{})
 	defer close(release)
 	b := setup(t, &events{list: func(context.Context) error { close(started); <-release; return nil }}, rpc.ServerOptions{Drain: 50 * time.Millisecond})
-	conn, err := rpc.NewDialer(rpc.DialerOptions{Token: token}).DialWorker(b.address)
+	conn, err := rpc.NewDialer(rpc.DialerOptions{Token: token}).Dial(b.address)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -313,7 +313,7 @@ func TestCallOfADeadAddressFailsAtOnce(t *testing.T) {
 	t.Parallel()
 	b := setup(t, &events{list: ok}, rpc.ServerOptions{})
 	d := rpc.NewDialer(rpc.DialerOptions{Token: token})
-	conn, err := d.DialWorker(b.address)
+	conn, err := d.Dial(b.address)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -72,7 +72,7 @@ func TestLocalWorkerOfWhoOnlyCalls(t *testing.T) {
 	ca := servertest.NewCA(t)
 	b := setup(t, &events{list: ok}, rpc.ServerOptions{})
 	for what, answered := range map[*cert.Source]bool{ca.Anonymous(t): true, ca.Client(t): false} {
-		conn, err := rpc.NewDialer(rpc.DialerOptions{Token: token, TLS: what}).DialWorker(b.address)
+		conn, err := rpc.NewDialer(rpc.DialerOptions{Token: token, TLS: what}).Dial(b.address)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -110,7 +110,7 @@ func TestRenewedCertificates(t *testing.T) {
 	now = now.Add(-45 * time.Minute)
 	d := rpc.NewDialer(rpc.DialerOptions{Token: token, TLS: open(issue(client, "127.0.0.1"))})
 	call := func() error {
-		conn, err := d.DialWorker(b.address)
+		conn, err := d.Dial(b.address)
 		if err != nil {
 			t.Fatal(err)
 		}

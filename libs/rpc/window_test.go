@@ -50,7 +50,7 @@ func TestAWorkerNeedNotWaitForAWindow(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer listener.Close()
-	client, err := rpc.NewDialer(rpc.DialerOptions{}).DialWorker(listener.Addr().String())
+	client, err := rpc.NewDialer(rpc.DialerOptions{}).Dial(listener.Addr().String())
 	if err != nil {
 		t.Fatal(err)
 	}

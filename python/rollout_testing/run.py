@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import runpy
 from collections.abc import Sequence
@@ -103,6 +105,12 @@ def config(example: Example, algorithm: str = "grpo", **changes: Any) -> RunConf
     return json_format.ParseDict(tables, RunConfig())
 
 
+def peer_token(mesh_token: str, run: str) -> str:
+    """The token that the workers of a run accept, as services compute it (libs/credential)."""
+    message = f"rollout.worker-credential.v1\n{run}\npeer"
+    return f"rw-{run}.peer.{hmac.new(mesh_token.encode(), message.encode(), hashlib.sha256).hexdigest()}"
+
+
 def spec(daemon: Daemon, run_config: RunConfig, *, kind: str = "inference", number: int = 0, run: str = RUN,
          directory: Path | None = None, incarnation: int = 1) -> WorkerSpec:  # fmt: skip
     """The spec of a worker of ``run``. directory: of the run."""
@@ -117,6 +125,7 @@ def spec(daemon: Daemon, run_config: RunConfig, *, kind: str = "inference", numb
         consul_address=daemon.consul,
         consul_token=daemon.token,
         token=daemon.token,
+        peer_token=peer_token(daemon.token, run),
         incarnation=incarnation,
         threads=1,
     )

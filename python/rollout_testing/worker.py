@@ -68,7 +68,7 @@ class InProcess:
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """The metadata of calls, with the token."""
-        return (("authorization", f"Bearer {self.spec.token}"),)
+        return (("authorization", f"Bearer {self.spec.peer_token}"),)
 
     def _entry(self) -> dict[str, Any] | None:
         if self.task is not None and self.task.done():

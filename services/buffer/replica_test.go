@@ -82,7 +82,7 @@ func (p *pair) host(t *testing.T, place sqldb.Place, i int) {
 		Forward: func() (grpc.ClientConnInterface, error) { return p.conns[1-i], nil },
 	})
 	elected.Register(edge)
-	if p.conns[i], err = rpc.NewDialer(rpc.DialerOptions{}).DialWorker(address.String()); err != nil {
+	if p.conns[i], err = rpc.NewDialer(rpc.DialerOptions{}).Dial(address.String()); err != nil {
 		t.Fatal(err)
 	}
 	p.clients[i] = bufferv1.NewBufferServiceClient(p.conns[i])

@@ -26,7 +26,7 @@ type fleet struct {
 	settings
 	transfer transfer
 	policy   policy
-	dial     func(address string) (Conn, error)
+	dial     func(run, address string) (Conn, error)
 	retry    time.Duration
 	observer observer
 
@@ -52,7 +52,7 @@ type observer interface {
 	caughtUp(worker string, m *weightsv1.WeightsManifest)
 }
 
-func newFleet(s settings, dial func(string) (Conn, error), retry time.Duration, o observer) *fleet {
+func newFleet(s settings, dial func(run, address string) (Conn, error), retry time.Duration, o observer) *fleet {
 	return &fleet{
 		settings: s, transfer: newTransfer(s), policy: policy(cmp.Or(s.cfg.GetWeights().GetUpdate(), string(updateInFlight))),
 		dial: dial, retry: retry, observer: o, round: newRound(),
@@ -98,7 +98,7 @@ func (f *fleet) serve(ctx context.Context, instances <-chan []discovery.Instance
 				delete(gone, key)
 				continue
 			}
-			conn, err := f.dial(in.Address)
+			conn, err := f.dial(in.Meta["run"], in.Address)
 			if err != nil {
 				continue // a malformed address; the next change of the registry corrects it
 			}

@@ -146,10 +146,10 @@ func (l *learners) wait(ctx context.Context, d time.Duration) {
 }
 
 // connect waits until a learner of this incarnation answers.
-func (l *learners) connect(ctx context.Context, dial func(address string) (Conn, error), pause *backoff) (*learner, error) {
+func (l *learners) connect(ctx context.Context, dial func(run, address string) (Conn, error), pause *backoff) (*learner, error) {
 	for {
 		for _, in := range l.list {
-			conn, err := dial(in.Address)
+			conn, err := dial(l.runID, in.Address)
 			if err != nil {
 				continue
 			}

@@ -22,7 +22,7 @@ import (
 
 // directory is the launched inference workers that are up.
 type directory struct {
-	dial func(address string) (Conn, error)
+	dial func(run, address string) (Conn, error)
 	log  *slog.Logger
 	now  func() time.Time
 	// projects decides which runs a caller sees; nil: all
@@ -70,7 +70,7 @@ func (d *directory) serve(ctx context.Context, instances <-chan []discovery.Inst
 				delete(gone, key)
 				continue
 			}
-			conn, err := d.dial(in.Address)
+			conn, err := d.dial(in.Meta["run"], in.Address)
 			if err != nil {
 				d.log.WarnContext(ctx, "dialing an inference worker failed", "address", in.Address, "error", err)
 				continue

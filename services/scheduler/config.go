@@ -42,8 +42,12 @@ type Config struct {
 	Worker WorkerConfig
 }
 
+// OwnCredential stands for the credential of the worker itself in NATSToken and ConsulToken: the
+// embedded servers accept it.
+const OwnCredential = "own"
+
 // WorkerConfig is the configuration of every worker process. Tokens are references, "file:PATH" or
-// "env:NAME", so that specs on disk have no credentials.
+// "env:NAME", so that specs on disk have no credentials of others.
 type WorkerConfig struct {
 	Command       []string // program and arguments before the kind, e.g. [".venv/bin/rollout-worker"]
 	Env           []string // environment, KEY=value
@@ -53,12 +57,13 @@ type WorkerConfig struct {
 	NATS          *runv1.NatsAccess // other credentials, and TLS; may be nil
 	ConsulAddress string            // host:port or URL
 	ConsulToken   string
-	Consul        cert.Files       // TLS of an agent at https://
-	Token         string           // bearer token of the services and workers
-	TLS           *runv1.WorkerTls // of the services and workers; nil: plain text
-	OTLPEndpoint  string
-	Cores         int // cores that runs may use; 0: all cores of this host
-	Limits        launch.Limits
+	Consul        cert.Files // TLS of an agent at https://
+	// Issue returns the credential of a worker of a run for a role.
+	Issue        func(run, role string) string
+	TLS          *runv1.WorkerTls // of the services and workers; nil: plain text
+	OTLPEndpoint string
+	Cores        int // cores that runs may use; 0: all cores of this host
+	Limits       launch.Limits
 }
 
 // The following interfaces are what the scheduler uses of its surroundings. Generated clients and
@@ -155,7 +160,7 @@ type Deps struct {
 	Bus        Bus
 	Registry   Registry
 	Launcher   launch.Launcher
-	Dial       func(address string) (Conn, error) // connects to a worker, host:port
+	Dial       func(run, address string) (Conn, error) // connects to a worker of a run, host:port
 	Events     Events
 	Log        *slog.Logger     // nil discards
 	Now        func() time.Time // nil: time.Now

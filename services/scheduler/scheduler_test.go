@@ -16,6 +16,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/libs/bus"
+	"github.com/rollout-rl/rollout/libs/credential"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -528,6 +529,22 @@ func TestCrashLoopFailsTheRun(t *testing.T) {
 	w.whole(2)
 }
 
+// credentials reports whether the files with the credentials of a worker are for its run and kind,
+// and readable by their owner alone.
+func credentials(t *testing.T, spec *runv1.WorkerSpec) bool {
+	t.Helper()
+	for reference, role := range map[string]string{spec.GetToken(): spec.GetKind(), spec.GetPeerToken(): credential.Peer} {
+		path, ok := strings.CutPrefix(reference, "file:")
+		text, err := os.ReadFile(path)
+		info, failed := os.Stat(path)
+		if !ok || err != nil || failed != nil || info.Mode().Perm() != 0o600 || string(text) != spec.GetRunId()+" "+role+"\n" {
+			t.Errorf("%s has %q, %v", reference, text, err)
+			return false
+		}
+	}
+	return true
+}
+
 func TestSpecsOfWorkers(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
@@ -550,7 +567,7 @@ func TestSpecsOfWorkers(t *testing.T) {
 		return healthy == 3 && s.GetRun().GetStep() >= 2
 	})
 	learner, inference := w.launcher.spec("learner-0", 0), w.launcher.spec("inference-1", 0)
-	if learner.GetThreads() != 4 || inference.GetThreads() != 2 || inference.GetKind() != "inference" || inference.GetToken() != "s3cret" ||
+	if learner.GetThreads() != 4 || inference.GetThreads() != 2 || inference.GetKind() != "inference" || !credentials(t, inference) ||
 		inference.GetNatsUrl() != "nats://here" || inference.GetIncarnation() != 1 || inference.GetBaseDir() != w.dir ||
 		inference.GetInitialWeights() != "" || !proto.Equal(inference.GetPlan().GetConfig(), p.GetConfig()) {
 		t.Errorf("spec %v", inference)

@@ -15,6 +15,8 @@ import (
 	"google.golang.org/protobuf/encoding/protojson"
 
 	"github.com/rollout-rl/rollout/libs/atomicfile"
+	"github.com/rollout-rl/rollout/libs/config"
+	"github.com/rollout-rl/rollout/libs/credential"
 	"github.com/rollout-rl/rollout/libs/worker"
 	"github.com/rollout-rl/rollout/proto/gen/names"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
@@ -109,10 +111,6 @@ func (s *supervision) parts(run *Run, kinds []worker.Kind) (parts []func(context
 func (s *supervision) command(id string, kind worker.Kind) (launch.Command, error) {
 	run := s.board.record()
 	spec := s.spec(run, id, kind)
-	text, err := protojson.MarshalOptions{UseProtoNames: true}.Marshal(spec)
-	if err != nil {
-		return launch.Command{}, fmt.Errorf("write the spec of %s: %w", id, err)
-	}
 	s.board.update(func(v *view) {
 		if w, supervised := v.fleet.workers[id]; supervised {
 			w.nonce, w.address = spec.GetNonce(), ""
@@ -120,6 +118,13 @@ func (s *supervision) command(id string, kind worker.Kind) (launch.Command, erro
 		}
 	})
 	base := filepath.Join(run.GetDirectory(), "workers", id)
+	if err := s.credentials(spec, base); err != nil {
+		return launch.Command{}, fmt.Errorf("write the credentials of %s: %w", id, err)
+	}
+	text, err := protojson.MarshalOptions{UseProtoNames: true}.Marshal(spec)
+	if err != nil {
+		return launch.Command{}, fmt.Errorf("write the spec of %s: %w", id, err)
+	}
 	if err := atomicfile.Write(base+".json", text, 0o600); err != nil {
 		return launch.Command{}, fmt.Errorf("write the spec of %s: %w", id, err)
 	}
@@ -129,6 +134,22 @@ func (s *supervision) command(id string, kind worker.Kind) (launch.Command, erro
 	}
 	env = append(env, spinning(run, s.alone())...)
 	return launch.Command{Args: append(s.program(run, kind), kind.Name), Env: env, Log: base + ".log", Keep: s.keep && !kind.Detached}, nil
+}
+
+// credentials writes the files with the credentials of a worker, and refers to them in its spec.
+func (s *supervision) credentials(spec *runv1.WorkerSpec, base string) error {
+	own, peer := base+".token", base+".peer"
+	err := atomicfile.Write(own, []byte(s.cfg.Issue(spec.GetRunId(), spec.GetKind())+"\n"), 0o600)
+	if err == nil {
+		err = atomicfile.Write(peer, []byte(s.cfg.Issue(spec.GetRunId(), credential.Peer)+"\n"), 0o600)
+	}
+	spec.Token, spec.PeerToken = config.File(own).String(), config.File(peer).String()
+	for _, reference := range []*string{&spec.NatsToken, &spec.ConsulToken} {
+		if *reference == OwnCredential {
+			*reference = spec.GetToken()
+		}
+	}
+	return err
 }
 
 // program starts a worker. An inference worker runs in the environment of its engine, if the
@@ -148,7 +169,7 @@ func (s *supervision) spec(run *Run, id string, kind worker.Kind) *runv1.WorkerS
 	w := s.cfg
 	spec := &runv1.WorkerSpec{
 		WorkerId: id, Kind: kind.Name, RunId: run.GetRunId(), Plan: run.GetPlan(), BaseDir: run.GetBaseDir(), RunDirectory: run.GetDirectory(),
-		NatsUrl: w.NATSURL, NatsToken: w.NATSToken, Nats: w.NATS, ConsulAddress: w.ConsulAddress, ConsulToken: w.ConsulToken, Token: w.Token,
+		NatsUrl: w.NATSURL, NatsToken: w.NATSToken, Nats: w.NATS, ConsulAddress: w.ConsulAddress, ConsulToken: w.ConsulToken,
 		ConsulCaFile: w.Consul.CA, ConsulCertFile: w.Consul.Cert, ConsulKeyFile: w.Consul.Key, Tls: w.TLS,
 		Incarnation: run.GetIncarnation(), Threads: kind.CPUThreads(run.GetPlan().GetConfig(), w.Cores), OtlpEndpoint: w.OTLPEndpoint,
 		Nonce: worker.NewNonce(),

@@ -51,7 +51,7 @@ func TestCrashesOfTrackersDoNotAffectTheRun(t *testing.T) {
 			t.Errorf("the process of the trackers counts as a worker: %v", worker)
 		}
 	}
-	if spec := w.launcher.spec("sinks-0", 0); spec.GetKind() != "sinks" || spec.GetRunId() != run || spec.GetThreads() != 1 || spec.GetToken() != "s3cret" {
+	if spec := w.launcher.spec("sinks-0", 0); spec.GetKind() != "sinks" || spec.GetRunId() != run || spec.GetThreads() != 1 || !credentials(t, spec) {
 		t.Errorf("spec %v", spec)
 	}
 	w.launcher.mu.Lock()

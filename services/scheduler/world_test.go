@@ -57,7 +57,7 @@ type world struct {
 	// realLauncher starts real processes; nil: launcher.
 	realLauncher launch.Launcher
 	wrapBus      func(scheduler.Bus) scheduler.Bus
-	dial         func(address string) (scheduler.Conn, error)
+	dial         func(run, address string) (scheduler.Conn, error)
 	generation   *generation
 	log          *slog.Logger // of the scheduler; nil: none, or the test's
 }
@@ -101,11 +101,11 @@ func setupAt(t *testing.T, place sqldb.Place) *world {
 	t.Cleanup(func() { _ = store.Close() })
 	w.store = store
 	w.config = scheduler.Config{StateDir: w.dir, Worker: scheduler.WorkerConfig{
-		Command: []string{"worker"}, Env: []string{"HOME=/home"}, Token: "s3cret", Cores: 8, NATSURL: "nats://here",
+		Command: []string{"worker"}, Env: []string{"HOME=/home"}, Issue: func(run, role string) string { return run + " " + role }, Cores: 8, NATSURL: "nats://here",
 		BusEnv: []string{"NATS_PASSWORD=x"}, NATSToken: "env:NATS_TOKEN", NATS: &runv1.NatsAccess{Password: "env:NATS_PASSWORD"},
 		Limits: launch.Limits{FirstBackoff: time.Millisecond, StopGrace: 5 * time.Second},
 	}}
-	w.dial = func(string) (scheduler.Conn, error) { return nil, io.ErrClosedPipe }
+	w.dial = func(string, string) (scheduler.Conn, error) { return nil, io.ErrClosedPipe }
 	return w
 }
 

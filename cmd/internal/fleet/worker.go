@@ -46,7 +46,7 @@ type worker struct {
 
 func (w *worker) connect() (err error) {
 	options := []nats.Option{
-		nats.Token(w.spec.GetNatsToken()), nats.Name(w.spec.GetWorkerId()), nats.Timeout(30 * time.Second), nats.MaxReconnects(-1), nats.RetryOnFailedConnect(true),
+		nats.Token(w.spec.GetNatsToken()), nats.CustomInboxPrefix("_INBOX_" + w.spec.GetRunId()), nats.Name(w.spec.GetWorkerId()), nats.Timeout(30 * time.Second), nats.MaxReconnects(-1), nats.RetryOnFailedConnect(true),
 	}
 	if w.work, err = nats.Connect(w.spec.GetNatsUrl(), options...); err != nil {
 		return fmt.Errorf("connect to NATS: %w", err)
@@ -55,7 +55,7 @@ func (w *worker) connect() (err error) {
 		w.work.Close()
 		return fmt.Errorf("connect to NATS: %w", err)
 	}
-	w.inbox = nats.NewInbox()
+	w.inbox = w.work.NewInbox()
 	w.next = "$JS.API.CONSUMER.MSG.NEXT." + names.WorkStream(w.spec.GetRunId()) + "." + names.WorkersConsumer
 	w.slots = make(chan struct{}, w.spec.GetPlan().GetConfig().GetEngine().GetSlots())
 	w.active = map[string]bool{}

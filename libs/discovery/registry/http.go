@@ -1,8 +1,10 @@
 package registry
 
 import (
+	"bytes"
 	"crypto/subtle"
 	"encoding/json"
+	"io"
 	"net/http"
 	"slices"
 	"strconv"
@@ -67,7 +69,36 @@ func (a api) authorized(req *http.Request) bool {
 	if got == "" {
 		got = strings.TrimPrefix(req.Header.Get("Authorization"), "Bearer ")
 	}
-	return subtle.ConstantTimeCompare([]byte(got), []byte(a.registry.token)) == 1
+	if subtle.ConstantTimeCompare([]byte(got), []byte(a.registry.token)) == 1 {
+		return true
+	}
+	if a.registry.run == nil {
+		return false
+	}
+	run, ok := a.registry.run(got)
+	return ok && (req.Method == http.MethodGet || ofRun(req, run))
+}
+
+// ofRun reports whether a request changes a worker of a run.
+func ofRun(req *http.Request, run string) bool {
+	own := run + "/"
+	if id, ok := strings.CutPrefix(req.URL.Path, "/v1/agent/service/deregister/"); ok {
+		return strings.HasPrefix(id, own)
+	}
+	if rest, ok := strings.CutPrefix(req.URL.Path, "/v1/agent/check/"); ok {
+		_, id, _ := strings.Cut(rest, "/")
+		return strings.HasPrefix(id, "service:"+own)
+	}
+	if req.URL.Path != "/v1/agent/service/register" {
+		return false
+	}
+	body, err := io.ReadAll(io.LimitReader(req.Body, maxBody))
+	if err != nil {
+		return false
+	}
+	req.Body = io.NopCloser(bytes.NewReader(body))
+	var service struct{ ID, Name string }
+	return json.Unmarshal(body, &service) == nil && strings.HasPrefix(service.ID, own) && strings.HasSuffix(service.Name, "-worker")
 }
 
 func (a api) self(w http.ResponseWriter, _ *http.Request) {

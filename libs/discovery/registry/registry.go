@@ -20,6 +20,7 @@ import (
 // Registry has the registered services. Its methods may be called from many goroutines.
 type Registry struct {
 	token string
+	run   func(token string) (run string, ok bool) // of the credentials of workers; nil: none is accepted
 
 	mu       sync.Mutex
 	index    uint64            // of the last change
@@ -55,6 +56,14 @@ func New(token string) *Registry {
 		services: map[string]*entry{},
 		indexOf:  map[string]uint64{},
 	}
+}
+
+// NewScoped is New with tokens of workers, of which run returns the run: with one of them a client
+// reads everything, and changes the registrations of workers of this run only.
+func NewScoped(token string, run func(token string) (run string, ok bool)) *Registry {
+	r := New(token)
+	r.run = run
+	return r
 }
 
 // Close stops the timers and wakes every waiting query.

@@ -71,7 +71,12 @@ async def run_inference_worker(
         reconnects = Reconnects()
         connecting = asyncio.create_task(connect_worker(spec, who, lifecycle, reconnects))
         services = Services(
-            spec.consul_address, spec.token, consul_token=spec.consul_token, agent_files=of_agent(spec), tls=of_mesh(spec)
+            spec.consul_address,
+            spec.token,
+            peer_token=spec.peer_token,
+            consul_token=spec.consul_token,
+            agent_files=of_agent(spec),
+            tls=of_mesh(spec),
         )
         cleanup.push_async_callback(services.close)
         weights_cache = WeightsCache(spec.run_id, spec.run_directory, spec.worker_id, Fetcher(spec.run_id, services))
@@ -103,7 +108,7 @@ async def run_inference_worker(
         if _starts_paused(spec.plan.config) and not who.reserved:
             await pauses.pause(0)
 
-        server = Server(spec.token, tls=of_mesh(spec))
+        server = Server(spec.peer_token, tls=of_mesh(spec))
         cleanup.push_async_callback(server.stop, 0)
         updates = WeightsUpdates(receipts, weights_cache, lifecycle, admission)
         servicer = _servicer(spec, context, pipeline, calls, lifecycle, rewards, updates, pauses)

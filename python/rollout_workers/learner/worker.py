@@ -53,7 +53,12 @@ async def run_learner_worker(
     team: the learner's ranks if they were already started; they end with this worker.
     """
     services = Services(
-        spec.consul_address, spec.token, consul_token=spec.consul_token, agent_files=of_agent(spec), tls=of_mesh(spec)
+        spec.consul_address,
+        spec.token,
+        peer_token=spec.peer_token,
+        consul_token=spec.consul_token,
+        agent_files=of_agent(spec),
+        tls=of_mesh(spec),
     )
     stored = Path(spec.run_directory) / "weights" / "stored"
     catalog = Catalog(StoredWeights(spec.run_id, stored, services, spec.incarnation))
@@ -98,7 +103,7 @@ async def run_learner_worker(
             base,
             digests=is_deterministic(spec.plan.config),
         )
-        server = Server(spec.token, tls=of_mesh(spec))
+        server = Server(spec.peer_token, tls=of_mesh(spec))
         add_LearnerWorkerServiceServicer_to_server(LearnerServer(who, learner, services, lifecycle), server.grpc)
         add_WeightsServiceServicer_to_server(delivery.WeightsServer(who, catalog), server.grpc)
         address = await server.start([SERVICE, delivery.SERVICE])

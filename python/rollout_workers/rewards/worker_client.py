@@ -75,7 +75,7 @@ class RewardWorker:
         while True:
             stub = await self._stub()
             try:
-                return await stub.Score(request, metadata=self._services.metadata())
+                return await stub.Score(request, metadata=self._services.peer_metadata())
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise RewardFailed(f"{self._worker} refused: {error.details()}", fix="see the worker's log") from error

@@ -32,7 +32,7 @@ async def run_reward_worker(spec: WorkerSpec, who: Identity, lifecycle: Lifecycl
     if model is None or lifecycle.leaving:
         return
     servicer = RewardServer(who, model)
-    server = Server(spec.token, tls=of_mesh(spec))
+    server = Server(spec.peer_token, tls=of_mesh(spec))
     add_RewardWorkerServiceServicer_to_server(servicer, server.grpc)
     address = await server.start([SERVICE])
     registration = Registration.of(spec, who, address, lifecycle)

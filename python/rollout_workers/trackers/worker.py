@@ -43,7 +43,12 @@ async def run_sinks_worker(spec: WorkerSpec, who: Identity, lifecycle: Lifecycle
 
     def services() -> Services:
         return Services(
-            spec.consul_address, spec.token, consul_token=spec.consul_token, agent_files=of_agent(spec), tls=of_mesh(spec)
+            spec.consul_address,
+            spec.token,
+            peer_token=spec.peer_token,
+            consul_token=spec.consul_token,
+            agent_files=of_agent(spec),
+            tls=of_mesh(spec),
         )
 
     events = SinkEvents(who, services())

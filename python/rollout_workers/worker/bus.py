@@ -65,6 +65,7 @@ async def connect(
     *,
     name: str,
     access: NatsAccess | None = None,
+    run: str = "",
     reconnected: Callable[[], Awaitable[None]] | None = None,
     leaving: Callable[[], bool] = lambda: False,
 ) -> Client:
@@ -72,7 +73,7 @@ async def connect(
     connection is lost.
 
     name: the name of the connection in the server's lists. access: credentials other than the
-    token, and TLS. leaving: whether the process is shutting down; a lost connection is then not a
+    token, and TLS. run: the run whose inboxes the connection uses, as the server permits to its workers. leaving: whether the process is shutting down; a lost connection is then not a
     warning.
     """
     access = access or NatsAccess()
@@ -104,6 +105,7 @@ async def connect(
                 **credentials(access, token),
                 tls=context,
                 name=name,
+                inbox_prefix=f"_INBOX_{run}" if run else "_INBOX",
                 max_reconnect_attempts=-1,
                 reconnect_time_wait=0.2,  # type: ignore[arg-type] (seconds; typed as int)
                 connect_timeout=2,
@@ -127,6 +129,7 @@ async def connect_worker(spec: WorkerSpec, who: Identity, lifecycle: Lifecycle, 
         spec.nats_token,
         name=who.registration,
         access=spec.nats,
+        run=spec.run_id,
         reconnected=reconnects.notify,
         leaving=lambda: lifecycle.leaving,
     )

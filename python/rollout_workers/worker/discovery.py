@@ -63,13 +63,22 @@ class Services:
     """Stubs of the mesh's services by their name in the registry (``buffer``, ``storage``)."""
 
     def __init__(
-        self, agent: str, token: str, *, consul_token: str = "", agent_files: PemFiles = NO_FILES, tls: PemFiles | None = None
+        self,
+        agent: str,
+        token: str,
+        *,
+        peer_token: str = "",
+        consul_token: str = "",
+        agent_files: PemFiles = NO_FILES,
+        tls: PemFiles | None = None,
     ) -> None:
-        """agent: host:port of the Consul agent, or its URL. token: bearer token of the mesh.
+        """agent: host:port of the Consul agent, or its URL. token: credential for services.
+        peer_token: the token that the other workers of the run accept.
         agent_files: the TLS files for an agent at https. tls: the client's files for services;
         None: plain text."""
         self._agent, self._agent_files, self._tls = agent, agent_files, tls
         self._metadata = (("authorization", f"Bearer {token}"),)
+        self._peer_metadata = (("authorization", f"Bearer {peer_token}"),)
         self._headers = {"X-Consul-Token": consul_token} if consul_token else {}
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._stamp = tls.stamp() if tls else ()
@@ -119,8 +128,12 @@ class Services:
             task.add_done_callback(self._closing.discard)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The metadata of each call: the token and the trace context."""
+        """The metadata of each call of a service: the token and the trace context."""
         return self._metadata + tuple(outgoing().items())
+
+    def peer_metadata(self) -> tuple[tuple[str, str], ...]:
+        """The metadata of each call of another worker of the run."""
+        return self._peer_metadata + tuple(outgoing().items())
 
     def forget(self, service: str, *, worker: tuple[str, str] | None = None) -> None:
         """Look up the service again at the next call, because it answered UNAVAILABLE and may have

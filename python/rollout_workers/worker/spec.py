@@ -136,7 +136,12 @@ def _resolve_secrets(spec: WorkerSpec) -> None:
 
 def secrets_of(spec: WorkerSpec) -> list[tuple[WorkerSpec | NatsAccess, str]]:
     """The fields that contain secrets or references to secrets: message and field name."""
-    fields: list[tuple[WorkerSpec | NatsAccess, str]] = [(spec, "nats_token"), (spec, "consul_token"), (spec, "token")]
+    fields: list[tuple[WorkerSpec | NatsAccess, str]] = [
+        (spec, "nats_token"),
+        (spec, "consul_token"),
+        (spec, "token"),
+        (spec, "peer_token"),
+    ]
     if spec.HasField("nats"):
         fields += [(spec.nats, "password"), (spec.nats, "nkey_seed")]
     return fields

@@ -530,6 +530,7 @@ class WorkerSpec(_message.Message):
     NONCE_FIELD_NUMBER: _builtins.int
     GPUS_FIELD_NUMBER: _builtins.int
     RESERVED_FIELD_NUMBER: _builtins.int
+    PEER_TOKEN_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """`<kind>-<number>`, unique in the run."""
     kind: _builtins.str
@@ -547,8 +548,8 @@ class WorkerSpec(_message.Message):
     consul_address: _builtins.str
     """Address of the Consul agent or the embedded registry, host:port."""
     token: _builtins.str
-    """Bearer token of services and workers, a reference: sent with each call and required of each
-    caller.
+    """Credential of the worker, a reference: sent with each call of a service. It permits the calls of
+    the worker's kind for its run.
     """
     incarnation: _builtins.int
     """Incarnation of the run."""
@@ -576,6 +577,10 @@ class WorkerSpec(_message.Message):
     """
     reserved: _builtins.bool
     """Whether an inference worker only evaluates, and takes no work (eval.workers)."""
+    peer_token: _builtins.str
+    """Token of the run, a reference: sent with each call of another worker of the run, and required of
+    each caller.
+    """
     @_builtins.property
     def plan(self) -> _plan_pb2.Plan:
         """Plan of the run."""
@@ -621,10 +626,11 @@ class WorkerSpec(_message.Message):
         nonce: _builtins.str = ...,
         gpus: _abc.Iterable[_builtins.int] | None = ...,
         reserved: _builtins.bool = ...,
+        peer_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["nats", b"nats", "plan", b"plan", "tls", b"tls"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "consul_address", b"consul_address", "consul_ca_file", b"consul_ca_file", "consul_cert_file", b"consul_cert_file", "consul_key_file", b"consul_key_file", "consul_token", b"consul_token", "gpus", b"gpus", "incarnation", b"incarnation", "initial_version", b"initial_version", "initial_weights", b"initial_weights", "kind", b"kind", "nats", b"nats", "nats_token", b"nats_token", "nats_url", b"nats_url", "nonce", b"nonce", "otlp_endpoint", b"otlp_endpoint", "plan", b"plan", "reserved", b"reserved", "run_directory", b"run_directory", "run_id", b"run_id", "threads", b"threads", "tls", b"tls", "token", b"token", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "consul_address", b"consul_address", "consul_ca_file", b"consul_ca_file", "consul_cert_file", b"consul_cert_file", "consul_key_file", b"consul_key_file", "consul_token", b"consul_token", "gpus", b"gpus", "incarnation", b"incarnation", "initial_version", b"initial_version", "initial_weights", b"initial_weights", "kind", b"kind", "nats", b"nats", "nats_token", b"nats_token", "nats_url", b"nats_url", "nonce", b"nonce", "otlp_endpoint", b"otlp_endpoint", "peer_token", b"peer_token", "plan", b"plan", "reserved", b"reserved", "run_directory", b"run_directory", "run_id", b"run_id", "threads", b"threads", "tls", b"tls", "token", b"token", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

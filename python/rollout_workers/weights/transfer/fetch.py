@@ -79,7 +79,7 @@ class Fetcher:
             run_id=self._run, digest=offer.digest, form=offer.form, base_digest=offer.base_digest, offset=offset
         )
         stub = self._services.peer(peer, WeightsServiceStub)
-        async for piece in stub.FetchWeights(request, metadata=self._services.metadata()):
+        async for piece in stub.FetchWeights(request, metadata=self._services.peer_metadata()):
             if piece.total_bytes != offer.bytes:
                 raise Broken(f"has {piece.total_bytes} bytes of the version, but {offer.bytes} were offered")
             if crc32c.crc32c(piece.chunk) != piece.crc32c:

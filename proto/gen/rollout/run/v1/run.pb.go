@@ -898,8 +898,8 @@ type WorkerSpec struct {
 	NatsToken string `protobuf:"bytes,8,opt,name=nats_token,json=natsToken,proto3" json:"nats_token,omitempty"`
 	// Address of the Consul agent or the embedded registry, host:port.
 	ConsulAddress string `protobuf:"bytes,9,opt,name=consul_address,json=consulAddress,proto3" json:"consul_address,omitempty"`
-	// Bearer token of services and workers, a reference: sent with each call and required of each
-	// caller.
+	// Credential of the worker, a reference: sent with each call of a service. It permits the calls of
+	// the worker's kind for its run.
 	Token string `protobuf:"bytes,10,opt,name=token,proto3" json:"token,omitempty"`
 	// Incarnation of the run.
 	Incarnation uint32 `protobuf:"varint,11,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
@@ -931,7 +931,10 @@ type WorkerSpec struct {
 	// one, by its number.
 	Gpus []uint32 `protobuf:"varint,23,rep,packed,name=gpus,proto3" json:"gpus,omitempty"`
 	// Whether an inference worker only evaluates, and takes no work (eval.workers).
-	Reserved      bool `protobuf:"varint,24,opt,name=reserved,proto3" json:"reserved,omitempty"`
+	Reserved bool `protobuf:"varint,24,opt,name=reserved,proto3" json:"reserved,omitempty"`
+	// Token of the run, a reference: sent with each call of another worker of the run, and required of
+	// each caller.
+	PeerToken     string `protobuf:"bytes,25,opt,name=peer_token,json=peerToken,proto3" json:"peer_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1132,6 +1135,13 @@ func (x *WorkerSpec) GetReserved() bool {
 		return x.Reserved
 	}
 	return false
+}
+
+func (x *WorkerSpec) GetPeerToken() string {
+	if x != nil {
+		return x.PeerToken
+	}
+	return ""
 }
 
 // WorkerTls has the PEM files with which a worker serves and calls. It reloads them when they
@@ -2705,7 +2715,7 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"waitingFor\x12.\n" +
 	"\x06cursor\x18\x06 \x01(\v2\x16.rollout.run.v1.CursorR\x06cursor\x12?\n" +
 	"\rwaiting_since\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\fwaitingSince\x12+\n" +
-	"\x05waits\x18\b \x03(\v2\x15.rollout.wait.v1.WaitR\x05waits\"\xd4\x06\n" +
+	"\x05waits\x18\b \x03(\v2\x15.rollout.wait.v1.WaitR\x05waits\"\xf3\x06\n" +
 	"\n" +
 	"WorkerSpec\x12$\n" +
 	"\tworker_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\bworkerId\x12\x1b\n" +
@@ -2733,7 +2743,9 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\x03tls\x18\x15 \x01(\v2\x19.rollout.run.v1.WorkerTlsR\x03tls\x12\x14\n" +
 	"\x05nonce\x18\x16 \x01(\tR\x05nonce\x12\x1c\n" +
 	"\x04gpus\x18\x17 \x03(\rB\b\xbaH\x05\x92\x01\x02\x10@R\x04gpus\x12\x1a\n" +
-	"\breserved\x18\x18 \x01(\bR\breserved\"w\n" +
+	"\breserved\x18\x18 \x01(\bR\breserved\x12\x1d\n" +
+	"\n" +
+	"peer_token\x18\x19 \x01(\tR\tpeerToken\"w\n" +
 	"\tWorkerTls\x12 \n" +
 	"\aca_file\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x06caFile\x12$\n" +
 	"\tcert_file\x18\x02 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\bcertFile\x12\"\n" +
