@@ -69,7 +69,7 @@ def disconnect(running: Mesh, client: openai.OpenAI, model: str) -> None:
     services = f"http://{daemon['consul']}/v1/health/service/inference-worker?passing=true"
     with urlopen(Request(services, headers={"X-Consul-Token": running.token()}), timeout=30) as response:
         [found] = json.load(response)
-    worker = running.inference(f"{found['Service']['Address']}:{found['Service']['Port']}")
+    worker = running.inference(found["Service"]["Meta"]["run"], f"{found['Service']['Address']}:{found['Service']['Port']}")
 
     def sampling() -> int:
         status = worker.GetInferenceStatus(inference_pb2.GetInferenceStatusRequest())

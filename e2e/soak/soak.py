@@ -76,7 +76,7 @@ def idle(running: Mesh, run: str) -> bool:
     for worker in running.status(run).workers:
         if worker.kind == "inference" and worker.address:
             try:
-                status = running.inference(worker.address).GetInferenceStatus(inference_pb2.GetInferenceStatusRequest())
+                status = running.inference(run, worker.address).GetInferenceStatus(inference_pb2.GetInferenceStatusRequest())
             except grpc.RpcError:
                 return False  # it starts again
             if status.active:

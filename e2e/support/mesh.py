@@ -24,6 +24,7 @@ from rollout.plan.v1 import plan_pb2, plan_pb2_grpc
 from rollout.run.v1 import run_pb2, run_pb2_grpc
 from rollout.snapshot.v1 import snapshot_pb2_grpc
 from rollout.storage.v1 import storage_pb2_grpc
+from rollout_testing.credential import peer_token
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("planner", "scheduler", "rollout-gateway", "learner-controller", "buffer", "snapshot", "storage")
@@ -154,13 +155,13 @@ class Mesh:
     def token(self) -> str:
         return Path(str(self.daemon()["token_file"])).read_text().strip()
 
-    def channel(self, address: str) -> grpc.Channel:
+    def channel(self, address: str, token: str = "") -> grpc.Channel:
         if address not in self._channels:
             channel = grpc.insecure_channel(address, _RECONNECT)
             if files := self.certificates():
                 ca, cert, key = (Path(file).read_bytes() for file in files)
                 channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), _RECONNECT)
-            self._channels[address] = grpc.intercept_channel(channel, _Bearer(self.token()))
+            self._channels[address] = grpc.intercept_channel(channel, _Bearer(token or self.token()))
         return self._channels[address]
 
     def certificates(self) -> list[str]:
@@ -191,11 +192,11 @@ class Mesh:
     def snapshots(self) -> snapshot_pb2_grpc.SnapshotServiceStub:
         return snapshot_pb2_grpc.SnapshotServiceStub(self._service("snapshot"))
 
-    def inference(self, address: str) -> inference_pb2_grpc.InferenceWorkerServiceStub:
-        return inference_pb2_grpc.InferenceWorkerServiceStub(self.channel(address))
+    def inference(self, run: str, address: str) -> inference_pb2_grpc.InferenceWorkerServiceStub:
+        return inference_pb2_grpc.InferenceWorkerServiceStub(self.channel(address, peer_token(self.token(), run)))
 
-    def learner(self, address: str) -> learner_pb2_grpc.LearnerWorkerServiceStub:
-        return learner_pb2_grpc.LearnerWorkerServiceStub(self.channel(address))
+    def learner(self, run: str, address: str) -> learner_pb2_grpc.LearnerWorkerServiceStub:
+        return learner_pb2_grpc.LearnerWorkerServiceStub(self.channel(address, peer_token(self.token(), run)))
 
     def plan(self, config: Path, *overrides: str) -> bytes:
         source = plan_pb2.ConfigSource(toml=config.read_bytes(), file=config.name, base_dir=str(config.parent), set=overrides)

@@ -24,8 +24,8 @@ def six_steps(running: Mesh, config: Path) -> str:
     name = client.models.list().data[0].id
     answer = client.completions.create(model=name, prompt="17+25=", max_tokens=4, temperature=0)
     assert answer.choices[0].finish_reason in ("stop", "length")
-    inference = running.inference(workers["inference"].address)
-    learner = running.learner(workers["learner"].address)
+    inference = running.inference(run, workers["inference"].address)
+    learner = running.learner(run, workers["learner"].address)
     receipt = inference.GetInferenceStatus(inference_pb2.GetInferenceStatusRequest()).receipt
     held = learner.GetLearnerStatus(learner_pb2.GetLearnerStatusRequest())
     finished = running.finish(run)

@@ -26,7 +26,7 @@ func TestACredentialIsValidForItsClaimsAlone(t *testing.T) {
 	}
 }
 
-// rollout_testing computes the same peer token (python/rollout_testing/run.py).
+// rollout_testing computes the same peer token (python/rollout_testing/credential.py).
 func TestVector(t *testing.T) {
 	t.Parallel()
 	const want = "rw-run-1.peer.54a29af1db6a3e1783d2edd9c401641f6cd25dc8566f31e278de93e9180a62f8"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import runpy
 from collections.abc import Sequence
@@ -22,6 +20,7 @@ from rollout import names
 from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.run.v1.run_pb2 import PromptGroup, WorkerSpec
 from rollout.trajectory.v1.trajectory_pb2 import Trajectory, TrajectoryBatch, TrajectoryEnvelope
+from rollout_testing.credential import peer_token
 from rollout_testing.daemon import REPOSITORY, Daemon
 from rollout_workers.environments.episode import sample_seed
 from rollout_workers.worker.spec import secrets_of
@@ -103,12 +102,6 @@ def config(example: Example, algorithm: str = "grpo", **changes: Any) -> RunConf
     for name, change in changes.items():
         tables[name] = {**tables.get(name, {}), **change} if isinstance(change, dict) else change
     return json_format.ParseDict(tables, RunConfig())
-
-
-def peer_token(mesh_token: str, run: str) -> str:
-    """The token that the workers of a run accept, as services compute it (libs/credential)."""
-    message = f"rollout.worker-credential.v1\n{run}\npeer"
-    return f"rw-{run}.peer.{hmac.new(mesh_token.encode(), message.encode(), hashlib.sha256).hexdigest()}"
 
 
 def spec(daemon: Daemon, run_config: RunConfig, *, kind: str = "inference", number: int = 0, run: str = RUN,

@@ -73,8 +73,8 @@ async def connect(
     connection is lost.
 
     name: the name of the connection in the server's lists. access: credentials other than the
-    token, and TLS. run: the run whose inboxes the connection uses, as the server permits to its workers. leaving: whether the process is shutting down; a lost connection is then not a
-    warning.
+    token, and TLS. run: the run whose inboxes the connection uses. leaving: whether the process is
+    shutting down; a lost connection is then not a warning.
     """
     access = access or NatsAccess()
     context = tls_of(access, url)
