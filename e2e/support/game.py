@@ -17,6 +17,7 @@ from rollout.environment import Observation, Result, SingleEpisode, Task, Turn
 from rollout.sandbox import Limits, Sandboxes, Spec
 
 HANG = Path(__file__).with_name("hang")
+WAIT, PLAYED = Path(__file__).with_name("wait"), Path(__file__).with_name("played")
 BOX = Spec(limits=Limits(memory_bytes=64 << 20, pids=8), best_effort=("memory_bytes", "pids", "cpus"))
 
 
@@ -51,6 +52,24 @@ class Game(SingleEpisode):
         replies.append(await helpers[0].chat("more:"))
         helpers[0].reward = len(replies[0].text) / 8
         return sum(c.isalpha() for reply in replies for c in reply.text)
+
+
+class SavedGame(Game):
+    """A game whose episodes can be saved. It records each turn in `played` next to this file, and
+    waits before the second turn while there is a file `wait`."""
+
+    async def step(self, turn: Turn) -> Observation | Result:
+        while turn.number == 1 and WAIT.exists():
+            await asyncio.sleep(0.02)
+        with PLAYED.open("a") as played:
+            played.write(json.dumps([turn.task.row, turn.sample, turn.number, turn.text]) + "\n")
+        return await super().step(turn)
+
+    def state_dict(self) -> dict[str, list[str]]:
+        return {"turns": self.turns}
+
+    def load_state_dict(self, state: dict[str, list[str]]) -> None:
+        self.turns = list(state["turns"])
 
 
 def _hang() -> None:

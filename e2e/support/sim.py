@@ -100,7 +100,7 @@ kind = "external"
 
 _PLAYED = """[environment]
 kind = "python"
-path = "game.py:Game"
+path = "game.py:{game}"
 args = {{ boxes = {boxes}, helpers = {helpers} }}
 max_turns = 8
 turn_timeout_seconds = {turn_seconds}
@@ -140,6 +140,8 @@ class Job:
     """Every turn of an episode runs a command in a sandbox."""
     stall_seconds: float = 300.0
     """After which a worker without progress restarts."""
+    saves: bool = False
+    """Episodes can be saved and continued (`game.SavedGame`)."""
     helpers: bool = False
     """Every episode opens one to three child sessions after its first turn."""
 
@@ -152,7 +154,8 @@ class Job:
         (self.folder / "reward.py").write_text(_REWARD + (_FLAT if self.draws else ""))
         shutil.copyfile(Path(__file__).with_name("game.py"), self.folder / "game.py")
         boxes, helpers = ("true" if on else "false" for on in (self.boxes, self.helpers))
-        played = _PLAYED.format(boxes=boxes, helpers=helpers, turn_seconds=TURN_SECONDS)
+        game = "SavedGame" if self.saves else "Game"
+        played = _PLAYED.format(game=game, boxes=boxes, helpers=helpers, turn_seconds=TURN_SECONDS)
         path = self.folder / "job.toml"
         path.write_text(
             _CONFIG.format(

@@ -133,6 +133,13 @@ def _plugin(spec: str) -> NoReturn:
     sys.exit(command(spec))
 
 
+def _episodes(spec: str) -> NoReturn:
+    from rollout_workers.offline.episodes import episodes
+    from rollout_workers.worker.lifecycle import leave_now
+
+    leave_now(episodes(spec))
+
+
 WORKERS: Mapping[str, LinkedKind | DetachedKind] = MappingProxyType(
     {
         "inference": LinkedKind(_inference),
@@ -144,6 +151,14 @@ WORKERS: Mapping[str, LinkedKind | DetachedKind] = MappingProxyType(
 """Workers of a run, which the scheduler starts with a spec."""
 
 COMMANDS: Mapping[str, Callable[[str], NoReturn]] = MappingProxyType(
-    {"replay": _replay, "merge": _merge, "export": _export, "push": _push, "infer": _infer, "plugin": _plugin}
+    {
+        "replay": _replay,
+        "merge": _merge,
+        "export": _export,
+        "push": _push,
+        "infer": _infer,
+        "plugin": _plugin,
+        "episodes": _episodes,
+    }
 )
 """Commands that the CLI starts. Each one gets the value of ``--spec`` and exits the process."""

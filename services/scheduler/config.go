@@ -112,6 +112,7 @@ type Snapshots interface {
 	DeleteRun(ctx context.Context, in *snapshotv1.DeleteRunRequest, opts ...grpc.CallOption) (*snapshotv1.DeleteRunResponse, error)
 	GetSnapshot(ctx context.Context, in *snapshotv1.GetSnapshotRequest, opts ...grpc.CallOption) (*snapshotv1.GetSnapshotResponse, error)
 	PinSnapshot(ctx context.Context, in *snapshotv1.PinSnapshotRequest, opts ...grpc.CallOption) (*snapshotv1.PinSnapshotResponse, error)
+	AdoptEpisodes(ctx context.Context, in *snapshotv1.AdoptEpisodesRequest, opts ...grpc.CallOption) (*snapshotv1.AdoptEpisodesResponse, error)
 }
 
 // Bus is the NATS streams. *bus.Bus implements it.

@@ -244,7 +244,11 @@ func (c *conductor) begin(ctx context.Context, run *Run, window issue.Window, co
 		if config.Seed = seedOf(snap); config.Seed != nil {
 			config.Carried = snap.GetCursor().GetPosition() - window.First
 		}
-		return nil
+		if run.GetIncarnation() > 1 { // it has them, or has continued without them
+			return nil
+		}
+		_, err = c.Snapshots.AdoptEpisodes(ctx, &snapshotv1.AdoptEpisodesRequest{SnapshotId: snap.GetSnapshotId(), RunId: run.GetRunId()})
+		return err
 	})
 	window.Carried = config.GetCarried()
 	return window, err

@@ -279,6 +279,10 @@ func (s *snapshots) GetSnapshot(context.Context, *snapshotv1.GetSnapshotRequest,
 	return &snapshotv1.GetSnapshotResponse{Snapshot: s.snap}, nil
 }
 
+func (*snapshots) AdoptEpisodes(context.Context, *snapshotv1.AdoptEpisodesRequest, ...grpc.CallOption) (*snapshotv1.AdoptEpisodesResponse, error) {
+	return &snapshotv1.AdoptEpisodesResponse{}, nil
+}
+
 func (s *snapshots) PinSnapshot(_ context.Context, in *snapshotv1.PinSnapshotRequest, _ ...grpc.CallOption) (*snapshotv1.PinSnapshotResponse, error) {
 	s.pinned = append(s.pinned, in.GetSnapshotId())
 	return &snapshotv1.PinSnapshotResponse{Snapshot: s.snap}, nil

@@ -40,6 +40,7 @@ func newHandlers(deps Deps) handlers {
 		TrainState: state,
 		Buffer:     ledger,
 		Process:    processKind{trainState: state, processes: deps.Processes},
+		Episodic:   episodicKind{bufferKind: ledger, store: deps.Store},
 	}
 }
 

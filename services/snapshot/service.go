@@ -382,6 +382,9 @@ func (s *service) deleteRun(ctx context.Context, run string, keep []string, by *
 	if err := s.Store.Admit(ctx, run, by); err != nil {
 		return nil, err
 	}
+	if err := s.Store.DropRun(ctx, run); err != nil {
+		return nil, err
+	}
 	for after := ""; ; {
 		page, err := s.Store.List(ctx, Filter{Run: run, After: after, Limit: deletePage})
 		if err != nil {

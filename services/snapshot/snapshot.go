@@ -34,6 +34,7 @@ const (
 	TrainState = snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE
 	Buffer     = snapshotv1.SnapshotKind_SNAPSHOT_KIND_BUFFER
 	Process    = snapshotv1.SnapshotKind_SNAPSHOT_KIND_PROCESS
+	Episodic   = snapshotv1.SnapshotKind_SNAPSHOT_KIND_EPISODIC
 )
 
 // Errors of this service.

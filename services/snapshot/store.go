@@ -9,6 +9,7 @@ import (
 // Store keeps manifests. Writes are durable when a method returns. Implementations pass storetest.
 type Store interface {
 	Reader
+	EpisodeStore
 	// Record stores a manifest and returns it. If there is one with the same key, that one stays
 	// and is returned instead. by as in Admit.
 	Record(ctx context.Context, s *Snapshot, by *fencev1.Fence) (*Snapshot, error)

@@ -12,6 +12,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/command/chat"
 	"github.com/rollout-rl/rollout/cmd/internal/command/compare"
 	"github.com/rollout-rl/rollout/cmd/internal/command/completions"
+	"github.com/rollout-rl/rollout/cmd/internal/command/episodes"
 	"github.com/rollout-rl/rollout/cmd/internal/command/daemon"
 	"github.com/rollout-rl/rollout/cmd/internal/command/docs"
 	"github.com/rollout-rl/rollout/cmd/internal/command/doctor"
@@ -104,7 +105,7 @@ func Root(env *cli.Env) *cobra.Command {
 	addGroup(root, "train", "Train:",
 		recipe.Command(env), plan.ValidateCommand(env), plan.Command(env), run.Command(env), run.TrainCommand(env))
 	addGroup(root, "watch", "Watch and use:",
-		runs.Command(env), explain.Command(env), logs.Command(env), status.Command(env), serve.Command(env), chat.Command(env), completions.Command(env), report.Command(env), compare.Command(env),
+		runs.Command(env), explain.Command(env), logs.Command(env), status.Command(env), serve.Command(env), chat.Command(env), completions.Command(env), episodes.Command(env), report.Command(env), compare.Command(env),
 		export.Command(env), infer.Command(env), audit.Command(env), replay.Command(env))
 	addGroup(root, "manage", "Manage:",
 		snapshot.Command(env), daemon.Command(env), doctor.Command(env), process.Command(env), plugin.Command(env), certs.Command(env), keys.Command(env), version.Command(env))

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, cast
 
 from rollout.environment import Answer, Environment, Observation, Refusal, Result, Sessions, SingleEpisode, Task, Turn
 from rollout.errors import Place, RolloutError
-from rollout.hosting.answers import EnvironmentBadResult, answers_of, observation_of, same, starts_of
+from rollout.hosting.answers import EnvironmentBadResult, answers_of, observation_of, same, starts_of, state_of
 from rollout.plugin.loading import load_object, split_plugin
 from rollout.plugin.place import last_frame, one_line
 from rollout.plugin.score import RewardImportError
@@ -93,6 +93,23 @@ class Checked:
         """Whether open episodes can be saved."""
         inner = self.inner
         return inner.saves_state if isinstance(inner, Episodes) else callable(getattr(inner, "state_dict", None))
+
+    @property
+    def saves_episodes(self) -> bool:
+        """Whether single episodes can be saved and added."""
+        return isinstance(self.inner, Episodes) and self.inner.saves_state
+
+    def saved(self, key: str, sample: int) -> bytes:
+        """The state of an open episode as JSON, after a step that did not end it; empty if the
+        episode is not open or waits for a child session. Raises ``EnvironmentBadResult``."""
+        assert isinstance(self.inner, Episodes)
+        episode = self.inner.between_turns(key, sample)
+        return b"" if episode is None else state_of(cast(Any, episode).state_dict(), self.name)
+
+    def add_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Add saved episodes to the open ones. Raises ``EnvironmentFailed``."""
+        assert isinstance(self.inner, Episodes)
+        self.inner.add_state_dict(state)
 
     async def start(self) -> None:
         """Start the inner environment if it has something to start."""
@@ -178,10 +195,18 @@ class Episodes:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make instances with these states."""
         self._open.clear()
+        self.add_state_dict(state)
+
+    def add_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make further instances with these states."""
         for key, sample, saved in state["episodes"]:
             episode = self._make()
             cast(Any, episode).load_state_dict(saved)
             self._open[key, sample] = episode
+
+    def between_turns(self, key: str, sample: int) -> SingleEpisode | None:
+        """The instance of an episode that waits for its next turn."""
+        return None if (key, sample) in self._steps else self._open.get((key, sample))
 
     async def _reset(self, task: Task) -> Observation | Refusal:
         keys = [(task.key, sample) for sample in task.samples]

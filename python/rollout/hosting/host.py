@@ -102,6 +102,7 @@ class Host:
                 saves_state=isinstance(plugin, Checked) and plugin.saves_state,
                 one_at_a_time=isinstance(plugin, Checked) and not plugin.batched,
                 waits_for_siblings=isinstance(plugin, Checked) and plugin.waits_for_siblings,
+                saves_episodes=isinstance(plugin, Checked) and plugin.saves_episodes,
             )
             for (kind, name), plugin in self._plugins.items()
         ]
@@ -133,8 +134,10 @@ class Host:
                 starts = await environment.reset([wire.task_from(task) for task in request.tasks])
                 return pb.ResetEnvironmentResponse(starts=[wire.start_to(start) for start in starts])
             case "StepEnvironment":
-                answers = await environment.step([wire.turn_from(turn) for turn in request.turns])
-                return pb.StepEnvironmentResponse(answers=[wire.answer_to(answer) for answer in answers])
+                turns = [wire.turn_from(turn) for turn in request.turns]
+                answers = [wire.answer_to(answer) for answer in await environment.step(turns)]
+                states = [environment.saved(turn.task.key, turn.sample) for turn in turns] if request.save else ()
+                return pb.StepEnvironmentResponse(answers=answers, states=states)
             case "CloseEnvironment":
                 await environment.close([(episode.task, episode.sample) for episode in request.episodes])
                 return pb.CloseEnvironmentResponse()
@@ -142,6 +145,9 @@ class Host:
                 raise PluginUnsupported(f"the environment does not implement {method}")
             case "SaveEnvironment":
                 return pb.SaveEnvironmentResponse(state=state_of(environment.state_dict(), environment.name))
+            case _ if request.add:
+                environment.add_state_dict(json.loads(request.state))
+                return pb.LoadEnvironmentResponse()
             case _:
                 environment.load_state_dict(json.loads(request.state))
                 return pb.LoadEnvironmentResponse()

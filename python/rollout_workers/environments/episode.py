@@ -178,6 +178,15 @@ class FinishedGroup:
     episodes: tuple[Episode, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """An episode after a turn, which ends with an observation, and the environment's state of it as
+    JSON."""
+
+    episode: Episode
+    state: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class _Parts:
     """What every run of a runner uses."""
@@ -189,6 +198,7 @@ class _Parts:
     limits: Limits
     dialogue: Dialogue
     freed: Callable[[str], None]
+    keep: Callable[[Episode, bytes], None] | None
     releases: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
     runs: set[_Run] = field(default_factory=set["_Run"])
 
@@ -206,20 +216,30 @@ class EpisodeRunner:
         *,
         limits: Limits = _UNLIMITED,
         chat: bool = False,
+        keep: Callable[[Episode, bytes], None] | None = None,
     ) -> None:
-        """sampled: called with the key of a task when one of its samples needs no slot any more:
+        """keep: called after each turn of an episode that continues, with the environment's state
+        of it, if the environment saves episodes (``Hosted.saves_episodes``).
+
+        sampled: called with the key of a task when one of its samples needs no slot any more:
         after its first turn, or at its end if episodes may have several turns. chat: whether an
         observation of text is a message of the user."""
         dialogue = Dialogue(text, chat=chat, stop=params.stop)
-        self._parts = _Parts(engine, environment, text, params, limits, dialogue, sampled)
+        self._parts = _Parts(engine, environment, text, params, limits, dialogue, sampled, keep)
 
-    async def run(self, tasks: Sequence[Task]) -> AsyncGenerator[list[FinishedGroup], None]:
+    @property
+    def saves_episodes(self) -> bool:
+        """Whether the environment saves episodes, so that they can be continued."""
+        return bool(getattr(self._parts.environment, "saves_episodes", False))
+
+    async def run(self, tasks: Sequence[Task], kept: Sequence[Kept] = ()) -> AsyncGenerator[list[FinishedGroup], None]:
         """Yield groups when they finish; each list has the groups that finished together. Closing
-        the iterator aborts the others."""
+        the iterator aborts the others. kept: episodes of the tasks that continue after their last
+        turn."""
         run = _Run(self._parts)
         self._parts.runs.add(run)
         try:
-            run.begin(tasks)
+            run.begin(tasks, kept)
             while run.open:
                 yield await run.finished()
         finally:
@@ -241,6 +261,8 @@ class _Run:
     def __init__(self, parts: _Parts) -> None:
         self._engine, self._environment, self._text, self._params = parts.engine, parts.environment, parts.text, parts.params
         self._limits, self._dialogue, self._freed = parts.limits, parts.dialogue, parts.freed
+        self._keep = parts.keep if getattr(parts.environment, "saves_episodes", False) else None
+        self._kept: dict[str, list[Kept]] = {}  # by task, until they continue
         self._releases = parts.releases  # they outlive the run
         self._tasks: set[asyncio.Task[None]] = set()
         self._groups: dict[str, list[Episode]] = {}
@@ -257,11 +279,14 @@ class _Run:
     def open(self) -> bool:
         return bool(self._left) or bool(self._done)
 
-    def begin(self, tasks: Sequence[Task]) -> None:
-        """Start the episodes of these tasks in the background."""
+    def begin(self, tasks: Sequence[Task], kept: Sequence[Kept] = ()) -> None:
+        """Start or continue the episodes of these tasks in the background."""
         for task in tasks:
             self._left[task.key] = len(task.samples)
             self._groups[task.key] = [Episode(task, place, _NOTHING) for place in range(len(task.samples))]
+            self._kept[task.key] = [each for each in kept if each.episode.task.key == task.key]
+            for each in self._kept[task.key]:
+                self._groups[task.key][each.episode.place] = each.episode
             self._expire(self._groups[task.key], self._limits.group_seconds, "GROUP_TIMEOUT")
             self._expire(self._groups[task.key], self._limits.episode_seconds, "EPISODE_TIMEOUT")
         batched = getattr(self._environment, "batched", True)
@@ -314,14 +339,17 @@ class _Run:
     async def _begin(self, tasks: Sequence[Task]) -> None:
         requests: list[GroupRequest] = []
         begun = [episode for task in tasks for episode in self._groups[task.key]]
+        keys = [task.key for task in tasks]
+        tasks = [fresh for task in tasks if (fresh := self._fresh(task)) is not None]
         try:
-            starts = await self._reset(tasks)
+            starts = await self._reset(tasks) if tasks else ()
+            requests.extend([request for key in keys for request in await self._continued(key)])
         finally:
             over = [episode for episode in begun if episode.result is not None]
             if over and self._limits.turns:
                 self._release_soon(over)  # they were closed before the environment had begun them
         for task, first in zip(tasks, starts, strict=True):
-            episodes = [episode for episode in self._groups.get(task.key, ()) if episode.result is None]
+            episodes = [each for each in self._groups.get(task.key, ()) if each.result is None and each.sample in task.samples]
             if not isinstance(first, Refusal):
                 try:
                     first = self._dialogue.begin(first)
@@ -337,6 +365,30 @@ class _Run:
                 requests.append(self._request(task.key, episodes, first.token_ids, task.seeds, task.key))
         if requests:
             await self._sample(requests)
+
+    def _fresh(self, task: Task) -> Task | None:
+        """The task with the samples that begin; None if all continue."""
+        kept = {each.episode.sample for each in self._kept[task.key]}
+        samples = [place for place, sample in enumerate(task.samples) if sample not in kept]
+        if not samples:
+            return None
+        return replace(task, samples=tuple(task.samples[i] for i in samples), seeds=tuple(task.seeds[i] for i in samples))
+
+    async def _continued(self, key: str) -> list[GroupRequest]:
+        """The next turns of the episodes of a task that continue. Those that the environment can't
+        continue end as INFRA_FAILED, and their group is sampled again."""
+        kept = self._kept.pop(key)
+        if not kept:
+            return []
+        try:
+            async with asyncio.timeout(_seconds(self._limits.turn_seconds)):
+                await self._environment.add(key, {each.episode.sample: each.state for each in kept})  # type: ignore[attr-defined]
+        except Exception as error:
+            reason = "ENVIRONMENT_TIMEOUT" if isinstance(error, TimeoutError) else reason_of(error, "ENVIRONMENT_FAILED")
+            log.warning("%d episodes of %s can't continue: %s", len(kept), key, error)
+            self._give_up([each.episode for each in kept], failed(reason))
+            return []
+        return [self._further(each.episode) for each in kept if each.episode.result is None]
 
     async def _reset(self, tasks: Sequence[Task]) -> Sequence[Observation | Refusal]:
         try:
@@ -545,10 +597,18 @@ class _Run:
                 continue
             episode.parts.append(further)
             episode.texts.append(further.text)
+            if self._keep is not None and not episode.children:
+                self._keep_after(episode)
             requests.append(self._further(episode))
         self._end(ended, results)
         if requests:
             self._spawn(self._sample(requests))
+
+    def _keep_after(self, episode: Episode) -> None:
+        """Pass on the episode after a turn. Episodes with child sessions are not kept."""
+        assert self._keep is not None
+        if state := self._environment.saved(*episode.key):  # type: ignore[attr-defined]
+            self._keep(episode, state)
 
     def _following(self, episode: Episode, turn: Turn, answer: Observation) -> Observation | None:
         """The observation with its tokens; None if the episode has no room for another turn."""

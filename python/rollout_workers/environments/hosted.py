@@ -4,10 +4,11 @@ their own. They may hang, crash, print, or block their interpreter."""
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -43,6 +44,8 @@ class Hosted:
         process starts; raises if the source has changed."""
         self.name = source["plugin"]
         self.batched, self.waits_for_siblings = True, False
+        self.saves_episodes = False
+        self._states: dict[tuple[str, int], bytes] = {}  # of open episodes, after their last turn
         self._class = self.name.rpartition(":")[2]
         self._verify = verify
         self._children = [_Child(ChildProcess([source], command), verify) for _ in range(processes)]
@@ -54,6 +57,7 @@ class Hosted:
         handshakes = await asyncio.gather(*(child.process.start() for child in self._children))
         info = handshakes[0].plugins[0]
         self.batched, self.waits_for_siblings = not info.one_at_a_time, info.waits_for_siblings
+        self.saves_episodes = info.saves_episodes
 
     async def shutdown(self) -> None:
         """Kill the processes."""
@@ -92,8 +96,13 @@ class Hosted:
                 return [gone if is_lost else next(left) for is_lost in lost]
             if not some:
                 return []
-            request = pb.StepEnvironmentRequest(plugin=self._class, turns=[wire.turn_to(turn) for turn in some])
-            return [wire.answer_from(each) for each in (await child.call("StepEnvironment", request)).answers]
+            request = pb.StepEnvironmentRequest(
+                plugin=self._class, turns=[wire.turn_to(turn) for turn in some], save=self.saves_episodes
+            )
+            answered = await child.call("StepEnvironment", request)
+            for turn, state in zip(some, answered.states, strict=False):
+                self._states[turn.task.key, turn.sample] = state
+            return [wire.answer_from(each) for each in answered.answers]
 
         def failure(error: Exception) -> Answer:
             return replace(failed(reason_of(error, "ENVIRONMENT_FAILED")), message=str(error))
@@ -121,12 +130,29 @@ class Hosted:
 
         await self._divided(episodes, lambda episode: self._child(episode[0]), release, warn)
 
+    def saved(self, key: str, sample: int) -> bytes:
+        """The state of an episode after its last turn, as JSON; empty if it can't be saved."""
+        return self._states.get((key, sample), b"")
+
+    async def add(self, key: str, states: Mapping[int, bytes]) -> None:
+        """Add saved episodes of a task by sample. Raises ``RolloutError``."""
+        child = self._child(key)
+        episodes = [[key, sample, json.loads(state)] for sample, state in states.items()]
+        data = json.dumps({"episodes": episodes}).encode()
+        await child.call("LoadEnvironment", pb.LoadEnvironmentRequest(plugin=self._class, state=data, add=True))
+        home = self._of.get(key)
+        if home is None or home.child.process.broken or home.starts != child.starts:
+            home = self._of[key] = _Home(child, child.starts, set())
+        home.open.update(states)
+        self._states.update(((key, sample), state) for sample, state in states.items())
+
     def _lost(self, key: str) -> bool:
         """Whether the process of a task has ended since its reset."""
         home = self._of.get(key)
         return home is None or home.child.process.broken or home.starts != home.child.starts
 
     def _forget(self, key: str, sample: int) -> None:
+        self._states.pop((key, sample), None)
         home = self._of.get(key)
         if home is not None:
             home.open.discard(sample)

@@ -20,6 +20,7 @@ from rollout_workers.environments import registry as environments
 from rollout_workers.environments.episode import EpisodeRunner
 from rollout_workers.environments.limits import Limits
 from rollout_workers.environments.teacher import with_teacher
+from rollout_workers.inference.checkpoints import Checkpoints
 from rollout_workers.inference.model import Model
 from rollout_workers.inference.params import of_run
 from rollout_workers.inference.puller import Puller, capacity
@@ -95,6 +96,7 @@ class Pipeline:
             prepare=tokenize,
         )
         environment = with_teacher(config, context.environment, text, cleanup)
+        checkpoints = Checkpoints(context.who, services, context.receipts)
         runner = EpisodeRunner(
             context.model.engine,
             environment,
@@ -103,9 +105,11 @@ class Pipeline:
             puller.sampled,
             limits=Limits.of(config),
             chat=config.model.chat_template,
+            keep=checkpoints.keep,
         )
-        outlet = Outlet(publisher, services, context.throughput, puller)
-        sampler = Sampler(context.who, runner, context.receipts, outlet, services, puller, config.limits.min_group_size)
+        outlet = Outlet(publisher, services, context.throughput, puller, checkpoints)
+        least = config.limits.min_group_size
+        sampler = Sampler(context.who, runner, context.receipts, outlet, services, puller, least, checkpoints)
         return cls(puller, sampler, pulls=config.environment.kind != environments.EXTERNAL and not context.who.reserved)
 
     @classmethod

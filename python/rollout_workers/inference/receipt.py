@@ -104,6 +104,12 @@ class EngineReceipts:
         receipt = self.of(version)
         return receipt.digest if receipt.version == version else ""
 
+    def remember(self, version: int, digest: str) -> None:
+        """Store the digest that another worker's engine computed for a version that sampled a part
+        of an episode. Does nothing for a version that this engine has used."""
+        if version not in self._receipts and version != self.current.version:
+            self._receipts[version] = WeightsReceipt(version=version, digest=digest)
+
     def has(self, version: int, digest: str) -> bool:
         """Whether the engine uses this version with this digest, according to its receipt."""
         return self.current.version == version and self.current.digest == digest

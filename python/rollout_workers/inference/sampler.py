@@ -20,8 +20,9 @@ from rollout.buffer.v1.buffer_pb2_grpc import BufferServiceStub
 from rollout.environment import Task
 from rollout.trajectory.v1.trajectory_pb2 import Outcome, TrajectoryEnvelope
 from rollout_workers.data.rows import Rows
-from rollout_workers.environments.episode import EpisodeRunner, FinishedGroup
+from rollout_workers.environments.episode import EpisodeRunner, FinishedGroup, Kept
 from rollout_workers.inference.artifact import move_out
+from rollout_workers.inference.checkpoints import Checkpoints
 from rollout_workers.inference.encode import encode_group, encode_row, in_messages, large
 from rollout_workers.inference.puller import Puller
 from rollout_workers.inference.receipt import EngineReceipts
@@ -49,7 +50,16 @@ class Outlet:
     """Publishes envelopes, then acknowledges the items that they complete. Envelopes that arrive
     during a publish are sent together afterwards, so they share the stream's fsync."""
 
-    def __init__(self, publisher: Publisher, services: Services, throughput: Throughput, puller: Puller) -> None:
+    def __init__(
+        self,
+        publisher: Publisher,
+        services: Services,
+        throughput: Throughput,
+        puller: Puller,
+        checkpoints: Checkpoints | None = None,
+    ) -> None:
+        """checkpoints: None if episodes are not saved."""
+        self._checkpoints = checkpoints
         self._publisher, self._services, self._throughput, self._puller = publisher, services, throughput, puller
         self._meters = Meters()
         self._waiting: list[_Parcel] = []
@@ -110,6 +120,8 @@ class Outlet:
             return
         self._refusal = None
         await self._puller.done(items)
+        if self._checkpoints is not None:
+            self._checkpoints.end(items)
         tokens = sum(envelope.header.completion_tokens for envelope in envelopes)
         self._throughput.add(len(envelopes), tokens)
         self._meters.publish_seconds.record(time.monotonic() - began)
@@ -148,8 +160,11 @@ class Sampler:
         services: Services,
         puller: Puller,
         min_group_size: int = 0,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
-        """min_group_size: ``limits.min_group_size``."""
+        """min_group_size: ``limits.min_group_size``. checkpoints: None if episodes are not
+        saved."""
+        self._checkpoints = checkpoints
         self._who, self._runner, self._receipts, self._min_group_size = who, runner, receipts, min_group_size
         self._outlet, self._services, self._puller = outlet, services, puller
         self._tasks: set[asyncio.Task[None]] = set()
@@ -190,7 +205,8 @@ class Sampler:
             left = {item.key: item for item in items}
             try:
                 tasks = await self._tasks_of(items, left)
-                async with aclosing(self._runner.run(tasks)) as finished:
+                kept = await self._kept(list(left.values()), tasks)
+                async with aclosing(self._runner.run(tasks, kept)) as finished:
                     async for groups in finished:
                         await self._receipts.settled()
                         self._send([left[group.task.key] for group in groups], groups)
@@ -198,7 +214,15 @@ class Sampler:
                             del left[group.task.key]
             except Exception:
                 log.exception("%d groups could not be sampled; returning them to the queue", len(left))
+                if self._checkpoints is not None:
+                    self._checkpoints.forget(left.values())
                 await self._puller.drop(list(left.values()))
+
+    async def _kept(self, items: list[WorkItem], tasks: list[Task]) -> list[Kept]:
+        """The episodes of these tasks that another worker saved."""
+        if self._checkpoints is None or not tasks or not self._runner.saves_episodes:
+            return []
+        return await self._checkpoints.begin(items, tasks)
 
     def _send(self, items: list[WorkItem], groups: list[FinishedGroup]) -> None:
         self._outlet.send(
@@ -233,6 +257,8 @@ class Sampler:
             )
         if complete:
             await self._puller.done(complete)
+            if self._checkpoints is not None and self._runner.saves_episodes:
+                self._checkpoints.end(complete, known=False)
         return tasks
 
     async def _missing(self, items: list[WorkItem]) -> dict[str, list[int]]:

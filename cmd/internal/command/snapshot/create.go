@@ -18,6 +18,7 @@ import (
 var kinds = []snapshotv1.SnapshotKind{
 	snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE,
 	snapshotv1.SnapshotKind_SNAPSHOT_KIND_BUFFER,
+	snapshotv1.SnapshotKind_SNAPSHOT_KIND_EPISODIC,
 	snapshotv1.SnapshotKind_SNAPSHOT_KIND_PROCESS, // the last one, which `--all` leaves out: few hosts can
 }
 
@@ -31,6 +32,7 @@ func createCommand(env *cli.Env) *cobra.Command {
 		Long: "Take snapshots of a run while it trains, all at the next committed step. The run commits no step until they exist, and then continues.\n\n" +
 			"  train_state  weights, optimizer, schedule, random states, and the position in the data\n" +
 			"  buffer       the same, and the samples that no step has consumed: a restored run leases the same next batch\n" +
+			"  episodic     the same, and the open episodes after their last completed turn: a restored run continues them\n" +
 			"  process      the first, and the processes of its environments on the host of the control plane, which `rollout process restore`\n" +
 			"               continues; needs CRIU, see `rollout doctor`\n\n" +
 			"They are not deleted by `snapshot.keep`, which counts the snapshots that the run takes itself.",

@@ -128,6 +128,7 @@ class PluginInfo(_message.Message):
     SAVES_STATE_FIELD_NUMBER: _builtins.int
     ONE_AT_A_TIME_FIELD_NUMBER: _builtins.int
     WAITS_FOR_SIBLINGS_FIELD_NUMBER: _builtins.int
+    SAVES_EPISODES_FIELD_NUMBER: _builtins.int
     kind: Global___PluginKind.ValueType
     """What it does."""
     name: _builtins.str
@@ -146,6 +147,10 @@ class PluginInfo(_message.Message):
     """Whether a step of an environment may wait for the turns of the task's other samples, which are
     still sampled. Such a step has no deadline; those of the episode and the group hold.
     """
+    saves_episodes: _builtins.bool
+    """Whether single episodes of an environment can be saved and added (`save` of a step, `add` of a
+    load).
+    """
     def __init__(
         self,
         *,
@@ -156,10 +161,11 @@ class PluginInfo(_message.Message):
         saves_state: _builtins.bool = ...,
         one_at_a_time: _builtins.bool = ...,
         waits_for_siblings: _builtins.bool = ...,
+        saves_episodes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "kind", b"kind", "name", b"name", "one_at_a_time", b"one_at_a_time", "parameters_json", b"parameters_json", "saves_state", b"saves_state", "waits_for_siblings", b"waits_for_siblings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "kind", b"kind", "name", b"name", "one_at_a_time", b"one_at_a_time", "parameters_json", b"parameters_json", "saves_episodes", b"saves_episodes", "saves_state", b"saves_state", "waits_for_siblings", b"waits_for_siblings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -950,8 +956,11 @@ class StepEnvironmentRequest(_message.Message):
 
     PLUGIN_FIELD_NUMBER: _builtins.int
     TURNS_FIELD_NUMBER: _builtins.int
+    SAVE_FIELD_NUMBER: _builtins.int
     plugin: _builtins.str
     """Name of the environment."""
+    save: _builtins.bool
+    """Whether to return the states of the episodes that continue."""
     @_builtins.property
     def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___EnvironmentTurn]:
         """Turns."""
@@ -961,10 +970,11 @@ class StepEnvironmentRequest(_message.Message):
         *,
         plugin: _builtins.str = ...,
         turns: _abc.Iterable[Global___EnvironmentTurn] | None = ...,
+        save: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["plugin", b"plugin", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["plugin", b"plugin", "save", b"save", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -977,18 +987,24 @@ class StepEnvironmentResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ANSWERS_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___EnvironmentAnswer]:
         """The answers."""
+
+    @_builtins.property
+    def states(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """With `save`: after each turn the state of its episode, empty if it has ended or can't be saved."""
 
     def __init__(
         self,
         *,
         answers: _abc.Iterable[Global___EnvironmentAnswer] | None = ...,
+        states: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1129,19 +1145,25 @@ class LoadEnvironmentRequest(_message.Message):
 
     PLUGIN_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    ADD_FIELD_NUMBER: _builtins.int
     plugin: _builtins.str
     """Name of the environment."""
     state: _builtins.bytes
-    """What SaveEnvironment returned."""
+    """What SaveEnvironment returned. With `add`, a JSON object `{"episodes": [[task, sample, state],
+    ...]}` of what steps returned.
+    """
+    add: _builtins.bool
+    """Whether the episodes are added to the open ones instead of replacing them."""
     def __init__(
         self,
         *,
         plugin: _builtins.str = ...,
         state: _builtins.bytes = ...,
+        add: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["plugin", b"plugin", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["add", b"add", "plugin", b"plugin", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

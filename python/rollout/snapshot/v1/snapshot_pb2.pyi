@@ -12,6 +12,7 @@ from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from rollout.fence.v1 import fence_pb2 as _fence_pb2
 from rollout.plan.v1 import plan_pb2 as _plan_pb2
 from rollout.run.v1 import run_pb2 as _run_pb2
+from rollout.trajectory.v1 import trajectory_pb2 as _trajectory_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -870,3 +871,310 @@ class DeleteSnapshotResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeleteSnapshotResponse: _TypeAlias = DeleteSnapshotResponse  # noqa: Y015
+
+@_typing.final
+class Episode(_message.Message):
+    """Episode is an open episode after a completed turn: what a worker needs to continue it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
+    TRAJECTORY_FIELD_NUMBER: _builtins.int
+    TIMES_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_STATE_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    ROW_JSON_FIELD_NUMBER: _builtins.int
+    ROW_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    SAVE_TIME_FIELD_NUMBER: _builtins.int
+    turns: _builtins.int
+    """Turns that the environment has answered."""
+    environment_state: _builtins.bytes
+    """State of the environment after the turn, as JSON."""
+    seed: _builtins.int
+    """Seed of the sample."""
+    row_json: _builtins.bytes
+    """Row of the dataset, as JSON."""
+    row: _builtins.int
+    """Number of the row."""
+    worker_id: _builtins.str
+    """Worker that saved it."""
+    @_builtins.property
+    def key(self) -> _trajectory_pb2.TrajectoryKey:
+        """Run, group, attempt, and sample."""
+
+    @_builtins.property
+    def trajectory(self) -> _trajectory_pb2.Trajectory:
+        """What the policy read and said so far. It ends with what the policy reads next, and has no
+        outcome yet.
+        """
+
+    @_builtins.property
+    def times(self) -> _trajectory_pb2.EpisodeTimes:
+        """When the turns were sampled and answered."""
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Functions that the policy may call, each as JSON."""
+
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Text of each part after the prompt, in order."""
+
+    @_builtins.property
+    def save_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was saved, UTC."""
+
+    def __init__(
+        self,
+        *,
+        key: _trajectory_pb2.TrajectoryKey | None = ...,
+        turns: _builtins.int = ...,
+        trajectory: _trajectory_pb2.Trajectory | None = ...,
+        times: _trajectory_pb2.EpisodeTimes | None = ...,
+        environment_state: _builtins.bytes = ...,
+        tools: _abc.Iterable[_builtins.str] | None = ...,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+        seed: _builtins.int = ...,
+        row_json: _builtins.bytes = ...,
+        row: _builtins.int = ...,
+        worker_id: _builtins.str = ...,
+        save_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "save_time", b"save_time", "times", b"times", "trajectory", b"trajectory"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["environment_state", b"environment_state", "key", b"key", "row", b"row", "row_json", b"row_json", "save_time", b"save_time", "seed", b"seed", "texts", b"texts", "times", b"times", "tools", b"tools", "trajectory", b"trajectory", "turns", b"turns", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Episode: _TypeAlias = Episode  # noqa: Y015
+
+@_typing.final
+class EpisodeGroup(_message.Message):
+    """EpisodeGroup names the episodes of a group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """Pass over the dataset."""
+    index: _builtins.int
+    """Place in the epoch's order."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "index", b"index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EpisodeGroup: _TypeAlias = EpisodeGroup  # noqa: Y015
+
+@_typing.final
+class SaveEpisodesRequest(_message.Message):
+    """SaveEpisodesRequest holds episodes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    EPISODES_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    @_builtins.property
+    def episodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Episode]:
+        """Episodes of the run."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        episodes: _abc.Iterable[Global___Episode] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["episodes", b"episodes", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SaveEpisodesRequest: _TypeAlias = SaveEpisodesRequest  # noqa: Y015
+
+@_typing.final
+class SaveEpisodesResponse(_message.Message):
+    """SaveEpisodesResponse is empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SaveEpisodesResponse: _TypeAlias = SaveEpisodesResponse  # noqa: Y015
+
+@_typing.final
+class ListEpisodesRequest(_message.Message):
+    """ListEpisodesRequest selects saved episodes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run. Empty: those of the snapshot."""
+    snapshot_id: _builtins.str
+    """Snapshot of kind `episodic`, by its id or a unique prefix of it. Empty: those of the run now."""
+    page_size: _builtins.int
+    """Largest number of episodes to return; 0: 100. Not applied if groups are named."""
+    page_token: _builtins.str
+    """`next_page_token` of the previous page; empty: the first page."""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpisodeGroup]:
+        """Only episodes of these groups; empty: all."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        snapshot_id: _builtins.str = ...,
+        groups: _abc.Iterable[Global___EpisodeGroup] | None = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id", "snapshot_id", b"snapshot_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListEpisodesRequest: _TypeAlias = ListEpisodesRequest  # noqa: Y015
+
+@_typing.final
+class ListEpisodesResponse(_message.Message):
+    """ListEpisodesResponse is a page of episodes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPISODES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty: this is the last."""
+    @_builtins.property
+    def episodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Episode]:
+        """By epoch, index, and sample."""
+
+    def __init__(
+        self,
+        *,
+        episodes: _abc.Iterable[Global___Episode] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["episodes", b"episodes", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListEpisodesResponse: _TypeAlias = ListEpisodesResponse  # noqa: Y015
+
+@_typing.final
+class DropEpisodesRequest(_message.Message):
+    """DropEpisodesRequest names groups."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpisodeGroup]:
+        """Groups."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        groups: _abc.Iterable[Global___EpisodeGroup] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropEpisodesRequest: _TypeAlias = DropEpisodesRequest  # noqa: Y015
+
+@_typing.final
+class DropEpisodesResponse(_message.Message):
+    """DropEpisodesResponse is empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropEpisodesResponse: _TypeAlias = DropEpisodesResponse  # noqa: Y015
+
+@_typing.final
+class AdoptEpisodesRequest(_message.Message):
+    """AdoptEpisodesRequest names a snapshot and a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    snapshot_id: _builtins.str
+    """Snapshot id."""
+    run_id: _builtins.str
+    """Run that starts from it."""
+    def __init__(
+        self,
+        *,
+        snapshot_id: _builtins.str = ...,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "snapshot_id", b"snapshot_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdoptEpisodesRequest: _TypeAlias = AdoptEpisodesRequest  # noqa: Y015
+
+@_typing.final
+class AdoptEpisodesResponse(_message.Message):
+    """AdoptEpisodesResponse is empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdoptEpisodesResponse: _TypeAlias = AdoptEpisodesResponse  # noqa: Y015

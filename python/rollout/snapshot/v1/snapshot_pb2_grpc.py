@@ -85,6 +85,26 @@ class SnapshotServiceStub:
                 request_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.DeleteSnapshotRequest.SerializeToString,
                 response_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.DeleteSnapshotResponse.FromString,
                 _registered_method=True)
+        self.SaveEpisodes = channel.unary_unary(
+                '/rollout.snapshot.v1.SnapshotService/SaveEpisodes',
+                request_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.SaveEpisodesRequest.SerializeToString,
+                response_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.SaveEpisodesResponse.FromString,
+                _registered_method=True)
+        self.ListEpisodes = channel.unary_unary(
+                '/rollout.snapshot.v1.SnapshotService/ListEpisodes',
+                request_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.ListEpisodesRequest.SerializeToString,
+                response_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.ListEpisodesResponse.FromString,
+                _registered_method=True)
+        self.DropEpisodes = channel.unary_unary(
+                '/rollout.snapshot.v1.SnapshotService/DropEpisodes',
+                request_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.DropEpisodesRequest.SerializeToString,
+                response_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.DropEpisodesResponse.FromString,
+                _registered_method=True)
+        self.AdoptEpisodes = channel.unary_unary(
+                '/rollout.snapshot.v1.SnapshotService/AdoptEpisodes',
+                request_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.AdoptEpisodesRequest.SerializeToString,
+                response_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.AdoptEpisodesResponse.FromString,
+                _registered_method=True)
         self.DeleteRun = channel.unary_unary(
                 '/rollout.snapshot.v1.SnapshotService/DeleteRun',
                 request_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.DeleteRunRequest.SerializeToString,
@@ -175,8 +195,39 @@ class SnapshotServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SaveEpisodes(self, request, context):
+        """SaveEpisodes stores open episodes after a turn. An episode with more turns, or of a later attempt,
+        stays.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListEpisodes(self, request, context):
+        """ListEpisodes returns the saved episodes of a run or of a snapshot, by group and sample.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropEpisodes(self, request, context):
+        """DropEpisodes deletes the saved episodes of groups that have ended. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AdoptEpisodes(self, request, context):
+        """AdoptEpisodes gives the open episodes of a snapshot to a run that starts from it. Idempotent; none
+        if the snapshot has no episodes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteRun(self, request, context):
-        """DeleteRun deletes the snapshots of a run, except some. Idempotent, also for unknown runs.
+        """DeleteRun deletes the snapshots and the saved episodes of a run, except some snapshots.
+        Idempotent, also for unknown runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -234,6 +285,26 @@ def add_SnapshotServiceServicer_to_server(servicer, server):
                     servicer.DeleteSnapshot,
                     request_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.DeleteSnapshotRequest.FromString,
                     response_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.DeleteSnapshotResponse.SerializeToString,
+            ),
+            'SaveEpisodes': grpc.unary_unary_rpc_method_handler(
+                    servicer.SaveEpisodes,
+                    request_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.SaveEpisodesRequest.FromString,
+                    response_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.SaveEpisodesResponse.SerializeToString,
+            ),
+            'ListEpisodes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListEpisodes,
+                    request_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.ListEpisodesRequest.FromString,
+                    response_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.ListEpisodesResponse.SerializeToString,
+            ),
+            'DropEpisodes': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropEpisodes,
+                    request_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.DropEpisodesRequest.FromString,
+                    response_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.DropEpisodesResponse.SerializeToString,
+            ),
+            'AdoptEpisodes': grpc.unary_unary_rpc_method_handler(
+                    servicer.AdoptEpisodes,
+                    request_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.AdoptEpisodesRequest.FromString,
+                    response_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.AdoptEpisodesResponse.SerializeToString,
             ),
             'DeleteRun': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteRun,
@@ -512,6 +583,114 @@ class SnapshotService:
             '/rollout.snapshot.v1.SnapshotService/DeleteSnapshot',
             rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.DeleteSnapshotRequest.SerializeToString,
             rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.DeleteSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SaveEpisodes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.snapshot.v1.SnapshotService/SaveEpisodes',
+            rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.SaveEpisodesRequest.SerializeToString,
+            rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.SaveEpisodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListEpisodes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.snapshot.v1.SnapshotService/ListEpisodes',
+            rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.ListEpisodesRequest.SerializeToString,
+            rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.ListEpisodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropEpisodes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.snapshot.v1.SnapshotService/DropEpisodes',
+            rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.DropEpisodesRequest.SerializeToString,
+            rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.DropEpisodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AdoptEpisodes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.snapshot.v1.SnapshotService/AdoptEpisodes',
+            rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.AdoptEpisodesRequest.SerializeToString,
+            rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.AdoptEpisodesResponse.FromString,
             options,
             channel_credentials,
             insecure,

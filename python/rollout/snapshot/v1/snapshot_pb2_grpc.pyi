@@ -69,8 +69,22 @@ class SnapshotServiceStub:
     """DeleteSnapshot deletes a manifest, and the files that no other manifest names. Idempotent.
     FAILED_PRECONDITION, reason SNAPSHOT_IN_USE, if a run started from it.
     """
+    SaveEpisodes: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.SaveEpisodesRequest, _snapshot_pb2.SaveEpisodesResponse]
+    """SaveEpisodes stores open episodes after a turn. An episode with more turns, or of a later attempt,
+    stays.
+    """
+    ListEpisodes: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.ListEpisodesRequest, _snapshot_pb2.ListEpisodesResponse]
+    """ListEpisodes returns the saved episodes of a run or of a snapshot, by group and sample."""
+    DropEpisodes: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.DropEpisodesRequest, _snapshot_pb2.DropEpisodesResponse]
+    """DropEpisodes deletes the saved episodes of groups that have ended. Idempotent."""
+    AdoptEpisodes: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.AdoptEpisodesRequest, _snapshot_pb2.AdoptEpisodesResponse]
+    """AdoptEpisodes gives the open episodes of a snapshot to a run that starts from it. Idempotent; none
+    if the snapshot has no episodes.
+    """
     DeleteRun: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.DeleteRunRequest, _snapshot_pb2.DeleteRunResponse]
-    """DeleteRun deletes the snapshots of a run, except some. Idempotent, also for unknown runs."""
+    """DeleteRun deletes the snapshots and the saved episodes of a run, except some snapshots.
+    Idempotent, also for unknown runs.
+    """
 
 @_typing.type_check_only
 class SnapshotServiceAsyncStub(SnapshotServiceStub):
@@ -113,8 +127,22 @@ class SnapshotServiceAsyncStub(SnapshotServiceStub):
     """DeleteSnapshot deletes a manifest, and the files that no other manifest names. Idempotent.
     FAILED_PRECONDITION, reason SNAPSHOT_IN_USE, if a run started from it.
     """
+    SaveEpisodes: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.SaveEpisodesRequest, _snapshot_pb2.SaveEpisodesResponse]  # type: ignore[assignment]
+    """SaveEpisodes stores open episodes after a turn. An episode with more turns, or of a later attempt,
+    stays.
+    """
+    ListEpisodes: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.ListEpisodesRequest, _snapshot_pb2.ListEpisodesResponse]  # type: ignore[assignment]
+    """ListEpisodes returns the saved episodes of a run or of a snapshot, by group and sample."""
+    DropEpisodes: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.DropEpisodesRequest, _snapshot_pb2.DropEpisodesResponse]  # type: ignore[assignment]
+    """DropEpisodes deletes the saved episodes of groups that have ended. Idempotent."""
+    AdoptEpisodes: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.AdoptEpisodesRequest, _snapshot_pb2.AdoptEpisodesResponse]  # type: ignore[assignment]
+    """AdoptEpisodes gives the open episodes of a snapshot to a run that starts from it. Idempotent; none
+    if the snapshot has no episodes.
+    """
     DeleteRun: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.DeleteRunRequest, _snapshot_pb2.DeleteRunResponse]  # type: ignore[assignment]
-    """DeleteRun deletes the snapshots of a run, except some. Idempotent, also for unknown runs."""
+    """DeleteRun deletes the snapshots and the saved episodes of a run, except some snapshots.
+    Idempotent, also for unknown runs.
+    """
 
 class SnapshotServiceServicer(metaclass=_abc_1.ABCMeta):
     """SnapshotService owns the manifests and their retention."""
@@ -216,11 +244,49 @@ class SnapshotServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def SaveEpisodes(
+        self,
+        request: _snapshot_pb2.SaveEpisodesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshot_pb2.SaveEpisodesResponse, _abc.Awaitable[_snapshot_pb2.SaveEpisodesResponse]]:
+        """SaveEpisodes stores open episodes after a turn. An episode with more turns, or of a later attempt,
+        stays.
+        """
+
+    @_abc_1.abstractmethod
+    def ListEpisodes(
+        self,
+        request: _snapshot_pb2.ListEpisodesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshot_pb2.ListEpisodesResponse, _abc.Awaitable[_snapshot_pb2.ListEpisodesResponse]]:
+        """ListEpisodes returns the saved episodes of a run or of a snapshot, by group and sample."""
+
+    @_abc_1.abstractmethod
+    def DropEpisodes(
+        self,
+        request: _snapshot_pb2.DropEpisodesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshot_pb2.DropEpisodesResponse, _abc.Awaitable[_snapshot_pb2.DropEpisodesResponse]]:
+        """DropEpisodes deletes the saved episodes of groups that have ended. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def AdoptEpisodes(
+        self,
+        request: _snapshot_pb2.AdoptEpisodesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshot_pb2.AdoptEpisodesResponse, _abc.Awaitable[_snapshot_pb2.AdoptEpisodesResponse]]:
+        """AdoptEpisodes gives the open episodes of a snapshot to a run that starts from it. Idempotent; none
+        if the snapshot has no episodes.
+        """
+
+    @_abc_1.abstractmethod
     def DeleteRun(
         self,
         request: _snapshot_pb2.DeleteRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_snapshot_pb2.DeleteRunResponse, _abc.Awaitable[_snapshot_pb2.DeleteRunResponse]]:
-        """DeleteRun deletes the snapshots of a run, except some. Idempotent, also for unknown runs."""
+        """DeleteRun deletes the snapshots and the saved episodes of a run, except some snapshots.
+        Idempotent, also for unknown runs.
+        """
 
 def add_SnapshotServiceServicer_to_server(servicer: SnapshotServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -223,8 +223,11 @@ type PluginInfo struct {
 	// Whether a step of an environment may wait for the turns of the task's other samples, which are
 	// still sampled. Such a step has no deadline; those of the episode and the group hold.
 	WaitsForSiblings bool `protobuf:"varint,7,opt,name=waits_for_siblings,json=waitsForSiblings,proto3" json:"waits_for_siblings,omitempty"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// Whether single episodes of an environment can be saved and added (`save` of a step, `add` of a
+	// load).
+	SavesEpisodes bool `protobuf:"varint,8,opt,name=saves_episodes,json=savesEpisodes,proto3" json:"saves_episodes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *PluginInfo) Reset() {
@@ -302,6 +305,13 @@ func (x *PluginInfo) GetOneAtATime() bool {
 func (x *PluginInfo) GetWaitsForSiblings() bool {
 	if x != nil {
 		return x.WaitsForSiblings
+	}
+	return false
+}
+
+func (x *PluginInfo) GetSavesEpisodes() bool {
+	if x != nil {
+		return x.SavesEpisodes
 	}
 	return false
 }
@@ -1708,7 +1718,9 @@ type StepEnvironmentRequest struct {
 	// Name of the environment.
 	Plugin string `protobuf:"bytes,1,opt,name=plugin,proto3" json:"plugin,omitempty"`
 	// Turns.
-	Turns         []*EnvironmentTurn `protobuf:"bytes,2,rep,name=turns,proto3" json:"turns,omitempty"`
+	Turns []*EnvironmentTurn `protobuf:"bytes,2,rep,name=turns,proto3" json:"turns,omitempty"`
+	// Whether to return the states of the episodes that continue.
+	Save          bool `protobuf:"varint,3,opt,name=save,proto3" json:"save,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1757,11 +1769,20 @@ func (x *StepEnvironmentRequest) GetTurns() []*EnvironmentTurn {
 	return nil
 }
 
+func (x *StepEnvironmentRequest) GetSave() bool {
+	if x != nil {
+		return x.Save
+	}
+	return false
+}
+
 // StepEnvironmentResponse holds one answer per turn, in the order of the request.
 type StepEnvironmentResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The answers.
-	Answers       []*EnvironmentAnswer `protobuf:"bytes,1,rep,name=answers,proto3" json:"answers,omitempty"`
+	Answers []*EnvironmentAnswer `protobuf:"bytes,1,rep,name=answers,proto3" json:"answers,omitempty"`
+	// With `save`: after each turn the state of its episode, empty if it has ended or can't be saved.
+	States        [][]byte `protobuf:"bytes,2,rep,name=states,proto3" json:"states,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1799,6 +1820,13 @@ func (*StepEnvironmentResponse) Descriptor() ([]byte, []int) {
 func (x *StepEnvironmentResponse) GetAnswers() []*EnvironmentAnswer {
 	if x != nil {
 		return x.Answers
+	}
+	return nil
+}
+
+func (x *StepEnvironmentResponse) GetStates() [][]byte {
+	if x != nil {
+		return x.States
 	}
 	return nil
 }
@@ -2096,8 +2124,11 @@ type LoadEnvironmentRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Name of the environment.
 	Plugin string `protobuf:"bytes,1,opt,name=plugin,proto3" json:"plugin,omitempty"`
-	// What SaveEnvironment returned.
-	State         []byte `protobuf:"bytes,2,opt,name=state,proto3" json:"state,omitempty"`
+	// What SaveEnvironment returned. With `add`, a JSON object `{"episodes": [[task, sample, state],
+	// ...]}` of what steps returned.
+	State []byte `protobuf:"bytes,2,opt,name=state,proto3" json:"state,omitempty"`
+	// Whether the episodes are added to the open ones instead of replacing them.
+	Add           bool `protobuf:"varint,3,opt,name=add,proto3" json:"add,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2144,6 +2175,13 @@ func (x *LoadEnvironmentRequest) GetState() []byte {
 		return x.State
 	}
 	return nil
+}
+
+func (x *LoadEnvironmentRequest) GetAdd() bool {
+	if x != nil {
+		return x.Add
+	}
+	return false
 }
 
 // LoadEnvironmentResponse is empty.
@@ -2543,7 +2581,7 @@ const file_rollout_plugin_v1_plugin_proto_rawDesc = "" +
 	"\x11HandshakeResponse\x12%\n" +
 	"\x0eschema_version\x18\x01 \x01(\rR\rschemaVersion\x127\n" +
 	"\aplugins\x18\x02 \x03(\v2\x1d.rollout.plugin.v1.PluginInfoR\aplugins\x12\x1b\n" +
-	"\tmax_batch\x18\x03 \x01(\rR\bmaxBatch\"\x90\x02\n" +
+	"\tmax_batch\x18\x03 \x01(\rR\bmaxBatch\"\xb7\x02\n" +
 	"\n" +
 	"PluginInfo\x121\n" +
 	"\x04kind\x18\x01 \x01(\x0e2\x1d.rollout.plugin.v1.PluginKindR\x04kind\x12\x12\n" +
@@ -2554,7 +2592,8 @@ const file_rollout_plugin_v1_plugin_proto_rawDesc = "" +
 	"savesState\x12!\n" +
 	"\rone_at_a_time\x18\x06 \x01(\bR\n" +
 	"oneAtATime\x12,\n" +
-	"\x12waits_for_siblings\x18\a \x01(\bR\x10waitsForSiblings\"i\n" +
+	"\x12waits_for_siblings\x18\a \x01(\bR\x10waitsForSiblings\x12%\n" +
+	"\x0esaves_episodes\x18\b \x01(\bR\rsavesEpisodes\"i\n" +
 	"\rRewardRequest\x12\x16\n" +
 	"\x06plugin\x18\x01 \x01(\tR\x06plugin\x12@\n" +
 	"\x06groups\x18\x02 \x03(\v2\x1e.rollout.plugin.v1.RewardGroupB\b\xbaH\x05\x92\x01\x02\b\x01R\x06groups\"m\n" +
@@ -2668,12 +2707,14 @@ const file_rollout_plugin_v1_plugin_proto_rawDesc = "" +
 	"\x10EnvironmentStart\x12M\n" +
 	"\vobservation\x18\x01 \x01(\v2).rollout.plugin.v1.EnvironmentObservationH\x00R\vobservation\x12A\n" +
 	"\arefusal\x18\x02 \x01(\v2%.rollout.plugin.v1.EnvironmentRefusalH\x00R\arefusalB\r\n" +
-	"\x04kind\x12\x05\xbaH\x02\b\x01\"t\n" +
+	"\x04kind\x12\x05\xbaH\x02\b\x01\"\x88\x01\n" +
 	"\x16StepEnvironmentRequest\x12\x16\n" +
 	"\x06plugin\x18\x01 \x01(\tR\x06plugin\x12B\n" +
-	"\x05turns\x18\x02 \x03(\v2\".rollout.plugin.v1.EnvironmentTurnB\b\xbaH\x05\x92\x01\x02\b\x01R\x05turns\"Y\n" +
+	"\x05turns\x18\x02 \x03(\v2\".rollout.plugin.v1.EnvironmentTurnB\b\xbaH\x05\x92\x01\x02\b\x01R\x05turns\x12\x12\n" +
+	"\x04save\x18\x03 \x01(\bR\x04save\"q\n" +
 	"\x17StepEnvironmentResponse\x12>\n" +
-	"\aanswers\x18\x01 \x03(\v2$.rollout.plugin.v1.EnvironmentAnswerR\aanswers\"\xf9\x01\n" +
+	"\aanswers\x18\x01 \x03(\v2$.rollout.plugin.v1.EnvironmentAnswerR\aanswers\x12\x16\n" +
+	"\x06states\x18\x02 \x03(\fR\x06states\"\xf9\x01\n" +
 	"\x11EnvironmentAnswer\x12M\n" +
 	"\vobservation\x18\x01 \x01(\v2).rollout.plugin.v1.EnvironmentObservationH\x00R\vobservation\x12>\n" +
 	"\x06result\x18\x02 \x01(\v2$.rollout.plugin.v1.EnvironmentResultH\x00R\x06result\x12F\n" +
@@ -2686,10 +2727,11 @@ const file_rollout_plugin_v1_plugin_proto_rawDesc = "" +
 	"\x16SaveEnvironmentRequest\x12\x16\n" +
 	"\x06plugin\x18\x01 \x01(\tR\x06plugin\"/\n" +
 	"\x17SaveEnvironmentResponse\x12\x14\n" +
-	"\x05state\x18\x01 \x01(\fR\x05state\"F\n" +
+	"\x05state\x18\x01 \x01(\fR\x05state\"X\n" +
 	"\x16LoadEnvironmentRequest\x12\x16\n" +
 	"\x06plugin\x18\x01 \x01(\tR\x06plugin\x12\x14\n" +
-	"\x05state\x18\x02 \x01(\fR\x05state\"\x19\n" +
+	"\x05state\x18\x02 \x01(\fR\x05state\x12\x10\n" +
+	"\x03add\x18\x03 \x01(\bR\x03add\"\x19\n" +
 	"\x17LoadEnvironmentResponse\"N\n" +
 	"\x0fCallToolRequest\x12;\n" +
 	"\x05calls\x18\x01 \x03(\v2\x1b.rollout.plugin.v1.ToolCallB\b\xbaH\x05\x92\x01\x02\b\x01R\x05calls\"\xa0\x01\n" +

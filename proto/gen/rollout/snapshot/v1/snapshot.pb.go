@@ -13,6 +13,7 @@ import (
 	v12 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	v11 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	v1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	v13 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
 	timestamppb "google.golang.org/protobuf/types/known/timestamppb"
@@ -1638,11 +1639,625 @@ func (*DeleteSnapshotResponse) Descriptor() ([]byte, []int) {
 	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{25}
 }
 
+// Episode is an open episode after a completed turn: what a worker needs to continue it.
+type Episode struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run, group, attempt, and sample.
+	Key *v13.TrajectoryKey `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
+	// Turns that the environment has answered.
+	Turns uint32 `protobuf:"varint,2,opt,name=turns,proto3" json:"turns,omitempty"`
+	// What the policy read and said so far. It ends with what the policy reads next, and has no
+	// outcome yet.
+	Trajectory *v13.Trajectory `protobuf:"bytes,3,opt,name=trajectory,proto3" json:"trajectory,omitempty"`
+	// When the turns were sampled and answered.
+	Times *v13.EpisodeTimes `protobuf:"bytes,4,opt,name=times,proto3" json:"times,omitempty"`
+	// State of the environment after the turn, as JSON.
+	EnvironmentState []byte `protobuf:"bytes,5,opt,name=environment_state,json=environmentState,proto3" json:"environment_state,omitempty"`
+	// Functions that the policy may call, each as JSON.
+	Tools []string `protobuf:"bytes,6,rep,name=tools,proto3" json:"tools,omitempty"`
+	// Text of each part after the prompt, in order.
+	Texts []string `protobuf:"bytes,7,rep,name=texts,proto3" json:"texts,omitempty"`
+	// Seed of the sample.
+	Seed uint64 `protobuf:"varint,8,opt,name=seed,proto3" json:"seed,omitempty"`
+	// Row of the dataset, as JSON.
+	RowJson []byte `protobuf:"bytes,9,opt,name=row_json,json=rowJson,proto3" json:"row_json,omitempty"`
+	// Number of the row.
+	Row uint64 `protobuf:"varint,10,opt,name=row,proto3" json:"row,omitempty"`
+	// Worker that saved it.
+	WorkerId string `protobuf:"bytes,11,opt,name=worker_id,json=workerId,proto3" json:"worker_id,omitempty"`
+	// When it was saved, UTC.
+	SaveTime      *timestamppb.Timestamp `protobuf:"bytes,12,opt,name=save_time,json=saveTime,proto3" json:"save_time,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Episode) Reset() {
+	*x = Episode{}
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Episode) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Episode) ProtoMessage() {}
+
+func (x *Episode) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Episode.ProtoReflect.Descriptor instead.
+func (*Episode) Descriptor() ([]byte, []int) {
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *Episode) GetKey() *v13.TrajectoryKey {
+	if x != nil {
+		return x.Key
+	}
+	return nil
+}
+
+func (x *Episode) GetTurns() uint32 {
+	if x != nil {
+		return x.Turns
+	}
+	return 0
+}
+
+func (x *Episode) GetTrajectory() *v13.Trajectory {
+	if x != nil {
+		return x.Trajectory
+	}
+	return nil
+}
+
+func (x *Episode) GetTimes() *v13.EpisodeTimes {
+	if x != nil {
+		return x.Times
+	}
+	return nil
+}
+
+func (x *Episode) GetEnvironmentState() []byte {
+	if x != nil {
+		return x.EnvironmentState
+	}
+	return nil
+}
+
+func (x *Episode) GetTools() []string {
+	if x != nil {
+		return x.Tools
+	}
+	return nil
+}
+
+func (x *Episode) GetTexts() []string {
+	if x != nil {
+		return x.Texts
+	}
+	return nil
+}
+
+func (x *Episode) GetSeed() uint64 {
+	if x != nil {
+		return x.Seed
+	}
+	return 0
+}
+
+func (x *Episode) GetRowJson() []byte {
+	if x != nil {
+		return x.RowJson
+	}
+	return nil
+}
+
+func (x *Episode) GetRow() uint64 {
+	if x != nil {
+		return x.Row
+	}
+	return 0
+}
+
+func (x *Episode) GetWorkerId() string {
+	if x != nil {
+		return x.WorkerId
+	}
+	return ""
+}
+
+func (x *Episode) GetSaveTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.SaveTime
+	}
+	return nil
+}
+
+// EpisodeGroup names the episodes of a group.
+type EpisodeGroup struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Pass over the dataset.
+	Epoch uint32 `protobuf:"varint,1,opt,name=epoch,proto3" json:"epoch,omitempty"`
+	// Place in the epoch's order.
+	Index         uint64 `protobuf:"varint,2,opt,name=index,proto3" json:"index,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EpisodeGroup) Reset() {
+	*x = EpisodeGroup{}
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[27]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EpisodeGroup) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EpisodeGroup) ProtoMessage() {}
+
+func (x *EpisodeGroup) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[27]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EpisodeGroup.ProtoReflect.Descriptor instead.
+func (*EpisodeGroup) Descriptor() ([]byte, []int) {
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{27}
+}
+
+func (x *EpisodeGroup) GetEpoch() uint32 {
+	if x != nil {
+		return x.Epoch
+	}
+	return 0
+}
+
+func (x *EpisodeGroup) GetIndex() uint64 {
+	if x != nil {
+		return x.Index
+	}
+	return 0
+}
+
+// SaveEpisodesRequest holds episodes.
+type SaveEpisodesRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run.
+	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// Episodes of the run.
+	Episodes      []*Episode `protobuf:"bytes,2,rep,name=episodes,proto3" json:"episodes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SaveEpisodesRequest) Reset() {
+	*x = SaveEpisodesRequest{}
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[28]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SaveEpisodesRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SaveEpisodesRequest) ProtoMessage() {}
+
+func (x *SaveEpisodesRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[28]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SaveEpisodesRequest.ProtoReflect.Descriptor instead.
+func (*SaveEpisodesRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{28}
+}
+
+func (x *SaveEpisodesRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+func (x *SaveEpisodesRequest) GetEpisodes() []*Episode {
+	if x != nil {
+		return x.Episodes
+	}
+	return nil
+}
+
+// SaveEpisodesResponse is empty.
+type SaveEpisodesResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SaveEpisodesResponse) Reset() {
+	*x = SaveEpisodesResponse{}
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[29]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SaveEpisodesResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SaveEpisodesResponse) ProtoMessage() {}
+
+func (x *SaveEpisodesResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[29]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SaveEpisodesResponse.ProtoReflect.Descriptor instead.
+func (*SaveEpisodesResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{29}
+}
+
+// ListEpisodesRequest selects saved episodes.
+type ListEpisodesRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run. Empty: those of the snapshot.
+	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// Snapshot of kind `episodic`, by its id or a unique prefix of it. Empty: those of the run now.
+	SnapshotId string `protobuf:"bytes,2,opt,name=snapshot_id,json=snapshotId,proto3" json:"snapshot_id,omitempty"`
+	// Only episodes of these groups; empty: all.
+	Groups []*EpisodeGroup `protobuf:"bytes,3,rep,name=groups,proto3" json:"groups,omitempty"`
+	// Largest number of episodes to return; 0: 100. Not applied if groups are named.
+	PageSize uint32 `protobuf:"varint,4,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
+	// `next_page_token` of the previous page; empty: the first page.
+	PageToken     string `protobuf:"bytes,5,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListEpisodesRequest) Reset() {
+	*x = ListEpisodesRequest{}
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[30]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListEpisodesRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListEpisodesRequest) ProtoMessage() {}
+
+func (x *ListEpisodesRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[30]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListEpisodesRequest.ProtoReflect.Descriptor instead.
+func (*ListEpisodesRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{30}
+}
+
+func (x *ListEpisodesRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+func (x *ListEpisodesRequest) GetSnapshotId() string {
+	if x != nil {
+		return x.SnapshotId
+	}
+	return ""
+}
+
+func (x *ListEpisodesRequest) GetGroups() []*EpisodeGroup {
+	if x != nil {
+		return x.Groups
+	}
+	return nil
+}
+
+func (x *ListEpisodesRequest) GetPageSize() uint32 {
+	if x != nil {
+		return x.PageSize
+	}
+	return 0
+}
+
+func (x *ListEpisodesRequest) GetPageToken() string {
+	if x != nil {
+		return x.PageToken
+	}
+	return ""
+}
+
+// ListEpisodesResponse is a page of episodes.
+type ListEpisodesResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// By epoch, index, and sample.
+	Episodes []*Episode `protobuf:"bytes,1,rep,name=episodes,proto3" json:"episodes,omitempty"`
+	// Token of the next page; empty: this is the last.
+	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListEpisodesResponse) Reset() {
+	*x = ListEpisodesResponse{}
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[31]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListEpisodesResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListEpisodesResponse) ProtoMessage() {}
+
+func (x *ListEpisodesResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[31]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListEpisodesResponse.ProtoReflect.Descriptor instead.
+func (*ListEpisodesResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{31}
+}
+
+func (x *ListEpisodesResponse) GetEpisodes() []*Episode {
+	if x != nil {
+		return x.Episodes
+	}
+	return nil
+}
+
+func (x *ListEpisodesResponse) GetNextPageToken() string {
+	if x != nil {
+		return x.NextPageToken
+	}
+	return ""
+}
+
+// DropEpisodesRequest names groups.
+type DropEpisodesRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run.
+	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// Groups.
+	Groups        []*EpisodeGroup `protobuf:"bytes,2,rep,name=groups,proto3" json:"groups,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DropEpisodesRequest) Reset() {
+	*x = DropEpisodesRequest{}
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[32]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DropEpisodesRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DropEpisodesRequest) ProtoMessage() {}
+
+func (x *DropEpisodesRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[32]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DropEpisodesRequest.ProtoReflect.Descriptor instead.
+func (*DropEpisodesRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{32}
+}
+
+func (x *DropEpisodesRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+func (x *DropEpisodesRequest) GetGroups() []*EpisodeGroup {
+	if x != nil {
+		return x.Groups
+	}
+	return nil
+}
+
+// DropEpisodesResponse is empty.
+type DropEpisodesResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DropEpisodesResponse) Reset() {
+	*x = DropEpisodesResponse{}
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[33]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DropEpisodesResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DropEpisodesResponse) ProtoMessage() {}
+
+func (x *DropEpisodesResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[33]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DropEpisodesResponse.ProtoReflect.Descriptor instead.
+func (*DropEpisodesResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{33}
+}
+
+// AdoptEpisodesRequest names a snapshot and a run.
+type AdoptEpisodesRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Snapshot id.
+	SnapshotId string `protobuf:"bytes,1,opt,name=snapshot_id,json=snapshotId,proto3" json:"snapshot_id,omitempty"`
+	// Run that starts from it.
+	RunId         string `protobuf:"bytes,2,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AdoptEpisodesRequest) Reset() {
+	*x = AdoptEpisodesRequest{}
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[34]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AdoptEpisodesRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AdoptEpisodesRequest) ProtoMessage() {}
+
+func (x *AdoptEpisodesRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[34]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AdoptEpisodesRequest.ProtoReflect.Descriptor instead.
+func (*AdoptEpisodesRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{34}
+}
+
+func (x *AdoptEpisodesRequest) GetSnapshotId() string {
+	if x != nil {
+		return x.SnapshotId
+	}
+	return ""
+}
+
+func (x *AdoptEpisodesRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+// AdoptEpisodesResponse is empty.
+type AdoptEpisodesResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AdoptEpisodesResponse) Reset() {
+	*x = AdoptEpisodesResponse{}
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[35]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AdoptEpisodesResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AdoptEpisodesResponse) ProtoMessage() {}
+
+func (x *AdoptEpisodesResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[35]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AdoptEpisodesResponse.ProtoReflect.Descriptor instead.
+func (*AdoptEpisodesResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{35}
+}
+
 var File_rollout_snapshot_v1_snapshot_proto protoreflect.FileDescriptor
 
 const file_rollout_snapshot_v1_snapshot_proto_rawDesc = "" +
 	"\n" +
-	"\"rollout/snapshot/v1/snapshot.proto\x12\x13rollout.snapshot.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1crollout/fence/v1/fence.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\x18rollout/run/v1/run.proto\"\xb2\x05\n" +
+	"\"rollout/snapshot/v1/snapshot.proto\x12\x13rollout.snapshot.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1crollout/fence/v1/fence.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\x18rollout/run/v1/run.proto\x1a&rollout/trajectory/v1/trajectory.proto\"\xb2\x05\n" +
 	"\bSnapshot\x12\x1f\n" +
 	"\vsnapshot_id\x18\x01 \x01(\tR\n" +
 	"snapshotId\x12\x15\n" +
@@ -1747,13 +2362,56 @@ const file_rollout_snapshot_v1_snapshot_proto_rawDesc = "" +
 	"\vsnapshot_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\n" +
 	"snapshotId\x12-\n" +
 	"\x05fence\x18\x02 \x01(\v2\x17.rollout.fence.v1.FenceR\x05fence\"\x18\n" +
-	"\x16DeleteSnapshotResponse*\x9d\x01\n" +
+	"\x16DeleteSnapshotResponse\"\xcd\x03\n" +
+	"\aEpisode\x12>\n" +
+	"\x03key\x18\x01 \x01(\v2$.rollout.trajectory.v1.TrajectoryKeyB\x06\xbaH\x03\xc8\x01\x01R\x03key\x12\x14\n" +
+	"\x05turns\x18\x02 \x01(\rR\x05turns\x12A\n" +
+	"\n" +
+	"trajectory\x18\x03 \x01(\v2!.rollout.trajectory.v1.TrajectoryR\n" +
+	"trajectory\x129\n" +
+	"\x05times\x18\x04 \x01(\v2#.rollout.trajectory.v1.EpisodeTimesR\x05times\x12+\n" +
+	"\x11environment_state\x18\x05 \x01(\fR\x10environmentState\x12\x14\n" +
+	"\x05tools\x18\x06 \x03(\tR\x05tools\x12\x14\n" +
+	"\x05texts\x18\a \x03(\tR\x05texts\x12\x12\n" +
+	"\x04seed\x18\b \x01(\x04R\x04seed\x12\x19\n" +
+	"\brow_json\x18\t \x01(\fR\arowJson\x12\x10\n" +
+	"\x03row\x18\n" +
+	" \x01(\x04R\x03row\x12\x1b\n" +
+	"\tworker_id\x18\v \x01(\tR\bworkerId\x127\n" +
+	"\tsave_time\x18\f \x01(\v2\x1a.google.protobuf.TimestampR\bsaveTime\":\n" +
+	"\fEpisodeGroup\x12\x14\n" +
+	"\x05epoch\x18\x01 \x01(\rR\x05epoch\x12\x14\n" +
+	"\x05index\x18\x02 \x01(\x04R\x05index\"y\n" +
+	"\x13SaveEpisodesRequest\x12\x1e\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12B\n" +
+	"\bepisodes\x18\x02 \x03(\v2\x1c.rollout.snapshot.v1.EpisodeB\b\xbaH\x05\x92\x01\x02\b\x01R\bepisodes\"\x16\n" +
+	"\x14SaveEpisodesResponse\"\xce\x01\n" +
+	"\x13ListEpisodesRequest\x12\x15\n" +
+	"\x06run_id\x18\x01 \x01(\tR\x05runId\x12\x1f\n" +
+	"\vsnapshot_id\x18\x02 \x01(\tR\n" +
+	"snapshotId\x129\n" +
+	"\x06groups\x18\x03 \x03(\v2!.rollout.snapshot.v1.EpisodeGroupR\x06groups\x12%\n" +
+	"\tpage_size\x18\x04 \x01(\rB\b\xbaH\x05*\x03\x18\xe8\aR\bpageSize\x12\x1d\n" +
+	"\n" +
+	"page_token\x18\x05 \x01(\tR\tpageToken\"x\n" +
+	"\x14ListEpisodesResponse\x128\n" +
+	"\bepisodes\x18\x01 \x03(\v2\x1c.rollout.snapshot.v1.EpisodeR\bepisodes\x12&\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"z\n" +
+	"\x13DropEpisodesRequest\x12\x1e\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12C\n" +
+	"\x06groups\x18\x02 \x03(\v2!.rollout.snapshot.v1.EpisodeGroupB\b\xbaH\x05\x92\x01\x02\b\x01R\x06groups\"\x16\n" +
+	"\x14DropEpisodesResponse\"`\n" +
+	"\x14AdoptEpisodesRequest\x12(\n" +
+	"\vsnapshot_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\n" +
+	"snapshotId\x12\x1e\n" +
+	"\x06run_id\x18\x02 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"\x17\n" +
+	"\x15AdoptEpisodesResponse*\x9d\x01\n" +
 	"\fSnapshotKind\x12\x1d\n" +
 	"\x19SNAPSHOT_KIND_UNSPECIFIED\x10\x00\x12\x1d\n" +
 	"\x19SNAPSHOT_KIND_TRAIN_STATE\x10\x01\x12\x18\n" +
 	"\x14SNAPSHOT_KIND_BUFFER\x10\x02\x12\x19\n" +
 	"\x15SNAPSHOT_KIND_PROCESS\x10\x03\x12\x1a\n" +
-	"\x16SNAPSHOT_KIND_EPISODIC\x10\x042\x92\t\n" +
+	"\x16SNAPSHOT_KIND_EPISODIC\x10\x042\xa9\f\n" +
 	"\x0fSnapshotService\x12i\n" +
 	"\x0eCreateSnapshot\x12*.rollout.snapshot.v1.CreateSnapshotRequest\x1a+.rollout.snapshot.v1.CreateSnapshotResponse\x12f\n" +
 	"\rTakeSnapshots\x12).rollout.snapshot.v1.TakeSnapshotsRequest\x1a*.rollout.snapshot.v1.TakeSnapshotsResponse\x12i\n" +
@@ -1764,7 +2422,11 @@ const file_rollout_snapshot_v1_snapshot_proto_rawDesc = "" +
 	"\x0fRestoreSnapshot\x12+.rollout.snapshot.v1.RestoreSnapshotRequest\x1a,.rollout.snapshot.v1.RestoreSnapshotResponse\x12`\n" +
 	"\vPinSnapshot\x12'.rollout.snapshot.v1.PinSnapshotRequest\x1a(.rollout.snapshot.v1.PinSnapshotResponse\x12f\n" +
 	"\rUnpinSnapshot\x12).rollout.snapshot.v1.UnpinSnapshotRequest\x1a*.rollout.snapshot.v1.UnpinSnapshotResponse\x12i\n" +
-	"\x0eDeleteSnapshot\x12*.rollout.snapshot.v1.DeleteSnapshotRequest\x1a+.rollout.snapshot.v1.DeleteSnapshotResponse\x12Z\n" +
+	"\x0eDeleteSnapshot\x12*.rollout.snapshot.v1.DeleteSnapshotRequest\x1a+.rollout.snapshot.v1.DeleteSnapshotResponse\x12c\n" +
+	"\fSaveEpisodes\x12(.rollout.snapshot.v1.SaveEpisodesRequest\x1a).rollout.snapshot.v1.SaveEpisodesResponse\x12c\n" +
+	"\fListEpisodes\x12(.rollout.snapshot.v1.ListEpisodesRequest\x1a).rollout.snapshot.v1.ListEpisodesResponse\x12c\n" +
+	"\fDropEpisodes\x12(.rollout.snapshot.v1.DropEpisodesRequest\x1a).rollout.snapshot.v1.DropEpisodesResponse\x12f\n" +
+	"\rAdoptEpisodes\x12).rollout.snapshot.v1.AdoptEpisodesRequest\x1a*.rollout.snapshot.v1.AdoptEpisodesResponse\x12Z\n" +
 	"\tDeleteRun\x12%.rollout.snapshot.v1.DeleteRunRequest\x1a&.rollout.snapshot.v1.DeleteRunResponseB\xde\x01\n" +
 	"\x17com.rollout.snapshot.v1B\rSnapshotProtoP\x01ZFgithub.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1;snapshotv1\xa2\x02\x03RSX\xaa\x02\x13Rollout.Snapshot.V1\xca\x02\x13Rollout\\Snapshot\\V1\xe2\x02\x1fRollout\\Snapshot\\V1\\GPBMetadata\xea\x02\x15Rollout::Snapshot::V1b\x06proto3"
 
@@ -1781,7 +2443,7 @@ func file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_snapshot_v1_snapshot_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_snapshot_v1_snapshot_proto_msgTypes = make([]protoimpl.MessageInfo, 27)
+var file_rollout_snapshot_v1_snapshot_proto_msgTypes = make([]protoimpl.MessageInfo, 37)
 var file_rollout_snapshot_v1_snapshot_proto_goTypes = []any{
 	(SnapshotKind)(0),                   // 0: rollout.snapshot.v1.SnapshotKind
 	(*Snapshot)(nil),                    // 1: rollout.snapshot.v1.Snapshot
@@ -1810,23 +2472,36 @@ var file_rollout_snapshot_v1_snapshot_proto_goTypes = []any{
 	(*DeleteRunResponse)(nil),           // 24: rollout.snapshot.v1.DeleteRunResponse
 	(*DeleteSnapshotRequest)(nil),       // 25: rollout.snapshot.v1.DeleteSnapshotRequest
 	(*DeleteSnapshotResponse)(nil),      // 26: rollout.snapshot.v1.DeleteSnapshotResponse
-	nil,                                 // 27: rollout.snapshot.v1.Snapshot.RngEntry
-	(*v1.Cursor)(nil),                   // 28: rollout.run.v1.Cursor
-	(*timestamppb.Timestamp)(nil),       // 29: google.protobuf.Timestamp
-	(*v11.Plan)(nil),                    // 30: rollout.plan.v1.Plan
-	(*v12.Fence)(nil),                   // 31: rollout.fence.v1.Fence
-	(*v1.Run)(nil),                      // 32: rollout.run.v1.Run
+	(*Episode)(nil),                     // 27: rollout.snapshot.v1.Episode
+	(*EpisodeGroup)(nil),                // 28: rollout.snapshot.v1.EpisodeGroup
+	(*SaveEpisodesRequest)(nil),         // 29: rollout.snapshot.v1.SaveEpisodesRequest
+	(*SaveEpisodesResponse)(nil),        // 30: rollout.snapshot.v1.SaveEpisodesResponse
+	(*ListEpisodesRequest)(nil),         // 31: rollout.snapshot.v1.ListEpisodesRequest
+	(*ListEpisodesResponse)(nil),        // 32: rollout.snapshot.v1.ListEpisodesResponse
+	(*DropEpisodesRequest)(nil),         // 33: rollout.snapshot.v1.DropEpisodesRequest
+	(*DropEpisodesResponse)(nil),        // 34: rollout.snapshot.v1.DropEpisodesResponse
+	(*AdoptEpisodesRequest)(nil),        // 35: rollout.snapshot.v1.AdoptEpisodesRequest
+	(*AdoptEpisodesResponse)(nil),       // 36: rollout.snapshot.v1.AdoptEpisodesResponse
+	nil,                                 // 37: rollout.snapshot.v1.Snapshot.RngEntry
+	(*v1.Cursor)(nil),                   // 38: rollout.run.v1.Cursor
+	(*timestamppb.Timestamp)(nil),       // 39: google.protobuf.Timestamp
+	(*v11.Plan)(nil),                    // 40: rollout.plan.v1.Plan
+	(*v12.Fence)(nil),                   // 41: rollout.fence.v1.Fence
+	(*v1.Run)(nil),                      // 42: rollout.run.v1.Run
+	(*v13.TrajectoryKey)(nil),           // 43: rollout.trajectory.v1.TrajectoryKey
+	(*v13.Trajectory)(nil),              // 44: rollout.trajectory.v1.Trajectory
+	(*v13.EpisodeTimes)(nil),            // 45: rollout.trajectory.v1.EpisodeTimes
 }
 var file_rollout_snapshot_v1_snapshot_proto_depIdxs = []int32{
 	0,  // 0: rollout.snapshot.v1.Snapshot.kind:type_name -> rollout.snapshot.v1.SnapshotKind
-	28, // 1: rollout.snapshot.v1.Snapshot.cursor:type_name -> rollout.run.v1.Cursor
+	38, // 1: rollout.snapshot.v1.Snapshot.cursor:type_name -> rollout.run.v1.Cursor
 	3,  // 2: rollout.snapshot.v1.Snapshot.files:type_name -> rollout.snapshot.v1.SnapshotFile
-	29, // 3: rollout.snapshot.v1.Snapshot.create_time:type_name -> google.protobuf.Timestamp
-	27, // 4: rollout.snapshot.v1.Snapshot.rng:type_name -> rollout.snapshot.v1.Snapshot.RngEntry
+	39, // 3: rollout.snapshot.v1.Snapshot.create_time:type_name -> google.protobuf.Timestamp
+	37, // 4: rollout.snapshot.v1.Snapshot.rng:type_name -> rollout.snapshot.v1.Snapshot.RngEntry
 	2,  // 5: rollout.snapshot.v1.Snapshot.origin:type_name -> rollout.snapshot.v1.Origin
-	30, // 6: rollout.snapshot.v1.Origin.plan:type_name -> rollout.plan.v1.Plan
+	40, // 6: rollout.snapshot.v1.Origin.plan:type_name -> rollout.plan.v1.Plan
 	1,  // 7: rollout.snapshot.v1.CreateSnapshotRequest.snapshot:type_name -> rollout.snapshot.v1.Snapshot
-	31, // 8: rollout.snapshot.v1.CreateSnapshotRequest.fence:type_name -> rollout.fence.v1.Fence
+	41, // 8: rollout.snapshot.v1.CreateSnapshotRequest.fence:type_name -> rollout.fence.v1.Fence
 	0,  // 9: rollout.snapshot.v1.TakeSnapshotsRequest.kinds:type_name -> rollout.snapshot.v1.SnapshotKind
 	1,  // 10: rollout.snapshot.v1.TakeSnapshotsResponse.snapshots:type_name -> rollout.snapshot.v1.Snapshot
 	1,  // 11: rollout.snapshot.v1.VerifySnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
@@ -1836,39 +2511,55 @@ var file_rollout_snapshot_v1_snapshot_proto_depIdxs = []int32{
 	0,  // 15: rollout.snapshot.v1.ListSnapshotsRequest.kind:type_name -> rollout.snapshot.v1.SnapshotKind
 	1,  // 16: rollout.snapshot.v1.ListSnapshotsResponse.snapshots:type_name -> rollout.snapshot.v1.Snapshot
 	1,  // 17: rollout.snapshot.v1.MaterializeSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
-	32, // 18: rollout.snapshot.v1.RestoreSnapshotResponse.run:type_name -> rollout.run.v1.Run
-	31, // 19: rollout.snapshot.v1.PinSnapshotRequest.fence:type_name -> rollout.fence.v1.Fence
+	42, // 18: rollout.snapshot.v1.RestoreSnapshotResponse.run:type_name -> rollout.run.v1.Run
+	41, // 19: rollout.snapshot.v1.PinSnapshotRequest.fence:type_name -> rollout.fence.v1.Fence
 	1,  // 20: rollout.snapshot.v1.PinSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
-	31, // 21: rollout.snapshot.v1.UnpinSnapshotRequest.fence:type_name -> rollout.fence.v1.Fence
-	31, // 22: rollout.snapshot.v1.DeleteRunRequest.fence:type_name -> rollout.fence.v1.Fence
-	31, // 23: rollout.snapshot.v1.DeleteSnapshotRequest.fence:type_name -> rollout.fence.v1.Fence
-	4,  // 24: rollout.snapshot.v1.SnapshotService.CreateSnapshot:input_type -> rollout.snapshot.v1.CreateSnapshotRequest
-	5,  // 25: rollout.snapshot.v1.SnapshotService.TakeSnapshots:input_type -> rollout.snapshot.v1.TakeSnapshotsRequest
-	7,  // 26: rollout.snapshot.v1.SnapshotService.VerifySnapshot:input_type -> rollout.snapshot.v1.VerifySnapshotRequest
-	11, // 27: rollout.snapshot.v1.SnapshotService.GetSnapshot:input_type -> rollout.snapshot.v1.GetSnapshotRequest
-	13, // 28: rollout.snapshot.v1.SnapshotService.ListSnapshots:input_type -> rollout.snapshot.v1.ListSnapshotsRequest
-	15, // 29: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:input_type -> rollout.snapshot.v1.MaterializeSnapshotRequest
-	17, // 30: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:input_type -> rollout.snapshot.v1.RestoreSnapshotRequest
-	19, // 31: rollout.snapshot.v1.SnapshotService.PinSnapshot:input_type -> rollout.snapshot.v1.PinSnapshotRequest
-	21, // 32: rollout.snapshot.v1.SnapshotService.UnpinSnapshot:input_type -> rollout.snapshot.v1.UnpinSnapshotRequest
-	25, // 33: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:input_type -> rollout.snapshot.v1.DeleteSnapshotRequest
-	23, // 34: rollout.snapshot.v1.SnapshotService.DeleteRun:input_type -> rollout.snapshot.v1.DeleteRunRequest
-	10, // 35: rollout.snapshot.v1.SnapshotService.CreateSnapshot:output_type -> rollout.snapshot.v1.CreateSnapshotResponse
-	6,  // 36: rollout.snapshot.v1.SnapshotService.TakeSnapshots:output_type -> rollout.snapshot.v1.TakeSnapshotsResponse
-	8,  // 37: rollout.snapshot.v1.SnapshotService.VerifySnapshot:output_type -> rollout.snapshot.v1.VerifySnapshotResponse
-	12, // 38: rollout.snapshot.v1.SnapshotService.GetSnapshot:output_type -> rollout.snapshot.v1.GetSnapshotResponse
-	14, // 39: rollout.snapshot.v1.SnapshotService.ListSnapshots:output_type -> rollout.snapshot.v1.ListSnapshotsResponse
-	16, // 40: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:output_type -> rollout.snapshot.v1.MaterializeSnapshotResponse
-	18, // 41: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:output_type -> rollout.snapshot.v1.RestoreSnapshotResponse
-	20, // 42: rollout.snapshot.v1.SnapshotService.PinSnapshot:output_type -> rollout.snapshot.v1.PinSnapshotResponse
-	22, // 43: rollout.snapshot.v1.SnapshotService.UnpinSnapshot:output_type -> rollout.snapshot.v1.UnpinSnapshotResponse
-	26, // 44: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:output_type -> rollout.snapshot.v1.DeleteSnapshotResponse
-	24, // 45: rollout.snapshot.v1.SnapshotService.DeleteRun:output_type -> rollout.snapshot.v1.DeleteRunResponse
-	35, // [35:46] is the sub-list for method output_type
-	24, // [24:35] is the sub-list for method input_type
-	24, // [24:24] is the sub-list for extension type_name
-	24, // [24:24] is the sub-list for extension extendee
-	0,  // [0:24] is the sub-list for field type_name
+	41, // 21: rollout.snapshot.v1.UnpinSnapshotRequest.fence:type_name -> rollout.fence.v1.Fence
+	41, // 22: rollout.snapshot.v1.DeleteRunRequest.fence:type_name -> rollout.fence.v1.Fence
+	41, // 23: rollout.snapshot.v1.DeleteSnapshotRequest.fence:type_name -> rollout.fence.v1.Fence
+	43, // 24: rollout.snapshot.v1.Episode.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	44, // 25: rollout.snapshot.v1.Episode.trajectory:type_name -> rollout.trajectory.v1.Trajectory
+	45, // 26: rollout.snapshot.v1.Episode.times:type_name -> rollout.trajectory.v1.EpisodeTimes
+	39, // 27: rollout.snapshot.v1.Episode.save_time:type_name -> google.protobuf.Timestamp
+	27, // 28: rollout.snapshot.v1.SaveEpisodesRequest.episodes:type_name -> rollout.snapshot.v1.Episode
+	28, // 29: rollout.snapshot.v1.ListEpisodesRequest.groups:type_name -> rollout.snapshot.v1.EpisodeGroup
+	27, // 30: rollout.snapshot.v1.ListEpisodesResponse.episodes:type_name -> rollout.snapshot.v1.Episode
+	28, // 31: rollout.snapshot.v1.DropEpisodesRequest.groups:type_name -> rollout.snapshot.v1.EpisodeGroup
+	4,  // 32: rollout.snapshot.v1.SnapshotService.CreateSnapshot:input_type -> rollout.snapshot.v1.CreateSnapshotRequest
+	5,  // 33: rollout.snapshot.v1.SnapshotService.TakeSnapshots:input_type -> rollout.snapshot.v1.TakeSnapshotsRequest
+	7,  // 34: rollout.snapshot.v1.SnapshotService.VerifySnapshot:input_type -> rollout.snapshot.v1.VerifySnapshotRequest
+	11, // 35: rollout.snapshot.v1.SnapshotService.GetSnapshot:input_type -> rollout.snapshot.v1.GetSnapshotRequest
+	13, // 36: rollout.snapshot.v1.SnapshotService.ListSnapshots:input_type -> rollout.snapshot.v1.ListSnapshotsRequest
+	15, // 37: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:input_type -> rollout.snapshot.v1.MaterializeSnapshotRequest
+	17, // 38: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:input_type -> rollout.snapshot.v1.RestoreSnapshotRequest
+	19, // 39: rollout.snapshot.v1.SnapshotService.PinSnapshot:input_type -> rollout.snapshot.v1.PinSnapshotRequest
+	21, // 40: rollout.snapshot.v1.SnapshotService.UnpinSnapshot:input_type -> rollout.snapshot.v1.UnpinSnapshotRequest
+	25, // 41: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:input_type -> rollout.snapshot.v1.DeleteSnapshotRequest
+	29, // 42: rollout.snapshot.v1.SnapshotService.SaveEpisodes:input_type -> rollout.snapshot.v1.SaveEpisodesRequest
+	31, // 43: rollout.snapshot.v1.SnapshotService.ListEpisodes:input_type -> rollout.snapshot.v1.ListEpisodesRequest
+	33, // 44: rollout.snapshot.v1.SnapshotService.DropEpisodes:input_type -> rollout.snapshot.v1.DropEpisodesRequest
+	35, // 45: rollout.snapshot.v1.SnapshotService.AdoptEpisodes:input_type -> rollout.snapshot.v1.AdoptEpisodesRequest
+	23, // 46: rollout.snapshot.v1.SnapshotService.DeleteRun:input_type -> rollout.snapshot.v1.DeleteRunRequest
+	10, // 47: rollout.snapshot.v1.SnapshotService.CreateSnapshot:output_type -> rollout.snapshot.v1.CreateSnapshotResponse
+	6,  // 48: rollout.snapshot.v1.SnapshotService.TakeSnapshots:output_type -> rollout.snapshot.v1.TakeSnapshotsResponse
+	8,  // 49: rollout.snapshot.v1.SnapshotService.VerifySnapshot:output_type -> rollout.snapshot.v1.VerifySnapshotResponse
+	12, // 50: rollout.snapshot.v1.SnapshotService.GetSnapshot:output_type -> rollout.snapshot.v1.GetSnapshotResponse
+	14, // 51: rollout.snapshot.v1.SnapshotService.ListSnapshots:output_type -> rollout.snapshot.v1.ListSnapshotsResponse
+	16, // 52: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:output_type -> rollout.snapshot.v1.MaterializeSnapshotResponse
+	18, // 53: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:output_type -> rollout.snapshot.v1.RestoreSnapshotResponse
+	20, // 54: rollout.snapshot.v1.SnapshotService.PinSnapshot:output_type -> rollout.snapshot.v1.PinSnapshotResponse
+	22, // 55: rollout.snapshot.v1.SnapshotService.UnpinSnapshot:output_type -> rollout.snapshot.v1.UnpinSnapshotResponse
+	26, // 56: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:output_type -> rollout.snapshot.v1.DeleteSnapshotResponse
+	30, // 57: rollout.snapshot.v1.SnapshotService.SaveEpisodes:output_type -> rollout.snapshot.v1.SaveEpisodesResponse
+	32, // 58: rollout.snapshot.v1.SnapshotService.ListEpisodes:output_type -> rollout.snapshot.v1.ListEpisodesResponse
+	34, // 59: rollout.snapshot.v1.SnapshotService.DropEpisodes:output_type -> rollout.snapshot.v1.DropEpisodesResponse
+	36, // 60: rollout.snapshot.v1.SnapshotService.AdoptEpisodes:output_type -> rollout.snapshot.v1.AdoptEpisodesResponse
+	24, // 61: rollout.snapshot.v1.SnapshotService.DeleteRun:output_type -> rollout.snapshot.v1.DeleteRunResponse
+	47, // [47:62] is the sub-list for method output_type
+	32, // [32:47] is the sub-list for method input_type
+	32, // [32:32] is the sub-list for extension type_name
+	32, // [32:32] is the sub-list for extension extendee
+	0,  // [0:32] is the sub-list for field type_name
 }
 
 func init() { file_rollout_snapshot_v1_snapshot_proto_init() }
@@ -1882,7 +2573,7 @@ func file_rollout_snapshot_v1_snapshot_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_snapshot_v1_snapshot_proto_rawDesc), len(file_rollout_snapshot_v1_snapshot_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   27,
+			NumMessages:   37,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -31,6 +31,10 @@ const (
 	SnapshotService_PinSnapshot_FullMethodName         = "/rollout.snapshot.v1.SnapshotService/PinSnapshot"
 	SnapshotService_UnpinSnapshot_FullMethodName       = "/rollout.snapshot.v1.SnapshotService/UnpinSnapshot"
 	SnapshotService_DeleteSnapshot_FullMethodName      = "/rollout.snapshot.v1.SnapshotService/DeleteSnapshot"
+	SnapshotService_SaveEpisodes_FullMethodName        = "/rollout.snapshot.v1.SnapshotService/SaveEpisodes"
+	SnapshotService_ListEpisodes_FullMethodName        = "/rollout.snapshot.v1.SnapshotService/ListEpisodes"
+	SnapshotService_DropEpisodes_FullMethodName        = "/rollout.snapshot.v1.SnapshotService/DropEpisodes"
+	SnapshotService_AdoptEpisodes_FullMethodName       = "/rollout.snapshot.v1.SnapshotService/AdoptEpisodes"
 	SnapshotService_DeleteRun_FullMethodName           = "/rollout.snapshot.v1.SnapshotService/DeleteRun"
 )
 
@@ -69,7 +73,18 @@ type SnapshotServiceClient interface {
 	// DeleteSnapshot deletes a manifest, and the files that no other manifest names. Idempotent.
 	// FAILED_PRECONDITION, reason SNAPSHOT_IN_USE, if a run started from it.
 	DeleteSnapshot(ctx context.Context, in *DeleteSnapshotRequest, opts ...grpc.CallOption) (*DeleteSnapshotResponse, error)
-	// DeleteRun deletes the snapshots of a run, except some. Idempotent, also for unknown runs.
+	// SaveEpisodes stores open episodes after a turn. An episode with more turns, or of a later attempt,
+	// stays.
+	SaveEpisodes(ctx context.Context, in *SaveEpisodesRequest, opts ...grpc.CallOption) (*SaveEpisodesResponse, error)
+	// ListEpisodes returns the saved episodes of a run or of a snapshot, by group and sample.
+	ListEpisodes(ctx context.Context, in *ListEpisodesRequest, opts ...grpc.CallOption) (*ListEpisodesResponse, error)
+	// DropEpisodes deletes the saved episodes of groups that have ended. Idempotent.
+	DropEpisodes(ctx context.Context, in *DropEpisodesRequest, opts ...grpc.CallOption) (*DropEpisodesResponse, error)
+	// AdoptEpisodes gives the open episodes of a snapshot to a run that starts from it. Idempotent; none
+	// if the snapshot has no episodes.
+	AdoptEpisodes(ctx context.Context, in *AdoptEpisodesRequest, opts ...grpc.CallOption) (*AdoptEpisodesResponse, error)
+	// DeleteRun deletes the snapshots and the saved episodes of a run, except some snapshots.
+	// Idempotent, also for unknown runs.
 	DeleteRun(ctx context.Context, in *DeleteRunRequest, opts ...grpc.CallOption) (*DeleteRunResponse, error)
 }
 
@@ -181,6 +196,46 @@ func (c *snapshotServiceClient) DeleteSnapshot(ctx context.Context, in *DeleteSn
 	return out, nil
 }
 
+func (c *snapshotServiceClient) SaveEpisodes(ctx context.Context, in *SaveEpisodesRequest, opts ...grpc.CallOption) (*SaveEpisodesResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(SaveEpisodesResponse)
+	err := c.cc.Invoke(ctx, SnapshotService_SaveEpisodes_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *snapshotServiceClient) ListEpisodes(ctx context.Context, in *ListEpisodesRequest, opts ...grpc.CallOption) (*ListEpisodesResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ListEpisodesResponse)
+	err := c.cc.Invoke(ctx, SnapshotService_ListEpisodes_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *snapshotServiceClient) DropEpisodes(ctx context.Context, in *DropEpisodesRequest, opts ...grpc.CallOption) (*DropEpisodesResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(DropEpisodesResponse)
+	err := c.cc.Invoke(ctx, SnapshotService_DropEpisodes_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *snapshotServiceClient) AdoptEpisodes(ctx context.Context, in *AdoptEpisodesRequest, opts ...grpc.CallOption) (*AdoptEpisodesResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(AdoptEpisodesResponse)
+	err := c.cc.Invoke(ctx, SnapshotService_AdoptEpisodes_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *snapshotServiceClient) DeleteRun(ctx context.Context, in *DeleteRunRequest, opts ...grpc.CallOption) (*DeleteRunResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(DeleteRunResponse)
@@ -226,7 +281,18 @@ type SnapshotServiceServer interface {
 	// DeleteSnapshot deletes a manifest, and the files that no other manifest names. Idempotent.
 	// FAILED_PRECONDITION, reason SNAPSHOT_IN_USE, if a run started from it.
 	DeleteSnapshot(context.Context, *DeleteSnapshotRequest) (*DeleteSnapshotResponse, error)
-	// DeleteRun deletes the snapshots of a run, except some. Idempotent, also for unknown runs.
+	// SaveEpisodes stores open episodes after a turn. An episode with more turns, or of a later attempt,
+	// stays.
+	SaveEpisodes(context.Context, *SaveEpisodesRequest) (*SaveEpisodesResponse, error)
+	// ListEpisodes returns the saved episodes of a run or of a snapshot, by group and sample.
+	ListEpisodes(context.Context, *ListEpisodesRequest) (*ListEpisodesResponse, error)
+	// DropEpisodes deletes the saved episodes of groups that have ended. Idempotent.
+	DropEpisodes(context.Context, *DropEpisodesRequest) (*DropEpisodesResponse, error)
+	// AdoptEpisodes gives the open episodes of a snapshot to a run that starts from it. Idempotent; none
+	// if the snapshot has no episodes.
+	AdoptEpisodes(context.Context, *AdoptEpisodesRequest) (*AdoptEpisodesResponse, error)
+	// DeleteRun deletes the snapshots and the saved episodes of a run, except some snapshots.
+	// Idempotent, also for unknown runs.
 	DeleteRun(context.Context, *DeleteRunRequest) (*DeleteRunResponse, error)
 	mustEmbedUnimplementedSnapshotServiceServer()
 }
@@ -267,6 +333,18 @@ func (UnimplementedSnapshotServiceServer) UnpinSnapshot(context.Context, *UnpinS
 }
 func (UnimplementedSnapshotServiceServer) DeleteSnapshot(context.Context, *DeleteSnapshotRequest) (*DeleteSnapshotResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method DeleteSnapshot not implemented")
+}
+func (UnimplementedSnapshotServiceServer) SaveEpisodes(context.Context, *SaveEpisodesRequest) (*SaveEpisodesResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method SaveEpisodes not implemented")
+}
+func (UnimplementedSnapshotServiceServer) ListEpisodes(context.Context, *ListEpisodesRequest) (*ListEpisodesResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ListEpisodes not implemented")
+}
+func (UnimplementedSnapshotServiceServer) DropEpisodes(context.Context, *DropEpisodesRequest) (*DropEpisodesResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method DropEpisodes not implemented")
+}
+func (UnimplementedSnapshotServiceServer) AdoptEpisodes(context.Context, *AdoptEpisodesRequest) (*AdoptEpisodesResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method AdoptEpisodes not implemented")
 }
 func (UnimplementedSnapshotServiceServer) DeleteRun(context.Context, *DeleteRunRequest) (*DeleteRunResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method DeleteRun not implemented")
@@ -472,6 +550,78 @@ func _SnapshotService_DeleteSnapshot_Handler(srv interface{}, ctx context.Contex
 	return interceptor(ctx, in, info, handler)
 }
 
+func _SnapshotService_SaveEpisodes_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(SaveEpisodesRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(SnapshotServiceServer).SaveEpisodes(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: SnapshotService_SaveEpisodes_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(SnapshotServiceServer).SaveEpisodes(ctx, req.(*SaveEpisodesRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _SnapshotService_ListEpisodes_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ListEpisodesRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(SnapshotServiceServer).ListEpisodes(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: SnapshotService_ListEpisodes_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(SnapshotServiceServer).ListEpisodes(ctx, req.(*ListEpisodesRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _SnapshotService_DropEpisodes_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(DropEpisodesRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(SnapshotServiceServer).DropEpisodes(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: SnapshotService_DropEpisodes_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(SnapshotServiceServer).DropEpisodes(ctx, req.(*DropEpisodesRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _SnapshotService_AdoptEpisodes_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(AdoptEpisodesRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(SnapshotServiceServer).AdoptEpisodes(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: SnapshotService_AdoptEpisodes_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(SnapshotServiceServer).AdoptEpisodes(ctx, req.(*AdoptEpisodesRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _SnapshotService_DeleteRun_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(DeleteRunRequest)
 	if err := dec(in); err != nil {
@@ -536,6 +686,22 @@ var SnapshotService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "DeleteSnapshot",
 			Handler:    _SnapshotService_DeleteSnapshot_Handler,
+		},
+		{
+			MethodName: "SaveEpisodes",
+			Handler:    _SnapshotService_SaveEpisodes_Handler,
+		},
+		{
+			MethodName: "ListEpisodes",
+			Handler:    _SnapshotService_ListEpisodes_Handler,
+		},
+		{
+			MethodName: "DropEpisodes",
+			Handler:    _SnapshotService_DropEpisodes_Handler,
+		},
+		{
+			MethodName: "AdoptEpisodes",
+			Handler:    _SnapshotService_AdoptEpisodes_Handler,
 		},
 		{
 			MethodName: "DeleteRun",
