@@ -22,7 +22,7 @@ var unfenced = []protoreflect.Name{
 
 // reading are the calls that change nothing.
 var reading = []protoreflect.Name{
-	"GetMissing", "GetBatch", "ListSteps", "ListGroups", "ListIncompleteGroups", "ReadPayloads", "WatchLedger", "ExportLedger",
+	"GetMissing", "GetBatch", "ListSteps", "ListGroups", "ListIncompleteGroups", "ReadPayloads", "WatchLedger", "ExportLedger", "CutLedger",
 }
 
 // A leader is suspended between a decision and its call, a successor acts, and the old one

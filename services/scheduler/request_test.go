@@ -17,6 +17,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/libs/apikey"
+	"github.com/rollout-rl/rollout/libs/fence"
 	"github.com/rollout-rl/rollout/libs/fence/fencetest"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
@@ -564,6 +565,34 @@ func TestFailureOfTheControllerFailsTheRun(t *testing.T) {
 	if err != nil || !proto.Equal(cursor.GetCursor(), &runv1.Cursor{Position: 3, Index: 3, Rows: rows}) {
 		t.Fatalf("cursor %v, %v", cursor, err)
 	}
+}
+
+// A controller is suspended before it reports the end of a run, and continues when another one
+// drives the run: its report is refused, and the run continues.
+func TestAFormerControllerEndsNoRun(t *testing.T) {
+	t.Parallel()
+	w, run := idle(t, plan(4, "sync", 0, false))
+	report := func(epoch uint64, state scheduler.State) error {
+		_, err := w.generation.internal.CompleteRun(t.Context(), &runv1.CompleteRunRequest{
+			RunId: run, Fence: fencetest.Controller(1, epoch), State: state, Reason: "EXPLODING_GRADIENT", Message: "step 1",
+		})
+		return err
+	}
+	if err := w.store.Admit(t.Context(), run, fencetest.Controller(1, 2)); err != nil {
+		t.Fatal(err)
+	}
+	for _, state := range []scheduler.State{scheduler.Failed, scheduler.Paused, scheduler.Succeeded} {
+		if err := report(1, state); !fence.Refused(err) {
+			t.Errorf("a former controller reports %s: %v", state, err)
+		}
+	}
+	if got, err := w.store.Get(t.Context(), run); err != nil || got.GetState() != scheduler.Running && got.GetState() != scheduler.Starting {
+		t.Errorf("record %v, %v", got, err)
+	}
+	if err := report(2, scheduler.Failed); err != nil {
+		t.Fatal(err)
+	}
+	w.waitState(run, scheduler.Failed)
 }
 
 // The local launcher starts a script that fails like a worker.
