@@ -247,7 +247,7 @@ func (c *conductor) begin(ctx context.Context, run *Run, window issue.Window, co
 		if run.GetIncarnation() > 1 { // it has them, or has continued without them
 			return nil
 		}
-		_, err = c.Snapshots.AdoptEpisodes(ctx, &snapshotv1.AdoptEpisodesRequest{SnapshotId: snap.GetSnapshotId(), RunId: run.GetRunId()})
+		_, err = c.Snapshots.AdoptEpisodes(ctx, &snapshotv1.AdoptEpisodesRequest{SnapshotId: snap.GetSnapshotId(), RunId: run.GetRunId(), Fence: c.fence()})
 		return err
 	})
 	window.Carried = config.GetCarried()

@@ -12,6 +12,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/trainstate"
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 )
 
@@ -29,7 +30,8 @@ type EpisodePlace struct {
 // EpisodeStore keeps the open episodes of runs.
 type EpisodeStore interface {
 	// SaveEpisodes inserts or replaces episodes. One of a later attempt, or with as many turns, stays.
-	SaveEpisodes(ctx context.Context, run string, episodes []*Episode) error
+	// by as in Store.Admit; nil: a worker saves its own.
+	SaveEpisodes(ctx context.Context, run string, episodes []*Episode, by *fencev1.Fence) error
 	// Episodes returns the episodes of a run after a place, by epoch, index, and sample.
 	Episodes(ctx context.Context, run string, after EpisodePlace, limit int) ([]*Episode, error)
 	// EpisodesOf returns the episodes of groups.
@@ -150,7 +152,7 @@ func (p EpisodePlace) before(q EpisodePlace) bool {
 
 // SaveEpisodes implements the contract.
 func (s *Server) SaveEpisodes(ctx context.Context, req *snapshotv1.SaveEpisodesRequest) (*snapshotv1.SaveEpisodesResponse, error) {
-	return &snapshotv1.SaveEpisodesResponse{}, s.svc.Store.SaveEpisodes(ctx, req.GetRunId(), req.GetEpisodes())
+	return &snapshotv1.SaveEpisodesResponse{}, s.svc.Store.SaveEpisodes(ctx, req.GetRunId(), req.GetEpisodes(), nil)
 }
 
 // DropEpisodes implements the contract.
@@ -210,6 +212,9 @@ func (s *Server) ListEpisodes(ctx context.Context, req *snapshotv1.ListEpisodesR
 
 // AdoptEpisodes implements the contract.
 func (s *Server) AdoptEpisodes(ctx context.Context, req *snapshotv1.AdoptEpisodesRequest) (*snapshotv1.AdoptEpisodesResponse, error) {
+	if err := s.svc.Store.Admit(ctx, req.GetRunId(), req.GetFence()); err != nil {
+		return nil, err
+	}
 	snap, err := s.svc.Store.Get(ctx, req.GetSnapshotId())
 	if err != nil || !trainstate.Has(snap, openEpisodes) {
 		return &snapshotv1.AdoptEpisodesResponse{}, err
@@ -217,7 +222,7 @@ func (s *Server) AdoptEpisodes(ctx context.Context, req *snapshotv1.AdoptEpisode
 	return &snapshotv1.AdoptEpisodesResponse{}, s.svc.episodesOf(ctx, snap.GetSnapshotId(), func(e *Episode) error {
 		e = proto.CloneOf(e)
 		e.Key.RunId = req.GetRunId()
-		return s.svc.Store.SaveEpisodes(ctx, req.GetRunId(), []*Episode{e})
+		return s.svc.Store.SaveEpisodes(ctx, req.GetRunId(), []*Episode{e}, req.GetFence())
 	})
 }
 

@@ -166,6 +166,9 @@ func (s *Server) RestoreSnapshot(ctx context.Context, req *snapshotv1.RestoreSna
 // DeleteSnapshot implements the contract. It takes only complete ids, so that no prefix deletes a
 // snapshot by accident.
 func (s *Server) DeleteSnapshot(ctx context.Context, req *snapshotv1.DeleteSnapshotRequest) (*snapshotv1.DeleteSnapshotResponse, error) {
+	if err := s.svc.Store.Admit(ctx, "", req.GetFence()); err != nil {
+		return nil, err
+	}
 	if err := s.svc.removable(ctx, req.GetSnapshotId()); err != nil {
 		return nil, err
 	}

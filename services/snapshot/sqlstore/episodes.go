@@ -8,13 +8,17 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/libs/sqldb"
+	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	"github.com/rollout-rl/rollout/services/snapshot"
 )
 
 // SaveEpisodes implements snapshot.EpisodeStore.
-func (s *Store) SaveEpisodes(ctx context.Context, run string, episodes []*snapshot.Episode) error {
+func (s *Store) SaveEpisodes(ctx context.Context, run string, episodes []*snapshot.Episode, by *fencev1.Fence) error {
 	err := s.db.Tx(ctx, func(tx *sql.Tx) error {
+		if err := s.admit(ctx, tx, run, by); err != nil {
+			return err
+		}
 		for _, e := range episodes {
 			record, err := proto.Marshal(e)
 			if err != nil {

@@ -1144,19 +1144,25 @@ class AdoptEpisodesRequest(_message.Message):
 
     SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     snapshot_id: _builtins.str
     """Snapshot id."""
     run_id: _builtins.str
     """Run that starts from it."""
+    @_builtins.property
+    def fence(self) -> _fence_pb2.Fence:
+        """The scheduler that leads, and the incarnation of the run."""
+
     def __init__(
         self,
         *,
         snapshot_id: _builtins.str = ...,
         run_id: _builtins.str = ...,
+        fence: _fence_pb2.Fence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "snapshot_id", b"snapshot_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "run_id", b"run_id", "snapshot_id", b"snapshot_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

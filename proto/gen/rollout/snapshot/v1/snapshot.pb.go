@@ -2167,7 +2167,9 @@ type AdoptEpisodesRequest struct {
 	// Snapshot id.
 	SnapshotId string `protobuf:"bytes,1,opt,name=snapshot_id,json=snapshotId,proto3" json:"snapshot_id,omitempty"`
 	// Run that starts from it.
-	RunId         string `protobuf:"bytes,2,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	RunId string `protobuf:"bytes,2,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// The scheduler that leads, and the incarnation of the run.
+	Fence         *v12.Fence `protobuf:"bytes,3,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2214,6 +2216,13 @@ func (x *AdoptEpisodesRequest) GetRunId() string {
 		return x.RunId
 	}
 	return ""
+}
+
+func (x *AdoptEpisodesRequest) GetFence() *v12.Fence {
+	if x != nil {
+		return x.Fence
+	}
+	return nil
 }
 
 // AdoptEpisodesResponse is empty.
@@ -2400,11 +2409,12 @@ const file_rollout_snapshot_v1_snapshot_proto_rawDesc = "" +
 	"\x13DropEpisodesRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12C\n" +
 	"\x06groups\x18\x02 \x03(\v2!.rollout.snapshot.v1.EpisodeGroupB\b\xbaH\x05\x92\x01\x02\b\x01R\x06groups\"\x16\n" +
-	"\x14DropEpisodesResponse\"`\n" +
+	"\x14DropEpisodesResponse\"\x97\x01\n" +
 	"\x14AdoptEpisodesRequest\x12(\n" +
 	"\vsnapshot_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\n" +
 	"snapshotId\x12\x1e\n" +
-	"\x06run_id\x18\x02 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"\x17\n" +
+	"\x06run_id\x18\x02 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x125\n" +
+	"\x05fence\x18\x03 \x01(\v2\x17.rollout.fence.v1.FenceB\x06\xbaH\x03\xc8\x01\x01R\x05fence\"\x17\n" +
 	"\x15AdoptEpisodesResponse*\x9d\x01\n" +
 	"\fSnapshotKind\x12\x1d\n" +
 	"\x19SNAPSHOT_KIND_UNSPECIFIED\x10\x00\x12\x1d\n" +
@@ -2525,41 +2535,42 @@ var file_rollout_snapshot_v1_snapshot_proto_depIdxs = []int32{
 	28, // 29: rollout.snapshot.v1.ListEpisodesRequest.groups:type_name -> rollout.snapshot.v1.EpisodeGroup
 	27, // 30: rollout.snapshot.v1.ListEpisodesResponse.episodes:type_name -> rollout.snapshot.v1.Episode
 	28, // 31: rollout.snapshot.v1.DropEpisodesRequest.groups:type_name -> rollout.snapshot.v1.EpisodeGroup
-	4,  // 32: rollout.snapshot.v1.SnapshotService.CreateSnapshot:input_type -> rollout.snapshot.v1.CreateSnapshotRequest
-	5,  // 33: rollout.snapshot.v1.SnapshotService.TakeSnapshots:input_type -> rollout.snapshot.v1.TakeSnapshotsRequest
-	7,  // 34: rollout.snapshot.v1.SnapshotService.VerifySnapshot:input_type -> rollout.snapshot.v1.VerifySnapshotRequest
-	11, // 35: rollout.snapshot.v1.SnapshotService.GetSnapshot:input_type -> rollout.snapshot.v1.GetSnapshotRequest
-	13, // 36: rollout.snapshot.v1.SnapshotService.ListSnapshots:input_type -> rollout.snapshot.v1.ListSnapshotsRequest
-	15, // 37: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:input_type -> rollout.snapshot.v1.MaterializeSnapshotRequest
-	17, // 38: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:input_type -> rollout.snapshot.v1.RestoreSnapshotRequest
-	19, // 39: rollout.snapshot.v1.SnapshotService.PinSnapshot:input_type -> rollout.snapshot.v1.PinSnapshotRequest
-	21, // 40: rollout.snapshot.v1.SnapshotService.UnpinSnapshot:input_type -> rollout.snapshot.v1.UnpinSnapshotRequest
-	25, // 41: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:input_type -> rollout.snapshot.v1.DeleteSnapshotRequest
-	29, // 42: rollout.snapshot.v1.SnapshotService.SaveEpisodes:input_type -> rollout.snapshot.v1.SaveEpisodesRequest
-	31, // 43: rollout.snapshot.v1.SnapshotService.ListEpisodes:input_type -> rollout.snapshot.v1.ListEpisodesRequest
-	33, // 44: rollout.snapshot.v1.SnapshotService.DropEpisodes:input_type -> rollout.snapshot.v1.DropEpisodesRequest
-	35, // 45: rollout.snapshot.v1.SnapshotService.AdoptEpisodes:input_type -> rollout.snapshot.v1.AdoptEpisodesRequest
-	23, // 46: rollout.snapshot.v1.SnapshotService.DeleteRun:input_type -> rollout.snapshot.v1.DeleteRunRequest
-	10, // 47: rollout.snapshot.v1.SnapshotService.CreateSnapshot:output_type -> rollout.snapshot.v1.CreateSnapshotResponse
-	6,  // 48: rollout.snapshot.v1.SnapshotService.TakeSnapshots:output_type -> rollout.snapshot.v1.TakeSnapshotsResponse
-	8,  // 49: rollout.snapshot.v1.SnapshotService.VerifySnapshot:output_type -> rollout.snapshot.v1.VerifySnapshotResponse
-	12, // 50: rollout.snapshot.v1.SnapshotService.GetSnapshot:output_type -> rollout.snapshot.v1.GetSnapshotResponse
-	14, // 51: rollout.snapshot.v1.SnapshotService.ListSnapshots:output_type -> rollout.snapshot.v1.ListSnapshotsResponse
-	16, // 52: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:output_type -> rollout.snapshot.v1.MaterializeSnapshotResponse
-	18, // 53: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:output_type -> rollout.snapshot.v1.RestoreSnapshotResponse
-	20, // 54: rollout.snapshot.v1.SnapshotService.PinSnapshot:output_type -> rollout.snapshot.v1.PinSnapshotResponse
-	22, // 55: rollout.snapshot.v1.SnapshotService.UnpinSnapshot:output_type -> rollout.snapshot.v1.UnpinSnapshotResponse
-	26, // 56: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:output_type -> rollout.snapshot.v1.DeleteSnapshotResponse
-	30, // 57: rollout.snapshot.v1.SnapshotService.SaveEpisodes:output_type -> rollout.snapshot.v1.SaveEpisodesResponse
-	32, // 58: rollout.snapshot.v1.SnapshotService.ListEpisodes:output_type -> rollout.snapshot.v1.ListEpisodesResponse
-	34, // 59: rollout.snapshot.v1.SnapshotService.DropEpisodes:output_type -> rollout.snapshot.v1.DropEpisodesResponse
-	36, // 60: rollout.snapshot.v1.SnapshotService.AdoptEpisodes:output_type -> rollout.snapshot.v1.AdoptEpisodesResponse
-	24, // 61: rollout.snapshot.v1.SnapshotService.DeleteRun:output_type -> rollout.snapshot.v1.DeleteRunResponse
-	47, // [47:62] is the sub-list for method output_type
-	32, // [32:47] is the sub-list for method input_type
-	32, // [32:32] is the sub-list for extension type_name
-	32, // [32:32] is the sub-list for extension extendee
-	0,  // [0:32] is the sub-list for field type_name
+	41, // 32: rollout.snapshot.v1.AdoptEpisodesRequest.fence:type_name -> rollout.fence.v1.Fence
+	4,  // 33: rollout.snapshot.v1.SnapshotService.CreateSnapshot:input_type -> rollout.snapshot.v1.CreateSnapshotRequest
+	5,  // 34: rollout.snapshot.v1.SnapshotService.TakeSnapshots:input_type -> rollout.snapshot.v1.TakeSnapshotsRequest
+	7,  // 35: rollout.snapshot.v1.SnapshotService.VerifySnapshot:input_type -> rollout.snapshot.v1.VerifySnapshotRequest
+	11, // 36: rollout.snapshot.v1.SnapshotService.GetSnapshot:input_type -> rollout.snapshot.v1.GetSnapshotRequest
+	13, // 37: rollout.snapshot.v1.SnapshotService.ListSnapshots:input_type -> rollout.snapshot.v1.ListSnapshotsRequest
+	15, // 38: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:input_type -> rollout.snapshot.v1.MaterializeSnapshotRequest
+	17, // 39: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:input_type -> rollout.snapshot.v1.RestoreSnapshotRequest
+	19, // 40: rollout.snapshot.v1.SnapshotService.PinSnapshot:input_type -> rollout.snapshot.v1.PinSnapshotRequest
+	21, // 41: rollout.snapshot.v1.SnapshotService.UnpinSnapshot:input_type -> rollout.snapshot.v1.UnpinSnapshotRequest
+	25, // 42: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:input_type -> rollout.snapshot.v1.DeleteSnapshotRequest
+	29, // 43: rollout.snapshot.v1.SnapshotService.SaveEpisodes:input_type -> rollout.snapshot.v1.SaveEpisodesRequest
+	31, // 44: rollout.snapshot.v1.SnapshotService.ListEpisodes:input_type -> rollout.snapshot.v1.ListEpisodesRequest
+	33, // 45: rollout.snapshot.v1.SnapshotService.DropEpisodes:input_type -> rollout.snapshot.v1.DropEpisodesRequest
+	35, // 46: rollout.snapshot.v1.SnapshotService.AdoptEpisodes:input_type -> rollout.snapshot.v1.AdoptEpisodesRequest
+	23, // 47: rollout.snapshot.v1.SnapshotService.DeleteRun:input_type -> rollout.snapshot.v1.DeleteRunRequest
+	10, // 48: rollout.snapshot.v1.SnapshotService.CreateSnapshot:output_type -> rollout.snapshot.v1.CreateSnapshotResponse
+	6,  // 49: rollout.snapshot.v1.SnapshotService.TakeSnapshots:output_type -> rollout.snapshot.v1.TakeSnapshotsResponse
+	8,  // 50: rollout.snapshot.v1.SnapshotService.VerifySnapshot:output_type -> rollout.snapshot.v1.VerifySnapshotResponse
+	12, // 51: rollout.snapshot.v1.SnapshotService.GetSnapshot:output_type -> rollout.snapshot.v1.GetSnapshotResponse
+	14, // 52: rollout.snapshot.v1.SnapshotService.ListSnapshots:output_type -> rollout.snapshot.v1.ListSnapshotsResponse
+	16, // 53: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:output_type -> rollout.snapshot.v1.MaterializeSnapshotResponse
+	18, // 54: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:output_type -> rollout.snapshot.v1.RestoreSnapshotResponse
+	20, // 55: rollout.snapshot.v1.SnapshotService.PinSnapshot:output_type -> rollout.snapshot.v1.PinSnapshotResponse
+	22, // 56: rollout.snapshot.v1.SnapshotService.UnpinSnapshot:output_type -> rollout.snapshot.v1.UnpinSnapshotResponse
+	26, // 57: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:output_type -> rollout.snapshot.v1.DeleteSnapshotResponse
+	30, // 58: rollout.snapshot.v1.SnapshotService.SaveEpisodes:output_type -> rollout.snapshot.v1.SaveEpisodesResponse
+	32, // 59: rollout.snapshot.v1.SnapshotService.ListEpisodes:output_type -> rollout.snapshot.v1.ListEpisodesResponse
+	34, // 60: rollout.snapshot.v1.SnapshotService.DropEpisodes:output_type -> rollout.snapshot.v1.DropEpisodesResponse
+	36, // 61: rollout.snapshot.v1.SnapshotService.AdoptEpisodes:output_type -> rollout.snapshot.v1.AdoptEpisodesResponse
+	24, // 62: rollout.snapshot.v1.SnapshotService.DeleteRun:output_type -> rollout.snapshot.v1.DeleteRunResponse
+	48, // [48:63] is the sub-list for method output_type
+	33, // [33:48] is the sub-list for method input_type
+	33, // [33:33] is the sub-list for extension type_name
+	33, // [33:33] is the sub-list for extension extendee
+	0,  // [0:33] is the sub-list for field type_name
 }
 
 func init() { file_rollout_snapshot_v1_snapshot_proto_init() }
