@@ -7,11 +7,12 @@ A run without a model continues during the measurement, on PostgreSQL, Consul, a
 S3, with a replica of each of the three services. Their leader is killed (-9), or stopped (SIGSTOP)
 until another one leads, and each is repeated. The output has the medians and maxima of the times
 from the signal to the registration of another leader, and to the next step; and the longest time
-between two steps until the learner has made steps that the new leader issued. A scheduler that takes
-over must continue with the same worker processes. Then an inference worker with unfinished prompts
-is killed as often, and the time until another worker has started the last of them is measured. With
-`--check` the exit code is 1 if a median is above 5 s, if the longest time to a step after a kill of
-the scheduler is above 3 s, or if the run did not recover from a kill within two minutes.
+between two steps until the learner has made steps that the new leader issued. A scheduler that
+takes over must continue with the same worker processes. Then an inference worker with unfinished
+prompts is killed as often, and the time until another worker has started the last of them is
+measured. With `--check` the exit code is 1 if a median is above 5 s, if the longest time to a step
+after a kill of the scheduler is above 3 s, or if the run did not recover from a kill within two
+minutes.
 
 Every kill is stored in `.cache/bench/takeover.jsonl`, so an interrupted bench resumes; `--fresh`
 starts from scratch. 70 kills take about 20 minutes.
@@ -47,7 +48,8 @@ BAR_SECONDS = 5.0
 SCHEDULER_SECONDS = 3.0
 """The bar for the next step after each kill of the leading scheduler."""
 AHEAD = 3
-"""Steps after a signal of which the last one has prompts that only the new leader can have issued."""
+"""Steps after a signal of which the last one has prompts that only the new leader can have
+issued."""
 PACE, LONG_PACE = 0.1, 0.5
 """The longest duration of a sample in seconds. The longer one is for kills of a worker, which must
 have unfinished prompts."""

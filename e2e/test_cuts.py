@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from google.protobuf.internal.decoder import _DecodeVarint32 as varint
+from google.protobuf.proto import parse_length_prefixed
 from mesh import Mesh
 from sim import GROUPS, Job, audited, finish, sim_mesh, stop, submit
 from test_snapshots import rollout
@@ -16,12 +16,8 @@ from rollout.snapshot.v1 import snapshot_pb2
 
 def rows_of(folder: Path) -> list[buffer_pb2.CutLedgerResponse]:
     """The rows of a materialized buffer snapshot."""
-    data, at, out = (folder / "buffer" / "rows.binpb").read_bytes(), 0, []
-    while at < len(data):
-        size, at = varint(data, at)
-        out.append(buffer_pb2.CutLedgerResponse.FromString(data[at : at + size]))
-        at += size
-    return out
+    with (folder / "buffer" / "rows.binpb").open("rb") as rows:
+        return list(iter(lambda: parse_length_prefixed(buffer_pb2.CutLedgerResponse, rows), None))
 
 
 def ready_groups(running: Mesh, snapshot: str, folder: Path) -> list[buffer_pb2.GroupRecord]:

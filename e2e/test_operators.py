@@ -32,7 +32,8 @@ def _scheduler_is_suspended(at: Path) -> Iterator[tuple[Stalled, str]]:
 
 @contextlib.contextmanager
 def _every_reward_raises(at: Path) -> Iterator[tuple[Stalled, str]]:
-    """The reward has a bug: it raises for every sample. The run tries each group again and again."""
+    """The reward has a bug: it raises for every sample. The run tries each group again and
+    again."""
 
     reward = """import pathlib
 
@@ -76,7 +77,7 @@ def _learner_crashes(at: Path) -> Iterator[tuple[Stalled, str]]:
 def _engine_stays_paused(at: Path) -> Iterator[tuple[Stalled, str]]:
     """A script pauses the engine, and dies before it resumes it."""
     with job_of(Job(at / "job", steps=LONG, workers=1), at / "state") as job:
-        worker = job.running.inference(job.worker("inference-0").address)
+        worker = job.running.inference(job.run, job.worker("inference-0").address)
         worker.PauseEngine(inference_pb2.PauseEngineRequest(max_seconds=600))
         yield job, "ENGINE_PAUSED"
         worker.ResumeEngine(inference_pb2.ResumeEngineRequest())

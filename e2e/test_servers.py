@@ -33,8 +33,8 @@ def test_six_steps_give_the_weights_of_one_process(config: Path, tmp_path: Path)
 
 @pytest.mark.timeout(900)
 def test_a_torch_run_continues_under_the_next_leader(config: Path, tmp_path: Path) -> None:
-    """Kills the leading scheduler twice, and asks it to stop once. The workers stay, no step is made
-    twice, and the weights are those of an undisturbed run."""
+    """Kills the leading scheduler twice, and asks it to stop once. The workers stay, no step is
+    made twice, and the weights are those of an undisturbed run."""
     with mesh(tmp_path / "embedded") as running:
         run = running.submit(config, *CONFIG)
         running.finish(run)

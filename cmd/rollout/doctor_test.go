@@ -27,7 +27,8 @@ func TestDoctor(t *testing.T) {
 			if strings.Contains(got, "hunter2") {
 				t.Errorf("it tells a secret:\n%s", got)
 			}
-			// This test does not depend on the free space of the disk, and the sandbox and the CRIU of the host.
+			// This test does not depend on the free space of the disk, and the sandbox and the CRIU of the
+			// host.
 			got = regexp.MustCompile(`(?m)^.* (state +disk|sandbox +limits|process +checkpoint) .*\n( +fix: .*\n)?`).ReplaceAllString(strings.ReplaceAll(got, dir, "DIR"), "")
 			got = regexp.MustCompile(`(?m)^\d+ ok, \d+ warnings`).ReplaceAllString(got, "N ok, N warnings")
 			golden(t, filepath.Join("testdata/doctor", name+".text"), got)

@@ -65,9 +65,9 @@ func elect[S leasable[S], T lease.Service](ctx context.Context, m *mesh, name st
 	})}, nil
 }
 
-// leaseTTL is how long the lease of a service is valid without a renewal; 0: the default. That of the
-// scheduler is shorter: a run waits for it, and a takeover by mistake costs little, because the next
-// leader adopts the workers.
+// leaseTTL is how long the lease of a service is valid without a renewal; 0: the default. That of
+// the scheduler is shorter: a run waits for it, and a takeover by mistake costs little, because the
+// next leader adopts the workers.
 func leaseTTL(service string) time.Duration {
 	if service == names.SchedulerService {
 		return 1500 * time.Millisecond

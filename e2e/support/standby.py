@@ -31,7 +31,8 @@ class Standby:
         self._caught_up = threading.Event()
         self._wanted = threading.Semaphore(1)
         self._closing = threading.Event()
-        # One thread starts all standbys: the kernel kills a server when the thread that started it ends.
+        # One thread starts all standbys: the kernel kills a server when the thread that started it
+        # ends.
         self._copying = threading.Thread(target=self._keep_one, name="standby", daemon=True)
         self._copying.start()
 

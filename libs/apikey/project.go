@@ -21,8 +21,8 @@ var ErrProject = rpcerr.New(codes.PermissionDenied, "API_KEY_PROJECT", "the API 
 // cannot tell which.
 var ErrNotVisible = rpcerr.New(codes.NotFound, "RUN_NOT_FOUND", "there is no such run").Fix("`rollout runs list` shows all runs")
 
-// ProjectOf returns the project that a call is limited to; limited is false for calls without a key,
-// which see all projects.
+// ProjectOf returns the project that a call is limited to; limited is false for calls without a
+// key, which see all projects.
 func ProjectOf(ctx context.Context) (project string, limited bool) {
 	key := From(ctx)
 	return key.GetProject(), key != nil

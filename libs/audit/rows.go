@@ -123,8 +123,8 @@ func (l layout) positional() bool {
 // end is then in its record.
 func (l layout) dynamic() bool { return l.config.GetDrawBatches() > 0 }
 
-// begin returns the first position of the first step. If leases go by completion: how many positions
-// the steps before it had used.
+// begin returns the first position of the first step. If leases go by completion: how many
+// positions the steps before it had used.
 func (l layout) begin() uint64 { return l.config.GetFirstPosition() + l.config.GetCarried() }
 
 // carried reports whether a step before the run used the group, according to the snapshot that the

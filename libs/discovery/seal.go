@@ -15,8 +15,8 @@ import (
 const (
 	// metaSignature is the key of a service's signature in its metadata.
 	metaSignature = "signature"
-	// workerSuffix ends the names of workers. They prove their launch to the scheduler instead (package
-	// worker).
+	// workerSuffix ends the names of workers. They prove their launch to the scheduler instead
+	// (package worker).
 	workerSuffix = "-worker"
 )
 
@@ -57,8 +57,8 @@ func (s *Seal) Authentic(i Instance) bool {
 }
 
 // sealed is what a signature covers: everything that a caller uses. One line each for the format,
-// name, id, and address, then KEY=VALUE for the metadata without the signature, sorted by key. It is
-// "" if a value has a line break, which would make the lines ambiguous.
+// name, id, and address, then KEY=VALUE for the metadata without the signature, sorted by key. It
+// is "" if a value has a line break, which would make the lines ambiguous.
 func sealed(i Instance) string {
 	lines := []string{"rollout.service.v1", i.Name, i.ID, i.Address}
 	for _, key := range slices.Sorted(maps.Keys(i.Meta)) {

@@ -82,8 +82,8 @@ func (e *explainer) because(owner, reason string, since *timestamppb.Timestamp, 
 
 func (e *explainer) add(waits ...*waitv1.Wait) { e.chain = append(e.chain, waits...) }
 
-// Names in State.Unanswered of what services need: Consul or the embedded registry, and PostgreSQL or
-// SQLite.
+// Names in State.Unanswered of what services need: Consul or the embedded registry, and PostgreSQL
+// or SQLite.
 const (
 	Registry = "consul"
 	Database = "database"

@@ -84,8 +84,8 @@ func (a authenticator) check(ctx context.Context, method string) (context.Contex
 	return apikey.With(ctx, record), nil
 }
 
-// callerHeader has the key of the caller for whom a process calls another one (an apikey.Record). It
-// counts together with the mesh token only.
+// callerHeader has the key of the caller for whom a process calls another one (an apikey.Record).
+// It counts together with the mesh token only.
 const callerHeader = "rollout-caller-bin"
 
 // onBehalf gives a call that one process makes for the caller of another the key of that caller: a

@@ -36,7 +36,8 @@ const (
 
 type claimsKey struct{}
 
-// asWorker returns the context of a call with the credential of a worker; false if the text is none.
+// asWorker returns the context of a call with the credential of a worker; false if the text is
+// none.
 func (a authenticator) asWorker(ctx context.Context, method, text string) (context.Context, bool, error) {
 	claims, ok := credential.Verify(a.token, text)
 	if !ok {

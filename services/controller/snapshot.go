@@ -79,8 +79,8 @@ func (s *snapshotter) save(ctx context.Context, step uint64) error {
 	return nil
 }
 
-// state has the learner write the training state of a committed step into a folder, and returns what
-// makes a manifest of it.
+// state has the learner write the training state of a committed step into a folder, and returns
+// what makes a manifest of it.
 func (s *snapshotter) state(ctx context.Context, step uint64, dir string) (manifest func(snapshotv1.SnapshotKind) *snapshotv1.Snapshot, err error) {
 	s.progress.enter(snapshotting)
 	s.progress.waitFor(work("to write its state", s.learner.worker))

@@ -53,7 +53,8 @@ type Deps struct {
 	Work   Work
 	Buffer bufferv1.BufferServiceClient
 	Runs   runv1.SchedulerServiceClient
-	// Dial connects to a worker at host:port; calls carry the token that the workers of its run accept.
+	// Dial connects to a worker at host:port; calls carry the token that the workers of its run
+	// accept.
 	Dial     func(run, address string) (Conn, error)
 	Log      *slog.Logger         // nil discards
 	Now      func() time.Time     // nil: time.Now

@@ -272,9 +272,9 @@ func (c *conductor) issue(ctx context.Context, run *Run, window issue.Window, da
 	return issuer.Run(ctx)
 }
 
-// open creates the streams and opens the ledger. Without adopted workers, the issuer publishes again
-// what those of older incarnations had pulled, so the work stream starts empty. With them, streams
-// that are missing are created by the first sweep of the issuer.
+// open creates the streams and opens the ledger. Without adopted workers, the issuer publishes
+// again what those of older incarnations had pulled, so the work stream starts empty. With them,
+// streams that are missing are created by the first sweep of the issuer.
 func (c *conductor) open(ctx context.Context, config *bufferv1.LedgerConfig) error {
 	if err := c.retry.Until(ctx, retry.Awaited{Owner: wait.NATS, What: "the streams of the run (NATS)"}, func(ctx context.Context) error {
 		if c.takesOver {

@@ -31,7 +31,8 @@ func (e *ending) Error() string { return e.reason + ": " + e.message }
 // handOver ends a conductor and leaves the record as it is, for the next incarnation.
 var handOver = &ending{reason: "HAND_OVER", message: "the next incarnation continues the run"}
 
-// taken ends a conductor whose run another scheduler has taken over; the record belongs to that one.
+// taken ends a conductor whose run another scheduler has taken over; the record belongs to that
+// one.
 var taken = &ending{reason: "TAKEN", message: "the run is left to the scheduler that leads"}
 
 // endings holds the first ending of a run.
@@ -78,8 +79,8 @@ func (c *closing) mark(ctx context.Context) uint64 {
 
 // lostLead reports whether another scheduler leads, or may lead. The run then belongs to it, and
 // its ledger and streams must stay open. The other one may take the lead right after this check,
-// and this process may be suspended in between: its calls therefore carry a fence, and it purges only
-// work before its mark.
+// and this process may be suspended in between: its calls therefore carry a fence, and it purges
+// only work before its mark.
 func (c *closing) lostLead(ctx context.Context) bool {
 	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
 	defer cancel()

@@ -19,8 +19,8 @@ import (
 // Episode is an open episode after its last completed turn.
 type Episode = snapshotv1.Episode
 
-// EpisodePlace is where an episode is in the order of a list. The zero value with sample -1 is before
-// the first one.
+// EpisodePlace is where an episode is in the order of a list. The zero value with sample -1 is
+// before the first one.
 type EpisodePlace struct {
 	Epoch  uint32
 	Index  uint64
@@ -96,8 +96,8 @@ func (k episodicKind) Verify(ctx context.Context, s *Snapshot, from Files) ([]*F
 // errEpisode is the error of an episode that cannot be read.
 var errEpisode = errors.New("an episode cannot be read")
 
-// readEpisodes passes the episodes of a snapshot to fn. It returns the offset of the episode that it
-// read last.
+// readEpisodes passes the episodes of a snapshot to fn. It returns the offset of the episode that
+// it read last.
 func readEpisodes(ctx context.Context, from Files, fn func(*Episode) error) (offset uint64, err error) {
 	file, err := from.Open(ctx, openEpisodes)
 	if err != nil {

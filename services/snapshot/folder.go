@@ -15,8 +15,8 @@ import (
 // Folder is the folder that the files of a new snapshot are written into. It is deleted afterwards.
 type Folder struct{ Dir string }
 
-// Write writes a file and returns its entry in the manifest. path is relative, with slashes. The file
-// has its name once it is durable.
+// Write writes a file and returns its entry in the manifest. path is relative, with slashes. The
+// file has its name once it is durable.
 func (f Folder) Write(path string, fill func(io.Writer) error) (_ *snapshotv1.SnapshotFile, err error) {
 	name := filepath.Join(f.Dir, filepath.FromSlash(path))
 	if err := os.MkdirAll(filepath.Dir(name), 0o700); err != nil {

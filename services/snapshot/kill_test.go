@@ -174,8 +174,8 @@ func TestAKilledCreationLeavesThePreviousSnapshotWhole(t *testing.T) {
 	}
 }
 
-// whole checks that every file of every manifest exists with its content, and with a killed creation
-// nothing else.
+// whole checks that every file of every manifest exists with its content, and with a killed
+// creation nothing else.
 func whole(t *testing.T, at int, base string, store snapshot.Store, killed bool) {
 	t.Helper()
 	snaps, err := store.List(t.Context(), snapshot.Filter{Run: "run-a"})

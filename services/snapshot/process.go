@@ -22,8 +22,8 @@ import (
 var ErrNoProcess = rpcerr.New(codes.FailedPrecondition, "PROCESS_NONE", "the run has no process of an environment on the host of the snapshot service").
 	Fix("take it on the host of the workers, while a run with `[environment] kind = \"python\"` samples")
 
-// processKind handles the processes of the environments of a run, each an image in a folder with the
-// id of the process. They continue after they were saved. A run that is restored begins their
+// processKind handles the processes of the environments of a run, each an image in a folder with
+// the id of the process. They continue after they were saved. A run that is restored begins their
 // episodes again; an image continues with `rollout process restore`.
 type processKind struct {
 	trainState

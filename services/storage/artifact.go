@@ -136,8 +136,8 @@ func blocks(path string) ([]byte, error) {
 	return blob.Blocks(f)
 }
 
-// admit refuses, before bytes are stored, what a former leader decided. The transaction that records
-// the owner of the bytes compares again.
+// admit refuses, before bytes are stored, what a former leader decided. The transaction that
+// records the owner of the bytes compares again.
 func (s *Server) admit(ctx context.Context, run string, by *fencev1.Fence) error {
 	if by == nil {
 		return nil

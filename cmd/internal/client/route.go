@@ -86,8 +86,8 @@ func (r route) find(ctx context.Context) (*grpc.ClientConn, error) {
 	return conn, nil
 }
 
-// ReasonRegistry is the reason of a call to a service that could not be looked up, because the Consul
-// agent does not answer.
+// ReasonRegistry is the reason of a call to a service that could not be looked up, because the
+// Consul agent does not answer.
 const ReasonRegistry = "REGISTRY_UNREACHABLE"
 
 var errRegistry = errors.New("the agent does not answer")

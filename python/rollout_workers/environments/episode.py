@@ -247,8 +247,8 @@ class EpisodeRunner:
             await run.close()
 
     def doing(self) -> dict[str, tuple[str, float]]:
-        """What is done for each unfinished task, by its key: ``GENERATE`` or ``ENVIRONMENT_STEP``, and
-        since when, in seconds since 1970. If its samples differ, the oldest."""
+        """What is done for each unfinished task, by its key: ``GENERATE`` or ``ENVIRONMENT_STEP``,
+        and since when, in seconds since 1970. If its samples differ, the oldest."""
         found: dict[str, tuple[str, float]] = {}
         for run in self._parts.runs:
             for key, doing, since in run.doing():

@@ -17,8 +17,9 @@ _SPANS = {"REWARD_CALL": "reward", "TOOL_CALL": "tool call"}
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call. doing: ``REWARD_CALL`` or ``TOOL_CALL``. rows: the rows (JSON) of its samples. limit: in
-    seconds. callers: the distinct trace contexts in which it was asked for; none: the current one.
+    """One call. doing: ``REWARD_CALL`` or ``TOOL_CALL``. rows: the rows (JSON) of its samples.
+    limit: in seconds. callers: the distinct trace contexts in which it was asked for; none: the
+    current one.
     since: seconds since 1970."""
 
     doing: str

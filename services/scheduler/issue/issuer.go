@@ -86,7 +86,8 @@ type Deps struct {
 	Emit   func(e *eventv1.Event)
 	Fence  *fencev1.Fence // what the calls to the buffer carry
 	Log    *slog.Logger
-	// Continues: the work that an earlier issuer has published is still on the stream or with a worker.
+	// Continues: the work that an earlier issuer has published is still on the stream or with a
+	// worker.
 	Continues bool
 }
 

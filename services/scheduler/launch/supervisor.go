@@ -94,8 +94,8 @@ func (e *CrashLoop) Error() string {
 }
 
 // Run keeps the worker running. It returns nil after ctx ended and the process was stopped, or left
-// running if the cause is ErrRelease or ErrHandOver; *CrashLoop when the worker crashes too often; and the wrapped
-// error if Prepare fails.
+// running if the cause is ErrRelease or ErrHandOver; *CrashLoop when the worker crashes too often;
+// and the wrapped error if Prepare fails.
 func (s *Supervisor) Run(ctx context.Context) error {
 	limits := s.Limits.withDefaults()
 	var crashes []time.Time

@@ -262,8 +262,8 @@ class BufferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CutLedger(self, request, context):
-        """CutLedger streams the groups of a ledger that no committed step has consumed, at one moment, with
-        their payloads. Groups of a leased batch are complete again.
+        """CutLedger streams the groups of a ledger that no committed step has consumed, at one moment,
+        with their payloads. Groups of a leased batch are complete again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -89,8 +89,8 @@ class BufferServiceStub:
     files, for auditors.
     """
     CutLedger: _grpc.UnaryStreamMultiCallable[_buffer_pb2.CutLedgerRequest, _buffer_pb2.CutLedgerResponse]
-    """CutLedger streams the groups of a ledger that no committed step has consumed, at one moment, with
-    their payloads. Groups of a leased batch are complete again.
+    """CutLedger streams the groups of a ledger that no committed step has consumed, at one moment,
+    with their payloads. Groups of a leased batch are complete again.
     """
     TrimPayloads: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.TrimPayloadsRequest, _buffer_pb2.TrimPayloadsResponse]
     """TrimPayloads allows the buffer to delete the payloads of the steps up to one, because a
@@ -158,8 +158,8 @@ class BufferServiceAsyncStub(BufferServiceStub):
     files, for auditors.
     """
     CutLedger: _aio.UnaryStreamMultiCallable[_buffer_pb2.CutLedgerRequest, _buffer_pb2.CutLedgerResponse]  # type: ignore[assignment]
-    """CutLedger streams the groups of a ledger that no committed step has consumed, at one moment, with
-    their payloads. Groups of a leased batch are complete again.
+    """CutLedger streams the groups of a ledger that no committed step has consumed, at one moment,
+    with their payloads. Groups of a leased batch are complete again.
     """
     TrimPayloads: _aio.UnaryUnaryMultiCallable[_buffer_pb2.TrimPayloadsRequest, _buffer_pb2.TrimPayloadsResponse]  # type: ignore[assignment]
     """TrimPayloads allows the buffer to delete the payloads of the steps up to one, because a
@@ -326,8 +326,8 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_pb2.CutLedgerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_buffer_pb2.CutLedgerResponse], _abc.AsyncIterator[_buffer_pb2.CutLedgerResponse]]:
-        """CutLedger streams the groups of a ledger that no committed step has consumed, at one moment, with
-        their payloads. Groups of a leased batch are complete again.
+        """CutLedger streams the groups of a ledger that no committed step has consumed, at one moment,
+        with their payloads. Groups of a leased batch are complete again.
         """
 
     @_abc_1.abstractmethod

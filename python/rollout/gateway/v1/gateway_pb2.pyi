@@ -57,8 +57,8 @@ class ListWaitsResponse(_message.Message):
     WAITS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def waits(self) -> _containers.RepeatedCompositeFieldContainer[_wait_pb2.Wait]:
-        """WORKERS_MISSING, WEIGHTS, WORKERS_FAILED, SLOT: requests wait for a worker. SESSIONS_OPEN: agents
-        have the sessions of these groups. NO_AGENT: no agent asks for prompts.
+        """WORKERS_MISSING, WEIGHTS, WORKERS_FAILED, SLOT: requests wait for a worker. SESSIONS_OPEN:
+        agents have the sessions of these groups. NO_AGENT: no agent asks for prompts.
         """
 
     def __init__(

@@ -103,7 +103,7 @@ class CreateApiKeyRequest(_message.Message):
     tokens_per_minute: _builtins.int
     """Tokens a minute; 0: any number."""
     project: _builtins.str
-    """Project of the key; empty: the default project. A key creates keys of its own project only, and
+    """Project of the key; empty: the default project. A key creates keys only in its project, and
     may leave this empty.
     """
     @_builtins.property

@@ -27,8 +27,8 @@ if _version_not_supported:
 
 class ApiKeyServiceStub:
     """ApiKeyService creates, lists, and revokes API keys. The gateway serves it and stores the keys in
-    its database, so that all of its replicas have the same ones. A caller with a key sees the keys of
-    its project only.
+    its database, so that all of its replicas have the same ones. A caller with a key sees the keys
+    of its project only.
     """
 
     def __init__(self, channel):
@@ -56,8 +56,8 @@ class ApiKeyServiceStub:
 
 class ApiKeyServiceServicer:
     """ApiKeyService creates, lists, and revokes API keys. The gateway serves it and stores the keys in
-    its database, so that all of its replicas have the same ones. A caller with a key sees the keys of
-    its project only.
+    its database, so that all of its replicas have the same ones. A caller with a key sees the keys
+    of its project only.
     """
 
     def CreateApiKey(self, request, context):
@@ -110,8 +110,8 @@ def add_ApiKeyServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class ApiKeyService:
     """ApiKeyService creates, lists, and revokes API keys. The gateway serves it and stores the keys in
-    its database, so that all of its replicas have the same ones. A caller with a key sees the keys of
-    its project only.
+    its database, so that all of its replicas have the same ones. A caller with a key sees the keys
+    of its project only.
     """
 
     @staticmethod

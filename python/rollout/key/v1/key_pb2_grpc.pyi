@@ -28,8 +28,8 @@ GRPC_VERSION: str
 
 class ApiKeyServiceStub:
     """ApiKeyService creates, lists, and revokes API keys. The gateway serves it and stores the keys in
-    its database, so that all of its replicas have the same ones. A caller with a key sees the keys of
-    its project only.
+    its database, so that all of its replicas have the same ones. A caller with a key sees the keys
+    of its project only.
     """
 
     @_typing.overload
@@ -48,8 +48,8 @@ class ApiKeyServiceStub:
 @_typing.type_check_only
 class ApiKeyServiceAsyncStub(ApiKeyServiceStub):
     """ApiKeyService creates, lists, and revokes API keys. The gateway serves it and stores the keys in
-    its database, so that all of its replicas have the same ones. A caller with a key sees the keys of
-    its project only.
+    its database, so that all of its replicas have the same ones. A caller with a key sees the keys
+    of its project only.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -64,8 +64,8 @@ class ApiKeyServiceAsyncStub(ApiKeyServiceStub):
 
 class ApiKeyServiceServicer(metaclass=_abc_1.ABCMeta):
     """ApiKeyService creates, lists, and revokes API keys. The gateway serves it and stores the keys in
-    its database, so that all of its replicas have the same ones. A caller with a key sees the keys of
-    its project only.
+    its database, so that all of its replicas have the same ones. A caller with a key sees the keys
+    of its project only.
     """
 
     @_abc_1.abstractmethod

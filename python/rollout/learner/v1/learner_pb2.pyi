@@ -139,7 +139,7 @@ class Progress(_message.Message):
 
     @_builtins.property
     def waits(self) -> _containers.RepeatedCompositeFieldContainer[_wait_pb2.Wait]:
-        """What the run waits for in this phase. Those without a reason of their own have the name of the
+        """What the run waits for in this phase. Those without a separate reason have the name of the
         phase.
         """
 

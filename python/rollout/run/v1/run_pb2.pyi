@@ -548,8 +548,8 @@ class WorkerSpec(_message.Message):
     consul_address: _builtins.str
     """Address of the Consul agent or the embedded registry, host:port."""
     token: _builtins.str
-    """Credential of the worker, a reference: sent with each call of a service. It permits the calls of
-    the worker's kind for its run.
+    """Credential of the worker, a reference: sent with each call of a service. It permits the calls
+    of the worker's kind for its run.
     """
     incarnation: _builtins.int
     """Incarnation of the run."""
@@ -578,8 +578,8 @@ class WorkerSpec(_message.Message):
     reserved: _builtins.bool
     """Whether an inference worker only evaluates, and takes no work (eval.workers)."""
     peer_token: _builtins.str
-    """Token of the run, a reference: sent with each call of another worker of the run, and required of
-    each caller.
+    """Token of the run, a reference: sent with each call of another worker of the run, and required
+    of each caller.
     """
     @_builtins.property
     def plan(self) -> _plan_pb2.Plan:
@@ -734,7 +734,7 @@ class CreateRunRequest(_message.Message):
     data. Empty: step 0. To start at step 0 with its weights alone, name them as `model.path`.
     """
     project: _builtins.str
-    """Project of the run. An API key creates runs of its own project only, and may leave this empty."""
+    """Project of the run. An API key creates runs only in its project, and may leave this empty."""
     def __init__(
         self,
         *,
@@ -843,8 +843,8 @@ class ListRunsRequest(_message.Message):
     page_token: _builtins.str
     """Run id after which the page starts, from `next_page_token`."""
     project: _builtins.str
-    """Only runs of this project, empty for the default project. Absent: those of the caller's project,
-    or of all projects if the caller is no API key.
+    """Only runs of this project, empty for the default project. Absent: those of the project of the
+    API key, or of all projects for other callers.
     """
     @_builtins.property
     def states(self) -> _containers.RepeatedScalarFieldContainer[Global___RunState.ValueType]:
@@ -1161,8 +1161,8 @@ class CompleteRunRequest(_message.Message):
     """One line for people."""
     @_builtins.property
     def fence(self) -> _fence_pb2.Fence:
-        """The controller that drove the run, and the incarnation that has ended or stopped. A report about
-        another incarnation than the scheduler's is ignored.
+        """The controller that drove the run, and the incarnation that has ended or stopped. A report
+        about another incarnation than the scheduler's is ignored.
         """
 
     def __init__(

@@ -908,7 +908,7 @@ class Episode(_message.Message):
 
     @_builtins.property
     def trajectory(self) -> _trajectory_pb2.Trajectory:
-        """What the policy read and said so far. It ends with what the policy reads next, and has no
+        """What the policy read and answered so far. It ends with what the policy reads next, and has no
         outcome yet.
         """
 

@@ -196,8 +196,8 @@ class SnapshotServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SaveEpisodes(self, request, context):
-        """SaveEpisodes stores open episodes after a turn. An episode with more turns, or of a later attempt,
-        stays.
+        """SaveEpisodes stores open episodes after a turn. An episode with more turns, or of a later
+        attempt, stays.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -218,8 +218,8 @@ class SnapshotServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AdoptEpisodes(self, request, context):
-        """AdoptEpisodes gives the open episodes of a snapshot to a run that starts from it. Idempotent; none
-        if the snapshot has no episodes.
+        """AdoptEpisodes gives the open episodes of a snapshot to a run that starts from it. Idempotent;
+        none if the snapshot has no episodes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

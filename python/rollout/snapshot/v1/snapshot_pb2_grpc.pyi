@@ -70,16 +70,16 @@ class SnapshotServiceStub:
     FAILED_PRECONDITION, reason SNAPSHOT_IN_USE, if a run started from it.
     """
     SaveEpisodes: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.SaveEpisodesRequest, _snapshot_pb2.SaveEpisodesResponse]
-    """SaveEpisodes stores open episodes after a turn. An episode with more turns, or of a later attempt,
-    stays.
+    """SaveEpisodes stores open episodes after a turn. An episode with more turns, or of a later
+    attempt, stays.
     """
     ListEpisodes: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.ListEpisodesRequest, _snapshot_pb2.ListEpisodesResponse]
     """ListEpisodes returns the saved episodes of a run or of a snapshot, by group and sample."""
     DropEpisodes: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.DropEpisodesRequest, _snapshot_pb2.DropEpisodesResponse]
     """DropEpisodes deletes the saved episodes of groups that have ended. Idempotent."""
     AdoptEpisodes: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.AdoptEpisodesRequest, _snapshot_pb2.AdoptEpisodesResponse]
-    """AdoptEpisodes gives the open episodes of a snapshot to a run that starts from it. Idempotent; none
-    if the snapshot has no episodes.
+    """AdoptEpisodes gives the open episodes of a snapshot to a run that starts from it. Idempotent;
+    none if the snapshot has no episodes.
     """
     DeleteRun: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.DeleteRunRequest, _snapshot_pb2.DeleteRunResponse]
     """DeleteRun deletes the snapshots and the saved episodes of a run, except some snapshots.
@@ -128,16 +128,16 @@ class SnapshotServiceAsyncStub(SnapshotServiceStub):
     FAILED_PRECONDITION, reason SNAPSHOT_IN_USE, if a run started from it.
     """
     SaveEpisodes: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.SaveEpisodesRequest, _snapshot_pb2.SaveEpisodesResponse]  # type: ignore[assignment]
-    """SaveEpisodes stores open episodes after a turn. An episode with more turns, or of a later attempt,
-    stays.
+    """SaveEpisodes stores open episodes after a turn. An episode with more turns, or of a later
+    attempt, stays.
     """
     ListEpisodes: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.ListEpisodesRequest, _snapshot_pb2.ListEpisodesResponse]  # type: ignore[assignment]
     """ListEpisodes returns the saved episodes of a run or of a snapshot, by group and sample."""
     DropEpisodes: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.DropEpisodesRequest, _snapshot_pb2.DropEpisodesResponse]  # type: ignore[assignment]
     """DropEpisodes deletes the saved episodes of groups that have ended. Idempotent."""
     AdoptEpisodes: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.AdoptEpisodesRequest, _snapshot_pb2.AdoptEpisodesResponse]  # type: ignore[assignment]
-    """AdoptEpisodes gives the open episodes of a snapshot to a run that starts from it. Idempotent; none
-    if the snapshot has no episodes.
+    """AdoptEpisodes gives the open episodes of a snapshot to a run that starts from it. Idempotent;
+    none if the snapshot has no episodes.
     """
     DeleteRun: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.DeleteRunRequest, _snapshot_pb2.DeleteRunResponse]  # type: ignore[assignment]
     """DeleteRun deletes the snapshots and the saved episodes of a run, except some snapshots.
@@ -249,8 +249,8 @@ class SnapshotServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _snapshot_pb2.SaveEpisodesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_snapshot_pb2.SaveEpisodesResponse, _abc.Awaitable[_snapshot_pb2.SaveEpisodesResponse]]:
-        """SaveEpisodes stores open episodes after a turn. An episode with more turns, or of a later attempt,
-        stays.
+        """SaveEpisodes stores open episodes after a turn. An episode with more turns, or of a later
+        attempt, stays.
         """
 
     @_abc_1.abstractmethod
@@ -275,8 +275,8 @@ class SnapshotServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _snapshot_pb2.AdoptEpisodesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_snapshot_pb2.AdoptEpisodesResponse, _abc.Awaitable[_snapshot_pb2.AdoptEpisodesResponse]]:
-        """AdoptEpisodes gives the open episodes of a snapshot to a run that starts from it. Idempotent; none
-        if the snapshot has no episodes.
+        """AdoptEpisodes gives the open episodes of a snapshot to a run that starts from it. Idempotent;
+        none if the snapshot has no episodes.
         """
 
     @_abc_1.abstractmethod

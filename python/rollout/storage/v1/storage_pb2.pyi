@@ -316,8 +316,8 @@ class ArtifactInfo(_message.Message):
     exists: _builtins.bool
     """Whether it exists."""
     blocks: _builtins.bytes
-    """Of an import: CRC-32C of each block of 1 MiB, little-endian, 4 bytes each. Empty if the file did
-    not exist.
+    """Of an import: CRC-32C of each block of 1 MiB, little-endian, 4 bytes each. Empty if the file
+    did not exist.
     """
     def __init__(
         self,

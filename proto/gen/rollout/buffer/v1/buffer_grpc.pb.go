@@ -94,8 +94,8 @@ type BufferServiceClient interface {
 	// ExportLedger streams every row of a ledger at one moment, with the contents of the payload
 	// files, for auditors.
 	ExportLedger(ctx context.Context, in *ExportLedgerRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ExportLedgerResponse], error)
-	// CutLedger streams the groups of a ledger that no committed step has consumed, at one moment, with
-	// their payloads. Groups of a leased batch are complete again.
+	// CutLedger streams the groups of a ledger that no committed step has consumed, at one moment,
+	// with their payloads. Groups of a leased batch are complete again.
 	CutLedger(ctx context.Context, in *CutLedgerRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[CutLedgerResponse], error)
 	// TrimPayloads allows the buffer to delete the payloads of the steps up to one, because a
 	// snapshot covers them.
@@ -389,8 +389,8 @@ type BufferServiceServer interface {
 	// ExportLedger streams every row of a ledger at one moment, with the contents of the payload
 	// files, for auditors.
 	ExportLedger(*ExportLedgerRequest, grpc.ServerStreamingServer[ExportLedgerResponse]) error
-	// CutLedger streams the groups of a ledger that no committed step has consumed, at one moment, with
-	// their payloads. Groups of a leased batch are complete again.
+	// CutLedger streams the groups of a ledger that no committed step has consumed, at one moment,
+	// with their payloads. Groups of a leased batch are complete again.
 	CutLedger(*CutLedgerRequest, grpc.ServerStreamingServer[CutLedgerResponse]) error
 	// TrimPayloads allows the buffer to delete the payloads of the steps up to one, because a
 	// snapshot covers them.

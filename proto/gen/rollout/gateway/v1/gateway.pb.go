@@ -80,8 +80,8 @@ func (x *ListWaitsRequest) GetRunId() string {
 // ListWaitsResponse is the waits.
 type ListWaitsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// WORKERS_MISSING, WEIGHTS, WORKERS_FAILED, SLOT: requests wait for a worker. SESSIONS_OPEN: agents
-	// have the sessions of these groups. NO_AGENT: no agent asks for prompts.
+	// WORKERS_MISSING, WEIGHTS, WORKERS_FAILED, SLOT: requests wait for a worker. SESSIONS_OPEN:
+	// agents have the sessions of these groups. NO_AGENT: no agent asks for prompts.
 	Waits         []*v1.Wait `protobuf:"bytes,1,rep,name=waits,proto3" json:"waits,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

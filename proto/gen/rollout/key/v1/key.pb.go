@@ -158,7 +158,7 @@ type CreateApiKeyRequest struct {
 	RequestsPerMinute int32 `protobuf:"varint,4,opt,name=requests_per_minute,json=requestsPerMinute,proto3" json:"requests_per_minute,omitempty"`
 	// Tokens a minute; 0: any number.
 	TokensPerMinute int32 `protobuf:"varint,5,opt,name=tokens_per_minute,json=tokensPerMinute,proto3" json:"tokens_per_minute,omitempty"`
-	// Project of the key; empty: the default project. A key creates keys of its own project only, and
+	// Project of the key; empty: the default project. A key creates keys only in its project, and
 	// may leave this empty.
 	Project       string `protobuf:"bytes,6,opt,name=project,proto3" json:"project,omitempty"`
 	unknownFields protoimpl.UnknownFields

@@ -31,8 +31,8 @@ const (
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
 // ApiKeyService creates, lists, and revokes API keys. The gateway serves it and stores the keys in
-// its database, so that all of its replicas have the same ones. A caller with a key sees the keys of
-// its project only.
+// its database, so that all of its replicas have the same ones. A caller with a key sees the keys
+// of its project only.
 type ApiKeyServiceClient interface {
 	// CreateApiKey creates a key and returns it. Only its hash is stored. API_KEY_NAME,
 	// API_KEY_SCOPE, API_KEY_LIMIT, API_KEY_EXISTS, API_KEY_PROJECT.
@@ -86,8 +86,8 @@ func (c *apiKeyServiceClient) RevokeApiKey(ctx context.Context, in *RevokeApiKey
 // for forward compatibility.
 //
 // ApiKeyService creates, lists, and revokes API keys. The gateway serves it and stores the keys in
-// its database, so that all of its replicas have the same ones. A caller with a key sees the keys of
-// its project only.
+// its database, so that all of its replicas have the same ones. A caller with a key sees the keys
+// of its project only.
 type ApiKeyServiceServer interface {
 	// CreateApiKey creates a key and returns it. Only its hash is stored. API_KEY_NAME,
 	// API_KEY_SCOPE, API_KEY_LIMIT, API_KEY_EXISTS, API_KEY_PROJECT.

@@ -149,7 +149,7 @@ type Progress struct {
 	// Inference workers that could not load the newest weights and serve older ones. Each tries again
 	// by itself.
 	Lagging []*LaggingWorker `protobuf:"bytes,9,rep,name=lagging,proto3" json:"lagging,omitempty"`
-	// What the run waits for in this phase. Those without a reason of their own have the name of the
+	// What the run waits for in this phase. Those without a separate reason have the name of the
 	// phase.
 	Waits         []*v11.Wait `protobuf:"bytes,10,rep,name=waits,proto3" json:"waits,omitempty"`
 	unknownFields protoimpl.UnknownFields

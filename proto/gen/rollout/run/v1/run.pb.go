@@ -898,8 +898,8 @@ type WorkerSpec struct {
 	NatsToken string `protobuf:"bytes,8,opt,name=nats_token,json=natsToken,proto3" json:"nats_token,omitempty"`
 	// Address of the Consul agent or the embedded registry, host:port.
 	ConsulAddress string `protobuf:"bytes,9,opt,name=consul_address,json=consulAddress,proto3" json:"consul_address,omitempty"`
-	// Credential of the worker, a reference: sent with each call of a service. It permits the calls of
-	// the worker's kind for its run.
+	// Credential of the worker, a reference: sent with each call of a service. It permits the calls
+	// of the worker's kind for its run.
 	Token string `protobuf:"bytes,10,opt,name=token,proto3" json:"token,omitempty"`
 	// Incarnation of the run.
 	Incarnation uint32 `protobuf:"varint,11,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
@@ -932,8 +932,8 @@ type WorkerSpec struct {
 	Gpus []uint32 `protobuf:"varint,23,rep,packed,name=gpus,proto3" json:"gpus,omitempty"`
 	// Whether an inference worker only evaluates, and takes no work (eval.workers).
 	Reserved bool `protobuf:"varint,24,opt,name=reserved,proto3" json:"reserved,omitempty"`
-	// Token of the run, a reference: sent with each call of another worker of the run, and required of
-	// each caller.
+	// Token of the run, a reference: sent with each call of another worker of the run, and required
+	// of each caller.
 	PeerToken     string `protobuf:"bytes,25,opt,name=peer_token,json=peerToken,proto3" json:"peer_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1313,7 +1313,7 @@ type CreateRunRequest struct {
 	// Snapshot whose training state the run continues: step, optimizer, schedule, and position in the
 	// data. Empty: step 0. To start at step 0 with its weights alone, name them as `model.path`.
 	FromSnapshot string `protobuf:"bytes,4,opt,name=from_snapshot,json=fromSnapshot,proto3" json:"from_snapshot,omitempty"`
-	// Project of the run. An API key creates runs of its own project only, and may leave this empty.
+	// Project of the run. An API key creates runs only in its project, and may leave this empty.
 	Project       string `protobuf:"bytes,5,opt,name=project,proto3" json:"project,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1541,8 +1541,8 @@ type ListRunsRequest struct {
 	PageSize uint32 `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	// Run id after which the page starts, from `next_page_token`.
 	PageToken string `protobuf:"bytes,3,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
-	// Only runs of this project, empty for the default project. Absent: those of the caller's project,
-	// or of all projects if the caller is no API key.
+	// Only runs of this project, empty for the default project. Absent: those of the project of the
+	// API key, or of all projects for other callers.
 	Project       *string `protobuf:"bytes,4,opt,name=project,proto3,oneof" json:"project,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2159,8 +2159,8 @@ type CompleteRunRequest struct {
 	Reason string `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`
 	// One line for people.
 	Message string `protobuf:"bytes,4,opt,name=message,proto3" json:"message,omitempty"`
-	// The controller that drove the run, and the incarnation that has ended or stopped. A report about
-	// another incarnation than the scheduler's is ignored.
+	// The controller that drove the run, and the incarnation that has ended or stopped. A report
+	// about another incarnation than the scheduler's is ignored.
 	Fence         *v12.Fence `protobuf:"bytes,6,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -1646,7 +1646,7 @@ type Episode struct {
 	Key *v13.TrajectoryKey `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
 	// Turns that the environment has answered.
 	Turns uint32 `protobuf:"varint,2,opt,name=turns,proto3" json:"turns,omitempty"`
-	// What the policy read and said so far. It ends with what the policy reads next, and has no
+	// What the policy read and answered so far. It ends with what the policy reads next, and has no
 	// outcome yet.
 	Trajectory *v13.Trajectory `protobuf:"bytes,3,opt,name=trajectory,proto3" json:"trajectory,omitempty"`
 	// When the turns were sampled and answered.

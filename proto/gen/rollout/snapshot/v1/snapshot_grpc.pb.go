@@ -73,15 +73,15 @@ type SnapshotServiceClient interface {
 	// DeleteSnapshot deletes a manifest, and the files that no other manifest names. Idempotent.
 	// FAILED_PRECONDITION, reason SNAPSHOT_IN_USE, if a run started from it.
 	DeleteSnapshot(ctx context.Context, in *DeleteSnapshotRequest, opts ...grpc.CallOption) (*DeleteSnapshotResponse, error)
-	// SaveEpisodes stores open episodes after a turn. An episode with more turns, or of a later attempt,
-	// stays.
+	// SaveEpisodes stores open episodes after a turn. An episode with more turns, or of a later
+	// attempt, stays.
 	SaveEpisodes(ctx context.Context, in *SaveEpisodesRequest, opts ...grpc.CallOption) (*SaveEpisodesResponse, error)
 	// ListEpisodes returns the saved episodes of a run or of a snapshot, by group and sample.
 	ListEpisodes(ctx context.Context, in *ListEpisodesRequest, opts ...grpc.CallOption) (*ListEpisodesResponse, error)
 	// DropEpisodes deletes the saved episodes of groups that have ended. Idempotent.
 	DropEpisodes(ctx context.Context, in *DropEpisodesRequest, opts ...grpc.CallOption) (*DropEpisodesResponse, error)
-	// AdoptEpisodes gives the open episodes of a snapshot to a run that starts from it. Idempotent; none
-	// if the snapshot has no episodes.
+	// AdoptEpisodes gives the open episodes of a snapshot to a run that starts from it. Idempotent;
+	// none if the snapshot has no episodes.
 	AdoptEpisodes(ctx context.Context, in *AdoptEpisodesRequest, opts ...grpc.CallOption) (*AdoptEpisodesResponse, error)
 	// DeleteRun deletes the snapshots and the saved episodes of a run, except some snapshots.
 	// Idempotent, also for unknown runs.
@@ -281,15 +281,15 @@ type SnapshotServiceServer interface {
 	// DeleteSnapshot deletes a manifest, and the files that no other manifest names. Idempotent.
 	// FAILED_PRECONDITION, reason SNAPSHOT_IN_USE, if a run started from it.
 	DeleteSnapshot(context.Context, *DeleteSnapshotRequest) (*DeleteSnapshotResponse, error)
-	// SaveEpisodes stores open episodes after a turn. An episode with more turns, or of a later attempt,
-	// stays.
+	// SaveEpisodes stores open episodes after a turn. An episode with more turns, or of a later
+	// attempt, stays.
 	SaveEpisodes(context.Context, *SaveEpisodesRequest) (*SaveEpisodesResponse, error)
 	// ListEpisodes returns the saved episodes of a run or of a snapshot, by group and sample.
 	ListEpisodes(context.Context, *ListEpisodesRequest) (*ListEpisodesResponse, error)
 	// DropEpisodes deletes the saved episodes of groups that have ended. Idempotent.
 	DropEpisodes(context.Context, *DropEpisodesRequest) (*DropEpisodesResponse, error)
-	// AdoptEpisodes gives the open episodes of a snapshot to a run that starts from it. Idempotent; none
-	// if the snapshot has no episodes.
+	// AdoptEpisodes gives the open episodes of a snapshot to a run that starts from it. Idempotent;
+	// none if the snapshot has no episodes.
 	AdoptEpisodes(context.Context, *AdoptEpisodesRequest) (*AdoptEpisodesResponse, error)
 	// DeleteRun deletes the snapshots and the saved episodes of a run, except some snapshots.
 	// Idempotent, also for unknown runs.

@@ -580,8 +580,8 @@ type ArtifactInfo struct {
 	Bytes uint64 `protobuf:"varint,2,opt,name=bytes,proto3" json:"bytes,omitempty"`
 	// Whether it exists.
 	Exists bool `protobuf:"varint,3,opt,name=exists,proto3" json:"exists,omitempty"`
-	// Of an import: CRC-32C of each block of 1 MiB, little-endian, 4 bytes each. Empty if the file did
-	// not exist.
+	// Of an import: CRC-32C of each block of 1 MiB, little-endian, 4 bytes each. Empty if the file
+	// did not exist.
 	Blocks        []byte `protobuf:"bytes,4,opt,name=blocks,proto3" json:"blocks,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
