@@ -19,7 +19,10 @@ var ErrRole = rpcerr.New(codes.PermissionDenied, "WORKER_ROLE", "the credential 
 // credential; free methods find artifacts by their content and name no run.
 var (
 	roles = map[string][]string{
-		"inference": {"/rollout.buffer.v1.BufferService/GetMissing", putArtifact, getArtifact},
+		"inference": {
+			"/rollout.buffer.v1.BufferService/GetMissing", putArtifact, getArtifact, "/rollout.snapshot.v1.SnapshotService/SaveEpisodes",
+			"/rollout.snapshot.v1.SnapshotService/ListEpisodes", "/rollout.snapshot.v1.SnapshotService/DropEpisodes",
+		},
 		"learner": {
 			"/rollout.buffer.v1.BufferService/ReadPayloads", putArtifact, getArtifact, statArtifacts, "/rollout.storage.v1.ArtifactService/DeleteArtifacts",
 		},

@@ -117,7 +117,7 @@ func creation(t *testing.T, base string, step uint64, killAt int) (*snapshot.Ser
 	b := &boundary{left: killAt}
 	server, err := snapshot.New(snapshot.Config{}, snapshot.Deps{
 		Store: store, Artifacts: &folder{boundary: b, path: filepath.Join(base, "artifacts")}, Scheduler: &scheduler{}, Buffer: &killedLedger{boundary: b},
-		Controller: &scheduler{}, Events: quiet{},
+		Controller: &scheduler{}, Processes: &processes{}, Events: quiet{},
 	})
 	if err != nil {
 		t.Fatal(err)
