@@ -72,7 +72,7 @@ func TestPlanAsksTheInterpreterOfTheEngine(t *testing.T) {
 			"the engine `vllm` can't take the most likely token",
 		},
 		{"no promise of bits", `echo '{"capabilities": {"greedy": true, "verifies": ["full"]}, "missing": ""}'`, []string{"deterministic=true"}, "the engine `vllm` does not give the same bits each time"},
-		{"usable", `[ "$*" = "-m rollout_workers.engines.registry vllm" ] && echo '{"capabilities": {"greedy": true, "verifies": ["full"]}, "missing": ""}'`, nil, ""},
+		{"usable", `[ "$*" = "-P -m rollout_workers.engines.registry vllm" ] && echo '{"capabilities": {"greedy": true, "verifies": ["full"]}, "missing": ""}'`, nil, ""},
 	} {
 		dir := project(t, "def exact(samples):\n    return [1.0 for s in samples]\n")
 		if err := os.WriteFile(filepath.Join(dir, "python"), []byte("#!/bin/sh\n"+c.script+"\n"), 0o700); err != nil {
