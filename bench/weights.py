@@ -277,7 +277,7 @@ async def work(name: str, model: Path) -> None:
     """A worker's process: one command per line, until the end of input."""
     torch.set_num_threads(1)
     engine = CurrentWeights(_module(model))
-    services = Services("", TOKEN)
+    services = Services("", "", peer_token=TOKEN)
     with tempfile.TemporaryDirectory() as folder:
         cache = WeightsCache(RUN, folder, name, Fetcher(RUN, services))
         print("ready", flush=True)

@@ -62,8 +62,24 @@ def test_a_restored_run_leases_the_same_next_batch(tmp_path: Path) -> None:
         assert payloads(running, restored, step + 1) == payloads(running, run, step + 1)
         steps = running.buffer.ListSteps(buffer_pb2.ListStepsRequest(run_id=restored)).steps
         assert [each.step for each in steps] == list(range(step + 1, 41))
+
+        largest = max(ledger["files"], key=lambda file: int(file["bytes"]))
+        flip_a_bit(tmp_path / "state", largest["digest"], at=int(largest["bytes"]) // 2)
+        rollout(tmp_path / "state", "snapshot", "verify", snapshot, code=65)
+        (flaw,) = running.snapshots.VerifySnapshot(snapshot_pb2.VerifySnapshotRequest(snapshot_id=snapshot)).flaws
+        block = int(largest["bytes"]) // 2 // 2**20 * 2**20
+        assert (flaw.path, flaw.offset) == (largest["path"], block) and 0 < flaw.bytes <= 2**20
     finally:
         stop(running)
+
+
+def flip_a_bit(state: Path, digest: str, at: int) -> None:
+    """Damage a stored artifact."""
+    stored = next(path for path in state.rglob(f"*{digest.removeprefix('blake3-')}*") if path.is_file())
+    data = bytearray(stored.read_bytes())
+    data[at] ^= 1
+    stored.chmod(0o600)
+    stored.write_bytes(data)
 
 
 def payloads(running: Mesh, run: str, step: int) -> list[bytes]:

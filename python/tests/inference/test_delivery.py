@@ -12,6 +12,7 @@ import pytest
 from rollout.inference.v1 import inference_pb2 as pb
 from rollout.weights.v1 import weights_pb2
 from rollout.weights.v1.weights_pb2_grpc import WeightsServiceStub, add_WeightsServiceServicer_to_server
+from rollout_testing.credential import peer_token
 from rollout_testing.daemon import Daemon
 from rollout_testing.run import Example, RunStreams, prompt_group
 from rollout_workers.weights import read_weights, weights_digest, write_weights
@@ -58,7 +59,7 @@ class Publisher:
 
 @pytest.fixture
 async def publisher(daemon: Daemon, example: Example, run: str, tmp_path: Path) -> AsyncIterator[Publisher]:
-    made = await Publisher(example, tmp_path, run, daemon.token).start()
+    made = await Publisher(example, tmp_path, run, peer_token(daemon.token, run)).start()
     yield made
     await made.server.stop(0)
     await made.catalog.close()

@@ -94,7 +94,7 @@ class Registry(Services):
     """Service discovery with one reward worker; without a worker while ``address`` is empty."""
 
     def __init__(self) -> None:
-        super().__init__("127.0.0.1:1", "token")
+        super().__init__("127.0.0.1:1", "", peer_token="token")
         self.address = ""
 
     def _look_up(self, service: str, worker: tuple[str, str] | None) -> str:

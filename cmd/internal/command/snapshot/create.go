@@ -115,7 +115,7 @@ func verifyCommand(env *cli.Env) *cobra.Command {
 					return err
 				}
 				return exit.New(exit.Data, "restore another one of `rollout snapshot list "+snapshot.GetRunId()+"`, or import an exported copy after `rollout snapshot delete "+snapshot.GetSnapshotId()+"`",
-					"snapshot %s is damaged in %d places", snapshot.GetSnapshotId(), len(flaws))
+					"snapshot %s is damaged in %s", snapshot.GetSnapshotId(), output.Plural(len(flaws), "place"))
 			})
 		},
 	}
