@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 from google.protobuf.proto import parse_length_prefixed
@@ -16,8 +17,8 @@ from rollout.snapshot.v1 import snapshot_pb2
 
 def rows_of(folder: Path) -> list[buffer_pb2.CutLedgerResponse]:
     """The rows of a materialized buffer snapshot."""
-    with (folder / "buffer" / "rows.binpb").open("rb") as rows:
-        return list(iter(lambda: parse_length_prefixed(buffer_pb2.CutLedgerResponse, rows), None))
+    rows = io.BytesIO((folder / "buffer" / "rows.binpb").read_bytes())
+    return list(iter(lambda: parse_length_prefixed(buffer_pb2.CutLedgerResponse, rows), None))
 
 
 def ready_groups(running: Mesh, snapshot: str, folder: Path) -> list[buffer_pb2.GroupRecord]:
