@@ -109,7 +109,8 @@ func (j *Job) spec(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	head, err := j.head(ctx, base, from)
+	digests := newest(e.Weights)
+	head, err := j.head(ctx, base, from, digests[from])
 	if err != nil {
 		return "", err
 	}
@@ -128,7 +129,7 @@ func (j *Job) spec(ctx context.Context) (string, error) {
 		if err != nil {
 			return "", errors.Join(err, f.Close())
 		}
-		errs = append(errs, w.Encode(map[string]any{"batch": batch, "digest": cmp.Or(current(e, s.GetStep()), s.GetWeightsDigest())}))
+		errs = append(errs, w.Encode(map[string]any{"batch": batch, "digest": cmp.Or(digests[s.GetStep()], s.GetWeightsDigest())}))
 	}
 	return path, errors.Join(errors.Join(errs...), f.Close())
 }
@@ -168,7 +169,7 @@ func (j *Job) start() (*snapshotv1.Snapshot, uint64, error) {
 }
 
 // head returns the first line of the spec: the state to load, and its digest.
-func (j *Job) head(ctx context.Context, base *snapshotv1.Snapshot, from uint64) (map[string]any, error) {
+func (j *Job) head(ctx context.Context, base *snapshotv1.Snapshot, from uint64, digest string) (map[string]any, error) {
 	e := j.Evidence
 	plan, err := raw(e.Run.GetPlan())
 	if err != nil {
@@ -187,19 +188,19 @@ func (j *Job) head(ctx context.Context, base *snapshotv1.Snapshot, from uint64) 
 			return nil, err
 		}
 	}
-	return map[string]any{"plan": plan, "base_dir": e.Run.GetBaseDir(), "threads": threads, "state_directory": state, "step": from, "digest": current(e, from)}, nil
+	return map[string]any{"plan": plan, "base_dir": e.Run.GetBaseDir(), "threads": threads, "state_directory": state, "step": from, "digest": digest}, nil
 }
 
-// current returns the digest of a version in the newest lineage that has it. The steps after the
-// version were trained from those weights. "" if none is recorded.
-func current(e *audit.Evidence, version uint64) (digest string) {
-	newest := uint32(0)
-	for _, w := range e.Weights {
-		if w.GetVersion() == version && w.GetLineage() >= newest {
-			newest, digest = w.GetLineage(), w.GetDigest()
+// newest returns the digest of each version in the newest lineage that has it: the steps after the
+// version were trained from those weights.
+func newest(weights []*bufferv1.WeightsRecord) map[uint64]string {
+	digests, lineages := map[uint64]string{}, map[uint64]uint32{}
+	for _, w := range weights {
+		if v := w.GetVersion(); w.GetLineage() >= lineages[v] {
+			digests[v], lineages[v] = w.GetDigest(), w.GetLineage()
 		}
 	}
-	return digest
+	return digests
 }
 
 // learnerThreads returns the threads of the run's last learner: results depend on them.
