@@ -251,7 +251,7 @@ check-explain: build venv-dev ## Plant stalls in states and in a running job; `r
 	@scripts/e2e e2e/test_explain.py e2e/test_operators.py e2e/test_traces.py
 
 .PHONY: check-e2e
-check-e2e: build venv-dev $(GRPCURL) ## Run the end-to-end scenarios: one process, then seven
+check-e2e: build venv-dev $(GRPCURL) ## Run the end-to-end scenarios
 	@scripts/e2e
 
 # ---- generate ---------------------------------------------------------------------------------
