@@ -226,11 +226,12 @@ func (s *Server) AdoptEpisodes(ctx context.Context, req *snapshotv1.AdoptEpisode
 	})
 }
 
-// episodesOf passes the episodes of a snapshot to fn, by epoch, index, and sample.
+// episodesOf passes the episodes of a snapshot that the caller sees to fn, by epoch, index, and
+// sample.
 func (s *service) episodesOf(ctx context.Context, idOrPrefix string, fn func(*Episode) error) error {
 	s.files.RLock()
 	defer s.files.RUnlock()
-	snap, err := s.Store.Get(ctx, idOrPrefix)
+	snap, err := s.get(ctx, idOrPrefix)
 	if err != nil {
 		return err
 	}

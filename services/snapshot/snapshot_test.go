@@ -568,3 +568,24 @@ func TestAKeySeesTheSnapshotsOfItsProject(t *testing.T) {
 		t.Errorf("another project deleted a snapshot: %v", err)
 	}
 }
+
+// The episodes of a snapshot are visible to its project only, by its id and by a prefix of it.
+func TestAKeySeesTheEpisodesOfItsProject(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	episodic := storetest.Snap("snap-1", "run-a", 3, "a")
+	episodic.Kind = snapshot.Episodic
+	episodic.Files = append(episodic.Files, &snapshotv1.SnapshotFile{Path: "episodes/open.binpb", Digest: storetest.Digest("b")})
+	if _, err := w.store.Record(t.Context(), episodic, nil); err != nil {
+		t.Fatal(err)
+	}
+	for project, want := range map[string]codes.Code{"math": codes.Unimplemented, "bio": codes.NotFound} { // the test has no bytes
+		ctx := apikey.With(t.Context(), &apikey.Record{Name: "key", Scope: "read", Project: project})
+		for _, id := range []string{"snap-1", "snap-"} {
+			_, err := w.ListEpisodes(ctx, &snapshotv1.ListEpisodesRequest{SnapshotId: id})
+			if rpcerr.Code(err) != want {
+				t.Errorf("%s lists the episodes of %s: %v, want %s", project, id, err, want)
+			}
+		}
+	}
+}
