@@ -42,6 +42,9 @@ func (p processKind) Capture(ctx context.Context, s *Snapshot, to Folder) error 
 	for _, pid := range pids {
 		name := path.Join(trainstate.Processes, strconv.Itoa(pid))
 		dir := filepath.Join(to.Dir, filepath.FromSlash(name))
+		if err := os.RemoveAll(dir); err != nil { // of an earlier attempt
+			return err
+		}
 		image, err := p.processes.Dump(ctx, pid, dir, true)
 		if err != nil {
 			return processError(err)

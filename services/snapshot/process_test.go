@@ -27,8 +27,11 @@ func (p *processes) Dump(_ context.Context, _ int, dir string, keep bool) (check
 	if p.error != nil || !keep {
 		return checkpoint.Image{}, p.error
 	}
-	if err := os.MkdirAll(dir, 0o700); err != nil {
+	if err := os.MkdirAll(filepath.Dir(dir), 0o700); err != nil {
 		return checkpoint.Image{}, err
+	}
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		return checkpoint.Image{}, checkpoint.Fail(checkpoint.ReasonExists, "", "%v", err)
 	}
 	if err := os.WriteFile(filepath.Join(dir, "pages-1.img"), []byte("memory"), 0o600); err != nil {
 		return checkpoint.Image{}, err
@@ -72,5 +75,21 @@ func TestASnapshotOfProcessesHasAnImageOfEach(t *testing.T) {
 	_, err = w.CreateSnapshot(t.Context(), &snapshotv1.CreateSnapshotRequest{Snapshot: without, Directory: "/scratch"})
 	if rpcerr.Reason(err) != "SNAPSHOT_INVALID" {
 		t.Errorf("without an image: %v", err)
+	}
+}
+
+// The controller repeats a creation after a failure of the storage service, in the same folder.
+func TestACreationWithProcessesCanBeRepeated(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	w.processes.pids, w.artifacts.down = []int{41}, 1
+	want := storetest.Snap("", "run-a", 1, "a")
+	want.Kind = snapshotv1.SnapshotKind_SNAPSHOT_KIND_PROCESS
+	again := &snapshotv1.CreateSnapshotRequest{Snapshot: want, Directory: t.TempDir(), Capture: true}
+	if _, err := w.CreateSnapshot(t.Context(), again); rpcerr.Code(err) != codes.Unavailable {
+		t.Fatalf("storage is down: %v", err)
+	}
+	if _, err := w.CreateSnapshot(t.Context(), again); err != nil {
+		t.Errorf("the second attempt: %v", err)
 	}
 }
