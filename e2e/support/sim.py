@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -262,7 +263,11 @@ def replay(running: Mesh, run: str, code: int = 0) -> dict:
         *(("--config", str(running.config)) if running.config else ("--state-dir", str(running.state))),
     ]
     outcome = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={"PATH": "/usr/bin:/bin", **running.environment}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"HOME": tempfile.gettempdir(), "PATH": "/usr/bin:/bin", **running.environment},
     )
     assert outcome.returncode == code, f"{outcome.returncode}: {outcome.stdout[-3000:]}{outcome.stderr[-3000:]}"
     return json.loads(outcome.stdout)
