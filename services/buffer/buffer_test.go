@@ -45,6 +45,7 @@ type bench struct {
 	events *recorder
 	sync   func(*os.File) error // of segments; nil: fdatasync
 	stop   func()
+	server *buffer.Server
 	client bufferv1.BufferServiceClient
 }
 
@@ -110,6 +111,7 @@ func (s *bench) start() {
 		s.Fatal(err)
 	}
 	server.Register(edge)
+	s.server = server
 	dialer := rpc.NewDialer(rpc.DialerOptions{Local: edge, Hosted: []string{"buffer"}})
 	conn, err := dialer.Conn("buffer")
 	if err != nil {

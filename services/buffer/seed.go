@@ -2,10 +2,12 @@ package buffer
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"io"
+	"math"
 
 	"google.golang.org/protobuf/encoding/protodelim"
 	"google.golang.org/protobuf/proto"
@@ -30,29 +32,55 @@ type seed struct {
 }
 
 // seed begins the ledger of a run with the groups of its config's snapshot, unless it has begun.
-// Payloads are durable before a row names them; a crash in between leaves a segment without rows,
-// which is deleted when ingest starts.
+// Payloads are durable before a row names them; a crash in between leaves segments without rows,
+// which are deleted when ingest starts. ledger.ErrConfig, ErrLeaving.
 func (rs *runs) seed(ctx context.Context, r *run, config *bufferv1.LedgerConfig) error {
 	begun := false
-	if err := r.View(ctx, func(reader ledger.Reader) error {
-		begun = reader.Ledger().Revision > 0
-		return nil
+	if err := r.View(ctx, func(reader ledger.Reader) (err error) {
+		if !proto.Equal(reader.Ledger().Config, config) {
+			return ledger.ErrConfig.With("run", r.id)
+		}
+		if begun = !reader.Ledger().Closed; !begun {
+			begun, err = ledger.Begun(ctx, reader)
+		}
+		return err
 	}); err != nil || begun {
 		return err
 	}
 	if rs.deps.Artifacts == nil {
 		return ErrNoArtifacts.With("ref", config.GetSeed().GetRows())
 	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	defer context.AfterFunc(rs.life, func() { cancel(ErrLeaving) })()
+	if err := rs.fill(ctx, r, config); err != nil {
+		if context.Cause(ctx) == ErrLeaving {
+			return ErrLeaving
+		}
+		return fmt.Errorf("begin the ledger of %s with the groups of a snapshot: %w", r.id, err)
+	}
+	return nil
+}
+
+// fill downloads a snapshot into segments and rows.
+func (rs *runs) fill(ctx context.Context, r *run, config *bufferv1.LedgerConfig) error {
 	folder := rs.cfg.folder(r.id)
 	bucket := segment.NewBucket(rs.deps.Blobs, r.id, folder)
+	newest := uint32(0)
+	if bucket != nil { // an earlier attempt, perhaps on another host, may have used numbers
+		var err error
+		if newest, err = bucket.Newest(ctx); err != nil {
+			return err
+		}
+	}
 	files := segment.Config{Dir: folder, RollBytes: rs.cfg.SegmentBytes, Volatile: rs.cfg.Durability == Process || bucket != nil, Datasync: rs.deps.Datasync}
-	writer, _, err := segment.Open(files, nil, 0)
+	writer, _, err := segment.Open(files, nil, newest)
 	if err != nil {
 		return err
 	}
 	s := &seed{artifacts: rs.deps.Artifacts, config: config, writer: writer}
 	if err := errors.Join(s.read(ctx), writer.Close()); err != nil {
-		return fmt.Errorf("begin the ledger of %s with the groups of a snapshot: %w", r.id, err)
+		return err
 	}
 	if bucket != nil {
 		for _, g := range s.segments {
@@ -97,6 +125,9 @@ func (s *seed) take(m *bufferv1.CutLedgerResponse, payloads io.Reader) error {
 		s.weights = append(s.weights, ledger.Weights{Version: w.GetVersion(), Digest: w.GetDigest()})
 	}
 	for _, g := range m.GetGroups() {
+		if g.GetState() < ledger.Open || g.GetState() > ledger.Dissolved {
+			return ErrLost.With("position", fmt.Sprint(g.GetPosition())).WithMessage("the group at position %d of the snapshot has the unknown state %d", g.GetPosition(), g.GetState())
+		}
 		s.groups = append(s.groups, &ledger.Group{
 			Position: g.GetPosition(), Attempt: g.GetKey().GetAttempt(), State: g.GetState(), Reason: g.GetReason(), Step: g.GetStep(), Samples: g.GetSamples(),
 			Pending: g.GetPending(), Failures: g.GetFailures(), MinVersion: g.GetMinVersion(), Arrival: g.GetArrival(), TokenRewards: g.GetTokenRewards(),
@@ -104,8 +135,8 @@ func (s *seed) take(m *bufferv1.CutLedgerResponse, payloads io.Reader) error {
 	}
 	var records []segment.Record
 	for _, a := range m.GetSamples() {
-		payload := make([]byte, a.GetRef().GetLength())
-		if _, err := io.ReadFull(payloads, payload); err != nil {
+		payload, err := readPayload(payloads, a.GetRef().GetLength())
+		if err != nil {
 			return fmt.Errorf("read the payload at byte %d: %w", a.GetRef().GetOffset(), err)
 		}
 		if segment.CRC(payload) != a.GetRef().GetCrc32C() {
@@ -134,6 +165,23 @@ func (s *seed) take(m *bufferv1.CutLedgerResponse, payloads io.Reader) error {
 	}
 	s.segments = append(s.segments, ledger.Segment{Number: tail.Segment, Bytes: tail.Bytes})
 	return nil
+}
+
+// readPayload reads a payload. It needs no more memory than there are bytes, whatever length a row
+// of an imported snapshot names.
+func readPayload(from io.Reader, length uint64) ([]byte, error) {
+	if length > math.MaxUint32 { // the length of a record in a segment has 32 bits
+		return nil, ErrLost.WithMessage("the snapshot names a payload of %d bytes", length)
+	}
+	var payload bytes.Buffer
+	payload.Grow(int(min(length, chunkBytes)))
+	if _, err := io.CopyN(&payload, from, int64(length)); err != nil {
+		if errors.Is(err, io.EOF) {
+			err = io.ErrUnexpectedEOF
+		}
+		return nil, err
+	}
+	return payload.Bytes(), nil
 }
 
 func (s *seed) sample(a *bufferv1.SampleRecord, at segment.Place) error {

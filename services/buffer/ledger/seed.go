@@ -28,16 +28,31 @@ func Unconsumed(ctx context.Context, r Reader) (uint64, error) {
 	if err != nil {
 		return 0, err
 	}
-	others, err := r.ListGroups(ctx, GroupQuery{States: []State{Leased, Dissolved}})
+	leased, err := r.Taken(ctx, l.Step+1) // also the excluded groups that it passes
 	if err != nil {
 		return 0, err
 	}
-	for _, groups := range [][]*Group{incomplete, waiting, others} {
+	dissolved, err := r.ListGroups(ctx, GroupQuery{States: []State{Dissolved}, Limit: 1})
+	if err != nil {
+		return 0, err
+	}
+	for _, groups := range [][]*Group{incomplete, waiting, leased, dissolved} {
 		for _, g := range groups {
 			first = min(first, g.Position)
 		}
 	}
 	return first, nil
+}
+
+// Begun reports whether a ledger has groups or weights. Without, it can begin with those of a
+// snapshot.
+func Begun(ctx context.Context, r Reader) (bool, error) {
+	end, err := r.End(ctx)
+	if err != nil || end > 0 {
+		return end > 0, err
+	}
+	weights, err := r.ListWeights(ctx, 0, 1)
+	return len(weights) > 0, err
 }
 
 // Seed begins a new ledger with what Unconsumed and the groups after it were in another one. Groups

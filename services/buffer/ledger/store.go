@@ -10,8 +10,9 @@ import (
 // Store stores ledgers. Adapters are in folders next to this package and pass the suite in
 // storetest. Safe for concurrent use.
 type Store interface {
-	// Create creates the ledger of a run, or does nothing if there is one. Durable when it returns.
-	// fence.ErrFenced, then nothing is created.
+	// Create creates the ledger of a run, or does nothing if there is one. A ledger that begins with
+	// groups of a snapshot is closed, so that nothing is ingested before it has them. Durable when it
+	// returns. fence.ErrFenced, then nothing is created.
 	Create(ctx context.Context, run string, config *bufferv1.LedgerConfig, by *fencev1.Fence) error
 	// Admit is Reader.Admit for a run that has no ledger.
 	Admit(ctx context.Context, run string, by *fencev1.Fence) error
@@ -50,6 +51,8 @@ type Reader interface {
 	// BatchSamples returns the samples of a leased or committed step, without those of excluded
 	// groups, by position, sample, and part.
 	BatchSamples(ctx context.Context, step uint64) ([]Sample, error)
+	// Taken returns the groups that a leased or committed step has taken or passed, by position.
+	Taken(ctx context.Context, step uint64) ([]*Group, error)
 	// Pending returns the samples that wait for the digest of a version.
 	Pending(ctx context.Context, version uint64) ([]Sample, error)
 	// Step returns a leased or committed step, or nil.

@@ -28,6 +28,7 @@ func TestNoStatementOfAStepScansTheLedger(t *testing.T) {
 		{groups + `arrival > 0 AND step = 0 ORDER BY arrival LIMIT 3`, "prompt_group_arrival (ledger=? AND arrival>?)"},
 		{samples + some + ` ORDER BY s.position, s.sample, s.part`, "PRIMARY KEY (ledger=? AND position=?)"},
 		{s.sql.take, "prompt_group_step (ledger=? AND step=?)"},
+		{s.sql.taken, "prompt_group_step (ledger=? AND step=?)"},
 		{s.sql.verify, "sample_pending (ledger=? AND receipt_version=?)"},
 		{s.sql.pending, "sample_pending (ledger=? AND receipt_version=?)"},
 		{s.sql.batch, "prompt_group_step (ledger=? AND step=?)"},

@@ -131,6 +131,11 @@ func (r *reader) BatchSamples(ctx context.Context, step uint64) ([]ledger.Sample
 	return r.samples(ctx, r.sql.batch, step)
 }
 
+// Taken implements ledger.Reader.
+func (r *reader) Taken(ctx context.Context, step uint64) ([]*ledger.Group, error) {
+	return r.queryGroups(ctx, r.sql.taken, step)
+}
+
 // Pending implements ledger.Reader.
 func (r *reader) Pending(ctx context.Context, version uint64) ([]ledger.Sample, error) {
 	return r.samples(ctx, r.sql.pending, version)

@@ -11,10 +11,10 @@ import (
 // statements are the SQL texts of one dialect. Those of a step are prepared if the driver does not
 // do it: parsing took a third of a transaction of 8 samples.
 type statements struct {
-	ledger, lock, groups, samples, batch, pending, step, weights string
-	save, verify, take, putSegment, markTrimmed, forget          string
-	join                                                         string // keeps the order in which it is written
-	live                                                         string // prompt_group, read by the index of groups that a step may still take
+	ledger, lock, groups, samples, batch, taken, pending, step, weights string
+	save, verify, take, putSegment, markTrimmed, forget                 string
+	join                                                                string // keeps the order in which it is written
+	live                                                                string // prompt_group, read by the index of groups that a step may still take
 
 	putGroups, addSamples map[int]string // by the number of rows
 	prepared              map[string]*sqldb.Prepared
@@ -43,6 +43,8 @@ func newStatements(db *sqldb.DB) *statements {
 		batch: `SELECT ` + sampleColumns + ` FROM prompt_group g` + db.Indexed("prompt_group_step") + `
 		` + db.JoinInOrder() + ` sample s ON s.ledger = g.ledger AND s.position = g.position
 		WHERE g.ledger = $1 AND g.step = $2 AND g.step > 0 AND g.state IN (3, 4)` + sampleOrder,
+		taken: `SELECT ` + groupColumns + ` FROM prompt_group` + db.Indexed("prompt_group_step") + `
+		WHERE ledger = $1 AND step = $2 AND step > 0 ORDER BY position`,
 		pending: `SELECT ` + sampleColumns + ` FROM sample s` + db.Indexed("sample_pending") + `
 		WHERE s.ledger = $1 AND s.receipt_version = $2 AND s.receipt_digest IS NOT NULL` + sampleOrder,
 		step:    `SELECT ` + stepColumns + ` FROM step WHERE ledger = $1 AND step = $2`,

@@ -68,8 +68,8 @@ func (s *Store) Create(ctx context.Context, run string, config *bufferv1.LedgerC
 		return fmt.Errorf("create ledger: %w", err)
 	}
 	err = s.db.Tx(ctx, func(tx *sql.Tx) error {
-		if _, err := tx.ExecContext(ctx, `INSERT INTO ledger (run, config, step) VALUES ($1, $2, $3) ON CONFLICT (run) DO NOTHING`,
-			run, raw, config.GetFirstStep()); err != nil {
+		if _, err := tx.ExecContext(ctx, `INSERT INTO ledger (run, config, step, closed) VALUES ($1, $2, $3, $4) ON CONFLICT (run) DO NOTHING`,
+			run, raw, config.GetFirstStep(), config.GetSeed() != nil); err != nil {
 			return err
 		}
 		return fence.Admit(ctx, tx, s.db.Dialect, run, by)

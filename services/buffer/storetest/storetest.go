@@ -114,6 +114,14 @@ func createTwice(t *testing.T, b *bundle) {
 	if runs, err = b.store.Runs(t.Context()); err != nil || len(runs) > 0 {
 		t.Errorf("a closed ledger is listed: %v %v", runs, err)
 	}
+	seeded := config()
+	seeded.Seed = &bufferv1.LedgerSeed{Rows: "a", Payloads: "b"}
+	if err := b.store.Create(t.Context(), "run-seeded", seeded, nil); err != nil {
+		t.Fatal(err)
+	}
+	if runs, err = b.store.Runs(t.Context()); err != nil || len(runs) > 0 {
+		t.Errorf("a ledger without the groups that it begins with is open: %v %v", runs, err)
+	}
 }
 
 func unknownRun(t *testing.T, b *bundle) {
@@ -348,6 +356,11 @@ func takeGroups(t *testing.T, b *bundle) {
 			states = append(states, g.State)
 		}
 		equal(t, "states", states, []ledger.State{ledger.Consumed, ledger.Consumed, ledger.Excluded, ledger.Leased})
+		if err != nil {
+			return err
+		}
+		taken, err := r.Taken(t.Context(), 5)
+		equal(t, "groups of step 5", taken, got[:3])
 		return err
 	})
 }
