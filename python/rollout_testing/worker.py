@@ -31,7 +31,9 @@ class InProcess:
         self.spec, self._given = spec, given
         self.who = identity(spec)
         self.lifecycle = Lifecycle()
-        self._heartbeat = Heartbeat(spec.nats_url, spec.nats_token, name=self.who.registration, access=spec.nats)
+        self._heartbeat = Heartbeat(
+            spec.nats_url, spec.nats_token, name=self.who.registration, run=self.who.run, access=spec.nats
+        )
         self.events = Events(self.who, self._heartbeat)
         self.task: asyncio.Task[None] | None = None
         self.channel: grpc.aio.Channel | None = None

@@ -93,7 +93,12 @@ async def _run(kind: LinkedKind | DetachedKind, spec: WorkerSpec, who: Identity)
         await kind.run(process)
         leave_now(lifecycle.exit_code)
     heartbeat = Heartbeat(
-        spec.nats_url, spec.nats_token, name=who.registration, access=spec.nats, leaving=lambda: lifecycle.leaving
+        spec.nats_url,
+        spec.nats_token,
+        name=who.registration,
+        run=who.run,
+        access=spec.nats,
+        leaving=lambda: lifecycle.leaving,
     )
     heartbeat.start()
     events = Events(who, heartbeat)

@@ -37,12 +37,15 @@ class Heartbeat:
         token: str,
         *,
         name: str,
+        run: str = "",
         access: NatsAccess | None = None,
         leaving: Callable[[], bool] = lambda: False,
     ) -> None:
-        """access: credentials other than the token, and TLS. leaving: whether the worker is
-        shutting down; a lost connection is then not logged."""
+        """run: the run whose inboxes the connection uses. access: credentials other than the token,
+        and TLS. leaving: whether the worker is shutting down; a lost connection is then not
+        logged."""
         self._url, self._token, self._name, self._access, self._leaving = url, token, name, access, leaving
+        self._of_run = run
         self._unfinished: dict[str, None] = {}  # an ordered set of reply subjects; its operations are atomic
         self._loop = asyncio.new_event_loop()
         self._client: asyncio.Future[Client] | None = None
@@ -85,7 +88,14 @@ class Heartbeat:
     async def _main(self) -> None:
         self._stopping = asyncio.Event()
         connecting = asyncio.create_task(
-            connect(self._url, self._token, name=f"{self._name} heartbeat", access=self._access, leaving=self._leaving)
+            connect(
+                self._url,
+                self._token,
+                name=f"{self._name} heartbeat",
+                access=self._access,
+                run=self._of_run,
+                leaving=self._leaving,
+            )
         )
         self._client = asyncio.ensure_future(connecting)
         self._ready.set()

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from rollout_testing.credential import worker_token
 from rollout_testing.daemon import Daemon
 from rollout_testing.run import RunStreams
 from rollout_workers.worker.heartbeat import Heartbeat
@@ -37,7 +38,8 @@ async def streams(daemon: Daemon, who: Identity) -> AsyncIterator[RunStreams]:
 
 @pytest.fixture
 def heartbeat(daemon: Daemon, who: Identity) -> Iterator[Heartbeat]:
-    started = Heartbeat(daemon.nats_url, daemon.token, name=who.registration)
+    token = worker_token(daemon.token, who.run, who.kind)  # its permissions are those of a worker
+    started = Heartbeat(daemon.nats_url, token, name=who.registration, run=who.run)
     started.start()
     yield started
     started.stop()

@@ -3,6 +3,7 @@ warnings are sent once with a count."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 
@@ -59,6 +60,15 @@ async def test_repeated_warnings_are_sent_once_with_a_count(streams: RunStreams,
     assert "repeated" not in first.attributes
     assert (last.attributes["repeated"], last.message) == ("49", "the reward of 49 samples took longer than 5 s")
     assert sum(event.level == pb.LEVEL_INFO for event in events_received) == 50
+
+
+async def test_a_worker_may_read_the_acks_of_its_events(streams: RunStreams, heartbeat: Heartbeat, who: Identity) -> None:
+    async def send() -> bytes:
+        client = await heartbeat.client()
+        return (await client.request(who.event_subject, pb.EventBatch().SerializeToString(), timeout=5)).data
+
+    answer = await asyncio.wrap_future(heartbeat.submit(send()))
+    assert b'"stream":"EVENTS"' in answer.replace(b" ", b"")
 
 
 async def test_close_sends_buffered_events(streams: RunStreams, heartbeat: Heartbeat, who: Identity) -> None:
