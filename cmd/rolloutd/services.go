@@ -216,8 +216,8 @@ func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
 	natsToken, consulToken := m.endpoints.workerTokens(m.cfg)
 	cfg := scheduler.Config{
 		// A replica that takes over continues the runs of the failed leader.
-		Retention: retention(m.cfg.Retention),
-		StateDir:  m.cfg.SharedDir, ResumeOnStart: m.cfg.Worker.ResumeOnStart || m.replicated(), Replicas: m.replicated(),
+		Retention: retention(m.cfg.Retention), KeepRuns: m.cfg.Retention.EndedRuns,
+		StateDir: m.cfg.SharedDir, ResumeOnStart: m.cfg.Worker.ResumeOnStart || m.replicated(), Replicas: m.replicated(),
 		Worker: scheduler.WorkerConfig{
 			Command: workerCommand(m.cfg.Worker), Cores: m.cfg.Worker.Cores,
 			Env: workerEnv(m.cfg, m.endpoints, m.environ), BusEnv: busEnv(m.cfg, m.endpoints, m.environ),

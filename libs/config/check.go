@@ -81,6 +81,9 @@ func (c Config) finish() (Config, error) {
 			fail("retention.%s: %d is not between 0 (never) and 36500", name, days)
 		}
 	}
+	if c.Retention.EndedRuns < 0 {
+		fail("retention.ended_runs: %d is below 0", c.Retention.EndedRuns)
+	}
 	if c.Worker.Cores < 0 {
 		fail("worker.cores: %d is below 0", c.Worker.Cores)
 	}

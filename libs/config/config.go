@@ -88,13 +88,14 @@ type Buffer struct {
 }
 
 // Retention says after how many days the scheduler deletes runs, by their last state, and the
-// storage service events. 0: never. Interrupted runs wait to be resumed, and are never deleted by
-// age.
+// storage service events, and how many of the runs that have ended stay. 0: never, and all.
+// Interrupted runs wait to be resumed, and are not deleted.
 type Retention struct {
 	SucceededDays int `toml:"succeeded_days"`
 	FailedDays    int `toml:"failed_days"`
 	CancelledDays int `toml:"cancelled_days"`
 	EventsDays    int `toml:"events_days"`
+	EndedRuns     int `toml:"ended_runs"`
 }
 
 // Days is a number of days as a duration.

@@ -38,6 +38,8 @@ type Config struct {
 	// Retention is after which time runs are deleted, by the state in which they ended. A state that
 	// is absent: never.
 	Retention map[State]time.Duration
+	// KeepRuns is how many of the newest runs that have ended stay; older ones are deleted. 0: all.
+	KeepRuns int
 	// Worker configures worker processes.
 	Worker WorkerConfig
 }

@@ -38,6 +38,7 @@ const deletionEvery = 10 * time.Second
 type deletion struct {
 	Deps
 	retention map[State]time.Duration
+	keep      int // newest ended runs that stay; 0: all
 	records   *records
 	runs      *runs
 	servings  *servings
@@ -47,8 +48,8 @@ type deletion struct {
 // retentionEvery is the interval at which runs are deleted by age.
 const retentionEvery = time.Hour
 
-// serve finishes what an earlier process began or what has failed, and deletes runs by age, until
-// ctx ends.
+// serve finishes what an earlier process began or what has failed, and deletes runs by age and
+// number, until ctx ends.
 func (d *deletion) serve(ctx context.Context) {
 	var swept time.Time
 	for {
@@ -58,7 +59,9 @@ func (d *deletion) serve(ctx context.Context) {
 				d.Log.WarnContext(ctx, "old runs could not be deleted, which is tried again in an hour", "error", err)
 			}
 		}
-		runs, err := d.Store.List(ctx, Filter{States: []State{Deleting}})
+		err := d.sweepNumber(ctx)
+		runs, failed := d.Store.List(ctx, Filter{States: []State{Deleting}})
+		err = errors.Join(err, failed)
 		for _, run := range runs {
 			if _, failed := d.finish(ctx, run); failed != nil {
 				err = errors.Join(err, fmt.Errorf("delete %s: %w", run.GetRunId(), failed))
@@ -86,10 +89,35 @@ func (d *deletion) sweep(ctx context.Context, now time.Time) error {
 		}, state); err != nil {
 			return err
 		}
-		for _, id := range old {
-			if _, err := d.request(ctx, id, false); err != nil && !errors.Is(err, ErrInUse) && !errors.Is(err, ErrNotFound) {
-				failed = errors.Join(failed, err)
-			}
+		failed = errors.Join(failed, d.requestAll(ctx, old))
+	}
+	return failed
+}
+
+// sweepNumber deletes the ended runs that are older than the newest ones that stay. An interrupted
+// run waits to be resumed, and does not count.
+func (d *deletion) sweepNumber(ctx context.Context) error {
+	if d.keep <= 0 {
+		return nil
+	}
+	newer := 0
+	var old []string
+	if err := d.each(ctx, func(run *Run) error { // newest first
+		if newer++; newer > d.keep {
+			old = append(old, run.GetRunId())
+		}
+		return nil
+	}, Succeeded, Failed, Cancelled); err != nil {
+		return err
+	}
+	return d.requestAll(ctx, old)
+}
+
+// requestAll deletes runs, except those that something needs.
+func (d *deletion) requestAll(ctx context.Context, runs []string) (failed error) {
+	for _, id := range runs {
+		if _, err := d.request(ctx, id, false); err != nil && !errors.Is(err, ErrInUse) && !errors.Is(err, ErrActive) && !errors.Is(err, ErrNotFound) {
+			failed = errors.Join(failed, err)
 		}
 	}
 	return failed

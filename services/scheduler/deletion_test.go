@@ -3,6 +3,7 @@ package scheduler_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
@@ -318,6 +319,27 @@ func TestRetention(t *testing.T) {
 	for _, what := range w.erased.list() {
 		if !strings.HasSuffix(what, first) {
 			t.Errorf("deleted %s", what)
+		}
+	}
+}
+
+// Of the runs that have ended only the newest stay. One that was interrupted is not deleted and does
+// not count.
+func TestRetentionByNumber(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	w.config.KeepRuns = 2
+	id := func(n int) string { return fmt.Sprintf("run-01jz000000000000000000000%d", n) }
+	for n, state := range []scheduler.State{scheduler.Succeeded, scheduler.Interrupted, scheduler.Failed, scheduler.Interrupted, scheduler.Cancelled, scheduler.Succeeded} {
+		w.add(storetest.Sample(id(n), "x", state))
+	}
+	w.start()
+	for n := range 6 {
+		gone := n == 0 || n == 2
+		for _, err := w.store.Get(t.Context(), id(n)); gone != errors.Is(err, scheduler.ErrNotFound); _, err = w.store.Get(t.Context(), id(n)) {
+			if t.Context().Err() != nil || !gone {
+				t.Fatalf("%s: %v", id(n), err)
+			}
 		}
 	}
 }

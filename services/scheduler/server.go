@@ -56,7 +56,7 @@ func New(cfg Config, deps Deps) (*Server, error) {
 	if err != nil {
 		return nil, err
 	}
-	deletion := &deletion{Deps: deps, retention: cfg.Retention, records: records, runs: runs, servings: servings}
+	deletion := &deletion{Deps: deps, retention: cfg.Retention, keep: cfg.KeepRuns, records: records, runs: runs, servings: servings}
 	left, err := takeover.left(ctx)
 	if err != nil {
 		return nil, err
