@@ -17,6 +17,8 @@ type Config struct {
 	Fetch int
 	// Page is how many events a tail reads at a time. 0: 500.
 	Page int
+	// TrimEvery is the interval at which stored events are removed from the stream. 0: a minute.
+	TrimEvery time.Duration
 	// EventAge is the age at which events are deleted. 0: never.
 	EventAge time.Duration
 }
@@ -28,12 +30,16 @@ func (c *Config) defaults() {
 	if c.Page <= 0 {
 		c.Page = 500
 	}
+	if c.TrimEvery <= 0 {
+		c.TrimEvery = time.Minute
+	}
 }
 
 // Stream is the part of the bus that the service uses.
 type Stream interface {
 	EnsureEvents(ctx context.Context) error
 	Events(ctx context.Context) (*bus.Consumer, error)
+	TrimEvents(ctx context.Context) error
 }
 
 // Deps are the dependencies of the service.

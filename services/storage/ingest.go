@@ -68,7 +68,14 @@ func (s *Server) consume(ctx context.Context, progress func()) error {
 	if err != nil {
 		return err
 	}
+	trimmed := s.deps.Now()
 	for {
+		if now := s.deps.Now(); now.Sub(trimmed) >= s.cfg.TrimEvery {
+			trimmed = now
+			if err := s.deps.Stream.TrimEvents(ctx); err != nil {
+				return err
+			}
+		}
 		messages, err := consumer.Fetch(ctx, s.cfg.Fetch, 5*time.Second)
 		if err != nil {
 			return err

@@ -8,6 +8,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"strconv"
 	"testing"
 	"time"
 
@@ -24,6 +25,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/sqldb"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 	"github.com/rollout-rl/rollout/services/storage"
@@ -61,7 +63,7 @@ func serve(t *testing.T) setup {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s, err := storage.New(storage.Config{Page: 2}, storage.Deps{Store: store, Artifacts: blob.NewCAS(adapter, dir), Stream: b})
+	s, err := storage.New(storage.Config{Page: 2, TrimEvery: time.Millisecond}, storage.Deps{Store: store, Artifacts: blob.NewCAS(adapter, dir), Stream: b})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -129,6 +131,37 @@ func TestTailSendsStoredEventsThenNewOnes(t *testing.T) {
 	read("5")
 	if len(got) != 5 {
 		t.Fatalf("got %v", got)
+	}
+}
+
+func TestStoredEventsLeaveTheStream(t *testing.T) {
+	t.Parallel()
+	s := serve(t)
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	defer cancel()
+	if err := s.bus.EnsureEvents(ctx); err != nil {
+		t.Fatal(err)
+	}
+	for n := range 20 {
+		if err := s.bus.PublishProto(ctx, bus.EventSubject("run-a"), &eventv1.EventBatch{Events: []*eventv1.Event{event(strconv.Itoa(n))}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	tick := time.NewTicker(10 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		stream, err := s.bus.JetStream().Stream(ctx, names.EventStream)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if stream.CachedInfo().State.Msgs == 0 {
+			break
+		}
+		<-tick.C
+	}
+	listed, err := s.events.ListEvents(ctx, &storagev1.ListEventsRequest{})
+	if err != nil || len(listed.GetEvents()) != 20 {
+		t.Errorf("%d events are stored, %v", len(listed.GetEvents()), err)
 	}
 }
 
