@@ -79,6 +79,12 @@ bench-takeover: build venv-dev $(SERVERS) ## Measure takeover of scheduler, buff
 bench-stealing: build venv-dev ## Measure pulled work against a static split, two of 16 workers at half speed
 	@PYTHONPATH=python $(PYTHON) bench/stealing.py --check $(ARGS)
 
+RUNS ?= 300
+SAMPLES ?= 1000000
+.PHONY: bench-soak
+bench-soak: build venv-dev ## Make 300 runs on one rolloutd, and check that memory, files, tables, and the cost of a step stay flat (40 minutes; RUNS=300 SAMPLES=1000000; continues if it was killed)
+	@PYTHONPATH=python:e2e:e2e/support $(PYTHON) bench/soak.py --runs $(RUNS) --samples $(SAMPLES) $(ARGS)
+
 .PHONY: bench-scale
 bench-scale: build venv-dev ## Measure one control plane with 10, 100 and 1,000 simulated workers
 	@PYTHONPATH=python:e2e:e2e/support $(PYTHON) bench/scale.py --check $(ARGS)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import grpc
 from mesh import ENDED, Mesh, describe, until
-from sim import Job, sim_mesh, stop
+from sim import Job, edit, sim_mesh, stop
 
 from rollout.inference.v1 import inference_pb2
 from rollout.run.v1 import run_pb2
@@ -30,17 +30,9 @@ def write(folder: Path, sessions: int, workers: int) -> Path:
     """The config of a run whose samples are the sessions."""
     job = Job(folder, workers=workers, mode="async", staleness=8, keep_payloads=True, snapshot=0, agents=True)
     path = job.write()
-    text = path.read_text()
     steps = sessions // (GROUPS * SAMPLES)
-    for name, value in {
-        "steps": steps,
-        "groups_per_step": GROUPS,
-        "group_size": SAMPLES,
-        "slots": 64,
-        "max_model_len": 512,
-    }.items():
-        text = "\n".join(f"{name} = {value}" if line.startswith(f"{name} = ") else line for line in text.splitlines())
-    path.write_text(text.replace("group_attempts = 20", "group_attempts = 20\nagent_seconds = 600"))
+    edit(path, steps=steps, groups_per_step=GROUPS, group_size=SAMPLES, slots=64, max_model_len=512)
+    path.write_text(path.read_text().replace("group_attempts = 20", "group_attempts = 20\nagent_seconds = 600"))
     (folder / "train.jsonl").write_text("".join(json.dumps({"prompt": f"row {n}:"}) + "\n" for n in range(steps * GROUPS)))
     return path
 

@@ -189,6 +189,14 @@ class Job:
         return journals_agree(running, run, self)
 
 
+def edit(config: Path, **values: object) -> None:
+    """Replace values in a written config."""
+    lines = config.read_text().splitlines()
+    for name, value in values.items():
+        lines = [f"{name} = {value}" if line.startswith(f"{name} = ") else line for line in lines]
+    config.write_text("\n".join(lines) + "\n")
+
+
 def sim_mesh(state: Path, shape: str = "all", seconds: float = 0.0, arguments: tuple[str, ...] = (), **environment: str) -> Mesh:
     """Services whose workers have no model. seconds: the longest duration of a sample. arguments:
     additional ones of `rolloutd`."""
