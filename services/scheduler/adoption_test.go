@@ -11,6 +11,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	"github.com/rollout-rl/rollout/libs/sqldb/sqldbtest"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	"github.com/rollout-rl/rollout/services/scheduler"
 	"github.com/rollout-rl/rollout/services/scheduler/launch"
 )
@@ -136,6 +137,33 @@ func TestWorkerThatDiedDuringTheTakeoverIsStarted(t *testing.T) {
 		t.Errorf("started %v", names)
 	}
 	w.whole(3)
+}
+
+// A scheduler that takes over a run that began with the episodes of a snapshot does not store them
+// again: those that have ended since would be open forever.
+func TestTheEpisodesOfASnapshotAreStoredOnce(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	w.realLauncher = &keeper{launcher: w.launcher, owner: map[string]*keptProcess{}}
+	w.config.ResumeOnStart = true
+	w.mesh.held = true
+	w.snapshots.snap = &snapshotv1.Snapshot{SnapshotId: "snap-full", RunId: "run-old", Step: 2, Cursor: &runv1.Cursor{Position: 6, Rows: rows}}
+	w.planner.set(plan(5, "sync", 0, false))
+	first := w.start()
+	made, err := w.generation.CreateRun(t.Context(), &runv1.CreateRunRequest{Lock: []byte("lock"), BaseDir: w.dir, FromSnapshot: "snap-full"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	run := made.GetRun().GetRunId()
+	w.waitState(run, scheduler.Running)
+	first.gate.close() // it dies
+	first.end(lease.ErrNotLeader)
+	w.start()
+	w.mesh.do(func() { w.mesh.held = false })
+	w.waitState(run, scheduler.Succeeded)
+	if n := w.snapshots.adopted.Load(); n != 1 {
+		t.Errorf("the episodes were stored %d times", n)
+	}
 }
 
 // A user cancels a run right after the takeover: it is not continued, and its workers are stopped.

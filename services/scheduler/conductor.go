@@ -54,7 +54,8 @@ func (s *scope) emit(e *eventv1.Event) { s.records.emit(s.board.record(), e) }
 type conductor struct {
 	*scope
 	resumeOnStart bool
-	adopts        bool           // the run continues with workers of a scheduler that died
+	inherited     bool           // the conductor began with workers of a scheduler that died
+	adopts        bool           // the parts run with workers that ran before; used by conduct alone
 	takesOver     bool           // the first time
 	live          sync.WaitGroup // the conductor, and what outlives it
 	supervision   *supervision
@@ -80,7 +81,7 @@ func newConductor(owner *conductors, run *Run, workers map[string]adopted) *cond
 		}
 	})
 	return &conductor{
-		scope: s, resumeOnStart: owner.cfg.ResumeOnStart, adopts: len(workers) > 0, takesOver: len(workers) > 0, supervision: supervision,
+		scope: s, resumeOnStart: owner.cfg.ResumeOnStart, inherited: len(workers) > 0, adopts: len(workers) > 0, takesOver: len(workers) > 0, supervision: supervision,
 		trackers: newTrackers(s, supervision, owner.cfg.Worker.Limits, owner.base, done),
 		control:  newControl(s), poller: newPoller(s), closing: &closing{s}, done: done,
 	}
@@ -90,9 +91,17 @@ func newConductor(owner *conductors, run *Run, workers map[string]adopted) *cond
 func (c *conductor) conduct(ctx context.Context) {
 	defer c.poller.close()
 	defer close(c.done)
-	if run, err := c.records.writable(ctx, c.run); err != nil || !active(run.GetState()) {
+	var run *Run
+	err := c.retry.Until(ctx, retry.Awaited{Owner: names.SchedulerService, What: "the record of the run to be written (scheduler)"}, func(ctx context.Context) (err error) {
+		run, err = c.records.writable(ctx, c.run)
+		return err
+	})
+	if err != nil && ctx.Err() != nil {
+		err = context.Cause(ctx)
+	}
+	if err != nil || !active(run.GetState()) { // another scheduler leads, or the run was cancelled before the start
 		c.supervision.discard(err)
-		return // cancelled before the start
+		return
 	}
 	c.live.Go(c.trackers.serve)
 	parts, cancel := context.WithCancelCause(ctx)

@@ -244,7 +244,7 @@ func (c *conductor) begin(ctx context.Context, run *Run, window issue.Window, co
 		if config.Seed = seedOf(snap); config.Seed != nil {
 			config.Carried = snap.GetCursor().GetPosition() - window.First
 		}
-		if run.GetIncarnation() > 1 { // it has them, or has continued without them
+		if run.GetIncarnation() > 1 || run.GetState() != Starting { // it has them, and some may have ended
 			return nil
 		}
 		_, err = c.Snapshots.AdoptEpisodes(ctx, &snapshotv1.AdoptEpisodesRequest{SnapshotId: snap.GetSnapshotId(), RunId: run.GetRunId(), Fence: c.fence()})

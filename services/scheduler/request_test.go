@@ -267,6 +267,21 @@ func TestFullDatabase(t *testing.T) {
 	}
 }
 
+// A run whose record cannot be written when it begins, for lack of space or because the database
+// fails over, begins later.
+func TestARunBeginsWhenItsRecordCanBeWritten(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	w.start()
+	w.generation.gate.full.Store(true)
+	run := w.create(plan(1, "sync", 0, false)).GetRunId()
+	w.wait(run, func(s *runv1.RunStatus) bool {
+		return slices.ContainsFunc(s.GetWaits(), func(w *waitv1.Wait) bool { return w.GetReason() == rpcerr.ReasonDiskFull })
+	})
+	w.generation.gate.full.Store(false)
+	w.waitState(run, scheduler.Succeeded)
+}
+
 // The next scheduler knows that the run is paused because of a full disk, and continues it when
 // there is space.
 func TestDiskFullOutlivesTheScheduler(t *testing.T) {

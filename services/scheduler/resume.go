@@ -106,7 +106,7 @@ func resumable(run *Run, err error) error {
 func (s *runs) begin(ctx context.Context, seen *Run, to State) (*Run, error) {
 	s.beginning.Lock()
 	defer s.beginning.Unlock()
-	if c := s.conductors.get(seen.GetRunId()); c != nil && c.adopts && c.incarnation == seen.GetIncarnation() && !c.left() {
+	if c := s.conductors.get(seen.GetRunId()); c != nil && c.inherited && c.incarnation == seen.GetIncarnation() && !c.left() {
 		return s.Store.Get(ctx, seen.GetRunId()) // adopted since the caller decided
 	}
 	var begun bool

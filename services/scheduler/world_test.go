@@ -270,16 +270,18 @@ func (p *planner) VerifyPlan(context.Context, *planv1.VerifyPlanRequest, ...grpc
 }
 
 type snapshots struct {
-	snap   *snapshotv1.Snapshot
-	pinned []string
-	erased *erased
+	snap    *snapshotv1.Snapshot
+	pinned  []string
+	erased  *erased
+	adopted atomic.Int32 // calls of AdoptEpisodes
 }
 
 func (s *snapshots) GetSnapshot(context.Context, *snapshotv1.GetSnapshotRequest, ...grpc.CallOption) (*snapshotv1.GetSnapshotResponse, error) {
 	return &snapshotv1.GetSnapshotResponse{Snapshot: s.snap}, nil
 }
 
-func (*snapshots) AdoptEpisodes(context.Context, *snapshotv1.AdoptEpisodesRequest, ...grpc.CallOption) (*snapshotv1.AdoptEpisodesResponse, error) {
+func (s *snapshots) AdoptEpisodes(context.Context, *snapshotv1.AdoptEpisodesRequest, ...grpc.CallOption) (*snapshotv1.AdoptEpisodesResponse, error) {
+	s.adopted.Add(1)
 	return &snapshotv1.AdoptEpisodesResponse{}, nil
 }
 
