@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/rollout-rl/rollout/libs/bus"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 )
 
@@ -97,7 +98,11 @@ func (s *Server) store(ctx context.Context, messages []*bus.Delivery) error {
 			_ = m.Term("not an EventBatch")
 			continue
 		}
-		events = append(events, batch.GetEvents()...)
+		of, foreign := ofSubject(m.Subject(), batch.GetEvents())
+		if foreign > 0 {
+			s.deps.Log.WarnContext(ctx, "events of other runs than that of their subject were dropped", "subject", m.Subject(), "events", foreign)
+		}
+		events = append(events, of...)
 		valid = append(valid, m)
 	}
 	if err := s.append(ctx, events); err != nil {
@@ -107,4 +112,19 @@ func (s *Server) store(ctx context.Context, messages []*bus.Delivery) error {
 		_ = m.Ack() // if the ack is lost, the redelivered events are skipped
 	}
 	return nil
+}
+
+// ofSubject returns the events that may be published on a subject, and the number of the others.
+// The workers of a run may publish on its subject alone, so what they say of other runs does not
+// count.
+func ofSubject(subject string, events []*Event) (of []*Event, foreign int) {
+	if subject == names.MeshEvents {
+		return events, 0
+	}
+	for _, e := range events {
+		if names.RunEventSubject(e.GetRunId()) == subject {
+			of = append(of, e)
+		}
+	}
+	return of, len(events) - len(of)
 }
