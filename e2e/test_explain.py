@@ -65,7 +65,7 @@ class Stall:
 
 
 STALLS = [
-    Stall("a reward hangs", lambda s: flag(s.folder / "hang"), "REWARD_CALL", ("reward.py:letters", "of 40 s"), "plugin test"),
+    Stall("a reward hangs", lambda s: flag(s.folder / "hang"), "REWARD_CALL", ("reward.py:letters", "of 40 s"), "rollout plan"),
     Stall(
         "the inference worker is stopped",
         lambda s: stopped(s, "inference-0"),
@@ -74,7 +74,7 @@ STALLS = [
         "kill -CONT",
     ),
     Stall("the learner is stopped", lambda s: stopped(s, "learner-0"), "WORKER_STOPPED", ("learner-0",), "kill -CONT"),
-    Stall("a judge does not answer", lambda s: _judged(s), "REWARD_CALL", ("reward.py:letters", "of 40 s"), "plugin test"),
+    Stall("a judge does not answer", lambda s: _judged(s), "REWARD_CALL", ("reward.py:letters", "of 40 s"), "rollout plan"),
     Stall(
         "all engines crash",
         lambda s: crashing(s, "inference"),

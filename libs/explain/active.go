@@ -7,6 +7,8 @@ import (
 	"strings"
 	"time"
 
+	"google.golang.org/protobuf/proto"
+
 	"github.com/rollout-rl/rollout/libs/wait"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -15,6 +17,9 @@ import (
 
 // leasing is the phase in which the learner waits for the batch of its next step.
 const leasing = "LEASING"
+
+// training is the phase in which the learner has the batch.
+const training = "TRAINING"
 
 // obvious is how long something may take before it counts as the cause of a wait, where another
 // cause is known.
@@ -114,10 +119,24 @@ func (e *explainer) silent(w *waitv1.Wait) *waitv1.Unanswered {
 	return nil
 }
 
-// nothing explains a run without a wait.
+// nothing explains a run without a wait: if the learner has the step, what it does may be why.
 func (e *explainer) nothing() {
 	phase := cmp.Or(e.Status.GetPhase(), state(e.run.GetState()))
-	e.because("rollout", "NOTHING", e.Status.GetWaitingSince(), "the run waits for nothing: it is "+phase+" at step "+steps(e.run), "")
+	last := e.because("rollout", "NOTHING", e.Status.GetWaitingSince(), "the run waits for nothing: it is "+phase+" at step "+steps(e.run), "")
+	learner := func(w *runv1.Worker) bool { return w.GetKind() == "learner" }
+	i := slices.IndexFunc(e.Status.GetWorkers(), learner)
+	if phase != training || i < 0 {
+		return
+	}
+	w := e.Status.GetWorkers()[i]
+	cause := hindrance(w)
+	if cause == nil && len(w.GetWaits()) > 0 && e.took(w.GetWaits()[0]) >= obvious {
+		cause = w.GetWaits()[0]
+	}
+	if cause != nil {
+		last.Owner, last.Reason, last.Evidence = w.GetWorkerId(), training, fmt.Sprintf("the run waits for %s to train step %d", w.GetWorkerId(), e.run.GetStep()+1)
+		e.add(cause)
+	}
 }
 
 // busy explains a phase in which named workers or a service do something.
@@ -140,10 +159,14 @@ func (e *explainer) busy(phase *waitv1.Wait) {
 		return
 	}
 	for _, w := range subjects {
-		if len(w.GetWaits()) > 0 && w.GetWaits()[0].GetGroups() == 0 { // what it computes
-			e.add(w.GetWaits()[0])
+		if computes := first(w.GetWaits(), func(w *waitv1.Wait) bool { return w.GetGroups() == 0 }); computes != nil {
+			e.add(computes)
 			return
 		}
+	}
+	if len(subjects) == 0 && len(phase.GetSubjects()) > 0 { // a service
+		last.Fix = cmp.Or(last.GetFix(), "it ends by itself; if it does not, see the log of "+phase.GetSubjects()[0]+" for errors, and check its disk and its database with `rollout doctor`")
+		return
 	}
 	last.Fix = cmp.Or(last.GetFix(), "it ends by itself; see the output of a worker with `rollout logs worker "+e.run.GetRunId()+" WORKER`")
 }
@@ -277,7 +300,14 @@ func (e *explainer) sampling() {
 		return is(ofWorkers...)(w) && slices.ContainsFunc(w.GetSubjects(), func(id string) bool { return sampling[id] })
 	})
 	slowest := e.slowest(all)
+	writes := first(e.Status.GetWaits(), is(wait.IngestFails))
+	equal := first(e.Status.GetWaits(), is(wait.EqualRewards))
+	brisk := len(hindered) == 0 && gone == nil && (slowest == nil || e.took(slowest.wait) < obvious)
 	switch {
+	case writes != nil && brisk:
+		e.known(writes)
+	case equal != nil && brisk:
+		e.known(equal)
 	case len(hindered) > 0 && (slowest == nil || e.took(slowest.wait) < obvious || !passing(hindrance(hindered[0]))):
 		e.add(hindrance(hindered[0]))
 	case slowest != nil && (gone == nil || e.took(slowest.wait) >= obvious):
@@ -287,6 +317,14 @@ func (e *explainer) sampling() {
 	case len(idle) > 0:
 		e.lost(idle)
 	}
+}
+
+// known adds a wait that the buffer reports as the reason.
+func (e *explainer) known(w *waitv1.Wait) {
+	e.used[w] = true
+	root := proto.CloneOf(w)
+	root.Evidence = "it waits for " + w.GetEvidence()
+	e.add(root)
 }
 
 // passing reports whether a hindrance usually ends by itself.

@@ -24,6 +24,7 @@ type State struct {
 	Status     *runv1.RunStatus        // with Worker.waits; nil: the scheduler did not answer
 	Missing    []*bufferv1.GroupRecord // groups that lack samples, by position, then dissolved ones
 	Events     []*eventv1.Event        // the newest of the run, oldest first
+	Failures   []*eventv1.Event        // the newest warnings and errors of a run that has failed, oldest first
 	Unanswered []*waitv1.Unanswered    // what was asked and did not answer
 	Dead       bool                    // no control plane runs; the state was read from its folder
 	Logs       map[string][]string     // last lines of the logs of workers
@@ -158,12 +159,17 @@ func (e *explainer) ended() {
 	}
 }
 
-// exclusion adds why the last group was excluded.
+// exclusion adds why the last group was excluded: the reason, and what a worker reported of it.
 func (e *explainer) exclusion() {
-	for _, event := range slices.Backward(e.Events) {
-		if event.GetKind() == "group.excluded" {
+	var excluded *eventv1.Event
+	for _, event := range slices.Backward(e.Failures) {
+		switch {
+		case excluded == nil && event.GetKind() == "group.excluded":
+			excluded = event
 			e.because("user", orElse(event.GetAttributes()["last_reason"], "GROUP_EXCLUDED"), event.GetTime(), event.GetMessage(),
 				"see why with `rollout logs tail "+e.run.GetRunId()+" --level warn`; correct the cause, then "+e.resume())
+		case excluded != nil && event.GetKind() == "log" && strings.HasPrefix(event.GetService(), "inference-worker"):
+			e.because(event.GetService(), excluded.GetAttributes()["last_reason"], event.GetTime(), event.GetMessage(), "")
 			return
 		}
 	}
@@ -171,7 +177,7 @@ func (e *explainer) exclusion() {
 
 // lastFailure adds the last error before the end, which the message of the run may not have.
 func (e *explainer) lastFailure() {
-	for _, event := range slices.Backward(e.Events) {
+	for _, event := range slices.Backward(e.Failures) {
 		if event.GetLevel() != eventv1.Level_LEVEL_ERROR || event.GetKind() == "run.state" || event.GetKind() == "phase" {
 			continue
 		}

@@ -109,7 +109,7 @@ func ended(state runv1.RunState, reason, message string, events ...*eventv1.Even
 		s.Status = &runv1.RunStatus{Run: &runv1.Run{
 			RunId: "run-1", Name: "addition", State: state, Reason: reason, Message: message, Step: 11, TotalSteps: 40, EndTime: ago(60),
 		}}
-		s.Missing, s.Events = nil, events
+		s.Missing, s.Events, s.Failures = nil, events, events
 	}
 }
 
@@ -185,8 +185,34 @@ var stalls = []struct {
 	{"a worker cannot load the new weights", []func(*State){
 		phase("DELIVERING", by(waiting("inference-2", "DELIVERING", 40, "inference-2 to load weights version 12", ""), "inference-2")), hindered(1, silent),
 	}, "WORKER_SILENT"},
+	{"a rank of the learner is stopped before the first micro-batch", []func(*State){
+		phase("TRAINING"),
+		hindered(2, waiting("user", "WORKER_STOPPED", 0, "process 104 of learner-0 (python -m rollout_workers.learner.ranks 1 2) is stopped by a signal or a debugger", "continue it: `kill -CONT 104`")),
+	}, "WORKER_STOPPED"},
+	{"the learner has trained for long without a micro-batch", []func(*State){
+		phase("TRAINING"), hindered(2, by(waiting("learner-0", "TRAIN", 90, "learner-0 is training step 12 on 64 samples, for 90 s", "it ends by itself"), "learner-0")),
+	}, "TRAIN"},
+	{"the process of a reward is stopped", []func(*State){
+		with(groups("REWARD_CALL", "judge.py:judge", 8, 60, "the reward call to judge.py:judge has taken 8 s of 60 s", 88, 91, 97)),
+		hindered(1, waiting("user", "WORKER_STOPPED", 0, "process 105 of inference-2 (python -m rollout.hosting.child) is stopped by a signal or a debugger", "continue it: `kill -CONT 105`")),
+	}, "WORKER_STOPPED"},
+	{"all rewards are equal", []func(*State){
+		with(groups("GENERATE", "inference-2", 1, 0, "the engine has generated for 1 s", 88, 91, 97)),
+		phase("LEASING", lacks(47), waiting("reward", "EQUAL_REWARDS", 40, "groups whose rewards differ: in 448 of the 448 groups drawn for step 12 all rewards were equal", "check the reward")),
+	}, "EQUAL_REWARDS"},
+	{"all rewards are equal, and the engine hangs", []func(*State){
+		with(groups("GENERATE", "inference-2", 140, 0, "the engine has generated for 140 s", 88, 91, 97)),
+		phase("LEASING", lacks(47), waiting("reward", "EQUAL_REWARDS", 40, "groups whose rewards differ: in 8 of the 8 groups drawn for step 12 all rewards were equal", "check the reward")),
+	}, "GENERATE"},
+	{"the database of the buffer is locked", []func(*State){phase("LEASING", lacks(47), waiting("buffer", "INGEST_FAILS", 40, "the buffer to write the samples that have arrived, which fails: another process has locked the database for ten seconds", "end that process"))}, "INGEST_FAILS"},
+	{"the reward hangs in an evaluation", []func(*State){
+		phase("EVALUATING", by(waiting("inference-0", "EVALUATING", 90, "inference-0 to complete the held-out prompts", ""), "inference-0")),
+		hindered(0, groups("SLOT", "inference-0", 95, 0, "the groups wait for a free slot of the engine, for 95 s", 99)),
+		hindered(0, by(waiting("judge.py:judge", "REWARD_CALL", 88, "the reward call to judge.py:judge has taken 88 s of 300 s", "see why it is slow"), "inference-0")),
+	}, "REWARD_CALL"},
 	{"the held-out prompts take long", []func(*State){phase("EVALUATING", by(waiting("inference-0", "EVALUATING", 90, "inference-0 to complete the held-out prompts", ""), "inference-0"))}, "EVALUATING"},
 	{"a snapshot takes long", []func(*State){phase("SNAPSHOTTING", by(waiting("snapshot", "SNAPSHOTTING", 90, "snapshot to store the files", "see its log"), "snapshot"))}, "SNAPSHOTTING"},
+	{"a commit takes long", []func(*State){phase("COMMITTING", by(waiting("buffer", "COMMITTING", 9, "buffer to commit the step", ""), "buffer"))}, "COMMITTING"},
 	{"the snapshot service hangs", []func(*State){
 		phase("SNAPSHOTTING", by(waiting("snapshot", "SNAPSHOTTING", 90, "snapshot to store the files", ""), "snapshot")),
 		func(s *State) {
@@ -267,6 +293,9 @@ var stalls = []struct {
 	{"every group was excluded", []func(*State){ended(runv1.RunState_RUN_STATE_FAILED, "EVERY_GROUP_EXCLUDED", "step 12: every group of the step was excluded",
 		&eventv1.Event{Kind: "group.excluded", Level: eventv1.Level_LEVEL_WARN, Service: "scheduler", Time: ago(62), Attributes: map[string]string{"last_reason": "REWARD_RAISED"}, Message: "group 0/3 is excluded: 3 attempts failed, the last one with REWARD_RAISED"},
 		&eventv1.Event{Kind: "phase", Level: eventv1.Level_LEVEL_ERROR, Service: "learner-controller", Message: "phase FAILED", Time: ago(61)})}, "REWARD_RAISED"},
+	{"every group was excluded, and a worker knows why", []func(*State){ended(runv1.RunState_RUN_STATE_FAILED, "EVERY_GROUP_EXCLUDED", "step 12: every group of the step was excluded",
+		&eventv1.Event{Kind: "log", Level: eventv1.Level_LEVEL_WARN, Service: "inference-worker/inference-0", Time: ago(63), Message: "the teacher at http://teacher/v1/completions answers 429: slow down"},
+		&eventv1.Event{Kind: "group.excluded", Level: eventv1.Level_LEVEL_WARN, Service: "scheduler", Time: ago(62), Attributes: map[string]string{"last_reason": "TEACHER_BUSY"}, Message: "group 0/3 is excluded: 3 attempts failed, the last one with TEACHER_BUSY"})}, "TEACHER_BUSY"},
 	{"the run was cancelled", []func(*State){ended(runv1.RunState_RUN_STATE_CANCELLED, "", "")}, "CANCELLED"},
 	{"the run succeeded", []func(*State){ended(runv1.RunState_RUN_STATE_SUCCEEDED, "", ""), func(s *State) { s.Status.Run.Step = 40 }}, "SUCCEEDED"},
 }

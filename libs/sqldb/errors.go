@@ -33,6 +33,9 @@ var (
 	ErrConflict    = rpcerr.New(codes.Aborted, "DATABASE_CONFLICT", "other transactions were always first").RetryAfter(100 * time.Millisecond)
 	ErrTimeout     = rpcerr.New(codes.DeadlineExceeded, "DATABASE_TIMEOUT", "the database gave up on a statement that took longer than database.statement_timeout_s")
 	ErrFull        = rpcerr.New(codes.ResourceExhausted, "DATABASE_FULL", "the database has no space left").RetryAfter(time.Second)
+	// ErrLocked: another process has a write transaction open in the file of a SQLite database.
+	ErrLocked = rpcerr.New(codes.Unavailable, "DATABASE_LOCKED", "another process has locked the database for ten seconds").RetryAfter(time.Second).
+			Fix("end the process that writes to the database: `fuser FOLDER/db/*.sqlite` lists those that have it open, such as a `sqlite3` shell; active runs continue by themselves")
 	// ErrUnknown: the answer to a commit was lost, and the database does not answer any more. The
 	// transaction may have been committed. An idempotent call is repeated, as after ErrUnavailable.
 	ErrUnknown = rpcerr.New(codes.Unavailable, "DATABASE_COMMIT_UNKNOWN", "the answer to a commit was lost and the database does not answer any more").RetryAfter(time.Second)
@@ -74,11 +77,16 @@ func damaged(path string, err error) error {
 		Fix("restore the state folder from a backup; `sqlite3 " + path + " .recover` saves what can be read")
 }
 
-// sqliteError is err, or ErrDiskFull where a file of the database could not grow.
+// sqliteError is err, or ErrDiskFull where a file of the database could not grow, or ErrLocked.
 func sqliteError(err error) error {
 	var found *sqlite.Error
-	if errors.As(err, &found) && (found.Code()&0xff == sqlite3.SQLITE_FULL || found.Code() == sqlite3.SQLITE_IOERR_SHMSIZE) {
+	switch {
+	case !errors.As(err, &found):
+		return err
+	case found.Code()&0xff == sqlite3.SQLITE_FULL, found.Code() == sqlite3.SQLITE_IOERR_SHMSIZE:
 		return rpcerr.ErrDiskFull.Wrap(err)
+	case found.Code()&0xff == sqlite3.SQLITE_BUSY:
+		return ErrLocked.Wrap(err)
 	}
 	return err
 }

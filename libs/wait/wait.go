@@ -23,6 +23,8 @@ const (
 	NextAttempt        = "NEXT_ATTEMPT"         // groups failed, and the scheduler issues them again
 	WeightsNotRecorded = "WEIGHTS_NOT_RECORDED" // the samples name weights whose digest is unknown
 	LedgerClosed       = "LEDGER_CLOSED"        // nothing is ingested until the scheduler opens it
+	EqualRewards       = "EQUAL_REWARDS"        // dynamic sampling leaves out what is sampled
+	IngestFails        = "INGEST_FAILS"         // samples arrive, and the buffer can't write them
 )
 
 // Reasons of the scheduler.

@@ -24,6 +24,7 @@ from rollout.errors import RolloutError
 __all__ = [
     "Pieces",
     "TeacherBadAnswer",
+    "TeacherBusy",
     "TeacherEndpoint",
     "TeacherError",
     "TeacherRefused",
@@ -49,6 +50,15 @@ class TeacherUnreachable(TeacherError):
 
     reason = "TEACHER_UNREACHABLE"
     again = True
+
+
+class TeacherBusy(TeacherError):
+    """The server limits the rate of requests (HTTP 429). ``after``: when to ask again, in seconds;
+    from its ``Retry-After`` if it has one."""
+
+    reason = "TEACHER_BUSY"
+    again = True
+    after: float = 5.0
 
 
 class TeacherTimeout(TeacherError):
@@ -200,7 +210,12 @@ class TeacherEndpoint:
     def _refused(self, response: requests.Response) -> TeacherError:
         shown = " ".join(response.text.split())[:_EXCERPT]
         message = f"the teacher at {self._url} answers {response.status_code}: {shown}"
-        if response.status_code in (408, 429) or response.status_code >= 500:
+        if response.status_code == 429:
+            busy = TeacherBusy(message, fix="lower `concurrency`, raise the limit of the server, or raise `retries`")
+            after = response.headers.get("Retry-After", "")
+            busy.after = float(after) if after.isdecimal() else busy.after  # a date is as rare as it is ambiguous
+            return busy
+        if response.status_code == 408 or response.status_code >= 500:
             return TeacherUnreachable(message, fix="see the server's log; lower `concurrency` if it is overloaded")
         if response.status_code in (401, 403):
             return TeacherRefused(message, fix="set `api_key` to a reference to its key")

@@ -51,6 +51,11 @@ func TestAStepSkipsGroupsWithEqualRewards(t *testing.T) {
 	}
 	s.publish(flat(2, 1)[:3]...)
 	s.publish(flat(2, 1)[3:]...) // the last sample decides, in whichever message it is
+	s.excluded(2)
+	equal := "; groups whose rewards differ: in 2 of the 3 groups drawn for step 1 all rewards were equal (dynamic sampling, which may draw 6)"
+	if w := s.waiting(1); w != "1 of 2 groups of step 1 (inference workers), 2 excluded so far"+equal {
+		t.Errorf("waits for %q", w)
+	}
 	s.publish(groupOf(0, 0, 0)...)
 	b := s.lease(1)
 	if got := positions(t, b); !reflect.DeepEqual(got, []uint64{0, 3}) || b.GetExcluded() != 2 || b.GetZeroAdvantage() != 2 || b.GetZeroAdvantageReward() != 0.5 {

@@ -31,8 +31,14 @@ func (l *leases) lease(ctx context.Context, r *run, step uint64, wait time.Durat
 			return nil, nil, err
 		}
 		batch, waits, config, err := l.try(ctx, r, step, by)
-		if err != nil || batch != nil || expired {
-			return batch, waits, err
+		if err != nil || batch != nil {
+			return batch, nil, err
+		}
+		if failing := r.state.ingestWait(); failing != nil {
+			waits = append(waits, failing)
+		}
+		if expired {
+			return nil, waits, nil
 		}
 		for retry := false; !retry && !expired; {
 			select {

@@ -1,10 +1,15 @@
 package buffer
 
 import (
+	"cmp"
 	"sync"
+	"time"
 
 	"google.golang.org/protobuf/proto"
 
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/libs/wait"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 )
@@ -20,7 +25,13 @@ type liveState struct {
 
 	stall       *waitv1.Wait // why nothing is ingested; nil if it is
 	sampleBytes uint64       // average size of a payload
+
+	writing time.Time // when the ingest that has not ended began; zero: there is none
+	failing error     // of the last ingest; nil: it succeeded
 }
+
+// slowIngest is how long an ingest may take before it counts as the cause of a wait.
+const slowIngest = 2 * time.Second
 
 // averaged is about how many samples the average size goes back.
 const averaged = 256
@@ -61,6 +72,38 @@ func (s *liveState) SetStalled(stall *waitv1.Wait) (changed bool) {
 		s.set(proto.CloneOf(s.state))
 	}
 	return true
+}
+
+// BeginIngest implements ingest.State.
+func (s *liveState) BeginIngest() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.writing = time.Now()
+}
+
+// EndIngest implements ingest.State.
+func (s *liveState) EndIngest(err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.writing, s.failing = time.Time{}, err
+}
+
+// ingestWait is why samples that have arrived are not in the ledger; nil if they are.
+func (s *liveState) ingestWait() *waitv1.Wait {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	w := &waitv1.Wait{Owner: names.BufferService, Reason: wait.IngestFails, Subjects: []string{names.BufferService}}
+	switch {
+	case s.failing != nil:
+		w.Evidence = "the buffer to write the samples that have arrived, which fails: " + rpcerr.Text(s.failing)
+		w.Fix = cmp.Or(rpcerr.Fix(s.failing), "see its log; the buffer tries again, and the run continues by itself")
+	case !s.writing.IsZero() && time.Since(s.writing) > slowIngest:
+		w.Evidence = "the buffer to write the samples that have arrived: its database or its disk has not answered for seconds"
+		w.Fix = "check that no other process has locked the database (`fuser FOLDER/db/buffer.sqlite`, or `pg_stat_activity` of PostgreSQL), and the disk (`rollout doctor`)"
+	default:
+		return nil
+	}
+	return w
 }
 
 // CountSamples implements ingest.State. The average is published with the next state.

@@ -3,10 +3,7 @@ package scheduler
 import (
 	"context"
 	"fmt"
-	"os"
 	"slices"
-	"strconv"
-	"strings"
 	"sync"
 	"time"
 
@@ -37,10 +34,9 @@ func (p *poller) inspect(ctx context.Context, status *runv1.RunStatus) {
 	ctx, cancel := context.WithTimeout(ctx, inspectTimeout)
 	defer cancel()
 	var wg sync.WaitGroup
+	processes := readProcesses()
 	for _, w := range status.GetWorkers() {
-		if w.GetPid() != 0 {
-			w.Waits = append(w.Waits, processWait(w)...)
-		}
+		w.Waits = append(w.Waits, processes.waits(w)...)
 		if !w.GetHealthy() {
 			continue
 		}
@@ -105,30 +101,4 @@ func (p *poller) silent(w *runv1.Worker, err error) *waitv1.Wait {
 		Evidence: fmt.Sprintf("%s is registered and does not answer within %s: %s", w.GetWorkerId(), inspectTimeout, rpcerr.Text(err)),
 		Fix:      "see its output with `rollout logs worker " + p.run + " " + w.GetWorkerId() + "`; a worker that is killed is restarted, and its groups move to another one",
 	}
-}
-
-// processWait is what the kernel of this host knows of a worker's process: that it is stopped by a
-// signal, or waits for a disk.
-func processWait(w *runv1.Worker) []*waitv1.Wait {
-	text, err := os.ReadFile("/proc/" + strconv.Itoa(int(w.GetPid())) + "/stat")
-	if err != nil {
-		return nil // another operating system, or the process has just exited
-	}
-	fields := strings.Fields(string(text[strings.LastIndexByte(string(text), ')')+1:]))
-	if len(fields) == 0 {
-		return nil
-	}
-	process := fmt.Sprintf("the process of %s (%d)", w.GetWorkerId(), w.GetPid())
-	switch fields[0] {
-	case "T", "t":
-		return []*waitv1.Wait{{
-			Owner: wait.User, Reason: wait.WorkerStopped, Subjects: []string{w.GetWorkerId()}, Evidence: process + " is stopped by a signal or a debugger", Fix: fmt.Sprintf("continue it: `kill -CONT %d`", w.GetPid()),
-		}}
-	case "D":
-		return []*waitv1.Wait{{
-			Owner: wait.User, Reason: wait.WorkerInIO, Subjects: []string{w.GetWorkerId()}, Evidence: process + " waits in the kernel, for a disk or a network file system",
-			Fix: "check the disks and mounts that the worker uses (`dmesg`, `mount`)",
-		}}
-	}
-	return nil
 }

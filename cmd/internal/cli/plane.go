@@ -96,7 +96,11 @@ func (p *Plane) Connect(ctx context.Context, start bool) (*client.Client, error)
 		if o.TLS, err = client.TLSFor(info.GRPC, certs, true); err != nil { // rolloutd has checked its own address
 			return nil, err
 		}
-		return client.Dial(ctx, o)
+		c, err := client.Dial(ctx, o)
+		if err != nil {
+			return nil, info.Silent(stateDir, err)
+		}
+		return c, nil
 	}
 	o.Address, o.Consul, o.TokenFile = p.Server, p.Consul, p.TokenFile
 	if o.TokenFile == "" {

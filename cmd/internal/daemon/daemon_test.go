@@ -232,6 +232,10 @@ func TestAFrozenDaemonIsKilled(t *testing.T) {
 		}
 		state = string(stat)
 	}
+	var silent *exit.Error
+	if err := info.Silent(s.StateDir, exit.New(exit.Unavailable, "", "no answer")); !errors.As(err, &silent) || silent.Reason != "DAEMON_STOPPED" || !strings.Contains(silent.Fix, "kill -CONT") {
+		t.Errorf("why it does not answer: %v", err)
+	}
 	stopped := make(chan error, 1)
 	go func() {
 		_, err := Stop(t.Context(), s.StateDir, time.Minute, true)

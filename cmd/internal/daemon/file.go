@@ -67,6 +67,25 @@ func Find(stateDir string) (*Info, error) {
 	return &info, nil
 }
 
+// Silent explains an error of calling a daemon that runs: its process may be stopped.
+func (i *Info) Silent(stateDir string, err error) error {
+	var known *exit.Error
+	if !errors.As(err, &known) || known.Code != exit.Unavailable || known.Reason != "" {
+		return err
+	}
+	if stopped(i.PID) {
+		return &exit.Error{
+			Code: exit.Unavailable, Reason: "DAEMON_STOPPED", Fix: fmt.Sprintf("continue it: `kill -CONT %d`; its runs continue too", i.PID),
+			Err: fmt.Errorf("the local daemon does not answer: its process (rolloutd, pid %d) is stopped by a signal or a debugger", i.PID),
+		}
+	}
+	return &exit.Error{
+		Code: exit.Unavailable, Reason: "DAEMON_SILENT",
+		Fix: fmt.Sprintf("see its log (%s); `rollout daemon stop --now` ends it, and `rollout run --resume RUN` then continues a run", LogFile(stateDir)),
+		Err: fmt.Errorf("the local daemon (rolloutd, pid %d) does not answer at %s", i.PID, i.GRPC),
+	}
+}
+
 // refused explains err if it is a missing permission for a state folder: it names the owner of the
 // folder and what to do. Other errors are returned as they are.
 func refused(stateDir string, err error) error {

@@ -3,3 +3,5 @@
 package daemon
 
 func zombie(int) bool { return false }
+
+func stopped(int) bool { return false }

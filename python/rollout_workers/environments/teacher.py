@@ -27,12 +27,14 @@ from rollout.environment import (
     failed,
 )
 from rollout.secret import read_secret
-from rollout.teacher import TeacherEndpoint, TeacherError
+from rollout.teacher import TeacherBusy, TeacherEndpoint, TeacherError
 from rollout_workers.data.prompts import Text
+from rollout_workers.worker.calls import Call, Calls
 
 log = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 0.25  # before the first retry; doubles with each further one
+_LONGEST_PAUSE = 60.0  # seconds, whatever a busy server asks for
 
 
 class TeacherEnvironment:
@@ -43,13 +45,24 @@ class TeacherEnvironment:
     reason.
     """
 
-    def __init__(self, inner: Environment, teacher: TeacherEndpoint, *, retries: int, concurrency: int) -> None:
-        """concurrency: number of concurrent calls."""
+    def __init__(
+        self,
+        inner: Environment,
+        teacher: TeacherEndpoint,
+        *,
+        retries: int,
+        concurrency: int,
+        name: str = "",
+        calls: Calls | None = None,
+    ) -> None:
+        """concurrency: number of concurrent calls. name: of the endpoint in calls, which records the
+        open ones."""
         self._inner, self._teacher, self._retries = inner, teacher, retries
+        self._name, self._calls = name, calls or Calls()
         self.batched = getattr(inner, "batched", True)
         self.waits_for_siblings = getattr(inner, "waits_for_siblings", False)
         self._threads = ThreadPoolExecutor(concurrency, "teacher")
-        self._logged: set[str] = set()
+        self._logged: set[tuple[str, str]] = set()
 
     async def start(self) -> None:
         """Start the inner environment, which may declare only then how it is called."""
@@ -89,7 +102,8 @@ class TeacherEnvironment:
             return replace(failed("TEACHER_CHILD_SESSIONS"), message="a teacher endpoint scores no child sessions; use `teacher`")
         if not isinstance(answer, Result) or answer.outcome not in ("completed", "truncated"):
             return answer
-        logprobs = await self._ask(turn)
+        with self._calls.open(Call("TEACHER_CALL", self._name, (turn.task.row_json,), 0.0)):
+            logprobs = await self._ask(turn)
         return failed(logprobs.reason) if isinstance(logprobs, TeacherError) else replace(answer, teacher_logprobs=logprobs)
 
     async def _ask(self, turn: Turn) -> tuple[float, ...] | TeacherError:
@@ -105,23 +119,38 @@ class TeacherEnvironment:
                 if not left or not error.again:
                     self._log_once(error)
                     return error
-            await asyncio.sleep(pause)
+                after = min(error.after, _LONGEST_PAUSE) if isinstance(error, TeacherBusy) else 0.0
+                if after:
+                    self._log_once(error, f"the teacher is busy; it is asked again after {after:g} s")
+            await asyncio.sleep(max(pause, after))
             pause *= 2
         raise AssertionError("unreachable")
 
-    def _log_once(self, error: TeacherError) -> None:
-        if error.reason not in self._logged:  # once per reason; the samples are counted by reason
-            self._logged.add(error.reason)
-            log.warning("the teacher failed; samples without its log-probabilities are INFRA_FAILED: %s", error)
+    def _log_once(
+        self, error: TeacherError, what: str = "the teacher failed; samples without its log-probabilities are INFRA_FAILED"
+    ) -> None:
+        if (error.reason, what) not in self._logged:  # once per reason; the samples are counted by reason
+            self._logged.add((error.reason, what))
+            log.warning("%s: %s", what, error)
 
 
-def with_teacher(config: RunConfig, inner: Environment, text: Text, closing: ExitStack) -> Environment:
+def with_teacher(
+    config: RunConfig, inner: Environment, text: Text, closing: ExitStack, calls: Calls | None = None
+) -> Environment:
     """The environment with the teacher of the run's config, or ``inner`` if the config has no
-    teacher endpoint. closing: receives the shutdown of the teacher. Raises ``SecretError``."""
+    teacher endpoint. closing: receives the shutdown of the teacher. calls: where open calls of the
+    teacher are recorded. Raises ``SecretError``."""
     if not config.algorithm.HasField("distillation") or not config.algorithm.distillation.HasField("endpoint"):
         return inner
     endpoint = config.algorithm.distillation.endpoint
-    made = TeacherEnvironment(inner, client(endpoint, text), retries=endpoint.retries, concurrency=endpoint.concurrency or 8)
+    made = TeacherEnvironment(
+        inner,
+        client(endpoint, text),
+        retries=endpoint.retries,
+        concurrency=endpoint.concurrency or 8,
+        name=endpoint.base_url,
+        calls=calls,
+    )
     closing.callback(made.stop)
     return made
 

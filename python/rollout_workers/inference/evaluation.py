@@ -63,8 +63,17 @@ class Evaluation:
         self._limits, self._chat = replace(limits or Limits(), credit="episode"), chat
         self._rows: list[bytes] | None = None
         self._serial = itertools.count()
-        self.running = 0
+        self._runs: list[tuple[EpisodeRunner, dict[str, bytes]]] = []  # of the requests in progress, with the rows by task
+
+    @property
+    def running(self) -> int:
         """Number of requests in progress."""
+        return len(self._runs)
+
+    def doing(self) -> list[tuple[tuple[str, float], bytes]]:
+        """What is done for each held-out row in progress (:meth:`EpisodeRunner.doing`), and the row
+        (JSON)."""
+        return [(doing, rows[key]) for runner, rows in self._runs for key, doing in runner.doing().items()]
 
     async def evaluate(self, request: pb.EvaluateRequest) -> AsyncGenerator[pb.EvaluateResponse, None]:
         """Scored samples in the order of the rows, sent as soon as all earlier rows are scored."""
@@ -82,7 +91,8 @@ class Evaluation:
         ]
         scored: dict[int, pb.EvalSample] = {}
         sent = 0
-        self.running += 1
+        run = runner, {task.key: task.row_json for task in tasks}
+        self._runs.append(run)
         try:
             async with aclosing(runner.run(tasks)) as finished:
                 async for groups in finished:
@@ -96,7 +106,7 @@ class Evaluation:
                         sent += len(chunk)
                         yield pb.EvaluateResponse(samples=chunk)
         finally:
-            self.running -= 1
+            self._runs.remove(run)
 
     def _check_version(self, version: int) -> None:
         if self._receipts.version != version:

@@ -34,7 +34,8 @@ class InFlight:
     """Reads the parts of a worker. They keep no record for this: nothing is computed until
     ``waits`` is called.
 
-    speed: tokens per second of the engine. version: of the weights it serves.
+    speed: tokens per second of the engine. version: of the weights it serves. held_out: what is done
+    for each held-out row (:meth:`Evaluation.doing`).
     """
 
     who: Identity
@@ -44,10 +45,12 @@ class InFlight:
     limits: Limits
     speed: Callable[[], float]
     version: Callable[[], int]
+    held_out: Callable[[], list[tuple[tuple[str, float], bytes]]] = list
 
     def waits(self) -> list[Wait]:
         """What the groups wait for now, the longest first. Groups for which the same is done are
-        one wait. A publish that fails comes last; its groups go back to the queue."""
+        one wait. What an evaluation does longest, and a publish that fails, come last and name no
+        groups."""
         now, monotonic = time.time(), time.monotonic()
         found: dict[int, Doing] = {}
         held, active = self.puller.waiting_items(), self.puller.active_items()
@@ -63,7 +66,11 @@ class InFlight:
                 found[item.group.position] = self._of_episode(episodes[item.key], item.group.row_json)
             else:
                 found[item.group.position] = Doing("PREPARE", "", arrived, 0.0)
-        return [*self._joined(found), *self._refused()]
+        return [*self._joined(found), *self._evaluating(), *self._refused()]
+
+    def _evaluating(self) -> list[Wait]:
+        found = [self._of_episode(doing, row) for doing, row in self.held_out()]
+        return [self._wait(min(found, key=lambda doing: doing.since))] if found else []
 
     def _of_episode(self, episode: tuple[str, float], row: bytes) -> Doing:
         doing, since = episode
@@ -78,12 +85,14 @@ class InFlight:
         same: dict[tuple[str, str, float], list[int]] = {}
         for position, doing in found.items():
             same.setdefault((doing.doing, doing.name, doing.limit), []).append(position)
-        joined = [self._wait(found, positions) for positions in same.values()]
+        joined = [
+            self._wait(min((found[position] for position in positions), key=lambda doing: doing.since), positions)
+            for positions in same.values()
+        ]
         return sorted(joined, key=lambda wait: (wait.since.seconds, wait.since.nanos))
 
-    def _wait(self, found: dict[int, Doing], positions: Iterable[int]) -> Wait:
+    def _wait(self, oldest: Doing, positions: Iterable[int] = ()) -> Wait:
         positions = sorted(positions)
-        oldest = min((found[position] for position in positions), key=lambda doing: doing.since)
         owner, evidence, fix = self._words(oldest)
         wait = Wait(
             owner=owner,
@@ -108,8 +117,8 @@ class InFlight:
                 return (
                     name or "reward",
                     f"the reward call to {name or 'the reward'} has taken {taken}",
-                    f"see why it is slow: {logs}, or `rollout plugin test` runs it alone; after the limit "
-                    "(reward.timeout_seconds) the call is ended and repeated",
+                    f"see why it is slow: {logs}; `rollout plan` calls it alone; after the limit (reward.timeout_seconds) "
+                    "the call is ended and repeated",
                 )
             case "TOOL_CALL":
                 return (
@@ -117,6 +126,13 @@ class InFlight:
                     f"the call of the tool {name} has taken {taken}",
                     f"see why it is slow: {logs}; after the limit (environment.tool_timeout_seconds) the call is ended, "
                     "and the policy reads an error",
+                )
+            case "TEACHER_CALL":
+                return (
+                    "teacher",
+                    f"the logprobs of the teacher at {name} have taken {taken}, with retries",
+                    f"see what it answers with `rollout logs tail {self.who.run} --level warn`; after the retries "
+                    "(algorithm.distillation.endpoint.retries) the samples fail and are retried",
                 )
             case "ENVIRONMENT_STEP":
                 return (

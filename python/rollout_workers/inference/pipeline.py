@@ -28,6 +28,7 @@ from rollout_workers.inference.receipt import EngineReceipts
 from rollout_workers.inference.sampler import Outlet, RowSender, Sampler
 from rollout_workers.inference.throughput import Throughput
 from rollout_workers.worker.bus import Reconnects
+from rollout_workers.worker.calls import Calls
 from rollout_workers.worker.discovery import Services
 from rollout_workers.worker.heartbeat import Heartbeat
 from rollout_workers.worker.lifecycle import Lifecycle
@@ -73,8 +74,11 @@ class Pipeline:
     reserved for evaluations."""
 
     @classmethod
-    def build(cls, context: SamplingContext, publisher: Publisher, services: Services, cleanup: ExitStack) -> Pipeline:
-        """cleanup: receives the shutdown of the teacher's client. Raises ``SecretError``."""
+    def build(
+        cls, context: SamplingContext, publisher: Publisher, services: Services, calls: Calls, cleanup: ExitStack
+    ) -> Pipeline:
+        """calls: where open calls of the teacher are recorded. cleanup: receives the shutdown of the
+        teacher's client. Raises ``SecretError``."""
         config, text = context.config, context.model.text
         rows = rows_of(config, text, PromptReader.of_rows(config, text))
         if rows is not None:
@@ -95,7 +99,7 @@ class Pipeline:
             group_size=config.sampling.group_size,
             prepare=tokenize,
         )
-        environment = with_teacher(config, context.environment, text, cleanup)
+        environment = with_teacher(config, context.environment, text, cleanup, calls)
         checkpoints = Checkpoints(context.who, services, context.receipts)
         runner = EpisodeRunner(
             context.model.engine,

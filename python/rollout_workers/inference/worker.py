@@ -103,7 +103,7 @@ async def run_inference_worker(
         environment = await cleanup.enter_async_context(environments.opened(parts))
         context = SamplingContext.build(who, parts, environment, model, receipts)
         publisher = Publisher(client, who.trajectory_subject, who.trajectory_stream, who.process)
-        pipeline = Pipeline.build(context, publisher, services, clients)
+        pipeline = Pipeline.build(context, publisher, services, calls, clients)
         pauses = Pauses(model.engine, pipeline.puller)
         if _starts_paused(spec.plan.config) and not who.reserved:
             await pauses.pause(0)
@@ -225,6 +225,7 @@ def _servicer(
         Limits.of(config),
         speed=lambda: context.throughput.rates()[1],
         version=lambda: context.receipts.version,
+        held_out=evaluation.doing if evaluation else list,
     )
     return InferenceServer(context, generation, evaluation, pipeline.puller, in_flight, lifecycle, rewards, updates, pauses)
 

@@ -12,13 +12,13 @@ from opentelemetry.context import Context
 
 from rollout_workers.worker.telemetry import span
 
-_SPANS = {"REWARD_CALL": "reward", "TOOL_CALL": "tool call"}
+_SPANS = {"REWARD_CALL": "reward", "TOOL_CALL": "tool call", "TEACHER_CALL": "teacher"}
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call. doing: ``REWARD_CALL`` or ``TOOL_CALL``. rows: the rows (JSON) of its samples.
-    limit: in seconds. callers: the distinct trace contexts in which it was asked for; none: the
+    """One call. doing: ``REWARD_CALL``, ``TOOL_CALL``, or ``TEACHER_CALL``. rows: the rows (JSON) of its samples.
+    limit: in seconds; 0: none. callers: the distinct trace contexts in which it was asked for; none: the
     current one.
     since: seconds since 1970."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -81,6 +82,16 @@ def test_each_group_is_in_one_wait_and_the_longest_comes_first() -> None:
     assert time.time() - found[3].since.ToMilliseconds() / 1000 == pytest.approx(25, abs=1)
     steps = [list(w.positions) for w in flight.waits() if w.reason == "ENVIRONMENT_STEP"]
     assert steps == [[82, 83]], "the call has returned"
+
+
+def test_an_evaluation_names_what_it_does_longest_and_no_groups() -> None:
+    calls, now = Calls(), time.time()
+    rows = [(("GENERATE", now - 3), b"a"), (("ENVIRONMENT_STEP", now - 40), b"b")]
+    flight = replace(in_flight(cast(Any, Parts()), calls), held_out=lambda: rows)
+    with calls.open(Call("TEACHER_CALL", "http://teacher/v1", (b"b",), 0.0, since=now - 39)):
+        found = flight.waits()[-1]
+    assert (found.reason, found.owner, found.groups, list(found.positions)) == ("TEACHER_CALL", "teacher", 0, [])
+    assert found.evidence == "the logprobs of the teacher at http://teacher/v1 have taken 39 s, with retries"
 
 
 def test_a_slow_engine_and_a_hanging_one_differ() -> None:

@@ -22,6 +22,7 @@ class Served:
         self.model, self.tokenizer, self.key = model, tokenizer, key
         self.spoil: Callable[[Json], Json | bytes | int] = lambda answer: answer
         self.asked: list[Json] = []
+        self.headers: dict[str, str] = {}
         self._lock = threading.Lock()
         outer = self
 
@@ -36,6 +37,8 @@ class Served:
                 status = answer if isinstance(answer, int) else 200
                 data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
                 self.send_response(status)
+                for name, value in outer.headers.items():
+                    self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(data)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollout.config.v1.algorithm_pb2 import TeacherEndpointConfig
-from rollout.teacher import TeacherEndpoint, TeacherError
+from rollout.teacher import TeacherBusy, TeacherEndpoint, TeacherError
 from rollout_workers.data.prompts import Text
 from rollout_workers.environments.teacher import client
 from tests.teacher.server import Json, Served
@@ -61,7 +61,7 @@ def _begin(choice: Json) -> None:
 
 SPOILED: dict[str, tuple[str, str, bool, str, Callable[[Json], Any]]] = {
     "it has a failure": ("TEACHER_UNREACHABLE", "answers 503", True, "echo", lambda _: 503),
-    "it is too busy": ("TEACHER_UNREACHABLE", "answers 429", True, "echo", lambda _: 429),
+    "it is too busy": ("TEACHER_BUSY", "answers 429", True, "echo", lambda _: 429),
     "no such model": ("TEACHER_REFUSED", "answers 404", False, "echo", lambda _: 404),
     "no JSON": ("TEACHER_BAD_ANSWER", "is not JSON", False, "echo", lambda _: b"<html>"),
     "a list": ("TEACHER_BAD_ANSWER", "not a JSON object", False, "echo", lambda _: b"[]"),
@@ -92,6 +92,14 @@ def test_failures_have_typed_errors(name: str, served: Served, text: Text) -> No
     with pytest.raises(TeacherError) as caught:
         endpoint(served, text, protocol).logprobs(IDS, 3)
     assert (caught.value.reason, caught.value.again) == (reason, again) and words in str(caught.value), caught.value
+
+
+@pytest.mark.parametrize(("header", "after"), [("7", 7.0), ("Wed, 21 Oct 2026 07:28:00 GMT", 5.0), ("", 5.0)])
+def test_a_busy_server_says_when_to_ask_again(header: str, after: float, served: Served, text: Text) -> None:
+    served.spoil, served.headers = lambda _: 429, {"Retry-After": header} if header else {}
+    with pytest.raises(TeacherBusy) as caught:
+        endpoint(served, text).logprobs(IDS, 3)
+    assert caught.value.after == after
 
 
 def test_an_unreachable_server_is_a_typed_error(served: Served, text: Text) -> None:

@@ -138,6 +138,20 @@ async def test_a_failed_call_is_retried(
     assert [envelope.header.reason for envelope in envelopes] == [""] * 4 and len(served.asked) == 6
 
 
+async def test_a_busy_teacher_is_asked_again_when_it_says(
+    engine: TransformersEngine, example: Example, text: Text, served: Served, closing: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr("rollout_workers.environments.teacher.asyncio.sleep", sleep)
+    served.spoil, served.headers = lambda answer: 429 if len(served.asked) <= 1 else answer, {"Retry-After": "30"}
+    envelopes = await sample(runner(engine, example, text, served, closing, retries=2), example.rows(4), 0)
+    assert [envelope.header.reason for envelope in envelopes] == [""] * 4 and 30.0 in pauses
+
+
 async def test_the_threads_end_with_the_worker(
     engine: TransformersEngine, example: Example, text: Text, served: Served, closing: ExitStack
 ) -> None:

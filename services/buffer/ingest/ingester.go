@@ -33,6 +33,9 @@ type Ledger interface {
 type State interface {
 	// SetStalled records why nothing is ingested, nil if it is. It reports whether that changed.
 	SetStalled(stall *waitv1.Wait) bool
+	// BeginIngest and EndIngest frame each transaction of samples, and record whether it failed.
+	BeginIngest()
+	EndIngest(err error)
 	// CountSamples adds payloads to the average size of a sample.
 	CountSamples(samples int, bytes uint64)
 }
@@ -182,7 +185,9 @@ func (i *Ingester) commitGroups(ctx context.Context) {
 			r := <-i.requests // there is no other receiver
 			group, size = append(group, r), size+r.bytes
 		}
+		i.committer.state.BeginIngest()
 		err := i.committer.commit(ctx, group)
+		i.committer.state.EndIngest(err)
 		if err != nil && ctx.Err() == nil {
 			i.reporter.Event(eventv1.Level_LEVEL_ERROR, "INGEST_FAILED", fmt.Sprintf("ingest failed and is retried: %v", err))
 		}

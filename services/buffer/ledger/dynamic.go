@@ -80,15 +80,20 @@ func (d *selection) check(l *Ledger, step uint64) error {
 	if !d.exhausted || len(d.take) == want || l.Config.GetPartial() && len(d.take) > 0 {
 		return nil
 	}
-	equal := 0
-	for _, g := range d.skip {
-		if g.Reason == ReasonZeroAdvantage {
-			equal++
-		}
-	}
+	equal := d.equal()
 	return ErrExhausted.With("step", fmt.Sprint(step)).With("drawn", fmt.Sprint(l.drawLimit())).With("zero_advantage", fmt.Sprint(equal)).
 		WithMessage("step %d needs %d groups whose rewards differ and may draw %d (sampling.refill_rounds = %d): in %d of them all rewards were equal, "+
 			"%d were excluded for other reasons, %d remain", step, want, l.drawLimit(), l.Config.GetDrawBatches(), equal, len(d.skip)-equal, len(d.take))
+}
+
+// equal counts the groups that were excluded because all of their rewards were equal.
+func (d *selection) equal() (n int) {
+	for _, g := range d.skip {
+		if g.Reason == ReasonZeroAdvantage {
+			n++
+		}
+	}
+	return n
 }
 
 // excludedSoFar adds the number of replaced groups to what a lease waits for.

@@ -220,6 +220,12 @@ func (d *selection) waits(l *Ledger, step uint64) (waits []*waitv1.Wait) {
 		}
 		add(owner, wait.GroupsMissing, sampling, "%d of %d groups of step %d (%s)%s", sampling, want, step, by, d.excludedSoFar(l))
 	}
+	if equal := d.equal(); l.dynamic() && equal >= want {
+		add("reward", wait.EqualRewards, 0, "groups whose rewards differ: in %d of the %d groups drawn for step %d all rewards were equal (dynamic sampling, which may draw %d)",
+			equal, len(d.take)+len(d.skip), step, l.drawLimit())
+		waits[len(waits)-1].Fix = "check with `rollout infer batch` that the reward tells answers apart, choose rows that the policy solves sometimes, " +
+			"raise `sampling.group_size`, or lower `sampling.refill_rounds`"
+	}
 	if dissolved > 0 {
 		add("scheduler", wait.NextAttempt, dissolved, "the next attempt of %d dissolved groups (scheduler)%s", dissolved, d.describeExample(l))
 	}

@@ -30,6 +30,7 @@ const (
 	answerTimeout = 6 * time.Second // of one service; the scheduler waits up to 2.5 s for the workers
 	mostMissing   = 1000
 	mostFailed    = 16
+	mostFailures  = 64 // events
 	logLines      = 8
 	logBytes      = 16 << 10
 )
@@ -75,8 +76,12 @@ func (c *collector) collect(ctx context.Context) (explain.State, error) {
 		s.Missing, err = c.missing(ctx, services.Client, s.Status)
 		_ = missed("buffer", err) // another error is of a run whose ledger is not open yet
 	}
-	if c.runID != "" && c.events > 0 {
-		s.Events, err = c.lastEvents(ctx)
+	if c.runID != "" {
+		s.Events, err = c.lastEvents(ctx, max(c.events, 1), eventv1.Level_LEVEL_INFO) // its time is the last sign of a run
+		_ = missed("storage", err)
+	}
+	if c.runID != "" && explain.Ended(s) {
+		s.Failures, err = c.lastEvents(ctx, mostFailures, eventv1.Level_LEVEL_WARN)
 		_ = missed("storage", err)
 	}
 	s.Time = c.env.Now().UTC()
@@ -129,10 +134,11 @@ func (c *collector) missing(ctx context.Context, from *client.Client, status *ru
 	return append(open.GetGroups(), failed.GetGroups()...), err
 }
 
-func (c *collector) lastEvents(ctx context.Context) ([]*eventv1.Event, error) {
+// lastEvents returns the newest events from a level on, oldest first.
+func (c *collector) lastEvents(ctx context.Context, most int, level eventv1.Level) ([]*eventv1.Event, error) {
 	ctx, cancel := context.WithTimeout(ctx, answerTimeout)
 	defer cancel()
-	events, err := c.reader.Events(ctx, &storagev1.EventFilter{RunId: c.runID, MinLevel: eventv1.Level_LEVEL_INFO, Kinds: told}, c.events, true)
+	events, err := c.reader.Events(ctx, &storagev1.EventFilter{RunId: c.runID, MinLevel: level, Kinds: told}, most, true)
 	slices.SortStableFunc(events, func(x, y *eventv1.Event) int { return x.GetTime().AsTime().Compare(y.GetTime().AsTime()) })
 	return events, err
 }
@@ -190,6 +196,6 @@ func lastLines(path string) []string {
 	if _, err := file.ReadAt(text, info.Size()-int64(len(text))); err != nil {
 		return nil
 	}
-	lines := strings.Split(strings.TrimSpace(string(text)), "\n")
+	lines := strings.FieldsFunc(string(text), func(r rune) bool { return r == '\n' })
 	return lines[max(0, len(lines)-logLines):]
 }

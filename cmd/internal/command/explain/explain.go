@@ -56,8 +56,15 @@ func (c *collector) once(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	found := explain.Of(state)
+	found := c.explain(state)
 	return c.env.Message(found, func() string { return text(c.env, found) })
+}
+
+// explain explains a state, with the events that were asked for.
+func (c *collector) explain(s explain.State) *waitv1.Explanation {
+	found := explain.Of(s)
+	found.Events = found.GetEvents()[max(0, len(found.GetEvents())-c.events):]
+	return found
 }
 
 // watch explains again whenever the chain names another cause, until the run ends.
@@ -71,7 +78,7 @@ func (c *collector) watch(ctx context.Context, every time.Duration) error {
 		if err != nil {
 			return err
 		}
-		found := explain.Of(state)
+		found := c.explain(state)
 		if now := cause(found); now != last {
 			last = now
 			if err := c.show(found); err != nil {
