@@ -32,12 +32,15 @@ from rollout.trajectory.v1.trajectory_pb2 import (
     TrajectoryHeader,
     TrajectoryKey,
 )
+from rollout_testing.credential import services_key
 from rollout_testing.daemon import Daemon
 from rollout_testing.run import RunStreams
+from rollout_testing.services import services_of
 from rollout_workers.inference.artifact import move_out
 from rollout_workers.inference.encode import in_messages, large
 from rollout_workers.learner.payload import read_batch
 from rollout_workers.worker.bus import connect
+from rollout_workers.worker.credential import Token
 from rollout_workers.worker.discovery import Services
 from rollout_workers.worker.publisher import Publisher
 
@@ -58,7 +61,7 @@ def main() -> None:
 
 async def produce(daemon: Daemon, shape: Shape) -> None:
     streams = await RunStreams.open(daemon, RUN)
-    services = Services(daemon.consul, daemon.token, consul_token=daemon.token)
+    services = services_of(daemon)
     buffer: Any = await services.stub("buffer", BufferServiceStub)
     config = pb.LedgerConfig(
         group_size=shape.size, groups_per_step=shape.batch, rows=shape.groups, order=pb.LEASE_ORDER_COMPLETION
@@ -67,7 +70,7 @@ async def produce(daemon: Daemon, shape: Shape) -> None:
     here, there = multiprocessing.get_context("spawn").Pipe()
     consumer = multiprocessing.get_context("spawn").Process(target=consume, args=(daemon.consul, daemon.token, shape, there))
     consumer.start()
-    client = await connect(daemon.nats_url, daemon.token, name="bench")
+    client = await connect(daemon.nats_url, Token(daemon.token), name="bench")
     publisher = Publisher(client, f"rollout.traj.{RUN}", f"TRAJ_{RUN}", "bench")
     load = Load(shape)
     await asyncio.to_thread(here.recv)
@@ -128,7 +131,7 @@ def consume(consul: str, token: str, shape: Shape, results: Connection) -> None:
 
 async def train(consul: str, token: str, shape: Shape, results: Connection) -> None:
     load = Load(shape)
-    services = Services(consul, token, consul_token=token)
+    services = Services(consul, Token(token), services_key=services_key(token), consul_token=Token(token))
     buffer: Any = await services.stub("buffer", BufferServiceStub)
     results.send("ready")
     for step in range(1, shape.groups // shape.batch + 1):

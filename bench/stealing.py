@@ -33,7 +33,7 @@ from rollout.run.v1.run_pb2 import PromptGroup
 from rollout.weights.v1.weights_pb2 import WeightsReceipt
 from rollout_testing.daemon import Daemon
 from rollout_testing.run import RunStreams, prompt_group
-from rollout_testing.services import BufferDouble, Host, buffer_double
+from rollout_testing.services import BufferDouble, Host, buffer_double, services_of
 from rollout_testing.sim.engine import SimText
 from rollout_workers.engines.base import Engine, EngineStats, GroupRequest, SampleOutput, SamplingParams, VersionSpan
 from rollout_workers.environments.episode import EpisodeRunner
@@ -43,6 +43,7 @@ from rollout_workers.inference.sampler import Outlet, Sampler
 from rollout_workers.inference.sharing import Sharing
 from rollout_workers.inference.throughput import Throughput
 from rollout_workers.worker.bus import connect
+from rollout_workers.worker.credential import Token
 from rollout_workers.worker.discovery import Services
 from rollout_workers.worker.heartbeat import Heartbeat
 from rollout_workers.worker.publisher import Publisher
@@ -106,13 +107,13 @@ class Worker:
 
     @classmethod
     async def start(cls, daemon: Daemon, who: Identity, speed: float) -> Worker:
-        client = await connect(daemon.nats_url, daemon.token, name=who.registration)
-        heartbeat = Heartbeat(daemon.nats_url, daemon.token, name=who.registration)
+        client = await connect(daemon.nats_url, Token(daemon.token), name=who.registration)
+        heartbeat = Heartbeat(daemon.nats_url, Token(daemon.token), name=who.registration)
         heartbeat.start()
         engine = cast(Engine, Paced(speed))
         receipts = EngineReceipts(engine)
         receipts.current = WeightsReceipt(digest=await engine.weights_digest())
-        services = Services(daemon.consul, daemon.token, consul_token=daemon.token)
+        services = services_of(daemon)
         puller = Puller(None, capacity=capacity(SLOTS, SAMPLES), slots=SLOTS, group_size=SAMPLES, prepare=lambda items: None)
         publisher = Publisher(client, who.trajectory_subject, who.trajectory_stream, who.process)
         outlet = Outlet(publisher, services, Throughput(engine.stats), puller)

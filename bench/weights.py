@@ -49,6 +49,7 @@ from rollout_workers.weights.transfer.cache import WeightsCache  # noqa: E402
 from rollout_workers.weights.transfer.catalog import Catalog  # noqa: E402
 from rollout_workers.weights.transfer.fetch import Fetcher  # noqa: E402
 from rollout_workers.weights.transfer.shared_memory import SHARED_MEMORY, SharedMemory  # noqa: E402
+from rollout_workers.worker.credential import NO_TOKEN  # noqa: E402
 from rollout_workers.worker.discovery import Services  # noqa: E402
 from rollout_workers.worker.serving import Server  # noqa: E402
 from rollout_workers.worker.spec import Identity  # noqa: E402
@@ -277,7 +278,7 @@ async def work(name: str, model: Path) -> None:
     """A worker's process: one command per line, until the end of input."""
     torch.set_num_threads(1)
     engine = CurrentWeights(_module(model))
-    services = Services("", "", peer_token=TOKEN)
+    services = Services("", NO_TOKEN, peer_token=TOKEN)
     with tempfile.TemporaryDirectory() as folder:
         cache = WeightsCache(RUN, folder, name, Fetcher(RUN, services))
         print("ready", flush=True)

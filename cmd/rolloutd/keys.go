@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 
 	"github.com/rollout-rl/rollout/libs/apikey"
+	"github.com/rollout-rl/rollout/libs/credential"
 	"github.com/rollout-rl/rollout/proto/gen/names"
 	keyv1 "github.com/rollout-rl/rollout/proto/gen/rollout/key/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -31,6 +32,16 @@ func (m *mesh) projectOf(ctx context.Context, run string) (string, error) {
 	}
 	found, err := runs.GetProject(apikey.With(ctx, nil), &runv1.GetProjectRequest{RunId: run})
 	return found.GetProject(), err
+}
+
+// standingOf asks the scheduler which credentials of workers of a run are in force.
+func (m *mesh) standingOf(ctx context.Context, run string) (credential.Standing, error) {
+	runs, err := client(m, names.SchedulerService, runv1.NewSchedulerInternalServiceClient)
+	if err != nil {
+		return credential.Standing{}, err
+	}
+	found, err := runs.GetStanding(apikey.With(ctx, nil), &runv1.GetStandingRequest{RunId: run})
+	return credential.Standing{Incarnation: found.GetIncarnation(), Ended: found.GetEnded()}, err
 }
 
 // importKeys stores the keys of the files api-keys.json in folders, in which earlier versions kept

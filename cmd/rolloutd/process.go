@@ -34,6 +34,7 @@ type mesh struct {
 	dialer    *rpc.Dialer
 	keys      *apikey.Ring // of the gateway's store
 	projects  *apikey.Projects
+	seal      *discovery.Seal
 	events    *telemetry.Events
 	log       *slog.Logger // records with a run become events
 	certs     *cert.Source // nil: plain text
@@ -114,9 +115,10 @@ func (m *mesh) connect(ctx context.Context, log *slog.Logger) error {
 	if agentTLS == nil && m.ownRegistry() {
 		agentTLS = mutual(m.certs)
 	}
+	m.seal = discovery.NewSeal(m.endpoints.token)
 	if err == nil {
 		m.discovery, err = discovery.NewClient(discovery.Options{
-			Address: m.endpoints.consul, Token: m.endpoints.consulToken, TLS: agentTLS, Seal: discovery.NewSeal(m.endpoints.token), Log: log,
+			Address: m.endpoints.consul, Token: m.endpoints.consulToken, TLS: agentTLS, Seal: m.seal, Log: log,
 		})
 	}
 	if err == nil {
@@ -141,7 +143,7 @@ func (m *mesh) buildEdge(ctx context.Context, targets []target, group *lifecycle
 	group.Add("events", m.events.Run)
 	m.keys, m.projects = apikey.NewRing(m.syncKeys, plain), apikey.NewProjects(m.projectOf)
 	var err error
-	m.server, err = rpc.NewServer(rpc.ServerOptions{Log: plain, Token: m.endpoints.token, Keys: m.keys, Projects: m.projects, TLS: serves(m.certs), Drain: m.cfg.Drain})
+	m.server, err = rpc.NewServer(rpc.ServerOptions{Log: plain, Token: m.endpoints.token, Keys: m.keys, Workers: m.endpoints.workers, Projects: m.projects, TLS: serves(m.certs), Drain: m.cfg.Drain})
 	if err != nil {
 		return err
 	}
@@ -153,6 +155,7 @@ func (m *mesh) buildEdge(ctx context.Context, targets []target, group *lifecycle
 	m.dialer = rpc.NewDialer(rpc.DialerOptions{
 		Local: m.server, Hosted: m.localServices(targets), Lookup: m.discovery.Resolver(), Token: m.endpoints.token, TLS: m.certs, Log: plain,
 	})
+	m.endpoints.workers.Follow(m.standingOf)
 	group.Add("keys", m.keys.Run)
 	group.Add("rpc", m.server.Run)
 	return nil

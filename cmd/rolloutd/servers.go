@@ -37,6 +37,7 @@ var errUnavailable = rpcerr.New(codes.Unavailable, "ROLLOUTD_NO_SERVERS", "NATS 
 // endpoints holds the addresses of all servers, and their credentials.
 type endpoints struct {
 	token       string // the mesh token
+	workers     *credential.Authority
 	tokenFile   string
 	grpc        string      // host:port of this process
 	nats        string      // URL
@@ -61,7 +62,7 @@ func (m *mesh) startServers(ctx context.Context, targets []target, group *lifecy
 		return stop, err
 	}
 	if hosts(targets, natsTarget) {
-		srv, err := startNATS(ctx, m.cfg, bus.EmbeddedOptions{Token: e.natsAccess.Token, Run: e.runOf, NoSync: !m.cfg.NATS.Sync, TLS: mutual(m.certs), Log: log})
+		srv, err := startNATS(ctx, m.cfg, bus.EmbeddedOptions{Token: e.natsAccess.Token, Workers: e.workers, NoSync: !m.cfg.NATS.Sync, TLS: mutual(m.certs), Log: log})
 		if err != nil {
 			return stop, err
 		}
@@ -126,6 +127,7 @@ func (e *endpoints) find(ctx context.Context, cfg config.Config, targets []targe
 	if err != nil {
 		return err
 	}
+	e.workers = credential.NewAuthority(e.token, nil)
 	if e.natsAccess, err = backend.NATS(cfg.NATS, e.token, environ); err != nil {
 		return err
 	}
@@ -138,10 +140,10 @@ func (e *endpoints) find(ctx context.Context, cfg config.Config, targets []targe
 	return err
 }
 
-// runOf returns the run of a worker's credential; false if the text is none.
-func (e *endpoints) runOf(text string) (run string, ok bool) {
-	claims, ok := credential.Verify(e.token, text)
-	return claims.Run, ok && claims.Role != credential.Peer
+// runOf returns the run of a worker's credential; false if the text is none that is in force.
+func (e *endpoints) runOf(ctx context.Context, text string) (run string, ok bool) {
+	claims, ok, err := e.workers.Check(ctx, text)
+	return claims.Run, ok && err == nil && claims.Role != credential.Peer
 }
 
 // workerTokens returns the tokens of workers for NATS and the registry: references, or

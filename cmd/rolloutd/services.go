@@ -223,7 +223,7 @@ func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
 			Env: workerEnv(m.cfg, m.endpoints, m.environ), BusEnv: busEnv(m.cfg, m.endpoints, m.environ),
 			NATSURL: m.endpoints.nats, NATSToken: natsToken, NATS: workerAccess(m.cfg, m.endpoints),
 			ConsulAddress: m.endpoints.consul, ConsulToken: consulToken, Consul: agentFiles(m.cfg, m.endpoints),
-			Issue: m.issue, TLS: workerTLS(m.cfg.TLS), OTLPEndpoint: variable(m.environ, "OTEL_EXPORTER_OTLP_ENDPOINT"),
+			Issue: m.issue, ServicesKey: m.seal.Public(), TLS: workerTLS(m.cfg.TLS), OTLPEndpoint: variable(m.environ, "OTEL_EXPORTER_OTLP_ENDPOINT"),
 		},
 	}
 	shape := func(r grpc.ServiceRegistrar) {
@@ -271,16 +271,14 @@ func client[C any](m *mesh, service string, make func(grpc.ClientConnInterface) 
 	return make(conn), nil
 }
 
-// issue returns the credential of a worker of a run for a role.
-func (m *mesh) issue(run, role string) string {
-	return credential.Issue(m.endpoints.token, credential.Claims{Run: run, Role: role})
-}
+// issue returns the credential of a worker.
+func (m *mesh) issue(c credential.Claims) string { return credential.Issue(m.endpoints.token, c) }
 
 // dialer returns DialWorker with the connection type that a service expects.
-func dialer[C any](m *mesh) func(run, address string) (C, error) {
-	return func(run, address string) (C, error) {
+func dialer[C any](m *mesh) func(run string, incarnation uint32, address string) (C, error) {
+	return func(run string, incarnation uint32, address string) (C, error) {
 		var none C
-		conn, err := m.dialer.DialWorker(run, address)
+		conn, err := m.dialer.DialWorker(run, incarnation, address)
 		if err != nil {
 			return none, err
 		}

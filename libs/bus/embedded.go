@@ -18,6 +18,7 @@ import (
 	"github.com/nats-io/nats-server/v2/server"
 
 	"github.com/rollout-rl/rollout/libs/cert"
+	"github.com/rollout-rl/rollout/libs/credential"
 	"github.com/rollout-rl/rollout/proto/gen/names"
 )
 
@@ -27,10 +28,11 @@ type EmbeddedOptions struct {
 	Host  string // "" is 127.0.0.1
 	Port  int    // 0 picks a free port
 	Token string // required from every client; "" for none
-	// Run returns the run of a worker's credential. With it as token a client reaches the subjects of
-	// this run only. nil: no such tokens
-	Run func(token string) (run string, ok bool)
-	TLS *cert.Source // of the listener; nil: plain text
+	// Workers decides about the credentials of workers. With one as token a client reaches the subjects
+	// of its run only, and its connection is closed when the credential is not in force any more. nil:
+	// no such tokens
+	Workers *credential.Authority
+	TLS     *cert.Source // of the listener; nil: plain text
 	// NoSync skips the fsync of each stored message: acknowledged messages then survive the death of
 	// the process, but not a power cut.
 	NoSync bool
@@ -51,7 +53,9 @@ type Embedded struct {
 const (
 	readyTimeout = 10 * time.Second
 	tlsTimeout   = 5 * time.Second // of a handshake; the default of 2 s is too short for a busy host
-	healthEvery  = time.Second     // the interval at which Run checks the streams
+	healthEvery  = time.Second     // the interval at which Run checks the streams and the credentials
+	// connectionsPage is how many connections are read at once.
+	connectionsPage = 1024
 )
 
 // StartEmbedded starts a server that keeps its streams in files under dir, and returns when it
@@ -87,7 +91,7 @@ func (e *Embedded) start() error {
 		ServerName:                 "rollout",
 		Host:                       o.Host,
 		Port:                       o.Port,
-		CustomClientAuthentication: authorization{token: o.Token, run: o.Run},
+		CustomClientAuthentication: authorization{token: o.Token, workers: o.Workers},
 		TLSConfig:                  secure,
 		TLSTimeout:                 tlsTimeout.Seconds(),
 		JetStream:                  true,
@@ -120,8 +124,8 @@ func (e *Embedded) start() error {
 
 // authorization checks the tokens of clients.
 type authorization struct {
-	token string
-	run   func(token string) (string, bool)
+	token   string
+	workers *credential.Authority
 }
 
 // Check implements server.Authentication.
@@ -130,14 +134,42 @@ func (a authorization) Check(c server.ClientAuthentication) bool {
 	if a.token == "" || subtle.ConstantTimeCompare([]byte(given), []byte(a.token)) == 1 {
 		return true
 	}
-	if a.run == nil {
+	if a.workers == nil {
 		return false
 	}
-	run, ok := a.run(given)
-	if ok {
-		c.RegisterUser(&server.User{Username: run, Permissions: permissions(run)})
+	claims, ok, err := a.workers.Check(context.Background(), given)
+	if !ok || err != nil || claims.Role == credential.Peer {
+		return false
 	}
-	return ok
+	c.RegisterUser(&server.User{Username: claims.String(), Permissions: permissions(claims.Run)})
+	return true
+}
+
+// expel closes the connections of workers whose credentials are not in force any more. A worker that
+// has a renewed one connects again.
+func (e *Embedded) expel(ctx context.Context) {
+	e.mu.Lock()
+	srv := e.srv
+	e.mu.Unlock()
+	if srv == nil || e.options.Workers == nil {
+		return
+	}
+	for offset := 0; ; offset += connectionsPage {
+		page, err := srv.Connz(&server.ConnzOptions{Username: true, Offset: offset, Limit: connectionsPage})
+		if err != nil || len(page.Conns) == 0 {
+			return
+		}
+		for _, conn := range page.Conns {
+			claims, worker := credential.Parse(conn.AuthorizedUser)
+			if !worker {
+				continue
+			}
+			if err := e.options.Workers.InForce(ctx, claims); err != nil {
+				orDiscard(e.options.Log).Info("the connection of a worker to NATS is closed", "worker", conn.Name, "error", err)
+				_ = srv.DisconnectClientByID(conn.Cid) // it has left otherwise
+			}
+		}
+	}
 }
 
 // permissions are what the workers of a run do: pull work, acknowledge it, share it, and send
@@ -160,7 +192,8 @@ func (e *Embedded) URL() string { return e.url }
 
 // Run starts the server again, on the same port, after a stream failed to write to a full disk and
 // space says that the disk has space again: a stream keeps its first error and refuses every later
-// message. Clients reconnect by themselves. It returns when ctx ends.
+// message. Clients reconnect by themselves. Run also closes the connections of workers whose
+// credentials are not in force any more. It returns when ctx ends.
 func (e *Embedded) Run(ctx context.Context, space func() bool) {
 	ticker := time.NewTicker(healthEvery)
 	defer ticker.Stop()
@@ -173,6 +206,7 @@ func (e *Embedded) Run(ctx context.Context, space func() bool) {
 		if !e.Writes() && space() {
 			e.reopen()
 		}
+		e.expel(ctx)
 	}
 }
 

@@ -22,6 +22,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/apikey"
 	"github.com/rollout-rl/rollout/libs/cert"
+	"github.com/rollout-rl/rollout/libs/credential"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
@@ -44,8 +45,9 @@ const (
 // authenticator authenticates callers. The mesh token allows every call, an API key those of its
 // scope.
 type authenticator struct {
-	token string
-	keys  *apikey.Ring // nil without API keys
+	token   string
+	keys    *apikey.Ring // nil without API keys
+	workers *credential.Authority
 }
 
 // check returns the context of the call, with its key.

@@ -102,11 +102,11 @@ func (d *Dialer) dial(service string) (*grpc.ClientConn, error) {
 }
 
 // DialWorker is a connection to the address (host:port) of a worker of a run, or of a served model.
-// Its calls carry the token that the workers of this run accept, and never the mesh token. The
+// Its calls carry the token that the workers of this incarnation accept, never the mesh token. The
 // caller closes it. Calls fail at once with Unavailable if no process listens. Workers on this host
 // are called in plain text unless the mesh's TLS is mutual: then every worker has a certificate.
-func (d *Dialer) DialWorker(run, address string) (*grpc.ClientConn, error) {
-	return d.dialAddress(credential.Issue(d.o.Token, credential.Claims{Run: run, Role: credential.Peer}), address)
+func (d *Dialer) DialWorker(run string, incarnation uint32, address string) (*grpc.ClientConn, error) {
+	return d.dialAddress(credential.Issue(d.o.Token, credential.Claims{Run: run, Role: credential.Peer, Incarnation: incarnation}), address)
 }
 
 // Dial is a connection to the address (host:port) of one server, with the token of the Dialer. The

@@ -52,7 +52,7 @@ var scopes = table(map[apikey.Scope]map[string]string{
 		"rollout.key.v1.ApiKeyService":       "CreateApiKey ListApiKeys RevokeApiKey",
 	},
 	apikey.Mesh: {
-		"rollout.run.v1.SchedulerInternalService":     "CompleteRun GetCursor GetProject VerifyWorkers",
+		"rollout.run.v1.SchedulerInternalService":     "CompleteRun GetCursor GetProject GetStanding VerifyWorkers",
 		"rollout.buffer.v1.BufferService":             "OpenLedger CloseLedger RecordWeights PutTrajectories LeaseBatch CommitStep CutLedger DeleteRun",
 		"rollout.learner.v1.LearnerControllerService": "StartRun StopRun CutRun DeleteRun",
 		"rollout.gateway.v1.RolloutGatewayService":    "DeleteRun",

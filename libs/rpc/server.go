@@ -27,6 +27,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/apikey"
 	"github.com/rollout-rl/rollout/libs/cert"
+	"github.com/rollout-rl/rollout/libs/credential"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
@@ -52,6 +53,8 @@ type ServerOptions struct {
 	Log   *slog.Logger // nil discards
 	Token string       // the token that every call except health needs; "": none
 	Keys  *apikey.Ring // keys that are accepted instead, within their scope; nil: none
+	// Workers decides which credentials of workers are accepted; nil: by signature and expiry
+	Workers *credential.Authority
 	// Projects decides which runs a key sees; nil: all
 	Projects *apikey.Projects
 	TLS      *cert.Source  // of the TCP listener; nil: plain text, for loopback
@@ -88,7 +91,10 @@ func NewServer(o ServerOptions) (*Server, error) {
 	if err != nil {
 		return nil, fmt.Errorf("make rpc server: %w", err)
 	}
-	auth, guard := authenticator{token: o.Token, keys: o.Keys}, guard{o.Projects}
+	if o.Workers == nil {
+		o.Workers = credential.NewAuthority(o.Token, nil)
+	}
+	auth, guard := authenticator{token: o.Token, keys: o.Keys, workers: o.Workers}, guard{o.Projects}
 	s := &Server{health: health.NewServer(), memory: bufconn.Listen(inMemoryBuffer), auth: auth, log: o.Log, drain: o.Drain}
 	s.draining, s.endStreams = context.WithCancelCause(context.Background())
 	options := []grpc.ServerOption{

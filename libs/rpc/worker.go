@@ -22,6 +22,7 @@ var (
 		"inference": {
 			"/rollout.buffer.v1.BufferService/GetMissing", putArtifact, getArtifact, "/rollout.snapshot.v1.SnapshotService/SaveEpisodes",
 			"/rollout.snapshot.v1.SnapshotService/ListEpisodes", "/rollout.snapshot.v1.SnapshotService/DropEpisodes",
+			"/rollout.run.v1.SchedulerInternalService/VerifyWorkers",
 		},
 		"learner": {
 			"/rollout.buffer.v1.BufferService/ReadPayloads", putArtifact, getArtifact, statArtifacts, "/rollout.storage.v1.ArtifactService/DeleteArtifacts",
@@ -40,11 +41,11 @@ const (
 type claimsKey struct{}
 
 // asWorker returns the context of a call with the credential of a worker; false if the text is
-// none.
+// none. credential.ErrExpired, credential.ErrRevoked, ErrRole.
 func (a authenticator) asWorker(ctx context.Context, method, text string) (context.Context, bool, error) {
-	claims, ok := credential.Verify(a.token, text)
-	if !ok {
-		return ctx, false, nil
+	claims, ok, err := a.workers.Check(ctx, text)
+	if !ok || err != nil {
+		return ctx, ok, err
 	}
 	if !slices.Contains(roles[claims.Role], method) {
 		return ctx, true, ErrRole.With("role", claims.Role).WithMessage("the credential of a worker of the role %s does not permit %s", claims.Role, strings.TrimPrefix(method, "/"))

@@ -1,7 +1,9 @@
 package rpc_test
 
 import (
+	"context"
 	"testing"
+	"time"
 
 	"google.golang.org/grpc/codes"
 
@@ -20,7 +22,7 @@ func TestAWorkerMakesTheCallsOfItsRole(t *testing.T) {
 		"inference":     {codes.PermissionDenied, codes.PermissionDenied, codes.PermissionDenied, codes.OK},
 		credential.Peer: {codes.PermissionDenied, codes.PermissionDenied, codes.PermissionDenied, codes.PermissionDenied},
 	} {
-		conn, err := rpc.NewDialer(rpc.DialerOptions{Token: credential.Issue(token, credential.Claims{Run: "run-1", Role: role})}).Dial(b.address)
+		conn, err := rpc.NewDialer(rpc.DialerOptions{Token: credential.Issue(token, credential.For("run-1", role, 1, time.Now()))}).Dial(b.address)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -49,6 +51,40 @@ func TestAWorkerMakesTheCallsOfItsRole(t *testing.T) {
 		}
 		if rpcerr.Code(err) != want.put {
 			t.Errorf("%s puts: %v", role, err)
+		}
+	}
+}
+
+// A credential that has expired, or whose incarnation was replaced, permits nothing. A worker
+// retries after the first, because the scheduler renews it.
+func TestACredentialThatIsNotInForceIsRefused(t *testing.T) {
+	t.Parallel()
+	authority := credential.NewAuthority(token, nil)
+	authority.Follow(func(context.Context, string) (credential.Standing, error) {
+		return credential.Standing{Incarnation: 2}, nil
+	})
+	b := setup(t, &events{list: ok, tail: ok}, rpc.ServerOptions{Workers: authority})
+	now := time.Now()
+	for name, c := range map[string]struct {
+		claims credential.Claims
+		code   codes.Code
+		reason string
+	}{
+		"in force": {credential.For("run-1", "inference", 2, now), codes.OK, ""},
+		"expired":  {credential.For("run-1", "inference", 2, now.Add(-2*credential.Lifetime)), codes.Unavailable, "CREDENTIAL_EXPIRED"},
+		"replaced": {credential.For("run-1", "inference", 1, now), codes.Unauthenticated, "CREDENTIAL_REVOKED"},
+	} {
+		conn, err := rpc.NewDialer(rpc.DialerOptions{Token: credential.Issue(token, c.claims)}).Dial(b.address)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		s, err := storagev1.NewArtifactServiceClient(conn).PutArtifact(t.Context())
+		if err == nil {
+			_, err = s.CloseAndRecv()
+		}
+		if rpcerr.Code(err) != c.code || c.reason != "" && rpcerr.Reason(err) != c.reason {
+			t.Errorf("%s: %v", name, err)
 		}
 	}
 }

@@ -57,6 +57,12 @@ func RegistrationOf(in discovery.Instance) Registration {
 	return Registration{Worker: in.Meta[MetaWorker], Rank: rank, Address: in.Address, Proof: in.Meta[MetaProof]}
 }
 
+// IncarnationOf returns the incarnation of a registered worker; 0 if it can't be read.
+func IncarnationOf(in discovery.Instance) uint32 {
+	incarnation, _ := strconv.ParseUint(in.Meta[MetaIncarnation], 10, 32) //nolint:errcheck // 0 then
+	return uint32(incarnation)
+}
+
 // Valid reports whether the process that registered was launched with the nonce. An empty nonce
 // belongs to no launch.
 func (r Registration) Valid(nonce string) bool {

@@ -20,7 +20,7 @@ from rollout import names
 from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.run.v1.run_pb2 import PromptGroup, WorkerSpec
 from rollout.trajectory.v1.trajectory_pb2 import Trajectory, TrajectoryBatch, TrajectoryEnvelope
-from rollout_testing.credential import peer_token
+from rollout_testing.credential import peer_token, services_key
 from rollout_testing.daemon import REPOSITORY, Daemon
 from rollout_workers.environments.episode import sample_seed
 from rollout_workers.worker.spec import secrets_of
@@ -118,7 +118,8 @@ def spec(daemon: Daemon, run_config: RunConfig, *, kind: str = "inference", numb
         consul_address=daemon.consul,
         consul_token=daemon.token,
         token=daemon.token,
-        peer_token=peer_token(daemon.token, run),
+        peer_token=peer_token(daemon.token, run, incarnation),
+        services_key=services_key(daemon.token),
         incarnation=incarnation,
         threads=1,
     )

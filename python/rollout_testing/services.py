@@ -15,6 +15,9 @@ from rollout.buffer.v1 import buffer_pb2 as buffer
 from rollout.buffer.v1.buffer_pb2_grpc import BufferServiceServicer, add_BufferServiceServicer_to_server
 from rollout.storage.v1 import storage_pb2 as storage
 from rollout.storage.v1.storage_pb2_grpc import ArtifactServiceServicer, add_ArtifactServiceServicer_to_server
+from rollout_testing.credential import services_key, sign
+from rollout_workers.worker.credential import Token
+from rollout_workers.worker.discovery import Services
 
 
 class Agent(Protocol):
@@ -25,6 +28,12 @@ class Agent(Protocol):
 
     @property
     def token(self) -> str: ...
+
+
+def services_of(agent: Agent) -> Services:
+    """The services that are registered with an agent."""
+    token = Token(agent.token)
+    return Services(agent.consul, token, services_key=services_key(agent.token), consul_token=token)
 
 
 class BufferDouble(BufferServiceServicer):
@@ -97,7 +106,7 @@ class Host:
         for name in self._names:
             check = {"TTL": "1h", "Status": "passing"}
             body = {"ID": name, "Name": name, "Address": "127.0.0.1", "Port": port, "Check": check}
-            put(self._agent, "/v1/agent/service/register", body)
+            put(self._agent, "/v1/agent/service/register", sign(self._agent.token, body))
 
     async def stop(self) -> None:
         for name in self._names:

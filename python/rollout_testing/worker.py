@@ -17,6 +17,7 @@ from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout_testing.run import write_spec
 from rollout_testing.services import passing
 from rollout_testing.waiting import until
+from rollout_workers.worker.credential import of_server
 from rollout_workers.worker.events import Events
 from rollout_workers.worker.heartbeat import Heartbeat
 from rollout_workers.worker.lifecycle import Lifecycle
@@ -31,9 +32,8 @@ class InProcess:
         self.spec, self._given = spec, given
         self.who = identity(spec)
         self.lifecycle = Lifecycle()
-        self._heartbeat = Heartbeat(
-            spec.nats_url, spec.nats_token, name=self.who.registration, run=self.who.run, access=spec.nats
-        )
+        token = of_server(spec, spec.nats_token)
+        self._heartbeat = Heartbeat(spec.nats_url, token, name=self.who.registration, run=self.who.run, access=spec.nats)
         self.events = Events(self.who, self._heartbeat)
         self.task: asyncio.Task[None] | None = None
         self.channel: grpc.aio.Channel | None = None

@@ -31,6 +31,7 @@ import sys
 
 from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout_workers.kinds import COMMANDS, WORKERS, DetachedKind, Link, LinkedKind, Process
+from rollout_workers.worker.credential import of_server
 from rollout_workers.worker.events import EventHandler, Events
 from rollout_workers.worker.heartbeat import Heartbeat
 from rollout_workers.worker.lifecycle import (
@@ -94,7 +95,7 @@ async def _run(kind: LinkedKind | DetachedKind, spec: WorkerSpec, who: Identity)
         leave_now(lifecycle.exit_code)
     heartbeat = Heartbeat(
         spec.nats_url,
-        spec.nats_token,
+        of_server(spec, spec.nats_token),
         name=who.registration,
         run=who.run,
         access=spec.nats,

@@ -95,7 +95,7 @@ type Deps struct {
 	Epoch     uint64 // of the lease of this controller
 	Registry  worker.Registry
 	// Dial connects to a worker of a run at host:port; calls carry the token that its workers accept.
-	Dial   func(run, address string) (Conn, error)
+	Dial   func(run string, incarnation uint32, address string) (Conn, error)
 	Events Events
 	Disk   func(dir string) Disk // of a run's folder; nil: disk.NewReserve with its default
 	Log    *slog.Logger          // nil discards

@@ -15,6 +15,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/libs/worker"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 )
@@ -26,7 +27,7 @@ type fleet struct {
 	settings
 	transfer transfer
 	policy   policy
-	dial     func(run, address string) (Conn, error)
+	dial     func(run string, incarnation uint32, address string) (Conn, error)
 	retry    time.Duration
 	observer observer
 
@@ -52,7 +53,7 @@ type observer interface {
 	caughtUp(worker string, m *weightsv1.WeightsManifest)
 }
 
-func newFleet(s settings, dial func(run, address string) (Conn, error), retry time.Duration, o observer) *fleet {
+func newFleet(s settings, dial func(run string, incarnation uint32, address string) (Conn, error), retry time.Duration, o observer) *fleet {
 	return &fleet{
 		settings: s, transfer: newTransfer(s), policy: policy(cmp.Or(s.cfg.GetWeights().GetUpdate(), string(updateInFlight))),
 		dial: dial, retry: retry, observer: o, round: newRound(),
@@ -98,7 +99,7 @@ func (f *fleet) serve(ctx context.Context, instances <-chan []discovery.Instance
 				delete(gone, key)
 				continue
 			}
-			conn, err := f.dial(in.Meta["run"], in.Address)
+			conn, err := f.dial(in.Meta["run"], worker.IncarnationOf(in), in.Address)
 			if err != nil {
 				continue // a malformed address; the next change of the registry corrects it
 			}

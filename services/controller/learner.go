@@ -13,6 +13,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/libs/worker"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
@@ -146,10 +147,10 @@ func (l *learners) wait(ctx context.Context, d time.Duration) {
 }
 
 // connect waits until a learner of this incarnation answers.
-func (l *learners) connect(ctx context.Context, dial func(run, address string) (Conn, error), pause *backoff) (*learner, error) {
+func (l *learners) connect(ctx context.Context, dial func(run string, incarnation uint32, address string) (Conn, error), pause *backoff) (*learner, error) {
 	for {
 		for _, in := range l.list {
-			conn, err := dial(l.runID, in.Address)
+			conn, err := dial(l.runID, worker.IncarnationOf(in), in.Address)
 			if err != nil {
 				continue
 			}

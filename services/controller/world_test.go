@@ -157,7 +157,7 @@ func (w *world) serve(address string, register func(*grpc.Server)) {
 	w.mu.Unlock()
 }
 
-func (w *world) dial(_, address string) (Conn, error) {
+func (w *world) dial(_ string, _ uint32, address string) (Conn, error) {
 	return grpc.NewClient("passthrough:///"+address, grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) {
 			w.mu.Lock()

@@ -55,7 +55,7 @@ type Deps struct {
 	Runs   runv1.SchedulerServiceClient
 	// Dial connects to a worker at host:port; calls carry the token that the workers of its run
 	// accept.
-	Dial     func(run, address string) (Conn, error)
+	Dial     func(run string, incarnation uint32, address string) (Conn, error)
 	Log      *slog.Logger         // nil discards
 	Now      func() time.Time     // nil: time.Now
 	Projects *apikey.Projects     // nil: keys see the runs of all projects

@@ -6,7 +6,6 @@ import (
 	"log/slog"
 	"maps"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -16,13 +15,14 @@ import (
 	"github.com/rollout-rl/rollout/libs/apikey"
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	workers "github.com/rollout-rl/rollout/libs/worker"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 )
 
 // directory is the launched inference workers that are up.
 type directory struct {
-	dial func(run, address string) (Conn, error)
+	dial func(run string, incarnation uint32, address string) (Conn, error)
 	log  *slog.Logger
 	now  func() time.Time
 	// projects decides which runs a caller sees; nil: all
@@ -44,7 +44,7 @@ const drainTimeout = 10 * time.Second
 
 type worker struct {
 	run         string
-	incarnation uint64
+	incarnation uint32
 	client      inferencev1.InferenceWorkerServiceClient
 	cancel      context.CancelFunc // closes its connection
 	cache       cache              // what it has of sessions
@@ -70,15 +70,14 @@ func (d *directory) serve(ctx context.Context, instances <-chan []discovery.Inst
 				delete(gone, key)
 				continue
 			}
-			conn, err := d.dial(in.Meta["run"], in.Address)
+			conn, err := d.dial(in.Meta["run"], workers.IncarnationOf(in), in.Address)
 			if err != nil {
 				d.log.WarnContext(ctx, "dialing an inference worker failed", "address", in.Address, "error", err)
 				continue
 			}
 			life, cancel := context.WithCancel(ctx)
-			incarnation, _ := strconv.ParseUint(in.Meta["incarnation"], 10, 64)
 			w := &worker{
-				run: in.Meta["run"], incarnation: incarnation, client: inferencev1.NewInferenceWorkerServiceClient(conn),
+				run: in.Meta["run"], incarnation: workers.IncarnationOf(in), client: inferencev1.NewInferenceWorkerServiceClient(conn),
 				cancel: cancel, candidate: candidate{id: key, since: d.now(), reserved: in.Meta["reserved"] == "true"},
 			}
 			d.workers[key] = w

@@ -479,7 +479,7 @@ func runWith(t *testing.T, cfg gateway.Config, store *ledger, edit func(*gateway
 	cfg.QueueTimeout = cmp.Or(cfg.QueueTimeout, 300*time.Millisecond)
 	deps := gateway.Deps{
 		Store: store, Registry: reg, Scheduler: launcher{}, Meters: store.meters, Log: slog.New(slog.NewTextHandler(&store.log, nil)), Now: func() time.Time { return time.Unix(1_700_000_000, 0) },
-		Dial: func(_, address string) (gateway.Conn, error) {
+		Dial: func(_ string, _ uint32, address string) (gateway.Conn, error) {
 			return grpc.NewClient(address, grpc.WithStatsHandler(otelgrpc.NewClientHandler(otelgrpc.WithPropagators(propagation.TraceContext{}))), grpc.WithTransportCredentials(insecure.NewCredentials()))
 		},
 	}

@@ -2,7 +2,10 @@ package scheduler_test
 
 import (
 	"fmt"
+	"os"
+	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -85,9 +88,20 @@ func TestSchedulerAdoptsWorkers(t *testing.T) {
 		w.mesh.until("the groups of the first step", func() bool { return len(w.mesh.queue) == 3 })
 		w.wait(run, allServe)
 		before := w.launcher.starts()
+		token := filepath.Join(w.dir, "runs", run, "workers", "learner-0.token")
+		if err := os.WriteFile(token, []byte("expired"), 0o600); err != nil {
+			t.Fatal(err)
+		}
 
-		_, _ = w.lead(store)
+		successor, _ := w.lead(store)
 		status := w.wait(run, allServe)
+		for renewed := false; !renewed; <-time.After(time.Millisecond) { // in the second that it takes over
+			text, err := os.ReadFile(token)
+			renewed = err == nil && strings.HasPrefix(string(text), run+".learner.1.")
+		}
+		if standing, err := successor.internal.GetStanding(t.Context(), &runv1.GetStandingRequest{RunId: run}); standing.GetIncarnation() != 1 || standing.GetEnded() || err != nil {
+			t.Errorf("%v, %v", standing, err)
+		}
 		old.end(lease.ErrNotLeader)
 		if got := status.GetRun(); got.GetIncarnation() != 1 || got.GetState() != scheduler.Running {
 			t.Errorf("the run continues as incarnation %d in state %v", got.GetIncarnation(), got.GetState())

@@ -12,6 +12,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/cert"
+	"github.com/rollout-rl/rollout/libs/credential"
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/proto/gen/names"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
@@ -60,8 +61,10 @@ type WorkerConfig struct {
 	ConsulAddress string            // host:port or URL
 	ConsulToken   string
 	Consul        cert.Files // TLS of an agent at https://
-	// Issue returns the credential of a worker of a run for a role.
-	Issue        func(run, role string) string
+	// Issue returns the credential of a worker.
+	Issue func(credential.Claims) string
+	// ServicesKey is the public key of the registrations of services.
+	ServicesKey  string
 	TLS          *runv1.WorkerTls // of the services and workers; nil: plain text
 	OTLPEndpoint string
 	Cores        int // cores that runs may use; 0: all cores of this host
@@ -163,7 +166,7 @@ type Deps struct {
 	Bus        Bus
 	Registry   Registry
 	Launcher   launch.Launcher
-	Dial       func(run, address string) (Conn, error) // connects to a worker of a run, host:port
+	Dial       func(run string, incarnation uint32, address string) (Conn, error) // connects to a worker, host:port
 	Events     Events
 	Log        *slog.Logger     // nil discards
 	Now        func() time.Time // nil: time.Now

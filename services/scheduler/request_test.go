@@ -658,7 +658,9 @@ func TestStatusAsksTheWorkers(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
 	asked := make(chan string, 1000)
-	w.dial = func(_, address string) (scheduler.Conn, error) { return workerConn{asked: asked, addr: address}, nil }
+	w.dial = func(_ string, _ uint32, address string) (scheduler.Conn, error) {
+		return workerConn{asked: asked, addr: address}, nil
+	}
 	w.mesh.held = true
 	w.start()
 	run := w.create(plan(2, "sync", 0, false)).GetRunId()

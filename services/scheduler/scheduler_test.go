@@ -537,12 +537,14 @@ func credentials(t *testing.T, spec *runv1.WorkerSpec) bool {
 		path, ok := strings.CutPrefix(reference, "file:")
 		text, err := os.ReadFile(path)
 		info, failed := os.Stat(path)
-		if !ok || err != nil || failed != nil || info.Mode().Perm() != 0o600 || string(text) != spec.GetRunId()+" "+role+"\n" {
+		claims, _ := credential.Parse(strings.TrimSpace(string(text)))
+		if !ok || err != nil || failed != nil || info.Mode().Perm() != 0o600 || claims.Run != spec.GetRunId() || claims.Role != role ||
+			claims.Incarnation != spec.GetIncarnation() || (claims.Expires == 0) != (role == credential.Peer) {
 			t.Errorf("%s has %q, %v", reference, text, err)
 			return false
 		}
 	}
-	return true
+	return spec.GetToken() == "file:"+spec.GetTokenFile()
 }
 
 func TestSpecsOfWorkers(t *testing.T) {

@@ -303,6 +303,19 @@ func (s internalServer) GetProject(ctx context.Context, req *runv1.GetProjectReq
 	return &runv1.GetProjectResponse{Project: run.GetProject()}, err
 }
 
+// GetStanding implements the contract.
+func (s internalServer) GetStanding(ctx context.Context, req *runv1.GetStandingRequest) (*runv1.GetStandingResponse, error) {
+	if served, ok := s.servings.verify(req.GetRunId()); ok {
+		return &runv1.GetStandingResponse{Incarnation: served.incarnation}, nil
+	}
+	run, err := s.store.Get(ctx, req.GetRunId())
+	if errors.Is(err, ErrNotFound) {
+		return nil, NotFound(req.GetRunId())
+	}
+	ended := run.GetEndTime() != nil && s.runs.Now().Sub(run.GetEndTime().AsTime()) > exitGrace
+	return &runv1.GetStandingResponse{Incarnation: run.GetIncarnation(), Ended: ended}, err
+}
+
 // GetCursor implements the contract.
 func (s internalServer) GetCursor(ctx context.Context, req *runv1.GetCursorRequest) (*runv1.GetCursorResponse, error) {
 	run, err := s.store.Get(ctx, req.GetRunId())

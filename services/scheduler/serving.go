@@ -124,7 +124,7 @@ func (s *servings) start(project string, req *servingv1.ServeModelRequest) (*ser
 		scope: sc, cancel: cancel, ended: make(chan struct{}),
 		supervision: &supervision{
 			scope: sc, cfg: s.cfg.Worker, alone: func() bool { return false },
-			weights: func(*Run) (string, uint64) { return folder, req.GetWeightsVersion() },
+			weights: func(*Run) (string, uint64) { return folder, req.GetWeightsVersion() }, renewal: newRenewal(sc, s.cfg.Worker.Issue),
 		},
 		about: &servingv1.Serving{
 			ServingId: name, Name: config.GetName(), Model: folder, WeightsVersion: req.GetWeightsVersion(), Engine: config.GetEngine().GetKind(),

@@ -33,10 +33,11 @@ type supervision struct {
 	weights func(run *Run) (folder string, version uint64) // that a worker loads; "": the model of the plan
 	keep    bool                                           // workers may outlive this scheduler
 	adopted map[string]adopted                             // workers that already run; emptied by the first supervisors
+	renewal *renewal
 }
 
 func newSupervision(s *scope, cfg WorkerConfig, alone func() bool) *supervision {
-	return &supervision{scope: s, cfg: cfg, alone: alone, weights: s.newestWeights}
+	return &supervision{scope: s, cfg: cfg, alone: alone, weights: s.newestWeights, renewal: newRenewal(s, cfg.Issue)}
 }
 
 // supervised are the kinds of which the run has workers.
@@ -66,6 +67,7 @@ func (s *supervision) supervisors(run *Run, kinds []worker.Kind) []*launch.Super
 			if running {
 				now = continued.view()
 				s.announce(id, continued)
+				s.renewal.follow(id, kind.Name)
 			}
 			now.reserved = reserved
 			s.board.update(func(v *view) { v.fleet.put(id, now) })
@@ -104,7 +106,7 @@ func (s *supervision) parts(run *Run, kinds []worker.Kind) (parts []func(context
 	for _, supervisor := range s.supervisors(run, kinds) {
 		parts = append(parts, supervisor.Run)
 	}
-	return parts
+	return append(parts, s.renewal.run)
 }
 
 // command writes the spec of a worker and returns the command that starts it.
@@ -138,12 +140,13 @@ func (s *supervision) command(id string, kind worker.Kind) (launch.Command, erro
 
 // credentials writes the files with the credentials of a worker, and refers to them in its spec.
 func (s *supervision) credentials(spec *runv1.WorkerSpec, base string) error {
-	own, peer := base+".token", base+".peer"
-	err := atomicfile.Write(own, []byte(s.cfg.Issue(spec.GetRunId(), spec.GetKind())+"\n"), 0o600)
+	peer := base + ".peer"
+	own, err := s.renewal.issue(spec.GetWorkerId(), spec.GetKind())
 	if err == nil {
-		err = atomicfile.Write(peer, []byte(s.cfg.Issue(spec.GetRunId(), credential.Peer)+"\n"), 0o600)
+		token := s.cfg.Issue(credential.For(spec.GetRunId(), credential.Peer, spec.GetIncarnation(), s.Now()))
+		err = atomicfile.Write(peer, []byte(token+"\n"), 0o600)
 	}
-	spec.Token, spec.PeerToken = config.File(own).String(), config.File(peer).String()
+	spec.Token, spec.TokenFile, spec.PeerToken = config.File(own).String(), own, config.File(peer).String()
 	for _, reference := range []*string{&spec.NatsToken, &spec.ConsulToken} {
 		if *reference == OwnCredential {
 			*reference = spec.GetToken()
@@ -171,7 +174,7 @@ func (s *supervision) spec(run *Run, id string, kind worker.Kind) *runv1.WorkerS
 		WorkerId: id, Kind: kind.Name, RunId: run.GetRunId(), Plan: run.GetPlan(), BaseDir: run.GetBaseDir(), RunDirectory: run.GetDirectory(),
 		NatsUrl: w.NATSURL, NatsToken: w.NATSToken, Nats: w.NATS, ConsulAddress: w.ConsulAddress, ConsulToken: w.ConsulToken,
 		ConsulCaFile: w.Consul.CA, ConsulCertFile: w.Consul.Cert, ConsulKeyFile: w.Consul.Key, Tls: w.TLS,
-		Incarnation: run.GetIncarnation(), Threads: kind.CPUThreads(run.GetPlan().GetConfig(), w.Cores), OtlpEndpoint: w.OTLPEndpoint,
+		ServicesKey: w.ServicesKey, Incarnation: run.GetIncarnation(), Threads: kind.CPUThreads(run.GetPlan().GetConfig(), w.Cores), OtlpEndpoint: w.OTLPEndpoint,
 		Nonce: worker.NewNonce(),
 	}
 	if kind.Detached {

@@ -229,7 +229,7 @@ func (p *poller) connect(address string) (Conn, error) {
 	if conn, open := p.conns[address]; open {
 		return conn, nil
 	}
-	conn, err := p.Dial(p.run, address)
+	conn, err := p.Dial(p.run, p.incarnation, address)
 	if err == nil {
 		p.conns[address] = conn
 	}

@@ -21,6 +21,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/libs/bus"
+	"github.com/rollout-rl/rollout/libs/credential"
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/id"
 	planformat "github.com/rollout-rl/rollout/libs/plan"
@@ -57,7 +58,7 @@ type world struct {
 	// realLauncher starts real processes; nil: launcher.
 	realLauncher launch.Launcher
 	wrapBus      func(scheduler.Bus) scheduler.Bus
-	dial         func(run, address string) (scheduler.Conn, error)
+	dial         func(run string, incarnation uint32, address string) (scheduler.Conn, error)
 	generation   *generation
 	log          *slog.Logger // of the scheduler; nil: none, or the test's
 }
@@ -101,11 +102,11 @@ func setupAt(t *testing.T, place sqldb.Place) *world {
 	t.Cleanup(func() { _ = store.Close() })
 	w.store = store
 	w.config = scheduler.Config{StateDir: w.dir, Worker: scheduler.WorkerConfig{
-		Command: []string{"worker"}, Env: []string{"HOME=/home"}, Issue: func(run, role string) string { return run + " " + role }, Cores: 8, NATSURL: "nats://here",
+		Command: []string{"worker"}, Env: []string{"HOME=/home"}, Issue: credential.Claims.String, Cores: 8, NATSURL: "nats://here",
 		BusEnv: []string{"NATS_PASSWORD=x"}, NATSToken: "env:NATS_TOKEN", NATS: &runv1.NatsAccess{Password: "env:NATS_PASSWORD"},
 		Limits: launch.Limits{FirstBackoff: time.Millisecond, StopGrace: 5 * time.Second},
 	}}
-	w.dial = func(string, string) (scheduler.Conn, error) { return nil, io.ErrClosedPipe }
+	w.dial = func(string, uint32, string) (scheduler.Conn, error) { return nil, io.ErrClosedPipe }
 	return w
 }
 

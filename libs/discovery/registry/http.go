@@ -75,7 +75,7 @@ func (a api) authorized(req *http.Request) bool {
 	if a.registry.run == nil {
 		return false
 	}
-	run, ok := a.registry.run(got)
+	run, ok := a.registry.run(req.Context(), got)
 	return ok && (req.Method == http.MethodGet || ofRun(req, run))
 }
 

@@ -10,6 +10,7 @@
 package registry
 
 import (
+	"context"
 	"slices"
 	"sync"
 	"time"
@@ -20,7 +21,7 @@ import (
 // Registry has the registered services. Its methods may be called from many goroutines.
 type Registry struct {
 	token string
-	run   func(token string) (run string, ok bool) // of the credentials of workers; nil: none is accepted
+	run   func(ctx context.Context, token string) (run string, ok bool) // of the credentials of workers; nil: none is accepted
 
 	mu       sync.Mutex
 	index    uint64            // of the last change
@@ -60,7 +61,7 @@ func New(token string) *Registry {
 
 // NewScoped is New with tokens of workers, of which run returns the run: with one of them a client
 // reads everything, and changes the registrations of workers of this run only.
-func NewScoped(token string, run func(token string) (run string, ok bool)) *Registry {
+func NewScoped(token string, run func(ctx context.Context, token string) (run string, ok bool)) *Registry {
 	r := New(token)
 	r.run = run
 	return r

@@ -42,6 +42,7 @@ from rollout_workers.weights.transfer.cache import WeightsCache
 from rollout_workers.weights.transfer.fetch import Fetcher
 from rollout_workers.worker.bus import Reconnects, connect_worker
 from rollout_workers.worker.calls import Calls
+from rollout_workers.worker.credential import of_server, own
 from rollout_workers.worker.discovery import Services
 from rollout_workers.worker.events import Events
 from rollout_workers.worker.heartbeat import Heartbeat
@@ -72,9 +73,10 @@ async def run_inference_worker(
         connecting = asyncio.create_task(connect_worker(spec, who, lifecycle, reconnects))
         services = Services(
             spec.consul_address,
-            spec.token,
+            own(spec),
+            services_key=spec.services_key,
             peer_token=spec.peer_token,
-            consul_token=spec.consul_token,
+            consul_token=of_server(spec, spec.consul_token),
             agent_files=of_agent(spec),
             tls=of_mesh(spec),
         )

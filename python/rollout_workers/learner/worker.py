@@ -28,6 +28,7 @@ from rollout_workers.weights.transfer.artifacts import StoredWeights
 from rollout_workers.weights.transfer.catalog import Catalog
 from rollout_workers.weights.transfer.publish_folder import Superseded
 from rollout_workers.weights.transfer.shared_memory import SharedMemory
+from rollout_workers.worker.credential import of_server, own
 from rollout_workers.worker.discovery import Services
 from rollout_workers.worker.events import Events
 from rollout_workers.worker.heartbeat import Heartbeat
@@ -54,9 +55,10 @@ async def run_learner_worker(
     """
     services = Services(
         spec.consul_address,
-        spec.token,
+        own(spec),
+        services_key=spec.services_key,
         peer_token=spec.peer_token,
-        consul_token=spec.consul_token,
+        consul_token=of_server(spec, spec.consul_token),
         agent_files=of_agent(spec),
         tls=of_mesh(spec),
     )

@@ -24,6 +24,7 @@ from rollout.storage.v1.storage_pb2_grpc import EventServiceStub
 from rollout_workers.trackers.build import facts_of, sinks_of
 from rollout_workers.trackers.feed import Feed
 from rollout_workers.trackers.source import from_lines, from_services
+from rollout_workers.worker.credential import of_server, own
 from rollout_workers.worker.discovery import Services, call
 from rollout_workers.worker.events import ulid
 from rollout_workers.worker.lifecycle import Lifecycle
@@ -44,9 +45,10 @@ async def run_sinks_worker(spec: WorkerSpec, who: Identity, lifecycle: Lifecycle
     def services() -> Services:
         return Services(
             spec.consul_address,
-            spec.token,
+            own(spec),
+            services_key=spec.services_key,
             peer_token=spec.peer_token,
-            consul_token=spec.consul_token,
+            consul_token=of_server(spec, spec.consul_token),
             agent_files=of_agent(spec),
             tls=of_mesh(spec),
         )

@@ -16,6 +16,7 @@ from nats.errors import Error as NatsError
 from nats.errors import NoServersError
 
 from rollout.run.v1.run_pb2 import NatsAccess, WorkerSpec
+from rollout_workers.worker.credential import Token, of_server
 from rollout_workers.worker.lifecycle import Lifecycle
 from rollout_workers.worker.spec import Identity
 from rollout_workers.worker.tls import of_nats
@@ -36,13 +37,14 @@ def tls_of(access: NatsAccess, url: str) -> ssl.SSLContext | None:
     return of_nats(access).context()
 
 
-def credentials(access: NatsAccess, token: str) -> dict[str, Any]:
-    """The credentials as arguments of nats-py's ``connect``: an NKEY, a user, else the token."""
+def credentials(access: NatsAccess, token: Token) -> dict[str, Any]:
+    """The credentials as arguments of nats-py's ``connect``: an NKEY, a user, else the token, which
+    each connection attempt reads again."""
     if access.nkey_seed:
         return {"nkeys_seed_str": access.nkey_seed}
     if access.user:
         return {"user": access.user, "password": access.password}
-    return {"token": token or None}
+    return {"token": token if token() else None}
 
 
 class Reconnects:
@@ -61,7 +63,7 @@ class Reconnects:
 
 async def connect(
     url: str,
-    token: str,
+    token: Token,
     *,
     name: str,
     access: NatsAccess | None = None,
@@ -126,7 +128,7 @@ async def connect_worker(spec: WorkerSpec, who: Identity, lifecycle: Lifecycle, 
     """Connect a worker as its spec says, until its process leaves."""
     return await connect(
         spec.nats_url,
-        spec.nats_token,
+        of_server(spec, spec.nats_token),
         name=who.registration,
         access=spec.nats,
         run=spec.run_id,

@@ -12,8 +12,13 @@ from urllib.parse import quote
 
 import grpc
 
+from rollout import names
 from rollout.channel import OPTIONS
 from rollout.errors import RolloutError
+from rollout.run.v1.run_pb2 import VerifyWorkersRequest
+from rollout.run.v1.run_pb2_grpc import SchedulerInternalServiceStub
+from rollout_workers.worker.credential import NO_TOKEN, Token
+from rollout_workers.worker.seal import Seal, address_of
 from rollout_workers.worker.telemetry import outgoing
 from rollout_workers.worker.tls import NO_FILES, PemFiles
 
@@ -26,6 +31,7 @@ CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 _GRACE_SECONDS = 60.0
+_VERIFY_SECONDS = 5.0
 
 
 def agent_connection(address: str, *, timeout: float, files: PemFiles) -> http.client.HTTPConnection:
@@ -65,21 +71,23 @@ class Services:
     def __init__(
         self,
         agent: str,
-        token: str,
+        token: Token,
         *,
+        services_key: str = "",
         peer_token: str = "",
-        consul_token: str = "",
+        consul_token: Token = NO_TOKEN,
         agent_files: PemFiles = NO_FILES,
         tls: PemFiles | None = None,
     ) -> None:
         """agent: host:port of the Consul agent, or its URL. token: credential for services.
+        services_key: the public key of the registrations of services; empty: no service is called.
         peer_token: the token that the other workers of the run accept.
         agent_files: the TLS files for an agent at https. tls: the client's files for services;
         None: plain text."""
         self._agent, self._agent_files, self._tls = agent, agent_files, tls
-        self._metadata = (("authorization", f"Bearer {token}"),)
+        self._token, self._consul_token = token, consul_token
         self._peer_metadata = (("authorization", f"Bearer {peer_token}"),)
-        self._headers = {"X-Consul-Token": consul_token} if consul_token else {}
+        self._seal = Seal(services_key)
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._stamp = tls.stamp() if tls else ()
         self._closing: set[asyncio.Task[None]] = set()
@@ -97,7 +105,7 @@ class Services:
         name = _name(service, worker)
         channel = self._channels.get(name)
         if channel is None:
-            address = await asyncio.to_thread(self._look_up, service, worker)
+            address = await self._find(service, worker)
             channel = self._channels.setdefault(name, connect(address, self._tls))
         return make(channel)
 
@@ -129,7 +137,7 @@ class Services:
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """The metadata of each call of a service: the token and the trace context."""
-        return self._metadata + tuple(outgoing().items())
+        return (("authorization", f"Bearer {self._token()}"), *outgoing().items())
 
     def peer_metadata(self) -> tuple[tuple[str, str], ...]:
         """The metadata of each call of another worker of the run."""
@@ -146,10 +154,41 @@ class Services:
         for task in list(self._closing):
             task.cancel()
 
-    def _look_up(self, service: str, worker: tuple[str, str] | None) -> str:
+    async def _find(self, service: str, worker: tuple[str, str] | None) -> str:
+        """host:port of a service that signed its registration, or of a worker that the scheduler has
+        launched. No other process is dialed."""
+        entries = await asyncio.to_thread(self._look_up, service)
+        if worker is None:
+            entries = self._seal.services(service, entries)
+            if not entries:
+                raise ServiceUnavailable(f"no instance of `{service}` is healthy", fix=f"start rolloutd with `{service}`")
+            return address_of(entries[0])
+        entries = [e for e in entries if _worker_of(e["Service"].get("Meta") or {}) == worker]
+        for entry in entries:
+            if await self._launched(entry):
+                return address_of(entry)
+        raise ServiceUnavailable(f"worker {worker[1]} of run {worker[0]} is not in the registry", fix="see the worker's log")
+
+    async def _launched(self, entry: dict[str, Any]) -> bool:
+        """Whether a worker's registration belongs to its newest launch, which the scheduler knows."""
+        meta: dict[str, str] = entry["Service"]["Meta"]
+        request = VerifyWorkersRequest(run_id=meta["run"], incarnation=_number(meta.get("incarnation")))
+        claim = request.workers.add(worker_id=meta["worker"], rank=_number(meta.get("rank")))
+        claim.address, claim.proof = address_of(entry), meta.get("proof", "")
+        scheduler = await self.stub(names.SCHEDULER_SERVICE, SchedulerInternalServiceStub)
+        try:
+            response = await scheduler.VerifyWorkers(request, timeout=_VERIFY_SECONDS, metadata=self.metadata())
+        except grpc.aio.AioRpcError as error:
+            self.forget(names.SCHEDULER_SERVICE)
+            raise ServiceUnavailable(f"the scheduler does not verify {claim.worker_id}: {error.details()}") from error
+        return list(response.accepted) == [True]
+
+    def _look_up(self, service: str) -> list[dict[str, Any]]:
+        token = self._consul_token()
+        headers = {"X-Consul-Token": token} if token else {}
         connection = agent_connection(self._agent, timeout=5, files=self._agent_files)
         try:
-            connection.request("GET", f"/v1/health/service/{quote(service)}?passing=true", headers=self._headers)
+            connection.request("GET", f"/v1/health/service/{quote(service)}?passing=true", headers=headers)
             response = connection.getresponse()
             body = response.read()
         except (OSError, http.client.HTTPException) as error:
@@ -159,21 +198,16 @@ class Services:
         if response.status != 200:
             raise ServiceUnavailable(f"the registry at {self._agent} answered HTTP {response.status} for `{service}`")
         entries: list[dict[str, Any]] = json.loads(body) or []
-        if worker is not None:
-            entries = [e for e in entries if _worker_of(e["Service"].get("Meta") or {}) == worker]
-            if not entries:
-                raise ServiceUnavailable(
-                    f"worker {worker[1]} of run {worker[0]} is not in the registry", fix="see the worker's log"
-                )
-        if not entries:
-            raise ServiceUnavailable(f"no instance of `{service}` is healthy", fix=f"start rolloutd with `{service}`")
-        entry = entries[0]
-        host = entry["Service"].get("Address") or entry["Node"]["Address"]
-        return f"{host}:{entry['Service']['Port']}"
+        return entries
 
 
 def _name(service: str, worker: tuple[str, str] | None) -> str:
     return service if worker is None else "/".join((service, *worker))
+
+
+def _number(text: str | None) -> int:
+    """0 if the text is not a number of at most nine digits."""
+    return int(text) if text and text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 
 def _worker_of(meta: dict[str, str]) -> tuple[str, str]:

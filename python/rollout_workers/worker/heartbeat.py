@@ -19,6 +19,7 @@ from nats.aio.client import Client
 
 from rollout.run.v1.run_pb2 import NatsAccess
 from rollout_workers.worker.bus import connect
+from rollout_workers.worker.credential import Token
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class Heartbeat:
     def __init__(
         self,
         url: str,
-        token: str,
+        token: Token,
         *,
         name: str,
         run: str = "",

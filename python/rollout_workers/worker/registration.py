@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 from rollout import names
 from rollout.run.v1.run_pb2 import WorkerSpec
+from rollout_workers.worker.credential import NO_TOKEN, Token, of_server
 from rollout_workers.worker.discovery import agent_connection
 from rollout_workers.worker.lifecycle import Lifecycle
 from rollout_workers.worker.spec import Identity
@@ -40,7 +41,7 @@ class Registration:
         *,
         agent: str,
         address: str,
-        consul_token: str = "",
+        consul_token: Token = NO_TOKEN,
         files: PemFiles = NO_FILES,
         superseded: Callable[[int], None] | None = None,
     ) -> None:
@@ -55,7 +56,7 @@ class Registration:
         self._agent, self._files = agent, files
         self._host, _, port = address.rpartition(":")
         self._port = int(port)
-        self._headers = {"Content-Type": "application/json"} | ({"X-Consul-Token": consul_token} if consul_token else {})
+        self._token = consul_token
         self._superseded = superseded
         self._connection: http.client.HTTPConnection | None = None
         self._stop = threading.Event()
@@ -72,7 +73,7 @@ class Registration:
             who,
             agent=spec.consul_address,
             address=address,
-            consul_token=spec.consul_token,
+            consul_token=of_server(spec, spec.consul_token),
             files=of_agent(spec),
             superseded=lifecycle.superseded,
         )
@@ -178,7 +179,9 @@ class Registration:
         if self._connection is None:
             self._connection = agent_connection(self._agent, timeout=_HTTP_TIMEOUT, files=self._files)
         payload = json.dumps(body).encode() if body is not None else b""
-        self._connection.request(method, path, payload, self._headers)
+        token = self._token()
+        headers = {"Content-Type": "application/json"} | ({"X-Consul-Token": token} if token else {})
+        self._connection.request(method, path, payload, headers)
         response = self._connection.getresponse()
         return response.status, response.read().decode(errors="replace")
 

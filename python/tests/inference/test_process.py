@@ -17,6 +17,7 @@ from rollout_testing.waiting import until
 from rollout_testing.worker import InProcess, Process, registered
 from rollout_workers.engines.registry import UnknownEngine
 from rollout_workers.inference.model import load
+from rollout_workers.worker.credential import Token
 from rollout_workers.worker.registration import Registration
 from rollout_workers.worker.spec import Identity
 
@@ -109,7 +110,7 @@ async def test_a_newer_incarnation_fences_the_older(
     processes.append(old)
     await old.registered()
     learner = Identity(run, "learner-0", "learner", 2)
-    new = Registration(learner, agent=daemon.consul, consul_token=daemon.token, address="127.0.0.1:1")
+    new = Registration(learner, agent=daemon.consul, consul_token=Token(daemon.token), address="127.0.0.1:1")
     await asyncio.to_thread(new.start)
     assert await old.wait() == 3
     assert "incarnation 2" in old.log.read_text()

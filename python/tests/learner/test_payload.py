@@ -15,11 +15,12 @@ import pytest
 from rollout.buffer.v1.buffer_pb2 import ReadPayloadsResponse
 from rollout.trajectory.v1.trajectory_pb2 import OUTCOME_INFRA_FAILED, OUTCOME_TRUNCATED, Trajectory, VersionSpan
 from rollout_testing.daemon import Daemon
-from rollout_testing.services import BufferDouble, Host, buffer_double
+from rollout_testing.services import BufferDouble, Host, buffer_double, services_of
 from rollout_workers.learner import payload
 from rollout_workers.learner.payload import PayloadCorrupt, parsed, read_batch
 from rollout_workers.trainer import TrainSample
 from rollout_workers.trainer.metrics import describe_batch
+from rollout_workers.worker.credential import Token
 from rollout_workers.worker.discovery import Services, ServiceUnavailable
 
 from .batches import batch, trajectories, trajectory
@@ -28,7 +29,7 @@ from .batches import batch, trajectories, trajectory
 @pytest.fixture
 def nowhere() -> Services:
     """Service discovery without services, so that payloads can only come from files."""
-    return Services("127.0.0.1:1", "token")
+    return Services("127.0.0.1:1", Token("token"))
 
 
 def same(one: TrainSample, other: TrainSample) -> bool:
@@ -89,7 +90,7 @@ async def test_reads_are_retried_while_another_process_takes_the_buffer_over(
     host = Host(daemon)
     host.buffer(Restarting())  # pyright: ignore[reportAbstractUsage]
     await host.start()
-    services = Services(daemon.consul, daemon.token, consul_token=daemon.token)
+    services = services_of(daemon)
     assert len(await read_batch(batch(run, 1, payloads, None), services)) == 32 and len(asked) == 3
     asked.clear()
     monkeypatch.setattr(payload, "RETRY_SECONDS", -1.0)
@@ -105,7 +106,7 @@ async def test_reads_through_the_buffer_if_the_segments_are_on_another_host(daem
     double.payloads = {1: payloads}
     host.buffer(double)
     await host.start()
-    services = Services(daemon.consul, daemon.token, consul_token=daemon.token)
+    services = services_of(daemon)
     far = await read_batch(batch(run, 1, payloads, None), services)
     near = await read_batch(batch(run, 1, payloads, tmp_path), services)
     assert all(same(one, other) for one, other in zip(far, near, strict=True))
@@ -131,7 +132,7 @@ async def test_a_damaged_segment_is_read_through_the_buffer(daemon: Daemon, run:
     double.payloads = {1: payloads}
     host.buffer(double)
     await host.start()
-    services = Services(daemon.consul, daemon.token, consul_token=daemon.token)
+    services = services_of(daemon)
     assert len(await read_batch(made, services)) == 32
     double.payloads = {1: [payloads[1], *payloads[1:]]}
     with pytest.raises(PayloadCorrupt, match="recorded checksum"):

@@ -22,6 +22,7 @@ from rollout_workers.learner.ranks import Team
 from rollout_workers.learner.worker import run_learner_worker
 from rollout_workers.trainer import AdamWConfig, LoraConfig, NonFiniteGradient, Schedule, TrainerConfig
 from rollout_workers.trainer.refusal import Refusals
+from rollout_workers.worker.credential import NO_TOKEN
 from rollout_workers.worker.events import Events
 from rollout_workers.worker.heartbeat import Heartbeat
 from rollout_workers.worker.lifecycle import Lifecycle
@@ -101,7 +102,7 @@ async def made(plan: dict[str, Any], tmp_path: Path) -> tuple[FakeTeam, Events]:
     )  # fmt: skip
     spec.plan.format = 1
     json_format.ParseDict(plan, spec.plan.config)
-    team, heartbeat = FakeTeam(), Heartbeat("nats://127.0.0.1:1", "", name="unused")
+    team, heartbeat = FakeTeam(), Heartbeat("nats://127.0.0.1:1", NO_TOKEN, name="unused")
     events = Events(Identity("run-x", "learner-0", "learner", 0), heartbeat)
     with pytest.raises(Stopped):
         await run_learner_worker(

@@ -18,6 +18,7 @@ from rollout_workers.rewards.worker_client import SERVICE, RewardUnavailable, Re
 from rollout_workers.scoring.model import RewardModel
 from rollout_workers.scoring.server import RewardServer
 from rollout_workers.trainer import BadSettings
+from rollout_workers.worker.credential import NO_TOKEN
 from rollout_workers.worker.discovery import Services, ServiceUnavailable
 from rollout_workers.worker.serving import Server
 from rollout_workers.worker.spec import Identity
@@ -94,10 +95,10 @@ class Registry(Services):
     """Service discovery with one reward worker; without a worker while ``address`` is empty."""
 
     def __init__(self) -> None:
-        super().__init__("127.0.0.1:1", "", peer_token="token")
+        super().__init__("127.0.0.1:1", NO_TOKEN, peer_token="token")
         self.address = ""
 
-    def _look_up(self, service: str, worker: tuple[str, str] | None) -> str:
+    async def _find(self, service: str, worker: tuple[str, str] | None) -> str:
         assert (service, worker) == (SERVICE, ("run-1", "reward-0"))
         if not self.address:
             raise ServiceUnavailable("not yet")

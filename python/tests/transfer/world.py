@@ -26,6 +26,7 @@ from rollout_workers.weights.transfer.cache import WeightsCache
 from rollout_workers.weights.transfer.catalog import Catalog
 from rollout_workers.weights.transfer.fetch import Fetcher
 from rollout_workers.weights.transfer.shared_memory import SharedMemory
+from rollout_workers.worker.credential import Token
 from rollout_workers.worker.discovery import Services
 from rollout_workers.worker.spec import Identity
 
@@ -125,7 +126,7 @@ class World:
         self.spoil: Spoil | None = None
         self.pieces = 0
         (tmp_path / "config.json").write_text("{}")
-        self.services = Services("", "token")
+        self.services = Services("", Token("token"))
         self.storage = Storage(self)  # pyright: ignore[reportAbstractUsage]
         self.stored = StoredWeights(RUN, tmp_path / "stored", self.services, incarnation=1)
         self.catalog = Catalog(self.stored, threads=1)
@@ -140,8 +141,11 @@ class World:
 
     async def start(self) -> World:
         self.learner = await self.serve(self.catalog)
-        self.services._look_up = lambda service, worker: self.learner  # type: ignore[method-assign]
+        self.services._find = self._find  # type: ignore[method-assign]
         return self
+
+    async def _find(self, service: str, worker: tuple[str, str] | None) -> str:
+        return self.learner
 
     async def serve(self, holder: service.Holder) -> str:
         server = grpc.aio.server()

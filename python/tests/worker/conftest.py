@@ -11,6 +11,7 @@ import pytest
 from rollout_testing.credential import worker_token
 from rollout_testing.daemon import Daemon
 from rollout_testing.run import RunStreams
+from rollout_workers.worker.credential import Token
 from rollout_workers.worker.heartbeat import Heartbeat
 from rollout_workers.worker.spec import Identity
 
@@ -38,7 +39,7 @@ async def streams(daemon: Daemon, who: Identity) -> AsyncIterator[RunStreams]:
 
 @pytest.fixture
 def heartbeat(daemon: Daemon, who: Identity) -> Iterator[Heartbeat]:
-    token = worker_token(daemon.token, who.run, who.kind)  # its permissions are those of a worker
+    token = Token(worker_token(daemon.token, who.run, who.kind))  # its permissions are those of a worker
     started = Heartbeat(daemon.nats_url, token, name=who.registration, run=who.run)
     started.start()
     yield started

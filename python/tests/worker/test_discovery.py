@@ -16,6 +16,7 @@ from rollout.buffer.v1.buffer_pb2_grpc import (
 )
 from rollout.channel import SERVER_OPTIONS
 from rollout_workers.worker import discovery
+from rollout_workers.worker.credential import Token
 from rollout_workers.worker.discovery import Services, call, connect
 
 
@@ -40,10 +41,10 @@ class OneService(Services):
     """A registry with one service."""
 
     def __init__(self, address: str) -> None:
-        super().__init__("127.0.0.1:1", "token")
+        super().__init__("127.0.0.1:1", Token("token"))
         self._address = address
 
-    def _look_up(self, service: str, worker: tuple[str, str] | None) -> str:
+    async def _find(self, service: str, worker: tuple[str, str] | None) -> str:
         return self._address
 
 

@@ -9,6 +9,7 @@ import time
 
 from rollout.event.v1 import event_pb2 as pb
 from rollout_testing.run import RunStreams
+from rollout_workers.worker.credential import NO_TOKEN
 from rollout_workers.worker.events import REPEAT_SECONDS, EventHandler, Events, Repeats, ulid
 from rollout_workers.worker.heartbeat import Heartbeat
 from rollout_workers.worker.spec import Identity
@@ -80,7 +81,7 @@ async def test_close_sends_buffered_events(streams: RunStreams, heartbeat: Heart
 
 
 def test_without_nats_emit_does_not_block_and_the_oldest_events_are_dropped(who: Identity) -> None:
-    away = Heartbeat("nats://127.0.0.1:1", "", name="test")
+    away = Heartbeat("nats://127.0.0.1:1", NO_TOKEN, name="test")
     away.start()
     events = Events(who, away)
     events.start()

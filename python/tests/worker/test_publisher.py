@@ -17,12 +17,13 @@ from rollout_testing.run import RunStreams
 from rollout_testing.waiting import until
 from rollout_workers.worker import bus
 from rollout_workers.worker.bus import connect
+from rollout_workers.worker.credential import Token
 from rollout_workers.worker.publisher import Publisher
 from rollout_workers.worker.spec import Identity
 
 
 async def test_stores_with_headers(daemon: Daemon, who: Identity, streams: RunStreams) -> None:
-    client = await connect(daemon.nats_url, daemon.token, name="test")
+    client = await connect(daemon.nats_url, Token(daemon.token), name="test")
     publisher = Publisher(client, who.trajectory_subject, who.trajectory_stream, who.process)
     await publisher.publish(b"payload", {"traceparent": "00-1-2-01"})
     message = await streams.js.get_last_msg(f"TRAJ_{who.run}", who.trajectory_subject)
@@ -33,7 +34,7 @@ async def test_stores_with_headers(daemon: Daemon, who: Identity, streams: RunSt
 
 
 async def test_waits_for_the_stream(daemon: Daemon, who: Identity) -> None:
-    client = await connect(daemon.nats_url, daemon.token, name="test")
+    client = await connect(daemon.nats_url, Token(daemon.token), name="test")
     publisher = Publisher(client, who.trajectory_subject, who.trajectory_stream, who.process)
     publishing = asyncio.create_task(publisher.publish(b"payload", {}))
     js = client.jetstream()
@@ -49,7 +50,7 @@ async def test_waits_for_the_stream(daemon: Daemon, who: Identity) -> None:
 
 async def test_a_cut_connection_stores_once(daemon: Daemon, who: Identity, streams: RunStreams) -> None:
     proxy = await Proxy(daemon.nats_url).start()
-    client = await connect(proxy.url, daemon.token, name="test")
+    client = await connect(proxy.url, Token(daemon.token), name="test")
     publisher = Publisher(client, who.trajectory_subject, who.trajectory_stream, who.process)
     await publisher.publish(b"0", {})
     publishing = [asyncio.create_task(publisher.publish(b"%d" % n, {})) for n in range(1, 20)]
@@ -99,8 +100,8 @@ async def test_a_lost_connection_is_a_warning_unless_the_process_is_shutting_dow
     daemon: Daemon, caplog: pytest.LogCaptureFixture
 ) -> None:
     proxy = await Proxy(daemon.nats_url).start()
-    stays = await connect(proxy.url, daemon.token, name="stays")
-    leaves = await connect(proxy.url, daemon.token, name="leaves", leaving=lambda: True)
+    stays = await connect(proxy.url, Token(daemon.token), name="stays")
+    leaves = await connect(proxy.url, Token(daemon.token), name="leaves", leaving=lambda: True)
     proxy.cut()
     await until(lambda: not stays.is_connected and not leaves.is_connected)
     await until(lambda: any("lost the connection" in record.getMessage() for record in caplog.records))

@@ -13,6 +13,7 @@ import pytest
 from rollout_testing.daemon import Daemon
 from rollout_testing.services import passing, put
 from rollout_testing.waiting import until
+from rollout_workers.worker.credential import Token
 from rollout_workers.worker.registration import TTL_SECONDS, Registration
 from rollout_workers.worker.spec import Identity
 
@@ -22,7 +23,7 @@ def entries(daemon: Daemon, who: Identity) -> list[dict]:
 
 
 async def test_registers_with_service_address_and_metadata(daemon: Daemon, who: Identity) -> None:
-    registration = Registration(who, agent=daemon.consul, consul_token=daemon.token, address="127.0.0.1:4711")
+    registration = Registration(who, agent=daemon.consul, consul_token=Token(daemon.token), address="127.0.0.1:4711")
     registration.start()
     [entry] = entries(daemon, who)
     assert entry["ID"] == f"{who.run}/inference-0"
@@ -52,7 +53,7 @@ def test_proof_matches_the_golden_vectors() -> None:
 
 async def test_the_nonce_is_neither_registered_nor_printed(daemon: Daemon, who: Identity) -> None:
     who = replace(who, nonce="K7ZQ4N2M5XW3J6HBTDVC5RLYPA")
-    registration = Registration(who, agent=daemon.consul, consul_token=daemon.token, address="127.0.0.1:4711")
+    registration = Registration(who, agent=daemon.consul, consul_token=Token(daemon.token), address="127.0.0.1:4711")
     registration.start()
     [entry] = entries(daemon, who)
     assert entry["Meta"]["proof"] == who.proof("127.0.0.1:4711")
@@ -63,7 +64,7 @@ async def test_the_nonce_is_neither_registered_nor_printed(daemon: Daemon, who: 
 async def test_registers_again_after_the_agent_lost_the_entry(
     daemon: Daemon, who: Identity, caplog: pytest.LogCaptureFixture
 ) -> None:
-    registration = Registration(who, agent=daemon.consul, consul_token=daemon.token, address="127.0.0.1:4711")
+    registration = Registration(who, agent=daemon.consul, consul_token=Token(daemon.token), address="127.0.0.1:4711")
     registration.start()
     put(daemon, f"/v1/agent/service/deregister/{who.registration}")
     await until(lambda: "does not know this worker" in caplog.text)
@@ -72,7 +73,7 @@ async def test_registers_again_after_the_agent_lost_the_entry(
 
 
 def test_the_check_passes_while_the_main_thread_computes(daemon: Daemon, who: Identity) -> None:
-    registration = Registration(who, agent=daemon.consul, consul_token=daemon.token, address="127.0.0.1:4711")
+    registration = Registration(who, agent=daemon.consul, consul_token=Token(daemon.token), address="127.0.0.1:4711")
     registration.start()
     end = time.monotonic() + TTL_SECONDS + 0.5
     while time.monotonic() < end:
@@ -90,11 +91,11 @@ async def test_an_unreachable_agent_is_not_an_error(who: Identity) -> None:
 async def test_reports_a_newer_incarnation_of_the_learner(daemon: Daemon, who: Identity) -> None:
     superseded_by: list[int] = []
     registration = Registration(
-        who, agent=daemon.consul, consul_token=daemon.token, address="127.0.0.1:1", superseded=superseded_by.append
+        who, agent=daemon.consul, consul_token=Token(daemon.token), address="127.0.0.1:1", superseded=superseded_by.append
     )
     registration.start()
     newer = Registration(
-        Identity(who.run, "learner-0", "learner", 2), agent=daemon.consul, consul_token=daemon.token, address="127.0.0.1:2"
+        Identity(who.run, "learner-0", "learner", 2), agent=daemon.consul, consul_token=Token(daemon.token), address="127.0.0.1:2"
     )
     newer.start()
     await until(lambda: superseded_by)

@@ -19,6 +19,7 @@ from rollout_testing.run import RunStreams, prompt_group
 from rollout_testing.waiting import until
 from rollout_workers.worker import bus
 from rollout_workers.worker.bus import connect
+from rollout_workers.worker.credential import Token
 from rollout_workers.worker.heartbeat import Heartbeat
 from rollout_workers.worker.spec import Identity
 from rollout_workers.worker.stream import WorkItem, WorkQueue, _Requests
@@ -45,7 +46,7 @@ async def queue_for(url: str, daemon: Daemon, who: Identity, heartbeat: Heartbea
         queues[0].reconnected()
 
     collector = Collector()
-    client = await connect(url, daemon.token, name="test", reconnected=reconnected)
+    client = await connect(url, Token(daemon.token), name="test", reconnected=reconnected)
     queues.append(WorkQueue(client, heartbeat, who.work_stream, collector.take))
     await queues[0].start()
     return queues[0], collector

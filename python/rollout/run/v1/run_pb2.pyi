@@ -531,6 +531,8 @@ class WorkerSpec(_message.Message):
     GPUS_FIELD_NUMBER: _builtins.int
     RESERVED_FIELD_NUMBER: _builtins.int
     PEER_TOKEN_FIELD_NUMBER: _builtins.int
+    TOKEN_FILE_FIELD_NUMBER: _builtins.int
+    SERVICES_KEY_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """`<kind>-<number>`, unique in the run."""
     kind: _builtins.str
@@ -581,6 +583,12 @@ class WorkerSpec(_message.Message):
     """Token of the run, a reference: sent with each call of another worker of the run, and required
     of each caller.
     """
+    token_file: _builtins.str
+    """File to which the scheduler writes renewed credentials of the worker; `token` is the first."""
+    services_key: _builtins.str
+    """Public key of the signatures of service registrations: Ed25519, hexadecimal. The worker calls no
+    service whose registration has no valid signature.
+    """
     @_builtins.property
     def plan(self) -> _plan_pb2.Plan:
         """Plan of the run."""
@@ -627,10 +635,12 @@ class WorkerSpec(_message.Message):
         gpus: _abc.Iterable[_builtins.int] | None = ...,
         reserved: _builtins.bool = ...,
         peer_token: _builtins.str = ...,
+        token_file: _builtins.str = ...,
+        services_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["nats", b"nats", "plan", b"plan", "tls", b"tls"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "consul_address", b"consul_address", "consul_ca_file", b"consul_ca_file", "consul_cert_file", b"consul_cert_file", "consul_key_file", b"consul_key_file", "consul_token", b"consul_token", "gpus", b"gpus", "incarnation", b"incarnation", "initial_version", b"initial_version", "initial_weights", b"initial_weights", "kind", b"kind", "nats", b"nats", "nats_token", b"nats_token", "nats_url", b"nats_url", "nonce", b"nonce", "otlp_endpoint", b"otlp_endpoint", "peer_token", b"peer_token", "plan", b"plan", "reserved", b"reserved", "run_directory", b"run_directory", "run_id", b"run_id", "threads", b"threads", "tls", b"tls", "token", b"token", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "consul_address", b"consul_address", "consul_ca_file", b"consul_ca_file", "consul_cert_file", b"consul_cert_file", "consul_key_file", b"consul_key_file", "consul_token", b"consul_token", "gpus", b"gpus", "incarnation", b"incarnation", "initial_version", b"initial_version", "initial_weights", b"initial_weights", "kind", b"kind", "nats", b"nats", "nats_token", b"nats_token", "nats_url", b"nats_url", "nonce", b"nonce", "otlp_endpoint", b"otlp_endpoint", "peer_token", b"peer_token", "plan", b"plan", "reserved", b"reserved", "run_directory", b"run_directory", "run_id", b"run_id", "services_key", b"services_key", "threads", b"threads", "tls", b"tls", "token", b"token", "token_file", b"token_file", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1332,6 +1342,56 @@ class GetProjectResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetProjectResponse: _TypeAlias = GetProjectResponse  # noqa: Y015
+
+@_typing.final
+class GetStandingRequest(_message.Message):
+    """GetStandingRequest names a run or a served model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run id, or id of a served model."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStandingRequest: _TypeAlias = GetStandingRequest  # noqa: Y015
+
+@_typing.final
+class GetStandingResponse(_message.Message):
+    """GetStandingResponse says which credentials of workers are in force: those of the newest
+    incarnation, until the run has ended.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    """The newest incarnation."""
+    ended: _builtins.bool
+    """Whether the run has ended and its workers have had the time to exit."""
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.int = ...,
+        ended: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "incarnation", b"incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStandingResponse: _TypeAlias = GetStandingResponse  # noqa: Y015
 
 @_typing.final
 class GetCursorRequest(_message.Message):

@@ -445,6 +445,11 @@ class SchedulerInternalServiceStub:
                 request_serializer=rollout_dot_run_dot_v1_dot_run__pb2.GetProjectRequest.SerializeToString,
                 response_deserializer=rollout_dot_run_dot_v1_dot_run__pb2.GetProjectResponse.FromString,
                 _registered_method=True)
+        self.GetStanding = channel.unary_unary(
+                '/rollout.run.v1.SchedulerInternalService/GetStanding',
+                request_serializer=rollout_dot_run_dot_v1_dot_run__pb2.GetStandingRequest.SerializeToString,
+                response_deserializer=rollout_dot_run_dot_v1_dot_run__pb2.GetStandingResponse.FromString,
+                _registered_method=True)
         self.GetCursor = channel.unary_unary(
                 '/rollout.run.v1.SchedulerInternalService/GetCursor',
                 request_serializer=rollout_dot_run_dot_v1_dot_run__pb2.GetCursorRequest.SerializeToString,
@@ -480,6 +485,14 @@ class SchedulerInternalServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStanding(self, request, context):
+        """GetStanding returns which credentials of workers of a run or of a served model are in force.
+        NOT_FOUND, reason RUN_NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetCursor(self, request, context):
         """GetCursor returns the durable cursor.
         """
@@ -504,6 +517,11 @@ def add_SchedulerInternalServiceServicer_to_server(servicer, server):
                     servicer.GetProject,
                     request_deserializer=rollout_dot_run_dot_v1_dot_run__pb2.GetProjectRequest.FromString,
                     response_serializer=rollout_dot_run_dot_v1_dot_run__pb2.GetProjectResponse.SerializeToString,
+            ),
+            'GetStanding': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStanding,
+                    request_deserializer=rollout_dot_run_dot_v1_dot_run__pb2.GetStandingRequest.FromString,
+                    response_serializer=rollout_dot_run_dot_v1_dot_run__pb2.GetStandingResponse.SerializeToString,
             ),
             'GetCursor': grpc.unary_unary_rpc_method_handler(
                     servicer.GetCursor,
@@ -593,6 +611,33 @@ class SchedulerInternalService:
             '/rollout.run.v1.SchedulerInternalService/GetProject',
             rollout_dot_run_dot_v1_dot_run__pb2.GetProjectRequest.SerializeToString,
             rollout_dot_run_dot_v1_dot_run__pb2.GetProjectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStanding(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.run.v1.SchedulerInternalService/GetStanding',
+            rollout_dot_run_dot_v1_dot_run__pb2.GetStandingRequest.SerializeToString,
+            rollout_dot_run_dot_v1_dot_run__pb2.GetStandingResponse.FromString,
             options,
             channel_credentials,
             insecure,

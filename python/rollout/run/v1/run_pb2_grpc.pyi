@@ -212,6 +212,10 @@ class SchedulerInternalServiceStub:
     """
     GetProject: _grpc.UnaryUnaryMultiCallable[_run_pb2.GetProjectRequest, _run_pb2.GetProjectResponse]
     """GetProject returns the project of a run or of a served model. NOT_FOUND, reason RUN_NOT_FOUND."""
+    GetStanding: _grpc.UnaryUnaryMultiCallable[_run_pb2.GetStandingRequest, _run_pb2.GetStandingResponse]
+    """GetStanding returns which credentials of workers of a run or of a served model are in force.
+    NOT_FOUND, reason RUN_NOT_FOUND.
+    """
     GetCursor: _grpc.UnaryUnaryMultiCallable[_run_pb2.GetCursorRequest, _run_pb2.GetCursorResponse]
     """GetCursor returns the durable cursor."""
 
@@ -231,6 +235,10 @@ class SchedulerInternalServiceAsyncStub(SchedulerInternalServiceStub):
     """
     GetProject: _aio.UnaryUnaryMultiCallable[_run_pb2.GetProjectRequest, _run_pb2.GetProjectResponse]  # type: ignore[assignment]
     """GetProject returns the project of a run or of a served model. NOT_FOUND, reason RUN_NOT_FOUND."""
+    GetStanding: _aio.UnaryUnaryMultiCallable[_run_pb2.GetStandingRequest, _run_pb2.GetStandingResponse]  # type: ignore[assignment]
+    """GetStanding returns which credentials of workers of a run or of a served model are in force.
+    NOT_FOUND, reason RUN_NOT_FOUND.
+    """
     GetCursor: _aio.UnaryUnaryMultiCallable[_run_pb2.GetCursorRequest, _run_pb2.GetCursorResponse]  # type: ignore[assignment]
     """GetCursor returns the durable cursor."""
 
@@ -265,6 +273,16 @@ class SchedulerInternalServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.GetProjectResponse, _abc.Awaitable[_run_pb2.GetProjectResponse]]:
         """GetProject returns the project of a run or of a served model. NOT_FOUND, reason RUN_NOT_FOUND."""
+
+    @_abc_1.abstractmethod
+    def GetStanding(
+        self,
+        request: _run_pb2.GetStandingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.GetStandingResponse, _abc.Awaitable[_run_pb2.GetStandingResponse]]:
+        """GetStanding returns which credentials of workers of a run or of a served model are in force.
+        NOT_FOUND, reason RUN_NOT_FOUND.
+        """
 
     @_abc_1.abstractmethod
     def GetCursor(

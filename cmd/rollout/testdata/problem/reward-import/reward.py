@@ -1,5 +1,3 @@
-import json
-import mathverify_extra
 
 
 def exact_match(samples):

@@ -934,7 +934,12 @@ type WorkerSpec struct {
 	Reserved bool `protobuf:"varint,24,opt,name=reserved,proto3" json:"reserved,omitempty"`
 	// Token of the run, a reference: sent with each call of another worker of the run, and required
 	// of each caller.
-	PeerToken     string `protobuf:"bytes,25,opt,name=peer_token,json=peerToken,proto3" json:"peer_token,omitempty"`
+	PeerToken string `protobuf:"bytes,25,opt,name=peer_token,json=peerToken,proto3" json:"peer_token,omitempty"`
+	// File to which the scheduler writes renewed credentials of the worker; `token` is the first.
+	TokenFile string `protobuf:"bytes,26,opt,name=token_file,json=tokenFile,proto3" json:"token_file,omitempty"`
+	// Public key of the signatures of service registrations: Ed25519, hexadecimal. The worker calls no
+	// service whose registration has no valid signature.
+	ServicesKey   string `protobuf:"bytes,27,opt,name=services_key,json=servicesKey,proto3" json:"services_key,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1140,6 +1145,20 @@ func (x *WorkerSpec) GetReserved() bool {
 func (x *WorkerSpec) GetPeerToken() string {
 	if x != nil {
 		return x.PeerToken
+	}
+	return ""
+}
+
+func (x *WorkerSpec) GetTokenFile() string {
+	if x != nil {
+		return x.TokenFile
+	}
+	return ""
+}
+
+func (x *WorkerSpec) GetServicesKey() string {
+	if x != nil {
+		return x.ServicesKey
 	}
 	return ""
 }
@@ -2543,6 +2562,108 @@ func (x *GetProjectResponse) GetProject() string {
 	return ""
 }
 
+// GetStandingRequest names a run or a served model.
+type GetStandingRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run id, or id of a served model.
+	RunId         string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetStandingRequest) Reset() {
+	*x = GetStandingRequest{}
+	mi := &file_rollout_run_v1_run_proto_msgTypes[32]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetStandingRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetStandingRequest) ProtoMessage() {}
+
+func (x *GetStandingRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_run_v1_run_proto_msgTypes[32]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetStandingRequest.ProtoReflect.Descriptor instead.
+func (*GetStandingRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{32}
+}
+
+func (x *GetStandingRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+// GetStandingResponse says which credentials of workers are in force: those of the newest
+// incarnation, until the run has ended.
+type GetStandingResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The newest incarnation.
+	Incarnation uint32 `protobuf:"varint,1,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
+	// Whether the run has ended and its workers have had the time to exit.
+	Ended         bool `protobuf:"varint,2,opt,name=ended,proto3" json:"ended,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetStandingResponse) Reset() {
+	*x = GetStandingResponse{}
+	mi := &file_rollout_run_v1_run_proto_msgTypes[33]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetStandingResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetStandingResponse) ProtoMessage() {}
+
+func (x *GetStandingResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_run_v1_run_proto_msgTypes[33]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetStandingResponse.ProtoReflect.Descriptor instead.
+func (*GetStandingResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{33}
+}
+
+func (x *GetStandingResponse) GetIncarnation() uint32 {
+	if x != nil {
+		return x.Incarnation
+	}
+	return 0
+}
+
+func (x *GetStandingResponse) GetEnded() bool {
+	if x != nil {
+		return x.Ended
+	}
+	return false
+}
+
 // GetCursorRequest names a run.
 type GetCursorRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2554,7 +2675,7 @@ type GetCursorRequest struct {
 
 func (x *GetCursorRequest) Reset() {
 	*x = GetCursorRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[32]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2566,7 +2687,7 @@ func (x *GetCursorRequest) String() string {
 func (*GetCursorRequest) ProtoMessage() {}
 
 func (x *GetCursorRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[32]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2579,7 +2700,7 @@ func (x *GetCursorRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCursorRequest.ProtoReflect.Descriptor instead.
 func (*GetCursorRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{32}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *GetCursorRequest) GetRunId() string {
@@ -2600,7 +2721,7 @@ type GetCursorResponse struct {
 
 func (x *GetCursorResponse) Reset() {
 	*x = GetCursorResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[33]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2612,7 +2733,7 @@ func (x *GetCursorResponse) String() string {
 func (*GetCursorResponse) ProtoMessage() {}
 
 func (x *GetCursorResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[33]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2625,7 +2746,7 @@ func (x *GetCursorResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCursorResponse.ProtoReflect.Descriptor instead.
 func (*GetCursorResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{33}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *GetCursorResponse) GetCursor() *Cursor {
@@ -2715,7 +2836,7 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"waitingFor\x12.\n" +
 	"\x06cursor\x18\x06 \x01(\v2\x16.rollout.run.v1.CursorR\x06cursor\x12?\n" +
 	"\rwaiting_since\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\fwaitingSince\x12+\n" +
-	"\x05waits\x18\b \x03(\v2\x15.rollout.wait.v1.WaitR\x05waits\"\xf3\x06\n" +
+	"\x05waits\x18\b \x03(\v2\x15.rollout.wait.v1.WaitR\x05waits\"\xb5\a\n" +
 	"\n" +
 	"WorkerSpec\x12$\n" +
 	"\tworker_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\bworkerId\x12\x1b\n" +
@@ -2745,7 +2866,10 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\x04gpus\x18\x17 \x03(\rB\b\xbaH\x05\x92\x01\x02\x10@R\x04gpus\x12\x1a\n" +
 	"\breserved\x18\x18 \x01(\bR\breserved\x12\x1d\n" +
 	"\n" +
-	"peer_token\x18\x19 \x01(\tR\tpeerToken\"w\n" +
+	"peer_token\x18\x19 \x01(\tR\tpeerToken\x12\x1d\n" +
+	"\n" +
+	"token_file\x18\x1a \x01(\tR\ttokenFile\x12!\n" +
+	"\fservices_key\x18\x1b \x01(\tR\vservicesKey\"w\n" +
 	"\tWorkerTls\x12 \n" +
 	"\aca_file\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x06caFile\x12$\n" +
 	"\tcert_file\x18\x02 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\bcertFile\x12\"\n" +
@@ -2827,7 +2951,12 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\x11GetProjectRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\".\n" +
 	"\x12GetProjectResponse\x12\x18\n" +
-	"\aproject\x18\x01 \x01(\tR\aproject\"2\n" +
+	"\aproject\x18\x01 \x01(\tR\aproject\"4\n" +
+	"\x12GetStandingRequest\x12\x1e\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"M\n" +
+	"\x13GetStandingResponse\x12 \n" +
+	"\vincarnation\x18\x01 \x01(\rR\vincarnation\x12\x14\n" +
+	"\x05ended\x18\x02 \x01(\bR\x05ended\"2\n" +
 	"\x10GetCursorRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"C\n" +
 	"\x11GetCursorResponse\x12.\n" +
@@ -2853,12 +2982,13 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\bPauseRun\x12\x1f.rollout.run.v1.PauseRunRequest\x1a .rollout.run.v1.PauseRunResponse\x12P\n" +
 	"\tResumeRun\x12 .rollout.run.v1.ResumeRunRequest\x1a!.rollout.run.v1.ResumeRunResponse\x12P\n" +
 	"\tDeleteRun\x12 .rollout.run.v1.DeleteRunRequest\x1a!.rollout.run.v1.DeleteRunResponse\x12O\n" +
-	"\bWatchRun\x12\x1f.rollout.run.v1.WatchRunRequest\x1a .rollout.run.v1.WatchRunResponse0\x012\xf7\x02\n" +
+	"\bWatchRun\x12\x1f.rollout.run.v1.WatchRunRequest\x1a .rollout.run.v1.WatchRunResponse0\x012\xcf\x03\n" +
 	"\x18SchedulerInternalService\x12V\n" +
 	"\vCompleteRun\x12\".rollout.run.v1.CompleteRunRequest\x1a#.rollout.run.v1.CompleteRunResponse\x12\\\n" +
 	"\rVerifyWorkers\x12$.rollout.run.v1.VerifyWorkersRequest\x1a%.rollout.run.v1.VerifyWorkersResponse\x12S\n" +
 	"\n" +
-	"GetProject\x12!.rollout.run.v1.GetProjectRequest\x1a\".rollout.run.v1.GetProjectResponse\x12P\n" +
+	"GetProject\x12!.rollout.run.v1.GetProjectRequest\x1a\".rollout.run.v1.GetProjectResponse\x12V\n" +
+	"\vGetStanding\x12\".rollout.run.v1.GetStandingRequest\x1a#.rollout.run.v1.GetStandingResponse\x12P\n" +
 	"\tGetCursor\x12 .rollout.run.v1.GetCursorRequest\x1a!.rollout.run.v1.GetCursorResponseB\xb6\x01\n" +
 	"\x12com.rollout.run.v1B\bRunProtoP\x01Z<github.com/rollout-rl/rollout/proto/gen/rollout/run/v1;runv1\xa2\x02\x03RRX\xaa\x02\x0eRollout.Run.V1\xca\x02\x0eRollout\\Run\\V1\xe2\x02\x1aRollout\\Run\\V1\\GPBMetadata\xea\x02\x10Rollout::Run::V1b\x06proto3"
 
@@ -2875,7 +3005,7 @@ func file_rollout_run_v1_run_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_run_v1_run_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_run_v1_run_proto_msgTypes = make([]protoimpl.MessageInfo, 35)
+var file_rollout_run_v1_run_proto_msgTypes = make([]protoimpl.MessageInfo, 37)
 var file_rollout_run_v1_run_proto_goTypes = []any{
 	(RunState)(0),                 // 0: rollout.run.v1.RunState
 	(*Run)(nil),                   // 1: rollout.run.v1.Run
@@ -2910,28 +3040,30 @@ var file_rollout_run_v1_run_proto_goTypes = []any{
 	(*VerifyWorkersResponse)(nil), // 30: rollout.run.v1.VerifyWorkersResponse
 	(*GetProjectRequest)(nil),     // 31: rollout.run.v1.GetProjectRequest
 	(*GetProjectResponse)(nil),    // 32: rollout.run.v1.GetProjectResponse
-	(*GetCursorRequest)(nil),      // 33: rollout.run.v1.GetCursorRequest
-	(*GetCursorResponse)(nil),     // 34: rollout.run.v1.GetCursorResponse
-	nil,                           // 35: rollout.run.v1.Queues.FailuresEntry
-	(*v1.Plan)(nil),               // 36: rollout.plan.v1.Plan
-	(*timestamppb.Timestamp)(nil), // 37: google.protobuf.Timestamp
-	(*v11.Wait)(nil),              // 38: rollout.wait.v1.Wait
-	(*v12.Fence)(nil),             // 39: rollout.fence.v1.Fence
+	(*GetStandingRequest)(nil),    // 33: rollout.run.v1.GetStandingRequest
+	(*GetStandingResponse)(nil),   // 34: rollout.run.v1.GetStandingResponse
+	(*GetCursorRequest)(nil),      // 35: rollout.run.v1.GetCursorRequest
+	(*GetCursorResponse)(nil),     // 36: rollout.run.v1.GetCursorResponse
+	nil,                           // 37: rollout.run.v1.Queues.FailuresEntry
+	(*v1.Plan)(nil),               // 38: rollout.plan.v1.Plan
+	(*timestamppb.Timestamp)(nil), // 39: google.protobuf.Timestamp
+	(*v11.Wait)(nil),              // 40: rollout.wait.v1.Wait
+	(*v12.Fence)(nil),             // 41: rollout.fence.v1.Fence
 }
 var file_rollout_run_v1_run_proto_depIdxs = []int32{
-	36, // 0: rollout.run.v1.Run.plan:type_name -> rollout.plan.v1.Plan
+	38, // 0: rollout.run.v1.Run.plan:type_name -> rollout.plan.v1.Plan
 	0,  // 1: rollout.run.v1.Run.state:type_name -> rollout.run.v1.RunState
-	37, // 2: rollout.run.v1.Run.create_time:type_name -> google.protobuf.Timestamp
-	37, // 3: rollout.run.v1.Run.end_time:type_name -> google.protobuf.Timestamp
-	38, // 4: rollout.run.v1.Worker.waits:type_name -> rollout.wait.v1.Wait
-	35, // 5: rollout.run.v1.Queues.failures:type_name -> rollout.run.v1.Queues.FailuresEntry
+	39, // 2: rollout.run.v1.Run.create_time:type_name -> google.protobuf.Timestamp
+	39, // 3: rollout.run.v1.Run.end_time:type_name -> google.protobuf.Timestamp
+	40, // 4: rollout.run.v1.Worker.waits:type_name -> rollout.wait.v1.Wait
+	37, // 5: rollout.run.v1.Queues.failures:type_name -> rollout.run.v1.Queues.FailuresEntry
 	1,  // 6: rollout.run.v1.RunStatus.run:type_name -> rollout.run.v1.Run
 	5,  // 7: rollout.run.v1.RunStatus.queues:type_name -> rollout.run.v1.Queues
 	4,  // 8: rollout.run.v1.RunStatus.workers:type_name -> rollout.run.v1.Worker
 	3,  // 9: rollout.run.v1.RunStatus.cursor:type_name -> rollout.run.v1.Cursor
-	37, // 10: rollout.run.v1.RunStatus.waiting_since:type_name -> google.protobuf.Timestamp
-	38, // 11: rollout.run.v1.RunStatus.waits:type_name -> rollout.wait.v1.Wait
-	36, // 12: rollout.run.v1.WorkerSpec.plan:type_name -> rollout.plan.v1.Plan
+	39, // 10: rollout.run.v1.RunStatus.waiting_since:type_name -> google.protobuf.Timestamp
+	40, // 11: rollout.run.v1.RunStatus.waits:type_name -> rollout.wait.v1.Wait
+	38, // 12: rollout.run.v1.WorkerSpec.plan:type_name -> rollout.plan.v1.Plan
 	9,  // 13: rollout.run.v1.WorkerSpec.nats:type_name -> rollout.run.v1.NatsAccess
 	8,  // 14: rollout.run.v1.WorkerSpec.tls:type_name -> rollout.run.v1.WorkerTls
 	1,  // 15: rollout.run.v1.CreateRunResponse.run:type_name -> rollout.run.v1.Run
@@ -2944,7 +3076,7 @@ var file_rollout_run_v1_run_proto_depIdxs = []int32{
 	1,  // 22: rollout.run.v1.DeleteRunResponse.run:type_name -> rollout.run.v1.Run
 	6,  // 23: rollout.run.v1.WatchRunResponse.status:type_name -> rollout.run.v1.RunStatus
 	0,  // 24: rollout.run.v1.CompleteRunRequest.state:type_name -> rollout.run.v1.RunState
-	39, // 25: rollout.run.v1.CompleteRunRequest.fence:type_name -> rollout.fence.v1.Fence
+	41, // 25: rollout.run.v1.CompleteRunRequest.fence:type_name -> rollout.fence.v1.Fence
 	28, // 26: rollout.run.v1.VerifyWorkersRequest.workers:type_name -> rollout.run.v1.WorkerRegistration
 	3,  // 27: rollout.run.v1.GetCursorResponse.cursor:type_name -> rollout.run.v1.Cursor
 	10, // 28: rollout.run.v1.SchedulerService.CreateRun:input_type -> rollout.run.v1.CreateRunRequest
@@ -2958,21 +3090,23 @@ var file_rollout_run_v1_run_proto_depIdxs = []int32{
 	26, // 36: rollout.run.v1.SchedulerInternalService.CompleteRun:input_type -> rollout.run.v1.CompleteRunRequest
 	29, // 37: rollout.run.v1.SchedulerInternalService.VerifyWorkers:input_type -> rollout.run.v1.VerifyWorkersRequest
 	31, // 38: rollout.run.v1.SchedulerInternalService.GetProject:input_type -> rollout.run.v1.GetProjectRequest
-	33, // 39: rollout.run.v1.SchedulerInternalService.GetCursor:input_type -> rollout.run.v1.GetCursorRequest
-	11, // 40: rollout.run.v1.SchedulerService.CreateRun:output_type -> rollout.run.v1.CreateRunResponse
-	13, // 41: rollout.run.v1.SchedulerService.GetRun:output_type -> rollout.run.v1.GetRunResponse
-	15, // 42: rollout.run.v1.SchedulerService.ListRuns:output_type -> rollout.run.v1.ListRunsResponse
-	17, // 43: rollout.run.v1.SchedulerService.CancelRun:output_type -> rollout.run.v1.CancelRunResponse
-	19, // 44: rollout.run.v1.SchedulerService.PauseRun:output_type -> rollout.run.v1.PauseRunResponse
-	21, // 45: rollout.run.v1.SchedulerService.ResumeRun:output_type -> rollout.run.v1.ResumeRunResponse
-	23, // 46: rollout.run.v1.SchedulerService.DeleteRun:output_type -> rollout.run.v1.DeleteRunResponse
-	25, // 47: rollout.run.v1.SchedulerService.WatchRun:output_type -> rollout.run.v1.WatchRunResponse
-	27, // 48: rollout.run.v1.SchedulerInternalService.CompleteRun:output_type -> rollout.run.v1.CompleteRunResponse
-	30, // 49: rollout.run.v1.SchedulerInternalService.VerifyWorkers:output_type -> rollout.run.v1.VerifyWorkersResponse
-	32, // 50: rollout.run.v1.SchedulerInternalService.GetProject:output_type -> rollout.run.v1.GetProjectResponse
-	34, // 51: rollout.run.v1.SchedulerInternalService.GetCursor:output_type -> rollout.run.v1.GetCursorResponse
-	40, // [40:52] is the sub-list for method output_type
-	28, // [28:40] is the sub-list for method input_type
+	33, // 39: rollout.run.v1.SchedulerInternalService.GetStanding:input_type -> rollout.run.v1.GetStandingRequest
+	35, // 40: rollout.run.v1.SchedulerInternalService.GetCursor:input_type -> rollout.run.v1.GetCursorRequest
+	11, // 41: rollout.run.v1.SchedulerService.CreateRun:output_type -> rollout.run.v1.CreateRunResponse
+	13, // 42: rollout.run.v1.SchedulerService.GetRun:output_type -> rollout.run.v1.GetRunResponse
+	15, // 43: rollout.run.v1.SchedulerService.ListRuns:output_type -> rollout.run.v1.ListRunsResponse
+	17, // 44: rollout.run.v1.SchedulerService.CancelRun:output_type -> rollout.run.v1.CancelRunResponse
+	19, // 45: rollout.run.v1.SchedulerService.PauseRun:output_type -> rollout.run.v1.PauseRunResponse
+	21, // 46: rollout.run.v1.SchedulerService.ResumeRun:output_type -> rollout.run.v1.ResumeRunResponse
+	23, // 47: rollout.run.v1.SchedulerService.DeleteRun:output_type -> rollout.run.v1.DeleteRunResponse
+	25, // 48: rollout.run.v1.SchedulerService.WatchRun:output_type -> rollout.run.v1.WatchRunResponse
+	27, // 49: rollout.run.v1.SchedulerInternalService.CompleteRun:output_type -> rollout.run.v1.CompleteRunResponse
+	30, // 50: rollout.run.v1.SchedulerInternalService.VerifyWorkers:output_type -> rollout.run.v1.VerifyWorkersResponse
+	32, // 51: rollout.run.v1.SchedulerInternalService.GetProject:output_type -> rollout.run.v1.GetProjectResponse
+	34, // 52: rollout.run.v1.SchedulerInternalService.GetStanding:output_type -> rollout.run.v1.GetStandingResponse
+	36, // 53: rollout.run.v1.SchedulerInternalService.GetCursor:output_type -> rollout.run.v1.GetCursorResponse
+	41, // [41:54] is the sub-list for method output_type
+	28, // [28:41] is the sub-list for method input_type
 	28, // [28:28] is the sub-list for extension type_name
 	28, // [28:28] is the sub-list for extension extendee
 	0,  // [0:28] is the sub-list for field type_name
@@ -2990,7 +3124,7 @@ func file_rollout_run_v1_run_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_run_v1_run_proto_rawDesc), len(file_rollout_run_v1_run_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   35,
+			NumMessages:   37,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

@@ -439,6 +439,7 @@ const (
 	SchedulerInternalService_CompleteRun_FullMethodName   = "/rollout.run.v1.SchedulerInternalService/CompleteRun"
 	SchedulerInternalService_VerifyWorkers_FullMethodName = "/rollout.run.v1.SchedulerInternalService/VerifyWorkers"
 	SchedulerInternalService_GetProject_FullMethodName    = "/rollout.run.v1.SchedulerInternalService/GetProject"
+	SchedulerInternalService_GetStanding_FullMethodName   = "/rollout.run.v1.SchedulerInternalService/GetStanding"
 	SchedulerInternalService_GetCursor_FullMethodName     = "/rollout.run.v1.SchedulerInternalService/GetCursor"
 )
 
@@ -457,6 +458,9 @@ type SchedulerInternalServiceClient interface {
 	VerifyWorkers(ctx context.Context, in *VerifyWorkersRequest, opts ...grpc.CallOption) (*VerifyWorkersResponse, error)
 	// GetProject returns the project of a run or of a served model. NOT_FOUND, reason RUN_NOT_FOUND.
 	GetProject(ctx context.Context, in *GetProjectRequest, opts ...grpc.CallOption) (*GetProjectResponse, error)
+	// GetStanding returns which credentials of workers of a run or of a served model are in force.
+	// NOT_FOUND, reason RUN_NOT_FOUND.
+	GetStanding(ctx context.Context, in *GetStandingRequest, opts ...grpc.CallOption) (*GetStandingResponse, error)
 	// GetCursor returns the durable cursor.
 	GetCursor(ctx context.Context, in *GetCursorRequest, opts ...grpc.CallOption) (*GetCursorResponse, error)
 }
@@ -499,6 +503,16 @@ func (c *schedulerInternalServiceClient) GetProject(ctx context.Context, in *Get
 	return out, nil
 }
 
+func (c *schedulerInternalServiceClient) GetStanding(ctx context.Context, in *GetStandingRequest, opts ...grpc.CallOption) (*GetStandingResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(GetStandingResponse)
+	err := c.cc.Invoke(ctx, SchedulerInternalService_GetStanding_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *schedulerInternalServiceClient) GetCursor(ctx context.Context, in *GetCursorRequest, opts ...grpc.CallOption) (*GetCursorResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(GetCursorResponse)
@@ -524,6 +538,9 @@ type SchedulerInternalServiceServer interface {
 	VerifyWorkers(context.Context, *VerifyWorkersRequest) (*VerifyWorkersResponse, error)
 	// GetProject returns the project of a run or of a served model. NOT_FOUND, reason RUN_NOT_FOUND.
 	GetProject(context.Context, *GetProjectRequest) (*GetProjectResponse, error)
+	// GetStanding returns which credentials of workers of a run or of a served model are in force.
+	// NOT_FOUND, reason RUN_NOT_FOUND.
+	GetStanding(context.Context, *GetStandingRequest) (*GetStandingResponse, error)
 	// GetCursor returns the durable cursor.
 	GetCursor(context.Context, *GetCursorRequest) (*GetCursorResponse, error)
 	mustEmbedUnimplementedSchedulerInternalServiceServer()
@@ -544,6 +561,9 @@ func (UnimplementedSchedulerInternalServiceServer) VerifyWorkers(context.Context
 }
 func (UnimplementedSchedulerInternalServiceServer) GetProject(context.Context, *GetProjectRequest) (*GetProjectResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method GetProject not implemented")
+}
+func (UnimplementedSchedulerInternalServiceServer) GetStanding(context.Context, *GetStandingRequest) (*GetStandingResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method GetStanding not implemented")
 }
 func (UnimplementedSchedulerInternalServiceServer) GetCursor(context.Context, *GetCursorRequest) (*GetCursorResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method GetCursor not implemented")
@@ -624,6 +644,24 @@ func _SchedulerInternalService_GetProject_Handler(srv interface{}, ctx context.C
 	return interceptor(ctx, in, info, handler)
 }
 
+func _SchedulerInternalService_GetStanding_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(GetStandingRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(SchedulerInternalServiceServer).GetStanding(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: SchedulerInternalService_GetStanding_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(SchedulerInternalServiceServer).GetStanding(ctx, req.(*GetStandingRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _SchedulerInternalService_GetCursor_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(GetCursorRequest)
 	if err := dec(in); err != nil {
@@ -660,6 +698,10 @@ var SchedulerInternalService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "GetProject",
 			Handler:    _SchedulerInternalService_GetProject_Handler,
+		},
+		{
+			MethodName: "GetStanding",
+			Handler:    _SchedulerInternalService_GetStanding_Handler,
 		},
 		{
 			MethodName: "GetCursor",
