@@ -150,7 +150,7 @@ func (e *explainer) ended() {
 			strings.TrimSuffix("the run was cancelled by request at step "+steps(e.run)+": "+e.run.GetMessage(), ": "), e.resume()+" continues it")
 	default:
 		e.because("user", orElse(e.run.GetReason(), "FAILED"), e.run.GetEndTime(), "the run failed at step "+steps(e.run)+": "+e.run.GetMessage(),
-			orElse(fixes[e.run.GetReason()], "correct the cause, then "+e.resume()))
+			orElse(strings.ReplaceAll(fixes[e.run.GetReason()], " RUN", " "+e.run.GetRunId()), "correct the cause, then "+e.resume()))
 		if e.run.GetReason() == "EVERY_GROUP_EXCLUDED" {
 			e.exclusion()
 			return

@@ -132,7 +132,8 @@ func (p *Plane) key() (string, error) {
 	return key, nil
 }
 
-// Daemon returns the local daemon. Where none runs, it starts one with args if start is true.
+// Daemon returns the local daemon. Where none runs, it starts one if start is true, with args and
+// the configuration file of the last `rollout daemon start`.
 func (p *Plane) Daemon(ctx context.Context, stateDir string, start bool, args ...string) (*daemon.Info, error) {
 	if info, err := daemon.Find(stateDir); info != nil || err != nil {
 		return info, err
@@ -144,6 +145,11 @@ func (p *Plane) Daemon(ctx context.Context, stateDir string, start bool, args ..
 	if err != nil {
 		return nil, err
 	}
+	configured, err := daemon.Remembered(stateDir)
+	if err != nil {
+		return nil, err
+	}
+	args = append(configured, args...)
 	began := time.Now()
 	info, started, err := daemon.Starter{StateDir: stateDir, Binary: binary, Args: args}.Ensure(ctx)
 	if started {

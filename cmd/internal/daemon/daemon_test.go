@@ -9,6 +9,7 @@ import (
 	"os/exec"
 	"os/signal"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -333,4 +334,24 @@ func TestStateDir(t *testing.T) {
 	if _, err := StateDir("", nil); err == nil {
 		t.Error("a folder out of nothing")
 	}
+}
+
+func TestTheConfigurationOfTheLastStartIsRemembered(t *testing.T) {
+	t.Parallel()
+	state := filepath.Join(t.TempDir(), "state")
+	remembered := func(want ...string) {
+		t.Helper()
+		if got, err := Remembered(state); err != nil || !slices.Equal(got, want) {
+			t.Errorf("remembered %q, %v, not %q", got, err, want)
+		}
+	}
+	remembered()
+	if err := Remember(state, []string{"--config", "/etc/my rollout.toml"}); err != nil {
+		t.Fatal(err)
+	}
+	remembered("--config", "/etc/my rollout.toml")
+	if err := Remember(state, nil); err != nil {
+		t.Fatal(err)
+	}
+	remembered()
 }

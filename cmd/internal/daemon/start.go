@@ -31,6 +31,42 @@ type Starter struct {
 	Timeout  time.Duration // until the daemon serves; 0: 60 s
 }
 
+// rememberedFile has the arguments that later starts in the state folder repeat, one per line.
+func rememberedFile(stateDir string) string { return filepath.Join(stateDir, "rolloutd.args") }
+
+// Remember stores the arguments with which Remembered answers; none: it forgets them. While a daemon
+// runs it changes nothing.
+func Remember(stateDir string, args []string) error {
+	if info, err := Find(stateDir); info != nil || err != nil {
+		return err
+	}
+	if len(args) == 0 {
+		if err := os.Remove(rememberedFile(stateDir)); err != nil && !errors.Is(err, os.ErrNotExist) && !errors.Is(err, syscall.ENOTDIR) {
+			return cannotMake(stateDir, "forget the configuration file", err)
+		}
+		return nil
+	}
+	if err := os.MkdirAll(stateDir, 0o700); err != nil {
+		return cannotMake(stateDir, "create the state folder", err)
+	}
+	if err := os.WriteFile(rememberedFile(stateDir), []byte(strings.Join(args, "\n")+"\n"), 0o600); err != nil {
+		return cannotMake(stateDir, "remember the configuration file", err)
+	}
+	return nil
+}
+
+// Remembered returns the arguments of the last start that had some.
+func Remembered(stateDir string) ([]string, error) {
+	text, err := os.ReadFile(rememberedFile(stateDir))
+	if errors.Is(err, os.ErrNotExist) || errors.Is(err, syscall.ENOTDIR) { // an invalid folder is reported when a daemon is started
+		return nil, nil
+	}
+	if err != nil {
+		return nil, refused(stateDir, fmt.Errorf("read how the daemon was started: %w", err))
+	}
+	return strings.Split(strings.TrimSpace(string(text)), "\n"), nil
+}
+
 // FindBinary looks for rolloutd next to this executable, then on PATH.
 func FindBinary() (string, error) {
 	found, err := program.Find("rolloutd")

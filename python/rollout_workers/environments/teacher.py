@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -102,27 +103,30 @@ class TeacherEnvironment:
             return replace(failed("TEACHER_CHILD_SESSIONS"), message="a teacher endpoint scores no child sessions; use `teacher`")
         if not isinstance(answer, Result) or answer.outcome not in ("completed", "truncated"):
             return answer
-        with self._calls.open(Call("TEACHER_CALL", self._name, (turn.task.row_json,), 0.0)):
-            logprobs = await self._ask(turn)
+        logprobs = await self._ask(turn)
         return failed(logprobs.reason) if isinstance(logprobs, TeacherError) else replace(answer, teacher_logprobs=logprobs)
 
     async def _ask(self, turn: Turn) -> tuple[float, ...] | TeacherError:
         """The log-probabilities of all tokens of the episode after the first observation."""
         context = turn.context_ids if len(turn.context_ids) else turn.prompt_ids
         ids = np.concatenate((context, turn.token_ids)).tolist()
-        pause = _PAUSE_SECONDS
+        pause, began, answered = _PAUSE_SECONDS, time.time(), ""
         for left in range(self._retries, -1, -1):
-            try:
-                loop = asyncio.get_running_loop()
-                return tuple(await loop.run_in_executor(self._threads, self._teacher.logprobs, ids, len(turn.prompt_ids)))
-            except TeacherError as error:
-                if not left or not error.again:
-                    self._log_once(error)
-                    return error
-                after = min(error.after, _LONGEST_PAUSE) if isinstance(error, TeacherBusy) else 0.0
-                if after:
-                    self._log_once(error, f"the teacher is busy; it is asked again after {after:g} s")
-            await asyncio.sleep(max(pause, after))
+            with self._calls.open(Call("TEACHER_CALL", self._name + answered, (turn.task.row_json,), 0.0, since=began)):
+                try:
+                    loop = asyncio.get_running_loop()
+                    return tuple(await loop.run_in_executor(self._threads, self._teacher.logprobs, ids, len(turn.prompt_ids)))
+                except TeacherError as error:
+                    if not left or not error.again:
+                        self._log_once(error)
+                        return error
+                    last = error
+            after = min(last.after, _LONGEST_PAUSE) if isinstance(last, TeacherBusy) else 0.0
+            if after:
+                self._log_once(last, f"the teacher is busy; it is asked again after {after:g} s")
+            answered = " (HTTP 429)" if after else f" ({last.reason})"
+            with self._calls.open(Call("TEACHER_CALL", self._name + answered, (turn.task.row_json,), 0.0, since=began)):
+                await asyncio.sleep(max(pause, after))
             pause *= 2
         raise AssertionError("unreachable")
 

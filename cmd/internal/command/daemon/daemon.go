@@ -33,7 +33,10 @@ func startCommand(env *cli.Env) *cobra.Command {
 		Use:   "start",
 		Short: "Start the local daemon",
 		Long: `Start the local daemon if none is running. It logs to logs/rolloutd.log in the state folder; the log is rotated at 16 MiB, and three old
-ones are kept as rolloutd.log.1 (the newest) to rolloutd.log.3.`,
+ones are kept as rolloutd.log.1 (the newest) to rolloutd.log.3.
+
+Commands that start the daemon of the state folder later, such as rollout run, start it with the same --config. Without --config it is
+the default again.`,
 		Example: "  rollout daemon start\n  rollout daemon start --state-dir /tmp/rollout --config rolloutd.toml",
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -49,7 +52,10 @@ ones are kept as rolloutd.log.1 (the newest) to rolloutd.log.3.`,
 					return err
 				}
 			}
-			info, err := env.Plane.Daemon(ctx, stateDir, true, args...)
+			if err := daemon.Remember(stateDir, args); err != nil {
+				return err
+			}
+			info, err := env.Plane.Daemon(ctx, stateDir, true)
 			if err != nil {
 				return err
 			}

@@ -112,6 +112,11 @@ func importCommand(env *cli.Env) *cobra.Command {
 				if err != nil {
 					return err
 				}
+				if base := snapshot.GetOrigin().GetBaseDir(); base != "" {
+					if _, err := os.Stat(base); err != nil {
+						env.Note("the snapshot was imported before, and restored runs read its inputs in %s, which does not exist: move the folder %s there", base, folder)
+					}
+				}
 				return env.Message(snapshot, func() string {
 					return fmt.Sprintf("%s of step %s of %s; its inputs are in %s\nnext: rollout snapshot restore %s\n", snapshot.GetSnapshotId(),
 						output.Count(snapshot.GetStep()), snapshot.GetRunId(), snapshot.GetOrigin().GetBaseDir(), snapshot.GetSnapshotId())
