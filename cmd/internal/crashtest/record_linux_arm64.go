@@ -1,0 +1,3 @@
+package crashtest
+
+var legacy map[uint64]string
