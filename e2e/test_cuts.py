@@ -21,55 +21,71 @@ def rows_of(folder: Path) -> list[buffer_pb2.CutLedgerResponse]:
     return list(iter(lambda: parse_length_prefixed(buffer_pb2.CutLedgerResponse, rows), None))
 
 
-def ready_groups(running: Mesh, snapshot: str, folder: Path) -> list[buffer_pb2.GroupRecord]:
-    """The complete groups of a snapshot, in the order of their completion."""
+def trainable(running: Mesh, snapshot: str, folder: Path) -> int:
+    """How many complete groups with different rewards a snapshot has."""
     running.snapshots.MaterializeSnapshot(snapshot_pb2.MaterializeSnapshotRequest(snapshot_id=snapshot, directory=str(folder)))
-    groups = [group for part in rows_of(folder) for group in part.groups]
+    rows = rows_of(folder)
     complete = (buffer_pb2.GROUP_STATE_READY, buffer_pb2.GROUP_STATE_LEASED)
-    return sorted((group for group in groups if group.state in complete), key=lambda group: group.arrival)
+    rewards: dict[tuple[int, int], set[float]] = {
+        (group.key.epoch, group.key.index): set() for part in rows for group in part.groups if group.state in complete
+    }
+    for part in rows:
+        for sample in part.samples:
+            key = (sample.ref.key.epoch, sample.ref.key.index)
+            if key in rewards:
+                rewards[key].add(sample.ref.reward)
+    return sum(len(found) > 1 for found in rewards.values())
+
+
+def cut_and_restore(running: Mesh, job: Job, folder: Path) -> snapshot_pb2.Snapshot:
+    """Take snapshots of a new run while it trains, finish it, and compare the run that is restored
+    from them with it. Returns the snapshot of the ledger."""
+    run = submit(running, running.plan(job.write()), job)
+    kinds = [snapshot_pb2.SNAPSHOT_KIND_TRAIN_STATE, snapshot_pb2.SNAPSHOT_KIND_BUFFER]
+    for attempt in range(10):  # until a whole batch was complete at the cut
+        request = snapshot_pb2.TakeSnapshotsRequest(run_id=run, kinds=kinds, name=f"cut{attempt}")
+        state, ledger = running.snapshots.TakeSnapshots(request).snapshots
+        assert (state.kind, ledger.kind) == tuple(kinds)
+        assert state.step == ledger.step
+        assert {file.path for file in state.files} < {file.path for file in ledger.files}
+        ready = trainable(running, ledger.snapshot_id, folder / f"cut{attempt}")
+        if ready >= GROUPS:
+            break
+    assert ready >= GROUPS, "no cut had a whole batch"
+    step = ledger.step
+    finish(running, run)
+    audited(running, run)
+
+    restore = snapshot_pb2.RestoreSnapshotRequest(snapshot_id=ledger.snapshot_id)
+    restored = running.snapshots.RestoreSnapshot(restore).run.run_id
+    finish(running, restored)
+    audited(running, restored)
+    request = buffer_pb2.GetBatchRequest(run_id=run, step=step + 1)
+    want = running.buffer.GetBatch(request).batch
+    request.run_id = restored
+    got = running.buffer.GetBatch(request).batch
+    assert got.batch_id == want.batch_id
+    assert [sample.crc32c for sample in got.samples] == [sample.crc32c for sample in want.samples]
+    assert payloads(running, restored, step + 1) == payloads(running, run, step + 1)
+    steps = running.buffer.ListSteps(buffer_pb2.ListStepsRequest(run_id=restored)).steps
+    assert [each.step for each in steps] == list(range(step + 1, job.steps + 1))
+    return ledger
 
 
 def test_a_restored_run_leases_the_same_next_batch(tmp_path: Path) -> None:
     job = Job(tmp_path / "job", steps=40, mode="async", staleness=3, snapshot=50, keep_payloads=True)
     running = sim_mesh(tmp_path / "state", seconds=0.05).start()
     try:
-        run = submit(running, running.plan(job.write()), job)
-        for attempt in range(10):  # until a whole batch was complete at the cut
-            taken = rollout(
-                tmp_path / "state", "snapshot", "create", run, "--kind", "train_state,buffer", "--name", f"cut{attempt}"
-            )
-            state, ledger = taken["snapshots"]
-            assert (state["kind"], ledger["kind"]) == ("SNAPSHOT_KIND_TRAIN_STATE", "SNAPSHOT_KIND_BUFFER")
-            assert state["step"] == ledger["step"]
-            assert {file["path"] for file in state["files"]} < {file["path"] for file in ledger["files"]}
-            ready = ready_groups(running, ledger["snapshot_id"], tmp_path / f"cut{attempt}")
-            if len(ready) >= GROUPS:
-                break
-        assert len(ready) >= GROUPS, "no cut had a whole batch"
-        step, snapshot = int(ledger["step"]), ledger["snapshot_id"]
+        ledger = cut_and_restore(running, job, tmp_path)
+        snapshot = ledger.snapshot_id
         assert rollout(tmp_path / "state", "snapshot", "verify", snapshot).get("flaws", []) == []
-        finish(running, run)
-        audited(running, run)
 
-        restored = rollout(tmp_path / "state", "snapshot", "restore", snapshot, "--detach")["run_id"]
-        finish(running, restored)
-        audited(running, restored)
-        request = buffer_pb2.GetBatchRequest(run_id=run, step=step + 1)
-        want = running.buffer.GetBatch(request).batch
-        request.run_id = restored
-        got = running.buffer.GetBatch(request).batch
-        assert got.batch_id == want.batch_id
-        assert [sample.crc32c for sample in got.samples] == [sample.crc32c for sample in want.samples]
-        assert payloads(running, restored, step + 1) == payloads(running, run, step + 1)
-        steps = running.buffer.ListSteps(buffer_pb2.ListStepsRequest(run_id=restored)).steps
-        assert [each.step for each in steps] == list(range(step + 1, 41))
-
-        largest = max(ledger["files"], key=lambda file: int(file["bytes"]))
-        flip_a_bit(tmp_path / "state", largest["digest"], at=int(largest["bytes"]) // 2)
+        largest = max(ledger.files, key=lambda file: file.bytes)
+        flip_a_bit(tmp_path / "state", largest.digest, at=largest.bytes // 2)
         rollout(tmp_path / "state", "snapshot", "verify", snapshot, code=65)
         (flaw,) = running.snapshots.VerifySnapshot(snapshot_pb2.VerifySnapshotRequest(snapshot_id=snapshot)).flaws
-        block = int(largest["bytes"]) // 2 // 2**20 * 2**20
-        assert (flaw.path, flaw.offset) == (largest["path"], block) and 0 < flaw.bytes <= 2**20
+        block = largest.bytes // 2 // 2**20 * 2**20
+        assert (flaw.path, flaw.offset) == (largest.path, block) and 0 < flaw.bytes <= 2**20
     finally:
         stop(running)
 

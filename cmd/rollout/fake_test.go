@@ -413,6 +413,15 @@ func (f fakeSnapshots) GetSnapshot(_ context.Context, r *snapshotv1.GetSnapshotR
 	return nil, rpcerr.New(codes.NotFound, "SNAPSHOT_NOT_FOUND", "snapshot %q does not exist", r.GetSnapshotId()).Fix("`rollout snapshot list` shows all snapshots")
 }
 
+// TakeSnapshots refuses episodes, which the run of plan does not have.
+func (f fakeSnapshots) TakeSnapshots(_ context.Context, r *snapshotv1.TakeSnapshotsRequest) (*snapshotv1.TakeSnapshotsResponse, error) {
+	f.ask("TakeSnapshots %v", r.GetKinds())
+	if slices.Contains(r.GetKinds(), snapshotv1.SnapshotKind_SNAPSHOT_KIND_EPISODIC) {
+		return nil, rpcerr.New(codes.FailedPrecondition, "EPISODES_NOT_SAVED", "the environment guess.py:Guess of %s saves no episodes", r.GetRunId()).Fix("define `state_dict(self)`")
+	}
+	return &snapshotv1.TakeSnapshotsResponse{Snapshots: []*snapshotv1.Snapshot{snapshot()}}, nil
+}
+
 func (f fakeSnapshots) DeleteSnapshot(_ context.Context, r *snapshotv1.DeleteSnapshotRequest) (*snapshotv1.DeleteSnapshotResponse, error) {
 	f.ask("DeleteSnapshot %s", r.GetSnapshotId())
 	return &snapshotv1.DeleteSnapshotResponse{}, nil

@@ -101,7 +101,7 @@ func (c *checks) plan(ctx context.Context) (*planv1.Plan, []byte, error) {
 	slices.SortFunc(c.files.inputs, func(a, b *planv1.Input) int {
 		return cmp.Or(cmp.Compare(a.GetRole(), b.GetRole()), strings.Compare(a.GetPath(), b.GetPath()))
 	})
-	plan := &planv1.Plan{Format: planformat.Format, Config: c.Config, Inputs: c.files.inputs, Packages: versions, Tools: c.episodes.tools}
+	plan := &planv1.Plan{Format: planformat.Format, Config: c.Config, Inputs: c.files.inputs, Packages: versions, Tools: c.episodes.tools, SavesEpisodes: c.episodes.saves}
 	data, err := lock.Write(plan)
 	return plan, data, err
 }

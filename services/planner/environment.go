@@ -24,6 +24,7 @@ type environmentCheck struct {
 	findings findings
 	files    *files
 	tools    []*planv1.Tool // of MCP servers
+	saves    bool           // open episodes
 }
 
 // ours reports whether the class of the environment is rollout's.
@@ -82,6 +83,7 @@ func (d *environmentCheck) answer(answer *probe.Answer, err error, pythonWorks b
 	case answer.Environment.Error != nil:
 		d.findings.problems.Add(d.files.pythonProblem(answer.Environment.Error, field))
 	default:
+		d.saves = answer.Environment.Saves
 		for _, tool := range answer.Environment.Tools {
 			d.tools = append(d.tools, &planv1.Tool{
 				Server: tool.Server, Name: tool.Name, Description: tool.Description, ParametersJson: tool.Parameters, Digest: tool.Digest,

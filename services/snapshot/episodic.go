@@ -2,17 +2,20 @@ package snapshot
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 
+	"google.golang.org/grpc/codes"
 	"google.golang.org/protobuf/encoding/protodelim"
 	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/trainstate"
 	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 )
 
@@ -50,6 +53,27 @@ const (
 	// maxEpisode bounds the memory that a damaged file can claim.
 	maxEpisode = 64 << 20
 )
+
+// ErrNotSaved reports that a run has no episodes that a snapshot could contain.
+var ErrNotSaved = rpcerr.New(codes.FailedPrecondition, "EPISODES_NOT_SAVED", "the environment of the run saves no episodes")
+
+// savesEpisodes returns ErrNotSaved unless the environment of a run saves its open episodes.
+func savesEpisodes(run *runv1.Run) error {
+	if run.GetPlan().GetSavesEpisodes() {
+		return nil
+	}
+	environment := run.GetPlan().GetConfig().GetEnvironment()
+	name, fix := environment.GetPath(), "define `state_dict(self)` and `load_state_dict(self, state)` in its `SingleEpisode`, and start the run again with a new plan; or take"
+	if name == "" {
+		name, fix = cmp.Or(environment.GetKind(), singleTurn), "take"
+	}
+	return ErrNotSaved.With("run", run.GetRunId()).With("environment", name).
+		WithMessage("the environment %s of %s saves no episodes, so that a snapshot of kind episodic would contain none", name, run.GetRunId()).
+		Fix(fix + " one of kind buffer: `rollout snapshot create " + run.GetRunId() + " --kind buffer`")
+}
+
+// singleTurn is the environment of a configuration that names none.
+const singleTurn = "single_turn"
 
 // episodicKind handles the open episodes of a run. A run that is restored from one continues them.
 type episodicKind struct {

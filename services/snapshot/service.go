@@ -168,6 +168,11 @@ func (s *service) take(ctx context.Context, name string, kinds []Kind, label str
 			return nil, err
 		}
 		run := got.GetStatus().GetRun()
+		if slices.Contains(kinds, Episodic) {
+			if err := savesEpisodes(run); err != nil {
+				return nil, err
+			}
+		}
 		made, err := s.Controller.CutRun(ctx, &learnerv1.CutRunRequest{RunId: run.GetRunId(), Kinds: kinds, Name: label})
 		if err == nil || rpcerr.Reason(err) != "RUN_NOT_TRAINING" || inactive(run.GetState()) {
 			return made.GetSnapshots(), err

@@ -1,6 +1,7 @@
 package snapshot_test
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"io"
@@ -117,11 +118,12 @@ type scheduler struct {
 	created *runv1.CreateRunRequest
 	cut     *learnerv1.CutRunRequest
 	state   runv1.RunState // of every run
+	plan    *planv1.Plan   // of every run; nil: one with a name
 }
 
 func (s *scheduler) GetRun(_ context.Context, in *runv1.GetRunRequest, _ ...grpc.CallOption) (*runv1.GetRunResponse, error) {
 	name := "origin"
-	plan := &planv1.Plan{Format: 2, Config: &configv1.RunConfig{Name: &name}}
+	plan := cmp.Or(s.plan, &planv1.Plan{Format: 2, Config: &configv1.RunConfig{Name: &name}})
 	return &runv1.GetRunResponse{Status: &runv1.RunStatus{Run: &runv1.Run{RunId: in.GetRunId(), Plan: plan, BaseDir: "/data", State: s.state}}}, nil
 }
 
@@ -587,5 +589,51 @@ func TestAKeySeesTheEpisodesOfItsProject(t *testing.T) {
 				t.Errorf("%s lists the episodes of %s: %v, want %s", project, id, err, want)
 			}
 		}
+	}
+}
+
+// A snapshot of episodes that an environment does not save is refused before the run is disturbed.
+func TestEpisodesThatAreNotSavedAreRefused(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct{ kind, path, message, fix string }{
+		"class": {
+			"python", "guess.py:Guess", "the environment guess.py:Guess of run-a saves no episodes, so that a snapshot of kind episodic would contain none",
+			"define `state_dict(self)` and `load_state_dict(self, state)` in its `SingleEpisode`, and start the run again with a new plan; or take one of kind buffer: `rollout snapshot create run-a --kind buffer`",
+		},
+		"external": {
+			"external", "", "the environment external of run-a saves no episodes, so that a snapshot of kind episodic would contain none",
+			"take one of kind buffer: `rollout snapshot create run-a --kind buffer`",
+		},
+		"none": {
+			"", "", "the environment single_turn of run-a saves no episodes, so that a snapshot of kind episodic would contain none",
+			"take one of kind buffer: `rollout snapshot create run-a --kind buffer`",
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := setup(t)
+			environment := &configv1.EnvironmentConfig{}
+			if c.kind != "" {
+				environment.Kind = &c.kind
+			}
+			if c.path != "" {
+				environment.Path = &c.path
+			}
+			w.scheduler.state = runv1.RunState_RUN_STATE_RUNNING
+			w.scheduler.plan = &planv1.Plan{Config: &configv1.RunConfig{Environment: environment}}
+			request := &snapshotv1.TakeSnapshotsRequest{RunId: "run-a", Kinds: []snapshot.Kind{snapshot.Buffer, snapshot.Episodic}}
+			_, err := w.TakeSnapshots(t.Context(), request)
+			e, _ := rpcerr.From(err)
+			if rpcerr.Reason(err) != "EPISODES_NOT_SAVED" || rpcerr.Code(err) != codes.FailedPrecondition || err.Error() != c.message || e.Metadata()["fix"] != c.fix {
+				t.Errorf("%v; fix: %v", err, e)
+			}
+			if w.scheduler.cut != nil {
+				t.Error("a cut was taken")
+			}
+			w.scheduler.plan.SavesEpisodes = true
+			if _, err := w.TakeSnapshots(t.Context(), request); err != nil || w.scheduler.cut == nil {
+				t.Errorf("with episodes: %v", err)
+			}
+		})
 	}
 }

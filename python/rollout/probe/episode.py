@@ -50,7 +50,12 @@ def dry_episode(request: Json, hung: Callable[[EnvironmentTimeout], None], began
         for number, row in enumerate(request["rows"])
     ]
     asyncio.run(_play(environment, tasks, watch))
-    return {"files": local_files(folders) if path else [], "name": name, "seconds": time.monotonic() - start}
+    return {
+        "files": local_files(folders) if path else [],
+        "name": name,
+        "seconds": time.monotonic() - start,
+        "saves_episodes": environment.saves_episodes,
+    }
 
 
 def _dry_tools(request: Json, began: Callable[[], None]) -> Json:

@@ -174,6 +174,7 @@ type Answer struct {
 	Environment *struct {
 		Files []string `json:"files"`
 		Tools []Tool   `json:"tools"` // of MCP servers
+		Saves bool     `json:"saves_episodes"`
 		Error *Error   `json:"error"`
 	} `json:"environment"`
 }

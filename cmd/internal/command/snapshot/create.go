@@ -3,6 +3,7 @@ package snapshot
 import (
 	"context"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -11,6 +12,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/client"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 	"github.com/rollout-rl/rollout/libs/exit"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 )
 
@@ -32,7 +34,8 @@ func createCommand(env *cli.Env) *cobra.Command {
 		Long: "Take snapshots of a run while it trains, all at the next committed step. The run commits no step until they exist, and then continues.\n\n" +
 			"  train_state  weights, optimizer, schedule, random states, and the position in the data\n" +
 			"  buffer       the same, and the samples that no step has consumed: a restored run leases the same next batch\n" +
-			"  episodic     the same, and the open episodes after their last completed turn: a restored run continues them\n" +
+			"  episodic     the same, and the open episodes after their last completed turn: a restored run continues them; the environment needs\n" +
+			"               `state_dict` and `load_state_dict`\n" +
 			"  process      the first, and the processes of its environments on the host of the control plane, which `rollout process restore`\n" +
 			"               continues; needs CRIU, see `rollout doctor`\n\n" +
 			"They are not deleted by `snapshot.keep`, which counts the snapshots that the run takes itself.",
@@ -44,6 +47,15 @@ func createCommand(env *cli.Env) *cobra.Command {
 				return err
 			}
 			return env.Plane.With(cmd, func(ctx context.Context, c *client.Client) error {
+				if all {
+					got, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: args[0]})
+					if err != nil {
+						return err
+					}
+					if !got.GetStatus().GetRun().GetPlan().GetSavesEpisodes() {
+						asked = slices.DeleteFunc(slices.Clone(asked), func(k snapshotv1.SnapshotKind) bool { return k == snapshotv1.SnapshotKind_SNAPSHOT_KIND_EPISODIC })
+					}
+				}
 				response, err := c.Snapshot.TakeSnapshots(ctx, &snapshotv1.TakeSnapshotsRequest{RunId: args[0], Kinds: asked, Name: name})
 				if err != nil {
 					return err
@@ -55,7 +67,7 @@ func createCommand(env *cli.Env) *cobra.Command {
 		},
 	}
 	cmd.Flags().StringSliceVar(&wanted, "kind", nil, "`kinds` to take, separated by commas: "+names()+" (default train_state)")
-	cmd.Flags().BoolVar(&all, "all", false, "take every kind except process")
+	cmd.Flags().BoolVar(&all, "all", false, "take every kind except process, and episodic only if the environment saves episodes")
 	cmd.Flags().StringVar(&name, "name", "manual", "`name` of the snapshots: a second request at the same step with the same name returns the first ones")
 	return cmd
 }

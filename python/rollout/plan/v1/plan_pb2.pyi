@@ -120,10 +120,13 @@ class Plan(_message.Message):
     INPUTS_FIELD_NUMBER: _builtins.int
     PACKAGES_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
+    SAVES_EPISODES_FIELD_NUMBER: _builtins.int
     format: _builtins.int
     """Version of this format: 2. Plans of another format are refused."""
     plan_id: _builtins.str
     """`blake3-<hex>` over the canonical JSON of the plan without this field."""
+    saves_episodes: _builtins.bool
+    """Whether the environment saves open episodes: it has `state_dict` and `load_state_dict`."""
     @_builtins.property
     def config(self) -> _run_config_pb2.RunConfig:
         """The configuration with every default filled in. Paths are as the user wrote them."""
@@ -151,10 +154,11 @@ class Plan(_message.Message):
         inputs: _abc.Iterable[Global___Input] | None = ...,
         packages: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         tools: _abc.Iterable[Global___Tool] | None = ...,
+        saves_episodes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "format", b"format", "inputs", b"inputs", "packages", b"packages", "plan_id", b"plan_id", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "format", b"format", "inputs", b"inputs", "packages", b"packages", "plan_id", b"plan_id", "saves_episodes", b"saves_episodes", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -128,7 +128,8 @@ class SnapshotServiceServicer:
 
     def TakeSnapshots(self, request, context):
         """TakeSnapshots takes snapshots of a run that trains, all at the next committed step, and returns
-        when they exist. FAILED_PRECONDITION, reason RUN_NOT_TRAINING, if no step will be committed.
+        when they exist. FAILED_PRECONDITION, reason RUN_NOT_TRAINING, if no step will be committed, or
+        EPISODES_NOT_SAVED, for the kind episodic, if the environment of the run saves no episodes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -41,7 +41,8 @@ class SnapshotServiceStub:
     """
     TakeSnapshots: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.TakeSnapshotsRequest, _snapshot_pb2.TakeSnapshotsResponse]
     """TakeSnapshots takes snapshots of a run that trains, all at the next committed step, and returns
-    when they exist. FAILED_PRECONDITION, reason RUN_NOT_TRAINING, if no step will be committed.
+    when they exist. FAILED_PRECONDITION, reason RUN_NOT_TRAINING, if no step will be committed, or
+    EPISODES_NOT_SAVED, for the kind episodic, if the environment of the run saves no episodes.
     """
     VerifySnapshot: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.VerifySnapshotRequest, _snapshot_pb2.VerifySnapshotResponse]
     """VerifySnapshot reads every byte of a snapshot and returns what is damaged."""
@@ -99,7 +100,8 @@ class SnapshotServiceAsyncStub(SnapshotServiceStub):
     """
     TakeSnapshots: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.TakeSnapshotsRequest, _snapshot_pb2.TakeSnapshotsResponse]  # type: ignore[assignment]
     """TakeSnapshots takes snapshots of a run that trains, all at the next committed step, and returns
-    when they exist. FAILED_PRECONDITION, reason RUN_NOT_TRAINING, if no step will be committed.
+    when they exist. FAILED_PRECONDITION, reason RUN_NOT_TRAINING, if no step will be committed, or
+    EPISODES_NOT_SAVED, for the kind episodic, if the environment of the run saves no episodes.
     """
     VerifySnapshot: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.VerifySnapshotRequest, _snapshot_pb2.VerifySnapshotResponse]  # type: ignore[assignment]
     """VerifySnapshot reads every byte of a snapshot and returns what is damaged."""
@@ -166,7 +168,8 @@ class SnapshotServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_snapshot_pb2.TakeSnapshotsResponse, _abc.Awaitable[_snapshot_pb2.TakeSnapshotsResponse]]:
         """TakeSnapshots takes snapshots of a run that trains, all at the next committed step, and returns
-        when they exist. FAILED_PRECONDITION, reason RUN_NOT_TRAINING, if no step will be committed.
+        when they exist. FAILED_PRECONDITION, reason RUN_NOT_TRAINING, if no step will be committed, or
+        EPISODES_NOT_SAVED, for the kind episodic, if the environment of the run saves no episodes.
         """
 
     @_abc_1.abstractmethod

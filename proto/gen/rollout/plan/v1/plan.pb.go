@@ -164,7 +164,9 @@ type Plan struct {
 	Packages map[string]string `protobuf:"bytes,5,rep,name=packages,proto3" json:"packages,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// The tools that MCP servers offer to the policy, in the order of the servers' names, then as
 	// each server lists them; empty unless `environment.kind = "mcp"`.
-	Tools         []*Tool `protobuf:"bytes,6,rep,name=tools,proto3" json:"tools,omitempty"`
+	Tools []*Tool `protobuf:"bytes,6,rep,name=tools,proto3" json:"tools,omitempty"`
+	// Whether the environment saves open episodes: it has `state_dict` and `load_state_dict`.
+	SavesEpisodes bool `protobuf:"varint,7,opt,name=saves_episodes,json=savesEpisodes,proto3" json:"saves_episodes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -239,6 +241,13 @@ func (x *Plan) GetTools() []*Tool {
 		return x.Tools
 	}
 	return nil
+}
+
+func (x *Plan) GetSavesEpisodes() bool {
+	if x != nil {
+		return x.SavesEpisodes
+	}
+	return false
 }
 
 // Tool is a tool of an MCP server, as the policy reads it.
@@ -1384,14 +1393,15 @@ var File_rollout_plan_v1_plan_proto protoreflect.FileDescriptor
 
 const file_rollout_plan_v1_plan_proto_rawDesc = "" +
 	"\n" +
-	"\x1arollout/plan/v1/plan.proto\x12\x0frollout.plan.v1\x1a\x1bbuf/validate/validate.proto\x1a\"rollout/config/v1/run_config.proto\"\x81\x03\n" +
+	"\x1arollout/plan/v1/plan.proto\x12\x0frollout.plan.v1\x1a\x1bbuf/validate/validate.proto\x1a\"rollout/config/v1/run_config.proto\"\xa8\x03\n" +
 	"\x04Plan\x12\x1f\n" +
 	"\x06format\x18\x01 \x01(\rB\a\xbaH\x04*\x02\b\x02R\x06format\x125\n" +
 	"\aplan_id\x18\x02 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\x06planId\x12<\n" +
 	"\x06config\x18\x03 \x01(\v2\x1c.rollout.config.v1.RunConfigB\x06\xbaH\x03\xc8\x01\x01R\x06config\x128\n" +
 	"\x06inputs\x18\x04 \x03(\v2\x16.rollout.plan.v1.InputB\b\xbaH\x05\x92\x01\x02\b\x01R\x06inputs\x12?\n" +
 	"\bpackages\x18\x05 \x03(\v2#.rollout.plan.v1.Plan.PackagesEntryR\bpackages\x12+\n" +
-	"\x05tools\x18\x06 \x03(\v2\x15.rollout.plan.v1.ToolR\x05tools\x1a;\n" +
+	"\x05tools\x18\x06 \x03(\v2\x15.rollout.plan.v1.ToolR\x05tools\x12%\n" +
+	"\x0esaves_episodes\x18\a \x01(\bR\rsavesEpisodes\x1a;\n" +
 	"\rPackagesEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xc5\x01\n" +

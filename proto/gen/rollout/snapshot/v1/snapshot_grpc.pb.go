@@ -50,7 +50,8 @@ type SnapshotServiceClient interface {
 	// SNAPSHOT_KIND_UNSUPPORTED, for a kind without a handler.
 	CreateSnapshot(ctx context.Context, in *CreateSnapshotRequest, opts ...grpc.CallOption) (*CreateSnapshotResponse, error)
 	// TakeSnapshots takes snapshots of a run that trains, all at the next committed step, and returns
-	// when they exist. FAILED_PRECONDITION, reason RUN_NOT_TRAINING, if no step will be committed.
+	// when they exist. FAILED_PRECONDITION, reason RUN_NOT_TRAINING, if no step will be committed, or
+	// EPISODES_NOT_SAVED, for the kind episodic, if the environment of the run saves no episodes.
 	TakeSnapshots(ctx context.Context, in *TakeSnapshotsRequest, opts ...grpc.CallOption) (*TakeSnapshotsResponse, error)
 	// VerifySnapshot reads every byte of a snapshot and returns what is damaged.
 	VerifySnapshot(ctx context.Context, in *VerifySnapshotRequest, opts ...grpc.CallOption) (*VerifySnapshotResponse, error)
@@ -258,7 +259,8 @@ type SnapshotServiceServer interface {
 	// SNAPSHOT_KIND_UNSUPPORTED, for a kind without a handler.
 	CreateSnapshot(context.Context, *CreateSnapshotRequest) (*CreateSnapshotResponse, error)
 	// TakeSnapshots takes snapshots of a run that trains, all at the next committed step, and returns
-	// when they exist. FAILED_PRECONDITION, reason RUN_NOT_TRAINING, if no step will be committed.
+	// when they exist. FAILED_PRECONDITION, reason RUN_NOT_TRAINING, if no step will be committed, or
+	// EPISODES_NOT_SAVED, for the kind episodic, if the environment of the run saves no episodes.
 	TakeSnapshots(context.Context, *TakeSnapshotsRequest) (*TakeSnapshotsResponse, error)
 	// VerifySnapshot reads every byte of a snapshot and returns what is damaged.
 	VerifySnapshot(context.Context, *VerifySnapshotRequest) (*VerifySnapshotResponse, error)
