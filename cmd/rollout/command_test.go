@@ -67,6 +67,7 @@ func TestCommands(t *testing.T) {
 		"logs-details":        {args: "logs tail addition-grpo --details -n 4", fake: &fake{state: runv1.RunState_RUN_STATE_SUCCEEDED, history: story()}},
 		"logs-newest":         {args: "logs tail addition-grpo -n 2 --level warn", fake: &fake{history: story()}},
 		"logs-none":           {args: "logs tail addition-grpo --level error", fake: &fake{state: runv1.RunState_RUN_STATE_SUCCEEDED}},
+		"logs-telemetry":      {args: "logs telemetry addition-grpo --worker inference-0 --name tokens_per_second --every 10", asked: "QueryTelemetry " + runID + " [inference-worker/inference-0] [tokens_per_second] every 10 s"},
 		"logs-bad-level":      {args: "logs tail addition-grpo --level loud"},
 		"logs-bad-since":      {args: "logs tail addition-grpo --since yesterday"},
 		"chat":                {args: "chat", fake: &fake{models: served}, stdin: "hi\n\n/reset\nagain\n/quit\nnever\n", asked: "Complete addition-grpo session \"\"\nComplete addition-grpo session \"\""},

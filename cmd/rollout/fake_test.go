@@ -375,6 +375,15 @@ func (f fakeEvents) QueryMetrics(context.Context, *storagev1.QueryMetricsRequest
 	return response, nil
 }
 
+func (f fakeEvents) QueryTelemetry(r *storagev1.QueryTelemetryRequest, stream grpc.ServerStreamingServer[storagev1.QueryTelemetryResponse]) error {
+	f.ask("QueryTelemetry %s %v %v every %d s", r.GetRunId(), r.GetServices(), r.GetNames(), r.GetResolutionSeconds())
+	return stream.Send(&storagev1.QueryTelemetryResponse{Series: &storagev1.TelemetrySeries{
+		Service: "inference-worker/inference-0", Name: "tokens_per_second", Buckets: []*storagev1.TelemetryBucket{
+			{Time: at(0), Seconds: 300, Count: 300, Min: 11000, Mean: 12300.5, Max: 13000}, {Time: at(300), Seconds: 60, Count: 60, Min: 0.25, Mean: 0.5, Max: 1},
+		},
+	}})
+}
+
 func snapshot() *snapshotv1.Snapshot {
 	return &snapshotv1.Snapshot{
 		SnapshotId: "snap-01kapq5q5mz3gq5p1cs0e8q0vd", RunId: runID, Kind: snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE, Step: 3,

@@ -49,7 +49,10 @@ func newStorage(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{close: store.Close}, err
 	}
-	s, err := storage.New(storage.Config{EventAge: config.Days(m.cfg.Retention.EventsDays)}, storage.Deps{
+	s, err := storage.New(storage.Config{
+		EventAge: config.Days(m.cfg.Retention.EventsDays),
+		Recent:   time.Duration(m.cfg.Retention.TelemetryRecentMinutes) * time.Minute, Fine: time.Duration(m.cfg.Retention.TelemetryFineHours) * time.Hour,
+	}, storage.Deps{
 		Store: store, Artifacts: artifacts, Projects: m.projects, Stream: m.bus, Log: m.logger(names.StorageService),
 	})
 	return hosted{service: s, close: store.Close}, err

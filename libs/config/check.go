@@ -84,6 +84,12 @@ func (c Config) finish() (Config, error) {
 	if c.Retention.EndedRuns < 0 {
 		fail("retention.ended_runs: %d is below 0", c.Retention.EndedRuns)
 	}
+	if c.Retention.TelemetryRecentMinutes < 1 {
+		fail("retention.telemetry_recent_minutes: %d is not a positive integer", c.Retention.TelemetryRecentMinutes)
+	}
+	if 60*c.Retention.TelemetryFineHours < c.Retention.TelemetryRecentMinutes {
+		fail("retention.telemetry_fine_hours: %d hours are less than retention.telemetry_recent_minutes, %d", c.Retention.TelemetryFineHours, c.Retention.TelemetryRecentMinutes)
+	}
 	if c.Worker.Cores < 0 {
 		fail("worker.cores: %d is below 0", c.Worker.Cores)
 	}

@@ -96,6 +96,9 @@ type Retention struct {
 	CancelledDays int `toml:"cancelled_days"`
 	EventsDays    int `toml:"events_days"`
 	EndedRuns     int `toml:"ended_runs"`
+
+	TelemetryRecentMinutes int `toml:"telemetry_recent_minutes"` // of each second
+	TelemetryFineHours     int `toml:"telemetry_fine_hours"`     // of each ten seconds
 }
 
 // Days is a number of days as a duration.
@@ -155,17 +158,18 @@ type Worker struct {
 // Default is the configuration without any source. state is the state folder.
 func Default(state string) Config {
 	return Config{
-		StateDir: state,
-		Target:   []string{"all"},
-		Listen:   "127.0.0.1:0",
-		Drain:    15 * time.Second,
-		Gateway:  Gateway{Listen: "127.0.0.1:0"},
-		NATS:     NATS{Listen: "127.0.0.1:0"},
-		Consul:   Consul{Listen: "127.0.0.1:0"},
-		Buffer:   Buffer{Durability: "fsync"},
-		Database: Database{SchemaPrefix: "rollout", MaxConnections: 8, StatementTimeout: 30},
-		Log:      Log{Format: "text", Level: "info"},
-		Worker:   Worker{LogBytes: 16 << 20, LogRate: 500},
+		StateDir:  state,
+		Target:    []string{"all"},
+		Listen:    "127.0.0.1:0",
+		Drain:     15 * time.Second,
+		Gateway:   Gateway{Listen: "127.0.0.1:0"},
+		NATS:      NATS{Listen: "127.0.0.1:0"},
+		Consul:    Consul{Listen: "127.0.0.1:0"},
+		Buffer:    Buffer{Durability: "fsync"},
+		Retention: Retention{TelemetryRecentMinutes: 60, TelemetryFineHours: 24},
+		Database:  Database{SchemaPrefix: "rollout", MaxConnections: 8, StatementTimeout: 30},
+		Log:       Log{Format: "text", Level: "info"},
+		Worker:    Worker{LogBytes: 16 << 20, LogRate: 500},
 	}
 }
 

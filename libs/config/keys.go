@@ -57,6 +57,8 @@ var keys = []key{
 	{"retention.cancelled_days", "days after which a run that was cancelled is deleted; 0: never", func(c *Config) any { return &c.Retention.CancelledDays }},
 	{"retention.events_days", "days after which events are deleted, of runs and of services; 0: never. Metrics by step stay with their run", func(c *Config) any { return &c.Retention.EventsDays }},
 	{"retention.ended_runs", "newest runs that succeeded, failed, or were cancelled which are kept; older ones are deleted within seconds; 0: all", func(c *Config) any { return &c.Retention.EndedRuns }},
+	{"retention.telemetry_recent_minutes", "minutes for which the reports of workers are kept for each second", func(c *Config) any { return &c.Retention.TelemetryRecentMinutes }},
+	{"retention.telemetry_fine_hours", "hours for which they are kept for each ten seconds; afterwards for each five minutes, as long as their run", func(c *Config) any { return &c.Retention.TelemetryFineHours }},
 	{"database.url", "PostgreSQL for the state of every service: postgres://user@host:5432/name without a password, or env:NAME or file:PATH (0600) of an URL with it; empty: SQLite files in the state folder", func(c *Config) any { return &c.Database.URL }},
 	{"database.schema_prefix", "each service has the schema and the role PREFIX_SERVICE; one prefix a mesh", func(c *Config) any { return &c.Database.SchemaPrefix }},
 	{"database.max_connections", "most PostgreSQL connections of one service of this process", func(c *Config) any { return &c.Database.MaxConnections }},

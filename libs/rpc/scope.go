@@ -27,7 +27,7 @@ var scopes = table(map[apikey.Scope]map[string]string{
 		"rollout.learner.v1.LearnerControllerService": "GetProgress WatchProgress",
 		"rollout.snapshot.v1.SnapshotService":         "GetSnapshot ListSnapshots VerifySnapshot ListEpisodes",
 		"rollout.storage.v1.ArtifactService":          "GetArtifact StatArtifacts",
-		"rollout.storage.v1.EventService":             "ListEvents TailEvents QueryMetrics",
+		"rollout.storage.v1.EventService":             "ListEvents TailEvents QueryMetrics QueryTelemetry",
 		"grpc.reflection.v1.ServerReflection":         "ServerReflectionInfo",
 		"grpc.reflection.v1alpha.ServerReflection":    "ServerReflectionInfo",
 	},

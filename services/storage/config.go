@@ -19,6 +19,10 @@ type Config struct {
 	Page int
 	// TrimEvery is the interval at which stored events are removed from the stream. 0: a minute.
 	TrimEvery time.Duration
+	// Recent is how long telemetry is kept for each second. 0: an hour.
+	Recent time.Duration
+	// Fine is how long telemetry is kept for each ten seconds; then for each five minutes. 0: a day.
+	Fine time.Duration
 	// EventAge is the age at which events are deleted. 0: never.
 	EventAge time.Duration
 }
@@ -29,6 +33,12 @@ func (c *Config) defaults() {
 	}
 	if c.Page <= 0 {
 		c.Page = 500
+	}
+	if c.Recent <= 0 {
+		c.Recent = time.Hour
+	}
+	if c.Fine <= 0 {
+		c.Fine = 24 * time.Hour
 	}
 	if c.TrimEvery <= 0 {
 		c.TrimEvery = time.Minute

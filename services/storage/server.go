@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/rollout-rl/rollout/libs/apikey"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
@@ -55,10 +56,32 @@ func (s *Server) retain(ctx context.Context) {
 	}
 }
 
-// Run stores the events of the stream, and deletes old ones, until ctx ends.
+// downsampleEvery is the interval at which telemetry is summarized.
+const downsampleEvery = time.Minute
+
+// downsample summarizes old telemetry until ctx ends.
+func (s *Server) downsample(ctx context.Context) {
+	tick := time.NewTicker(downsampleEvery)
+	defer tick.Stop()
+	for {
+		if err := s.deps.Store.Downsample(ctx, s.deps.Now(), s.tiers()); err != nil && ctx.Err() == nil {
+			s.deps.Log.WarnContext(ctx, "telemetry could not be summarized, which is tried again in a minute", "error", err)
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+	}
+}
+
+func (s *Server) tiers() []Tier { return Tiers(s.cfg.Recent, s.cfg.Fine) }
+
+// Run stores the events of the stream, and summarizes or deletes old ones, until ctx ends.
 func (s *Server) Run(ctx context.Context) error {
 	var wait sync.WaitGroup
 	defer wait.Wait()
+	wait.Go(func() { s.downsample(ctx) })
 	if s.cfg.EventAge > 0 {
 		wait.Go(func() { s.retain(ctx) })
 	}
@@ -148,6 +171,36 @@ func (s *Server) QueryMetrics(ctx context.Context, req *storagev1.QueryMetricsRe
 		return nil, err
 	}
 	return &storagev1.QueryMetricsResponse{Series: series}, nil
+}
+
+// QueryTelemetry implements the contract.
+func (s *Server) QueryTelemetry(req *storagev1.QueryTelemetryRequest, stream grpc.ServerStreamingServer[storagev1.QueryTelemetryResponse]) error {
+	return s.deps.Store.Telemetry(stream.Context(), TelemetryFilterOf(req), s.tiers(), func(series TelemetrySeries) error {
+		return stream.Send(&storagev1.QueryTelemetryResponse{Series: series.Message()})
+	})
+}
+
+// TelemetryFilterOf converts a request of the contract.
+func TelemetryFilterOf(req *storagev1.QueryTelemetryRequest) TelemetryFilter {
+	f := TelemetryFilter{Run: req.GetRunId(), Services: req.GetServices(), Names: req.GetNames(), Seconds: int64(req.GetResolutionSeconds())}
+	if req.GetSince() != nil {
+		f.Since = req.GetSince().AsTime()
+	}
+	if req.GetUntil() != nil {
+		f.Until = req.GetUntil().AsTime()
+	}
+	return f
+}
+
+// Message converts a series to the contract.
+func (s TelemetrySeries) Message() *storagev1.TelemetrySeries {
+	out := &storagev1.TelemetrySeries{Service: s.Service, Name: s.Name}
+	for _, b := range s.Buckets {
+		out.Buckets = append(out.Buckets, &storagev1.TelemetryBucket{
+			Time: timestamppb.New(time.Unix(b.Start, 0).UTC()), Seconds: uint32(b.Seconds), Count: b.Count, Min: b.Min, Mean: b.Mean, Max: b.Max,
+		})
+	}
+	return out
 }
 
 // FilterOf converts a filter of the contract. nil selects all.

@@ -45,15 +45,20 @@ type Store interface {
 	Owners
 	// Append stores events in order and gives each a sequence number. It skips events whose id is
 	// already stored, and returns how many were new. They survive a crash of the process when it
-	// returns.
+	// returns. Telemetry is stored as such, and does not count.
 	Append(ctx context.Context, events []*Event) (int, error)
 	// List returns at most limit events by sequence: the first, or with newest the last.
 	List(ctx context.Context, f Filter, limit int, newest bool) ([]*Event, error)
 	// Series returns the metrics of a run from a step on, by name. Without names it returns all.
 	Series(ctx context.Context, run string, names []string, from uint64) ([]*storagev1.Series, error)
+	// Downsample summarizes the telemetry that is old enough for the next tier, one row of a worker in
+	// a transaction. It continues where an interrupted one stopped.
+	Downsample(ctx context.Context, now time.Time, tiers []Tier) error
+	// Telemetry calls visit with the series of each worker of a run, at the resolutions of the tiers.
+	Telemetry(ctx context.Context, f TelemetryFilter, tiers []Tier, visit func(TelemetrySeries) error) error
 	// DeleteBefore deletes the events before a time, in transactions of bounded size.
 	DeleteBefore(ctx context.Context, before time.Time) error
-	// DeleteRun deletes the events and metrics of a run, in transactions of bounded size.
+	// DeleteRun deletes the events, metrics, and telemetry of a run, in transactions of bounded size.
 	DeleteRun(ctx context.Context, run string) error
 	// Admit refuses a change that a former leader decided. run is "" for none. fence.ErrFenced.
 	Admit(ctx context.Context, run string, by *fencev1.Fence) error

@@ -167,6 +167,15 @@ func (f *Folder) Metrics(ctx context.Context, runID string) ([]*storagev1.Series
 	return f.events.Series(ctx, runID, nil, 0)
 }
 
+// Telemetry implements Reader.
+func (f *Folder) Telemetry(ctx context.Context, request *storagev1.QueryTelemetryRequest) (all []*storagev1.TelemetrySeries, err error) {
+	err = f.events.Telemetry(ctx, storage.TelemetryFilterOf(request), storage.Tiers(0, 0), func(s storage.TelemetrySeries) error {
+		all = append(all, s.Message())
+		return nil
+	})
+	return all, err
+}
+
 // Snapshots implements Reader.
 func (f *Folder) Snapshots(ctx context.Context, page *snapshotv1.ListSnapshotsRequest) (*snapshotv1.ListSnapshotsResponse, error) {
 	size := int(cmp.Or(page.GetPageSize(), 100))

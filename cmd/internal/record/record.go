@@ -24,6 +24,8 @@ type Reader interface {
 	Events(ctx context.Context, filter *storagev1.EventFilter, limit int, newest bool) ([]*eventv1.Event, error)
 	// Metrics returns the series of a run, by name.
 	Metrics(ctx context.Context, runID string) ([]*storagev1.Series, error)
+	// Telemetry returns what workers reported every second.
+	Telemetry(ctx context.Context, request *storagev1.QueryTelemetryRequest) ([]*storagev1.TelemetrySeries, error)
 	// Snapshots returns a page of snapshots, newest first.
 	Snapshots(ctx context.Context, page *snapshotv1.ListSnapshotsRequest) (*snapshotv1.ListSnapshotsResponse, error)
 	// Snapshot returns the snapshot with an id or a unique prefix of an id.

@@ -39,6 +39,24 @@ func (s Services) Metrics(ctx context.Context, runID string) ([]*storagev1.Serie
 	return got.GetSeries(), err
 }
 
+// Telemetry implements Reader.
+func (s Services) Telemetry(ctx context.Context, request *storagev1.QueryTelemetryRequest) (all []*storagev1.TelemetrySeries, err error) {
+	stream, err := s.Client.Events.QueryTelemetry(ctx, request)
+	if err != nil {
+		return nil, err
+	}
+	for {
+		part, err := stream.Recv()
+		if errors.Is(err, io.EOF) {
+			return all, nil
+		}
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, part.GetSeries())
+	}
+}
+
 // Snapshots implements Reader.
 func (s Services) Snapshots(ctx context.Context, page *snapshotv1.ListSnapshotsRequest) (*snapshotv1.ListSnapshotsResponse, error) {
 	return s.Client.Snapshot.ListSnapshots(ctx, page)

@@ -19,11 +19,14 @@ const deleteRows = 5000
 func (s *Store) DeleteRun(ctx context.Context, run string) error {
 	for _, statement := range []string{
 		fmt.Sprintf(`DELETE FROM event WHERE sequence IN (SELECT sequence FROM event WHERE run_id = $1 ORDER BY sequence LIMIT %d)`, deleteRows),
-		`DELETE FROM metric WHERE run_id = $1 AND name = (SELECT min(name) FROM metric WHERE run_id = $1)`,
+		fmt.Sprintf(`DELETE FROM metric WHERE run_id = $1 AND (name, step) IN (SELECT name, step FROM metric WHERE run_id = $1 ORDER BY name, step LIMIT %d)`, deleteRows),
 	} {
 		if err := s.repeat(ctx, statement, run); err != nil {
 			return fmt.Errorf("delete the events and metrics of %s: %w", run, err)
 		}
+	}
+	if err := s.deleteTelemetry(ctx, run); err != nil {
+		return fmt.Errorf("delete the telemetry of %s: %w", run, err)
 	}
 	return s.db.Tx(ctx, func(tx *sql.Tx) error { return fence.Forget(ctx, tx, run) })
 }

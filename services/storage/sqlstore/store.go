@@ -41,6 +41,18 @@ func (s *Store) Append(ctx context.Context, events []*storage.Event) (added int,
 		return 0, nil
 	}
 	err = s.db.Tx(ctx, func(tx *sql.Tx) error {
+		added = 0
+		var records, reports []*storage.Event
+		for _, e := range events {
+			if storage.Telemetry(e.GetKind()) {
+				reports = append(reports, e)
+			} else {
+				records = append(records, e)
+			}
+		}
+		if err := s.report(ctx, tx, reports); err != nil || len(records) == 0 {
+			return err
+		}
 		if err := s.db.LockTable(ctx, tx, "event"); err != nil { // a tail must not miss an event with a lower sequence that is committed later
 			return err
 		}
@@ -50,8 +62,7 @@ func (s *Store) Append(ctx context.Context, events []*storage.Event) (added int,
 			return err
 		}
 		defer func() { _ = insert.Close() }()
-		added = 0
-		for _, e := range events {
+		for _, e := range records {
 			raw, err := proto.Marshal(e)
 			if err != nil {
 				return err

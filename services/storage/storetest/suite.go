@@ -101,6 +101,7 @@ func Run(t *testing.T, open func(t *testing.T) storage.Store) {
 			}
 		}
 	})
+	telemetry(t, open)
 	t.Run("old events are deleted", func(t *testing.T) {
 		store := fill(t, event(1, nil), event(2, func(e *storage.Event) { e.RunId = "" }), event(3, nil))
 		if err := store.DeleteBefore(t.Context(), start.Add(3*time.Second)); err != nil {
@@ -169,7 +170,7 @@ func Run(t *testing.T, open func(t *testing.T) storage.Store) {
 		store := fill(
 			t, step(1, 1, "step.committed", map[string]float64{"loss": 3, "entropy": 1}), step(2, 2, "step.committed", map[string]float64{"loss": 2}),
 			step(3, 2, "step.committed", map[string]float64{"loss": 1.5}), step(4, 2, "eval.finished", map[string]float64{"eval/reward": math.NaN()}),
-			step(5, 9, "sampling", map[string]float64{"loss": 7}),
+			step(5, 9, "phase", map[string]float64{"loss": 7}),
 		)
 		all, err := store.Series(t.Context(), "run-a", nil, 0)
 		if err != nil || len(all) != 3 || all[0].GetName() != "entropy" || !math.IsNaN(all[1].GetPoints()[0].GetValue()) {

@@ -1,4 +1,5 @@
-// Package logs has the commands `rollout logs tail` and `rollout logs worker`.
+// Package logs has the commands `rollout logs tail`, `rollout logs telemetry`, and `rollout logs
+// worker`.
 package logs
 
 import (
@@ -12,7 +13,6 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
-	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/rollout-rl/rollout/cmd/internal/cli"
 	"github.com/rollout-rl/rollout/cmd/internal/client"
@@ -34,7 +34,7 @@ type logFlags struct {
 
 // Command returns `rollout logs`.
 func Command(env *cli.Env) *cobra.Command {
-	return cli.Group("logs", "Show events, and the output of workers", tailCommand(env), workerCommand(env))
+	return cli.Group("logs", "Show events, telemetry, and the output of workers", tailCommand(env), telemetryCommand(env), workerCommand(env))
 }
 
 func tailCommand(env *cli.Env) *cobra.Command {
@@ -91,20 +91,9 @@ func (f *logFlags) filter(now time.Time) (*storagev1.EventFilter, error) {
 		return nil, err
 	}
 	filter := &storagev1.EventFilter{Services: f.services, Kinds: f.kinds, MinLevel: eventv1.Level(level)}
-	if f.since == "" {
-		return filter, nil
-	}
-	if ago, err := time.ParseDuration(f.since); err == nil && ago >= 0 {
-		filter.Since = timestamppb.New(now.Add(-ago))
-		return filter, nil
-	}
-	for _, layout := range []string{time.RFC3339Nano, time.DateTime, time.DateOnly} {
-		if t, err := time.ParseInLocation(layout, f.since, time.Local); err == nil {
-			filter.Since = timestamppb.New(t)
-			return filter, nil
-		}
-	}
-	return nil, cli.Usage("invalid argument %q for --since: must be a duration such as 10m or a time such as 2006-01-02T15:04:05Z", f.since)
+	var err error
+	filter.Since, err = sinceTime(f.since, now)
+	return filter, err
 }
 
 // tail prints the events of one run.

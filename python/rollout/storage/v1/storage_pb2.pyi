@@ -744,3 +744,153 @@ class Point(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Point: _TypeAlias = Point  # noqa: Y015
+
+@_typing.final
+class QueryTelemetryRequest(_message.Message):
+    """QueryTelemetryRequest selects telemetry."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    SERVICES_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    UNTIL_FIELD_NUMBER: _builtins.int
+    RESOLUTION_SECONDS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    resolution_seconds: _builtins.int
+    """Shortest bucket in seconds; 0: as stored. Older buckets may be longer."""
+    @_builtins.property
+    def services(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Workers, such as `inference-worker/inference-0`; empty: all."""
+
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names; empty: all."""
+
+    @_builtins.property
+    def since(self) -> _timestamp_pb2.Timestamp:
+        """First time; absent: the oldest."""
+
+    @_builtins.property
+    def until(self) -> _timestamp_pb2.Timestamp:
+        """End, exclusive; absent: now."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        services: _abc.Iterable[_builtins.str] | None = ...,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+        since: _timestamp_pb2.Timestamp | None = ...,
+        until: _timestamp_pb2.Timestamp | None = ...,
+        resolution_seconds: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since", "until", b"until"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names", "resolution_seconds", b"resolution_seconds", "run_id", b"run_id", "services", b"services", "since", b"since", "until", b"until"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueryTelemetryRequest: _TypeAlias = QueryTelemetryRequest  # noqa: Y015
+
+@_typing.final
+class QueryTelemetryResponse(_message.Message):
+    """QueryTelemetryResponse is one series."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def series(self) -> Global___TelemetrySeries:
+        """Series."""
+
+    def __init__(
+        self,
+        *,
+        series: Global___TelemetrySeries | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["series", b"series"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["series", b"series"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueryTelemetryResponse: _TypeAlias = QueryTelemetryResponse  # noqa: Y015
+
+@_typing.final
+class TelemetrySeries(_message.Message):
+    """TelemetrySeries is one number of a worker by time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVICE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    BUCKETS_FIELD_NUMBER: _builtins.int
+    service: _builtins.str
+    """Worker, such as `inference-worker/inference-0`."""
+    name: _builtins.str
+    """Name, such as `tokens_per_second`."""
+    @_builtins.property
+    def buckets(self) -> _containers.RepeatedCompositeFieldContainer[Global___TelemetryBucket]:
+        """Buckets, ordered by time."""
+
+    def __init__(
+        self,
+        *,
+        service: _builtins.str = ...,
+        name: _builtins.str = ...,
+        buckets: _abc.Iterable[Global___TelemetryBucket] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "name", b"name", "service", b"service"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TelemetrySeries: _TypeAlias = TelemetrySeries  # noqa: Y015
+
+@_typing.final
+class TelemetryBucket(_message.Message):
+    """TelemetryBucket summarizes the reports of some seconds, with the precision of a float32."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIME_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    MIN_FIELD_NUMBER: _builtins.int
+    MEAN_FIELD_NUMBER: _builtins.int
+    MAX_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.int
+    """Length in seconds."""
+    count: _builtins.int
+    """Reports."""
+    min: _builtins.float
+    """Smallest value."""
+    mean: _builtins.float
+    """Mean of the values."""
+    max: _builtins.float
+    """Largest value."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """Start, UTC."""
+
+    def __init__(
+        self,
+        *,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        seconds: _builtins.int = ...,
+        count: _builtins.int = ...,
+        min: _builtins.float = ...,
+        mean: _builtins.float = ...,
+        max: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "max", b"max", "mean", b"mean", "min", b"min", "seconds", b"seconds", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TelemetryBucket: _TypeAlias = TelemetryBucket  # noqa: Y015

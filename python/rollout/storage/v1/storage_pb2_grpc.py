@@ -356,6 +356,11 @@ class EventServiceStub:
                 request_serializer=rollout_dot_storage_dot_v1_dot_storage__pb2.QueryMetricsRequest.SerializeToString,
                 response_deserializer=rollout_dot_storage_dot_v1_dot_storage__pb2.QueryMetricsResponse.FromString,
                 _registered_method=True)
+        self.QueryTelemetry = channel.unary_stream(
+                '/rollout.storage.v1.EventService/QueryTelemetry',
+                request_serializer=rollout_dot_storage_dot_v1_dot_storage__pb2.QueryTelemetryRequest.SerializeToString,
+                response_deserializer=rollout_dot_storage_dot_v1_dot_storage__pb2.QueryTelemetryResponse.FromString,
+                _registered_method=True)
         self.DeleteRun = channel.unary_unary(
                 '/rollout.storage.v1.EventService/DeleteRun',
                 request_serializer=rollout_dot_storage_dot_v1_dot_storage__pb2.DeleteRunRequest.SerializeToString,
@@ -395,9 +400,17 @@ class EventServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def QueryTelemetry(self, request, context):
+        """QueryTelemetry streams what the workers of a run reported every second: one series for each
+        worker and name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteRun(self, request, context):
-        """DeleteRun deletes the events and metrics of a run, and the artifacts that only this run has
-        stored with its id. Idempotent, also for unknown runs.
+        """DeleteRun deletes the events, metrics, and telemetry of a run, and the artifacts that only this
+        run has stored with its id. Idempotent, also for unknown runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -425,6 +438,11 @@ def add_EventServiceServicer_to_server(servicer, server):
                     servicer.QueryMetrics,
                     request_deserializer=rollout_dot_storage_dot_v1_dot_storage__pb2.QueryMetricsRequest.FromString,
                     response_serializer=rollout_dot_storage_dot_v1_dot_storage__pb2.QueryMetricsResponse.SerializeToString,
+            ),
+            'QueryTelemetry': grpc.unary_stream_rpc_method_handler(
+                    servicer.QueryTelemetry,
+                    request_deserializer=rollout_dot_storage_dot_v1_dot_storage__pb2.QueryTelemetryRequest.FromString,
+                    response_serializer=rollout_dot_storage_dot_v1_dot_storage__pb2.QueryTelemetryResponse.SerializeToString,
             ),
             'DeleteRun': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteRun,
@@ -541,6 +559,33 @@ class EventService:
             '/rollout.storage.v1.EventService/QueryMetrics',
             rollout_dot_storage_dot_v1_dot_storage__pb2.QueryMetricsRequest.SerializeToString,
             rollout_dot_storage_dot_v1_dot_storage__pb2.QueryMetricsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def QueryTelemetry(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rollout.storage.v1.EventService/QueryTelemetry',
+            rollout_dot_storage_dot_v1_dot_storage__pb2.QueryTelemetryRequest.SerializeToString,
+            rollout_dot_storage_dot_v1_dot_storage__pb2.QueryTelemetryResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -162,9 +162,13 @@ class EventServiceStub:
     """TailEvents streams the stored events in order, then new ones until the client disconnects."""
     QueryMetrics: _grpc.UnaryUnaryMultiCallable[_storage_pb2.QueryMetricsRequest, _storage_pb2.QueryMetricsResponse]
     """QueryMetrics returns metrics by step."""
+    QueryTelemetry: _grpc.UnaryStreamMultiCallable[_storage_pb2.QueryTelemetryRequest, _storage_pb2.QueryTelemetryResponse]
+    """QueryTelemetry streams what the workers of a run reported every second: one series for each
+    worker and name.
+    """
     DeleteRun: _grpc.UnaryUnaryMultiCallable[_storage_pb2.DeleteRunRequest, _storage_pb2.DeleteRunResponse]
-    """DeleteRun deletes the events and metrics of a run, and the artifacts that only this run has
-    stored with its id. Idempotent, also for unknown runs.
+    """DeleteRun deletes the events, metrics, and telemetry of a run, and the artifacts that only this
+    run has stored with its id. Idempotent, also for unknown runs.
     """
 
 @_typing.type_check_only
@@ -180,9 +184,13 @@ class EventServiceAsyncStub(EventServiceStub):
     """TailEvents streams the stored events in order, then new ones until the client disconnects."""
     QueryMetrics: _aio.UnaryUnaryMultiCallable[_storage_pb2.QueryMetricsRequest, _storage_pb2.QueryMetricsResponse]  # type: ignore[assignment]
     """QueryMetrics returns metrics by step."""
+    QueryTelemetry: _aio.UnaryStreamMultiCallable[_storage_pb2.QueryTelemetryRequest, _storage_pb2.QueryTelemetryResponse]  # type: ignore[assignment]
+    """QueryTelemetry streams what the workers of a run reported every second: one series for each
+    worker and name.
+    """
     DeleteRun: _aio.UnaryUnaryMultiCallable[_storage_pb2.DeleteRunRequest, _storage_pb2.DeleteRunResponse]  # type: ignore[assignment]
-    """DeleteRun deletes the events and metrics of a run, and the artifacts that only this run has
-    stored with its id. Idempotent, also for unknown runs.
+    """DeleteRun deletes the events, metrics, and telemetry of a run, and the artifacts that only this
+    run has stored with its id. Idempotent, also for unknown runs.
     """
 
 class EventServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -221,13 +229,23 @@ class EventServiceServicer(metaclass=_abc_1.ABCMeta):
         """QueryMetrics returns metrics by step."""
 
     @_abc_1.abstractmethod
+    def QueryTelemetry(
+        self,
+        request: _storage_pb2.QueryTelemetryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_storage_pb2.QueryTelemetryResponse], _abc.AsyncIterator[_storage_pb2.QueryTelemetryResponse]]:
+        """QueryTelemetry streams what the workers of a run reported every second: one series for each
+        worker and name.
+        """
+
+    @_abc_1.abstractmethod
     def DeleteRun(
         self,
         request: _storage_pb2.DeleteRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_storage_pb2.DeleteRunResponse, _abc.Awaitable[_storage_pb2.DeleteRunResponse]]:
-        """DeleteRun deletes the events and metrics of a run, and the artifacts that only this run has
-        stored with its id. Idempotent, also for unknown runs.
+        """DeleteRun deletes the events, metrics, and telemetry of a run, and the artifacts that only this
+        run has stored with its id. Idempotent, also for unknown runs.
         """
 
 def add_EventServiceServicer_to_server(servicer: EventServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1454,6 +1454,298 @@ func (x *Point) GetTime() *timestamppb.Timestamp {
 	return nil
 }
 
+// QueryTelemetryRequest selects telemetry.
+type QueryTelemetryRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run.
+	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// Workers, such as `inference-worker/inference-0`; empty: all.
+	Services []string `protobuf:"bytes,2,rep,name=services,proto3" json:"services,omitempty"`
+	// Names; empty: all.
+	Names []string `protobuf:"bytes,3,rep,name=names,proto3" json:"names,omitempty"`
+	// First time; absent: the oldest.
+	Since *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=since,proto3" json:"since,omitempty"`
+	// End, exclusive; absent: now.
+	Until *timestamppb.Timestamp `protobuf:"bytes,5,opt,name=until,proto3" json:"until,omitempty"`
+	// Shortest bucket in seconds; 0: as stored. Older buckets may be longer.
+	ResolutionSeconds uint32 `protobuf:"varint,6,opt,name=resolution_seconds,json=resolutionSeconds,proto3" json:"resolution_seconds,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
+}
+
+func (x *QueryTelemetryRequest) Reset() {
+	*x = QueryTelemetryRequest{}
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[27]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *QueryTelemetryRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*QueryTelemetryRequest) ProtoMessage() {}
+
+func (x *QueryTelemetryRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[27]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use QueryTelemetryRequest.ProtoReflect.Descriptor instead.
+func (*QueryTelemetryRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{27}
+}
+
+func (x *QueryTelemetryRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+func (x *QueryTelemetryRequest) GetServices() []string {
+	if x != nil {
+		return x.Services
+	}
+	return nil
+}
+
+func (x *QueryTelemetryRequest) GetNames() []string {
+	if x != nil {
+		return x.Names
+	}
+	return nil
+}
+
+func (x *QueryTelemetryRequest) GetSince() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Since
+	}
+	return nil
+}
+
+func (x *QueryTelemetryRequest) GetUntil() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Until
+	}
+	return nil
+}
+
+func (x *QueryTelemetryRequest) GetResolutionSeconds() uint32 {
+	if x != nil {
+		return x.ResolutionSeconds
+	}
+	return 0
+}
+
+// QueryTelemetryResponse is one series.
+type QueryTelemetryResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Series.
+	Series        *TelemetrySeries `protobuf:"bytes,1,opt,name=series,proto3" json:"series,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *QueryTelemetryResponse) Reset() {
+	*x = QueryTelemetryResponse{}
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[28]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *QueryTelemetryResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*QueryTelemetryResponse) ProtoMessage() {}
+
+func (x *QueryTelemetryResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[28]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use QueryTelemetryResponse.ProtoReflect.Descriptor instead.
+func (*QueryTelemetryResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{28}
+}
+
+func (x *QueryTelemetryResponse) GetSeries() *TelemetrySeries {
+	if x != nil {
+		return x.Series
+	}
+	return nil
+}
+
+// TelemetrySeries is one number of a worker by time.
+type TelemetrySeries struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Worker, such as `inference-worker/inference-0`.
+	Service string `protobuf:"bytes,1,opt,name=service,proto3" json:"service,omitempty"`
+	// Name, such as `tokens_per_second`.
+	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// Buckets, ordered by time.
+	Buckets       []*TelemetryBucket `protobuf:"bytes,3,rep,name=buckets,proto3" json:"buckets,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TelemetrySeries) Reset() {
+	*x = TelemetrySeries{}
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[29]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TelemetrySeries) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TelemetrySeries) ProtoMessage() {}
+
+func (x *TelemetrySeries) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[29]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TelemetrySeries.ProtoReflect.Descriptor instead.
+func (*TelemetrySeries) Descriptor() ([]byte, []int) {
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{29}
+}
+
+func (x *TelemetrySeries) GetService() string {
+	if x != nil {
+		return x.Service
+	}
+	return ""
+}
+
+func (x *TelemetrySeries) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *TelemetrySeries) GetBuckets() []*TelemetryBucket {
+	if x != nil {
+		return x.Buckets
+	}
+	return nil
+}
+
+// TelemetryBucket summarizes the reports of some seconds, with the precision of a float32.
+type TelemetryBucket struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Start, UTC.
+	Time *timestamppb.Timestamp `protobuf:"bytes,1,opt,name=time,proto3" json:"time,omitempty"`
+	// Length in seconds.
+	Seconds uint32 `protobuf:"varint,2,opt,name=seconds,proto3" json:"seconds,omitempty"`
+	// Reports.
+	Count uint64 `protobuf:"varint,3,opt,name=count,proto3" json:"count,omitempty"`
+	// Smallest value.
+	Min float64 `protobuf:"fixed64,4,opt,name=min,proto3" json:"min,omitempty"`
+	// Mean of the values.
+	Mean float64 `protobuf:"fixed64,5,opt,name=mean,proto3" json:"mean,omitempty"`
+	// Largest value.
+	Max           float64 `protobuf:"fixed64,6,opt,name=max,proto3" json:"max,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TelemetryBucket) Reset() {
+	*x = TelemetryBucket{}
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[30]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TelemetryBucket) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TelemetryBucket) ProtoMessage() {}
+
+func (x *TelemetryBucket) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_storage_v1_storage_proto_msgTypes[30]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TelemetryBucket.ProtoReflect.Descriptor instead.
+func (*TelemetryBucket) Descriptor() ([]byte, []int) {
+	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{30}
+}
+
+func (x *TelemetryBucket) GetTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Time
+	}
+	return nil
+}
+
+func (x *TelemetryBucket) GetSeconds() uint32 {
+	if x != nil {
+		return x.Seconds
+	}
+	return 0
+}
+
+func (x *TelemetryBucket) GetCount() uint64 {
+	if x != nil {
+		return x.Count
+	}
+	return 0
+}
+
+func (x *TelemetryBucket) GetMin() float64 {
+	if x != nil {
+		return x.Min
+	}
+	return 0
+}
+
+func (x *TelemetryBucket) GetMean() float64 {
+	if x != nil {
+		return x.Mean
+	}
+	return 0
+}
+
+func (x *TelemetryBucket) GetMax() float64 {
+	if x != nil {
+		return x.Max
+	}
+	return 0
+}
+
 var File_rollout_storage_v1_storage_proto protoreflect.FileDescriptor
 
 const file_rollout_storage_v1_storage_proto_rawDesc = "" +
@@ -1538,21 +1830,42 @@ const file_rollout_storage_v1_storage_proto_rawDesc = "" +
 	"\x05Point\x12\x12\n" +
 	"\x04step\x18\x01 \x01(\x04R\x04step\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x01R\x05value\x12.\n" +
-	"\x04time\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\x04time2\xff\x04\n" +
+	"\x04time\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\"\x87\x02\n" +
+	"\x15QueryTelemetryRequest\x12\x1e\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x1a\n" +
+	"\bservices\x18\x02 \x03(\tR\bservices\x12\x14\n" +
+	"\x05names\x18\x03 \x03(\tR\x05names\x120\n" +
+	"\x05since\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\x05since\x120\n" +
+	"\x05until\x18\x05 \x01(\v2\x1a.google.protobuf.TimestampR\x05until\x128\n" +
+	"\x12resolution_seconds\x18\x06 \x01(\rB\t\xbaH\x06*\x04\x18\x80\xa3\x05R\x11resolutionSeconds\"U\n" +
+	"\x16QueryTelemetryResponse\x12;\n" +
+	"\x06series\x18\x01 \x01(\v2#.rollout.storage.v1.TelemetrySeriesR\x06series\"~\n" +
+	"\x0fTelemetrySeries\x12\x18\n" +
+	"\aservice\x18\x01 \x01(\tR\aservice\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12=\n" +
+	"\abuckets\x18\x03 \x03(\v2#.rollout.storage.v1.TelemetryBucketR\abuckets\"\xa9\x01\n" +
+	"\x0fTelemetryBucket\x12.\n" +
+	"\x04time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x12\x18\n" +
+	"\aseconds\x18\x02 \x01(\rR\aseconds\x12\x14\n" +
+	"\x05count\x18\x03 \x01(\x04R\x05count\x12\x10\n" +
+	"\x03min\x18\x04 \x01(\x01R\x03min\x12\x12\n" +
+	"\x04mean\x18\x05 \x01(\x01R\x04mean\x12\x10\n" +
+	"\x03max\x18\x06 \x01(\x01R\x03max2\xff\x04\n" +
 	"\x0fArtifactService\x12`\n" +
 	"\vPutArtifact\x12&.rollout.storage.v1.PutArtifactRequest\x1a'.rollout.storage.v1.PutArtifactResponse(\x01\x12j\n" +
 	"\x0fImportArtifacts\x12*.rollout.storage.v1.ImportArtifactsRequest\x1a+.rollout.storage.v1.ImportArtifactsResponse\x12j\n" +
 	"\x0fExportArtifacts\x12*.rollout.storage.v1.ExportArtifactsRequest\x1a+.rollout.storage.v1.ExportArtifactsResponse\x12`\n" +
 	"\vGetArtifact\x12&.rollout.storage.v1.GetArtifactRequest\x1a'.rollout.storage.v1.GetArtifactResponse0\x01\x12d\n" +
 	"\rStatArtifacts\x12(.rollout.storage.v1.StatArtifactsRequest\x1a).rollout.storage.v1.StatArtifactsResponse\x12j\n" +
-	"\x0fDeleteArtifacts\x12*.rollout.storage.v1.DeleteArtifactsRequest\x1a+.rollout.storage.v1.DeleteArtifactsResponse2\xea\x03\n" +
+	"\x0fDeleteArtifacts\x12*.rollout.storage.v1.DeleteArtifactsRequest\x1a+.rollout.storage.v1.DeleteArtifactsResponse2\xd5\x04\n" +
 	"\fEventService\x12a\n" +
 	"\fAppendEvents\x12'.rollout.storage.v1.AppendEventsRequest\x1a(.rollout.storage.v1.AppendEventsResponse\x12[\n" +
 	"\n" +
 	"ListEvents\x12%.rollout.storage.v1.ListEventsRequest\x1a&.rollout.storage.v1.ListEventsResponse\x12]\n" +
 	"\n" +
 	"TailEvents\x12%.rollout.storage.v1.TailEventsRequest\x1a&.rollout.storage.v1.TailEventsResponse0\x01\x12a\n" +
-	"\fQueryMetrics\x12'.rollout.storage.v1.QueryMetricsRequest\x1a(.rollout.storage.v1.QueryMetricsResponse\x12X\n" +
+	"\fQueryMetrics\x12'.rollout.storage.v1.QueryMetricsRequest\x1a(.rollout.storage.v1.QueryMetricsResponse\x12i\n" +
+	"\x0eQueryTelemetry\x12).rollout.storage.v1.QueryTelemetryRequest\x1a*.rollout.storage.v1.QueryTelemetryResponse0\x01\x12X\n" +
 	"\tDeleteRun\x12$.rollout.storage.v1.DeleteRunRequest\x1a%.rollout.storage.v1.DeleteRunResponseB\xd6\x01\n" +
 	"\x16com.rollout.storage.v1B\fStorageProtoP\x01ZDgithub.com/rollout-rl/rollout/proto/gen/rollout/storage/v1;storagev1\xa2\x02\x03RSX\xaa\x02\x12Rollout.Storage.V1\xca\x02\x12Rollout\\Storage\\V1\xe2\x02\x1eRollout\\Storage\\V1\\GPBMetadata\xea\x02\x14Rollout::Storage::V1b\x06proto3"
 
@@ -1568,7 +1881,7 @@ func file_rollout_storage_v1_storage_proto_rawDescGZIP() []byte {
 	return file_rollout_storage_v1_storage_proto_rawDescData
 }
 
-var file_rollout_storage_v1_storage_proto_msgTypes = make([]protoimpl.MessageInfo, 27)
+var file_rollout_storage_v1_storage_proto_msgTypes = make([]protoimpl.MessageInfo, 31)
 var file_rollout_storage_v1_storage_proto_goTypes = []any{
 	(*EventFilter)(nil),             // 0: rollout.storage.v1.EventFilter
 	(*DeleteRunRequest)(nil),        // 1: rollout.storage.v1.DeleteRunRequest
@@ -1597,57 +1910,68 @@ var file_rollout_storage_v1_storage_proto_goTypes = []any{
 	(*QueryMetricsResponse)(nil),    // 24: rollout.storage.v1.QueryMetricsResponse
 	(*Series)(nil),                  // 25: rollout.storage.v1.Series
 	(*Point)(nil),                   // 26: rollout.storage.v1.Point
-	(v1.Level)(0),                   // 27: rollout.event.v1.Level
-	(*timestamppb.Timestamp)(nil),   // 28: google.protobuf.Timestamp
-	(*v11.Fence)(nil),               // 29: rollout.fence.v1.Fence
-	(*v1.Event)(nil),                // 30: rollout.event.v1.Event
+	(*QueryTelemetryRequest)(nil),   // 27: rollout.storage.v1.QueryTelemetryRequest
+	(*QueryTelemetryResponse)(nil),  // 28: rollout.storage.v1.QueryTelemetryResponse
+	(*TelemetrySeries)(nil),         // 29: rollout.storage.v1.TelemetrySeries
+	(*TelemetryBucket)(nil),         // 30: rollout.storage.v1.TelemetryBucket
+	(v1.Level)(0),                   // 31: rollout.event.v1.Level
+	(*timestamppb.Timestamp)(nil),   // 32: google.protobuf.Timestamp
+	(*v11.Fence)(nil),               // 33: rollout.fence.v1.Fence
+	(*v1.Event)(nil),                // 34: rollout.event.v1.Event
 }
 var file_rollout_storage_v1_storage_proto_depIdxs = []int32{
-	27, // 0: rollout.storage.v1.EventFilter.min_level:type_name -> rollout.event.v1.Level
-	28, // 1: rollout.storage.v1.EventFilter.since:type_name -> google.protobuf.Timestamp
-	29, // 2: rollout.storage.v1.DeleteRunRequest.fence:type_name -> rollout.fence.v1.Fence
-	29, // 3: rollout.storage.v1.PutArtifactRequest.fence:type_name -> rollout.fence.v1.Fence
+	31, // 0: rollout.storage.v1.EventFilter.min_level:type_name -> rollout.event.v1.Level
+	32, // 1: rollout.storage.v1.EventFilter.since:type_name -> google.protobuf.Timestamp
+	33, // 2: rollout.storage.v1.DeleteRunRequest.fence:type_name -> rollout.fence.v1.Fence
+	33, // 3: rollout.storage.v1.PutArtifactRequest.fence:type_name -> rollout.fence.v1.Fence
 	5,  // 4: rollout.storage.v1.ImportArtifactsRequest.files:type_name -> rollout.storage.v1.LocalFile
-	29, // 5: rollout.storage.v1.ImportArtifactsRequest.fence:type_name -> rollout.fence.v1.Fence
+	33, // 5: rollout.storage.v1.ImportArtifactsRequest.fence:type_name -> rollout.fence.v1.Fence
 	10, // 6: rollout.storage.v1.ImportArtifactsResponse.artifacts:type_name -> rollout.storage.v1.ArtifactInfo
 	5,  // 7: rollout.storage.v1.ExportArtifactsRequest.files:type_name -> rollout.storage.v1.LocalFile
 	10, // 8: rollout.storage.v1.StatArtifactsResponse.artifacts:type_name -> rollout.storage.v1.ArtifactInfo
-	29, // 9: rollout.storage.v1.DeleteArtifactsRequest.fence:type_name -> rollout.fence.v1.Fence
-	30, // 10: rollout.storage.v1.AppendEventsRequest.events:type_name -> rollout.event.v1.Event
+	33, // 9: rollout.storage.v1.DeleteArtifactsRequest.fence:type_name -> rollout.fence.v1.Fence
+	34, // 10: rollout.storage.v1.AppendEventsRequest.events:type_name -> rollout.event.v1.Event
 	0,  // 11: rollout.storage.v1.ListEventsRequest.filter:type_name -> rollout.storage.v1.EventFilter
-	30, // 12: rollout.storage.v1.ListEventsResponse.events:type_name -> rollout.event.v1.Event
+	34, // 12: rollout.storage.v1.ListEventsResponse.events:type_name -> rollout.event.v1.Event
 	0,  // 13: rollout.storage.v1.TailEventsRequest.filter:type_name -> rollout.storage.v1.EventFilter
-	30, // 14: rollout.storage.v1.TailEventsResponse.events:type_name -> rollout.event.v1.Event
+	34, // 14: rollout.storage.v1.TailEventsResponse.events:type_name -> rollout.event.v1.Event
 	25, // 15: rollout.storage.v1.QueryMetricsResponse.series:type_name -> rollout.storage.v1.Series
 	26, // 16: rollout.storage.v1.Series.points:type_name -> rollout.storage.v1.Point
-	28, // 17: rollout.storage.v1.Point.time:type_name -> google.protobuf.Timestamp
-	3,  // 18: rollout.storage.v1.ArtifactService.PutArtifact:input_type -> rollout.storage.v1.PutArtifactRequest
-	6,  // 19: rollout.storage.v1.ArtifactService.ImportArtifacts:input_type -> rollout.storage.v1.ImportArtifactsRequest
-	8,  // 20: rollout.storage.v1.ArtifactService.ExportArtifacts:input_type -> rollout.storage.v1.ExportArtifactsRequest
-	11, // 21: rollout.storage.v1.ArtifactService.GetArtifact:input_type -> rollout.storage.v1.GetArtifactRequest
-	13, // 22: rollout.storage.v1.ArtifactService.StatArtifacts:input_type -> rollout.storage.v1.StatArtifactsRequest
-	15, // 23: rollout.storage.v1.ArtifactService.DeleteArtifacts:input_type -> rollout.storage.v1.DeleteArtifactsRequest
-	17, // 24: rollout.storage.v1.EventService.AppendEvents:input_type -> rollout.storage.v1.AppendEventsRequest
-	19, // 25: rollout.storage.v1.EventService.ListEvents:input_type -> rollout.storage.v1.ListEventsRequest
-	21, // 26: rollout.storage.v1.EventService.TailEvents:input_type -> rollout.storage.v1.TailEventsRequest
-	23, // 27: rollout.storage.v1.EventService.QueryMetrics:input_type -> rollout.storage.v1.QueryMetricsRequest
-	1,  // 28: rollout.storage.v1.EventService.DeleteRun:input_type -> rollout.storage.v1.DeleteRunRequest
-	4,  // 29: rollout.storage.v1.ArtifactService.PutArtifact:output_type -> rollout.storage.v1.PutArtifactResponse
-	7,  // 30: rollout.storage.v1.ArtifactService.ImportArtifacts:output_type -> rollout.storage.v1.ImportArtifactsResponse
-	9,  // 31: rollout.storage.v1.ArtifactService.ExportArtifacts:output_type -> rollout.storage.v1.ExportArtifactsResponse
-	12, // 32: rollout.storage.v1.ArtifactService.GetArtifact:output_type -> rollout.storage.v1.GetArtifactResponse
-	14, // 33: rollout.storage.v1.ArtifactService.StatArtifacts:output_type -> rollout.storage.v1.StatArtifactsResponse
-	16, // 34: rollout.storage.v1.ArtifactService.DeleteArtifacts:output_type -> rollout.storage.v1.DeleteArtifactsResponse
-	18, // 35: rollout.storage.v1.EventService.AppendEvents:output_type -> rollout.storage.v1.AppendEventsResponse
-	20, // 36: rollout.storage.v1.EventService.ListEvents:output_type -> rollout.storage.v1.ListEventsResponse
-	22, // 37: rollout.storage.v1.EventService.TailEvents:output_type -> rollout.storage.v1.TailEventsResponse
-	24, // 38: rollout.storage.v1.EventService.QueryMetrics:output_type -> rollout.storage.v1.QueryMetricsResponse
-	2,  // 39: rollout.storage.v1.EventService.DeleteRun:output_type -> rollout.storage.v1.DeleteRunResponse
-	29, // [29:40] is the sub-list for method output_type
-	18, // [18:29] is the sub-list for method input_type
-	18, // [18:18] is the sub-list for extension type_name
-	18, // [18:18] is the sub-list for extension extendee
-	0,  // [0:18] is the sub-list for field type_name
+	32, // 17: rollout.storage.v1.Point.time:type_name -> google.protobuf.Timestamp
+	32, // 18: rollout.storage.v1.QueryTelemetryRequest.since:type_name -> google.protobuf.Timestamp
+	32, // 19: rollout.storage.v1.QueryTelemetryRequest.until:type_name -> google.protobuf.Timestamp
+	29, // 20: rollout.storage.v1.QueryTelemetryResponse.series:type_name -> rollout.storage.v1.TelemetrySeries
+	30, // 21: rollout.storage.v1.TelemetrySeries.buckets:type_name -> rollout.storage.v1.TelemetryBucket
+	32, // 22: rollout.storage.v1.TelemetryBucket.time:type_name -> google.protobuf.Timestamp
+	3,  // 23: rollout.storage.v1.ArtifactService.PutArtifact:input_type -> rollout.storage.v1.PutArtifactRequest
+	6,  // 24: rollout.storage.v1.ArtifactService.ImportArtifacts:input_type -> rollout.storage.v1.ImportArtifactsRequest
+	8,  // 25: rollout.storage.v1.ArtifactService.ExportArtifacts:input_type -> rollout.storage.v1.ExportArtifactsRequest
+	11, // 26: rollout.storage.v1.ArtifactService.GetArtifact:input_type -> rollout.storage.v1.GetArtifactRequest
+	13, // 27: rollout.storage.v1.ArtifactService.StatArtifacts:input_type -> rollout.storage.v1.StatArtifactsRequest
+	15, // 28: rollout.storage.v1.ArtifactService.DeleteArtifacts:input_type -> rollout.storage.v1.DeleteArtifactsRequest
+	17, // 29: rollout.storage.v1.EventService.AppendEvents:input_type -> rollout.storage.v1.AppendEventsRequest
+	19, // 30: rollout.storage.v1.EventService.ListEvents:input_type -> rollout.storage.v1.ListEventsRequest
+	21, // 31: rollout.storage.v1.EventService.TailEvents:input_type -> rollout.storage.v1.TailEventsRequest
+	23, // 32: rollout.storage.v1.EventService.QueryMetrics:input_type -> rollout.storage.v1.QueryMetricsRequest
+	27, // 33: rollout.storage.v1.EventService.QueryTelemetry:input_type -> rollout.storage.v1.QueryTelemetryRequest
+	1,  // 34: rollout.storage.v1.EventService.DeleteRun:input_type -> rollout.storage.v1.DeleteRunRequest
+	4,  // 35: rollout.storage.v1.ArtifactService.PutArtifact:output_type -> rollout.storage.v1.PutArtifactResponse
+	7,  // 36: rollout.storage.v1.ArtifactService.ImportArtifacts:output_type -> rollout.storage.v1.ImportArtifactsResponse
+	9,  // 37: rollout.storage.v1.ArtifactService.ExportArtifacts:output_type -> rollout.storage.v1.ExportArtifactsResponse
+	12, // 38: rollout.storage.v1.ArtifactService.GetArtifact:output_type -> rollout.storage.v1.GetArtifactResponse
+	14, // 39: rollout.storage.v1.ArtifactService.StatArtifacts:output_type -> rollout.storage.v1.StatArtifactsResponse
+	16, // 40: rollout.storage.v1.ArtifactService.DeleteArtifacts:output_type -> rollout.storage.v1.DeleteArtifactsResponse
+	18, // 41: rollout.storage.v1.EventService.AppendEvents:output_type -> rollout.storage.v1.AppendEventsResponse
+	20, // 42: rollout.storage.v1.EventService.ListEvents:output_type -> rollout.storage.v1.ListEventsResponse
+	22, // 43: rollout.storage.v1.EventService.TailEvents:output_type -> rollout.storage.v1.TailEventsResponse
+	24, // 44: rollout.storage.v1.EventService.QueryMetrics:output_type -> rollout.storage.v1.QueryMetricsResponse
+	28, // 45: rollout.storage.v1.EventService.QueryTelemetry:output_type -> rollout.storage.v1.QueryTelemetryResponse
+	2,  // 46: rollout.storage.v1.EventService.DeleteRun:output_type -> rollout.storage.v1.DeleteRunResponse
+	35, // [35:47] is the sub-list for method output_type
+	23, // [23:35] is the sub-list for method input_type
+	23, // [23:23] is the sub-list for extension type_name
+	23, // [23:23] is the sub-list for extension extendee
+	0,  // [0:23] is the sub-list for field type_name
 }
 
 func init() { file_rollout_storage_v1_storage_proto_init() }
@@ -1661,7 +1985,7 @@ func file_rollout_storage_v1_storage_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_storage_v1_storage_proto_rawDesc), len(file_rollout_storage_v1_storage_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   27,
+			NumMessages:   31,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

@@ -336,11 +336,12 @@ var ArtifactService_ServiceDesc = grpc.ServiceDesc{
 }
 
 const (
-	EventService_AppendEvents_FullMethodName = "/rollout.storage.v1.EventService/AppendEvents"
-	EventService_ListEvents_FullMethodName   = "/rollout.storage.v1.EventService/ListEvents"
-	EventService_TailEvents_FullMethodName   = "/rollout.storage.v1.EventService/TailEvents"
-	EventService_QueryMetrics_FullMethodName = "/rollout.storage.v1.EventService/QueryMetrics"
-	EventService_DeleteRun_FullMethodName    = "/rollout.storage.v1.EventService/DeleteRun"
+	EventService_AppendEvents_FullMethodName   = "/rollout.storage.v1.EventService/AppendEvents"
+	EventService_ListEvents_FullMethodName     = "/rollout.storage.v1.EventService/ListEvents"
+	EventService_TailEvents_FullMethodName     = "/rollout.storage.v1.EventService/TailEvents"
+	EventService_QueryMetrics_FullMethodName   = "/rollout.storage.v1.EventService/QueryMetrics"
+	EventService_QueryTelemetry_FullMethodName = "/rollout.storage.v1.EventService/QueryTelemetry"
+	EventService_DeleteRun_FullMethodName      = "/rollout.storage.v1.EventService/DeleteRun"
 )
 
 // EventServiceClient is the client API for EventService service.
@@ -357,8 +358,11 @@ type EventServiceClient interface {
 	TailEvents(ctx context.Context, in *TailEventsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[TailEventsResponse], error)
 	// QueryMetrics returns metrics by step.
 	QueryMetrics(ctx context.Context, in *QueryMetricsRequest, opts ...grpc.CallOption) (*QueryMetricsResponse, error)
-	// DeleteRun deletes the events and metrics of a run, and the artifacts that only this run has
-	// stored with its id. Idempotent, also for unknown runs.
+	// QueryTelemetry streams what the workers of a run reported every second: one series for each
+	// worker and name.
+	QueryTelemetry(ctx context.Context, in *QueryTelemetryRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[QueryTelemetryResponse], error)
+	// DeleteRun deletes the events, metrics, and telemetry of a run, and the artifacts that only this
+	// run has stored with its id. Idempotent, also for unknown runs.
 	DeleteRun(ctx context.Context, in *DeleteRunRequest, opts ...grpc.CallOption) (*DeleteRunResponse, error)
 }
 
@@ -419,6 +423,25 @@ func (c *eventServiceClient) QueryMetrics(ctx context.Context, in *QueryMetricsR
 	return out, nil
 }
 
+func (c *eventServiceClient) QueryTelemetry(ctx context.Context, in *QueryTelemetryRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[QueryTelemetryResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &EventService_ServiceDesc.Streams[1], EventService_QueryTelemetry_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[QueryTelemetryRequest, QueryTelemetryResponse]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type EventService_QueryTelemetryClient = grpc.ServerStreamingClient[QueryTelemetryResponse]
+
 func (c *eventServiceClient) DeleteRun(ctx context.Context, in *DeleteRunRequest, opts ...grpc.CallOption) (*DeleteRunResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(DeleteRunResponse)
@@ -443,8 +466,11 @@ type EventServiceServer interface {
 	TailEvents(*TailEventsRequest, grpc.ServerStreamingServer[TailEventsResponse]) error
 	// QueryMetrics returns metrics by step.
 	QueryMetrics(context.Context, *QueryMetricsRequest) (*QueryMetricsResponse, error)
-	// DeleteRun deletes the events and metrics of a run, and the artifacts that only this run has
-	// stored with its id. Idempotent, also for unknown runs.
+	// QueryTelemetry streams what the workers of a run reported every second: one series for each
+	// worker and name.
+	QueryTelemetry(*QueryTelemetryRequest, grpc.ServerStreamingServer[QueryTelemetryResponse]) error
+	// DeleteRun deletes the events, metrics, and telemetry of a run, and the artifacts that only this
+	// run has stored with its id. Idempotent, also for unknown runs.
 	DeleteRun(context.Context, *DeleteRunRequest) (*DeleteRunResponse, error)
 	mustEmbedUnimplementedEventServiceServer()
 }
@@ -467,6 +493,9 @@ func (UnimplementedEventServiceServer) TailEvents(*TailEventsRequest, grpc.Serve
 }
 func (UnimplementedEventServiceServer) QueryMetrics(context.Context, *QueryMetricsRequest) (*QueryMetricsResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method QueryMetrics not implemented")
+}
+func (UnimplementedEventServiceServer) QueryTelemetry(*QueryTelemetryRequest, grpc.ServerStreamingServer[QueryTelemetryResponse]) error {
+	return status.Error(codes.Unimplemented, "method QueryTelemetry not implemented")
 }
 func (UnimplementedEventServiceServer) DeleteRun(context.Context, *DeleteRunRequest) (*DeleteRunResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method DeleteRun not implemented")
@@ -557,6 +586,17 @@ func _EventService_QueryMetrics_Handler(srv interface{}, ctx context.Context, de
 	return interceptor(ctx, in, info, handler)
 }
 
+func _EventService_QueryTelemetry_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(QueryTelemetryRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(EventServiceServer).QueryTelemetry(m, &grpc.GenericServerStream[QueryTelemetryRequest, QueryTelemetryResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type EventService_QueryTelemetryServer = grpc.ServerStreamingServer[QueryTelemetryResponse]
+
 func _EventService_DeleteRun_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(DeleteRunRequest)
 	if err := dec(in); err != nil {
@@ -603,6 +643,11 @@ var EventService_ServiceDesc = grpc.ServiceDesc{
 		{
 			StreamName:    "TailEvents",
 			Handler:       _EventService_TailEvents_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "QueryTelemetry",
+			Handler:       _EventService_QueryTelemetry_Handler,
 			ServerStreams: true,
 		},
 	},
