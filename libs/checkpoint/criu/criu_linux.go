@@ -160,7 +160,9 @@ func (c *Checkpointer) Dump(ctx context.Context, pid int, dir string, keep bool)
 	if err := c.dump(ctx, pid, partial, image, keep); err != nil {
 		return image, err
 	}
-	image, err = finish(partial, dir, image)
+	if image, err = finish(partial, dir, image); err == nil {
+		err = ctx.Err() // the caller has given up in the meantime
+	}
 	if keep {
 		return image, typed(checkpoint.ReasonDump, err)
 	}
@@ -213,7 +215,8 @@ func hostOf(version string) checkpoint.Host {
 	return checkpoint.Host{Kernel: unix.ByteSliceToString(name.Release[:]), Arch: unix.ByteSliceToString(name.Machine[:]), By: "CRIU " + version}
 }
 
-// dump runs CRIU in the namespaces of the process.
+// dump runs CRIU in the namespaces of the process. It does not end with ctx: a CRIU that is killed
+// leaves the processes with its code in them, and they crash.
 func (c *Checkpointer) dump(ctx context.Context, pid int, dir string, image checkpoint.Image, keep bool) error {
 	args := []string{"dump", "--tree", strconv.Itoa(image.Processes[0].PID), "--images-dir", dir, "--log-file", "dump.log", "--tcp-close", "--network-lock", "skip",
 		"--file-locks", "--ghost-limit", strconv.Itoa(ghostBytes), "--manage-cgroups=ignore"}
@@ -240,7 +243,10 @@ func (c *Checkpointer) dump(ctx context.Context, pid int, dir string, image chec
 		args = append(append(enter, "--", c.program), args...)
 		name = "nsenter"
 	}
-	out, err := exec.CommandContext(ctx, name, args...).CombinedOutput()
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	out, err := exec.CommandContext(context.WithoutCancel(ctx), name, args...).CombinedOutput()
 	if err != nil {
 		log, _ := os.ReadFile(filepath.Join(dir, "dump.log"))
 		return failure(checkpoint.ReasonDump, fmt.Sprintf("process %d was not saved", pid), string(bytes.Join([][]byte{log, out}, nil)), err)

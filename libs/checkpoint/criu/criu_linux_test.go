@@ -2,6 +2,7 @@ package criu_test
 
 import (
 	"bufio"
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -446,5 +447,119 @@ func TestErrorsNameWhatToChange(t *testing.T) {
 	_, err = c.Restore(t.Context(), dir, checkpoint.Restore{Streams: streams})
 	if e := reason(t, err, checkpoint.ReasonImage); !strings.Contains(e.Message, image.Files[i].Name) {
 		t.Error(e.Message)
+	}
+}
+
+// A process that began after the others were looked at is in the image, and nothing is known of its
+// limits.
+func TestAnImageWithAProcessThatIsNotDescribedIsRefused(t *testing.T) {
+	t.Parallel()
+	c := setup(t)
+	was := count(t, syscall.SysProcAttr{})
+	was.ask("fork")
+	dir := filepath.Join(t.TempDir(), "image")
+	image, err := c.Dump(t.Context(), was.pid, dir, true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	image.Processes = image.Processes[:1]
+	if err := os.Remove(filepath.Join(dir, "process.json")); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := checkpoint.Write(dir, image); err != nil {
+		t.Fatal(err)
+	}
+	streams := map[string]*os.File{}
+	for _, s := range image.Streams {
+		streams[s.ID] = os.Stderr
+		if s.Kind == "socket" {
+			_, streams[s.ID] = connection(t)
+		}
+	}
+	p, err := c.Restore(t.Context(), dir, checkpoint.Restore{Streams: streams})
+	if err == nil {
+		p.Kill()
+	}
+	_ = reason(t, err, checkpoint.ReasonLimits)
+}
+
+// A dump that has begun is completed when its caller gives up, because a CRIU that is killed takes
+// the process with it. A restore ends with its caller.
+func TestCallersThatGiveUp(t *testing.T) {
+	t.Parallel()
+	if os.Geteuid() != 0 {
+		t.Skip("CRIU saves processes as root, and this is another user")
+	}
+	folder := t.TempDir()
+	program, dumps, restores, release := filepath.Join(folder, "criu"), filepath.Join(folder, "dumps"), filepath.Join(folder, "restores"), filepath.Join(folder, "release")
+	script := fmt.Sprintf("#!/bin/sh\ncase $1 in\n--version) echo Version: 4.2;;\ndump) echo >%s; while ! test -e %s; do sleep 0.05; done; echo >%s.done;;\nrestore) echo >%s; exec sleep 1000;;\nesac\n",
+		dumps, release, dumps, restores)
+	if err := os.WriteFile(program, []byte(script), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	c := criu.New(program, os.Args[0], "init")
+	target := exec.Command("sleep", "1000")
+	if err := target.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = target.Process.Kill(); _ = target.Wait() })
+	dump := func(ctx context.Context, name string) (checkpoint.Image, error) {
+		return c.Dump(ctx, target.Process.Pid, filepath.Join(folder, name), true)
+	}
+
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() { _, err := dump(ctx, "first"); ended <- err }()
+	appears(t, dumps)
+	cancel()
+	if err := os.WriteFile(release, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := within(t, ended); !errors.Is(err, context.Canceled) && !strings.Contains(fmt.Sprint(err), "canceled") {
+		t.Errorf("the dump: %v", err)
+	}
+	if _, err := os.Stat(dumps + ".done"); err != nil {
+		t.Errorf("the dump was not completed: %v", err)
+	}
+
+	image, err := dump(t.Context(), "second")
+	if err != nil {
+		t.Fatal(err)
+	}
+	streams := map[string]*os.File{}
+	for _, s := range image.Streams {
+		streams[s.ID] = os.Stderr
+	}
+	ctx, cancel = context.WithCancel(t.Context())
+	go func() {
+		_, err := c.Restore(ctx, filepath.Join(folder, "second"), checkpoint.Restore{Streams: streams})
+		ended <- err
+	}()
+	appears(t, restores)
+	cancel()
+	if err := within(t, ended); err == nil {
+		t.Error("the restore succeeded")
+	}
+}
+
+func appears(t *testing.T, path string) {
+	t.Helper()
+	for range 2000 {
+		if _, err := os.Stat(path); err == nil {
+			return
+		}
+		<-time.After(20 * time.Millisecond)
+	}
+	t.Fatalf("%s does not appear", path)
+}
+
+func within(t *testing.T, ended <-chan error) error {
+	t.Helper()
+	select {
+	case err := <-ended:
+		return err
+	case <-time.After(40 * time.Second):
+		t.Fatal("the call does not end")
+		return nil
 	}
 }

@@ -10,7 +10,9 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strconv"
+	"strings"
 	"syscall"
 
 	"golang.org/x/sys/unix"
@@ -71,12 +73,10 @@ func (c *Checkpointer) Restore(ctx context.Context, dir string, o checkpoint.Res
 		what.Streams = append(what.Streams, s.ID)
 		files = append(files, o.Streams[s.ID])
 	}
-	p, err := c.begin(what, files, o.Network)
+	p, err := c.begin(ctx, what, files, o.Network)
 	if err != nil {
 		return nil, typed(checkpoint.ReasonRestore, err)
 	}
-	stop := context.AfterFunc(ctx, p.Kill)
-	defer stop()
 	if err := p.find(image.Processes[0].PID); err != nil {
 		p.Kill()
 		return nil, typed(checkpoint.ReasonRestore, err)
@@ -92,8 +92,8 @@ type restored struct {
 	code  int
 }
 
-// begin starts Init and waits for its answer.
-func (c *Checkpointer) begin(what order, files []*os.File, network string) (*restored, error) {
+// begin starts Init and waits for its answer, at most until ctx ends.
+func (c *Checkpointer) begin(ctx context.Context, what order, files []*os.File, network string) (*restored, error) {
 	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return nil, err
@@ -134,15 +134,22 @@ func (c *Checkpointer) begin(what order, files []*os.File, network string) (*res
 	if err := <-started; err != nil {
 		return nil, err
 	}
+	stop := context.AfterFunc(ctx, p.Kill)
 	var answer outcome
 	err = json.NewEncoder(ours).Encode(what)
 	if err == nil {
 		err = json.NewDecoder(ours).Decode(&answer)
 	}
+	if !stop() && err == nil {
+		err = ctx.Err()
+	}
 	if err == nil && answer.Error == nil {
 		return p, nil
 	}
 	p.Kill()
+	if ctx.Err() != nil {
+		return nil, ctx.Err()
+	}
 	if answer.Error != nil {
 		return nil, answer.Error
 	}
@@ -238,6 +245,12 @@ func (o order) restore() error {
 		log, _ := os.ReadFile(filepath.Join(o.Work, "restore.log"))
 		return failure(checkpoint.ReasonRestore, "the process was not restored", string(log)+string(out), err)
 	}
+	if unknown, err := o.unknown(); err != nil || len(unknown) > 0 {
+		if err != nil {
+			return err
+		}
+		return checkpoint.Fail(checkpoint.ReasonLimits, "save it while it starts no process", "process %d was started while the image was made, so its limits are not known, and nothing was restored", unknown[0])
+	}
 	for _, was := range o.Tasks {
 		is, _, err := taskOf(was.PID)
 		if err != nil {
@@ -253,4 +266,24 @@ func (o order) restore() error {
 		}
 	}
 	return nil
+}
+
+// unknown returns the restored processes that are not described: those that began between the look
+// at the processes and the dump. Processes that have ended do not count.
+func (o order) unknown() (found []int, err error) {
+	entries, err := os.ReadDir("/proc")
+	if err != nil {
+		return nil, err
+	}
+	for _, entry := range entries {
+		pid, err := strconv.Atoi(entry.Name())
+		described := func(t checkpoint.Task) bool { return t.PID == pid }
+		if err != nil || pid == os.Getpid() || slices.ContainsFunc(o.Tasks, described) {
+			continue
+		}
+		if lines, err := status(pid); err == nil && !strings.HasPrefix(lines["State"], "Z") {
+			found = append(found, pid)
+		}
+	}
+	return found, nil
 }
