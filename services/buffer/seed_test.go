@@ -232,6 +232,6 @@ func TestADownloadEndsWithTheBuffer(t *testing.T) {
 			t.Error(err)
 		}
 	case <-time.After(time.Minute):
-		t.Fatal("the download goes on")
+		t.Fatal("the download does not end")
 	}
 }

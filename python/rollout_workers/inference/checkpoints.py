@@ -69,10 +69,15 @@ class Checkpoints:
         for saved in found.episodes:
             key = next((i.key for i in items if _same(i.group, saved.key)), "")
             self._saved.update([key] if key else [])
-            if (task := by_key.get((key, saved.key.sample))) is not None:
+            if (task := by_key.get((key, saved.key.sample))) is None:
+                continue
+            try:
                 kept.append(Kept(decode(saved, task), saved.environment_state))
-                for span in saved.trajectory.version_spans:
-                    self._receipts.remember(span.version, span.digest)
+            except Exception as error:  # its group would fail here on every worker
+                log.warning("saved sample %d of %s can't be read (%r); it begins again", saved.key.sample, key, error)
+                continue
+            for span in saved.trajectory.version_spans:
+                self._receipts.remember(span.version, span.digest)
         if kept:
             log.info("%d episodes of %d groups continue after their last saved turn", len(kept), len(items))
         return kept

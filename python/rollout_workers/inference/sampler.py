@@ -116,6 +116,8 @@ class Outlet:
         except Exception as error:
             log.exception("%d groups could not be published; returning them to the queue", len(items))
             self._refusal = _refusal(error, self._refusal)
+            if self._checkpoints is not None:
+                self._checkpoints.forget(items)
             await self._puller.drop(items)
             return
         self._refusal = None

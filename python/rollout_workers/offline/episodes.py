@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import struct
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -50,11 +51,13 @@ def episodes(path: str) -> int:
     """Answer the request at ``path``. Returns the exit code."""
     with open(path, encoding="utf-8") as file:
         request = json.load(file)
-    try:
-        answer = asyncio.run(_answer(request))
-    except RolloutError as error:
-        answer = {"error": {"reason": error.reason, "message": error.message, "fix": error.fix}}
-    print(json.dumps(answer, ensure_ascii=False), flush=True)
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
+        os.dup2(2, 1)  # what the environment prints, also in its own process, is not a part of the answer
+        try:
+            answer = asyncio.run(_answer(request))
+        except RolloutError as error:
+            answer = {"error": {"reason": error.reason, "message": error.message, "fix": error.fix}}
+        print(json.dumps(answer, ensure_ascii=False), file=out)
     return 0
 
 

@@ -13,7 +13,7 @@ from rollout.run.v1.run_pb2 import PromptGroup
 from rollout.trajectory.v1.trajectory_pb2 import TrajectoryEnvelope
 from rollout_workers.environments.episode import Episode, FinishedGroup
 from rollout_workers.inference.receipt import EngineReceipts
-from rollout_workers.inference.sampler import Sampler
+from rollout_workers.inference.sampler import Outlet, Sampler
 from rollout_workers.worker.stream import WorkItem
 
 FIRST = Observation(np.array([1, 2], np.int32), "1+1=")
@@ -49,3 +49,31 @@ async def test_items_whose_samples_cannot_be_encoded_are_returned() -> None:
     made.begin(items)
     await made.drain()
     assert queue.returned == items
+
+
+class Full:
+    """A stream that accepts nothing."""
+
+    most_bytes = 1 << 20
+
+    async def publish(self, data: bytes, headers: dict[str, str]) -> None:
+        raise OSError("no space")
+
+
+class Saves:
+    """Records the items whose episodes are not expected any more."""
+
+    def __init__(self) -> None:
+        self.forgotten: list[WorkItem] = []
+
+    def forget(self, items: Sequence[WorkItem]) -> None:
+        self.forgotten.extend(items)
+
+
+async def test_the_episodes_of_items_that_cannot_be_published_are_forgotten() -> None:
+    queue, saves = Queue(), Saves()
+    outlet = Outlet(*cast(Any, (Full(), None, None, queue, saves)))
+    items = [WorkItem(PromptGroup(run_id="r", group_size=1, seeds=[1]), "", 1)]
+    outlet.send(items, [TrajectoryEnvelope()])
+    await outlet.drain()
+    assert queue.returned == items and saves.forgotten == items
