@@ -1,6 +1,5 @@
-"""Ten ways in which a run can hang, as an operator would describe them. Each is planted in a real
-job, and `rollout explain` must name its root (docs/reliability.md has the count of the first
-try)."""
+"""Ways in which a run can hang, as an operator would describe them. Each is planted in a real job,
+and `rollout explain` must name its root (docs/reliability.md has the counts of the first tries)."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ import contextlib
 import os
 import shutil
 import signal
+import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -134,6 +134,68 @@ def _controller_is_killed(at: Path) -> Iterator[tuple[Stalled, str]]:
         job.running.start_service("learner-controller")
 
 
+@contextlib.contextmanager
+def _reward_is_debugged(at: Path) -> Iterator[tuple[Stalled, str]]:
+    """Someone attaches a debugger to the process of the reward, and leaves."""
+    with job_of(Job(at / "job", steps=LONG, workers=1), at / "state") as job:
+        worker = job.worker("inference-0").pid
+        [child] = map(int, Path(f"/proc/{worker}/task/{worker}/children").read_text().split())
+        os.kill(child, signal.SIGSTOP)
+        try:
+            yield job, f"process {child} of inference-0"
+        finally:
+            os.kill(child, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def _rewards_are_equal(at: Path) -> Iterator[tuple[Stalled, str]]:
+    """The reward is the same for every answer, and dynamic sampling leaves all groups out."""
+
+    def edit(config: Path) -> None:
+        config.with_name("reward.py").write_text("def letters(samples):\n    return [1.0 for _ in samples]\n")
+        config.write_text(config.read_text().replace("max_tokens = 12", "max_tokens = 12\nrefill_rounds = 1000"))
+
+    with job_of(Job(at / "job", steps=LONG, workers=1, draws=True), at / "state", steps=0, edit=edit) as job:
+        yield job, "EQUAL_REWARDS"
+
+
+@contextlib.contextmanager
+def _held_out_reward_hangs(at: Path) -> Iterator[tuple[Stalled, str]]:
+    """The reward does not return for a row of the evaluation."""
+
+    reward = """import pathlib
+import time
+
+HANG = pathlib.Path(__file__).with_name("hang")
+
+
+def letters(samples):
+    while HANG.exists() and any(sample.prompt == "held out:" for sample in samples):
+        time.sleep(0.05)
+    return [1.0 for _ in samples]
+"""
+
+    def edit(config: Path) -> None:
+        config.with_name("reward.py").write_text(reward)
+        config.with_name("eval.jsonl").write_text('{"prompt": "held out:", "answer": "1"}\n')
+        text = config.read_text().replace('train = "train.jsonl"', 'train = "train.jsonl"\neval = "eval.jsonl"')
+        config.write_text(text.replace("retries = 0", "retries = 0\ntimeout_seconds = 300") + "\n[eval]\nevery_steps = 2\n")
+
+    with job_of(Job(at / "job", steps=LONG, workers=1), at / "state", edit=edit) as job, flag(job.folder / "hang"):
+        yield job, "REWARD_CALL"
+
+
+@contextlib.contextmanager
+def _database_is_locked(at: Path) -> Iterator[tuple[Stalled, str]]:
+    """Someone has a transaction open in the database of the buffer."""
+    with (
+        job_of(Job(at / "job", steps=LONG, workers=1), at / "state") as job,
+        contextlib.closing(sqlite3.connect(job.running.state / "db" / "buffer.sqlite", isolation_level=None)) as shell,
+    ):
+        shell.execute("BEGIN EXCLUSIVE")
+        yield job, "locked the database"
+
+
 Plant = Callable[[Path], contextlib.AbstractContextManager[tuple[Stalled, str]]]
 """Starts a job that stalls, with a word of the owner, the reason, or the evidence of the root."""
 
@@ -148,6 +210,10 @@ STALLS: list[Plant] = [
     _gateway_is_suspended,
     _model_is_moved,
     _controller_is_killed,
+    _reward_is_debugged,
+    _rewards_are_equal,
+    _held_out_reward_hangs,
+    _database_is_locked,
 ]
 
 

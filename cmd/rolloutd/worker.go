@@ -6,6 +6,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 
 	"github.com/rollout-rl/rollout/libs/cert"
 	"github.com/rollout-rl/rollout/libs/config"
@@ -31,13 +32,17 @@ func workerCommand(w config.Worker) []string {
 	return []string{workerProgram} // the launch reports that it does not exist
 }
 
-// pythonOf returns the configured interpreter, else the one in the folder of the worker program
-// (both are in one environment), else python3.
+// pythonOf returns the configured interpreter, else that of the worker command or the one in the
+// folder of its program (both are in one environment), else python3.
 func pythonOf(w config.Worker) string {
 	if w.Python != "" {
 		return w.Python
 	}
-	if program, err := filepath.EvalSymlinks(workerCommand(w)[0]); err == nil {
+	command := workerCommand(w)[0]
+	if strings.HasPrefix(filepath.Base(command), "python") { // python -m ...
+		return command
+	}
+	if program, err := filepath.EvalSymlinks(command); err == nil {
 		// The python of an environment is a symlink itself and must not be resolved.
 		if sibling := filepath.Join(filepath.Dir(program), "python"); isFile(sibling) {
 			return sibling
