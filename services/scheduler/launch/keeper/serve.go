@@ -2,6 +2,7 @@ package keeper
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net"
 	"os"
@@ -70,12 +71,20 @@ type kept struct {
 	orphan  *time.Timer // stops it; nil while it is owned
 }
 
+// acceptPause is how long the keeper waits after a connection that could not be accepted, for
+// example for lack of descriptors: its workers would end with it.
+const acceptPause = 100 * time.Millisecond
+
 // accept serves connections until the keeper is idle.
 func (s *server) accept() {
 	for {
 		conn, err := s.listener.Accept()
-		if err != nil {
+		if errors.Is(err, net.ErrClosed) {
 			return
+		}
+		if err != nil {
+			<-time.After(acceptPause)
+			continue
 		}
 		s.mu.Lock()
 		s.open++
