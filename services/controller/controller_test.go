@@ -472,3 +472,26 @@ func TestEvaluationReportsUnscoredSamples(t *testing.T) {
 		t.Errorf("got %s", shown)
 	}
 }
+
+// A run that has ended takes no memory: its progress is in the store.
+func TestAnEndedRunIsReleased(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	s, stop := begin(t, w)
+	defer stop()
+	finish(t, s)
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for held := 1; held > 0; <-tick.C {
+		if t.Context().Err() != nil {
+			t.Fatal("the drive is kept")
+		}
+		s.mu.Lock()
+		held = len(s.drives)
+		s.mu.Unlock()
+	}
+	got, err := s.GetProgress(t.Context(), &learnerv1.GetProgressRequest{RunId: run})
+	if err != nil || got.GetProgress().GetPhase() != finished || got.GetProgress().GetStep() != steps {
+		t.Errorf("progress after the end: %v, %v", got, err)
+	}
+}

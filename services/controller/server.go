@@ -72,7 +72,24 @@ func (s *Server) add(d *drive) {
 
 func (s *Server) launch(d *drive) {
 	life := s.life
-	s.wg.Go(func() { d.run(life) })
+	s.wg.Go(func() {
+		d.run(life)
+		s.release(life, d)
+	})
+}
+
+// release forgets a drive that has ended: the store has its last progress. One that a shutdown
+// ended, or whose end is not stored, stays.
+func (s *Server) release(ctx context.Context, d *drive) {
+	known, err := s.deps.Store.Get(ctx, d.runID)
+	if err != nil || !ended(known.Phase) {
+		return
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.drives[d.runID] == d {
+		delete(s.drives, d.runID)
+	}
 }
 
 // StartRun implements the contract.

@@ -86,7 +86,7 @@ func (a *agents) run(ctx context.Context, name string) (*agentRun, error) {
 	if err != nil {
 		return nil, err
 	}
-	return a.open(found)
+	return a.open(found, 0)
 }
 
 // status is the record of a run. ErrUnknownModel.
@@ -104,19 +104,42 @@ func (a *agents) status(ctx context.Context, name string) (*runv1.Run, error) {
 	return answer.GetStatus().GetRun(), err
 }
 
-func (a *agents) open(run *runv1.Run) (*agentRun, error) {
+// open returns a run, which so many more agents ask for prompts.
+func (a *agents) open(run *runv1.Run, asking int) (*agentRun, error) {
 	config := run.GetPlan().GetConfig()
 	if !algorithm.External(config) {
 		return nil, ErrNotExternal.WithMessage("run %s samples by itself: its `environment.kind` is %q", run.GetRunId(), cmp.Or(config.GetEnvironment().GetKind(), "single_turn"))
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if known := a.known[run.GetRunId()]; known != nil {
-		return known, nil
+	opened := a.known[run.GetRunId()]
+	if opened == nil {
+		opened = &agentRun{id: run.GetRunId(), config: config, work: a.work, held: map[string][]*workItem{}}
+		a.known[opened.id] = opened
 	}
-	opened := &agentRun{id: run.GetRunId(), config: config, work: a.work, held: map[string][]*workItem{}}
-	a.known[opened.id] = opened
+	if asking > 0 {
+		opened.ask(asking, a.now())
+	}
 	return opened, nil
+}
+
+// forget releases the memory of a run that has ended, unless it has groups or agents that ask. One
+// of an agent that closes a session later is opened again.
+func (a *agents) forget(run *agentRun) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	run.mu.Lock()
+	defer run.mu.Unlock()
+	if run.asking == 0 && len(run.held) == 0 && a.known[run.id] == run {
+		delete(a.known, run.id)
+	}
+}
+
+// deleted releases the memory of a run that was deleted.
+func (a *agents) deleted(run string) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	delete(a.known, run)
 }
 
 // Next issues up to max groups of a run.
@@ -125,13 +148,17 @@ func (a *agents) Next(ctx context.Context, model string, most int, wait time.Dur
 	if err != nil {
 		return nil, err
 	}
-	run, err := a.open(found)
+	response := &gatewayv1.NextPromptsResponse{RunId: found.GetRunId()}
+	run, err := a.open(found, 1)
 	if err != nil {
 		return nil, err
 	}
-	run.ask(1, a.now())
-	defer func() { run.ask(-1, a.now()) }()
-	response := &gatewayv1.NextPromptsResponse{RunId: run.id}
+	defer func() {
+		run.ask(-1, a.now())
+		if response.GetEnded() {
+			a.forget(run)
+		}
+	}()
 	if over(found.GetState()) {
 		response.Ended = true
 		return response, nil

@@ -175,6 +175,7 @@ func (s *Server) DeleteRun(ctx context.Context, req *gatewayv1.DeleteRunRequest)
 	if err := s.svc.Store.DeleteRun(ctx, req.GetRunId(), req.GetFence()); err != nil {
 		return nil, err
 	}
+	s.agents.deleted(req.GetRunId())
 	return &gatewayv1.DeleteRunResponse{}, nil
 }
 
