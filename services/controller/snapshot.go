@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
-	"path/filepath"
 
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
@@ -51,7 +50,7 @@ func (s *snapshotter) take(ctx context.Context, step uint64) error {
 }
 
 func (s *snapshotter) save(ctx context.Context, step uint64) error {
-	dir := filepath.Join(s.directory, "state", fmt.Sprintf("step-%06d", step))
+	dir := newScratch(s.directory, s.fence).dir(fmt.Sprintf("step-%06d", step))
 	defer func() { _ = os.RemoveAll(dir) }()
 	state, err := s.state(ctx, step, dir)
 	if err != nil {
@@ -137,6 +136,9 @@ func (s *snapshotter) first(ctx context.Context) (*snapshotv1.Snapshot, error) {
 
 // load has the learner load the newest training state, unless it has one already.
 func (s *snapshotter) load(ctx context.Context) (*learnerv1.InitializeResponse, error) {
+	if err := newScratch(s.directory, s.fence).sweep(); err != nil { // it uses space, no more
+		s.log.WarnContext(ctx, "folders that a former leader has left could not be removed", "error", err)
+	}
 	initialized, err := s.learner.initialized(ctx)
 	if err != nil {
 		return nil, err
@@ -185,7 +187,7 @@ func (s *snapshotter) materialize(ctx context.Context) (step uint64, dir string,
 		return 0, "", err
 	}
 	id := from.GetSnapshotId()
-	dir = filepath.Join(s.directory, "state", "load-"+id)
+	dir = newScratch(s.directory, s.fence).dir("load-" + id)
 	s.progress.waitFor(service("snapshot", fmt.Sprintf("snapshot %s to be written to a folder (snapshot)", id)))
 	_, err = call(ctx, s.retries, "snapshot", s.service.MaterializeSnapshot, &snapshotv1.MaterializeSnapshotRequest{
 		SnapshotId: id, Directory: dir, Paths: trainstate.Paths(trainstate.Without(trainstate.State(from), trainstate.Base)),
