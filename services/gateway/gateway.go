@@ -155,3 +155,10 @@ type KeyStore interface {
 	// ExpireKeys deletes the keys that expired before a time, and returns how many.
 	ExpireKeys(ctx context.Context, before time.Time) (removed int, err error)
 }
+
+// NoSession is the ErrSession about an id, and the answer about a session of another project: a
+// caller cannot tell which.
+func NoSession(id string) error { return ErrSession.With("session", id) }
+
+// NoResponse is the ErrResponse about an id, and about a response of another project.
+func NoResponse(id string) error { return ErrResponse.With("response", id) }

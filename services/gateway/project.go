@@ -23,7 +23,7 @@ func (s projectStore) Session(ctx context.Context, name string, from int) (*Sess
 		return nil, err
 	}
 	if !sees {
-		return nil, ErrSession
+		return nil, NoSession(name)
 	}
 	return found, nil
 }
@@ -38,7 +38,7 @@ func (s projectStore) Response(ctx context.Context, id string) (*Response, error
 		return found, nil
 	}
 	if _, err := s.Session(ctx, found.Session, 0); err != nil {
-		return nil, ErrResponse
+		return nil, NoResponse(id)
 	}
 	return found, nil
 }

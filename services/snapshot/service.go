@@ -312,6 +312,9 @@ func (s *service) materialize(ctx context.Context, idOrPrefix, dir string, paths
 // get returns a snapshot that the caller sees. ErrNotFound.
 func (s *service) get(ctx context.Context, idOrPrefix string) (*Snapshot, error) {
 	snap, err := s.Store.Get(ctx, idOrPrefix)
+	if _, limited := apikey.ProjectOf(ctx); limited && errors.Is(err, ErrAmbiguous) {
+		return nil, NotFound(idOrPrefix) // the others may be of another project
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -320,7 +323,7 @@ func (s *service) get(ctx context.Context, idOrPrefix string) (*Snapshot, error)
 		return nil, err
 	}
 	if !sees {
-		return nil, ErrNotFound
+		return nil, NotFound(idOrPrefix)
 	}
 	return snap, nil
 }

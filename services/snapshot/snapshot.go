@@ -93,3 +93,9 @@ func digests(s *Snapshot) []string {
 	}
 	return out
 }
+
+// NotFound is the ErrNotFound about an id or a prefix. It is also the answer about a snapshot of
+// another project: a caller cannot tell which.
+func NotFound(ref string) error {
+	return ErrNotFound.With("snapshot", ref).WithMessage("snapshot %q was not found", ref)
+}

@@ -24,7 +24,7 @@ func (s *Store) Response(ctx context.Context, id string) (*gateway.Response, err
 	r := &gateway.Response{ID: id}
 	err := s.db.One(ctx, `SELECT session_id, response, input_items FROM response WHERE response_id = $1`, []any{id}, &r.Session, &r.Body, &r.Input)
 	if errors.Is(err, sql.ErrNoRows) {
-		return nil, gateway.ErrResponse.With("response", id)
+		return nil, gateway.NoResponse(id)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("read response %s: %w", id, err)
@@ -39,7 +39,7 @@ func (s *Store) DeleteResponse(ctx context.Context, id string) error {
 		return fmt.Errorf("delete response %s: %w", id, err)
 	}
 	if n == 0 {
-		return gateway.ErrResponse.With("response", id)
+		return gateway.NoResponse(id)
 	}
 	return nil
 }

@@ -79,7 +79,7 @@ func (s *Store) Session(ctx context.Context, session string, from int) (*gateway
 		return nil, fmt.Errorf("read session %s: %w", session, err)
 	}
 	if found == nil {
-		return nil, gateway.ErrSession.With("session", session)
+		return nil, gateway.NoSession(session)
 	}
 	return found, nil
 }

@@ -159,7 +159,7 @@ func (s *Store) setPinned(ctx context.Context, id string, by *fencev1.Fence, sta
 		return fmt.Errorf("pin or unpin snapshot %s: %w", id, err)
 	}
 	if n == 0 {
-		return snapshot.ErrNotFound.With("snapshot", id).WithMessage("snapshot %q was not found", id)
+		return snapshot.NotFound(id)
 	}
 	return nil
 }
@@ -198,7 +198,7 @@ func (s *Store) Get(ctx context.Context, prefix string) (*snapshot.Snapshot, err
 	}
 	switch {
 	case len(found) == 0:
-		return nil, snapshot.ErrNotFound.With("snapshot", prefix).WithMessage("snapshot %q was not found", prefix)
+		return nil, snapshot.NotFound(prefix)
 	case len(found) > 1:
 		return nil, snapshot.ErrAmbiguous.With("snapshot", prefix).WithMessage("several snapshots begin with %q", prefix)
 	}
