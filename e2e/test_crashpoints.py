@@ -21,6 +21,7 @@ from mesh import ENDED, ROOT, Mesh, until
 from sim import Job, audited, finish, journals_agree, sim_mesh, stop, submit
 
 from rollout.run.v1 import run_pb2
+from rollout.snapshot.v1 import snapshot_pb2
 from rollout_testing.sim import crash
 
 STEPS = 150
@@ -44,6 +45,7 @@ AFTER_A_START = {
     "learner/initialized": "learner/registered",
 }
 AFTER_A_START |= {"inference/registered": "inference/swapped"}
+CUTS = ("snapshot/captured", "buffer/seeding")
 DELETION = ("scheduler/deleting", "buffer/emptied", "scheduler/deleted")
 LAST = ("controller/finished", "scheduler/closed", "scheduler/ended", "controller/reported")
 
@@ -58,7 +60,7 @@ def points() -> list[str]:
     found |= {name for names in crash.POINTS.values() for name in names}
     found = {name for name in found if not name.startswith("gateway/")}  # of agents: test_agents.py
     found -= set(DELETION)  # test_delete.py
-    found -= {"snapshot/captured", "buffer/seeding"}  # test_cuts.py
+    found -= set(CUTS)  # of snapshots that someone requests: the second test
     middle = sorted(found - {*FIRST, *LAST, *AFTER_A_START})
     for late, before in AFTER_A_START.items():
         middle.insert(middle.index(before) + 1, late)
@@ -161,6 +163,38 @@ def test_the_run_survives_an_exit_at_every_crash_point(binary: Path, tmp_path: P
     finally:
         stop(reference)
         stop(with_points.running)
+
+
+def test_a_cut_and_its_restore_survive_an_exit(binary: Path, tmp_path: Path) -> None:
+    captured, seeding = CUTS
+    job = Job(tmp_path / "job", steps=40, mode="async", staleness=3, snapshot=50, keep_payloads=True)
+    running = sim_mesh(tmp_path / "state", "seven", seconds=0.05, ROLLOUT_CRASH_FILE=str(tmp_path / "order"))
+    running.binary = binary
+    walk = Walk(running, tmp_path / "order")
+    try:
+        running.start()
+        run = submit(running, running.plan(job.write()), job)
+        running.until_step(run, 2)
+        request = snapshot_pb2.TakeSnapshotsRequest(run_id=run, kinds=[snapshot_pb2.SNAPSHOT_KIND_BUFFER], name="cut")
+        walk.ask(captured)
+        with pytest.raises(grpc.RpcError):
+            running.snapshots.TakeSnapshots(request, timeout=60)
+        until(walk.died, captured, 10)
+        walk.restart(captured)
+        [taken] = running.snapshots.TakeSnapshots(request, timeout=60, wait_for_ready=True).snapshots
+        verified = running.snapshots.VerifySnapshot(snapshot_pb2.VerifySnapshotRequest(snapshot_id=taken.snapshot_id))
+        assert not verified.flaws
+        running.scheduler.CancelRun(run_pb2.CancelRunRequest(run_id=run))
+
+        walk.ask(seeding)
+        restore = snapshot_pb2.RestoreSnapshotRequest(snapshot_id=taken.snapshot_id)
+        restored = running.snapshots.RestoreSnapshot(restore).run.run_id
+        until(walk.died, seeding, 60)
+        walk.restart(seeding)
+        finish(running, restored)
+        assert audited(running, restored)["steps"] == job.steps - taken.step
+    finally:
+        stop(running)
 
 
 def outcome(walk: Walk) -> str:

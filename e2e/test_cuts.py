@@ -103,3 +103,22 @@ def payloads(running: Mesh, run: str, step: int) -> list[bytes]:
     """The payloads of the batch of a step."""
     request = buffer_pb2.ReadPayloadsRequest(run_id=run, step=step)
     return [payload for part in running.buffer.ReadPayloads(request) for payload in part.payloads]
+
+
+def test_episodes_that_are_not_saved_are_refused(tmp_path: Path) -> None:
+    job = Job(tmp_path / "job", steps=1000, turns=True, snapshot=1000)
+    running = sim_mesh(tmp_path / "state", seconds=0.05).start()
+    try:
+        run = submit(running, running.plan(job.write()), job)
+        running.until_step(run, 1)
+        refusal = rollout(tmp_path / "state", "snapshot", "create", run, "--kind", "episodic", code=65)
+        assert "EPISODES_NOT_SAVED" in refusal and "the environment game.py:Game" in refusal and "state_dict" in refusal
+        taken = rollout(tmp_path / "state", "snapshot", "create", run, "--all")["snapshots"]
+        assert [each["kind"] for each in taken] == ["SNAPSHOT_KIND_TRAIN_STATE", "SNAPSHOT_KIND_BUFFER"]
+        folder = tmp_path / "files"
+        written = rollout(
+            tmp_path / "state", "snapshot", "extract", taken[1]["snapshot_id"], "--to", str(folder), "--path", "buffer"
+        )
+        assert written["files"] == 2 and rows_of(folder)
+    finally:
+        stop(running)
