@@ -54,7 +54,7 @@ func (rs *runs) seed(ctx context.Context, r *run, config *bufferv1.LedgerConfig)
 	defer cancel(nil)
 	defer context.AfterFunc(rs.life, func() { cancel(ErrLeaving) })()
 	if err := rs.fill(ctx, r, config); err != nil {
-		if context.Cause(ctx) == ErrLeaving {
+		if errors.Is(context.Cause(ctx), ErrLeaving) {
 			return ErrLeaving
 		}
 		return fmt.Errorf("begin the ledger of %s with the groups of a snapshot: %w", r.id, err)
