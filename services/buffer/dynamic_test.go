@@ -131,6 +131,29 @@ func TestByCompletionLeftoverGroupsStayForTheNextStep(t *testing.T) {
 	}
 }
 
+// A step that is full without its stale groups dissolves them, and their rows say so.
+func TestAFullStepDissolvesStaleGroups(t *testing.T) {
+	t.Parallel()
+	s := setup(t)
+	c := drawing()
+	c.Order, c.MaxStaleness = bufferv1.LeaseOrder_LEASE_ORDER_COMPLETION, 1
+	s.open(c)
+	s.record(0)
+	s.publish(slices.Concat(groupOf(0, 0, 0), groupOf(1, 0, 0), groupOf(2, 0, 0), groupOf(3, 0, 0), groupOf(4, 0, 0))...)
+	s.samples(5 * size)
+	s.commit(s.lease(1))
+	s.commit(s.lease(2))
+	s.publish(slices.Concat(groupOf(5, 0, 2), groupOf(6, 0, 2))...)
+	s.samples(7 * size)
+	if got := positions(t, s.lease(3)); !reflect.DeepEqual(got, []uint64{5, 6}) {
+		t.Errorf("%v", got)
+	}
+	l := s.until("the lease", func(l *bufferv1.LedgerState) bool { return l.GetLeased() == 2 })
+	if len(l.GetDissolved()) != 1 || l.GetDissolved()[0].GetPosition() != 4 || l.GetReady() != 0 {
+		t.Errorf("%v", l)
+	}
+}
+
 func TestAnExhaustedStepTakesTheGroupsItHasOrIsRefused(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {

@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/binary"
 	"fmt"
+	"slices"
 
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/wait"
@@ -97,7 +98,7 @@ func Lease(ctx context.Context, tx Tx, step uint64) (LeaseResult, error) {
 		g.Step = step
 	}
 	l.Skipped += uint64(len(s.skip))
-	if err := tx.PutGroups(ctx, append(s.take, s.skip...)); err != nil {
+	if err := tx.PutGroups(ctx, slices.Concat(s.stale, s.take, s.skip)); err != nil {
 		return LeaseResult{}, err
 	}
 	leased := &Step{
