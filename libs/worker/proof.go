@@ -59,7 +59,7 @@ func RegistrationOf(in discovery.Instance) Registration {
 
 // IncarnationOf returns the incarnation of a registered worker; 0 if it can't be read.
 func IncarnationOf(in discovery.Instance) uint32 {
-	incarnation, _ := strconv.ParseUint(in.Meta[MetaIncarnation], 10, 32) //nolint:errcheck // 0 then
+	incarnation, _ := strconv.ParseUint(in.Meta[MetaIncarnation], 10, 32) // 0 after an error
 	return uint32(incarnation)
 }
 

@@ -40,8 +40,8 @@ func (s scratch) sweep() error {
 	for _, entry := range entries {
 		var incarnation, epoch uint64 // 0 in the names of earlier versions
 		if m := scratchName.FindStringSubmatch(entry.Name()); m != nil {
-			incarnation, _ = strconv.ParseUint(m[1], 10, 64) //nolint:errcheck // digits
-			epoch, _ = strconv.ParseUint(m[2], 10, 64)       //nolint:errcheck // digits
+			incarnation, _ = strconv.ParseUint(m[1], 10, 64)
+			epoch, _ = strconv.ParseUint(m[2], 10, 64)
 		}
 		if incarnation < s.incarnation || incarnation == s.incarnation && epoch < s.epoch {
 			err = errors.Join(err, os.RemoveAll(filepath.Join(s.folder, entry.Name())))
