@@ -129,7 +129,7 @@ def timed(running: Mesh, steps: int, skip: int, config: Path, *sets: str) -> dic
     running.finish(run)
     listed = running.events.ListEvents(
         storage_pb2.ListEventsRequest(
-            filter=storage_pb2.EventFilter(run_id=run, kinds=["step.committed", "sampling"]), limit=10_000
+            filter=storage_pb2.EventFilter(run_id=run, kinds=["step.committed", "sampling"]), page_size=10_000
         )
     )
     committed = [event for event in listed.events if event.kind == "step.committed"]

@@ -129,7 +129,7 @@ def train(
         raise SystemExit(f"{run} ended as {run_pb2.RunState.Name(ended.state)}: {ended.message}")
     listed = running.events.ListEvents(
         storage_pb2.ListEventsRequest(
-            filter=storage_pb2.EventFilter(run_id=run, kinds=["step.committed", "eval.finished"]), limit=10_000
+            filter=storage_pb2.EventFilter(run_id=run, kinds=["step.committed", "eval.finished"]), page_size=10_000
         )
     ).events
     steps = [event.metrics for event in listed if event.kind == "step.committed"]

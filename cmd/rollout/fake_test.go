@@ -334,7 +334,7 @@ func (f fakeEvents) ListEvents(_ context.Context, r *storagev1.ListEventsRequest
 		return e.GetLevel() < r.GetFilter().GetMinLevel() || len(r.GetFilter().GetKinds()) > 0 && !slices.Contains(r.GetFilter().GetKinds(), e.GetKind())
 	})
 	events = slices.DeleteFunc(events, func(e *eventv1.Event) bool { return e.GetSequence() <= r.GetFilter().GetAfterSequence() })
-	if limit := int(r.GetLimit()); limit > 0 && r.GetNewest() {
+	if limit := int(r.GetPageSize()); limit > 0 && r.GetNewest() {
 		events = events[max(0, len(events)-limit):]
 	} else if limit > 0 {
 		events = events[:min(limit, len(events))]

@@ -29,6 +29,7 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
+	"github.com/rollout-rl/rollout/libs/paging"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
@@ -255,9 +256,13 @@ func decode(raw []byte) []uint32 {
 // paths returns the paths of a session from its ledger. Each segment must continue an earlier one.
 func (s *soak) paths(ctx context.Context, c *session) map[string]bool {
 	var found *gatewayv1.GetSessionResponse
-	err := s.patient(ctx, func() (err error) {
-		found, err = s.gateway.GetSession(ctx, &gatewayv1.GetSessionRequest{SessionId: c.id})
-		return err
+	err := s.patient(ctx, func() error {
+		found = &gatewayv1.GetSessionResponse{}
+		return paging.All(func(token string) (string, error) {
+			page, err := s.gateway.GetSession(ctx, &gatewayv1.GetSessionRequest{SessionId: c.id, PageToken: token})
+			found.Segments = append(found.Segments, page.GetSegments()...)
+			return page.GetNextPageToken(), err
+		})
 	})
 	if err != nil {
 		s.violation(c.id, "%v", err)
@@ -312,11 +317,16 @@ func (s *soak) trained(ctx context.Context) (trajectories int, err error) {
 		byKey[name(c.key)] = c
 	}
 	parts, final := map[*session]uint32{}, map[*session]bool{}
-	steps, err := s.buffer.ListSteps(ctx, &bufferv1.ListStepsRequest{RunId: s.run})
+	var steps []*bufferv1.StepRecord
+	err = paging.All(func(token string) (string, error) {
+		page, err := s.buffer.ListSteps(ctx, &bufferv1.ListStepsRequest{RunId: s.run, PageToken: token})
+		steps = append(steps, page.GetSteps()...)
+		return page.GetNextPageToken(), err
+	})
 	if err != nil {
 		return 0, err
 	}
-	for _, step := range steps.GetSteps() {
+	for _, step := range steps {
 		stream, err := s.buffer.ReadPayloads(ctx, &bufferv1.ReadPayloadsRequest{RunId: s.run, Step: step.GetStep()})
 		if err != nil {
 			return trajectories, err

@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 from become import become
@@ -245,10 +246,20 @@ class Mesh:
         return "".join(f"\n--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
 
     def ledger(self, run: str) -> tuple[list[buffer_pb2.GroupRecord], list[buffer_pb2.StepRecord], buffer_pb2.LedgerState]:
-        groups = self.buffer.ListGroups(buffer_pb2.ListGroupsRequest(run_id=run, limit=100000)).groups
-        steps = self.buffer.ListSteps(buffer_pb2.ListStepsRequest(run_id=run)).steps
+        groups = [g for page in pages(self.buffer.ListGroups, buffer_pb2.ListGroupsRequest(run_id=run)) for g in page.groups]
+        steps = [s for page in pages(self.buffer.ListSteps, buffer_pb2.ListStepsRequest(run_id=run)) for s in page.steps]
         state = next(iter(self.buffer.WatchLedger(buffer_pb2.WatchLedgerRequest(run_id=run)))).state
-        return list(groups), list(steps), state
+        return groups, steps, state
+
+
+def pages(call: Callable[[Any], Any], request: Any) -> Iterator[Any]:
+    """All pages of a list."""
+    while True:
+        page = call(request)
+        yield page
+        request.page_token = page.next_page_token
+        if not page.next_page_token:
+            return
 
 
 _RECONNECT = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mesh import ROOT, Mesh
+from mesh import ROOT, Mesh, pages
 
 from rollout.buffer.v1 import buffer_pb2
 from rollout.trajectory.v1.trajectory_pb2 import Trajectory
@@ -34,7 +34,8 @@ def calls_of(running: Mesh, run: str) -> Calls:
 
 def trained(running: Mesh, run: str) -> Iterator[Trajectory]:
     """The trajectories of all steps, as the buffer stores them."""
-    for step in running.buffer.ListSteps(buffer_pb2.ListStepsRequest(run_id=run)).steps:
+    steps = [s for page in pages(running.buffer.ListSteps, buffer_pb2.ListStepsRequest(run_id=run)) for s in page.steps]
+    for step in steps:
         for part in running.buffer.ReadPayloads(buffer_pb2.ReadPayloadsRequest(run_id=run, step=step.step)):
             for payload in part.payloads:
                 yield Trajectory.FromString(payload)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from mesh import ROOT, Mesh, describe
+from mesh import ROOT, Mesh, describe, pages
 
 from rollout.buffer.v1 import buffer_pb2
 from rollout.run.v1 import run_pb2
@@ -304,7 +304,7 @@ def journals_agree(running: Mesh, run: str, job: Job) -> dict[str, int]:
     sampled = {
         (r["request"], r["seed"], r["version"], r["digest"]) for r in journal.read(directory, "inference", running.environment)
     }
-    steps = running.buffer.ListSteps(buffer_pb2.ListStepsRequest(run_id=run)).steps
+    steps = [s for page in pages(running.buffer.ListSteps, buffer_pb2.ListStepsRequest(run_id=run)) for s in page.steps]
     digests = {step.step: step.weights_digest for step in steps}
     used: dict[str, int] = {}
     receipts = _receipts(running, run)

@@ -72,6 +72,9 @@ var (
 
 const prefix = "rk-" // marks a key, so that scanners of repositories recognize it
 
+// ValidName reports whether a key may have a name.
+func ValidName(s string) bool { return name.MatchString(s) }
+
 var name = regexp.MustCompile(`^[a-z0-9]([a-z0-9.@_-]{0,62}[a-z0-9])?$`)
 
 // Record describes a key.

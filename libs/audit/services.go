@@ -10,6 +10,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/blob"
 	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/libs/paging"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -91,15 +92,13 @@ func (s Services) ledger(ctx context.Context, e *Evidence) error {
 
 // snapshots returns the snapshots of a run, and the one that it started from if that still exists.
 func (s Services) snapshots(ctx context.Context, run *runv1.Run) (out []*snapshotv1.Snapshot, err error) {
-	for page := ""; ; {
-		listed, err := s.Snapshots.ListSnapshots(ctx, &snapshotv1.ListSnapshotsRequest{RunId: run.GetRunId(), PageSize: 1000, PageToken: page})
-		if err != nil {
-			return nil, err
-		}
+	err = paging.All(func(token string) (string, error) {
+		listed, err := s.Snapshots.ListSnapshots(ctx, &snapshotv1.ListSnapshotsRequest{RunId: run.GetRunId(), PageSize: 1000, PageToken: token})
 		out = append(out, listed.GetSnapshots()...)
-		if page = listed.GetNextPageToken(); page == "" {
-			break
-		}
+		return listed.GetNextPageToken(), err
+	})
+	if err != nil {
+		return nil, err
 	}
 	if from := run.GetFromSnapshot(); from != "" {
 		if got, err := s.Snapshots.GetSnapshot(ctx, &snapshotv1.GetSnapshotRequest{SnapshotId: from}); err == nil {

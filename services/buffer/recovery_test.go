@@ -91,12 +91,12 @@ func recovery(t *testing.T, steps uint64, early bool) cost {
 		}
 		return listed.GetSteps()[0]
 	}
-	ask(&bufferv1.ListStepsRequest{Newest: true, Limit: 1})
-	ask(&bufferv1.ListStepsRequest{FromStep: steps, Limit: 1})
+	ask(&bufferv1.ListStepsRequest{Newest: true, PageSize: 1})
+	ask(&bufferv1.ListStepsRequest{FromStep: steps, PageSize: 1})
 	if _, err := s.client.GetBatch(t.Context(), &bufferv1.GetBatchRequest{RunId: run, Step: steps}); err != nil {
 		t.Fatalf("batch of step %d: %v", steps, err)
 	}
-	listed, err := s.client.ListIncompleteGroups(t.Context(), &bufferv1.ListIncompleteGroupsRequest{RunId: run, EndPosition: steps*perCommit + inFlight, Limit: 10_000})
+	listed, err := s.client.ListIncompleteGroups(t.Context(), &bufferv1.ListIncompleteGroupsRequest{RunId: run, EndPosition: steps*perCommit + inFlight, PageSize: 10_000})
 	want := inFlight
 	if early {
 		want++

@@ -2,28 +2,25 @@ package buffer
 
 import (
 	"context"
+	"strconv"
 	"sync"
 	"time"
 
 	"google.golang.org/grpc"
 
 	"github.com/rollout-rl/rollout/libs/crashpoint"
+	"github.com/rollout-rl/rollout/libs/paging"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 	"github.com/rollout-rl/rollout/services/buffer/ledger"
 )
 
-// page is the number of rows that a list returns if no limit is given.
+// page is the number of rows that are read at a time.
 const page = 10_000
 
-// limit is the number of rows that a request allows.
-func limit(requested uint32) int {
-	if requested == 0 {
-		return page
-	}
-	return int(requested)
-}
+// defaultPage is the number of rows of a page, where a request does not choose.
+const defaultPage = 1000
 
 // Server serves the contract. Validation rules of the contract are checked before a call arrives
 // here (libs/rpc).
@@ -216,10 +213,28 @@ func (s *Server) GetBatch(ctx context.Context, req *bufferv1.GetBatchRequest) (*
 
 // ListSteps implements the contract.
 func (s *Server) ListSteps(ctx context.Context, req *bufferv1.ListStepsRequest) (*bufferv1.ListStepsResponse, error) {
+	last, err := paging.Number(req.GetPageToken())
+	if err != nil {
+		return nil, err
+	}
+	size := paging.Size(req.GetPageSize(), defaultPage)
+	q := ledger.StepQuery{From: req.GetFromStep(), Limit: size + 1, Newest: req.GetNewest()}
+	switch {
+	case q.Newest:
+		q.To = last
+	case last > 0:
+		q.From = max(q.From, last+1)
+	}
 	out := &bufferv1.ListStepsResponse{}
 	return out, s.store.View(ctx, req.GetRunId(), func(r ledger.Reader) error {
-		steps, err := r.Steps(ctx, ledger.StepQuery{From: req.GetFromStep(), Limit: limit(req.GetLimit()), Newest: req.GetNewest()})
-		out.Steps = nil
+		steps, err := r.Steps(ctx, q)
+		out.Steps, out.NextPageToken = nil, ""
+		if q.Newest && len(steps) > size {
+			steps = steps[1:]
+			out.NextPageToken = strconv.FormatUint(steps[0].Step, 10)
+		} else {
+			steps, out.NextPageToken = paging.Cut(steps, size, func(s *ledger.Step) string { return strconv.FormatUint(s.Step, 10) })
+		}
 		for _, step := range steps {
 			out.Steps = append(out.Steps, step.Message())
 		}
@@ -227,12 +242,30 @@ func (s *Server) ListSteps(ctx context.Context, req *bufferv1.ListStepsRequest) 
 	})
 }
 
+// positions returns the first position of a page of groups, and the size of the page. A token is
+// the position after the previous page.
+func positions(req interface {
+	GetFromPosition() uint64
+	GetPageToken() string
+	GetPageSize() uint32
+}) (from uint64, size int, err error) {
+	next, err := paging.Number(req.GetPageToken())
+	return max(req.GetFromPosition(), next), paging.Size(req.GetPageSize(), defaultPage), err
+}
+
+func nextPosition(g *ledger.Group) string { return strconv.FormatUint(g.Position+1, 10) }
+
 // ListGroups implements the contract.
 func (s *Server) ListGroups(ctx context.Context, req *bufferv1.ListGroupsRequest) (*bufferv1.ListGroupsResponse, error) {
+	from, size, err := positions(req)
+	if err != nil {
+		return nil, err
+	}
 	out := &bufferv1.ListGroupsResponse{}
-	q := ledger.GroupQuery{From: req.GetFromPosition(), States: req.GetStates(), Limit: limit(req.GetLimit())}
+	q := ledger.GroupQuery{From: from, States: req.GetStates(), Limit: size + 1}
 	return out, s.store.View(ctx, req.GetRunId(), func(r ledger.Reader) error {
 		groups, err := r.ListGroups(ctx, q)
+		groups, out.NextPageToken = paging.Cut(groups, size, nextPosition)
 		out.Groups = nil
 		for _, g := range groups {
 			out.Groups = append(out.Groups, r.Ledger().GroupMessage(g))
@@ -243,13 +276,18 @@ func (s *Server) ListGroups(ctx context.Context, req *bufferv1.ListGroupsRequest
 
 // ListIncompleteGroups implements the contract.
 func (s *Server) ListIncompleteGroups(ctx context.Context, req *bufferv1.ListIncompleteGroupsRequest) (*bufferv1.ListIncompleteGroupsResponse, error) {
+	from, size, err := positions(req)
+	if err != nil {
+		return nil, err
+	}
 	out := &bufferv1.ListIncompleteGroupsResponse{}
 	return out, s.store.View(ctx, req.GetRunId(), func(r ledger.Reader) error {
 		end, err := r.End(ctx)
 		if err != nil {
 			return err
 		}
-		groups, err := ledger.Incomplete(ctx, r, req.GetFromPosition(), max(end, req.GetEndPosition()), limit(req.GetLimit()))
+		groups, err := ledger.Incomplete(ctx, r, from, max(end, req.GetEndPosition()), size+1)
+		groups, out.NextPageToken = paging.Cut(groups, size, nextPosition)
 		out.Groups, out.EndPosition = nil, end
 		for _, g := range groups {
 			out.Groups = append(out.Groups, r.Ledger().GroupMessage(g))

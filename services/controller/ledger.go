@@ -18,7 +18,7 @@ type ledger struct {
 
 // step returns a committed step, or nil.
 func (l *ledger) step(ctx context.Context, number uint64) (*bufferv1.StepRecord, error) {
-	listed, err := l.list(ctx, &bufferv1.ListStepsRequest{RunId: l.runID, FromStep: number, Limit: 1})
+	listed, err := l.list(ctx, &bufferv1.ListStepsRequest{RunId: l.runID, FromStep: number, PageSize: 1})
 	if err != nil || len(listed) == 0 || listed[0].GetStep() != number {
 		return nil, err
 	}
@@ -27,7 +27,7 @@ func (l *ledger) step(ctx context.Context, number uint64) (*bufferv1.StepRecord,
 
 // newest returns the last committed step, or nil before the first one.
 func (l *ledger) newest(ctx context.Context) (*bufferv1.StepRecord, error) {
-	listed, err := l.list(ctx, &bufferv1.ListStepsRequest{RunId: l.runID, Newest: true, Limit: 1})
+	listed, err := l.list(ctx, &bufferv1.ListStepsRequest{RunId: l.runID, Newest: true, PageSize: 1})
 	if err != nil || len(listed) == 0 {
 		return nil, err
 	}

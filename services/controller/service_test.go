@@ -102,7 +102,7 @@ func (w *world) ListSteps(_ context.Context, in *bufferv1.ListStepsRequest, _ ..
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	steps := slices.DeleteFunc(slices.Clone(w.steps), func(s *bufferv1.StepRecord) bool { return s.GetStep() < in.GetFromStep() })
-	if n := int(in.GetLimit()); len(steps) > n {
+	if n := int(in.GetPageSize()); len(steps) > n {
 		if in.GetNewest() {
 			steps = steps[len(steps)-n:]
 		} else {

@@ -342,7 +342,9 @@ func (d *directory) models(ctx context.Context) []*gatewayv1.Model {
 		}
 		models = append(models, model)
 	}
-	slices.SortFunc(models, func(a, b *gatewayv1.Model) int { return cmp.Compare(a.GetName(), b.GetName()) })
+	slices.SortFunc(models, func(a, b *gatewayv1.Model) int {
+		return cmp.Or(cmp.Compare(a.GetName(), b.GetName()), cmp.Compare(a.GetRunId(), b.GetRunId()))
+	})
 	return models
 }
 

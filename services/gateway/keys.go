@@ -8,6 +8,7 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/rollout-rl/rollout/libs/apikey"
+	"github.com/rollout-rl/rollout/libs/paging"
 	keyv1 "github.com/rollout-rl/rollout/proto/gen/rollout/key/v1"
 )
 
@@ -50,10 +51,10 @@ const defaultKeys = 100
 
 // ListApiKeys implements the contract.
 func (k *keys) ListApiKeys(ctx context.Context, req *keyv1.ListApiKeysRequest) (*keyv1.ListApiKeysResponse, error) {
-	limit := int(req.GetPageSize())
-	if limit == 0 {
-		limit = defaultKeys
+	if token := req.GetPageToken(); token != "" && !apikey.ValidName(token) {
+		return nil, paging.ErrToken(token)
 	}
+	limit := paging.Size(req.GetPageSize(), defaultKeys)
 	list, err := k.store.ListKeys(ctx, req.GetPageToken(), limit)
 	if err != nil {
 		return nil, err

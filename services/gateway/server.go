@@ -8,11 +8,14 @@ import (
 	"net"
 	"net/http"
 	"slices"
+	"strconv"
+	"strings"
 	"sync"
 	"time"
 
 	"google.golang.org/grpc"
 
+	"github.com/rollout-rl/rollout/libs/paging"
 	workers "github.com/rollout-rl/rollout/libs/worker"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	keyv1 "github.com/rollout-rl/rollout/proto/gen/rollout/key/v1"
@@ -143,9 +146,29 @@ func (s *Server) Run(ctx context.Context) error {
 	return nil
 }
 
+// Rows of a page, where a request does not choose.
+const (
+	defaultModels   = 100
+	defaultSegments = 1000
+)
+
 // ListModels implements the contract.
-func (s *Server) ListModels(ctx context.Context, _ *gatewayv1.ListModelsRequest) (*gatewayv1.ListModelsResponse, error) {
-	return &gatewayv1.ListModelsResponse{Models: s.svc.Models(ctx)}, nil
+func (s *Server) ListModels(ctx context.Context, req *gatewayv1.ListModelsRequest) (*gatewayv1.ListModelsResponse, error) {
+	var name, run string
+	if token := req.GetPageToken(); token != "" {
+		cut := strings.LastIndexByte(token, '/') // an id has none
+		if cut < 0 {
+			return nil, paging.ErrToken(token)
+		}
+		name, run = token[:cut], token[cut+1:]
+	}
+	before := func(m *gatewayv1.Model) bool {
+		return cmp.Or(cmp.Compare(m.GetName(), name), cmp.Compare(m.GetRunId(), run)) <= 0
+	}
+	resp := &gatewayv1.ListModelsResponse{}
+	resp.Models, resp.NextPageToken = paging.After(s.svc.Models(ctx), before, paging.Size(req.GetPageSize(), defaultModels),
+		func(m *gatewayv1.Model) string { return m.GetName() + "/" + m.GetRunId() })
+	return resp, nil
 }
 
 // Complete implements the contract.
@@ -155,7 +178,19 @@ func (s *Server) Complete(req *gatewayv1.CompleteRequest, stream grpc.ServerStre
 
 // GetSession implements the contract.
 func (s *Server) GetSession(ctx context.Context, req *gatewayv1.GetSessionRequest) (*gatewayv1.GetSessionResponse, error) {
-	return s.svc.Session(ctx, req.GetSessionId())
+	first, err := paging.Number(req.GetPageToken())
+	if err != nil {
+		return nil, err
+	}
+	session, err := s.svc.Session(ctx, req.GetSessionId(), int(first))
+	if err != nil {
+		return nil, err
+	}
+	size := paging.Size(req.GetPageSize(), defaultSegments)
+	session.Segments, session.NextPageToken = paging.Cut(session.GetSegments(), size, func(*Segment) string {
+		return strconv.Itoa(int(first) + size)
+	})
+	return session, nil
 }
 
 // NextPrompts implements the contract.

@@ -231,9 +231,9 @@ func (s *service) generate(ctx context.Context, l *lease, rec *recorder, to *del
 	}
 }
 
-// Session returns the segments of a session.
-func (s *service) Session(ctx context.Context, session string) (*Session, error) {
-	return s.Store.Session(ctx, session, 0)
+// Session returns a session with its segments from number first on.
+func (s *service) Session(ctx context.Context, session string, first int) (*Session, error) {
+	return s.Store.Session(ctx, session, first)
 }
 
 const (

@@ -7,12 +7,11 @@ import (
 	"sync"
 
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/codes"
 
 	"github.com/rollout-rl/rollout/libs/apikey"
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/lease"
-	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/libs/paging"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	servingv1 "github.com/rollout-rl/rollout/proto/gen/rollout/serving/v1"
 	"github.com/rollout-rl/rollout/services/scheduler/launch"
@@ -148,17 +147,16 @@ func (s *Server) GetRun(ctx context.Context, req *runv1.GetRunRequest) (*runv1.G
 	return &runv1.GetRunResponse{Status: status}, nil
 }
 
+// defaultPage is the number of rows of a page, where a request does not choose.
+const defaultPage = 100
+
 // ListRuns implements the contract. The steps of active runs are current.
 func (s *Server) ListRuns(ctx context.Context, req *runv1.ListRunsRequest) (*runv1.ListRunsResponse, error) {
 	if after := req.GetPageToken(); after != "" && !id.ValidRun(after) {
-		return nil, rpcerr.New(codes.InvalidArgument, rpcerr.ReasonInvalidRequest, "the page token %q is not valid; send the next_page_token of the previous page, or nothing", after).
-			Field("page_token", "must be a next_page_token")
+		return nil, paging.ErrToken(after)
 	}
 	s.current(ctx)
-	size := int(req.GetPageSize())
-	if size == 0 {
-		size = 100
-	}
+	size := paging.Size(req.GetPageSize(), defaultPage)
 	project := visible(ctx)
 	if project == nil || req.Project != nil && *req.Project != *project {
 		if project != nil { // of another project, whose runs the key does not see
@@ -171,10 +169,7 @@ func (s *Server) ListRuns(ctx context.Context, req *runv1.ListRunsRequest) (*run
 		return nil, err
 	}
 	resp := &runv1.ListRunsResponse{}
-	if len(runs) > size {
-		runs = runs[:size]
-		resp.NextPageToken = runs[size-1].GetRunId()
-	}
+	runs, resp.NextPageToken = paging.Cut(runs, size, (*runv1.Run).GetRunId)
 	for _, run := range runs {
 		if c := s.conductors.get(run.GetRunId()); c != nil {
 			advance(run, c.board.progress())

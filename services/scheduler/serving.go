@@ -18,6 +18,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/apikey"
 	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/libs/paging"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/worker"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
@@ -333,11 +334,18 @@ func (s *servings) ServeModel(req *servingv1.ServeModelRequest, stream grpc.Serv
 }
 
 // ListServings implements the contract.
-func (s *servings) ListServings(ctx context.Context, _ *servingv1.ListServingsRequest) (*servingv1.ListServingsResponse, error) {
+func (s *servings) ListServings(ctx context.Context, req *servingv1.ListServingsRequest) (*servingv1.ListServingsResponse, error) {
+	last := req.GetPageToken()
+	if last != "" && !id.ServedModel(last) {
+		return nil, paging.ErrToken(last)
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	resp := &servingv1.ListServingsResponse{}
-	for _, each := range s.visible(ctx) {
+	var page []*serving
+	page, resp.NextPageToken = paging.After(s.visible(ctx), func(each *serving) bool { return each.run <= last },
+		paging.Size(req.GetPageSize(), defaultPage), func(each *serving) string { return each.run })
+	for _, each := range page {
 		resp.Servings = append(resp.Servings, each.state())
 	}
 	return resp, nil

@@ -12,6 +12,7 @@ import (
 	"google.golang.org/protobuf/encoding/protodelim"
 	"google.golang.org/protobuf/proto"
 
+	"github.com/rollout-rl/rollout/libs/paging"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/trainstate"
 	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
@@ -192,13 +193,10 @@ func (s *Server) ListEpisodes(ctx context.Context, req *snapshotv1.ListEpisodesR
 	after := EpisodePlace{Sample: -1}
 	if token := req.GetPageToken(); token != "" {
 		if _, err := fmt.Sscanf(token, "%d/%d/%d", &after.Epoch, &after.Index, &after.Sample); err != nil {
-			return nil, ErrInvalid.WithMessage("page_token: %q is not a page token", token).Field("page_token", "must be a next_page_token")
+			return nil, paging.ErrToken(token)
 		}
 	}
-	size := int(req.GetPageSize())
-	if size == 0 {
-		size = s.cfg.PageSize
-	}
+	size := paging.Size(req.GetPageSize(), s.cfg.PageSize)
 	wanted := map[[2]uint64]bool{}
 	for _, g := range req.GetGroups() {
 		wanted[[2]uint64{uint64(g.GetEpoch()), g.GetIndex()}] = true

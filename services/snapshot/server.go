@@ -7,10 +7,9 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/codes"
 
 	"github.com/rollout-rl/rollout/libs/id"
-	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/libs/paging"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 )
 
@@ -99,23 +98,16 @@ func (s *Server) ListSnapshots(ctx context.Context, req *snapshotv1.ListSnapshot
 	}
 	if after := req.GetPageToken(); after != "" {
 		if made, ok := strings.CutPrefix(after, prefix); !ok || !id.Valid(made) {
-			return nil, rpcerr.New(codes.InvalidArgument, rpcerr.ReasonInvalidRequest, "page_token: %q is not a page token; send the next_page_token of the previous page, or nothing", after).
-				Field("page_token", "must be a next_page_token")
+			return nil, paging.ErrToken(after)
 		}
 	}
-	size := int(req.GetPageSize())
-	if size == 0 {
-		size = s.cfg.PageSize
-	}
+	size := paging.Size(req.GetPageSize(), s.cfg.PageSize)
 	found, err := s.svc.list(ctx, Filter{Run: req.GetRunId(), Kind: req.GetKind(), After: req.GetPageToken(), Limit: size + 1})
 	if err != nil {
 		return nil, err
 	}
-	resp := &snapshotv1.ListSnapshotsResponse{Snapshots: found}
-	if len(found) > size {
-		resp.Snapshots = found[:size]
-		resp.NextPageToken = found[size-1].GetSnapshotId()
-	}
+	resp := &snapshotv1.ListSnapshotsResponse{}
+	resp.Snapshots, resp.NextPageToken = paging.Cut(found, size, (*Snapshot).GetSnapshotId)
 	return resp, nil
 }
 

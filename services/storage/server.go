@@ -2,6 +2,9 @@ package storage
 
 import (
 	"context"
+	"fmt"
+	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -9,6 +12,7 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/rollout-rl/rollout/libs/apikey"
+	"github.com/rollout-rl/rollout/libs/paging"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
@@ -36,6 +40,12 @@ func (s *Server) Register(r grpc.ServiceRegistrar) {
 	storagev1.RegisterArtifactServiceServer(r, s)
 	storagev1.RegisterEventServiceServer(r, s)
 }
+
+// Rows of a page, where a request does not choose.
+const (
+	defaultEvents = 1000
+	defaultPoints = 10_000
+)
 
 // retentionEvery is the interval at which old events are deleted.
 const retentionEvery = time.Hour
@@ -102,19 +112,41 @@ func (s *Server) AppendEvents(ctx context.Context, req *storagev1.AppendEventsRe
 
 // ListEvents implements the contract.
 func (s *Server) ListEvents(ctx context.Context, req *storagev1.ListEventsRequest) (*storagev1.ListEventsResponse, error) {
-	limit := int(req.GetLimit())
-	if limit == 0 {
-		limit = 1000
+	last, err := paging.Number(req.GetPageToken())
+	if err != nil {
+		return nil, err
 	}
-	events, err := s.deps.Store.List(ctx, FilterOf(req.GetFilter()), limit, req.GetNewest())
+	events, next, err := Page(ctx, s.deps.Store, FilterOf(req.GetFilter()), last, paging.Size(req.GetPageSize(), defaultEvents), req.GetNewest())
 	if err == nil {
 		events, err = s.visible(ctx, events)
 	}
 	if err != nil {
 		return nil, err
 	}
-	return &storagev1.ListEventsResponse{Events: events}, nil
+	return &storagev1.ListEventsResponse{Events: events, NextPageToken: next}, nil
 }
+
+// Page returns a page of events and the token of the next one. last is the sequence that the token
+// of this page names, or 0.
+func Page(ctx context.Context, store Store, f Filter, last uint64, size int, newest bool) (events []*Event, next string, err error) {
+	switch {
+	case newest:
+		f.Before = last
+	case last > 0:
+		f.After = max(f.After, last)
+	}
+	if events, err = store.List(ctx, f, size+1, newest); err != nil || len(events) <= size {
+		return events, "", err
+	}
+	if newest {
+		events = events[1:]
+		return events, sequenceOf(events[0]), nil
+	}
+	events = events[:size]
+	return events, sequenceOf(events[size-1]), nil
+}
+
+func sequenceOf(e *Event) string { return strconv.FormatUint(e.GetSequence(), 10) }
 
 // TailEvents implements the contract. It reads from the store, so a slow client misses nothing.
 func (s *Server) TailEvents(req *storagev1.TailEventsRequest, stream grpc.ServerStreamingServer[storagev1.TailEventsResponse]) error {
@@ -166,11 +198,40 @@ func (s *Server) visible(ctx context.Context, events []*eventv1.Event) ([]*event
 
 // QueryMetrics implements the contract.
 func (s *Server) QueryMetrics(ctx context.Context, req *storagev1.QueryMetricsRequest) (*storagev1.QueryMetricsResponse, error) {
-	series, err := s.deps.Store.Series(ctx, req.GetRunId(), req.GetNames(), req.GetFromStep())
+	q := MetricQuery{Run: req.GetRunId(), Names: req.GetNames(), From: req.GetFromStep()}
+	if token := req.GetPageToken(); token != "" {
+		number, name, cut := strings.Cut(token, "/")
+		step, err := strconv.ParseUint(number, 10, 63)
+		if !cut || err != nil {
+			return nil, paging.ErrToken(token)
+		}
+		q.After = &Point{name, step}
+	}
+	size := paging.Size(req.GetPageSize(), defaultPoints)
+	q.Limit = size + 1
+	series, err := s.deps.Store.Series(ctx, q)
 	if err != nil {
 		return nil, err
 	}
-	return &storagev1.QueryMetricsResponse{Series: series}, nil
+	resp := &storagev1.QueryMetricsResponse{Series: series}
+	resp.NextPageToken = cutPoints(resp, size)
+	return resp, nil
+}
+
+// cutPoints removes the points after the first size of a page, and returns the token of the next
+// page if there were any.
+func cutPoints(page *storagev1.QueryMetricsResponse, size int) string {
+	for i, s := range page.Series {
+		if size -= len(s.GetPoints()); size >= 0 {
+			continue
+		}
+		if s.Points, page.Series = s.Points[:len(s.Points)+size], page.Series[:i+1]; len(s.Points) == 0 {
+			page.Series = page.Series[:i]
+		}
+		last := page.Series[len(page.Series)-1]
+		return fmt.Sprintf("%d/%s", last.Points[len(last.Points)-1].GetStep(), last.GetName())
+	}
+	return ""
 }
 
 // QueryTelemetry implements the contract.

@@ -38,6 +38,22 @@ type Filter struct {
 	Since    time.Time
 	Kinds    []string
 	After    uint64 // sequence
+	Before   uint64 // sequence; 0: no end
+}
+
+// MetricQuery selects points of the metrics of a run.
+type MetricQuery struct {
+	Run   string
+	Names []string // empty: all
+	From  uint64   // first step
+	After *Point   // only points after it; nil: all
+	Limit int      // largest number of points
+}
+
+// Point names a point of a metric.
+type Point struct {
+	Name string
+	Step uint64
 }
 
 // Store keeps events, metrics, and the runs that artifacts belong to.
@@ -49,13 +65,13 @@ type Store interface {
 	Append(ctx context.Context, events []*Event) (int, error)
 	// List returns at most limit events by sequence: the first, or with newest the last.
 	List(ctx context.Context, f Filter, limit int, newest bool) ([]*Event, error)
-	// Series returns the metrics of a run from a step on, by name. Without names it returns all.
-	Series(ctx context.Context, run string, names []string, from uint64) ([]*storagev1.Series, error)
 	// Downsample summarizes the telemetry that is old enough for the next tier, one row of a worker in
 	// a transaction. It continues where an interrupted one stopped.
 	Downsample(ctx context.Context, now time.Time, tiers []Tier) error
 	// Telemetry calls visit with the series of each worker of a run, at the resolutions of the tiers.
 	Telemetry(ctx context.Context, f TelemetryFilter, tiers []Tier, visit func(TelemetrySeries) error) error
+	// Series returns metrics by name and step, at most q.Limit points.
+	Series(ctx context.Context, q MetricQuery) ([]*storagev1.Series, error)
 	// DeleteBefore deletes the events before a time, in transactions of bounded size.
 	DeleteBefore(ctx context.Context, before time.Time) error
 	// DeleteRun deletes the events, metrics, and telemetry of a run, in transactions of bounded size.

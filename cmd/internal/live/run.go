@@ -45,7 +45,7 @@ type Run struct {
 type Eval struct {
 	Step    uint64
 	Metrics map[string]float64
-	Samples []Answer
+	Samples []Answer // of the first and the last evaluation
 }
 
 // Answer is one sample of an evaluation.
@@ -125,6 +125,9 @@ func (r *Run) addEval(e *eventv1.Event) {
 	if n := len(r.Evals); n > 0 && r.Evals[n-1].Step == eval.Step {
 		r.Evals[n-1] = eval
 		return
+	}
+	if n := len(r.Evals); n > 1 {
+		r.Evals[n-1].Samples = nil // only those of the first and the last evaluation are shown
 	}
 	r.Evals = append(r.Evals, eval)
 }

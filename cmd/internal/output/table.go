@@ -109,3 +109,11 @@ func Short(contentID string) string {
 	const head = len("blake3-") + 12
 	return contentID[:min(len(contentID), head)]
 }
+
+// More returns a note that a list has further rows; "" without the token of a next page.
+func More(rows, next string) string {
+	if next == "" {
+		return ""
+	}
+	return "there are more " + rows + "; raise --limit, or list all with --limit 0\n"
+}

@@ -12,6 +12,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/evidence"
 	"github.com/rollout-rl/rollout/cmd/internal/live"
 	"github.com/rollout-rl/rollout/libs/exit"
+	"github.com/rollout-rl/rollout/libs/paging"
 	"github.com/rollout-rl/rollout/libs/replay"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
@@ -27,6 +28,9 @@ import (
 	"github.com/rollout-rl/rollout/services/storage"
 	storagestore "github.com/rollout-rl/rollout/services/storage/sqlstore"
 )
+
+// pointsPage is how many points of metrics are read at a time.
+const pointsPage = 10_000
 
 // Folder reads a state folder until Close.
 type Folder struct {
@@ -95,23 +99,27 @@ func (f *Folder) Close() error {
 
 // Runs implements Reader.
 func (f *Folder) Runs(ctx context.Context, page *runv1.ListRunsRequest) (*runv1.ListRunsResponse, error) {
-	runs, err := f.runs.List(ctx, scheduler.Filter{Project: page.Project, After: page.GetPageToken()})
-	if err != nil {
-		return nil, err
-	}
-	for _, run := range runs {
-		if err := f.interrupt(ctx, run); err != nil {
-			return nil, err
+	size, response := int(cmp.Or(page.GetPageSize(), 100)), &runv1.ListRunsResponse{}
+	for after := page.GetPageToken(); ; {
+		runs, err := f.runs.List(ctx, scheduler.Filter{Project: page.Project, After: after, Limit: size + 1})
+		if err != nil || len(runs) == 0 {
+			return response, err
 		}
+		for _, run := range runs { // which of them are interrupted is not stored
+			if err := f.interrupt(ctx, run); err != nil {
+				return nil, err
+			}
+			if states := page.GetStates(); len(states) > 0 && !slices.Contains(states, run.GetState()) {
+				continue
+			}
+			if len(response.Runs) == size {
+				response.NextPageToken = response.Runs[size-1].GetRunId()
+				return response, nil
+			}
+			response.Runs = append(response.Runs, run)
+		}
+		after = runs[len(runs)-1].GetRunId()
 	}
-	if states := page.GetStates(); len(states) > 0 {
-		runs = slices.DeleteFunc(runs, func(run *runv1.Run) bool { return !slices.Contains(states, run.GetState()) })
-	}
-	response := &runv1.ListRunsResponse{Runs: runs}
-	if size := int(cmp.Or(page.GetPageSize(), 100)); len(runs) > size {
-		response.Runs, response.NextPageToken = runs[:size], runs[size-1].GetRunId()
-	}
-	return response, nil
 }
 
 // Run implements Reader. The queues are the last stored ones; workers are empty.
@@ -163,8 +171,18 @@ func (f *Folder) Events(ctx context.Context, filter *storagev1.EventFilter, limi
 }
 
 // Metrics implements Reader.
-func (f *Folder) Metrics(ctx context.Context, runID string) ([]*storagev1.Series, error) {
-	return f.events.Series(ctx, runID, nil, 0)
+func (f *Folder) Metrics(ctx context.Context, runID string, visit func(*storagev1.Series)) error {
+	for q := (storage.MetricQuery{Run: runID, Limit: pointsPage}); ; {
+		page, err := f.events.Series(ctx, q)
+		if err != nil || len(page) == 0 {
+			return err
+		}
+		for _, series := range page {
+			visit(series)
+		}
+		last := page[len(page)-1]
+		q.After = &storage.Point{Name: last.GetName(), Step: last.GetPoints()[len(last.GetPoints())-1].GetStep()}
+	}
 }
 
 // Telemetry implements Reader.
@@ -180,10 +198,8 @@ func (f *Folder) Telemetry(ctx context.Context, request *storagev1.QueryTelemetr
 func (f *Folder) Snapshots(ctx context.Context, page *snapshotv1.ListSnapshotsRequest) (*snapshotv1.ListSnapshotsResponse, error) {
 	size := int(cmp.Or(page.GetPageSize(), 100))
 	found, err := f.snapshots.List(ctx, snapshot.Filter{Run: page.GetRunId(), Kind: page.GetKind(), After: page.GetPageToken(), Limit: size + 1})
-	response := &snapshotv1.ListSnapshotsResponse{Snapshots: found}
-	if len(found) > size {
-		response.Snapshots, response.NextPageToken = found[:size], found[size-1].GetSnapshotId()
-	}
+	response := &snapshotv1.ListSnapshotsResponse{}
+	response.Snapshots, response.NextPageToken = paging.Cut(found, size, (*snapshotv1.Snapshot).GetSnapshotId)
 	return response, err
 }
 
@@ -194,17 +210,11 @@ func (f *Folder) Snapshot(ctx context.Context, id string) (*snapshotv1.Snapshot,
 
 // NewestSnapshot implements Reader.
 func (f *Folder) NewestSnapshot(ctx context.Context, runID string) (*snapshotv1.Snapshot, error) {
-	all, err := f.snapshots.List(ctx, snapshot.Filter{Run: runID})
-	if err != nil {
+	found, err := f.snapshots.List(ctx, snapshot.Filter{Run: runID, Kind: snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE, Limit: 1})
+	if err != nil || len(found) == 0 {
 		return nil, err
 	}
-	all = slices.DeleteFunc(all, func(s *snapshotv1.Snapshot) bool {
-		return s.GetKind() != snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE
-	})
-	if len(all) == 0 {
-		return nil, nil
-	}
-	return slices.MaxFunc(all, func(a, b *snapshotv1.Snapshot) int { return int(int64(a.GetStep()) - int64(b.GetStep())) }), nil
+	return found[0], nil
 }
 
 // Materialize implements Reader.

@@ -22,10 +22,11 @@ type Reader interface {
 	Run(ctx context.Context, name string) (*runv1.RunStatus, error)
 	// Events returns at most limit events, oldest first: the first ones, or with newest the last ones.
 	Events(ctx context.Context, filter *storagev1.EventFilter, limit int, newest bool) ([]*eventv1.Event, error)
-	// Metrics returns the series of a run, by name.
-	Metrics(ctx context.Context, runID string) ([]*storagev1.Series, error)
 	// Telemetry returns what workers reported every second.
 	Telemetry(ctx context.Context, request *storagev1.QueryTelemetryRequest) ([]*storagev1.TelemetrySeries, error)
+	// Metrics calls visit with the metrics of a run by name and step, in parts: a series that continues
+	// has the name of the one before.
+	Metrics(ctx context.Context, runID string, visit func(*storagev1.Series)) error
 	// Snapshots returns a page of snapshots, newest first.
 	Snapshots(ctx context.Context, page *snapshotv1.ListSnapshotsRequest) (*snapshotv1.ListSnapshotsResponse, error)
 	// Snapshot returns the snapshot with an id or a unique prefix of an id.
@@ -37,6 +38,9 @@ type Reader interface {
 	// Artifact writes the bytes with a content id to w, and fails if they have another one.
 	Artifact(ctx context.Context, content string, w io.Writer) error
 }
+
+// LargestPage is the largest page of runs, and of snapshots.
+const LargestPage = 1000
 
 // page is how many events are read at a time: events with completions are large.
 const page = 200

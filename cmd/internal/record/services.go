@@ -4,14 +4,19 @@ import (
 	"context"
 	"errors"
 	"io"
+	"slices"
 
 	"github.com/rollout-rl/rollout/cmd/internal/client"
+	"github.com/rollout-rl/rollout/libs/paging"
 	"github.com/rollout-rl/rollout/libs/trainstate"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
+
+// eventsPage is how many events are requested at a time.
+const eventsPage = 1000
 
 // Services calls running services. Materialize writes to the disk of the snapshot service.
 type Services struct{ Client *client.Client }
@@ -29,14 +34,27 @@ func (s Services) Run(ctx context.Context, name string) (*runv1.RunStatus, error
 
 // Events implements Reader.
 func (s Services) Events(ctx context.Context, filter *storagev1.EventFilter, limit int, newest bool) ([]*eventv1.Event, error) {
-	got, err := s.Client.Events.ListEvents(ctx, &storagev1.ListEventsRequest{Filter: filter, Limit: uint32(limit), Newest: newest})
-	return got.GetEvents(), err
+	var pages [][]*eventv1.Event
+	_, err := paging.Some(limit, eventsPage, func(size int, token string) (int, string, error) {
+		got, err := s.Client.Events.ListEvents(ctx, &storagev1.ListEventsRequest{Filter: filter, PageSize: uint32(size), PageToken: token, Newest: newest})
+		pages = append(pages, got.GetEvents())
+		return len(got.GetEvents()), got.GetNextPageToken(), err
+	})
+	if newest {
+		slices.Reverse(pages)
+	}
+	return slices.Concat(pages...), err
 }
 
 // Metrics implements Reader.
-func (s Services) Metrics(ctx context.Context, runID string) ([]*storagev1.Series, error) {
-	got, err := s.Client.Events.QueryMetrics(ctx, &storagev1.QueryMetricsRequest{RunId: runID})
-	return got.GetSeries(), err
+func (s Services) Metrics(ctx context.Context, runID string, visit func(*storagev1.Series)) error {
+	return paging.All(func(token string) (string, error) {
+		got, err := s.Client.Events.QueryMetrics(ctx, &storagev1.QueryMetricsRequest{RunId: runID, PageToken: token})
+		for _, series := range got.GetSeries() {
+			visit(series)
+		}
+		return got.GetNextPageToken(), err
+	})
 }
 
 // Telemetry implements Reader.

@@ -3,6 +3,7 @@ package report
 
 import (
 	"context"
+	"math"
 	"slices"
 	"strings"
 
@@ -28,9 +29,6 @@ type Point struct {
 	Value float64 `json:"value"`
 }
 
-// evalsMax limits the evaluations that are read: their samples are large.
-const evalsMax = 10000
-
 // warningsMax limits the warnings that are read.
 const warningsMax = 1000
 
@@ -44,11 +42,17 @@ func Gather(ctx context.Context, r record.Reader, name string) (*Data, error) {
 		return nil, err
 	}
 	runID := status.GetRun().GetRunId()
-	metrics, err := r.Metrics(ctx, runID)
-	if err != nil {
-		return nil, err
-	}
-	events, err := r.Events(ctx, &storagev1.EventFilter{RunId: runID, Kinds: []string{"eval.finished", "snapshot.created"}}, evalsMax, false)
+	metrics := map[string]*thinning{}
+	err = r.Metrics(ctx, runID, func(series *storagev1.Series) {
+		kept := metrics[series.GetName()]
+		if kept == nil {
+			kept = &thinning{every: 1}
+			metrics[series.GetName()] = kept
+		}
+		for _, p := range series.GetPoints() {
+			kept.add(Point{float64(p.GetStep()), p.GetValue()})
+		}
+	})
 	if err != nil {
 		return nil, err
 	}
@@ -58,24 +62,21 @@ func Gather(ctx context.Context, r record.Reader, name string) (*Data, error) {
 	}
 	data := &Data{Run: &live.Run{}, Series: map[string]Series{}}
 	data.Run.Update(status)
-	for _, e := range events {
-		data.Run.Add(e)
+	shown := &storagev1.EventFilter{RunId: runID, Kinds: []string{"eval.finished", "snapshot.created"}}
+	if err := record.Each(ctx, r, shown, func(e *eventv1.Event) error { data.Run.Add(e); return nil }); err != nil {
+		return nil, err
 	}
 	for _, e := range warnings {
 		if slices.Contains(noted, e.GetKind()) {
 			data.Run.Add(e)
 		}
 	}
-	for _, series := range metrics {
-		var points Series
-		for _, p := range series.GetPoints() {
-			points = append(points, Point{float64(p.GetStep()), p.GetValue()})
-		}
-		data.Series[series.GetName()] = points
+	for name, kept := range metrics {
+		data.Series[name] = kept.points()
 	}
 	for _, eval := range data.Run.Evals { // evaluations may not be among the stored metrics
 		for name, value := range eval.Metrics {
-			if strings.HasPrefix(name, "eval/") && !stored(metrics, name) {
+			if strings.HasPrefix(name, "eval/") && metrics[name] == nil {
 				data.Series[name] = append(data.Series[name], Point{float64(eval.Step), value})
 			}
 		}
@@ -94,15 +95,6 @@ func Gather(ctx context.Context, r record.Reader, name string) (*Data, error) {
 		}
 	}
 	return data, nil
-}
-
-func stored(metrics []*storagev1.Series, name string) bool {
-	for _, series := range metrics {
-		if series.GetName() == name {
-			return true
-		}
-	}
-	return false
 }
 
 // curve returns the main series: the reward, else the loss.
@@ -138,4 +130,52 @@ func (s Series) smooth() Series {
 		}
 	}
 	return out
+}
+
+// mostPoints is the number of points that a report keeps of a metric.
+const mostPoints = 4096
+
+// thinning keeps a series of any length as at most mostPoints means of equally many points.
+type thinning struct {
+	kept  Series
+	every int   // points in each mean
+	sum   Point // of the points that are not in a mean yet
+	n     int
+}
+
+func (t *thinning) add(p Point) {
+	if t.every > 1 && !finite(p.Value) {
+		return // the mean of its neighbors stands for it
+	}
+	t.sum.Step, t.sum.Value, t.n = t.sum.Step+p.Step, t.sum.Value+p.Value, t.n+1
+	if t.n < t.every {
+		return
+	}
+	t.kept = t.points()
+	t.sum, t.n = Point{}, 0
+	if len(t.kept) < mostPoints {
+		return
+	}
+	for i := range mostPoints / 2 {
+		x, y := t.kept[2*i], t.kept[2*i+1]
+		switch {
+		case !finite(x.Value):
+			t.kept[i] = y
+		case !finite(y.Value):
+			t.kept[i] = x
+		default:
+			t.kept[i] = Point{(x.Step + y.Step) / 2, (x.Value + y.Value) / 2}
+		}
+	}
+	t.kept, t.every = t.kept[:mostPoints/2], 2*t.every
+}
+
+func finite(v float64) bool { return !math.IsNaN(v) && !math.IsInf(v, 0) }
+
+// points returns the series so far.
+func (t *thinning) points() Series {
+	if t.n == 0 {
+		return t.kept
+	}
+	return append(t.kept, Point{t.sum.Step / float64(t.n), t.sum.Value / float64(t.n)})
 }

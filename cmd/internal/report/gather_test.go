@@ -21,7 +21,7 @@ func (w warned) Run(context.Context, string) (*runv1.RunStatus, error) {
 	return &runv1.RunStatus{Run: &runv1.Run{RunId: "run-01", Name: "addition"}}, nil
 }
 
-func (w warned) Metrics(context.Context, string) ([]*storagev1.Series, error) { return nil, nil }
+func (w warned) Metrics(context.Context, string, func(*storagev1.Series)) error { return nil }
 
 func (w warned) Events(_ context.Context, f *storagev1.EventFilter, _ int, _ bool) ([]*eventv1.Event, error) {
 	if f.GetMinLevel() == eventv1.Level_LEVEL_WARN {

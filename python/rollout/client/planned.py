@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import datetime
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout.client.errors import PlanRefused
+import grpc
+
+from rollout.client.errors import PlanRefused, RemoteError
 from rollout.event.v1.event_pb2 import LEVEL_UNSPECIFIED, Level
 from rollout.plan.v1 import plan_pb2
 from rollout.run.v1 import run_pb2
@@ -80,6 +83,34 @@ def event_filter(
     return made
 
 
-def points(answer: storage_pb2.QueryMetricsResponse) -> dict[str, list[tuple[int, float]]]:
-    """(step, value) pairs of each metric, by name."""
-    return {series.name: [(point.step, point.value) for point in series.points] for series in answer.series}
+def add_points(found: dict[str, list[tuple[int, float]]], page: storage_pb2.QueryMetricsResponse) -> None:
+    """Add the (step, value) pairs of a page of metrics, by name."""
+    for series in page.series:
+        found.setdefault(series.name, []).extend((point.step, point.value) for point in series.points)
+
+
+class Outage:
+    """Says whether a stream that broke is opened again: while the server is unavailable for less
+    than ``OUTAGE_SECONDS``."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def over(self) -> None:
+        """The server has answered."""
+        self._since = None
+
+    def pause(self, error: RemoteError | None) -> float:
+        """Seconds until the stream is opened again. error: why it broke; None: the server ended it.
+        Raises the error if the server refused the stream, or is unavailable for too long."""
+        now = time.monotonic()
+        self._since = self._since or now
+        if error is not None and error.code is not grpc.StatusCode.UNAVAILABLE:
+            raise error
+        if now - self._since > OUTAGE_SECONDS:
+            raise error or RemoteError("the server ends the stream at once", code=grpc.StatusCode.UNAVAILABLE)
+        return 0.5
+
+
+OUTAGE_SECONDS = 30.0
+"""A replica takes over within this time."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import datetime
 import os
+import time
 from collections.abc import Generator, Sequence
 from typing import Any, Self, cast
 
 from rollout.client.connection import Server, locate
-from rollout.client.errors import remote_errors
-from rollout.client.planned import Planned, create_request, event_filter, over, plan_request, planned, points
+from rollout.client.errors import RemoteError, remote_errors
+from rollout.client.planned import Outage, Planned, add_points, create_request, event_filter, over, plan_request, planned
 from rollout.event.v1.event_pb2 import LEVEL_UNSPECIFIED, Event, Level
 from rollout.plan.v1.plan_pb2_grpc import PlannerServiceStub
 from rollout.run.v1 import run_pb2
@@ -70,10 +71,18 @@ class Client:
             return (self._scheduler.GetRun(request, metadata=self.server.metadata)).status
 
     def runs(self, *, limit: int = 100) -> list[run_pb2.Run]:
-        """The last runs, newest first. limit: at most 1,000."""
+        """The last runs, newest first. limit: largest number of runs."""
+        found: list[run_pb2.Run] = []
         with remote_errors():
-            request = run_pb2.ListRunsRequest(page_size=limit)
-            return list((self._scheduler.ListRuns(request, metadata=self.server.metadata)).runs)
+            request = run_pb2.ListRunsRequest()
+            while len(found) < limit:
+                request.page_size = min(limit - len(found), 1000)
+                page = self._scheduler.ListRuns(request, metadata=self.server.metadata)
+                found.extend(page.runs)
+                if not page.next_page_token:
+                    break
+                request.page_token = page.next_page_token
+        return found
 
     def cancel(self, run_id: str, *, drain: bool = True) -> run_pb2.Run:
         """Stop a run. drain: finish the current step and take a snapshot first."""
@@ -96,16 +105,22 @@ class Client:
 
     def follow(self, run_id: str) -> Generator[run_pb2.RunStatus, None, None]:
         """Yield the status now and on every change, until the run has ended or was paused because
-        of a refused gradient."""
-        stream = self._scheduler.WatchRun(run_pb2.WatchRunRequest(run_id=run_id), metadata=self.server.metadata)
-        try:
-            with remote_errors():
-                for update in stream:
-                    yield update.status
-                    if over(update.status.run):
-                        return
-        finally:
-            stream.cancel()
+        of a refused gradient. Reconnects if the server is unavailable for a short time."""
+        outage = Outage()
+        while True:
+            stream, error = self._scheduler.WatchRun(run_pb2.WatchRunRequest(run_id=run_id), metadata=self.server.metadata), None
+            try:
+                with remote_errors():
+                    for update in stream:
+                        outage.over()
+                        yield update.status
+                        if over(update.status.run):
+                            return
+            except RemoteError as broken:
+                error = broken
+            finally:
+                stream.cancel()
+            time.sleep(outage.pause(error))
 
     def tail(
         self,
@@ -117,23 +132,40 @@ class Client:
         since: datetime.datetime | None = None,
         after_sequence: int = 0,
     ) -> Generator[Event, None, None]:
-        """Yield stored events in order, then new ones, until the caller stops. run_id: as in
+        """Yield stored events in order, then new ones, until the caller stops. After a broken
+        connection it continues where it stopped: each event is yielded once. run_id: as in
         ``run``; "": events of all runs."""
-        wanted = event_filter(self._id(run_id), kinds, services, min_level, since, after_sequence)
-        stream = self._events.TailEvents(storage_pb2.TailEventsRequest(filter=wanted), metadata=self.server.metadata)
-        try:
-            with remote_errors():
-                for answer in stream:
-                    yield from answer.events
-        finally:
-            stream.cancel()
+        wanted, outage = event_filter(self._id(run_id), kinds, services, min_level, since, after_sequence), Outage()
+        while True:
+            stream, error = (
+                self._events.TailEvents(storage_pb2.TailEventsRequest(filter=wanted), metadata=self.server.metadata),
+                None,
+            )
+            try:
+                with remote_errors():
+                    for answer in stream:
+                        outage.over()
+                        for event in answer.events:
+                            wanted.after_sequence = event.sequence
+                            yield event
+            except RemoteError as broken:
+                error = broken
+            finally:
+                stream.cancel()
+            time.sleep(outage.pause(error))
 
     def metrics(self, run_id: str, names: Sequence[str] = (), *, from_step: int = 0) -> dict[str, list[tuple[int, float]]]:
         """(step, value) pairs of each metric, by name. names: which metrics; empty: all. run_id: as
         in ``run``."""
         request = storage_pb2.QueryMetricsRequest(run_id=self._id(run_id), names=list(names), from_step=from_step)
+        found: dict[str, list[tuple[int, float]]] = {}
         with remote_errors():
-            return points(self._events.QueryMetrics(request, metadata=self.server.metadata))
+            while True:
+                page = self._events.QueryMetrics(request, metadata=self.server.metadata)
+                add_points(found, page)
+                if not page.next_page_token:
+                    return found
+                request.page_token = page.next_page_token
 
     def _id(self, run_id: str) -> str:
         """The complete id of a run, because events contain no run names."""

@@ -122,6 +122,7 @@ type GroupQuery struct {
 // StepQuery selects committed steps.
 type StepQuery struct {
 	From   uint64 // first step
+	To     uint64 // step after the last one; 0: no end
 	Limit  int    // largest number of steps
 	Newest bool   // the last ones instead of the first ones
 }

@@ -162,8 +162,12 @@ func (r *reader) Steps(ctx context.Context, q ledger.StepQuery) (out []*ledger.S
 	if q.Newest {
 		order = "step DESC"
 	}
-	query := `SELECT ` + stepColumns + ` FROM step WHERE ledger = $1 AND step >= $2 AND chain <> '' ORDER BY ` + order + ` LIMIT $3`
-	err = r.list(ctx, "steps", query, []any{r.id, q.From, q.Limit}, func(scan func(...any) error) error {
+	where, args := `ledger = $1 AND step >= $2 AND chain <> ''`, []any{r.id, q.From, q.Limit}
+	if q.To > 0 {
+		where, args = where+` AND step < $4`, append(args, q.To)
+	}
+	query := `SELECT ` + stepColumns + ` FROM step WHERE ` + where + ` ORDER BY ` + order + ` LIMIT $3`
+	err = r.list(ctx, "steps", query, args, func(scan func(...any) error) error {
 		s, err := scanStep(scan)
 		out = append(out, s)
 		return err

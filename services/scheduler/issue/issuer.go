@@ -16,6 +16,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/algorithm"
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/crashpoint"
+	"github.com/rollout-rl/rollout/libs/paging"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/telemetry"
 	"github.com/rollout-rl/rollout/libs/wait"
@@ -232,28 +233,25 @@ func (i *Issuer) lacking(ctx context.Context) (items []bus.WorkItem, err error) 
 		from = i.window.start(i.Board.Ledger().GetStep()) // the windows of committed steps are complete
 	}
 	size := max(1, algorithm.GroupSize(i.run.GetPlan().GetConfig()))
-	for {
+	return items, paging.All(func(token string) (string, error) {
 		listed, err := i.Buffer.ListIncompleteGroups(ctx, &bufferv1.ListIncompleteGroupsRequest{
-			RunId: i.run.GetRunId(), FromPosition: from, EndPosition: i.position, Limit: page,
+			RunId: i.run.GetRunId(), FromPosition: from, EndPosition: i.position, PageSize: page, PageToken: token,
 		})
 		if err != nil {
-			return nil, err
+			return "", err
 		}
 		if end := listed.GetEndPosition(); end > i.position {
 			if err := i.advance(ctx, end); err != nil {
-				return nil, err
+				return "", err
 			}
 		}
 		for _, g := range listed.GetGroups() {
 			if g.GetSamples() < size { // otherwise it waits for the digest of its weights
 				items = append(items, bus.WorkItem{Position: g.GetPosition(), Attempt: g.GetKey().GetAttempt()})
 			}
-			from = g.GetPosition() + 1
 		}
-		if len(listed.GetGroups()) < page {
-			return items, nil
-		}
-	}
+		return listed.GetNextPageToken(), nil
+	})
 }
 
 // act does what the newest ledger state requires. It may be repeated after an error at any point.

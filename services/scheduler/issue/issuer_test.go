@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"testing"
 
 	"google.golang.org/grpc"
@@ -73,7 +74,15 @@ func (a *around) ListIncompleteGroups(_ context.Context, in *bufferv1.ListIncomp
 		known[g.GetPosition()] = g
 		out.EndPosition = max(out.EndPosition, g.GetPosition()+1)
 	}
-	for p := in.GetFromPosition(); p < max(out.GetEndPosition(), in.GetEndPosition()) && len(out.GetGroups()) < int(in.GetLimit()); p++ {
+	first := in.GetFromPosition()
+	if token := in.GetPageToken(); token != "" {
+		first, _ = strconv.ParseUint(token, 10, 64)
+	}
+	for p := first; p < max(out.GetEndPosition(), in.GetEndPosition()); p++ {
+		if len(out.GetGroups()) == int(in.GetPageSize()) {
+			out.NextPageToken = strconv.FormatUint(p, 10)
+			break
+		}
 		if g := known[p]; g == nil {
 			out.Groups = append(out.Groups, group(p, 0, 0, 0))
 		} else if g.GetState() == open {

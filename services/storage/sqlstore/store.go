@@ -148,6 +148,9 @@ func (s *Store) conditions(f storage.Filter) (string, []any) {
 	value := func(v any) string { args = append(args, v); return fmt.Sprintf("$%d", len(args)) }
 	add := func(condition string, v any) { parts = append(parts, condition+" "+value(v)) }
 	add("sequence >", int64(f.After))
+	if f.Before > 0 {
+		add("sequence <", int64(f.Before))
+	}
 	if f.Run != "" {
 		add("run_id =", f.Run)
 	}
@@ -181,14 +184,19 @@ func each(list []string, value func(any) string) string {
 }
 
 // Series implements storage.Store.
-func (s *Store) Series(ctx context.Context, run string, names []string, from uint64) ([]*storagev1.Series, error) {
-	args := []any{run, int64(from)}
+func (s *Store) Series(ctx context.Context, q storage.MetricQuery) ([]*storagev1.Series, error) {
+	args := []any{q.Run, int64(q.From)}
+	value := func(v any) string { args = append(args, v); return fmt.Sprintf("$%d", len(args)) }
 	query := `SELECT name, step, value, time_us FROM metric WHERE run_id = $1 AND step >= $2`
-	if len(names) > 0 {
-		query += " AND name IN (" + each(names, func(v any) string { args = append(args, v); return fmt.Sprintf("$%d", len(args)) }) + ")"
+	if len(q.Names) > 0 {
+		query += " AND name IN (" + each(q.Names, value) + ")"
 	}
+	if q.After != nil {
+		query += " AND (name, step) > (" + value(sqldb.Text(q.After.Name)) + ", " + value(int64(q.After.Step)) + ")"
+	}
+	query += " ORDER BY name, step LIMIT " + value(q.Limit)
 	var all []*storagev1.Series
-	err := s.db.Each(ctx, query+` ORDER BY name, step`, args, func(scan sqldb.Scan) error {
+	err := s.db.Each(ctx, query, args, func(scan sqldb.Scan) error {
 		var name string
 		var step, us int64
 		var value sql.NullFloat64
@@ -206,7 +214,7 @@ func (s *Store) Series(ctx context.Context, run string, names []string, from uin
 		return nil
 	})
 	if err != nil {
-		return nil, fmt.Errorf("query metrics of %s: %w", run, err)
+		return nil, fmt.Errorf("query metrics of %s: %w", q.Run, err)
 	}
 	return all, nil
 }

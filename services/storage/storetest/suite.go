@@ -75,7 +75,7 @@ func Run(t *testing.T, open func(t *testing.T) storage.Store) {
 			e.Step, e.Kind, e.Service, e.Metrics = 1, "step.committed", "a\x00b", map[string]float64{"reward/\x00": 3}
 		}), event(2, nil))
 		want(t, store, storage.Filter{}, 10, false, "1", "2")
-		all, err := store.Series(t.Context(), "run-a", nil, 0)
+		all, err := store.Series(t.Context(), storage.MetricQuery{Run: "run-a", Limit: 100})
 		if err != nil || len(all) != 1 || all[0].GetName() != "reward/\uFFFD" || all[0].GetPoints()[0].GetValue() != 3 {
 			t.Fatalf("got %v, %v", all, err)
 		}
@@ -96,7 +96,7 @@ func Run(t *testing.T, open func(t *testing.T) storage.Store) {
 		}
 		want(t, store, storage.Filter{}, 10, false, "3000")
 		for run, names := range map[string]int{"run-a": 0, "run-b": 2} {
-			if all, err := store.Series(t.Context(), run, nil, 0); err != nil || len(all) != names {
+			if all, err := store.Series(t.Context(), storage.MetricQuery{Run: run, Limit: 100_000}); err != nil || len(all) != names {
 				t.Errorf("%s has %d metrics, %v", run, len(all), err)
 			}
 		}
@@ -172,14 +172,47 @@ func Run(t *testing.T, open func(t *testing.T) storage.Store) {
 			step(3, 2, "step.committed", map[string]float64{"loss": 1.5}), step(4, 2, "eval.finished", map[string]float64{"eval/reward": math.NaN()}),
 			step(5, 9, "phase", map[string]float64{"loss": 7}),
 		)
-		all, err := store.Series(t.Context(), "run-a", nil, 0)
+		all, err := store.Series(t.Context(), storage.MetricQuery{Run: "run-a", Limit: 100})
 		if err != nil || len(all) != 3 || all[0].GetName() != "entropy" || !math.IsNaN(all[1].GetPoints()[0].GetValue()) {
 			t.Fatalf("got %v, %v", all, err)
 		}
-		loss, err := store.Series(t.Context(), "run-a", []string{"loss"}, 2)
+		loss, err := store.Series(t.Context(), storage.MetricQuery{Run: "run-a", Names: []string{"loss"}, From: 2, Limit: 100})
 		if err != nil || len(loss) != 1 || len(loss[0].GetPoints()) != 1 || loss[0].GetPoints()[0].GetValue() != 1.5 {
 			t.Fatalf("got %v, %v", loss, err)
 		}
+	})
+	t.Run("points are read after another one", func(t *testing.T) {
+		store := fill(t, event(1, func(e *storage.Event) {
+			e.Step, e.Kind, e.Metrics = 1, "step.committed", map[string]float64{"a/b": 1, "c": 2}
+		}), event(2, func(e *storage.Event) {
+			e.Step, e.Kind, e.Metrics = 2, "step.committed", map[string]float64{"a/b": 3, "c": 4}
+		}))
+		var got []float64
+		for q := (storage.MetricQuery{Run: "run-a", Limit: 1}); ; {
+			page, err := store.Series(t.Context(), q)
+			if err != nil || len(page) > 1 {
+				t.Fatalf("got %v, %v", page, err)
+			}
+			if len(page) == 0 {
+				break
+			}
+			point := page[0].GetPoints()[0]
+			got = append(got, point.GetValue())
+			q.After = &storage.Point{Name: page[0].GetName(), Step: point.GetStep()}
+		}
+		if !slices.Equal(got, []float64{1, 3, 2, 4}) {
+			t.Errorf("got %v", got)
+		}
+	})
+	t.Run("events before a sequence are listed", func(t *testing.T) {
+		store := fill(t, event(1, nil), event(2, nil), event(3, nil), event(4, nil))
+		listed, err := store.List(t.Context(), storage.Filter{}, 10, false)
+		if err != nil {
+			t.Fatal(err)
+		}
+		before := listed[2].GetSequence()
+		want(t, store, storage.Filter{Before: before}, 1, true, "2")
+		want(t, store, storage.Filter{Before: before}, 10, false, "1", "2")
 	})
 }
 

@@ -18,6 +18,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/cli"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 	"github.com/rollout-rl/rollout/libs/exit"
+	"github.com/rollout-rl/rollout/libs/paging"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 )
@@ -97,11 +98,15 @@ func (f *flags) params() *inferencev1.SamplingParams {
 
 // chooseModel returns the served policy of a name or run id; without a name, the only one.
 func chooseModel(ctx context.Context, gateway gatewayv1.RolloutGatewayServiceClient, name string) (*gatewayv1.Model, error) {
-	response, err := gateway.ListModels(ctx, &gatewayv1.ListModelsRequest{})
+	var models []*gatewayv1.Model
+	err := paging.All(func(token string) (string, error) {
+		page, err := gateway.ListModels(ctx, &gatewayv1.ListModelsRequest{PageToken: token})
+		models = append(models, page.GetModels()...)
+		return page.GetNextPageToken(), err
+	})
 	if err != nil {
 		return nil, err
 	}
-	models := response.GetModels()
 	var names []string
 	for _, model := range models {
 		names = append(names, model.GetName())

@@ -12,6 +12,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/client"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 	"github.com/rollout-rl/rollout/libs/exit"
+	"github.com/rollout-rl/rollout/libs/paging"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
@@ -31,8 +32,11 @@ func Command(env *cli.Env) *cobra.Command {
 	return cmd
 }
 
+// episodesPage is how many episodes are requested at a time: they have all their tokens.
+const episodesPage = 100
+
 func listCommand(env *cli.Env) *cobra.Command {
-	var limit uint32
+	var limit int
 	cmd := &cobra.Command{
 		Use:     "list FROM",
 		Short:   "List open episodes",
@@ -45,8 +49,13 @@ func listCommand(env *cli.Env) *cobra.Command {
 				if err != nil {
 					return err
 				}
-				request.PageSize = limit
-				response, err := c.Snapshot.ListEpisodes(ctx, request)
+				response := &snapshotv1.ListEpisodesResponse{}
+				_, err = paging.Some(limit, episodesPage, func(size int, token string) (int, string, error) {
+					request.PageSize, request.PageToken = uint32(size), token
+					page, err := c.Snapshot.ListEpisodes(ctx, request)
+					response.Episodes, response.NextPageToken = append(response.Episodes, page.GetEpisodes()...), page.GetNextPageToken()
+					return len(page.GetEpisodes()), page.GetNextPageToken(), err
+				})
 				if err != nil {
 					return err
 				}
@@ -54,7 +63,7 @@ func listCommand(env *cli.Env) *cobra.Command {
 			})
 		},
 	}
-	cmd.Flags().Uint32VarP(&limit, "limit", "n", 100, "maximum number of episodes")
+	cmd.Flags().IntVarP(&limit, "limit", "n", 100, "maximum `number` of episodes; 0: all")
 	return cmd
 }
 
@@ -69,7 +78,7 @@ func listText(env *cli.Env, response *snapshotv1.ListEpisodesResponse) string {
 		table.Row(nameOf(e.GetKey()), output.Count(uint64(e.GetKey().GetAttempt())), output.Count(uint64(e.GetTurns())),
 			output.Count(uint64(len(e.GetTrajectory().GetTokenIds())/4)), e.GetWorkerId(), env.Time(e.GetSaveTime().AsTime()))
 	}
-	return table.String()
+	return table.String() + output.More("episodes", response.GetNextPageToken())
 }
 
 func showCommand(env *cli.Env) *cobra.Command {

@@ -123,13 +123,13 @@ func (c *collector) missing(ctx context.Context, from *client.Client, status *ru
 	ctx, cancel := context.WithTimeout(ctx, answerTimeout)
 	defer cancel()
 	open, err := from.Buffer.ListIncompleteGroups(ctx, &bufferv1.ListIncompleteGroupsRequest{
-		RunId: c.runID, EndPosition: status.GetCursor().GetPosition(), Limit: mostMissing,
+		RunId: c.runID, EndPosition: status.GetCursor().GetPosition(), PageSize: mostMissing,
 	})
 	if err != nil || !slices.ContainsFunc(status.GetWaits(), func(w *waitv1.Wait) bool { return w.GetReason() == wait.NextAttempt }) {
 		return open.GetGroups(), err
 	}
 	failed, err := from.Buffer.ListGroups(ctx, &bufferv1.ListGroupsRequest{
-		RunId: c.runID, Limit: mostFailed, States: []bufferv1.GroupState{bufferv1.GroupState_GROUP_STATE_DISSOLVED},
+		RunId: c.runID, PageSize: mostFailed, States: []bufferv1.GroupState{bufferv1.GroupState_GROUP_STATE_DISSOLVED},
 	})
 	return append(open.GetGroups(), failed.GetGroups()...), err
 }

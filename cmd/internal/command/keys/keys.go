@@ -15,6 +15,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/cli"
 	"github.com/rollout-rl/rollout/cmd/internal/client"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/libs/paging"
 	keyv1 "github.com/rollout-rl/rollout/proto/gen/rollout/key/v1"
 )
 
@@ -78,16 +79,11 @@ func createCommand(env *cli.Env) *cobra.Command {
 
 // all reads all pages of the list.
 func all(ctx context.Context, c *client.Client) (list []*keyv1.ApiKey, err error) {
-	for token := ""; ; {
+	return list, paging.All(func(token string) (string, error) {
 		page, err := c.Keys.ListApiKeys(ctx, &keyv1.ListApiKeysRequest{PageToken: token})
-		if err != nil {
-			return nil, err
-		}
 		list = append(list, page.GetKeys()...)
-		if token = page.GetNextPageToken(); token == "" {
-			return list, nil
-		}
-	}
+		return page.GetNextPageToken(), err
+	})
 }
 
 func listCommand(env *cli.Env) *cobra.Command {

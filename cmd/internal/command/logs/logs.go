@@ -6,13 +6,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"maps"
 	"slices"
 	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/cmd/internal/cli"
 	"github.com/rollout-rl/rollout/cmd/internal/client"
@@ -121,32 +121,49 @@ func (t *tail) run(ctx context.Context, r record.Reader, name string) error {
 	return errors.Join(t.follow(ctx, services.Client), t.print(nil, true))
 }
 
-// maxEvents is how many stored events are read at most.
-const maxEvents = 100_000
+// ordered is how many events are printed at a time, in the order of their time.
+const ordered = 2000
 
 // stored prints the events that are stored, in the order of their time: an event of another process
 // is stored some time after it happened.
 func (t *tail) stored(ctx context.Context, r record.Reader, run *runv1.Run, follow bool) error {
-	limit := maxEvents
-	if t.flags.lines > 0 {
-		limit = min(int(t.flags.lines), maxEvents)
+	var window []*eventv1.Event
+	add := func(e *eventv1.Event) error {
+		t.filter.AfterSequence = e.GetSequence()
+		if window = append(window, e); len(window) < 2*ordered {
+			return nil
+		}
+		sortByTime(window)
+		some := window[:ordered]
+		window = slices.Clone(window[ordered:])
+		return t.print(some, false)
 	}
-	events, err := r.Events(ctx, t.filter, limit, true)
-	if err != nil {
+	read := func() error { return record.Each(ctx, r, proto.CloneOf(t.filter), add) }
+	if t.flags.lines > 0 {
+		read = func() error {
+			events, err := r.Events(ctx, t.filter, int(t.flags.lines), true)
+			for _, e := range events {
+				err = errors.Join(err, add(e))
+			}
+			return err
+		}
+	}
+	if err := read(); err != nil {
 		return err
 	}
-	if len(events) == 0 && !follow {
+	if len(window) == 0 && !follow { // a full window leaves some
 		since := ""
 		if t.filter.GetSince() != nil {
 			since = " since " + t.env.Time(t.filter.GetSince().AsTime())
 		}
 		t.env.Note("run %s has no matching events%s", run.GetName(), since)
 	}
-	if n := len(events); n > 0 {
-		t.filter.AfterSequence = events[n-1].GetSequence()
-	}
+	sortByTime(window)
+	return t.print(window, !follow)
+}
+
+func sortByTime(events []*eventv1.Event) {
 	slices.SortStableFunc(events, func(x, y *eventv1.Event) int { return x.GetTime().AsTime().Compare(y.GetTime().AsTime()) })
-	return t.print(events, !follow)
 }
 
 // lateEvents is how long follow waits for events after the run has ended.
@@ -159,7 +176,7 @@ func (t *tail) follow(ctx context.Context, c *client.Client) error {
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		if waitUntilOver(inner, c, t.filter.GetRunId()) {
+		if live.Watch(inner, c, t.filter.GetRunId(), func(*runv1.RunStatus) error { return nil }) == nil {
 			select {
 			case <-time.After(lateEvents): // events arrive on another stream than the run's state
 			case <-inner.Done():
@@ -168,40 +185,11 @@ func (t *tail) follow(ctx context.Context, c *client.Client) error {
 		}
 	}()
 	defer func() { stop(); <-ended }()
-	stream, err := c.Events.TailEvents(inner, &storagev1.TailEventsRequest{Filter: t.filter})
-	if err != nil {
-		return err
+	err := live.Tail(inner, c, t.filter, func(e *eventv1.Event) error { return t.print([]*eventv1.Event{e}, false) })
+	if inner.Err() != nil {
+		return nil
 	}
-	for {
-		response, err := stream.Recv()
-		switch {
-		case inner.Err() != nil || errors.Is(err, io.EOF):
-			return nil
-		case err != nil:
-			return err
-		}
-		if err := t.print(response.GetEvents(), false); err != nil {
-			return err
-		}
-	}
-}
-
-// waitUntilOver waits until the run has ended or a refused gradient has paused it. It returns false
-// where the run can't be watched.
-func waitUntilOver(ctx context.Context, c *client.Client, runID string) bool {
-	stream, err := c.Scheduler.WatchRun(ctx, &runv1.WatchRunRequest{RunId: runID})
-	if err != nil {
-		return false
-	}
-	for {
-		response, err := stream.Recv()
-		if err != nil {
-			return false
-		}
-		if live.Over(response.GetStatus().GetRun()) {
-			return true
-		}
-	}
+	return err
 }
 
 // logLine is the line of an event, or of several equal warnings.

@@ -17,6 +17,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/cli"
 	"github.com/rollout-rl/rollout/cmd/internal/live"
 	"github.com/rollout-rl/rollout/cmd/internal/record"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
 func workerCommand(env *cli.Env) *cobra.Command {
@@ -59,7 +60,7 @@ counted (worker.log_lines_per_second); the last lines before an exit are always 
 				ended := make(chan struct{})
 				go func() {
 					defer close(ended)
-					if waitUntilOver(ctx, services.Client, run.GetRunId()) {
+					if live.Watch(ctx, services.Client, run.GetRunId(), func(*runv1.RunStatus) error { return nil }) == nil {
 						select {
 						case <-time.After(lateEvents): // the workers exit a moment later
 						case <-ctx.Done():

@@ -15,7 +15,9 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/client"
 	"github.com/rollout-rl/rollout/cmd/internal/live"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/cmd/internal/record"
 	"github.com/rollout-rl/rollout/libs/exit"
+	"github.com/rollout-rl/rollout/libs/paging"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
@@ -144,12 +146,8 @@ func (f *deleteFlags) selected(ctx context.Context, now time.Time, c runv1.Sched
 	if len(states) == 0 {
 		states = deletable
 	}
-	request := &runv1.ListRunsRequest{States: states, Project: f.project, PageSize: 1000}
-	for {
-		page, err := c.ListRuns(ctx, request)
-		if err != nil {
-			return nil, err
-		}
+	return runs, paging.All(func(token string) (string, error) {
+		page, err := c.ListRuns(ctx, &runv1.ListRunsRequest{States: states, Project: f.project, PageSize: record.LargestPage, PageToken: token})
 		for _, run := range page.GetRuns() {
 			ended := run.GetEndTime()
 			if ended == nil { // of an interrupted run
@@ -159,10 +157,8 @@ func (f *deleteFlags) selected(ctx context.Context, now time.Time, c runv1.Sched
 				runs = append(runs, run)
 			}
 		}
-		if request.PageToken = page.GetNextPageToken(); request.GetPageToken() == "" {
-			return runs, nil
-		}
-	}
+		return page.GetNextPageToken(), err
+	})
 }
 
 // ageOf parses a duration with days, such as 30d or 12h.

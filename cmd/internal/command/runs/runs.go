@@ -3,6 +3,7 @@ package runs
 
 import (
 	runcommand "github.com/rollout-rl/rollout/cmd/internal/command/run"
+	"github.com/rollout-rl/rollout/libs/paging"
 
 	"context"
 	"fmt"
@@ -28,7 +29,7 @@ func Command(env *cli.Env) *cobra.Command {
 
 func listCommand(env *cli.Env) *cobra.Command {
 	var states []string
-	var limit uint32
+	var limit int
 	var project string
 	cmd := &cobra.Command{
 		Use:   "list",
@@ -38,7 +39,7 @@ func listCommand(env *cli.Env) *cobra.Command {
   rollout runs list --state running,paused --format json`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			request := &runv1.ListRunsRequest{PageSize: limit}
+			request := &runv1.ListRunsRequest{}
 			var err error
 			if request.States, err = statesOf(states); err != nil {
 				return err
@@ -47,7 +48,13 @@ func listCommand(env *cli.Env) *cobra.Command {
 				request.Project = &project
 			}
 			return env.Plane.Browse(cmd, func(ctx context.Context, r record.Reader) error {
-				response, err := r.Runs(ctx, request)
+				response := &runv1.ListRunsResponse{}
+				_, err := paging.Some(limit, record.LargestPage, func(size int, token string) (int, string, error) {
+					request.PageSize, request.PageToken = uint32(size), token
+					page, err := r.Runs(ctx, request)
+					response.Runs, response.NextPageToken = append(response.Runs, page.GetRuns()...), page.GetNextPageToken()
+					return len(page.GetRuns()), page.GetNextPageToken(), err
+				})
 				if err != nil {
 					return err
 				}
@@ -57,7 +64,7 @@ func listCommand(env *cli.Env) *cobra.Command {
 	}
 	cmd.Flags().StringSliceVar(&states, "state", nil, "only runs in these `states`, for example running,paused")
 	cmd.Flags().StringVar(&project, "project", "", "only runs of this `project`; \"\": of the default project")
-	cmd.Flags().Uint32VarP(&limit, "limit", "n", 20, "maximum number of runs")
+	cmd.Flags().IntVarP(&limit, "limit", "n", 20, "maximum `number` of runs; 0: all")
 	_ = cmd.RegisterFlagCompletionFunc("state", cobra.FixedCompletions(stateNames(), cobra.ShellCompDirectiveNoFileComp))
 	return cmd
 }
@@ -96,11 +103,7 @@ func runsText(env *cli.Env, response *runv1.ListRunsResponse, states []string) s
 		table.Row(run.GetRunId(), run.GetName(), live.State(run.GetState()),
 			fmt.Sprintf("%s/%s", output.Count(run.GetStep()), output.Count(run.GetTotalSteps())), env.Time(run.GetCreateTime().AsTime()))
 	}
-	text := table.String()
-	if response.GetNextPageToken() != "" {
-		text += "there are more runs; raise --limit\n"
-	}
-	return text
+	return table.String() + output.More("runs", response.GetNextPageToken())
 }
 
 func showCommand(env *cli.Env) *cobra.Command {

@@ -18,6 +18,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/daemon"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 	"github.com/rollout-rl/rollout/libs/exit"
+	"github.com/rollout-rl/rollout/libs/paging"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	servingv1 "github.com/rollout-rl/rollout/proto/gen/rollout/serving/v1"
 )
@@ -236,7 +237,12 @@ func listCommand(env *cli.Env) *cobra.Command {
 		Example: "  rollout serve list\n  rollout serve list --format json",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return env.Plane.Look(cmd, func(ctx context.Context, c *client.Client) error {
-				list, err := c.Serving.ListServings(ctx, &servingv1.ListServingsRequest{})
+				list := &servingv1.ListServingsResponse{}
+				err := paging.All(func(token string) (string, error) {
+					page, err := c.Serving.ListServings(ctx, &servingv1.ListServingsRequest{PageToken: token})
+					list.Servings = append(list.Servings, page.GetServings()...)
+					return page.GetNextPageToken(), err
+				})
 				if err != nil {
 					return err
 				}

@@ -12,6 +12,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/cli"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 	"github.com/rollout-rl/rollout/cmd/internal/record"
+	"github.com/rollout-rl/rollout/libs/paging"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 )
 
@@ -23,7 +24,7 @@ func Command(env *cli.Env) *cobra.Command {
 }
 
 func listCommand(env *cli.Env) *cobra.Command {
-	var limit uint32
+	var limit int
 	cmd := &cobra.Command{
 		Use:     "list [RUN]",
 		Short:   "List snapshots, newest first",
@@ -32,7 +33,7 @@ func listCommand(env *cli.Env) *cobra.Command {
 		Args:    cobra.MaximumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return env.Plane.Browse(cmd, func(ctx context.Context, r record.Reader) error {
-				request := &snapshotv1.ListSnapshotsRequest{PageSize: limit}
+				request := &snapshotv1.ListSnapshotsRequest{}
 				if len(args) == 1 {
 					got, err := r.Run(ctx, args[0])
 					if err != nil {
@@ -40,7 +41,13 @@ func listCommand(env *cli.Env) *cobra.Command {
 					}
 					request.RunId = got.GetRun().GetRunId()
 				}
-				response, err := r.Snapshots(ctx, request)
+				response := &snapshotv1.ListSnapshotsResponse{}
+				_, err := paging.Some(limit, record.LargestPage, func(size int, token string) (int, string, error) {
+					request.PageSize, request.PageToken = uint32(size), token
+					page, err := r.Snapshots(ctx, request)
+					response.Snapshots, response.NextPageToken = append(response.Snapshots, page.GetSnapshots()...), page.GetNextPageToken()
+					return len(page.GetSnapshots()), page.GetNextPageToken(), err
+				})
 				if err != nil {
 					return err
 				}
@@ -48,7 +55,7 @@ func listCommand(env *cli.Env) *cobra.Command {
 			})
 		},
 	}
-	cmd.Flags().Uint32VarP(&limit, "limit", "n", 20, "maximum number of snapshots")
+	cmd.Flags().IntVarP(&limit, "limit", "n", 20, "maximum `number` of snapshots; 0: all")
 	return cmd
 }
 
@@ -63,7 +70,7 @@ func snapshotsText(env *cli.Env, response *snapshotv1.ListSnapshotsResponse) str
 		table.Row(snapshot.GetSnapshotId(), snapshot.GetRunId(), kindName(snapshot.GetKind()), cmp.Or(snapshot.GetName(), "-"), output.Count(snapshot.GetStep()),
 			output.Bytes(snapshot.GetBytes()), env.Time(snapshot.GetCreateTime().AsTime()))
 	}
-	return table.String()
+	return table.String() + output.More("snapshots", response.GetNextPageToken())
 }
 
 func kindName(kind snapshotv1.SnapshotKind) string {

@@ -1215,27 +1215,33 @@ class ListStepsRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     FROM_STEP_FIELD_NUMBER: _builtins.int
-    LIMIT_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
     NEWEST_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     from_step: _builtins.int
     """First step to return."""
-    limit: _builtins.int
-    """Largest number of steps; 0: 10,000."""
+    page_size: _builtins.int
+    """Largest number of steps to return; 0: 1,000."""
     newest: _builtins.bool
-    """Whether to return the newest steps instead of the first ones."""
+    """Whether the first page has the newest steps instead of the first ones, and each next page older
+    ones. The order in a page is the same.
+    """
+    page_token: _builtins.str
+    """`next_page_token` of the previous page; empty: the first page."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         from_step: _builtins.int = ...,
-        limit: _builtins.int = ...,
+        page_size: _builtins.int = ...,
         newest: _builtins.bool = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_step", b"from_step", "limit", b"limit", "newest", b"newest", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_step", b"from_step", "newest", b"newest", "page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1243,11 +1249,14 @@ Global___ListStepsRequest: _TypeAlias = ListStepsRequest  # noqa: Y015
 
 @_typing.final
 class ListStepsResponse(_message.Message):
-    """ListStepsResponse is the steps."""
+    """ListStepsResponse is a page of steps."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STEPS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty: this is the last."""
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRecord]:
         """Steps in order."""
@@ -1256,10 +1265,11 @@ class ListStepsResponse(_message.Message):
         self,
         *,
         steps: _abc.Iterable[Global___StepRecord] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1273,14 +1283,17 @@ class ListGroupsRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     FROM_POSITION_FIELD_NUMBER: _builtins.int
-    LIMIT_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
     STATES_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     from_position: _builtins.int
     """First position to return."""
-    limit: _builtins.int
-    """Largest number of groups; 0: 10,000."""
+    page_size: _builtins.int
+    """Largest number of groups to return; 0: 1,000."""
+    page_token: _builtins.str
+    """`next_page_token` of the previous page; empty: the first page."""
     @_builtins.property
     def states(self) -> _containers.RepeatedScalarFieldContainer[Global___GroupState.ValueType]:
         """Only groups in one of these states; empty: all."""
@@ -1290,12 +1303,13 @@ class ListGroupsRequest(_message.Message):
         *,
         run_id: _builtins.str = ...,
         from_position: _builtins.int = ...,
-        limit: _builtins.int = ...,
+        page_size: _builtins.int = ...,
         states: _abc.Iterable[Global___GroupState.ValueType] | None = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_position", b"from_position", "limit", b"limit", "run_id", b"run_id", "states", b"states"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_position", b"from_position", "page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1303,11 +1317,14 @@ Global___ListGroupsRequest: _TypeAlias = ListGroupsRequest  # noqa: Y015
 
 @_typing.final
 class ListGroupsResponse(_message.Message):
-    """ListGroupsResponse is the groups."""
+    """ListGroupsResponse is a page of groups."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUPS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty: this is the last."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupRecord]:
         """Groups by position."""
@@ -1316,10 +1333,11 @@ class ListGroupsResponse(_message.Message):
         self,
         *,
         groups: _abc.Iterable[Global___GroupRecord] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1334,26 +1352,30 @@ class ListIncompleteGroupsRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     FROM_POSITION_FIELD_NUMBER: _builtins.int
     END_POSITION_FIELD_NUMBER: _builtins.int
-    LIMIT_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     from_position: _builtins.int
     """First position to return."""
     end_position: _builtins.int
     """Position after the last one to return, or after the last group if that is later."""
-    limit: _builtins.int
-    """Largest number of groups; 0: 10,000."""
+    page_size: _builtins.int
+    """Largest number of groups to return; 0: 1,000."""
+    page_token: _builtins.str
+    """`next_page_token` of the previous page; empty: the first page."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         from_position: _builtins.int = ...,
         end_position: _builtins.int = ...,
-        limit: _builtins.int = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_position", b"end_position", "from_position", b"from_position", "limit", b"limit", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_position", b"end_position", "from_position", b"from_position", "page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1361,14 +1383,17 @@ Global___ListIncompleteGroupsRequest: _TypeAlias = ListIncompleteGroupsRequest  
 
 @_typing.final
 class ListIncompleteGroupsResponse(_message.Message):
-    """ListIncompleteGroupsResponse is the groups."""
+    """ListIncompleteGroupsResponse is a page of groups."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUPS_FIELD_NUMBER: _builtins.int
     END_POSITION_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     end_position: _builtins.int
     """Position after the last group of the ledger."""
+    next_page_token: _builtins.str
+    """Token of the next page; empty: this is the last."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupRecord]:
         """Groups by position. A position without a group has attempt 0 and no state."""
@@ -1378,10 +1403,11 @@ class ListIncompleteGroupsResponse(_message.Message):
         *,
         groups: _abc.Iterable[Global___GroupRecord] | None = ...,
         end_position: _builtins.int = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_position", b"end_position", "groups", b"groups"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_position", b"end_position", "groups", b"groups", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

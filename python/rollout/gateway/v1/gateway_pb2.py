@@ -31,7 +31,7 @@ from rollout.trajectory.v1 import trajectory_pb2 as rollout_dot_trajectory_dot_v
 from rollout.wait.v1 import wait_pb2 as rollout_dot_wait_dot_v1_dot_wait__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollout/gateway/v1/gateway.proto\x12\x12rollout.gateway.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1crollout/fence/v1/fence.proto\x1a$rollout/inference/v1/inference.proto\x1a rollout/session/v1/session.proto\x1a&rollout/trajectory/v1/trajectory.proto\x1a\x1arollout/wait/v1/wait.proto\"+\n\x10ListWaitsRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"9\n\x11ListWaitsResponse\x12$\n\x05waits\x18\x01 \x03(\x0b\x32\x15.rollout.wait.v1.Wait\"[\n\x10\x44\x65leteRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12.\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32\x17.rollout.fence.v1.FenceB\x06\xbaH\x03\xc8\x01\x01\"\x13\n\x11\x44\x65leteRunResponse\"\xb8\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x17\n\x0fweights_version\x18\x03 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x18\n\x10weights_versions\x18\x07 \x03(\x04\"\x13\n\x11ListModelsRequest\"?\n\x12ListModelsResponse\x12)\n\x06models\x18\x01 \x03(\x0b\x32\x19.rollout.gateway.v1.Model\"\xea\x03\n\x0f\x43ompleteRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12:\n\x07prompts\x18\x02 \x03(\x0b\x32\x1c.rollout.inference.v1.PromptB\x0b\xbaH\x08\x92\x01\x05\x08\x01\x10\x80\x02\x12\x34\n\x06params\x18\x03 \x01(\x0b\x32$.rollout.inference.v1.SamplingParams\x12\x13\n\x01n\x18\x04 \x01(\rB\x08\xbaH\x05*\x03\x18\x80\x01\x12\x0e\n\x06stream\x18\x05 \x01(\x08\x12\x30\n\nsession_id\x18\x06 \x01(\tB\x1c\xbaH\x19r\x17\x18@2\x13^[^\\x00-\\x1f\\x7f]*$\x12\x17\n\x0fprompt_logprobs\x18\x07 \x01(\x08\x12\r\n\x05parse\x18\x08 \x01(\x08\x12\x13\n\x0btoken_bytes\x18\t \x01(\x08\x12$\n\x13prompt_top_logprobs\x18\n \x01(\rB\x07\xbaH\x04*\x02\x18\x14\x12\x1c\n\x0fweights_version\x18\x0b \x01(\x04H\x00\x88\x01\x01\x12 \n\x13min_weights_version\x18\x0c \x01(\x04H\x01\x88\x01\x01\x12\x30\n\nrequest_id\x18\r \x01(\tB\x1c\xbaH\x19r\x17\x18@2\x13^[^\\x00-\\x1f\\x7f]*$B\x12\n\x10_weights_versionB\x16\n\x14_min_weights_version\"|\n\x10\x43ompleteResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x35\n\x05piece\x18\x02 \x01(\x0b\x32&.rollout.inference.v1.GenerateResponse\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0e\n\x06run_id\x18\x04 \x01(\t\"0\n\x11GetSessionRequest\x12\x1b\n\nsession_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"\xc3\x01\n\x12GetSessionResponse\x12\x34\n\x08segments\x18\x02 \x03(\x0b\x32\".rollout.gateway.v1.SessionSegment\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12-\n\x04task\x18\x04 \x01(\x0b\x32\x1f.rollout.gateway.v1.SessionTask\x12+\n\x03\x65nd\x18\x05 \x01(\x0b\x32\x1e.rollout.gateway.v1.SessionEndJ\x04\x08\x01\x10\x02R\x05turns\"\xd7\x01\n\x0eSessionSegment\x12,\n\x07segment\x18\x01 \x01(\x0b\x32\x1b.rollout.session.v1.Segment\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12\x0c\n\x04text\x18\x04 \x01(\t\x12(\n\x04time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x34\n\x06params\x18\x06 \x01(\x0b\x32$.rollout.inference.v1.SamplingParams\"p\n\x12NextPromptsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1c\n\nmax_groups\x18\x02 \x01(\rB\x08\xbaH\x05*\x03\x18\x80\x02\x12-\n\x0cwait_seconds\x18\x03 \x01(\x01\x42\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00N@)\x00\x00\x00\x00\x00\x00\x00\x00\"g\n\x13NextPromptsResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x31\n\x08sessions\x18\x02 \x03(\x0b\x32\x1f.rollout.gateway.v1.SessionTask\x12\r\n\x05\x65nded\x18\x03 \x01(\x08\"\x96\x02\n\x0bSessionTask\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_url\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x31\n\x03key\x18\x04 \x01(\x0b\x32$.rollout.trajectory.v1.TrajectoryKey\x12\x12\n\ngroup_size\x18\x05 \x01(\r\x12\x0b\n\x03row\x18\x06 \x01(\x04\x12\x10\n\x08row_json\x18\x07 \x01(\x0c\x12\x13\n\x0bprompt_json\x18\x08 \x01(\x0c\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x1b\n\x13min_weights_version\x18\n \x01(\x04\x12,\n\x08\x64\x65\x61\x64line\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xb7\x02\n\x13\x43loseSessionRequest\x12\x1b\n\nsession_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x17\n\x06reward\x18\x02 \x01(\x01\x42\x07\xbaH\x04\x12\x02@\x01\x12U\n\x07metrics\x18\x03 \x03(\x0b\x32\x34.rollout.gateway.v1.CloseSessionRequest.MetricsEntryB\x0e\xbaH\x0b\x9a\x01\x08\x10@*\x04\x12\x02@\x01\x12\x39\n\x07outcome\x18\x04 \x01(\x0e\x32\x1e.rollout.trajectory.v1.OutcomeB\x08\xbaH\x05\x82\x01\x02\x10\x01\x12\x18\n\x06reason\x18\x05 \x01(\tB\x08\xbaH\x05r\x03\x18\x80\x01\x12\x0e\n\x06run_id\x18\x06 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"C\n\x14\x43loseSessionResponse\x12+\n\x03\x65nd\x18\x01 \x01(\x0b\x32\x1e.rollout.gateway.v1.SessionEnd\"\xe1\x02\n\nSessionEnd\x12/\n\x07outcome\x18\x01 \x01(\x0e\x32\x1e.rollout.trajectory.v1.Outcome\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12<\n\x07metrics\x18\x04 \x03(\x0b\x32+.rollout.gateway.v1.SessionEnd.MetricsEntry\x12\x31\n\x03key\x18\x05 \x01(\x0b\x32$.rollout.trajectory.v1.TrajectoryKey\x12\x14\n\x0ctrajectories\x18\x06 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x07 \x01(\x08\x12\x0f\n\x07refused\x18\x08 \x03(\t\x12(\n\x04time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\xa1\x05\n\x15RolloutGatewayService\x12[\n\nListModels\x12%.rollout.gateway.v1.ListModelsRequest\x1a&.rollout.gateway.v1.ListModelsResponse\x12W\n\x08\x43omplete\x12#.rollout.gateway.v1.CompleteRequest\x1a$.rollout.gateway.v1.CompleteResponse0\x01\x12[\n\nGetSession\x12%.rollout.gateway.v1.GetSessionRequest\x1a&.rollout.gateway.v1.GetSessionResponse\x12^\n\x0bNextPrompts\x12&.rollout.gateway.v1.NextPromptsRequest\x1a\'.rollout.gateway.v1.NextPromptsResponse\x12\x61\n\x0c\x43loseSession\x12\'.rollout.gateway.v1.CloseSessionRequest\x1a(.rollout.gateway.v1.CloseSessionResponse\x12X\n\tListWaits\x12$.rollout.gateway.v1.ListWaitsRequest\x1a%.rollout.gateway.v1.ListWaitsResponse\x12X\n\tDeleteRun\x12$.rollout.gateway.v1.DeleteRunRequest\x1a%.rollout.gateway.v1.DeleteRunResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollout/gateway/v1/gateway.proto\x12\x12rollout.gateway.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1crollout/fence/v1/fence.proto\x1a$rollout/inference/v1/inference.proto\x1a rollout/session/v1/session.proto\x1a&rollout/trajectory/v1/trajectory.proto\x1a\x1arollout/wait/v1/wait.proto\"+\n\x10ListWaitsRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"9\n\x11ListWaitsResponse\x12$\n\x05waits\x18\x01 \x03(\x0b\x32\x15.rollout.wait.v1.Wait\"[\n\x10\x44\x65leteRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12.\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32\x17.rollout.fence.v1.FenceB\x06\xbaH\x03\xc8\x01\x01\"\x13\n\x11\x44\x65leteRunResponse\"\xb8\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x17\n\x0fweights_version\x18\x03 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x18\n\x10weights_versions\x18\x07 \x03(\x04\"D\n\x11ListModelsRequest\x12\x1b\n\tpage_size\x18\x01 \x01(\rB\x08\xbaH\x05*\x03\x18\xe8\x07\x12\x12\n\npage_token\x18\x02 \x01(\t\"X\n\x12ListModelsResponse\x12)\n\x06models\x18\x01 \x03(\x0b\x32\x19.rollout.gateway.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xea\x03\n\x0f\x43ompleteRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12:\n\x07prompts\x18\x02 \x03(\x0b\x32\x1c.rollout.inference.v1.PromptB\x0b\xbaH\x08\x92\x01\x05\x08\x01\x10\x80\x02\x12\x34\n\x06params\x18\x03 \x01(\x0b\x32$.rollout.inference.v1.SamplingParams\x12\x13\n\x01n\x18\x04 \x01(\rB\x08\xbaH\x05*\x03\x18\x80\x01\x12\x0e\n\x06stream\x18\x05 \x01(\x08\x12\x30\n\nsession_id\x18\x06 \x01(\tB\x1c\xbaH\x19r\x17\x18@2\x13^[^\\x00-\\x1f\\x7f]*$\x12\x17\n\x0fprompt_logprobs\x18\x07 \x01(\x08\x12\r\n\x05parse\x18\x08 \x01(\x08\x12\x13\n\x0btoken_bytes\x18\t \x01(\x08\x12$\n\x13prompt_top_logprobs\x18\n \x01(\rB\x07\xbaH\x04*\x02\x18\x14\x12\x1c\n\x0fweights_version\x18\x0b \x01(\x04H\x00\x88\x01\x01\x12 \n\x13min_weights_version\x18\x0c \x01(\x04H\x01\x88\x01\x01\x12\x30\n\nrequest_id\x18\r \x01(\tB\x1c\xbaH\x19r\x17\x18@2\x13^[^\\x00-\\x1f\\x7f]*$B\x12\n\x10_weights_versionB\x16\n\x14_min_weights_version\"|\n\x10\x43ompleteResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x35\n\x05piece\x18\x02 \x01(\x0b\x32&.rollout.inference.v1.GenerateResponse\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0e\n\x06run_id\x18\x04 \x01(\t\"a\n\x11GetSessionRequest\x12\x1b\n\nsession_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x1b\n\tpage_size\x18\x02 \x01(\rB\x08\xbaH\x05*\x03\x18\x90N\x12\x12\n\npage_token\x18\x03 \x01(\t\"\xdc\x01\n\x12GetSessionResponse\x12\x34\n\x08segments\x18\x02 \x03(\x0b\x32\".rollout.gateway.v1.SessionSegment\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12-\n\x04task\x18\x04 \x01(\x0b\x32\x1f.rollout.gateway.v1.SessionTask\x12+\n\x03\x65nd\x18\x05 \x01(\x0b\x32\x1e.rollout.gateway.v1.SessionEnd\x12\x17\n\x0fnext_page_token\x18\x06 \x01(\tJ\x04\x08\x01\x10\x02R\x05turns\"\xd7\x01\n\x0eSessionSegment\x12,\n\x07segment\x18\x01 \x01(\x0b\x32\x1b.rollout.session.v1.Segment\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12\x0c\n\x04text\x18\x04 \x01(\t\x12(\n\x04time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x34\n\x06params\x18\x06 \x01(\x0b\x32$.rollout.inference.v1.SamplingParams\"p\n\x12NextPromptsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1c\n\nmax_groups\x18\x02 \x01(\rB\x08\xbaH\x05*\x03\x18\x80\x02\x12-\n\x0cwait_seconds\x18\x03 \x01(\x01\x42\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00N@)\x00\x00\x00\x00\x00\x00\x00\x00\"g\n\x13NextPromptsResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x31\n\x08sessions\x18\x02 \x03(\x0b\x32\x1f.rollout.gateway.v1.SessionTask\x12\r\n\x05\x65nded\x18\x03 \x01(\x08\"\x96\x02\n\x0bSessionTask\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_url\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x31\n\x03key\x18\x04 \x01(\x0b\x32$.rollout.trajectory.v1.TrajectoryKey\x12\x12\n\ngroup_size\x18\x05 \x01(\r\x12\x0b\n\x03row\x18\x06 \x01(\x04\x12\x10\n\x08row_json\x18\x07 \x01(\x0c\x12\x13\n\x0bprompt_json\x18\x08 \x01(\x0c\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x1b\n\x13min_weights_version\x18\n \x01(\x04\x12,\n\x08\x64\x65\x61\x64line\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xb7\x02\n\x13\x43loseSessionRequest\x12\x1b\n\nsession_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x17\n\x06reward\x18\x02 \x01(\x01\x42\x07\xbaH\x04\x12\x02@\x01\x12U\n\x07metrics\x18\x03 \x03(\x0b\x32\x34.rollout.gateway.v1.CloseSessionRequest.MetricsEntryB\x0e\xbaH\x0b\x9a\x01\x08\x10@*\x04\x12\x02@\x01\x12\x39\n\x07outcome\x18\x04 \x01(\x0e\x32\x1e.rollout.trajectory.v1.OutcomeB\x08\xbaH\x05\x82\x01\x02\x10\x01\x12\x18\n\x06reason\x18\x05 \x01(\tB\x08\xbaH\x05r\x03\x18\x80\x01\x12\x0e\n\x06run_id\x18\x06 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"C\n\x14\x43loseSessionResponse\x12+\n\x03\x65nd\x18\x01 \x01(\x0b\x32\x1e.rollout.gateway.v1.SessionEnd\"\xe1\x02\n\nSessionEnd\x12/\n\x07outcome\x18\x01 \x01(\x0e\x32\x1e.rollout.trajectory.v1.Outcome\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12<\n\x07metrics\x18\x04 \x03(\x0b\x32+.rollout.gateway.v1.SessionEnd.MetricsEntry\x12\x31\n\x03key\x18\x05 \x01(\x0b\x32$.rollout.trajectory.v1.TrajectoryKey\x12\x14\n\x0ctrajectories\x18\x06 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x07 \x01(\x08\x12\x0f\n\x07refused\x18\x08 \x03(\t\x12(\n\x04time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\xa1\x05\n\x15RolloutGatewayService\x12[\n\nListModels\x12%.rollout.gateway.v1.ListModelsRequest\x1a&.rollout.gateway.v1.ListModelsResponse\x12W\n\x08\x43omplete\x12#.rollout.gateway.v1.CompleteRequest\x1a$.rollout.gateway.v1.CompleteResponse0\x01\x12[\n\nGetSession\x12%.rollout.gateway.v1.GetSessionRequest\x1a&.rollout.gateway.v1.GetSessionResponse\x12^\n\x0bNextPrompts\x12&.rollout.gateway.v1.NextPromptsRequest\x1a\'.rollout.gateway.v1.NextPromptsResponse\x12\x61\n\x0c\x43loseSession\x12\'.rollout.gateway.v1.CloseSessionRequest\x1a(.rollout.gateway.v1.CloseSessionResponse\x12X\n\tListWaits\x12$.rollout.gateway.v1.ListWaitsRequest\x1a%.rollout.gateway.v1.ListWaitsResponse\x12X\n\tDeleteRun\x12$.rollout.gateway.v1.DeleteRunRequest\x1a%.rollout.gateway.v1.DeleteRunResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,6 +44,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DELETERUNREQUEST'].fields_by_name['run_id']._serialized_options = b'\272H\004r\002\020\001'
   _globals['_DELETERUNREQUEST'].fields_by_name['fence']._loaded_options = None
   _globals['_DELETERUNREQUEST'].fields_by_name['fence']._serialized_options = b'\272H\003\310\001\001'
+  _globals['_LISTMODELSREQUEST'].fields_by_name['page_size']._loaded_options = None
+  _globals['_LISTMODELSREQUEST'].fields_by_name['page_size']._serialized_options = b'\272H\005*\003\030\350\007'
   _globals['_COMPLETEREQUEST'].fields_by_name['prompts']._loaded_options = None
   _globals['_COMPLETEREQUEST'].fields_by_name['prompts']._serialized_options = b'\272H\010\222\001\005\010\001\020\200\002'
   _globals['_COMPLETEREQUEST'].fields_by_name['n']._loaded_options = None
@@ -56,6 +58,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COMPLETEREQUEST'].fields_by_name['request_id']._serialized_options = b'\272H\031r\027\030@2\023^[^\\x00-\\x1f\\x7f]*$'
   _globals['_GETSESSIONREQUEST'].fields_by_name['session_id']._loaded_options = None
   _globals['_GETSESSIONREQUEST'].fields_by_name['session_id']._serialized_options = b'\272H\004r\002\020\001'
+  _globals['_GETSESSIONREQUEST'].fields_by_name['page_size']._loaded_options = None
+  _globals['_GETSESSIONREQUEST'].fields_by_name['page_size']._serialized_options = b'\272H\005*\003\030\220N'
   _globals['_NEXTPROMPTSREQUEST'].fields_by_name['max_groups']._loaded_options = None
   _globals['_NEXTPROMPTSREQUEST'].fields_by_name['max_groups']._serialized_options = b'\272H\005*\003\030\200\002'
   _globals['_NEXTPROMPTSREQUEST'].fields_by_name['wait_seconds']._loaded_options = None
@@ -85,35 +89,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MODEL']._serialized_start=507
   _globals['_MODEL']._serialized_end=691
   _globals['_LISTMODELSREQUEST']._serialized_start=693
-  _globals['_LISTMODELSREQUEST']._serialized_end=712
-  _globals['_LISTMODELSRESPONSE']._serialized_start=714
-  _globals['_LISTMODELSRESPONSE']._serialized_end=777
-  _globals['_COMPLETEREQUEST']._serialized_start=780
-  _globals['_COMPLETEREQUEST']._serialized_end=1270
-  _globals['_COMPLETERESPONSE']._serialized_start=1272
-  _globals['_COMPLETERESPONSE']._serialized_end=1396
-  _globals['_GETSESSIONREQUEST']._serialized_start=1398
-  _globals['_GETSESSIONREQUEST']._serialized_end=1446
-  _globals['_GETSESSIONRESPONSE']._serialized_start=1449
-  _globals['_GETSESSIONRESPONSE']._serialized_end=1644
-  _globals['_SESSIONSEGMENT']._serialized_start=1647
-  _globals['_SESSIONSEGMENT']._serialized_end=1862
-  _globals['_NEXTPROMPTSREQUEST']._serialized_start=1864
-  _globals['_NEXTPROMPTSREQUEST']._serialized_end=1976
-  _globals['_NEXTPROMPTSRESPONSE']._serialized_start=1978
-  _globals['_NEXTPROMPTSRESPONSE']._serialized_end=2081
-  _globals['_SESSIONTASK']._serialized_start=2084
-  _globals['_SESSIONTASK']._serialized_end=2362
-  _globals['_CLOSESESSIONREQUEST']._serialized_start=2365
-  _globals['_CLOSESESSIONREQUEST']._serialized_end=2676
-  _globals['_CLOSESESSIONREQUEST_METRICSENTRY']._serialized_start=2630
-  _globals['_CLOSESESSIONREQUEST_METRICSENTRY']._serialized_end=2676
-  _globals['_CLOSESESSIONRESPONSE']._serialized_start=2678
-  _globals['_CLOSESESSIONRESPONSE']._serialized_end=2745
-  _globals['_SESSIONEND']._serialized_start=2748
-  _globals['_SESSIONEND']._serialized_end=3101
-  _globals['_SESSIONEND_METRICSENTRY']._serialized_start=2630
-  _globals['_SESSIONEND_METRICSENTRY']._serialized_end=2676
-  _globals['_ROLLOUTGATEWAYSERVICE']._serialized_start=3104
-  _globals['_ROLLOUTGATEWAYSERVICE']._serialized_end=3777
+  _globals['_LISTMODELSREQUEST']._serialized_end=761
+  _globals['_LISTMODELSRESPONSE']._serialized_start=763
+  _globals['_LISTMODELSRESPONSE']._serialized_end=851
+  _globals['_COMPLETEREQUEST']._serialized_start=854
+  _globals['_COMPLETEREQUEST']._serialized_end=1344
+  _globals['_COMPLETERESPONSE']._serialized_start=1346
+  _globals['_COMPLETERESPONSE']._serialized_end=1470
+  _globals['_GETSESSIONREQUEST']._serialized_start=1472
+  _globals['_GETSESSIONREQUEST']._serialized_end=1569
+  _globals['_GETSESSIONRESPONSE']._serialized_start=1572
+  _globals['_GETSESSIONRESPONSE']._serialized_end=1792
+  _globals['_SESSIONSEGMENT']._serialized_start=1795
+  _globals['_SESSIONSEGMENT']._serialized_end=2010
+  _globals['_NEXTPROMPTSREQUEST']._serialized_start=2012
+  _globals['_NEXTPROMPTSREQUEST']._serialized_end=2124
+  _globals['_NEXTPROMPTSRESPONSE']._serialized_start=2126
+  _globals['_NEXTPROMPTSRESPONSE']._serialized_end=2229
+  _globals['_SESSIONTASK']._serialized_start=2232
+  _globals['_SESSIONTASK']._serialized_end=2510
+  _globals['_CLOSESESSIONREQUEST']._serialized_start=2513
+  _globals['_CLOSESESSIONREQUEST']._serialized_end=2824
+  _globals['_CLOSESESSIONREQUEST_METRICSENTRY']._serialized_start=2778
+  _globals['_CLOSESESSIONREQUEST_METRICSENTRY']._serialized_end=2824
+  _globals['_CLOSESESSIONRESPONSE']._serialized_start=2826
+  _globals['_CLOSESESSIONRESPONSE']._serialized_end=2893
+  _globals['_SESSIONEND']._serialized_start=2896
+  _globals['_SESSIONEND']._serialized_end=3249
+  _globals['_SESSIONEND_METRICSENTRY']._serialized_start=2778
+  _globals['_SESSIONEND_METRICSENTRY']._serialized_end=2824
+  _globals['_ROLLOUTGATEWAYSERVICE']._serialized_start=3252
+  _globals['_ROLLOUTGATEWAYSERVICE']._serialized_end=3925
 # @@protoc_insertion_point(module_scope)

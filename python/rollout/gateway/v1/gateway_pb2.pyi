@@ -171,16 +171,25 @@ Global___Model: _TypeAlias = Model  # noqa: Y015
 
 @_typing.final
 class ListModelsRequest(_message.Message):
-    """ListModelsRequest is empty."""
+    """ListModelsRequest requests a page of policies."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """Largest number of policies to return; 0: 100."""
+    page_token: _builtins.str
+    """`next_page_token` of the previous page; empty: the first page."""
     def __init__(
         self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -188,23 +197,27 @@ Global___ListModelsRequest: _TypeAlias = ListModelsRequest  # noqa: Y015
 
 @_typing.final
 class ListModelsResponse(_message.Message):
-    """ListModelsResponse is the policies."""
+    """ListModelsResponse is a page of policies."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MODELS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty: this is the last."""
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___Model]:
-        """Policies, ordered by name."""
+        """Policies, ordered by name and run."""
 
     def __init__(
         self,
         *,
         models: _abc.Iterable[Global___Model] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -336,16 +349,24 @@ class GetSessionRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Session."""
+    page_size: _builtins.int
+    """Largest number of segments to return; 0: 1,000."""
+    page_token: _builtins.str
+    """`next_page_token` of the previous page; empty: the first page."""
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -353,7 +374,7 @@ Global___GetSessionRequest: _TypeAlias = GetSessionRequest  # noqa: Y015
 
 @_typing.final
 class GetSessionResponse(_message.Message):
-    """GetSessionResponse is a session."""
+    """GetSessionResponse is a session with a page of its segments."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -361,8 +382,11 @@ class GetSessionResponse(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run of the policy."""
+    next_page_token: _builtins.str
+    """Token of the next page; empty: this is the last."""
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionSegment]:
         """Segments in the order in which they were appended: parents first."""
@@ -382,10 +406,11 @@ class GetSessionResponse(_message.Message):
         run_id: _builtins.str = ...,
         task: Global___SessionTask | None = ...,
         end: Global___SessionEnd | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "run_id", b"run_id", "segments", b"segments", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "next_page_token", b"next_page_token", "run_id", b"run_id", "segments", b"segments", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from rollout.config.v1 import run_config_pb2 as rollout_dot_config_dot_v1_dot_run__config__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollout/serving/v1/serving.proto\x12\x12rollout.serving.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\"rollout/config/v1/run_config.proto\"\x90\x02\n\x07Serving\x12\x12\n\nserving_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x17\n\x0fweights_version\x18\x04 \x01(\x04\x12/\n\x05state\x18\x05 \x01(\x0e\x32 .rollout.serving.v1.ServingState\x12\x0f\n\x07workers\x18\x06 \x01(\r\x12\x15\n\rready_workers\x18\x07 \x01(\r\x12\x0e\n\x06\x65ngine\x18\x08 \x01(\t\x12\x0f\n\x07message\x18\t \x01(\t\x12/\n\x0b\x63reate_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08\x64\x65tached\x18\x0b \x01(\x08\"\x8f\x01\n\x11ServeModelRequest\x12\x34\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x1c.rollout.config.v1.RunConfigB\x06\xbaH\x03\xc8\x01\x01\x12\x19\n\x08\x62\x61se_dir\x18\x02 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x17\n\x0fweights_version\x18\x03 \x01(\x04\x12\x10\n\x08\x64\x65tached\x18\x04 \x01(\x08\"B\n\x12ServeModelResponse\x12,\n\x07serving\x18\x01 \x01(\x0b\x32\x1b.rollout.serving.v1.Serving\"\x15\n\x13ListServingsRequest\"E\n\x14ListServingsResponse\x12-\n\x08servings\x18\x01 \x03(\x0b\x32\x1b.rollout.serving.v1.Serving\"1\n\x12StopServingRequest\x12\x1b\n\nserving_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"C\n\x13StopServingResponse\x12,\n\x07serving\x18\x01 \x01(\x0b\x32\x1b.rollout.serving.v1.Serving*~\n\x0cServingState\x12\x1d\n\x19SERVING_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SERVING_STATE_STARTING\x10\x01\x12\x19\n\x15SERVING_STATE_SERVING\x10\x02\x12\x18\n\x14SERVING_STATE_FAILED\x10\x03\x32\xb2\x02\n\x0eServingService\x12]\n\nServeModel\x12%.rollout.serving.v1.ServeModelRequest\x1a&.rollout.serving.v1.ServeModelResponse0\x01\x12\x61\n\x0cListServings\x12\'.rollout.serving.v1.ListServingsRequest\x1a(.rollout.serving.v1.ListServingsResponse\x12^\n\x0bStopServing\x12&.rollout.serving.v1.StopServingRequest\x1a\'.rollout.serving.v1.StopServingResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollout/serving/v1/serving.proto\x12\x12rollout.serving.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\"rollout/config/v1/run_config.proto\"\x90\x02\n\x07Serving\x12\x12\n\nserving_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x17\n\x0fweights_version\x18\x04 \x01(\x04\x12/\n\x05state\x18\x05 \x01(\x0e\x32 .rollout.serving.v1.ServingState\x12\x0f\n\x07workers\x18\x06 \x01(\r\x12\x15\n\rready_workers\x18\x07 \x01(\r\x12\x0e\n\x06\x65ngine\x18\x08 \x01(\t\x12\x0f\n\x07message\x18\t \x01(\t\x12/\n\x0b\x63reate_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08\x64\x65tached\x18\x0b \x01(\x08\"\x8f\x01\n\x11ServeModelRequest\x12\x34\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x1c.rollout.config.v1.RunConfigB\x06\xbaH\x03\xc8\x01\x01\x12\x19\n\x08\x62\x61se_dir\x18\x02 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x17\n\x0fweights_version\x18\x03 \x01(\x04\x12\x10\n\x08\x64\x65tached\x18\x04 \x01(\x08\"B\n\x12ServeModelResponse\x12,\n\x07serving\x18\x01 \x01(\x0b\x32\x1b.rollout.serving.v1.Serving\"F\n\x13ListServingsRequest\x12\x1b\n\tpage_size\x18\x01 \x01(\rB\x08\xbaH\x05*\x03\x18\xe8\x07\x12\x12\n\npage_token\x18\x02 \x01(\t\"^\n\x14ListServingsResponse\x12-\n\x08servings\x18\x01 \x03(\x0b\x32\x1b.rollout.serving.v1.Serving\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"1\n\x12StopServingRequest\x12\x1b\n\nserving_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"C\n\x13StopServingResponse\x12,\n\x07serving\x18\x01 \x01(\x0b\x32\x1b.rollout.serving.v1.Serving*~\n\x0cServingState\x12\x1d\n\x19SERVING_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SERVING_STATE_STARTING\x10\x01\x12\x19\n\x15SERVING_STATE_SERVING\x10\x02\x12\x18\n\x14SERVING_STATE_FAILED\x10\x03\x32\xb2\x02\n\x0eServingService\x12]\n\nServeModel\x12%.rollout.serving.v1.ServeModelRequest\x1a&.rollout.serving.v1.ServeModelResponse0\x01\x12\x61\n\x0cListServings\x12\'.rollout.serving.v1.ListServingsRequest\x1a(.rollout.serving.v1.ListServingsResponse\x12^\n\x0bStopServing\x12&.rollout.serving.v1.StopServingRequest\x1a\'.rollout.serving.v1.StopServingResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,10 +38,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SERVEMODELREQUEST'].fields_by_name['config']._serialized_options = b'\272H\003\310\001\001'
   _globals['_SERVEMODELREQUEST'].fields_by_name['base_dir']._loaded_options = None
   _globals['_SERVEMODELREQUEST'].fields_by_name['base_dir']._serialized_options = b'\272H\004r\002\020\001'
+  _globals['_LISTSERVINGSREQUEST'].fields_by_name['page_size']._loaded_options = None
+  _globals['_LISTSERVINGSREQUEST'].fields_by_name['page_size']._serialized_options = b'\272H\005*\003\030\350\007'
   _globals['_STOPSERVINGREQUEST'].fields_by_name['serving_id']._loaded_options = None
   _globals['_STOPSERVINGREQUEST'].fields_by_name['serving_id']._serialized_options = b'\272H\004r\002\020\001'
-  _globals['_SERVINGSTATE']._serialized_start=857
-  _globals['_SERVINGSTATE']._serialized_end=983
+  _globals['_SERVINGSTATE']._serialized_start=931
+  _globals['_SERVINGSTATE']._serialized_end=1057
   _globals['_SERVING']._serialized_start=155
   _globals['_SERVING']._serialized_end=427
   _globals['_SERVEMODELREQUEST']._serialized_start=430
@@ -49,13 +51,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SERVEMODELRESPONSE']._serialized_start=575
   _globals['_SERVEMODELRESPONSE']._serialized_end=641
   _globals['_LISTSERVINGSREQUEST']._serialized_start=643
-  _globals['_LISTSERVINGSREQUEST']._serialized_end=664
-  _globals['_LISTSERVINGSRESPONSE']._serialized_start=666
-  _globals['_LISTSERVINGSRESPONSE']._serialized_end=735
-  _globals['_STOPSERVINGREQUEST']._serialized_start=737
-  _globals['_STOPSERVINGREQUEST']._serialized_end=786
-  _globals['_STOPSERVINGRESPONSE']._serialized_start=788
-  _globals['_STOPSERVINGRESPONSE']._serialized_end=855
-  _globals['_SERVINGSERVICE']._serialized_start=986
-  _globals['_SERVINGSERVICE']._serialized_end=1292
+  _globals['_LISTSERVINGSREQUEST']._serialized_end=713
+  _globals['_LISTSERVINGSRESPONSE']._serialized_start=715
+  _globals['_LISTSERVINGSRESPONSE']._serialized_end=809
+  _globals['_STOPSERVINGREQUEST']._serialized_start=811
+  _globals['_STOPSERVINGREQUEST']._serialized_end=860
+  _globals['_STOPSERVINGRESPONSE']._serialized_start=862
+  _globals['_STOPSERVINGRESPONSE']._serialized_end=929
+  _globals['_SERVINGSERVICE']._serialized_start=1060
+  _globals['_SERVINGSERVICE']._serialized_end=1366
 # @@protoc_insertion_point(module_scope)

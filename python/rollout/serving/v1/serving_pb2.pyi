@@ -182,16 +182,25 @@ Global___ServeModelResponse: _TypeAlias = ServeModelResponse  # noqa: Y015
 
 @_typing.final
 class ListServingsRequest(_message.Message):
-    """ListServingsRequest is empty."""
+    """ListServingsRequest requests a page of served models."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """Largest number of served models to return; 0: 100."""
+    page_token: _builtins.str
+    """`next_page_token` of the previous page; empty: the first page."""
     def __init__(
         self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -199,11 +208,14 @@ Global___ListServingsRequest: _TypeAlias = ListServingsRequest  # noqa: Y015
 
 @_typing.final
 class ListServingsResponse(_message.Message):
-    """ListServingsResponse holds the served models."""
+    """ListServingsResponse is a page of served models."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SERVINGS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty: this is the last."""
     @_builtins.property
     def servings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Serving]:
         """Served models, oldest first."""
@@ -212,10 +224,11 @@ class ListServingsResponse(_message.Message):
         self,
         *,
         servings: _abc.Iterable[Global___Serving] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["servings", b"servings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "servings", b"servings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

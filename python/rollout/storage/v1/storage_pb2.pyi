@@ -532,12 +532,17 @@ class ListEventsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FILTER_FIELD_NUMBER: _builtins.int
-    LIMIT_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
     NEWEST_FIELD_NUMBER: _builtins.int
-    limit: _builtins.int
-    """Maximum number of events; 0: 1,000."""
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """Largest number of events to return; 0: 1,000."""
     newest: _builtins.bool
-    """Whether to return the newest events instead of the oldest. The order is the same."""
+    """Whether the first page has the newest events instead of the oldest, and each next page older
+    ones. The order in a page is the same.
+    """
+    page_token: _builtins.str
+    """`next_page_token` of the previous page; empty: the first page."""
     @_builtins.property
     def filter(self) -> Global___EventFilter:
         """Events to return."""
@@ -546,12 +551,13 @@ class ListEventsRequest(_message.Message):
         self,
         *,
         filter: Global___EventFilter | None = ...,
-        limit: _builtins.int = ...,
+        page_size: _builtins.int = ...,
         newest: _builtins.bool = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "limit", b"limit", "newest", b"newest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "newest", b"newest", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -559,11 +565,14 @@ Global___ListEventsRequest: _TypeAlias = ListEventsRequest  # noqa: Y015
 
 @_typing.final
 class ListEventsResponse(_message.Message):
-    """ListEventsResponse is the selected events."""
+    """ListEventsResponse is a page of events."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     EVENTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty: this is the last."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[_event_pb2.Event]:
         """Oldest first."""
@@ -572,10 +581,11 @@ class ListEventsResponse(_message.Message):
         self,
         *,
         events: _abc.Iterable[_event_pb2.Event] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -638,10 +648,16 @@ class QueryMetricsRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     NAMES_FIELD_NUMBER: _builtins.int
     FROM_STEP_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     from_step: _builtins.int
     """First step to return."""
+    page_size: _builtins.int
+    """Largest number of points to return, of all series together; 0: 10,000."""
+    page_token: _builtins.str
+    """`next_page_token` of the previous page; empty: the first page."""
     @_builtins.property
     def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names; empty: all."""
@@ -652,10 +668,12 @@ class QueryMetricsRequest(_message.Message):
         run_id: _builtins.str = ...,
         names: _abc.Iterable[_builtins.str] | None = ...,
         from_step: _builtins.int = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_step", b"from_step", "names", b"names", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_step", b"from_step", "names", b"names", "page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -663,23 +681,29 @@ Global___QueryMetricsRequest: _TypeAlias = QueryMetricsRequest  # noqa: Y015
 
 @_typing.final
 class QueryMetricsResponse(_message.Message):
-    """QueryMetricsResponse is the series."""
+    """QueryMetricsResponse is a page of the series."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SERIES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty: this is the last."""
     @_builtins.property
     def series(self) -> _containers.RepeatedCompositeFieldContainer[Global___Series]:
-        """One per metric, ordered by name."""
+        """One per metric, ordered by name. The last one continues in the next page if that begins with
+        the same name.
+        """
 
     def __init__(
         self,
         *,
         series: _abc.Iterable[Global___Series] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["series", b"series"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "series", b"series"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

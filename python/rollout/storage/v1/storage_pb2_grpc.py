@@ -387,7 +387,8 @@ class EventServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def TailEvents(self, request, context):
-        """TailEvents streams the stored events in order, then new ones until the client disconnects.
+        """TailEvents streams the stored events in order, then new ones until the client disconnects. A
+        client resumes a broken stream after the sequence number of its last event.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -159,7 +159,9 @@ class EventServiceStub:
     ListEvents: _grpc.UnaryUnaryMultiCallable[_storage_pb2.ListEventsRequest, _storage_pb2.ListEventsResponse]
     """ListEvents returns stored events in order."""
     TailEvents: _grpc.UnaryStreamMultiCallable[_storage_pb2.TailEventsRequest, _storage_pb2.TailEventsResponse]
-    """TailEvents streams the stored events in order, then new ones until the client disconnects."""
+    """TailEvents streams the stored events in order, then new ones until the client disconnects. A
+    client resumes a broken stream after the sequence number of its last event.
+    """
     QueryMetrics: _grpc.UnaryUnaryMultiCallable[_storage_pb2.QueryMetricsRequest, _storage_pb2.QueryMetricsResponse]
     """QueryMetrics returns metrics by step."""
     QueryTelemetry: _grpc.UnaryStreamMultiCallable[_storage_pb2.QueryTelemetryRequest, _storage_pb2.QueryTelemetryResponse]
@@ -181,7 +183,9 @@ class EventServiceAsyncStub(EventServiceStub):
     ListEvents: _aio.UnaryUnaryMultiCallable[_storage_pb2.ListEventsRequest, _storage_pb2.ListEventsResponse]  # type: ignore[assignment]
     """ListEvents returns stored events in order."""
     TailEvents: _aio.UnaryStreamMultiCallable[_storage_pb2.TailEventsRequest, _storage_pb2.TailEventsResponse]  # type: ignore[assignment]
-    """TailEvents streams the stored events in order, then new ones until the client disconnects."""
+    """TailEvents streams the stored events in order, then new ones until the client disconnects. A
+    client resumes a broken stream after the sequence number of its last event.
+    """
     QueryMetrics: _aio.UnaryUnaryMultiCallable[_storage_pb2.QueryMetricsRequest, _storage_pb2.QueryMetricsResponse]  # type: ignore[assignment]
     """QueryMetrics returns metrics by step."""
     QueryTelemetry: _aio.UnaryStreamMultiCallable[_storage_pb2.QueryTelemetryRequest, _storage_pb2.QueryTelemetryResponse]  # type: ignore[assignment]
@@ -218,7 +222,9 @@ class EventServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _storage_pb2.TailEventsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_storage_pb2.TailEventsResponse], _abc.AsyncIterator[_storage_pb2.TailEventsResponse]]:
-        """TailEvents streams the stored events in order, then new ones until the client disconnects."""
+        """TailEvents streams the stored events in order, then new ones until the client disconnects. A
+        client resumes a broken stream after the sequence number of its last event.
+        """
 
     @_abc_1.abstractmethod
     def QueryMetrics(

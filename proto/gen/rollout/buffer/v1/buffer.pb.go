@@ -2324,10 +2324,13 @@ type ListStepsRequest struct {
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	// First step to return.
 	FromStep uint64 `protobuf:"varint,2,opt,name=from_step,json=fromStep,proto3" json:"from_step,omitempty"`
-	// Largest number of steps; 0: 10,000.
-	Limit uint32 `protobuf:"varint,3,opt,name=limit,proto3" json:"limit,omitempty"`
-	// Whether to return the newest steps instead of the first ones.
-	Newest        bool `protobuf:"varint,4,opt,name=newest,proto3" json:"newest,omitempty"`
+	// Largest number of steps to return; 0: 1,000.
+	PageSize uint32 `protobuf:"varint,3,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
+	// Whether the first page has the newest steps instead of the first ones, and each next page older
+	// ones. The order in a page is the same.
+	Newest bool `protobuf:"varint,4,opt,name=newest,proto3" json:"newest,omitempty"`
+	// `next_page_token` of the previous page; empty: the first page.
+	PageToken     string `protobuf:"bytes,5,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2376,9 +2379,9 @@ func (x *ListStepsRequest) GetFromStep() uint64 {
 	return 0
 }
 
-func (x *ListStepsRequest) GetLimit() uint32 {
+func (x *ListStepsRequest) GetPageSize() uint32 {
 	if x != nil {
-		return x.Limit
+		return x.PageSize
 	}
 	return 0
 }
@@ -2390,11 +2393,20 @@ func (x *ListStepsRequest) GetNewest() bool {
 	return false
 }
 
-// ListStepsResponse is the steps.
+func (x *ListStepsRequest) GetPageToken() string {
+	if x != nil {
+		return x.PageToken
+	}
+	return ""
+}
+
+// ListStepsResponse is a page of steps.
 type ListStepsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Steps in order.
-	Steps         []*StepRecord `protobuf:"bytes,1,rep,name=steps,proto3" json:"steps,omitempty"`
+	Steps []*StepRecord `protobuf:"bytes,1,rep,name=steps,proto3" json:"steps,omitempty"`
+	// Token of the next page; empty: this is the last.
+	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2436,6 +2448,13 @@ func (x *ListStepsResponse) GetSteps() []*StepRecord {
 	return nil
 }
 
+func (x *ListStepsResponse) GetNextPageToken() string {
+	if x != nil {
+		return x.NextPageToken
+	}
+	return ""
+}
+
 // ListGroupsRequest asks for groups.
 type ListGroupsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2443,10 +2462,12 @@ type ListGroupsRequest struct {
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	// First position to return.
 	FromPosition uint64 `protobuf:"varint,2,opt,name=from_position,json=fromPosition,proto3" json:"from_position,omitempty"`
-	// Largest number of groups; 0: 10,000.
-	Limit uint32 `protobuf:"varint,3,opt,name=limit,proto3" json:"limit,omitempty"`
+	// Largest number of groups to return; 0: 1,000.
+	PageSize uint32 `protobuf:"varint,3,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	// Only groups in one of these states; empty: all.
-	States        []GroupState `protobuf:"varint,4,rep,packed,name=states,proto3,enum=rollout.buffer.v1.GroupState" json:"states,omitempty"`
+	States []GroupState `protobuf:"varint,4,rep,packed,name=states,proto3,enum=rollout.buffer.v1.GroupState" json:"states,omitempty"`
+	// `next_page_token` of the previous page; empty: the first page.
+	PageToken     string `protobuf:"bytes,5,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2495,9 +2516,9 @@ func (x *ListGroupsRequest) GetFromPosition() uint64 {
 	return 0
 }
 
-func (x *ListGroupsRequest) GetLimit() uint32 {
+func (x *ListGroupsRequest) GetPageSize() uint32 {
 	if x != nil {
-		return x.Limit
+		return x.PageSize
 	}
 	return 0
 }
@@ -2509,11 +2530,20 @@ func (x *ListGroupsRequest) GetStates() []GroupState {
 	return nil
 }
 
-// ListGroupsResponse is the groups.
+func (x *ListGroupsRequest) GetPageToken() string {
+	if x != nil {
+		return x.PageToken
+	}
+	return ""
+}
+
+// ListGroupsResponse is a page of groups.
 type ListGroupsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Groups by position.
-	Groups        []*GroupRecord `protobuf:"bytes,1,rep,name=groups,proto3" json:"groups,omitempty"`
+	Groups []*GroupRecord `protobuf:"bytes,1,rep,name=groups,proto3" json:"groups,omitempty"`
+	// Token of the next page; empty: this is the last.
+	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2555,6 +2585,13 @@ func (x *ListGroupsResponse) GetGroups() []*GroupRecord {
 	return nil
 }
 
+func (x *ListGroupsResponse) GetNextPageToken() string {
+	if x != nil {
+		return x.NextPageToken
+	}
+	return ""
+}
+
 // ListIncompleteGroupsRequest names a range of positions.
 type ListIncompleteGroupsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2564,8 +2601,10 @@ type ListIncompleteGroupsRequest struct {
 	FromPosition uint64 `protobuf:"varint,2,opt,name=from_position,json=fromPosition,proto3" json:"from_position,omitempty"`
 	// Position after the last one to return, or after the last group if that is later.
 	EndPosition uint64 `protobuf:"varint,3,opt,name=end_position,json=endPosition,proto3" json:"end_position,omitempty"`
-	// Largest number of groups; 0: 10,000.
-	Limit         uint32 `protobuf:"varint,4,opt,name=limit,proto3" json:"limit,omitempty"`
+	// Largest number of groups to return; 0: 1,000.
+	PageSize uint32 `protobuf:"varint,4,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
+	// `next_page_token` of the previous page; empty: the first page.
+	PageToken     string `protobuf:"bytes,5,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2621,20 +2660,29 @@ func (x *ListIncompleteGroupsRequest) GetEndPosition() uint64 {
 	return 0
 }
 
-func (x *ListIncompleteGroupsRequest) GetLimit() uint32 {
+func (x *ListIncompleteGroupsRequest) GetPageSize() uint32 {
 	if x != nil {
-		return x.Limit
+		return x.PageSize
 	}
 	return 0
 }
 
-// ListIncompleteGroupsResponse is the groups.
+func (x *ListIncompleteGroupsRequest) GetPageToken() string {
+	if x != nil {
+		return x.PageToken
+	}
+	return ""
+}
+
+// ListIncompleteGroupsResponse is a page of groups.
 type ListIncompleteGroupsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Groups by position. A position without a group has attempt 0 and no state.
 	Groups []*GroupRecord `protobuf:"bytes,1,rep,name=groups,proto3" json:"groups,omitempty"`
 	// Position after the last group of the ledger.
-	EndPosition   uint64 `protobuf:"varint,2,opt,name=end_position,json=endPosition,proto3" json:"end_position,omitempty"`
+	EndPosition uint64 `protobuf:"varint,2,opt,name=end_position,json=endPosition,proto3" json:"end_position,omitempty"`
+	// Token of the next page; empty: this is the last.
+	NextPageToken string `protobuf:"bytes,3,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2681,6 +2729,13 @@ func (x *ListIncompleteGroupsResponse) GetEndPosition() uint64 {
 		return x.EndPosition
 	}
 	return 0
+}
+
+func (x *ListIncompleteGroupsResponse) GetNextPageToken() string {
+	if x != nil {
+		return x.NextPageToken
+	}
+	return ""
 }
 
 // ExcludeGroupsRequest names groups and a reason.
@@ -4217,30 +4272,39 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x1b\n" +
 	"\x04step\x18\x02 \x01(\x04B\a\xbaH\x042\x02(\x01R\x04step\"B\n" +
 	"\x10GetBatchResponse\x12.\n" +
-	"\x05batch\x18\x01 \x01(\v2\x18.rollout.buffer.v1.BatchR\x05batch\"\x88\x01\n" +
+	"\x05batch\x18\x01 \x01(\v2\x18.rollout.buffer.v1.BatchR\x05batch\"\xad\x01\n" +
 	"\x10ListStepsRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x1b\n" +
-	"\tfrom_step\x18\x02 \x01(\x04R\bfromStep\x12\x1f\n" +
-	"\x05limit\x18\x03 \x01(\rB\t\xbaH\x06*\x04\x18\xa0\x8d\x06R\x05limit\x12\x16\n" +
-	"\x06newest\x18\x04 \x01(\bR\x06newest\"H\n" +
+	"\tfrom_step\x18\x02 \x01(\x04R\bfromStep\x12%\n" +
+	"\tpage_size\x18\x03 \x01(\rB\b\xbaH\x05*\x03\x18\x90NR\bpageSize\x12\x16\n" +
+	"\x06newest\x18\x04 \x01(\bR\x06newest\x12\x1d\n" +
+	"\n" +
+	"page_token\x18\x05 \x01(\tR\tpageToken\"p\n" +
 	"\x11ListStepsResponse\x123\n" +
-	"\x05steps\x18\x01 \x03(\v2\x1d.rollout.buffer.v1.StepRecordR\x05steps\"\xbf\x01\n" +
+	"\x05steps\x18\x01 \x03(\v2\x1d.rollout.buffer.v1.StepRecordR\x05steps\x12&\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xe4\x01\n" +
 	"\x11ListGroupsRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12#\n" +
-	"\rfrom_position\x18\x02 \x01(\x04R\ffromPosition\x12\x1f\n" +
-	"\x05limit\x18\x03 \x01(\rB\t\xbaH\x06*\x04\x18\xa0\x8d\x06R\x05limit\x12D\n" +
+	"\rfrom_position\x18\x02 \x01(\x04R\ffromPosition\x12%\n" +
+	"\tpage_size\x18\x03 \x01(\rB\b\xbaH\x05*\x03\x18\x90NR\bpageSize\x12D\n" +
 	"\x06states\x18\x04 \x03(\x0e2\x1d.rollout.buffer.v1.GroupStateB\r\xbaH\n" +
-	"\x92\x01\a\"\x05\x82\x01\x02\x10\x01R\x06states\"L\n" +
+	"\x92\x01\a\"\x05\x82\x01\x02\x10\x01R\x06states\x12\x1d\n" +
+	"\n" +
+	"page_token\x18\x05 \x01(\tR\tpageToken\"t\n" +
 	"\x12ListGroupsResponse\x126\n" +
-	"\x06groups\x18\x01 \x03(\v2\x1e.rollout.buffer.v1.GroupRecordR\x06groups\"\xa6\x01\n" +
+	"\x06groups\x18\x01 \x03(\v2\x1e.rollout.buffer.v1.GroupRecordR\x06groups\x12&\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xcb\x01\n" +
 	"\x1bListIncompleteGroupsRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12#\n" +
 	"\rfrom_position\x18\x02 \x01(\x04R\ffromPosition\x12!\n" +
-	"\fend_position\x18\x03 \x01(\x04R\vendPosition\x12\x1f\n" +
-	"\x05limit\x18\x04 \x01(\rB\t\xbaH\x06*\x04\x18\xa0\x8d\x06R\x05limit\"y\n" +
+	"\fend_position\x18\x03 \x01(\x04R\vendPosition\x12%\n" +
+	"\tpage_size\x18\x04 \x01(\rB\b\xbaH\x05*\x03\x18\x90NR\bpageSize\x12\x1d\n" +
+	"\n" +
+	"page_token\x18\x05 \x01(\tR\tpageToken\"\xa1\x01\n" +
 	"\x1cListIncompleteGroupsResponse\x126\n" +
 	"\x06groups\x18\x01 \x03(\v2\x1e.rollout.buffer.v1.GroupRecordR\x06groups\x12!\n" +
-	"\fend_position\x18\x02 \x01(\x04R\vendPosition\"\xd8\x01\n" +
+	"\fend_position\x18\x02 \x01(\x04R\vendPosition\x12&\n" +
+	"\x0fnext_page_token\x18\x03 \x01(\tR\rnextPageToken\"\xd8\x01\n" +
 	"\x14ExcludeGroupsRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12=\n" +
 	"\x06groups\x18\x02 \x03(\v2\x1b.rollout.buffer.v1.GroupKeyB\b\xbaH\x05\x92\x01\x02\b\x01R\x06groups\x12\x1f\n" +

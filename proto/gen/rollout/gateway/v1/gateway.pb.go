@@ -316,9 +316,13 @@ func (x *Model) GetWeightsVersions() []uint64 {
 	return nil
 }
 
-// ListModelsRequest is empty.
+// ListModelsRequest requests a page of policies.
 type ListModelsRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Largest number of policies to return; 0: 100.
+	PageSize uint32 `protobuf:"varint,1,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
+	// `next_page_token` of the previous page; empty: the first page.
+	PageToken     string `protobuf:"bytes,2,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -353,11 +357,27 @@ func (*ListModelsRequest) Descriptor() ([]byte, []int) {
 	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{5}
 }
 
-// ListModelsResponse is the policies.
+func (x *ListModelsRequest) GetPageSize() uint32 {
+	if x != nil {
+		return x.PageSize
+	}
+	return 0
+}
+
+func (x *ListModelsRequest) GetPageToken() string {
+	if x != nil {
+		return x.PageToken
+	}
+	return ""
+}
+
+// ListModelsResponse is a page of policies.
 type ListModelsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Policies, ordered by name.
-	Models        []*Model `protobuf:"bytes,1,rep,name=models,proto3" json:"models,omitempty"`
+	// Policies, ordered by name and run.
+	Models []*Model `protobuf:"bytes,1,rep,name=models,proto3" json:"models,omitempty"`
+	// Token of the next page; empty: this is the last.
+	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -397,6 +417,13 @@ func (x *ListModelsResponse) GetModels() []*Model {
 		return x.Models
 	}
 	return nil
+}
+
+func (x *ListModelsResponse) GetNextPageToken() string {
+	if x != nil {
+		return x.NextPageToken
+	}
+	return ""
 }
 
 // CompleteRequest requests completions.
@@ -631,7 +658,11 @@ func (x *CompleteResponse) GetRunId() string {
 type GetSessionRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Session.
-	SessionId     string `protobuf:"bytes,1,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
+	SessionId string `protobuf:"bytes,1,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
+	// Largest number of segments to return; 0: 1,000.
+	PageSize uint32 `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
+	// `next_page_token` of the previous page; empty: the first page.
+	PageToken     string `protobuf:"bytes,3,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -673,7 +704,21 @@ func (x *GetSessionRequest) GetSessionId() string {
 	return ""
 }
 
-// GetSessionResponse is a session.
+func (x *GetSessionRequest) GetPageSize() uint32 {
+	if x != nil {
+		return x.PageSize
+	}
+	return 0
+}
+
+func (x *GetSessionRequest) GetPageToken() string {
+	if x != nil {
+		return x.PageToken
+	}
+	return ""
+}
+
+// GetSessionResponse is a session with a page of its segments.
 type GetSessionResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Segments in the order in which they were appended: parents first.
@@ -683,7 +728,9 @@ type GetSessionResponse struct {
 	// The sample that it was issued for; absent if it belongs to no prompt group.
 	Task *SessionTask `protobuf:"bytes,4,opt,name=task,proto3" json:"task,omitempty"`
 	// How it ended; absent while it is open.
-	End           *SessionEnd `protobuf:"bytes,5,opt,name=end,proto3" json:"end,omitempty"`
+	End *SessionEnd `protobuf:"bytes,5,opt,name=end,proto3" json:"end,omitempty"`
+	// Token of the next page; empty: this is the last.
+	NextPageToken string `protobuf:"bytes,6,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -744,6 +791,13 @@ func (x *GetSessionResponse) GetEnd() *SessionEnd {
 		return x.End
 	}
 	return nil
+}
+
+func (x *GetSessionResponse) GetNextPageToken() string {
+	if x != nil {
+		return x.NextPageToken
+	}
+	return ""
 }
 
 // SessionSegment is a segment and the request that appended it.
@@ -1381,10 +1435,14 @@ const file_rollout_gateway_v1_gateway_proto_rawDesc = "" +
 	"\rmax_model_len\x18\x05 \x01(\rR\vmaxModelLen\x12;\n" +
 	"\vcreate_time\x18\x06 \x01(\v2\x1a.google.protobuf.TimestampR\n" +
 	"createTime\x12)\n" +
-	"\x10weights_versions\x18\a \x03(\x04R\x0fweightsVersions\"\x13\n" +
-	"\x11ListModelsRequest\"G\n" +
+	"\x10weights_versions\x18\a \x03(\x04R\x0fweightsVersions\"Y\n" +
+	"\x11ListModelsRequest\x12%\n" +
+	"\tpage_size\x18\x01 \x01(\rB\b\xbaH\x05*\x03\x18\xe8\aR\bpageSize\x12\x1d\n" +
+	"\n" +
+	"page_token\x18\x02 \x01(\tR\tpageToken\"o\n" +
 	"\x12ListModelsResponse\x121\n" +
-	"\x06models\x18\x01 \x03(\v2\x19.rollout.gateway.v1.ModelR\x06models\"\xfc\x04\n" +
+	"\x06models\x18\x01 \x03(\v2\x19.rollout.gateway.v1.ModelR\x06models\x12&\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xfc\x04\n" +
 	"\x0fCompleteRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12C\n" +
 	"\aprompts\x18\x02 \x03(\v2\x1c.rollout.inference.v1.PromptB\v\xbaH\b\x92\x01\x05\b\x01\x10\x80\x02R\aprompts\x12<\n" +
@@ -1410,15 +1468,19 @@ const file_rollout_gateway_v1_gateway_proto_rawDesc = "" +
 	"session_id\x18\x01 \x01(\tR\tsessionId\x12<\n" +
 	"\x05piece\x18\x02 \x01(\v2&.rollout.inference.v1.GenerateResponseR\x05piece\x12\x14\n" +
 	"\x05model\x18\x03 \x01(\tR\x05model\x12\x15\n" +
-	"\x06run_id\x18\x04 \x01(\tR\x05runId\";\n" +
+	"\x06run_id\x18\x04 \x01(\tR\x05runId\"\x81\x01\n" +
 	"\x11GetSessionRequest\x12&\n" +
 	"\n" +
-	"session_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\tsessionId\"\xdf\x01\n" +
+	"session_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\tsessionId\x12%\n" +
+	"\tpage_size\x18\x02 \x01(\rB\b\xbaH\x05*\x03\x18\x90NR\bpageSize\x12\x1d\n" +
+	"\n" +
+	"page_token\x18\x03 \x01(\tR\tpageToken\"\x87\x02\n" +
 	"\x12GetSessionResponse\x12>\n" +
 	"\bsegments\x18\x02 \x03(\v2\".rollout.gateway.v1.SessionSegmentR\bsegments\x12\x15\n" +
 	"\x06run_id\x18\x03 \x01(\tR\x05runId\x123\n" +
 	"\x04task\x18\x04 \x01(\v2\x1f.rollout.gateway.v1.SessionTaskR\x04task\x120\n" +
-	"\x03end\x18\x05 \x01(\v2\x1e.rollout.gateway.v1.SessionEndR\x03endJ\x04\b\x01\x10\x02R\x05turns\"\x8d\x02\n" +
+	"\x03end\x18\x05 \x01(\v2\x1e.rollout.gateway.v1.SessionEndR\x03end\x12&\n" +
+	"\x0fnext_page_token\x18\x06 \x01(\tR\rnextPageTokenJ\x04\b\x01\x10\x02R\x05turns\"\x8d\x02\n" +
 	"\x0eSessionSegment\x125\n" +
 	"\asegment\x18\x01 \x01(\v2\x1b.rollout.session.v1.SegmentR\asegment\x12\x1d\n" +
 	"\n" +

@@ -342,9 +342,13 @@ func (x *ServeModelResponse) GetServing() *Serving {
 	return nil
 }
 
-// ListServingsRequest is empty.
+// ListServingsRequest requests a page of served models.
 type ListServingsRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Largest number of served models to return; 0: 100.
+	PageSize uint32 `protobuf:"varint,1,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
+	// `next_page_token` of the previous page; empty: the first page.
+	PageToken     string `protobuf:"bytes,2,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -379,11 +383,27 @@ func (*ListServingsRequest) Descriptor() ([]byte, []int) {
 	return file_rollout_serving_v1_serving_proto_rawDescGZIP(), []int{3}
 }
 
-// ListServingsResponse holds the served models.
+func (x *ListServingsRequest) GetPageSize() uint32 {
+	if x != nil {
+		return x.PageSize
+	}
+	return 0
+}
+
+func (x *ListServingsRequest) GetPageToken() string {
+	if x != nil {
+		return x.PageToken
+	}
+	return ""
+}
+
+// ListServingsResponse is a page of served models.
 type ListServingsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Served models, oldest first.
-	Servings      []*Serving `protobuf:"bytes,1,rep,name=servings,proto3" json:"servings,omitempty"`
+	Servings []*Serving `protobuf:"bytes,1,rep,name=servings,proto3" json:"servings,omitempty"`
+	// Token of the next page; empty: this is the last.
+	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -423,6 +443,13 @@ func (x *ListServingsResponse) GetServings() []*Serving {
 		return x.Servings
 	}
 	return nil
+}
+
+func (x *ListServingsResponse) GetNextPageToken() string {
+	if x != nil {
+		return x.NextPageToken
+	}
+	return ""
 }
 
 // StopServingRequest names a served model.
@@ -543,10 +570,14 @@ const file_rollout_serving_v1_serving_proto_rawDesc = "" +
 	"\x0fweights_version\x18\x03 \x01(\x04R\x0eweightsVersion\x12\x1a\n" +
 	"\bdetached\x18\x04 \x01(\bR\bdetached\"K\n" +
 	"\x12ServeModelResponse\x125\n" +
-	"\aserving\x18\x01 \x01(\v2\x1b.rollout.serving.v1.ServingR\aserving\"\x15\n" +
-	"\x13ListServingsRequest\"O\n" +
+	"\aserving\x18\x01 \x01(\v2\x1b.rollout.serving.v1.ServingR\aserving\"[\n" +
+	"\x13ListServingsRequest\x12%\n" +
+	"\tpage_size\x18\x01 \x01(\rB\b\xbaH\x05*\x03\x18\xe8\aR\bpageSize\x12\x1d\n" +
+	"\n" +
+	"page_token\x18\x02 \x01(\tR\tpageToken\"w\n" +
 	"\x14ListServingsResponse\x127\n" +
-	"\bservings\x18\x01 \x03(\v2\x1b.rollout.serving.v1.ServingR\bservings\"<\n" +
+	"\bservings\x18\x01 \x03(\v2\x1b.rollout.serving.v1.ServingR\bservings\x12&\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"<\n" +
 	"\x12StopServingRequest\x12&\n" +
 	"\n" +
 	"serving_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\tservingId\"L\n" +

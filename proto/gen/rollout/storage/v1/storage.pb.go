@@ -1028,10 +1028,13 @@ type ListEventsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Events to return.
 	Filter *EventFilter `protobuf:"bytes,1,opt,name=filter,proto3" json:"filter,omitempty"`
-	// Maximum number of events; 0: 1,000.
-	Limit uint32 `protobuf:"varint,2,opt,name=limit,proto3" json:"limit,omitempty"`
-	// Whether to return the newest events instead of the oldest. The order is the same.
-	Newest        bool `protobuf:"varint,3,opt,name=newest,proto3" json:"newest,omitempty"`
+	// Largest number of events to return; 0: 1,000.
+	PageSize uint32 `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
+	// Whether the first page has the newest events instead of the oldest, and each next page older
+	// ones. The order in a page is the same.
+	Newest bool `protobuf:"varint,3,opt,name=newest,proto3" json:"newest,omitempty"`
+	// `next_page_token` of the previous page; empty: the first page.
+	PageToken     string `protobuf:"bytes,4,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1073,9 +1076,9 @@ func (x *ListEventsRequest) GetFilter() *EventFilter {
 	return nil
 }
 
-func (x *ListEventsRequest) GetLimit() uint32 {
+func (x *ListEventsRequest) GetPageSize() uint32 {
 	if x != nil {
-		return x.Limit
+		return x.PageSize
 	}
 	return 0
 }
@@ -1087,11 +1090,20 @@ func (x *ListEventsRequest) GetNewest() bool {
 	return false
 }
 
-// ListEventsResponse is the selected events.
+func (x *ListEventsRequest) GetPageToken() string {
+	if x != nil {
+		return x.PageToken
+	}
+	return ""
+}
+
+// ListEventsResponse is a page of events.
 type ListEventsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Oldest first.
-	Events        []*v1.Event `protobuf:"bytes,1,rep,name=events,proto3" json:"events,omitempty"`
+	Events []*v1.Event `protobuf:"bytes,1,rep,name=events,proto3" json:"events,omitempty"`
+	// Token of the next page; empty: this is the last.
+	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1131,6 +1143,13 @@ func (x *ListEventsResponse) GetEvents() []*v1.Event {
 		return x.Events
 	}
 	return nil
+}
+
+func (x *ListEventsResponse) GetNextPageToken() string {
+	if x != nil {
+		return x.NextPageToken
+	}
+	return ""
 }
 
 // TailEventsRequest selects events.
@@ -1233,7 +1252,11 @@ type QueryMetricsRequest struct {
 	// Names; empty: all.
 	Names []string `protobuf:"bytes,2,rep,name=names,proto3" json:"names,omitempty"`
 	// First step to return.
-	FromStep      uint64 `protobuf:"varint,3,opt,name=from_step,json=fromStep,proto3" json:"from_step,omitempty"`
+	FromStep uint64 `protobuf:"varint,3,opt,name=from_step,json=fromStep,proto3" json:"from_step,omitempty"`
+	// Largest number of points to return, of all series together; 0: 10,000.
+	PageSize uint32 `protobuf:"varint,4,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
+	// `next_page_token` of the previous page; empty: the first page.
+	PageToken     string `protobuf:"bytes,5,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1289,11 +1312,28 @@ func (x *QueryMetricsRequest) GetFromStep() uint64 {
 	return 0
 }
 
-// QueryMetricsResponse is the series.
+func (x *QueryMetricsRequest) GetPageSize() uint32 {
+	if x != nil {
+		return x.PageSize
+	}
+	return 0
+}
+
+func (x *QueryMetricsRequest) GetPageToken() string {
+	if x != nil {
+		return x.PageToken
+	}
+	return ""
+}
+
+// QueryMetricsResponse is a page of the series.
 type QueryMetricsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// One per metric, ordered by name.
-	Series        []*Series `protobuf:"bytes,1,rep,name=series,proto3" json:"series,omitempty"`
+	// One per metric, ordered by name. The last one continues in the next page if that begins with
+	// the same name.
+	Series []*Series `protobuf:"bytes,1,rep,name=series,proto3" json:"series,omitempty"`
+	// Token of the next page; empty: this is the last.
+	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1333,6 +1373,13 @@ func (x *QueryMetricsResponse) GetSeries() []*Series {
 		return x.Series
 	}
 	return nil
+}
+
+func (x *QueryMetricsResponse) GetNextPageToken() string {
+	if x != nil {
+		return x.NextPageToken
+	}
+	return ""
 }
 
 // Series is the values of one metric by step.
@@ -1807,23 +1854,30 @@ const file_rollout_storage_v1_storage_proto_rawDesc = "" +
 	"\x17DeleteArtifactsResponse\"P\n" +
 	"\x13AppendEventsRequest\x129\n" +
 	"\x06events\x18\x01 \x03(\v2\x17.rollout.event.v1.EventB\b\xbaH\x05\x92\x01\x02\b\x01R\x06events\"\x16\n" +
-	"\x14AppendEventsResponse\"\x85\x01\n" +
+	"\x14AppendEventsResponse\"\xaa\x01\n" +
 	"\x11ListEventsRequest\x127\n" +
-	"\x06filter\x18\x01 \x01(\v2\x1f.rollout.storage.v1.EventFilterR\x06filter\x12\x1f\n" +
-	"\x05limit\x18\x02 \x01(\rB\t\xbaH\x06*\x04\x18\xa0\x8d\x06R\x05limit\x12\x16\n" +
-	"\x06newest\x18\x03 \x01(\bR\x06newest\"E\n" +
+	"\x06filter\x18\x01 \x01(\v2\x1f.rollout.storage.v1.EventFilterR\x06filter\x12%\n" +
+	"\tpage_size\x18\x02 \x01(\rB\b\xbaH\x05*\x03\x18\x90NR\bpageSize\x12\x16\n" +
+	"\x06newest\x18\x03 \x01(\bR\x06newest\x12\x1d\n" +
+	"\n" +
+	"page_token\x18\x04 \x01(\tR\tpageToken\"m\n" +
 	"\x12ListEventsResponse\x12/\n" +
-	"\x06events\x18\x01 \x03(\v2\x17.rollout.event.v1.EventR\x06events\"L\n" +
+	"\x06events\x18\x01 \x03(\v2\x17.rollout.event.v1.EventR\x06events\x12&\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"L\n" +
 	"\x11TailEventsRequest\x127\n" +
 	"\x06filter\x18\x01 \x01(\v2\x1f.rollout.storage.v1.EventFilterR\x06filter\"E\n" +
 	"\x12TailEventsResponse\x12/\n" +
-	"\x06events\x18\x01 \x03(\v2\x17.rollout.event.v1.EventR\x06events\"h\n" +
+	"\x06events\x18\x01 \x03(\v2\x17.rollout.event.v1.EventR\x06events\"\xaf\x01\n" +
 	"\x13QueryMetricsRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x14\n" +
 	"\x05names\x18\x02 \x03(\tR\x05names\x12\x1b\n" +
-	"\tfrom_step\x18\x03 \x01(\x04R\bfromStep\"J\n" +
+	"\tfrom_step\x18\x03 \x01(\x04R\bfromStep\x12&\n" +
+	"\tpage_size\x18\x04 \x01(\rB\t\xbaH\x06*\x04\x18\xa0\x8d\x06R\bpageSize\x12\x1d\n" +
+	"\n" +
+	"page_token\x18\x05 \x01(\tR\tpageToken\"r\n" +
 	"\x14QueryMetricsResponse\x122\n" +
-	"\x06series\x18\x01 \x03(\v2\x1a.rollout.storage.v1.SeriesR\x06series\"O\n" +
+	"\x06series\x18\x01 \x03(\v2\x1a.rollout.storage.v1.SeriesR\x06series\x12&\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"O\n" +
 	"\x06Series\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x121\n" +
 	"\x06points\x18\x02 \x03(\v2\x19.rollout.storage.v1.PointR\x06points\"a\n" +

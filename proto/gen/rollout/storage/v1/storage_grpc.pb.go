@@ -354,7 +354,8 @@ type EventServiceClient interface {
 	AppendEvents(ctx context.Context, in *AppendEventsRequest, opts ...grpc.CallOption) (*AppendEventsResponse, error)
 	// ListEvents returns stored events in order.
 	ListEvents(ctx context.Context, in *ListEventsRequest, opts ...grpc.CallOption) (*ListEventsResponse, error)
-	// TailEvents streams the stored events in order, then new ones until the client disconnects.
+	// TailEvents streams the stored events in order, then new ones until the client disconnects. A
+	// client resumes a broken stream after the sequence number of its last event.
 	TailEvents(ctx context.Context, in *TailEventsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[TailEventsResponse], error)
 	// QueryMetrics returns metrics by step.
 	QueryMetrics(ctx context.Context, in *QueryMetricsRequest, opts ...grpc.CallOption) (*QueryMetricsResponse, error)
@@ -462,7 +463,8 @@ type EventServiceServer interface {
 	AppendEvents(context.Context, *AppendEventsRequest) (*AppendEventsResponse, error)
 	// ListEvents returns stored events in order.
 	ListEvents(context.Context, *ListEventsRequest) (*ListEventsResponse, error)
-	// TailEvents streams the stored events in order, then new ones until the client disconnects.
+	// TailEvents streams the stored events in order, then new ones until the client disconnects. A
+	// client resumes a broken stream after the sequence number of its last event.
 	TailEvents(*TailEventsRequest, grpc.ServerStreamingServer[TailEventsResponse]) error
 	// QueryMetrics returns metrics by step.
 	QueryMetrics(context.Context, *QueryMetricsRequest) (*QueryMetricsResponse, error)
