@@ -77,8 +77,8 @@ class Lines:
         staging.rename(self.path)
 
 
-def write(folder: Path, steps: int, mode: str) -> bytes:
-    """The plan of a run of this mode."""
+def write(folder: Path, steps: int, mode: str) -> Path:
+    """The configuration of a run of this mode."""
     path = Job(folder / mode, steps=steps, mode=mode, staleness=2 if mode == "async" else 0, workers=1, snapshot=5).write()
     edit(path, groups_per_step=GROUPS, group_size=SAMPLES, slots=64)
     rows = [json.dumps({"prompt": f"line {n}:"}) for n in range(GROUPS * steps)]  # `row 7:` is a failure of the reward

@@ -157,7 +157,7 @@ def test_nothing_of_another_project_is_visible(tmp_path: Path) -> None:
         assert checked >= READS, READS - checked
 
         events = storage_pb2_grpc.EventServiceStub(channel)
-        metadata = [("authorization", f"Bearer {eve}")]
+        metadata = (("authorization", f"Bearer {eve}"),)
         assert not any(e.run_id for e in events.ListEvents(storage_pb2.ListEventsRequest(), metadata=metadata).events)
         try:
             for response in events.TailEvents(storage_pb2.TailEventsRequest(), metadata=metadata, timeout=3):

@@ -197,7 +197,7 @@ func lists(message protoreflect.MessageDescriptor, page bool) []string {
 		seen[m.FullName()] = true
 		for i := range m.Fields().Len() {
 			field := m.Fields().Get(i)
-			if (field.IsList() || field.IsMap()) && !(top && page) {
+			if (field.IsList() || field.IsMap()) && (!top || !page) {
 				found[string(field.FullName())] = true
 			}
 			if field.Message() != nil {

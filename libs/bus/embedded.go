@@ -28,9 +28,9 @@ type EmbeddedOptions struct {
 	Host  string // "" is 127.0.0.1
 	Port  int    // 0 picks a free port
 	Token string // required from every client; "" for none
-	// Workers decides about the credentials of workers. With one as token a client reaches the subjects
-	// of its run only, and its connection is closed when the credential is not in force any more. nil:
-	// no such tokens
+	// Workers decides about the credentials of workers. With one as token a client reaches the
+	// subjects of its run only, and its connection is closed when the credential is not in force any
+	// more. nil: no such tokens
 	Workers *credential.Authority
 	TLS     *cert.Source // of the listener; nil: plain text
 	// NoSync skips the fsync of each stored message: acknowledged messages then survive the death of
@@ -145,8 +145,8 @@ func (a authorization) Check(c server.ClientAuthentication) bool {
 	return true
 }
 
-// expel closes the connections of workers whose credentials are not in force any more. A worker that
-// has a renewed one connects again.
+// expel closes the connections of workers whose credentials are not in force any more. A worker
+// that has a renewed one connects again.
 func (e *Embedded) expel(ctx context.Context) {
 	e.mu.Lock()
 	srv := e.srv

@@ -29,8 +29,8 @@ def services_key(mesh_token: str) -> str:
 
 
 def sign(mesh_token: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The body of a registration request (``Name``, ``ID``, ``Address``, ``Port``, ``Meta``) with the
-    signature of a service."""
+    """The body of a registration request (``Name``, ``ID``, ``Address``, ``Port``, ``Meta``) with
+    the signature of a service."""
     meta: dict[str, str] = dict(body.get("Meta") or {})
     message = sealed({"Service": {**body, "Service": body["Name"], "Meta": meta}})
     return {**body, "Meta": {**meta, "signature": _key(mesh_token).sign(message.encode()).signature.hex()}}

@@ -323,8 +323,8 @@ func TestRetention(t *testing.T) {
 	}
 }
 
-// Of the runs that have ended only the newest stay. One that was interrupted is not deleted and does
-// not count.
+// Of the runs that have ended only the newest stay. One that was interrupted is not deleted and
+// does not count.
 func TestRetentionByNumber(t *testing.T) {
 	t.Parallel()
 	w := setup(t)

@@ -50,8 +50,8 @@ func readProcess(pid int) (parent int, p osProcess, found bool) {
 	return parent, osProcess{pid: pid, state: fields[0]}, err == nil
 }
 
-// waits is what the kernel knows of the processes of a worker: that one is stopped by a signal, such
-// as a rank of the learner or the process of a reward, or that the worker waits for a disk.
+// waits is what the kernel knows of the processes of a worker: that one is stopped by a signal,
+// such as a rank of the learner or the process of a reward, or that the worker waits for a disk.
 func (t osProcesses) waits(w *runv1.Worker) []*waitv1.Wait {
 	pid := int(w.GetPid())
 	if pid == 0 {

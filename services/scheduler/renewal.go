@@ -17,8 +17,8 @@ import (
 // short because the clock may jump: a timer for the next renewal would expire too late.
 const renewEvery = time.Second
 
-// renewal writes the credentials of the workers of a run, each into the file workers/<id>.token, and
-// renews them at half of their lifetime.
+// renewal writes the credentials of the workers of a run, each into the file workers/<id>.token,
+// and renews them at half of their lifetime.
 type renewal struct {
 	*scope
 	make func(credential.Claims) string

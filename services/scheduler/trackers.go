@@ -19,8 +19,8 @@ const (
 	trackerStarts = 3                // starts of the process per run: a crash of the process itself repeats
 	trackerPause  = 5 * time.Second  // between two starts
 	trackerGrace  = 30 * time.Second // to write the end of the run
-	// exitGrace is for how long the credentials of a run that has ended are in force: until the last of
-	// its workers has exited.
+	// exitGrace is for how long the credentials of a run that has ended are in force: until the last
+	// of its workers has exited.
 	exitGrace = 2 * trackerGrace
 )
 

@@ -4,8 +4,8 @@
 // Record traces the system calls of a process (Linux). A Tree is a folder in memory; States applies
 // the recorded operations to it, one after the other, and yields what exists after each of them and
 // inside of each write. A write that a SIGKILL interrupts ends at any of its bytes; what the kernel
-// has accepted stays. Objects of a bucket (see Bucket) are files below the folder BucketFolder, which
-// are created whole.
+// has accepted stays. Objects of a bucket (see Bucket) are files below the folder BucketFolder,
+// which are created whole.
 package crashtest
 
 import (

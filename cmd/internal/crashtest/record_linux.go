@@ -80,8 +80,6 @@ func Record(cmd *exec.Cmd, root string, skip func(path string) bool, log *Log) e
 // call is a system call that a thread has begun.
 type call struct {
 	op     Op
-	fresh  bool // the file is created
-	opened bool
 	copied bool // the kernel moves the bytes, whose number the call returns
 }
 

@@ -174,9 +174,9 @@ func session(ctx context.Context, base, endpoint string, step uint64) error {
 	return errors.Join(s.create(ctx, filepath.Join(base, scratch, fmt.Sprint("step-", step)), step), s.stop())
 }
 
-// A SIGKILL of the process that creates a snapshot, after any of its system calls and at any byte of
-// what they write, leaves the snapshot before it whole. What it has stored is deleted at the next
-// start, and the creation succeeds when it is repeated.
+// A SIGKILL of the process that creates a snapshot, after any of its system calls and at any byte
+// of what they write, leaves the snapshot before it whole. What it has stored is deleted at the
+// next start, and the creation succeeds when it is repeated.
 func TestAKilledCreationLeavesThePreviousSnapshotWhole(t *testing.T) {
 	t.Parallel()
 	if base := os.Getenv("CRASHTEST_BASE"); base != "" { // the process that is recorded

@@ -34,8 +34,8 @@ type Starter struct {
 // rememberedFile has the arguments that later starts in the state folder repeat, one per line.
 func rememberedFile(stateDir string) string { return filepath.Join(stateDir, "rolloutd.args") }
 
-// Remember stores the arguments with which Remembered answers; none: it forgets them. While a daemon
-// runs it changes nothing.
+// Remember stores the arguments with which Remembered answers; none: it forgets them. While a
+// daemon runs it changes nothing.
 func Remember(stateDir string, args []string) error {
 	if info, err := Find(stateDir); info != nil || err != nil {
 		return err

@@ -24,8 +24,8 @@ type Reader interface {
 	Events(ctx context.Context, filter *storagev1.EventFilter, limit int, newest bool) ([]*eventv1.Event, error)
 	// Telemetry returns what workers reported every second.
 	Telemetry(ctx context.Context, request *storagev1.QueryTelemetryRequest) ([]*storagev1.TelemetrySeries, error)
-	// Metrics calls visit with the metrics of a run by name and step, in parts: a series that continues
-	// has the name of the one before.
+	// Metrics calls visit with the metrics of a run by name and step, in parts: a series that
+	// continues has the name of the one before.
 	Metrics(ctx context.Context, runID string, visit func(*storagev1.Series)) error
 	// Snapshots returns a page of snapshots, newest first.
 	Snapshots(ctx context.Context, page *snapshotv1.ListSnapshotsRequest) (*snapshotv1.ListSnapshotsResponse, error)

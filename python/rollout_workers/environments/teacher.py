@@ -56,8 +56,8 @@ class TeacherEnvironment:
         name: str = "",
         calls: Calls | None = None,
     ) -> None:
-        """concurrency: number of concurrent calls. name: of the endpoint in calls, which records the
-        open ones."""
+        """concurrency: number of concurrent calls. name: of the endpoint in calls, which records
+        the open ones."""
         self._inner, self._teacher, self._retries = inner, teacher, retries
         self._name, self._calls = name, calls or Calls()
         self.batched = getattr(inner, "batched", True)

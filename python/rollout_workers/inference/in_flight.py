@@ -34,8 +34,8 @@ class InFlight:
     """Reads the parts of a worker. They keep no record for this: nothing is computed until
     ``waits`` is called.
 
-    speed: tokens per second of the engine. version: of the weights it serves. held_out: what is done
-    for each held-out row (:meth:`Evaluation.doing`).
+    speed: tokens per second of the engine. version: of the weights it serves. held_out: what is
+    done for each held-out row (:meth:`Evaluation.doing`).
     """
 
     who: Identity

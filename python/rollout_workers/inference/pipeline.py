@@ -77,8 +77,8 @@ class Pipeline:
     def build(
         cls, context: SamplingContext, publisher: Publisher, services: Services, calls: Calls, cleanup: ExitStack
     ) -> Pipeline:
-        """calls: where open calls of the teacher are recorded. cleanup: receives the shutdown of the
-        teacher's client. Raises ``SecretError``."""
+        """calls: where open calls of the teacher are recorded. cleanup: receives the shutdown of
+        the teacher's client. Raises ``SecretError``."""
         config, text = context.config, context.model.text
         rows = rows_of(config, text, PromptReader.of_rows(config, text))
         if rows is not None:

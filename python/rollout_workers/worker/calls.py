@@ -17,9 +17,10 @@ _SPANS = {"REWARD_CALL": "reward", "TOOL_CALL": "tool call", "TEACHER_CALL": "te
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call. doing: ``REWARD_CALL``, ``TOOL_CALL``, or ``TEACHER_CALL``. rows: the rows (JSON) of its samples.
-    limit: in seconds; 0: none. callers: the distinct trace contexts in which it was asked for; none: the
-    current one.
+    """One call. doing: ``REWARD_CALL``, ``TOOL_CALL``, or ``TEACHER_CALL``. rows: the rows (JSON)
+    of its samples.
+    limit: in seconds; 0: none. callers: the distinct trace contexts in which it was asked for;
+    none: the current one.
     since: seconds since 1970."""
 
     doing: str

@@ -12,8 +12,8 @@ class Token:
     """A credential. Calling it returns the text that is in force."""
 
     def __init__(self, text: str, path: str = "") -> None:
-        """text: the first credential. path: the file to which renewed ones are written; empty: there
-        are none."""
+        """text: the first credential. path: the file to which renewed ones are written; empty:
+        there are none."""
         self._text, self._path = text, path
         self._stamp: tuple[int, int, int] | None = None
 

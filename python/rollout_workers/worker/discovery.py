@@ -155,8 +155,8 @@ class Services:
             task.cancel()
 
     async def _find(self, service: str, worker: tuple[str, str] | None) -> str:
-        """host:port of a service that signed its registration, or of a worker that the scheduler has
-        launched. No other process is dialed."""
+        """host:port of a service that signed its registration, or of a worker that the scheduler
+        has launched. No other process is dialed."""
         entries = await asyncio.to_thread(self._look_up, service)
         if worker is None:
             entries = self._seal.services(service, entries)
@@ -170,7 +170,8 @@ class Services:
         raise ServiceUnavailable(f"worker {worker[1]} of run {worker[0]} is not in the registry", fix="see the worker's log")
 
     async def _launched(self, entry: dict[str, Any]) -> bool:
-        """Whether a worker's registration belongs to its newest launch, which the scheduler knows."""
+        """Whether a worker's registration belongs to its newest launch, which the scheduler
+        knows."""
         meta: dict[str, str] = entry["Service"]["Meta"]
         request = VerifyWorkersRequest(run_id=meta["run"], incarnation=_number(meta.get("incarnation")))
         claim = request.workers.add(worker_id=meta["worker"], rank=_number(meta.get("rank")))

@@ -586,8 +586,8 @@ class WorkerSpec(_message.Message):
     token_file: _builtins.str
     """File to which the scheduler writes renewed credentials of the worker; `token` is the first."""
     services_key: _builtins.str
-    """Public key of the signatures of service registrations: Ed25519, hexadecimal. The worker calls no
-    service whose registration has no valid signature.
+    """Public key of the signatures of service registrations: Ed25519, hexadecimal. The worker calls
+    no service whose registration has no valid signature.
     """
     @_builtins.property
     def plan(self) -> _plan_pb2.Plan:

@@ -937,8 +937,8 @@ type WorkerSpec struct {
 	PeerToken string `protobuf:"bytes,25,opt,name=peer_token,json=peerToken,proto3" json:"peer_token,omitempty"`
 	// File to which the scheduler writes renewed credentials of the worker; `token` is the first.
 	TokenFile string `protobuf:"bytes,26,opt,name=token_file,json=tokenFile,proto3" json:"token_file,omitempty"`
-	// Public key of the signatures of service registrations: Ed25519, hexadecimal. The worker calls no
-	// service whose registration has no valid signature.
+	// Public key of the signatures of service registrations: Ed25519, hexadecimal. The worker calls
+	// no service whose registration has no valid signature.
 	ServicesKey   string `protobuf:"bytes,27,opt,name=services_key,json=servicesKey,proto3" json:"services_key,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
