@@ -6,13 +6,13 @@ import (
 	"slices"
 	"sync"
 	"testing"
+	"time"
 
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/health"
 	healthpb "google.golang.org/grpc/health/grpc_health_v1"
-	"google.golang.org/grpc/status"
 
 	"github.com/rollout-rl/rollout/cmd/internal/client"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
@@ -26,7 +26,7 @@ type restarting struct {
 	mu      sync.Mutex
 	after   []uint64 // positions at which tails began
 	watches int
-	cut     map[uint64]bool // events after which the process ends; a message has two events
+	cut     map[uint64]bool // events with which the process ends; a message has two events
 	stop    func()
 }
 
@@ -62,18 +62,19 @@ func (r *restarting) TailEvents(req *storagev1.TailEventsRequest, stream grpc.Se
 		if err := stream.Send(response); err != nil {
 			return err
 		}
-		r.mu.Lock()
-		end := r.cut[next] || r.cut[next+1]
-		delete(r.cut, next)
-		delete(r.cut, next+1)
-		r.mu.Unlock()
-		if end {
-			r.stop()
-			return status.Error(codes.Unavailable, "the process ends")
+		if r.ends(next) || r.ends(next+1) {
+			break // until the client has it, and the process ends
 		}
 	}
 	<-stream.Context().Done()
 	return stream.Context().Err()
+}
+
+// ends reports whether the process ends when the client has an event.
+func (r *restarting) ends(event uint64) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.cut[event]
 }
 
 // WatchRun ends its first stream without an error and without the end of the run.
@@ -120,7 +121,8 @@ func (r *restarting) serve() *client.Client {
 		}
 	})
 	r.t.Cleanup(func() { close(ended); done.Wait() })
-	conn, err := grpc.NewClient(address, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	soon := grpc.ConnectParams{Backoff: backoff.Config{BaseDelay: 10 * time.Millisecond, Multiplier: 1, MaxDelay: 10 * time.Millisecond}, MinConnectTimeout: time.Second}
+	conn, err := grpc.NewClient(address, grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithConnectParams(soon))
 	if err != nil {
 		r.t.Fatal(err)
 	}
@@ -129,17 +131,24 @@ func (r *restarting) serve() *client.Client {
 	return c
 }
 
-// A tail whose connection is cut, even within a message, continues after its last event.
+// A tail whose connection is cut continues after its last event.
 func TestATailResumesWhereItStopped(t *testing.T) {
 	t.Parallel()
-	r := &restarting{t: t, cut: map[uint64]bool{3: true, 10: true, 11: true, 39: true}}
+	r := &restarting{t: t, cut: map[uint64]bool{4: true, 10: true, 11: true, 37: true}}
 	c := r.serve()
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	var got []uint64
 	err := Tail(ctx, c, &storagev1.EventFilter{RunId: "run-1"}, func(e *eventv1.Event) error {
-		if got = append(got, e.GetSequence()); e.GetSequence() == events {
+		got = append(got, e.GetSequence())
+		if e.GetSequence() == events {
 			cancel()
+		}
+		if r.ends(e.GetSequence()) {
+			r.mu.Lock()
+			delete(r.cut, e.GetSequence())
+			r.mu.Unlock()
+			r.stop()
 		}
 		return nil
 	})
@@ -152,7 +161,7 @@ func TestATailResumesWhereItStopped(t *testing.T) {
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if len(r.after) < 3 || r.after[0] != 0 || !slices.IsSorted(r.after) {
+	if len(r.after) < 5 || r.after[0] != 0 || !slices.IsSorted(r.after) {
 		t.Errorf("the tails began after %v; the connection was cut several times", r.after)
 	}
 }
