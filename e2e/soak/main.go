@@ -29,7 +29,6 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
-	"github.com/rollout-rl/rollout/libs/paging"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
@@ -245,6 +244,17 @@ func (s *soak) playAll(ctx context.Context) error {
 	return nil
 }
 
+// pages requests the pages of a list one after the other.
+func pages(page func(token string) (next string, err error)) error {
+	for token := ""; ; {
+		next, err := page(token)
+		if err != nil || next == "" {
+			return err
+		}
+		token = next
+	}
+}
+
 func decode(raw []byte) []uint32 {
 	ids := make([]uint32, 0, len(raw)/4)
 	for ; len(raw) >= 4; raw = raw[4:] {
@@ -258,7 +268,7 @@ func (s *soak) paths(ctx context.Context, c *session) map[string]bool {
 	var found *gatewayv1.GetSessionResponse
 	err := s.patient(ctx, func() error {
 		found = &gatewayv1.GetSessionResponse{}
-		return paging.All(func(token string) (string, error) {
+		return pages(func(token string) (string, error) {
 			page, err := s.gateway.GetSession(ctx, &gatewayv1.GetSessionRequest{SessionId: c.id, PageToken: token})
 			found.Segments = append(found.Segments, page.GetSegments()...)
 			return page.GetNextPageToken(), err
@@ -318,7 +328,7 @@ func (s *soak) trained(ctx context.Context) (trajectories int, err error) {
 	}
 	parts, final := map[*session]uint32{}, map[*session]bool{}
 	var steps []*bufferv1.StepRecord
-	err = paging.All(func(token string) (string, error) {
+	err = pages(func(token string) (string, error) {
 		page, err := s.buffer.ListSteps(ctx, &bufferv1.ListStepsRequest{RunId: s.run, PageToken: token})
 		steps = append(steps, page.GetSteps()...)
 		return page.GetNextPageToken(), err
