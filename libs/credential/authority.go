@@ -29,7 +29,7 @@ type Standing struct {
 
 const (
 	fresh   = time.Second            // for how long an answer of the scheduler is used
-	patient = 250 * time.Millisecond // for how long a check waits for the next one, if there is one
+	patient = 250 * time.Millisecond // for how long checks wait for the next one, from the question
 	asking  = 5 * time.Second        // for how long an answer is awaited in total
 	maxRuns = 10_000                 // that are remembered
 )
@@ -49,7 +49,8 @@ type standing struct {
 	last    Standing
 	known   bool
 	at      time.Time
-	pending chan struct{} // closed when the answer to the present question has arrived; nil: no question
+	asked   time.Time     // the last question
+	pending chan struct{} // closed when its answer has arrived; nil: it has
 }
 
 // NewAuthority makes an Authority that decides by the signature and the expiry. now may be nil.
@@ -116,13 +117,13 @@ func (a *Authority) standing(ctx context.Context, c Claims) (Standing, bool) {
 		s.at = time.Time{}
 	}
 	if s.pending == nil && (s.at.IsZero() || time.Since(s.at) >= fresh) {
-		s.pending = make(chan struct{})
+		s.pending, s.asked = make(chan struct{}), time.Now()
 		go a.ask(context.WithoutCancel(ctx), a.source, c.Run, s)
 	}
-	pending := s.pending
+	pending, left := s.pending, patient-time.Since(s.asked)
 	a.mu.Unlock()
-	if pending != nil {
-		timer := time.NewTimer(patient)
+	if pending != nil && left > 0 {
+		timer := time.NewTimer(left)
 		defer timer.Stop()
 		select {
 		case <-pending:
