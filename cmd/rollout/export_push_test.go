@@ -67,7 +67,7 @@ func TestExportPush(t *testing.T) {
 	if err := os.RemoveAll(kept); err != nil {
 		t.Fatal(err)
 	}
-	got = push("snap-old", "me/sums", "--adapter", "--public", "--revision", "v2", "--message", "mine", "--format", "json")
+	got = push("snap-earl", "me/sums", "--adapter", "--public", "--revision", "v2", "--message", "mine", "--format", "json")
 	golden(t, "testdata/command/export-push.json", got.text())
 	if err := json.Unmarshal([]byte(read(t, filepath.Join(kept, "spec.json"))), &spec); err != nil {
 		t.Fatal(err)

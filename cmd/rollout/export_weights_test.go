@@ -45,7 +45,7 @@ func storedRun(t *testing.T, run *runv1.Run) (state string) {
 		2: {"weights/config.json", "adapter/adapter_config.json", "average/config.json", "state.json"}, 3: {"weights/config.json", "weights/model.safetensors", "state.json"},
 	} {
 		s := proto.CloneOf(snapshot())
-		s.SnapshotId, s.Step, s.Files = map[uint64]string{1: "snap-adapted", 2: "snap-older", 3: "snap-newest"}[step], step, nil
+		s.SnapshotId, s.Step, s.Files = map[uint64]string{1: "snap-adapted", 2: "snap-earlier", 3: "snap-newest"}[step], step, nil
 		for _, path := range paths {
 			content, err := cas.PutBytes(t.Context(), []byte(path+" of step "+string(rune('0'+step))))
 			if err != nil {
@@ -74,10 +74,10 @@ func TestExportWeightsOfAStateFolder(t *testing.T) {
 		!strings.Contains(got.stderr, "it adapts the model of its run, which `rollout export weights snap-adapted --base --to DIR` exports with its tokenizer") {
 		t.Error(got.text())
 	}
-	if got := export("snap-old", "--to", filepath.Join(out, "adapter"), "--adapter"); got.code != 0 || read(t, filepath.Join(out, "adapter/adapter_config.json")) != "adapter/adapter_config.json of step 2" {
+	if got := export("snap-earl", "--to", filepath.Join(out, "adapter"), "--adapter"); got.code != 0 || read(t, filepath.Join(out, "adapter/adapter_config.json")) != "adapter/adapter_config.json of step 2" {
 		t.Fatal(got.text())
 	}
-	if got := export("snap-old", "--to", filepath.Join(out, "average"), "--average"); got.code != 0 || read(t, filepath.Join(out, "average/config.json")) != "average/config.json of step 2" {
+	if got := export("snap-earl", "--to", filepath.Join(out, "average"), "--average"); got.code != 0 || read(t, filepath.Join(out, "average/config.json")) != "average/config.json of step 2" {
 		t.Fatal(got.text())
 	}
 	for text, args := range map[string][]string{

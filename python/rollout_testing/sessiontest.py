@@ -468,7 +468,8 @@ def many_turns_are_tokenized_once(model: Model) -> None:
         assert prompt.fork == pb.FORK_REASON_UNSPECIFIED
         history += [said(f"{number}"), user(f"Next: {number}")]
     assert len(session.path(turn.segment_id)) == 256
-    assert max(costs[1:]) == min(costs[1:]), "each turn tokenizes its own messages"
+    steady = costs[2:]  # the first answer also tokenizes what follows each answer, once for all sessions of a template
+    assert max(steady) == min(steady), "each turn tokenizes its own messages"
 
 
 @case

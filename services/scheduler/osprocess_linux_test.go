@@ -34,6 +34,9 @@ func TestAStoppedChildOfAWorkerIsNamed(t *testing.T) {
 	if waits := readProcesses().waits(worker); len(waits) > 0 {
 		t.Fatalf("nothing is stopped: %v", waits)
 	}
+	for command(child) != "sleep 600" { // the shell has forked, and has not executed it yet
+		<-time.After(time.Millisecond)
+	}
 	if err := syscall.Kill(child, syscall.SIGSTOP); err != nil {
 		t.Fatal(err)
 	}

@@ -94,6 +94,9 @@ type recorder struct {
 func (r *recorder) stopped(tid int) error {
 	var info [88]byte // struct ptrace_syscall_info
 	_, _, failed := unix.Syscall6(unix.SYS_PTRACE, unix.PTRACE_GET_SYSCALL_INFO, uintptr(tid), uintptr(len(info)), uintptr(unsafe.Pointer(&info)), 0, 0)
+	if failed == unix.ESRCH { // another thread has ended the process
+		return nil
+	}
 	if failed != 0 {
 		return fmt.Errorf("read a system call: %w", failed)
 	}

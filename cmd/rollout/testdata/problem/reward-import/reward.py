@@ -1,3 +1,5 @@
+import json
+import mathverify_extra
 
 
 def exact_match(samples):
