@@ -142,7 +142,7 @@ func TestInferBatchOfARun(t *testing.T) {
 		return call{}.run(t, append([]string{"infer", "batch", "--worker", answering, "--state-dir", state, "--output", filepath.Join(dir, "a.jsonl"),
 			"--data", filepath.Join(dir, "test.jsonl")}, args...)...)
 	}
-	for name, digest := range map[string]string{"--run=addition-grpo": "newest", "--snapshot=snap-old": "older"} {
+	for name, digest := range map[string]string{"--run=addition-grpo": "newest", "--snapshot=snap-earl": "older"} {
 		if got := run(name); got.code != 0 {
 			t.Fatalf("%s: %s", digest, got.text())
 		}
