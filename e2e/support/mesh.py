@@ -222,7 +222,17 @@ class Mesh:
                 time.sleep(0.1)
 
     def status(self, run: str) -> run_pb2.RunStatus:
-        return self.scheduler.GetRun(run_pb2.GetRunRequest(run_id=run)).status
+        """The status of a run, if need be from the replica that becomes the leader within 10
+        seconds."""
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                return self.scheduler.GetRun(run_pb2.GetRunRequest(run_id=run)).status
+            except grpc.RpcError as error:
+                away = error.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+                if self.shape != "replicas" or not away or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
 
     def until_step(self, run: str, step: int) -> run_pb2.RunStatus:
         """The first status in which the run has committed `step`."""
