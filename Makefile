@@ -154,8 +154,8 @@ check-race: build venv-dev ## Run the Go tests under the race detector (needs a 
 	@scripts/test --race
 
 .PHONY: check-slow
-check-slow: build venv-dev ## Run the end-to-end scenarios that check-e2e leaves out because they are slow, and kill 40 creations of snapshots (KILLS=n)
-	@scripts/e2e e2e -m slow
+check-slow: build venv-dev $(SERVERS) ## Run the end-to-end scenarios that check-e2e and check-servers leave out because they are slow, and kill 40 creations of snapshots (KILLS=n)
+	@scripts/postgres && scripts/e2e e2e -m slow
 	@KILLS=$(or $(KILLS),40) scripts/e2e e2e/test_killed_snapshots.py -s
 
 .PHONY: check-device

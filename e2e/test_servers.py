@@ -31,6 +31,7 @@ def test_six_steps_give_the_weights_of_one_process(config: Path, tmp_path: Path)
         assert list(stored.glob("segments/*/*")), "no payload is in the bucket"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_torch_run_continues_under_the_next_leader(config: Path, tmp_path: Path) -> None:
     """Kills the leading scheduler twice, and asks it to stop once. The workers stay, no step is
