@@ -12,6 +12,7 @@ GENERATED := proto/gen libs/engine/capabilities.json python/rollout/names.py sch
 VERSION = $(shell git describe --tags --match 'v[0-9]*' --always --dirty 2>/dev/null || echo unknown)
 MODEL ?= tiny
 KILLS ?= 10
+CREATIONS ?= 40
 SEED ?= 1
 SHAPE ?= embedded
 TORCH ?= 0
@@ -154,9 +155,9 @@ check-race: build venv-dev ## Run the Go tests under the race detector (needs a 
 	@scripts/test --race
 
 .PHONY: check-slow
-check-slow: build venv-dev $(SERVERS) ## Run the end-to-end scenarios that check-e2e and check-servers leave out because they are slow, and kill 40 creations of snapshots (KILLS=n)
+check-slow: build venv-dev $(SERVERS) ## Run the end-to-end scenarios that check-e2e and check-servers leave out because they are slow, and kill CREATIONS=40 creations of snapshots
 	@scripts/postgres && scripts/e2e e2e -m slow
-	@KILLS=$(or $(KILLS),40) scripts/e2e e2e/test_killed_snapshots.py -s
+	@KILLS=$(CREATIONS) scripts/e2e e2e/test_killed_snapshots.py -s
 
 .PHONY: check-device
 check-device: venv-dev ## Run the whole suites of engine and learner on the fake device that stands in for a GPU
