@@ -5,6 +5,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
@@ -70,6 +71,17 @@ func TestAFormerLeaderChangesNothing(t *testing.T) {
 	artifacts := storagev1.NewArtifactServiceClient(s.conn(t, names.StorageService))
 	events := storagev1.NewEventServiceClient(s.conn(t, names.StorageService))
 	sessions := gatewayv1.NewRolloutGatewayServiceClient(s.conn(t, names.GatewayService))
+	// data is the rows of a service that calls change; events arrive at any time.
+	place := sqldb.Files(filepath.Join(s[names.SchedulerService].state, "db"))
+	data := func(service string) string {
+		var rows []string
+		for row := range strings.Lines(sqldbtest.Dump(t, place, service)) {
+			if !strings.HasPrefix(row, "event ") && !strings.HasPrefix(row, "metric ") && !strings.HasPrefix(row, "sqlite_sequence ") {
+				rows = append(rows, row)
+			}
+		}
+		return strings.Join(rows, "")
+	}
 	var made *snapshotv1.Snapshot
 	const worker = "learner-worker"
 	calls := []struct {
@@ -83,6 +95,13 @@ func TestAFormerLeaderChangesNothing(t *testing.T) {
 				Train:     &configv1.TrainConfig{Steps: proto.Uint64(3)},
 			}}
 			_, err := learner.StartRun(ctx, &learnerv1.StartRunRequest{RunId: run, Plan: plan, RunDirectory: dir, Fence: by})
+			for err == nil && !strings.Contains(data(names.ControllerService), "fence_leader [learner-controller ") {
+				select { // the drive that has started writes once, then it waits for a learner
+				case <-time.After(20 * time.Millisecond):
+				case <-ctx.Done():
+					t.Fatal("the drive did not write its state")
+				}
+			}
 			return err
 		}},
 		{"rollout.learner.v1.LearnerControllerService/StopRun", names.ControllerService, names.SchedulerService, func(by *fencev1.Fence) error {
@@ -148,17 +167,6 @@ func TestAFormerLeaderChangesNothing(t *testing.T) {
 			_, err := sessions.DeleteRun(ctx, &gatewayv1.DeleteRunRequest{RunId: run, Fence: by})
 			return err
 		}},
-	}
-	// data is the rows of a service that calls change; events arrive at any time.
-	place := sqldb.Files(filepath.Join(s[names.SchedulerService].state, "db"))
-	data := func(service string) string {
-		var rows []string
-		for row := range strings.Lines(sqldbtest.Dump(t, place, service)) {
-			if !strings.HasPrefix(row, "event ") && !strings.HasPrefix(row, "metric ") && !strings.HasPrefix(row, "sqlite_sequence ") {
-				rows = append(rows, row)
-			}
-		}
-		return strings.Join(rows, "")
 	}
 	tested := map[string]bool{}
 	for _, c := range calls {

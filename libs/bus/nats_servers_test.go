@@ -170,6 +170,18 @@ func TestPublishLeavesServerThatDropsMessages(t *testing.T) {
 	}
 }
 
+// A deadline that passes while a message waits for its ack is an outage of the servers.
+func TestPublishWithoutAckUntilTheDeadline(t *testing.T) {
+	t.Parallel()
+	b := throughBlackhole(t, "rollout.work.>")
+	ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
+	defer cancel()
+	err := b.Publish(ctx, bus.Message{Subject: names.WorkSubject(run), Body: &runv1.PromptGroup{}, ID: "one"})
+	if rpcerr.Code(err) != codes.Unavailable || !errors.Is(err, context.DeadlineExceeded) {
+		t.Error(err)
+	}
+}
+
 // The connection moves away from a server that drops the requests of a consumer.
 func TestFetchesLeaveServerThatDropsRequests(t *testing.T) {
 	t.Parallel()

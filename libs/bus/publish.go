@@ -101,7 +101,8 @@ func (b *Bus) publish(ctx context.Context, messages []Message) (again []Message,
 		case err := <-f.Err():
 			failed(messages[i], err)
 		case <-ctx.Done():
-			return nil, errors.Join(append(errs, fmt.Errorf("publish to %s: wait for ack: %w", messages[i].Subject, context.Cause(ctx)))...)
+			err := fmt.Errorf("publish to %s: wait for ack: %w", messages[i].Subject, context.Cause(ctx))
+			return nil, errors.Join(append(errs, ErrUnavailable.Wrap(err))...)
 		}
 	}
 	if fatal {
