@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -173,8 +174,11 @@ func (s *service) take(ctx context.Context, name string, kinds []Kind, label str
 				return nil, err
 			}
 		}
+		if err := inactive(run); err != nil {
+			return nil, err
+		}
 		made, err := s.Controller.CutRun(ctx, &learnerv1.CutRunRequest{RunId: run.GetRunId(), Kinds: kinds, Name: label})
-		if err == nil || rpcerr.Reason(err) != "RUN_NOT_TRAINING" || inactive(run.GetState()) {
+		if err == nil || rpcerr.Reason(err) != ErrNotTraining.Reason() {
 			return made.GetSnapshots(), err
 		}
 		select { // the run is being started
@@ -188,13 +192,27 @@ func (s *service) take(ctx context.Context, name string, kinds []Kind, label str
 // startPause is the time after which a run that is being started is asked again.
 const startPause = 200 * time.Millisecond
 
-// inactive reports whether a run in a state commits no step unless someone resumes it.
-func inactive(state runv1.RunState) bool {
-	switch state {
-	case runv1.RunState_RUN_STATE_PENDING, runv1.RunState_RUN_STATE_STARTING, runv1.RunState_RUN_STATE_RUNNING:
-		return false
+// ErrNotTraining refuses a snapshot of a run that commits no further step.
+var ErrNotTraining = rpcerr.New(codes.FailedPrecondition, "RUN_NOT_TRAINING", "the run commits no further step")
+
+// inactive is ErrNotTraining if the run commits no step unless a user acts.
+func inactive(run *runv1.Run) error {
+	name, message, fix := run.GetRunId(), "", ""
+	switch run.GetState() {
+	case runv1.RunState_RUN_STATE_PENDING, runv1.RunState_RUN_STATE_STARTING, runv1.RunState_RUN_STATE_RUNNING, runv1.RunState_RUN_STATE_DRAINING:
+		return nil
+	case runv1.RunState_RUN_STATE_SUCCEEDED:
+		message = "%s has %s: it commits no further step"
+		fix = "`rollout snapshot list " + name + "` shows its training states; `rollout run --config FILE --from SNAPSHOT --continue` trains one further"
+	case runv1.RunState_RUN_STATE_PAUSED:
+		message = "%s is %s: snapshots are taken when a step is committed"
+		fix = "rollout runs resume " + name
+	default:
+		message = "%s is %s: snapshots are taken when a step is committed"
+		fix = "`rollout run --resume " + name + "` continues it; `rollout snapshot list " + name + "` shows its training states"
 	}
-	return true
+	return ErrNotTraining.With("run", name).Fix(fix).
+		WithMessage(message, name, strings.TrimPrefix(run.GetState().String(), "RUN_STATE_"))
 }
 
 // localFiles names the files of a snapshot in a folder.

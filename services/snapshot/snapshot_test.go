@@ -637,3 +637,26 @@ func TestEpisodesThatAreNotSavedAreRefused(t *testing.T) {
 		})
 	}
 }
+
+// A snapshot of a run that commits no step is refused at once, with what to do in its state.
+func TestTakeRefusesARunThatCommitsNoStep(t *testing.T) {
+	t.Parallel()
+	for state, want := range map[runv1.RunState]string{
+		runv1.RunState_RUN_STATE_RUNNING:     "",
+		runv1.RunState_RUN_STATE_PAUSED:      "run-a is PAUSED: snapshots are taken when a step is committed; fix: rollout runs resume run-a",
+		runv1.RunState_RUN_STATE_FAILED:      "run-a is FAILED: snapshots are taken when a step is committed; fix: `rollout run --resume run-a` continues it; `rollout snapshot list run-a` shows its training states",
+		runv1.RunState_RUN_STATE_INTERRUPTED: "run-a is INTERRUPTED: snapshots are taken when a step is committed; fix: `rollout run --resume run-a` continues it; `rollout snapshot list run-a` shows its training states",
+		runv1.RunState_RUN_STATE_SUCCEEDED:   "run-a has SUCCEEDED: it commits no further step; fix: `rollout snapshot list run-a` shows its training states; `rollout run --config FILE --from SNAPSHOT --continue` trains one further",
+	} {
+		w := setup(t)
+		w.scheduler.state = state
+		_, err := w.TakeSnapshots(t.Context(), &snapshotv1.TakeSnapshotsRequest{RunId: "run-a", Kinds: []snapshot.Kind{snapshot.Buffer}})
+		got := ""
+		if err != nil {
+			got = err.Error() + "; fix: " + rpcerr.Fix(err)
+		}
+		if got != want || err != nil && rpcerr.Reason(err) != "RUN_NOT_TRAINING" || (w.scheduler.cut == nil) != (err != nil) {
+			t.Errorf("%v: %s", state, got)
+		}
+	}
+}
