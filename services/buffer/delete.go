@@ -116,10 +116,11 @@ func (c *cleaner) delete(ctx context.Context, run string, refs []string) error {
 // DeleteRun implements the contract. The storage service deletes the payloads that were too large
 // for a message, with the other artifacts of the run.
 func (s *Server) DeleteRun(ctx context.Context, req *bufferv1.DeleteRunRequest) (*bufferv1.DeleteRunResponse, error) {
-	r, err := s.runs.get(req.GetRunId())
+	r, done, err := s.runs.use(req.GetRunId())
 	if err != nil {
 		return nil, err
 	}
+	defer done()
 	err = r.close(ctx, req.GetFence())
 	if errors.Is(err, ledger.ErrNoLedger) {
 		err = s.store.Admit(ctx, r.id, req.GetFence())
@@ -128,7 +129,6 @@ func (s *Server) DeleteRun(ctx context.Context, req *bufferv1.DeleteRunRequest) 
 		return nil, err
 	}
 	r.stop(ledger.ErrClosed.With("run", r.id), false)
-	s.runs.forget(r)
 	if err := os.RemoveAll(s.cfg.folder(r.id)); err != nil {
 		return nil, fmt.Errorf("delete the segments of %s: %w", r.id, err)
 	}

@@ -10,10 +10,11 @@ import (
 // Accept ingests trajectories of an open ledger without a stream. After an error they are delivered
 // again.
 func (s *Server) Accept(ctx context.Context, run string, envelopes []*trajectoryv1.TrajectoryEnvelope) (ledger.Tally, error) {
-	r, err := s.runs.get(run)
+	r, done, err := s.runs.use(run)
 	if err != nil {
 		return ledger.Tally{}, err
 	}
+	defer done()
 	ingester, err := r.ingest(ctx)
 	if err != nil {
 		return ledger.Tally{}, err
@@ -27,3 +28,10 @@ func (s *Server) Accept(ctx context.Context, run string, envelopes []*trajectory
 
 // Stop does what Run does at its end.
 func (s *Server) Stop() { s.runs.stop() }
+
+// Entries is the number of runs that have memory.
+func (s *Server) Entries() int {
+	s.runs.mu.Lock()
+	defer s.runs.mu.Unlock()
+	return len(s.runs.byID)
+}

@@ -2,6 +2,8 @@ package buffer_test
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"io"
 	"iter"
 	"os"
@@ -195,5 +197,59 @@ func TestARunThatOpensSlowlyDelaysNoOtherRun(t *testing.T) {
 	close(b.released)
 	if err := <-opened; err != nil && rpcerr.Reason(err) != "BUFFER_LEAVING" {
 		t.Error(err)
+	}
+}
+
+// A ledger that is closed, or was asked for and does not exist, takes no memory.
+func TestAnEndedRunTakesNoMemory(t *testing.T) {
+	t.Parallel()
+	s := setup(t)
+	const runs = 20
+	for n := range runs {
+		id := fmt.Sprintf("run-%d", n)
+		if err := errors.Join(s.bus.EnsureRun(t.Context(), id), s.openRun(t.Context(), id)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n := s.server.Entries(); n != runs {
+		t.Errorf("%d entries of %d open ledgers", n, runs)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	watch, err := s.client.WatchLedger(ctx, &bufferv1.WatchLedgerRequest{RunId: "run-0"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := watch.Recv(); err != nil {
+		t.Fatal(err)
+	}
+	for n := range runs {
+		id := fmt.Sprintf("run-%d", n)
+		if _, err := s.client.CloseLedger(t.Context(), &bufferv1.CloseLedgerRequest{RunId: id}); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := s.putRun(t.Context(), id); rpcerr.Reason(err) != "LEDGER_CLOSED" {
+			t.Errorf("put into the closed ledger of %s: %v", id, err)
+		}
+	}
+	if n := s.server.Entries(); n > 1 {
+		t.Errorf("%d entries while one closed ledger is watched", n)
+	}
+	cancel()
+	if _, err := s.client.CloseLedger(t.Context(), &bufferv1.CloseLedgerRequest{RunId: "run-unknown"}); rpcerr.Reason(err) != "LEDGER_NOT_FOUND" {
+		t.Errorf("close an unknown ledger: %v", err)
+	}
+	for s.server.Entries() > 0 {
+		select {
+		case <-t.Context().Done():
+			t.Fatalf("%d entries of closed ledgers", s.server.Entries())
+		case <-time.After(time.Millisecond):
+		}
+	}
+	if err := s.openRun(t.Context(), "run-1"); err != nil {
+		t.Fatal(err)
+	}
+	if n, err := s.putRun(t.Context(), "run-1"); n == 0 || err != nil {
+		t.Errorf("put into the ledger that is open again: %d, %v", n, err)
 	}
 }

@@ -32,6 +32,7 @@ type run struct {
 	ingester *ingest.Ingester
 	end      func(cause error) // stops ingester and waits for its end
 	left     bool              // the service is shutting down
+	users    int               // calls that use it; the lock of runs protects it
 }
 
 // View runs fn on a consistent snapshot of the ledger.

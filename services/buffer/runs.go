@@ -31,8 +31,8 @@ const (
 	resumeLast  = 10 * time.Second
 )
 
-// runs are the ledgers that this process has used. Its lock is never held during I/O. Safe for
-// concurrent use.
+// runs are the ledgers that are ingested into or used by a call. Its lock is never held during I/O.
+// Safe for concurrent use.
 type runs struct {
 	cfg     Config
 	deps    Deps
@@ -54,10 +54,10 @@ func newRuns(cfg Config, deps Deps) *runs {
 	}
 }
 
-// get is the run with an id. Its ledger need not exist. ErrRun.
-func (rs *runs) get(id string) (*run, error) {
+// use is the run with an id, until done is called. Its ledger need not exist. ErrRun.
+func (rs *runs) use(id string) (_ *run, done func(), err error) {
 	if strings.Trim(id, runIDLetters) != "" {
-		return nil, ErrRun.With("run", id)
+		return nil, nil, ErrRun.With("run", id)
 	}
 	rs.mu.Lock()
 	defer rs.mu.Unlock()
@@ -68,14 +68,20 @@ func (rs *runs) get(id string) (*run, error) {
 			active: &rs.active, left: rs.life.Err() != nil}
 		rs.byID[id] = r
 	}
-	return r, nil
+	r.users++
+	return r, func() { rs.leave(r) }, nil
 }
 
-// forget releases the memory of a run that was deleted.
-func (rs *runs) forget(r *run) {
+// leave ends a use, and releases the memory of a run that no one uses and that nothing is ingested
+// into.
+func (rs *runs) leave(r *run) {
 	rs.mu.Lock()
 	defer rs.mu.Unlock()
-	if rs.byID[r.id] == r {
+	if r.users--; r.users > 0 || !r.mu.TryLock() { // the service is shutting down
+		return
+	}
+	defer r.mu.Unlock()
+	if r.ingester == nil {
 		delete(rs.byID, r.id)
 	}
 }
@@ -109,8 +115,11 @@ func (rs *runs) serve(ctx context.Context) error {
 	var wait sync.WaitGroup
 	defer wait.Wait()
 	for _, id := range open {
-		if r, err := rs.get(id); err == nil {
-			wait.Go(func() { rs.resume(ctx, r) })
+		if r, done, err := rs.use(id); err == nil {
+			wait.Go(func() {
+				defer done()
+				rs.resume(ctx, r)
+			})
 		}
 	}
 	<-ctx.Done()

@@ -61,10 +61,11 @@ func (s *Server) Run(ctx context.Context) error {
 
 // OpenLedger implements the contract.
 func (s *Server) OpenLedger(ctx context.Context, req *bufferv1.OpenLedgerRequest) (*bufferv1.OpenLedgerResponse, error) {
-	r, err := s.runs.get(req.GetRunId())
+	r, done, err := s.runs.use(req.GetRunId())
 	if err != nil {
 		return nil, err
 	}
+	defer done()
 	state, err := r.create(ctx, req.GetConfig(), req.GetFence())
 	if err != nil {
 		return nil, err
@@ -74,19 +75,21 @@ func (s *Server) OpenLedger(ctx context.Context, req *bufferv1.OpenLedgerRequest
 
 // CloseLedger implements the contract.
 func (s *Server) CloseLedger(ctx context.Context, req *bufferv1.CloseLedgerRequest) (*bufferv1.CloseLedgerResponse, error) {
-	r, err := s.runs.get(req.GetRunId())
+	r, done, err := s.runs.use(req.GetRunId())
 	if err != nil {
 		return nil, err
 	}
+	defer done()
 	return &bufferv1.CloseLedgerResponse{}, r.close(ctx, req.GetFence())
 }
 
 // RecordWeights implements the contract.
 func (s *Server) RecordWeights(ctx context.Context, req *bufferv1.RecordWeightsRequest) (*bufferv1.RecordWeightsResponse, error) {
-	r, err := s.runs.get(req.GetRunId())
+	r, done, err := s.runs.use(req.GetRunId())
 	if err != nil {
 		return nil, err
 	}
+	defer done()
 	var recorded ledger.Recorded
 	err = r.Update(ctx, func(tx ledger.Tx) (err error) {
 		if err := tx.Admit(ctx, req.GetFence()); err != nil {
@@ -107,10 +110,11 @@ func (s *Server) RecordWeights(ctx context.Context, req *bufferv1.RecordWeightsR
 
 // PutTrajectories implements the contract.
 func (s *Server) PutTrajectories(ctx context.Context, req *bufferv1.PutTrajectoriesRequest) (*bufferv1.PutTrajectoriesResponse, error) {
-	r, err := s.runs.get(req.GetRunId())
+	r, done, err := s.runs.use(req.GetRunId())
 	if err != nil {
 		return nil, err
 	}
+	defer done()
 	ingester, err := r.ingest(ctx)
 	if err != nil {
 		return nil, err
@@ -140,10 +144,11 @@ func (s *Server) GetMissing(ctx context.Context, req *bufferv1.GetMissingRequest
 
 // LeaseBatch implements the contract.
 func (s *Server) LeaseBatch(ctx context.Context, req *bufferv1.LeaseBatchRequest) (*bufferv1.LeaseBatchResponse, error) {
-	r, err := s.runs.get(req.GetRunId())
+	r, done, err := s.runs.use(req.GetRunId())
 	if err != nil {
 		return nil, err
 	}
+	defer done()
 	wait := time.Duration(req.GetWaitSeconds() * float64(time.Second))
 	batch, waits, err := s.leases.lease(ctx, r, req.GetStep(), wait, req.GetFence())
 	if err != nil {
@@ -164,10 +169,11 @@ func (s *Server) LeaseBatch(ctx context.Context, req *bufferv1.LeaseBatchRequest
 
 // CommitStep implements the contract.
 func (s *Server) CommitStep(ctx context.Context, req *bufferv1.CommitStepRequest) (*bufferv1.CommitStepResponse, error) {
-	r, err := s.runs.get(req.GetRunId())
+	r, done, err := s.runs.use(req.GetRunId())
 	if err != nil {
 		return nil, err
 	}
+	defer done()
 	var step *ledger.Step
 	var refused []ledger.Refusal
 	var trimmed ledger.Trimmed
@@ -316,10 +322,11 @@ func (s *Server) ReissueGroups(ctx context.Context, req *bufferv1.ReissueGroupsR
 
 // decide runs fn unless a former leader has decided it.
 func (s *Server) decide(ctx context.Context, run string, by *fencev1.Fence, fn func(ledger.Tx) error) error {
-	r, err := s.runs.get(run)
+	r, done, err := s.runs.use(run)
 	if err != nil {
 		return err
 	}
+	defer done()
 	return r.Update(ctx, func(tx ledger.Tx) error {
 		if err := tx.Admit(ctx, by); err != nil {
 			return err
@@ -338,10 +345,11 @@ func (s *Server) ReadPayloads(req *bufferv1.ReadPayloadsRequest, stream grpc.Ser
 // WatchLedger implements the contract.
 func (s *Server) WatchLedger(req *bufferv1.WatchLedgerRequest, stream grpc.ServerStreamingServer[bufferv1.WatchLedgerResponse]) error {
 	ctx := stream.Context()
-	r, err := s.runs.get(req.GetRunId())
+	r, done, err := s.runs.use(req.GetRunId())
 	if err != nil {
 		return err
 	}
+	defer done()
 	for {
 		state, changed, err := r.current(ctx)
 		if err != nil {
@@ -366,10 +374,11 @@ func (s *Server) ExportLedger(req *bufferv1.ExportLedgerRequest, stream grpc.Ser
 
 // TrimPayloads implements the contract.
 func (s *Server) TrimPayloads(ctx context.Context, req *bufferv1.TrimPayloadsRequest) (*bufferv1.TrimPayloadsResponse, error) {
-	r, err := s.runs.get(req.GetRunId())
+	r, done, err := s.runs.use(req.GetRunId())
 	if err != nil {
 		return nil, err
 	}
+	defer done()
 	var trimmed ledger.Trimmed
 	err = r.Update(ctx, func(tx ledger.Tx) (err error) {
 		if err := tx.Admit(ctx, req.GetFence()); err != nil {

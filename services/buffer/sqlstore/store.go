@@ -26,7 +26,7 @@ import (
 type Store struct {
 	db      *sqldb.DB
 	sql     *statements
-	configs *sync.Map // run -> *bufferv1.LedgerConfig, which is immutable
+	configs *sync.Map // run with an open ledger -> *bufferv1.LedgerConfig, which is immutable
 }
 
 // Open opens or creates the service's database and migrates its schema. Commits survive a power
@@ -174,20 +174,24 @@ func (s *Store) begin(ctx context.Context, tx *sql.Tx, writes bool, run string) 
 			return nil, fmt.Errorf("read failures of %s: %w", run, err)
 		}
 	}
-	l.Config, err = s.config(run, raw)
+	l.Config, err = s.config(run, raw, l.Closed)
 	return r, err
 }
 
-// config parses the config of a run once.
-func (s *Store) config(run string, raw []byte) (*bufferv1.LedgerConfig, error) {
-	if known, ok := s.configs.Load(run); ok {
+// config parses the config of a run, of an open ledger once.
+func (s *Store) config(run string, raw []byte, closed bool) (*bufferv1.LedgerConfig, error) {
+	if closed {
+		s.configs.Delete(run)
+	} else if known, ok := s.configs.Load(run); ok {
 		return known.(*bufferv1.LedgerConfig), nil
 	}
 	c := &bufferv1.LedgerConfig{}
 	if err := protojson.Unmarshal(raw, c); err != nil {
 		return nil, fmt.Errorf("read config of %s: %w", run, err)
 	}
-	s.configs.Store(run, c)
+	if !closed {
+		s.configs.Store(run, c)
+	}
 	return c, nil
 }
 
