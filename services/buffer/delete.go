@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"slices"
 	"time"
 
 	"github.com/rollout-rl/rollout/libs/crashpoint"
@@ -90,8 +91,15 @@ func (c *cleaner) run(ctx context.Context, run string) error {
 		if err := c.delete(ctx, run, unused); err != nil {
 			return err
 		}
-		forget := append(unused, needed...)
-		if err := c.store.Update(ctx, run, func(tx ledger.Tx) error { return tx.Forget(ctx, forget) }); err != nil {
+		err = c.store.Update(ctx, run, func(tx ledger.Tx) error {
+			_, still, err := tx.Unused(ctx, unusedPage) // a step may have been trimmed since
+			if err != nil {
+				return err
+			}
+			freed := func(ref string) bool { return !slices.Contains(still, ref) }
+			return tx.Forget(ctx, append(slices.Clone(unused), slices.DeleteFunc(slices.Clone(needed), freed)...))
+		})
+		if err != nil {
 			return err
 		}
 	}
