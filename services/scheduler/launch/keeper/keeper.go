@@ -25,6 +25,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -182,6 +183,11 @@ type process struct {
 	exit       launch.Exit
 	stop       sync.Once
 	release    sync.Once
+	silent     atomic.Bool // the keeper did not answer, and the worker was killed
+}
+
+func newProcess(conn net.Conn, socket string, got reply) *process {
+	return &process{id: got.ID, handle: socket + separator + got.ID, pid: got.PID, conn: conn, done: make(chan struct{}), taken: make(chan struct{})}
 }
 
 // own sends the request, and owns the process of the answer.
@@ -200,7 +206,7 @@ func own(conn net.Conn, socket string, ask request) (launch.Process, error) {
 		return nil, errors.Join(errors.New(got.Error), conn.Close())
 	}
 	_ = conn.SetDeadline(time.Time{})
-	p := &process{id: got.ID, handle: socket + separator + got.ID, pid: got.PID, conn: conn, done: make(chan struct{}), taken: make(chan struct{})}
+	p := newProcess(conn, socket, got)
 	go p.follow(answers)
 	return p, nil
 }
@@ -213,6 +219,8 @@ func (p *process) follow(answers *json.Decoder) {
 	switch {
 	case err == nil && got.Exit != nil:
 		p.exit = *got.Exit
+	case p.silent.Load():
+		p.exit = launch.Exit{Code: -1, LastLines: []string{"the keeper of this worker did not answer, and the worker was killed"}}
 	case err == nil && got.Taken, errors.Is(err, net.ErrClosed): // adopted by another scheduler, or released
 		p.giveUp()
 		return
@@ -239,13 +247,34 @@ func (p *process) Exit() launch.Exit {
 	}
 }
 
-// Stop implements launch.Process. It leaves a process alone that was released or taken.
-func (p *process) Stop(grace time.Duration) {
+// Stop implements launch.Process. It leaves a process alone that was released or taken. If the
+// keeper does not answer, because it is suspended, the process is killed without it.
+func (p *process) Stop(grace time.Duration) { p.stopWithin(grace, callTimeout) }
+
+// stopWithin is Stop with the time that the keeper has in addition to the grace period.
+func (p *process) stopWithin(grace, answer time.Duration) {
 	p.stop.Do(func() {
+		_ = p.conn.SetWriteDeadline(time.Now().Add(answer))
 		if json.NewEncoder(p.conn).Encode(order{Stop: true, Grace: grace}) != nil {
 			_ = p.conn.Close() // the exit was reported, or the keeper is gone
 		}
 	})
+	late := time.NewTimer(grace + answer)
+	defer late.Stop()
+	select {
+	case <-p.done:
+		return
+	case <-p.taken:
+		return
+	case <-late.C:
+	}
+	// A suspended keeper lets no one adopt the process. It has not waited for it either, so the
+	// number of the process is not used again.
+	p.silent.Store(true)
+	if p.pid > 0 {
+		_ = syscall.Kill(-p.pid, syscall.SIGKILL)
+	}
+	_ = p.conn.Close()
 	select {
 	case <-p.done:
 	case <-p.taken:

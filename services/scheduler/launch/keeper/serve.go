@@ -69,6 +69,8 @@ type kept struct {
 	epoch   uint64      // of its newest owner
 	owner   net.Conn    // nil: an orphan
 	orphan  *time.Timer // stops it; nil while it is owned
+	left    uint64      // how often it became an orphan
+	expired bool        // no one has adopted it in time, and it is being stopped
 }
 
 // acceptPause is how long the keeper waits after a connection that could not be accepted, for
@@ -193,7 +195,7 @@ func (s *server) adopt(asked request, conn net.Conn) (string, *kept, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	k := s.kept[asked.Adopt]
-	if k == nil {
+	if k == nil || k.expired {
 		return "", nil, fmt.Errorf("there is no worker process %q", asked.Adopt)
 	}
 	if asked.Epoch < k.epoch {
@@ -220,20 +222,25 @@ func (s *server) leave(id string, k *kept, conn net.Conn) {
 		return
 	}
 	k.owner = nil
-	k.orphan = time.AfterFunc(k.grace, func() {
-		s.mu.Lock()
-		adopted := k.orphan == nil
-		s.mu.Unlock()
-		if adopted {
-			return
-		}
-		k.process.Stop(orphanStop)
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		if k.owner == nil { // otherwise its exit is reported
-			s.forget(id)
-		}
-	})
+	k.left++
+	left := k.left
+	k.orphan = time.AfterFunc(k.grace, func() { s.expire(id, k, left) })
+}
+
+// expire stops a worker that no one has adopted since it became an orphan for the given time. A
+// timer that fired just before it was stopped may call it later.
+func (s *server) expire(id string, k *kept, left uint64) {
+	s.mu.Lock()
+	k.expired = k.expired || k.owner == nil && k.left == left
+	expired := k.expired
+	s.mu.Unlock()
+	if !expired {
+		return
+	}
+	k.process.Stop(orphanStop)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.forget(id)
 }
 
 // report sends the exit of a worker to its owner, and forgets the worker. The exit of an orphan is
