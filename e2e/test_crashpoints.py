@@ -45,7 +45,7 @@ AFTER_A_START = {
     "learner/initialized": "learner/registered",
 }
 AFTER_A_START |= {"inference/registered": "inference/swapped"}
-CUTS = ("snapshot/captured", "buffer/seeding")
+CUTS = ("snapshot/captured", "scheduler/pinned", "buffer/seeding")
 DELETION = ("scheduler/deleting", "buffer/emptied", "scheduler/deleted")
 LAST = ("controller/finished", "scheduler/closed", "scheduler/ended", "controller/reported")
 
@@ -166,7 +166,7 @@ def test_the_run_survives_an_exit_at_every_crash_point(binary: Path, tmp_path: P
 
 
 def test_a_cut_and_its_restore_survive_an_exit(binary: Path, tmp_path: Path) -> None:
-    captured, seeding = CUTS
+    captured, pinned, seeding = CUTS
     job = Job(tmp_path / "job", steps=40, mode="async", staleness=3, snapshot=50, keep_payloads=True)
     running = sim_mesh(tmp_path / "state", "seven", seconds=0.05, ROLLOUT_CRASH_FILE=str(tmp_path / "order"))
     running.binary = binary
@@ -186,8 +186,17 @@ def test_a_cut_and_its_restore_survive_an_exit(binary: Path, tmp_path: Path) -> 
         assert not verified.flaws
         running.scheduler.CancelRun(run_pb2.CancelRunRequest(run_id=run))
 
-        walk.ask(seeding)
         restore = snapshot_pb2.RestoreSnapshotRequest(snapshot_id=taken.snapshot_id)
+        walk.ask(pinned)
+        with pytest.raises(grpc.RpcError):
+            running.snapshots.RestoreSnapshot(restore, timeout=60)
+        until(walk.died, pinned, 10)
+        held = snapshot_pb2.ListSnapshotsRequest(pinned=True)
+        assert [each.snapshot_id for each in running.snapshots.ListSnapshots(held).snapshots] == [taken.snapshot_id]
+        walk.restart(pinned)
+        until(lambda: not running.snapshots.ListSnapshots(held).snapshots, "that no snapshot is pinned", 30)
+
+        walk.ask(seeding)
         restored = running.snapshots.RestoreSnapshot(restore).run.run_id
         until(walk.died, seeding, 60)
         walk.restart(seeding)

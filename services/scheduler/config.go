@@ -115,6 +115,7 @@ type Snapshots interface {
 	UnpinSnapshot(ctx context.Context, in *snapshotv1.UnpinSnapshotRequest, opts ...grpc.CallOption) (*snapshotv1.UnpinSnapshotResponse, error)
 	DeleteSnapshot(ctx context.Context, in *snapshotv1.DeleteSnapshotRequest, opts ...grpc.CallOption) (*snapshotv1.DeleteSnapshotResponse, error)
 	DeleteRun(ctx context.Context, in *snapshotv1.DeleteRunRequest, opts ...grpc.CallOption) (*snapshotv1.DeleteRunResponse, error)
+	ListSnapshots(ctx context.Context, in *snapshotv1.ListSnapshotsRequest, opts ...grpc.CallOption) (*snapshotv1.ListSnapshotsResponse, error)
 	GetSnapshot(ctx context.Context, in *snapshotv1.GetSnapshotRequest, opts ...grpc.CallOption) (*snapshotv1.GetSnapshotResponse, error)
 	PinSnapshot(ctx context.Context, in *snapshotv1.PinSnapshotRequest, opts ...grpc.CallOption) (*snapshotv1.PinSnapshotResponse, error)
 	AdoptEpisodes(ctx context.Context, in *snapshotv1.AdoptEpisodesRequest, opts ...grpc.CallOption) (*snapshotv1.AdoptEpisodesResponse, error)

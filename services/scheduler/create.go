@@ -86,6 +86,7 @@ func (s *runs) create(ctx context.Context, req *runv1.CreateRunRequest) (*Run, e
 	if err := takeInputs(plan, made, planformat.InputsOf(run.GetDirectory())); err != nil {
 		return nil, err
 	}
+	crashpoint.Here("scheduler/pinned") // the snapshot that the run starts from is pinned, the run is not recorded
 	recorded, err := s.Store.Create(ctx, run, key, cursor)
 	if err != nil || recorded.GetRunId() != run.GetRunId() {
 		return recorded, err

@@ -55,8 +55,8 @@ func (d *deletion) serve(ctx context.Context) {
 	for {
 		if now := d.Now(); now.Sub(swept) >= retentionEvery {
 			swept = now
-			if err := d.sweep(ctx, now); err != nil && ctx.Err() == nil {
-				d.Log.WarnContext(ctx, "old runs could not be deleted, which is tried again in an hour", "error", err)
+			if err := errors.Join(d.sweep(ctx, now), d.unpin(ctx)); err != nil && ctx.Err() == nil {
+				d.Log.WarnContext(ctx, "old runs or unused pins of snapshots could not be deleted, which is tried again in an hour", "error", err)
 			}
 		}
 		err := d.sweepNumber(ctx)
@@ -92,6 +92,33 @@ func (d *deletion) sweep(ctx context.Context, now time.Time) error {
 		failed = errors.Join(failed, d.requestAll(ctx, old))
 	}
 	return failed
+}
+
+// unpin releases the snapshots that a run was to start from which was not recorded.
+func (d *deletion) unpin(ctx context.Context) error {
+	d.runs.origins.Lock() // no run is created in the meantime
+	defer d.runs.origins.Unlock()
+	needed, err := d.origins(ctx, "")
+	if err != nil {
+		return err
+	}
+	for token := ""; ; {
+		page, err := d.Snapshots.ListSnapshots(ctx, &snapshotv1.ListSnapshotsRequest{Pinned: true, PageToken: token})
+		if err != nil {
+			return fmt.Errorf("list the pinned snapshots: %w", err)
+		}
+		for _, snap := range page.GetSnapshots() {
+			if needed[snap.GetSnapshotId()] {
+				continue
+			}
+			if _, err := d.Snapshots.UnpinSnapshot(ctx, &snapshotv1.UnpinSnapshotRequest{SnapshotId: snap.GetSnapshotId(), Fence: d.fence(0)}); err != nil && rpcerr.Code(err) != codes.NotFound {
+				return err
+			}
+		}
+		if token = page.GetNextPageToken(); token == "" {
+			return nil
+		}
+	}
 }
 
 // sweepNumber deletes the ended runs that are older than the newest ones that stay. An interrupted

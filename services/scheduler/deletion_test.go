@@ -291,6 +291,26 @@ func TestNoRunStartsFromADeletedSnapshot(t *testing.T) {
 	}
 }
 
+// A scheduler that died after it pinned a snapshot, and before it recorded the run that was to start
+// from it, leaves a pin. The next one releases it, and no other pin.
+func TestAPinWithoutARunIsReleased(t *testing.T) {
+	t.Parallel()
+	const needed = "snap-01jz0000000000000000000008"
+	w := setup(t)
+	w.snapshots.held = []*snapshotv1.Snapshot{{SnapshotId: needed, RunId: first}, {SnapshotId: origin, RunId: first}}
+	fork := storetest.Sample(second, "b", scheduler.Succeeded)
+	fork.FromSnapshot = needed
+	w.add(storetest.Sample(first, "a", scheduler.Succeeded))
+	w.add(fork)
+	w.start()
+	for got := w.erased.list(); !slices.Equal(got, []string{"unpin " + origin}); got = w.erased.list() {
+		if t.Context().Err() != nil || len(got) > 0 {
+			t.Fatalf("released %v", got)
+		}
+		<-time.After(time.Millisecond)
+	}
+}
+
 // Runs that ended too long ago are deleted when the scheduler starts, and each hour.
 func TestRetention(t *testing.T) {
 	t.Parallel()

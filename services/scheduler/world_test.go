@@ -272,6 +272,7 @@ func (p *planner) VerifyPlan(context.Context, *planv1.VerifyPlanRequest, ...grpc
 
 type snapshots struct {
 	snap    *snapshotv1.Snapshot
+	held    []*snapshotv1.Snapshot // pinned before
 	pinned  []string
 	erased  *erased
 	adopted atomic.Int32 // calls of AdoptEpisodes
@@ -279,6 +280,13 @@ type snapshots struct {
 
 func (s *snapshots) GetSnapshot(context.Context, *snapshotv1.GetSnapshotRequest, ...grpc.CallOption) (*snapshotv1.GetSnapshotResponse, error) {
 	return &snapshotv1.GetSnapshotResponse{Snapshot: s.snap}, nil
+}
+
+func (s *snapshots) ListSnapshots(_ context.Context, in *snapshotv1.ListSnapshotsRequest, _ ...grpc.CallOption) (*snapshotv1.ListSnapshotsResponse, error) {
+	if !in.GetPinned() {
+		return nil, status.Error(codes.InvalidArgument, "only the pinned snapshots are of interest")
+	}
+	return &snapshotv1.ListSnapshotsResponse{Snapshots: s.held}, nil
 }
 
 func (s *snapshots) AdoptEpisodes(context.Context, *snapshotv1.AdoptEpisodesRequest, ...grpc.CallOption) (*snapshotv1.AdoptEpisodesResponse, error) {

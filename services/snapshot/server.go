@@ -102,7 +102,7 @@ func (s *Server) ListSnapshots(ctx context.Context, req *snapshotv1.ListSnapshot
 		}
 	}
 	size := paging.Size(req.GetPageSize(), s.cfg.PageSize)
-	found, err := s.svc.list(ctx, Filter{Run: req.GetRunId(), Kind: req.GetKind(), After: req.GetPageToken(), Limit: size + 1})
+	found, err := s.svc.list(ctx, Filter{Run: req.GetRunId(), Kind: req.GetKind(), After: req.GetPageToken(), Limit: size + 1, Pinned: req.GetPinned()})
 	if err != nil {
 		return nil, err
 	}

@@ -52,4 +52,6 @@ type Filter struct {
 	Limit int    // 0: all
 	// Unpinned omits pinned manifests.
 	Unpinned bool
+	// Pinned omits the others.
+	Pinned bool
 }

@@ -243,6 +243,9 @@ func (s *Store) List(ctx context.Context, f snapshot.Filter) ([]*snapshot.Snapsh
 	if f.Unpinned {
 		where = append(where, "NOT pinned")
 	}
+	if f.Pinned {
+		where = append(where, "pinned")
+	}
 	query := "SELECT manifest FROM snapshot"
 	if len(where) > 0 {
 		query += " WHERE " + strings.Join(where, " AND ")

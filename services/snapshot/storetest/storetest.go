@@ -174,6 +174,9 @@ func pin(t *testing.T, s snapshot.Store) {
 	if err != nil || !slices.Equal(ids(got), []string{"snap-2"}) {
 		t.Fatalf("unpinned: %v, %v", ids(got), err)
 	}
+	if got, err := s.List(t.Context(), snapshot.Filter{Pinned: true}); err != nil || !slices.Equal(ids(got), []string{"snap-1"}) {
+		t.Fatalf("pinned: %v, %v", ids(got), err)
+	}
 	if err := s.Pin(t.Context(), "snap-9", nil); !errors.Is(err, snapshot.ErrNotFound) {
 		t.Fatalf("an unknown one was pinned: %v", err)
 	}

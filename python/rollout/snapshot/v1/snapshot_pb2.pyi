@@ -518,6 +518,7 @@ class ListSnapshotsRequest(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Only snapshots of this run; empty: all."""
     kind: Global___SnapshotKind.ValueType
@@ -526,6 +527,8 @@ class ListSnapshotsRequest(_message.Message):
     """Largest number of snapshots to return; 0: 100."""
     page_token: _builtins.str
     """`next_page_token` of the previous page; empty: the first page."""
+    pinned: _builtins.bool
+    """Only snapshots that are exempt from retention, because a run started from them."""
     def __init__(
         self,
         *,
@@ -533,10 +536,11 @@ class ListSnapshotsRequest(_message.Message):
         kind: Global___SnapshotKind.ValueType = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        pinned: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "page_size", b"page_size", "page_token", b"page_token", "pinned", b"pinned", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -924,7 +924,9 @@ type ListSnapshotsRequest struct {
 	// Largest number of snapshots to return; 0: 100.
 	PageSize uint32 `protobuf:"varint,3,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	// `next_page_token` of the previous page; empty: the first page.
-	PageToken     string `protobuf:"bytes,4,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
+	PageToken string `protobuf:"bytes,4,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
+	// Only snapshots that are exempt from retention, because a run started from them.
+	Pinned        bool `protobuf:"varint,5,opt,name=pinned,proto3" json:"pinned,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -985,6 +987,13 @@ func (x *ListSnapshotsRequest) GetPageToken() string {
 		return x.PageToken
 	}
 	return ""
+}
+
+func (x *ListSnapshotsRequest) GetPinned() bool {
+	if x != nil {
+		return x.Pinned
+	}
+	return false
 }
 
 // ListSnapshotsResponse is a page of manifests.
@@ -2328,13 +2337,14 @@ const file_rollout_snapshot_v1_snapshot_proto_rawDesc = "" +
 	"\vsnapshot_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\n" +
 	"snapshotId\"P\n" +
 	"\x13GetSnapshotResponse\x129\n" +
-	"\bsnapshot\x18\x01 \x01(\v2\x1d.rollout.snapshot.v1.SnapshotR\bsnapshot\"\xaa\x01\n" +
+	"\bsnapshot\x18\x01 \x01(\v2\x1d.rollout.snapshot.v1.SnapshotR\bsnapshot\"\xc2\x01\n" +
 	"\x14ListSnapshotsRequest\x12\x15\n" +
 	"\x06run_id\x18\x01 \x01(\tR\x05runId\x125\n" +
 	"\x04kind\x18\x02 \x01(\x0e2!.rollout.snapshot.v1.SnapshotKindR\x04kind\x12%\n" +
 	"\tpage_size\x18\x03 \x01(\rB\b\xbaH\x05*\x03\x18\xe8\aR\bpageSize\x12\x1d\n" +
 	"\n" +
-	"page_token\x18\x04 \x01(\tR\tpageToken\"|\n" +
+	"page_token\x18\x04 \x01(\tR\tpageToken\x12\x16\n" +
+	"\x06pinned\x18\x05 \x01(\bR\x06pinned\"|\n" +
 	"\x15ListSnapshotsResponse\x12;\n" +
 	"\tsnapshots\x18\x01 \x03(\v2\x1d.rollout.snapshot.v1.SnapshotR\tsnapshots\x12&\n" +
 	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\x83\x01\n" +
