@@ -26,20 +26,62 @@ type keeper struct {
 	owner map[string]*keptProcess // by process
 }
 
-// keptProcess is one owner of a process.
+// keptProcess is one owner of a process. It observes and stops nothing once there is another.
 type keptProcess struct {
 	*process
 	keeper *keeper
+	ended  chan struct{} // closed when the process has exited
+	taken  chan struct{} // closed when there is another owner
 }
 
 func (p *keptProcess) Handle() string        { return p.ID() }
-func (p *keptProcess) Release(time.Duration) { p.keeper.own(p.process) }
+func (p *keptProcess) Done() <-chan struct{} { return p.ended }
+
+func (p *keptProcess) Release(time.Duration) {
+	select {
+	case <-p.taken:
+	default:
+		p.keeper.own(p.process)
+	}
+}
+
+func (p *keptProcess) Exit() launch.Exit {
+	select {
+	case <-p.ended:
+		return p.process.Exit()
+	case <-p.taken:
+		return launch.Exit{}
+	}
+}
+
+func (p *keptProcess) Stop(grace time.Duration) {
+	select {
+	case <-p.taken:
+	default:
+		p.process.Stop(grace)
+	}
+}
 
 func (k *keeper) own(p *process) *keptProcess {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	k.owner[p.ID()] = &keptProcess{p, k}
-	return k.owner[p.ID()]
+	if before := k.owner[p.ID()]; before != nil {
+		close(before.taken)
+	}
+	owner := &keptProcess{p, k, make(chan struct{}), make(chan struct{})}
+	k.owner[p.ID()] = owner
+	go func() {
+		select {
+		case <-p.Done():
+			k.mu.Lock()
+			defer k.mu.Unlock()
+			if k.owner[p.ID()] == owner {
+				close(owner.ended)
+			}
+		case <-owner.taken:
+		}
+	}()
+	return owner
 }
 
 func (k *keeper) Launch(c launch.Command) (launch.Process, error) {
@@ -202,5 +244,45 @@ func TestCancelDuringTheTakeover(t *testing.T) {
 			w.waitState(run, scheduler.Cancelled)
 			w.mesh.until("the workers to be stopped", func() bool { return len(w.launcher.processes()) == 0 })
 		})
+	}
+}
+
+// A worker that was taken by the scheduler that leads is no concern of the one that led, which has
+// not found out: when the worker crashes, in the same incarnation, one process is started, and the
+// run records one restart.
+func TestATakenWorkerIsStartedByItsOwnerAlone(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	w.realLauncher = &keeper{launcher: w.launcher, owner: map[string]*keptProcess{}}
+	store := w.store
+	w.config.ResumeOnStart = true
+	w.mesh.held = true
+	old, _ := w.lead(store)
+	run := w.create(plan(3, "sync", 0, false)).GetRunId()
+	w.waitState(run, scheduler.Running)
+	w.wait(run, allServe)
+	before := w.launcher.starts()
+	successor, _ := w.lead(store)
+	w.wait(run, allServe)
+	for {
+		standing, err := successor.internal.GetStanding(t.Context(), &runv1.GetStandingRequest{RunId: run})
+		if err == nil && standing.GetIncarnation() == 1 {
+			break
+		}
+		<-time.After(time.Millisecond)
+	}
+	w.launcher.crash("inference-0", launch.Exit{Code: 1})
+	restarts := func(s *runv1.RunStatus) (all uint32) {
+		for _, worker := range s.GetWorkers() {
+			all += worker.GetRestarts()
+		}
+		return all
+	}
+	w.wait(run, func(s *runv1.RunStatus) bool { return restarts(s) == 1 && allServe(s) })
+	old.end(lease.ErrNotLeader)
+	w.mesh.do(func() { w.mesh.held = false })
+	got := w.waitState(run, scheduler.Succeeded)
+	if n := w.launcher.starts() - before; n != 1 || got.GetRun().GetIncarnation() != 1 {
+		t.Errorf("%d processes were started after the crash, in incarnation %d", n, got.GetRun().GetIncarnation())
 	}
 }
