@@ -16,8 +16,13 @@ from mesh import ROOT, Mesh, until
 from sim import Job, finish, sim_mesh, stop, submit
 from test_crashpoints import DELETION
 
+from rollout.buffer.v1 import buffer_pb2
+from rollout.event.v1 import event_pb2
+from rollout.fence.v1 import fence_pb2
 from rollout.run.v1 import run_pb2
 from rollout.snapshot.v1 import snapshot_pb2
+from rollout.storage.v1 import storage_pb2, storage_pb2_grpc
+from rollout.trajectory.v1 import trajectory_pb2
 
 
 def paths(running: Mesh) -> list[Path]:
@@ -54,7 +59,8 @@ def rows(running: Mesh) -> dict[str, int]:
             for (table,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
                 where = " WHERE run_id <> ''" if table == "event" else ""  # others are of the services
                 out[f"{path.name}/{table}"] = database.execute(f'SELECT count(*) FROM "{table}"{where}').fetchone()[0]
-    of_services = ("/lease", "/fence_leader", "/sqlite_sequence")  # a row for each role of leaders
+    # A row for each role of leaders, and for each deleted run one that expires and does not name it.
+    of_services = ("/lease", "/fence_leader", "/fence_deleted", "/sqlite_sequence")
     return {name: count for name, count in out.items() if not name.endswith(of_services)}
 
 
@@ -64,6 +70,47 @@ def told(running: Mesh, run: str) -> bool:
     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
         states = database.execute("SELECT * FROM event WHERE run_id = ? AND kind = 'run.state'", (run,)).fetchall()
     return any(b"SUCCEEDED" in value for row in states for value in row if isinstance(value, bytes))
+
+
+def arrive_late(running: Mesh, run: str) -> None:
+    """Send what workers and services send of a run. Events are dropped, the rest is refused."""
+    key = trajectory_pb2.TrajectoryKey(run_id=run, index=1)
+    storage = storage_pb2_grpc.ArtifactServiceStub(running.channel(str(running.daemon("storage")["grpc"])))
+    late = [
+        event_pb2.Event(
+            event_id=f"late-{kind}", run_id=run, kind=kind, service="inference-worker/inference-0", step=1, metrics={"loss": 1.0}
+        )
+        for kind in ("log", "step.committed", "sampling")
+    ]
+    for each in late:
+        each.time.GetCurrentTime()
+    running.events.AppendEvents(storage_pb2.AppendEventsRequest(events=late))
+    fence = fence_pb2.Fence(incarnation=9, role="learner-controller", leader_epoch=9)
+    snapshot = snapshot_pb2.Snapshot(run_id=run, kind=snapshot_pb2.SNAPSHOT_KIND_TRAIN_STATE, step=1)
+    snapshot.files.add(path="x", digest="blake3-" + 64 * "0")
+    refused = {
+        "SaveEpisodes": lambda: running.snapshots.SaveEpisodes(
+            snapshot_pb2.SaveEpisodesRequest(run_id=run, episodes=[snapshot_pb2.Episode(key=key, turns=1)])
+        ),
+        "CreateSnapshot": lambda: running.snapshots.CreateSnapshot(
+            snapshot_pb2.CreateSnapshotRequest(snapshot=snapshot, directory=str(running.state), fence=fence)
+        ),
+        "PutArtifact": lambda: storage.PutArtifact(iter([storage_pb2.PutArtifactRequest(run_id=run, chunk=b"late")])),
+        "PutArtifact of a leader": lambda: storage.PutArtifact(
+            iter([storage_pb2.PutArtifactRequest(run_id=run, chunk=b"late", fence=fence)])
+        ),
+        "OpenLedger": lambda: running.buffer.OpenLedger(
+            buffer_pb2.OpenLedgerRequest(
+                run_id=run,
+                config=buffer_pb2.LedgerConfig(group_size=1, groups_per_step=1, rows=1, order=buffer_pb2.LEASE_ORDER_POSITION),
+            )
+        ),
+    }
+    for name, call in refused.items():
+        with pytest.raises(grpc.RpcError) as error:
+            call()
+        assert "was deleted" in error.value.details(), name  # type: ignore[attr-defined]
+    running.snapshots.DropEpisodes(snapshot_pb2.DropEpisodesRequest(run_id=run, groups=[snapshot_pb2.EpisodeGroup(index=1)]))
 
 
 def artifacts(running: Mesh) -> set[str]:
@@ -95,6 +142,10 @@ def test_a_deleted_run_leaves_nothing(tmp_path: Path) -> None:
         deleted = command(running, "runs", "delete", run, "--yes")
         assert [each["run_id"] for each in deleted["runs"]] == [run] and not deleted["refused"]
         until(lambda: traces(running, run) == [], "that nothing is left", 20)  # NATS removes folders afterwards
+        assert rows(running) == before
+        assert artifacts(running) == stored
+        arrive_late(running, run)
+        assert traces(running, run) == []
         assert rows(running) == before
         assert artifacts(running) == stored
         assert command(running, "runs", "delete", run, "--yes", code=66)["error"]["reason"] == "RUN_NOT_FOUND"

@@ -275,7 +275,7 @@ def pages(call: Callable[[Any], Any], request: Any) -> Iterator[Any]:
 _RECONNECT = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500))
 
 
-class _Bearer(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+class _Bearer(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor, grpc.StreamUnaryClientInterceptor):
     def __init__(self, token: str) -> None:
         self._metadata = ("authorization", f"Bearer {token}")
 
@@ -287,6 +287,9 @@ class _Bearer(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientIntercepto
 
     def intercept_unary_stream(self, continuation, client_call_details, request):
         return continuation(self._with(client_call_details), request)
+
+    def intercept_stream_unary(self, continuation, client_call_details, request_iterator):
+        return continuation(self._with(client_call_details), request_iterator)
 
 
 def describe(status: run_pb2.RunStatus) -> str:

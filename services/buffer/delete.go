@@ -129,11 +129,11 @@ func (s *Server) DeleteRun(ctx context.Context, req *bufferv1.DeleteRunRequest) 
 		return nil, err
 	}
 	defer done()
-	err = r.close(ctx, req.GetFence())
-	if errors.Is(err, ledger.ErrNoLedger) {
-		err = s.store.Admit(ctx, r.id, req.GetFence())
+	if err := s.store.Bury(ctx, r.id, req.GetFence()); err != nil {
+		return nil, err
 	}
-	if err != nil {
+	err = r.Update(ctx, func(tx ledger.Tx) error { tx.Ledger().Closed = true; return nil })
+	if err != nil && !errors.Is(err, ledger.ErrNoLedger) {
 		return nil, err
 	}
 	r.stop(ledger.ErrClosed.With("run", r.id), false)

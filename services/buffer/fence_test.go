@@ -8,6 +8,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/fence"
 	"github.com/rollout-rl/rollout/libs/fence/fencetest"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	"github.com/rollout-rl/rollout/libs/sqldb/sqldbtest"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
@@ -117,6 +118,9 @@ func TestAFormerLeaderChangesNothing(t *testing.T) {
 	}
 	if err := open(fencetest.Scheduler(2, 4)); !fence.Refused(err) {
 		t.Errorf("a former scheduler opens the ledger of a deleted run: %v", err)
+	}
+	if err := open(fencetest.Scheduler(2, 5)); rpcerr.Reason(err) != "RUN_DELETED" {
+		t.Errorf("the scheduler opens the ledger of a deleted run: %v", err)
 	}
 	if got := sqldbtest.Rows(t, sqldb.Files(s.folder+"/db"), "buffer"); got["ledger"] != 0 || got["fence_run"] != 0 {
 		t.Errorf("left of the deleted run: %v", got)

@@ -109,9 +109,7 @@ func TestDeleteRun(t *testing.T) {
 	if _, err := s.client.ListSteps(t.Context(), &bufferv1.ListStepsRequest{RunId: run}); rpcerr.Reason(err) != "LEDGER_NOT_FOUND" {
 		t.Errorf("the ledger: %v", err)
 	}
-	s.open(ledgerConfig()) // a new run of the same id is empty
-	s.record(0)
-	s.publish(groupOf(0, 0, 0)...)
-	s.publish(groupOf(1, 0, 0)...)
-	s.commit(s.lease(1))
+	if _, err := s.client.OpenLedger(t.Context(), &bufferv1.OpenLedgerRequest{RunId: run, Config: ledgerConfig()}); rpcerr.Reason(err) != "RUN_DELETED" {
+		t.Errorf("a ledger of the deleted run: %v", err)
+	}
 }

@@ -111,11 +111,12 @@ type Store interface {
 	// Admit refuses a request that a former leader decided. fence.ErrFenced.
 	Admit(ctx context.Context, run string, by *fencev1.Fence) error
 	// Save writes a drive, by its run. Durable when it returns. fence.ErrFenced if a former leader has
-	// decided it, or the store knows a newer incarnation of the run.
+	// decided it, or the store knows a newer incarnation of the run; fence.ErrDeleted.
 	Save(ctx context.Context, d *Drive, by *fencev1.Fence) error
 	// Get returns the drive of a run. ErrNotFound.
 	Get(ctx context.Context, run string) (*Drive, error)
-	// Delete deletes the drive of a run. An unknown run is no error. fence.ErrFenced.
+	// Delete deletes the drive of a run, which gets none from then on. An unknown run is no error.
+	// fence.ErrFenced.
 	Delete(ctx context.Context, run string, by *fencev1.Fence) error
 	// Active returns the drives that a restarted controller continues, ordered by run.
 	Active(ctx context.Context) ([]*Drive, error)

@@ -101,12 +101,13 @@ type SessionStore interface {
 	// is the number of segments that it had before. A segment that it has already is skipped.
 	// Segments survive a crash of the process when it returns. ErrSessionRun if the session belongs
 	// to another run; ErrSessionClosed if it is closed; ErrSegmentConflict if it has a different
-	// segment with the same id. Then nothing is added.
+	// segment with the same id; fence.ErrDeleted. Then nothing is added.
 	Append(ctx context.Context, session, run string, segments []*Segment) (first int, err error)
 	// Session returns the session with its segments from number from on. ErrSession.
 	Session(ctx context.Context, session string, from int) (*Session, error)
 	// Issue creates the sessions of a prompt group, which are due at their deadlines. If the group
 	// has sessions already, they stay, and it returns their tasks. The sessions must be new.
+	// fence.ErrDeleted.
 	Issue(ctx context.Context, run string, tasks []*Task) ([]*Task, error)
 	// Bind gives an open session without a task one. It returns the task that the session has.
 	// ErrSession.
@@ -125,7 +126,7 @@ type SessionStore interface {
 	// returns how many sessions.
 	Expire(ctx context.Context, before time.Time) (sessions int, err error)
 	// DeleteRun deletes the sessions of a run with their responses, in transactions of bounded size.
-	// fence.ErrFenced if a former leader has decided it.
+	// From then on the run gets no sessions. fence.ErrFenced if a former leader has decided it.
 	DeleteRun(ctx context.Context, run string, by *fencev1.Fence) error
 }
 

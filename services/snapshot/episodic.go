@@ -34,7 +34,7 @@ type EpisodePlace struct {
 // EpisodeStore keeps the open episodes of runs.
 type EpisodeStore interface {
 	// SaveEpisodes inserts or replaces episodes. One of a later attempt, or with as many turns, stays.
-	// by as in Store.Admit; nil: a worker saves its own.
+	// by as in Store.Admit; nil: a worker saves its own. fence.ErrDeleted.
 	SaveEpisodes(ctx context.Context, run string, episodes []*Episode, by *fencev1.Fence) error
 	// Episodes returns the episodes of a run after a place, by epoch, index, and sample.
 	Episodes(ctx context.Context, run string, after EpisodePlace, limit int) ([]*Episode, error)
@@ -42,8 +42,9 @@ type EpisodeStore interface {
 	EpisodesOf(ctx context.Context, run string, groups []*snapshotv1.EpisodeGroup) ([]*Episode, error)
 	// DropEpisodes deletes the episodes of groups.
 	DropEpisodes(ctx context.Context, run string, groups []*snapshotv1.EpisodeGroup) error
-	// DropRun deletes the episodes of a run.
-	DropRun(ctx context.Context, run string) error
+	// DropRun deletes the episodes of a run, which gets none from then on, and no snapshots except
+	// imported ones. by as in Store.Admit.
+	DropRun(ctx context.Context, run string, by *fencev1.Fence) error
 }
 
 const (

@@ -405,10 +405,7 @@ const deletePage = 100
 // deleteRun deletes the snapshots of a run except those to keep, and returns the ids of the kept
 // ones. The pin of another one was left by a run that was not created, or is deleted.
 func (s *service) deleteRun(ctx context.Context, run string, keep []string, by *fencev1.Fence) (kept []string, err error) {
-	if err := s.Store.Admit(ctx, run, by); err != nil {
-		return nil, err
-	}
-	if err := s.Store.DropRun(ctx, run); err != nil {
+	if err := s.Store.DropRun(ctx, run, by); err != nil {
 		return nil, err
 	}
 	for after := ""; ; {
@@ -432,7 +429,7 @@ func (s *service) deleteRun(ctx context.Context, run string, keep []string, by *
 			return nil, err
 		}
 		if len(page) < deletePage {
-			return kept, errors.Join(s.sweep(ctx), s.Store.ForgetRun(ctx, run))
+			return kept, s.sweep(ctx)
 		}
 	}
 }

@@ -11,7 +11,7 @@ type Store interface {
 	Reader
 	EpisodeStore
 	// Record stores a manifest and returns it. If there is one with the same key, that one stays
-	// and is returned instead. by as in Admit.
+	// and is returned instead. by as in Admit. fence.ErrDeleted.
 	Record(ctx context.Context, s *Snapshot, by *fencev1.Fence) (*Snapshot, error)
 	// Admit refuses a change that a former leader decided, of a run, or of none (""). A nil fence
 	// stands for the service itself, or a person, and is admitted. fence.ErrFenced.
@@ -24,8 +24,6 @@ type Store interface {
 	Pin(ctx context.Context, id string, by *fencev1.Fence) error
 	// Unpin ends the exemption. ErrNotFound. by as in Admit.
 	Unpin(ctx context.Context, id string, by *fencev1.Fence) error
-	// ForgetRun forgets who has changed snapshots of a run.
-	ForgetRun(ctx context.Context, run string) error
 	// Note makes digests candidates: a sweep deletes their artifacts unless a manifest names them.
 	Note(ctx context.Context, digests []string) error
 	// Forget removes digests from the candidates.

@@ -22,12 +22,12 @@ const chunkBytes = 1 << 20
 
 // PutArtifact implements the contract.
 func (s *Server) PutArtifact(stream grpc.ClientStreamingServer[storagev1.PutArtifactRequest, storagev1.PutArtifactResponse]) error {
-	from := &uploads{stream: stream, admit: s.admit}
+	from := &uploads{stream: stream, admit: s.deps.Store.Admit}
 	content, size, err := s.deps.Artifacts.Put(stream.Context(), from)
 	if err != nil {
 		return err
 	}
-	if err := s.deps.Store.Own(stream.Context(), from.run, content, from.by); err != nil {
+	if err := s.deps.Store.Own(stream.Context(), from.run, content, from.by, func() error { return s.deps.Artifacts.Delete(stream.Context(), content) }); err != nil {
 		return err
 	}
 	return stream.SendAndClose(&storagev1.PutArtifactResponse{ContentId: content, Bytes: uint64(size)})
@@ -37,10 +37,12 @@ func (s *Server) PutArtifact(stream grpc.ClientStreamingServer[storagev1.PutArti
 type uploads struct {
 	stream grpc.ClientStreamingServer[storagev1.PutArtifactRequest, storagev1.PutArtifactResponse]
 	rest   []byte
-	admit  func(ctx context.Context, run string, by *fencev1.Fence) error
-	run    string // of the first message
-	by     *fencev1.Fence
-	begun  bool
+	// admit refuses, before bytes are stored, what a former leader decided, and what is for a deleted
+	// run. The transaction that records the owner of the bytes compares again.
+	admit func(ctx context.Context, run string, by *fencev1.Fence) error
+	run   string // of the first message
+	by    *fencev1.Fence
+	begun bool
 }
 
 func (u *uploads) Read(p []byte) (int, error) {
@@ -97,7 +99,7 @@ func (s *Server) open(ctx context.Context, req *storagev1.GetArtifactRequest) (i
 // ImportArtifacts implements the contract.
 func (s *Server) ImportArtifacts(ctx context.Context, req *storagev1.ImportArtifactsRequest) (*storagev1.ImportArtifactsResponse, error) {
 	resp := &storagev1.ImportArtifactsResponse{}
-	if err := s.admit(ctx, "", req.GetFence()); err != nil {
+	if err := s.deps.Store.Admit(ctx, "", req.GetFence()); err != nil {
 		return nil, err
 	}
 	for _, f := range req.GetFiles() {
@@ -111,7 +113,7 @@ func (s *Server) ImportArtifacts(ctx context.Context, req *storagev1.ImportArtif
 		if f.GetContentId() != "" && f.GetContentId() != content {
 			return nil, ErrMismatch.With("path", f.GetPath()).With("announced", f.GetContentId()).With("found", content)
 		}
-		if err := s.deps.Store.Own(ctx, "", content, req.GetFence()); err != nil {
+		if err := s.deps.Store.Own(ctx, "", content, req.GetFence(), nil); err != nil {
 			return nil, err
 		}
 		blocks, err := blocks(f.GetPath())
@@ -134,15 +136,6 @@ func blocks(path string) ([]byte, error) {
 	}
 	defer func() { _ = f.Close() }()
 	return blob.Blocks(f)
-}
-
-// admit refuses, before bytes are stored, what a former leader decided. The transaction that
-// records the owner of the bytes compares again.
-func (s *Server) admit(ctx context.Context, run string, by *fencev1.Fence) error {
-	if by == nil {
-		return nil
-	}
-	return s.deps.Store.Admit(ctx, run, by)
 }
 
 // importFile stores a file. A file that does not exist needs an artifact with its content id.
@@ -236,7 +229,7 @@ const deletePage = 256
 
 // DeleteRun implements the contract.
 func (s *Server) DeleteRun(ctx context.Context, req *storagev1.DeleteRunRequest) (*storagev1.DeleteRunResponse, error) {
-	if err := s.deps.Store.Admit(ctx, req.GetRunId(), req.GetFence()); err != nil {
+	if err := s.deps.Store.DeleteRun(ctx, req.GetRunId(), req.GetFence()); err != nil {
 		return nil, err
 	}
 	for {
@@ -245,16 +238,12 @@ func (s *Server) DeleteRun(ctx context.Context, req *storagev1.DeleteRunRequest)
 			return nil, err
 		}
 		if len(owned) == 0 {
-			break
+			return &storagev1.DeleteRunResponse{}, nil
 		}
 		if err := s.deleteArtifacts(ctx, req.GetRunId(), owned, req.GetFence()); err != nil {
 			return nil, err
 		}
 	}
-	if err := s.deps.Store.DeleteRun(ctx, req.GetRunId()); err != nil {
-		return nil, err
-	}
-	return &storagev1.DeleteRunResponse{}, nil
 }
 
 // typed converts the errors of the blob port.

@@ -60,8 +60,8 @@ type Point struct {
 type Store interface {
 	Owners
 	// Append stores events in order and gives each a sequence number. It skips events whose id is
-	// already stored, and returns how many were new. They survive a crash of the process when it
-	// returns. Telemetry is stored as such, and does not count.
+	// already stored and those of deleted runs, and returns how many were new. They survive a crash of
+	// the process when it returns. Telemetry is stored as such, and does not count.
 	Append(ctx context.Context, events []*Event) (int, error)
 	// List returns at most limit events by sequence: the first, or with newest the last.
 	List(ctx context.Context, f Filter, limit int, newest bool) ([]*Event, error)
@@ -75,16 +75,19 @@ type Store interface {
 	// DeleteBefore deletes the events before a time, in transactions of bounded size.
 	DeleteBefore(ctx context.Context, before time.Time) error
 	// DeleteRun deletes the events, metrics, and telemetry of a run, in transactions of bounded size.
-	DeleteRun(ctx context.Context, run string) error
-	// Admit refuses a change that a former leader decided. run is "" for none. fence.ErrFenced.
+	// From then on nothing is stored for the run. fence.ErrFenced.
+	DeleteRun(ctx context.Context, run string, by *fencev1.Fence) error
+	// Admit refuses a change that a former leader decided. run is "" for none. fence.ErrFenced,
+	// fence.ErrDeleted.
 	Admit(ctx context.Context, run string, by *fencev1.Fence) error
 }
 
 // Owners records for which runs an artifact was stored.
 type Owners interface {
 	// Own records that an artifact was stored for a run; "": for none. by is nil for those whom no one
-	// replaces. fence.ErrFenced.
-	Own(ctx context.Context, run, digest string, by *fencev1.Fence) error
+	// replaces. fence.ErrFenced, fence.ErrDeleted; if the artifact was stored for nothing else, it calls
+	// remove before, in the same transaction. remove may be nil.
+	Own(ctx context.Context, run, digest string, by *fencev1.Fence, remove func() error) error
 	// OwnersOf returns the runs that an artifact was stored for.
 	OwnersOf(ctx context.Context, digest string) ([]string, error)
 	// Owned returns digests that were stored for a run, at most limit.

@@ -12,10 +12,11 @@ import (
 type Store interface {
 	// Create creates the ledger of a run, or does nothing if there is one. A ledger that begins with
 	// groups of a snapshot is closed, so that nothing is ingested before it has them. Durable when it
-	// returns. fence.ErrFenced, then nothing is created.
+	// returns. fence.ErrFenced, fence.ErrDeleted; then nothing is created.
 	Create(ctx context.Context, run string, config *bufferv1.LedgerConfig, by *fencev1.Fence) error
-	// Admit is Reader.Admit for a run that has no ledger.
-	Admit(ctx context.Context, run string, by *fencev1.Fence) error
+	// Bury is Reader.Admit for the deletion of a run, which gets no ledger from then on. It may have
+	// none.
+	Bury(ctx context.Context, run string, by *fencev1.Fence) error
 	// Runs lists the runs whose ledger is not closed.
 	Runs(ctx context.Context) ([]string, error)
 	// WithUnused lists the runs with unused payloads, also those whose ledger is closed.

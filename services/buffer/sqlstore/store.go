@@ -80,9 +80,9 @@ func (s *Store) Create(ctx context.Context, run string, config *bufferv1.LedgerC
 	return nil
 }
 
-// Admit implements ledger.Store.
-func (s *Store) Admit(ctx context.Context, run string, by *fencev1.Fence) error {
-	return s.db.Tx(ctx, func(tx *sql.Tx) error { return fence.Admit(ctx, tx, s.db.Dialect, run, by) })
+// Bury implements ledger.Store.
+func (s *Store) Bury(ctx context.Context, run string, by *fencev1.Fence) error {
+	return s.db.Tx(ctx, func(tx *sql.Tx) error { return fence.Delete(ctx, tx, s.db.Dialect, run, by) })
 }
 
 // Runs implements ledger.Store.

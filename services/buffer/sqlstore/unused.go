@@ -2,11 +2,9 @@ package sqlstore
 
 import (
 	"context"
-	"database/sql"
 	"encoding/json"
 	"fmt"
 
-	"github.com/rollout-rl/rollout/libs/fence"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 )
 
@@ -83,9 +81,6 @@ func (s *Store) Delete(ctx context.Context, run string) error {
 	err := s.db.Each(ctx, `SELECT id FROM ledger WHERE run = $1`, []any{run}, func(scan sqldb.Scan) error { found = true; return scan(&id) })
 	if err == nil && found {
 		err = s.delete(ctx, id)
-	}
-	if err == nil {
-		err = s.db.Tx(ctx, func(tx *sql.Tx) error { return fence.Forget(ctx, tx, run) })
 	}
 	if err != nil {
 		return fmt.Errorf("delete the ledger of %s: %w", run, err)

@@ -101,13 +101,11 @@ func (s *Store) Get(ctx context.Context, run string) (*controller.Drive, error) 
 // Delete implements controller.Store.
 func (s *Store) Delete(ctx context.Context, run string, by *fencev1.Fence) error {
 	err := s.db.Tx(ctx, func(tx *sql.Tx) error {
-		if err := fence.Admit(ctx, tx, s.db.Dialect, run, by); err != nil {
+		if err := fence.Delete(ctx, tx, s.db.Dialect, run, by); err != nil {
 			return err
 		}
-		if _, err := tx.ExecContext(ctx, `DELETE FROM drive WHERE run_id = $1`, run); err != nil {
-			return err
-		}
-		return fence.Forget(ctx, tx, run)
+		_, err := tx.ExecContext(ctx, `DELETE FROM drive WHERE run_id = $1`, run)
+		return err
 	})
 	if err != nil {
 		return fmt.Errorf("delete drive of %s: %w", run, err)

@@ -99,6 +99,13 @@ func Run(t *testing.T, open func(t *testing.T) (store controller.Store, reopen f
 			store.Delete(t.Context(), "run-a", fencetest.Scheduler(1, 1)), store.Delete(t.Context(), "run-x", fencetest.Scheduler(1, 1))); err != nil {
 			t.Fatal(err)
 		}
+		for what, err := range map[string]error{
+			"saved": save(t, store, drive("run-a", 2)), "admitted": store.Admit(t.Context(), "run-a", fencetest.Scheduler(2, 2)),
+		} {
+			if !errors.Is(err, fence.ErrDeleted) {
+				t.Errorf("%s after the deletion: %v", what, err)
+			}
+		}
 		if _, err := store.Get(t.Context(), "run-a"); !errors.Is(err, controller.ErrNotFound) {
 			t.Errorf("got %v", err)
 		}

@@ -11,6 +11,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"github.com/rollout-rl/rollout/libs/fence"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	"github.com/rollout-rl/rollout/services/gateway"
 )
@@ -143,7 +144,11 @@ func (s *Store) insert(ctx context.Context, tx *sql.Tx, a *addition) error {
 	if state != open || owner != a.run {
 		return errIrregular
 	}
-	a.first = count - len(a.raw)
+	if a.first = count - len(a.raw); a.first == 0 {
+		if err := fence.Live(ctx, tx, s.db.Dialect, a.run); err != nil {
+			return err
+		}
+	}
 	for at := 0; at < len(a.raw); {
 		statement, rows := s.insertSegment, 1
 		if len(a.raw)-at > 1 {
@@ -177,6 +182,11 @@ func (s *Store) merge(ctx context.Context, tx *sql.Tx, a *addition) error {
 	}
 	if owner != a.run {
 		return gateway.ErrSessionRun.WithMessage("session %s belongs to %s, not %s", a.session, owner, a.run)
+	}
+	if a.first == 0 {
+		if err := fence.Live(ctx, tx, s.db.Dialect, a.run); err != nil {
+			return err
+		}
 	}
 	next := a.first
 	for i, segment := range a.segments {

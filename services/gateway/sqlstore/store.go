@@ -109,13 +109,11 @@ func (s *Store) Expire(ctx context.Context, before time.Time) (sessions int, err
 
 // DeleteRun implements gateway.Store.
 func (s *Store) DeleteRun(ctx context.Context, run string, by *fencev1.Fence) error {
-	if err := s.db.Tx(ctx, func(tx *sql.Tx) error { return fence.Admit(ctx, tx, s.db.Dialect, run, by) }); err != nil {
+	if err := s.db.Tx(ctx, func(tx *sql.Tx) error { return fence.Delete(ctx, tx, s.db.Dialect, run, by) }); err != nil {
 		return fmt.Errorf("delete the sessions of %s: %w", run, err)
 	}
-	if _, err := s.deleteAll(ctx, `run_id = $1`, run); err != nil {
-		return err
-	}
-	return s.db.Tx(ctx, func(tx *sql.Tx) error { return fence.Forget(ctx, tx, run) })
+	_, err := s.deleteAll(ctx, `run_id = $1`, run)
+	return err
 }
 
 // deleteAll deletes the sessions that a condition selects.

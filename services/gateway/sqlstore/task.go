@@ -9,6 +9,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"github.com/rollout-rl/rollout/libs/fence"
 	"github.com/rollout-rl/rollout/services/gateway"
 )
 
@@ -16,6 +17,9 @@ import (
 // that issue the same group win.
 func (s *Store) Issue(ctx context.Context, run string, tasks []*gateway.Task) (issued []*gateway.Task, err error) {
 	err = s.db.Tx(ctx, func(tx *sql.Tx) error {
+		if err := fence.Live(ctx, tx, s.db.Dialect, run); err != nil {
+			return err
+		}
 		for _, task := range tasks {
 			raw, err := proto.Marshal(task)
 			if err != nil {

@@ -15,6 +15,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/fence"
 	"github.com/rollout-rl/rollout/libs/fence/fencetest"
 	sessionv1 "github.com/rollout-rl/rollout/proto/gen/rollout/session/v1"
+	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 	"github.com/rollout-rl/rollout/services/gateway"
 )
 
@@ -265,6 +266,16 @@ func runDeleted(t *testing.T, store gateway.Store) {
 	}
 	if _, err := store.Response(t.Context(), "resp-1"); !errors.Is(err, gateway.ErrResponse) {
 		t.Errorf("its response: %v", err)
+	}
+	_, appended := store.Append(t.Context(), "sess-late", run, []*gateway.Segment{segment("sess-late", "s0", "", "aaaa", time.Now())})
+	_, issued := store.Issue(t.Context(), run, []*gateway.Task{{SessionId: "sess-late", Key: &trajectoryv1.TrajectoryKey{RunId: run}}})
+	for what, err := range map[string]error{"append": appended, "issue": issued} {
+		if !errors.Is(err, fence.ErrDeleted) {
+			t.Errorf("%s after the deletion: %v", what, err)
+		}
+	}
+	if _, err := store.Session(t.Context(), "sess-late", 0); !errors.Is(err, gateway.ErrSession) {
+		t.Errorf("a late session: %v", err)
 	}
 	if got, err := store.Session(t.Context(), "sess-070", 0); err != nil || len(got.GetSegments()) != 1 {
 		t.Errorf("the session of another run: %v, %v", got, err)

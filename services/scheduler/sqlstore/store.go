@@ -134,7 +134,7 @@ func (s *Store) Delete(ctx context.Context, id string) error {
 				return err
 			}
 		}
-		return fence.Forget(ctx, tx, id)
+		return fence.Bury(ctx, tx, s.db.Dialect, id)
 	})
 	if err != nil {
 		return fmt.Errorf("delete run %s: %w", id, err)

@@ -3,10 +3,12 @@ package sqlstore
 import (
 	"context"
 	"database/sql"
+	"errors"
 	"fmt"
 
 	"google.golang.org/protobuf/proto"
 
+	"github.com/rollout-rl/rollout/libs/fence"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
@@ -16,7 +18,7 @@ import (
 // SaveEpisodes implements snapshot.EpisodeStore.
 func (s *Store) SaveEpisodes(ctx context.Context, run string, episodes []*snapshot.Episode, by *fencev1.Fence) error {
 	err := s.db.Tx(ctx, func(tx *sql.Tx) error {
-		if err := s.admit(ctx, tx, run, by); err != nil {
+		if err := errors.Join(fence.Live(ctx, tx, s.db.Dialect, run), s.admit(ctx, tx, run, by)); err != nil {
 			return err
 		}
 		for _, e := range episodes {
@@ -91,8 +93,19 @@ func (s *Store) DropEpisodes(ctx context.Context, run string, groups []*snapshot
 }
 
 // DropRun implements snapshot.EpisodeStore.
-func (s *Store) DropRun(ctx context.Context, run string) error {
-	if _, err := s.db.Exec(ctx, `DELETE FROM episode WHERE run_id = $1`, run); err != nil {
+func (s *Store) DropRun(ctx context.Context, run string, by *fencev1.Fence) error {
+	err := s.db.Tx(ctx, func(tx *sql.Tx) error {
+		bury := func() error { return fence.Delete(ctx, tx, s.db.Dialect, run, by) }
+		if by == nil {
+			bury = func() error { return fence.Bury(ctx, tx, s.db.Dialect, run) }
+		}
+		if err := bury(); err != nil {
+			return err
+		}
+		_, err := tx.ExecContext(ctx, `DELETE FROM episode WHERE run_id = $1`, run)
+		return err
+	})
+	if err != nil {
 		return fmt.Errorf("drop the episodes of %s: %w", run, err)
 	}
 	return nil

@@ -97,11 +97,6 @@ func (s *Store) admit(ctx context.Context, tx *sql.Tx, run string, by *fencev1.F
 	return fence.Admit(ctx, tx, s.db.Dialect, run, by)
 }
 
-// ForgetRun implements snapshot.Store.
-func (s *Store) ForgetRun(ctx context.Context, run string) error {
-	return s.db.Tx(ctx, func(tx *sql.Tx) error { return fence.Forget(ctx, tx, run) })
-}
-
 // Delete implements snapshot.Store.
 func (s *Store) Delete(ctx context.Context, by *fencev1.Fence, ids ...string) error {
 	err := s.db.Tx(ctx, func(tx *sql.Tx) error {

@@ -10,7 +10,10 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"github.com/rollout-rl/rollout/libs/fence"
+	"github.com/rollout-rl/rollout/libs/fence/fencetest"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 	"github.com/rollout-rl/rollout/services/snapshot"
 )
 
@@ -23,6 +26,7 @@ func Run(t *testing.T, open func(t *testing.T) snapshot.Store) {
 		"list":                   list,
 		"candidates":             candidates,
 		"pin":                    pin,
+		"a deleted run":          deletedRun,
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -191,5 +195,41 @@ func pin(t *testing.T, s snapshot.Store) {
 	}
 	if err := s.Unpin(t.Context(), "snap-9", nil); !errors.Is(err, snapshot.ErrNotFound) {
 		t.Fatalf("an unknown one was unpinned: %v", err)
+	}
+}
+
+// What a worker or a leader sends for a deleted run is refused, and an imported snapshot of it is
+// not.
+func deletedRun(t *testing.T, s snapshot.Store) {
+	by := fencetest.Controller(1, 1)
+	episode := func(index uint64) []*snapshot.Episode {
+		return []*snapshot.Episode{{Key: &trajectoryv1.TrajectoryKey{RunId: "run-a", Index: index}, Turns: 1}}
+	}
+	if err := errors.Join(s.SaveEpisodes(t.Context(), "run-a", episode(1), nil), s.DropRun(t.Context(), "run-a", fencetest.Scheduler(1, 1))); err != nil {
+		t.Fatal(err)
+	}
+	_, late := s.Record(t.Context(), Snap("snap-1", "run-a", 1, "a"), by)
+	for what, err := range map[string]error{
+		"a worker saves":  s.SaveEpisodes(t.Context(), "run-a", episode(2), nil),
+		"a leader adopts": s.SaveEpisodes(t.Context(), "run-a", episode(3), by),
+		"a leader asks":   s.Admit(t.Context(), "run-a", by),
+		"a leader stores": late,
+	} {
+		if !errors.Is(err, fence.ErrDeleted) {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	if err := s.DropEpisodes(t.Context(), "run-a", []*snapshotv1.EpisodeGroup{{Index: 1}}); err != nil {
+		t.Errorf("a worker drops: %v", err)
+	}
+	if got, err := s.Episodes(t.Context(), "run-a", snapshot.EpisodePlace{Sample: -1}, 10); err != nil || len(got) > 0 {
+		t.Errorf("episodes %v, %v", got, err)
+	}
+	if err := s.DropRun(t.Context(), "run-a", fencetest.Scheduler(1, 1)); err != nil {
+		t.Errorf("deleted again: %v", err)
+	}
+	imported := Snap("snap-2", "run-a", 1, "a")
+	if got := record(t, s, imported); !proto.Equal(got, imported) {
+		t.Errorf("imported %v", got)
 	}
 }

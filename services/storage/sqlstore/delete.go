@@ -3,6 +3,7 @@ package sqlstore
 import (
 	"context"
 	"database/sql"
+	"errors"
 	"fmt"
 	"time"
 
@@ -16,7 +17,10 @@ import (
 const deleteRows = 5000
 
 // DeleteRun implements storage.Store.
-func (s *Store) DeleteRun(ctx context.Context, run string) error {
+func (s *Store) DeleteRun(ctx context.Context, run string, by *fencev1.Fence) error {
+	if err := s.db.Tx(ctx, func(tx *sql.Tx) error { return fence.Delete(ctx, tx, s.db.Dialect, run, by) }); err != nil {
+		return fmt.Errorf("delete what belongs to %s: %w", run, err)
+	}
 	for _, statement := range []string{
 		fmt.Sprintf(`DELETE FROM event WHERE sequence IN (SELECT sequence FROM event WHERE run_id = $1 ORDER BY sequence LIMIT %d)`, deleteRows),
 		fmt.Sprintf(`DELETE FROM metric WHERE run_id = $1 AND (name, step) IN (SELECT name, step FROM metric WHERE run_id = $1 ORDER BY name, step LIMIT %d)`, deleteRows),
@@ -28,7 +32,7 @@ func (s *Store) DeleteRun(ctx context.Context, run string) error {
 	if err := s.deleteTelemetry(ctx, run); err != nil {
 		return fmt.Errorf("delete the telemetry of %s: %w", run, err)
 	}
-	return s.db.Tx(ctx, func(tx *sql.Tx) error { return fence.Forget(ctx, tx, run) })
+	return nil
 }
 
 // DeleteBefore implements storage.Store.
@@ -50,33 +54,54 @@ func (s *Store) repeat(ctx context.Context, statement string, args ...any) error
 	}
 }
 
-// Admit implements storage.Store. A fence of incarnation 0 belongs to no run.
+// Admit implements storage.Store.
 func (s *Store) Admit(ctx context.Context, run string, by *fencev1.Fence) error {
 	return s.db.Tx(ctx, func(tx *sql.Tx) error { return s.admit(ctx, tx, run, by) })
 }
 
 func (s *Store) admit(ctx context.Context, tx *sql.Tx, run string, by *fencev1.Fence) error {
-	if by != nil && by.GetIncarnation() == 0 {
-		run = ""
+	if by == nil {
+		return fence.Live(ctx, tx, s.db.Dialect, run)
 	}
-	return fence.Admit(ctx, tx, s.db.Dialect, run, by)
+	return errors.Join(fence.Live(ctx, tx, s.db.Dialect, run), fence.Admit(ctx, tx, s.db.Dialect, led(run, by), by))
+}
+
+// led is the run that a leader acts for. A fence of incarnation 0 belongs to no run.
+func led(run string, by *fencev1.Fence) string {
+	if by != nil && by.GetIncarnation() == 0 {
+		return ""
+	}
+	return run
 }
 
 // Own implements storage.Owners.
-func (s *Store) Own(ctx context.Context, run, digest string, by *fencev1.Fence) error {
+func (s *Store) Own(ctx context.Context, run, digest string, by *fencev1.Fence, remove func() error) error {
+	var refused error
 	err := s.db.Tx(ctx, func(tx *sql.Tx) error {
-		if by != nil {
-			if err := s.admit(ctx, tx, run, by); err != nil {
+		if refused = s.admit(ctx, tx, run, by); fence.Refused(refused) {
+			own, others, err := owners(ctx, tx, run, digest)
+			if err != nil || own+others > 0 || remove == nil {
 				return err
 			}
+			return remove()
+		}
+		if refused != nil {
+			return refused
 		}
 		_, err := tx.ExecContext(ctx, `INSERT INTO artifact_owner (digest, run_id) VALUES ($1, $2) ON CONFLICT DO NOTHING`, digest, run)
 		return err
 	})
-	if err != nil {
+	if err = errors.Join(refused, err); err != nil {
 		return fmt.Errorf("record that artifact %s belongs to %s: %w", digest, run, err)
 	}
 	return nil
+}
+
+// owners counts for which runs an artifact was stored: a run, and others.
+func owners(ctx context.Context, tx *sql.Tx, run, digest string) (own, others int, err error) {
+	err = tx.QueryRowContext(ctx, `SELECT count(CASE WHEN run_id = $2 THEN 1 END), count(CASE WHEN run_id <> $2 THEN 1 END)
+		FROM artifact_owner WHERE digest = $1`, digest, run).Scan(&own, &others)
+	return own, others, err
 }
 
 // OwnersOf implements storage.Owners.
@@ -111,12 +136,11 @@ func (s *Store) Owned(ctx context.Context, run string, limit int) (digests []str
 // to no run.
 func (s *Store) Disown(ctx context.Context, run, digest string, by *fencev1.Fence, remove func() error) error {
 	err := s.db.Tx(ctx, func(tx *sql.Tx) error {
-		if err := s.admit(ctx, tx, run, by); err != nil {
+		if err := fence.AdmitRemoval(ctx, tx, s.db.Dialect, led(run, by), by); err != nil {
 			return err
 		}
-		var own, others int
-		if err := tx.QueryRowContext(ctx, `SELECT count(CASE WHEN run_id = $2 THEN 1 END), count(CASE WHEN run_id <> $2 THEN 1 END)
-			FROM artifact_owner WHERE digest = $1`, digest, run).Scan(&own, &others); err != nil {
+		own, others, err := owners(ctx, tx, run, digest)
+		if err != nil {
 			return err
 		}
 		if others == 0 && (own > 0 || run == "") {
@@ -124,7 +148,7 @@ func (s *Store) Disown(ctx context.Context, run, digest string, by *fencev1.Fenc
 				return err
 			}
 		}
-		_, err := tx.ExecContext(ctx, `DELETE FROM artifact_owner WHERE digest = $1 AND run_id = $2`, digest, run)
+		_, err = tx.ExecContext(ctx, `DELETE FROM artifact_owner WHERE digest = $1 AND run_id = $2`, digest, run)
 		return err
 	})
 	if err != nil {

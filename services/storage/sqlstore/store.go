@@ -4,7 +4,9 @@ package sqlstore
 import (
 	"context"
 	"database/sql"
+	"errors"
 	"fmt"
+	"maps"
 	"math"
 	"slices"
 	"strings"
@@ -14,6 +16,7 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	schema "github.com/rollout-rl/rollout/database/storage"
+	"github.com/rollout-rl/rollout/libs/fence"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 	"github.com/rollout-rl/rollout/services/storage"
@@ -42,8 +45,15 @@ func (s *Store) Append(ctx context.Context, events []*storage.Event) (added int,
 	}
 	err = s.db.Tx(ctx, func(tx *sql.Tx) error {
 		added = 0
+		deleted, err := s.deleted(ctx, tx, events)
+		if err != nil {
+			return err
+		}
 		var records, reports []*storage.Event
 		for _, e := range events {
+			if deleted[e.GetRunId()] {
+				continue
+			}
 			if storage.Telemetry(e.GetKind()) {
 				reports = append(reports, e)
 			} else {
@@ -89,6 +99,21 @@ func (s *Store) Append(ctx context.Context, events []*storage.Event) (added int,
 		return 0, fmt.Errorf("store %d events: %w", len(events), err)
 	}
 	return added, nil
+}
+
+// deleted returns which runs of events are deleted.
+func (s *Store) deleted(ctx context.Context, tx *sql.Tx, events []*storage.Event) (map[string]bool, error) {
+	found := map[string]bool{}
+	for _, e := range events {
+		found[e.GetRunId()] = false
+	}
+	for _, run := range slices.Sorted(maps.Keys(found)) { // other transactions lock them in the same order
+		err := fence.Live(ctx, tx, s.db.Dialect, run)
+		if found[run] = errors.Is(err, fence.ErrDeleted); err != nil && !found[run] {
+			return nil, err
+		}
+	}
+	return found, nil
 }
 
 // measure stores the metrics of an event.

@@ -91,7 +91,7 @@ func Run(t *testing.T, open func(t *testing.T) storage.Store) {
 			}))
 		}
 		store := fill(t, events...)
-		if err := store.DeleteRun(t.Context(), "run-a"); err != nil {
+		if err := store.DeleteRun(t.Context(), "run-a", nil); err != nil {
 			t.Fatal(err)
 		}
 		want(t, store, storage.Filter{}, 10, false, "3000")
@@ -112,11 +112,11 @@ func Run(t *testing.T, open func(t *testing.T) storage.Store) {
 	t.Run("an artifact has several owners", func(t *testing.T) {
 		store := open(t)
 		for _, run := range []string{"", "run-a", "run-a", "run-b"} {
-			if err := store.Own(t.Context(), run, "x", nil); err != nil {
+			if err := store.Own(t.Context(), run, "x", nil, nil); err != nil {
 				t.Fatal(err)
 			}
 		}
-		if err := store.Own(t.Context(), "run-a", "y", nil); err != nil {
+		if err := store.Own(t.Context(), "run-a", "y", nil, nil); err != nil {
 			t.Fatal(err)
 		}
 		owned, err := store.Owned(t.Context(), "run-a", 10)
@@ -140,13 +140,13 @@ func Run(t *testing.T, open func(t *testing.T) storage.Store) {
 	})
 	t.Run("a former leader stores and removes nothing", func(t *testing.T) {
 		store := open(t)
-		if err := errors.Join(store.Own(t.Context(), "run-a", "x", by(1, 5)), store.Own(t.Context(), "", "y", by(0, 6))); err != nil {
+		if err := errors.Join(store.Own(t.Context(), "run-a", "x", by(1, 5), nil), store.Own(t.Context(), "", "y", by(0, 6), nil)); err != nil {
 			t.Fatal(err)
 		}
 		remove := func() error { t.Error("a former leader removes bytes"); return nil }
 		for what, err := range map[string]error{
-			"stores":   store.Own(t.Context(), "run-b", "z", by(1, 5)),
-			"imports":  store.Own(t.Context(), "", "z", by(0, 5)),
+			"stores":   store.Own(t.Context(), "run-b", "z", by(1, 5), nil),
+			"imports":  store.Own(t.Context(), "", "z", by(0, 5), nil),
 			"removes":  store.Disown(t.Context(), "run-a", "x", by(1, 5), remove),
 			"sweeps":   store.Disown(t.Context(), "", "y", by(0, 5), remove),
 			"old run":  store.Disown(t.Context(), "run-a", "x", by(0, 5), remove),
@@ -161,6 +161,43 @@ func Run(t *testing.T, open func(t *testing.T) storage.Store) {
 		}
 		if owners, err := store.OwnersOf(t.Context(), "z"); err != nil || len(owners) > 0 {
 			t.Errorf("owners %v, %v", owners, err)
+		}
+	})
+	t.Run("nothing is stored for a deleted run", func(t *testing.T) {
+		measured := func(e *storage.Event) { e.Step, e.Kind, e.Metrics = 1, "step.committed", map[string]float64{"loss": 1} }
+		store := fill(t, event(1, nil))
+		if err := errors.Join(store.Own(t.Context(), "run-b", "shared", nil, nil), store.Own(t.Context(), "run-b", "y", by(1, 5), nil), store.DeleteRun(t.Context(), "run-a", by(1, 5))); err != nil {
+			t.Fatal(err)
+		}
+		late := append([]*storage.Event{event(2, nil), event(3, measured), event(4, func(e *storage.Event) { e.RunId = "run-b" })}, Reports("run-a", "inference-0", 0, 3)...)
+		if added, err := store.Append(t.Context(), late); err != nil || added != 1 {
+			t.Errorf("added %d, %v", added, err)
+		}
+		var removed []string
+		for digest, by := range map[string]*fencev1.Fence{"x": nil, "z": by(1, 5), "shared": by(2, 6)} {
+			err := store.Own(t.Context(), "run-a", digest, by, func() error { removed = append(removed, digest); return nil })
+			if !errors.Is(err, fence.ErrDeleted) {
+				t.Errorf("%s: %v", digest, err)
+			}
+		}
+		if err := store.Admit(t.Context(), "run-a", by(2, 6)); !errors.Is(err, fence.ErrDeleted) {
+			t.Errorf("admitted: %v", err)
+		}
+		if slices.Sort(removed); !slices.Equal(removed, []string{"x", "z"}) {
+			t.Errorf("removed %v", removed)
+		}
+		want(t, store, storage.Filter{}, 10, false, "4")
+		if all, err := store.Series(t.Context(), storage.MetricQuery{Run: "run-a", Limit: 10}); err != nil || len(all) > 0 {
+			t.Errorf("metrics %v, %v", all, err)
+		}
+		if all := series(t, store, storage.TelemetryFilter{Run: "run-a"}); len(all) > 0 {
+			t.Errorf("telemetry %v", all)
+		}
+		if owned, err := store.Owned(t.Context(), "run-a", 10); err != nil || len(owned) > 0 {
+			t.Errorf("owned %v, %v", owned, err)
+		}
+		if err := store.DeleteRun(t.Context(), "run-a", by(1, 5)); err != nil {
+			t.Errorf("deleted again: %v", err)
 		}
 	})
 	t.Run("the newest value of a repeated step counts", func(t *testing.T) {

@@ -150,7 +150,7 @@ func telemetry(t *testing.T, open func(t *testing.T) storage.Store) {
 		if err := store.Downsample(t.Context(), At(4000), tiers); err != nil {
 			t.Fatal(err)
 		}
-		if err := store.DeleteRun(t.Context(), "run-a"); err != nil {
+		if err := store.DeleteRun(t.Context(), "run-a", nil); err != nil {
 			t.Fatal(err)
 		}
 		if a, b := series(t, store, storage.TelemetryFilter{Run: "run-a"}), series(t, store, storage.TelemetryFilter{Run: "run-b"}); len(a) != 0 || len(b) != len(names) {
