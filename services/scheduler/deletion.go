@@ -96,29 +96,37 @@ func (d *deletion) sweep(ctx context.Context, now time.Time) error {
 
 // unpin releases the snapshots that a run was to start from which was not recorded.
 func (d *deletion) unpin(ctx context.Context) error {
-	d.runs.origins.Lock() // no run is created in the meantime
-	defer d.runs.origins.Unlock()
-	needed, err := d.origins(ctx, "")
-	if err != nil {
-		return err
-	}
+	var pinned []string
 	for token := ""; ; {
 		page, err := d.Snapshots.ListSnapshots(ctx, &snapshotv1.ListSnapshotsRequest{Pinned: true, PageToken: token})
 		if err != nil {
 			return fmt.Errorf("list the pinned snapshots: %w", err)
 		}
 		for _, snap := range page.GetSnapshots() {
-			if needed[snap.GetSnapshotId()] {
-				continue
-			}
-			if _, err := d.Snapshots.UnpinSnapshot(ctx, &snapshotv1.UnpinSnapshotRequest{SnapshotId: snap.GetSnapshotId(), Fence: d.fence(0)}); err != nil && rpcerr.Code(err) != codes.NotFound {
-				return err
-			}
+			pinned = append(pinned, snap.GetSnapshotId())
 		}
 		if token = page.GetNextPageToken(); token == "" {
-			return nil
+			break
 		}
 	}
+	if len(pinned) == 0 {
+		return nil
+	}
+	d.runs.origins.Lock() // runs whose creation has pinned one of them are recorded, and no other is created
+	defer d.runs.origins.Unlock()
+	needed, err := d.origins(ctx, "")
+	if err != nil {
+		return err
+	}
+	for _, id := range pinned {
+		if needed[id] {
+			continue
+		}
+		if _, err := d.Snapshots.UnpinSnapshot(ctx, &snapshotv1.UnpinSnapshotRequest{SnapshotId: id, Fence: d.fence(0)}); err != nil && rpcerr.Code(err) != codes.NotFound {
+			return fmt.Errorf("release snapshot %s: %w", id, err)
+		}
+	}
+	return nil
 }
 
 // sweepNumber deletes the ended runs that are older than the newest ones that stay. An interrupted
