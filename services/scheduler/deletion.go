@@ -15,6 +15,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	planformat "github.com/rollout-rl/rollout/libs/plan"
+	"github.com/rollout-rl/rollout/libs/refusal"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/telemetry"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
@@ -94,17 +95,17 @@ func (d *deletion) sweep(ctx context.Context, now time.Time) error {
 	return failed
 }
 
-// unpin releases the snapshots that a run was to start from which was not recorded.
+// unpin releases the snapshots that a run was to start from which was not recorded. A controller
+// pins the healthy snapshot of its own run, so that a pin stays while the run may continue, and after
+// a collapse.
 func (d *deletion) unpin(ctx context.Context) error {
-	var pinned []string
+	var pinned []*snapshotv1.Snapshot
 	for token := ""; ; {
 		page, err := d.Snapshots.ListSnapshots(ctx, &snapshotv1.ListSnapshotsRequest{Pinned: true, PageToken: token})
 		if err != nil {
 			return fmt.Errorf("list the pinned snapshots: %w", err)
 		}
-		for _, snap := range page.GetSnapshots() {
-			pinned = append(pinned, snap.GetSnapshotId())
-		}
+		pinned = append(pinned, page.GetSnapshots()...)
 		if token = page.GetNextPageToken(); token == "" {
 			break
 		}
@@ -118,8 +119,17 @@ func (d *deletion) unpin(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	for _, id := range pinned {
-		if needed[id] {
+	controlled := map[string]bool{}
+	if err := d.each(ctx, func(run *Run) error {
+		state := run.GetState()
+		controlled[run.GetRunId()] = active(state) || state == Interrupted || refusal.Health(run.GetReason())
+		return nil
+	}); err != nil {
+		return err
+	}
+	for _, snap := range pinned {
+		id := snap.GetSnapshotId()
+		if needed[id] || controlled[snap.GetRunId()] {
 			continue
 		}
 		if _, err := d.Snapshots.UnpinSnapshot(ctx, &snapshotv1.UnpinSnapshotRequest{SnapshotId: id, Fence: d.fence(0)}); err != nil && rpcerr.Code(err) != codes.NotFound {

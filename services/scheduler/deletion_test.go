@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	"github.com/rollout-rl/rollout/libs/refusal"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
@@ -120,6 +121,7 @@ const (
 	first  = "run-01jz0000000000000000000001"
 	second = "run-01jz0000000000000000000002"
 	third  = "run-01jz0000000000000000000003"
+	fourth = "run-01jz0000000000000000000004"
 	origin = "snap-01jz0000000000000000000009"
 )
 
@@ -292,12 +294,20 @@ func TestNoRunStartsFromADeletedSnapshot(t *testing.T) {
 }
 
 // A scheduler that died after it pinned a snapshot, and before it recorded the run that was to start
-// from it, leaves a pin. The next one releases it, and no other pin.
+// from it, leaves a pin. The next one releases it, and no other pin: neither of a snapshot that
+// another run started from, nor of one that a controller may have pinned.
 func TestAPinWithoutARunIsReleased(t *testing.T) {
 	t.Parallel()
 	const needed = "snap-01jz0000000000000000000008"
 	w := setup(t)
-	w.snapshots.held = []*snapshotv1.Snapshot{{SnapshotId: needed, RunId: first}, {SnapshotId: origin, RunId: first}}
+	collapsed, paused := storetest.Sample(third, "c", scheduler.Failed), storetest.Sample(fourth, "d", scheduler.Interrupted)
+	collapsed.Reason = refusal.EntropyCollapse
+	w.add(collapsed)
+	w.add(paused)
+	w.snapshots.held = []*snapshotv1.Snapshot{
+		{SnapshotId: needed, RunId: first}, {SnapshotId: "snap-healthy", RunId: third}, {SnapshotId: "snap-paused", RunId: fourth},
+		{SnapshotId: origin, RunId: first},
+	}
 	fork := storetest.Sample(second, "b", scheduler.Succeeded)
 	fork.FromSnapshot = needed
 	w.add(storetest.Sample(first, "a", scheduler.Succeeded))
