@@ -1,6 +1,7 @@
 """The scenarios on real servers: PostgreSQL, Consul, a cluster of three NATS nodes, and S3 (`make
 check-servers`)."""
 
+import shutil
 import signal
 import time
 from collections import Counter
@@ -12,10 +13,14 @@ from mesh import Mesh, assert_consumed_once, mesh
 from planted import Stalled
 from production import Production
 from scenario import six_steps
-from sim import Job, audited, sim_mesh, submit
+from servers import Servers
+from sim import Job, audited, finish, sim_mesh, stop, submit
+from test_snapshots import rollout
 from test_takeover import CONFIG, STEPS, events, pids
 
+from rollout.buffer.v1 import buffer_pb2
 from rollout.run.v1 import run_pb2
+from rollout.snapshot.v1 import snapshot_pb2
 
 
 @pytest.mark.timeout(900)  # seventeen processes, two of them with torch
@@ -79,3 +84,75 @@ def test_explain_names_a_stopped_database(tmp_path: Path) -> None:
         database.launch()
         database.wait()
         stalled.continues()
+
+
+def test_a_lost_host_without_a_database_is_restored_from_the_bucket(tmp_path: Path) -> None:
+    """The state folder is deleted while the run trains. A new control plane finds the snapshots in
+    the bucket; the inputs are in another folder there."""
+    job, here, there = Job(tmp_path / "job", steps=12, snapshot=3), tmp_path / "here", tmp_path / "there"
+    servers = Servers(tmp_path / "servers").start_bucket()
+    config = tmp_path / "rolloutd.toml"
+    config.write_text(servers.bucket(servers.direct["s3"]))
+    running = sim_mesh(here, seconds=0.02)
+    try:
+        running.config = config
+        running.start()
+        whole = submit(running, running.plan(job.write()), job)
+        digest = finish(running, whole)
+        run = submit(running, running.plan(job.write()), job)
+        running.until_step(run, 7)
+        rollout(here, "snapshot", "delete", taken(running, whole)[-1].snapshot_id, "--yes")
+        kept = {each.snapshot_id for each in (*taken(running, whole), *taken(running, run))}
+        stop(running)
+        shutil.rmtree(here)
+        moved = job.folder.rename(tmp_path / "moved")
+
+        running = sim_mesh(there, seconds=0.02)
+        running.config = config
+        running.start()
+        assert rollout(there, "snapshot", "list").get("snapshots", []) == []
+        found = rollout(there, "snapshot", "recover")["snapshots"]
+        assert kept == {each["snapshot"]["snapshot_id"] for each in found}
+        assert not any(each.get("known") or each.get("problem") for each in found), found
+        found = rollout(there, "snapshot", "recover", run, "--inputs", str(moved))["snapshots"]
+        assert all(each["known"] for each in found) and {each["snapshot"]["run_id"] for each in found} == {run}
+        newest = max(found, key=lambda each: int(each["snapshot"]["step"]))["snapshot"]
+        assert int(newest["step"]) >= 6
+        restored = rollout(there, "snapshot", "restore", newest["snapshot_id"], "--detach")["run_id"]
+        assert finish(running, restored) == digest
+        assert audited(running, restored)["whole"]
+        steps = running.buffer.ListSteps(buffer_pb2.ListStepsRequest(run_id=restored)).steps
+        assert [step.step for step in steps] == list(range(int(newest["step"]) + 1, job.steps + 1))
+    finally:
+        stop(running)
+        servers.stop()
+
+
+def taken(running: Mesh, run: str) -> list[snapshot_pb2.Snapshot]:
+    """The snapshots of a run, newest first."""
+    return list(running.snapshots.ListSnapshots(snapshot_pb2.ListSnapshotsRequest(run_id=run)).snapshots)
+
+
+@pytest.mark.timeout(600)
+def test_a_lost_host_with_a_database_continues_elsewhere(tmp_path: Path) -> None:
+    """All services are killed, and their folders and the shared one deleted. Others with the same
+    database and bucket continue the run, and restore another one from its snapshots."""
+    job = Job(tmp_path / "job", steps=12, snapshot=3)
+    with Production(tmp_path / "servers", sim_mesh(tmp_path / "servers" / "here", "replicas", seconds=0.02)) as production:
+        running = production.running
+        whole = submit(running, running.plan(job.write()), job)
+        digest = finish(running, whole)
+        run = submit(running, running.plan(job.write()), job)
+        running.until_step(run, 7)
+        snapshot = next(each for each in taken(running, run) if each.step == 6).snapshot_id
+        stop(running)
+        shutil.rmtree(running.state)
+        shutil.rmtree(tmp_path / "servers" / "shared")
+
+        running.state = tmp_path / "servers" / "there"
+        running.start()
+        assert finish(running, run) == digest
+        assert audited(running, run)["whole"]
+        restored = running.snapshots.RestoreSnapshot(snapshot_pb2.RestoreSnapshotRequest(snapshot_id=snapshot)).run.run_id
+        assert finish(running, restored) == digest
+        assert audited(running, restored)["whole"]

@@ -49,6 +49,7 @@ var unfenced = map[string]string{
 	"rollout.snapshot.v1.SnapshotService/SaveEpisodes":        "workers save their own; one of an earlier attempt or with fewer turns changes nothing",
 	"rollout.snapshot.v1.SnapshotService/DropEpisodes":        "workers drop their own, of groups that have ended",
 	"rollout.snapshot.v1.SnapshotService/RestoreSnapshot":     "clients decide it",
+	"rollout.snapshot.v1.SnapshotService/RecoverSnapshots":    "people decide it; it adds what the bucket has",
 	"rollout.snapshot.v1.SnapshotService/MaterializeSnapshot": "it writes verified files into a folder that the caller names",
 	"rollout.storage.v1.EventService/AppendEvents":            "no leader decides events, and each is stored once by its id",
 }

@@ -113,10 +113,14 @@ func newSnapshot(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
+	bucket, err := backend.Bucket(ctx, m.cfg.Blob, m.environ)
+	if err != nil {
+		return hosted{close: store.Close}, err
+	}
 	shape := func(r grpc.ServiceRegistrar) { snapshotv1.RegisterSnapshotServiceServer(r, nil) }
 	return elect(ctx, m, names.SnapshotService, store, shape, func(store *snapshotstore.Store, epoch uint64) (*snapshot.Server, error) {
 		return snapshot.New(snapshot.Config{}, snapshot.Deps{
-			Store: store, Artifacts: artifacts, Scheduler: runs, Buffer: ledgers, Controller: learners, Processes: newProcesses(), Epoch: epoch, Projects: m.projects, Events: m.events, Log: m.logger(names.SnapshotService),
+			Store: store, Artifacts: artifacts, Scheduler: runs, Buffer: ledgers, Controller: learners, Processes: newProcesses(), Bucket: bucket, Epoch: epoch, Projects: m.projects, Events: m.events, Log: m.logger(names.SnapshotService),
 		})
 	})
 }

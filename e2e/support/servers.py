@@ -121,6 +121,13 @@ class Servers:
             server.wait()
         return self
 
+    def start_bucket(self) -> Servers:
+        """Start S3 alone."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._s3()
+        self.by_name["s3"].start()
+        return self
+
     def stop(self) -> None:
         for server in self.by_name.values():
             server.kill()
@@ -131,10 +138,8 @@ class Servers:
         """A rolloutd.toml with these servers. port: the port for clients of a server, by its
         name."""
         nats = ",".join(f"nats://{self.host}:{port(f'nats-{n}')}" for n in range(NODES))
-        secret, token = self.folder / "secret", self.folder / "token"
-        secret.write_text("chaos-secret-key\n")
+        token = self.folder / "token"
         token.write_text("5ec2e7" * 10 + "\n")
-        secret.chmod(0o600)
         token.chmod(0o600)
         return f"""
 token_file = "{token}"
@@ -144,13 +149,21 @@ url = "{nats}"
 token = "file:{token}"
 [consul]
 address = "{self.host}:{port("consul")}"
-[blob]
-url = "s3://rollout/mesh"
-endpoint = "http://127.0.0.1:{port("s3")}"
-access_key = "chaos"
-secret_key = "file:{secret}"
 [database]
 url = "postgres://rollout@{self.host}:{port("postgres")}/postgres?sslmode=disable"
+{self.bucket(port("s3"))}"""
+
+    def bucket(self, port: int) -> str:
+        """The part of a rolloutd.toml with the bucket. port: the one for clients."""
+        secret = self.folder / "secret"
+        secret.write_text("chaos-secret-key\n")
+        secret.chmod(0o600)
+        return f"""
+[blob]
+url = "s3://rollout/mesh"
+endpoint = "http://127.0.0.1:{port}"
+access_key = "chaos"
+secret_key = "file:{secret}"
 """
 
     def _add(self, name: str, command: list[str], ready: Callable[[], bool], **more: Any) -> None:

@@ -45,7 +45,7 @@ var scopes = table(map[apikey.Scope]map[string]string{
 	},
 	apikey.Admin: {
 		"rollout.run.v1.SchedulerService":     "DeleteRun",
-		"rollout.snapshot.v1.SnapshotService": "DeleteSnapshot",
+		"rollout.snapshot.v1.SnapshotService": "DeleteSnapshot RecoverSnapshots",
 		// These read and write files of the host that the caller names.
 		"rollout.storage.v1.ArtifactService": "ImportArtifacts ExportArtifacts DeleteArtifacts",
 		"rollout.buffer.v1.BufferService":    "ExcludeGroups ReissueGroups TrimPayloads",

@@ -17,7 +17,7 @@ import (
 
 // ErrNotTraining refuses a snapshot of a run that commits no further step.
 var ErrNotTraining = rpcerr.New(codes.FailedPrecondition, "RUN_NOT_TRAINING", "the run commits no further step").
-	Fix("its training states are in `rollout snapshot list RUN`; snapshots of the other kinds are taken while a run trains: `rollout run --resume RUN`")
+	Fix("its training states are in `rollout snapshot list RUN`; snapshots of the other kinds are taken while a run trains")
 
 // cuts are the snapshots that clients ask for while a run trains. Safe for concurrent use.
 type cuts struct {

@@ -9,6 +9,7 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/rollout-rl/rollout/libs/apikey"
+	"github.com/rollout-rl/rollout/libs/blob"
 	"github.com/rollout-rl/rollout/libs/checkpoint"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
@@ -70,11 +71,14 @@ type Deps struct {
 	// Controller ends the step that a run makes before snapshots are taken.
 	Controller Controller
 	Processes  Processes
-	Events     Events
-	Projects   *apikey.Projects // nil: keys see the snapshots of all projects
-	Log        *slog.Logger     // nil discards
-	Now        func() time.Time // nil: time.Now
-	Epoch      uint64           // of the lease of this service
+	// Bucket is where the manifests are next to the artifacts; nil: artifacts are files of this
+	// control plane, and share the fate of its databases.
+	Bucket   blob.Store
+	Events   Events
+	Projects *apikey.Projects // nil: keys see the snapshots of all projects
+	Log      *slog.Logger     // nil discards
+	Now      func() time.Time // nil: time.Now
+	Epoch    uint64           // of the lease of this service
 }
 
 func (d *Deps) check() error {

@@ -81,7 +81,7 @@ func (trainState) Check(s *Snapshot, bad *rpcerr.Error) *rpcerr.Error {
 
 // Restore implements Handler. The new run has the plan of the run that the snapshot belongs to.
 func (t trainState) Restore(ctx context.Context, s *Snapshot) (*runv1.Run, error) {
-	origin, err := t.origin(ctx, s)
+	origin, err := originOf(ctx, t.scheduler, s)
 	if err != nil {
 		return nil, fmt.Errorf("find the plan of %s: %w", s.GetRunId(), err)
 	}
@@ -99,13 +99,13 @@ func (t trainState) Restore(ctx context.Context, s *Snapshot) (*runv1.Run, error
 	return nil, fmt.Errorf("restore %s: %w", s.GetSnapshotId(), err)
 }
 
-// origin returns what is known of the run of a snapshot: from the manifest of an imported one, else
-// from the scheduler.
-func (t trainState) origin(ctx context.Context, s *Snapshot) (*snapshotv1.Origin, error) {
+// originOf returns what is known of the run of a snapshot: from the manifest of an imported one,
+// else from the scheduler.
+func originOf(ctx context.Context, runs Scheduler, s *Snapshot) (*snapshotv1.Origin, error) {
 	if s.GetOrigin() != nil {
 		return s.GetOrigin(), nil
 	}
-	got, err := t.scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: s.GetRunId()})
+	got, err := runs.GetRun(ctx, &runv1.GetRunRequest{RunId: s.GetRunId()})
 	run := got.GetStatus().GetRun()
-	return &snapshotv1.Origin{Plan: run.GetPlan(), BaseDir: run.GetBaseDir()}, err
+	return &snapshotv1.Origin{Plan: run.GetPlan(), BaseDir: run.GetBaseDir(), Project: run.GetProject()}, err
 }

@@ -137,6 +137,16 @@ func (s *Server) UnpinSnapshot(ctx context.Context, req *snapshotv1.UnpinSnapsho
 	return &snapshotv1.UnpinSnapshotResponse{}, nil
 }
 
+// RecoverSnapshots implements the contract.
+func (s *Server) RecoverSnapshots(ctx context.Context, req *snapshotv1.RecoverSnapshotsRequest) (*snapshotv1.RecoverSnapshotsResponse, error) {
+	size := paging.Size(req.GetPageSize(), s.cfg.PageSize)
+	found, next, err := s.svc.recover(ctx, req.GetRunId(), req.GetBaseDir(), req.GetPageToken(), size)
+	if err != nil {
+		return nil, err
+	}
+	return &snapshotv1.RecoverSnapshotsResponse{Snapshots: found, NextPageToken: next}, nil
+}
+
 // DeleteRun implements the contract.
 func (s *Server) DeleteRun(ctx context.Context, req *snapshotv1.DeleteRunRequest) (*snapshotv1.DeleteRunResponse, error) {
 	kept, err := s.svc.deleteRun(ctx, req.GetRunId(), req.GetKeep(), req.GetFence())

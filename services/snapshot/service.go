@@ -106,7 +106,10 @@ func repeated(first, want *Snapshot) (*Snapshot, error) {
 func (s *service) record(ctx context.Context, want *Snapshot, dir string, by *fencev1.Fence) (snap *Snapshot, recorded bool, err error) {
 	s.files.RLock()
 	defer s.files.RUnlock()
-	if err := s.Store.Note(ctx, digests(want)); err != nil {
+	now := s.Now().UTC()
+	made := proto.CloneOf(want)
+	made.SnapshotId, made.CreateTime, made.Bytes = newID(now), timestamppb.New(now), 0
+	if err := s.Store.Note(ctx, append(digests(want), made.GetSnapshotId())); err != nil {
 		return nil, false, err
 	}
 	crashpoint.Here("snapshot/noted") // its files are candidates of a sweep, not imported
@@ -115,13 +118,10 @@ func (s *service) record(ctx context.Context, want *Snapshot, dir string, by *fe
 		return nil, false, fmt.Errorf("import the files of the snapshot of %s at step %d: %w", want.GetRunId(), want.GetStep(), err)
 	}
 	crashpoint.Here("snapshot/imported") // files are imported, no manifest names them
-	made := proto.CloneOf(want)
 	known, err := s.knownBlocks(ctx, made, resp.GetArtifacts())
 	if err != nil {
 		return nil, false, err
 	}
-	now := s.Now().UTC()
-	made.SnapshotId, made.CreateTime, made.Bytes = newID(now), timestamppb.New(now), 0
 	for i, f := range made.GetFiles() {
 		if i >= len(resp.GetArtifacts()) || resp.GetArtifacts()[i].GetContentId() != f.GetDigest() {
 			return nil, false, ErrMismatch.With("path", f.GetPath()).With("digest", f.GetDigest())
@@ -131,13 +131,17 @@ func (s *service) record(ctx context.Context, want *Snapshot, dir string, by *fe
 			made.Bytes += f.GetBytes()
 		}
 	}
+	if err := s.publish(ctx, made); err != nil {
+		return nil, false, err
+	}
+	crashpoint.Here("snapshot/published") // the bucket has the manifest, which is not recorded
 	snap, err = s.Store.Record(ctx, made, by)
 	if err != nil {
 		return nil, false, err
 	}
 	crashpoint.Here("snapshot/recorded") // the manifest exists, its files are still candidates
 	// If the key existed already, the files that only the new manifest names remain candidates.
-	return snap, snap.GetSnapshotId() == made.GetSnapshotId(), s.Store.Forget(ctx, digests(snap))
+	return snap, snap.GetSnapshotId() == made.GetSnapshotId(), s.Store.Forget(ctx, append(digests(snap), snap.GetSnapshotId()))
 }
 
 // knownBlocks returns the checksums of files that were stored before, by digest, from the newest
@@ -215,10 +219,11 @@ func inactive(run *runv1.Run) error {
 		WithMessage(message, name, strings.TrimPrefix(run.GetState().String(), "RUN_STATE_"))
 }
 
-// localFiles names the files of a snapshot in a folder.
+// localFiles names the files of a snapshot in a folder. Images hold the memory of processes, secrets
+// included.
 func localFiles(s *Snapshot, dir string) (files []*storagev1.LocalFile) {
 	for _, f := range s.GetFiles() {
-		files = append(files, &storagev1.LocalFile{Path: filepath.Join(dir, filepath.FromSlash(f.GetPath())), ContentId: f.GetDigest()})
+		files = append(files, &storagev1.LocalFile{Path: filepath.Join(dir, filepath.FromSlash(f.GetPath())), ContentId: f.GetDigest(), Private: trainstate.In(f, trainstate.Processes)})
 	}
 	return files
 }
@@ -285,7 +290,8 @@ func (s *service) remove(ctx context.Context, by *fencev1.Fence, ids ...string) 
 	return s.sweep(ctx)
 }
 
-// sweep deletes the artifacts that no manifest names.
+// sweep deletes the objects of manifests that do not exist, and then the artifacts that no manifest
+// names, so that the bucket never has the manifest of a snapshot without its files.
 func (s *service) sweep(ctx context.Context) error {
 	s.files.Lock()
 	defer s.files.Unlock()
@@ -293,9 +299,13 @@ func (s *service) sweep(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if len(garbage) > 0 {
-		if _, err := s.Artifacts.DeleteArtifacts(ctx, &storagev1.DeleteArtifactsRequest{ContentIds: garbage, Fence: s.fence()}); err != nil {
-			return fmt.Errorf("delete %d artifacts: %w", len(garbage), err)
+	files, manifests := split(garbage)
+	if err := s.withdraw(ctx, manifests); err != nil {
+		return err
+	}
+	if len(files) > 0 {
+		if _, err := s.Artifacts.DeleteArtifacts(ctx, &storagev1.DeleteArtifactsRequest{ContentIds: files, Fence: s.fence()}); err != nil {
+			return fmt.Errorf("delete %d artifacts: %w", len(files), err)
 		}
 	}
 	crashpoint.Here("snapshot/swept") // files are deleted, they are still candidates

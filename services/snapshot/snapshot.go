@@ -7,6 +7,9 @@
 //
 // Each kind of snapshot has a Handler, in the table newHandlers.
 //
+// With a bucket, each manifest is also an object of it, with the plan of its run: what the state
+// folder has alone would be lost with the host. RecoverSnapshots reads these objects.
+//
 // An artifact is deleted when no manifest names it any more. A crash between an import and its
 // manifest, or between the deletion of a manifest and that of its files, leaves candidates in the
 // store. The next sweep, at the start or after a deletion, removes them.
@@ -47,6 +50,8 @@ var (
 	ErrConflict = rpcerr.New(codes.AlreadyExists, "SNAPSHOT_CONFLICT", "a snapshot of the same run, kind, step, and name has other content")
 	ErrInUse    = rpcerr.New(codes.FailedPrecondition, "SNAPSHOT_IN_USE", "a run started from the snapshot").
 			Fix("delete the run that started from it first: `rollout runs delete RUN`")
+	ErrNoBucket = rpcerr.New(codes.FailedPrecondition, "SNAPSHOT_NO_BUCKET", "this control plane stores its artifacts in files, not in a bucket").
+			Fix("start it with the bucket of the lost one: `[blob] url` in rolloutd.toml; an exported file needs none: `rollout snapshot import FILE`")
 	ErrUnsupported = rpcerr.New(codes.Unimplemented, "SNAPSHOT_KIND_UNSUPPORTED", "snapshots of this kind are not supported")
 )
 

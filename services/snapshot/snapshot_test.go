@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/rollout-rl/rollout/libs/apikey"
+	"github.com/rollout-rl/rollout/libs/blob"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
@@ -64,6 +65,9 @@ func (a *artifacts) ImportArtifacts(_ context.Context, in *storagev1.ImportArtif
 		id := f.GetContentId()
 		if a.wrong {
 			id = storetest.Digest("f")
+		}
+		if strings.HasPrefix(f.GetPath(), "/nonexistent/") && !a.stored[id] {
+			return nil, rpcerr.New(codes.NotFound, "FILE_NOT_FOUND", "the file does not exist").With("path", f.GetPath())
 		}
 		a.stored[id] = true
 		out.Artifacts = append(out.Artifacts, &storagev1.ArtifactInfo{ContentId: id, Bytes: 10, Exists: true})
@@ -173,7 +177,8 @@ type world struct {
 	events    events
 }
 
-func setup(t *testing.T) *world {
+// setup makes a service. bucket: where its manifests are too, at most one.
+func setup(t *testing.T, bucket ...blob.Store) *world {
 	t.Helper()
 	store, err := sqlstore.Open(t.Context(), sqldb.Files(t.TempDir()))
 	if err != nil {
@@ -182,7 +187,7 @@ func setup(t *testing.T) *world {
 	t.Cleanup(func() { _ = store.Close() })
 	w := &world{store: store, artifacts: &artifacts{stored: map[string]bool{}}, ledgers: &ledgers{}, processes: &processes{}, scheduler: &scheduler{state: runv1.RunState_RUN_STATE_SUCCEEDED}, events: make(events, 100)}
 	clock := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
-	w.Server, err = snapshot.New(snapshot.Config{}, snapshot.Deps{
+	deps := snapshot.Deps{
 		Store: store, Artifacts: w.artifacts, Scheduler: w.scheduler, Buffer: w.ledgers, Controller: w.scheduler, Processes: w.processes, Events: w.events,
 		Projects: apikey.NewProjects(func(_ context.Context, run string) (string, error) {
 			if run != "run-a" {
@@ -191,8 +196,11 @@ func setup(t *testing.T) *world {
 			return "math", nil
 		}),
 		Now: func() time.Time { clock = clock.Add(time.Second); return clock },
-	})
-	if err != nil {
+	}
+	for _, b := range bucket {
+		deps.Bucket = b
+	}
+	if w.Server, err = snapshot.New(snapshot.Config{}, deps); err != nil {
 		t.Fatal(err)
 	}
 	return w

@@ -13,21 +13,24 @@ type Store interface {
 	// Record stores a manifest and returns it. If there is one with the same key, that one stays
 	// and is returned instead. by as in Admit. fence.ErrDeleted.
 	Record(ctx context.Context, s *Snapshot, by *fencev1.Fence) (*Snapshot, error)
+	// Update replaces a manifest by one with the same id, key, and files. ErrNotFound.
+	Update(ctx context.Context, s *Snapshot) error
 	// Admit refuses a change that a former leader decided, of a run, or of none (""). A nil fence
 	// stands for the service itself, or a person, and is admitted. fence.ErrFenced.
 	Admit(ctx context.Context, run string, by *fencev1.Fence) error
-	// Delete deletes manifests. The digests that they name become candidates. It ignores unknown
-	// ids. ErrInUse if one is pinned; then none is deleted. by as in Admit.
+	// Delete deletes manifests. Their ids and the digests that they name become candidates. It
+	// ignores unknown ids. ErrInUse if one is pinned; then none is deleted. by as in Admit.
 	Delete(ctx context.Context, by *fencev1.Fence, ids ...string) error
 	// Pin exempts a manifest from retention, because a run started from it. ErrNotFound. by as in
 	// Admit.
 	Pin(ctx context.Context, id string, by *fencev1.Fence) error
 	// Unpin ends the exemption. ErrNotFound. by as in Admit.
 	Unpin(ctx context.Context, id string, by *fencev1.Fence) error
-	// Note makes digests candidates: a sweep deletes their artifacts unless a manifest names them.
-	Note(ctx context.Context, digests []string) error
-	// Forget removes digests from the candidates.
-	Forget(ctx context.Context, digests []string) error
+	// Note makes digests and ids of snapshots candidates: a sweep deletes the artifacts that no
+	// manifest names, and the objects of manifests that do not exist.
+	Note(ctx context.Context, names []string) error
+	// Forget removes digests and ids from the candidates.
+	Forget(ctx context.Context, names []string) error
 }
 
 // Reader reads manifests.
@@ -38,7 +41,8 @@ type Reader interface {
 	Find(ctx context.Context, key Key) (*Snapshot, error)
 	// List returns manifests, newest first (by id).
 	List(ctx context.Context, f Filter) ([]*Snapshot, error)
-	// Garbage returns the candidates that no manifest names, and the others.
+	// Garbage returns the candidates that no manifest names and that are the id of none, and the
+	// others.
 	Garbage(ctx context.Context) (garbage, named []string, err error)
 }
 

@@ -160,7 +160,7 @@ func (s *Server) ExportArtifacts(ctx context.Context, req *storagev1.ExportArtif
 		if !filepath.IsAbs(f.GetPath()) {
 			return nil, ErrPath.With("path", f.GetPath())
 		}
-		if err := s.export(ctx, f.GetContentId(), f.GetPath()); err != nil {
+		if err := s.export(ctx, f); err != nil {
 			return nil, typed(err, f.GetContentId())
 		}
 	}
@@ -168,13 +168,17 @@ func (s *Server) ExportArtifacts(ctx context.Context, req *storagev1.ExportArtif
 }
 
 // export writes an artifact to a temporary file and renames the file once it is verified.
-func (s *Server) export(ctx context.Context, content, path string) error {
-	r, err := s.deps.Artifacts.Open(ctx, content)
+func (s *Server) export(ctx context.Context, f *storagev1.LocalFile) error {
+	path, folder, mode := f.GetPath(), fs.FileMode(0o755), fs.FileMode(0o644)
+	if f.GetPrivate() {
+		folder, mode = 0o700, 0o600
+	}
+	r, err := s.deps.Artifacts.Open(ctx, f.GetContentId())
 	if err != nil {
 		return err
 	}
 	defer func() { _ = r.Close() }()
-	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+	if err := os.MkdirAll(filepath.Dir(path), folder); err != nil {
 		return err
 	}
 	staged, err := os.CreateTemp(filepath.Dir(path), ".export-*")
@@ -184,7 +188,7 @@ func (s *Server) export(ctx context.Context, content, path string) error {
 	defer func() { _ = os.Remove(staged.Name()) }()
 	out := bufio.NewWriterSize(staged, chunkBytes)
 	_, err = io.Copy(out, r)
-	if err := errors.Join(err, out.Flush(), staged.Chmod(0o644), staged.Close()); err != nil {
+	if err := errors.Join(err, out.Flush(), staged.Chmod(mode), staged.Close()); err != nil {
 		return err
 	}
 	return os.Rename(staged.Name(), path)

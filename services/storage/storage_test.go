@@ -265,6 +265,16 @@ func TestImportAndExport(t *testing.T) {
 	if got, err := os.ReadFile(to); err != nil || string(got) != "weights" {
 		t.Fatalf("exported %q, %v", got, err)
 	}
+	private := filepath.Join(dir, "private", "to")
+	request := &storagev1.ExportArtifactsRequest{Files: []*storagev1.LocalFile{{Path: private, ContentId: content, Private: true}}}
+	if _, err := s.artifacts.ExportArtifacts(t.Context(), request); err != nil {
+		t.Fatal(err)
+	}
+	for path, want := range map[string]os.FileMode{to: 0o644, private: 0o600, filepath.Dir(private): 0o700} {
+		if info, err := os.Stat(path); err != nil || info.Mode().Perm() != want {
+			t.Errorf("%s: mode %v, %v, want %v", path, info.Mode().Perm(), err, want)
+		}
+	}
 	if err := filepath.WalkDir(s.blobs, func(path string, d os.DirEntry, err error) error {
 		if err != nil || d.IsDir() {
 			return err

@@ -81,6 +81,15 @@ func (s *Store) Record(ctx context.Context, snap *snapshot.Snapshot, by *fencev1
 	return kept, nil
 }
 
+// Update implements snapshot.Store.
+func (s *Store) Update(ctx context.Context, snap *snapshot.Snapshot) error {
+	manifest, err := proto.Marshal(snap)
+	if err != nil {
+		return fmt.Errorf("update snapshot: %w", err)
+	}
+	return s.change(ctx, snap.GetSnapshotId(), nil, `UPDATE snapshot SET manifest = $2 WHERE snapshot_id = $1`, manifest)
+}
+
 // Admit implements snapshot.Store.
 func (s *Store) Admit(ctx context.Context, run string, by *fencev1.Fence) error {
 	if by == nil {
@@ -105,7 +114,8 @@ func (s *Store) Delete(ctx context.Context, by *fencev1.Fence, ids ...string) er
 		}
 		for _, id := range ids {
 			if _, err := tx.ExecContext(ctx, `INSERT INTO candidate (digest)
-				SELECT digest FROM snapshot_file WHERE snapshot_id = $1 ON CONFLICT DO NOTHING`, id); err != nil {
+				SELECT digest FROM snapshot_file WHERE snapshot_id = $1 UNION SELECT snapshot_id FROM snapshot WHERE snapshot_id = $1
+				ON CONFLICT DO NOTHING`, id); err != nil {
 				return err
 			}
 			if _, err := tx.ExecContext(ctx, `DELETE FROM snapshot WHERE snapshot_id = $1 AND NOT pinned`, id); err != nil {
@@ -129,21 +139,22 @@ func (s *Store) Delete(ctx context.Context, by *fencev1.Fence, ids ...string) er
 
 // Pin implements snapshot.Store.
 func (s *Store) Pin(ctx context.Context, id string, by *fencev1.Fence) error {
-	return s.setPinned(ctx, id, by, `UPDATE snapshot SET pinned = TRUE WHERE snapshot_id = $1`)
+	return s.change(ctx, id, by, `UPDATE snapshot SET pinned = TRUE WHERE snapshot_id = $1`)
 }
 
 // Unpin implements snapshot.Store.
 func (s *Store) Unpin(ctx context.Context, id string, by *fencev1.Fence) error {
-	return s.setPinned(ctx, id, by, `UPDATE snapshot SET pinned = FALSE WHERE snapshot_id = $1`)
+	return s.change(ctx, id, by, `UPDATE snapshot SET pinned = FALSE WHERE snapshot_id = $1`)
 }
 
-func (s *Store) setPinned(ctx context.Context, id string, by *fencev1.Fence, statement string) error {
+// change executes an UPDATE of the snapshot with an id, the first argument of the statement.
+func (s *Store) change(ctx context.Context, id string, by *fencev1.Fence, statement string, more ...any) error {
 	var n int64
 	err := s.db.Tx(ctx, func(tx *sql.Tx) error {
 		if err := s.admit(ctx, tx, "", by); err != nil {
 			return err
 		}
-		res, err := tx.ExecContext(ctx, statement, id)
+		res, err := tx.ExecContext(ctx, statement, append([]any{id}, more...)...)
 		if err != nil {
 			return err
 		}
@@ -151,7 +162,7 @@ func (s *Store) setPinned(ctx context.Context, id string, by *fencev1.Fence, sta
 		return err
 	})
 	if err != nil {
-		return fmt.Errorf("pin or unpin snapshot %s: %w", id, err)
+		return fmt.Errorf("change snapshot %s: %w", id, err)
 	}
 	if n == 0 {
 		return snapshot.NotFound(id)
@@ -160,19 +171,19 @@ func (s *Store) setPinned(ctx context.Context, id string, by *fencev1.Fence, sta
 }
 
 // Note implements snapshot.Store.
-func (s *Store) Note(ctx context.Context, digests []string) error {
-	return s.each(ctx, `INSERT INTO candidate (digest) VALUES ($1) ON CONFLICT DO NOTHING`, digests)
+func (s *Store) Note(ctx context.Context, names []string) error {
+	return s.each(ctx, `INSERT INTO candidate (digest) VALUES ($1) ON CONFLICT DO NOTHING`, names)
 }
 
 // Forget implements snapshot.Store.
-func (s *Store) Forget(ctx context.Context, digests []string) error {
-	return s.each(ctx, `DELETE FROM candidate WHERE digest = $1`, digests)
+func (s *Store) Forget(ctx context.Context, names []string) error {
+	return s.each(ctx, `DELETE FROM candidate WHERE digest = $1`, names)
 }
 
-func (s *Store) each(ctx context.Context, statement string, digests []string) error {
+func (s *Store) each(ctx context.Context, statement string, names []string) error {
 	err := s.db.Tx(ctx, func(tx *sql.Tx) error {
-		for _, d := range digests {
-			if _, err := tx.ExecContext(ctx, statement, d); err != nil {
+		for _, name := range names {
+			if _, err := tx.ExecContext(ctx, statement, name); err != nil {
 				return err
 			}
 		}
@@ -260,6 +271,7 @@ func (s *Store) List(ctx context.Context, f snapshot.Filter) ([]*snapshot.Snapsh
 // Garbage implements snapshot.Reader.
 func (s *Store) Garbage(ctx context.Context) (garbage, named []string, err error) {
 	err = s.db.Each(ctx, `SELECT digest, EXISTS (SELECT 1 FROM snapshot_file f WHERE f.digest = candidate.digest)
+			OR EXISTS (SELECT 1 FROM snapshot s WHERE s.snapshot_id = candidate.digest)
 		FROM candidate ORDER BY digest`, nil, func(scan sqldb.Scan) error {
 		var digest string
 		var used bool

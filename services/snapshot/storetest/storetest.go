@@ -27,6 +27,7 @@ func Run(t *testing.T, open func(t *testing.T) snapshot.Store) {
 		"candidates":             candidates,
 		"pin":                    pin,
 		"a deleted run":          deletedRun,
+		"update":                 update,
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -140,18 +141,18 @@ func list(t *testing.T, s snapshot.Store) {
 }
 
 // A file becomes garbage when the last manifest that names it is deleted, or when it was noted and
-// no manifest followed.
+// no manifest followed; the id of a snapshot when its manifest is deleted or did not follow.
 func candidates(t *testing.T, s snapshot.Store) {
 	record(t, s, Snap("snap-1", "run-a", 1, "a", "b"))
 	record(t, s, Snap("snap-2", "run-a", 2, "b", "c"))
-	if err := s.Note(t.Context(), []string{Digest("c"), Digest("d"), Digest("d")}); err != nil {
+	if err := s.Note(t.Context(), []string{Digest("c"), Digest("d"), Digest("d"), "snap-2"}); err != nil {
 		t.Fatal(err)
 	}
 	if err := s.Delete(t.Context(), nil, "snap-1", "snap-unknown"); err != nil {
 		t.Fatal(err)
 	}
 	garbage, named, err := s.Garbage(t.Context())
-	if err != nil || !slices.Equal(garbage, []string{Digest("a"), Digest("d")}) || !slices.Equal(named, []string{Digest("b"), Digest("c")}) {
+	if err != nil || !slices.Equal(garbage, []string{Digest("a"), Digest("d"), "snap-1"}) || !slices.Equal(named, []string{Digest("b"), Digest("c"), "snap-2"}) {
 		t.Fatalf("garbage %v, named %v, %v", garbage, named, err)
 	}
 	if err := s.Forget(t.Context(), append(garbage, named...)); err != nil {
@@ -163,7 +164,7 @@ func candidates(t *testing.T, s snapshot.Store) {
 	if err := s.Delete(t.Context(), nil, "snap-2"); err != nil {
 		t.Fatal(err)
 	}
-	if garbage, _, _ = s.Garbage(t.Context()); !slices.Equal(garbage, []string{Digest("b"), Digest("c")}) {
+	if garbage, _, _ = s.Garbage(t.Context()); !slices.Equal(garbage, []string{Digest("b"), Digest("c"), "snap-2"}) {
 		t.Fatalf("garbage of the last manifest: %v", garbage)
 	}
 }
@@ -231,5 +232,22 @@ func deletedRun(t *testing.T, s snapshot.Store) {
 	imported := Snap("snap-2", "run-a", 1, "a")
 	if got := record(t, s, imported); !proto.Equal(got, imported) {
 		t.Errorf("imported %v", got)
+	}
+}
+
+func update(t *testing.T, s snapshot.Store) {
+	moved := proto.CloneOf(record(t, s, Snap("snap-1", "run-a", 1, "a")))
+	other := record(t, s, Snap("snap-2", "run-a", 2, "a"))
+	moved.Origin = &snapshotv1.Origin{BaseDir: "/elsewhere"}
+	if err := s.Update(t.Context(), moved); err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []*snapshot.Snapshot{moved, other} {
+		if got, err := s.Get(t.Context(), want.GetSnapshotId()); err != nil || !proto.Equal(got, want) {
+			t.Errorf("%v, %v, want %v", got, err, want)
+		}
+	}
+	if err := s.Update(t.Context(), Snap("snap-9", "run-a", 9, "a")); !errors.Is(err, snapshot.ErrNotFound) {
+		t.Errorf("an unknown one was updated: %v", err)
 	}
 }

@@ -18,7 +18,7 @@ import (
 
 // Command returns `rollout snapshot`.
 func Command(env *cli.Env) *cobra.Command {
-	cmd := cli.Group("snapshot", "Create, list, show, verify, restore, delete, extract, export and import snapshots", createCommand(env), listCommand(env), showCommand(env), verifyCommand(env), restoreCommand(env), deleteCommand(env), extractCommand(env), exportCommand(env), importCommand(env))
+	cmd := cli.Group("snapshot", "Create, list, show, verify, restore, delete, extract, export, import and recover snapshots", createCommand(env), listCommand(env), showCommand(env), verifyCommand(env), restoreCommand(env), deleteCommand(env), extractCommand(env), exportCommand(env), importCommand(env), recoverCommand(env))
 	cmd.Aliases = []string{"snapshots"}
 	return cmd
 }

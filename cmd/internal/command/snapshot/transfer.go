@@ -106,6 +106,9 @@ func importCommand(env *cli.Env) *cobra.Command {
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if folder == "" {
 				folder = strings.TrimSuffix(filepath.Base(args[0]), ".tar") + "-inputs"
+				if at, err := filepath.Abs(folder); err == nil {
+					env.Note("the inputs of the run are written to %s; choose another folder with --inputs", at)
+				}
 			}
 			return env.Plane.With(cmd, func(ctx context.Context, c *client.Client) error {
 				snapshot, err := load(ctx, c, args[0], folder)

@@ -832,6 +832,102 @@ class DeleteRunResponse(_message.Message):
 Global___DeleteRunResponse: _TypeAlias = DeleteRunResponse  # noqa: Y015
 
 @_typing.final
+class RecoverSnapshotsRequest(_message.Message):
+    """RecoverSnapshotsRequest selects manifests of the bucket."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    BASE_DIR_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Only snapshots of this run; empty: all."""
+    base_dir: _builtins.str
+    """Absolute folder that the paths of the plan are relative to on this host. Empty: the one that
+    the run had.
+    """
+    page_size: _builtins.int
+    """Largest number of manifests to look at; 0: 100."""
+    page_token: _builtins.str
+    """`next_page_token` of the previous page; empty: the first page."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        base_dir: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecoverSnapshotsRequest: _TypeAlias = RecoverSnapshotsRequest  # noqa: Y015
+
+@_typing.final
+class RecoverSnapshotsResponse(_message.Message):
+    """RecoverSnapshotsResponse is a page of what was found."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty: this is the last."""
+    @_builtins.property
+    def snapshots(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecoveredSnapshot]:
+        """By snapshot id."""
+
+    def __init__(
+        self,
+        *,
+        snapshots: _abc.Iterable[Global___RecoveredSnapshot] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "snapshots", b"snapshots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecoverSnapshotsResponse: _TypeAlias = RecoverSnapshotsResponse  # noqa: Y015
+
+@_typing.final
+class RecoveredSnapshot(_message.Message):
+    """RecoveredSnapshot is a manifest of the bucket."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    KNOWN_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    known: _builtins.bool
+    """Whether this control plane had it before."""
+    problem: _builtins.str
+    """Why it was not added, one sentence; empty if it was."""
+    @_builtins.property
+    def snapshot(self) -> Global___Snapshot:
+        """The manifest."""
+
+    def __init__(
+        self,
+        *,
+        snapshot: Global___Snapshot | None = ...,
+        known: _builtins.bool = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["snapshot", b"snapshot"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known", b"known", "problem", b"problem", "snapshot", b"snapshot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecoveredSnapshot: _TypeAlias = RecoveredSnapshot  # noqa: Y015
+
+@_typing.final
 class DeleteSnapshotRequest(_message.Message):
     """DeleteSnapshotRequest names a snapshot."""
 

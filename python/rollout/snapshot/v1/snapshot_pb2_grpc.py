@@ -105,6 +105,11 @@ class SnapshotServiceStub:
                 request_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.AdoptEpisodesRequest.SerializeToString,
                 response_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.AdoptEpisodesResponse.FromString,
                 _registered_method=True)
+        self.RecoverSnapshots = channel.unary_unary(
+                '/rollout.snapshot.v1.SnapshotService/RecoverSnapshots',
+                request_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.RecoverSnapshotsRequest.SerializeToString,
+                response_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.RecoverSnapshotsResponse.FromString,
+                _registered_method=True)
         self.DeleteRun = channel.unary_unary(
                 '/rollout.snapshot.v1.SnapshotService/DeleteRun',
                 request_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.DeleteRunRequest.SerializeToString,
@@ -226,6 +231,15 @@ class SnapshotServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RecoverSnapshots(self, request, context):
+        """RecoverSnapshots adds the snapshots whose manifests are in the bucket, and which this control
+        plane does not have, because its databases were lost. They keep their ids. Idempotent.
+        FAILED_PRECONDITION, reason SNAPSHOT_NO_BUCKET, if artifacts are files of this control plane.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteRun(self, request, context):
         """DeleteRun deletes the snapshots and the saved episodes of a run, except some snapshots.
         Idempotent, also for unknown runs.
@@ -306,6 +320,11 @@ def add_SnapshotServiceServicer_to_server(servicer, server):
                     servicer.AdoptEpisodes,
                     request_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.AdoptEpisodesRequest.FromString,
                     response_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.AdoptEpisodesResponse.SerializeToString,
+            ),
+            'RecoverSnapshots': grpc.unary_unary_rpc_method_handler(
+                    servicer.RecoverSnapshots,
+                    request_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.RecoverSnapshotsRequest.FromString,
+                    response_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.RecoverSnapshotsResponse.SerializeToString,
             ),
             'DeleteRun': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteRun,
@@ -692,6 +711,33 @@ class SnapshotService:
             '/rollout.snapshot.v1.SnapshotService/AdoptEpisodes',
             rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.AdoptEpisodesRequest.SerializeToString,
             rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.AdoptEpisodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecoverSnapshots(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.snapshot.v1.SnapshotService/RecoverSnapshots',
+            rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.RecoverSnapshotsRequest.SerializeToString,
+            rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.RecoverSnapshotsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -82,6 +82,11 @@ class SnapshotServiceStub:
     """AdoptEpisodes gives the open episodes of a snapshot to a run that starts from it. Idempotent;
     none if the snapshot has no episodes.
     """
+    RecoverSnapshots: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.RecoverSnapshotsRequest, _snapshot_pb2.RecoverSnapshotsResponse]
+    """RecoverSnapshots adds the snapshots whose manifests are in the bucket, and which this control
+    plane does not have, because its databases were lost. They keep their ids. Idempotent.
+    FAILED_PRECONDITION, reason SNAPSHOT_NO_BUCKET, if artifacts are files of this control plane.
+    """
     DeleteRun: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.DeleteRunRequest, _snapshot_pb2.DeleteRunResponse]
     """DeleteRun deletes the snapshots and the saved episodes of a run, except some snapshots.
     Idempotent, also for unknown runs.
@@ -140,6 +145,11 @@ class SnapshotServiceAsyncStub(SnapshotServiceStub):
     AdoptEpisodes: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.AdoptEpisodesRequest, _snapshot_pb2.AdoptEpisodesResponse]  # type: ignore[assignment]
     """AdoptEpisodes gives the open episodes of a snapshot to a run that starts from it. Idempotent;
     none if the snapshot has no episodes.
+    """
+    RecoverSnapshots: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.RecoverSnapshotsRequest, _snapshot_pb2.RecoverSnapshotsResponse]  # type: ignore[assignment]
+    """RecoverSnapshots adds the snapshots whose manifests are in the bucket, and which this control
+    plane does not have, because its databases were lost. They keep their ids. Idempotent.
+    FAILED_PRECONDITION, reason SNAPSHOT_NO_BUCKET, if artifacts are files of this control plane.
     """
     DeleteRun: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.DeleteRunRequest, _snapshot_pb2.DeleteRunResponse]  # type: ignore[assignment]
     """DeleteRun deletes the snapshots and the saved episodes of a run, except some snapshots.
@@ -280,6 +290,17 @@ class SnapshotServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_snapshot_pb2.AdoptEpisodesResponse, _abc.Awaitable[_snapshot_pb2.AdoptEpisodesResponse]]:
         """AdoptEpisodes gives the open episodes of a snapshot to a run that starts from it. Idempotent;
         none if the snapshot has no episodes.
+        """
+
+    @_abc_1.abstractmethod
+    def RecoverSnapshots(
+        self,
+        request: _snapshot_pb2.RecoverSnapshotsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshot_pb2.RecoverSnapshotsResponse, _abc.Awaitable[_snapshot_pb2.RecoverSnapshotsResponse]]:
+        """RecoverSnapshots adds the snapshots whose manifests are in the bucket, and which this control
+        plane does not have, because its databases were lost. They keep their ids. Idempotent.
+        FAILED_PRECONDITION, reason SNAPSHOT_NO_BUCKET, if artifacts are files of this control plane.
         """
 
     @_abc_1.abstractmethod

@@ -184,21 +184,27 @@ class LocalFile(_message.Message):
 
     PATH_FIELD_NUMBER: _builtins.int
     CONTENT_ID_FIELD_NUMBER: _builtins.int
+    PRIVATE_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """Absolute path."""
     content_id: _builtins.str
     """Content id. On import it is verified if set. A file that does not exist counts as imported if
     the artifact exists.
     """
+    private: _builtins.bool
+    """ExportArtifacts: whether only the user of the services may read the file, and the folders that
+    are made for it.
+    """
     def __init__(
         self,
         *,
         path: _builtins.str = ...,
         content_id: _builtins.str = ...,
+        private: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_id", b"content_id", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_id", b"content_id", "path", b"path", "private", b"private"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

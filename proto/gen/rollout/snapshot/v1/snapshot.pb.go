@@ -1556,6 +1556,199 @@ func (x *DeleteRunResponse) GetKept() []string {
 	return nil
 }
 
+// RecoverSnapshotsRequest selects manifests of the bucket.
+type RecoverSnapshotsRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Only snapshots of this run; empty: all.
+	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// Absolute folder that the paths of the plan are relative to on this host. Empty: the one that
+	// the run had.
+	BaseDir string `protobuf:"bytes,2,opt,name=base_dir,json=baseDir,proto3" json:"base_dir,omitempty"`
+	// Largest number of manifests to look at; 0: 100.
+	PageSize uint32 `protobuf:"varint,3,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
+	// `next_page_token` of the previous page; empty: the first page.
+	PageToken     string `protobuf:"bytes,4,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RecoverSnapshotsRequest) Reset() {
+	*x = RecoverSnapshotsRequest{}
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RecoverSnapshotsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RecoverSnapshotsRequest) ProtoMessage() {}
+
+func (x *RecoverSnapshotsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RecoverSnapshotsRequest.ProtoReflect.Descriptor instead.
+func (*RecoverSnapshotsRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *RecoverSnapshotsRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+func (x *RecoverSnapshotsRequest) GetBaseDir() string {
+	if x != nil {
+		return x.BaseDir
+	}
+	return ""
+}
+
+func (x *RecoverSnapshotsRequest) GetPageSize() uint32 {
+	if x != nil {
+		return x.PageSize
+	}
+	return 0
+}
+
+func (x *RecoverSnapshotsRequest) GetPageToken() string {
+	if x != nil {
+		return x.PageToken
+	}
+	return ""
+}
+
+// RecoverSnapshotsResponse is a page of what was found.
+type RecoverSnapshotsResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// By snapshot id.
+	Snapshots []*RecoveredSnapshot `protobuf:"bytes,1,rep,name=snapshots,proto3" json:"snapshots,omitempty"`
+	// Token of the next page; empty: this is the last.
+	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RecoverSnapshotsResponse) Reset() {
+	*x = RecoverSnapshotsResponse{}
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RecoverSnapshotsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RecoverSnapshotsResponse) ProtoMessage() {}
+
+func (x *RecoverSnapshotsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RecoverSnapshotsResponse.ProtoReflect.Descriptor instead.
+func (*RecoverSnapshotsResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *RecoverSnapshotsResponse) GetSnapshots() []*RecoveredSnapshot {
+	if x != nil {
+		return x.Snapshots
+	}
+	return nil
+}
+
+func (x *RecoverSnapshotsResponse) GetNextPageToken() string {
+	if x != nil {
+		return x.NextPageToken
+	}
+	return ""
+}
+
+// RecoveredSnapshot is a manifest of the bucket.
+type RecoveredSnapshot struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The manifest.
+	Snapshot *Snapshot `protobuf:"bytes,1,opt,name=snapshot,proto3" json:"snapshot,omitempty"`
+	// Whether this control plane had it before.
+	Known bool `protobuf:"varint,2,opt,name=known,proto3" json:"known,omitempty"`
+	// Why it was not added, one sentence; empty if it was.
+	Problem       string `protobuf:"bytes,3,opt,name=problem,proto3" json:"problem,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RecoveredSnapshot) Reset() {
+	*x = RecoveredSnapshot{}
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RecoveredSnapshot) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RecoveredSnapshot) ProtoMessage() {}
+
+func (x *RecoveredSnapshot) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RecoveredSnapshot.ProtoReflect.Descriptor instead.
+func (*RecoveredSnapshot) Descriptor() ([]byte, []int) {
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *RecoveredSnapshot) GetSnapshot() *Snapshot {
+	if x != nil {
+		return x.Snapshot
+	}
+	return nil
+}
+
+func (x *RecoveredSnapshot) GetKnown() bool {
+	if x != nil {
+		return x.Known
+	}
+	return false
+}
+
+func (x *RecoveredSnapshot) GetProblem() string {
+	if x != nil {
+		return x.Problem
+	}
+	return ""
+}
+
 // DeleteSnapshotRequest names a snapshot.
 type DeleteSnapshotRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1569,7 +1762,7 @@ type DeleteSnapshotRequest struct {
 
 func (x *DeleteSnapshotRequest) Reset() {
 	*x = DeleteSnapshotRequest{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[24]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1581,7 +1774,7 @@ func (x *DeleteSnapshotRequest) String() string {
 func (*DeleteSnapshotRequest) ProtoMessage() {}
 
 func (x *DeleteSnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[24]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1594,7 +1787,7 @@ func (x *DeleteSnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSnapshotRequest.ProtoReflect.Descriptor instead.
 func (*DeleteSnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{24}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *DeleteSnapshotRequest) GetSnapshotId() string {
@@ -1620,7 +1813,7 @@ type DeleteSnapshotResponse struct {
 
 func (x *DeleteSnapshotResponse) Reset() {
 	*x = DeleteSnapshotResponse{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[25]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1632,7 +1825,7 @@ func (x *DeleteSnapshotResponse) String() string {
 func (*DeleteSnapshotResponse) ProtoMessage() {}
 
 func (x *DeleteSnapshotResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[25]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1645,7 +1838,7 @@ func (x *DeleteSnapshotResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSnapshotResponse.ProtoReflect.Descriptor instead.
 func (*DeleteSnapshotResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{25}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{28}
 }
 
 // Episode is an open episode after a completed turn: what a worker needs to continue it.
@@ -1682,7 +1875,7 @@ type Episode struct {
 
 func (x *Episode) Reset() {
 	*x = Episode{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[26]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1694,7 +1887,7 @@ func (x *Episode) String() string {
 func (*Episode) ProtoMessage() {}
 
 func (x *Episode) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[26]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1707,7 +1900,7 @@ func (x *Episode) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Episode.ProtoReflect.Descriptor instead.
 func (*Episode) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{26}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *Episode) GetKey() *v13.TrajectoryKey {
@@ -1807,7 +2000,7 @@ type EpisodeGroup struct {
 
 func (x *EpisodeGroup) Reset() {
 	*x = EpisodeGroup{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[27]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1819,7 +2012,7 @@ func (x *EpisodeGroup) String() string {
 func (*EpisodeGroup) ProtoMessage() {}
 
 func (x *EpisodeGroup) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[27]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1832,7 +2025,7 @@ func (x *EpisodeGroup) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EpisodeGroup.ProtoReflect.Descriptor instead.
 func (*EpisodeGroup) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{27}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *EpisodeGroup) GetEpoch() uint32 {
@@ -1862,7 +2055,7 @@ type SaveEpisodesRequest struct {
 
 func (x *SaveEpisodesRequest) Reset() {
 	*x = SaveEpisodesRequest{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[28]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1874,7 +2067,7 @@ func (x *SaveEpisodesRequest) String() string {
 func (*SaveEpisodesRequest) ProtoMessage() {}
 
 func (x *SaveEpisodesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[28]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1887,7 +2080,7 @@ func (x *SaveEpisodesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SaveEpisodesRequest.ProtoReflect.Descriptor instead.
 func (*SaveEpisodesRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{28}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *SaveEpisodesRequest) GetRunId() string {
@@ -1913,7 +2106,7 @@ type SaveEpisodesResponse struct {
 
 func (x *SaveEpisodesResponse) Reset() {
 	*x = SaveEpisodesResponse{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[29]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1925,7 +2118,7 @@ func (x *SaveEpisodesResponse) String() string {
 func (*SaveEpisodesResponse) ProtoMessage() {}
 
 func (x *SaveEpisodesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[29]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1938,7 +2131,7 @@ func (x *SaveEpisodesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SaveEpisodesResponse.ProtoReflect.Descriptor instead.
 func (*SaveEpisodesResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{29}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{32}
 }
 
 // ListEpisodesRequest selects saved episodes.
@@ -1960,7 +2153,7 @@ type ListEpisodesRequest struct {
 
 func (x *ListEpisodesRequest) Reset() {
 	*x = ListEpisodesRequest{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[30]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1972,7 +2165,7 @@ func (x *ListEpisodesRequest) String() string {
 func (*ListEpisodesRequest) ProtoMessage() {}
 
 func (x *ListEpisodesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[30]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1985,7 +2178,7 @@ func (x *ListEpisodesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListEpisodesRequest.ProtoReflect.Descriptor instead.
 func (*ListEpisodesRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{30}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *ListEpisodesRequest) GetRunId() string {
@@ -2036,7 +2229,7 @@ type ListEpisodesResponse struct {
 
 func (x *ListEpisodesResponse) Reset() {
 	*x = ListEpisodesResponse{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[31]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2048,7 +2241,7 @@ func (x *ListEpisodesResponse) String() string {
 func (*ListEpisodesResponse) ProtoMessage() {}
 
 func (x *ListEpisodesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[31]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2061,7 +2254,7 @@ func (x *ListEpisodesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListEpisodesResponse.ProtoReflect.Descriptor instead.
 func (*ListEpisodesResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{31}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *ListEpisodesResponse) GetEpisodes() []*Episode {
@@ -2091,7 +2284,7 @@ type DropEpisodesRequest struct {
 
 func (x *DropEpisodesRequest) Reset() {
 	*x = DropEpisodesRequest{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[32]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2103,7 +2296,7 @@ func (x *DropEpisodesRequest) String() string {
 func (*DropEpisodesRequest) ProtoMessage() {}
 
 func (x *DropEpisodesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[32]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2116,7 +2309,7 @@ func (x *DropEpisodesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DropEpisodesRequest.ProtoReflect.Descriptor instead.
 func (*DropEpisodesRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{32}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *DropEpisodesRequest) GetRunId() string {
@@ -2142,7 +2335,7 @@ type DropEpisodesResponse struct {
 
 func (x *DropEpisodesResponse) Reset() {
 	*x = DropEpisodesResponse{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[33]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2154,7 +2347,7 @@ func (x *DropEpisodesResponse) String() string {
 func (*DropEpisodesResponse) ProtoMessage() {}
 
 func (x *DropEpisodesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[33]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2167,7 +2360,7 @@ func (x *DropEpisodesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DropEpisodesResponse.ProtoReflect.Descriptor instead.
 func (*DropEpisodesResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{33}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{36}
 }
 
 // AdoptEpisodesRequest names a snapshot and a run.
@@ -2185,7 +2378,7 @@ type AdoptEpisodesRequest struct {
 
 func (x *AdoptEpisodesRequest) Reset() {
 	*x = AdoptEpisodesRequest{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[34]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2197,7 +2390,7 @@ func (x *AdoptEpisodesRequest) String() string {
 func (*AdoptEpisodesRequest) ProtoMessage() {}
 
 func (x *AdoptEpisodesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[34]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2210,7 +2403,7 @@ func (x *AdoptEpisodesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdoptEpisodesRequest.ProtoReflect.Descriptor instead.
 func (*AdoptEpisodesRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{34}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *AdoptEpisodesRequest) GetSnapshotId() string {
@@ -2243,7 +2436,7 @@ type AdoptEpisodesResponse struct {
 
 func (x *AdoptEpisodesResponse) Reset() {
 	*x = AdoptEpisodesResponse{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[35]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2255,7 +2448,7 @@ func (x *AdoptEpisodesResponse) String() string {
 func (*AdoptEpisodesResponse) ProtoMessage() {}
 
 func (x *AdoptEpisodesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[35]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2268,7 +2461,7 @@ func (x *AdoptEpisodesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdoptEpisodesResponse.ProtoReflect.Descriptor instead.
 func (*AdoptEpisodesResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{35}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{38}
 }
 
 var File_rollout_snapshot_v1_snapshot_proto protoreflect.FileDescriptor
@@ -2376,7 +2569,20 @@ const file_rollout_snapshot_v1_snapshot_proto_rawDesc = "" +
 	"\x04keep\x18\x02 \x03(\tR\x04keep\x125\n" +
 	"\x05fence\x18\x03 \x01(\v2\x17.rollout.fence.v1.FenceB\x06\xbaH\x03\xc8\x01\x01R\x05fence\"'\n" +
 	"\x11DeleteRunResponse\x12\x12\n" +
-	"\x04kept\x18\x01 \x03(\tR\x04kept\"p\n" +
+	"\x04kept\x18\x01 \x03(\tR\x04kept\"\x91\x01\n" +
+	"\x17RecoverSnapshotsRequest\x12\x15\n" +
+	"\x06run_id\x18\x01 \x01(\tR\x05runId\x12\x19\n" +
+	"\bbase_dir\x18\x02 \x01(\tR\abaseDir\x12%\n" +
+	"\tpage_size\x18\x03 \x01(\rB\b\xbaH\x05*\x03\x18\xe8\aR\bpageSize\x12\x1d\n" +
+	"\n" +
+	"page_token\x18\x04 \x01(\tR\tpageToken\"\x88\x01\n" +
+	"\x18RecoverSnapshotsResponse\x12D\n" +
+	"\tsnapshots\x18\x01 \x03(\v2&.rollout.snapshot.v1.RecoveredSnapshotR\tsnapshots\x12&\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"~\n" +
+	"\x11RecoveredSnapshot\x129\n" +
+	"\bsnapshot\x18\x01 \x01(\v2\x1d.rollout.snapshot.v1.SnapshotR\bsnapshot\x12\x14\n" +
+	"\x05known\x18\x02 \x01(\bR\x05known\x12\x18\n" +
+	"\aproblem\x18\x03 \x01(\tR\aproblem\"p\n" +
 	"\x15DeleteSnapshotRequest\x12(\n" +
 	"\vsnapshot_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\n" +
 	"snapshotId\x12-\n" +
@@ -2431,7 +2637,7 @@ const file_rollout_snapshot_v1_snapshot_proto_rawDesc = "" +
 	"\x19SNAPSHOT_KIND_TRAIN_STATE\x10\x01\x12\x18\n" +
 	"\x14SNAPSHOT_KIND_BUFFER\x10\x02\x12\x19\n" +
 	"\x15SNAPSHOT_KIND_PROCESS\x10\x03\x12\x1a\n" +
-	"\x16SNAPSHOT_KIND_EPISODIC\x10\x042\xa9\f\n" +
+	"\x16SNAPSHOT_KIND_EPISODIC\x10\x042\x9a\r\n" +
 	"\x0fSnapshotService\x12i\n" +
 	"\x0eCreateSnapshot\x12*.rollout.snapshot.v1.CreateSnapshotRequest\x1a+.rollout.snapshot.v1.CreateSnapshotResponse\x12f\n" +
 	"\rTakeSnapshots\x12).rollout.snapshot.v1.TakeSnapshotsRequest\x1a*.rollout.snapshot.v1.TakeSnapshotsResponse\x12i\n" +
@@ -2446,7 +2652,8 @@ const file_rollout_snapshot_v1_snapshot_proto_rawDesc = "" +
 	"\fSaveEpisodes\x12(.rollout.snapshot.v1.SaveEpisodesRequest\x1a).rollout.snapshot.v1.SaveEpisodesResponse\x12c\n" +
 	"\fListEpisodes\x12(.rollout.snapshot.v1.ListEpisodesRequest\x1a).rollout.snapshot.v1.ListEpisodesResponse\x12c\n" +
 	"\fDropEpisodes\x12(.rollout.snapshot.v1.DropEpisodesRequest\x1a).rollout.snapshot.v1.DropEpisodesResponse\x12f\n" +
-	"\rAdoptEpisodes\x12).rollout.snapshot.v1.AdoptEpisodesRequest\x1a*.rollout.snapshot.v1.AdoptEpisodesResponse\x12Z\n" +
+	"\rAdoptEpisodes\x12).rollout.snapshot.v1.AdoptEpisodesRequest\x1a*.rollout.snapshot.v1.AdoptEpisodesResponse\x12o\n" +
+	"\x10RecoverSnapshots\x12,.rollout.snapshot.v1.RecoverSnapshotsRequest\x1a-.rollout.snapshot.v1.RecoverSnapshotsResponse\x12Z\n" +
 	"\tDeleteRun\x12%.rollout.snapshot.v1.DeleteRunRequest\x1a&.rollout.snapshot.v1.DeleteRunResponseB\xde\x01\n" +
 	"\x17com.rollout.snapshot.v1B\rSnapshotProtoP\x01ZFgithub.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1;snapshotv1\xa2\x02\x03RSX\xaa\x02\x13Rollout.Snapshot.V1\xca\x02\x13Rollout\\Snapshot\\V1\xe2\x02\x1fRollout\\Snapshot\\V1\\GPBMetadata\xea\x02\x15Rollout::Snapshot::V1b\x06proto3"
 
@@ -2463,7 +2670,7 @@ func file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_snapshot_v1_snapshot_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_snapshot_v1_snapshot_proto_msgTypes = make([]protoimpl.MessageInfo, 37)
+var file_rollout_snapshot_v1_snapshot_proto_msgTypes = make([]protoimpl.MessageInfo, 40)
 var file_rollout_snapshot_v1_snapshot_proto_goTypes = []any{
 	(SnapshotKind)(0),                   // 0: rollout.snapshot.v1.SnapshotKind
 	(*Snapshot)(nil),                    // 1: rollout.snapshot.v1.Snapshot
@@ -2490,38 +2697,41 @@ var file_rollout_snapshot_v1_snapshot_proto_goTypes = []any{
 	(*UnpinSnapshotResponse)(nil),       // 22: rollout.snapshot.v1.UnpinSnapshotResponse
 	(*DeleteRunRequest)(nil),            // 23: rollout.snapshot.v1.DeleteRunRequest
 	(*DeleteRunResponse)(nil),           // 24: rollout.snapshot.v1.DeleteRunResponse
-	(*DeleteSnapshotRequest)(nil),       // 25: rollout.snapshot.v1.DeleteSnapshotRequest
-	(*DeleteSnapshotResponse)(nil),      // 26: rollout.snapshot.v1.DeleteSnapshotResponse
-	(*Episode)(nil),                     // 27: rollout.snapshot.v1.Episode
-	(*EpisodeGroup)(nil),                // 28: rollout.snapshot.v1.EpisodeGroup
-	(*SaveEpisodesRequest)(nil),         // 29: rollout.snapshot.v1.SaveEpisodesRequest
-	(*SaveEpisodesResponse)(nil),        // 30: rollout.snapshot.v1.SaveEpisodesResponse
-	(*ListEpisodesRequest)(nil),         // 31: rollout.snapshot.v1.ListEpisodesRequest
-	(*ListEpisodesResponse)(nil),        // 32: rollout.snapshot.v1.ListEpisodesResponse
-	(*DropEpisodesRequest)(nil),         // 33: rollout.snapshot.v1.DropEpisodesRequest
-	(*DropEpisodesResponse)(nil),        // 34: rollout.snapshot.v1.DropEpisodesResponse
-	(*AdoptEpisodesRequest)(nil),        // 35: rollout.snapshot.v1.AdoptEpisodesRequest
-	(*AdoptEpisodesResponse)(nil),       // 36: rollout.snapshot.v1.AdoptEpisodesResponse
-	nil,                                 // 37: rollout.snapshot.v1.Snapshot.RngEntry
-	(*v1.Cursor)(nil),                   // 38: rollout.run.v1.Cursor
-	(*timestamppb.Timestamp)(nil),       // 39: google.protobuf.Timestamp
-	(*v11.Plan)(nil),                    // 40: rollout.plan.v1.Plan
-	(*v12.Fence)(nil),                   // 41: rollout.fence.v1.Fence
-	(*v1.Run)(nil),                      // 42: rollout.run.v1.Run
-	(*v13.TrajectoryKey)(nil),           // 43: rollout.trajectory.v1.TrajectoryKey
-	(*v13.Trajectory)(nil),              // 44: rollout.trajectory.v1.Trajectory
-	(*v13.EpisodeTimes)(nil),            // 45: rollout.trajectory.v1.EpisodeTimes
+	(*RecoverSnapshotsRequest)(nil),     // 25: rollout.snapshot.v1.RecoverSnapshotsRequest
+	(*RecoverSnapshotsResponse)(nil),    // 26: rollout.snapshot.v1.RecoverSnapshotsResponse
+	(*RecoveredSnapshot)(nil),           // 27: rollout.snapshot.v1.RecoveredSnapshot
+	(*DeleteSnapshotRequest)(nil),       // 28: rollout.snapshot.v1.DeleteSnapshotRequest
+	(*DeleteSnapshotResponse)(nil),      // 29: rollout.snapshot.v1.DeleteSnapshotResponse
+	(*Episode)(nil),                     // 30: rollout.snapshot.v1.Episode
+	(*EpisodeGroup)(nil),                // 31: rollout.snapshot.v1.EpisodeGroup
+	(*SaveEpisodesRequest)(nil),         // 32: rollout.snapshot.v1.SaveEpisodesRequest
+	(*SaveEpisodesResponse)(nil),        // 33: rollout.snapshot.v1.SaveEpisodesResponse
+	(*ListEpisodesRequest)(nil),         // 34: rollout.snapshot.v1.ListEpisodesRequest
+	(*ListEpisodesResponse)(nil),        // 35: rollout.snapshot.v1.ListEpisodesResponse
+	(*DropEpisodesRequest)(nil),         // 36: rollout.snapshot.v1.DropEpisodesRequest
+	(*DropEpisodesResponse)(nil),        // 37: rollout.snapshot.v1.DropEpisodesResponse
+	(*AdoptEpisodesRequest)(nil),        // 38: rollout.snapshot.v1.AdoptEpisodesRequest
+	(*AdoptEpisodesResponse)(nil),       // 39: rollout.snapshot.v1.AdoptEpisodesResponse
+	nil,                                 // 40: rollout.snapshot.v1.Snapshot.RngEntry
+	(*v1.Cursor)(nil),                   // 41: rollout.run.v1.Cursor
+	(*timestamppb.Timestamp)(nil),       // 42: google.protobuf.Timestamp
+	(*v11.Plan)(nil),                    // 43: rollout.plan.v1.Plan
+	(*v12.Fence)(nil),                   // 44: rollout.fence.v1.Fence
+	(*v1.Run)(nil),                      // 45: rollout.run.v1.Run
+	(*v13.TrajectoryKey)(nil),           // 46: rollout.trajectory.v1.TrajectoryKey
+	(*v13.Trajectory)(nil),              // 47: rollout.trajectory.v1.Trajectory
+	(*v13.EpisodeTimes)(nil),            // 48: rollout.trajectory.v1.EpisodeTimes
 }
 var file_rollout_snapshot_v1_snapshot_proto_depIdxs = []int32{
 	0,  // 0: rollout.snapshot.v1.Snapshot.kind:type_name -> rollout.snapshot.v1.SnapshotKind
-	38, // 1: rollout.snapshot.v1.Snapshot.cursor:type_name -> rollout.run.v1.Cursor
+	41, // 1: rollout.snapshot.v1.Snapshot.cursor:type_name -> rollout.run.v1.Cursor
 	3,  // 2: rollout.snapshot.v1.Snapshot.files:type_name -> rollout.snapshot.v1.SnapshotFile
-	39, // 3: rollout.snapshot.v1.Snapshot.create_time:type_name -> google.protobuf.Timestamp
-	37, // 4: rollout.snapshot.v1.Snapshot.rng:type_name -> rollout.snapshot.v1.Snapshot.RngEntry
+	42, // 3: rollout.snapshot.v1.Snapshot.create_time:type_name -> google.protobuf.Timestamp
+	40, // 4: rollout.snapshot.v1.Snapshot.rng:type_name -> rollout.snapshot.v1.Snapshot.RngEntry
 	2,  // 5: rollout.snapshot.v1.Snapshot.origin:type_name -> rollout.snapshot.v1.Origin
-	40, // 6: rollout.snapshot.v1.Origin.plan:type_name -> rollout.plan.v1.Plan
+	43, // 6: rollout.snapshot.v1.Origin.plan:type_name -> rollout.plan.v1.Plan
 	1,  // 7: rollout.snapshot.v1.CreateSnapshotRequest.snapshot:type_name -> rollout.snapshot.v1.Snapshot
-	41, // 8: rollout.snapshot.v1.CreateSnapshotRequest.fence:type_name -> rollout.fence.v1.Fence
+	44, // 8: rollout.snapshot.v1.CreateSnapshotRequest.fence:type_name -> rollout.fence.v1.Fence
 	0,  // 9: rollout.snapshot.v1.TakeSnapshotsRequest.kinds:type_name -> rollout.snapshot.v1.SnapshotKind
 	1,  // 10: rollout.snapshot.v1.TakeSnapshotsResponse.snapshots:type_name -> rollout.snapshot.v1.Snapshot
 	1,  // 11: rollout.snapshot.v1.VerifySnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
@@ -2531,56 +2741,60 @@ var file_rollout_snapshot_v1_snapshot_proto_depIdxs = []int32{
 	0,  // 15: rollout.snapshot.v1.ListSnapshotsRequest.kind:type_name -> rollout.snapshot.v1.SnapshotKind
 	1,  // 16: rollout.snapshot.v1.ListSnapshotsResponse.snapshots:type_name -> rollout.snapshot.v1.Snapshot
 	1,  // 17: rollout.snapshot.v1.MaterializeSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
-	42, // 18: rollout.snapshot.v1.RestoreSnapshotResponse.run:type_name -> rollout.run.v1.Run
-	41, // 19: rollout.snapshot.v1.PinSnapshotRequest.fence:type_name -> rollout.fence.v1.Fence
+	45, // 18: rollout.snapshot.v1.RestoreSnapshotResponse.run:type_name -> rollout.run.v1.Run
+	44, // 19: rollout.snapshot.v1.PinSnapshotRequest.fence:type_name -> rollout.fence.v1.Fence
 	1,  // 20: rollout.snapshot.v1.PinSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
-	41, // 21: rollout.snapshot.v1.UnpinSnapshotRequest.fence:type_name -> rollout.fence.v1.Fence
-	41, // 22: rollout.snapshot.v1.DeleteRunRequest.fence:type_name -> rollout.fence.v1.Fence
-	41, // 23: rollout.snapshot.v1.DeleteSnapshotRequest.fence:type_name -> rollout.fence.v1.Fence
-	43, // 24: rollout.snapshot.v1.Episode.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	44, // 25: rollout.snapshot.v1.Episode.trajectory:type_name -> rollout.trajectory.v1.Trajectory
-	45, // 26: rollout.snapshot.v1.Episode.times:type_name -> rollout.trajectory.v1.EpisodeTimes
-	39, // 27: rollout.snapshot.v1.Episode.save_time:type_name -> google.protobuf.Timestamp
-	27, // 28: rollout.snapshot.v1.SaveEpisodesRequest.episodes:type_name -> rollout.snapshot.v1.Episode
-	28, // 29: rollout.snapshot.v1.ListEpisodesRequest.groups:type_name -> rollout.snapshot.v1.EpisodeGroup
-	27, // 30: rollout.snapshot.v1.ListEpisodesResponse.episodes:type_name -> rollout.snapshot.v1.Episode
-	28, // 31: rollout.snapshot.v1.DropEpisodesRequest.groups:type_name -> rollout.snapshot.v1.EpisodeGroup
-	41, // 32: rollout.snapshot.v1.AdoptEpisodesRequest.fence:type_name -> rollout.fence.v1.Fence
-	4,  // 33: rollout.snapshot.v1.SnapshotService.CreateSnapshot:input_type -> rollout.snapshot.v1.CreateSnapshotRequest
-	5,  // 34: rollout.snapshot.v1.SnapshotService.TakeSnapshots:input_type -> rollout.snapshot.v1.TakeSnapshotsRequest
-	7,  // 35: rollout.snapshot.v1.SnapshotService.VerifySnapshot:input_type -> rollout.snapshot.v1.VerifySnapshotRequest
-	11, // 36: rollout.snapshot.v1.SnapshotService.GetSnapshot:input_type -> rollout.snapshot.v1.GetSnapshotRequest
-	13, // 37: rollout.snapshot.v1.SnapshotService.ListSnapshots:input_type -> rollout.snapshot.v1.ListSnapshotsRequest
-	15, // 38: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:input_type -> rollout.snapshot.v1.MaterializeSnapshotRequest
-	17, // 39: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:input_type -> rollout.snapshot.v1.RestoreSnapshotRequest
-	19, // 40: rollout.snapshot.v1.SnapshotService.PinSnapshot:input_type -> rollout.snapshot.v1.PinSnapshotRequest
-	21, // 41: rollout.snapshot.v1.SnapshotService.UnpinSnapshot:input_type -> rollout.snapshot.v1.UnpinSnapshotRequest
-	25, // 42: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:input_type -> rollout.snapshot.v1.DeleteSnapshotRequest
-	29, // 43: rollout.snapshot.v1.SnapshotService.SaveEpisodes:input_type -> rollout.snapshot.v1.SaveEpisodesRequest
-	31, // 44: rollout.snapshot.v1.SnapshotService.ListEpisodes:input_type -> rollout.snapshot.v1.ListEpisodesRequest
-	33, // 45: rollout.snapshot.v1.SnapshotService.DropEpisodes:input_type -> rollout.snapshot.v1.DropEpisodesRequest
-	35, // 46: rollout.snapshot.v1.SnapshotService.AdoptEpisodes:input_type -> rollout.snapshot.v1.AdoptEpisodesRequest
-	23, // 47: rollout.snapshot.v1.SnapshotService.DeleteRun:input_type -> rollout.snapshot.v1.DeleteRunRequest
-	10, // 48: rollout.snapshot.v1.SnapshotService.CreateSnapshot:output_type -> rollout.snapshot.v1.CreateSnapshotResponse
-	6,  // 49: rollout.snapshot.v1.SnapshotService.TakeSnapshots:output_type -> rollout.snapshot.v1.TakeSnapshotsResponse
-	8,  // 50: rollout.snapshot.v1.SnapshotService.VerifySnapshot:output_type -> rollout.snapshot.v1.VerifySnapshotResponse
-	12, // 51: rollout.snapshot.v1.SnapshotService.GetSnapshot:output_type -> rollout.snapshot.v1.GetSnapshotResponse
-	14, // 52: rollout.snapshot.v1.SnapshotService.ListSnapshots:output_type -> rollout.snapshot.v1.ListSnapshotsResponse
-	16, // 53: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:output_type -> rollout.snapshot.v1.MaterializeSnapshotResponse
-	18, // 54: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:output_type -> rollout.snapshot.v1.RestoreSnapshotResponse
-	20, // 55: rollout.snapshot.v1.SnapshotService.PinSnapshot:output_type -> rollout.snapshot.v1.PinSnapshotResponse
-	22, // 56: rollout.snapshot.v1.SnapshotService.UnpinSnapshot:output_type -> rollout.snapshot.v1.UnpinSnapshotResponse
-	26, // 57: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:output_type -> rollout.snapshot.v1.DeleteSnapshotResponse
-	30, // 58: rollout.snapshot.v1.SnapshotService.SaveEpisodes:output_type -> rollout.snapshot.v1.SaveEpisodesResponse
-	32, // 59: rollout.snapshot.v1.SnapshotService.ListEpisodes:output_type -> rollout.snapshot.v1.ListEpisodesResponse
-	34, // 60: rollout.snapshot.v1.SnapshotService.DropEpisodes:output_type -> rollout.snapshot.v1.DropEpisodesResponse
-	36, // 61: rollout.snapshot.v1.SnapshotService.AdoptEpisodes:output_type -> rollout.snapshot.v1.AdoptEpisodesResponse
-	24, // 62: rollout.snapshot.v1.SnapshotService.DeleteRun:output_type -> rollout.snapshot.v1.DeleteRunResponse
-	48, // [48:63] is the sub-list for method output_type
-	33, // [33:48] is the sub-list for method input_type
-	33, // [33:33] is the sub-list for extension type_name
-	33, // [33:33] is the sub-list for extension extendee
-	0,  // [0:33] is the sub-list for field type_name
+	44, // 21: rollout.snapshot.v1.UnpinSnapshotRequest.fence:type_name -> rollout.fence.v1.Fence
+	44, // 22: rollout.snapshot.v1.DeleteRunRequest.fence:type_name -> rollout.fence.v1.Fence
+	27, // 23: rollout.snapshot.v1.RecoverSnapshotsResponse.snapshots:type_name -> rollout.snapshot.v1.RecoveredSnapshot
+	1,  // 24: rollout.snapshot.v1.RecoveredSnapshot.snapshot:type_name -> rollout.snapshot.v1.Snapshot
+	44, // 25: rollout.snapshot.v1.DeleteSnapshotRequest.fence:type_name -> rollout.fence.v1.Fence
+	46, // 26: rollout.snapshot.v1.Episode.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	47, // 27: rollout.snapshot.v1.Episode.trajectory:type_name -> rollout.trajectory.v1.Trajectory
+	48, // 28: rollout.snapshot.v1.Episode.times:type_name -> rollout.trajectory.v1.EpisodeTimes
+	42, // 29: rollout.snapshot.v1.Episode.save_time:type_name -> google.protobuf.Timestamp
+	30, // 30: rollout.snapshot.v1.SaveEpisodesRequest.episodes:type_name -> rollout.snapshot.v1.Episode
+	31, // 31: rollout.snapshot.v1.ListEpisodesRequest.groups:type_name -> rollout.snapshot.v1.EpisodeGroup
+	30, // 32: rollout.snapshot.v1.ListEpisodesResponse.episodes:type_name -> rollout.snapshot.v1.Episode
+	31, // 33: rollout.snapshot.v1.DropEpisodesRequest.groups:type_name -> rollout.snapshot.v1.EpisodeGroup
+	44, // 34: rollout.snapshot.v1.AdoptEpisodesRequest.fence:type_name -> rollout.fence.v1.Fence
+	4,  // 35: rollout.snapshot.v1.SnapshotService.CreateSnapshot:input_type -> rollout.snapshot.v1.CreateSnapshotRequest
+	5,  // 36: rollout.snapshot.v1.SnapshotService.TakeSnapshots:input_type -> rollout.snapshot.v1.TakeSnapshotsRequest
+	7,  // 37: rollout.snapshot.v1.SnapshotService.VerifySnapshot:input_type -> rollout.snapshot.v1.VerifySnapshotRequest
+	11, // 38: rollout.snapshot.v1.SnapshotService.GetSnapshot:input_type -> rollout.snapshot.v1.GetSnapshotRequest
+	13, // 39: rollout.snapshot.v1.SnapshotService.ListSnapshots:input_type -> rollout.snapshot.v1.ListSnapshotsRequest
+	15, // 40: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:input_type -> rollout.snapshot.v1.MaterializeSnapshotRequest
+	17, // 41: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:input_type -> rollout.snapshot.v1.RestoreSnapshotRequest
+	19, // 42: rollout.snapshot.v1.SnapshotService.PinSnapshot:input_type -> rollout.snapshot.v1.PinSnapshotRequest
+	21, // 43: rollout.snapshot.v1.SnapshotService.UnpinSnapshot:input_type -> rollout.snapshot.v1.UnpinSnapshotRequest
+	28, // 44: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:input_type -> rollout.snapshot.v1.DeleteSnapshotRequest
+	32, // 45: rollout.snapshot.v1.SnapshotService.SaveEpisodes:input_type -> rollout.snapshot.v1.SaveEpisodesRequest
+	34, // 46: rollout.snapshot.v1.SnapshotService.ListEpisodes:input_type -> rollout.snapshot.v1.ListEpisodesRequest
+	36, // 47: rollout.snapshot.v1.SnapshotService.DropEpisodes:input_type -> rollout.snapshot.v1.DropEpisodesRequest
+	38, // 48: rollout.snapshot.v1.SnapshotService.AdoptEpisodes:input_type -> rollout.snapshot.v1.AdoptEpisodesRequest
+	25, // 49: rollout.snapshot.v1.SnapshotService.RecoverSnapshots:input_type -> rollout.snapshot.v1.RecoverSnapshotsRequest
+	23, // 50: rollout.snapshot.v1.SnapshotService.DeleteRun:input_type -> rollout.snapshot.v1.DeleteRunRequest
+	10, // 51: rollout.snapshot.v1.SnapshotService.CreateSnapshot:output_type -> rollout.snapshot.v1.CreateSnapshotResponse
+	6,  // 52: rollout.snapshot.v1.SnapshotService.TakeSnapshots:output_type -> rollout.snapshot.v1.TakeSnapshotsResponse
+	8,  // 53: rollout.snapshot.v1.SnapshotService.VerifySnapshot:output_type -> rollout.snapshot.v1.VerifySnapshotResponse
+	12, // 54: rollout.snapshot.v1.SnapshotService.GetSnapshot:output_type -> rollout.snapshot.v1.GetSnapshotResponse
+	14, // 55: rollout.snapshot.v1.SnapshotService.ListSnapshots:output_type -> rollout.snapshot.v1.ListSnapshotsResponse
+	16, // 56: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:output_type -> rollout.snapshot.v1.MaterializeSnapshotResponse
+	18, // 57: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:output_type -> rollout.snapshot.v1.RestoreSnapshotResponse
+	20, // 58: rollout.snapshot.v1.SnapshotService.PinSnapshot:output_type -> rollout.snapshot.v1.PinSnapshotResponse
+	22, // 59: rollout.snapshot.v1.SnapshotService.UnpinSnapshot:output_type -> rollout.snapshot.v1.UnpinSnapshotResponse
+	29, // 60: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:output_type -> rollout.snapshot.v1.DeleteSnapshotResponse
+	33, // 61: rollout.snapshot.v1.SnapshotService.SaveEpisodes:output_type -> rollout.snapshot.v1.SaveEpisodesResponse
+	35, // 62: rollout.snapshot.v1.SnapshotService.ListEpisodes:output_type -> rollout.snapshot.v1.ListEpisodesResponse
+	37, // 63: rollout.snapshot.v1.SnapshotService.DropEpisodes:output_type -> rollout.snapshot.v1.DropEpisodesResponse
+	39, // 64: rollout.snapshot.v1.SnapshotService.AdoptEpisodes:output_type -> rollout.snapshot.v1.AdoptEpisodesResponse
+	26, // 65: rollout.snapshot.v1.SnapshotService.RecoverSnapshots:output_type -> rollout.snapshot.v1.RecoverSnapshotsResponse
+	24, // 66: rollout.snapshot.v1.SnapshotService.DeleteRun:output_type -> rollout.snapshot.v1.DeleteRunResponse
+	51, // [51:67] is the sub-list for method output_type
+	35, // [35:51] is the sub-list for method input_type
+	35, // [35:35] is the sub-list for extension type_name
+	35, // [35:35] is the sub-list for extension extendee
+	0,  // [0:35] is the sub-list for field type_name
 }
 
 func init() { file_rollout_snapshot_v1_snapshot_proto_init() }
@@ -2594,7 +2808,7 @@ func file_rollout_snapshot_v1_snapshot_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_snapshot_v1_snapshot_proto_rawDesc), len(file_rollout_snapshot_v1_snapshot_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   37,
+			NumMessages:   40,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

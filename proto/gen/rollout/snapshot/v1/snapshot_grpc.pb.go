@@ -35,6 +35,7 @@ const (
 	SnapshotService_ListEpisodes_FullMethodName        = "/rollout.snapshot.v1.SnapshotService/ListEpisodes"
 	SnapshotService_DropEpisodes_FullMethodName        = "/rollout.snapshot.v1.SnapshotService/DropEpisodes"
 	SnapshotService_AdoptEpisodes_FullMethodName       = "/rollout.snapshot.v1.SnapshotService/AdoptEpisodes"
+	SnapshotService_RecoverSnapshots_FullMethodName    = "/rollout.snapshot.v1.SnapshotService/RecoverSnapshots"
 	SnapshotService_DeleteRun_FullMethodName           = "/rollout.snapshot.v1.SnapshotService/DeleteRun"
 )
 
@@ -84,6 +85,10 @@ type SnapshotServiceClient interface {
 	// AdoptEpisodes gives the open episodes of a snapshot to a run that starts from it. Idempotent;
 	// none if the snapshot has no episodes.
 	AdoptEpisodes(ctx context.Context, in *AdoptEpisodesRequest, opts ...grpc.CallOption) (*AdoptEpisodesResponse, error)
+	// RecoverSnapshots adds the snapshots whose manifests are in the bucket, and which this control
+	// plane does not have, because its databases were lost. They keep their ids. Idempotent.
+	// FAILED_PRECONDITION, reason SNAPSHOT_NO_BUCKET, if artifacts are files of this control plane.
+	RecoverSnapshots(ctx context.Context, in *RecoverSnapshotsRequest, opts ...grpc.CallOption) (*RecoverSnapshotsResponse, error)
 	// DeleteRun deletes the snapshots and the saved episodes of a run, except some snapshots.
 	// Idempotent, also for unknown runs.
 	DeleteRun(ctx context.Context, in *DeleteRunRequest, opts ...grpc.CallOption) (*DeleteRunResponse, error)
@@ -237,6 +242,16 @@ func (c *snapshotServiceClient) AdoptEpisodes(ctx context.Context, in *AdoptEpis
 	return out, nil
 }
 
+func (c *snapshotServiceClient) RecoverSnapshots(ctx context.Context, in *RecoverSnapshotsRequest, opts ...grpc.CallOption) (*RecoverSnapshotsResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(RecoverSnapshotsResponse)
+	err := c.cc.Invoke(ctx, SnapshotService_RecoverSnapshots_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *snapshotServiceClient) DeleteRun(ctx context.Context, in *DeleteRunRequest, opts ...grpc.CallOption) (*DeleteRunResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(DeleteRunResponse)
@@ -293,6 +308,10 @@ type SnapshotServiceServer interface {
 	// AdoptEpisodes gives the open episodes of a snapshot to a run that starts from it. Idempotent;
 	// none if the snapshot has no episodes.
 	AdoptEpisodes(context.Context, *AdoptEpisodesRequest) (*AdoptEpisodesResponse, error)
+	// RecoverSnapshots adds the snapshots whose manifests are in the bucket, and which this control
+	// plane does not have, because its databases were lost. They keep their ids. Idempotent.
+	// FAILED_PRECONDITION, reason SNAPSHOT_NO_BUCKET, if artifacts are files of this control plane.
+	RecoverSnapshots(context.Context, *RecoverSnapshotsRequest) (*RecoverSnapshotsResponse, error)
 	// DeleteRun deletes the snapshots and the saved episodes of a run, except some snapshots.
 	// Idempotent, also for unknown runs.
 	DeleteRun(context.Context, *DeleteRunRequest) (*DeleteRunResponse, error)
@@ -347,6 +366,9 @@ func (UnimplementedSnapshotServiceServer) DropEpisodes(context.Context, *DropEpi
 }
 func (UnimplementedSnapshotServiceServer) AdoptEpisodes(context.Context, *AdoptEpisodesRequest) (*AdoptEpisodesResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method AdoptEpisodes not implemented")
+}
+func (UnimplementedSnapshotServiceServer) RecoverSnapshots(context.Context, *RecoverSnapshotsRequest) (*RecoverSnapshotsResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method RecoverSnapshots not implemented")
 }
 func (UnimplementedSnapshotServiceServer) DeleteRun(context.Context, *DeleteRunRequest) (*DeleteRunResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method DeleteRun not implemented")
@@ -624,6 +646,24 @@ func _SnapshotService_AdoptEpisodes_Handler(srv interface{}, ctx context.Context
 	return interceptor(ctx, in, info, handler)
 }
 
+func _SnapshotService_RecoverSnapshots_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(RecoverSnapshotsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(SnapshotServiceServer).RecoverSnapshots(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: SnapshotService_RecoverSnapshots_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(SnapshotServiceServer).RecoverSnapshots(ctx, req.(*RecoverSnapshotsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _SnapshotService_DeleteRun_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(DeleteRunRequest)
 	if err := dec(in); err != nil {
@@ -704,6 +744,10 @@ var SnapshotService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "AdoptEpisodes",
 			Handler:    _SnapshotService_AdoptEpisodes_Handler,
+		},
+		{
+			MethodName: "RecoverSnapshots",
+			Handler:    _SnapshotService_RecoverSnapshots_Handler,
 		},
 		{
 			MethodName: "DeleteRun",

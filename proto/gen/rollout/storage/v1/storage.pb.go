@@ -338,7 +338,10 @@ type LocalFile struct {
 	Path string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
 	// Content id. On import it is verified if set. A file that does not exist counts as imported if
 	// the artifact exists.
-	ContentId     string `protobuf:"bytes,2,opt,name=content_id,json=contentId,proto3" json:"content_id,omitempty"`
+	ContentId string `protobuf:"bytes,2,opt,name=content_id,json=contentId,proto3" json:"content_id,omitempty"`
+	// ExportArtifacts: whether only the user of the services may read the file, and the folders that
+	// are made for it.
+	Private       bool `protobuf:"varint,3,opt,name=private,proto3" json:"private,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -385,6 +388,13 @@ func (x *LocalFile) GetContentId() string {
 		return x.ContentId
 	}
 	return ""
+}
+
+func (x *LocalFile) GetPrivate() bool {
+	if x != nil {
+		return x.Private
+	}
+	return false
 }
 
 // ImportArtifactsRequest names files.
@@ -1816,11 +1826,12 @@ const file_rollout_storage_v1_storage_proto_rawDesc = "" +
 	"\x13PutArtifactResponse\x12\x1d\n" +
 	"\n" +
 	"content_id\x18\x01 \x01(\tR\tcontentId\x12\x14\n" +
-	"\x05bytes\x18\x02 \x01(\x04R\x05bytes\"G\n" +
+	"\x05bytes\x18\x02 \x01(\x04R\x05bytes\"a\n" +
 	"\tLocalFile\x12\x1b\n" +
 	"\x04path\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x04path\x12\x1d\n" +
 	"\n" +
-	"content_id\x18\x02 \x01(\tR\tcontentId\"\x86\x01\n" +
+	"content_id\x18\x02 \x01(\tR\tcontentId\x12\x18\n" +
+	"\aprivate\x18\x03 \x01(\bR\aprivate\"\x86\x01\n" +
 	"\x16ImportArtifactsRequest\x12=\n" +
 	"\x05files\x18\x01 \x03(\v2\x1d.rollout.storage.v1.LocalFileB\b\xbaH\x05\x92\x01\x02\b\x01R\x05files\x12-\n" +
 	"\x05fence\x18\x02 \x01(\v2\x17.rollout.fence.v1.FenceR\x05fence\"Y\n" +
