@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"runtime"
 	"strconv"
 	"strings"
 
@@ -117,7 +118,9 @@ func restoreCommand(env *cli.Env) *cobra.Command {
 		Example: "  rollout process restore saved\n  rollout process restore saved --network /run/netns/other\n  rollout process restore saved --connect 3=0",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			restored, err := restore(cmd, args[0], network, connect)
+			streams := map[string]*os.File{}
+			defer runtime.KeepAlive(streams) // a file that is collected closes its descriptor
+			restored, err := restore(cmd, args[0], network, connect, streams)
 			if ready >= 0 {
 				if e := report(ready, restored, err); e != nil {
 					return e
@@ -142,7 +145,9 @@ func restoreCommand(env *cli.Env) *cobra.Command {
 	return cmd
 }
 
-func restore(cmd *cobra.Command, dir, network string, connect []string) (checkpoint.Process, error) {
+// restore continues an image. It adds the files that the image is connected to to streams, which the
+// caller keeps while the processes run.
+func restore(cmd *cobra.Command, dir, network string, connect []string, streams map[string]*os.File) (checkpoint.Process, error) {
 	image, err := checkpoint.Read(dir)
 	if err != nil {
 		return nil, err
@@ -157,13 +162,23 @@ func restore(cmd *cobra.Command, dir, network string, connect []string) (checkpo
 		}
 		to[from] = into
 	}
-	streams := map[string]*os.File{}
 	for theirs, ours := range to {
 		if s, ok := image.Stream(theirs); ok {
-			streams[s.ID] = os.NewFile(uintptr(ours), s.ID)
+			streams[s.ID] = inherited(ours)
 		}
 	}
 	return Checkpointer().Restore(cmd.Context(), dir, checkpoint.Restore{Streams: streams, Network: network})
+}
+
+// inherited returns a descriptor of this command as a file. The standard ones are the variables of
+// os, which this command still writes to, and which are never collected.
+func inherited(descriptor int) *os.File {
+	for _, standard := range []*os.File{os.Stdin, os.Stdout, os.Stderr} {
+		if standard.Fd() == uintptr(descriptor) {
+			return standard
+		}
+	}
+	return os.NewFile(uintptr(descriptor), "descriptor "+strconv.Itoa(descriptor))
 }
 
 // report writes the outcome of a restore to a descriptor.
