@@ -16,10 +16,15 @@ from rollout.buffer.v1 import buffer_pb2
 from rollout.snapshot.v1 import snapshot_pb2
 
 
+def run_rollout(state: Path, *arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command-line tool in a folder."""
+    command = [str(ROOT / "bin" / "rollout"), "--state-dir", str(state), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder)
+
+
 def rollout(state: Path, *arguments: str, code: int = 0) -> Any:
     """What the command-line tool prints as JSON; its error if it exits with another code than 0."""
-    command = [str(ROOT / "bin" / "rollout"), "--state-dir", str(state), *arguments]
-    done = subprocess.run(command if code else [*command, "--format", "json"], capture_output=True, text=True)
+    done = run_rollout(state, *arguments, *(() if code else ("--format", "json")))
     assert done.returncode == code, done.stderr + done.stdout
     return done.stderr if code else json.loads(done.stdout)
 
@@ -48,8 +53,10 @@ def test_an_exported_snapshot_continues_elsewhere(tmp_path: Path) -> None:
         inputs = ("--inputs", str(tmp_path / "inputs"))
         imported = rollout(there, "snapshot", "import", str(exported), *inputs)["snapshot_id"]
         assert "already exists" in rollout(there, "snapshot", "import", str(exported), *inputs, code=73)
-        again = rollout(there, "snapshot", "import", str(exported), "--inputs", str(tmp_path / "again"))
-        assert again["snapshot_id"] == imported, "a second import changes nothing"
+        again = run_rollout(there, "snapshot", "import", str(exported), folder=tmp_path)
+        assert imported in again.stdout, "a second import changes nothing"
+        assert f"the inputs of the run are written to {tmp_path}/snapshot-inputs" in again.stderr
+        assert (tmp_path / "snapshot-inputs" / "reward.py").exists()
 
         restored = rollout(there, "snapshot", "restore", imported, "--detach")["run_id"]
         assert finish(running, restored) == digest
@@ -62,3 +69,12 @@ def test_an_exported_snapshot_continues_elsewhere(tmp_path: Path) -> None:
         assert running.status(forked).run.step == 9 and running.status(forked).run.from_snapshot == imported
     finally:
         stop(running)
+
+
+def test_validate_starts_no_daemon(tmp_path: Path) -> None:
+    job = Job(tmp_path / "job")
+    valid = run_rollout(tmp_path / "state", "validate", "--config", str(job.write()))
+    assert valid.returncode == 0 and "is valid" in valid.stdout and valid.stderr == "", valid
+    wrong = run_rollout(tmp_path / "state", "validate", "--config", str(job.write()), "--set", "train.steps=0")
+    assert wrong.returncode == 65 and "train.steps" in wrong.stdout, wrong
+    assert not (tmp_path / "state").exists()

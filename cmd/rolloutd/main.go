@@ -23,6 +23,8 @@ import (
 	"slices"
 	"syscall"
 
+	"google.golang.org/protobuf/proto"
+
 	local "github.com/rollout-rl/rollout/cmd/internal/daemon"
 	"github.com/rollout-rl/rollout/libs/blob"
 	"github.com/rollout-rl/rollout/libs/bus"
@@ -35,6 +37,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	"github.com/rollout-rl/rollout/libs/telemetry"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	"github.com/rollout-rl/rollout/services/planner"
 	"github.com/rollout-rl/rollout/services/scheduler/launch/keeper"
 )
 
@@ -54,6 +58,13 @@ func main() {
 	if slices.Equal(os.Args[1:], []string{keeperArgument}) {
 		keep()
 	}
+	if slices.Equal(os.Args[1:], []string{local.ValidateArgument}) {
+		if err := validate(os.Stdin, os.Stdout); err != nil {
+			fmt.Fprintln(os.Stderr, "rolloutd "+local.ValidateArgument+":", err)
+			os.Exit(exit.Software)
+		}
+		return
+	}
 	slack := make([]byte, slackBytes)
 	if err := rpc.PoolBuffers(); err != nil {
 		fmt.Fprintln(os.Stderr, "rolloutd:", err)
@@ -64,6 +75,26 @@ func main() {
 	stop()
 	runtime.KeepAlive(slack)
 	os.Exit(code)
+}
+
+// validate reads a request to validate a configuration, and writes the response.
+func validate(in io.Reader, out io.Writer) error {
+	raw, err := io.ReadAll(in)
+	if err != nil {
+		return err
+	}
+	request := &planv1.ValidateConfigRequest{}
+	if err := proto.Unmarshal(raw, request); err != nil {
+		return err
+	}
+	response, err := planner.Validate(request)
+	if err != nil {
+		return err
+	}
+	if raw, err = proto.Marshal(response); err == nil {
+		_, err = out.Write(raw)
+	}
+	return err
 }
 
 // keep is the main function of a keeper. It does not return.

@@ -9,6 +9,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	"github.com/rollout-rl/rollout/services/planner/config"
 )
 
 // ErrBaseDir reports a folder of a request that is not absolute.
@@ -25,12 +26,25 @@ func (s *Server) Run(ctx context.Context) error {
 
 // ValidateConfig checks syntax, schema and rules.
 func (s *Server) ValidateConfig(_ context.Context, request *planv1.ValidateConfigRequest) (*planv1.ValidateConfigResponse, error) {
-	reading := s.reader.Read(request.GetSource())
+	return validated(s.reader, request), nil
+}
+
+// Validate is ValidateConfig without a service.
+func Validate(request *planv1.ValidateConfigRequest) (*planv1.ValidateConfigResponse, error) {
+	reader, err := config.NewReader()
+	if err != nil {
+		return nil, err
+	}
+	return validated(reader, request), nil
+}
+
+func validated(reader *config.Reader, request *planv1.ValidateConfigRequest) *planv1.ValidateConfigResponse {
+	reading := reader.Read(request.GetSource())
 	response := &planv1.ValidateConfigResponse{Problems: reading.Sorted()}
 	if reading.Problems.Empty() {
 		response.Config = reading.Config
 	}
-	return response, nil
+	return response
 }
 
 // CreatePlan checks everything that can be known before the run and pins it.

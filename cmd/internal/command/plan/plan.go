@@ -15,6 +15,7 @@ import (
 
 	"github.com/rollout-rl/rollout/cmd/internal/cli"
 	"github.com/rollout-rl/rollout/cmd/internal/client"
+	"github.com/rollout-rl/rollout/cmd/internal/daemon"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 	"github.com/rollout-rl/rollout/cmd/internal/problem"
 	"github.com/rollout-rl/rollout/libs/algorithm"
@@ -41,16 +42,24 @@ Datasets and plugins are not loaded; use rollout plan for that.`,
 			if err != nil {
 				return err
 			}
-			return env.Plane.With(cmd, func(ctx context.Context, c *client.Client) error {
-				response, err := c.Planner.ValidateConfig(ctx, &planv1.ValidateConfigRequest{Source: source})
-				if err != nil {
+			request := &planv1.ValidateConfigRequest{Source: source}
+			var response *planv1.ValidateConfigResponse
+			err = env.Plane.AskOrDo(cmd,
+				func(ctx context.Context, c *client.Client) error {
+					response, err = c.Planner.ValidateConfig(ctx, request)
 					return err
-				}
-				err = env.Message(response, func() string {
-					return problem.Render(response.GetProblems(), env.Style()) + validText(flags.File, response.GetConfig())
+				},
+				func(ctx context.Context, _ string) error {
+					response, err = daemon.Validate(ctx, request)
+					return err
 				})
-				return errors.Join(err, problem.Exit(response.GetProblems()))
+			if err != nil {
+				return err
+			}
+			err = env.Message(response, func() string {
+				return problem.Render(response.GetProblems(), env.Style()) + validText(flags.File, response.GetConfig())
 			})
+			return errors.Join(err, problem.Exit(response.GetProblems()))
 		},
 	}
 	flags.AddTo(cmd)
