@@ -436,6 +436,17 @@ func (f fakeSnapshots) DeleteSnapshot(_ context.Context, r *snapshotv1.DeleteSna
 	return &snapshotv1.DeleteSnapshotResponse{}, nil
 }
 
+// RecoverSnapshots adds one snapshot, knows another, and lacks a file of a third.
+func (f fakeSnapshots) RecoverSnapshots(_ context.Context, r *snapshotv1.RecoverSnapshotsRequest) (*snapshotv1.RecoverSnapshotsResponse, error) {
+	f.ask("RecoverSnapshots %q in %q", r.GetRunId(), r.GetBaseDir())
+	added, broken := snapshot(), snapshot()
+	added.Origin = &snapshotv1.Origin{BaseDir: "/nowhere/addition"}
+	broken.SnapshotId, broken.Step = "snap-01kapq2q5mz3gq5p1cs0e8q0vd", 2
+	return &snapshotv1.RecoverSnapshotsResponse{Snapshots: []*snapshotv1.RecoveredSnapshot{
+		{Snapshot: broken, Problem: "its file optimizer.safetensors is not in the bucket"}, {Snapshot: added}, {Snapshot: named(), Known: true},
+	}}, nil
+}
+
 // DeleteRun refuses active runs. The fork keeps a snapshot.
 func (f fakeScheduler) DeleteRun(_ context.Context, r *runv1.DeleteRunRequest) (*runv1.DeleteRunResponse, error) {
 	if !r.GetDryRun() {

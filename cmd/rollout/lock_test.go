@@ -137,9 +137,9 @@ func TestPlanOK(t *testing.T) {
 	plane := realPlanner(t)
 	config := filepath.Join(dir, "run.toml")
 	golden(t, "testdata/plan/ok.txt", anonymous(execute(t, plane, "plan", "--config", config).text(), dir))
-	golden(t, "testdata/plan/valid.txt", anonymous(execute(t, plane, "validate", "--config", config).text(), dir))
-	golden(t, "testdata/plan/valid.json", anonymous(execute(t, plane, "validate", "--config", config, "--format", "json").text(), dir))
-	golden(t, "testdata/plan/set.txt", anonymous(execute(t, plane, "validate", "--config", config,
+	golden(t, "testdata/plan/valid.txt", anonymous(execute(t, plane, "validate", "--server", "here", "--config", config).text(), dir))
+	golden(t, "testdata/plan/valid.json", anonymous(execute(t, plane, "validate", "--server", "here", "--config", config, "--format", "json").text(), dir))
+	golden(t, "testdata/plan/set.txt", anonymous(execute(t, plane, "validate", "--server", "here", "--config", config,
 		"--set", "train.steps=0", "--set", "mode=asink", "--set", "model.dtype=bfloat16", "--set", "steps", "--set", "engine.wrkers=2").text(), dir))
 	other := t.TempDir()
 	elsewhere := execute(t, plane, "plan", "--config", config, "-o", filepath.Join(other, "p.lock")).text()

@@ -139,7 +139,7 @@ func TestProblems(t *testing.T) {
 			if strings.HasPrefix(name, "config") {
 				command = "validate"
 			}
-			got := execute(t, plane, command, "--config", filepath.Join(dir, "run.toml"))
+			got := execute(t, plane, command, "--server", "here", "--config", filepath.Join(dir, "run.toml"))
 			if got.code == 0 {
 				t.Errorf("nothing is wrong: %s", got.stdout)
 			}

@@ -193,14 +193,6 @@ func (p *Plane) with(cmd *cobra.Command, start bool, f func(ctx context.Context,
 // AskOrRead calls ask with the control plane that is named or that runs here. Where neither exists
 // it calls read with the state folder. It starts no daemon.
 func (p *Plane) AskOrRead(cmd *cobra.Command, ask func(context.Context, *client.Client) error, read func(ctx context.Context, state string) error) error {
-	return p.AskOrDo(cmd, ask, func(ctx context.Context, state string) error {
-		p.printer.Note("no control plane is running here; reading %s", state)
-		return read(ctx, state)
-	})
-}
-
-// AskOrDo asks the control plane, or where none runs here and no server is named, does without.
-func (p *Plane) AskOrDo(cmd *cobra.Command, ask func(context.Context, *client.Client) error, do func(ctx context.Context, state string) error) error {
 	if p.Local() {
 		state, err := p.StateDir()
 		if err != nil {
@@ -213,7 +205,8 @@ func (p *Plane) AskOrDo(cmd *cobra.Command, ask func(context.Context, *client.Cl
 		if info == nil {
 			ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
 			defer stop()
-			return do(ctx, state)
+			p.printer.Note("no control plane is running here; reading %s", state)
+			return read(ctx, state)
 		}
 	}
 	return p.Look(cmd, ask)

@@ -44,15 +44,14 @@ Datasets and plugins are not loaded; use rollout plan for that.`,
 			}
 			request := &planv1.ValidateConfigRequest{Source: source}
 			var response *planv1.ValidateConfigResponse
-			err = env.Plane.AskOrDo(cmd,
-				func(ctx context.Context, c *client.Client) error {
+			if env.Plane.Local() {
+				response, err = daemon.Validate(cmd.Context(), request)
+			} else {
+				err = env.Plane.Look(cmd, func(ctx context.Context, c *client.Client) error {
 					response, err = c.Planner.ValidateConfig(ctx, request)
 					return err
-				},
-				func(ctx context.Context, _ string) error {
-					response, err = daemon.Validate(ctx, request)
-					return err
 				})
+			}
 			if err != nil {
 				return err
 			}
