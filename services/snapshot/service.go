@@ -201,7 +201,8 @@ var ErrNotTraining = rpcerr.New(codes.FailedPrecondition, "RUN_NOT_TRAINING", "t
 
 // inactive is ErrNotTraining if the run commits no step unless a user acts.
 func inactive(run *runv1.Run) error {
-	name, message, fix := run.GetRunId(), "", ""
+	var message, fix string
+	name := run.GetRunId()
 	switch run.GetState() {
 	case runv1.RunState_RUN_STATE_PENDING, runv1.RunState_RUN_STATE_STARTING, runv1.RunState_RUN_STATE_RUNNING, runv1.RunState_RUN_STATE_DRAINING:
 		return nil
