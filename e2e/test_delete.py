@@ -59,7 +59,8 @@ def rows(running: Mesh) -> dict[str, int]:
             for (table,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
                 where = " WHERE run_id <> ''" if table == "event" else ""  # others are of the services
                 out[f"{path.name}/{table}"] = database.execute(f'SELECT count(*) FROM "{table}"{where}').fetchone()[0]
-    # A row for each role of leaders, and for each deleted run one that expires and does not name it.
+    # A row for each role of leaders, and for each deleted run one that expires and does not name
+    # it.
     of_services = ("/lease", "/fence_leader", "/fence_deleted", "/sqlite_sequence")
     return {name: count for name, count in out.items() if not name.endswith(of_services)}
 

@@ -1,5 +1,5 @@
-"""A run that has ended leaves nothing in memory: after many runs `rolloutd` has the goroutines that it
-had after one."""
+"""A run that has ended leaves nothing in memory: after many runs `rolloutd` has the goroutines that
+it had after one."""
 
 from __future__ import annotations
 

@@ -122,8 +122,8 @@ func Live(ctx context.Context, tx *sql.Tx, d sqldb.Dialect, run string) error {
 	return ErrDeleted.With("run", run).WithMessage("run %s was deleted", run).Fix("start a new run")
 }
 
-// Delete is AdmitRemoval for the first transaction of the deletion of a run. From its commit on, Live
-// refuses what would create data of the run.
+// Delete is AdmitRemoval for the first transaction of the deletion of a run. From its commit on,
+// Live refuses what would create data of the run.
 func Delete(ctx context.Context, tx *sql.Tx, d sqldb.Dialect, run string, by *fencev1.Fence) error {
 	if err := lock(ctx, tx, d, "pg_advisory_xact_lock", run); err != nil {
 		return err

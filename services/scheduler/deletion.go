@@ -96,8 +96,8 @@ func (d *deletion) sweep(ctx context.Context, now time.Time) error {
 }
 
 // unpin releases the snapshots that a run was to start from which was not recorded. A controller
-// pins the healthy snapshot of its own run, so that a pin stays while the run may continue, and after
-// a collapse.
+// pins the healthy snapshot of its own run, so that a pin stays while the run may continue, and
+// after a collapse.
 func (d *deletion) unpin(ctx context.Context) error {
 	var pinned []*snapshotv1.Snapshot
 	for token := ""; ; {

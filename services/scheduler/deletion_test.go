@@ -293,9 +293,9 @@ func TestNoRunStartsFromADeletedSnapshot(t *testing.T) {
 	}
 }
 
-// A scheduler that died after it pinned a snapshot, and before it recorded the run that was to start
-// from it, leaves a pin. The next one releases it, and no other pin: neither of a snapshot that
-// another run started from, nor of one that a controller may have pinned.
+// A scheduler that died after it pinned a snapshot, and before it recorded the run that was to
+// start from it, leaves a pin. The next one releases it, and no other pin: neither of a snapshot
+// that another run started from, nor of one that a controller may have pinned.
 func TestAPinWithoutARunIsReleased(t *testing.T) {
 	t.Parallel()
 	const needed = "snap-01jz0000000000000000000008"

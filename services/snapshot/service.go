@@ -220,8 +220,8 @@ func inactive(run *runv1.Run) error {
 		WithMessage(message, name, strings.TrimPrefix(run.GetState().String(), "RUN_STATE_"))
 }
 
-// localFiles names the files of a snapshot in a folder. Images hold the memory of processes, secrets
-// included.
+// localFiles names the files of a snapshot in a folder. Images hold the memory of processes,
+// secrets included.
 func localFiles(s *Snapshot, dir string) (files []*storagev1.LocalFile) {
 	for _, f := range s.GetFiles() {
 		files = append(files, &storagev1.LocalFile{Path: filepath.Join(dir, filepath.FromSlash(f.GetPath())), ContentId: f.GetDigest(), Private: trainstate.In(f, trainstate.Processes)})

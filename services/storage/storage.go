@@ -85,8 +85,8 @@ type Store interface {
 // Owners records for which runs an artifact was stored.
 type Owners interface {
 	// Own records that an artifact was stored for a run; "": for none. by is nil for those whom no one
-	// replaces. fence.ErrFenced, fence.ErrDeleted; if the artifact was stored for nothing else, it calls
-	// remove before, in the same transaction. remove may be nil.
+	// replaces. fence.ErrFenced, fence.ErrDeleted; if the artifact was stored for nothing else, it
+	// calls remove before, in the same transaction. remove may be nil.
 	Own(ctx context.Context, run, digest string, by *fencev1.Fence, remove func() error) error
 	// OwnersOf returns the runs that an artifact was stored for.
 	OwnersOf(ctx context.Context, digest string) ([]string, error)

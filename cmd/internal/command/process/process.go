@@ -145,8 +145,8 @@ func restoreCommand(env *cli.Env) *cobra.Command {
 	return cmd
 }
 
-// restore continues an image. It adds the files that the image is connected to to streams, which the
-// caller keeps while the processes run.
+// restore continues an image. It adds the files that the image is connected to to streams, which
+// the caller keeps while the processes run.
 func restore(cmd *cobra.Command, dir, network string, connect []string, streams map[string]*os.File) (checkpoint.Process, error) {
 	image, err := checkpoint.Read(dir)
 	if err != nil {
