@@ -242,9 +242,9 @@ func (b *backoff) wait(ctx context.Context) {
 func mapError(err error) error {
 	var status consul.StatusError
 	switch {
-	case errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
+	case errors.Is(err, context.Canceled):
 		return err
-	case !errors.As(err, &status):
+	case !errors.As(err, &status): // also a deadline that has passed
 		return ErrUnavailable.Wrap(err)
 	case status.Code == http.StatusForbidden, status.Code == http.StatusUnauthorized:
 		return ErrDenied.Wrap(err)

@@ -66,6 +66,13 @@ func TestErrors(t *testing.T) {
 	if _, err := unreachable.Register(ctx, s); err == nil {
 		t.Error("registered without an agent")
 	}
+	silent := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }))
+	defer silent.Close()
+	short, end := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer end()
+	if err := client(t, strings.TrimPrefix(silent.URL, "http://"), "").Ready(short); !errors.Is(err, discovery.ErrUnavailable) || !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("ready with an agent that does not answer in time: %v", err)
+	}
 }
 
 // Who uses other tools of Consul's makers has these exported always.
