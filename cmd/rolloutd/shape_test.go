@@ -87,7 +87,8 @@ func snapshotReachesStorageByBothRoads(t *testing.T, s shape) {
 		Directory: dir,
 		Snapshot: &snapshotv1.Snapshot{
 			RunId: id.NewRun(testTime), Kind: snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE, Step: 1,
-			Files: []*snapshotv1.SnapshotFile{{Path: "state.bin", Digest: id.Content(data), Bytes: uint64(len(data))}},
+			Files:  []*snapshotv1.SnapshotFile{{Path: "state.bin", Digest: id.Content(data), Bytes: uint64(len(data))}},
+			Origin: &snapshotv1.Origin{BaseDir: dir}, // the run is unknown here, as that of an imported snapshot
 		},
 	})
 	if err != nil {

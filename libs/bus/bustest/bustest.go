@@ -108,21 +108,28 @@ func fetch(t *testing.T, c *bus.Consumer, n int) []*bus.Delivery {
 	return got
 }
 
-func depth(t *testing.T, c *bus.Consumer) bus.Depth {
+// reaches waits until the consumer reports a depth: in a cluster the consumer's leader is notified
+// slightly after the stream's.
+func reaches(t *testing.T, c *bus.Consumer, want bus.Depth) {
 	t.Helper()
-	d, err := c.Depth(t.Context())
-	if err != nil {
-		t.Fatal(err)
+	for deadline := time.Now().Add(time.Minute); ; <-time.After(5 * time.Millisecond) {
+		got, err := c.Depth(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got == want {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("%+v, want %+v", got, want)
+		}
 	}
-	return d
 }
 
 func publishFetchAck(t *testing.T, b *bundle) {
 	b.publish(t, 100)
 	b.publish(t, 100) // the same ids: dropped
-	if d := depth(t, b.work); d.Waiting != 100 {
-		t.Fatalf("%+v, want 100 waiting", d)
-	}
+	reaches(t, b.work, bus.Depth{Waiting: 100})
 	for i, d := range b.fetch(t, 100) {
 		var got runv1.PromptGroup
 		if err := d.Decode(&got); err != nil || !proto.Equal(&got, b.group(i)) {
@@ -135,9 +142,7 @@ func publishFetchAck(t *testing.T, b *bundle) {
 			t.Fatal(err)
 		}
 	}
-	if d := depth(t, b.work); d != (bus.Depth{}) {
-		t.Errorf("left: %+v", d)
-	}
+	reaches(t, b.work, bus.Depth{})
 }
 
 func noFullBatch(t *testing.T, b *bundle) {
@@ -216,9 +221,7 @@ func ensureAgain(t *testing.T, b *bundle) {
 	if err := b.bus.EnsureRun(t.Context(), b.run); err != nil {
 		t.Fatal(err)
 	}
-	if d := depth(t, b.work); d.Waiting != 2 {
-		t.Errorf("%+v", d)
-	}
+	reaches(t, b.work, bus.Depth{Waiting: 2})
 	mark, err := b.bus.WorkMark(t.Context(), b.run)
 	if err != nil {
 		t.Fatal(err)
@@ -234,12 +237,7 @@ func ensureAgain(t *testing.T, b *bundle) {
 			t.Fatal(err)
 		}
 	}
-	deadline := time.Now().Add(time.Minute)
-	for depth(t, b.work).Waiting != 1 { // in a cluster the consumer's leader is notified slightly later
-		if time.Now().After(deadline) {
-			t.Fatalf("after purge: %+v", depth(t, b.work))
-		}
-	}
+	reaches(t, b.work, bus.Depth{Waiting: 1})
 	for range 2 {
 		if err := b.bus.DeleteRun(t.Context(), b.run); err != nil {
 			t.Fatal(err)
@@ -272,9 +270,7 @@ func redelivery(t *testing.T, b *bundle) {
 	if err := again.AckConfirmed(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if d := depth(t, b.work); d != (bus.Depth{}) {
-		t.Errorf("left: %+v", d)
-	}
+	reaches(t, b.work, bus.Depth{})
 }
 
 func refusals(t *testing.T, b *bundle) {
