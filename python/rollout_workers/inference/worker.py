@@ -8,6 +8,7 @@ import logging
 import time
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 from nats.aio.client import Client
@@ -40,6 +41,7 @@ from rollout_workers.rewards.worker_client import RewardWorker
 from rollout_workers.weights.transfer import service as delivery
 from rollout_workers.weights.transfer.cache import WeightsCache
 from rollout_workers.weights.transfer.fetch import Fetcher
+from rollout_workers.weights.transfer.publish_folder import versions
 from rollout_workers.worker.bus import Reconnects, connect_worker
 from rollout_workers.worker.calls import Calls
 from rollout_workers.worker.credential import of_server, own
@@ -153,9 +155,34 @@ async def _disconnect(connecting: asyncio.Task[Client]) -> None:
 
 
 async def _load(spec: WorkerSpec, model: Model | None, cleanup: AsyncExitStack) -> Model:
-    model = model or await asyncio.to_thread(load, spec)
+    while model is None:
+        try:
+            model = await asyncio.to_thread(load, spec)
+        except Exception:
+            newer = _newer(spec)
+            if newer is None:
+                raise
+            log.info(
+                "version %d was removed while it was loaded; loading version %d", spec.initial_version, newer.initial_version
+            )
+            spec = newer
     cleanup.push_async_callback(model.engine.shutdown)
     return model
+
+
+def _newer(spec: WorkerSpec) -> WorkerSpec | None:
+    """The spec with the newest version, if the learner has removed the one that the spec names: it
+    keeps two, and a load may take longer than two steps."""
+    folder = Path(spec.initial_weights)
+    if not spec.initial_weights or folder.exists():
+        return None
+    version, newest = max((found for found in versions(folder.parent) if found[1].exists()), default=(0, folder))
+    if version <= spec.initial_version:
+        return None
+    newer = WorkerSpec()
+    newer.CopyFrom(spec)
+    newer.initial_version, newer.initial_weights = version, str(newest)
+    return newer
 
 
 async def _read_weights(model: Model, verification: Verification) -> EngineReceipts:

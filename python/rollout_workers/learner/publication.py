@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +13,10 @@ from rollout_workers.trainer import Trainer
 from rollout_workers.weights import WeightsManifest, seal, stage_folder
 from rollout_workers.weights.transfer.cache import ADAPTER_FILE
 from rollout_workers.weights.transfer.catalog import Catalog
-from rollout_workers.weights.transfer.publish_folder import PublishFolder, Superseded
+from rollout_workers.weights.transfer.publish_folder import PublishFolder, Superseded, versions
 from rollout_workers.weights.transfer.shared_memory import SharedMemory
 
 log = logging.getLogger(__name__)
-
-_FOLDER = re.compile(r"v(\d+)")
 
 
 class Publication:
@@ -158,7 +155,7 @@ class Publication:
 
     def _discard(self, wanted: Callable[[Path], bool]) -> None:
         """Remove the versions that ``wanted`` selects. Raises ``Superseded``."""
-        for path, _ in self._versions():
+        for _, path in versions(self._root):
             if wanted(path):
                 self._place.discard(path.name)
 
@@ -188,11 +185,6 @@ class Publication:
         """Remove versions older than the one before ``current``. Newer ones stay, because workers
         may still use them."""
         self._place.check()
-        older = sorted((version, path) for path, version in self._versions() if version < current)
+        older = sorted((version, path) for version, path in versions(self._root) if version < current)
         for _, path in older[:-1]:
             self._place.discard(path.name)
-
-    def _versions(self) -> list[tuple[Path, int]]:
-        if not self._root.is_dir():
-            return []
-        return [(path, int(match[1])) for path in self._root.iterdir() if (match := _FOLDER.fullmatch(path.name))]

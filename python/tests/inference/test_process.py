@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -128,6 +129,21 @@ async def test_a_worker_that_cannot_start_logs_the_reason(
     assert codes == [1, 1]
     assert "/no/such/model" in processes[0].log.read_text()
     assert "can't read" in processes[1].log.read_text()
+
+
+async def test_a_version_that_the_learner_has_removed_is_replaced_by_the_newest(
+    daemon: Daemon, example: Example, run: str, tmp_path: Path, processes: list[Process]
+) -> None:
+    weights = tmp_path / "weights"
+    shutil.copytree(example.model, weights / "v000003")
+    (weights / "v000004").symlink_to(tmp_path / "freed memory")
+    for number, version in enumerate((1, 7)):
+        wanted = spec(daemon, config(example), run=run, number=number)
+        wanted.initial_weights, wanted.initial_version = str(weights / f"v{version:06d}"), version
+        processes.append(Process(wanted, tmp_path))
+    await processes[0].registered()
+    assert "loaded weights version 3" in processes[0].log.read_text()
+    assert await processes[1].wait(90) == 1, "version 3 is older than the one to load"
 
 
 async def test_a_spec_of_another_kind_is_rejected(daemon: Daemon, example: Example, run: str, tmp_path: Path) -> None:

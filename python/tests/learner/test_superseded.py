@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from google.rpc import code_pb2
 
+from rollout_workers.learner import publication as published
 from rollout_workers.learner.publication import Publication
 from rollout_workers.learner.server import LearnerServer
 from rollout_workers.weights.transfer import publish_folder
@@ -86,7 +87,7 @@ def removing(tmp_path: Path, where: str, *lasting: int) -> int:
             made.publish(trainer)  # type: ignore[arg-type]
         check = made._place.check
         if where == "listed":
-            made._versions = after(made._versions)  # type: ignore[method-assign, assignment]
+            published.versions = after(published.versions)  # type: ignore[assignment]
         else:
             calls = iter((after(check),) if where == "looked" else (check, after(check)))
             made._place.check = lambda: next(calls, check)()  # type: ignore[method-assign, return-value]

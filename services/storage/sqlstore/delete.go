@@ -63,7 +63,12 @@ func (s *Store) admit(ctx context.Context, tx *sql.Tx, run string, by *fencev1.F
 	if by == nil {
 		return fence.Live(ctx, tx, s.db.Dialect, run)
 	}
-	return errors.Join(fence.Live(ctx, tx, s.db.Dialect, run), fence.Admit(ctx, tx, s.db.Dialect, led(run, by), by))
+	if led(run, by) != run { // else Admit asks it
+		if err := fence.Live(ctx, tx, s.db.Dialect, run); err != nil {
+			return err
+		}
+	}
+	return fence.Admit(ctx, tx, s.db.Dialect, led(run, by), by)
 }
 
 // led is the run that a leader acts for. A fence of incarnation 0 belongs to no run.

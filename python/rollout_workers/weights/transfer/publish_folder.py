@@ -28,12 +28,21 @@ from typing import ClassVar
 from rollout.errors import RolloutError
 
 _OWNER = re.compile(r"\.owner-(\d+)-(\d+)")
+_VERSION = re.compile(r"v(\d+)")
 _AT_FDCWD = -100
 _EXCHANGE = 2  # RENAME_EXCHANGE
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
 _TAKEN = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR}
 
 Claim = tuple[int, int]  # incarnation of the run, number of the claim in it; the highest is the owner
+
+
+def versions(root: Path) -> list[tuple[int, Path]]:
+    """The numbers and folders of the versions in a folder, in any order. One may be a link to
+    memory that was freed."""
+    if not root.is_dir():
+        return []
+    return [(int(match[1]), path) for path in root.iterdir() if (match := _VERSION.fullmatch(path.name))]
 
 
 class Superseded(RolloutError):
