@@ -72,7 +72,7 @@ def request(method: MethodDescriptor, ids: dict[str, str]) -> Message:
     if method.name == "GetMissing":
         made.groups.add()  # type: ignore[attr-defined]
     if method.name == "MaterializeSnapshot":
-        made.directory = "/nowhere"  # type: ignore[attr-defined]
+        made.directory = "/proc/nowhere"  # type: ignore[attr-defined]
     return made
 
 
