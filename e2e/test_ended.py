@@ -8,6 +8,7 @@ import signal
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from mesh import until
 from servers import children
 from sim import Job, finish, sim_mesh, stop, submit
@@ -41,6 +42,7 @@ def after(folder: Path, job: Job, runs: int) -> Counter[str]:
         stop(running)
 
 
+@pytest.mark.slow
 def test_runs_that_have_ended_leave_no_goroutine(tmp_path: Path) -> None:
     job = Job(tmp_path / "job", steps=2)
     one, many = (after(tmp_path / f"after-{runs}", job, runs) for runs in (1, 8))

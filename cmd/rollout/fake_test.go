@@ -436,14 +436,15 @@ func (f fakeSnapshots) DeleteSnapshot(_ context.Context, r *snapshotv1.DeleteSna
 	return &snapshotv1.DeleteSnapshotResponse{}, nil
 }
 
-// RecoverSnapshots adds one snapshot, knows another, and lacks a file of a third.
+// RecoverSnapshots adds two snapshots, knows another, and lacks a file of a fourth; older ones are first.
 func (f fakeSnapshots) RecoverSnapshots(_ context.Context, r *snapshotv1.RecoverSnapshotsRequest) (*snapshotv1.RecoverSnapshotsResponse, error) {
 	f.ask("RecoverSnapshots %q in %q", r.GetRunId(), r.GetBaseDir())
-	added, broken := snapshot(), snapshot()
+	older, added, broken := snapshot(), snapshot(), snapshot()
+	older.SnapshotId, older.Step = "snap-01kapq3q5mz3gq5p1cs0e8q0vd", 3
 	added.Origin = &snapshotv1.Origin{BaseDir: "/nowhere/addition"}
 	broken.SnapshotId, broken.Step = "snap-01kapq2q5mz3gq5p1cs0e8q0vd", 2
 	return &snapshotv1.RecoverSnapshotsResponse{Snapshots: []*snapshotv1.RecoveredSnapshot{
-		{Snapshot: broken, Problem: "its file optimizer.safetensors is not in the bucket"}, {Snapshot: added}, {Snapshot: named(), Known: true},
+		{Snapshot: broken, Problem: "its file optimizer.safetensors is not in the bucket"}, {Snapshot: older}, {Snapshot: added}, {Snapshot: named(), Known: true},
 	}}, nil
 }
 

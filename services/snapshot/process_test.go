@@ -60,6 +60,18 @@ func TestASnapshotOfProcessesHasAnImageOfEach(t *testing.T) {
 	if got := strings.Join(paths, " "); got != "processes/41/pages-1.img processes/41/process.json processes/43/pages-1.img processes/43/process.json" {
 		t.Errorf("files: %s", got)
 	}
+	to := &snapshotv1.MaterializeSnapshotRequest{SnapshotId: made.GetSnapshot().GetSnapshotId(), Directory: "/to"}
+	if _, err := w.MaterializeSnapshot(t.Context(), to); err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range w.artifacts.exported {
+		if image := strings.HasPrefix(f.GetPath(), "/to/processes/"); f.GetPrivate() != image {
+			t.Errorf("%s is private: %t, want %t", f.GetPath(), f.GetPrivate(), image)
+		}
+	}
+	if n := len(w.artifacts.exported); n != 5 {
+		t.Errorf("%d files were written, want the four of the images and one", n)
+	}
 
 	w.processes.error = checkpoint.Fail(checkpoint.ReasonConfined, "save the state", "process 41 is confined")
 	_, err = create(2)
