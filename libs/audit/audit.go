@@ -3,19 +3,23 @@
 // sampled by recorded weights; and the files of payloads, snapshots, and published weights are
 // unchanged.
 //
-// Check is a pure function of the rows (Evidence). Gather reads them from running services.
+// Check reads nothing but the evidence. Gather collects it from running services. Memory does not
+// depend on the number of groups and samples: they are sorted in temporary files, and read in order.
 //
 // Digests are computed from their specification in docs/wire.md, not with the code of the buffer,
 // so that a mistake there can't hide itself.
 package audit
 
 import (
+	"errors"
+
+	"github.com/rollout-rl/rollout/libs/spill"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 )
 
-// Evidence holds all rows of a run.
+// Evidence is what is recorded of a run. Close it.
 type Evidence struct {
 	Run *runv1.Run
 	// Unscheduled: the scheduler has no such run, because another program opened the ledger and sent
@@ -25,9 +29,7 @@ type Evidence struct {
 	Segments    []*bufferv1.SegmentRecord
 	Weights     []*bufferv1.WeightsRecord
 	Lineages    []*bufferv1.LineageRecord
-	Steps       []*bufferv1.StepRecord
-	Groups      []*bufferv1.GroupRecord
-	Samples     []*bufferv1.SampleRecord
+	Rows        *Rows // steps, groups and samples; nil: none
 	Snapshots   []*snapshotv1.Snapshot
 	Missing     []string // content ids of snapshot files that do not exist
 	Corrupt     []string // content ids of snapshot files with other content
@@ -58,6 +60,7 @@ type Report struct {
 	Counts    map[string]int64 `json:"counts"`  // of the ledger: dropped duplicates, refused and failed samples
 	Skipped   []Skipped        `json:"skipped"` // checks that do not apply
 	Breaks    []Break          `json:"breaks"`
+	Omitted   uint64           `json:"breaks_omitted"` // further ones, which are not listed
 }
 
 // Skipped is a check that does not apply, and why.
@@ -119,29 +122,119 @@ type Break struct {
 	Message string  `json:"message"`
 }
 
-// Check audits the rows.
-func Check(e *Evidence) *Report {
-	r := newRows(e)
-	f := newFindings(r)
-	if e.Ledger == nil {
-		checkWithoutLedger(r, f)
-	} else {
-		steps, groups, samples := stepCheck{r, f}, groupCheck{r, f}, sampleCheck{r, f}
-		steps.chain()
-		groups.prompts()
-		samples.records()
-		steps.windows()
-		steps.batches()
-		groups.counts()
-		if e.Unscheduled {
-			f.report.Skipped = unscheduled
-		} else {
-			checkRun(r, f)
-		}
-		samples.segments()
+// Check audits a run. The error is one of the temporary files.
+func Check(e *Evidence) (*Report, error) {
+	x, err := newIndex(e)
+	if err != nil {
+		return nil, err
 	}
-	f.report.Whole = len(f.report.Breaks) == 0
-	return f.report
+	c := &check{index: x, report: newReport(x)}
+	if e.Ledger == nil {
+		c.withoutLedger()
+	} else if err := c.ledger(); err != nil {
+		return nil, err
+	}
+	for _, section := range c.sections {
+		c.report.Breaks = append(c.report.Breaks, section.breaks...)
+	}
+	c.report.Whole = len(c.report.Breaks) == 0
+	return c.report, nil
+}
+
+// check is an audit in progress.
+type check struct {
+	index    *index
+	report   *Report
+	sections []*findings // in the order of the report
+}
+
+// section begins the next section of the report.
+func (c *check) section() *findings {
+	f := &findings{index: c.index, report: c.report}
+	c.sections = append(c.sections, f)
+	return f
+}
+
+// ledger checks a run that has a ledger.
+func (c *check) ledger() (err error) {
+	x := c.index
+	if err := (stepCheck{x, c.section()}).chain(); err != nil {
+		return err
+	}
+	placed, taken := &places{sorter: spill.New(x.rows().folder)}, &batches{sorter: spill.New(x.rows().folder)}
+	defer func() { err = errors.Join(err, placed.sorter.Close(), taken.sorter.Close()) }()
+	totals, err := c.prompts(placed, taken)
+	if err != nil {
+		return err
+	}
+	if err := (stepCheck{x, c.section()}).windows(totals.carried); err != nil {
+		return err
+	}
+	if err := (stepCheck{x, c.section()}).batches(taken); err != nil {
+		return err
+	}
+	if err := (segmentCheck{x, c.section()}).shared(placed); err != nil {
+		return err
+	}
+	groupCheck{x, c.section()}.counts(totals.states)
+	if x.Unscheduled {
+		c.report.Skipped = unscheduled
+	} else {
+		c.run(totals.end)
+	}
+	segmentCheck{x, c.section()}.files()
+	return nil
+}
+
+// totals are sums over all prompts.
+type totals struct {
+	states  map[bufferv1.GroupState]uint64 // group records
+	carried uint64                         // groups that steps before the run excluded
+	end     uint64                         // after the last group
+}
+
+// prompts reads all prompts once.
+func (c *check) prompts(placed *places, taken *batches) (totals, error) {
+	x, sum := c.index, totals{states: map[bufferv1.GroupState]uint64{}}
+	groups, epochs := groupCheck{x, c.section()}, newEpochCheck(x, c.section())
+	samples, sizes, rewards := newSampleCheck(x, c.section()), sizeCheck{x, c.section()}, sizeCheck{x, c.section()}
+	err := x.rows().Prompts(func(p *Prompt) error {
+		groups.prompt(p)
+		epochs.prompt(p)
+		samples.prompt(p)
+		sizes.prompt(p)
+		rewards.equalRewards(p)
+		for _, g := range p.Groups {
+			sum.states[g.GetState()]++
+			if g.GetState() == excluded && x.carried(g) {
+				sum.carried++
+			}
+			sum.end = max(sum.end, p.Position+1)
+		}
+		return errors.Join(placed.add(p), taken.add(p))
+	})
+	epochs.finish()
+	return sum, err
+}
+
+// run compares the ledger, whose groups end at a position, with the scheduler's run and its
+// snapshots, and checks the files of both.
+func (c *check) run(end uint64) {
+	groups, snapshots := groupCheck{c.index, c.section()}, snapshotCheck{c.index, c.section()}
+	groups.cursor(end)
+	groups.run()
+	snapshots.records()
+	snapshots.files()
+	weightsCheck{c.index, c.section()}.files()
+}
+
+// withoutLedger accepts a run without a ledger only if it never began.
+func (c *check) withoutLedger() {
+	run := c.index.Run
+	began := run.GetStep() > 0 && run.GetFromSnapshot() == "" || run.GetWeightsDigest() != ""
+	if began || c.index.succeeded() {
+		c.section().add(Break{Step: run.GetStep()}, "LEDGER_MISSING", "the run made %d steps and has no ledger", run.GetStep())
+	}
 }
 
 // unscheduled are the checks that need the scheduler's run.
@@ -150,23 +243,4 @@ var unscheduled = []Skipped{
 	{"cursor", "no scheduler issued the prompts, so a prompt without samples is not noticed"},
 	{"run", "no run records its final step and weights, so the last step of the ledger is not compared with them"},
 	{"snapshots", "the scheduler takes snapshots, so this ledger has none"},
-}
-
-// checkRun compares the ledger with the scheduler's run and its snapshots, and checks the files of
-// both.
-func checkRun(r *rows, f *findings) {
-	groups, snapshots := groupCheck{r, f}, snapshotCheck{r, f}
-	groups.cursor()
-	groups.run()
-	snapshots.records()
-	snapshots.files()
-	weightsCheck{r, f}.files()
-}
-
-// checkWithoutLedger accepts a run without a ledger only if it never began.
-func checkWithoutLedger(r *rows, f *findings) {
-	began := r.Run.GetStep() > 0 && r.Run.GetFromSnapshot() == "" || r.Run.GetWeightsDigest() != ""
-	if began || r.succeeded() {
-		f.add(Break{Step: r.Run.GetStep()}, "LEDGER_MISSING", "the run made %d steps and has no ledger", r.Run.GetStep())
-	}
 }

@@ -27,6 +27,39 @@ const (
 
 func digestOf(version uint64) string { return fmt.Sprintf("blake3-%064x", version+1) }
 
+// table is evidence whose rows a test changes before they are added.
+type table struct {
+	Evidence
+	Steps   []*bufferv1.StepRecord
+	Groups  []*bufferv1.GroupRecord
+	Samples []*bufferv1.SampleRecord
+}
+
+// audit checks the evidence.
+func (e *table) audit(t *testing.T) *Report {
+	t.Helper()
+	all := e.Evidence
+	all.Rows = NewRows(t.TempDir())
+	defer all.Close()
+	if err := all.Add(&bufferv1.ExportLedgerResponse{Steps: e.Steps, Groups: e.Groups, Samples: e.Samples}); err != nil {
+		t.Fatal(err)
+	}
+	r, err := Check(&all)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return r
+}
+
+// batchID is the id of a batch of samples.
+func batchID(samples []*bufferv1.SampleRecord) string {
+	h := newBatchHash()
+	for _, s := range samples {
+		_, _ = h.Write(appendSample(nil, s))
+	}
+	return h.ID()
+}
+
 // sampleOf is the record of a sample that weights version sampled, two trained tokens long.
 func sampleOf(position uint64, sample uint32, version uint64) *bufferv1.SampleRecord {
 	key := &trajectoryv1.TrajectoryKey{RunId: testRun, Epoch: uint32(position / testRows), Index: position % testRows, Sample: sample}
@@ -48,8 +81,8 @@ func groupOf(position uint64, state bufferv1.GroupState, step uint64) *bufferv1.
 
 // intact is the evidence of a run of 4 steps of one prompt after its second step: the third is
 // leased, the fourth prompt is ready, and a snapshot was taken after the first step.
-func intact() *Evidence {
-	e := &Evidence{
+func intact() *table {
+	e := &table{Evidence: Evidence{
 		Run: &runv1.Run{
 			RunId: testRun, Name: "sums", State: runv1.RunState_RUN_STATE_RUNNING, Step: 2, WeightsDigest: digestOf(2),
 			Plan: &planv1.Plan{
@@ -73,7 +106,7 @@ func intact() *Evidence {
 			Cursor: &runv1.Cursor{Position: 1}, Files: []*snapshotv1.SnapshotFile{{Path: "state.json", Digest: "blake3-state"}},
 		}},
 		CursorBefore: 4, CursorAfter: 4,
-	}
+	}}
 	states := []bufferv1.GroupState{consumed, consumed, leased, ready}
 	for p, state := range states {
 		position, step := uint64(p), uint64(p)+1
@@ -102,7 +135,7 @@ func intact() *Evidence {
 
 // dynamically changes an intact run to one with dynamic sampling, whose second prompt was excluded
 // for equal rewards.
-func dynamically(e *Evidence) {
+func dynamically(e *table) {
 	c, s := e.Ledger.GetConfig(), e.Ledger.GetState()
 	c.DrawBatches = 10
 	s.Consumed, s.Excluded, s.Skipped = 2, 1, 1
@@ -123,7 +156,7 @@ func dynamically(e *Evidence) {
 
 // undigested changes an intact run to one that does not promise bits and did not publish the
 // weights of its second step.
-func undigested(e *Evidence) {
+func undigested(e *table) {
 	e.Run.Plan.Config.Deterministic = proto.Bool(false)
 	second := e.Steps[1]
 	second.WeightsDigest = ""
@@ -137,7 +170,7 @@ func undigested(e *Evidence) {
 
 // leftOut changes a run to one whose groups may have one sample less, and fails the first sample of
 // a group.
-func leftOut(e *Evidence, group int) {
+func leftOut(e *table, group int) {
 	e.Ledger.Config.MinGroupSize = testSize - 1
 	s := e.Samples[testSize*group]
 	s.Ref.Outcome, s.Ref.Reward, s.Trained, s.Spans = trajectoryv1.Outcome_OUTCOME_INFRA_FAILED, 0, 0, nil
@@ -145,20 +178,20 @@ func leftOut(e *Evidence, group int) {
 
 func TestAnIntactRunHasNoBreaks(t *testing.T) {
 	t.Parallel()
-	for name, change := range map[string]func(*Evidence){
-		"in progress": func(*Evidence) {}, "dynamic": dynamically, "a step without a digest": undigested,
-		"a sample left out":                  func(e *Evidence) { leftOut(e, 0) },
-		"a sample left out of equal rewards": func(e *Evidence) { dynamically(e); leftOut(e, 1) },
-		"without a ledger": func(e *Evidence) {
-			*e = Evidence{Run: &runv1.Run{RunId: testRun, State: runv1.RunState_RUN_STATE_PENDING}}
+	for name, change := range map[string]func(*table){
+		"in progress": func(*table) {}, "dynamic": dynamically, "a step without a digest": undigested,
+		"a sample left out":                  func(e *table) { leftOut(e, 0) },
+		"a sample left out of equal rewards": func(e *table) { dynamically(e); leftOut(e, 1) },
+		"without a ledger": func(e *table) {
+			*e = table{Evidence: Evidence{Run: &runv1.Run{RunId: testRun, State: runv1.RunState_RUN_STATE_PENDING}}}
 		},
-		"without the scheduler": func(e *Evidence) {
+		"without the scheduler": func(e *table) {
 			e.Run, e.Unscheduled, e.Snapshots, e.CursorBefore, e.CursorAfter = &runv1.Run{RunId: testRun}, true, nil, 0, 0
 		},
 	} {
 		e := intact()
 		change(e)
-		if r := Check(e); !r.Whole || len(r.Breaks) > 0 || (len(r.Skipped) > 0) != e.Unscheduled {
+		if r := e.audit(t); !r.Whole || len(r.Breaks) > 0 || (len(r.Skipped) > 0) != e.Unscheduled {
 			t.Errorf("%s: %+v, skipped %v", name, r.Breaks, r.Skipped)
 		}
 	}
@@ -166,7 +199,7 @@ func TestAnIntactRunHasNoBreaks(t *testing.T) {
 
 func TestTheReportCounts(t *testing.T) {
 	t.Parallel()
-	r := Check(intact())
+	r := intact().audit(t)
 	if r.RunID != testRun || r.Name != "sums" || r.State != "RUNNING" || r.Steps != 2 || r.Digest != digestOf(2) {
 		t.Errorf("%+v", r)
 	}
@@ -181,85 +214,85 @@ func TestTheReportCounts(t *testing.T) {
 	}
 	e := intact()
 	dynamically(e)
-	if r := Check(e); r.Excluded[zeroAdvantage] != 1 || r.Samples.Trained != 4 {
+	if r := e.audit(t); r.Excluded[zeroAdvantage] != 1 || r.Samples.Trained != 4 {
 		t.Errorf("with dynamic sampling: %+v", r)
 	}
 	e = intact()
 	leftOut(e, 0)
-	if want := (Samples{Trained: 3, Verified: 3, Tokens: 6, Receipts: 3}); Check(e).Samples != want {
-		t.Errorf("with a sample left out: %+v, want %+v", Check(e).Samples, want)
+	if want := (Samples{Trained: 3, Verified: 3, Tokens: 6, Receipts: 3}); e.audit(t).Samples != want {
+		t.Errorf("with a sample left out: %+v, want %+v", e.audit(t).Samples, want)
 	}
 }
 
 // breaks has a change for each kind of break.
-var breaks = map[string]func(*Evidence){
-	"BATCH_CHANGED":            func(e *Evidence) { e.Samples[0].Ref.Crc32C++ },
-	"CHAIN_BROKEN":             func(e *Evidence) { e.Steps[0].Chain = digestOf(9) },
-	"CONSUMED_BY_NO_STEP":      func(e *Evidence) { e.Steps[1].WeightsDigest, e.Steps[1].Chain = "", "" },
-	"CURSOR_BEHIND":            func(e *Evidence) { e.CursorAfter = 3 },
-	"CURSOR_BEYOND":            func(e *Evidence) { e.CursorBefore = 5 },
-	"DISSOLVED_WITHOUT_REASON": func(e *Evidence) { e.Groups[3].State = dissolved },
-	"EXCLUDED_UNEQUAL":         func(e *Evidence) { dynamically(e); e.Samples[2].Ref.Reward = 0.5 },
-	"EXCLUDED_WITHOUT_REASON":  func(e *Evidence) { e.Groups[3].State = excluded },
-	"GROUP_MISPLACED":          func(e *Evidence) { e.Groups[3].Key.Index = 1 },
-	"GROUP_MISSING":            func(e *Evidence) { e.Groups = slices.Delete(e.Groups, 1, 2) },
-	"GROUP_STATE_UNKNOWN":      func(e *Evidence) { e.Groups[3].State = 99 },
-	"GROUP_TWICE":              func(e *Evidence) { e.Groups = append(e.Groups, e.Groups[1]) },
-	"LINEAGE_BROKEN":           func(e *Evidence) { lose(e); e.Lineages[0].FirstVersion = 1 },
-	"LINEAGE_FORBIDDEN":        func(e *Evidence) { lose(e); e.Run.Plan.Config.Deterministic = proto.Bool(true) },
-	"LINEAGE_GAP":              func(e *Evidence) { e.Ledger.State.Lineage = 1 },
-	"LEASED_BY_NO_STEP":        func(e *Evidence) { e.Steps = e.Steps[:2] },
-	"LEDGER_CONFIG":            func(e *Evidence) { e.Ledger.Config.GroupSize = 3 },
-	"LEDGER_COUNTS":            func(e *Evidence) { e.Ledger.State.Consumed = 3 },
-	"LEDGER_HEAD":              func(e *Evidence) { e.Ledger.State.Step = 1 },
-	"LEDGER_MISSING":           func(e *Evidence) { e.Ledger = nil },
-	"NOT_CONSUMED":             func(e *Evidence) { e.Groups[0].State, e.Groups[0].Step = ready, 0 },
-	"PAYLOAD_DAMAGED":          func(e *Evidence) { e.Samples[0].Flaw = "another checksum" },
-	"PAYLOAD_DROPPED_EARLY":    func(e *Evidence) { e.Samples[0].Trimmed = true },
-	"PAYLOAD_FOREIGN":          func(e *Evidence) { e.Samples[0].Key.Sample = 1 },
-	"PAYLOAD_SHARED":           func(e *Evidence) { e.Samples[1].Ref.Offset = e.Samples[0].GetRef().GetOffset() },
-	"RECEIPT_FROM_LATER":       func(e *Evidence) { e.Samples[0].ReceiptVersion = 1 },
-	"RECEIPT_MISMATCH":         func(e *Evidence) { e.Samples[0].Spans[0].Digest = digestOf(9) },
-	"RECEIPT_UNKNOWN":          func(e *Evidence) { e.Samples[0].ReceiptVersion = 77 },
-	"RECEIPT_UNSETTLED":        func(e *Evidence) { e.Samples[0].ReceiptDigest = digestOf(0) },
-	"RUN_AHEAD":                func(e *Evidence) { e.Run.Step = 3 },
-	"RUN_DIGEST":               func(e *Evidence) { e.Run.State, e.Run.WeightsDigest = runv1.RunState_RUN_STATE_SUCCEEDED, digestOf(9) },
-	"RUN_INCOMPLETE":           func(e *Evidence) { e.Run.State = runv1.RunState_RUN_STATE_SUCCEEDED },
-	"SAMPLES_LEFT":             func(e *Evidence) { e.Groups[3].State, e.Groups[3].Reason = excluded, "ATTEMPTS_EXHAUSTED" },
-	"SAMPLES_MISSING":          func(e *Evidence) { e.Samples = e.Samples[1:] },
-	"SAMPLE_COUNT":             func(e *Evidence) { e.Groups[0].Samples = 9 },
-	"SAMPLE_FOREIGN":           func(e *Evidence) { e.Samples[0].Ref.Key.Attempt = 1 },
-	"SAMPLE_WITHOUT_GROUP":     func(e *Evidence) { e.Groups = e.Groups[:3] },
-	"SEGMENT_DAMAGED":          func(e *Evidence) { e.Segments[0].Flaw = "another checksum" },
-	"SEGMENT_MISSING":          func(e *Evidence) { e.Segments[0].Missing = true },
-	"SEGMENT_SHORT":            func(e *Evidence) { e.Segments[0].FileBytes = 499 },
-	"SNAPSHOT_AHEAD":           func(e *Evidence) { e.Snapshots[0].Step = 3 },
-	"SNAPSHOT_CORRUPT":         func(e *Evidence) { e.Corrupt = []string{"blake3-state"} },
-	"SNAPSHOT_CURSOR":          func(e *Evidence) { e.Snapshots[0].Cursor.Position = 2 },
-	"SNAPSHOT_DIGEST":          func(e *Evidence) { e.Snapshots[0].WeightsDigest = digestOf(9) },
-	"SNAPSHOT_MISSING":         func(e *Evidence) { e.Missing = []string{"blake3-state"} },
-	"SPANS_BROKEN":             func(e *Evidence) { e.Samples[0].Spans[0].Start = 1 },
-	"SPAN_FOREIGN":             func(e *Evidence) { e.Samples[0].Spans[0].Version = 1 },
-	"STALE":                    func(e *Evidence) { e.Ledger.Config.MaxStaleness, e.Samples[2].MinVersion = 0, 0 },
-	"STEP_COUNTS":              func(e *Evidence) { e.Steps[0].Groups = 2 },
-	"STEP_GAP":                 func(e *Evidence) { e.Steps = e.Steps[1:] },
-	"STEP_SAMPLES":             func(e *Evidence) { e.Steps[0].Samples = 3 },
-	"STEP_TWICE":               func(e *Evidence) { e.Steps = append(e.Steps, e.Steps[0]) },
-	"STEP_WINDOW":              func(e *Evidence) { dynamically(e); e.Steps[1].EndPosition = 4 },
-	"UNTRAINABLE":              func(e *Evidence) { e.Samples[0].Ref.Outcome = trajectoryv1.Outcome_OUTCOME_ABORTED },
-	"WEIGHTS_FILE_CHANGED": func(e *Evidence) {
+var breaks = map[string]func(*table){
+	"BATCH_CHANGED":            func(e *table) { e.Samples[0].Ref.Crc32C++ },
+	"CHAIN_BROKEN":             func(e *table) { e.Steps[0].Chain = digestOf(9) },
+	"CONSUMED_BY_NO_STEP":      func(e *table) { e.Steps[1].WeightsDigest, e.Steps[1].Chain = "", "" },
+	"CURSOR_BEHIND":            func(e *table) { e.CursorAfter = 3 },
+	"CURSOR_BEYOND":            func(e *table) { e.CursorBefore = 5 },
+	"DISSOLVED_WITHOUT_REASON": func(e *table) { e.Groups[3].State = dissolved },
+	"EXCLUDED_UNEQUAL":         func(e *table) { dynamically(e); e.Samples[2].Ref.Reward = 0.5 },
+	"EXCLUDED_WITHOUT_REASON":  func(e *table) { e.Groups[3].State = excluded },
+	"GROUP_MISPLACED":          func(e *table) { e.Groups[3].Key.Index = 1 },
+	"GROUP_MISSING":            func(e *table) { e.Groups = slices.Delete(e.Groups, 1, 2) },
+	"GROUP_STATE_UNKNOWN":      func(e *table) { e.Groups[3].State = 99 },
+	"GROUP_TWICE":              func(e *table) { e.Groups = append(e.Groups, e.Groups[1]) },
+	"LINEAGE_BROKEN":           func(e *table) { lose(e); e.Lineages[0].FirstVersion = 1 },
+	"LINEAGE_FORBIDDEN":        func(e *table) { lose(e); e.Run.Plan.Config.Deterministic = proto.Bool(true) },
+	"LINEAGE_GAP":              func(e *table) { e.Ledger.State.Lineage = 1 },
+	"LEASED_BY_NO_STEP":        func(e *table) { e.Steps = e.Steps[:2] },
+	"LEDGER_CONFIG":            func(e *table) { e.Ledger.Config.GroupSize = 3 },
+	"LEDGER_COUNTS":            func(e *table) { e.Ledger.State.Consumed = 3 },
+	"LEDGER_HEAD":              func(e *table) { e.Ledger.State.Step = 1 },
+	"LEDGER_MISSING":           func(e *table) { e.Ledger = nil },
+	"NOT_CONSUMED":             func(e *table) { e.Groups[0].State, e.Groups[0].Step = ready, 0 },
+	"PAYLOAD_DAMAGED":          func(e *table) { e.Samples[0].Flaw = "another checksum" },
+	"PAYLOAD_DROPPED_EARLY":    func(e *table) { e.Samples[0].Trimmed = true },
+	"PAYLOAD_FOREIGN":          func(e *table) { e.Samples[0].Key.Sample = 1 },
+	"PAYLOAD_SHARED":           func(e *table) { e.Samples[1].Ref.Offset = e.Samples[0].GetRef().GetOffset() },
+	"RECEIPT_FROM_LATER":       func(e *table) { e.Samples[0].ReceiptVersion = 1 },
+	"RECEIPT_MISMATCH":         func(e *table) { e.Samples[0].Spans[0].Digest = digestOf(9) },
+	"RECEIPT_UNKNOWN":          func(e *table) { e.Samples[0].ReceiptVersion = 77 },
+	"RECEIPT_UNSETTLED":        func(e *table) { e.Samples[0].ReceiptDigest = digestOf(0) },
+	"RUN_AHEAD":                func(e *table) { e.Run.Step = 3 },
+	"RUN_DIGEST":               func(e *table) { e.Run.State, e.Run.WeightsDigest = runv1.RunState_RUN_STATE_SUCCEEDED, digestOf(9) },
+	"RUN_INCOMPLETE":           func(e *table) { e.Run.State = runv1.RunState_RUN_STATE_SUCCEEDED },
+	"SAMPLES_LEFT":             func(e *table) { e.Groups[3].State, e.Groups[3].Reason = excluded, "ATTEMPTS_EXHAUSTED" },
+	"SAMPLES_MISSING":          func(e *table) { e.Samples = e.Samples[1:] },
+	"SAMPLE_COUNT":             func(e *table) { e.Groups[0].Samples = 9 },
+	"SAMPLE_FOREIGN":           func(e *table) { e.Samples[0].Ref.Key.Attempt = 1 },
+	"SAMPLE_WITHOUT_GROUP":     func(e *table) { e.Groups = e.Groups[:3] },
+	"SEGMENT_DAMAGED":          func(e *table) { e.Segments[0].Flaw = "another checksum" },
+	"SEGMENT_MISSING":          func(e *table) { e.Segments[0].Missing = true },
+	"SEGMENT_SHORT":            func(e *table) { e.Segments[0].FileBytes = 499 },
+	"SNAPSHOT_AHEAD":           func(e *table) { e.Snapshots[0].Step = 3 },
+	"SNAPSHOT_CORRUPT":         func(e *table) { e.Corrupt = []string{"blake3-state"} },
+	"SNAPSHOT_CURSOR":          func(e *table) { e.Snapshots[0].Cursor.Position = 2 },
+	"SNAPSHOT_DIGEST":          func(e *table) { e.Snapshots[0].WeightsDigest = digestOf(9) },
+	"SNAPSHOT_MISSING":         func(e *table) { e.Missing = []string{"blake3-state"} },
+	"SPANS_BROKEN":             func(e *table) { e.Samples[0].Spans[0].Start = 1 },
+	"SPAN_FOREIGN":             func(e *table) { e.Samples[0].Spans[0].Version = 1 },
+	"STALE":                    func(e *table) { e.Ledger.Config.MaxStaleness, e.Samples[2].MinVersion = 0, 0 },
+	"STEP_COUNTS":              func(e *table) { e.Steps[0].Groups = 2 },
+	"STEP_GAP":                 func(e *table) { e.Steps = e.Steps[1:] },
+	"STEP_SAMPLES":             func(e *table) { e.Steps[0].Samples = 3 },
+	"STEP_TWICE":               func(e *table) { e.Steps = append(e.Steps, e.Steps[0]) },
+	"STEP_WINDOW":              func(e *table) { dynamically(e); e.Steps[1].EndPosition = 4 },
+	"UNTRAINABLE":              func(e *table) { e.Samples[0].Ref.Outcome = trajectoryv1.Outcome_OUTCOME_ABORTED },
+	"WEIGHTS_FILE_CHANGED": func(e *table) {
 		e.Published = []PublishedFile{{Version: 2, Path: "weights/v000002/config.json", Flaw: "it has another digest"}}
 	},
-	"WEIGHTS_FILE_MISSING": func(e *Evidence) {
+	"WEIGHTS_FILE_MISSING": func(e *table) {
 		e.Published = []PublishedFile{{Version: 2, Path: "weights/v000002/config.json", Flaw: "it does not exist", Missing: true}}
 	},
-	"WEIGHTS_MISSING": func(e *Evidence) { e.Weights = e.Weights[1:] },
-	"WEIGHTS_SWAPPED": func(e *Evidence) { e.Weights[1].Digest = digestOf(9) },
-	"WRONG_STEP":      func(e *Evidence) { e.Groups[0].Step = 2 },
+	"WEIGHTS_MISSING": func(e *table) { e.Weights = e.Weights[1:] },
+	"WEIGHTS_SWAPPED": func(e *table) { e.Weights[1].Digest = digestOf(9) },
+	"WRONG_STEP":      func(e *table) { e.Groups[0].Step = 2 },
 }
 
 // lose changes an intact run to one whose weights version 2 was lost and retrained with other bits.
-func lose(e *Evidence) {
+func lose(e *table) {
 	e.Run.Plan.Config.Deterministic = proto.Bool(false)
 	e.Run.WeightsDigest = digestOf(12)
 	e.Lineages = []*bufferv1.LineageRecord{{Lineage: 1, FirstVersion: 2, Step: 2, OldLineage: bufferv1.OldLineage_OLD_LINEAGE_KEEP}}
@@ -275,7 +308,7 @@ func TestALineageIsWhole(t *testing.T) {
 	e := intact()
 	lose(e)
 	e.Samples[7].Spans[0].Digest = digestOf(12)
-	r := Check(e)
+	r := e.audit(t)
 	if !r.Whole || r.Digest != digestOf(12) {
 		t.Fatalf("%s %+v", r.Digest, r.Breaks)
 	}
@@ -283,7 +316,7 @@ func TestALineageIsWhole(t *testing.T) {
 		t.Errorf("lineages %+v", r.Lineages)
 	}
 	e.Weights[3].Digest, e.Samples[7].Spans[0].Digest = digestOf(13), digestOf(13)
-	if r := Check(e); r.Whole || r.Breaks[0].Kind != "LEDGER_HEAD" {
+	if r := e.audit(t); r.Whole || r.Breaks[0].Kind != "LEDGER_HEAD" {
 		t.Errorf("changed retrained weights: %+v", r.Breaks)
 	}
 }
@@ -293,7 +326,7 @@ func TestEachBreakIsReported(t *testing.T) {
 	for kind, change := range breaks {
 		e := intact()
 		change(e)
-		r := Check(e)
+		r := e.audit(t)
 		var reported []string
 		for _, b := range r.Breaks {
 			reported = append(reported, b.Kind+" "+b.Message)
@@ -314,7 +347,7 @@ func TestAFailedSampleOfATooSmallGroupIsABreak(t *testing.T) {
 		e := intact()
 		leftOut(e, 0)
 		e.Ledger.Config.MinGroupSize = least
-		if r := Check(e); len(r.Breaks) != 1 || r.Breaks[0].Kind != "UNTRAINABLE" {
+		if r := e.audit(t); len(r.Breaks) != 1 || r.Breaks[0].Kind != "UNTRAINABLE" {
 			t.Errorf("minimum %d: %+v", least, r.Breaks)
 		}
 	}
@@ -357,7 +390,7 @@ func TestALedgerWithoutARunIsChecked(t *testing.T) {
 		e := intact()
 		change(e)
 		e.Run, e.Unscheduled, e.Snapshots = &runv1.Run{RunId: testRun}, true, nil
-		if r := Check(e); !slices.ContainsFunc(r.Breaks, func(b Break) bool { return b.Kind == kind }) {
+		if r := e.audit(t); !slices.ContainsFunc(r.Breaks, func(b Break) bool { return b.Kind == kind }) {
 			t.Errorf("%s is not reported: %+v", kind, r.Breaks)
 		}
 	}

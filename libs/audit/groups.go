@@ -1,8 +1,8 @@
 package audit
 
 import (
-	"maps"
 	"slices"
+	"strings"
 
 	"github.com/rollout-rl/rollout/libs/algorithm"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
@@ -12,26 +12,19 @@ import (
 
 // groupCheck checks group records, and the ledger, cursor and run against them.
 type groupCheck struct {
-	*rows
+	*index
 	*findings
 }
 
-// prompts checks that each prompt has one record, in a state that fits its step.
-func (c groupCheck) prompts() {
-	checked := map[uint64]bool{}
-	for _, g := range c.Groups {
-		if checked[g.GetPosition()] {
-			c.add(c.ofGroup(g), "GROUP_TWICE", "the prompt has two records: of step %d and of step %d", c.groupAt[g.GetPosition()].GetStep(), g.GetStep())
+// prompt checks that a prompt has one record, in a state that fits its step.
+func (c groupCheck) prompt(p *Prompt) {
+	for i, g := range p.Groups {
+		if i > 0 {
+			c.add(c.ofGroup(g), "GROUP_TWICE", "the prompt has two records: of step %d and of step %d", p.group().GetStep(), g.GetStep())
 			continue
 		}
-		checked[g.GetPosition()] = true
 		c.group(g)
 	}
-	if c.Unscheduled {
-		c.recorded()
-		return
-	}
-	c.epochs()
 }
 
 func (c groupCheck) group(g *bufferv1.GroupRecord) {
@@ -39,15 +32,15 @@ func (c groupCheck) group(g *bufferv1.GroupRecord) {
 	if k := g.GetKey(); uint64(k.GetEpoch())*c.config.GetRows()+k.GetIndex() != p || p < c.config.GetFirstPosition() {
 		c.add(at, "GROUP_MISPLACED", "group %d/%d is recorded at position %d", k.GetEpoch(), k.GetIndex(), p)
 	}
-	window, step := c.window(p), c.stepOf[g.GetStep()]
-	committed := step.GetChain() != ""
+	window := c.window(p)
+	step, recorded := c.find(g.GetStep())
 	switch g.GetState() {
 	case consumed:
-		if !committed && !c.carried(g) {
+		if !step.committed && !c.carried(g) {
 			c.add(at, "CONSUMED_BY_NO_STEP", "it is consumed by step %d, which is not committed", g.GetStep())
 		}
 	case leased:
-		if step == nil || committed {
+		if !recorded || step.committed {
 			c.add(at, "LEASED_BY_NO_STEP", "it is leased for step %d, which is not in progress", g.GetStep())
 		}
 	case excluded:
@@ -70,74 +63,12 @@ func (c groupCheck) group(g *bufferv1.GroupRecord) {
 	}
 }
 
-func stateName(g *bufferv1.GroupRecord) string { return g.GetState().String()[len("GROUP_STATE_"):] }
-
-// epochs counts prompts by epoch, and finds prompts without a required record.
-func (c groupCheck) epochs() {
-	first := c.config.GetFirstPosition()
-	end := c.end(c.Run.GetPlan().GetConfig().GetTrain().GetSteps())
-	settled := first // every position before it must have a record
-	if c.positional() {
-		settled = c.end(c.Ledger.GetState().GetStep())
-	}
-	if c.dynamic() { // the end of the last step is not known in advance, so groups may remain
-		end = max(end, c.CursorAfter)
-	} else if c.succeeded() {
-		settled = end
-	}
-	for p := first; p < end; p++ {
-		count, g := c.epoch(p), c.groupAt[p]
-		switch {
-		case g.GetState() == consumed:
-			count.Consumed++
-			continue
-		case g.GetState() == excluded:
-			count.Excluded++
-			continue
-		case p < c.CursorAfter:
-			count.InFlight++
-		default:
-			count.NotIssued++
-		}
-		switch {
-		case p >= settled:
-		case g == nil:
-			c.add(Break{Group: c.name(p)}, "GROUP_MISSING", "position %d has no record: the prompt was skipped, or its record is lost", p)
-		case c.succeeded():
-			c.add(c.ofGroup(g), "NOT_CONSUMED", "the run succeeded, but the group is %s", stateName(g))
-		}
-	}
+func stateName(g *bufferv1.GroupRecord) string {
+	return strings.TrimPrefix(g.GetState().String(), "GROUP_STATE_") // unknown ones are numbers
 }
 
-// recorded counts the records by epoch: which prompts another program will still send is unknown.
-func (c groupCheck) recorded() {
-	for _, p := range slices.Sorted(maps.Keys(c.groupAt)) {
-		switch count := c.epoch(p); c.groupAt[p].GetState() {
-		case consumed:
-			count.Consumed++
-		case excluded:
-			count.Excluded++
-		default:
-			count.InFlight++
-		}
-	}
-}
-
-// epoch returns the counts of the epoch of a position; positions are visited in order.
-func (c groupCheck) epoch(position uint64) *Epoch {
-	all := &c.report.Epochs
-	if e := position / c.config.GetRows(); len(*all) == 0 || (*all)[len(*all)-1].Epoch != e {
-		*all = append(*all, Epoch{Epoch: e})
-	}
-	return &(*all)[len(*all)-1]
-}
-
-// counts compares the ledger's counters with its records.
-func (c groupCheck) counts() {
-	records := map[bufferv1.GroupState]uint64{}
-	for _, g := range c.Groups {
-		records[g.GetState()]++
-	}
+// counts compares the ledger's counters with the number of its records in each state.
+func (c groupCheck) counts(records map[bufferv1.GroupState]uint64) {
 	s := c.Ledger.GetState()
 	for _, counter := range []struct {
 		state bufferv1.GroupState
@@ -153,12 +84,8 @@ func (c groupCheck) counts() {
 	}
 }
 
-// cursor compares the position of the scheduler's cursor with the ledger.
-func (c groupCheck) cursor() {
-	last := uint64(0)
-	for _, g := range c.Groups {
-		last = max(last, g.GetPosition()+1)
-	}
+// cursor compares the position of the scheduler's cursor with the ledger, whose groups end at last.
+func (c groupCheck) cursor(last uint64) {
 	if last > c.CursorAfter {
 		c.add(Break{Group: c.name(last - 1)}, "CURSOR_BEHIND", "the ledger has position %d, but the scheduler's cursor is at %d: prompts would be issued twice", last-1, c.CursorAfter)
 	}

@@ -1,210 +1,151 @@
 package audit
 
 import (
-	"cmp"
+	"encoding/binary"
+	"errors"
 	"fmt"
-	"slices"
-	"sort"
+	"io"
 
+	"google.golang.org/protobuf/proto"
+
+	"github.com/rollout-rl/rollout/libs/spill"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
-	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
-// Short names of group states.
+// Rows are the steps, groups and samples of a ledger. They are in temporary files, sorted, so that
+// memory does not depend on their number.
+type Rows struct {
+	folder         string // of the files
+	steps, prompts *spill.Sorter
+}
+
+// Prompt is what a ledger has of a position.
+type Prompt struct {
+	Position uint64
+	Groups   []*bufferv1.GroupRecord  // one; several, or none, if the ledger is damaged
+	Samples  []*bufferv1.SampleRecord // in the order of the batch
+}
+
+// group returns the first record of the group; nil: there is none.
+func (p *Prompt) group() *bufferv1.GroupRecord {
+	if len(p.Groups) == 0 {
+		return nil
+	}
+	return p.Groups[0]
+}
+
+// NewRows returns no rows. Their files will be in folder; "": os.TempDir.
+func NewRows(folder string) *Rows { return &Rows{folder, spill.New(folder), spill.New(folder)} }
+
+// Close deletes the rows.
+func (r *Rows) Close() error { return errors.Join(r.steps.Close(), r.prompts.Close()) }
+
+// Kinds of records of a prompt, in their order.
 const (
-	open      = bufferv1.GroupState_GROUP_STATE_OPEN
-	ready     = bufferv1.GroupState_GROUP_STATE_READY
-	leased    = bufferv1.GroupState_GROUP_STATE_LEASED
-	consumed  = bufferv1.GroupState_GROUP_STATE_CONSUMED
-	excluded  = bufferv1.GroupState_GROUP_STATE_EXCLUDED
-	dissolved = bufferv1.GroupState_GROUP_STATE_DISSOLVED
+	groupRow byte = iota
+	sampleRow
 )
 
-// zeroAdvantage is the reason for which dynamic sampling excludes a group: all its rewards are
-// equal.
-const zeroAdvantage = "ZERO_ADVANTAGE"
-
-// rows indexes the evidence. Of duplicate rows the first is in the index.
-type rows struct {
-	*Evidence
-	layout
-	stepOf    map[uint64]*bufferv1.StepRecord
-	weightsOf map[uint64]map[uint32]string        // digest by version and lineage
-	groupAt   map[uint64]*bufferv1.GroupRecord    // by position
-	samplesAt map[uint64][]*bufferv1.SampleRecord // by position, in the order of the batch
-}
-
-func newRows(e *Evidence) *rows {
-	r := &rows{
-		Evidence: e, layout: layout{e.Ledger.GetConfig(), e.Steps}, stepOf: map[uint64]*bufferv1.StepRecord{}, weightsOf: map[uint64]map[uint32]string{},
-		groupAt: map[uint64]*bufferv1.GroupRecord{}, samplesAt: map[uint64][]*bufferv1.SampleRecord{},
+// add adds the rows of a ledger whose dataset has a number of rows.
+func (r *Rows) add(rows uint64, m *bufferv1.ExportLedgerResponse) error {
+	var key, value []byte
+	put := func(to *spill.Sorter, m proto.Message) (err error) {
+		if value, err = (proto.MarshalOptions{}).MarshalAppend(value[:0], m); err != nil {
+			return fmt.Errorf("store rows of the ledger: %w", err)
+		}
+		return to.Add(key, value)
 	}
-	for _, s := range e.Steps {
-		if r.stepOf[s.GetStep()] == nil {
-			r.stepOf[s.GetStep()] = s
+	for _, s := range m.GetSteps() {
+		key = binary.BigEndian.AppendUint64(key[:0], s.GetStep())
+		if err := put(r.steps, s); err != nil {
+			return err
 		}
 	}
-	for _, w := range e.Weights {
-		if r.weightsOf[w.GetVersion()] == nil {
-			r.weightsOf[w.GetVersion()] = map[uint32]string{}
-		}
-		r.weightsOf[w.GetVersion()][w.GetLineage()] = w.GetDigest()
+	position := func(s *bufferv1.SampleRecord) uint64 {
+		return uint64(s.GetRef().GetKey().GetEpoch())*rows + s.GetRef().GetKey().GetIndex()
 	}
-	for _, g := range e.Groups {
-		if r.groupAt[g.GetPosition()] == nil {
-			r.groupAt[g.GetPosition()] = g
-		}
+	sample := func(s *bufferv1.SampleRecord) error {
+		key = append(binary.BigEndian.AppendUint64(key[:0], position(s)), sampleRow)
+		key = binary.BigEndian.AppendUint32(key, s.GetRef().GetKey().GetSample())
+		key = binary.BigEndian.AppendUint32(key, s.GetRef().GetKey().GetPart())
+		return put(r.prompts, s)
 	}
-	for _, s := range e.Samples {
-		p := r.position(s)
-		r.samplesAt[p] = append(r.samplesAt[p], s)
-	}
-	for _, list := range r.samplesAt {
-		slices.SortStableFunc(list, func(x, y *bufferv1.SampleRecord) int {
-			return cmp.Or(cmp.Compare(x.GetRef().GetKey().GetSample(), y.GetRef().GetKey().GetSample()),
-				cmp.Compare(x.GetRef().GetKey().GetPart(), y.GetRef().GetKey().GetPart()))
-		})
-	}
-	return r
-}
-
-// recorded reports whether a version has a digest in some lineage: samples of lost weights name it.
-func (r *rows) recorded(version uint64, digest string) bool {
-	for _, known := range r.weightsOf[version] {
-		if known == digest {
-			return true
-		}
-	}
-	return false
-}
-
-// current returns the digest of a version in its newest lineage; "" if it has none.
-func (r *rows) current(version uint64) string {
-	for _, l := range slices.Backward(r.Lineages) {
-		if l.GetFirstVersion() <= version {
-			return r.weightsOf[version][l.GetLineage()]
-		}
-	}
-	return r.weightsOf[version][0]
-}
-
-// state returns the short name of the run's state; without a run, "".
-func (r *rows) state() string {
-	if r.Unscheduled {
-		return ""
-	}
-	return r.Run.GetState().String()[len("RUN_STATE_"):]
-}
-
-func (r *rows) succeeded() bool { return r.Run.GetState() == runv1.RunState_RUN_STATE_SUCCEEDED }
-
-// layout maps prompts to positions, and positions to the steps that consume them.
-type layout struct {
-	config *bufferv1.LedgerConfig
-	steps  []*bufferv1.StepRecord
-}
-
-func (l layout) position(s *bufferv1.SampleRecord) uint64 {
-	k := s.GetRef().GetKey()
-	return uint64(k.GetEpoch())*l.config.GetRows() + k.GetIndex()
-}
-
-// name returns the epoch and index of a position.
-func (l layout) name(position uint64) string {
-	return fmt.Sprintf("%d/%d", position/l.config.GetRows(), position%l.config.GetRows())
-}
-
-// positional reports whether steps consume positions in order.
-func (l layout) positional() bool {
-	return l.config.GetOrder() == bufferv1.LeaseOrder_LEASE_ORDER_POSITION
-}
-
-// dynamic reports whether the window of a step grows past excluded groups (dynamic sampling): its
-// end is then in its record.
-func (l layout) dynamic() bool { return l.config.GetDrawBatches() > 0 }
-
-// begin returns the first position of the first step. If leases go by completion: how many
-// positions the steps before it had used.
-func (l layout) begin() uint64 { return l.config.GetFirstPosition() + l.config.GetCarried() }
-
-// carried reports whether a step before the run used the group, according to the snapshot that the
-// ledger began with.
-func (l layout) carried(g *bufferv1.GroupRecord) bool {
-	return l.config.GetSeed() != nil && g.GetStep() > 0 && g.GetStep() <= l.config.GetFirstStep()
-}
-
-// end returns the first position after the window of a step; with dynamic sampling, of the last
-// recorded step that is not later.
-func (l layout) end(step uint64) uint64 {
-	if step <= l.config.GetFirstStep() {
-		return l.begin()
-	}
-	if l.dynamic() {
-		for _, s := range slices.Backward(l.steps) {
-			if s.GetStep() <= step {
-				return s.GetEndPosition()
+	samples := m.GetSamples()
+	for _, g := range m.GetGroups() { // in the order of positions, so that less is merged
+		for ; len(samples) > 0 && position(samples[0]) < g.GetPosition(); samples = samples[1:] {
+			if err := sample(samples[0]); err != nil {
+				return err
 			}
 		}
-		return l.begin()
+		key = append(binary.BigEndian.AppendUint64(key[:0], g.GetPosition()), groupRow)
+		if err := put(r.prompts, g); err != nil {
+			return err
+		}
 	}
-	return l.begin() + (step-l.config.GetFirstStep())*uint64(l.config.GetGroupsPerStep())
-}
-
-// window returns the step whose window contains a position.
-func (l layout) window(position uint64) uint64 {
-	first := l.config.GetFirstStep() + 1
-	if position < l.config.GetFirstPosition() {
-		return first
+	for _, s := range samples {
+		if err := sample(s); err != nil {
+			return err
+		}
 	}
-	if !l.dynamic() {
-		return first + (position-l.config.GetFirstPosition())/uint64(l.config.GetGroupsPerStep())
+	return nil
+}
+
+// Steps calls visit with each step, by number.
+func (r *Rows) Steps(visit func(*bufferv1.StepRecord) error) error {
+	return each(r.steps, func(_, value []byte) error {
+		s := &bufferv1.StepRecord{}
+		if err := proto.Unmarshal(value, s); err != nil {
+			return err
+		}
+		return visit(s)
+	})
+}
+
+// Prompts calls visit with each position that has rows, in order.
+func (r *Rows) Prompts(visit func(*Prompt) error) error {
+	var p *Prompt
+	err := each(r.prompts, func(key, value []byte) error {
+		position := binary.BigEndian.Uint64(key)
+		if p != nil && p.Position != position {
+			if err := visit(p); err != nil {
+				return err
+			}
+			p = nil
+		}
+		if p == nil {
+			p = &Prompt{Position: position}
+		}
+		if key[8] == groupRow {
+			g := &bufferv1.GroupRecord{}
+			p.Groups = append(p.Groups, g)
+			return proto.Unmarshal(value, g)
+		}
+		s := &bufferv1.SampleRecord{}
+		p.Samples = append(p.Samples, s)
+		return proto.Unmarshal(value, s)
+	})
+	if err != nil || p == nil {
+		return err
 	}
-	return first + uint64(sort.Search(len(l.steps), func(i int) bool { return l.steps[i].GetEndPosition() > position }))
+	return visit(p)
 }
 
-// complete reports whether a step may take taken groups while excluding skipped ones.
-func (l layout) complete(taken, skipped uint32) bool {
-	want := l.config.GetGroupsPerStep()
-	if !l.dynamic() {
-		return taken+skipped == want
+// each calls visit with the records of a sorter.
+func each(from *spill.Sorter, visit func(key, value []byte) error) error {
+	records, err := from.Read()
+	if err != nil {
+		return err
 	}
-	return taken == want || l.config.GetPartial() && taken > 0 && taken+skipped == want*l.config.GetDrawBatches()
-}
-
-// findings collects breaks in the report.
-type findings struct {
-	rows   *rows
-	report *Report
-}
-
-func newFindings(r *rows) *findings {
-	state := r.Ledger.GetState()
-	return &findings{r, &Report{
-		RunID: r.Run.GetRunId(), Name: r.Run.GetName(), State: r.state(), Chain: r.Ledger.GetChain(),
-		Excluded: map[string]int{}, Breaks: []Break{}, Epochs: []Epoch{}, Lineages: []Lineage{}, Skipped: []Skipped{},
-		Counts: map[string]int64{
-			"duplicates_dropped": int64(state.GetDuplicates()), "refused": int64(state.GetRefused()), "infra_failed": int64(state.GetInfraFailed()),
-		},
-	}}
-}
-
-// add completes a break and adds it.
-func (f *findings) add(b Break, kind, format string, args ...any) {
-	b.Kind, b.Run, b.Message = kind, f.report.RunID, fmt.Sprintf(format, args...)
-	f.report.Breaks = append(f.report.Breaks, b)
-}
-
-func (f *findings) ofGroup(g *bufferv1.GroupRecord) Break {
-	attempt := g.GetKey().GetAttempt()
-	return Break{Group: f.rows.name(g.GetPosition()), Step: g.GetStep(), Attempt: &attempt}
-}
-
-func (f *findings) ofSample(s *bufferv1.SampleRecord) Break {
-	k, offset, position := s.GetRef().GetKey(), s.GetRef().GetOffset(), f.rows.position(s)
-	attempt, sample := k.GetAttempt(), k.GetSample()
-	b := Break{Group: f.rows.name(position), Attempt: &attempt, Sample: &sample, Segment: s.GetSegment(), Step: f.rows.groupAt[position].GetStep()}
-	if s.GetSegment() > 0 {
-		b.Offset = &offset
+	for {
+		key, value, err := records.Next()
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		if err := visit(key, value); err != nil {
+			return err
+		}
 	}
-	return b
 }

@@ -9,51 +9,57 @@ import (
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 )
 
-// sampleCheck checks sample records, their payloads, and the segments that contain them.
+// sampleCheck checks sample records and their payloads.
 type sampleCheck struct {
-	*rows
+	*index
+	*findings
+	missing map[uint32]bool // segments whose file does not exist although it was not deleted
+}
+
+func newSampleCheck(x *index, f *findings) sampleCheck {
+	c := sampleCheck{x, f, map[uint32]bool{}}
+	for _, file := range x.Segments {
+		if file.GetMissing() && !file.GetTrimmed() {
+			c.missing[file.GetNumber()] = true
+		}
+	}
+	return c
+}
+
+// prompt checks that each sample of a prompt belongs to a group, is intact, and was sampled by
+// recorded weights.
+func (c sampleCheck) prompt(p *Prompt) {
+	for _, s := range p.Samples {
+		if p.group() == nil {
+			c.add(c.ofSample(p, s), "SAMPLE_WITHOUT_GROUP", "the ledger has the sample but not its group")
+			continue
+		}
+		c.sample(p, s)
+	}
+}
+
+// sizeCheck checks the samples of groups together.
+type sizeCheck struct {
+	*index
 	*findings
 }
 
-// records checks that each sample belongs to a group, is stored once, is intact, and was sampled by
-// recorded weights.
-func (c sampleCheck) records() {
-	type place struct {
-		segment uint32
-		offset  uint64
+// prompt checks the number of samples of a prompt's groups.
+func (c sizeCheck) prompt(p *Prompt) {
+	distinct := map[uint32]bool{}
+	for _, s := range p.Samples {
+		distinct[s.GetRef().GetKey().GetSample()] = true
 	}
-	at, missing := map[place]*bufferv1.SampleRecord{}, c.missingSegments()
-	for _, s := range c.Samples {
-		if s.GetSegment() > 0 { // artifacts are content-addressed: equal samples share one
-			where := place{s.GetSegment(), s.GetRef().GetOffset()}
-			if first := at[where]; first != nil {
-				c.add(c.ofSample(s), "PAYLOAD_SHARED", "its payload is also that of sample %d of group %s: one sample is counted twice",
-					first.GetRef().GetKey().GetSample(), c.name(c.position(first)))
-			}
-			at[where] = s
-		}
-		g := c.groupAt[c.position(s)]
-		if g == nil {
-			c.add(c.ofSample(s), "SAMPLE_WITHOUT_GROUP", "the ledger has the sample but not its group")
-			continue
-		}
-		c.sample(g, s, missing[s.GetSegment()])
-	}
-	for _, g := range c.Groups {
-		c.size(g)
+	for _, g := range p.Groups {
+		c.size(g, uint32(len(distinct)))
 	}
 }
 
-// size checks the number of samples of a group.
-func (c sampleCheck) size(g *bufferv1.GroupRecord) {
+func (c sizeCheck) size(g *bufferv1.GroupRecord, n uint32) {
 	if c.carried(g) { // its samples are in the ledger of the run before
 		return
 	}
-	distinct := map[uint32]bool{}
-	for _, s := range c.samplesAt[g.GetPosition()] {
-		distinct[s.GetRef().GetKey().GetSample()] = true
-	}
-	n, at, want := uint32(len(distinct)), c.ofGroup(g), c.config.GetGroupSize()
+	at, want := c.ofGroup(g), c.config.GetGroupSize()
 	switch g.GetState() {
 	case consumed, leased, ready:
 		if n != want {
@@ -73,39 +79,54 @@ func (c sampleCheck) size(g *bufferv1.GroupRecord) {
 	}
 }
 
-func (c sampleCheck) sample(g *bufferv1.GroupRecord, s *bufferv1.SampleRecord, segmentMissing bool) {
-	k := s.GetRef().GetKey()
+// equalRewards checks, with dynamic sampling, that a group that was excluded for equal rewards has
+// equal rewards.
+func (c sizeCheck) equalRewards(p *Prompt) {
+	if g := p.group(); !c.dynamic() || g.GetState() != excluded || g.GetReason() != zeroAdvantage {
+		return
+	}
+	all := slices.DeleteFunc(slices.Clone(p.Samples), failed) // none: size reports it
+	for _, s := range all {
+		if first, other := all[0].GetRef().GetReward(), s.GetRef().GetReward(); first != other {
+			c.add(c.ofSample(p, s), "EXCLUDED_UNEQUAL", "its group was excluded because all rewards are equal, but %v differs from %v", other, first)
+			return
+		}
+	}
+}
+
+func (c sampleCheck) sample(p *Prompt, s *bufferv1.SampleRecord) {
+	g, k := p.group(), s.GetRef().GetKey()
 	if k.GetAttempt() != g.GetKey().GetAttempt() || k.GetSample() >= c.config.GetGroupSize() {
-		c.add(c.ofSample(s), "SAMPLE_FOREIGN", "it is sample %d of attempt %d; its group has %d samples and is at attempt %d",
+		c.add(c.ofSample(p, s), "SAMPLE_FOREIGN", "it is sample %d of attempt %d; its group has %d samples and is at attempt %d",
 			k.GetSample(), k.GetAttempt(), c.config.GetGroupSize(), g.GetKey().GetAttempt())
 	}
-	used, trained := g.GetState() == consumed, c.trained(g, s)
+	used, trained := g.GetState() == consumed, c.trained(p, s)
 	if trained {
 		c.report.Samples.Trained++
 		if o := s.GetRef().GetOutcome(); o != trajectoryv1.Outcome_OUTCOME_COMPLETED && o != trajectoryv1.Outcome_OUTCOME_TRUNCATED {
-			c.add(c.ofSample(s), "UNTRAINABLE", "a sample with the outcome %s was trained on", o.String()[len("OUTCOME_"):])
+			c.add(c.ofSample(p, s), "UNTRAINABLE", "a sample with the outcome %s was trained on", o.String()[len("OUTCOME_"):])
 		}
 	}
 	if c.config.GetReceipts() && (used || g.GetState() == leased) {
-		c.receipt(g, s)
+		c.receipt(p, s)
 	}
 	switch {
 	case s.GetTrimmed():
 		unread := g.GetState() == excluded
 		if !unread && (!used || g.GetStep() > c.Ledger.GetTrimmed()) {
-			c.add(c.ofSample(s), "PAYLOAD_DROPPED_EARLY", "its payload was deleted, but snapshots cover only the steps up to %d", c.Ledger.GetTrimmed())
+			c.add(c.ofSample(p, s), "PAYLOAD_DROPPED_EARLY", "its payload was deleted, but snapshots cover only the steps up to %d", c.Ledger.GetTrimmed())
 		}
 		if trained {
 			c.report.Samples.Covered++
 		}
 		return
-	case segmentMissing && used && g.GetStep() <= c.Ledger.GetTrimmed(): // segments reports the missing file
+	case c.missing[s.GetSegment()] && used && g.GetStep() <= c.Ledger.GetTrimmed(): // segments reports the missing file
 		if trained {
 			c.report.Samples.Covered++
 		}
 		return
 	case s.GetFlaw() != "":
-		c.add(c.ofSample(s), "PAYLOAD_DAMAGED", "%s", s.GetFlaw())
+		c.add(c.ofSample(p, s), "PAYLOAD_DAMAGED", "%s", s.GetFlaw())
 		return
 	}
 	want := proto.CloneOf(k)
@@ -114,7 +135,7 @@ func (c sampleCheck) sample(g *bufferv1.GroupRecord, s *bufferv1.SampleRecord, s
 		want.RunId = from
 	}
 	if !proto.Equal(want, s.GetKey()) {
-		c.add(c.ofSample(s), "PAYLOAD_FOREIGN", "its payload is that of sample %d of group %d/%d, attempt %d, of run %s",
+		c.add(c.ofSample(p, s), "PAYLOAD_FOREIGN", "its payload is that of sample %d of group %d/%d, attempt %d, of run %s",
 			s.GetKey().GetSample(), s.GetKey().GetEpoch(), s.GetKey().GetIndex(), s.GetKey().GetAttempt(), s.GetKey().GetRunId())
 		return
 	}
@@ -123,19 +144,19 @@ func (c sampleCheck) sample(g *bufferv1.GroupRecord, s *bufferv1.SampleRecord, s
 		c.report.Samples.Tokens += uint64(s.GetTrained())
 	}
 	if c.config.GetReceipts() {
-		c.spans(g, s)
+		c.spans(p, s)
 	}
 }
 
 // trained reports whether a step trained on a sample. A failed one is left out of a consumed group
 // that has enough others.
-func (c sampleCheck) trained(g *bufferv1.GroupRecord, s *bufferv1.SampleRecord) bool {
-	least := int(c.config.GetMinGroupSize())
+func (c sampleCheck) trained(p *Prompt, s *bufferv1.SampleRecord) bool {
+	g, least := p.group(), int(c.config.GetMinGroupSize())
 	if g.GetState() != consumed || least == 0 || !failed(s) {
 		return g.GetState() == consumed
 	}
 	usable := map[uint32]bool{}
-	for _, other := range c.samplesAt[g.GetPosition()] {
+	for _, other := range p.Samples {
 		if !failed(other) {
 			usable[other.GetRef().GetKey().GetSample()] = true
 		}
@@ -149,10 +170,10 @@ func failed(s *bufferv1.SampleRecord) bool {
 
 // receipt compares the weights receipt of a sample with the recorded weights. Step s trains version
 // s-1.
-func (c sampleCheck) receipt(g *bufferv1.GroupRecord, s *bufferv1.SampleRecord) {
-	at := c.ofSample(s)
+func (c sampleCheck) receipt(p *Prompt, s *bufferv1.SampleRecord) {
+	g, at := p.group(), c.ofSample(p, s)
 	switch {
-	case len(c.weightsOf[s.GetReceiptVersion()]) == 0:
+	case len(c.ofVersion(s.GetReceiptVersion())) == 0:
 		c.add(at, "RECEIPT_UNKNOWN", "it was sampled by weights version %d, which is not recorded", s.GetReceiptVersion())
 	case s.GetReceiptDigest() != "" && !c.recorded(s.GetReceiptVersion(), s.GetReceiptDigest()):
 		c.add(at, "RECEIPT_MISMATCH", "its engine had %s as weights version %d; %s is recorded", s.GetReceiptDigest(), s.GetReceiptVersion(), c.current(s.GetReceiptVersion()))
@@ -168,10 +189,11 @@ func (c sampleCheck) receipt(g *bufferv1.GroupRecord, s *bufferv1.SampleRecord) 
 }
 
 // spans compares the version spans of a payload with its record and the recorded weights.
-func (c sampleCheck) spans(g *bufferv1.GroupRecord, s *bufferv1.SampleRecord) {
-	at, end, named := c.ofSample(s), uint32(0), len(s.GetSpans()) > 0
+func (c sampleCheck) spans(p *Prompt, s *bufferv1.SampleRecord) {
+	g := p.group()
+	at, end, named := c.ofSample(p, s), uint32(0), len(s.GetSpans()) > 0
 	for _, span := range s.GetSpans() {
-		known := len(c.weightsOf[span.GetVersion()]) > 0
+		known := len(c.ofVersion(span.GetVersion())) > 0
 		switch {
 		case span.GetStart() != end || span.GetEnd() <= span.GetStart():
 			c.add(at, "SPANS_BROKEN", "tokens %d to %d have no weights version", end, span.GetStart())
@@ -189,36 +211,7 @@ func (c sampleCheck) spans(g *bufferv1.GroupRecord, s *bufferv1.SampleRecord) {
 		}
 		end = span.GetEnd()
 	}
-	if named && c.trained(g, s) {
+	if named && c.trained(p, s) {
 		c.report.Samples.Receipts++
 	}
-}
-
-// segments checks the payload files.
-func (c sampleCheck) segments() {
-	for _, f := range c.Segments {
-		at := Break{Segment: f.GetNumber(), Offset: proto.Uint64(f.GetFlawOffset())}
-		switch {
-		case f.GetTrimmed():
-			c.report.Segments.Covered++
-		case f.GetMissing():
-			c.add(Break{Segment: f.GetNumber()}, "SEGMENT_MISSING", "segment %d does not exist; the ledger refers to %d bytes of it", f.GetNumber(), f.GetBytes())
-		case f.GetFileBytes() < f.GetBytes():
-			c.add(at, "SEGMENT_SHORT", "segment %d has %d bytes; %d were durable: %s", f.GetNumber(), f.GetFileBytes(), f.GetBytes(), f.GetFlaw())
-		case f.GetFlaw() != "":
-			c.add(at, "SEGMENT_DAMAGED", "segment %d: %s", f.GetNumber(), f.GetFlaw())
-		default:
-			c.report.Segments.Whole++
-			c.report.Segments.Bytes += f.GetBytes()
-		}
-	}
-}
-
-// missingSegments returns the segments whose file does not exist although it was not deleted.
-func (c sampleCheck) missingSegments() map[uint32]bool {
-	out := map[uint32]bool{}
-	for _, f := range c.Segments {
-		out[f.GetNumber()] = f.GetMissing() && !f.GetTrimmed()
-	}
-	return out
 }

@@ -32,22 +32,31 @@ type Services struct {
 
 // Gather reads the rows of a run (id, prefix of an id, or name) from running services. Where the
 // scheduler has no such run it reads the ledger of that id. With readFiles it reads the files of
-// the run's snapshots and weights, else it only checks that they exist.
+// the run's snapshots and weights, else it only checks that they exist. Close the evidence.
 func Gather(ctx context.Context, s Services, name string, readFiles bool) (*Evidence, error) {
+	e := &Evidence{}
+	if err := s.gather(ctx, e, name, readFiles); err != nil {
+		_ = e.Close()
+		return nil, err
+	}
+	return e, nil
+}
+
+func (s Services) gather(ctx context.Context, e *Evidence, name string, readFiles bool) error {
 	before, err := s.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: name})
 	if rpcerr.Code(err) == codes.NotFound {
-		e := &Evidence{Run: &runv1.Run{RunId: name}, Unscheduled: true}
+		e.Run, e.Unscheduled = &runv1.Run{RunId: name}, true
 		if none := s.ledger(ctx, e); rpcerr.Reason(none) != reasonNoLedger && rpcerr.Code(none) != codes.InvalidArgument { // an invalid id
-			return e, none
+			return none
 		}
 	}
 	if err != nil {
-		return nil, err
+		return err
 	}
-	e := &Evidence{Run: before.GetStatus().GetRun(), CursorBefore: before.GetStatus().GetCursor().GetPosition()}
+	e.Run, e.CursorBefore = before.GetStatus().GetRun(), before.GetStatus().GetCursor().GetPosition()
 	run := e.Run.GetRunId()
 	if e.Snapshots, err = s.snapshots(ctx, e.Run); err != nil {
-		return nil, err
+		return err
 	}
 	err = e.CheckFiles(readFiles,
 		func(content string) (uint64, error) { return s.readArtifact(ctx, content, readFiles) },
@@ -56,20 +65,20 @@ func Gather(ctx context.Context, s Services, name string, readFiles bool) (*Evid
 			return rpcerr.Code(err) == codes.NotFound
 		})
 	if err != nil {
-		return nil, err
+		return err
 	}
 	if err := e.CheckWeights(e.Run.GetDirectory(), readFiles); err != nil {
-		return nil, err
+		return err
 	}
 	if err := s.ledger(ctx, e); err != nil && rpcerr.Reason(err) != reasonNoLedger {
-		return nil, err
+		return err
 	}
 	after, err := s.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: run})
 	if err != nil {
-		return nil, err
+		return err
 	}
 	e.CursorAfter = after.GetStatus().GetCursor().GetPosition()
-	return e, nil
+	return nil
 }
 
 // ledger adds the rows of the run's ledger.
@@ -86,7 +95,9 @@ func (s Services) ledger(ctx context.Context, e *Evidence) error {
 		if err != nil {
 			return err
 		}
-		e.Add(rows)
+		if err := e.Add(rows); err != nil {
+			return err
+		}
 	}
 }
 
@@ -133,17 +144,31 @@ func (s Services) readArtifact(ctx context.Context, content string, whole bool) 
 	}
 }
 
-// Add adds exported rows.
-func (e *Evidence) Add(rows *bufferv1.ExportLedgerResponse) {
+// Add adds exported rows. The ledger comes first.
+func (e *Evidence) Add(rows *bufferv1.ExportLedgerResponse) error {
 	if rows.GetLedger() != nil {
 		e.Ledger = rows.GetLedger()
 	}
 	e.Segments = append(e.Segments, rows.GetSegments()...)
 	e.Weights = append(e.Weights, rows.GetWeights()...)
 	e.Lineages = append(e.Lineages, rows.GetLineages()...)
-	e.Steps = append(e.Steps, rows.GetSteps()...)
-	e.Groups = append(e.Groups, rows.GetGroups()...)
-	e.Samples = append(e.Samples, rows.GetSamples()...)
+	return e.rows().add(e.Ledger.GetConfig().GetRows(), rows)
+}
+
+// rows returns the rows, in the folder of temporary files if there are none yet.
+func (e *Evidence) rows() *Rows {
+	if e.Rows == nil {
+		e.Rows = NewRows("")
+	}
+	return e.Rows
+}
+
+// Close deletes the temporary files.
+func (e *Evidence) Close() error {
+	if e.Rows == nil {
+		return nil
+	}
+	return e.Rows.Close()
 }
 
 // CheckFiles calls read for each file of the run's snapshots and records the result; count adds the

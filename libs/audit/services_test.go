@@ -2,6 +2,7 @@ package audit
 
 import (
 	"context"
+	"errors"
 	"io"
 	"slices"
 	"testing"
@@ -19,7 +20,7 @@ import (
 
 // plane answers from an intact run. external is a ledger without a run.
 type plane struct {
-	evidence *Evidence
+	evidence *table
 	cursors  []uint64 // of the calls of GetRun
 	files    map[string]string
 	pages    int
@@ -120,7 +121,7 @@ func (p *plane) ExportLedger(_ context.Context, r *bufferv1.ExportLedgerRequest,
 		return &stream[bufferv1.ExportLedgerResponse]{err: rpcerr.New(codes.NotFound, reasonNoLedger, "no ledger")}, nil
 	}
 	return &stream[bufferv1.ExportLedgerResponse]{left: []*bufferv1.ExportLedgerResponse{
-		{Ledger: e.Ledger, Segments: e.Segments, Steps: e.Steps, Weights: e.Weights}, {Groups: e.Groups[:2], Samples: e.Samples[:4]}, {Groups: e.Groups[2:], Samples: e.Samples[4:]},
+		{Ledger: e.Ledger, Lineages: e.Lineages, Segments: e.Segments, Steps: e.Steps, Weights: e.Weights}, {Groups: e.Groups[:2], Samples: e.Samples[:4]}, {Groups: e.Groups[2:], Samples: e.Samples[4:]},
 	}}, nil
 }
 
@@ -140,7 +141,7 @@ func TestGatherReadsARunFromServices(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if r := Check(e); !r.Whole || r.Files != (Files{Whole: 1, Bytes: 5}) || e.CursorBefore != 3 || e.CursorAfter != 4 || p.pages != 2 {
+	if r := report(t, e); !r.Whole || r.Files != (Files{Whole: 1, Bytes: 5}) || e.CursorBefore != 3 || e.CursorAfter != 4 || p.pages != 2 {
 		t.Errorf("%+v, cursors %d and %d, %d pages", r, e.CursorBefore, e.CursorAfter, p.pages)
 	}
 	p = served()
@@ -187,7 +188,7 @@ func TestGatherReadsALedgerWithoutARun(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r := Check(e)
+	r := report(t, e)
 	if !e.Unscheduled || r.RunID != external || r.State != "" || len(r.Skipped) == 0 {
 		t.Errorf("%+v", r)
 	}
@@ -202,6 +203,16 @@ func TestGatherReadsALedgerWithoutARun(t *testing.T) {
 	if e, err := Gather(t.Context(), p.services(), testRun, true); err != nil || e.Ledger != nil || e.Unscheduled {
 		t.Errorf("a run without a ledger: %v %+v", err, e)
 	}
+}
+
+// report checks evidence, and closes it.
+func report(t *testing.T, e *Evidence) *Report {
+	t.Helper()
+	r, err := Check(e)
+	if err := errors.Join(err, e.Close()); err != nil {
+		t.Fatal(err)
+	}
+	return r
 }
 
 func kindsOf(r *Report) (kinds []string) {

@@ -8,7 +8,7 @@ import (
 
 // snapshotCheck checks the run's snapshots and their files.
 type snapshotCheck struct {
-	*rows
+	*index
 	*findings
 }
 
@@ -18,7 +18,7 @@ func (c snapshotCheck) records() {
 		if s.GetKind() != snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE || s.GetRunId() != c.report.RunID {
 			continue
 		}
-		at, step := Break{Step: s.GetStep()}, c.stepOf[s.GetStep()]
+		at, step := Break{Step: s.GetStep()}, c.named[s.GetStep()]
 		switch {
 		case step.GetChain() == "":
 			c.add(at, "SNAPSHOT_AHEAD", "snapshot %s is of step %d, which is not in the ledger", s.GetSnapshotId(), s.GetStep())

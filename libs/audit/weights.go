@@ -108,7 +108,7 @@ func readPublished(path, digest string) (read uint64, flaw string) {
 
 // weightsCheck checks the files of published weights.
 type weightsCheck struct {
-	*rows
+	*index
 	*findings
 }
 

@@ -1,6 +1,7 @@
 // Package replay trains a run's recorded batches again and compares the weights of each step.
 //
-// It starts no service. A worker process (`rollout-worker replay`) reads a file that names the
+// Memory does not depend on the number of groups and samples: the batches are sorted in temporary
+// files. It starts no service. A worker process (`rollout-worker replay`) reads a file that names the
 // model, the batches with the files of their payloads, and the recorded digests. It begins with the
 // run's model, or with the oldest snapshot after which all payloads still exist.
 package replay
@@ -9,6 +10,7 @@ import (
 	"bufio"
 	"cmp"
 	"context"
+	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -23,6 +25,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/audit"
 	"github.com/rollout-rl/rollout/libs/exit"
+	"github.com/rollout-rl/rollout/libs/spill"
 	"github.com/rollout-rl/rollout/libs/trainstate"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
@@ -96,13 +99,15 @@ func (j *Job) Run(ctx context.Context, report func(Step)) error {
 }
 
 // spec writes the file that the worker reads.
-func (j *Job) spec(ctx context.Context) (string, error) {
+func (j *Job) spec(ctx context.Context) (_ string, err error) {
 	e := j.Evidence
 	if e.Unscheduled {
 		return "", exit.New(exit.Data, "check it with `rollout audit`; a replay needs a run that `rollout run` started",
 			"%s is a ledger without a run of the scheduler: no plan names the model and the algorithm to train with", e.Run.GetRunId())
 	}
-	if e.Ledger == nil || len(e.Steps) == 0 {
+	if none, err := j.empty(); err != nil {
+		return "", err
+	} else if none {
 		return "", exit.New(exit.Data, "", "run %s has no committed step", e.Run.GetRunId())
 	}
 	base, from, err := j.start()
@@ -114,41 +119,56 @@ func (j *Job) spec(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", err
 	}
+	samples, err := j.collect(from)
+	if err != nil {
+		return "", err
+	}
+	defer func() { err = errors.Join(err, samples.Close()) }()
 	path := filepath.Join(j.Scratch, "spec.jsonl")
 	f, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY|os.O_EXCL, 0o600)
 	if err != nil {
 		return "", fmt.Errorf("write the replay spec: %w", err)
 	}
 	w := json.NewEncoder(f)
-	errs := []error{w.Encode(head)}
-	for _, s := range e.Steps {
-		if s.GetStep() <= from || s.GetChain() == "" {
-			continue
-		}
-		batch, err := j.batch(ctx, s)
-		if err != nil {
-			return "", errors.Join(err, f.Close())
-		}
-		errs = append(errs, w.Encode(map[string]any{"batch": batch, "digest": cmp.Or(digests[s.GetStep()], s.GetWeightsDigest())}))
+	if err := w.Encode(head); err != nil {
+		return "", errors.Join(err, f.Close())
 	}
-	return path, errors.Join(errors.Join(errs...), f.Close())
+	return path, errors.Join(j.batches(ctx, from, samples, digests, w), f.Close())
 }
+
+// empty reports whether the run has no step.
+func (j *Job) empty() (bool, error) {
+	if j.Evidence.Ledger == nil {
+		return true, nil
+	}
+	none := true
+	err := j.Evidence.Rows.Steps(func(*bufferv1.StepRecord) error {
+		none = false
+		return errFound
+	})
+	if errors.Is(err, errFound) {
+		err = nil
+	}
+	return none, err
+}
+
+// errFound ends a search.
+var errFound = errors.New("found")
 
 // start returns the snapshot to begin with and its step; nil: the model.
 func (j *Job) start() (*snapshotv1.Snapshot, uint64, error) {
 	e := j.Evidence
 	need := uint64(0) // the last step whose payloads are deleted
-	steps := map[string]uint64{}
-	for _, g := range e.Groups {
-		if g.GetState() == bufferv1.GroupState_GROUP_STATE_EXCLUDED {
-			continue // no step reads its payloads
+	err := e.Rows.Prompts(func(p *audit.Prompt) error {
+		for _, g := range p.Groups {
+			if g.GetState() != bufferv1.GroupState_GROUP_STATE_EXCLUDED && slices.ContainsFunc(p.Samples, (*bufferv1.SampleRecord).GetTrimmed) {
+				need = max(need, g.GetStep()) // no step reads the payloads of an excluded group
+			}
 		}
-		steps[fmt.Sprintf("%d/%d", g.GetKey().GetEpoch(), g.GetKey().GetIndex())] = g.GetStep()
-	}
-	for _, s := range e.Samples {
-		if k := s.GetRef().GetKey(); s.GetTrimmed() {
-			need = max(need, steps[fmt.Sprintf("%d/%d", k.GetEpoch(), k.GetIndex())])
-		}
+		return nil
+	})
+	if err != nil {
+		return nil, 0, err
 	}
 	first := e.Ledger.GetConfig().GetFirstStep()
 	if need == 0 && first == 0 {
@@ -218,27 +238,78 @@ func learnerThreads(directory string) (int, error) {
 	return spec.Threads, nil
 }
 
-// batch returns the samples of a step and the files that hold them.
-func (j *Job) batch(ctx context.Context, s *bufferv1.StepRecord) (json.RawMessage, error) {
-	e := j.Evidence
-	taken := map[uint64]bool{}
-	for _, g := range e.Groups {
-		if g.GetStep() == s.GetStep() && g.GetState() == bufferv1.GroupState_GROUP_STATE_CONSUMED {
-			taken[g.GetPosition()] = true
+// collect returns the samples of the batches after a step, in the order of the batches.
+func (j *Job) collect(from uint64) (*spill.Sorter, error) {
+	samples := spill.New(j.Scratch)
+	var key, value []byte
+	err := j.Evidence.Rows.Prompts(func(p *audit.Prompt) error {
+		for _, g := range p.Groups {
+			if g.GetStep() <= from || g.GetState() != bufferv1.GroupState_GROUP_STATE_CONSUMED {
+				continue
+			}
+			key = binary.BigEndian.AppendUint64(key[:0], g.GetStep()) // positions are in order
+			for _, s := range p.Samples {
+				var err error
+				if value, err = (proto.MarshalOptions{}).MarshalAppend(value[:0], s); err != nil {
+					return err
+				}
+				if err := samples.Add(key, value); err != nil {
+					return err
+				}
+			}
+			break
 		}
+		return nil
+	})
+	if err != nil {
+		return nil, errors.Join(err, samples.Close())
 	}
-	b := &bufferv1.Batch{RunId: e.Run.GetRunId(), Step: s.GetStep(), BatchId: s.GetBatchId(), Groups: s.GetGroups(), Excluded: s.GetExcluded()}
-	rows := e.Ledger.GetConfig().GetRows()
-	for _, sample := range e.Samples {
-		k := sample.GetRef().GetKey()
-		if !taken[uint64(k.GetEpoch())*rows+k.GetIndex()] {
-			continue
+	return samples, nil
+}
+
+// batches writes the batch of each committed step after one.
+func (j *Job) batches(ctx context.Context, from uint64, samples *spill.Sorter, digests map[uint64]string, w *json.Encoder) error {
+	records, err := samples.Read()
+	if err != nil {
+		return err
+	}
+	key, value, next := records.Next()
+	return j.Evidence.Rows.Steps(func(s *bufferv1.StepRecord) error {
+		if s.GetStep() <= from || s.GetChain() == "" {
+			return nil
 		}
+		var found []*bufferv1.SampleRecord
+		for ; next == nil && binary.BigEndian.Uint64(key) <= s.GetStep(); key, value, next = records.Next() {
+			if binary.BigEndian.Uint64(key) != s.GetStep() {
+				continue
+			}
+			sample := &bufferv1.SampleRecord{}
+			if err := proto.Unmarshal(value, sample); err != nil {
+				return err
+			}
+			found = append(found, sample)
+		}
+		if next != nil && !errors.Is(next, io.EOF) {
+			return next
+		}
+		batch, err := j.batch(ctx, s, found)
+		if err != nil {
+			return err
+		}
+		return w.Encode(map[string]any{"batch": batch, "digest": cmp.Or(digests[s.GetStep()], s.GetWeightsDigest())})
+	})
+}
+
+// batch returns the batch of a step, and the files that hold its samples.
+func (j *Job) batch(ctx context.Context, s *bufferv1.StepRecord, samples []*bufferv1.SampleRecord) (json.RawMessage, error) {
+	e := j.Evidence
+	b := &bufferv1.Batch{RunId: e.Run.GetRunId(), Step: s.GetStep(), BatchId: s.GetBatchId(), Groups: s.GetGroups(), Excluded: s.GetExcluded()}
+	for _, sample := range samples {
+		k, ref := sample.GetRef().GetKey(), sample.GetRef()
 		if sample.GetFlaw() != "" {
 			return nil, exit.New(exit.Data, "`rollout audit` lists all damage", "step %d: sample %d of group %d/%d: %s",
 				s.GetStep(), k.GetSample(), k.GetEpoch(), k.GetIndex(), sample.GetFlaw())
 		}
-		ref := proto.CloneOf(sample.GetRef())
 		if sample.GetSegment() > 0 {
 			ref.Segment = filepath.Join(e.Ledger.GetFolder(), fmt.Sprintf("%06d.seg", sample.GetSegment()))
 		} else {

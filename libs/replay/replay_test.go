@@ -9,8 +9,12 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"runtime"
+	"runtime/metrics"
+	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/proto"
@@ -28,10 +32,30 @@ import (
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 )
 
+// table is evidence whose rows a test changes before they are added.
+type table struct {
+	*audit.Evidence
+	Steps   []*bufferv1.StepRecord
+	Groups  []*bufferv1.GroupRecord
+	Samples []*bufferv1.SampleRecord
+}
+
+// add adds the rows, and deletes them at the end of the test.
+func (e *table) add(t *testing.T) *audit.Evidence {
+	t.Helper()
+	all := *e.Evidence
+	all.Rows = audit.NewRows(t.TempDir())
+	t.Cleanup(func() { _ = all.Close() })
+	if err := all.Add(&bufferv1.ExportLedgerResponse{Steps: e.Steps, Groups: e.Groups, Samples: e.Samples}); err != nil {
+		t.Fatal(err)
+	}
+	return &all
+}
+
 // recorded is the evidence of two steps of one group of two samples. The second sample of the
 // second step is an artifact.
-func recorded() *audit.Evidence {
-	e := &audit.Evidence{
+func recorded() *table {
+	e := &table{Evidence: &audit.Evidence{
 		Run: &runv1.Run{RunId: "run-1", BaseDir: "/jobs", Plan: &planv1.Plan{Config: &configv1.RunConfig{Name: proto.String("sums")}}},
 		Ledger: &bufferv1.LedgerRecord{
 			Folder: "/segments/run-1", Config: &bufferv1.LedgerConfig{GroupsPerStep: 1, GroupSize: 2, Rows: 10},
@@ -42,7 +66,7 @@ func recorded() *audit.Evidence {
 			{SnapshotId: "snap-1", Kind: snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE, Step: 1},
 			{SnapshotId: "snap-other", Kind: snapshotv1.SnapshotKind_SNAPSHOT_KIND_EPISODIC, Step: 1},
 		},
-	}
+	}}
 	for step := uint64(1); step <= 2; step++ {
 		index := step - 1
 		e.Steps = append(e.Steps, &bufferv1.StepRecord{Step: step, BatchId: fmt.Sprint("b", step), WeightsDigest: fmt.Sprint("w", step), Chain: fmt.Sprint("c", step), Groups: 1, Samples: 2})
@@ -72,7 +96,7 @@ func (kept) Snapshot(_ context.Context, s *snapshotv1.Snapshot, folder string) e
 }
 
 // job is a job whose worker keeps the spec, prints lines and exits with code.
-func job(t *testing.T, e *audit.Evidence, lines string, code int) (j *Job, spec string) {
+func job(t *testing.T, e *table, lines string, code int) (j *Job, spec string) {
 	t.Helper()
 	dir := t.TempDir()
 	worker, spec := filepath.Join(dir, "worker"), filepath.Join(dir, "kept.jsonl")
@@ -80,7 +104,7 @@ func job(t *testing.T, e *audit.Evidence, lines string, code int) (j *Job, spec 
 	if err := os.WriteFile(worker, []byte(script), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	return &Job{Evidence: e, Files: kept{}, Worker: []string{worker}, Threads: 2, Scratch: t.TempDir(), Log: io.Discard}, spec
+	return &Job{Evidence: e.add(t), Files: kept{}, Worker: []string{worker}, Threads: 2, Scratch: t.TempDir(), Log: io.Discard}, spec
 }
 
 func line(step int, recorded, replayed string) string {
@@ -154,6 +178,72 @@ func TestTheWorkerGetsTheBatches(t *testing.T) {
 	}
 }
 
+// In an asynchronous run steps take groups in another order than that of positions.
+func TestABatchHasTheGroupsOfItsStep(t *testing.T) {
+	t.Parallel()
+	e := recorded()
+	e.Groups[0].Step, e.Groups[1].Step = 2, 1
+	j, spec := job(t, e, line(2, "w2", "w2"), 0)
+	if err := j.Run(t.Context(), func(Step) {}); err != nil {
+		t.Fatal(err)
+	}
+	for step, want := range map[int]string{1: "1", 2: ""} {
+		for _, s := range records(t, spec)[step]["batch"].(map[string]any)["samples"].([]any) {
+			if index, _ := s.(map[string]any)["key"].(map[string]any)["index"].(string); index != want {
+				t.Errorf("step %d has a sample of row %q, want %q", step, index, want)
+			}
+		}
+	}
+}
+
+// The memory of the batches does not grow with their number: ten times as many need the same. This
+// test does not run in parallel with others, because it measures the whole process.
+func TestMemoryDoesNotGrowWithTheGroups(t *testing.T) {
+	measure := func(steps uint64) uint64 {
+		all := *recorded().Evidence
+		all.Ledger.Config.Rows, all.Rows = 1<<20, audit.NewRows(t.TempDir())
+		defer all.Close()
+		const perStep = 100
+		for step := uint64(1); step <= steps; step++ {
+			m := &bufferv1.ExportLedgerResponse{Steps: []*bufferv1.StepRecord{{Step: step, Chain: "c", Groups: perStep, Samples: perStep}}}
+			for p := (step - 1) * perStep; p < step*perStep; p++ {
+				m.Groups = append(m.Groups, &bufferv1.GroupRecord{Key: &bufferv1.GroupKey{Index: p}, Position: p, Step: step, State: bufferv1.GroupState_GROUP_STATE_CONSUMED})
+				m.Samples = append(m.Samples, &bufferv1.SampleRecord{Segment: 1, Ref: &bufferv1.SampleRef{Key: &trajectoryv1.TrajectoryKey{RunId: "run-1", Index: p}}})
+			}
+			if err := all.Add(m); err != nil {
+				t.Fatal(err)
+			}
+		}
+		ended := make(chan error)
+		go func() {
+			_, err := (&Job{Evidence: &all, Files: kept{}, Scratch: t.TempDir()}).spec(t.Context())
+			ended <- err
+		}()
+		tick := time.NewTicker(20 * time.Millisecond)
+		defer tick.Stop()
+		live := []metrics.Sample{{Name: "/gc/heap/live:bytes"}}
+		for heaps := []uint64{}; ; {
+			runtime.GC()
+			metrics.Read(live)
+			heaps = append(heaps, live[0].Value.Uint64())
+			select {
+			case err := <-ended:
+				if err != nil {
+					t.Fatal(err)
+				}
+				slices.Sort(heaps)
+				return heaps[len(heaps)/2] // what is allocated while a collection marks counts too, so single values are too large
+			case <-tick.C:
+			}
+		}
+	}
+	small, large := measure(200), measure(2000)
+	t.Logf("20,000 groups: %.1f MiB; 200,000 groups: %.1f MiB", float64(small)/(1<<20), float64(large)/(1<<20))
+	if large > small+8<<20 { // the buffers of the sorters are not full after 20,000 groups
+		t.Errorf("the replay of 20,000 groups had %d bytes of live heap, that of 200,000 groups %d", small, large)
+	}
+}
+
 // Where samples are deleted the replay begins with the oldest snapshot that covers them.
 func TestItBeginsWithTheSnapshotThatCoversDeletedSamples(t *testing.T) {
 	t.Parallel()
@@ -172,8 +262,8 @@ func TestItBeginsWithTheSnapshotThatCoversDeletedSamples(t *testing.T) {
 		t.Errorf("%v", lines)
 	}
 	e.Groups[0].State = bufferv1.GroupState_GROUP_STATE_EXCLUDED // no step reads its samples
-	j, spec = job(t, e, line(2, "w2", "w2"), 0)
 	e.Steps[0].Samples = 0
+	j, spec = job(t, e, line(2, "w2", "w2"), 0)
 	if err := j.Run(t.Context(), func(Step) {}); err != nil {
 		t.Fatal(err)
 	}
@@ -212,22 +302,24 @@ func TestTheThreadsAreThoseOfTheRun(t *testing.T) {
 func TestErrorsSayWhatToDo(t *testing.T) {
 	t.Parallel()
 	for text, c := range map[string]struct {
-		change func(*Job)
+		change func(*table, *Job)
 		code   int
 	}{
-		"has no committed step":                  {func(j *Job) { j.Evidence.Ledger = nil }, exit.Data},
-		"a ledger without a run":                 {func(j *Job) { j.Evidence.Unscheduled = true }, exit.Data},
-		"no snapshot of a later step exists":     {func(j *Job) { j.Evidence.Samples[2].Trimmed, j.Evidence.Snapshots = true, nil }, exit.Data},
-		"sample 0 of group 0/0: checksum":        {func(j *Job) { j.Evidence.Samples[0].Flaw = "checksum" }, exit.Data},
-		"trained on 2 samples; the ledger has 1": {func(j *Job) { j.Evidence.Samples = j.Evidence.Samples[1:] }, exit.Data},
-		"start the learner":                      {func(j *Job) { j.Worker = []string{"/nowhere/worker"} }, exit.NoInput},
-		"could not train":                        {func(*Job) {}, exit.Data},
-		"number of threads of the run's":         {func(j *Job) { j.Threads = -1 }, exit.NoInput},
+		"has no committed step":                  {func(e *table, j *Job) { e.Ledger = nil }, exit.Data},
+		"a ledger without a run":                 {func(e *table, j *Job) { e.Unscheduled = true }, exit.Data},
+		"no snapshot of a later step exists":     {func(e *table, j *Job) { e.Samples[2].Trimmed, e.Snapshots = true, nil }, exit.Data},
+		"sample 0 of group 0/0: checksum":        {func(e *table, j *Job) { e.Samples[0].Flaw = "checksum" }, exit.Data},
+		"trained on 2 samples; the ledger has 1": {func(e *table, j *Job) { e.Samples = e.Samples[1:] }, exit.Data},
+		"start the learner":                      {func(e *table, j *Job) { j.Worker = []string{"/nowhere/worker"} }, exit.NoInput},
+		"could not train":                        {func(*table, *Job) {}, exit.Data},
+		"number of threads of the run's":         {func(e *table, j *Job) { j.Threads = -1 }, exit.NoInput},
 	} {
-		j, _ := job(t, recorded(), "", 1)
-		c.change(j)
+		e := recorded()
+		j, _ := job(t, e, "", 1)
+		c.change(e, j)
+		j.Evidence = e.add(t)
 		err := j.Run(t.Context(), func(Step) {})
-		if e := exit.From(err); err == nil || !strings.Contains(err.Error(), text) || e.Code != c.code || e.Fix == "" && text != "has no committed step" {
+		if found := exit.From(err); err == nil || !strings.Contains(err.Error(), text) || found.Code != c.code || found.Fix == "" && text != "has no committed step" {
 			t.Errorf("%s: %v", text, err)
 		}
 	}

@@ -12,7 +12,6 @@ import (
 	"github.com/rollout-rl/rollout/libs/audit"
 	"github.com/rollout-rl/rollout/libs/blob"
 	"github.com/rollout-rl/rollout/libs/sqldb"
-	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	"github.com/rollout-rl/rollout/services/buffer"
@@ -26,37 +25,45 @@ import (
 
 // Read reads the rows of a run (id, prefix of an id, or name). Where the scheduler has no such run
 // it reads the ledger of that id. With readFiles it reads the files of the run's snapshots and
-// weights, else it only checks that they exist.
-func Read(ctx context.Context, place Place, name string, readFiles bool) (_ *audit.Evidence, err error) {
-	if err := place.check(); err != nil {
+// weights, else it only checks that they exist. Close the evidence.
+func Read(ctx context.Context, place Place, name string, readFiles bool) (*audit.Evidence, error) {
+	e := &audit.Evidence{}
+	if err := read(ctx, place, name, readFiles, e); err != nil {
+		_ = e.Close()
 		return nil, err
+	}
+	return e, nil
+}
+
+func read(ctx context.Context, place Place, name string, readFiles bool, e *audit.Evidence) (err error) {
+	if err := place.check(); err != nil {
+		return err
 	}
 	runs, err := schedulerstore.Open(ctx, place.Databases)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	defer func() { err = errors.Join(err, runs.Close()) }()
-	e := &audit.Evidence{}
 	if e.Run, err = runs.Resolve(ctx, nil, name); errors.Is(err, scheduler.ErrNotFound) {
 		e.Run, e.Unscheduled = &runv1.Run{RunId: name}, true
 		if none := readLedger(ctx, place, name, e); !errors.Is(none, ledger.ErrNoLedger) {
-			return e, none
+			return none
 		}
 	}
 	if err != nil {
-		return nil, err
+		return err
 	}
 	run := e.Run.GetRunId()
 	before, err := runs.Cursor(ctx, run)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	if e.Snapshots, err = readSnapshots(ctx, place.Databases, e.Run); err != nil {
-		return nil, err
+		return err
 	}
 	artifacts, err := place.Artifacts()
 	if err != nil {
-		return nil, err
+		return err
 	}
 	err = e.CheckFiles(readFiles,
 		func(content string) (uint64, error) { return readArtifact(ctx, artifacts, content, readFiles) },
@@ -65,17 +72,17 @@ func Read(ctx context.Context, place Place, name string, readFiles bool) (_ *aud
 			return err == nil && !slices.ContainsFunc(now, func(s *snapshotv1.Snapshot) bool { return s.GetSnapshotId() == snapshot })
 		})
 	if err != nil {
-		return nil, err
+		return err
 	}
 	if err := e.CheckWeights(filepath.Join(place.runs, run), readFiles); err != nil {
-		return nil, err
+		return err
 	}
 	if err := readLedger(ctx, place, run, e); err != nil && !errors.Is(err, ledger.ErrNoLedger) {
-		return nil, err
+		return err
 	}
 	after, err := runs.Cursor(ctx, run)
 	e.CursorBefore, e.CursorAfter = before.Position, after.Position
-	return e, err
+	return err
 }
 
 func readArtifact(ctx context.Context, artifacts *blob.CAS, content string, whole bool) (uint64, error) {
@@ -117,8 +124,5 @@ func readLedger(ctx context.Context, place Place, run string, e *audit.Evidence)
 		return err
 	}
 	defer func() { err = errors.Join(err, store.Close()) }()
-	return buffer.Export(ctx, store, run, place.payloads(run), func(rows *bufferv1.ExportLedgerResponse) error {
-		e.Add(rows)
-		return nil
-	})
+	return buffer.Export(ctx, store, run, place.payloads(run), e.Add)
 }

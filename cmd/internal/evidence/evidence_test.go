@@ -13,6 +13,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/audit"
 	"github.com/rollout-rl/rollout/libs/exit"
 	"github.com/rollout-rl/rollout/libs/id"
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	"github.com/rollout-rl/rollout/services/buffer/segment"
 )
@@ -25,9 +26,17 @@ func blake(text string) string {
 
 func check(t *testing.T, folder string) *audit.Report {
 	t.Helper()
-	evidence, err := evidence.Read(t.Context(), evidence.Folder(folder), "audited", true)
+	e, err := evidence.Read(t.Context(), evidence.Folder(folder), "audited", true)
 	must(t, err)
-	return audit.Check(evidence)
+	defer e.Close()
+	return report(t, e)
+}
+
+func report(t *testing.T, e *audit.Evidence) *audit.Report {
+	t.Helper()
+	r, err := audit.Check(e)
+	must(t, err)
+	return r
 }
 
 func TestAnIntactRunPasses(t *testing.T) {
@@ -161,8 +170,16 @@ func TestAPromptConsumedTwice(t *testing.T) {
 	t.Parallel()
 	evidence, err := evidence.Read(t.Context(), evidence.Folder(state(t)), run, true)
 	must(t, err)
-	evidence.Groups = append(evidence.Groups, evidence.Groups[0])
-	r := audit.Check(evidence)
+	defer evidence.Close()
+	again := &bufferv1.ExportLedgerResponse{}
+	must(t, evidence.Rows.Prompts(func(p *audit.Prompt) error {
+		if p.Position == 0 {
+			again.Groups = p.Groups
+		}
+		return nil
+	}))
+	must(t, evidence.Add(again))
+	r := report(t, evidence)
 	for _, b := range r.Breaks {
 		if b.Kind == "GROUP_TWICE" && b.Group == "0/0" && b.Step == 1 {
 			return
@@ -176,10 +193,11 @@ func TestTheLedgerIsOfThePlan(t *testing.T) {
 	t.Parallel()
 	evidence, err := evidence.Read(t.Context(), evidence.Folder(state(t)), run, true)
 	must(t, err)
+	defer evidence.Close()
 	config := evidence.Run.GetPlan().GetConfig()
 	config.Sampling.GroupSize = proto.Uint32(1)
 	foreign := func() bool {
-		return slices.ContainsFunc(audit.Check(evidence).Breaks, func(b audit.Break) bool { return b.Kind == "LEDGER_CONFIG" })
+		return slices.ContainsFunc(report(t, evidence).Breaks, func(b audit.Break) bool { return b.Kind == "LEDGER_CONFIG" })
 	}
 	if !foreign() {
 		t.Error("a ledger of 3 samples a group passed for a plan of 1")
@@ -203,8 +221,9 @@ func TestARunWithoutALedger(t *testing.T) {
 	}
 	evidence, err := evidence.Read(t.Context(), evidence.Folder(folder), run, true)
 	must(t, err)
+	defer evidence.Close()
 	evidence.Run.Step = 0
-	if r := audit.Check(evidence); !r.Whole { // it has not begun
+	if r := report(t, evidence); !r.Whole { // it has not begun
 		t.Errorf("%+v", r.Breaks)
 	}
 }
@@ -219,7 +238,8 @@ func TestALedgerWithoutARun(t *testing.T) {
 	read := func() *audit.Report {
 		e, err := evidence.Read(t.Context(), evidence.Folder(folder), run, true)
 		must(t, err)
-		return audit.Check(e)
+		defer e.Close()
+		return report(t, e)
 	}
 	r := read()
 	if !r.Whole || r.RunID != run || r.State != "" || r.Steps != 3 {

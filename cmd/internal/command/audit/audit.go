@@ -65,7 +65,10 @@ func ConfigFlag(cmd *cobra.Command, file *string) {
 
 // show prints the report of an audit.
 func show(env *cli.Env, evidence *audit.Evidence) (err error) {
-	report := audit.Check(evidence)
+	report, err := audit.Check(evidence)
+	if err != nil {
+		return err
+	}
 	if env.JSON() {
 		err = output.Value(env.Stdout, report)
 	} else {
@@ -90,6 +93,7 @@ func Gather(env *cli.Env, cmd *cobra.Command, run, configured string, readFiles 
 		if err != nil {
 			return err
 		}
+		defer e.Close() // removes temporary files that have no name
 		return use(e, replay.Services{Snapshots: c.Snapshot, Artifacts: c.Artifacts})
 	}
 	return env.Plane.AskOrRead(cmd, ask, func(ctx context.Context, state string) error {
@@ -122,6 +126,7 @@ func gatherPlace(ctx context.Context, place evidence.Place, run string, readFile
 	if err != nil {
 		return err
 	}
+	defer e.Close() // removes temporary files that have no name
 	artifacts, err := place.Artifacts()
 	if err != nil {
 		return err
@@ -184,8 +189,8 @@ func reportText(s output.Style, r *audit.Report) string {
 	for _, broken := range r.Breaks[:min(len(r.Breaks), auditShown)] {
 		fmt.Fprintf(&b, "%s %s: %s\n", s.Red("break"), breakText(broken), broken.Message)
 	}
-	if more := len(r.Breaks) - auditShown; more > 0 {
-		fmt.Fprintf(&b, "and %d more; list all with --format json\n", more)
+	if more := uint64(len(r.Breaks)) + r.Omitted; more > auditShown {
+		fmt.Fprintf(&b, "and %d more; list them with --format json\n", more-auditShown)
 	}
 	return text + b.String()
 }
