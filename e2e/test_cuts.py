@@ -21,13 +21,19 @@ def rows_of(folder: Path) -> list[buffer_pb2.CutLedgerResponse]:
     return list(iter(lambda: parse_length_prefixed(buffer_pb2.CutLedgerResponse, rows), None))
 
 
-def trainable(running: Mesh, snapshot: str, folder: Path) -> int:
-    """How many complete groups with different rewards a snapshot has."""
-    running.snapshots.MaterializeSnapshot(snapshot_pb2.MaterializeSnapshotRequest(snapshot_id=snapshot, directory=str(folder)))
+def trainable(running: Mesh, snapshot: snapshot_pb2.Snapshot, folder: Path, staleness: int) -> int:
+    """How many complete groups with different rewards of a snapshot the next step can take. The
+    lease dissolves a group whose weights are too old by then, and takes one that completes later
+    in its place, which differs between two runs."""
+    request = snapshot_pb2.MaterializeSnapshotRequest(snapshot_id=snapshot.snapshot_id, directory=str(folder))
+    running.snapshots.MaterializeSnapshot(request)
     rows = rows_of(folder)
     complete = (buffer_pb2.GROUP_STATE_READY, buffer_pb2.GROUP_STATE_LEASED)
     rewards: dict[tuple[int, int], set[float]] = {
-        (group.key.epoch, group.key.index): set() for part in rows for group in part.groups if group.state in complete
+        (group.key.epoch, group.key.index): set()
+        for part in rows
+        for group in part.groups
+        if group.state in complete and group.min_version + staleness >= snapshot.step
     }
     for part in rows:
         for sample in part.samples:
@@ -48,7 +54,7 @@ def cut_and_restore(running: Mesh, job: Job, folder: Path) -> snapshot_pb2.Snaps
         assert (state.kind, ledger.kind) == tuple(kinds)
         assert state.step == ledger.step
         assert {file.path for file in state.files} < {file.path for file in ledger.files}
-        ready = trainable(running, ledger.snapshot_id, folder / f"cut{attempt}")
+        ready = trainable(running, ledger, folder / f"cut{attempt}", job.staleness)
         if ready >= GROUPS:
             break
     assert ready >= GROUPS, "no cut had a whole batch"
