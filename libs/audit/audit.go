@@ -4,7 +4,8 @@
 // unchanged.
 //
 // Check reads nothing but the evidence. Gather collects it from running services. Memory does not
-// depend on the number of groups and samples: they are sorted in temporary files, and read in order.
+// depend on the number of groups and samples: they are sorted in temporary files, and read in
+// order.
 //
 // Digests are computed from their specification in docs/wire.md, not with the code of the buffer,
 // so that a mistake there can't hide itself.

@@ -26,7 +26,7 @@ type Prompt struct {
 	Samples  []*bufferv1.SampleRecord // in the order of the batch
 }
 
-// group returns the first record of the group; nil: there is none.
+// group returns the first record of the group, or nil.
 func (p *Prompt) group() *bufferv1.GroupRecord {
 	if len(p.Groups) == 0 {
 		return nil

@@ -155,7 +155,7 @@ func (e *Evidence) Add(rows *bufferv1.ExportLedgerResponse) error {
 	return e.rows().add(e.Ledger.GetConfig().GetRows(), rows)
 }
 
-// rows returns the rows, in the folder of temporary files if there are none yet.
+// rows returns the rows. Those of new evidence are in the folder of temporary files.
 func (e *Evidence) rows() *Rows {
 	if e.Rows == nil {
 		e.Rows = NewRows("")

@@ -1,9 +1,9 @@
 // Package replay trains a run's recorded batches again and compares the weights of each step.
 //
 // Memory does not depend on the number of groups and samples: the batches are sorted in temporary
-// files. It starts no service. A worker process (`rollout-worker replay`) reads a file that names the
-// model, the batches with the files of their payloads, and the recorded digests. It begins with the
-// run's model, or with the oldest snapshot after which all payloads still exist.
+// files. It starts no service. A worker process (`rollout-worker replay`) reads a file that names
+// the model, the batches with the files of their payloads, and the recorded digests. It begins with
+// the run's model, or with the oldest snapshot after which all payloads still exist.
 package replay
 
 import (
