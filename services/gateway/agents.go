@@ -68,6 +68,8 @@ type workItem struct {
 	*bus.Delivery
 	group *runv1.PromptGroup
 	since time.Time // when its sessions were issued
+
+	sessions []string // by sample; set before it is held
 }
 
 func (d *workItem) id() string {
@@ -231,6 +233,9 @@ func (a *agents) issue(ctx context.Context, run *agentRun, d *workItem) ([]*Task
 	issued, err := a.store.Issue(ctx, run.id, tasks)
 	if err != nil {
 		return nil, err
+	}
+	for _, task := range issued {
+		d.sessions = append(d.sessions, task.GetSessionId())
 	}
 	run.hold(d, a.now())
 	if issued[0].GetSessionId() == tasks[0].GetSessionId() {

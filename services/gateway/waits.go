@@ -1,6 +1,7 @@
 package gateway
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -32,7 +33,7 @@ func (s *Server) ListWaits(ctx context.Context, req *gatewayv1.ListWaitsRequest)
 	case err != nil:
 		return nil, err
 	default:
-		waits = append(waits, s.agents.waits(run)...)
+		waits = append(waits, s.agents.waits(ctx, run)...)
 	}
 	return &gatewayv1.ListWaitsResponse{Waits: waits}, nil
 }
@@ -93,13 +94,15 @@ func (d *directory) wait(run string, why obstacle, who string) *waitv1.Wait {
 }
 
 // waits is what a run waits for that agents sample for.
-func (a *agents) waits(r *agentRun) []*waitv1.Wait {
+func (a *agents) waits(ctx context.Context, r *agentRun) []*waitv1.Wait {
 	serves := a.serves(r.id)
+	if open, oldest := r.sessionsOpen(); open != nil {
+		open.Evidence += a.unclosed(ctx, oldest)
+		return []*waitv1.Wait{open}
+	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	switch {
-	case len(r.held) > 0:
-		return []*waitv1.Wait{r.sessionsOpen()}
 	case len(r.spare) > 0 || r.asking == 0:
 		w := &waitv1.Wait{
 			Owner: wait.Agents, Reason: wait.NoAgent, Evidence: "no agent asks for prompts, and none has since the gateway started",
@@ -121,22 +124,63 @@ func (a *agents) waits(r *agentRun) []*waitv1.Wait {
 	}}
 }
 
-// sessionsOpen is the wait for the sessions that agents have not closed. The caller has the lock.
-func (r *agentRun) sessionsOpen() *waitv1.Wait {
-	var since time.Time
-	var positions []uint64
+// sessionsOpen is the wait for the sessions that agents have not closed, with the delivery that has
+// waited the longest; nil if no group is held.
+func (r *agentRun) sessionsOpen() (*waitv1.Wait, *workItem) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if len(r.held) == 0 {
+		return nil, nil
+	}
+	var oldest *workItem
+	positions := make([]uint64, 0, len(r.held))
 	for _, deliveries := range r.held {
-		if d := deliveries[0]; since.IsZero() || d.since.Before(since) {
-			since = d.since
+		d := deliveries[0]
+		if oldest == nil || cmp.Or(d.since.Compare(oldest.since), cmp.Compare(d.group.GetPosition(), oldest.group.GetPosition())) < 0 {
+			oldest = d
 		}
-		positions = append(positions, deliveries[0].group.GetPosition())
+		positions = append(positions, d.group.GetPosition())
 	}
 	slices.Sort(positions)
 	limit := r.config.GetLimits().GetAgentSeconds()
 	return &waitv1.Wait{
-		Owner: wait.Agents, Reason: wait.SessionsOpen, Since: timestamppb.New(since), LimitSeconds: limit,
+		Owner: wait.Agents, Reason: wait.SessionsOpen, Since: timestamppb.New(oldest.since), LimitSeconds: limit,
 		Positions: positions[:min(len(positions), mostPositions)], Groups: uint32(len(positions)),
 		Evidence: fmt.Sprintf("agents have the sessions of %d prompt groups and have not closed all of them", len(positions)),
 		Fix:      fmt.Sprintf("see why the agents close no sessions; after %.0f s (limits.agent_seconds) a group is issued again", limit),
+	}, oldest
+}
+
+// Of the sessions of a group, the number that is looked up, and the number that is named.
+const (
+	mostSessions = 16
+	mostOpen     = 3
+)
+
+// unclosed names the open sessions of a delivery, with the time of the last request in each. What
+// can't be read is left out.
+func (a *agents) unclosed(ctx context.Context, d *workItem) string {
+	var names []string
+	open := 0
+	for _, name := range d.sessions[:min(len(d.sessions), mostSessions)] {
+		session, err := a.store.Session(ctx, name, 0)
+		if err != nil || session.GetEnd() != nil {
+			continue
+		}
+		if open++; open > mostOpen {
+			continue
+		}
+		last := "has made no request"
+		if segments := session.GetSegments(); len(segments) > 0 {
+			last = "had its last answer at " + segments[len(segments)-1].GetTime().AsTime().UTC().Format(time.TimeOnly) + " UTC"
+		}
+		names = append(names, name+" "+last)
 	}
+	if open == 0 {
+		return ""
+	}
+	if open > mostOpen {
+		names = append(names, fmt.Sprintf("%d more are open", open-mostOpen))
+	}
+	return fmt.Sprintf("; of prompt %d, %s", d.group.GetPosition(), strings.Join(names, ", "))
 }

@@ -2,6 +2,7 @@ package gateway_test
 
 import (
 	"context"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -108,8 +109,18 @@ func TestWhatAgentsAreWaitedForIsAWait(t *testing.T) {
 	if open.GetOwner() != "agents" || open.GetGroups() != 1 || open.GetLimitSeconds() != 600 || open.GetSince() == nil {
 		t.Errorf("got %v", open)
 	}
-	for _, task := range tasks {
+	if want := tasks[0].GetSessionId() + " has made no request"; !strings.Contains(open.GetEvidence(), want) {
+		t.Errorf("got %q, not %q", open.GetEvidence(), want)
+	}
+	for i, task := range tasks {
 		a.play(task)
+		open := waits(t, a.gateway, agencyRun)["SESSIONS_OPEN"]
+		if want := task.GetSessionId() + " had its last answer at "; !strings.Contains(open.GetEvidence(), want) {
+			t.Errorf("got %q, not %q", open.GetEvidence(), want)
+		}
+		if i > 0 && strings.Contains(open.GetEvidence(), tasks[0].GetSessionId()) {
+			t.Errorf("names a closed session: %q", open.GetEvidence())
+		}
 		if _, err := a.close(task, 1); err != nil {
 			t.Fatal(err)
 		}
