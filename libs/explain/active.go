@@ -58,6 +58,8 @@ func (e *explainer) active() {
 		e.busy(phase)
 	case first(waits, is(ofWorkers...)) != nil:
 		e.workers(first(waits, is(ofWorkers...)))
+	case first(waits, is(ofGateway...)) != nil:
+		e.agents()
 	case len(waits) > 0:
 		e.head(waits[0])
 	default:
@@ -159,7 +161,7 @@ func (e *explainer) busy(phase *waitv1.Wait) {
 		return
 	}
 	for _, w := range subjects {
-		if computes := first(w.GetWaits(), func(w *waitv1.Wait) bool { return w.GetGroups() == 0 }); computes != nil {
+		if computes := first(w.GetWaits(), func(w *waitv1.Wait) bool { return w.GetGroups() == 0 && w.GetFailures() == 0 }); computes != nil {
 			e.add(computes)
 			return
 		}
@@ -230,6 +232,10 @@ func (e *explainer) groups(lacks *waitv1.Wait) {
 
 // attempt explains that groups failed.
 func (e *explainer) attempt(lacks *waitv1.Wait) {
+	if f := e.failed(); f != nil {
+		e.failing(f)
+		return
+	}
 	for _, g := range e.Missing {
 		if g.GetState() == bufferv1.GroupState_GROUP_STATE_DISSOLVED {
 			e.because("scheduler", "ISSUING_AGAIN", lacks.GetSince(), fmt.Sprintf("attempt %d of prompt %d failed: %s; the scheduler issues the next attempt", g.GetKey().GetAttempt(), g.GetPosition(), g.GetReason()),
@@ -285,7 +291,7 @@ func (e *explainer) sampling() {
 		if !w.GetHealthy() {
 			continue
 		}
-		groups := slices.DeleteFunc(slices.Clone(w.GetWaits()), func(w *waitv1.Wait) bool { return w.GetGroups() == 0 })
+		groups := slices.DeleteFunc(slices.Clone(w.GetWaits()), func(w *waitv1.Wait) bool { return w.GetGroups() == 0 || w.GetFailures() > 0 })
 		switch {
 		case hindrance(w) != nil:
 			hindered = append(hindered, w)
@@ -302,12 +308,15 @@ func (e *explainer) sampling() {
 	slowest := e.slowest(all)
 	writes := first(e.Status.GetWaits(), is(wait.IngestFails))
 	equal := first(e.Status.GetWaits(), is(wait.EqualRewards))
+	failed := e.failed()
 	brisk := len(hindered) == 0 && gone == nil && (slowest == nil || e.took(slowest.wait) < obvious)
 	switch {
 	case writes != nil && brisk:
 		e.known(writes)
 	case equal != nil && brisk:
 		e.known(equal)
+	case failed != nil && brisk:
+		e.failing(failed)
 	case len(hindered) > 0 && (slowest == nil || e.took(slowest.wait) < obvious || !passing(hindrance(hindered[0]))):
 		e.add(hindrance(hindered[0]))
 	case slowest != nil && (gone == nil || e.took(slowest.wait) >= obvious):
@@ -317,6 +326,59 @@ func (e *explainer) sampling() {
 	case len(idle) > 0:
 		e.lost(idle)
 	}
+}
+
+// cause is why attempts of missing groups failed.
+type cause struct {
+	wait      *waitv1.Wait
+	positions []uint64
+}
+
+// failed is why the last attempt of most of the missing groups failed; nil if none failed. Of each
+// group the newest failure counts, of any worker: earlier ones may have had other reasons.
+func (e *explainer) failed() *cause {
+	newest := map[uint64]*waitv1.Wait{}
+	for _, w := range e.Status.GetWorkers() {
+		for _, wait := range w.GetWaits() {
+			if wait.GetFailures() == 0 {
+				continue
+			}
+			for _, position := range wait.GetPositions() {
+				if known := newest[position]; known == nil || wait.GetSince().AsTime().After(known.GetSince().AsTime()) {
+					newest[position] = wait
+				}
+			}
+		}
+	}
+	reasons := map[*waitv1.Wait]*cause{}
+	var all []*cause
+	for _, g := range e.Missing {
+		w := newest[g.GetPosition()]
+		if w == nil {
+			continue
+		}
+		if reasons[w] == nil {
+			reasons[w] = &cause{wait: w}
+			all = append(all, reasons[w])
+		}
+		f := reasons[w]
+		if !slices.Contains(f.positions, g.GetPosition()) {
+			f.positions = append(f.positions, g.GetPosition())
+		}
+	}
+	if len(all) == 0 {
+		return nil
+	}
+	return slices.MaxFunc(all, func(a, b *cause) int {
+		return cmp.Or(cmp.Compare(len(a.positions), len(b.positions)), a.wait.GetSince().AsTime().Compare(b.wait.GetSince().AsTime()))
+	})
+}
+
+// failing explains that attempts of the missing groups fail again and again.
+func (e *explainer) failing(f *cause) {
+	slices.Sort(f.positions)
+	e.because("scheduler", "ISSUING_AGAIN", nil, fmt.Sprintf("attempts of %s failed, and are made again (limits.group_attempts)", prompts(f.positions, len(f.positions))), "")
+	e.add(f.wait)
 }
 
 // known adds a wait that the buffer reports as the reason.

@@ -74,6 +74,13 @@ func groups(reason, owner string, seconds, limit float64, evidence string, posit
 	return w
 }
 
+// failures are attempts that failed on inference-2, as its worker reports them.
+func failures(reason string, seconds float64, count uint32, evidence string, positions ...uint64) *waitv1.Wait {
+	w := by(waiting("judge.py:judge", reason, seconds, evidence, "correct the cause"), "inference-2")
+	w.Positions, w.Failures = positions, count
+	return w
+}
+
 // with puts groups into inference-2.
 func with(waits ...*waitv1.Wait) func(*State) {
 	return func(s *State) { s.Status.Workers[1].Waits = waits }
@@ -137,6 +144,32 @@ var stalls = []struct {
 	{"a tool is slow", []func(*State){with(groups("TOOL_CALL", "search", 28, 30, "the call of the tool search has taken 28 s of 30 s", 91))}, "TOOL_CALL"},
 	{"a sandbox hangs", []func(*State){with(groups("TOOL_CALL", "python", 119, 120, "the call of the tool python has taken 119 s of 120 s", 91), groups("SLOT", "inference-2", 300, 0, "the groups wait for a free slot of the engine, for 300 s", 97))}, "TOOL_CALL"},
 	{"an environment computes forever", []func(*State){with(groups("ENVIRONMENT_STEP", "game.py:Game", 61, 300, "the environment game.py:Game has computed a step for 61 s of 300 s", 88, 97))}, "ENVIRONMENT_STEP"},
+	{"the reward raises for the missing prompts", []func(*State){with(
+		groups("REWARD_CALL", "judge.py:judge", 1, 60, "the reward call to judge.py:judge has taken 1 s of 60 s", 97),
+		failures("REWARD_RAISED", 3, 5, "5 attempts failed on inference-2: judge.py:12: KeyError: 'unit'", 88, 91),
+	)}, "REWARD_RAISED"},
+	{"the reward failed often for a reason that holds no more", []func(*State){with(
+		groups("GENERATE", "inference-2", 1, 0, "the engine has generated for 1 s", 97),
+		failures("REWARD_TIMEOUT", 5, 2, "2 attempts failed on inference-2: the judge takes longer than 1 s", 88, 91, 97),
+		failures("REWARD_RAISED", 90, 400, "400 attempts failed on inference-2: no module named sympy", 60, 61, 62, 63, 64, 65, 88),
+	)}, "REWARD_TIMEOUT"},
+	{"another worker has failed at the missing prompts since", []func(*State){
+		with(failures("REWARD_RAISED", 90, 4, "4 attempts failed on inference-2: no module named sympy", 88, 91)),
+		hindered(0, failures("REWARD_TIMEOUT", 5, 2, "2 attempts failed on inference-0: the judge takes longer than 1 s", 88, 91, 97)),
+	}, "REWARD_TIMEOUT"},
+	{"a call hangs after failures", []func(*State){with(
+		groups("REWARD_CALL", "judge.py:judge", 47, 60, "the reward call to judge.py:judge has taken 47 s of 60 s", 97),
+		failures("REWARD_RAISED", 90, 4, "4 attempts failed on inference-2: no module named sympy", 88, 91),
+	)}, "REWARD_CALL"},
+	{"groups failed that the learner does not wait for", []func(*State){with(
+		groups("GENERATE", "inference-2", 140, 0, "the engine has generated for 140 s", 97),
+		failures("REWARD_RAISED", 90, 4, "4 attempts failed on inference-2: no module named sympy", 60, 61),
+	)}, "GENERATE"},
+	{"the next attempt of failed groups is issued", []func(*State){
+		phase("LEASING", waiting("scheduler", "NEXT_ATTEMPT", 3, "2 groups failed; the scheduler issues their next attempts", "")),
+		func(s *State) { s.Missing = []*bufferv1.GroupRecord{dissolved(88, 2, "REWARD_RAISED")} },
+		with(failures("REWARD_RAISED", 3, 2, "2 attempts failed on inference-2: judge.py:12: KeyError: 'unit'", 88)),
+	}, "REWARD_RAISED"},
 	{"a long completion", []func(*State){with(groups("GENERATE", "inference-2", 140, 0, "the engine has generated for 140 s", 97))}, "GENERATE"},
 	{"the engine makes no token", []func(*State){with(groups("GENERATE", "inference-2", 3700, 0, "the engine has generated for 3700 s", 88, 91, 97))}, "GENERATE"},
 	{"no slots are free", []func(*State){with(groups("SLOT", "inference-2", 90, 0, "the groups wait for a free slot of the engine, for 90 s", 91, 97))}, "SLOT"},
@@ -265,6 +298,7 @@ var stalls = []struct {
 		phase("", waiting("user", "EXPLODING_GRADIENT", 300, "you to start a run with other settings: the gradient has norm 1e9", "rollout runs resume run-1")),
 	}, "EXPLODING_GRADIENT"},
 	{"no agent takes prompts", []func(*State){external(waiting("agents", "NO_AGENT", 400, "no agent asks for prompts, and none has since the gateway started", "start an agent"))}, "NO_AGENT"},
+	{"agents close no sessions, and the buffer has not said what it lacks", []func(*State){phase("", waiting("agents", "SESSIONS_OPEN", 400, "agents have the sessions of 3 prompt groups and have not closed all of them", "see why the agents close no sessions"))}, "SESSIONS_OPEN"},
 	{"agents close no sessions", []func(*State){external(waiting("agents", "SESSIONS_OPEN", 400, "agents have the sessions of 3 prompt groups and have not closed all of them", "see why the agents close no sessions"))}, "SESSIONS_OPEN"},
 	{"agents wait for a slot of an engine", []func(*State){external(
 		waiting("agents", "SESSIONS_OPEN", 400, "agents have the sessions of 3 prompt groups and have not closed all of them", "see why the agents close no sessions"),

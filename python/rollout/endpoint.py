@@ -24,6 +24,7 @@ import requests
 
 from rollout.environment import Message, Reply, SessionError, calls_of
 from rollout.secret import read_secret
+from rollout.waiting import waits_for
 
 _EXCERPT = 300
 _LONGEST_PAUSE = 10.0
@@ -75,13 +76,17 @@ class Endpoint:
         again until ``timeout_seconds``. Raises ``SessionError``."""
         body = self._body | {"messages": list(messages)} | ({"tools": list(tools)} if tools else {})
         loop, ends, pause = asyncio.get_running_loop(), time.monotonic() + self._timeout, 0.25
+        last = SessionError(f"the model at {self._url} has not answered", fix="see the log of its server")
         while True:
-            try:
-                return _reply(await loop.run_in_executor(_THREADS, self._post, body, ends), self._url)
-            except EndpointUnreachable:
-                if time.monotonic() + pause >= ends:
-                    raise
-            await asyncio.sleep(pause)
+            with waits_for(last.message, last.fix):
+                try:
+                    return _reply(await loop.run_in_executor(_THREADS, self._post, body, ends), self._url)
+                except EndpointUnreachable as error:
+                    if time.monotonic() + pause >= ends:
+                        raise
+                    last = error
+            with waits_for(last.message, last.fix):
+                await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _post(self, body: Mapping[str, Any], ends: float) -> Any:

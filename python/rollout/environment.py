@@ -426,9 +426,9 @@ class SingleEpisode:
         """Release resources. Called once for each instance."""
 
 
-def failed(reason: str) -> Result:
+def failed(reason: str, message: str = "") -> Result:
     """An infrastructure failure. Never a reward of 0."""
-    return Result(outcome="infra_failed", reason=reason)
+    return Result(outcome="infra_failed", reason=reason, message=message)
 
 
 def reason_of(error: BaseException, otherwise: str) -> str:

@@ -5,7 +5,8 @@ The child's stdin is a socket to the parent; in a box (``boxed.py``) stdin and s
 frame has eight bytes with its length, eight with the number of the call, and a body. The body of a
 request is the method's name, a zero byte, and the message. The body of an answer is one byte (0: a
 message, 1: a ``google.rpc.Status``) and the message. The first request is ``Load``, with the
-sources as JSON; ``Cancel`` has no answer. Calls of environments overlap. The output of a
+sources as JSON; ``Cancel`` has no answer; ``Stack`` is answered at once, with the lines of the
+user's code that are executed (``look.py``). Calls of environments overlap. The output of a
 plugin goes to the parent's log. The child exits when the socket closes, even during a call.
 """
 
@@ -24,8 +25,10 @@ import struct
 import subprocess
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Sequence
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 from google.rpc import status_pb2  # pyright: ignore[reportMissingTypeStubs]
 
@@ -33,12 +36,15 @@ from rollout import checkpoint
 from rollout.errors import RolloutError
 from rollout.hosting import wire
 from rollout.hosting.host import RESPONSES, Host, Source, request_type
+from rollout.hosting.look import Look, here, look, prepare
 from rollout.plugin.v1 import plugin_pb2 as pb
 
 START_SECONDS = 120.0
 _CANCEL_SECONDS = 2.0
 """How long a cancelled call of an environment may take to end."""
 HEAD = struct.Struct("<QQ")
+_MOST_LOOKS = 8
+_KILLED = "; if no one killed it, the kernel did for its memory: see `dmesg`"
 _OWN = {"ROLLOUT_WORKER_SPEC", "ROLLOUT_API_KEY"}
 
 
@@ -62,8 +68,12 @@ class ChildProcess:
     death would end the other episodes.
     """
 
+    _all: ClassVar[weakref.WeakSet[ChildProcess]] = weakref.WeakSet()
+
     def __init__(self, sources: Sequence[Source], command: Sequence[str] = (sys.executable,)) -> None:
         """command: the Python interpreter, with arguments before ``-m``."""
+        self._all.add(self)
+        self._open: dict[int, tuple[str, float]] = {}  # the method of each call without an answer, and when it began
         self._sources, self._command = list(sources), list(command)
         self._process: subprocess.Popen[bytes] | None = None
         self._pid = 0
@@ -76,6 +86,20 @@ class ChildProcess:
         self._blocked_by = ""
         """The call that blocked the process, which was killed therefore; empty if none did."""
         self.broken = False
+
+    @classmethod
+    async def looks(cls, seconds: float) -> list[Look]:
+        """What the processes do whose oldest call has no answer for some seconds, the oldest call
+        first."""
+        found: list[tuple[float, str, ChildProcess]] = []
+        for process in cls._all:
+            if process._open and not process.broken:
+                method, began = min(process._open.values(), key=lambda call: call[1])
+                if time.monotonic() - began >= seconds:
+                    found.append((began, method, process))
+        found.sort(key=lambda each: each[0])
+        looked = [look(process.pid, method, process._stack) for _, method, process in found[:_MOST_LOOKS]]
+        return list(await asyncio.gather(*looked))
 
     @property
     def pid(self) -> int:
@@ -167,6 +191,7 @@ class ChildProcess:
         number, answers, process = next(self._numbers), self._answers, self._process
         overlapping = wire.of_environment(method)
         answered = answers[number] = asyncio.get_running_loop().create_future()
+        self._open[number] = (method, time.monotonic())
         try:
             async with asyncio.timeout(timeout):
                 await self._send(number, method.encode() + b"\0" + message)
@@ -185,7 +210,8 @@ class ChildProcess:
                 ) from None
             code = await _ended(process)
             self._kill_only(process)
-            raise wire.ended_error(method, f"{what} ended its process ({code})", "see the worker's log") from None
+            fix = "see the worker's log" + (_KILLED if code == f"signal {signal.SIGKILL.value}" else "")
+            raise wire.ended_error(method, f"{what} ended its process ({code})", fix) from None
         except BaseException:
             if not overlapping:
                 self._kill_only(process)
@@ -193,11 +219,22 @@ class ChildProcess:
                 self._watch_cancelled(number, process, what)
             raise
         finally:
+            self._open.pop(number, None)
             if answers.get(number) is answered:
                 del answers[number]
         if answer[0]:
             raise wire.error_of(status_pb2.Status.FromString(answer[1:]))
         return answer[1:]
+
+    async def _stack(self) -> bytes:
+        """The answer to ``Stack``. Raises ``OSError``, ``EOFError``."""
+        number, answers = next(self._numbers), self._answers
+        answered = answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            await self._send(number, b"Stack")
+            return (await answered)[1:]
+        finally:
+            answers.pop(number, None)
 
     def _watch_cancelled(self, number: int, process: subprocess.Popen[bytes] | None, what: str) -> None:
         """Cancel a call in the background, and kill the process if it is blocked."""
@@ -270,6 +307,8 @@ def main() -> None:
         os.dup2(2, 1)  # output of the user's code
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
+    if not boxed:
+        prepare()
     asyncio.run(_Child(requests, answers, boxed).run())
 
 
@@ -301,6 +340,7 @@ class _Child:
         self._requests, self._answers, self._boxed = requests, answers, boxed
         self._host = Host({})
         self._calls: dict[int, asyncio.Task[None]] = {}
+        self._writing = threading.Lock()
 
     async def run(self) -> None:
         arrived: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
@@ -335,8 +375,12 @@ class _Child:
 
     def _reply(self, number: int, answer: bytes) -> None:
         sys.stdout.flush()
-        self._answers.write(HEAD.pack(len(answer), number) + answer)
-        self._answers.flush()
+        self._write(number, answer)
+
+    def _write(self, number: int, answer: bytes) -> None:
+        with self._writing:
+            self._answers.write(HEAD.pack(len(answer), number) + answer)
+            self._answers.flush()
 
     def _read(self, loop: asyncio.AbstractEventLoop, arrived: asyncio.Queue[tuple[int, bytes]]) -> None:
         """Read requests until the socket closes, then exit the process, even during a request."""
@@ -345,9 +389,19 @@ class _Child:
                 size, number = HEAD.unpack(head)
                 if len(body := self._requests.read(size)) < size:
                     return
+                if body == b"Stack":
+                    self._write(number, b"\0" + _lines(loop))
+                    continue
                 loop.call_soon_threadsafe(arrived.put_nowait, (number, body))
         finally:
             os._exit(0)
+
+
+def _lines(loop: asyncio.AbstractEventLoop) -> bytes:
+    try:
+        return here(loop)
+    except Exception:  # an error here would end the process
+        return b"[]"
 
 
 if __name__ == "__main__":

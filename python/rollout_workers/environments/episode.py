@@ -357,7 +357,7 @@ class _Run:
                     first = Refusal(_reason(error, f"task {task.key} can't be rendered"), str(error))
             if isinstance(first, Refusal):
                 log.warning("task %s can't start: %s", task.key, first.message)
-                self._give_up(episodes, failed(first.reason))
+                self._give_up(episodes, failed(first.reason, first.message))
                 continue
             for episode in episodes:
                 episode.prompt = first
@@ -508,7 +508,8 @@ class _Run:
                 log.exception("the environment failed %d turns", len(turns))
             answers = [replace(failed(reason_of(error, "ENVIRONMENT_FAILED")), message=str(error))] * len(turns)
         for episode, answer in zip(episodes, answers, strict=True):
-            if isinstance(answer, Result) and answer.message and episode.result is None:
+            logged = isinstance(answer, Result) and answer.reason.startswith("REWARD_")  # by the reward
+            if isinstance(answer, Result) and answer.message and not logged and episode.result is None:
                 key, row = episode.task.key, episode.task.row
                 log.warning("sample %d of %s (row %d) has no result: %s", episode.sample, key, row, answer.message)
         broken = [e for e, a in zip(episodes, answers, strict=True) if isinstance(a, Result) and a.outcome == "infra_failed"]

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
+import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rollout.hosting.child import ChildProcess
+from rollout.hosting.look import Look
 from rollout.wait.v1.wait_pb2 import Wait
 from rollout_workers.environments.limits import Limits
 from rollout_workers.inference.puller import Puller
-from rollout_workers.inference.sampler import RowSender, Sampler
+from rollout_workers.inference.sampler import Failure, RowSender, Sampler
 from rollout_workers.worker.calls import Calls
 from rollout_workers.worker.spec import Identity
 
 _MOST_POSITIONS = 32
+_MOST_FAILURES = 8
+_LOOK_SECONDS = 1.0  # of a call, after which its process is asked for the line
+_METHODS = {"REWARD_CALL": ("Reward", "Load"), "TOOL_CALL": ("CallTool",)}  # of environments: the others
 _SLOW_SECONDS = 10.0  # without a token, after which the engine counts as hanging
 
 
@@ -47,10 +53,14 @@ class InFlight:
     version: Callable[[], int]
     held_out: Callable[[], list[tuple[tuple[str, float], bytes]]] = list
 
-    def waits(self) -> list[Wait]:
+    async def looks(self) -> list[Look]:
+        """What the processes of user code do that have not answered a call for a second."""
+        return await ChildProcess.looks(_LOOK_SECONDS)
+
+    def waits(self, looks: Sequence[Look] = ()) -> list[Wait]:
         """What the groups wait for now, the longest first. Groups for which the same is done are
-        one wait. What an evaluation does longest, and a publish that fails, come last and name no
-        groups."""
+        one wait. What an evaluation does longest, why groups failed, and a publish that fails, come
+        last and name no groups that wait. looks: what processes of user code do (:meth:`looks`)."""
         now, monotonic = time.time(), time.monotonic()
         found: dict[int, Doing] = {}
         held, active = self.puller.waiting_items(), self.puller.active_items()
@@ -66,7 +76,36 @@ class InFlight:
                 found[item.group.position] = self._of_episode(episodes[item.key], item.group.row_json)
             else:
                 found[item.group.position] = Doing("PREPARE", "", arrived, 0.0)
-        return [*self._joined(found), *self._evaluating(), *self._refused()]
+        waits = [*self._joined(found), *self._evaluating()]
+        for wait in waits:
+            _add_look(wait, looks)
+        return [*waits, *self._failed(), *self._refused()]
+
+    def _failed(self) -> list[Wait]:
+        """Why groups failed here, the newest failure first."""
+        same: dict[tuple[str, str], list[tuple[int, Failure]]] = {}
+        for position, failure in self.consumer.failures():
+            same.setdefault((failure.reason, _without_numbers(failure.message)), []).append((position, failure))
+        newest = sorted(same.values(), key=lambda failures: -max(failure.since for _, failure in failures))
+        return [self._failure(failures) for failures in newest[:_MOST_FAILURES]]
+
+    def _failure(self, failures: list[tuple[int, Failure]]) -> Wait:
+        positions = sorted(position for position, _ in failures)
+        newest = max((failure for _, failure in failures), key=lambda failure: failure.since)
+        count = sum(failure.count for _, failure in failures)
+        wait = Wait(
+            owner="reward" if newest.reason.startswith("REWARD_") else self.limits.name,
+            reason=newest.reason or "SAMPLES_FAILED",
+            evidence=f"{_times(count)} on {self.who.worker}, the last one {elapsed(time.time() - newest.since)} ago: "
+            + (newest.message or newest.reason),
+            fix="correct this cause, and the next attempt succeeds; if that changes a file of the plan, cancel the run and "
+            f"continue in a new one: `rollout run --config FILE --from {self.who.run} --continue`",
+            subjects=[self.who.worker],
+            positions=positions[:_MOST_POSITIONS],
+            failures=count,
+        )
+        wait.since.FromMilliseconds(int(newest.since * 1000))
+        return wait
 
     def _evaluating(self) -> list[Wait]:
         found = [self._of_episode(doing, row) for doing, row in self.held_out()]
@@ -76,7 +115,10 @@ class InFlight:
         doing, since = episode
         if doing != "ENVIRONMENT_STEP":
             return Doing(doing, "", since, 0.0)
-        if call := self.calls.of(row):
+        call = self.calls.of(row)
+        if call is None and not self.limits.turns:
+            call = self.calls.oldest("REWARD_CALL")  # of other groups, after which this group's call begins
+        if call is not None:
             return Doing(call.doing, call.name, call.since, call.limit)
         limit = self.limits.turn_seconds
         return Doing(doing, self.limits.name if self.limits.turns else "", since, 0.0 if math.isinf(limit) else limit)
@@ -194,6 +236,36 @@ class InFlight:
         )
         wait.since.FromMilliseconds(int(failure.since * 1000))
         return [wait]
+
+
+def _add_look(wait: Wait, looks: Sequence[Look]) -> None:
+    """Add the process and the line that the longest call of a wait executes."""
+    methods = _METHODS.get(wait.reason, ())
+    of_environment = wait.reason == "ENVIRONMENT_STEP"
+    found = next((each for each in looks if each.method in methods or (of_environment and "Environment" in each.method)), None)
+    if found is None:
+        return
+    wait.process = found.pid
+    parts = [f"its process {found.pid} is at {found.at}" if found.at else f"in process {found.pid}", found.does]
+    if found.at is not None:
+        wait.location = f"{found.at.file}:{found.at.line}"
+    wait.evidence += "; " + " and ".join(part for part in parts if part)
+    limit = wait.fix.rpartition("; after the limit ")[2] if "; after the limit " in wait.fix else ""
+    line = f"correct {found.at}" if found.at is not None else "see why it is slow"
+    fixes = [found.fix or line, f"`kill -9 {found.pid}` ends the call now, and its groups are tried again"]
+    wait.fix = "; ".join([*fixes, *([f"after the limit {limit}"] if limit else [])])
+
+
+_NUMBER = re.compile(r"\d+")
+
+
+def _without_numbers(message: str) -> str:
+    """The message of a failure, such that failures that differ in a number only are the same."""
+    return _NUMBER.sub("0", message)
+
+
+def _times(count: int) -> str:
+    return "an attempt failed" if count == 1 else f"{count} attempts failed"
 
 
 def elapsed(seconds: float) -> str:

@@ -46,6 +46,43 @@ class Refusal:
     full: bool
 
 
+_MOST_FAILURES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why the last attempt of a group failed on this worker. message: for people, with file and
+    line if they are known. since: in seconds since 1970. count: attempts that failed for this
+    reason in a row."""
+
+    reason: str
+    message: str
+    since: float
+    count: int
+
+
+class Failures:
+    """The groups whose last attempt on this worker failed, by position. It keeps the newest."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Failure] = {}
+
+    def add(self, position: int, group: FinishedGroup) -> None:
+        """Record how a group ended. What was known of it is dropped if no sample failed."""
+        before = self._of.pop(position, None)
+        results = (episode.result for episode in group.episodes)
+        failed = next((result for result in results if result is not None and result.outcome == "infra_failed"), None)
+        if failed is not None:
+            count = 1 + (before.count if before is not None and before.reason == failed.reason else 0)
+            self._of[position] = Failure(failed.reason, failed.message, time.time(), count)
+            if len(self._of) > _MOST_FAILURES:
+                del self._of[next(iter(self._of))]
+
+    def items(self) -> list[tuple[int, Failure]]:
+        """The failures with the positions of their groups."""
+        return list(self._of.items())
+
+
 class Outlet:
     """Publishes envelopes, then acknowledges the items that they complete. Envelopes that arrive
     during a publish are sent together afterwards, so they share the stream's fsync."""
@@ -170,6 +207,7 @@ class Sampler:
         self._who, self._runner, self._receipts, self._min_group_size = who, runner, receipts, min_group_size
         self._outlet, self._services, self._puller = outlet, services, puller
         self._tasks: set[asyncio.Task[None]] = set()
+        self._failures = Failures()
 
     def begin(self, items: list[WorkItem]) -> None:
         """Sample these items in the background."""
@@ -194,6 +232,10 @@ class Sampler:
     def refused(self) -> Refusal | None:
         """Why the last publish failed (:meth:`Outlet.refused`)."""
         return self._outlet.refused()
+
+    def failures(self) -> list[tuple[int, Failure]]:
+        """Why groups failed, by position (:meth:`Failures.items`)."""
+        return self._failures.items()
 
     async def stop(self) -> None:
         """Cancel all tasks. Their items are delivered again."""
@@ -227,6 +269,8 @@ class Sampler:
         return await self._checkpoints.begin(items, tasks)
 
     def _send(self, items: list[WorkItem], groups: list[FinishedGroup]) -> None:
+        for item, group in zip(items, groups, strict=True):
+            self._failures.add(item.group.position, group)
         self._outlet.send(
             items,
             [
@@ -309,6 +353,10 @@ class RowSender:
     def refused(self) -> Refusal | None:
         """Why the last publish failed (:meth:`Outlet.refused`)."""
         return self._outlet.refused()
+
+    def failures(self) -> list[tuple[int, Failure]]:
+        """Nothing is sampled, so nothing fails."""
+        return []
 
     async def drain(self) -> None:
         """Return when all rows are published and acknowledged."""

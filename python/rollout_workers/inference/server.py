@@ -131,12 +131,12 @@ class InferenceServer(InferenceWorkerServiceServicer):
             staged_version=self._receipts.staged,
             reserved=self._who.reserved,
             paused=stats.paused or self._updates.draining,
-            waits=self._waits(stats.paused) if request.in_flight else (),
+            waits=await self._waits(stats.paused) if request.in_flight else (),
         )
 
-    def _waits(self, paused: bool) -> list[Wait]:
+    async def _waits(self, paused: bool) -> list[Wait]:
         """What the groups wait for, and that the engine samples nothing."""
-        waits = self._in_flight.waits()
+        waits = self._in_flight.waits(await self._in_flight.looks())
         if paused:
             restart = f"`kill {os.getpid()}` on its host"
             waits.append(

@@ -196,7 +196,7 @@ class Rewards:
             self.failures += len(waiting.group.samples)
             log.warning("a reward failed; its samples are INFRA_FAILED: %s", error)
         finally:
-            _settle(waiting, [failed(reason_of(error, "REWARD_RAISED"))] * len(waiting.group.samples))
+            _settle(waiting, [failed(reason_of(error, "REWARD_RAISED"), str(error))] * len(waiting.group.samples))
 
     async def _call(self, batch: list[_Waiting]) -> list[list[Result]]:
         """Call the source once for all samples. Raises ``RewardError``."""

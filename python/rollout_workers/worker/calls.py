@@ -51,3 +51,7 @@ class Calls:
     def of(self, row: bytes) -> Call | None:
         """The oldest open call for a row; None without one."""
         return min((call for call in self._open.values() if row in call.rows), key=lambda call: call.since, default=None)
+
+    def oldest(self, doing: str) -> Call | None:
+        """The oldest open call of a kind; None without one."""
+        return min((call for call in self._open.values() if call.doing == doing), key=lambda call: call.since, default=None)

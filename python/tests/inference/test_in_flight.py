@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from rollout.environment import Result, Task, failed
+from rollout.hosting.look import At, Look
 from rollout.run.v1.run_pb2 import PromptGroup
+from rollout_workers.environments.episode import FinishedGroup
 from rollout_workers.environments.limits import Limits
 from rollout_workers.inference.in_flight import InFlight
-from rollout_workers.inference.sampler import Refusal
+from rollout_workers.inference.sampler import Failure, Failures, Refusal
 from rollout_workers.worker.calls import Call, Calls
 from rollout_workers.worker.spec import Identity
 from rollout_workers.worker.stream import WorkItem
@@ -28,6 +32,7 @@ class Parts:
     def __init__(self) -> None:
         self.generating = 3.0
         self.refusal: Refusal | None = None
+        self.failed = Failures()
         self.items = [item(index, 10.0 * (6 - index)) for index in range(6)]
 
     def waiting_items(self) -> list[tuple[WorkItem, bool]]:
@@ -49,6 +54,9 @@ class Parts:
 
     def refused(self) -> Refusal | None:
         return self.refusal
+
+    def failures(self) -> list[tuple[int, Failure]]:
+        return self.failed.items()
 
 
 def in_flight(parts: Any, calls: Calls, speed: float = 0.0) -> InFlight:
@@ -92,6 +100,61 @@ def test_an_evaluation_names_what_it_does_longest_and_no_groups() -> None:
         found = flight.waits()[-1]
     assert (found.reason, found.owner, found.groups, list(found.positions)) == ("TEACHER_CALL", "teacher", 0, [])
     assert found.evidence == "the logprobs of the teacher at http://teacher/v1 have taken 39 s, with retries"
+
+
+def test_the_process_and_the_line_of_the_longest_call_are_named() -> None:
+    calls = Calls()
+    flight = in_flight(cast(Any, Parts()), calls)
+    reward = Look(4711, "Reward", At("/job/judge.py", 12, "judge"), "waits for an answer of 10.0.0.7:443", "restart 10.0.0.7:443")
+    step = Look(4712, "StepEnvironment", None, "", "")
+    with calls.open(Call("REWARD_CALL", "judge.py:judge", (b'{"row": 2}',), 60.0, since=time.time() - 25)):
+        found = {w.reason: w for w in flight.waits([reward, step])}
+    called, stepped = found["REWARD_CALL"], found["ENVIRONMENT_STEP"]
+    assert (called.process, called.location) == (4711, "/job/judge.py:12")
+    assert called.evidence == (
+        "the reward call to judge.py:judge has taken 25 s of 60 s; its process 4711 is at judge.py:12 (judge) "
+        "and waits for an answer of 10.0.0.7:443"
+    )
+    assert called.fix == (
+        "restart 10.0.0.7:443; `kill -9 4711` ends the call now, and its groups are tried again; "
+        "after the limit (reward.timeout_seconds) the call is ended and repeated"
+    )
+    assert (stepped.process, stepped.location) == (4712, "")
+    assert "in process 4712" in stepped.evidence and "see why it is slow" in stepped.fix
+    assert found["GENERATE"].process == 0, "no user code"
+
+
+def _finished(*results: Result) -> FinishedGroup:
+    task = Task(key="0/0/0", row_json=b"{}", samples=tuple(range(len(results))), seeds=(0,) * len(results))
+    return FinishedGroup(task, cast(Any, tuple(SimpleNamespace(result=result) for result in results)))
+
+
+def test_why_groups_failed_is_known_until_an_attempt_succeeds() -> None:
+    parts, good = Parts(), Result(reward=1.0)
+    for position in (7, 5, 9):
+        parts.failed.add(position, _finished(good, failed("REWARD_RAISED", f"judge.py:12: KeyError: 'unit {position}'")))
+    parts.failed.add(5, _finished(failed("REWARD_TIMEOUT", "the reward of 2 samples took longer than 1 s")))
+    parts.failed.add(9, _finished(good, good))
+    timeout, raised = in_flight(cast(Any, parts), Calls()).waits()[-2:]
+    assert (timeout.reason, list(timeout.positions), timeout.failures, timeout.groups) == ("REWARD_TIMEOUT", [5], 1, 0)
+    assert (raised.reason, list(raised.positions), raised.failures) == ("REWARD_RAISED", [7], 1)
+    assert raised.evidence == "an attempt failed on inference-2, the last one 0 s ago: judge.py:12: KeyError: 'unit 7'"
+
+
+def test_failures_with_other_numbers_are_one_wait() -> None:
+    parts = Parts()
+    for position in [3, *range(40)]:
+        parts.failed.add(position, _finished(failed("REWARD_TIMEOUT", f"the reward of {position} samples took longer than 1 s")))
+    [found] = [wait for wait in in_flight(cast(Any, parts), Calls()).waits() if wait.failures]
+    assert list(found.positions) == list(range(32)) and found.failures == 41
+
+
+def test_a_group_that_waits_for_the_reward_of_others_names_their_call() -> None:
+    calls, parts = Calls(), Parts()
+    flight = replace(in_flight(cast(Any, parts), calls), limits=Limits(name="judge.py:judge"))
+    with calls.open(Call("REWARD_CALL", "judge.py:judge", (b'{"row": 2}',), 60.0, since=time.time() - 25)):
+        [found] = [wait for wait in flight.waits() if wait.reason == "REWARD_CALL"]
+    assert list(found.positions) == [82, 83]
 
 
 def test_a_slow_engine_and_a_hanging_one_differ() -> None:

@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from rollout.event.v1 import event_pb2 as rollout_dot_event_dot_v1_dot_event__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arollout/wait/v1/wait.proto\x12\x0frollout.wait.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1crollout/event/v1/event.proto\"\xde\x01\n\x04Wait\x12\x16\n\x05owner\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12(\n\x06reason\x18\x02 \x01(\tB\x18\xbaH\x15r\x13\x32\x11^[A-Z][A-Z0-9_]*$\x12)\n\x05since\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08\x65vidence\x18\x04 \x01(\t\x12\x0b\n\x03\x66ix\x18\x05 \x01(\t\x12\x10\n\x08subjects\x18\x06 \x03(\t\x12\x15\n\rlimit_seconds\x18\x07 \x01(\x01\x12\x11\n\tpositions\x18\x08 \x03(\x04\x12\x0e\n\x06groups\x18\t \x01(\r\"\x8b\x02\n\x0b\x45xplanation\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12(\n\x04time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12$\n\x05\x63hain\x18\x05 \x03(\x0b\x32\x15.rollout.wait.v1.Wait\x12%\n\x06others\x18\x06 \x03(\x0b\x32\x15.rollout.wait.v1.Wait\x12/\n\nunanswered\x18\x07 \x03(\x0b\x32\x1b.rollout.wait.v1.Unanswered\x12\'\n\x06\x65vents\x18\x08 \x03(\x0b\x32\x17.rollout.event.v1.Event\")\n\nUnanswered\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arollout/wait/v1/wait.proto\x12\x0frollout.wait.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1crollout/event/v1/event.proto\"\x93\x02\n\x04Wait\x12\x16\n\x05owner\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12(\n\x06reason\x18\x02 \x01(\tB\x18\xbaH\x15r\x13\x32\x11^[A-Z][A-Z0-9_]*$\x12)\n\x05since\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08\x65vidence\x18\x04 \x01(\t\x12\x0b\n\x03\x66ix\x18\x05 \x01(\t\x12\x10\n\x08subjects\x18\x06 \x03(\t\x12\x15\n\rlimit_seconds\x18\x07 \x01(\x01\x12\x11\n\tpositions\x18\x08 \x03(\x04\x12\x0e\n\x06groups\x18\t \x01(\r\x12\x10\n\x08\x66\x61ilures\x18\n \x01(\r\x12\x10\n\x08location\x18\x0b \x01(\t\x12\x0f\n\x07process\x18\x0c \x01(\r\"\x8b\x02\n\x0b\x45xplanation\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12(\n\x04time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12$\n\x05\x63hain\x18\x05 \x03(\x0b\x32\x15.rollout.wait.v1.Wait\x12%\n\x06others\x18\x06 \x03(\x0b\x32\x15.rollout.wait.v1.Wait\x12/\n\nunanswered\x18\x07 \x03(\x0b\x32\x1b.rollout.wait.v1.Unanswered\x12\'\n\x06\x65vents\x18\x08 \x03(\x0b\x32\x17.rollout.event.v1.Event\")\n\nUnanswered\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,9 +39,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WAIT'].fields_by_name['reason']._loaded_options = None
   _globals['_WAIT'].fields_by_name['reason']._serialized_options = b'\272H\025r\0232\021^[A-Z][A-Z0-9_]*$'
   _globals['_WAIT']._serialized_start=140
-  _globals['_WAIT']._serialized_end=362
-  _globals['_EXPLANATION']._serialized_start=365
-  _globals['_EXPLANATION']._serialized_end=632
-  _globals['_UNANSWERED']._serialized_start=634
-  _globals['_UNANSWERED']._serialized_end=675
+  _globals['_WAIT']._serialized_end=415
+  _globals['_EXPLANATION']._serialized_start=418
+  _globals['_EXPLANATION']._serialized_end=685
+  _globals['_UNANSWERED']._serialized_start=687
+  _globals['_UNANSWERED']._serialized_end=728
 # @@protoc_insertion_point(module_scope)

@@ -35,6 +35,9 @@ class Wait(_message.Message):
     LIMIT_SECONDS_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    LOCATION_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
     owner: _builtins.str
     """Who can end the wait: `user`, `agents`, the name of a service or a worker, a dependency such as
     `nats`, or the reward, tool, or environment that computes.
@@ -49,6 +52,16 @@ class Wait(_message.Message):
     """Longest duration, in seconds, after which the call that is waited for is ended; 0: no limit."""
     groups: _builtins.int
     """Number of groups that wait; 0: the wait is not for groups."""
+    failures: _builtins.int
+    """Attempts of the groups at `positions` that failed for this reason, on this worker. `since` is
+    when the last of them failed. 0: the wait is not about failures.
+    """
+    location: _builtins.str
+    """Line of the user's code that is executed, such as `/path/of/reward.py:12`; empty if it is
+    not known.
+    """
+    process: _builtins.int
+    """Process that executes it, on the host of the worker; 0 if it is not known."""
     @_builtins.property
     def since(self) -> _timestamp_pb2.Timestamp:
         """When this wait began, UTC."""
@@ -75,10 +88,13 @@ class Wait(_message.Message):
         limit_seconds: _builtins.float = ...,
         positions: _abc.Iterable[_builtins.int] | None = ...,
         groups: _builtins.int = ...,
+        failures: _builtins.int = ...,
+        location: _builtins.str = ...,
+        process: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evidence", b"evidence", "fix", b"fix", "groups", b"groups", "limit_seconds", b"limit_seconds", "owner", b"owner", "positions", b"positions", "reason", b"reason", "since", b"since", "subjects", b"subjects"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evidence", b"evidence", "failures", b"failures", "fix", b"fix", "groups", b"groups", "limit_seconds", b"limit_seconds", "location", b"location", "owner", b"owner", "positions", b"positions", "process", b"process", "reason", b"reason", "since", b"since", "subjects", b"subjects"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -48,7 +48,15 @@ type Wait struct {
 	// (PromptGroup.position).
 	Positions []uint64 `protobuf:"varint,8,rep,packed,name=positions,proto3" json:"positions,omitempty"`
 	// Number of groups that wait; 0: the wait is not for groups.
-	Groups        uint32 `protobuf:"varint,9,opt,name=groups,proto3" json:"groups,omitempty"`
+	Groups uint32 `protobuf:"varint,9,opt,name=groups,proto3" json:"groups,omitempty"`
+	// Attempts of the groups at `positions` that failed for this reason, on this worker. `since` is
+	// when the last of them failed. 0: the wait is not about failures.
+	Failures uint32 `protobuf:"varint,10,opt,name=failures,proto3" json:"failures,omitempty"`
+	// Line of the user's code that is executed, such as `/path/of/reward.py:12`; empty if it is
+	// not known.
+	Location string `protobuf:"bytes,11,opt,name=location,proto3" json:"location,omitempty"`
+	// Process that executes it, on the host of the worker; 0 if it is not known.
+	Process       uint32 `protobuf:"varint,12,opt,name=process,proto3" json:"process,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -142,6 +150,27 @@ func (x *Wait) GetPositions() []uint64 {
 func (x *Wait) GetGroups() uint32 {
 	if x != nil {
 		return x.Groups
+	}
+	return 0
+}
+
+func (x *Wait) GetFailures() uint32 {
+	if x != nil {
+		return x.Failures
+	}
+	return 0
+}
+
+func (x *Wait) GetLocation() string {
+	if x != nil {
+		return x.Location
+	}
+	return ""
+}
+
+func (x *Wait) GetProcess() uint32 {
+	if x != nil {
+		return x.Process
 	}
 	return 0
 }
@@ -314,7 +343,7 @@ var File_rollout_wait_v1_wait_proto protoreflect.FileDescriptor
 
 const file_rollout_wait_v1_wait_proto_rawDesc = "" +
 	"\n" +
-	"\x1arollout/wait/v1/wait.proto\x12\x0frollout.wait.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1crollout/event/v1/event.proto\"\xae\x02\n" +
+	"\x1arollout/wait/v1/wait.proto\x12\x0frollout.wait.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1crollout/event/v1/event.proto\"\x80\x03\n" +
 	"\x04Wait\x12\x1d\n" +
 	"\x05owner\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05owner\x120\n" +
 	"\x06reason\x18\x02 \x01(\tB\x18\xbaH\x15r\x132\x11^[A-Z][A-Z0-9_]*$R\x06reason\x120\n" +
@@ -324,7 +353,11 @@ const file_rollout_wait_v1_wait_proto_rawDesc = "" +
 	"\bsubjects\x18\x06 \x03(\tR\bsubjects\x12#\n" +
 	"\rlimit_seconds\x18\a \x01(\x01R\flimitSeconds\x12\x1c\n" +
 	"\tpositions\x18\b \x03(\x04R\tpositions\x12\x16\n" +
-	"\x06groups\x18\t \x01(\rR\x06groups\"\xc8\x02\n" +
+	"\x06groups\x18\t \x01(\rR\x06groups\x12\x1a\n" +
+	"\bfailures\x18\n" +
+	" \x01(\rR\bfailures\x12\x1a\n" +
+	"\blocation\x18\v \x01(\tR\blocation\x12\x18\n" +
+	"\aprocess\x18\f \x01(\rR\aprocess\"\xc8\x02\n" +
 	"\vExplanation\x12\x15\n" +
 	"\x06run_id\x18\x01 \x01(\tR\x05runId\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x14\n" +
@@ -339,8 +372,7 @@ const file_rollout_wait_v1_wait_proto_rawDesc = "" +
 	"\n" +
 	"Unanswered\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
-	"\x05error\x18\x02 \x01(\tR\x05errorB\xbe\x01\n" +
-	"\x13com.rollout.wait.v1B\tWaitProtoP\x01Z>github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1;waitv1\xa2\x02\x03RWX\xaa\x02\x0fRollout.Wait.V1\xca\x02\x0fRollout\\Wait\\V1\xe2\x02\x1bRollout\\Wait\\V1\\GPBMetadata\xea\x02\x11Rollout::Wait::V1b\x06proto3"
+	"\x05error\x18\x02 \x01(\tR\x05errorb\x06proto3"
 
 var (
 	file_rollout_wait_v1_wait_proto_rawDescOnce sync.Once

@@ -1,0 +1,349 @@
+"""What a process of plugins does now: the line of the user's code, and what the kernel says that it
+waits for. Nothing is recorded before someone asks.
+
+The process answers the request ``Stack`` from a thread of its own, also while the user's code
+blocks. Code that holds the interpreter, such as a regular expression, lets no thread run; then a
+signal makes faulthandler write the lines into a file in memory, ``_FILE``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import fcntl
+import itertools
+import json
+import os
+import platform
+import re
+import signal
+import socket
+import sys
+import sysconfig
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+from rollout.waiting import why
+
+_FILE = "rollout-stacks"
+_ANSWER_SECONDS = 0.4
+_SIGNAL_SECONDS = 0.2
+_BUSY_SECONDS = 0.1
+_MOST = 3  # addresses in a sentence
+_LIBRARIES = tuple(
+    {*(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))}
+)
+_OURS = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep
+
+
+class At(NamedTuple):
+    """A line of the user's code. inner: names of the library files that it has called, for example
+    ``socket.py``. does, fix: what the library says that it waits for (``rollout.waiting``)."""
+
+    file: str
+    line: int
+    function: str
+    inner: tuple[str, ...] = ()
+    does: str = ""
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line} ({self.function})"
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one process does. method: of the oldest call that has no answer. at: None if the line is
+    not known. does: for people, what it waits for, such as ``waits for a lock``; empty if that is
+    not known. fix: what ends the wait; empty if nothing special does."""
+
+    pid: int
+    method: str
+    at: At | None
+    does: str
+    fix: str
+
+
+# ---- in the process ----------------------------------------------------------------------------
+
+
+def prepare() -> None:
+    """Let faulthandler write the lines of this process when it gets the signal."""
+    try:
+        file = os.memfd_create(_FILE)
+        fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
+        faulthandler.register(_signal(), file=file, all_threads=True)
+    except (OSError, AttributeError, ValueError):  # another system than Linux, or files are not allowed
+        return
+
+
+def _signal() -> int:
+    return signal.SIGRTMAX - 3
+
+
+def here(loop: asyncio.AbstractEventLoop) -> bytes:
+    """The lines of the user's code in this process as JSON, the most frequent first. loop: that of
+    the calls. May be called by any thread."""
+    own, main = threading.get_ident(), threading.main_thread().ident
+    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+    blocked = [_user_line(_called(frames[main]))] if main in frames else []
+    found: list[At | None] = [at for at in blocked if at is not None]
+    if not found:
+        with contextlib.suppress(RuntimeError):  # the tasks change meanwhile
+            found.extend(_of_task(task) for task in list(asyncio.all_tasks(loop)))
+    if not any(found):
+        found.extend(_user_line(_called(frame)) for ident, frame in frames.items() if ident not in (own, main))
+    counted = Counter(at for at in found if at is not None)
+    return json.dumps([[*at] for at, _ in counted.most_common()]).encode()
+
+
+class _Line(NamedTuple):
+    file: str
+    line: int
+    function: str
+
+
+def _called(frame: FrameType | None) -> Iterator[_Line]:
+    """The lines of a thread, the innermost first."""
+    while frame is not None:
+        yield _Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back
+
+
+def _awaited(task: asyncio.Task[Any]) -> list[_Line]:
+    """The lines of a task that is suspended, the innermost first."""
+    lines: list[_Line] = []
+    waits: Any = task.get_coro()
+    while waits is not None:
+        frame = next((f for name in ("cr_frame", "gi_frame", "ag_frame") if (f := getattr(waits, name, None)) is not None), None)
+        if frame is not None:
+            lines.append(_Line(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+        waits = next(
+            (w for name in ("cr_await", "gi_yieldfrom", "ag_await") if (w := getattr(waits, name, None)) is not None), None
+        )
+    return lines[::-1]
+
+
+def _of_task(task: asyncio.Task[Any]) -> At | None:
+    at, reason = _user_line(_awaited(task)), why(task)
+    return at._replace(does=reason.text, fix=reason.fix) if at is not None and reason is not None else at
+
+
+def _user_line(lines: Iterable[_Line]) -> At | None:
+    """The innermost line that is in no library."""
+    inner: list[str] = []
+    for line in lines:
+        if _is_user(line.file):
+            return At(line.file, line.line, line.function, tuple(inner))
+        inner.append(os.path.basename(line.file))
+    return None
+
+
+def _is_user(file: str) -> bool:
+    path = os.path.realpath(file)
+    return not (file.startswith("<") or "site-packages" in path or path.startswith(_OURS) or path.startswith(_LIBRARIES))
+
+
+# ---- in the parent -----------------------------------------------------------------------------
+
+
+async def look(pid: int, method: str, asked: Callable[[], Awaitable[bytes]]) -> Look:
+    """Look at a process. asked: the answer of the process to ``Stack``."""
+    at: At | None = None
+    try:
+        async with asyncio.timeout(_ANSWER_SECONDS):
+            found = json.loads(await asked())
+        if found:
+            file, line, function, inner, does, fix = found[0]
+            at = At(file, line, function, tuple(inner), does, fix)
+    except (TimeoutError, OSError, EOFError):
+        at = await _signaled(pid)
+    if at is not None and at.does:
+        return Look(pid, method, at, at.does, at.fix)
+    does, fix = await asyncio.to_thread(_kernel, pid, at)
+    return Look(pid, method, at, does, fix)
+
+
+async def _signaled(pid: int) -> At | None:
+    """The line that faulthandler writes in the process; None if the process did not prepare it."""
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        path = next(file for file in Path(f"/proc/{pid}/fd").iterdir() if os.readlink(file).startswith(f"/memfd:{_FILE}"))
+        if not int(_field(pid, "SigCgt"), 16) >> (_signal() - 1) & 1:
+            return None
+        os.truncate(path, 0)
+        os.kill(pid, _signal())
+        deadline = time.monotonic() + _SIGNAL_SECONDS
+        while time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+            if path.stat().st_size:
+                await asyncio.sleep(0.01)  # it writes line by line
+                return _user_line(_written(path.read_text(errors="replace")))
+    return None
+
+
+_WRITTEN = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+def _written(text: str) -> Iterator[_Line]:
+    """The lines of the main thread, which faulthandler writes last, the innermost first."""
+    for line in text.strip().rpartition("\n\n")[2].splitlines():
+        if found := _WRITTEN.fullmatch(line):
+            yield _Line(found[1], int(found[2]), found[3])
+
+
+def _field(pid: int, name: str) -> str:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(line.partition(":")[2].strip() for line in lines if line.startswith(name + ":"))
+
+
+# Numbers of system calls that block.
+_CALLS: dict[str, dict[str, tuple[int, ...]]] = {
+    "x86_64": {
+        "read": (0,), "poll": (7, 232, 271, 281), "select": (23, 270), "connect": (42,), "recv": (45, 47), "wait": (61, 247),
+        "fcntl": (72,), "flock": (73,), "futex": (202,), "sleep": (230,),
+    },
+    "aarch64": {
+        "read": (63,), "poll": (22, 73), "select": (72,), "connect": (203,), "recv": (207, 212), "wait": (95, 260),
+        "fcntl": (25,), "flock": (32,), "futex": (98,), "sleep": (115,),
+    },
+}  # fmt: skip
+
+
+def _kernel(pid: int, at: At | None) -> tuple[str, str]:
+    """What the kernel says that the main thread waits for, and what ends it."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        call, first = _system_call(pid)
+        inner = at.inner if at is not None else ()
+        if call == "running":
+            return _computes(pid)
+        if call == "flock" or call == "fcntl":
+            return _file_lock(pid, first)
+        if call == "wait" or any("subprocess" in name for name in inner):
+            return _child(pid)
+        if call == "futex":
+            return "waits for a lock or a thread", ""
+        if call == "sleep":
+            return "sleeps", ""
+        sockets = _sockets(pid)
+        if call in ("read", "recv", "connect"):
+            link = _link(pid, first)
+            if link in sockets:
+                return _silent([sockets[link]])
+            if link.startswith("/"):
+                return f"reads {link}", f"see why {link} has no data"
+        if call in ("poll", "select") and (not inner or any(name in _NETWORK or "http" in name for name in inner)) and sockets:
+            return _silent(list(sockets.values()))
+        if call == "poll":
+            return next((does for name, does in _AWAITED.items() if name in inner), ""), ""
+    return "", ""
+
+
+_AWAITED = {"locks.py": "awaits a lock", "queues.py": "awaits an item of a queue", "tasks.py": "awaits a task or a timer"}
+
+
+_NETWORK = {
+    "socket.py",
+    "ssl.py",
+    "streams.py",
+    "selector_events.py",
+    "base_events.py",
+    "connection.py",
+    "connector.py",
+    "client.py",
+}
+
+
+def _system_call(pid: int) -> tuple[str, int]:
+    """The system call in which the main thread is, and its first argument; ``running`` if it is in
+    none, and empty if that is not known."""
+    fields = Path(f"/proc/{pid}/syscall").read_text().split()
+    if fields[0] == "running":
+        return "running", 0
+    calls = _CALLS.get(platform.machine(), {})
+    name = next((name for name, numbers in calls.items() if int(fields[0]) in numbers), "")
+    return name, int(fields[1], 16) if len(fields) > 1 else 0
+
+
+def _computes(pid: int) -> tuple[str, str]:
+    began, before = time.monotonic(), _cpu_seconds(pid)
+    time.sleep(_BUSY_SECONDS)
+    share = (_cpu_seconds(pid) - before) / (time.monotonic() - began)
+    return f"computes, with {min(100, 100 * share):.0f} % of a core", ""
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/schedstat").read_text().split()
+    return int(fields[0]) / 1e9
+
+
+def _child(pid: int) -> tuple[str, str]:
+    """The newest process that a process has started."""
+    children = [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    if not children:
+        return "waits for a process to end", ""
+    child = int(children[-1])
+    return f"waits for process {child} (`{_command(child)}`)", f"see why process {child} does not end; `kill {child}` ends it"
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return text[:77] + "..." if len(text) > 80 else text
+    return "?"
+
+
+def _link(pid: int, number: int) -> str:
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/{pid}/fd/{number}")
+    return ""
+
+
+def _file_lock(pid: int, number: int) -> tuple[str, str]:
+    """The file of a lock, and the process that holds it."""
+    path = _link(pid, number)
+    with contextlib.suppress(OSError):
+        inode = f":{os.stat(f'/proc/{pid}/fd/{number}').st_ino}"
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()
+            if "->" not in fields and len(fields) > 5 and fields[5].endswith(inode):
+                holder = int(fields[4])
+                if holder > 0:
+                    return (
+                        f"waits for the lock of {path}, which process {holder} (`{_command(holder)}`) holds",
+                        f"see why process {holder} holds the lock; the lock ends with it",
+                    )
+    return f"waits for the lock of {path}", "see which process holds the lock: `cat /proc/locks`"
+
+
+def _sockets(pid: int) -> dict[str, str]:
+    """The remote addresses of the open connections of a process, by the link of the descriptor."""
+    links = {_link(pid, int(file.name)) for file in Path(f"/proc/{pid}/fd").iterdir()}
+    found: dict[str, str] = {}
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in itertools.islice(Path(f"/proc/{pid}/net/{table}").read_text().splitlines(), 1, None):
+                fields = line.split()
+                link = f"socket:[{fields[9]}]"
+                if fields[3] in ("01", "02") and link in links:  # ESTABLISHED, SYN_SENT
+                    found[link] = _address(fields[2]) + (" (not connected yet)" if fields[3] == "02" else "")
+    return found
+
+
+def _address(text: str) -> str:
+    """The address of a line of /proc/net/tcp."""
+    host, _, port = text.partition(":")
+    words = b"".join(int(host[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(host), 8))
+    name = socket.inet_ntop(socket.AF_INET if len(words) == 4 else socket.AF_INET6, words)
+    return f"{name}:{int(port, 16)}" if len(words) == 4 else f"[{name}]:{int(port, 16)}"
+
+
+def _silent(addresses: list[str]) -> tuple[str, str]:
+    named = ", ".join(sorted(set(addresses))[:_MOST])
+    return f"waits for an answer of {named}", f"see why {named} does not answer; restart it, or give the request a timeout"

@@ -1,0 +1,39 @@
+"""Why tasks of this process wait and ask again, for people who ask what a run waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class Why(NamedTuple):
+    """text: what happened last, such as ``the model at http://.. answers 503``. fix: what ends the
+    wait."""
+
+    text: str
+    fix: str
+
+
+_WHY: weakref.WeakKeyDictionary[asyncio.Task[object], Why] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def waits_for(text: str, fix: str) -> Generator[None]:
+    """The current task waits for this inside the block."""
+    task = asyncio.current_task()
+    if task is None:
+        yield
+        return
+    _WHY[task] = Why(text, fix)
+    try:
+        yield
+    finally:
+        _WHY.pop(task, None)
+
+
+def why(task: asyncio.Task[object]) -> Why | None:
+    """Why a task waits; None if it did not say so. May be called by any thread."""
+    return _WHY.get(task)

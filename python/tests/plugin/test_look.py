@@ -1,0 +1,171 @@
+"""What a process of plugins does is seen from outside: the line of the user's code, and what it
+waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import http.server
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from rollout.hosting.child import ChildProcess
+from rollout.hosting.look import Look
+from rollout.plugin.v1 import plugin_pb2 as pb
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+_REWARDS = """
+import asyncio, fcntl, re, socket, subprocess, threading, time
+
+LOCK = threading.Lock()
+
+
+def deadlock(samples):
+    with LOCK:
+        LOCK.acquire()  # here: deadlock
+
+
+def loops(samples):
+    re.match(r"(a+)+$", "a" * 60 + "!")  # here: loops
+
+
+def naps(samples):
+    time.sleep(1000)  # here: naps
+
+
+def runs(samples):
+    subprocess.run(["sleep", "1000"])  # here: runs
+
+
+def asks(samples):
+    import urllib.request
+
+    urllib.request.urlopen(samples[0].prompt).read()  # here: asks
+
+
+def locks(samples):
+    with open(samples[0].prompt, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # here: locks
+
+
+async def awaits(samples):
+    await helper(samples)
+
+
+async def helper(samples):
+    reader, _ = await asyncio.open_connection("127.0.0.1", int(samples[0].prompt))
+    await reader.read(1)  # here: awaits
+
+
+async def forgets(samples):
+    lock = asyncio.Lock()
+    async with lock:
+        await lock.acquire()  # here: forgets
+
+
+async def chats(samples):
+    from rollout.endpoint import Endpoint
+
+    await Endpoint(samples[0].prompt, "user", timeout_seconds=100).chat([])  # here: chats
+"""
+
+
+@asynccontextmanager
+async def _called(folder: Path, name: str, prompt: str) -> AsyncIterator[ChildProcess]:
+    """A process with a call of a reward that does not return."""
+    (folder / "reward.py").write_text(_REWARDS)
+    process = ChildProcess([{"kind": "reward", "plugin": f"reward.py:{name}", "base_dir": str(folder)}])
+    await process.start()
+    group = pb.RewardGroup(row_json=b"{}", samples=[pb.RewardSample(prompt=prompt)])
+    call = asyncio.create_task(process.call("Reward", pb.RewardRequest(groups=[group]), 100))
+    try:
+        yield process
+    finally:
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        await process.close()
+
+
+async def _seen(process: ChildProcess, does: str) -> Look:
+    """The look at a process as soon as it does this."""
+    deadline = time.monotonic() + 20
+    while True:
+        looks = [look for look in await ChildProcess.looks(0.0) if look.pid == process.pid]
+        if looks and looks[0].at is not None and re.search(does, looks[0].does):
+            return looks[0]
+        assert time.monotonic() < deadline, looks
+        await asyncio.sleep(0.05)
+
+
+_CASES = {
+    "deadlock": "waits for a lock",
+    "loops": "computes, with .* of a core",
+    "naps": "sleeps",
+    "forgets": "awaits a lock",
+    "runs": r"waits for process \d+ \(`sleep 1000`\)",
+}
+
+
+@pytest.mark.parametrize("name", _CASES)
+async def test_the_line_of_a_blocking_call_is_seen(name: str, tmp_path: Path) -> None:
+    async with _called(tmp_path, name, "") as process:
+        look = await _seen(process, _CASES[name])
+        assert look.at is not None
+        assert (look.at.file, look.at.function) == (str(tmp_path / "reward.py"), name)
+        assert _REWARDS.splitlines()[look.at.line - 1].endswith(f"here: {name}"), look
+
+
+@pytest.mark.parametrize("name", ["asks", "awaits"])
+async def test_the_server_that_does_not_answer_is_seen(name: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        async with _called(tmp_path, name, str(port) if name == "awaits" else f"http://127.0.0.1:{port}") as process:
+            look = await _seen(process, f"waits for an answer of 127.0.0.1:{port}$")
+            assert look.at is not None
+            assert _REWARDS.splitlines()[look.at.line - 1].endswith(f"here: {name}"), look
+            assert f"127.0.0.1:{port}" in look.fix
+
+
+async def test_the_answer_of_an_endpoint_that_is_asked_again_is_seen(tmp_path: Path) -> None:
+    class Overloaded(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_error(503, "no capacity")
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Overloaded) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        async with _called(tmp_path, "chats", url) as process:
+            look = await _seen(process, f"the model at {url}/chat/completions answers 503")
+            assert look.at is not None
+            assert _REWARDS.splitlines()[look.at.line - 1].endswith("here: chats"), look
+            assert "overloaded" in look.fix
+        server.shutdown()
+
+
+async def test_the_holder_of_a_file_lock_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "cache.lock"
+    with path.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        async with _called(tmp_path, "locks", str(path)) as process:
+            look = await _seen(process, re.escape(f"waits for the lock of {path}, which process {os.getpid()} ("))
+            assert f"process {os.getpid()}" in look.fix
+
+
+async def test_a_process_without_a_call_is_not_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(_REWARDS)
+    process = ChildProcess([{"kind": "reward", "plugin": "reward.py:naps", "base_dir": str(tmp_path)}])
+    await process.start()
+    try:
+        assert [look for look in await ChildProcess.looks(0.0) if look.pid == process.pid] == []
+    finally:
+        await process.close()
