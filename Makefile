@@ -214,9 +214,9 @@ check-platforms: venv-dev ## Check that each Go module builds alone, and everyth
 	@scripts/platforms
 
 .PHONY: check-oracles
-check-oracles: venv-dev ## Compute the reference losses of TRL and verl again, in a separate environment, and compare them
+check-oracles: venv-dev ## Ask TRL, verl, and RLinf again, in a separate environment, and compare with their recorded answers
 	@scripts/oracles --check
-	@cd python && $(PYTHON) -m pytest tests/algorithms/test_oracles.py tests/algorithms/test_document.py
+	@cd python && $(PYTHON) -m pytest tests/algorithms/test_oracles.py tests/algorithms/test_document.py tests/multistep/test_oracle.py
 
 FAMILIES ?=
 SEEDS ?= 0,1,2
@@ -276,7 +276,7 @@ docs: build ## Regenerate docs/reference/ and the tables of docs/migrating.md, d
 	@$(PYTHON) scripts/reference.py && $(PYTHON) scripts/engines.py && $(PYTHON) scripts/metrics.py
 
 .PHONY: oracles
-oracles: venv-dev ## Regenerate the reference losses and docs/algorithms.md
+oracles: venv-dev ## Record the answers of TRL, verl, and RLinf again, and regenerate docs/algorithms.md
 	@scripts/oracles
 	@cd python/tests/algorithms && PYTHONPATH=$(CURDIR)/python $(PYTHON) -m oracle.document
 
