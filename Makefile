@@ -91,8 +91,8 @@ bench-scale: build venv-dev ## Measure one control plane with 10, 100 and 1,000 
 	@PYTHONPATH=python:e2e:e2e/support $(PYTHON) bench/scale.py --check $(ARGS)
 
 .PHONY: bench-recovery
-bench-recovery: ## Measure what a resume asks of a ledger with 300,000 steps and 3,000,000 groups in SQLite (3 minutes)
-	@cd services && go test -tags recovery -run TestRecoveryCost -v -timeout 30m ./buffer
+bench-recovery: ## Measure what a resume and an audit ask of a ledger with 300,000 steps and 3,000,000 groups in SQLite (10 minutes)
+	@cd services && go test -tags recovery -run 'TestRecoveryCost|TestAuditCost' -v -timeout 60m ./buffer
 
 .PHONY: bench-buffer
 bench-buffer: build venv-dev ## Measure the path from worker to learner next to TransferQueue, Ray, and ZeroMQ

@@ -5,10 +5,13 @@ package buffer_test
 import (
 	"context"
 	"database/sql"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
+	"os"
 	"path/filepath"
+	"regexp"
 	"runtime"
 	"sync/atomic"
 	"testing"
@@ -16,7 +19,10 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"github.com/rollout-rl/rollout/libs/audit"
+	"github.com/rollout-rl/rollout/libs/id"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
 const (
@@ -59,26 +65,7 @@ func recovery(t *testing.T, steps uint64, early bool) cost {
 	s.stop()
 	fill(t, filepath.Join(s.folder, "db", "buffer.sqlite"), steps, early)
 
-	runtime.GC()
-	var m runtime.MemStats
-	runtime.ReadMemStats(&m)
-	base, peak, ended := m.HeapAlloc, atomic.Uint64{}, make(chan struct{})
-	watched := make(chan struct{})
-	go func() {
-		defer close(watched)
-		tick := time.NewTicker(5 * time.Millisecond)
-		defer tick.Stop()
-		for {
-			var m runtime.MemStats
-			runtime.ReadMemStats(&m)
-			peak.Store(max(peak.Load(), m.HeapAlloc))
-			select {
-			case <-ended:
-				return
-			case <-tick.C:
-			}
-		}
-	}()
+	stop := watchHeap()
 	began := time.Now()
 	s.start()
 	s.open(c)
@@ -105,9 +92,7 @@ func recovery(t *testing.T, steps uint64, early bool) cost {
 		t.Fatalf("%d incomplete groups, want %d: %v", len(listed.GetGroups()), want, err)
 	}
 	out := cost{recovery: time.Since(began)}
-	close(ended)
-	<-watched
-	out.heap = peak.Load() - min(peak.Load(), base)
+	out.heap = stop()
 
 	if early {
 		t.Logf("%d steps, %d groups, the first one is missing: recovery %v, heap %.1f MiB", steps, steps*perCommit, out.recovery.Round(time.Millisecond), float64(out.heap)/(1<<20))
@@ -118,6 +103,36 @@ func recovery(t *testing.T, steps uint64, early bool) cost {
 	t.Logf("%d steps, %d groups: recovery %v, heap %.1f MiB; export of %d rows %v, largest message %.1f MiB",
 		steps, steps*perCommit, out.recovery.Round(time.Millisecond), float64(out.heap)/(1<<20), rows, time.Since(began).Round(time.Millisecond), float64(largest)/(1<<20))
 	return out
+}
+
+// watchHeap measures the heap until stop, which returns by how much the largest one exceeded the
+// first.
+func watchHeap() (stop func() uint64) {
+	runtime.GC()
+	var m runtime.MemStats
+	runtime.ReadMemStats(&m)
+	base, peak, ended := m.HeapAlloc, atomic.Uint64{}, make(chan struct{})
+	watched := make(chan struct{})
+	go func() {
+		defer close(watched)
+		tick := time.NewTicker(5 * time.Millisecond)
+		defer tick.Stop()
+		for {
+			var m runtime.MemStats
+			runtime.ReadMemStats(&m)
+			peak.Store(max(peak.Load(), m.HeapAlloc))
+			select {
+			case <-ended:
+				return
+			case <-tick.C:
+			}
+		}
+	}()
+	return func() uint64 {
+		close(ended)
+		<-watched
+		return peak.Load() - min(peak.Load(), base)
+	}
 }
 
 func export(t *testing.T, s *bench) (rows, largest int) {
@@ -156,7 +171,7 @@ func fill(t *testing.T, path string, steps uint64, early bool) {
 			INSERT INTO step (ledger, step, batch, group_count, sample_count, excluded_count, weights_digest, chain, end_position)
 			SELECT 1, i, 'blake3-' || printf('%%064x', i), %d, %d, 0, 'blake3-' || printf('%%064x', i + 1), 'blake3-' || printf('%%064x', i), i * %d FROM n`,
 			steps, perCommit, perCommit, perCommit),
-		`INSERT INTO weights (ledger, version, digest) SELECT 1, step, weights_digest FROM step`,
+		`INSERT INTO weights (ledger, version, lineage, digest, retrained) SELECT 1, step, 0, weights_digest, 0 FROM step`,
 		fmt.Sprintf(`WITH RECURSIVE n(i) AS (SELECT %d UNION ALL SELECT i + 1 FROM n WHERE i < %d)
 			INSERT INTO prompt_group (ledger, position, attempt, state, step, samples, min_version, arrival)
 			SELECT 1, i, 0, 4, i / %d + 1, 1, i / %d, i + 1 FROM n`, first, steps*perCommit-1, perCommit, perCommit),
@@ -171,5 +186,96 @@ func fill(t *testing.T, path string, steps uint64, early bool) {
 		if _, err := db.ExecContext(context.Background(), statement); err != nil {
 			t.Fatalf("%s: %v", statement, err)
 		}
+	}
+}
+
+// `make bench-recovery`: the audit of a ledger with 300,000 steps, 3,000,000 groups, and as many
+// samples, whose payloads are trimmed. One process exports the ledger and audits it.
+func TestAuditCost(t *testing.T) {
+	s := setup(t)
+	s.open(&bufferv1.LedgerConfig{GroupsPerStep: perCommit, GroupSize: 1, Order: bufferv1.LeaseOrder_LEASE_ORDER_COMPLETION, Rows: 1000, MaxStaleness: 3, Receipts: true})
+	s.record(0)
+	s.stop()
+	path := filepath.Join(s.folder, "db", "buffer.sqlite")
+	fill(t, path, manySteps, false)
+	link(t, path)
+	s.start()
+
+	if err := os.WriteFile("/proc/self/clear_refs", []byte("5"), 0); err != nil { // begins a new maximum of the resident memory
+		t.Fatal(err)
+	}
+	stop := watchHeap()
+	began := time.Now()
+	e := &audit.Evidence{Run: &runv1.Run{RunId: run}, Unscheduled: true}
+	defer e.Close()
+	stream, err := s.client.ExportLedger(t.Context(), &bufferv1.ExportLedgerRequest{RunId: run})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for {
+		m, err := stream.Recv()
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := e.Add(m); err != nil {
+			t.Fatal(err)
+		}
+	}
+	exported := time.Since(began)
+	r, err := audit.Check(e)
+	if err != nil {
+		t.Fatal(err)
+	}
+	groups := uint64(manySteps * perCommit)
+	if !r.Whole || r.Steps != manySteps || r.Samples.Covered != groups {
+		t.Errorf("%d steps, %+v, %d breaks: %.3v", r.Steps, r.Samples, len(r.Breaks), r.Breaks)
+	}
+	status, err := os.ReadFile("/proc/self/status")
+	if err != nil {
+		t.Fatal(err)
+	}
+	resident := regexp.MustCompile(`VmHWM:\s*(.*)`).FindSubmatch(status)[1]
+	t.Logf("%d steps, %d groups: export %v, audit of the exported rows %v, heap %.1f MiB, resident memory of both %s",
+		manySteps, groups, exported.Round(time.Millisecond), (time.Since(began) - exported).Round(time.Millisecond), float64(stop())/(1<<20), resident)
+}
+
+// link gives every group a sample, and computes the batches and the chain of the steps.
+func link(t *testing.T, path string) {
+	t.Helper()
+	db, err := sql.Open("sqlite", path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer db.Close()
+	tx, err := db.BeginTx(t.Context(), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	must := func(statement string, args ...any) {
+		if _, err := tx.ExecContext(t.Context(), statement, args...); err != nil {
+			t.Fatalf("%s: %v", statement, err)
+		}
+	}
+	must(`INSERT INTO sample (ledger, position, sample, part, attempt, segment, byte_offset, byte_length, crc32c, ref, reward, outcome, min_version, receipt_version)
+		SELECT 1, position, 0, 0, 0, position / 300 + 1, position % 300, 10, 1, '', 1.0, 1, min_version, min_version FROM prompt_group WHERE true
+		ON CONFLICT DO UPDATE SET segment = excluded.segment, byte_offset = excluded.byte_offset`)
+	chain := ""
+	for step := uint64(1); step <= manySteps; step++ {
+		batch := []byte("rollout.batch.v1")
+		for p := (step - 1) * perCommit; p < step*perCommit; p++ {
+			for _, n := range []uint64{p / 1000, p % 1000, 0, 0, 0, 1} {
+				batch = binary.LittleEndian.AppendUint64(batch, n)
+			}
+		}
+		made := id.Content(batch)
+		chain = id.Content(append(binary.LittleEndian.AppendUint64([]byte("rollout.chain.v1"+chain), step), fmt.Sprintf("%sblake3-%064x", made, step+1)...))
+		must(`UPDATE step SET batch = ?, chain = ? WHERE ledger = 1 AND step = ?`, made, chain, step)
+	}
+	must(`UPDATE ledger SET chain = ?`, chain)
+	if err := tx.Commit(); err != nil {
+		t.Fatal(err)
 	}
 }
