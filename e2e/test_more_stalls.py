@@ -302,6 +302,16 @@ def _evaluation_worker_is_stopped(at: Path) -> Iterator[Root]:
 
 
 @contextlib.contextmanager
+def _trainer_hangs(at: Path) -> Iterator[Root]:
+    """The trainer waits for ever in a collective operation."""
+    hangs = at / "hangs"
+    hangs.mkdir()
+    with job_of(Job(at / "job", steps=LONG, workers=1), at / "state", ROLLOUT_SIM_HANG=str(hangs)) as job:
+        (hangs / "trainer").touch()
+        yield Root(job, ["learner-0", "no micro-batch", r"is at \w+\.py:\d+", "limits.stall_seconds"])
+
+
+@contextlib.contextmanager
 def _engine_hangs(at: Path) -> Iterator[Root]:
     """The engine waits for ever in a kernel."""
     hangs = at / "hangs"
@@ -331,6 +341,13 @@ def _too_stale(at: Path) -> Iterator[Root]:
         yield Root(job, [_line(job, "time.sleep"), "REWARD_CALL"])
 
 
+@contextlib.contextmanager
+def _no_agent_has_asked(at: Path) -> Iterator[Root]:
+    """The agent was never started, so that the gateway does not know the run."""
+    with job_of(Job(at / "job", steps=LONG, workers=1, agents=True), at / "state", steps=0) as job:
+        yield Root(job, ["NO_AGENT", "start an agent"])
+
+
 Plant = Callable[[Path], contextlib.AbstractContextManager[Root]]
 
 STALLS: list[Plant] = [
@@ -351,8 +368,10 @@ STALLS: list[Plant] = [
     _user_simulator_is_overloaded,
     _run_is_paused,
     _evaluation_worker_is_stopped,
+    _trainer_hangs,
     _engine_hangs,
     _one_session_is_open,
+    _no_agent_has_asked,
     _too_stale,
 ]
 

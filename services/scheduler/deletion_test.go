@@ -37,6 +37,7 @@ type erased struct {
 	all  []string
 	keep []string
 	fail string // service whose calls fail
+	asks func() // what the gateway asks the scheduler before it lists its waits
 }
 
 func (e *erased) add(service, run string) error {
@@ -69,7 +70,16 @@ type (
 	erasedLog      struct{ *erased }
 )
 
-func (e erasedSessions) ListWaits(context.Context, *gatewayv1.ListWaitsRequest, ...grpc.CallOption) (*gatewayv1.ListWaitsResponse, error) {
+func (e erasedSessions) ListWaits(ctx context.Context, _ *gatewayv1.ListWaitsRequest, _ ...grpc.CallOption) (*gatewayv1.ListWaitsResponse, error) {
+	if e.asks != nil {
+		answered := make(chan struct{})
+		go func() { defer close(answered); e.asks() }()
+		select {
+		case <-answered:
+		case <-ctx.Done():
+			return nil, status.FromContextError(ctx.Err()).Err()
+		}
+	}
 	return &gatewayv1.ListWaitsResponse{Waits: []*waitv1.Wait{{Owner: "agents", Reason: "NO_AGENT", Evidence: "no agent has asked for prompts"}}}, nil
 }
 

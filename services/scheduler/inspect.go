@@ -26,13 +26,24 @@ const inspectTimeout = 2 * time.Second
 
 // inspect asks every worker and the gateway what they wait for now, and completes a status with it.
 func (p *poller) inspect(ctx context.Context, status *runv1.RunStatus) {
+	ctx, cancel := context.WithTimeout(ctx, inspectTimeout)
+	defer cancel()
+	var asked sync.WaitGroup
+	var gateway []*waitv1.Wait
+	// Without the lock: a gateway that does not know the run asks this scheduler for it, which polls.
+	asked.Go(func() { gateway = p.gateway(ctx, status) })
+	p.inspectWorkers(ctx, status)
+	asked.Wait()
+	status.Waits = append(slices.Clone(status.GetWaits()), gateway...)
+}
+
+// inspectWorkers asks every worker what it waits for now.
+func (p *poller) inspectWorkers(ctx context.Context, status *runv1.RunStatus) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.closed {
 		return
 	}
-	ctx, cancel := context.WithTimeout(ctx, inspectTimeout)
-	defer cancel()
 	var wg sync.WaitGroup
 	processes := readProcesses()
 	for _, w := range status.GetWorkers() {
@@ -51,10 +62,7 @@ func (p *poller) inspect(ctx context.Context, status *runv1.RunStatus) {
 			}
 		})
 	}
-	var gateway []*waitv1.Wait
-	wg.Go(func() { gateway = p.gateway(ctx, status) })
 	wg.Wait()
-	status.Waits = append(slices.Clone(status.GetWaits()), gateway...)
 }
 
 // gateway asks what requests and agents wait for. A gateway that does not answer stops only a run

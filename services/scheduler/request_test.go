@@ -108,10 +108,16 @@ func TestCancelWhileStarting(t *testing.T) {
 	}
 }
 
-// A status with what is in flight has the waits of the gateway too.
+// A status with what is in flight has the waits of the gateway too, also if the gateway has to ask
+// the scheduler for the run first.
 func TestTheGatewayIsAskedForItsWaits(t *testing.T) {
 	t.Parallel()
 	w, run := idle(t, plan(4, "sync", 0, false))
+	w.erased.asks = func() {
+		if _, err := w.generation.GetRun(t.Context(), &runv1.GetRunRequest{RunId: run}); err != nil {
+			t.Error(err)
+		}
+	}
 	for inFlight, want := range map[bool]bool{true: true, false: false} {
 		got, err := w.generation.GetRun(t.Context(), &runv1.GetRunRequest{RunId: run, InFlight: inFlight})
 		if err != nil {

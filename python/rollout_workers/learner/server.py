@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import sys
+import sysconfig
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 
 import grpc
@@ -15,6 +19,7 @@ from rollout.learner.v1.learner_pb2_grpc import LearnerWorkerServiceServicer
 from rollout.wait.v1.wait_pb2 import Wait
 from rollout_workers.learner.learner import Learner
 from rollout_workers.learner.payload import read_batch
+from rollout_workers.learner.trainer_thread import THREAD
 from rollout_workers.trainer.types import TrainSample
 from rollout_workers.weights.transfer.publish_folder import Superseded
 from rollout_workers.worker.discovery import Services
@@ -25,12 +30,41 @@ from rollout_workers.worker.telemetry import Meters
 
 log = logging.getLogger(__name__)
 
+_STDLIB = sysconfig.get_path("stdlib")
+_SLOW_SECONDS = 10.0  # without a micro-batch, after which the learner counts as hanging
+
+
+def _at() -> str:
+    """The line of the trainer's thread that is not in Python's library, for people; empty if it
+    computes nothing."""
+    thread = next((thread for thread in threading.enumerate() if thread.name.startswith(THREAD)), None)
+    if thread is None or thread.ident is None:
+        return ""
+    frame = sys._current_frames().get(thread.ident)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None and os.path.dirname(frame.f_code.co_filename).startswith(_STDLIB) and frame.f_back is not None:
+        if "site-packages" in frame.f_code.co_filename:
+            break
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f", and is at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} ({frame.f_code.co_name})"
+
 
 class LearnerServer(LearnerWorkerServiceServicer):
     """The servicer. ``worker.serving`` authenticates and validates requests before, and maps errors
     after."""
 
-    def __init__(self, who: Identity, learner: Learner, services: Services, lifecycle: Lifecycle) -> None:
+    def __init__(
+        self,
+        who: Identity,
+        learner: Learner,
+        services: Services,
+        lifecycle: Lifecycle,
+        still: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
+    ) -> None:
+        """still: for how long the learner has finished no micro-batch of its step, and after how
+        long it is restarted (:attr:`Watchdog.still`)."""
+        self._still = still
         self._who, self._learner, self._services, self._lifecycle = who, learner, services, lifecycle
         self._meters = Meters()
 
@@ -107,12 +141,18 @@ class LearnerServer(LearnerWorkerServiceServicer):
         if self._learner.wait is None:
             return None
         reason, what, since = self._learner.wait
-        worker = self._who.worker
+        worker, logs = self._who.worker, f"`rollout logs worker {self._who.run} {self._who.worker}`"
+        evidence, fix = f"{worker} is {what}, for {time.time() - since:.0f} s", f"it ends by itself; see its output with {logs}"
+        still, limit = self._still()
+        if still >= _SLOW_SECONDS:
+            evidence += f"; its process {os.getpid()} has finished no micro-batch for {still:.0f} s{_at()}"
+            fix = f"`kill -9 {os.getpid()}` restarts it now; after {limit:g} s (limits.stall_seconds) it logs the stacks of its "
+            fix += f"threads and is restarted; see its output with {logs}"
         wait = Wait(
             owner=worker,
             reason=reason,
-            evidence=f"{worker} is {what}, for {time.time() - since:.0f} s",
-            fix=f"it ends by itself; see the output of the worker with `rollout logs worker {self._who.run} {worker}`",
+            evidence=evidence,
+            fix=fix,
             subjects=[worker],
         )
         wait.since.FromMilliseconds(int(since * 1000))

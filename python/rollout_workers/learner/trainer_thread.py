@@ -16,6 +16,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+THREAD = "train"
+"""Begins the name of the thread."""
+
+
 class TrainerThread:
     """A trainer and its thread. Call the methods from one event loop; calls to the trainer run one
     after the other."""
@@ -29,7 +33,7 @@ class TrainerThread:
     @classmethod
     async def start(cls, build: Callable[[], Trainer]) -> TrainerThread:
         """Start the thread and build the trainer in it."""
-        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train")
+        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREAD)
         try:
             return cls(await asyncio.get_running_loop().run_in_executor(executor, build), executor)
         except BaseException:

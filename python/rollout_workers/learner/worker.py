@@ -106,14 +106,15 @@ async def run_learner_worker(
             digests=is_deterministic(spec.plan.config),
         )
         server = Server(spec.peer_token, tls=of_mesh(spec))
-        add_LearnerWorkerServiceServicer_to_server(LearnerServer(who, learner, services, lifecycle), server.grpc)
+        watchdog = _watchdog(spec, learner)
+        learners = LearnerServer(who, learner, services, lifecycle, lambda: watchdog.still)
+        add_LearnerWorkerServiceServicer_to_server(learners, server.grpc)
         add_WeightsServiceServicer_to_server(delivery.WeightsServer(who, catalog), server.grpc)
         address = await server.start([SERVICE, delivery.SERVICE])
         registration = Registration.of(spec, who, address, lifecycle)
         await asyncio.to_thread(registration.start)
         log.info("serving on %s", address)
 
-        watchdog = _watchdog(spec, learner)
         watchdog.start()
         async with feeding(spec, who, lifecycle, heartbeat, services):
             await lifecycle.wait()

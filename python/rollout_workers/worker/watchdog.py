@@ -65,6 +65,12 @@ class Watchdog:
         """End the thread. Idempotent."""
         self._stop.set()
 
+    @property
+    def still(self) -> tuple[float, float]:
+        """The longest time in which a source has made no progress, and the limit, in seconds. May
+        be called by any thread."""
+        return max((source.still for source in self._sources), default=0.0), self._limit
+
     def check(self, passed: float) -> str:
         """Compare once. passed: seconds since the last call. Returns why the worker is stalled, or
         an empty string."""
