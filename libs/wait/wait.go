@@ -62,6 +62,10 @@ const (
 	Weights         = "WEIGHTS" // newer ones; of the gateway too
 	Slot            = "SLOT"    // of the engine; of the gateway too
 	Prepare         = "PREPARE"
+
+	PluginRestarting = "PLUGIN_RESTARTING" // a sidecar has ended, and starts again
+	PluginBlocked    = "PLUGIN_BLOCKED"    // a sidecar answered nothing, and was ended
+	PluginLeaks      = "PLUGIN_LEAKS"      // a sidecar has more memory than its manifest allows
 )
 
 // ForDisk is the wait for space on a disk. missing: what is missing where.

@@ -38,8 +38,7 @@ func (d *environmentCheck) read() {
 		d.files.exists(environmentPython, python, false)
 	}
 	if path := d.config.GetPath(); path != "" && d.findings.Readable(environmentPath) {
-		file, _, _ := strings.Cut(path, ".py:")
-		d.files.exists(environmentPath, file+".py", false)
+		d.files.exists(environmentPath, pluginFile(path), false)
 	}
 }
 
@@ -49,8 +48,7 @@ func (d *environmentCheck) request(rows *input.Dataset) *probe.Environment {
 	if path == "" && !d.ours() || !d.findings.Readable(environmentPath) || !d.findings.Readable(environmentArgs) || rows == nil || len(rows.First) == 0 {
 		return nil
 	}
-	file, _, _ := strings.Cut(path, ".py:")
-	if path != "" && !isFile(d.files.resolve(file+".py")) || python != "" && !isFile(d.files.resolve(python)) {
+	if path != "" && !isFile(d.files.resolve(pluginFile(path))) || python != "" && !isFile(d.files.resolve(python)) {
 		return nil // reported already
 	}
 	if python != "" {
@@ -96,6 +94,15 @@ func (d *environmentCheck) answer(answer *probe.Answer, err error, pythonWorks b
 		}
 	}
 }
+
+// pluginFile is the file of `file.py:name` or `plugin.toml:NAME`.
+func pluginFile(plugin string) string {
+	file, _, _ := strings.Cut(plugin, ":")
+	return file
+}
+
+// isManifest reports whether a plugin is named by the manifest of a sidecar.
+func isManifest(plugin string) bool { return strings.HasSuffix(pluginFile(plugin), ".toml") }
 
 func isFile(path string) bool {
 	info, err := os.Stat(path)

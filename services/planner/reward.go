@@ -3,7 +3,6 @@ package planner
 import (
 	"errors"
 	"fmt"
-	"os"
 	"slices"
 	"strings"
 	"unicode/utf8"
@@ -43,8 +42,10 @@ func (d *rewardCheck) read(trained *input.Model) {
 			d.readScoringModel(part, trained)
 		}
 		if field := part.Field + ".plugin"; part.Plugin != "" && d.findings.Readable(field) {
-			file, _, _ := strings.Cut(part.Plugin, ".py:")
-			d.files.exists(field, file+".py", false)
+			if d.files.exists(field, pluginFile(part.Plugin), false) && part.Sandbox && isManifest(part.Plugin) {
+				d.findings.report(field, problem.Conflict, fmt.Sprintf("the sidecar %s can't run in the sandbox", part.Plugin),
+					"write `sandbox = false` for it, or start the sidecar in a container and name its `address` in the manifest")
+			}
 		}
 	}
 }
@@ -96,8 +97,7 @@ func (d *rewardCheck) calls(rows scoredRows, trained *input.Model) []*dryCall {
 		field := part.Field + ".expression"
 		if part.Expression == "" {
 			field = part.Field + ".plugin"
-			file, _, _ := strings.Cut(part.Plugin, ".py:")
-			if info, err := os.Stat(d.files.resolve(file + ".py")); part.Plugin == "" || err != nil || info.IsDir() {
+			if part.Plugin == "" || !isFile(d.files.resolve(pluginFile(part.Plugin))) || part.Sandbox && isManifest(part.Plugin) {
 				continue // reported already
 			}
 		} else {

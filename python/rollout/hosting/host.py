@@ -26,7 +26,7 @@ Source = Mapping[str, str]
 ``{"expression": "..."}``. kind: also ``environment``, ``tool``, ``evaluation``; a reward if it is
 missing. args: of an environment, a JSON object."""
 NO_DEADLINE = 1e9
-_KINDS = {
+KINDS = {
     "reward": pb.PLUGIN_KIND_REWARD,
     "environment": pb.PLUGIN_KIND_ENVIRONMENT,
     "tool": pb.PLUGIN_KIND_TOOL,
@@ -55,15 +55,15 @@ def request_type(method: str) -> type[Message]:
 class Host:
     """Plugins by kind and name. Methods take and return messages; they raise ``RolloutError``."""
 
-    def __init__(self, plugins: Mapping[tuple[str, str], Any], executor: Executor | None = None) -> None:
+    def __init__(self, plugins: Mapping[tuple[str, str], Any], executor: Executor | None = None, version: str = "") -> None:
         """plugins: (kind, name) -> function, or environment. executor: runs blocking functions;
-        None: the caller's thread."""
-        self._plugins, self._executor = dict(plugins), executor
+        None: the caller's thread. version: of the plugins; empty: not stated."""
+        self._plugins, self._executor, self._version = dict(plugins), executor, version
 
     @classmethod
-    def load(cls, sources: Sequence[Source], executor: Executor | None = None) -> Host:
+    def load(cls, sources: Sequence[Source], executor: Executor | None = None, *, version: str = "") -> Host:
         """Import plugins. Raises ``RewardImportError``, ``ExpressionError``."""
-        return cls(dict(_load(source) for source in sources), executor)
+        return cls(dict(_load(source) for source in sources), executor, version)
 
     async def call(self, method: str, request: Any) -> Message:
         """Answer one call."""
@@ -95,7 +95,7 @@ class Host:
             raise PluginSchema(text, fix="update the one with the older version")
         infos = [
             pb.PluginInfo(
-                kind=_KINDS[kind],
+                kind=KINDS[kind],
                 name=name,
                 description=_described(plugin)["description"] if kind == "tool" else "",
                 parameters_json=json.dumps(_described(plugin)["parameters"]) if kind == "tool" else "",
@@ -103,6 +103,7 @@ class Host:
                 one_at_a_time=isinstance(plugin, Checked) and not plugin.batched,
                 waits_for_siblings=isinstance(plugin, Checked) and plugin.waits_for_siblings,
                 saves_episodes=isinstance(plugin, Checked) and plugin.saves_episodes,
+                version=self._version,
             )
             for (kind, name), plugin in self._plugins.items()
         ]

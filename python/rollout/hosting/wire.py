@@ -100,6 +100,30 @@ class PluginUnavailable(PluginError):
     reason = "PLUGIN_UNAVAILABLE"
 
 
+class PluginExited(PluginError):
+    """The sidecar ended, or its connection was lost, during the call."""
+
+    reason = "PLUGIN_EXITED"
+
+
+class PluginRestarting(PluginError):
+    """The sidecar had not started again when the call's time was over."""
+
+    reason = "PLUGIN_RESTARTING"
+
+
+class PluginBlocked(PluginError):
+    """The sidecar answered neither the call nor a health check, and was ended."""
+
+    reason = "PLUGIN_BLOCKED"
+
+
+class PluginVersion(PluginError):
+    """The sidecar has another version than its manifest."""
+
+    reason = "PLUGIN_VERSION"
+
+
 _ERRORS: dict[str, type[RolloutError]] = {
     error.reason: error
     for error in (
@@ -112,6 +136,10 @@ _ERRORS: dict[str, type[RolloutError]] = {
         PluginSchema,
         PluginTimeout,
         PluginUnavailable,
+        PluginExited,
+        PluginRestarting,
+        PluginBlocked,
+        PluginVersion,
     )
 }
 
@@ -195,8 +223,14 @@ def with_reason(error: Exception, reason: str) -> RolloutError:
 
 
 def reward_error(error: RolloutError) -> RewardError:
-    """The same error as a ``RewardError``."""
-    return error if isinstance(error, RewardError) else RewardFailed(error.message, fix=error.fix, place=error.place)
+    """The same error as a ``RewardError``. One of a sidecar keeps its reason."""
+    if isinstance(error, RewardError):
+        return error
+    made = RewardFailed(error.message, fix=error.fix, place=error.place)
+    if error.reason.startswith("PLUGIN_"):
+        made.__dict__["reason"] = error.reason
+        made.__dict__["permanent"] = getattr(error, "permanent", False)
+    return made
 
 
 def samples_of(groups: Iterable[pb.RewardGroup]) -> list[Sample]:

@@ -18,11 +18,13 @@ from rollout.environments import source
 from rollout.environments.mcp_tools import McpTools, settings_of
 from rollout.hosting.answers import EnvironmentBadResult
 from rollout.hosting.episodes import Checked, load_environment
+from rollout.hosting.manifest import is_manifest
 from rollout.hosting.wire import EnvironmentTimeout
 from rollout.plugin import split_plugin
 from rollout.plugin.loading import load_object
 from rollout.plugin.schema import function_schema
 from rollout.probe.reward import local_files, watchdog
+from rollout.probe.sidecars import sidecar_episode, sidecar_tool
 from rollout.probe.tokenizer import Json
 from rollout.sandbox import Sandbox
 from rollout.tools import BOXED, Search, named_tools
@@ -36,6 +38,8 @@ def dry_episode(request: Json, hung: Callable[[EnvironmentTimeout], None], began
     if request.get("kind") == "mcp":
         return asyncio.run(_dry_servers(request, began))
     path, users = request["plugin"], request["base_dir"]
+    if is_manifest(path):
+        return asyncio.run(sidecar_episode(request, began))
     loaded = source(request.get("kind", ""), path, users, request.get("args") or "{}")
     limit = float(request["timeout_seconds"])
     file, name = split_plugin(loaded["plugin"])
@@ -65,13 +69,18 @@ def _dry_tools(request: Json, began: Callable[[], None]) -> Json:
     folders = {Path(base_dir)} | {Path(os.path.abspath(os.path.join(base_dir, split_plugin(file)[0]))).parent for file in files}
     began()
     start = time.monotonic()
+    pinned: list[str] = []
     for file in files:
-        function_schema(load_object(file, base_dir))
+        if is_manifest(file):
+            pinned += asyncio.run(sidecar_tool(file, base_dir))
+        else:
+            function_schema(load_object(file, base_dir))
     if "search" in ours:
         Search(os.path.join(str(base_dir), str(json.loads(request["args"])["search"])), 0.0)
     if set(ours) & set(BOXED) and (error := Sandbox.probe().error):
         raise error
-    return {"files": local_files(folders) if files else [], "name": "tools", "seconds": time.monotonic() - start}
+    found = sorted({*pinned, *(local_files(folders) if files else [])})
+    return {"files": found, "name": "tools", "seconds": time.monotonic() - start}
 
 
 async def _dry_servers(request: Json, began: Callable[[], None]) -> Json:

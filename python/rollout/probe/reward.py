@@ -21,6 +21,7 @@ from rollout.dataset import rows
 from rollout.errors import Place, RolloutError
 from rollout.hosting.boxed import BoxLimits, binds_of, box_environment, check_host, ended, reported
 from rollout.hosting.child import START_SECONDS, exhausted
+from rollout.hosting.manifest import is_manifest
 from rollout.hosting.wire import PluginError, with_reason
 from rollout.plugin import RewardError, RewardFunction, RewardTimeout, Sample, call_reward, load_reward, split_plugin
 from rollout.probe.tokenizer import BadModel, Json, tokenizer_of
@@ -48,6 +49,10 @@ def dry_call(request: Json, hung: Callable[[RewardTimeout], None], began: Callab
 def _call(request: Json, hung: Callable[[RewardTimeout], None], began: Callable[[], None]) -> Json:
     expression, base_dir = request.get("expression"), request["base_dir"]
     plugin = request.get("plugin", "")
+    if is_manifest(plugin):
+        from rollout.probe.sidecars import sidecar_call  # numpy takes a while to import
+
+        return asyncio.run(sidecar_call(request, samples_of, began))
     limit = float(request["timeout_seconds"])
     folders = {Path(base_dir)}
     if not expression:

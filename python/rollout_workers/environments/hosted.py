@@ -19,6 +19,7 @@ from rollout.errors import RolloutError
 from rollout.hosting import wire
 from rollout.hosting.child import ChildProcess
 from rollout.hosting.host import NO_DEADLINE, Source
+from rollout.hosting.supervised import SupervisedSidecar
 from rollout.plugin.v1 import plugin_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -39,30 +40,36 @@ class Hosted:
         processes: int = _PROCESSES,
         command: Sequence[str] = (sys.executable,),
         verify: Callable[[], None] = lambda: None,
+        sidecar: SupervisedSidecar | None = None,
     ) -> None:
         """source: of an environment. command: the Python interpreter. verify: called before a
-        process starts; raises if the source has changed."""
+        process starts; raises if the source has changed. sidecar: runs the environment instead."""
         self.name = source["plugin"]
         self.batched, self.waits_for_siblings = True, False
         self.saves_episodes = False
         self._states: dict[tuple[str, int], bytes] = {}  # of open episodes, after their last turn
         self._class = self.name.rpartition(":")[2]
         self._verify = verify
-        self._children = [_Child(ChildProcess([source], command), verify) for _ in range(processes)]
+        self._children = (
+            [_Child(sidecar, verify)]
+            if sidecar is not None
+            else [_Child(ChildProcess([source], command), verify) for _ in range(processes)]
+        )
         self._of: dict[str, _Home] = {}  # of each task with open episodes
 
     async def start(self) -> None:
         """Start the processes. Raises ``RolloutError``."""
         self._verify()
         handshakes = await asyncio.gather(*(child.process.start() for child in self._children))
-        info = handshakes[0].plugins[0]
+        named = [info for info in handshakes[0].plugins if info.kind == pb.PLUGIN_KIND_ENVIRONMENT and info.name == self._class]
+        info = named[0]
         self.batched, self.waits_for_siblings = not info.one_at_a_time, info.waits_for_siblings
         self.saves_episodes = info.saves_episodes
 
     async def shutdown(self) -> None:
         """Kill the processes."""
         for child in self._children:
-            child.process.kill()
+            await child.process.close()
 
     async def reset(self, tasks: Sequence[Task]) -> list[Observation | Refusal]:
         """The first observation of each task. An error of a process refuses its tasks alone."""
@@ -199,7 +206,7 @@ class _Home:
 class _Child:
     """A process, and how often it was started again."""
 
-    def __init__(self, process: ChildProcess, verify: Callable[[], None]) -> None:
+    def __init__(self, process: ChildProcess | SupervisedSidecar, verify: Callable[[], None]) -> None:
         self.process, self._verify = process, verify
         self.starts = 0
         self._starting: asyncio.Task[None] | None = None

@@ -15,6 +15,9 @@ from typing import Any
 from rollout.environment import Observation, Refusal, Result, Task, ToolCall, Turn
 from rollout.errors import RolloutError
 from rollout.hosting.child import ChildProcess
+from rollout.hosting.exchange import tool_schema
+from rollout.hosting.manifest import is_manifest, read_manifest
+from rollout.hosting.supervised import SupervisedSidecar
 from rollout.hosting.wire import PluginTimeout
 from rollout.plugin.v1 import plugin_pb2 as pb
 from rollout.tools import (
@@ -46,7 +49,7 @@ def build(context: Context) -> Tools:
     """Build the environment for the registry. Raises ``ToolsInvalid``."""
     environment = context.config.environment
     python = os.path.join(context.base_dir, environment.python) if environment.python else sys.executable
-    boxes = toolboxes(context.args, context.base_dir, environment.tool_timeout_seconds, python)
+    boxes = toolboxes(context.args, context.base_dir, environment.tool_timeout_seconds, python, context.verify, context.calls)
     return Tools(
         build_single_turn(context),
         context.prompts,
@@ -57,8 +60,16 @@ def build(context: Context) -> Tools:
     )
 
 
-def toolboxes(args: Mapping[str, Any], base_dir: str, seconds: float, python: str) -> list[Toolbox]:
-    """The tools that ``[environment.args]`` names. Raises ``ToolsInvalid``."""
+def toolboxes(
+    args: Mapping[str, Any],
+    base_dir: str,
+    seconds: float,
+    python: str,
+    verify: Callable[[], None] = lambda: None,
+    calls: Calls | None = None,
+) -> list[Toolbox]:
+    """The tools that ``[environment.args]`` names. verify: raises if a file has changed. calls:
+    where sidecars are named. Raises ``ToolsInvalid``, ``ManifestError``."""
     files, ours = named_tools(args)
     found: list[Toolbox] = []
     if boxed := [name for name in ours if name in BOXED]:
@@ -67,8 +78,10 @@ def toolboxes(args: Mapping[str, Any], base_dir: str, seconds: float, python: st
         found.append(Search(os.path.join(base_dir, args["search"]), seconds))
     if "fetch" in ours:
         found.append(Fetch(args["fetch"], seconds))
-    if files:
-        found.append(Functions(files, base_dir, seconds, python))
+    sidecars = [name for name in files if is_manifest(name)]
+    if functions := [name for name in files if not is_manifest(name)]:
+        found.append(Functions(functions, base_dir, seconds, python))
+    found.extend(SidecarTool(name, base_dir, seconds, verify, calls) for name in sidecars)
     return found
 
 
@@ -112,11 +125,7 @@ class Functions:
             raise ToolTimeout(call.name, self._seconds) from error
         finally:
             self._free.put_nowait(child)
-        if result.infrastructure:
-            raise ToolBroken(result.content, result.reason)
-        if result.reason:
-            raise ToolError(result.content)
-        return shortened(result.content)
+        return _text(result)
 
     async def close(self, episode: Key) -> None:
         """Do nothing, because functions keep nothing of an episode."""
@@ -125,6 +134,58 @@ class Functions:
         """Kill the processes."""
         for child in self._children:
             child.kill()
+
+
+class SidecarTool:
+    """A tool of a sidecar. Its calls overlap. A call that its process did not survive is not
+    repeated, because it may have had an effect: the episode is INFRA_FAILED with
+    ``PLUGIN_EXITED``."""
+
+    def __init__(
+        self, plugin: str, base_dir: str, seconds: float, verify: Callable[[], None] = lambda: None, calls: Calls | None = None
+    ) -> None:
+        """plugin: ``plugin.toml:NAME``. seconds: longest time of a call. verify: raises if a file
+        has changed. calls: where the sidecar is named."""
+        self._manifest = read_manifest(plugin, base_dir, kind="tool")
+        self._sidecar = SupervisedSidecar(self._manifest, verify=verify)
+        self._seconds = seconds
+        self.schemas: Schemas = ()
+        if calls is not None:
+            calls.supervise(self._manifest.name, lambda: self._sidecar.condition)
+
+    async def start(self) -> None:
+        """Start the sidecar. Raises ``RolloutError``."""
+        handshake = await self._sidecar.start()
+        self.schemas = (tool_schema(handshake, self._manifest.name),)
+
+    async def call(self, episode: Key, call: ToolCall) -> str:
+        """The tool's result."""
+        wanted = pb.ToolCall(
+            tool=call.name,
+            call_id=call.id,
+            arguments_json=json.dumps(call.arguments),
+            episode=pb.EpisodeKey(task=episode[0], sample=episode[1]),
+        )
+        try:
+            [result] = (await self._sidecar.call("CallTool", pb.CallToolRequest(calls=[wanted]), self._seconds)).results
+        except PluginTimeout as error:
+            raise ToolTimeout(call.name, self._seconds) from error
+        return _text(result)
+
+    async def close(self, episode: Key) -> None:
+        """Do nothing: the sidecar is not informed of the end of an episode."""
+
+    async def shutdown(self) -> None:
+        """End the sidecar."""
+        await self._sidecar.close()
+
+
+def _text(result: pb.ToolResult) -> str:
+    if result.infrastructure:
+        raise ToolBroken(result.content, result.reason)
+    if result.reason:
+        raise ToolError(result.content)
+    return shortened(result.content)
 
 
 class ToolBroken(RolloutError):

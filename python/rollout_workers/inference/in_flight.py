@@ -79,7 +79,7 @@ class InFlight:
         waits = [*self._joined(found), *self._evaluating()]
         for wait in waits:
             _add_look(wait, looks)
-        return [*waits, *self._failed(), *self._refused()]
+        return [*waits, *self._plugins(found.values()), *self._failed(), *self._refused()]
 
     def _failed(self) -> list[Wait]:
         """Why groups failed here, the newest failure first."""
@@ -107,6 +107,15 @@ class InFlight:
         wait.since.FromMilliseconds(int(newest.since * 1000))
         return wait
 
+    def _plugins(self, found: Iterable[Doing]) -> list[Wait]:
+        """What is wrong with sidecars that no group waits for now."""
+        named = {doing.name for doing in found if doing.doing.startswith("PLUGIN_")}
+        return [
+            self._wait(Doing(condition.reason, name, condition.since, 0.0))
+            for name, condition in self.calls.conditions().items()
+            if name not in named
+        ]
+
     def _evaluating(self) -> list[Wait]:
         found = [self._of_episode(doing, row) for doing, row in self.held_out()]
         return [self._wait(min(found, key=lambda doing: doing.since))] if found else []
@@ -119,7 +128,8 @@ class InFlight:
         if call is None and not self.limits.turns:
             call = self.calls.oldest("REWARD_CALL")  # of other groups, after which this group's call begins
         if call is not None:
-            return Doing(call.doing, call.name, call.since, call.limit)
+            condition = self.calls.condition(call.name)
+            return Doing(condition.reason if condition else call.doing, call.name, call.since, call.limit)
         limit = self.limits.turn_seconds
         return Doing(doing, self.limits.name if self.limits.turns else "", since, 0.0 if math.isinf(limit) else limit)
 
@@ -154,6 +164,8 @@ class InFlight:
         worker, name, passed = self.who.worker, doing.name, time.time() - doing.since
         taken = elapsed(passed) + (f" of {elapsed(doing.limit)}" if doing.limit else "")
         logs = f"`rollout logs worker {self.who.run} {worker}`"
+        if (condition := self.calls.condition(name)) is not None:
+            return condition.name, f"the sidecar {condition.name}: {condition.text}", condition.fix
         match doing.doing:
             case "REWARD_CALL":
                 return (

@@ -10,6 +10,7 @@ from typing import Any
 from google.protobuf import json_format
 
 from rollout.config.v1.run_config_pb2 import RewardConfig, RewardPartConfig
+from rollout.hosting.manifest import is_manifest, read_manifest
 from rollout.plugin import split_plugin
 from rollout_workers.offline.dataset import Dataset, digest
 from rollout_workers.offline.spec import BatchSpec
@@ -54,8 +55,11 @@ def _reward(reward: RewardConfig | RewardPartConfig, base_dir: str) -> dict[str,
     model."""
     given = json_format.MessageToDict(reward, preserving_proto_field_name=True)
     if reward.HasField("plugin"):
-        file, _ = split_plugin(reward.plugin)
-        given["source"] = digest(os.path.join(base_dir, file))
+        if is_manifest(reward.plugin):
+            manifest = read_manifest(reward.plugin, base_dir, kind="reward")
+            given["source"] = {os.path.relpath(path, base_dir): digest(str(path)) for path in manifest.files}
+        else:
+            given["source"] = digest(os.path.join(base_dir, split_plugin(reward.plugin)[0]))
     if reward.HasField("model"):
         folder = os.path.join(base_dir, reward.model.path)
         given["model_files"] = {p.name: digest(str(p)) for p in _files(folder, _MODEL_FILES + _WEIGHTS)}

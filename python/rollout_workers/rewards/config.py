@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 
 from rollout.config.v1.run_config_pb2 import RewardConfig, RewardLimitsConfig, RewardPartConfig, ScoringModelConfig
 from rollout.hosting.boxed import BoxLimits
+from rollout.hosting.manifest import is_manifest
 from rollout_workers.rewards.composite import Composite, Part
 from rollout_workers.rewards.pinned import Pinned
-from rollout_workers.rewards.plugin import RewardPool
+from rollout_workers.rewards.plugin import RewardPool, SidecarReward
 from rollout_workers.rewards.rewards import Rewards, RewardSource, Scorer
 from rollout_workers.worker.calls import Calls
 
@@ -23,7 +24,7 @@ def scorer_of(
     where open calls are recorded."""
     if not config.composite:
         return Rewards(
-            _source(config, config, base_dir, worker, 0, pinned),
+            _source(config, config, base_dir, worker, 0, pinned, calls),
             timeout_seconds=config.timeout_seconds,
             retries=config.retries,
             name=_name(config, 0),
@@ -70,7 +71,7 @@ def _part(
         name,
         part.weight,
         Rewards(
-            _source(config, part, base_dir, worker, served, pinned),
+            _source(config, part, base_dir, worker, served, pinned, calls),
             timeout_seconds=part.timeout_seconds if part.HasField("timeout_seconds") else config.timeout_seconds,
             retries=part.retries if part.HasField("retries") else config.retries,
             name=_name(part, served),
@@ -86,11 +87,17 @@ def _source(
     worker: Worker,
     served: int,
     pinned: Pinned | None,
+    calls: Calls | None,
 ) -> RewardSource:
     if config.HasField("model"):
         return worker(served)
     if config.HasField("expression"):
         return RewardPool({"expression": config.expression})
+    if is_manifest(config.plugin):
+        sidecar = SidecarReward(config.plugin, base_dir, pinned)
+        if calls is not None:
+            calls.supervise(config.plugin, lambda: sidecar.condition)
+        return sidecar
     boxed = config.sandbox if config.HasField("sandbox") else reward.sandbox
     return RewardPool({"plugin": config.plugin, "base_dir": base_dir}, pinned, _limits(reward.limits) if boxed else None)
 

@@ -17,7 +17,9 @@ from rollout.hosting import wire
 from rollout.hosting.boxed import BoxedProcess, BoxLimits, check_host
 from rollout.hosting.child import ChildProcess
 from rollout.hosting.host import Source
+from rollout.hosting.manifest import read_manifest
 from rollout.hosting.runner import Runner
+from rollout.hosting.supervised import Condition, SupervisedSidecar
 from rollout.plugin import RewardShapeError, Score
 from rollout.plugin.v1 import plugin_pb2 as pb
 from rollout.sandbox import Sandboxes
@@ -31,8 +33,9 @@ class PluginRewards:
     """A :class:`RewardSource` for one plugin, which runs in this process, in a child process, or in
     a sidecar."""
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+    def __init__(self, runner: Runner, name: str = "") -> None:
+        """name: of the reward, if the runner has several."""
+        self._runner, self._name = runner, name
 
     async def start(self) -> None:
         """Start the runner. Raises ``RewardError``."""
@@ -44,6 +47,7 @@ class PluginRewards:
     async def call(self, groups: Sequence[RewardGroup], timeout: float) -> list[Score]:
         """Call the plugin once for all samples. Raises ``RewardError``."""
         request = pb.RewardRequest(
+            plugin=self._name,
             groups=[
                 pb.RewardGroup(
                     row_json=group.row_json,
@@ -52,7 +56,7 @@ class PluginRewards:
                     ],
                 )
                 for group in groups
-            ]
+            ],
         )
         try:
             response = await self._runner.call("Reward", request, timeout)
@@ -69,6 +73,41 @@ class PluginRewards:
     async def close(self) -> None:
         """Stop the runner."""
         await self._runner.close()
+
+
+class SidecarReward:
+    """A :class:`RewardSource` of a sidecar that this worker starts, or that has an address. Calls
+    overlap in it."""
+
+    def __init__(self, plugin: str, base_dir: str, pinned: Pinned | None = None) -> None:
+        """plugin: ``plugin.toml:NAME``. pinned: the files that it must have."""
+        self._plugin, self._base_dir, self._pinned = plugin, base_dir, pinned
+        self._sidecar: SupervisedSidecar | None = None
+
+    @property
+    def condition(self) -> Condition | None:
+        """What is wrong with the sidecar; None if nothing is."""
+        return None if self._sidecar is None else self._sidecar.condition
+
+    async def start(self) -> None:
+        """Start the sidecar. Raises ``RewardError``."""
+        verify = self._pinned.verify_running if self._pinned is not None else lambda: None
+        try:
+            manifest = await asyncio.to_thread(read_manifest, self._plugin, self._base_dir, kind="reward")
+            self._sidecar = SupervisedSidecar(manifest, verify=verify)
+        except RolloutError as error:
+            raise wire.reward_error(error) from error
+        await PluginRewards(self._sidecar, manifest.name).start()
+
+    async def call(self, groups: Sequence[RewardGroup], timeout: float) -> list[Score]:
+        """Call the reward once for all samples. Raises ``RewardError``."""
+        assert self._sidecar is not None
+        return await PluginRewards(self._sidecar, self._sidecar.name).call(groups, timeout)
+
+    async def close(self) -> None:
+        """End the sidecar."""
+        if self._sidecar is not None:
+            await self._sidecar.close()
 
 
 class RewardPool:

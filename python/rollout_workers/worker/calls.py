@@ -4,12 +4,13 @@ can name them."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from opentelemetry.context import Context
 
+from rollout.hosting.supervised import Condition
 from rollout_workers.worker.telemetry import span
 
 _SPANS = {"REWARD_CALL": "reward", "TOOL_CALL": "tool call", "TEACHER_CALL": "teacher"}
@@ -37,6 +38,19 @@ class Calls:
 
     def __init__(self) -> None:
         self._open: dict[int, Call] = {}
+        self._plugins: dict[str, Callable[[], Condition | None]] = {}
+
+    def supervise(self, name: str, condition: Callable[[], Condition | None]) -> None:
+        """Add a sidecar. name: as in its calls. condition: what is wrong with it now."""
+        self._plugins[name] = condition
+
+    def condition(self, name: str) -> Condition | None:
+        """What is wrong with a sidecar; None if nothing is."""
+        return self._plugins[name]() if name in self._plugins else None
+
+    def conditions(self) -> dict[str, Condition]:
+        """What is wrong with the sidecars, by name."""
+        return {name: found for name in self._plugins if (found := self.condition(name)) is not None}
 
     @contextmanager
     def open(self, call: Call) -> Iterator[None]:

@@ -17,9 +17,12 @@ from rollout.errors import RolloutError
 from rollout.hosting import wire
 from rollout.hosting.child import ChildProcess
 from rollout.hosting.host import Source
+from rollout.hosting.manifest import read_manifest
 from rollout.hosting.runner import InProcess, Runner
 from rollout.hosting.sidecar import Sidecar
+from rollout.hosting.supervised import SupervisedSidecar
 from rollout_testing import plugintest
+from rollout_testing.go import go_program
 from rollout_workers.rewards.plugin import PluginRewards
 from rollout_workers.rewards.rewards import RewardGroup, Rewards, Scorable
 
@@ -60,10 +63,24 @@ async def _started(runner: Runner) -> AsyncIterator[Runner]:
         await runner.close()
 
 
+@asynccontextmanager
+async def go_sidecar(sources: Sequence[Source]) -> AsyncIterator[Runner]:
+    folder = Path(sources[0]["base_dir"])
+    manifest = folder / "plugin.toml"
+    manifest.write_text(f'name = "score"\nversion = "1.0.0"\nkind = "reward"\ncommand = ["{go_program("plugintest")}"]\n')
+    async with _started(SupervisedSidecar(read_manifest("plugin.toml:score", folder))) as runner:
+        yield runner
+
+
 WAYS = {"in process": in_process, "child": child, "sidecar": sidecar}
 
 
 @pytest.mark.parametrize("case", plugintest.CASES)
+async def test_go_sidecar(case: str, tmp_path: Path) -> None:
+    await plugintest.run(case, go_sidecar, tmp_path)
+
+
+@pytest.mark.parametrize("case", plugintest.CASES | plugintest.PYTHON_CASES)
 @pytest.mark.parametrize("way", WAYS)
 async def test_runner(way: str, case: str, tmp_path: Path) -> None:
     await plugintest.run(case, WAYS[way], tmp_path)

@@ -159,6 +159,9 @@ func (r *checker) badText(place document.Span, field string, descriptor key, v *
 		if strings.HasSuffix(got, ".py") {
 			fix = fmt.Sprintf("name the function too: `plugin = \"%s:reward\"`", got)
 		}
+		if strings.HasSuffix(got, ".toml") {
+			fix = fmt.Sprintf("name the plugin of the manifest too: `plugin = \"%s:NAME\"`", got)
+		}
 		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` must be of the form `file.py:function`, got %q", field, got), fix)
 	case field == "name":
 		fix := example(descriptor)

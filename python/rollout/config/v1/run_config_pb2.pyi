@@ -706,7 +706,7 @@ class RewardConfig(_message.Message):
     plugin: _builtins.str
     """`file.py:function`: takes a list of samples (`.prompt`, `.completion`, `.row`, `.token_ids`)
     and returns a list of floats, or of mappings with `reward` and additional named metrics, or
-    with `token_rewards` or `step_rewards`.
+    with `token_rewards` or `step_rewards`. `plugin.toml:NAME`: a sidecar (docs/plugins.md).
     """
     timeout_seconds: _builtins.float
     """Timeout of one call, in seconds. A timeout is an infrastructure failure, never a reward of 0.
@@ -1406,6 +1406,7 @@ class EnvironmentConfig(_message.Message):
     path: _builtins.str
     """`file.py:Class` of the environment, for `kind = "python"`. It runs in child processes. For
     `kind = "verifiers"`: `file.py:load_environment`, unless `id` in `args` names an installed one.
+    `plugin.toml:NAME`, for `kind = "python"`: a sidecar (docs/plugins.md).
     """
     args: _builtins.str
     """Arguments of the environment, a table with any keys: those of the constructor for `kind =

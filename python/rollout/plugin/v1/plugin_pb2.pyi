@@ -9,6 +9,10 @@ Calls are batched. Each has a gRPC deadline. A call that fails has a status with
 google.rpc.ErrorInfo: `reason` (e.g. REWARD_RAISED), domain `rollout`, and metadata `fix`,
 `file`, `line`, `column`, `text` if they are known. A failure is never reported as a reward of 0.
 A sidecar also serves grpc.health.v1.Health, and workers call it only while it is SERVING.
+
+A sidecar that a worker starts (`command` in its manifest) listens at the address in
+ROLLOUT_PLUGIN_ADDRESS, which is `unix:` and a path, and exits when its standard input closes: then
+the worker has ended. ROLLOUT_PLUGIN_ARGS holds the arguments of an environment, a JSON object.
 """
 
 from collections import abc as _abc
@@ -129,6 +133,7 @@ class PluginInfo(_message.Message):
     ONE_AT_A_TIME_FIELD_NUMBER: _builtins.int
     WAITS_FOR_SIBLINGS_FIELD_NUMBER: _builtins.int
     SAVES_EPISODES_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     kind: Global___PluginKind.ValueType
     """What it does."""
     name: _builtins.str
@@ -151,6 +156,8 @@ class PluginInfo(_message.Message):
     """Whether single episodes of an environment can be saved and added (`save` of a step, `add` of a
     load).
     """
+    version: _builtins.str
+    """Version of the plugin, which must be that of its manifest; empty: not stated."""
     def __init__(
         self,
         *,
@@ -162,10 +169,11 @@ class PluginInfo(_message.Message):
         one_at_a_time: _builtins.bool = ...,
         waits_for_siblings: _builtins.bool = ...,
         saves_episodes: _builtins.bool = ...,
+        version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "kind", b"kind", "name", b"name", "one_at_a_time", b"one_at_a_time", "parameters_json", b"parameters_json", "saves_episodes", b"saves_episodes", "saves_state", b"saves_state", "waits_for_siblings", b"waits_for_siblings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "kind", b"kind", "name", b"name", "one_at_a_time", b"one_at_a_time", "parameters_json", b"parameters_json", "saves_episodes", b"saves_episodes", "saves_state", b"saves_state", "version", b"version", "waits_for_siblings", b"waits_for_siblings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

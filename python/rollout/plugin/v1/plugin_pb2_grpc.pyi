@@ -9,6 +9,10 @@ Calls are batched. Each has a gRPC deadline. A call that fails has a status with
 google.rpc.ErrorInfo: `reason` (e.g. REWARD_RAISED), domain `rollout`, and metadata `fix`,
 `file`, `line`, `column`, `text` if they are known. A failure is never reported as a reward of 0.
 A sidecar also serves grpc.health.v1.Health, and workers call it only while it is SERVING.
+
+A sidecar that a worker starts (`command` in its manifest) listens at the address in
+ROLLOUT_PLUGIN_ADDRESS, which is `unix:` and a path, and exits when its standard input closes: then
+the worker has ended. ROLLOUT_PLUGIN_ARGS holds the arguments of an environment, a JSON object.
 """
 
 from collections import abc as _abc

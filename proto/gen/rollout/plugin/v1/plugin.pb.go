@@ -12,6 +12,10 @@
 // google.rpc.ErrorInfo: `reason` (e.g. REWARD_RAISED), domain `rollout`, and metadata `fix`,
 // `file`, `line`, `column`, `text` if they are known. A failure is never reported as a reward of 0.
 // A sidecar also serves grpc.health.v1.Health, and workers call it only while it is SERVING.
+//
+// A sidecar that a worker starts (`command` in its manifest) listens at the address in
+// ROLLOUT_PLUGIN_ADDRESS, which is `unix:` and a path, and exits when its standard input closes: then
+// the worker has ended. ROLLOUT_PLUGIN_ARGS holds the arguments of an environment, a JSON object.
 
 package pluginv1
 
@@ -226,6 +230,8 @@ type PluginInfo struct {
 	// Whether single episodes of an environment can be saved and added (`save` of a step, `add` of a
 	// load).
 	SavesEpisodes bool `protobuf:"varint,8,opt,name=saves_episodes,json=savesEpisodes,proto3" json:"saves_episodes,omitempty"`
+	// Version of the plugin, which must be that of its manifest; empty: not stated.
+	Version       string `protobuf:"bytes,9,opt,name=version,proto3" json:"version,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -314,6 +320,13 @@ func (x *PluginInfo) GetSavesEpisodes() bool {
 		return x.SavesEpisodes
 	}
 	return false
+}
+
+func (x *PluginInfo) GetVersion() string {
+	if x != nil {
+		return x.Version
+	}
+	return ""
 }
 
 // RewardRequest is a batch of completions.
@@ -2581,7 +2594,7 @@ const file_rollout_plugin_v1_plugin_proto_rawDesc = "" +
 	"\x11HandshakeResponse\x12%\n" +
 	"\x0eschema_version\x18\x01 \x01(\rR\rschemaVersion\x127\n" +
 	"\aplugins\x18\x02 \x03(\v2\x1d.rollout.plugin.v1.PluginInfoR\aplugins\x12\x1b\n" +
-	"\tmax_batch\x18\x03 \x01(\rR\bmaxBatch\"\xb7\x02\n" +
+	"\tmax_batch\x18\x03 \x01(\rR\bmaxBatch\"\xd1\x02\n" +
 	"\n" +
 	"PluginInfo\x121\n" +
 	"\x04kind\x18\x01 \x01(\x0e2\x1d.rollout.plugin.v1.PluginKindR\x04kind\x12\x12\n" +
@@ -2593,7 +2606,8 @@ const file_rollout_plugin_v1_plugin_proto_rawDesc = "" +
 	"\rone_at_a_time\x18\x06 \x01(\bR\n" +
 	"oneAtATime\x12,\n" +
 	"\x12waits_for_siblings\x18\a \x01(\bR\x10waitsForSiblings\x12%\n" +
-	"\x0esaves_episodes\x18\b \x01(\bR\rsavesEpisodes\"i\n" +
+	"\x0esaves_episodes\x18\b \x01(\bR\rsavesEpisodes\x12\x18\n" +
+	"\aversion\x18\t \x01(\tR\aversion\"i\n" +
 	"\rRewardRequest\x12\x16\n" +
 	"\x06plugin\x18\x01 \x01(\tR\x06plugin\x12@\n" +
 	"\x06groups\x18\x02 \x03(\v2\x1e.rollout.plugin.v1.RewardGroupB\b\xbaH\x05\x92\x01\x02\b\x01R\x06groups\"m\n" +

@@ -1,0 +1,69 @@
+"""Sidecars in a run: a reward in Go whose process is killed again and again during its calls. The
+weights are those of the same reward in Python, so nothing is lost, and nothing is scored 0."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from conftest import GROUPS, SAMPLES
+from mesh import Mesh, assert_consumed_once, mesh, until
+
+from rollout_testing.go import go_program
+
+
+def manifest(folder: Path, called: Path) -> Path:
+    """A manifest of the Go sidecar in a new folder. called: exists while the reward computes."""
+    made = folder / "plugin.toml"
+    command = f'command = ["{go_program("plugintest")}", "{called}"]'
+    made.write_text(f'name = "digit_share"\nversion = "1.0.0"\nkind = "reward"\n{command}\n')
+    return made
+
+
+def processes(program: Path) -> Iterator[int]:
+    """The processes of a program."""
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit() and os.readlink(entry / "exe") == str(program):
+                yield int(entry.name)
+
+
+def kill_in_calls(running: Mesh, run: str, called: Path, kills: int) -> None:
+    """Kill the sidecar during its next call, once a step."""
+    for _ in range(kills):
+        called.unlink(missing_ok=True)
+        until(called.exists, "a call of the sidecar", 120)
+        step = running.status(run).run.step
+        for pid in processes(go_program("plugintest")):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        running.until_step(run, step + 1)
+
+
+def killed(config: Path, folder: Path, *, kills: int) -> None:
+    steps = kills + 3
+    settings = (f"train.steps={steps}", "eval.every_steps=0", "snapshot.every_steps=50")
+    with mesh(folder / "python") as running:
+        run = running.submit(config, *settings)
+        running.finish(run)
+        reference = assert_consumed_once(running, run, steps=steps, groups_per_step=GROUPS, group_size=SAMPLES)
+    with mesh(folder / "sidecar") as running:
+        called = folder / "called"
+        run = running.submit(config, *settings, f'reward.plugin="{manifest(folder, called)}:digit_share"')
+        kill_in_calls(running, run, called, kills)
+        running.finish(run)
+        digest = assert_consumed_once(running, run, steps=steps, groups_per_step=GROUPS, group_size=SAMPLES)
+    assert digest == reference
+    until(lambda: not list(processes(go_program("plugintest"))), "the sidecar to end with its worker", 30)
+
+
+def test_a_sidecar_that_is_killed_in_its_calls_changes_no_weight(config: Path, tmp_path: Path) -> None:
+    killed(config, tmp_path, kills=3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # a hundred steps, each with a process that starts again
+def test_a_hundred_kills_of_a_sidecar_change_no_weight(config: Path, tmp_path: Path) -> None:
+    killed(config, tmp_path, kills=100)
