@@ -108,6 +108,10 @@ bench-gateway: build venv-dev ## Measure what the gateway adds to a call of a wo
 bench-sandbox: build venv-dev ## Measure how long boxes take to start, and run 200 at once
 	@PYTHONPATH=python $(PYTHON) bench/sandbox.py --check $(ARGS)
 
+.PHONY: bench-plugins
+bench-plugins: build venv-dev ## Measure a reward in process, in a child process, and in sidecars in Python and Go
+	@PYTHONPATH=python $(PYTHON) bench/plugins.py $(ARGS)
+
 .PHONY: bench-episodes
 bench-episodes: build venv-dev ## Measure how busy 1,000 concurrent episodes of 20 turns keep the slots of simulated engines
 	@PYTHONPATH=python:e2e:e2e/support $(PYTHON) bench/episodes.py --check $(ARGS)

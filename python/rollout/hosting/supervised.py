@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +43,15 @@ _SHOWN_SECONDS = 60.0
 @dataclass(frozen=True, slots=True)
 class Condition:
     """What is wrong with a plugin. reason: ``PLUGIN_RESTARTING``, ``PLUGIN_BLOCKED``, or
-    ``PLUGIN_LEAKS``. since: seconds since 1970."""
+    ``PLUGIN_LEAKS``. since: seconds since 1970. ongoing: whether calls wait for it; otherwise it was
+    in the last minute."""
 
     reason: str
     name: str
     text: str
     fix: str
     since: float
+    ongoing: bool = True
 
 
 class SupervisedSidecar:
@@ -101,8 +103,9 @@ class SupervisedSidecar:
         """What is wrong now, or was in the last minute; None if nothing is."""
         found = self._condition
         if found is not None and not self.broken and time.time() - found.since > _SHOWN_SECONDS:
-            found = self._condition = None
-        return found
+            self._condition = None
+            return None
+        return None if found is None else replace(found, ongoing=self.broken or self._draining)
 
     async def start(self) -> pb.HandshakeResponse:
         """Start the program, or connect to the address, and compare the handshake with the

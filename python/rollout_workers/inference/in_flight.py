@@ -129,7 +129,8 @@ class InFlight:
             call = self.calls.oldest("REWARD_CALL")  # of other groups, after which this group's call begins
         if call is not None:
             condition = self.calls.condition(call.name)
-            return Doing(condition.reason if condition else call.doing, call.name, call.since, call.limit)
+            doing = condition.reason if condition is not None and condition.ongoing else call.doing
+            return Doing(doing, call.name, call.since, call.limit)
         limit = self.limits.turn_seconds
         return Doing(doing, self.limits.name if self.limits.turns else "", since, 0.0 if math.isinf(limit) else limit)
 
@@ -164,7 +165,7 @@ class InFlight:
         worker, name, passed = self.who.worker, doing.name, time.time() - doing.since
         taken = elapsed(passed) + (f" of {elapsed(doing.limit)}" if doing.limit else "")
         logs = f"`rollout logs worker {self.who.run} {worker}`"
-        if (condition := self.calls.condition(name)) is not None:
+        if doing.doing.startswith("PLUGIN_") and (condition := self.calls.condition(name)) is not None:
             return condition.name, f"the sidecar {condition.name}: {condition.text}", condition.fix
         match doing.doing:
             case "REWARD_CALL":

@@ -11,6 +11,7 @@ import pytest
 
 from rollout.environment import Result, Task, failed
 from rollout.hosting.look import At, Look
+from rollout.hosting.supervised import Condition
 from rollout.run.v1.run_pb2 import PromptGroup
 from rollout_workers.environments.episode import FinishedGroup
 from rollout_workers.environments.limits import Limits
@@ -184,3 +185,17 @@ def test_a_call_is_open_until_it_returns() -> None:
         assert found is not None and found.name == "search" and calls.of(b"c") is None
         raise KeyError
     assert calls.of(b"b") is None
+
+
+@pytest.mark.parametrize("ongoing", [True, False])
+def test_a_sidecar_that_restarts_is_named_while_groups_wait_and_a_minute_after(ongoing: bool) -> None:
+    calls = Calls()
+    condition = Condition("PLUGIN_RESTARTING", "judge", "it ended with signal 9", "see its output", time.time() - 5, ongoing)
+    calls.supervise("judge.toml:judge", lambda: condition)
+    flight = in_flight(cast(Any, Parts()), calls)
+    with calls.open(Call("REWARD_CALL", "judge.toml:judge", (b'{"row": 2}',), 60.0, since=time.time() - 25)):
+        found = {(wait.reason, wait.owner): wait for wait in flight.waits()}
+    named = found["PLUGIN_RESTARTING", "judge"]
+    assert named.evidence == "the sidecar judge: it ended with signal 9" and named.fix == "see its output"
+    assert list(named.positions) == ([82] if ongoing else [])
+    assert (("REWARD_CALL", "judge.toml:judge") in found) is not ongoing
