@@ -43,8 +43,8 @@ _SHOWN_SECONDS = 60.0
 @dataclass(frozen=True, slots=True)
 class Condition:
     """What is wrong with a plugin. reason: ``PLUGIN_RESTARTING``, ``PLUGIN_BLOCKED``, or
-    ``PLUGIN_LEAKS``. since: seconds since 1970. ongoing: whether calls wait for it; otherwise it was
-    in the last minute."""
+    ``PLUGIN_LEAKS``. since: seconds since 1970. ongoing: whether calls wait for it; otherwise it
+    was in the last minute."""
 
     reason: str
     name: str
