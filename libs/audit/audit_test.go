@@ -11,6 +11,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"github.com/rollout-rl/rollout/libs/refusal"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
@@ -184,6 +185,9 @@ func TestAnIntactRunHasNoBreaks(t *testing.T) {
 		"a sample left out of equal rewards": func(e *table) { dynamically(e); leftOut(e, 1) },
 		"without a ledger": func(e *table) {
 			*e = table{Evidence: Evidence{Run: &runv1.Run{RunId: testRun, State: runv1.RunState_RUN_STATE_PENDING}}}
+		},
+		"stopped by a gate": func(e *table) {
+			e.Run.State, e.Run.Reason, e.Run.Step = runv1.RunState_RUN_STATE_SUCCEEDED, refusal.StoppedByGate, 2
 		},
 		"without the scheduler": func(e *table) {
 			e.Run, e.Unscheduled, e.Snapshots, e.CursorBefore, e.CursorAfter = &runv1.Run{RunId: testRun}, true, nil, 0, 0

@@ -18,7 +18,7 @@ func newEpochCheck(x *index, f *findings) *epochCheck {
 	}
 	if c.dynamic() { // the end of the last step is not known in advance, so groups may remain
 		c.end = max(c.end, c.CursorAfter)
-	} else if c.succeeded() {
+	} else if c.succeeded() && !c.stopped() {
 		c.settled = c.end
 	}
 	return c
@@ -69,7 +69,7 @@ func (c *epochCheck) position(at *Prompt) {
 	case p >= c.settled:
 	case g == nil:
 		c.add(Break{Group: c.name(p)}, "GROUP_MISSING", "position %d has no record: the prompt was skipped, or its record is lost", p)
-	case c.succeeded():
+	case c.succeeded() && !c.stopped():
 		c.add(c.ofGroup(g), "NOT_CONSUMED", "the run succeeded, but the group is %s", stateName(g))
 	}
 }

@@ -125,7 +125,11 @@ func (c groupCheck) dynamicLimit() uint64 {
 // run compares the scheduler's record of the run with the ledger.
 func (c groupCheck) run() {
 	step, config := c.Ledger.GetState().GetStep(), c.Run.GetPlan().GetConfig()
-	if total := config.GetTrain().GetSteps(); c.succeeded() && step != total {
+	total := config.GetTrain().GetSteps()
+	if c.stopped() {
+		total = c.Run.GetStep()
+	}
+	if c.succeeded() && step != total {
 		c.add(Break{Step: step}, "RUN_INCOMPLETE", "the run succeeded after %d steps; the ledger has %d", total, step)
 	}
 	if c.Run.GetStep() > step {

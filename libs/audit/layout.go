@@ -6,6 +6,7 @@ import (
 	"slices"
 	"sort"
 
+	"github.com/rollout-rl/rollout/libs/refusal"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
@@ -101,6 +102,11 @@ func (x *index) state() string {
 }
 
 func (x *index) succeeded() bool { return x.Run.GetState() == runv1.RunState_RUN_STATE_SUCCEEDED }
+
+// stopped reports whether a gate ended the run before its last step, so that groups may remain.
+func (x *index) stopped() bool {
+	return x.succeeded() && x.Run.GetReason() == refusal.StoppedByGate && x.Run.GetStep() < x.Run.GetPlan().GetConfig().GetTrain().GetSteps()
+}
 
 // layout maps prompts to positions, and positions to the steps that consume them.
 type layout struct {

@@ -10,6 +10,7 @@ import (
 
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	"github.com/rollout-rl/rollout/libs/refusal"
 	"github.com/rollout-rl/rollout/libs/wait"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
@@ -144,6 +145,10 @@ func lastTime(events []*eventv1.Event) *timestamppb.Timestamp {
 func (e *explainer) ended() {
 	switch e.run.GetState() {
 	case runv1.RunState_RUN_STATE_SUCCEEDED:
+		if e.run.GetReason() == refusal.StoppedByGate {
+			e.because("user", e.run.GetReason(), e.run.GetEndTime(), "the run was stopped after step "+steps(e.run)+" by "+e.run.GetMessage(), "")
+			return
+		}
 		e.because("user", "SUCCEEDED", e.run.GetEndTime(), "the run has committed all of its "+steps(e.run)+" steps", "")
 	case runv1.RunState_RUN_STATE_CANCELLED:
 		e.because("user", orElse(e.run.GetReason(), "CANCELLED"), e.run.GetEndTime(),

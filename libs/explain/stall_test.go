@@ -330,6 +330,7 @@ var stalls = []struct {
 	{"every group was excluded, and a worker knows why", []func(*State){ended(runv1.RunState_RUN_STATE_FAILED, "EVERY_GROUP_EXCLUDED", "step 12: every group of the step was excluded",
 		&eventv1.Event{Kind: "log", Level: eventv1.Level_LEVEL_WARN, Service: "inference-worker/inference-0", Time: ago(63), Message: "the teacher at http://teacher/v1/completions answers 429: slow down"},
 		&eventv1.Event{Kind: "group.excluded", Level: eventv1.Level_LEVEL_WARN, Service: "scheduler", Time: ago(62), Attributes: map[string]string{"last_reason": "TEACHER_BUSY"}, Message: "group 0/3 is excluded: 3 attempts failed, the last one with TEACHER_BUSY"})}, "TEACHER_BUSY"},
+	{"a gate stopped the run", []func(*State){ended(runv1.RunState_RUN_STATE_SUCCEEDED, "STOPPED_BY_GATE", "gate good: `eval/reward >= 0.8` holds at step 12: eval/reward is 0.81")}, "STOPPED_BY_GATE"},
 	{"the run was cancelled", []func(*State){ended(runv1.RunState_RUN_STATE_CANCELLED, "", "")}, "CANCELLED"},
 	{"the run succeeded", []func(*State){ended(runv1.RunState_RUN_STATE_SUCCEEDED, "", ""), func(s *State) { s.Status.Run.Step = 40 }}, "SUCCEEDED"},
 }
@@ -384,7 +385,7 @@ func TestTheRootOfEachStallIsNamed(t *testing.T) {
 // Every link has an owner, a reason, and evidence, and every chain has a fix, except those of waits
 // that end without one.
 func TestEveryWaitIsComplete(t *testing.T) {
-	selfEnding := map[string]bool{"NOTHING": true, "SUCCEEDED": true, "GROUPS_MISSING": true, "WEIGHTS_NOT_RECORDED": true, "LEDGER_CLOSED": true}
+	selfEnding := map[string]bool{"NOTHING": true, "SUCCEEDED": true, "STOPPED_BY_GATE": true, "GROUPS_MISSING": true, "WEIGHTS_NOT_RECORDED": true, "LEDGER_CLOSED": true}
 	for _, c := range stalls {
 		fix := false
 		for _, w := range Of(planted(c.plant)).GetChain() {

@@ -3,8 +3,8 @@
 //
 // With `train.on_refused_gradient = "stop"` a learner that refuses a gradient ends its step with
 // one of the gradient reasons. With `health.on_collapse = "pause"` the controller ends a step after
-// which the health check found a collapse, with one of the health reasons. In both cases the
-// controller stops, the run is PAUSED with that reason, and only a request (ResumeRun, CancelRun)
+// which the health check found a collapse, with one of the health reasons. A gate with the action
+// "pause" does the same. In these cases the controller stops, the run is PAUSED with that reason, and only a request (ResumeRun, CancelRun)
 // moves it.
 package refusal
 
@@ -34,6 +34,12 @@ const (
 	LossExplosion     = "LOSS_EXPLOSION"
 )
 
+// Reasons of gates. A stop ends the run as succeeded.
+const (
+	StoppedByGate = "STOPPED_BY_GATE"
+	PausedByGate  = "PAUSED_BY_GATE"
+)
+
 var (
 	gradient = []string{NonFinite, Exploding}
 	health   = []string{
@@ -42,8 +48,11 @@ var (
 	}
 )
 
-// Is reports whether a reason is that of a refused gradient or of the health check.
-func Is(reason string) bool { return slices.Contains(gradient, reason) || Health(reason) }
+// Is reports whether a reason is that of a refused gradient, of the health check, or of a gate that
+// pauses.
+func Is(reason string) bool {
+	return slices.Contains(gradient, reason) || Health(reason) || reason == PausedByGate
+}
 
 // Health reports whether a reason is one of the health check.
 func Health(reason string) bool { return slices.Contains(health, reason) }

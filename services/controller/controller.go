@@ -25,6 +25,7 @@
 //	|               v
 //	+---------- SNAPSHOTTING   skipped when no snapshot is due
 //
+//	any phase above --gate holds after a step (package gate)--> FINISHED, or STOPPED and run PAUSED
 //	any phase above --learner lost--> RECOVERING --> LEASING
 //	any phase above --last step made--> FINISHED
 //	any phase above --StopRun--> STOPPED
@@ -104,6 +105,7 @@ type Drive struct {
 	Active  bool                       // whether a restarted controller continues it
 	Weights *weightsv1.WeightsManifest // newest published weights; nil before the first
 	Health  []byte                     // state of the health check (health.Monitor); empty before the first step
+	Gates   []byte                     // state of the gates (gate.Monitor); empty without gates
 }
 
 // Store keeps drives.

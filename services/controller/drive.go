@@ -16,6 +16,7 @@ import (
 	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	"github.com/rollout-rl/rollout/services/controller/gate"
 )
 
 // errTaken ends a drive that another controller has taken over.
@@ -40,6 +41,7 @@ type drive struct {
 	delivery *delivery
 	reserved *reserved // nil without reserved workers
 	vitals   *vitals
+	gates    *gates
 	record   *record
 	cuts     cuts // used by the requests of clients too
 
@@ -63,12 +65,14 @@ func newDrive(cfg Config, deps Deps, from *Drive) *drive {
 	room := &room{disk: deps.Disk(set.directory), progress: progress, pause: cfg.DiskPause, draining: drain}
 	retries := retries{first: cfg.Retry, progress: progress, room: room}
 	vitals := newVitals(set, from.Health, events, deps.Snapshots, retries, log)
+	watched := newGateMonitor(set, from.Gates, log)
+	record := &record{store: deps.Store, spec: from.Spec, fence: set.fence, progress: progress, delivery: delivery, vitals: vitals, gates: watched, log: log}
 	halted, halt := context.WithCancel(context.Background())
 	return &drive{
 		settings: set, cfg: cfg, deps: deps, log: log, spec: from.Spec, events: events, progress: progress,
 		retries: retries, room: room, fleet: fleet, delivery: delivery, reserved: newReserved(set, cfg, deps, progress, events, log), vitals: vitals,
-		record: &record{store: deps.Store, spec: from.Spec, fence: set.fence, progress: progress, delivery: delivery, vitals: vitals, log: log},
-		drain:  drain, halted: halted, halt: halt, done: make(chan struct{}),
+		gates: &gates{settings: set, monitor: watched, record: record, events: events}, record: record,
+		drain: drain, halted: halted, halt: halt, done: make(chan struct{}),
 	}
 }
 
@@ -98,8 +102,12 @@ func (d *drive) run(life context.Context) {
 	wg.Go(func() { d.fleet.serve(watch, workers) })
 
 	err := d.drive(work, &learners{runID: d.runID, updates: launched.Watch(watch, worker.Learner.Service())})
-	if err == nil || errors.Is(err, errDrained) && !errors.Is(err, errNoRoom) {
-		if failed := d.reserved.join(work); failed != nil {
+	if err == nil || gated(err) || errors.Is(err, errDrained) && !errors.Is(err, errNoRoom) {
+		failed := d.reserved.join(work)
+		if failed == nil {
+			failed = d.gates.observeReserved(work, d.reserved.result())
+		}
+		if failed != nil {
 			err = failed
 		}
 	}
@@ -195,6 +203,7 @@ func (d *drive) end(ctx context.Context, err error, cancelled bool) {
 		d.log.ErrorContext(ctx, "the scheduler refused the end of the run", "error", err)
 		return
 	}
+	d.gates.monitor.End()
 	crashpoint.Here("controller/reported") // the scheduler knows the end, a restart would report it again
 	d.record.save(ctx, false)
 }
@@ -210,6 +219,9 @@ func (d *drive) outcome(err error, cancelled bool) (learnerv1.Phase, *runv1.Comp
 		return stopped, nil
 	}
 	report.Reason, report.Message = rpcerr.Reason(err), rpcerr.Text(err)
+	if report.GetReason() == refusal.StoppedByGate {
+		return finished, report
+	}
 	if refusal.Is(report.GetReason()) && !d.stops(report.GetReason()) { // a person decides whether the run continues
 		report.State = runv1.RunState_RUN_STATE_PAUSED
 		return stopped, report
@@ -226,6 +238,10 @@ type session struct {
 	settings
 	recovery    *recovery
 	stepper     *stepper
+	gates       *gates
+	delivery    *delivery
+	learner     *learner
+	room        *room
 	snapshotter *snapshotter
 	draining    <-chan struct{}
 }
@@ -239,16 +255,16 @@ func (d *drive) newSession(l *learner) *session {
 		settings: d.settings, learner: l, service: d.deps.Snapshots, ledger: ledger, progress: d.progress, retries: d.retries, log: d.log,
 		room: d.room, delivery: d.delivery, cuts: &d.cuts,
 	}
-	due := &dueWork{settings: d.settings, evaluator: evaluator, snapshotter: snapshotter}
+	due := &dueWork{settings: d.settings, evaluator: evaluator, snapshotter: snapshotter, gates: d.gates}
 	return &session{
-		settings: d.settings, snapshotter: snapshotter, draining: d.drain,
+		settings: d.settings, snapshotter: snapshotter, draining: d.drain, gates: d.gates, delivery: d.delivery, learner: l, room: d.room,
 		recovery: &recovery{
 			settings: d.settings, learner: l, ledger: ledger, delivery: d.delivery, snapshotter: snapshotter, evaluator: evaluator,
-			due: due, room: d.room, progress: d.progress, events: d.events, vitals: d.vitals, log: d.log,
+			due: due, room: d.room, progress: d.progress, events: d.events, vitals: d.vitals, gates: d.gates, log: d.log,
 		},
 		stepper: &stepper{
 			settings: d.settings, learner: l, ledger: ledger, delivery: d.delivery, due: due, record: d.record, room: d.room,
-			progress: d.progress, events: d.events, vitals: d.vitals, now: d.deps.Now, draining: d.drain,
+			progress: d.progress, events: d.events, vitals: d.vitals, gates: d.gates, now: d.deps.Now, draining: d.drain,
 		},
 	}
 }
@@ -259,7 +275,11 @@ func (s *session) work(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	s.gates.repeat(step)
 	for !s.last(step) {
+		if f := s.gates.monitor.Halted(); f != nil {
+			return s.halt(ctx, step, *f)
+		}
 		if closed(s.draining) {
 			return s.leave(ctx, step)
 		}
@@ -278,11 +298,30 @@ func (s *session) work(ctx context.Context) error {
 // has no space for it.
 func (s *session) leave(ctx context.Context, step uint64) error {
 	if step > 0 && !s.snapshots(step) {
-		if err := s.snapshotter.take(ctx, step); err != nil {
+		if err := s.snapshotter.take(ctx, step, periodic); err != nil {
 			return err
 		}
 	}
 	return errDrained
+}
+
+// halt ends the run because a gate fired: like after the last step, the workers have the weights of
+// the step, and a snapshot has its state.
+func (s *session) halt(ctx context.Context, step uint64, f gate.Fired) error {
+	if step > 0 && !s.delivers(step) {
+		weights, err := s.learner.publish(ctx, s.room)
+		if err != nil {
+			return err
+		}
+		weights.Lineage = s.delivery.lineage
+		if err := s.delivery.deliver(ctx, weights); err != nil {
+			return err
+		}
+	}
+	if err := s.leave(ctx, step); !errors.Is(err, errDrained) {
+		return err
+	}
+	return gateError(f)
 }
 
 // record is the drive in the store.
@@ -293,6 +332,7 @@ type record struct {
 	progress *progress
 	delivery *delivery
 	vitals   *vitals
+	gates    *gate.Monitor
 	log      *slog.Logger
 }
 
@@ -303,6 +343,7 @@ func (r *record) save(ctx context.Context, active bool) (taken bool) {
 	p, _ := r.progress.read()
 	err := r.store.Save(ctx, &Drive{
 		Spec: r.spec, Phase: p.GetPhase(), Step: p.GetStep(), Active: active, Weights: r.delivery.newest, Health: r.vitals.monitor.State(),
+		Gates: r.gates.State(),
 	}, r.fence)
 	if err != nil {
 		r.log.WarnContext(ctx, "the drive was not saved", "error", err)

@@ -29,39 +29,38 @@ type evaluator struct {
 	retry    time.Duration // pause after every worker has failed
 }
 
-// evaluate evaluates the weights of a step and emits the result.
-func (e *evaluator) evaluate(ctx context.Context, step uint64) error {
+// evaluate evaluates the weights of a step, emits the result, and returns it; nil if reserved
+// workers evaluate in the background. first: the run starts from these weights.
+func (e *evaluator) evaluate(ctx context.Context, step uint64, first bool) (map[string]float64, error) {
 	e.progress.enter(evaluating)
 	if e.evaluatesLoss() {
 		return e.loss(ctx, step)
 	}
-	return e.completions(ctx, step)
+	return e.completions(ctx, step, first)
 }
 
 // loss has the learner compute the loss of the held-out rows.
-func (e *evaluator) loss(ctx context.Context, step uint64) error {
+func (e *evaluator) loss(ctx context.Context, step uint64) (map[string]float64, error) {
 	e.progress.waitFor(work("to compute the loss of the held-out rows", e.learner.worker))
 	got, err := e.learner.evaluateLoss(ctx, step)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	e.events.loss(step, got)
-	return nil
+	return e.events.loss(step, got), nil
 }
 
 // completions has workers complete the held-out prompts with the newest weights: reserved workers
 // in the background, or else one of the others while the drive waits.
-func (e *evaluator) completions(ctx context.Context, step uint64) error {
+func (e *evaluator) completions(ctx context.Context, step uint64, first bool) (map[string]float64, error) {
 	if e.reserved != nil {
-		return e.reserved.start(ctx, step, e.delivery.newest)
+		return nil, e.reserved.start(ctx, step, e.delivery.newest, first)
 	}
 	s := e.sampling(e.delivery.fleet, e.delivery.newest, e.delivery.checkSource)
 	samples, err := s.part(ctx, nil, 0, 1)
 	if err != nil {
-		return fmt.Errorf("evaluate step %d: %w", step, err)
+		return nil, fmt.Errorf("evaluate step %d: %w", step, err)
 	}
-	e.events.evaluated(step, e.delivery.newest, samples)
-	return nil
+	return e.events.evaluated(step, e.delivery.newest, samples), nil
 }
 
 func (e *evaluator) sampling(f *fleet, m *weightsv1.WeightsManifest, source func() error) *evalSampling {

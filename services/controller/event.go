@@ -169,8 +169,8 @@ type evalSample struct {
 	Failed     string   `json:"failed,omitempty"`
 }
 
-// evaluated emits the result of an evaluation by the rewards of completions.
-func (r *reporter) evaluated(step uint64, m *weightsv1.WeightsManifest, samples []*inferencev1.EvalSample) {
+// evaluated emits the result of an evaluation by the rewards of completions, and returns its metrics.
+func (r *reporter) evaluated(step uint64, m *weightsv1.WeightsManifest, samples []*inferencev1.EvalSample) map[string]float64 {
 	shown := []evalSample{}
 	for _, s := range samples[:min(len(samples), r.samples)] {
 		a := evalSample{Row: s.GetRow(), Prompt: s.GetPrompt(), Completion: s.GetCompletion()}
@@ -194,16 +194,18 @@ func (r *reporter) evaluated(step uint64, m *weightsv1.WeightsManifest, samples 
 	r.evaluation(step, means, message, "failed", map[string]string{
 		"samples": string(text), "weights_version": strconv.FormatUint(m.GetVersion(), 10), "weights_digest": m.GetDigest(),
 	})
+	return means
 }
 
-// loss emits the result of an evaluation by the loss of held-out rows.
-func (r *reporter) loss(step uint64, got *learnerv1.EvaluateLossResponse) {
+// loss emits the result of an evaluation by the loss of held-out rows, and returns its metrics.
+func (r *reporter) loss(step uint64, got *learnerv1.EvaluateLossResponse) map[string]float64 {
 	means := map[string]float64{"eval/samples": float64(got.GetRows()), "eval/failed": float64(got.GetRefused())}
 	for name, value := range got.GetMetrics() {
 		means["eval/"+name] = value
 	}
 	message := fmt.Sprintf("evaluation at step %d: loss %.4g over %d held-out rows", step, got.GetMetrics()["loss"], got.GetRows()-got.GetRefused())
 	r.evaluation(step, means, message, "could not be used", map[string]string{"weights_version": strconv.FormatUint(step, 10)})
+	return means
 }
 
 // evaluation emits the result of an evaluation; failed is what happened to the rows that do not

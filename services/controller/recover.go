@@ -26,6 +26,7 @@ type recovery struct {
 	progress    *progress
 	events      *reporter
 	vitals      *vitals
+	gates       *gates
 	log         *slog.Logger
 }
 
@@ -64,7 +65,7 @@ func (r *recovery) recover(ctx context.Context) (uint64, error) {
 	if err := r.verify(ctx, made, digest); err != nil {
 		return 0, err
 	}
-	if at == last.GetStep() && r.vitals.behind(at) {
+	if at == last.GetStep() && (r.vitals.behind(at) || r.gates.behind(at)) {
 		if err := r.repeat(ctx, last); err != nil {
 			return 0, err
 		}
@@ -100,7 +101,11 @@ func (r *recovery) begin(ctx context.Context, step uint64, digest string) error 
 	if r.cfg.GetEval().GetEverySteps() == 0 {
 		return nil
 	}
-	return r.evaluator.evaluate(ctx, step)
+	metrics, err := r.evaluator.evaluate(ctx, step, true)
+	if err != nil {
+		return err
+	}
+	return r.gates.observeEvaluation(ctx, step, metrics, true)
 }
 
 // retrain trains on a recorded batch again, and returns the digest of the weights.
@@ -121,18 +126,21 @@ func (r *recovery) retrain(ctx context.Context, s *bufferv1.StepRecord) (string,
 	}
 	// The process that committed the step may have died before it emitted the event.
 	metrics := r.events.step(batch, result, map[string]float64{})
-	return result.GetWeightsDigest(), r.vitals.observe(ctx, s.GetStep(), metrics)
+	if err := r.vitals.observe(ctx, s.GetStep(), metrics); err != nil {
+		return "", err
+	}
+	return result.GetWeightsDigest(), r.gates.observeStep(ctx, s.GetStep(), metrics)
 }
 
 // repeat has a learner that made the last committed step report it again, because the process that
-// committed it died before it stored what the health check made of it. A learner that loaded the
+// committed it died before it stored what the health check and the gates made of it. A learner that loaded the
 // step from a snapshot cannot.
 func (r *recovery) repeat(ctx context.Context, last *bufferv1.StepRecord) error {
 	_, err := r.retrain(ctx, last)
-	if err == nil || ctx.Err() != nil || errors.Is(err, errLost) || refusal.Health(rpcerr.Reason(err)) {
+	if err == nil || ctx.Err() != nil || errors.Is(err, errLost) || errors.Is(err, errTaken) || refusal.Health(rpcerr.Reason(err)) {
 		return err
 	}
-	r.log.WarnContext(ctx, "the health check lacks the last step", "step", last.GetStep(), "error", err)
+	r.log.WarnContext(ctx, "the health check and the gates lack the last step", "step", last.GetStep(), "error", err)
 	return nil
 }
 

@@ -29,14 +29,17 @@ type reserved struct {
 	life     context.Context // of evaluations; set before the first
 
 	current *evaluation // nil: none
+	last    *evaluation // ended, and its result was not asked for; nil: none
 }
 
 // evaluation is one in the background.
 type evaluation struct {
 	step   uint64
+	first  bool // of the weights that the run starts from
 	cancel context.CancelFunc
-	done   chan struct{} // closed: err is set
+	done   chan struct{} // closed: the result is set
 	err    error
+	means  map[string]float64 // nil: skipped
 }
 
 // newReserved returns nil if the run reserves no workers.
@@ -51,7 +54,7 @@ func newReserved(s settings, cfg Config, deps Deps, p *progress, events *reporte
 
 // start begins to evaluate a step in the background, and returns when a worker has its weights, so
 // that the learner may remove them. It waits for the evaluation before.
-func (r *reserved) start(ctx context.Context, step uint64, m *weightsv1.WeightsManifest) error {
+func (r *reserved) start(ctx context.Context, step uint64, m *weightsv1.WeightsManifest, first bool) error {
 	if r.current != nil && r.current.step == step {
 		return nil // the learner was lost since
 	}
@@ -66,7 +69,7 @@ func (r *reserved) start(ctx context.Context, step uint64, m *weightsv1.WeightsM
 		return fmt.Errorf("evaluate step %d: %w", step, err)
 	}
 	life, cancel := context.WithCancel(r.life)
-	now := &evaluation{step: step, cancel: cancel, done: make(chan struct{})}
+	now := &evaluation{step: step, first: first, cancel: cancel, done: make(chan struct{})}
 	r.current = now
 	go func() {
 		defer close(now.done)
@@ -78,7 +81,7 @@ func (r *reserved) start(ctx context.Context, step uint64, m *weightsv1.WeightsM
 		case err != nil:
 			now.err = fmt.Errorf("evaluate step %d: %w", step, err)
 		default:
-			r.events.evaluated(step, m, samples)
+			now.means = r.events.evaluated(step, m, samples)
 		}
 	}()
 	return nil
@@ -154,8 +157,22 @@ func (r *reserved) join(ctx context.Context) error {
 		return ctx.Err()
 	}
 	err := r.current.err
-	r.current = nil
+	r.last, r.current = r.current, nil
 	return err
+}
+
+// result returns an evaluation that has ended, once each; nil without one. One that failed stays for
+// join.
+func (r *reserved) result() *evaluation {
+	if r == nil {
+		return nil
+	}
+	if r.last == nil && r.current != nil && closed(r.current.done) && r.current.err == nil {
+		r.last, r.current = r.current, nil
+	}
+	last := r.last
+	r.last = nil
+	return last
 }
 
 // stop cancels the evaluation in the background.

@@ -125,7 +125,9 @@ func (w *world) CreateSnapshot(_ context.Context, in *snapshotv1.CreateSnapshotR
 		w.mu.Lock()
 		s := proto.CloneOf(in.GetSnapshot())
 		s.SnapshotId = fmt.Sprintf("snap-%d", s.GetStep())
-		exists := slices.ContainsFunc(w.snapshots, func(other *snapshotv1.Snapshot) bool { return other.GetStep() == s.GetStep() })
+		exists := slices.ContainsFunc(w.snapshots, func(other *snapshotv1.Snapshot) bool {
+			return other.GetStep() == s.GetStep() && other.GetName() == s.GetName()
+		})
 		if !exists {
 			w.snapshots = append(w.snapshots, s)
 		}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"slices"
 
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
@@ -13,6 +14,7 @@ import (
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+	"github.com/rollout-rl/rollout/services/controller/gate"
 )
 
 // snapshotter moves training states between the learner and the snapshot service.
@@ -40,8 +42,8 @@ const reasonConflict = "SNAPSHOT_CONFLICT"
 // take saves the training state of a committed step, then lets the buffer delete the payloads that
 // a recovery does not need any more. It waits for space on the disk; a drive that is asked to stop
 // in the meantime takes no snapshot.
-func (s *snapshotter) take(ctx context.Context, step uint64) error {
-	err := s.save(ctx, step)
+func (s *snapshotter) take(ctx context.Context, step uint64, names ...string) error {
+	err := s.save(ctx, step, names)
 	if errors.Is(err, errNoRoom) {
 		s.log.WarnContext(ctx, "the run stops without a snapshot, because the disk is full; when it is resumed, the steps since the last one are retrained", "step", step)
 		return nil
@@ -49,7 +51,10 @@ func (s *snapshotter) take(ctx context.Context, step uint64) error {
 	return err
 }
 
-func (s *snapshotter) save(ctx context.Context, step uint64) error {
+// periodic is the name of the snapshots that are due every n steps.
+const periodic = ""
+
+func (s *snapshotter) save(ctx context.Context, step uint64, names []string) error {
 	dir := newScratch(s.directory, s.fence).dir(fmt.Sprintf("step-%06d", step))
 	defer func() { _ = os.RemoveAll(dir) }()
 	state, err := s.state(ctx, step, dir)
@@ -57,18 +62,22 @@ func (s *snapshotter) save(ctx context.Context, step uint64) error {
 		return err
 	}
 	s.progress.waitFor(service("snapshot", "snapshot to store the files"))
-	created, err := call(ctx, s.retries, "snapshot", s.service.CreateSnapshot, &snapshotv1.CreateSnapshotRequest{
-		Snapshot: state(trainState), Directory: dir, Keep: s.cfg.GetSnapshot().GetKeep(), Fence: s.fence,
-	})
-	if rpcerr.Reason(err) == reasonConflict {
-		// The step was snapshotted before its learner was lost, and a retrained state can differ.
-		s.log.WarnContext(ctx, "a snapshot of the step exists and has other content; it is kept", "step", step)
-	} else if err != nil {
-		return fmt.Errorf("create a snapshot of step %d: %w", step, err)
+	for _, name := range names {
+		manifest := state(trainState)
+		manifest.Name = name
+		created, err := call(ctx, s.retries, "snapshot", s.service.CreateSnapshot, &snapshotv1.CreateSnapshotRequest{
+			Snapshot: manifest, Directory: dir, Keep: s.kept(name), Fence: s.fence,
+		})
+		if rpcerr.Reason(err) == reasonConflict {
+			// The step was snapshotted before its learner was lost, and a retrained state can differ.
+			s.log.WarnContext(ctx, "a snapshot of the step exists and has other content; it is kept", "step", step, "name", name)
+		} else if err != nil {
+			return fmt.Errorf("create a snapshot of step %d: %w", step, err)
+		}
+		s.room.state = max(s.room.state, created.GetSnapshot().GetBytes())
 	}
-	s.room.state = max(s.room.state, created.GetSnapshot().GetBytes())
 	crashpoint.Here("controller/snapshotted") // the snapshot exists, and so do the payloads
-	if s.cfg.GetSnapshot().GetKeepPayloads() {
+	if s.cfg.GetSnapshot().GetKeepPayloads() || !slices.Contains(names, periodic) {
 		return nil
 	}
 	if err := s.ledger.trim(ctx, step); err != nil {
@@ -76,6 +85,17 @@ func (s *snapshotter) save(ctx context.Context, step uint64) error {
 	}
 	crashpoint.Here("controller/trimmed")
 	return nil
+}
+
+// kept is how many snapshots of a name the run keeps; 0: all.
+func (s *snapshotter) kept(name string) uint32 {
+	switch name {
+	case periodic:
+		return s.cfg.GetSnapshot().GetKeep()
+	case gate.Best:
+		return s.cfg.GetSnapshot().GetKeepBest()
+	}
+	return 0
 }
 
 // state has the learner write the training state of a committed step into a folder, and returns

@@ -35,6 +35,7 @@ type stepper struct {
 	progress *progress
 	events   *reporter
 	vitals   *vitals
+	gates    *gates
 	now      func() time.Time
 	draining <-chan struct{} // closed: stop between two steps
 
@@ -99,6 +100,9 @@ func (s *stepper) step(ctx context.Context, step uint64) error {
 	s.events.completions(batch, result)
 	metrics := s.events.step(batch, result, times)
 	if err := s.vitals.observe(ctx, step, metrics); err != nil {
+		return err
+	}
+	if err := s.gates.observeStep(ctx, step, metrics); err != nil {
 		return err
 	}
 	if weights != nil {
@@ -200,19 +204,31 @@ type dueWork struct {
 	settings
 	evaluator   *evaluator
 	snapshotter *snapshotter
+	gates       *gates
 }
 
 // after does the work that is due after a step, and reports whether there was any. It is
 // idempotent.
 func (d *dueWork) after(ctx context.Context, step uint64) (done bool, err error) {
 	if d.evaluates(step) {
-		if err := d.evaluator.evaluate(ctx, step); err != nil {
+		metrics, err := d.evaluator.evaluate(ctx, step, false)
+		if err != nil {
+			return true, err
+		}
+		if err := d.gates.observeEvaluation(ctx, step, metrics, false); err != nil {
 			return true, err
 		}
 		done = true
 	}
+	if err := d.gates.observeReserved(ctx, d.evaluator.reserved.result()); err != nil {
+		return done, err
+	}
+	names := d.gates.monitor.Snapshots(step)
 	if d.snapshots(step) {
-		if err := d.snapshotter.take(ctx, step); err != nil {
+		names = append([]string{periodic}, names...)
+	}
+	if len(names) > 0 {
+		if err := d.snapshotter.take(ctx, step, names...); err != nil {
 			return true, err
 		}
 		done = true

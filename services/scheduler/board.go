@@ -287,8 +287,11 @@ func refused(l *learnerv1.LaggingWorker) *waitv1.Wait {
 	return w
 }
 
-// waitsForUser is the wait of a run that a refused gradient or the health check has paused.
+// waitsForUser is the wait of a run that a refused gradient, the health check, or a gate has paused.
 func waitsForUser(run *Run) string {
+	if run.GetReason() == refusal.PausedByGate {
+		return "you to continue the run (`rollout runs resume " + run.GetRunId() + "`) or to cancel it: " + run.GetMessage()
+	}
 	if refusal.Health(run.GetReason()) {
 		return "you to start a run with other settings, to cancel this one, or to continue it as it is (`rollout runs resume " + run.GetRunId() + "`): " +
 			run.GetMessage()

@@ -46,6 +46,7 @@ import (
 
 	"google.golang.org/grpc/codes"
 
+	"github.com/rollout-rl/rollout/libs/refusal"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
@@ -134,8 +135,11 @@ func finished(run *Run) error {
 	if weights := run.GetWeightsDirectory(); weights != "" {
 		fix = "its weights are in " + weights + "; " + fix
 	}
-	return ErrNotResumable.With("run", run.GetRunId()).With("state", run.GetState().String()).Fix(fix).
-		WithMessage("run %s is finished: all its %d steps are committed", run.GetRunId(), run.GetTotalSteps())
+	refused := ErrNotResumable.With("run", run.GetRunId()).With("state", run.GetState().String()).Fix(fix)
+	if run.GetReason() == refusal.StoppedByGate {
+		return refused.WithMessage("run %s is finished: it was stopped by %s", run.GetRunId(), run.GetMessage())
+	}
+	return refused.WithMessage("run %s is finished: all its %d steps are committed", run.GetRunId(), run.GetTotalSteps())
 }
 
 // move changes the state, or returns ErrTransition if the table does not allow it.

@@ -47,6 +47,8 @@ func (r *Run) line(e *eventv1.Event, s output.Style, zone *time.Location) string
 		text = r.stepLine(e, s)
 	case evalFinished:
 		text = "eval after step " + output.Count(e.GetStep()) + "  " + evalText(e.GetMetrics(), s)
+	case "gate.fired":
+		text = s.Bold(e.GetMessage())
 	case "snapshot.created":
 		text = fmt.Sprintf("snapshot %s after step %s", e.GetAttributes()["snapshot"], output.Count(e.GetStep()))
 		if bytes := e.GetMetrics()["bytes"]; bytes > 0 {

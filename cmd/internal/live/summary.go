@@ -60,7 +60,11 @@ func (r *Run) Summary(s output.Style, paths Paths) string {
 	fmt.Fprintf(&b, "\n%s %s: %s after %s of %s steps%s\n", s.Bold(run.GetName()), run.GetRunId(), state,
 		output.Count(r.CommittedSteps()), output.Count(run.GetTotalSteps()), took)
 	if run.GetReason() != "" || run.GetMessage() != "" {
-		fmt.Fprintf(&b, "   %s\n", s.Red(strings.TrimLeft(run.GetReason()+": ", ": ")+strings.ReplaceAll(run.GetMessage(), "\n", "\n   ")))
+		paint := s.Red
+		if run.GetState() == runv1.RunState_RUN_STATE_SUCCEEDED { // a gate has stopped it
+			paint = s.Green
+		}
+		fmt.Fprintf(&b, "   %s\n", paint(strings.TrimLeft(run.GetReason()+": ", ": ")+strings.ReplaceAll(run.GetMessage(), "\n", "\n   ")))
 	}
 	b.WriteString(r.excluded(s))
 	b.WriteString(r.comparison(s))
@@ -175,7 +179,7 @@ func (r *Run) results(s output.Style, paths Paths) string {
 	switch run.GetState() {
 	case runv1.RunState_RUN_STATE_CANCELLED, runv1.RunState_RUN_STATE_INTERRUPTED, runv1.RunState_RUN_STATE_FAILED:
 		add("resume", s.Cyan("rollout run --resume "+run.GetRunId()))
-	case runv1.RunState_RUN_STATE_PAUSED: // by a rejected gradient or the health check
+	case runv1.RunState_RUN_STATE_PAUSED: // by a rejected gradient, the health check, or a gate
 		add("change", s.Cyan("rollout run --config FILE --from "+run.GetRunId()+" --continue"))
 		add("retry", s.Cyan("rollout runs resume "+run.GetRunId()))
 		add("cancel", s.Cyan("rollout runs cancel "+run.GetRunId()))

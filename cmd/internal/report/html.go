@@ -12,6 +12,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/live"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 	"github.com/rollout-rl/rollout/libs/algorithm"
+	"github.com/rollout-rl/rollout/libs/refusal"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
@@ -78,7 +79,7 @@ func (d *Data) HTML(w io.Writer) error {
 	run := d.Run.Status.GetRun()
 	err := page.Execute(w, map[string]any{
 		"Style": template.CSS(style), //nolint:gosec // our own style sheet
-		"Name":  run.GetName(), "State": live.State(run.GetState()), "Succeeded": run.GetReason() == "",
+		"Name":  run.GetName(), "State": live.State(run.GetState()), "Succeeded": run.GetReason() == "" || run.GetReason() == refusal.StoppedByGate,
 		"Notes": d.notes(), "Facts": d.facts(), "Panels": d.panels(), "Measures": d.measures(), "Answers": d.answers(), "Kept": d.Kept, "Episodes": episodes(d.Kept),
 	})
 	if err != nil {
@@ -92,6 +93,14 @@ func (d *Data) notes() []string {
 	run := d.Run.Status.GetRun()
 	var lines []string
 	switch run.GetState() {
+	case runv1.RunState_RUN_STATE_SUCCEEDED:
+		if run.GetReason() == refusal.StoppedByGate {
+			lines = append(lines, "The run was stopped by "+run.GetMessage())
+		}
+	case runv1.RunState_RUN_STATE_PAUSED:
+		if run.GetReason() == refusal.PausedByGate {
+			lines = append(lines, "The run was paused by "+run.GetMessage())
+		}
 	case runv1.RunState_RUN_STATE_FAILED:
 		lines = append(lines, "The run failed: "+strings.TrimLeft(run.GetReason()+": "+run.GetMessage(), ": "))
 	case runv1.RunState_RUN_STATE_CANCELLED, runv1.RunState_RUN_STATE_INTERRUPTED:

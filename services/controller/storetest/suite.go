@@ -29,7 +29,7 @@ func Run(t *testing.T, open func(t *testing.T) (store controller.Store, reopen f
 	equal := func(t *testing.T, got, want *controller.Drive) {
 		t.Helper()
 		if !proto.Equal(got.Spec, want.Spec) || !proto.Equal(got.Weights, want.Weights) || got.Phase != want.Phase ||
-			got.Step != want.Step || got.Active != want.Active || string(got.Health) != string(want.Health) {
+			got.Step != want.Step || got.Active != want.Active || string(got.Health) != string(want.Health) || string(got.Gates) != string(want.Gates) {
 			t.Fatalf("got %+v, want %+v", got, want)
 		}
 	}
@@ -43,6 +43,7 @@ func Run(t *testing.T, open func(t *testing.T) (store controller.Store, reopen f
 		store, reopen := open(t)
 		first, second := drive("run-a", 1), drive("run-a", 2)
 		first.Health, second.Health = []byte(`{"step":6}`), []byte(`{"step":7}`)
+		first.Gates, second.Gates = []byte(`{"step":5}`), []byte(`{"step":6}`)
 		second.Weights = &weightsv1.WeightsManifest{RunId: "run-a", Version: 7, Directory: "/w"}
 		for _, d := range []*controller.Drive{first, second} {
 			if err := save(t, store, d); err != nil {

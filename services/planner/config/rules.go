@@ -36,6 +36,7 @@ func (r *checker) rules(validator protovalidate.Validator) {
 		}
 	}
 	r.traits() // rules between keys come second: they mean nothing for a key with a wrong value
+	r.gates()
 	if err != nil {
 		expressions := expressions()
 		for _, violation := range invalid.Violations {

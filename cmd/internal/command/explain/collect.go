@@ -146,7 +146,7 @@ func (c *collector) lastEvents(ctx context.Context, most int, level eventv1.Leve
 // told are the kinds of events that explain a stall. Those with numbers of every second do not.
 var told = []string{
 	"log", "run.state", "step.committed", "weights.delivered", "weights.left_out", "phase", "worker.started", "worker.exited", "group.excluded",
-	"snapshot.created", "eval.finished", "health.collapse",
+	"snapshot.created", "eval.finished", "health.collapse", "gate.fired", "gate.no_metric",
 }
 
 // services lists the services that are unhealthy or do not answer.

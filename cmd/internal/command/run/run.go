@@ -23,6 +23,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/record"
 	"github.com/rollout-rl/rollout/cmd/internal/report"
 	"github.com/rollout-rl/rollout/libs/exit"
+	"github.com/rollout-rl/rollout/libs/refusal"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
@@ -184,6 +185,9 @@ func resume(ctx context.Context, env *cli.Env, c *client.Client, flags *runFlags
 // Finished returns a message about a finished run: where its weights are, and how to train further.
 func Finished(run *runv1.Run) string {
 	text := fmt.Sprintf("%s %s is finished: it has made all %s steps", run.GetName(), run.GetRunId(), output.Count(run.GetTotalSteps()))
+	if run.GetReason() == refusal.StoppedByGate {
+		text = fmt.Sprintf("%s %s is finished: it was stopped by %s", run.GetName(), run.GetRunId(), run.GetMessage())
+	}
 	if run.GetWeightsDirectory() != "" {
 		text += "; its weights are in " + run.GetWeightsDirectory()
 	}

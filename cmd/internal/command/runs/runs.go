@@ -136,7 +136,7 @@ const maxShown = 200
 func gather(ctx context.Context, r record.Reader, status *runv1.RunStatus) (*live.Run, error) {
 	shown := &live.Run{}
 	shown.Update(status)
-	for _, kind := range []string{"step.committed", "eval.finished", "health.collapse", "lineage.forked"} {
+	for _, kind := range []string{"step.committed", "eval.finished", "health.collapse", "gate.no_metric", "lineage.forked"} {
 		events, err := r.Events(ctx, &storagev1.EventFilter{RunId: status.GetRun().GetRunId(), Kinds: []string{kind}}, maxShown, true)
 		if err != nil {
 			return nil, err

@@ -25,6 +25,27 @@ class RunConfig(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class GatesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___GateConfig: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___GateConfig | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAME_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     MODE_FIELD_NUMBER: _builtins.int
@@ -47,6 +68,7 @@ class RunConfig(_message.Message):
     SINKS_FIELD_NUMBER: _builtins.int
     HEALTH_FIELD_NUMBER: _builtins.int
     RECOVERY_FIELD_NUMBER: _builtins.int
+    GATES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """A short name of the run: lower-case letters, digits, and dashes."""
     seed: _builtins.int
@@ -133,6 +155,12 @@ class RunConfig(_message.Message):
     def recovery(self) -> Global___RecoveryConfig:
         """What follows the loss of weights."""
 
+    @_builtins.property
+    def gates(self) -> _containers.MessageMap[_builtins.str, Global___GateConfig]:
+        """Conditions over metrics, each in its own named table, such as `[gates.accurate]`, and what
+        follows when one holds (docs/evaluation.md). Each fires once.
+        """
+
     def __init__(
         self,
         *,
@@ -158,10 +186,11 @@ class RunConfig(_message.Message):
         sinks: Global___SinksConfig | None = ...,
         health: Global___HealthConfig | None = ...,
         recovery: Global___RecoveryConfig | None = ...,
+        gates: _abc.Mapping[_builtins.str, Global___GateConfig] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_mode", b"_mode", "_name", b"_name", "_seed", b"_seed", "algorithm", b"algorithm", "completions", b"completions", "data", b"data", "deterministic", b"deterministic", "engine", b"engine", "environment", b"environment", "eval", b"eval", "health", b"health", "limits", b"limits", "lora", b"lora", "mode", b"mode", "model", b"model", "name", b"name", "recovery", b"recovery", "reward", b"reward", "sampling", b"sampling", "seed", b"seed", "sinks", b"sinks", "snapshot", b"snapshot", "staleness", b"staleness", "train", b"train", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_mode", b"_mode", "_name", b"_name", "_seed", b"_seed", "algorithm", b"algorithm", "completions", b"completions", "data", b"data", "deterministic", b"deterministic", "engine", b"engine", "environment", b"environment", "eval", b"eval", "health", b"health", "limits", b"limits", "lora", b"lora", "mode", b"mode", "model", b"model", "name", b"name", "recovery", b"recovery", "reward", b"reward", "sampling", b"sampling", "seed", b"seed", "sinks", b"sinks", "snapshot", b"snapshot", "staleness", b"staleness", "train", b"train", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_mode", b"_mode", "_name", b"_name", "_seed", b"_seed", "algorithm", b"algorithm", "completions", b"completions", "data", b"data", "deterministic", b"deterministic", "engine", b"engine", "environment", b"environment", "eval", b"eval", "gates", b"gates", "health", b"health", "limits", b"limits", "lora", b"lora", "mode", b"mode", "model", b"model", "name", b"name", "recovery", b"recovery", "reward", b"reward", "sampling", b"sampling", "seed", b"seed", "sinks", b"sinks", "snapshot", b"snapshot", "staleness", b"staleness", "train", b"train", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deterministic: _TypeAlias = _typing.Literal["deterministic"]  # noqa: Y015
     _WhichOneofArgType__deterministic: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic"]  # noqa: Y015
@@ -181,6 +210,44 @@ class RunConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
 
 Global___RunConfig: _TypeAlias = RunConfig  # noqa: Y015
+
+@_typing.final
+class GateConfig(_message.Message):
+    """GateConfig sets a condition over a metric, and what follows the first step after which it holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHEN_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    when: _builtins.str
+    """`METRIC OP NUMBER`, where OP is `>=`, `>`, `<=`, `<`, `==`, or `!=`; or `no improvement of
+    METRIC in N evaluations` or `in N steps`, optionally with `by NUMBER`. Metrics whose name ends in
+    `loss` or `kl` improve when they fall, others when they rise.
+    """
+    action: _builtins.str
+    """`stop` ends the run as succeeded; `pause` pauses it until it is resumed; `promote` takes a
+    snapshot named `gate-NAME`, which `snapshot.keep` does not delete, and continues.
+    """
+    def __init__(
+        self,
+        *,
+        when: _builtins.str | None = ...,
+        action: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_action", b"_action", "_when", b"_when", "action", b"action", "when", b"when"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_action", b"_action", "_when", b"_when", "action", b"action", "when", b"when"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__action: _TypeAlias = _typing.Literal["action"]  # noqa: Y015
+    _WhichOneofArgType__action: _TypeAlias = _typing.Literal["_action", b"_action"]  # noqa: Y015
+    _WhichOneofReturnType__when: _TypeAlias = _typing.Literal["when"]  # noqa: Y015
+    _WhichOneofArgType__when: _TypeAlias = _typing.Literal["_when", b"_when"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__action) -> _WhichOneofReturnType__action | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__when) -> _WhichOneofReturnType__when | None: ...
+
+Global___GateConfig: _TypeAlias = GateConfig  # noqa: Y015
 
 @_typing.final
 class RecoveryConfig(_message.Message):
@@ -1624,6 +1691,8 @@ class SnapshotConfig(_message.Message):
     EVERY_STEPS_FIELD_NUMBER: _builtins.int
     KEEP_FIELD_NUMBER: _builtins.int
     KEEP_PAYLOADS_FIELD_NUMBER: _builtins.int
+    BEST_FIELD_NUMBER: _builtins.int
+    KEEP_BEST_FIELD_NUMBER: _builtins.int
     every_steps: _builtins.int
     """Steps between two snapshots. There is always one after the last step. 0: only that one."""
     keep: _builtins.int
@@ -1632,27 +1701,43 @@ class SnapshotConfig(_message.Message):
     """Whether the samples of every step are kept after a snapshot covers them, so that `rollout
     replay` can train on all of them again.
     """
+    best: _builtins.str
+    """A metric: after each step with its best value so far, a snapshot named `best` is taken. Metrics
+    whose name ends in `loss` or `kl` are best when they are lowest. Absent: none.
+    """
+    keep_best: _builtins.int
+    """Snapshots named `best` to keep, the newest ones, in addition to those of `keep`. 0 keeps all."""
     def __init__(
         self,
         *,
         every_steps: _builtins.int | None = ...,
         keep: _builtins.int | None = ...,
         keep_payloads: _builtins.bool | None = ...,
+        best: _builtins.str | None = ...,
+        keep_best: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_every_steps", b"_every_steps", "_keep", b"_keep", "_keep_payloads", b"_keep_payloads", "every_steps", b"every_steps", "keep", b"keep", "keep_payloads", b"keep_payloads"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_best", b"_best", "_every_steps", b"_every_steps", "_keep", b"_keep", "_keep_best", b"_keep_best", "_keep_payloads", b"_keep_payloads", "best", b"best", "every_steps", b"every_steps", "keep", b"keep", "keep_best", b"keep_best", "keep_payloads", b"keep_payloads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_every_steps", b"_every_steps", "_keep", b"_keep", "_keep_payloads", b"_keep_payloads", "every_steps", b"every_steps", "keep", b"keep", "keep_payloads", b"keep_payloads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_best", b"_best", "_every_steps", b"_every_steps", "_keep", b"_keep", "_keep_best", b"_keep_best", "_keep_payloads", b"_keep_payloads", "best", b"best", "every_steps", b"every_steps", "keep", b"keep", "keep_best", b"keep_best", "keep_payloads", b"keep_payloads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__best: _TypeAlias = _typing.Literal["best"]  # noqa: Y015
+    _WhichOneofArgType__best: _TypeAlias = _typing.Literal["_best", b"_best"]  # noqa: Y015
     _WhichOneofReturnType__every_steps: _TypeAlias = _typing.Literal["every_steps"]  # noqa: Y015
     _WhichOneofArgType__every_steps: _TypeAlias = _typing.Literal["_every_steps", b"_every_steps"]  # noqa: Y015
     _WhichOneofReturnType__keep: _TypeAlias = _typing.Literal["keep"]  # noqa: Y015
     _WhichOneofArgType__keep: _TypeAlias = _typing.Literal["_keep", b"_keep"]  # noqa: Y015
+    _WhichOneofReturnType__keep_best: _TypeAlias = _typing.Literal["keep_best"]  # noqa: Y015
+    _WhichOneofArgType__keep_best: _TypeAlias = _typing.Literal["_keep_best", b"_keep_best"]  # noqa: Y015
     _WhichOneofReturnType__keep_payloads: _TypeAlias = _typing.Literal["keep_payloads"]  # noqa: Y015
     _WhichOneofArgType__keep_payloads: _TypeAlias = _typing.Literal["_keep_payloads", b"_keep_payloads"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__best) -> _WhichOneofReturnType__best | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__every_steps) -> _WhichOneofReturnType__every_steps | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__keep) -> _WhichOneofReturnType__keep | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_best) -> _WhichOneofReturnType__keep_best | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_payloads) -> _WhichOneofReturnType__keep_payloads | None: ...
 

@@ -71,7 +71,10 @@ type RunConfig struct {
 	// What counts as a collapse of the run, and what happens then.
 	Health *HealthConfig `protobuf:"bytes,50,opt,name=health,proto3" json:"health,omitempty"`
 	// What follows the loss of weights.
-	Recovery      *RecoveryConfig `protobuf:"bytes,51,opt,name=recovery,proto3" json:"recovery,omitempty"`
+	Recovery *RecoveryConfig `protobuf:"bytes,51,opt,name=recovery,proto3" json:"recovery,omitempty"`
+	// Conditions over metrics, each in its own named table, such as `[gates.accurate]`, and what
+	// follows when one holds (docs/evaluation.md). Each fires once.
+	Gates         map[string]*GateConfig `protobuf:"bytes,52,rep,name=gates,proto3" json:"gates,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -260,6 +263,71 @@ func (x *RunConfig) GetRecovery() *RecoveryConfig {
 	return nil
 }
 
+func (x *RunConfig) GetGates() map[string]*GateConfig {
+	if x != nil {
+		return x.Gates
+	}
+	return nil
+}
+
+// GateConfig sets a condition over a metric, and what follows the first step after which it holds.
+type GateConfig struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// `METRIC OP NUMBER`, where OP is `>=`, `>`, `<=`, `<`, `==`, or `!=`; or `no improvement of
+	// METRIC in N evaluations` or `in N steps`, optionally with `by NUMBER`. Metrics whose name ends in
+	// `loss` or `kl` improve when they fall, others when they rise.
+	When *string `protobuf:"bytes,1,opt,name=when,proto3,oneof" json:"when,omitempty"`
+	// `stop` ends the run as succeeded; `pause` pauses it until it is resumed; `promote` takes a
+	// snapshot named `gate-NAME`, which `snapshot.keep` does not delete, and continues.
+	Action        *string `protobuf:"bytes,2,opt,name=action,proto3,oneof" json:"action,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GateConfig) Reset() {
+	*x = GateConfig{}
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GateConfig) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GateConfig) ProtoMessage() {}
+
+func (x *GateConfig) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GateConfig.ProtoReflect.Descriptor instead.
+func (*GateConfig) Descriptor() ([]byte, []int) {
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *GateConfig) GetWhen() string {
+	if x != nil && x.When != nil {
+		return *x.When
+	}
+	return ""
+}
+
+func (x *GateConfig) GetAction() string {
+	if x != nil && x.Action != nil {
+		return *x.Action
+	}
+	return ""
+}
+
 // RecoveryConfig sets how a run continues after its newest weights were lost, and training on the
 // recorded batches again gave other bits. The retrained versions form a new lineage
 // (docs/reliability.md). A deterministic run fails instead.
@@ -275,7 +343,7 @@ type RecoveryConfig struct {
 
 func (x *RecoveryConfig) Reset() {
 	*x = RecoveryConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[1]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -287,7 +355,7 @@ func (x *RecoveryConfig) String() string {
 func (*RecoveryConfig) ProtoMessage() {}
 
 func (x *RecoveryConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[1]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -300,7 +368,7 @@ func (x *RecoveryConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RecoveryConfig.ProtoReflect.Descriptor instead.
 func (*RecoveryConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{1}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *RecoveryConfig) GetOldLineage() string {
@@ -330,7 +398,7 @@ type ModelConfig struct {
 
 func (x *ModelConfig) Reset() {
 	*x = ModelConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[2]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -342,7 +410,7 @@ func (x *ModelConfig) String() string {
 func (*ModelConfig) ProtoMessage() {}
 
 func (x *ModelConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[2]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -355,7 +423,7 @@ func (x *ModelConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ModelConfig.ProtoReflect.Descriptor instead.
 func (*ModelConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{2}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *ModelConfig) GetPath() string {
@@ -443,7 +511,7 @@ type DataConfig struct {
 
 func (x *DataConfig) Reset() {
 	*x = DataConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[3]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -455,7 +523,7 @@ func (x *DataConfig) String() string {
 func (*DataConfig) ProtoMessage() {}
 
 func (x *DataConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[3]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -468,7 +536,7 @@ func (x *DataConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DataConfig.ProtoReflect.Descriptor instead.
 func (*DataConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{3}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *DataConfig) GetTrain() string {
@@ -622,7 +690,7 @@ type DataSourceConfig struct {
 
 func (x *DataSourceConfig) Reset() {
 	*x = DataSourceConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[4]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -634,7 +702,7 @@ func (x *DataSourceConfig) String() string {
 func (*DataSourceConfig) ProtoMessage() {}
 
 func (x *DataSourceConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[4]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -647,7 +715,7 @@ func (x *DataSourceConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DataSourceConfig.ProtoReflect.Descriptor instead.
 func (*DataSourceConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{4}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *DataSourceConfig) GetPath() string {
@@ -760,7 +828,7 @@ type SamplingConfig struct {
 
 func (x *SamplingConfig) Reset() {
 	*x = SamplingConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[5]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -772,7 +840,7 @@ func (x *SamplingConfig) String() string {
 func (*SamplingConfig) ProtoMessage() {}
 
 func (x *SamplingConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[5]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -785,7 +853,7 @@ func (x *SamplingConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SamplingConfig.ProtoReflect.Descriptor instead.
 func (*SamplingConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{5}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *SamplingConfig) GetGroupSize() uint32 {
@@ -887,7 +955,7 @@ type RewardConfig struct {
 
 func (x *RewardConfig) Reset() {
 	*x = RewardConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[6]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -899,7 +967,7 @@ func (x *RewardConfig) String() string {
 func (*RewardConfig) ProtoMessage() {}
 
 func (x *RewardConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[6]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -912,7 +980,7 @@ func (x *RewardConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RewardConfig.ProtoReflect.Descriptor instead.
 func (*RewardConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{6}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *RewardConfig) GetPlugin() string {
@@ -991,7 +1059,7 @@ type RewardLimitsConfig struct {
 
 func (x *RewardLimitsConfig) Reset() {
 	*x = RewardLimitsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1003,7 +1071,7 @@ func (x *RewardLimitsConfig) String() string {
 func (*RewardLimitsConfig) ProtoMessage() {}
 
 func (x *RewardLimitsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1016,7 +1084,7 @@ func (x *RewardLimitsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RewardLimitsConfig.ProtoReflect.Descriptor instead.
 func (*RewardLimitsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{7}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *RewardLimitsConfig) GetMemoryBytes() uint64 {
@@ -1074,7 +1142,7 @@ type ScoringModelConfig struct {
 
 func (x *ScoringModelConfig) Reset() {
 	*x = ScoringModelConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1086,7 +1154,7 @@ func (x *ScoringModelConfig) String() string {
 func (*ScoringModelConfig) ProtoMessage() {}
 
 func (x *ScoringModelConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1099,7 +1167,7 @@ func (x *ScoringModelConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ScoringModelConfig.ProtoReflect.Descriptor instead.
 func (*ScoringModelConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{8}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *ScoringModelConfig) GetPath() string {
@@ -1154,7 +1222,7 @@ type RewardPartConfig struct {
 
 func (x *RewardPartConfig) Reset() {
 	*x = RewardPartConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1166,7 +1234,7 @@ func (x *RewardPartConfig) String() string {
 func (*RewardPartConfig) ProtoMessage() {}
 
 func (x *RewardPartConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1179,7 +1247,7 @@ func (x *RewardPartConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RewardPartConfig.ProtoReflect.Descriptor instead.
 func (*RewardPartConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{9}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *RewardPartConfig) GetWeight() float64 {
@@ -1297,7 +1365,7 @@ type TrainConfig struct {
 
 func (x *TrainConfig) Reset() {
 	*x = TrainConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1309,7 +1377,7 @@ func (x *TrainConfig) String() string {
 func (*TrainConfig) ProtoMessage() {}
 
 func (x *TrainConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1322,7 +1390,7 @@ func (x *TrainConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrainConfig.ProtoReflect.Descriptor instead.
 func (*TrainConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{10}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *TrainConfig) GetSteps() uint64 {
@@ -1493,7 +1561,7 @@ type LoraConfig struct {
 
 func (x *LoraConfig) Reset() {
 	*x = LoraConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1505,7 +1573,7 @@ func (x *LoraConfig) String() string {
 func (*LoraConfig) ProtoMessage() {}
 
 func (x *LoraConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1518,7 +1586,7 @@ func (x *LoraConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoraConfig.ProtoReflect.Descriptor instead.
 func (*LoraConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{11}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *LoraConfig) GetRank() uint32 {
@@ -1578,7 +1646,7 @@ type WeightsConfig struct {
 
 func (x *WeightsConfig) Reset() {
 	*x = WeightsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1590,7 +1658,7 @@ func (x *WeightsConfig) String() string {
 func (*WeightsConfig) ProtoMessage() {}
 
 func (x *WeightsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1603,7 +1671,7 @@ func (x *WeightsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WeightsConfig.ProtoReflect.Descriptor instead.
 func (*WeightsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{12}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *WeightsConfig) GetPatch() string {
@@ -1663,7 +1731,7 @@ type EngineConfig struct {
 
 func (x *EngineConfig) Reset() {
 	*x = EngineConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1675,7 +1743,7 @@ func (x *EngineConfig) String() string {
 func (*EngineConfig) ProtoMessage() {}
 
 func (x *EngineConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1688,7 +1756,7 @@ func (x *EngineConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EngineConfig.ProtoReflect.Descriptor instead.
 func (*EngineConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{13}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *EngineConfig) GetKind() string {
@@ -1797,7 +1865,7 @@ type EnvironmentConfig struct {
 
 func (x *EnvironmentConfig) Reset() {
 	*x = EnvironmentConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1809,7 +1877,7 @@ func (x *EnvironmentConfig) String() string {
 func (*EnvironmentConfig) ProtoMessage() {}
 
 func (x *EnvironmentConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1822,7 +1890,7 @@ func (x *EnvironmentConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EnvironmentConfig.ProtoReflect.Descriptor instead.
 func (*EnvironmentConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{14}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *EnvironmentConfig) GetKind() string {
@@ -1928,7 +1996,7 @@ type StalenessConfig struct {
 
 func (x *StalenessConfig) Reset() {
 	*x = StalenessConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1940,7 +2008,7 @@ func (x *StalenessConfig) String() string {
 func (*StalenessConfig) ProtoMessage() {}
 
 func (x *StalenessConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1953,7 +2021,7 @@ func (x *StalenessConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StalenessConfig.ProtoReflect.Descriptor instead.
 func (*StalenessConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{15}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *StalenessConfig) GetMaxSteps() uint32 {
@@ -1986,7 +2054,7 @@ type EvalConfig struct {
 
 func (x *EvalConfig) Reset() {
 	*x = EvalConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1998,7 +2066,7 @@ func (x *EvalConfig) String() string {
 func (*EvalConfig) ProtoMessage() {}
 
 func (x *EvalConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2011,7 +2079,7 @@ func (x *EvalConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvalConfig.ProtoReflect.Descriptor instead.
 func (*EvalConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{16}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *EvalConfig) GetEverySteps() uint64 {
@@ -2051,14 +2119,19 @@ type SnapshotConfig struct {
 	Keep *uint32 `protobuf:"varint,2,opt,name=keep,proto3,oneof" json:"keep,omitempty"`
 	// Whether the samples of every step are kept after a snapshot covers them, so that `rollout
 	// replay` can train on all of them again.
-	KeepPayloads  *bool `protobuf:"varint,3,opt,name=keep_payloads,json=keepPayloads,proto3,oneof" json:"keep_payloads,omitempty"`
+	KeepPayloads *bool `protobuf:"varint,3,opt,name=keep_payloads,json=keepPayloads,proto3,oneof" json:"keep_payloads,omitempty"`
+	// A metric: after each step with its best value so far, a snapshot named `best` is taken. Metrics
+	// whose name ends in `loss` or `kl` are best when they are lowest. Absent: none.
+	Best *string `protobuf:"bytes,4,opt,name=best,proto3,oneof" json:"best,omitempty"`
+	// Snapshots named `best` to keep, the newest ones, in addition to those of `keep`. 0 keeps all.
+	KeepBest      *uint32 `protobuf:"varint,5,opt,name=keep_best,json=keepBest,proto3,oneof" json:"keep_best,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SnapshotConfig) Reset() {
 	*x = SnapshotConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2070,7 +2143,7 @@ func (x *SnapshotConfig) String() string {
 func (*SnapshotConfig) ProtoMessage() {}
 
 func (x *SnapshotConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2083,7 +2156,7 @@ func (x *SnapshotConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotConfig.ProtoReflect.Descriptor instead.
 func (*SnapshotConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{17}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *SnapshotConfig) GetEverySteps() uint64 {
@@ -2107,6 +2180,20 @@ func (x *SnapshotConfig) GetKeepPayloads() bool {
 	return false
 }
 
+func (x *SnapshotConfig) GetBest() string {
+	if x != nil && x.Best != nil {
+		return *x.Best
+	}
+	return ""
+}
+
+func (x *SnapshotConfig) GetKeepBest() uint32 {
+	if x != nil && x.KeepBest != nil {
+		return *x.KeepBest
+	}
+	return 0
+}
+
 // CompletionsConfig sets which sampled completions are stored with their rewards and advantages,
 // for `rollout completions`, the report, and trackers with tables. Texts are truncated at 4,000
 // characters.
@@ -2122,7 +2209,7 @@ type CompletionsConfig struct {
 
 func (x *CompletionsConfig) Reset() {
 	*x = CompletionsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2134,7 +2221,7 @@ func (x *CompletionsConfig) String() string {
 func (*CompletionsConfig) ProtoMessage() {}
 
 func (x *CompletionsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2147,7 +2234,7 @@ func (x *CompletionsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CompletionsConfig.ProtoReflect.Descriptor instead.
 func (*CompletionsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{18}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *CompletionsConfig) GetPerStep() uint32 {
@@ -2181,7 +2268,7 @@ type SinksConfig struct {
 
 func (x *SinksConfig) Reset() {
 	*x = SinksConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2193,7 +2280,7 @@ func (x *SinksConfig) String() string {
 func (*SinksConfig) ProtoMessage() {}
 
 func (x *SinksConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2206,7 +2293,7 @@ func (x *SinksConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SinksConfig.ProtoReflect.Descriptor instead.
 func (*SinksConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{19}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *SinksConfig) GetTensorboard() *TensorboardConfig {
@@ -2242,7 +2329,7 @@ type TensorboardConfig struct {
 
 func (x *TensorboardConfig) Reset() {
 	*x = TensorboardConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2254,7 +2341,7 @@ func (x *TensorboardConfig) String() string {
 func (*TensorboardConfig) ProtoMessage() {}
 
 func (x *TensorboardConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2267,7 +2354,7 @@ func (x *TensorboardConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TensorboardConfig.ProtoReflect.Descriptor instead.
 func (*TensorboardConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{20}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *TensorboardConfig) GetDirectory() string {
@@ -2295,7 +2382,7 @@ type WandbConfig struct {
 
 func (x *WandbConfig) Reset() {
 	*x = WandbConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2307,7 +2394,7 @@ func (x *WandbConfig) String() string {
 func (*WandbConfig) ProtoMessage() {}
 
 func (x *WandbConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2320,7 +2407,7 @@ func (x *WandbConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WandbConfig.ProtoReflect.Descriptor instead.
 func (*WandbConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{21}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *WandbConfig) GetProject() string {
@@ -2366,7 +2453,7 @@ type MlflowConfig struct {
 
 func (x *MlflowConfig) Reset() {
 	*x = MlflowConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[22]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2378,7 +2465,7 @@ func (x *MlflowConfig) String() string {
 func (*MlflowConfig) ProtoMessage() {}
 
 func (x *MlflowConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[22]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2391,7 +2478,7 @@ func (x *MlflowConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MlflowConfig.ProtoReflect.Descriptor instead.
 func (*MlflowConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{22}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *MlflowConfig) GetTrackingUri() string {
@@ -2450,7 +2537,7 @@ type HealthConfig struct {
 
 func (x *HealthConfig) Reset() {
 	*x = HealthConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[23]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2462,7 +2549,7 @@ func (x *HealthConfig) String() string {
 func (*HealthConfig) ProtoMessage() {}
 
 func (x *HealthConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[23]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2475,7 +2562,7 @@ func (x *HealthConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HealthConfig.ProtoReflect.Descriptor instead.
 func (*HealthConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{23}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *HealthConfig) GetOnCollapse() string {
@@ -2595,7 +2682,7 @@ type LimitsConfig struct {
 
 func (x *LimitsConfig) Reset() {
 	*x = LimitsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[24]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2607,7 +2694,7 @@ func (x *LimitsConfig) String() string {
 func (*LimitsConfig) ProtoMessage() {}
 
 func (x *LimitsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[24]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2620,7 +2707,7 @@ func (x *LimitsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LimitsConfig.ProtoReflect.Descriptor instead.
 func (*LimitsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{24}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *LimitsConfig) GetGroupAttempts() uint32 {
@@ -2683,7 +2770,7 @@ var File_rollout_config_v1_run_config_proto protoreflect.FileDescriptor
 
 const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
-	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xfb$\n" +
+	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xb7&\n" +
 	"\tRunConfig\x12Q\n" +
 	"\x04name\x18\x01 \x01(\tB8\xbaH \xc8\x01\x01r\x1b2\x19^[a-z0-9][a-z0-9-]{0,62}$\xca\xda\x18\x11\x12\x0f\"addition-grpo\"H\x00R\x04name\x88\x01\x01\x12.\n" +
 	"\x04seed\x18\x02 \x01(\x04B\x15\xbaH\v2\t\x18\xff\xff\xff\xff\xff\xff\xff\x0f\xca\xda\x18\x03\n" +
@@ -2709,7 +2796,12 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\aweights\x18\x18 \x01(\v2 .rollout.config.v1.WeightsConfigR\aweights\x124\n" +
 	"\x05sinks\x18) \x01(\v2\x1e.rollout.config.v1.SinksConfigR\x05sinks\x127\n" +
 	"\x06health\x182 \x01(\v2\x1f.rollout.config.v1.HealthConfigR\x06health\x12=\n" +
-	"\brecovery\x183 \x01(\v2!.rollout.config.v1.RecoveryConfigR\brecovery:\x85\x1a\xbaH\x81\x1a\x1a\x98\x02\n" +
+	"\brecovery\x183 \x01(\v2!.rollout.config.v1.RecoveryConfigR\brecovery\x12a\n" +
+	"\x05gates\x184 \x03(\v2'.rollout.config.v1.RunConfig.GatesEntryB\"\xbaH\x1f\x9a\x01\x1c\"\x1ar\x182\x16^[a-z][a-z0-9_]{0,31}$R\x05gates\x1aW\n" +
+	"\n" +
+	"GatesEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x123\n" +
+	"\x05value\x18\x02 \x01(\v2\x1d.rollout.config.v1.GateConfigR\x05value:\x028\x01:\x85\x1a\xbaH\x81\x1a\x1a\x98\x02\n" +
 	"\x16run_config.reward_kind\x12c`[reward]` takes exactly one of `plugin`, `expression`, `[reward.model]` and `[reward.composite.*]`\x1a\x98\x01!has(this.reward) || [has(this.reward.plugin), has(this.reward.expression), has(this.reward.model), has(this.reward.composite)].filter(x, x).size() == 1\x1a\x88\x02\n" +
 	"\x19run_config.reward_sandbox\x12U`reward.sandbox` needs a `plugin`: expressions and reward models run no code of yours\x1a\x93\x01!has(this.reward) || !this.reward.sandbox || has(this.reward.plugin) || this.reward.composite.exists(name, has(this.reward.composite[name].plugin))\x1a\xe3\x01\n" +
 	"\x16run_config.kto_weights\x12Z`algorithm.kto.desirable_weight` and `algorithm.kto.undesirable_weight` must not both be 0\x1am!has(this.algorithm.kto) || this.algorithm.kto.desirable_weight + this.algorithm.kto.undesirable_weight > 0.0\x1a\xf3\x01\n" +
@@ -2729,7 +2821,13 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x05_nameB\a\n" +
 	"\x05_seedB\a\n" +
 	"\x05_modeB\x10\n" +
-	"\x0e_deterministic\"h\n" +
+	"\x0e_deterministic\"\xa8\x01\n" +
+	"\n" +
+	"GateConfig\x12=\n" +
+	"\x04when\x18\x01 \x01(\tB$\xbaH\a\xc8\x01\x01r\x02\x10\x01\xca\xda\x18\x16\x12\x14\"eval/reward >= 0.8\"H\x00R\x04when\x88\x01\x01\x12G\n" +
+	"\x06action\x18\x02 \x01(\tB*\xbaH\x1b\xc8\x01\x01r\x16R\x04stopR\x05pauseR\apromote\xca\xda\x18\b\x12\x06\"stop\"H\x01R\x06action\x88\x01\x01B\a\n" +
+	"\x05_whenB\t\n" +
+	"\a_action\"h\n" +
 	"\x0eRecoveryConfig\x12F\n" +
 	"\vold_lineage\x18\x01 \x01(\tB \xbaH\x11r\x0fR\x04keepR\areissue\xca\xda\x18\b\n" +
 	"\x06\"keep\"H\x00R\n" +
@@ -3122,7 +3220,7 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\f_max_promptsB\x0e\n" +
 	"\f_temperatureB\n" +
 	"\n" +
-	"\b_workers\"\xc3\x01\n" +
+	"\b_workers\"\xbc\x02\n" +
 	"\x0eSnapshotConfig\x12-\n" +
 	"\vevery_steps\x18\x01 \x01(\x04B\a\xca\xda\x18\x03\n" +
 	"\x010H\x00R\n" +
@@ -3130,10 +3228,16 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x04keep\x18\x02 \x01(\rB\a\xca\xda\x18\x03\n" +
 	"\x013H\x01R\x04keep\x88\x01\x01\x125\n" +
 	"\rkeep_payloads\x18\x03 \x01(\bB\v\xca\xda\x18\a\n" +
-	"\x05falseH\x02R\fkeepPayloads\x88\x01\x01B\x0e\n" +
+	"\x05falseH\x02R\fkeepPayloads\x88\x01\x01\x125\n" +
+	"\x04best\x18\x04 \x01(\tB\x1c\xbaH\x04r\x02\x10\x01\xca\xda\x18\x11\x12\r\"eval/reward\" \x01H\x03R\x04best\x88\x01\x01\x12)\n" +
+	"\tkeep_best\x18\x05 \x01(\rB\a\xca\xda\x18\x03\n" +
+	"\x011H\x04R\bkeepBest\x88\x01\x01B\x0e\n" +
 	"\f_every_stepsB\a\n" +
 	"\x05_keepB\x10\n" +
-	"\x0e_keep_payloads\"\x96\x01\n" +
+	"\x0e_keep_payloadsB\a\n" +
+	"\x05_bestB\f\n" +
+	"\n" +
+	"_keep_best\"\x96\x01\n" +
 	"\x11CompletionsConfig\x12.\n" +
 	"\bper_step\x18\x01 \x01(\rB\x0e\xbaH\x04*\x02\x18@\xca\xda\x18\x03\n" +
 	"\x014H\x00R\aperStep\x88\x01\x01\x124\n" +
@@ -3264,71 +3368,75 @@ func file_rollout_config_v1_run_config_proto_rawDescGZIP() []byte {
 	return file_rollout_config_v1_run_config_proto_rawDescData
 }
 
-var file_rollout_config_v1_run_config_proto_msgTypes = make([]protoimpl.MessageInfo, 27)
+var file_rollout_config_v1_run_config_proto_msgTypes = make([]protoimpl.MessageInfo, 29)
 var file_rollout_config_v1_run_config_proto_goTypes = []any{
 	(*RunConfig)(nil),          // 0: rollout.config.v1.RunConfig
-	(*RecoveryConfig)(nil),     // 1: rollout.config.v1.RecoveryConfig
-	(*ModelConfig)(nil),        // 2: rollout.config.v1.ModelConfig
-	(*DataConfig)(nil),         // 3: rollout.config.v1.DataConfig
-	(*DataSourceConfig)(nil),   // 4: rollout.config.v1.DataSourceConfig
-	(*SamplingConfig)(nil),     // 5: rollout.config.v1.SamplingConfig
-	(*RewardConfig)(nil),       // 6: rollout.config.v1.RewardConfig
-	(*RewardLimitsConfig)(nil), // 7: rollout.config.v1.RewardLimitsConfig
-	(*ScoringModelConfig)(nil), // 8: rollout.config.v1.ScoringModelConfig
-	(*RewardPartConfig)(nil),   // 9: rollout.config.v1.RewardPartConfig
-	(*TrainConfig)(nil),        // 10: rollout.config.v1.TrainConfig
-	(*LoraConfig)(nil),         // 11: rollout.config.v1.LoraConfig
-	(*WeightsConfig)(nil),      // 12: rollout.config.v1.WeightsConfig
-	(*EngineConfig)(nil),       // 13: rollout.config.v1.EngineConfig
-	(*EnvironmentConfig)(nil),  // 14: rollout.config.v1.EnvironmentConfig
-	(*StalenessConfig)(nil),    // 15: rollout.config.v1.StalenessConfig
-	(*EvalConfig)(nil),         // 16: rollout.config.v1.EvalConfig
-	(*SnapshotConfig)(nil),     // 17: rollout.config.v1.SnapshotConfig
-	(*CompletionsConfig)(nil),  // 18: rollout.config.v1.CompletionsConfig
-	(*SinksConfig)(nil),        // 19: rollout.config.v1.SinksConfig
-	(*TensorboardConfig)(nil),  // 20: rollout.config.v1.TensorboardConfig
-	(*WandbConfig)(nil),        // 21: rollout.config.v1.WandbConfig
-	(*MlflowConfig)(nil),       // 22: rollout.config.v1.MlflowConfig
-	(*HealthConfig)(nil),       // 23: rollout.config.v1.HealthConfig
-	(*LimitsConfig)(nil),       // 24: rollout.config.v1.LimitsConfig
-	nil,                        // 25: rollout.config.v1.DataConfig.TrainMixEntry
-	nil,                        // 26: rollout.config.v1.RewardConfig.CompositeEntry
-	(*AlgorithmConfig)(nil),    // 27: rollout.config.v1.AlgorithmConfig
+	(*GateConfig)(nil),         // 1: rollout.config.v1.GateConfig
+	(*RecoveryConfig)(nil),     // 2: rollout.config.v1.RecoveryConfig
+	(*ModelConfig)(nil),        // 3: rollout.config.v1.ModelConfig
+	(*DataConfig)(nil),         // 4: rollout.config.v1.DataConfig
+	(*DataSourceConfig)(nil),   // 5: rollout.config.v1.DataSourceConfig
+	(*SamplingConfig)(nil),     // 6: rollout.config.v1.SamplingConfig
+	(*RewardConfig)(nil),       // 7: rollout.config.v1.RewardConfig
+	(*RewardLimitsConfig)(nil), // 8: rollout.config.v1.RewardLimitsConfig
+	(*ScoringModelConfig)(nil), // 9: rollout.config.v1.ScoringModelConfig
+	(*RewardPartConfig)(nil),   // 10: rollout.config.v1.RewardPartConfig
+	(*TrainConfig)(nil),        // 11: rollout.config.v1.TrainConfig
+	(*LoraConfig)(nil),         // 12: rollout.config.v1.LoraConfig
+	(*WeightsConfig)(nil),      // 13: rollout.config.v1.WeightsConfig
+	(*EngineConfig)(nil),       // 14: rollout.config.v1.EngineConfig
+	(*EnvironmentConfig)(nil),  // 15: rollout.config.v1.EnvironmentConfig
+	(*StalenessConfig)(nil),    // 16: rollout.config.v1.StalenessConfig
+	(*EvalConfig)(nil),         // 17: rollout.config.v1.EvalConfig
+	(*SnapshotConfig)(nil),     // 18: rollout.config.v1.SnapshotConfig
+	(*CompletionsConfig)(nil),  // 19: rollout.config.v1.CompletionsConfig
+	(*SinksConfig)(nil),        // 20: rollout.config.v1.SinksConfig
+	(*TensorboardConfig)(nil),  // 21: rollout.config.v1.TensorboardConfig
+	(*WandbConfig)(nil),        // 22: rollout.config.v1.WandbConfig
+	(*MlflowConfig)(nil),       // 23: rollout.config.v1.MlflowConfig
+	(*HealthConfig)(nil),       // 24: rollout.config.v1.HealthConfig
+	(*LimitsConfig)(nil),       // 25: rollout.config.v1.LimitsConfig
+	nil,                        // 26: rollout.config.v1.RunConfig.GatesEntry
+	nil,                        // 27: rollout.config.v1.DataConfig.TrainMixEntry
+	nil,                        // 28: rollout.config.v1.RewardConfig.CompositeEntry
+	(*AlgorithmConfig)(nil),    // 29: rollout.config.v1.AlgorithmConfig
 }
 var file_rollout_config_v1_run_config_proto_depIdxs = []int32{
-	2,  // 0: rollout.config.v1.RunConfig.model:type_name -> rollout.config.v1.ModelConfig
-	3,  // 1: rollout.config.v1.RunConfig.data:type_name -> rollout.config.v1.DataConfig
-	5,  // 2: rollout.config.v1.RunConfig.sampling:type_name -> rollout.config.v1.SamplingConfig
-	6,  // 3: rollout.config.v1.RunConfig.reward:type_name -> rollout.config.v1.RewardConfig
-	27, // 4: rollout.config.v1.RunConfig.algorithm:type_name -> rollout.config.v1.AlgorithmConfig
-	10, // 5: rollout.config.v1.RunConfig.train:type_name -> rollout.config.v1.TrainConfig
-	13, // 6: rollout.config.v1.RunConfig.engine:type_name -> rollout.config.v1.EngineConfig
-	14, // 7: rollout.config.v1.RunConfig.environment:type_name -> rollout.config.v1.EnvironmentConfig
-	15, // 8: rollout.config.v1.RunConfig.staleness:type_name -> rollout.config.v1.StalenessConfig
-	16, // 9: rollout.config.v1.RunConfig.eval:type_name -> rollout.config.v1.EvalConfig
-	17, // 10: rollout.config.v1.RunConfig.snapshot:type_name -> rollout.config.v1.SnapshotConfig
-	24, // 11: rollout.config.v1.RunConfig.limits:type_name -> rollout.config.v1.LimitsConfig
-	11, // 12: rollout.config.v1.RunConfig.lora:type_name -> rollout.config.v1.LoraConfig
-	18, // 13: rollout.config.v1.RunConfig.completions:type_name -> rollout.config.v1.CompletionsConfig
-	12, // 14: rollout.config.v1.RunConfig.weights:type_name -> rollout.config.v1.WeightsConfig
-	19, // 15: rollout.config.v1.RunConfig.sinks:type_name -> rollout.config.v1.SinksConfig
-	23, // 16: rollout.config.v1.RunConfig.health:type_name -> rollout.config.v1.HealthConfig
-	1,  // 17: rollout.config.v1.RunConfig.recovery:type_name -> rollout.config.v1.RecoveryConfig
-	25, // 18: rollout.config.v1.DataConfig.train_mix:type_name -> rollout.config.v1.DataConfig.TrainMixEntry
-	8,  // 19: rollout.config.v1.RewardConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
-	26, // 20: rollout.config.v1.RewardConfig.composite:type_name -> rollout.config.v1.RewardConfig.CompositeEntry
-	7,  // 21: rollout.config.v1.RewardConfig.limits:type_name -> rollout.config.v1.RewardLimitsConfig
-	8,  // 22: rollout.config.v1.RewardPartConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
-	20, // 23: rollout.config.v1.SinksConfig.tensorboard:type_name -> rollout.config.v1.TensorboardConfig
-	21, // 24: rollout.config.v1.SinksConfig.wandb:type_name -> rollout.config.v1.WandbConfig
-	22, // 25: rollout.config.v1.SinksConfig.mlflow:type_name -> rollout.config.v1.MlflowConfig
-	4,  // 26: rollout.config.v1.DataConfig.TrainMixEntry.value:type_name -> rollout.config.v1.DataSourceConfig
-	9,  // 27: rollout.config.v1.RewardConfig.CompositeEntry.value:type_name -> rollout.config.v1.RewardPartConfig
-	28, // [28:28] is the sub-list for method output_type
-	28, // [28:28] is the sub-list for method input_type
-	28, // [28:28] is the sub-list for extension type_name
-	28, // [28:28] is the sub-list for extension extendee
-	0,  // [0:28] is the sub-list for field type_name
+	3,  // 0: rollout.config.v1.RunConfig.model:type_name -> rollout.config.v1.ModelConfig
+	4,  // 1: rollout.config.v1.RunConfig.data:type_name -> rollout.config.v1.DataConfig
+	6,  // 2: rollout.config.v1.RunConfig.sampling:type_name -> rollout.config.v1.SamplingConfig
+	7,  // 3: rollout.config.v1.RunConfig.reward:type_name -> rollout.config.v1.RewardConfig
+	29, // 4: rollout.config.v1.RunConfig.algorithm:type_name -> rollout.config.v1.AlgorithmConfig
+	11, // 5: rollout.config.v1.RunConfig.train:type_name -> rollout.config.v1.TrainConfig
+	14, // 6: rollout.config.v1.RunConfig.engine:type_name -> rollout.config.v1.EngineConfig
+	15, // 7: rollout.config.v1.RunConfig.environment:type_name -> rollout.config.v1.EnvironmentConfig
+	16, // 8: rollout.config.v1.RunConfig.staleness:type_name -> rollout.config.v1.StalenessConfig
+	17, // 9: rollout.config.v1.RunConfig.eval:type_name -> rollout.config.v1.EvalConfig
+	18, // 10: rollout.config.v1.RunConfig.snapshot:type_name -> rollout.config.v1.SnapshotConfig
+	25, // 11: rollout.config.v1.RunConfig.limits:type_name -> rollout.config.v1.LimitsConfig
+	12, // 12: rollout.config.v1.RunConfig.lora:type_name -> rollout.config.v1.LoraConfig
+	19, // 13: rollout.config.v1.RunConfig.completions:type_name -> rollout.config.v1.CompletionsConfig
+	13, // 14: rollout.config.v1.RunConfig.weights:type_name -> rollout.config.v1.WeightsConfig
+	20, // 15: rollout.config.v1.RunConfig.sinks:type_name -> rollout.config.v1.SinksConfig
+	24, // 16: rollout.config.v1.RunConfig.health:type_name -> rollout.config.v1.HealthConfig
+	2,  // 17: rollout.config.v1.RunConfig.recovery:type_name -> rollout.config.v1.RecoveryConfig
+	26, // 18: rollout.config.v1.RunConfig.gates:type_name -> rollout.config.v1.RunConfig.GatesEntry
+	27, // 19: rollout.config.v1.DataConfig.train_mix:type_name -> rollout.config.v1.DataConfig.TrainMixEntry
+	9,  // 20: rollout.config.v1.RewardConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
+	28, // 21: rollout.config.v1.RewardConfig.composite:type_name -> rollout.config.v1.RewardConfig.CompositeEntry
+	8,  // 22: rollout.config.v1.RewardConfig.limits:type_name -> rollout.config.v1.RewardLimitsConfig
+	9,  // 23: rollout.config.v1.RewardPartConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
+	21, // 24: rollout.config.v1.SinksConfig.tensorboard:type_name -> rollout.config.v1.TensorboardConfig
+	22, // 25: rollout.config.v1.SinksConfig.wandb:type_name -> rollout.config.v1.WandbConfig
+	23, // 26: rollout.config.v1.SinksConfig.mlflow:type_name -> rollout.config.v1.MlflowConfig
+	1,  // 27: rollout.config.v1.RunConfig.GatesEntry.value:type_name -> rollout.config.v1.GateConfig
+	5,  // 28: rollout.config.v1.DataConfig.TrainMixEntry.value:type_name -> rollout.config.v1.DataSourceConfig
+	10, // 29: rollout.config.v1.RewardConfig.CompositeEntry.value:type_name -> rollout.config.v1.RewardPartConfig
+	30, // [30:30] is the sub-list for method output_type
+	30, // [30:30] is the sub-list for method input_type
+	30, // [30:30] is the sub-list for extension type_name
+	30, // [30:30] is the sub-list for extension extendee
+	0,  // [0:30] is the sub-list for field type_name
 }
 
 func init() { file_rollout_config_v1_run_config_proto_init() }
@@ -3363,13 +3471,14 @@ func file_rollout_config_v1_run_config_proto_init() {
 	file_rollout_config_v1_run_config_proto_msgTypes[22].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[23].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[24].OneofWrappers = []any{}
+	file_rollout_config_v1_run_config_proto_msgTypes[25].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_config_v1_run_config_proto_rawDesc), len(file_rollout_config_v1_run_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   27,
+			NumMessages:   29,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -1,0 +1,81 @@
+"""A gate stops a run at the step where its condition first holds, also if `rolloutd` is killed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+from mesh import ROOT, Mesh
+from sim import Job, audited, finish, sim_mesh, stop, submit
+
+from rollout.run.v1 import run_pb2
+from rollout.snapshot.v1 import snapshot_pb2
+from rollout.storage.v1 import storage_pb2
+
+STEPS = 10
+METRIC = "reward/mean"
+
+
+def events(running: Mesh, run: str, kind: str) -> list:
+    wanted = storage_pb2.EventFilter(run_id=run, kinds=[kind])
+    return list(running.events.ListEvents(storage_pb2.ListEventsRequest(filter=wanted, page_size=1000)).events)
+
+
+def shown(running: Mesh, *arguments: str) -> str:
+    command = [str(ROOT / "bin" / "rollout"), *arguments, "--state-dir", str(running.state)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def gated(job: Job, limit: float) -> Path:
+    path = job.write()
+    gates = f"""
+[gates.reached]
+when = "{METRIC} >= {limit!r}"
+action = "stop"
+
+[gates.started]
+when = "samples > 0"
+action = "promote"
+"""
+    path.write_text(path.read_text() + gates)
+    return path
+
+
+def test_a_gate_stops_the_run_at_its_step_although_rolloutd_is_killed(tmp_path: Path) -> None:
+    plain = Job(tmp_path / "plain", steps=STEPS)
+    running = sim_mesh(tmp_path / "reference").start()
+    try:
+        run = submit(running, running.plan(plain.write()), plain)
+        finish(running, run)
+        rewards = {event.step: event.metrics[METRIC] for event in events(running, run, "step.committed")}
+        digests = {record.step: record.weights_digest for record in running.ledger(run)[1]}
+    finally:
+        stop(running)
+    # the last step with the best reward so far: there are steps to kill at before it, and steps after it
+    wanted = max(step for step in range(4, plain.steps) if rewards[step] > max(rewards[s] for s in range(1, step)))
+
+    job = Job(tmp_path / "job", steps=STEPS)
+    running = sim_mesh(tmp_path / "killed", seconds=0.05).start()
+    try:
+        run = submit(running, running.plan(gated(job, rewards[wanted])), job)
+        for step in (1, wanted - 1):
+            running.until_step(run, step)
+            running.kill("all")
+            running.start()
+            if running.status(run).run.state == run_pb2.RUN_STATE_INTERRUPTED:
+                running.scheduler.ResumeRun(run_pb2.ResumeRunRequest(run_id=run))
+        digest = finish(running, run)
+        ended = running.status(run).run
+        assert (ended.step, ended.reason, digest) == (wanted, "STOPPED_BY_GATE", digests[wanted])
+        assert audited(running, run)["steps"] == wanted
+        fired = {event.attributes["gate"]: event for event in events(running, run, "gate.fired")}
+        assert {gate: event.step for gate, event in fired.items()} == {"started": 1, "reached": wanted}
+        assert len(events(running, run, "gate.fired")) == 2, "a gate fires once"
+        assert fired["reached"].metrics["value"] == rewards[wanted]
+        listed = running.snapshots.ListSnapshots(snapshot_pb2.ListSnapshotsRequest(run_id=run)).snapshots
+        assert {(s.step, s.name) for s in listed} >= {(1, "gate-started"), (wanted, "")}
+        assert "STOPPED_BY_GATE" in shown(running, "runs", "show", run)
+        assert json.loads(shown(running, "runs", "show", run, "--format", "json"))["run"]["reason"] == "STOPPED_BY_GATE"
+    finally:
+        stop(running)
