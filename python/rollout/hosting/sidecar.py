@@ -139,8 +139,8 @@ def _channel(address: str, tls: Tls | None) -> grpc.aio.Channel:
     return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), options=options)
 
 
-async def serve(host: Host, address: str) -> grpc.aio.Server:
-    """Serve a host until the server stops."""
+async def serve(host: Host, address: str, credentials: grpc.ServerCredentials | None = None) -> grpc.aio.Server:
+    """Serve a host until the server stops. credentials: of TLS; None: none, for this host only."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
     handlers = {
         method: grpc.unary_unary_rpc_method_handler(
@@ -153,7 +153,8 @@ async def serve(host: Host, address: str) -> grpc.aio.Server:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
     health = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    if not server.add_insecure_port(address):
+    port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+    if not port:
         raise OSError(f"can't listen at {address}")
     await server.start()
     await health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)

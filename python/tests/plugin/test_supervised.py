@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
+import socket
+import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 
 from rollout.errors import RolloutError
 from rollout.hosting import wire
 from rollout.hosting.exchange import checked, split
+from rollout.hosting.host import Host
 from rollout.hosting.manifest import ManifestError, read_manifest
+from rollout.hosting.sidecar import serve
 from rollout.hosting.supervised import SupervisedSidecar
 from rollout.plugin.v1 import plugin_pb2 as pb
 from rollout_testing.go import go_program
@@ -181,6 +187,54 @@ async def test_an_address_is_connected_again(tmp_path: Path) -> None:
     finally:
         await sidecar.close()
         process.kill()
+
+
+def _certificate(folder: Path, name: str, issuer: str = "") -> None:
+    """A key and a certificate for localhost; issuer: that signs it, itself without one."""
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+    new = ("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", f"{name}.key")
+    subject = ("-subj", f"/CN={name}", "-addext", "subjectAltName=DNS:localhost")
+    if not issuer:
+        openssl(*new, "-x509", *subject, "-out", f"{name}.crt")
+        return
+    openssl(*new, *subject, "-out", f"{name}.csr")
+    signed = ("-CA", f"{issuer}.crt", "-CAkey", f"{issuer}.key", "-CAcreateserial", "-copy_extensions", "copyall")
+    openssl("x509", "-req", "-in", f"{name}.csr", *signed, "-out", f"{name}.crt")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+async def test_an_address_with_tls_knows_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, issuer in (("ca", ""), ("other", ""), ("sidecar", "ca"), ("worker", "ca"), ("unknown", "other")):
+        _certificate(tmp_path, name, issuer)
+    (tmp_path / "plugins.py").write_text(PYTHON)
+    key, certificate, ca = ((tmp_path / name).read_bytes() for name in ("sidecar.key", "sidecar.crt", "ca.crt"))
+    credentials = grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
+    port = free_port()
+    host = Host.load([{"plugin": "plugins.py:score", "base_dir": str(tmp_path)}])
+    server = await serve(host, f"localhost:{port}", credentials)
+    try:
+        for name, served in (("worker", True), ("unknown", False)):
+            tls = f'[tls]\nca = "ca.crt"\ncert = "{name}.crt"\nkey = "{name}.key"\n'
+            text = f'name = "score"\nversion = "1"\nkind = "reward"\naddress = "localhost:{port}"\nstart_seconds = 5\n{tls}'
+            (tmp_path / "plugin.toml").write_text(text)
+            sidecar = SupervisedSidecar(read_manifest("plugin.toml:score", tmp_path))
+            if served:
+                await sidecar.start()
+                assert (await sidecar.call("Reward", asked(""), 60)).scores
+            else:
+                with pytest.raises(wire.PluginUnavailable, match="does not answer"):
+                    await sidecar.start()
+            await sidecar.close()
+    finally:
+        await server.stop(None)
+
+
+def free_port() -> int:
+    with socket.create_server(("localhost", 0)) as server:
+        return server.getsockname()[1]
 
 
 def test_requests_are_split_and_wrong_answers_refused() -> None:
