@@ -95,6 +95,36 @@ def _judge_is_silent(at: Path) -> Iterator[Root]:
 
 
 @contextlib.contextmanager
+def _judge_is_silent_in_threads(at: Path) -> Iterator[Root]:
+    """The reward asks the judge in several threads, and the judge never answers."""
+    head = """import socket
+from concurrent.futures import ThreadPoolExecutor
+
+
+def ask(sample):
+    with socket.create_connection(("127.0.0.1", int(HANG.read_text()))) as judge:
+        return judge.recv(1)
+"""
+    body = "        with ThreadPoolExecutor(4) as pool:\n            list(pool.map(ask, samples))"
+    with _rewarded(at, body, head) as job, socket.create_server(("127.0.0.1", 0)) as judge:
+        port = judge.getsockname()[1]
+        with flag(job.folder / "hang", str(port)):
+            yield Root(job, [_line(job, "judge.recv"), f"127.0.0.1:{port}"])
+
+
+@contextlib.contextmanager
+def _environment_gathers(at: Path) -> Iterator[Root]:
+    """A step of the environment awaits several tasks, which wait for an event that does not
+    come."""
+    body = """        await asyncio.gather(*(self.part() for _ in range(3)))
+
+    async def part(self):
+        await asyncio.Event().wait()"""
+    with _played(at, body) as job, flag(job.folder / "stall"):
+        yield Root(job, [_line(job, "asyncio.Event", "game.py")])
+
+
+@contextlib.contextmanager
 def _reward_loops(at: Path) -> Iterator[Root]:
     """A regular expression of the reward takes exponential time."""
     body = '        re.match(r"(a+)+$", "a" * 60 + "!")'
@@ -353,6 +383,8 @@ Plant = Callable[[Path], contextlib.AbstractContextManager[Root]]
 STALLS: list[Plant] = [
     _reward_deadlock,
     _judge_is_silent,
+    _judge_is_silent_in_threads,
+    _environment_gathers,
     _reward_loops,
     _reward_waits_for_program,
     _reward_waits_for_file_lock,

@@ -98,7 +98,7 @@ class ChildProcess:
                 if time.monotonic() - began >= seconds:
                     found.append((began, method, process))
         found.sort(key=lambda each: each[0])
-        looked = [look(process.pid, method, process._stack) for _, method, process in found[:_MOST_LOOKS]]
+        looked = [look(process._pid, method, process._stack) for _, method, process in found[:_MOST_LOOKS]]
         return list(await asyncio.gather(*looked))
 
     @property

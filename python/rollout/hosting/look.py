@@ -36,6 +36,7 @@ _FILE = "rollout-stacks"
 _ANSWER_SECONDS = 0.4
 _SIGNAL_SECONDS = 0.2
 _BUSY_SECONDS = 0.1
+_LONGEST = 500  # characters of a text of a process
 _MOST = 3  # addresses in a sentence
 _LIBRARIES = tuple(
     {*(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))}
@@ -45,7 +46,8 @@ _OURS = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep
 
 class At(NamedTuple):
     """A line of the user's code. inner: names of the library files that it has called, for example
-    ``socket.py``. does, fix: what the library says that it waits for (``rollout.waiting``)."""
+    ``socket.py``. does, fix: what the library says that it waits for (``rollout.waiting``). thread:
+    that executes it, as the kernel numbers it; 0: the main thread."""
 
     file: str
     line: int
@@ -53,6 +55,7 @@ class At(NamedTuple):
     inner: tuple[str, ...] = ()
     does: str = ""
     fix: str = ""
+    thread: int = 0
 
     def __str__(self) -> str:
         return f"{os.path.basename(self.file)}:{self.line} ({self.function})"
@@ -98,10 +101,19 @@ def here(loop: asyncio.AbstractEventLoop) -> bytes:
     if not found:
         with contextlib.suppress(RuntimeError):  # the tasks change meanwhile
             found.extend(_of_task(task) for task in list(asyncio.all_tasks(loop)))
-    if not any(found):
-        found.extend(_user_line(_called(frame)) for ident, frame in frames.items() if ident not in (own, main))
-    counted = Counter(at for at in found if at is not None)
-    return json.dumps([[*at] for at, _ in counted.most_common()]).encode()
+    seen = [at for at in found if at is not None]
+    if not seen or any(name in _THREADS for name in seen[0].inner):  # it waits for another thread
+        native = {thread.ident: thread.native_id or 0 for thread in threading.enumerate()}
+        others = [(native.get(ident, 0), _user_line(_called(f))) for ident, f in frames.items() if ident not in (own, main)]
+        working = [at._replace(thread=thread) for thread, at in others if at is not None]
+        seen = working or seen
+    counted = Counter(at._replace(thread=0) for at in seen)
+    common = [next(at for at in seen if at._replace(thread=0) == each) for each, _ in counted.most_common()]
+    return json.dumps([[*at] for at in common]).encode()
+
+
+_THREADS = {"_base.py", "thread.py", "threads.py", "threading.py", "queue.py"}
+"""Library files in which a thread or a task waits for another thread."""
 
 
 class _Line(NamedTuple):
@@ -155,20 +167,29 @@ def _is_user(file: str) -> bool:
 
 
 async def look(pid: int, method: str, asked: Callable[[], Awaitable[bytes]]) -> Look:
-    """Look at a process. asked: the answer of the process to ``Stack``."""
+    """Look at a process. pid: 0 if it is in a sandbox, where it has no id of this host. asked: the
+    answer of the process to ``Stack``."""
     at: At | None = None
     try:
         async with asyncio.timeout(_ANSWER_SECONDS):
-            found = json.loads(await asked())
-        if found:
-            file, line, function, inner, does, fix = found[0]
-            at = At(file, line, function, tuple(inner), does, fix)
+            at = _parsed(await asked())
     except (TimeoutError, OSError, EOFError):
-        at = await _signaled(pid)
+        at = await _signaled(pid) if pid else None
     if at is not None and at.does:
         return Look(pid, method, at, at.does, at.fix)
+    if not pid:
+        return Look(pid, method, at, "", "")
     does, fix = await asyncio.to_thread(_kernel, pid, at)
     return Look(pid, method, at, does, fix)
+
+
+def _parsed(answer: bytes) -> At | None:
+    """The first line of an answer; None if there is none, or if code in a sandbox forged it."""
+    with contextlib.suppress(ValueError, TypeError, IndexError):
+        file, line, function, inner, does, fix, thread = json.loads(answer)[0]
+        texts = [" ".join(str(text).split())[:_LONGEST] for text in (file, function, does, fix)]
+        return At(texts[0], int(line), texts[1], tuple(map(str, inner)), texts[2], texts[3], int(thread))
+    return None
 
 
 async def _signaled(pid: int) -> At | None:
@@ -217,9 +238,9 @@ _CALLS: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 def _kernel(pid: int, at: At | None) -> tuple[str, str]:
-    """What the kernel says that the main thread waits for, and what ends it."""
+    """What the kernel says that the thread of a line waits for, and what ends it."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        call, first = _system_call(pid)
+        call, first = _system_call(pid, at.thread if at is not None and at.thread else pid)
         inner = at.inner if at is not None else ()
         if call == "running":
             return _computes(pid)
@@ -260,10 +281,10 @@ _NETWORK = {
 }
 
 
-def _system_call(pid: int) -> tuple[str, int]:
-    """The system call in which the main thread is, and its first argument; ``running`` if it is in
-    none, and empty if that is not known."""
-    fields = Path(f"/proc/{pid}/syscall").read_text().split()
+def _system_call(pid: int, thread: int) -> tuple[str, int]:
+    """The system call in which a thread is, and its first argument; ``running`` if it is in none,
+    and empty if that is not known."""
+    fields = Path(f"/proc/{pid}/task/{thread}/syscall").read_text().split()
     if fields[0] == "running":
         return "running", 0
     calls = _CALLS.get(platform.machine(), {})

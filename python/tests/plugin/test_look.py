@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 _REWARDS = """
 import asyncio, fcntl, re, socket, subprocess, threading, time
+from concurrent.futures import ThreadPoolExecutor
 
 LOCK = threading.Lock()
 
@@ -65,6 +66,25 @@ async def awaits(samples):
 async def helper(samples):
     reader, _ = await asyncio.open_connection("127.0.0.1", int(samples[0].prompt))
     await reader.read(1)  # here: awaits
+
+
+def pools(samples):
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(ask, [samples[0].prompt] * 3))
+
+
+def ask(port):
+    with socket.create_connection(("127.0.0.1", int(port))) as judge:
+        judge.recv(1)  # here: pools
+
+
+async def delegates(samples):
+    await asyncio.to_thread(ask_one, samples[0].prompt)
+
+
+def ask_one(port):
+    with socket.create_connection(("127.0.0.1", int(port))) as judge:
+        judge.recv(1)  # here: delegates
 
 
 async def forgets(samples):
@@ -125,11 +145,11 @@ async def test_the_line_of_a_blocking_call_is_seen(name: str, tmp_path: Path) ->
         assert _REWARDS.splitlines()[look.at.line - 1].endswith(f"here: {name}"), look
 
 
-@pytest.mark.parametrize("name", ["asks", "awaits"])
+@pytest.mark.parametrize("name", ["asks", "awaits", "pools", "delegates"])
 async def test_the_server_that_does_not_answer_is_seen(name: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        async with _called(tmp_path, name, str(port) if name == "awaits" else f"http://127.0.0.1:{port}") as process:
+        async with _called(tmp_path, name, f"http://127.0.0.1:{port}" if name == "asks" else str(port)) as process:
             look = await _seen(process, f"waits for an answer of 127.0.0.1:{port}$")
             assert look.at is not None
             assert _REWARDS.splitlines()[look.at.line - 1].endswith(f"here: {name}"), look
