@@ -260,7 +260,7 @@ check-hosts: build venv-dev $(SERVERS) ## Cut off hosts (network namespaces) of 
 check-explain: build venv-dev ## Plant stalls in states and in a running job; `rollout explain` must name the root of each
 	@cd libs && go test ./explain
 	@cd cmd && go test ./rollout -run Explain
-	@scripts/e2e e2e/test_explain.py e2e/test_operators.py e2e/test_traces.py
+	@scripts/e2e e2e/test_explain.py e2e/test_operators.py e2e/test_more_stalls.py e2e/test_traces.py
 
 .PHONY: check-e2e
 check-e2e: build venv-dev $(GRPCURL) ## Run the end-to-end scenarios

@@ -125,6 +125,27 @@ def _environment_gathers(at: Path) -> Iterator[Root]:
 
 
 @contextlib.contextmanager
+def _reward_in_sandbox_sleeps(at: Path) -> Iterator[Root]:
+    """The reward has a sandbox, and does not return for one of the prompts."""
+    reward = """import time
+
+
+def letters(samples):
+    if any(sample.prompt == "row 20:" for sample in samples):
+        time.sleep(100000)
+    return [sum(c.isalpha() for c in sample.completion) / max(1, len(sample.completion)) for sample in samples]
+"""
+
+    def edit(config: Path) -> None:
+        config.with_name("reward.py").write_text(reward)
+        text = config.read_text().replace("retries = 0", "retries = 0\ntimeout_seconds = 3600\nsandbox = true")
+        config.write_text(text)
+
+    with job_of(Job(at / "job", steps=LONG, workers=1), at / "state", steps=0, edit=edit) as job:
+        yield Root(job, [_line(job, "time.sleep"), "in the sandbox"])
+
+
+@contextlib.contextmanager
 def _reward_loops(at: Path) -> Iterator[Root]:
     """A regular expression of the reward takes exponential time."""
     body = '        re.match(r"(a+)+$", "a" * 60 + "!")'
@@ -385,6 +406,7 @@ STALLS: list[Plant] = [
     _judge_is_silent,
     _judge_is_silent_in_threads,
     _environment_gathers,
+    _reward_in_sandbox_sleeps,
     _reward_loops,
     _reward_waits_for_program,
     _reward_waits_for_file_lock,

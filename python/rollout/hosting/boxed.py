@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from rollout.errors import RolloutError
 from rollout.hosting import wire
 from rollout.hosting.child import HEAD, START_SECONDS
 from rollout.hosting.host import RESPONSES, Source
+from rollout.hosting.look import Watched
 from rollout.plugin import RewardError, RewardTimeout, split_plugin
 from rollout.plugin.v1 import plugin_pb2 as pb
 from rollout.sandbox import Bind, Limits, Process, Result, Sandbox, SandboxError, Sandboxes, Spec, python_binds
@@ -186,6 +188,9 @@ class BoxedProcess:
         self._numbers = itertools.count()
         self._received = bytearray()  # what may be part of an answer
         self._turn = asyncio.Lock()
+        self._watched = Watched(lambda: 0, self._stack)
+        self._sent = False  # whether the request of the call in progress is sent as a whole
+        self._stacks: dict[int, asyncio.Future[bytes]] = {}  # by the number of each `Stack`
         self.broken = False
 
     async def start(self) -> pb.HandshakeResponse:
@@ -239,9 +244,11 @@ class BoxedProcess:
         assert process is not None
         call = _Call(next(self._numbers), self._limits.output_bytes)
         body = method.encode() + b"\0" + message
+        self._watched.open[call.number] = (method, time.monotonic())
         try:
             async with asyncio.timeout(timeout):
                 sending = asyncio.create_task(process.write(HEAD.pack(len(body), call.number) + body))
+                sending.add_done_callback(self._is_sent)
                 try:
                     answer = await self._answer(process, call, what)
                 finally:
@@ -253,11 +260,31 @@ class BoxedProcess:
         except BaseException:
             await self.close()
             raise
+        finally:
+            self._sent = False
+            self._watched.open.pop(call.number, None)
         if call.printed:
             sys.stderr.write(call.printed.decode(errors="replace"))
         if answer[0]:
             raise reported(wire.error_of(status_pb2.Status.FromString(answer[1:])))
         return answer[1:]
+
+    def _is_sent(self, sending: asyncio.Task[None]) -> None:
+        self._sent = not sending.cancelled() and sending.exception() is None
+
+    async def _stack(self) -> bytes:
+        """The answer to ``Stack``. Raises ``OSError``."""
+        process, number = self._process, next(self._numbers)
+        if process is None or not self._sent:
+            raise OSError("no call is in progress")
+        answered = self._stacks[number] = asyncio.get_running_loop().create_future()
+        try:
+            await process.write(HEAD.pack(len(b"Stack"), number) + b"Stack")
+            return (await answered)[1:]
+        except SandboxError as error:
+            raise OSError(str(error)) from error
+        finally:
+            del self._stacks[number]
 
     async def _answer(self, process: Process, call: _Call, what: str) -> bytes:
         """Read until the answer of a call is complete. Answers of other calls, and output, are
@@ -274,6 +301,8 @@ class BoxedProcess:
                 del received[: HEAD.size + size]
                 if number == call.number:
                     return body
+                if (stack := self._stacks.get(number)) is not None and not stack.done():
+                    stack.set_result(body)
             event = await process.read()
             if event is None:
                 raise ended(await process.wait(), self._limits, what, bytes(call.printed))

@@ -26,9 +26,8 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Sequence
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO
 
 from google.rpc import status_pb2  # pyright: ignore[reportMissingTypeStubs]
 
@@ -36,14 +35,13 @@ from rollout import checkpoint
 from rollout.errors import RolloutError
 from rollout.hosting import wire
 from rollout.hosting.host import RESPONSES, Host, Source, request_type
-from rollout.hosting.look import Look, here, look, prepare
+from rollout.hosting.look import Watched, here, prepare
 from rollout.plugin.v1 import plugin_pb2 as pb
 
 START_SECONDS = 120.0
 _CANCEL_SECONDS = 2.0
 """How long a cancelled call of an environment may take to end."""
 HEAD = struct.Struct("<QQ")
-_MOST_LOOKS = 8
 _KILLED = "; if no one killed it, the kernel did for its memory: see `dmesg`"
 _OWN = {"ROLLOUT_WORKER_SPEC", "ROLLOUT_API_KEY"}
 
@@ -68,12 +66,9 @@ class ChildProcess:
     death would end the other episodes.
     """
 
-    _all: ClassVar[weakref.WeakSet[ChildProcess]] = weakref.WeakSet()
-
     def __init__(self, sources: Sequence[Source], command: Sequence[str] = (sys.executable,)) -> None:
         """command: the Python interpreter, with arguments before ``-m``."""
-        self._all.add(self)
-        self._open: dict[int, tuple[str, float]] = {}  # the method of each call without an answer, and when it began
+        self._watched = Watched(lambda: self._pid, self._stack)
         self._sources, self._command = list(sources), list(command)
         self._process: subprocess.Popen[bytes] | None = None
         self._pid = 0
@@ -86,20 +81,6 @@ class ChildProcess:
         self._blocked_by = ""
         """The call that blocked the process, which was killed therefore; empty if none did."""
         self.broken = False
-
-    @classmethod
-    async def looks(cls, seconds: float) -> list[Look]:
-        """What the processes do whose oldest call has no answer for some seconds, the oldest call
-        first."""
-        found: list[tuple[float, str, ChildProcess]] = []
-        for process in cls._all:
-            if process._open and not process.broken:
-                method, began = min(process._open.values(), key=lambda call: call[1])
-                if time.monotonic() - began >= seconds:
-                    found.append((began, method, process))
-        found.sort(key=lambda each: each[0])
-        looked = [look(process._pid, method, process._stack) for _, method, process in found[:_MOST_LOOKS]]
-        return list(await asyncio.gather(*looked))
 
     @property
     def pid(self) -> int:
@@ -191,7 +172,7 @@ class ChildProcess:
         number, answers, process = next(self._numbers), self._answers, self._process
         overlapping = wire.of_environment(method)
         answered = answers[number] = asyncio.get_running_loop().create_future()
-        self._open[number] = (method, time.monotonic())
+        self._watched.open[number] = (method, time.monotonic())
         try:
             async with asyncio.timeout(timeout):
                 await self._send(number, method.encode() + b"\0" + message)
@@ -219,7 +200,7 @@ class ChildProcess:
                 self._watch_cancelled(number, process, what)
             raise
         finally:
-            self._open.pop(number, None)
+            self._watched.open.pop(number, None)
             if answers.get(number) is answered:
                 del answers[number]
         if answer[0]:

@@ -23,9 +23,10 @@ import sys
 import sysconfig
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ _ANSWER_SECONDS = 0.4
 _SIGNAL_SECONDS = 0.2
 _BUSY_SECONDS = 0.1
 _LONGEST = 500  # characters of a text of a process
+_MOST_LOOKS = 8
 _MOST = 3  # addresses in a sentence
 _LIBRARIES = tuple(
     {*(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))}
@@ -164,6 +166,36 @@ def _is_user(file: str) -> bool:
 
 
 # ---- in the parent -----------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Watched:
+    """A process whose calls can be looked at, as long as its owner has this. pid: 0 in a sandbox.
+    stack: the answer of the process to ``Stack``; raises ``OSError``, ``EOFError``. open: by number
+    the method of each call without an answer, and when it began (monotonic)."""
+
+    pid: Callable[[], int]
+    stack: Callable[[], Awaitable[bytes]]
+    open: dict[int, tuple[str, float]] = field(default_factory=dict[int, tuple[str, float]])
+
+    def __post_init__(self) -> None:
+        _WATCHED.add(self)
+
+
+_WATCHED: weakref.WeakSet[Watched] = weakref.WeakSet()
+
+
+async def looks(seconds: float) -> list[Look]:
+    """What the processes do whose oldest call has no answer for some seconds, the oldest call
+    first."""
+    found: list[tuple[float, str, Watched]] = []
+    for process in _WATCHED:
+        if process.open:
+            method, began = min(process.open.values(), key=lambda call: call[1])
+            if time.monotonic() - began >= seconds:
+                found.append((began, method, process))
+    found.sort(key=lambda each: each[0])
+    return list(await asyncio.gather(*(look(each.pid(), method, each.stack) for _, method, each in found[:_MOST_LOOKS])))
 
 
 async def look(pid: int, method: str, asked: Callable[[], Awaitable[bytes]]) -> Look:

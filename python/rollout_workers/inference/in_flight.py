@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rollout.hosting.child import ChildProcess
-from rollout.hosting.look import Look
+from rollout.hosting.look import Look, looks
 from rollout.wait.v1.wait_pb2 import Wait
 from rollout_workers.environments.limits import Limits
 from rollout_workers.inference.puller import Puller
@@ -55,12 +54,12 @@ class InFlight:
 
     async def looks(self) -> list[Look]:
         """What the processes of user code do that have not answered a call for a second."""
-        return await ChildProcess.looks(_LOOK_SECONDS)
+        return await looks(_LOOK_SECONDS)
 
-    def waits(self, looks: Sequence[Look] = ()) -> list[Wait]:
+    def waits(self, looked: Sequence[Look] = ()) -> list[Wait]:
         """What the groups wait for now, the longest first. Groups for which the same is done are
         one wait. What an evaluation does longest, why groups failed, and a publish that fails, come
-        last and name no groups that wait. looks: what processes of user code do (:meth:`looks`)."""
+        last and name no groups that wait. looked: what processes of user code do (:meth:`looks`)."""
         now, monotonic = time.time(), time.monotonic()
         found: dict[int, Doing] = {}
         held, active = self.puller.waiting_items(), self.puller.active_items()
@@ -78,7 +77,7 @@ class InFlight:
                 found[item.group.position] = Doing("PREPARE", "", arrived, 0.0)
         waits = [*self._joined(found), *self._evaluating()]
         for wait in waits:
-            _add_look(wait, looks)
+            _add_look(wait, looked)
         return [*waits, *self._plugins(found.values()), *self._failed(), *self._refused()]
 
     def _failed(self) -> list[Wait]:
@@ -259,13 +258,18 @@ def _add_look(wait: Wait, looks: Sequence[Look]) -> None:
     if found is None:
         return
     wait.process = found.pid
-    parts = [f"its process {found.pid} is at {found.at}" if found.at else f"in process {found.pid}", found.does]
+    who = f"its process {found.pid}" if found.pid else "its process in the sandbox"
+    if found.at is None and not found.pid:
+        return
+    parts = [f"{who} is at {found.at}" if found.at else f"in process {found.pid}", found.does]
     if found.at is not None:
         wait.location = f"{found.at.file}:{found.at.line}"
     wait.evidence += "; " + " and ".join(part for part in parts if part)
     limit = wait.fix.rpartition("; after the limit ")[2] if "; after the limit " in wait.fix else ""
     line = f"correct {found.at}" if found.at is not None else "see why it is slow"
-    fixes = [found.fix or line, f"`kill -9 {found.pid}` ends the call now, and its groups are tried again"]
+    fixes = [found.fix or line]
+    if found.pid:
+        fixes.append(f"`kill -9 {found.pid}` ends the call now, and its groups are tried again")
     wait.fix = "; ".join([*fixes, *([f"after the limit {limit}"] if limit else [])])
 
 

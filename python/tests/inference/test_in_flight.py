@@ -123,6 +123,11 @@ def test_the_process_and_the_line_of_the_longest_call_are_named() -> None:
     assert (stepped.process, stepped.location) == (4712, "")
     assert "in process 4712" in stepped.evidence and "see why it is slow" in stepped.fix
     assert found["GENERATE"].process == 0, "no user code"
+    boxed = replace(reward, pid=0, does="", fix="")
+    with calls.open(Call("REWARD_CALL", "judge.py:judge", (b'{"row": 2}',), 60.0)):
+        called = next(w for w in flight.waits([boxed]) if w.reason == "REWARD_CALL")
+    assert called.evidence.endswith("; its process in the sandbox is at judge.py:12 (judge)")
+    assert (called.process, called.location) == (0, "/job/judge.py:12") and "kill" not in called.fix
 
 
 def _finished(*results: Result) -> FinishedGroup:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from rollout.hosting.child import ChildProcess
-from rollout.hosting.look import Look
+from rollout.hosting.look import Look, looks
 from rollout.plugin.v1 import plugin_pb2 as pb
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -120,10 +120,10 @@ async def _seen(process: ChildProcess, does: str) -> Look:
     """The look at a process as soon as it does this."""
     deadline = time.monotonic() + 20
     while True:
-        looks = [look for look in await ChildProcess.looks(0.0) if look.pid == process.pid]
-        if looks and looks[0].at is not None and re.search(does, looks[0].does):
-            return looks[0]
-        assert time.monotonic() < deadline, looks
+        seen = [look for look in await looks(0.0) if look.pid == process.pid]
+        if seen and seen[0].at is not None and re.search(does, seen[0].does):
+            return seen[0]
+        assert time.monotonic() < deadline, seen
         await asyncio.sleep(0.05)
 
 
@@ -186,6 +186,6 @@ async def test_a_process_without_a_call_is_not_looked_at(tmp_path: Path) -> None
     process = ChildProcess([{"kind": "reward", "plugin": "reward.py:naps", "base_dir": str(tmp_path)}])
     await process.start()
     try:
-        assert [look for look in await ChildProcess.looks(0.0) if look.pid == process.pid] == []
+        assert [look for look in await looks(0.0) if look.pid == process.pid] == []
     finally:
         await process.close()

@@ -16,6 +16,7 @@ import pytest
 from rollout.config.v1.run_config_pb2 import RewardConfig
 from rollout.environment import Result
 from rollout.hosting.boxed import BoxLimits, RewardLimitNotEnforceable, check_host
+from rollout.hosting.look import Look, looks
 from rollout.plugin import RewardError
 from rollout.sandbox import Enforcement, Report, Sandbox
 from rollout_testing.daemon import sandbox_binary
@@ -72,6 +73,10 @@ def hang(samples, at):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     subprocess.Popen(["sleep", "86395"], start_new_session=True)
     time.sleep(600)
+
+def pauses(samples, at):
+    time.sleep(5)  # here
+    return fine(samples, at)
 
 def killed(samples, at):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -187,6 +192,21 @@ async def test_a_call_that_takes_too_long_is_killed_with_all_it_started(source: 
         lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
         assert not any(b"86395" in line for line in lines)
         assert (await one(rewards, "fine")).reward == 2.0
+
+
+async def test_the_line_of_a_call_in_a_box_is_seen(source: dict[str, str]) -> None:
+    async with scoring(source) as rewards:
+        await one(rewards, "fine")
+        call = asyncio.create_task(one(rewards, "pauses"))
+        seen: list[Look] = []
+        while not call.done() and not any(look.at for look in seen):
+            await asyncio.sleep(0.05)
+            seen = [look for look in await looks(0.0) if look.method == "Reward" and not look.pid]
+        assert seen and seen[0].at is not None, seen
+        assert PLUGIN.splitlines()[seen[0].at.line - 1].endswith("# here"), seen
+        assert seen[0].at.function == "pauses"
+        assert (await call).reward == 2.0, "the call is not disturbed"
+        assert await looks(0.0) == []
 
 
 async def test_a_cancelled_call_does_not_answer_the_next_one(source: dict[str, str]) -> None:
