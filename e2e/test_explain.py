@@ -65,7 +65,13 @@ class Stall:
 
 
 STALLS = [
-    Stall("a reward hangs", lambda s: flag(s.folder / "hang"), "REWARD_CALL", ("reward.py:letters", "of 40 s"), "rollout plan"),
+    Stall(
+        "a reward hangs",
+        lambda s: flag(s.folder / "hang"),
+        "REWARD_CALL",
+        ("reward.py:letters", "of 40 s"),
+        "correct reward.py:10",
+    ),
     Stall(
         "the inference worker is stopped",
         lambda s: stopped(s, "inference-0"),
@@ -74,7 +80,7 @@ STALLS = [
         "kill -CONT",
     ),
     Stall("the learner is stopped", lambda s: stopped(s, "learner-0"), "WORKER_STOPPED", ("learner-0",), "kill -CONT"),
-    Stall("a judge does not answer", lambda s: _judged(s), "REWARD_CALL", ("reward.py:letters", "of 40 s"), "rollout plan"),
+    Stall("a judge does not answer", lambda s: _judged(s), "REWARD_CALL", ("reward.py:letters", "of 40 s"), "does not answer"),
     Stall(
         "all engines crash",
         lambda s: crashing(s, "inference"),
