@@ -372,7 +372,8 @@ const file_rollout_wait_v1_wait_proto_rawDesc = "" +
 	"\n" +
 	"Unanswered\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
-	"\x05error\x18\x02 \x01(\tR\x05errorb\x06proto3"
+	"\x05error\x18\x02 \x01(\tR\x05errorB\xbe\x01\n" +
+	"\x13com.rollout.wait.v1B\tWaitProtoP\x01Z>github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1;waitv1\xa2\x02\x03RWX\xaa\x02\x0fRollout.Wait.V1\xca\x02\x0fRollout\\Wait\\V1\xe2\x02\x1bRollout\\Wait\\V1\\GPBMetadata\xea\x02\x11Rollout::Wait::V1b\x06proto3"
 
 var (
 	file_rollout_wait_v1_wait_proto_rawDescOnce sync.Once
