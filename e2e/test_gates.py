@@ -52,7 +52,8 @@ def test_a_gate_stops_the_run_at_its_step_although_rolloutd_is_killed(tmp_path: 
         digests = {record.step: record.weights_digest for record in running.ledger(run)[1]}
     finally:
         stop(running)
-    # the last step with the best reward so far: there are steps to kill at before it, and steps after it
+    # the last step with the best reward so far: there are steps to kill at before it, and steps
+    # after it
     wanted = max(step for step in range(4, plain.steps) if rewards[step] > max(rewards[s] for s in range(1, step)))
 
     job = Job(tmp_path / "job", steps=STEPS)

@@ -436,7 +436,8 @@ func (f fakeSnapshots) DeleteSnapshot(_ context.Context, r *snapshotv1.DeleteSna
 	return &snapshotv1.DeleteSnapshotResponse{}, nil
 }
 
-// RecoverSnapshots adds two snapshots, knows another, and lacks a file of a fourth; older ones are first.
+// RecoverSnapshots adds two snapshots, knows another, and lacks a file of a fourth; older ones are
+// first.
 func (f fakeSnapshots) RecoverSnapshots(_ context.Context, r *snapshotv1.RecoverSnapshotsRequest) (*snapshotv1.RecoverSnapshotsResponse, error) {
 	f.ask("RecoverSnapshots %q in %q", r.GetRunId(), r.GetBaseDir())
 	older, added, broken := snapshot(), snapshot(), snapshot()

@@ -32,7 +32,8 @@ func open(t *testing.T, place sqldb.Place) *sqldb.DB {
 	return db
 }
 
-// What arrives for a deleted run is refused for a month, and then the next deletion forgets the run.
+// What arrives for a deleted run is refused for a month, and then the next deletion forgets the
+// run.
 func TestDeletedRunsAreForgotten(t *testing.T) {
 	t.Parallel()
 	sqldbtest.Run(t, func(t *testing.T, place func(*testing.T) sqldb.Place) {

@@ -4,8 +4,8 @@
 // With `train.on_refused_gradient = "stop"` a learner that refuses a gradient ends its step with
 // one of the gradient reasons. With `health.on_collapse = "pause"` the controller ends a step after
 // which the health check found a collapse, with one of the health reasons. A gate with the action
-// "pause" does the same. In these cases the controller stops, the run is PAUSED with that reason, and only a request (ResumeRun, CancelRun)
-// moves it.
+// "pause" does the same. In these cases the controller stops, the run is PAUSED with that reason,
+// and only a request (ResumeRun, CancelRun) moves it.
 package refusal
 
 import (

@@ -169,7 +169,8 @@ type evalSample struct {
 	Failed     string   `json:"failed,omitempty"`
 }
 
-// evaluated emits the result of an evaluation by the rewards of completions, and returns its metrics.
+// evaluated emits the result of an evaluation by the rewards of completions, and returns its
+// metrics.
 func (r *reporter) evaluated(step uint64, m *weightsv1.WeightsManifest, samples []*inferencev1.EvalSample) map[string]float64 {
 	shown := []evalSample{}
 	for _, s := range samples[:min(len(samples), r.samples)] {

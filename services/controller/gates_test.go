@@ -189,8 +189,8 @@ func TestAnEvaluationStopsTheRun(t *testing.T) {
 	}
 }
 
-// The controller, the learner, or both die at each call of a run that a gate ends. The gate fires at
-// the same step every time, under one event id, and the run ends there.
+// The controller, the learner, or both die at each call of a run that a gate ends. The gate fires
+// at the same step every time, under one event id, and the run ends there.
 func TestAGateFiresAtItsStepWhateverDies(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {

@@ -133,8 +133,8 @@ func (r *recovery) retrain(ctx context.Context, s *bufferv1.StepRecord) (string,
 }
 
 // repeat has a learner that made the last committed step report it again, because the process that
-// committed it died before it stored what the health check and the gates made of it. A learner that loaded the
-// step from a snapshot cannot.
+// committed it died before it stored what the health check and the gates made of it. A learner that
+// loaded the step from a snapshot cannot.
 func (r *recovery) repeat(ctx context.Context, last *bufferv1.StepRecord) error {
 	_, err := r.retrain(ctx, last)
 	if err == nil || ctx.Err() != nil || errors.Is(err, errLost) || errors.Is(err, errTaken) || refusal.Health(rpcerr.Reason(err)) {

@@ -161,8 +161,8 @@ func (r *reserved) join(ctx context.Context) error {
 	return err
 }
 
-// result returns an evaluation that has ended, once each; nil without one. One that failed stays for
-// join.
+// result returns an evaluation that has ended, once each; nil without one. One that failed stays
+// for join.
 func (r *reserved) result() *evaluation {
 	if r == nil {
 		return nil

@@ -287,7 +287,8 @@ func refused(l *learnerv1.LaggingWorker) *waitv1.Wait {
 	return w
 }
 
-// waitsForUser is the wait of a run that a refused gradient, the health check, or a gate has paused.
+// waitsForUser is the wait of a run that a refused gradient, the health check, or a gate has
+// paused.
 func waitsForUser(run *Run) string {
 	if run.GetReason() == refusal.PausedByGate {
 		return "you to continue the run (`rollout runs resume " + run.GetRunId() + "`) or to cancel it: " + run.GetMessage()

@@ -64,8 +64,8 @@ func score(_ context.Context, samples []plugin.Sample) ([]plugin.Score, error) {
 	return scores, nil
 }
 
-// digitShare is the reward of the end-to-end tests (e2e/reward.py). It takes 0.2 s. The file that the
-// first argument names exists while it computes, so that a test can kill it then.
+// digitShare is the reward of the end-to-end tests (e2e/reward.py). It takes 0.2 s. The file that
+// the first argument names exists while it computes, so that a test can kill it then.
 func digitShare(_ context.Context, samples []plugin.Sample) ([]plugin.Score, error) {
 	if len(os.Args) > 1 {
 		if err := os.WriteFile(os.Args[1], nil, 0o600); err != nil {

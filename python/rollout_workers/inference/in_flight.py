@@ -59,7 +59,8 @@ class InFlight:
     def waits(self, looked: Sequence[Look] = ()) -> list[Wait]:
         """What the groups wait for now, the longest first. Groups for which the same is done are
         one wait. What an evaluation does longest, why groups failed, and a publish that fails, come
-        last and name no groups that wait. looked: what processes of user code do (:meth:`looks`)."""
+        last and name no groups that wait. looked: what processes of user code do
+        (:meth:`looks`)."""
         now, monotonic = time.time(), time.monotonic()
         found: dict[int, Doing] = {}
         held, active = self.puller.waiting_items(), self.puller.active_items()

@@ -42,8 +42,8 @@ class Collector:
         self._batch: dict[str, object] | None = None
 
     async def collect(self, chunks: int) -> Rollout:
-        """The next ``chunks`` chunks of all rows. Raises :class:`BatchInvalid` if the policy returns
-        no logprobs, values, or inputs."""
+        """The next ``chunks`` chunks of all rows. Raises :class:`BatchInvalid` if the policy
+        returns no logprobs, values, or inputs."""
         worker, version = self._worker, self._worker.version
         batch = self._batch or await worker.recv_env_output(self._observations)
         inputs: list[dict[str, Tensor]] = []
