@@ -220,9 +220,9 @@ class GateConfig(_message.Message):
     WHEN_FIELD_NUMBER: _builtins.int
     ACTION_FIELD_NUMBER: _builtins.int
     when: _builtins.str
-    """`METRIC OP NUMBER`, where OP is `>=`, `>`, `<=`, `<`, `==`, or `!=`; or `no improvement of
-    METRIC in N evaluations` or `in N steps`, optionally with `by NUMBER`. Metrics whose name ends in
-    `loss` or `kl` improve when they fall, others when they rise.
+    """`METRIC OP NUMBER`, where OP is `>=`, `>`, `<=`, `<`, `==`, or `!=`; or
+    `no improvement of METRIC in N evaluations` or `in N steps`, optionally with `by NUMBER`.
+    Metrics whose name ends in `loss` or `kl` improve when they fall, others when they rise.
     """
     action: _builtins.str
     """`stop` ends the run as succeeded; `pause` pauses it until it is resumed; `promote` takes a

@@ -11,8 +11,9 @@ google.rpc.ErrorInfo: `reason` (e.g. REWARD_RAISED), domain `rollout`, and metad
 A sidecar also serves grpc.health.v1.Health, and workers call it only while it is SERVING.
 
 A sidecar that a worker starts (`command` in its manifest) listens at the address in
-ROLLOUT_PLUGIN_ADDRESS, which is `unix:` and a path, and exits when its standard input closes: then
-the worker has ended. ROLLOUT_PLUGIN_ARGS holds the arguments of an environment, a JSON object.
+ROLLOUT_PLUGIN_ADDRESS, which is `unix:` and a path, and exits when its standard input closes:
+then the worker has ended. ROLLOUT_PLUGIN_ARGS holds the arguments of an environment, a JSON
+object.
 """
 
 from collections import abc as _abc

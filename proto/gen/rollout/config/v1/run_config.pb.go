@@ -273,9 +273,9 @@ func (x *RunConfig) GetGates() map[string]*GateConfig {
 // GateConfig sets a condition over a metric, and what follows the first step after which it holds.
 type GateConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// `METRIC OP NUMBER`, where OP is `>=`, `>`, `<=`, `<`, `==`, or `!=`; or `no improvement of
-	// METRIC in N evaluations` or `in N steps`, optionally with `by NUMBER`. Metrics whose name ends in
-	// `loss` or `kl` improve when they fall, others when they rise.
+	// `METRIC OP NUMBER`, where OP is `>=`, `>`, `<=`, `<`, `==`, or `!=`; or
+	// `no improvement of METRIC in N evaluations` or `in N steps`, optionally with `by NUMBER`.
+	// Metrics whose name ends in `loss` or `kl` improve when they fall, others when they rise.
 	When *string `protobuf:"bytes,1,opt,name=when,proto3,oneof" json:"when,omitempty"`
 	// `stop` ends the run as succeeded; `pause` pauses it until it is resumed; `promote` takes a
 	// snapshot named `gate-NAME`, which `snapshot.keep` does not delete, and continues.

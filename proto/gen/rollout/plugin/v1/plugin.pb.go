@@ -14,8 +14,9 @@
 // A sidecar also serves grpc.health.v1.Health, and workers call it only while it is SERVING.
 //
 // A sidecar that a worker starts (`command` in its manifest) listens at the address in
-// ROLLOUT_PLUGIN_ADDRESS, which is `unix:` and a path, and exits when its standard input closes: then
-// the worker has ended. ROLLOUT_PLUGIN_ARGS holds the arguments of an environment, a JSON object.
+// ROLLOUT_PLUGIN_ADDRESS, which is `unix:` and a path, and exits when its standard input closes:
+// then the worker has ended. ROLLOUT_PLUGIN_ARGS holds the arguments of an environment, a JSON
+// object.
 
 package pluginv1
 
