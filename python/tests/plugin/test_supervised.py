@@ -181,12 +181,13 @@ async def test_an_address_is_connected_again(tmp_path: Path) -> None:
         for _ in range(2):
             assert (await sidecar.call("Reward", rewards(""), 60)).scores
             process.kill()
-            await process.wait()
+            await process.communicate()
             socket.unlink(missing_ok=True)
             process = await served()
     finally:
         await sidecar.close()
         process.kill()
+        await process.communicate()
 
 
 def _certificate(folder: Path, name: str, issuer: str = "") -> None:
