@@ -81,16 +81,18 @@ class Look:
 
 def prepare() -> None:
     """Let faulthandler write the lines of this process when it gets the signal."""
+    if sys.platform != "linux":
+        return
     try:
         file = os.memfd_create(_FILE)
         fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
         faulthandler.register(_signal(), file=file, all_threads=True)
-    except (OSError, AttributeError, ValueError):  # another system than Linux, or files are not allowed
+    except (OSError, ValueError):  # files are not allowed
         return
 
 
 def _signal() -> int:
-    return signal.SIGRTMAX - 3
+    return signal.SIGRTMAX - 3 if sys.platform == "linux" else 0
 
 
 def here(loop: asyncio.AbstractEventLoop) -> bytes:
