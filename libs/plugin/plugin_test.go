@@ -1,10 +1,29 @@
 package plugin
 
 import (
+	"context"
+	"errors"
 	"testing"
+	"time"
 
 	pluginv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plugin/v1"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 )
+
+// A deadline that passes here first must not look like an error of the plugin.
+func TestACallThatIsLateHereIsLateForItsCaller(t *testing.T) {
+	late, cancel := context.WithDeadline(t.Context(), time.Now())
+	defer cancel()
+	fails := func(ctx context.Context, _ any) (any, error) {
+		return nil, statusOf(errors.Join(errors.New("asked the judge"), ctx.Err()), "REWARD_RAISED")
+	}
+	for ctx, want := range map[context.Context]codes.Code{late: codes.DeadlineExceeded, t.Context(): codes.FailedPrecondition} {
+		if _, err := ended(ctx, nil, nil, fails); status.Code(err) != want {
+			t.Errorf("%v, want %v", err, want)
+		}
+	}
+}
 
 // The seed is that of `rollout.environment.Task` in Python, so that a game begins alike in both.
 func TestTheSeedOfATaskIsThatOfPython(t *testing.T) {

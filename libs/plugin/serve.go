@@ -79,7 +79,7 @@ func Serve(ctx context.Context, config Config, plugins ...Plugin) error {
 		return fmt.Errorf("listen at %s: %w", config.Address, err)
 	}
 	options := []grpc.ServerOption{
-		grpc.MaxRecvMsgSize(mostBytes), grpc.MaxSendMsgSize(mostBytes), grpc.ChainUnaryInterceptor(recovered),
+		grpc.MaxRecvMsgSize(mostBytes), grpc.MaxSendMsgSize(mostBytes), grpc.ChainUnaryInterceptor(ended, recovered),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}),
 	}
 	if config.TLS != nil {

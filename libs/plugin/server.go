@@ -273,6 +273,16 @@ func each(n int, f func(int) error) error {
 	return nil
 }
 
+// ended answers a call whose context has ended with that status: the deadline may pass here before
+// it does at the caller, and a plugin that returns for this reason has not failed.
+func ended(ctx context.Context, request any, _ *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+	response, err := handler(ctx, request)
+	if cause := ctx.Err(); err != nil && cause != nil {
+		return nil, status.FromContextError(cause).Err()
+	}
+	return response, err
+}
+
 // recovered turns a panic of a plugin into an error, so that it does not end other calls.
 func recovered(ctx context.Context, request any, _ *grpc.UnaryServerInfo, next grpc.UnaryHandler) (response any, err error) {
 	defer func() {

@@ -130,6 +130,7 @@ def test_a_full_gpu_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_slow_path_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "rollout_workers"):
         assert not Policy(CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.9))).linear_head
-    assert [record.message for record in caplog.records] == [
+    # transformers may log too: whether its lines arrive depends on the tests before this one
+    assert [record.message for record in caplog.records if record.name.startswith("rollout_workers")] == [
         "CohereForCausalLM computes its own logits: all of them are in memory, tokens x vocabulary"
     ]
