@@ -36,6 +36,7 @@ from rollout.errors import RolloutError
 from rollout.hosting import wire
 from rollout.hosting.host import RESPONSES, Host, Source, request_type
 from rollout.hosting.look import Watched, here, prepare
+from rollout.hosting.parent import end_with_parent
 from rollout.plugin.v1 import plugin_pb2 as pb
 
 START_SECONDS = 120.0
@@ -289,6 +290,7 @@ def main() -> None:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     if not boxed:
+        end_with_parent()
         prepare()
     asyncio.run(_Child(requests, answers, boxed).run())
 

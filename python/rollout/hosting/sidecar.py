@@ -26,6 +26,7 @@ from rollout.hosting import wire
 from rollout.hosting.exchange import checked, split
 from rollout.hosting.host import NO_DEADLINE, RESPONSES, Host, request_type
 from rollout.hosting.manifest import Tls
+from rollout.hosting.parent import end_with_parent
 from rollout.plugin.v1 import plugin_pb2 as pb
 from rollout.plugin.v1.plugin_pb2_grpc import PluginServiceStub
 
@@ -180,11 +181,12 @@ async def _run(arguments: argparse.Namespace) -> None:
     host = Host.load(sources, ThreadPoolExecutor(4, "plugin"), version=arguments.version)
     server = await serve(host, arguments.address)
     if ADDRESS_VARIABLE in os.environ:
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+        threading.Thread(target=_end_with_input, daemon=True).start()
+        end_with_parent()
     await server.wait_for_termination()
 
 
-def _end_with_parent() -> None:
+def _end_with_input() -> None:
     """Exit when the standard input closes, because then the worker has ended."""
     while os.read(0, 4096):
         pass
